@@ -1,0 +1,1 @@
+"""FP8 quantization, layers and AdamW: a plain-PyTorch reference beside every Triton kernel."""

@@ -1,0 +1,226 @@
+"""What a storage format of optimizer moments is, and the kernels that every format shares.
+
+A moment of n elements is stored as n codes, in groups of consecutive elements of the flat tensor,
+with at most an FP32 scale and an 8-bit exponent for each group.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from coat_kernels.fp8 import cast
+
+# groups per program; a wider tile only lengthens the tail
+ROWS = 4
+
+
+class Storage(NamedTuple):
+    """A stored moment: `codes` [n]; `scale` FP32 [groups] and `exponent` uint8 [groups], empty if unused."""
+
+    codes: torch.Tensor
+    scale: torch.Tensor
+    exponent: torch.Tensor
+
+    @property
+    def nbytes(self) -> int:
+        return sum(t.numel() * t.element_size() for t in self)
+
+
+@dataclass(frozen=True, slots=True)
+class Codec:
+    """A storage format: its layout, its reference functions and its Triton tile functions.
+
+    Reference functions work on FP32 groups [rows, group_size], scale [rows, 1] and exponent [rows, 1]
+    (uint8); the last group is padded with zeros. Tile functions do the same on a tile inside a kernel,
+    with the flag E5M2 as their last argument.
+    """
+
+    name: str
+    dtype: torch.dtype
+    """Of the codes; uint8 holds FP8 bit patterns."""
+    has_scale: bool
+    has_exponent: bool
+    is_e5m2: bool
+    statistics: Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
+    """x -> (scale, exponent)."""
+    to_codes: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+    """(x, scale, exponent) -> codes."""
+    from_codes: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+    """(codes, scale, exponent) -> x."""
+    statistics_tile: Callable
+    to_codes_tile: Callable
+    from_codes_tile: Callable
+
+    def zeros(self, numel: int, group_size: int, device: torch.device | str) -> Storage:
+        """A moment of zeros."""
+        groups = triton.cdiv(numel, group_size)
+        return Storage(
+            torch.zeros(numel, dtype=self.dtype, device=device),
+            torch.zeros(groups if self.has_scale else 0, dtype=torch.float32, device=device),
+            # an all-zero group has the largest exponent, as the statistics give it
+            torch.full((groups if self.has_exponent else 0,), 255, dtype=torch.uint8, device=device),
+        )
+
+    def encode(self, x: torch.Tensor, group_size: int, like: Storage | None = None) -> Storage:
+        """Stores `x` (any shape; taken as FP32, flat). `like` supplies scale and exponent to be reused."""
+        x = x.detach().reshape(-1).float()
+        if x.is_cuda:
+            return encode_kernel_launch(self, x, group_size, like)
+        return encode_reference(self, x, group_size, like)
+
+    def decode(self, storage: Storage, group_size: int) -> torch.Tensor:
+        """The stored moment as FP32 [n]."""
+        if storage.codes.is_cuda:
+            return decode_kernel_launch(self, storage, group_size)
+        return decode_reference(self, storage, group_size)
+
+
+def _rows(x: torch.Tensor, group_size: int) -> torch.Tensor:
+    padding = -x.numel() % group_size
+    return torch.nn.functional.pad(x, (0, padding)).view(-1, group_size)
+
+
+def _column(t: torch.Tensor, rows: int) -> torch.Tensor:
+    return t.view(-1, 1) if t.numel() else t.new_zeros(rows, 1)
+
+
+def encode_reference(codec: Codec, x: torch.Tensor, group_size: int, like: Storage | None = None) -> Storage:
+    """`Codec.encode` in plain PyTorch; x FP32 [n]."""
+    rows = _rows(x, group_size)
+    if like is None:
+        scale, exponent = codec.statistics(rows)
+    else:
+        scale, exponent = _column(like.scale, len(rows)), _column(like.exponent, len(rows))
+    codes = codec.to_codes(rows, scale, exponent).view(-1)[: x.numel()].clone()
+    return Storage(
+        codes,
+        scale.reshape(-1).clone() if codec.has_scale else x.new_empty(0),
+        exponent.reshape(-1).clone() if codec.has_exponent else codes.new_empty(0, dtype=torch.uint8),
+    )
+
+
+def decode_reference(codec: Codec, storage: Storage, group_size: int) -> torch.Tensor:
+    """`Codec.decode` in plain PyTorch."""
+    codes = _rows(storage.codes, group_size)
+    scale, exponent = _column(storage.scale, len(codes)), _column(storage.exponent, len(codes))
+    return codec.from_codes(codes, scale, exponent).view(-1)[: storage.codes.numel()].clone()
+
+
+@triton.jit
+def load_moment(p_codes, p_scale, p_exponent, o_x, m_x, o_row, m_row,
+                FROM_CODES: tl.constexpr, HAS_SCALE: tl.constexpr, HAS_EXPONENT: tl.constexpr,
+                E5M2: tl.constexpr, MASKED: tl.constexpr):  # fmt: skip
+    """A tile [rows, group] of a stored moment as FP32."""
+    if MASKED:
+        b_codes = tl.load(p_codes + o_x, mask=m_x, other=0)
+    else:
+        b_codes = tl.load(p_codes + o_x)
+    b_scale = 0.0
+    b_exponent = 0
+    if HAS_SCALE:
+        b_scale = tl.load(p_scale + o_row, mask=m_row, other=0.0)[:, None]
+    if HAS_EXPONENT:
+        b_exponent = tl.load(p_exponent + o_row, mask=m_row, other=255)[:, None]
+    return FROM_CODES(b_codes, b_scale, b_exponent, E5M2)
+
+
+@triton.jit
+def store_moment(b_x, p_codes, p_scale, p_exponent, o_x, m_x, o_row, m_row,
+                 STATISTICS: tl.constexpr, TO_CODES: tl.constexpr, HAS_SCALE: tl.constexpr,
+                 HAS_EXPONENT: tl.constexpr, E5M2: tl.constexpr, MASKED: tl.constexpr):  # fmt: skip
+    """Stores an FP32 tile [rows, group]; elements past the end must be zero."""
+    b_scale, b_exponent = STATISTICS(b_x, E5M2)
+    b_codes = TO_CODES(b_x, b_scale, b_exponent, E5M2)
+    if MASKED:
+        tl.store(p_codes + o_x, cast(b_codes, p_codes.dtype.element_ty), mask=m_x)
+    else:
+        tl.store(p_codes + o_x, cast(b_codes, p_codes.dtype.element_ty))
+    if HAS_SCALE:
+        tl.store(p_scale + o_row, tl.reshape(b_scale, [b_scale.shape[0]]), mask=m_row)
+    if HAS_EXPONENT:
+        b_exponent = tl.reshape(b_exponent, [b_exponent.shape[0]])
+        tl.store(p_exponent + o_row, b_exponent.to(tl.uint8), mask=m_row)
+
+
+@triton.jit
+def encode_kernel(p_x, p_codes, p_scale, p_exponent, n,
+                  STATISTICS: tl.constexpr, TO_CODES: tl.constexpr, HAS_SCALE: tl.constexpr,
+                  HAS_EXPONENT: tl.constexpr, E5M2: tl.constexpr, REUSE: tl.constexpr,
+                  ROWS: tl.constexpr, G: tl.constexpr):  # fmt: skip
+    o_row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    o_x = o_row[:, None] * G + tl.arange(0, G)[None, :]
+    m_x, m_row = o_x < n, o_row * G < n
+    b_x = tl.load(p_x + o_x, mask=m_x, other=0.0)
+    if REUSE:
+        b_scale = 0.0
+        b_exponent = 0
+        if HAS_SCALE:
+            b_scale = tl.load(p_scale + o_row, mask=m_row, other=0.0)[:, None]
+        if HAS_EXPONENT:
+            b_exponent = tl.load(p_exponent + o_row, mask=m_row, other=255)[:, None]
+        b_codes = TO_CODES(b_x, b_scale, b_exponent, E5M2)
+        tl.store(p_codes + o_x, cast(b_codes, p_codes.dtype.element_ty), mask=m_x)
+    else:
+        store_moment(b_x, p_codes, p_scale, p_exponent, o_x, m_x, o_row, m_row,
+                     STATISTICS, TO_CODES, HAS_SCALE, HAS_EXPONENT, E5M2, True)  # fmt: skip
+
+
+@triton.jit
+def decode_kernel(p_codes, p_scale, p_exponent, p_x, n,
+                  FROM_CODES: tl.constexpr, HAS_SCALE: tl.constexpr, HAS_EXPONENT: tl.constexpr,
+                  E5M2: tl.constexpr, ROWS: tl.constexpr, G: tl.constexpr):  # fmt: skip
+    o_row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    o_x = o_row[:, None] * G + tl.arange(0, G)[None, :]
+    m_x, m_row = o_x < n, o_row * G < n
+    b_x = load_moment(p_codes, p_scale, p_exponent, o_x, m_x, o_row, m_row,
+                      FROM_CODES, HAS_SCALE, HAS_EXPONENT, E5M2, True)  # fmt: skip
+    tl.store(p_x + o_x, b_x, mask=m_x)
+
+
+def encode_kernel_launch(
+    codec: Codec, x: torch.Tensor, group_size: int, like: Storage | None = None
+) -> Storage:
+    """`Codec.encode` by the Triton kernel; x FP32 [n]."""
+    out = codec.zeros(x.numel(), group_size, x.device)
+    if like is not None:
+        out = Storage(out.codes, like.scale.clone(), like.exponent.clone())
+    if x.numel():
+        with torch.cuda.device_of(x):
+            encode_kernel[(triton.cdiv(x.numel(), ROWS * group_size),)](
+                x,
+                *out,
+                x.numel(),
+                STATISTICS=codec.statistics_tile,
+                TO_CODES=codec.to_codes_tile,
+                HAS_SCALE=codec.has_scale,
+                HAS_EXPONENT=codec.has_exponent,
+                E5M2=codec.is_e5m2,
+                REUSE=like is not None,
+                ROWS=ROWS,
+                G=group_size,
+            )
+    return out
+
+
+def decode_kernel_launch(codec: Codec, storage: Storage, group_size: int) -> torch.Tensor:
+    """`Codec.decode` by the Triton kernel."""
+    n = storage.codes.numel()
+    x = torch.empty(n, dtype=torch.float32, device=storage.codes.device)
+    if n:
+        with torch.cuda.device_of(x):
+            decode_kernel[(triton.cdiv(n, ROWS * group_size),)](
+                *storage,
+                x,
+                n,
+                FROM_CODES=codec.from_codes_tile,
+                HAS_SCALE=codec.has_scale,
+                HAS_EXPONENT=codec.has_exponent,
+                E5M2=codec.is_e5m2,
+                ROWS=ROWS,
+                G=group_size,
+            )
+    return x

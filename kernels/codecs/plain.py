@@ -1,0 +1,49 @@
+"""Moments in ordinary floating point: BF16, and FP32 for tensors that are too small to be worth more."""
+
+import torch
+import triton
+import triton.language as tl
+
+from coat_kernels.codecs.codec import Codec
+
+
+def _no_statistics(x):
+    return x.new_zeros(len(x), 1), x.new_zeros(len(x), 1, dtype=torch.uint8)
+
+
+def _from_codes(codes, scale, exponent):
+    return codes.float()
+
+
+@triton.jit
+def statistics_tile(b_x, E5M2: tl.constexpr):
+    return 0.0, 0
+
+
+@triton.jit
+def to_codes_tile(b_x, b_scale, b_exponent, E5M2: tl.constexpr):
+    return b_x
+
+
+@triton.jit
+def from_codes_tile(b_codes, b_scale, b_exponent, E5M2: tl.constexpr):
+    return b_codes.to(tl.float32)
+
+
+def _codec(name: str, dtype: torch.dtype) -> Codec:
+    return Codec(
+        name,
+        dtype,
+        False,
+        False,
+        False,
+        _no_statistics,
+        lambda x, scale, exponent: x.to(dtype),
+        _from_codes,
+        statistics_tile,
+        to_codes_tile,
+        from_codes_tile,
+    )
+
+
+CODECS = (_codec("bf16", torch.bfloat16), _codec("fp32", torch.float32))

@@ -1,0 +1,114 @@
+"""The two 8-bit floating-point formats: how values are rounded into them, and which devices multiply them.
+
+Rules kept by every quantizer of this package:
+- rounding is to nearest, ties to even, and saturates at the format's largest magnitude;
+- scales come from the finite values only, and a NaN or an infinity is stored as NaN, so that it is
+  neither hidden nor able to spoil its neighbours;
+- zero is stored as zero.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+INTERPRET = tl.constexpr(triton.knobs.runtime.interpret)
+
+
+@dataclass(frozen=True, slots=True)
+class Fp8Format:
+    """An 8-bit floating-point format: `max` is its largest magnitude, `tiny` its smallest non-zero one."""
+
+    name: str
+    dtype: torch.dtype
+    max: float
+    tiny: float
+
+    @property
+    def is_e5m2(self) -> bool:
+        """The flag by which the Triton kernels choose between the two formats."""
+        return self.dtype == torch.float8_e5m2
+
+
+E4M3 = Fp8Format("e4m3", torch.float8_e4m3fn, 448.0, 2.0**-9)
+E5M2 = Fp8Format("e5m2", torch.float8_e5m2, 57344.0, 2.0**-16)
+
+
+def fp8_format(name: str) -> Fp8Format:
+    """The format called `name`. Raises ValueError for an unknown one."""
+    for known in (E4M3, E5M2):
+        if known.name == name:
+            return known
+    raise ValueError(f"FP8 format: expected 'e4m3' or 'e5m2', found {name!r}")
+
+
+def has_fp8_gemm(device: torch.device) -> bool:
+    """Whether `device` multiplies FP8 in hardware: compute capability 8.9 (Ada) or newer."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)
+
+
+def require_fp8(device: torch.device) -> None:
+    """Raises RuntimeError where `device` is a GPU without FP8. CPUs pass: they run the reference."""
+    if device.type == "cuda" and not has_fp8_gemm(device):
+        major, minor = torch.cuda.get_device_capability(device)
+        raise RuntimeError(
+            f"FP8 needs a GPU of compute capability 8.9 or newer, found {torch.cuda.get_device_name(device)} "
+            f'with {major}.{minor}. Use such a GPU, or set "coat": {{"enabled": false}}.'
+        )
+
+
+def round_to_fp8(x: torch.Tensor, fmt: Fp8Format) -> torch.Tensor:
+    """`x` (FP32, any shape) as `fmt.dtype`: nearest even, saturating; NaN and infinities become NaN."""
+    finite = torch.where(x.isfinite(), x, torch.nan)
+    return finite.clamp(-fmt.max, fmt.max).to(fmt.dtype)
+
+
+@triton.jit
+def to_fp8(b_x, E5M2: tl.constexpr):
+    """FP32 values, at most the format's largest magnitude, as codes (uint8)."""
+    if INTERPRET:
+        # the interpreter truncates and loses NaN: round the bits by hand
+        MANTISSA: tl.constexpr = 2 if E5M2 else 3
+        BIAS: tl.constexpr = 15 if E5M2 else 7
+        SHIFT: tl.constexpr = 23 - MANTISSA
+        b_bits = b_x.to(tl.int32, bitcast=True)
+        b_abs = b_bits & 0x7FFFFFFF
+        b_normal = b_abs + ((1 << (SHIFT - 1)) - 1) + ((b_abs >> SHIFT) & 1)
+        b_normal = (b_normal >> SHIFT) - ((127 - BIAS) << MANTISSA)
+        # adding 2^23 rounds to an integer number of subnormal steps, to nearest even
+        b_steps = tl.abs(b_x) * float(2 ** (BIAS - 1 + MANTISSA)) + 8388608.0
+        b_code = tl.where(b_abs < ((128 - BIAS) << 23), b_steps.to(tl.int32, bitcast=True) & 0xFF, b_normal)
+        b_code = tl.where(b_x == b_x, b_code | ((b_bits >> 24) & 0x80), 0x7F)
+        return b_code.to(tl.uint8)
+    if E5M2:
+        return b_x.to(tl.float8e5).to(tl.uint8, bitcast=True)
+    return b_x.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
+
+
+@triton.jit
+def from_fp8(b_codes, E5M2: tl.constexpr):
+    """Codes (uint8) as FP32 values."""
+    if INTERPRET:
+        b_code = b_codes.to(tl.int32)
+        b_abs = b_code & 0x7F
+        if E5M2:
+            b_x = (b_abs << 21).to(tl.float32, bitcast=True) * float(2.0**112)
+            b_x = tl.where(b_abs >= 0x7C, float("nan"), b_x)
+        else:
+            b_x = (b_abs << 20).to(tl.float32, bitcast=True) * float(2.0**120)
+            b_x = tl.where(b_abs == 0x7F, float("nan"), b_x)
+        return tl.where(b_code >= 0x80, -b_x, b_x)
+    if E5M2:
+        return b_codes.to(tl.float8e5, bitcast=True).to(tl.float32)
+    return b_codes.to(tl.float8e4nv, bitcast=True).to(tl.float32)
+
+
+@triton.jit
+def cast(b_x, DTYPE: tl.constexpr):
+    """FP32 values in the floating-point type that is stored; the interpreter would truncate to BF16."""
+    if INTERPRET and DTYPE == tl.bfloat16:
+        b_bits = b_x.to(tl.int32, bitcast=True)
+        b_rounded = ((b_bits + 0x7FFF + ((b_bits >> 16) & 1)) >> 16) << 16
+        b_x = tl.where(b_x == b_x, b_rounded.to(tl.float32, bitcast=True), b_x)
+    return b_x.to(DTYPE)

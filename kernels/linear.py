@@ -1,0 +1,123 @@
+"""A linear layer whose three matrix products run in FP8 and which keeps its input in FP8.
+
+Forward operands are E4M3, gradients E5M2, each with one just-in-time scale per tensor (COAT, section 5).
+FP8 products want both operands contiguous along the dimension that is summed, so an operand is written
+in the layout of its product: the input also transposed for the weight gradient, and kept only so.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from coat_kernels.fp8 import E4M3, E5M2, Fp8Format, require_fp8
+from coat_kernels.origin import Origin
+from coat_kernels.tensorwise import ALIGNMENT, quantize_tensor, tensor_scale
+
+
+@dataclass(frozen=True, slots=True)
+class LinearFormats:
+    """FP8 formats of the forward operands (input, weight) and of the output's gradient."""
+
+    forward: Fp8Format = E4M3
+    backward: Fp8Format = E5M2
+
+
+def scaled_matmul_reference(
+    a: torch.Tensor, b: torch.Tensor, scale_a: torch.Tensor, scale_b: torch.Tensor, dtype: torch.dtype
+) -> torch.Tensor:
+    """`a` [m, k] times `b` [n, k] transposed, both FP8, accumulated in FP32, rounded once to `dtype`."""
+    return ((a.float() @ b.float().t()) * (scale_a * scale_b)).to(dtype)
+
+
+def scaled_matmul(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    scale_a: torch.Tensor,
+    scale_b: torch.Tensor,
+    dtype: torch.dtype,
+    fast: bool = False,
+) -> torch.Tensor:
+    """`scaled_matmul_reference`, on CUDA by cuBLASLt. `fast` keeps fewer bits while accumulating."""
+    if not a.is_cuda:
+        return scaled_matmul_reference(a, b, scale_a, scale_b, dtype)
+    return torch._scaled_mm(a, b.t(), scale_a, scale_b, out_dtype=dtype, use_fast_accum=fast)
+
+
+class _Fp8Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight, bias, formats: LinearFormats, origin: Origin | None, trains_weight: bool):
+        inputs = x.reshape(-1, x.shape[-1]).contiguous()
+        keep = trains_weight and origin is None
+        scale_x = tensor_scale(inputs, formats.forward, origin.maxima if origin else None)
+        scale_w = tensor_scale(weight, formats.forward)
+        codes_x, codes_x_t = quantize_tensor(inputs, scale_x, formats.forward, columns=keep)
+        codes_w, _ = quantize_tensor(weight, scale_w, formats.forward)
+        y = scaled_matmul(codes_x, codes_w, scale_x, scale_w, x.dtype, fast=True)
+        if bias is not None:
+            y += bias
+        ctx.formats, ctx.shape, ctx.dtype = formats, x.shape, x.dtype
+        ctx.bias_dtype = None if bias is None else bias.dtype
+        ctx.rebuild = None
+        kept: tuple[torch.Tensor, ...] = ()
+        if keep:
+            kept = (codes_x_t, scale_x)
+        elif trains_weight:
+            ctx.rebuild, kept = origin.rebuild, origin.tensors
+        ctx.save_for_backward(weight, scale_w, *kept)
+        return y.view(*x.shape[:-1], -1)
+
+    @staticmethod
+    def backward(ctx, grad_y):
+        weight, scale_w, *kept = ctx.saved_tensors
+        formats = ctx.formats
+        grads = grad_y.reshape(-1, grad_y.shape[-1]).contiguous()
+        needs_x, needs_w, needs_bias = ctx.needs_input_grad[:3]
+        grad_x = grad_w = grad_bias = None
+        scale_g = tensor_scale(grads, formats.backward)
+        codes_g, codes_g_t = quantize_tensor(grads, scale_g, formats.backward, needs_x, needs_w)
+        if needs_x:
+            _, codes_w_t = quantize_tensor(weight, scale_w, formats.forward, rows=False, columns=True)
+            codes_w_t = codes_w_t[:, : weight.shape[0]]
+            grad_x = scaled_matmul(codes_g, codes_w_t, scale_g, scale_w, ctx.dtype).view(ctx.shape)
+        if needs_w:
+            if ctx.rebuild is None:
+                codes_x_t, scale_x = kept
+            else:
+                inputs = ctx.rebuild(*kept).reshape(-1, ctx.shape[-1]).contiguous()
+                scale_x = tensor_scale(inputs, formats.forward)
+                _, codes_x_t = quantize_tensor(inputs, scale_x, formats.forward, rows=False, columns=True)
+            grad_w = scaled_matmul(codes_g_t, codes_x_t, scale_g, scale_x, weight.dtype)
+        if needs_bias:
+            grad_bias = grads.sum(0, dtype=torch.float32).to(ctx.bias_dtype)
+        return grad_x, grad_w, grad_bias, None, None, None
+
+
+def fp8_linear(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    *,
+    formats: LinearFormats | None = None,
+    origin: Origin | None = None,
+) -> torch.Tensor:
+    """x W^T + b with FP8 matrix products.
+
+    Args:
+        x: [..., K], BF16 or FP32.
+        weight: [N, K]; kept by reference for backward, not copied.
+        bias: [N] or None, added in the type of the result.
+        formats: the FP8 formats; E4M3 forward and E5M2 backward by default.
+        origin: how to rebuild x in backward; without it x is kept as FP8 and one FP32 scale.
+
+    Returns [..., N] in the dtype of x. Raises ValueError on CUDA if K or N is not a multiple of 16, and
+    RuntimeError on a GPU without FP8.
+    """
+    require_fp8(x.device)
+    out_features, in_features = weight.shape
+    if x.is_cuda and (out_features % ALIGNMENT or in_features % ALIGNMENT):
+        raise ValueError(
+            f"FP8 matrix products need sizes that are multiples of {ALIGNMENT}, found a weight of "
+            f"{out_features} x {in_features}. Change the layer's sizes or keep it in BF16."
+        )
+    trains_weight = torch.is_grad_enabled() and weight.requires_grad
+    return _Fp8Linear.apply(x, weight, bias, formats or LinearFormats(), origin, trains_weight)

@@ -1,0 +1,32 @@
+"""Inputs that have broken quantizers before."""
+
+import torch
+
+SIZES = (1, 127, 128, 129, 1000)
+
+
+def wide(*shape: int, sigma: float = 2.0) -> torch.Tensor:
+    """Log-normally spread magnitudes with signs, as gradients have them."""
+    return torch.randn(shape) * torch.exp(sigma * torch.randn(shape))
+
+
+def hard(n: int) -> dict[str, torch.Tensor]:
+    """Named FP32 vectors of n elements: zeros, constants, wide ranges, extremes, non-finite values."""
+    some_zeros = wide(n)
+    some_zeros[::3] = 0
+    extremes = wide(n)
+    extremes[:: max(n // 4, 1)] = torch.tensor([3e38, 1e-38, -1e-45, -3e38, 1e-30])[
+        : len(extremes[:: max(n // 4, 1)])
+    ]
+    broken = wide(n)
+    broken[0], broken[n // 2] = torch.nan, -torch.inf
+    return {
+        "wide": wide(n),
+        "narrow": 1 + 0.01 * torch.rand(n),
+        "zeros": torch.zeros(n),
+        "some_zeros": some_zeros,
+        "constant": torch.full((n,), -0.3),
+        "tiny": wide(n) * 1e-30,
+        "extremes": extremes,
+        "broken": broken,
+    }

@@ -1,0 +1,109 @@
+"""The fused step against torch.optim.AdamW, and the kernel against the reference."""
+
+import pytest
+import torch
+
+from coat_kernels.adamw import adamw_reference, adamw_triton
+from coat_kernels.codecs import CODECS, get_codec
+from tests.kernels.inputs import wide
+from tests.util import rel_rms
+
+OPTIONS = {"group_size": 128, "lr": 1e-2, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.1}
+
+
+def states(m_name, v_name, n, device):
+    codecs = {"exp_avg_codec": get_codec(m_name), "exp_avg_sq_codec": get_codec(v_name)}
+    return codecs, [codec.zeros(n, 128, device) for codec in codecs.values()]
+
+
+@pytest.mark.parametrize("maximize", [False, True])
+def test_reference_with_fp32_moments_is_torch_adamw(maximize):
+    p = torch.nn.Parameter(wide(1000))
+    stock = torch.optim.AdamW(
+        [p], lr=1e-2, betas=(0.9, 0.95), weight_decay=0.1, maximize=maximize, foreach=False
+    )
+    mine = p.detach().clone()
+    codecs, storage = states("fp32", "fp32", 1000, "cpu")
+    for step in range(1, 6):
+        p.grad = wide(1000)
+        adamw_reference(mine, p.grad, *storage, step, **codecs, **OPTIONS, maximize=maximize)
+        stock.step()
+        assert mine.equal(p.detach())
+    state = stock.state[p]
+    assert storage[0].codes.equal(state["exp_avg"]) and storage[1].codes.equal(state["exp_avg_sq"])
+
+
+@pytest.mark.parametrize("n", [1, 127, 129, 1000, 128 * 9])
+@pytest.mark.parametrize("m_name", list(CODECS))
+@pytest.mark.parametrize("v_name", ["fp8_expanded", "fp32"])
+def test_kernel_agrees_with_the_reference(m_name, v_name, n, device):
+    """FP32 moments: rounding order only, 2^-22 on the update. FP8: a code on a tie may go the other way,
+    which moves an update by 2^-3 of a moment's code divided by k; over a thousand elements, seldom."""
+    codecs, expected_state = states(m_name, v_name, n, device)
+    _, actual_state = states(m_name, v_name, n, device)
+    start = wide(n).to(device)
+    expected, actual = start.clone(), start.clone()
+    for step in range(1, 4):
+        grad = wide(n).to(device)
+        grad[1::5] = 0
+        adamw_reference(expected, grad, *expected_state, step, **codecs, **OPTIONS)
+        adamw_triton(actual, grad, *actual_state, step, **codecs, **OPTIONS)
+        bound = 2e-6 if m_name == v_name == "fp32" or step == 1 else 5e-3
+        assert rel_rms(actual - start, expected - start) < bound
+
+
+@pytest.mark.parametrize("param_dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("grad_dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_kernel_takes_other_dtypes(param_dtype, grad_dtype, device):
+    codecs, expected_state = states("fp8_expanded", "fp8_expanded", 300, device)
+    _, actual_state = states("fp8_expanded", "fp8_expanded", 300, device)
+    start = wide(300).to(device, param_dtype)
+    expected, actual = start.clone(), start.clone()
+    grad = torch.randn(300).to(device, grad_dtype)
+    adamw_reference(expected, grad, *expected_state, 1, **codecs, **OPTIONS)
+    adamw_triton(actual, grad, *actual_state, 1, **codecs, **OPTIONS)
+    # BF16 parameters round to 2^-9 of themselves; only a tie may round differently
+    assert rel_rms(actual, expected) < (1e-6 if param_dtype == torch.float32 else 2**-9)
+
+
+@pytest.mark.parametrize("run", [adamw_reference, adamw_triton])
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+def test_bad_gradient_harms_only_its_own_element(run, bad, device):
+    codecs, good_state = states("fp8_expanded", "fp8_expanded", 256, device)
+    _, bad_state = states("fp8_expanded", "fp8_expanded", 256, device)
+    start, grad = wide(256).to(device), wide(256).to(device)
+    grad[7] = grad[8]
+    good, hurt = start.clone(), start.clone()
+    run(good, grad, *good_state, 1, **codecs, **OPTIONS)
+    broken = grad.clone()
+    broken[7] = bad
+    run(hurt, broken, *bad_state, 1, **codecs, **OPTIONS)
+    keep = torch.arange(256, device=device) != 7
+    assert hurt[7].isnan() and hurt[keep].equal(good[keep])
+    for codec, a, b in zip(codecs.values(), good_state, bad_state, strict=True):
+        decoded = codec.decode(b, 128)
+        assert decoded[7].isnan() and decoded[keep].equal(codec.decode(a, 128)[keep])
+
+
+@pytest.mark.parametrize("run", [adamw_reference, adamw_triton])
+def test_first_step_without_gradient_only_decays(run, device):
+    """DeepSpeed's stage 0 steps once on zero gradients: zeros must stay zeros."""
+    codecs, state = states("fp8_expanded", "fp8_expanded", 300, device)
+    start = wide(300).to(device)
+    p = start.clone()
+    run(p, torch.zeros_like(p), *state, 1, **codecs, **OPTIONS)
+    assert rel_rms(p, start * (1 - 1e-3)) < 2**-23
+    for codec, storage in zip(codecs.values(), state, strict=True):
+        assert codec.decode(storage, 128).equal(torch.zeros_like(p))
+
+
+def test_kernel_is_deterministic(device):
+    def once():
+        torch.manual_seed(0)
+        codecs, state = states("fp8_expanded", "fp8_expanded", 5000, device)
+        p = wide(5000).to(device)
+        for step in range(1, 3):
+            adamw_triton(p, wide(5000).to(device), *state, step, **codecs, **OPTIONS)
+        return p, *state[0], *state[1]
+
+    assert all(a.equal(b) for a, b in zip(once(), once(), strict=True))

@@ -1,0 +1,198 @@
+"""Storage formats of moments: error bounds, exact cases, and kernels against their references."""
+
+import math
+
+import pytest
+import torch
+
+from coat_kernels.codecs import CODECS, get_codec
+from coat_kernels.codecs.codec import (
+    decode_kernel_launch,
+    decode_reference,
+    encode_kernel_launch,
+    encode_reference,
+)
+from coat_kernels.fp8 import E4M3, E5M2
+from tests.kernels.inputs import SIZES, hard, wide
+
+EXPANDED = ("fp8_expanded", "fp8_expanded_e5m2")
+GROUP = 128
+
+
+def by_reference(codec, x):
+    return encode_reference(codec, x, GROUP), lambda s: decode_reference(codec, s, GROUP)
+
+
+def by_kernel(codec, x):
+    return encode_kernel_launch(codec, x, GROUP), lambda s: decode_kernel_launch(codec, s, GROUP)
+
+
+def log2_error_bound(codec, storage, x):
+    """Largest |log2(decoded / x)| that rounding may cause, for each element of x.
+
+    A code y is rounded by at most half a step: 2^-(mantissa bits + 1) of itself, or half the smallest
+    subnormal. The 1/k-th root divides the logarithm by k. Raising a value to the smallest code costs less
+    than the lower half step of it. FP32 arithmetic adds about k * 2^-18 before the root (a logarithm of
+    up to 150 times k, each to 2^-24) and 2^-18 after it.
+    """
+    fmt, half_step = (E5M2, 2**-3) if codec.is_e5m2 else (E4M3, 2**-4)
+    k = storage.exponent.float().repeat_interleave(GROUP)[: len(x)] / 16
+    largest = storage.scale.repeat_interleave(GROUP)[: len(x)]
+    y = fmt.max * torch.exp2(k * (x.abs().log2() - largest.log2()))
+    relative = torch.maximum(torch.full_like(y, half_step), fmt.tiny / 2 / y).clamp_max(1 - 2**-6)
+    return -torch.log2(1 - relative) / k + 2**-16
+
+
+@pytest.mark.parametrize("run", [by_reference, by_kernel])
+@pytest.mark.parametrize("name", EXPANDED)
+@pytest.mark.parametrize("n", SIZES)
+def test_expanded_error_is_within_the_derived_bound(name, n, run, device):
+    codec = get_codec(name)
+    for case, x in hard(n).items():
+        x = x.to(device)
+        storage, decode = run(codec, x)
+        decoded = decode(storage)
+        finite = x.isfinite()
+        assert decoded[~finite].isnan().all(), case
+        assert (decoded[finite] == 0).equal(x[finite] == 0), f"{case}: a zero appeared or vanished"
+        assert decoded[finite].sign().equal(x[finite].sign()), f"{case}: a sign changed"
+        live = finite & (x != 0)
+        error = (decoded[live].abs().log2() - x[live].abs().log2()).abs()
+        bound = log2_error_bound(codec, storage, x)[live]
+        # logarithms of subnormal results are coarse: 2^-149 has one significant bit
+        normal = x[live].abs() > 2.0**-120
+        assert (error <= bound)[normal].all(), f"{case}: {(error / bound)[normal].max()} of the bound"
+
+
+@pytest.mark.parametrize("run", [by_reference, by_kernel])
+@pytest.mark.parametrize("name", EXPANDED)
+def test_largest_of_each_group_is_exact(name, run, device):
+    """Constant groups, groups of one and the maxima of all others come back bit for bit."""
+    codec = get_codec(name)
+    x = wide(GROUP * 3 + 1).to(device)
+    x[:GROUP] = -0.7
+    storage, decode = run(codec, x)
+    decoded = decode(storage)
+    assert decoded[:GROUP].equal(x[:GROUP]) and decoded[-1] == x[-1]
+    for group in (1, 2):
+        part = slice(group * GROUP, (group + 1) * GROUP)
+        i = x[part].abs().argmax()
+        assert decoded[part][i] == x[part][i]
+
+
+@pytest.mark.parametrize("run", [by_reference, by_kernel])
+@pytest.mark.parametrize("name", EXPANDED)
+def test_zero_in_front_does_not_widen_the_range(name, run, device):
+    """The public minimum starts at the first lane, zero or not; k then falls to about 0.19."""
+    codec = get_codec(name)
+    x = wide(GROUP, sigma=1.0).to(device)
+    with_zero = torch.cat((torch.zeros(1, device=device), x[1:]))
+    k = [run(codec, v)[0].exponent.item() for v in (x, with_zero)]
+    assert k[1] >= k[0] > 16
+
+
+@pytest.mark.parametrize("run", [by_reference, by_kernel])
+@pytest.mark.parametrize("share", [0.05, 0.2, 0.5])
+def test_zeros_anywhere_flush_no_neighbour(share, run, device):
+    """The public minimum loses whole lanes behind a zero, and what lies below it is flushed."""
+    codec = get_codec("fp8_expanded")
+    x = wide(GROUP * 64, sigma=3.0).to(device)
+    x[torch.rand(x.shape, device=device) < share] = 0
+    storage, decode = run(codec, x)
+    assert (decode(storage) == 0).equal(x == 0)
+
+
+@pytest.mark.parametrize("run", [by_reference, by_kernel])
+def test_one_bad_element_leaves_its_neighbours_alone(run, device):
+    codec = get_codec("fp8_expanded")
+    x = wide(GROUP).to(device)
+    x[5] = x[6]
+    good, decode = run(codec, x)
+    for bad_value in (torch.nan, torch.inf, -torch.inf):
+        bad = x.clone()
+        bad[5] = bad_value
+        storage, _ = run(codec, bad)
+        decoded = decode(storage)
+        assert decoded[5].isnan()
+        keep = torch.arange(GROUP, device=device) != 5
+        assert decoded[keep].equal(decode(good)[keep])
+
+
+@pytest.mark.parametrize("run", [by_reference, by_kernel])
+@pytest.mark.parametrize("name", list(CODECS))
+def test_stored_metadata_gives_the_same_codes_again(name, run, device):
+    """What makes resuming exact: decode, then encode with the same scale and exponent, changes nothing."""
+    codec = get_codec(name)
+    encode = encode_reference if run is by_reference else encode_kernel_launch
+    for case, x in hard(1000).items():
+        storage, decode = run(codec, x.to(device))
+        again = encode(codec, decode(storage), GROUP, storage)
+        fmt = torch.float8_e5m2 if codec.is_e5m2 else torch.float8_e4m3fn
+        first, second = (
+            s.codes.view(fmt).float() if codec.dtype == torch.uint8 else s.codes for s in (storage, again)
+        )
+        torch.testing.assert_close(second, first, rtol=0, atol=0, equal_nan=True, msg=case)
+
+
+@pytest.mark.parametrize("name", list(CODECS))
+@pytest.mark.parametrize("n", SIZES)
+def test_kernel_agrees_with_the_reference(name, n, device):
+    """Approximate logarithms may move k by one sixteenth and a code by one step, seldom."""
+    codec = get_codec(name)
+    for case, x in hard(n).items():
+        x = x.to(device)
+        expected, actual = encode_reference(codec, x, GROUP), encode_kernel_launch(codec, x, GROUP)
+        assert actual.scale.equal(expected.scale), case
+        moved = actual.exponent.int() - expected.exponent.int()
+        assert moved.abs().max().item() <= 1 if moved.numel() else True, case
+        same = (moved == 0).repeat_interleave(GROUP)[:n] if moved.numel() else torch.ones_like(x, dtype=bool)
+        fmt = torch.float8_e5m2 if codec.is_e5m2 else torch.float8_e4m3fn
+        a, e = (
+            s.codes.view(fmt).float() if codec.dtype == torch.uint8 else s.codes for s in (actual, expected)
+        )
+        differ = (a[same] != e[same]) & ~(a[same].isnan() & e[same].isnan())
+        assert differ.sum().item() <= max(0.005 * n, 1), case
+        decoded = decode_kernel_launch(codec, expected, GROUP)
+        reference = decode_reference(codec, expected, GROUP)
+        # one approximate logarithm and one approximate power: 2^-21 each, times |log2| of up to 150
+        torch.testing.assert_close(decoded, reference, rtol=2**-13, atol=1e-44, equal_nan=True, msg=case)
+
+
+def test_state_costs_at_most_the_promised_bytes():
+    for name in EXPANDED:
+        storage = get_codec(name).zeros(2**20, GROUP, "cpu")
+        assert 2 * storage.nbytes / 2**20 <= 2.08
+
+
+def test_zeros_are_what_encoding_zeros_gives():
+    for codec in CODECS.values():
+        zeros, encoded = codec.zeros(200, GROUP, "cpu"), codec.encode(torch.zeros(200), GROUP)
+        assert decode_reference(codec, zeros, GROUP).equal(torch.zeros(200))
+        assert zeros.exponent.equal(encoded.exponent) and zeros.codes.equal(encoded.codes)
+
+
+def test_expansion_beats_absmax_on_a_wide_group():
+    """Magnitudes spread over e^±2: within the same 8 bits, expansion keeps at least the small ones."""
+    x = wide(GROUP * 100)
+
+    def log_error(name):
+        codec = get_codec(name)
+        decoded = codec.decode(codec.encode(x, GROUP), GROUP)
+        return (decoded.abs().clamp_min(1e-9).log() - x.abs().log()).square().mean().sqrt().item()
+
+    assert log_error("fp8_expanded") < 0.5 * log_error("fp8")
+
+
+def test_unknown_codec_names_the_known_ones():
+    with pytest.raises(ValueError, match="fp8_expanded.*found 'int4'"):
+        get_codec("int4")
+
+
+def test_bound_is_not_vacuous():
+    """In the middle of the range the derived bound is a sixteenth, divided by k."""
+    codec = get_codec("fp8_expanded")
+    x = torch.logspace(0, 2, GROUP)
+    storage = encode_reference(codec, x, GROUP)
+    k = storage.exponent.item() / 16
+    assert k == pytest.approx(math.log2(448**2 / 2) / math.log2(100), abs=1 / 16)
+    assert log2_error_bound(codec, storage, x)[-1] < 0.1 / k

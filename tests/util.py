@@ -1,0 +1,55 @@
+"""The one error metric, and a way to run a function in several gloo processes."""
+
+import os
+import socket
+import tempfile
+import traceback
+
+import torch
+import torch.multiprocessing as mp
+
+
+def rel_rms(actual: torch.Tensor, expected: torch.Tensor) -> float:
+    """Root mean square of `actual - expected` over that of `expected`, in FP64. NaN never passes a bound."""
+    actual, expected = actual.detach().double().cpu(), expected.detach().double().cpu()
+    assert actual.shape == expected.shape, f"shapes differ: {tuple(actual.shape)} and {tuple(expected.shape)}"
+    error, size = (actual - expected).square().mean().sqrt(), expected.square().mean().sqrt()
+    if size == 0:
+        return 0.0 if error == 0 else float("inf")
+    return (error / size).item()
+
+
+def free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return s.getsockname()[1]
+
+
+def _worker(rank, fn, world_size, port, folder, args):
+    os.environ.update(
+        RANK=str(rank),
+        LOCAL_RANK=str(rank),
+        WORLD_SIZE=str(world_size),
+        LOCAL_WORLD_SIZE=str(world_size),
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(port),
+        DS_ACCELERATOR="cpu",
+        OMP_NUM_THREADS="1",
+    )
+    torch.set_num_threads(1)
+    try:
+        result = fn(*args)
+    except BaseException:
+        traceback.print_exc()
+        raise
+    torch.save(result, os.path.join(folder, f"{rank}.pt"))
+
+
+def run_distributed(fn, world_size: int, *args) -> list:
+    """Calls `fn(*args)` in `world_size` fresh processes with torchrun's environment; the results by rank.
+
+    `fn` must be importable (a module-level function) and initialises its own process group.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        mp.spawn(_worker, (fn, world_size, free_port(), folder, args), nprocs=world_size)
+        return [torch.load(os.path.join(folder, f"{r}.pt"), weights_only=False) for r in range(world_size)]
