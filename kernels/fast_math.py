@@ -1,8 +1,8 @@
 """One-instruction log2, exp2, square root and reciprocal of FP32 values.
 
-Their relative errors, 2^-22 or so, lie far below half a step of any 8-bit format. Unlike Triton's
-own log2 and division they neither branch nor refine; subnormal inputs and results are kept.
-The interpreter, which knows no PTX, takes the exact functions.
+Their relative errors, 2^-22 or so, lie far below half a step of any 8-bit format. Unlike Triton's own log2
+and division they neither branch nor refine. Subnormal inputs and results count as zero. The interpreter,
+which knows no PTX, takes the exact functions.
 """
 
 import triton
@@ -15,25 +15,32 @@ from coat_kernels.fp8 import INTERPRET
 def fast_log2(x):
     if INTERPRET:
         return tl.log2(x)
-    return tl.inline_asm_elementwise("lg2.approx.f32 $0, $1;", "=f,f", [x], tl.float32, True, 1)
+    return tl.inline_asm_elementwise("lg2.approx.ftz.f32 $0, $1;", "=f,f", [x], tl.float32, True, 1)
 
 
 @triton.jit
 def fast_exp2(x):
     if INTERPRET:
         return tl.exp2(x)
-    return tl.inline_asm_elementwise("ex2.approx.f32 $0, $1;", "=f,f", [x], tl.float32, True, 1)
-
-
-@triton.jit
-def fast_sqrt(x):
-    if INTERPRET:
-        return tl.sqrt(x)
-    return tl.inline_asm_elementwise("sqrt.approx.f32 $0, $1;", "=f,f", [x], tl.float32, True, 1)
+    return tl.inline_asm_elementwise("ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], tl.float32, True, 1)
 
 
 @triton.jit
 def fast_reciprocal(x):
     if INTERPRET:
         return 1.0 / x
-    return tl.inline_asm_elementwise("rcp.approx.f32 $0, $1;", "=f,f", [x], tl.float32, True, 1)
+    return tl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], tl.float32, True, 1)
+
+
+@triton.jit
+def fast_sqrt(x):
+    if INTERPRET:
+        return tl.sqrt(x)
+    return tl.inline_asm_elementwise("sqrt.approx.ftz.f32 $0, $1;", "=f,f", [x], tl.float32, True, 1)
+
+
+@triton.jit
+def with_sign_of(b_abs, b_x):
+    """The magnitudes `b_abs`, which have no sign yet, with the signs of `b_x`: one bit operation."""
+    b_sign = b_x.to(tl.int32, bitcast=True) & -2147483648
+    return (b_abs.to(tl.int32, bitcast=True) | b_sign).to(tl.float32, bitcast=True)

@@ -109,6 +109,14 @@ def cast(b_x, DTYPE: tl.constexpr):
     """FP32 values in the floating-point type that is stored; the interpreter would truncate to BF16."""
     if INTERPRET and DTYPE == tl.bfloat16:
         b_bits = b_x.to(tl.int32, bitcast=True)
-        b_rounded = ((b_bits + 0x7FFF + ((b_bits >> 16) & 1)) >> 16) << 16
-        b_x = tl.where(b_x == b_x, b_rounded.to(tl.float32, bitcast=True), b_x)
+        b_rounded = (b_bits + 0x7FFF + ((b_bits >> 16) & 1)) >> 16
+        return tl.where(b_x == b_x, b_rounded, 0x7FC0).to(tl.int16).to(tl.bfloat16, bitcast=True)
     return b_x.to(DTYPE)
+
+
+@triton.jit
+def widen(b_x):
+    """Any floating-point values as FP32; the interpreter would spoil subnormal BF16."""
+    if INTERPRET and b_x.dtype == tl.bfloat16:
+        return (b_x.to(tl.int16, bitcast=True).to(tl.int32) << 16).to(tl.float32, bitcast=True)
+    return b_x.to(tl.float32)

@@ -8,7 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
-from coat_kernels.codecs.codec import Codec
+from coat_kernels.codecs.codec import Codec, unclamped_tile
 from coat_kernels.fp8 import E4M3, E5M2, Fp8Format, from_fp8, round_to_fp8, to_fp8
 
 # smallest scale whose inverse is finite
@@ -31,23 +31,23 @@ def _reference(fmt: Fp8Format):
 
 
 @triton.jit
-def statistics_tile(b_x, E5M2: tl.constexpr):
+def statistics_tile(b_x, E5M2: tl.constexpr, SIGNED: tl.constexpr):
     INVERSE_MAX: tl.constexpr = 1.0 / 57344.0 if E5M2 else 1.0 / 448.0
     b_abs = tl.abs(b_x)
     b_max = tl.max(tl.where(b_abs < float("inf"), b_abs, 0.0), axis=1)
-    b_scale = tl.maximum(b_max * INVERSE_MAX, 2.0**-126)[:, None]
+    b_scale = tl.maximum(b_max * INVERSE_MAX, 2.0**-126)
     return b_scale, b_scale
 
 
 @triton.jit
-def to_codes_tile(b_x, b_scale, b_exponent, E5M2: tl.constexpr):
+def to_codes_tile(b_x, b_scale, b_exponent, E5M2: tl.constexpr, SIGNED: tl.constexpr):
     MAX: tl.constexpr = 57344.0 if E5M2 else 448.0
     b_y = tl.minimum(tl.maximum(b_x * (1.0 / b_scale), -MAX), MAX)
     return to_fp8(tl.where(tl.abs(b_x) < float("inf"), b_y, float("nan")), E5M2)
 
 
 @triton.jit
-def from_codes_tile(b_codes, b_scale, b_exponent, E5M2: tl.constexpr):
+def from_codes_tile(b_codes, b_scale, b_exponent, E5M2: tl.constexpr, SIGNED: tl.constexpr):
     return from_fp8(b_codes, E5M2) * b_scale
 
 
@@ -62,6 +62,7 @@ def _codec(name: str, fmt: Fp8Format) -> Codec:
         statistics_tile,
         to_codes_tile,
         from_codes_tile,
+        unclamped_tile,
     )
 
 

@@ -12,7 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
-from coat_kernels.fp8 import cast
+from coat_kernels.fp8 import INTERPRET, cast
 
 # groups per program; a wider tile only lengthens the tail
 ROWS = 4
@@ -36,7 +36,9 @@ class Codec:
 
     Reference functions work on FP32 groups [rows, group_size], scale [rows, 1] and exponent [rows, 1]
     (uint8); the last group is padded with zeros. Tile functions do the same on a tile inside a kernel,
-    with the flag E5M2 as their last argument.
+    but statistics are one value a row, [rows]; their last arguments are the flags E5M2, and SIGNED for a
+    first moment, which has signs. `to_codes_tile` may rely on the statistics being those of the very
+    values; `clamp_tile` makes that true of others.
     """
 
     name: str
@@ -54,6 +56,7 @@ class Codec:
     statistics_tile: Callable
     to_codes_tile: Callable
     from_codes_tile: Callable
+    clamp_tile: Callable
 
     def zeros(self, numel: int, group_size: int, device: torch.device | str) -> Storage:
         """A moment of zeros."""
@@ -111,9 +114,55 @@ def decode_reference(codec: Codec, storage: Storage, group_size: int) -> torch.T
 
 
 @triton.jit
+def unclamped_tile(b_x, b_scale, b_exponent, E5M2: tl.constexpr, SIGNED: tl.constexpr):
+    """The `clamp_tile` of codecs whose codes saturate by themselves."""
+    return b_x
+
+
+@triton.jit
+def load_rows(p_values, o_row, m_row, MASKED: tl.constexpr):
+    if MASKED:
+        # past the end any valid scale and exponent do
+        return tl.load(p_values + o_row, mask=m_row, other=1)
+    return tl.load(p_values + o_row)
+
+
+# One value a row lies in every thread that shares the row. `tl.store` would first move it, through shared
+# memory and two barriers, to a thread of its own; storing it from all of them is one instruction.
+@triton.jit
+def store_scale(p_rows, b_scale, m_row, MASKED: tl.constexpr):
+    if INTERPRET or MASKED:
+        tl.store(p_rows, b_scale, mask=m_row)
+    else:
+        tl.inline_asm_elementwise(
+            "st.global.f32 [$1], $2; mov.b32 $0, 0;",
+            "=r,l,f",
+            [p_rows.to(tl.uint64), b_scale],
+            tl.int32,
+            False,
+            1,
+        )
+
+
+@triton.jit
+def store_exponent(p_rows, b_exponent, m_row, MASKED: tl.constexpr):
+    if INTERPRET or MASKED:
+        tl.store(p_rows, b_exponent.to(tl.uint8), mask=m_row)
+    else:
+        tl.inline_asm_elementwise(
+            "st.global.u8 [$1], $2; mov.b32 $0, 0;",
+            "=r,l,r",
+            [p_rows.to(tl.uint64), b_exponent],
+            tl.int32,
+            False,
+            1,
+        )
+
+
+@triton.jit
 def load_moment(p_codes, p_scale, p_exponent, o_x, m_x, o_row, m_row,
                 FROM_CODES: tl.constexpr, HAS_SCALE: tl.constexpr, HAS_EXPONENT: tl.constexpr,
-                E5M2: tl.constexpr, MASKED: tl.constexpr):  # fmt: skip
+                E5M2: tl.constexpr, SIGNED: tl.constexpr, MASKED: tl.constexpr):  # fmt: skip
     """A tile [rows, group] of a stored moment as FP32."""
     if MASKED:
         b_codes = tl.load(p_codes + o_x, mask=m_x, other=0)
@@ -122,35 +171,35 @@ def load_moment(p_codes, p_scale, p_exponent, o_x, m_x, o_row, m_row,
     b_scale = 0.0
     b_exponent = 0
     if HAS_SCALE:
-        b_scale = tl.load(p_scale + o_row, mask=m_row, other=0.0)[:, None]
+        b_scale = load_rows(p_scale, o_row, m_row, MASKED)[:, None]
     if HAS_EXPONENT:
-        b_exponent = tl.load(p_exponent + o_row, mask=m_row, other=255)[:, None]
-    return FROM_CODES(b_codes, b_scale, b_exponent, E5M2)
+        b_exponent = load_rows(p_exponent, o_row, m_row, MASKED)[:, None]
+    return FROM_CODES(b_codes, b_scale, b_exponent, E5M2, SIGNED)
 
 
 @triton.jit
 def store_moment(b_x, p_codes, p_scale, p_exponent, o_x, m_x, o_row, m_row,
                  STATISTICS: tl.constexpr, TO_CODES: tl.constexpr, HAS_SCALE: tl.constexpr,
-                 HAS_EXPONENT: tl.constexpr, E5M2: tl.constexpr, MASKED: tl.constexpr):  # fmt: skip
+                 HAS_EXPONENT: tl.constexpr, E5M2: tl.constexpr, SIGNED: tl.constexpr,
+                 MASKED: tl.constexpr):  # fmt: skip
     """Stores an FP32 tile [rows, group]; elements past the end must be zero."""
-    b_scale, b_exponent = STATISTICS(b_x, E5M2)
-    b_codes = TO_CODES(b_x, b_scale, b_exponent, E5M2)
+    b_scale, b_exponent = STATISTICS(b_x, E5M2, SIGNED)
+    b_codes = TO_CODES(b_x, b_scale[:, None], b_exponent[:, None], E5M2, SIGNED)
     if MASKED:
         tl.store(p_codes + o_x, cast(b_codes, p_codes.dtype.element_ty), mask=m_x)
     else:
         tl.store(p_codes + o_x, cast(b_codes, p_codes.dtype.element_ty))
     if HAS_SCALE:
-        tl.store(p_scale + o_row, tl.reshape(b_scale, [b_scale.shape[0]]), mask=m_row)
+        store_scale(p_scale + o_row, b_scale, m_row, MASKED)
     if HAS_EXPONENT:
-        b_exponent = tl.reshape(b_exponent, [b_exponent.shape[0]])
-        tl.store(p_exponent + o_row, b_exponent.to(tl.uint8), mask=m_row)
+        store_exponent(p_exponent + o_row, b_exponent, m_row, MASKED)
 
 
 @triton.jit
 def encode_kernel(p_x, p_codes, p_scale, p_exponent, n,
-                  STATISTICS: tl.constexpr, TO_CODES: tl.constexpr, HAS_SCALE: tl.constexpr,
-                  HAS_EXPONENT: tl.constexpr, E5M2: tl.constexpr, REUSE: tl.constexpr,
-                  ROWS: tl.constexpr, G: tl.constexpr):  # fmt: skip
+                  STATISTICS: tl.constexpr, TO_CODES: tl.constexpr, CLAMP: tl.constexpr,
+                  HAS_SCALE: tl.constexpr, HAS_EXPONENT: tl.constexpr, E5M2: tl.constexpr,
+                  REUSE: tl.constexpr, ROWS: tl.constexpr, G: tl.constexpr):  # fmt: skip
     o_row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     o_x = o_row[:, None] * G + tl.arange(0, G)[None, :]
     m_x, m_row = o_x < n, o_row * G < n
@@ -162,11 +211,12 @@ def encode_kernel(p_x, p_codes, p_scale, p_exponent, n,
             b_scale = tl.load(p_scale + o_row, mask=m_row, other=0.0)[:, None]
         if HAS_EXPONENT:
             b_exponent = tl.load(p_exponent + o_row, mask=m_row, other=255)[:, None]
-        b_codes = TO_CODES(b_x, b_scale, b_exponent, E5M2)
+        b_x = CLAMP(b_x, b_scale, b_exponent, E5M2, True)
+        b_codes = TO_CODES(b_x, b_scale, b_exponent, E5M2, True)
         tl.store(p_codes + o_x, cast(b_codes, p_codes.dtype.element_ty), mask=m_x)
     else:
         store_moment(b_x, p_codes, p_scale, p_exponent, o_x, m_x, o_row, m_row,
-                     STATISTICS, TO_CODES, HAS_SCALE, HAS_EXPONENT, E5M2, True)  # fmt: skip
+                     STATISTICS, TO_CODES, HAS_SCALE, HAS_EXPONENT, E5M2, True, True)  # fmt: skip
 
 
 @triton.jit
@@ -177,7 +227,7 @@ def decode_kernel(p_codes, p_scale, p_exponent, p_x, n,
     o_x = o_row[:, None] * G + tl.arange(0, G)[None, :]
     m_x, m_row = o_x < n, o_row * G < n
     b_x = load_moment(p_codes, p_scale, p_exponent, o_x, m_x, o_row, m_row,
-                      FROM_CODES, HAS_SCALE, HAS_EXPONENT, E5M2, True)  # fmt: skip
+                      FROM_CODES, HAS_SCALE, HAS_EXPONENT, E5M2, True, True)  # fmt: skip
     tl.store(p_x + o_x, b_x, mask=m_x)
 
 
@@ -196,6 +246,7 @@ def encode_kernel_launch(
                 x.numel(),
                 STATISTICS=codec.statistics_tile,
                 TO_CODES=codec.to_codes_tile,
+                CLAMP=codec.clamp_tile,
                 HAS_SCALE=codec.has_scale,
                 HAS_EXPONENT=codec.has_exponent,
                 E5M2=codec.is_e5m2,

@@ -8,8 +8,11 @@ group's largest and m its smallest non-zero magnitude,
 
 The square root of M * m in the published code cancels out of these, so two numbers a group suffice:
 M, and k rounded down to sixteenths and clamped to [1/16, 255/16], which is one byte. The clamp makes
-constant groups, groups of one element and groups of zeros exact rather than infinite. A non-zero value
-takes at least the smallest code: a second moment that became zero would let its first moment blow up.
+constant groups, groups of one element and groups of zeros exact rather than infinite.
+
+No value but zero becomes zero: a second moment that did would let its first moment blow up. Magnitudes
+below 2^-120 therefore count as 2^-120, whose root is a billionth of a billionth; what is above is at
+least max / (max^2 / 2) after stretching, which is more than the smallest code.
 """
 
 import math
@@ -19,7 +22,7 @@ import triton
 import triton.language as tl
 
 from coat_kernels.codecs.codec import Codec
-from coat_kernels.fast_math import fast_exp2, fast_log2, fast_reciprocal
+from coat_kernels.fast_math import fast_exp2, fast_log2, fast_reciprocal, with_sign_of
 from coat_kernels.fp8 import E4M3, E5M2, Fp8Format, from_fp8, round_to_fp8, to_fp8
 
 
@@ -32,6 +35,10 @@ SPAN_E4M3, SPAN_E5M2 = tl.constexpr(_span(E4M3)), tl.constexpr(_span(E5M2))
 LOG2_MAX_E4M3, LOG2_MAX_E5M2 = tl.constexpr(math.log2(E4M3.max)), tl.constexpr(math.log2(E5M2.max))
 
 
+def _log2(x: torch.Tensor) -> torch.Tensor:
+    return x.log2().clamp_min(-120)
+
+
 def _reference(fmt: Fp8Format):
     span = _span(fmt)
 
@@ -40,59 +47,81 @@ def _reference(fmt: Fp8Format):
         finite = magnitude.isfinite()
         largest = torch.where(finite, magnitude, 0).amax(1, keepdim=True)
         smallest = torch.where(finite & (magnitude > 0), magnitude, torch.inf).amin(1, keepdim=True)
-        k = (span / (largest.log2() - smallest.log2())).floor()
+        k = (span / (_log2(largest) - _log2(smallest))).floor()
         k = torch.where(largest > 0, k, 255).clamp(1, 255)
         return largest, k.to(torch.uint8)
 
     def to_codes(x, scale, exponent):
         k = exponent.float() / 16
-        stretched = torch.exp2(k * (x.abs().log2() - scale.log2()) + math.log2(fmt.max))
+        stretched = torch.exp2(k * (_log2(x.abs()) - _log2(scale)) + math.log2(fmt.max))
         stretched = torch.where(x == 0, 0, stretched.clamp(fmt.tiny, fmt.max))
         stretched = torch.where(x.isfinite(), stretched, torch.nan)
         return round_to_fp8(stretched.copysign(x), fmt).view(torch.uint8)
 
     def from_codes(codes, scale, exponent):
         y = codes.view(fmt.dtype).float()
-        root = torch.exp2((y.abs() / fmt.max).log2() * (16 / exponent.float()))
-        return torch.where(y == 0, 0, scale * root).copysign(y)
+        # the square root of the factor, which itself may be as small as 2^-250
+        root = torch.exp2((y.abs() / fmt.max).log2() * (8 / exponent.float()))
+        return (scale * root * root).copysign(y)
 
     return statistics, to_codes, from_codes
 
 
 @triton.jit
-def statistics_tile(b_x, E5M2: tl.constexpr):
+def log2_tile(b_abs):
+    return tl.maximum(fast_log2(b_abs), -120.0)
+
+
+@triton.jit
+def statistics_tile(b_x, E5M2: tl.constexpr, SIGNED: tl.constexpr):
     SPAN: tl.constexpr = SPAN_E5M2 if E5M2 else SPAN_E4M3
-    b_abs = tl.abs(b_x)
-    m_finite = b_abs < float("inf")
-    b_max = tl.max(tl.where(m_finite, b_abs, 0.0), axis=1)
-    b_min = tl.min(tl.where(m_finite & (b_abs > 0.0), b_abs, float("inf")), axis=1)
-    b_k = SPAN * fast_reciprocal(fast_log2(b_max) - fast_log2(b_min))
-    b_k = tl.where(b_max > 0.0, tl.minimum(tl.maximum(b_k, 1.0), 255.0), 255.0)
-    return b_max[:, None], b_k.to(tl.int32)[:, None]
+    # magnitudes order as their bit patterns do. Adding one exponent step turns what is not finite
+    # negative, out of the maximum; taking one off makes zero the largest unsigned, out of the minimum
+    b_bits = b_x.to(tl.int32, bitcast=True)
+    if SIGNED:
+        b_bits &= 0x7FFFFFFF
+    b_top = tl.maximum(tl.max(b_bits + 0x800000, axis=1), 0x800000) - 0x800000
+    b_bottom = tl.min((b_bits - 1).to(tl.uint32, bitcast=True), axis=1).to(tl.int32, bitcast=True) + 1
+    b_max = b_top.to(tl.float32, bitcast=True)
+    b_min = b_bottom.to(tl.float32, bitcast=True)
+    b_k = SPAN * fast_reciprocal(log2_tile(b_max) - log2_tile(b_min))
+    b_k = tl.where(b_top > 0, tl.minimum(tl.maximum(b_k, 1.0), 255.0), 255.0)
+    return b_max, b_k.to(tl.int32)
 
 
 @triton.jit
-def to_codes_tile(b_x, b_scale, b_exponent, E5M2: tl.constexpr):
+def to_codes_tile(b_x, b_scale, b_exponent, E5M2: tl.constexpr, SIGNED: tl.constexpr):
     LOG2_MAX: tl.constexpr = LOG2_MAX_E5M2 if E5M2 else LOG2_MAX_E4M3
-    MAX: tl.constexpr = 57344.0 if E5M2 else 448.0
-    TINY: tl.constexpr = 2.0**-16 if E5M2 else 2.0**-9
-    b_abs = tl.abs(b_x)
     b_k = b_exponent.to(tl.float32) * 0.0625
-    b_y = fast_exp2(b_k * (fast_log2(b_abs) - fast_log2(b_scale)) + LOG2_MAX)
-    b_y = tl.minimum(tl.maximum(b_y, TINY), MAX)
-    b_y = tl.where(b_abs == 0.0, 0.0, b_y)
-    b_y = tl.where(b_abs < float("inf"), b_y, float("nan"))
-    return to_fp8(tl.where(b_x < 0.0, -b_y, b_y), E5M2)
+    b_offset = LOG2_MAX - b_k * log2_tile(b_scale)
+    b_y = fast_exp2(b_k * log2_tile(tl.abs(b_x)) + b_offset)
+    # infinity times zero is NaN, and so is NaN; to the rest this adds nothing
+    b_y = tl.where(b_x == 0.0, 0.0, b_y) + b_x * 0.0
+    if SIGNED:
+        b_y = with_sign_of(b_y, b_x)
+    return to_fp8(b_y, E5M2)
 
 
 @triton.jit
-def from_codes_tile(b_codes, b_scale, b_exponent, E5M2: tl.constexpr):
+def clamp_tile(b_x, b_scale, b_exponent, E5M2: tl.constexpr, SIGNED: tl.constexpr):
+    """Non-zero values brought into what `b_scale` and `b_exponent`, taken from elsewhere, can store."""
+    b_tiny = from_codes_tile(tl.full([1, 1], 1, tl.uint8), b_scale, b_exponent, E5M2, SIGNED)
+    b_abs = tl.minimum(tl.maximum(tl.abs(b_x), b_tiny), b_scale)
+    return tl.where((b_x != 0.0) & (tl.abs(b_x) < float("inf")), with_sign_of(b_abs, b_x), b_x)
+
+
+@triton.jit
+def from_codes_tile(b_codes, b_scale, b_exponent, E5M2: tl.constexpr, SIGNED: tl.constexpr):
     INVERSE_MAX: tl.constexpr = 1.0 / 57344.0 if E5M2 else 1.0 / 448.0
     b_y = from_fp8(b_codes, E5M2)
-    b_root = 16.0 * fast_reciprocal(b_exponent.to(tl.float32))
-    b_abs = b_scale * fast_exp2(fast_log2(tl.abs(b_y) * INVERSE_MAX) * b_root)
-    b_abs = tl.where(b_y == 0.0, 0.0, b_abs)
-    return tl.where(b_y < 0.0, -b_abs, b_abs)
+    # the square root of the factor, which itself may be as small as 2^-250. Of a zero the logarithm is
+    # -infinity and the power zero again; of the largest code the logarithm is zero exactly
+    b_power = 8.0 * fast_reciprocal(b_exponent.to(tl.float32))
+    b_root = fast_exp2(fast_log2(tl.abs(b_y) * INVERSE_MAX) * b_power)
+    b_abs = b_scale * b_root * b_root
+    if SIGNED:
+        return with_sign_of(b_abs, b_y)
+    return b_abs
 
 
 def _codec(name: str, fmt: Fp8Format) -> Codec:
@@ -106,6 +135,7 @@ def _codec(name: str, fmt: Fp8Format) -> Codec:
         statistics_tile,
         to_codes_tile,
         from_codes_tile,
+        clamp_tile,
     )
 
 

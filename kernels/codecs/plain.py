@@ -4,7 +4,8 @@ import torch
 import triton
 import triton.language as tl
 
-from coat_kernels.codecs.codec import Codec
+from coat_kernels.codecs.codec import Codec, unclamped_tile
+from coat_kernels.fp8 import widen
 
 
 def _no_statistics(x):
@@ -16,18 +17,19 @@ def _from_codes(codes, scale, exponent):
 
 
 @triton.jit
-def statistics_tile(b_x, E5M2: tl.constexpr):
-    return 0.0, 0
+def statistics_tile(b_x, E5M2: tl.constexpr, SIGNED: tl.constexpr):
+    b_none = tl.zeros([b_x.shape[0]], tl.int32)
+    return b_none, b_none
 
 
 @triton.jit
-def to_codes_tile(b_x, b_scale, b_exponent, E5M2: tl.constexpr):
+def to_codes_tile(b_x, b_scale, b_exponent, E5M2: tl.constexpr, SIGNED: tl.constexpr):
     return b_x
 
 
 @triton.jit
-def from_codes_tile(b_codes, b_scale, b_exponent, E5M2: tl.constexpr):
-    return b_codes.to(tl.float32)
+def from_codes_tile(b_codes, b_scale, b_exponent, E5M2: tl.constexpr, SIGNED: tl.constexpr):
+    return widen(b_codes)
 
 
 def _codec(name: str, dtype: torch.dtype) -> Codec:
@@ -43,6 +45,7 @@ def _codec(name: str, dtype: torch.dtype) -> Codec:
         statistics_tile,
         to_codes_tile,
         from_codes_tile,
+        unclamped_tile,
     )
 
 

@@ -3,12 +3,18 @@
 import pytest
 import torch
 
-from coat_kernels.adamw import adamw_reference, adamw_triton
+from coat_kernels.adamw import adamw_reference
+from coat_kernels.adamw import adamw_triton as adamw_list
 from coat_kernels.codecs import CODECS, get_codec
 from tests.kernels.inputs import wide
 from tests.util import rel_rms
 
 OPTIONS = {"group_size": 128, "lr": 1e-2, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.1}
+
+
+def adamw_triton(param, grad, exp_avg, exp_avg_sq, step, **options):
+    """The kernel for a list of one."""
+    adamw_list([param], [grad], [exp_avg], [exp_avg_sq], [step], **options)
 
 
 def states(m_name, v_name, n, device):
@@ -37,11 +43,12 @@ def test_reference_with_fp32_moments_is_torch_adamw(maximize):
 @pytest.mark.parametrize("m_name", list(CODECS))
 @pytest.mark.parametrize("v_name", ["fp8_expanded", "fp32"])
 def test_kernel_agrees_with_the_reference(m_name, v_name, n, device):
-    """FP32 moments: rounding order only, 2^-22 on the update. FP8: a code on a tie may go the other way,
-    which moves an update by 2^-3 of a moment's code divided by k; over a thousand elements, seldom."""
+    """The first step and FP32 moments: approximate root and reciprocal, 2^-21, and the rounding of the
+    parameter, 2^-24 of at most 10 updates. Stored moments: a code on a tie may go the other way, which moves
+    an update by 2^-3 of a moment's code divided by k; over a thousand elements, seldom."""
     codecs, expected_state = states(m_name, v_name, n, device)
     _, actual_state = states(m_name, v_name, n, device)
-    start = wide(n).to(device)
+    start = 0.02 * torch.randn(n, device=device)
     expected, actual = start.clone(), start.clone()
     for step in range(1, 4):
         grad = wide(n).to(device)
@@ -107,3 +114,35 @@ def test_kernel_is_deterministic(device):
         return p, *state[0], *state[1]
 
     assert all(a.equal(b) for a, b in zip(once(), once(), strict=True))
+
+
+def test_list_is_what_its_tensors_are_one_by_one(device):
+    """Sizes that end mid-group, nothing at all, more than a program's share; steps of their own."""
+    sizes, steps = (128 * 4 * 64 + 5, 0, 1, 4096, 130), [3, 1, 7, 2, 1]
+    runs = []
+    for together in (True, False):
+        torch.manual_seed(1)
+        params, grads = ([wide(n).to(device) for n in sizes] for _ in range(2))
+        codecs, _ = states("fp8_expanded", "fp8_expanded", 1, device)
+        ms, vs = ([codec.encode(wide(n).to(device).abs(), 128) for n in sizes] for codec in codecs.values())
+        lists = (params, grads, ms, vs, steps)
+        for part in (
+            [lists]
+            if together
+            else [tuple([x] for x in xs) for xs in zip(*lists, strict=True) if xs[0].numel()]
+        ):
+            adamw_list(*part, **codecs, **OPTIONS)
+        runs.append([*params, *(t for s in (*ms, *vs) for t in s)])
+    assert all(a.equal(b) for a, b in zip(*runs, strict=True))
+
+
+def test_tensors_that_start_anywhere(device):
+    """Views into flat buffers are not aligned to what a vector load wants."""
+    codecs, expected_state = states("fp8_expanded", "fp8_expanded", 300, device)
+    _, actual_state = states("fp8_expanded", "fp8_expanded", 300, device)
+    start, grad = wide(300).to(device), wide(300).to(device)
+    view = torch.zeros(301, device=device)[1:]
+    view.copy_(start)
+    adamw_triton(start, grad, *expected_state, 1, **codecs, **OPTIONS)
+    adamw_triton(view, grad, *actual_state, 1, **codecs, **OPTIONS)
+    assert view.equal(start) and actual_state[0].codes.equal(expected_state[0].codes)

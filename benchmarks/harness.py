@@ -1,0 +1,101 @@
+"""One registry, one way to time, one table format. Every row has peak memory beside its time."""
+
+import csv
+import importlib.metadata
+import platform
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+BENCHMARKS: dict[str, Callable] = {}
+RESULTS = Path(__file__).parent / "results"
+
+
+def benchmark(run: Callable) -> Callable:
+    """Registers `run(arguments, table)` under its function's name; its docstring is the help text."""
+    BENCHMARKS[run.__name__] = run
+    return run
+
+
+def version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "absent"
+
+
+def environment() -> dict[str, str]:
+    """What a figure depends on."""
+    cuda = torch.cuda.is_available()
+    git = subprocess.run(
+        ["git", "describe", "--always", "--dirty"], capture_output=True, text=True, cwd=RESULTS.parent
+    )
+    return {
+        "date": time.strftime("%Y-%m-%d"),
+        "device": torch.cuda.get_device_name() if cuda else platform.processor() or platform.machine(),
+        "cuda": torch.version.cuda or "none",
+        "torch": torch.__version__,
+        "triton": version("triton"),
+        "commit": git.stdout.strip() or "unknown",
+        "command": " ".join(["python -m benchmarks", *sys.argv[1:]]),
+    }
+
+
+class Timing:
+    """Milliseconds of one call: median, and the 20th and 80th percentiles; and its peak memory in bytes."""
+
+    def __init__(self, samples: list[float], peak: int):
+        ordered = sorted(samples)
+        self.median, self.low, self.high = (
+            ordered[min(int(q * len(ordered)), len(ordered) - 1)] for q in (0.5, 0.2, 0.8)
+        )
+        self.peak = peak
+
+
+def measure(call: Callable[[], object], warmup: int = 5, repeats: int = 30) -> Timing:
+    """Times `call` by device events, and finds how far above the memory held before it the call rises."""
+    for _ in range(warmup):
+        call()
+    torch.cuda.synchronize()
+    held = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    call()
+    torch.cuda.synchronize()
+    peak = torch.cuda.max_memory_allocated() - held
+    marks = [torch.cuda.Event(enable_timing=True) for _ in range(repeats + 1)]
+    marks[0].record()
+    for mark in marks[1:]:
+        call()
+        mark.record()
+    torch.cuda.synchronize()
+    return Timing([a.elapsed_time(b) for a, b in zip(marks, marks[1:], strict=False)], peak)
+
+
+class Table:
+    """Rows that are printed as they come and written to one CSV file, headed by the environment."""
+
+    def __init__(self, name: str, path: Path | None):
+        self.environment, self.name = environment(), name
+        self.path = path or RESULTS / f"{name}.csv"
+        self.rows: list[dict[str, object]] = []
+        print("  ".join(f"{k} {v}" for k, v in self.environment.items()), flush=True)
+
+    def add(self, **row: object) -> None:
+        self.rows.append(row)
+        shown = (f"{v:.4g}" if isinstance(v, float) else str(v) for v in row.values())
+        if len(self.rows) == 1 or list(row) != list(self.rows[-2]):
+            print("  ".join(f"{k:>14}" for k in row), flush=True)
+        print("  ".join(f"{v:>14}" for v in shown), flush=True)
+
+    def write(self) -> None:
+        columns = list(dict.fromkeys(k for row in self.rows for k in (*row, *self.environment)))
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        with self.path.open("w", newline="") as file:
+            writer = csv.DictWriter(file, columns)
+            writer.writeheader()
+            writer.writerows({**row, **self.environment} for row in self.rows)
+        print(f"wrote {self.path}")

@@ -1,0 +1,335 @@
+"""`deepspeed.initialize` that honours the `"coat"` block. DeepSpeed is imported when it is called."""
+
+import copy
+import functools
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+
+from coat_ds.config import CoatConfig, CoatConfigError, OptimizerConfig
+from coat_ds.optimizer import LAYOUT, CoatAdamW
+from coat_ds.state import Moment
+
+# what each key of "optimizer": {"params": ...} has to be to mean what CoatAdamW does; None: passed on
+OPTIMIZER_PARAMS: dict[str, tuple | None] = {
+    "lr": None,
+    "betas": None,
+    "eps": None,
+    "weight_decay": None,
+    "adam_w_mode": (True,),
+    "amsgrad": (False,),
+    "bias_correction": (True,),
+    "torch_adam": (False,),
+    "set_grad_none": (True, False),
+}
+CONFIG_ARGS = ("deepspeed_config", "deepscale_config")
+# DeepSpeed's AdamW does not decay unless told to; torch's does
+DEFAULT_WEIGHT_DECAY = 0.0
+
+
+def initialize(
+    args=None,
+    model: torch.nn.Module | None = None,
+    optimizer: torch.optim.Optimizer | Callable | None = None,
+    model_parameters=None,
+    training_data=None,
+    lr_scheduler=None,
+    distributed_port: int = 29500,
+    mpu=None,
+    dist_init_required: bool | None = None,
+    collate_fn: Callable | None = None,
+    config: str | Mapping[str, Any] | None = None,
+    mesh_param=None,
+    config_params: str | Mapping[str, Any] | None = None,
+):
+    """`deepspeed.initialize`: same arguments, same result (engine, optimizer, dataloader, scheduler).
+
+    Without a `"coat"` block, or with a disabled one, this is `deepspeed.initialize`. With one, the
+    `"optimizer"` section (Adam or AdamW) makes a `CoatAdamW`, and `engine.coat` is the `CoatConfig`.
+    The config that was given is not changed. A `CoatAdamW` given as `optimizer` is used as it is: the
+    block's formats do not apply to it, and its `min_numel` meets ZeRO's flat partitions, not tensors.
+
+    Raises CoatConfigError for a block or a combination that cannot be honoured.
+    """
+    import deepspeed
+
+    given = {
+        "args": args,
+        "model": model,
+        "optimizer": optimizer,
+        "model_parameters": model_parameters,
+        "training_data": training_data,
+        "lr_scheduler": lr_scheduler,
+        "distributed_port": distributed_port,
+        "mpu": mpu,
+        "dist_init_required": dist_init_required,
+        "collate_fn": collate_fn,
+        "config": config,
+        "mesh_param": mesh_param,
+        "config_params": config_params,
+    }
+    host = _load_config(args, config, config_params)
+    coat = CoatConfig.from_dict(host.get("coat"))
+    if not coat.enabled:
+        return deepspeed.initialize(**given)
+
+    if coat.optimizer.enabled:
+        check_host_config(host)
+        _let_zero_accept(CoatAdamW)
+        given["optimizer"] = _client_optimizer(coat, host, optimizer)
+        host = {key: value for key, value in host.items() if key != "optimizer"}
+    if config is None and config_params is None:
+        given["args"] = _without_config(args)
+    given.update(config=host, config_params=None)
+    result = deepspeed.initialize(**given)
+
+    engine = result[0]
+    engine.coat = coat
+    if coat.optimizer.enabled:
+        _link_states(engine)
+        _relink_after_loading(engine)
+    _announce(engine)
+    return result
+
+
+def state_bytes(optimizer) -> dict[str, Any]:
+    """What the states of an optimizer hold on this rank.
+
+    optimizer: a torch optimizer, the wrapper that DeepSpeed puts around one, or a DeepSpeed engine.
+    Returns `bytes`, `parameters` (elements that have a state; ZeRO's padding included),
+    `bytes_per_parameter`, and `by_codec`: bytes by codec name, where plain tensors are named by dtype.
+    """
+    optimizer = _base_optimizer(optimizer)
+    by_codec: dict[str, int] = {}
+    parameters = 0
+    for p, state in optimizer.state.items():
+        parameters += p.numel()
+        for value in state.values():
+            if isinstance(value, Moment):
+                name, size = value.codec.name, value.storage.nbytes
+            elif isinstance(value, torch.Tensor):
+                name, size = str(value.dtype).removeprefix("torch."), value.nbytes
+            else:
+                continue
+            by_codec[name] = by_codec.get(name, 0) + size
+    total = sum(by_codec.values())
+    return {
+        "bytes": total,
+        "parameters": parameters,
+        "bytes_per_parameter": total / parameters if parameters else 0.0,
+        "by_codec": by_codec,
+    }
+
+
+def _base_optimizer(optimizer) -> torch.optim.Optimizer:
+    optimizer = getattr(optimizer, "basic_optimizer", optimizer)
+    while not isinstance(optimizer, torch.optim.Optimizer) and hasattr(optimizer, "optimizer"):
+        optimizer = optimizer.optimizer
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise TypeError(
+            f"state_bytes: expected a torch optimizer, DeepSpeed's wrapper of one, or an engine; found "
+            f"{type(optimizer).__name__}."
+        )
+    return optimizer
+
+
+def _load_config(args, config, config_params) -> dict[str, Any]:
+    """The JSON config as a dict, found where DeepSpeed looks for it; empty if there is none."""
+    from deepspeed.runtime.tensor_parallel.init_utils import load_ds_config
+
+    for source in (config, config_params, *(getattr(args, name, None) for name in CONFIG_ARGS)):
+        if source is not None:
+            return dict(load_ds_config(source))
+    return {}
+
+
+def _without_config(args):
+    """`args` without the path of the config, whose content DeepSpeed gets as `config`."""
+    if all(getattr(args, name, None) is None for name in CONFIG_ARGS):
+        return args
+    args = copy.copy(args)
+    for name in CONFIG_ARGS:
+        setattr(args, name, None)
+    return args
+
+
+def _section(host: Mapping[str, Any], key: str) -> Mapping[str, Any]:
+    value = host.get(key)
+    return value if isinstance(value, Mapping) else {}
+
+
+def check_host_config(host: Mapping[str, Any]) -> None:
+    """Raises CoatConfigError where DeepSpeed would drive CoatAdamW in a way that is not known to be right."""
+    way_out = "or set coat.optimizer.enabled to false."
+    zero = _section(host, "zero_optimization")
+    device = _section(zero, "offload_optimizer").get("device", "none")
+    if device != "none" or zero.get("cpu_offload"):
+        raise CoatConfigError(
+            f"zero_optimization.offload_optimizer: found device {device!r}; CoatAdamW's states stay on the "
+            f"GPU, where they take a quarter of the memory. Drop the key {way_out}"
+        )
+    for key in ("zenflow", "super_offload"):
+        if zero.get(key):
+            raise CoatConfigError(
+                f"zero_optimization.{key}: found {zero[key]!r}; CoatAdamW does not work with it. "
+                f"Drop the key {way_out}"
+            )
+    for key in ("fp16", "amp"):
+        if _section(host, key).get("enabled"):
+            raise CoatConfigError(
+                f"{key}.enabled: found {host[key]['enabled']!r}; CoatAdamW does not work with loss scaling. "
+                f'Use "bf16": {{"enabled": true}} {way_out}'
+            )
+    autocast = _section(host, "torch_autocast")
+    if autocast.get("enabled") and autocast.get("dtype") in ("float16", "fp16", "half"):
+        raise CoatConfigError(
+            f"torch_autocast.dtype: found {autocast['dtype']!r}; CoatAdamW does not work with loss scaling. "
+            f'Use "bfloat16" {way_out}'
+        )
+
+
+def _client_optimizer(coat: CoatConfig, host: Mapping[str, Any], optimizer):
+    """What DeepSpeed is given as `optimizer`: the user's CoatAdamW, or a function that builds one."""
+    if isinstance(optimizer, CoatAdamW):
+        return optimizer
+    if optimizer is not None:
+        what = type(optimizer).__name__ if isinstance(optimizer, torch.optim.Optimizer) else repr(optimizer)
+        raise CoatConfigError(
+            f"coat.optimizer.enabled: found {what} as the optimizer argument, which is left alone. Drop the "
+            'argument and use the "optimizer" section, pass a coat_ds.CoatAdamW, or set '
+            "coat.optimizer.enabled to false."
+        )
+    options = _optimizer_options(host)
+    # DeepSpeed picks its stage-0 wrapper by the optimizer's class
+    cls = CoatAdamW if _section(host, "zero_optimization").get("stage", 0) else _fused_adam_class()
+
+    def build(model_parameters):
+        return cls(split_groups(model_parameters, coat.optimizer), **options)
+
+    return build
+
+
+def _optimizer_options(host: Mapping[str, Any]) -> dict[str, Any]:
+    """The constructor's arguments from the `"optimizer"` section."""
+    section = host.get("optimizer")
+    if section is None:
+        raise CoatConfigError(
+            'coat.optimizer.enabled: there is neither an "optimizer" section nor an optimizer argument. Add '
+            '"optimizer": {"type": "AdamW", "params": {"lr": ...}} or set coat.optimizer.enabled to false.'
+        )
+    kind = section.get("type")
+    if str(kind).lower() not in ("adam", "adamw"):
+        raise CoatConfigError(
+            f'optimizer.type: expected "AdamW" or "Adam", found {kind!r}. Use one of them or set '
+            "coat.optimizer.enabled to false."
+        )
+    params = section.get("params") or {}
+    for name, value in params.items():
+        if name not in OPTIMIZER_PARAMS:
+            raise CoatConfigError(
+                f"optimizer.params.{name}: CoatAdamW has no such option (value {value!r}). Known: "
+                f"{', '.join(OPTIMIZER_PARAMS)}. Drop it."
+            )
+        accepted = OPTIMIZER_PARAMS[name]
+        if accepted is not None and value not in accepted:
+            raise CoatConfigError(
+                f"optimizer.params.{name}: CoatAdamW needs {accepted[0]!r}, found {value!r}. Drop it or set "
+                "coat.optimizer.enabled to false."
+            )
+    passed = {name: value for name, value in params.items() if OPTIMIZER_PARAMS[name] is None}
+    return {"weight_decay": DEFAULT_WEIGHT_DECAY, **passed}
+
+
+def split_groups(model_parameters: Iterable, config: OptimizerConfig) -> list[dict[str, Any]]:
+    """Parameter groups in which tensors are stored alike here and held alike by the other ranks.
+
+    ZeRO flattens a group before the optimizer sees it. Tensors of fewer than `min_numel` elements therefore
+    get groups of their own, which keep FP32 moments. Tensors that are sharded over ranks and tensors that
+    other ranks hold copies of would share quantization groups in the flat buffer, and the copies would
+    drift apart: they get groups of their own too.
+
+    model_parameters: parameters or parameter groups. Options of a group are kept, and win over `config`;
+    frozen parameters, which ZeRO ignores, are left out.
+    """
+    model_parameters = list(model_parameters)
+    if not all(isinstance(item, dict) for item in model_parameters):
+        model_parameters = [{"params": model_parameters}]
+    groups = []
+    for group in model_parameters:
+        options = {**{name: getattr(config, name) for name in LAYOUT}, **group}
+        parts: dict[tuple, list[torch.Tensor]] = {}
+        for p in group["params"]:
+            if p.requires_grad:
+                # ZeRO-3 has emptied the tensor and noted its size
+                small = getattr(p, "ds_numel", p.numel()) < options["min_numel"]
+                sharded = bool(getattr(p, "tensor_model_parallel", False))
+                tied = bool(getattr(p, "ds_pipe_replicated", False))
+                parts.setdefault((small, sharded, tied), []).append(p)
+        for (small, *_), params in parts.items():
+            formats = {"exp_avg_format": "fp32", "exp_avg_sq_format": "fp32"} if small else {}
+            # what is small is decided: a rank's partition of a large tensor must not count as small
+            groups.append({**options, **formats, "min_numel": 0, "params": params})
+    return groups
+
+
+@functools.cache
+def _fused_adam_class() -> type[CoatAdamW]:
+    """CoatAdamW as a subclass of DeepSpeed's FusedAdam, of which it uses nothing.
+
+    By `isinstance(optimizer, FusedAdam)` stage 0 chooses the wrapper that flattens parameters; the other
+    wrapper computes a wrong gradient norm under tensor parallelism.
+    """
+    from deepspeed.ops.adam import FusedAdam
+
+    members = {"__doc__": CoatAdamW.__doc__, "zero_grad": torch.optim.Optimizer.zero_grad}
+    return type("CoatAdamW", (CoatAdamW, FusedAdam), members)
+
+
+def _let_zero_accept(cls: type) -> None:
+    """Adds `cls` to the optimizers that ZeRO was tested with. May be called again."""
+    from deepspeed.runtime.zero import utils
+
+    if cls not in utils.ZERO_SUPPORTED_OPTIMIZERS:
+        utils.ZERO_SUPPORTED_OPTIMIZERS.append(cls)
+
+
+def _link_states(engine) -> None:
+    """Creates all states, and links them to the model's parameters where ZeRO does that.
+
+    DeepSpeed links once, after the first parameter group's first step: states made later, and those of a
+    checkpoint, would never be found by `safe_get_full_optimizer_state`.
+    """
+    engine.basic_optimizer.init_states()
+    if hasattr(engine.optimizer, "_lazy_init_hp_params_optimizer_state"):
+        engine.optimizer._hp_optimizer_states_linked = False
+        engine.optimizer._lazy_init_hp_params_optimizer_state()
+
+
+def _relink_after_loading(engine) -> None:
+    load = engine.load_checkpoint
+
+    @functools.wraps(load)
+    def load_checkpoint(*args, **kwargs):
+        result = load(*args, **kwargs)
+        _link_states(engine)
+        return result
+
+    engine.load_checkpoint = load_checkpoint
+
+
+def _announce(engine) -> None:
+    from deepspeed.utils import log_dist
+
+    optimizer, activations = engine.coat.optimizer, engine.coat.activations
+    parts = []
+    if optimizer.enabled:
+        held = state_bytes(engine)
+        by_codec = ", ".join(f"{size:,} in {name}" for name, size in sorted(held["by_codec"].items()))
+        parts.append(f"AdamW states {held['bytes_per_parameter']:.3f} bytes per parameter ({by_codec})")
+    if activations.enabled:
+        parts.append(
+            f"layers built for it save activations in FP8 1x{activations.group_size} and multiply in "
+            f"{activations.forward_format}, gradients in {activations.backward_format}"
+        )
+    log_dist(f"COAT: {'; '.join(parts) or 'nothing enabled'}", ranks=[0])

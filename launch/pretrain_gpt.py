@@ -1,0 +1,530 @@
+"""Pretrains a Llama-like GPT of megatron-core with a DeepSpeed engine, in BF16 or with COAT.
+
+    python launch/pretrain_gpt.py
+    python launch/pretrain_gpt.py --compare
+    torchrun --nproc-per-node 8 launch/pretrain_gpt.py --model-config configs/model_125m.json --data corpus
+    deepspeed launch/pretrain_gpt.py --deepspeed-config my_zero2.json --data shard.jsonl --tokenizer t.json
+
+The "coat" block of the DeepSpeed JSON decides; `--compare` trains twice with the same seed and data, first
+without the block and with Megatron's own layers, then with it.
+"""
+
+import argparse
+import dataclasses
+import functools
+import json
+import math
+import multiprocessing
+import os
+import resource
+import socket
+import statistics
+import sys
+import time
+import warnings
+from pathlib import Path
+
+import torch
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from launch import report  # noqa: E402
+from launch.data import Corpus, DataError, Split, load_corpus, padded_vocab_size  # noqa: E402
+
+RUNS = ("bf16", "coat")
+SHAPE_FLAGS = ("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups")
+# the first steps allocate and warm caches up
+WARM_STEPS = 3
+
+
+class LaunchError(ValueError):
+    """Arguments that cannot be honoured; the message names the argument and the way out."""
+
+
+def positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"expected a whole number above 0, found {text}")
+    return value
+
+
+def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    add = parser.add_argument_group("model").add_argument
+    add("--model-config", default=ROOT / "configs/model_quickstart.json", help="JSON file with the shape")
+    for flag in SHAPE_FLAGS:
+        add("--" + flag.replace("_", "-"), type=positive, help="in place of the model config's")
+
+    add = parser.add_argument_group("data").add_argument
+    add(
+        "--data",
+        nargs="+",
+        default=[],
+        metavar="PATH",
+        help="text files, .jsonl files with a text in each line, folders of them, or Megatron indexed "
+        "datasets; without it, the Python standard library's sources. Every process tokenises text at its "
+        "start: use the indexed format for many gigabytes",
+    )
+    add("--tokenizer", metavar="JSON", help="Hugging Face tokenizer.json; bytes without it")
+    add("--vocab-size", type=positive, help="number of ids of indexed data without --tokenizer")
+    add("--seq-length", type=positive, default=256, help="tokens per sequence (default %(default)s)")
+
+    add = parser.add_argument_group("training").add_argument
+    add("--steps", type=positive, default=120, help="optimizer steps (default %(default)s)")
+    add("--micro-batch-size", type=positive, help="sequences per rank and pass; else the JSON's, else 8")
+    add("--global-batch-size", type=positive, help="sequences per step, by accumulation; else the JSON's")
+    add("--lr", type=float, help="peak learning rate; else the JSON's")
+    add("--warmup-steps", type=int, help="linear warmup, then cosine to 10%% (default a tenth of --steps)")
+    add("--tensor-parallel-size", type=positive, default=1)
+    add("--seed", type=int, default=1234, help="weights, order and split of the data (default %(default)s)")
+    add("--deepspeed-config", default=ROOT / "configs/ds_zero1_coat.json", help="DeepSpeed JSON")
+    # not --run, which torchrun takes for an abbreviation of its own
+    add("--variant", choices=RUNS, help="override the JSON: bf16 disables the coat block")
+    add("--compare", action="store_true", help="both runs, one after the other, and a table")
+    add("--local_rank", "--local-rank", type=int, help=argparse.SUPPRESS)
+
+    add = parser.add_argument_group("output").add_argument
+    add(
+        "--output",
+        default="runs/gpt",
+        help="folder for metrics, plot, summary, checkpoints (default %(default)s)",
+    )
+    add("--eval-interval", type=positive, help="steps between validations (default a fifth of --steps)")
+    add(
+        "--eval-batches", type=positive, default=8, help="global batches per validation (default %(default)s)"
+    )
+    add("--save-interval", type=positive, help="steps between checkpoints in OUTPUT/<run>/checkpoints")
+    add(
+        "--load",
+        nargs="?",
+        const="",
+        metavar="FOLDER",
+        help="go on from the last checkpoint in this folder, or in OUTPUT/<run>/checkpoints",
+    )
+    args = parser.parse_args(argv)
+    args.eval_interval = args.eval_interval or max(1, args.steps // 5)
+    args.warmup_steps = args.steps // 10 if args.warmup_steps is None else args.warmup_steps
+    if args.compare and args.variant:
+        parser.error("--compare makes both runs: drop --variant")
+    if args.compare and args.load:
+        parser.error("--compare resumes each run from its own folder: give --load without one")
+    if args.warmup_steps < 0:
+        parser.error(f"--warmup-steps: expected 0 or more, found {args.warmup_steps}")
+    return args
+
+
+def read_host_config(args: argparse.Namespace) -> dict:
+    """The DeepSpeed JSON with what `--variant` and `--lr` change."""
+    path = Path(args.deepspeed_config)
+    try:
+        config = json.loads(path.read_text())
+    except OSError as error:
+        raise LaunchError(f"--deepspeed-config {path}: cannot be read ({error.strerror})") from error
+    except ValueError as error:
+        raise LaunchError(f"--deepspeed-config {path}: not a JSON file ({error})") from error
+    if not isinstance(config, dict):
+        raise LaunchError(f"--deepspeed-config {path}: expected a JSON object, found {type(config).__name__}")
+    if not config.get("bf16", {}).get("enabled"):
+        raise LaunchError(
+            f'--deepspeed-config {path}: expected "bf16": {{"enabled": true}}, the model is BF16'
+        )
+    if args.variant == "bf16":
+        config["coat"] = {"enabled": False}
+    elif args.variant == "coat" and not (config.get("coat") or {}).get("enabled"):
+        raise LaunchError(f'--deepspeed-config {path}: a COAT run needs "coat": {{"enabled": true}}')
+    if args.lr is not None:
+        config.setdefault("optimizer", {"type": "AdamW"}).setdefault("params", {})["lr"] = args.lr
+    return config
+
+
+def set_batch_sizes(config: dict, args: argparse.Namespace, ranks: int) -> tuple[int, int]:
+    """Writes micro and global batch size into the config, arguments before JSON; returns both."""
+    micro = args.micro_batch_size or config.get("train_micro_batch_size_per_gpu", 8)
+    steps = config.get("gradient_accumulation_steps", 1)
+    total = args.global_batch_size or config.get("train_batch_size", micro * ranks * steps)
+    if total % (micro * ranks):
+        raise LaunchError(
+            f"--global-batch-size: {total} is not a multiple of --micro-batch-size {micro} times {ranks} "
+            "data-parallel ranks"
+        )
+    config.update(
+        train_micro_batch_size_per_gpu=micro,
+        train_batch_size=total,
+        gradient_accumulation_steps=total // (micro * ranks),
+    )
+    return micro, total
+
+
+def use_torch_adamw(config: dict) -> None:
+    """Without COAT, AdamW is torch's fused one: DeepSpeed's keeps the same states and wants a compiler."""
+    optimizer = config.get("optimizer", {})
+    if str(optimizer.get("type")).lower() in ("adam", "adamw"):
+        optimizer.setdefault("params", {}).update(torch_adam=True, fused=True)
+
+
+def warmup_cosine(step: int, *, warmup: int, total: int) -> float:
+    """Factor of the peak learning rate: linear to 1, then half a cosine down to 0.1."""
+    if step < warmup:
+        return (step + 1) / warmup
+    return 0.55 + 0.45 * math.cos(math.pi * min(1.0, (step - warmup) / max(1, total - warmup)))
+
+
+def load_model_shape(args: argparse.Namespace):
+    from megatron_ext.model import load_shape
+
+    try:
+        shape = load_shape(args.model_config)
+        return dataclasses.replace(
+            shape, **{f: v for f in SHAPE_FLAGS if (v := getattr(args, f)) is not None}
+        )
+    except (OSError, ValueError) as error:
+        raise LaunchError(f"--model-config {args.model_config}: {error}") from error
+
+
+def start_process_group() -> torch.device:
+    """Starts torch.distributed from the launcher's environment, or for this process alone."""
+    if "WORLD_SIZE" not in os.environ:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        os.environ.update(
+            RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port)
+        )
+    if torch.cuda.is_available():
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
+        torch.cuda.set_device(device)
+    else:
+        device = torch.device("cpu")
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")
+        from megatron_ext import cpu
+
+        cpu.enable()
+    import deepspeed
+
+    if device.type == "cpu":
+        # DeepSpeed would compile its shared-memory collectives for a minute; gloo does the same
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    deepspeed.init_distributed()
+    return device
+
+
+class Trainer:
+    """One run: the engine, its data and what is measured."""
+
+    def __init__(self, args: argparse.Namespace):
+        self.args = args
+        self.config = read_host_config(args)
+
+        import coat_ds
+        from megatron_ext import layer_specs, mpu
+        from megatron_ext.ledger import saved_bytes
+        from megatron_ext.model import build_gpt, initialize_model_parallel
+
+        coat = coat_ds.CoatConfig.from_dict(self.config.get("coat"))
+        self.run = "coat" if coat.enabled else "bf16"
+        fp8_layers = coat.enabled and coat.activations.enabled
+        if fp8_layers and coat.activations != type(coat.activations)():
+            raise LaunchError(
+                f"coat.activations: found {coat.activations}; coat_layer_spec knows the defaults "
+                "only. Drop the keys, or set coat.activations.enabled to false."
+            )
+        shape = load_model_shape(args)
+        self.corpus: Corpus = load_corpus(
+            args.data,
+            seq_length=args.seq_length,
+            seed=args.seed,
+            tokenizer=args.tokenizer,
+            vocab_size=args.vocab_size,
+        )
+        self.device = start_process_group()
+        world = torch.distributed.get_world_size()
+        if world % args.tensor_parallel_size:
+            raise LaunchError(
+                f"--tensor-parallel-size: {args.tensor_parallel_size} does not divide the {world} processes"
+            )
+        initialize_model_parallel(args.tensor_parallel_size, seed=args.seed)
+        self.group, self.rank = mpu.get_data_parallel_group(), mpu.get_data_parallel_rank()
+        self.ranks, self.is_main = mpu.get_data_parallel_world_size(), torch.distributed.get_rank() == 0
+        self.micro_batch_size, self.global_batch_size = set_batch_sizes(self.config, args, self.ranks)
+
+        try:
+            model = build_gpt(
+                shape,
+                layer_specs.coat_layer_spec if fp8_layers else layer_specs.sdpa_layer_spec,
+                seq_length=args.seq_length,
+                vocab_size=padded_vocab_size(self.corpus.vocab_size, 128 * args.tensor_parallel_size),
+                seed=args.seed,
+            )
+        except ValueError as error:
+            raise LaunchError(str(error)) from error
+        first = next(self._batches(self.corpus.train, 0))
+        self.saved_bytes = saved_bytes(model, lambda: self._loss(model, first)).per_token_and_layer
+        if self.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats()
+
+        if not coat.enabled:
+            use_torch_adamw(self.config)
+        schedule = functools.partial(warmup_cosine, warmup=args.warmup_steps, total=args.steps)
+        own_schedule = "scheduler" not in self.config
+        self.engine, *_ = coat_ds.initialize(
+            model=model,
+            model_parameters=parameter_groups(model),
+            lr_scheduler=(lambda o: torch.optim.lr_scheduler.LambdaLR(o, schedule)) if own_schedule else None,
+            mpu=mpu,
+            config=self.config,
+        )
+        self.step, self.val_loss_start = 0, None
+        if args.load is not None:
+            self._load(Path(args.load or self.checkpoints))
+
+    @property
+    def folder(self) -> Path:
+        return Path(self.args.output) / self.run
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.folder / "checkpoints"
+
+    def train(self) -> dict:
+        """Trains to the last step; returns what summary.json holds of a run."""
+        args, metrics, progress = self.args, None, None
+        if self.is_main:
+            metrics = report.MetricsWriter(
+                Path(args.output) / "metrics.jsonl", self.run, self.step if args.load is not None else None
+            )
+            progress = report.Progress(args.steps, self.step, self.run)
+            progress.say(self._describe())
+        val_loss, speeds = None, []
+        try:
+            if self.val_loss_start is None:
+                self.val_loss_start = val_loss = self._validate(metrics, progress)
+            while self.step < args.steps:
+                started = time.perf_counter()
+                loss = self._train_step()
+                seconds = time.perf_counter() - started
+                self.step += 1
+                speeds.append(self.global_batch_size * args.seq_length / seconds)
+                if not math.isfinite(loss):
+                    raise LaunchError(
+                        f"the loss is {loss} at step {self.step}: training diverged; "
+                        "lower --lr or raise --warmup-steps"
+                    )
+                # collective under tensor parallelism; None where DeepSpeed was told not to compute it
+                norm = self.engine.get_global_grad_norm()
+                if self.is_main:
+                    values = {"loss": loss, "lr": self.engine.get_lr()[0], "tokens_per_s": speeds[-1]}
+                    if norm is not None:
+                        values["grad_norm"] = float(norm)
+                    memory = torch.cuda.memory_allocated() if self.device.type == "cuda" else None
+                    metrics.write(self.step, **values)
+                    progress.update(loss=loss, tokens_per_s=speeds[-1], memory_bytes=memory)
+                last = self.step == args.steps
+                if last or self.step % args.eval_interval == 0:
+                    val_loss = self._validate(metrics, progress)
+                if args.save_interval and (last or self.step % args.save_interval == 0):
+                    self._save()
+        finally:
+            if self.is_main:
+                metrics.close()
+                progress.close()
+        if val_loss is None:
+            raise LaunchError(
+                f"--load: the checkpoint is at step {self.step}, --steps {args.steps} asks for no more"
+            )
+        return self._summary(val_loss, speeds)
+
+    def _batches(self, split: Split, consumed: int):
+        for batch in split.micro_batches(
+            consumed,
+            global_batch_size=self.global_batch_size,
+            micro_batch_size=self.micro_batch_size,
+            rank=self.rank,
+            ranks=self.ranks,
+        ):
+            yield type(batch)(*(tensor.to(self.device) for tensor in batch))
+
+    @staticmethod
+    def _loss(model, batch) -> torch.Tensor:
+        """Mean over the tokens, in nats, FP32."""
+        losses = model(batch.tokens, batch.position_ids, None, labels=batch.labels)
+        return (losses * batch.loss_mask).sum() / batch.loss_mask.sum()
+
+    def _mean(self, losses: list[torch.Tensor]) -> float:
+        """Over micro-batches and data-parallel ranks."""
+        mean = torch.stack(losses).mean()
+        torch.distributed.all_reduce(mean, group=self.group)
+        return mean.item() / self.ranks
+
+    def _train_step(self) -> float:
+        losses = []
+        for batch in self._batches(self.corpus.train, self.step * self.global_batch_size):
+            loss = self._loss(self.engine, batch)
+            self.engine.backward(loss)
+            self.engine.step()
+            losses.append(loss.detach())
+        return self._mean(losses)
+
+    def _validate(self, metrics, progress) -> float:
+        """Validation loss on the same held-out sequences every time."""
+        self.engine.eval()
+        with torch.no_grad():
+            losses = [
+                self._loss(self.engine, batch)
+                for index in range(self.args.eval_batches)
+                for batch in self._batches(self.corpus.validation, index * self.global_batch_size)
+            ]
+        self.engine.train()
+        val_loss = self._mean(losses)
+        if self.is_main:
+            metrics.write(self.step, val_loss=val_loss)
+            progress.say(f"validation loss {val_loss:.4f} after {self.step} steps")
+        return val_loss
+
+    def _data_identity(self) -> dict:
+        """What has to be the same for the data to go on where they stopped."""
+        return {
+            "seed": self.args.seed,
+            "seq-length": self.args.seq_length,
+            "global-batch-size": self.global_batch_size,
+            "training tokens": self.corpus.train.num_tokens,
+        }
+
+    def _save(self) -> None:
+        state = {"step": self.step, "val_loss_start": self.val_loss_start, "data": self._data_identity()}
+        try:
+            self.engine.save_checkpoint(str(self.checkpoints), tag=f"step{self.step}", client_state=state)
+        except (OSError, RuntimeError) as error:
+            # torch.save reports a full disk as a RuntimeError
+            if isinstance(error, RuntimeError) and "PytorchStreamWriter" not in str(error):
+                raise
+            raise report.OutputError(
+                f"cannot write a checkpoint to {self.checkpoints} ({error}): make room, "
+                "or choose another folder with --output"
+            ) from error
+
+    def _load(self, folder: Path) -> None:
+        if not (folder / "latest").is_file():
+            raise LaunchError(
+                f"--load {folder}: no checkpoint there (no file named latest); drop --load to start"
+            )
+        _, state = self.engine.load_checkpoint(str(folder))
+        for key, now in self._data_identity().items():
+            if state["data"][key] != now:
+                raise LaunchError(
+                    f"--load {folder}: the checkpoint was made with {key} {state['data'][key]}, found {now}: "
+                    "the data would not go on where they stopped"
+                )
+        self.step, self.val_loss_start = state["step"], state["val_loss_start"]
+
+    def _describe(self) -> str:
+        kind = torch.cuda.get_device_name() if self.device.type == "cuda" else "CPU"
+        parameters = sum(p.numel() for p in self.engine.module.parameters())
+        return (
+            f"{parameters:,} parameters on {torch.distributed.get_world_size()} x {kind}, "
+            f"ZeRO stage {self.engine.zero_optimization_stage()}, "
+            f"{self.global_batch_size} x {self.args.seq_length} tokens a step"
+        )
+
+    def _summary(self, val_loss: float, speeds: list[float]) -> dict:
+        import coat_ds
+
+        if self.device.type == "cuda":
+            peak, kind = torch.cuda.max_memory_allocated(), "GPU allocator"
+        else:
+            # Linux counts in KiB
+            peak, kind = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024, "process"
+        largest = torch.tensor(peak, device=self.device)
+        torch.distributed.all_reduce(largest, torch.distributed.ReduceOp.MAX)
+        return {
+            "val_loss_start": self.val_loss_start,
+            "val_loss": val_loss,
+            "state_bytes_per_param": coat_ds.state_bytes(self.engine)["bytes_per_parameter"],
+            "saved_bytes_per_token_layer": self.saved_bytes,
+            "peak_bytes": largest.item(),
+            "peak_kind": kind,
+            "tokens_per_s": statistics.median(speeds[WARM_STEPS:] or speeds),
+            "steps": self.step,
+        }
+
+
+def parameter_groups(model: torch.nn.Module) -> list[dict]:
+    """Weight decay for matrices only, as usual for GPTs."""
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    return [
+        {"params": [p for p in parameters if p.dim() > 1]},
+        {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
+    ]
+
+
+def train_once(args: argparse.Namespace) -> None:
+    """One run in this process; leaves OUTPUT/<run>/summary.json. Exits with one line for expected errors."""
+    from coat_ds import CoatConfigError
+
+    trainer = None
+    try:
+        report.prepare_folder(args.output)
+        trainer = Trainer(args)
+        report.prepare_folder(trainer.folder)
+        summary = trainer.train()
+        if trainer.is_main:
+            report.write_summary(trainer.folder / "summary.json", summary)
+        torch.distributed.destroy_process_group()
+    except (LaunchError, DataError, report.OutputError, CoatConfigError) as error:
+        sys.exit(f"error: {error}")
+    except torch.OutOfMemoryError as error:
+        sys.exit(f"error: out of GPU memory: lower --micro-batch-size or --seq-length ({error})")
+    except KeyboardInterrupt:
+        step = trainer.step if trainer is not None else 0
+        print(
+            f"\nstopped after step {step}; what was measured is in {args.output}/metrics.jsonl",
+            file=sys.stderr,
+        )
+        sys.exit(130)
+
+
+def compare(args: argparse.Namespace) -> None:
+    """Both runs, each in a fresh process, so that each has its own peak memory."""
+    port = int(os.environ.get("MASTER_PORT", 29500))
+    for index, run in enumerate(RUNS):
+        if "WORLD_SIZE" in os.environ:
+            # the launcher's store still holds the keys of the run before
+            os.environ.update(MASTER_PORT=str(port + 1 + index), TORCHELASTIC_USE_AGENT_STORE="False")
+        process = multiprocessing.get_context("spawn").Process(
+            target=train_once, args=(argparse.Namespace(**{**vars(args), "variant": run}),)
+        )
+        process.start()
+        try:
+            process.join()
+        except KeyboardInterrupt:
+            # the terminal has told the child as well
+            process.join()
+        if process.exitcode:
+            sys.exit(process.exitcode)
+
+
+def conclude(output: Path) -> None:
+    """Plot, summary and table of all runs in the folder."""
+    found = [run for run in RUNS if (output / run / "summary.json").exists()]
+    summary = {run: json.loads((output / run / "summary.json").read_text()) for run in found}
+    report.plot_losses(report.read_metrics(output / "metrics.jsonl"), output / "loss.png")
+    report.write_summary(output / "summary.json", summary)
+    print(f"\n{report.comparison_table(summary)}\n\nmetrics.jsonl, loss.png and summary.json are in {output}")
+
+
+def main(argv: list[str] | None = None) -> None:
+    args = parse_args(argv)
+    # what Megatron says about packages that nothing here needs
+    warnings.filterwarnings("ignore", module=r"megatron\.")
+    (compare if args.compare else train_once)(args)
+    if int(os.environ.get("RANK", 0)) == 0:
+        try:
+            conclude(Path(args.output))
+        except report.OutputError as error:
+            sys.exit(f"error: {error}")
+
+
+if __name__ == "__main__":
+    main()

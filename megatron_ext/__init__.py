@@ -1,0 +1,1 @@
+"""The Megatron adapter: layer specs, and what a Megatron model needs to run under DeepSpeed or on a CPU."""

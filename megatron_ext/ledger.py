@@ -1,0 +1,69 @@
+"""How many bytes decoder layers keep for backward, counted, not estimated."""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True, slots=True)
+class SavedBytes:
+    """What `layers` layers kept of one forward over `tokens` tokens (batch times sequence)."""
+
+    total: int
+    layers: int
+    tokens: int
+
+    @property
+    def per_token_and_layer(self) -> float:
+        return self.total / (self.tokens * self.layers)
+
+
+def saved_bytes(model: torch.nn.Module | Iterable[torch.nn.Module], run: Callable[[], object]) -> SavedBytes:
+    """Counts the bytes that the decoder layers keep for backward during `run()`, one forward.
+
+    `model` is a GPTModel or the layers themselves, each called with hidden states [s, b, h]. A storage counts
+    once and whole, however many layers or views keep it: tables and masks shared by all layers count once.
+    Parameters and buffers do not count. Seen is what goes through autograd's `save_for_backward`.
+    Raises ValueError if `run` calls none of the layers.
+    """
+    layers = list(model.decoder.layers if isinstance(model, torch.nn.Module) else model)
+    existing = {
+        tensor.untyped_storage().data_ptr()
+        for module in ([model] if isinstance(model, torch.nn.Module) else layers)
+        for tensor in (*module.parameters(), *module.buffers())
+    }
+    # the storages are kept alive, so that no address is used twice
+    kept: dict[int, torch.UntypedStorage] = {}
+    tokens: list[int] = []
+    hooks = None
+
+    def pack(tensor):
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in existing:
+            kept[storage.data_ptr()] = storage
+        # not the tensor itself: an output kept by its own node would never be freed
+        return tensor.detach()
+
+    def enter(module, args, kwargs):
+        nonlocal hooks
+        hidden_states = args[0] if args else kwargs["hidden_states"]
+        tokens.append(hidden_states.shape[0] * hidden_states.shape[1])
+        hooks = torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)
+        hooks.__enter__()
+
+    def leave(module, args, output):
+        hooks.__exit__(None, None, None)
+
+    handles = [layer.register_forward_pre_hook(enter, with_kwargs=True) for layer in layers]
+    handles += [layer.register_forward_hook(leave) for layer in layers]
+    try:
+        run()
+    finally:
+        for handle in handles:
+            handle.remove()
+    if not tokens:
+        raise ValueError(
+            "saved_bytes: run() called none of the layers; hand over a forward of this very model"
+        )
+    return SavedBytes(sum(s.nbytes() for s in kept.values()), len(layers), tokens[0])

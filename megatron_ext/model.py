@@ -1,0 +1,166 @@
+"""Llama-like GPT models of megatron-core, from a shape in a JSON file and a layer spec.
+
+RMSNorm, SwiGLU, rotary positions, grouped queries; no biases, no dropout. `forward(tokens, positions, mask,
+labels=...)` is Megatron's: tokens, positions and labels [b, s] int64, mask None, the losses [b, s] FP32.
+"""
+
+import dataclasses
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from megatron.core import parallel_state
+from megatron.core.models.gpt import GPTModel
+from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+from megatron.core.transformer import ModuleSpec, TransformerConfig
+
+
+@dataclass(frozen=True, slots=True)
+class ModelShape:
+    """The sizes of a Llama-like GPT.
+
+    Raises ValueError for a size that is not positive, heads that do not divide the hidden size into an even
+    number of channels, or key-value groups that do not divide the heads.
+    """
+
+    num_layers: int
+    """Transformer layers."""
+    hidden_size: int
+    """Width of the residual stream."""
+    ffn_hidden_size: int
+    """Width of the gated feed-forward product."""
+    num_attention_heads: int
+    """Query heads, each of hidden_size / num_attention_heads channels."""
+    num_query_groups: int
+    """Key and value heads; equal to num_attention_heads for plain multi-head attention."""
+    rotary_base: int = 10000
+    """Base period of the rotary positions."""
+    layernorm_epsilon: float = 1e-5
+    """Added to the mean square in RMSNorm."""
+    untie_embeddings_and_output_weights: bool = True
+    """Whether the output head has weights of its own."""
+
+    def __post_init__(self):
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if field.type is not bool and not value > 0:
+                raise ValueError(f"{field.name}: expected a number above 0, found {value}")
+        if self.hidden_size % (2 * self.num_attention_heads):
+            raise ValueError(
+                f"hidden_size: {self.hidden_size} does not split into {self.num_attention_heads} heads "
+                "(num_attention_heads) of an even number of channels, which rotary positions need"
+            )
+        if self.num_attention_heads % self.num_query_groups:
+            raise ValueError(
+                f"num_query_groups: {self.num_query_groups} does not divide num_attention_heads "
+                f"({self.num_attention_heads})"
+            )
+
+
+def load_shape(path: str | Path) -> ModelShape:
+    """Reads a `ModelShape` from a JSON object whose keys are its fields.
+
+    Raises ValueError, naming file and key, for an unknown or missing key, a value of another type, or sizes
+    that do not go together.
+    """
+    try:
+        values = json.loads(Path(path).read_text())
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{path}: not a JSON file: {error}") from None
+    if not isinstance(values, dict):
+        raise ValueError(f"{path}: expected a JSON object, found {type(values).__name__}")
+    fields = {field.name: field for field in dataclasses.fields(ModelShape)}
+    if unknown := sorted(values.keys() - fields.keys()):
+        raise ValueError(f"{path}: unknown key {unknown[0]!r}; known are {', '.join(fields)}")
+    for name, field in fields.items():
+        if name not in values:
+            if field.default is dataclasses.MISSING:
+                raise ValueError(f"{path}: key {name!r} is missing")
+            continue
+        # a JSON integer is a fine float; True is not a fine integer
+        accepted = (int, float) if field.type is float else (field.type,)
+        if type(values[name]) not in accepted:
+            raise ValueError(f"{path}: {name} must be {field.type.__name__}, found {values[name]!r}")
+    try:
+        return ModelShape(**values)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from None
+
+
+def initialize_model_parallel(tensor_model_parallel_size: int = 1, seed: int = 1234) -> None:
+    """Megatron's process groups and random states. `torch.distributed` has to be initialised before.
+
+    Can be called again. Raises ValueError if Megatron was initialised with another size before.
+    """
+    if not parallel_state.model_parallel_is_initialized():
+        parallel_state.initialize_model_parallel(tensor_model_parallel_size=tensor_model_parallel_size)
+    found = parallel_state.get_tensor_model_parallel_world_size()
+    if found != tensor_model_parallel_size:
+        raise ValueError(
+            f"tensor_model_parallel_size: expected {tensor_model_parallel_size}, but Megatron is already "
+            f"initialised with {found}. Call parallel_state.destroy_model_parallel() first."
+        )
+    model_parallel_cuda_manual_seed(seed)
+
+
+def build_gpt(
+    shape: ModelShape,
+    spec: ModuleSpec,
+    *,
+    seq_length: int,
+    vocab_size: int,
+    bf16: bool = True,
+    seed: int = 1234,
+    **config,
+) -> GPTModel:
+    """A megatron-core GPTModel of `shape` whose layers are built from `spec`, on this rank's device.
+
+    Weights are drawn on the CPU, so that a seed gives the same model on every device and under every spec.
+    They are BF16, or FP32 if not `bf16`. `config` are further fields of Megatron's TransformerConfig.
+    Megatron's process groups have to be initialised before (`initialize_model_parallel`).
+    Raises ValueError if the vocabulary does not divide by the tensor-parallel size.
+    """
+    tp_size = parallel_state.get_tensor_model_parallel_world_size()
+    if vocab_size % tp_size:
+        raise ValueError(
+            f"vocab_size: {vocab_size} does not divide by the tensor-parallel size, {tp_size}; pad it"
+        )
+    dtype = torch.bfloat16 if bf16 else torch.float32
+    settings = dict(
+        num_layers=shape.num_layers,
+        hidden_size=shape.hidden_size,
+        ffn_hidden_size=shape.ffn_hidden_size,
+        num_attention_heads=shape.num_attention_heads,
+        num_query_groups=shape.num_query_groups,
+        layernorm_epsilon=shape.layernorm_epsilon,
+        normalization="RMSNorm",
+        gated_linear_unit=True,
+        activation_func=F.silu,
+        add_bias_linear=False,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        # stock layers then keep gate and up once, and not SiLU's output as well
+        bias_activation_fusion=True,
+        # needs kernels that are not part of megatron-core
+        masked_softmax_fusion=False,
+        tensor_model_parallel_size=tp_size,
+        use_cpu_initialization=True,
+        bf16=bf16,
+        params_dtype=dtype,
+        pipeline_dtype=dtype,
+    )
+    torch.manual_seed(seed)
+    model = GPTModel(
+        TransformerConfig(**(settings | config)),
+        spec,
+        vocab_size=vocab_size,
+        max_sequence_length=seq_length,
+        position_embedding_type="rope",
+        rotary_base=shape.rotary_base,
+        share_embeddings_and_output_weights=not shape.untie_embeddings_and_output_weights,
+    )
+    device = torch.cuda.current_device() if torch.cuda.is_available() else "cpu"
+    # megatron-core leaves norm weights in FP32 and relies on its training loop to cast them
+    return model.to(device=device, dtype=dtype)

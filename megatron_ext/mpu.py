@@ -1,0 +1,66 @@
+"""Megatron's process groups under the names DeepSpeed asks for: `deepspeed.initialize(..., mpu=mpu)`.
+
+`megatron.core.parallel_state` itself lacks `get_model_parallel_world_size`, `get_model_parallel_rank` and
+`get_data_parallel_group_ranks`. Data-parallel groups here contain the context-parallel ranks, which hold the
+same weights and whose gradients have to be summed too. There is no `initialize_sequence_parallel`, at
+whose sight DeepSpeed would leave tensor parallelism out of norms and overflow checks.
+"""
+
+import torch.distributed as dist
+from megatron.core.parallel_state import (
+    get_data_parallel_group as _data_parallel_group,
+)
+from megatron.core.parallel_state import (
+    get_model_parallel_group,
+    get_pipeline_model_parallel_group,
+    get_pipeline_model_parallel_rank,
+    get_pipeline_model_parallel_world_size,
+    get_tensor_model_parallel_group,
+    get_tensor_model_parallel_rank,
+    get_tensor_model_parallel_src_rank,
+    get_tensor_model_parallel_world_size,
+)
+
+__all__ = [
+    "get_data_parallel_group",
+    "get_data_parallel_group_ranks",
+    "get_data_parallel_rank",
+    "get_data_parallel_world_size",
+    "get_model_parallel_group",
+    "get_model_parallel_rank",
+    "get_model_parallel_world_size",
+    "get_pipeline_model_parallel_group",
+    "get_pipeline_model_parallel_rank",
+    "get_pipeline_model_parallel_world_size",
+    "get_tensor_model_parallel_group",
+    "get_tensor_model_parallel_rank",
+    "get_tensor_model_parallel_src_rank",
+    "get_tensor_model_parallel_world_size",
+]
+
+
+def get_data_parallel_group() -> dist.ProcessGroup:
+    """The ranks that hold the same weights, context-parallel ones included."""
+    return _data_parallel_group(with_context_parallel=True)
+
+
+def get_data_parallel_world_size() -> int:
+    return get_data_parallel_group().size()
+
+
+def get_data_parallel_rank() -> int:
+    return get_data_parallel_group().rank()
+
+
+def get_data_parallel_group_ranks() -> list[int]:
+    """The global ranks of the data-parallel group."""
+    return dist.get_process_group_ranks(get_data_parallel_group())
+
+
+def get_model_parallel_world_size() -> int:
+    """How many ranks share one copy of the model: tensor times pipeline parallel size."""
+    return get_model_parallel_group().size()
+
+
+def get_model_parallel_rank() -> int:
+    return get_model_parallel_group().rank()

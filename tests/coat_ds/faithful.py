@@ -1,0 +1,82 @@
+"""What a stored moment owes to the exact one, and the published formula, which owes more than it pays.
+
+The bound. With M and m the largest and smallest non-zero magnitude of a group, k = floor(16 s) / 16 with
+s = log2(448^2 / 2) / log2(M / m), and y = 448 (|x| / M)^k, so that y >= 448 / (448^2 / 2) = 0.0045. E4M3
+rounds y by at most 2^-4 y where it is normal and by 2^-10 where it is subnormal, which the root turns into
+a factor of at most (1 + r)^(1/k) or (1 - r)^(1/k), r = max(2^-4, 2^-10 / y).
+"""
+
+import math
+
+import torch
+
+GROUP = 128
+SPAN = math.log2(448**2 / 2)
+# log2 and exp2 of FP32, 2^-22 together, times 16, the largest 1 / k, with room
+FP32_NOISE = 1e-5
+
+
+def relative_bound(x: torch.Tensor) -> torch.Tensor:
+    """Largest relative error with which each element of `x` (flat) may be stored; infinite where x is not."""
+    bound = torch.empty(x.numel(), dtype=torch.float64)
+    for i in range(0, x.numel(), GROUP):
+        magnitude = x[i : i + GROUP].double().abs()
+        known = magnitude[(magnitude > 0) & magnitude.isfinite()]
+        if known.numel() == 0:
+            bound[i : i + GROUP] = 0
+            continue
+        ratio = torch.log2(known.max() / known.min()).item()
+        k = min(max(math.floor(16 * SPAN / ratio) if ratio else 255, 1), 255) / 16
+        y = 448 * (magnitude / known.max()) ** k
+        r = torch.clamp(2.0**-10 / y, min=2.0**-4)
+        up, down = (1 + r) ** (1 / k) - 1, 1 - (1 - r.clamp(max=1)) ** (1 / k)
+        bound[i : i + GROUP] = torch.maximum(up, down) + FP32_NOISE
+    return bound
+
+
+def assert_faithful(stored: torch.Tensor, exact: torch.Tensor) -> None:
+    """Zeros stay, nothing else becomes zero, signs survive, non-finite values show, errors are bounded."""
+    stored, exact = stored.reshape(-1).double().cpu(), exact.reshape(-1).double().cpu()
+    good = exact.isfinite()
+    assert stored[~good].isnan().all(), "a non-finite value is hidden"
+    assert stored[good].isfinite().all(), "a finite value was lost"
+    assert (stored[exact == 0] == 0).all(), "a zero became something else"
+    assert (stored[good & (exact != 0)] != 0).all(), "a non-zero value became zero"
+    assert torch.equal(stored[good].sign(), exact[good].sign()), "a sign was lost"
+    nonzero = good & (exact != 0)
+    error = (stored[nonzero] / exact[nonzero] - 1).abs()
+    assert (error <= relative_bound(exact)[nonzero]).all(), f"relative error {error.max():.3g}"
+
+
+def _smallest(group: list[float]) -> float:
+    """The published reduction: an incoming zero is skipped, a lane's own zero stays."""
+    lanes = group + [3.4e38] * (GROUP - len(group))
+
+    def reduce(values):
+        offset = len(values) // 2
+        while offset:
+            values = [
+                min(own, values[i + offset]) if values[i + offset] != 0 else own
+                for i, own in enumerate(values[:offset])
+            ]
+            offset //= 2
+        return values[0]
+
+    return reduce([reduce(lanes[w : w + 32]) for w in range(0, GROUP, 32)])
+
+
+def published_round_trip(x: torch.Tensor) -> torch.Tensor:
+    """Stores and reads `x` (flat, FP32) by the formula of the public COAT code."""
+    out = []
+    for group in x.split(GROUP):
+        magnitude = group.abs()
+        # maxima in CUDA ignore NaN
+        largest = torch.where(magnitude.isnan(), 0, magnitude).max() + 1e-30
+        smallest = torch.tensor(_smallest(magnitude.tolist())) + 1e-30
+        k = torch.floor(SPAN / (largest / smallest).log2() * 16) / 16
+        middle = largest.sqrt() * smallest.sqrt()
+        scale = (largest / middle) ** k / 448
+        y = torch.where(group < 0, -1.0, 1.0) * (magnitude / middle) ** k
+        t = (y / scale).clamp(-448, 448).to(torch.float8_e4m3fn).float() * scale
+        out.append(torch.where(t < 0, -1.0, 1.0) * t.abs() ** (1 / k) * middle)
+    return torch.cat(out)

@@ -1,0 +1,424 @@
+"""CoatAdamW in a real DeepSpeed engine. One spawn of 1 process and one of 2 serve all tests."""
+
+import inspect
+import json
+import os
+import subprocess
+import sys
+import types
+import warnings
+
+import pytest
+import torch
+
+import coat_ds
+from coat_ds import CoatAdamW, CoatConfig, CoatConfigError
+from coat_ds.config import OptimizerConfig
+from coat_ds.engine import check_host_config, split_groups
+from tests.coat_ds.faithful import assert_faithful
+from tests.util import run_distributed
+
+BATCH, STEPS = 8, 4
+STAGES = (0, 1, 2, 3)
+
+
+def model():
+    """24,576 weights in tensors of whole groups, so that no group crosses a tensor or a rank; 544 others."""
+    torch.manual_seed(0)
+    nn = torch.nn
+    return nn.Sequential(
+        nn.Linear(32, 128), nn.LayerNorm(128), nn.GELU(), nn.Linear(128, 128), nn.GELU(), nn.Linear(128, 32)
+    )
+
+
+def ds_config(stage, bf16, coat=True, **more):
+    return {
+        "train_batch_size": BATCH,
+        "optimizer": {"type": "AdamW", "params": {"lr": 2e-3, "weight_decay": 0.1, "betas": [0.9, 0.95]}},
+        "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 4, "warmup_max_lr": 2e-3}},
+        "gradient_clipping": 1.0,
+        "zero_optimization": {"stage": stage},
+        "bf16": {"enabled": bf16},
+        **({"coat": {"enabled": True}} if coat else {}),
+        **more,
+    }
+
+
+def train_step(engine, step):
+    """One step on this rank's share of a fixed batch; the loss of the whole batch."""
+    rank, world = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    generator = torch.Generator().manual_seed(step)
+    share = slice(rank * BATCH // world, (rank + 1) * BATCH // world)
+    x, y = (torch.randn(BATCH, 32, generator=generator)[share] for _ in range(2))
+    dtype = next(engine.module.parameters()).dtype
+    loss = (engine(x.to(dtype)).float() - y).square().mean()
+    engine.backward(loss)
+    engine.step()
+    loss = loss.detach().clone()
+    torch.distributed.all_reduce(loss)
+    return loss.item() / world
+
+
+def storages(engine):
+    return [
+        t.clone()
+        for state in engine.basic_optimizer.state.values()
+        for name in ("exp_avg", "exp_avg_sq")
+        for t in state[name].storage
+    ]
+
+
+def full_states(engine):
+    from deepspeed.utils import safe_get_full_optimizer_state
+
+    return [
+        safe_get_full_optimizer_state(p, name).clone()
+        for p in engine.module.parameters()
+        for name in ("exp_avg", "exp_avg_sq")
+    ]
+
+
+def run_stage(stage, bf16, folder):
+    engine, optimizer, loader, scheduler = coat_ds.initialize(model=model(), config=ds_config(stage, bf16))
+    out = {
+        "losses": [train_step(engine, i) for i in range(STEPS)],
+        "lr": engine.get_lr()[0],
+        "classes": [type(engine.basic_optimizer).__name__, isinstance(engine.basic_optimizer, CoatAdamW)],
+        "optimizer": optimizer is engine.optimizer and loader is None and scheduler is engine.lr_scheduler,
+        "bytes": coat_ds.state_bytes(engine),
+        "same_bytes": coat_ds.state_bytes(engine) == coat_ds.state_bytes(optimizer),
+        "coat": engine.coat,
+        "groups": [(g["exp_avg_format"], g["weight_decay"]) for g in engine.basic_optimizer.param_groups],
+    }
+    tag = f"stage{stage}-{bf16}"
+    saved = storages(engine)
+    if stage:
+        out["full"] = full_states(engine)
+    engine.save_checkpoint(folder, tag=tag)
+    out["next"] = [train_step(engine, STEPS + i) for i in range(2)]
+
+    # into a fresh engine, and into one that has stepped
+    fresh, *_ = coat_ds.initialize(model=model(), config=ds_config(stage, bf16))
+    for name, target in (("fresh", fresh), ("stepped", engine)):
+        target.load_checkpoint(folder, tag=tag)
+        loaded = storages(target)
+        out[f"{name}_equal"] = len(saved) == len(loaded) and all(map(torch.equal, saved, loaded))
+        if stage:
+            out[f"{name}_full"] = all(map(torch.equal, full_states(target), out["full"]))
+        out[f"{name}_next"] = [train_step(target, STEPS + i) for i in range(2)]
+    return out
+
+
+def first_states(coat):
+    """Moments of the model's parameters after one step, and the two learning rates' worth of options."""
+    options = {"lr": 2e-3, "weight_decay": 0.1, "betas": [0.9, 0.95]}
+    section = {"type": "AdamW", "params": options if coat else {**options, "torch_adam": True}}
+    engine, *_ = coat_ds.initialize(model=model(), config=ds_config(1, False, coat, optimizer=section))
+    train_step(engine, 0)
+    return full_states(engine)
+
+
+def writes():
+    from deepspeed.utils import safe_set_full_optimizer_state
+
+    engine, *_ = coat_ds.initialize(model=model(), config=ds_config(1, True))
+    train_step(engine, 0)
+    p, wanted = next(engine.module.parameters()), torch.linspace(-1, 1, 4096).view(128, 32)
+    before = full_states(engine)
+    safe_set_full_optimizer_state(p, wanted, "exp_avg")
+    return before, full_states(engine), wanted
+
+
+def without_the_block():
+    """The same run by deepspeed.initialize and by ours with no block and with a disabled one."""
+    import deepspeed
+
+    section = {"type": "AdamW", "params": {"lr": 2e-3, "torch_adam": True}}
+    out = []
+    for initialize, more in (
+        (deepspeed.initialize, {}),
+        (coat_ds.initialize, {}),
+        (coat_ds.initialize, {"coat": {"enabled": False}}),
+    ):
+        config = {**ds_config(1, True, False, optimizer=section), **more}
+        engine, *_ = initialize(model=model(), config=config)
+        losses = [train_step(engine, i) for i in range(2)]
+        out.append((losses, type(engine.basic_optimizer).__name__, hasattr(engine, "coat")))
+    return out
+
+
+def ways_to_give_the_config(folder):
+    """As a dict, a path, config_params and an argument of args; the learning rate tells that it was read."""
+    config = ds_config(1, True)
+    before = json.dumps(config)
+    path = os.path.join(folder, f"ds{os.environ['RANK']}.json")
+    with open(path, "w") as f:
+        f.write(before)
+    args = types.SimpleNamespace(deepspeed_config=path, local_rank=int(os.environ["LOCAL_RANK"]))
+    out = []
+    for given in ({"config": config}, {"config": path}, {"config_params": config}, {"args": args}):
+        engine, *_ = coat_ds.initialize(model=model(), **given)
+        out.append((type(engine.basic_optimizer).__name__, engine.basic_optimizer.defaults["betas"]))
+    return out, json.dumps(config) == before and args.deepspeed_config == path
+
+
+def client_optimizers():
+    config = {key: value for key, value in ds_config(1, True).items() if key != "optimizer"}
+    net = model()
+    mine = CoatAdamW(net.parameters(), lr=5e-4, exp_avg_format="fp8")
+    engine, *_ = coat_ds.initialize(model=net, optimizer=mine, config=config)
+    train_step(engine, 0)
+    errors = []
+    for optimizer in (torch.optim.AdamW(model().parameters()), lambda p: torch.optim.AdamW(p), None):
+        try:
+            coat_ds.initialize(model=model(), optimizer=optimizer, config=config)
+        except CoatConfigError as error:
+            errors.append(str(error))
+    left_alone = {**ds_config(1, True), "coat": {"enabled": True, "optimizer": {"enabled": False}}}
+    left_alone["optimizer"]["params"]["torch_adam"] = True
+    other, *_ = coat_ds.initialize(model=model(), config=left_alone)
+    return (
+        engine.basic_optimizer is mine,
+        coat_ds.state_bytes(engine),
+        errors,
+        type(other.basic_optimizer).__name__,
+    )
+
+
+def groups_of_parameters():
+    """Parameter groups with options of their own, a frozen weight, and no decay unless asked for."""
+    net = model()
+    net[3].weight.requires_grad_(False)
+    weights = [p for p in net.parameters() if p.dim() == 2]
+    others = [p for p in net.parameters() if p.dim() == 1]
+    config = ds_config(1, True, optimizer={"type": "adam", "params": {"lr": 1e-3}})
+    groups = [{"params": weights, "weight_decay": 0.3}, {"params": others, "lr": 5e-4}]
+    engine, *_ = coat_ds.initialize(model=net, model_parameters=groups, config=config)
+    frozen = net[3].weight.detach().clone()
+    train_step(engine, 0)
+    return (
+        [(g["exp_avg_format"], g["weight_decay"]) for g in engine.basic_optimizer.param_groups],
+        torch.equal(frozen, net[3].weight),
+    )
+
+
+def universal(folder):
+    """Losses after the checkpoint, going on and resumed from its universal form."""
+    config = ds_config(1, True)
+    engine, *_ = coat_ds.initialize(model=model(), config=config)
+    for i in range(STEPS):
+        train_step(engine, i)
+    engine.save_checkpoint(folder, tag="uc")
+    exact = full_states(engine)
+    on = [train_step(engine, STEPS + i) for i in range(2)]
+    command = [sys.executable, "-m", "deepspeed.checkpoint.ds_to_universal", "--inject_missing_state"]
+    command += ["--input_folder", f"{folder}/uc", "--output_folder", f"{folder}/uc_universal"]
+    subprocess.run(command, check=True, capture_output=True)
+    config["checkpoint"] = {"load_universal": True}
+    resumed, *_ = coat_ds.initialize(model=model(), config=config)
+    resumed.load_checkpoint(folder, tag="uc_universal")
+    held = coat_ds.state_bytes(resumed)
+    return exact, full_states(resumed), held, on, [train_step(resumed, STEPS + i) for i in range(2)]
+
+
+def work(folder):
+    warnings.simplefilter("ignore")
+    import deepspeed
+
+    deepspeed.init_distributed("gloo")
+    out = {(stage, bf16): run_stage(stage, bf16, folder) for stage in STAGES for bf16 in (True, False)}
+    out["coat_first"], out["stock_first"] = first_states(True), first_states(False)
+    out["writes"] = writes()
+    out["without"] = without_the_block()
+    out["given"] = ways_to_give_the_config(folder)
+    out["groups"] = groups_of_parameters()
+    if torch.distributed.get_world_size() == 1:
+        out["client"] = client_optimizers()
+        out["universal"] = universal(folder)
+    return out
+
+
+@pytest.fixture(scope="module")
+def one(tmp_path_factory):
+    return run_distributed(work, 1, str(tmp_path_factory.mktemp("one")))[0]
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory):
+    return run_distributed(work, 2, str(tmp_path_factory.mktemp("two")))
+
+
+every_stage = pytest.mark.parametrize("stage", STAGES)
+both_types = pytest.mark.parametrize("bf16", [True, False], ids=["bf16", "fp32"])
+
+
+@every_stage
+@both_types
+def test_two_processes_train_as_one(one, two, stage, bf16):
+    # BF16 rounds by 2^-9: each of the 256 outputs, 2^-13 of their mean; and the gradients before they are
+    # averaged, so that the updates, by which the loss fell by a quarter, differ by 2^-11 of it. In FP32
+    # gradients differ by 2^-24 or so, and now and then a code by one: 2^-3 of one element's update
+    tolerance = 2**-10 if bf16 else 1e-5
+    expected = one[stage, bf16]
+    for rank in two:
+        for key in ("losses", "next"):
+            assert rank[stage, bf16][key] == pytest.approx(expected[key], rel=tolerance)
+    assert expected["losses"][0] > 0.1 and len(set(expected["losses"])) == STEPS
+
+
+@every_stage
+@both_types
+def test_resume_gives_the_same_moments_and_losses(one, two, stage, bf16):
+    for rank in (one, *two):
+        run = rank[stage, bf16]
+        assert run["fresh_equal"] and run["stepped_equal"]
+        assert run["fresh_next"] == run["stepped_next"] == run["next"]
+        if stage:
+            assert run["fresh_full"] and run["stepped_full"]
+
+
+@every_stage
+def test_what_is_built(one, two, stage):
+    for world, ranks in ((1, [one]), (2, two)):
+        for rank in ranks:
+            run = rank[stage, True]
+            assert run["classes"] == ["CoatAdamW", True]
+            assert run["optimizer"] and run["same_bytes"]
+            assert run["coat"] == CoatConfig.from_dict({"enabled": True})
+            assert sorted(run["groups"]) == [("fp32", 0.1), ("fp8_expanded", 0.1)]
+            # warm-up over 4 steps has arrived
+            assert run["lr"] == pytest.approx(2e-3)
+            weights, others = (24576, 544) if stage == 0 else (24576 // world, 544 // world)
+            assert run["bytes"]["by_codec"] == {"fp8_expanded": weights * 2 * 133 // 128, "fp32": others * 8}
+            assert run["bytes"]["parameters"] == weights + others
+
+
+def test_host_reads_true_moments(one, two):
+    """What DeepSpeed finds after one step are stock AdamW's moments, but for one rounding to FP8."""
+    for rank in (one, *two):
+        for ours, theirs in zip(rank["coat_first"], rank["stock_first"], strict=True):
+            assert type(ours) is torch.Tensor and ours.dtype == torch.float32
+            if ours.numel() >= 4096:
+                assert_faithful(ours, theirs)
+            else:
+                assert torch.equal(ours, theirs)
+    for a, b in zip(one["coat_first"], two[0]["coat_first"], strict=True):
+        assert_faithful(b, b) and a.shape == b.shape
+
+
+def test_host_writes_are_encoded(one, two):
+    for rank in (one, *two):
+        before, after, wanted = rank["writes"]
+        assert_faithful(after[0], wanted)
+        for a, b in zip(before[1:], after[1:], strict=True):
+            assert torch.equal(a, b)
+
+
+def test_without_the_block_nothing_changes(one, two):
+    for rank in (one, *two):
+        stock, absent, disabled = rank["without"]
+        assert stock == absent == disabled
+        assert stock[1:] == ("AdamW", False)
+
+
+def test_every_way_to_give_the_config(one, two):
+    for rank in (one, *two):
+        built, untouched = rank["given"]
+        assert built == [("CoatAdamW", (0.9, 0.95))] * 4
+        assert untouched
+
+
+def test_client_optimizers(one):
+    used, held, errors, left_alone = one["client"]
+    assert used and set(held["by_codec"]) == {"fp8", "fp8_expanded"}
+    assert "AdamW" in errors[0] and "coat_ds.CoatAdamW" in errors[0]
+    assert "lambda" in errors[1]
+    assert '"optimizer" section' in errors[2]
+    assert len(errors) == 3 and left_alone == "AdamW"
+
+
+def test_parameter_groups_keep_their_options(one, two):
+    for rank in (one, *two):
+        groups, frozen = rank["groups"]
+        assert groups == [("fp8_expanded", 0.3), ("fp32", 0.0)]
+        assert frozen
+
+
+def test_universal_checkpoint(one):
+    exact, resumed, held, on, losses = one["universal"]
+    for a, b in zip(exact, resumed, strict=True):
+        assert_faithful(b, a) if a.numel() >= 4096 else torch.testing.assert_close(a, b, rtol=0, atol=0)
+    assert set(held["by_codec"]) == {"fp8_expanded", "fp32"}
+    assert losses == pytest.approx(on, rel=2**-10)
+
+
+def test_signature_is_deepspeeds():
+    import deepspeed
+
+    ours, theirs = (inspect.signature(f).parameters for f in (coat_ds.initialize, deepspeed.initialize))
+    assert [(p.name, p.kind, p.default) for p in ours.values()] == [
+        (p.name, p.kind, p.default) for p in theirs.values()
+    ]
+
+
+@pytest.mark.parametrize(
+    ("host", "words"),
+    [
+        (
+            {"zero_optimization": {"offload_optimizer": {"device": "cpu"}}},
+            ["zero_optimization.offload_optimizer", "'cpu'"],
+        ),
+        ({"zero_optimization": {"zenflow": {"topk_ratio": 0.1}}}, ["zero_optimization.zenflow"]),
+        ({"fp16": {"enabled": True}}, ["fp16.enabled", "True", "bf16"]),
+        ({"amp": {"enabled": True}}, ["amp.enabled", "bf16"]),
+        ({"torch_autocast": {"enabled": True, "dtype": "float16"}}, ["torch_autocast.dtype", "bfloat16"]),
+        ({"optimizer": {"type": "Lamb"}}, ["optimizer.type", "'Lamb'", "AdamW"]),
+        ({"optimizer": {"type": "OneBitAdam"}}, ["optimizer.type", "'OneBitAdam'"]),
+        ({"optimizer": {"type": "Adam", "params": {"adam_w_mode": False}}}, ["adam_w_mode", "True", "False"]),
+        ({"optimizer": {"type": "Adam", "params": {"torch_adam": True}}}, ["params.torch_adam", "True"]),
+        ({"optimizer": {"type": "Adam", "params": {"learning_rate": 1}}}, ["params.learning_rate", "lr"]),
+        ({"coat": {"enabled": True, "optimizer": {"group_size": 100}}}, ["coat.optimizer.group_size", "100"]),
+    ],
+    ids=lambda x: "",
+)
+def test_bad_configs(host, words):
+    config = {"optimizer": {"type": "AdamW"}, "coat": {"enabled": True}, "train_batch_size": 1, **host}
+    with pytest.raises(CoatConfigError) as error:
+        coat_ds.initialize(model=torch.nn.Linear(2, 2), config=config)
+    for word in words:
+        assert word in str(error.value)
+
+
+def test_harmless_sections_pass():
+    check_host_config(
+        {
+            "zero_optimization": {"stage": 1, "offload_optimizer": {"device": "none"}},
+            "fp16": {"enabled": False},
+            "torch_autocast": {"enabled": True, "dtype": "bfloat16"},
+        }
+    )
+
+
+def test_split_keeps_apart_what_ranks_hold_differently():
+    def parameter(numel, **marks):
+        p = torch.nn.Parameter(torch.zeros(numel))
+        for name, value in marks.items():
+            setattr(p, name, value)
+        return p
+
+    large = parameter(5000)
+    sharded = parameter(5000, tensor_model_parallel=True)
+    replicated = parameter(5000, tensor_model_parallel=False)
+    tied = parameter(5000, ds_pipe_replicated=True)
+    small, small_sharded = parameter(10), parameter(10, tensor_model_parallel=True)
+    partitioned = parameter(0, ds_numel=5000)
+    params = [large, small, sharded, replicated, small_sharded, tied, partitioned]
+    groups = split_groups(params, OptimizerConfig(exp_avg_sq_format="bf16", group_size=64))
+    wanted = [[large, replicated, partitioned], [small], [sharded], [small_sharded], [tied]]
+    assert [[id(p) for p in g["params"]] for g in groups] == [[id(p) for p in ps] for ps in wanted]
+    formats = [(g["exp_avg_format"], g["exp_avg_sq_format"], g["group_size"], g["min_numel"]) for g in groups]
+    stored, plain = ("fp8_expanded", "bf16", 64, 0), ("fp32", "fp32", 64, 0)
+    assert formats == [stored, plain, stored, plain, stored]
+    # a group's own choice wins
+    own = split_groups([{"params": params[:2], "min_numel": 0, "name": "x"}], OptimizerConfig())
+    assert len(own) == 1 and own[0]["exp_avg_format"] == "fp8_expanded" and own[0]["name"] == "x"

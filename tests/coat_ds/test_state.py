@@ -1,0 +1,186 @@
+"""With the codec "fp32" a Moment must not be told from a plain tensor; with FP8, not from its values."""
+
+import copy
+import io
+import pickle
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from coat_ds.state import Moment
+from coat_kernels.codecs import get_codec
+from tests.coat_ds.faithful import assert_faithful
+
+EXACT, FP8 = get_codec("fp32"), get_codec("fp8_expanded")
+SHAPE = (7, 100)
+
+
+def values(*shape, seed=0):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def fp8_moment(x):
+    return Moment.encoded(x, FP8, 128)
+
+
+WRITES = {
+    "copy": lambda m: m.copy_(values(*SHAPE, seed=1)),
+    "copy-broadcast": lambda m: m.copy_(values(100, seed=1)),
+    "copy-bf16": lambda m: m.copy_(values(*SHAPE, seed=1).bfloat16()),
+    "narrow": lambda m: m.view(-1).narrow(0, 130, 300).copy_(values(300)),
+    "narrow-twice": lambda m: m.flatten().narrow(0, 130, 300)[7:-3].fill_(2),
+    "narrow-data": lambda m: m.view(-1).narrow(0, 130, 300).data.copy_(values(300)),
+    "slice": lambda m: m[2:5].copy_(values(3, 100)),
+    "negative-slice": lambda m: m[-2:].zero_(),
+    "select": lambda m: m[-3][4:7].add_(1),
+    "split": lambda m: m.split(3)[2].mul_(4),
+    "split-sizes": lambda m: m.view(-1).split([1, 127, 129, 443])[2].neg_(),
+    "chunk": lambda m: m.chunk(2)[1].mul_(3),
+    "empty-window": lambda m: m.view(-1)[5:5].copy_(torch.empty(0)),
+    "setitem": lambda m: m.__setitem__(slice(1, 3), 5.0),
+    "setitem-mask": lambda m: m.__setitem__(values(*SHAPE) > 0, 5.0),
+    "unsqueeze": lambda m: m.unsqueeze(0).mul_(2),
+    "reshape": lambda m: m.reshape(70, 10)[3].mul_(2),
+    "detach": lambda m: m.detach().mul_(2),
+    "in-place": lambda m: m.mul_(0.5).add_(values(*SHAPE)),
+    "lerp": lambda m: m.lerp_(values(*SHAPE), 0.1),
+    "zero": lambda m: m.zero_(),
+    "out": lambda m: torch.add(values(*SHAPE), 1, out=m),
+    "foreach": lambda m: torch._foreach_mul_([m, torch.ones(3)], 2.0),
+    "data": lambda m: setattr(m, "data", values(*SHAPE)),
+}
+
+
+@pytest.mark.parametrize("write", WRITES.values(), ids=WRITES)
+def test_writes_arrive_as_in_a_plain_tensor(write):
+    plain = values(*SHAPE)
+    moment = Moment.encoded(plain, EXACT, 128)
+    write(moment)
+    write(plain)
+    assert isinstance(moment, Moment)
+    assert torch.equal(moment.decode(), plain)
+
+
+def test_in_place_ops_encode_their_result():
+    moment, other = fp8_moment(values(*SHAPE)), values(*SHAPE, seed=1)
+    start = moment.decode()
+    moment.lerp_(other, 0.1)
+    assert torch.equal(moment.decode(), fp8_moment(start.lerp(other, 0.1)).decode())
+    assert_faithful(moment.decode(), start.lerp(other, 0.1))
+
+
+@given(
+    numel=st.integers(1, 700),
+    data=st.data(),
+    codec=st.sampled_from(["fp32", "bf16", "fp8", "fp8_expanded", "fp8_expanded_e5m2"]),
+)
+@settings(max_examples=60, deadline=None)
+def test_windows_touch_only_their_groups(numel, data, codec):
+    start = data.draw(st.integers(0, numel))
+    length = data.draw(st.integers(0, numel - start))
+    moment = Moment.encoded(values(numel), get_codec(codec), 128)
+    before, new = moment.decode(), values(length, seed=1)
+    window = moment.narrow(0, start, length)
+    assert torch.equal(window.decode(), before[start : start + length])
+    window.copy_(new)
+    first, last = start // 128 * 128, -(-(start + length) // 128) * 128
+    expected = before.clone()
+    expected[start : start + length] = new
+    after = moment.decode()
+    if length:
+        group = Moment.encoded(expected[first:last], get_codec(codec), 128).decode()
+        assert torch.equal(after[first:last], group)
+        before[first:last] = group
+    assert torch.equal(after, before)
+
+
+def test_reads_are_reads_of_the_values():
+    moment = fp8_moment(values(*SHAPE))
+    plain = moment.decode()
+    other = values(*SHAPE, seed=3)
+    for read in (
+        lambda m: m + other,
+        lambda m: other - m,
+        lambda m: m.sum(),
+        lambda m: m.t(),
+        lambda m: m[:, 3:9],
+        lambda m: m.double(),
+        lambda m: m.to(torch.bfloat16),
+        lambda m: torch.cat([m, m]),
+        lambda m: torch.empty_like(other).copy_(m),
+        lambda m: m[3, 4:7],
+        lambda m: m.clone(),
+        lambda m: m.norm(),
+        lambda m: m == other,
+        lambda m: torch.tensor(m.tolist()),
+        lambda m: torch.from_numpy(m.numpy()),
+        lambda m: torch.from_numpy(m.cpu().numpy()),
+        lambda m: torch.tensor(m[1, 1].item()),
+    ):
+        assert torch.equal(torch.as_tensor(read(moment)), read(plain))
+
+
+def test_it_says_what_a_tensor_of_the_parameter_says():
+    moment = fp8_moment(values(*SHAPE))
+    assert (moment.shape, moment.dtype, moment.device.type) == (torch.Size(SHAPE), torch.float32, "cpu")
+    assert moment.numel() == 700 and moment.is_contiguous() and not moment.requires_grad
+    assert not moment.swappable
+    assert torch.is_tensor(moment) and "fp8_expanded" in repr(moment)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        torch.clone,
+        copy.deepcopy,
+        torch.empty_like,
+        torch.zeros_like,
+        lambda m: m.to("cpu", copy=True),
+        lambda m: m.detach().clone(),
+        lambda m: torch.zeros_like(m, device="cpu"),
+    ],
+    ids=["clone", "deepcopy", "empty_like", "zeros_like", "to", "detach-clone", "zeros_like-device"],
+)
+def test_copies_stay_compressed_and_are_copies(make):
+    moment = fp8_moment(values(*SHAPE))
+    before = moment.decode()
+    made = make(moment)
+    assert isinstance(made, Moment) and made.shape == moment.shape
+    assert made.storage.nbytes == moment.storage.nbytes == 700 + 6 * 5
+    assert made.storage.codes.data_ptr() != moment.storage.codes.data_ptr()
+    made.fill_(3)
+    assert torch.equal(moment.decode(), before)
+
+
+def test_copy_between_moments_is_exact():
+    source, target = fp8_moment(values(*SHAPE)), Moment.zeros(SHAPE, FP8, 128, "cpu")
+    target.copy_(source)
+    for a, b in zip(source.storage, target.storage, strict=True):
+        assert torch.equal(a, b)
+    other = Moment.zeros(SHAPE, FP8, 64, "cpu")
+    other.copy_(source)
+    assert torch.equal(other.decode(), Moment.encoded(source.decode(), FP8, 64).decode())
+
+
+def test_pickle_gives_a_plain_tensor():
+    moment = fp8_moment(values(*SHAPE))
+    file = io.BytesIO()
+    torch.save({"exp_avg": moment}, file)
+    file.seek(0)
+    for loaded in (torch.load(file, weights_only=True)["exp_avg"], pickle.loads(pickle.dumps(moment))):
+        assert type(loaded) is torch.Tensor
+        assert torch.equal(loaded, moment.decode())
+
+
+def test_what_would_corrupt_is_refused():
+    moment = fp8_moment(values(*SHAPE))
+    with pytest.raises(ValueError, match=r"\(2, 100\).*next step encodes"):
+        moment.data = values(2, 100)
+    with pytest.raises(RuntimeError):
+        moment.view(-1)[:3].copy_(values(4))
+    with pytest.raises(RuntimeError):
+        moment.view(13, 13)
+    moment.share_memory_()
+    assert moment.storage.codes.is_shared()

@@ -1,0 +1,342 @@
+import json
+
+import numpy as np
+import pytest
+import tokenizers
+import torch
+from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
+
+from launch.data import DataError, Tokenizer, load_corpus, padded_vocab_size
+
+END = 256
+
+
+def write_files(folder, count=40, words=30):
+    """Files of the form "<n>:<word> <word> ...", different in every file."""
+    folder.mkdir(exist_ok=True)
+    for n in range(count):
+        text = f"{n}:" + " ".join(f"w{n}_{i}" for i in range(words + n))
+        (folder / f"{n:03}.txt").write_text(text)
+    return folder
+
+
+def write_indexed(prefix, documents, dtype=np.int32):
+    """Each document is a list of sequences."""
+    builder = IndexedDatasetBuilder(f"{prefix}.bin", dtype=dtype)
+    for sequences in documents:
+        for sequence in sequences:
+            builder.add_item(torch.tensor(sequence))
+        builder.end_document()
+    builder.finalize(f"{prefix}.idx")
+    return prefix
+
+
+@pytest.fixture(scope="module")
+def word_tokenizer(tmp_path_factory):
+    path = tmp_path_factory.mktemp("tokenizer") / "tokenizer.json"
+    vocab = {"[UNK]": 0, "red": 1, "green": 2, "blue": 3, "</s>": 4}
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocab, unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    tokenizer.save(str(path))
+    return path
+
+
+def all_tokens(split):
+    """Every token of a split once, in the order of the documents, but for the tail that fills no sample."""
+    samples = [split.sample(i) for i in range(len(split))]
+    return np.concatenate([s[:-1] for s in samples] + [samples[-1][-1:]])
+
+
+def documents_of(split):
+    """The whole documents among the split's tokens, as strings."""
+    text = all_tokens(split)
+    parts = np.split(text, np.flatnonzero(text == END))
+    return {bytes(part[part != END].astype(np.uint8)) for part in parts[:-1]}
+
+
+def global_batches(split, ranks, steps, consumed=0):
+    """Samples of each step as a set, gathered over the ranks."""
+    out = []
+    for step in range(steps):
+        samples = []
+        for rank in range(ranks):
+            for batch in split.micro_batches(
+                consumed + 8 * step, global_batch_size=8, micro_batch_size=2, rank=rank, ranks=ranks
+            ):
+                samples += [tuple(row) for row in batch.tokens.tolist()]
+        out.append(sorted(samples))
+    return out
+
+
+def test_batch_contents(tmp_path):
+    corpus = load_corpus([write_files(tmp_path / "text")], seq_length=32, seed=3)
+    batches = list(corpus.train.micro_batches(0, global_batch_size=6, micro_batch_size=2))
+    assert len(batches) == 3
+    for batch in batches:
+        assert all(t.dtype == torch.int64 and t.shape == (2, 32) and t.is_contiguous() for t in batch)
+        assert torch.equal(batch.tokens[:, 1:], batch.labels[:, :-1])
+        assert torch.equal(batch.position_ids[1], torch.arange(32))
+        assert batch.loss_mask.eq(1).all()
+    # a sequence's last label is the first token of the next sequence
+    assert corpus.train.sample(0)[-1] == corpus.train.sample(1)[0]
+    assert corpus.vocab_size == 257 and padded_vocab_size(257) == 384 and padded_vocab_size(384) == 384
+
+
+def test_every_document_is_in_one_part_and_nothing_is_lost(tmp_path):
+    folder = write_files(tmp_path / "text")
+    texts = {path.read_bytes() for path in folder.iterdir()}
+    # one token a sample leaves no tail
+    corpus = load_corpus([folder], seq_length=1, seed=0, validation_share=0.2)
+    train, validation = documents_of(corpus.train), documents_of(corpus.validation)
+    assert not train & validation
+    assert train | validation == texts
+    share = corpus.validation.num_tokens / (corpus.validation.num_tokens + corpus.train.num_tokens)
+    # documents are whole, so the share is met to within one of 40
+    assert 0.2 <= share < 0.2 + 1 / 20
+    other = load_corpus([folder], seq_length=1, seed=1, validation_share=0.2)
+    assert documents_of(other.validation) != validation
+
+
+def test_lone_file_is_cut_into_two_blocks(tmp_path):
+    (tmp_path / "a.txt").write_bytes(bytes(range(97, 107)) * 100)
+    corpus = load_corpus([tmp_path / "a.txt"], seq_length=10, seed=0)
+    assert corpus.train.num_tokens + corpus.validation.num_tokens == 1001
+    # 5 % of 1001 tokens
+    assert corpus.validation.num_tokens == 50
+    assert corpus.validation.sample(0)[0] == (b"abcdefghij" * 100)[951]
+
+
+def test_a_document_that_is_most_of_the_corpus_is_trained_on(tmp_path):
+    (tmp_path / "a.txt").write_text("x" * 5000)
+    (tmp_path / "b.txt").write_text("y" * 200)
+    for seed in range(8):
+        corpus = load_corpus([tmp_path / "a.txt", tmp_path / "b.txt"], seq_length=16, seed=seed)
+        assert corpus.train.num_tokens == 5001 and corpus.validation.num_tokens == 201
+
+
+def test_same_global_batches_on_any_number_of_ranks(tmp_path):
+    corpus = load_corpus([write_files(tmp_path / "text")], seq_length=32, seed=3)
+    one = global_batches(corpus.train, 1, steps=3)
+    assert one == global_batches(corpus.train, 2, steps=3) == global_batches(corpus.train, 4, steps=3)
+    assert one[0] != one[1]
+    fresh = load_corpus([tmp_path / "text"], seq_length=32, seed=3)
+    assert global_batches(fresh.train, 1, steps=1, consumed=16)[0] == one[2]
+    shuffled = load_corpus([tmp_path / "text"], seq_length=32, seed=4)
+    assert global_batches(shuffled.train, 1, steps=1) != one[:1]
+
+
+def test_an_epoch_visits_each_sample_once_and_the_next_in_another_order(tmp_path):
+    split = load_corpus([write_files(tmp_path / "text")], seq_length=32, seed=3).train
+    count = len(split)
+    epochs = [split.batch(range(first, first + count)).tokens.tolist() for first in (0, count)]
+    documents = sorted(split.sample(i)[:-1].tolist() for i in range(count))
+    assert sorted(epochs[0]) == sorted(epochs[1]) == documents
+    assert epochs[0] != epochs[1]
+    # going back gives the same again: nothing depends on what was asked before
+    assert split.batch(range(count)).tokens.tolist() == epochs[0]
+
+
+def test_standard_library_is_the_default():
+    corpus = load_corpus(seq_length=256, seed=0)
+    assert len(corpus.train) > 5000 and len(corpus.validation) > 200
+    # source text: mostly printable ASCII
+    tokens = all_tokens(corpus.validation)
+    assert np.isin(tokens, [9, 10, *range(32, 127)]).mean() > 0.95
+    assert b"import" in tokens.astype(np.uint8).tobytes()
+
+
+def test_jsonl(tmp_path):
+    lines = [json.dumps({"text": f"document {i} é", "id": i}) for i in range(30)]
+    (tmp_path / "a.jsonl").write_text("\n".join(lines) + "\n\n" + json.dumps({"text": ""}) + "\n", "utf-8")
+    corpus = load_corpus([tmp_path / "a.jsonl"], seq_length=1, seed=0)
+    assert documents_of(corpus.train) | documents_of(corpus.validation) == {
+        f"document {i} é".encode() for i in range(30)
+    }
+
+
+def test_blocks_do_not_cut_lines_or_characters(tmp_path, monkeypatch):
+    monkeypatch.setattr("launch.data._BLOCK_BYTES", 7)
+    text = "äöü ßßß\n" * 50 + "ünfinished"
+    (tmp_path / "a.txt").write_text(text, "utf-8")
+    corpus = load_corpus([tmp_path / "a.txt"], seq_length=1, seed=0)
+    tokens = np.concatenate([all_tokens(corpus.train), all_tokens(corpus.validation)])
+    assert tokens[:-1].astype(np.uint8).tobytes().decode() == text and tokens[-1] == END
+
+
+def test_hugging_face_tokenizer(tmp_path, word_tokenizer):
+    (tmp_path / "a.txt").write_text("red green blue blue\n" * 20)
+    corpus = load_corpus([tmp_path / "a.txt"], seq_length=4, seed=0, tokenizer=word_tokenizer)
+    assert corpus.vocab_size == 5
+    assert corpus.train.sample(0).tolist() == [1, 2, 3, 3, 1]
+    assert all_tokens(corpus.validation)[-1] == 4
+
+
+def test_end_of_document_is_added_where_the_tokenizer_has_none(tmp_path, word_tokenizer):
+    content = json.loads(word_tokenizer.read_text())
+    del content["model"]["vocab"]["</s>"]
+    (tmp_path / "t.json").write_text(json.dumps(content))
+    tokenizer = Tokenizer.from_file(tmp_path / "t.json")
+    assert (tokenizer.vocab_size, tokenizer.end_of_document) == (5, 4)
+
+
+def test_indexed_dataset(tmp_path):
+    documents = [[[10 * i + 1, 10 * i + 2], [10 * i + 3]] for i in range(20)]
+    prefix = write_indexed(tmp_path / "corpus.v1", documents, np.uint16)
+    flat = {tuple(token for sequence in document for token in sequence) for document in documents}
+    for name in (prefix, f"{prefix}.bin", f"{prefix}.idx", tmp_path):
+        corpus = load_corpus([name], seq_length=1, seed=0, vocab_size=200)
+        parts = [all_tokens(split).reshape(-1, 3) for split in (corpus.train, corpus.validation)]
+        assert {tuple(row) for part in parts for row in part.tolist()} == flat
+        assert corpus.vocab_size == 200
+
+
+def test_several_indexed_datasets_and_text(tmp_path, word_tokenizer):
+    first = write_indexed(tmp_path / "first", [[[1] * 50]] * 4)
+    second = write_indexed(tmp_path / "second", [[[2] * 50]] * 4, np.uint16)
+    (tmp_path / "a.txt").write_text("blue " * 50)
+    corpus = load_corpus(
+        [first, second, tmp_path / "a.txt"],
+        seq_length=1,
+        seed=0,
+        tokenizer=word_tokenizer,
+        validation_share=0.1,
+    )
+    tokens = np.concatenate([all_tokens(corpus.train), all_tokens(corpus.validation)])
+    assert np.bincount(tokens).tolist() == [0, 200, 200, 50, 1]
+
+
+def broken(tmp_path, name):
+    """Writes one unusable input; returns the arguments of `load_corpus` for it."""
+    good = tmp_path / "good.txt"
+    good.write_text("red green blue " * 100)
+    match name:
+        case "missing path":
+            return {"paths": [tmp_path / "nowhere.txt"]}
+        case "empty file":
+            (tmp_path / "empty.txt").touch()
+            return {"paths": [good, tmp_path / "empty.txt"]}
+        case "empty folder":
+            (tmp_path / "folder").mkdir()
+            (tmp_path / "folder" / ".hidden").write_text("x")
+            return {"paths": [tmp_path / "folder"]}
+        case "no usable text":
+            (tmp_path / "a.jsonl").write_text('{"text": ""}\n')
+            return {"paths": [tmp_path / "a.jsonl"]}
+        case "malformed line":
+            (tmp_path / "a.jsonl").write_text('{"text": "fine"}\n\n{"text": "cut\n')
+            return {"paths": [tmp_path / "a.jsonl"]}
+        case "missing key":
+            (tmp_path / "a.jsonl").write_text('{"text": "fine"}\n{"content": "text"}\n')
+            return {"paths": [tmp_path / "a.jsonl"]}
+        case "text is no string":
+            (tmp_path / "a.jsonl").write_text('{"text": 3}\n')
+            return {"paths": [tmp_path / "a.jsonl"]}
+        case "line is no object":
+            (tmp_path / "a.jsonl").write_text('["text"]\n')
+            return {"paths": [tmp_path / "a.jsonl"]}
+        case "not utf-8":
+            (tmp_path / "latin.txt").write_bytes(b"caf\xe9 au lait\n")
+            return {"paths": [tmp_path / "latin.txt"]}
+        case "jsonl not utf-8":
+            (tmp_path / "a.jsonl").write_bytes(b'{"text": "a"}\n{"text": "\xff"}\n')
+            return {"paths": [tmp_path / "a.jsonl"]}
+        case "tokenizer missing":
+            return {"paths": [good], "tokenizer": tmp_path / "none.json"}
+        case "tokenizer invalid":
+            (tmp_path / "t.json").write_text('{"a": 1}')
+            return {"paths": [good], "tokenizer": tmp_path / "t.json"}
+        case "too short":
+            (tmp_path / "short.txt").write_text("short")
+            return {"paths": [tmp_path / "short.txt"]}
+        case "vocabulary below the tokenizer's":
+            return {"paths": [good], "vocab_size": 100}
+        case "idx without bin":
+            write_indexed(tmp_path / "d", [[[1, 2]]])
+            (tmp_path / "d.bin").unlink()
+            return {"paths": [tmp_path / "d"], "vocab_size": 8}
+        case "bin without idx":
+            write_indexed(tmp_path / "d", [[[1, 2]]])
+            (tmp_path / "d.idx").unlink()
+            return {"paths": [tmp_path / "d.bin"], "vocab_size": 8}
+        case "empty bin":
+            write_indexed(tmp_path / "d", [[[1, 2]]])
+            (tmp_path / "d.bin").write_bytes(b"")
+            return {"paths": [tmp_path / "d"], "vocab_size": 8}
+        case "bin cut short":
+            write_indexed(tmp_path / "d", [[[1, 2, 3]]])
+            (tmp_path / "d.bin").write_bytes((tmp_path / "d.bin").read_bytes()[:8])
+            return {"paths": [tmp_path / "d"], "vocab_size": 8}
+        case "idx of another kind":
+            write_indexed(tmp_path / "d", [[[1, 2, 3]]])
+            (tmp_path / "d.idx").write_bytes(b"something else")
+            return {"paths": [tmp_path / "d"], "vocab_size": 8}
+        case "floating-point ids":
+            write_indexed(tmp_path / "d", [[[1, 2, 3]]], np.float32)
+            return {"paths": [tmp_path / "d"], "vocab_size": 8}
+        case "no vocabulary":
+            return {"paths": [write_indexed(tmp_path / "d", [[[1, 2]]])]}
+        case "text and ids":
+            return {"paths": [good, write_indexed(tmp_path / "d", [[[1, 2]]])], "vocab_size": 300}
+    raise AssertionError(name)
+
+
+@pytest.mark.parametrize(
+    "name, message",
+    [
+        ("missing path", "nowhere.txt: no such file, folder or indexed dataset"),
+        ("empty file", "empty.txt: the file is empty"),
+        ("empty folder", "folder: the folder holds no file with text"),
+        ("no usable text", "a.jsonl: no usable text: every document is empty"),
+        ("malformed line", "a.jsonl, line 3: not JSON"),
+        ("missing key", 'a.jsonl, line 2: expected an object with a string under "text", found \'{"content"'),
+        ("text is no string", 'a.jsonl, line 1: expected an object with a string under "text"'),
+        ("line is no object", 'a.jsonl, line 1: expected an object with a string under "text"'),
+        ("not utf-8", "latin.txt: not UTF-8 at byte 3 (0xe9)"),
+        ("jsonl not utf-8", "a.jsonl: not UTF-8 at byte 24 (0xff)"),
+        ("tokenizer missing", "none.json: no such file; expected a Hugging Face tokenizer.json"),
+        ("tokenizer invalid", "t.json: not a Hugging Face tokenizer.json"),
+        ("too short", "less than one sequence of 16 and its label: give more data or a smaller --seq-length"),
+        ("vocabulary below the tokenizer's", "--vocab-size 100 is less than the 257 ids of the tokenizer"),
+        ("idx without bin", "d.bin is missing; an indexed dataset is this file and d.idx"),
+        ("bin without idx", "d.idx is missing; an indexed dataset is this file and d.bin"),
+        ("empty bin", "d.bin is empty"),
+        ("bin cut short", "the index names 12 bytes of tokens, the .bin file has 8"),
+        ("idx of another kind", "not a readable Megatron indexed dataset (bad header"),
+        ("floating-point ids", "expected integer token ids, found float32"),
+        ("no vocabulary", "give --tokenizer or --vocab-size"),
+        ("text and ids", "--data mixes text"),
+    ],
+    ids=lambda value: value if len(value) < 35 else "",
+)
+def test_errors(tmp_path, name, message):
+    with pytest.raises(DataError) as error:
+        load_corpus(seq_length=16, seed=0, **broken(tmp_path, name))
+    assert message in str(error.value)
+
+
+def test_token_id_outside_the_vocabulary(tmp_path):
+    prefix = write_indexed(tmp_path / "d", [[[1, 2, 9] * 10]] * 4)
+    corpus = load_corpus([prefix], seq_length=4, seed=0, vocab_size=8)
+    with pytest.raises(DataError, match="token id 9, but the vocabulary has 8 ids"):
+        corpus.train.batch([0])
+
+
+def test_global_batch_that_does_not_divide(tmp_path):
+    split = load_corpus([write_files(tmp_path / "text")], seq_length=8, seed=0).train
+    with pytest.raises(
+        DataError, match="--global-batch-size 10 is not a multiple of --micro-batch-size 2 times 2"
+    ):
+        next(split.micro_batches(0, global_batch_size=10, micro_batch_size=2, ranks=2))
+
+
+def test_disk_full_while_tokenising(tmp_path, monkeypatch):
+    (tmp_path / "a.txt").write_text("text " * 100)
+
+    def full(*args, **kwargs):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("tempfile.TemporaryFile", full)
+    with pytest.raises(
+        DataError, match=r"cannot keep the tokenised text in .*No space left on device.*TMPDIR"
+    ):
+        load_corpus([tmp_path / "a.txt"], seq_length=4, seed=0)

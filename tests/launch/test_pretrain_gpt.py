@@ -1,0 +1,214 @@
+"""The entry point as its users start it: through the command line, in processes of its own."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from argparse import Namespace
+from pathlib import Path
+
+import pytest
+
+from launch import pretrain_gpt, report
+
+ROOT = Path(pretrain_gpt.__file__).parents[1]
+TINY_SIZES = {
+    "--num-layers": 2,
+    "--hidden-size": 64,
+    "--ffn-hidden-size": 128,
+    "--num-attention-heads": 4,
+    "--num-query-groups": 2,
+    "--seq-length": 64,
+    "--micro-batch-size": 4,
+    "--eval-batches": 2,
+}
+TINY = [str(item) for pair in TINY_SIZES.items() for item in pair]
+ENV = {**os.environ, "OMP_NUM_THREADS": "1"}
+
+
+def command(*arguments, processes: int = 0) -> list[str]:
+    torchrun = (
+        ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"] if processes else []
+    )
+    return [sys.executable, *torchrun, str(ROOT / "launch/pretrain_gpt.py"), *TINY, *map(str, arguments)]
+
+
+def pretrain(*arguments, processes: int = 0) -> subprocess.CompletedProcess:
+    done = subprocess.run(
+        command(*arguments, processes=processes), env=ENV, capture_output=True, text=True, timeout=300
+    )
+    return done
+
+
+def losses(folder, key="loss"):
+    return {r["step"]: r[key] for r in report.read_metrics(Path(folder) / "metrics.jsonl") if key in r}
+
+
+def test_quickstart_at_a_reduced_size(tmp_path):
+    done = pretrain("--compare", "--steps", 40, "--lr", 3e-3, "--output", tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert list(summary) == ["bf16", "coat"]
+    bf16, coat = summary["bf16"], summary["coat"]
+    # ln(256) = 5.5 is what knowing nothing costs
+    for run in summary.values():
+        assert 5.3 < run["val_loss_start"] < 6.5
+        assert run["val_loss"] < run["val_loss_start"] - 1.5
+        assert run["tokens_per_s"] > 0 and run["peak_bytes"] > 2**20
+    assert coat["val_loss"] == pytest.approx(bf16["val_loss"], rel=0.02)
+    # AdamW keeps two FP32 moments, and "step" for each tensor
+    assert 8.0 <= bf16["state_bytes_per_param"] < 8.01
+    # two codes and two times five bytes of metadata per 128 elements, and FP32 moments for the norms' weights
+    parameters, norms = 2 * (384 * 64) + 2 * (64 * 128 + 64 * 64 + 256 * 64 + 128 * 64), 5 * 64
+    expected = 2 + 2 * 5 / 128 + (8 - 2 - 2 * 5 / 128) * norms / (parameters + norms)
+    assert coat["state_bytes_per_param"] == pytest.approx(expected, rel=2e-3)
+    assert coat["saved_bytes_per_token_layer"] < 0.6 * bf16["saved_bytes_per_token_layer"]
+    assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
+    metrics = report.read_metrics(tmp_path / "metrics.jsonl")
+    for run in summary:
+        assert [r["step"] for r in metrics if r["run"] == run and "loss" in r] == list(range(1, 41))
+        # same data in the same order: the first losses differ by rounding only
+    first = {r["run"]: r["loss"] for r in metrics if r["step"] == 1 and "loss" in r}
+    # FP8 rounding moves each logit by a few per cent of its small initial spread
+    assert first["coat"] == pytest.approx(first["bf16"], rel=0.01)
+    assert "validation loss at the start" in done.stdout and "ratio" in done.stdout
+
+
+def test_save_and_resume(tmp_path):
+    arguments = [
+        "--variant",
+        "coat",
+        "--steps",
+        6,
+        "--save-interval",
+        3,
+        "--eval-interval",
+        3,
+        "--output",
+        tmp_path,
+    ]
+    done = pretrain(*arguments)
+    assert done.returncode == 0, done.stdout + done.stderr
+    whole, whole_validation = losses(tmp_path), losses(tmp_path, "val_loss")
+    latest = tmp_path / "coat/checkpoints/latest"
+    assert latest.read_text() == "step6"
+    latest.write_text("step3")
+    done = pretrain(*arguments, "--load")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "step 4/6" in done.stdout and "step 3/6" not in done.stdout
+    # not a bit of a difference: states come back with their exact metadata
+    assert losses(tmp_path) == whole and losses(tmp_path, "val_loss") == whole_validation
+    assert set(whole) == set(range(1, 7)) and set(whole_validation) == {0, 3, 6}
+
+    done = pretrain(*arguments, "--load", "--seed", 5)
+    assert done.returncode == 1 and "made with seed 1234, found 5" in done.stderr
+    assert "Traceback" not in done.stderr
+    done = pretrain("--steps", 6, "--output", tmp_path, "--load", tmp_path)
+    assert done.returncode == 1 and f"error: --load {tmp_path}: no checkpoint there" in done.stderr
+
+
+def test_two_ranks_give_the_losses_of_one(tmp_path):
+    arguments = ["--variant", "bf16", "--steps", 5, "--global-batch-size", 8]
+    for processes in (0, 2):
+        done = pretrain(*arguments, "--output", tmp_path / str(processes), processes=processes)
+        assert done.returncode == 0, done.stdout + done.stderr
+    one, two = losses(tmp_path / "0"), losses(tmp_path / "2")
+    # the first loss sees the same samples and weights; later ones see gradients that were summed in another
+    # order in BF16 (2**-9 relative each), which Adam turns into different small steps
+    assert two[1] == pytest.approx(one[1], rel=1e-5)
+    assert list(two.values()) == pytest.approx(list(one.values()), rel=2e-3)
+
+
+def test_interrupt_keeps_the_metrics(tmp_path):
+    process = subprocess.Popen(
+        command("--variant", "bf16", "--steps", 100000, "--output", tmp_path),
+        env=ENV,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        deadline = time.monotonic() + 120
+        while not ((tmp_path / "metrics.jsonl").exists() and len(losses(tmp_path)) >= 2):
+            assert process.poll() is None and time.monotonic() < deadline
+            time.sleep(0.2)
+        process.send_signal(signal.SIGINT)
+        _, stderr = process.communicate(timeout=60)
+    finally:
+        process.kill()
+    assert process.returncode == 130
+    assert "stopped after step" in stderr and "metrics.jsonl" in stderr and "Traceback" not in stderr
+    assert len(losses(tmp_path)) >= 2
+
+
+def fails(capsys, tmp_path, *arguments) -> str:
+    """The text the entry point ends with."""
+    with pytest.raises(SystemExit) as end:
+        pretrain_gpt.main([*TINY, "--output", str(tmp_path / "run"), *map(str, arguments)])
+    text = str(end.value.code) if isinstance(end.value.code, str) else capsys.readouterr().err
+    assert "error: " in text
+    return text
+
+
+def host_config(tmp_path, **changes) -> Path:
+    config = json.loads((ROOT / "configs/ds_zero1_coat.json").read_text()) | changes
+    path = tmp_path / "ds.json"
+    path.write_text(json.dumps(config))
+    return path
+
+
+def test_config_errors(tmp_path, capsys):
+    def text(*arguments):
+        return fails(capsys, tmp_path, *arguments)
+
+    assert "none.json: cannot be read (No such file or directory)" in text("--deepspeed-config", "none.json")
+    (tmp_path / "bad.json").write_text('{"bf16": ')
+    assert "bad.json: not a JSON file" in text("--deepspeed-config", tmp_path / "bad.json")
+    (tmp_path / "bad.json").write_text("[]")
+    assert "expected a JSON object, found list" in text("--deepspeed-config", tmp_path / "bad.json")
+    assert 'expected "bf16": {"enabled": true}' in text("--deepspeed-config", host_config(tmp_path, bf16={}))
+    unknown = host_config(tmp_path, coat={"enabled": True, "optimizer": {"group_sise": 128}})
+    assert "coat.optimizer.group_sise: unknown key" in text("--deepspeed-config", unknown)
+    other = host_config(tmp_path, coat={"enabled": True, "activations": {"group_size": 32}})
+    assert "coat.activations: found" in text("--deepspeed-config", other)
+    disabled = host_config(tmp_path, coat={"enabled": False})
+    assert 'a COAT run needs "coat": {"enabled": true}' in text(
+        "--deepspeed-config", disabled, "--variant", "coat"
+    )
+    assert "--model-config none.json" in text("--model-config", "none.json")
+    (tmp_path / "model.json").write_text('{"layers": 2}')
+    assert "unknown key 'layers'" in text("--model-config", tmp_path / "model.json")
+    assert "num_query_groups: 3 does not divide" in text("--num-query-groups", 3)
+    assert "nowhere: no such file, folder or indexed dataset" in text("--data", "nowhere")
+    assert "t.json: no such file" in text("--tokenizer", "t.json")
+    (tmp_path / "file").write_text("")
+    assert "choose another folder with --output" in text("--output", tmp_path / "file")
+    assert "--compare makes both runs: drop --variant" in text("--compare", "--variant", "coat")
+    assert "give --load without one" in text("--compare", "--load", "somewhere")
+    assert "expected a whole number above 0, found 0" in text("--steps", "0")
+
+
+def test_batch_sizes():
+    none = Namespace(micro_batch_size=None, global_batch_size=None)
+    config = {"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 3}
+    assert pretrain_gpt.set_batch_sizes(config, none, ranks=4) == (2, 24)
+    assert pretrain_gpt.set_batch_sizes({}, Namespace(micro_batch_size=2, global_batch_size=16), ranks=2) == (
+        2,
+        16,
+    )
+    config = {"train_batch_size": 64}
+    assert pretrain_gpt.set_batch_sizes(config, none, ranks=2) == (8, 64)
+    assert config["gradient_accumulation_steps"] == 4
+    with pytest.raises(
+        pretrain_gpt.LaunchError, match="64 is not a multiple of --micro-batch-size 8 times 3"
+    ):
+        pretrain_gpt.set_batch_sizes({"train_batch_size": 64}, none, ranks=3)
+
+
+def test_schedule():
+    factors = [pretrain_gpt.warmup_cosine(step, warmup=10, total=110) for step in range(112)]
+    assert factors[0] == 0.1 and factors[9] == 1.0 == factors[10]
+    assert factors[60] == pytest.approx(0.55) and factors[110] == factors[111] == pytest.approx(0.1)
+    assert pretrain_gpt.warmup_cosine(0, warmup=0, total=1) == 1.0

@@ -1,0 +1,121 @@
+import io
+import json
+import os
+import resource
+
+import pytest
+
+from launch import report
+
+SUMMARY = {
+    run: {
+        "val_loss_start": 5.5,
+        "val_loss": loss,
+        "state_bytes_per_param": state,
+        "saved_bytes_per_token_layer": saved,
+        "peak_bytes": peak,
+        "peak_kind": "process RSS",
+        "tokens_per_s": 1000.0,
+    }
+    for run, loss, state, saved, peak in (
+        ("bf16", 2.0, 8.0, 4000.0, 2**30),
+        ("coat", 2.01, 2.1, 2000.0, 2**29),
+    )
+}
+
+
+def test_metrics_survive_a_crash_and_a_resume(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    other = report.MetricsWriter(path, "bf16")
+    other.write(1, loss=5.0)
+    other.close()
+    writer = report.MetricsWriter(path, "coat")
+    for step in (1, 2, 3):
+        writer.write(step, loss=1.0 / step)
+        # on disk at once, without close
+        assert report.read_metrics(path)[-1] == {"run": "coat", "step": step, "loss": 1.0 / step}
+    with path.open("a") as file:
+        file.write('{"run": "coat", "ste')
+    assert len(report.read_metrics(path)) == 4
+
+    resumed = report.MetricsWriter(path, "coat", resume_step=2)
+    resumed.write(3, loss=0.25)
+    assert [(r["run"], r["step"]) for r in report.read_metrics(path)] == [
+        ("bf16", 1),
+        ("coat", 1),
+        ("coat", 2),
+        ("coat", 3),
+    ]
+    assert report.read_metrics(path)[-1]["loss"] == 0.25
+    report.MetricsWriter(path, "coat")
+    assert [r["run"] for r in report.read_metrics(path)] == ["bf16"]
+
+
+def test_plot(tmp_path):
+    metrics = [{"run": r, "step": s, "loss": 5.0 - s} for r in ("bf16", "coat") for s in range(3)]
+    metrics += [{"run": "bf16", "step": 2, "val_loss": 3.0}]
+    report.plot_losses(metrics, tmp_path / "loss.png")
+    data = (tmp_path / "loss.png").read_bytes()
+    assert data.startswith(b"\x89PNG") and len(data) > 5000
+    # a run that was stopped before its first step still gives a picture
+    report.plot_losses([], tmp_path / "empty.png")
+    assert (tmp_path / "empty.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_summary_and_table(tmp_path):
+    report.write_summary(tmp_path / "summary.json", SUMMARY)
+    assert json.loads((tmp_path / "summary.json").read_text()) == SUMMARY
+    lines = report.comparison_table(SUMMARY).splitlines()
+    cells = {line[:45].strip(): line[45:].split() for line in lines[2:]}
+    assert lines[0].split() == ["BF16", "COAT", "ratio"]
+    assert cells["validation loss"] == ["2.0000", "2.0100", "1.005"]
+    assert cells["optimizer state, bytes per parameter"] == ["8.000", "2.100", "0.263"]
+    assert cells["saved for backward, bytes per token and layer"] == ["4,000", "2,000", "0.500"]
+    assert cells["peak memory (process RSS), MiB"] == ["1,024", "512", "0.500"]
+    assert len({len(line) for line in lines}) == 1
+    assert "ratio" not in report.comparison_table({"coat": SUMMARY["coat"]})
+
+
+def test_atomic_write_keeps_the_old_file_when_the_disk_is_full(tmp_path):
+    path = tmp_path / "summary.json"
+    report.atomic_write(path, b"old")
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    # the kernel refuses to write beyond the limit, as on a full disk
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, hard))
+    try:
+        with pytest.raises(
+            report.OutputError, match=r"cannot write .*summary.json \(File too large\).*--output"
+        ):
+            report.atomic_write(path, b"x" * 2000)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert path.read_bytes() == b"old"
+    assert os.listdir(tmp_path) == ["summary.json"]
+
+
+def test_unwritable_folder(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(report.OutputError, match="choose another folder with --output"):
+        report.prepare_folder(tmp_path / "file" / "run")
+    assert report.prepare_folder(tmp_path / "a" / "b").is_dir()
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+def test_progress_in_lines_and_as_a_bar():
+    lines, terminal = io.StringIO(), Terminal()
+    for stream in (lines, terminal):
+        progress = report.Progress(50, 10, "coat", stream=stream)
+        for _ in range(40):
+            progress.update(loss=2.5, tokens_per_s=1234.0, memory_bytes=3 * 2**30)
+        progress.say("validation loss 2.4")
+        progress.close()
+        assert "coat" in stream.getvalue()
+        assert "loss 2.5000, 1,234 tokens/s, 3.00 GiB" in stream.getvalue()
+        assert "coat: validation loss 2.4\n" in stream.getvalue()
+    printed = lines.getvalue().splitlines()
+    assert len(printed) == 21 and printed[19].startswith("coat: step 50/50: ")
+    assert "50/50" in terminal.getvalue()

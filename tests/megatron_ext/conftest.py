@@ -1,0 +1,25 @@
+"""One process, Megatron's groups of size 1, and a tiny model for every test of this room."""
+
+import pytest
+import torch
+import torch.distributed as dist
+
+
+@pytest.fixture(scope="package")
+def megatron():
+    """Megatron ready to build models, on the GPU if there is one, else on the CPU."""
+    from megatron.core import parallel_state
+
+    from megatron_ext import cpu
+    from megatron_ext.model import initialize_model_parallel
+
+    cpu.enable()
+    backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+    # tests of another room may have left a group of one process behind
+    if not dist.is_initialized():
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    initialize_model_parallel()
+    yield
+    parallel_state.destroy_model_parallel()
+    dist.destroy_process_group()
+    cpu.disable()

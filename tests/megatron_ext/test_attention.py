@@ -1,0 +1,114 @@
+"""SDPACoreAttention against Megatron's own core attention, and what it keeps."""
+
+import pytest
+import torch
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.dot_product_attention import DotProductAttention
+from megatron.core.transformer.enums import AttnMaskType
+
+from coat_kernels.origin import origin_of
+from megatron_ext.attention import SDPACoreAttention
+from tests.util import rel_rms
+
+pytestmark = pytest.mark.usefixtures("megatron")
+
+S, B, HEADS, D = 24, 2, 4, 16
+
+
+def config(**overrides) -> TransformerConfig:
+    settings = dict(
+        num_layers=1,
+        hidden_size=HEADS * D,
+        num_attention_heads=HEADS,
+        attention_dropout=0.0,
+        masked_softmax_fusion=False,
+    )
+    return TransformerConfig(**(settings | overrides))
+
+
+def attention(cls=SDPACoreAttention, mask=AttnMaskType.causal, softmax_scale=None, **overrides):
+    return cls(
+        config=config(**overrides),
+        layer_number=2,
+        attn_mask_type=mask,
+        attention_type="self",
+        softmax_scale=softmax_scale,
+    )
+
+
+def qkv(device, groups=HEADS, dtype=torch.float32):
+    """q, k, v as Megatron makes them: q and k out of rotary positions, v a view of the fused product."""
+    torch.manual_seed(0)
+    fused = torch.randn(S, B, groups, (HEADS // groups + 2) * D, dtype=dtype, device=device)
+    q, k, v = fused.requires_grad_().split([HEADS // groups * D, D, D], dim=3)
+    return fused, q.reshape(S, B, HEADS, D).clone(), k.clone(), v
+
+
+@pytest.mark.parametrize(
+    "scaling", [{}, {"softmax_scale": 0.7}, {"apply_query_key_layer_scaling": True}], ids=str
+)
+@pytest.mark.parametrize("groups", [HEADS, 2, 1])
+def test_equals_megatrons_own(device, groups, scaling):
+    results = []
+    # Megatron's own draws its mask on the GPU when none is given
+    mask = torch.ones(S, S, dtype=torch.bool, device=device).triu(1)[None, None]
+    for cls in (SDPACoreAttention, DotProductAttention):
+        fused, q, k, v = qkv(device, groups)
+        output = attention(cls, num_query_groups=groups, **scaling)(q, k, v, mask)
+        assert output.shape == (S, B, HEADS * D)
+        output.backward(torch.linspace(-1, 1, output.numel(), device=device).view_as(output))
+        results.append((output, fused.grad))
+    for ours, theirs in zip(*results, strict=True):
+        # both sum at most S + D FP32 terms in another order: sqrt(S + D) roundings of 2^-24 each, over the
+        # three products of forward and backward, with a factor of 4 for what cancels in softmax's gradient
+        assert rel_rms(ours, theirs) < 4 * 3 * (S + D) ** 0.5 * 2**-24
+
+
+def test_keeps_no_fused_buffer_and_no_second_output(device):
+    _, q, k, v = qkv(device, groups=2, dtype=torch.bfloat16)
+    assert v.untyped_storage().nbytes() > v.nbytes
+    kept = {}
+
+    def pack(t):
+        kept[t.untyped_storage().data_ptr()] = t.untyped_storage()
+        return t.detach()
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        output = attention(num_query_groups=2)(q, k, v)
+    origin = origin_of(output)
+    (tensor,) = origin.tensors
+    assert tensor.untyped_storage().data_ptr() in kept
+    assert not tensor.requires_grad
+    torch.testing.assert_close(origin.rebuild(tensor), output.detach(), rtol=0, atol=0)
+    large = sum(storage.nbytes() for storage in kept.values() if storage.nbytes() >= v.nbytes)
+    # q and the output have HEADS heads, k and v have 2, all BF16
+    assert large == 2 * S * B * D * (2 * HEADS + 2 * 2)
+
+
+def test_dropout_only_in_training(device):
+    _, q, k, v = qkv(device)
+    exact = attention()(q, k, v)
+    module = attention(attention_dropout=0.5)
+    assert rel_rms(module(q, k, v), exact) > 0.1
+    torch.testing.assert_close(module.eval()(q, k, v), exact, rtol=0, atol=0)
+
+
+def test_says_what_it_does_not_support(device):
+    _, q, k, v = qkv(device)
+    module = attention()
+    for kwargs, text in (
+        ({"packed_seq_params": PackedSeqParams(qkv_format="thd")}, "packed_seq_params"),
+        ({"attention_bias": q}, "attention_bias"),
+        ({"attn_mask_type": AttnMaskType.no_mask}, "attn_mask_type must be causal, found no_mask"),
+    ):
+        with pytest.raises(ValueError, match=text):
+            module(q, k, v, **kwargs)
+    with pytest.raises(ValueError, match="1 queries and 24 keys"):
+        module(q[:1], k, v)
+    with pytest.raises(ValueError, match="attn_mask_type must be causal, found padding"):
+        attention(mask=AttnMaskType.padding)
+    with pytest.raises(ValueError, match="--context-parallel-size"):
+        attention(context_parallel_size=2)
+    with pytest.raises(ValueError, match="window_size"):
+        attention(window_size=(8, 0))

@@ -1,0 +1,73 @@
+"""What lets Megatron run on a CPU comes and goes without a trace."""
+
+import pytest
+import torch
+from megatron.core.tensor_parallel import random
+from torch._dynamo import config as dynamo
+
+from megatron_ext import cpu
+
+PLACES = [
+    (torch.cuda, "current_device"),
+    (torch.cuda, "current_stream"),
+    (torch.cuda, "synchronize"),
+    (torch.cuda, "manual_seed"),
+    (torch.cuda, "get_rng_state"),
+    (torch.cuda, "set_rng_state"),
+    (random, "_get_cuda_rng_state"),
+    (random, "_set_cuda_rng_state"),
+    (dynamo, "disable"),
+]
+
+
+def values() -> list[object]:
+    return [getattr(owner, name) for owner, name in PLACES]
+
+
+@pytest.fixture
+def disabled():
+    was = cpu.enabled()
+    cpu.disable()
+    yield
+    cpu.disable()
+    if was:
+        cpu.enable()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="for machines without a GPU")
+def test_enable_and_disable_restore_everything(disabled, caplog, monkeypatch):
+    monkeypatch.setattr(cpu, "_announced", False)
+    cuda, before = dict(vars(torch.cuda)), values()
+    for _ in range(2):
+        assert cpu.enable() and cpu.enable()
+        assert all(now is not then for now, then in zip(values(), before, strict=True))
+        assert torch.cuda.current_device() == torch.device("cpu")
+        cpu.disable()
+        assert not cpu.enabled()
+        assert all(now is then for now, then in zip(values(), before, strict=True))
+    assert dict(vars(torch.cuda)) == cuda
+    # said once, naming each place
+    (record,) = caplog.records
+    assert all(name in record.getMessage() for _, name in PLACES)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="for machines without a GPU")
+def test_forked_random_states_are_independent(disabled):
+    cpu.enable()
+    tracker = random.CudaRNGStatesTracker()
+    tracker.add("test", 7)
+    torch.manual_seed(1)
+    expected = torch.rand(4)
+    torch.manual_seed(1)
+    with tracker.fork("test"):
+        first = torch.rand(4)
+    torch.testing.assert_close(torch.rand(4), expected, rtol=0, atol=0)
+    with tracker.fork("test"):
+        assert not torch.equal(torch.rand(4), first)
+
+
+@pytest.mark.gpu
+def test_nothing_happens_with_a_gpu(disabled):
+    before = values()
+    assert not cpu.enable()
+    assert all(now is then for now, then in zip(values(), before, strict=True))

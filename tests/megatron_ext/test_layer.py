@@ -1,0 +1,368 @@
+"""The COAT layer against Megatron's BF16 layer on the same weights: results, gradients, bytes, contracts."""
+
+import weakref
+
+import pytest
+import torch
+import torch.nn.functional as F
+from megatron.core import parallel_state
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.transformer import TransformerConfig
+
+from coat_kernels.origin import origin_of
+from megatron_ext.layer_specs import coat_layer_spec, sdpa_layer_spec
+from megatron_ext.ledger import saved_bytes
+from megatron_ext.linear import CoatColumnParallelLinear, CoatRowParallelLinear
+from megatron_ext.mlp import CoatMLP
+from megatron_ext.model import ModelShape, build_gpt
+from megatron_ext.norm import CoatNorm
+from tests.util import rel_rms
+
+pytestmark = pytest.mark.usefixtures("megatron")
+
+S, B, VOCAB = 64, 2, 256
+H, FFN, HEADS = 128, 352, 4
+D = H // HEADS
+
+
+def build(spec, groups=2, layers=1, **config):
+    return build_gpt(
+        ModelShape(layers, H, FFN, HEADS, groups), spec, seq_length=S, vocab_size=VOCAB, **config
+    )
+
+
+def batch(device):
+    tokens = torch.randint(0, VOCAB, (B, S), generator=torch.Generator().manual_seed(5)).to(device)
+    return tokens, torch.arange(S, device=device).expand(B, S), None
+
+
+def rounding_error(dtype: torch.dtype, device) -> float:
+    """Relative RMS error of a Gaussian rounded to an FP8 format with one scale: 0.026 and 0.053."""
+    x = torch.randn(1 << 18, generator=torch.Generator().manual_seed(0)).to(device)
+    scale = x.abs().max() / torch.finfo(dtype).max
+    return rel_rms((x / scale).to(dtype).float() * scale, x)
+
+
+# How many roundings to E4M3 and to E5M2 lie between a result and exact arithmetic. Each adds its error
+# independently, hence squares add; matrix products, norms, averages over keys and sums with the exact
+# residual pass a relative error on without enlarging it, and scores this close to zero do not feel the errors
+# of q and k.
+#   q, k, v: norm output, weight            2   attention (of v)                        2
+#   projection: + attention, weight         4   residual and norm                       4
+#   gate, up: + norm output, weight         6   product: of gate and up                12
+# kept values are one rounding further, and rebuilt ones that enter a product two; backward each gradient
+# enters a product through E5M2:
+#   fc2.weight: product 12 + 2 + 1                   15, 1
+#   d product: weight                                 1, 1   d gate, d up: kept up, gate (6 + 1)        8, 1
+#   fc1.weight: 8 + norm output (4 + 2)              14, 2   d norm: weight                             9, 2
+#   norm weight: 9 + kept input (4 + 1)              14, 2   d residual                                14, 2
+#   proj.weight: 14 + attention (2 + 1)              17, 3   d attention: weight                       15, 3
+#   d q, k, v: 15 + k, v (2 each)                    19, 3   qkv.weight: 19 + norm output (0 + 2)      21, 4
+#   d norm: weight                                   20, 4   norm weight, d x: + kept input            21, 4
+ROUNDINGS = {
+    "y": (14, 0),
+    "mlp.linear_fc2.weight": (15, 1),
+    "mlp.linear_fc1.weight": (14, 2),
+    "pre_mlp_layernorm.weight": (14, 2),
+    "self_attention.linear_proj.weight": (17, 3),
+    "self_attention.linear_qkv.weight": (21, 4),
+    "input_layernorm.weight": (21, 4),
+    "dx": (21, 4),
+}
+
+
+@pytest.mark.parametrize("groups", [HEADS, 2])
+@pytest.mark.parametrize("seed", [0, 1])
+def test_gradients_against_the_bf16_layer(device, seed, groups):
+    models = [build(spec, groups, seed=seed) for spec in (coat_layer_spec, sdpa_layer_spec)]
+    torch.manual_seed(seed)
+    # far from 1, so that forgetting the norms' weights shows
+    for norm in ("input_layernorm", "pre_mlp_layernorm"):
+        weight = 1 + 0.5 * torch.randn(H)
+        for model in models:
+            getattr(model.decoder.layers[0], norm).weight.data.copy_(weight)
+    # small next to what the branches add: their errors show and do not drown in BF16's of the residual
+    x, grad = (0.01 * torch.randn(S, B, H)).bfloat16().to(device), torch.randn(S, B, H).bfloat16().to(device)
+    results = []
+    for model in models:
+        layer, inputs = model.decoder.layers[0], x.clone().requires_grad_()
+        y, _ = layer(inputs, attention_mask=None, rotary_pos_emb=model.rotary_pos_emb(S))
+        assert y.dtype == torch.bfloat16
+        y.backward(grad)
+        results.append(
+            {"y": y - x, "dx": inputs.grad - grad, **{n: p.grad for n, p in layer.named_parameters()}}
+        )
+    coat, bf16 = results
+    assert coat.keys() == bf16.keys() == ROUNDINGS.keys()
+    e4m3, e5m2 = (rounding_error(t, device) for t in (torch.float8_e4m3fn, torch.float8_e5m2))
+    errors = {name: rel_rms(coat[name], bf16[name]) for name in ROUNDINGS}
+    # the ratio of the root mean squares of two samples of size N spreads by 1 / sqrt(N): three times that
+    bounds = {
+        name: (n * e4m3**2 + m * e5m2**2) ** 0.5 * (1 + 3 / bf16[name].numel() ** 0.5)
+        for name, (n, m) in ROUNDINGS.items()
+    }
+    assert all(errors[name] < bounds[name] for name in ROUNDINGS), (errors, bounds)
+    # FP8 was at work: each result has at least one rounding of one operand in it
+    assert all(error > e4m3 / 2 for error in errors.values()), errors
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="other attention kernels keep more beside q, k, v")
+@pytest.mark.parametrize("groups", [HEADS, 2])
+def test_saved_bytes_equal_the_arithmetic(device, groups):
+    layers = 2
+    models = [build(spec, groups, layers) for spec in (coat_layer_spec, sdpa_layer_spec)]
+    coat, bf16 = (saved_bytes(model, lambda model=model: model(*batch(device))) for model in models)
+    kv = groups * D
+    expected = (
+        # two norm inputs, gate and up: FP8 and one byte of exponent in groups of 16
+        2 * 1.0625 * H
+        + 2 * 1.0625 * FFN
+        # q, the output, k and v in BF16
+        + 2 * (2 * H + 2 * kv)
+        # FP32: the reciprocal root of two norms, the log-sum-exp of each head
+        + 2 * 4
+        + HEADS * 4
+        # Megatron's cosines and sines, in BF16, made for q and for k of each layer, shared by the batch
+        + 2 * 2 * D * 2 / B
+        # the FP32 scales of four weights
+        + 4 * 4 / (S * B)
+    )
+    if groups == HEADS:
+        assert 2 * (2 * H + 2 * kv) + 2 * 1.0625 * H + 2 * 1.0625 * FFN == H * (2 * 1.0625 + 8) + 2.125 * FFN
+    assert coat.per_token_and_layer == expected
+    assert (coat.layers, coat.tokens) == (layers, S * B)
+    # a BF16 layer keeps at least two norm inputs, their outputs, gate, up, the product, q, k, v and the
+    # attention output
+    assert bf16.per_token_and_layer >= 2 * (4 * H + 3 * FFN + 2 * H + 2 * kv)
+
+
+def loss_and_grads(model, device):
+    model.zero_grad()
+    loss = model(*batch(device), labels=batch(device)[0]).mean()
+    loss.backward()
+    return loss.detach(), {name: p.grad for name, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize(
+    ("recompute", "other"),
+    [
+        ({"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}, None),
+        # linear_proj then keeps attention's output in FP8: the codes it would make in backward
+        ({"recompute_granularity": "selective", "recompute_modules": ["core_attn"]}, None),
+        # linear_fc1 then sees the norm's output itself, and not what the norm's kept input gives
+        ({"recompute_granularity": "selective", "recompute_modules": ["mlp"]}, "mlp.linear_fc1.weight"),
+    ],
+    ids=["full", "core_attn", "mlp"],
+)
+def test_recompute_changes_nothing_else(device, recompute, other):
+    loss, grads = loss_and_grads(build(coat_layer_spec), device)
+    again, recomputed = loss_and_grads(build(coat_layer_spec, **recompute), device)
+    assert torch.equal(again, loss)
+    for name, grad in grads.items():
+        if other is None or other not in name:
+            assert torch.equal(recomputed[name], grad), name
+        else:
+            # one rounding of the kept input, and one of each result as it enters the product
+            assert rel_rms(recomputed[name], grad) < 3**0.5 * rounding_error(torch.float8_e4m3fn, device)
+
+
+def test_frozen_weights_get_no_gradient_and_keep_no_input(device):
+    model = build(coat_layer_spec)
+    _, grads = loss_and_grads(model, device)
+    _, everything = model, saved_bytes(model, lambda: model(*batch(device)))
+    layer = model.decoder.layers[0]
+    frozen = {
+        name: weight for name, weight in model.named_parameters() if weight.ndim == 2 and "layers.0" in name
+    }
+    assert len(frozen) == 4
+    for weight in frozen.values():
+        weight.requires_grad_(False)
+    _, now = loss_and_grads(model, device)
+    for name, grad in now.items():
+        assert grad is None if name in frozen else torch.equal(grad, grads[name]), name
+    # nothing more is kept than before, and a linear layer by itself keeps no input at all
+    assert saved_bytes(model, lambda: model(*batch(device))).total <= everything.total
+    x = torch.randn(S, B, H, dtype=torch.bfloat16, device=device, requires_grad=True)
+    kept = saved_bytes([layer.self_attention.linear_qkv], lambda: layer.self_attention.linear_qkv(x))
+    assert kept.total < H
+
+
+def test_layers_hold_on_to_nothing_after_forward(device):
+    layer = build(coat_layer_spec).decoder.layers[0]
+    with torch.no_grad():
+        normed = layer.input_layernorm(torch.randn(S, B, H, dtype=torch.bfloat16, device=device))
+        kept = weakref.ref(origin_of(normed).tensors[0])
+        layer.self_attention.linear_qkv(normed)
+        del normed
+    assert kept() is None
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_gradients_go_into_megatrons_main_grad(device, overlap):
+    model = build(coat_layer_spec)
+    _, expected = loss_and_grads(model, device)
+    model.zero_grad()
+    ddp = DistributedDataParallel(
+        config=model.config,
+        ddp_config=DistributedDataParallelConfig(grad_reduce_in_fp32=True, overlap_grad_reduce=overlap),
+        module=model,
+    )
+    for passes in (1, 2):
+        ddp.zero_grad_buffer()
+        for i in range(passes):
+            with ddp.no_sync() if i + 1 < passes else torch.enable_grad():
+                ddp(*batch(device), labels=batch(device)[0]).mean().backward()
+        ddp.finish_grad_sync()
+        for name, parameter in model.named_parameters():
+            assert parameter.grad is None
+            assert parameter.main_grad.dtype == torch.float32
+            # added once a pass, not once by us and again by Megatron
+            assert torch.equal(parameter.main_grad, passes * expected[name].float()), name
+        for module in (
+            m for m in model.modules() if isinstance(m, CoatColumnParallelLinear | CoatRowParallelLinear)
+        ):
+            assert module.weight.grad_added_to_main_grad
+
+
+def test_a_weight_that_wants_zeros_gets_zeros(device):
+    # Megatron adds the returned gradient as well where `zero_out_wgrad` is set
+    model = build(coat_layer_spec)
+    weight = model.decoder.layers[0].mlp.linear_fc1.weight
+    weight.main_grad = torch.zeros_like(weight, dtype=torch.float32)
+    weight.grad_added_to_main_grad, weight.zero_out_wgrad = False, True
+    loss_and_grads(model, device)
+    assert weight.grad.count_nonzero() == 0
+    assert weight.main_grad.count_nonzero() > 0 and weight.grad_added_to_main_grad
+
+
+def config(**overrides) -> TransformerConfig:
+    settings = dict(
+        num_layers=1,
+        hidden_size=H,
+        ffn_hidden_size=FFN,
+        num_attention_heads=HEADS,
+        normalization="RMSNorm",
+        gated_linear_unit=True,
+        activation_func=F.silu,
+        add_bias_linear=False,
+        use_cpu_initialization=True,
+        params_dtype=torch.bfloat16,
+    )
+    return TransformerConfig(**(settings | overrides))
+
+
+def test_norm_is_megatrons_rms_norm(device):
+    torch.manual_seed(0)
+    x = torch.randn(5, 2, 48, device=device, dtype=torch.bfloat16, requires_grad=True)
+    gamma = torch.randn(48, device=device)
+    for zero_centered in (False, True):
+        norm = CoatNorm(config(layernorm_zero_centered_gamma=zero_centered), 48, eps=1e-3).to(device)
+        # as built it multiplies by 1
+        expected = F.rms_norm(x.float(), (48,), None, 1e-3)
+        # BF16 rounds to half a step of 2^-8 of the value
+        assert rel_rms(norm(x), expected) < 2**-8 / 3**0.5
+        norm.weight.data.copy_(gamma - 1 if zero_centered else gamma)
+        weight = norm.weight.detach().float() + zero_centered
+        assert rel_rms(norm(x), expected * weight) < 2**-8 / 3**0.5
+        assert norm.weight.sequence_parallel is False
+        assert list(norm.state_dict()) == ["weight"]
+
+
+def linear(cls, inputs=H, outputs=H, name="qkv", settings=None, **kwargs):
+    settings = settings or config()
+    extra = {"input_is_parallel": True} if cls is CoatRowParallelLinear else {}
+    return cls(
+        inputs,
+        outputs,
+        config=settings,
+        init_method=settings.init_method,
+        bias=kwargs.pop("bias", False),
+        skip_bias_add=kwargs.pop("skip_bias_add", False),
+        tp_comm_buffer_name=name,
+        tp_group=parallel_state.get_tensor_model_parallel_group(),
+        **extra,
+    )
+
+
+@pytest.mark.parametrize("cls", [CoatColumnParallelLinear, CoatRowParallelLinear])
+@pytest.mark.parametrize("skip_bias_add", [False, True])
+def test_linear_bias(device, cls, skip_bias_add):
+    torch.manual_seed(0)
+    module = linear(cls, outputs=32, bias=True, skip_bias_add=skip_bias_add).to(device)
+    module.bias.data.normal_()
+    x = torch.randn(3, 2, H, dtype=torch.bfloat16, device=device)
+    y, bias = module(x)
+    assert (bias is module.bias) if skip_bias_add else (bias is None)
+    expected = x.float() @ module.weight.float().t() + (0 if skip_bias_add else module.bias.float())
+    # two operands rounded to E4M3, and the result to BF16
+    assert rel_rms(y, expected) < (2 * rounding_error(torch.float8_e4m3fn, device) ** 2 + 2**-16) ** 0.5
+
+
+@pytest.mark.parametrize(
+    ("overrides", "text"),
+    [
+        ({"normalization": "LayerNorm"}, "--normalization RMSNorm"),
+        ({"activation_func": F.gelu}, "--swiglu"),
+        ({"gated_linear_unit": False, "bias_activation_fusion": False}, "--swiglu"),
+        ({"add_bias_linear": True}, "--disable-bias-linear"),
+        ({"activation_func_fp8_input_store": True}, "--activation-func-fp8-input-store"),
+        ({"num_moe_experts": 2}, "--num-experts"),
+        ({"context_parallel_size": 2}, "--context-parallel-size"),
+        ({"tensor_model_parallel_size": 2, "sequence_parallel": True}, "--sequence-parallel"),
+        ({"recompute_granularity": "selective", "recompute_modules": ["layernorm"]}, "--recompute-modules"),
+    ],
+    ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
+)
+def test_unsupported_options_are_named(overrides, text):
+    with pytest.raises(ValueError, match=text):
+        build(coat_layer_spec, **overrides)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "text"),
+    [
+        ("fp8", "hybrid", "--fp8-format"),
+        ("multi_latent_attention", True, "--multi-latent-attention"),
+    ],
+)
+def test_unsupported_layers_are_named(field, value, text):
+    settings = config()
+    setattr(settings, field, value)
+    with pytest.raises(ValueError, match=text):
+        coat_layer_spec.module(settings)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "text"),
+    [
+        ("defer_embedding_wgrad_compute", True, "fc1: --defer-embedding-wgrad-compute"),
+        ("gtp_weight_remat_size", 2, "fc1: --tensor-parallel-num-weight-shards"),
+    ],
+)
+def test_unsupported_linear_options_are_named(field, value, text):
+    settings = config()
+    setattr(settings, field, value)
+    with pytest.raises(ValueError, match=text):
+        linear(CoatColumnParallelLinear, name="fc1", settings=settings)
+
+
+def test_sizes_a_gpu_cannot_multiply_are_named(monkeypatch):
+    linear(CoatColumnParallelLinear, outputs=24)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    for name, argument in (
+        ("fc1", "--ffn-hidden-size"),
+        ("qkv", "--num-query-groups"),
+        ("proj", "--kv-channels"),
+    ):
+        with pytest.raises(ValueError, match=f"{name}: .*multiples of 16, found 128 -> 24.*{argument}"):
+            linear(CoatColumnParallelLinear, outputs=24, name=name)
+    with pytest.raises(ValueError, match="fc2: .*found 40 -> 128.*--ffn-hidden-size"):
+        linear(CoatRowParallelLinear, inputs=40, name="fc2")
+
+
+def test_experts_are_refused():
+    with pytest.raises(ValueError, match="--num-experts"):
+        CoatMLP(config(), is_expert=True, ffn_hidden_size=FFN)
+    mlp = CoatMLP(config())
+    with pytest.raises(ValueError, match="per_token_scale"):
+        mlp(torch.zeros(2, 1, H, dtype=torch.bfloat16), per_token_scale=torch.ones(2, 1))

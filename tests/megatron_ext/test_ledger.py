@@ -1,0 +1,74 @@
+"""The ledger counts bytes that can be counted by hand."""
+
+import pytest
+import torch
+
+from megatron_ext.ledger import saved_bytes
+
+S, B, H = 6, 2, 8
+
+
+class Layer(torch.nn.Module):
+    """Keeps what `keep(x)` multiplies x by, and its weight."""
+
+    def __init__(self, keep):
+        super().__init__()
+        self.keep = keep
+        self.weight = torch.nn.Parameter(torch.ones(H))
+
+    def forward(self, hidden_states):
+        return hidden_states * self.weight * self.keep(hidden_states)
+
+
+def count(*layers: Layer):
+    def run():
+        x = torch.ones(S, B, H)
+        for layer in layers:
+            x = layer(hidden_states=x)
+        return x
+
+    return saved_bytes(layers, run)
+
+
+def test_counts_storages_once_and_whole():
+    # a layer keeps its input and the factor; the product with the weight is kept by no one
+    own = S * B * H * 4
+    found = count(*(Layer(lambda x: torch.ones(S, B, H)) for _ in range(3)))
+    assert found.total == 3 * (own + own)
+    assert (found.layers, found.tokens) == (3, S * B)
+    assert found.per_token_and_layer == 2 * 4 * H
+
+    table = torch.ones(S, 1, H)
+    found = count(*(Layer(lambda x: table) for _ in range(3)))
+    assert found.total == 3 * own + table.nbytes
+
+    # a view keeps everything behind it
+    found = count(Layer(lambda x: torch.ones(10, S, B, H)[0]))
+    assert found.total == own + 10 * own
+
+
+def test_does_not_count_parameters_or_what_others_keep():
+    layer = Layer(lambda x: torch.ones((), device=x.device))
+    large = torch.ones(1000, requires_grad=True)
+
+    def run():
+        return layer(large.exp()[: S * B * H].view(S, B, H))
+
+    # the input is a view of the 1000 results of exp, which exp keeps anyway
+    assert saved_bytes([layer], run).total == 1000 * 4 + 4
+    large.grad = None
+
+
+def test_a_forward_of_something_else_is_an_error():
+    with pytest.raises(ValueError, match="called none of the layers"):
+        saved_bytes([Layer(lambda x: x)], lambda: None)
+    layer = Layer(lambda x: torch.ones(S, B, H))
+    saved_bytes([layer], lambda: layer(torch.ones(S, B, H)))
+    assert not layer._forward_hooks and not layer._forward_pre_hooks
+
+
+def test_backward_works_while_counting():
+    layer = Layer(lambda x: x)
+    x = torch.full((S, B, H), 3.0, requires_grad=True)
+    saved_bytes([layer], lambda: layer(x).sum().backward())
+    torch.testing.assert_close(x.grad, torch.full((S, B, H), 6.0))

@@ -1,0 +1,187 @@
+"""Model shapes, GPT models under both specs, Megatron's own way to a spec, and checkpoints."""
+
+import dataclasses
+import importlib
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from megatron.core.transformer.spec_utils import import_module
+
+from megatron_ext.layer_specs import coat_layer_spec, sdpa_layer_spec
+from megatron_ext.model import ModelShape, build_gpt, initialize_model_parallel, load_shape
+
+pytestmark = pytest.mark.usefixtures("megatron")
+
+CONFIGS = Path(__file__).parents[2] / "configs"
+SHAPE = load_shape(CONFIGS / "model_quickstart.json")
+S, B, VOCAB = 64, 2, 512
+
+
+def build(spec, **kwargs):
+    return build_gpt(SHAPE, spec, seq_length=S, vocab_size=VOCAB, **kwargs)
+
+
+def losses(model, device) -> torch.Tensor:
+    tokens = torch.randint(0, VOCAB, (B, S + 1), generator=torch.Generator().manual_seed(5)).to(device)
+    return model(tokens[:, :-1], torch.arange(S, device=device).expand(B, S), None, labels=tokens[:, 1:])
+
+
+def parameters_of_a_layer(shape: ModelShape) -> int:
+    h, kv = shape.hidden_size, shape.hidden_size // shape.num_attention_heads * shape.num_query_groups
+    return 2 * h + h * (h + 2 * kv) + h * h + 3 * h * shape.ffn_hidden_size
+
+
+def test_shipped_shapes():
+    assert SHAPE == ModelShape(4, 128, 352, 4, 2)
+    shape = load_shape(CONFIGS / "model_125m.json")
+    assert shape == ModelShape(12, 768, 2048, 12, 4)
+    # "125M" counts tied embeddings of GPT-2's size, 50304 x 768; here the layers and one such matrix
+    assert 110e6 < 12 * parameters_of_a_layer(shape) + 50304 * 768 < 140e6
+    for path in CONFIGS.glob("model_*.json"):
+        # FP8 matrix products on a GPU want multiples of 16
+        shape = load_shape(path)
+        kv = shape.hidden_size // shape.num_attention_heads * shape.num_query_groups
+        assert not any(
+            size % 16 for size in (shape.hidden_size, shape.ffn_hidden_size, shape.hidden_size + 2 * kv)
+        )
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        ({"num_layer": 4}, "unknown key 'num_layer'; known are num_layers, hidden_size"),
+        ({"num_layers": None}, "key 'num_layers' is missing"),
+        ({"num_layers": 4.0}, "num_layers must be int, found 4.0"),
+        ({"num_layers": True}, "num_layers must be int, found True"),
+        ({"num_layers": 0}, "num_layers: expected a number above 0, found 0"),
+        (
+            {"untie_embeddings_and_output_weights": 1},
+            "untie_embeddings_and_output_weights must be bool, found 1",
+        ),
+        ({"layernorm_epsilon": "1e-5"}, "layernorm_epsilon must be float, found '1e-5'"),
+        ({"layernorm_epsilon": float("nan")}, "layernorm_epsilon: expected a number above 0, found nan"),
+        ({"hidden_size": 100}, "hidden_size: 100 does not split into 8 heads .num_attention_heads."),
+        ({"num_query_groups": 3}, "num_query_groups: 3 does not divide num_attention_heads .8."),
+    ],
+    ids=str,
+)
+def test_shape_errors_name_file_and_key(tmp_path, change, text):
+    path = tmp_path / "shape.json"
+    values = dataclasses.asdict(ModelShape(4, 128, 352, 8, 2)) | change
+    path.write_text(json.dumps({key: value for key, value in values.items() if value is not None}))
+    with pytest.raises(ValueError, match=f"{path}: {text}"):
+        load_shape(path)
+
+
+def test_shape_files_must_hold_a_json_object(tmp_path):
+    path = tmp_path / "shape.json"
+    for content, text in (("{", "not a JSON file"), ("[1]", "expected a JSON object, found list")):
+        path.write_text(content)
+        with pytest.raises(ValueError, match=text):
+            load_shape(path)
+    # defaults may be left out, and an integer is a fine float
+    path.write_text(
+        json.dumps(
+            {**dict.fromkeys(("num_layers", "hidden_size", "ffn_hidden_size"), 2)}
+            | {"num_attention_heads": 1, "num_query_groups": 1, "layernorm_epsilon": 1}
+        )
+    )
+    assert load_shape(path) == ModelShape(2, 2, 2, 1, 1, layernorm_epsilon=1)
+
+
+def test_build_gpt_makes_the_model_of_the_shape(device):
+    model = build(coat_layer_spec)
+    assert all(p.dtype == torch.bfloat16 and p.device.type == device.type for p in model.parameters())
+    count = sum(p.numel() for p in model.parameters())
+    assert count == 4 * parameters_of_a_layer(SHAPE) + 2 * VOCAB * 128 + 128
+    tied = build_gpt(
+        dataclasses.replace(SHAPE, untie_embeddings_and_output_weights=False),
+        coat_layer_spec,
+        seq_length=S,
+        vocab_size=VOCAB,
+        bf16=False,
+    )
+    assert sum(p.numel() for p in tied.parameters()) == count - VOCAB * 128
+    assert all(p.dtype == torch.float32 for p in tied.parameters())
+    losses(tied, device).mean().backward()
+    assert model.decoder.layers[0].input_layernorm.eps == model.decoder.final_layernorm.eps == 1e-5
+    changed = build_gpt(
+        dataclasses.replace(SHAPE, layernorm_epsilon=1e-3, rotary_base=500),
+        coat_layer_spec,
+        seq_length=S,
+        vocab_size=VOCAB,
+    )
+    assert changed.decoder.layers[0].input_layernorm.eps == changed.decoder.final_layernorm.eps == 1e-3
+    # the slowest of the 16 rotations of a head of 32 channels turns by base^(-30 / 32)
+    for gpt, base in ((model, 10000), (changed, 500)):
+        assert gpt.rotary_pos_emb.inv_freq[-1].item() == pytest.approx(base ** (-30 / 32), rel=2**-20)
+    other = build(coat_layer_spec, seed=2)
+    assert not torch.equal(other.output_layer.weight, model.output_layer.weight)
+    with pytest.raises(ValueError, match="tensor_model_parallel_size: expected 2, .* initialised with 1"):
+        initialize_model_parallel(2)
+
+
+@pytest.mark.parametrize("name", ["coat_layer_spec", "sdpa_layer_spec"])
+def test_megatron_finds_the_specs_by_name(name):
+    # what `--spec megatron_ext.layer_specs <name>` does
+    spec = import_module(["megatron_ext.layer_specs", name])
+    layers = build(spec).decoder.layers
+    assert len(layers) == SHAPE.num_layers and all(type(layer) is spec.module for layer in layers)
+    assert [layer.layer_number for layer in layers] == [1, 2, 3, 4]
+
+
+def test_stock_checkpoints_load_and_go_back(device):
+    # megatron_ext's specs against Megatron's own local spec, untouched
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+
+    stock = build(get_gpt_layer_local_spec(normalization="RMSNorm"), seed=1)
+    coat, again = build(coat_layer_spec, seed=2), build(sdpa_layer_spec, seed=3)
+    weights = {name: w.clone() for name, w in stock.state_dict().items() if w is not None}
+    for source, target in ((stock, coat), (coat, again)):
+        assert source.state_dict().keys() == target.state_dict().keys()
+        target.load_state_dict(source.state_dict(), strict=True)
+    for name, weight in again.state_dict().items():
+        assert weight is None or torch.equal(weight, weights[name]), name
+    metadata = {"dp_cp_group": torch.distributed.group.WORLD}
+    assert (
+        coat.sharded_state_dict(metadata=metadata).keys()
+        == stock.sharded_state_dict(metadata=metadata).keys()
+    )
+
+
+def test_loss_at_the_start_is_that_of_bf16(device):
+    models = [build(spec) for spec in (coat_layer_spec, sdpa_layer_spec)]
+    for ours, theirs in zip(models[0].parameters(), models[1].parameters(), strict=True):
+        assert torch.equal(ours, theirs)
+    with torch.no_grad():
+        coat, bf16 = (losses(model, device) for model in models)
+    assert coat.dtype == torch.float32 and coat.shape == (B, S)
+    assert not torch.equal(coat, bf16)
+    # The final norm's output has mean square 1 in each of 128 channels; logits are its products with weights
+    # of deviation 0.02, so of deviation 0.02 sqrt(128) = 0.23. A layer's result carries 14 roundings of 0.026
+    # each (test_layer.py), 0.1 in all, and so at most does the sum of layers with the exact residual. A
+    # token's loss is off by the error of its label's logit less the mean error of all: 0.023. The mean of 128
+    # tokens is off by 0.023 / sqrt(128); four times that is allowed.
+    sigma = 0.02 * 128**0.5 * 14**0.5 * 0.026
+    assert (coat - bf16).square().mean().sqrt() < sigma
+    assert abs(coat.mean() - bf16.mean()) < 4 * sigma / (B * S) ** 0.5
+
+
+def test_without_megatron_the_error_is_clear_and_not_an_import_error(monkeypatch):
+    # Megatron 0.16's import_module swallows an ImportError and returns None
+    monkeypatch.delitem(sys.modules, "megatron_ext.layer_specs")
+    monkeypatch.setitem(sys.modules, "megatron.core.models.gpt.gpt_layer_specs", None)
+    with pytest.raises(RuntimeError, match="needs megatron-core 0.16.1 or newer"):
+        import_module(["megatron_ext.layer_specs", "coat_layer_spec"])
+
+
+def test_an_old_megatron_is_refused(monkeypatch):
+    import megatron.core
+
+    monkeypatch.delitem(sys.modules, "megatron_ext.layer_specs")
+    monkeypatch.setattr(megatron.core, "__version__", "0.15.3")
+    with pytest.raises(RuntimeError, match="needs megatron-core 0.16.1 or newer, found 0.15.3"):
+        importlib.import_module("megatron_ext.layer_specs")

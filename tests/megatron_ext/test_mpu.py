@@ -1,0 +1,116 @@
+"""The groups DeepSpeed asks for, in two processes: as tensor-parallel and as data-parallel ranks."""
+
+import math
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.util import run_distributed
+
+S, B, VOCAB = 16, 2, 64
+
+
+def _loss(model):
+    tokens = torch.randint(0, VOCAB, (B, S), generator=torch.Generator().manual_seed(5))
+    return model(tokens, torch.arange(S).expand(B, S), None, labels=tokens).mean()
+
+
+def _worker():
+    import deepspeed
+    from megatron.core import parallel_state
+
+    from megatron_ext import cpu, mpu
+    from megatron_ext.layer_specs import coat_layer_spec, sdpa_layer_spec
+    from megatron_ext.model import ModelShape, build_gpt, initialize_model_parallel
+
+    cpu.enable()
+    dist.init_process_group("gloo")
+    shape = ModelShape(1, 32, 48, 4, 2)
+    result = {}
+    for tp in (1, 2):
+        initialize_model_parallel(tp)
+        model = build_gpt(shape, sdpa_layer_spec, seq_length=S, vocab_size=VOCAB, bf16=False)
+        found = {name: getattr(mpu, name)() for name in mpu.__all__ if not name.endswith("_group")}
+        groups = {
+            name: dist.get_process_group_ranks(getattr(mpu, name)())
+            for name in mpu.__all__
+            if name.endswith("_group")
+        }
+        if tp == 2:
+            try:
+                build_gpt(shape, coat_layer_spec, seq_length=S, vocab_size=VOCAB)
+            except ValueError as error:
+                found["error"] = str(error)
+        else:
+            _loss(model).backward()
+            # the whole model is on this rank
+            found["exact_norm"] = math.sqrt(
+                sum(p.grad.double().square().sum().item() for p in model.parameters())
+            )
+            model.zero_grad()
+        engine, *_ = deepspeed.initialize(
+            model=model,
+            model_parameters=model.parameters(),
+            mpu=mpu,
+            config={
+                "train_micro_batch_size_per_gpu": B,
+                "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}},
+                "zero_optimization": {"stage": 1},
+            },
+        )
+        losses = []
+        for _ in range(2):
+            loss = _loss(engine)
+            engine.backward(loss)
+            engine.step()
+            losses.append(loss.item())
+            found.setdefault("norm", float(engine.get_global_grad_norm()))
+        result[tp] = (
+            found | groups | {"losses": losses, "dp": engine.dp_world_size, "mp": engine.mp_world_size}
+        )
+        parallel_state.destroy_model_parallel()
+    parallel_state.initialize_model_parallel(context_parallel_size=2)
+    result["context"] = (mpu.get_data_parallel_group_ranks(), mpu.get_model_parallel_world_size())
+    return result
+
+
+def test_deepspeed_trains_over_megatrons_groups():
+    ranks = run_distributed(_worker, 2)
+    for rank, result in enumerate(ranks):
+        one, two = result[1], result[2]
+        # context-parallel ranks hold the same weights: data-parallel ones to DeepSpeed
+        assert result["context"] == ([0, 1], 1)
+        assert (one["dp"], one["mp"]) == (2, 1) and (two["dp"], two["mp"]) == (1, 2)
+        for found, dp, mp in ((one, 2, 1), (two, 1, 2)):
+            assert found["get_data_parallel_world_size"] == dp
+            assert found["get_data_parallel_rank"] == (rank if dp == 2 else 0)
+            assert found["get_data_parallel_group"] == found["get_data_parallel_group_ranks"]
+            assert found["get_data_parallel_group"] == ([0, 1] if dp == 2 else [rank])
+            for name in ("model", "tensor_model"):
+                assert found[f"get_{name}_parallel_world_size"] == mp
+                assert found[f"get_{name}_parallel_rank"] == (rank if mp == 2 else 0)
+                assert found[f"get_{name}_parallel_group"] == ([0, 1] if mp == 2 else [rank])
+            assert found["get_tensor_model_parallel_src_rank"] == (0 if mp == 2 else rank)
+            assert found["get_pipeline_model_parallel_world_size"] == 1
+            assert found["get_pipeline_model_parallel_rank"] == 0
+            assert found["get_pipeline_model_parallel_group"] == [rank]
+        assert "tensor-parallel size is 2" in two["error"] and "sdpa_layer_spec" in two["error"]
+        # one model, one batch, FP32: the norm over both groups is that of the whole model, up to the order of
+        # sums of at most S * B * VOCAB terms, each rounded to 2^-24
+        bound = (S * B * VOCAB) ** 0.5 * 2**-24
+        assert one["norm"] == pytest.approx(one["exact_norm"], rel=bound)
+        assert two["norm"] == pytest.approx(one["exact_norm"], rel=bound)
+        assert two["losses"][0] == pytest.approx(one["losses"][0], rel=bound)
+        # the same step taken
+        assert (
+            two["losses"][1] == pytest.approx(one["losses"][1], rel=1e-3)
+            and one["losses"][1] < one["losses"][0]
+        )
+
+
+def test_names_that_would_mislead_deepspeed_are_absent():
+    from megatron_ext import mpu
+
+    assert not hasattr(mpu, "initialize_sequence_parallel")
+    assert not hasattr(mpu, "get_sequence_parallel_world_size")
