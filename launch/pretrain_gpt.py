@@ -17,7 +17,6 @@ import math
 import multiprocessing
 import os
 import resource
-import socket
 import statistics
 import sys
 import time
@@ -36,6 +35,8 @@ RUNS = ("bf16", "coat")
 SHAPE_FLAGS = ("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups")
 # the first steps allocate and warm caches up
 WARM_STEPS = 3
+# DeepSpeed skips a step whose gradients are not finite; so many in a row are no accident
+MAX_FAILURES = 10
 
 
 class LaunchError(ValueError):
@@ -70,11 +71,11 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     )
     add("--tokenizer", metavar="JSON", help="Hugging Face tokenizer.json; bytes without it")
     add("--vocab-size", type=positive, help="number of ids of indexed data without --tokenizer")
-    add("--seq-length", type=positive, default=256, help="tokens per sequence (default %(default)s)")
+    add("--seq-length", type=positive, default=128, help="tokens per sequence (default %(default)s)")
 
     add = parser.add_argument_group("training").add_argument
     add("--steps", type=positive, default=120, help="optimizer steps (default %(default)s)")
-    add("--micro-batch-size", type=positive, help="sequences per rank and pass; else the JSON's, else 8")
+    add("--micro-batch-size", type=positive, help="sequences per rank and pass; else the JSON's, else 4")
     add("--global-batch-size", type=positive, help="sequences per step, by accumulation; else the JSON's")
     add("--lr", type=float, help="peak learning rate; else the JSON's")
     add("--warmup-steps", type=int, help="linear warmup, then cosine to 10%% (default a tenth of --steps)")
@@ -127,24 +128,37 @@ def read_host_config(args: argparse.Namespace) -> dict:
         raise LaunchError(f"--deepspeed-config {path}: not a JSON file ({error})") from error
     if not isinstance(config, dict):
         raise LaunchError(f"--deepspeed-config {path}: expected a JSON object, found {type(config).__name__}")
-    if not config.get("bf16", {}).get("enabled"):
+    if not _enabled(config, "bf16"):
         raise LaunchError(
             f'--deepspeed-config {path}: expected "bf16": {{"enabled": true}}, the model is BF16'
         )
     if args.variant == "bf16":
         config["coat"] = {"enabled": False}
-    elif args.variant == "coat" and not (config.get("coat") or {}).get("enabled"):
+    elif args.variant == "coat" and not _enabled(config, "coat"):
         raise LaunchError(f'--deepspeed-config {path}: a COAT run needs "coat": {{"enabled": true}}')
     if args.lr is not None:
         config.setdefault("optimizer", {"type": "AdamW"}).setdefault("params", {})["lr"] = args.lr
     return config
 
 
+def _enabled(config: dict, block: str) -> bool:
+    return isinstance(config.get(block), dict) and config[block].get("enabled") is True
+
+
 def set_batch_sizes(config: dict, args: argparse.Namespace, ranks: int) -> tuple[int, int]:
     """Writes micro and global batch size into the config, arguments before JSON; returns both."""
-    micro = args.micro_batch_size or config.get("train_micro_batch_size_per_gpu", 8)
-    steps = config.get("gradient_accumulation_steps", 1)
-    total = args.global_batch_size or config.get("train_batch_size", micro * ranks * steps)
+
+    def configured(key: str, default: int) -> int:
+        value = config.get(key, "auto")
+        if value != "auto" and (type(value) is not int or value < 1):
+            raise LaunchError(
+                f"{key}: expected a whole number above 0 in the DeepSpeed JSON, found {value!r}"
+            )
+        return default if value == "auto" else value
+
+    micro = args.micro_batch_size or configured("train_micro_batch_size_per_gpu", 4)
+    steps = configured("gradient_accumulation_steps", 1)
+    total = args.global_batch_size or configured("train_batch_size", micro * ranks * steps)
     if total % (micro * ranks):
         raise LaunchError(
             f"--global-batch-size: {total} is not a multiple of --micro-batch-size {micro} times {ranks} "
@@ -186,15 +200,12 @@ def load_model_shape(args: argparse.Namespace):
 
 def start_process_group() -> torch.device:
     """Starts torch.distributed from the launcher's environment, or for this process alone."""
-    if "WORLD_SIZE" not in os.environ:
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
-        os.environ.update(
-            RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port)
-        )
-    if torch.cuda.is_available():
-        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
+    alone = "WORLD_SIZE" not in os.environ
+    if alone:
+        os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1")
+    on_gpu = torch.cuda.is_available()
+    if on_gpu:
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(device)
     else:
         device = torch.device("cpu")
@@ -204,9 +215,13 @@ def start_process_group() -> torch.device:
         cpu.enable()
     import deepspeed
 
-    if device.type == "cpu":
+    if not on_gpu:
         # DeepSpeed would compile its shared-memory collectives for a minute; gloo does the same
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    if alone:
+        # a store in memory needs no free port
+        store = torch.distributed.HashStore()
+        torch.distributed.init_process_group("nccl" if on_gpu else "gloo", store=store, rank=0, world_size=1)
     deepspeed.init_distributed()
     return device
 
@@ -297,7 +312,7 @@ class Trainer:
             )
             progress = report.Progress(args.steps, self.step, self.run)
             progress.say(self._describe())
-        val_loss, speeds = None, []
+        val_loss, speeds, failures = None, [], 0
         try:
             if self.val_loss_start is None:
                 self.val_loss_start = val_loss = self._validate(metrics, progress)
@@ -307,16 +322,18 @@ class Trainer:
                 seconds = time.perf_counter() - started
                 self.step += 1
                 speeds.append(self.global_batch_size * args.seq_length / seconds)
-                if not math.isfinite(loss):
-                    raise LaunchError(
-                        f"the loss is {loss} at step {self.step}: training diverged; "
-                        "lower --lr or raise --warmup-steps"
-                    )
                 # collective under tensor parallelism; None where DeepSpeed was told not to compute it
                 norm = self.engine.get_global_grad_norm()
+                finite = math.isfinite(loss) and (norm is None or math.isfinite(norm))
+                failures = 0 if finite else failures + 1
+                if not math.isfinite(loss) or failures == MAX_FAILURES:
+                    raise LaunchError(
+                        f"training diverged: loss {loss} at step {self.step}, gradients not finite in the last "
+                        f"{failures} steps; lower --lr or raise --warmup-steps"
+                    )
                 if self.is_main:
                     values = {"loss": loss, "lr": self.engine.get_lr()[0], "tokens_per_s": speeds[-1]}
-                    if norm is not None:
+                    if finite and norm is not None:
                         values["grad_norm"] = float(norm)
                     memory = torch.cuda.memory_allocated() if self.device.type == "cuda" else None
                     metrics.write(self.step, **values)
@@ -461,6 +478,9 @@ def parameter_groups(model: torch.nn.Module) -> list[dict]:
 
 def train_once(args: argparse.Namespace) -> None:
     """One run in this process; leaves OUTPUT/<run>/summary.json. Exits with one line for expected errors."""
+    # what Megatron says about packages that nothing here needs, and torch about calls that DeepSpeed makes
+    warnings.filterwarnings("ignore", module=r"megatron\.")
+    warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")
     from coat_ds import CoatConfigError
 
     trainer = None
@@ -468,6 +488,8 @@ def train_once(args: argparse.Namespace) -> None:
         report.prepare_folder(args.output)
         trainer = Trainer(args)
         report.prepare_folder(trainer.folder)
+        # of an earlier run: it must not stand for one that fails now
+        (trainer.folder / "summary.json").unlink(missing_ok=True)
         summary = trainer.train()
         if trainer.is_main:
             report.write_summary(trainer.folder / "summary.json", summary)
@@ -506,18 +528,20 @@ def compare(args: argparse.Namespace) -> None:
 
 
 def conclude(output: Path) -> None:
-    """Plot, summary and table of all runs in the folder."""
+    """Summary, table and plot of all runs in the folder."""
     found = [run for run in RUNS if (output / run / "summary.json").exists()]
     summary = {run: json.loads((output / run / "summary.json").read_text()) for run in found}
-    report.plot_losses(report.read_metrics(output / "metrics.jsonl"), output / "loss.png")
     report.write_summary(output / "summary.json", summary)
-    print(f"\n{report.comparison_table(summary)}\n\nmetrics.jsonl, loss.png and summary.json are in {output}")
+    print(f"\n{report.comparison_table(summary)}\n")
+    try:
+        report.plot_losses(report.read_metrics(output / "metrics.jsonl"), output / "loss.png")
+        print(f"metrics.jsonl, loss.png and summary.json are in {output}")
+    except ModuleNotFoundError as error:
+        print(f"metrics.jsonl and summary.json are in {output}; for loss.png: pip install {error.name}")
 
 
 def main(argv: list[str] | None = None) -> None:
     args = parse_args(argv)
-    # what Megatron says about packages that nothing here needs
-    warnings.filterwarnings("ignore", module=r"megatron\.")
     (compare if args.compare else train_once)(args)
     if int(os.environ.get("RANK", 0)) == 0:
         try:

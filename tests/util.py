@@ -4,6 +4,7 @@ import os
 import socket
 import tempfile
 import traceback
+from unittest import mock
 
 import torch
 import torch.multiprocessing as mp
@@ -48,8 +49,9 @@ def _worker(rank, fn, world_size, port, folder, args):
 def run_distributed(fn, world_size: int, *args) -> list:
     """Calls `fn(*args)` in `world_size` fresh processes with torchrun's environment; the results by rank.
 
-    `fn` must be importable (a module-level function) and initialises its own process group.
+    `fn` must be importable (a module-level function) and initialises its own process group. The processes
+    see no GPU: they are ranks on a CPU everywhere.
     """
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, mock.patch.dict(os.environ, CUDA_VISIBLE_DEVICES=""):
         mp.spawn(_worker, (fn, world_size, free_port(), folder, args), nprocs=world_size)
         return [torch.load(os.path.join(folder, f"{r}.pt"), weights_only=False) for r in range(world_size)]

@@ -36,10 +36,9 @@ def command(*arguments, processes: int = 0) -> list[str]:
 
 
 def pretrain(*arguments, processes: int = 0) -> subprocess.CompletedProcess:
-    done = subprocess.run(
+    return subprocess.run(
         command(*arguments, processes=processes), env=ENV, capture_output=True, text=True, timeout=300
     )
-    return done
 
 
 def losses(folder, key="loss"):
@@ -143,6 +142,14 @@ def test_interrupt_keeps_the_metrics(tmp_path):
     assert len(losses(tmp_path)) >= 2
 
 
+def test_divergence_stops_the_run(tmp_path):
+    done = pretrain("--lr", 1e30, "--warmup-steps", 0, "--steps", 9, "--output", tmp_path)
+    assert done.returncode == 1 and "Traceback" not in done.stderr
+    assert "error: the loss is nan at step" in done.stderr and "lower --lr" in done.stderr
+    # the loss is recorded up to there
+    assert 1 in losses(tmp_path) and not (tmp_path / "summary.json").exists()
+
+
 def fails(capsys, tmp_path, *arguments) -> str:
     """The text the entry point ends with."""
     with pytest.raises(SystemExit) as end:
@@ -199,10 +206,10 @@ def test_batch_sizes():
         16,
     )
     config = {"train_batch_size": 64}
-    assert pretrain_gpt.set_batch_sizes(config, none, ranks=2) == (8, 64)
-    assert config["gradient_accumulation_steps"] == 4
+    assert pretrain_gpt.set_batch_sizes(config, none, ranks=2) == (4, 64)
+    assert config["gradient_accumulation_steps"] == 8
     with pytest.raises(
-        pretrain_gpt.LaunchError, match="64 is not a multiple of --micro-batch-size 8 times 3"
+        pretrain_gpt.LaunchError, match="64 is not a multiple of --micro-batch-size 4 times 3"
     ):
         pretrain_gpt.set_batch_sizes({"train_batch_size": 64}, none, ranks=3)
 

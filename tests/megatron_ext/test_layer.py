@@ -290,12 +290,13 @@ def test_linear_bias(device, cls, skip_bias_add):
     torch.manual_seed(0)
     module = linear(cls, outputs=32, bias=True, skip_bias_add=skip_bias_add).to(device)
     module.bias.data.normal_()
-    x = torch.randn(3, 2, H, dtype=torch.bfloat16, device=device)
+    x = torch.randn(64, 2, H, dtype=torch.bfloat16, device=device)
     y, bias = module(x)
     assert (bias is module.bias) if skip_bias_add else (bias is None)
     expected = x.float() @ module.weight.float().t() + (0 if skip_bias_add else module.bias.float())
-    # two operands rounded to E4M3, and the result to BF16
-    assert rel_rms(y, expected) < (2 * rounding_error(torch.float8_e4m3fn, device) ** 2 + 2**-16) ** 0.5
+    # two operands rounded to E4M3, and the result to BF16; three deviations of so many samples on top
+    bound = (2 * rounding_error(torch.float8_e4m3fn, device) ** 2 + 2**-16) ** 0.5
+    assert rel_rms(y, expected) < bound * (1 + 3 / y.numel() ** 0.5)
 
 
 @pytest.mark.parametrize(
@@ -347,6 +348,7 @@ def test_unsupported_linear_options_are_named(field, value, text):
 
 
 def test_sizes_a_gpu_cannot_multiply_are_named(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     linear(CoatColumnParallelLinear, outputs=24)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     for name, argument in (
