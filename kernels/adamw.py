@@ -19,8 +19,9 @@ from coat_kernels.fp8 import cast
 # A program takes one tile of ROWS groups. With two warps for four rows of 128 the kernel runs at the speed of
 # a copy on an H200; every loop over tiles was slower (benchmarks/LOG.md, 2026-11-21).
 ROWS, WARPS = 4, 2
-# the table of chunks has about this many rows of 80 bytes at most
-MOST_CHUNKS = 8192
+# Tensors are cut into chunks of so many tiles, powers of two, each size in a launch of its own. The larger
+# the chunk, the longer the multiprocessors find its row of the table in their caches.
+CHUNKS = (2**14, 2**11, 2**8, 2**5)
 TRITON_DTYPES = {
     torch.float32: tl.float32,
     torch.bfloat16: tl.bfloat16,
@@ -71,19 +72,19 @@ def load_pointer(p_chunk, COLUMN: tl.constexpr, DTYPE: tl.constexpr, ALIGNED: tl
     return tl.multiple_of(pointer, 16) if ALIGNED else pointer
 
 
-@triton.jit
-def adamw_kernel(p_table, tiles, decay, lr, rate1, rate2, eps,
+@triton.jit(do_not_specialize=["log2_tiles"])
+def adamw_kernel(p_table, log2_tiles, decay, lr, rate1, rate2, eps,
                  PARAM: tl.constexpr, GRAD: tl.constexpr, M_CODES: tl.constexpr, V_CODES: tl.constexpr,
                  M_FROM: tl.constexpr, M_STATISTICS: tl.constexpr, M_TO: tl.constexpr,
                  M_SCALE: tl.constexpr, M_EXPONENT: tl.constexpr, M_E5M2: tl.constexpr,
                  V_FROM: tl.constexpr, V_STATISTICS: tl.constexpr, V_TO: tl.constexpr,
                  V_SCALE: tl.constexpr, V_EXPONENT: tl.constexpr, V_E5M2: tl.constexpr,
-                 MAXIMIZE: tl.constexpr, ALIGNED: tl.constexpr, MASKED: tl.constexpr,
+                 MAXIMIZE: tl.constexpr, ALIGNED: tl.constexpr, MASKED: tl.constexpr, WHOLE: tl.constexpr,
                  ROWS: tl.constexpr, G: tl.constexpr):  # fmt: skip
     # one row of the table holds all that a program needs: look-ups that wait for one another cost time
     pid = tl.program_id(0)
-    i_tile = pid % tiles
-    p_chunk = p_table + (pid // tiles) * 10
+    i_tile = pid & ((1 << log2_tiles) - 1)
+    p_chunk = p_table + (pid >> log2_tiles) * 10
     n = tl.load(p_chunk + 8)
     p_param = load_pointer(p_chunk, 0, PARAM, ALIGNED)
     p_grad = load_pointer(p_chunk, 1, GRAD, ALIGNED)
@@ -96,7 +97,7 @@ def adamw_kernel(p_table, tiles, decay, lr, rate1, rate2, eps,
     p_corrections = (p_chunk + 9).to(tl.pointer_type(tl.float32))
     step_size = lr * tl.load(p_corrections)
     inverse_root = tl.load(p_corrections + 1)
-    if i_tile * (ROWS * G) >= n:
+    if not WHOLE and i_tile * (ROWS * G) >= n:
         return
 
     # within a chunk offsets fit 32 bits: its pointers have taken the rest
@@ -133,22 +134,20 @@ def adamw_kernel(p_table, tiles, decay, lr, rate1, rate2, eps,
 
 
 def chunk_table(
-    tensors: Sequence[tuple[torch.Tensor, ...]],
+    pointers: np.ndarray,
+    group_bytes: np.ndarray,
     first: np.ndarray,
     numels: np.ndarray,
     corrections: np.ndarray,
     group_size: int,
     tiles: int,
 ) -> np.ndarray:
-    """Cuts `numels` elements of each tensor, from `first` on, into chunks of tiles; int64 [chunks, 10].
+    """Cuts `numels` elements of each tensor, from `first` on, into chunks of `tiles` tiles.
 
-    A row holds the eight pointers (parameter, gradient and both storages of each of `tensors`) moved to the
-    chunk's start, the elements that remain from there, and the tensor's corrections as a pair of FP32.
+    Returns int64 [chunks, 10]. A row holds the tensor's eight `pointers` (parameter, gradient and both
+    storages, [tensors, 8]) moved to the chunk's start by `group_bytes` [8] a group, the elements that remain
+    from there, and the tensor's `corrections`, a pair of FP32.
     """
-    pointers = np.array([[t.data_ptr() for t in row] for row in tensors], dtype=np.int64)
-    is_metadata = np.array([0, 0, 0, 1, 1, 0, 1, 1], dtype=np.int64)
-    group_bytes = np.array([t.element_size() for t in tensors[0]], dtype=np.int64)
-    group_bytes *= np.where(is_metadata, 1, group_size)
     chunk = tiles * ROWS * group_size
     chunks = -(-numels // chunk)
     tensor = np.repeat(np.arange(len(chunks)), chunks)
@@ -179,29 +178,37 @@ def adamw_triton(
 ) -> None:
     """`adamw_reference` for tensors of one device, of one type and with gradients of one.
 
-    Two launches, however many tensors there are: all full tiles, without masks, and what is left of each.
+    At most five launches, however many tensors there are: one for each size of chunks, and one, the only one
+    with masks, for the last tile of each tensor.
     """
     device = params[0].device
     tensors = [(p, g, *m, *v) for p, g, m, v in zip(params, grads, exp_avgs, exp_avg_sqs, strict=True)]
+    pointers = np.array([[t.data_ptr() for t in row] for row in tensors], dtype=np.int64)
+    # parameter, gradient and codes have an element for each of the group's, scale and exponent one for all
+    elements = np.array([group_size, group_size, *(group_size, 1, 1) * 2], dtype=np.int64)
+    group_bytes = elements * [t.element_size() for t in tensors[0]]
     numels = np.array([p.numel() for p in params], dtype=np.int64)
     corrections = np.array(
         [(1 / (1 - beta1**t), 1 / math.sqrt(1 - beta2**t)) for t in steps], dtype=np.float32
     )
-    tile = ROWS * group_size
-    full = numels // tile * tile
-    tiles = triton.next_power_of_2(triton.cdiv(max(int(full.sum()), 1), MOST_CHUNKS * tile))
-    none = np.zeros_like(full)
     # views into flat buffers may start anywhere
-    aligned = all(t.data_ptr() % 16 == 0 for row in tensors for t in (row[0], row[1], row[2], row[5]))
-    for first, count, tiles_in_chunk, masked in ((none, full, tiles, False), (full, numels - full, 1, True)):
-        table = chunk_table(tensors, first, count, corrections, group_size, tiles_in_chunk)
+    aligned = not (pointers[:, elements > 1] % 16).any()
+    tile = ROWS * group_size
+    done = np.zeros_like(numels)
+    for tiles in (*CHUNKS, 1):
+        masked, whole = tiles == 1, tiles not in (CHUNKS[-1], 1)
+        # the smallest chunks take all tiles that are left; some end early
+        unit = tile if tiles == CHUNKS[-1] else tiles * tile
+        part = numels - done if masked else (numels - done) // unit * unit
+        table = chunk_table(pointers, group_bytes, done, part, corrections, group_size, tiles)
+        done += part
         if not len(table):
             continue
         host = torch.from_numpy(table)
         with torch.cuda.device_of(params[0]):
-            adamw_kernel[(len(table) * tiles_in_chunk,)](
+            adamw_kernel[(len(table) * tiles,)](
                 host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host,
-                tiles_in_chunk,
+                tiles.bit_length() - 1,
                 decay=1 - lr * weight_decay,
                 lr=lr,
                 rate1=1 - beta1,
@@ -227,6 +234,7 @@ def adamw_triton(
                 MAXIMIZE=maximize,
                 ALIGNED=aligned,
                 MASKED=masked,
+                WHOLE=whole,
                 ROWS=ROWS,
                 G=group_size,
                 num_warps=WARPS,

@@ -328,8 +328,8 @@ class Trainer:
                 failures = 0 if finite else failures + 1
                 if not math.isfinite(loss) or failures == MAX_FAILURES:
                     raise LaunchError(
-                        f"training diverged: loss {loss} at step {self.step}, gradients not finite in the last "
-                        f"{failures} steps; lower --lr or raise --warmup-steps"
+                        f"training diverged: loss {loss} at step {self.step}, loss or gradients not finite "
+                        f"in the last {failures} steps; lower --lr or raise --warmup-steps"
                     )
                 if self.is_main:
                     values = {"loss": loss, "lr": self.engine.get_lr()[0], "tokens_per_s": speeds[-1]}
