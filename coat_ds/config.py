@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any, ClassVar, Self
 
-from coat_kernels.codecs import CODECS
+from coat_kernels.codecs import CODECS, SIGNED_CODECS
 from coat_kernels.fp8 import E4M3, E5M2
 
 OPTIMIZER_GROUP_SIZES = (64, 128, 256)
@@ -85,7 +85,7 @@ class OptimizerConfig(_Block):
     """Build `CoatAdamW` from the `"optimizer"` section. False leaves the optimizer to DeepSpeed."""
 
     exp_avg_format: str = "fp8_expanded"
-    """Storage format of the first moment, by name (`coat_kernels.codecs.CODECS`)."""
+    """Storage format of the first moment, by name (`coat_kernels.codecs.SIGNED_CODECS`)."""
 
     exp_avg_sq_format: str = "fp8_expanded"
     """Storage format of the second moment, by name."""
@@ -98,7 +98,7 @@ class OptimizerConfig(_Block):
 
     def __post_init__(self):
         check_type(f"{self.KEY}.enabled", self.enabled, bool)
-        check_choice(f"{self.KEY}.exp_avg_format", self.exp_avg_format, tuple(CODECS))
+        check_choice(f"{self.KEY}.exp_avg_format", self.exp_avg_format, tuple(SIGNED_CODECS))
         check_choice(f"{self.KEY}.exp_avg_sq_format", self.exp_avg_sq_format, tuple(CODECS))
         check_choice(f"{self.KEY}.group_size", self.group_size, OPTIMIZER_GROUP_SIZES)
         check_type(f"{self.KEY}.min_numel", self.min_numel, int)

@@ -10,7 +10,7 @@ import torch
 from coat_ds.config import OPTIMIZER_GROUP_SIZES, CoatConfigError, check_choice, check_type
 from coat_ds.state import Moment
 from coat_kernels.adamw import adamw_
-from coat_kernels.codecs import CODECS, Codec, Storage, get_codec
+from coat_kernels.codecs import CODECS, SIGNED_CODECS, Codec, Storage, get_codec
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 PARAM_DTYPES = (torch.float32, torch.bfloat16)
@@ -292,8 +292,9 @@ def _check_options(options: dict[str, Any]) -> None:
             raise ValueError(f"CoatAdamW: {name} must be 0 or more, found {options[name]!r}.")
     if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
         raise ValueError(f"CoatAdamW: betas must be two numbers in [0, 1), found {betas!r}.")
-    for name in ("exp_avg_format", "exp_avg_sq_format"):
-        check_choice(f"CoatAdamW: {name}", options[name], tuple(CODECS))
+    check_choice("CoatAdamW: exp_avg_sq_format", options["exp_avg_sq_format"], tuple(CODECS))
+    # a format without signs would lose half of the first moment
+    check_choice("CoatAdamW: exp_avg_format", options["exp_avg_format"], tuple(SIGNED_CODECS))
     check_choice("CoatAdamW: group_size", options["group_size"], OPTIMIZER_GROUP_SIZES)
     check_type("CoatAdamW: min_numel", options["min_numel"], int)
     if options["min_numel"] < 0:

@@ -2,8 +2,11 @@
 
 The update uses the fresh FP32 moments; only what is stored is rounded. On CUDA one kernel reads
 gradient, parameter and codes once and writes parameter and codes once: no FP32 moment exists in memory.
+The same pass scales the gradient, writes a BF16 copy of the weight, and rounds BF16 parameters exactly
+(with the 16 bits that FP32 has more) or stochastically.
 """
 
+import functools
 import math
 from collections.abc import Sequence
 
@@ -14,7 +17,7 @@ import triton.language as tl
 
 from coat_kernels.codecs.codec import Codec, Storage, load_moment, store_moment
 from coat_kernels.fast_math import fast_reciprocal, fast_sqrt
-from coat_kernels.fp8 import cast
+from coat_kernels.fp8 import cast, widen
 
 # A program takes one tile of ROWS groups. With two warps for four rows of 128 the kernel runs at the speed of
 # a copy on an H200; every loop over tiles was slower (benchmarks/LOG.md, 2026-11-21).
@@ -22,6 +25,8 @@ ROWS, WARPS = 4, 2
 # Tensors are cut into chunks of so many tiles, powers of two, each size in a launch of its own. The larger
 # the chunk, the longer the multiprocessors find its row of the table in their caches.
 CHUNKS = (2**14, 2**11, 2**8, 2**5)
+# columns of the table: pointers, elements that remain, the tensor's index, the first element
+POINTERS, COLUMNS = 9, tl.constexpr(12)
 TRITON_DTYPES = {
     torch.float32: tl.float32,
     torch.bfloat16: tl.bfloat16,
@@ -30,12 +35,44 @@ TRITON_DTYPES = {
 }
 
 
+def split_master(master: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """An FP32 master as a BF16 weight and the int16 remainder that makes it exact again.
+
+    The weight is the nearest BF16 (halves away from zero); its bits, shifted, plus the signed remainder are
+    the master's.
+    """
+    bits = master.contiguous().view(torch.int32)
+    weight = ((bits + 0x8000) >> 16).to(torch.int16).view(torch.bfloat16)
+    return weight, bits.to(torch.int16)
+
+
+def join_master(weight: torch.Tensor, remainder: torch.Tensor) -> torch.Tensor:
+    """The FP32 master of a BF16 weight and its remainder."""
+    return ((weight.view(torch.int16).int() << 16) + remainder.int()).view(torch.float32)
+
+
+def noise_reference(seed: int, numel: int, device: torch.device) -> torch.Tensor:
+    """16 random bits for each element, int32: a 32-bit integer hash (Wellons, lowbias32) of seed + index."""
+    x = (torch.arange(numel, dtype=torch.int64, device=device) + seed) & 0xFFFFFFFF
+    x = ((x ^ (x >> 16)) * 0x7FEB352D) & 0xFFFFFFFF
+    x = ((x ^ (x >> 15)) * 0x846CA68B) & 0xFFFFFFFF
+    return ((x ^ (x >> 16)) >> 16).int()
+
+
+def round_stochastically(x: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
+    """FP32 as BF16, up with the probability of what truncation would drop; NaN stays NaN."""
+    bits = (x.view(torch.int32) + noise) >> 16
+    return torch.where(x.isnan(), torch.nan, bits.to(torch.int16).view(torch.bfloat16))
+
+
 def adamw_reference(
     param: torch.Tensor,
     grad: torch.Tensor,
     exp_avg: Storage,
     exp_avg_sq: Storage,
-    step: int,
+    step: float,
+    remainder: torch.Tensor | None = None,
+    weight: torch.Tensor | None = None,
     *,
     exp_avg_codec: Codec,
     exp_avg_sq_codec: Codec,
@@ -46,13 +83,16 @@ def adamw_reference(
     eps: float,
     weight_decay: float,
     maximize: bool = False,
+    grad_scale: torch.Tensor | None = None,
+    seed: int | None = None,
 ) -> None:
     """One step for one tensor in plain PyTorch, operation by operation as `torch.optim.AdamW` does it."""
     g = grad.reshape(-1).float()
+    g = g if grad_scale is None else g * grad_scale
     g = -g if maximize else g
     m = exp_avg_codec.decode(exp_avg, group_size)
     v = exp_avg_sq_codec.decode(exp_avg_sq, group_size)
-    p = param.reshape(-1).float()
+    p = (param if remainder is None else join_master(param, remainder)).reshape(-1).float()
 
     p = p * (1 - lr * weight_decay)
     m.lerp_(g, 1 - beta1)
@@ -60,7 +100,15 @@ def adamw_reference(
     denominator = (v.sqrt() / math.sqrt(1 - beta2**step)).add_(eps)
     p.addcdiv_(m, denominator, value=-lr / (1 - beta1**step))
 
-    param.copy_(p.view_as(param))
+    if remainder is not None:
+        for old, new in zip((param, remainder), split_master(p), strict=True):
+            old.copy_(new.view_as(old))
+    elif seed is not None:
+        param.copy_(round_stochastically(p, noise_reference(seed, p.numel(), p.device)).view_as(param))
+    else:
+        param.copy_(p.view_as(param))
+    if weight is not None:
+        weight.copy_(p.view_as(weight))
     for codec, storage, moment in ((exp_avg_codec, exp_avg, m), (exp_avg_sq_codec, exp_avg_sq, v)):
         for old, new in zip(storage, codec.encode(moment, group_size), strict=True):
             old.copy_(new)
@@ -72,20 +120,51 @@ def load_pointer(p_chunk, COLUMN: tl.constexpr, DTYPE: tl.constexpr, ALIGNED: tl
     return tl.multiple_of(pointer, 16) if ALIGNED else pointer
 
 
-@triton.jit(do_not_specialize=["log2_tiles"])
-def adamw_kernel(p_table, log2_tiles, decay, lr, rate1, rate2, eps,
+@triton.jit
+def load_tile(p_x, o_x, m_x, MASKED: tl.constexpr):
+    if MASKED:
+        return tl.load(p_x + o_x, mask=m_x, other=0)
+    return tl.load(p_x + o_x)
+
+
+@triton.jit
+def store_tile(p_x, o_x, b_x, m_x, MASKED: tl.constexpr):
+    if MASKED:
+        tl.store(p_x + o_x, b_x, mask=m_x)
+    else:
+        tl.store(p_x + o_x, b_x)
+
+
+@triton.jit
+def bf16_of_bits(b_bits):
+    """The upper halves of FP32 bit patterns, shifted down, as BF16."""
+    return b_bits.to(tl.int16).to(tl.bfloat16, bitcast=True)
+
+
+@triton.jit
+def noise(o_x):
+    b_x = o_x.to(tl.uint32)
+    b_x = (b_x ^ (b_x >> 16)) * 0x7FEB352D
+    b_x = (b_x ^ (b_x >> 15)) * 0x846CA68B
+    return ((b_x ^ (b_x >> 16)) >> 16).to(tl.int32)
+
+
+@triton.jit(do_not_specialize=["log2_tiles", "seed"])
+def adamw_kernel(p_table, p_corrections, p_lr, p_grad_scale, p_found_inf, log2_tiles, seed,
+                 lr, weight_decay, rate1, rate2, eps,
                  PARAM: tl.constexpr, GRAD: tl.constexpr, M_CODES: tl.constexpr, V_CODES: tl.constexpr,
                  M_FROM: tl.constexpr, M_STATISTICS: tl.constexpr, M_TO: tl.constexpr,
                  M_SCALE: tl.constexpr, M_EXPONENT: tl.constexpr, M_E5M2: tl.constexpr,
                  V_FROM: tl.constexpr, V_STATISTICS: tl.constexpr, V_TO: tl.constexpr,
                  V_SCALE: tl.constexpr, V_EXPONENT: tl.constexpr, V_E5M2: tl.constexpr,
-                 MAXIMIZE: tl.constexpr, ALIGNED: tl.constexpr, MASKED: tl.constexpr, WHOLE: tl.constexpr,
+                 EXTRA: tl.constexpr, STOCHASTIC: tl.constexpr, MAXIMIZE: tl.constexpr,
+                 ALIGNED: tl.constexpr, MASKED: tl.constexpr, WHOLE: tl.constexpr,
                  ROWS: tl.constexpr, G: tl.constexpr):  # fmt: skip
     # one row of the table holds all that a program needs: look-ups that wait for one another cost time
     pid = tl.program_id(0)
     i_tile = pid & ((1 << log2_tiles) - 1)
-    p_chunk = p_table + (pid >> log2_tiles) * 10
-    n = tl.load(p_chunk + 8)
+    p_chunk = p_table + (pid >> log2_tiles) * COLUMNS
+    n = tl.load(p_chunk + 9)
     p_param = load_pointer(p_chunk, 0, PARAM, ALIGNED)
     p_grad = load_pointer(p_chunk, 1, GRAD, ALIGNED)
     p_m = load_pointer(p_chunk, 2, M_CODES, ALIGNED)
@@ -94,22 +173,32 @@ def adamw_kernel(p_table, log2_tiles, decay, lr, rate1, rate2, eps,
     p_v = load_pointer(p_chunk, 5, V_CODES, ALIGNED)
     p_v_scale = load_pointer(p_chunk, 6, tl.float32, False)
     p_v_exponent = load_pointer(p_chunk, 7, tl.uint8, False)
-    p_corrections = (p_chunk + 9).to(tl.pointer_type(tl.float32))
-    step_size = lr * tl.load(p_corrections)
-    inverse_root = tl.load(p_corrections + 1)
+    i_tensor = tl.load(p_chunk + 10)
     if not WHOLE and i_tile * (ROWS * G) >= n:
         return
+    # nested: without a pointer the load must not be compiled
+    if p_found_inf is not None:  # noqa: SIM102
+        if tl.load(p_found_inf) != 0.0:
+            return
+    if p_lr is not None:
+        lr = tl.load(p_lr).to(tl.float32)
+    step_size = lr * tl.load(p_corrections + 2 * i_tensor)
+    inverse_root = tl.load(p_corrections + 2 * i_tensor + 1)
 
     # within a chunk offsets fit 32 bits: its pointers have taken the rest
     o_row = i_tile * ROWS + tl.arange(0, ROWS)
     o_x = o_row[:, None] * G + tl.arange(0, G)[None, :]
     m_x, m_row = o_x < n, o_row * G < n
-    if MASKED:
-        b_g = tl.load(p_grad + o_x, mask=m_x, other=0.0).to(tl.float32)
-        b_p = tl.load(p_param + o_x, mask=m_x, other=0.0).to(tl.float32)
-    else:
-        b_g = tl.load(p_grad + o_x).to(tl.float32)
-        b_p = tl.load(p_param + o_x).to(tl.float32)
+    b_g = widen(load_tile(p_grad, o_x, m_x, MASKED))
+    b_param = load_tile(p_param, o_x, m_x, MASKED)
+    b_p = widen(b_param)
+    if EXTRA == "remainder":
+        p_remainder = load_pointer(p_chunk, 8, tl.int16, ALIGNED)
+        b_upper = b_param.to(tl.int16, bitcast=True).to(tl.int32) << 16
+        b_lower = load_tile(p_remainder, o_x, m_x, MASKED).to(tl.int32)
+        b_p = (b_upper + b_lower).to(tl.float32, bitcast=True)
+    if p_grad_scale is not None:
+        b_g *= tl.load(p_grad_scale)
     if MAXIMIZE:
         b_g = -b_g
     b_m = load_moment(p_m, p_m_scale, p_m_exponent, o_x, m_x, o_row, m_row,
@@ -119,14 +208,26 @@ def adamw_kernel(p_table, log2_tiles, decay, lr, rate1, rate2, eps,
     b_m += rate1 * (b_g - b_m)
     b_v += rate2 * (b_g * b_g - b_v)
     b_update = b_m * fast_reciprocal(fast_sqrt(b_v) * inverse_root + eps)
-    b_p = cast(b_p * decay - step_size * b_update, PARAM)
+    # in this order FP32 keeps a decay that 1 - lr * weight_decay would round away
+    b_p -= (lr * weight_decay) * b_p
+    b_p -= step_size * b_update
+    if EXTRA == "remainder":
+        b_bits = b_p.to(tl.int32, bitcast=True)
+        store_tile(p_param, o_x, bf16_of_bits((b_bits + 0x8000) >> 16), m_x, MASKED)
+        store_tile(p_remainder, o_x, b_bits.to(tl.int16), m_x, MASKED)
+    elif STOCHASTIC:
+        b_noise = noise(o_x + (tl.load(p_chunk + 11) + seed * (i_tensor + 1)).to(tl.uint32))
+        b_rounded = bf16_of_bits((b_p.to(tl.int32, bitcast=True) + b_noise) >> 16)
+        store_tile(p_param, o_x, tl.where(b_p == b_p, b_rounded, cast(b_p, PARAM)), m_x, MASKED)
+    else:
+        store_tile(p_param, o_x, cast(b_p, PARAM), m_x, MASKED)
+    if EXTRA == "weight":
+        p_weight = load_pointer(p_chunk, 8, tl.bfloat16, ALIGNED)
+        store_tile(p_weight, o_x, cast(b_p, tl.bfloat16), m_x, MASKED)
     if MASKED:
-        tl.store(p_param + o_x, b_p, mask=m_x)
         # what lies past the end must not enter the statistics of the last group
         b_m = tl.where(m_x, b_m, 0.0)
         b_v = tl.where(m_x, b_v, 0.0)
-    else:
-        tl.store(p_param + o_x, b_p)
     store_moment(b_m, p_m, p_m_scale, p_m_exponent, o_x, m_x, o_row, m_row,
                  M_STATISTICS, M_TO, M_SCALE, M_EXPONENT, M_E5M2, True, MASKED)  # fmt: skip
     store_moment(b_v, p_v, p_v_scale, p_v_exponent, o_x, m_x, o_row, m_row,
@@ -138,25 +239,76 @@ def chunk_table(
     group_bytes: np.ndarray,
     first: np.ndarray,
     numels: np.ndarray,
-    corrections: np.ndarray,
     group_size: int,
     tiles: int,
 ) -> np.ndarray:
     """Cuts `numels` elements of each tensor, from `first` on, into chunks of `tiles` tiles.
 
-    Returns int64 [chunks, 10]. A row holds the tensor's eight `pointers` (parameter, gradient and both
-    storages, [tensors, 8]) moved to the chunk's start by `group_bytes` [8] a group, the elements that remain
-    from there, and the tensor's `corrections`, a pair of FP32.
+    Returns int64 [chunks, COLUMNS]. A row holds the tensor's `pointers` (parameter, gradient, both storages
+    and the extra tensor, [tensors, POINTERS]) moved to the chunk's start by `group_bytes` [POINTERS] a group,
+    the elements that remain from there, the tensor's index and the chunk's first element.
     """
     chunk = tiles * ROWS * group_size
     chunks = -(-numels // chunk)
     tensor = np.repeat(np.arange(len(chunks)), chunks)
-    start = (np.arange(len(tensor)) - np.repeat(np.cumsum(chunks) - chunks, chunks)) * chunk
-    table = np.empty((len(tensor), 10), dtype=np.int64)
-    table[:, :8] = pointers[tensor] + ((first[tensor] + start) // group_size)[:, None] * group_bytes
-    table[:, 8] = numels[tensor] - start
-    table[:, 9:].view(np.float32)[:] = corrections[tensor]
+    within = (np.arange(len(tensor)) - np.repeat(np.cumsum(chunks) - chunks, chunks)) * chunk
+    start = first[tensor] + within
+    table = np.empty((len(tensor), COLUMNS.value), dtype=np.int64)
+    table[:, :POINTERS] = pointers[tensor] + (start // group_size)[:, None] * group_bytes
+    table[:, POINTERS:] = np.stack((numels[tensor] - within, tensor, start), axis=1)
     return table
+
+
+def _upload(array: np.ndarray, device: torch.device) -> torch.Tensor:
+    host = torch.from_numpy(array)
+    return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host
+
+
+@functools.lru_cache(maxsize=8)
+def launches(
+    pointers: bytes,
+    element_bytes: tuple[int, ...],
+    numels: tuple[int, ...],
+    group_size: int,
+    device: torch.device,
+) -> list[tuple[torch.Tensor, int]]:
+    """The tables, on the device, of all chunks of each size, largest first, with the tiles in a chunk.
+
+    Remembered for tensors that stay where they are: their steps upload nothing, and CUDA graphs hold them.
+    """
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        raise RuntimeError(
+            "CoatAdamW: a step captured in a CUDA graph must have run before on the same tensors. Warm up "
+            "with gradients that stay in place: zero_grad(set_to_none=False)."
+        )
+    table = np.frombuffer(pointers, dtype=np.int64).reshape(-1, POINTERS)
+    # all but scales and exponents have an element for each of the group's
+    elements = np.where(np.isin(np.arange(POINTERS), (3, 4, 6, 7)), 1, group_size)
+    group_bytes = elements * np.array(element_bytes, dtype=np.int64)
+    remaining = np.array(numels, dtype=np.int64)
+    done = np.zeros_like(remaining)
+    tile = ROWS * group_size
+    out = []
+    for tiles in (*CHUNKS, 1):
+        # the smallest chunks take all full tiles that are left, then single tiles the ends of the tensors
+        unit = {CHUNKS[-1]: tile, 1: 1}.get(tiles, tiles * tile)
+        part = remaining // unit * unit
+        chunks = chunk_table(table, group_bytes, done, part, group_size, tiles)
+        if len(chunks):
+            out.append((_upload(chunks, device), tiles))
+        done, remaining = done + part, remaining - part
+    return out
+
+
+def corrections_of(
+    steps: Sequence[float] | torch.Tensor, beta1: float, beta2: float, device: torch.device
+) -> torch.Tensor:
+    """The factors 1 / (1 - beta1^t) and 1 / sqrt(1 - beta2^t) of each tensor, FP32 [tensors, 2]."""
+    if isinstance(steps, torch.Tensor):
+        t = steps.double()
+        return torch.stack((1 / (1 - beta1**t), (1 - beta2**t).rsqrt()), dim=1).float()
+    pairs = [(1 / (1 - beta1**t), 1 / math.sqrt(1 - beta2**t)) for t in steps]
+    return _upload(np.array(pairs, dtype=np.float32), device)
 
 
 def adamw_triton(
@@ -164,53 +316,49 @@ def adamw_triton(
     grads: Sequence[torch.Tensor],
     exp_avgs: Sequence[Storage],
     exp_avg_sqs: Sequence[Storage],
-    steps: Sequence[int],
+    steps: Sequence[float] | torch.Tensor,
+    remainders: Sequence[torch.Tensor] | None = None,
+    weights: Sequence[torch.Tensor] | None = None,
     *,
     exp_avg_codec: Codec,
     exp_avg_sq_codec: Codec,
     group_size: int,
-    lr: float,
+    lr: float | torch.Tensor,
     beta1: float,
     beta2: float,
     eps: float,
     weight_decay: float,
     maximize: bool = False,
+    grad_scale: torch.Tensor | None = None,
+    found_inf: torch.Tensor | None = None,
+    seed: int | None = None,
 ) -> None:
-    """`adamw_reference` for tensors of one device, of one type and with gradients of one.
+    """`adamw_` on CUDA, or in the interpreter.
 
     At most five launches, however many tensors there are: one for each size of chunks, and one, the only one
     with masks, for the last tile of each tensor.
     """
     device = params[0].device
-    tensors = [(p, g, *m, *v) for p, g, m, v in zip(params, grads, exp_avgs, exp_avg_sqs, strict=True)]
+    extra = remainders or weights or params
+    tensors = [
+        (p, g, *m, *v, e) for p, g, m, v, e in zip(params, grads, exp_avgs, exp_avg_sqs, extra, strict=True)
+    ]
     pointers = np.array([[t.data_ptr() for t in row] for row in tensors], dtype=np.int64)
-    # parameter, gradient and codes have an element for each of the group's, scale and exponent one for all
-    elements = np.array([group_size, group_size, *(group_size, 1, 1) * 2], dtype=np.int64)
-    group_bytes = elements * [t.element_size() for t in tensors[0]]
-    numels = np.array([p.numel() for p in params], dtype=np.int64)
-    corrections = np.array(
-        [(1 / (1 - beta1**t), 1 / math.sqrt(1 - beta2**t)) for t in steps], dtype=np.float32
-    )
-    # views into flat buffers may start anywhere
-    aligned = not (pointers[:, elements > 1] % 16).any()
-    tile = ROWS * group_size
-    done = np.zeros_like(numels)
-    for tiles in (*CHUNKS, 1):
-        masked, whole = tiles == 1, tiles not in (CHUNKS[-1], 1)
-        # the smallest chunks take all tiles that are left; some end early
-        unit = tile if tiles == CHUNKS[-1] else tiles * tile
-        part = numels - done if masked else (numels - done) // unit * unit
-        table = chunk_table(pointers, group_bytes, done, part, corrections, group_size, tiles)
-        done += part
-        if not len(table):
-            continue
-        host = torch.from_numpy(table)
+    element_bytes = tuple(t.element_size() for t in tensors[0])
+    numels = tuple(p.numel() for p in params)
+    corrections = corrections_of(steps, beta1, beta2, device)
+    for table, tiles in launches(pointers.tobytes(), element_bytes, numels, group_size, device):
         with torch.cuda.device_of(params[0]):
             adamw_kernel[(len(table) * tiles,)](
-                host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host,
+                table,
+                corrections,
+                lr if isinstance(lr, torch.Tensor) else None,
+                grad_scale,
+                found_inf,
                 tiles.bit_length() - 1,
-                decay=1 - lr * weight_decay,
-                lr=lr,
+                seed or 0,
+                lr=0.0 if isinstance(lr, torch.Tensor) else lr,
+                weight_decay=weight_decay,
                 rate1=1 - beta1,
                 rate2=1 - beta2,
                 # subnormal roots count as zero, and zero moments must not divide by zero
@@ -231,10 +379,13 @@ def adamw_triton(
                 V_SCALE=exp_avg_sq_codec.has_scale,
                 V_EXPONENT=exp_avg_sq_codec.has_exponent,
                 V_E5M2=exp_avg_sq_codec.is_e5m2,
+                EXTRA="remainder" if remainders else "weight" if weights else "none",
+                STOCHASTIC=seed is not None,
                 MAXIMIZE=maximize,
-                ALIGNED=aligned,
-                MASKED=masked,
-                WHOLE=whole,
+                # views into flat buffers may start anywhere
+                ALIGNED=not (pointers[:, (0, 1, 2, 5, 8)] % 16).any(),
+                MASKED=tiles == 1,
+                WHOLE=tiles not in (CHUNKS[-1], 1),
                 ROWS=ROWS,
                 G=group_size,
                 num_warps=WARPS,
@@ -247,16 +398,59 @@ def adamw_(
     grads: Sequence[torch.Tensor],
     exp_avgs: Sequence[Storage],
     exp_avg_sqs: Sequence[Storage],
-    steps: Sequence[int],
+    steps: Sequence[float] | torch.Tensor,
+    remainders: Sequence[torch.Tensor] | None = None,
+    weights: Sequence[torch.Tensor] | None = None,
+    *,
+    found_inf: torch.Tensor | None = None,
+    seed: int | None = None,
     **options,
 ) -> None:
-    """One AdamW step in place for every tensor of the lists; `steps` counts from 1.
+    """One AdamW step in place for every tensor of the lists.
 
-    Parameters (FP32 or BF16) and gradients (FP32, BF16 or FP16) are contiguous, of one type each and of
-    one device; `options` are `adamw_reference`'s. CUDA tensors take the kernel, others the reference.
+    Args:
+        params: FP32 or BF16, contiguous, of one type and one device.
+        grads: FP32, BF16 or FP16, contiguous, of one type.
+        steps: counts from 1, of each tensor, as numbers or as one FP32 tensor on the device.
+        remainders: int16, for BF16 parameters: the 16 bits that make each of them an exact FP32 master.
+        weights: BF16, for FP32 parameters: copies to be written too.
+        lr: a number, or an FP32 tensor of one element on the device.
+        grad_scale: FP32 tensor of one element on the device, by which gradients are multiplied.
+        found_inf: the same; unless it holds zero, nothing is changed.
+        seed: rounds BF16 parameters without remainders stochastically; a new one for each step.
+        options: codecs, group size and hyper-parameters, as `adamw_reference` has them.
+
+    CUDA tensors take the kernel and never wait for the device, others the reference.
     """
     if params and params[0].is_cuda:
-        adamw_triton(params, grads, exp_avgs, exp_avg_sqs, steps, **options)
+        adamw_triton(
+            params,
+            grads,
+            exp_avgs,
+            exp_avg_sqs,
+            steps,
+            remainders,
+            weights,
+            found_inf=found_inf,
+            seed=seed,
+            **options,
+        )
         return
-    for tensors in zip(params, grads, exp_avgs, exp_avg_sqs, steps, strict=True):
-        adamw_reference(*tensors, **options)
+    if found_inf is not None and found_inf.item():
+        return
+    options["lr"] = float(options["lr"])
+    nothing = [None] * len(params)
+    for i, (param, grad, m, v, step, remainder, weight) in enumerate(
+        zip(
+            params,
+            grads,
+            exp_avgs,
+            exp_avg_sqs,
+            steps,
+            remainders or nothing,
+            weights or nothing,
+            strict=True,
+        )
+    ):
+        seeded = None if seed is None else seed * (i + 1)
+        adamw_reference(param, grad, m, v, float(step), remainder, weight, seed=seeded, **options)

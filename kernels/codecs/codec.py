@@ -57,6 +57,8 @@ class Codec:
     to_codes_tile: Callable
     from_codes_tile: Callable
     clamp_tile: Callable
+    signed: bool = True
+    """Whether it stores negative values too, as a first moment needs; others become NaN."""
 
     def zeros(self, numel: int, group_size: int, device: torch.device | str) -> Storage:
         """A moment of zeros."""

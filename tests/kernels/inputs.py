@@ -10,8 +10,11 @@ def wide(*shape: int, sigma: float = 2.0) -> torch.Tensor:
     return torch.randn(shape) * torch.exp(sigma * torch.randn(shape))
 
 
-def hard(n: int) -> dict[str, torch.Tensor]:
-    """Named FP32 vectors of n elements: zeros, constants, wide ranges, extremes, non-finite values."""
+def hard(n: int, signed: bool = True) -> dict[str, torch.Tensor]:
+    """Named FP32 vectors of n elements: zeros, constants, wide ranges, extremes, non-finite values.
+
+    Without signs for codecs that store none: their magnitudes, the same cases.
+    """
     some_zeros = wide(n)
     some_zeros[::3] = 0
     extremes = wide(n)
@@ -20,7 +23,7 @@ def hard(n: int) -> dict[str, torch.Tensor]:
     ]
     broken = wide(n)
     broken[0], broken[n // 2] = torch.nan, -torch.inf
-    return {
+    cases = {
         "wide": wide(n),
         "narrow": 1 + 0.01 * torch.rand(n),
         "zeros": torch.zeros(n),
@@ -30,3 +33,4 @@ def hard(n: int) -> dict[str, torch.Tensor]:
         "extremes": extremes,
         "broken": broken,
     }
+    return cases if signed else {case: x.abs() for case, x in cases.items()}

@@ -1,0 +1,37 @@
+# Two targets do everything on a bare machine: `make quickstart` and `make test`.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+# A machine without a GPU takes the CPU build of torch; elsewhere plain torch brings CUDA's packages.
+TORCH ?= $(if $(shell command -v nvidia-smi),torch>=2.11$(,)<2.14,torch==2.13.0)
+, := ,
+
+.PHONY: setup quickstart test lint format clean
+
+setup: $(VENV)/.done
+
+$(VENV)/.done: setup.py
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --upgrade pip
+	$(BIN)/pip install --quiet "$(TORCH)" numpy wheel "setuptools>=77"
+	DS_BUILD_OPS=0 $(BIN)/pip install --quiet --no-build-isolation -e ".[deepspeed,megatron,launch,test]"
+	touch $@
+
+quickstart: setup
+	$(BIN)/python launch/pretrain_gpt.py --model-config configs/model_quickstart.json \
+		--deepspeed-config configs/ds_zero1_coat.json --compare --output runs/quickstart
+
+test: lint
+	$(BIN)/python -m pytest
+
+lint: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+format: setup
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+clean:
+	rm -rf $(VENV) runs build *.egg-info .pytest_cache .ruff_cache .hypothesis

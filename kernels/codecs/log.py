@@ -1,0 +1,109 @@
+"""A code for second moments with evenly spaced logarithms, in all 256 codes: there is no sign to store.
+
+FP8 spends half of its codes on signs that a second moment does not have, and stretches what is left by a
+power. Here a group's magnitudes, from its largest M down to its smallest non-zero m, lie on 254 levels
+
+    x = M * 2^(-step * (254 - code)),    step = log2(M / m) / 253,
+
+so that each value is off by half a step of the logarithm at most. Code 0 is zero, code 255 is NaN: what is
+not finite, and negative values, which no second moment has. The step is rounded up to the next 256th and
+stored as a byte, 1 to 251; 255 marks a group of zeros. M is stored as FP32, the same five bytes a group as
+with dynamic range expansion, and the same rules hold: the largest value is exact, no value but zero becomes
+zero, and magnitudes below 2^-120 count as 2^-120.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from coat_kernels.codecs.codec import Codec
+from coat_kernels.codecs.expanded import log2_tile
+from coat_kernels.fast_math import fast_exp2, fast_reciprocal
+
+# the byte of a group whose logarithms span one octave
+STEPS_PER_OCTAVE = tl.constexpr(256 / 253)
+
+
+def _log2(x: torch.Tensor) -> torch.Tensor:
+    return x.log2().clamp_min(-120)
+
+
+def statistics(x):
+    largest = torch.where(x.isfinite(), x, 0).amax(1, keepdim=True).clamp_min(0)
+    smallest = torch.where(x > 0, x, torch.inf).amin(1, keepdim=True)
+    octaves = torch.where(largest > 0, _log2(largest) - _log2(smallest), torch.inf)
+    return largest, (octaves * (256 / 253)).floor().add(1).clamp_max(255).to(torch.uint8)
+
+
+def to_codes(x, scale, exponent):
+    code = (_log2(x) - _log2(scale)) * (256 / exponent.float()) + 254
+    code = torch.where(x == 0, 0, code.add(0.5).floor().clamp(1, 254))
+    return torch.where(x.isfinite() & (x >= 0), code, 255).to(torch.uint8)
+
+
+def from_codes(codes, scale, exponent):
+    code = codes.float()
+    # the square root of the factor, which itself may be as small as 2^-250
+    root = torch.exp2((code - 254) * (exponent.float() / 512))
+    x = torch.where(code == 0, 0, scale * root * root)
+    return torch.where(code == 255, torch.nan, x)
+
+
+@triton.jit
+def statistics_tile(b_x, E5M2: tl.constexpr, SIGNED: tl.constexpr):
+    # as in the tile of dynamic range expansion; negative values have negative bit patterns
+    b_bits = b_x.to(tl.int32, bitcast=True)
+    b_top = tl.maximum(tl.max(b_bits + 0x800000, axis=1), 0x800000) - 0x800000
+    b_bottom = tl.min((b_bits - 1).to(tl.uint32, bitcast=True), axis=1).to(tl.int32, bitcast=True) + 1
+    b_max = b_top.to(tl.float32, bitcast=True)
+    b_octaves = log2_tile(b_max) - log2_tile(b_bottom.to(tl.float32, bitcast=True))
+    b_exponent = (b_octaves * STEPS_PER_OCTAVE).to(tl.int32) + 1
+    return b_max, tl.where(b_top > 0, b_exponent, 255)
+
+
+@triton.jit
+def to_codes_tile(b_x, b_scale, b_exponent, E5M2: tl.constexpr, SIGNED: tl.constexpr):
+    b_codes_per_octave = 256.0 * fast_reciprocal(b_exponent.to(tl.float32))
+    # the half rounds: what follows truncates
+    b_offset = 254.5 - log2_tile(b_scale) * b_codes_per_octave
+    b_code = (log2_tile(b_x) * b_codes_per_octave + b_offset).to(tl.int32)
+    # taken as unsigned, the bits of negative and of non-finite values are the largest
+    b_bits = b_x.to(tl.uint32, bitcast=True)
+    b_code = tl.where(b_bits < 0x7F800000, b_code, 255)
+    return tl.where(b_x == 0.0, 0, b_code).to(tl.uint8)
+
+
+@triton.jit
+def clamp_tile(b_x, b_scale, b_exponent, E5M2: tl.constexpr, SIGNED: tl.constexpr):
+    """Positive values brought into what `b_scale` and `b_exponent`, taken from elsewhere, can store."""
+    b_tiny = from_codes_tile(tl.full([1, 1], 1, tl.uint8), b_scale, b_exponent, E5M2, SIGNED)
+    b_clamped = tl.minimum(tl.maximum(b_x, b_tiny), b_scale)
+    return tl.where((b_x > 0.0) & (b_x < float("inf")), b_clamped, b_x)
+
+
+@triton.jit
+def from_codes_tile(b_codes, b_scale, b_exponent, E5M2: tl.constexpr, SIGNED: tl.constexpr):
+    b_code = b_codes.to(tl.float32)
+    # the square root of the factor, which itself may be as small as 2^-250
+    b_root = fast_exp2((b_code - 254.0) * (b_exponent.to(tl.float32) * (1.0 / 512.0)))
+    b_x = tl.where(b_codes == 0, 0.0, b_scale * b_root * b_root)
+    return tl.where(b_codes == 255, float("nan"), b_x)
+
+
+CODECS = (
+    Codec(
+        "log8",
+        torch.uint8,
+        True,
+        True,
+        False,
+        statistics,
+        to_codes,
+        from_codes,
+        statistics_tile,
+        to_codes_tile,
+        from_codes_tile,
+        clamp_tile,
+        signed=False,
+    ),
+)
