@@ -16,6 +16,8 @@ from coat_kernels.fp8 import E4M3, E5M2
 OPTIMIZER_GROUP_SIZES = (64, 128, 256)
 ACTIVATION_GROUP_SIZES = (16, 32, 64, 128)
 FP8_FORMATS = (E4M3.name, E5M2.name)
+BF16_PARAMS = ("exact", "stochastic", "nearest")
+KEEP_FP32 = ("*norm*", "*bias*")
 
 
 class CoatConfigError(ValueError):
@@ -94,13 +96,28 @@ class OptimizerConfig(_Block):
     """Consecutive elements that share one scale and one exponent."""
 
     min_numel: int = 4096
-    """Tensors with fewer elements (norms, biases) keep FP32 moments. 0 compresses everything."""
+    """Tensors with fewer elements keep FP32 moments. 0 compresses them too."""
+
+    keep_fp32: tuple[str, ...] = KEEP_FP32
+    """Patterns of parameter names, `*` and `?`, any case: what matches keeps FP32 moments."""
+
+    bf16_params: str = "exact"
+    """How BF16 parameters that the optimizer itself holds are updated: "exact" (16 more bits in the state
+    make each an FP32 master), "stochastic" or "nearest" rounding. ZeRO's FP32 masters are not concerned."""
 
     def __post_init__(self):
         check_type(f"{self.KEY}.enabled", self.enabled, bool)
         check_choice(f"{self.KEY}.exp_avg_format", self.exp_avg_format, tuple(SIGNED_CODECS))
         check_choice(f"{self.KEY}.exp_avg_sq_format", self.exp_avg_sq_format, tuple(CODECS))
         check_choice(f"{self.KEY}.group_size", self.group_size, OPTIMIZER_GROUP_SIZES)
+        check_choice(f"{self.KEY}.bf16_params", self.bf16_params, BF16_PARAMS)
+        patterns = self.keep_fp32
+        if not isinstance(patterns, list | tuple) or not all(isinstance(p, str) for p in patterns):
+            raise CoatConfigError(
+                f"{self.KEY}.keep_fp32: expected a list of name patterns such as {list(KEEP_FP32)}, found "
+                f"{patterns!r}. Correct the value or drop the key."
+            )
+        object.__setattr__(self, "keep_fp32", tuple(patterns))
         check_type(f"{self.KEY}.min_numel", self.min_numel, int)
         if self.min_numel < 0:
             raise CoatConfigError(

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from coat_ds.config import CoatConfig, CoatConfigError, OptimizerConfig
-from coat_ds.optimizer import LAYOUT, CoatAdamW
+from coat_ds.optimizer import LAYOUT, CoatAdamW, keeps_fp32
 from coat_ds.state import Moment
 
 # what each key of "optimizer": {"params": ...} has to be to mean what CoatAdamW does; None: passed on
@@ -77,7 +77,7 @@ def initialize(
     if coat.optimizer.enabled:
         check_host_config(host)
         _let_zero_accept(CoatAdamW)
-        given["optimizer"] = _client_optimizer(coat, host, optimizer)
+        given["optimizer"] = _client_optimizer(coat, host, optimizer, model)
         host = {key: value for key, value in host.items() if key != "optimizer"}
     if config is None and config_params is None:
         given["args"] = _without_config(args)
@@ -189,7 +189,7 @@ def check_host_config(host: Mapping[str, Any]) -> None:
         )
 
 
-def _client_optimizer(coat: CoatConfig, host: Mapping[str, Any], optimizer):
+def _client_optimizer(coat: CoatConfig, host: Mapping[str, Any], optimizer, model: torch.nn.Module | None):
     """What DeepSpeed is given as `optimizer`: the user's CoatAdamW, or a function that builds one."""
     if isinstance(optimizer, CoatAdamW):
         return optimizer
@@ -204,8 +204,10 @@ def _client_optimizer(coat: CoatConfig, host: Mapping[str, Any], optimizer):
     # DeepSpeed picks its stage-0 wrapper by the optimizer's class
     cls = CoatAdamW if _section(host, "zero_optimization").get("stage", 0) else _fused_adam_class()
 
+    names = {} if model is None else {p: name for name, p in model.named_parameters()}
+
     def build(model_parameters):
-        return cls(split_groups(model_parameters, coat.optimizer), **options)
+        return cls(split_groups(model_parameters, coat.optimizer, names), **options)
 
     return build
 
@@ -241,17 +243,20 @@ def _optimizer_options(host: Mapping[str, Any]) -> dict[str, Any]:
     return {"weight_decay": DEFAULT_WEIGHT_DECAY, **passed}
 
 
-def split_groups(model_parameters: Iterable, config: OptimizerConfig) -> list[dict[str, Any]]:
+def split_groups(
+    model_parameters: Iterable, config: OptimizerConfig, names: Mapping[torch.Tensor, str] | None = None
+) -> list[dict[str, Any]]:
     """Parameter groups in which tensors are stored alike here and held alike by the other ranks.
 
-    ZeRO flattens a group before the optimizer sees it. Tensors of fewer than `min_numel` elements therefore
-    get groups of their own, which keep FP32 moments. Tensors that are sharded over ranks and tensors that
-    other ranks hold copies of would share quantization groups in the flat buffer, and the copies would
-    drift apart: they get groups of their own too.
+    ZeRO flattens a group before the optimizer sees it. Tensors of fewer than `min_numel` elements, and those
+    that `keep_fp32` names, therefore get groups of their own, which keep FP32 moments. Tensors that are
+    sharded over ranks and tensors that other ranks hold copies of would share quantization groups in the
+    flat buffer, and the copies would drift apart: they get groups of their own too.
 
     model_parameters: parameters or parameter groups. Options of a group are kept, and win over `config`;
-    frozen parameters, which ZeRO ignores, are left out.
+    frozen parameters, which ZeRO ignores, are left out. names: the parameters' names in the model.
     """
+    names = names or {}
     model_parameters = list(model_parameters)
     if not all(isinstance(item, dict) for item in model_parameters):
         model_parameters = [{"params": model_parameters}]
@@ -263,6 +268,7 @@ def split_groups(model_parameters: Iterable, config: OptimizerConfig) -> list[di
             if p.requires_grad:
                 # ZeRO-3 has emptied the tensor and noted its size
                 small = getattr(p, "ds_numel", p.numel()) < options["min_numel"]
+                small = small or keeps_fp32(config.keep_fp32, names.get(p), p)
                 sharded = bool(getattr(p, "tensor_model_parallel", False))
                 tied = bool(getattr(p, "ds_pipe_replicated", False))
                 parts.setdefault((small, sharded, tied), []).append(p)

@@ -1,13 +1,21 @@
 """AdamW whose moments are stored in FP8 with dynamic range expansion."""
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable
-from itertools import chain
+from collections.abc import Callable, Iterable, Sequence
+from fnmatch import fnmatchcase
+from itertools import chain, repeat
 from typing import Any
 
 import torch
 
-from coat_ds.config import OPTIMIZER_GROUP_SIZES, CoatConfigError, check_choice, check_type
+from coat_ds.config import (
+    BF16_PARAMS,
+    KEEP_FP32,
+    OPTIMIZER_GROUP_SIZES,
+    CoatConfigError,
+    check_choice,
+    check_type,
+)
 from coat_ds.state import Moment
 from coat_kernels.adamw import adamw_
 from coat_kernels.codecs import CODECS, SIGNED_CODECS, Codec, Storage, get_codec
@@ -16,18 +24,19 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 PARAM_DTYPES = (torch.float32, torch.bfloat16)
 GRAD_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
+Rule = Sequence[str] | Callable[[str | None, torch.Tensor], bool]
+
 # the implementation switches of torch.optim.AdamW, which have one implementation here; they stand in the
 # parameter groups all the same, so that a state dict has the stock layout
 STOCK_SWITCHES: dict[str, Any] = {
     "amsgrad": False,
     "foreach": None,
-    "capturable": False,
     "differentiable": False,
     "fused": None,
     "decoupled_weight_decay": True,
 }
 # belong to the optimizer and not to a checkpoint: a loaded state dict leaves them as they are
-LAYOUT = ("exp_avg_format", "exp_avg_sq_format", "group_size", "min_numel")
+LAYOUT = ("exp_avg_format", "exp_avg_sq_format", "group_size", "min_numel", "bf16_params")
 
 METADATA_VERSION = 1
 # decoding on another device differs by a few FP32 roundings (2^-24) times at most 16, the largest 1 / k;
@@ -38,20 +47,32 @@ SAME_VALUE = 1e-4
 class CoatAdamW(torch.optim.Optimizer):
     """`torch.optim.AdamW` with compressed moments: same arguments, same update, computed in FP32.
 
-    params: parameters or parameter groups; updated in place; FP32 or BF16, any shape and strides.
-        Gradients are FP32, BF16 or FP16.
-    lr, betas, eps, weight_decay, maximize: as in `torch.optim.AdamW`.
-    amsgrad, foreach, capturable, differentiable, fused: only the default values are accepted.
+    params: parameters, named parameters or parameter groups; updated in place; FP32 or BF16, any shape and
+        strides. Gradients are FP32, BF16 or FP16.
+    lr, betas, eps, weight_decay, maximize: as in `torch.optim.AdamW`; an lr on the device is read there.
+    capturable: keep `step` on the device, so that a step may be captured in a CUDA graph.
+    amsgrad, foreach, differentiable, fused: only the default values are accepted.
     exp_avg_format, exp_avg_sq_format: storage of the two moments, by name (`coat_kernels.codecs.CODECS`).
     group_size: elements that share one scale and one exponent: 64, 128 or 256.
     min_numel: tensors with fewer elements keep FP32 moments; 0 compresses everything.
+    bf16_params: how BF16 parameters are updated. "exact": `state[p]["remainder"]`, int16, makes each one an
+        FP32 master, the bits of which are those of an FP32 run. "stochastic": rounded up with the probability
+        of what is dropped. "nearest": as `torch.optim.AdamW` does, losing updates below half a BF16 step.
+    keep_fp32: which other tensors keep FP32 moments: patterns of names, for parameters given with names, or
+        a function of (name or None, parameter).
+    seed: of stochastic rounding.
 
-    All of them except the implementation switches may differ between parameter groups.
-    `state[p]` holds `step` (int) and the `Moment`s `exp_avg` and `exp_avg_sq`. A plain tensor that someone
-    puts in a moment's place is encoded by the next step.
+    All of them except the implementation switches, keep_fp32 and seed may differ between parameter groups.
+    `state[p]` holds `step` (an int; where a gradient scaler or `capturable` needs it, an FP32 tensor on the
+    device) and the `Moment`s `exp_avg` and `exp_avg_sq`. A plain tensor that someone puts in a moment's place
+    is encoded by the next step. `torch.amp.GradScaler`'s flag of non-finite gradients skips the step on the
+    device.
 
     Raises ValueError for values that `torch.optim.AdamW` rejects too, and for an unknown format or size.
     """
+
+    # GradScaler then leaves scale and flag to `step`, as attributes grad_scale and found_inf
+    _step_supports_amp_scaling = True
 
     def __init__(
         self,
@@ -71,6 +92,9 @@ class CoatAdamW(torch.optim.Optimizer):
         exp_avg_sq_format: str = "fp8_expanded",
         group_size: int = 128,
         min_numel: int = 4096,
+        bf16_params: str = "exact",
+        keep_fp32: Rule = KEEP_FP32,
+        seed: int = 0,
     ):
         defaults = {
             "lr": lr,
@@ -88,20 +112,55 @@ class CoatAdamW(torch.optim.Optimizer):
             "exp_avg_sq_format": exp_avg_sq_format,
             "group_size": group_size,
             "min_numel": min_numel,
+            "bf16_params": bf16_params,
         }
         _check_options(defaults)
+        self._keep_fp32, self._seed = keep_fp32, seed
+        self._kept: set[torch.Tensor] = set()
+        self._copies: dict[torch.Tensor, torch.Tensor] = {}
         # by name: a subclass for a host may have another optimizer class behind this one
         torch.optim.Optimizer.__init__(self, params, defaults)
+
+    def __getstate__(self) -> dict[str, Any]:
+        own = ("_keep_fp32", "_seed", "_kept", "_copies")
+        return {**super().__getstate__(), **{name: getattr(self, name) for name in own}}
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As in `torch.optim.Optimizer`; the group may set every option of the constructor."""
         if isinstance(param_group, dict):
             _check_options({**self.defaults, **param_group})
         torch.optim.Optimizer.add_param_group(self, param_group)
+        group = self.param_groups[-1]
+        for name, p in zip(group.get("param_names", repeat(None)), group["params"], strict=False):
+            if keeps_fp32(self._keep_fp32, name, p):
+                self._kept.add(p)
 
+    def copy_weight(self, param: torch.Tensor, copy: torch.Tensor) -> None:
+        """From now on every step also writes `param`, which is FP32, to `copy`, rounded to BF16, in one pass.
+
+        Raises ValueError unless `copy` is contiguous BF16 of the same shape on the same device.
+        """
+        if (copy.dtype, param.dtype) != (torch.bfloat16, torch.float32) or not copy.is_contiguous():
+            raise ValueError(
+                f"copy_weight: expected a contiguous BF16 copy of an FP32 parameter, found {copy.dtype} of "
+                f"{param.dtype}."
+            )
+        if copy.shape != param.shape or copy.device != param.device:
+            raise ValueError(
+                f"copy_weight: the copy is {tuple(copy.shape)} on {copy.device}, the parameter "
+                f"{tuple(param.shape)} on {param.device}. Give it the parameter's shape and device."
+            )
+        self._copies[param] = copy
+
+    @torch._disable_dynamo
     @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None):
+    def step(
+        self, closure: Callable[[], float] | None = None, *, grad_scale: torch.Tensor | None = None
+    ) -> float | None:
         """One step; returns the loss of `closure`.
+
+        grad_scale: FP32 tensor of one element, such as a clip coefficient, by which gradients are multiplied
+        while they are read; on the device, and never waited for.
 
         Raises TypeError or ValueError, before anything is changed, for parameters and gradients of a type,
         shape or device that it cannot handle.
@@ -110,6 +169,11 @@ class CoatAdamW(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        found_inf = getattr(self, "found_inf", None)
+        scaler_scale = getattr(self, "grad_scale", None)
+        if scaler_scale is not None:
+            inverse = 1 / scaler_scale.float()
+            grad_scale = inverse if grad_scale is None else grad_scale * inverse
         work = [(group, [p for p in group["params"] if p.grad is not None]) for group in self.param_groups]
         for _, params in work:
             for p in params:
@@ -117,33 +181,47 @@ class CoatAdamW(torch.optim.Optimizer):
         for group, params in work:
             buckets: dict[tuple, list[torch.Tensor]] = defaultdict(list)
             for p in params:
-                state = self._ready_state(p, group)
-                state["step"] += 1
+                state = self._ready_state(p, group, count_on_device=found_inf is not None)
                 m, v = (state[name] for name in MOMENTS)
-                buckets[p.device, p.dtype, p.grad.dtype, m.codec.name, v.codec.name, m.group_size].append(p)
+                key = (p.device, p.dtype, p.grad.dtype, m.codec.name, v.codec.name, m.group_size)
+                buckets[*key, p in self._copies].append(p)
             for bucket in buckets.values():
-                self._update(bucket, group)
+                self._update(bucket, group, grad_scale, found_inf)
         return loss
 
-    def _update(self, params: list[torch.Tensor], group: dict[str, Any]) -> None:
+    def _update(
+        self,
+        params: list[torch.Tensor],
+        group: dict[str, Any],
+        grad_scale: torch.Tensor | None,
+        found_inf: torch.Tensor | None,
+    ) -> None:
         states = [self.state[p] for p in params]
-        first = states[0]
+        first, device = states[0], params[0].device
         contiguous = [p.contiguous() for p in params]
+        has_remainder = "remainder" in first
+        stochastic = params[0].dtype == torch.bfloat16 and group["bf16_params"] == "stochastic"
         adamw_(
             contiguous,
             [p.grad.contiguous() for p in params],
             [s["exp_avg"].storage for s in states],
             [s["exp_avg_sq"].storage for s in states],
-            [s["step"] for s in states],
+            _count(states, found_inf),
+            [s["remainder"] for s in states] if has_remainder else None,
+            [self._copies[p] for p in params] if params[0] in self._copies else None,
             exp_avg_codec=first["exp_avg"].codec,
             exp_avg_sq_codec=first["exp_avg_sq"].codec,
             group_size=first["exp_avg"].group_size,
-            lr=float(group["lr"]),
+            # a rate on another device would be waited for on every step
+            lr=group["lr"] if _is_on(group["lr"], device) else float(group["lr"]),
             beta1=float(group["betas"][0]),
             beta2=float(group["betas"][1]),
             eps=group["eps"],
             weight_decay=group["weight_decay"],
             maximize=group["maximize"],
+            grad_scale=None if grad_scale is None else grad_scale.to(device),
+            found_inf=None if found_inf is None else found_inf.to(device),
+            seed=_mix(self._seed, int(first["step"])) if stochastic else None,
         )
         for p, updated in zip(params, contiguous, strict=True):
             if updated is not p:
@@ -158,16 +236,46 @@ class CoatAdamW(torch.optim.Optimizer):
                 if p.requires_grad:
                     self._ready_state(p, group)
 
-    def _ready_state(self, p: torch.Tensor, group: dict[str, Any]) -> dict[str, Any]:
+    def _ready_state(
+        self, p: torch.Tensor, group: dict[str, Any], count_on_device: bool = False
+    ) -> dict[str, Any]:
         state = self.state[p]
-        state["step"] = int(state.get("step", 0))
+        step = state.get("step", 0)
+        if group["capturable"] or count_on_device:
+            if not _is_on(step, p.device):
+                state["step"] = torch.tensor(float(step), dtype=torch.float32, device=p.device)
+        else:
+            state["step"] = int(step)
         for name in MOMENTS:
             value = state.get(name)
             if value is None:
-                state[name] = Moment.zeros(p.shape, *_storage_of(p, group, name), p.device)
+                state[name] = Moment.zeros(p.shape, *self._storage_of(p, group, name), p.device)
             elif not isinstance(value, Moment):
-                state[name] = Moment.encoded(value.to(p.device), *_storage_of(p, group, name))
+                state[name] = Moment.encoded(value.to(p.device), *self._storage_of(p, group, name))
+        if p.dtype == torch.bfloat16 and group["bf16_params"] == "exact" and "remainder" not in state:
+            # zero: what the parameter holds is taken to be the master
+            state["remainder"] = torch.zeros(p.shape, dtype=torch.int16, device=p.device)
         return state
+
+    def _storage_of(self, p: torch.Tensor, group: dict[str, Any], name: str) -> tuple[Codec, int]:
+        """Codec and group size of a moment of `p`."""
+        small = p.numel() < group["min_numel"] or p in self._kept
+        return get_codec("fp32" if small else group[f"{name}_format"]), group["group_size"]
+
+    def layout(self) -> str:
+        """A table of how the moments of each tensor are stored, with their bytes; equal rows are counted."""
+        rows: dict[tuple, list[int]] = {}
+        for group in self.param_groups:
+            for name, p in zip(group.get("param_names", repeat("")), group["params"], strict=False):
+                codecs = tuple(self._storage_of(p, group, moment)[0] for moment in MOMENTS)
+                zeros = (c.zeros(p.numel(), group["group_size"], "meta").nbytes for c in codecs)
+                kind = ".".join("*" if part.isdigit() else part for part in name.split("."))
+                row = rows.setdefault((kind, tuple(p.shape), *(c.name for c in codecs)), [0, 0])
+                row[0], row[1] = row[0] + 1, row[1] + sum(zeros)
+        lines = [f"{'tensors':>7}  {'bytes':>15}  {'exp_avg':<18} {'exp_avg_sq':<18} shape, name"]
+        for (kind, shape, m, v), (count, size) in rows.items():
+            lines.append(f"{count:>7}  {size:>15,}  {m:<18} {v:<18} {list(shape)} {kind}".rstrip())
+        return "\n".join(lines)
 
     def moments(self, param: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Both moments of `param` as plain FP32 tensors of its shape; zeros before the first step.
@@ -247,16 +355,43 @@ class CoatAdamW(torch.optim.Optimizer):
                 if not entry:
                     continue
                 self.state[p] = state = {**entry, "step": int(entry["step"])}
+                if "remainder" in entry:
+                    state["remainder"] = entry["remainder"].to(p.device, copy=True)
                 for name in MOMENTS:
                     value = entry[name].to(device=p.device, dtype=torch.float32)
-                    codec, group_size = _storage_of(p, group, name)
+                    codec, group_size = self._storage_of(p, group, name)
                     state[name] = _restored(value, codec, group_size, stored.get(index, {}).get(name))
 
 
-def _storage_of(p: torch.Tensor, group: dict[str, Any], name: str) -> tuple[Codec, int]:
-    """Codec and group size of a moment of `p`."""
-    codec = "fp32" if p.numel() < group["min_numel"] else group[f"{name}_format"]
-    return get_codec(codec), group["group_size"]
+def keeps_fp32(rule: Rule, name: str | None, p: torch.Tensor) -> bool:
+    """Whether `rule`, patterns of names or a function of name and parameter, keeps FP32 moments for `p`."""
+    if callable(rule):
+        return bool(rule(name, p))
+    return name is not None and any(fnmatchcase(name.lower(), pattern.lower()) for pattern in rule)
+
+
+def _is_on(value: Any, device: torch.device) -> bool:
+    return isinstance(value, torch.Tensor) and value.device == device
+
+
+def _count(states: list[dict[str, Any]], found_inf: torch.Tensor | None) -> list[int] | torch.Tensor:
+    """Advances every `step`, unless the flag says that this one is skipped, and returns them."""
+    if not isinstance(states[0]["step"], torch.Tensor):
+        for state in states:
+            state["step"] += 1
+        return [state["step"] for state in states]
+    steps = [state["step"] for state in states]
+    torch._foreach_add_(steps, 1.0)
+    counts = torch.stack(steps)
+    if found_inf is not None:
+        skipped = (found_inf.to(counts.device) != 0).float().reshape(())
+        torch._foreach_sub_(steps, skipped)
+    return counts
+
+
+def _mix(seed: int, step: int) -> int:
+    """One seed of 31 bits for each step, far from those of its neighbours."""
+    return (seed * 0x9E3779B1 + step * 0x85EBCA6B) & 0x7FFFFFFF
 
 
 def _as_plain(value: torch.Tensor | None, p: torch.Tensor) -> torch.Tensor:
@@ -296,6 +431,12 @@ def _check_options(options: dict[str, Any]) -> None:
     # a format without signs would lose half of the first moment
     check_choice("CoatAdamW: exp_avg_format", options["exp_avg_format"], tuple(SIGNED_CODECS))
     check_choice("CoatAdamW: group_size", options["group_size"], OPTIMIZER_GROUP_SIZES)
+    check_choice("CoatAdamW: bf16_params", options["bf16_params"], BF16_PARAMS)
+    if options["capturable"] and options["bf16_params"] == "stochastic":
+        raise ValueError(
+            'CoatAdamW: bf16_params="stochastic" needs a new seed for each step, but a captured graph would '
+            'repeat one. Use "exact" with capturable=True.'
+        )
     check_type("CoatAdamW: min_numel", options["min_numel"], int)
     if options["min_numel"] < 0:
         raise CoatConfigError(f"CoatAdamW: min_numel must be 0 or more, found {options['min_numel']}.")

@@ -1,0 +1,278 @@
+"""BF16 parameters, copies, gradient scalers, device-side steps, graphs, and which tensors stay in FP32."""
+
+import copy
+
+import pytest
+import torch
+
+from coat_ds import CoatAdamW
+from coat_kernels.adamw import join_master, split_master
+
+# a power of two is the same rate in FP32 and FP64
+OPTIONS = {"lr": 2.0**-10, "betas": (0.9, 0.95), "weight_decay": 0.1}
+
+
+def start(device, *sizes):
+    generator = torch.Generator().manual_seed(7)
+    return [torch.nn.Parameter((0.02 * torch.randn(n, generator=generator)).to(device)) for n in sizes]
+
+
+def set_grads(params, step, scale=1.0):
+    generator = torch.Generator().manual_seed(step)
+    for p in params:
+        p.grad = (scale * torch.randn(p.shape, generator=generator)).to(p.device, torch.bfloat16).to(p.dtype)
+
+
+def train(params, optimizer, steps=4, first=0):
+    for step in range(first, first + steps):
+        set_grads(params, step)
+        optimizer.step()
+
+
+def state_of(optimizer):
+    return [
+        t
+        for group in optimizer.param_groups
+        for p in group["params"]
+        for name in ("exp_avg", "exp_avg_sq")
+        for t in optimizer.state[p][name].storage
+    ]
+
+
+def all_equal(xs, ys):
+    return all(torch.equal(x, y) for x, y in zip(xs, ys, strict=True))
+
+
+@pytest.mark.parametrize("min_numel", [0, 4096])
+def test_exact_bf16_parameters_are_the_fp32_run_bit_for_bit(device, min_numel):
+    masters = start(device, 300, 5000)
+    pairs = [split_master(p.detach()) for p in masters]
+    weights = [torch.nn.Parameter(w.clone()) for w, _ in pairs]
+    fp32 = CoatAdamW(masters, **OPTIONS, min_numel=min_numel)
+    bf16 = CoatAdamW(weights, **OPTIONS, min_numel=min_numel)
+    bf16.init_states()
+    for w, (_, remainder) in zip(weights, pairs, strict=True):
+        bf16.state[w]["remainder"].copy_(remainder)
+    train(masters, fp32)
+    train(weights, bf16, steps=2)
+    # a checkpoint in between keeps the 16 bits
+    again = CoatAdamW(weights, **OPTIONS, min_numel=min_numel)
+    again.load_state_dict(copy.deepcopy(bf16.state_dict()))
+    train(weights, again, steps=2, first=2)
+    for p, w in zip(masters, weights, strict=True):
+        assert join_master(w.detach(), again.state[w]["remainder"]).equal(p.detach())
+    assert all_equal(state_of(fp32), state_of(again))
+
+
+def test_small_updates_survive_exact_and_stochastic_but_not_nearest_rounding(device):
+    """A hundred updates of a quarter of half a BF16 step: 12.5 steps in all, or none."""
+    moved = {}
+    for mode in ("exact", "stochastic", "nearest"):
+        p = torch.nn.Parameter(torch.ones(4096, dtype=torch.bfloat16, device=device))
+        optimizer = CoatAdamW([p], lr=2.0**-11, betas=(0.9, 0.95), weight_decay=0.0, bf16_params=mode)
+        for _ in range(100):
+            p.grad = -torch.ones_like(p)
+            optimizer.step()
+        moved[mode] = (p.detach().float() - 1).mean().item() / (100 * 2.0**-11)
+    assert moved["nearest"] == 0
+    assert moved["exact"] == pytest.approx(1, abs=0.1)
+    # 4096 walks of a hundred steps of a sixteenth: their mean deviates by 1 % at most
+    assert moved["stochastic"] == pytest.approx(1, abs=0.05)
+
+
+def test_stochastic_rounding_follows_its_seed(device):
+    runs = []
+    for seed in (1, 1, 2):
+        params = [torch.nn.Parameter(p.detach().bfloat16()) for p in start(device, 5000)]
+        train(params, CoatAdamW(params, **OPTIONS, bf16_params="stochastic", seed=seed))
+        runs.append(params)
+    assert all_equal(runs[0], runs[1]) and not all_equal(runs[0], runs[2])
+
+
+def test_copies_are_written_in_the_same_pass(device):
+    params, plain = start(device, 300, 5000), start(device, 300, 5000)
+    copies = [torch.empty_like(p, dtype=torch.bfloat16) for p in params]
+    optimizer = CoatAdamW(params, **OPTIONS)
+    for p, c in zip(params, copies, strict=True):
+        optimizer.copy_weight(p, c)
+    train(params, optimizer)
+    train(plain, CoatAdamW(plain, **OPTIONS))
+    assert all_equal(params, plain)
+    assert all_equal(copies, [p.detach().bfloat16() for p in params])
+    with pytest.raises(ValueError, match="contiguous BF16 copy of an FP32 parameter, found torch.float16"):
+        optimizer.copy_weight(params[0], copies[0].half())
+    with pytest.raises(ValueError, match="the copy is .7,. on"):
+        optimizer.copy_weight(params[0], copies[0][:7])
+
+
+def test_clip_coefficient_is_applied_in_the_step(device):
+    params, clipped = start(device, 300, 5000), start(device, 300, 5000)
+    first, second = CoatAdamW(params, **OPTIONS), CoatAdamW(clipped, **OPTIONS)
+    set_grads(params, 0)
+    set_grads(clipped, 0, scale=4.0)
+    first.step()
+    second.step(grad_scale=torch.tensor(0.25, device=device))
+    assert all_equal(params, clipped) and all_equal(state_of(first), state_of(second))
+
+
+def test_grad_scaler_skips_a_bad_step_and_counts_only_good_ones(device):
+    params, plain = start(device, 300, 5000), start(device, 300, 5000)
+    scaled, expected = CoatAdamW(params, **OPTIONS), CoatAdamW(plain, **OPTIONS)
+    scaler = torch.amp.GradScaler(device.type, init_scale=8.0, growth_interval=1000)
+    scaler.scale(torch.ones(1, device=device))
+    for step in range(4):
+        set_grads(params, step, scale=8.0)
+        if step == 2:
+            params[1].grad[17] = torch.inf
+            scaler.update(8.0)
+        before = [p.detach().clone() for p in params], [t.clone() for t in state_of(scaled)] if step else []
+        scaler.step(scaled)
+        scaler.update(8.0)
+        if step == 2:
+            assert all_equal(params, before[0]) and all_equal(state_of(scaled), before[1])
+        else:
+            set_grads(plain, step)
+            expected.step()
+            assert all_equal(params, plain)
+    assert [int(scaled.state[p]["step"]) for p in params] == [3, 3]
+    assert all_equal(state_of(scaled), state_of(expected))
+    # without a scaler the count comes back to the host
+    train(params, scaled, steps=1, first=4)
+    assert scaled.state[params[0]]["step"] == 4 and isinstance(scaled.state[params[0]]["step"], int)
+
+
+def test_capturable_counts_on_the_device_and_takes_a_tensor_rate(device):
+    params, plain = start(device, 300, 5000), start(device, 300, 5000)
+    rate = torch.tensor(OPTIONS["lr"], device=device)
+    optimizer = CoatAdamW(params, **{**OPTIONS, "lr": rate}, capturable=True)
+    expected = CoatAdamW(plain, **OPTIONS)
+    train(params, optimizer, steps=2)
+    train(plain, expected, steps=2)
+    rate.mul_(0.5)
+    expected.param_groups[0]["lr"] *= 0.5
+    train(params, optimizer, steps=2, first=2)
+    train(plain, expected, steps=2, first=2)
+    assert all_equal(params, plain) and all_equal(state_of(optimizer), state_of(expected))
+    assert optimizer.state[params[0]]["step"].device == device
+    assert optimizer.state_dict()["state"][0]["step"] == 4
+
+
+def test_step_inside_a_compiled_function(device):
+    params, plain = start(device, 300, 5000), start(device, 300, 5000)
+    optimizer = CoatAdamW(params, **OPTIONS)
+
+    @torch.compile(backend="eager")
+    def train_step(x):
+        loss = sum((p * x).square().sum() for p in params)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
+    for x in (1.0, 2.0):
+        train_step(torch.tensor(x, device=device))
+    expected = CoatAdamW(plain, **OPTIONS)
+    for x in (1.0, 2.0):
+        sum((p * x).square().sum() for p in plain).backward()
+        expected.step()
+        expected.zero_grad()
+    assert all_equal(params, plain)
+
+
+def formats(optimizer):
+    optimizer.init_states()
+    return [optimizer.state[p]["exp_avg"].codec.name for p in optimizer.param_groups[0]["params"]]
+
+
+def test_which_tensors_keep_fp32_moments(device):
+    names = ("embed.weight", "layers.0.norm.weight", "layers.0.bias", "layers.0.tiny", "head.weight")
+    sizes = (5000, 5000, 5000, 100, 5000)
+    named = list(zip(names, start(device, *sizes), strict=True))
+    compressed = "fp8_expanded"
+    assert formats(CoatAdamW(named)) == [compressed, "fp32", "fp32", "fp32", compressed]
+    assert formats(CoatAdamW(named, keep_fp32=("HEAD.*",), min_numel=0)) == [compressed] * 4 + ["fp32"]
+    # without names there is nothing to match
+    assert formats(CoatAdamW([p for _, p in named])) == [compressed] * 3 + ["fp32", compressed]
+    by_size = CoatAdamW(
+        named, keep_fp32=lambda name, p: p.numel() == 100 or name == "embed.weight", min_numel=0
+    )
+    assert formats(by_size) == ["fp32", compressed, compressed, "fp32", compressed]
+
+
+def test_layout_lists_every_kind_of_tensor_with_its_bytes(device):
+    named = [
+        (f"layers.{i}.{name}", p)
+        for i in range(3)
+        for name, p in zip(("w", "norm"), start(device, 5120, 64), strict=True)
+    ]
+    text = CoatAdamW(named).layout().splitlines()
+    assert len(text) == 3
+    # two codes and twice five bytes for each of forty groups; twice FP32
+    assert text[1].split()[:4] == ["3", f"{3 * (2 * 5120 + 2 * 5 * 40):,}", "fp8_expanded", "fp8_expanded"]
+    assert text[2].split()[:4] == ["3", "1,536", "fp32", "fp32"]
+    assert text[1].endswith("[5120] layers.*.w")
+
+
+@pytest.mark.gpu
+def test_cuda_graph_replays_the_step():
+    device = torch.device("cuda")
+    params, plain = start(device, 300, 5000), start(device, 300, 5000)
+    rate = torch.tensor(OPTIONS["lr"], device=device)
+    optimizer = CoatAdamW(params, **{**OPTIONS, "lr": rate}, capturable=True)
+    expected = CoatAdamW(plain, **OPTIONS)
+    static = [torch.zeros_like(p) for p in params]
+    for p, g in zip(params, static, strict=True):
+        p.grad = g
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        set_grads(plain, 0)
+        for g, p in zip(static, plain, strict=True):
+            g.copy_(p.grad)
+        optimizer.step()
+        expected.step()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        optimizer.step()
+    for step in range(1, 5):
+        set_grads(plain, step)
+        for g, p in zip(static, plain, strict=True):
+            g.copy_(p.grad)
+        graph.replay()
+        expected.step()
+    assert all_equal(params, plain) and all_equal(state_of(optimizer), state_of(expected))
+    assert optimizer.state[params[0]]["step"] == 5
+
+
+@pytest.mark.gpu
+def test_a_step_adds_next_to_nothing_to_the_memory_in_use():
+    for dtype in (torch.float32, torch.bfloat16):
+        params = [
+            torch.nn.Parameter(torch.randn(n, device="cuda", dtype=dtype)) for n in (2**24, 2**20 + 3, 5000)
+        ]
+        optimizer = CoatAdamW(params, **OPTIONS)
+        for p in params:
+            p.grad = torch.randn_like(p)
+        optimizer.step()
+        held = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        optimizer.step(grad_scale=torch.ones(1, device="cuda"))
+        assert torch.cuda.max_memory_allocated() - held <= 1e6
+
+
+@pytest.mark.gpu
+def test_more_than_two_to_the_31_elements():
+    n = 2**31 + 300
+    p = torch.nn.Parameter(torch.full((n,), 0.5, device="cuda"))
+    p.grad = torch.full((n,), 0.25, device="cuda")
+    p.grad[-150:] = -1.0
+    optimizer = CoatAdamW([p], **OPTIONS)
+    optimizer.step()
+    small = torch.nn.Parameter(torch.full((4396,), 0.5, device="cuda"))
+    small.grad = p.grad[-4396:].clone()
+    CoatAdamW([small], **OPTIONS).step()
+    with torch.no_grad():
+        assert p[-300:].equal(small[-300:])
+        assert (p[: 2**31] == p[0]).all() and p[0] == small[0]
+    exp_avg = optimizer.state[p]["exp_avg"]
+    assert exp_avg[-1:].item() == pytest.approx(-0.1, rel=1e-6)
