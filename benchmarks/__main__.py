@@ -1,4 +1,4 @@
-"""`python -m benchmarks NAME [options]`; without a GPU only the list of names."""
+"""`python -m benchmarks NAME [options]`; most need a GPU."""
 
 import argparse
 import sys
@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from benchmarks import adamw  # noqa: F401  (registers itself)
+from benchmarks import adamw, state_error  # noqa: F401  (they register themselves)
 from benchmarks.harness import BENCHMARKS, Table
 
 
@@ -16,11 +16,12 @@ def main() -> None:
     parser.add_argument("--output", type=Path, help="CSV file; benchmarks/results/NAME.csv by default")
     parser.add_argument("--quick", action="store_true", help="small sizes, to see that it runs")
     arguments = parser.parse_args()
-    if not torch.cuda.is_available():
+    chosen = BENCHMARKS[arguments.name]
+    if chosen.needs_gpu and not torch.cuda.is_available():
         sys.exit(f"benchmarks {arguments.name}: needs a CUDA GPU, found none")
     table = Table(arguments.name, arguments.output)
     try:
-        BENCHMARKS[arguments.name](arguments, table)
+        chosen.run(arguments, table)
     finally:
         table.write()
 

@@ -1,8 +1,10 @@
 """The optimizer step: ours, its peers, and a copy of the bytes that ours has to move."""
 
+import functools
 import gc
 import importlib
 from collections.abc import Callable, Iterable
+from typing import NamedTuple
 
 import torch
 
@@ -27,13 +29,15 @@ SHAPES = {
 }
 
 
-def bytes_per_param(master: int, grad: int, states: float, weight: int = 0) -> float:
-    """Bytes a step must move: everything read once, and all but the gradient written once."""
-    return 2 * master + grad + 2 * states + weight
+def ours(params, **options):
+    return CoatAdamW(params, **OPTIONS, min_numel=0, **options)
 
 
-def ours(params):
-    return CoatAdamW(params, **OPTIONS)
+def ours_with_copies(params):
+    optimizer = ours(params)
+    for p in params:
+        optimizer.copy_weight(p, torch.empty_like(p, dtype=torch.bfloat16))
+    return optimizer
 
 
 def torch_fused(params):
@@ -47,74 +51,112 @@ def _peer(module: str, name: str, **more) -> Callable:
     return build
 
 
-# name -> (builder, dtype of parameters and gradients)
-PEERS: dict[str, tuple[Callable, torch.dtype]] = {
-    "torch fused": (torch_fused, torch.float32),
-    "torchao fp8": (_peer("torchao.optim", "AdamWFp8"), torch.float32),
-    "torchao 8-bit": (_peer("torchao.optim", "AdamW8bit"), torch.float32),
-    "flashoptim": (_peer("flashoptim", "FlashAdamW"), torch.bfloat16),
-    "TE fp8": (
-        _peer(
-            "transformer_engine.pytorch.optimizers",
-            "FusedAdam",
-            exp_avg_dtype=torch.uint8,
-            exp_avg_sq_dtype=torch.uint8,
+FP32, BF16 = torch.float32, torch.bfloat16
+# two codes, and twice five bytes of metadata a group, read and written
+STATES = 2 * (2 + 2 * 5 / 128)
+
+
+class Case(NamedTuple):
+    """One row: how the optimizer is built, on which types, and how many bytes a parameter it must move."""
+
+    build: Callable
+    param: torch.dtype
+    grad: torch.dtype
+    bytes: float
+    step: dict[str, torch.Tensor] = {}
+
+
+def cases() -> dict[str, Case]:
+    scale = {"grad_scale": torch.ones(1, device="cuda")}
+    return {
+        "ours": Case(ours, FP32, FP32, 8 + 4 + STATES),
+        "ours, BF16 gradient": Case(ours, FP32, BF16, 8 + 2 + STATES),
+        "ours, gradient scale": Case(ours, FP32, FP32, 8 + 4 + STATES, scale),
+        "ours, BF16 copy": Case(ours_with_copies, FP32, FP32, 8 + 4 + 2 + STATES),
+        "ours, BF16 exact": Case(ours, BF16, BF16, 4 + 4 + 2 + STATES),
+        "ours, BF16 stochastic": Case(
+            functools.partial(ours, bf16_params="stochastic"), BF16, BF16, 4 + 2 + STATES
         ),
-        torch.float32,
-    ),
-}
+        "torch fused": Case(torch_fused, FP32, FP32, 8 + 4 + 16),
+        "torchao fp8": Case(_peer("torchao.optim", "AdamWFp8"), FP32, FP32, 8 + 4 + 4 * (1 + 4 / 256)),
+        "torchao 8-bit": Case(_peer("torchao.optim", "AdamW8bit"), FP32, FP32, 8 + 4 + 4 * (1 + 4 / 256)),
+        # BF16 weights with 8 bits of correction, groups of 32 with FP16 scales
+        "flashoptim": Case(_peer("flashoptim", "FlashAdamW"), BF16, BF16, 6 + 2 + 4 * (1 + 2 / 32)),
+        "TE fp8": Case(
+            _peer(
+                "transformer_engine.pytorch.optimizers",
+                "FusedAdam",
+                exp_avg_dtype=torch.uint8,
+                exp_avg_sq_dtype=torch.uint8,
+            ),
+            FP32,
+            FP32,
+            8 + 4 + 4,
+        ),
+    }
 
 
-def tensors(shapes: Iterable[tuple[int, ...]], dtype: torch.dtype) -> list[torch.nn.Parameter]:
+def tensors(shapes: Iterable[tuple[int, ...]], case: Case) -> list[torch.nn.Parameter]:
     """Parameters with gradients, filled with random values: zeros would run faster than real data."""
     params = []
     for shape in shapes:
-        p = torch.nn.Parameter(torch.randn(shape, device="cuda", dtype=dtype).mul_(0.02))
-        p.grad = torch.randn(shape, device="cuda", dtype=dtype).mul_(1e-3)
+        p = torch.nn.Parameter(torch.randn(shape, device="cuda", dtype=case.param).mul_(0.02))
+        p.grad_dtype = case.grad
+        p.grad = torch.randn(shape, device="cuda", dtype=case.grad).mul_(1e-3)
         params.append(p)
     return params
 
 
 def copy_ms(numel: int) -> float:
-    """A device copy that reads and writes as many bytes together as our step moves."""
-    source = torch.empty(int(numel * bytes_per_param(4, 4, 2.078) / 2), dtype=torch.uint8, device="cuda")
-    source.random_()
+    """A device copy that reads and writes as many bytes together as our step moves, at most 16 GB of them."""
+    size = int(numel * cases()["ours"].bytes / 2)
+    part = min(size, 2**33)
+    source = torch.empty(part, dtype=torch.uint8, device="cuda").random_()
     target = torch.empty_like(source)
-    return measure(lambda: target.copy_(source)).median
+    return measure(lambda: target.copy_(source)).median * size / part
 
 
 @benchmark
 def adamw(arguments, table: Table) -> None:
-    """AdamW step over one flat tensor and over the parameter lists of a 1B and a 7B Llama."""
+    """AdamW step over one flat tensor and over the parameter lists of a 1B and a 7B Llama.
+
+    `to_copy` is the time over that of a device copy of the bytes that the row's own step must move;
+    `peak_mb` is what the step adds to the memory in use, in 10^6 bytes.
+    """
     for name, shapes in SHAPES.items():
         if arguments.quick:
             shapes = [(2**20 + 1,)] if name == "flat" else shapes[:8]
         numel = sum(torch.Size(shape).numel() for shape in shapes)
         copy = copy_ms(numel)
-        table.add(params=name, optimizer="copy", ms=copy, to_copy=1.0, ns_per_kparam=1e9 * copy / numel)
-        for peer, (build, dtype) in {"ours": (ours, torch.float32), **PEERS}.items():
-            params = tensors(shapes, dtype)
+        ours_bytes = cases()["ours"].bytes
+        table.add(params=name, optimizer="copy", ms=copy, bytes=ours_bytes, to_copy=1.0)
+        for peer, case in cases().items():
+            params = tensors(shapes, case)
             held = torch.cuda.memory_allocated()
             try:
-                optimizer = build(params)
-                optimizer.step()
-            except ImportError:
-                table.add(params=name, optimizer=f"{peer} (absent)")
+                optimizer = case.build(params)
+                step = functools.partial(optimizer.step, **case.step)
+                step()
+                torch.cuda.synchronize()
+                state = (torch.cuda.memory_allocated() - held) / numel
+                timing = measure(step, repeats=20)
+            except (ImportError, torch.OutOfMemoryError) as error:
+                reason = "absent" if isinstance(error, ImportError) else "out of memory"
+                table.add(params=name, optimizer=f"{peer} ({reason})")
                 continue
-            torch.cuda.synchronize()
-            state = (torch.cuda.memory_allocated() - held) / numel
-            timing = measure(optimizer.step)
+            finally:
+                optimizer = step = params = None
+                gc.collect()
+                torch.cuda.empty_cache()
             table.add(
                 params=name,
                 optimizer=peer,
                 ms=timing.median,
+                bytes=case.bytes,
+                to_copy=timing.median / (copy * case.bytes / ours_bytes),
                 ms_p20=timing.low,
                 ms_p80=timing.high,
-                to_copy=timing.median / copy,
-                ns_per_kparam=1e9 * timing.median / numel,
+                ps_per_param=1e9 * timing.median / numel,
                 state_bytes=state,
                 peak_mb=timing.peak / 1e6,
             )
-            del optimizer, params
-            gc.collect()
-            torch.cuda.empty_cache()

@@ -2,22 +2,33 @@
 
 import csv
 import importlib.metadata
+import os
 import platform
 import subprocess
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
-BENCHMARKS: dict[str, Callable] = {}
+
+class Benchmark(NamedTuple):
+    run: Callable
+    needs_gpu: bool
+
+
+BENCHMARKS: dict[str, Benchmark] = {}
 RESULTS = Path(__file__).parent / "results"
 
 
-def benchmark(run: Callable) -> Callable:
+def benchmark(run: Callable | None = None, *, needs_gpu: bool = True) -> Callable:
     """Registers `run(arguments, table)` under its function's name; its docstring is the help text."""
-    BENCHMARKS[run.__name__] = run
+    if run is None:
+        return partial(benchmark, needs_gpu=needs_gpu)
+    BENCHMARKS[run.__name__] = Benchmark(run, needs_gpu)
     return run
 
 
@@ -34,13 +45,15 @@ def environment() -> dict[str, str]:
     git = subprocess.run(
         ["git", "describe", "--always", "--dirty"], capture_output=True, text=True, cwd=RESULTS.parent
     )
+    # where the tree travels without its history, the environment names the commit
+    commit = os.environ.get("COAT_COMMIT") or git.stdout.strip() or "unknown"
     return {
         "date": time.strftime("%Y-%m-%d"),
         "device": torch.cuda.get_device_name() if cuda else platform.processor() or platform.machine(),
         "cuda": torch.version.cuda or "none",
         "torch": torch.__version__,
         "triton": version("triton"),
-        "commit": git.stdout.strip() or "unknown",
+        "commit": commit,
         "command": " ".join(["python -m benchmarks", *sys.argv[1:]]),
     }
 
