@@ -107,6 +107,11 @@ def tensors(shapes: Iterable[tuple[int, ...]], case: Case) -> list[torch.nn.Para
     return params
 
 
+def requested_bytes() -> int:
+    """Memory held on the device, without what the allocator rounds up."""
+    return torch.cuda.memory_stats()["requested_bytes.all.current"]
+
+
 def copy_ms(numel: int) -> float:
     """A device copy that reads and writes as many bytes together as our step moves, at most 16 GB of them."""
     size = int(numel * cases()["ours"].bytes / 2)
@@ -132,13 +137,13 @@ def adamw(arguments, table: Table) -> None:
         table.add(params=name, optimizer="copy", ms=copy, bytes=ours_bytes, to_copy=1.0)
         for peer, case in cases().items():
             params = tensors(shapes, case)
-            held = torch.cuda.memory_allocated()
+            held = requested_bytes()
             try:
                 optimizer = case.build(params)
                 step = functools.partial(optimizer.step, **case.step)
                 step()
                 torch.cuda.synchronize()
-                state = (torch.cuda.memory_allocated() - held) / numel
+                state = (requested_bytes() - held) / numel
                 timing = measure(step, repeats=20)
             except (ImportError, torch.OutOfMemoryError) as error:
                 reason = "absent" if isinstance(error, ImportError) else "out of memory"

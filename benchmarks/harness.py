@@ -105,7 +105,7 @@ class Table:
         print("  ".join(f"{v:>14}" for v in shown), flush=True)
 
     def write(self) -> None:
-        columns = list(dict.fromkeys(k for row in self.rows for k in (*row, *self.environment)))
+        columns = [*dict.fromkeys(k for row in self.rows for k in row), *self.environment]
         self.path.parent.mkdir(parents=True, exist_ok=True)
         with self.path.open("w", newline="") as file:
             writer = csv.DictWriter(file, columns)

@@ -115,10 +115,10 @@ def train(shape_file: Path, steps: int, batch_size: int, seq_length: int) -> lis
 
 
 def round_trip(name: str, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """`x` as the codec gives it back, and the k of its groups, empty if it has none."""
+    """`x` as the codec gives it back, and the k of its groups but those of zeros; empty if it has none."""
     codec = get_codec(name)
     storage = codec.encode(x, GROUP_SIZE)
-    k = storage.exponent.float() / 16 if codec in expanded.CODECS else x.new_empty(0)
+    k = storage.exponent[storage.scale > 0].float() / 16 if codec in expanded.CODECS else x.new_empty(0)
     return codec.decode(storage, GROUP_SIZE), k
 
 
@@ -161,8 +161,8 @@ def measure_pair(moments: list[Moments], pair: tuple[str, str]) -> Iterator[tupl
             tally.flushed += ((v == 0) & (entry.exp_avg_sq > 0)).sum().item()
             tally.live += (entry.exp_avg_sq > 0).sum().item()
             tally.k.append(k.cpu())
-    for kind, tally in tallies.items():
-        yield kind, tally.row()
+    for kind in (*KINDS.values(), "all"):
+        yield kind, tallies[kind].row()
 
 
 def plot(rows: list[dict], path: Path) -> None:

@@ -138,7 +138,7 @@ class ActivationsConfig(_Block):
     """Consecutive elements of a row that share one scale in a saved activation."""
 
     forward_format: str = "e4m3"
-    """FP8 format of activations and weights."""
+    """FP8 format of activations and weights: E4M3, since no GPU multiplies E5M2 by E5M2."""
 
     backward_format: str = "e5m2"
     """FP8 format of gradients."""
@@ -146,7 +146,7 @@ class ActivationsConfig(_Block):
     def __post_init__(self):
         check_type(f"{self.KEY}.enabled", self.enabled, bool)
         check_choice(f"{self.KEY}.group_size", self.group_size, ACTIVATION_GROUP_SIZES)
-        check_choice(f"{self.KEY}.forward_format", self.forward_format, FP8_FORMATS)
+        check_choice(f"{self.KEY}.forward_format", self.forward_format, (E4M3.name,))
         check_choice(f"{self.KEY}.backward_format", self.backward_format, FP8_FORMATS)
 
 

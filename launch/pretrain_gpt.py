@@ -241,11 +241,6 @@ class Trainer:
         coat = coat_ds.CoatConfig.from_dict(self.config.get("coat"))
         self.run = "coat" if coat.enabled else "bf16"
         fp8_layers = coat.enabled and coat.activations.enabled
-        if fp8_layers and coat.activations != type(coat.activations)():
-            raise LaunchError(
-                f"coat.activations: found {coat.activations}; coat_layer_spec knows the defaults "
-                "only. Drop the keys, or set coat.activations.enabled to false."
-            )
         shape = load_model_shape(args)
         self.corpus: Corpus = load_corpus(
             args.data,
@@ -272,6 +267,7 @@ class Trainer:
                 seq_length=args.seq_length,
                 vocab_size=padded_vocab_size(self.corpus.vocab_size, 128 * args.tensor_parallel_size),
                 seed=args.seed,
+                activations=coat.activations,
             )
         except ValueError as error:
             raise LaunchError(str(error)) from error

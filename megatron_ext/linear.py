@@ -10,6 +10,8 @@ from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParall
 from coat_kernels.linear import fp8_linear
 from coat_kernels.origin import origin_of
 
+from .settings import formats_of
+
 # cuBLASLt's FP8 products want rows of whole 16-byte words
 _ALIGNMENT = 16
 # which of Megatron's arguments decide the sizes of each layer
@@ -77,6 +79,7 @@ class _CoatLinear:
                 f"{name}: tensor-parallel size is {self.tp_group.size()}, coat_layer_spec supports only 1 so "
                 "far. Use --tensor-model-parallel-size 1, or sdpa_layer_spec for BF16 layers."
             )
+        self._formats = formats_of(config)
         self._origin = None
 
     def forward(self, input_: torch.Tensor, *args, **kwargs):
@@ -92,7 +95,7 @@ class _CoatLinear:
             raise ValueError(f"output_dtype: expected {input.dtype}, that of the input, found {output_dtype}")
         if torch.is_grad_enabled() and _owned_by_megatron(weight):
             weight = _IntoMainGrad.apply(weight)
-        return fp8_linear(input, weight, bias, origin=self._origin)
+        return fp8_linear(input, weight, bias, formats=self._formats, origin=self._origin)
 
 
 class CoatColumnParallelLinear(_CoatLinear, ColumnParallelLinear):

@@ -6,6 +6,7 @@ from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from coat_kernels.swiglu import swiglu
 
 from .linear import CoatColumnParallelLinear, CoatRowParallelLinear
+from .settings import activations_of
 
 
 def _require_swiglu(config) -> None:
@@ -57,4 +58,4 @@ class CoatMLP(MLP):
         if per_token_scale is not None:
             raise ValueError("CoatMLP: per_token_scale belongs to experts, which are not supported yet")
         gate_up, _ = self.linear_fc1(hidden_states)
-        return self.linear_fc2(swiglu(gate_up))
+        return self.linear_fc2(swiglu(gate_up, group_size=activations_of(self.config).group_size))

@@ -16,6 +16,10 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 from megatron.core.transformer import ModuleSpec, TransformerConfig
 
+from coat_ds.config import ActivationsConfig
+
+from .settings import set_activations
+
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
@@ -113,12 +117,14 @@ def build_gpt(
     vocab_size: int,
     bf16: bool = True,
     seed: int = 1234,
+    activations: ActivationsConfig | None = None,
     **config,
 ) -> GPTModel:
     """A megatron-core GPTModel of `shape` whose layers are built from `spec`, on this rank's device.
 
     Weights are drawn on the CPU, so that a seed gives the same model on every device and under every spec.
-    They are BF16, or FP32 if not `bf16`. `config` are further fields of Megatron's TransformerConfig.
+    They are BF16, or FP32 if not `bf16`. `activations` is for the COAT layers, their defaults without it;
+    `config` are further fields of Megatron's TransformerConfig.
     Megatron's process groups have to be initialised before (`initialize_model_parallel`).
     Raises ValueError if the vocabulary does not divide by the tensor-parallel size.
     """
@@ -152,8 +158,10 @@ def build_gpt(
         pipeline_dtype=dtype,
     )
     torch.manual_seed(seed)
+    transformer_config = TransformerConfig(**(settings | config))
+    set_activations(transformer_config, activations or ActivationsConfig())
     model = GPTModel(
-        TransformerConfig(**(settings | config)),
+        transformer_config,
         spec,
         vocab_size=vocab_size,
         max_sequence_length=seq_length,

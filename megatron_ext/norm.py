@@ -4,6 +4,8 @@ import torch
 
 from coat_kernels.norm import rms_norm
 
+from .settings import activations_of
+
 
 class CoatNorm(torch.nn.Module):
     """RMSNorm over `hidden_size`; `config.layernorm_zero_centered_gamma` means a weight of w + 1.
@@ -19,6 +21,7 @@ class CoatNorm(torch.nn.Module):
                 "Use --normalization RMSNorm, or megatron_ext.layer_specs sdpa_layer_spec for BF16 layers."
             )
         self.eps = eps
+        self.group_size = activations_of(config).group_size
         self.zero_centered = config.layernorm_zero_centered_gamma
         device = "cpu" if config.use_cpu_initialization else torch.cuda.current_device()
         initial = torch.zeros if self.zero_centered else torch.ones
@@ -28,7 +31,9 @@ class CoatNorm(torch.nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x [..., hidden_size], BF16 or FP32 -> the same shape and dtype, carrying its origin."""
-        return rms_norm(x, self.weight, self.eps, zero_centered=self.zero_centered)
+        return rms_norm(
+            x, self.weight, self.eps, zero_centered=self.zero_centered, group_size=self.group_size
+        )
 
     def extra_repr(self) -> str:
         return f"{self.weight.numel()}, eps={self.eps}, zero_centered={self.zero_centered}"

@@ -29,7 +29,7 @@ def test_every_key():
         "activations": {
             "enabled": False,
             "group_size": 32,
-            "forward_format": "e5m2",
+            "forward_format": "e4m3",
             "backward_format": "e4m3",
         },
     }
@@ -77,6 +77,11 @@ def test_every_key():
             {"enabled": True, "optimizer": {"exp_avg_format": "fp8_expand"}},
             ["coat.optimizer.exp_avg_format", "'fp8_expand'", "Did you mean 'fp8_expanded'"],
             id="format",
+        ),
+        pytest.param(
+            {"enabled": True, "activations": {"forward_format": "e5m2"}},
+            ["coat.activations.forward_format", "'e5m2'", "'e4m3'"],
+            id="no-product-of-two-e5m2",
         ),
         pytest.param(
             {"enabled": True, "activations": {"forward_format": "E4M3"}},

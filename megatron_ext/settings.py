@@ -1,0 +1,23 @@
+"""How the block's `activations` reach the layers: as an attribute of Megatron's config."""
+
+from coat_ds.config import ActivationsConfig
+from coat_kernels.fp8 import fp8_format
+from coat_kernels.linear import LinearFormats
+
+_DEFAULT = ActivationsConfig()
+
+
+def set_activations(config, activations: ActivationsConfig) -> None:
+    """Notes `activations` on Megatron's TransformerConfig, before the model is built from it."""
+    config.coat_activations = activations
+
+
+def activations_of(config) -> ActivationsConfig:
+    """What was noted on Megatron's config; the defaults if nothing was, as under `--spec` alone."""
+    return getattr(config, "coat_activations", _DEFAULT)
+
+
+def formats_of(config) -> LinearFormats:
+    """The FP8 formats of the linear layers."""
+    activations = activations_of(config)
+    return LinearFormats(fp8_format(activations.forward_format), fp8_format(activations.backward_format))
