@@ -2,14 +2,16 @@
 
 import copy
 import functools
+import logging
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
 
 from coat_ds.config import CoatConfig, CoatConfigError, OptimizerConfig
-from coat_ds.optimizer import LAYOUT, CoatAdamW, keeps_fp32
+from coat_ds.optimizer import LAYOUT, CoatAdamW, keeps_fp32, layout_table
 from coat_ds.state import Moment
+from coat_kernels.codecs import get_codec
 
 # what each key of "optimizer": {"params": ...} has to be to mean what CoatAdamW does; None: passed on
 OPTIMIZER_PARAMS: dict[str, tuple | None] = {
@@ -207,7 +209,9 @@ def _client_optimizer(coat: CoatConfig, host: Mapping[str, Any], optimizer, mode
     names = {} if model is None else {p: name for name, p in model.named_parameters()}
 
     def build(model_parameters):
-        return cls(split_groups(model_parameters, coat.optimizer, names), **options)
+        groups = split_groups(model_parameters, coat.optimizer, names)
+        _say(f"COAT: AdamW states of the whole model\n{_layout(groups, names)}")
+        return cls(groups, **options)
 
     return build
 
@@ -279,6 +283,21 @@ def split_groups(
     return groups
 
 
+def _layout(groups: list[dict[str, Any]], names: Mapping[torch.Tensor, str]) -> str:
+    return layout_table(
+        (
+            names.get(p, ""),
+            # ZeRO-3 has emptied the tensor and noted its shape
+            getattr(p, "ds_shape", p.shape),
+            get_codec(group["exp_avg_format"]),
+            get_codec(group["exp_avg_sq_format"]),
+            group["group_size"],
+        )
+        for group in groups
+        for p in group["params"]
+    )
+
+
 @functools.cache
 def _fused_adam_class() -> type[CoatAdamW]:
     """CoatAdamW as a subclass of DeepSpeed's FusedAdam, of which it uses nothing.
@@ -325,8 +344,6 @@ def _relink_after_loading(engine) -> None:
 
 
 def _announce(engine) -> None:
-    from deepspeed.utils import log_dist
-
     optimizer, activations = engine.coat.optimizer, engine.coat.activations
     parts = []
     if optimizer.enabled:
@@ -338,4 +355,11 @@ def _announce(engine) -> None:
             f"layers built for it save activations in FP8 1x{activations.group_size} and multiply in "
             f"{activations.forward_format}, gradients in {activations.backward_format}"
         )
-    log_dist(f"COAT: {'; '.join(parts) or 'nothing enabled'}", ranks=[0])
+    _say(f"COAT: {'; '.join(parts) or 'nothing enabled'}")
+
+
+def _say(text: str) -> None:
+    """To the log of rank 0, at the lowest level that DeepSpeed shows by default."""
+    from deepspeed.utils import log_dist
+
+    log_dist(text, ranks=[0], level=logging.WARNING)

@@ -264,18 +264,16 @@ class CoatAdamW(torch.optim.Optimizer):
 
     def layout(self) -> str:
         """A table of how the moments of each tensor are stored, with their bytes; equal rows are counted."""
-        rows: dict[tuple, list[int]] = {}
-        for group in self.param_groups:
-            for name, p in zip(group.get("param_names", repeat("")), group["params"], strict=False):
-                codecs = tuple(self._storage_of(p, group, moment)[0] for moment in MOMENTS)
-                zeros = (c.zeros(p.numel(), group["group_size"], "meta").nbytes for c in codecs)
-                kind = ".".join("*" if part.isdigit() else part for part in name.split("."))
-                row = rows.setdefault((kind, tuple(p.shape), *(c.name for c in codecs)), [0, 0])
-                row[0], row[1] = row[0] + 1, row[1] + sum(zeros)
-        lines = [f"{'tensors':>7}  {'bytes':>15}  {'exp_avg':<18} {'exp_avg_sq':<18} shape, name"]
-        for (kind, shape, m, v), (count, size) in rows.items():
-            lines.append(f"{count:>7}  {size:>15,}  {m:<18} {v:<18} {list(shape)} {kind}".rstrip())
-        return "\n".join(lines)
+        return layout_table(
+            (
+                name,
+                p.shape,
+                *(self._storage_of(p, group, moment)[0] for moment in MOMENTS),
+                group["group_size"],
+            )
+            for group in self.param_groups
+            for name, p in zip(group.get("param_names", repeat("")), group["params"], strict=False)
+        )
 
     def moments(self, param: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Both moments of `param` as plain FP32 tensors of its shape; zeros before the first step.
@@ -361,6 +359,23 @@ class CoatAdamW(torch.optim.Optimizer):
                     value = entry[name].to(device=p.device, dtype=torch.float32)
                     codec, group_size = self._storage_of(p, group, name)
                     state[name] = _restored(value, codec, group_size, stored.get(index, {}).get(name))
+
+
+def layout_table(tensors: Iterable[tuple[str, Sequence[int], Codec, Codec, int]]) -> str:
+    """A text table of (name, shape, codec of exp_avg, codec of exp_avg_sq, group size); equal rows, up to the
+    numbers in the name, are counted.
+    """
+    rows: dict[tuple, list[int]] = {}
+    for name, shape, *codecs, group_size in tensors:
+        numel = torch.Size(shape).numel()
+        size = sum(codec.zeros(numel, group_size, "meta").nbytes for codec in codecs)
+        kind = ".".join("*" if part.isdigit() else part for part in name.split("."))
+        row = rows.setdefault((kind, tuple(shape), *(codec.name for codec in codecs)), [0, 0])
+        row[0], row[1] = row[0] + 1, row[1] + size
+    lines = [f"{'tensors':>7}  {'bytes':>15}  {'exp_avg':<18} {'exp_avg_sq':<18} shape, name"]
+    for (kind, shape, m, v), (count, size) in rows.items():
+        lines.append(f"{count:>7}  {size:>15,}  {m:<18} {v:<18} {list(shape)} {kind}".rstrip())
+    return "\n".join(lines)
 
 
 def keeps_fp32(rule: Rule, name: str | None, p: torch.Tensor) -> bool:

@@ -271,8 +271,9 @@ def launches(
     numels: tuple[int, ...],
     group_size: int,
     device: torch.device,
-) -> list[tuple[torch.Tensor, int]]:
-    """The tables, on the device, of all chunks of each size, largest first, with the tiles in a chunk.
+) -> tuple[list[tuple[torch.Tensor, int]], torch.cuda.Event | None]:
+    """The tables, on the device, of all chunks of each size, largest first, with the tiles in a chunk; and
+    the event of their arrival.
 
     Remembered for tensors that stay where they are: their steps upload nothing, and CUDA graphs hold them.
     """
@@ -297,7 +298,7 @@ def launches(
         if len(chunks):
             out.append((_upload(chunks, device), tiles))
         done, remaining = done + part, remaining - part
-    return out
+    return out, torch.cuda.current_stream(device).record_event() if device.type == "cuda" else None
 
 
 def corrections_of(
@@ -347,7 +348,14 @@ def adamw_triton(
     element_bytes = tuple(t.element_size() for t in tensors[0])
     numels = tuple(p.numel() for p in params)
     corrections = corrections_of(steps, beta1, beta2, device)
-    for table, tiles in launches(pointers.tobytes(), element_bytes, numels, group_size, device):
+    tables, uploaded = launches(pointers.tobytes(), element_bytes, numels, group_size, device)
+    if uploaded is not None and not torch.cuda.is_current_stream_capturing():
+        stream = torch.cuda.current_stream(device)
+        # another stream may have asked for them first, and may give them up first
+        stream.wait_event(uploaded)
+        for table, _ in tables:
+            table.record_stream(stream)
+    for table, tiles in tables:
         with torch.cuda.device_of(params[0]):
             adamw_kernel[(len(table) * tiles,)](
                 table,

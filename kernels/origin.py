@@ -3,8 +3,8 @@
 A norm keeps its input for its own backward; the linear layer behind it would keep the norm's output as
 well. The producer therefore attaches an `Origin` to its output: tensors that it keeps anyway and the
 function that makes the output from them again. The consumer saves those (shared, so without cost).
-It is a plain attribute of the tensor object: an operation in between loses it, which costs memory and
-is never wrong.
+It is a plain attribute of the tensor object: an operation in between loses it, one in place voids it,
+which costs memory and is never wrong.
 """
 
 from collections.abc import Callable
@@ -24,10 +24,11 @@ class Origin(NamedTuple):
 
 def with_origin(y: torch.Tensor, origin: Origin) -> torch.Tensor:
     """`y` itself, with its origin attached."""
-    y.coat_origin = origin
+    y.coat_origin = origin, y._version
     return y
 
 
 def origin_of(y: torch.Tensor) -> Origin | None:
-    """The origin attached to this very tensor object, if any."""
-    return getattr(y, "coat_origin", None)
+    """The origin attached to this very tensor object, if there is one and the tensor is still the same."""
+    origin, version = getattr(y, "coat_origin", (None, None))
+    return origin if version == y._version else None

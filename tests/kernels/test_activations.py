@@ -198,6 +198,14 @@ def test_linear_behind_a_producer_keeps_only_what_that_keeps(producer, device):
         assert rel_rms(a, e) < 1.1 * (E5M2_RMS**2 + 3 * E4M3_RMS**2) ** 0.5
 
 
+def test_origin_is_lost_by_any_change():
+    x, gamma = torch.randn(4, 32), torch.ones(32)
+    y = norm.rms_norm(x, gamma, 1e-5)
+    assert origin_of(y) is not None and origin_of(y * 2) is None and origin_of(y.view(2, 2, 32)) is None
+    y.mul_(2)
+    assert origin_of(y) is None
+
+
 def test_norm_and_swiglu_gradients_against_autograd(device):
     """Their backward knows the input to one E4M3 rounding, by groups; rounded values enter products of two
     and three terms."""
