@@ -11,7 +11,7 @@ import torch
 
 from coat_kernels.fp8 import E4M3, E5M2, Fp8Format, require_fp8
 from coat_kernels.origin import Origin
-from coat_kernels.tensorwise import ALIGNMENT, quantize_tensor, tensor_scale
+from coat_kernels.tensorwise import ALIGNMENT, largest_magnitude, quantize_tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,11 +48,14 @@ class _Fp8Linear(torch.autograd.Function):
     def forward(ctx, x, weight, bias, formats: LinearFormats, origin: Origin | None, trains_weight: bool):
         inputs = x.reshape(-1, x.shape[-1]).contiguous()
         keep = trains_weight and origin is None
-        scale_x = tensor_scale(inputs, formats.forward, origin.maxima if origin else None)
-        scale_w = tensor_scale(weight, formats.forward)
-        codes_x, codes_x_t = quantize_tensor(inputs, scale_x, formats.forward, columns=keep)
-        codes_w, _ = quantize_tensor(weight, scale_w, formats.forward)
-        y = scaled_matmul(codes_x, codes_w, scale_x, scale_w, x.dtype, fast=True)
+        fmt = formats.forward
+        largest_w = largest_magnitude(weight)
+        quantized_w = quantize_tensor(weight, largest_w, fmt)
+        largest_x = largest_magnitude(inputs, origin.maxima if origin else None)
+        quantized_x = quantize_tensor(inputs, largest_x, fmt, columns=keep)
+        y = scaled_matmul(
+            quantized_x.rows, quantized_w.rows, quantized_x.scale, quantized_w.scale, x.dtype, fast=True
+        )
         if bias is not None:
             y += bias
         ctx.formats, ctx.shape, ctx.dtype = formats, x.shape, x.dtype
@@ -60,33 +63,35 @@ class _Fp8Linear(torch.autograd.Function):
         ctx.rebuild = None
         kept: tuple[torch.Tensor, ...] = ()
         if keep:
-            kept = (codes_x_t, scale_x)
+            kept = (quantized_x.columns, quantized_x.scale)
         elif trains_weight:
             ctx.rebuild, kept = origin.rebuild, origin.tensors
-        ctx.save_for_backward(weight, scale_w, *kept)
+        ctx.save_for_backward(weight, largest_w, *kept)
         return y.view(*x.shape[:-1], -1)
 
     @staticmethod
     def backward(ctx, grad_y):
-        weight, scale_w, *kept = ctx.saved_tensors
+        weight, largest_w, *kept = ctx.saved_tensors
         formats = ctx.formats
         grads = grad_y.reshape(-1, grad_y.shape[-1]).contiguous()
         needs_x, needs_w, needs_bias = ctx.needs_input_grad[:3]
         grad_x = grad_w = grad_bias = None
-        scale_g = tensor_scale(grads, formats.backward)
-        codes_g, codes_g_t = quantize_tensor(grads, scale_g, formats.backward, needs_x, needs_w)
+        if needs_x or needs_w:
+            grad = quantize_tensor(grads, largest_magnitude(grads), formats.backward, needs_x, needs_w)
         if needs_x:
-            _, codes_w_t = quantize_tensor(weight, scale_w, formats.forward, rows=False, columns=True)
-            codes_w_t = codes_w_t[:, : weight.shape[0]]
-            grad_x = scaled_matmul(codes_g, codes_w_t, scale_g, scale_w, ctx.dtype).view(ctx.shape)
+            _, columns, scale = quantize_tensor(weight, largest_w, formats.forward, rows=False, columns=True)
+            columns = columns[:, : weight.shape[0]]
+            grad_x = scaled_matmul(grad.rows, columns, grad.scale, scale, ctx.dtype).view(ctx.shape)
         if needs_w:
             if ctx.rebuild is None:
-                codes_x_t, scale_x = kept
+                columns, scale = kept
             else:
                 inputs = ctx.rebuild(*kept).reshape(-1, ctx.shape[-1]).contiguous()
-                scale_x = tensor_scale(inputs, formats.forward)
-                _, codes_x_t = quantize_tensor(inputs, scale_x, formats.forward, rows=False, columns=True)
-            grad_w = scaled_matmul(codes_g_t, codes_x_t, scale_g, scale_x, weight.dtype)
+                largest = largest_magnitude(inputs)
+                _, columns, scale = quantize_tensor(
+                    inputs, largest, formats.forward, rows=False, columns=True
+                )
+            grad_w = scaled_matmul(grad.columns, columns, grad.scale, scale, weight.dtype)
         if needs_bias:
             grad_bias = grads.sum(0, dtype=torch.float32).to(ctx.bias_dtype)
         return grad_x, grad_w, grad_bias, None, None, None

@@ -71,21 +71,27 @@ def test_tensorwise_kernel_equals_the_reference_bit_for_bit(shape, fmt, device):
         x = x.to(device).bfloat16()
         maxima = tensorwise.maxima_triton(x)
         assert maxima.amax() == tensorwise.maxima_reference(x).amax()
-        scale = tensorwise.tensor_scale(x, fmt, maxima)
-        expected = tensorwise.quantize_tensor_reference(x, scale, fmt, columns=True)
-        actual = tensorwise.quantize_tensor_triton(x, scale, fmt, columns=True)
+        largest = tensorwise.largest_magnitude(x, maxima)
+        expected = tensorwise.quantize_tensor_reference(x, largest, fmt, columns=True)
+        actual = tensorwise.quantize_tensor_triton(x, largest, fmt, columns=True)
         for a, e in zip(actual, expected, strict=True):
             torch.testing.assert_close(a.float(), e.float(), rtol=0, atol=0, equal_nan=True)
         assert expected[1].shape == (shape[1], -(-shape[0] // 16) * 16)
 
 
-def test_tensor_scale_of_zeros_and_of_what_is_not_finite():
-    assert tensorwise.tensor_scale(torch.zeros(4, 4), E4M3) == 1
-    assert tensorwise.tensor_scale(torch.empty(0, 4), E4M3) == 1
-    x = torch.tensor([[2.0, torch.inf], [torch.nan, -1.0]])
-    assert tensorwise.tensor_scale(x, E4M3) == torch.tensor(2.0) / 448
-    codes, _ = tensorwise.quantize_tensor_reference(x, tensorwise.tensor_scale(x, E4M3), E4M3)
-    assert codes.float().isnan().equal(~x.isfinite())
+@pytest.mark.parametrize(
+    "quantize", [tensorwise.quantize_tensor_reference, tensorwise.quantize_tensor_triton]
+)
+def test_scale_of_zeros_and_of_what_is_not_finite(quantize, device):
+    for empty in (torch.zeros(4, 4, device=device), torch.zeros(0, 4, device=device)):
+        assert quantize(empty, tensorwise.largest_magnitude(empty), E4M3).scale == 1
+    x = torch.tensor([[2.0, torch.inf], [torch.nan, -1.0]], device=device)
+    codes, _, scale = quantize(x, tensorwise.largest_magnitude(x), E4M3)
+    # one product in FP32 with the rounded 1 / 448
+    assert scale.item() == pytest.approx(2 / 448, rel=2**-23)
+    assert codes.float().isnan().equal(~x.isfinite()) and codes.float()[0, 0] == 448
+    tiny = torch.full((4, 4), 1e-45, device=device)
+    assert quantize(tiny, tensorwise.largest_magnitude(tiny), E4M3).scale == 2.0**-126
 
 
 @pytest.mark.parametrize("zero_centered", [False, True])

@@ -1,0 +1,55 @@
+"""The registry, the entry point and the table; nothing here is timed."""
+
+import csv
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks import __main__  # noqa: F401  (fills the registry)
+from benchmarks.harness import BENCHMARKS, RESULTS, Table
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def run(*arguments):
+    command = [sys.executable, "-m", "benchmarks", *arguments]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+
+
+def test_every_benchmark_says_what_it_measures():
+    assert {"adamw", "state_error"} <= set(BENCHMARKS)
+    assert all(chosen.run.__doc__ for chosen in BENCHMARKS.values())
+
+
+def test_unknown_names_list_the_known_ones():
+    result = run("nothing")
+    assert result.returncode == 2 and "adamw" in result.stderr
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="for machines without a GPU")
+def test_without_a_gpu_the_reason_is_given_and_nothing_is_written():
+    before = (RESULTS / "adamw.csv").read_text()
+    result = run("adamw")
+    assert result.returncode == 1 and "needs a CUDA GPU, found none" in result.stderr
+    assert (RESULTS / "adamw.csv").read_text() == before
+
+
+def test_rows_of_different_columns_share_a_file_headed_by_the_environment(tmp_path, capsys):
+    table = Table("name", tmp_path / "deep" / "name.csv")
+    table.add(optimizer="copy", ms=2.0)
+    table.add(optimizer="ours", ms=2.1, peak_mb=0.5)
+    table.write()
+    rows = list(csv.DictReader((tmp_path / "deep" / "name.csv").open()))
+    assert [r["ms"] for r in rows] == ["2.0", "2.1"] and [r["peak_mb"] for r in rows] == ["", "0.5"]
+    assert rows[0]["torch"] == torch.__version__ and rows[0]["commit"]
+    assert list(rows[0])[:3] == ["optimizer", "ms", "peak_mb"]
+    assert "torch " + torch.__version__ in capsys.readouterr().out
+
+
+def test_stored_results_name_their_conditions():
+    for path in RESULTS.glob("*.csv"):
+        for row in csv.DictReader(path.open()):
+            assert all(row[key] for key in ("date", "device", "torch", "triton", "commit", "command")), path
