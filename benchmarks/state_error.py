@@ -173,7 +173,8 @@ def plot(rows: list[dict], path: Path) -> None:
     for i, (m, v) in enumerate(lossy):
         error = {row["kind"]: row["kept"] for row in rows if (row["m"], row["v"]) == (m, v)}
         places = [place + (i - len(lossy) / 2) * 0.8 / len(lossy) for place in range(len(kinds))]
-        axes.bar(places, [100 * error[kind] for kind in kinds], 0.8 / len(lossy), label=f"{m}, {v}")
+        heights, color = [100 * error[kind] for kind in kinds], plt.cm.tab20(i)
+        axes.bar(places, heights, 0.8 / len(lossy), label=f"{m}, {v}", color=color)
     axes.set_xticks(range(len(kinds)), kinds)
     axes.set_yscale("log")
     axes.set_ylabel("relative RMS error of the Adam update, %")

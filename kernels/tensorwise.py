@@ -53,7 +53,7 @@ def maxima_triton(x: torch.Tensor) -> torch.Tensor:
 
 
 def largest_magnitude(x: torch.Tensor, maxima: torch.Tensor | None = None) -> torch.Tensor:
-    """The largest finite magnitude of `x` (contiguous), FP32 [1]; from `maxima` where its producer wrote them."""
+    """The largest finite magnitude of `x` (contiguous), FP32 [1]; from `maxima` where there are any."""
     if x.numel() == 0:
         return torch.zeros(1, dtype=torch.float32, device=x.device)
     if maxima is None:

@@ -82,9 +82,10 @@ def test_kernel_takes_other_dtypes(param_dtype, grad_dtype, device):
 
 @pytest.mark.parametrize("run", [adamw_reference, adamw_triton])
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
-def test_bad_gradient_harms_only_its_own_element(run, bad, device):
-    codecs, good_state = states("fp8_expanded", "fp8_expanded", 256, device)
-    _, bad_state = states("fp8_expanded", "fp8_expanded", 256, device)
+@pytest.mark.parametrize("v_name", ["fp8_expanded", "log8"])
+def test_bad_gradient_harms_only_its_own_element(v_name, run, bad, device):
+    codecs, good_state = states("fp8_expanded", v_name, 256, device)
+    _, bad_state = states("fp8_expanded", v_name, 256, device)
     start, grad = wide(256).to(device), wide(256).to(device)
     grad[7] = grad[8]
     good, hurt = start.clone(), start.clone()

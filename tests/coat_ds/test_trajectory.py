@@ -1,0 +1,52 @@
+"""Two thousand steps on real text: with compressed moments the loss ends where it ends with FP32 moments."""
+
+import argparse
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from coat_ds import CoatAdamW
+
+STEPS, TAIL = 2000, 100
+LR, BATCH, CONTEXT, CHANNELS, HIDDEN, CHARACTERS = 4e-3, 128, 1, 16, 64, 128
+
+
+def final_loss(optimizer_class, **options) -> float:
+    """Mean loss over the last steps of a small network that predicts the next character of a source file.
+
+    Weights, batches and learning rates are the same for every optimizer.
+    """
+    text = torch.tensor([ord(c) % CHARACTERS for c in Path(argparse.__file__).read_text()])
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(CHARACTERS, CHANNELS), (CONTEXT * CHANNELS, HIDDEN), (HIDDEN, CHARACTERS)]
+    embedding, hidden, head = params = [
+        torch.nn.Parameter(torch.randn(shape, generator=generator) / shape[0] ** 0.5) for shape in shapes
+    ]
+    optimizer = optimizer_class(params, lr=LR, **options)
+    schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, total_iters=STEPS)
+    losses = []
+    for _ in range(STEPS):
+        start = torch.randint(len(text) - CONTEXT, (BATCH, 1), generator=generator)
+        window = text[start + torch.arange(CONTEXT + 1)]
+        logits = F.silu(embedding[window[:, :-1]].flatten(1) @ hidden) @ head
+        loss = F.cross_entropy(logits, window[:, -1])
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        schedule.step()
+        losses.append(loss.item())
+    return sum(losses[-TAIL:]) / TAIL
+
+
+@pytest.mark.parametrize("beta2", [0.95, 0.999])
+def test_final_loss_is_that_of_fp32_moments(beta2):
+    """Every tensor compressed, the first moment with expansion: within half a percent."""
+    options = {"betas": (0.9, beta2), "weight_decay": 0.1}
+    expected = final_loss(torch.optim.AdamW, **options)
+    # a network that has learned nothing is at log(CHARACTERS)
+    assert expected < 0.5 * torch.tensor(CHARACTERS).log()
+    for exp_avg_sq_format in ("fp8_expanded", "log8"):
+        actual = final_loss(CoatAdamW, **options, exp_avg_sq_format=exp_avg_sq_format, min_numel=0)
+        assert abs(actual / expected - 1) < 0.005, f"{exp_avg_sq_format}: {actual}, FP32: {expected}"
