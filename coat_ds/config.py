@@ -17,6 +17,7 @@ OPTIMIZER_GROUP_SIZES = (64, 128, 256)
 ACTIVATION_GROUP_SIZES = (16, 32, 64, 128)
 FP8_FORMATS = (E4M3.name, E5M2.name)
 BF16_PARAMS = ("exact", "stochastic", "nearest")
+ROUNDINGS = ("auto", "nearest", "stochastic")
 KEEP_FP32 = ("*norm*", "*bias*")
 
 
@@ -92,6 +93,10 @@ class OptimizerConfig(_Block):
     exp_avg_sq_format: str = "fp8_expanded"
     """Storage format of the second moment, by name."""
 
+    exp_avg_sq_rounding: str = "auto"
+    """How the second moment is rounded. "auto": "log8" stochastically where beta2 is above 63/64, since it
+    would otherwise decay by less than half a code in a step, that is never; else to nearest."""
+
     group_size: int = 128
     """Consecutive elements that share one scale and one exponent."""
 
@@ -110,6 +115,7 @@ class OptimizerConfig(_Block):
         check_choice(f"{self.KEY}.exp_avg_format", self.exp_avg_format, tuple(SIGNED_CODECS))
         check_choice(f"{self.KEY}.exp_avg_sq_format", self.exp_avg_sq_format, tuple(CODECS))
         check_choice(f"{self.KEY}.group_size", self.group_size, OPTIMIZER_GROUP_SIZES)
+        check_choice(f"{self.KEY}.exp_avg_sq_rounding", self.exp_avg_sq_rounding, ROUNDINGS)
         check_choice(f"{self.KEY}.bf16_params", self.bf16_params, BF16_PARAMS)
         patterns = self.keep_fp32
         if not isinstance(patterns, list | tuple) or not all(isinstance(p, str) for p in patterns):

@@ -12,6 +12,7 @@ from coat_ds.config import (
     BF16_PARAMS,
     KEEP_FP32,
     OPTIMIZER_GROUP_SIZES,
+    ROUNDINGS,
     CoatConfigError,
     check_choice,
     check_type,
@@ -36,7 +37,14 @@ STOCK_SWITCHES: dict[str, Any] = {
     "decoupled_weight_decay": True,
 }
 # belong to the optimizer and not to a checkpoint: a loaded state dict leaves them as they are
-LAYOUT = ("exp_avg_format", "exp_avg_sq_format", "group_size", "min_numel", "bf16_params")
+LAYOUT = (
+    "exp_avg_format",
+    "exp_avg_sq_format",
+    "exp_avg_sq_rounding",
+    "group_size",
+    "min_numel",
+    "bf16_params",
+)
 
 METADATA_VERSION = 1
 # decoding on another device differs by a few FP32 roundings (2^-24) times at most 16, the largest 1 / k;
@@ -53,6 +61,10 @@ class CoatAdamW(torch.optim.Optimizer):
     capturable: keep `step` on the device, so that a step may be captured in a CUDA graph.
     amsgrad, foreach, differentiable, fused: only the default values are accepted.
     exp_avg_format, exp_avg_sq_format: storage of the two moments, by name (`coat_kernels.codecs.CODECS`).
+    exp_avg_sq_rounding: "nearest", "stochastic", or "auto": stochastic for "log8" where 1 - beta2 is below
+        1/64, else to nearest. A second moment decays by that part of itself in a step; where it is less than
+        half the distance of two codes, rounding to nearest undoes the decay and the moment stays too large.
+        The codes of "log8" are close enough for stochastic rounding to cure this without much noise.
     group_size: elements that share one scale and one exponent: 64, 128 or 256.
     min_numel: tensors with fewer elements keep FP32 moments; 0 compresses everything.
     bf16_params: how BF16 parameters are updated. "exact": `state[p]["remainder"]`, int16, makes each one an
@@ -60,7 +72,7 @@ class CoatAdamW(torch.optim.Optimizer):
         of what is dropped. "nearest": as `torch.optim.AdamW` does, losing updates below half a BF16 step.
     keep_fp32: which other tensors keep FP32 moments: patterns of names, for parameters given with names, or
         a function of (name or None, parameter).
-    seed: of stochastic rounding.
+    seed: of stochastic rounding, which is the same on all ranks and in every run.
 
     All of them except the implementation switches, keep_fp32 and seed may differ between parameter groups.
     `state[p]` holds `step` (an int; where a gradient scaler or `capturable` needs it, an FP32 tensor on the
@@ -90,6 +102,7 @@ class CoatAdamW(torch.optim.Optimizer):
         fused: bool | None = None,
         exp_avg_format: str = "fp8_expanded",
         exp_avg_sq_format: str = "fp8_expanded",
+        exp_avg_sq_rounding: str = "auto",
         group_size: int = 128,
         min_numel: int = 4096,
         bf16_params: str = "exact",
@@ -110,6 +123,7 @@ class CoatAdamW(torch.optim.Optimizer):
             "fused": fused,
             "exp_avg_format": exp_avg_format,
             "exp_avg_sq_format": exp_avg_sq_format,
+            "exp_avg_sq_rounding": exp_avg_sq_rounding,
             "group_size": group_size,
             "min_numel": min_numel,
             "bf16_params": bf16_params,
@@ -200,7 +214,7 @@ class CoatAdamW(torch.optim.Optimizer):
         first, device = states[0], params[0].device
         contiguous = [p.contiguous() for p in params]
         has_remainder = "remainder" in first
-        stochastic = params[0].dtype == torch.bfloat16 and group["bf16_params"] == "stochastic"
+        rounding, beta2 = group["exp_avg_sq_rounding"], float(group["betas"][1])
         adamw_(
             contiguous,
             [p.grad.contiguous() for p in params],
@@ -215,13 +229,16 @@ class CoatAdamW(torch.optim.Optimizer):
             # a rate on another device would be waited for on every step
             lr=group["lr"] if _is_on(group["lr"], device) else float(group["lr"]),
             beta1=float(group["betas"][0]),
-            beta2=float(group["betas"][1]),
+            beta2=beta2,
             eps=group["eps"],
             weight_decay=group["weight_decay"],
             maximize=group["maximize"],
             grad_scale=None if grad_scale is None else grad_scale.to(device),
             found_inf=None if found_inf is None else found_inf.to(device),
-            seed=_mix(self._seed, int(first["step"])) if stochastic else None,
+            stochastic=params[0].dtype == torch.bfloat16 and group["bf16_params"] == "stochastic",
+            dither=rounding == "stochastic"
+            or (rounding == "auto" and first["exp_avg_sq"].codec.fine and 1 - beta2 < 1 / 64),
+            seed=self._seed,
         )
         for p, updated in zip(params, contiguous, strict=True):
             if updated is not p:
@@ -404,11 +421,6 @@ def _count(states: list[dict[str, Any]], found_inf: torch.Tensor | None) -> list
     return counts
 
 
-def _mix(seed: int, step: int) -> int:
-    """One seed of 31 bits for each step, far from those of its neighbours."""
-    return (seed * 0x9E3779B1 + step * 0x85EBCA6B) & 0x7FFFFFFF
-
-
 def _as_plain(value: torch.Tensor | None, p: torch.Tensor) -> torch.Tensor:
     if value is None:
         return torch.zeros(p.shape, device=p.device)
@@ -447,11 +459,7 @@ def _check_options(options: dict[str, Any]) -> None:
     check_choice("CoatAdamW: exp_avg_format", options["exp_avg_format"], tuple(SIGNED_CODECS))
     check_choice("CoatAdamW: group_size", options["group_size"], OPTIMIZER_GROUP_SIZES)
     check_choice("CoatAdamW: bf16_params", options["bf16_params"], BF16_PARAMS)
-    if options["capturable"] and options["bf16_params"] == "stochastic":
-        raise ValueError(
-            'CoatAdamW: bf16_params="stochastic" needs a new seed for each step, but a captured graph would '
-            'repeat one. Use "exact" with capturable=True.'
-        )
+    check_choice("CoatAdamW: exp_avg_sq_rounding", options["exp_avg_sq_rounding"], ROUNDINGS)
     check_type("CoatAdamW: min_numel", options["min_numel"], int)
     if options["min_numel"] < 0:
         raise CoatConfigError(f"CoatAdamW: min_numel must be 0 or more, found {options['min_numel']}.")

@@ -4,6 +4,9 @@ The update uses the fresh FP32 moments; only what is stored is rounded. On CUDA 
 gradient, parameter and codes once and writes parameter and codes once: no FP32 moment exists in memory.
 The same pass scales the gradient, writes a BF16 copy of the weight, and rounds BF16 parameters exactly
 (with the 16 bits that FP32 has more) or stochastically.
+
+With beta2 near 1 a second moment decays by less than half a code in a step, and rounded to nearest it never
+would: it is then rounded stochastically ("dither").
 """
 
 import functools
@@ -15,7 +18,7 @@ import torch
 import triton
 import triton.language as tl
 
-from coat_kernels.codecs.codec import Codec, Storage, load_moment, store_moment
+from coat_kernels.codecs.codec import Codec, Storage, encode_reference, load_moment, store_moment
 from coat_kernels.fast_math import fast_reciprocal, fast_sqrt
 from coat_kernels.fp8 import cast, widen
 
@@ -27,6 +30,9 @@ ROWS, WARPS = 4, 2
 CHUNKS = (2**14, 2**11, 2**8, 2**5)
 # columns of the table: pointers, elements that remain, the tensor's index, the first element
 POINTERS, COLUMNS = 9, tl.constexpr(12)
+# a row of corrections: see corrections_of
+CORRECTIONS = tl.constexpr(3)
+STEP_KEY, TENSOR_KEY = tl.constexpr(0x9E3779B1), tl.constexpr(0x85EBCA6B)
 TRITON_DTYPES = {
     torch.float32: tl.float32,
     torch.bfloat16: tl.bfloat16,
@@ -51,12 +57,20 @@ def join_master(weight: torch.Tensor, remainder: torch.Tensor) -> torch.Tensor:
     return ((weight.view(torch.int16).int() << 16) + remainder.int()).view(torch.float32)
 
 
-def noise_reference(seed: int, numel: int, device: torch.device) -> torch.Tensor:
-    """16 random bits for each element, int32: a 32-bit integer hash (Wellons, lowbias32) of seed + index."""
-    x = (torch.arange(numel, dtype=torch.int64, device=device) + seed) & 0xFFFFFFFF
+def noise_reference(
+    seed: int, step: int, tensor: int, numel: int, device: torch.device | str
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Noise of each element, int32 in [0, 2^16), and FP32 in (-1/2, 1/2): halves of a 32-bit integer hash.
+
+    The hash (Wellons, lowbias32) is of the element's index, moved by seed, step and the tensor's index times
+    odd constants: the same on every rank and in every run, and new on every step.
+    """
+    key = seed + step * STEP_KEY.value + tensor * TENSOR_KEY.value
+    x = (torch.arange(numel, dtype=torch.int64, device=device) + key) & 0xFFFFFFFF
     x = ((x ^ (x >> 16)) * 0x7FEB352D) & 0xFFFFFFFF
     x = ((x ^ (x >> 15)) * 0x846CA68B) & 0xFFFFFFFF
-    return ((x ^ (x >> 16)) >> 16).int()
+    x = x ^ (x >> 16)
+    return (x >> 16).int(), ((x & 0xFFFF).float() - 32767.5) * 2.0**-16
 
 
 def round_stochastically(x: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
@@ -84,9 +98,15 @@ def adamw_reference(
     weight_decay: float,
     maximize: bool = False,
     grad_scale: torch.Tensor | None = None,
-    seed: int | None = None,
+    stochastic: bool = False,
+    dither: bool = False,
+    seed: int = 0,
+    tensor: int = 0,
 ) -> None:
-    """One step for one tensor in plain PyTorch, operation by operation as `torch.optim.AdamW` does it."""
+    """One step for one tensor in plain PyTorch, operation by operation as `torch.optim.AdamW` does it.
+
+    `stochastic` is of BF16 parameters, `dither` of exp_avg_sq; `tensor` is the index in `adamw_`'s lists.
+    """
     g = grad.reshape(-1).float()
     g = g if grad_scale is None else g * grad_scale
     g = -g if maximize else g
@@ -103,14 +123,19 @@ def adamw_reference(
     if remainder is not None:
         for old, new in zip((param, remainder), split_master(p), strict=True):
             old.copy_(new.view_as(old))
-    elif seed is not None:
-        param.copy_(round_stochastically(p, noise_reference(seed, p.numel(), p.device)).view_as(param))
+    elif stochastic:
+        noise, _ = noise_reference(seed, int(step), tensor, p.numel(), p.device)
+        param.copy_(round_stochastically(p, noise).view_as(param))
     else:
         param.copy_(p.view_as(param))
     if weight is not None:
         weight.copy_(p.view_as(weight))
-    for codec, storage, moment in ((exp_avg_codec, exp_avg, m), (exp_avg_sq_codec, exp_avg_sq, v)):
-        for old, new in zip(storage, codec.encode(moment, group_size), strict=True):
+    shift = noise_reference(seed, int(step), tensor, p.numel(), p.device)[1] if dither else None
+    for codec, storage, moment, u in (
+        (exp_avg_codec, exp_avg, m, None),
+        (exp_avg_sq_codec, exp_avg_sq, v, shift),
+    ):
+        for old, new in zip(storage, encode_reference(codec, moment, group_size, dither=u), strict=True):
             old.copy_(new)
 
 
@@ -142,11 +167,11 @@ def bf16_of_bits(b_bits):
 
 
 @triton.jit
-def noise(o_x):
+def hash_tile(o_x):
     b_x = o_x.to(tl.uint32)
     b_x = (b_x ^ (b_x >> 16)) * 0x7FEB352D
     b_x = (b_x ^ (b_x >> 15)) * 0x846CA68B
-    return ((b_x ^ (b_x >> 16)) >> 16).to(tl.int32)
+    return b_x ^ (b_x >> 16)
 
 
 @triton.jit(do_not_specialize=["log2_tiles", "seed"])
@@ -157,7 +182,7 @@ def adamw_kernel(p_table, p_corrections, p_lr, p_grad_scale, p_found_inf, log2_t
                  M_SCALE: tl.constexpr, M_EXPONENT: tl.constexpr, M_E5M2: tl.constexpr,
                  V_FROM: tl.constexpr, V_STATISTICS: tl.constexpr, V_TO: tl.constexpr,
                  V_SCALE: tl.constexpr, V_EXPONENT: tl.constexpr, V_E5M2: tl.constexpr,
-                 EXTRA: tl.constexpr, STOCHASTIC: tl.constexpr, MAXIMIZE: tl.constexpr,
+                 EXTRA: tl.constexpr, STOCHASTIC: tl.constexpr, DITHER: tl.constexpr, MAXIMIZE: tl.constexpr,
                  ALIGNED: tl.constexpr, MASKED: tl.constexpr, WHOLE: tl.constexpr,
                  ROWS: tl.constexpr, G: tl.constexpr):  # fmt: skip
     # one row of the table holds all that a program needs: look-ups that wait for one another cost time
@@ -182,13 +207,20 @@ def adamw_kernel(p_table, p_corrections, p_lr, p_grad_scale, p_found_inf, log2_t
             return
     if p_lr is not None:
         lr = tl.load(p_lr).to(tl.float32)
-    step_size = lr * tl.load(p_corrections + 2 * i_tensor)
-    inverse_root = tl.load(p_corrections + 2 * i_tensor + 1)
+    step_size = lr * tl.load(p_corrections + CORRECTIONS * i_tensor)
+    inverse_root = tl.load(p_corrections + CORRECTIONS * i_tensor + 1)
 
     # within a chunk offsets fit 32 bits: its pointers have taken the rest
     o_row = i_tile * ROWS + tl.arange(0, ROWS)
     o_x = o_row[:, None] * G + tl.arange(0, G)[None, :]
     m_x, m_row = o_x < n, o_row * G < n
+    if STOCHASTIC or DITHER:
+        step = tl.load(p_corrections + CORRECTIONS * i_tensor + 2).to(tl.int64)
+        key = seed + step * STEP_KEY + i_tensor * TENSOR_KEY + tl.load(p_chunk + 11)
+        b_hash = hash_tile(o_x.to(tl.uint32) + key.to(tl.uint32))
+    b_dither = 0.0
+    if DITHER:
+        b_dither = ((b_hash & 0xFFFF).to(tl.float32) - 32767.5) * 2.0**-16
     b_g = widen(load_tile(p_grad, o_x, m_x, MASKED))
     b_param = load_tile(p_param, o_x, m_x, MASKED)
     b_p = widen(b_param)
@@ -216,8 +248,7 @@ def adamw_kernel(p_table, p_corrections, p_lr, p_grad_scale, p_found_inf, log2_t
         store_tile(p_param, o_x, bf16_of_bits((b_bits + 0x8000) >> 16), m_x, MASKED)
         store_tile(p_remainder, o_x, b_bits.to(tl.int16), m_x, MASKED)
     elif STOCHASTIC:
-        b_noise = noise(o_x + (tl.load(p_chunk + 11) + seed * (i_tensor + 1)).to(tl.uint32))
-        b_rounded = bf16_of_bits((b_p.to(tl.int32, bitcast=True) + b_noise) >> 16)
+        b_rounded = bf16_of_bits((b_p.to(tl.int32, bitcast=True) + (b_hash >> 16).to(tl.int32)) >> 16)
         store_tile(p_param, o_x, tl.where(b_p == b_p, b_rounded, cast(b_p, PARAM)), m_x, MASKED)
     else:
         store_tile(p_param, o_x, cast(b_p, PARAM), m_x, MASKED)
@@ -228,10 +259,10 @@ def adamw_kernel(p_table, p_corrections, p_lr, p_grad_scale, p_found_inf, log2_t
         # what lies past the end must not enter the statistics of the last group
         b_m = tl.where(m_x, b_m, 0.0)
         b_v = tl.where(m_x, b_v, 0.0)
-    store_moment(b_m, p_m, p_m_scale, p_m_exponent, o_x, m_x, o_row, m_row,
-                 M_STATISTICS, M_TO, M_SCALE, M_EXPONENT, M_E5M2, True, MASKED)  # fmt: skip
-    store_moment(b_v, p_v, p_v_scale, p_v_exponent, o_x, m_x, o_row, m_row,
-                 V_STATISTICS, V_TO, V_SCALE, V_EXPONENT, V_E5M2, False, MASKED)  # fmt: skip
+    store_moment(b_m, 0.0, p_m, p_m_scale, p_m_exponent, o_x, m_x, o_row, m_row,
+                 M_STATISTICS, M_TO, M_SCALE, M_EXPONENT, M_E5M2, True, False, MASKED)  # fmt: skip
+    store_moment(b_v, b_dither, p_v, p_v_scale, p_v_exponent, o_x, m_x, o_row, m_row,
+                 V_STATISTICS, V_TO, V_SCALE, V_EXPONENT, V_E5M2, False, DITHER, MASKED)  # fmt: skip
 
 
 def chunk_table(
@@ -304,12 +335,12 @@ def launches(
 def corrections_of(
     steps: Sequence[float] | torch.Tensor, beta1: float, beta2: float, device: torch.device
 ) -> torch.Tensor:
-    """The factors 1 / (1 - beta1^t) and 1 / sqrt(1 - beta2^t) of each tensor, FP32 [tensors, 2]."""
+    """1 / (1 - beta1^t), 1 / sqrt(1 - beta2^t) and t of each tensor, FP32 [tensors, CORRECTIONS]."""
     if isinstance(steps, torch.Tensor):
         t = steps.double()
-        return torch.stack((1 / (1 - beta1**t), (1 - beta2**t).rsqrt()), dim=1).float()
-    pairs = [(1 / (1 - beta1**t), 1 / math.sqrt(1 - beta2**t)) for t in steps]
-    return _upload(np.array(pairs, dtype=np.float32), device)
+        return torch.stack((1 / (1 - beta1**t), (1 - beta2**t).rsqrt(), t), dim=1).float()
+    rows = [(1 / (1 - beta1**t), 1 / math.sqrt(1 - beta2**t), t) for t in steps]
+    return _upload(np.array(rows, dtype=np.float32), device)
 
 
 def adamw_triton(
@@ -332,7 +363,9 @@ def adamw_triton(
     maximize: bool = False,
     grad_scale: torch.Tensor | None = None,
     found_inf: torch.Tensor | None = None,
-    seed: int | None = None,
+    stochastic: bool = False,
+    dither: bool = False,
+    seed: int = 0,
 ) -> None:
     """`adamw_` on CUDA, or in the interpreter.
 
@@ -364,7 +397,7 @@ def adamw_triton(
                 grad_scale,
                 found_inf,
                 tiles.bit_length() - 1,
-                seed or 0,
+                seed,
                 lr=0.0 if isinstance(lr, torch.Tensor) else lr,
                 weight_decay=weight_decay,
                 rate1=1 - beta1,
@@ -388,7 +421,8 @@ def adamw_triton(
                 V_EXPONENT=exp_avg_sq_codec.has_exponent,
                 V_E5M2=exp_avg_sq_codec.is_e5m2,
                 EXTRA="remainder" if remainders else "weight" if weights else "none",
-                STOCHASTIC=seed is not None,
+                STOCHASTIC=stochastic,
+                DITHER=dither,
                 MAXIMIZE=maximize,
                 # views into flat buffers may start anywhere
                 ALIGNED=not (pointers[:, (0, 1, 2, 5, 8)] % 16).any(),
@@ -411,7 +445,6 @@ def adamw_(
     weights: Sequence[torch.Tensor] | None = None,
     *,
     found_inf: torch.Tensor | None = None,
-    seed: int | None = None,
     **options,
 ) -> None:
     """One AdamW step in place for every tensor of the lists.
@@ -425,40 +458,22 @@ def adamw_(
         lr: a number, or an FP32 tensor of one element on the device.
         grad_scale: FP32 tensor of one element on the device, by which gradients are multiplied.
         found_inf: the same; unless it holds zero, nothing is changed.
-        seed: rounds BF16 parameters without remainders stochastically; a new one for each step.
+        stochastic: rounds BF16 parameters without remainders stochastically.
+        dither: rounds exp_avg_sq stochastically.
+        seed: of both, a number of 31 bits; every step, tensor and element has its own noise.
         options: codecs, group size and hyper-parameters, as `adamw_reference` has them.
 
     CUDA tensors take the kernel and never wait for the device, others the reference.
     """
     if params and params[0].is_cuda:
         adamw_triton(
-            params,
-            grads,
-            exp_avgs,
-            exp_avg_sqs,
-            steps,
-            remainders,
-            weights,
-            found_inf=found_inf,
-            seed=seed,
-            **options,
+            params, grads, exp_avgs, exp_avg_sqs, steps, remainders, weights, found_inf=found_inf, **options
         )
         return
     if found_inf is not None and found_inf.item():
         return
     options["lr"] = float(options["lr"])
     nothing = [None] * len(params)
-    for i, (param, grad, m, v, step, remainder, weight) in enumerate(
-        zip(
-            params,
-            grads,
-            exp_avgs,
-            exp_avg_sqs,
-            steps,
-            remainders or nothing,
-            weights or nothing,
-            strict=True,
-        )
-    ):
-        seeded = None if seed is None else seed * (i + 1)
-        adamw_reference(param, grad, m, v, float(step), remainder, weight, seed=seeded, **options)
+    lists = (params, grads, exp_avgs, exp_avg_sqs, steps, remainders or nothing, weights or nothing)
+    for i, (param, grad, m, v, step, remainder, weight) in enumerate(zip(*lists, strict=True)):
+        adamw_reference(param, grad, m, v, float(step), remainder, weight, tensor=i, **options)

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from coat_kernels.codecs.codec import Codec, unclamped_tile
-from coat_kernels.fp8 import E4M3, E5M2, Fp8Format, from_fp8, round_to_fp8, to_fp8
+from coat_kernels.fp8 import E4M3, E5M2, Fp8Format, dither_fp8, dither_tile, from_fp8, round_to_fp8, to_fp8
 
 # smallest scale whose inverse is finite
 SMALLEST_SCALE = 2.0**-126
@@ -21,8 +21,10 @@ def _reference(fmt: Fp8Format):
         scale = (largest * (1 / fmt.max)).clamp_min(SMALLEST_SCALE)
         return scale, torch.zeros_like(scale, dtype=torch.uint8)
 
-    def to_codes(x, scale, exponent):
-        return round_to_fp8(x * (1 / scale), fmt).view(torch.uint8)
+    def to_codes(x, scale, exponent, dither):
+        y = x * (1 / scale)
+        y = y if dither is None else dither_fp8(y, dither, fmt)
+        return round_to_fp8(y, fmt).view(torch.uint8)
 
     def from_codes(codes, scale, exponent):
         return codes.view(fmt.dtype).float() * scale
@@ -40,9 +42,13 @@ def statistics_tile(b_x, E5M2: tl.constexpr, SIGNED: tl.constexpr):
 
 
 @triton.jit
-def to_codes_tile(b_x, b_scale, b_exponent, E5M2: tl.constexpr, SIGNED: tl.constexpr):
+def to_codes_tile(b_x, b_scale, b_exponent, b_dither,
+                  E5M2: tl.constexpr, SIGNED: tl.constexpr, DITHER: tl.constexpr):  # fmt: skip
     MAX: tl.constexpr = 57344.0 if E5M2 else 448.0
-    b_y = tl.minimum(tl.maximum(b_x * (1.0 / b_scale), -MAX), MAX)
+    b_y = b_x * (1.0 / b_scale)
+    if DITHER:
+        b_y = tl.where(b_x == 0.0, 0.0, dither_tile(b_y, b_dither, 0.0, E5M2))
+    b_y = tl.minimum(tl.maximum(b_y, -MAX), MAX)
     return to_fp8(tl.where(tl.abs(b_x) < float("inf"), b_y, float("nan")), E5M2)
 
 

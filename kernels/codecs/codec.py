@@ -36,9 +36,9 @@ class Codec:
 
     Reference functions work on FP32 groups [rows, group_size], scale [rows, 1] and exponent [rows, 1]
     (uint8); the last group is padded with zeros. Tile functions do the same on a tile inside a kernel,
-    but statistics are one value a row, [rows]; their last arguments are the flags E5M2, and SIGNED for a
-    first moment, which has signs. `to_codes_tile` may rely on the statistics being those of the very
-    values; `clamp_tile` makes that true of others.
+    but statistics are one value a row, [rows]; their last arguments are the flags E5M2, SIGNED for a first
+    moment, which has signs, and, for `to_codes_tile`, DITHER. That function may rely on the statistics being
+    those of the very values; `clamp_tile` makes that true of others.
     """
 
     name: str
@@ -49,14 +49,16 @@ class Codec:
     is_e5m2: bool
     statistics: Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
     """x -> (scale, exponent)."""
-    to_codes: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
-    """(x, scale, exponent) -> codes."""
+    to_codes: Callable[..., torch.Tensor]
+    """(x, scale, exponent, dither or None) -> codes. Dither, in (-1/2, 1/2), is added in steps of codes."""
     from_codes: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
     """(codes, scale, exponent) -> x."""
     statistics_tile: Callable
     to_codes_tile: Callable
     from_codes_tile: Callable
     clamp_tile: Callable
+    fine: bool = False
+    """Whether neighbouring codes are so close everywhere that rounding stochastically adds little noise."""
     signed: bool = True
     """Whether it stores negative values too, as a first moment needs; others become NaN."""
 
@@ -71,7 +73,7 @@ class Codec:
         )
 
     def encode(self, x: torch.Tensor, group_size: int, like: Storage | None = None) -> Storage:
-        """Stores `x` (any shape; taken as FP32, flat). `like` supplies scale and exponent to be reused."""
+        """Stores `x` (any shape; taken as FP32, flat), to nearest. `like` supplies scale and exponent."""
         x = x.detach().reshape(-1).float()
         if x.is_cuda:
             return encode_kernel_launch(self, x, group_size, like)
@@ -93,14 +95,21 @@ def _column(t: torch.Tensor, rows: int) -> torch.Tensor:
     return t.view(-1, 1) if t.numel() else t.new_zeros(rows, 1)
 
 
-def encode_reference(codec: Codec, x: torch.Tensor, group_size: int, like: Storage | None = None) -> Storage:
-    """`Codec.encode` in plain PyTorch; x FP32 [n]."""
+def encode_reference(
+    codec: Codec,
+    x: torch.Tensor,
+    group_size: int,
+    like: Storage | None = None,
+    dither: torch.Tensor | None = None,
+) -> Storage:
+    """`Codec.encode` in plain PyTorch; x FP32 [n]. `dither` FP32 [n] in (-1/2, 1/2) rounds stochastically."""
     rows = _rows(x, group_size)
     if like is None:
         scale, exponent = codec.statistics(rows)
     else:
         scale, exponent = _column(like.scale, len(rows)), _column(like.exponent, len(rows))
-    codes = codec.to_codes(rows, scale, exponent).view(-1)[: x.numel()].clone()
+    dither = None if dither is None else _rows(dither, group_size)
+    codes = codec.to_codes(rows, scale, exponent, dither).view(-1)[: x.numel()].clone()
     return Storage(
         codes,
         scale.reshape(-1).clone() if codec.has_scale else x.new_empty(0),
@@ -113,6 +122,22 @@ def decode_reference(codec: Codec, storage: Storage, group_size: int) -> torch.T
     codes = _rows(storage.codes, group_size)
     scale, exponent = _column(storage.scale, len(codes)), _column(storage.exponent, len(codes))
     return codec.from_codes(codes, scale, exponent).view(-1)[: storage.codes.numel()].clone()
+
+
+@triton.jit
+def extremes_tile(b_x, SIGNED: tl.constexpr):
+    """Largest and smallest non-zero finite magnitude of each row, FP32 [rows]; both zero in a row of zeros.
+
+    Magnitudes order as their bit patterns do. Adding one exponent step turns what is not finite negative, out
+    of the maximum; taking one off makes zero the largest unsigned, out of the minimum. Without SIGNED the
+    patterns of negative values drop out of both likewise.
+    """
+    b_bits = b_x.to(tl.int32, bitcast=True)
+    if SIGNED:
+        b_bits &= 0x7FFFFFFF
+    b_top = tl.maximum(tl.max(b_bits + 0x800000, axis=1), 0x800000) - 0x800000
+    b_bottom = tl.min((b_bits - 1).to(tl.uint32, bitcast=True), axis=1).to(tl.int32, bitcast=True) + 1
+    return b_top.to(tl.float32, bitcast=True), b_bottom.to(tl.float32, bitcast=True)
 
 
 @triton.jit
@@ -180,13 +205,13 @@ def load_moment(p_codes, p_scale, p_exponent, o_x, m_x, o_row, m_row,
 
 
 @triton.jit
-def store_moment(b_x, p_codes, p_scale, p_exponent, o_x, m_x, o_row, m_row,
+def store_moment(b_x, b_dither, p_codes, p_scale, p_exponent, o_x, m_x, o_row, m_row,
                  STATISTICS: tl.constexpr, TO_CODES: tl.constexpr, HAS_SCALE: tl.constexpr,
                  HAS_EXPONENT: tl.constexpr, E5M2: tl.constexpr, SIGNED: tl.constexpr,
-                 MASKED: tl.constexpr):  # fmt: skip
-    """Stores an FP32 tile [rows, group]; elements past the end must be zero."""
+                 DITHER: tl.constexpr, MASKED: tl.constexpr):  # fmt: skip
+    """Stores an FP32 tile [rows, group]; elements past the end must be zero. b_dither counts if DITHER."""
     b_scale, b_exponent = STATISTICS(b_x, E5M2, SIGNED)
-    b_codes = TO_CODES(b_x, b_scale[:, None], b_exponent[:, None], E5M2, SIGNED)
+    b_codes = TO_CODES(b_x, b_scale[:, None], b_exponent[:, None], b_dither, E5M2, SIGNED, DITHER)
     if MASKED:
         tl.store(p_codes + o_x, cast(b_codes, p_codes.dtype.element_ty), mask=m_x)
     else:
@@ -214,11 +239,11 @@ def encode_kernel(p_x, p_codes, p_scale, p_exponent, n,
         if HAS_EXPONENT:
             b_exponent = tl.load(p_exponent + o_row, mask=m_row, other=255)[:, None]
         b_x = CLAMP(b_x, b_scale, b_exponent, E5M2, True)
-        b_codes = TO_CODES(b_x, b_scale, b_exponent, E5M2, True)
+        b_codes = TO_CODES(b_x, b_scale, b_exponent, 0.0, E5M2, True, False)
         tl.store(p_codes + o_x, cast(b_codes, p_codes.dtype.element_ty), mask=m_x)
     else:
-        store_moment(b_x, p_codes, p_scale, p_exponent, o_x, m_x, o_row, m_row,
-                     STATISTICS, TO_CODES, HAS_SCALE, HAS_EXPONENT, E5M2, True, True)  # fmt: skip
+        store_moment(b_x, 0.0, p_codes, p_scale, p_exponent, o_x, m_x, o_row, m_row,
+                     STATISTICS, TO_CODES, HAS_SCALE, HAS_EXPONENT, E5M2, True, False, True)  # fmt: skip
 
 
 @triton.jit

@@ -21,9 +21,9 @@ import torch
 import triton
 import triton.language as tl
 
-from coat_kernels.codecs.codec import Codec
+from coat_kernels.codecs.codec import Codec, extremes_tile
 from coat_kernels.fast_math import fast_exp2, fast_log2, fast_reciprocal, with_sign_of
-from coat_kernels.fp8 import E4M3, E5M2, Fp8Format, from_fp8, round_to_fp8, to_fp8
+from coat_kernels.fp8 import E4M3, E5M2, Fp8Format, dither_fp8, dither_tile, from_fp8, round_to_fp8, to_fp8
 
 
 def _span(fmt: Fp8Format) -> float:
@@ -51,9 +51,11 @@ def _reference(fmt: Fp8Format):
         k = torch.where(largest > 0, k, 255).clamp(1, 255)
         return largest, k.to(torch.uint8)
 
-    def to_codes(x, scale, exponent):
+    def to_codes(x, scale, exponent, dither):
         k = exponent.float() / 16
         stretched = torch.exp2(k * (_log2(x.abs()) - _log2(scale)) + math.log2(fmt.max))
+        if dither is not None:
+            stretched = dither_fp8(stretched, dither, fmt, bend=1 - 1 / k)
         stretched = torch.where(x == 0, 0, stretched.clamp(fmt.tiny, fmt.max))
         stretched = torch.where(x.isfinite(), stretched, torch.nan)
         return round_to_fp8(stretched.copysign(x), fmt).view(torch.uint8)
@@ -75,26 +77,21 @@ def log2_tile(b_abs):
 @triton.jit
 def statistics_tile(b_x, E5M2: tl.constexpr, SIGNED: tl.constexpr):
     SPAN: tl.constexpr = SPAN_E5M2 if E5M2 else SPAN_E4M3
-    # magnitudes order as their bit patterns do. Adding one exponent step turns what is not finite
-    # negative, out of the maximum; taking one off makes zero the largest unsigned, out of the minimum
-    b_bits = b_x.to(tl.int32, bitcast=True)
-    if SIGNED:
-        b_bits &= 0x7FFFFFFF
-    b_top = tl.maximum(tl.max(b_bits + 0x800000, axis=1), 0x800000) - 0x800000
-    b_bottom = tl.min((b_bits - 1).to(tl.uint32, bitcast=True), axis=1).to(tl.int32, bitcast=True) + 1
-    b_max = b_top.to(tl.float32, bitcast=True)
-    b_min = b_bottom.to(tl.float32, bitcast=True)
+    b_max, b_min = extremes_tile(b_x, SIGNED)
     b_k = SPAN * fast_reciprocal(log2_tile(b_max) - log2_tile(b_min))
-    b_k = tl.where(b_top > 0, tl.minimum(tl.maximum(b_k, 1.0), 255.0), 255.0)
+    b_k = tl.where(b_max > 0.0, tl.minimum(tl.maximum(b_k, 1.0), 255.0), 255.0)
     return b_max, b_k.to(tl.int32)
 
 
 @triton.jit
-def to_codes_tile(b_x, b_scale, b_exponent, E5M2: tl.constexpr, SIGNED: tl.constexpr):
+def to_codes_tile(b_x, b_scale, b_exponent, b_dither,
+                  E5M2: tl.constexpr, SIGNED: tl.constexpr, DITHER: tl.constexpr):  # fmt: skip
     LOG2_MAX: tl.constexpr = LOG2_MAX_E5M2 if E5M2 else LOG2_MAX_E4M3
     b_k = b_exponent.to(tl.float32) * 0.0625
     b_offset = LOG2_MAX - b_k * log2_tile(b_scale)
     b_y = fast_exp2(b_k * log2_tile(tl.abs(b_x)) + b_offset)
+    if DITHER:
+        b_y = dither_tile(b_y, b_dither, 1.0 - fast_reciprocal(b_k), E5M2)
     # infinity times zero is NaN, and so is NaN; to the rest this adds nothing
     b_y = tl.where(b_x == 0.0, 0.0, b_y) + b_x * 0.0
     if SIGNED:

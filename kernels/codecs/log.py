@@ -16,7 +16,7 @@ import torch
 import triton
 import triton.language as tl
 
-from coat_kernels.codecs.codec import Codec
+from coat_kernels.codecs.codec import Codec, extremes_tile
 from coat_kernels.codecs.expanded import log2_tile
 from coat_kernels.fast_math import fast_exp2, fast_reciprocal
 
@@ -35,8 +35,10 @@ def statistics(x):
     return largest, (octaves * (256 / 253)).floor().add(1).clamp_max(255).to(torch.uint8)
 
 
-def to_codes(x, scale, exponent):
+def to_codes(x, scale, exponent, dither):
     code = (_log2(x) - _log2(scale)) * (256 / exponent.float()) + 254
+    if dither is not None:
+        code = code + dither
     code = torch.where(x == 0, 0, code.add(0.5).floor().clamp(1, 254))
     return torch.where(x.isfinite() & (x >= 0), code, 255).to(torch.uint8)
 
@@ -51,22 +53,22 @@ def from_codes(codes, scale, exponent):
 
 @triton.jit
 def statistics_tile(b_x, E5M2: tl.constexpr, SIGNED: tl.constexpr):
-    # as in the tile of dynamic range expansion; negative values have negative bit patterns
-    b_bits = b_x.to(tl.int32, bitcast=True)
-    b_top = tl.maximum(tl.max(b_bits + 0x800000, axis=1), 0x800000) - 0x800000
-    b_bottom = tl.min((b_bits - 1).to(tl.uint32, bitcast=True), axis=1).to(tl.int32, bitcast=True) + 1
-    b_max = b_top.to(tl.float32, bitcast=True)
-    b_octaves = log2_tile(b_max) - log2_tile(b_bottom.to(tl.float32, bitcast=True))
+    b_max, b_min = extremes_tile(b_x, SIGNED)
+    b_octaves = log2_tile(b_max) - log2_tile(b_min)
     b_exponent = (b_octaves * STEPS_PER_OCTAVE).to(tl.int32) + 1
-    return b_max, tl.where(b_top > 0, b_exponent, 255)
+    return b_max, tl.where(b_max > 0.0, b_exponent, 255)
 
 
 @triton.jit
-def to_codes_tile(b_x, b_scale, b_exponent, E5M2: tl.constexpr, SIGNED: tl.constexpr):
+def to_codes_tile(b_x, b_scale, b_exponent, b_dither,
+                  E5M2: tl.constexpr, SIGNED: tl.constexpr, DITHER: tl.constexpr):  # fmt: skip
     b_codes_per_octave = 256.0 * fast_reciprocal(b_exponent.to(tl.float32))
     # the half rounds: what follows truncates
     b_offset = 254.5 - log2_tile(b_scale) * b_codes_per_octave
-    b_code = (log2_tile(b_x) * b_codes_per_octave + b_offset).to(tl.int32)
+    b_code = log2_tile(b_x) * b_codes_per_octave + b_offset
+    if DITHER:
+        b_code += b_dither
+    b_code = tl.minimum(tl.maximum(b_code.to(tl.int32), 1), 254)
     # taken as unsigned, the bits of negative and of non-finite values are the largest
     b_bits = b_x.to(tl.uint32, bitcast=True)
     b_code = tl.where(b_bits < 0x7F800000, b_code, 255)
@@ -104,6 +106,7 @@ CODECS = (
         to_codes_tile,
         from_codes_tile,
         clamp_tile,
+        fine=True,
         signed=False,
     ),
 )

@@ -23,7 +23,8 @@ def statistics_tile(b_x, E5M2: tl.constexpr, SIGNED: tl.constexpr):
 
 
 @triton.jit
-def to_codes_tile(b_x, b_scale, b_exponent, E5M2: tl.constexpr, SIGNED: tl.constexpr):
+def to_codes_tile(b_x, b_scale, b_exponent, b_dither,
+                  E5M2: tl.constexpr, SIGNED: tl.constexpr, DITHER: tl.constexpr):  # fmt: skip
     return b_x
 
 
@@ -40,7 +41,7 @@ def _codec(name: str, dtype: torch.dtype) -> Codec:
         False,
         False,
         _no_statistics,
-        lambda x, scale, exponent: x.to(dtype),
+        lambda x, scale, exponent, dither: x.to(dtype),
         _from_codes,
         statistics_tile,
         to_codes_tile,
