@@ -70,6 +70,12 @@ def cases() -> dict[str, Case]:
     scale = {"grad_scale": torch.ones(1, device="cuda")}
     return {
         "ours": Case(ours, FP32, FP32, 8 + 4 + STATES),
+        "ours, log8 stochastic": Case(
+            functools.partial(ours, exp_avg_sq_format="log8", exp_avg_sq_rounding="stochastic"),
+            FP32,
+            FP32,
+            8 + 4 + STATES,
+        ),
         "ours, BF16 gradient": Case(ours, FP32, BF16, 8 + 2 + STATES),
         "ours, gradient scale": Case(ours, FP32, FP32, 8 + 4 + STATES, scale),
         "ours, BF16 copy": Case(ours_with_copies, FP32, FP32, 8 + 4 + 2 + STATES),
