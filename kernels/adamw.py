@@ -205,22 +205,11 @@ def adamw_kernel(p_table, p_corrections, p_lr, p_grad_scale, p_found_inf, log2_t
     if p_found_inf is not None:  # noqa: SIM102
         if tl.load(p_found_inf) != 0.0:
             return
-    if p_lr is not None:
-        lr = tl.load(p_lr).to(tl.float32)
-    step_size = lr * tl.load(p_corrections + CORRECTIONS * i_tensor)
-    inverse_root = tl.load(p_corrections + CORRECTIONS * i_tensor + 1)
 
     # within a chunk offsets fit 32 bits: its pointers have taken the rest
     o_row = i_tile * ROWS + tl.arange(0, ROWS)
     o_x = o_row[:, None] * G + tl.arange(0, G)[None, :]
     m_x, m_row = o_x < n, o_row * G < n
-    if STOCHASTIC or DITHER:
-        step = tl.load(p_corrections + CORRECTIONS * i_tensor + 2).to(tl.int64)
-        key = seed + step * STEP_KEY + i_tensor * TENSOR_KEY + tl.load(p_chunk + 11)
-        b_hash = hash_tile(o_x.to(tl.uint32) + key.to(tl.uint32))
-    b_dither = 0.0
-    if DITHER:
-        b_dither = ((b_hash & 0xFFFF).to(tl.float32) - 32767.5) * 2.0**-16
     b_g = widen(load_tile(p_grad, o_x, m_x, MASKED))
     b_param = load_tile(p_param, o_x, m_x, MASKED)
     b_p = widen(b_param)
@@ -229,14 +218,28 @@ def adamw_kernel(p_table, p_corrections, p_lr, p_grad_scale, p_found_inf, log2_t
         b_upper = b_param.to(tl.int16, bitcast=True).to(tl.int32) << 16
         b_lower = load_tile(p_remainder, o_x, m_x, MASKED).to(tl.int32)
         b_p = (b_upper + b_lower).to(tl.float32, bitcast=True)
+    b_m_codes, b_m_scale, b_m_exponent = load_moment(p_m, p_m_scale, p_m_exponent, o_x, m_x, o_row, m_row,
+                                                     M_SCALE, M_EXPONENT, MASKED)  # fmt: skip
+    b_v_codes, b_v_scale, b_v_exponent = load_moment(p_v, p_v_scale, p_v_exponent, o_x, m_x, o_row, m_row,
+                                                     V_SCALE, V_EXPONENT, MASKED)  # fmt: skip
+    # after all tiles: instructions issue in order, and what waits for the tensor's index holds up the rest
+    if p_lr is not None:
+        lr = tl.load(p_lr).to(tl.float32)
+    step_size = lr * tl.load(p_corrections + CORRECTIONS * i_tensor)
+    inverse_root = tl.load(p_corrections + CORRECTIONS * i_tensor + 1)
+    if STOCHASTIC or DITHER:
+        step = tl.load(p_corrections + CORRECTIONS * i_tensor + 2).to(tl.int64)
+        key = seed + step * STEP_KEY + i_tensor * TENSOR_KEY + tl.load(p_chunk + 11)
+        b_hash = hash_tile(o_x.to(tl.uint32) + key.to(tl.uint32))
+    b_dither = 0.0
+    if DITHER:
+        b_dither = ((b_hash & 0xFFFF).to(tl.float32) - 32767.5) * 2.0**-16
     if p_grad_scale is not None:
         b_g *= tl.load(p_grad_scale)
     if MAXIMIZE:
         b_g = -b_g
-    b_m = load_moment(p_m, p_m_scale, p_m_exponent, o_x, m_x, o_row, m_row,
-                      M_FROM, M_SCALE, M_EXPONENT, M_E5M2, True, MASKED)  # fmt: skip
-    b_v = load_moment(p_v, p_v_scale, p_v_exponent, o_x, m_x, o_row, m_row,
-                      V_FROM, V_SCALE, V_EXPONENT, V_E5M2, False, MASKED)  # fmt: skip
+    b_m = M_FROM(b_m_codes, b_m_scale, b_m_exponent, M_E5M2, True)
+    b_v = V_FROM(b_v_codes, b_v_scale, b_v_exponent, V_E5M2, False)
     b_m += rate1 * (b_g - b_m)
     b_v += rate2 * (b_g * b_g - b_v)
     b_update = b_m * fast_reciprocal(fast_sqrt(b_v) * inverse_root + eps)
