@@ -18,7 +18,15 @@ import torch
 import triton
 import triton.language as tl
 
-from coat_kernels.codecs.codec import Codec, Storage, encode_reference, load_moment, store_moment
+from coat_kernels.codecs.codec import (
+    Codec,
+    Storage,
+    encode_reference,
+    load_moment,
+    load_tile,
+    store_moment,
+    store_tile,
+)
 from coat_kernels.fast_math import fast_reciprocal, fast_sqrt
 from coat_kernels.fp8 import cast, widen
 
@@ -143,21 +151,6 @@ def adamw_reference(
 def load_pointer(p_chunk, COLUMN: tl.constexpr, DTYPE: tl.constexpr, ALIGNED: tl.constexpr):
     pointer = tl.load(p_chunk + COLUMN).to(tl.pointer_type(DTYPE))
     return tl.multiple_of(pointer, 16) if ALIGNED else pointer
-
-
-@triton.jit
-def load_tile(p_x, o_x, m_x, MASKED: tl.constexpr):
-    if MASKED:
-        return tl.load(p_x + o_x, mask=m_x, other=0)
-    return tl.load(p_x + o_x)
-
-
-@triton.jit
-def store_tile(p_x, o_x, b_x, m_x, MASKED: tl.constexpr):
-    if MASKED:
-        tl.store(p_x + o_x, b_x, mask=m_x)
-    else:
-        tl.store(p_x + o_x, b_x)
 
 
 @triton.jit

@@ -147,6 +147,21 @@ def unclamped_tile(b_x, b_scale, b_exponent, E5M2: tl.constexpr, SIGNED: tl.cons
 
 
 @triton.jit
+def load_tile(p_x, o_x, m_x, MASKED: tl.constexpr):
+    if MASKED:
+        return tl.load(p_x + o_x, mask=m_x, other=0)
+    return tl.load(p_x + o_x)
+
+
+@triton.jit
+def store_tile(p_x, o_x, b_x, m_x, MASKED: tl.constexpr):
+    if MASKED:
+        tl.store(p_x + o_x, b_x, mask=m_x)
+    else:
+        tl.store(p_x + o_x, b_x)
+
+
+@triton.jit
 def load_rows(p_values, o_row, m_row, MASKED: tl.constexpr):
     if MASKED:
         # past the end any valid scale and exponent do
@@ -190,10 +205,7 @@ def store_exponent(p_rows, b_exponent, m_row, MASKED: tl.constexpr):
 def load_moment(p_codes, p_scale, p_exponent, o_x, m_x, o_row, m_row,
                 HAS_SCALE: tl.constexpr, HAS_EXPONENT: tl.constexpr, MASKED: tl.constexpr):  # fmt: skip
     """A tile [rows, group] of codes with its scales and exponents [rows, 1], still to be decoded."""
-    if MASKED:
-        b_codes = tl.load(p_codes + o_x, mask=m_x, other=0)
-    else:
-        b_codes = tl.load(p_codes + o_x)
+    b_codes = load_tile(p_codes, o_x, m_x, MASKED)
     b_scale = 0.0
     b_exponent = 0
     if HAS_SCALE:
@@ -211,10 +223,7 @@ def store_moment(b_x, b_dither, p_codes, p_scale, p_exponent, o_x, m_x, o_row, m
     """Stores an FP32 tile [rows, group]; elements past the end must be zero. b_dither counts if DITHER."""
     b_scale, b_exponent = STATISTICS(b_x, E5M2, SIGNED)
     b_codes = TO_CODES(b_x, b_scale[:, None], b_exponent[:, None], b_dither, E5M2, SIGNED, DITHER)
-    if MASKED:
-        tl.store(p_codes + o_x, cast(b_codes, p_codes.dtype.element_ty), mask=m_x)
-    else:
-        tl.store(p_codes + o_x, cast(b_codes, p_codes.dtype.element_ty))
+    store_tile(p_codes, o_x, cast(b_codes, p_codes.dtype.element_ty), m_x, MASKED)
     if HAS_SCALE:
         store_scale(p_scale + o_row, b_scale, m_row, MASKED)
     if HAS_EXPONENT:
