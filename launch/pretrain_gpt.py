@@ -205,7 +205,13 @@ def start_process_group() -> torch.device:
         os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1")
     on_gpu = torch.cuda.is_available()
     if on_gpu:
-        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        local_rank, gpus = int(os.environ["LOCAL_RANK"]), torch.cuda.device_count()
+        if local_rank >= gpus:
+            raise LaunchError(
+                f"every rank needs a GPU of its own: this rank is number {local_rank} here, from 0, and "
+                f"there are {gpus}. Start as many processes as there are GPUs."
+            )
+        device = torch.device("cuda", local_rank)
         torch.cuda.set_device(device)
     else:
         device = torch.device("cpu")

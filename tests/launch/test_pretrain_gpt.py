@@ -10,6 +10,7 @@ from argparse import Namespace
 from pathlib import Path
 
 import pytest
+import torch
 
 from launch import pretrain_gpt, report
 
@@ -35,9 +36,9 @@ def command(*arguments, processes: int = 0) -> list[str]:
     return [sys.executable, *torchrun, str(ROOT / "launch/pretrain_gpt.py"), *TINY, *map(str, arguments)]
 
 
-def pretrain(*arguments, processes: int = 0) -> subprocess.CompletedProcess:
+def pretrain(*arguments, processes: int = 0, env: dict = ENV) -> subprocess.CompletedProcess:
     return subprocess.run(
-        command(*arguments, processes=processes), env=ENV, capture_output=True, text=True, timeout=300
+        command(*arguments, processes=processes), env=env, capture_output=True, text=True, timeout=300
     )
 
 
@@ -108,16 +109,29 @@ def test_save_and_resume(tmp_path):
     assert done.returncode == 1 and f"error: --load {tmp_path}: no checkpoint there" in done.stderr
 
 
-def test_two_ranks_give_the_losses_of_one(tmp_path):
-    arguments = ["--variant", "bf16", "--steps", 5, "--global-batch-size", 8]
+@pytest.mark.gpu
+def test_more_ranks_than_gpus_is_said(tmp_path):
+    ranks = torch.cuda.device_count() + 1
+    done = pretrain("--steps", 1, "--output", tmp_path, processes=ranks)
+    assert done.returncode != 0 and f"this rank is number {ranks - 1} here" in done.stderr
+
+
+@pytest.mark.parametrize("variant", ["bf16", "coat"])
+def test_two_ranks_give_the_losses_of_one(tmp_path, variant):
+    arguments = ["--variant", variant, "--steps", 5, "--global-batch-size", 8]
+    # there may be one GPU or none: the ranks are on the CPU
+    hidden = {**ENV, "CUDA_VISIBLE_DEVICES": ""}
     for processes in (0, 2):
-        done = pretrain(*arguments, "--output", tmp_path / str(processes), processes=processes)
+        done = pretrain(*arguments, "--output", tmp_path / str(processes), processes=processes, env=hidden)
         assert done.returncode == 0, done.stdout + done.stderr
     one, two = losses(tmp_path / "0"), losses(tmp_path / "2")
     # the first loss sees the same samples and weights; later ones see gradients that were summed in another
     # order in BF16 (2**-9 relative each), which Adam turns into different small steps
-    assert two[1] == pytest.approx(one[1], rel=1e-5)
-    assert list(two.values()) == pytest.approx(list(one.values()), rel=2e-3)
+    # With COAT two ranks also put other samples together in a pass, which then share FP8 scales: FP8 moves
+    # the loss of an untrained model by 1.5e-4 of itself, and so may another scale in each run.
+    first, later = (1e-5, 2e-3) if variant == "bf16" else (3e-4, 5e-3)
+    assert two[1] == pytest.approx(one[1], rel=first)
+    assert list(two.values()) == pytest.approx(list(one.values()), rel=later)
 
 
 def test_interrupt_keeps_the_metrics(tmp_path):
