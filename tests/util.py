@@ -41,6 +41,7 @@ def _worker(rank, fn, world_size, port, folder, args):
     try:
         result = fn(*args)
     except BaseException:
+        # the parent shows one rank's error: print each where it happened, and fail all the same
         traceback.print_exc()
         raise
     torch.save(result, os.path.join(folder, f"{rank}.pt"))
