@@ -44,7 +44,7 @@ def final_loss(optimizer_class, context: int = 1, **options) -> float:
 @pytest.mark.parametrize("beta2", [0.95, 0.999])
 def test_final_loss_is_that_of_fp32_moments(beta2):
     """Every tensor compressed, the first moment with expansion: within half a percent, on a problem that
-    converges. One still learning at beta2 0.999 is the next test's, which FP8 second moments would not pass."""
+    converges. One still learning at beta2 0.999 is the next test's; FP8 second moments would fail it."""
     options = {"betas": (0.9, beta2), "weight_decay": 0.1}
     expected = final_loss(torch.optim.AdamW, **options)
     # a network that has learned nothing is at log(CHARACTERS)
