@@ -1,0 +1,34 @@
+"""Launchers as operators that `torch.compile` can take in.
+
+Eager calls go straight to the function; while a model is compiled they go through a `torch.library` operator
+of the same meaning, whose fake implementation gives the shapes.
+"""
+
+import functools
+from collections.abc import Callable
+
+import torch
+
+NAMESPACE = "coat"
+
+
+def compilable(fake: Callable) -> Callable[[Callable], Callable]:
+    """Makes an operator `coat::<name>` of a function of tensors and plain numbers that returns new tensors.
+
+    fake: same arguments, empty tensors of the right shapes, dtypes and devices. Types are annotated as
+    `torch.library.custom_op` wants them. The operator itself is `function.op`, for `torch.library.opcheck`.
+    """
+
+    def decorate(function: Callable) -> Callable:
+        name = function.__name__
+        op = torch.library.custom_op(f"{NAMESPACE}::{name}", function, mutates_args=())
+        op.register_fake(fake)
+
+        @functools.wraps(function)
+        def call(*args):
+            return op(*args) if torch.compiler.is_compiling() else function(*args)
+
+        call.op = op
+        return call
+
+    return decorate
