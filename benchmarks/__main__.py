@@ -1,6 +1,7 @@
 """`python -m benchmarks NAME [options]`; most need a GPU."""
 
 import argparse
+import inspect
 import sys
 from pathlib import Path
 
@@ -14,7 +15,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
     names = parser.add_subparsers(dest="name", required=True, metavar="NAME", help="what to measure")
     for name, known in sorted(BENCHMARKS.items()):
-        help = known.run.__doc__
+        help = inspect.cleandoc(known.run.__doc__)
         sub = names.add_parser(
             name,
             help=help.splitlines()[0],

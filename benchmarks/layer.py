@@ -281,7 +281,15 @@ class Row:
         }
 
 
-def run_shape(name: str, shape: LayerShape, rounds: int, table: Table) -> None:
+def run_shape(
+    name: str, shape: LayerShape, rounds: int, table: Table, chosen: list[str] | None = None
+) -> None:
+    """Adds the floor and every row to the table; `chosen`: only rows with one of these in their name."""
+    made_by = {
+        row: make
+        for row, make in rows().items()
+        if row == REFERENCE or chosen is None or any(part in row for part in chosen)
+    }
     backend = attention_backend(shape)
     parts = {
         "gemm_ms": gemm_ms(shape),
@@ -303,7 +311,7 @@ def run_shape(name: str, shape: LayerShape, rounds: int, table: Table) -> None:
     weights, errors, memory = {}, {}, {}
     expected: Result | None = None
     with sdpa_kernel(backend):
-        for row, make in rows().items():
+        for row, make in made_by.items():
             try:
                 made = Row(make, shape, weights, x, grad)
                 if row == REFERENCE:
@@ -363,19 +371,19 @@ def plot(rows: list[dict], path: Path) -> None:
     shapes = list(dict.fromkeys(row["shape"] for row in timed))
     names = list(dict.fromkeys(row["layer"] for row in timed))
     markers = {"BF16": "s", "torchao": "^", "TE": "D", "ours": "o"}
+    points = {}
     figure, panels = plt.subplots(
         1, len(shapes), figsize=(4 * len(shapes) + 2.5, 4), layout="constrained", squeeze=False
     )
+    for row in timed:
+        name, axes = row["layer"], panels[0][shapes.index(row["shape"])]
+        marker = next(m for maker, m in markers.items() if name.startswith(maker))
+        color = plt.cm.tab20(names.index(name))
+        points[name] = axes.scatter(row["saved_h"], row["ms"], marker=marker, color=color)
     for shape, axes in zip(shapes, panels[0], strict=True):
-        for row in timed:
-            if row["shape"] == shape:
-                name = row["layer"]
-                marker = next(m for maker, m in markers.items() if name.startswith(maker))
-                color = plt.cm.tab20(names.index(name))
-                axes.scatter(row["saved_h"], row["ms"], marker=marker, color=color, label=name)
         axes.set(title=shape, xlabel="saved for backward, h bytes per token", xlim=(0, None), ylim=(0, None))
     panels[0][0].set_ylabel("forward and backward, ms")
-    panels[0][-1].legend(loc="center left", bbox_to_anchor=(1, 0.5), fontsize="small")
+    figure.legend(points.values(), points, loc="outside right center", fontsize="small")
     figure.savefig(path, dpi=120)
     plt.close(figure)
 
@@ -383,6 +391,9 @@ def plot(rows: list[dict], path: Path) -> None:
 def options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--shape", nargs="+", choices=SHAPES, help="all but the tiny ones by default")
     parser.add_argument("--rounds", type=int, default=7, help=f"visits of each row, of {VISIT} timed passes")
+    parser.add_argument(
+        "--rows", nargs="+", help="only rows with one of these in their name, and the reference"
+    )
 
 
 @benchmark(needs_gpu=False, options=options)
@@ -408,7 +419,7 @@ def layer(arguments, table: Table) -> None:
     names = arguments.shape or [name for name in SHAPES if (name in TINY) == small]
     with one_process():
         for name in names:
-            run_shape(name, SHAPES[name], arguments.rounds, table)
+            run_shape(name, SHAPES[name], arguments.rounds, table, arguments.rows)
             gc.collect()
             forget()
             if torch.cuda.is_available():

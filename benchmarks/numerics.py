@@ -110,7 +110,7 @@ def plot(rows: list[dict], path: Path) -> None:
             places = [place + (i - len(layers) / 2) * 0.8 / len(layers) for place in range(len(tensors))]
             heights = [100 * row[t] for t in tensors]
             axes.bar(places, heights, 0.8 / len(layers), label=layer, color=plt.cm.tab10(i))
-        axes.set_xticks(range(len(tensors)), tensors)
+        axes.set_xticks(range(len(tensors)), tensors, fontsize="small")
         axes.set(title=data, ylabel="relative RMS error, %", yscale="log")
     panels[0].legend(loc="upper left", bbox_to_anchor=(1, 1), fontsize="small")
     figure.savefig(path, dpi=120)

@@ -105,11 +105,11 @@ def test_wrong_and_broken_layers_are_not_timed(monkeypatch, tmp_path):
         raise NotImplementedError("no such\nkernel")
 
     made = {REFERENCE: megatron_layer, "BF16 wrong": wrong, "BF16 broken": broken}
-    monkeypatch.setattr(benchmark, "rows", lambda: made)
+    monkeypatch.setattr(benchmark, "rows", lambda: made | {"not chosen": broken})
     table = Table("layer", tmp_path / "layer.csv")
-    run_shape("tiny", SHAPES["tiny"], 1, table)
+    run_shape("tiny", SHAPES["tiny"], 1, table, ["wrong", "broken"])
     rows = {row["layer"]: row for row in table.rows}
-    assert rows.keys() == {"floor", *made}
+    assert rows.keys() == {"floor", REFERENCE, "BF16 wrong", "BF16 broken"}
     assert "ms" not in rows["BF16 wrong"] and "from the reference's" in rows["BF16 wrong"]["note"]
     assert rows["BF16 broken"]["note"] == "NotImplementedError: no such kernel"
     assert rows[REFERENCE]["y_error"] == 0 and rows[REFERENCE]["ms"] > 0
