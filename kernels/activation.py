@@ -1,9 +1,9 @@
 """Activations, plain and gated (Shazeer, arXiv 2002.05202, section 2), that keep their input in FP8, 1 x G
 groups.
 
-y = a(x), or a(gate) * up of x = gate | up. Neither a(gate) nor the product is kept: backward makes them again.
-The output carries its origin, so that the projection behind it keeps nothing, and its maxima, so that nobody
-reads it for its scale; so does the gradient. a is one of
+y = a(x), or a(gate) * up of x = gate | up. Neither a(gate) nor the product is kept: backward makes them
+again. The output carries its origin, so that the projection behind it keeps nothing, and its maxima, so that
+nobody reads it for its scale; so does the gradient. a is one of
 
 - silu: x s(x), s(x) = 1 / (1 + exp(-x)); gated it is SwiGLU;
 - gelu: x (1 + erf(x / sqrt(2))) / 2; gated it is GEGLU;
@@ -39,10 +39,10 @@ from coat_kernels.tensorwise import (
 KINDS = ("silu", "gelu", "gelu_tanh", "squared_relu")
 
 # rows and columns of a program's tile, and its warps
-FORWARD_ROWS, FORWARD_COLUMNS, FORWARD_WARPS = 8, 256, 4
-BACKWARD_ROWS, BACKWARD_COLUMNS, BACKWARD_WARPS = 8, 256, 4
+FORWARD_ROWS, FORWARD_COLUMNS, FORWARD_WARPS = 2, 1024, 4
+BACKWARD_ROWS, BACKWARD_COLUMNS, BACKWARD_WARPS = 4, 256, 4
 # the same of a program that writes columns
-COLUMNS_M, COLUMNS_N, COLUMNS_WARPS = 128, 64, 8
+COLUMNS_M, COLUMNS_N, COLUMNS_WARPS = 32, 256, 8
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 SQRT_HALF = tl.constexpr(0.7071067811865476)
@@ -138,12 +138,12 @@ def value_and_slope(b_x, KIND: tl.constexpr):
     elif KIND == "gelu":
         b_below = 0.5 + 0.5 * tl.erf(b_x * SQRT_HALF)
         b_value = b_x * b_below
-        b_slope = b_below + b_x * (NORMAL * fast_exp2(b_x * b_x * (-0.5 * LOG2_E)))
+        b_slope = b_below + b_x * (fast_exp2(b_x * b_x * (-0.5 * LOG2_E)) * NORMAL)
     elif KIND == "gelu_tanh":
-        b_s = sigmoid(TWO_SQRT_2_OVER_PI * (b_x + CUBE * b_x * b_x * b_x))
+        b_s = sigmoid((b_x + b_x * b_x * b_x * CUBE) * TWO_SQRT_2_OVER_PI)
         b_near = tl.minimum(tl.maximum(b_x, -FLAT), FLAT)
         b_value = b_x * b_s
-        b_turn = TWO_SQRT_2_OVER_PI * (b_near + (3.0 * CUBE) * b_near * b_near * b_near)
+        b_turn = (b_near + b_near * b_near * b_near * (3.0 * CUBE)) * TWO_SQRT_2_OVER_PI
         b_slope = b_s + b_s * (1.0 - b_s) * b_turn
     else:
         # written so that NaN stays NaN
@@ -197,6 +197,12 @@ def load_parts(p_codes, p_exponent, o_row, column, rows, f, groups, PARTS: tl.co
 
 
 @triton.jit
+def finite_abs(b_x):
+    b_abs = tl.abs(widen(b_x))
+    return tl.where(b_abs < float("inf"), b_abs, 0.0)
+
+
+@triton.jit
 def activation_backward_kernel(p_grad_y, p_codes, p_exponent, p_grad_x, p_maxima, rows, f, groups,
                                KIND: tl.constexpr, PARTS: tl.constexpr, EVEN: tl.constexpr,
                                ROWS: tl.constexpr, COLUMNS: tl.constexpr, G: tl.constexpr):  # fmt: skip
@@ -216,12 +222,12 @@ def activation_backward_kernel(p_grad_y, p_codes, p_exponent, p_grad_x, p_maxima
     b_grad_x = cast(b_grad_x, p_grad_x.dtype.element_ty)
     store_tile(p_grad_x, o_x, b_grad_x, m_x, not EVEN)
     # the gradients of what is masked are 0
-    largest = finite_max(b_grad_x)
+    b_abs = finite_abs(b_grad_x)
     if PARTS == 2:
         b_grad_up = cast(b_grad * b_value, p_grad_x.dtype.element_ty)
         store_tile(p_grad_x + f, o_x, b_grad_up, m_x, not EVEN)
-        largest = tl.maximum(largest, finite_max(b_grad_up))
-    tl.store(p_maxima + pid, largest)
+        b_abs = tl.maximum(b_abs, finite_abs(b_grad_up))
+    tl.store(p_maxima + pid, tl.max(tl.ravel(b_abs), axis=0))
 
 
 @triton.jit
@@ -423,7 +429,7 @@ class _Activation(torch.autograd.Function):
         ctx.save_for_backward(*kept)
         ctx.mark_non_differentiable(*kept, maxima)
         ctx.set_materialize_grads(False)
-        return y.view(*x.shape[:-1], -1), maxima, *kept
+        return y.view(*x.shape[:-1], y.shape[1]), maxima, *kept
 
     @staticmethod
     def backward(ctx, grad_y, *_):
@@ -442,8 +448,8 @@ def activation(x: torch.Tensor, kind: str, *, gated: bool, group_size: int = 16)
         kind: a, one of `KINDS`.
         group_size: 16, 32, 64 or 128.
 
-    Returns [..., f] in x's dtype, carrying its maxima and, where x has a gradient, its origin. Raises ValueError
-    for an unknown kind, and if gate and up are not of equal size.
+    Returns [..., f] in x's dtype, carrying its maxima and, where x has a gradient, its origin. Raises
+    ValueError for an unknown kind, and if gate and up are not of equal size.
     """
     require_fp8(x.device)
     if kind not in KINDS:
@@ -453,7 +459,7 @@ def activation(x: torch.Tensor, kind: str, *, gated: bool, group_size: int = 16)
     if not (torch.is_grad_enabled() and x.requires_grad):
         rows = x.reshape(-1, x.shape[-1]).contiguous()
         y, maxima, *_ = activation_forward(rows, kind, gated, group_size, False)
-        return with_maxima(y.view(*x.shape[:-1], -1), maxima)
+        return with_maxima(y.view(*x.shape[:-1], y.shape[1]), maxima)
     y, maxima, codes, exponent = _Activation.apply(x, kind, gated, group_size)
 
     def columns(codes, exponent, largest, fmt: Fp8Format) -> Quantized:
