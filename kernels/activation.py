@@ -18,7 +18,7 @@ import triton.language as tl
 from coat_kernels.codecs.codec import load_tile, store_tile
 from coat_kernels.fast_math import fast_exp2, fast_reciprocal
 from coat_kernels.fp8 import E4M3, Fp8Format, cast, fp8_format, require_fp8, uses_kernels, widen
-from coat_kernels.group_tiles import load_group_tile, store_group_tile, tile_mask
+from coat_kernels.group_tiles import load_group_tile, store_group_tile, stored_max, tile_mask
 from coat_kernels.groups import (
     Grouped,
     dequantize_groups_reference,
@@ -29,7 +29,6 @@ from coat_kernels.origin import Origin, with_maxima, with_origin
 from coat_kernels.tensorwise import (
     Quantized,
     empty_columns,
-    finite_max,
     quantize_tensor_reference,
     store_columns,
     tensor_scale,
@@ -158,10 +157,10 @@ def activation_forward_kernel(p_x, p_y, p_codes, p_exponent, p_maxima, rows, f, 
                               KIND: tl.constexpr, PARTS: tl.constexpr, KEEP: tl.constexpr,
                               EVEN: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
                               G: tl.constexpr):  # fmt: skip
-    pid = tl.program_id(0).to(tl.int64)
+    pid = tl.program_id(0)
     across = tl.cdiv(f, COLUMNS)
-    o_row = (pid // across) * ROWS + tl.arange(0, ROWS)
-    column = (tl.program_id(0) % across) * COLUMNS
+    o_row = (pid // across).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    column = pid % across * COLUMNS
     o_f = column + tl.arange(0, COLUMNS)
     m_x = tile_mask(o_row, o_f, rows, f)
     o_x = o_row[:, None] * (PARTS * f) + o_f[None, :]
@@ -170,10 +169,10 @@ def activation_forward_kernel(p_x, p_y, p_codes, p_exponent, p_maxima, rows, f, 
     if PARTS == 2:
         b_up = widen(load_tile(p_x + f, o_x, m_x, not EVEN))
         b_y *= b_up
-    b_y = cast(b_y, p_y.dtype.element_ty)
-    store_tile(p_y, o_row[:, None] * f + o_f[None, :], b_y, m_x, not EVEN)
+    DTYPE: tl.constexpr = p_y.dtype.element_ty
+    store_tile(p_y, o_row[:, None] * f + o_f[None, :], cast(b_y, DTYPE), m_x, not EVEN)
     # a(0) is 0: what is masked does not count
-    tl.store(p_maxima + pid, finite_max(b_y))
+    tl.store(p_maxima + pid, stored_max(b_y, DTYPE))
     if KEEP:
         store_group_tile(b_x, p_codes, p_exponent, o_row, column, rows, f, PARTS * f, PARTS * groups,
                          False, G, EVEN)  # fmt: skip
@@ -198,18 +197,18 @@ def load_parts(p_codes, p_exponent, o_row, column, rows, f, groups, PARTS: tl.co
 
 @triton.jit
 def finite_abs(b_x):
-    b_abs = tl.abs(widen(b_x))
-    return tl.where(b_abs < float("inf"), b_abs, 0.0)
+    """The magnitudes of an FP32 tile; NaN, which maxima pass over, where not finite."""
+    return tl.abs(b_x + b_x * 0.0)
 
 
 @triton.jit
 def activation_backward_kernel(p_grad_y, p_codes, p_exponent, p_grad_x, p_maxima, rows, f, groups,
                                KIND: tl.constexpr, PARTS: tl.constexpr, EVEN: tl.constexpr,
                                ROWS: tl.constexpr, COLUMNS: tl.constexpr, G: tl.constexpr):  # fmt: skip
-    pid = tl.program_id(0).to(tl.int64)
+    pid = tl.program_id(0)
     across = tl.cdiv(f, COLUMNS)
-    o_row = (pid // across) * ROWS + tl.arange(0, ROWS)
-    column = (tl.program_id(0) % across) * COLUMNS
+    o_row = (pid // across).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    column = pid % across * COLUMNS
     o_f = column + tl.arange(0, COLUMNS)
     m_x = tile_mask(o_row, o_f, rows, f)
     o_x = o_row[:, None] * (PARTS * f) + o_f[None, :]
@@ -219,15 +218,15 @@ def activation_backward_kernel(p_grad_y, p_codes, p_exponent, p_grad_x, p_maxima
     b_grad_x = b_grad * b_slope
     if PARTS == 2:
         b_grad_x *= b_up
-    b_grad_x = cast(b_grad_x, p_grad_x.dtype.element_ty)
-    store_tile(p_grad_x, o_x, b_grad_x, m_x, not EVEN)
+    DTYPE: tl.constexpr = p_grad_x.dtype.element_ty
+    store_tile(p_grad_x, o_x, cast(b_grad_x, DTYPE), m_x, not EVEN)
     # the gradients of what is masked are 0
-    b_abs = finite_abs(b_grad_x)
+    b_most = finite_abs(b_grad_x)
     if PARTS == 2:
-        b_grad_up = cast(b_grad * b_value, p_grad_x.dtype.element_ty)
-        store_tile(p_grad_x + f, o_x, b_grad_up, m_x, not EVEN)
-        b_abs = tl.maximum(b_abs, finite_abs(b_grad_up))
-    tl.store(p_maxima + pid, tl.max(tl.ravel(b_abs), axis=0))
+        b_grad_up = b_grad * b_value
+        store_tile(p_grad_x + f, o_x, cast(b_grad_up, DTYPE), m_x, not EVEN)
+        b_most = tl.maximum(b_most, finite_abs(b_grad_up))
+    tl.store(p_maxima + pid, stored_max(b_most, DTYPE))
 
 
 @triton.jit

@@ -10,12 +10,25 @@ import triton
 import triton.language as tl
 
 from coat_kernels.codecs.codec import load_tile, store_tile
+from coat_kernels.fp8 import cast, widen
 from coat_kernels.groups import dequantize_groups_tile, quantize_groups_tile
+from coat_kernels.tensorwise import finite_max
 
 
 @triton.jit
 def tile_mask(o_row, o_column, rows, columns):
     return (o_row[:, None] < rows) & (o_column[None, :] < columns)
+
+
+@triton.jit
+def stored_max(b_x, DTYPE: tl.constexpr):
+    """The largest finite magnitude of an FP32 tile once it is rounded to DTYPE, FP32.
+
+    It is the rounded maximum, since rounding keeps the order, and saves reading rounded values back. What is
+    finite in FP32 and not in BF16 counts as BF16's largest.
+    """
+    largest = widen(cast(finite_max(b_x), DTYPE))
+    return tl.minimum(largest, 3.3895313892515355e38) if DTYPE == tl.bfloat16 else largest
 
 
 @triton.jit

@@ -13,7 +13,7 @@ import triton.language as tl
 
 from coat_kernels.codecs.codec import load_tile, store_tile
 from coat_kernels.fp8 import E4M3, Fp8Format, cast, fp8_format, require_fp8, uses_kernels, widen
-from coat_kernels.group_tiles import load_group_tile, store_group_tile, tile_mask
+from coat_kernels.group_tiles import load_group_tile, store_group_tile, stored_max, tile_mask
 from coat_kernels.groups import (
     Grouped,
     dequantize_groups_reference,
@@ -25,7 +25,6 @@ from coat_kernels.origin import Origin, with_maxima, with_origin
 from coat_kernels.tensorwise import (
     Quantized,
     empty_columns,
-    finite_max,
     quantize_tensor_reference,
     store_columns,
     tensor_scale,
@@ -136,10 +135,9 @@ def norm_forward_kernel(p_x, p_weight, p_bias, p_y, p_codes, p_exponent, p_rstd,
     b_y = b_x * b_rstd[:, None] * b_gamma[None, :]
     if p_bias is not None:
         b_y += widen(load_tile(p_bias, o_h, o_h < h, not EVEN))[None, :]
-    b_y = cast(b_y, p_y.dtype.element_ty)
-    store_tile(p_y, o_x, b_y, m_x, not EVEN)
-    largest = finite_max(b_y if EVEN else tl.where(m_x, b_y, 0.0))
-    tl.store(p_maxima + pid, largest)
+    DTYPE: tl.constexpr = p_y.dtype.element_ty
+    store_tile(p_y, o_x, cast(b_y, DTYPE), m_x, not EVEN)
+    tl.store(p_maxima + pid, stored_max(b_y if EVEN else tl.where(m_x, b_y, 0.0), DTYPE))
     if KEEP:
         tl.store(p_rstd + o_row, b_rstd, mask=o_row < rows)
         store_group_tile(b_x, p_codes, p_exponent, o_row, 0, rows, h, h, groups, False, G, EVEN)
@@ -174,10 +172,9 @@ def norm_backward_kernel(p_grad_y, p_grad_residual, p_codes, p_exponent, p_rstd,
             b_grad_x *= b_rstd
             if p_grad_residual is not None:
                 b_grad_x += widen(load_tile(p_grad_residual, o_x, m_x, not EVEN))
-            b_out = cast(b_grad_x, p_grad_x.dtype.element_ty)
-            store_tile(p_grad_x, o_x, b_out, m_x, not EVEN)
-            b_abs = tl.abs(widen(b_out))
-            b_abs = tl.where(b_abs < float("inf"), b_abs, 0.0)
+            store_tile(p_grad_x, o_x, cast(b_grad_x, p_grad_x.dtype.element_ty), m_x, not EVEN)
+            # NaN, which maxima pass over, where not finite
+            b_abs = tl.abs(b_grad_x + b_grad_x * 0.0)
             if not EVEN:
                 b_abs = tl.where(m_x, b_abs, 0.0)
             b_largest = tl.maximum(b_largest, tl.max(tl.reshape(b_abs, [ROWS, H // 8, 8]), axis=2))
@@ -187,7 +184,7 @@ def norm_backward_kernel(p_grad_y, p_grad_residual, p_codes, p_exponent, p_rstd,
             b_grad_bias += b_grad
     o_partial = pid * h + o_h
     if p_grad_x is not None:
-        tl.store(p_maxima + pid, tl.max(tl.ravel(b_largest), axis=0))
+        tl.store(p_maxima + pid, stored_max(b_largest, p_grad_x.dtype.element_ty))
     if p_grad_weight is not None:
         store_tile(p_grad_weight, o_partial, tl.sum(b_grad_weight, axis=0), o_h < h, not EVEN)
     if p_grad_bias is not None:
