@@ -12,10 +12,13 @@ from typing import Any, ClassVar, Self
 
 from coat_kernels.codecs import CODECS, SIGNED_CODECS
 from coat_kernels.fp8 import E4M3, E5M2
+from coat_kernels.weights import WEIGHT_CACHES
 
 OPTIMIZER_GROUP_SIZES = (64, 128, 256)
 ACTIVATION_GROUP_SIZES = (16, 32, 64, 128)
 FP8_FORMATS = (E4M3.name, E5M2.name)
+ATTENTION_FORMATS = ("bf16", E4M3.name)
+FAST_ACCUMULATION = ("forward", "all", "none")
 BF16_PARAMS = ("exact", "stochastic", "nearest")
 ROUNDINGS = ("auto", "nearest", "stochastic")
 KEEP_FP32 = ("*norm*", "*bias*")
@@ -149,8 +152,28 @@ class ActivationsConfig(_Block):
     backward_format: str = "e5m2"
     """FP8 format of gradients."""
 
+    attention_format: str = "bf16"
+    """How q, k, v and attention's output are saved: as they are, or as "e4m3" in groups."""
+
+    weight_cache: str = "none"
+    """What is kept of quantized weights over the micro-batches of a step: nothing, their "scale", or "fp8",
+    two bytes a parameter, which saves quantizing them again."""
+
+    fast_accumulation: str = "forward"
+    """Which FP8 products Hopper's tensor cores sum with fewer bits: the "forward" ones, "all" or "none"."""
+
+    fallback: bool = False
+    """Keep a linear layer whose sizes FP8 products cannot take in BF16. False makes it an error."""
+
+    emulate: bool = False
+    """On a GPU without FP8, compute with the reference arithmetic: slow, and for looking only."""
+
     def __post_init__(self):
-        check_type(f"{self.KEY}.enabled", self.enabled, bool)
+        for name in ("enabled", "fallback", "emulate"):
+            check_type(f"{self.KEY}.{name}", getattr(self, name), bool)
+        check_choice(f"{self.KEY}.attention_format", self.attention_format, ATTENTION_FORMATS)
+        check_choice(f"{self.KEY}.weight_cache", self.weight_cache, WEIGHT_CACHES)
+        check_choice(f"{self.KEY}.fast_accumulation", self.fast_accumulation, FAST_ACCUMULATION)
         check_choice(f"{self.KEY}.group_size", self.group_size, ACTIVATION_GROUP_SIZES)
         check_choice(f"{self.KEY}.forward_format", self.forward_format, (E4M3.name,))
         check_choice(f"{self.KEY}.backward_format", self.backward_format, FP8_FORMATS)

@@ -12,7 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
-from coat_kernels.fp8 import E4M3, Fp8Format, cast, from_fp8, round_to_fp8, to_fp8
+from coat_kernels.fp8 import E4M3, Fp8Format, cast, from_fp8, round_to_fp8, to_fp8, uses_kernels
 
 
 class Grouped(NamedTuple):
@@ -170,3 +170,15 @@ def dequantize_groups_triton(q: Grouped, group_size: int, dtype: torch.dtype = t
             G=group_size,
         )
     return x
+
+
+def quantize_groups(x: torch.Tensor, group_size: int, fmt: Fp8Format = E4M3) -> Grouped:
+    """`x` [rows, columns], contiguous, in groups along its columns; on CUDA by the kernel."""
+    return (quantize_groups_triton if uses_kernels(x) else quantize_groups_reference)(x, group_size, fmt)
+
+
+def dequantize_groups(q: Grouped, group_size: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """The values [rows, columns] in `dtype`; on CUDA by the kernel."""
+    if uses_kernels(q.codes):
+        return dequantize_groups_triton(q, group_size, dtype)
+    return dequantize_groups_reference(q, group_size).to(dtype)

@@ -12,11 +12,16 @@ import torch
 import triton
 import triton.language as tl
 
-from coat_kernels.fp8 import Fp8Format, to_fp8
+from coat_kernels.fp8 import Fp8Format, fp8_format, to_fp8, uses_kernels
+from coat_kernels.ops import compilable
+from coat_kernels.origin import maxima_of
 
 # scaled matrix products contract over multiples of 16
 ALIGNMENT = 16
-BLOCK = 8192
+# elements of a program that goes along memory
+BLOCK = 16384
+# rows and columns of a program that transposes, and of one that also writes rows
+COLUMNS_TILE, BOTH_TILE = (128, 128), (64, 128)
 
 
 class Quantized(NamedTuple):
@@ -37,11 +42,17 @@ def maxima_reference(x: torch.Tensor) -> torch.Tensor:
 
 
 @triton.jit
+def finite_max(b_x):
+    """The largest finite magnitude of a tile, FP32."""
+    b_abs = tl.abs(b_x.to(tl.float32))
+    return tl.max(tl.ravel(tl.where(b_abs < float("inf"), b_abs, 0.0)), axis=0)
+
+
+@triton.jit
 def maxima_kernel(p_x, p_maxima, n, BLOCK: tl.constexpr):
     pid = tl.program_id(0).to(tl.int64)
     o_x = pid * BLOCK + tl.arange(0, BLOCK)
-    b_abs = tl.abs(tl.load(p_x + o_x, mask=o_x < n, other=0.0).to(tl.float32))
-    tl.store(p_maxima + pid, tl.max(tl.where(b_abs < float("inf"), b_abs, 0.0), axis=0))
+    tl.store(p_maxima + pid, finite_max(tl.load(p_x + o_x, mask=o_x < n, other=0.0)))
 
 
 def maxima_triton(x: torch.Tensor) -> torch.Tensor:
@@ -52,20 +63,30 @@ def maxima_triton(x: torch.Tensor) -> torch.Tensor:
     return maxima
 
 
-def largest_magnitude(x: torch.Tensor, maxima: torch.Tensor | None = None) -> torch.Tensor:
-    """The largest finite magnitude of `x` (contiguous), FP32 [1]; from `maxima` where there are any."""
+@compilable(lambda x: x.new_empty(1, dtype=torch.float32))
+def largest_of(x: torch.Tensor) -> torch.Tensor:
+    """The largest finite magnitude of a contiguous tensor, FP32 [1], by a pass over it."""
+    return (maxima_triton(x) if uses_kernels(x) else maxima_reference(x)).amax(0, keepdim=True)
+
+
+def largest_magnitude(x: torch.Tensor) -> torch.Tensor:
+    """The largest finite magnitude of `x`, FP32 [1]; from its producer's maxima where there are any."""
     if x.numel() == 0:
         return torch.zeros(1, dtype=torch.float32, device=x.device)
-    if maxima is None:
-        maxima = maxima_triton(x) if x.is_cuda else maxima_reference(x)
-    return maxima.amax(0, keepdim=True)
+    maxima = maxima_of(x)
+    return largest_of(x.contiguous()) if maxima is None else maxima.amax(0, keepdim=True)
+
+
+def tensor_scale_reference(largest: torch.Tensor, fmt: Fp8Format) -> torch.Tensor:
+    """The scale of a tensor whose largest magnitude is `largest`, FP32 [1]."""
+    return torch.where(largest > 0, (largest * (1 / fmt.max)).clamp_min(2.0**-126), 1.0)
 
 
 def quantize_tensor_reference(
     x: torch.Tensor, largest: torch.Tensor, fmt: Fp8Format, rows: bool = True, columns: bool = False
 ) -> Quantized:
     """`x` [m, n] whose largest magnitude is `largest`, by rows and by columns as asked for."""
-    scale = torch.where(largest > 0, (largest * (1 / fmt.max)).clamp_min(2.0**-126), 1.0)
+    scale = tensor_scale_reference(largest, fmt)
     value = (x.float() * (1 / scale)).clamp(-fmt.max, fmt.max)
     codes = torch.where(x.isfinite(), value, torch.nan).to(fmt.dtype)
     if not columns:
@@ -76,27 +97,56 @@ def quantize_tensor_reference(
 
 
 @triton.jit
-def quantize_tensor_kernel(p_x, p_largest, p_rows, p_columns, p_scale, m, n, padded_m,
-                           E5M2: tl.constexpr, WRITE_ROWS: tl.constexpr, WRITE_COLUMNS: tl.constexpr,
-                           M: tl.constexpr, N: tl.constexpr):  # fmt: skip
-    MAX: tl.constexpr = 57344.0 if E5M2 else 448.0
+def tensor_scale(largest, E5M2: tl.constexpr):
+    """`tensor_scale_reference` of a scalar."""
     INVERSE_MAX: tl.constexpr = 1.0 / 57344.0 if E5M2 else 1.0 / 448.0
-    largest = tl.load(p_largest)
-    scale = tl.where(largest > 0.0, tl.maximum(largest * INVERSE_MAX, 2.0**-126), 1.0)
+    return tl.where(largest > 0.0, tl.maximum(largest * INVERSE_MAX, 2.0**-126), 1.0)
+
+
+@triton.jit
+def to_tensor_codes(b_x, scale, E5M2: tl.constexpr):
+    """An FP32 tile as codes with the tensor's scale; beyond the format's largest magnitude it saturates."""
+    MAX: tl.constexpr = 57344.0 if E5M2 else 448.0
+    b_y = tl.minimum(tl.maximum(b_x * tl.div_rn(1.0, scale), -MAX), MAX)
+    return to_fp8(tl.where(tl.abs(b_x) < float("inf"), b_y, float("nan")), E5M2)
+
+
+@triton.jit
+def quantize_rows_kernel(p_x, p_largest, p_rows, p_scale, n, E5M2: tl.constexpr, BLOCK: tl.constexpr):
+    scale = tensor_scale(tl.load(p_largest), E5M2)
     # every program stores the same scale
     tl.store(p_scale, scale)
-    o_m = tl.program_id(0).to(tl.int64) * M + tl.arange(0, M)
-    o_n = tl.program_id(1).to(tl.int64) * N + tl.arange(0, N)
+    o_x = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    b_x = tl.load(p_x + o_x, mask=o_x < n, other=0.0).to(tl.float32)
+    tl.store(p_rows + o_x, to_tensor_codes(b_x, scale, E5M2), mask=o_x < n)
+
+
+@triton.jit
+def quantize_columns_kernel(p_x, p_largest, p_rows, p_columns, p_scale, m, n, padded_m,
+                            E5M2: tl.constexpr, WRITE_ROWS: tl.constexpr,
+                            M: tl.constexpr, N: tl.constexpr):  # fmt: skip
+    scale = tensor_scale(tl.load(p_largest), E5M2)
+    tl.store(p_scale, scale)
+    o_m = tl.program_id(1).to(tl.int64) * M + tl.arange(0, M)
+    o_n = tl.program_id(0) * N + tl.arange(0, N)
     m_x = (o_m[:, None] < m) & (o_n[None, :] < n)
     b_x = tl.load(p_x + o_m[:, None] * n + o_n[None, :], mask=m_x, other=0.0).to(tl.float32)
-    b_y = b_x * tl.div_rn(1.0, scale)
-    b_y = tl.minimum(tl.maximum(b_y, -MAX), MAX)
-    b_codes = to_fp8(tl.where(tl.abs(b_x) < float("inf"), b_y, float("nan")), E5M2)
+    b_codes = to_tensor_codes(b_x, scale, E5M2)
     if WRITE_ROWS:
         tl.store(p_rows + o_m[:, None] * n + o_n[None, :], b_codes, mask=m_x)
-    if WRITE_COLUMNS:
-        m_columns = (o_n[:, None] < n) & (o_m[None, :] < padded_m)
-        tl.store(p_columns + o_n[:, None] * padded_m + o_m[None, :], tl.trans(b_codes), mask=m_columns)
+    store_columns(p_columns, b_codes, o_m, o_n, n, padded_m)
+
+
+@triton.jit
+def store_columns(p_columns, b_codes, o_m, o_n, n, padded_m):
+    """Stores a tile of codes [M, N] transposed, into [n, padded_m]; codes of rows past the end must be 0."""
+    m_columns = (o_n[:, None] < n) & (o_m[None, :] < padded_m)
+    tl.store(p_columns + o_n[:, None] * padded_m + o_m[None, :], tl.trans(b_codes), mask=m_columns)
+
+
+def empty_columns(m: int, n: int, fmt: Fp8Format, device: torch.device) -> torch.Tensor:
+    """Uninitialised codes for the transpose of [m, n]."""
+    return torch.empty(n, m + -m % ALIGNMENT, dtype=fmt.dtype, device=device)
 
 
 def quantize_tensor_triton(
@@ -104,37 +154,110 @@ def quantize_tensor_triton(
 ) -> Quantized:
     """`quantize_tensor_reference` as a kernel, bit for bit: both layouts from one read of a contiguous x."""
     m, n = x.shape
-    padded_m = m + -m % ALIGNMENT
     out = Quantized(
         torch.empty(m, n, dtype=fmt.dtype, device=x.device) if rows else None,
-        torch.empty(n, padded_m, dtype=fmt.dtype, device=x.device) if columns else None,
+        empty_columns(m, n, fmt, x.device) if columns else None,
         torch.empty(1, dtype=torch.float32, device=x.device),
     )
-    # an empty tensor still has a scale
-    grid = max(triton.cdiv(padded_m, 64), 1), max(triton.cdiv(n, 64), 1)
     with torch.cuda.device_of(x):
-        quantize_tensor_kernel[grid](
-            x,
-            largest,
-            out.rows.view(torch.uint8) if rows else x,
-            out.columns.view(torch.uint8) if columns else x,
-            out.scale,
-            m,
-            n,
-            padded_m,
-            E5M2=fmt.is_e5m2,
-            WRITE_ROWS=rows,
-            WRITE_COLUMNS=columns,
-            M=64,
-            N=64,
-        )
+        # an empty tensor still has a scale
+        if columns:
+            padded_m = out.columns.shape[1]
+            tile_m, tile_n = BOTH_TILE if rows else COLUMNS_TILE
+            quantize_columns_kernel[max(triton.cdiv(n, tile_n), 1), max(triton.cdiv(padded_m, tile_m), 1)](
+                x,
+                largest,
+                out.rows.view(torch.uint8) if rows else x,
+                out.columns.view(torch.uint8),
+                out.scale,
+                m,
+                n,
+                padded_m,
+                E5M2=fmt.is_e5m2,
+                WRITE_ROWS=rows,
+                M=tile_m,
+                N=tile_n,
+                num_warps=4,
+            )
+        else:
+            quantize_rows_kernel[(max(triton.cdiv(x.numel(), BLOCK), 1),)](
+                x,
+                largest,
+                out.rows.view(torch.uint8),
+                out.scale,
+                x.numel(),
+                E5M2=fmt.is_e5m2,
+                BLOCK=BLOCK,
+                num_warps=8,
+            )
     return out
+
+
+def _no_codes(x: torch.Tensor, fmt: Fp8Format) -> torch.Tensor:
+    return torch.empty(0, dtype=fmt.dtype, device=x.device)
+
+
+def _quantize_fake(x, largest, fmt, rows, columns):
+    fmt, (m, n) = fp8_format(fmt), x.shape
+    return (
+        torch.empty(m, n, dtype=fmt.dtype, device=x.device) if rows else _no_codes(x, fmt),
+        empty_columns(m, n, fmt, x.device) if columns else _no_codes(x, fmt),
+        torch.empty(1, dtype=torch.float32, device=x.device),
+    )
+
+
+@compilable(_quantize_fake)
+def quantize_codes(
+    x: torch.Tensor, largest: torch.Tensor, fmt: str, rows: bool, columns: bool
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """CUDA tensors take the kernel, others the reference; an unwanted layout is an empty tensor."""
+    quantize = quantize_tensor_triton if uses_kernels(x) else quantize_tensor_reference
+    by_rows, by_columns, scale = quantize(x, largest, fp8_format(fmt), rows, columns)
+    fmt = fp8_format(fmt)
+    return (
+        _no_codes(x, fmt) if by_rows is None else by_rows,
+        _no_codes(x, fmt) if by_columns is None else by_columns,
+        scale,
+    )
 
 
 def quantize_tensor(
     x: torch.Tensor, largest: torch.Tensor, fmt: Fp8Format, rows: bool = True, columns: bool = False
 ) -> Quantized:
-    """CUDA tensors take the kernel, others the reference."""
-    return (quantize_tensor_triton if x.is_cuda else quantize_tensor_reference)(
-        x, largest, fmt, rows, columns
-    )
+    """`x` [m, n], contiguous, whose largest magnitude is `largest`, by rows and by columns as asked for."""
+    by_rows, by_columns, scale = quantize_codes(x, largest, fmt.name, rows, columns)
+    return Quantized(by_rows if rows else None, by_columns if columns else None, scale)
+
+
+@triton.jit
+def transpose_kernel(p_rows, p_columns, m, n, padded_m, M: tl.constexpr, N: tl.constexpr):
+    o_m = tl.program_id(1).to(tl.int64) * M + tl.arange(0, M)
+    o_n = tl.program_id(0) * N + tl.arange(0, N)
+    m_x = (o_m[:, None] < m) & (o_n[None, :] < n)
+    b_codes = tl.load(p_rows + o_m[:, None] * n + o_n[None, :], mask=m_x, other=0)
+    store_columns(p_columns, b_codes, o_m, o_n, n, padded_m)
+
+
+def transpose_codes_reference(codes: torch.Tensor) -> torch.Tensor:
+    """Codes [m, n] by columns, [n, m'], as in `Quantized`."""
+    padding = -codes.shape[0] % ALIGNMENT
+    bits = torch.nn.functional.pad(codes.view(torch.uint8).t(), (0, padding))
+    return bits.contiguous().view(codes.dtype)
+
+
+def transpose_codes_triton(codes: torch.Tensor) -> torch.Tensor:
+    """`transpose_codes_reference` as a kernel."""
+    m, n = codes.shape
+    columns = torch.empty(n, m + -m % ALIGNMENT, dtype=codes.dtype, device=codes.device)
+    tile_m, tile_n = COLUMNS_TILE
+    grid = max(triton.cdiv(n, tile_n), 1), max(triton.cdiv(columns.shape[1], tile_m), 1)
+    with torch.cuda.device_of(codes):
+        transpose_kernel[grid](
+            codes.view(torch.uint8), columns.view(torch.uint8), m, n, columns.shape[1], M=tile_m, N=tile_n
+        )
+    return columns
+
+
+def transpose_codes(codes: torch.Tensor) -> torch.Tensor:
+    """Codes [m, n], contiguous, by columns; on CUDA by the kernel."""
+    return (transpose_codes_triton if uses_kernels(codes) else transpose_codes_reference)(codes)

@@ -19,10 +19,10 @@ try:
     from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
     from packaging.version import Version
 
-    from .attention import SDPACoreAttention
+    from .attention import CoatCoreAttention, CoatSelfAttention, SDPACoreAttention
     from .linear import CoatColumnParallelLinear, CoatRowParallelLinear
     from .mlp import CoatMLP
-    from .norm import CoatNorm
+    from .norm import CoatNorm, coat_bias_dropout_add
 except ImportError as error:
     # Megatron 0.16 logs an ImportError of a spec's module and goes on without the spec
     raise RuntimeError(
@@ -80,9 +80,20 @@ class CoatTransformerLayer(TransformerLayer):
                 "Remove it from --recompute-modules."
             )
         parts = _with_attention(
-            _local_parts(config), linear_qkv=CoatColumnParallelLinear, linear_proj=CoatRowParallelLinear
+            _local_parts(config),
+            linear_qkv=CoatColumnParallelLinear,
+            linear_proj=CoatRowParallelLinear,
+            core_attention=CoatCoreAttention,
         )
-        parts = replace(parts, input_layernorm=CoatNorm, pre_mlp_layernorm=CoatNorm, mlp=CoatMLP)
+        parts = replace(
+            parts,
+            input_layernorm=CoatNorm,
+            pre_mlp_layernorm=CoatNorm,
+            self_attention=replace(parts.self_attention, module=CoatSelfAttention),
+            self_attn_bda=coat_bias_dropout_add,
+            mlp=CoatMLP,
+            mlp_bda=coat_bias_dropout_add,
+        )
         super().__init__(config, parts, *args, **kwargs)
 
 

@@ -16,8 +16,8 @@ def poison(monkeypatch):
 
         return wrapper
 
-    for name in ("empty", "empty_like"):
-        monkeypatch.setattr(torch, name, poisoned(getattr(torch, name)))
+    for owner, name in ((torch, "empty"), (torch, "empty_like"), (torch.Tensor, "new_empty")):
+        monkeypatch.setattr(owner, name, poisoned(getattr(owner, name)))
 
 
 @pytest.fixture(autouse=True)
