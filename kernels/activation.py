@@ -18,7 +18,13 @@ import triton.language as tl
 from coat_kernels.codecs.codec import load_tile, store_tile
 from coat_kernels.fast_math import fast_exp2, fast_reciprocal
 from coat_kernels.fp8 import E4M3, Fp8Format, cast, fp8_format, require_fp8, uses_kernels, widen
-from coat_kernels.group_tiles import load_group_tile, store_group_tile, stored_max, tile_mask
+from coat_kernels.group_tiles import (
+    load_group_tile,
+    store_column_words,
+    store_group_tile,
+    stored_max,
+    tile_mask,
+)
 from coat_kernels.groups import (
     Grouped,
     dequantize_groups_reference,
@@ -30,7 +36,6 @@ from coat_kernels.tensorwise import (
     Quantized,
     empty_columns,
     quantize_tensor_reference,
-    store_columns,
     tensor_scale,
     to_tensor_codes,
 )
@@ -41,7 +46,7 @@ KINDS = ("silu", "gelu", "gelu_tanh", "squared_relu")
 FORWARD_ROWS, FORWARD_COLUMNS, FORWARD_WARPS = 8, 256, 8
 BACKWARD_ROWS, BACKWARD_COLUMNS, BACKWARD_WARPS = 8, 256, 8
 # the same of a program that writes columns
-COLUMNS_M, COLUMNS_N, COLUMNS_WARPS = 128, 64, 8
+COLUMNS_M, COLUMNS_N, COLUMNS_WARPS = 128, 64, 4
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 SQRT_HALF = tl.constexpr(0.7071067811865476)
@@ -238,15 +243,19 @@ def activation_columns_kernel(p_codes, p_exponent, p_largest, p_columns, p_scale
     scale = tensor_scale(tl.load(p_largest), E5M2)
     # every program stores the same scale
     tl.store(p_scale, scale)
-    o_row = tl.program_id(1).to(tl.int64) * M + tl.arange(0, M)
+    o_word = tl.program_id(1) * (M // 4) + tl.arange(0, M // 4)
     column = tl.program_id(0) * N
-    b_x, b_up = load_parts(p_codes, p_exponent, o_row, column, rows, f, groups, PARTS, N, G, EVEN)
-    b_y, _ = value_and_slope(b_x, KIND)
-    if PARTS == 2:
-        b_y *= b_up
-    # a(0) is 0: so are the rows past the end
-    b_codes = to_tensor_codes(b_y, scale, E5M2)
-    store_columns(p_columns, b_codes, o_row, column + tl.arange(0, N), f, padded_rows)
+    b_words = tl.zeros([M // 4, N], dtype=tl.int32)
+    for i in tl.static_range(4):
+        o_row = o_word.to(tl.int64) * 4 + i
+        b_x, b_up = load_parts(p_codes, p_exponent, o_row, column, rows, f, groups, PARTS, N, G, EVEN)
+        b_y, _ = value_and_slope(b_x, KIND)
+        if PARTS == 2:
+            b_y *= b_up
+        # a(0) is 0: so are the rows past the end
+        b_words |= to_tensor_codes(b_y, scale, E5M2).to(tl.int32) << (8 * i)
+    o_f = (column + tl.arange(0, N)).to(tl.int64)
+    store_column_words(p_columns, b_words, o_word, o_f, f, padded_rows, EVEN)
 
 
 def _empty_kept(rows: int, f: int, gated: bool, group_size: int, device: torch.device) -> Grouped:
@@ -332,7 +341,7 @@ def activation_columns_triton(
             q.codes.view(torch.uint8),
             q.exponent,
             largest,
-            columns.view(torch.uint8),
+            columns.view(torch.int32),
             scale,
             rows,
             f,

@@ -13,7 +13,13 @@ import triton.language as tl
 
 from coat_kernels.codecs.codec import load_tile, store_tile
 from coat_kernels.fp8 import E4M3, Fp8Format, cast, fp8_format, require_fp8, uses_kernels, widen
-from coat_kernels.group_tiles import load_group_tile, store_group_tile, stored_max, tile_mask
+from coat_kernels.group_tiles import (
+    load_group_tile,
+    store_column_words,
+    store_group_tile,
+    stored_max,
+    tile_mask,
+)
 from coat_kernels.groups import (
     Grouped,
     dequantize_groups_reference,
@@ -26,7 +32,6 @@ from coat_kernels.tensorwise import (
     Quantized,
     empty_columns,
     quantize_tensor_reference,
-    store_columns,
     tensor_scale,
     to_tensor_codes,
 )
@@ -40,7 +45,7 @@ PROGRAMS = 528
 # tiles of which backward has loads in flight; 1 leaves that to the programs beside it
 BACKWARD_STAGES = 1
 # rows and columns of a program that writes columns
-COLUMNS_M, COLUMNS_N, COLUMNS_WARPS = 128, 64, 8
+COLUMNS_M, COLUMNS_N, COLUMNS_WARPS = 128, 64, 4
 
 
 def _gamma(weight: torch.Tensor, zero_centered: bool) -> torch.Tensor:
@@ -199,17 +204,23 @@ def norm_columns_kernel(p_codes, p_exponent, p_rstd, p_weight, p_bias, p_largest
     scale = tensor_scale(tl.load(p_largest), E5M2)
     # every program stores the same scale
     tl.store(p_scale, scale)
-    o_row = tl.program_id(1).to(tl.int64) * M + tl.arange(0, M)
+    o_word = tl.program_id(1) * (M // 4) + tl.arange(0, M // 4)
     column = tl.program_id(0) * N
     o_h = column + tl.arange(0, N)
-    b_x = load_group_tile(p_codes, p_exponent, o_row, column, rows, h, h, groups, N, False, G, EVEN)
-    b_rstd = load_tile(p_rstd, o_row, o_row < rows, not EVEN)
-    b_y = b_x * b_rstd[:, None] * load_gamma(p_weight, o_h, o_h < h, ZERO_CENTERED, EVEN)[None, :]
+    b_gamma = load_gamma(p_weight, o_h, o_h < h, ZERO_CENTERED, EVEN)[None, :]
     if p_bias is not None:
-        b_y += widen(load_tile(p_bias, o_h, o_h < h, not EVEN))[None, :]
-        if not EVEN:
-            b_y = tl.where(o_row[:, None] < rows, b_y, 0.0)
-    store_columns(p_columns, to_tensor_codes(b_y, scale, E5M2), o_row, o_h, h, padded_rows)
+        b_bias = widen(load_tile(p_bias, o_h, o_h < h, not EVEN))[None, :]
+    b_words = tl.zeros([M // 4, N], dtype=tl.int32)
+    for i in tl.static_range(4):
+        o_row = o_word.to(tl.int64) * 4 + i
+        b_x = load_group_tile(p_codes, p_exponent, o_row, column, rows, h, h, groups, N, False, G, EVEN)
+        b_y = b_x * load_tile(p_rstd, o_row, o_row < rows, not EVEN)[:, None] * b_gamma
+        if p_bias is not None:
+            b_y += b_bias
+            if not EVEN:
+                b_y = tl.where(o_row[:, None] < rows, b_y, 0.0)
+        b_words |= to_tensor_codes(b_y, scale, E5M2).to(tl.int32) << (8 * i)
+    store_column_words(p_columns, b_words, o_word, o_h.to(tl.int64), h, padded_rows, EVEN)
 
 
 def _tile(h: int, group_size: int, least: int, elements: int) -> dict:
@@ -330,7 +341,7 @@ def norm_columns_triton(
             weight,
             bias,
             largest,
-            columns.view(torch.uint8),
+            columns.view(torch.int32),
             scale,
             rows,
             h,
