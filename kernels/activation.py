@@ -43,10 +43,10 @@ from coat_kernels.tensorwise import (
 KINDS = ("silu", "gelu", "gelu_tanh", "squared_relu")
 
 # rows and columns of a program's tile, and its warps
-FORWARD_ROWS, FORWARD_COLUMNS, FORWARD_WARPS = 8, 256, 8
-BACKWARD_ROWS, BACKWARD_COLUMNS, BACKWARD_WARPS = 8, 256, 8
+FORWARD_ROWS, FORWARD_COLUMNS, FORWARD_WARPS = 2, 1024, 4
+BACKWARD_ROWS, BACKWARD_COLUMNS, BACKWARD_WARPS = 4, 256, 4
 # the same of a program that writes columns
-COLUMNS_M, COLUMNS_N, COLUMNS_WARPS = 128, 64, 4
+COLUMNS_M, COLUMNS_N, COLUMNS_WARPS = 64, 256, 8
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 SQRT_HALF = tl.constexpr(0.7071067811865476)

@@ -129,6 +129,9 @@ class _Fp8Linear(torch.autograd.Function):
         if needs_x:
             w = ctx.cache.columns(weight, largest_w, fmt)
             product = scaled_matmul(grad.rows, w.columns, grad.scale, w.scale, None, ctx.dtype, fast)
+            # large, and done with before the weight's gradient takes its place
+            grad = grad._replace(rows=None)
+            del w
             grad_x = _sum_over_ranks(product, parallel)
         if needs_w:
             columns, scale = inputs()

@@ -37,15 +37,15 @@ from coat_kernels.tensorwise import (
 )
 
 # least elements of a program's tile, and elements of a thread, as far as warps go
-FORWARD_TILE, FORWARD_ELEMENTS = 4096, 8
+FORWARD_TILE, FORWARD_ELEMENTS = 4096, 16
 BACKWARD_TILE, BACKWARD_ELEMENTS = 4096, 8
 MAX_WARPS = 16
-# backward programs, each of which goes through many tiles: four for each multiprocessor of an H200
-PROGRAMS = 528
+# backward programs, each of which goes through many tiles: two for each multiprocessor of an H200
+PROGRAMS = 264
 # tiles of which backward has loads in flight; 1 leaves that to the programs beside it
 BACKWARD_STAGES = 1
 # rows and columns of a program that writes columns
-COLUMNS_M, COLUMNS_N, COLUMNS_WARPS = 128, 64, 4
+COLUMNS_M, COLUMNS_N, COLUMNS_WARPS = 64, 256, 8
 
 
 def _gamma(weight: torch.Tensor, zero_centered: bool) -> torch.Tensor:
