@@ -18,7 +18,13 @@ import triton.language as tl
 from coat_kernels.codecs.codec import load_tile, store_tile
 from coat_kernels.fast_math import fast_exp2, fast_reciprocal
 from coat_kernels.fp8 import E4M3, Fp8Format, cast, fp8_format, require_fp8, uses_kernels, widen
-from coat_kernels.group_tiles import load_group_tile, store_group_tile, tile_mask
+from coat_kernels.group_tiles import (
+    load_group_tile,
+    store_column_words,
+    store_group_tile,
+    stored_max,
+    tile_mask,
+)
 from coat_kernels.groups import (
     Grouped,
     dequantize_groups_reference,
@@ -29,9 +35,7 @@ from coat_kernels.origin import Origin, with_maxima, with_origin
 from coat_kernels.tensorwise import (
     Quantized,
     empty_columns,
-    finite_max,
     quantize_tensor_reference,
-    store_columns,
     tensor_scale,
     to_tensor_codes,
 )
@@ -42,7 +46,7 @@ KINDS = ("silu", "gelu", "gelu_tanh", "squared_relu")
 FORWARD_ROWS, FORWARD_COLUMNS, FORWARD_WARPS = 2, 1024, 4
 BACKWARD_ROWS, BACKWARD_COLUMNS, BACKWARD_WARPS = 4, 256, 4
 # the same of a program that writes columns
-COLUMNS_M, COLUMNS_N, COLUMNS_WARPS = 32, 256, 8
+COLUMNS_M, COLUMNS_N, COLUMNS_WARPS = 64, 256, 8
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 SQRT_HALF = tl.constexpr(0.7071067811865476)
@@ -158,10 +162,10 @@ def activation_forward_kernel(p_x, p_y, p_codes, p_exponent, p_maxima, rows, f, 
                               KIND: tl.constexpr, PARTS: tl.constexpr, KEEP: tl.constexpr,
                               EVEN: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
                               G: tl.constexpr):  # fmt: skip
-    pid = tl.program_id(0).to(tl.int64)
+    pid = tl.program_id(0)
     across = tl.cdiv(f, COLUMNS)
-    o_row = (pid // across) * ROWS + tl.arange(0, ROWS)
-    column = (tl.program_id(0) % across) * COLUMNS
+    o_row = (pid // across).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    column = pid % across * COLUMNS
     o_f = column + tl.arange(0, COLUMNS)
     m_x = tile_mask(o_row, o_f, rows, f)
     o_x = o_row[:, None] * (PARTS * f) + o_f[None, :]
@@ -170,10 +174,10 @@ def activation_forward_kernel(p_x, p_y, p_codes, p_exponent, p_maxima, rows, f, 
     if PARTS == 2:
         b_up = widen(load_tile(p_x + f, o_x, m_x, not EVEN))
         b_y *= b_up
-    b_y = cast(b_y, p_y.dtype.element_ty)
-    store_tile(p_y, o_row[:, None] * f + o_f[None, :], b_y, m_x, not EVEN)
+    DTYPE: tl.constexpr = p_y.dtype.element_ty
+    store_tile(p_y, o_row[:, None] * f + o_f[None, :], cast(b_y, DTYPE), m_x, not EVEN)
     # a(0) is 0: what is masked does not count
-    tl.store(p_maxima + pid, finite_max(b_y))
+    tl.store(p_maxima + pid, stored_max(b_y, DTYPE))
     if KEEP:
         store_group_tile(b_x, p_codes, p_exponent, o_row, column, rows, f, PARTS * f, PARTS * groups,
                          False, G, EVEN)  # fmt: skip
@@ -198,18 +202,18 @@ def load_parts(p_codes, p_exponent, o_row, column, rows, f, groups, PARTS: tl.co
 
 @triton.jit
 def finite_abs(b_x):
-    b_abs = tl.abs(widen(b_x))
-    return tl.where(b_abs < float("inf"), b_abs, 0.0)
+    """The magnitudes of an FP32 tile; NaN, which maxima pass over, where not finite."""
+    return tl.abs(b_x + b_x * 0.0)
 
 
 @triton.jit
 def activation_backward_kernel(p_grad_y, p_codes, p_exponent, p_grad_x, p_maxima, rows, f, groups,
                                KIND: tl.constexpr, PARTS: tl.constexpr, EVEN: tl.constexpr,
                                ROWS: tl.constexpr, COLUMNS: tl.constexpr, G: tl.constexpr):  # fmt: skip
-    pid = tl.program_id(0).to(tl.int64)
+    pid = tl.program_id(0)
     across = tl.cdiv(f, COLUMNS)
-    o_row = (pid // across) * ROWS + tl.arange(0, ROWS)
-    column = (tl.program_id(0) % across) * COLUMNS
+    o_row = (pid // across).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    column = pid % across * COLUMNS
     o_f = column + tl.arange(0, COLUMNS)
     m_x = tile_mask(o_row, o_f, rows, f)
     o_x = o_row[:, None] * (PARTS * f) + o_f[None, :]
@@ -219,15 +223,15 @@ def activation_backward_kernel(p_grad_y, p_codes, p_exponent, p_grad_x, p_maxima
     b_grad_x = b_grad * b_slope
     if PARTS == 2:
         b_grad_x *= b_up
-    b_grad_x = cast(b_grad_x, p_grad_x.dtype.element_ty)
-    store_tile(p_grad_x, o_x, b_grad_x, m_x, not EVEN)
+    DTYPE: tl.constexpr = p_grad_x.dtype.element_ty
+    store_tile(p_grad_x, o_x, cast(b_grad_x, DTYPE), m_x, not EVEN)
     # the gradients of what is masked are 0
-    b_abs = finite_abs(b_grad_x)
+    b_most = finite_abs(b_grad_x)
     if PARTS == 2:
-        b_grad_up = cast(b_grad * b_value, p_grad_x.dtype.element_ty)
-        store_tile(p_grad_x + f, o_x, b_grad_up, m_x, not EVEN)
-        b_abs = tl.maximum(b_abs, finite_abs(b_grad_up))
-    tl.store(p_maxima + pid, tl.max(tl.ravel(b_abs), axis=0))
+        b_grad_up = b_grad * b_value
+        store_tile(p_grad_x + f, o_x, cast(b_grad_up, DTYPE), m_x, not EVEN)
+        b_most = tl.maximum(b_most, finite_abs(b_grad_up))
+    tl.store(p_maxima + pid, stored_max(b_most, DTYPE))
 
 
 @triton.jit
@@ -239,15 +243,19 @@ def activation_columns_kernel(p_codes, p_exponent, p_largest, p_columns, p_scale
     scale = tensor_scale(tl.load(p_largest), E5M2)
     # every program stores the same scale
     tl.store(p_scale, scale)
-    o_row = tl.program_id(1).to(tl.int64) * M + tl.arange(0, M)
+    o_word = tl.program_id(1) * (M // 4) + tl.arange(0, M // 4)
     column = tl.program_id(0) * N
-    b_x, b_up = load_parts(p_codes, p_exponent, o_row, column, rows, f, groups, PARTS, N, G, EVEN)
-    b_y, _ = value_and_slope(b_x, KIND)
-    if PARTS == 2:
-        b_y *= b_up
-    # a(0) is 0: so are the rows past the end
-    b_codes = to_tensor_codes(b_y, scale, E5M2)
-    store_columns(p_columns, b_codes, o_row, column + tl.arange(0, N), f, padded_rows)
+    b_words = tl.zeros([M // 4, N], dtype=tl.int32)
+    for i in tl.static_range(4):
+        o_row = o_word.to(tl.int64) * 4 + i
+        b_x, b_up = load_parts(p_codes, p_exponent, o_row, column, rows, f, groups, PARTS, N, G, EVEN)
+        b_y, _ = value_and_slope(b_x, KIND)
+        if PARTS == 2:
+            b_y *= b_up
+        # a(0) is 0: so are the rows past the end
+        b_words |= to_tensor_codes(b_y, scale, E5M2).to(tl.int32) << (8 * i)
+    o_f = (column + tl.arange(0, N)).to(tl.int64)
+    store_column_words(p_columns, b_words, o_word, o_f, f, padded_rows, EVEN)
 
 
 def _empty_kept(rows: int, f: int, gated: bool, group_size: int, device: torch.device) -> Grouped:
@@ -333,7 +341,7 @@ def activation_columns_triton(
             q.codes.view(torch.uint8),
             q.exponent,
             largest,
-            columns.view(torch.uint8),
+            columns.view(torch.int32),
             scale,
             rows,
             f,
