@@ -261,9 +261,10 @@ def transpose_kernel(p_rows, p_columns, m, n, padded_m, M: tl.constexpr, N: tl.c
 
 def transpose_codes_reference(codes: torch.Tensor) -> torch.Tensor:
     """Codes [m, n] by columns, [n, m'], as in `Quantized`."""
-    padding = -codes.shape[0] % ALIGNMENT
-    bits = torch.nn.functional.pad(codes.view(torch.uint8).t(), (0, padding))
-    return bits.contiguous().view(codes.dtype)
+    m, n = codes.shape
+    columns = torch.zeros(n, m + -m % ALIGNMENT, dtype=codes.dtype, device=codes.device)
+    columns[:, :m] = codes.t()
+    return columns
 
 
 def transpose_codes_triton(codes: torch.Tensor) -> torch.Tensor:
