@@ -106,7 +106,12 @@ def check_kernels(x, grad, kind, gated, group_size):
 
 @GATED
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_kernels_agree_with_the_references(shape, gated, device):
+def test_kernels_agree_with_the_references(shape, gated, device, monkeypatch):
+    # the interpreter computes what is masked too: tiles not much larger than the tensors
+    for name, rows in (("FORWARD_ROWS", 32), ("BACKWARD_ROWS", 32), ("COLUMNS_M", 32)):
+        monkeypatch.setattr(act, name, rows)
+    for name in ("FORWARD_COLUMNS", "BACKWARD_COLUMNS", "COLUMNS_N"):
+        monkeypatch.setattr(act, name, 128)
     rows, f = shape
     for i, kind in enumerate(act.KINDS):
         dtype = (torch.bfloat16, torch.float32)[i % 2]
@@ -114,8 +119,9 @@ def test_kernels_agree_with_the_references(shape, gated, device):
         check_kernels(x, grad, kind, gated, (16, 32, 64, 128)[i])
 
 
-@KIND
-@GATED
+@pytest.mark.parametrize(
+    "kind,gated", [("silu", True), ("gelu", False), ("gelu_tanh", True), ("squared_relu", False)]
+)
 @pytest.mark.parametrize("case", hard(64))
 def test_kernels_agree_on_hard_inputs(case, kind, gated, device):
     x, grad = torch.randn(2, 4, 64, device=device)
