@@ -1,4 +1,4 @@
-"""Megatron's torch norms under sequence parallelism, which Megatron itself leaves to Transformer Engine and apex.
+"""torch's norms under sequence parallelism, which Megatron leaves to Transformer Engine and apex.
 
 Megatron's `WrappedTorchNorm` refuses sequence parallelism, because it does not mark its parameters: each rank
 sees its own part of the sequence, so that their gradients have to be summed over the tensor-parallel ranks.
@@ -15,12 +15,15 @@ logger = logging.getLogger(__name__)
 
 
 class ParallelTorchNorm:
-    """torch's RMSNorm or LayerNorm, as `WrappedTorchNorm` makes it, with parameters marked for Megatron.
+    """What `WrappedTorchNorm` makes; under sequence parallelism torch's RMSNorm or LayerNorm, with parameters
+    marked for Megatron.
 
-    Raises ValueError for a normalization other than RMSNorm and LayerNorm, or zero-centered gamma.
+    Raises ValueError there for another normalization, or zero-centered gamma.
     """
 
-    def __new__(cls, config, hidden_size: int, eps: float = 1e-5, **_) -> torch.nn.Module:
+    def __new__(cls, config, hidden_size: int, eps: float = 1e-5, **kwargs) -> torch.nn.Module:
+        if not config.sequence_parallel:
+            return WrappedTorchNorm(config, hidden_size, eps, **kwargs)
         kinds = {"RMSNorm": torch.nn.RMSNorm, "LayerNorm": torch.nn.LayerNorm}
         if config.normalization not in kinds:
             raise ValueError(
@@ -33,7 +36,7 @@ class ParallelTorchNorm:
             )
         norm = kinds[config.normalization](hidden_size, eps=eps)
         for parameter in norm.parameters():
-            parameter.sequence_parallel = config.sequence_parallel
+            parameter.sequence_parallel = True
         return norm
 
 
@@ -43,15 +46,16 @@ _NAME = "LayerNormImpl"
 def replace_final_norm() -> None:
     """Makes Megatron's final norm a `ParallelTorchNorm` where it would be a `WrappedTorchNorm`.
 
-    There is no other way in: `TransformerBlock` takes the class from a global of its module. A norm by
-    Transformer Engine or apex, or one that somebody else put there, stays. May be called again.
+    There is no other way in: `TransformerBlock` takes the class from a global of its module, and does so
+    before it builds a layer. A norm by Transformer Engine or apex, or one that somebody else put there,
+    stays. May be called again.
     Raises RuntimeError if this Megatron has no such global.
     """
     found = getattr(transformer_block, _NAME, None)
     if found is None or "LayerNormImpl" not in inspect.getsource(transformer_block):
         raise RuntimeError(
-            f"megatron.core.transformer.transformer_block.{_NAME}: expected the class of the final norm, found "
-            "nothing. This megatron-core is not supported with sequence parallelism; install Transformer Engine."
+            f"megatron.core.transformer.transformer_block.{_NAME}: expected the class of the final norm, "
+            "found nothing. Use a supported version of megatron-core."
         )
     if found is WrappedTorchNorm:
         setattr(transformer_block, _NAME, ParallelTorchNorm)
