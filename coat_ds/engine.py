@@ -251,6 +251,8 @@ def _client_optimizer(coat: CoatConfig, host: Mapping[str, Any], optimizer, mode
             parameter_groups(model_parameters, coat.optimizer),
             keep_fp32=rule,
             checkpoint_layout=coat.optimizer.checkpoint_layout,
+            compiled=_section(_section(host, "zero_optimization"), "offload_optimizer").get("device")
+            == "cpu",
             **options,
         )
         _say(f"COAT: AdamW states of the whole model\n{_layout(built, names)}")
@@ -370,9 +372,12 @@ def _guard_checkpoints(engine) -> None:
     def load_checkpoint(*args, **kwargs):
         # a universal checkpoint brings options of the parameter groups that it was saved with
         own = engine.basic_optimizer.layout_options()
+        engine.basic_optimizer.take_arrivals()
         result = load(*args, **kwargs)
         engine.basic_optimizer.restore_layout_options(own)
         _link_states(engine)
+        arrived = engine.basic_optimizer.take_arrivals()
+        _say(f"COAT: moments of the checkpoint: {arrived or 'none was loaded'}")
         return result
 
     @functools.wraps(save)
