@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from benchmarks import adamw, state_error  # noqa: F401  (they register themselves)
+from benchmarks import adamw, adamw_cpu, state_error  # noqa: F401  (they register themselves)
 from benchmarks.harness import BENCHMARKS, Table
 
 
