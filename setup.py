@@ -11,6 +11,7 @@ setup(
     python_requires=">=3.11",
     packages=["coat_kernels", "coat_kernels.codecs", "coat_ds", "megatron_ext"],
     package_dir={"coat_kernels": "kernels"},
+    package_data={"coat_kernels": ["*.cpp"]},
     install_requires=["torch>=2.11", "triton>=3.6; platform_system == 'Linux'", "numpy"],
     extras_require={
         "deepspeed": ["deepspeed>=0.18.9,<0.20"],
