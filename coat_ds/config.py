@@ -17,6 +17,7 @@ OPTIMIZER_GROUP_SIZES = (64, 128, 256)
 ACTIVATION_GROUP_SIZES = (16, 32, 64, 128)
 FP8_FORMATS = (E4M3.name, E5M2.name)
 BF16_PARAMS = ("exact", "stochastic", "nearest")
+CHECKPOINT_LAYOUTS = ("stock", "compressed")
 ROUNDINGS = ("auto", "nearest", "stochastic")
 KEEP_FP32 = ("*norm*", "*bias*")
 
@@ -110,8 +111,13 @@ class OptimizerConfig(_Block):
     """How BF16 parameters that the optimizer itself holds are updated: "exact" (16 more bits in the state
     make each an FP32 master), "stochastic" or "nearest" rounding. ZeRO's FP32 masters are not concerned."""
 
+    checkpoint_layout: str = "stock"
+    """What checkpoints hold. "stock": FP32 moments, as stock AdamW's do, which reads them. "compressed": the
+    codes, a quarter of the bytes, which are read where `coat_ds` is installed."""
+
     def __post_init__(self):
         check_type(f"{self.KEY}.enabled", self.enabled, bool)
+        check_choice(f"{self.KEY}.checkpoint_layout", self.checkpoint_layout, CHECKPOINT_LAYOUTS)
         check_choice(f"{self.KEY}.exp_avg_format", self.exp_avg_format, tuple(SIGNED_CODECS))
         check_choice(f"{self.KEY}.exp_avg_sq_format", self.exp_avg_sq_format, tuple(CODECS))
         check_choice(f"{self.KEY}.group_size", self.group_size, OPTIMIZER_GROUP_SIZES)

@@ -10,6 +10,7 @@ import torch
 
 from coat_ds.config import CoatConfig, CoatConfigError, OptimizerConfig
 from coat_ds.optimizer import LAYOUT, CoatAdamW, keeps_fp32, layout_table
+from coat_ds.partitions import link_partitions
 from coat_ds.state import Moment
 from coat_kernels.codecs import get_codec
 
@@ -50,7 +51,7 @@ def initialize(
     Without a `"coat"` block, or with a disabled one, this is `deepspeed.initialize`. With one, the
     `"optimizer"` section (Adam or AdamW) makes a `CoatAdamW`, and `engine.coat` is the `CoatConfig`.
     The config that was given is not changed. A `CoatAdamW` given as `optimizer` is used as it is: the
-    block's formats do not apply to it, and its `min_numel` meets ZeRO's flat partitions, not tensors.
+    block's formats do not apply to it.
 
     Raises CoatConfigError for a block or a combination that cannot be honoured.
     """
@@ -109,12 +110,13 @@ def state_bytes(optimizer) -> dict[str, Any]:
         parameters += p.numel()
         for value in state.values():
             if isinstance(value, Moment):
-                name, size = value.codec.name, value.storage.nbytes
+                held = [(piece.codec.name, piece.storage.nbytes) for piece in value.pieces]
             elif isinstance(value, torch.Tensor):
-                name, size = str(value.dtype).removeprefix("torch."), value.nbytes
+                held = [(str(value.dtype).removeprefix("torch."), value.nbytes)]
             else:
                 continue
-            by_codec[name] = by_codec.get(name, 0) + size
+            for name, size in held:
+                by_codec[name] = by_codec.get(name, 0) + size
     total = sum(by_codec.values())
     return {
         "bytes": total,
@@ -207,11 +209,17 @@ def _client_optimizer(coat: CoatConfig, host: Mapping[str, Any], optimizer, mode
     cls = CoatAdamW if _section(host, "zero_optimization").get("stage", 0) else _fused_adam_class()
 
     names = {} if model is None else {p: name for name, p in model.named_parameters()}
+    rule = functools.partial(_keeps_fp32_by_name, coat.optimizer.keep_fp32, names)
 
     def build(model_parameters):
-        groups = split_groups(model_parameters, coat.optimizer, names)
-        _say(f"COAT: AdamW states of the whole model\n{_layout(groups, names)}")
-        return cls(groups, **options)
+        built = cls(
+            parameter_groups(model_parameters, coat.optimizer),
+            keep_fp32=rule,
+            checkpoint_layout=coat.optimizer.checkpoint_layout,
+            **options,
+        )
+        _say(f"COAT: AdamW states of the whole model\n{_layout(built, names)}")
+        return built
 
     return build
 
@@ -247,53 +255,42 @@ def _optimizer_options(host: Mapping[str, Any]) -> dict[str, Any]:
     return {"weight_decay": DEFAULT_WEIGHT_DECAY, **passed}
 
 
-def split_groups(
-    model_parameters: Iterable, config: OptimizerConfig, names: Mapping[torch.Tensor, str] | None = None
-) -> list[dict[str, Any]]:
-    """Parameter groups in which tensors are stored alike here and held alike by the other ranks.
+def parameter_groups(model_parameters: Iterable, config: OptimizerConfig) -> list[dict[str, Any]]:
+    """The same parameter groups with the options of `config`, which their own win over.
 
-    ZeRO flattens a group before the optimizer sees it. Tensors of fewer than `min_numel` elements, and those
-    that `keep_fp32` names, therefore get groups of their own, which keep FP32 moments. Tensors that are
-    sharded over ranks and tensors that other ranks hold copies of would share quantization groups in the
-    flat buffer, and the copies would drift apart: they get groups of their own too.
-
-    model_parameters: parameters or parameter groups. Options of a group are kept, and win over `config`;
-    frozen parameters, which ZeRO ignores, are left out. names: the parameters' names in the model.
+    Frozen parameters, which ZeRO ignores, are left out.
+    model_parameters: parameters or parameter groups.
     """
-    names = names or {}
     model_parameters = list(model_parameters)
     if not all(isinstance(item, dict) for item in model_parameters):
         model_parameters = [{"params": model_parameters}]
-    groups = []
-    for group in model_parameters:
-        options = {**{name: getattr(config, name) for name in LAYOUT}, **group}
-        parts: dict[tuple, list[torch.Tensor]] = {}
-        for p in group["params"]:
-            if p.requires_grad:
-                # ZeRO-3 has emptied the tensor and noted its size
-                small = getattr(p, "ds_numel", p.numel()) < options["min_numel"]
-                small = small or keeps_fp32(config.keep_fp32, names.get(p), p)
-                sharded = bool(getattr(p, "tensor_model_parallel", False))
-                tied = bool(getattr(p, "ds_pipe_replicated", False))
-                parts.setdefault((small, sharded, tied), []).append(p)
-        for (small, *_), params in parts.items():
-            formats = {"exp_avg_format": "fp32", "exp_avg_sq_format": "fp32"} if small else {}
-            # what is small is decided: a rank's partition of a large tensor must not count as small
-            groups.append({**options, **formats, "min_numel": 0, "params": params})
-    return groups
+    options = {name: getattr(config, name) for name in LAYOUT}
+    groups = [
+        {**options, **group, "params": [p for p in group["params"] if p.requires_grad]}
+        for group in model_parameters
+    ]
+    return [group for group in groups if group["params"]]
 
 
-def _layout(groups: list[dict[str, Any]], names: Mapping[torch.Tensor, str]) -> str:
+def _keeps_fp32_by_name(patterns: tuple[str, ...], names: Mapping[torch.Tensor, str], _, p) -> bool:
+    return keeps_fp32(patterns, names.get(p), p)
+
+
+def _layout(optimizer: CoatAdamW, names: Mapping[torch.Tensor, str]) -> str:
+    def codec(p, group, moment):
+        # ZeRO-3 has emptied the tensor and noted its size
+        kept = optimizer.keeps(p, group, getattr(p, "ds_numel", p.numel()))
+        return get_codec("fp32" if kept else group[f"{moment}_format"])
+
     return layout_table(
         (
             names.get(p, ""),
-            # ZeRO-3 has emptied the tensor and noted its shape
             getattr(p, "ds_shape", p.shape),
-            get_codec(group["exp_avg_format"]),
-            get_codec(group["exp_avg_sq_format"]),
+            codec(p, group, "exp_avg"),
+            codec(p, group, "exp_avg_sq"),
             group["group_size"],
         )
-        for group in groups
+        for group in optimizer.param_groups
         for p in group["params"]
     )
 
@@ -325,7 +322,7 @@ def _link_states(engine) -> None:
     DeepSpeed links once, after the first parameter group's first step: states made later, and those of a
     checkpoint, would never be found by `safe_get_full_optimizer_state`.
     """
-    engine.basic_optimizer.init_states()
+    link_partitions(engine.optimizer, engine.basic_optimizer)
     if hasattr(engine.optimizer, "_lazy_init_hp_params_optimizer_state"):
         engine.optimizer._hp_optimizer_states_linked = False
         engine.optimizer._lazy_init_hp_params_optimizer_state()
@@ -336,7 +333,10 @@ def _relink_after_loading(engine) -> None:
 
     @functools.wraps(load)
     def load_checkpoint(*args, **kwargs):
+        # a universal checkpoint brings options of the parameter groups that it was saved with
+        own = engine.basic_optimizer.layout_options()
         result = load(*args, **kwargs)
+        engine.basic_optimizer.restore_layout_options(own)
         _link_states(engine)
         return result
 
