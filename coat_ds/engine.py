@@ -1,5 +1,6 @@
 """`deepspeed.initialize` that honours the `"coat"` block. DeepSpeed is imported when it is called."""
 
+import contextlib
 import copy
 import functools
 import logging
@@ -11,7 +12,7 @@ import torch
 from coat_ds.config import CoatConfig, CoatConfigError, OptimizerConfig
 from coat_ds.optimizer import LAYOUT, CoatAdamW, keeps_fp32, layout_table
 from coat_ds.partitions import link_partitions
-from coat_ds.state import Moment
+from coat_ds.state import Moment, streaming
 from coat_kernels.codecs import get_codec
 
 # what each key of "optimizer": {"params": ...} has to be to mean what CoatAdamW does; None: passed on
@@ -82,6 +83,8 @@ def initialize(
         _let_zero_accept(CoatAdamW)
         given["optimizer"] = _client_optimizer(coat, host, optimizer, model)
         host = {key: value for key, value in host.items() if key != "optimizer"}
+        # DeepSpeed would otherwise refuse any optimizer but its own where states are offloaded
+        host["zero_force_ds_cpu_optimizer"] = False
     if config is None and config_params is None:
         given["args"] = _without_config(args)
     given.update(config=host, config_params=None)
@@ -90,8 +93,10 @@ def initialize(
     engine = result[0]
     engine.coat = coat
     if coat.optimizer.enabled:
+        link_partitions(engine.optimizer, engine.basic_optimizer)
         _link_states(engine)
-        _relink_after_loading(engine)
+        _guard_checkpoints(engine)
+        _guard_offloading(engine)
     _announce(engine)
     return result
 
@@ -165,31 +170,61 @@ def _section(host: Mapping[str, Any], key: str) -> Mapping[str, Any]:
 
 def check_host_config(host: Mapping[str, Any]) -> None:
     """Raises CoatConfigError where DeepSpeed would drive CoatAdamW in a way that is not known to be right."""
-    way_out = "or set coat.optimizer.enabled to false."
-    zero = _section(host, "zero_optimization")
-    device = _section(zero, "offload_optimizer").get("device", "none")
-    if device != "none" or zero.get("cpu_offload"):
+
+    def refuse(key: str, found: Any, why: str, way_out: str = "Drop the key"):
         raise CoatConfigError(
-            f"zero_optimization.offload_optimizer: found device {device!r}; CoatAdamW's states stay on the "
-            f"GPU, where they take a quarter of the memory. Drop the key {way_out}"
+            f"{key}: found {found!r}; {why}. {way_out} or set coat.optimizer.enabled to false."
         )
+
+    zero = _section(host, "zero_optimization")
+    offload = _section(zero, "offload_optimizer")
+    device, ratio = offload.get("device", "none"), offload.get("ratio", 1.0)
+    if device not in ("none", "cpu"):
+        refuse(
+            "zero_optimization.offload_optimizer.device",
+            device,
+            "CoatAdamW's states, a quarter of stock AdamW's, can be offloaded to the CPU only",
+            'Use "cpu"',
+        )
+    if device == "cpu" and ratio != 1.0:
+        refuse("zero_optimization.offload_optimizer.ratio", ratio, "DeepSpeedCPUAdam alone can step in parts")
     for key in ("zenflow", "super_offload"):
         if zero.get(key):
-            raise CoatConfigError(
-                f"zero_optimization.{key}: found {zero[key]!r}; CoatAdamW does not work with it. "
-                f"Drop the key {way_out}"
+            refuse(f"zero_optimization.{key}", zero[key], "CoatAdamW does not work with it")
+    if zero.get("elastic_checkpoint"):
+        refuse(
+            "zero_optimization.elastic_checkpoint",
+            True,
+            "DeepSpeed reads such checkpoints at the same size only, and not those of AdamW",
+            "Use universal checkpoints",
+        )
+    bf16, fp16 = _section(host, "bf16"), _section(host, "fp16")
+    if bf16.get("bf16_master_weights_and_grads"):
+        if not bf16.get("bf16_optimizer_states"):
+            refuse(
+                "bf16.bf16_master_weights_and_grads",
+                True,
+                "without bf16.bf16_optimizer_states DeepSpeed takes DeepSpeedCPUAdam only",
+                "Set bf16.bf16_optimizer_states to true too",
             )
-    for key in ("fp16", "amp"):
-        if _section(host, key).get("enabled"):
-            raise CoatConfigError(
-                f"{key}.enabled: found {host[key]['enabled']!r}; CoatAdamW does not work with loss scaling. "
-                f'Use "bf16": {{"enabled": true}} {way_out}'
+        if device == "cpu" or zero.get("cpu_offload"):
+            refuse(
+                "bf16.bf16_master_weights_and_grads",
+                True,
+                "with zero_optimization.offload_optimizer DeepSpeed takes DeepSpeedCPUAdam only",
+                "Drop one of the two",
             )
+    if fp16.get("fp16_master_weights_and_grads"):
+        refuse("fp16.fp16_master_weights_and_grads", True, "DeepSpeed takes DeepSpeedCPUAdam only with it")
+    if _section(host, "amp").get("enabled"):
+        refuse("amp.enabled", True, "apex would cast CoatAdamW's states", 'Use "bf16": {"enabled": true}')
     autocast = _section(host, "torch_autocast")
     if autocast.get("enabled") and autocast.get("dtype") in ("float16", "fp16", "half"):
-        raise CoatConfigError(
-            f"torch_autocast.dtype: found {autocast['dtype']!r}; CoatAdamW does not work with loss scaling. "
-            f'Use "bfloat16" {way_out}'
+        refuse(
+            "torch_autocast.dtype",
+            autocast["dtype"],
+            "DeepSpeed advances its loss scaler once for each parameter group",
+            'Use "bfloat16", or "fp16": {"enabled": true},',
         )
 
 
@@ -322,14 +357,14 @@ def _link_states(engine) -> None:
     DeepSpeed links once, after the first parameter group's first step: states made later, and those of a
     checkpoint, would never be found by `safe_get_full_optimizer_state`.
     """
-    link_partitions(engine.optimizer, engine.basic_optimizer)
+    engine.basic_optimizer.init_states()
     if hasattr(engine.optimizer, "_lazy_init_hp_params_optimizer_state"):
         engine.optimizer._hp_optimizer_states_linked = False
         engine.optimizer._lazy_init_hp_params_optimizer_state()
 
 
-def _relink_after_loading(engine) -> None:
-    load = engine.load_checkpoint
+def _guard_checkpoints(engine) -> None:
+    load, save = engine.load_checkpoint, engine.save_checkpoint
 
     @functools.wraps(load)
     def load_checkpoint(*args, **kwargs):
@@ -340,7 +375,75 @@ def _relink_after_loading(engine) -> None:
         _link_states(engine)
         return result
 
-    engine.load_checkpoint = load_checkpoint
+    @functools.wraps(save)
+    def save_checkpoint(*args, **kwargs):
+        with streaming() if _saves_by_torch(engine) else contextlib.nullcontext():
+            return save(*args, **kwargs)
+
+    engine.load_checkpoint, engine.save_checkpoint = load_checkpoint, save_checkpoint
+
+
+def _saves_by_torch(engine) -> bool:
+    from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchCheckpointEngine
+
+    saver = engine.checkpoint_engine
+    return type(saver) is TorchCheckpointEngine and saver.zipfile_serialization
+
+
+def _guard_offloading(engine) -> None:
+    """Lets `offload_states` and `reload_states` move the states; ZeRO-3 does so for FusedAdam's alone."""
+    from deepspeed.accelerator import get_accelerator
+    from deepspeed.ops.adam import FusedAdam
+    from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum
+    from deepspeed.runtime.zero.offload_states import offload_optimizer_states, reload_optimizer_states
+
+    wrapper = engine.optimizer
+    if not hasattr(wrapper, "offload_states"):
+        return
+    offload, reload = wrapper.offload_states, wrapper.reload_states
+    is_stage3 = hasattr(wrapper, "fp32_partitioned_groups_flat")
+    states = OffloadStateTypeEnum.optim_states
+    # passes for what ZeRO-3 asks for, and has nothing to be moved
+    empty = FusedAdam.__new__(FusedAdam)
+    empty.state = {}
+
+    @contextlib.contextmanager
+    def without_states():
+        optimizer, wrapper.optimizer = wrapper.optimizer, empty
+        try:
+            yield
+        finally:
+            wrapper.optimizer = optimizer
+
+    @functools.wraps(offload)
+    def offload_states(include=None, device=None, pin_memory=True, non_blocking=False):
+        given = {"include": include, "pin_memory": pin_memory, "non_blocking": non_blocking}
+        given |= {} if device is None else {"device": device}
+        if not is_stage3:
+            offload(**given)
+        else:
+            if states not in wrapper.offloaded_states and (include is None or states in include):
+                # before the rest, after which DeepSpeed waits for the copies
+                offload_optimizer_states(engine.basic_optimizer, "cpu", pin_memory, non_blocking)
+            with without_states():
+                offload(**given)
+        _link_states(engine)
+
+    @functools.wraps(reload)
+    def reload_states(non_blocking=False):
+        if not is_stage3:
+            reload(non_blocking=non_blocking)
+        else:
+            copied = []
+            if states in wrapper.offloaded_states:
+                device = get_accelerator().current_device_name()
+                # a copy that is under way still reads what is on the host
+                copied.append(reload_optimizer_states(engine.basic_optimizer, device, non_blocking))
+            with without_states():
+                reload(non_blocking=non_blocking)
+        _link_states(engine)
+
+    wrapper.offload_states, wrapper.reload_states = offload_states, reload_states
 
 
 def _announce(engine) -> None:

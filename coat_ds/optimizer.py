@@ -145,13 +145,14 @@ class CoatAdamW(torch.optim.Optimizer):
         check_choice("CoatAdamW: checkpoint_layout", checkpoint_layout, CHECKPOINT_LAYOUTS)
         self._keep_fp32, self._seed, self._checkpoint_layout = keep_fp32, seed, checkpoint_layout
         self._fragments: dict[torch.Tensor, tuple[Fragment, ...]] = {}
+        self._group_index: dict[torch.Tensor, int] = {}
         self._kept: set[torch.Tensor] = set()
         self._copies: dict[torch.Tensor, torch.Tensor] = {}
         # by name: a subclass for a host may have another optimizer class behind this one
         torch.optim.Optimizer.__init__(self, params, defaults)
 
     def __getstate__(self) -> dict[str, Any]:
-        own = ("_keep_fp32", "_seed", "_checkpoint_layout", "_fragments", "_kept", "_copies")
+        own = ("_keep_fp32", "_seed", "_checkpoint_layout", "_fragments", "_group_index", "_kept", "_copies")
         return {**super().__getstate__(), **{name: getattr(self, name) for name in own}}
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -263,9 +264,7 @@ class CoatAdamW(torch.optim.Optimizer):
         # a kernel writes behind autograd's back: a graph that saved the old values has to notice
         torch.autograd.graph.increment_version(params)
 
-    def set_fragments(
-        self, param: torch.Tensor, fragments: Iterable[Fragment], group: dict[str, Any]
-    ) -> None:
+    def set_fragments(self, param: torch.Tensor, fragments: Iterable[Fragment], group_index: int) -> None:
         """Says of which parameters `param`, a flat partition of the kind that ZeRO makes, is composed, and
         creates its states.
 
@@ -276,9 +275,11 @@ class CoatAdamW(torch.optim.Optimizer):
         their groups change.
 
         fragments: what `param` holds, ascending by start; elements between and after them are padding.
-        group: the parameter group, whose options count; ZeRO-3 puts `param` into it during a step only.
+        group_index: the parameter group; ZeRO-3 puts `param` into it during a step only.
         """
         self._fragments[param] = tuple(fragments)
+        self._group_index[param] = group_index
+        group = self.param_groups[group_index]
         state = self._ready_state(param, group)
         for name in MOMENTS:
             layout = self._layout_of(param, group, name)
@@ -291,6 +292,8 @@ class CoatAdamW(torch.optim.Optimizer):
             for p in group["params"]:
                 if p.requires_grad:
                     self._ready_state(p, group)
+        for p, group_index in self._group_index.items():
+            self._ready_state(p, self.param_groups[group_index])
 
     def _ready_state(
         self, p: torch.Tensor, group: dict[str, Any], count_on_device: bool = False

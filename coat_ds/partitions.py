@@ -1,7 +1,6 @@
 """Which parts of which parameters the flat tensors hold that DeepSpeed gives to the optimizer."""
 
 from collections.abc import Iterator
-from typing import Any
 
 import torch
 
@@ -14,38 +13,37 @@ def link_partitions(wrapper, optimizer: CoatAdamW) -> None:
     wrapper: what DeepSpeed put around the optimizer: ZeRO 1, 2 or 3, BF16_Optimizer, stage 0's
     FP16_Optimizer, or anything that hands over the parameters as they are.
     """
-    for group, flat, placed in _partitions(wrapper, optimizer):
+    for group_index, flat, placed in _partitions(wrapper, len(optimizer.param_groups)):
+        group = optimizer.param_groups[group_index]
         fragments = [
             Fragment(start, numel, offset, optimizer.keeps(p, group, getattr(p, "ds_numel", p.numel())))
             for p, start, numel, offset in placed
         ]
-        optimizer.set_fragments(flat, fragments, group)
+        optimizer.set_fragments(flat, fragments, group_index)
     optimizer.init_states()
 
 
 Placed = tuple[torch.Tensor, int, int, int]
 
 
-def _partitions(wrapper, optimizer) -> Iterator[tuple[dict[str, Any], torch.Tensor, Iterator[Placed]]]:
+def _partitions(wrapper, groups: int) -> Iterator[tuple[int, torch.Tensor, Iterator[Placed]]]:
     """Parameter group, flat tensor, and (parameter, start in the flat tensor, numel, offset in itself)."""
-    groups = optimizer.param_groups
     if hasattr(wrapper, "fp32_partitioned_groups_flat"):
-        group_of = wrapper.sub_group_to_group_id
-        for i, flat in enumerate(wrapper.fp32_partitioned_groups_flat):
-            yield groups[group_of[i]], flat, _in_stage3(wrapper.fp16_groups[i])
+        flats, params = wrapper.fp32_partitioned_groups_flat, wrapper.fp16_groups
+        indices, place = [wrapper.sub_group_to_group_id[i] for i in range(len(flats))], _in_stage3
     elif hasattr(wrapper, "single_partition_of_fp32_groups"):
-        for group, flat, params in zip(
-            groups, wrapper.single_partition_of_fp32_groups, wrapper.bit16_groups, strict=True
-        ):
-            yield group, flat, _in_fragments(params)
+        flats, params = wrapper.single_partition_of_fp32_groups, wrapper.bit16_groups
+        indices, place = range(groups), _in_fragments
     elif hasattr(wrapper, "fp32_groups_flat_partition"):
-        for group, flat, params in zip(
-            groups, wrapper.fp32_groups_flat_partition, wrapper.bf16_groups, strict=True
-        ):
-            yield group, flat, _in_fragments(params)
+        flats, params = wrapper.fp32_groups_flat_partition, wrapper.bf16_groups
+        indices, place = range(groups), _in_fragments
     elif hasattr(wrapper, "fp32_groups_flat"):
-        for group, flat, params in zip(groups, wrapper.fp32_groups_flat, wrapper.fp16_groups, strict=True):
-            yield group, flat, _in_order(params)
+        flats, params = wrapper.fp32_groups_flat, wrapper.fp16_groups
+        indices, place = range(groups), _in_order
+    else:
+        return
+    for index, flat, held in zip(indices, flats, params, strict=True):
+        yield index, flat, place(held)
 
 
 def _in_fragments(params: list[torch.Tensor]) -> Iterator[Placed]:

@@ -290,7 +290,7 @@ def test_what_is_built(one, two, stage):
             assert run["lr"] == pytest.approx(2e-3)
             assert run["bytes"]["parameters"] == 25120 // (world if stage else 1)
         held = [rank[stage, True]["bytes"]["by_codec"] for rank in (ranks if stage else ranks[:1])]
-        # stages 1 and 2 cut the flat tensor of all parameters in the middle of a group: both parts have metadata
+        # stages 1 and 2 cut the flat tensor of all parameters within a group: both parts have metadata
         groups = 24576 // 128 + (world == 2 and stage in (1, 2))
         assert sum(h["fp8_expanded"] for h in held) == 2 * (24576 + groups * 5)
         assert sum(h["fp32"] for h in held) == 8 * 544
