@@ -14,13 +14,14 @@ saves inputs are exchanged while the context is open, wherever a model has `chec
 """
 
 import contextlib
+import copy
 import functools
 import math
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextvars import ContextVar
 from types import ModuleType
-from typing import Any
+from typing import Any, Self
 
 import torch
 import torch.utils.checkpoint
@@ -70,6 +71,14 @@ class Packed:
         rows = flat.view(-1, math.gcd(flat.numel(), ROW))
         quantize = quantize_groups_triton if x.is_cuda else quantize_groups_reference
         self.codes, self.exponent = quantize(rows, group_size)
+        _alive.add(self)
+
+    def with_codes(self, codes: torch.Tensor, exponent: torch.Tensor) -> Self:
+        """One of the same shape, strides and dtype with other codes, which may be on another device."""
+        other = copy.copy(self)
+        other.codes, other.exponent = codes, exponent
+        _alive.add(other)
+        return other
 
     @property
     def nbytes(self) -> int:
@@ -88,6 +97,15 @@ class Packed:
         else:
             x = dequantize_groups_reference(grouped, self.group_size).to(self.dtype)
         return x.as_strided(self.shape, self.stride)
+
+
+_alive: weakref.WeakSet[Packed] = weakref.WeakSet()
+
+
+def packed_bytes() -> tuple[int, int]:
+    """Bytes of all packed tensors that are alive in this process, and of the tensors that they stand for."""
+    alive = list(_alive)
+    return sum(p.nbytes for p in alive), sum(p.plain_nbytes for p in alive)
 
 
 def is_activation(x: Any) -> bool:

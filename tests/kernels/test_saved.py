@@ -9,7 +9,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from coat_kernels import saved
-from coat_kernels.saved import Packed, compressed_checkpoints, is_activation, packed
+from coat_kernels.saved import Packed, compressed_checkpoints, is_activation, packed, packed_bytes
 from tests.util import rel_rms
 
 ROWS, WIDTH = 64, 128
@@ -151,11 +151,6 @@ def test_error_of_gradients(device, reentrant):
     assert 2**-8 < rel_rms(dw, upstream.T @ x) < 2**-4
 
 
-def all_packed() -> list[Packed]:
-    # by type: isinstance would ask deprecated objects for their class
-    return [x for x in gc.get_objects() if type(x) is Packed]
-
-
 @both
 def test_bytes_kept(reentrant):
     """Of a chain of checkpointed layers: a byte and a 64th for each element that a layer takes in."""
@@ -170,12 +165,11 @@ def test_bytes_kept(reentrant):
     gc.collect()
     # nobody keeps the layers' outputs but the variable `h`
     assert [r() is None for r in kept] == [True, True, True, False]
-    alive = all_packed()
-    assert [p.nbytes for p in alive] == [ROWS * WIDTH * 65 // 64] * 4
+    assert packed_bytes() == (4 * ROWS * WIDTH * 65 // 64, 4 * ROWS * WIDTH * 2)
     h.sum().backward()
-    del h, alive
+    del h
     gc.collect()
-    assert not all_packed()
+    assert packed_bytes() == (0, 0)
 
 
 @both
