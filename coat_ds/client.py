@@ -75,7 +75,7 @@ def convert_(
     """Makes a `cls` of `optimizer`, the same object with the same parameter groups, and returns it.
 
     Schedulers and others that hold it keep working. Options of the parameter groups stay: learning rates,
-    betas, eps, weight decay, and what schedulers noted there. Those of `config` are added where there are none.
+    betas, eps, weight decay, and what schedulers noted there. Those of `config` are added.
     """
     check(optimizer)
     if isinstance(optimizer, CoatAdamW):

@@ -8,8 +8,8 @@ nothing else.
 `pip install` makes `register` an entry point of `torch.backends`, a group that torch loads at the end of its
 own import. It puts a finder in front of `sys.meta_path`, which waits for `deepspeed.runtime.engine` and goes
 away. So a Python that does not import torch runs none of this, and one that does imports this file, which
-needs nothing but the standard library: 0.2 ms, measured on a server core (`python -X importtime -c "import
-torch"`), of torch's 2 s. The rest of `coat_ds` is imported when an engine with a block is built.
+needs nothing but the standard library: 0.3 ms for the import and less than 1 ms in all, measured on a
+server's core, of torch's own 1.2 s. The rest of `coat_ds` is imported when an engine with a block is built.
 
 `COAT_DISABLE=1` in the environment keeps `register` from doing anything, and so does
 `TORCH_DEVICE_BACKEND_AUTOLOAD=0`, torch's own switch; `install` and `coat_ds.initialize` ignore both.
@@ -58,20 +58,24 @@ def uninstall() -> None:
     if not is_installed():
         return
     cls = sys.modules[HOST].DeepSpeedEngine
-    if not hasattr(vars(cls)["__init__"], "coat_original"):
+    if not _is_ours(cls.__init__):
         raise RuntimeError(
             f"uninstall: {HOST}.DeepSpeedEngine.__init__ was exchanged again after coat_ds.install(). Undo "
             "that first."
         )
-    cls.__init__ = cls.__init__.coat_original
+    cls.__init__ = cls.__init__.__wrapped__
 
 
 def is_installed() -> bool:
     """Whether the engines of the imported DeepSpeed honour the block."""
     method = getattr(getattr(sys.modules.get(HOST), "DeepSpeedEngine", None), "__init__", None)
-    while method is not None and not hasattr(method, "coat_original"):
+    while method is not None and not _is_ours(method):
         method = getattr(method, "__wrapped__", None)
     return method is not None
+
+
+def _is_ours(method: Any) -> bool:
+    return getattr(method, "coat_method", None) is method
 
 
 @contextlib.contextmanager
@@ -132,7 +136,8 @@ def _exchange(host: ModuleType) -> None:
         original(*bound.args, **bound.kwargs)
         engine.finish(self, coat)
 
-    __init__.coat_original = original
+    # itself, since whoever wraps this method may copy its attributes
+    __init__.coat_method = __init__
     host.DeepSpeedEngine.__init__ = __init__
     _log.info("%s.DeepSpeedEngine honours the coat block now; coat_ds.uninstall() undoes it", HOST)
 
