@@ -13,6 +13,7 @@ setup(
     package_dir={"coat_kernels": "kernels"},
     # torch loads the group at the end of its import: see coat_ds/switch.py
     entry_points={"torch.backends": ["coat_ds = coat_ds.switch:register"]},
+    package_data={"coat_kernels": ["*.cpp"]},
     install_requires=["torch>=2.11", "triton>=3.6; platform_system == 'Linux'", "numpy"],
     extras_require={
         "deepspeed": ["deepspeed>=0.18.9,<0.20"],

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from coat_ds.config import CoatConfigError, OptimizerConfig
-from coat_ds.optimizer import LAYOUT, CoatAdamW, Rule
+from coat_ds.optimizer import LAYOUT, CoatAdamW
 
 # by name, since DeepSpeed's need not be importable; exactly these, since a subclass may step otherwise
 KINDS = {
@@ -69,19 +69,20 @@ def check(optimizer: Any) -> None:
 def convert_(
     optimizer: torch.optim.Optimizer,
     config: OptimizerConfig,
-    keep_fp32: Rule,
     cls: type[CoatAdamW] = CoatAdamW,
+    **options: Any,
 ) -> CoatAdamW:
     """Makes a `cls` of `optimizer`, the same object with the same parameter groups, and returns it.
 
     Schedulers and others that hold it keep working. Options of the parameter groups stay: learning rates,
     betas, eps, weight decay, and what schedulers noted there. Those of `config` are added.
+    options: of the constructor, for the optimizer as a whole, such as `keep_fp32`.
     """
     check(optimizer)
     if isinstance(optimizer, CoatAdamW):
         return optimizer
     groups = [_group(group, config) for group in optimizer.param_groups]
-    made = cls(groups, keep_fp32=keep_fp32, checkpoint_layout=config.checkpoint_layout)
+    made = cls(groups, **options)
     made.defaults.update(
         {k: v for k, v in optimizer.defaults.items() if k in made.defaults and k not in SWITCHES}
     )

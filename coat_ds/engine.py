@@ -262,6 +262,12 @@ def _client_optimizer(coat: CoatConfig, host: Mapping[str, Any], optimizer, mode
     names = {} if model is None else {p: name for name, p in model.named_parameters()}
     rule = functools.partial(_keeps_fp32_by_name, coat.optimizer.keep_fp32, names)
 
+    own = {
+        "keep_fp32": rule,
+        "checkpoint_layout": coat.optimizer.checkpoint_layout,
+        "compiled": _section(_section(host, "zero_optimization"), "offload_optimizer").get("device") == "cpu",
+    }
+
     def reported(built: CoatAdamW) -> CoatAdamW:
         if coat.report.states:
             _say(f"COAT: AdamW states of the whole model\n{_layout(built, names)}")
@@ -269,18 +275,12 @@ def _client_optimizer(coat: CoatConfig, host: Mapping[str, Any], optimizer, mode
 
     def build(model_parameters):
         if optimizer is not None:
-            made = client.convert_(optimizer(model_parameters), coat.optimizer, rule, cls)
-        else:
-            made = cls(
-                parameter_groups(model_parameters, coat.optimizer),
-                keep_fp32=rule,
-                checkpoint_layout=coat.optimizer.checkpoint_layout,
-                **_optimizer_options(host),
-            )
-        return reported(made)
+            return reported(client.convert_(optimizer(model_parameters), coat.optimizer, cls, **own))
+        groups = parameter_groups(model_parameters, coat.optimizer)
+        return reported(cls(groups, **own, **_optimizer_options(host)))
 
     if isinstance(optimizer, torch.optim.Optimizer):
-        return reported(client.convert_(optimizer, coat.optimizer, rule, cls))
+        return reported(client.convert_(optimizer, coat.optimizer, cls, **own))
     return build
 
 
@@ -395,9 +395,12 @@ def _guard_checkpoints(engine) -> None:
     def load_checkpoint(*args, **kwargs):
         # a universal checkpoint brings options of the parameter groups that it was saved with
         own = engine.basic_optimizer.layout_options()
+        engine.basic_optimizer.take_arrivals()
         result = load(*args, **kwargs)
         engine.basic_optimizer.restore_layout_options(own)
         _link_states(engine)
+        arrived = engine.basic_optimizer.take_arrivals()
+        _say(f"COAT: moments of the checkpoint: {arrived or 'none was loaded'}")
         return result
 
     @functools.wraps(save)

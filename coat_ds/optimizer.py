@@ -1,6 +1,6 @@
 """AdamW whose moments are stored in FP8 with dynamic range expansion."""
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from fnmatch import fnmatchcase
 from itertools import repeat
@@ -82,11 +82,13 @@ class CoatAdamW(torch.optim.Optimizer):
     keep_fp32: which other tensors keep FP32 moments: patterns of names, for parameters given with names, or
         a function of (name or None, parameter).
     seed: of stochastic rounding, which is the same on all ranks and in every run.
+    compiled: steps on the CPU run in C++, compiled when it is first needed: many times as fast as the PyTorch
+        that they run in otherwise, and equal but for FP32 rounding.
     checkpoint_layout: what `state_dict` holds. "stock": FP32 moments, as `torch.optim.AdamW`'s does.
         "compressed": what is stored, 2.1 bytes a parameter instead of 8, which is read where `coat_ds` is.
 
-    All of them except the implementation switches, keep_fp32, seed and checkpoint_layout may differ between
-    parameter groups.
+    All of them except the implementation switches, keep_fp32, seed, checkpoint_layout and compiled may differ
+    between parameter groups.
     `state[p]` holds `step` (an int; where a gradient scaler or `capturable` needs it, an FP32 tensor on the
     device) and the `Moment`s `exp_avg` and `exp_avg_sq`. A plain tensor that someone puts in a moment's place
     is encoded by the next step. `torch.amp.GradScaler`'s flag of non-finite gradients skips the step on the
@@ -121,6 +123,7 @@ class CoatAdamW(torch.optim.Optimizer):
         keep_fp32: Rule = KEEP_FP32,
         seed: int = 0,
         checkpoint_layout: str = "stock",
+        compiled: bool = False,
     ):
         defaults = {
             "lr": lr,
@@ -144,7 +147,9 @@ class CoatAdamW(torch.optim.Optimizer):
         _check_options(defaults)
         check_choice("CoatAdamW: checkpoint_layout", checkpoint_layout, CHECKPOINT_LAYOUTS)
         self._keep_fp32, self._seed, self._checkpoint_layout = keep_fp32, seed, checkpoint_layout
+        self._compiled = compiled
         self._fragments: dict[torch.Tensor, tuple[Fragment, ...]] = {}
+        self._arrived: Counter[str] = Counter()
         self._group_index: dict[torch.Tensor, int] = {}
         self._kept: set[torch.Tensor] = set()
         self._copies: dict[torch.Tensor, torch.Tensor] = {}
@@ -152,7 +157,8 @@ class CoatAdamW(torch.optim.Optimizer):
         torch.optim.Optimizer.__init__(self, params, defaults)
 
     def __getstate__(self) -> dict[str, Any]:
-        own = ("_keep_fp32", "_seed", "_checkpoint_layout", "_fragments", "_group_index", "_kept", "_copies")
+        own = ("_keep_fp32", "_seed", "_checkpoint_layout", "_compiled", "_fragments", "_group_index")
+        own += ("_arrived", "_kept", "_copies")
         return {**super().__getstate__(), **{name: getattr(self, name) for name in own}}
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -257,6 +263,7 @@ class CoatAdamW(torch.optim.Optimizer):
                 dither=rounding == "stochastic"
                 or (rounding == "auto" and v_codec.fine and 1 - beta2 < 1 / 64),
                 seed=self._seed,
+                compiled=self._compiled,
             )
         for p, updated in zip(params, contiguous, strict=True):
             if updated is not p:
@@ -311,6 +318,7 @@ class CoatAdamW(torch.optim.Optimizer):
                 layout = self._layout_of(p, group, name)
                 state[name] = Moment.zeros(p.shape, layout, group["group_size"], p.device)
             elif not isinstance(value, Moment):
+                self._arrived["encoded from FP32"] += 1
                 layout = self._layout_of(p, group, name)
                 state[name] = Moment.encoded(value.to(p.device), layout, group["group_size"])
         if p.dtype == torch.bfloat16 and group["bf16_params"] == "exact" and "remainder" not in state:
@@ -391,6 +399,12 @@ class CoatAdamW(torch.optim.Optimizer):
             for hook in hooks:
                 hook.remove()
 
+    def take_arrivals(self) -> str:
+        """What became of the moments that were loaded or put into the state since the last call."""
+        said = ", ".join(f"{count} {how}" for how, count in self._arrived.items())
+        self._arrived.clear()
+        return said
+
     def layout_options(self) -> list[dict[str, Any]]:
         """The options of each parameter group that belong to the optimizer and not to a checkpoint."""
         return [{k: group[k] for k in (*LAYOUT, *STOCK_SWITCHES)} for group in self.param_groups]
@@ -411,7 +425,8 @@ class CoatAdamW(torch.optim.Optimizer):
                     state["remainder"] = entry["remainder"].to(p.device, copy=True)
                 for name in MOMENTS:
                     layout = self._layout_of(p, group, name)
-                    state[name] = restored(loaded, index, name, layout, group["group_size"], p.device)
+                    state[name], exact = restored(loaded, index, name, layout, group["group_size"], p.device)
+                    self._arrived["restored to the bit" if exact else "encoded from FP32"] += 1
 
 
 def piece_begins(fragments: Sequence[Fragment], numel: int, group_size: int) -> tuple[tuple[int, bool], ...]:

@@ -13,7 +13,7 @@ def link_partitions(wrapper, optimizer: CoatAdamW) -> None:
     wrapper: what DeepSpeed put around the optimizer: ZeRO 1, 2 or 3, BF16_Optimizer, stage 0's
     FP16_Optimizer, or anything that hands over the parameters as they are.
     """
-    for group_index, flat, placed in _partitions(wrapper, len(optimizer.param_groups)):
+    for group_index, flat, placed in partitions(wrapper, len(optimizer.param_groups)):
         group = optimizer.param_groups[group_index]
         fragments = [
             Fragment(start, numel, offset, optimizer.keeps(p, group, getattr(p, "ds_numel", p.numel())))
@@ -26,7 +26,7 @@ def link_partitions(wrapper, optimizer: CoatAdamW) -> None:
 Placed = tuple[torch.Tensor, int, int, int]
 
 
-def _partitions(wrapper, groups: int) -> Iterator[tuple[int, torch.Tensor, Iterator[Placed]]]:
+def partitions(wrapper, groups: int) -> Iterator[tuple[int, torch.Tensor, Iterator[Placed]]]:
     """Parameter group, flat tensor, and (parameter, start in the flat tensor, numel, offset in itself)."""
     if hasattr(wrapper, "fp32_partitioned_groups_flat"):
         flats, params = wrapper.fp32_partitioned_groups_flat, wrapper.fp16_groups

@@ -50,27 +50,33 @@ def _given(moment: Moment, layout: str) -> torch.Tensor:
 
 def restored(
     loaded: dict[str, Any], index: Any, name: str, layout: Layout, group_size: int, device: torch.device
-) -> Moment:
-    """A moment of a state dict, with the scales and exponents that it was saved with, if they are its own."""
+) -> tuple[Moment, bool]:
+    """A moment of a state dict, with the scales and exponents that it was saved with, if they are its own.
+
+    Returns also whether it is the saved one to the bit.
+    """
     value = loaded["state"][index][name]
     if isinstance(value, Moment):
         value = value.to(device, copy=True)
         same = (value.layout, value.group_size) == (layout, group_size)
-        return value if same else value.rearranged(layout, group_size)
+        return (value, True) if same else (value.rearranged(layout, group_size), False)
     value = value.to(device=device, dtype=torch.float32)
     moment = Moment.zeros(value.shape, layout, group_size, device)
     likes = list(_likes(moment, loaded.get("coat", {}), index, name))
     moment.encode_like_(value, likes)
-    if any(likes):
-        # codes of another tensor's scales would be wrong in silence
-        flat = value.reshape(-1)
-        for piece, like in zip(moment.pieces, likes, strict=True):
+    # FP32 storage needs no scales
+    exact = all(like or piece.codec.name == "fp32" for piece, like in zip(moment.pieces, likes, strict=True))
+    flat = value.reshape(-1)
+    for piece, like in zip(moment.pieces, likes, strict=True):
+        if like is not None:
             wanted = flat[piece.begin : piece.end]
             got = piece.codec.decode(piece.storage, group_size)
-            if like and not torch.allclose(got, wanted, rtol=SAME_VALUE, atol=0, equal_nan=True):
+            # codes under another tensor's scales would be wrong in silence
+            if not torch.allclose(got, wanted, rtol=SAME_VALUE, atol=0, equal_nan=True):
+                exact = False
                 for old, new in zip(piece.storage, piece.codec.encode(wanted, group_size), strict=True):
                     old.copy_(new)
-    return moment
+    return moment, exact
 
 
 def _likes(moment: Moment, coat: dict[str, Any], index: Any, name: str) -> Iterator[Storage | None]:

@@ -138,8 +138,8 @@ def test_modes(ranks, mode):
         run = rank[mode]
         # bit for bit, dropout replayed
         assert all(run["equal"]) and run["any"]
-        # inputs are off by 2^-4 of themselves at most, and the region's gradients move no more than they do: it
-        # is smooth with a slope of about 1. By something, or it were not the codes that were used
+        # inputs are off by 2^-4 of themselves at most, and gradients move no more than they do, since the
+        # region is smooth with a slope of about 1. By something, or it were not the codes that were used
         assert all(2**-10 < error < 2**-4 for error in run["error"])
         shares = len(ranks) if mode in ("partition", "both") else 1
         during, after = run["kept"]

@@ -4,7 +4,6 @@ One spawn of each size serves all cells.
 """
 
 import warnings
-from functools import partial
 
 import pytest
 import torch
@@ -36,6 +35,13 @@ class Tied(nn.Module):
     def forward(self, x):
         x = self.frozen(self.embed(x)).relu()
         return self.out(self.norm(self.inner(x))) @ self.embed.weight
+
+
+class Wide(nn.Sequential):
+    """Weights of whole groups, on either of two ranks too."""
+
+    def __init__(self):
+        super().__init__(nn.Linear(47, 512, bias=False), nn.ReLU(), nn.Linear(512, 47, bias=False))
 
 
 class Experts(nn.Module):
@@ -84,7 +90,8 @@ CELLS = {
     **{f"{dtype}-{stage}": cell(stage, dtype) for stage in range(4) for dtype in ("bf16", "fp32", "fp16")},
     **{f"accumulation-{stage}": cell(stage, accumulation=2) for stage in range(4)},
     **{f"groups-{stage}": cell(stage, groups=decay_groups) for stage in range(4)},
-    **{f"master16-{stage}": cell(stage, section=MASTER16, clip=0.0) for stage in (1, 2, 3)},
+    **{f"master32-{stage}": cell(stage, model=Wide, clip=0.0) for stage in (1, 2, 3)},
+    **{f"master16-{stage}": cell(stage, model=Wide, clip=0.0, section=MASTER16) for stage in (1, 2, 3)},
     **{f"offload-{stage}": cell(stage, zero=OFFLOAD) for stage in (1, 2, 3)},
     "subgroups-3": cell(3, zero={"sub_group_size": 5000}),
     "round-robin-2": cell(2, zero={"round_robin_gradients": True}),
@@ -145,10 +152,26 @@ def stored(engine):
 
 def run_cell(cell):
     engine = start(cell)
-    out = {"losses": [train_step(engine) for _ in range(STEPS)], "bytes": coat_ds.state_bytes(engine)}
-    flats = list(engine.basic_optimizer.state)
-    out["flats"] = [(flat.dtype, flat.device.type) for flat in flats]
-    out["devices"] = {t.device.type for t in stored(engine)}
+    seen = set()
+
+    def look(optimizer, args, kwargs):
+        params = (p for group in optimizer.param_groups for p in group["params"])
+        seen.update((p.element_size(), p.grad.element_size()) for p in params if p.grad is not None)
+
+    engine.basic_optimizer.register_step_pre_hook(look)
+    out = {"losses": [train_step(engine) for _ in range(2)]}
+    if cell["stage"] and not cell["zero"]:
+        from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum as Kind
+
+        before = stored(engine)
+        # ZeRO-3 cannot offload the weights of a model with frozen ones
+        partial = cell["stage"] == 3 and cell["model"] is Tied
+        include = [Kind.optim_states, Kind.hp_params] if partial else None
+        engine.offload_states(include=include, pin_memory=False)
+        engine.reload_states()
+        assert all(map(torch.equal, before, stored(engine)))
+    out["losses"] += [train_step(engine) for _ in range(STEPS - 2)]
+    out["bytes"], out["sizes"] = coat_ds.state_bytes(engine), seen
     if cell["dtype"] == "fp16":
         before = stored(engine)
         train_step(engine, 1e30)
@@ -207,10 +230,30 @@ def test_losses_are_those_of_stock_adamw(one, name):
         assert abs(a - b) <= FP8_BOUND * (stock[0] - b) + tolerance * b
 
 
-@every_cell
-def test_states_are_compressed_and_where_they_belong(one, two, name):
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_bf16_masters_with_remainders_are_fp32_masters(one, two, stage):
+    """The same losses as with FP32 masters, to the bit, in 6.1 bytes per parameter, 8.1 with the gradient."""
+    # without clipping, and without the sum over ranks, BF16 gradients lose nothing. One master in 2^16 lies
+    # halfway between two weights: the remainder's rule rounds it up, the cast to even; of the 48,128 weights
+    # perhaps one in a step then moves by 2^-8 of itself, which 48,127 others drown
+    ours, exact = (one[f"master{bits}-{stage}"]["losses"] for bits in (16, 32))
+    assert ours[:3] == exact[:3] and ours == pytest.approx(exact, rel=2**-16)
     for rank in (one, *two):
-        run = rank[name]
-        assert run["devices"] == {"cpu"}
-        # what is not FP32 by choice takes a byte and 5 in 128 more, and of a few groups a part
-        assert run["bytes"]["by_codec"]["fp8_expanded"] > 0
+        run = rank[f"master16-{stage}"]
+        ((master, gradient),) = run["sizes"]
+        held = master + run["bytes"]["bytes_per_parameter"]
+        assert held <= 6.1 and held + gradient <= 8.1
+        assert rank[f"master32-{stage}"]["sizes"] == {(4, 4)}
+
+
+def test_a_step_with_non_finite_gradients_changes_nothing(one, two):
+    for rank in (one, *two):
+        assert all(rank[f"fp16-{stage}"]["skipped"] for stage in range(4))
+
+
+@every_cell
+def test_states_are_compressed(one, two, name):
+    # twice a byte and 5 in 128 more, and a little for what is small or cut; remainders take 2
+    more = 2 if name.startswith("master16") else 0
+    for rank in (one, *two):
+        assert rank[name]["bytes"]["bytes_per_parameter"] < 2.1 + 0.25 + more
