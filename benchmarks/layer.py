@@ -184,7 +184,7 @@ def saved_by_python(y: torch.Tensor) -> Iterator[torch.Tensor]:
 
 
 def storages(t: torch.Tensor) -> Iterator[torch.UntypedStorage]:
-    """The memory of a tensor; of a wrapper, such as TransformerEngine's quantized tensors, that of its parts."""
+    """The memory of a tensor; of a wrapper, as TransformerEngine's quantized tensors are, of its parts."""
     try:
         t.data_ptr()
     except RuntimeError:

@@ -1,7 +1,6 @@
 """`deepspeed.initialize` that honours the `"coat"` block. DeepSpeed is imported when it is called."""
 
 import contextlib
-import copy
 import functools
 import logging
 from collections.abc import Callable, Iterable, Mapping
@@ -9,9 +8,11 @@ from typing import Any
 
 import torch
 
+from coat_ds import checkpointing, client, switch
 from coat_ds.config import CoatConfig, CoatConfigError, OptimizerConfig
 from coat_ds.optimizer import LAYOUT, CoatAdamW, keeps_fp32, layout_table
 from coat_ds.partitions import link_partitions
+from coat_ds.report import report_saved
 from coat_ds.state import Moment, streaming
 from coat_kernels.codecs import get_codec
 
@@ -51,54 +52,89 @@ def initialize(
 
     Without a `"coat"` block, or with a disabled one, this is `deepspeed.initialize`. With one, the
     `"optimizer"` section (Adam or AdamW) makes a `CoatAdamW`, and `engine.coat` is the `CoatConfig`.
-    The config that was given is not changed. A `CoatAdamW` given as `optimizer` is used as it is: the
-    block's formats do not apply to it.
+    The config that was given is not changed. An Adam or AdamW of torch or DeepSpeed given as `optimizer`
+    becomes a `CoatAdamW`, the same object; a `CoatAdamW` is used as it is: the block's formats do not apply.
 
-    Raises CoatConfigError for a block or a combination that cannot be honoured.
+    Raises CoatConfigError for a block or a combination that cannot be honoured, before anything is built.
     """
     import deepspeed
 
-    given = {
-        "args": args,
-        "model": model,
-        "optimizer": optimizer,
-        "model_parameters": model_parameters,
-        "training_data": training_data,
-        "lr_scheduler": lr_scheduler,
-        "distributed_port": distributed_port,
-        "mpu": mpu,
-        "dist_init_required": dist_init_required,
-        "collate_fn": collate_fn,
-        "config": config,
-        "mesh_param": mesh_param,
-        "config_params": config_params,
-    }
-    host = _load_config(args, config, config_params)
-    coat = CoatConfig.from_dict(host.get("coat"))
-    if not coat.enabled:
-        return deepspeed.initialize(**given)
+    check(_load_config(args, config, config_params), optimizer)
+    with switch.installed():
+        result = deepspeed.initialize(
+            args=args,
+            model=model,
+            optimizer=optimizer,
+            model_parameters=model_parameters,
+            training_data=training_data,
+            lr_scheduler=lr_scheduler,
+            distributed_port=distributed_port,
+            mpu=mpu,
+            dist_init_required=dist_init_required,
+            collate_fn=collate_fn,
+            config=config,
+            mesh_param=mesh_param,
+            config_params=config_params,
+        )
+    return result
 
-    if coat.optimizer.enabled:
+
+def check(host: Mapping[str, Any], optimizer: Any) -> CoatConfig:
+    """What a DeepSpeed config asks of COAT; disabled if nothing.
+
+    optimizer: the optimizer argument, or None.
+    Raises CoatConfigError for what cannot be honoured.
+    """
+    ours = str(_section(host, "optimizer").get("type")).lower() == switch.OPTIMIZER_TYPE.lower()
+    coat = CoatConfig.from_dict({"enabled": True} if ours and "coat" not in host else host.get("coat"))
+    if ours and not (coat.enabled and coat.optimizer.enabled):
+        key = "coat.optimizer.enabled" if coat.enabled else "coat.enabled"
+        raise CoatConfigError(
+            f'{key}: found False beside "optimizer": {{"type": "{switch.OPTIMIZER_TYPE}"}}. Set it to true, '
+            'or the type to "AdamW".'
+        )
+    if coat.enabled and coat.optimizer.enabled:
         check_host_config(host)
-        _let_zero_accept(CoatAdamW)
-        given["optimizer"] = _client_optimizer(coat, host, optimizer, model)
-        host = {key: value for key, value in host.items() if key != "optimizer"}
-        # DeepSpeed would otherwise refuse any optimizer but its own where states are offloaded
-        host["zero_force_ds_cpu_optimizer"] = False
-    if config is None and config_params is None:
-        given["args"] = _without_config(args)
-    given.update(config=host, config_params=None)
-    result = deepspeed.initialize(**given)
+        if optimizer is None:
+            _optimizer_options(host)
+        else:
+            client.check(optimizer)
+    if coat.enabled and coat.checkpointing.compress:
+        checkpointing.check_host_config(host)
+    return coat
 
-    engine = result[0]
+
+def prepare(arguments: dict[str, Any]) -> CoatConfig:
+    """Before `DeepSpeedEngine` is built of `arguments`, by name: checks them and exchanges the optimizer.
+
+    Raises CoatConfigError for what cannot be honoured.
+    """
+    config_class = arguments["config_class"]
+    host, optimizer = config_class._param_dict, arguments.get("optimizer")
+    coat = check(host, optimizer)
+    if coat.enabled and coat.optimizer.enabled:
+        _let_zero_accept(CoatAdamW)
+        arguments["optimizer"] = _client_optimizer(coat, host, optimizer, arguments.get("model"))
+        # DeepSpeed would otherwise refuse any optimizer but its own where states are offloaded
+        config_class.zero_force_ds_cpu_optimizer = False
+    return coat
+
+
+def finish(engine, coat: CoatConfig) -> None:
+    """After `engine` was built of what `prepare` left."""
+    if not coat.enabled:
+        return
     engine.coat = coat
     if coat.optimizer.enabled:
         link_partitions(engine.optimizer, engine.basic_optimizer)
         _link_states(engine)
         _guard_checkpoints(engine)
         _guard_offloading(engine)
+    if coat.report.saved:
+        report_saved(engine.module, _say)
+    if coat.checkpointing.compress:
+        checkpointing.compress_inputs(engine.module, coat.checkpointing.group_size)
     _announce(engine)
-    return result
 
 
 def state_bytes(optimizer) -> dict[str, Any]:
@@ -151,16 +187,6 @@ def _load_config(args, config, config_params) -> dict[str, Any]:
         if source is not None:
             return dict(load_ds_config(source))
     return {}
-
-
-def _without_config(args):
-    """`args` without the path of the config, whose content DeepSpeed gets as `config`."""
-    if all(getattr(args, name, None) is None for name in CONFIG_ARGS):
-        return args
-    args = copy.copy(args)
-    for name in CONFIG_ARGS:
-        setattr(args, name, None)
-    return args
 
 
 def _section(host: Mapping[str, Any], key: str) -> Mapping[str, Any]:
@@ -229,35 +255,32 @@ def check_host_config(host: Mapping[str, Any]) -> None:
 
 
 def _client_optimizer(coat: CoatConfig, host: Mapping[str, Any], optimizer, model: torch.nn.Module | None):
-    """What DeepSpeed is given as `optimizer`: the user's CoatAdamW, or a function that builds one."""
-    if isinstance(optimizer, CoatAdamW):
-        return optimizer
-    if optimizer is not None:
-        what = type(optimizer).__name__ if isinstance(optimizer, torch.optim.Optimizer) else repr(optimizer)
-        raise CoatConfigError(
-            f"coat.optimizer.enabled: found {what} as the optimizer argument, which is left alone. Drop the "
-            'argument and use the "optimizer" section, pass a coat_ds.CoatAdamW, or set '
-            "coat.optimizer.enabled to false."
-        )
-    options = _optimizer_options(host)
+    """What DeepSpeed is given as `optimizer`: the user's, converted, or a function that builds one."""
     # DeepSpeed picks its stage-0 wrapper by the optimizer's class
     cls = CoatAdamW if _section(host, "zero_optimization").get("stage", 0) else _fused_adam_class()
 
     names = {} if model is None else {p: name for name, p in model.named_parameters()}
     rule = functools.partial(_keeps_fp32_by_name, coat.optimizer.keep_fp32, names)
 
-    def build(model_parameters):
-        built = cls(
-            parameter_groups(model_parameters, coat.optimizer),
-            keep_fp32=rule,
-            checkpoint_layout=coat.optimizer.checkpoint_layout,
-            compiled=_section(_section(host, "zero_optimization"), "offload_optimizer").get("device")
-            == "cpu",
-            **options,
-        )
-        _say(f"COAT: AdamW states of the whole model\n{_layout(built, names)}")
+    own = {
+        "keep_fp32": rule,
+        "checkpoint_layout": coat.optimizer.checkpoint_layout,
+        "compiled": _section(_section(host, "zero_optimization"), "offload_optimizer").get("device") == "cpu",
+    }
+
+    def reported(built: CoatAdamW) -> CoatAdamW:
+        if coat.report.states:
+            _say(f"COAT: AdamW states of the whole model\n{_layout(built, names)}")
         return built
 
+    def build(model_parameters):
+        if optimizer is not None:
+            return reported(client.convert_(optimizer(model_parameters), coat.optimizer, cls, **own))
+        groups = parameter_groups(model_parameters, coat.optimizer)
+        return reported(cls(groups, **own, **_optimizer_options(host)))
+
+    if isinstance(optimizer, torch.optim.Optimizer):
+        return reported(client.convert_(optimizer, coat.optimizer, cls, **own))
     return build
 
 
@@ -270,7 +293,7 @@ def _optimizer_options(host: Mapping[str, Any]) -> dict[str, Any]:
             '"optimizer": {"type": "AdamW", "params": {"lr": ...}} or set coat.optimizer.enabled to false.'
         )
     kind = section.get("type")
-    if str(kind).lower() not in ("adam", "adamw"):
+    if str(kind).lower() not in ("adam", "adamw", switch.OPTIMIZER_TYPE.lower()):
         raise CoatConfigError(
             f'optimizer.type: expected "AdamW" or "Adam", found {kind!r}. Use one of them or set '
             "coat.optimizer.enabled to false."
@@ -463,6 +486,8 @@ def _announce(engine) -> None:
             f"layers built for it save activations in FP8 1x{activations.group_size} and multiply in "
             f"{activations.forward_format}, gradients in {activations.backward_format}"
         )
+    if engine.coat.checkpointing.compress:
+        parts.append(f"checkpointed inputs kept in FP8 1x{engine.coat.checkpointing.group_size}")
     _say(f"COAT: {'; '.join(parts) or 'nothing enabled'}")
 
 

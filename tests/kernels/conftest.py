@@ -11,7 +11,7 @@ def poison(monkeypatch):
             t = allocate(*args, **kwargs)
             if t.numel():
                 # all bits set is NaN in every floating type used here, and an absurd exponent
-                t.view(torch.uint8).fill_(0xFF)
+                t.as_strided((t.numel(),), (1,)).view(torch.uint8).fill_(0xFF)
             return t
 
         return wrapper
