@@ -2,8 +2,14 @@
 
 The scale comes in two stages (COAT, section 5.2: group scaling): maxima of parts of the tensor, written
 by the kernel that produces it or, where there is none, by a pass of their own; then the maximum of those.
-value = code * scale, scale = largest finite magnitude / largest magnitude of the format. Zero tensors have
-scale 1, and scales stay normal numbers, so that their inverses are finite.
+value = code * scale. The scale is a power of two, 2^e, and depends on the largest finite magnitude alone:
+
+- E4M3: the smallest 2^e with largest / 2^e <= 448. A power of two costs a floating-point format no precision,
+  only up to one binade at the lower end of its range, and the product with it is exact.
+- E5M2, whose normal numbers span 30 binades: e is also rounded up to a multiple of 4. Gradients seldom need
+  them all, and a scale that changes seldom can be predicted.
+
+Zero tensors have scale 1, and e is at least -126: scales and their inverses are normal numbers.
 """
 
 from typing import NamedTuple
@@ -100,7 +106,13 @@ def largest_magnitude(x: torch.Tensor) -> torch.Tensor:
 
 def tensor_scale_reference(largest: torch.Tensor, fmt: Fp8Format) -> torch.Tensor:
     """The scale of a tensor whose largest magnitude is `largest`, FP32 [1]."""
-    return torch.where(largest > 0, (largest * (1 / fmt.max)).clamp_min(2.0**-126), 1.0)
+    mantissa, power = torch.frexp(largest)
+    # both formats' largest magnitude is 0.875 * 2^m: `power - m` suffices up to that mantissa
+    _, m = torch.frexp(torch.tensor(fmt.max))
+    e = power - m + (mantissa > 0.875)
+    if fmt.is_e5m2:
+        e = (e + 3) // 4 * 4
+    return torch.where(largest > 0, torch.ldexp(torch.ones_like(largest), e.clamp_min(-126)), 1.0)
 
 
 def quantize_tensor_reference(
@@ -120,8 +132,14 @@ def quantize_tensor_reference(
 @triton.jit
 def tensor_scale(largest, E5M2: tl.constexpr):
     """`tensor_scale_reference` of a scalar."""
-    INVERSE_MAX: tl.constexpr = 1.0 / 57344.0 if E5M2 else 1.0 / 448.0
-    return tl.where(largest > 0.0, tl.maximum(largest * INVERSE_MAX, 2.0**-126), 1.0)
+    # 127 + e, off the exponent of the largest magnitude; 0x600000 is the mantissa of 1.75
+    bits = largest.to(tl.int32, bitcast=True)
+    exponent = (bits >> 23) - (15 if E5M2 else 8) + ((bits & 0x7FFFFF) > 0x600000).to(tl.int32)
+    if E5M2:
+        # the bit operation rounds down, negative numbers too
+        exponent = ((exponent - 127 + 3) & -4) + 127
+    scale = (tl.maximum(exponent, 1) << 23).to(tl.float32, bitcast=True)
+    return tl.where(largest > 0.0, scale, 1.0)
 
 
 @triton.jit
