@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from coat_kernels.codecs.codec import load_tile, store_tile
-from coat_kernels.fp8 import E4M3, Fp8Format, cast, fp8_format, require_fp8, uses_kernels, widen
+from coat_kernels.fp8 import E4M3, Fp8Format, cast, finite_abs, fp8_format, require_fp8, uses_kernels, widen
 from coat_kernels.group_tiles import load_group_tile, store_group_tile, tile_mask
 from coat_kernels.groups import (
     Grouped,
@@ -176,8 +176,7 @@ def norm_backward_kernel(p_grad_y, p_grad_residual, p_codes, p_exponent, p_rstd,
                 b_grad_x += widen(load_tile(p_grad_residual, o_x, m_x, not EVEN))
             b_out = cast(b_grad_x, p_grad_x.dtype.element_ty)
             store_tile(p_grad_x, o_x, b_out, m_x, not EVEN)
-            b_abs = tl.abs(widen(b_out))
-            b_abs = tl.where(b_abs < float("inf"), b_abs, 0.0)
+            b_abs = finite_abs(widen(b_out))
             if not EVEN:
                 b_abs = tl.where(m_x, b_abs, 0.0)
             b_largest = tl.maximum(b_largest, tl.max(tl.reshape(b_abs, [ROWS, H // 8, 8]), axis=2))
