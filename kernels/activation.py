@@ -16,13 +16,23 @@ import triton
 import triton.language as tl
 
 from coat_kernels.codecs.codec import load_tile, store_tile
+from coat_kernels.deferred import NO_SCALES, Deferred, PredictedScale, Scales, Source, scale_and_tiles
 from coat_kernels.fast_math import fast_exp2, fast_reciprocal
-from coat_kernels.fp8 import E4M3, Fp8Format, cast, fp8_format, require_fp8, uses_kernels, widen
+from coat_kernels.fp8 import (
+    E4M3,
+    Fp8Format,
+    cast,
+    finite_abs,
+    fp8_format,
+    require_fp8,
+    round_to,
+    uses_kernels,
+    widen,
+)
 from coat_kernels.group_tiles import (
     load_group_tile,
     store_column_words,
     store_group_tile,
-    stored_max,
     tile_mask,
 )
 from coat_kernels.groups import (
@@ -33,9 +43,12 @@ from coat_kernels.groups import (
 from coat_kernels.ops import compilable
 from coat_kernels.origin import Origin, with_maxima, with_origin
 from coat_kernels.tensorwise import (
+    ALIGNMENT,
     Quantized,
     empty_columns,
+    finite_max,
     quantize_tensor_reference,
+    store_columns,
     tensor_scale,
     to_tensor_codes,
 )
@@ -45,7 +58,9 @@ KINDS = ("silu", "gelu", "gelu_tanh", "squared_relu")
 # rows and columns of a program's tile, and its warps
 FORWARD_ROWS, FORWARD_COLUMNS, FORWARD_WARPS = 2, 1024, 4
 BACKWARD_ROWS, BACKWARD_COLUMNS, BACKWARD_WARPS = 4, 256, 4
-# the same of a program that writes columns
+# the same of a program of backward that writes FP8 operands, rows a multiple of 16
+OPERANDS_ROWS, OPERANDS_COLUMNS, OPERANDS_WARPS = 64, 128, 8
+# the same of a program that writes columns alone
 COLUMNS_M, COLUMNS_N, COLUMNS_WARPS = 64, 256, 8
 
 LOG2_E = tl.constexpr(1.4426950408889634)
@@ -158,32 +173,40 @@ def value_and_slope(b_x, KIND: tl.constexpr):
 
 
 @triton.jit
-def activation_forward_kernel(p_x, p_y, p_codes, p_exponent, p_maxima, rows, f, groups,
-                              KIND: tl.constexpr, PARTS: tl.constexpr, KEEP: tl.constexpr,
-                              EVEN: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-                              G: tl.constexpr):  # fmt: skip
-    pid = tl.program_id(0)
+def activation_forward_kernel(p_x, p_y, p_rows, p_codes, p_exponent, p_maxima,
+                              p_predicted, p_used, p_largest, p_true, rows, f, groups, tiles,
+                              KIND: tl.constexpr, PARTS: tl.constexpr,
+                              E5M2: tl.constexpr, EVEN: tl.constexpr, ROWS: tl.constexpr,
+                              COLUMNS: tl.constexpr, G: tl.constexpr):  # fmt: skip
+    """y itself, or its FP8 codes by rows; what is kept and maxima where asked for."""
+    scale, todo = scale_and_tiles(p_predicted, p_used, p_largest, p_true, tiles, E5M2)
     across = tl.cdiv(f, COLUMNS)
-    o_row = (pid // across).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    column = pid % across * COLUMNS
-    o_f = column + tl.arange(0, COLUMNS)
-    m_x = tile_mask(o_row, o_f, rows, f)
-    o_x = o_row[:, None] * (PARTS * f) + o_f[None, :]
-    b_x = widen(load_tile(p_x, o_x, m_x, not EVEN))
-    b_y, _ = value_and_slope(b_x, KIND)
-    if PARTS == 2:
-        b_up = widen(load_tile(p_x + f, o_x, m_x, not EVEN))
-        b_y *= b_up
-    DTYPE: tl.constexpr = p_y.dtype.element_ty
-    store_tile(p_y, o_row[:, None] * f + o_f[None, :], cast(b_y, DTYPE), m_x, not EVEN)
-    # a(0) is 0: what is masked does not count
-    tl.store(p_maxima + pid, stored_max(b_y, DTYPE))
-    if KEEP:
-        store_group_tile(b_x, p_codes, p_exponent, o_row, column, rows, f, PARTS * f, PARTS * groups,
-                         False, G, EVEN)  # fmt: skip
+    for tile in range(tl.program_id(0), todo, tl.num_programs(0)):
+        o_row = (tile // across).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+        column = (tile % across) * COLUMNS
+        o_f = column + tl.arange(0, COLUMNS)
+        m_x = tile_mask(o_row, o_f, rows, f)
+        o_x = o_row[:, None] * (PARTS * f) + o_f[None, :]
+        o_y = o_row[:, None] * f + o_f[None, :]
+        b_x = widen(load_tile(p_x, o_x, m_x, not EVEN))
+        b_y, _ = value_and_slope(b_x, KIND)
         if PARTS == 2:
-            store_group_tile(b_up, p_codes + f, p_exponent + groups, o_row, column, rows, f, PARTS * f,
-                             PARTS * groups, False, G, EVEN)  # fmt: skip
+            b_up = widen(load_tile(p_x + f, o_x, m_x, not EVEN))
+            b_y *= b_up
+        b_y = round_to(b_y, p_x.dtype.element_ty)
+        if p_y is not None:
+            store_tile(p_y, o_y, cast(b_y, p_x.dtype.element_ty), m_x, not EVEN)
+        if p_rows is not None:
+            store_tile(p_rows, o_y, to_tensor_codes(b_y, scale, E5M2), m_x, not EVEN)
+        if p_maxima is not None:
+            # a(0) is 0: what is masked does not count
+            tl.store(p_maxima + tile, finite_max(b_y))
+        if p_codes is not None:
+            store_group_tile(b_x, p_codes, p_exponent, o_row, column, rows, f, PARTS * f, PARTS * groups,
+                             False, G, EVEN)  # fmt: skip
+            if PARTS == 2:
+                store_group_tile(b_up, p_codes + f, p_exponent + groups, o_row, column, rows, f, PARTS * f,
+                                 PARTS * groups, False, G, EVEN)  # fmt: skip
 
 
 @triton.jit
@@ -201,37 +224,53 @@ def load_parts(p_codes, p_exponent, o_row, column, rows, f, groups, PARTS: tl.co
 
 
 @triton.jit
-def finite_abs(b_x):
-    """The magnitudes of an FP32 tile; NaN, which maxima pass over, where not finite."""
-    return tl.abs(b_x + b_x * 0.0)
+def activation_backward_kernel(p_grad_y, p_codes, p_exponent, p_grad_x, p_rows, p_columns, p_maxima,
+                               p_predicted, p_used, p_largest, p_true, rows, f, groups, padded_rows, tiles,
+                               KIND: tl.constexpr, PARTS: tl.constexpr,
+                               E5M2: tl.constexpr, EVEN: tl.constexpr, ROWS: tl.constexpr,
+                               COLUMNS: tl.constexpr, G: tl.constexpr):  # fmt: skip
+    """The gradient itself, or its FP8 codes by rows and columns as asked for."""
+    scale, todo = scale_and_tiles(p_predicted, p_used, p_largest, p_true, tiles, E5M2)
+    across = tl.cdiv(f, COLUMNS)
+    for tile in range(tl.program_id(0), todo, tl.num_programs(0)):
+        o_row = (tile // across).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+        column = (tile % across) * COLUMNS
+        o_f = column + tl.arange(0, COLUMNS)
+        m_x = tile_mask(o_row, o_f, rows, f)
+        b_grad = widen(load_tile(p_grad_y, o_row[:, None] * f + o_f[None, :], m_x, not EVEN))
+        b_x, b_up = load_parts(p_codes, p_exponent, o_row, column, rows, f, groups, PARTS, COLUMNS, G, EVEN)
+        b_value, b_slope = value_and_slope(b_x, KIND)
+        b_grad_x = b_grad * b_slope
+        if PARTS == 2:
+            b_grad_x *= b_up
+        b_grad_x = round_to(b_grad_x, p_grad_y.dtype.element_ty)
+        store_gradient(b_grad_x, p_grad_x, p_rows, p_columns, scale, o_row, o_f, 0, m_x, f, PARTS * f,
+                       padded_rows, E5M2, EVEN)  # fmt: skip
+        # the gradients of what is masked are 0
+        b_abs = finite_abs(b_grad_x)
+        if PARTS == 2:
+            b_grad_up = round_to(b_grad * b_value, p_grad_y.dtype.element_ty)
+            store_gradient(b_grad_up, p_grad_x, p_rows, p_columns, scale, o_row, o_f, f, m_x, f, PARTS * f,
+                           padded_rows, E5M2, EVEN)  # fmt: skip
+            b_abs = tl.maximum(b_abs, finite_abs(b_grad_up))
+        if p_maxima is not None:
+            tl.store(p_maxima + tile, tl.maximum(tl.max(tl.ravel(b_abs), axis=0), 0.0))
 
 
 @triton.jit
-def activation_backward_kernel(p_grad_y, p_codes, p_exponent, p_grad_x, p_maxima, rows, f, groups,
-                               KIND: tl.constexpr, PARTS: tl.constexpr, EVEN: tl.constexpr,
-                               ROWS: tl.constexpr, COLUMNS: tl.constexpr, G: tl.constexpr):  # fmt: skip
-    pid = tl.program_id(0)
-    across = tl.cdiv(f, COLUMNS)
-    o_row = (pid // across).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    column = pid % across * COLUMNS
-    o_f = column + tl.arange(0, COLUMNS)
-    m_x = tile_mask(o_row, o_f, rows, f)
-    o_x = o_row[:, None] * (PARTS * f) + o_f[None, :]
-    b_grad = widen(load_tile(p_grad_y, o_row[:, None] * f + o_f[None, :], m_x, not EVEN))
-    b_x, b_up = load_parts(p_codes, p_exponent, o_row, column, rows, f, groups, PARTS, COLUMNS, G, EVEN)
-    b_value, b_slope = value_and_slope(b_x, KIND)
-    b_grad_x = b_grad * b_slope
-    if PARTS == 2:
-        b_grad_x *= b_up
-    DTYPE: tl.constexpr = p_grad_x.dtype.element_ty
-    store_tile(p_grad_x, o_x, cast(b_grad_x, DTYPE), m_x, not EVEN)
-    # the gradients of what is masked are 0
-    b_most = finite_abs(b_grad_x)
-    if PARTS == 2:
-        b_grad_up = b_grad * b_value
-        store_tile(p_grad_x + f, o_x, cast(b_grad_up, DTYPE), m_x, not EVEN)
-        b_most = tl.maximum(b_most, finite_abs(b_grad_up))
-    tl.store(p_maxima + pid, stored_max(b_most, DTYPE))
+def store_gradient(b_grad, p_grad, p_rows, p_columns, scale, o_row, o_f, first, m_x, f, stride, padded_rows,
+                   E5M2: tl.constexpr, EVEN: tl.constexpr):  # fmt: skip
+    """Stores a tile of the part of f columns that begins at column `first`."""
+    o_x = o_row[:, None] * stride + (first + o_f)[None, :]
+    if p_grad is not None:
+        store_tile(p_grad, o_x, cast(b_grad, p_grad.dtype.element_ty), m_x, not EVEN)
+    else:
+        b_codes = to_tensor_codes(b_grad, scale, E5M2)
+        if p_rows is not None:
+            store_tile(p_rows, o_x, b_codes, m_x, not EVEN)
+        if p_columns is not None:
+            store_columns(p_columns + tl.cast(first, tl.int64) * padded_rows, b_codes, o_row, o_f, f,
+                          padded_rows)  # fmt: skip
 
 
 @triton.jit
@@ -269,60 +308,103 @@ def _empty_kept(rows: int, f: int, gated: bool, group_size: int, device: torch.d
 
 def activation_forward_triton(x, kind: str, gated: bool, group_size: int, keep: bool):
     """`activation_forward_reference` in one pass over x; one maximum for each tile."""
-    rows, parts = x.shape[0], 1 + gated
-    f = x.shape[1] // parts
-    groups = triton.cdiv(f, group_size)
+    rows, f = x.shape[0], x.shape[1] // (1 + gated)
     y = torch.empty(rows, f, dtype=x.dtype, device=x.device)
     q = _empty_kept(rows, f, gated, group_size, x.device) if keep else None
+    return y, _launch_forward(x, q, kind, gated, group_size, y=y), q
+
+
+def _launch_forward(
+    x,
+    q: Grouped | None,
+    kind: str,
+    gated: bool,
+    group_size: int,
+    y: torch.Tensor | None = None,
+    out: Quantized | None = None,
+    scales: Scales = NO_SCALES,
+) -> torch.Tensor | None:
+    """Writes y or, with `scales`, its operands by rows; in the first launch also q, and returns maxima."""
+    rows, f = x.shape[0], x.shape[1] // (1 + gated)
     tiles = triton.cdiv(rows, FORWARD_ROWS) * triton.cdiv(f, FORWARD_COLUMNS)
-    maxima = torch.empty(tiles, dtype=torch.float32, device=x.device)
+    maxima = torch.empty(tiles, dtype=torch.float32, device=x.device) if scales.first else None
+    keep = scales.first and q is not None
     with torch.cuda.device_of(x):
-        activation_forward_kernel[(tiles,)](
+        activation_forward_kernel[(scales.programs(tiles),)](
             x,
             y,
+            out.rows.view(torch.uint8) if out else None,
             q.codes.view(torch.uint8) if keep else None,
             q.exponent if keep else None,
             maxima,
+            *scales,
             rows,
             f,
-            groups,
+            triton.cdiv(f, group_size),
+            tiles,
             KIND=kind,
-            PARTS=parts,
-            KEEP=keep,
+            PARTS=1 + gated,
+            E5M2=out is not None and out.is_e5m2,
             EVEN=rows % FORWARD_ROWS == 0 and f % FORWARD_COLUMNS == 0,
             ROWS=FORWARD_ROWS,
             COLUMNS=FORWARD_COLUMNS,
             G=group_size,
             num_warps=FORWARD_WARPS,
         )
-    return y, maxima, q
+    return maxima
 
 
 def activation_backward_triton(grad_y, q: Grouped, kind: str, gated: bool, group_size: int):
     """`activation_backward_reference` in one pass; one maximum for each tile."""
-    rows, f = grad_y.shape
     grad_x = torch.empty(q.codes.shape, dtype=grad_y.dtype, device=grad_y.device)
-    tiles = triton.cdiv(rows, BACKWARD_ROWS) * triton.cdiv(f, BACKWARD_COLUMNS)
-    maxima = torch.empty(tiles, dtype=torch.float32, device=grad_y.device)
+    return grad_x, _launch_backward(grad_y, *q, kind, gated, group_size, grad_x=grad_x)
+
+
+def _launch_backward(
+    grad_y,
+    codes,
+    exponent,
+    kind: str,
+    gated: bool,
+    group_size: int,
+    grad_x: torch.Tensor | None = None,
+    out: Quantized | None = None,
+    scales: Scales = NO_SCALES,
+) -> torch.Tensor | None:
+    """Writes grad_x or, with `scales`, its operands; the first launch returns maxima."""
+    rows, f = grad_y.shape
+    m, n, warps = BACKWARD_ROWS, BACKWARD_COLUMNS, BACKWARD_WARPS
+    if out is not None and out.columns is not None:
+        m, n, warps = OPERANDS_ROWS, OPERANDS_COLUMNS, OPERANDS_WARPS
+    n = max(n, group_size)
+    tiles = triton.cdiv(rows, m) * triton.cdiv(f, n)
+    maxima = torch.empty(tiles, dtype=torch.float32, device=grad_y.device) if scales.first else None
+    by_rows, by_columns, scale = out or (None, None, None)
     with torch.cuda.device_of(grad_y):
-        activation_backward_kernel[(tiles,)](
+        activation_backward_kernel[(scales.programs(tiles),)](
             grad_y,
-            q.codes.view(torch.uint8),
-            q.exponent,
+            codes.view(torch.uint8),
+            exponent,
             grad_x,
+            None if by_rows is None else by_rows.view(torch.uint8),
+            None if by_columns is None else by_columns.view(torch.uint8),
             maxima,
+            *scales,
             rows,
             f,
             triton.cdiv(f, group_size),
+            rows + -rows % ALIGNMENT,
+            tiles,
             KIND=kind,
             PARTS=1 + gated,
-            EVEN=rows % BACKWARD_ROWS == 0 and f % BACKWARD_COLUMNS == 0,
-            ROWS=BACKWARD_ROWS,
-            COLUMNS=BACKWARD_COLUMNS,
+            E5M2=out is not None and out.is_e5m2,
+            EVEN=rows % m == 0 and f % n == 0,
+            ROWS=m,
+            COLUMNS=n,
             G=group_size,
-            num_warps=BACKWARD_WARPS,
+            num_warps=warps,
         )
-    return grad_x, maxima
+    return maxima
 
 
 def activation_columns_triton(
@@ -430,31 +512,87 @@ def activation_columns(
 
 class _Activation(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, kind, gated, group_size):
-        rows = x.reshape(-1, x.shape[-1]).contiguous()
-        y, maxima, *kept = activation_forward(rows, kind, gated, group_size, True)
-        ctx.options, ctx.shape = (kind, gated, group_size), x.shape
+    def forward(ctx, x, kind, gated, group_size, y_scale, grad_scale):
+        rows, options = x.reshape(-1, x.shape[-1]).contiguous(), (kind, gated, group_size)
+        shape = *x.shape[:-1], x.shape[-1] // (1 + gated)
+        if y_scale is None:
+            y, maxima, *kept = activation_forward(rows, *options, True)
+            y = y.view(shape)
+            ctx.mark_non_differentiable(*kept, maxima)
+        else:
+            source, kept = _deferred_forward(rows, options, y_scale)
+            y, maxima = Deferred(source, shape), None
+            ctx.mark_non_differentiable(*kept)
+        ctx.options, ctx.shape, ctx.grad_scale = options, x.shape, grad_scale
         ctx.save_for_backward(*kept)
-        ctx.mark_non_differentiable(*kept, maxima)
         ctx.set_materialize_grads(False)
-        return y.view(*x.shape[:-1], y.shape[1]), maxima, *kept
+        return y, maxima, *kept
 
     @staticmethod
     def backward(ctx, grad_y, *_):
         if grad_y is None:
-            return None, None, None, None
+            return (None,) * 6
         grads = grad_y.reshape(-1, grad_y.shape[-1]).contiguous()
-        grad_x, maxima = activation_backward(grads, *ctx.saved_tensors, *ctx.options)
-        return with_maxima(grad_x.view(ctx.shape), maxima), None, None, None
+        if ctx.grad_scale is None or torch.compiler.is_compiling():
+            grad_x, maxima = activation_backward(grads, *ctx.saved_tensors, *ctx.options)
+            grad_x = with_maxima(grad_x.view(ctx.shape), maxima)
+        else:
+            grad_x = Deferred(
+                _deferred_backward(grads, ctx.saved_tensors, ctx.options, ctx.grad_scale), ctx.shape
+            )
+        return grad_x, *(None,) * 5
 
 
-def activation(x: torch.Tensor, kind: str, *, gated: bool, group_size: int = 16) -> torch.Tensor:
+def _deferred_forward(x: torch.Tensor, options: tuple, scale: PredictedScale) -> tuple[Source, Grouped]:
+    """y, of which only FP8 rows are written now, and what is kept of x."""
+    kind, gated, group_size = options
+    shape = x.shape[0], x.shape[1] // (1 + gated)
+
+    def make(x):
+        return activation_forward(x, *options, False)[0]
+
+    if uses_kernels(x):
+        kept = _empty_kept(*shape, gated, group_size, x.device)
+    else:
+        *_, kept = activation_forward_reference(x, *options, True)
+
+    def write(x, out, scales):
+        return _launch_forward(x, kept, *options, out=out, scales=scales)
+
+    return Source((x,), make, write, scale, shape, x.dtype, at_once=True), kept
+
+
+def _deferred_backward(grad_y: torch.Tensor, kept: tuple, options: tuple, scale: PredictedScale) -> Source:
+    """The gradient of x, of which nothing is written now."""
+
+    def make(*inputs):
+        return activation_backward(*inputs, *options)[0]
+
+    def write(*inputs):
+        *inputs, out, scales = inputs
+        return _launch_backward(*inputs, *options, out=out, scales=scales)
+
+    return Source((grad_y, *kept), make, write, scale, tuple(kept[0].shape), grad_y.dtype)
+
+
+def activation(
+    x: torch.Tensor,
+    kind: str,
+    *,
+    gated: bool,
+    group_size: int = 16,
+    y_scale: PredictedScale | None = None,
+    grad_scale: PredictedScale | None = None,
+) -> torch.Tensor:
     """a(x) of `x` [..., f], or if `gated` a(gate) * up of `x` [..., 2 f], gate before up.
 
     Args:
         x: BF16 or FP32. Kept for backward as E4M3 in groups of `group_size`.
         kind: a, one of `KINDS`.
         group_size: 16, 32, 64 or 128.
+        y_scale, grad_scale: defer the output, and the gradient of x, which then go straight into the FP8
+            product behind them; the caller's, one each for every call site. It pays where only such a product
+            reads them. Not used while nothing is trained or a model is compiled.
 
     Returns [..., f] in x's dtype, carrying its maxima and, where x has a gradient, its origin. Raises
     ValueError for an unknown kind, and if gate and up are not of equal size.
@@ -468,10 +606,13 @@ def activation(x: torch.Tensor, kind: str, *, gated: bool, group_size: int = 16)
         rows = x.reshape(-1, x.shape[-1]).contiguous()
         y, maxima, *_ = activation_forward(rows, kind, gated, group_size, False)
         return with_maxima(y.view(*x.shape[:-1], y.shape[1]), maxima)
-    y, maxima, codes, exponent = _Activation.apply(x, kind, gated, group_size)
+    if torch.compiler.is_compiling():
+        y_scale = grad_scale = None
+    y, maxima, codes, exponent = _Activation.apply(x, kind, gated, group_size, y_scale, grad_scale)
 
     def columns(codes, exponent, largest, fmt: Fp8Format) -> Quantized:
         made = activation_columns(codes, exponent, largest, kind, gated, group_size, fmt.name)
         return Quantized(None, *made)
 
-    return with_maxima(with_origin(y, Origin((codes, exponent), columns)), maxima)
+    y = with_origin(y, Origin((codes, exponent), columns))
+    return y if maxima is None else with_maxima(y, maxima)

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
+from coat_kernels.deferred import Deferred, fp8_operands, holders, holders_in_backward
 from coat_kernels.fp8 import E4M3, E5M2, Fp8Format, require_fp8, uses_kernels
 from coat_kernels.ops import compilable
 from coat_kernels.origin import Origin, maxima_of, with_maxima
@@ -17,14 +18,11 @@ from coat_kernels.parallel import (
     all_reduce,
     gather_columns,
     gather_rows,
-    largest_of_all,
     reduce_scatter,
 )
 from coat_kernels.tensorwise import (
     ALIGNMENT,
     Quantized,
-    largest_magnitude,
-    quantize_tensor,
     transpose_codes,
 )
 from coat_kernels.weights import NO_CACHE, WeightCache
@@ -78,16 +76,13 @@ def scaled_matmul(
 class _Fp8Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight, bias, formats, origin, cache, parallel, trains):
-        inputs = x.reshape(-1, x.shape[-1]).contiguous()
         trains_weight = ctx.needs_input_grad[1]
         keep = trains_weight and origin is None
         fmt = formats.forward
         group = parallel.group if parallel else None
         quantized_w, largest_w = cache.forward(weight, fmt, trains, group)
-        largest_x = largest_magnitude(x)
-        if parallel and parallel.splits_input:
-            largest_of_all(largest_x, group)
-        rows, columns, scale = quantize_tensor(inputs, largest_x, fmt, columns=keep)
+        agrees = group if parallel and parallel.splits_input else None
+        (rows, columns, scale), largest_x = fp8_operands(x, fmt, columns=keep, group=agrees)
         if parallel and parallel.gathers_input:
             rows = gather_rows(rows, group)()
         y = scaled_matmul(
@@ -117,15 +112,19 @@ class _Fp8Linear(torch.autograd.Function):
         weight, largest_w, *kept = ctx.saved_tensors
         formats, parallel = ctx.formats, ctx.parallel
         fmt, fast = formats.forward, formats.fast_backward
-        grads = grad_y.reshape(-1, grad_y.shape[-1]).contiguous()
         needs_x, needs_w, needs_bias = ctx.needs_input_grad[:3]
         grad_x = grad_w = grad_bias = None
         inputs = None
         if needs_w:
             # what is sent travels while the other products run
             inputs = _columns_of_input(ctx, kept, fmt)
+        if needs_bias:
+            grad_bias = grad_y.flatten(0, -2).sum(0, dtype=torch.float32).to(ctx.bias_dtype)
         if needs_x or needs_w:
-            grad = _quantized_grad(grads, grad_y, formats.backward, parallel, needs_x, needs_w)
+            grad = _quantized_grad(grad_y, formats.backward, parallel, needs_x, needs_w)
+            if isinstance(grad_y, Deferred) and holders(grad_y) == holders_in_backward(grad_y.device):
+                # autograd holds on to it until this function returns, and nobody else will ask for it
+                grad_y.source.release()
         if needs_x:
             w = ctx.cache.columns(weight, largest_w, fmt)
             product = scaled_matmul(grad.rows, w.columns, grad.scale, w.scale, None, ctx.dtype, fast)
@@ -136,8 +135,6 @@ class _Fp8Linear(torch.autograd.Function):
         if needs_w:
             columns, scale = inputs()
             grad_w = scaled_matmul(grad.columns, columns, grad.scale, scale, None, weight.dtype, fast)
-        if needs_bias:
-            grad_bias = grads.sum(0, dtype=torch.float32).to(ctx.bias_dtype)
         if needs_x:
             grad_x = grad_x().view(ctx.shape)
         return grad_x, grad_w, grad_bias, None, None, None, None, None
@@ -155,14 +152,14 @@ def _columns_of_input(ctx, kept, fmt: Fp8Format):
     return lambda: (wait(), scale)
 
 
-def _quantized_grad(grads, grad_y, fmt: Fp8Format, parallel, rows: bool, columns: bool) -> Quantized:
+def _quantized_grad(
+    grad_y: torch.Tensor, fmt: Fp8Format, parallel: TensorParallel | None, rows: bool, columns: bool
+) -> Quantized:
     """The gradient of this rank's output columns for all tokens, quantized as asked for."""
-    largest = largest_magnitude(grad_y)
-    if parallel and parallel.splits_output:
-        largest_of_all(largest, parallel.group)
+    group = parallel.group if parallel and parallel.splits_output else None
     if not (parallel and parallel.scatters_output):
-        return quantize_tensor(grads, largest, fmt, rows, columns)
-    part, _, scale = quantize_tensor(grads, largest, fmt)
+        return fp8_operands(grad_y, fmt, rows, columns, group)[0]
+    part, _, scale = fp8_operands(grad_y, fmt, group=group)[0]
     whole = gather_rows(part, parallel.group)()
     return Quantized(whole, transpose_codes(whole) if columns else None, scale)
 

@@ -2,8 +2,14 @@
 
 The scale comes in two stages (COAT, section 5.2: group scaling): maxima of parts of the tensor, written
 by the kernel that produces it or, where there is none, by a pass of their own; then the maximum of those.
-value = code * scale, scale = largest finite magnitude / largest magnitude of the format. Zero tensors have
-scale 1, and scales stay normal numbers, so that their inverses are finite.
+value = code * scale. The scale is a power of two, 2^e, and depends on the largest finite magnitude alone:
+
+- E4M3: the smallest 2^e with largest / 2^e <= 448. A power of two costs a floating-point format no precision,
+  only up to one binade at the lower end of its range, and the product with it is exact.
+- E5M2, whose normal numbers span 30 binades: e is also rounded up to a multiple of 4. Gradients seldom need
+  them all, and a scale that changes seldom can be predicted.
+
+Zero tensors have scale 1, and e is at least -126: scales and their inverses are normal numbers.
 """
 
 from typing import NamedTuple
@@ -12,7 +18,7 @@ import torch
 import triton
 import triton.language as tl
 
-from coat_kernels.fp8 import Fp8Format, fp8_format, to_fp8, uses_kernels
+from coat_kernels.fp8 import Fp8Format, finite_abs, finite_or_nan, fp8_format, to_fp8, uses_kernels, widen
 from coat_kernels.ops import compilable
 from coat_kernels.origin import maxima_of
 
@@ -34,6 +40,11 @@ class Quantized(NamedTuple):
     columns: torch.Tensor | None
     scale: torch.Tensor
 
+    @property
+    def is_e5m2(self) -> bool:
+        """As `Fp8Format.is_e5m2`, of the codes."""
+        return (self.columns if self.rows is None else self.rows).dtype == torch.float8_e5m2
+
 
 def maxima_reference(x: torch.Tensor) -> torch.Tensor:
     """Largest finite magnitudes of the parts of `x` (any shape), FP32; here the whole is one part."""
@@ -44,8 +55,7 @@ def maxima_reference(x: torch.Tensor) -> torch.Tensor:
 @triton.jit
 def finite_max(b_x):
     """The largest finite magnitude of a tile, FP32."""
-    b_abs = tl.abs(b_x.to(tl.float32))
-    return tl.max(tl.ravel(tl.where(b_abs < float("inf"), b_abs, 0.0)), axis=0)
+    return tl.maximum(tl.max(tl.ravel(finite_abs(widen(b_x))), axis=0), 0.0)
 
 
 @triton.jit
@@ -80,14 +90,15 @@ def largest_triton(maxima: torch.Tensor) -> torch.Tensor:
     return largest
 
 
-def _largest(maxima: torch.Tensor) -> torch.Tensor:
+def largest_of_maxima(maxima: torch.Tensor) -> torch.Tensor:
+    """The largest of `maxima`, FP32 [1]; on CUDA by the kernel."""
     return largest_triton(maxima) if uses_kernels(maxima) else maxima.amax(0, keepdim=True)
 
 
 @compilable(lambda x: x.new_empty(1, dtype=torch.float32))
 def largest_of(x: torch.Tensor) -> torch.Tensor:
     """The largest finite magnitude of a contiguous tensor, FP32 [1], by a pass over it."""
-    return _largest(maxima_triton(x) if uses_kernels(x) else maxima_reference(x))
+    return largest_of_maxima(maxima_triton(x) if uses_kernels(x) else maxima_reference(x))
 
 
 def largest_magnitude(x: torch.Tensor) -> torch.Tensor:
@@ -95,12 +106,18 @@ def largest_magnitude(x: torch.Tensor) -> torch.Tensor:
     if x.numel() == 0:
         return torch.zeros(1, dtype=torch.float32, device=x.device)
     maxima = maxima_of(x)
-    return largest_of(x.contiguous()) if maxima is None else _largest(maxima)
+    return largest_of(x.contiguous()) if maxima is None else largest_of_maxima(maxima)
 
 
 def tensor_scale_reference(largest: torch.Tensor, fmt: Fp8Format) -> torch.Tensor:
     """The scale of a tensor whose largest magnitude is `largest`, FP32 [1]."""
-    return torch.where(largest > 0, (largest * (1 / fmt.max)).clamp_min(2.0**-126), 1.0)
+    mantissa, power = torch.frexp(largest)
+    # both formats' largest magnitude is 0.875 * 2^m: `power - m` suffices up to that mantissa
+    _, m = torch.frexp(torch.tensor(fmt.max))
+    e = power - m + (mantissa > 0.875)
+    if fmt.is_e5m2:
+        e = (e + 3) // 4 * 4
+    return torch.where(largest > 0, torch.ldexp(torch.ones_like(largest), e.clamp_min(-126)), 1.0)
 
 
 def quantize_tensor_reference(
@@ -108,28 +125,33 @@ def quantize_tensor_reference(
 ) -> Quantized:
     """`x` [m, n] whose largest magnitude is `largest`, by rows and by columns as asked for."""
     scale = tensor_scale_reference(largest, fmt)
+    codes = to_tensor_codes_reference(x, scale, fmt)
+    return Quantized(codes if rows else None, transpose_codes_reference(codes) if columns else None, scale)
+
+
+def to_tensor_codes_reference(x: torch.Tensor, scale: torch.Tensor, fmt: Fp8Format) -> torch.Tensor:
+    """Codes of `x` with the tensor's scale; beyond the format's largest magnitude they saturate."""
     value = (x.float() * (1 / scale)).clamp(-fmt.max, fmt.max)
-    codes = torch.where(x.isfinite(), value, torch.nan).to(fmt.dtype)
-    if not columns:
-        return Quantized(codes, None, scale)
-    padded = torch.zeros(x.shape[1], x.shape[0] + -x.shape[0] % ALIGNMENT, dtype=fmt.dtype, device=x.device)
-    padded[:, : x.shape[0]] = codes.t()
-    return Quantized(codes if rows else None, padded, scale)
+    return torch.where(x.isfinite(), value, torch.nan).to(fmt.dtype)
 
 
 @triton.jit
 def tensor_scale(largest, E5M2: tl.constexpr):
     """`tensor_scale_reference` of a scalar."""
-    INVERSE_MAX: tl.constexpr = 1.0 / 57344.0 if E5M2 else 1.0 / 448.0
-    return tl.where(largest > 0.0, tl.maximum(largest * INVERSE_MAX, 2.0**-126), 1.0)
+    # 127 + e, off the exponent of the largest magnitude; 0x600000 is the mantissa of 1.75
+    bits = largest.to(tl.int32, bitcast=True)
+    exponent = (bits >> 23) - (15 if E5M2 else 8) + ((bits & 0x7FFFFF) > 0x600000).to(tl.int32)
+    if E5M2:
+        # the bit operation rounds down, negative numbers too
+        exponent = ((exponent - 127 + 3) & -4) + 127
+    scale = (tl.maximum(exponent, 1) << 23).to(tl.float32, bitcast=True)
+    return tl.where(largest > 0.0, scale, 1.0)
 
 
 @triton.jit
 def to_tensor_codes(b_x, scale, E5M2: tl.constexpr):
-    """An FP32 tile as codes with the tensor's scale; beyond the format's largest magnitude it saturates."""
-    MAX: tl.constexpr = 57344.0 if E5M2 else 448.0
-    b_y = tl.minimum(tl.maximum(b_x * tl.div_rn(1.0, scale), -MAX), MAX)
-    return to_fp8(tl.where(tl.abs(b_x) < float("inf"), b_y, float("nan")), E5M2)
+    """`to_tensor_codes_reference` of an FP32 tile."""
+    return to_fp8(finite_or_nan(b_x) * tl.div_rn(1.0, scale), E5M2)
 
 
 @triton.jit
@@ -162,7 +184,9 @@ def quantize_columns_kernel(p_x, p_largest, p_rows, p_columns, p_scale, m, n, pa
 def store_columns(p_columns, b_codes, o_m, o_n, n, padded_m):
     """Stores a tile of codes [M, N] transposed, into [n, padded_m]; codes of rows past the end must be 0."""
     m_columns = (o_n[:, None] < n) & (o_m[None, :] < padded_m)
-    tl.store(p_columns + o_n[:, None] * padded_m + o_m[None, :], tl.trans(b_codes), mask=m_columns)
+    tl.store(
+        p_columns + o_n.to(tl.int64)[:, None] * padded_m + o_m[None, :], tl.trans(b_codes), mask=m_columns
+    )
 
 
 def empty_columns(m: int, n: int, fmt: Fp8Format, device: torch.device) -> torch.Tensor:

@@ -6,9 +6,10 @@ from megatron.core.activations import squared_relu
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
 
 from coat_kernels.activation import activation
+from coat_kernels.deferred import PredictedScale
 
 from .linear import CoatColumnParallelLinear, CoatRowParallelLinear
-from .settings import activations_of
+from .settings import activations_of, formats_of
 
 
 def _kind_of(config) -> str:
@@ -33,6 +34,10 @@ def _kind_of(config) -> str:
         f"CoatMLP: activation_func is {config.activation_func!r}, expected SiLU, GELU or squared ReLU. Use "
         "--swiglu, --squared-relu or neither, or megatron_ext.layer_specs sdpa_layer_spec for BF16 layers."
     )
+
+
+def _in_fp8(linear: torch.nn.Module) -> bool:
+    return getattr(linear, "_in_fp8", False)
 
 
 class CoatMLP(MLP):
@@ -64,6 +69,12 @@ class CoatMLP(MLP):
         self._kind, self._group_size = _kind_of(config), activations_of(config).group_size
         # Megatron hands fc1's bias to the activation; here the matrix product adds it
         self.linear_fc1.skip_bias_add = False
+        formats, fc1, fc2 = formats_of(config), self.linear_fc1, self.linear_fc2
+        # what only an FP8 product reads is never written in BF16; a bias's gradient is a sum of what is
+        self._scales = {
+            "y_scale": PredictedScale(formats.forward) if _in_fp8(fc2) else None,
+            "grad_scale": PredictedScale(formats.backward) if _in_fp8(fc1) and fc1.bias is None else None,
+        }
 
     def forward(self, hidden_states, per_token_scale=None, **_) -> tuple[torch.Tensor, torch.Tensor | None]:
         """hidden_states [s, b, h] -> [s, b, h] and the bias that is still to be added, [h] or None."""
@@ -71,6 +82,10 @@ class CoatMLP(MLP):
             raise ValueError("CoatMLP: per_token_scale belongs to experts, which are not supported yet")
         intermediate, _ = self.linear_fc1(hidden_states)
         product = activation(
-            intermediate, self._kind, gated=self.config.gated_linear_unit, group_size=self._group_size
+            intermediate,
+            self._kind,
+            gated=self.config.gated_linear_unit,
+            group_size=self._group_size,
+            **self._scales,
         )
         return self.linear_fc2(product)

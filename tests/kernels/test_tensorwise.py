@@ -34,11 +34,29 @@ def test_scale_of_zeros_and_of_what_is_not_finite(quantize, device):
         assert quantize(empty, tensorwise.largest_magnitude(empty), E4M3).scale == 1
     x = torch.tensor([[2.0, torch.inf], [torch.nan, -1.0]], device=device)
     codes, _, scale = quantize(x, tensorwise.largest_magnitude(x), E4M3)
-    # one product in FP32 with the rounded 1 / 448
-    assert scale.item() == pytest.approx(2 / 448, rel=2**-23)
-    assert codes.float().isnan().equal(~x.isfinite()) and codes.float()[0, 0] == 448
+    # 256 is the largest power of two within the format
+    assert scale.item() == 2 / 256
+    assert codes.float().isnan().equal(~x.isfinite()) and codes.float()[0, 0] == 256
     tiny = torch.full((4, 4), 1e-45, device=device)
     assert quantize(tiny, tensorwise.largest_magnitude(tiny), E4M3).scale == 2.0**-126
+
+
+@pytest.mark.parametrize("step, fmt", [(1, E4M3), (4, E5M2)], ids=["e4m3", "e5m2"])
+def test_scales_are_the_smallest_powers_of_two_that_suffice(step, fmt):
+    powers = torch.arange(-149, 128).float().exp2()
+    largest = torch.cat((powers, 1.75 * powers, (1.75 * powers).nextafter(torch.tensor(torch.inf))))
+    largest = largest[largest.isfinite()]
+    scale = torch.cat([tensorwise.tensor_scale_reference(x[None], fmt) for x in largest])
+    _, power = torch.frexp(scale)
+    e = power - 1
+    assert scale.equal(torch.ldexp(torch.ones_like(scale), e)) and (e >= -126).all() and (e <= 126).all()
+    assert ((e % step == 0) | (e == -126)).all()
+    assert (largest.double() <= fmt.max * scale.double()).all()
+    # one step less would not do
+    assert ((largest.double() > fmt.max * scale.double() / 2**step) | (e - step < -126)).all()
+    for x, expected in zip(largest, scale, strict=True):
+        x = x.reshape(1, 1)
+        assert tensorwise.quantize_tensor_triton(x, x[0], fmt).scale == expected
 
 
 def test_operators_are_sound(device):

@@ -90,8 +90,8 @@ def one():
     return run_distributed(_train, 1, 1, None, None)[0]
 
 
-# of two interleaved ranks each is before and behind the other: gloo, which matches messages by their order, then
-# takes one for the other, with Megatron's own layers as well
+# of two interleaved ranks each is before and behind the other: gloo, which matches messages by order,
+# then takes one for the other, with Megatron's own layers as well
 @pytest.mark.parametrize(("pipeline", "virtual"), [(2, None), (4, 2)], ids=["1F1B", "interleaved"])
 def test_equals_one_rank(one, pipeline, virtual):
     ranks = run_distributed(_train, pipeline, pipeline, virtual, one["weights"])
