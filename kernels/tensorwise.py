@@ -18,7 +18,7 @@ import torch
 import triton
 import triton.language as tl
 
-from coat_kernels.fp8 import Fp8Format, finite_abs, finite_or_nan, fp8_format, to_fp8, uses_kernels, widen
+from coat_kernels.fp8 import Fp8Format, finite_or_nan, fp8_format, to_fp8, uses_kernels
 from coat_kernels.ops import compilable
 from coat_kernels.origin import maxima_of
 
@@ -55,7 +55,8 @@ def maxima_reference(x: torch.Tensor) -> torch.Tensor:
 @triton.jit
 def finite_max(b_x):
     """The largest finite magnitude of a tile, FP32."""
-    return tl.maximum(tl.max(tl.ravel(finite_abs(widen(b_x))), axis=0), 0.0)
+    b_abs = tl.abs(b_x.to(tl.float32))
+    return tl.max(tl.ravel(tl.where(b_abs < float("inf"), b_abs, 0.0)), axis=0)
 
 
 @triton.jit
@@ -170,23 +171,30 @@ def quantize_columns_kernel(p_x, p_largest, p_rows, p_columns, p_scale, m, n, pa
                             M: tl.constexpr, N: tl.constexpr):  # fmt: skip
     scale = tensor_scale(tl.load(p_largest), E5M2)
     tl.store(p_scale, scale)
-    o_m = tl.program_id(1).to(tl.int64) * M + tl.arange(0, M)
+    o_word = tl.program_id(1) * (M // 4) + tl.arange(0, M // 4)
     o_n = tl.program_id(0) * N + tl.arange(0, N)
-    m_x = (o_m[:, None] < m) & (o_n[None, :] < n)
-    b_x = tl.load(p_x + o_m[:, None] * n + o_n[None, :], mask=m_x, other=0.0).to(tl.float32)
-    b_codes = to_tensor_codes(b_x, scale, E5M2)
-    if WRITE_ROWS:
-        tl.store(p_rows + o_m[:, None] * n + o_n[None, :], b_codes, mask=m_x)
-    store_columns(p_columns, b_codes, o_m, o_n, n, padded_m)
+    b_words = tl.zeros([M // 4, N], dtype=tl.int32)
+    for i in tl.static_range(4):
+        o_m = o_word.to(tl.int64) * 4 + i
+        m_x = (o_m[:, None] < m) & (o_n[None, :] < n)
+        b_x = tl.load(p_x + o_m[:, None] * n + o_n[None, :], mask=m_x, other=0.0).to(tl.float32)
+        b_codes = to_tensor_codes(b_x, scale, E5M2)
+        if WRITE_ROWS:
+            tl.store(p_rows + o_m[:, None] * n + o_n[None, :], b_codes, mask=m_x)
+        b_words |= b_codes.to(tl.int32) << (8 * i)
+    store_words(p_columns, b_words, o_word, o_n, n, padded_m)
 
 
 @triton.jit
-def store_columns(p_columns, b_codes, o_m, o_n, n, padded_m):
-    """Stores a tile of codes [M, N] transposed, into [n, padded_m]; codes of rows past the end must be 0."""
-    m_columns = (o_n[:, None] < n) & (o_m[None, :] < padded_m)
-    tl.store(
-        p_columns + o_n.to(tl.int64)[:, None] * padded_m + o_m[None, :], tl.trans(b_codes), mask=m_columns
-    )
+def store_words(p_columns, b_words, o_word, o_n, n, padded_m):
+    """Stores codes of a tile transposed, into [n, padded_m] seen as words of four rows.
+
+    b_words int32 [words, columns]: the codes of rows 4 w to 4 w + 3, the first in the lowest byte; 0 past the
+    end. So the exchange between threads moves words, not bytes, of which each would take an instruction.
+    """
+    words = padded_m // 4
+    m_words = (o_n[:, None] < n) & (o_word[None, :] < words)
+    tl.store(p_columns + o_n.to(tl.int64)[:, None] * words + o_word[None, :], tl.trans(b_words), mask=m_words)
 
 
 def empty_columns(m: int, n: int, fmt: Fp8Format, device: torch.device) -> torch.Tensor:
@@ -213,7 +221,7 @@ def quantize_tensor_triton(
                 x,
                 largest,
                 out.rows.view(torch.uint8) if rows else x,
-                out.columns.view(torch.uint8),
+                out.columns.view(torch.int32),
                 out.scale,
                 m,
                 n,
@@ -276,11 +284,15 @@ def quantize_tensor(
 
 @triton.jit
 def transpose_kernel(p_rows, p_columns, m, n, padded_m, M: tl.constexpr, N: tl.constexpr):
-    o_m = tl.program_id(1).to(tl.int64) * M + tl.arange(0, M)
+    o_word = tl.program_id(1) * (M // 4) + tl.arange(0, M // 4)
     o_n = tl.program_id(0) * N + tl.arange(0, N)
-    m_x = (o_m[:, None] < m) & (o_n[None, :] < n)
-    b_codes = tl.load(p_rows + o_m[:, None] * n + o_n[None, :], mask=m_x, other=0)
-    store_columns(p_columns, b_codes, o_m, o_n, n, padded_m)
+    b_words = tl.zeros([M // 4, N], dtype=tl.int32)
+    for i in tl.static_range(4):
+        o_m = o_word.to(tl.int64) * 4 + i
+        m_x = (o_m[:, None] < m) & (o_n[None, :] < n)
+        b_codes = tl.load(p_rows + o_m[:, None] * n + o_n[None, :], mask=m_x, other=0)
+        b_words |= b_codes.to(tl.int32) << (8 * i)
+    store_words(p_columns, b_words, o_word, o_n, n, padded_m)
 
 
 def transpose_codes_reference(codes: torch.Tensor) -> torch.Tensor:
@@ -299,7 +311,7 @@ def transpose_codes_triton(codes: torch.Tensor) -> torch.Tensor:
     grid = max(triton.cdiv(n, tile_n), 1), max(triton.cdiv(columns.shape[1], tile_m), 1)
     with torch.cuda.device_of(codes):
         transpose_kernel[grid](
-            codes.view(torch.uint8), columns.view(torch.uint8), m, n, columns.shape[1], M=tile_m, N=tile_n
+            codes.view(torch.uint8), columns.view(torch.int32), m, n, columns.shape[1], M=tile_m, N=tile_n
         )
     return columns
 

@@ -159,7 +159,8 @@ def test_slopes_far_out(kind):
 @KIND
 @GATED
 def test_columns_are_the_output_quantized_and_transposed(kind, gated, device):
-    x = torch.randn(37, 96, device=device).requires_grad_()
+    # many, since a few largest decide about the error of a product of squares
+    x = torch.randn(37, 960, device=device).requires_grad_()
     y = act.activation(x, kind, gated=gated)
     f = y.shape[1]
     origin, largest = origin_of(y), maxima_of(y).amax(0, keepdim=True)
@@ -188,8 +189,8 @@ def test_what_is_kept(gated, device):
     assert all(maxima_of(t) is not None for t in (y, bare, frozen))
 
 
-def test_gate_and_up_never_share_a_group():
-    x = torch.full((2, 40), 1e-3)
+def test_gate_and_up_never_share_a_group(device):
+    x = torch.full((2, 40), 1e-3, device=device)
     x[:, :20] = 100.0
     _, _, q = act.activation_forward_triton(x, "silu", True, 16, True)
     assert q.exponent.shape == (2, 4)

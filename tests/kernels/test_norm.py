@@ -110,7 +110,8 @@ def check_kernels(x, grad, grad_residual, weight, bias, layer_norm, zero_centere
     values = [dequantize_groups_reference(q, group_size) for q in (actual[2], expected[2])]
     close(*values) if layer_norm else same(*values)
     bare = norm.norm_forward_triton(x, weight, bias, EPS, *options, False)
-    same(bare[0], actual[0])
+    # another kernel, which may fuse other products and sums
+    close(bare[0], actual[0])
     assert bare[2] is None and bare[3] is None
     kept = expected[2], expected[3], weight
     reference = norm.norm_backward_reference(grad, grad_residual, *kept, *options)
@@ -305,10 +306,10 @@ def test_a_zero_sized_batch(device):
     assert y.shape == grad_x.shape == (0, 32) and (grad_weight == 0).all()
 
 
-def test_kept_input_has_its_own_groups():
+def test_kept_input_has_its_own_groups(device):
     """A last group that is not full is one of its own, in every row."""
-    x = torch.ones(2, 40)
+    x = torch.ones(2, 40, device=device)
     x[:, 32:] = 1e-3
-    _, _, q, _ = norm.norm_forward_triton(x, torch.ones(40), None, EPS, False, False, 16, True)
+    _, _, q, _ = norm.norm_forward_triton(x, torch.ones(40, device=device), None, EPS, False, False, 16, True)
     assert isinstance(q, Grouped) and q.exponent.shape == (2, 3)
     assert rel_rms(dequantize_groups_reference(q, 16)[:, 32:], x[:, 32:]) < 2**-4

@@ -13,16 +13,19 @@ FORMATS = pytest.mark.parametrize("fmt", [E4M3, E5M2], ids=lambda f: f.name)
 
 @FORMATS
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_tensorwise_kernel_equals_the_reference_bit_for_bit(shape, fmt, device):
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_tensorwise_kernel_equals_the_reference_bit_for_bit(dtype, shape, fmt, device):
     for x in (wide(*shape), *(v.view(*shape) for v in hard(shape[0] * shape[1]).values())):
-        x = x.to(device).bfloat16()
+        x = x.to(device, dtype)
         maxima = tensorwise.maxima_triton(x)
         assert maxima.amax() == tensorwise.maxima_reference(x).amax()
         largest = tensorwise.largest_magnitude(with_maxima(x, maxima))
         expected = tensorwise.quantize_tensor_reference(x, largest, fmt, columns=True)
-        actual = tensorwise.quantize_tensor_triton(x, largest, fmt, columns=True)
-        for a, e in zip(actual, expected, strict=True):
-            torch.testing.assert_close(a.float(), e.float(), rtol=0, atol=0, equal_nan=True)
+        for rows in (True, False):
+            actual = tensorwise.quantize_tensor_triton(x, largest, fmt, rows, columns=True)
+            for a, e in zip(actual, expected, strict=True):
+                if a is not None:
+                    torch.testing.assert_close(a.float(), e.float(), rtol=0, atol=0, equal_nan=True)
         assert expected[1].shape == (shape[1], -(-shape[0] // 16) * 16)
 
 
