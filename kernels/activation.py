@@ -21,6 +21,7 @@ from coat_kernels.fast_math import fast_exp2, fast_reciprocal
 from coat_kernels.fp8 import (
     E4M3,
     Fp8Format,
+    apart,
     cast,
     finite_or_nan,
     fp8_format,
@@ -282,12 +283,12 @@ def activation_backward_kernel(p_grad_y, p_codes, p_exponent, p_grad_x, p_rows, 
 def store_rows(b_x, p_x, p_rows, o_x, m_x, scale, DTYPE: tl.constexpr, E5M2: tl.constexpr,
                EVEN: tl.constexpr):  # fmt: skip
     """Stores an FP32 tile as it is or as codes, as far as asked for. Returns the codes."""
-    b_codes = to_tensor_codes(round_to(b_x, DTYPE), scale, E5M2)
+    b_rounded = round_to(b_x, DTYPE)
     if p_x is not None:
         store_tile(p_x, o_x, cast(b_x, DTYPE), m_x, not EVEN)
     if p_rows is not None:
-        store_tile(p_rows, o_x, b_codes, m_x, not EVEN)
-    return b_codes
+        store_tile(p_rows, o_x, to_tensor_codes(b_rounded, scale, E5M2), m_x, not EVEN)
+    return to_tensor_codes(apart(b_rounded), scale, E5M2)
 
 
 @triton.jit

@@ -104,6 +104,15 @@ def to_fp8(b_x, E5M2: tl.constexpr):
 
 
 @triton.jit
+def apart(b_x):
+    """The same FP32 values, which the compiler takes for others. Codes that are stored and also shifted into
+    words come out wrong from triton 3.6: the two are converted apart."""
+    if INTERPRET:
+        return b_x
+    return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=f,f", [b_x], tl.float32, True, 1)
+
+
+@triton.jit
 def from_fp8(b_codes, E5M2: tl.constexpr):
     """Codes (uint8) as FP32 values."""
     if INTERPRET:

@@ -45,7 +45,7 @@ def test_scale_of_zeros_and_of_what_is_not_finite(quantize, device):
 
 
 @pytest.mark.parametrize("step, fmt", [(1, E4M3), (4, E5M2)], ids=["e4m3", "e5m2"])
-def test_scales_are_the_smallest_powers_of_two_that_suffice(step, fmt):
+def test_scales_are_the_smallest_powers_of_two_that_suffice(step, fmt, device):
     powers = torch.arange(-149, 128).float().exp2()
     largest = torch.cat((powers, 1.75 * powers, (1.75 * powers).nextafter(torch.tensor(torch.inf))))
     largest = largest[largest.isfinite()]
@@ -58,7 +58,7 @@ def test_scales_are_the_smallest_powers_of_two_that_suffice(step, fmt):
     # one step less would not do
     assert ((largest.double() > fmt.max * scale.double() / 2**step) | (e - step < -126)).all()
     for x, expected in zip(largest, scale, strict=True):
-        x = x.reshape(1, 1)
+        x = x.reshape(1, 1).to(device)
         assert tensorwise.quantize_tensor_triton(x, x[0], fmt).scale == expected
 
 
