@@ -7,7 +7,10 @@ BIN := $(VENV)/bin
 TORCH ?= $(if $(shell command -v nvidia-smi),torch>=2.11$(,)<2.14,torch==2.13.0)
 , := ,
 
-.PHONY: setup quickstart test lint format clean
+# the other DeepSpeed that is supported, tested in an environment of its own with the same torch
+HOSTS ?= 0.18.9
+
+.PHONY: setup quickstart test test-hosts lint format clean
 
 setup: $(VENV)/.done
 
@@ -25,6 +28,17 @@ quickstart: setup
 test: lint
 	$(BIN)/python -m pytest
 
+test-hosts: $(HOSTS:%=.venv-deepspeed-%/.done)
+	set -e; for host in $(HOSTS); do .venv-deepspeed-$$host/bin/python -m pytest tests/coat_ds; done
+
+.venv-deepspeed-%/.done: setup.py | setup
+	$(PYTHON) -m venv $(@D)
+	$(@D)/bin/pip install --quiet --upgrade pip
+	$(@D)/bin/pip install --quiet "torch==$$($(BIN)/python -c 'import torch; print(torch.__version__.split("+")[0])')" \
+		numpy wheel "setuptools>=77"
+	DS_BUILD_OPS=0 $(@D)/bin/pip install --quiet --no-build-isolation "deepspeed==$*" -e ".[test]"
+	touch $@
+
 lint: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -34,4 +48,4 @@ format: setup
 	$(BIN)/ruff format .
 
 clean:
-	rm -rf $(VENV) runs build *.egg-info .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .venv-deepspeed-* runs build *.egg-info .pytest_cache .ruff_cache .hypothesis

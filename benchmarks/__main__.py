@@ -7,7 +7,13 @@ from pathlib import Path
 
 import torch
 
-from benchmarks import adamw, layer, numerics, state_error  # noqa: F401  (they register themselves)
+from benchmarks import (  # noqa: F401  (they register themselves)
+    adamw,
+    adamw_cpu,
+    layer,
+    numerics,
+    state_error,
+)
 from benchmarks.harness import BENCHMARKS, Table
 
 

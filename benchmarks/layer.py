@@ -183,16 +183,29 @@ def saved_by_python(y: torch.Tensor) -> Iterator[torch.Tensor]:
         ahead.extend(following for following, _ in node.next_functions)
 
 
+def storages(t: torch.Tensor) -> Iterator[torch.UntypedStorage]:
+    """The memory of a tensor; of a wrapper, as TransformerEngine's quantized tensors are, of its parts."""
+    try:
+        t.data_ptr()
+    except RuntimeError:
+        for part in vars(t).values():
+            if isinstance(part, torch.Tensor):
+                yield from storages(part)
+    else:
+        yield t.untyped_storage()
+
+
 def weight_copies(layer: Layer, x: torch.Tensor) -> int:
     """Bytes of copies of weights that one forward makes and keeps for its backward."""
     shapes = {tuple(sorted(p.shape)) for p in layer.parameters().values() if p.ndim == 2}
     # what is made anew in each forward differs between two of them that are alive together
     first, second = layer.forward(x), layer.forward(x)
-    shared = {t.untyped_storage().data_ptr() for t in saved_by_python(first)}
+    shared = {storage.data_ptr() for t in saved_by_python(first) for storage in storages(t)}
     own = {
-        t.untyped_storage().data_ptr(): t.untyped_storage().nbytes()
+        storage.data_ptr(): storage.nbytes()
         for t in saved_by_python(second)
         if tuple(sorted(t.shape)) in shapes
+        for storage in storages(t)
     }
     return sum(size for pointer, size in own.items() if pointer not in shared)
 

@@ -1,10 +1,40 @@
 """COAT for DeepSpeed: AdamW whose moments are stored in FP8, switched on by a block of the JSON config.
 
-Importing this package does not import DeepSpeed.
+Importing this package imports neither DeepSpeed nor torch; its names are imported when they are used.
 """
 
-from coat_ds.config import CoatConfig, CoatConfigError
-from coat_ds.engine import initialize, state_bytes
-from coat_ds.optimizer import CoatAdamW
+import importlib
 
-__all__ = ["CoatAdamW", "CoatConfig", "CoatConfigError", "initialize", "state_bytes"]
+from coat_ds.switch import install, uninstall
+
+_HOMES = {
+    "CoatAdamW": "coat_ds.optimizer",
+    "CoatConfig": "coat_ds.config",
+    "CoatConfigError": "coat_ds.config",
+    "compressed_checkpoints": "coat_kernels.saved",
+    "initialize": "coat_ds.engine",
+    "state_bytes": "coat_ds.engine",
+}
+
+__all__ = [
+    "CoatAdamW",
+    "CoatConfig",
+    "CoatConfigError",
+    "compressed_checkpoints",
+    "initialize",
+    "install",
+    "state_bytes",
+    "uninstall",
+]
+
+
+def __getattr__(name: str):
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(_HOMES[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -6,12 +6,13 @@ is the whole usual block; every field below has the value that it takes then.
 """
 
 import difflib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any, ClassVar, Self
 
 from coat_kernels.codecs import CODECS, SIGNED_CODECS
 from coat_kernels.fp8 import E4M3, E5M2
+from coat_kernels.saved import GROUP_SIZES as CHECKPOINT_GROUP_SIZES
 from coat_kernels.weights import WEIGHT_CACHES
 
 OPTIMIZER_GROUP_SIZES = (64, 128, 256)
@@ -20,6 +21,7 @@ FP8_FORMATS = (E4M3.name, E5M2.name)
 ATTENTION_FORMATS = ("bf16", E4M3.name)
 FAST_ACCUMULATION = ("forward", "all", "none")
 BF16_PARAMS = ("exact", "stochastic", "nearest")
+CHECKPOINT_LAYOUTS = ("stock", "compressed")
 ROUNDINGS = ("auto", "nearest", "stochastic")
 KEEP_FP32 = ("*norm*", "*bias*")
 
@@ -80,6 +82,36 @@ class _Block:
             }
         )
 
+    def __post_init__(self):
+        for f in fields(self):
+            key, value = f"{self.KEY}.{f.name}", getattr(self, f.name)
+            if is_dataclass(f.type):
+                if not isinstance(value, f.type):
+                    raise CoatConfigError(f"{key}: expected {f.type.__name__}, found {value!r}.")
+            elif "choices" in f.metadata:
+                check_choice(key, value, f.metadata["choices"])
+            elif f.type in (bool, int):
+                check_type(key, value, f.type)
+                minimum = f.metadata.get("minimum")
+                if minimum is not None and value < minimum:
+                    raise CoatConfigError(f"{key}: expected {minimum} or more, found {value}. Correct it.")
+            else:
+                object.__setattr__(self, f.name, _patterns(key, value))
+
+
+def _patterns(key: str, value: Any) -> tuple[str, ...]:
+    if not isinstance(value, list | tuple) or not all(isinstance(p, str) for p in value):
+        raise CoatConfigError(
+            f"{key}: expected a list of name patterns such as {list(KEEP_FP32)}, found {value!r}. Correct "
+            "the value or drop the key."
+        )
+    return tuple(value)
+
+
+def _choice(default: Any, choices: Iterable) -> Any:
+    """A field that takes one of `choices`."""
+    return field(default=default, metadata={"choices": tuple(choices)})
+
 
 @dataclass(frozen=True, slots=True)
 class OptimizerConfig(_Block):
@@ -90,48 +122,32 @@ class OptimizerConfig(_Block):
     enabled: bool = True
     """Build `CoatAdamW` from the `"optimizer"` section. False leaves the optimizer to DeepSpeed."""
 
-    exp_avg_format: str = "fp8_expanded"
+    exp_avg_format: str = _choice("fp8_expanded", SIGNED_CODECS)
     """Storage format of the first moment, by name (`coat_kernels.codecs.SIGNED_CODECS`)."""
 
-    exp_avg_sq_format: str = "fp8_expanded"
+    exp_avg_sq_format: str = _choice("fp8_expanded", CODECS)
     """Storage format of the second moment, by name."""
 
-    exp_avg_sq_rounding: str = "auto"
+    exp_avg_sq_rounding: str = _choice("auto", ROUNDINGS)
     """How the second moment is rounded. "auto": "log8" stochastically where beta2 is above 63/64, since it
     would otherwise decay by less than half a code in a step, that is never; else to nearest."""
 
-    group_size: int = 128
+    group_size: int = _choice(128, OPTIMIZER_GROUP_SIZES)
     """Consecutive elements that share one scale and one exponent."""
 
-    min_numel: int = 4096
+    min_numel: int = field(default=4096, metadata={"minimum": 0})
     """Tensors with fewer elements keep FP32 moments. 0 compresses them too."""
 
     keep_fp32: tuple[str, ...] = KEEP_FP32
     """Patterns of parameter names, `*` and `?`, any case: what matches keeps FP32 moments."""
 
-    bf16_params: str = "exact"
+    bf16_params: str = _choice("exact", BF16_PARAMS)
     """How BF16 parameters that the optimizer itself holds are updated: "exact" (16 more bits in the state
     make each an FP32 master), "stochastic" or "nearest" rounding. ZeRO's FP32 masters are not concerned."""
 
-    def __post_init__(self):
-        check_type(f"{self.KEY}.enabled", self.enabled, bool)
-        check_choice(f"{self.KEY}.exp_avg_format", self.exp_avg_format, tuple(SIGNED_CODECS))
-        check_choice(f"{self.KEY}.exp_avg_sq_format", self.exp_avg_sq_format, tuple(CODECS))
-        check_choice(f"{self.KEY}.group_size", self.group_size, OPTIMIZER_GROUP_SIZES)
-        check_choice(f"{self.KEY}.exp_avg_sq_rounding", self.exp_avg_sq_rounding, ROUNDINGS)
-        check_choice(f"{self.KEY}.bf16_params", self.bf16_params, BF16_PARAMS)
-        patterns = self.keep_fp32
-        if not isinstance(patterns, list | tuple) or not all(isinstance(p, str) for p in patterns):
-            raise CoatConfigError(
-                f"{self.KEY}.keep_fp32: expected a list of name patterns such as {list(KEEP_FP32)}, found "
-                f"{patterns!r}. Correct the value or drop the key."
-            )
-        object.__setattr__(self, "keep_fp32", tuple(patterns))
-        check_type(f"{self.KEY}.min_numel", self.min_numel, int)
-        if self.min_numel < 0:
-            raise CoatConfigError(
-                f"{self.KEY}.min_numel: expected 0 or more, found {self.min_numel}. 0 compresses everything."
-            )
+    checkpoint_layout: str = _choice("stock", CHECKPOINT_LAYOUTS)
+    """What checkpoints hold. "stock": FP32 moments, as stock AdamW's do, which reads them. "compressed": the
+    codes, a quarter of the bytes, which are read where `coat_ds` is installed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,23 +159,23 @@ class ActivationsConfig(_Block):
     enabled: bool = True
     """Use the FP8 layers, where the model is made of them."""
 
-    group_size: int = 16
+    group_size: int = _choice(16, ACTIVATION_GROUP_SIZES)
     """Consecutive elements of a row that share one scale in a saved activation."""
 
-    forward_format: str = "e4m3"
+    forward_format: str = _choice(E4M3.name, (E4M3.name,))
     """FP8 format of activations and weights: E4M3, since no GPU multiplies E5M2 by E5M2."""
 
-    backward_format: str = "e5m2"
+    backward_format: str = _choice(E5M2.name, FP8_FORMATS)
     """FP8 format of gradients."""
 
-    attention_format: str = "bf16"
+    attention_format: str = _choice("bf16", ATTENTION_FORMATS)
     """How q, k, v and attention's output are saved: as they are, or as "e4m3" in groups."""
 
-    weight_cache: str = "none"
+    weight_cache: str = _choice("none", WEIGHT_CACHES)
     """What is kept of quantized weights over the micro-batches of a step: nothing, their "scale", or "fp8",
     two bytes a parameter, which saves quantizing them again."""
 
-    fast_accumulation: str = "forward"
+    fast_accumulation: str = _choice("forward", FAST_ACCUMULATION)
     """Which FP8 products Hopper's tensor cores sum with fewer bits: the "forward" ones, "all" or "none"."""
 
     fallback: bool = False
@@ -168,15 +184,38 @@ class ActivationsConfig(_Block):
     emulate: bool = False
     """On a GPU without FP8, compute with the reference arithmetic: slow, and for looking only."""
 
-    def __post_init__(self):
-        for name in ("enabled", "fallback", "emulate"):
-            check_type(f"{self.KEY}.{name}", getattr(self, name), bool)
-        check_choice(f"{self.KEY}.attention_format", self.attention_format, ATTENTION_FORMATS)
-        check_choice(f"{self.KEY}.weight_cache", self.weight_cache, WEIGHT_CACHES)
-        check_choice(f"{self.KEY}.fast_accumulation", self.fast_accumulation, FAST_ACCUMULATION)
-        check_choice(f"{self.KEY}.group_size", self.group_size, ACTIVATION_GROUP_SIZES)
-        check_choice(f"{self.KEY}.forward_format", self.forward_format, (E4M3.name,))
-        check_choice(f"{self.KEY}.backward_format", self.backward_format, FP8_FORMATS)
+
+@dataclass(frozen=True, slots=True)
+class CheckpointingConfig(_Block):
+    """How DeepSpeed's and torch's activation checkpointing keep the inputs of a region."""
+
+    KEY: ClassVar[str] = "coat.checkpointing"
+
+    compress: bool = False
+    """Keep them in FP8. The forward pass stays what it is; backward computes from inputs rounded to E4M3."""
+
+    group_size: int = _choice(128, CHECKPOINT_GROUP_SIZES)
+    """Consecutive elements that share one scale."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReportConfig(_Block):
+    """What rank 0 logs once, beside the line that COAT is active. True or false may stand for the object."""
+
+    KEY: ClassVar[str] = "coat.report"
+
+    states: bool = True
+    """When the optimizer is built: a table of tensors, with the formats and bytes of their moments."""
+
+    saved: bool = False
+    """After the first training forward: the bytes that it keeps for backward. They are counted by hooks on
+    what autograd saves, for that one forward."""
+
+    @classmethod
+    def from_dict(cls, block: Mapping[str, Any] | bool) -> Self:
+        if isinstance(block, bool):
+            return cls(**{f.name: block for f in fields(cls)})
+        return super(ReportConfig, cls).from_dict(block)
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,12 +233,11 @@ class CoatConfig(_Block):
     activations: ActivationsConfig = field(default_factory=ActivationsConfig)
     """FP8 saved activations and FP8 linear layers."""
 
-    def __post_init__(self):
-        check_type(f"{self.KEY}.enabled", self.enabled, bool)
-        for name, expected in (("optimizer", OptimizerConfig), ("activations", ActivationsConfig)):
-            value = getattr(self, name)
-            if not isinstance(value, expected):
-                raise CoatConfigError(f"{self.KEY}.{name}: expected {expected.__name__}, found {value!r}.")
+    checkpointing: CheckpointingConfig = field(default_factory=CheckpointingConfig)
+    """FP8 inputs of checkpointed regions."""
+
+    report: ReportConfig = field(default_factory=ReportConfig)
+    """What is said about bytes."""
 
     @classmethod
     def from_dict(cls, block: Mapping[str, Any] | None) -> Self:

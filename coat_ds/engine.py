@@ -1,6 +1,6 @@
 """`deepspeed.initialize` that honours the `"coat"` block. DeepSpeed is imported when it is called."""
 
-import copy
+import contextlib
 import functools
 import logging
 from collections.abc import Callable, Iterable, Mapping
@@ -8,9 +8,12 @@ from typing import Any
 
 import torch
 
+from coat_ds import checkpointing, client, switch
 from coat_ds.config import CoatConfig, CoatConfigError, OptimizerConfig
 from coat_ds.optimizer import LAYOUT, CoatAdamW, keeps_fp32, layout_table
-from coat_ds.state import Moment
+from coat_ds.partitions import link_partitions
+from coat_ds.report import report_saved
+from coat_ds.state import Moment, streaming
 from coat_kernels.codecs import get_codec
 
 # what each key of "optimizer": {"params": ...} has to be to mean what CoatAdamW does; None: passed on
@@ -49,50 +52,89 @@ def initialize(
 
     Without a `"coat"` block, or with a disabled one, this is `deepspeed.initialize`. With one, the
     `"optimizer"` section (Adam or AdamW) makes a `CoatAdamW`, and `engine.coat` is the `CoatConfig`.
-    The config that was given is not changed. A `CoatAdamW` given as `optimizer` is used as it is: the
-    block's formats do not apply to it, and its `min_numel` meets ZeRO's flat partitions, not tensors.
+    The config that was given is not changed. An Adam or AdamW of torch or DeepSpeed given as `optimizer`
+    becomes a `CoatAdamW`, the same object; a `CoatAdamW` is used as it is: the block's formats do not apply.
 
-    Raises CoatConfigError for a block or a combination that cannot be honoured.
+    Raises CoatConfigError for a block or a combination that cannot be honoured, before anything is built.
     """
     import deepspeed
 
-    given = {
-        "args": args,
-        "model": model,
-        "optimizer": optimizer,
-        "model_parameters": model_parameters,
-        "training_data": training_data,
-        "lr_scheduler": lr_scheduler,
-        "distributed_port": distributed_port,
-        "mpu": mpu,
-        "dist_init_required": dist_init_required,
-        "collate_fn": collate_fn,
-        "config": config,
-        "mesh_param": mesh_param,
-        "config_params": config_params,
-    }
-    host = _load_config(args, config, config_params)
-    coat = CoatConfig.from_dict(host.get("coat"))
-    if not coat.enabled:
-        return deepspeed.initialize(**given)
+    check(_load_config(args, config, config_params), optimizer)
+    with switch.installed():
+        result = deepspeed.initialize(
+            args=args,
+            model=model,
+            optimizer=optimizer,
+            model_parameters=model_parameters,
+            training_data=training_data,
+            lr_scheduler=lr_scheduler,
+            distributed_port=distributed_port,
+            mpu=mpu,
+            dist_init_required=dist_init_required,
+            collate_fn=collate_fn,
+            config=config,
+            mesh_param=mesh_param,
+            config_params=config_params,
+        )
+    return result
 
-    if coat.optimizer.enabled:
+
+def check(host: Mapping[str, Any], optimizer: Any) -> CoatConfig:
+    """What a DeepSpeed config asks of COAT; disabled if nothing.
+
+    optimizer: the optimizer argument, or None.
+    Raises CoatConfigError for what cannot be honoured.
+    """
+    ours = str(_section(host, "optimizer").get("type")).lower() == switch.OPTIMIZER_TYPE.lower()
+    coat = CoatConfig.from_dict({"enabled": True} if ours and "coat" not in host else host.get("coat"))
+    if ours and not (coat.enabled and coat.optimizer.enabled):
+        key = "coat.optimizer.enabled" if coat.enabled else "coat.enabled"
+        raise CoatConfigError(
+            f'{key}: found False beside "optimizer": {{"type": "{switch.OPTIMIZER_TYPE}"}}. Set it to true, '
+            'or the type to "AdamW".'
+        )
+    if coat.enabled and coat.optimizer.enabled:
         check_host_config(host)
-        _let_zero_accept(CoatAdamW)
-        given["optimizer"] = _client_optimizer(coat, host, optimizer, model)
-        host = {key: value for key, value in host.items() if key != "optimizer"}
-    if config is None and config_params is None:
-        given["args"] = _without_config(args)
-    given.update(config=host, config_params=None)
-    result = deepspeed.initialize(**given)
+        if optimizer is None:
+            _optimizer_options(host)
+        else:
+            client.check(optimizer)
+    if coat.enabled and coat.checkpointing.compress:
+        checkpointing.check_host_config(host)
+    return coat
 
-    engine = result[0]
+
+def prepare(arguments: dict[str, Any]) -> CoatConfig:
+    """Before `DeepSpeedEngine` is built of `arguments`, by name: checks them and exchanges the optimizer.
+
+    Raises CoatConfigError for what cannot be honoured.
+    """
+    config_class = arguments["config_class"]
+    host, optimizer = config_class._param_dict, arguments.get("optimizer")
+    coat = check(host, optimizer)
+    if coat.enabled and coat.optimizer.enabled:
+        _let_zero_accept(CoatAdamW)
+        arguments["optimizer"] = _client_optimizer(coat, host, optimizer, arguments.get("model"))
+        # DeepSpeed would otherwise refuse any optimizer but its own where states are offloaded
+        config_class.zero_force_ds_cpu_optimizer = False
+    return coat
+
+
+def finish(engine, coat: CoatConfig) -> None:
+    """After `engine` was built of what `prepare` left."""
+    if not coat.enabled:
+        return
     engine.coat = coat
     if coat.optimizer.enabled:
+        link_partitions(engine.optimizer, engine.basic_optimizer)
         _link_states(engine)
-        _relink_after_loading(engine)
+        _guard_checkpoints(engine)
+        _guard_offloading(engine)
+    if coat.report.saved:
+        report_saved(engine.module, _say)
+    if coat.checkpointing.compress:
+        checkpointing.compress_inputs(engine.module, coat.checkpointing.group_size)
     _announce(engine)
-    return result
 
 
 def state_bytes(optimizer) -> dict[str, Any]:
@@ -109,12 +151,13 @@ def state_bytes(optimizer) -> dict[str, Any]:
         parameters += p.numel()
         for value in state.values():
             if isinstance(value, Moment):
-                name, size = value.codec.name, value.storage.nbytes
+                held = [(piece.codec.name, piece.storage.nbytes) for piece in value.pieces]
             elif isinstance(value, torch.Tensor):
-                name, size = str(value.dtype).removeprefix("torch."), value.nbytes
+                held = [(str(value.dtype).removeprefix("torch."), value.nbytes)]
             else:
                 continue
-            by_codec[name] = by_codec.get(name, 0) + size
+            for name, size in held:
+                by_codec[name] = by_codec.get(name, 0) + size
     total = sum(by_codec.values())
     return {
         "bytes": total,
@@ -146,16 +189,6 @@ def _load_config(args, config, config_params) -> dict[str, Any]:
     return {}
 
 
-def _without_config(args):
-    """`args` without the path of the config, whose content DeepSpeed gets as `config`."""
-    if all(getattr(args, name, None) is None for name in CONFIG_ARGS):
-        return args
-    args = copy.copy(args)
-    for name in CONFIG_ARGS:
-        setattr(args, name, None)
-    return args
-
-
 def _section(host: Mapping[str, Any], key: str) -> Mapping[str, Any]:
     value = host.get(key)
     return value if isinstance(value, Mapping) else {}
@@ -163,56 +196,91 @@ def _section(host: Mapping[str, Any], key: str) -> Mapping[str, Any]:
 
 def check_host_config(host: Mapping[str, Any]) -> None:
     """Raises CoatConfigError where DeepSpeed would drive CoatAdamW in a way that is not known to be right."""
-    way_out = "or set coat.optimizer.enabled to false."
-    zero = _section(host, "zero_optimization")
-    device = _section(zero, "offload_optimizer").get("device", "none")
-    if device != "none" or zero.get("cpu_offload"):
+
+    def refuse(key: str, found: Any, why: str, way_out: str = "Drop the key"):
         raise CoatConfigError(
-            f"zero_optimization.offload_optimizer: found device {device!r}; CoatAdamW's states stay on the "
-            f"GPU, where they take a quarter of the memory. Drop the key {way_out}"
+            f"{key}: found {found!r}; {why}. {way_out} or set coat.optimizer.enabled to false."
         )
+
+    zero = _section(host, "zero_optimization")
+    offload = _section(zero, "offload_optimizer")
+    device, ratio = offload.get("device", "none"), offload.get("ratio", 1.0)
+    if device not in ("none", "cpu"):
+        refuse(
+            "zero_optimization.offload_optimizer.device",
+            device,
+            "CoatAdamW's states, a quarter of stock AdamW's, can be offloaded to the CPU only",
+            'Use "cpu"',
+        )
+    if device == "cpu" and ratio != 1.0:
+        refuse("zero_optimization.offload_optimizer.ratio", ratio, "DeepSpeedCPUAdam alone can step in parts")
     for key in ("zenflow", "super_offload"):
         if zero.get(key):
-            raise CoatConfigError(
-                f"zero_optimization.{key}: found {zero[key]!r}; CoatAdamW does not work with it. "
-                f"Drop the key {way_out}"
+            refuse(f"zero_optimization.{key}", zero[key], "CoatAdamW does not work with it")
+    if zero.get("elastic_checkpoint"):
+        refuse(
+            "zero_optimization.elastic_checkpoint",
+            True,
+            "DeepSpeed reads such checkpoints at the same size only, and not those of AdamW",
+            "Use universal checkpoints",
+        )
+    bf16, fp16 = _section(host, "bf16"), _section(host, "fp16")
+    if bf16.get("bf16_master_weights_and_grads"):
+        if not bf16.get("bf16_optimizer_states"):
+            refuse(
+                "bf16.bf16_master_weights_and_grads",
+                True,
+                "without bf16.bf16_optimizer_states DeepSpeed takes DeepSpeedCPUAdam only",
+                "Set bf16.bf16_optimizer_states to true too",
             )
-    for key in ("fp16", "amp"):
-        if _section(host, key).get("enabled"):
-            raise CoatConfigError(
-                f"{key}.enabled: found {host[key]['enabled']!r}; CoatAdamW does not work with loss scaling. "
-                f'Use "bf16": {{"enabled": true}} {way_out}'
+        if device == "cpu" or zero.get("cpu_offload"):
+            refuse(
+                "bf16.bf16_master_weights_and_grads",
+                True,
+                "with zero_optimization.offload_optimizer DeepSpeed takes DeepSpeedCPUAdam only",
+                "Drop one of the two",
             )
+    if fp16.get("fp16_master_weights_and_grads"):
+        refuse("fp16.fp16_master_weights_and_grads", True, "DeepSpeed takes DeepSpeedCPUAdam only with it")
+    if _section(host, "amp").get("enabled"):
+        refuse("amp.enabled", True, "apex would cast CoatAdamW's states", 'Use "bf16": {"enabled": true}')
     autocast = _section(host, "torch_autocast")
     if autocast.get("enabled") and autocast.get("dtype") in ("float16", "fp16", "half"):
-        raise CoatConfigError(
-            f"torch_autocast.dtype: found {autocast['dtype']!r}; CoatAdamW does not work with loss scaling. "
-            f'Use "bfloat16" {way_out}'
+        refuse(
+            "torch_autocast.dtype",
+            autocast["dtype"],
+            "DeepSpeed advances its loss scaler once for each parameter group",
+            'Use "bfloat16", or "fp16": {"enabled": true},',
         )
 
 
 def _client_optimizer(coat: CoatConfig, host: Mapping[str, Any], optimizer, model: torch.nn.Module | None):
-    """What DeepSpeed is given as `optimizer`: the user's CoatAdamW, or a function that builds one."""
-    if isinstance(optimizer, CoatAdamW):
-        return optimizer
-    if optimizer is not None:
-        what = type(optimizer).__name__ if isinstance(optimizer, torch.optim.Optimizer) else repr(optimizer)
-        raise CoatConfigError(
-            f"coat.optimizer.enabled: found {what} as the optimizer argument, which is left alone. Drop the "
-            'argument and use the "optimizer" section, pass a coat_ds.CoatAdamW, or set '
-            "coat.optimizer.enabled to false."
-        )
-    options = _optimizer_options(host)
+    """What DeepSpeed is given as `optimizer`: the user's, converted, or a function that builds one."""
     # DeepSpeed picks its stage-0 wrapper by the optimizer's class
     cls = CoatAdamW if _section(host, "zero_optimization").get("stage", 0) else _fused_adam_class()
 
     names = {} if model is None else {p: name for name, p in model.named_parameters()}
+    rule = functools.partial(_keeps_fp32_by_name, coat.optimizer.keep_fp32, names)
+
+    own = {
+        "keep_fp32": rule,
+        "checkpoint_layout": coat.optimizer.checkpoint_layout,
+        "compiled": _section(_section(host, "zero_optimization"), "offload_optimizer").get("device") == "cpu",
+    }
+
+    def reported(built: CoatAdamW) -> CoatAdamW:
+        if coat.report.states:
+            _say(f"COAT: AdamW states of the whole model\n{_layout(built, names)}")
+        return built
 
     def build(model_parameters):
-        groups = split_groups(model_parameters, coat.optimizer, names)
-        _say(f"COAT: AdamW states of the whole model\n{_layout(groups, names)}")
-        return cls(groups, **options)
+        if optimizer is not None:
+            return reported(client.convert_(optimizer(model_parameters), coat.optimizer, cls, **own))
+        groups = parameter_groups(model_parameters, coat.optimizer)
+        return reported(cls(groups, **own, **_optimizer_options(host)))
 
+    if isinstance(optimizer, torch.optim.Optimizer):
+        return reported(client.convert_(optimizer, coat.optimizer, cls, **own))
     return build
 
 
@@ -225,7 +293,7 @@ def _optimizer_options(host: Mapping[str, Any]) -> dict[str, Any]:
             '"optimizer": {"type": "AdamW", "params": {"lr": ...}} or set coat.optimizer.enabled to false.'
         )
     kind = section.get("type")
-    if str(kind).lower() not in ("adam", "adamw"):
+    if str(kind).lower() not in ("adam", "adamw", switch.OPTIMIZER_TYPE.lower()):
         raise CoatConfigError(
             f'optimizer.type: expected "AdamW" or "Adam", found {kind!r}. Use one of them or set '
             "coat.optimizer.enabled to false."
@@ -247,53 +315,42 @@ def _optimizer_options(host: Mapping[str, Any]) -> dict[str, Any]:
     return {"weight_decay": DEFAULT_WEIGHT_DECAY, **passed}
 
 
-def split_groups(
-    model_parameters: Iterable, config: OptimizerConfig, names: Mapping[torch.Tensor, str] | None = None
-) -> list[dict[str, Any]]:
-    """Parameter groups in which tensors are stored alike here and held alike by the other ranks.
+def parameter_groups(model_parameters: Iterable, config: OptimizerConfig) -> list[dict[str, Any]]:
+    """The same parameter groups with the options of `config`, which their own win over.
 
-    ZeRO flattens a group before the optimizer sees it. Tensors of fewer than `min_numel` elements, and those
-    that `keep_fp32` names, therefore get groups of their own, which keep FP32 moments. Tensors that are
-    sharded over ranks and tensors that other ranks hold copies of would share quantization groups in the
-    flat buffer, and the copies would drift apart: they get groups of their own too.
-
-    model_parameters: parameters or parameter groups. Options of a group are kept, and win over `config`;
-    frozen parameters, which ZeRO ignores, are left out. names: the parameters' names in the model.
+    Frozen parameters, which ZeRO ignores, are left out.
+    model_parameters: parameters or parameter groups.
     """
-    names = names or {}
     model_parameters = list(model_parameters)
     if not all(isinstance(item, dict) for item in model_parameters):
         model_parameters = [{"params": model_parameters}]
-    groups = []
-    for group in model_parameters:
-        options = {**{name: getattr(config, name) for name in LAYOUT}, **group}
-        parts: dict[tuple, list[torch.Tensor]] = {}
-        for p in group["params"]:
-            if p.requires_grad:
-                # ZeRO-3 has emptied the tensor and noted its size
-                small = getattr(p, "ds_numel", p.numel()) < options["min_numel"]
-                small = small or keeps_fp32(config.keep_fp32, names.get(p), p)
-                sharded = bool(getattr(p, "tensor_model_parallel", False))
-                tied = bool(getattr(p, "ds_pipe_replicated", False))
-                parts.setdefault((small, sharded, tied), []).append(p)
-        for (small, *_), params in parts.items():
-            formats = {"exp_avg_format": "fp32", "exp_avg_sq_format": "fp32"} if small else {}
-            # what is small is decided: a rank's partition of a large tensor must not count as small
-            groups.append({**options, **formats, "min_numel": 0, "params": params})
-    return groups
+    options = {name: getattr(config, name) for name in LAYOUT}
+    groups = [
+        {**options, **group, "params": [p for p in group["params"] if p.requires_grad]}
+        for group in model_parameters
+    ]
+    return [group for group in groups if group["params"]]
 
 
-def _layout(groups: list[dict[str, Any]], names: Mapping[torch.Tensor, str]) -> str:
+def _keeps_fp32_by_name(patterns: tuple[str, ...], names: Mapping[torch.Tensor, str], _, p) -> bool:
+    return keeps_fp32(patterns, names.get(p), p)
+
+
+def _layout(optimizer: CoatAdamW, names: Mapping[torch.Tensor, str]) -> str:
+    def codec(p, group, moment):
+        # ZeRO-3 has emptied the tensor and noted its size
+        kept = optimizer.keeps(p, group, getattr(p, "ds_numel", p.numel()))
+        return get_codec("fp32" if kept else group[f"{moment}_format"])
+
     return layout_table(
         (
             names.get(p, ""),
-            # ZeRO-3 has emptied the tensor and noted its shape
             getattr(p, "ds_shape", p.shape),
-            get_codec(group["exp_avg_format"]),
-            get_codec(group["exp_avg_sq_format"]),
+            codec(p, group, "exp_avg"),
+            codec(p, group, "exp_avg_sq"),
             group["group_size"],
         )
-        for group in groups
+        for group in optimizer.param_groups
         for p in group["params"]
     )
 
@@ -331,16 +388,90 @@ def _link_states(engine) -> None:
         engine.optimizer._lazy_init_hp_params_optimizer_state()
 
 
-def _relink_after_loading(engine) -> None:
-    load = engine.load_checkpoint
+def _guard_checkpoints(engine) -> None:
+    load, save = engine.load_checkpoint, engine.save_checkpoint
 
     @functools.wraps(load)
     def load_checkpoint(*args, **kwargs):
+        # a universal checkpoint brings options of the parameter groups that it was saved with
+        own = engine.basic_optimizer.layout_options()
+        engine.basic_optimizer.take_arrivals()
         result = load(*args, **kwargs)
+        engine.basic_optimizer.restore_layout_options(own)
         _link_states(engine)
+        arrived = engine.basic_optimizer.take_arrivals()
+        _say(f"COAT: moments of the checkpoint: {arrived or 'none was loaded'}")
         return result
 
-    engine.load_checkpoint = load_checkpoint
+    @functools.wraps(save)
+    def save_checkpoint(*args, **kwargs):
+        with streaming() if _saves_by_torch(engine) else contextlib.nullcontext():
+            return save(*args, **kwargs)
+
+    engine.load_checkpoint, engine.save_checkpoint = load_checkpoint, save_checkpoint
+
+
+def _saves_by_torch(engine) -> bool:
+    from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchCheckpointEngine
+
+    saver = engine.checkpoint_engine
+    return type(saver) is TorchCheckpointEngine and saver.zipfile_serialization
+
+
+def _guard_offloading(engine) -> None:
+    """Lets `offload_states` and `reload_states` move the states; ZeRO-3 does so for FusedAdam's alone."""
+    from deepspeed.accelerator import get_accelerator
+    from deepspeed.ops.adam import FusedAdam
+    from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum
+    from deepspeed.runtime.zero.offload_states import offload_optimizer_states, reload_optimizer_states
+
+    wrapper = engine.optimizer
+    if not hasattr(wrapper, "offload_states"):
+        return
+    offload, reload = wrapper.offload_states, wrapper.reload_states
+    is_stage3 = hasattr(wrapper, "fp32_partitioned_groups_flat")
+    states = OffloadStateTypeEnum.optim_states
+    # passes for what ZeRO-3 asks for, and has nothing to be moved
+    empty = FusedAdam.__new__(FusedAdam)
+    empty.state = {}
+
+    @contextlib.contextmanager
+    def without_states():
+        optimizer, wrapper.optimizer = wrapper.optimizer, empty
+        try:
+            yield
+        finally:
+            wrapper.optimizer = optimizer
+
+    @functools.wraps(offload)
+    def offload_states(include=None, device=None, pin_memory=True, non_blocking=False):
+        given = {"include": include, "pin_memory": pin_memory, "non_blocking": non_blocking}
+        given |= {} if device is None else {"device": device}
+        if not is_stage3:
+            offload(**given)
+        else:
+            if states not in wrapper.offloaded_states and (include is None or states in include):
+                # before the rest, after which DeepSpeed waits for the copies
+                offload_optimizer_states(engine.basic_optimizer, "cpu", pin_memory, non_blocking)
+            with without_states():
+                offload(**given)
+        _link_states(engine)
+
+    @functools.wraps(reload)
+    def reload_states(non_blocking=False):
+        if not is_stage3:
+            reload(non_blocking=non_blocking)
+        else:
+            copied = []
+            if states in wrapper.offloaded_states:
+                device = get_accelerator().current_device_name()
+                # a copy that is under way still reads what is on the host
+                copied.append(reload_optimizer_states(engine.basic_optimizer, device, non_blocking))
+            with without_states():
+                reload(non_blocking=non_blocking)
+        _link_states(engine)
+
+    wrapper.offload_states, wrapper.reload_states = offload_states, reload_states
 
 
 def _announce(engine) -> None:
@@ -355,6 +486,8 @@ def _announce(engine) -> None:
             f"layers built for it save activations in FP8 1x{activations.group_size} and multiply in "
             f"{activations.forward_format}, gradients in {activations.backward_format}"
         )
+    if engine.coat.checkpointing.compress:
+        parts.append(f"checkpointed inputs kept in FP8 1x{engine.coat.checkpointing.group_size}")
     _say(f"COAT: {'; '.join(parts) or 'nothing enabled'}")
 
 

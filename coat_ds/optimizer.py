@@ -1,15 +1,16 @@
 """AdamW whose moments are stored in FP8 with dynamic range expansion."""
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from fnmatch import fnmatchcase
-from itertools import chain, repeat
-from typing import Any
+from itertools import repeat
+from typing import Any, NamedTuple
 
 import torch
 
 from coat_ds.config import (
     BF16_PARAMS,
+    CHECKPOINT_LAYOUTS,
     KEEP_FP32,
     OPTIMIZER_GROUP_SIZES,
     ROUNDINGS,
@@ -17,9 +18,10 @@ from coat_ds.config import (
     check_choice,
     check_type,
 )
-from coat_ds.state import Moment
+from coat_ds.state import Layout, Moment, Piece
+from coat_ds.state_dict import check_states, restored, take_states
 from coat_kernels.adamw import adamw_
-from coat_kernels.codecs import CODECS, SIGNED_CODECS, Codec, Storage, get_codec
+from coat_kernels.codecs import CODECS, SIGNED_CODECS, Codec, get_codec
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 PARAM_DTYPES = (torch.float32, torch.bfloat16)
@@ -46,10 +48,17 @@ LAYOUT = (
     "bf16_params",
 )
 
-METADATA_VERSION = 1
-# decoding on another device differs by a few FP32 roundings (2^-24) times at most 16, the largest 1 / k;
-# the nearest codes differ by 2^-4 / 16 at least. Anything between the two tells them apart.
-SAME_VALUE = 1e-4
+
+class Fragment(NamedTuple):
+    """What a flat partition holds of one of the model's parameters."""
+
+    start: int
+    """Its first element in the partition."""
+    numel: int
+    offset: int
+    """Its first element in the parameter."""
+    kept: bool
+    """Whether the parameter keeps FP32 moments."""
 
 
 class CoatAdamW(torch.optim.Optimizer):
@@ -73,8 +82,13 @@ class CoatAdamW(torch.optim.Optimizer):
     keep_fp32: which other tensors keep FP32 moments: patterns of names, for parameters given with names, or
         a function of (name or None, parameter).
     seed: of stochastic rounding, which is the same on all ranks and in every run.
+    compiled: steps on the CPU run in C++, compiled when it is first needed: many times as fast as the PyTorch
+        that they run in otherwise, and equal but for FP32 rounding.
+    checkpoint_layout: what `state_dict` holds. "stock": FP32 moments, as `torch.optim.AdamW`'s does.
+        "compressed": what is stored, 2.1 bytes a parameter instead of 8, which is read where `coat_ds` is.
 
-    All of them except the implementation switches, keep_fp32 and seed may differ between parameter groups.
+    All of them except the implementation switches, keep_fp32, seed, checkpoint_layout and compiled may differ
+    between parameter groups.
     `state[p]` holds `step` (an int; where a gradient scaler or `capturable` needs it, an FP32 tensor on the
     device) and the `Moment`s `exp_avg` and `exp_avg_sq`. A plain tensor that someone puts in a moment's place
     is encoded by the next step. `torch.amp.GradScaler`'s flag of non-finite gradients skips the step on the
@@ -108,6 +122,8 @@ class CoatAdamW(torch.optim.Optimizer):
         bf16_params: str = "exact",
         keep_fp32: Rule = KEEP_FP32,
         seed: int = 0,
+        checkpoint_layout: str = "stock",
+        compiled: bool = False,
     ):
         defaults = {
             "lr": lr,
@@ -129,14 +145,20 @@ class CoatAdamW(torch.optim.Optimizer):
             "bf16_params": bf16_params,
         }
         _check_options(defaults)
-        self._keep_fp32, self._seed = keep_fp32, seed
+        check_choice("CoatAdamW: checkpoint_layout", checkpoint_layout, CHECKPOINT_LAYOUTS)
+        self._keep_fp32, self._seed, self._checkpoint_layout = keep_fp32, seed, checkpoint_layout
+        self._compiled = compiled
+        self._fragments: dict[torch.Tensor, tuple[Fragment, ...]] = {}
+        self._arrived: Counter[str] = Counter()
+        self._group_index: dict[torch.Tensor, int] = {}
         self._kept: set[torch.Tensor] = set()
         self._copies: dict[torch.Tensor, torch.Tensor] = {}
         # by name: a subclass for a host may have another optimizer class behind this one
         torch.optim.Optimizer.__init__(self, params, defaults)
 
     def __getstate__(self) -> dict[str, Any]:
-        own = ("_keep_fp32", "_seed", "_kept", "_copies")
+        own = ("_keep_fp32", "_seed", "_checkpoint_layout", "_compiled", "_fragments", "_group_index")
+        own += ("_arrived", "_kept", "_copies")
         return {**super().__getstate__(), **{name: getattr(self, name) for name in own}}
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -193,58 +215,83 @@ class CoatAdamW(torch.optim.Optimizer):
             for p in params:
                 _check_tensors(p, self.state.get(p, {}))
         for group, params in work:
-            buckets: dict[tuple, list[torch.Tensor]] = defaultdict(list)
-            for p in params:
-                state = self._ready_state(p, group, count_on_device=found_inf is not None)
-                m, v = (state[name] for name in MOMENTS)
-                key = (p.device, p.dtype, p.grad.dtype, m.codec.name, v.codec.name, m.group_size)
-                buckets[*key, p in self._copies].append(p)
-            for bucket in buckets.values():
-                self._update(bucket, group, grad_scale, found_inf)
+            self._update(group, params, grad_scale, found_inf)
         return loss
 
     def _update(
         self,
-        params: list[torch.Tensor],
         group: dict[str, Any],
+        params: list[torch.Tensor],
         grad_scale: torch.Tensor | None,
         found_inf: torch.Tensor | None,
     ) -> None:
-        states = [self.state[p] for p in params]
-        first, device = states[0], params[0].device
+        states = [self._ready_state(p, group, count_on_device=found_inf is not None) for p in params]
         contiguous = [p.contiguous() for p in params]
-        has_remainder = "remainder" in first
-        rounding, beta2 = group["exp_avg_sq_rounding"], float(group["betas"][1])
-        adamw_(
-            contiguous,
-            [p.grad.contiguous() for p in params],
-            [s["exp_avg"].storage for s in states],
-            [s["exp_avg_sq"].storage for s in states],
-            _count(states, found_inf),
-            [s["remainder"] for s in states] if has_remainder else None,
-            [self._copies[p] for p in params] if params[0] in self._copies else None,
-            exp_avg_codec=first["exp_avg"].codec,
-            exp_avg_sq_codec=first["exp_avg_sq"].codec,
-            group_size=first["exp_avg"].group_size,
-            # a rate on another device would be waited for on every step
-            lr=group["lr"] if _is_on(group["lr"], device) else float(group["lr"]),
-            beta1=float(group["betas"][0]),
-            beta2=beta2,
-            eps=group["eps"],
-            weight_decay=group["weight_decay"],
-            maximize=group["maximize"],
-            grad_scale=None if grad_scale is None else grad_scale.to(device),
-            found_inf=None if found_inf is None else found_inf.to(device),
-            stochastic=params[0].dtype == torch.bfloat16 and group["bf16_params"] == "stochastic",
-            dither=rounding == "stochastic"
-            or (rounding == "auto" and first["exp_avg_sq"].codec.fine and 1 - beta2 < 1 / 64),
-            seed=self._seed,
-        )
+        grads = [p.grad.contiguous() for p in params]
+        steps = _count(states, found_inf)
+        # each piece of the moments is a tensor to the kernel
+        buckets: dict[tuple, list[tuple[int, Piece, Piece]]] = defaultdict(list)
+        for i, (p, grad, state) in enumerate(zip(params, grads, states, strict=True)):
+            m, v = (state[name] for name in MOMENTS)
+            key = (p.device, p.dtype, grad.dtype, m.group_size, "remainder" in state, p in self._copies)
+            for pieces in zip(m.pieces, v.pieces, strict=True):
+                buckets[*key, *(piece.codec.name for piece in pieces)].append((i, *pieces))
+        for (device, dtype, _, group_size, has_remainder, has_copy, *_), bucket in buckets.items():
+            m_codec, v_codec = (piece.codec for piece in bucket[0][1:])
+            rounding, beta2 = group["exp_avg_sq_rounding"], float(group["betas"][1])
+            adamw_(
+                [_cut(contiguous[i], piece) for i, piece, _ in bucket],
+                [_cut(grads[i], piece) for i, piece, _ in bucket],
+                [piece.storage for _, piece, _ in bucket],
+                [piece.storage for _, _, piece in bucket],
+                _gather([steps[i] for i, *_ in bucket]),
+                [_cut(states[i]["remainder"], piece) for i, piece, _ in bucket] if has_remainder else None,
+                [_cut(self._copies[params[i]], piece) for i, piece, _ in bucket] if has_copy else None,
+                exp_avg_codec=m_codec,
+                exp_avg_sq_codec=v_codec,
+                group_size=group_size,
+                # a rate on another device would be waited for on every step
+                lr=group["lr"] if _is_on(group["lr"], device) else float(group["lr"]),
+                beta1=float(group["betas"][0]),
+                beta2=beta2,
+                eps=group["eps"],
+                weight_decay=group["weight_decay"],
+                maximize=group["maximize"],
+                grad_scale=None if grad_scale is None else grad_scale.to(device),
+                found_inf=None if found_inf is None else found_inf.to(device),
+                stochastic=dtype == torch.bfloat16 and group["bf16_params"] == "stochastic",
+                dither=rounding == "stochastic"
+                or (rounding == "auto" and v_codec.fine and 1 - beta2 < 1 / 64),
+                seed=self._seed,
+                compiled=self._compiled,
+            )
         for p, updated in zip(params, contiguous, strict=True):
             if updated is not p:
                 p.copy_(updated)
         # a kernel writes behind autograd's back: a graph that saved the old values has to notice
         torch.autograd.graph.increment_version(params)
+
+    def set_fragments(self, param: torch.Tensor, fragments: Iterable[Fragment], group_index: int) -> None:
+        """Says of which parameters `param`, a flat partition of the kind that ZeRO makes, is composed, and
+        creates its states.
+
+        Groups of its moments are counted from the first element of each parameter, wherever the partition
+        starts and whatever precedes the parameter in it: after the same gradients the codes and metadata of a
+        group are the same bits at any number of ranks. Of a group that a border between two ranks cuts, each
+        rank holds a part, which is a group of its own there. Moments that exist are encoded again, if
+        their groups change.
+
+        fragments: what `param` holds, ascending by start; elements between and after them are padding.
+        group_index: the parameter group; ZeRO-3 puts `param` into it during a step only.
+        """
+        self._fragments[param] = tuple(fragments)
+        self._group_index[param] = group_index
+        group = self.param_groups[group_index]
+        state = self._ready_state(param, group)
+        for name in MOMENTS:
+            layout = self._layout_of(param, group, name)
+            if state[name].layout != layout:
+                state[name] = state[name].rearranged(layout)
 
     def init_states(self) -> None:
         """Creates what is missing of the states of all parameters, and encodes plain tensors among them."""
@@ -252,6 +299,8 @@ class CoatAdamW(torch.optim.Optimizer):
             for p in group["params"]:
                 if p.requires_grad:
                     self._ready_state(p, group)
+        for p, group_index in self._group_index.items():
+            self._ready_state(p, self.param_groups[group_index])
 
     def _ready_state(
         self, p: torch.Tensor, group: dict[str, Any], count_on_device: bool = False
@@ -266,30 +315,36 @@ class CoatAdamW(torch.optim.Optimizer):
         for name in MOMENTS:
             value = state.get(name)
             if value is None:
-                state[name] = Moment.zeros(p.shape, *self._storage_of(p, group, name), p.device)
+                layout = self._layout_of(p, group, name)
+                state[name] = Moment.zeros(p.shape, layout, group["group_size"], p.device)
             elif not isinstance(value, Moment):
-                state[name] = Moment.encoded(value.to(p.device), *self._storage_of(p, group, name))
+                self._arrived["encoded from FP32"] += 1
+                layout = self._layout_of(p, group, name)
+                state[name] = Moment.encoded(value.to(p.device), layout, group["group_size"])
         if p.dtype == torch.bfloat16 and group["bf16_params"] == "exact" and "remainder" not in state:
             # zero: what the parameter holds is taken to be the master
             state["remainder"] = torch.zeros(p.shape, dtype=torch.int16, device=p.device)
         return state
 
-    def _storage_of(self, p: torch.Tensor, group: dict[str, Any], name: str) -> tuple[Codec, int]:
-        """Codec and group size of a moment of `p`."""
-        small = p.numel() < group["min_numel"] or p in self._kept
-        return get_codec("fp32" if small else group[f"{name}_format"]), group["group_size"]
+    def keeps(self, p: torch.Tensor, group: dict[str, Any], numel: int | None = None) -> bool:
+        """Whether `p`, of `numel` elements if they are elsewhere now, keeps FP32 moments in `group`."""
+        return (p.numel() if numel is None else numel) < group["min_numel"] or p in self._kept
+
+    def _layout_of(self, p: torch.Tensor, group: dict[str, Any], name: str) -> Layout:
+        """First element and codec of each piece of a moment of `p`."""
+        codec, kept = get_codec(group[f"{name}_format"]), get_codec("fp32")
+        if p not in self._fragments:
+            return ((0, kept if self.keeps(p, group) else codec),)
+        begins = piece_begins(self._fragments[p], p.numel(), group["group_size"])
+        return tuple((begin, kept if is_kept else codec) for begin, is_kept in begins)
 
     def layout(self) -> str:
         """A table of how the moments of each tensor are stored, with their bytes; equal rows are counted."""
         return layout_table(
-            (
-                name,
-                p.shape,
-                *(self._storage_of(p, group, moment)[0] for moment in MOMENTS),
-                group["group_size"],
-            )
+            (name, p.shape, *(codec for _, codec in codecs), group["group_size"])
             for group in self.param_groups
             for name, p in zip(group.get("param_names", repeat("")), group["params"], strict=False)
+            for codecs in zip(*(self._layout_of(p, group, moment) for moment in MOMENTS), strict=True)
         )
 
     def moments(self, param: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -309,25 +364,9 @@ class CoatAdamW(torch.optim.Optimizer):
         """The layout of `torch.optim.AdamW`, with FP32 moments on the CPU, and how they were stored.
 
         The latter, under `"coat"`, lets `load_state_dict` restore the very same codes. One tensor is
-        decoded at a time.
+        decoded at a time. With the compressed `checkpoint_layout` moments are given as they are stored.
         """
-        packed = super().state_dict()
-        state, stored = {}, {}
-        for index, entry in packed["state"].items():
-            state[index] = plain = dict(entry)
-            stored[index] = {}
-            for name, value in entry.items():
-                if isinstance(value, Moment):
-                    plain[name] = value.decode().cpu()
-                    stored[index][name] = {
-                        "codec": value.codec.name,
-                        "group_size": value.group_size,
-                        "scale": value.storage.scale.cpu(),
-                        "exponent": value.storage.exponent.cpu(),
-                    }
-                elif name == "step":
-                    plain[name] = torch.tensor(float(value), dtype=torch.float32)
-        return {**packed, "state": state, "coat": {"version": METADATA_VERSION, "moments": stored}}
+        return take_states(super().state_dict(), self._checkpoint_layout)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads this class's state dict, with the same codes if the values are the saved ones, or
@@ -336,23 +375,22 @@ class CoatAdamW(torch.optim.Optimizer):
         The formats, group size and `min_numel` of this optimizer stay as they are.
         Raises ValueError if the state dict does not fit the parameters.
         """
-        kept = [{k: group[k] for k in (*LAYOUT, *STOCK_SWITCHES)} for group in self.param_groups]
+        own = self.layout_options()
         loaded = {}
 
         # torch would cast the moments to the parameters' type and hold all of them in FP32 at once:
         # it gets the parameter groups, with every hook in its place, and the states are loaded here
-        def take_states(_, incoming):
-            _check_states(incoming, self.param_groups)
+        def keep_states(_, incoming):
+            check_states(incoming, self.param_groups)
             loaded.update(incoming)
             return {**incoming, "state": {}}
 
         def load_states(_):
-            for group, own in zip(self.param_groups, kept, strict=True):
-                group.update(own)
+            self.restore_layout_options(own)
             self._load_states(loaded)
 
         hooks = (
-            self.register_load_state_dict_pre_hook(take_states),
+            self.register_load_state_dict_pre_hook(keep_states),
             self.register_load_state_dict_post_hook(load_states, prepend=True),
         )
         try:
@@ -361,9 +399,22 @@ class CoatAdamW(torch.optim.Optimizer):
             for hook in hooks:
                 hook.remove()
 
+    def take_arrivals(self) -> str:
+        """What became of the moments that were loaded or put into the state since the last call."""
+        said = ", ".join(f"{count} {how}" for how, count in self._arrived.items())
+        self._arrived.clear()
+        return said
+
+    def layout_options(self) -> list[dict[str, Any]]:
+        """The options of each parameter group that belong to the optimizer and not to a checkpoint."""
+        return [{k: group[k] for k in (*LAYOUT, *STOCK_SWITCHES)} for group in self.param_groups]
+
+    def restore_layout_options(self, options: list[dict[str, Any]]) -> None:
+        """Puts back what `layout_options` gave."""
+        for group, own in zip(self.param_groups, options, strict=True):
+            group.update(own)
+
     def _load_states(self, loaded: dict[str, Any]) -> None:
-        coat = loaded.get("coat", {})
-        stored = coat.get("moments", {}) if coat.get("version") == METADATA_VERSION else {}
         for group, saved in zip(self.param_groups, loaded["param_groups"], strict=True):
             for p, index in zip(group["params"], saved["params"], strict=True):
                 entry = loaded["state"].get(index)
@@ -373,9 +424,35 @@ class CoatAdamW(torch.optim.Optimizer):
                 if "remainder" in entry:
                     state["remainder"] = entry["remainder"].to(p.device, copy=True)
                 for name in MOMENTS:
-                    value = entry[name].to(device=p.device, dtype=torch.float32)
-                    codec, group_size = self._storage_of(p, group, name)
-                    state[name] = _restored(value, codec, group_size, stored.get(index, {}).get(name))
+                    layout = self._layout_of(p, group, name)
+                    state[name], exact = restored(loaded, index, name, layout, group["group_size"], p.device)
+                    self._arrived["restored to the bit" if exact else "encoded from FP32"] += 1
+
+
+def piece_begins(fragments: Sequence[Fragment], numel: int, group_size: int) -> tuple[tuple[int, bool], ...]:
+    """First element of each piece of a partition of `numel` elements, and whether it keeps FP32 moments.
+
+    A piece goes on over as many fragments as start at a whole group of it.
+    """
+    begins: list[tuple[int, bool]] = []
+
+    def begin(at: int, kept: bool) -> None:
+        if not begins or begins[-1][1] != kept or (not kept and (at - begins[-1][0]) % group_size):
+            begins.append((at, kept))
+
+    end, kept = 0, True
+    for start, size, offset, kept in fragments:
+        if start > end:
+            begin(end, kept)
+        begin(start, kept)
+        # the part of a group that the fragment starts with
+        head = -offset % group_size
+        if 0 < head < size:
+            begin(start + head, kept)
+        end = start + size
+    if end < numel or not begins:
+        begin(end, kept)
+    return tuple(begins)
 
 
 def layout_table(tensors: Iterable[tuple[str, Sequence[int], Codec, Codec, int]]) -> str:
@@ -406,37 +483,34 @@ def _is_on(value: Any, device: torch.device) -> bool:
     return isinstance(value, torch.Tensor) and value.device == device
 
 
-def _count(states: list[dict[str, Any]], found_inf: torch.Tensor | None) -> list[int] | torch.Tensor:
+def _cut(x: torch.Tensor, piece: Piece) -> torch.Tensor:
+    return x if piece.end - piece.begin == x.numel() else x.view(-1)[piece.begin : piece.end]
+
+
+def _count(states: list[dict[str, Any]], found_inf: torch.Tensor | None) -> list[int] | list[torch.Tensor]:
     """Advances every `step`, unless the flag says that this one is skipped, and returns them."""
-    if not isinstance(states[0]["step"], torch.Tensor):
-        for state in states:
+    on_device = [state["step"] for state in states if isinstance(state["step"], torch.Tensor)]
+    for state in states:
+        if not isinstance(state["step"], torch.Tensor):
             state["step"] += 1
+    if not on_device:
         return [state["step"] for state in states]
-    steps = [state["step"] for state in states]
-    torch._foreach_add_(steps, 1.0)
-    counts = torch.stack(steps)
-    if found_inf is not None:
-        skipped = (found_inf.to(counts.device) != 0).float().reshape(())
-        torch._foreach_sub_(steps, skipped)
+    torch._foreach_add_(on_device, 1.0)
+    if found_inf is None:
+        return on_device
+    counts = list(torch.stack(on_device).unbind())
+    torch._foreach_sub_(on_device, (found_inf.to(counts[0].device) != 0).float().reshape(()))
     return counts
+
+
+def _gather(steps: list[int] | list[torch.Tensor]) -> list[int] | torch.Tensor:
+    return torch.stack(steps) if isinstance(steps[0], torch.Tensor) else steps
 
 
 def _as_plain(value: torch.Tensor | None, p: torch.Tensor) -> torch.Tensor:
     if value is None:
         return torch.zeros(p.shape, device=p.device)
     return value.decode() if isinstance(value, Moment) else value.float()
-
-
-def _restored(value: torch.Tensor, codec: Codec, group_size: int, stored: dict[str, Any] | None) -> Moment:
-    """`value` with the scales and exponents that it was saved with, if they are still its own."""
-    if stored is not None and (stored["codec"], stored["group_size"]) == (codec.name, group_size):
-        blank = codec.zeros(value.numel(), group_size, "meta")
-        if (stored["scale"].shape, stored["exponent"].shape) == (blank.scale.shape, blank.exponent.shape):
-            like = Storage(blank.codes, *(stored[k].to(value.device) for k in ("scale", "exponent")))
-            moment = Moment.encoded(value, codec, group_size, like)
-            if torch.allclose(moment.decode(), value, rtol=SAME_VALUE, atol=0, equal_nan=True):
-                return moment
-    return Moment.encoded(value, codec, group_size)
 
 
 def _check_options(options: dict[str, Any]) -> None:
@@ -496,30 +570,3 @@ def _check_tensors(p: torch.Tensor, state: dict[str, Any]) -> None:
                 f"{what} has {name} on {moment.device}. Move the model before the first step, or load the "
                 "optimizer's state dict again."
             )
-
-
-def _check_states(state_dict: dict[str, Any], groups: list[dict[str, Any]]) -> None:
-    """Raises ValueError for a state that does not fit its parameter, before anything is changed."""
-    saved = state_dict["param_groups"]
-    if [len(g["params"]) for g in saved] != [len(g["params"]) for g in groups]:
-        return  # torch's own message is the one that users know
-    indices = chain.from_iterable(g["params"] for g in saved)
-    params = chain.from_iterable(g["params"] for g in groups)
-    for index, p in zip(indices, params, strict=True):
-        entry = state_dict["state"].get(index)
-        if not entry:
-            continue
-        if "max_exp_avg_sq" in entry:
-            raise ValueError("load_state_dict: the state is amsgrad's, which CoatAdamW does not support.")
-        missing = [k for k in ("step", *MOMENTS) if k not in entry]
-        if missing:
-            raise ValueError(
-                f"load_state_dict: the state of parameter {index} has no {', '.join(missing)}, but "
-                f"{', '.join(entry)}. Load the state dict of CoatAdamW or torch.optim.AdamW."
-            )
-        for name in MOMENTS:
-            if entry[name].shape != p.shape:
-                raise ValueError(
-                    f"load_state_dict: {name} of parameter {index} is {tuple(entry[name].shape)}, the "
-                    f"parameter {tuple(p.shape)}. Load a checkpoint of the same model and the same layout."
-                )

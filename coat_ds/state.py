@@ -6,26 +6,46 @@ shape, is FP32, reads as the moment's values, and quantizes what is written into
 """
 
 import itertools
-from typing import Self
+from bisect import bisect_right
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import NamedTuple, Self
 
 import torch
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
-from coat_kernels.codecs import Codec, Storage
+from coat_kernels.codecs import Codec, Storage, get_codec
 
 aten = torch.ops.aten
+_streaming: ContextVar[bool] = ContextVar("coat_ds_streaming", default=False)
+
+
+class Piece(NamedTuple):
+    """Elements `begin` to `end`, exclusive, of a flat moment, in groups that are counted from `begin`."""
+
+    begin: int
+    end: int
+    codec: Codec
+    storage: Storage
+
+
+# one codec for all elements, or the first element and the codec of each piece, ascending from 0
+Layout = Codec | Sequence[tuple[int, Codec]]
 
 
 class Moment(torch.Tensor):
-    """An FP32 tensor that is stored by a codec. A window of consecutive elements of `storage`.
+    """An FP32 tensor that is stored by codecs. A window of consecutive elements of its pieces.
 
     Ops that keep the form: narrowing, slicing, splitting and indexing the first dimension, and reshaping
     give windows that write through; `copy_` encodes; `detach`, `clone`, `to`, `zeros_like`, `empty_like`,
     `pin_memory` and `deepcopy` of a whole moment stay compressed. Any other op works on the decoded FP32
     values and, if it is an in-place op, encodes its result. Pickling gives a plain FP32 CPU tensor.
 
-    storage: codes [n], and scale and exponent [ceil(n / group_size)] or empty
-    start, shape: the window, in elements of the flat storage
+    pieces: what is stored, one after the other: codes [n], and scale and exponent [ceil(n / group_size)] or
+        empty; no group crosses from one piece into the next
+    start, shape: the window, in elements of all pieces
     """
 
     # DeepSpeed's NVMe swapper must not take it for an FP32 buffer
@@ -33,76 +53,131 @@ class Moment(torch.Tensor):
     __torch_function__ = torch._C._disabled_torch_function_impl
 
     @staticmethod
-    def __new__(cls, storage: Storage, codec: Codec, group_size: int, shape, start: int = 0):
+    def __new__(cls, pieces: tuple[Piece, ...], group_size: int, shape, start: int = 0):
         return torch.Tensor._make_wrapper_subclass(
-            cls, tuple(shape), dtype=torch.float32, device=storage.codes.device
+            cls, tuple(shape), dtype=torch.float32, device=pieces[0].storage.codes.device
         )
 
-    def __init__(self, storage: Storage, codec: Codec, group_size: int, shape, start: int = 0):
-        self.storage, self.codec, self.group_size, self.start = storage, codec, group_size, start
+    def __init__(self, pieces: tuple[Piece, ...], group_size: int, shape, start: int = 0):
+        self.pieces, self.group_size, self.start = pieces, group_size, start
 
     @classmethod
-    def zeros(cls, shape, codec: Codec, group_size: int, device: torch.device | str) -> Self:
+    def zeros(cls, shape, layout: Layout, group_size: int, device: torch.device | str) -> Self:
         """A moment of zeros."""
         shape = torch.Size(shape)
-        return cls(codec.zeros(shape.numel(), group_size, device), codec, group_size, shape)
+        layout = ((0, layout),) if isinstance(layout, Codec) else layout
+        ends = (*(begin for begin, _ in layout[1:]), shape.numel())
+        pieces = tuple(
+            Piece(begin, end, codec, codec.zeros(end - begin, group_size, device))
+            for (begin, codec), end in zip(layout, ends, strict=True)
+        )
+        return cls(pieces, group_size, shape)
 
     @classmethod
-    def encoded(cls, x: torch.Tensor, codec: Codec, group_size: int, like: Storage | None = None) -> Self:
+    def encoded(cls, x: torch.Tensor, layout: Layout, group_size: int, like: Storage | None = None) -> Self:
         """`x` (any shape, floating point) as a moment on the same device; `like` as in `Codec.encode`."""
-        return cls(codec.encode(x, group_size, like), codec, group_size, x.shape)
+        moment = cls.zeros(x.shape, layout, group_size, x.device)
+        return moment.encode_(x) if like is None else moment.encode_like_(x, [like])
+
+    @property
+    def layout(self) -> tuple[tuple[int, Codec], ...]:
+        return tuple((piece.begin, piece.codec) for piece in self.pieces)
+
+    @property
+    def storage(self) -> Storage:
+        """What is stored of a moment in one piece."""
+        (piece,) = self.pieces
+        return piece.storage
+
+    @property
+    def codec(self) -> Codec:
+        """The codec of a moment in one piece."""
+        (piece,) = self.pieces
+        return piece.codec
 
     @property
     def is_whole(self) -> bool:
-        """Whether this is all of its storage, not a part."""
-        return self.numel() == self.storage.codes.numel()
+        """Whether this is all of its pieces, not a part."""
+        return self.numel() == self.pieces[-1].end
 
     def decode(self) -> torch.Tensor:
         """The values as a plain FP32 tensor of the same shape and device."""
-        storage, first = self._groups()
-        begin = self.start - first
-        x = self.codec.decode(storage, self.group_size)
-        if not self.is_whole:
-            x = x[begin : begin + self.numel()].clone()
+        if self.is_whole and len(self.pieces) == 1:
+            return self.codec.decode(self.storage, self.group_size).view(self.shape)
+        x = torch.empty(self.numel(), dtype=torch.float32, device=self.device)
+        for codec, part, within, where in self._parts():
+            x[where] = codec.decode(part, self.group_size)[within]
         return x.view(self.shape)
 
     def encode_(self, x: torch.Tensor) -> Self:
-        """Writes `x` (same number of elements, any floating point) into the storage."""
-        if self.numel() == 0:
-            return self
-        storage, first = self._groups()
-        begin = self.start - first
-        if not self.is_whole:
-            # the neighbours in the first and the last group are encoded again with the new values
-            whole = self.codec.decode(storage, self.group_size)
-            whole[begin : begin + self.numel()] = x.reshape(-1)
-            x = whole
-        for old, new in zip(storage, self.codec.encode(x, self.group_size), strict=True):
-            old.copy_(new)
+        """Writes `x` (same number of elements, any floating point) into what is stored."""
+        x = x.reshape(-1)
+        for codec, part, within, where in self._parts():
+            values = x[where]
+            if values.numel() < part.codes.numel():
+                # the neighbours in the first and the last group are encoded again with the new values
+                whole = codec.decode(part, self.group_size)
+                whole[within] = values
+                values = whole
+            for old, new in zip(part, codec.encode(values, self.group_size), strict=True):
+                old.copy_(new)
         return self
 
-    def _groups(self) -> tuple[Storage, int]:
-        """The part of the storage, in whole groups, that holds the window, and its first element."""
-        if self.is_whole:
-            return self.storage, 0
-        first = self.start // self.group_size
-        last = -(-(self.start + self.numel()) // self.group_size)
-        codes, scale, exponent = self.storage
-        begin = first * self.group_size
-        return Storage(codes[begin : last * self.group_size], scale[first:last], exponent[first:last]), begin
+    def encode_like_(self, x: torch.Tensor, likes: Sequence[Storage | None]) -> Self:
+        """`encode_` of a whole moment with the scales and exponents of each piece from `likes`, if given."""
+        x = x.reshape(-1)
+        for piece, like in zip(self.pieces, likes, strict=True):
+            encoded = piece.codec.encode(x[piece.begin : piece.end], self.group_size, like)
+            for old, new in zip(piece.storage, encoded, strict=True):
+                old.copy_(new)
+        return self
+
+    def rearranged(self, layout: Layout, group_size: int | None = None) -> Self:
+        """The same values, but for a rounding, in other pieces or groups; converted one by one."""
+        moment = type(self).zeros(self.shape, layout, group_size or self.group_size, self.device)
+        for begin, end, *_ in moment.pieces:
+            moment._window((end - begin,), begin).encode_(self._window((end - begin,), begin).decode())
+        return moment
+
+    def _parts(self) -> Iterator[tuple[Codec, Storage, slice, slice]]:
+        """What holds the window: of each piece a part in whole groups, where in this part the window is, and
+        where in the window this part.
+        """
+        stop = self.start + self.numel()
+        first = bisect_right(self.pieces, self.start, key=lambda piece: piece.begin) - 1
+        for begin, end, codec, (codes, scale, exponent) in itertools.islice(self.pieces, first, None):
+            low, high = max(begin, self.start), min(end, stop)
+            if low >= high:
+                return
+            g, h = (low - begin) // self.group_size, -(-(high - begin) // self.group_size)
+            part = Storage(codes[g * self.group_size : h * self.group_size], scale[g:h], exponent[g:h])
+            a = begin + g * self.group_size
+            yield codec, part, slice(low - a, high - a), slice(low - self.start, high - self.start)
 
     def _window(self, shape, offset: int = 0) -> Self:
-        return type(self)(self.storage, self.codec, self.group_size, shape, self.start + offset)
+        return type(self)(self.pieces, self.group_size, shape, self.start + offset)
 
     def _like(self, make) -> Self:
-        """A whole moment of the same shape whose storage is `make` of each tensor of this one's."""
-        return type(self)(Storage(*map(make, self.storage)), self.codec, self.group_size, self.shape)
+        """A whole moment of the same shape that stores `make` of each tensor that this one does."""
+        pieces = tuple(piece._replace(storage=Storage(*map(make, piece.storage))) for piece in self.pieces)
+        return type(self)(pieces, self.group_size, self.shape)
+
+    def stored(self) -> Iterator[torch.Tensor]:
+        """All tensors that are stored."""
+        return itertools.chain.from_iterable(piece.storage for piece in self.pieces)
 
     def __repr__(self):
-        return f"Moment(shape={tuple(self.shape)}, codec={self.codec.name}, device={self.device})"
+        codecs = ", ".join(dict.fromkeys(piece.codec.name for piece in self.pieces))
+        return f"Moment(shape={tuple(self.shape)}, codec={codecs}, device={self.device})"
 
     def __reduce_ex__(self, protocol):
-        return self.decode().cpu().__reduce_ex__(protocol)
+        if not _streaming.get():
+            return self.decode().cpu().__reduce_ex__(protocol)
+        storage = torch.storage.TypedStorage(wrap_storage=_Decoded(self), dtype=self.dtype, _internal=True)
+        # where the file says that the values are
+        storage._fake_device = "cpu"
+        arguments = (storage, 0, tuple(self.shape), self.stride(), False, OrderedDict())
+        return torch._utils._rebuild_tensor_v2, arguments
 
     def __deepcopy__(self, memo):
         copy = self.clone()
@@ -131,7 +206,7 @@ class Moment(torch.Tensor):
         return self.decode().numpy(force=force)
 
     def share_memory_(self) -> Self:
-        for t in self.storage:
+        for t in self.stored():
             t.share_memory_()
         return self
 
@@ -149,6 +224,57 @@ class Moment(torch.Tensor):
             if result is not NotImplemented:
                 return result
         return _on_values(func, args, kwargs)
+
+
+class StoredMoment(Moment):
+    """A moment that is pickled as it is stored, and comes back as a `Moment`. Needs `coat_ds` to be read."""
+
+    def __reduce_ex__(self, protocol):
+        moment = self if self.is_whole else self.clone()
+        if not isinstance(moment, StoredMoment):
+            return moment.__reduce_ex__(protocol)
+        pieces = [(begin, codec.name, *storage) for begin, _, codec, storage in moment.pieces]
+        return _rebuild, (pieces, moment.group_size, tuple(moment.shape))
+
+
+def _rebuild(pieces: list[tuple], group_size: int, shape: tuple[int, ...]) -> Moment:
+    made = []
+    for begin, name, *tensors in pieces:
+        storage = Storage(*tensors)
+        made.append(Piece(begin, begin + storage.codes.numel(), get_codec(name), storage))
+    return Moment(tuple(made), group_size, shape)
+
+
+class _Decoded(torch.UntypedStorage):
+    """The bytes of a moment's FP32 values, which exist once somebody asks for them on the CPU.
+
+    `torch.save` notes all storages first, then asks for those that are on another device and writes them, one
+    after the other.
+    """
+
+    def __new__(cls, moment: Moment):
+        storage = super().__new__(cls, 4 * moment.numel(), device="meta")
+        storage._moment = moment
+        return storage
+
+    def cpu(self) -> torch.UntypedStorage:
+        return self._moment.decode().cpu().untyped_storage()
+
+
+@contextmanager
+def streaming():
+    """Within it `torch.save` decodes moments one at a time, each when it is written, and
+    `CoatAdamW.state_dict` leaves them to it. Only for its zip format, and in this thread.
+    """
+    token = _streaming.set(True)
+    try:
+        yield
+    finally:
+        _streaming.reset(token)
+
+
+def is_streaming() -> bool:
+    return _streaming.get()
 
 
 def _plain(x):
@@ -193,13 +319,13 @@ def _new_like(make):
 def _zeros_like(x, *, dtype=None, device=None, pin_memory=False, **rest):
     if not x.is_whole or dtype not in (None, torch.float32) or pin_memory:
         return NotImplemented
-    return Moment.zeros(x.shape, x.codec, x.group_size, device or x.device)
+    return Moment.zeros(x.shape, x.layout, x.group_size, device or x.device)
 
 
 def _copy_(x, source, non_blocking=False):
-    same = isinstance(source, Moment) and (source.codec, source.group_size) == (x.codec, x.group_size)
+    same = isinstance(source, Moment) and (source.layout, source.group_size) == (x.layout, x.group_size)
     if same and x.is_whole and source.is_whole and source.shape == x.shape:
-        for old, new in zip(x.storage, source.storage, strict=True):
+        for old, new in zip(x.stored(), source.stored(), strict=True):
             old.copy_(new, non_blocking=non_blocking)
         return x
     return x.encode_(_plain(source).to(x.device, torch.float32).expand(x.shape))
@@ -254,7 +380,7 @@ _HANDLERS = {
     aten.zeros_like.default: _zeros_like,
     aten.copy_.default: _copy_,
     aten.zero_.default: _zero_,
-    aten.is_pinned.default: lambda x, device=None: x.storage.codes.is_pinned(),
+    aten.is_pinned.default: lambda x, device=None: all(t.is_pinned() for t in x.stored() if t.numel()),
     aten._pin_memory.default: lambda x, device=None: (
         x._like(lambda t: t.pin_memory()) if x.is_whole else NotImplemented
     ),

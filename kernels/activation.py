@@ -22,14 +22,20 @@ from coat_kernels.fp8 import (
     E4M3,
     Fp8Format,
     cast,
-    finite_abs,
+    finite_or_nan,
     fp8_format,
     require_fp8,
     round_to,
     uses_kernels,
     widen,
 )
-from coat_kernels.group_tiles import load_group_tile, store_group_tile, tile_mask
+from coat_kernels.group_tiles import (
+    load_group_tile,
+    store_column_words,
+    store_group_tile,
+    stored_max,
+    tile_mask,
+)
 from coat_kernels.groups import (
     Grouped,
     dequantize_groups_reference,
@@ -41,9 +47,7 @@ from coat_kernels.tensorwise import (
     ALIGNMENT,
     Quantized,
     empty_columns,
-    finite_max,
     quantize_tensor_reference,
-    store_columns,
     tensor_scale,
     to_tensor_codes,
 )
@@ -53,10 +57,10 @@ KINDS = ("silu", "gelu", "gelu_tanh", "squared_relu")
 # rows and columns of a program's tile, and its warps
 FORWARD_ROWS, FORWARD_COLUMNS, FORWARD_WARPS = 2, 1024, 4
 BACKWARD_ROWS, BACKWARD_COLUMNS, BACKWARD_WARPS = 4, 256, 4
-# the same of a program of backward that writes FP8 operands, rows a multiple of 16
+# the same of a program of backward that writes columns too; rows are a multiple of 16
 OPERANDS_ROWS, OPERANDS_COLUMNS, OPERANDS_WARPS = 64, 128, 8
 # the same of a program that writes columns alone
-COLUMNS_M, COLUMNS_N, COLUMNS_WARPS = 32, 256, 8
+COLUMNS_M, COLUMNS_N, COLUMNS_WARPS = 64, 256, 8
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 SQRT_HALF = tl.constexpr(0.7071067811865476)
@@ -174,6 +178,7 @@ def activation_forward_kernel(p_x, p_y, p_rows, p_codes, p_exponent, p_maxima,
                               E5M2: tl.constexpr, EVEN: tl.constexpr, ROWS: tl.constexpr,
                               COLUMNS: tl.constexpr, G: tl.constexpr):  # fmt: skip
     """y itself, or its FP8 codes by rows; what is kept and maxima where asked for."""
+    DTYPE: tl.constexpr = p_x.dtype.element_ty
     scale, todo = scale_and_tiles(p_predicted, p_used, p_largest, p_true, tiles, E5M2)
     across = tl.cdiv(f, COLUMNS)
     for tile in range(tl.program_id(0), todo, tl.num_programs(0)):
@@ -188,14 +193,13 @@ def activation_forward_kernel(p_x, p_y, p_rows, p_codes, p_exponent, p_maxima,
         if PARTS == 2:
             b_up = widen(load_tile(p_x + f, o_x, m_x, not EVEN))
             b_y *= b_up
-        b_y = round_to(b_y, p_x.dtype.element_ty)
         if p_y is not None:
-            store_tile(p_y, o_y, cast(b_y, p_x.dtype.element_ty), m_x, not EVEN)
-        if p_rows is not None:
-            store_tile(p_rows, o_y, to_tensor_codes(b_y, scale, E5M2), m_x, not EVEN)
+            store_tile(p_y, o_y, cast(b_y, DTYPE), m_x, not EVEN)
+        else:
+            store_tile(p_rows, o_y, to_tensor_codes(round_to(b_y, DTYPE), scale, E5M2), m_x, not EVEN)
         if p_maxima is not None:
             # a(0) is 0: what is masked does not count
-            tl.store(p_maxima + tile, finite_max(b_y))
+            tl.store(p_maxima + tile, stored_max(b_y, DTYPE))
         if p_codes is not None:
             store_group_tile(b_x, p_codes, p_exponent, o_row, column, rows, f, PARTS * f, PARTS * groups,
                              False, G, EVEN)  # fmt: skip
@@ -219,53 +223,71 @@ def load_parts(p_codes, p_exponent, o_row, column, rows, f, groups, PARTS: tl.co
 
 
 @triton.jit
-def activation_backward_kernel(p_grad_y, p_codes, p_exponent, p_grad_x, p_rows, p_columns, p_maxima,
-                               p_predicted, p_used, p_largest, p_true, rows, f, groups, padded_rows, tiles,
-                               KIND: tl.constexpr, PARTS: tl.constexpr,
-                               E5M2: tl.constexpr, EVEN: tl.constexpr, ROWS: tl.constexpr,
-                               COLUMNS: tl.constexpr, G: tl.constexpr):  # fmt: skip
-    """The gradient itself, or its FP8 codes by rows and columns as asked for."""
-    scale, todo = scale_and_tiles(p_predicted, p_used, p_largest, p_true, tiles, E5M2)
-    across = tl.cdiv(f, COLUMNS)
-    for tile in range(tl.program_id(0), todo, tl.num_programs(0)):
-        o_row = (tile // across).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-        column = (tile % across) * COLUMNS
-        o_f = column + tl.arange(0, COLUMNS)
-        m_x = tile_mask(o_row, o_f, rows, f)
-        b_grad = widen(load_tile(p_grad_y, o_row[:, None] * f + o_f[None, :], m_x, not EVEN))
-        b_x, b_up = load_parts(p_codes, p_exponent, o_row, column, rows, f, groups, PARTS, COLUMNS, G, EVEN)
-        b_value, b_slope = value_and_slope(b_x, KIND)
-        b_grad_x = b_grad * b_slope
-        if PARTS == 2:
-            b_grad_x *= b_up
-        b_grad_x = round_to(b_grad_x, p_grad_y.dtype.element_ty)
-        store_gradient(b_grad_x, p_grad_x, p_rows, p_columns, scale, o_row, o_f, 0, m_x, f, PARTS * f,
-                       padded_rows, E5M2, EVEN)  # fmt: skip
-        # the gradients of what is masked are 0
-        b_abs = finite_abs(b_grad_x)
-        if PARTS == 2:
-            b_grad_up = round_to(b_grad * b_value, p_grad_y.dtype.element_ty)
-            store_gradient(b_grad_up, p_grad_x, p_rows, p_columns, scale, o_row, o_f, f, m_x, f, PARTS * f,
-                           padded_rows, E5M2, EVEN)  # fmt: skip
-            b_abs = tl.maximum(b_abs, finite_abs(b_grad_up))
-        if p_maxima is not None:
-            tl.store(p_maxima + tile, tl.maximum(tl.max(tl.ravel(b_abs), axis=0), 0.0))
+def finite_abs(b_x):
+    """The magnitudes of an FP32 tile; NaN, which maxima pass over, where not finite."""
+    return tl.abs(finite_or_nan(b_x))
 
 
 @triton.jit
-def store_gradient(b_grad, p_grad, p_rows, p_columns, scale, o_row, o_f, first, m_x, f, stride, padded_rows,
-                   E5M2: tl.constexpr, EVEN: tl.constexpr):  # fmt: skip
-    """Stores a tile of the part of f columns that begins at column `first`."""
-    o_x = o_row[:, None] * stride + (first + o_f)[None, :]
-    if p_grad is not None:
-        store_tile(p_grad, o_x, cast(b_grad, p_grad.dtype.element_ty), m_x, not EVEN)
-    else:
-        b_codes = to_tensor_codes(b_grad, scale, E5M2)
-        if p_rows is not None:
-            store_tile(p_rows, o_x, b_codes, m_x, not EVEN)
+def activation_backward_kernel(p_grad_y, p_codes, p_exponent, p_grad_x, p_rows, p_columns, p_maxima,
+                               p_predicted, p_used, p_largest, p_true, rows, f, groups, padded_rows, tiles,
+                               KIND: tl.constexpr, PARTS: tl.constexpr, E5M2: tl.constexpr,
+                               EVEN: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+                               G: tl.constexpr):  # fmt: skip
+    """The gradient itself, or its FP8 codes by rows and columns as asked for."""
+    DTYPE: tl.constexpr = p_grad_y.dtype.element_ty
+    # columns are transposed in words of four rows
+    TURNS: tl.constexpr = 1 if p_columns is None else 4
+    HEIGHT: tl.constexpr = ROWS // TURNS
+    scale, todo = scale_and_tiles(p_predicted, p_used, p_largest, p_true, tiles, E5M2)
+    across = tl.cdiv(f, COLUMNS)
+    for tile in range(tl.program_id(0), todo, tl.num_programs(0)):
+        o_word = (tile // across) * HEIGHT + tl.arange(0, HEIGHT)
+        column = (tile % across) * COLUMNS
+        o_f = column + tl.arange(0, COLUMNS)
+        b_most = tl.zeros([HEIGHT, COLUMNS], dtype=tl.float32)
+        b_words = tl.zeros([HEIGHT, COLUMNS], dtype=tl.int32)
+        b_up_words = b_words
+        for i in tl.static_range(TURNS):
+            o_row = o_word.to(tl.int64) * TURNS + i
+            m_x = tile_mask(o_row, o_f, rows, f)
+            o_x = o_row[:, None] * (PARTS * f) + o_f[None, :]
+            b_grad = widen(load_tile(p_grad_y, o_row[:, None] * f + o_f[None, :], m_x, not EVEN))
+            b_x, b_up = load_parts(p_codes, p_exponent, o_row, column, rows, f, groups, PARTS, COLUMNS, G,
+                                   EVEN)  # fmt: skip
+            b_value, b_slope = value_and_slope(b_x, KIND)
+            b_grad_x = b_grad * b_slope
+            if PARTS == 2:
+                b_grad_x *= b_up
+            # the gradients of what is masked are 0
+            b_most = tl.maximum(b_most, finite_abs(b_grad_x))
+            b_codes = store_rows(b_grad_x, p_grad_x, p_rows, o_x, m_x, scale, DTYPE, E5M2, EVEN)
+            b_words |= b_codes.to(tl.int32) << (8 * i)
+            if PARTS == 2:
+                b_grad_up = b_grad * b_value
+                b_most = tl.maximum(b_most, finite_abs(b_grad_up))
+                b_codes = store_rows(b_grad_up, p_grad_x, p_rows, o_x + f, m_x, scale, DTYPE, E5M2, EVEN)
+                b_up_words |= b_codes.to(tl.int32) << (8 * i)
         if p_columns is not None:
-            store_columns(p_columns + tl.cast(first, tl.int64) * padded_rows, b_codes, o_row, o_f, f,
-                          padded_rows)  # fmt: skip
+            o_column = o_f.to(tl.int64)
+            store_column_words(p_columns, b_words, o_word, o_column, f, padded_rows, EVEN)
+            if PARTS == 2:
+                p_up = p_columns + f.to(tl.int64) * (padded_rows // 4)
+                store_column_words(p_up, b_up_words, o_word, o_column, f, padded_rows, EVEN)
+        if p_maxima is not None:
+            tl.store(p_maxima + tile, stored_max(b_most, DTYPE))
+
+
+@triton.jit
+def store_rows(b_x, p_x, p_rows, o_x, m_x, scale, DTYPE: tl.constexpr, E5M2: tl.constexpr,
+               EVEN: tl.constexpr):  # fmt: skip
+    """Stores an FP32 tile as it is or as codes, as far as asked for. Returns the codes."""
+    b_codes = to_tensor_codes(round_to(b_x, DTYPE), scale, E5M2)
+    if p_x is not None:
+        store_tile(p_x, o_x, cast(b_x, DTYPE), m_x, not EVEN)
+    if p_rows is not None:
+        store_tile(p_rows, o_x, b_codes, m_x, not EVEN)
+    return b_codes
 
 
 @triton.jit
@@ -277,15 +299,19 @@ def activation_columns_kernel(p_codes, p_exponent, p_largest, p_columns, p_scale
     scale = tensor_scale(tl.load(p_largest), E5M2)
     # every program stores the same scale
     tl.store(p_scale, scale)
-    o_row = tl.program_id(1).to(tl.int64) * M + tl.arange(0, M)
+    o_word = tl.program_id(1) * (M // 4) + tl.arange(0, M // 4)
     column = tl.program_id(0) * N
-    b_x, b_up = load_parts(p_codes, p_exponent, o_row, column, rows, f, groups, PARTS, N, G, EVEN)
-    b_y, _ = value_and_slope(b_x, KIND)
-    if PARTS == 2:
-        b_y *= b_up
-    # a(0) is 0: so are the rows past the end
-    b_codes = to_tensor_codes(b_y, scale, E5M2)
-    store_columns(p_columns, b_codes, o_row, column + tl.arange(0, N), f, padded_rows)
+    b_words = tl.zeros([M // 4, N], dtype=tl.int32)
+    for i in tl.static_range(4):
+        o_row = o_word.to(tl.int64) * 4 + i
+        b_x, b_up = load_parts(p_codes, p_exponent, o_row, column, rows, f, groups, PARTS, N, G, EVEN)
+        b_y, _ = value_and_slope(b_x, KIND)
+        if PARTS == 2:
+            b_y *= b_up
+        # a(0) is 0: so are the rows past the end
+        b_words |= to_tensor_codes(b_y, scale, E5M2).to(tl.int32) << (8 * i)
+    o_f = (column + tl.arange(0, N)).to(tl.int64)
+    store_column_words(p_columns, b_words, o_word, o_f, f, padded_rows, EVEN)
 
 
 def _empty_kept(rows: int, f: int, gated: bool, group_size: int, device: torch.device) -> Grouped:
@@ -378,7 +404,7 @@ def _launch_backward(
             exponent,
             grad_x,
             None if by_rows is None else by_rows.view(torch.uint8),
-            None if by_columns is None else by_columns.view(torch.uint8),
+            None if by_columns is None else by_columns.view(torch.int32),
             maxima,
             *scales,
             rows,
@@ -414,7 +440,7 @@ def activation_columns_triton(
             q.codes.view(torch.uint8),
             q.exponent,
             largest,
-            columns.view(torch.uint8),
+            columns.view(torch.int32),
             scale,
             rows,
             f,

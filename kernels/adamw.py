@@ -18,6 +18,7 @@ import torch
 import triton
 import triton.language as tl
 
+from coat_kernels.adamw_cpu import PIECE, adamw_compiled, compiled_can, compiled_step
 from coat_kernels.codecs.codec import (
     Codec,
     Storage,
@@ -443,6 +444,7 @@ def adamw_(
     weights: Sequence[torch.Tensor] | None = None,
     *,
     found_inf: torch.Tensor | None = None,
+    compiled: bool = False,
     **options,
 ) -> None:
     """One AdamW step in place for every tensor of the lists.
@@ -459,9 +461,10 @@ def adamw_(
         stochastic: rounds BF16 parameters without remainders stochastically.
         dither: rounds exp_avg_sq stochastically.
         seed: of both, a number of 31 bits; every step, tensor and element has its own noise.
+        compiled: on the CPU, step in C++ where it can (`adamw_cpu`), equal but for FP32 rounding.
         options: codecs, group size and hyper-parameters, as `adamw_reference` has them.
 
-    CUDA tensors take the kernel and never wait for the device, others the reference.
+    CUDA tensors take the kernel and never wait for the device, others the reference, in pieces.
     """
     if params and params[0].is_cuda:
         adamw_triton(
@@ -473,5 +476,32 @@ def adamw_(
     options["lr"] = float(options["lr"])
     nothing = [None] * len(params)
     lists = (params, grads, exp_avgs, exp_avg_sqs, steps, remainders or nothing, weights or nothing)
+    function = compiled_step() if compiled else None
     for i, (param, grad, m, v, step, remainder, weight) in enumerate(zip(*lists, strict=True)):
-        adamw_reference(param, grad, m, v, float(step), remainder, weight, tensor=i, **options)
+        plain = remainder is None and weight is None
+        if function is not None and plain and compiled_can(param, grad, **options):
+            adamw_compiled(function, param, grad, m, v, float(step), **options)
+        else:
+            _in_pieces(param, grad, m, v, float(step), remainder, weight, tensor=i, **options)
+
+
+def _in_pieces(param, grad, m, v, step, remainder, weight, *, group_size, seed=0, **options) -> None:
+    """`adamw_reference` on one piece of the tensor after another: its temporaries stay in the cache."""
+
+    def cut(x, a, b):
+        return None if x is None else x.view(-1)[a:b]
+
+    for a in range(0, param.numel(), PIECE):
+        b, g, h = a + PIECE, a // group_size, (a + PIECE) // group_size
+        adamw_reference(
+            cut(param, a, b),
+            cut(grad, a, b),
+            *(Storage(s.codes[a:b], s.scale[g:h], s.exponent[g:h]) for s in (m, v)),
+            step,
+            cut(remainder, a, b),
+            cut(weight, a, b),
+            group_size=group_size,
+            # the noise of an element is of its place in the tensor
+            seed=seed + a,
+            **options,
+        )

@@ -10,12 +10,25 @@ import triton
 import triton.language as tl
 
 from coat_kernels.codecs.codec import load_tile, store_tile
+from coat_kernels.fp8 import cast, widen
 from coat_kernels.groups import dequantize_groups_tile, quantize_groups_tile
+from coat_kernels.tensorwise import finite_max
 
 
 @triton.jit
 def tile_mask(o_row, o_column, rows, columns):
     return (o_row[:, None] < rows) & (o_column[None, :] < columns)
+
+
+@triton.jit
+def stored_max(b_x, DTYPE: tl.constexpr):
+    """The largest finite magnitude of an FP32 tile once it is rounded to DTYPE, FP32.
+
+    It is the rounded maximum, since rounding keeps the order, and saves reading rounded values back. What is
+    finite in FP32 and not in BF16 counts as BF16's largest.
+    """
+    largest = widen(cast(finite_max(b_x), DTYPE))
+    return tl.minimum(largest, 3.3895313892515355e38) if DTYPE == tl.bfloat16 else largest
 
 
 @triton.jit
@@ -46,3 +59,15 @@ def load_group_tile(p_codes, p_exponent, o_row, column, rows, columns, stride_x,
     o_exponent = o_row[:, None] * stride_exponent + o_group[None, :]
     b_exponent = load_tile(p_exponent, o_exponent, m_group, not EVEN)
     return dequantize_groups_tile(b_codes, b_exponent, E5M2, G)
+
+
+@triton.jit
+def store_column_words(p_columns, b_words, o_word, o_column, columns, padded_rows, EVEN: tl.constexpr):
+    """Stores codes of a tile transposed, into [columns, padded_rows] seen as words of four rows.
+
+    b_words int32 [words, columns] hold the codes of rows 4 w to 4 w + 3, the first in the lowest byte. So the
+    exchange between threads moves words, not bytes, of which each would take an instruction.
+    """
+    words = padded_rows // 4
+    m_words = tile_mask(o_column, o_word, columns, words)
+    store_tile(p_columns, o_column[:, None] * words + o_word[None, :], tl.trans(b_words), m_words, not EVEN)

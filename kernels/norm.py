@@ -12,8 +12,14 @@ import triton
 import triton.language as tl
 
 from coat_kernels.codecs.codec import load_tile, store_tile
-from coat_kernels.fp8 import E4M3, Fp8Format, cast, finite_abs, fp8_format, require_fp8, uses_kernels, widen
-from coat_kernels.group_tiles import load_group_tile, store_group_tile, tile_mask
+from coat_kernels.fp8 import E4M3, Fp8Format, cast, fp8_format, require_fp8, uses_kernels, widen
+from coat_kernels.group_tiles import (
+    load_group_tile,
+    store_column_words,
+    store_group_tile,
+    stored_max,
+    tile_mask,
+)
 from coat_kernels.groups import (
     Grouped,
     dequantize_groups_reference,
@@ -25,9 +31,7 @@ from coat_kernels.origin import Origin, with_maxima, with_origin
 from coat_kernels.tensorwise import (
     Quantized,
     empty_columns,
-    finite_max,
     quantize_tensor_reference,
-    store_columns,
     tensor_scale,
     to_tensor_codes,
 )
@@ -41,7 +45,7 @@ PROGRAMS = 264
 # tiles of which backward has loads in flight; 1 leaves that to the programs beside it
 BACKWARD_STAGES = 1
 # rows and columns of a program that writes columns
-COLUMNS_M, COLUMNS_N, COLUMNS_WARPS = 64, 256, 4
+COLUMNS_M, COLUMNS_N, COLUMNS_WARPS = 64, 256, 8
 
 
 def _gamma(weight: torch.Tensor, zero_centered: bool) -> torch.Tensor:
@@ -136,10 +140,9 @@ def norm_forward_kernel(p_x, p_weight, p_bias, p_y, p_codes, p_exponent, p_rstd,
     b_y = b_x * b_rstd[:, None] * b_gamma[None, :]
     if p_bias is not None:
         b_y += widen(load_tile(p_bias, o_h, o_h < h, not EVEN))[None, :]
-    b_y = cast(b_y, p_y.dtype.element_ty)
-    store_tile(p_y, o_x, b_y, m_x, not EVEN)
-    largest = finite_max(b_y if EVEN else tl.where(m_x, b_y, 0.0))
-    tl.store(p_maxima + pid, largest)
+    DTYPE: tl.constexpr = p_y.dtype.element_ty
+    store_tile(p_y, o_x, cast(b_y, DTYPE), m_x, not EVEN)
+    tl.store(p_maxima + pid, stored_max(b_y if EVEN else tl.where(m_x, b_y, 0.0), DTYPE))
     if KEEP:
         tl.store(p_rstd + o_row, b_rstd, mask=o_row < rows)
         store_group_tile(b_x, p_codes, p_exponent, o_row, 0, rows, h, h, groups, False, G, EVEN)
@@ -174,9 +177,9 @@ def norm_backward_kernel(p_grad_y, p_grad_residual, p_codes, p_exponent, p_rstd,
             b_grad_x *= b_rstd
             if p_grad_residual is not None:
                 b_grad_x += widen(load_tile(p_grad_residual, o_x, m_x, not EVEN))
-            b_out = cast(b_grad_x, p_grad_x.dtype.element_ty)
-            store_tile(p_grad_x, o_x, b_out, m_x, not EVEN)
-            b_abs = finite_abs(widen(b_out))
+            store_tile(p_grad_x, o_x, cast(b_grad_x, p_grad_x.dtype.element_ty), m_x, not EVEN)
+            # NaN, which maxima pass over, where not finite
+            b_abs = tl.abs(b_grad_x + b_grad_x * 0.0)
             if not EVEN:
                 b_abs = tl.where(m_x, b_abs, 0.0)
             b_largest = tl.maximum(b_largest, tl.max(tl.reshape(b_abs, [ROWS, H // 8, 8]), axis=2))
@@ -186,7 +189,7 @@ def norm_backward_kernel(p_grad_y, p_grad_residual, p_codes, p_exponent, p_rstd,
             b_grad_bias += b_grad
     o_partial = pid * h + o_h
     if p_grad_x is not None:
-        tl.store(p_maxima + pid, tl.max(tl.ravel(b_largest), axis=0))
+        tl.store(p_maxima + pid, stored_max(b_largest, p_grad_x.dtype.element_ty))
     if p_grad_weight is not None:
         store_tile(p_grad_weight, o_partial, tl.sum(b_grad_weight, axis=0), o_h < h, not EVEN)
     if p_grad_bias is not None:
@@ -201,17 +204,23 @@ def norm_columns_kernel(p_codes, p_exponent, p_rstd, p_weight, p_bias, p_largest
     scale = tensor_scale(tl.load(p_largest), E5M2)
     # every program stores the same scale
     tl.store(p_scale, scale)
-    o_row = tl.program_id(1).to(tl.int64) * M + tl.arange(0, M)
+    o_word = tl.program_id(1) * (M // 4) + tl.arange(0, M // 4)
     column = tl.program_id(0) * N
     o_h = column + tl.arange(0, N)
-    b_x = load_group_tile(p_codes, p_exponent, o_row, column, rows, h, h, groups, N, False, G, EVEN)
-    b_rstd = load_tile(p_rstd, o_row, o_row < rows, not EVEN)
-    b_y = b_x * b_rstd[:, None] * load_gamma(p_weight, o_h, o_h < h, ZERO_CENTERED, EVEN)[None, :]
+    b_gamma = load_gamma(p_weight, o_h, o_h < h, ZERO_CENTERED, EVEN)[None, :]
     if p_bias is not None:
-        b_y += widen(load_tile(p_bias, o_h, o_h < h, not EVEN))[None, :]
-        if not EVEN:
-            b_y = tl.where(o_row[:, None] < rows, b_y, 0.0)
-    store_columns(p_columns, to_tensor_codes(b_y, scale, E5M2), o_row, o_h, h, padded_rows)
+        b_bias = widen(load_tile(p_bias, o_h, o_h < h, not EVEN))[None, :]
+    b_words = tl.zeros([M // 4, N], dtype=tl.int32)
+    for i in tl.static_range(4):
+        o_row = o_word.to(tl.int64) * 4 + i
+        b_x = load_group_tile(p_codes, p_exponent, o_row, column, rows, h, h, groups, N, False, G, EVEN)
+        b_y = b_x * load_tile(p_rstd, o_row, o_row < rows, not EVEN)[:, None] * b_gamma
+        if p_bias is not None:
+            b_y += b_bias
+            if not EVEN:
+                b_y = tl.where(o_row[:, None] < rows, b_y, 0.0)
+        b_words |= to_tensor_codes(b_y, scale, E5M2).to(tl.int32) << (8 * i)
+    store_column_words(p_columns, b_words, o_word, o_h.to(tl.int64), h, padded_rows, EVEN)
 
 
 def _tile(h: int, group_size: int, least: int, elements: int) -> dict:
@@ -332,7 +341,7 @@ def norm_columns_triton(
             weight,
             bias,
             largest,
-            columns.view(torch.uint8),
+            columns.view(torch.int32),
             scale,
             rows,
             h,

@@ -54,29 +54,34 @@ def largest_of_all(largest: torch.Tensor, group: dist.ProcessGroup) -> torch.Ten
 
 
 def gather_rows(codes: torch.Tensor, group: dist.ProcessGroup) -> Callable[[], torch.Tensor]:
-    """Starts gathering FP8 `codes` [m, n] of all ranks; the result waits for them: [ranks * m, n]."""
+    """Starts gathering `codes` [m, n] of all ranks; the result waits for them: [ranks * m, n]."""
     m, n = codes.shape
-    gathered = torch.empty(group.size() * m, n, dtype=torch.uint8, device=codes.device)
-    work = dist.all_gather_into_tensor(gathered, codes.view(torch.uint8), group=group, async_op=True)
+    gathered = torch.empty(group.size() * m, n, dtype=codes.dtype, device=codes.device)
+    # as bytes: not every backend knows FP8
+    pair = gathered.view(torch.uint8), codes.contiguous().view(torch.uint8)
+    work = dist.all_gather_into_tensor(*pair, group=group, async_op=True)
 
     def wait() -> torch.Tensor:
         work.wait()
-        return gathered.view(codes.dtype)
+        return gathered
 
     return wait
 
 
 def gather_columns(codes: torch.Tensor, m: int, group: dist.ProcessGroup) -> Callable[[], torch.Tensor]:
-    """Starts gathering FP8 columns [n, m padded] of all ranks; the result waits for them and joins them along
-    the tokens: [n, ranks * m padded].
+    """Starts gathering columns [n, m padded] of all ranks; the result waits for them and joins them along the
+    tokens: [n, ranks * m padded].
     """
     n, wait_for_rows = codes.shape[0], gather_rows(codes, group)
 
     def wait() -> torch.Tensor:
-        parts = wait_for_rows().view(torch.uint8).view(group.size(), n, -1)[:, :, :m]
+        parts = wait_for_rows().view(group.size(), n, -1)[:, :, :m]
         total = group.size() * m
-        joined = torch.nn.functional.pad(parts.transpose(0, 1).reshape(n, total), (0, -total % ALIGNMENT))
-        return joined.view(codes.dtype)
+        joined = torch.empty(n, total + -total % ALIGNMENT, dtype=codes.dtype, device=codes.device)
+        joined[:, :total].view(n, group.size(), m).copy_(parts.transpose(0, 1))
+        if total % ALIGNMENT:
+            joined[:, total:] = 0
+        return joined
 
     return wait
 

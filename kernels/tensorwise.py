@@ -18,7 +18,7 @@ import torch
 import triton
 import triton.language as tl
 
-from coat_kernels.fp8 import Fp8Format, finite_abs, finite_or_nan, fp8_format, to_fp8, uses_kernels, widen
+from coat_kernels.fp8 import Fp8Format, finite_or_nan, fp8_format, to_fp8, uses_kernels
 from coat_kernels.ops import compilable
 from coat_kernels.origin import maxima_of
 
@@ -55,7 +55,8 @@ def maxima_reference(x: torch.Tensor) -> torch.Tensor:
 @triton.jit
 def finite_max(b_x):
     """The largest finite magnitude of a tile, FP32."""
-    return tl.maximum(tl.max(tl.ravel(finite_abs(widen(b_x))), axis=0), 0.0)
+    b_abs = tl.abs(b_x.to(tl.float32))
+    return tl.max(tl.ravel(tl.where(b_abs < float("inf"), b_abs, 0.0)), axis=0)
 
 
 @triton.jit
@@ -285,9 +286,10 @@ def transpose_kernel(p_rows, p_columns, m, n, padded_m, M: tl.constexpr, N: tl.c
 
 def transpose_codes_reference(codes: torch.Tensor) -> torch.Tensor:
     """Codes [m, n] by columns, [n, m'], as in `Quantized`."""
-    padding = -codes.shape[0] % ALIGNMENT
-    bits = torch.nn.functional.pad(codes.view(torch.uint8).t(), (0, padding))
-    return bits.contiguous().view(codes.dtype)
+    m, n = codes.shape
+    columns = torch.zeros(n, m + -m % ALIGNMENT, dtype=codes.dtype, device=codes.device)
+    columns[:, :m] = codes.t()
+    return columns
 
 
 def transpose_codes_triton(codes: torch.Tensor) -> torch.Tensor:

@@ -322,11 +322,12 @@ def test_state_dict_has_the_stock_layout():
     for group, own in zip(theirs["param_groups"], ours["param_groups"], strict=True):
         assert group.keys() <= own.keys() and own["params"] == group["params"]
     metadata = ours["coat"]["moments"][0]["exp_avg"]
-    assert ours["coat"]["version"] == 1
-    assert (metadata["codec"], metadata["group_size"]) == ("fp8_expanded", 128)
+    assert (ours["coat"]["version"], metadata["group_size"]) == (2, 128)
+    ((begin, codec, scale, exponent),) = metadata["pieces"]
+    assert (begin, codec) == (0, "fp8_expanded")
     groups = -(-params[0].numel() // 128)
-    assert (metadata["scale"].shape, metadata["scale"].dtype) == ((groups,), torch.float32)
-    assert (metadata["exponent"].shape, metadata["exponent"].dtype) == ((groups,), torch.uint8)
+    assert (scale.shape, scale.dtype) == ((groups,), torch.float32)
+    assert (exponent.shape, exponent.dtype) == ((groups,), torch.uint8)
 
 
 def test_torch_adamw_goes_on_from_our_state_dict():
@@ -386,7 +387,7 @@ def test_metadata_that_does_not_fit_is_ignored(change):
     saved, options = optimizer.state_dict(), {"min_numel": 100}
     match change:
         case "version":
-            saved["coat"]["version"] = 2
+            saved["coat"]["version"] = 3
         case "format":
             options["exp_avg_format"] = "fp8_expanded_e5m2"
         case "group-size":
@@ -394,7 +395,9 @@ def test_metadata_that_does_not_fit_is_ignored(change):
         case "trimmed":
             for moments in saved["coat"]["moments"].values():
                 for metadata in moments.values():
-                    metadata["scale"] = metadata["scale"][:1]
+                    metadata["pieces"] = [
+                        (*piece[:2], piece[2][:1], piece[3]) for piece in metadata["pieces"]
+                    ]
         case "missing":
             del saved["coat"]
     resumed = CoatAdamW(parameters(), **options)

@@ -9,9 +9,9 @@ def poison(monkeypatch):
     def poisoned(allocate):
         def wrapper(*args, **kwargs):
             t = allocate(*args, **kwargs)
-            if t.numel() and t.dim():
+            if t.numel():
                 # all bits set is NaN in every floating type used here, and an absurd exponent
-                t.view(torch.uint8).fill_(0xFF)
+                t.as_strided((t.numel(),), (1,)).view(torch.uint8).fill_(0xFF)
             return t
 
         return wrapper

@@ -1,0 +1,179 @@
+"""DeepSpeed's activation checkpointing with inputs kept in FP8, beside torch's (`coat_kernels.saved`).
+
+`deepspeed.checkpointing.checkpoint` keeps inputs in an attribute of its autograd context, where autograd's
+hooks do not see them, and looks up the class that does so, `CheckpointFunction`, in its module. A subclass
+of it stands there while a module with the block runs forward. It marks the inputs `no_checkpointing`, upon
+which DeepSpeed neither partitions nor offloads them, and then keeps codes in their place: of this rank's
+share alone under `partition_activations` (gathered as codes, half of the traffic), and on the host under
+`cpu_checkpointing` (copied as codes, on the compute stream).
+
+`non_reentrant_checkpoint` keeps inputs in a closure that nobody else reaches. It is left as it is.
+"""
+
+import contextlib
+import functools
+from collections.abc import Iterator, Mapping
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from coat_ds.config import CoatConfigError
+from coat_kernels.saved import (
+    Packed,
+    compressed_checkpoints,
+    exchanged,
+    in_region,
+    is_activation,
+    packed,
+    region,
+)
+
+CONTIGUOUS = (
+    "its buffers are of the activations' own type, and FP8 codes are not kept in them. Drop the key, or set "
+    "coat.checkpointing.compress to false."
+)
+
+
+def check_host_config(host: Mapping[str, Any]) -> None:
+    """Raises CoatConfigError where `coat.checkpointing.compress` would have no effect."""
+
+    def found(section: str, key: str) -> Any:
+        block = host.get(section)
+        return block.get(key) if isinstance(block, Mapping) else None
+
+    if found("activation_checkpointing", "contiguous_memory_optimization"):
+        raise CoatConfigError(
+            f"activation_checkpointing.contiguous_memory_optimization: found True; {CONTIGUOUS}"
+        )
+    for section, key, value, why in (
+        (
+            "pipeline",
+            "use_reentrant",
+            False,
+            "non_reentrant_checkpoint keeps inputs where they cannot be reached",
+        ),
+        ("compile", "deepcompile", True, "compiled regions keep their inputs as they are"),
+    ):
+        if found(section, key) is value:
+            raise CoatConfigError(
+                f"{section}.{key}: found {value}; {why}. Drop the key, or set coat.checkpointing.compress to "
+                "false."
+            )
+
+
+@contextlib.contextmanager
+def compressed(group_size: int) -> Iterator[None]:
+    """A context for a forward pass, in which DeepSpeed's and torch's checkpointing keep inputs in FP8.
+
+    Raises CoatConfigError, from `checkpoint`, if DeepSpeed's contiguous buffers were configured.
+    """
+    from deepspeed.runtime.activation_checkpointing import checkpointing as host
+
+    function = _packing_function(host, host.CheckpointFunction, group_size)
+    with compressed_checkpoints(group_size), exchanged(host, CheckpointFunction=function):
+        yield
+
+
+def compress_inputs(module: torch.nn.Module, group_size: int) -> None:
+    """Has every forward pass of `module` run in `compressed`."""
+    open_contexts = []
+
+    @torch.compiler.disable
+    def enter(*_):
+        context = compressed(group_size)
+        context.__enter__()
+        open_contexts.append(context)
+
+    @torch.compiler.disable
+    def leave(*_):
+        open_contexts.pop().__exit__(None, None, None)
+
+    module.register_forward_pre_hook(enter)
+    module.register_forward_hook(leave, always_call=True)
+
+
+@functools.cache
+def _packing_function(host: ModuleType, base: type, group_size: int) -> type:
+    class CheckpointFunction(base):
+        __doc__ = base.__doc__
+
+        @staticmethod
+        def forward(ctx, run_function, all_outputs, *args):
+            if in_region.get():
+                return base.forward(ctx, run_function, all_outputs, *args)
+            if host.CONTIGUOUS_CHECKPOINTING:
+                raise CoatConfigError(
+                    f"deepspeed.checkpointing.configure(contiguous_checkpointing=True): {CONTIGUOUS}"
+                )
+            chosen = {id(x): x for x in args if _is_kept(host, x)}
+            for x in chosen.values():
+                x.no_checkpointing = True
+            try:
+                outputs = base.forward(ctx, region(run_function), all_outputs, *args)
+            finally:
+                for x in chosen.values():
+                    del x.no_checkpointing
+            stand_ins = {key: _stand_in(host, x, group_size) for key, x in chosen.items()}
+            ctx.deepspeed_saved_tensors = tuple(stand_ins.get(id(t), t) for t in ctx.deepspeed_saved_tensors)
+            return outputs
+
+    return CheckpointFunction
+
+
+def _shares(host: ModuleType) -> int:
+    return host.mp_size if host.PARTITION_ACTIVATIONS else 1
+
+
+def _is_kept(host: ModuleType, x: Any) -> bool:
+    """Whether `x` is kept in FP8; DeepSpeed refuses tensors that do not divide among the ranks."""
+    return is_activation(x) and not hasattr(x, "no_checkpointing") and x.numel() % _shares(host) == 0
+
+
+def _stand_in(host: ModuleType, x: torch.Tensor, group_size: int) -> torch.Tensor:
+    """An empty tensor that DeepSpeed fills in backward with what `saved_data.to(device)` gives."""
+    empty = torch.empty(0, dtype=x.dtype, device=x.device, requires_grad=True)
+    empty.saved_data = _Kept(host, x, group_size)
+    # whole when it is filled: not to be gathered again
+    empty.no_checkpointing = True
+    return empty
+
+
+class _Kept:
+    """An input as codes: this rank's share of it if activations are partitioned, on the host if asked for."""
+
+    def __init__(self, host: ModuleType, x: torch.Tensor, group_size: int):
+        self.shape, self.group, self.shares = x.shape, host.mp_group, _shares(host)
+        if self.shares == 1:
+            self.packed = packed(x, group_size)
+        else:
+            flat = x.detach().reshape(-1)
+            share = flat.numel() // self.shares
+            self.packed = Packed(flat.narrow(0, share * host.mp_rank, share), group_size)
+        if host.CPU_CHECKPOINT:
+            self.packed = self.packed.with_codes(*map(_on_host, (self.packed.codes, self.packed.exponent)))
+
+    def to(self, device: torch.device) -> torch.Tensor:
+        """The input again, on `device`; a collective call if activations are partitioned."""
+        codes, exponent = (t.to(device, non_blocking=True) for t in (self.packed.codes, self.packed.exponent))
+        if self.shares == 1:
+            return self.packed.with_codes(codes, exponent).unpack()
+        codes, exponent = self._gathered(codes.view(torch.uint8)), self._gathered(exponent)
+        shares = [
+            self.packed.with_codes(c.view(self.packed.codes.dtype), e).unpack()
+            for c, e in zip(codes, exponent, strict=True)
+        ]
+        return torch.cat(shares).view(self.shape)
+
+    def _gathered(self, t: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        import deepspeed.comm as dist
+
+        whole = t.new_empty(self.shares * t.shape[0], t.shape[1])
+        dist.all_gather_into_tensor(whole, t, group=self.group)
+        return whole.chunk(self.shares)
+
+
+def _on_host(t: torch.Tensor) -> torch.Tensor:
+    # on the compute stream, as the copy back will be: nobody has to wait
+    host = torch.empty(t.shape, dtype=t.dtype, pin_memory=t.is_cuda)
+    return host.copy_(t, non_blocking=True)

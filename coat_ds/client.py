@@ -1,0 +1,126 @@
+"""An Adam or AdamW that the user, or Hugging Face's Trainer, made, turned into a CoatAdamW in place."""
+
+import functools
+import weakref
+from collections.abc import Callable
+from itertools import compress
+from typing import Any
+
+import torch
+
+from coat_ds.config import CoatConfigError, OptimizerConfig
+from coat_ds.optimizer import LAYOUT, CoatAdamW
+
+# by name, since DeepSpeed's need not be importable; exactly these, since a subclass may step otherwise
+KINDS = {
+    "torch.optim.adamw": ("AdamW",),
+    "torch.optim.adam": ("Adam",),
+    "deepspeed.ops.adam.fused_adam": ("FusedAdam",),
+    "deepspeed.ops.adam.cpu_adam": ("DeepSpeedCPUAdam",),
+}
+# options of a parameter group that choose an implementation
+SWITCHES = (
+    "amsgrad",
+    "foreach",
+    "fused",
+    "differentiable",
+    "decoupled_weight_decay",
+    "bias_correction",
+    "adam_w_mode",
+    "fp32_optimizer_states",
+)
+WAY_OUT = (
+    'Drop the argument and use the "optimizer" section, pass a coat_ds.CoatAdamW, or set '
+    "coat.optimizer.enabled to false."
+)
+
+
+def check(optimizer: Any) -> None:
+    """Raises CoatConfigError for an optimizer argument whose steps CoatAdamW would not make."""
+
+    def refuse(found: str):
+        raise CoatConfigError(f"coat.optimizer.enabled: found {found} as the optimizer argument. {WAY_OUT}")
+
+    if isinstance(optimizer, CoatAdamW):
+        return
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        if not callable(optimizer):
+            refuse(repr(optimizer))
+        return
+    cls = type(optimizer)
+    if cls.__name__ not in KINDS.get(cls.__module__, ()):
+        refuse(f"{cls.__module__}.{cls.__name__}, which is no Adam or AdamW of torch or DeepSpeed,")
+    for group in optimizer.param_groups:
+        decoupled = group.get("decoupled_weight_decay", getattr(optimizer, "adam_w_mode", False))
+        if group["weight_decay"] and not decoupled:
+            refuse(
+                f"{cls.__name__} with weight_decay {group['weight_decay']} in the gradient, not decoupled,"
+            )
+        if group.get("amsgrad"):
+            refuse(f"{cls.__name__} with amsgrad")
+        if not group.get("bias_correction", True):
+            refuse(f"{cls.__name__} without bias_correction")
+    if any(optimizer.state.values()):
+        refuse(f"{cls.__name__} that has made steps, whose moments DeepSpeed would lose,")
+    if "step" in vars(optimizer) and not _is_tracked(optimizer):
+        refuse(f"{cls.__name__} whose step() was exchanged")
+
+
+def convert_(
+    optimizer: torch.optim.Optimizer,
+    config: OptimizerConfig,
+    cls: type[CoatAdamW] = CoatAdamW,
+    **options: Any,
+) -> CoatAdamW:
+    """Makes a `cls` of `optimizer`, the same object with the same parameter groups, and returns it.
+
+    Schedulers and others that hold it keep working. Options of the parameter groups stay: learning rates,
+    betas, eps, weight decay, and what schedulers noted there. Those of `config` are added.
+    options: of the constructor, for the optimizer as a whole, such as `keep_fp32`.
+    """
+    check(optimizer)
+    if isinstance(optimizer, CoatAdamW):
+        return optimizer
+    groups = [_group(group, config) for group in optimizer.param_groups]
+    made = cls(groups, **options)
+    made.defaults.update(
+        {k: v for k, v in optimizer.defaults.items() if k in made.defaults and k not in SWITCHES}
+    )
+    # the very dicts: DeepSpeed's optimizers share them with the one that they were made of
+    for group, own in zip(optimizer.param_groups, made.param_groups, strict=True):
+        group.clear()
+        group.update(own)
+    hooks = {name: value for name, value in vars(optimizer).items() if name.endswith("_hooks")}
+    tracked = _is_tracked(optimizer)
+    vars(optimizer).update({**vars(made), **hooks, "param_groups": optimizer.param_groups})
+    optimizer.__class__ = cls
+    if tracked:
+        optimizer.step = _tracked(optimizer)
+    return optimizer
+
+
+def _group(group: dict[str, Any], config: OptimizerConfig) -> dict[str, Any]:
+    """A CoatAdamW's parameter group of an Adam's, without frozen parameters, which ZeRO ignores."""
+    options = {name: getattr(config, name) for name in LAYOUT}
+    options |= {name: value for name, value in group.items() if name not in SWITCHES}
+    trained = [p.requires_grad for p in group["params"]]
+    per_parameter = [name for name in ("params", "param_names") if name in group]
+    return options | {name: list(compress(group[name], trained)) for name in per_parameter}
+
+
+def _is_tracked(optimizer: torch.optim.Optimizer) -> bool:
+    return hasattr(vars(optimizer).get("step"), "_wrapped_by_lr_sched")
+
+
+def _tracked(optimizer: CoatAdamW) -> Callable:
+    """`step` as torch's learning rate schedulers wrap it, to notice if they are stepped before it."""
+    step, holder = type(optimizer).step, weakref.ref(optimizer)
+
+    @functools.wraps(step)
+    def wrapper(*args, **kwargs):
+        optimizer = holder()
+        optimizer._opt_called = True
+        return step(optimizer, *args, **kwargs)
+
+    wrapper._wrapped_by_lr_sched = True
+    return wrapper

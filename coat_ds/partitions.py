@@ -1,0 +1,71 @@
+"""Which parts of which parameters the flat tensors hold that DeepSpeed gives to the optimizer."""
+
+from collections.abc import Iterator
+
+import torch
+
+from coat_ds.optimizer import CoatAdamW, Fragment
+
+
+def link_partitions(wrapper, optimizer: CoatAdamW) -> None:
+    """Tells `optimizer` what each flat tensor of `wrapper` is composed of, and creates all of its states.
+
+    wrapper: what DeepSpeed put around the optimizer: ZeRO 1, 2 or 3, BF16_Optimizer, stage 0's
+    FP16_Optimizer, or anything that hands over the parameters as they are.
+    """
+    for group_index, flat, placed in partitions(wrapper, len(optimizer.param_groups)):
+        group = optimizer.param_groups[group_index]
+        fragments = [
+            Fragment(start, numel, offset, optimizer.keeps(p, group, getattr(p, "ds_numel", p.numel())))
+            for p, start, numel, offset in placed
+        ]
+        optimizer.set_fragments(flat, fragments, group_index)
+    optimizer.init_states()
+
+
+Placed = tuple[torch.Tensor, int, int, int]
+
+
+def partitions(wrapper, groups: int) -> Iterator[tuple[int, torch.Tensor, Iterator[Placed]]]:
+    """Parameter group, flat tensor, and (parameter, start in the flat tensor, numel, offset in itself)."""
+    if hasattr(wrapper, "fp32_partitioned_groups_flat"):
+        flats, params = wrapper.fp32_partitioned_groups_flat, wrapper.fp16_groups
+        indices, place = [wrapper.sub_group_to_group_id[i] for i in range(len(flats))], _in_stage3
+    elif hasattr(wrapper, "single_partition_of_fp32_groups"):
+        flats, params = wrapper.single_partition_of_fp32_groups, wrapper.bit16_groups
+        indices, place = range(groups), _in_fragments
+    elif hasattr(wrapper, "fp32_groups_flat_partition"):
+        flats, params = wrapper.fp32_groups_flat_partition, wrapper.bf16_groups
+        indices, place = range(groups), _in_fragments
+    elif hasattr(wrapper, "fp32_groups_flat"):
+        flats, params = wrapper.fp32_groups_flat, wrapper.fp16_groups
+        indices, place = range(groups), _in_order
+    else:
+        return
+    for index, flat, held in zip(indices, flats, params, strict=True):
+        yield index, flat, place(held)
+
+
+def _in_fragments(params: list[torch.Tensor]) -> Iterator[Placed]:
+    """As stages 1 and 2 note it on the parameters."""
+    for p in sorted(
+        (p for p in params if p._hp_mapping), key=lambda p: p._hp_mapping.hp_fragment_address.start
+    ):
+        held = p._hp_mapping.hp_fragment_address
+        yield p, held.start, held.numel, p._hp_mapping.lp_fragment_address.start
+
+
+def _in_stage3(params: list[torch.Tensor]) -> Iterator[Placed]:
+    """Every rank holds an equal share of each parameter; the last ones end in padding."""
+    start = 0
+    for p in params:
+        share = p.partition_numel()
+        yield p, start, share, share * torch.distributed.get_rank(p.ds_process_group)
+        start += share
+
+
+def _in_order(params: list[torch.Tensor]) -> Iterator[Placed]:
+    start = 0
+    for p in params:
+        yield p, start, p.numel(), 0
+        start += p.numel()

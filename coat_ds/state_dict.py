@@ -1,0 +1,122 @@
+"""Moments in state dicts: what is written for them, and how they are restored."""
+
+from collections.abc import Iterator
+from itertools import chain
+from typing import Any
+
+import torch
+
+from coat_ds.state import Layout, Moment, StoredMoment, is_streaming
+from coat_kernels.codecs import Storage
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+METADATA_VERSION = 2
+# decoding on another device differs by a few FP32 roundings (2^-24) times at most 16, the largest 1 / k;
+# the nearest codes differ by 2^-4 / 16 at least. Anything between the two tells them apart.
+SAME_VALUE = 1e-4
+
+
+def take_states(packed: dict[str, Any], layout: str) -> dict[str, Any]:
+    """The state dict of `torch.optim.Optimizer` with moments in the given layout, "stock" or "compressed".
+
+    Under `"coat"` stand the scales and exponents of moments that are given as FP32 values.
+    """
+    state, stored = {}, {}
+    for index, entry in packed["state"].items():
+        state[index] = dict(entry)
+        stored[index] = {}
+        for name, value in entry.items():
+            if isinstance(value, Moment):
+                state[index][name] = _given(value, layout)
+                if layout == "stock":
+                    stored[index][name] = {
+                        "group_size": value.group_size,
+                        "pieces": [
+                            (piece.begin, piece.codec.name, *(t.cpu() for t in piece.storage[1:]))
+                            for piece in value.pieces
+                        ],
+                    }
+            elif name == "step":
+                state[index][name] = torch.tensor(float(value), dtype=torch.float32)
+    return {**packed, "state": state, "coat": {"version": METADATA_VERSION, "moments": stored}}
+
+
+def _given(moment: Moment, layout: str) -> torch.Tensor:
+    if layout == "compressed":
+        return StoredMoment(moment.pieces, moment.group_size, moment.shape)
+    # torch.save decodes it when it writes it
+    return moment.detach() if is_streaming() else moment.decode().cpu()
+
+
+def restored(
+    loaded: dict[str, Any], index: Any, name: str, layout: Layout, group_size: int, device: torch.device
+) -> tuple[Moment, bool]:
+    """A moment of a state dict, with the scales and exponents that it was saved with, if they are its own.
+
+    Returns also whether it is the saved one to the bit.
+    """
+    value = loaded["state"][index][name]
+    if isinstance(value, Moment):
+        value = value.to(device, copy=True)
+        same = (value.layout, value.group_size) == (layout, group_size)
+        return (value, True) if same else (value.rearranged(layout, group_size), False)
+    value = value.to(device=device, dtype=torch.float32)
+    moment = Moment.zeros(value.shape, layout, group_size, device)
+    likes = list(_likes(moment, loaded.get("coat", {}), index, name))
+    moment.encode_like_(value, likes)
+    # FP32 storage needs no scales
+    exact = all(like or piece.codec.name == "fp32" for piece, like in zip(moment.pieces, likes, strict=True))
+    flat = value.reshape(-1)
+    for piece, like in zip(moment.pieces, likes, strict=True):
+        if like is not None:
+            wanted = flat[piece.begin : piece.end]
+            got = piece.codec.decode(piece.storage, group_size)
+            # codes under another tensor's scales would be wrong in silence
+            if not torch.allclose(got, wanted, rtol=SAME_VALUE, atol=0, equal_nan=True):
+                exact = False
+                for old, new in zip(piece.storage, piece.codec.encode(wanted, group_size), strict=True):
+                    old.copy_(new)
+    return moment, exact
+
+
+def _likes(moment: Moment, coat: dict[str, Any], index: Any, name: str) -> Iterator[Storage | None]:
+    """The saved scales and exponents of each piece, None where there are none that fit."""
+    stored = coat.get("moments", {}) if coat.get("version") == METADATA_VERSION else {}
+    stored = stored.get(index, {}).get(name, {"group_size": 0, "pieces": []})
+    same_size = stored["group_size"] == moment.group_size
+    saved = {(begin, codec): tensors for begin, codec, *tensors in stored["pieces"] if same_size}
+    for piece in moment.pieces:
+        tensors = saved.get((piece.begin, piece.codec.name), ())
+        if [t.shape for t in tensors] == [t.shape for t in piece.storage[1:]] and any(
+            t.numel() for t in tensors
+        ):
+            yield Storage(piece.storage.codes, *(t.to(moment.device) for t in tensors))
+        else:
+            yield None
+
+
+def check_states(state_dict: dict[str, Any], groups: list[dict[str, Any]]) -> None:
+    """Raises ValueError for a state that does not fit its parameter, before anything is changed."""
+    saved = state_dict["param_groups"]
+    if [len(g["params"]) for g in saved] != [len(g["params"]) for g in groups]:
+        return  # torch's own message is the one that users know
+    indices = chain.from_iterable(g["params"] for g in saved)
+    params = chain.from_iterable(g["params"] for g in groups)
+    for index, p in zip(indices, params, strict=True):
+        entry = state_dict["state"].get(index)
+        if not entry:
+            continue
+        if "max_exp_avg_sq" in entry:
+            raise ValueError("load_state_dict: the state is amsgrad's, which CoatAdamW does not support.")
+        missing = [k for k in ("step", *MOMENTS) if k not in entry]
+        if missing:
+            raise ValueError(
+                f"load_state_dict: the state of parameter {index} has no {', '.join(missing)}, but "
+                f"{', '.join(entry)}. Load the state dict of CoatAdamW or torch.optim.AdamW."
+            )
+        for name in MOMENTS:
+            if entry[name].shape != p.shape:
+                raise ValueError(
+                    f"load_state_dict: {name} of parameter {index} is {tuple(entry[name].shape)}, the "
+                    f"parameter {tuple(p.shape)}. Load a checkpoint of the same model and the same layout."
+                )

@@ -1,0 +1,110 @@
+"""The AdamW step for tensors on the CPU, where hosts offload states to.
+
+It is C++ that is compiled when it is first needed, as DeepSpeed's own CPU optimizers are. Where there is no
+compiler, steps run in PyTorch, in pieces that stay in the cache.
+"""
+
+import ctypes
+import functools
+import logging
+import math
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from coat_kernels.codecs.codec import Codec, Storage
+
+log = logging.getLogger(__name__)
+SOURCE = Path(__file__).with_suffix(".cpp")
+FLAGS = ["-O3", "-march=native", "-fopenmp", "-fno-math-errno", "-fno-trapping-math"]
+COMPILED = ("fp8_expanded", "fp8_expanded_e5m2")
+# elements of a piece of PyTorch's step, whose dozen temporaries stay in the cache
+PIECE = 2**16
+
+
+class Step(ctypes.Structure):
+    _fields_ = [
+        (name, ctypes.c_float)
+        for name in (
+            "lr",
+            "beta1",
+            "beta2",
+            "eps",
+            "weight_decay",
+            "correction1",
+            "root_correction2",
+            "scale",
+        )
+    ]
+
+
+@functools.cache
+def compiled_step() -> Callable | None:
+    """The C function, or None where nothing compiles it, which is logged once."""
+    from torch.utils.cpp_extension import load
+
+    try:
+        library = load(
+            "coat_adamw_cpu",
+            [str(SOURCE)],
+            extra_cflags=FLAGS,
+            extra_ldflags=["-fopenmp"],
+            is_python_module=False,
+        )
+    except (OSError, RuntimeError, ImportError) as error:
+        log.warning("AdamW steps on the CPU run in PyTorch, slowly: %s", str(error).splitlines()[0])
+        return None
+    step = ctypes.CDLL(library).adamw_step
+    step.argtypes = [ctypes.c_void_p] * 8 + [ctypes.c_int64] * 2 + [ctypes.c_int] * 2
+    step.argtypes += [ctypes.POINTER(Step), ctypes.c_int]
+    step.restype = None
+    return step
+
+
+def compiled_can(
+    param: torch.Tensor,
+    grad: torch.Tensor,
+    *,
+    exp_avg_codec: Codec,
+    exp_avg_sq_codec: Codec,
+    dither: bool = False,
+    **_,
+) -> bool:
+    """Whether the compiled step knows these types and options."""
+    fp32 = param.dtype == grad.dtype == torch.float32 and param.device.type == "cpu"
+    return fp32 and not dither and exp_avg_codec.name in COMPILED and exp_avg_sq_codec.name in COMPILED
+
+
+def adamw_compiled(
+    function: Callable,
+    param: torch.Tensor,
+    grad: torch.Tensor,
+    exp_avg: Storage,
+    exp_avg_sq: Storage,
+    step: float,
+    *,
+    exp_avg_codec: Codec,
+    exp_avg_sq_codec: Codec,
+    group_size: int,
+    lr: float,
+    beta1: float,
+    beta2: float,
+    eps: float,
+    weight_decay: float,
+    maximize: bool = False,
+    grad_scale: torch.Tensor | None = None,
+    **_,
+) -> None:
+    """One step for one contiguous FP32 tensor with an FP32 gradient, on torch's number of threads."""
+    scale = (1.0 if grad_scale is None else float(grad_scale)) * (-1 if maximize else 1)
+    options = Step(lr, beta1, beta2, eps, weight_decay, 1 - beta1**step, math.sqrt(1 - beta2**step), scale)
+    function(
+        *(t.data_ptr() for t in (param, grad, *exp_avg, *exp_avg_sq)),
+        param.numel(),
+        group_size,
+        exp_avg_codec.is_e5m2,
+        exp_avg_sq_codec.is_e5m2,
+        ctypes.byref(options),
+        torch.get_num_threads(),
+    )

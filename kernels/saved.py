@@ -1,0 +1,230 @@
+"""Activations that autograd keeps, in FP8: half the bytes of BF16, a quarter of FP32's.
+
+Activation checkpointing keeps the inputs of a region and computes the region again in backward.
+`compressed_checkpoints` has `torch.utils.checkpoint` keep them as FP8 codes with a scale for each group of G
+elements. The forward pass is not touched; backward recomputes from inputs that are off by at most 2^-4 of
+themselves (E4M3 has 3 bits behind the point), or by 2^-17 of the largest of the group where they are below
+2^-13 of it. Inputs that E4M3 holds exactly give the same gradients bit for bit.
+
+What is kept goes through `torch.autograd.graph.saved_tensors_hooks`, set around the saving of the inputs
+alone: around a whole forward they would also meet what the loss keeps, which FP8 is too coarse for, and they
+switch off autograd's check for tensors changed in place. So the two names by which `torch.utils.checkpoint`
+saves inputs are exchanged while the context is open, wherever a model has `checkpoint` from. Regions inside
+`torch.compile` keep their inputs as they are.
+"""
+
+import contextlib
+import copy
+import functools
+import math
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from contextvars import ContextVar
+from types import ModuleType
+from typing import Any, Self
+
+import torch
+import torch.utils.checkpoint
+from torch.autograd.graph import saved_tensors_hooks
+
+from coat_kernels.groups import (
+    Grouped,
+    dequantize_groups_reference,
+    dequantize_groups_triton,
+    quantize_groups_reference,
+    quantize_groups_triton,
+)
+
+GROUP_SIZES = (16, 32, 64, 128)
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+# below this the codes' own bookkeeping outweighs what they save
+MIN_NUMEL = 4096
+# elements in a row of the kernels' tiles
+ROW = 1024
+
+# inputs of a region within a region are the outer one's to compute again, not to be kept
+in_region: ContextVar[bool] = ContextVar("in_region", default=False)
+
+
+class Packed:
+    """A dense tensor as FP8 E4M3 codes and exponents, of `group_size` consecutive elements in memory each.
+
+    codes: FP8 [rows, columns], padded with zeros to whole groups
+    exponent: uint8 [rows, columns / group_size]
+    """
+
+    __slots__ = ("codes", "exponent", "group_size", "shape", "stride", "dtype", "__weakref__")
+
+    def __init__(self, x: torch.Tensor, group_size: int):
+        """Packs `x` (FP32, BF16 or FP16, any shape); one that is not dense in memory is unpacked contiguous.
+
+        Inf is kept as NaN, which E4M3 has.
+        """
+        dense = torch.empty_like(x, device="meta").stride() == x.stride()
+        x = x.detach() if dense else x.detach().contiguous()
+        self.shape, self.stride, self.dtype = x.shape, x.stride(), x.dtype
+        self.group_size = group_size
+        flat = x.as_strided((x.numel(),), (1,))
+        if padding := -flat.numel() % group_size:
+            flat = torch.nn.functional.pad(flat, (0, padding))
+        # a power of two of at least a group, that divides them all
+        rows = flat.view(-1, math.gcd(flat.numel(), ROW))
+        quantize = quantize_groups_triton if x.is_cuda else quantize_groups_reference
+        self.codes, self.exponent = quantize(rows, group_size)
+        _alive.add(self)
+
+    def with_codes(self, codes: torch.Tensor, exponent: torch.Tensor) -> Self:
+        """One of the same shape, strides and dtype with other codes, which may be on another device."""
+        other = copy.copy(self)
+        other.codes, other.exponent = codes, exponent
+        _alive.add(other)
+        return other
+
+    @property
+    def nbytes(self) -> int:
+        return self.codes.nbytes + self.exponent.nbytes
+
+    @property
+    def plain_nbytes(self) -> int:
+        """Bytes of the tensor itself."""
+        return self.shape.numel() * self.dtype.itemsize
+
+    def unpack(self) -> torch.Tensor:
+        """The tensor again: shape, strides and dtype of the one that was packed."""
+        grouped = Grouped(self.codes, self.exponent)
+        if self.codes.is_cuda:
+            x = dequantize_groups_triton(grouped, self.group_size, self.dtype)
+        else:
+            x = dequantize_groups_reference(grouped, self.group_size).to(self.dtype)
+        return x.as_strided(self.shape, self.stride)
+
+
+_alive: weakref.WeakSet[Packed] = weakref.WeakSet()
+
+
+def packed_bytes() -> tuple[int, int]:
+    """Bytes of all packed tensors that are alive in this process, and of the tensors that they stand for."""
+    alive = list(_alive)
+    return sum(p.nbytes for p in alive), sum(p.plain_nbytes for p in alive)
+
+
+def is_activation(x: Any) -> bool:
+    """Whether `x` is a floating activation of decent size: what autograd computed, so that nothing else than
+    the graph keeps it. No parameter, no view of one, no mask, table or input.
+    """
+    return (
+        type(x) is torch.Tensor
+        and x.dtype in DTYPES
+        and x.layout is torch.strided
+        and x.numel() >= MIN_NUMEL
+        and x.requires_grad
+        and not x.is_leaf
+        and (x._base is None or not x._base.is_leaf)
+    )
+
+
+def packed(x: torch.Tensor, group_size: int) -> Packed:
+    """`x` packed; once for all who keep this very tensor, such as decoder layers the output of an encoder."""
+    reference, *key = getattr(x, "coat_packed", (None, None, None))
+    found = reference and reference()
+    if found is None or key != [x._version, group_size]:
+        found = Packed(x, group_size)
+        x.coat_packed = weakref.ref(found), x._version, group_size
+    return found
+
+
+def saved_in_fp8(group_size: int) -> saved_tensors_hooks:
+    """A context in which autograd keeps activations (`is_activation`) packed, the rest as it is."""
+
+    def pack(x: torch.Tensor) -> torch.Tensor | Packed:
+        if is_activation(x):
+            return packed(x, group_size)
+        # a non-leaf tensor that is kept by its own node would never be freed
+        return x if x.is_leaf else x.detach()
+
+    def unpack(kept: torch.Tensor | Packed) -> torch.Tensor:
+        return kept.unpack() if isinstance(kept, Packed) else kept
+
+    return saved_tensors_hooks(pack, unpack)
+
+
+@contextlib.contextmanager
+def _inside() -> Iterator[None]:
+    token = in_region.set(True)
+    try:
+        yield
+    finally:
+        in_region.reset(token)
+
+
+def region(function: Callable) -> Callable:
+    """`function`, the content of a checkpointed region, so that it knows when it runs and runs again."""
+
+    def run(*args, **kwargs):
+        with _inside():
+            return function(*args, **kwargs)
+
+    return run
+
+
+@functools.cache
+def packing_function(cls: type[torch.autograd.Function], group_size: int) -> type[torch.autograd.Function]:
+    """A checkpoint function whose `save_for_backward` packs: a subclass of `cls`, whose first argument is the
+    region, run without gradients, so that nothing but its inputs is saved.
+    """
+
+    def apply(_, function, *args):
+        if in_region.get():
+            return cls.apply(function, *args)
+        with saved_in_fp8(group_size):
+            return cls.apply(region(function), *args)
+
+    return type(cls.__name__, (cls,), {"__doc__": cls.__doc__, "apply": classmethod(apply)})
+
+
+@functools.cache
+def _packing_generator(generator, group_size: int):
+    @functools.wraps(generator)
+    def packing(function, *args, **kwargs):
+        if in_region.get():
+            return (yield from generator(function, *args, **kwargs))
+        # inputs are saved at the start; what the region saves goes to torch's own hooks, on top of these
+        with saved_in_fp8(group_size), _inside():
+            return (yield from generator(region(function), *args, **kwargs))
+
+    return packing
+
+
+@contextlib.contextmanager
+def exchanged(owner: Any, **names: Any) -> Iterator[None]:
+    """Sets attributes of `owner` and puts the old ones back at the end."""
+    old = {name: getattr(owner, name) for name in names}
+    for name, value in names.items():
+        setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        for name, value in old.items():
+            setattr(owner, name, value)
+
+
+@contextlib.contextmanager
+def compressed_checkpoints(group_size: int = 128, modules: Iterable[ModuleType] = ()) -> Iterator[None]:
+    """A context for a forward pass, in which `torch.utils.checkpoint` (reentrant or not) keeps inputs in FP8.
+
+    Backward need not be inside. group_size: elements that share a scale: 16, 32, 64 or 128.
+    modules: others, beside torch's, with a `CheckpointFunction` that keeps its inputs by `save_for_backward`.
+
+    Raises ValueError for another group size.
+    """
+    if group_size not in GROUP_SIZES:
+        listed = ", ".join(map(str, GROUP_SIZES))
+        raise ValueError(f"compressed_checkpoints: group_size must be one of {listed}; found {group_size!r}.")
+    host = torch.utils.checkpoint
+    name = "_checkpoint_without_reentrant_generator"
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(exchanged(host, **{name: _packing_generator(getattr(host, name), group_size)}))
+        for module in (host, *modules):
+            function = packing_function(module.CheckpointFunction, group_size)
+            stack.enter_context(exchanged(module, CheckpointFunction=function))
+        yield

@@ -1,0 +1,286 @@
+"""FP8 inputs of checkpointed regions under DeepSpeed; `tests/kernels/test_saved.py` has torch's own."""
+
+import gc
+import logging
+import warnings
+import weakref
+
+import pytest
+import torch
+
+import coat_ds
+from coat_ds.checkpointing import compressed
+from coat_kernels.saved import packed_bytes
+from tests.util import rel_rms, run_distributed
+
+ROWS, WIDTH, GROUP = 64, 128, 64
+# partition_activations, cpu_checkpointing
+MODES = {"plain": (False, False), "partition": (True, False), "cpu": (False, True), "both": (True, True)}
+
+
+class Mpu:
+    """All ranks, or each alone, are one tensor-parallel group."""
+
+    def __init__(self, together: bool):
+        dist = torch.distributed
+        self.group = dist.group.WORLD if together else dist.new_subgroups(1)[0]
+
+    def get_model_parallel_rank(self):
+        return torch.distributed.get_rank(self.group)
+
+    def get_model_parallel_world_size(self):
+        return torch.distributed.get_world_size(self.group)
+
+    def get_model_parallel_group(self):
+        return self.group
+
+
+def representable(generator):
+    """What E4M3 holds exactly: 3 bits behind the point, 4 binades."""
+    mantissa = torch.randint(8, 16, (ROWS, WIDTH), generator=generator).float()
+    return torch.ldexp(mantissa, torch.randint(-6, -2, (ROWS, WIDTH), generator=generator))
+
+
+def layers():
+    torch.manual_seed(1)
+    nn = torch.nn
+    return nn.Sequential(nn.Linear(WIDTH, 96), nn.GELU(), nn.Dropout(0.3), nn.Linear(96, WIDTH))
+
+
+def one_region(host, compress, x):
+    """Gradients, and bytes kept until and after backward, of a region that also takes a mask."""
+    net = layers()
+    mask = torch.zeros(ROWS, WIDTH).masked_fill(torch.arange(WIDTH) % 3 == 0, -torch.inf)
+
+    def run(h, mask):
+        return (net(h) + mask).softmax(-1)
+
+    torch.manual_seed(7)
+    x = x.clone().requires_grad_()
+    # left to itself, DeepSpeed's cpu_checkpointing empties what is on the CPU already
+    mask.no_checkpointing = True
+    inputs = x * 1, mask
+    if compress:
+        with compressed(GROUP):
+            y = host.checkpoint(run, *inputs)
+    else:
+        y = host.checkpoint(run, *inputs)
+    del inputs
+    kept = packed_bytes()
+    y.square().sum().backward()
+    del y
+    gc.collect()
+    return [x.grad, *(p.grad for p in net.parameters())], kept, packed_bytes()
+
+
+def chain(host):
+    """A chain of regions: is anything but the codes kept?"""
+    net, outputs = layers(), []
+    with compressed(GROUP):
+        h = torch.randn(ROWS, WIDTH, requires_grad=True) * 1
+        for _ in range(4):
+            h = host.checkpoint(net, h)
+            outputs.append(weakref.ref(h))
+    gc.collect()
+    return [ref() is None for ref in outputs], packed_bytes()
+
+
+def modes():
+    import deepspeed
+    from deepspeed.runtime.activation_checkpointing import checkpointing as host
+
+    deepspeed.init_distributed("gloo")
+    mpu, out = Mpu(together=True), {}
+    exact = representable(torch.Generator().manual_seed(3))
+    rough = torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(4))
+    original = host.CheckpointFunction
+    host.configure(mpu)
+    expected, expected_of_rough = (one_region(host, False, x)[0] for x in (exact, rough))
+    for name, (partition, on_cpu) in MODES.items():
+        host.configure(mpu, partition_activations=partition, checkpoint_in_cpu=on_cpu)
+        found, *kept = one_region(host, True, exact)
+        noisy, *_ = one_region(host, True, rough)
+        out[name] = {
+            "equal": [torch.equal(a, b) for a, b in zip(found, expected, strict=True)],
+            "any": all(g.any() and g.isfinite().all() for g in expected),
+            "error": [rel_rms(a, b) for a, b in zip(noisy, expected_of_rough, strict=True)],
+            "kept": kept,
+        }
+    host.configure(mpu)
+    out["chain"] = chain(host)
+    host.configure(mpu, partition_activations=True, contiguous_checkpointing=True, num_checkpoints=1)
+    try:
+        one_region(host, True, exact)
+    except coat_ds.CoatConfigError as error:
+        out["contiguous"] = str(error)
+    out["restored"] = host.CheckpointFunction is original
+    return out
+
+
+@pytest.fixture(scope="module")
+def one():
+    return run_distributed(modes, 1)
+
+
+@pytest.fixture(scope="module")
+def two():
+    return run_distributed(everything, 2)
+
+
+@pytest.fixture(scope="module", params=["one", "two"])
+def ranks(request):
+    return request.getfixturevalue(request.param)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_modes(ranks, mode):
+    for rank in ranks:
+        run = rank[mode]
+        # bit for bit, dropout replayed
+        assert all(run["equal"]) and run["any"]
+        # inputs are off by 2^-4 of themselves at most, and gradients move no more than they do, since the
+        # region is smooth with a slope of about 1. By something, or it were not the codes that were used
+        assert all(2**-10 < error < 2**-4 for error in run["error"])
+        shares = len(ranks) if mode in ("partition", "both") else 1
+        during, after = run["kept"]
+        numel = ROWS * WIDTH // shares
+        assert during == (numel + numel // GROUP, 4 * numel)
+        assert after == (0, 0)
+
+
+def test_nothing_else_is_kept(ranks):
+    for rank in ranks:
+        freed, kept = rank["chain"]
+        assert freed == [True, True, True, False]
+        assert kept == (4 * ROWS * WIDTH * (GROUP + 1) // GROUP, 4 * ROWS * WIDTH * 4)
+
+
+def test_contiguous_buffers_are_refused(ranks):
+    for rank in ranks:
+        assert "contiguous_checkpointing=True" in rank["contiguous"]
+        assert "coat.checkpointing.compress" in rank["contiguous"] and rank["restored"]
+
+
+class Net(torch.nn.Module):
+    """Half of its layers are checkpointed by DeepSpeed, half by torch, the way models import them."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = torch.nn.ModuleList(layers() for _ in range(4))
+
+    def forward(self, x, target):
+        from deepspeed import checkpointing
+        from torch.utils.checkpoint import checkpoint
+
+        x = x * self.blocks[0][0].weight.new_ones(()).requires_grad_()
+        for i, block in enumerate(self.blocks):
+            x = checkpointing.checkpoint(block, x) if i % 2 else checkpoint(block, x, use_reentrant=i == 0)
+        return (x.float() - target).square().mean()
+
+
+def train(stage, compress, lines):
+    """Of four passes, two to a step: losses, bytes in FP8 after each, after all, and lines logged."""
+    lines.clear()
+    config = {
+        "train_batch_size": 2 * ROWS,
+        "gradient_accumulation_steps": 2,
+        "bf16": {"enabled": True},
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
+        "zero_optimization": {"stage": stage},
+        "coat": {
+            "enabled": True,
+            "checkpointing": {"compress": compress, "group_size": GROUP},
+            "report": compress,
+        },
+    }
+    engine, *_ = coat_ds.initialize(model=Net(), config=config)
+    losses, kept = [], []
+    for step in range(4):
+        torch.manual_seed(step)
+        rows = ROWS // torch.distributed.get_world_size()
+        x, target = torch.randn(rows, WIDTH).bfloat16(), torch.randn(rows, WIDTH)
+        loss = engine(x, target)
+        kept.append(packed_bytes())
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.item())
+    engine.eval()
+    with torch.no_grad():
+        engine(x, target)
+    return losses, kept, packed_bytes(), [line for line in lines if "COAT" in line]
+
+
+def engines():
+    warnings.simplefilter("ignore")
+    from deepspeed.runtime.activation_checkpointing import checkpointing as host
+    from deepspeed.utils import logger
+
+    host.configure(Mpu(together=False))
+    lines = []
+    handler = logging.Handler(logging.INFO)
+    handler.emit = lambda record: lines.append(record.getMessage())
+    logger.addHandler(handler)
+    out = {(stage, on): train(stage, on, lines) for stage in (1, 3) for on in (False, True)}
+    return out | {"pipeline": (pipeline(False), pipeline(True))}
+
+
+def everything():
+    return modes() | engines()
+
+
+def pipeline(compress):
+    """Losses of a PipelineModule that checkpoints every layer, and whether codes were kept."""
+    from deepspeed.pipe import PipelineModule
+
+    seen = []
+    torch.manual_seed(0)
+
+    class Watch(torch.nn.Module):
+        def forward(self, x):
+            seen.append(packed_bytes()[0])
+            return x
+
+    blocks = [torch.nn.Linear(WIDTH, WIDTH), *(layers() for _ in range(3)), Watch()]
+    model = PipelineModule(
+        blocks, num_stages=1, loss_fn=torch.nn.functional.mse_loss, activation_checkpoint_interval=1
+    )
+    config = {
+        "train_batch_size": 2 * ROWS,
+        "train_micro_batch_size_per_gpu": ROWS // torch.distributed.get_world_size(),
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
+        "zero_optimization": {"stage": 1},
+        "coat": {"enabled": True, "checkpointing": {"compress": compress}},
+    }
+    engine, *_ = coat_ds.initialize(model=model, config=config)
+    generator = torch.Generator().manual_seed(1)
+    rows = ROWS // torch.distributed.get_world_size()
+    data = [tuple(torch.randn(rows, WIDTH, generator=generator) for _ in range(2)) for _ in range(2)]
+    losses = [engine.train_batch(iter(data)).item() for _ in range(3)]
+    return losses, max(seen)
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_engines(two, stage):
+    for number, rank in enumerate(two):
+        losses, kept, _, _ = rank[stage, False]
+        compressed_losses, compressed_kept, after, lines = rank[stage, True]
+        # the forward pass does not change; the first update is the same but for gradients' errors
+        assert compressed_losses[:2] == losses[:2]
+        assert compressed_losses == pytest.approx(losses, rel=1e-2) and compressed_losses != losses
+        numel = ROWS // 2 * WIDTH
+        assert set(kept) == {(0, 0)} and after == (0, 0)
+        assert set(compressed_kept) == {(4 * numel * (GROUP + 1) // GROUP, 4 * numel * 2)}
+        said = [line for line in lines if "the first forward keeps" in line]
+        assert len(said) == (number == 0)
+        if said:
+            codes, plain = f"{4 * numel * (GROUP + 1) // GROUP:,}", f"{4 * numel * 2:,}"
+            assert f"{codes} of checkpointed inputs in FP8 in place of {plain}" in said[0]
+
+
+def test_pipeline(two):
+    for rank in two:
+        (losses, none), (compressed_losses, kept) = rank["pipeline"]
+        # the inputs of three blocks, and of the watch when it is computed again
+        assert none == 0 and kept == 4 * ROWS // 2 * WIDTH * 129 // 128
+        assert compressed_losses[0] == losses[0] and compressed_losses == pytest.approx(losses, rel=1e-2)

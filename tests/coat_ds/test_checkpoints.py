@@ -1,0 +1,399 @@
+"""Checkpoints through 1, 2, 4 and again 1 processes, and what each number of them stores.
+
+One spawn of each size serves all tests.
+"""
+
+import argparse
+import gc
+import logging
+import os
+import warnings
+import weakref
+
+import pytest
+import torch
+from torch import nn
+
+import coat_ds
+from coat_ds.partitions import partitions
+from coat_ds.state import Moment
+from tests.coat_ds.faithful import assert_faithful
+from tests.coat_ds.test_zero import FP8_BOUND, TOLERANCE, Wide, cell, decay_groups, ds_config, train_step
+from tests.util import run_distributed
+
+SIZES = (1, 2, 4, 1)
+G = 128
+RUNS = {
+    "stage1": cell(1, "fp32", groups=decay_groups),
+    "stage3": cell(3, "fp32"),
+    "compressed3": cell(3, "fp32"),
+}
+
+
+class Given(nn.Module):
+    """The gradients of its parameters are given: the same at any number of ranks, to the bit."""
+
+    def __init__(self):
+        super().__init__()
+        shapes = [(37, 131), (13,), (61, 47), (131, 61), (1500,), (5, 1000)]
+        self.weights = nn.ParameterList(nn.Parameter(torch.ones(shape)) for shape in shapes)
+
+    def forward(self, step):
+        generator = torch.Generator().manual_seed(step)
+        return sum((w * torch.randn(w.shape, generator=generator)).sum() for w in self.weights)
+
+
+def start(run, coat=True, universal=False, layout="stock"):
+    torch.manual_seed(0)
+    model = run["model"]()
+    groups = run["groups"] and run["groups"](model)
+    config = ds_config(run, coat)
+    if coat:
+        config["coat"]["optimizer"]["checkpoint_layout"] = layout
+    config["checkpoint"] = {"load_universal": universal}
+    engine, *_ = coat_ds.initialize(model=model, model_parameters=groups, config=config)
+    return engine
+
+
+def full_states(engine):
+    from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
+
+    return [
+        (
+            safe_get_full_fp32_param(p).clone(),
+            *(safe_get_full_optimizer_state(p, name).clone() for name in ("exp_avg", "exp_avg_sq")),
+        )
+        for p in engine.module.parameters()
+        if p.requires_grad
+    ]
+
+
+def to_universal(folder, tag):
+    from deepspeed.checkpoint.ds_to_universal import main
+
+    if torch.distributed.get_rank() == 0:
+        main(
+            argparse.Namespace(
+                input_folder=f"{folder}/{tag}",
+                output_folder=f"{folder}/{tag}_universal",
+                num_extract_workers=1,
+                num_merge_workers=1,
+                keep_temp_folder=False,
+                strict=True,
+                inject_missing_state=True,
+            )
+        )
+    torch.distributed.barrier()
+
+
+def live_bytes():
+    gc.collect()
+    held = {}
+    for x in gc.get_objects():
+        if type(x) in (torch.Tensor, nn.Parameter) and x.device.type == "cpu":
+            held[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
+    return sum(held.values())
+
+
+class Watch:
+    """Bytes of decoded moments that are alive at once, at most, while it is entered."""
+
+    def __enter__(self):
+        self.decode, self.now, self.peak = Moment.decode, 0, 0
+
+        def died(size):
+            self.now -= size
+
+        def decode(moment):
+            x = self.decode(moment)
+            size = x.untyped_storage().nbytes()
+            weakref.finalize(x.untyped_storage(), died, size)
+            self.now += size
+            self.peak = max(self.peak, self.now)
+            return x
+
+        Moment.decode = decode
+        return self
+
+    def __exit__(self, *_):
+        Moment.decode = self.decode
+
+
+def watch_saving(folder):
+    """Peaks while an engine saves and while its state dict is saved by itself; bytes of moments."""
+    engine = start(cell(3, "fp32", zero={"sub_group_size": 5000}))
+    train_step(engine)
+    with Watch() as saving:
+        engine.save_checkpoint(folder, tag="watched")
+    with Watch() as at_once:
+        torch.save(engine.optimizer.state_dict(), f"{folder}/rank{torch.distributed.get_rank()}.pt")
+    flats = [flat.numel() for flat in engine.basic_optimizer.state]
+    return saving.peak, at_once.peak, 4 * max(flats), 8 * sum(flats)
+
+
+class Log(logging.Handler):
+    def __init__(self):
+        super().__init__()
+        self.lines = []
+
+    def emit(self, record):
+        self.lines.append(record.getMessage())
+
+
+def interchange(folder, stage):
+    """States and next losses of stock AdamW, of COAT that goes on from it, and of AdamW from that."""
+    from deepspeed.utils import logger
+
+    run, out, log = cell(stage, "fp32"), [], Log()
+    logger.addHandler(log)
+    for i, coat in enumerate((False, True, False)):
+        engine = start(run, coat)
+        if i == 0:
+            for _ in range(3):
+                train_step(engine)
+        else:
+            engine.load_checkpoint(folder, tag=f"interchange{stage}-{i - 1}")
+            if not coat:
+                # DeepSpeed links the states of AdamW after the first step only
+                engine.optimizer._hp_optimizer_states_linked = False
+                getattr(engine.optimizer, "_lazy_init_hp_params_optimizer_state", lambda: None)()
+        states = full_states(engine) if i or stage == 3 else None
+        engine.save_checkpoint(folder, tag=f"interchange{stage}-{i}")
+        states = states or full_states(engine)
+        out.append((states, [train_step(engine) for _ in range(2)]))
+    logger.removeHandler(log)
+    return out, [line for line in log.lines if "moments of the checkpoint" in line]
+
+
+def host_functions(folder, stage):
+    """zero_to_fp32, and the safe_get and safe_set functions with what was set and what was then there."""
+    from deepspeed import utils
+    from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
+
+    # ZeRO-3 cannot set a tensor of which one rank would hold less than the others
+    engine = start(cell(stage, "fp32", model=Wide))
+    train_step(engine)
+    engine.save_checkpoint(folder, tag=f"host{stage}")
+    names = [name for name, p in engine.module.named_parameters() if p.requires_grad]
+    merged = get_fp32_state_dict_from_zero_checkpoint(folder, tag=f"host{stage}")
+    masters = all(
+        torch.equal(merged[name], p) for name, (p, *_) in zip(names, full_states(engine), strict=True)
+    )
+    p = engine.module[2].weight
+    generator = torch.Generator().manual_seed(1)
+    wanted = torch.randn(getattr(p, "ds_shape", p.shape), generator=generator)
+    utils.safe_set_full_optimizer_state(p, wanted, "exp_avg")
+    pairs = [(utils.safe_get_full_optimizer_state(p, "exp_avg").clone(), wanted)]
+    if stage == 3:
+        local = torch.rand(p.partition_numel(), generator=generator)
+        utils.safe_set_local_optimizer_state(p, local, "exp_avg_sq")
+        pairs.append((utils.safe_get_local_optimizer_state(p, "exp_avg_sq").clone(), local))
+    return masters, pairs
+
+
+def groups_stored(stage):
+    """Codes and metadata of each group by (tensor, moment, first and last element), after the same steps."""
+    run = cell(stage, "fp32", model=Given, clip=0.0)
+    engine = start(run)
+    for step in range(4):
+        engine.backward(engine(step))
+        engine.step()
+    order = {id(p): i for i, p in enumerate(engine.module.parameters())}
+    out = {}
+    optimizer = engine.basic_optimizer
+    for _, flat, placed in partitions(engine.optimizer, len(optimizer.param_groups)):
+        for p, begin, numel, offset in placed:
+            total = getattr(p, "ds_numel", p.numel())
+            for name in ("exp_avg", "exp_avg_sq"):
+                for piece in optimizer.state[flat][name].pieces:
+                    for g, scale in enumerate(piece.storage.scale):
+                        low = piece.begin + g * G
+                        high = min(low + G, piece.end, begin + numel)
+                        if begin <= low < begin + numel:
+                            first, last = low - begin + offset, min(high - begin + offset, total)
+                            codes = piece.storage.codes[g * G : g * G + last - first]
+                            stored = (codes.tolist(), scale.item(), piece.storage.exponent[g].item())
+                            if first < last:
+                                out[order[id(p)], name, first, last] = stored
+    return out
+
+
+def chain(folder, index):
+    """Loads what the phase before has saved, saves it, and goes on from there."""
+    out = {}
+    for name, run in RUNS.items():
+        layout = "compressed" if name.startswith("compressed") else "stock"
+        engine = start(run, universal=index > 0, layout=layout)
+        where = f"{folder}/{name}"
+        if index:
+            # into an engine that has stepped, and has gathered what ZeRO-3 keeps
+            train_step(engine)
+            before = live_bytes()
+            engine.load_checkpoint(where, tag=f"{index - 1}_universal")
+            grown = live_bytes() - before
+        else:
+            grown = 0
+            for _ in range(3):
+                train_step(engine)
+        states = full_states(engine)
+        engine.save_checkpoint(where, tag=str(index))
+        if index < 3:
+            to_universal(where, str(index))
+        size = sum(e.stat().st_size for e in os.scandir(f"{where}/{index}") if "optim" in e.name)
+        out[name] = {
+            "states": states,
+            "grown": grown,
+            "file": size,
+            "steps": engine.global_steps,
+            "losses": [train_step(engine) for _ in range(2)],
+        }
+    if index == 1:
+        engine = start({**RUNS["stage1"], "stage": 2}, universal=True)
+        engine.load_checkpoint(f"{folder}/stage1", tag="0_universal")
+        out["stage1 in stage2"] = {"states": full_states(engine)}
+    return out
+
+
+def is_faithful(stored, exact):
+    try:
+        assert_faithful(stored, exact)
+    except AssertionError:
+        return False
+    return True
+
+
+def assert_groups_faithful(stored, exact, cuts):
+    """Each group was rounded once, but for those, at most `cuts`, of which both parts were."""
+    pairs = list(zip(stored.reshape(-1).split(G), exact.reshape(-1).split(G), strict=True))
+    cut = [(a, b) for a, b in pairs if not is_faithful(a, b)]
+    assert len(cut) <= cuts
+    for a, b in cut:
+        assert any(is_faithful(a[:i], b[:i]) and is_faithful(a[i:], b[i:]) for i in range(1, len(a)))
+
+
+def work(folder, index):
+    warnings.simplefilter("ignore")
+    import deepspeed
+
+    deepspeed.init_distributed("gloo")
+    out = {"chain": chain(folder, index)}
+    if index < 2:
+        out["watch"] = watch_saving(folder)
+        for stage in (1, 3):
+            out["interchange", stage] = interchange(folder, stage)
+            out["host", stage] = host_functions(folder, stage)
+    if index < 3:
+        out["groups"] = {stage: groups_stored(stage) for stage in (0, 1, 2, 3)}
+    return out
+
+
+@pytest.fixture(scope="module")
+def phases(tmp_path_factory):
+    folder = str(tmp_path_factory.mktemp("checkpoints"))
+    return [run_distributed(work, size, folder, index) for index, size in enumerate(SIZES)]
+
+
+every_stage = pytest.mark.parametrize("stage", [0, 1, 2, 3])
+every_run = pytest.mark.parametrize("name", RUNS)
+
+
+@every_stage
+def test_groups_follow_parameters_at_any_number_of_ranks(phases, stage):
+    """The same codes and metadata in every group that no border between ranks cuts, at 1, 2 and 4 ranks."""
+    (whole,) = (rank["groups"][stage] for rank in phases[0])
+    if stage == 0:
+        assert all(rank["groups"][0] == whole for phase in phases[:3] for rank in phase)
+        return
+    for phase in phases[1:3]:
+        found = {key: stored for rank in phase for key, stored in rank["groups"][stage].items()}
+        uncut = found.keys() & whole.keys()
+        assert all(found[key] == whole[key] for key in uncut)
+        # of stage 3's tensors every one is cut, of the others' the flat one of them all; and both moments
+        borders = (len(phase) - 1) * 2 * (5 if stage == 3 else 1)
+        parts = sorted(found.keys() - uncut)
+        assert 0 < len(parts) <= 2 * borders and len(whole) - len(uncut) == len(parts) / 2
+        # the parts of a group are neighbours that meet at the border
+        for (*a, low, middle), (*b, again, high) in zip(parts[::2], parts[1::2], strict=True):
+            assert a == b and middle == again and (*a, low, high) in whole
+
+
+@every_run
+def test_states_arrive_at_any_number_of_ranks(phases, name):
+    for before, after in zip(phases[:3], phases[1:], strict=True):
+        for rank in after:
+            saved, loaded = before[0]["chain"][name], rank["chain"][name]
+            assert loaded["steps"] == saved["steps"] == 3
+            for (p, *moments), (q, *others) in zip(saved["states"], loaded["states"], strict=True):
+                assert torch.equal(p, q)
+                for a, b in zip(moments, others, strict=True):
+                    if a.numel() >= 1000:
+                        assert_groups_faithful(b, a, cuts=len(after) - 1)
+                    else:
+                        assert torch.equal(a, b)
+            # moments are rounded once more by each phase
+            drop = loaded["losses"][0] - loaded["losses"][1]
+            bound = 3 * FP8_BOUND * drop + TOLERANCE[RUNS[name]["dtype"]]
+            assert loaded["losses"] == pytest.approx(phases[0][0]["chain"][name]["losses"], abs=bound)
+
+
+def test_stage2_goes_on_from_stage1(phases):
+    for rank in phases[1]:
+        same, other = (rank["chain"][name]["states"] for name in ("stage1", "stage1 in stage2"))
+        assert all(
+            torch.equal(a, b) for p, q in zip(same, other, strict=True) for a, b in zip(p, q, strict=True)
+        )
+
+
+@every_run
+def test_no_fp32_staging_outlives_a_universal_load(phases, name):
+    """FP32 moments would be 8 bytes per parameter more than the zeros that were there before."""
+    for phase in phases[1:]:
+        for rank in phase:
+            numel = sum(p.numel() for p, *_ in rank["chain"][name]["states"]) / len(phase)
+            assert rank["chain"][name]["grown"] < numel
+
+
+def test_compressed_files_are_small(phases):
+    for phase in (phases[0], phases[3]):
+        runs = phase[0]["chain"]
+        numel = sum(p.numel() for p, *_ in runs["stage3"]["states"])
+        # 8 bytes of moments become 2.1, and a little for what is small; the FP32 masters stay
+        assert runs["stage3"]["file"] - runs["compressed3"]["file"] > 5.5 * numel
+
+
+def test_saving_decodes_one_moment_at_a_time(phases):
+    for phase in phases[:2]:
+        for rank in phase:
+            saving, at_once, largest, everything = rank["watch"]
+            # a decoded moment, and its copy while a part of it is decoded
+            assert 0 < saving <= 2 * largest < everything
+            # what is watched is there to be seen
+            assert at_once >= everything
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_checkpoints_go_from_adamw_to_coat_and_back(phases, stage):
+    for phase in phases[:2]:
+        for rank in phase:
+            ((stock, expected), *others), lines = rank["interchange", stage]
+            for states, losses in others:
+                for (p, *moments), (q, *back) in zip(stock, states, strict=True):
+                    assert torch.equal(p, q)
+                    for a, b in zip(moments, back, strict=True):
+                        assert_groups_faithful(b, a, cuts=len(phase) - 1)
+                drop = expected[0] - expected[1]
+                assert losses == pytest.approx(expected, abs=FP8_BOUND * drop + TOLERANCE["fp32"])
+        # rank 0 alone says so
+        (line,) = phase[0]["interchange", stage][1]
+        assert "encoded from FP32" in line
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_host_functions_see_values(phases, stage):
+    for phase in phases[:2]:
+        for rank in phase:
+            masters, pairs = rank["host", stage]
+            assert masters
+            for found, wanted in pairs:
+                assert type(found) is torch.Tensor and found.dtype == torch.float32
+                assert_groups_faithful(found, wanted, cuts=len(phase) - 1)

@@ -1,0 +1,295 @@
+"""Adam and AdamW of others, made CoatAdamW in place; Hugging Face's Trainer for real."""
+
+import gc
+import os
+import warnings
+import weakref
+
+import pytest
+import torch
+from torch.optim import lr_scheduler
+
+import coat_ds
+from coat_ds import CoatAdamW, CoatConfigError, client
+from coat_ds.config import OptimizerConfig
+from tests.util import run_distributed
+
+STEPS = 6
+KEEP = ("*bias*",)
+SCHEDULERS = {
+    "lambda": lambda o: lr_scheduler.LambdaLR(o, lambda step: 1 / (1 + step)),
+    # multiplies what it finds
+    "exponential": lambda o: lr_scheduler.ExponentialLR(o, 0.7),
+    # moves betas too
+    "one-cycle": lambda o: lr_scheduler.OneCycleLR(o, max_lr=[1e-2, 2e-2], total_steps=STEPS + 1),
+}
+
+
+def groups(net):
+    return [
+        {"params": [net[0].weight, net[2].weight], "weight_decay": 0.1},
+        {"params": [net[0].bias, net[2].bias], "weight_decay": 0.0, "lr": 5e-4, "mine": 7},
+    ]
+
+
+def model():
+    torch.manual_seed(0)
+    return torch.nn.Sequential(torch.nn.Linear(64, 128), torch.nn.GELU(), torch.nn.Linear(128, 64))
+
+
+def trained(config, make_scheduler, convert=True):
+    """Weights, and the options that each step saw, of an AdamW with a scheduler, converted after both."""
+    net = model()
+    optimizer = torch.optim.AdamW(groups(net), lr=1e-3, betas=(0.9, 0.95), eps=1e-7, fused=True)
+    scheduler = make_scheduler(optimizer)
+    calls = []
+    optimizer.register_step_post_hook(lambda *_: calls.append(1))
+    listed, dicts = optimizer.param_groups, [*optimizer.param_groups]
+    if convert:
+        assert client.convert_(optimizer, config, keep_fp32=KEEP) is optimizer
+        assert optimizer.param_groups is listed and all(a is b for a, b in zip(listed, dicts, strict=True))
+    seen = []
+    with warnings.catch_warnings():
+        # the scheduler warns if it has lost sight of step()
+        warnings.simplefilter("error")
+        for i in range(STEPS):
+            x = torch.randn(16, 64, generator=torch.Generator().manual_seed(i))
+            net(x).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            scheduler.step()
+            seen.append([(g["lr"], g["betas"], g["eps"], g["weight_decay"], g.get("mine")) for g in listed])
+    assert len(calls) == STEPS
+    return [p.detach() for p in net.parameters()], seen, optimizer
+
+
+@pytest.mark.parametrize("name", SCHEDULERS)
+def test_schedulers_keep_working(name):
+    exact = OptimizerConfig(exp_avg_format="fp32", exp_avg_sq_format="fp32")
+    stock, options, _ = trained(exact, SCHEDULERS[name], convert=False)
+    ours, same_options, optimizer = trained(exact, SCHEDULERS[name])
+    assert options == same_options and len({str(o) for o in options}) == STEPS
+    assert type(optimizer) is CoatAdamW and len(optimizer.state_dict()["param_groups"]) == 2
+    for a, b in zip(ours, stock, strict=True):
+        # the same arithmetic up to the order of FP32 operations, 2^-23 of a step of 1e-3 each
+        torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-7)
+
+
+def test_formats_come_from_the_block_and_groups_win():
+    net = model()
+    optimizer = torch.optim.AdamW([{**groups(net)[0], "group_size": 64}, groups(net)[1]])
+    net[2].weight.requires_grad_(False)
+    client.convert_(optimizer, OptimizerConfig(exp_avg_format="fp8"), keep_fp32=KEEP)
+    optimizer.init_states()
+    assert [g["group_size"] for g in optimizer.param_groups] == [64, 128]
+    assert optimizer.param_groups[0]["params"] == [net[0].weight]
+    moment = optimizer.state[net[0].weight]["exp_avg"]
+    assert {piece.codec.name for piece in moment.pieces} == {"fp8"}
+    again = optimizer.state[net[0].weight]
+    assert client.convert_(optimizer, OptimizerConfig(), keep_fp32=KEEP).state[net[0].weight] is again
+
+
+def test_named_parameters_keep_their_names():
+    net = model()
+    net[0].weight.requires_grad_(False)
+    optimizer = torch.optim.AdamW(net.named_parameters())
+    client.convert_(optimizer, OptimizerConfig(min_numel=0), keep_fp32=KEEP)
+    assert optimizer.param_groups[0]["param_names"] == ["0.bias", "2.weight", "2.bias"]
+    optimizer.init_states()
+    kept = [optimizer.state[p]["exp_avg"].pieces[0].codec.name for p in optimizer.param_groups[0]["params"]]
+    assert kept == ["fp32", "fp8_expanded", "fp32"]
+
+
+def test_what_is_converted_is_freed():
+    net = model()
+    optimizer = client.convert_(torch.optim.AdamW(net.parameters()), OptimizerConfig(), keep_fp32=KEEP)
+    lr_scheduler.ConstantLR(optimizer)
+    gc.collect()
+    gc.disable()
+    try:
+        gone = weakref.ref(optimizer)
+        del optimizer
+        assert gone() is None
+    finally:
+        gc.enable()
+
+
+class Mine(torch.optim.AdamW):
+    pass
+
+
+def stepped(params):
+    optimizer = torch.optim.AdamW(params)
+    for p in optimizer.param_groups[0]["params"]:
+        p.grad = torch.ones_like(p)
+    optimizer.step()
+    return optimizer
+
+
+def replaced(params):
+    optimizer = torch.optim.AdamW(params)
+    optimizer.step = lambda: None
+    return optimizer
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda p: torch.optim.SGD(p), ["SGD"]),
+        (lambda p: Mine(p), ["Mine"]),
+        (lambda p: torch.optim.Adam(p, weight_decay=0.1), ["Adam", "weight_decay 0.1", "not decoupled"]),
+        (lambda p: torch.optim.AdamW(p, amsgrad=True), ["amsgrad"]),
+        (stepped, ["has made steps"]),
+        (replaced, ["step() was exchanged"]),
+        (lambda p: 3, ["found 3"]),
+    ],
+    ids=["sgd", "subclass", "adam-with-decay", "amsgrad", "stepped", "step-replaced", "no-optimizer"],
+)
+def test_refused(make, words):
+    with pytest.raises(CoatConfigError) as error:
+        client.convert_(make(model().parameters()), OptimizerConfig(), keep_fp32=KEEP)
+    for word in (*words, "coat.optimizer.enabled", "coat_ds.CoatAdamW"):
+        assert word in str(error.value)
+
+
+def test_adam_without_decay_is_converted():
+    client.check(torch.optim.Adam(model().parameters()))
+
+
+def engines():
+    """A client AdamW under each stage, as an object and as a function, whose scheduler DeepSpeed steps."""
+    out = []
+    for stage, as_function in ((0, False), (1, True), (2, False), (3, False)):
+        net = model()
+        optimizer = torch.optim.AdamW(groups(net), lr=1e-3)
+        scheduler = SCHEDULERS["exponential"](optimizer)
+        config = {
+            "train_batch_size": 2,
+            "bf16": {"enabled": True},
+            "zero_optimization": {"stage": stage},
+            "coat": {"enabled": True},
+        }
+        engine, *_ = coat_ds.initialize(
+            model=net,
+            config=config,
+            optimizer=(lambda p: torch.optim.AdamW(p, lr=1e-3)) if as_function else optimizer,
+            model_parameters=net.parameters() if as_function else None,
+            lr_scheduler=SCHEDULERS["exponential"] if as_function else scheduler,
+        )
+        for i in range(3):
+            x = torch.randn(2, 64, generator=torch.Generator().manual_seed(i))
+            share = x[torch.distributed.get_rank() :: torch.distributed.get_world_size()]
+            engine.backward(engine(share.bfloat16()).float().square().mean())
+            engine.step()
+        held = set(coat_ds.state_bytes(engine)["by_codec"])
+        same = as_function or engine.basic_optimizer is optimizer
+        rates = [g["lr"] for g in engine.optimizer.param_groups]
+        out.append((isinstance(engine.basic_optimizer, CoatAdamW), same, held, rates))
+    return out
+
+
+@pytest.fixture(scope="module")
+def hosted(tmp_path_factory):
+    """What the engines and the trainers say, by rank of two."""
+    return run_distributed(in_hosts, 2, str(tmp_path_factory.mktemp("trainer")))
+
+
+def test_engines(hosted):
+    for built, *_ in hosted:
+        for (converted, same, held, rates), as_function in zip(built, (0, 1, 0, 0), strict=True):
+            assert converted and same and held == {"fp8_expanded", "fp32"}
+            expected = [1e-3] if as_function else [1e-3, 5e-4]
+            assert rates == pytest.approx([lr * 0.7**3 for lr in expected])
+
+
+def hugging_face(folder, stage, section):
+    """Trainer on a tiny Llama; the block stands in its DeepSpeed config and nowhere else."""
+    warnings.simplefilter("ignore")
+    import transformers
+    from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
+
+    transformers.logging.set_verbosity_error()
+
+    class Data(torch.utils.data.Dataset):
+        def __len__(self):
+            return 64
+
+        def __getitem__(self, i):
+            ids = torch.randint(0, 64, (16,), generator=torch.Generator().manual_seed(i))
+            return {"input_ids": ids, "labels": ids}
+
+    deepspeed_config = {
+        "train_micro_batch_size_per_gpu": "auto",
+        "gradient_accumulation_steps": "auto",
+        "gradient_clipping": "auto",
+        "bf16": {"enabled": "auto"},
+        "zero_optimization": {"stage": stage},
+        "coat": {"enabled": True},
+        **section,
+    }
+
+    def train(resume=None):
+        arguments = TrainingArguments(
+            output_dir=folder,
+            deepspeed=deepspeed_config,
+            bf16=True,
+            use_cpu=True,
+            max_steps=4,
+            per_device_train_batch_size=2,
+            learning_rate=1e-2,
+            weight_decay=0.1,
+            lr_scheduler_type="linear",
+            save_strategy="steps",
+            save_steps=2,
+            logging_steps=1,
+            report_to=[],
+            disable_tqdm=True,
+            seed=1,
+        )
+        torch.manual_seed(0)
+        net = LlamaForCausalLM(
+            LlamaConfig(
+                vocab_size=64,
+                hidden_size=64,
+                intermediate_size=96,
+                num_hidden_layers=2,
+                num_attention_heads=2,
+                num_key_value_heads=2,
+            )
+        )
+        trainer = Trainer(model=net, args=arguments, train_dataset=Data())
+        trainer.train(resume_from_checkpoint=resume)
+        history = [(h["loss"], h["learning_rate"]) for h in trainer.state.log_history if "loss" in h]
+        return trainer, history
+
+    trainer, history = train()
+    engine = trainer.model_wrapped
+    decay = [g["weight_decay"] for g in engine.basic_optimizer.param_groups]
+    held = coat_ds.state_bytes(engine)
+    _, resumed = train(os.path.join(folder, "checkpoint-2"))
+    return type(engine.basic_optimizer).__name__, hasattr(engine, "coat"), decay, held, history, resumed
+
+
+def in_hosts(folder):
+    built = engines()
+    coat_ds.install()
+    section = {
+        "optimizer": {"type": "AdamW", "params": {"lr": "auto", "weight_decay": "auto"}},
+        "scheduler": {
+            "type": "WarmupDecayLR",
+            "params": {"warmup_num_steps": 1, "total_num_steps": 4, "warmup_max_lr": 1e-2},
+        },
+    }
+    return built, hugging_face(f"{folder}/own", 2, {}), hugging_face(f"{folder}/section", 2, section)
+
+
+def test_trainer(hosted):
+    """Its own AdamW, with decay and no-decay groups and its own scheduler, and the one of the config."""
+    for _, own, section in hosted:
+        for name, active, _, held, history, resumed in (own, section):
+            assert (name, active) == ("CoatAdamW", True)
+            assert set(held["by_codec"]) == {"fp8_expanded", "fp32"}
+            assert len(history) == 4 and history[2:] == resumed[2:]
+        assert own[2] == [0.1, 0.0]
+        # linear decay from 1e-2 over 4 steps: what each step was logged with
+        assert [lr for _, lr in own[4]] == pytest.approx([1e-2, 7.5e-3, 5e-3, 2.5e-3])

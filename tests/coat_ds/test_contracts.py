@@ -1,0 +1,236 @@
+"""What is relied on in the hosts beyond their documented interfaces, each by name, against the real packages.
+
+A host that changes one of them fails here, with its name, and not in somebody's run. `make test-hosts` runs
+these with the other supported DeepSpeed.
+"""
+
+import importlib
+import inspect
+import warnings
+
+import pytest
+import torch
+
+from tests.util import run_distributed
+
+# module, name in it, arguments that are passed by name or position; None where only the name is used
+NAMES = {
+    # the switch: where the block is found and the engine is built
+    "engine": (
+        "deepspeed.runtime.engine",
+        "DeepSpeedEngine.__init__",
+        ["model", "optimizer", "model_parameters", "lr_scheduler", "config", "config_class"],
+    ),
+    "config": ("deepspeed.runtime.config", "DeepSpeedConfig.__init__", ["config"]),
+    "config file": (
+        "deepspeed.runtime.tensor_parallel.init_utils",
+        "load_ds_config",
+        ["config"],
+    ),
+    "zero's optimizers": ("deepspeed.runtime.zero.utils", "ZERO_SUPPORTED_OPTIMIZERS", None),
+    "log": ("deepspeed.utils", "log_dist", ["message", "ranks", "level"]),
+    # what an engine is asked for, or has exchanged
+    "load": ("deepspeed.runtime.engine", "DeepSpeedEngine.load_checkpoint", ["load_dir", "tag"]),
+    "save": ("deepspeed.runtime.engine", "DeepSpeedEngine.save_checkpoint", ["save_dir", "tag"]),
+    "stage 0's flat wrapper": ("deepspeed.runtime.fp16.fused_optimizer", "FP16_Optimizer", None),
+    "fused adam": ("deepspeed.ops.adam", "FusedAdam", None),
+    "saver": (
+        "deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine",
+        "TorchCheckpointEngine",
+        None,
+    ),
+    "lazy links": (
+        "deepspeed.runtime.base_optimizer",
+        "ZeROOptimizer",
+        None,
+    ),
+    "linked states, stages 1 and 2": (
+        "deepspeed.runtime.zero.stage_1_and_2",
+        "DeepSpeedZeroOptimizer._lazy_init_hp_params_optimizer_state",
+        [],
+    ),
+    "offloading, stages 1 and 2": (
+        "deepspeed.runtime.zero.stage_1_and_2",
+        "DeepSpeedZeroOptimizer.offload_states",
+        ["include", "device", "pin_memory", "non_blocking"],
+    ),
+    "offloading, stage 3": (
+        "deepspeed.runtime.zero.stage3",
+        "DeepSpeedZeroOptimizer_Stage3.offload_states",
+        ["include", "device", "pin_memory", "non_blocking"],
+    ),
+    "reloading, stage 3": (
+        "deepspeed.runtime.zero.stage3",
+        "DeepSpeedZeroOptimizer_Stage3.reload_states",
+        ["non_blocking"],
+    ),
+    "offloaded states": (
+        "deepspeed.runtime.zero.offload_states",
+        "offload_optimizer_states",
+        ["optimizer", "device", "pin_memory", "non_blocking"],
+    ),
+    "reloaded states": (
+        "deepspeed.runtime.zero.offload_states",
+        "reload_optimizer_states",
+        ["optimizer", "device", "non_blocking"],
+    ),
+    "kinds of states": (
+        "deepspeed.runtime.zero.offload_config",
+        "OffloadStateTypeEnum.optim_states",
+        None,
+    ),
+    # activation checkpointing
+    "checkpoint function": (
+        "deepspeed.runtime.activation_checkpointing.checkpointing",
+        "CheckpointFunction.forward",
+        ["ctx", "run_function", "all_outputs"],
+    ),
+    "contiguous": (
+        "deepspeed.runtime.activation_checkpointing.checkpointing",
+        "CONTIGUOUS_CHECKPOINTING",
+        None,
+    ),
+    "partitioned": (
+        "deepspeed.runtime.activation_checkpointing.checkpointing",
+        "PARTITION_ACTIVATIONS",
+        None,
+    ),
+    "on the host": ("deepspeed.runtime.activation_checkpointing.checkpointing", "CPU_CHECKPOINT", None),
+    "tensor-parallel size": ("deepspeed.runtime.activation_checkpointing.checkpointing", "mp_size", None),
+    "tensor-parallel rank": ("deepspeed.runtime.activation_checkpointing.checkpointing", "mp_rank", None),
+    "tensor-parallel group": ("deepspeed.runtime.activation_checkpointing.checkpointing", "mp_group", None),
+    "gather": ("deepspeed.comm", "all_gather_into_tensor", None),
+    # torch
+    "reentrant": ("torch.utils.checkpoint", "CheckpointFunction.apply", None),
+    "not reentrant": (
+        "torch.utils.checkpoint",
+        "_checkpoint_without_reentrant_generator",
+        ["fn", "preserve_rng_state"],
+    ),
+    "entry points": ("torch", "_import_device_backends", []),
+    "compressed optimizer hooks": ("torch.optim", "Optimizer.register_load_state_dict_pre_hook", ["hook"]),
+}
+
+
+@pytest.mark.parametrize("what", NAMES)
+def test_name(what):
+    module, path, arguments = NAMES[what]
+    found = importlib.import_module(module)
+    for name in path.split("."):
+        assert hasattr(found, name), f"{module}.{path} is gone"
+        found = getattr(found, name)
+    if arguments is not None:
+        parameters = inspect.signature(found).parameters
+        missing = [name for name in arguments if name not in parameters]
+        assert not missing, f"{module}.{path} no longer takes {', '.join(missing)}"
+
+
+def test_torch_looks_its_checkpoint_functions_up_when_it_calls_them():
+    """They are exchanged in the module; a `checkpoint` that was imported before has to find the new ones."""
+    names = (
+        torch.utils.checkpoint.checkpoint.__wrapped__.__code__.co_names
+        if hasattr(torch.utils.checkpoint.checkpoint, "__wrapped__")
+        else torch.utils.checkpoint.checkpoint.__code__.co_names
+    )
+    assert {"CheckpointFunction", "_checkpoint_without_reentrant_generator"} <= set(names)
+
+
+def test_deepspeed_looks_its_checkpoint_function_up_when_it_calls_it():
+    from deepspeed.runtime.activation_checkpointing import checkpointing
+
+    assert "CheckpointFunction" in inspect.unwrap(checkpointing.checkpoint).__code__.co_names
+
+
+def test_schedulers_wrap_step_by_name():
+    optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(2))])
+    torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
+    assert hasattr(vars(optimizer)["step"], "_wrapped_by_lr_sched")
+
+
+# attributes of what DeepSpeed puts around an optimizer, and of the parameters, by stage
+ATTRIBUTES = {
+    0: ["fp32_groups_flat", "fp16_groups"],
+    1: ["single_partition_of_fp32_groups", "bit16_groups", "_hp_optimizer_states_linked"],
+    2: ["single_partition_of_fp32_groups", "bit16_groups", "_hp_optimizer_states_linked"],
+    3: ["fp32_partitioned_groups_flat", "fp16_groups", "sub_group_to_group_id", "offloaded_states"],
+    "bf16": ["fp32_groups_flat_partition", "bf16_groups"],
+}
+PARAMETERS = {1: ["_hp_mapping"], 2: ["_hp_mapping"], 3: ["ds_numel", "ds_shape", "ds_process_group"]}
+
+
+def build():
+    """What is missing of all that, and what DeepSpeed does with a block that it does not know."""
+    warnings.simplefilter("ignore")
+    import coat_ds
+
+    missing, seen = [], {}
+    for stage, names in ATTRIBUTES.items():
+        config = {
+            "train_batch_size": 1,
+            "bf16": {"enabled": True},
+            "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
+            "zero_optimization": {"stage": 1 if stage == "bf16" else stage},
+            "data_types": {"grad_accum_dtype": "fp32" if stage == "bf16" else None},
+            "coat": {"enabled": True},
+        }
+        engine, *_ = coat_ds.initialize(model=torch.nn.Linear(64, 64), config=config)
+        missing += [(stage, name) for name in names if not hasattr(engine.optimizer, name)]
+        p = next(engine.module.parameters())
+        missing += [(stage, name) for name in PARAMETERS.get(stage, []) if not hasattr(p, name)]
+        names = ("basic_optimizer", "checkpoint_engine", "module", "optimizer", "_config")
+        missing += [(stage, f"engine.{name}") for name in names if not hasattr(engine, name)]
+        seen[stage] = engine._config._param_dict.get("coat"), type(engine.optimizer).__name__
+    return missing, seen, not_to_be_checkpointed(), stand_ins()
+
+
+def not_to_be_checkpointed():
+    """DeepSpeed leaves a tensor alone that is marked so."""
+    from deepspeed.runtime.activation_checkpointing import checkpointing as host
+
+    host.configure(None)
+    host.mp_size = 1
+    x = torch.zeros(10)
+    before = host.is_activation_to_checkpoint(x)
+    x.no_checkpointing = True
+    return before, host.is_activation_to_checkpoint(x)
+
+
+def stand_ins():
+    """In backward a saved tensor with `saved_data` is filled with what its `to` gives."""
+    from deepspeed.runtime.activation_checkpointing import checkpointing as host
+
+    class Kept:
+        def to(self, device):
+            return torch.full((3,), 5.0, device=device)
+
+    saved = []
+
+    class Function(host.CheckpointFunction):
+        @staticmethod
+        def forward(ctx, run_function, all_outputs, *args):
+            out = host.CheckpointFunction.forward(ctx, run_function, all_outputs, *args)
+            saved.append([t is a for t, a in zip(ctx.deepspeed_saved_tensors, args, strict=True)])
+            empty = torch.empty(0, requires_grad=True)
+            empty.saved_data = Kept()
+            ctx.deepspeed_saved_tensors = (empty,)
+            return out
+
+    x, outputs = torch.ones(3, requires_grad=True), []
+    Function.apply(lambda x: x * x, outputs, x * 1).sum().backward()
+    return saved, x.grad.tolist()
+
+
+def test_engines_wrappers_and_parameters():
+    missing, seen, marks, (saved, gradient) = run_distributed(build, 1)[0]
+    assert not missing, f"gone from DeepSpeed: {missing}"
+    assert {block["enabled"] for block, _ in seen.values()} == {True}
+    assert [name for _, name in seen.values()] == [
+        "FP16_Optimizer",
+        "DeepSpeedZeroOptimizer",
+        "DeepSpeedZeroOptimizer",
+        "DeepSpeedZeroOptimizer_Stage3",
+        "BF16_Optimizer",
+    ]
+    assert marks == (True, False), "no_checkpointing no longer marks what DeepSpeed leaves alone"
+    # d(x * x) at what stood in for x
+    assert saved == [[True]] and gradient == [10.0] * 3, "deepspeed_saved_tensors or saved_data changed"

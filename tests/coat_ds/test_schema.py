@@ -1,0 +1,88 @@
+"""The schema in configs/ is the dataclasses', and says yes and no where they do."""
+
+import json
+from pathlib import Path
+
+import jsonschema
+import pytest
+
+from coat_ds import CoatConfig, CoatConfigError
+from coat_ds.schema import schema, text
+
+CONFIGS = Path(__file__).resolve().parents[2] / "configs"
+
+GOOD = [
+    {},
+    {"enabled": True},
+    {"enabled": False, "optimizer": {"exp_avg_sq_format": "log8", "min_numel": 0, "keep_fp32": []}},
+    {"enabled": True, "checkpointing": {"compress": True, "group_size": 64}},
+    {"enabled": True, "report": True},
+    {"enabled": True, "report": {"saved": True}},
+    {"enabled": True, "activations": {"backward_format": "e4m3"}},
+]
+BAD = [
+    True,
+    {"optimizer": {}},
+    {"enabled": "true"},
+    {"enabled": True, "optimiser": {}},
+    {"enabled": True, "optimizer": True},
+    {"enabled": True, "optimizer": {"exp_avg_format": "log8"}},
+    {"enabled": True, "optimizer": {"min_numel": -1}},
+    {"enabled": True, "optimizer": {"min_numel": "many"}},
+    {"enabled": True, "optimizer": {"keep_fp32": "*norm*"}},
+    {"enabled": True, "optimizer": {"keep_fp32": [1]}},
+    {"enabled": True, "activations": {"forward_format": "e5m2"}},
+    {"enabled": True, "checkpointing": {"compress": 1}},
+    {"enabled": True, "checkpointing": {"group_size": 100}},
+    {"enabled": True, "report": "yes"},
+    {"enabled": True, "report": {"states": 1}},
+]
+
+
+def test_the_file_is_the_generated_one():
+    assert (CONFIGS / "coat.schema.json").read_text() == text(), (
+        "run python -m coat_ds.schema > configs/coat.schema.json"
+    )
+
+
+def test_the_schema_is_one():
+    jsonschema.Draft202012Validator.check_schema(schema())
+
+
+@pytest.mark.parametrize("block", GOOD, ids=json.dumps)
+def test_accepted(block):
+    jsonschema.validate({"coat": block, "train_batch_size": 1}, schema())
+    CoatConfig.from_dict(block)
+
+
+@pytest.mark.parametrize("block", BAD, ids=json.dumps)
+def test_refused(block):
+    with pytest.raises(jsonschema.ValidationError):
+        jsonschema.validate({"coat": block}, schema())
+    with pytest.raises(CoatConfigError) as error:
+        CoatConfig.from_dict(block)
+    assert str(error.value).startswith("coat")
+
+
+def test_defaults_and_descriptions():
+    def check(block, found):
+        for name, described in block["properties"].items():
+            described = described.get("anyOf", [{}, described])[1]
+            value = getattr(found, name)
+            if "properties" in described:
+                check(described, value)
+            else:
+                assert described["default"] == (list(value) if isinstance(value, tuple) else value)
+                assert described["description"].endswith(".")
+
+    check(json.loads(text())["properties"]["coat"], CoatConfig())
+
+
+def test_the_shipped_config_is_valid():
+    jsonschema.validate(json.loads((CONFIGS / "ds_zero1_coat.json").read_text()), schema())
+
+
+def test_report_may_be_a_boolean():
+    for value in (True, False):
+        report = CoatConfig.from_dict({"enabled": True, "report": value}).report
+        assert (report.states, report.saved) == (value, value)

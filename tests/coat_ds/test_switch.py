@@ -1,0 +1,203 @@
+"""The ways by which a script comes to honour the block. Scripts run in processes of their own."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+
+import coat_ds
+from coat_ds import switch
+from tests.util import free_port, run_distributed
+
+ROOT = Path(__file__).resolve().parents[2]
+
+# knows nothing of this project but the config
+SCRIPT = """
+import json, sys
+import torch
+
+before = sorted(name for name in sys.modules if name.startswith(("coat_", "deepspeed")))
+from deepspeed import initialize
+
+section = {"type": "AdamW", "params": {"lr": 1e-3}}
+configs = {
+    "block": {"coat": {"enabled": True}, "optimizer": section},
+    "type": {"optimizer": {**section, "type": "CoatAdamW"}},
+    "client": {"coat": {"enabled": True}},
+    "none": {},
+    "off": {"coat": {"enabled": False}},
+}
+out = {"imported": before}
+for name in sys.argv[1:]:
+    model = torch.nn.Linear(64, 64)
+    config = {"train_batch_size": 1, "zero_allow_untested_optimizer": True, **configs[name]}
+    optimizer = None if "optimizer" in config else torch.optim.AdamW(model.parameters())
+    config["zero_optimization"] = {"stage": 1}
+    try:
+        engine, *_ = initialize(model=model, optimizer=optimizer, config=config)
+        out[name] = [type(engine.basic_optimizer).__name__, hasattr(engine, "coat")]
+    except AssertionError as error:
+        out[name] = str(error)
+    out["heavy"] = out.get("heavy", []) + ["coat_ds.engine" in sys.modules]
+print("RESULT " + json.dumps(out))
+"""
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory):
+    """A folder into which the project was installed by pip."""
+    folder = tmp_path_factory.mktemp("site")
+    source = tmp_path_factory.mktemp("source")
+    for name in ("setup.py", "pyproject.toml", "README.md", "kernels", "coat_ds", "megatron_ext"):
+        copy = shutil.copytree if (ROOT / name).is_dir() else shutil.copy
+        copy(ROOT / name, source / name)
+    command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-build-isolation"]
+    subprocess.run([*command, "--target", str(folder), str(source)], check=True)
+    return folder
+
+
+def run(site, code, *args, **env):
+    env = {
+        **os.environ,
+        "PYTHONPATH": str(site),
+        "DS_ACCELERATOR": "cpu",
+        "CUDA_VISIBLE_DEVICES": "",
+        "RANK": "0",
+        "LOCAL_RANK": "0",
+        "WORLD_SIZE": "1",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(free_port()),
+        **env,
+    }
+    done = subprocess.run(
+        [sys.executable, "-c", code, *args], env=env, cwd=site, check=True, capture_output=True, text=True
+    )
+    lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
+    return json.loads(lines[-1].removeprefix("RESULT "))
+
+
+def test_an_unmodified_script_after_pip_install(site):
+    out = run(site, SCRIPT, "none", "off", "block", "type", "client")
+    assert out["none"] == out["off"] == ["AdamW", False]
+    assert out["block"] == out["type"] == out["client"] == ["CoatAdamW", True]
+    # `import torch` brings the switch and nothing else; an engine without a block does not either
+    assert out["imported"] == ["coat_ds", "coat_ds.switch"]
+    assert out["heavy"] == [False, True, True, True, True]
+
+
+def test_opting_out(site):
+    """DeepSpeed then ignores the block, and refuses the loud spelling, as where nothing is installed."""
+    out = run(site, SCRIPT, "client", "type", COAT_DISABLE="1")
+    assert out["client"] == ["AdamW", False]
+    assert "CoatAdamW is not a supported DeepSpeed Optimizer" in out["type"]
+    assert out["heavy"] == [False, False]
+
+
+def test_an_interpreter_without_torch_loads_nothing(site):
+    code = (
+        "import sys, json; print('RESULT ' + json.dumps([n for n in sys.modules if n.startswith('coat_')]))"
+    )
+    assert run(site, code) == []
+
+
+def test_a_finder_waits_for_deepspeed(site):
+    """Installing before DeepSpeed is imported; uninstalling before that; twice makes one."""
+    code = """
+import sys, json
+import coat_ds
+from coat_ds import switch
+coat_ds.install()
+coat_ds.install()
+found = [sum(isinstance(f, switch._Finder) for f in sys.meta_path)]
+coat_ds.uninstall()
+found.append(sum(isinstance(f, switch._Finder) for f in sys.meta_path))
+coat_ds.install()
+found.append("torch" in sys.modules)
+import deepspeed
+found.append(sum(isinstance(f, switch._Finder) for f in sys.meta_path))
+found.append(switch.is_installed())
+found.append(deepspeed.runtime.engine.__spec__.loader is not None)
+print("RESULT " + json.dumps(found))
+"""
+    assert run(site, code, COAT_DISABLE="1") == [1, 0, False, 0, True, True]
+
+
+def by_hand():
+    from deepspeed import initialize
+    from deepspeed.runtime.engine import DeepSpeedEngine
+
+    original = vars(DeepSpeedEngine)["__init__"]
+    out = {"installed": [switch.is_installed()]}
+
+    def build():
+        model = torch.nn.Linear(64, 64)
+        optimizer = torch.optim.AdamW(model.parameters())
+        config = {
+            "train_batch_size": 1,
+            "coat": {"enabled": True},
+            "zero_optimization": {"stage": 1},
+            "zero_allow_untested_optimizer": True,
+        }
+        engine, *_ = initialize(model=model, optimizer=optimizer, config=config)
+        return type(engine.basic_optimizer).__name__
+
+    out["before"] = build()
+    coat_ds.install()
+    coat_ds.install()
+    out["after"] = build()
+    method = vars(DeepSpeedEngine)["__init__"]
+    out["original"] = method.__wrapped__ is original
+    with switch.installed():
+        out["within"] = build()
+    out["installed"].append(switch.is_installed())
+    coat_ds.uninstall()
+    coat_ds.uninstall()
+    out["undone"] = build(), vars(DeepSpeedEngine)["__init__"] is original
+
+    # somebody else on top of ours: ours is still found, and not torn out from below
+    coat_ds.install()
+    import functools
+
+    ours = vars(DeepSpeedEngine)["__init__"]
+    DeepSpeedEngine.__init__ = functools.wraps(ours)(lambda self, *a, **k: ours(self, *a, **k))
+    coat_ds.install()
+    out["on_top"] = build()
+    try:
+        coat_ds.uninstall()
+    except RuntimeError as error:
+        out["refused"] = str(error)
+    DeepSpeedEngine.__init__ = ours
+    coat_ds.uninstall()
+
+    # a DeepSpeed to come
+    DeepSpeedEngine.__init__ = lambda self, args, model: None
+    try:
+        coat_ds.install()
+    except RuntimeError as error:
+        out["unknown"] = str(error)
+    return out
+
+
+def test_install_and_uninstall():
+    # where the project is installed by pip, torch would register it
+    with mock.patch.dict(os.environ, {switch.DISABLE: "1"}):
+        out = run_distributed(by_hand, 1)[0]
+    assert (out["before"], out["after"], out["within"]) == ("AdamW", "CoatAdamW", "CoatAdamW")
+    assert out["undone"] == ("AdamW", True) and out["original"] and out["on_top"] == "CoatAdamW"
+    assert out["installed"] == [False, True]
+    assert "exchanged again" in out["refused"]
+    assert "optimizer, config_class" in out["unknown"] and "0.18.9" in out["unknown"]
+
+
+def test_names_of_the_package():
+    for name in coat_ds.__all__:
+        assert getattr(coat_ds, name).__name__ == name
+    assert set(coat_ds.__all__) <= set(dir(coat_ds))
+    with pytest.raises(AttributeError, match="nothing_of_ours"):
+        _ = coat_ds.nothing_of_ours

@@ -1,0 +1,234 @@
+"""FP8 copies of what activation checkpointing keeps."""
+
+import contextlib
+import gc
+import weakref
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+
+from coat_kernels import saved
+from coat_kernels.saved import Packed, compressed_checkpoints, is_activation, packed, packed_bytes
+from tests.util import rel_rms
+
+ROWS, WIDTH = 64, 128
+both = pytest.mark.parametrize("reentrant", [True, False], ids=["reentrant", "hooks"])
+
+
+def representable(shape, generator, device="cpu") -> torch.Tensor:
+    """Values that E4M3 with a power-of-two scale holds exactly, whatever their group: 4 binades, 3 bits."""
+    mantissa = torch.randint(8, 16, shape, generator=generator).float()
+    power = torch.randint(-2, 2, shape, generator=generator)
+    sign = torch.randint(0, 2, shape, generator=generator) * 2 - 1
+    return torch.ldexp(mantissa, power).mul(sign).to(device)
+
+
+def block(device, dtype=torch.float32):
+    torch.manual_seed(1)
+    nn = torch.nn
+    layers = nn.Linear(WIDTH, 96), nn.GELU(), nn.Dropout(0.3), nn.Linear(96, WIDTH)
+    return nn.Sequential(*layers).to(device, dtype)
+
+
+def gradients(net, x, reentrant, group_size=None):
+    """Output and gradients of input and weights of one checkpointed pass; packed if there is a group size."""
+    x = x.clone().requires_grad_()
+    net.zero_grad()
+    torch.manual_seed(7)
+    h = x * 1
+    if group_size is None:
+        y = checkpoint(net, h, use_reentrant=reentrant)
+    else:
+        with compressed_checkpoints(group_size):
+            y = checkpoint(net, h, use_reentrant=reentrant)
+    y.square().sum().backward()
+    return [y.detach(), x.grad, *(p.grad.clone() for p in net.parameters())]
+
+
+@pytest.mark.parametrize("group_size", saved.GROUP_SIZES)
+@pytest.mark.parametrize("dtype", saved.DTYPES, ids=str)
+@pytest.mark.parametrize("shape", [(4, 32, 64), (5, 7, 131), (4099,), (1, 4096)], ids=str)
+def test_packed(device, shape, dtype, group_size):
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(shape, generator=generator).to(device, dtype)
+    held = Packed(x, group_size)
+    y = held.unpack()
+    assert (y.shape, y.dtype, y.device, y.stride()) == (x.shape, x.dtype, x.device, x.stride())
+    groups = -(-x.numel() // group_size)
+    assert held.nbytes == groups * (group_size + 1) and held.plain_nbytes == x.nbytes
+    # 2^-4 of the element, or half a subnormal step, 2^-10, of a scale that is at most 2^-7 of the largest:
+    # a scale of 2^(p - 8) holds magnitudes up to 448 * 2^(p - 8), that is 1.75 * 2^p
+    error, bound = (y - x).abs().float(), x.abs().float() * 2**-4
+    assert (error <= torch.maximum(bound, x.abs().max().float() * 2**-17)).all()
+    exact = representable(shape, generator, device).to(dtype)
+    assert torch.equal(Packed(exact, group_size).unpack(), exact)
+
+
+def test_strides_survive(device):
+    x = torch.randn(32, 16, 24, device=device)
+    for view in (x.transpose(0, 1), x.permute(2, 0, 1), x[:, ::2], x[3:, :, 1:], x[:, :1].expand(32, 16, 24)):
+        y = Packed(view, 16).unpack()
+        dense = view.stride() == torch.empty_like(view).stride()
+        assert y.stride() == (view.stride() if dense else view.contiguous().stride())
+        assert rel_rms(y, view) < 2**-4
+
+
+def test_not_finite_is_seen(device):
+    x = torch.ones(4096, device=device)
+    x[5], x[700], x[3000] = float("nan"), float("inf"), -float("inf")
+    y = Packed(x, 64).unpack()
+    assert torch.equal(y.isfinite(), x.isfinite())
+    assert (y[y.isfinite()] == 1).all()
+
+
+def test_what_is_an_activation():
+    leaf = torch.randn(ROWS, WIDTH, requires_grad=True)
+    assert is_activation(leaf * 1) and is_activation((leaf * 1).bfloat16())
+    parameter = torch.nn.Parameter(torch.randn(ROWS, WIDTH))
+    small = torch.randn(8, 8, requires_grad=True) * 1
+    mask = torch.zeros(ROWS, WIDTH).masked_fill(torch.rand(ROWS, WIDTH) > 0.5, -torch.inf)
+    for x in (
+        leaf,
+        parameter,
+        parameter.t(),
+        small,
+        mask,
+        torch.arange(9999),
+        (leaf * 1).double(),
+        None,
+        3.0,
+    ):
+        assert not is_activation(x)
+
+
+def test_one_copy_for_all_who_keep_a_tensor():
+    x = torch.randn(ROWS, WIDTH)
+    first = packed(x, 64)
+    assert packed(x, 64) is first
+    assert packed(x, 128) is not first
+    second = packed(x, 64)
+    x.add_(1)
+    assert packed(x, 64) is not second
+    gone = weakref.ref(packed(x, 64))
+    gc.collect()
+    assert gone() is None
+
+
+@both
+def test_exact_inputs_give_the_same_gradients(device, reentrant):
+    """Bit for bit, with dropout: the random numbers are replayed."""
+    x = representable((ROWS, WIDTH), torch.Generator().manual_seed(3), device).div(16)
+    net = block(device)
+    plain, compressed = gradients(net, x, reentrant), gradients(net, x, reentrant, 128)
+    for a, b in zip(plain, compressed, strict=True):
+        assert torch.equal(a, b)
+    # dropout was drawn, and is drawn anew by another seed
+    assert (plain[0] != net.eval()(x)).any()
+
+
+@both
+def test_error_of_gradients(device, reentrant):
+    """Of y = x W: that of W is the sum over rows of outer products of x, each element of which is off by 2^-4
+    at most, and the gradient of y. For independent rows of mean zero the squares add up: 2^-4 relative RMS
+    at most. The input's gradient does not depend on x at all.
+    """
+    torch.manual_seed(5)
+    net = torch.nn.Linear(WIDTH, WIDTH, bias=False, device=device)
+    x, upstream = torch.randn(ROWS, WIDTH, device=device), torch.randn(ROWS, WIDTH, device=device)
+
+    def run(group_size):
+        leaf = x.clone().requires_grad_()
+        net.zero_grad()
+        with compressed_checkpoints(group_size):
+            y = checkpoint(net, leaf * 1, use_reentrant=reentrant)
+        y.backward(upstream)
+        return y.detach(), leaf.grad, net.weight.grad.clone()
+
+    y, dx, dw = run(64)
+    assert torch.equal(y, net(x)) and torch.equal(dx, upstream @ net.weight)
+    # above zero: it is the codes that were used
+    assert 2**-8 < rel_rms(dw, upstream.T @ x) < 2**-4
+
+
+@both
+def test_bytes_kept(reentrant):
+    """Of a chain of checkpointed layers: a byte and a 64th for each element that a layer takes in."""
+    net = block("cpu", torch.bfloat16)
+    kept = []
+    x = torch.randn(ROWS, WIDTH, dtype=torch.bfloat16, requires_grad=True)
+    with compressed_checkpoints(64):
+        h = x * 1
+        for _ in range(4):
+            h = checkpoint(net, h, use_reentrant=reentrant)
+            kept.append(weakref.ref(h))
+    gc.collect()
+    # nobody keeps the layers' outputs but the variable `h`
+    assert [r() is None for r in kept] == [True, True, True, False]
+    assert packed_bytes() == (4 * ROWS * WIDTH * 65 // 64, 4 * ROWS * WIDTH * 2)
+    h.sum().backward()
+    del h
+    gc.collect()
+    assert packed_bytes() == (0, 0)
+
+
+@both
+def test_outside_nothing_changes(reentrant):
+    """The context leaves torch as it was, also after an error, and does not touch what others keep."""
+    names = "CheckpointFunction", "_checkpoint_without_reentrant_generator"
+    before = [getattr(torch.utils.checkpoint, name) for name in names]
+
+    def fail(x):
+        raise RuntimeError("on purpose")
+
+    x = torch.randn(ROWS, WIDTH, requires_grad=True)
+    with (
+        pytest.raises(RuntimeError, match="on purpose"),
+        compressed_checkpoints(),
+        compressed_checkpoints(16),
+    ):
+        checkpoint(fail, x * 1, use_reentrant=reentrant)
+    assert [getattr(torch.utils.checkpoint, name) for name in names] == before
+    with compressed_checkpoints():
+        y = (x * 1).exp()
+    y.sum().backward()
+    assert torch.equal(x.grad, x.exp())
+
+
+@both
+@pytest.mark.parametrize("inner", [True, False], ids=["reentrant-in-it", "hooks-in-it"])
+@pytest.mark.parametrize("backward_inside", [True, False])
+def test_masks_and_nested_regions(reentrant, inner, backward_inside):
+    """A mask with infinities is kept as it is; so is everything in a region that is computed again, also when
+    that happens within the context.
+    """
+    net = block("cpu").eval()
+    mask = torch.zeros(ROWS, WIDTH)
+    mask[:, WIDTH // 2 :] = -torch.inf
+    x = representable((ROWS, WIDTH), torch.Generator().manual_seed(3)).div(16)
+
+    def run(compress):
+        leaf = x.clone().requires_grad_()
+
+        def inside(h, mask):
+            return (h + mask).softmax(-1)
+
+        def outside(h, mask):
+            return checkpoint(inside, net(h) * 1, mask, use_reentrant=inner)
+
+        with contextlib.ExitStack() as stack:
+            if compress:
+                stack.enter_context(compressed_checkpoints())
+            y = checkpoint(outside, leaf * 1, mask, use_reentrant=reentrant)
+            if compress and not backward_inside:
+                stack.close()
+            y.square().sum().backward()
+        return leaf.grad
+
+    a, b = run(False), run(True)
+    assert a.isfinite().all() and a.any() and torch.equal(a, b)
+
+
+def test_group_size_is_checked():
+    with pytest.raises(ValueError, match="16, 32, 64, 128; found 100"), compressed_checkpoints(100):
+        pass
