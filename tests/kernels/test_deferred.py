@@ -9,7 +9,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from coat_kernels import activation as act
-from coat_kernels import deferred, linear, tensorwise
+from coat_kernels import deferred, linear, norm, tensorwise
 from coat_kernels.deferred import Deferred, PredictedScale, fp8_operands
 from coat_kernels.fp8 import E4M3, E5M2
 from coat_kernels.linear import LinearFormats, fp8_linear
@@ -20,7 +20,7 @@ from coat_kernels.origin import origin_of
 def kernels(request, monkeypatch):
     """On a CPU: with the references, and with the kernels, interpreted."""
     if request.param:
-        for module in (act, deferred, tensorwise):
+        for module in (act, deferred, norm, tensorwise):
             monkeypatch.setattr(module, "uses_kernels", lambda x: True)
 
 
@@ -29,17 +29,32 @@ class Activation:
 
     def __init__(self, device, shape=(3, 7), f=48):
         self.x = torch.randn(*shape, 2 * f, device=device, dtype=torch.bfloat16)
-        self.y_scale, self.grad_scale = PredictedScale(E4M3), PredictedScale(E5M2)
+        self.scales = {"y_scale": PredictedScale(E4M3), "grad_scale": PredictedScale(E5M2)}
 
     def input(self):
         return self.x.clone().requires_grad_()
 
     def __call__(self, x, deferred=True):
-        scales = {"y_scale": self.y_scale, "grad_scale": self.grad_scale} if deferred else {}
-        return act.activation(x, "silu", gated=True, **scales)
+        return act.activation(x, "silu", gated=True, **(self.scales if deferred else {}))
 
 
-PRODUCERS = {"activation": Activation}
+class Norm:
+    """The same for a norm, which defers its output alone."""
+
+    def __init__(self, device, shape=(3, 7), h=48):
+        self.x = torch.randn(*shape, h, device=device, dtype=torch.bfloat16)
+        parameters = torch.randn(2, h, device=device)
+        self.weight, self.bias = parameters[0], parameters[1]
+        self.scales = {"y_scale": PredictedScale(E4M3)}
+
+    def input(self):
+        return self.x.clone().requires_grad_()
+
+    def __call__(self, x, deferred=True):
+        return norm.layer_norm(x, self.weight, self.bias, 1e-5, **(self.scales if deferred else {}))
+
+
+PRODUCERS = {"activation": Activation, "norm": Norm}
 
 
 @pytest.fixture(params=PRODUCERS)
@@ -77,7 +92,7 @@ def test_results_never_depend_on_the_prediction(producer, predicted, kernels):
     if predicted == "right":
         layer(producer, True)
     else:
-        for scale in (producer.y_scale, producer.grad_scale):
+        for scale in producer.scales.values():
             scale.on(producer.x.device).fill_(predicted)
     for a, e in zip(layer(producer, True), expected, strict=True):
         same(a, e)
@@ -91,10 +106,10 @@ def test_a_right_prediction_writes_once(producer, monkeypatch):
         deferred, "to_tensor_codes_reference", lambda x, *rest: written.append(x) or codes(x, *rest)
     )
     layer(producer, True)
-    assert len(written) == 2
-    producer.y_scale.on(producer.x.device).fill_(1e-3)
+    assert len(written) == len(producer.scales)
+    producer.scales["y_scale"].on(producer.x.device).fill_(1e-3)
     layer(producer, True)
-    assert len(written) == 2 + 3
+    assert len(written) == 2 * len(producer.scales) + 1
 
 
 @pytest.mark.parametrize("weights", [(True, False), (False, True), (False, False)], ids=str)
@@ -211,7 +226,7 @@ def test_hooks_get_the_gradient(producer, reads, kernels):
         return y
 
     found, expected = layer(producer, True, between=between), layer(producer, False, between=plain.keep)
-    assert isinstance(seen.grad, Deferred)
+    assert isinstance(seen.grad, Deferred) == ("grad_scale" in producer.scales)
     same(seen.grad * 1, plain.grad)
     for a, e in zip(found, expected, strict=True):
         same(a, e)
@@ -255,9 +270,10 @@ def test_memory_is_let_go(producer, monkeypatch):
     monkeypatch.setattr(deferred.Source, "__init__", watch)
     monkeypatch.setattr(linear, "scaled_matmul", matmul)
     layer(producer, True)
-    # three products forward and two backward before the gradient exists; then it is gone at once
-    assert len(sources) == 2 and all(ref() is None for ref in sources)
-    assert [len(gone) for gone in taken[-2:]] == [2, 2] and all(gone[1] for gone in taken[-2:])
+    assert len(sources) == len(producer.scales) and all(ref() is None for ref in sources)
+    # the last two products are those of the first layer's backward
+    for gone in taken[-2:]:
+        assert len(gone) == len(producer.scales) and all(gone[1:])
 
 
 def test_an_input_that_changes_is_refused(producer):
