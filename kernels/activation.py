@@ -21,7 +21,6 @@ from coat_kernels.fast_math import fast_exp2, fast_reciprocal
 from coat_kernels.fp8 import (
     E4M3,
     Fp8Format,
-    apart,
     cast,
     finite_or_nan,
     fp8_format,
@@ -51,6 +50,7 @@ from coat_kernels.tensorwise import (
     quantize_tensor_reference,
     tensor_scale,
     to_tensor_codes,
+    to_tensor_words,
 )
 
 KINDS = ("silu", "gelu", "gelu_tanh", "squared_relu")
@@ -262,13 +262,13 @@ def activation_backward_kernel(p_grad_y, p_codes, p_exponent, p_grad_x, p_rows, 
                 b_grad_x *= b_up
             # the gradients of what is masked are 0
             b_most = tl.maximum(b_most, finite_abs(b_grad_x))
-            b_codes = store_rows(b_grad_x, p_grad_x, p_rows, o_x, m_x, scale, DTYPE, E5M2, EVEN)
-            b_words |= b_codes.to(tl.int32) << (8 * i)
+            b_code = store_rows(b_grad_x, p_grad_x, p_rows, o_x, m_x, scale, DTYPE, E5M2, EVEN)
+            b_words |= b_code << (8 * i)
             if PARTS == 2:
                 b_grad_up = b_grad * b_value
                 b_most = tl.maximum(b_most, finite_abs(b_grad_up))
-                b_codes = store_rows(b_grad_up, p_grad_x, p_rows, o_x + f, m_x, scale, DTYPE, E5M2, EVEN)
-                b_up_words |= b_codes.to(tl.int32) << (8 * i)
+                b_code = store_rows(b_grad_up, p_grad_x, p_rows, o_x + f, m_x, scale, DTYPE, E5M2, EVEN)
+                b_up_words |= b_code << (8 * i)
         if p_columns is not None:
             o_column = o_f.to(tl.int64)
             store_column_words(p_columns, b_words, o_word, o_column, f, padded_rows, EVEN)
@@ -282,13 +282,13 @@ def activation_backward_kernel(p_grad_y, p_codes, p_exponent, p_grad_x, p_rows, 
 @triton.jit
 def store_rows(b_x, p_x, p_rows, o_x, m_x, scale, DTYPE: tl.constexpr, E5M2: tl.constexpr,
                EVEN: tl.constexpr):  # fmt: skip
-    """Stores an FP32 tile as it is or as codes, as far as asked for. Returns the codes."""
+    """Stores an FP32 tile as it is or as codes, as far as asked for. Returns the codes as int32."""
     b_rounded = round_to(b_x, DTYPE)
     if p_x is not None:
         store_tile(p_x, o_x, cast(b_x, DTYPE), m_x, not EVEN)
     if p_rows is not None:
         store_tile(p_rows, o_x, to_tensor_codes(b_rounded, scale, E5M2), m_x, not EVEN)
-    return to_tensor_codes(apart(b_rounded), scale, E5M2)
+    return to_tensor_words(b_rounded, scale, E5M2)
 
 
 @triton.jit
@@ -310,7 +310,7 @@ def activation_columns_kernel(p_codes, p_exponent, p_largest, p_columns, p_scale
         if PARTS == 2:
             b_y *= b_up
         # a(0) is 0: so are the rows past the end
-        b_words |= to_tensor_codes(b_y, scale, E5M2).to(tl.int32) << (8 * i)
+        b_words |= to_tensor_words(b_y, scale, E5M2) << (8 * i)
     o_f = (column + tl.arange(0, N)).to(tl.int64)
     store_column_words(p_columns, b_words, o_word, o_f, f, padded_rows, EVEN)
 

@@ -104,12 +104,28 @@ def to_fp8(b_x, E5M2: tl.constexpr):
 
 
 @triton.jit
-def apart(b_x):
-    """The same FP32 values, which the compiler takes for others. Codes that are stored and also shifted into
-    words come out wrong from triton 3.6: the two are converted apart."""
+def to_fp8_words(b_x, E5M2: tl.constexpr):
+    """`to_fp8` as int32, to be shifted into words of four: triton 3.6 makes wrong code of codes that are
+    widened and shifted, and of codes that are used twice."""
     if INTERPRET:
-        return b_x
-    return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=f,f", [b_x], tl.float32, True, 1)
+        return to_fp8(b_x, E5M2).to(tl.int32)
+    if E5M2:
+        return tl.inline_asm_elementwise(
+            "{.reg .b16 t; cvt.rn.satfinite.e5m2x2.f32 t, 0f00000000, $1; cvt.u32.u16 $0, t;}",
+            "=r,f",
+            [b_x],
+            tl.int32,
+            True,
+            1,
+        )
+    return tl.inline_asm_elementwise(
+        "{.reg .b16 t; cvt.rn.satfinite.e4m3x2.f32 t, 0f00000000, $1; cvt.u32.u16 $0, t;}",
+        "=r,f",
+        [b_x],
+        tl.int32,
+        True,
+        1,
+    )
 
 
 @triton.jit

@@ -12,7 +12,8 @@ import triton
 import triton.language as tl
 
 from coat_kernels.codecs.codec import load_tile, store_tile
-from coat_kernels.fp8 import E4M3, Fp8Format, cast, fp8_format, require_fp8, uses_kernels, widen
+from coat_kernels.deferred import NO_SCALES, Deferred, PredictedScale, Scales, Source, scale_and_tiles
+from coat_kernels.fp8 import E4M3, Fp8Format, cast, fp8_format, require_fp8, round_to, uses_kernels, widen
 from coat_kernels.group_tiles import (
     load_group_tile,
     store_column_words,
@@ -34,6 +35,7 @@ from coat_kernels.tensorwise import (
     quantize_tensor_reference,
     tensor_scale,
     to_tensor_codes,
+    to_tensor_words,
 )
 
 # least elements of a program's tile, and elements of a thread, as far as warps go
@@ -120,32 +122,38 @@ def load_gamma(p_weight, o_h, m_h, ZERO_CENTERED: tl.constexpr, EVEN: tl.constex
 
 
 @triton.jit
-def norm_forward_kernel(p_x, p_weight, p_bias, p_y, p_codes, p_exponent, p_rstd, p_maxima,
-                        rows, h, groups, eps,
-                        LAYER_NORM: tl.constexpr, ZERO_CENTERED: tl.constexpr, KEEP: tl.constexpr,
+def norm_forward_kernel(p_x, p_weight, p_bias, p_y, p_rows, p_codes, p_exponent, p_rstd, p_maxima,
+                        p_predicted, p_used, p_largest, p_true, rows, h, groups, eps, tiles,
+                        LAYER_NORM: tl.constexpr, ZERO_CENTERED: tl.constexpr, E5M2: tl.constexpr,
                         EVEN: tl.constexpr, ROWS: tl.constexpr, H: tl.constexpr,
                         G: tl.constexpr):  # fmt: skip
-    pid = tl.program_id(0).to(tl.int64)
-    o_row = pid * ROWS + tl.arange(0, ROWS)
+    """y itself, or its FP8 codes by rows; what is kept and maxima where asked for."""
+    DTYPE: tl.constexpr = p_x.dtype.element_ty
+    scale, todo = scale_and_tiles(p_predicted, p_used, p_largest, p_true, tiles, E5M2)
     o_h = tl.arange(0, H)
-    m_x = tile_mask(o_row, o_h, rows, h)
-    o_x = o_row[:, None] * h + o_h[None, :]
-    b_x = widen(load_tile(p_x, o_x, m_x, not EVEN))
-    b_gamma = load_gamma(p_weight, o_h, o_h < h, ZERO_CENTERED, EVEN)
-    if LAYER_NORM:
-        b_x -= (tl.sum(b_x, axis=1) / h)[:, None]
-        if not EVEN:
-            b_x = tl.where(m_x, b_x, 0.0)
-    b_rstd = tl.rsqrt(tl.sum(b_x * b_x, axis=1) / h + eps)
-    b_y = b_x * b_rstd[:, None] * b_gamma[None, :]
-    if p_bias is not None:
-        b_y += widen(load_tile(p_bias, o_h, o_h < h, not EVEN))[None, :]
-    DTYPE: tl.constexpr = p_y.dtype.element_ty
-    store_tile(p_y, o_x, cast(b_y, DTYPE), m_x, not EVEN)
-    tl.store(p_maxima + pid, stored_max(b_y if EVEN else tl.where(m_x, b_y, 0.0), DTYPE))
-    if KEEP:
-        tl.store(p_rstd + o_row, b_rstd, mask=o_row < rows)
-        store_group_tile(b_x, p_codes, p_exponent, o_row, 0, rows, h, h, groups, False, G, EVEN)
+    for tile in range(tl.program_id(0), todo, tl.num_programs(0)):
+        o_row = tl.cast(tile, tl.int64) * ROWS + tl.arange(0, ROWS)
+        m_x = tile_mask(o_row, o_h, rows, h)
+        o_x = o_row[:, None] * h + o_h[None, :]
+        b_x = widen(load_tile(p_x, o_x, m_x, not EVEN))
+        b_gamma = load_gamma(p_weight, o_h, o_h < h, ZERO_CENTERED, EVEN)
+        if LAYER_NORM:
+            b_x -= (tl.sum(b_x, axis=1) / h)[:, None]
+            if not EVEN:
+                b_x = tl.where(m_x, b_x, 0.0)
+        b_rstd = tl.rsqrt(tl.sum(b_x * b_x, axis=1) / h + eps)
+        b_y = b_x * b_rstd[:, None] * b_gamma[None, :]
+        if p_bias is not None:
+            b_y += widen(load_tile(p_bias, o_h, o_h < h, not EVEN))[None, :]
+        if p_y is not None:
+            store_tile(p_y, o_x, cast(b_y, DTYPE), m_x, not EVEN)
+        else:
+            store_tile(p_rows, o_x, to_tensor_codes(round_to(b_y, DTYPE), scale, E5M2), m_x, not EVEN)
+        if p_maxima is not None:
+            tl.store(p_maxima + tile, stored_max(b_y if EVEN else tl.where(m_x, b_y, 0.0), DTYPE))
+        if p_codes is not None:
+            tl.store(p_rstd + o_row, b_rstd, mask=o_row < rows)
+            store_group_tile(b_x, p_codes, p_exponent, o_row, 0, rows, h, h, groups, False, G, EVEN)
 
 
 @triton.jit
@@ -219,7 +227,7 @@ def norm_columns_kernel(p_codes, p_exponent, p_rstd, p_weight, p_bias, p_largest
             b_y += b_bias
             if not EVEN:
                 b_y = tl.where(o_row[:, None] < rows, b_y, 0.0)
-        b_words |= to_tensor_codes(b_y, scale, E5M2).to(tl.int32) << (8 * i)
+        b_words |= to_tensor_words(b_y, scale, E5M2) << (8 * i)
     store_column_words(p_columns, b_words, o_word, o_h.to(tl.int64), h, padded_rows, EVEN)
 
 
@@ -239,33 +247,63 @@ def norm_forward_triton(
     x, weight, bias, eps: float, layer_norm: bool, zero_centered: bool, group_size: int, keep: bool
 ):
     """`norm_forward_reference` in one pass over x; one maximum for each program."""
-    rows, h = x.shape
     y = torch.empty_like(x)
-    q = empty_grouped(rows, h, group_size, E4M3, x.device) if keep else None
-    rstd = torch.empty(rows, dtype=torch.float32, device=x.device) if keep else None
+    q, rstd = _empty_kept(x, group_size) if keep else (None, None)
+    options = eps, layer_norm, zero_centered, group_size
+    return y, _launch_forward(x, weight, bias, q, rstd, *options, y=y), q, rstd
+
+
+def _empty_kept(x: torch.Tensor, group_size: int) -> tuple[Grouped, torch.Tensor]:
+    """Uninitialised storage for the kept input and rstd."""
+    rstd = torch.empty(x.shape[0], dtype=torch.float32, device=x.device)
+    return empty_grouped(*x.shape, group_size, E4M3, x.device), rstd
+
+
+def _launch_forward(
+    x,
+    weight,
+    bias,
+    q: Grouped | None,
+    rstd,
+    eps: float,
+    layer_norm: bool,
+    zero_centered: bool,
+    group_size: int,
+    y: torch.Tensor | None = None,
+    out: Quantized | None = None,
+    scales: Scales = NO_SCALES,
+) -> torch.Tensor | None:
+    """Writes y or, with `scales`, its operand by rows; in the first launch also q and rstd, and returns
+    maxima."""
+    rows, h = x.shape
     tile = _tile(h, group_size, FORWARD_TILE, FORWARD_ELEMENTS)
-    maxima = torch.empty(triton.cdiv(rows, tile["ROWS"]), dtype=torch.float32, device=x.device)
+    tiles = triton.cdiv(rows, tile["ROWS"])
+    maxima = torch.empty(tiles, dtype=torch.float32, device=x.device) if scales.first else None
+    keep = scales.first and q is not None
     with torch.cuda.device_of(x):
-        norm_forward_kernel[(len(maxima),)](
+        norm_forward_kernel[(scales.programs(tiles),)](
             x,
             weight,
             bias,
             y,
+            out.rows.view(torch.uint8) if out else None,
             q.codes.view(torch.uint8) if keep else None,
             q.exponent if keep else None,
-            rstd,
+            rstd if keep else None,
             maxima,
+            *scales,
             rows,
             h,
             triton.cdiv(h, group_size),
             eps,
+            tiles,
             LAYER_NORM=layer_norm,
             ZERO_CENTERED=zero_centered,
-            KEEP=keep,
+            E5M2=out is not None and out.is_e5m2,
             EVEN=_is_even(rows, h, tile),
             **tile,
         )
-    return y, maxima, q, rstd
+    return maxima
 
 
 def norm_backward_triton(
@@ -466,21 +504,27 @@ def norm_columns(
 
 class _Norm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, weight, bias, eps, layer_norm, zero_centered, group_size, residual):
-        rows = x.reshape(-1, x.shape[-1]).contiguous()
-        y, maxima, *kept = norm_forward(rows, weight, bias, eps, layer_norm, zero_centered, group_size, True)
+    def forward(ctx, x, weight, bias, eps, layer_norm, zero_centered, group_size, residual, y_scale):
+        rows, options = x.reshape(-1, x.shape[-1]).contiguous(), (eps, layer_norm, zero_centered, group_size)
+        if y_scale is None:
+            y, maxima, *kept = norm_forward(rows, weight, bias, *options, True)
+            y = y.view(x.shape)
+            ctx.mark_non_differentiable(*kept, maxima)
+        else:
+            source, q, rstd = _deferred_forward(rows, weight.detach(), bias, options, y_scale)
+            y, maxima, kept = Deferred(source, x.shape), None, (*q, rstd)
+            ctx.mark_non_differentiable(*kept)
         ctx.options = layer_norm, zero_centered, group_size
         ctx.bias_dtype = None if bias is None else bias.dtype
         ctx.save_for_backward(weight, *kept)
-        ctx.mark_non_differentiable(*kept, maxima)
         ctx.set_materialize_grads(False)
         # an alias, not a view: autograd would refuse what is added to it in place
-        return y.view(x.shape), x.detach() if residual else None, maxima, *kept
+        return y, x.detach() if residual else None, maxima, *kept
 
     @staticmethod
     def backward(ctx, grad_y, grad_residual, *_):
         needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
-        nothing = (None,) * 5
+        nothing = (None,) * 6
         if grad_y is None:
             return grad_residual if needs_x else None, None, None, *nothing
         weight, *kept = ctx.saved_tensors
@@ -503,7 +547,28 @@ class _Norm(torch.autograd.Function):
         )
 
 
-def _norm(x, weight, bias, eps, layer_norm, zero_centered, group_size, residual):
+def _deferred_forward(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, options: tuple, scale: PredictedScale
+) -> tuple[Source, Grouped, torch.Tensor]:
+    """y, of which only FP8 rows are written now, and what is kept of x."""
+    parameters = (weight,) if bias is None else (weight, bias.detach())
+
+    def make(x, weight, bias=None):
+        return norm_forward(x, weight, bias, *options, False)[0]
+
+    def write(x, *rest):
+        *parameters, out, scales = rest
+        weight, bias = parameters if len(parameters) == 2 else (*parameters, None)
+        return _launch_forward(x, weight, bias, q, rstd, *options, out=out, scales=scales)
+
+    if uses_kernels(x):
+        q, rstd = _empty_kept(x, options[-1])
+    else:
+        *_, q, rstd = norm_forward_reference(x, weight, bias, *options, True)
+    return Source((x, *parameters), make, write, scale, tuple(x.shape), x.dtype, at_once=True), q, rstd
+
+
+def _norm(x, weight, bias, eps, layer_norm, zero_centered, group_size, residual, y_scale):
     require_fp8(x.device)
     options = eps, layer_norm, zero_centered, group_size
     inputs = (x, weight) if bias is None else (x, weight, bias)
@@ -512,14 +577,18 @@ def _norm(x, weight, bias, eps, layer_norm, zero_centered, group_size, residual)
         y, maxima, *_ = norm_forward(rows, weight, bias, *options, False)
         y = with_maxima(y.view(x.shape), maxima)
         return (y, x) if residual else y
-    y, handed_on, maxima, codes, exponent, rstd = _Norm.apply(x, weight, bias, *options, residual)
+    if torch.compiler.is_compiling():
+        y_scale = None
+    y, handed_on, maxima, codes, exponent, rstd = _Norm.apply(x, weight, bias, *options, residual, y_scale)
     parameters = weight.detach(), None if bias is None else bias.detach()
 
     def columns(codes, exponent, rstd, largest, fmt: Fp8Format) -> Quantized:
         kept = codes, exponent, rstd, *parameters
         return Quantized(None, *norm_columns(*kept, largest, zero_centered, group_size, fmt.name))
 
-    y = with_maxima(with_origin(y, Origin((codes, exponent, rstd), columns)), maxima)
+    y = with_origin(y, Origin((codes, exponent, rstd), columns))
+    if maxima is not None:
+        y = with_maxima(y, maxima)
     return (y, handed_on) if residual else y
 
 
@@ -531,6 +600,7 @@ def rms_norm(
     zero_centered: bool = False,
     group_size: int = 16,
     residual: bool = False,
+    y_scale: PredictedScale | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """RMSNorm over the last dimension, keeping x as E4M3 in groups of `group_size` and rstd in FP32.
 
@@ -541,11 +611,14 @@ def rms_norm(
         group_size: 16, 32, 64 or 128.
         residual: also return x, handed through this node in the same memory: what reads it instead of x has
             its gradient added inside this norm's backward, which saves a pass.
+        y_scale: defer y, which then goes straight into the FP8 products behind it; the caller's, one for
+            every call site. It pays where only such products read y. Not used while nothing is trained or a
+            model is compiled.
 
     Returns y, in x's shape and dtype, carrying its maxima and, where something is trained, its origin; with
     `residual` (y, x).
     """
-    return _norm(x, weight, None, eps, False, zero_centered, group_size, residual)
+    return _norm(x, weight, None, eps, False, zero_centered, group_size, residual, y_scale)
 
 
 def layer_norm(
@@ -557,6 +630,7 @@ def layer_norm(
     zero_centered: bool = False,
     group_size: int = 16,
     residual: bool = False,
+    y_scale: PredictedScale | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """LayerNorm over the last dimension, keeping x - mean(x); otherwise as `rms_norm`. bias: [h] or None."""
-    return _norm(x, weight, bias, eps, True, zero_centered, group_size, residual)
+    return _norm(x, weight, bias, eps, True, zero_centered, group_size, residual, y_scale)

@@ -3,20 +3,32 @@ projection and attention, in one pass each way.
 
 Of the projection's output [s, b, groups * (m + 2) * d], each group holds m query heads, a key and a value.
 Forward rotates queries and keys and writes the three apart. Backward takes their gradients in whatever layout
-attention left them, writes the gradient of the projection's output and finds its maxima on the way.
+attention left them, writes the gradient of the projection's output and finds its maxima on the way; or, where
+only an FP8 product reads that gradient, its operands.
 """
 
 import torch
 import triton
 import triton.language as tl
 
-from coat_kernels.fp8 import cast, uses_kernels
+from coat_kernels.deferred import Deferred, PredictedScale, Scales, Source, scale_and_tiles
+from coat_kernels.fp8 import cast, finite_or_nan, round_to, uses_kernels
+from coat_kernels.group_tiles import store_column_words
 from coat_kernels.ops import compilable
 from coat_kernels.origin import with_maxima
-from coat_kernels.tensorwise import finite_max, maxima_reference
+from coat_kernels.tensorwise import (
+    ALIGNMENT,
+    Quantized,
+    finite_max,
+    maxima_reference,
+    to_tensor_codes,
+    to_tensor_words,
+)
 
 # heads of a program's tile, forward and backward
 HEADS, BACKWARD_HEADS = 8, 16
+# tokens, a multiple of 16, and heads of a program that writes FP8 operands, and its warps
+OPERANDS_TOKENS, OPERANDS_HEADS, OPERANDS_WARPS = 64, 8, 4
 
 
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
@@ -112,6 +124,11 @@ def rotate_qkv_kernel(p_mixed, p_cos, p_sin, p_q, p_k, p_v, batch, heads, groups
 
 
 @triton.jit
+def turn_back(b_1, b_2, b_cos_1, b_sin_1, b_cos_2, b_sin_2):
+    return b_1 * b_cos_1 + b_2 * b_sin_2, b_2 * b_cos_2 - b_1 * b_sin_1
+
+
+@triton.jit
 def rotate_qkv_backward_kernel(p_dq, p_dk, p_dv, p_cos, p_sin, p_grad, p_maxima, batch, heads,
                                q_s, q_b, q_n, k_s, k_b, k_n, v_s, v_b, v_n,
                                M: tl.constexpr, D: tl.constexpr, R: tl.constexpr, HALF: tl.constexpr,
@@ -134,8 +151,9 @@ def rotate_qkv_backward_kernel(p_dq, p_dk, p_dv, p_cos, p_sin, p_grad, p_maxima,
     b_sin_1 = tl.load(p_sin + p_table, mask=m_turns, other=0.0)
     b_cos_2 = tl.load(p_cos + p_table + R // 2, mask=m_turns, other=1.0)
     b_sin_2 = tl.load(p_sin + p_table + R // 2, mask=m_turns, other=0.0)
-    b_grad_1 = cast(b_1 * b_cos_1 + b_2 * b_sin_2, p_grad.dtype.element_ty)
-    b_grad_2 = cast(b_2 * b_cos_2 - b_1 * b_sin_1, p_grad.dtype.element_ty)
+    b_grad_1, b_grad_2 = turn_back(b_1, b_2, b_cos_1, b_sin_1, b_cos_2, b_sin_2)
+    b_grad_1 = cast(b_grad_1, p_grad.dtype.element_ty)
+    b_grad_2 = cast(b_grad_2, p_grad.dtype.element_ty)
     tl.store(p_out + o_half[None, :], b_grad_1, mask=m_head & m_half[None, :])
     tl.store(p_out + o_half[None, :] + R // 2, b_grad_2, mask=m_head & m_half[None, :])
     largest = tl.maximum(finite_max(b_grad_1), finite_max(b_grad_2))
@@ -146,6 +164,94 @@ def rotate_qkv_backward_kernel(p_dq, p_dk, p_dv, p_cos, p_sin, p_grad, p_maxima,
         tl.store(p_out + o_rest[None, :], b_rest, mask=m_head & (o_rest < D)[None, :])
         largest = tl.maximum(largest, finite_max(b_rest))
     tl.store(p_maxima + token * tl.num_programs(1) + tl.program_id(1), largest)
+
+
+@triton.jit
+def store_codes(b_grad, b_words, p_rows, o_row, o_channel, m_x, scale, i, DTYPE: tl.constexpr,
+                E5M2: tl.constexpr):  # fmt: skip
+    """Stores a tile of FP8 codes by rows if asked for, and adds it to words of four rows."""
+    b_rounded = round_to(b_grad, DTYPE)
+    if p_rows is not None:
+        b_codes = to_tensor_codes(b_rounded, scale, E5M2)
+        tl.store(p_rows + o_row[:, None] + o_channel[None, :], b_codes, mask=m_x)
+    return b_words | (to_tensor_words(b_rounded, scale, E5M2) << (8 * i))
+
+
+@triton.jit
+def finite_abs(b_grad, DTYPE: tl.constexpr):
+    """Magnitudes of what would be stored; NaN, which maxima pass over, where not finite."""
+    return tl.abs(finite_or_nan(round_to(b_grad, DTYPE)))
+
+
+@triton.jit
+def rotate_qkv_operands_kernel(p_dq, p_dk, p_dv, p_cos, p_sin, p_rows, p_columns, p_maxima,
+                               p_predicted, p_used, p_largest, p_true, tokens, batch, heads, padded, tiles,
+                               q_s, q_b, q_n, k_s, k_b, k_n, v_s, v_b, v_n,
+                               M: tl.constexpr, D: tl.constexpr, R: tl.constexpr, HALF: tl.constexpr,
+                               REST: tl.constexpr, HEADS: tl.constexpr, TOKENS: tl.constexpr,
+                               E5M2: tl.constexpr):  # fmt: skip
+    """FP8 codes of the gradient by rows [tokens, heads * D] and columns, as asked for."""
+    DTYPE: tl.constexpr = p_dq.dtype.element_ty
+    scale, todo = scale_and_tiles(p_predicted, p_used, p_largest, p_true, tiles, E5M2)
+    across = tl.cdiv(heads, HEADS)
+    o_half = tl.arange(0, HALF)
+    m_half = o_half < R // 2
+    # a dimension of zero elements cannot be
+    WIDTH: tl.constexpr = REST if REST > 0 else 1
+    o_rest = R + tl.arange(0, WIDTH)
+    for tile in range(tl.program_id(0), todo, tl.num_programs(0)):
+        o_word = (tile // across) * (TOKENS // 4) + tl.arange(0, TOKENS // 4)
+        first = tile % across * HEADS
+        b_most = tl.zeros([TOKENS // 4], dtype=tl.float32)
+        # the heads of a program read the same angles, which stay in the cache
+        for head in range(first, tl.minimum(first + HEADS, heads)):
+            group, member = head // (M + 2), head % (M + 2)
+            is_q, is_k = member < M, member == M
+            p_x = tl.where(is_q, p_dq, tl.where(is_k, p_dk, p_dv))
+            x_s = tl.where(is_q, q_s, tl.where(is_k, k_s, v_s)).to(tl.int64)
+            x_b = tl.where(is_q, q_b, tl.where(is_k, k_b, v_b)).to(tl.int64)
+            x_n = tl.where(is_q, q_n, tl.where(is_k, k_n, v_n)).to(tl.int64)
+            p_x += tl.where(is_q, group * M + member, group) * x_n
+            b_words_1 = tl.zeros([TOKENS // 4, HALF], dtype=tl.int32)
+            b_words_2 = tl.zeros([TOKENS // 4, HALF], dtype=tl.int32)
+            b_words_3 = tl.zeros([TOKENS // 4, WIDTH], dtype=tl.int32)
+            for i in tl.static_range(4):
+                o_token = o_word * 4 + i
+                m_token = o_token < tokens
+                o_s = o_token // batch
+                o_x = o_s * x_s + (o_token % batch) * x_b
+                m_x = m_token[:, None] & m_half[None, :]
+                m_turns = m_x & (is_q | is_k)
+                b_1 = tl.load(p_x + o_x[:, None] + o_half[None, :], mask=m_x, other=0.0).to(tl.float32)
+                b_2 = tl.load(p_x + o_x[:, None] + (R // 2 + o_half)[None, :], mask=m_x, other=0.0)
+                b_2 = b_2.to(tl.float32)
+                p_table = o_s[:, None] * R + o_half[None, :]
+                b_cos_1 = tl.load(p_cos + p_table, mask=m_turns, other=1.0)
+                b_sin_1 = tl.load(p_sin + p_table, mask=m_turns, other=0.0)
+                b_cos_2 = tl.load(p_cos + p_table + R // 2, mask=m_turns, other=1.0)
+                b_sin_2 = tl.load(p_sin + p_table + R // 2, mask=m_turns, other=0.0)
+                b_1, b_2 = turn_back(b_1, b_2, b_cos_1, b_sin_1, b_cos_2, b_sin_2)
+                b_abs = tl.maximum(finite_abs(b_1, DTYPE), finite_abs(b_2, DTYPE))
+                b_most = tl.maximum(b_most, tl.max(b_abs, axis=1))
+                o_row = (o_token.to(tl.int64) * heads + head) * D
+                b_words_1 = store_codes(b_1, b_words_1, p_rows, o_row, o_half, m_x, scale, i, DTYPE, E5M2)
+                b_words_2 = store_codes(b_2, b_words_2, p_rows, o_row, R // 2 + o_half, m_x, scale, i, DTYPE,
+                                        E5M2)  # fmt: skip
+                if REST > 0:
+                    m_x = m_token[:, None] & (o_rest < D)[None, :]
+                    b_3 = tl.load(p_x + o_x[:, None] + o_rest[None, :], mask=m_x, other=0.0).to(tl.float32)
+                    b_most = tl.maximum(b_most, tl.max(finite_abs(b_3, DTYPE), axis=1))
+                    b_words_3 = store_codes(b_3, b_words_3, p_rows, o_row, o_rest, m_x, scale, i, DTYPE, E5M2)
+            if p_columns is not None:
+                p_head = p_columns + tl.cast(head * D, tl.int64) * (padded // 4)
+                o_channel = o_half.to(tl.int64)
+                store_column_words(p_head, b_words_1, o_word, o_channel, R // 2, padded, False)
+                p_second = p_head + (R // 2) * (padded // 4)
+                store_column_words(p_second, b_words_2, o_word, o_channel, R // 2, padded, False)
+                if REST > 0:
+                    store_column_words(p_head, b_words_3, o_word, o_rest.to(tl.int64), D, padded, False)
+        if p_maxima is not None:
+            tl.store(p_maxima + tile, tl.max(b_most, axis=0))
 
 
 def _tile(d: int, r: int, heads: int) -> dict[str, int]:
@@ -199,6 +305,52 @@ def rotate_qkv_backward_triton(dq, dk, dv, cos, sin):
     return grad, maxima
 
 
+def _launch_operands(dq, dk, dv, cos, sin, out: Quantized, scales: Scales) -> torch.Tensor | None:
+    """Writes the operands of the gradient; the first launch returns maxima."""
+    s, b, groups, d = dk.shape
+    m = dq.shape[2] // groups
+    heads, tokens = groups * (m + 2), s * b
+    tiles = triton.cdiv(tokens, OPERANDS_TOKENS) * triton.cdiv(heads, OPERANDS_HEADS)
+    maxima = torch.empty(tiles, dtype=torch.float32, device=dq.device) if scales.first else None
+    with torch.cuda.device_of(dq):
+        rotate_qkv_operands_kernel[(scales.programs(tiles),)](
+            dq,
+            dk,
+            dv,
+            cos,
+            sin,
+            None if out.rows is None else out.rows.view(torch.uint8),
+            None if out.columns is None else out.columns.view(torch.int32),
+            maxima,
+            *scales,
+            tokens,
+            b,
+            heads,
+            tokens + -tokens % ALIGNMENT,
+            tiles,
+            *(stride for t in (dq, dk, dv) for stride in t.stride()[:3]),
+            M=m,
+            **_tile(d, cos.shape[1], OPERANDS_HEADS),
+            TOKENS=OPERANDS_TOKENS,
+            E5M2=out.is_e5m2,
+            num_warps=OPERANDS_WARPS,
+        )
+    return maxima
+
+
+def _deferred_backward(dq, dk, dv, cos, sin, scale: PredictedScale) -> Deferred:
+    """The gradient of the projection's output, of which nothing is written now."""
+    dq, dk, dv = (t if t.stride(3) == 1 else t.contiguous() for t in (dq, dk, dv))
+    s, b, groups, d = dk.shape
+    width = (dq.shape[2] + 2 * groups) * d
+
+    def make(*inputs):
+        return rotate_qkv_backward(*inputs)[0].view(s * b, width)
+
+    source = Source((dq, dk, dv, cos, sin), make, _launch_operands, scale, (s * b, width), dq.dtype)
+    return Deferred(source, (s, b, width))
+
+
 @compilable(lambda mixed, cos, sin, groups, d: _empty_qkv(mixed, groups, d))
 def rotate_qkv_forward(
     mixed: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, groups: int, d: int
@@ -225,24 +377,38 @@ def rotate_qkv_backward(
 
 class _RotateQKV(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, mixed, cos, sin, groups, d):
+    def forward(ctx, mixed, cos, sin, groups, d, grad_scale):
         ctx.save_for_backward(cos, sin)
+        ctx.grad_scale = grad_scale
         return rotate_qkv_forward(mixed.contiguous(), cos, sin, groups, d)
 
     @staticmethod
     def backward(ctx, dq, dk, dv):
+        nothing = (None,) * 5
+        if ctx.grad_scale is not None and not torch.compiler.is_compiling():
+            return _deferred_backward(dq, dk, dv, *ctx.saved_tensors, ctx.grad_scale), *nothing
         grad, maxima = rotate_qkv_backward(dq, dk, dv, *ctx.saved_tensors)
-        return with_maxima(grad, maxima), None, None, None, None
+        return with_maxima(grad, maxima), *nothing
 
 
 def rotate_qkv(
-    mixed: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, groups: int, d: int
+    mixed: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    groups: int,
+    d: int,
+    *,
+    grad_scale: PredictedScale | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Splits the output of a fused projection and rotates its queries and keys.
 
     mixed [s, b, groups * (m + 2) * d] in BF16 or FP32: in each group m queries, a key and a value;
     cos, sin: FP32 [s, r], r even and at most d: channel i turns with channel i + r / 2, others stay; with r 0
-    (and any s) it only splits.
+    (and any s) it only splits;
+    grad_scale: defer the gradient of mixed, which then goes straight into the FP8 products of the projection;
+    the caller's, one for every call site. Not used while a model is compiled.
     Returns q [s, b, groups * m, d], k and v [s, b, groups, d]. Kept for backward are cos and sin.
     """
-    return _RotateQKV.apply(mixed, cos, sin, groups, d)
+    if torch.compiler.is_compiling():
+        grad_scale = None
+    return _RotateQKV.apply(mixed, cos, sin, groups, d, grad_scale)

@@ -18,7 +18,7 @@ import torch
 import triton
 import triton.language as tl
 
-from coat_kernels.fp8 import Fp8Format, apart, finite_or_nan, fp8_format, to_fp8, uses_kernels
+from coat_kernels.fp8 import Fp8Format, finite_or_nan, fp8_format, to_fp8, to_fp8_words, uses_kernels
 from coat_kernels.ops import compilable
 from coat_kernels.origin import maxima_of
 
@@ -156,6 +156,12 @@ def to_tensor_codes(b_x, scale, E5M2: tl.constexpr):
 
 
 @triton.jit
+def to_tensor_words(b_x, scale, E5M2: tl.constexpr):
+    """`to_tensor_codes` as int32."""
+    return to_fp8_words(finite_or_nan(b_x) * tl.div_rn(1.0, scale), E5M2)
+
+
+@triton.jit
 def quantize_rows_kernel(p_x, p_largest, p_rows, p_scale, n, E5M2: tl.constexpr, BLOCK: tl.constexpr):
     scale = tensor_scale(tl.load(p_largest), E5M2)
     # every program stores the same scale
@@ -181,7 +187,7 @@ def quantize_columns_kernel(p_x, p_largest, p_rows, p_columns, p_scale, m, n, pa
         if WRITE_ROWS:
             b_codes = to_tensor_codes(b_x, scale, E5M2)
             tl.store(p_rows + o_m[:, None] * n + o_n[None, :], b_codes, mask=m_x)
-        b_words |= to_tensor_codes(apart(b_x), scale, E5M2).to(tl.int32) << (8 * i)
+        b_words |= to_tensor_words(b_x, scale, E5M2) << (8 * i)
     store_words(p_columns, b_words, o_word, o_n, n, padded_m)
 
 
@@ -206,10 +212,6 @@ def quantize_tensor_triton(
     x: torch.Tensor, largest: torch.Tensor, fmt: Fp8Format, rows: bool = True, columns: bool = False
 ) -> Quantized:
     """`quantize_tensor_reference` as a kernel, bit for bit: both layouts from one read of a contiguous x."""
-    if rows and columns and x.dtype == torch.float32:
-        # triton 3.6 makes wrong code of a kernel that loads FP32 and writes both
-        by_columns = quantize_tensor_triton(x, largest, fmt, rows=False, columns=True)
-        return by_columns._replace(rows=quantize_tensor_triton(x, largest, fmt).rows)
     m, n = x.shape
     out = Quantized(
         torch.empty(m, n, dtype=fmt.dtype, device=x.device) if rows else None,

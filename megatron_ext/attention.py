@@ -12,9 +12,10 @@ from megatron.core.transformer.identity_op import IdentityOp
 from torch.nn.attention import SDPBackend
 
 from coat_kernels.attention import BACKENDS, causal_attention
+from coat_kernels.deferred import PredictedScale
 from coat_kernels.rope import rotate_qkv
 
-from .settings import activations_of
+from .settings import activations_of, formats_of
 
 _NO_NORM = (type(None), IdentityOp)
 # --attention-backend
@@ -137,6 +138,12 @@ class CoatSelfAttention(SelfAttention):
 
     _tables = None
 
+    def __init__(self, config, *args, **kwargs):
+        super().__init__(config, *args, **kwargs)
+        # what only an FP8 product reads is never written in BF16; a bias's gradient is a sum of what is
+        defers = getattr(self.linear_qkv, "_in_fp8", False) and self.linear_qkv.bias is None
+        self._grad_scale = PredictedScale(formats_of(config).backward) if defers else None
+
     def forward(self, hidden_states, attention_mask, *args, rotary_pos_emb=None, **kwargs):
         self._tables = self._tables_of(rotary_pos_emb, args, kwargs)
         try:
@@ -153,7 +160,11 @@ class CoatSelfAttention(SelfAttention):
             return super().get_query_key_value_tensors(hidden_states, *args, **kwargs)
         mixed, _ = self.linear_qkv(hidden_states)
         return rotate_qkv(
-            mixed, *self._tables, self.num_query_groups_per_partition, self.hidden_size_per_attention_head
+            mixed,
+            *self._tables,
+            self.num_query_groups_per_partition,
+            self.hidden_size_per_attention_head,
+            grad_scale=self._grad_scale,
         )
 
     def _tables_of(self, angles, args, kwargs) -> tuple[torch.Tensor, torch.Tensor] | None:

@@ -5,9 +5,10 @@ and the residual addition behind them.
 import torch
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 
+from coat_kernels.deferred import PredictedScale
 from coat_kernels.norm import layer_norm, rms_norm
 
-from .settings import activations_of
+from .settings import activations_of, formats_of
 
 
 class CoatNorm(torch.nn.Module):
@@ -26,6 +27,8 @@ class CoatNorm(torch.nn.Module):
             )
         self.eps = eps
         self.group_size = activations_of(config).group_size
+        # what only FP8 products read is never written in BF16
+        self._y_scale = PredictedScale(formats_of(config).forward)
         self.zero_centered = config.layernorm_zero_centered_gamma
         device = "cpu" if config.use_cpu_initialization else torch.cuda.current_device()
         settings = {"dtype": config.params_dtype, "device": device}
@@ -41,7 +44,12 @@ class CoatNorm(torch.nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x [..., hidden_size], BF16 or FP32 -> the same shape and dtype, carrying its origin."""
         adds = torch.is_grad_enabled() and x.requires_grad and not torch.compiler.is_compiling()
-        options = {"zero_centered": self.zero_centered, "group_size": self.group_size, "residual": adds}
+        options = {
+            "zero_centered": self.zero_centered,
+            "group_size": self.group_size,
+            "residual": adds,
+            "y_scale": self._y_scale,
+        }
         if self.bias is None:
             y = rms_norm(x, self.weight, self.eps, **options)
         else:

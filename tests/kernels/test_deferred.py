@@ -9,7 +9,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from coat_kernels import activation as act
-from coat_kernels import deferred, linear, tensorwise
+from coat_kernels import deferred, linear, norm, rope, tensorwise
 from coat_kernels.deferred import Deferred, PredictedScale, fp8_operands
 from coat_kernels.fp8 import E4M3, E5M2
 from coat_kernels.linear import LinearFormats, fp8_linear
@@ -17,11 +17,20 @@ from coat_kernels.origin import origin_of
 
 
 @pytest.fixture(params=[False, True], ids=["reference", "kernels"])
-def kernels(request, monkeypatch):
-    """On a CPU: with the references, and with the kernels, interpreted."""
+def kernels(request, device, monkeypatch):
+    """With the references, and with the kernels, of which programs take several tiles that end anywhere."""
+    if not request.param and device.type == "cuda":
+        pytest.skip("a GPU takes the kernels")
     if request.param:
-        for module in (act, deferred, tensorwise):
+        for module in (act, deferred, norm, rope, tensorwise):
             monkeypatch.setattr(module, "uses_kernels", lambda x: True)
+        for tile in ("FORWARD", "BACKWARD", "OPERANDS"):
+            monkeypatch.setattr(act, f"{tile}_ROWS", 16)
+            monkeypatch.setattr(act, f"{tile}_COLUMNS", 32)
+        monkeypatch.setattr(norm, "FORWARD_TILE", 1024)
+        monkeypatch.setattr(rope, "OPERANDS_TOKENS", 16)
+        monkeypatch.setattr(rope, "OPERANDS_HEADS", 4)
+        monkeypatch.setattr(deferred, "CORRECTING_PROGRAMS", 3)
 
 
 class Activation:
@@ -29,21 +38,62 @@ class Activation:
 
     def __init__(self, device, shape=(3, 7), f=48):
         self.x = torch.randn(*shape, 2 * f, device=device, dtype=torch.bfloat16)
-        self.y_scale, self.grad_scale = PredictedScale(E4M3), PredictedScale(E5M2)
+        self.scales = {"y_scale": PredictedScale(E4M3), "grad_scale": PredictedScale(E5M2)}
 
     def input(self):
         return self.x.clone().requires_grad_()
 
     def __call__(self, x, deferred=True):
-        scales = {"y_scale": self.y_scale, "grad_scale": self.grad_scale} if deferred else {}
-        return act.activation(x, "silu", gated=True, **scales)
+        return act.activation(x, "silu", gated=True, **(self.scales if deferred else {}))
 
 
-PRODUCERS = {"activation": Activation}
+class Norm:
+    """The same for a norm, which defers its output alone."""
+
+    def __init__(self, device, shape=(3, 7), h=48):
+        self.x = torch.randn(*shape, h, device=device, dtype=torch.bfloat16)
+        parameters = torch.randn(2, h, device=device)
+        self.weight, self.bias = parameters[0], parameters[1]
+        self.scales = {"y_scale": PredictedScale(E4M3)}
+
+    def input(self):
+        return self.x.clone().requires_grad_()
+
+    def __call__(self, x, deferred=True):
+        return norm.layer_norm(x, self.weight, self.bias, 1e-5, **(self.scales if deferred else {}))
+
+
+class Rotation:
+    """The same for rotary positions, which defer their input's gradient alone."""
+
+    # tokens, batch, groups, queries in a group, channels, rotated channels
+    def __init__(self, device, shape=(7, 3, 2, 2, 16, 12)):
+        s, b, groups, m, d, r = shape
+        self.x = torch.randn(s, b, groups * (m + 2) * d, device=device, dtype=torch.bfloat16)
+        angles = torch.rand(s, r // 2, device=device).repeat(1, 2)
+        self.rest = angles.cos(), angles.sin(), groups, d
+        self.scales = {"grad_scale": PredictedScale(E5M2)}
+
+    def input(self):
+        return self.x.clone().requires_grad_()
+
+    def __call__(self, x, deferred=True):
+        parts = rope.rotate_qkv(x, *self.rest, **(self.scales if deferred else {}))
+        # gradients as attention leaves them: not contiguous
+        return torch.cat([part.transpose(0, 1).flatten(2) for part in parts], -1).transpose(0, 1)
+
+
+PRODUCERS = {"activation": Activation, "norm": Norm, "rotation": Rotation}
 
 
 @pytest.fixture(params=PRODUCERS)
 def producer(request, device):
+    return PRODUCERS[request.param](device)
+
+
+@pytest.fixture(params=["activation", "norm"])
+def output(request, device):
+    """A producer that defers its output."""
     return PRODUCERS[request.param](device)
 
 
@@ -64,7 +114,7 @@ def layer(producer, deferred, weights=(True, True), between=lambda t: t, formats
     )
     y1 = between(fp8_linear(x, w1, formats=formats))
     y = producer(y1, deferred)
-    assert isinstance(y, Deferred) == (deferred and torch.is_grad_enabled())
+    assert isinstance(y, Deferred) == (deferred and "y_scale" in producer.scales)
     y2 = fp8_linear(y, w2, origin=origin_of(y), formats=formats)
     inputs = [t for t in (x, w1, w2) if t.requires_grad]
     grad = torch.randn(y2.shape, device=device).to(y2)
@@ -77,7 +127,7 @@ def test_results_never_depend_on_the_prediction(producer, predicted, kernels):
     if predicted == "right":
         layer(producer, True)
     else:
-        for scale in (producer.y_scale, producer.grad_scale):
+        for scale in producer.scales.values():
             scale.on(producer.x.device).fill_(predicted)
     for a, e in zip(layer(producer, True), expected, strict=True):
         same(a, e)
@@ -91,10 +141,10 @@ def test_a_right_prediction_writes_once(producer, monkeypatch):
         deferred, "to_tensor_codes_reference", lambda x, *rest: written.append(x) or codes(x, *rest)
     )
     layer(producer, True)
-    assert len(written) == 2
-    producer.y_scale.on(producer.x.device).fill_(1e-3)
+    assert len(written) == len(producer.scales)
+    next(iter(producer.scales.values())).on(producer.x.device).fill_(1e-3)
     layer(producer, True)
-    assert len(written) == 2 + 3
+    assert len(written) == 2 * len(producer.scales) + 1
 
 
 @pytest.mark.parametrize("weights", [(True, False), (False, True), (False, False)], ids=str)
@@ -103,7 +153,7 @@ def test_frozen_weights(producer, weights, kernels):
         same(a, e)
 
 
-def test_other_formats_take_the_plain_way(producer, kernels):
+def test_other_formats_take_the_plain_way(producer):
     formats = LinearFormats(E5M2, E4M3)
     for a, e in zip(
         layer(producer, True, formats=formats), layer(producer, False, formats=formats), strict=True
@@ -142,9 +192,9 @@ USES = {
 
 
 @pytest.mark.parametrize("use", USES)
-def test_is_the_plain_tensor_to_everyone_else(producer, use, kernels):
-    x, z = producer.input(), producer.input()
-    y, plain = producer(x), producer(z, False) * 1
+def test_is_the_plain_tensor_to_everyone_else(output, use):
+    x, z = output.input(), output.input()
+    y, plain = output(x), output(z, False) * 1
     assert isinstance(y, Deferred) and y.is_pending and y.grad_fn is not None
     assert (y.dtype, y.shape, y.device, y.stride()) == (
         plain.dtype,
@@ -162,25 +212,25 @@ def test_is_the_plain_tensor_to_everyone_else(producer, use, kernels):
         same(x.grad, z.grad)
 
 
-def test_prints_as_the_plain_tensor(producer):
-    y = producer(producer.input())
-    assert repr(y) == repr(producer(producer.input(), False).detach())
+def test_prints_as_the_plain_tensor(output):
+    y = output(output.input())
+    assert repr(y) == repr(output(output.input(), False).detach())
 
 
-def test_views_stay_deferred(producer):
-    y = producer(producer.input())
+def test_views_stay_deferred(output):
+    y = output(output.input())
     for other in (y.view(-1, y.shape[-1]), y.detach(), y.contiguous(), y.flatten(), y.view_as(y)):
         assert isinstance(other, Deferred) and other.is_pending
     y.add_(1)
     same(y.detach() * 1, y.flatten().view(y.shape).detach() * 1)
 
 
-def test_an_output_in_two_products(producer, kernels):
+def test_an_output_in_two_products(output):
     """Its operands are made once, by rows and by columns."""
-    weight = torch.randn(32, producer(producer.input()).shape[-1]).to(producer.x)
+    weight = torch.randn(32, output(output.input()).shape[-1]).to(output.x)
     results = []
     for deferred_ in (True, False):
-        y = producer(producer.input(), deferred_)
+        y = output(output.input(), deferred_)
         results.append([fp8_linear(y, w.requires_grad_()) for w in (weight, 2 * weight)])
     for a, e in zip(*results, strict=True):
         same(a, e)
@@ -199,7 +249,7 @@ class Seen:
 
 
 @pytest.mark.parametrize("reads", [False, True])
-def test_hooks_get_the_gradient(producer, reads, kernels):
+def test_hooks_get_the_gradient(producer, reads):
     """Also after the product has taken its operands."""
     seen, plain = Seen(), Seen()
 
@@ -211,7 +261,7 @@ def test_hooks_get_the_gradient(producer, reads, kernels):
         return y
 
     found, expected = layer(producer, True, between=between), layer(producer, False, between=plain.keep)
-    assert isinstance(seen.grad, Deferred)
+    assert isinstance(seen.grad, Deferred) == ("grad_scale" in producer.scales)
     same(seen.grad * 1, plain.grad)
     for a, e in zip(found, expected, strict=True):
         same(a, e)
@@ -255,15 +305,16 @@ def test_memory_is_let_go(producer, monkeypatch):
     monkeypatch.setattr(deferred.Source, "__init__", watch)
     monkeypatch.setattr(linear, "scaled_matmul", matmul)
     layer(producer, True)
-    # three products forward and two backward before the gradient exists; then it is gone at once
-    assert len(sources) == 2 and all(ref() is None for ref in sources)
-    assert [len(gone) for gone in taken[-2:]] == [2, 2] and all(gone[1] for gone in taken[-2:])
+    assert len(sources) == len(producer.scales) and all(ref() is None for ref in sources)
+    # the last two products are those of the first layer's backward
+    if "grad_scale" in producer.scales:
+        assert all(gone[-1] for gone in taken[-2:])
 
 
-def test_an_input_that_changes_is_refused(producer):
-    x = producer.input()
+def test_an_input_that_changes_is_refused(output):
+    x = output.input()
     y1 = x * 1
-    y = producer(y1)
+    y = output(y1)
     with torch.no_grad():
         y1.mul_(2)
     for use in (lambda: y + 1, lambda: fp8_operands(y, E4M3)):
@@ -271,23 +322,23 @@ def test_an_input_that_changes_is_refused(producer):
             use()
 
 
-def test_a_gradient_that_was_taken_says_so(producer):
+def test_a_gradient_that_was_taken_says_so(output):
     def forget(y):
         # autograd hands this hook what it holds itself: it does not count as a holder
         y.register_hook(lambda grad: seen.append(weakref.ref(grad)))
         return y
 
     seen = []
-    layer(producer, True, between=forget)
+    layer(output, True, between=forget)
     assert seen[0]() is None
-    source = producer(producer.input()).source
+    source = output(output.input()).source
     source.release()
     with pytest.raises(RuntimeError, match="retain_grad"):
         source.value()
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
-def test_checkpointing(producer, reentrant, kernels):
+def test_checkpointing(producer, reentrant):
     results = []
     for deferred_ in (True, False):
         torch.manual_seed(1)
@@ -306,16 +357,16 @@ def test_checkpointing(producer, reentrant, kernels):
         same(a, e)
 
 
-def test_compiled_models_defer_nothing(producer):
-    x = producer.input()
-    y = torch.compile(producer, backend="aot_eager", fullgraph=True)(x)
+def test_compiled_models_defer_nothing(output):
+    x = output.input()
+    y = torch.compile(output, backend="aot_eager", fullgraph=True)(x)
     assert type(y) is torch.Tensor
-    same(y, producer(x, False))
+    same(y, output(x, False))
 
 
-def test_evaluation_defers_nothing(producer):
+def test_evaluation_defers_nothing(output):
     with torch.no_grad():
-        y = producer(producer.input())
+        y = output(output.input())
     assert type(y) is torch.Tensor
 
 
