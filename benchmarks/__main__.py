@@ -10,9 +10,11 @@ import torch
 from benchmarks import (  # noqa: F401  (they register themselves)
     adamw,
     adamw_cpu,
+    checkpointing,
     layer,
     numerics,
     state_error,
+    zero,
 )
 from benchmarks.harness import BENCHMARKS, Table
 

@@ -1,4 +1,4 @@
-"""The one error metric, and a way to run a function in several gloo processes."""
+"""The one error metric, and a way to run a function in several processes."""
 
 import os
 import socket
@@ -26,7 +26,7 @@ def free_port() -> int:
         return s.getsockname()[1]
 
 
-def _worker(rank, fn, world_size, port, folder, args):
+def _worker(rank, fn, world_size, port, folder, gpus, args):
     os.environ.update(
         RANK=str(rank),
         LOCAL_RANK=str(rank),
@@ -34,10 +34,13 @@ def _worker(rank, fn, world_size, port, folder, args):
         LOCAL_WORLD_SIZE=str(world_size),
         MASTER_ADDR="127.0.0.1",
         MASTER_PORT=str(port),
-        DS_ACCELERATOR="cpu",
         OMP_NUM_THREADS="1",
     )
     torch.set_num_threads(1)
+    if gpus:
+        torch.cuda.set_device(rank)
+    else:
+        os.environ["DS_ACCELERATOR"] = "cpu"
     try:
         result = fn(*args)
     except BaseException:
@@ -47,12 +50,13 @@ def _worker(rank, fn, world_size, port, folder, args):
     torch.save(result, os.path.join(folder, f"{rank}.pt"))
 
 
-def run_distributed(fn, world_size: int, *args) -> list:
+def run_distributed(fn, world_size: int, *args, gpus: bool = False) -> list:
     """Calls `fn(*args)` in `world_size` fresh processes with torchrun's environment; the results by rank.
 
     `fn` must be importable (a module-level function) and initialises its own process group. The processes
-    see no GPU: they are ranks on a CPU everywhere.
+    see no GPU, so that they are ranks on a CPU everywhere; with `gpus`, each has a GPU of its own.
     """
-    with tempfile.TemporaryDirectory() as folder, mock.patch.dict(os.environ, CUDA_VISIBLE_DEVICES=""):
-        mp.spawn(_worker, (fn, world_size, free_port(), folder, args), nprocs=world_size)
+    hidden = {} if gpus else {"CUDA_VISIBLE_DEVICES": ""}
+    with tempfile.TemporaryDirectory() as folder, mock.patch.dict(os.environ, hidden):
+        mp.spawn(_worker, (fn, world_size, free_port(), folder, gpus, args), nprocs=world_size)
         return [torch.load(os.path.join(folder, f"{r}.pt"), weights_only=False) for r in range(world_size)]

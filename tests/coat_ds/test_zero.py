@@ -127,9 +127,9 @@ def train_step(engine, factor=1.0):
     """One step on this rank's share of the batch, which is the same every time; the whole batch's loss."""
     rank, world = torch.distributed.get_rank(), torch.distributed.get_world_size()
     generator = torch.Generator().manual_seed(0)
-    x, y = (torch.randn(BATCH, 47, generator=generator) for _ in range(2))
+    x, y = (torch.randn(BATCH, 47, generator=generator).to(engine.device) for _ in range(2))
     parts = engine.gradient_accumulation_steps()
-    total = torch.zeros(())
+    total = torch.zeros((), device=engine.device)
     for i in range(parts):
         share = slice(rank * parts + i, None, world * parts)
         dtype = next(engine.module.parameters()).dtype

@@ -1,0 +1,51 @@
+"""Memory of tensors, on a GPU or on a CPU."""
+
+import gc
+from collections.abc import Callable
+from typing import TypeVar
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from benchmarks.adamw import requested_bytes
+
+T = TypeVar("T")
+
+
+def held_bytes() -> int:
+    """What all tensors take: on a GPU as requested from torch's allocator, on a CPU those known to Python."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+        # what a second stream has used counts as held until the allocator looks again
+        torch.cuda.empty_cache()
+        return requested_bytes()
+    gc.collect()
+    # type(), since some objects answer isinstance with a warning
+    tensors = (x for x in gc.get_objects() if issubclass(type(x), torch.Tensor))
+    storages = (storage for x in tensors for storage in _storages(x))
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+
+
+def _storages(x: torch.Tensor):
+    # a wrapper has none; its parts are tensors of their own
+    if type(x) in (torch.Tensor, torch.nn.Parameter) and x.layout is torch.strided and not x.is_meta:
+        yield x.untyped_storage()
+
+
+def peak_bytes() -> int:
+    """The most that was requested since `torch.cuda.reset_peak_memory_stats()`; 0 without a GPU."""
+    return torch.cuda.memory_stats()["requested_bytes.all.peak"] if torch.cuda.is_available() else 0
+
+
+def allocated(call: Callable[[], T]) -> tuple[T, int]:
+    """What `call` returns, and by how many bytes memory grew through it, autograd's own tensors included.
+
+    On a CPU torch's profiler counts, which does not see what other threads free.
+    """
+    if torch.cuda.is_available():
+        before = held_bytes()
+        result = call()
+        return result, held_bytes() - before
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as counted:
+        result = call()
+    return result, sum(event.self_cpu_memory_usage for event in counted.key_averages())

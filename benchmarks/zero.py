@@ -1,0 +1,350 @@
+"""ZeRO 0 to 3 under stock AdamW and under COAT: what each rank holds beside what arithmetic predicts.
+
+N parameters in BF16 on R ranks. The shard S is N at stage 0 and N / R elsewhere. Bytes:
+
+| | stock | COAT | COAT, BF16 masters |
+|---|---|---|---|
+| weights | 2 N; 2 S at stage 3 | same | same |
+| masters | 4 S | same | 2 S |
+| states | 8 S | 2.078 S | 4.078 S: 16 more bits of every master |
+| gradients | 2 N at stages 0 and 1, 2 S at 2 and 3 | same | same |
+
+Norms keep FP32 moments. After a step the gradients are gone, but at stage 3, where they have a buffer, beside
+a bucket of 2 bytes an element.
+"""
+
+import argparse
+import gc
+import json
+import os
+import statistics
+import tempfile
+from datetime import timedelta
+from pathlib import Path
+from typing import NamedTuple
+
+import matplotlib.pyplot as plt
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+import torch.nn.functional as F
+
+from benchmarks.decoder_layers import LayerShape, TorchLayer, device
+from benchmarks.harness import Table, benchmark, mark, milliseconds, reason, synchronize
+from benchmarks.memory import held_bytes, peak_bytes
+
+WARMUP = 2
+GROUP_SIZE = 128
+# a rank that waits longer for another ends, and with it the row
+PATIENCE = timedelta(seconds=60)
+
+
+class Size(NamedTuple):
+    shape: LayerShape
+    layers: int
+    vocabulary: int
+    bucket: int
+    """Elements of DeepSpeed's buckets, which hold the largest tensor: 5e8 would be larger than the model."""
+
+
+FULL = Size(
+    LayerShape(1536, 4096, 12, 12, batch=1, sequence=512), layers=12, vocabulary=16384, bucket=30_000_000
+)
+TINY = Size(LayerShape(128, 384, 4, 4, batch=1, sequence=64), layers=2, vocabulary=512, bucket=100_000)
+
+
+class Case(NamedTuple):
+    """One row."""
+
+    stage: int
+    optimizer: str
+
+    @property
+    def is_coat(self) -> bool:
+        return self.optimizer != STOCK
+
+    @property
+    def has_bf16_masters(self) -> bool:
+        return self.optimizer == COAT_BF16_MASTERS
+
+    def config(self, bucket: int) -> dict:
+        """The DeepSpeed JSON."""
+        params = {"lr": 3e-4, "betas": [0.9, 0.95], "weight_decay": 0.1}
+        # torch's fused AdamW: DeepSpeed's keeps the same states and wants a compiler
+        stock = {"torch_adam": True, "fused": True}
+        masters = {"bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}
+        coat = {"enabled": True, "activations": {"enabled": False}, "report": False}
+        return {
+            "train_micro_batch_size_per_gpu": 1,
+            "gradient_clipping": 1.0,
+            "steps_per_print": 10**9,
+            "bf16": {"enabled": True, **(masters if self.has_bf16_masters else {})},
+            "zero_optimization": {
+                "stage": self.stage,
+                "reduce_bucket_size": bucket,
+                "allgather_bucket_size": bucket,
+                # norms alone are whole on every rank at stage 3
+                "stage3_param_persistence_threshold": 10_000,
+            },
+            "optimizer": {"type": "AdamW", "params": params if self.is_coat else params | stock},
+            **({"coat": coat} if self.is_coat else {}),
+        }
+
+
+STOCK, COAT, COAT_BF16_MASTERS = "stock AdamW", "COAT", "COAT, BF16 masters"
+CASES = [
+    Case(stage, optimizer)
+    for stage in range(4)
+    for optimizer in (STOCK, COAT, COAT_BF16_MASTERS)
+    if stage == 1 or optimizer != COAT_BF16_MASTERS
+]
+
+
+class GPT(torch.nn.Module):
+    """Decoder layers in plain torch between an embedding and a head; gives the loss of its input."""
+
+    def __init__(self, size: Size):
+        super().__init__()
+        hidden = size.shape.hidden
+        self.embedding = torch.nn.Embedding(size.vocabulary, hidden)
+        self.layers = torch.nn.Sequential(*(TorchLayer(size.shape) for _ in range(size.layers)))
+        self.final_layernorm = torch.nn.RMSNorm(hidden)
+        self.head = torch.nn.Linear(hidden, size.vocabulary, bias=False)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        """[b, s + 1] -> mean loss of the next token."""
+        logits = self.head(self.final_layernorm(self.layers(self.embedding(tokens[:, :-1]))))
+        return F.cross_entropy(logits.flatten(0, 1).float(), tokens[:, 1:].flatten())
+
+
+class Predicted(NamedTuple):
+    """Bytes on one rank."""
+
+    weights: float
+    masters: float
+    states: float
+    gradients: float
+    held: float
+    """After a step."""
+
+
+def predict(case: Case, compressed: int, kept: int, ranks: int, bucket: int) -> Predicted:
+    """By the table above; `compressed` and `kept` parameters, of which COAT keeps FP32 moments."""
+    total, shards = compressed + kept, ranks if case.stage else 1
+    weights = 2 * total / (ranks if case.stage == 3 else 1)
+    masters = (2 if case.has_bf16_masters else 4) * total / shards
+    # two codes, and a scale and an exponent of each
+    states = (2 + 2 * 5 / GROUP_SIZE) * compressed + 8 * kept if case.is_coat else 8 * total
+    states = (states + (2 * total if case.has_bf16_masters else 0)) / shards
+    gradients = 2 * total / (ranks if case.stage >= 2 else 1)
+    held = weights + masters + states + (gradients + 2 * bucket if case.stage == 3 else 0)
+    return Predicted(weights, masters, states, gradients, held)
+
+
+class Run(NamedTuple):
+    engine: torch.nn.Module
+    first_loss: torch.Tensor
+    marks: list[tuple]
+    peak: int
+    """Of the last step, absolute."""
+
+
+def train(case: Case, size: Size, steps: int, tokens: torch.Tensor) -> Run:
+    """Builds the model and an engine, and makes `steps` steps on the same tokens."""
+    import coat_ds
+
+    torch.manual_seed(0)
+    with torch.device(device()):
+        model = GPT(size).bfloat16()
+    engine, *_ = coat_ds.initialize(model=model, config=case.config(size.bucket))
+    marks, losses = [], []
+    for _ in range(steps):
+        if torch.cuda.is_available():
+            torch.cuda.reset_peak_memory_stats()
+        start = mark()
+        loss = engine(tokens)
+        engine.backward(loss)
+        engine.step()
+        marks.append((start, mark()))
+        losses.append(loss.detach())
+    synchronize()
+    return Run(engine, losses[0], marks, peak_bytes())
+
+
+def mean_over_ranks(value: torch.Tensor) -> float:
+    value = value.detach().float().clone()
+    dist.all_reduce(value)
+    return value.item() / dist.get_world_size()
+
+
+def run_case(case: Case, size: Size, steps: int) -> dict[str, float]:
+    """A row, of this rank."""
+    from coat_ds import state_bytes
+
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    generator = torch.Generator().manual_seed(rank)
+    batch = (size.shape.batch, size.shape.sequence + 1)
+    tokens = torch.randint(size.vocabulary, batch, generator=generator).to(device())
+    before = held_bytes()
+    run = train(case, size, steps, tokens)
+    held = held_bytes() - before
+    states = state_bytes(run.engine)["bytes"]
+    with torch.no_grad():
+        loss = mean_over_ranks(run.engine(tokens))
+    # ZeRO-3 has emptied the tensors and noted their sizes
+    sizes = {n: getattr(p, "ds_numel", p.numel()) for n, p in run.engine.module.named_parameters()}
+    kept = sum(numel for name, numel in sizes.items() if "norm" in name)
+    expected = predict(case, sum(sizes.values()) - kept, kept, ranks, size.bucket)
+    row = {
+        "parameters": sum(sizes.values()),
+        "loss_first": mean_over_ranks(run.first_loss),
+        "loss": loss,
+        "state_mb": states / 1e6,
+        "state_predicted_mb": expected.states / 1e6,
+        "held_mb": held / 1e6,
+        "held_predicted_mb": expected.held / 1e6,
+        "held_difference_mb": (held - expected.held) / 1e6,
+        "peak_mb": max(0, run.peak - before) / 1e6,
+        "all_predicted_mb": sum(expected[:4]) / 1e6,
+        "step_ms": statistics.median(milliseconds(*pair) for pair in run.marks[WARMUP:] or run.marks),
+    }
+    run.engine.destroy()
+    return row
+
+
+def warm_up(size: Size) -> None:
+    """Products take a workspace for good, which is no row's memory."""
+    with torch.device(device()):
+        model = GPT(size._replace(layers=1)).bfloat16()
+        model(torch.zeros(1, size.shape.sequence + 1, dtype=torch.long)).backward()
+
+
+def rank_main(rank: int, ranks: int, cases: list[Case], size: Size, steps: int, folder: str) -> None:
+    """Runs the cases on one rank and writes a line of JSON for each; ends at the first that fails."""
+    on_gpu = torch.cuda.is_available()
+    os.environ.update(
+        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_WORLD_SIZE=str(ranks)
+    )
+    if on_gpu:
+        torch.cuda.set_device(rank)
+    else:
+        os.environ["DS_ACCELERATOR"] = "cpu"
+        torch.set_num_threads(1)
+    import deepspeed
+
+    if not on_gpu:
+        # every rank would compile DeepSpeed's shared-memory collectives; gloo does the same
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    backend = "nccl" if on_gpu else "gloo"
+    store = dist.FileStore(os.path.join(folder, "store"), ranks)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=ranks, timeout=PATIENCE)
+    deepspeed.init_distributed(backend)
+    warm_up(size)
+    with open(os.path.join(folder, f"{rank}.jsonl"), "w") as lines:
+        for case in cases:
+            gc.collect()
+            if on_gpu:
+                torch.cuda.empty_cache()
+            try:
+                row = run_case(case, size, steps)
+            except Exception as error:
+                print(json.dumps({"note": reason(error)}), file=lines, flush=True)
+                # the others may wait for this rank: all start again behind this case
+                raise
+            print(json.dumps(row), file=lines, flush=True)
+            if rank == 0:
+                print(f"stage {case.stage}, {case.optimizer}: {row}", flush=True)
+    dist.destroy_process_group()
+
+
+def run_cases(cases: list[Case], ranks: int, size: Size, steps: int) -> list[list[dict]]:
+    """Rows of the cases, by rank. Processes are started once, and again behind each case that fails."""
+    done: list[list[dict]] = []
+    while len(done) < len(cases):
+        with tempfile.TemporaryDirectory() as folder:
+            failure = "no row"
+            try:
+                mp.spawn(rank_main, (ranks, cases[len(done) :], size, steps, folder), nprocs=ranks)
+            except Exception as error:
+                # the last line of a rank's traceback, or how it ended
+                failure = str(error).strip().splitlines()[-1][:160]
+                print(error, flush=True)
+            paths = [Path(folder, f"{rank}.jsonl") for rank in range(ranks)]
+            written = [
+                [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+                for path in paths
+            ]
+        finished = 0
+        while all(len(rows) > finished and "note" not in rows[finished] for rows in written):
+            done.append([rows[finished] for rows in written])
+            finished += 1
+        if len(done) < len(cases):
+            missing = {"note": failure}
+            done.append([rows[finished] if len(rows) > finished else missing for rows in written])
+    return done
+
+
+def plot(rows: list[dict], path: Path) -> None:
+    """A bar for each stage and optimizer: held after a step, states in colour, and the peak as a line."""
+    shown = [row for row in rows if row["rank"] == 0 and "held_mb" in row]
+    figure, axes = plt.subplots(figsize=(10, 4.5), layout="constrained")
+    names, places, place, stage = {STOCK: "C0", COAT: "C1", COAT_BF16_MASTERS: "C2"}, [], 0.0, None
+    for row in shown:
+        place += 1.0 if row["stage"] == stage else 1.6
+        stage = row["stage"]
+        places.append(place)
+        states, held = row["state_mb"] / 1e3, row["held_mb"] / 1e3
+        axes.bar(place, held - states, 0.8, color="lightgrey", edgecolor="grey")
+        axes.bar(place, states, 0.8, bottom=held - states, color=names[row["optimizer"]])
+        for value, style in ((row["held_predicted_mb"], "k-"), (row["peak_mb"], "k:")):
+            axes.plot([place - 0.48, place + 0.48], 2 * [value / 1e3], style)
+    labels = ["\n".join([f"stage {row['stage']}", *row["optimizer"].split(", ")]) for row in shown]
+    axes.set_xticks(places, labels)
+    axes.tick_params(axis="x", labelsize="small")
+    axes.set_ylabel("GB on rank 0")
+    axes.plot([], [], "k-", label="predicted after a step")
+    axes.plot([], [], "k:", label="peak of a step")
+    axes.bar(0, 0, color="lightgrey", label="weights, masters, buffers")
+    for name, color in names.items():
+        axes.bar(0, 0, color=color, label=f"states, {name}")
+    axes.set_xlim(1, place + 0.6)
+    axes.legend(fontsize="small")
+    figure.savefig(path, dpi=120)
+    plt.close(figure)
+
+
+def options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--ranks", type=int, default=2, help="processes; no more than there are GPUs")
+    parser.add_argument("--steps", type=int, default=8)
+
+
+@benchmark(needs_gpu=False, options=options)
+def zero(arguments, table: Table) -> None:
+    """ZeRO 0 to 3 on several ranks, stock AdamW and COAT: losses, bytes beside the predicted ones, time.
+
+    A GPT of 390M parameters in plain torch, BF16, 1 x 512 random tokens a rank, the same in every step,
+    clipping at 1.0, buckets of 3e7 elements. Stock is torch's fused AdamW. A row for each rank. Columns:
+    - loss_first, loss: mean over ranks, of the first step and after the last; loss_to_stock: relative
+      difference of the latter to stock AdamW's at the same stage;
+    - state_mb, state_predicted_mb: states of the optimizer (coat_ds.state_bytes), in 10^6 bytes;
+    - held_mb, held_predicted_mb, held_difference_mb: allocated after the last step over before the model;
+    - peak_mb: of the last step; all_predicted_mb: weights, masters, states and gradients together. What is
+      above are buckets, temporaries, activations and FP32 gradients that a step makes;
+    - step_ms: forward, backward and step, median without the first two.
+    Predictions are by the table at the top of benchmarks/zero.py. Without a GPU, or with --quick, a tiny
+    model; without a GPU gloo, no peaks, and times that mean nothing.
+    """
+    on_gpu = torch.cuda.is_available()
+    size = TINY if arguments.quick or not on_gpu else FULL
+    ranks = min(arguments.ranks, torch.cuda.device_count()) if on_gpu else arguments.ranks
+    stock: dict[int, float] = {}
+    for case, rows in zip(CASES, run_cases(CASES, ranks, size, arguments.steps), strict=True):
+        for rank, row in enumerate(rows):
+            if "loss" in row:
+                if not case.is_coat:
+                    stock[case.stage] = row["loss"]
+                if case.stage in stock:
+                    row = row | {"loss_to_stock": row["loss"] / stock[case.stage] - 1}
+            table.add(stage=case.stage, optimizer=case.optimizer, ranks=ranks, rank=rank, **row)
+    table.path.parent.mkdir(parents=True, exist_ok=True)
+    plot(table.rows, table.path.with_suffix(".png"))
