@@ -9,6 +9,8 @@ from unittest import mock
 import torch
 import torch.multiprocessing as mp
 
+from tests.hosts import repair_old_deepspeed
+
 
 def rel_rms(actual: torch.Tensor, expected: torch.Tensor) -> float:
     """Root mean square of `actual - expected` over that of `expected`, in FP64. NaN never passes a bound."""
@@ -38,6 +40,7 @@ def _worker(rank, fn, world_size, port, folder, args):
         OMP_NUM_THREADS="1",
     )
     torch.set_num_threads(1)
+    repair_old_deepspeed()
     try:
         result = fn(*args)
     except BaseException:
