@@ -1,20 +1,37 @@
 """`python -m benchmarks NAME [options]`; most need a GPU."""
 
 import argparse
+import inspect
 import sys
 from pathlib import Path
 
 import torch
 
-from benchmarks import adamw, state_error  # noqa: F401  (they register themselves)
+from benchmarks import (  # noqa: F401  (they register themselves)
+    adamw,
+    adamw_cpu,
+    layer,
+    numerics,
+    state_error,
+)
 from benchmarks.harness import BENCHMARKS, Table
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
-    parser.add_argument("name", choices=sorted(BENCHMARKS), help="what to measure")
-    parser.add_argument("--output", type=Path, help="CSV file; benchmarks/results/NAME.csv by default")
-    parser.add_argument("--quick", action="store_true", help="small sizes, to see that it runs")
+    names = parser.add_subparsers(dest="name", required=True, metavar="NAME", help="what to measure")
+    for name, known in sorted(BENCHMARKS.items()):
+        help = inspect.cleandoc(known.run.__doc__)
+        sub = names.add_parser(
+            name,
+            help=help.splitlines()[0],
+            description=help,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+        sub.add_argument("--output", type=Path, help=f"CSV file; benchmarks/results/{name}.csv by default")
+        sub.add_argument("--quick", action="store_true", help="small sizes, to see that it runs")
+        if known.options is not None:
+            known.options(sub)
     arguments = parser.parse_args()
     chosen = BENCHMARKS[arguments.name]
     if chosen.needs_gpu and not torch.cuda.is_available():

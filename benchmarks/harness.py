@@ -18,17 +18,23 @@ import torch
 class Benchmark(NamedTuple):
     run: Callable
     needs_gpu: bool
+    options: Callable | None
 
 
 BENCHMARKS: dict[str, Benchmark] = {}
 RESULTS = Path(__file__).parent / "results"
 
 
-def benchmark(run: Callable | None = None, *, needs_gpu: bool = True) -> Callable:
-    """Registers `run(arguments, table)` under its function's name; its docstring is the help text."""
+def benchmark(
+    run: Callable | None = None, *, needs_gpu: bool = True, options: Callable | None = None
+) -> Callable:
+    """Registers `run(arguments, table)` under its function's name; its docstring is the help text.
+
+    `options(parser)` adds arguments of its own to those that every benchmark has.
+    """
     if run is None:
-        return partial(benchmark, needs_gpu=needs_gpu)
-    BENCHMARKS[run.__name__] = Benchmark(run, needs_gpu)
+        return partial(benchmark, needs_gpu=needs_gpu, options=options)
+    BENCHMARKS[run.__name__] = Benchmark(run, needs_gpu, options)
     return run
 
 
@@ -69,23 +75,54 @@ class Timing:
         self.peak = peak
 
 
+def mark() -> torch.cuda.Event | float:
+    """A point in the work of the device, or in time where there is no GPU."""
+    if not torch.cuda.is_available():
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
+def milliseconds(start: torch.cuda.Event | float, end: torch.cuda.Event | float) -> float:
+    """From one `mark()` to a later one; on a GPU, which has to be synchronized, by the device's clock."""
+    return 1e3 * (end - start) if isinstance(start, float) else start.elapsed_time(end)
+
+
+def synchronize() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
 def measure(call: Callable[[], object], warmup: int = 5, repeats: int = 30) -> Timing:
-    """Times `call` by device events, and finds how far above the memory held before it the call rises."""
+    """Times `call` and finds how far above the memory held before it the call rises (0 without a GPU)."""
+    on_gpu = torch.cuda.is_available()
     for _ in range(warmup):
         call()
-    torch.cuda.synchronize()
-    held = torch.cuda.memory_allocated()
-    torch.cuda.reset_peak_memory_stats()
+    synchronize()
+    held = torch.cuda.memory_allocated() if on_gpu else 0
+    if on_gpu:
+        torch.cuda.reset_peak_memory_stats()
     call()
-    torch.cuda.synchronize()
-    peak = torch.cuda.max_memory_allocated() - held
-    marks = [torch.cuda.Event(enable_timing=True) for _ in range(repeats + 1)]
-    marks[0].record()
-    for mark in marks[1:]:
+    synchronize()
+    peak = torch.cuda.max_memory_allocated() - held if on_gpu else 0
+    marks = [mark()]
+    for _ in range(repeats):
         call()
-        mark.record()
-    torch.cuda.synchronize()
-    return Timing([a.elapsed_time(b) for a, b in zip(marks, marks[1:], strict=False)], peak)
+        marks.append(mark())
+    synchronize()
+    return Timing([milliseconds(a, b) for a, b in zip(marks, marks[1:], strict=False)], peak)
+
+
+def relative_rms(actual: torch.Tensor, expected: torch.Tensor) -> float:
+    """Root mean square of `actual - expected` over that of `expected`, in FP64."""
+    actual, expected = actual.detach().double(), expected.detach().double()
+    return ((actual - expected).norm() / expected.norm()).item()
+
+
+def reason(error: Exception) -> str:
+    """The kind of an error and the start of what it says, for a table."""
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"[:160]
 
 
 class Table:

@@ -19,16 +19,12 @@ from typing import NamedTuple
 
 import matplotlib.pyplot as plt
 import torch
-import torch.distributed as dist
 
 from benchmarks.harness import Table, benchmark
+from benchmarks.training import BETAS, EPS, LARGE, SMALL, one_process, train_gpt
 from coat_kernels.codecs import expanded, get_codec
-from launch.data import load_corpus, padded_vocab_size
 
-CONFIGS = Path(__file__).parents[1] / "configs"
 GROUP_SIZE = 128
-LR, BETAS, EPS, WEIGHT_DECAY = 1e-3, (0.9, 0.95), 1e-8, 0.1
-WARMUP_STEPS = 20
 PLAIN = ("fp8", "fp8")
 # formats of exp_avg and exp_avg_sq. The measure of the others comes first
 PAIRS = (
@@ -70,40 +66,8 @@ class Moments(NamedTuple):
         return m / ((exp_avg_sq.double() / (1 - BETAS[1] ** self.step)).sqrt() + EPS)
 
 
-def train(shape_file: Path, steps: int, batch_size: int, seq_length: int) -> list[Moments]:
-    """Trains a GPT in FP32 on the standard library's sources and returns the moments of every parameter."""
-    # the other benchmarks do without Megatron
-    from megatron_ext import cpu, layer_specs
-    from megatron_ext.model import build_gpt, initialize_model_parallel, load_shape
-
-    cpu.enable()
-    dist.init_process_group(store=dist.HashStore(), rank=0, world_size=1)
-    initialize_model_parallel()
-    corpus = load_corpus(seq_length=seq_length, seed=1234)
-    model = build_gpt(
-        load_shape(shape_file),
-        layer_specs.sdpa_layer_spec,
-        seq_length=seq_length,
-        vocab_size=padded_vocab_size(corpus.vocab_size),
-        bf16=False,
-    )
-    device = next(model.parameters()).device
-    optimizer = torch.optim.AdamW(
-        model.parameters(), lr=LR, betas=BETAS, eps=EPS, weight_decay=WEIGHT_DECAY, fused=True
-    )
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda t: min(1.0, (t + 1) / WARMUP_STEPS))
-    for step in range(steps):
-        batch = corpus.train.batch(range(step * batch_size, (step + 1) * batch_size))
-        tokens, labels, _, positions = (t.to(device) for t in batch)
-        loss = model(tokens, positions, None, labels=labels).mean()
-        optimizer.zero_grad()
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        schedule.step()
-        if step % (steps // 10) == 0 or step == steps - 1:
-            print(f"step {step + 1} of {steps}: loss {loss.item():.4f}", flush=True)
-    dist.destroy_process_group()
+def moments_of(model: torch.nn.Module, optimizer: torch.optim.Optimizer, steps: int) -> list[Moments]:
+    """The moments of every parameter after `steps` steps."""
     return [
         Moments(
             next(kind for part, kind in KINDS.items() if part in name),
@@ -188,10 +152,11 @@ def plot(rows: list[dict], path: Path) -> None:
 @benchmark(needs_gpu=False)
 def state_error(arguments, table: Table) -> None:
     """Errors of stored moments on a partly trained GPT; the small model without a GPU or with --quick."""
-    if arguments.quick or not torch.cuda.is_available():
-        moments = train(CONFIGS / "model_quickstart.json", steps=300, batch_size=8, seq_length=128)
-    else:
-        moments = train(CONFIGS / "model_125m.json", steps=1000, batch_size=32, seq_length=512)
+    small = arguments.quick or not torch.cuda.is_available()
+    steps = 300 if small else 1000
+    with one_process():
+        model, optimizer, _ = train_gpt(SMALL if small else LARGE, steps)
+        moments = moments_of(model, optimizer, steps)
     plain = {}
     for m, v in PAIRS:
         for kind, row in measure_pair(moments, (m, v)):

@@ -13,10 +13,13 @@ from typing import Any, ClassVar, Self
 from coat_kernels.codecs import CODECS, SIGNED_CODECS
 from coat_kernels.fp8 import E4M3, E5M2
 from coat_kernels.saved import GROUP_SIZES as CHECKPOINT_GROUP_SIZES
+from coat_kernels.weights import WEIGHT_CACHES
 
 OPTIMIZER_GROUP_SIZES = (64, 128, 256)
 ACTIVATION_GROUP_SIZES = (16, 32, 64, 128)
 FP8_FORMATS = (E4M3.name, E5M2.name)
+ATTENTION_FORMATS = ("bf16", E4M3.name)
+FAST_ACCUMULATION = ("forward", "all", "none")
 BF16_PARAMS = ("exact", "stochastic", "nearest")
 CHECKPOINT_LAYOUTS = ("stock", "compressed")
 ROUNDINGS = ("auto", "nearest", "stochastic")
@@ -164,6 +167,22 @@ class ActivationsConfig(_Block):
 
     backward_format: str = _choice(E5M2.name, FP8_FORMATS)
     """FP8 format of gradients."""
+
+    attention_format: str = _choice("bf16", ATTENTION_FORMATS)
+    """How q, k, v and attention's output are saved: as they are, or as "e4m3" in groups."""
+
+    weight_cache: str = _choice("none", WEIGHT_CACHES)
+    """What is kept of quantized weights over the micro-batches of a step: nothing, their "scale", or "fp8",
+    two bytes a parameter, which saves quantizing them again."""
+
+    fast_accumulation: str = _choice("forward", FAST_ACCUMULATION)
+    """Which FP8 products Hopper's tensor cores sum with fewer bits: the "forward" ones, "all" or "none"."""
+
+    fallback: bool = False
+    """Keep a linear layer whose sizes FP8 products cannot take in BF16. False makes it an error."""
+
+    emulate: bool = False
+    """On a GPU without FP8, compute with the reference arithmetic: slow, and for looking only."""
 
 
 @dataclass(frozen=True, slots=True)

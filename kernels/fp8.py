@@ -48,13 +48,28 @@ def has_fp8_gemm(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)
 
 
+_emulating = False
+
+
+def set_emulation(enabled: bool) -> None:
+    """Whether GPUs run the reference arithmetic, as CPUs do, instead of the kernels."""
+    global _emulating
+    _emulating = enabled
+
+
+def uses_kernels(x: torch.Tensor) -> bool:
+    """Whether an op on `x` takes its kernel; otherwise it takes its reference."""
+    return x.is_cuda and not _emulating
+
+
 def require_fp8(device: torch.device) -> None:
     """Raises RuntimeError where `device` is a GPU without FP8. CPUs pass: they run the reference."""
-    if device.type == "cuda" and not has_fp8_gemm(device):
+    if device.type == "cuda" and not _emulating and not has_fp8_gemm(device):
         major, minor = torch.cuda.get_device_capability(device)
         raise RuntimeError(
             f"FP8 needs a GPU of compute capability 8.9 or newer, found {torch.cuda.get_device_name(device)} "
-            f'with {major}.{minor}. Use such a GPU, or set "coat": {{"enabled": false}}.'
+            f'with {major}.{minor}. Use such a GPU, set "coat": {{"enabled": false}}, or, to look at the '
+            'arithmetic only, "activations": {"emulate": true}.'
         )
 
 
@@ -66,8 +81,10 @@ def round_to_fp8(x: torch.Tensor, fmt: Fp8Format) -> torch.Tensor:
 
 @triton.jit
 def to_fp8(b_x, E5M2: tl.constexpr):
-    """FP32 values, at most the format's largest magnitude, as codes (uint8)."""
+    """FP32 values as codes (uint8), saturating as the conversion instruction does; NaN stays NaN."""
     if INTERPRET:
+        MAX: tl.constexpr = 57344.0 if E5M2 else 448.0
+        b_x = tl.where(b_x == b_x, tl.minimum(tl.maximum(b_x, -MAX), MAX), b_x)
         # the interpreter truncates and loses NaN: round the bits by hand
         MANTISSA: tl.constexpr = 2 if E5M2 else 3
         BIAS: tl.constexpr = 15 if E5M2 else 7
@@ -136,6 +153,40 @@ def cast(b_x, DTYPE: tl.constexpr):
         b_rounded = (b_bits + 0x7FFF + ((b_bits >> 16) & 1)) >> 16
         return tl.where(b_x == b_x, b_rounded, 0x7FC0).to(tl.int16).to(tl.bfloat16, bitcast=True)
     return b_x.to(DTYPE)
+
+
+@triton.jit
+def round_to(b_x, DTYPE: tl.constexpr):
+    """FP32 values, rounded to what `cast` would store."""
+    if DTYPE == tl.float32:
+        return b_x
+    if INTERPRET or DTYPE != tl.bfloat16:
+        return widen(cast(b_x, DTYPE))
+    # two at a time: alone, a conversion takes the pipeline of the transcendental functions
+    return tl.inline_asm_elementwise(
+        "{.reg .b32 t; cvt.rn.bf16x2.f32 t, $3, $2; shl.b32 $0, t, 16; and.b32 $1, t, 0xffff0000;}",
+        "=f,=f,f,f",
+        [b_x],
+        tl.float32,
+        True,
+        2,
+    )
+
+
+@triton.jit
+def finite_or_nan(b_x):
+    """FP32 values, infinities as NaN; the product with zero takes one instruction."""
+    if INTERPRET:
+        return tl.where(tl.abs(b_x) < float("inf"), b_x, float("nan"))
+    return b_x * 0.0 + b_x
+
+
+@triton.jit
+def finite_abs(b_x):
+    """The magnitudes of FP32 values, to find the largest finite one: NaN counts as nothing, or as zero."""
+    b_abs = tl.abs(finite_or_nan(b_x))
+    # the instruction that finds the larger one passes over NaN
+    return tl.where(b_abs == b_abs, b_abs, 0.0) if INTERPRET else b_abs
 
 
 @triton.jit

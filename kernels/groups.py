@@ -12,7 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
-from coat_kernels.fp8 import E4M3, Fp8Format, cast, from_fp8, round_to_fp8, to_fp8
+from coat_kernels.fp8 import E4M3, Fp8Format, cast, from_fp8, round_to_fp8, to_fp8, uses_kernels
 
 
 class Grouped(NamedTuple):
@@ -53,14 +53,15 @@ def quantize_groups_tile(b_x, E5M2: tl.constexpr, G: tl.constexpr):
     ROWS: tl.constexpr = b_x.shape[0]
     COLUMNS: tl.constexpr = b_x.shape[1]
     b_groups = tl.reshape(b_x, [ROWS, COLUMNS // G, G])
-    m_finite = tl.abs(b_groups) < float("inf")
-    b_max = tl.max(tl.where(m_finite, tl.abs(b_groups), 0.0), axis=2)
+    # NaN where not finite, in one instruction; maxima pass it over, and the codes keep it
+    b_groups += b_groups * 0.0
+    b_max = tl.maximum(tl.max(tl.abs(b_groups), axis=2), 0.0)
     # the exponent of the largest magnitude, off its bits; 0x600000 is the mantissa of 1.75
     b_bits = b_max.to(tl.int32, bitcast=True)
     b_exponent = (b_bits >> 23) - (15 if E5M2 else 8) + ((b_bits & 0x7FFFFF) > 0x600000).to(tl.int32)
     b_exponent = tl.maximum(b_exponent, 1)
     b_inverse = ((254 - b_exponent) << 23).to(tl.float32, bitcast=True)
-    b_codes = to_fp8(tl.where(m_finite, b_groups * b_inverse[:, :, None], float("nan")), E5M2)
+    b_codes = to_fp8(b_groups * b_inverse[:, :, None], E5M2)
     return tl.reshape(b_codes, [ROWS, COLUMNS]), b_exponent.to(tl.uint8)
 
 
@@ -170,3 +171,15 @@ def dequantize_groups_triton(q: Grouped, group_size: int, dtype: torch.dtype = t
             G=group_size,
         )
     return x
+
+
+def quantize_groups(x: torch.Tensor, group_size: int, fmt: Fp8Format = E4M3) -> Grouped:
+    """`x` [rows, columns], contiguous, in groups along its columns; on CUDA by the kernel."""
+    return (quantize_groups_triton if uses_kernels(x) else quantize_groups_reference)(x, group_size, fmt)
+
+
+def dequantize_groups(q: Grouped, group_size: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """The values [rows, columns] in `dtype`; on CUDA by the kernel."""
+    if uses_kernels(q.codes):
+        return dequantize_groups_triton(q, group_size, dtype)
+    return dequantize_groups_reference(q, group_size).to(dtype)

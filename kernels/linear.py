@@ -1,100 +1,176 @@
 """A linear layer whose three matrix products run in FP8 and which keeps its input in FP8.
 
-Forward operands are E4M3, gradients E5M2, each with one just-in-time scale per tensor (COAT, section 5).
-FP8 products want both operands contiguous along the dimension that is summed, so an operand is written
-in the layout of its product: the input also transposed for the weight gradient, and kept only so.
+Each operand has one just-in-time scale (COAT, section 5). FP8 products want both operands contiguous along
+the dimension that is summed, so an operand is written in the layout of its product: the input also transposed
+for the weight gradient, and kept only so.
 """
 
 from dataclasses import dataclass
 
 import torch
 
-from coat_kernels.fp8 import E4M3, E5M2, Fp8Format, require_fp8
-from coat_kernels.origin import Origin
-from coat_kernels.tensorwise import ALIGNMENT, largest_magnitude, quantize_tensor
+from coat_kernels.deferred import Deferred, fp8_operands, holders, holders_in_backward
+from coat_kernels.fp8 import E4M3, E5M2, Fp8Format, require_fp8, uses_kernels
+from coat_kernels.ops import compilable
+from coat_kernels.origin import Origin, maxima_of, with_maxima
+from coat_kernels.parallel import (
+    TensorParallel,
+    all_reduce,
+    gather_columns,
+    gather_rows,
+    reduce_scatter,
+)
+from coat_kernels.tensorwise import (
+    ALIGNMENT,
+    Quantized,
+    transpose_codes,
+)
+from coat_kernels.weights import NO_CACHE, WeightCache
 
 
 @dataclass(frozen=True, slots=True)
 class LinearFormats:
-    """FP8 formats of the forward operands (input, weight) and of the output's gradient."""
+    """FP8 formats of the forward operands (input, weight) and of the output's gradient, and whether their
+    products accumulate fast: with fewer bits, on GPUs that know the difference (Hopper).
+    """
 
     forward: Fp8Format = E4M3
     backward: Fp8Format = E5M2
+    fast_forward: bool = True
+    fast_backward: bool = False
+
+
+DEFAULT_FORMATS = LinearFormats()
 
 
 def scaled_matmul_reference(
     a: torch.Tensor, b: torch.Tensor, scale_a: torch.Tensor, scale_b: torch.Tensor, dtype: torch.dtype
 ) -> torch.Tensor:
     """`a` [m, k] times `b` [n, k] transposed, both FP8, accumulated in FP32, rounded once to `dtype`."""
-    return ((a.float() @ b.float().t()) * (scale_a * scale_b)).to(dtype)
+    with torch.autocast(a.device.type, enabled=False):
+        return ((a.float() @ b.float().t()) * (scale_a * scale_b)).to(dtype)
 
 
+@compilable(
+    lambda a, b, scale_a, scale_b, bias, dtype, fast: a.new_empty(a.shape[0], b.shape[0], dtype=dtype)
+)
 def scaled_matmul(
     a: torch.Tensor,
     b: torch.Tensor,
     scale_a: torch.Tensor,
     scale_b: torch.Tensor,
+    bias: torch.Tensor | None,
     dtype: torch.dtype,
-    fast: bool = False,
+    fast: bool,
 ) -> torch.Tensor:
-    """`scaled_matmul_reference`, on CUDA by cuBLASLt. `fast` keeps fewer bits while accumulating."""
-    if not a.is_cuda:
-        return scaled_matmul_reference(a, b, scale_a, scale_b, dtype)
-    return torch._scaled_mm(a, b.t(), scale_a, scale_b, out_dtype=dtype, use_fast_accum=fast)
+    """`scaled_matmul_reference` plus `bias` [n], on CUDA by cuBLASLt; `fast` as in `LinearFormats`."""
+    in_epilogue = uses_kernels(a) and bias is not None and bias.dtype == dtype == torch.bfloat16
+    if uses_kernels(a):
+        epilogue = bias if in_epilogue else None
+        y = torch._scaled_mm(a, b.t(), scale_a, scale_b, bias=epilogue, out_dtype=dtype, use_fast_accum=fast)
+    else:
+        y = scaled_matmul_reference(a, b, scale_a, scale_b, dtype)
+    return y if bias is None or in_epilogue else y.add_(bias)
 
 
 class _Fp8Linear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, weight, bias, formats: LinearFormats, origin: Origin | None, trains_weight: bool):
-        inputs = x.reshape(-1, x.shape[-1]).contiguous()
+    def forward(ctx, x, weight, bias, formats, origin, cache, parallel, trains):
+        trains_weight = ctx.needs_input_grad[1]
         keep = trains_weight and origin is None
         fmt = formats.forward
-        largest_w = largest_magnitude(weight)
-        quantized_w = quantize_tensor(weight, largest_w, fmt)
-        largest_x = largest_magnitude(inputs, origin.maxima if origin else None)
-        quantized_x = quantize_tensor(inputs, largest_x, fmt, columns=keep)
+        group = parallel.group if parallel else None
+        quantized_w, largest_w = cache.forward(weight, fmt, trains, group)
+        agrees = group if parallel and parallel.splits_input else None
+        (rows, columns, scale), largest_x = fp8_operands(x, fmt, columns=keep, group=agrees)
+        if parallel and parallel.gathers_input:
+            rows = gather_rows(rows, group)()
         y = scaled_matmul(
-            quantized_x.rows, quantized_w.rows, quantized_x.scale, quantized_w.scale, x.dtype, fast=True
+            rows, quantized_w.rows, scale, quantized_w.scale, bias, x.dtype, formats.fast_forward
         )
-        if bias is not None:
-            y += bias
-        ctx.formats, ctx.shape, ctx.dtype = formats, x.shape, x.dtype
+        if parallel and parallel.scatters_output:
+            y = reduce_scatter(y, group)()
+        ctx.formats, ctx.shape, ctx.dtype, ctx.cache, ctx.parallel = (
+            formats,
+            x.shape,
+            x.dtype,
+            cache,
+            parallel,
+        )
         ctx.bias_dtype = None if bias is None else bias.dtype
-        ctx.rebuild = None
+        ctx.columns = None
         kept: tuple[torch.Tensor, ...] = ()
         if keep:
-            kept = (quantized_x.columns, quantized_x.scale)
+            kept = (columns, scale)
         elif trains_weight:
-            ctx.rebuild, kept = origin.rebuild, origin.tensors
+            ctx.columns, kept = origin.columns, (*origin.tensors, largest_x)
         ctx.save_for_backward(weight, largest_w, *kept)
-        return y.view(*x.shape[:-1], -1)
+        return y.view(-1, *x.shape[1:-1], y.shape[-1])
 
     @staticmethod
     def backward(ctx, grad_y):
         weight, largest_w, *kept = ctx.saved_tensors
-        formats = ctx.formats
-        grads = grad_y.reshape(-1, grad_y.shape[-1]).contiguous()
+        formats, parallel = ctx.formats, ctx.parallel
+        fmt, fast = formats.forward, formats.fast_backward
         needs_x, needs_w, needs_bias = ctx.needs_input_grad[:3]
         grad_x = grad_w = grad_bias = None
-        if needs_x or needs_w:
-            grad = quantize_tensor(grads, largest_magnitude(grads), formats.backward, needs_x, needs_w)
-        if needs_x:
-            _, columns, scale = quantize_tensor(weight, largest_w, formats.forward, rows=False, columns=True)
-            columns = columns[:, : weight.shape[0]]
-            grad_x = scaled_matmul(grad.rows, columns, grad.scale, scale, ctx.dtype).view(ctx.shape)
+        inputs = None
         if needs_w:
-            if ctx.rebuild is None:
-                columns, scale = kept
-            else:
-                inputs = ctx.rebuild(*kept).reshape(-1, ctx.shape[-1]).contiguous()
-                largest = largest_magnitude(inputs)
-                _, columns, scale = quantize_tensor(
-                    inputs, largest, formats.forward, rows=False, columns=True
-                )
-            grad_w = scaled_matmul(grad.columns, columns, grad.scale, scale, weight.dtype)
+            # what is sent travels while the other products run
+            inputs = _columns_of_input(ctx, kept, fmt)
         if needs_bias:
-            grad_bias = grads.sum(0, dtype=torch.float32).to(ctx.bias_dtype)
-        return grad_x, grad_w, grad_bias, None, None, None
+            grad_bias = grad_y.flatten(0, -2).sum(0, dtype=torch.float32).to(ctx.bias_dtype)
+        if needs_x or needs_w:
+            grad = _quantized_grad(grad_y, formats.backward, parallel, needs_x, needs_w)
+            if isinstance(grad_y, Deferred) and holders(grad_y) == holders_in_backward(grad_y.device):
+                # autograd holds on to it until this function returns, and nobody else will ask for it
+                grad_y.source.release()
+        if needs_x:
+            w = ctx.cache.columns(weight, largest_w, fmt)
+            product = scaled_matmul(grad.rows, w.columns, grad.scale, w.scale, None, ctx.dtype, fast)
+            # large, and done with before the weight's gradient takes its place
+            grad = grad._replace(rows=None)
+            del w
+            grad_x = _sum_over_ranks(product, parallel)
+        if needs_w:
+            columns, scale = inputs()
+            grad_w = scaled_matmul(grad.columns, columns, grad.scale, scale, None, weight.dtype, fast)
+        if needs_x:
+            grad_x = grad_x().view(ctx.shape)
+        return grad_x, grad_w, grad_bias, None, None, None, None, None
+
+
+def _columns_of_input(ctx, kept, fmt: Fp8Format):
+    """A function that gives the input of all tokens by columns, and its scale."""
+    if ctx.columns is None:
+        columns, scale = kept
+    else:
+        _, columns, scale = ctx.columns(*kept, fmt)
+    if not (ctx.parallel and ctx.parallel.gathers_input):
+        return lambda: (columns, scale)
+    wait = gather_columns(columns, ctx.shape[:-1].numel(), ctx.parallel.group)
+    return lambda: (wait(), scale)
+
+
+def _quantized_grad(
+    grad_y: torch.Tensor, fmt: Fp8Format, parallel: TensorParallel | None, rows: bool, columns: bool
+) -> Quantized:
+    """The gradient of this rank's output columns for all tokens, quantized as asked for."""
+    group = parallel.group if parallel and parallel.splits_output else None
+    if not (parallel and parallel.scatters_output):
+        return fp8_operands(grad_y, fmt, rows, columns, group)[0]
+    part, _, scale = fp8_operands(grad_y, fmt, group=group)[0]
+    whole = gather_rows(part, parallel.group)()
+    return Quantized(whole, transpose_codes(whole) if columns else None, scale)
+
+
+def _sum_over_ranks(grad_x: torch.Tensor, parallel: TensorParallel | None):
+    """A function that gives the gradient of this rank's input from what its weight contributes."""
+    if parallel and parallel.gathers_input:
+        return reduce_scatter(grad_x, parallel.group)
+    if parallel and parallel.by_output and parallel.reduce_grad:
+        return all_reduce(grad_x, parallel.group)
+    return lambda: grad_x
 
 
 def fp8_linear(
@@ -104,25 +180,39 @@ def fp8_linear(
     *,
     formats: LinearFormats | None = None,
     origin: Origin | None = None,
+    cache: WeightCache | None = None,
+    parallel: TensorParallel | None = None,
 ) -> torch.Tensor:
     """x W^T + b with FP8 matrix products.
 
     Args:
-        x: [..., K], BF16 or FP32.
+        x: [..., K], BF16 or FP32; under autocast it is cast to autocast's dtype, as by torch's own linear.
         weight: [N, K]; kept by reference for backward, not copied.
-        bias: [N] or None, added in the type of the result.
+        bias: [N] or None.
         formats: the FP8 formats; E4M3 forward and E5M2 backward by default.
-        origin: how to rebuild x in backward; without it x is kept as FP8 and one FP32 scale.
+        origin: how to make x again in backward; without it x is kept as FP8 and one FP32 scale.
+        cache: what the caller keeps of the quantized weight; nothing by default.
+        parallel: how the layer is split over ranks. Scales are those of the whole tensors. Partial sums of a
+            layer that is split by input are left to the caller, except under sequence parallelism, where the
+            first dimension is that of the tokens.
 
     Returns [..., N] in the dtype of x. Raises ValueError on CUDA if K or N is not a multiple of 16, and
     RuntimeError on a GPU without FP8.
     """
     require_fp8(x.device)
     out_features, in_features = weight.shape
-    if x.is_cuda and (out_features % ALIGNMENT or in_features % ALIGNMENT):
+    if uses_kernels(x) and (out_features % ALIGNMENT or in_features % ALIGNMENT):
         raise ValueError(
             f"FP8 matrix products need sizes that are multiples of {ALIGNMENT}, found a weight of "
             f"{out_features} x {in_features}. Change the layer's sizes or keep it in BF16."
         )
-    trains_weight = torch.is_grad_enabled() and weight.requires_grad
-    return _Fp8Linear.apply(x, weight, bias, formats or LinearFormats(), origin, trains_weight)
+    device = x.device.type
+    if torch.is_autocast_enabled(device) and x.dtype != torch.get_autocast_dtype(device):
+        maxima = maxima_of(x)
+        x = x.to(torch.get_autocast_dtype(device))
+        if maxima is not None:
+            with_maxima(x, maxima)
+    if cache is None or torch.compiler.is_compiling():
+        cache = NO_CACHE
+    trains = torch.is_grad_enabled()
+    return _Fp8Linear.apply(x, weight, bias, formats or DEFAULT_FORMATS, origin, cache, parallel, trains)

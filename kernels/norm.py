@@ -1,207 +1,526 @@
-"""RMSNorm (Zhang & Sennrich, arXiv 1910.07467, equation 4) that keeps its input in FP8, 1 x G groups.
+"""RMSNorm (Zhang & Sennrich, arXiv 1910.07467, equation 4) and LayerNorm (Ba et al., arXiv 1607.06450,
+equation 3) that keep their input in FP8, 1 x G groups.
 
-y = x * rstd * w, rstd = 1 / sqrt(mean(x^2) + eps); with zero-centered gamma the weight is w + 1.
-Forward uses x as it comes; backward uses what is kept of it. The output carries its origin, so that a
-linear layer behind it keeps nothing, and the maxima of its rows, so that nobody reads it for its scale.
+y = c * rstd * w + b, rstd = 1 / sqrt(mean(c^2) + eps); c is x for RMSNorm and x - mean(x) for LayerNorm; with
+zero-centered gamma the weight is w + 1. Forward uses c as it comes; backward uses what is kept of it, which a
+large mean costs no precision. The output carries its origin, so that a linear layer behind it keeps nothing,
+and its maxima, so that nobody reads it for its scale; so does the gradient.
 """
 
 import torch
 import triton
 import triton.language as tl
 
-from coat_kernels.fp8 import E4M3, cast, require_fp8
+from coat_kernels.codecs.codec import load_tile, store_tile
+from coat_kernels.fp8 import E4M3, Fp8Format, cast, fp8_format, require_fp8, uses_kernels, widen
+from coat_kernels.group_tiles import (
+    load_group_tile,
+    store_column_words,
+    store_group_tile,
+    stored_max,
+    tile_mask,
+)
 from coat_kernels.groups import (
     Grouped,
     dequantize_groups_reference,
     empty_grouped,
-    load_groups,
     quantize_groups_reference,
-    store_groups,
 )
-from coat_kernels.origin import Origin, with_origin
+from coat_kernels.ops import compilable
+from coat_kernels.origin import Origin, with_maxima, with_origin
+from coat_kernels.tensorwise import (
+    Quantized,
+    empty_columns,
+    quantize_tensor_reference,
+    tensor_scale,
+    to_tensor_codes,
+)
+
+# least elements of a program's tile, and elements of a thread, as far as warps go
+FORWARD_TILE, FORWARD_ELEMENTS = 4096, 16
+BACKWARD_TILE, BACKWARD_ELEMENTS = 4096, 8
+MAX_WARPS = 16
+# backward programs, each of which goes through many tiles: two for each multiprocessor of an H200
+PROGRAMS = 264
+# tiles of which backward has loads in flight; 1 leaves that to the programs beside it
+BACKWARD_STAGES = 1
+# rows and columns of a program that writes columns
+COLUMNS_M, COLUMNS_N, COLUMNS_WARPS = 64, 256, 8
 
 
 def _gamma(weight: torch.Tensor, zero_centered: bool) -> torch.Tensor:
     return weight.float() + 1 if zero_centered else weight.float()
 
 
-def rms_norm_forward_reference(x, weight, eps: float, zero_centered: bool, group_size: int):
-    """x [rows, h] -> (y in x's dtype, the kept x, rstd FP32 [rows], maxima of y's rows FP32 [rows])."""
+def _affine(normed: torch.Tensor, weight, bias, zero_centered: bool) -> torch.Tensor:
+    y = normed * _gamma(weight, zero_centered)
+    return y if bias is None else y + bias.float()
+
+
+def row_maxima(y: torch.Tensor) -> torch.Tensor:
+    """The largest finite magnitudes of rows, FP32."""
+    return torch.where(y.isfinite(), y.float().abs(), 0).amax(1)
+
+
+def norm_forward_reference(
+    x, weight, bias, eps: float, layer_norm: bool, zero_centered: bool, group_size: int, keep: bool
+):
+    """x [rows, h] -> (y in x's dtype, maxima of y, the kept input, rstd FP32 [rows]); unless `keep`, the last
+    two are None."""
     value = x.float()
+    if layer_norm:
+        value = value - value.mean(1, keepdim=True)
     rstd = torch.rsqrt(value.square().mean(1) + eps)
-    y = (value * rstd[:, None] * _gamma(weight, zero_centered)).to(x.dtype)
-    maxima = torch.where(y.isfinite(), y.float().abs(), 0).amax(1)
-    return y, quantize_groups_reference(x, group_size), rstd, maxima
+    y = _affine(value * rstd[:, None], weight, bias, zero_centered).to(x.dtype)
+    if not keep:
+        return y, row_maxima(y), None, None
+    return y, row_maxima(y), quantize_groups_reference(value, group_size), rstd
 
 
-def rms_norm_rebuild_reference(q: Grouped, rstd, weight, zero_centered: bool, group_size: int, dtype):
-    """y again, from the kept input."""
-    return (dequantize_groups_reference(q, group_size) * rstd[:, None] * _gamma(weight, zero_centered)).to(
-        dtype
-    )
+def norm_backward_reference(
+    grad_y,
+    grad_residual,
+    q: Grouped,
+    rstd,
+    weight,
+    layer_norm: bool,
+    zero_centered: bool,
+    group_size: int,
+):
+    """(grad_x in grad_y's dtype, its maxima, grad_weight, grad_bias, both FP32 [h]).
 
-
-def rms_norm_backward_reference(grad_y, q: Grouped, rstd, weight, zero_centered: bool, group_size: int):
-    """(grad_x in grad_y's dtype, grad_weight FP32 [h])."""
+    grad_residual, [rows, h] or None, is added to grad_x before that is rounded.
+    """
     normed = dequantize_groups_reference(q, group_size) * rstd[:, None]
     grad = grad_y.float()
     scaled = grad * _gamma(weight, zero_centered)
-    grad_x = rstd[:, None] * (scaled - normed * (scaled * normed).mean(1, keepdim=True))
-    return grad_x.to(grad_y.dtype), (grad * normed).sum(0)
+    centered = scaled - normed * (scaled * normed).mean(1, keepdim=True)
+    if layer_norm:
+        centered = centered - scaled.mean(1, keepdim=True)
+    grad_x = rstd[:, None] * centered
+    if grad_residual is not None:
+        grad_x = grad_x + grad_residual.float()
+    grad_x = grad_x.to(grad_y.dtype)
+    return grad_x, row_maxima(grad_x), (grad * normed).sum(0), grad.sum(0)
+
+
+def norm_columns_reference(
+    q: Grouped, rstd, weight, bias, largest, zero_centered: bool, group_size: int, fmt: Fp8Format
+) -> Quantized:
+    """y again, from the kept input, as FP8 columns with the scale of `largest`."""
+    normed = dequantize_groups_reference(q, group_size) * rstd[:, None]
+    y = _affine(normed, weight, bias, zero_centered)
+    return quantize_tensor_reference(y, largest, fmt, rows=False, columns=True)
 
 
 @triton.jit
-def load_gamma(p_weight, o_h, m_h, ZERO_CENTERED: tl.constexpr):
-    b_weight = tl.load(p_weight + o_h, mask=m_h, other=0.0).to(tl.float32)
+def load_gamma(p_weight, o_h, m_h, ZERO_CENTERED: tl.constexpr, EVEN: tl.constexpr):
+    b_weight = widen(load_tile(p_weight, o_h, m_h, not EVEN))
     return b_weight + 1.0 if ZERO_CENTERED else b_weight
 
 
 @triton.jit
-def rms_norm_forward_kernel(p_x, p_weight, p_y, p_codes, p_exponent, p_rstd, p_maxima, h, eps,
-                            ZERO_CENTERED: tl.constexpr, H: tl.constexpr, G: tl.constexpr):  # fmt: skip
-    i_row = tl.program_id(0).to(tl.int64)
-    o_row = i_row + tl.arange(0, 1)
+def norm_forward_kernel(p_x, p_weight, p_bias, p_y, p_codes, p_exponent, p_rstd, p_maxima,
+                        rows, h, groups, eps,
+                        LAYER_NORM: tl.constexpr, ZERO_CENTERED: tl.constexpr, KEEP: tl.constexpr,
+                        EVEN: tl.constexpr, ROWS: tl.constexpr, H: tl.constexpr,
+                        G: tl.constexpr):  # fmt: skip
+    pid = tl.program_id(0).to(tl.int64)
+    o_row = pid * ROWS + tl.arange(0, ROWS)
     o_h = tl.arange(0, H)
-    m_x = (o_row[:, None] >= 0) & (o_h[None, :] < h)
-    b_x = tl.load(p_x + o_row[:, None] * h + o_h[None, :], mask=m_x, other=0.0).to(tl.float32)
+    m_x = tile_mask(o_row, o_h, rows, h)
+    o_x = o_row[:, None] * h + o_h[None, :]
+    b_x = widen(load_tile(p_x, o_x, m_x, not EVEN))
+    b_gamma = load_gamma(p_weight, o_h, o_h < h, ZERO_CENTERED, EVEN)
+    if LAYER_NORM:
+        b_x -= (tl.sum(b_x, axis=1) / h)[:, None]
+        if not EVEN:
+            b_x = tl.where(m_x, b_x, 0.0)
     b_rstd = tl.rsqrt(tl.sum(b_x * b_x, axis=1) / h + eps)
-    b_y = b_x * b_rstd[:, None] * load_gamma(p_weight, o_h, o_h < h, ZERO_CENTERED)[None, :]
-    b_y = cast(b_y, p_y.dtype.element_ty)
-    tl.store(p_y + o_row[:, None] * h + o_h[None, :], b_y, mask=m_x)
-    tl.store(p_rstd + o_row, b_rstd)
-    b_abs = tl.abs(b_y.to(tl.float32))
-    tl.store(p_maxima + o_row, tl.max(tl.where(m_x & (b_abs < float("inf")), b_abs, 0.0), axis=1))
-    store_groups(b_x, p_codes, p_exponent, o_row, o_h, m_x, h, False, G)
+    b_y = b_x * b_rstd[:, None] * b_gamma[None, :]
+    if p_bias is not None:
+        b_y += widen(load_tile(p_bias, o_h, o_h < h, not EVEN))[None, :]
+    DTYPE: tl.constexpr = p_y.dtype.element_ty
+    store_tile(p_y, o_x, cast(b_y, DTYPE), m_x, not EVEN)
+    tl.store(p_maxima + pid, stored_max(b_y if EVEN else tl.where(m_x, b_y, 0.0), DTYPE))
+    if KEEP:
+        tl.store(p_rstd + o_row, b_rstd, mask=o_row < rows)
+        store_group_tile(b_x, p_codes, p_exponent, o_row, 0, rows, h, h, groups, False, G, EVEN)
 
 
 @triton.jit
-def rms_norm_rebuild_kernel(p_codes, p_exponent, p_rstd, p_weight, p_y, h,
-                            ZERO_CENTERED: tl.constexpr, H: tl.constexpr, G: tl.constexpr):  # fmt: skip
-    i_row = tl.program_id(0).to(tl.int64)
-    o_row = i_row + tl.arange(0, 1)
-    o_h = tl.arange(0, H)
-    m_x = (o_row[:, None] >= 0) & (o_h[None, :] < h)
-    b_x = load_groups(p_codes, p_exponent, o_row, o_h, m_x, h, False, G)
-    b_gamma = load_gamma(p_weight, o_h, o_h < h, ZERO_CENTERED)
-    b_y = b_x * tl.load(p_rstd + o_row)[:, None] * b_gamma[None, :]
-    tl.store(p_y + o_row[:, None] * h + o_h[None, :], cast(b_y, p_y.dtype.element_ty), mask=m_x)
-
-
-@triton.jit
-def rms_norm_backward_kernel(p_grad_y, p_codes, p_exponent, p_rstd, p_weight, p_grad_x, p_partial,
-                             rows, h, rows_per_program,
-                             ZERO_CENTERED: tl.constexpr, H: tl.constexpr, G: tl.constexpr):  # fmt: skip
+def norm_backward_kernel(p_grad_y, p_grad_residual, p_codes, p_exponent, p_rstd, p_weight,
+                         p_grad_x, p_maxima, p_grad_weight, p_grad_bias, rows, h, groups,
+                         LAYER_NORM: tl.constexpr, ZERO_CENTERED: tl.constexpr, EVEN: tl.constexpr,
+                         ROWS: tl.constexpr, H: tl.constexpr, G: tl.constexpr,
+                         STAGES: tl.constexpr):  # fmt: skip
     pid = tl.program_id(0).to(tl.int64)
     o_h = tl.arange(0, H)
-    b_gamma = load_gamma(p_weight, o_h, o_h < h, ZERO_CENTERED)[None, :]
-    b_partial = tl.zeros([1, H], dtype=tl.float32)
-    for i_row in range(pid * rows_per_program, tl.minimum((pid + 1) * rows_per_program, rows)):
-        o_row = i_row + tl.arange(0, 1)
-        m_x = (o_row[:, None] >= 0) & (o_h[None, :] < h)
-        b_rstd = tl.load(p_rstd + o_row)[:, None]
-        b_normed = load_groups(p_codes, p_exponent, o_row, o_h, m_x, h, False, G) * b_rstd
-        b_grad = tl.load(p_grad_y + o_row[:, None] * h + o_h[None, :], mask=m_x, other=0.0).to(tl.float32)
-        b_scaled = b_grad * b_gamma
-        b_mean = tl.sum(b_scaled * b_normed, axis=1)[:, None] / h
-        b_grad_x = cast(b_rstd * (b_scaled - b_normed * b_mean), p_grad_x.dtype.element_ty)
-        tl.store(p_grad_x + o_row[:, None] * h + o_h[None, :], b_grad_x, mask=m_x)
-        b_partial += b_grad * b_normed
-    tl.store(p_partial + pid * h + o_h[None, :], b_partial, mask=o_h[None, :] < h)
+    b_gamma = load_gamma(p_weight, o_h, o_h < h, ZERO_CENTERED, EVEN)[None, :]
+    b_grad_weight = tl.zeros([ROWS, H], dtype=tl.float32)
+    b_grad_bias = tl.zeros([ROWS, H], dtype=tl.float32)
+    # maxima of eight, which one thread holds; over the warps they are reduced once, at the end
+    b_largest = tl.zeros([ROWS, H // 8], dtype=tl.float32)
+    for tile in tl.range(pid, tl.cdiv(rows, ROWS), tl.num_programs(0), num_stages=STAGES):
+        o_row = tile * ROWS + tl.arange(0, ROWS)
+        m_x = tile_mask(o_row, o_h, rows, h)
+        o_x = o_row[:, None] * h + o_h[None, :]
+        b_rstd = tl.load(p_rstd + o_row, mask=o_row < rows, other=0.0)[:, None]
+        b_x = load_group_tile(p_codes, p_exponent, o_row, 0, rows, h, h, groups, H, False, G, EVEN)
+        b_grad = widen(load_tile(p_grad_y, o_x, m_x, not EVEN))
+        b_normed = b_x * b_rstd
+        if p_grad_x is not None:
+            b_scaled = b_grad * b_gamma
+            b_grad_x = b_scaled - b_normed * (tl.sum(b_scaled * b_normed, axis=1) / h)[:, None]
+            if LAYER_NORM:
+                b_grad_x -= (tl.sum(b_scaled, axis=1) / h)[:, None]
+            b_grad_x *= b_rstd
+            if p_grad_residual is not None:
+                b_grad_x += widen(load_tile(p_grad_residual, o_x, m_x, not EVEN))
+            store_tile(p_grad_x, o_x, cast(b_grad_x, p_grad_x.dtype.element_ty), m_x, not EVEN)
+            # NaN, which maxima pass over, where not finite
+            b_abs = tl.abs(b_grad_x + b_grad_x * 0.0)
+            if not EVEN:
+                b_abs = tl.where(m_x, b_abs, 0.0)
+            b_largest = tl.maximum(b_largest, tl.max(tl.reshape(b_abs, [ROWS, H // 8, 8]), axis=2))
+        if p_grad_weight is not None:
+            b_grad_weight += b_grad * b_normed
+        if p_grad_bias is not None:
+            b_grad_bias += b_grad
+    o_partial = pid * h + o_h
+    if p_grad_x is not None:
+        tl.store(p_maxima + pid, stored_max(b_largest, p_grad_x.dtype.element_ty))
+    if p_grad_weight is not None:
+        store_tile(p_grad_weight, o_partial, tl.sum(b_grad_weight, axis=0), o_h < h, not EVEN)
+    if p_grad_bias is not None:
+        store_tile(p_grad_bias, o_partial, tl.sum(b_grad_bias, axis=0), o_h < h, not EVEN)
 
 
-def _launch(h: int, group_size: int, zero_centered: bool) -> dict:
-    block = max(triton.next_power_of_2(h), group_size)
-    return {
-        "ZERO_CENTERED": zero_centered,
-        "H": block,
-        "G": group_size,
-        "num_warps": min(max(block // 512, 1), 16),
-    }
+@triton.jit
+def norm_columns_kernel(p_codes, p_exponent, p_rstd, p_weight, p_bias, p_largest, p_columns, p_scale,
+                        rows, h, groups, padded_rows,
+                        ZERO_CENTERED: tl.constexpr, E5M2: tl.constexpr, EVEN: tl.constexpr,
+                        M: tl.constexpr, N: tl.constexpr, G: tl.constexpr):  # fmt: skip
+    scale = tensor_scale(tl.load(p_largest), E5M2)
+    # every program stores the same scale
+    tl.store(p_scale, scale)
+    o_word = tl.program_id(1) * (M // 4) + tl.arange(0, M // 4)
+    column = tl.program_id(0) * N
+    o_h = column + tl.arange(0, N)
+    b_gamma = load_gamma(p_weight, o_h, o_h < h, ZERO_CENTERED, EVEN)[None, :]
+    if p_bias is not None:
+        b_bias = widen(load_tile(p_bias, o_h, o_h < h, not EVEN))[None, :]
+    b_words = tl.zeros([M // 4, N], dtype=tl.int32)
+    for i in tl.static_range(4):
+        o_row = o_word.to(tl.int64) * 4 + i
+        b_x = load_group_tile(p_codes, p_exponent, o_row, column, rows, h, h, groups, N, False, G, EVEN)
+        b_y = b_x * load_tile(p_rstd, o_row, o_row < rows, not EVEN)[:, None] * b_gamma
+        if p_bias is not None:
+            b_y += b_bias
+            if not EVEN:
+                b_y = tl.where(o_row[:, None] < rows, b_y, 0.0)
+        b_words |= to_tensor_codes(b_y, scale, E5M2).to(tl.int32) << (8 * i)
+    store_column_words(p_columns, b_words, o_word, o_h.to(tl.int64), h, padded_rows, EVEN)
 
 
-def rms_norm_forward_triton(x, weight, eps: float, zero_centered: bool, group_size: int):
-    """`rms_norm_forward_reference`, one row a program."""
+def _tile(h: int, group_size: int, least: int, elements: int) -> dict:
+    """What a launch over tiles of whole rows needs: `least` elements in one, `elements` a thread."""
+    width = max(triton.next_power_of_2(int(h)), group_size)
+    height = max(least // width, 1)
+    warps = height * width // (32 * elements)
+    return {"ROWS": height, "H": width, "G": group_size, "num_warps": min(max(warps, 1), MAX_WARPS)}
+
+
+def _is_even(rows: int, h: int, tile: dict) -> bool:
+    return tile["H"] == h and rows % tile["ROWS"] == 0
+
+
+def norm_forward_triton(
+    x, weight, bias, eps: float, layer_norm: bool, zero_centered: bool, group_size: int, keep: bool
+):
+    """`norm_forward_reference` in one pass over x; one maximum for each program."""
     rows, h = x.shape
     y = torch.empty_like(x)
-    q = empty_grouped(rows, h, group_size, E4M3, x.device)
-    rstd = torch.empty(rows, dtype=torch.float32, device=x.device)
-    maxima = torch.empty_like(rstd)
+    q = empty_grouped(rows, h, group_size, E4M3, x.device) if keep else None
+    rstd = torch.empty(rows, dtype=torch.float32, device=x.device) if keep else None
+    tile = _tile(h, group_size, FORWARD_TILE, FORWARD_ELEMENTS)
+    maxima = torch.empty(triton.cdiv(rows, tile["ROWS"]), dtype=torch.float32, device=x.device)
     with torch.cuda.device_of(x):
-        rms_norm_forward_kernel[(rows,)](
+        norm_forward_kernel[(len(maxima),)](
             x,
             weight,
+            bias,
             y,
-            q.codes.view(torch.uint8),
-            q.exponent,
+            q.codes.view(torch.uint8) if keep else None,
+            q.exponent if keep else None,
             rstd,
             maxima,
+            rows,
             h,
+            triton.cdiv(h, group_size),
             eps,
-            **_launch(h, group_size, zero_centered),
+            LAYER_NORM=layer_norm,
+            ZERO_CENTERED=zero_centered,
+            KEEP=keep,
+            EVEN=_is_even(rows, h, tile),
+            **tile,
         )
-    return y, q, rstd, maxima
+    return y, maxima, q, rstd
 
 
-def rms_norm_rebuild_triton(q: Grouped, rstd, weight, zero_centered: bool, group_size: int, dtype):
-    """`rms_norm_rebuild_reference`, one row a program."""
-    rows, h = q.codes.shape
-    y = torch.empty(rows, h, dtype=dtype, device=rstd.device)
-    with torch.cuda.device_of(y):
-        rms_norm_rebuild_kernel[(rows,)](
-            q.codes.view(torch.uint8),
-            q.exponent,
-            rstd,
-            weight,
-            y,
-            h,
-            **_launch(h, group_size, zero_centered),
-        )
-    return y
-
-
-def rms_norm_backward_triton(grad_y, q: Grouped, rstd, weight, zero_centered: bool, group_size: int):
-    """`rms_norm_backward_reference`; each program sums the weight gradient of a run of rows, in order."""
+def norm_backward_triton(
+    grad_y,
+    grad_residual,
+    q: Grouped,
+    rstd,
+    weight,
+    layer_norm: bool,
+    zero_centered: bool,
+    group_size: int,
+    needs_x: bool = True,
+    needs_weight: bool = True,
+    needs_bias: bool = True,
+):
+    """`norm_backward_reference`, None for what is not needed; each program goes through many rows and sums
+    their parameter gradients, in an order that depends on the shape alone."""
     rows, h = grad_y.shape
-    programs = min(rows, 512)
-    rows_per_program = triton.cdiv(rows, programs)
-    programs = triton.cdiv(rows, rows_per_program)
-    grad_x = torch.empty_like(grad_y)
-    partial = torch.empty(programs, h, dtype=torch.float32, device=grad_y.device)
+    tile = _tile(h, group_size, BACKWARD_TILE, BACKWARD_ELEMENTS)
+    programs = min(triton.cdiv(rows, tile["ROWS"]), PROGRAMS)
+
+    def empty(*shape):
+        return torch.empty(*shape, dtype=torch.float32, device=grad_y.device)
+
+    grad_x = torch.empty_like(grad_y) if needs_x else None
+    maxima = empty(programs) if needs_x else None
+    partial_weight = empty(programs, h) if needs_weight else None
+    partial_bias = empty(programs, h) if needs_bias else None
     with torch.cuda.device_of(grad_y):
-        rms_norm_backward_kernel[(programs,)](
+        norm_backward_kernel[(programs,)](
             grad_y,
+            grad_residual,
             q.codes.view(torch.uint8),
             q.exponent,
             rstd,
             weight,
             grad_x,
-            partial,
+            maxima,
+            partial_weight,
+            partial_bias,
             rows,
             h,
-            rows_per_program,
-            **_launch(h, group_size, zero_centered),
+            triton.cdiv(h, group_size),
+            LAYER_NORM=layer_norm,
+            ZERO_CENTERED=zero_centered,
+            STAGES=BACKWARD_STAGES,
+            EVEN=_is_even(rows, h, tile),
+            **tile,
         )
-    return grad_x, partial.sum(0)
+    return (
+        grad_x,
+        maxima,
+        partial_weight.sum(0) if needs_weight else None,
+        partial_bias.sum(0) if needs_bias else None,
+    )
 
 
-class _RMSNorm(torch.autograd.Function):
+def norm_columns_triton(
+    q: Grouped, rstd, weight, bias, largest, zero_centered: bool, group_size: int, fmt: Fp8Format
+) -> Quantized:
+    """`norm_columns_reference` in one kernel."""
+    rows, h = q.codes.shape
+    columns = empty_columns(rows, h, fmt, rstd.device)
+    scale = torch.empty(1, dtype=torch.float32, device=rstd.device)
+    width = max(COLUMNS_N, group_size)
+    # an empty tensor still has a scale
+    grid = max(triton.cdiv(h, width), 1), max(triton.cdiv(columns.shape[1], COLUMNS_M), 1)
+    with torch.cuda.device_of(columns):
+        norm_columns_kernel[grid](
+            q.codes.view(torch.uint8),
+            q.exponent,
+            rstd,
+            weight,
+            bias,
+            largest,
+            columns.view(torch.int32),
+            scale,
+            rows,
+            h,
+            triton.cdiv(h, group_size),
+            columns.shape[1],
+            ZERO_CENTERED=zero_centered,
+            E5M2=fmt.is_e5m2,
+            EVEN=h % width == 0 and rows % COLUMNS_M == 0,
+            M=COLUMNS_M,
+            N=width,
+            G=group_size,
+            num_warps=COLUMNS_WARPS,
+        )
+    return Quantized(None, columns, scale)
+
+
+def _none(like: torch.Tensor) -> torch.Tensor:
+    """What an operator returns, which cannot return None."""
+    return torch.empty(0, dtype=torch.float32, device=like.device)
+
+
+def _forward_fake(x, weight, bias, eps, layer_norm, zero_centered, group_size, keep):
+    rows, h = x.shape
+    programs = triton.cdiv(rows, _tile(h, group_size, FORWARD_TILE, FORWARD_ELEMENTS)["ROWS"])
+    maxima = x.new_empty(programs if uses_kernels(x) else rows, dtype=torch.float32)
+    if not keep:
+        return torch.empty_like(x), maxima, _none(x), _none(x), _none(x)
+    q = empty_grouped(rows, h, group_size, E4M3, x.device)
+    return torch.empty_like(x), maxima, *q, x.new_empty(rows, dtype=torch.float32)
+
+
+@compilable(_forward_fake)
+def norm_forward(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    eps: float,
+    layer_norm: bool,
+    zero_centered: bool,
+    group_size: int,
+    keep: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(y, maxima, codes, exponent, rstd); unless `keep`, the last three are empty. x is contiguous."""
+    forward = norm_forward_triton if uses_kernels(x) else norm_forward_reference
+    y, maxima, q, rstd = forward(x, weight, bias, eps, layer_norm, zero_centered, group_size, keep)
+    return (y, maxima, *q, rstd) if keep else (y, maxima, _none(x), _none(x), _none(x))
+
+
+def _backward_fake(
+    grad_y,
+    grad_residual,
+    codes,
+    exponent,
+    rstd,
+    weight,
+    layer_norm,
+    zero_centered,
+    group_size,
+    needs_x,
+    needs_weight,
+    needs_bias,
+):
+    rows, h = grad_y.shape
+    tile = _tile(h, group_size, BACKWARD_TILE, BACKWARD_ELEMENTS)
+    programs = min(triton.cdiv(rows, tile["ROWS"]), PROGRAMS) if uses_kernels(grad_y) else rows
+    return (
+        torch.empty_like(grad_y) if needs_x else _none(grad_y),
+        rstd.new_empty(programs) if needs_x else _none(grad_y),
+        rstd.new_empty(h) if needs_weight else _none(grad_y),
+        rstd.new_empty(h) if needs_bias else _none(grad_y),
+    )
+
+
+@compilable(_backward_fake)
+def norm_backward(
+    grad_y: torch.Tensor,
+    grad_residual: torch.Tensor | None,
+    codes: torch.Tensor,
+    exponent: torch.Tensor,
+    rstd: torch.Tensor,
+    weight: torch.Tensor,
+    layer_norm: bool,
+    zero_centered: bool,
+    group_size: int,
+    needs_x: bool,
+    needs_weight: bool,
+    needs_bias: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(grad_x, maxima, grad_weight, grad_bias), empty where not needed; gradients are contiguous."""
+    kept = grad_y, grad_residual, Grouped(codes, exponent), rstd, weight
+    options = layer_norm, zero_centered, group_size
+    needs = needs_x, needs_x, needs_weight, needs_bias
+    if uses_kernels(grad_y):
+        found = norm_backward_triton(*kept, *options, *needs[1:])
+    else:
+        found = norm_backward_reference(*kept, *options)
+    return tuple(f if need else _none(grad_y) for f, need in zip(found, needs, strict=True))
+
+
+def _columns_fake(codes, exponent, rstd, weight, bias, largest, zero_centered, group_size, fmt):
+    return empty_columns(*codes.shape, fp8_format(fmt), codes.device), largest.new_empty(1)
+
+
+@compilable(_columns_fake)
+def norm_columns(
+    codes: torch.Tensor,
+    exponent: torch.Tensor,
+    rstd: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    largest: torch.Tensor,
+    zero_centered: bool,
+    group_size: int,
+    fmt: str,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(columns, scale) of y, made again."""
+    make = norm_columns_triton if uses_kernels(codes) else norm_columns_reference
+    q = Grouped(codes, exponent)
+    _, columns, scale = make(q, rstd, weight, bias, largest, zero_centered, group_size, fp8_format(fmt))
+    return columns, scale
+
+
+class _Norm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, weight, eps, zero_centered, group_size):
+    def forward(ctx, x, weight, bias, eps, layer_norm, zero_centered, group_size, residual):
         rows = x.reshape(-1, x.shape[-1]).contiguous()
-        forward = rms_norm_forward_triton if x.is_cuda else rms_norm_forward_reference
-        y, q, rstd, maxima = forward(rows, weight, eps, zero_centered, group_size)
-        ctx.options, ctx.weight_dtype = (zero_centered, group_size), weight.dtype
-        ctx.save_for_backward(weight, *q, rstd)
-        ctx.mark_non_differentiable(*q, rstd, maxima)
-        return y.view(x.shape), *q, rstd, maxima
+        y, maxima, *kept = norm_forward(rows, weight, bias, eps, layer_norm, zero_centered, group_size, True)
+        ctx.options = layer_norm, zero_centered, group_size
+        ctx.bias_dtype = None if bias is None else bias.dtype
+        ctx.save_for_backward(weight, *kept)
+        ctx.mark_non_differentiable(*kept, maxima)
+        ctx.set_materialize_grads(False)
+        # an alias, not a view: autograd would refuse what is added to it in place
+        return y.view(x.shape), x.detach() if residual else None, maxima, *kept
 
     @staticmethod
-    def backward(ctx, grad_y, *_):
-        weight, codes, exponent, rstd = ctx.saved_tensors
-        grads = grad_y.reshape(-1, grad_y.shape[-1]).contiguous()
-        backward = rms_norm_backward_triton if grad_y.is_cuda else rms_norm_backward_reference
-        grad_x, grad_weight = backward(grads, Grouped(codes, exponent), rstd, weight, *ctx.options)
-        return grad_x.view(grad_y.shape), grad_weight.to(ctx.weight_dtype), None, None, None
+    def backward(ctx, grad_y, grad_residual, *_):
+        needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
+        nothing = (None,) * 5
+        if grad_y is None:
+            return grad_residual if needs_x else None, None, None, *nothing
+        weight, *kept = ctx.saved_tensors
+        h = grad_y.shape[-1]
+        grad_x, maxima, grad_weight, grad_bias = norm_backward(
+            grad_y.reshape(-1, h).contiguous(),
+            None if grad_residual is None else grad_residual.reshape(-1, h).contiguous(),
+            *kept,
+            weight,
+            *ctx.options,
+            needs_x,
+            needs_weight,
+            needs_bias,
+        )
+        return (
+            with_maxima(grad_x.view(grad_y.shape), maxima) if needs_x else None,
+            grad_weight.to(weight.dtype) if needs_weight else None,
+            grad_bias.to(ctx.bias_dtype) if needs_bias else None,
+            *nothing,
+        )
+
+
+def _norm(x, weight, bias, eps, layer_norm, zero_centered, group_size, residual):
+    require_fp8(x.device)
+    options = eps, layer_norm, zero_centered, group_size
+    inputs = (x, weight) if bias is None else (x, weight, bias)
+    if not (torch.is_grad_enabled() and any(t.requires_grad for t in inputs)):
+        rows = x.reshape(-1, x.shape[-1]).contiguous()
+        y, maxima, *_ = norm_forward(rows, weight, bias, *options, False)
+        y = with_maxima(y.view(x.shape), maxima)
+        return (y, x) if residual else y
+    y, handed_on, maxima, codes, exponent, rstd = _Norm.apply(x, weight, bias, *options, residual)
+    parameters = weight.detach(), None if bias is None else bias.detach()
+
+    def columns(codes, exponent, rstd, largest, fmt: Fp8Format) -> Quantized:
+        kept = codes, exponent, rstd, *parameters
+        return Quantized(None, *norm_columns(*kept, largest, zero_centered, group_size, fmt.name))
+
+    y = with_maxima(with_origin(y, Origin((codes, exponent, rstd), columns)), maxima)
+    return (y, handed_on) if residual else y
 
 
 def rms_norm(
@@ -211,17 +530,33 @@ def rms_norm(
     *,
     zero_centered: bool = False,
     group_size: int = 16,
-) -> torch.Tensor:
+    residual: bool = False,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """RMSNorm over the last dimension, keeping x as E4M3 in groups of `group_size` and rstd in FP32.
 
-    x [..., h] in BF16 or FP32, weight [h]; the result has x's shape and dtype and carries its origin.
+    Args:
+        x: [..., h], BF16 or FP32.
+        weight: [h], BF16 or FP32.
+        zero_centered: the weight is w + 1.
+        group_size: 16, 32, 64 or 128.
+        residual: also return x, handed through this node in the same memory: what reads it instead of x has
+            its gradient added inside this norm's backward, which saves a pass.
+
+    Returns y, in x's shape and dtype, carrying its maxima and, where something is trained, its origin; with
+    `residual` (y, x).
     """
-    require_fp8(x.device)
-    y, codes, exponent, rstd, maxima = _RMSNorm.apply(x, weight, eps, zero_centered, group_size)
-    rebuild_rows = rms_norm_rebuild_triton if x.is_cuda else rms_norm_rebuild_reference
-    dtype = x.dtype
+    return _norm(x, weight, None, eps, False, zero_centered, group_size, residual)
 
-    def rebuild(codes, exponent, rstd, weight):
-        return rebuild_rows(Grouped(codes, exponent), rstd, weight, zero_centered, group_size, dtype)
 
-    return with_origin(y, Origin((codes, exponent, rstd, weight.detach()), rebuild, maxima))
+def layer_norm(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    eps: float,
+    *,
+    zero_centered: bool = False,
+    group_size: int = 16,
+    residual: bool = False,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """LayerNorm over the last dimension, keeping x - mean(x); otherwise as `rms_norm`. bias: [h] or None."""
+    return _norm(x, weight, bias, eps, True, zero_centered, group_size, residual)

@@ -2,8 +2,14 @@
 
 The scale comes in two stages (COAT, section 5.2: group scaling): maxima of parts of the tensor, written
 by the kernel that produces it or, where there is none, by a pass of their own; then the maximum of those.
-value = code * scale, scale = largest finite magnitude / largest magnitude of the format. Zero tensors have
-scale 1, and scales stay normal numbers, so that their inverses are finite.
+value = code * scale. The scale is a power of two, 2^e, and depends on the largest finite magnitude alone:
+
+- E4M3: the smallest 2^e with largest / 2^e <= 448. A power of two costs a floating-point format no precision,
+  only up to one binade at the lower end of its range, and the product with it is exact.
+- E5M2, whose normal numbers span 30 binades: e is also rounded up to a multiple of 4. Gradients seldom need
+  them all, and a scale that changes seldom can be predicted.
+
+Zero tensors have scale 1, and e is at least -126: scales and their inverses are normal numbers.
 """
 
 from typing import NamedTuple
@@ -12,11 +18,16 @@ import torch
 import triton
 import triton.language as tl
 
-from coat_kernels.fp8 import Fp8Format, to_fp8
+from coat_kernels.fp8 import Fp8Format, finite_abs, finite_or_nan, fp8_format, to_fp8, uses_kernels, widen
+from coat_kernels.ops import compilable
+from coat_kernels.origin import maxima_of
 
 # scaled matrix products contract over multiples of 16
 ALIGNMENT = 16
-BLOCK = 8192
+# elements of a program that goes along memory
+BLOCK = 16384
+# rows and columns of a program that transposes, and of one that also writes rows
+COLUMNS_TILE, BOTH_TILE = (128, 128), (64, 128)
 
 
 class Quantized(NamedTuple):
@@ -29,6 +40,11 @@ class Quantized(NamedTuple):
     columns: torch.Tensor | None
     scale: torch.Tensor
 
+    @property
+    def is_e5m2(self) -> bool:
+        """As `Fp8Format.is_e5m2`, of the codes."""
+        return (self.columns if self.rows is None else self.rows).dtype == torch.float8_e5m2
+
 
 def maxima_reference(x: torch.Tensor) -> torch.Tensor:
     """Largest finite magnitudes of the parts of `x` (any shape), FP32; here the whole is one part."""
@@ -37,11 +53,16 @@ def maxima_reference(x: torch.Tensor) -> torch.Tensor:
 
 
 @triton.jit
+def finite_max(b_x):
+    """The largest finite magnitude of a tile, FP32."""
+    return tl.maximum(tl.max(tl.ravel(finite_abs(widen(b_x))), axis=0), 0.0)
+
+
+@triton.jit
 def maxima_kernel(p_x, p_maxima, n, BLOCK: tl.constexpr):
     pid = tl.program_id(0).to(tl.int64)
     o_x = pid * BLOCK + tl.arange(0, BLOCK)
-    b_abs = tl.abs(tl.load(p_x + o_x, mask=o_x < n, other=0.0).to(tl.float32))
-    tl.store(p_maxima + pid, tl.max(tl.where(b_abs < float("inf"), b_abs, 0.0), axis=0))
+    tl.store(p_maxima + pid, finite_max(tl.load(p_x + o_x, mask=o_x < n, other=0.0)))
 
 
 def maxima_triton(x: torch.Tensor) -> torch.Tensor:
@@ -52,51 +73,125 @@ def maxima_triton(x: torch.Tensor) -> torch.Tensor:
     return maxima
 
 
-def largest_magnitude(x: torch.Tensor, maxima: torch.Tensor | None = None) -> torch.Tensor:
-    """The largest finite magnitude of `x` (contiguous), FP32 [1]; from `maxima` where there are any."""
+@triton.jit
+def largest_kernel(p_maxima, p_largest, n, BLOCK: tl.constexpr):
+    b_largest = tl.zeros([BLOCK], dtype=tl.float32)
+    for start in range(0, n, BLOCK):
+        o_maxima = start + tl.arange(0, BLOCK)
+        b_largest = tl.maximum(b_largest, tl.load(p_maxima + o_maxima, mask=o_maxima < n, other=0.0))
+    tl.store(p_largest, tl.max(b_largest, axis=0))
+
+
+def largest_triton(maxima: torch.Tensor) -> torch.Tensor:
+    """The largest of `maxima`, FP32 [1], by one program: torch's own reduction takes three times as long."""
+    largest = torch.empty(1, dtype=torch.float32, device=maxima.device)
+    with torch.cuda.device_of(maxima):
+        largest_kernel[(1,)](maxima, largest, len(maxima), BLOCK=8192, num_warps=16)
+    return largest
+
+
+def largest_of_maxima(maxima: torch.Tensor) -> torch.Tensor:
+    """The largest of `maxima`, FP32 [1]; on CUDA by the kernel."""
+    return largest_triton(maxima) if uses_kernels(maxima) else maxima.amax(0, keepdim=True)
+
+
+@compilable(lambda x: x.new_empty(1, dtype=torch.float32))
+def largest_of(x: torch.Tensor) -> torch.Tensor:
+    """The largest finite magnitude of a contiguous tensor, FP32 [1], by a pass over it."""
+    return largest_of_maxima(maxima_triton(x) if uses_kernels(x) else maxima_reference(x))
+
+
+def largest_magnitude(x: torch.Tensor) -> torch.Tensor:
+    """The largest finite magnitude of `x`, FP32 [1]; from its producer's maxima where there are any."""
     if x.numel() == 0:
         return torch.zeros(1, dtype=torch.float32, device=x.device)
-    if maxima is None:
-        maxima = maxima_triton(x) if x.is_cuda else maxima_reference(x)
-    return maxima.amax(0, keepdim=True)
+    maxima = maxima_of(x)
+    return largest_of(x.contiguous()) if maxima is None else largest_of_maxima(maxima)
+
+
+def tensor_scale_reference(largest: torch.Tensor, fmt: Fp8Format) -> torch.Tensor:
+    """The scale of a tensor whose largest magnitude is `largest`, FP32 [1]."""
+    mantissa, power = torch.frexp(largest)
+    # both formats' largest magnitude is 0.875 * 2^m: `power - m` suffices up to that mantissa
+    _, m = torch.frexp(torch.tensor(fmt.max))
+    e = power - m + (mantissa > 0.875)
+    if fmt.is_e5m2:
+        e = (e + 3) // 4 * 4
+    return torch.where(largest > 0, torch.ldexp(torch.ones_like(largest), e.clamp_min(-126)), 1.0)
 
 
 def quantize_tensor_reference(
     x: torch.Tensor, largest: torch.Tensor, fmt: Fp8Format, rows: bool = True, columns: bool = False
 ) -> Quantized:
     """`x` [m, n] whose largest magnitude is `largest`, by rows and by columns as asked for."""
-    scale = torch.where(largest > 0, (largest * (1 / fmt.max)).clamp_min(2.0**-126), 1.0)
+    scale = tensor_scale_reference(largest, fmt)
+    codes = to_tensor_codes_reference(x, scale, fmt)
+    return Quantized(codes if rows else None, transpose_codes_reference(codes) if columns else None, scale)
+
+
+def to_tensor_codes_reference(x: torch.Tensor, scale: torch.Tensor, fmt: Fp8Format) -> torch.Tensor:
+    """Codes of `x` with the tensor's scale; beyond the format's largest magnitude they saturate."""
     value = (x.float() * (1 / scale)).clamp(-fmt.max, fmt.max)
-    codes = torch.where(x.isfinite(), value, torch.nan).to(fmt.dtype)
-    if not columns:
-        return Quantized(codes, None, scale)
-    padded = torch.zeros(x.shape[1], x.shape[0] + -x.shape[0] % ALIGNMENT, dtype=fmt.dtype, device=x.device)
-    padded[:, : x.shape[0]] = codes.t()
-    return Quantized(codes if rows else None, padded, scale)
+    return torch.where(x.isfinite(), value, torch.nan).to(fmt.dtype)
 
 
 @triton.jit
-def quantize_tensor_kernel(p_x, p_largest, p_rows, p_columns, p_scale, m, n, padded_m,
-                           E5M2: tl.constexpr, WRITE_ROWS: tl.constexpr, WRITE_COLUMNS: tl.constexpr,
-                           M: tl.constexpr, N: tl.constexpr):  # fmt: skip
-    MAX: tl.constexpr = 57344.0 if E5M2 else 448.0
-    INVERSE_MAX: tl.constexpr = 1.0 / 57344.0 if E5M2 else 1.0 / 448.0
-    largest = tl.load(p_largest)
-    scale = tl.where(largest > 0.0, tl.maximum(largest * INVERSE_MAX, 2.0**-126), 1.0)
+def tensor_scale(largest, E5M2: tl.constexpr):
+    """`tensor_scale_reference` of a scalar."""
+    # 127 + e, off the exponent of the largest magnitude; 0x600000 is the mantissa of 1.75
+    bits = largest.to(tl.int32, bitcast=True)
+    exponent = (bits >> 23) - (15 if E5M2 else 8) + ((bits & 0x7FFFFF) > 0x600000).to(tl.int32)
+    if E5M2:
+        # the bit operation rounds down, negative numbers too
+        exponent = ((exponent - 127 + 3) & -4) + 127
+    scale = (tl.maximum(exponent, 1) << 23).to(tl.float32, bitcast=True)
+    return tl.where(largest > 0.0, scale, 1.0)
+
+
+@triton.jit
+def to_tensor_codes(b_x, scale, E5M2: tl.constexpr):
+    """`to_tensor_codes_reference` of an FP32 tile."""
+    return to_fp8(finite_or_nan(b_x) * tl.div_rn(1.0, scale), E5M2)
+
+
+@triton.jit
+def quantize_rows_kernel(p_x, p_largest, p_rows, p_scale, n, E5M2: tl.constexpr, BLOCK: tl.constexpr):
+    scale = tensor_scale(tl.load(p_largest), E5M2)
     # every program stores the same scale
     tl.store(p_scale, scale)
-    o_m = tl.program_id(0).to(tl.int64) * M + tl.arange(0, M)
-    o_n = tl.program_id(1).to(tl.int64) * N + tl.arange(0, N)
+    o_x = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    b_x = tl.load(p_x + o_x, mask=o_x < n, other=0.0).to(tl.float32)
+    tl.store(p_rows + o_x, to_tensor_codes(b_x, scale, E5M2), mask=o_x < n)
+
+
+@triton.jit
+def quantize_columns_kernel(p_x, p_largest, p_rows, p_columns, p_scale, m, n, padded_m,
+                            E5M2: tl.constexpr, WRITE_ROWS: tl.constexpr,
+                            M: tl.constexpr, N: tl.constexpr):  # fmt: skip
+    scale = tensor_scale(tl.load(p_largest), E5M2)
+    tl.store(p_scale, scale)
+    o_m = tl.program_id(1).to(tl.int64) * M + tl.arange(0, M)
+    o_n = tl.program_id(0) * N + tl.arange(0, N)
     m_x = (o_m[:, None] < m) & (o_n[None, :] < n)
     b_x = tl.load(p_x + o_m[:, None] * n + o_n[None, :], mask=m_x, other=0.0).to(tl.float32)
-    b_y = b_x * tl.div_rn(1.0, scale)
-    b_y = tl.minimum(tl.maximum(b_y, -MAX), MAX)
-    b_codes = to_fp8(tl.where(tl.abs(b_x) < float("inf"), b_y, float("nan")), E5M2)
+    b_codes = to_tensor_codes(b_x, scale, E5M2)
     if WRITE_ROWS:
         tl.store(p_rows + o_m[:, None] * n + o_n[None, :], b_codes, mask=m_x)
-    if WRITE_COLUMNS:
-        m_columns = (o_n[:, None] < n) & (o_m[None, :] < padded_m)
-        tl.store(p_columns + o_n[:, None] * padded_m + o_m[None, :], tl.trans(b_codes), mask=m_columns)
+    store_columns(p_columns, b_codes, o_m, o_n, n, padded_m)
+
+
+@triton.jit
+def store_columns(p_columns, b_codes, o_m, o_n, n, padded_m):
+    """Stores a tile of codes [M, N] transposed, into [n, padded_m]; codes of rows past the end must be 0."""
+    m_columns = (o_n[:, None] < n) & (o_m[None, :] < padded_m)
+    tl.store(
+        p_columns + o_n.to(tl.int64)[:, None] * padded_m + o_m[None, :], tl.trans(b_codes), mask=m_columns
+    )
+
+
+def empty_columns(m: int, n: int, fmt: Fp8Format, device: torch.device) -> torch.Tensor:
+    """Uninitialised codes for the transpose of [m, n]."""
+    return torch.empty(n, m + -m % ALIGNMENT, dtype=fmt.dtype, device=device)
 
 
 def quantize_tensor_triton(
@@ -104,37 +199,111 @@ def quantize_tensor_triton(
 ) -> Quantized:
     """`quantize_tensor_reference` as a kernel, bit for bit: both layouts from one read of a contiguous x."""
     m, n = x.shape
-    padded_m = m + -m % ALIGNMENT
     out = Quantized(
         torch.empty(m, n, dtype=fmt.dtype, device=x.device) if rows else None,
-        torch.empty(n, padded_m, dtype=fmt.dtype, device=x.device) if columns else None,
+        empty_columns(m, n, fmt, x.device) if columns else None,
         torch.empty(1, dtype=torch.float32, device=x.device),
     )
-    # an empty tensor still has a scale
-    grid = max(triton.cdiv(padded_m, 64), 1), max(triton.cdiv(n, 64), 1)
     with torch.cuda.device_of(x):
-        quantize_tensor_kernel[grid](
-            x,
-            largest,
-            out.rows.view(torch.uint8) if rows else x,
-            out.columns.view(torch.uint8) if columns else x,
-            out.scale,
-            m,
-            n,
-            padded_m,
-            E5M2=fmt.is_e5m2,
-            WRITE_ROWS=rows,
-            WRITE_COLUMNS=columns,
-            M=64,
-            N=64,
-        )
+        # an empty tensor still has a scale
+        if columns:
+            padded_m = out.columns.shape[1]
+            tile_m, tile_n = BOTH_TILE if rows else COLUMNS_TILE
+            quantize_columns_kernel[max(triton.cdiv(n, tile_n), 1), max(triton.cdiv(padded_m, tile_m), 1)](
+                x,
+                largest,
+                out.rows.view(torch.uint8) if rows else x,
+                out.columns.view(torch.uint8),
+                out.scale,
+                m,
+                n,
+                padded_m,
+                E5M2=fmt.is_e5m2,
+                WRITE_ROWS=rows,
+                M=tile_m,
+                N=tile_n,
+                num_warps=4,
+            )
+        else:
+            quantize_rows_kernel[(max(triton.cdiv(x.numel(), BLOCK), 1),)](
+                x,
+                largest,
+                out.rows.view(torch.uint8),
+                out.scale,
+                x.numel(),
+                E5M2=fmt.is_e5m2,
+                BLOCK=BLOCK,
+                num_warps=8,
+            )
     return out
+
+
+def _no_codes(x: torch.Tensor, fmt: Fp8Format) -> torch.Tensor:
+    return torch.empty(0, dtype=fmt.dtype, device=x.device)
+
+
+def _quantize_fake(x, largest, fmt, rows, columns):
+    fmt, (m, n) = fp8_format(fmt), x.shape
+    return (
+        torch.empty(m, n, dtype=fmt.dtype, device=x.device) if rows else _no_codes(x, fmt),
+        empty_columns(m, n, fmt, x.device) if columns else _no_codes(x, fmt),
+        torch.empty(1, dtype=torch.float32, device=x.device),
+    )
+
+
+@compilable(_quantize_fake)
+def quantize_codes(
+    x: torch.Tensor, largest: torch.Tensor, fmt: str, rows: bool, columns: bool
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """CUDA tensors take the kernel, others the reference; an unwanted layout is an empty tensor."""
+    quantize = quantize_tensor_triton if uses_kernels(x) else quantize_tensor_reference
+    by_rows, by_columns, scale = quantize(x, largest, fp8_format(fmt), rows, columns)
+    fmt = fp8_format(fmt)
+    return (
+        _no_codes(x, fmt) if by_rows is None else by_rows,
+        _no_codes(x, fmt) if by_columns is None else by_columns,
+        scale,
+    )
 
 
 def quantize_tensor(
     x: torch.Tensor, largest: torch.Tensor, fmt: Fp8Format, rows: bool = True, columns: bool = False
 ) -> Quantized:
-    """CUDA tensors take the kernel, others the reference."""
-    return (quantize_tensor_triton if x.is_cuda else quantize_tensor_reference)(
-        x, largest, fmt, rows, columns
-    )
+    """`x` [m, n], contiguous, whose largest magnitude is `largest`, by rows and by columns as asked for."""
+    by_rows, by_columns, scale = quantize_codes(x, largest, fmt.name, rows, columns)
+    return Quantized(by_rows if rows else None, by_columns if columns else None, scale)
+
+
+@triton.jit
+def transpose_kernel(p_rows, p_columns, m, n, padded_m, M: tl.constexpr, N: tl.constexpr):
+    o_m = tl.program_id(1).to(tl.int64) * M + tl.arange(0, M)
+    o_n = tl.program_id(0) * N + tl.arange(0, N)
+    m_x = (o_m[:, None] < m) & (o_n[None, :] < n)
+    b_codes = tl.load(p_rows + o_m[:, None] * n + o_n[None, :], mask=m_x, other=0)
+    store_columns(p_columns, b_codes, o_m, o_n, n, padded_m)
+
+
+def transpose_codes_reference(codes: torch.Tensor) -> torch.Tensor:
+    """Codes [m, n] by columns, [n, m'], as in `Quantized`."""
+    m, n = codes.shape
+    columns = torch.zeros(n, m + -m % ALIGNMENT, dtype=codes.dtype, device=codes.device)
+    columns[:, :m] = codes.t()
+    return columns
+
+
+def transpose_codes_triton(codes: torch.Tensor) -> torch.Tensor:
+    """`transpose_codes_reference` as a kernel."""
+    m, n = codes.shape
+    columns = torch.empty(n, m + -m % ALIGNMENT, dtype=codes.dtype, device=codes.device)
+    tile_m, tile_n = COLUMNS_TILE
+    grid = max(triton.cdiv(n, tile_n), 1), max(triton.cdiv(columns.shape[1], tile_m), 1)
+    with torch.cuda.device_of(codes):
+        transpose_kernel[grid](
+            codes.view(torch.uint8), columns.view(torch.uint8), m, n, columns.shape[1], M=tile_m, N=tile_n
+        )
+    return columns
+
+
+def transpose_codes(codes: torch.Tensor) -> torch.Tensor:
+    """Codes [m, n], contiguous, by columns; on CUDA by the kernel."""
+    return (transpose_codes_triton if uses_kernels(codes) else transpose_codes_reference)(codes)

@@ -1,14 +1,30 @@
-"""Causal attention on `torch.nn.functional.scaled_dot_product_attention` for Megatron's core-attention slot.
+"""Causal attention on `torch.nn.functional.scaled_dot_product_attention` for Megatron's core-attention slot,
+and self-attention whose rotary positions take one pass.
 
 Megatron's own `DotProductAttention` keeps the whole matrix of scores for backward. This one keeps q, k, v,
-the output and one FP32 number per row.
+the output and one FP32 number per row; under the COAT spec, by configuration, in FP8.
 """
 
 import torch
-import torch.nn.functional as F
-from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.attention import SelfAttention
+from megatron.core.transformer.enums import AttnBackend, AttnMaskType
+from megatron.core.transformer.identity_op import IdentityOp
+from torch.nn.attention import SDPBackend
 
-from coat_kernels.origin import Origin, with_origin
+from coat_kernels.attention import BACKENDS, causal_attention
+from coat_kernels.rope import rotate_qkv
+
+from .settings import activations_of
+
+_NO_NORM = (type(None), IdentityOp)
+# --attention-backend
+_BACKENDS = {
+    AttnBackend.auto: BACKENDS,
+    AttnBackend.fused: (SDPBackend.CUDNN_ATTENTION,),
+    AttnBackend.flash: (SDPBackend.FLASH_ATTENTION,),
+    AttnBackend.unfused: (SDPBackend.MATH,),
+    AttnBackend.local: BACKENDS,
+}
 
 
 def _own_storage(x: torch.Tensor) -> torch.Tensor:
@@ -18,11 +34,6 @@ def _own_storage(x: torch.Tensor) -> torch.Tensor:
     return x.clone(memory_format=torch.contiguous_format)
 
 
-def _heads_to_sequence(output: torch.Tensor) -> torch.Tensor:
-    """[b, n, s, d] as [s, b, n * d]; a view if memory is in that order already."""
-    return output.permute(2, 0, 1, 3).flatten(2)
-
-
 class SDPACoreAttention(torch.nn.Module):
     """Causal core attention with grouped queries, dropout and `softmax_scale`, over whole sequences.
 
@@ -30,6 +41,9 @@ class SDPACoreAttention(torch.nn.Module):
     keeps no second copy.
     Raises ValueError at construction for a mask that is not causal or a context-parallel size above 1.
     """
+
+    # how q, k, v and the output are kept: in FP8 groups of this size, or as they are
+    group_size: int | None = None
 
     def __init__(
         self,
@@ -61,6 +75,7 @@ class SDPACoreAttention(torch.nn.Module):
         self.dropout = config.attention_dropout if attention_dropout is None else attention_dropout
         # apply_query_key_layer_scaling needs nothing: what it divides scores by, softmax multiplies back
         self.softmax_scale = softmax_scale
+        self.backends = _BACKENDS[getattr(config, "attention_backend", AttnBackend.auto)]
 
     def forward(
         self,
@@ -92,17 +107,83 @@ class SDPACoreAttention(torch.nn.Module):
                 f"SDPACoreAttention: {query.shape[0]} queries and {key.shape[0]} keys, expected as many: "
                 "decoding with a key-value cache is not supported"
             )
-        q, k, v = (_own_storage(x).permute(1, 2, 0, 3) for x in (query, key, value))
-        output = F.scaled_dot_product_attention(
+        # compressed copies have storages of their own
+        q, k, v = (query, key, value) if self.group_size else map(_own_storage, (query, key, value))
+        return causal_attention(
             q,
             k,
             v,
-            dropout_p=self.dropout if self.training else 0.0,
-            is_causal=True,
             scale=self.softmax_scale,
-            enable_gqa=q.shape[1] != k.shape[1],
+            dropout=self.dropout if self.training else 0.0,
+            group_size=self.group_size,
+            backends=self.backends,
         )
-        return with_origin(_heads_to_sequence(output), Origin((output.detach(),), _heads_to_sequence))
+
+
+class CoatCoreAttention(SDPACoreAttention):
+    """`SDPACoreAttention` that keeps its tensors in FP8 if the block's `attention_format` says so."""
+
+    def __init__(self, config, *args, **kwargs):
+        super().__init__(config, *args, **kwargs)
+        activations = activations_of(config)
+        self.group_size = None if activations.attention_format == "bf16" else activations.group_size
+
+
+class CoatSelfAttention(SelfAttention):
+    """Megatron's SelfAttention, in which plain rotary positions are applied to the fused projection's output
+    in one pass. Where anything is unusual (inference, packed sequences, normed or gated queries, interleaved,
+    scaled or multimodal rotary positions, a model under torch.compile) Megatron's own path is taken.
+    """
+
+    _tables = None
+
+    def forward(self, hidden_states, attention_mask, *args, rotary_pos_emb=None, **kwargs):
+        self._tables = self._tables_of(rotary_pos_emb, args, kwargs)
+        try:
+            if self._tables is not None:
+                rotary_pos_emb = None
+            return super().forward(
+                hidden_states, attention_mask, *args, rotary_pos_emb=rotary_pos_emb, **kwargs
+            )
+        finally:
+            self._tables = None
+
+    def get_query_key_value_tensors(self, hidden_states, *args, **kwargs):
+        if self._tables is None:
+            return super().get_query_key_value_tensors(hidden_states, *args, **kwargs)
+        mixed, _ = self.linear_qkv(hidden_states)
+        return rotate_qkv(
+            mixed, *self._tables, self.num_query_groups_per_partition, self.hidden_size_per_attention_head
+        )
+
+    def _tables_of(self, angles, args, kwargs) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Cosines and sines [s, r] of rotary angles [s, 1, 1, r], empty ones without; None if not usual."""
+        config = self.config
+        unusual = (
+            args
+            or any(value is not None for name, value in kwargs.items() if name != "attention_bias")
+            or torch.compiler.is_compiling()
+            or config.rotary_interleaved
+            or config.attention_output_gate
+            or config.no_rope_freq
+            or config.mrope_section
+            or hasattr(config, "yarn_rotary_scaling_factor")
+            or any(not isinstance(norm, _NO_NORM) for norm in (self.q_layernorm, self.k_layernorm))
+            or config.num_query_groups < self.world_size
+        )
+        if unusual:
+            return None
+        if angles is None:
+            nothing = torch.empty(0, 0, device=self.linear_qkv.weight.device)
+            return nothing, nothing
+        if not isinstance(angles, torch.Tensor) or angles.numel() != angles.shape[0] * angles.shape[-1]:
+            return None
+        # all layers of a forward are handed the same tensor
+        tables = getattr(angles, "coat_tables", None)
+        if tables is None:
+            flat = angles.detach().flatten(1).float()
+            tables = angles.coat_tables = flat.cos(), flat.sin()
+        return tables
 
 
 def _require_causal(mask: AttnMaskType) -> None:

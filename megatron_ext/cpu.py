@@ -7,12 +7,15 @@ Replaced are: `torch.cuda.current_device` and `current_stream` (the CPU's only o
 (nothing to wait for), the CUDA random states (the CPU's), Megatron's own reader and writer of those, and
 torch.compile's switch (compiling Megatron's small fused functions takes longer than a CPU run).
 This covers process groups, building a model, forward, backward and Megatron's data parallel wrapper. Its
-schedules and optimizers name `device="cuda"` literally and stay out of reach: drive the model with DeepSpeed.
+schedules and optimizers name `device="cuda"` literally: inside `no_cuda()` such tensors are made on the CPU.
 """
 
+import contextlib
 import logging
+from collections.abc import Iterator
 
 import torch
+from torch.overrides import TorchFunctionMode
 
 logger = logging.getLogger(__name__)
 
@@ -63,3 +66,20 @@ def disable() -> None:
     while _replaced:
         owner, name, original = _replaced.pop()
         setattr(owner, name, original)
+
+
+class _NoCuda(TorchFunctionMode):
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        if func is torch.Tensor.cuda:
+            return args[0]
+        kwargs = kwargs or {}
+        if str(kwargs.get("device")).startswith("cuda"):
+            kwargs = kwargs | {"device": "cpu"}
+        return func(*args, **kwargs)
+
+
+@contextlib.contextmanager
+def no_cuda() -> Iterator[None]:
+    """Makes tensors on the CPU that are asked for on a GPU; to be used where `enable()` took effect."""
+    with _NoCuda() if enabled() else contextlib.nullcontext():
+        yield

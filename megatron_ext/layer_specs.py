@@ -5,7 +5,8 @@
 
 Each is one module-level ModuleSpec, the only form that every supported Megatron accepts. Its layer class
 derives the parts from `config` by rewriting Megatron's own local spec, so that both follow Megatron's
-arguments and versions. The final norm stays Megatron's.
+arguments and versions. The final norm stays Megatron's, made to work under sequence parallelism where it
+refuses that (`torch_norm.py`).
 """
 
 from dataclasses import replace
@@ -16,13 +17,15 @@ try:
     from megatron import core
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.transformer.spec_utils import ModuleSpec
+    from megatron.core.transformer.torch_norm import WrappedTorchNorm
     from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
     from packaging.version import Version
 
-    from .attention import SDPACoreAttention
+    from .attention import CoatCoreAttention, CoatSelfAttention, SDPACoreAttention
     from .linear import CoatColumnParallelLinear, CoatRowParallelLinear
     from .mlp import CoatMLP
-    from .norm import CoatNorm
+    from .norm import CoatNorm, coat_bias_dropout_add
+    from .torch_norm import ParallelTorchNorm, replace_final_norm
 except ImportError as error:
     # Megatron 0.16 logs an ImportError of a spec's module and goes on without the spec
     raise RuntimeError(
@@ -49,7 +52,22 @@ def _local_parts(config) -> TransformerLayerSubmodules:
     parts = get_gpt_layer_local_spec(
         qk_layernorm=config.qk_layernorm, qk_l2_norm=config.qk_l2_norm, normalization=config.normalization
     ).submodules
-    return _with_attention(parts, core_attention=SDPACoreAttention)
+    parts = _with_attention(parts, core_attention=SDPACoreAttention)
+    if not config.sequence_parallel:
+        return parts
+    attention = parts.self_attention.submodules
+    norms = {
+        name: ParallelTorchNorm
+        for name in ("q_layernorm", "k_layernorm")
+        if getattr(attention, name) is WrappedTorchNorm
+    }
+    parts = _with_attention(parts, **norms)
+    norms = {
+        name: ParallelTorchNorm
+        for name in ("input_layernorm", "pre_mlp_layernorm")
+        if getattr(parts, name) is WrappedTorchNorm
+    }
+    return replace(parts, **norms)
 
 
 def _with_attention(parts: TransformerLayerSubmodules, **modules) -> TransformerLayerSubmodules:
@@ -80,11 +98,23 @@ class CoatTransformerLayer(TransformerLayer):
                 "Remove it from --recompute-modules."
             )
         parts = _with_attention(
-            _local_parts(config), linear_qkv=CoatColumnParallelLinear, linear_proj=CoatRowParallelLinear
+            _local_parts(config),
+            linear_qkv=CoatColumnParallelLinear,
+            linear_proj=CoatRowParallelLinear,
+            core_attention=CoatCoreAttention,
         )
-        parts = replace(parts, input_layernorm=CoatNorm, pre_mlp_layernorm=CoatNorm, mlp=CoatMLP)
+        parts = replace(
+            parts,
+            input_layernorm=CoatNorm,
+            pre_mlp_layernorm=CoatNorm,
+            self_attention=replace(parts.self_attention, module=CoatSelfAttention),
+            self_attn_bda=coat_bias_dropout_add,
+            mlp=CoatMLP,
+            mlp_bda=coat_bias_dropout_add,
+        )
         super().__init__(config, parts, *args, **kwargs)
 
 
+replace_final_norm()
 coat_layer_spec = ModuleSpec(module=CoatTransformerLayer, submodules=TransformerLayerSubmodules())
 sdpa_layer_spec = ModuleSpec(module=SDPATransformerLayer, submodules=TransformerLayerSubmodules())

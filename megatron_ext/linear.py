@@ -4,13 +4,19 @@ They are Megatron's classes with another product inside: weights, names, initial
 Megatron's, and a stock checkpoint loads.
 """
 
+import logging
+
 import torch
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 
 from coat_kernels.linear import fp8_linear
-from coat_kernels.origin import origin_of
+from coat_kernels.origin import maxima_of, origin_of, with_maxima
+from coat_kernels.parallel import TensorParallel
+from coat_kernels.weights import WeightCache
 
-from .settings import formats_of
+from .settings import activations_of, formats_of
+
+logger = logging.getLogger(__name__)
 
 # cuBLASLt's FP8 products want rows of whole 16-byte words
 _ALIGNMENT = 16
@@ -53,54 +59,125 @@ def _owned_by_megatron(weight: torch.Tensor) -> bool:
 class _CoatLinear:
     """What both linears share, mixed in before Megatron's class.
 
-    Raises ValueError at construction for what is not supported yet (tensor and sequence parallelism, sharded
-    weights, deferred embedding gradients), and on a GPU for sizes that are not multiples of 16.
+    Raises ValueError at construction for what is not supported (sharded weights, deferred embedding
+    gradients), and on a GPU for sizes a rank that are not multiples of 16, unless `fallback` is set.
     """
+
+    _by_output: bool
 
     def __init__(self, input_size: int, output_size: int, *, config, **kwargs):
         name = kwargs.get("tp_comm_buffer_name") or "linear"
         unsupported = {
-            "--sequence-parallel": config.sequence_parallel,
             "--tensor-parallel-num-weight-shards above 1": getattr(config, "gtp_weight_remat_size", 1) > 1,
             "--defer-embedding-wgrad-compute": config.defer_embedding_wgrad_compute,
         }
         for argument, found in unsupported.items():
             if found:
-                raise ValueError(f"{name}: {argument} is not supported by coat_layer_spec yet; remove it")
-        misaligned = [size for size in (input_size, output_size) if size % _ALIGNMENT]
-        if misaligned and torch.cuda.is_available():
-            raise ValueError(
-                f"{name}: FP8 matrix products need sizes that are multiples of {_ALIGNMENT}, found "
-                f"{input_size} -> {output_size}. Change {_SIZES.get(name, 'the sizes of the layer')}."
-            )
+                raise ValueError(f"{name}: {argument} is not supported by coat_layer_spec; remove it")
         super().__init__(input_size, output_size, config=config, **kwargs)
-        if self.tp_group.size() > 1:
-            raise ValueError(
-                f"{name}: tensor-parallel size is {self.tp_group.size()}, coat_layer_spec supports only 1 so "
-                "far. Use --tensor-model-parallel-size 1, or sdpa_layer_spec for BF16 layers."
-            )
+        activations = activations_of(config)
+        self._in_fp8 = self._fits(name, activations.fallback)
         self._formats = formats_of(config)
-        self._origin = None
+        self._cache = WeightCache(activations.weight_cache)
+        # what the producer of the input attached to it
+        self._origin, self._maxima = None, None
+
+    def _fits(self, name: str, fallback: bool) -> bool:
+        """Whether this rank's part of the weight has sizes that FP8 products take."""
+        split = "output_size_per_partition" if self._by_output else "input_size_per_partition"
+        sizes = {"input": self.input_size, "output": self.output_size}
+        sizes["output" if self._by_output else "input"] = getattr(self, split)
+        if all(size % _ALIGNMENT == 0 for size in sizes.values()):
+            return True
+        if not (fallback or torch.cuda.is_available()):
+            return True
+        found = (
+            f"{name}: FP8 matrix products need sizes that are multiples of {_ALIGNMENT}, found "
+            f"{sizes['input']} -> {sizes['output']}"
+            + (
+                f" on each of {self.tp_group.size()} tensor-parallel ranks."
+                if self.tp_group.size() > 1
+                else "."
+            )
+        )
+        if not fallback:
+            raise ValueError(
+                f"{found} Change {_SIZES.get(name, 'the sizes of the layer')}, or set "
+                '"activations": {"fallback": true} to keep this layer in BF16.'
+            )
+        logger.warning("%s The layer stays as Megatron has it.", found)
+        return False
 
     def forward(self, input_: torch.Tensor, *args, **kwargs):
         # Megatron may wrap the input into another tensor object before `_forward_impl` sees it
-        self._origin = origin_of(input_)
+        self._origin, self._maxima = origin_of(input_), maxima_of(input_)
         try:
             return super().forward(input_, *args, **kwargs)
         finally:
-            self._origin = None
+            self._origin, self._maxima = None, None
 
-    def _forward_impl(self, input, weight, *, bias=None, output_dtype=None, **_):
+    def _forward_impl(self, input, weight, *, bias=None, output_dtype=None, **rest):
+        if not self._in_fp8:
+            if output_dtype is not None:
+                rest["output_dtype"] = output_dtype
+            return super()._forward_impl(input=input, weight=weight, bias=bias, **rest)
         if output_dtype not in (None, input.dtype):
             raise ValueError(f"output_dtype: expected {input.dtype}, that of the input, found {output_dtype}")
+        parallel = None
+        if self.tp_group.size() > 1 and not self.explicit_expert_comm:
+            # of a row-parallel layer Megatron sums the output itself
+            parallel = TensorParallel(
+                self.tp_group,
+                self._by_output,
+                self._by_output and self.sequence_parallel,
+                rest.get("allreduce_dgrad", False),
+            )
+        return self._product(input, weight, bias, parallel)
+
+    def _product(self, input, weight, bias, parallel: TensorParallel | None) -> torch.Tensor:
         if torch.is_grad_enabled() and _owned_by_megatron(weight):
             weight = _IntoMainGrad.apply(weight)
-        return fp8_linear(input, weight, bias, formats=self._formats, origin=self._origin)
+        if self._maxima is not None:
+            with_maxima(input, self._maxima)
+        return fp8_linear(
+            input,
+            weight,
+            bias,
+            formats=self._formats,
+            origin=self._origin,
+            cache=self._cache,
+            parallel=parallel,
+        )
 
 
 class CoatColumnParallelLinear(_CoatLinear, ColumnParallelLinear):
-    """Megatron's ColumnParallelLinear (linear_qkv, linear_fc1) in FP8, with the same arguments and names."""
+    """Megatron's ColumnParallelLinear (linear_qkv, linear_fc1) in FP8, with the same arguments and names.
+
+    Under sequence parallelism its input is gathered in FP8.
+    """
+
+    _by_output = True
 
 
 class CoatRowParallelLinear(_CoatLinear, RowParallelLinear):
-    """Megatron's RowParallelLinear (linear_proj, linear_fc2) in FP8, with the same arguments and names."""
+    """Megatron's RowParallelLinear (linear_proj, linear_fc2) in FP8, with the same arguments and names.
+
+    Under sequence parallelism the gradient of its output is gathered in FP8.
+    """
+
+    _by_output = False
+
+    def forward(self, input_: torch.Tensor):
+        scatters = self.sequence_parallel and self.tp_group.size() > 1 and not self.explicit_expert_comm
+        if not (self._in_fp8 and scatters):
+            return super().forward(input_)
+        # the sum over the ranks belongs to the product: its backward gathers what it quantized
+        parallel = TensorParallel(self.tp_group, by_output=False, sequence=True)
+        self._origin, self._maxima = origin_of(input_), maxima_of(input_)
+        try:
+            output = self._product(input_, self.weight, None, parallel)
+        finally:
+            self._origin, self._maxima = None, None
+        if self.skip_bias_add or self.bias is None:
+            return output, self.bias if self.skip_bias_add else None
+        return output + self.bias, None

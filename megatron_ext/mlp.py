@@ -1,35 +1,50 @@
-"""Megatron's gated feed-forward layer keeping gate and up in FP8 and the product not at all."""
+"""Megatron's feed-forward layer keeping the input of its activation in FP8 and the output not at all."""
 
+import torch
 import torch.nn.functional as F
+from megatron.core.activations import squared_relu
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
 
-from coat_kernels.swiglu import swiglu
+from coat_kernels.activation import activation
+from coat_kernels.deferred import PredictedScale
 
 from .linear import CoatColumnParallelLinear, CoatRowParallelLinear
-from .settings import activations_of
+from .settings import activations_of, formats_of
 
 
-def _require_swiglu(config) -> None:
-    wrong = {
-        "gated_linear_unit is False (use --swiglu)": not config.gated_linear_unit,
-        "activation_func is not SiLU (use --swiglu)": config.activation_func is not F.silu,
-        "add_bias_linear is True (use --disable-bias-linear)": config.add_bias_linear,
+def _kind_of(config) -> str:
+    """The name of the activation in `coat_kernels.activation`; ValueError for what there is no kernel for."""
+    unsupported = {
         "activation_func_clamp_value is set (leave it unset)": config.activation_func_clamp_value is not None,
         "glu_linear_offset is not 0 (leave it unset)": config.glu_linear_offset != 0,
         "use_te_activation_func is True (remove --use-te-activation-func)": config.use_te_activation_func,
-        "activation_func_fp8_input_store is True (remove --activation-func-fp8-input-store: gate and up are "
-        "kept in FP8 anyway)": config.activation_func_fp8_input_store,
+        "activation_func_fp8_input_store is True (remove --activation-func-fp8-input-store: the activation's "
+        "input is kept in FP8 anyway)": config.activation_func_fp8_input_store,
     }
-    for reason, found in wrong.items():
+    for reason, found in unsupported.items():
         if found:
-            raise ValueError(f"CoatMLP: only SwiGLU without biases is supported so far, and {reason}.")
+            raise ValueError(f"CoatMLP: {reason}.")
+    if config.activation_func is F.gelu:
+        # Megatron's fused GELU is the tanh approximation, torch's own is exact
+        return "gelu_tanh" if config.bias_activation_fusion else "gelu"
+    for function, kind in ((F.silu, "silu"), (squared_relu, "squared_relu")):
+        if config.activation_func is function:
+            return kind
+    raise ValueError(
+        f"CoatMLP: activation_func is {config.activation_func!r}, expected SiLU, GELU or squared ReLU. Use "
+        "--swiglu, --squared-relu or neither, or megatron_ext.layer_specs sdpa_layer_spec for BF16 layers."
+    )
+
+
+def _in_fp8(linear: torch.nn.Module) -> bool:
+    return getattr(linear, "_in_fp8", False)
 
 
 class CoatMLP(MLP):
-    """Megatron's MLP with SwiGLU and FP8 linears; parameter names and checkpoints stay Megatron's.
+    """Megatron's MLP with FP8 linears; parameter names and checkpoints stay Megatron's.
 
-    Can stand in a layer's `mlp` slot as it is. Raises ValueError at construction for another activation,
-    for biases, and for experts.
+    Can stand in a layer's `mlp` slot as it is. Raises ValueError at construction for an activation without a
+    kernel, and for experts.
     """
 
     def __init__(
@@ -42,7 +57,6 @@ class CoatMLP(MLP):
         tp_group=None,
         **_,
     ):
-        _require_swiglu(config)
         if is_expert:
             raise ValueError("CoatMLP: experts are not supported yet; remove --num-experts")
         super().__init__(
@@ -52,10 +66,26 @@ class CoatMLP(MLP):
             ffn_hidden_size=ffn_hidden_size or config.ffn_hidden_size,
             tp_group=pg_collection.tp if tp_group is None and pg_collection is not None else tp_group,
         )
+        self._kind, self._group_size = _kind_of(config), activations_of(config).group_size
+        # Megatron hands fc1's bias to the activation; here the matrix product adds it
+        self.linear_fc1.skip_bias_add = False
+        formats, fc1, fc2 = formats_of(config), self.linear_fc1, self.linear_fc2
+        # what only an FP8 product reads is never written in BF16; a bias's gradient is a sum of what is
+        self._scales = {
+            "y_scale": PredictedScale(formats.forward) if _in_fp8(fc2) else None,
+            "grad_scale": PredictedScale(formats.backward) if _in_fp8(fc1) and fc1.bias is None else None,
+        }
 
-    def forward(self, hidden_states, per_token_scale=None, **_):
-        """hidden_states [s, b, h] -> ([s, b, h], None: there is no bias)."""
+    def forward(self, hidden_states, per_token_scale=None, **_) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """hidden_states [s, b, h] -> [s, b, h] and the bias that is still to be added, [h] or None."""
         if per_token_scale is not None:
             raise ValueError("CoatMLP: per_token_scale belongs to experts, which are not supported yet")
-        gate_up, _ = self.linear_fc1(hidden_states)
-        return self.linear_fc2(swiglu(gate_up, group_size=activations_of(self.config).group_size))
+        intermediate, _ = self.linear_fc1(hidden_states)
+        product = activation(
+            intermediate,
+            self._kind,
+            gated=self.config.gated_linear_unit,
+            group_size=self._group_size,
+            **self._scales,
+        )
+        return self.linear_fc2(product)

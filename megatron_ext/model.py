@@ -93,19 +93,30 @@ def load_shape(path: str | Path) -> ModelShape:
         raise ValueError(f"{path}: {error}") from None
 
 
-def initialize_model_parallel(tensor_model_parallel_size: int = 1, seed: int = 1234) -> None:
+def initialize_model_parallel(
+    tensor_model_parallel_size: int = 1, seed: int = 1234, *, pipeline_model_parallel_size: int = 1, **sizes
+) -> None:
     """Megatron's process groups and random states. `torch.distributed` has to be initialised before.
 
+    `sizes` are further arguments of Megatron's `parallel_state.initialize_model_parallel`.
     Can be called again. Raises ValueError if Megatron was initialised with another size before.
     """
+    expected = {
+        "tensor_model_parallel_size": tensor_model_parallel_size,
+        "pipeline_model_parallel_size": pipeline_model_parallel_size,
+    }
     if not parallel_state.model_parallel_is_initialized():
-        parallel_state.initialize_model_parallel(tensor_model_parallel_size=tensor_model_parallel_size)
-    found = parallel_state.get_tensor_model_parallel_world_size()
-    if found != tensor_model_parallel_size:
-        raise ValueError(
-            f"tensor_model_parallel_size: expected {tensor_model_parallel_size}, but Megatron is already "
-            f"initialised with {found}. Call parallel_state.destroy_model_parallel() first."
-        )
+        parallel_state.initialize_model_parallel(**expected, **sizes)
+    found = {
+        "tensor_model_parallel_size": parallel_state.get_tensor_model_parallel_world_size(),
+        "pipeline_model_parallel_size": parallel_state.get_pipeline_model_parallel_world_size(),
+    }
+    for name, size in expected.items():
+        if found[name] != size:
+            raise ValueError(
+                f"{name}: expected {size}, but Megatron is already initialised with {found[name]}. Call "
+                "parallel_state.destroy_model_parallel() first."
+            )
     model_parallel_cuda_manual_seed(seed)
 
 
@@ -118,12 +129,14 @@ def build_gpt(
     bf16: bool = True,
     seed: int = 1234,
     activations: ActivationsConfig | None = None,
+    vp_stage: int | None = None,
     **config,
 ) -> GPTModel:
     """A megatron-core GPTModel of `shape` whose layers are built from `spec`, on this rank's device.
 
     Weights are drawn on the CPU, so that a seed gives the same model on every device and under every spec.
-    They are BF16, or FP32 if not `bf16`. `activations` is for the COAT layers, their defaults without it;
+    Under pipeline parallelism it is this rank's stage, or stage `vp_stage` of those that it has.
+    Weights are BF16, or FP32 if not `bf16`. `activations` is for the COAT layers, their defaults without it;
     `config` are further fields of Megatron's TransformerConfig.
     Megatron's process groups have to be initialised before (`initialize_model_parallel`).
     Raises ValueError if the vocabulary does not divide by the tensor-parallel size.
@@ -152,6 +165,7 @@ def build_gpt(
         # needs kernels that are not part of megatron-core
         masked_softmax_fusion=False,
         tensor_model_parallel_size=tp_size,
+        pipeline_model_parallel_size=parallel_state.get_pipeline_model_parallel_world_size(),
         use_cpu_initialization=True,
         bf16=bf16,
         params_dtype=dtype,
@@ -168,6 +182,9 @@ def build_gpt(
         position_embedding_type="rope",
         rotary_base=shape.rotary_base,
         share_embeddings_and_output_weights=not shape.untie_embeddings_and_output_weights,
+        pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage),
+        post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage),
+        vp_stage=vp_stage,
     )
     device = torch.cuda.current_device() if torch.cuda.is_available() else "cpu"
     # megatron-core leaves norm weights in FP32 and relies on its training loop to cast them

@@ -6,6 +6,7 @@ same weights and whose gradients have to be summed too. There is no `initialize_
 whose sight DeepSpeed would leave tensor parallelism out of norms and overflow checks.
 """
 
+import torch
 import torch.distributed as dist
 from megatron.core.parallel_state import (
     get_data_parallel_group as _data_parallel_group,
@@ -38,6 +39,9 @@ __all__ = [
     "get_tensor_model_parallel_world_size",
 ]
 
+# norms of each rank's own heads, in Megatron's names
+_HEAD_NORMS = ("q_layernorm.", "k_layernorm.")
+
 
 def get_data_parallel_group() -> dist.ProcessGroup:
     """The ranks that hold the same weights, context-parallel ones included."""
@@ -64,3 +68,28 @@ def get_model_parallel_world_size() -> int:
 
 def get_model_parallel_rank() -> int:
     return get_model_parallel_group().rank()
+
+
+def sum_shared_gradients(model: torch.nn.Module) -> list[str]:
+    """Sums gradients over the tensor-parallel ranks where each rank sees only its part of the data: those of
+    parameters that Megatron marks `sequence_parallel`, and of norms of queries and keys. To be called once,
+    before `deepspeed.initialize`, which never does this: norm weights would drift apart in silence.
+
+    Megatron's own training loop does it by itself. Returns the names of the parameters; empty with one rank.
+    """
+    group = get_tensor_model_parallel_group()
+    if group.size() == 1:
+        return []
+
+    def add_up(grad: torch.Tensor) -> torch.Tensor:
+        total = grad.contiguous().clone()
+        dist.all_reduce(total, group=group)
+        return total
+
+    names = []
+    for name, parameter in model.named_parameters():
+        split = getattr(parameter, "sequence_parallel", False) or any(norm in name for norm in _HEAD_NORMS)
+        if split and parameter.requires_grad:
+            parameter.register_hook(add_up)
+            names.append(name)
+    return names

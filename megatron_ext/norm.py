@@ -1,39 +1,68 @@
-"""RMSNorm for Megatron's norm slots that keeps its input in FP8 and its output not at all."""
+"""RMSNorm and LayerNorm for Megatron's norm slots, which keep their input in FP8 and their output not at all,
+and the residual addition behind them.
+"""
 
 import torch
+from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 
-from coat_kernels.norm import rms_norm
+from coat_kernels.norm import layer_norm, rms_norm
 
 from .settings import activations_of
 
 
 class CoatNorm(torch.nn.Module):
-    """RMSNorm over `hidden_size`; `config.layernorm_zero_centered_gamma` means a weight of w + 1.
+    """RMSNorm or LayerNorm over `hidden_size`, as `config.normalization` says;
+    `config.layernorm_zero_centered_gamma` means a weight of w + 1.
 
-    Raises ValueError at construction for a normalization other than RMSNorm.
+    Raises ValueError at construction for another normalization.
     """
 
     def __init__(self, config, hidden_size: int, eps: float = 1e-5):
         super().__init__()
-        if config.normalization != "RMSNorm":
+        if config.normalization not in ("RMSNorm", "LayerNorm"):
             raise ValueError(
-                f"CoatNorm: normalization is {config.normalization!r}, only RMSNorm is supported so far. "
-                "Use --normalization RMSNorm, or megatron_ext.layer_specs sdpa_layer_spec for BF16 layers."
+                f"CoatNorm: normalization is {config.normalization!r}, expected RMSNorm or LayerNorm. "
+                "Use one of them, or megatron_ext.layer_specs sdpa_layer_spec for BF16 layers."
             )
         self.eps = eps
         self.group_size = activations_of(config).group_size
         self.zero_centered = config.layernorm_zero_centered_gamma
         device = "cpu" if config.use_cpu_initialization else torch.cuda.current_device()
+        settings = {"dtype": config.params_dtype, "device": device}
         initial = torch.zeros if self.zero_centered else torch.ones
-        self.weight = torch.nn.Parameter(initial(hidden_size, dtype=config.params_dtype, device=device))
-        # each rank sees its own part of the sequence: Megatron then sums this gradient over the ranks
-        self.weight.sequence_parallel = config.sequence_parallel
+        self.weight = torch.nn.Parameter(initial(hidden_size, **settings))
+        self.bias = None
+        if config.normalization == "LayerNorm":
+            self.bias = torch.nn.Parameter(torch.zeros(hidden_size, **settings))
+        for parameter in self.parameters():
+            # each rank sees its own part of the sequence: Megatron then sums this gradient over the ranks
+            parameter.sequence_parallel = config.sequence_parallel
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x [..., hidden_size], BF16 or FP32 -> the same shape and dtype, carrying its origin."""
-        return rms_norm(
-            x, self.weight, self.eps, zero_centered=self.zero_centered, group_size=self.group_size
-        )
+        adds = torch.is_grad_enabled() and x.requires_grad and not torch.compiler.is_compiling()
+        options = {"zero_centered": self.zero_centered, "group_size": self.group_size, "residual": adds}
+        if self.bias is None:
+            y = rms_norm(x, self.weight, self.eps, **options)
+        else:
+            y = layer_norm(x, self.weight, self.bias, self.eps, **options)
+        if adds:
+            # Megatron adds x itself to the branch behind this norm: through this node, so that the sum of its
+            # two gradients is made in the norm's backward and not by another pass
+            y, x.coat_residual = y
+        return y
 
     def extra_repr(self) -> str:
         return f"{self.weight.numel()}, eps={self.eps}, zero_centered={self.zero_centered}"
+
+
+def coat_bias_dropout_add(training: bool, fused: bool):
+    """Megatron's bias-dropout-add, whose residual takes its way through the norm in front of the branch."""
+    stock = get_bias_dropout_add(training, fused)
+
+    def bias_dropout_add(x_with_bias, residual, prob):
+        # taken once: whatever else uses the tensor gets the tensor
+        through_norm = vars(residual).pop("coat_residual", residual)
+        return stock(x_with_bias, through_norm, prob)
+
+    return bias_dropout_add

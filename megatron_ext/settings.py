@@ -1,7 +1,7 @@
 """How the block's `activations` reach the layers: as an attribute of Megatron's config."""
 
 from coat_ds.config import ActivationsConfig
-from coat_kernels.fp8 import fp8_format
+from coat_kernels.fp8 import fp8_format, set_emulation
 from coat_kernels.linear import LinearFormats
 
 _DEFAULT = ActivationsConfig()
@@ -10,6 +10,7 @@ _DEFAULT = ActivationsConfig()
 def set_activations(config, activations: ActivationsConfig) -> None:
     """Notes `activations` on Megatron's TransformerConfig, before the model is built from it."""
     config.coat_activations = activations
+    set_emulation(activations.emulate)
 
 
 def activations_of(config) -> ActivationsConfig:
@@ -20,4 +21,9 @@ def activations_of(config) -> ActivationsConfig:
 def formats_of(config) -> LinearFormats:
     """The FP8 formats of the linear layers."""
     activations = activations_of(config)
-    return LinearFormats(fp8_format(activations.forward_format), fp8_format(activations.backward_format))
+    return LinearFormats(
+        fp8_format(activations.forward_format),
+        fp8_format(activations.backward_format),
+        fast_forward=activations.fast_accumulation != "none",
+        fast_backward=activations.fast_accumulation == "all",
+    )

@@ -24,8 +24,7 @@ from tests.util import run_distributed
 SIZES = (1, 2, 4, 1)
 G = 128
 RUNS = {
-    "stage1": cell(1, "fp32"),
-    "stage2": cell(2, "fp32", groups=decay_groups),
+    "stage1": cell(1, "fp32", groups=decay_groups),
     "stage3": cell(3, "fp32"),
     "compressed3": cell(3, "fp32"),
 }
@@ -238,7 +237,8 @@ def chain(folder, index):
                 train_step(engine)
         states = full_states(engine)
         engine.save_checkpoint(where, tag=str(index))
-        to_universal(where, str(index))
+        if index < 3:
+            to_universal(where, str(index))
         size = sum(e.stat().st_size for e in os.scandir(f"{where}/{index}") if "optim" in e.name)
         out[name] = {
             "states": states,
@@ -247,6 +247,10 @@ def chain(folder, index):
             "steps": engine.global_steps,
             "losses": [train_step(engine) for _ in range(2)],
         }
+    if index == 1:
+        engine = start({**RUNS["stage1"], "stage": 2}, universal=True)
+        engine.load_checkpoint(f"{folder}/stage1", tag="0_universal")
+        out["stage1 in stage2"] = {"states": full_states(engine)}
     return out
 
 
@@ -330,6 +334,14 @@ def test_states_arrive_at_any_number_of_ranks(phases, name):
             drop = loaded["losses"][0] - loaded["losses"][1]
             bound = 3 * FP8_BOUND * drop + TOLERANCE[RUNS[name]["dtype"]]
             assert loaded["losses"] == pytest.approx(phases[0][0]["chain"][name]["losses"], abs=bound)
+
+
+def test_stage2_goes_on_from_stage1(phases):
+    for rank in phases[1]:
+        same, other = (rank["chain"][name]["states"] for name in ("stage1", "stage1 in stage2"))
+        assert all(
+            torch.equal(a, b) for p, q in zip(same, other, strict=True) for a, b in zip(p, q, strict=True)
+        )
 
 
 @every_run

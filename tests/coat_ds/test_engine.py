@@ -341,9 +341,24 @@ def test_signature_is_deepspeeds():
             {"zero_optimization": {"offload_optimizer": {"device": "nvme"}}},
             ["zero_optimization.offload_optimizer.device", "'nvme'", '"cpu"'],
         ),
+        (
+            {"zero_optimization": {"offload_optimizer": {"device": "cpu", "ratio": 0.5}}},
+            ["zero_optimization.offload_optimizer.ratio", "0.5"],
+        ),
+        ({"zero_optimization": {"elastic_checkpoint": True}}, ["elastic_checkpoint", "universal"]),
+        (
+            {"bf16": {"enabled": True, "bf16_master_weights_and_grads": True}},
+            ["bf16.bf16_master_weights_and_grads", "bf16_optimizer_states"],
+        ),
+        (
+            {
+                "zero_optimization": {"offload_optimizer": {"device": "cpu"}},
+                "bf16": {"bf16_master_weights_and_grads": True, "bf16_optimizer_states": True},
+            },
+            ["bf16.bf16_master_weights_and_grads", "offload_optimizer"],
+        ),
+        ({"fp16": {"fp16_master_weights_and_grads": True}}, ["fp16.fp16_master_weights_and_grads"]),
         ({"zero_optimization": {"zenflow": {"topk_ratio": 0.1}}}, ["zero_optimization.zenflow"]),
-        ({"zero_optimization": {"elastic_checkpoint": True}}, ["elastic_checkpoint", "True", "universal"]),
-        ({"fp16": {"fp16_master_weights_and_grads": True}}, ["fp16.fp16_master_weights_and_grads", "True"]),
         ({"amp": {"enabled": True}}, ["amp.enabled", "bf16"]),
         ({"torch_autocast": {"enabled": True, "dtype": "float16"}}, ["torch_autocast.dtype", "bfloat16"]),
         ({"optimizer": {"type": "Lamb"}}, ["optimizer.type", "'Lamb'", "AdamW"]),
@@ -384,8 +399,8 @@ def test_bad_configs(host, words):
 def test_harmless_sections_pass():
     check_host_config(
         {
-            "zero_optimization": {"stage": 1, "offload_optimizer": {"device": "none"}},
-            "fp16": {"enabled": False},
+            "zero_optimization": {"stage": 1, "offload_optimizer": {"device": "cpu", "ratio": 1.0}},
+            "fp16": {"enabled": True},
             "torch_autocast": {"enabled": True, "dtype": "bfloat16"},
         }
     )

@@ -179,6 +179,44 @@ def run_cell(cell):
     return out
 
 
+def transposed(layer, x):
+    return x @ layer.weight
+
+
+def run_pipeline(coat):
+    """Losses of a pipeline of as many stages as there are processes, and its tied weight."""
+    from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
+
+    torch.manual_seed(0)
+    module = PipelineModule(
+        [
+            TiedLayerSpec("embed", nn.Linear, 47, 131, bias=False),
+            LayerSpec(nn.Linear, 131, 61),
+            LayerSpec(nn.LayerNorm, 61),
+            LayerSpec(nn.Linear, 61, 131),
+            TiedLayerSpec("embed", nn.Linear, 47, 131, bias=False, forward_fn=transposed),
+        ],
+        num_stages=torch.distributed.get_world_size(),
+        loss_fn=lambda y, wanted: (y.float() - wanted).square().mean(),
+        partition_method="uniform",
+        # every weight is drawn from a seed of its own, at any number of stages
+        seed_layers=True,
+    )
+    config = ds_config(cell(1, accumulation=2), coat)
+    config["train_micro_batch_size_per_gpu"] = BATCH // 2
+    engine, *_ = coat_ds.initialize(
+        model=module, model_parameters=[p for p in module.parameters() if p.requires_grad], config=config
+    )
+    generator = torch.Generator().manual_seed(0)
+    x, y = (torch.randn(BATCH, 47, generator=generator).split(BATCH // 2) for _ in range(2))
+    losses = []
+    for _ in range(STEPS):
+        batches = iter([(a.bfloat16(), b) for a, b in zip(x, y, strict=True)])
+        losses.append(engine.train_batch(batches).item())
+    (tied,) = (m.weight.detach().clone() for m in module.tied_modules.values())
+    return losses, tied
+
+
 def run_stock(cell, known):
     """Losses of stock AdamW, which are the same at stages 1, 2 and 3."""
     cell = {**cell, "stage": min(cell["stage"], 1), "zero": {}, "section": {}}
@@ -196,7 +234,9 @@ def work(names):
     # DeepSpeed asks for a CPU with FP16 instructions; torch computes it on any
     deepspeed.accelerator.get_accelerator().is_fp16_supported = lambda: True
     out, known = {name: run_cell(CELLS[name]) for name in names}, {}
+    out["pipeline"] = run_pipeline(True)
     if torch.distributed.get_world_size() == 1:
+        out["stock pipeline"] = run_pipeline(False)
         for name in names:
             out[name]["stock"] = run_stock(CELLS[name], known)
     return out
@@ -228,6 +268,17 @@ def test_losses_are_those_of_stock_adamw(one, name):
     tolerance = TOLERANCE[CELLS[name]["dtype"]]
     for a, b in zip(ours, stock, strict=True):
         assert abs(a - b) <= FP8_BOUND * (stock[0] - b) + tolerance * b
+
+
+def test_a_pipeline_of_two_stages_trains_as_one(one, two):
+    (losses, _), (stock, _) = one["pipeline"], one["stock pipeline"]
+    for ours, _ in (rank["pipeline"] for rank in two):
+        assert ours == pytest.approx(losses, rel=TOLERANCE["bf16"])
+    for a, b in zip(losses, stock, strict=True):
+        assert abs(a - b) <= FP8_BOUND * (stock[0] - b) + TOLERANCE["bf16"] * b
+    # the copies of the tied weight, next to other tensors in each stage's flat one, stay the same bits
+    (_, first), (_, last) = (rank["pipeline"] for rank in two)
+    assert torch.equal(first, last)
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])

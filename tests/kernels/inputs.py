@@ -3,6 +3,18 @@
 import torch
 
 SIZES = (1, 127, 128, 129, 1000)
+SHAPES = ((1, 1), (3, 16), (5, 33), (13, 300), (130, 96))
+
+
+def gaussian_rounding_rms(mantissa_bits: int) -> float:
+    """Relative RMS of rounding Gaussian values to nearest: errors uniform in half a step of each value."""
+    x = torch.randn(2**20, generator=torch.Generator().manual_seed(0))
+    step = torch.exp2(x.abs().log2().floor() - mantissa_bits)
+    return (step.square().mean() / 12 / x.square().mean()).sqrt().item()
+
+
+# 0.0266 and 0.0531
+E4M3_RMS, E5M2_RMS = gaussian_rounding_rms(3), gaussian_rounding_rms(2)
 
 
 def wide(*shape: int, sigma: float = 2.0) -> torch.Tensor:

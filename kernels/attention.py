@@ -1,0 +1,116 @@
+"""Causal attention on torch's scaled_dot_product_attention, keeping q, k, v and its output as they are or in
+FP8, 1 x G groups along the channels.
+
+The backward kernel is the backend's own; groups are widened to the input's dtype in front of it. The output
+carries its origin, what attention itself keeps of it, so that the projection behind it keeps no second copy.
+"""
+
+import contextlib
+
+import torch
+import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from coat_kernels.fp8 import E4M3, Fp8Format
+from coat_kernels.groups import Grouped, dequantize_groups, quantize_groups
+from coat_kernels.origin import Origin, with_origin
+from coat_kernels.tensorwise import Quantized, quantize_tensor
+
+# in the order of their speed on Hopper
+BACKENDS = (
+    SDPBackend.CUDNN_ATTENTION,
+    SDPBackend.FLASH_ATTENTION,
+    SDPBackend.EFFICIENT_ATTENTION,
+    SDPBackend.MATH,
+)
+
+
+def _to_sequence(x: torch.Tensor) -> torch.Tensor:
+    """[b, n, s, d] as [s * b, n * d]; a view if memory is in that order already."""
+    return x.permute(2, 0, 1, 3).reshape(x.shape[2] * x.shape[0], -1)
+
+
+def _columns(output: torch.Tensor, largest: torch.Tensor, fmt: Fp8Format) -> Quantized:
+    return quantize_tensor(_to_sequence(output).contiguous(), largest, fmt, rows=False, columns=True)
+
+
+class _Compressed:
+    """Hooks that keep the large tensors of one attention as groups.
+
+    Of nested hooks torch calls the innermost; those around (offloading, accounting) get the groups from here.
+    """
+
+    def __init__(self, group_size: int, shape: torch.Size, dtype: torch.dtype):
+        self.group_size, self.dtype = group_size, dtype
+        outer = torch._C._autograd._top_saved_tensors_default_hooks(False)
+        self.outer_pack, self.outer_unpack = outer or (lambda x: x, lambda x: x)
+        # what attention keeps beside q, k, v and its output has fewer dimensions or channels
+        self.dims, self.channels = len(shape), shape[-1]
+        self.kept: dict[int, Grouped] = {}
+
+    def pack(self, x: torch.Tensor):
+        if x.dim() != self.dims or x.shape[-1] != self.channels or x.dtype != self.dtype:
+            return None, self.outer_pack(x)
+        kept = quantize_groups(_to_sequence(x).contiguous(), self.group_size, E4M3)
+        self.kept[x.data_ptr()] = kept
+        return x.shape, [self.outer_pack(t) for t in kept]
+
+    def unpack(self, packed):
+        shape, kept = packed
+        if shape is None:
+            return self.outer_unpack(kept)
+        b, n, s, d = shape
+        rows = dequantize_groups(Grouped(*map(self.outer_unpack, kept)), self.group_size, self.dtype)
+        return rows.view(s, b, n, d).permute(1, 2, 0, 3)
+
+    def origin_of(self, output: torch.Tensor) -> Origin | None:
+        """What was kept of `output`, if autograd handed it over."""
+        if output.data_ptr() not in self.kept:
+            return None
+        kept, group_size, dtype = self.kept.pop(output.data_ptr()), self.group_size, self.dtype
+
+        def columns(codes, exponent, largest, fmt):
+            rows = dequantize_groups(Grouped(codes, exponent), group_size, dtype)
+            return quantize_tensor(rows, largest, fmt, rows=False, columns=True)
+
+        return Origin(tuple(kept), columns)
+
+
+def causal_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    scale: float | None = None,
+    dropout: float = 0.0,
+    group_size: int | None = None,
+    backends: tuple[SDPBackend, ...] = BACKENDS,
+) -> torch.Tensor:
+    """Causal attention with grouped queries over whole sequences.
+
+    Args:
+        q: [s, b, n, d]; k, v: [s, b, groups, d], of one dtype.
+        scale: of the scores; 1 / sqrt(d) by default.
+        dropout: probability.
+        group_size: keep q, k, v and the output as E4M3 in groups of this size; None keeps them as they are.
+        backends: of scaled_dot_product_attention, the first that works is taken. CPUs have their own.
+
+    Returns [s, b, n * d], carrying its origin.
+    """
+    heads = tuple(x.permute(1, 2, 0, 3) for x in (q, k, v))
+    choice = sdpa_kernel(list(backends), set_priority=True) if q.is_cuda else contextlib.nullcontext()
+    keeps = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
+    compressed = None
+    hooks = contextlib.nullcontext()
+    if keeps and group_size is not None:
+        compressed = _Compressed(group_size, heads[0].shape, q.dtype)
+        hooks = torch.autograd.graph.saved_tensors_hooks(compressed.pack, compressed.unpack)
+    with choice, hooks:
+        output = F.scaled_dot_product_attention(
+            *heads, dropout_p=dropout, is_causal=True, scale=scale, enable_gqa=q.shape[2] != k.shape[2]
+        )
+    y = output.permute(2, 0, 1, 3).flatten(2)
+    origin = None
+    if keeps:
+        origin = compressed.origin_of(output) if compressed else Origin((output.detach(),), _columns)
+    return with_origin(y, origin) if origin else y

@@ -1,0 +1,385 @@
+"""BF16 tensors that never exist, because only an FP8 product reads them.
+
+A `Deferred` tensor is, to everyone who looks, the BF16 or FP32 tensor that its producer would have written.
+What it holds is how to make it: a product takes its FP8 operands, written by the producer's own kernel, and
+any other operation makes the tensor first.
+
+Scales are just in time, hence not known while the producer runs. It quantizes with the scale that the same
+tensor of the same module had last time, finds the largest magnitude on its way, and is launched a second time
+with that: its programs return at once if the scale was right, and else write the codes again. So the codes
+never depend on the prediction, only the time does; scales that are powers of two seldom change.
+"""
+
+import functools
+import sys
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+import triton
+import triton.language as tl
+from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
+
+from coat_kernels.fp8 import Fp8Format, uses_kernels
+from coat_kernels.parallel import largest_of_all
+from coat_kernels.tensorwise import (
+    Quantized,
+    empty_columns,
+    largest_magnitude,
+    largest_of_maxima,
+    maxima_reference,
+    quantize_tensor,
+    tensor_scale,
+    tensor_scale_reference,
+    to_tensor_codes_reference,
+    transpose_codes,
+    transpose_codes_reference,
+)
+
+# programs of a second launch: few return soonest
+CORRECTING_PROGRAMS = 264
+
+aten = torch.ops.aten
+
+
+class PredictedScale:
+    """The scale that one tensor of a module had last time, to quantize it with in `fmt`.
+
+    Belongs to the module; copies and checkpoints start anew. Calls that share one run in one stream.
+    """
+
+    def __init__(self, fmt: Fp8Format):
+        self.fmt = fmt
+        self._scales: dict[torch.device, torch.Tensor] = {}
+
+    def on(self, device: torch.device) -> torch.Tensor:
+        """The scale, FP32 [1], in place: always the same memory, as CUDA graphs want it."""
+        scale = self._scales.get(device)
+        if scale is None:
+            scale = self._scales[device] = torch.ones(1, device=device)
+        return scale
+
+    def __deepcopy__(self, memo):
+        return type(self)(self.fmt)
+
+    def __reduce__(self):
+        return type(self), (self.fmt,)
+
+
+class Scales(NamedTuple):
+    """The scales of a launch, FP32 [1] each. The first launch quantizes with `predicted` and copies it to
+    `used`. The second one knows `largest`, writes the scale that belongs to it to `true` and `predicted`, and
+    the codes again if `used` is another."""
+
+    predicted: torch.Tensor | None
+    used: torch.Tensor | None
+    largest: torch.Tensor | None = None
+    true: torch.Tensor | None = None
+
+    @property
+    def first(self) -> bool:
+        return self.largest is None
+
+    def programs(self, tiles: int) -> int:
+        """Programs of a launch over `tiles`; each goes through those that `scale_and_tiles` tells it."""
+        return max(tiles if self.first else min(tiles, CORRECTING_PROGRAMS), 1)
+
+
+# of a launch that writes no codes
+NO_SCALES = Scales(None, None)
+
+
+@triton.jit
+def scale_and_tiles(p_predicted, p_used, p_largest, p_true, tiles, E5M2: tl.constexpr):
+    """The scale of a launch, and how many tiles it has to write. Every program stores the same."""
+    if p_predicted is None:
+        scale = 1.0
+        todo = tiles
+    elif p_largest is None:
+        scale = tl.load(p_predicted)
+        tl.store(p_used, scale)
+        todo = tiles
+    else:
+        scale = tensor_scale(tl.load(p_largest), E5M2)
+        tl.store(p_true, scale)
+        tl.store(p_predicted, scale)
+        todo = tl.where(tl.load(p_used) == scale, 0, tiles)
+    return scale, todo
+
+
+def write_reference(x: torch.Tensor, out: Quantized, scales: Scales, fmt: Fp8Format) -> torch.Tensor | None:
+    """What a producer of `x` [m, n] does in each launch; the first one returns maxima."""
+    if scales.first:
+        scales.used.copy_(scales.predicted)
+    else:
+        scales.true.copy_(tensor_scale_reference(scales.largest, fmt))
+        scales.predicted.copy_(scales.true)
+        if scales.used.equal(scales.true):
+            return None
+    codes = to_tensor_codes_reference(x, scales.predicted, fmt)
+    if out.rows is not None:
+        out.rows.copy_(codes)
+    if out.columns is not None:
+        out.columns.copy_(transpose_codes_reference(codes))
+    return maxima_reference(x) if scales.first else None
+
+
+class Attempt:
+    """FP8 operands of [m, n] written with a predicted scale. `write(out, scales)` launches the producer."""
+
+    def __init__(
+        self,
+        write: Callable[[Quantized, Scales], torch.Tensor | None],
+        prediction: PredictedScale,
+        m: int,
+        n: int,
+        device: torch.device,
+        rows: bool = True,
+        columns: bool = False,
+    ):
+        def scalar():
+            return torch.empty(1, dtype=torch.float32, device=device)
+
+        fmt = prediction.fmt
+        self.write = write
+        self.scales = Scales(prediction.on(device), scalar())
+        self.out = Quantized(
+            torch.empty(m, n, dtype=fmt.dtype, device=device) if rows else None,
+            empty_columns(m, n, fmt, device) if columns else None,
+            scalar(),
+        )
+        self.maxima = write(self.out, self.scales)
+
+    def finish(self, group: dist.ProcessGroup | None) -> tuple[Quantized, torch.Tensor]:
+        """The operands, right now, and the largest magnitude, over the ranks of `group`."""
+        largest = largest_of_maxima(self.maxima)
+        if group is not None:
+            largest_of_all(largest, group)
+        self.write(self.out, self.scales._replace(largest=largest, true=self.out.scale))
+        return self.out, largest
+
+
+class Source:
+    """What a deferred tensor [m, n] is made from, shared by its views.
+
+    inputs: tensors that must stay as they are
+    make(*inputs): the tensor [m, n], as the producer would have written it
+    write(*inputs, out, scales): launches the producer on CUDA, as `write_reference`
+    at_once: the producer is launched here, for operands by rows, and not when they are asked for
+    """
+
+    def __init__(
+        self,
+        inputs: tuple[torch.Tensor, ...],
+        make: Callable[..., torch.Tensor],
+        write: Callable[..., torch.Tensor | None],
+        prediction: PredictedScale,
+        shape: tuple[int, int],
+        dtype: torch.dtype,
+        at_once: bool = False,
+    ):
+        self._inputs, self._versions = inputs, [t._version for t in inputs]
+        self._make, self._write = make, write
+        self.prediction, self.shape, self.dtype = prediction, shape, dtype
+        self.made: torch.Tensor | None = None
+        self._attempt = self._try(True, False) if at_once else None
+        self._finished = None
+
+    @property
+    def device(self) -> torch.device:
+        return self.inputs[0].device
+
+    @property
+    def inputs(self) -> tuple[torch.Tensor, ...]:
+        if self._inputs is None:
+            raise RuntimeError(
+                "a gradient whose FP8 operands a linear layer has taken exists no more. Clone it in a hook "
+                "of the tensor, before the layer's backward, or call retain_grad()."
+            )
+        if any(t._version != version for t, version in zip(self._inputs, self._versions, strict=True)):
+            raise RuntimeError(
+                "a tensor that a deferred activation or gradient is computed from has been modified by an "
+                "inplace operation. Clone it before modifying it."
+            )
+        return self._inputs
+
+    def value(self) -> torch.Tensor:
+        """The tensor itself [m, n], made once."""
+        if self.made is None:
+            made = self._make(*self.inputs)
+            self.release()
+            self.made = made
+        return self.made
+
+    def release(self) -> None:
+        """Lets go of everything the tensor could be made from."""
+        self._inputs = self._attempt = self._finished = self._make = self._write = None
+
+    def _try(self, rows: bool, columns: bool) -> Attempt:
+        inputs, make, launch, fmt = self.inputs, self._make, self._write, self.prediction.fmt
+        if uses_kernels(inputs[0]):
+            write = functools.partial(launch, *inputs)
+        else:
+
+            def write(out, scales):
+                return write_reference(make(*inputs), out, scales, fmt)
+
+        return Attempt(write, self.prediction, *self.shape, inputs[0].device, rows, columns)
+
+    def operands(
+        self, rows: bool, columns: bool, group: dist.ProcessGroup | None
+    ) -> tuple[Quantized, torch.Tensor] | None:
+        """As `fp8_operands`; None for another group than the one that the operands were made for."""
+        # also asks whether they are still the same
+        self.inputs  # noqa: B018
+        if self._attempt is None:
+            return self._try(rows, columns).finish(group)
+        if self._finished is None:
+            self._finished = group, *self._attempt.finish(group)
+        agreed, out, largest = self._finished
+        if agreed is not group:
+            return None
+        by_columns = transpose_codes(out.rows) if columns else None
+        return Quantized(out.rows if rows else None, by_columns, out.scale), largest
+
+
+class Deferred(torch.Tensor):
+    """A tensor of `source`'s values in `shape`, which is made when an operation reads it.
+
+    Detaching and viewing keep it deferred. Whatever an operation writes into it, it has.
+    """
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    @staticmethod
+    def __new__(cls, source: Source, shape):
+        return torch.Tensor._make_wrapper_subclass(
+            cls, tuple(shape), dtype=source.dtype, device=source.device
+        )
+
+    def __init__(self, source: Source, shape):
+        self.source = source
+
+    @property
+    def is_pending(self) -> bool:
+        """Whether the tensor has not been made."""
+        return self.source.made is None
+
+    def plain(self) -> torch.Tensor:
+        """The values, outside of autograd, in this tensor's own memory from now on."""
+        return self.source.value().view(self.shape)
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        if func in _VIEWS and args[0].is_pending:
+            return _VIEWS[func](*args)
+        if torch.Tag.inplace_view in func.tags:
+            raise RuntimeError(f"{func} on a deferred tensor. Clone it first.")
+        leaves, spec = tree_flatten((args, kwargs or {}))
+        made = [(x, x.plain() if isinstance(x, cls) else x) for x in leaves]
+        args, kwargs = tree_unflatten([plain for _, plain in made], spec)
+        # what an operation in place returns is what it was called on
+        owner = {id(plain): x for x, plain in made if x is not plain}
+        return tree_map(lambda x: owner.get(id(x), x), func(*args, **kwargs))
+
+    def __repr__(self):
+        return repr(self.plain().detach())
+
+    def __reduce_ex__(self, protocol):
+        return self.plain().__reduce_ex__(protocol)
+
+    def __deepcopy__(self, memo):
+        return memo.setdefault(id(self), self.plain().clone())
+
+    @property
+    def data(self):
+        return self.detach()
+
+    def numpy(self, *, force: bool = False):
+        if self.requires_grad and not force:
+            raise RuntimeError(
+                "Can't call numpy() on Tensor that requires grad. Use tensor.detach().numpy()."
+            )
+        return self.plain().numpy(force=force)
+
+    def tolist(self) -> list:
+        return self.plain().tolist()
+
+    def data_ptr(self) -> int:
+        return self.plain().data_ptr()
+
+    def untyped_storage(self) -> torch.UntypedStorage:
+        return self.plain().untyped_storage()
+
+
+def _view(x: Deferred, shape) -> Deferred:
+    return Deferred(x.source, torch.empty(x.shape, device="meta").view(shape).shape)
+
+
+_VIEWS = {
+    aten.detach.default: lambda x: Deferred(x.source, x.shape),
+    aten.alias.default: lambda x: Deferred(x.source, x.shape),
+    aten.view.default: _view,
+    aten._unsafe_view.default: _view,
+}
+
+
+def fp8_operands(
+    x: torch.Tensor,
+    fmt: Fp8Format,
+    rows: bool = True,
+    columns: bool = False,
+    group: dist.ProcessGroup | None = None,
+) -> tuple[Quantized, torch.Tensor]:
+    """`x` [..., n], as [m, n], quantized by rows and by columns as asked for, and its largest magnitude, FP32
+    [1], over the ranks of `group`: from its producer where it is deferred."""
+    n = x.shape[-1]
+    if isinstance(x, Deferred):
+        source = x.source
+        if x.is_pending and source.prediction.fmt == fmt and source.shape[1] == n:
+            found = source.operands(rows, columns, group)
+            if found is not None:
+                return found
+        x = x.plain()
+    largest = largest_magnitude(x)
+    if group is not None:
+        largest_of_all(largest, group)
+    return quantize_tensor(x.reshape(-1, n).contiguous(), largest, fmt, rows, columns), largest
+
+
+def holders(x: Deferred) -> int:
+    """References to a tensor from Python and from C++, and to its source."""
+    return sys.getrefcount(x) + x._use_count() + sys.getrefcount(x.source)
+
+
+class _Probe(torch.autograd.Function):
+    """Passes a deferred gradient from `make` on, and counts the holders of the one that it gets."""
+
+    @staticmethod
+    def forward(ctx, x, make, found):
+        ctx.make, ctx.found = make, found
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        if ctx.make is not None:
+            return ctx.make(), None, None
+        ctx.found.append(holders(grad))
+        return torch.zeros(grad.shape, dtype=grad.dtype, device=grad.device), None, None
+
+
+@functools.cache
+def holders_in_backward(device: torch.device) -> int:
+    """The `holders` of a gradient in `backward` that nobody but the autograd engine holds."""
+    found: list[int] = []
+
+    def make() -> Deferred:
+        source = (torch.zeros(1, 1, device=device),), None, None, PredictedScale(None), (1, 1), torch.float32
+        return Deferred(Source(*source), (1, 1))
+
+    with torch.enable_grad():
+        x = torch.zeros(1, 1, device=device, requires_grad=True)
+        y = _Probe.apply(_Probe.apply(x, None, found), make, found)
+    torch.autograd.grad(y, x, torch.zeros_like(y))
+    return found[0]

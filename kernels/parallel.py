@@ -1,0 +1,109 @@
+"""What a linear layer that is split over a tensor-parallel group sends: FP8 codes, partial sums, magnitudes.
+
+Every function takes the process group and is called by all of its ranks in the same order.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from coat_kernels.tensorwise import ALIGNMENT
+
+
+@dataclass(frozen=True, slots=True)
+class TensorParallel:
+    """How one linear layer is split over `group` (Shoeybi et al., arXiv 1909.08053, section 3).
+
+    by_output: each rank holds some rows of the weight and gives some columns of the output (column parallel);
+        otherwise some columns of the weight, and takes some columns of the input (row parallel).
+    sequence: outside the layer activations are split by tokens (Korthikanti et al., arXiv 2205.05198, section
+        4.2.2): a by_output layer gathers its input, the other kind scatters its output.
+    reduce_grad: a by_output layer without `sequence` sums the gradient of its input over the ranks.
+    """
+
+    group: dist.ProcessGroup
+    by_output: bool
+    sequence: bool = False
+    reduce_grad: bool = True
+
+    @property
+    def gathers_input(self) -> bool:
+        return self.by_output and self.sequence
+
+    @property
+    def scatters_output(self) -> bool:
+        return self.sequence and not self.by_output
+
+    @property
+    def splits_input(self) -> bool:
+        """Whether ranks hold different parts of the input."""
+        return self.sequence or not self.by_output
+
+    @property
+    def splits_output(self) -> bool:
+        """Whether ranks hold different parts of the output."""
+        return self.sequence or self.by_output
+
+
+def largest_of_all(largest: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """The largest of the ranks' magnitudes, FP32 [1], in place."""
+    dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
+    return largest
+
+
+def gather_rows(codes: torch.Tensor, group: dist.ProcessGroup) -> Callable[[], torch.Tensor]:
+    """Starts gathering `codes` [m, n] of all ranks; the result waits for them: [ranks * m, n]."""
+    m, n = codes.shape
+    gathered = torch.empty(group.size() * m, n, dtype=codes.dtype, device=codes.device)
+    # as bytes: not every backend knows FP8
+    pair = gathered.view(torch.uint8), codes.contiguous().view(torch.uint8)
+    work = dist.all_gather_into_tensor(*pair, group=group, async_op=True)
+
+    def wait() -> torch.Tensor:
+        work.wait()
+        return gathered
+
+    return wait
+
+
+def gather_columns(codes: torch.Tensor, m: int, group: dist.ProcessGroup) -> Callable[[], torch.Tensor]:
+    """Starts gathering columns [n, m padded] of all ranks; the result waits for them and joins them along the
+    tokens: [n, ranks * m padded].
+    """
+    n, wait_for_rows = codes.shape[0], gather_rows(codes, group)
+
+    def wait() -> torch.Tensor:
+        parts = wait_for_rows().view(group.size(), n, -1)[:, :, :m]
+        total = group.size() * m
+        joined = torch.empty(n, total + -total % ALIGNMENT, dtype=codes.dtype, device=codes.device)
+        joined[:, :total].view(n, group.size(), m).copy_(parts.transpose(0, 1))
+        if total % ALIGNMENT:
+            joined[:, total:] = 0
+        return joined
+
+    return wait
+
+
+def reduce_scatter(x: torch.Tensor, group: dist.ProcessGroup) -> Callable[[], torch.Tensor]:
+    """Starts summing `x` [ranks * m, n] over the ranks; the result waits for this rank's part, [m, n]."""
+    part = torch.empty(x.shape[0] // group.size(), x.shape[1], dtype=x.dtype, device=x.device)
+    work = dist.reduce_scatter_tensor(part, x, group=group, async_op=True)
+
+    def wait() -> torch.Tensor:
+        work.wait()
+        return part
+
+    return wait
+
+
+def all_reduce(x: torch.Tensor, group: dist.ProcessGroup) -> Callable[[], torch.Tensor]:
+    """Starts summing `x` over the ranks, in place; the result waits for it."""
+    work = dist.all_reduce(x, group=group, async_op=True)
+
+    def wait() -> torch.Tensor:
+        work.wait()
+        return x
+
+    return wait

@@ -1,0 +1,110 @@
+"""FP8 copies of weights, kept over the micro-batches of one optimizer step.
+
+"none" keeps nothing: each forward and each backward quantizes again. "scale" keeps the largest magnitude,
+four bytes, and saves the pass that finds it. "fp8" keeps the codes in both layouts, two bytes a parameter.
+What is kept is valid for one weight: the same memory, unchanged in the eyes of autograd, and no optimizer of
+torch has made a step since. Without gradients (evaluation) nothing is kept and nothing kept is used.
+"""
+
+import functools
+import itertools
+
+import torch
+import torch.distributed as dist
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from coat_kernels.fp8 import Fp8Format
+from coat_kernels.parallel import largest_of_all
+from coat_kernels.tensorwise import Quantized, largest_magnitude, quantize_tensor
+
+WEIGHT_CACHES = ("none", "scale", "fp8")
+
+_counter = itertools.count(1)
+_epoch = 0
+
+
+def invalidate_weight_caches(*_) -> None:
+    """Makes every layer read its weight again. Needed only after a weight was written through `.data` or
+    another tensor that shares its memory, outside an optimizer's step.
+    """
+    global _epoch
+    _epoch = next(_counter)
+
+
+@functools.cache
+def _watch_optimizers() -> None:
+    # ZeRO and Megatron write weights behind autograd's back, but after a step of a torch optimizer
+    register_optimizer_step_post_hook(invalidate_weight_caches)
+
+
+def _largest(weight: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
+    largest = largest_magnitude(weight)
+    return largest if group is None else largest_of_all(largest, group)
+
+
+class WeightCache:
+    """What one layer keeps of its weight; `keep` is one of `WEIGHT_CACHES`.
+
+    Raises ValueError for another value.
+    """
+
+    def __init__(self, keep: str = "none"):
+        if keep not in WEIGHT_CACHES:
+            raise ValueError(f"weight_cache: expected one of {', '.join(WEIGHT_CACHES)}; found {keep!r}")
+        if keep != "none":
+            _watch_optimizers()
+        self.keep = keep
+        self._key, self._largest, self._codes = None, None, None
+
+    def __deepcopy__(self, memo):
+        return type(self)(self.keep)
+
+    def __reduce__(self):
+        return type(self), (self.keep,)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held now."""
+        held = (self._largest, *(self._codes or ()))
+        return sum(t.nbytes for t in held if t is not None)
+
+    def forward(
+        self,
+        weight: torch.Tensor,
+        fmt: Fp8Format,
+        trains: bool = True,
+        group: dist.ProcessGroup | None = None,
+    ) -> tuple[Quantized, torch.Tensor]:
+        """`weight` [n, k] by rows, and its largest magnitude, over the ranks of `group` that hold its parts.
+        `trains`: a backward may follow.
+        """
+        if self.keep == "none" or not trains:
+            largest = _largest(weight, group)
+            return quantize_tensor(weight.contiguous(), largest, fmt), largest
+        self._refresh(weight, fmt, group)
+        codes = self._codes or quantize_tensor(weight.contiguous(), self._largest, fmt)
+        return codes, self._largest
+
+    def columns(self, weight: torch.Tensor, largest: torch.Tensor, fmt: Fp8Format) -> Quantized:
+        """`weight` by columns, as in the forward that found `largest`."""
+        if self._codes is not None and self._key == self._key_of(weight, fmt):
+            return self._codes
+        return quantize_tensor(weight.contiguous(), largest, fmt, rows=False, columns=True)
+
+    @staticmethod
+    def _key_of(weight: torch.Tensor, fmt: Fp8Format) -> tuple:
+        return _epoch, weight.data_ptr(), weight._version, weight.shape, fmt
+
+    def _refresh(self, weight: torch.Tensor, fmt: Fp8Format, group: dist.ProcessGroup | None) -> None:
+        key = self._key_of(weight, fmt)
+        if key == self._key:
+            return
+        # the old copy goes before the new one is made
+        self._key, self._codes = None, None
+        self._largest = _largest(weight.detach(), group)
+        if self.keep == "fp8":
+            self._codes = quantize_tensor(weight.contiguous(), self._largest, fmt, columns=True)
+        self._key = key
+
+
+NO_CACHE = WeightCache()

@@ -1,0 +1,12 @@
+"""One process with Megatron's groups, for the layers that are measured."""
+
+import pytest
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+
+@pytest.fixture(scope="package")
+def megatron():
+    from benchmarks.training import one_process
+
+    with one_process(), sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]):
+        yield

@@ -1,0 +1,141 @@
+"""Every maker's layer is the same function, and what is counted is what is there; nothing here is timed."""
+
+import csv
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from benchmarks import layer as benchmark
+from benchmarks.decoder_layers import (
+    Layer,
+    megatron_layer,
+    qkv_rows,
+    random_weights,
+    result_of,
+    torch_layer,
+)
+from benchmarks.harness import Table
+from benchmarks.layer import REFERENCE, SHAPES, TINY, flops, run_shape, weight_copies
+from tests.benchmarks.test_harness import run
+
+
+def inputs(shape, device):
+    generator = torch.Generator().manual_seed(3)
+    sizes = (shape.sequence, shape.batch, shape.hidden)
+    return [torch.randn(sizes, generator=generator).bfloat16().to(device) for _ in range(2)]
+
+
+@pytest.mark.usefixtures("megatron")
+@pytest.mark.parametrize("name", TINY)
+def test_makers_agree_with_exact_arithmetic(device, name):
+    shape = SHAPES[name]
+    exact = torch_layer(shape, dtype=torch.float64)
+    weights = {k: w.bfloat16() for k, w in random_weights(megatron_layer(shape).parameters()).items()}
+    exact.load(weights)
+    x, grad = inputs(shape, device)
+    expected = result_of(exact, x.double(), grad.double())
+    back = qkv_rows(shape).argsort()
+    in_megatrons_order = {k: g[back] if "linear_qkv" in k else g for k, g in expected.parameters.items()}
+    expected = expected._replace(parameters=in_megatrons_order)
+    for make in (megatron_layer, torch_layer):
+        layer = make(shape)
+        layer.load(weights)
+        errors = result_of(layer, x, grad).errors(expected, layer)
+        assert errors.keys() == {"y", "dx", *weights}
+        # each operation rounds to BF16, by 2^-9 at most. Fewer than 64 lie on the way to any tensor, and the
+        # sums over tokens that give the gradients of norms and biases may be kept in BF16 too
+        assert max(errors.values()) < (64 + shape.tokens) ** 0.5 * 2**-9, errors
+
+
+def test_weights_that_do_not_fit_are_refused():
+    layer = torch_layer(SHAPES["tiny"])
+    weights = random_weights(layer.parameters())
+    with pytest.raises(ValueError, match="the layer has no extra"):
+        layer.load(weights | {"extra": torch.ones(1)})
+    weights.popitem()
+    with pytest.raises(KeyError):
+        layer.load(weights)
+
+
+@pytest.mark.parametrize("name", TINY)
+def test_flops_are_those_of_the_products(device, name):
+    shape = SHAPES[name]
+    layer = torch_layer(shape, dtype=torch.float32)
+    x = torch.randn(shape.batch, shape.sequence, shape.hidden, device=device, requires_grad=True)
+    with FlopCounterMode(display=False) as counter:
+        layer.forward(x).sum().backward()
+    counts = counter.get_flop_counts()["Global"]
+    products = sum(n for op, n in counts.items() if op in (torch.ops.aten.mm, torch.ops.aten.addmm))
+    # q k^T and its product with v: two a pair of positions and channel, each of which takes two operations;
+    # half of the pairs; three times for both passes
+    attention = 3 * 2 * 2 * shape.tokens * shape.sequence * shape.hidden / 2
+    assert flops(shape) == products + attention
+
+
+class _Copying(torch.autograd.Function):
+    """A product that keeps a transposed copy of the weight, made anew or handed in."""
+
+    @staticmethod
+    def forward(ctx, x, weight, copy):
+        ctx.save_for_backward(x, weight, weight.t().contiguous() if copy is None else copy)
+        return x @ weight.t()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad @ ctx.saved_tensors[1], None, None
+
+
+@pytest.mark.parametrize("cached", [False, True])
+def test_copies_of_weights_made_by_a_forward_are_counted(cached):
+    module = torch.nn.Linear(32, 48, bias=False)
+    copy = module.weight.detach().t().contiguous() if cached else None
+    layer = Layer(module, lambda x: _Copying.apply(x, module.weight, copy) * 2)
+    expected = 0 if cached else 32 * 48 * 4
+    assert weight_copies(layer, torch.randn(7, 32, requires_grad=True)) == expected
+
+
+@pytest.mark.usefixtures("megatron")
+def test_wrong_and_broken_layers_are_not_timed(monkeypatch, tmp_path):
+    def wrong(shape):
+        layer = megatron_layer(shape)
+        return layer._replace(forward=lambda x: layer.forward(1.3 * x))
+
+    def broken(shape):
+        raise NotImplementedError("no such\nkernel")
+
+    made = {REFERENCE: megatron_layer, "BF16 wrong": wrong, "BF16 broken": broken}
+    monkeypatch.setattr(benchmark, "rows", lambda: made | {"not chosen": broken})
+    table = Table("layer", tmp_path / "layer.csv")
+    run_shape("tiny", SHAPES["tiny"], 1, table, ["wrong", "broken"])
+    rows = {row["layer"]: row for row in table.rows}
+    assert rows.keys() == {"floor", REFERENCE, "BF16 wrong", "BF16 broken"}
+    assert "ms" not in rows["BF16 wrong"] and "from the reference's" in rows["BF16 wrong"]["note"]
+    assert rows["BF16 broken"]["note"] == "NotImplementedError: no such kernel"
+    assert rows[REFERENCE]["y_error"] == 0 and rows[REFERENCE]["ms"] > 0
+
+
+def test_a_run_writes_a_row_for_every_maker_and_a_plot(tmp_path):
+    path = tmp_path / "layer.csv"
+    result = run("layer", "--shape", "tiny", "--rounds", "1", "--output", str(path))
+    assert result.returncode == 0, result.stderr
+    rows = {row["layer"]: row for row in csv.DictReader(path.open())}
+    assert rows.keys() == {"floor", *benchmark.rows()}
+    for name, row in rows.items():
+        assert bool(row["ms"]) != bool(row["note"]), name
+    saved = {name: float(rows[name]["saved_h"]) for name in (REFERENCE, "ours")}
+    assert saved["ours"] < 0.55 * saved[REFERENCE]
+    assert path.with_suffix(".png").stat().st_size > 0
+
+
+def test_numerics_compares_with_exact_arithmetic_on_three_kinds_of_data(tmp_path):
+    path = tmp_path / "numerics.csv"
+    result = run("numerics", "--quick", "--steps", "2", "--output", str(path))
+    assert result.returncode == 0, result.stderr
+    rows = list(csv.DictReader(path.open()))
+    errors = {(row["data"], row["layer"]): float(row["linear_fc1"]) for row in rows if row["linear_fc1"]}
+    for data in ("trained", "outliers", "random"):
+        # BF16 rounds to 8 bits and E4M3 to 4: by 2^-9 and 2^-5 at most, and several times
+        assert errors[data, "BF16"] < 64**0.5 * 2**-9
+        assert 2**-6 < errors[data, "ours"] < 64**0.5 * 2**-5
+    assert path.with_suffix(".png").stat().st_size > 0

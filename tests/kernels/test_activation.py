@@ -1,0 +1,241 @@
+"""Activations: formulas against autograd, kernels against references, and what is kept."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from coat_kernels import activation as act
+from coat_kernels.fp8 import E4M3, E5M2
+from coat_kernels.groups import dequantize_groups_reference
+from coat_kernels.origin import maxima_of, origin_of
+from coat_kernels.tensorwise import quantize_tensor_reference
+from tests.kernels.inputs import E4M3_RMS, SHAPES, hard, wide
+from tests.util import rel_rms
+
+# kernels and references differ by a few roundings of FP32, then in the last bit of BF16 on a tie
+KERNEL_RMS = 1e-3
+GATED = pytest.mark.parametrize("gated", [False, True], ids=["plain", "gated"])
+KIND = pytest.mark.parametrize("kind", act.KINDS)
+PLAIN = {
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
+    "squared_relu": lambda x: F.relu(x).square(),
+}
+
+
+def plain(x, kind, gated):
+    """The same by torch, differentiable, in the precision of x."""
+    if not gated:
+        return PLAIN[kind](x)
+    gate, up = x.chunk(2, dim=-1)
+    return PLAIN[kind](gate) * up
+
+
+@KIND
+@GATED
+def test_formulas_against_autograd_in_fp64(kind, gated):
+    """With values that the codes hold exactly, output and gradient are right to FP32's rounding."""
+    x = (torch.randint(-15, 16, (6, 96)) / 4).requires_grad_()
+    y = act.activation(x, kind, gated=gated)
+    exact = x.detach().double().requires_grad_()
+    expected = plain(exact, kind, gated)
+    grad = torch.randn(y.shape)
+    # 2^-24 for each of some ten operations; 1 + erf and 1 - s(x) lose bits where they nearly vanish
+    assert rel_rms(y, expected) < 1e-6
+    (found,), (wanted,) = (
+        torch.autograd.grad(*v) for v in ((y, [x], grad), (expected, [exact], grad.double()))
+    )
+    assert rel_rms(found, wanted) < 1e-6
+
+
+@KIND
+@GATED
+def test_against_autograd(kind, gated, device):
+    """Backward knows gate and up to one E4M3 rounding each; slopes, whose own slope is at most 2 |x|, pass it
+    on about doubled."""
+    x = torch.randn(40, 160).to(device, torch.bfloat16).requires_grad_()
+    y = act.activation(x, kind, gated=gated)
+    grad = torch.randn(y.shape).to(device, torch.bfloat16)
+    exact = x.detach().float().requires_grad_()
+    expected = plain(exact, kind, gated)
+    assert y.dtype == torch.bfloat16 and rel_rms(y, expected) < 2**-8
+    (found,) = torch.autograd.grad(y, [x], grad)
+    (wanted,) = torch.autograd.grad(expected, [exact], grad.float())
+    assert found.dtype == torch.bfloat16 and rel_rms(found, wanted) < 2 * E4M3_RMS
+
+
+def same(actual, expected):
+    torch.testing.assert_close(actual.float(), expected.float(), rtol=0, atol=0, equal_nan=True)
+
+
+def close(actual, expected):
+    """Equal where not finite, and of a small error elsewhere."""
+    finite = expected.isfinite()
+    same(actual.masked_fill(finite, 0), expected.masked_fill(finite, 0))
+    assert rel_rms(actual.masked_fill(~finite, 0), expected.masked_fill(~finite, 0)) < KERNEL_RMS
+
+
+def finite_max(x):
+    return torch.where(x.isfinite(), x.float().abs(), 0).amax()
+
+
+def check_kernels(x, grad, kind, gated, group_size):
+    expected = act.activation_forward_reference(x, kind, gated, group_size, True)
+    actual = act.activation_forward_triton(x, kind, gated, group_size, True)
+    close(actual[0], expected[0])
+    assert actual[1].amax() == finite_max(actual[0])
+    same(actual[2].codes, expected[2].codes)
+    assert actual[2].exponent.equal(expected[2].exponent)
+    bare = act.activation_forward_triton(x, kind, gated, group_size, False)
+    same(bare[0], actual[0])
+    assert bare[1].equal(actual[1]) and bare[2] is None
+    kept = expected[2]
+    reference = act.activation_backward_reference(grad, kept, kind, gated, group_size)
+    found = act.activation_backward_triton(grad, kept, kind, gated, group_size)
+    close(found[0], reference[0])
+    assert found[1].amax() == finite_max(found[0])
+    largest = expected[1].amax(0, keepdim=True)
+    fmt = E5M2 if gated else E4M3
+    made = act.activation_columns_triton(kept, largest, kind, gated, group_size, fmt)
+    wanted = act.activation_columns_reference(kept, largest, kind, gated, group_size, fmt)
+    assert made.rows is None and made.scale.equal(wanted.scale)
+    # the last bit of FP32 decides on a tie between two codes
+    close(made.columns.float(), wanted.columns.float())
+
+
+@GATED
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_kernels_agree_with_the_references(shape, gated, device, monkeypatch):
+    # the interpreter computes what is masked too: tiles not much larger than the tensors
+    for name, rows in (("FORWARD_ROWS", 32), ("BACKWARD_ROWS", 32), ("COLUMNS_M", 32)):
+        monkeypatch.setattr(act, name, rows)
+    for name in ("FORWARD_COLUMNS", "BACKWARD_COLUMNS", "COLUMNS_N"):
+        monkeypatch.setattr(act, name, 128)
+    rows, f = shape
+    for i, kind in enumerate(act.KINDS):
+        dtype = (torch.bfloat16, torch.float32)[i % 2]
+        x, grad = wide(rows, f * (1 + gated)).to(device, dtype), torch.randn(rows, f).to(device, dtype)
+        check_kernels(x, grad, kind, gated, (16, 32, 64, 128)[i])
+
+
+@pytest.mark.parametrize(
+    "kind,gated", [("silu", True), ("gelu", False), ("gelu_tanh", True), ("squared_relu", False)]
+)
+@pytest.mark.parametrize("case", hard(64))
+def test_kernels_agree_on_hard_inputs(case, kind, gated, device):
+    x, grad = torch.randn(2, 4, 64, device=device)
+    x[1] = hard(64)[case].to(device)
+    grad[2] = hard(64)[case].to(device)
+    check_kernels(x.bfloat16(), grad[:, : 64 // (1 + gated)].contiguous().bfloat16(), kind, gated, 16)
+
+
+@GATED
+def test_full_tiles_and_the_last_of_them(gated, device, monkeypatch):
+    """Programs without masks, and a tensor of several tiles that end anywhere."""
+    for name in ("FORWARD", "BACKWARD"):
+        monkeypatch.setattr(act, f"{name}_ROWS", 4)
+        monkeypatch.setattr(act, f"{name}_COLUMNS", 32)
+    monkeypatch.setattr(act, "COLUMNS_M", 16)
+    monkeypatch.setattr(act, "COLUMNS_N", 32)
+    for rows, f in ((16, 64), (17, 72)):
+        x, grad = torch.randn(rows, (1 + gated) * f, device=device), torch.randn(rows, f, device=device)
+        check_kernels(x, grad, "silu", gated, 16)
+
+
+@KIND
+def test_slopes_far_out(kind):
+    """Where the curve is flat or straight, no term overflows into NaN; NaN itself is passed on."""
+    x = torch.tensor([3e38, 1e30, 1e13, 200.0, -200.0, -1e13, -1e30, -3e38, torch.nan])
+    value, slope = act.value_and_slope_reference(x, kind)
+    assert value[-1].isnan() and slope[-1].isnan() and (value[4:-1] == 0).all() and (slope[4:-1] == 0).all()
+    if kind == "squared_relu":
+        same(value[:4], x[:4] ** 2)
+        same(slope[:4], 2 * x[:4])
+    else:
+        assert value[:4].equal(x[:4]) and (slope[:4] == 1).all()
+
+
+@KIND
+@GATED
+def test_columns_are_the_output_quantized_and_transposed(kind, gated, device):
+    x = torch.randn(37, 96, device=device).requires_grad_()
+    y = act.activation(x, kind, gated=gated)
+    f = y.shape[1]
+    origin, largest = origin_of(y), maxima_of(y).amax(0, keepdim=True)
+    assert largest == y.abs().amax()
+    rows, columns, scale = origin.columns(*origin.tensors, largest, E4M3)
+    expected = quantize_tensor_reference(y.detach(), largest, E4M3, columns=True)
+    assert rows is None and scale.equal(expected.scale) and columns.shape == (f, 48)
+    assert (columns.float()[:, 37:] == 0).all()
+    # one rounding of the product and one each of gate and up; a slope of y relative to y is 2 at most
+    assert rel_rms(columns.float()[:, :37].t() * scale, y) < 6**0.5 * E4M3_RMS
+
+
+@GATED
+def test_what_is_kept(gated, device):
+    x = torch.randn(8, 64, device=device, dtype=torch.bfloat16).requires_grad_()
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+        y = act.activation(x, "gelu", gated=gated)
+        assert sum(t.nbytes for t in kept) == 8 * 64 + 8 * 4
+        kept.clear()
+        with torch.no_grad():
+            bare = act.activation(x, "gelu", gated=gated)
+        frozen = act.activation(x.detach(), "gelu", gated=gated)
+    assert not kept and bare.equal(y) and frozen.equal(y)
+    assert origin_of(bare) is None and origin_of(frozen) is None and origin_of(y) is not None
+    assert all(maxima_of(t) is not None for t in (y, bare, frozen))
+
+
+def test_gate_and_up_never_share_a_group():
+    x = torch.full((2, 40), 1e-3)
+    x[:, :20] = 100.0
+    _, _, q = act.activation_forward_triton(x, "silu", True, 16, True)
+    assert q.exponent.shape == (2, 4)
+    halves = zip(q.codes.chunk(2, 1), q.exponent.chunk(2, 1), x.chunk(2, 1), strict=True)
+    for codes, exponent, part in halves:
+        kept = dequantize_groups_reference(type(q)(codes, exponent), 16)
+        assert rel_rms(kept, part) < 2**-4
+
+
+@GATED
+def test_operators_for_compile(gated, device):
+    x = torch.randn(3, 80, device=device)
+    options = "gelu_tanh", gated, 16
+    for keep in (False, True):
+        torch.library.opcheck(act.activation_forward.op, (x, *options, keep))
+    y, maxima, *kept = act.activation_forward(x, *options, True)
+    # the test of the schema compares inputs before and after, which torch cannot do with FP8
+    tests = "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic"
+    torch.library.opcheck(act.activation_backward.op, (y, *kept, *options), test_utils=tests)
+    arguments = *kept, maxima.amax(0, keepdim=True), *options, "e5m2"
+    torch.library.opcheck(act.activation_columns.op, arguments, test_utils=tests)
+
+
+@KIND
+def test_compiled_equals_eager(kind, device):
+    x, grad = torch.randn(2, 3, 40, device=device), torch.randn(2, 3, 20, device=device)
+
+    def run(f):
+        inputs = x.clone().requires_grad_()
+        y = f(inputs, kind, gated=True)
+        return y, torch.autograd.grad(y, [inputs], grad)[0]
+
+    compiled = torch.compile(act.activation, backend="aot_eager", fullgraph=True)
+    for a, e in zip(run(compiled), run(act.activation), strict=True):
+        same(a, e)
+
+
+def test_a_zero_sized_batch(device):
+    x = torch.empty(0, 32, device=device).requires_grad_()
+    y = act.activation(x, "silu", gated=True)
+    (grad,) = torch.autograd.grad(y.sum(), [x])
+    assert y.shape == (0, 16) and grad.shape == (0, 32)
+
+
+def test_what_cannot_be_is_refused():
+    with pytest.raises(ValueError, match="gate and up side by side, found 7 columns"):
+        act.activation(torch.randn(2, 7), "silu", gated=True)
+    with pytest.raises(ValueError, match="expected one of silu, gelu, gelu_tanh, squared_relu; found 'relu'"):
+        act.activation(torch.randn(2, 8), "relu", gated=False)

@@ -1,0 +1,107 @@
+"""Attention that keeps its tensors in FP8: results, gradients, bytes, and other hooks around it."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from coat_kernels.attention import causal_attention
+from coat_kernels.fp8 import E4M3
+from coat_kernels.linear import fp8_linear
+from coat_kernels.origin import origin_of
+from coat_kernels.tensorwise import largest_magnitude
+from tests.kernels.inputs import E4M3_RMS
+from tests.util import rel_rms
+
+S, B, HEADS, D = 32, 2, 4, 32
+
+
+def qkv(device, groups=HEADS, dtype=torch.bfloat16):
+    return [torch.randn(S, B, n, D).to(device, dtype).requires_grad_() for n in (HEADS, groups, groups)]
+
+
+def kept_bytes(run) -> tuple[torch.Tensor, int]:
+    storages = {}
+
+    def pack(t):
+        # not the backend's row sums and seeds
+        if t.dtype in (torch.bfloat16, torch.float8_e4m3fn, torch.uint8):
+            storages[t.untyped_storage().data_ptr()] = t.untyped_storage()
+        return t.detach()
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        y = run()
+    return y, sum(s.nbytes() for s in storages.values())
+
+
+@pytest.mark.parametrize("groups", [HEADS, 2])
+def test_result_is_exact_and_gradients_see_one_rounding_of_each_tensor(groups, device):
+    inputs = qkv(device, groups)
+    grad = torch.randn(S, B, HEADS * D, device=device, dtype=torch.bfloat16)
+    exact = causal_attention(*inputs)
+    expected = torch.autograd.grad(exact, inputs, grad)
+    y = causal_attention(*inputs, group_size=16)
+    assert y.equal(exact)
+    # dv: probabilities, of rounded q and k. dq, dk: those, v and the output, and k or q themselves. A score
+    # is a sum of d products over sqrt(d): its error is sqrt(2) roundings of a standard Gaussian, by which
+    # every probability is multiplied; the softmax's gradient is a difference of two such terms.
+    score = 2**0.5 * E4M3_RMS
+    bounds = (2 * score + 2 * E4M3_RMS,) * 2 + (1.5 * score,)
+    for a, e, bound in zip(torch.autograd.grad(y, inputs, grad), expected, bounds, strict=True):
+        assert E4M3_RMS / 4 < rel_rms(a, e) < bound
+
+
+@pytest.mark.parametrize("groups", [HEADS, 2])
+def test_keeps_a_byte_and_a_sixteenth_and_shares_the_output(groups, device):
+    inputs = qkv(device, groups)
+    weight = torch.randn(D, HEADS * D).to(device, torch.bfloat16).requires_grad_()
+
+    def run():
+        y = causal_attention(*inputs, group_size=16)
+        return fp8_linear(y, weight, origin=origin_of(y))
+
+    z, found = kept_bytes(run)
+    elements = S * B * D * (2 * HEADS + 2 * groups)
+    assert found == elements + elements // 16 + weight.nbytes
+    _, plain = kept_bytes(lambda: causal_attention(*inputs))
+    assert plain == 2 * elements
+    z.sum().backward()
+    assert all(t.grad.isfinite().all() for t in (*inputs, weight))
+
+
+@pytest.mark.parametrize("group_size", [None, 16])
+def test_origin_gives_the_output_again(group_size, device):
+    y = causal_attention(*qkv(device), group_size=group_size)
+    origin = origin_of(y)
+    largest = largest_magnitude(y)
+    _, columns, scale = origin.columns(*origin.tensors, largest, E4M3)
+    rounded = (columns.float() * scale).t()[: S * B].view(S, B, -1)
+    # kept, and quantized for the product
+    assert rel_rms(rounded, y) < 1.1 * (1 if group_size is None else 2) ** 0.5 * E4M3_RMS
+
+
+def test_evaluation_keeps_nothing(device):
+    with torch.no_grad():
+        y = causal_attention(*qkv(device), group_size=16)
+    assert origin_of(y) is None and y.grad_fn is None
+
+
+def test_offloading_hooks_around_it_get_the_groups(device):
+    inputs = qkv(device)
+    with torch.autograd.graph.save_on_cpu():
+        y = causal_attention(*inputs, group_size=16)
+    plain = causal_attention(*inputs, group_size=16)
+    grad = torch.randn_like(y)
+    for a, e in zip(
+        torch.autograd.grad(y, inputs, grad), torch.autograd.grad(plain, inputs, grad), strict=True
+    ):
+        assert a.equal(e)
+
+
+def test_scale_and_channels_that_are_no_multiple_of_the_group(device):
+    q, k, v = (t[..., :20].detach().requires_grad_() for t in qkv(device))
+    y = causal_attention(q, k, v, scale=0.3, group_size=16)
+    heads = [t.permute(1, 2, 0, 3) for t in (q, k, v)]
+    expected = F.scaled_dot_product_attention(*heads, is_causal=True, scale=0.3)
+    assert rel_rms(y, expected.permute(2, 0, 1, 3).flatten(2)) < 2**-7
+    y.sum().backward()
+    assert q.grad.isfinite().all()

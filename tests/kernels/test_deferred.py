@@ -1,0 +1,327 @@
+"""Deferred tensors: to everyone else they are the tensors that their producers would have written."""
+
+import copy
+import pickle
+import weakref
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+
+from coat_kernels import activation as act
+from coat_kernels import deferred, linear, tensorwise
+from coat_kernels.deferred import Deferred, PredictedScale, fp8_operands
+from coat_kernels.fp8 import E4M3, E5M2
+from coat_kernels.linear import LinearFormats, fp8_linear
+from coat_kernels.origin import origin_of
+
+
+@pytest.fixture(params=[False, True], ids=["reference", "kernels"])
+def kernels(request, monkeypatch):
+    """On a CPU: with the references, and with the kernels, interpreted."""
+    if request.param:
+        for module in (act, deferred, tensorwise):
+            monkeypatch.setattr(module, "uses_kernels", lambda x: True)
+
+
+class Activation:
+    """Takes the place of a module with an activation: what it defers, and the same without."""
+
+    def __init__(self, device, shape=(3, 7), f=48):
+        self.x = torch.randn(*shape, 2 * f, device=device, dtype=torch.bfloat16)
+        self.y_scale, self.grad_scale = PredictedScale(E4M3), PredictedScale(E5M2)
+
+    def input(self):
+        return self.x.clone().requires_grad_()
+
+    def __call__(self, x, deferred=True):
+        scales = {"y_scale": self.y_scale, "grad_scale": self.grad_scale} if deferred else {}
+        return act.activation(x, "silu", gated=True, **scales)
+
+
+PRODUCERS = {"activation": Activation}
+
+
+@pytest.fixture(params=PRODUCERS)
+def producer(request, device):
+    return PRODUCERS[request.param](device)
+
+
+def same(actual, expected):
+    assert actual.dtype == expected.dtype and actual.shape == expected.shape
+    torch.testing.assert_close(actual.float(), expected.float(), rtol=0, atol=0, equal_nan=True)
+
+
+def layer(producer, deferred, weights=(True, True), between=lambda t: t, formats=None):
+    """Linear, producer, linear, as in a layer: the output and all gradients."""
+    torch.manual_seed(1)
+    x = producer.input()
+    n = producer(x.detach(), False).shape[-1]
+    device, size = x.device, x.shape[-1]
+    w1, w2 = (
+        torch.randn(shape, device=device, dtype=torch.bfloat16).mul_(0.2).requires_grad_(trains)
+        for shape, trains in zip(((size, size), (32, n)), weights, strict=True)
+    )
+    y1 = between(fp8_linear(x, w1, formats=formats))
+    y = producer(y1, deferred)
+    assert isinstance(y, Deferred) == (deferred and torch.is_grad_enabled())
+    y2 = fp8_linear(y, w2, origin=origin_of(y), formats=formats)
+    inputs = [t for t in (x, w1, w2) if t.requires_grad]
+    grad = torch.randn(y2.shape, device=device).to(y2)
+    return y2, *torch.autograd.grad(y2, inputs, grad)
+
+
+@pytest.mark.parametrize("predicted", ["right", 2.0**-40, 2.0**40, torch.nan, 0.0, torch.inf])
+def test_results_never_depend_on_the_prediction(producer, predicted, kernels):
+    expected = layer(producer, False)
+    if predicted == "right":
+        layer(producer, True)
+    else:
+        for scale in (producer.y_scale, producer.grad_scale):
+            scale.on(producer.x.device).fill_(predicted)
+    for a, e in zip(layer(producer, True), expected, strict=True):
+        same(a, e)
+
+
+def test_a_right_prediction_writes_once(producer, monkeypatch):
+    layer(producer, True)
+    written = []
+    codes = deferred.to_tensor_codes_reference
+    monkeypatch.setattr(
+        deferred, "to_tensor_codes_reference", lambda x, *rest: written.append(x) or codes(x, *rest)
+    )
+    layer(producer, True)
+    assert len(written) == 2
+    producer.y_scale.on(producer.x.device).fill_(1e-3)
+    layer(producer, True)
+    assert len(written) == 2 + 3
+
+
+@pytest.mark.parametrize("weights", [(True, False), (False, True), (False, False)], ids=str)
+def test_frozen_weights(producer, weights, kernels):
+    for a, e in zip(layer(producer, True, weights), layer(producer, False, weights), strict=True):
+        same(a, e)
+
+
+def test_other_formats_take_the_plain_way(producer, kernels):
+    formats = LinearFormats(E5M2, E4M3)
+    for a, e in zip(
+        layer(producer, True, formats=formats), layer(producer, False, formats=formats), strict=True
+    ):
+        same(a, e)
+
+
+def in_place(y):
+    y.mul_(2)
+    return y
+
+
+def into_a_view(y):
+    y[0].fill_(3)
+    return y
+
+
+USES = {
+    "add": lambda y: y + 1,
+    "twice": lambda y: (y * y).sum(),
+    "clone": lambda y: y.clone(),
+    "view": lambda y: y.flatten(0, 1)[1:3] * 2,
+    "in place": in_place,
+    "into a view": into_a_view,
+    "out": lambda y: torch.add(y.detach(), 1, out=torch.zeros_like(y)),
+    "float": lambda y: y.float(),
+    "cpu": lambda y: y.to("cpu", non_blocking=True),
+    "numpy": lambda y: torch.from_numpy(y.detach().float().cpu().numpy()),
+    "data": lambda y: y.data * 1,
+    "list": lambda y: torch.tensor(y.tolist()),
+    "deepcopy": lambda y: copy.deepcopy(y.detach()) * 1,
+    "pickle": lambda y: pickle.loads(pickle.dumps(y.detach())),
+    "stack": lambda y: torch.stack([y, y]),
+    "maximum": lambda y: y.amax(),
+}
+
+
+@pytest.mark.parametrize("use", USES)
+def test_is_the_plain_tensor_to_everyone_else(producer, use, kernels):
+    x, z = producer.input(), producer.input()
+    y, plain = producer(x), producer(z, False) * 1
+    assert isinstance(y, Deferred) and y.is_pending and y.grad_fn is not None
+    assert (y.dtype, y.shape, y.device, y.stride()) == (
+        plain.dtype,
+        plain.shape,
+        plain.device,
+        plain.stride(),
+    )
+    results = USES[use](y), USES[use](plain)
+    assert type(results[0]) is torch.Tensor or results[0] is y
+    same(*results)
+    same(y.detach() * 1, plain.detach() * 1)
+    if results[1].requires_grad:
+        for result in results:
+            result.sum().backward()
+        same(x.grad, z.grad)
+
+
+def test_prints_as_the_plain_tensor(producer):
+    y = producer(producer.input())
+    assert repr(y) == repr(producer(producer.input(), False).detach())
+
+
+def test_views_stay_deferred(producer):
+    y = producer(producer.input())
+    for other in (y.view(-1, y.shape[-1]), y.detach(), y.contiguous(), y.flatten(), y.view_as(y)):
+        assert isinstance(other, Deferred) and other.is_pending
+    y.add_(1)
+    same(y.detach() * 1, y.flatten().view(y.shape).detach() * 1)
+
+
+def test_an_output_in_two_products(producer, kernels):
+    """Its operands are made once, by rows and by columns."""
+    weight = torch.randn(32, producer(producer.input()).shape[-1]).to(producer.x)
+    results = []
+    for deferred_ in (True, False):
+        y = producer(producer.input(), deferred_)
+        results.append([fp8_linear(y, w.requires_grad_()) for w in (weight, 2 * weight)])
+    for a, e in zip(*results, strict=True):
+        same(a, e)
+
+
+class Seen:
+    def __init__(self):
+        self.grad = None
+
+    def keep(self, y):
+        y.register_hook(self._hook)
+        return y
+
+    def _hook(self, grad):
+        self.grad = grad
+
+
+@pytest.mark.parametrize("reads", [False, True])
+def test_hooks_get_the_gradient(producer, reads, kernels):
+    """Also after the product has taken its operands."""
+    seen, plain = Seen(), Seen()
+
+    def between(y):
+        seen.keep(y)
+        if reads:
+            y.register_hook(lambda grad: None if grad.isfinite().all() else grad)
+            y.register_hook(lambda grad: grad * 1)
+        return y
+
+    found, expected = layer(producer, True, between=between), layer(producer, False, between=plain.keep)
+    assert isinstance(seen.grad, Deferred)
+    same(seen.grad * 1, plain.grad)
+    for a, e in zip(found, expected, strict=True):
+        same(a, e)
+
+
+def test_gradients_that_are_asked_for(producer):
+    """Autograd adds gradients up, keeps those it is asked to, and hands them out."""
+    kept = {}
+    for name, deferred_ in (("deferred", True), ("plain", False)):
+        torch.manual_seed(1)
+        x = producer.input()
+        weight = torch.randn(x.shape[-1], x.shape[-1]).mul(0.2).to(x).requires_grad_()
+        once = fp8_linear(x, weight)
+        twice = fp8_linear(x, weight)
+        once.retain_grad()
+        y = producer(once, deferred_).sum() + (producer(twice, deferred_) * producer(twice, deferred_)).sum()
+        grads = torch.autograd.grad(y, [x, weight, twice], retain_graph=True)
+        y.backward()
+        kept[name] = (*grads, once.grad, x.grad, weight.grad)
+    for a, e in zip(kept["deferred"], kept["plain"], strict=True):
+        same(a * 1, e)
+
+
+def test_memory_is_let_go(producer, monkeypatch):
+    """The output's source dies with the output, the gradient's with the product that takes it."""
+    sources = []
+    init = deferred.Source.__init__
+
+    def watch(self, inputs, *rest, **options):
+        sources.append(weakref.ref(inputs[0]))
+        init(self, inputs, *rest, **options)
+
+    taken = []
+    product = linear.scaled_matmul
+
+    def matmul(*args):
+        taken.append([ref() is None for ref in sources])
+        return product(*args)
+
+    deferred.holders_in_backward(producer.x.device)
+    monkeypatch.setattr(deferred.Source, "__init__", watch)
+    monkeypatch.setattr(linear, "scaled_matmul", matmul)
+    layer(producer, True)
+    # three products forward and two backward before the gradient exists; then it is gone at once
+    assert len(sources) == 2 and all(ref() is None for ref in sources)
+    assert [len(gone) for gone in taken[-2:]] == [2, 2] and all(gone[1] for gone in taken[-2:])
+
+
+def test_an_input_that_changes_is_refused(producer):
+    x = producer.input()
+    y1 = x * 1
+    y = producer(y1)
+    with torch.no_grad():
+        y1.mul_(2)
+    for use in (lambda: y + 1, lambda: fp8_operands(y, E4M3)):
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            use()
+
+
+def test_a_gradient_that_was_taken_says_so(producer):
+    def forget(y):
+        # autograd hands this hook what it holds itself: it does not count as a holder
+        y.register_hook(lambda grad: seen.append(weakref.ref(grad)))
+        return y
+
+    seen = []
+    layer(producer, True, between=forget)
+    assert seen[0]() is None
+    source = producer(producer.input()).source
+    source.release()
+    with pytest.raises(RuntimeError, match="retain_grad"):
+        source.value()
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpointing(producer, reentrant, kernels):
+    results = []
+    for deferred_ in (True, False):
+        torch.manual_seed(1)
+        x = producer.input()
+        n = producer(x.detach(), False).shape[-1]
+        weights = [torch.randn(s).mul(0.2).to(x).requires_grad_() for s in ((x.shape[-1],) * 2, (32, n))]
+
+        def block(x, w1, w2, deferred_=deferred_):
+            y = producer(fp8_linear(x, w1), deferred_)
+            return fp8_linear(y, w2, origin=origin_of(y))
+
+        y = checkpoint(block, x, *weights, use_reentrant=reentrant)
+        y.sum().backward()
+        results.append([y.detach(), x.grad, *(w.grad for w in weights)])
+    for a, e in zip(*results, strict=True):
+        same(a, e)
+
+
+def test_compiled_models_defer_nothing(producer):
+    x = producer.input()
+    y = torch.compile(producer, backend="aot_eager", fullgraph=True)(x)
+    assert type(y) is torch.Tensor
+    same(y, producer(x, False))
+
+
+def test_evaluation_defers_nothing(producer):
+    with torch.no_grad():
+        y = producer(producer.input())
+    assert type(y) is torch.Tensor
+
+
+def test_predictions_are_not_copied():
+    scale = PredictedScale(E4M3)
+    scale.on(torch.device("cpu")).fill_(3)
+    for other in (copy.deepcopy(scale), pickle.loads(pickle.dumps(scale))):
+        assert other.fmt == E4M3
+        assert other.on(torch.device("cpu")) == 1

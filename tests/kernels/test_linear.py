@@ -1,0 +1,171 @@
+"""The FP8 linear layer: results and gradients, what it keeps, what it refuses."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from coat_kernels import linear, tensorwise
+from coat_kernels.fp8 import E4M3
+from coat_kernels.linear import LinearFormats, fp8_linear
+from coat_kernels.origin import Origin, maxima_of, origin_of, with_maxima, with_origin
+from coat_kernels.tensorwise import quantize_tensor
+from tests.kernels.inputs import E4M3_RMS, E5M2_RMS
+from tests.util import rel_rms
+
+
+def leaves(*tensors, device, dtype=torch.bfloat16):
+    return [t.to(device, dtype).requires_grad_() for t in tensors]
+
+
+def gradients(y, grad, inputs):
+    return torch.autograd.grad(y, inputs, grad)
+
+
+@pytest.mark.parametrize("tokens", [(1,), (7, 3), (33,), (16, 4)], ids=str)
+@pytest.mark.parametrize("bias", [False, True])
+def test_linear_against_autograd(tokens, bias, device):
+    """A product's error is that of its two rounded operands, independent of each other: sqrt(2) * E4M3_RMS
+    forward, sqrt(E4M3_RMS^2 + E5M2_RMS^2) backward, and a tenth for small samples."""
+    inputs = leaves(torch.randn(*tokens, 192), torch.randn(256, 192), torch.randn(256), device=device)
+    inputs = inputs if bias else inputs[:2]
+    grad = torch.randn(*tokens, 256).to(device, torch.bfloat16)
+    y = fp8_linear(*inputs)
+    exact = [t.detach().float().requires_grad_() for t in inputs]
+    expected = F.linear(*exact)
+    forward, backward = 1.1 * 2**0.5 * E4M3_RMS, 1.1 * (E4M3_RMS**2 + E5M2_RMS**2) ** 0.5
+    assert rel_rms(y, expected) < forward
+    found, wanted = gradients(y, grad, inputs), gradients(expected, grad.float(), exact)
+    for a, e, bound in zip(found, wanted, (backward, backward, 2**-8), strict=False):
+        assert a.dtype == torch.bfloat16 and rel_rms(a, e) < bound
+
+
+def test_frozen_linear_keeps_no_input(device):
+    x, weight = leaves(torch.randn(16, 32), torch.randn(32, 32), device=device)
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+        y = fp8_linear(x, weight.detach())
+    assert [t.numel() for t in kept] == [32 * 32, 1]
+    (grad_x,) = torch.autograd.grad(y.sum(), [x])
+    assert grad_x.shape == x.shape
+
+
+def test_backward_of_a_bad_gradient_shows_it(device):
+    x, weight = leaves(torch.randn(32, 32), torch.randn(32, 32), device=device)
+    grad = torch.randn(32, 32, device=device, dtype=torch.bfloat16)
+    grad[3, 4] = torch.inf
+    grad_x, grad_w = torch.autograd.grad(fp8_linear(x, weight), [x, weight], grad)
+    assert grad_x[3].isnan().all() and grad_x[:3].isfinite().all()
+    assert grad_w[4].isnan().all() and grad_w[:4].isfinite().all()
+
+
+@pytest.mark.gpu
+def test_sizes_that_fp8_products_cannot_take_are_refused():
+    x, weight = torch.randn(4, 24, device="cuda"), torch.randn(40, 24, device="cuda")
+    with pytest.raises(ValueError, match="multiples of 16, found a weight of 40 x 24"):
+        fp8_linear(x, weight)
+
+
+def test_frozen_weight_or_input_costs_no_product(device, monkeypatch):
+    """LoRA's frozen weights have no weight gradient, a first layer no input gradient."""
+    x, weight = leaves(torch.randn(16, 32), torch.randn(32, 32), device=device)
+    products = []
+    product = linear.scaled_matmul
+    monkeypatch.setattr(linear, "scaled_matmul", lambda *args: products.append(args) or product(*args))
+    for inputs in ((x, weight.detach()), (x.detach(), weight)):
+        products.clear()
+        fp8_linear(*inputs).sum().backward()
+        assert len(products) == 2
+
+
+def test_linear_behind_an_origin_keeps_only_that_and_the_scale(device):
+    x, weight = leaves(torch.randn(512, 128), torch.randn(64, 128), device=device)
+    made = []
+
+    def columns(kept, largest, fmt):
+        made.append(largest.item())
+        return quantize_tensor(kept, largest, fmt, rows=False, columns=True)
+
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+        y = fp8_linear(x, weight, origin=Origin((x.detach(),), columns))
+    assert [t.numel() for t in kept] == [weight.numel(), 1, x.numel(), 1]
+    grad = torch.randn_like(y)
+    plain = torch.autograd.grad(fp8_linear(x, weight), [x, weight], grad)
+    for a, e in zip(torch.autograd.grad(y, [x, weight], grad), plain, strict=True):
+        assert a.equal(e)
+    assert made == [x.abs().max().item()]
+
+
+def test_what_is_attached_is_lost_by_any_change():
+    x = torch.randn(4, 32)
+    with_origin(x, Origin((), None))
+    with_maxima(x, x.abs().amax(1))
+    assert origin_of(x) is not None and maxima_of(x) is not None
+    for other in (x * 2, x.view(2, 2, 32), x.detach()):
+        assert origin_of(other) is None and maxima_of(other) is None
+    x.mul_(2)
+    assert origin_of(x) is None and maxima_of(x) is None
+
+
+def test_maxima_of_the_producers_are_used(device, monkeypatch):
+    x, weight = leaves(torch.randn(16, 32), torch.randn(32, 32), device=device)
+    grad = torch.randn(16, 32, device=device, dtype=torch.bfloat16)
+    expected = torch.autograd.grad(fp8_linear(x, weight), [x, weight], grad)
+    with_maxima(x, x.detach().abs().float().amax(1))
+    with_maxima(grad, grad.abs().float().amax(1))
+    read = []
+    largest_of = tensorwise.largest_of
+    monkeypatch.setattr(tensorwise, "largest_of", lambda t: read.append(t) or largest_of(t))
+    y = fp8_linear(x, weight)
+    for a, e in zip(torch.autograd.grad(y, [x, weight], grad), expected, strict=True):
+        assert a.equal(e)
+    assert [t.data_ptr() for t in read] == [weight.data_ptr()]
+
+
+def test_formats_and_autocast(device):
+    """E4M3 gradients have half of E5M2's error; autocast decides the type of the product."""
+    x, weight = leaves(torch.randn(64, 192), torch.randn(256, 192), device=device)
+    grad = torch.randn(64, 256, device=device, dtype=torch.bfloat16)
+    y = fp8_linear(x, weight, formats=LinearFormats(E4M3, E4M3))
+    exact = [t.detach().float().requires_grad_() for t in (x, weight)]
+    wanted = torch.autograd.grad(F.linear(*exact), exact, grad.float())
+    for a, e in zip(torch.autograd.grad(y, [x, weight], grad), wanted, strict=True):
+        assert rel_rms(a, e) < 1.1 * 2**0.5 * E4M3_RMS
+    with torch.autocast(device.type, torch.bfloat16):
+        z = fp8_linear(exact[0], exact[1])
+        assert z.dtype == torch.bfloat16 and rel_rms(z, F.linear(*exact)) < 1.1 * 2**0.5 * E4M3_RMS
+        z.backward(grad)
+    assert exact[0].grad.dtype == torch.float32
+
+
+def test_one_weight_used_twice(device):
+    x, weight = leaves(torch.randn(32, 64), torch.randn(64, 64), device=device)
+    once = [torch.autograd.grad(fp8_linear(x, weight).sum(), weight)[0] for _ in range(2)]
+    (twice,) = torch.autograd.grad(fp8_linear(x, weight).sum() + fp8_linear(x, weight).sum(), weight)
+    assert twice.equal(once[0] + once[1])
+
+
+def test_no_grad_keeps_nothing_and_equals_training(device):
+    x, weight = leaves(torch.randn(33, 64), torch.randn(48, 64), device=device)
+    y = fp8_linear(x, weight)
+    with torch.no_grad():
+        z = fp8_linear(x, weight)
+    assert z.grad_fn is None and z.equal(y)
+
+
+def test_compiled_equals_eager(device):
+    x, weight, bias = leaves(torch.randn(33, 64), torch.randn(48, 64), torch.randn(48), device=device)
+    grad = torch.randn(33, 48, device=device, dtype=torch.bfloat16)
+    compiled = torch.compile(fp8_linear, backend="aot_eager", fullgraph=True)
+    results = []
+    for run in (fp8_linear, compiled):
+        y = run(x, weight, bias)
+        results.append((y, *torch.autograd.grad(y, [x, weight, bias], grad)))
+    for a, e in zip(*results, strict=True):
+        assert a.equal(e)
+    a = torch.zeros(16, 16, device=device).to(torch.float8_e4m3fn)
+    one = torch.ones(1, device=device)
+    # its test of the schema would multiply FP8 elements, which torch does not do
+    utils = ("test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
+    arguments = (a, a, one, one, None, torch.bfloat16, True)
+    torch.library.opcheck(linear.scaled_matmul.op, arguments, test_utils=utils)

@@ -1,0 +1,314 @@
+"""RMSNorm and LayerNorm: formulas against autograd, kernels against references, and what is kept."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from coat_kernels import norm
+from coat_kernels.fp8 import E4M3, E5M2
+from coat_kernels.groups import Grouped, dequantize_groups_reference
+from coat_kernels.origin import maxima_of, origin_of, with_maxima
+from coat_kernels.tensorwise import quantize_tensor_reference
+from tests.kernels.inputs import E4M3_RMS, SHAPES, hard, wide
+from tests.util import rel_rms
+
+EPS = 1e-5
+# kernels and references differ by the order of FP32 sums, then in the last bit of BF16 on a tie
+KERNEL_RMS = 1e-3
+LAYER_NORM = pytest.mark.parametrize("layer_norm", [False, True], ids=["rms", "layer"])
+
+
+def plain(x, weight, bias, layer_norm, zero_centered=False):
+    """The same by torch, differentiable, in the precision of its inputs."""
+    gamma = weight + 1 if zero_centered else weight
+    if layer_norm:
+        return F.layer_norm(x, x.shape[-1:], gamma, bias, EPS)
+    return F.rms_norm(x, x.shape[-1:], gamma, EPS)
+
+
+def apply(x, weight, bias, layer_norm, **options):
+    if layer_norm:
+        return norm.layer_norm(x, weight, bias, EPS, **options)
+    return norm.rms_norm(x, weight, EPS, **options)
+
+
+def exactly_kept(x, layer_norm, group_size=16):
+    """x whose centered values E4M3 groups hold without error, and those values."""
+    codes = torch.randint(-7, 8, x.shape).float()
+    if not layer_norm:
+        return codes, codes
+    # rows that sum to zero have mean zero: whatever is added is the mean
+    codes[:, 1::2] = -codes[:, 0 : codes.shape[1] - 1 : 2]
+    return codes + 3.0, codes
+
+
+@LAYER_NORM
+@pytest.mark.parametrize("zero_centered", [False, True])
+@pytest.mark.parametrize("residual", [False, True])
+def test_formulas_against_autograd_in_fp64(layer_norm, zero_centered, residual):
+    """With values that the codes hold exactly, output and gradients are right to FP32's rounding."""
+    x, _ = exactly_kept(torch.empty(6, 48), layer_norm)
+    weight, bias, grad = torch.randn(48), torch.randn(48) if layer_norm else None, torch.randn(6, 48)
+    inputs = [t.requires_grad_() for t in (x, weight, bias) if t is not None]
+    exact = [t.detach().double().requires_grad_() for t in inputs]
+    y = apply(x, weight, bias, layer_norm, zero_centered=zero_centered, residual=residual)
+    expected = plain(*exact, *([] if layer_norm else [None]), layer_norm, zero_centered)
+    if residual:
+        y, handed_on = y
+        assert handed_on.equal(x) and handed_on.data_ptr() == x.data_ptr()
+        other = torch.randn(6, 48)
+        y, expected = (y, handed_on), (expected, exact[0] * 1)
+        grad = (grad, other)
+    else:
+        y, expected, grad = (y,), (expected,), (grad,)
+    assert rel_rms(y[0], expected[0]) < 1e-6
+    found = torch.autograd.grad(y, inputs, grad)
+    wanted = torch.autograd.grad(expected, exact, [g.double() for g in grad])
+    for a, e in zip(found, wanted, strict=True):
+        # sums of at most 48 terms, each rounded a few times to 2^-24
+        assert rel_rms(a, e) < 2e-6
+
+
+@pytest.mark.parametrize("layer_norm,bias", [(False, False), (True, False), (True, True)])
+def test_gradients_against_autograd(layer_norm, bias, device):
+    """Backward knows the centered input to one E4M3 rounding, which enters a product of two terms. A large
+    mean makes that no worse for LayerNorm, of which only the deviation is kept."""
+    x = torch.randn(40, 80) + (30 if layer_norm else 0)
+    parameters = [1 + 0.1 * torch.randn(80), torch.randn(80)][: 1 + bias]
+    inputs = [t.to(device, torch.bfloat16).requires_grad_() for t in (x, *parameters)]
+    exact = [t.detach().float().requires_grad_() for t in inputs]
+    grad = torch.randn(40, 80, device=device, dtype=torch.bfloat16)
+    y = apply(*inputs, *([] if bias else [None]), layer_norm)
+    expected = plain(*exact, *([] if bias else [None]), layer_norm)
+    assert y.dtype == torch.bfloat16 and rel_rms(y, expected) < 2**-8
+    found = torch.autograd.grad(y, inputs, grad)
+    wanted = torch.autograd.grad(expected, exact, grad.float())
+    for a, e in zip(found, wanted, strict=True):
+        assert a.dtype == torch.bfloat16 and rel_rms(a, e) < 2 * E4M3_RMS
+
+
+def same(actual, expected):
+    torch.testing.assert_close(actual.float(), expected.float(), rtol=0, atol=0, equal_nan=True)
+
+
+def close(actual, expected):
+    """Equal where not finite, and of a small error elsewhere."""
+    finite = expected.isfinite()
+    same(actual.masked_fill(finite, 0), expected.masked_fill(finite, 0))
+    assert rel_rms(actual.masked_fill(~finite, 0), expected.masked_fill(~finite, 0)) < KERNEL_RMS
+
+
+def check_kernels(x, grad, grad_residual, weight, bias, layer_norm, zero_centered, group_size):
+    options = layer_norm, zero_centered, group_size
+    expected = norm.norm_forward_reference(x, weight, bias, EPS, *options, True)
+    actual = norm.norm_forward_triton(x, weight, bias, EPS, *options, True)
+    close(actual[0], expected[0])
+    assert actual[1].amax() == torch.where(actual[0].isfinite(), actual[0].float().abs(), 0).amax()
+    close(actual[3], expected[3])
+    # a mean in another order moves deviations by 2^-24 of the row's largest value, and few of them to
+    # another code
+    values = [dequantize_groups_reference(q, group_size) for q in (actual[2], expected[2])]
+    close(*values) if layer_norm else same(*values)
+    bare = norm.norm_forward_triton(x, weight, bias, EPS, *options, False)
+    same(bare[0], actual[0])
+    assert bare[2] is None and bare[3] is None
+    kept = expected[2], expected[3], weight
+    reference = norm.norm_backward_reference(grad, grad_residual, *kept, *options)
+    found = norm.norm_backward_triton(grad, grad_residual, *kept, *options)
+    for i in (0, 2, 3):
+        close(found[i], reference[i])
+    assert found[1].amax() == torch.where(found[0].isfinite(), found[0].float().abs(), 0).amax()
+    largest = expected[1].amax(0, keepdim=True)
+    for fmt in (E4M3, E5M2):
+        made = norm.norm_columns_triton(*kept, bias, largest, zero_centered, group_size, fmt)
+        wanted = norm.norm_columns_reference(*kept, bias, largest, zero_centered, group_size, fmt)
+        assert made.rows is None and made.scale.equal(wanted.scale)
+        # the last bit of FP32 decides on a tie between two codes
+        close(made.columns.float(), wanted.columns.float())
+
+
+@LAYER_NORM
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_kernels_agree_with_the_references(shape, layer_norm, device):
+    x, grad, grad_residual = (t.to(device) for t in (wide(*shape), torch.randn(shape), wide(*shape)))
+    weight, bias = torch.randn(2, shape[1], device=device)
+    # with and without a residual, either dtype of weights and of the rest
+    check_kernels(x, grad, None, weight, bias.bfloat16() if layer_norm else None, layer_norm, True, 32)
+    x, grad, grad_residual = (t.bfloat16() for t in (x, grad, grad_residual))
+    check_kernels(x, grad, grad_residual, weight, bias if layer_norm else None, layer_norm, False, 16)
+    check_kernels(x, grad, None, weight.bfloat16(), None, layer_norm, True, 64)
+
+
+@LAYER_NORM
+@pytest.mark.parametrize("case", hard(64))
+def test_kernels_agree_on_hard_inputs(case, layer_norm, device):
+    """The rest of the tensor is ordinary: what is wrong in a row stays in it."""
+    x, grad = torch.randn(2, 4, 64, device=device)
+    x[1] = hard(64)[case].to(device)
+    grad[2] = hard(64)[case].to(device)
+    weight, bias = torch.randn(2, 64, device=device)
+    with torch.no_grad():
+        check_kernels(
+            x.bfloat16(), grad.bfloat16(), None, weight, bias if layer_norm else None, layer_norm, False, 16
+        )
+
+
+@LAYER_NORM
+def test_a_row_of_many_tiles_and_programs(layer_norm, device, monkeypatch):
+    """Backward programs go through several tiles of rows each, the last not full."""
+    monkeypatch.setattr(norm, "PROGRAMS", 3)
+    monkeypatch.setattr(norm, "BACKWARD_TILE", 256)
+    x, grad, grad_residual = torch.randn(3, 29, 128, device=device)
+    weight, bias = torch.randn(2, 128, device=device)
+    check_kernels(x, grad, grad_residual, weight, bias, layer_norm, False, 128)
+
+
+@LAYER_NORM
+def test_columns_are_the_output_quantized_and_transposed(layer_norm, device):
+    x, weight, bias = torch.randn(37, 48, device=device), *torch.randn(2, 48, device=device)
+    y = apply(x.requires_grad_(), weight, bias, layer_norm)
+    origin, largest = origin_of(y), maxima_of(y).amax(0, keepdim=True)
+    rows, columns, scale = origin.columns(*origin.tensors, largest, E4M3)
+    expected = quantize_tensor_reference(y.detach(), largest, E4M3, columns=True)
+    assert rows is None and scale.equal(expected.scale) and columns.shape == (48, 48)
+    assert (columns.float()[:, 37:] == 0).all()
+    # both are rounded by columns' scale, one of them had been rounded in groups before
+    assert rel_rms(columns.float() * scale, expected.columns.float() * scale) < 2 * E4M3_RMS
+    assert rel_rms(columns.float()[:, :37].t() * scale, y) < 2 * E4M3_RMS
+
+
+@LAYER_NORM
+def test_nothing_is_kept_that_nothing_needs(layer_norm, device):
+    def kept(x, weight, bias):
+        tensors = []
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: tensors.append(t) or t, lambda t: t):
+            y = apply(x, weight, bias, layer_norm)
+        assert maxima_of(y) is not None
+        return y, sum(t.nbytes for t in tensors)
+
+    x = torch.randn(8, 64, device=device, dtype=torch.bfloat16)
+    weight, bias = torch.ones(64, device=device), torch.zeros(64, device=device)
+    y, size = kept(x, weight, bias)
+    assert size == 0 and not y.requires_grad and origin_of(y) is None
+    # codes, exponents, rstd and the weight
+    y, size = kept(x.requires_grad_(), weight, bias)
+    assert size == 8 * 64 + 8 * 4 + 8 * 4 + 64 * 4 and origin_of(y) is not None
+    with torch.no_grad():
+        y, size = kept(x, weight, bias)
+    assert size == 0 and origin_of(y) is None
+    (grad_x,) = torch.autograd.grad(apply(x, weight, bias, layer_norm).sum(), [x])
+    assert grad_x.isfinite().all()
+
+
+@LAYER_NORM
+def test_gradients_that_are_not_wanted_are_not_made(layer_norm, device):
+    x, weight, bias = torch.randn(8, 64, device=device), torch.ones(64, device=device), None
+    if layer_norm:
+        bias = torch.zeros(64, device=device)
+    grad = torch.randn(8, 64, device=device)
+    _, _, q, rstd = norm.norm_forward_triton(x, weight, bias, EPS, layer_norm, False, 16, True)
+    options = layer_norm, False, 16
+    for needs in ((True, False, False), (False, True, False), (False, False, True), (False, True, True)):
+        found = norm.norm_backward_triton(grad, None, q, rstd, weight, *options, *needs)
+        assert [f is not None for f in found] == [needs[0], *needs]
+        expected = norm.norm_backward_reference(grad, None, q, rstd, weight, *options)
+        for f, e in zip(found[2:], expected[2:], strict=True):
+            assert f is None or rel_rms(f, e) < KERNEL_RMS
+    # through autograd: a frozen input below trained parameters
+    y = apply(x, weight.requires_grad_(), bias, layer_norm)
+    (grad_weight,) = torch.autograd.grad(y, [weight], grad)
+    assert rel_rms(grad_weight, expected[2]) < KERNEL_RMS
+
+
+@LAYER_NORM
+def test_residual_gradients_join_in_any_combination(layer_norm, device):
+    x = torch.randn(8, 64, device=device, dtype=torch.bfloat16).requires_grad_()
+    weight = torch.ones(64, device=device).requires_grad_()
+    grad, other = torch.randn(2, 8, 64, device=device).bfloat16()
+    y, handed_on = apply(x, weight, None, layer_norm, residual=True)
+    (alone,) = torch.autograd.grad(y, [x], grad, retain_graph=True)
+    (passed,) = torch.autograd.grad(handed_on, [x], other, retain_graph=True)
+    both = torch.autograd.grad((y, handed_on), [x, weight], (grad, other))[0]
+    assert passed.equal(other)
+    # one is rounded before the sum, the other after
+    assert rel_rms(both, alone.float() + other.float()) < 2**-8
+    with torch.no_grad():
+        y, handed_on = apply(x, weight, None, layer_norm, residual=True)
+    assert handed_on is x
+    y, handed_on = apply(x, weight, None, layer_norm, residual=True)
+    handed_on += 1
+    assert origin_of(y) is not None, "what is kept is a copy of its own"
+
+
+class Look(torch.autograd.Function):
+    """Passes everything on and notes the maxima that its gradient comes with."""
+
+    seen: list = []
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        Look.seen.append((grad.clone(), maxima_of(grad)))
+        return grad
+
+
+def test_maxima_travel_with_the_gradient(device):
+    Look.seen.clear()
+    x = torch.randn(2, 5, 64, device=device, dtype=torch.bfloat16).requires_grad_()
+    y = norm.rms_norm(Look.apply(x), torch.ones(64, device=device), EPS)
+    y.backward(torch.randn_like(y))
+    ((grad, maxima),) = Look.seen
+    assert maxima.amax() == grad.float().abs().amax()
+    assert maxima_of(with_maxima(grad, maxima)) is maxima and maxima_of(grad.add_(1)) is None
+
+
+@LAYER_NORM
+def test_operators_for_compile(layer_norm, device):
+    x, weight, bias = torch.randn(3, 40, device=device), *torch.randn(2, 40, device=device)
+    options = layer_norm, False, 16
+    for keep in (False, True):
+        torch.library.opcheck(norm.norm_forward.op, (x, weight, bias, EPS, *options, keep))
+    _, maxima, *kept = norm.norm_forward(x, weight, bias, EPS, *options, True)
+    # the test of the schema compares inputs before and after, which torch cannot do with FP8
+    tests = "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic"
+    for needs in ((True, True, True), (False, True, False)):
+        arguments = x, None, *kept, weight, *options, *needs
+        torch.library.opcheck(norm.norm_backward.op, arguments, test_utils=tests)
+    arguments = *kept, weight, bias, maxima.amax(0, keepdim=True), False, 16, "e4m3"
+    torch.library.opcheck(norm.norm_columns.op, arguments, test_utils=tests)
+
+
+@LAYER_NORM
+def test_compiled_equals_eager(layer_norm, device):
+    weight, bias = (torch.randn(40, device=device).requires_grad_() for _ in range(2))
+    x, grad = torch.randn(2, 6, 40, device=device)
+    parameters = [weight, bias] if layer_norm else [weight]
+
+    def run(f):
+        inputs = x.clone().requires_grad_()
+        y, handed_on = f(inputs, *parameters, *([] if layer_norm else [None]), layer_norm, residual=True)
+        return y, *torch.autograd.grad((y, handed_on), [inputs, *parameters], (grad, grad))
+
+    compiled = torch.compile(apply, backend="aot_eager", fullgraph=True)
+    for a, e in zip(run(compiled), run(apply), strict=True):
+        same(a, e)
+
+
+def test_a_zero_sized_batch(device):
+    x = torch.empty(0, 32, device=device).requires_grad_()
+    weight = torch.ones(32, device=device).requires_grad_()
+    y = norm.rms_norm(x, weight, EPS)
+    grad_x, grad_weight = torch.autograd.grad(y.sum(), [x, weight])
+    assert y.shape == grad_x.shape == (0, 32) and (grad_weight == 0).all()
+
+
+def test_kept_input_has_its_own_groups():
+    """A last group that is not full is one of its own, in every row."""
+    x = torch.ones(2, 40)
+    x[:, 32:] = 1e-3
+    _, _, q, _ = norm.norm_forward_triton(x, torch.ones(40), None, EPS, False, False, 16, True)
+    assert isinstance(q, Grouped) and q.exponent.shape == (2, 3)
+    assert rel_rms(dequantize_groups_reference(q, 16)[:, 32:], x[:, 32:]) < 2**-4

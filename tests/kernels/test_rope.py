@@ -1,0 +1,98 @@
+"""Rotary positions against complex multiplication and autograd, and the kernels against the reference."""
+
+import pytest
+import torch
+
+from coat_kernels import rope
+from coat_kernels.origin import maxima_of
+from tests.util import rel_rms
+
+# tokens, batch, groups, queries in a group, channels, rotated channels
+SHAPES = [
+    (1, 1, 1, 1, 4, 2),
+    (5, 2, 3, 1, 16, 16),
+    (7, 3, 2, 4, 20, 12),
+    (4, 1, 5, 3, 6, 6),
+    (3, 2, 2, 2, 8, 0),
+]
+
+
+def inputs(shape, device, dtype=torch.float32):
+    s, b, groups, m, d, r = shape
+    generator = torch.Generator().manual_seed(0)
+    mixed = torch.randn(s, b, groups * (m + 2) * d, generator=generator).to(dtype)
+    angles = 10 * torch.rand(s, r // 2, generator=generator)
+    angles = torch.cat((angles, angles), -1)
+    return mixed.to(device), angles.cos().to(device), angles.sin().to(device), groups, d
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_rotation_is_a_complex_product(shape, device):
+    mixed, cos, sin, groups, d = inputs(shape, device)
+    m, half = shape[3], shape[5] // 2
+    q, k, v = rope.rotate_qkv(mixed, cos, sin, groups, d)
+    heads = mixed.unflatten(2, (groups, m + 2, d))
+    turn = torch.complex(cos[:, :half], sin[:, :half])[:, None, None]
+    for part, source in ((q, heads[..., :m, :].flatten(2, 3)), (k, heads[..., m, :])):
+        turned = torch.complex(source[..., :half], source[..., half : 2 * half]) * turn
+        expected = torch.cat((turned.real, turned.imag, source[..., 2 * half :]), -1)
+        # two products and a sum in FP32
+        assert rel_rms(part, expected) < 2**-22
+    assert v.equal(heads[..., m + 1, :])
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_gradient_against_autograd(shape, device):
+    mixed, *rest = inputs(shape, device)
+    mixed.requires_grad_()
+    results = rope.rotate_qkv(mixed, *rest), rope.rotate_qkv_reference(mixed, *rest)
+    # as attention leaves them: not contiguous
+    grads = [torch.randn_like(t.transpose(0, 2)).transpose(0, 2) for t in results[0]]
+    actual, expected = (torch.autograd.grad(result, mixed, grads)[0] for result in results)
+    assert rel_rms(actual, expected) < 2**-22
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_kernels_equal_the_reference(shape, dtype, device):
+    mixed, cos, sin, groups, d = inputs(shape, device, dtype)
+    mixed.view(-1)[:2] = torch.tensor([torch.nan, torch.inf])
+    # a product may be fused with the sum: FP32's last bit, and BF16's on a tie
+    tolerance = 2**-22 if dtype == torch.float32 else 2**-7
+    actual = rope.rotate_qkv_triton(mixed, cos, sin, groups, d)
+    expected = rope.rotate_qkv_reference(mixed, cos, sin, groups, d)
+    for a, e in zip(actual, expected, strict=True):
+        torch.testing.assert_close(a, e, rtol=tolerance, atol=tolerance, equal_nan=True)
+    grads = [t.nan_to_num(2.0, 3.0).transpose(0, 2).contiguous().transpose(0, 2) for t in expected]
+    grads[0][-1, -1, -1, -1] = torch.inf
+    a, a_maxima = rope.rotate_qkv_backward_triton(*grads, cos, sin)
+    e, e_maxima = rope.rotate_qkv_backward_reference(*grads, cos, sin)
+    torch.testing.assert_close(a, e, rtol=tolerance, atol=tolerance, equal_nan=True)
+    torch.testing.assert_close(a_maxima.amax(), e_maxima.amax(), rtol=tolerance, atol=0)
+
+
+def test_backward_hands_its_maxima_on(device):
+    mixed, *rest = inputs(SHAPES[1], device)
+    seen = {}
+
+    class Watch(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, grad):
+            seen["maxima"], seen["grad"] = maxima_of(grad), grad
+            return grad
+
+    mixed.requires_grad_()
+    q, k, v = rope.rotate_qkv(Watch.apply(mixed), *rest)
+    (q.sum() + 2 * k.sum() + 3 * v.sum()).backward()
+    assert seen["maxima"].amax() == seen["grad"].abs().amax()
+
+
+def test_operators_are_sound(device):
+    mixed, cos, sin, groups, d = inputs(SHAPES[2], device)
+    torch.library.opcheck(rope.rotate_qkv_forward.op, (mixed, cos, sin, groups, d))
+    q, k, v = rope.rotate_qkv(mixed, cos, sin, groups, d)
+    torch.library.opcheck(rope.rotate_qkv_backward.op, (q, k, v, cos, sin))

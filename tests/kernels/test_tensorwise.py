@@ -1,0 +1,74 @@
+"""FP8 with one scale per tensor: kernels against references, scales, operators."""
+
+import pytest
+import torch
+
+from coat_kernels import tensorwise
+from coat_kernels.fp8 import E4M3, E5M2
+from coat_kernels.origin import with_maxima
+from tests.kernels.inputs import SHAPES, hard, wide
+
+FORMATS = pytest.mark.parametrize("fmt", [E4M3, E5M2], ids=lambda f: f.name)
+
+
+@FORMATS
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_tensorwise_kernel_equals_the_reference_bit_for_bit(shape, fmt, device):
+    for x in (wide(*shape), *(v.view(*shape) for v in hard(shape[0] * shape[1]).values())):
+        x = x.to(device).bfloat16()
+        maxima = tensorwise.maxima_triton(x)
+        assert maxima.amax() == tensorwise.maxima_reference(x).amax()
+        largest = tensorwise.largest_magnitude(with_maxima(x, maxima))
+        expected = tensorwise.quantize_tensor_reference(x, largest, fmt, columns=True)
+        actual = tensorwise.quantize_tensor_triton(x, largest, fmt, columns=True)
+        for a, e in zip(actual, expected, strict=True):
+            torch.testing.assert_close(a.float(), e.float(), rtol=0, atol=0, equal_nan=True)
+        assert expected[1].shape == (shape[1], -(-shape[0] // 16) * 16)
+
+
+@pytest.mark.parametrize(
+    "quantize", [tensorwise.quantize_tensor_reference, tensorwise.quantize_tensor_triton]
+)
+def test_scale_of_zeros_and_of_what_is_not_finite(quantize, device):
+    for empty in (torch.zeros(4, 4, device=device), torch.zeros(0, 4, device=device)):
+        assert quantize(empty, tensorwise.largest_magnitude(empty), E4M3).scale == 1
+    x = torch.tensor([[2.0, torch.inf], [torch.nan, -1.0]], device=device)
+    codes, _, scale = quantize(x, tensorwise.largest_magnitude(x), E4M3)
+    # 256 is the largest power of two within the format
+    assert scale.item() == 2 / 256
+    assert codes.float().isnan().equal(~x.isfinite()) and codes.float()[0, 0] == 256
+    tiny = torch.full((4, 4), 1e-45, device=device)
+    assert quantize(tiny, tensorwise.largest_magnitude(tiny), E4M3).scale == 2.0**-126
+
+
+@pytest.mark.parametrize("step, fmt", [(1, E4M3), (4, E5M2)], ids=["e4m3", "e5m2"])
+def test_scales_are_the_smallest_powers_of_two_that_suffice(step, fmt):
+    powers = torch.arange(-149, 128).float().exp2()
+    largest = torch.cat((powers, 1.75 * powers, (1.75 * powers).nextafter(torch.tensor(torch.inf))))
+    largest = largest[largest.isfinite()]
+    scale = torch.cat([tensorwise.tensor_scale_reference(x[None], fmt) for x in largest])
+    _, power = torch.frexp(scale)
+    e = power - 1
+    assert scale.equal(torch.ldexp(torch.ones_like(scale), e)) and (e >= -126).all() and (e <= 126).all()
+    assert ((e % step == 0) | (e == -126)).all()
+    assert (largest.double() <= fmt.max * scale.double()).all()
+    # one step less would not do
+    assert ((largest.double() > fmt.max * scale.double() / 2**step) | (e - step < -126)).all()
+    for x, expected in zip(largest, scale, strict=True):
+        x = x.reshape(1, 1)
+        assert tensorwise.quantize_tensor_triton(x, x[0], fmt).scale == expected
+
+
+def test_operators_are_sound(device):
+    x = torch.randn(20, 48, device=device)
+    torch.library.opcheck(tensorwise.largest_of.op, (x,))
+    for rows, columns in ((True, False), (False, True), (True, True)):
+        torch.library.opcheck(tensorwise.quantize_codes.op, (x, x.abs().max()[None], "e5m2", rows, columns))
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_transposed_codes(shape, device):
+    codes = torch.randint(0, 255, shape, dtype=torch.uint8, device=device).view(torch.float8_e4m3fn)
+    expected = tensorwise.transpose_codes_reference(codes).view(torch.uint8)
+    assert expected[:, : shape[0]].equal(codes.view(torch.uint8).t()) and not expected[:, shape[0] :].any()
+    assert tensorwise.transpose_codes_triton(codes).view(torch.uint8).equal(expected)

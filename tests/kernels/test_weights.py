@@ -1,0 +1,136 @@
+"""Kept FP8 weights: used while valid, never stale, counted."""
+
+import copy
+
+import pytest
+import torch
+
+from coat_kernels import weights
+from coat_kernels.fp8 import E4M3
+from coat_kernels.linear import fp8_linear
+from coat_kernels.weights import WeightCache, invalidate_weight_caches
+
+KEEP = pytest.mark.parametrize("keep", ["scale", "fp8"])
+
+
+@pytest.fixture
+def work(monkeypatch):
+    """Counts the passes over weights."""
+    counts = {"largest": 0, "quantize": 0}
+    for name, function in (("largest", "largest_magnitude"), ("quantize", "quantize_tensor")):
+        original = getattr(weights, function)
+
+        def counting(*args, original=original, name=name, **kwargs):
+            counts[name] += 1
+            return original(*args, **kwargs)
+
+        monkeypatch.setattr(weights, function, counting)
+    return counts
+
+
+def layer(device):
+    weight = torch.nn.Parameter(torch.randn(32, 64, device=device))
+    x = torch.randn(16, 64, device=device, requires_grad=True)
+    return x, weight
+
+
+@pytest.mark.parametrize("keep, passes", [("none", (3, 6)), ("scale", (1, 6)), ("fp8", (1, 1))])
+def test_passes_and_bytes_of_three_micro_batches(keep, passes, work, device):
+    x, weight = layer(device)
+    cache = WeightCache(keep)
+    for _ in range(3):
+        fp8_linear(x, weight, cache=cache).sum().backward()
+    assert (work["largest"], work["quantize"]) == passes
+    # the scale twice beside the codes: as the largest magnitude and as quotient
+    assert cache.nbytes == {"none": 0, "scale": 4, "fp8": 2 * weight.numel() + 8}[keep]
+
+
+def by_optimizer(weight):
+    weight.grad = torch.ones_like(weight)
+    torch.optim.SGD([weight], lr=1.0).step()
+
+
+def behind_autograd_in_a_step(weight):
+    """As ZeRO does: an optimizer steps on a master, whose values then go into the weight's memory."""
+    master = weight.detach().clone().requires_grad_()
+    by_optimizer(master)
+    weight.data.copy_(master.detach())
+
+
+def in_place(weight):
+    with torch.no_grad():
+        weight.mul_(-3)
+
+
+def load_state_dict(weight):
+    module = torch.nn.Module()
+    module.weight = weight
+    module.load_state_dict({"weight": weight.detach() + 1})
+
+
+def other_memory(weight):
+    weight.data = weight.detach() + 1
+
+
+def by_hand(weight):
+    weight.data.add_(1)
+    invalidate_weight_caches()
+
+
+@KEEP
+@pytest.mark.parametrize(
+    "change", [by_optimizer, behind_autograd_in_a_step, in_place, load_state_dict, other_memory, by_hand]
+)
+def test_is_never_stale(keep, change, device):
+    x, weight = layer(device)
+    cache = WeightCache(keep)
+    before = fp8_linear(x, weight, cache=cache)
+    change(weight)
+    after = fp8_linear(x, weight, cache=cache)
+    assert after.equal(fp8_linear(x, weight)) and not after.equal(before)
+
+
+@KEEP
+def test_backward_uses_the_weight_of_its_forward_or_refuses(keep, device):
+    x, weight = layer(device)
+    cache = WeightCache(keep)
+    y = fp8_linear(x, weight, cache=cache)
+    with torch.no_grad():
+        weight.mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.sum().backward()
+
+
+@KEEP
+def test_evaluation_neither_fills_nor_uses_it(keep, device):
+    x, weight = layer(device)
+    cache = WeightCache(keep)
+    with torch.no_grad():
+        fp8_linear(x, weight, cache=cache)
+        assert cache.nbytes == 0
+    fp8_linear(x, weight, cache=cache)
+    with torch.no_grad():
+        # an averaged weight swapped in behind autograd
+        weight.data.mul_(-1)
+        assert fp8_linear(x, weight, cache=cache).equal(fp8_linear(x, weight))
+
+
+def test_copies_start_empty(device):
+    x, weight = layer(device)
+    cache = WeightCache("fp8")
+    fp8_linear(x, weight, cache=cache)
+    assert copy.deepcopy(cache).nbytes == 0 and cache.nbytes > 0
+
+
+def test_unknown_value_is_refused():
+    with pytest.raises(ValueError, match="weight_cache: expected one of none, scale, fp8; found 'bf16'"):
+        WeightCache("bf16")
+
+
+def test_cached_columns_are_those_of_the_forward(device):
+    _, weight = layer(device)
+    for keep in ("none", "scale", "fp8"):
+        cache = WeightCache(keep)
+        rows, largest = cache.forward(weight, E4M3)
+        columns = cache.columns(weight, largest, E4M3)
+        assert columns.columns.t().float().equal(rows.rows.float()) and columns.scale.equal(rows.scale)

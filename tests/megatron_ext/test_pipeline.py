@@ -1,0 +1,103 @@
+"""The COAT layer under Megatron's pipeline schedules: the losses and gradients of one rank."""
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.util import rel_rms, run_distributed
+
+S, B, VOCAB, LAYERS, MICRO_BATCHES = 16, 2, 64, 8, 4
+H, FFN, HEADS = 32, 48, 4
+
+
+def _train(pipeline, virtual, weights):
+    """One step of Megatron's schedule; losses by micro-batch and gradients by the whole model's names."""
+    from megatron.core import parallel_state
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+
+    from megatron_ext import cpu
+    from megatron_ext.layer_specs import coat_layer_spec
+    from megatron_ext.model import ModelShape, build_gpt, initialize_model_parallel
+
+    cpu.enable()
+    dist.init_process_group("gloo")
+    sizes = {"virtual_pipeline_model_parallel_size": virtual} if virtual else {}
+    initialize_model_parallel(pipeline_model_parallel_size=pipeline, **sizes)
+    stages = [
+        build_gpt(
+            ModelShape(LAYERS, H, FFN, HEADS, HEADS),
+            coat_layer_spec,
+            seq_length=S,
+            vocab_size=VOCAB,
+            bf16=False,
+            vp_stage=stage,
+            **sizes,
+        )
+        for stage in (range(virtual) if virtual else [None])
+    ]
+
+    def whole_names(stage):
+        """This stage's parameters by their names in a model of one stage."""
+        first = stage.decoder.layers[0].layer_number - 1
+        for name, parameter in stage.named_parameters():
+            parts = name.split(".")
+            if parts[:2] == ["decoder", "layers"]:
+                parts[2] = str(int(parts[2]) + first)
+            yield ".".join(parts), parameter
+
+    if weights is not None:
+        for stage in stages:
+            for name, parameter in whole_names(stage):
+                parameter.data.copy_(weights[name])
+
+    tokens = torch.randint(0, VOCAB, (MICRO_BATCHES, B, S), generator=torch.Generator().manual_seed(5))
+    losses = []
+
+    def forward_step(batches, model):
+        batch = next(batches)
+        output = model(batch, torch.arange(S).expand(B, S), None, labels=batch)
+
+        def loss(output):
+            value = output.mean()
+            losses.append(value.detach())
+            return value, {}
+
+        return output, loss
+
+    batches = [iter(tokens) for _ in stages]
+    with cpu.no_cuda():
+        get_forward_backward_func()(
+            forward_step_func=forward_step,
+            data_iterator=batches if virtual else batches[0],
+            model=stages if virtual else stages[0],
+            num_microbatches=MICRO_BATCHES,
+            seq_length=S,
+            micro_batch_size=B,
+        )
+    parameters = {name: p for stage in stages for name, p in whole_names(stage)}
+    result = {
+        "losses": losses,
+        "weights": {name: p.detach().clone() for name, p in parameters.items()},
+        "grads": {name: p.grad for name, p in parameters.items()},
+    }
+    parallel_state.destroy_model_parallel()
+    dist.destroy_process_group()
+    return result
+
+
+@pytest.fixture(scope="module")
+def one():
+    return run_distributed(_train, 1, 1, None, None)[0]
+
+
+# of two interleaved ranks each is before and behind the other: gloo, which matches messages by order,
+# then takes one for the other, with Megatron's own layers as well
+@pytest.mark.parametrize(("pipeline", "virtual"), [(2, None), (4, 2)], ids=["1F1B", "interleaved"])
+def test_equals_one_rank(one, pipeline, virtual):
+    ranks = run_distributed(_train, pipeline, pipeline, virtual, one["weights"])
+    grads = {name: grad for rank in ranks for name, grad in rank["grads"].items()}
+    assert grads.keys() == one["grads"].keys()
+    # the same products of the same numbers, summed over the micro-batches in the same order
+    assert len(one["losses"]) == MICRO_BATCHES and ranks[-1]["losses"] == one["losses"]
+    for name, grad in one["grads"].items():
+        assert rel_rms(grads[name], grad) < 1e-6, name
