@@ -40,7 +40,7 @@ from coat_kernels.tensorwise import (
 
 # least elements of a program's tile, and elements of a thread, as far as warps go
 FORWARD_TILE, FORWARD_ELEMENTS = 4096, 16
-BACKWARD_TILE, BACKWARD_ELEMENTS = 4096, 8
+BACKWARD_TILE, BACKWARD_ELEMENTS = 4096, 16
 MAX_WARPS = 16
 # backward programs, each of which goes through many tiles: two for each multiprocessor of an H200
 PROGRAMS = 264

@@ -9,6 +9,8 @@ from unittest import mock
 import torch
 import torch.multiprocessing as mp
 
+from tests.hosts import repair_old_deepspeed
+
 
 def rel_rms(actual: torch.Tensor, expected: torch.Tensor) -> float:
     """Root mean square of `actual - expected` over that of `expected`, in FP64. NaN never passes a bound."""
@@ -41,6 +43,7 @@ def _worker(rank, fn, world_size, port, folder, gpus, args):
         torch.cuda.set_device(rank)
     else:
         os.environ["DS_ACCELERATOR"] = "cpu"
+    repair_old_deepspeed()
     try:
         result = fn(*args)
     except BaseException:

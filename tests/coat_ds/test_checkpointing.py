@@ -250,6 +250,7 @@ def pipeline(compress):
         "train_micro_batch_size_per_gpu": ROWS // torch.distributed.get_world_size(),
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
         "zero_optimization": {"stage": 1},
+        "pipeline": {"activation_checkpoint_interval": 1},
         "coat": {"enabled": True, "checkpointing": {"compress": compress}},
     }
     engine, *_ = coat_ds.initialize(model=model, config=config)

@@ -131,13 +131,14 @@ def without_the_block():
     """The same run by deepspeed.initialize and by ours with no block and with a disabled one."""
     import deepspeed
 
-    section = {"type": "AdamW", "params": {"lr": 2e-3, "torch_adam": True}}
     out = []
     for initialize, more in (
         (deepspeed.initialize, {}),
         (coat_ds.initialize, {}),
         (coat_ds.initialize, {"coat": {"enabled": False}}),
     ):
+        # of its own: DeepSpeed 0.18 takes options out of it
+        section = {"type": "AdamW", "params": {"lr": 2e-3, "torch_adam": True}}
         config = {**ds_config(1, True, False, optimizer=section), **more}
         engine, *_ = initialize(model=model(), config=config)
         losses = [train_step(engine, i) for i in range(2)]

@@ -1,0 +1,22 @@
+"""What stock DeepSpeed 0.18 lacks to run on the machines that test it. Later versions need nothing."""
+
+import importlib.metadata
+
+import torch
+
+
+def repair_old_deepspeed() -> None:
+    """Works around two faults of DeepSpeed 0.18 that stock AdamW meets too, and that 0.19 has not.
+
+    With torch 2.13 the step of ZeRO 1 and 2 fails on more than one rank: it gathers into views of parameters
+    outside of `no_grad`. On a CPU `deepspeed.checkpointing.checkpoint` fails: it makes a stream that it never
+    uses, which the CPU accelerator does not have.
+    """
+    if not importlib.metadata.version("deepspeed").startswith("0.18."):
+        return
+    from deepspeed.accelerator import get_accelerator
+    from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+
+    DeepSpeedZeroOptimizer.step = torch.no_grad()(DeepSpeedZeroOptimizer.step)
+    if get_accelerator().Stream is None:
+        type(get_accelerator()).Stream = lambda self, device=None: None
