@@ -186,7 +186,7 @@ def saved_by_python(y: torch.Tensor) -> Iterator[torch.Tensor]:
 def storages(t: torch.Tensor) -> Iterator[torch.UntypedStorage]:
     """The memory of a tensor; of a wrapper, as TransformerEngine's quantized tensors are, of its parts."""
     try:
-        t.data_ptr()
+        t.untyped_storage().data_ptr()
     except RuntimeError:
         for part in vars(t).values():
             if isinstance(part, torch.Tensor):
