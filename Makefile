@@ -7,7 +7,8 @@ BIN := $(VENV)/bin
 TORCH ?= $(if $(shell command -v nvidia-smi),torch>=2.11$(,)<2.14,torch==2.13.0)
 , := ,
 
-# the other DeepSpeed that is supported, tested in an environment of its own with the same torch
+# the other DeepSpeed that is supported, tested in an environment of its own with the same torch; the two
+# versions would build their extensions over each other
 HOSTS ?= 0.18.9
 
 .PHONY: setup quickstart test test-hosts lint format clean
@@ -29,7 +30,8 @@ test: lint
 	$(BIN)/python -m pytest
 
 test-hosts: $(HOSTS:%=.venv-deepspeed-%/.done)
-	set -e; for host in $(HOSTS); do .venv-deepspeed-$$host/bin/python -m pytest tests/coat_ds; done
+	set -e; for host in $(HOSTS); do TORCH_EXTENSIONS_DIR=$(CURDIR)/.venv-deepspeed-$$host/extensions \
+		.venv-deepspeed-$$host/bin/python -m pytest tests/coat_ds; done
 
 .venv-deepspeed-%/.done: setup.py | setup
 	$(PYTHON) -m venv $(@D)
