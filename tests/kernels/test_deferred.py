@@ -14,6 +14,7 @@ from coat_kernels.deferred import Deferred, PredictedScale, fp8_operands
 from coat_kernels.fp8 import E4M3, E5M2
 from coat_kernels.linear import LinearFormats, fp8_linear
 from coat_kernels.origin import origin_of
+from tests.util import rel_rms
 
 
 @pytest.fixture(params=[False, True], ids=["reference", "kernels"])
@@ -367,7 +368,8 @@ def test_compiled_models_defer_nothing(output):
     x = output.input()
     y = torch.compile(output, backend="aot_eager", fullgraph=True)(x)
     assert type(y) is torch.Tensor
-    same(y, output(x, False))
+    # another kernel, which may fuse other products and sums: BF16's last bit on a tie
+    assert rel_rms(y, output(x, False)) < 1e-3
 
 
 def test_evaluation_defers_nothing(output):
