@@ -31,7 +31,6 @@ from coat_kernels.fp8 import (
 )
 from coat_kernels.group_tiles import (
     load_group_tile,
-    store_column_words,
     store_group_tile,
     stored_max,
     tile_mask,
@@ -48,6 +47,7 @@ from coat_kernels.tensorwise import (
     Quantized,
     empty_columns,
     quantize_tensor_reference,
+    store_words,
     tensor_scale,
     to_tensor_codes,
     to_tensor_words,
@@ -271,10 +271,10 @@ def activation_backward_kernel(p_grad_y, p_codes, p_exponent, p_grad_x, p_rows, 
                 b_up_words |= b_code << (8 * i)
         if p_columns is not None:
             o_column = o_f.to(tl.int64)
-            store_column_words(p_columns, b_words, o_word, o_column, f, padded_rows, EVEN)
+            store_words(p_columns, b_words, o_word, o_column, f, padded_rows, EVEN)
             if PARTS == 2:
                 p_up = p_columns + f.to(tl.int64) * (padded_rows // 4)
-                store_column_words(p_up, b_up_words, o_word, o_column, f, padded_rows, EVEN)
+                store_words(p_up, b_up_words, o_word, o_column, f, padded_rows, EVEN)
         if p_maxima is not None:
             tl.store(p_maxima + tile, stored_max(b_most, DTYPE))
 
@@ -312,7 +312,7 @@ def activation_columns_kernel(p_codes, p_exponent, p_largest, p_columns, p_scale
         # a(0) is 0: so are the rows past the end
         b_words |= to_tensor_words(b_y, scale, E5M2) << (8 * i)
     o_f = (column + tl.arange(0, N)).to(tl.int64)
-    store_column_words(p_columns, b_words, o_word, o_f, f, padded_rows, EVEN)
+    store_words(p_columns, b_words, o_word, o_f, f, padded_rows, EVEN)
 
 
 def _empty_kept(rows: int, f: int, gated: bool, group_size: int, device: torch.device) -> Grouped:

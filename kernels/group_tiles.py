@@ -59,15 +59,3 @@ def load_group_tile(p_codes, p_exponent, o_row, column, rows, columns, stride_x,
     o_exponent = o_row[:, None] * stride_exponent + o_group[None, :]
     b_exponent = load_tile(p_exponent, o_exponent, m_group, not EVEN)
     return dequantize_groups_tile(b_codes, b_exponent, E5M2, G)
-
-
-@triton.jit
-def store_column_words(p_columns, b_words, o_word, o_column, columns, padded_rows, EVEN: tl.constexpr):
-    """Stores codes of a tile transposed, into [columns, padded_rows] seen as words of four rows.
-
-    b_words int32 [words, columns] hold the codes of rows 4 w to 4 w + 3, the first in the lowest byte. So the
-    exchange between threads moves words, not bytes, of which each would take an instruction.
-    """
-    words = padded_rows // 4
-    m_words = tile_mask(o_column, o_word, columns, words)
-    store_tile(p_columns, o_column[:, None] * words + o_word[None, :], tl.trans(b_words), m_words, not EVEN)

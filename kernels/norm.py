@@ -16,7 +16,6 @@ from coat_kernels.deferred import NO_SCALES, Deferred, PredictedScale, Scales, S
 from coat_kernels.fp8 import E4M3, Fp8Format, cast, fp8_format, require_fp8, round_to, uses_kernels, widen
 from coat_kernels.group_tiles import (
     load_group_tile,
-    store_column_words,
     store_group_tile,
     stored_max,
     tile_mask,
@@ -33,6 +32,7 @@ from coat_kernels.tensorwise import (
     Quantized,
     empty_columns,
     quantize_tensor_reference,
+    store_words,
     tensor_scale,
     to_tensor_codes,
     to_tensor_words,
@@ -228,7 +228,7 @@ def norm_columns_kernel(p_codes, p_exponent, p_rstd, p_weight, p_bias, p_largest
             if not EVEN:
                 b_y = tl.where(o_row[:, None] < rows, b_y, 0.0)
         b_words |= to_tensor_words(b_y, scale, E5M2) << (8 * i)
-    store_column_words(p_columns, b_words, o_word, o_h.to(tl.int64), h, padded_rows, EVEN)
+    store_words(p_columns, b_words, o_word, o_h.to(tl.int64), h, padded_rows, EVEN)
 
 
 def _tile(h: int, group_size: int, least: int, elements: int) -> dict:

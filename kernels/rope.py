@@ -13,7 +13,6 @@ import triton.language as tl
 
 from coat_kernels.deferred import Deferred, PredictedScale, Scales, Source, scale_and_tiles
 from coat_kernels.fp8 import cast, finite_or_nan, round_to, uses_kernels
-from coat_kernels.group_tiles import store_column_words
 from coat_kernels.ops import compilable
 from coat_kernels.origin import with_maxima
 from coat_kernels.tensorwise import (
@@ -21,6 +20,7 @@ from coat_kernels.tensorwise import (
     Quantized,
     finite_max,
     maxima_reference,
+    store_words,
     to_tensor_codes,
     to_tensor_words,
 )
@@ -245,11 +245,11 @@ def rotate_qkv_operands_kernel(p_dq, p_dk, p_dv, p_cos, p_sin, p_rows, p_columns
             if p_columns is not None:
                 p_head = p_columns + tl.cast(head * D, tl.int64) * (padded // 4)
                 o_channel = o_half.to(tl.int64)
-                store_column_words(p_head, b_words_1, o_word, o_channel, R // 2, padded, False)
+                store_words(p_head, b_words_1, o_word, o_channel, R // 2, padded, False)
                 p_second = p_head + (R // 2) * (padded // 4)
-                store_column_words(p_second, b_words_2, o_word, o_channel, R // 2, padded, False)
+                store_words(p_second, b_words_2, o_word, o_channel, R // 2, padded, False)
                 if REST > 0:
-                    store_column_words(p_head, b_words_3, o_word, o_rest.to(tl.int64), D, padded, False)
+                    store_words(p_head, b_words_3, o_word, o_rest.to(tl.int64), D, padded, False)
         if p_maxima is not None:
             tl.store(p_maxima + tile, tl.max(b_most, axis=0))
 

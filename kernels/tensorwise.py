@@ -192,15 +192,19 @@ def quantize_columns_kernel(p_x, p_largest, p_rows, p_columns, p_scale, m, n, pa
 
 
 @triton.jit
-def store_words(p_columns, b_words, o_word, o_n, n, padded_m):
+def store_words(p_columns, b_words, o_word, o_n, n, padded_m, EVEN: tl.constexpr = False):
     """Stores codes of a tile transposed, into [n, padded_m] seen as words of four rows.
 
     b_words int32 [words, columns]: the codes of rows 4 w to 4 w + 3, the first in the lowest byte; 0 past the
     end. So the exchange between threads moves words, not bytes, of which each would take an instruction.
+    EVEN: every tile lies inside.
     """
     words = padded_m // 4
-    m_words = (o_n[:, None] < n) & (o_word[None, :] < words)
-    tl.store(p_columns + o_n.to(tl.int64)[:, None] * words + o_word[None, :], tl.trans(b_words), mask=m_words)
+    p_words = p_columns + o_n.to(tl.int64)[:, None] * words + o_word[None, :]
+    if EVEN:
+        tl.store(p_words, tl.trans(b_words))
+    else:
+        tl.store(p_words, tl.trans(b_words), mask=(o_n[:, None] < n) & (o_word[None, :] < words))
 
 
 def empty_columns(m: int, n: int, fmt: Fp8Format, device: torch.device) -> torch.Tensor:
