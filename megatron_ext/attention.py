@@ -13,6 +13,7 @@ from torch.nn.attention import SDPBackend
 
 from coat_kernels.attention import BACKENDS, causal_attention
 from coat_kernels.deferred import PredictedScale
+from coat_kernels.groups import DEFAULT_FORMAT
 from coat_kernels.rope import rotate_qkv
 
 from .settings import activations_of, formats_of
@@ -43,8 +44,9 @@ class SDPACoreAttention(torch.nn.Module):
     Raises ValueError at construction for a mask that is not causal or a context-parallel size above 1.
     """
 
-    # how q, k, v and the output are kept: in FP8 groups of this size, or as they are
+    # how q, k, v and the output are kept: in groups of this size, or as they are
     group_size: int | None = None
+    saved_format = DEFAULT_FORMAT
 
     def __init__(
         self,
@@ -117,17 +119,19 @@ class SDPACoreAttention(torch.nn.Module):
             scale=self.softmax_scale,
             dropout=self.dropout if self.training else 0.0,
             group_size=self.group_size,
+            saved_format=self.saved_format,
             backends=self.backends,
         )
 
 
 class CoatCoreAttention(SDPACoreAttention):
-    """`SDPACoreAttention` that keeps its tensors in FP8 if the block's `attention_format` says so."""
+    """`SDPACoreAttention` that keeps its tensors in 8 bits if the block's `attention_format` says so."""
 
     def __init__(self, config, *args, **kwargs):
         super().__init__(config, *args, **kwargs)
         activations = activations_of(config)
-        self.group_size = None if activations.attention_format == "bf16" else activations.group_size
+        if activations.attention_format != "bf16":
+            self.group_size, self.saved_format = activations.group_size, activations.attention_format
 
 
 class CoatSelfAttention(SelfAttention):
