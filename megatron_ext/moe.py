@@ -1,8 +1,8 @@
 """Megatron's mixture of experts with FP8 experts, routed ones and shared ones.
 
-The router, the dispatcher and every name in a checkpoint stay Megatron's. Experts run one after another; those
-of `--moe-grouped-gemm` are Transformer Engine's, in BF16. The scale of an expert's tensor is that of this
-rank's part: a maximum over the ranks would be one more message for each of many small products.
+The router, the dispatcher and every name in a checkpoint stay Megatron's. Experts run one after another;
+those of `--moe-grouped-gemm` are Transformer Engine's, in BF16. The scale of an expert's tensor is that of
+this rank's part: a maximum over the ranks would be one more message for each of many small products.
 """
 
 import logging
@@ -40,7 +40,7 @@ def repair_router() -> None:
 
 
 class RoutedNorm(CoatNorm):
-    """A `CoatNorm` in front of experts: the router and the dispatcher read its output, so that it is written."""
+    """A `CoatNorm` in front of experts. Router and dispatcher read its output, which therefore is written."""
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
@@ -57,27 +57,25 @@ class CoatSequentialMLP(SequentialMLP):
 
 
 class CoatSharedExpertMLP(SharedExpertMLP, CoatMLP):
-    """Megatron's shared experts as a `CoatMLP`.
-
-    Raises ValueError at construction for `--moe-shared-expert-overlap`.
-    """
+    """Megatron's shared experts as a `CoatMLP`."""
 
     def __init__(self, config, submodules=None, *args, **kwargs):
-        if config.moe_shared_expert_overlap:
-            raise ValueError(
-                "CoatSharedExpertMLP: --moe-shared-expert-overlap splits the layer into steps of Megatron's "
-                "own, which keep their tensors in BF16; remove it"
-            )
         super().__init__(config, submodules or fp8_linears(), *args, **kwargs)
 
 
 class CoatMoELayer(MoELayer):
     """Megatron's MoELayer with FP8 experts; can stand in a layer's `mlp` slot as it is.
 
-    Raises ValueError at construction for grouped products without Transformer Engine.
+    Raises ValueError at construction for grouped products without Transformer Engine, and for shared experts
+    that overlap with the dispatcher.
     """
 
     def __init__(self, config, submodules=None, *args, **kwargs):
+        if config.moe_shared_expert_overlap:
+            raise ValueError(
+                "coat_layer_spec: --moe-shared-expert-overlap takes steps of Megatron's own through shared "
+                "experts, which keep their tensors in BF16; remove it"
+            )
         repair_router()
         experts = _grouped_experts(config) if config.moe_grouped_gemm else CoatSequentialMLP
         submodules = submodules or MoESubmodules(experts=experts, shared_experts=CoatSharedExpertMLP)
