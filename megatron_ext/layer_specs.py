@@ -5,8 +5,8 @@
 
 Each is one module-level ModuleSpec, the only form that every supported Megatron accepts. Its layer class
 derives the parts from `config` by rewriting Megatron's own local spec, so that both follow Megatron's
-arguments and versions. The final norm stays Megatron's, made to work under sequence parallelism where it
-refuses that (`torch_norm.py`).
+arguments and versions, and dense layers and layers with experts come from the same spec. The final norm stays
+Megatron's, made to work where it would not (`torch_norm.py`).
 """
 
 from dataclasses import replace
@@ -17,7 +17,6 @@ try:
     from megatron import core
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.transformer.spec_utils import ModuleSpec
-    from megatron.core.transformer.torch_norm import WrappedTorchNorm
     from megatron.core.transformer.transformer_layer import (
         TransformerLayer,
         TransformerLayerSubmodules,
@@ -30,7 +29,7 @@ try:
     from .mlp import CoatMLP
     from .moe import CoatMoELayer, RoutedNorm, is_moe_layer, repair_router
     from .norm import CoatNorm, coat_bias_dropout_add
-    from .torch_norm import ParallelTorchNorm, replace_final_norm
+    from .torch_norm import local_norm, replace_final_norm
 except ImportError as error:
     # Megatron 0.16 logs an ImportError of a spec's module and goes on without the spec
     raise RuntimeError(
@@ -59,22 +58,18 @@ def _local_parts(config, experts: bool) -> TransformerLayerSubmodules:
         qk_l2_norm=config.qk_l2_norm,
         normalization=config.normalization,
     ).submodules
-    parts = _with_attention(parts, core_attention=SDPACoreAttention)
-    if not config.sequence_parallel:
-        return parts
     attention = parts.self_attention.submodules
-    norms = {
-        name: ParallelTorchNorm
-        for name in ("q_layernorm", "k_layernorm")
-        if getattr(attention, name) is WrappedTorchNorm
-    }
-    parts = _with_attention(parts, **norms)
-    norms = {
-        name: ParallelTorchNorm
-        for name in ("input_layernorm", "pre_mlp_layernorm")
-        if getattr(parts, name) is WrappedTorchNorm
-    }
-    return replace(parts, **norms)
+    parts = _with_attention(
+        parts,
+        core_attention=SDPACoreAttention,
+        q_layernorm=local_norm(attention.q_layernorm),
+        k_layernorm=local_norm(attention.k_layernorm),
+    )
+    return replace(
+        parts,
+        input_layernorm=local_norm(parts.input_layernorm),
+        pre_mlp_layernorm=local_norm(parts.pre_mlp_layernorm),
+    )
 
 
 def _with_attention(parts: TransformerLayerSubmodules, **modules) -> TransformerLayerSubmodules:
@@ -122,10 +117,10 @@ class CoatTransformerLayer(TransformerLayer):
     """
 
     def __init__(self, config, submodules=None, *args, **kwargs):
-        super().__init__(config, _coat_parts(config, _has_experts(config, *args, **kwargs)), *args, **kwargs)
+        super().__init__(config, coat_parts(config, _has_experts(config, *args, **kwargs)), *args, **kwargs)
 
 
-def _coat_parts(config, experts: bool) -> TransformerLayerSubmodules:
+def coat_parts(config, experts: bool) -> TransformerLayerSubmodules:
     """The parts of a COAT layer for `config`, dense or with experts."""
     if config.recompute_granularity == "selective" and "layernorm" in config.recompute_modules:
         raise ValueError(
