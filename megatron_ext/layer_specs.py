@@ -11,7 +11,8 @@ Megatron's, made to work where it would not (`torch_norm.py`).
 
 from dataclasses import replace
 
-_OLDEST = "0.16.1"
+# the second is the first release that nobody has tried
+_OLDEST, _UNKNOWN = "0.16.1", "0.21"
 
 try:
     from megatron import core
@@ -36,9 +37,10 @@ except ImportError as error:
         f"megatron_ext.layer_specs could not be imported: {error}. It needs megatron-core {_OLDEST} or newer "
         'and this project installed beside it: pip install "coat-train[megatron]".'
     ) from error
-if Version(core.__version__) < Version(_OLDEST):
+if not Version(_OLDEST) <= Version(core.__version__) < Version(_UNKNOWN):
     raise RuntimeError(
-        f"megatron_ext.layer_specs needs megatron-core {_OLDEST} or newer, found {core.__version__}"
+        f"megatron_ext.layer_specs needs megatron-core {_OLDEST} or newer and older than {_UNKNOWN}, found "
+        f"{core.__version__}"
     )
 
 
