@@ -117,7 +117,8 @@ class _CoatLinear:
             self._origin, self._maxima = None, None
 
     def _forward_impl(self, input, weight, *, bias=None, output_dtype=None, **rest):
-        if not self._in_fp8:
+        # an expert without tokens has nothing to multiply
+        if not self._in_fp8 or input.numel() == 0:
             if output_dtype is not None:
                 rest["output_dtype"] = output_dtype
             return super()._forward_impl(input=input, weight=weight, bias=bias, **rest)

@@ -15,7 +15,6 @@ from coat_kernels.origin import origin_of
 from megatron_ext.layer_specs import coat_layer_spec, sdpa_layer_spec
 from megatron_ext.ledger import saved_bytes
 from megatron_ext.linear import CoatColumnParallelLinear, CoatRowParallelLinear
-from megatron_ext.mlp import CoatMLP
 from megatron_ext.model import ModelShape, build_gpt
 from megatron_ext.norm import CoatNorm
 from megatron_ext.settings import set_activations
@@ -353,7 +352,6 @@ def test_linear_bias(device, cls, skip_bias_add):
     [
         ({"activation_func": F.relu, "bias_activation_fusion": False}, "--squared-relu"),
         ({"activation_func_fp8_input_store": True}, "--activation-func-fp8-input-store"),
-        ({"num_moe_experts": 2}, "--num-experts"),
         ({"context_parallel_size": 2}, "--context-parallel-size"),
         ({"recompute_granularity": "selective", "recompute_modules": ["layernorm"]}, "--recompute-modules"),
     ],
@@ -481,11 +479,3 @@ def test_weight_cache_changes_nothing_else(device, cache):
         build(coat_layer_spec, activations=ActivationsConfig(weight_cache=cache)), device
     )
     assert again.equal(loss) and all(cached[name].equal(grads[name]) for name in grads)
-
-
-def test_experts_are_refused():
-    with pytest.raises(ValueError, match="--num-experts"):
-        CoatMLP(config(), is_expert=True, ffn_hidden_size=FFN)
-    mlp = CoatMLP(config())
-    with pytest.raises(ValueError, match="per_token_scale"):
-        mlp(torch.zeros(2, 1, H, dtype=torch.bfloat16), per_token_scale=torch.ones(2, 1))
