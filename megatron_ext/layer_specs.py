@@ -6,7 +6,7 @@
 Each is one module-level ModuleSpec, the only form that every supported Megatron accepts. Its layer class
 derives the parts from `config` by rewriting Megatron's own local spec, so that both follow Megatron's
 arguments and versions. The final norm stays Megatron's, made to work under sequence parallelism where it
-refuses that (`torch_norm.py`).
+refuses that (`torch_norm.py`). Under context parallelism core attention is Transformer Engine's.
 """
 
 from dataclasses import replace
@@ -21,7 +21,7 @@ try:
     from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
     from packaging.version import Version
 
-    from .attention import CoatCoreAttention, CoatSelfAttention, SDPACoreAttention
+    from .attention import CoatCoreAttention, CoatSelfAttention, SDPACoreAttention, core_attention_of
     from .linear import CoatColumnParallelLinear, CoatRowParallelLinear
     from .mlp import CoatMLP
     from .norm import CoatNorm, coat_bias_dropout_add
@@ -52,7 +52,7 @@ def _local_parts(config) -> TransformerLayerSubmodules:
     parts = get_gpt_layer_local_spec(
         qk_layernorm=config.qk_layernorm, qk_l2_norm=config.qk_l2_norm, normalization=config.normalization
     ).submodules
-    parts = _with_attention(parts, core_attention=SDPACoreAttention)
+    parts = _with_attention(parts, core_attention=core_attention_of(config, SDPACoreAttention))
     if not config.sequence_parallel:
         return parts
     attention = parts.self_attention.submodules
@@ -101,7 +101,7 @@ class CoatTransformerLayer(TransformerLayer):
             _local_parts(config),
             linear_qkv=CoatColumnParallelLinear,
             linear_proj=CoatRowParallelLinear,
-            core_attention=CoatCoreAttention,
+            core_attention=core_attention_of(config, CoatCoreAttention),
         )
         parts = replace(
             parts,
