@@ -83,6 +83,6 @@ class _NoCuda(TorchFunctionMode):
 
 @contextlib.contextmanager
 def no_cuda() -> Iterator[None]:
-    """Makes tensors on the CPU that are asked for on a GPU or pinned; to be used where `enable()` took effect."""
+    """Makes tensors on the CPU that are asked for on a GPU, or pinned; to be used after `enable()`."""
     with _NoCuda() if enabled() else contextlib.nullcontext():
         yield
