@@ -13,6 +13,7 @@ from benchmarks import (  # noqa: F401  (they register themselves)
     checkpointing,
     layer,
     numerics,
+    parallel,
     state_error,
     zero,
 )

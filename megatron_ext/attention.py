@@ -29,6 +29,31 @@ _BACKENDS = {
 }
 
 
+def core_attention_of(config, own: type[torch.nn.Module]) -> type[torch.nn.Module]:
+    """The class of the core attention: `own`, or under context parallelism Transformer Engine's, the only one
+    for sequences that lie on several ranks.
+
+    Raises ValueError there without Transformer Engine, or with an `attention_format` that it does not know.
+    """
+    if config.context_parallel_size == 1:
+        return own
+    found = f"--context-parallel-size is {config.context_parallel_size}"
+    from megatron.core.extensions.transformer_engine import HAVE_TE, TEDotProductAttention
+
+    if not HAVE_TE:
+        raise ValueError(
+            f"{found}, for which attention is Transformer Engine's, and that could not be imported. Remove "
+            "--context-parallel-size, or install Transformer Engine: pip install transformer-engine[pytorch]."
+        )
+    kept = activations_of(config).attention_format
+    if own is CoatCoreAttention and kept != "bf16":
+        raise ValueError(
+            f'{found}, for which attention is Transformer Engine\'s, and attention_format is "{kept}". Set '
+            '"activations": {"attention_format": "bf16"}, or remove --context-parallel-size.'
+        )
+    return TEDotProductAttention
+
+
 def _own_storage(x: torch.Tensor) -> torch.Tensor:
     """`x`, copied if it is part of a larger storage, all of which would be kept for backward."""
     if x.untyped_storage().nbytes() == x.nbytes:
@@ -64,7 +89,7 @@ class SDPACoreAttention(torch.nn.Module):
         if config.context_parallel_size > 1:
             raise ValueError(
                 f"SDPACoreAttention: context_parallel_size is {config.context_parallel_size}, only 1 works. "
-                "Remove --context-parallel-size, or use a spec with Transformer Engine's attention."
+                "Remove --context-parallel-size, or use Transformer Engine's attention (`core_attention_of`)."
             )
         if attention_type != "self":
             raise ValueError(f"SDPACoreAttention: attention_type must be 'self', found {attention_type!r}")

@@ -7,7 +7,8 @@ Replaced are: `torch.cuda.current_device` and `current_stream` (the CPU's only o
 (nothing to wait for), the CUDA random states (the CPU's), Megatron's own reader and writer of those, and
 torch.compile's switch (compiling Megatron's small fused functions takes longer than a CPU run).
 This covers process groups, building a model, forward, backward and Megatron's data parallel wrapper. Its
-schedules and optimizers name `device="cuda"` literally: inside `no_cuda()` such tensors are made on the CPU.
+schedules and optimizers name `device="cuda"` literally, and context parallelism pins memory: inside
+`no_cuda()` such tensors are ordinary ones of the CPU.
 """
 
 import contextlib
@@ -75,11 +76,13 @@ class _NoCuda(TorchFunctionMode):
         kwargs = kwargs or {}
         if str(kwargs.get("device")).startswith("cuda"):
             kwargs = kwargs | {"device": "cpu"}
+        if kwargs.get("pin_memory"):
+            kwargs = kwargs | {"pin_memory": False}
         return func(*args, **kwargs)
 
 
 @contextlib.contextmanager
 def no_cuda() -> Iterator[None]:
-    """Makes tensors on the CPU that are asked for on a GPU; to be used where `enable()` took effect."""
+    """Makes tensors on the CPU that are asked for on a GPU, or pinned; to be used after `enable()`."""
     with _NoCuda() if enabled() else contextlib.nullcontext():
         yield

@@ -4,6 +4,7 @@ They are Megatron's classes with another product inside: weights, names, initial
 Megatron's, and a stock checkpoint loads.
 """
 
+import copy
 import logging
 
 import torch
@@ -74,7 +75,11 @@ class _CoatLinear:
         for argument, found in unsupported.items():
             if found:
                 raise ValueError(f"{name}: {argument} is not supported by coat_layer_spec; remove it")
-        super().__init__(input_size, output_size, config=config, **kwargs)
+        # Megatron's fusion needs apex's kernel; ours, which is asked for by `main_grad` alone, does not
+        unfused = copy.copy(config)
+        unfused.gradient_accumulation_fusion = False
+        super().__init__(input_size, output_size, config=unfused, **kwargs)
+        self.config = config
         activations = activations_of(config)
         self._in_fp8 = self._fits(name, activations.fallback)
         self._formats = formats_of(config)
