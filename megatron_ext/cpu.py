@@ -137,8 +137,8 @@ def _pretend() -> None:
 
 
 def run_script(path: str, arguments: Sequence[str] = ()) -> None:
-    """Runs the script at `path`, one of Megatron-LM's, as `python path *arguments` does, on the CPU if there is
-    no GPU. Megatron is the checkout that the script lies in.
+    """Runs the script at `path`, one of Megatron-LM's, as `python path *arguments` does, on the CPU if there
+    is no GPU. Megatron is the checkout that the script lies in.
     """
     sys.argv = [path, *arguments]
     sys.path.insert(0, os.path.dirname(os.path.abspath(path)))
