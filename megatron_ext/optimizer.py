@@ -20,13 +20,15 @@ import inspect
 import itertools
 import logging
 from collections.abc import Callable, Iterable, Iterator
+from types import ModuleType
 from typing import Any
 
 import torch
 from megatron import core
+from megatron.core.optimizer import optimizer_config
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import FP32Optimizer, MegatronOptimizer
-from megatron.core.utils import log_single_rank
+from megatron.core.utils import get_te_version, log_single_rank
 
 from coat_ds import state_bytes
 from coat_ds.config import CoatConfig, CoatConfigError
@@ -271,6 +273,13 @@ def _found(path: str, *parameters: str) -> tuple[object, str, Callable]:
     return owner, name, function
 
 
+def _without_te(module: ModuleType) -> contextlib.AbstractContextManager:
+    """A context in which `module` may ask for the version of an absent Transformer Engine; 0.16 fails."""
+    if get_te_version() is not None:
+        return contextlib.nullcontext()
+    return exchanged(module, is_te_min_version=lambda *args, **kwargs: False)
+
+
 def installed() -> bool:
     """Whether Megatron builds our optimizer."""
     return bool(_replaced)
@@ -301,7 +310,7 @@ def install(coat: CoatConfig | None = None) -> None:
     @functools.wraps(build)
     def coat_build(config, model_chunks, *args, **kwargs):
         _check_host(config)
-        with exchanged(host, Adam=adam, USING_PYTORCH_OPTIMIZER=False):
+        with _without_te(host), exchanged(host, Adam=adam, USING_PYTORCH_OPTIMIZER=False):
             built = build(config, model_chunks, *args, **kwargs)
         if isinstance(built, MegatronOptimizer):
             _link(built, model_chunks, coat)
@@ -327,7 +336,8 @@ def install(coat: CoatConfig | None = None) -> None:
     @functools.wraps(post_init)
     def coat_post_init(self):
         try:
-            post_init(self)
+            with _without_te(optimizer_config):
+                post_init(self)
         except RuntimeError as error:
             # the last of its checks, without Transformer Engine
             if "FusedAdam" not in str(error):

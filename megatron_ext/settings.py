@@ -14,7 +14,7 @@ def set_activations(config, activations: ActivationsConfig) -> None:
 
 
 def activations_of(config) -> ActivationsConfig:
-    """What was noted on Megatron's config, or what `COAT_CONFIG` says if nothing was, under `--spec` alone."""
+    """What was noted on Megatron's config; if nothing was, as by `--spec` alone, what `COAT_CONFIG` says."""
     if not hasattr(config, "coat_activations"):
         set_activations(config, options.activations())
     return config.coat_activations
