@@ -51,6 +51,8 @@ class MegatronAdamW(CoatAdamW, torch.optim.AdamW):
     use_decoupled_grad: gradients stand in `decoupled_grad` of each parameter, FP32 or BF16, and parameters
         are the model's own, BF16 with the 16 bits that make an FP32 master in the state.
     master_weights, store_param_remainders: nothing is left to choose.
+    counts_in_groups: Megatron looks for the step count in the parameter groups, where FusedAdam has it, and
+        not in the states.
     options: of `CoatAdamW`.
 
     Raises CoatConfigError for others, naming Megatron's argument.
@@ -67,6 +69,7 @@ class MegatronAdamW(CoatAdamW, torch.optim.AdamW):
         master_weights: bool = False,
         master_weight_dtype: torch.dtype = torch.float32,
         store_param_remainders: bool = True,
+        counts_in_groups: bool = False,
         **options: Any,
     ):
         if not adam_w_mode:
@@ -82,11 +85,12 @@ class MegatronAdamW(CoatAdamW, torch.optim.AdamW):
                 f"--main-params-dtype: found {master_weight_dtype}, expected fp32; remove it"
             )
         self._decoupled, self._distributed = use_decoupled_grad, False
+        self._counts_in_groups = counts_in_groups
         super().__init__(params, **options)
 
     def __getstate__(self) -> dict[str, Any]:
-        own = {name: getattr(self, name) for name in ("_decoupled", "_distributed")}
-        return {**super().__getstate__(), **own}
+        own = ("_decoupled", "_distributed", "_counts_in_groups")
+        return {**super().__getstate__(), **{name: getattr(self, name) for name in own}}
 
     def step(self, closure: Callable[[], float] | None = None, **options: Any) -> float | None:
         """As `CoatAdamW.step`."""
@@ -142,17 +146,16 @@ class MegatronAdamW(CoatAdamW, torch.optim.AdamW):
         self._arrived["restored to the bit" if exact else "encoded from FP32"] += 1
 
     def state_dict(self) -> dict[str, Any]:
-        """The layout of `torch.optim.AdamW`, with the step count in the groups too, where FusedAdam has it.
+        """The layout of `torch.optim.AdamW`, and FusedAdam's step count if that is what Megatron looks for.
 
         Moments are FP32 on the CPU; under the distributed optimizer, which writes them by `tensors_of`, they
         are the optimizer's own.
         """
         packed = torch.optim.Optimizer.state_dict(self)
         for group in packed["param_groups"]:
-            group["bias_correction"] = True
             steps = [int(packed["state"][i]["step"]) for i in group["params"] if packed["state"].get(i)]
-            if steps:
-                group["step"] = max(steps)
+            if self._counts_in_groups and steps:
+                group |= {"step": max(steps), "bias_correction": True}
         taken = take_states(packed, "compressed" if self._distributed else "stock")
         del taken["coat"]
         return taken
@@ -165,8 +168,9 @@ class MegatronAdamW(CoatAdamW, torch.optim.AdamW):
             group = {name: value for name, value in saved.items() if name != "bias_correction"}
             step = group.pop("step", None)
             for index in saved["params"]:
-                if step is not None and index in state:
-                    state[index]["step"] = step
+                entry = state.get(index, {"step": step})
+                if step is not None and (self._counts_in_groups or "step" not in entry):
+                    entry["step"] = step
             groups.append(group)
         super().load_state_dict({"state": state, "param_groups": groups})
 
@@ -305,7 +309,7 @@ def install(coat: CoatConfig | None = None) -> None:
                 f"{core.__version__}. {_NEEDS}"
             )
     options = {name: getattr(coat.optimizer, name) for name in LAYOUT}
-    adam = functools.partial(MegatronAdamW, **options)
+    adam = functools.partial(MegatronAdamW, counts_in_groups=not host.USING_PYTORCH_OPTIMIZER, **options)
 
     @functools.wraps(build)
     def coat_build(config, model_chunks, *args, **kwargs):

@@ -47,7 +47,9 @@ class Trainer:
         shape = ModelShape(LAYERS, H, FFN, HEADS, HEADS)
         model = build_gpt(shape, sdpa_layer_spec, seq_length=S, vocab_size=VOCAB)
         distributed = MODES[mode].get("use_distributed_optimizer", False)
-        settings = DistributedDataParallelConfig(use_distributed_optimizer=distributed)
+        settings = DistributedDataParallelConfig(
+            use_distributed_optimizer=distributed, grad_reduce_in_fp32=True
+        )
         self.model = DistributedDataParallel(model.config, settings, model)
         options = {"optimizer": "adam", "lr": 1e-2, "weight_decay": 0.1, "clip_grad": 1.0, "bf16": True}
         self.optimizer = get_megatron_optimizer(OptimizerConfig(**options, **MODES[mode]), [self.model])
@@ -116,6 +118,33 @@ def _plain(folder):
     return {key: value for key, value in tensors.items() if key.startswith("optimizer.")}
 
 
+def _train_as_if_fused(folder):
+    """Counts and states of a run and of its resumption, where Megatron believes that it has FusedAdam."""
+    from megatron.core import optimizer as host
+    from megatron.core.optimizer import distrib_optimizer
+
+    from coat_kernels.saved import exchanged
+    from megatron_ext import optimizer
+
+    optimizer.uninstall()
+    sharding, results = "dp_reshardable", []
+    with (
+        exchanged(host, USING_PYTORCH_OPTIMIZER=False),
+        exchanged(distrib_optimizer, HAVE_APEX_OR_TE=True, USING_TE_OPTIMIZER=True),
+    ):
+        optimizer.install(CoatConfig(enabled=True))
+        for mode in ("distributed", "plain"):
+            first = Trainer(mode)
+            first.steps(0, 1)
+            first.save(f"{folder}/{mode}-fused", sharding)
+            again = Trainer(mode).load(f"{folder}/{mode}-fused", sharding)
+            counts = {s["step"] for t in (first, again) for s in t.inner.state.values()}
+            results.append((counts, first.steps(2), again.steps(2), first.tensors(), again.tensors()))
+        optimizer.uninstall()
+        optimizer.install(CoatConfig(enabled=True))
+    return results
+
+
 def _train(folder):
     from megatron.core import parallel_state
 
@@ -153,6 +182,7 @@ def _train(folder):
                 results[mode][name] = _plain(f"{folder}/{mode}-{name}")
         parallel_state.destroy_model_parallel()
         initialize_model_parallel()
+        results["fused"] = _train_as_if_fused(folder)
 
         optimizer.uninstall()
         for mode, sharding in STOCK.items():
@@ -163,8 +193,8 @@ def _train(folder):
             stock.save(f"{folder}/{mode}-in-stock", sharding)
             stock.steps(2)
             stock.save(f"{folder}/{mode}-of-stock", sharding)
-            losses = stock.steps(3)
-            results[mode]["stock"] = type(stock.inner), losses
+            count = {int(s["step"]) for s in stock.inner.state.values()}
+            results[mode]["stock"] = type(stock.inner), count, stock.steps(3)
         optimizer.install(CoatConfig(enabled=True))
         for mode, sharding in STOCK.items():
             ours = Trainer(mode).load(f"{folder}/{mode}-of-stock", sharding)
@@ -205,7 +235,13 @@ def test_masters_are_exact_without_fp32_masters(ranks):
     wanted, found = (ranks[0][mode]["saved"] for mode in ("distributed", "precision_aware"))
     assert wanted.keys() == found.keys()
     assert all(torch.equal(found[key], wanted[key]) for key in wanted)
-    assert ranks[0]["precision_aware"]["losses"] == ranks[0]["distributed"]["losses"]
+
+
+def test_goes_on_where_fused_adam_is_expected(ranks):
+    for rank in ranks:
+        for counts, losses, losses_again, tensors, tensors_again in rank["fused"]:
+            assert counts == {2} and losses == losses_again
+            assert all(torch.equal(a, b) for a, b in zip(tensors, tensors_again, strict=True))
 
 
 # a value is off by half a step of E4M3, 2^-4 of it, where a group is stretched by 1 or more: spans 2^16.6
@@ -228,7 +264,7 @@ def test_other_sizes_hold_the_same_states(ranks, mode, size):
 @pytest.mark.parametrize("mode", STOCK)
 def test_stock_adamw_reads_it_and_is_read(ranks, mode):
     result = ranks[0][mode]
-    cls, losses = result["stock"]
+    cls, count, losses = result["stock"]
     assert cls is torch.optim.AdamW
     ours, stock = result[STOCK[mode]], result["in-stock"]
     assert ours.keys() == stock.keys()
@@ -239,10 +275,10 @@ def test_stock_adamw_reads_it_and_is_read(ranks, mode):
             assert rel_rms(result["back"][key], wanted) < ENCODED_ONCE, key
         else:
             assert torch.equal(result["back"][key], wanted), key
-    count, own_losses = result["ours"]
-    assert count == {3}
+    # Megatron's own AdamW counts wrong after it has loaded a distributed state
+    assert mode == "distributed" or count == {3}
     # the weights are the same, and the moments play no part in the first loss
-    assert own_losses == losses
+    assert result["ours"] == (count, losses)
 
 
 def test_seam_comes_and_goes(megatron):
@@ -289,7 +325,7 @@ def test_unknown_megatron_is_refused_before_anything_changes(megatron, monkeypat
 @pytest.mark.parametrize(
     "options, named",
     [
-        ({"optimizer": "sgd"}, "--optimizer sgd"),
+        ({"optimizer": "sgd", "use_precision_aware_optimizer": False}, "--optimizer sgd"),
         ({"decoupled_weight_decay": False}, "weight-decay"),
         ({"optimizer_cpu_offload": True}, "--optimizer-cpu-offload"),
         ({"exp_avg_dtype": torch.bfloat16}, "--exp-avg-dtype"),
