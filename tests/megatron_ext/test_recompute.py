@@ -8,17 +8,16 @@ from coat_kernels.saved import packed_bytes
 from tests.util import rel_rms, run_distributed
 
 # the smallest input that is packed has 4096 elements
-S, B, H, FFN, HEADS, LAYERS, VOCAB = 64, 2, 64, 96, 4, 3, 64
+S, B, H, FFN, HEADS, LAYERS, VOCAB = 64, 2, 64, 96, 4, 2, 64
 GROUP = 64
 CASES = {
-    "uniform": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 2},
-    "block": {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 2},
+    "uniform": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
+    "block": {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 1},
     "core_attn": {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]},
     "mlp": {"recompute_granularity": "selective", "recompute_modules": ["mlp"]},
 }
-# inputs of S * B * H elements that are kept: of regions of two layers and of one; of two layers; q, k and v of
-# three; of three feed-forward layers, where they are plain tensors
-KEPT = {"uniform": 2, "block": 2, "core_attn": 9, "mlp": 3}
+# inputs of S * B * H elements that are kept: of both layers, of one, q, k and v of both, norms' outputs
+KEPT = {"uniform": 2, "block": 1, "core_attn": 6, "mlp": 2}
 
 
 @pytest.fixture
@@ -40,7 +39,7 @@ def _model(spec_name, **options):
 
 
 def _pass(model):
-    """Loss, gradients, and bytes of packed inputs (and of what they stand for) of a forward and a backward."""
+    """Loss, gradients, and bytes of packed inputs (and of what they stand for)."""
     tokens = torch.randint(0, VOCAB, (B, S), generator=torch.Generator().manual_seed(3))
     device = next(model.parameters()).device
     tokens, positions = tokens.to(device), torch.arange(S, device=device).expand(B, S)
@@ -97,12 +96,7 @@ def test_random_states_are_replayed_exactly(megatron, device):
         y = tensor_parallel.checkpoint(region, False, leaf * 1)
         kept = packed_bytes()
         y.square().sum().backward()
-        return (
-            *torch.autograd.grad((y.detach() * 0).sum() + (leaf * 0).sum(), leaf),
-            leaf.grad,
-            weight.grad,
-            kept,
-        )
+        return leaf.grad, weight.grad, kept
 
     *expected, nothing = gradients()
     weight.grad = None
