@@ -76,6 +76,19 @@ def _step(path: Path) -> int:
     return int(match[1]) if match and (path / MANIFEST).is_file() else -1
 
 
+def leave_out_empty_states(model: torch.nn.Module) -> None:
+    """Keeps None, Megatron's extra state of a layer that has none, out of checkpoints.
+
+    DeepSpeed's conversion to universal checkpoints takes it for a tensor; Megatron adds it where it lacks.
+    """
+
+    def drop(module, state, prefix, metadata):
+        for name in [name for name, value in state.items() if value is None]:
+            del state[name]
+
+    model.register_state_dict_post_hook(drop)
+
+
 def newest(folder: Path) -> Path | None:
     """The newest whole checkpoint in the folder, not verified. Collective."""
     return _from_main(lambda: next(iter(_complete(folder)), None))
@@ -251,8 +264,9 @@ def _writing(folder: Path) -> Iterator[None]:
     try:
         yield
     except (OSError, RuntimeError) as error:
-        # torch.save reports a full disk as a RuntimeError
-        if isinstance(error, RuntimeError) and "PytorchStreamWriter" not in str(error):
+        # torch.save reports a full disk as one of these RuntimeErrors
+        known = any(name in str(error) for name in ("PytorchStreamWriter", "inline_container"))
+        if isinstance(error, RuntimeError) and not known:
             raise
         raise OutputError(
             f"cannot write a checkpoint to {folder} ({error}): make room, or choose another folder with "

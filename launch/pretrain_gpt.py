@@ -299,6 +299,7 @@ class Trainer:
             )
         except ValueError as error:
             raise LaunchError(str(error)) from error
+        checkpoints.leave_out_empty_states(model)
         first = next(self._batches(self.corpus.train, 0))
         self.saved_bytes = saved_bytes(model, lambda: self._loss(model, first)).per_token_and_layer
         if self.device.type == "cuda":
