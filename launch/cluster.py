@@ -248,7 +248,8 @@ def command(settings: Settings, node_rank: int, extra: list[str]) -> list[str]:
         script = [str(ROOT / "launch/pretrain_gpt.py"), *_pretrain_arguments(settings), *extra]
     else:
         script = [f"{settings.megatron_path}/pretrain_gpt.py", *_megatron_arguments(settings), *extra]
-    local = [f"--local-addr={address}"] if (address := _address(settings.interface)) else []
+    # what the interface's address is on another node is not known here
+    address = _address(settings.interface) if node_rank == settings.node_rank else None
     return [
         *(sys.executable, "-m", "torch.distributed.run"),
         f"--nnodes={settings.nodes}",
@@ -258,7 +259,7 @@ def command(settings: Settings, node_rank: int, extra: list[str]) -> list[str]:
         f"--rdzv-id={settings.job}",
         f"--rdzv-conf=is_host={int(node_rank == 0)}",
         f"--max-restarts={settings.max_restarts}",
-        *local,
+        *([f"--local-addr={address}"] if address else []),
         *script,
     ]
 
@@ -350,8 +351,6 @@ def main(argv: list[str]) -> None:
     parser.add_argument("kind", choices=KINDS)
     parser.add_argument("--dry-run", action="store_true", help="print what every node would run")
     args, extra = parser.parse_known_args(argv)
-    # it runs by itself too
-    sys.path.insert(0, str(ROOT))
     from launch import preflight
 
     env = dict(os.environ)
@@ -389,4 +388,8 @@ def _write_environment(settings: Settings, own: dict[str, str]) -> str:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    sys.path.insert(0, str(ROOT))
+    # the module that launch.preflight knows, not this second copy
+    from launch.cluster import main as start
+
+    start(sys.argv[1:])

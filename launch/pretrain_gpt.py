@@ -14,6 +14,7 @@ torchrun that would restart it in place); 130 interrupted; 1 anything else, said
 
 import argparse
 import dataclasses
+import datetime
 import functools
 import json
 import math
@@ -97,6 +98,13 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         f"{MAX_FAILURES} in a row (default %(default)s)",
     )
     add("--tensor-parallel-size", type=positive, default=1)
+    add(
+        "--distributed-timeout",
+        type=positive,
+        default=600,
+        metavar="SECONDS",
+        help="after which a rank that does not answer, of a lost host, ends the run (default %(default)s)",
+    )
     add("--seed", type=int, default=1234, help="weights, order and split of the data (default %(default)s)")
     add("--deepspeed-config", default=ROOT / "configs/ds_zero1_coat.json", help="DeepSpeed JSON")
     # not --run, which torchrun takes for an abbreviation of its own
@@ -220,7 +228,7 @@ def load_model_shape(args: argparse.Namespace):
         raise LaunchError(f"--model-config {args.model_config}: {error}") from error
 
 
-def start_process_group() -> torch.device:
+def start_process_group(timeout: datetime.timedelta) -> torch.device:
     """Starts torch.distributed from the launcher's environment, or for this process alone."""
     alone = "WORLD_SIZE" not in os.environ
     if alone:
@@ -250,7 +258,7 @@ def start_process_group() -> torch.device:
         # a store in memory needs no free port
         store = torch.distributed.HashStore()
         torch.distributed.init_process_group("nccl" if on_gpu else "gloo", store=store, rank=0, world_size=1)
-    deepspeed.init_distributed()
+    deepspeed.init_distributed(timeout=timeout)
     return device
 
 
@@ -277,13 +285,18 @@ class Trainer:
             tokenizer=args.tokenizer,
             vocab_size=args.vocab_size,
         )
-        self.device = start_process_group()
+        timeout = datetime.timedelta(seconds=args.distributed_timeout)
+        self.device = start_process_group(timeout)
         world = torch.distributed.get_world_size()
         if world % args.tensor_parallel_size:
             raise LaunchError(
                 f"--tensor-parallel-size: {args.tensor_parallel_size} does not divide the {world} processes"
             )
-        initialize_model_parallel(args.tensor_parallel_size, seed=args.seed)
+        initialize_model_parallel(
+            args.tensor_parallel_size,
+            seed=args.seed,
+            distributed_timeout_minutes=timeout / datetime.timedelta(minutes=1),
+        )
         self.group, self.rank = mpu.get_data_parallel_group(), mpu.get_data_parallel_rank()
         self.ranks, self.is_main = mpu.get_data_parallel_world_size(), torch.distributed.get_rank() == 0
         self.micro_batch_size, self.global_batch_size = set_batch_sizes(self.config, args, self.ranks)
@@ -463,7 +476,8 @@ class Trainer:
     @property
     def layout(self) -> checkpoints.Layout:
         stage = self.config.get("zero_optimization", {}).get("stage", 0)
-        return checkpoints.Layout(self.ranks, self.args.tensor_parallel_size, stage)
+        tensor_ranks = torch.distributed.get_world_size() // self.ranks
+        return checkpoints.Layout(self.ranks, tensor_ranks, stage)
 
     def _save(self) -> None:
         state = {"step": self.step, "val_loss_start": self.val_loss_start, "data": self._data_identity()}

@@ -1,4 +1,4 @@
-"""The entry point with a fault in it, as a script for launchers or forked by `tests.launch.cluster.Ranks`.
+"""The entry point with a fault in it, as a script for launchers or forked by `tests.launch.ranks`.
 
     faulty.py '{"kill_at_step": [1, 5]}' --steps 8 ...
 
@@ -76,7 +76,7 @@ def kill_in_save(rank: int, file: int) -> None:
 
 
 def kill_at_event(folder: str, index: int) -> None:
-    """kill -9 before the `index`-th change, from 0, of what is in the folder, but those made by torch.save."""
+    """kill -9 before the `index`-th change, from 0, of what is in the folder, torch.save's not counted."""
     count = iter(range(1000))
 
     def hook(event, args):

@@ -5,7 +5,6 @@ import hashlib
 import json
 import os
 import random
-import re
 import shutil
 import signal
 import subprocess
@@ -17,7 +16,7 @@ import torch
 
 from launch import pretrain_gpt, report
 from tests.coat_ds.test_checkpoints import assert_groups_faithful
-from tests.launch.cluster import HIDDEN, run_ranks
+from tests.launch.ranks import HIDDEN, run_ranks
 
 ROOT = Path(pretrain_gpt.__file__).parents[1]
 SIZES = {

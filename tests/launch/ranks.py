@@ -24,7 +24,7 @@ PRELOADED = [
 
 @dataclass(frozen=True)
 class Ended:
-    """Exit codes by rank, negative for signals, None for those that were killed then; and all they printed."""
+    """Exit codes by rank, negative for signals, None for those that were killed then; what they printed."""
 
     codes: list
     text: str
@@ -78,10 +78,8 @@ def _rank(environment: dict, folder: Path, faults: dict, argv: list[str]) -> Non
     log = os.open(folder / f"rank{environment['RANK']}.log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(log, 1)
     os.dup2(log, 2)
-    sys.stdout, sys.stderr = (
-        open(1, "w", buffering=1, closefd=False),
-        open(2, "w", buffering=1, closefd=False),
-    )
+    for stream in (sys.stdout, sys.stderr):
+        stream.reconfigure(line_buffering=True)
     try:
         faulty.main(faults, argv)
     except SystemExit as end:
