@@ -11,9 +11,11 @@ from benchmarks import (  # noqa: F401  (they register themselves)
     adamw,
     adamw_cpu,
     checkpointing,
+    converge,
     layer,
     numerics,
     state_error,
+    train,
     zero,
 )
 from benchmarks.harness import BENCHMARKS, Table
@@ -43,6 +45,8 @@ def main() -> None:
         chosen.run(arguments, table)
     finally:
         table.write()
+        if table.rows:
+            print(f"wrote {table.path}")
 
 
 if __name__ == "__main__":

@@ -142,10 +142,13 @@ class Table:
         print("  ".join(f"{v:>14}" for v in shown), flush=True)
 
     def write(self) -> None:
-        columns = [*dict.fromkeys(k for row in self.rows for k in row), *self.environment]
+        """Writes what rows there are; one that was measured earlier brings its own environment."""
+        if not self.rows:
+            return
+        own = [k for row in self.rows for k in row if k not in self.environment]
+        columns = [*dict.fromkeys(own), *self.environment]
         self.path.parent.mkdir(parents=True, exist_ok=True)
         with self.path.open("w", newline="") as file:
             writer = csv.DictWriter(file, columns)
             writer.writeheader()
-            writer.writerows({**row, **self.environment} for row in self.rows)
-        print(f"wrote {self.path}")
+            writer.writerows({**self.environment, **row} for row in self.rows)
