@@ -80,7 +80,7 @@ class Recipe(NamedTuple):
 FULL = Recipe(
     CONFIGS / "model_125m.json", 32768, 1024, 64, held_out=512, tokens=150_000_000, text=1 << 30, lr=6e-4
 )
-TINY = Recipe(CONFIGS / "model_quickstart.json", 512, 32, 4, held_out=16, tokens=768, text=2 << 20, lr=2e-3)
+TINY = Recipe(CONFIGS / "model_quickstart.json", 512, 32, 4, held_out=8, tokens=768, text=2 << 20, lr=2e-3)
 
 
 class Run(NamedTuple):
@@ -484,12 +484,14 @@ def converge(arguments, table: Table) -> None:
     known = complete_runs([output, RESULTS / output.name, setup.runs], conditions)
     start_process_group()
     initialize_model_parallel()
+    started_one = False
     for run in runs:
         if run.name in known:
             print(f"{run.name}: complete in {known[run.name].parent}", flush=True)
-        elif time.monotonic() > setup.deadline:
+        elif started_one and time.monotonic() > setup.deadline:
             print(f"{run.name}: no time left", flush=True)
         else:
+            started_one = True
             try:
                 if make_run(run, setup, conditions, table.environment):
                     known[run.name] = setup.runs / run.name
