@@ -37,7 +37,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from benchmarks.decoder_layers import LayerShape, device
+from benchmarks.decoder_layers import LayerShape, device, forget
 from benchmarks.harness import RESULTS, Table, benchmark, mark, milliseconds, synchronize
 from benchmarks.layer import flops
 from benchmarks.memory import held_bytes, peak_bytes
@@ -54,6 +54,8 @@ TRIES = 5
 # a rank that waits longer for another ends, and with it the row
 PATIENCE = timedelta(seconds=180)
 BUCKET = 100_000_000
+# bytes that a case may leave behind for the next one of its process
+LEFT_OVER = 500_000_000
 FP8_GROUPED = 1 + 1 / 16
 STATES = {False: 8, True: 2 + 10 / 128}
 
@@ -370,7 +372,9 @@ def run_case(case: Case, steps: int) -> dict[str, float]:
     torch.manual_seed(0)
     batches = random_batches(case)
     model = build_model(case.job)
-    saved = saved_bytes(model, lambda: loss_of(model, batches[0])).total
+    # TransformerEngine's layers save tensors that cannot be counted so
+    counted = SYSTEMS[case.job.system].package is None
+    saved = saved_bytes(model, lambda: loss_of(model, batches[0])).total if counted else math.nan
     engine = build_engine(case.job, case.micro_batch, model)
     marks, losses = [], []
     for i in range(WARMUP + steps):
@@ -434,26 +438,31 @@ def rank_main(rank: int, gpus: int, jobs: list[Job], rows: list[dict], settings:
     dist.init_process_group(backend, store=store, rank=rank, world_size=gpus, timeout=PATIENCE)
     deepspeed.init_distributed(backend)
     initialize_model_parallel(WAYS[jobs[0].way].tensor)
-    limit = settings["limit"]
+    limit, fresh = settings["limit"], True
     with open(os.path.join(folder, f"{rank}.jsonl"), "w") as lines:
-        while (case := next_case(jobs, rows, limit)) is not None and not _time_is_over(settings["deadline"]):
+        while (case := next_case(jobs, rows, limit)) is not None:
+            forget()
             gc.collect()
+            # a new process goes on behind a case that leaves too much behind
+            full = not fresh and held_bytes() > LEFT_OVER
+            if _any_rank(full or time.time() > settings["deadline"]):
+                break
+            fresh = False
             if on_gpu:
                 torch.cuda.empty_cache()
                 total = torch.cuda.get_device_properties(rank).total_memory
-                torch.cuda.set_per_process_memory_fraction(
-                    min(1.0, limit / total) if case.limited else 1.0, rank
-                )
+                fraction = min(1.0, limit / total) if case.limited else 1.0
+                torch.cuda.set_per_process_memory_fraction(fraction, rank)
             rows.append(identity(case) | run_case(case, settings["steps"]))
             print(json.dumps(rows[-1]), file=lines, flush=True)
     dist.destroy_process_group()
 
 
-def _time_is_over(deadline: float) -> bool:
-    """By the clock of the rank that is ahead, for all."""
-    over = torch.tensor(float(time.time() > deadline), device=device())
-    dist.all_reduce(over, dist.ReduceOp.MAX)
-    return bool(over.item())
+def _any_rank(here: bool) -> bool:
+    """Whether it is so on any rank: all have to do the same."""
+    found = torch.tensor(float(here), device=device())
+    dist.all_reduce(found, dist.ReduceOp.MAX)
+    return bool(found.item())
 
 
 _IDENTITY = ("model", "way", "system", "layers", "micro_batch", "limited")
@@ -517,15 +526,17 @@ def published(row: dict, gpus: int) -> dict:
         made["mfu"] = model.flops(layers, micro_batch) / way.tensor / seconds / peak
     expected = predict(model, layers, way, gpus, SYSTEMS[row["system"]], micro_batch)
     made |= {f"{part}_predicted_mb": value / 1e6 for part, value in expected._asdict().items()}
-    return made | {"all_predicted_mb": sum(expected) / 1e6}
+    made["all_predicted_mb"] = sum(expected) / 1e6
+    return {name: value for name, value in made.items() if value == value}
 
 
-def extrapolate(job: Job, rows: list[dict], layers: int) -> dict | None:
+def extrapolate(model: str, way: str, system: str, rows: list[dict]) -> dict | None:
     """The row of the whole model, on the line through the two largest numbers of layers at equal batch."""
+    layers = MODELS[model].layers
     points = {
         row["layers"]: row
         for row in rows
-        if is_of(row, job._replace(layers=row["layers"])) and not row["limited"] and "ms" in row
+        if is_of(row, Job(model, way, system, row["layers"], 0)) and not row["limited"] and "ms" in row
     }
     if len(points) < 2 or layers in points:
         return None
@@ -535,7 +546,7 @@ def extrapolate(job: Job, rows: list[dict], layers: int) -> dict | None:
         for name, value in high.items()
         if name == "ms" or name.endswith("_mb") and "predicted" not in name
     }
-    whole = Case(job._replace(layers=layers), high["micro_batch"], False)
+    whole = Case(Job(model, way, system, layers, 0), high["micro_batch"], False)
     return identity(whole) | {"extrapolated_from": f"{n0} and {n1} layers"} | linear
 
 
@@ -644,7 +655,8 @@ def train(arguments, table: Table) -> None:
     micro-batch first, then at the largest that fits a limit on torch's allocator (limited; in 10^9 bytes: a
     GPU of 80 GiB has 85.9 of them, of which CUDA and NCCL take some). A row that ran out of memory, or failed
     otherwise, has a note. Rows that are in --output or in the file of that name in benchmarks/results, of as
-    many GPUs of that kind, stay and are not measured again. Columns, of the slowest and fullest rank:
+    many GPUs of that kind, stay and are not measured again, but for such other failures. Columns, of the
+    slowest and fullest rank:
     - tokens_per_s_gpu, mfu: by the median step of forward, backward and optimizer; of 989 TFLOP/s, the dense
       BF16 peak, in FP8 rows too, and not counting what is recomputed;
     - peak_mb, reserved_mb: most that tensors took and that torch took from the GPU in the timed steps;
@@ -686,11 +698,11 @@ def train(arguments, table: Table) -> None:
     rows = []
     for row in earlier.values():
         if row["device"] == table.environment["device"] and row["gpus"] == gpus:
-            if "extrapolated_from" not in row:
-                rows.append(row)
-                table.add(**row)
-        else:
-            table.add(**row)
+            failed = "note" in row and "out of memory" not in row["note"]
+            if "extrapolated_from" in row or failed and any(is_of(row, job) for job in jobs):
+                continue
+            rows.append(row)
+        table.add(**row)
 
     def add(row: dict) -> None:
         table.add(**published(row, gpus))
@@ -708,7 +720,7 @@ def train(arguments, table: Table) -> None:
         "deadline": time.time() + 60 * arguments.minutes,
     }
     run_jobs(jobs, rows, gpus, settings, add)
-    for job in dict.fromkeys(job._replace(layers=0) for job in jobs):
-        if (row := extrapolate(job, rows, model.layers)) is not None:
+    for model, way, system in dict.fromkeys((row["model"], row["way"], row["system"]) for row in rows):
+        if (row := extrapolate(model, way, system, rows)) is not None:
             add(row)
     plot(table.rows, table.path.with_suffix(".png"))
