@@ -19,6 +19,7 @@ class Benchmark(NamedTuple):
     run: Callable
     needs_gpu: bool
     options: Callable | None
+    writes_table: bool
 
 
 BENCHMARKS: dict[str, Benchmark] = {}
@@ -26,15 +27,20 @@ RESULTS = Path(__file__).parent / "results"
 
 
 def benchmark(
-    run: Callable | None = None, *, needs_gpu: bool = True, options: Callable | None = None
+    run: Callable | None = None,
+    *,
+    needs_gpu: bool = True,
+    options: Callable | None = None,
+    writes_table: bool = True,
 ) -> Callable:
     """Registers `run(arguments, table)` under its function's name; its docstring is the help text.
 
-    `options(parser)` adds arguments of its own to those that every benchmark has.
+    `options(parser)` adds arguments of its own to those that every benchmark has. One that writes no table
+    is given None.
     """
     if run is None:
-        return partial(benchmark, needs_gpu=needs_gpu, options=options)
-    BENCHMARKS[run.__name__] = Benchmark(run, needs_gpu, options)
+        return partial(benchmark, needs_gpu=needs_gpu, options=options, writes_table=writes_table)
+    BENCHMARKS[run.__name__] = Benchmark(run, needs_gpu, options, writes_table)
     return run
 
 
