@@ -384,6 +384,8 @@ def _link_states(engine) -> None:
     """
     engine.basic_optimizer.init_states()
     if hasattr(engine.optimizer, "_lazy_init_hp_params_optimizer_state"):
+        # a universal load of 0.18 leaves each parameter linked to a copy of a moment in place of its master
+        engine.optimizer._link_all_hp_params()
         engine.optimizer._hp_optimizer_states_linked = False
         engine.optimizer._lazy_init_hp_params_optimizer_state()
 

@@ -49,6 +49,16 @@ NAMES = {
         "DeepSpeedZeroOptimizer._lazy_init_hp_params_optimizer_state",
         [],
     ),
+    "linked masters, stages 1 and 2": (
+        "deepspeed.runtime.zero.stage_1_and_2",
+        "DeepSpeedZeroOptimizer._link_all_hp_params",
+        [],
+    ),
+    "linked masters, stage 1 in BF16": (
+        "deepspeed.runtime.bf16_optimizer",
+        "BF16_Optimizer._link_all_hp_params",
+        [],
+    ),
     "offloading, stages 1 and 2": (
         "deepspeed.runtime.zero.stage_1_and_2",
         "DeepSpeedZeroOptimizer.offload_states",
