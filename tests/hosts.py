@@ -10,8 +10,8 @@ def repair_old_deepspeed() -> None:
 
     With torch 2.13 the step of ZeRO 1 and 2 fails on more than one rank: it gathers into views of parameters
     outside of `no_grad`. On a CPU `deepspeed.checkpointing.checkpoint` fails: it makes a stream that it never
-    uses, which the CPU accelerator does not have. A pipeline divides gradients by the number of micro-batches in
-    its last stage, as it should, and once more in every other one.
+    uses, which the CPU accelerator does not have. A pipeline divides its gradients by the number of
+    micro-batches in the last stage, as it should, and once more in every other one.
     """
     if not importlib.metadata.version("deepspeed").startswith("0.18."):
         return
