@@ -119,7 +119,9 @@ def test_kernels_agree_with_the_references(shape, gated, device, monkeypatch):
     for name in ("FORWARD_COLUMNS", "BACKWARD_COLUMNS", "COLUMNS_N"):
         monkeypatch.setattr(act, name, 128)
     rows, f = shape
-    for i, kind in enumerate(act.KINDS):
+    # two formulas with each shape, each formula with shapes of every sort
+    first = (SHAPES.index(shape) + gated) % 2
+    for i, kind in list(enumerate(act.KINDS))[first::2]:
         dtype = (torch.bfloat16, torch.float32)[i % 2]
         x, grad = wide(rows, f * (1 + gated)).to(device, dtype), torch.randn(rows, f).to(device, dtype)
         check_kernels(x, grad, kind, gated, (16, 32, 64, 128)[i], ("sqrt8", "e4m3")[i % 2])

@@ -126,12 +126,12 @@ def check_kernels(x, grad, grad_residual, weight, bias, layer_norm, zero_centere
         close(found[i], reference[i])
     assert found[1].amax() == torch.where(found[0].isfinite(), found[0].float().abs(), 0).amax()
     largest = expected[1].amax(0, keepdim=True)
-    for fmt in (E4M3, E5M2):
-        made = norm.norm_columns_triton(*kept, bias, largest, zero_centered, group_size, fmt)
-        wanted = norm.norm_columns_reference(*kept, bias, largest, zero_centered, group_size, fmt)
-        assert made.rows is None and made.scale.equal(wanted.scale)
-        # the last bit of FP32 decides on a tie between two codes
-        close(made.columns.float(), wanted.columns.float())
+    fmt = E5M2 if group_size == 32 else E4M3
+    made = norm.norm_columns_triton(*kept, bias, largest, zero_centered, group_size, fmt)
+    wanted = norm.norm_columns_reference(*kept, bias, largest, zero_centered, group_size, fmt)
+    assert made.rows is None and made.scale.equal(wanted.scale)
+    # the last bit of FP32 decides on a tie between two codes
+    close(made.columns.float(), wanted.columns.float())
 
 
 @LAYER_NORM
