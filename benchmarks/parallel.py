@@ -86,7 +86,6 @@ class Message(NamedTuple):
 
     def again(self, group: dist.ProcessGroup) -> Callable[[], object]:
         """The same message with other contents."""
-        # gathered as bytes, since not every backend knows FP8
         tensor = torch.zeros(self.numel, dtype=self.dtype, device=device())
         if self.kind == "reduce":
             return functools.partial(dist.all_reduce, tensor, group=group)

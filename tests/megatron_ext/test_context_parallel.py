@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from tests.megatron_ext.test_parallel import without_rounding
 from tests.util import rel_rms, run_distributed
 
-S, B, VOCAB, LAYERS = 64, 2, 64, 2
+S, B, VOCAB, LAYERS = 256, 2, 64, 2
 H, FFN, HEADS, GROUPS = 256, 352, 4, 2
 
 
