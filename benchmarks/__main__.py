@@ -12,7 +12,9 @@ from benchmarks import (  # noqa: F401  (they register themselves)
     adamw_cpu,
     checkpointing,
     layer,
+    megatron_step,
     numerics,
+    recompute,
     state_error,
     zero,
 )
