@@ -7,7 +7,8 @@ Replaced are: `torch.cuda.current_device` and `current_stream` (the CPU's only o
 (nothing to wait for), the CUDA random states (the CPU's), Megatron's own reader and writer of those, and
 torch.compile's switch (compiling Megatron's small fused functions takes longer than a CPU run).
 This covers process groups, building a model, forward, backward and Megatron's data parallel wrapper. Its
-schedules and optimizers name `device="cuda"` literally: inside `no_cuda()` such tensors are made on the CPU.
+schedules and optimizers name `device="cuda"` literally, and context parallelism pins memory: inside
+`no_cuda()` such tensors are ordinary ones of the CPU.
 
 Megatron-LM's own scripts refuse to start without a GPU. `python -m megatron_ext.cpu pretrain_gpt.py ...`, or
 `torchrun -m megatron_ext.cpu pretrain_gpt.py ...`, runs one as it is, with `--distributed-backend gloo` among
@@ -88,12 +89,14 @@ class _NoCuda(TorchFunctionMode):
             return func(*args).replace("torch.", "torch.cuda.")
         if str(kwargs.get("device")).startswith("cuda"):
             kwargs = kwargs | {"device": "cpu"}
+        if kwargs.get("pin_memory"):
+            kwargs = kwargs | {"pin_memory": False}
         return func(*args, **kwargs)
 
 
 @contextlib.contextmanager
 def no_cuda() -> Iterator[None]:
-    """Makes tensors on the CPU that are asked for on a GPU; to be used where `enable()` took effect."""
+    """Makes tensors on the CPU that are asked for on a GPU, or pinned; to be used after `enable()`."""
     with _NoCuda() if enabled() else contextlib.nullcontext():
         yield
 

@@ -4,6 +4,7 @@ They are Megatron's classes with another product inside: weights, names, initial
 Megatron's, and a stock checkpoint loads.
 """
 
+import copy
 import logging
 
 import torch
@@ -75,7 +76,11 @@ class _CoatLinear:
         for argument, found in unsupported.items():
             if found:
                 raise ValueError(f"{name}: {argument} is not supported by coat_layer_spec; remove it")
-        super().__init__(input_size, output_size, config=config, **kwargs)
+        # Megatron's fusion needs apex's kernel; ours, which is asked for by `main_grad` alone, does not
+        unfused = copy.copy(config)
+        unfused.gradient_accumulation_fusion = False
+        super().__init__(input_size, output_size, config=unfused, **kwargs)
+        self.config = config
         activations = activations_of(config)
         self._in_fp8 = self._fits(name, activations.fallback)
         self._formats = formats_of(config)
@@ -128,7 +133,8 @@ class _CoatLinear:
             self._origin, self._maxima = None, None
 
     def _forward_impl(self, input, weight, *, bias=None, output_dtype=None, **rest):
-        if not self._in_fp8:
+        # an expert without tokens has nothing to multiply
+        if not self._in_fp8 or input.numel() == 0:
             if output_dtype is not None:
                 rest["output_dtype"] = output_dtype
             return super()._forward_impl(input=input, weight=weight, bias=bias, **rest)
