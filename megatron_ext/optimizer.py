@@ -180,11 +180,15 @@ class MegatronAdamW(CoatAdamW, torch.optim.AdamW):
                 entry = loaded["state"].get(index)
                 if not entry:
                     continue
-                self._ready_state(p, group)["step"] = int(entry["step"])
+                state = self.state[p] = {**entry, "step": int(entry["step"])}
                 for name in MOMENTS:
-                    # the optimizer's own, handed back
-                    if not isinstance(entry[name], Moment):
-                        self._take_moment(p, group, name, entry[name])
+                    value = entry[name]
+                    if isinstance(value, Moment):
+                        # the optimizer's own, handed back
+                        state[name] = Moment(value.pieces, value.group_size, value.shape)
+                    else:
+                        self._take_moment(p, group, name, value)
+                self._ready_state(p, group)
 
 
 def _linked(host: MegatronOptimizer) -> Iterator[tuple[int, torch.Tensor, torch.Tensor, int]]:

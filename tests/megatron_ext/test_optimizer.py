@@ -168,6 +168,8 @@ def _train(folder):
             result["bytes"] = sum(t.nbytes for s in held for n in MOMENTS for t in s[n].stored())
             result["numel"] = sum(s[MOMENTS[0]].numel() for s in held)
             result["step"] = {s["step"] for s in first.inner.state.values()}
+            # as Megatron does before it reads a checkpoint: changes nothing
+            first.optimizer.load_state_dict(first.optimizer.state_dict())
             losses += first.steps(2, 3)
             result["losses"], result["end"] = losses, first.tensors()
             for sharding in SHARDINGS[mode]:
