@@ -44,6 +44,7 @@ test-hosts: $(HOSTS:%=.venv-deepspeed-%/.done)
 lint: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/shellcheck launch/*.sh launch/slurm.sbatch .ci/run
 
 format: setup
 	$(BIN)/ruff check --fix .
