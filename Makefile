@@ -11,7 +11,11 @@ TORCH ?= $(if $(shell command -v nvidia-smi),torch>=2.11$(,)<2.14,torch==2.13.0)
 # versions would build their extensions over each other
 HOSTS ?= 0.18.9
 
-.PHONY: setup quickstart test test-hosts lint format clean
+# the newest megatron-core; from 0.17 on it needs Python 3.12
+PYTHON312 ?= python3.12
+MEGATRON := .venv-megatron-0.19.2
+
+.PHONY: setup quickstart test test-hosts test-megatron test-megatron-main lint format clean
 
 setup: $(VENV)/.done
 
@@ -41,6 +45,22 @@ test-hosts: $(HOSTS:%=.venv-deepspeed-%/.done)
 	DS_BUILD_OPS=0 $(@D)/bin/pip install --quiet --no-build-isolation "deepspeed==$*" -e ".[test]"
 	touch $@
 
+test-megatron: $(MEGATRON)/.done
+	TORCH_EXTENSIONS_DIR=$(CURDIR)/$(MEGATRON)/extensions $(MEGATRON)/bin/python -m pytest tests/megatron_ext
+
+test-megatron-main: $(MEGATRON)/.done
+	@test -d "$(MEGATRON_PATH)/megatron/core" || \
+		{ echo "MEGATRON_PATH: expected a checkout of Megatron-LM, found '$(MEGATRON_PATH)'"; exit 1; }
+	PYTHONPATH="$(MEGATRON_PATH)" $(MEGATRON)/bin/python -m pytest tests/megatron_ext/test_contracts.py
+
+.venv-megatron-%/.done: setup.py | setup
+	$(PYTHON312) -m venv $(@D)
+	$(@D)/bin/pip install --quiet --upgrade pip
+	$(@D)/bin/pip install --quiet "torch==$$($(BIN)/python -c 'import torch; print(torch.__version__.split("+")[0])')" \
+		numpy wheel "setuptools>=77"
+	DS_BUILD_OPS=0 $(@D)/bin/pip install --quiet --no-build-isolation "megatron-core==$*" -e ".[deepspeed,test]"
+	touch $@
+
 lint: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -51,4 +71,4 @@ format: setup
 	$(BIN)/ruff format .
 
 clean:
-	rm -rf $(VENV) .venv-deepspeed-* runs build *.egg-info .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .venv-deepspeed-* .venv-megatron-* runs build *.egg-info .pytest_cache .ruff_cache .hypothesis

@@ -272,7 +272,7 @@ def _pretrain_arguments(s: Settings) -> list[str]:
         *([f"--tokenizer={s.tokenizer}"] if s.tokenizer else []),
         f"--seq-length={s.seq_length}",
         f"--steps={s.steps}",
-        f"--tensor-parallel-size={s.tensor_size}",
+        f"--tensor-model-parallel-size={s.tensor_size}",
         f"--output={s.output}",
         f"--save-interval={s.save_interval}",
         "--resume",

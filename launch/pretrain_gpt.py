@@ -91,13 +91,23 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add("--lr", type=float, help="peak learning rate; else the JSON's")
     add("--warmup-steps", type=int, help="linear warmup, then cosine to 10%% (default a tenth of --steps)")
     add(
+        "--tensor-model-parallel-size",
+        type=positive,
+        default=1,
+        help="ranks that share each layer (default %(default)s)",
+    )
+    add(
+        "--sequence-parallel",
+        action="store_true",
+        help="split the sequence between the layers over the same ranks",
+    )
+    add(
         "--non-finite",
         choices=("stop", "skip"),
         default="stop",
         help="at a loss that is NaN or infinite: stop, or skip the step, say so and go on, but for "
         f"{MAX_FAILURES} in a row (default %(default)s)",
     )
-    add("--tensor-parallel-size", type=positive, default=1)
     add(
         "--distributed-timeout",
         type=positive,
@@ -140,6 +150,13 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         parser.error("--compare makes both runs: drop --variant")
     if args.compare and args.load:
         parser.error("--compare resumes each run from its own folder: give --load without one")
+    if args.sequence_parallel and args.tensor_model_parallel_size == 1:
+        parser.error("--sequence-parallel: needs --tensor-model-parallel-size above 1, found 1")
+    if args.sequence_parallel and args.seq_length % args.tensor_model_parallel_size:
+        parser.error(
+            f"--sequence-parallel: --seq-length {args.seq_length} does not divide by "
+            f"--tensor-model-parallel-size {args.tensor_model_parallel_size}"
+        )
     if args.resume and args.load is not None:
         parser.error("--resume is --load that may find nothing: give one of them")
     if args.warmup_steps < 0:
@@ -268,6 +285,9 @@ class Trainer:
     def __init__(self, args: argparse.Namespace):
         self.args = args
         self.config = read_host_config(args)
+        if args.tensor_model_parallel_size > 1:
+            # kernels run in the order of their launch: what is sent starts before the product that hides it
+            os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
 
         import coat_ds
         from megatron_ext import layer_specs, mpu
@@ -288,12 +308,13 @@ class Trainer:
         timeout = datetime.timedelta(seconds=args.distributed_timeout)
         self.device = start_process_group(timeout)
         world = torch.distributed.get_world_size()
-        if world % args.tensor_parallel_size:
+        tp_size = args.tensor_model_parallel_size
+        if world % tp_size:
             raise LaunchError(
-                f"--tensor-parallel-size: {args.tensor_parallel_size} does not divide the {world} processes"
+                f"--tensor-model-parallel-size: {tp_size} does not divide the {world} processes"
             )
         initialize_model_parallel(
-            args.tensor_parallel_size,
+            tp_size,
             seed=args.seed,
             distributed_timeout_minutes=timeout / datetime.timedelta(minutes=1),
         )
@@ -306,15 +327,19 @@ class Trainer:
                 shape,
                 layer_specs.coat_layer_spec if fp8_layers else layer_specs.sdpa_layer_spec,
                 seq_length=args.seq_length,
-                vocab_size=padded_vocab_size(self.corpus.vocab_size, 128 * args.tensor_parallel_size),
+                vocab_size=padded_vocab_size(self.corpus.vocab_size, 128 * tp_size),
                 seed=args.seed,
                 activations=coat.activations,
+                sequence_parallel=args.sequence_parallel,
             )
         except ValueError as error:
             raise LaunchError(str(error)) from error
+        mpu.sum_shared_gradients(model)
         checkpoints.leave_out_empty_states(model)
         first = next(self._batches(self.corpus.train, 0))
-        self.saved_bytes = saved_bytes(model, lambda: self._loss(model, first)).per_token_and_layer
+        saved = saved_bytes(model, lambda: self._loss(model, first))
+        # of whole sequences, of which a layer may see a part
+        self.saved_bytes = saved.total / (saved.layers * first.tokens.numel())
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats()
 

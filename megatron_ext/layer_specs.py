@@ -5,43 +5,49 @@
 
 Each is one module-level ModuleSpec, the only form that every supported Megatron accepts. Its layer class
 derives the parts from `config` by rewriting Megatron's own local spec, so that both follow Megatron's
-arguments and versions. The final norm stays Megatron's, made to work under sequence parallelism where it
-refuses that (`torch_norm.py`).
+arguments and versions, and dense layers and layers with experts come from the same spec. The final norm stays
+Megatron's, made to work where it would not (`torch_norm.py`). Under context parallelism core attention is
+Transformer Engine's.
 """
 
 from dataclasses import replace
 
-_OLDEST = "0.16.1"
+# the second is the first release that nobody has tried
+_OLDEST, _UNKNOWN = "0.16.1", "0.21"
 
 try:
     from megatron import core
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.transformer.spec_utils import ModuleSpec
-    from megatron.core.transformer.torch_norm import WrappedTorchNorm
-    from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
+    from megatron.core.transformer.transformer_layer import (
+        TransformerLayer,
+        TransformerLayerSubmodules,
+        get_transformer_layer_offset,
+    )
     from packaging.version import Version
 
-    from .attention import CoatCoreAttention, CoatSelfAttention, SDPACoreAttention
+    from .attention import CoatCoreAttention, CoatSelfAttention, SDPACoreAttention, core_attention_of
     from .linear import CoatColumnParallelLinear, CoatRowParallelLinear
     from .mlp import CoatMLP
+    from .moe import CoatMoELayer, RoutedNorm, is_moe_layer, repair_router
     from .norm import CoatNorm, coat_bias_dropout_add
-    from .torch_norm import ParallelTorchNorm, replace_final_norm
+    from .torch_norm import local_norm, replace_final_norm
 except ImportError as error:
     # Megatron 0.16 logs an ImportError of a spec's module and goes on without the spec
     raise RuntimeError(
         f"megatron_ext.layer_specs could not be imported: {error}. It needs megatron-core {_OLDEST} or newer "
         'and this project installed beside it: pip install "coat-train[megatron]".'
     ) from error
-if Version(core.__version__) < Version(_OLDEST):
+if not Version(_OLDEST) <= Version(core.__version__) < Version(_UNKNOWN):
     raise RuntimeError(
-        f"megatron_ext.layer_specs needs megatron-core {_OLDEST} or newer, found {core.__version__}"
+        f"megatron_ext.layer_specs needs megatron-core {_OLDEST} or newer and older than {_UNKNOWN}, found "
+        f"{core.__version__}"
     )
 
 
-def _local_parts(config) -> TransformerLayerSubmodules:
-    """The parts of Megatron's own dense layer for `config`, with attention on SDPA."""
+def _local_parts(config, experts: bool) -> TransformerLayerSubmodules:
+    """The parts of Megatron's own layer for `config`, dense or with experts, with attention on SDPA."""
     unsupported = {
-        "--num-experts": config.num_moe_experts,
         "--multi-latent-attention": config.multi_latent_attention,
         "--fp8-format (coat_layer_spec brings its own FP8, without Transformer Engine)": config.fp8,
         "--fp4-format": getattr(config, "fp4", None),
@@ -50,24 +56,23 @@ def _local_parts(config) -> TransformerLayerSubmodules:
         if found:
             raise ValueError(f"megatron_ext.layer_specs: {argument} is not supported; remove it")
     parts = get_gpt_layer_local_spec(
-        qk_layernorm=config.qk_layernorm, qk_l2_norm=config.qk_l2_norm, normalization=config.normalization
+        num_experts=config.num_moe_experts if experts else None,
+        qk_layernorm=config.qk_layernorm,
+        qk_l2_norm=config.qk_l2_norm,
+        normalization=config.normalization,
     ).submodules
-    parts = _with_attention(parts, core_attention=SDPACoreAttention)
-    if not config.sequence_parallel:
-        return parts
     attention = parts.self_attention.submodules
-    norms = {
-        name: ParallelTorchNorm
-        for name in ("q_layernorm", "k_layernorm")
-        if getattr(attention, name) is WrappedTorchNorm
-    }
-    parts = _with_attention(parts, **norms)
-    norms = {
-        name: ParallelTorchNorm
-        for name in ("input_layernorm", "pre_mlp_layernorm")
-        if getattr(parts, name) is WrappedTorchNorm
-    }
-    return replace(parts, **norms)
+    parts = _with_attention(
+        parts,
+        core_attention=core_attention_of(config, SDPACoreAttention),
+        q_layernorm=local_norm(attention.q_layernorm),
+        k_layernorm=local_norm(attention.k_layernorm),
+    )
+    return replace(
+        parts,
+        input_layernorm=local_norm(parts.input_layernorm),
+        pre_mlp_layernorm=local_norm(parts.pre_mlp_layernorm),
+    )
 
 
 def _with_attention(parts: TransformerLayerSubmodules, **modules) -> TransformerLayerSubmodules:
@@ -78,11 +83,34 @@ def _with_attention(parts: TransformerLayerSubmodules, **modules) -> Transformer
     )
 
 
+def _has_experts(
+    config,
+    layer_number: int = 1,
+    *_,
+    vp_stage=None,
+    pg_collection=None,
+    is_mtp_layer: bool = False,
+    add_layer_offset: bool = True,
+    **__,
+) -> bool:
+    """Whether the layer that `TransformerLayer` is to build with these arguments has experts."""
+    offset = 0
+    if add_layer_offset and not is_mtp_layer:
+        rank = None if pg_collection is None else pg_collection.pp.rank()
+        offset = get_transformer_layer_offset(config, vp_stage, rank)
+    return is_moe_layer(config, layer_number - 1 + offset)
+
+
 class SDPATransformerLayer(TransformerLayer):
     """Megatron's own local layer with `SDPACoreAttention` as its core attention."""
 
     def __init__(self, config, submodules=None, *args, **kwargs):
-        super().__init__(config, _local_parts(config), *args, **kwargs)
+        experts = _has_experts(config, *args, **kwargs)
+        if experts:
+            repair_router()
+            if config.moe_grouped_gemm:
+                raise ValueError("sdpa_layer_spec: --moe-grouped-gemm is not supported; remove it")
+        super().__init__(config, _local_parts(config, experts), *args, **kwargs)
 
 
 class CoatTransformerLayer(TransformerLayer):
@@ -92,27 +120,31 @@ class CoatTransformerLayer(TransformerLayer):
     """
 
     def __init__(self, config, submodules=None, *args, **kwargs):
-        if config.recompute_granularity == "selective" and "layernorm" in config.recompute_modules:
-            raise ValueError(
-                "coat_layer_spec: recomputing 'layernorm' saves nothing, the outputs of norms are not kept. "
-                "Remove it from --recompute-modules."
-            )
-        parts = _with_attention(
-            _local_parts(config),
-            linear_qkv=CoatColumnParallelLinear,
-            linear_proj=CoatRowParallelLinear,
-            core_attention=CoatCoreAttention,
+        super().__init__(config, coat_parts(config, _has_experts(config, *args, **kwargs)), *args, **kwargs)
+
+
+def coat_parts(config, experts: bool) -> TransformerLayerSubmodules:
+    """The parts of a COAT layer for `config`, dense or with experts."""
+    if config.recompute_granularity == "selective" and "layernorm" in config.recompute_modules:
+        raise ValueError(
+            "coat_layer_spec: recomputing 'layernorm' saves nothing, the outputs of norms are not kept. "
+            "Remove it from --recompute-modules."
         )
-        parts = replace(
-            parts,
-            input_layernorm=CoatNorm,
-            pre_mlp_layernorm=CoatNorm,
-            self_attention=replace(parts.self_attention, module=CoatSelfAttention),
-            self_attn_bda=coat_bias_dropout_add,
-            mlp=CoatMLP,
-            mlp_bda=coat_bias_dropout_add,
-        )
-        super().__init__(config, parts, *args, **kwargs)
+    parts = _with_attention(
+        _local_parts(config, experts),
+        linear_qkv=CoatColumnParallelLinear,
+        linear_proj=CoatRowParallelLinear,
+        core_attention=core_attention_of(config, CoatCoreAttention),
+    )
+    return replace(
+        parts,
+        input_layernorm=CoatNorm,
+        pre_mlp_layernorm=RoutedNorm if experts else CoatNorm,
+        self_attention=replace(parts.self_attention, module=CoatSelfAttention),
+        self_attn_bda=coat_bias_dropout_add,
+        mlp=CoatMoELayer if experts else CoatMLP,
+        mlp_bda=coat_bias_dropout_add,
+    )
 
 
 replace_final_norm()

@@ -40,11 +40,16 @@ def _in_fp8(linear: torch.nn.Module) -> bool:
     return getattr(linear, "_in_fp8", False)
 
 
+def fp8_linears() -> MLPSubmodules:
+    """The linear layers of a feed-forward layer."""
+    return MLPSubmodules(linear_fc1=CoatColumnParallelLinear, linear_fc2=CoatRowParallelLinear)
+
+
 class CoatMLP(MLP):
     """Megatron's MLP with FP8 linears; parameter names and checkpoints stay Megatron's.
 
     Can stand in a layer's `mlp` slot as it is. Raises ValueError at construction for an activation without a
-    kernel, and for experts.
+    kernel.
     """
 
     def __init__(
@@ -57,16 +62,24 @@ class CoatMLP(MLP):
         tp_group=None,
         **_,
     ):
-        if is_expert:
-            raise ValueError("CoatMLP: experts are not supported yet; remove --num-experts")
         super().__init__(
             config=config,
-            submodules=submodules
-            or MLPSubmodules(linear_fc1=CoatColumnParallelLinear, linear_fc2=CoatRowParallelLinear),
+            submodules=submodules or fp8_linears(),
+            is_expert=is_expert,
             ffn_hidden_size=ffn_hidden_size or config.ffn_hidden_size,
             tp_group=pg_collection.tp if tp_group is None and pg_collection is not None else tp_group,
         )
-        self._kind, self._group_size = _kind_of(config), activations_of(config).group_size
+        self._complete()
+
+    @classmethod
+    def take_over(cls, mlp: MLP) -> None:
+        """Makes an MLP of Megatron's a CoatMLP where Megatron names the class itself."""
+        mlp.__class__ = cls
+        mlp._complete()
+
+    def _complete(self) -> None:
+        config = self.config
+        self._kind, self._activations = _kind_of(config), activations_of(config)
         # Megatron hands fc1's bias to the activation; here the matrix product adds it
         self.linear_fc1.skip_bias_add = False
         formats, fc1, fc2 = formats_of(config), self.linear_fc1, self.linear_fc2
@@ -77,15 +90,26 @@ class CoatMLP(MLP):
         }
 
     def forward(self, hidden_states, per_token_scale=None, **_) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """hidden_states [s, b, h] -> [s, b, h] and the bias that is still to be added, [h] or None."""
-        if per_token_scale is not None:
-            raise ValueError("CoatMLP: per_token_scale belongs to experts, which are not supported yet")
+        """hidden_states [s, b, h] -> [s, b, h] and the bias that is still to be added, [h] or None; of an
+        expert, [tokens, h] and the router's weights [tokens] -> the weighted output, and None.
+        """
         intermediate, _ = self.linear_fc1(hidden_states)
-        product = activation(
-            intermediate,
-            self._kind,
-            gated=self.config.gated_linear_unit,
-            group_size=self._group_size,
-            **self._scales,
-        )
-        return self.linear_fc2(product)
+        if intermediate.numel():
+            product = activation(
+                intermediate,
+                self._kind,
+                gated=self.config.gated_linear_unit,
+                group_size=self._activations.group_size,
+                saved_format=self._activations.saved_format,
+                **self._scales,
+            )
+        else:
+            # an expert without tokens: its weights still get gradients, of zeros
+            product = intermediate[..., : self.linear_fc2.weight.shape[1]]
+        output, bias = self.linear_fc2(product)
+        if per_token_scale is None:
+            return output, bias
+        # Megatron weights what fc2 takes, which is the same; so what fc2 takes can be made again
+        if bias is not None:
+            output = output + bias
+        return (output * per_token_scale.unsqueeze(-1)).to(output.dtype), None

@@ -76,7 +76,14 @@ def sum_shared_gradients(model: torch.nn.Module) -> list[str]:
     before `deepspeed.initialize`, which never does this: norm weights would drift apart in silence.
 
     Megatron's own training loop does it by itself. Returns the names of the parameters; empty with one rank.
+    Raises ValueError for a model whose ranks hold different experts, whose gradients DeepSpeed would average.
     """
+    for name, parameter in model.named_parameters():
+        if not getattr(parameter, "allreduce", True):
+            raise ValueError(
+                f"expert_model_parallel_size: expected 1 under DeepSpeed, which would average {name} over "
+                "ranks that hold different experts. Set it to 1, or train with Megatron's data parallelism."
+            )
     group = get_tensor_model_parallel_group()
     if group.size() == 1:
         return []

@@ -1,29 +1,43 @@
-"""torch's norms under sequence parallelism, which Megatron leaves to Transformer Engine and apex.
+"""Norms for a Megatron without Transformer Engine: apex's where it can run, else torch's.
 
-Megatron's `WrappedTorchNorm` refuses sequence parallelism, because it does not mark its parameters: each rank
-sees its own part of the sequence, so that their gradients have to be summed over the tensor-parallel ranks.
+Megatron's own choices fail in places. `WrappedTorchNorm`, torch's norms, refuses sequence parallelism,
+because it does not mark its parameters: each rank sees its own part of the sequence, so that their gradients
+have to be summed over the tensor-parallel ranks. It refuses persistent norms, the default of Megatron-LM's
+scripts, too. `FusedLayerNorm` is taken wherever something called apex can be imported, and fails where that
+is not NVIDIA's, has no kernels, or the model wants RMSNorm.
 """
 
+import importlib.util
 import inspect
 import logging
+from types import ModuleType
 
 import torch
+from megatron.core.extensions.transformer_engine import HAVE_TE, TENorm
+from megatron.core.fusions.fused_layer_norm import HAVE_FUSED_LAYER_NORM, FusedLayerNorm
 from megatron.core.transformer import transformer_block
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
 
 logger = logging.getLogger(__name__)
 
 
-class ParallelTorchNorm:
-    """What `WrappedTorchNorm` makes; under sequence parallelism torch's RMSNorm or LayerNorm, with parameters
-    marked for Megatron.
+def apex_has_layer_norm() -> bool:
+    """Whether NVIDIA's apex is installed with the kernel of its LayerNorm.
 
-    Raises ValueError there for another normalization, or zero-centered gamma.
+    Another project is called apex on the package index, and apex can be built without kernels.
+    """
+    return HAVE_FUSED_LAYER_NORM and importlib.util.find_spec("fused_layer_norm_cuda") is not None
+
+
+class LocalNorm:
+    """apex's LayerNorm where it can run, else torch's RMSNorm or LayerNorm, marked for Megatron.
+
+    Raises ValueError for another normalization, and for zero-centered gamma without apex.
     """
 
-    def __new__(cls, config, hidden_size: int, eps: float = 1e-5, **kwargs) -> torch.nn.Module:
-        if not config.sequence_parallel:
-            return WrappedTorchNorm(config, hidden_size, eps, **kwargs)
+    def __new__(cls, config, hidden_size: int, eps: float = 1e-5) -> torch.nn.Module:
+        if config.normalization == "LayerNorm" and apex_has_layer_norm():
+            return FusedLayerNorm(config, hidden_size, eps)
         kinds = {"RMSNorm": torch.nn.RMSNorm, "LayerNorm": torch.nn.LayerNorm}
         if config.normalization not in kinds:
             raise ValueError(
@@ -36,33 +50,42 @@ class ParallelTorchNorm:
             )
         norm = kinds[config.normalization](hidden_size, eps=eps)
         for parameter in norm.parameters():
-            parameter.sequence_parallel = True
+            parameter.sequence_parallel = config.sequence_parallel
         return norm
 
 
-_NAME = "LayerNormImpl"
+def local_norm(found: type) -> type:
+    """`LocalNorm` in the place of Megatron's norms for when there is no Transformer Engine; others stay."""
+    without_te = (WrappedTorchNorm, FusedLayerNorm) if HAVE_TE else (WrappedTorchNorm, FusedLayerNorm, TENorm)
+    return LocalNorm if found in without_te else found
 
 
-def replace_final_norm() -> None:
-    """Makes Megatron's final norm a `ParallelTorchNorm` where it would be a `WrappedTorchNorm`.
+_replaced: list[tuple[ModuleType, str, type]] = []
 
-    There is no other way in: `TransformerBlock` takes the class from a global of its module, and does so
-    before it builds a layer. A norm by Transformer Engine or apex, or one that somebody else put there,
-    stays. May be called again.
+
+def replace_final_norm(module: ModuleType = transformer_block, name: str = "LayerNormImpl") -> None:
+    """Makes the final norm of Megatron's blocks of layers a `LocalNorm` where there is no Transformer Engine.
+
+    There is no other way in: a block takes the class from a global of its `module`. A norm by Transformer
+    Engine, or one that somebody else put there, stays. May be called again.
     Raises RuntimeError if this Megatron has no such global.
     """
-    found = getattr(transformer_block, _NAME, None)
-    if found is None or "LayerNormImpl" not in inspect.getsource(transformer_block):
+    found = getattr(module, name, None)
+    if found is None or name not in inspect.getsource(module):
         raise RuntimeError(
-            f"megatron.core.transformer.transformer_block.{_NAME}: expected the class of the final norm, "
-            "found nothing. Use a supported version of megatron-core."
+            f"{module.__name__}.{name}: expected the class of the final norm, found nothing. Use a supported "
+            "version of megatron-core."
         )
-    if found is WrappedTorchNorm:
-        setattr(transformer_block, _NAME, ParallelTorchNorm)
-        logger.info("replaced transformer_block.%s by %s", _NAME, ParallelTorchNorm.__name__)
+    if local_norm(found) is not found:
+        _replaced.append((module, name, found))
+        setattr(module, name, LocalNorm)
+        kind = "apex's LayerNorm or torch's RMSNorm" if apex_has_layer_norm() else "torch's"
+        logger.info("replaced %s.%s by %s, %s", module.__name__, name, LocalNorm.__name__, kind)
 
 
 def restore_final_norm() -> None:
-    """Undoes `replace_final_norm`."""
-    if getattr(transformer_block, _NAME, None) is ParallelTorchNorm:
-        setattr(transformer_block, _NAME, WrappedTorchNorm)
+    """Undoes every `replace_final_norm`."""
+    while _replaced:
+        module, name, found = _replaced.pop()
+        if getattr(module, name) is LocalNorm:
+            setattr(module, name, found)

@@ -15,7 +15,6 @@ from coat_kernels.origin import origin_of
 from megatron_ext.layer_specs import coat_layer_spec, sdpa_layer_spec
 from megatron_ext.ledger import saved_bytes
 from megatron_ext.linear import CoatColumnParallelLinear, CoatRowParallelLinear
-from megatron_ext.mlp import CoatMLP
 from megatron_ext.model import ModelShape, build_gpt
 from megatron_ext.norm import CoatNorm
 from megatron_ext.settings import set_activations
@@ -260,6 +259,26 @@ def test_a_weight_that_wants_zeros_gets_zeros(device):
     assert weight.main_grad.count_nonzero() > 0 and weight.grad_added_to_main_grad
 
 
+def test_gradient_accumulation_fusion_needs_no_apex(device):
+    results = []
+    for fused in (False, True):
+        settings = config(gradient_accumulation_fusion=fused, hidden_dropout=0.0, attention_dropout=0.0)
+        torch.manual_seed(0)
+        layer = coat_layer_spec.module(settings, layer_number=1).to(device)
+        x, grad = torch.randn(2, S, B, H, dtype=torch.bfloat16, device=device)
+        weights = {n: p for n, p in layer.named_parameters() if "linear" in n}
+        for weight in weights.values() if fused else ():
+            weight.main_grad = torch.zeros_like(weight, dtype=torch.float32)
+            weight.grad_added_to_main_grad = False
+        for _ in range(2):
+            layer.zero_grad()
+            layer(x.requires_grad_(), attention_mask=None)[0].backward(grad)
+        results.append({n: p.main_grad if fused else p.grad for n, p in weights.items()})
+        assert layer.mlp.linear_fc1.config is settings
+    once, twice = results
+    assert len(twice) == 4 and all(torch.equal(twice[n], 2 * once[n].float()) for n in twice)
+
+
 def config(**overrides) -> TransformerConfig:
     settings = dict(
         num_layers=1,
@@ -353,7 +372,6 @@ def test_linear_bias(device, cls, skip_bias_add):
     [
         ({"activation_func": F.relu, "bias_activation_fusion": False}, "--squared-relu"),
         ({"activation_func_fp8_input_store": True}, "--activation-func-fp8-input-store"),
-        ({"num_moe_experts": 2}, "--num-experts"),
         ({"context_parallel_size": 2}, "--context-parallel-size"),
         ({"recompute_granularity": "selective", "recompute_modules": ["layernorm"]}, "--recompute-modules"),
     ],
@@ -481,11 +499,3 @@ def test_weight_cache_changes_nothing_else(device, cache):
         build(coat_layer_spec, activations=ActivationsConfig(weight_cache=cache)), device
     )
     assert again.equal(loss) and all(cached[name].equal(grads[name]) for name in grads)
-
-
-def test_experts_are_refused():
-    with pytest.raises(ValueError, match="--num-experts"):
-        CoatMLP(config(), is_expert=True, ffn_hidden_size=FFN)
-    mlp = CoatMLP(config())
-    with pytest.raises(ValueError, match="per_token_scale"):
-        mlp(torch.zeros(2, 1, H, dtype=torch.bfloat16), per_token_scale=torch.ones(2, 1))

@@ -178,10 +178,11 @@ def test_without_megatron_the_error_is_clear_and_not_an_import_error(monkeypatch
         import_module(["megatron_ext.layer_specs", "coat_layer_spec"])
 
 
-def test_an_old_megatron_is_refused(monkeypatch):
+@pytest.mark.parametrize("version", ["0.15.3", "0.21.0"])
+def test_other_megatrons_are_refused(monkeypatch, version):
     import megatron.core
 
     monkeypatch.delitem(sys.modules, "megatron_ext.layer_specs")
-    monkeypatch.setattr(megatron.core, "__version__", "0.15.3")
-    with pytest.raises(RuntimeError, match="needs megatron-core 0.16.1 or newer, found 0.15.3"):
+    monkeypatch.setattr(megatron.core, "__version__", version)
+    with pytest.raises(RuntimeError, match=f"0.16.1 or newer and older than 0.21, found {version}"):
         importlib.import_module("megatron_ext.layer_specs")

@@ -1,0 +1,94 @@
+"""Megatron's mixture of experts with FP8 experts, routed ones and shared ones.
+
+The router, the dispatcher and every name in a checkpoint stay Megatron's. Experts run one after another;
+those of `--moe-grouped-gemm` are Transformer Engine's, in BF16. The scale of an expert's tensor is that of
+this rank's part: a maximum over the ranks would be one more message for each of many small products.
+"""
+
+import logging
+
+from megatron.core.extensions.transformer_engine import HAVE_TE
+from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec
+from megatron.core.transformer.moe import moe_utils
+from megatron.core.transformer.moe.experts import SequentialMLP
+from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
+from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
+
+from .mlp import CoatMLP, fp8_linears
+from .norm import CoatNorm
+
+logger = logging.getLogger(__name__)
+
+
+def is_moe_layer(config, index: int) -> bool:
+    """Whether the model's layer `index`, from 0, has experts: `--num-experts` and `--moe-layer-freq`."""
+    if not config.num_moe_experts:
+        return False
+    every = config.moe_layer_freq
+    return index % every == 0 if isinstance(every, int) else bool(every[index])
+
+
+def repair_router() -> None:
+    """Gives the router of megatron-core 0.16 a name that it reads and, without Transformer Engine, lacks.
+
+    May be called again.
+    """
+    if not hasattr(moe_utils, "te_general_gemm"):
+        # None stands for a product by torch, there as in later versions
+        moe_utils.te_general_gemm = None
+        logger.info("set %s.te_general_gemm to None", moe_utils.__name__)
+
+
+class RoutedNorm(CoatNorm):
+    """A `CoatNorm` in front of experts. Router and dispatcher read its output, which therefore is written."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self._y_scale = None
+
+
+class CoatSequentialMLP(SequentialMLP):
+    """Megatron's experts, one after another, each a `CoatMLP`."""
+
+    def __init__(self, num_local_experts: int, config, submodules=None, *args, **kwargs):
+        super().__init__(num_local_experts, config, submodules or fp8_linears(), *args, **kwargs)
+        for expert in self.local_experts:
+            CoatMLP.take_over(expert)
+
+
+class CoatSharedExpertMLP(SharedExpertMLP, CoatMLP):
+    """Megatron's shared experts as a `CoatMLP`."""
+
+    def __init__(self, config, submodules=None, *args, **kwargs):
+        super().__init__(config, submodules or fp8_linears(), *args, **kwargs)
+
+
+class CoatMoELayer(MoELayer):
+    """Megatron's MoELayer with FP8 experts; can stand in a layer's `mlp` slot as it is.
+
+    Raises ValueError at construction for grouped products without Transformer Engine, and for shared experts
+    that overlap with the dispatcher.
+    """
+
+    def __init__(self, config, submodules=None, *args, **kwargs):
+        if config.moe_shared_expert_overlap:
+            raise ValueError(
+                "coat_layer_spec: --moe-shared-expert-overlap takes steps of Megatron's own through shared "
+                "experts, which keep their tensors in BF16; remove it"
+            )
+        repair_router()
+        experts = _grouped_experts(config) if config.moe_grouped_gemm else CoatSequentialMLP
+        submodules = submodules or MoESubmodules(experts=experts, shared_experts=CoatSharedExpertMLP)
+        super().__init__(config, submodules, *args, **kwargs)
+
+
+def _grouped_experts(config):
+    """What Megatron builds the experts of `--moe-grouped-gemm` from."""
+    if not HAVE_TE:
+        raise ValueError(
+            "coat_layer_spec: --moe-grouped-gemm needs Transformer Engine, which was not found, and then "
+            "computes experts in BF16. Remove it for FP8 experts that run one after another."
+        )
+    spec = get_moe_module_spec(use_te=True, num_experts=config.num_moe_experts, moe_grouped_gemm=True)
+    # a functools.partial since megatron-core 0.18
+    return getattr(spec, "keywords", vars(spec))["submodules"].experts

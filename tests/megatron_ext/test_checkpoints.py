@@ -1,0 +1,235 @@
+"""The parameters of a COAT model are Megatron's: what it marks them with, and its distributed checkpoints."""
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+from tests.megatron_ext.test_moe import EXPERTS
+from tests.megatron_ext.test_parallel import _whole
+from tests.util import run_distributed
+
+LLAMA = {"qk_layernorm": True}
+GPT = {
+    "normalization": "LayerNorm",
+    "activation_func": F.gelu,
+    "gated_linear_unit": False,
+    "add_bias_linear": True,
+}
+# (process groups, fields of the model's config)
+MODELS: dict[str, tuple[dict, dict]] = {
+    "llama": ({"tensor_model_parallel_size": 2}, LLAMA),
+    "gpt": ({"tensor_model_parallel_size": 2}, GPT),
+    "experts": ({"expert_model_parallel_size": 2}, EXPERTS | {"expert_model_parallel_size": 2}),
+    "experts of parts": ({"tensor_model_parallel_size": 2}, EXPERTS),
+}
+# what Megatron reads off parameters, and what it takes where there is nothing
+MARKS = {
+    "tensor_model_parallel": False,
+    "partition_dim": -1,
+    "partition_stride": 1,
+    "sequence_parallel": False,
+    "allreduce": True,
+}
+
+
+def _build(spec, config, seed, **more):
+    from megatron_ext.model import ModelShape, build_gpt
+
+    shape = ModelShape(2, 64, 96, 4, 2)
+    return build_gpt(shape, spec, seq_length=16, vocab_size=64, seed=seed, **config, **more)
+
+
+def _stock(config, seed):
+    """Megatron's own model, with the layers that it builds without --spec."""
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_layer_local_spec
+
+    from megatron_ext.layer_specs import sdpa_layer_spec
+
+    if "num_moe_experts" in config:
+        # which layers have experts is decided from the config
+        some = _build(sdpa_layer_spec, config, seed).config
+        spec = get_gpt_decoder_block_spec(some, use_transformer_engine=False, normalization="RMSNorm")
+    else:
+        spec = get_gpt_layer_local_spec(
+            qk_layernorm=config.get("qk_layernorm", False),
+            normalization=config.get("normalization", "RMSNorm"),
+        )
+    return _build(spec, config, seed)
+
+
+def _marks(model):
+    return {
+        name: {mark: vars(p).get(mark, MARKS.get(mark)) for mark in MARKS.keys() | vars(p).keys()}
+        for name, p in model.named_parameters()
+    }
+
+
+def _shake(model):
+    """Makes every weight one of its own: of norms, which begin with ones, and of each rank's experts."""
+    from megatron.core import parallel_state
+
+    of_weights = parallel_state.get_tensor_model_parallel_rank()
+    of_experts = parallel_state.get_expert_model_parallel_rank()
+    for number, parameter in enumerate(model.parameters()):
+        rank = of_weights if getattr(parameter, "tensor_model_parallel", False) else 0
+        if not getattr(parameter, "allreduce", True):
+            rank = of_experts
+        generator = torch.Generator().manual_seed(2 * number + rank)
+        parameter.data.add_(torch.rand(parameter.shape, generator=generator))
+
+
+def _weights(model):
+    return {name: _whole(p, p.detach().clone()) for name, p in model.named_parameters()}
+
+
+def _sharded(model):
+    from megatron.core import parallel_state
+
+    group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+    return model.sharded_state_dict(metadata={"dp_cp_group": group})
+
+
+def _places(model):
+    """Which part of which tensor of a checkpoint each entry is."""
+    from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor, ShardedTensorFactory
+
+    found = {}
+    for name, entry in _sharded(model).items():
+        parts = entry.build() if isinstance(entry, ShardedTensorFactory) else [entry]
+        for i, part in enumerate(parts):
+            if isinstance(part, ShardedTensor):
+                place = (part.local_shape, part.axis_fragmentations, part.dtype)
+            else:
+                assert isinstance(part, ShardedObject)
+                place = ()
+            found[name, i] = (part.key, part.global_shape, part.global_offset, part.replica_id, *place)
+    return found
+
+
+def _save(model, folder):
+    from megatron.core import dist_checkpointing
+
+    folder.mkdir(exist_ok=True)
+    dist.barrier()
+    dist_checkpointing.save(_sharded(model), str(folder))
+
+
+def _load(model, folder):
+    from megatron.core import dist_checkpointing
+
+    model.load_state_dict(dist_checkpointing.load(_sharded(model), str(folder)))
+
+
+def _two_ranks(folder):
+    from megatron.core import parallel_state
+
+    from megatron_ext import cpu
+    from megatron_ext.layer_specs import coat_layer_spec, sdpa_layer_spec
+    from megatron_ext.model import initialize_model_parallel
+
+    cpu.enable()
+    dist.init_process_group("gloo")
+    result = {}
+    with cpu.no_cuda():
+        for name, (groups, config) in MODELS.items():
+            initialize_model_parallel(**groups)
+            stock, coat = _stock(config, seed=1), _build(coat_layer_spec, config, seed=2)
+            found = {
+                "marks": (_marks(coat), _marks(stock)),
+                "places": (_places(coat), _places(stock)),
+            }
+            if "tensor_model_parallel_size" in groups:
+                # Megatron's own torch norms refuse sequence parallelism
+                found["marks of a sequence's parts"] = tuple(
+                    _marks(_build(spec, config, seed=1, sequence_parallel=True))
+                    for spec in (coat_layer_spec, sdpa_layer_spec)
+                )
+            if name in ("llama", "experts"):
+                _shake(stock)
+                found["saved"] = _weights(stock)
+                _save(stock, folder / f"stock {name}")
+                _load(coat, folder / f"stock {name}")
+                found["loaded"] = _weights(coat)
+                _save(coat, folder / f"coat {name}")
+                again = _stock(config, seed=3)
+                _load(again, folder / f"coat {name}")
+                found["loaded again"] = _weights(again)
+            result[name] = found
+            parallel_state.destroy_model_parallel()
+    dist.destroy_process_group()
+    return result
+
+
+def _one_rank(folder):
+    from megatron_ext import cpu
+    from megatron_ext.layer_specs import coat_layer_spec
+    from megatron_ext.model import initialize_model_parallel
+
+    cpu.enable()
+    dist.init_process_group("gloo")
+    initialize_model_parallel()
+    result = {}
+    with cpu.no_cuda():
+        for name in ("llama", "experts"):
+            config = MODELS[name][1] | ({"expert_model_parallel_size": 1} if name == "experts" else {})
+            for source, model in (
+                ("stock", _build(coat_layer_spec, config, seed=4)),
+                ("coat", _stock(config, seed=5)),
+            ):
+                _load(model, folder / f"{source} {name}")
+                result[name, source] = _weights(model)
+    dist.destroy_process_group()
+    return result
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("checkpoints")
+    return run_distributed(_two_ranks, 2, folder), run_distributed(_one_rank, 1, folder)[0]
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_parameters_are_marked_as_megatrons(runs, name):
+    for rank in runs[0]:
+        coat, stock = rank[name]["marks"]
+        assert coat == stock
+        if "marks of a sequence's parts" in rank[name]:
+            coat, bf16 = rank[name]["marks of a sequence's parts"]
+            assert coat == bf16
+            norms = {n for n in coat if "layernorm" in n and not ("q_" in n or "k_" in n)}
+            assert len(norms) >= 5 and all(coat[n]["sequence_parallel"] for n in norms)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_checkpoints_have_the_same_parts(runs, name):
+    for rank in runs[0]:
+        coat, stock = rank[name]["places"]
+        assert coat == stock and len(stock) > 10
+
+
+@pytest.mark.parametrize("name", ["llama", "experts"])
+def test_stock_checkpoints_load_and_go_back(runs, name):
+    for rank in runs[0]:
+        found = rank[name]
+        for when in ("loaded", "loaded again"):
+            assert found["saved"].keys() == found[when].keys()
+            for parameter, weight in found["saved"].items():
+                assert weight.equal(found[when][parameter]), (when, parameter)
+
+
+@pytest.mark.parametrize("source", ["stock", "coat"])
+def test_two_ranks_checkpoints_load_in_one(runs, source):
+    ranks, one = runs
+    for name, weight in ranks[0]["llama"]["saved"].items():
+        # fc1's ranks hold parts of the gate and of up
+        assert weight.equal(one["llama", source][name]), name
+    found = one["experts", source]
+    for rank, saved in enumerate(ranks):
+        for name, weight in saved["experts"]["saved"].items():
+            before, expert, after = name.partition("local_experts.")
+            if expert:
+                # each rank holds two of the four
+                number, _, after = after.partition(".")
+                name = f"{before}{expert}{2 * rank + int(number)}.{after}"
+            assert weight.equal(found[name]), name

@@ -1,0 +1,166 @@
+"""What `megatron_ext` relies on in megatron-core beyond what is documented, by name: a version that changes
+one of these fails here first. `make test-megatron-main` runs this against a checkout."""
+
+import dataclasses
+import inspect
+import pkgutil
+
+import pytest
+import torch
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.spec_utils import ModuleSpec, import_module
+
+from megatron_ext.layer_specs import sdpa_layer_spec
+from megatron_ext.model import ModelShape, build_gpt
+
+# names that are read or called, and the parameters that are given by name
+NAMES: dict[str, str] = {
+    "extensions.transformer_engine.HAVE_TE": "",
+    "extensions.transformer_engine.TENorm": "",
+    "fusions.fused_bias_dropout.get_bias_dropout_add": "training fused",
+    "fusions.fused_layer_norm.HAVE_FUSED_LAYER_NORM": "",
+    "fusions.fused_layer_norm.FusedLayerNorm.__init__": "self config hidden_size eps",
+    "models.gpt.gpt_layer_specs.get_gpt_layer_local_spec": "num_experts qk_layernorm qk_l2_norm "
+    "normalization",
+    "models.gpt.moe_module_specs.get_moe_module_spec": "use_te num_experts moe_grouped_gemm",
+    "parallel_state.get_data_parallel_group": "with_context_parallel",
+    "parallel_state.get_model_parallel_group": "",
+    "parallel_state.get_pipeline_model_parallel_group": "",
+    "parallel_state.get_pipeline_model_parallel_rank": "",
+    "parallel_state.get_tensor_model_parallel_group": "",
+    "parallel_state.get_tensor_model_parallel_src_rank": "",
+    "parallel_state.is_pipeline_first_stage": "ignore_virtual vp_stage",
+    "parallel_state.is_pipeline_last_stage": "ignore_virtual vp_stage",
+    "ssm.mlp_layer.MLPLayer.__init__": "self config submodules",
+    "tensor_parallel.layers.ColumnParallelLinear.__init__": "self input_size output_size config init_method "
+    "bias gather_output stride skip_bias_add is_expert tp_comm_buffer_name tp_group",
+    "tensor_parallel.layers.ColumnParallelLinear._forward_impl": "self input weight",
+    "tensor_parallel.layers.RowParallelLinear.__init__": "self input_size output_size config init_method "
+    "bias input_is_parallel skip_bias_add is_expert tp_comm_buffer_name tp_group",
+    "tensor_parallel.layers.RowParallelLinear._forward_impl": "self input weight",
+    # replaced on a CPU
+    "tensor_parallel.random._get_cuda_rng_state": "",
+    "tensor_parallel.random._set_cuda_rng_state": "",
+    "transformer.attention.SelfAttention.forward": "self hidden_states attention_mask rotary_pos_emb",
+    "transformer.attention.SelfAttention.get_query_key_value_tensors": "self hidden_states",
+    "transformer.enums.AttnBackend.auto": "",
+    "transformer.enums.AttnMaskType.causal": "",
+    "transformer.identity_op.IdentityFuncOp": "",
+    "transformer.identity_op.IdentityOp": "",
+    "transformer.mlp.MLP.__init__": "self config submodules is_expert ffn_hidden_size tp_group",
+    "transformer.mlp.MLP.forward": "self hidden_states per_token_scale",
+    "transformer.moe.experts.SequentialMLP.__init__": "self num_local_experts config submodules "
+    "pg_collection",
+    "transformer.moe.moe_layer.MoELayer.__init__": "self config submodules layer_number pg_collection",
+    "transformer.moe.shared_experts.SharedExpertMLP.__init__": "self config submodules gate pg_collection",
+    "transformer.spec_utils.import_module": "",
+    "transformer.transformer_block.LayerNormImpl": "",
+    "transformer.transformer_layer.TransformerLayer.__init__": "self config submodules layer_number vp_stage "
+    "pg_collection",
+    "transformer.transformer_layer.get_transformer_layer_offset": "config vp_stage pp_rank",
+}
+# fields of dataclasses that are replaced
+FIELDS: dict[str, str] = {
+    "transformer.attention.SelfAttentionSubmodules": "linear_qkv core_attention linear_proj q_layernorm "
+    "k_layernorm",
+    "transformer.mlp.MLPSubmodules": "linear_fc1 linear_fc2",
+    "transformer.moe.moe_layer.MoESubmodules": "experts shared_experts router",
+    "transformer.spec_utils.ModuleSpec": "module params submodules",
+    "transformer.transformer_layer.TransformerLayerSubmodules": "input_layernorm self_attention "
+    "self_attn_bda pre_mlp_layernorm mlp mlp_bda sharded_state_dict_keys_map",
+}
+CONFIG = (
+    "activation_func activation_func_clamp_value activation_func_fp8_input_store add_bias_linear "
+    "attention_backend attention_dropout attention_output_gate bias_activation_fusion context_parallel_size "
+    "defer_embedding_wgrad_compute ffn_hidden_size fp8 gated_linear_unit glu_linear_offset hidden_size "
+    "layernorm_epsilon layernorm_zero_centered_gamma moe_ffn_hidden_size moe_grouped_gemm moe_layer_freq "
+    "moe_shared_expert_overlap mrope_section multi_latent_attention no_rope_freq normalization "
+    "num_moe_experts num_query_groups params_dtype qk_l2_norm qk_layernorm recompute_granularity "
+    "recompute_modules rotary_interleaved sequence_parallel use_cpu_initialization use_te_activation_func"
+)
+
+
+def _find(name: str):
+    return pkgutil.resolve_name(f"megatron.core.{name}")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_name(name):
+    found = _find(name)
+    parameters = NAMES[name].split()
+    if parameters:
+        assert not set(parameters) - inspect.signature(found).parameters.keys()
+
+
+@pytest.mark.parametrize("name", FIELDS)
+def test_fields(name):
+    assert not set(FIELDS[name].split()) - {field.name for field in dataclasses.fields(_find(name))}
+
+
+def test_config():
+    assert not set(CONFIG.split()) - {field.name for field in dataclasses.fields(TransformerConfig)}
+
+
+# attributes of modules that Megatron has built
+BUILT: dict[str, str] = {
+    "self_attention": "hidden_size_per_attention_head linear_qkv num_query_groups_per_partition world_size",
+    "self_attention.linear_qkv": "allreduce_dgrad explicit_expert_comm output_size_per_partition "
+    "sequence_parallel skip_bias_add tp_group",
+    "self_attention.linear_proj": "bias explicit_expert_comm input_size_per_partition sequence_parallel "
+    "skip_bias_add tp_group",
+    "mlp.router": "weight",
+    "mlp.experts": "local_experts",
+    "mlp.experts.local_experts.0": "config linear_fc1 linear_fc2",
+}
+
+
+@pytest.fixture(scope="module")
+def layer(megatron):
+    """A layer of Megatron's own with experts."""
+    model = build_gpt(
+        ModelShape(1, 32, 48, 4, 2),
+        sdpa_layer_spec,
+        seq_length=16,
+        vocab_size=64,
+        num_moe_experts=2,
+        moe_token_dispatcher_type="allgather",
+    )
+    return model.decoder.layers[0]
+
+
+@pytest.mark.parametrize("name", BUILT)
+def test_built_modules(layer, name):
+    module = layer.get_submodule(name)
+    assert not [attribute for attribute in BUILT[name].split() if not hasattr(module, attribute)]
+
+
+def test_linear_layers_call_forward_impl_by_name(layer, monkeypatch):
+    found = {}
+    for name in ("linear_qkv", "linear_proj"):
+        linear = getattr(layer.self_attention, name)
+        stock = linear._forward_impl
+
+        def record(*args, name=name, stock=stock, **kwargs):
+            found[name] = args, kwargs
+            return stock(*args, **kwargs)
+
+        monkeypatch.setattr(linear, "_forward_impl", record)
+        linear(torch.zeros(2, 1, linear.weight.shape[1], dtype=linear.weight.dtype))
+    for args, kwargs in found.values():
+        assert not args
+        assert not {"input", "weight", "bias", "allreduce_dgrad", "sequence_parallel"} - kwargs.keys()
+
+
+def test_residual_addition_is_called_by_position(layer):
+    parameters = list(inspect.signature(layer.mlp_bda(True, False)).parameters)
+    assert len(parameters) == 3 and parameters[1] == "residual"
+
+
+def test_specs_are_found_in_a_modules_own_names():
+    # neither functions, as 0.16 refuses them, nor names that a module's __getattr__ would make
+    for module, name in (
+        ("megatron_ext.layer_specs", "coat_layer_spec"),
+        ("megatron_ext.layer_specs", "sdpa_layer_spec"),
+        ("megatron_ext.hybrid_specs", "coat_hybrid_stack_spec"),
+    ):
+        assert isinstance(import_module([module, name]), ModuleSpec)

@@ -1,0 +1,142 @@
+"""Megatron's hybrid stack of COAT layers: the numbers of GPTModel, and of one rank on two."""
+
+import copy
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from coat_ds.config import ActivationsConfig
+from megatron_ext.hybrid_specs import coat_hybrid_stack_spec, hybrid_block
+from megatron_ext.layer_specs import coat_layer_spec
+from megatron_ext.model import ModelShape, build_gpt, initialize_model_parallel
+from megatron_ext.torch_norm import LocalNorm, replace_final_norm, restore_final_norm
+from tests.megatron_ext.test_parallel import _whole, _without_rounding
+from tests.util import rel_rms, run_distributed
+
+S, B, VOCAB = 32, 2, 64
+SHAPE = ModelShape(2, 64, 96, 4, 2)
+EXPERTS = {
+    "num_moe_experts": 2,
+    "moe_ffn_hidden_size": 48,
+    "moe_shared_expert_intermediate_size": 32,
+    "moe_token_dispatcher_type": "allgather",
+}
+PATTERNS: dict[str, dict] = {"*-*-": {"qk_layernorm": True}, "*E": EXPERTS}
+
+
+def _gpt(**config):
+    return build_gpt(SHAPE, coat_layer_spec, seq_length=S, vocab_size=VOCAB, **config)
+
+
+def _hybrid(pattern, gpt):
+    """A hybrid model with the config of `gpt`."""
+    config = copy.copy(gpt.config)
+    config.num_layers = len(pattern)
+    torch.manual_seed(1)
+    arguments = (config, coat_hybrid_stack_spec, VOCAB, S)
+    try:
+        from megatron.core.models.hybrid.hybrid_model import HybridModel
+    except ImportError:
+        from megatron.core.models.mamba import MambaModel
+
+        model = MambaModel(*arguments, hybrid_override_pattern=pattern, position_embedding_type="rope")
+    else:
+        model = HybridModel(*arguments, hybrid_layer_pattern=pattern, position_embedding_type="rope")
+    return model.to(config.params_dtype)
+
+
+def _loss(model, tokens):
+    return model(tokens, torch.arange(S).expand(B, S), None, labels=tokens).mean()
+
+
+def _tokens():
+    return torch.randint(0, VOCAB, (B, S), generator=torch.Generator().manual_seed(5))
+
+
+def _run(tp):
+    from megatron.core import parallel_state
+
+    from megatron_ext import cpu, mpu
+
+    cpu.enable()
+    dist.init_process_group("gloo")
+    _without_rounding()
+    initialize_model_parallel(tp)
+    result = {}
+    for pattern, config in PATTERNS.items():
+        model = _hybrid(pattern, _gpt(bf16=False, sequence_parallel=tp > 1, **config))
+        mpu.sum_shared_gradients(model)
+        losses, grads = [], None
+        for _ in range(4):
+            model.zero_grad()
+            loss = _loss(model, _tokens())
+            loss.backward()
+            losses.append(loss.item())
+            grads = grads or {name: _whole(p, p.grad.clone()) for name, p in model.named_parameters()}
+            for parameter in model.parameters():
+                parameter.data.sub_(0.1 * parameter.grad)
+        result[pattern] = losses, grads
+    parallel_state.destroy_model_parallel()
+    dist.destroy_process_group()
+    return result
+
+
+@pytest.fixture(scope="module")
+def runs():
+    return run_distributed(_run, 1, 1)[0], run_distributed(_run, 2, 2)
+
+
+@pytest.mark.parametrize("pattern", PATTERNS)
+def test_two_ranks_train_as_one(runs, pattern):
+    one, two = runs
+    losses, grads = one[pattern]
+    assert losses[-1] < losses[0] - 0.1
+    for rank in two:
+        # sums of at most S * B FP32 terms in another order
+        assert rank[pattern][0] == pytest.approx(losses, rel=1e-5)
+        assert rank[pattern][1].keys() == grads.keys()
+        for name, grad in grads.items():
+            assert rel_rms(rank[pattern][1][name], grad) < 1e-5, name
+
+
+@pytest.mark.parametrize("config", [{}, EXPERTS], ids=["dense", "experts"])
+def test_equals_gpt_model(megatron, config):
+    gpt = _gpt(activations=ActivationsConfig(attention_format="e4m3"), **config)
+    hybrid = _hybrid("*E*E" if config else "*-*-", gpt)
+
+    def name_in_gpt(name):
+        name = name.replace("final_norm.", "final_layernorm.")
+        parts = name.split(".")
+        if parts[:2] == ["decoder", "layers"]:
+            parts[2] = str(int(parts[2]) // 2)
+        return ".".join(parts)
+
+    theirs = dict(gpt.named_parameters())
+    ours = {name_in_gpt(name): p for name, p in hybrid.named_parameters()}
+    assert ours.keys() == theirs.keys()
+    for name, parameter in ours.items():
+        parameter.data.copy_(theirs[name])
+    losses = [_loss(model, _tokens()) for model in (hybrid, gpt)]
+    assert losses[0].equal(losses[1])
+    for loss in losses:
+        loss.backward()
+    for name, parameter in ours.items():
+        assert parameter.grad.equal(theirs[name].grad), name
+
+
+def test_other_layers_are_megatrons_and_need_transformer_engine(megatron):
+    gpt = _gpt()
+    with pytest.raises(ValueError, match="need Transformer Engine. Use only"):
+        _hybrid("M*", gpt)
+
+
+def test_final_norm_is_put_back():
+    assert hybrid_block.TENorm is LocalNorm
+    restore_final_norm()
+    assert hybrid_block.TENorm is not LocalNorm
+    replace_final_norm()
+    replace_final_norm(hybrid_block, "TENorm")
+    assert hybrid_block.TENorm is LocalNorm
+    with pytest.raises(RuntimeError, match="NoNorm: expected the class of the final norm"):
+        replace_final_norm(hybrid_block, "NoNorm")
