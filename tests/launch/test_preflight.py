@@ -12,6 +12,7 @@ import pytest
 
 from launch import cluster, preflight, pretrain_gpt
 from launch.cluster import ClusterError, Settings
+from tests.util import free_port
 
 ROOT = Path(cluster.__file__).parents[1]
 
@@ -143,8 +144,6 @@ def test_two_nodes_compare_themselves_through_the_store(tmp_path):
         "try: preflight.check(s, {})\n"
         "except ClusterError as e: print(e)\n"
     )
-    from tests.util import free_port
-
     common = {
         "NODES": "2",
         "MASTER_ADDR": "127.0.0.1",
