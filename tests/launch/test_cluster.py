@@ -184,11 +184,8 @@ def slurm(tmp_path, monkeypatch):
     wanted = ("munged", "slurmctld", "slurmd", "sbatch")
     if os.geteuid() or not all(map(shutil.which, wanted)):
         pytest.skip("needs root and Slurm: apt-get install slurmctld slurmd slurm-client munge")
-    name, config, wire = (
-        socket.gethostname().split(".")[0],
-        tmp_path / "slurm.conf",
-        tmp_path / "munge.socket",
-    )
+    name = socket.gethostname().split(".")[0]
+    config, wire = tmp_path / "slurm.conf", tmp_path / "munge.socket"
     options = {
         "ClusterName": "test",
         "SlurmctldHost": f"{name}(127.0.0.1)",
@@ -247,9 +244,12 @@ def test_slurm_stops_by_a_checkpoint_and_goes_on(tmp_path, slurm, corpus):
     eventually((checkpoints / "step2/manifest.json").exists, log.read_text)
     # what `--signal=B:USR1@300` does five minutes before the end
     output("scancel", "--batch", "--signal=USR1", job)
-    eventually(lambda: "Restarts=1" in output("scontrol", "show", "job", job), log.read_text)
+    eventually(lambda: "Reason=BeginTime" in output("scontrol", "show", "job", job), log.read_text)
     assert "stopped by a signal after step" in log.read_text()
     newest = max(checkpoints.glob("step*"), key=lambda path: int(path.name.removeprefix("step")))
     # Slurm lets a job that was put back wait for two minutes
     output("scontrol", "update", f"JobId={job}", "StartTime=now")
-    eventually(lambda: f"going on from {newest}" in log.read_text(), log.read_text)
+    eventually(
+        lambda: f"going on from {newest}" in log.read_text(),
+        lambda: log.read_text() + output("scontrol", "show", "job", job),
+    )
