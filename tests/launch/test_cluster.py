@@ -5,6 +5,7 @@ import os
 import shlex
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -15,6 +16,7 @@ import pytest
 from launch import cluster
 from tests.launch.ranks import HIDDEN, run_ranks
 from tests.launch.test_faults import measured
+from tests.util import free_port
 
 ROOT = Path(cluster.__file__).parents[1]
 ADDRESSES = ("10.99.7.1", "10.99.7.2")
@@ -104,18 +106,14 @@ def printed(folder) -> str:
 def test_torchrun_across_hosts_and_a_lost_one(tmp_path, hosts, corpus, one_host):
     """The cable is pulled after two steps: both sides end; started again they go on as if nothing was."""
     with running(hosts, "torchrun_multinode.sh", tmp_path, corpus) as processes:
-        deadline = time.monotonic() + 200
-        while not (tmp_path / "run/coat/checkpoints/step2/manifest.json").exists():
-            assert time.monotonic() < deadline and all(p.poll() is None for p in processes), printed(tmp_path)
-            time.sleep(0.05)
+        step2 = tmp_path / "run/coat/checkpoints/step2/manifest.json"
+        eventually(lambda: step2.exists() or processes[0].poll() is not None, lambda: printed(tmp_path))
         ip("-n", NAMES[0], "link", "set", INTERFACE, "down")
         try:
             # ranks give up after --distributed-timeout, and so does the agent that has the store; the other
             # waits for the store until a scheduler ends it
             assert processes[0].wait(120) == 1, printed(tmp_path)
-            while "[rank1]: RuntimeError" not in printed(tmp_path):
-                assert time.monotonic() < deadline, printed(tmp_path)
-                time.sleep(0.2)
+            eventually(lambda: "[rank1]: RuntimeError" in printed(tmp_path), lambda: printed(tmp_path), 60)
         finally:
             ip("-n", NAMES[0], "link", "set", INTERFACE, "up")
     assert max(measured(tmp_path)) < 6
@@ -171,3 +169,87 @@ def test_deepspeed_across_hosts(tmp_path, hosts, corpus, one_host, ssh):
     hostfile.write_text(f"{ADDRESSES[0]} slots=1\n10.99.7.9 slots=1\n")
     done = subprocess.run(script, env=env, capture_output=True, text=True, timeout=100)
     assert done.returncode == 1 and "error: 10.99.7.9: cannot be asked by ssh" in done.stderr
+
+
+def eventually(happens, what, seconds=200):
+    deadline = time.monotonic() + seconds
+    while not happens():
+        assert time.monotonic() < deadline, what()
+        time.sleep(0.2)
+
+
+@pytest.fixture
+def slurm(tmp_path, monkeypatch):
+    """A Slurm of this machine alone, from the distribution's packages."""
+    wanted = ("munged", "slurmctld", "slurmd", "sbatch")
+    if os.geteuid() or not all(map(shutil.which, wanted)):
+        pytest.skip("needs root and Slurm: apt-get install slurmctld slurmd slurm-client munge")
+    name = socket.gethostname().split(".")[0]
+    config, wire = tmp_path / "slurm.conf", tmp_path / "munge.socket"
+    options = {
+        "ClusterName": "test",
+        "SlurmctldHost": f"{name}(127.0.0.1)",
+        "AuthInfo": f"socket={wire}",
+        "SlurmUser": "root",
+        "SlurmctldPort": free_port(),
+        "SlurmdPort": free_port(),
+        "StateSaveLocation": tmp_path / "state",
+        "SlurmdSpoolDir": tmp_path / "spool",
+        "SlurmctldPidFile": tmp_path / "slurmctld.pid",
+        "SlurmdPidFile": tmp_path / "slurmd.pid",
+        "ProctrackType": "proctrack/linuxproc",
+        "TaskPlugin": "task/none",
+        "JobAcctGatherType": "jobacct_gather/none",
+        "MailProg": "/bin/true",
+        "NodeName": f"{name} NodeAddr=127.0.0.1 CPUs={os.cpu_count()}",
+        "PartitionName": "main Nodes=ALL Default=YES State=UP",
+    }
+    config.write_text("".join(f"{key}={value}\n" for key, value in options.items()))
+    (tmp_path / "munge.key").write_bytes(os.urandom(1024))
+    (tmp_path / "munge.key").chmod(0o400)
+    for folder in ("state", "spool"):
+        (tmp_path / folder).mkdir()
+    monkeypatch.setenv("SLURM_CONF", str(config))
+    files = {"socket": "socket", "key-file": "key", "pid-file": "pid", "seed-file": "seed", "log-file": "log"}
+    munged = ["munged", "--foreground", "--force", *(f"--{o}={tmp_path}/munge.{f}" for o, f in files.items())]
+    quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    daemons = [subprocess.Popen(munged, **quiet)]
+    try:
+        eventually(wire.exists, lambda: (tmp_path / "munge.log").read_text(), 10)
+        daemons += [subprocess.Popen([daemon, "-D"], **quiet) for daemon in ("slurmctld", "slurmd")]
+        eventually(lambda: "idle" in output("sinfo", "-h"), lambda: output("sinfo"), 30)
+        yield
+        output("scancel", "--me")
+        eventually(lambda: not output("squeue", "-h"), lambda: output("squeue"), 60)
+    finally:
+        for daemon in reversed(daemons):
+            daemon.terminate()
+            daemon.wait()
+
+
+def output(*command) -> str:
+    return subprocess.run(command, capture_output=True, text=True).stdout
+
+
+def test_slurm_stops_by_a_checkpoint_and_goes_on(tmp_path, slurm, corpus):
+    log = tmp_path / "job.log"
+    env = variables(tmp_path, corpus, STEPS="100000", GPUS_PER_NODE="2", INTERFACE="lo")
+    sizes = ["--nodes=1", "--gpus-per-node=0", "--cpus-per-task=1", f"--output={log}"]
+    script = [str(ROOT / "launch/slurm.sbatch"), *EXTRA]
+    done = subprocess.run(
+        ["sbatch", "--parsable", *sizes, *script], env=env, cwd=ROOT, stdout=subprocess.PIPE
+    )
+    job = done.stdout.decode().strip()
+    checkpoints = tmp_path / "run/coat/checkpoints"
+    eventually((checkpoints / "step2/manifest.json").exists, log.read_text)
+    # what `--signal=B:USR1@300` does five minutes before the end
+    output("scancel", "--batch", "--signal=USR1", job)
+    eventually(lambda: "Reason=BeginTime" in output("scontrol", "show", "job", job), log.read_text)
+    assert "stopped by a signal after step" in log.read_text()
+    newest = max(checkpoints.glob("step*"), key=lambda path: int(path.name.removeprefix("step")))
+    # Slurm lets a job that was put back wait for two minutes
+    output("scontrol", "update", f"JobId={job}", "StartTime=now")
+    eventually(
+        lambda: f"going on from {newest}" in log.read_text(),
+        lambda: log.read_text() + output("scontrol", "show", "job", job),
+    )

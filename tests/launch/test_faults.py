@@ -211,6 +211,13 @@ def test_damaged_checkpoints(tmp_path, train, whole):
     assert ended.codes == [1] and "every checkpoint in it is damaged" in ended.text
 
 
+def test_a_named_checkpoint_of_another_output(tmp_path, train, whole):
+    ended = train("--load", whole[1] / "run/coat/checkpoints/step4")
+    assert ended.codes == [0], ended.text
+    one, other = measured(whole[1]), measured(tmp_path)
+    assert other == {step: one[step] for step in range(5, 9)}
+
+
 class Payload:
     def __reduce__(self):
         return os.mkdir, (f"{Path(__file__).parent}/executed",)
