@@ -217,14 +217,20 @@ def train_phase(
     every = max(1, steps // VALIDATIONS)
     step, seconds, seen, started = progress.step, progress.seconds, [], time.perf_counter()
 
-    def look() -> None:
-        """Writes what was seen of the last steps down."""
+    def look() -> float:
+        """Writes what was seen of the last steps down; returns the seconds that they took."""
+        # the host waits for the device here
+        last = seen[-1][1].item()
+        elapsed = time.perf_counter() - started
+        speed = len(seen) * recipe.batch * recipe.seq_length / elapsed
         for at, loss, norm in seen:
             if not math.isfinite(loss):
                 raise ArithmeticError(f"the loss is {loss.item()} at step {at}")
-            metrics.write(at, loss=round(loss.item(), 5), grad_norm=round(float(norm), 5))
-        print(f"step {seen[-1][0]} of {steps}: loss {seen[-1][1].item():.4f}", flush=True)
+            more = {"tokens_per_s": round(speed)} if at == step else {}
+            metrics.write(at, loss=round(loss.item(), 5), grad_norm=round(float(norm), 5), **more)
+        print(f"step {step} of {steps}: loss {last:.4f}, {speed:,.0f} tokens/s", flush=True)
         seen.clear()
+        return elapsed
 
     while step < until:
         losses = []
@@ -240,8 +246,7 @@ def train_phase(
         seen.append((step, torch.stack(losses).mean(), engine.get_global_grad_norm()))
         late = time.monotonic() > setup.deadline
         if step % every == 0 or step == until or late or len(seen) == LOOK:
-            look()
-            seconds += time.perf_counter() - started
+            seconds += look()
             if step % every == 0 or step == steps:
                 val_loss = validate(engine, text, setup)
                 metrics.write(step, val_loss=round(val_loss, 5))
@@ -300,7 +305,8 @@ def make_run(run: Run, setup: Setup, conditions: dict, environment: dict) -> boo
                 result["state_bytes_per_param"] = coat_ds.state_bytes(engine)["bytes_per_parameter"]
                 result["parameters"] = sum(p.numel() for p in engine.module.parameters())
             elif not result:
-                # the marker goes last: a checkpoint that was cut off by a crash is none
+                # the marker goes first and comes last: a checkpoint that was cut off by a crash is none
+                latest.unlink(missing_ok=True)
                 engine.save_checkpoint(str(checkpoints), tag="last")
                 atomic_write(latest, json.dumps(progress._asdict()).encode())
             engine.destroy()
@@ -312,12 +318,14 @@ def make_run(run: Run, setup: Setup, conditions: dict, environment: dict) -> boo
                 return False
     finally:
         metrics.close()
-    validations = [r["val_loss"] for r in read_metrics(setup.runs / f"{run.name}.jsonl") if "val_loss" in r]
+    lines = read_metrics(setup.runs / f"{run.name}.jsonl")
+    validations = [line["val_loss"] for line in lines if "val_loss" in line]
+    speeds = [line["tokens_per_s"] for line in lines if "tokens_per_s" in line]
     result |= {
         "val_loss_start": validations[0],
         "val_loss": validations[-1] if "note" not in result else math.nan,
         "train_s": progress.seconds,
-        "tokens_per_s": progress.step * recipe.batch * recipe.seq_length / max(progress.seconds, 1e-9),
+        "tokens_per_s": statistics.median(speeds) if speeds else math.nan,
         "peak_mb": progress.peak / 1e6,
     }
     write_summary(
@@ -428,6 +436,7 @@ def options(parser: argparse.ArgumentParser) -> None:
     add("--micro-batch", type=int, help="sequences in a pass (default: all of a step, 64)")
     add("--work", type=Path, default=Path("runs/converge"), help="token ids, unfinished runs, checkpoints")
     add("--text", type=Path, nargs="+", help="folders of text in place of the installed packages")
+    add("--collect", action="store_true", help="train nothing: table and plot of the runs beside --output")
 
 
 @benchmark(needs_gpu=False, options=options)
@@ -442,8 +451,8 @@ def converge(arguments, table: Table) -> None:
     middle of one, and the next call with the same --work goes on there, to the same bits. Columns:
     - val_loss_start, val_loss: of 512 held-out sequences, nats per token, by the layers that were trained;
     - to_bf16_mean, to_bf16_same_seed: relative distance to BF16's mean, and to BF16 of that seed;
-    - train_s: without validations; tokens_per_s, with reading the data; peak_mb: over what was held before
-      the model, in 10^6 bytes;
+    - train_s: without validations, with compiling kernels; tokens_per_s: median over twenty steps at a time,
+      with reading the data; peak_mb: over what was held before the model, in 10^6 bytes;
     - saved_bytes_per_token_layer: kept for backward by the layers; state_bytes_per_param: of the optimizer;
     - manifest, tokenizer: the hashes of the list of files, which stays in --work, and of the tokenizer.
     Without a GPU, or with --quick, the quickstart's model for a few steps. On a CPU there are no peaks.
@@ -451,7 +460,10 @@ def converge(arguments, table: Table) -> None:
     from launch.pretrain_gpt import start_process_group
     from megatron_ext.model import initialize_model_parallel
 
-    started = time.monotonic()
+    started, output = time.monotonic(), table.path.with_suffix("")
+    if arguments.collect:
+        publish(output, table)
+        return
     runs = [Run.parse(name) for name in arguments.runs]
     recipe = TINY if arguments.quick or not torch.cuda.is_available() else FULL
     if arguments.tokens is not None:
@@ -471,7 +483,6 @@ def converge(arguments, table: Table) -> None:
         raise SystemExit(str(error)) from error
     print(f"text ready after {time.monotonic() - started:.0f} s in {data}", flush=True)
     print("  ".join(f"{k} {v}" for k, v in conditions.items()), flush=True)
-    output = table.path.with_suffix("")
     output.mkdir(parents=True, exist_ok=True)
     if others := [path for path in output.glob("*.json") if _differences(path, conditions)]:
         raise SystemExit(
@@ -504,14 +515,19 @@ def converge(arguments, table: Table) -> None:
 
     for stem in known.values():
         _carry(stem, output)
-    runs_there = {name: output / name for name in known}
-    rows = rows_of(runs_there)
+    publish(output, table)
+
+
+def publish(folder: Path, table: Table) -> None:
+    """Adds a row for each complete run in the folder, and draws them all."""
+    runs = {path.stem: path.with_suffix("") for path in sorted(folder.glob("*.json"))}
+    rows = rows_of(runs)
     for row in rows:
         table.add(**row)
     for row in summary(rows):
         print("  ".join(f"{k} {v:.5g}" if isinstance(v, float) else f"{k} {v}" for k, v in row.items()))
     if rows:
-        plot(runs_there, table.path.with_suffix(".png"))
+        plot(runs, table.path.with_suffix(".png"))
 
 
 def _carry(stem: Path, folder: Path) -> None:

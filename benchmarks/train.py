@@ -372,9 +372,12 @@ def run_case(case: Case, steps: int) -> dict[str, float]:
     torch.manual_seed(0)
     batches = random_batches(case)
     model = build_model(case.job)
+    saved = math.nan
     # TransformerEngine's layers save tensors that cannot be counted so
-    counted = SYSTEMS[case.job.system].package is None
-    saved = saved_bytes(model, lambda: loss_of(model, batches[0])).total if counted else math.nan
+    if SYSTEMS[case.job.system].package is None:
+        # of one sequence: the model is whole here, and the limit may be for a part of it
+        first = Batch(*(t[:1] for t in batches[0]))
+        saved = case.micro_batch * saved_bytes(model, lambda: loss_of(model, first)).total
     engine = build_engine(case.job, case.micro_batch, model)
     marks, losses = [], []
     for i in range(WARMUP + steps):
@@ -416,7 +419,7 @@ def rank_main(rank: int, gpus: int, jobs: list[Job], rows: list[dict], settings:
     """Measures case after case of one way on one rank; rank 0 writes a line of JSON for each."""
     on_gpu = torch.cuda.is_available()
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(gpus), LOCAL_WORLD_SIZE=str(gpus))
-    # by default Megatron's overlap of communication needs it; and no row is to fail for holes in its memory
+    # the one for Megatron's overlap of communication, the other so that no row fails for holes in its memory
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
     if on_gpu:
@@ -660,7 +663,8 @@ def train(arguments, table: Table) -> None:
     - tokens_per_s_gpu, mfu: by the median step of forward, backward and optimizer; of 989 TFLOP/s, the dense
       BF16 peak, in FP8 rows too, and not counting what is recomputed;
     - peak_mb, reserved_mb: most that tensors took and that torch took from the GPU in the timed steps;
-    - weights_mb, masters_mb, states_mb: bytes of these tensors; saved_mb: kept for backward by the layers;
+    - weights_mb, masters_mb, states_mb: bytes of these tensors; saved_mb: kept for backward by the layers,
+      counted on one sequence;
     - between_steps_mb, after_X_mb, X_peak_mb: held before a step; held after forward, backward and step over
       that; the peak during each, all included. In 10^6 bytes, as requested from the allocator;
     - X_predicted_mb, all_predicted_mb: by the table at the top of benchmarks/train.py;

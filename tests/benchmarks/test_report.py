@@ -78,6 +78,7 @@ def test_whole_models_are_compared_and_failures_listed(tmp_path):
     write(tmp_path / "train_2.csv", rows)
     page = report.build(tmp_path)
     assert "| llama2-7b | zero2 | 2 | 32 | COAT | 1.25 | 1.5 | 6 | 2 | 1.5 |" in page
+    assert page.count("| llama2-7b | zero2 | 2 | 32 | COAT |") == 1
     missing = page.split("## Not measured")[1]
     assert "micro_batch 3: OutOfMemoryError: CUDA out of memory." in missing.replace("limited yes, ", "")
     assert "Convergence: no results yet." in missing and "Whole models" not in missing
