@@ -90,7 +90,8 @@ OFFLOAD = {"offload_optimizer": {"device": "cpu"}}
 MOVED = [f"{kind}-{stage}" for kind in ("bf16", "master16", "groups") for stage in (1, 2, 3)]
 CELLS = {
     **{f"{dtype}-{stage}": cell(stage, dtype) for stage in range(4) for dtype in ("bf16", "fp32", "fp16")},
-    **{f"groups-{stage}": cell(stage, groups=decay_groups, accumulation=2) for stage in range(4)},
+    **{f"accumulation-{stage}": cell(stage, accumulation=2) for stage in range(4)},
+    **{f"groups-{stage}": cell(stage, groups=decay_groups) for stage in range(4)},
     **{f"master32-{stage}": cell(stage, model=Wide, clip=0.0) for stage in (1, 2, 3)},
     **{f"master16-{stage}": cell(stage, model=Wide, clip=0.0, section=MASTER16) for stage in (1, 2, 3)},
     **{f"offload-{stage}": cell(stage, zero=OFFLOAD) for stage in (1, 2, 3)},
