@@ -134,6 +134,8 @@ def _pretend() -> None:
     for name in ("Stream", "Event"):
         _replace(torch.cuda, name, _Nothing)
     _replace(torch.cuda, "current_stream", lambda device=None: _Nothing())
+    # data loaders would pin memory for it
+    _replace(torch.accelerator, "is_available", lambda: False)
     # asks the CUDA compiler for its version; gone since 0.17
     with contextlib.suppress(ImportError):
         _replace(importlib.import_module("megatron.legacy.fused_kernels"), "load", lambda args: None)

@@ -1,5 +1,8 @@
 """What lets Megatron run on a CPU comes and goes without a trace."""
 
+import subprocess
+import sys
+
 import pytest
 import torch
 from megatron.core.tensor_parallel import random
@@ -71,3 +74,34 @@ def test_nothing_happens_with_a_gpu(disabled):
     before = values()
     assert not cpu.enable()
     assert all(now is then for now, then in zip(values(), before, strict=True))
+
+
+SCRIPT = """
+import sys
+import torch
+from beside import NAME
+assert __name__ == "__main__" and sys.argv[1:] == ["--flag", "value"] and NAME == "beside"
+assert torch.cuda.is_available() and torch.cuda.device_count() == 1
+x = torch.ones(2, device="cuda").cuda()
+assert x.device.type == "cpu" and x.type() == "torch.cuda.FloatTensor"
+with torch.cuda.stream(torch.cuda.Stream()):
+    torch.cuda.current_stream().wait_stream(torch.cuda.Stream())
+"""
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="for machines without a GPU")
+def test_scripts_run_as_if_there_were_a_gpu(tmp_path):
+    (tmp_path / "beside.py").write_text("NAME = 'beside'")
+    (tmp_path / "script.py").write_text(SCRIPT)
+    command = [sys.executable, "-m", "megatron_ext.cpu", str(tmp_path / "script.py"), "--flag", "value"]
+    subprocess.run(command, check=True, timeout=120)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="for machines without a GPU")
+def test_what_scripts_see_is_taken_back(disabled):
+    cuda, available = dict(vars(torch.cuda)), torch.accelerator.is_available
+    cpu.enable()
+    cpu._pretend()
+    assert torch.cuda.is_available()
+    cpu.disable()
+    assert dict(vars(torch.cuda)) == cuda and torch.accelerator.is_available is available

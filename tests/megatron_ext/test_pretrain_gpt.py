@@ -1,7 +1,7 @@
 """Megatron-LM's own pretrain_gpt.py, unmodified, on a CPU: trains, saves and goes on with our specs.
 
-`MEGATRON_PATH` names a checkout of Megatron-LM. Run on core_v0.16.1 (55ac7082). It needs the packages six,
-regex, pyyaml and pybind11, make and a C++ compiler.
+`MEGATRON_PATH` names a checkout of Megatron-LM, which needs the packages six, regex, pyyaml and pybind11,
+make and a C++ compiler. Run on core_v0.16.1 (55ac7082), core_v0.19.0 (5be96267) and main (d98e8a64).
 """
 
 import json
