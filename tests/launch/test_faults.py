@@ -219,15 +219,20 @@ def test_a_named_checkpoint_of_another_output(tmp_path, train, whole):
 
 
 class Payload:
+    """Makes a folder when it is unpickled."""
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+
     def __reduce__(self):
-        return os.mkdir, (f"{Path(__file__).parent}/executed",)
+        return os.mkdir, (str(self.folder),)
 
 
 def test_nothing_in_a_checkpoint_is_executed(tmp_path, train, whole):
     shutil.copytree(whole[1] / "run", tmp_path / "run")
     last = tmp_path / "run/coat/checkpoints/step8"
     path = last / "mp_rank_00_model_states.pt"
-    torch.save({**torch.load(path, weights_only=True), "extra": Payload()}, path)
+    torch.save({**torch.load(path, weights_only=True), "extra": Payload(tmp_path / "executed")}, path)
     manifest = json.loads((last / "manifest.json").read_text())
     manifest["files"][path.name] = {
         "bytes": path.stat().st_size,
@@ -236,7 +241,7 @@ def test_nothing_in_a_checkpoint_is_executed(tmp_path, train, whole):
     (last / "manifest.json").write_text(json.dumps(manifest))
     ended = train("--resume", "--steps", 9)
     assert ended.codes == [1] and "a file holds more than data and was not read" in ended.text
-    assert "Traceback" not in ended.text and not (Path(__file__).parent / "executed").exists()
+    assert "Traceback" not in ended.text and not (tmp_path / "executed").exists()
 
 
 @pytest.mark.parametrize("ranks", [1, 4])
