@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 import torch.distributed as dist
+from megatron.core.extensions.transformer_engine import HAVE_TE
 
 from coat_ds.config import ActivationsConfig
 from megatron_ext.hybrid_specs import coat_hybrid_stack_spec, hybrid_block
@@ -13,6 +14,8 @@ from megatron_ext.model import ModelShape, build_gpt, initialize_model_parallel
 from megatron_ext.torch_norm import LocalNorm, replace_final_norm, restore_final_norm
 from tests.megatron_ext.test_parallel import _whole, _without_rounding
 from tests.util import rel_rms, run_distributed
+
+without_te = pytest.mark.skipif(HAVE_TE, reason="Transformer Engine is here")
 
 S, B, VOCAB = 32, 2, 64
 SHAPE = ModelShape(2, 64, 96, 4, 2)
@@ -43,11 +46,12 @@ def _hybrid(pattern, gpt):
         model = MambaModel(*arguments, hybrid_override_pattern=pattern, position_embedding_type="rope")
     else:
         model = HybridModel(*arguments, hybrid_layer_pattern=pattern, position_embedding_type="rope")
-    return model.to(config.params_dtype)
+    return model.to(next(gpt.parameters()))
 
 
 def _loss(model, tokens):
-    return model(tokens, torch.arange(S).expand(B, S), None, labels=tokens).mean()
+    tokens = tokens.to(next(model.parameters()).device)
+    return model(tokens, torch.arange(S, device=tokens.device).expand(B, S), None, labels=tokens).mean()
 
 
 def _tokens():
@@ -125,12 +129,14 @@ def test_equals_gpt_model(megatron, config):
         assert parameter.grad.equal(theirs[name].grad), name
 
 
+@without_te
 def test_other_layers_are_megatrons_and_need_transformer_engine(megatron):
     gpt = _gpt()
     with pytest.raises(ValueError, match="need Transformer Engine. Use only"):
         _hybrid("M*", gpt)
 
 
+@without_te
 def test_final_norm_is_put_back():
     assert hybrid_block.TENorm is LocalNorm
     restore_final_norm()
