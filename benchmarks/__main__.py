@@ -11,9 +11,15 @@ from benchmarks import (  # noqa: F401  (they register themselves)
     adamw,
     adamw_cpu,
     checkpointing,
+    converge,
     layer,
+    megatron_step,
     numerics,
+    parallel,
+    recompute,
+    report,
     state_error,
+    train,
     zero,
 )
 from benchmarks.harness import BENCHMARKS, Table
@@ -30,7 +36,8 @@ def main() -> None:
             description=help,
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
-        sub.add_argument("--output", type=Path, help=f"CSV file; benchmarks/results/{name}.csv by default")
+        default = f"results/{name}.csv" if known.writes_table else "RESULTS.md"
+        sub.add_argument("--output", type=Path, help=f"file to write; benchmarks/{default} by default")
         sub.add_argument("--quick", action="store_true", help="small sizes, to see that it runs")
         if known.options is not None:
             known.options(sub)
@@ -38,11 +45,16 @@ def main() -> None:
     chosen = BENCHMARKS[arguments.name]
     if chosen.needs_gpu and not torch.cuda.is_available():
         sys.exit(f"benchmarks {arguments.name}: needs a CUDA GPU, found none")
+    if not chosen.writes_table:
+        chosen.run(arguments, None)
+        return
     table = Table(arguments.name, arguments.output)
     try:
         chosen.run(arguments, table)
     finally:
         table.write()
+        if table.rows:
+            print(f"wrote {table.path}")
 
 
 if __name__ == "__main__":

@@ -19,6 +19,7 @@ class Benchmark(NamedTuple):
     run: Callable
     needs_gpu: bool
     options: Callable | None
+    writes_table: bool
 
 
 BENCHMARKS: dict[str, Benchmark] = {}
@@ -26,15 +27,20 @@ RESULTS = Path(__file__).parent / "results"
 
 
 def benchmark(
-    run: Callable | None = None, *, needs_gpu: bool = True, options: Callable | None = None
+    run: Callable | None = None,
+    *,
+    needs_gpu: bool = True,
+    options: Callable | None = None,
+    writes_table: bool = True,
 ) -> Callable:
     """Registers `run(arguments, table)` under its function's name; its docstring is the help text.
 
-    `options(parser)` adds arguments of its own to those that every benchmark has.
+    `options(parser)` adds arguments of its own to those that every benchmark has. One that writes no table
+    is given None.
     """
     if run is None:
-        return partial(benchmark, needs_gpu=needs_gpu, options=options)
-    BENCHMARKS[run.__name__] = Benchmark(run, needs_gpu, options)
+        return partial(benchmark, needs_gpu=needs_gpu, options=options, writes_table=writes_table)
+    BENCHMARKS[run.__name__] = Benchmark(run, needs_gpu, options, writes_table)
     return run
 
 
@@ -142,10 +148,13 @@ class Table:
         print("  ".join(f"{v:>14}" for v in shown), flush=True)
 
     def write(self) -> None:
-        columns = [*dict.fromkeys(k for row in self.rows for k in row), *self.environment]
+        """Writes what rows there are; one that was measured earlier brings its own environment."""
+        if not self.rows:
+            return
+        own = [k for row in self.rows for k in row if k not in self.environment]
+        columns = [*dict.fromkeys(own), *self.environment]
         self.path.parent.mkdir(parents=True, exist_ok=True)
         with self.path.open("w", newline="") as file:
             writer = csv.DictWriter(file, columns)
             writer.writeheader()
-            writer.writerows({**row, **self.environment} for row in self.rows)
-        print(f"wrote {self.path}")
+            writer.writerows({**self.environment, **row} for row in self.rows)

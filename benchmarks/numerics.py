@@ -13,6 +13,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from benchmarks.decoder_layers import (
     Layer,
     LayerShape,
+    Result,
     device,
     megatron_layer,
     random_weights,
@@ -27,6 +28,8 @@ TE_CURRENT = "TE current"
 # delayed scaling takes its scales from earlier passes
 WARMUP = 3
 BATCH = 8
+# of the model, from all depths
+LAYERS = 6
 # channels of the input and what they are multiplied by
 OUTLIERS = {0: 30, 1: 50, 2: 70, 3: 100}
 
@@ -44,31 +47,34 @@ def rows() -> dict[str, Callable[[LayerShape], Layer]]:
     te = transformer_engine_layer
     return {
         "BF16": megatron_layer,
-        "torchao tensorwise": functools.partial(torch_layer, float8=True),
         "TE delayed": functools.partial(te, recipe="DelayedScaling"),
         TE_CURRENT: functools.partial(te, recipe="Float8CurrentScaling"),
         "TE blockwise": functools.partial(te, recipe="Float8BlockScaling"),
         "ours": ours,
-        "ours, gradients E5M2": functools.partial(ours, backward_format="e5m2"),
         "ours, gradients E4M3": functools.partial(ours, backward_format="e4m3"),
-        "ours, FP8 attention": functools.partial(ours, attention_format="e4m3"),
+        "ours, saved E4M3": functools.partial(ours, saved_format="e4m3"),
+        "ours, both E4M3": functools.partial(ours, saved_format="e4m3", backward_format="e4m3"),
+        "ours, 8-bit attention": functools.partial(ours, attention_format="sqrt8"),
+        "ours, E4M3 attention": functools.partial(ours, attention_format="e4m3"),
     }
 
 
-def trained_sample(setting: Setting, steps: int) -> tuple[LayerShape, Sample]:
-    """The middle layer of a partly trained GPT, on text that it has not seen."""
+def trained_samples(setting: Setting, steps: int) -> tuple[LayerShape, list[Sample]]:
+    """Layers from all depths of a partly trained GPT, on text that it has not seen."""
     model, _, data = train_gpt(setting, steps)
     config, layers = model.config, model.decoder.layers
-    chosen, seen = layers[len(layers) // 2], {}
+    chosen = layers[:: max(len(layers) // LAYERS, 1)][:LAYERS]
+    seen = {layer: {} for layer in chosen}
 
     def keep(module, args, kwargs, output):
-        seen["x"] = args[0] if args else kwargs["hidden_states"]
-        output[0].register_hook(lambda grad: seen.update(grad=grad))
+        seen[module]["x"] = args[0] if args else kwargs["hidden_states"]
+        output[0].register_hook(lambda grad: seen[module].update(grad=grad))
 
-    handle = chosen.register_forward_hook(keep, with_kwargs=True)
+    handles = [layer.register_forward_hook(keep, with_kwargs=True) for layer in chosen]
     first = steps * setting.batch_size
     loss_of(model, data.batch(range(first, first + BATCH))).backward()
-    handle.remove()
+    for handle in handles:
+        handle.remove()
     shape = LayerShape(
         config.hidden_size,
         config.ffn_hidden_size,
@@ -77,8 +83,11 @@ def trained_sample(setting: Setting, steps: int) -> tuple[LayerShape, Sample]:
         BATCH,
         setting.seq_length,
     )
-    weights = {name: p.detach().bfloat16() for name, p in chosen.named_parameters()}
-    return shape, Sample(weights, seen["x"].detach().bfloat16(), seen["grad"].bfloat16())
+    samples = []
+    for layer in chosen:
+        weights = {name: p.detach().bfloat16() for name, p in layer.named_parameters()}
+        samples.append(Sample(weights, seen[layer]["x"].detach().bfloat16(), seen[layer]["grad"].bfloat16()))
+    return shape, samples
 
 
 def with_outliers(sample: Sample) -> Sample:
@@ -95,6 +104,32 @@ def random_sample(sample: Sample) -> Sample:
     generator = torch.Generator(device()).manual_seed(1)
     x, grad = (torch.randn(sample.x.shape, generator=generator, device=device()).bfloat16() for _ in range(2))
     return Sample(weights, x, grad)
+
+
+def exact_result(shape: LayerShape, sample: Sample) -> Result:
+    """What FP64 makes of a sample, in Megatron's order of rows."""
+    reference = torch_layer(shape, dtype=torch.float64)
+    reference.load(sample.weights)
+    with sdpa_kernel(SDPBackend.MATH):
+        exact = result_of(reference, sample.x.double(), sample.grad.double())
+    order = reference.qkv_rows.argsort()
+    for name in exact.parameters:
+        if "linear_qkv" in name:
+            exact.parameters[name] = exact.parameters[name][order]
+    return exact
+
+
+def errors_of(
+    make: Callable[[LayerShape], Layer], shape: LayerShape, sample: Sample, exact: Result
+) -> dict[str, float]:
+    """Relative RMS errors of a layer's output and gradients, by the names of its parts."""
+    layer = make(shape)
+    layer.load(sample.weights)
+    for _ in range(WARMUP):
+        result = result_of(layer, sample.x, sample.grad)
+    errors = result.errors(exact, layer)
+    # makers list their parameters in orders of their own
+    return {k.split(".")[-2] if "." in k else k: errors[k] for k in ("y", "dx", *sample.weights)}
 
 
 def plot(rows: list[dict], path: Path) -> None:
@@ -127,44 +162,35 @@ def numerics(arguments, table: Table) -> None:
 
     The reference has the same BF16 weights, input and output gradient. `y` and `dx` are what the layer adds
     to its input and to the gradient of its output; the other columns are the gradients of the weights.
-    What BF16's own row shows in `y` is mostly the rounding of that sum, which all share.
+    What BF16's own row shows in `y` is mostly the rounding of that sum, which all share. Errors are root
+    mean squares over layers from all depths of the model: with outliers a norm's weight has as many large
+    gradients as there are outlier channels, too few for one layer to tell formats apart.
     `to_te_current` is the largest ratio to TransformerEngine's current scaling among y and these.
-    Data: trained, the middle layer of a GPT that has learned real text for --steps steps; outliers, the
+    Data: trained, layers of a GPT that has learned real text for --steps steps; outliers, the
     same with some channels of the input 30 to 100 times as large; random.
     The small model without a GPU or with --quick.
     """
     small = arguments.quick or not torch.cuda.is_available()
     with one_process():
-        shape, sample = trained_sample(SMALL if small else LARGE, arguments.steps)
-        samples = {"trained": sample, "outliers": with_outliers(sample), "random": random_sample(sample)}
-        for data, sample in samples.items():
-            reference = torch_layer(shape, dtype=torch.float64)
-            reference.load(sample.weights)
-            with sdpa_kernel(SDPBackend.MATH):
-                exact = result_of(reference, sample.x.double(), sample.grad.double())
-            # in Megatron's order of rows
-            order = reference.qkv_rows.argsort()
-            for name in exact.parameters:
-                if "linear_qkv" in name:
-                    exact.parameters[name] = exact.parameters[name][order]
+        shape, trained = trained_samples(SMALL if small else LARGE, arguments.steps)
+        samples = {
+            "trained": trained,
+            "outliers": [with_outliers(sample) for sample in trained],
+            "random": [random_sample(sample) for sample in trained],
+        }
+        for data, of_layers in samples.items():
+            exact = [exact_result(shape, sample) for sample in of_layers]
             te_current = None
             for name, make in rows().items():
                 try:
-                    layer = make(shape)
-                    layer.load(sample.weights)
-                    for _ in range(WARMUP):
-                        result = result_of(layer, sample.x, sample.grad)
-                    errors = result.errors(exact, layer)
+                    errors = [errors_of(make, shape, *pair) for pair in zip(of_layers, exact, strict=True)]
                 # whatever a peer stumbles over, the others go on
                 except Exception as error:
                     if name == "BF16":
                         raise
                     table.add(data=data, layer=name, note=reason(error))
                     continue
-                # makers list their parameters in orders of their own
-                columns = {
-                    k.split(".")[-2] if "." in k else k: errors[k] for k in ("y", "dx", *sample.weights)
-                }
+                columns = {k: (sum(e[k] ** 2 for e in errors) / len(errors)) ** 0.5 for k in errors[0]}
                 row = {"data": data, "layer": name, **columns}
                 weights = {k: e for k, e in columns.items() if k != "dx"}
                 if name == TE_CURRENT:

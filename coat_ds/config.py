@@ -12,13 +12,14 @@ from typing import Any, ClassVar, Self
 
 from coat_kernels.codecs import CODECS, SIGNED_CODECS
 from coat_kernels.fp8 import E4M3, E5M2
+from coat_kernels.groups import DEFAULT_FORMAT, GROUP_FORMATS
 from coat_kernels.saved import GROUP_SIZES as CHECKPOINT_GROUP_SIZES
 from coat_kernels.weights import WEIGHT_CACHES
 
 OPTIMIZER_GROUP_SIZES = (64, 128, 256)
 ACTIVATION_GROUP_SIZES = (16, 32, 64, 128)
 FP8_FORMATS = (E4M3.name, E5M2.name)
-ATTENTION_FORMATS = ("bf16", E4M3.name)
+ATTENTION_FORMATS = ("bf16", *GROUP_FORMATS)
 FAST_ACCUMULATION = ("forward", "all", "none")
 BF16_PARAMS = ("exact", "stochastic", "nearest")
 CHECKPOINT_LAYOUTS = ("stock", "compressed")
@@ -168,8 +169,12 @@ class ActivationsConfig(_Block):
     backward_format: str = _choice(E5M2.name, FP8_FORMATS)
     """FP8 format of gradients."""
 
+    saved_format: str = _choice(DEFAULT_FORMAT, GROUP_FORMATS)
+    """How groups are saved, in 8 bits an element: "sqrt8", integers whose squares are the values, or "e4m3",
+    the paper's FP8, with three to four times the error and more room for outliers in a group."""
+
     attention_format: str = _choice("bf16", ATTENTION_FORMATS)
-    """How q, k, v and attention's output are saved: as they are, or as "e4m3" in groups."""
+    """How q, k, v and attention's output are saved: as they are, or in groups as "sqrt8" or "e4m3"."""
 
     weight_cache: str = _choice("none", WEIGHT_CACHES)
     """What is kept of quantized weights over the micro-batches of a step: nothing, their "scale", or "fp8",

@@ -398,6 +398,9 @@ def _guard_checkpoints(engine) -> None:
         engine.basic_optimizer.take_arrivals()
         result = load(*args, **kwargs)
         engine.basic_optimizer.restore_layout_options(own)
+        if hasattr(engine.optimizer, "_link_all_hp_params"):
+            # a universal load of 0.18 leaves parameters linked to copies of a moment instead of their masters
+            engine.optimizer._link_all_hp_params()
         _link_states(engine)
         arrived = engine.basic_optimizer.take_arrivals()
         _say(f"COAT: moments of the checkpoint: {arrived or 'none was loaded'}")
@@ -419,17 +422,18 @@ def _saves_by_torch(engine) -> bool:
 
 
 def _guard_offloading(engine) -> None:
-    """Lets `offload_states` and `reload_states` move the states; ZeRO-3 does so for FusedAdam's alone."""
+    """Lets `offload_states` and `reload_states` move the states as they are stored.
+
+    By itself DeepSpeed pins an FP32 tensor in place of a moment, and ZeRO-3 moves FusedAdam's states alone.
+    """
     from deepspeed.accelerator import get_accelerator
     from deepspeed.ops.adam import FusedAdam
     from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum
-    from deepspeed.runtime.zero.offload_states import offload_optimizer_states, reload_optimizer_states
 
     wrapper = engine.optimizer
     if not hasattr(wrapper, "offload_states"):
         return
     offload, reload = wrapper.offload_states, wrapper.reload_states
-    is_stage3 = hasattr(wrapper, "fp32_partitioned_groups_flat")
     states = OffloadStateTypeEnum.optim_states
     # passes for what ZeRO-3 asks for, and has nothing to be moved
     empty = FusedAdam.__new__(FusedAdam)
@@ -438,6 +442,7 @@ def _guard_offloading(engine) -> None:
     @contextlib.contextmanager
     def without_states():
         optimizer, wrapper.optimizer = wrapper.optimizer, empty
+        empty.param_groups = optimizer.param_groups
         try:
             yield
         finally:
@@ -447,31 +452,40 @@ def _guard_offloading(engine) -> None:
     def offload_states(include=None, device=None, pin_memory=True, non_blocking=False):
         given = {"include": include, "pin_memory": pin_memory, "non_blocking": non_blocking}
         given |= {} if device is None else {"device": device}
-        if not is_stage3:
+        if states not in wrapper.offloaded_states and (include is None or states in include):
+            _move_states(engine.basic_optimizer, "cpu", pin_memory, non_blocking)
+        with without_states():
             offload(**given)
-        else:
-            if states not in wrapper.offloaded_states and (include is None or states in include):
-                # before the rest, after which DeepSpeed waits for the copies
-                offload_optimizer_states(engine.basic_optimizer, "cpu", pin_memory, non_blocking)
-            with without_states():
-                offload(**given)
         _link_states(engine)
 
     @functools.wraps(reload)
     def reload_states(non_blocking=False):
-        if not is_stage3:
+        moved = []
+        if states in wrapper.offloaded_states:
+            device = get_accelerator().current_device_name()
+            # a copy that is under way still reads what is on the host; DeepSpeed waits for it
+            moved = _move_states(engine.basic_optimizer, device, False, non_blocking)
+        with without_states():
             reload(non_blocking=non_blocking)
-        else:
-            copied = []
-            if states in wrapper.offloaded_states:
-                device = get_accelerator().current_device_name()
-                # a copy that is under way still reads what is on the host
-                copied.append(reload_optimizer_states(engine.basic_optimizer, device, non_blocking))
-            with without_states():
-                reload(non_blocking=non_blocking)
+        del moved
         _link_states(engine)
 
     wrapper.offload_states, wrapper.reload_states = offload_states, reload_states
+
+
+def _move_states(
+    optimizer: CoatAdamW, device: str, pin_memory: bool, non_blocking: bool
+) -> list[torch.Tensor]:
+    """Puts all states on `device`, into pinned memory if they come from a GPU; returns what they were."""
+    moved = []
+    for state in optimizer.state.values():
+        for name, value in state.items():
+            if isinstance(value, torch.Tensor):
+                moved.append(value)
+                pinned = pin_memory and value.device.type != "cpu"
+                target = torch.empty_like(value, device=device, pin_memory=pinned)
+                state[name] = target.copy_(value, non_blocking=non_blocking)
+    return moved
 
 
 def _announce(engine) -> None:

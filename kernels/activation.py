@@ -1,5 +1,5 @@
-"""Activations, plain and gated (Shazeer, arXiv 2002.05202, section 2), that keep their input in FP8, 1 x G
-groups.
+"""Activations, plain and gated (Shazeer, arXiv 2002.05202, section 2), that keep their input in 8 bits, 1 x
+G groups.
 
 y = a(x), or a(gate) * up of x = gate | up. Neither a(gate) nor the product is kept: backward makes them
 again. The output carries its origin, so that the projection behind it keeps nothing, and its maxima, so that
@@ -19,7 +19,6 @@ from coat_kernels.codecs.codec import load_tile, store_tile
 from coat_kernels.deferred import NO_SCALES, Deferred, PredictedScale, Scales, Source, scale_and_tiles
 from coat_kernels.fast_math import fast_exp2, fast_reciprocal
 from coat_kernels.fp8 import (
-    E4M3,
     Fp8Format,
     cast,
     finite_or_nan,
@@ -36,6 +35,8 @@ from coat_kernels.group_tiles import (
     tile_mask,
 )
 from coat_kernels.groups import (
+    DEFAULT_FORMAT,
+    GROUP_FORMATS,
     Grouped,
     dequantize_groups_reference,
     quantize_groups_reference,
@@ -56,12 +57,12 @@ from coat_kernels.tensorwise import (
 KINDS = ("silu", "gelu", "gelu_tanh", "squared_relu")
 
 # rows and columns of a program's tile, and its warps
-FORWARD_ROWS, FORWARD_COLUMNS, FORWARD_WARPS = 2, 1024, 4
+FORWARD_ROWS, FORWARD_COLUMNS, FORWARD_WARPS = 8, 256, 4
 BACKWARD_ROWS, BACKWARD_COLUMNS, BACKWARD_WARPS = 4, 256, 4
 # the same of a program of backward that writes columns too; rows are a multiple of 16
-OPERANDS_ROWS, OPERANDS_COLUMNS, OPERANDS_WARPS = 64, 128, 8
+OPERANDS_ROWS, OPERANDS_COLUMNS, OPERANDS_WARPS = 32, 128, 4
 # the same of a program that writes columns alone
-COLUMNS_M, COLUMNS_N, COLUMNS_WARPS = 64, 256, 8
+COLUMNS_M, COLUMNS_N, COLUMNS_WARPS = 32, 256, 4
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 SQRT_HALF = tl.constexpr(0.7071067811865476)
@@ -103,9 +104,9 @@ def row_maxima(y: torch.Tensor) -> torch.Tensor:
     return torch.where(y.isfinite(), y.float().abs(), 0).amax(1)
 
 
-def activation_forward_reference(x, kind: str, gated: bool, group_size: int, keep: bool):
-    """x [rows, f or 2 f] -> (y [rows, f] in x's dtype, maxima of y, the kept x, groups of gate before groups
-    of up; None unless `keep`)."""
+def activation_forward_reference(x, kind: str, gated: bool, group_size: int, keep: str | None):
+    """x [rows, f or 2 f] -> (y [rows, f] in x's dtype, maxima of y, x kept in the format called `keep`,
+    groups of gate before groups of up; None where that is None)."""
     parts = _parts(x, gated)
     y, _ = value_and_slope_reference(parts[0].float(), kind)
     if gated:
@@ -113,7 +114,7 @@ def activation_forward_reference(x, kind: str, gated: bool, group_size: int, kee
     y = y.to(x.dtype)
     if not keep:
         return y, row_maxima(y), None
-    kept = [quantize_groups_reference(part, group_size) for part in parts]
+    kept = [quantize_groups_reference(part, group_size, keep) for part in parts]
     return y, row_maxima(y), Grouped(*(torch.cat(tensors, dim=1) for tensors in zip(*kept, strict=True)))
 
 
@@ -176,8 +177,8 @@ def value_and_slope(b_x, KIND: tl.constexpr):
 def activation_forward_kernel(p_x, p_y, p_rows, p_codes, p_exponent, p_maxima,
                               p_predicted, p_used, p_largest, p_true, rows, f, groups, tiles,
                               KIND: tl.constexpr, PARTS: tl.constexpr,
-                              E5M2: tl.constexpr, EVEN: tl.constexpr, ROWS: tl.constexpr,
-                              COLUMNS: tl.constexpr, G: tl.constexpr):  # fmt: skip
+                              E5M2: tl.constexpr, ROOTS: tl.constexpr, EVEN: tl.constexpr,
+                              ROWS: tl.constexpr, COLUMNS: tl.constexpr, G: tl.constexpr):  # fmt: skip
     """y itself, or its FP8 codes by rows; what is kept and maxima where asked for."""
     DTYPE: tl.constexpr = p_x.dtype.element_ty
     scale, todo = scale_and_tiles(p_predicted, p_used, p_largest, p_true, tiles, E5M2)
@@ -203,21 +204,21 @@ def activation_forward_kernel(p_x, p_y, p_rows, p_codes, p_exponent, p_maxima,
             tl.store(p_maxima + tile, stored_max(b_y, DTYPE))
         if p_codes is not None:
             store_group_tile(b_x, p_codes, p_exponent, o_row, column, rows, f, PARTS * f, PARTS * groups,
-                             False, G, EVEN)  # fmt: skip
+                             ROOTS, G, EVEN)  # fmt: skip
             if PARTS == 2:
                 store_group_tile(b_up, p_codes + f, p_exponent + groups, o_row, column, rows, f, PARTS * f,
-                                 PARTS * groups, False, G, EVEN)  # fmt: skip
+                                 PARTS * groups, ROOTS, G, EVEN)  # fmt: skip
 
 
 @triton.jit
 def load_parts(p_codes, p_exponent, o_row, column, rows, f, groups, PARTS: tl.constexpr,
-               COLUMNS: tl.constexpr, G: tl.constexpr, EVEN: tl.constexpr):  # fmt: skip
+               COLUMNS: tl.constexpr, ROOTS: tl.constexpr, G: tl.constexpr, EVEN: tl.constexpr):  # fmt: skip
     """The kept gate and up; twice the same where nothing is gated."""
     b_x = load_group_tile(p_codes, p_exponent, o_row, column, rows, f, PARTS * f, PARTS * groups,
-                          COLUMNS, False, G, EVEN)  # fmt: skip
+                          COLUMNS, ROOTS, G, EVEN)  # fmt: skip
     if PARTS == 2:
         b_up = load_group_tile(p_codes + f, p_exponent + groups, o_row, column, rows, f, PARTS * f,
-                               PARTS * groups, COLUMNS, False, G, EVEN)  # fmt: skip
+                               PARTS * groups, COLUMNS, ROOTS, G, EVEN)  # fmt: skip
     else:
         b_up = b_x
     return b_x, b_up
@@ -233,8 +234,8 @@ def finite_abs(b_x):
 def activation_backward_kernel(p_grad_y, p_codes, p_exponent, p_grad_x, p_rows, p_columns, p_maxima,
                                p_predicted, p_used, p_largest, p_true, rows, f, groups, padded_rows, tiles,
                                KIND: tl.constexpr, PARTS: tl.constexpr, E5M2: tl.constexpr,
-                               EVEN: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-                               G: tl.constexpr):  # fmt: skip
+                               ROOTS: tl.constexpr, EVEN: tl.constexpr, ROWS: tl.constexpr,
+                               COLUMNS: tl.constexpr, G: tl.constexpr):  # fmt: skip
     """The gradient itself, or its FP8 codes by rows and columns as asked for."""
     DTYPE: tl.constexpr = p_grad_y.dtype.element_ty
     # columns are transposed in words of four rows
@@ -254,8 +255,8 @@ def activation_backward_kernel(p_grad_y, p_codes, p_exponent, p_grad_x, p_rows, 
             m_x = tile_mask(o_row, o_f, rows, f)
             o_x = o_row[:, None] * (PARTS * f) + o_f[None, :]
             b_grad = widen(load_tile(p_grad_y, o_row[:, None] * f + o_f[None, :], m_x, not EVEN))
-            b_x, b_up = load_parts(p_codes, p_exponent, o_row, column, rows, f, groups, PARTS, COLUMNS, G,
-                                   EVEN)  # fmt: skip
+            b_x, b_up = load_parts(p_codes, p_exponent, o_row, column, rows, f, groups, PARTS, COLUMNS,
+                                   ROOTS, G, EVEN)  # fmt: skip
             b_value, b_slope = value_and_slope(b_x, KIND)
             b_grad_x = b_grad * b_slope
             if PARTS == 2:
@@ -295,7 +296,7 @@ def store_rows(b_x, p_x, p_rows, o_x, m_x, scale, DTYPE: tl.constexpr, E5M2: tl.
 def activation_columns_kernel(p_codes, p_exponent, p_largest, p_columns, p_scale,
                               rows, f, groups, padded_rows,
                               KIND: tl.constexpr, PARTS: tl.constexpr, E5M2: tl.constexpr,
-                              EVEN: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
+                              ROOTS: tl.constexpr, EVEN: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
                               G: tl.constexpr):  # fmt: skip
     scale = tensor_scale(tl.load(p_largest), E5M2)
     # every program stores the same scale
@@ -305,7 +306,8 @@ def activation_columns_kernel(p_codes, p_exponent, p_largest, p_columns, p_scale
     b_words = tl.zeros([M // 4, N], dtype=tl.int32)
     for i in tl.static_range(4):
         o_row = o_word.to(tl.int64) * 4 + i
-        b_x, b_up = load_parts(p_codes, p_exponent, o_row, column, rows, f, groups, PARTS, N, G, EVEN)
+        b_x, b_up = load_parts(p_codes, p_exponent, o_row, column, rows, f, groups, PARTS, N, ROOTS, G,
+                              EVEN)  # fmt: skip
         b_y, _ = value_and_slope(b_x, KIND)
         if PARTS == 2:
             b_y *= b_up
@@ -315,20 +317,20 @@ def activation_columns_kernel(p_codes, p_exponent, p_largest, p_columns, p_scale
     store_words(p_columns, b_words, o_word, o_f, f, padded_rows, EVEN)
 
 
-def _empty_kept(rows: int, f: int, gated: bool, group_size: int, device: torch.device) -> Grouped:
+def _empty_kept(rows: int, f: int, gated: bool, group_size: int, fmt: str, device: torch.device) -> Grouped:
     """Uninitialised storage for one or two parts, each of which has groups of its own."""
     parts = 1 + gated
     return Grouped(
-        torch.empty(rows, parts * f, dtype=E4M3.dtype, device=device),
+        torch.empty(rows, parts * f, dtype=GROUP_FORMATS[fmt].dtype, device=device),
         torch.empty(rows, parts * triton.cdiv(f, group_size), dtype=torch.uint8, device=device),
     )
 
 
-def activation_forward_triton(x, kind: str, gated: bool, group_size: int, keep: bool):
+def activation_forward_triton(x, kind: str, gated: bool, group_size: int, keep: str | None):
     """`activation_forward_reference` in one pass over x; one maximum for each tile."""
     rows, f = x.shape[0], x.shape[1] // (1 + gated)
     y = torch.empty(rows, f, dtype=x.dtype, device=x.device)
-    q = _empty_kept(rows, f, gated, group_size, x.device) if keep else None
+    q = _empty_kept(rows, f, gated, group_size, keep, x.device) if keep else None
     return y, _launch_forward(x, q, kind, gated, group_size, y=y), q
 
 
@@ -363,6 +365,7 @@ def _launch_forward(
             KIND=kind,
             PARTS=1 + gated,
             E5M2=out is not None and out.is_e5m2,
+            ROOTS=keep and q.holds_roots,
             EVEN=rows % FORWARD_ROWS == 0 and f % FORWARD_COLUMNS == 0,
             ROWS=FORWARD_ROWS,
             COLUMNS=FORWARD_COLUMNS,
@@ -375,13 +378,12 @@ def _launch_forward(
 def activation_backward_triton(grad_y, q: Grouped, kind: str, gated: bool, group_size: int):
     """`activation_backward_reference` in one pass; one maximum for each tile."""
     grad_x = torch.empty(q.codes.shape, dtype=grad_y.dtype, device=grad_y.device)
-    return grad_x, _launch_backward(grad_y, *q, kind, gated, group_size, grad_x=grad_x)
+    return grad_x, _launch_backward(grad_y, q, kind, gated, group_size, grad_x=grad_x)
 
 
 def _launch_backward(
     grad_y,
-    codes,
-    exponent,
+    q: Grouped,
     kind: str,
     gated: bool,
     group_size: int,
@@ -401,8 +403,8 @@ def _launch_backward(
     with torch.cuda.device_of(grad_y):
         activation_backward_kernel[(scales.programs(tiles),)](
             grad_y,
-            codes.view(torch.uint8),
-            exponent,
+            q.codes.view(torch.uint8),
+            q.exponent,
             grad_x,
             None if by_rows is None else by_rows.view(torch.uint8),
             None if by_columns is None else by_columns.view(torch.int32),
@@ -416,6 +418,7 @@ def _launch_backward(
             KIND=kind,
             PARTS=1 + gated,
             E5M2=out is not None and out.is_e5m2,
+            ROOTS=q.holds_roots,
             EVEN=rows % m == 0 and f % n == 0,
             ROWS=m,
             COLUMNS=n,
@@ -450,6 +453,7 @@ def activation_columns_triton(
             KIND=kind,
             PARTS=parts,
             E5M2=fmt.is_e5m2,
+            ROOTS=q.holds_roots,
             EVEN=rows % COLUMNS_M == 0 and f % width == 0,
             M=COLUMNS_M,
             N=width,
@@ -475,14 +479,14 @@ def _forward_fake(x, kind, gated, group_size, keep):
     maxima = _maxima_fake(y, FORWARD_ROWS, FORWARD_COLUMNS)
     if not keep:
         return y, maxima, _none(x), _none(x)
-    return y, maxima, *_empty_kept(rows, f, gated, group_size, x.device)
+    return y, maxima, *_empty_kept(rows, f, gated, group_size, keep, x.device)
 
 
 @compilable(_forward_fake)
 def activation_forward(
-    x: torch.Tensor, kind: str, gated: bool, group_size: int, keep: bool
+    x: torch.Tensor, kind: str, gated: bool, group_size: int, keep: str | None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(y, maxima, codes, exponent) of a contiguous x; unless `keep`, the last two are empty."""
+    """(y, maxima, codes, exponent) of a contiguous x; where `keep` is None, the last two are empty."""
     forward = activation_forward_triton if uses_kernels(x) else activation_forward_reference
     y, maxima, q = forward(x, kind, gated, group_size, keep)
     return (y, maxima, *q) if keep else (y, maxima, _none(x), _none(x))
@@ -530,15 +534,15 @@ def activation_columns(
 
 class _Activation(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, kind, gated, group_size, y_scale, grad_scale):
+    def forward(ctx, x, kind, gated, group_size, keep, y_scale, grad_scale):
         rows, options = x.reshape(-1, x.shape[-1]).contiguous(), (kind, gated, group_size)
         shape = *x.shape[:-1], x.shape[-1] // (1 + gated)
         if y_scale is None:
-            y, maxima, *kept = activation_forward(rows, *options, True)
+            y, maxima, *kept = activation_forward(rows, *options, keep)
             y = y.view(shape)
             ctx.mark_non_differentiable(*kept, maxima)
         else:
-            source, kept = _deferred_forward(rows, options, y_scale)
+            source, kept = _deferred_forward(rows, options, keep, y_scale)
             y, maxima = Deferred(source, shape), None
             ctx.mark_non_differentiable(*kept)
         ctx.options, ctx.shape, ctx.grad_scale = options, x.shape, grad_scale
@@ -549,7 +553,7 @@ class _Activation(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad_y, *_):
         if grad_y is None:
-            return (None,) * 6
+            return (None,) * 7
         grads = grad_y.reshape(-1, grad_y.shape[-1]).contiguous()
         if ctx.grad_scale is None or torch.compiler.is_compiling():
             grad_x, maxima = activation_backward(grads, *ctx.saved_tensors, *ctx.options)
@@ -558,21 +562,23 @@ class _Activation(torch.autograd.Function):
             grad_x = Deferred(
                 _deferred_backward(grads, ctx.saved_tensors, ctx.options, ctx.grad_scale), ctx.shape
             )
-        return grad_x, *(None,) * 5
+        return grad_x, *(None,) * 6
 
 
-def _deferred_forward(x: torch.Tensor, options: tuple, scale: PredictedScale) -> tuple[Source, Grouped]:
+def _deferred_forward(
+    x: torch.Tensor, options: tuple, keep: str, scale: PredictedScale
+) -> tuple[Source, Grouped]:
     """y, of which only FP8 rows are written now, and what is kept of x."""
     kind, gated, group_size = options
     shape = x.shape[0], x.shape[1] // (1 + gated)
 
     def make(x):
-        return activation_forward(x, *options, False)[0]
+        return activation_forward(x, *options, None)[0]
 
     if uses_kernels(x):
-        kept = _empty_kept(*shape, gated, group_size, x.device)
+        kept = _empty_kept(*shape, gated, group_size, keep, x.device)
     else:
-        *_, kept = activation_forward_reference(x, *options, True)
+        *_, kept = activation_forward_reference(x, *options, keep)
 
     def write(x, out, scales):
         return _launch_forward(x, kept, *options, out=out, scales=scales)
@@ -586,9 +592,8 @@ def _deferred_backward(grad_y: torch.Tensor, kept: tuple, options: tuple, scale:
     def make(*inputs):
         return activation_backward(*inputs, *options)[0]
 
-    def write(*inputs):
-        *inputs, out, scales = inputs
-        return _launch_backward(*inputs, *options, out=out, scales=scales)
+    def write(grad_y, codes, exponent, out, scales):
+        return _launch_backward(grad_y, Grouped(codes, exponent), *options, out=out, scales=scales)
 
     return Source((grad_y, *kept), make, write, scale, tuple(kept[0].shape), grad_y.dtype)
 
@@ -599,15 +604,17 @@ def activation(
     *,
     gated: bool,
     group_size: int = 16,
+    saved_format: str = DEFAULT_FORMAT,
     y_scale: PredictedScale | None = None,
     grad_scale: PredictedScale | None = None,
 ) -> torch.Tensor:
     """a(x) of `x` [..., f], or if `gated` a(gate) * up of `x` [..., 2 f], gate before up.
 
     Args:
-        x: BF16 or FP32. Kept for backward as E4M3 in groups of `group_size`.
+        x: BF16 or FP32. Kept for backward in groups of `group_size`.
         kind: a, one of `KINDS`.
         group_size: 16, 32, 64 or 128.
+        saved_format: one of `coat_kernels.groups.GROUP_FORMATS`.
         y_scale, grad_scale: defer the output, and the gradient of x, which then go straight into the FP8
             product behind them; the caller's, one each for every call site. It pays where only such a product
             reads them. Not used while nothing is trained or a model is compiled.
@@ -622,11 +629,13 @@ def activation(
         raise ValueError(f"activation: expected gate and up side by side, found {x.shape[-1]} columns")
     if not (torch.is_grad_enabled() and x.requires_grad):
         rows = x.reshape(-1, x.shape[-1]).contiguous()
-        y, maxima, *_ = activation_forward(rows, kind, gated, group_size, False)
+        y, maxima, *_ = activation_forward(rows, kind, gated, group_size, None)
         return with_maxima(y.view(*x.shape[:-1], y.shape[1]), maxima)
     if torch.compiler.is_compiling():
         y_scale = grad_scale = None
-    y, maxima, codes, exponent = _Activation.apply(x, kind, gated, group_size, y_scale, grad_scale)
+    y, maxima, codes, exponent = _Activation.apply(
+        x, kind, gated, group_size, saved_format, y_scale, grad_scale
+    )
 
     def columns(codes, exponent, largest, fmt: Fp8Format) -> Quantized:
         made = activation_columns(codes, exponent, largest, kind, gated, group_size, fmt.name)

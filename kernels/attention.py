@@ -1,5 +1,5 @@
 """Causal attention on torch's scaled_dot_product_attention, keeping q, k, v and its output as they are or in
-FP8, 1 x G groups along the channels.
+8 bits, 1 x G groups along the channels.
 
 The backward kernel is the backend's own; groups are widened to the input's dtype in front of it. The output
 carries its origin, what attention itself keeps of it, so that the projection behind it keeps no second copy.
@@ -11,8 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from coat_kernels.fp8 import E4M3, Fp8Format
-from coat_kernels.groups import Grouped, dequantize_groups, quantize_groups
+from coat_kernels.fp8 import Fp8Format
+from coat_kernels.groups import DEFAULT_FORMAT, Grouped, dequantize_groups, quantize_groups
 from coat_kernels.origin import Origin, with_origin
 from coat_kernels.tensorwise import Quantized, quantize_tensor
 
@@ -40,8 +40,8 @@ class _Compressed:
     Of nested hooks torch calls the innermost; those around (offloading, accounting) get the groups from here.
     """
 
-    def __init__(self, group_size: int, shape: torch.Size, dtype: torch.dtype):
-        self.group_size, self.dtype = group_size, dtype
+    def __init__(self, group_size: int, saved_format: str, shape: torch.Size, dtype: torch.dtype):
+        self.group_size, self.saved_format, self.dtype = group_size, saved_format, dtype
         outer = torch._C._autograd._top_saved_tensors_default_hooks(False)
         self.outer_pack, self.outer_unpack = outer or (lambda x: x, lambda x: x)
         # what attention keeps beside q, k, v and its output has fewer dimensions or channels
@@ -51,7 +51,7 @@ class _Compressed:
     def pack(self, x: torch.Tensor):
         if x.dim() != self.dims or x.shape[-1] != self.channels or x.dtype != self.dtype:
             return None, self.outer_pack(x)
-        kept = quantize_groups(_to_sequence(x).contiguous(), self.group_size, E4M3)
+        kept = quantize_groups(_to_sequence(x).contiguous(), self.group_size, self.saved_format)
         self.kept[x.data_ptr()] = kept
         return x.shape, [self.outer_pack(t) for t in kept]
 
@@ -84,6 +84,7 @@ def causal_attention(
     scale: float | None = None,
     dropout: float = 0.0,
     group_size: int | None = None,
+    saved_format: str = DEFAULT_FORMAT,
     backends: tuple[SDPBackend, ...] = BACKENDS,
 ) -> torch.Tensor:
     """Causal attention with grouped queries over whole sequences.
@@ -92,7 +93,8 @@ def causal_attention(
         q: [s, b, n, d]; k, v: [s, b, groups, d], of one dtype.
         scale: of the scores; 1 / sqrt(d) by default.
         dropout: probability.
-        group_size: keep q, k, v and the output as E4M3 in groups of this size; None keeps them as they are.
+        group_size: keep q, k, v and the output in groups of this size; None keeps them as they are.
+        saved_format: of the groups, one of `coat_kernels.groups.GROUP_FORMATS`.
         backends: of scaled_dot_product_attention, the first that works is taken. CPUs have their own.
 
     Returns [s, b, n * d], carrying its origin.
@@ -103,7 +105,7 @@ def causal_attention(
     compressed = None
     hooks = contextlib.nullcontext()
     if keeps and group_size is not None:
-        compressed = _Compressed(group_size, heads[0].shape, q.dtype)
+        compressed = _Compressed(group_size, saved_format, heads[0].shape, q.dtype)
         hooks = torch.autograd.graph.saved_tensors_hooks(compressed.pack, compressed.unpack)
     with choice, hooks:
         output = F.scaled_dot_product_attention(

@@ -33,14 +33,14 @@ def stored_max(b_x, DTYPE: tl.constexpr):
 
 @triton.jit
 def store_group_tile(b_x, p_codes, p_exponent, o_row, column, rows, columns, stride_x, stride_exponent,
-                     E5M2: tl.constexpr, G: tl.constexpr, EVEN: tl.constexpr):  # fmt: skip
+                     ROOTS: tl.constexpr, G: tl.constexpr, EVEN: tl.constexpr):  # fmt: skip
     """Quantizes and stores an FP32 tile, whose masked elements must be zero."""
     COLUMNS: tl.constexpr = b_x.shape[1]
     o_x = column + tl.arange(0, COLUMNS)
     o_group = column // G + tl.arange(0, COLUMNS // G)
     m_x = tile_mask(o_row, o_x, rows, columns)
     m_group = tile_mask(o_row, o_group, rows, tl.cdiv(columns, G))
-    b_codes, b_exponent = quantize_groups_tile(b_x, E5M2, G)
+    b_codes, b_exponent = quantize_groups_tile(b_x, ROOTS, G)
     store_tile(p_codes, o_row[:, None] * stride_x + o_x[None, :], b_codes, m_x, not EVEN)
     o_exponent = o_row[:, None] * stride_exponent + o_group[None, :]
     store_tile(p_exponent, o_exponent, b_exponent, m_group, not EVEN)
@@ -48,7 +48,7 @@ def store_group_tile(b_x, p_codes, p_exponent, o_row, column, rows, columns, str
 
 @triton.jit
 def load_group_tile(p_codes, p_exponent, o_row, column, rows, columns, stride_x, stride_exponent,
-                    COLUMNS: tl.constexpr, E5M2: tl.constexpr, G: tl.constexpr,
+                    COLUMNS: tl.constexpr, ROOTS: tl.constexpr, G: tl.constexpr,
                     EVEN: tl.constexpr):  # fmt: skip
     """A tile as FP32."""
     o_x = column + tl.arange(0, COLUMNS)
@@ -58,4 +58,4 @@ def load_group_tile(p_codes, p_exponent, o_row, column, rows, columns, stride_x,
     b_codes = load_tile(p_codes, o_row[:, None] * stride_x + o_x[None, :], m_x, not EVEN)
     o_exponent = o_row[:, None] * stride_exponent + o_group[None, :]
     b_exponent = load_tile(p_exponent, o_exponent, m_group, not EVEN)
-    return dequantize_groups_tile(b_codes, b_exponent, E5M2, G)
+    return dequantize_groups_tile(b_codes, b_exponent, ROOTS, G)

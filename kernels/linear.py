@@ -114,10 +114,6 @@ class _Fp8Linear(torch.autograd.Function):
         fmt, fast = formats.forward, formats.fast_backward
         needs_x, needs_w, needs_bias = ctx.needs_input_grad[:3]
         grad_x = grad_w = grad_bias = None
-        inputs = None
-        if needs_w:
-            # what is sent travels while the other products run
-            inputs = _columns_of_input(ctx, kept, fmt)
         if needs_bias:
             grad_bias = grad_y.flatten(0, -2).sum(0, dtype=torch.float32).to(ctx.bias_dtype)
         if needs_x or needs_w:
@@ -125,6 +121,10 @@ class _Fp8Linear(torch.autograd.Function):
             if isinstance(grad_y, Deferred) and holders(grad_y) == holders_in_backward(grad_y.device):
                 # autograd holds on to it until this function returns, and nobody else will ask for it
                 grad_y.source.release()
+        if needs_w:
+            # what is sent travels while the product below runs, which must not have to wait for another
+            # message behind it: the gradient has its scale already
+            inputs = _columns_of_input(ctx, kept, fmt)
         if needs_x:
             w = ctx.cache.columns(weight, largest_w, fmt)
             product = scaled_matmul(grad.rows, w.columns, grad.scale, w.scale, None, ctx.dtype, fast)

@@ -1,5 +1,5 @@
 """RMSNorm (Zhang & Sennrich, arXiv 1910.07467, equation 4) and LayerNorm (Ba et al., arXiv 1607.06450,
-equation 3) that keep their input in FP8, 1 x G groups.
+equation 3) that keep their input in 8 bits, 1 x G groups.
 
 y = c * rstd * w + b, rstd = 1 / sqrt(mean(c^2) + eps); c is x for RMSNorm and x - mean(x) for LayerNorm; with
 zero-centered gamma the weight is w + 1. Forward uses c as it comes; backward uses what is kept of it, which a
@@ -13,7 +13,7 @@ import triton.language as tl
 
 from coat_kernels.codecs.codec import load_tile, store_tile
 from coat_kernels.deferred import NO_SCALES, Deferred, PredictedScale, Scales, Source, scale_and_tiles
-from coat_kernels.fp8 import E4M3, Fp8Format, cast, fp8_format, require_fp8, round_to, uses_kernels, widen
+from coat_kernels.fp8 import Fp8Format, cast, fp8_format, require_fp8, round_to, uses_kernels, widen
 from coat_kernels.group_tiles import (
     load_group_tile,
     store_group_tile,
@@ -21,6 +21,7 @@ from coat_kernels.group_tiles import (
     tile_mask,
 )
 from coat_kernels.groups import (
+    DEFAULT_FORMAT,
     Grouped,
     dequantize_groups_reference,
     empty_grouped,
@@ -39,15 +40,15 @@ from coat_kernels.tensorwise import (
 )
 
 # least elements of a program's tile, and elements of a thread, as far as warps go
-FORWARD_TILE, FORWARD_ELEMENTS = 4096, 16
+FORWARD_TILE, FORWARD_ELEMENTS = 4096, 32
 BACKWARD_TILE, BACKWARD_ELEMENTS = 4096, 16
 MAX_WARPS = 16
 # backward programs, each of which goes through many tiles: two for each multiprocessor of an H200
 PROGRAMS = 264
-# tiles of which backward has loads in flight; 1 leaves that to the programs beside it
-BACKWARD_STAGES = 1
+# tiles of which backward has loads in flight
+BACKWARD_STAGES = 3
 # rows and columns of a program that writes columns
-COLUMNS_M, COLUMNS_N, COLUMNS_WARPS = 64, 256, 8
+COLUMNS_M, COLUMNS_N, COLUMNS_WARPS = 64, 128, 4
 
 
 def _gamma(weight: torch.Tensor, zero_centered: bool) -> torch.Tensor:
@@ -65,10 +66,10 @@ def row_maxima(y: torch.Tensor) -> torch.Tensor:
 
 
 def norm_forward_reference(
-    x, weight, bias, eps: float, layer_norm: bool, zero_centered: bool, group_size: int, keep: bool
+    x, weight, bias, eps: float, layer_norm: bool, zero_centered: bool, group_size: int, keep: str | None
 ):
-    """x [rows, h] -> (y in x's dtype, maxima of y, the kept input, rstd FP32 [rows]); unless `keep`, the last
-    two are None."""
+    """x [rows, h] -> (y in x's dtype, maxima of y, the input kept in the format
+    called `keep`, rstd FP32 [rows]); where that is None, the last two are."""
     value = x.float()
     if layer_norm:
         value = value - value.mean(1, keepdim=True)
@@ -76,7 +77,7 @@ def norm_forward_reference(
     y = _affine(value * rstd[:, None], weight, bias, zero_centered).to(x.dtype)
     if not keep:
         return y, row_maxima(y), None, None
-    return y, row_maxima(y), quantize_groups_reference(value, group_size), rstd
+    return y, row_maxima(y), quantize_groups_reference(value, group_size, keep), rstd
 
 
 def norm_backward_reference(
@@ -125,7 +126,7 @@ def load_gamma(p_weight, o_h, m_h, ZERO_CENTERED: tl.constexpr, EVEN: tl.constex
 def norm_forward_kernel(p_x, p_weight, p_bias, p_y, p_rows, p_codes, p_exponent, p_rstd, p_maxima,
                         p_predicted, p_used, p_largest, p_true, rows, h, groups, eps, tiles,
                         LAYER_NORM: tl.constexpr, ZERO_CENTERED: tl.constexpr, E5M2: tl.constexpr,
-                        EVEN: tl.constexpr, ROWS: tl.constexpr, H: tl.constexpr,
+                        ROOTS: tl.constexpr, EVEN: tl.constexpr, ROWS: tl.constexpr, H: tl.constexpr,
                         G: tl.constexpr):  # fmt: skip
     """y itself, or its FP8 codes by rows; what is kept and maxima where asked for."""
     DTYPE: tl.constexpr = p_x.dtype.element_ty
@@ -153,14 +154,14 @@ def norm_forward_kernel(p_x, p_weight, p_bias, p_y, p_rows, p_codes, p_exponent,
             tl.store(p_maxima + tile, stored_max(b_y if EVEN else tl.where(m_x, b_y, 0.0), DTYPE))
         if p_codes is not None:
             tl.store(p_rstd + o_row, b_rstd, mask=o_row < rows)
-            store_group_tile(b_x, p_codes, p_exponent, o_row, 0, rows, h, h, groups, False, G, EVEN)
+            store_group_tile(b_x, p_codes, p_exponent, o_row, 0, rows, h, h, groups, ROOTS, G, EVEN)
 
 
 @triton.jit
 def norm_backward_kernel(p_grad_y, p_grad_residual, p_codes, p_exponent, p_rstd, p_weight,
                          p_grad_x, p_maxima, p_grad_weight, p_grad_bias, rows, h, groups,
-                         LAYER_NORM: tl.constexpr, ZERO_CENTERED: tl.constexpr, EVEN: tl.constexpr,
-                         ROWS: tl.constexpr, H: tl.constexpr, G: tl.constexpr,
+                         LAYER_NORM: tl.constexpr, ZERO_CENTERED: tl.constexpr, ROOTS: tl.constexpr,
+                         EVEN: tl.constexpr, ROWS: tl.constexpr, H: tl.constexpr, G: tl.constexpr,
                          STAGES: tl.constexpr):  # fmt: skip
     pid = tl.program_id(0).to(tl.int64)
     o_h = tl.arange(0, H)
@@ -174,7 +175,7 @@ def norm_backward_kernel(p_grad_y, p_grad_residual, p_codes, p_exponent, p_rstd,
         m_x = tile_mask(o_row, o_h, rows, h)
         o_x = o_row[:, None] * h + o_h[None, :]
         b_rstd = tl.load(p_rstd + o_row, mask=o_row < rows, other=0.0)[:, None]
-        b_x = load_group_tile(p_codes, p_exponent, o_row, 0, rows, h, h, groups, H, False, G, EVEN)
+        b_x = load_group_tile(p_codes, p_exponent, o_row, 0, rows, h, h, groups, H, ROOTS, G, EVEN)
         b_grad = widen(load_tile(p_grad_y, o_x, m_x, not EVEN))
         b_normed = b_x * b_rstd
         if p_grad_x is not None:
@@ -207,8 +208,9 @@ def norm_backward_kernel(p_grad_y, p_grad_residual, p_codes, p_exponent, p_rstd,
 @triton.jit
 def norm_columns_kernel(p_codes, p_exponent, p_rstd, p_weight, p_bias, p_largest, p_columns, p_scale,
                         rows, h, groups, padded_rows,
-                        ZERO_CENTERED: tl.constexpr, E5M2: tl.constexpr, EVEN: tl.constexpr,
-                        M: tl.constexpr, N: tl.constexpr, G: tl.constexpr):  # fmt: skip
+                        ZERO_CENTERED: tl.constexpr, E5M2: tl.constexpr, ROOTS: tl.constexpr,
+                        EVEN: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
+                        G: tl.constexpr):  # fmt: skip
     scale = tensor_scale(tl.load(p_largest), E5M2)
     # every program stores the same scale
     tl.store(p_scale, scale)
@@ -221,7 +223,7 @@ def norm_columns_kernel(p_codes, p_exponent, p_rstd, p_weight, p_bias, p_largest
     b_words = tl.zeros([M // 4, N], dtype=tl.int32)
     for i in tl.static_range(4):
         o_row = o_word.to(tl.int64) * 4 + i
-        b_x = load_group_tile(p_codes, p_exponent, o_row, column, rows, h, h, groups, N, False, G, EVEN)
+        b_x = load_group_tile(p_codes, p_exponent, o_row, column, rows, h, h, groups, N, ROOTS, G, EVEN)
         b_y = b_x * load_tile(p_rstd, o_row, o_row < rows, not EVEN)[:, None] * b_gamma
         if p_bias is not None:
             b_y += b_bias
@@ -244,19 +246,19 @@ def _is_even(rows: int, h: int, tile: dict) -> bool:
 
 
 def norm_forward_triton(
-    x, weight, bias, eps: float, layer_norm: bool, zero_centered: bool, group_size: int, keep: bool
+    x, weight, bias, eps: float, layer_norm: bool, zero_centered: bool, group_size: int, keep: str | None
 ):
     """`norm_forward_reference` in one pass over x; one maximum for each program."""
     y = torch.empty_like(x)
-    q, rstd = _empty_kept(x, group_size) if keep else (None, None)
+    q, rstd = _empty_kept(x, group_size, keep) if keep else (None, None)
     options = eps, layer_norm, zero_centered, group_size
     return y, _launch_forward(x, weight, bias, q, rstd, *options, y=y), q, rstd
 
 
-def _empty_kept(x: torch.Tensor, group_size: int) -> tuple[Grouped, torch.Tensor]:
+def _empty_kept(x: torch.Tensor, group_size: int, fmt: str) -> tuple[Grouped, torch.Tensor]:
     """Uninitialised storage for the kept input and rstd."""
     rstd = torch.empty(x.shape[0], dtype=torch.float32, device=x.device)
-    return empty_grouped(*x.shape, group_size, E4M3, x.device), rstd
+    return empty_grouped(*x.shape, group_size, fmt, x.device), rstd
 
 
 def _launch_forward(
@@ -300,6 +302,7 @@ def _launch_forward(
             LAYER_NORM=layer_norm,
             ZERO_CENTERED=zero_centered,
             E5M2=out is not None and out.is_e5m2,
+            ROOTS=keep and q.holds_roots,
             EVEN=_is_even(rows, h, tile),
             **tile,
         )
@@ -350,6 +353,7 @@ def norm_backward_triton(
             LAYER_NORM=layer_norm,
             ZERO_CENTERED=zero_centered,
             STAGES=BACKWARD_STAGES,
+            ROOTS=q.holds_roots,
             EVEN=_is_even(rows, h, tile),
             **tile,
         )
@@ -387,6 +391,7 @@ def norm_columns_triton(
             columns.shape[1],
             ZERO_CENTERED=zero_centered,
             E5M2=fmt.is_e5m2,
+            ROOTS=q.holds_roots,
             EVEN=h % width == 0 and rows % COLUMNS_M == 0,
             M=COLUMNS_M,
             N=width,
@@ -407,7 +412,7 @@ def _forward_fake(x, weight, bias, eps, layer_norm, zero_centered, group_size, k
     maxima = x.new_empty(programs if uses_kernels(x) else rows, dtype=torch.float32)
     if not keep:
         return torch.empty_like(x), maxima, _none(x), _none(x), _none(x)
-    q = empty_grouped(rows, h, group_size, E4M3, x.device)
+    q = empty_grouped(rows, h, group_size, keep, x.device)
     return torch.empty_like(x), maxima, *q, x.new_empty(rows, dtype=torch.float32)
 
 
@@ -420,9 +425,9 @@ def norm_forward(
     layer_norm: bool,
     zero_centered: bool,
     group_size: int,
-    keep: bool,
+    keep: str | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(y, maxima, codes, exponent, rstd); unless `keep`, the last three are empty. x is contiguous."""
+    """(y, maxima, codes, exponent, rstd); where `keep` is None, the last three are empty. x is contiguous."""
     forward = norm_forward_triton if uses_kernels(x) else norm_forward_reference
     y, maxima, q, rstd = forward(x, weight, bias, eps, layer_norm, zero_centered, group_size, keep)
     return (y, maxima, *q, rstd) if keep else (y, maxima, _none(x), _none(x), _none(x))
@@ -504,14 +509,14 @@ def norm_columns(
 
 class _Norm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, weight, bias, eps, layer_norm, zero_centered, group_size, residual, y_scale):
+    def forward(ctx, x, weight, bias, eps, layer_norm, zero_centered, group_size, keep, residual, y_scale):
         rows, options = x.reshape(-1, x.shape[-1]).contiguous(), (eps, layer_norm, zero_centered, group_size)
         if y_scale is None:
-            y, maxima, *kept = norm_forward(rows, weight, bias, *options, True)
+            y, maxima, *kept = norm_forward(rows, weight, bias, *options, keep)
             y = y.view(x.shape)
             ctx.mark_non_differentiable(*kept, maxima)
         else:
-            source, q, rstd = _deferred_forward(rows, weight.detach(), bias, options, y_scale)
+            source, q, rstd = _deferred_forward(rows, weight.detach(), bias, options, keep, y_scale)
             y, maxima, kept = Deferred(source, x.shape), None, (*q, rstd)
             ctx.mark_non_differentiable(*kept)
         ctx.options = layer_norm, zero_centered, group_size
@@ -524,7 +529,7 @@ class _Norm(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad_y, grad_residual, *_):
         needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
-        nothing = (None,) * 6
+        nothing = (None,) * 7
         if grad_y is None:
             return grad_residual if needs_x else None, None, None, *nothing
         weight, *kept = ctx.saved_tensors
@@ -548,13 +553,18 @@ class _Norm(torch.autograd.Function):
 
 
 def _deferred_forward(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, options: tuple, scale: PredictedScale
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    options: tuple,
+    keep: str,
+    scale: PredictedScale,
 ) -> tuple[Source, Grouped, torch.Tensor]:
     """y, of which only FP8 rows are written now, and what is kept of x."""
     parameters = (weight,) if bias is None else (weight, bias.detach())
 
     def make(x, weight, bias=None):
-        return norm_forward(x, weight, bias, *options, False)[0]
+        return norm_forward(x, weight, bias, *options, None)[0]
 
     def write(x, *rest):
         *parameters, out, scales = rest
@@ -562,24 +572,26 @@ def _deferred_forward(
         return _launch_forward(x, weight, bias, q, rstd, *options, out=out, scales=scales)
 
     if uses_kernels(x):
-        q, rstd = _empty_kept(x, options[-1])
+        q, rstd = _empty_kept(x, options[-1], keep)
     else:
-        *_, q, rstd = norm_forward_reference(x, weight, bias, *options, True)
+        *_, q, rstd = norm_forward_reference(x, weight, bias, *options, keep)
     return Source((x, *parameters), make, write, scale, tuple(x.shape), x.dtype, at_once=True), q, rstd
 
 
-def _norm(x, weight, bias, eps, layer_norm, zero_centered, group_size, residual, y_scale):
+def _norm(x, weight, bias, eps, layer_norm, zero_centered, group_size, keep, residual, y_scale):
     require_fp8(x.device)
     options = eps, layer_norm, zero_centered, group_size
     inputs = (x, weight) if bias is None else (x, weight, bias)
     if not (torch.is_grad_enabled() and any(t.requires_grad for t in inputs)):
         rows = x.reshape(-1, x.shape[-1]).contiguous()
-        y, maxima, *_ = norm_forward(rows, weight, bias, *options, False)
+        y, maxima, *_ = norm_forward(rows, weight, bias, *options, None)
         y = with_maxima(y.view(x.shape), maxima)
         return (y, x) if residual else y
     if torch.compiler.is_compiling():
         y_scale = None
-    y, handed_on, maxima, codes, exponent, rstd = _Norm.apply(x, weight, bias, *options, residual, y_scale)
+    y, handed_on, maxima, codes, exponent, rstd = _Norm.apply(
+        x, weight, bias, *options, keep, residual, y_scale
+    )
     parameters = weight.detach(), None if bias is None else bias.detach()
 
     def columns(codes, exponent, rstd, largest, fmt: Fp8Format) -> Quantized:
@@ -599,16 +611,18 @@ def rms_norm(
     *,
     zero_centered: bool = False,
     group_size: int = 16,
+    saved_format: str = DEFAULT_FORMAT,
     residual: bool = False,
     y_scale: PredictedScale | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """RMSNorm over the last dimension, keeping x as E4M3 in groups of `group_size` and rstd in FP32.
+    """RMSNorm over the last dimension, keeping x in groups of `group_size` and rstd in FP32.
 
     Args:
         x: [..., h], BF16 or FP32.
         weight: [h], BF16 or FP32.
         zero_centered: the weight is w + 1.
         group_size: 16, 32, 64 or 128.
+        saved_format: one of `coat_kernels.groups.GROUP_FORMATS`.
         residual: also return x, handed through this node in the same memory: what reads it instead of x has
             its gradient added inside this norm's backward, which saves a pass.
         y_scale: defer y, which then goes straight into the FP8 products behind it; the caller's, one for
@@ -618,7 +632,7 @@ def rms_norm(
     Returns y, in x's shape and dtype, carrying its maxima and, where something is trained, its origin; with
     `residual` (y, x).
     """
-    return _norm(x, weight, None, eps, False, zero_centered, group_size, residual, y_scale)
+    return _norm(x, weight, None, eps, False, zero_centered, group_size, saved_format, residual, y_scale)
 
 
 def layer_norm(
@@ -629,8 +643,9 @@ def layer_norm(
     *,
     zero_centered: bool = False,
     group_size: int = 16,
+    saved_format: str = DEFAULT_FORMAT,
     residual: bool = False,
     y_scale: PredictedScale | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """LayerNorm over the last dimension, keeping x - mean(x); otherwise as `rms_norm`. bias: [h] or None."""
-    return _norm(x, weight, bias, eps, True, zero_centered, group_size, residual, y_scale)
+    return _norm(x, weight, bias, eps, True, zero_centered, group_size, saved_format, residual, y_scale)

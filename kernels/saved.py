@@ -70,7 +70,7 @@ class Packed:
         # a power of two of at least a group, that divides them all
         rows = flat.view(-1, math.gcd(flat.numel(), ROW))
         quantize = quantize_groups_triton if x.is_cuda else quantize_groups_reference
-        self.codes, self.exponent = quantize(rows, group_size)
+        self.codes, self.exponent = quantize(rows, group_size, "e4m3")
         _alive.add(self)
 
     def with_codes(self, codes: torch.Tensor, exponent: torch.Tensor) -> Self:

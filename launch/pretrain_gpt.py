@@ -7,16 +7,21 @@
 
 The "coat" block of the DeepSpeed JSON decides; `--compare` trains twice with the same seed and data, first
 without the block and with Megatron's own layers, then with it.
+
+Exit codes: 0 done; 75 stopped by SIGTERM or SIGUSR1 after a checkpoint, start again with --resume (0 under a
+torchrun that would restart it in place); 130 interrupted; 1 anything else, said in one line where expected.
 """
 
 import argparse
 import dataclasses
+import datetime
 import functools
 import json
 import math
 import multiprocessing
 import os
 import resource
+import signal
 import statistics
 import sys
 import time
@@ -28,19 +33,25 @@ import torch
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from launch import report  # noqa: E402
+from launch import checkpoints, report  # noqa: E402
 from launch.data import Corpus, DataError, Split, load_corpus, padded_vocab_size  # noqa: E402
 
 RUNS = ("bf16", "coat")
 SHAPE_FLAGS = ("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups")
 # the first steps allocate and warm caches up
 WARM_STEPS = 3
-# DeepSpeed skips a step whose gradients are not finite; so many in a row are no accident
+# so many steps in a row whose loss or gradients are not finite are no accident
 MAX_FAILURES = 10
+# EX_TEMPFAIL of sysexits.h: try again
+STOPPED = 75
 
 
 class LaunchError(ValueError):
     """Arguments that cannot be honoured; the message names the argument and the way out."""
+
+
+class Stopped(Exception):
+    """A signal asked for an end; a checkpoint was saved."""
 
 
 def positive(text: str) -> int:
@@ -79,7 +90,31 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add("--global-batch-size", type=positive, help="sequences per step, by accumulation; else the JSON's")
     add("--lr", type=float, help="peak learning rate; else the JSON's")
     add("--warmup-steps", type=int, help="linear warmup, then cosine to 10%% (default a tenth of --steps)")
-    add("--tensor-parallel-size", type=positive, default=1)
+    add(
+        "--tensor-model-parallel-size",
+        type=positive,
+        default=1,
+        help="ranks that share each layer (default %(default)s)",
+    )
+    add(
+        "--sequence-parallel",
+        action="store_true",
+        help="split the sequence between the layers over the same ranks",
+    )
+    add(
+        "--non-finite",
+        choices=("stop", "skip"),
+        default="stop",
+        help="at a loss that is NaN or infinite: stop, or skip the step, say so and go on, but for "
+        f"{MAX_FAILURES} in a row (default %(default)s)",
+    )
+    add(
+        "--distributed-timeout",
+        type=positive,
+        default=600,
+        metavar="SECONDS",
+        help="after which a rank that does not answer, of a lost host, ends the run (default %(default)s)",
+    )
     add("--seed", type=int, default=1234, help="weights, order and split of the data (default %(default)s)")
     add("--deepspeed-config", default=ROOT / "configs/ds_zero1_coat.json", help="DeepSpeed JSON")
     # not --run, which torchrun takes for an abbreviation of its own
@@ -103,8 +138,11 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         nargs="?",
         const="",
         metavar="FOLDER",
-        help="go on from the last checkpoint in this folder, or in OUTPUT/<run>/checkpoints",
+        help="go on from the newest whole checkpoint in this folder (or from this checkpoint), without a "
+        "value in OUTPUT/<run>/checkpoints",
     )
+    add("--resume", action="store_true", help="as --load, but start where there is no checkpoint yet")
+    add("--keep-checkpoints", type=positive, metavar="N", help="remove all but the newest N (default: none)")
     args = parser.parse_args(argv)
     args.eval_interval = args.eval_interval or max(1, args.steps // 5)
     args.warmup_steps = args.steps // 10 if args.warmup_steps is None else args.warmup_steps
@@ -112,6 +150,15 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         parser.error("--compare makes both runs: drop --variant")
     if args.compare and args.load:
         parser.error("--compare resumes each run from its own folder: give --load without one")
+    if args.sequence_parallel and args.tensor_model_parallel_size == 1:
+        parser.error("--sequence-parallel: needs --tensor-model-parallel-size above 1, found 1")
+    if args.sequence_parallel and args.seq_length % args.tensor_model_parallel_size:
+        parser.error(
+            f"--sequence-parallel: --seq-length {args.seq_length} does not divide by "
+            f"--tensor-model-parallel-size {args.tensor_model_parallel_size}"
+        )
+    if args.resume and args.load is not None:
+        parser.error("--resume is --load that may find nothing: give one of them")
     if args.warmup_steps < 0:
         parser.error(f"--warmup-steps: expected 0 or more, found {args.warmup_steps}")
     return args
@@ -198,7 +245,7 @@ def load_model_shape(args: argparse.Namespace):
         raise LaunchError(f"--model-config {args.model_config}: {error}") from error
 
 
-def start_process_group() -> torch.device:
+def start_process_group(timeout: datetime.timedelta) -> torch.device:
     """Starts torch.distributed from the launcher's environment, or for this process alone."""
     alone = "WORLD_SIZE" not in os.environ
     if alone:
@@ -228,7 +275,7 @@ def start_process_group() -> torch.device:
         # a store in memory needs no free port
         store = torch.distributed.HashStore()
         torch.distributed.init_process_group("nccl" if on_gpu else "gloo", store=store, rank=0, world_size=1)
-    deepspeed.init_distributed()
+    deepspeed.init_distributed(timeout=timeout)
     return device
 
 
@@ -238,6 +285,9 @@ class Trainer:
     def __init__(self, args: argparse.Namespace):
         self.args = args
         self.config = read_host_config(args)
+        if args.tensor_model_parallel_size > 1:
+            # kernels run in the order of their launch: what is sent starts before the product that hides it
+            os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
 
         import coat_ds
         from megatron_ext import layer_specs, mpu
@@ -255,13 +305,19 @@ class Trainer:
             tokenizer=args.tokenizer,
             vocab_size=args.vocab_size,
         )
-        self.device = start_process_group()
+        timeout = datetime.timedelta(seconds=args.distributed_timeout)
+        self.device = start_process_group(timeout)
         world = torch.distributed.get_world_size()
-        if world % args.tensor_parallel_size:
+        tp_size = args.tensor_model_parallel_size
+        if world % tp_size:
             raise LaunchError(
-                f"--tensor-parallel-size: {args.tensor_parallel_size} does not divide the {world} processes"
+                f"--tensor-model-parallel-size: {tp_size} does not divide the {world} processes"
             )
-        initialize_model_parallel(args.tensor_parallel_size, seed=args.seed)
+        initialize_model_parallel(
+            tp_size,
+            seed=args.seed,
+            distributed_timeout_minutes=timeout / datetime.timedelta(minutes=1),
+        )
         self.group, self.rank = mpu.get_data_parallel_group(), mpu.get_data_parallel_rank()
         self.ranks, self.is_main = mpu.get_data_parallel_world_size(), torch.distributed.get_rank() == 0
         self.micro_batch_size, self.global_batch_size = set_batch_sizes(self.config, args, self.ranks)
@@ -271,19 +327,27 @@ class Trainer:
                 shape,
                 layer_specs.coat_layer_spec if fp8_layers else layer_specs.sdpa_layer_spec,
                 seq_length=args.seq_length,
-                vocab_size=padded_vocab_size(self.corpus.vocab_size, 128 * args.tensor_parallel_size),
+                vocab_size=padded_vocab_size(self.corpus.vocab_size, 128 * tp_size),
                 seed=args.seed,
                 activations=coat.activations,
+                sequence_parallel=args.sequence_parallel,
             )
         except ValueError as error:
             raise LaunchError(str(error)) from error
+        mpu.sum_shared_gradients(model)
+        checkpoints.leave_out_empty_states(model)
         first = next(self._batches(self.corpus.train, 0))
-        self.saved_bytes = saved_bytes(model, lambda: self._loss(model, first)).per_token_and_layer
+        saved = saved_bytes(model, lambda: self._loss(model, first))
+        # of whole sequences, of which a layer may see a part
+        self.saved_bytes = saved.total / (saved.layers * first.tokens.numel())
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats()
 
         if not coat.enabled:
             use_torch_adamw(self.config)
+        checkpoint = self._find_checkpoint()
+        if checkpoint is not None and checkpoint.layout != self.layout:
+            self.config.setdefault("checkpoint", {})["load_universal"] = True
         schedule = functools.partial(warmup_cosine, warmup=args.warmup_steps, total=args.steps)
         own_schedule = "scheduler" not in self.config
         self.engine, *_ = coat_ds.initialize(
@@ -294,23 +358,27 @@ class Trainer:
             config=self.config,
         )
         self.step, self.val_loss_start = 0, None
-        if args.load is not None:
-            self._load(Path(args.load or self.checkpoints))
+        self.resumed = checkpoint is not None
+        if self.resumed:
+            self._load(checkpoint)
 
     @property
     def folder(self) -> Path:
         return Path(self.args.output) / self.run
 
     @property
-    def checkpoints(self) -> Path:
+    def checkpoint_folder(self) -> Path:
         return self.folder / "checkpoints"
 
-    def train(self) -> dict:
-        """Trains to the last step; returns what summary.json holds of a run."""
+    def train(self, signals: "Signals") -> dict:
+        """Trains to the last step; returns what summary.json holds of a run.
+
+        Raises Stopped where a signal came on any rank, once a checkpoint is saved.
+        """
         args, metrics, progress = self.args, None, None
         if self.is_main:
             metrics = report.MetricsWriter(
-                Path(args.output) / "metrics.jsonl", self.run, self.step if args.load is not None else None
+                Path(args.output) / "metrics.jsonl", self.run, self.step if self.resumed else None
             )
             progress = report.Progress(args.steps, self.step, self.run)
             progress.say(self._describe())
@@ -328,23 +396,37 @@ class Trainer:
                 norm = self.engine.get_global_grad_norm()
                 finite = math.isfinite(loss) and (norm is None or math.isfinite(norm))
                 failures = 0 if finite else failures + 1
-                if not math.isfinite(loss) or failures == MAX_FAILURES:
+                applied = self.engine.was_step_applied()
+                lost = not math.isfinite(loss) and (applied or args.non_finite == "stop")
+                if lost or failures == MAX_FAILURES:
                     raise LaunchError(
                         f"training diverged: loss {loss} at step {self.step}, loss or gradients not finite "
                         f"in the last {failures} steps; lower --lr or raise --warmup-steps"
                     )
                 if self.is_main:
-                    values = {"loss": loss, "lr": self.engine.get_lr()[0], "tokens_per_s": speeds[-1]}
+                    values = {"lr": self.engine.get_lr()[0], "tokens_per_s": speeds[-1]}
+                    if math.isfinite(loss):
+                        values["loss"] = loss
                     if finite and norm is not None:
                         values["grad_norm"] = float(norm)
+                    if not finite:
+                        done = "applied" if applied else "skipped"
+                        values[done] = 1
+                        progress.say(f"step {self.step} {done}: loss {loss}, norm of the gradients {norm}")
                     memory = torch.cuda.memory_allocated() if self.device.type == "cuda" else None
                     metrics.write(self.step, **values)
                     progress.update(loss=loss, tokens_per_s=speeds[-1], memory_bytes=memory)
                 last = self.step == args.steps
                 if last or self.step % args.eval_interval == 0:
                     val_loss = self._validate(metrics, progress)
-                if args.save_interval and (last or self.step % args.save_interval == 0):
+                stopping = self._any_rank(signals.received) and not last
+                if stopping or (args.save_interval and (last or self.step % args.save_interval == 0)):
                     self._save()
+                if stopping:
+                    raise Stopped(f"stopped by a signal after step {self.step}, saved; go on with --resume")
+            if val_loss is None and args.resume:
+                # the run before was ended between its last checkpoint and its summary
+                val_loss = self._validate(metrics, progress)
         finally:
             if self.is_main:
                 metrics.close()
@@ -376,6 +458,11 @@ class Trainer:
         mean = torch.stack(losses).mean()
         torch.distributed.all_reduce(mean, group=self.group)
         return mean.item() / self.ranks
+
+    def _any_rank(self, flag: bool) -> bool:
+        flags = torch.tensor(int(flag), device=self.device)
+        torch.distributed.all_reduce(flags, torch.distributed.ReduceOp.MAX)
+        return bool(flags.item())
 
     def _train_step(self) -> float:
         losses = []
@@ -411,32 +498,50 @@ class Trainer:
             "training tokens": self.corpus.train.num_tokens,
         }
 
+    @property
+    def layout(self) -> checkpoints.Layout:
+        stage = self.config.get("zero_optimization", {}).get("stage", 0)
+        tensor_ranks = torch.distributed.get_world_size() // self.ranks
+        return checkpoints.Layout(self.ranks, tensor_ranks, stage)
+
     def _save(self) -> None:
         state = {"step": self.step, "val_loss_start": self.val_loss_start, "data": self._data_identity()}
-        try:
-            self.engine.save_checkpoint(str(self.checkpoints), tag=f"step{self.step}", client_state=state)
-        except (OSError, RuntimeError) as error:
-            # torch.save reports a full disk as a RuntimeError
-            if isinstance(error, RuntimeError) and "PytorchStreamWriter" not in str(error):
-                raise
-            raise report.OutputError(
-                f"cannot write a checkpoint to {self.checkpoints} ({error}): make room, "
-                "or choose another folder with --output"
-            ) from error
+        keep = self.args.keep_checkpoints
+        checkpoints.save(self.engine, self.checkpoint_folder, self.step, self.layout, state, keep=keep)
 
-    def _load(self, folder: Path) -> None:
-        if not (folder / "latest").is_file():
+    def _find_checkpoint(self) -> checkpoints.Checkpoint | None:
+        """The checkpoint to go on from. Refuses to let an older run's checkpoints pass for this one's."""
+        found, folder = None, Path(self.args.load or self.checkpoint_folder)
+        if self.args.resume or self.args.load is not None:
+            found = checkpoints.find(folder, set_aside=folder.resolve() == self.checkpoint_folder.resolve())
+        if found is None and self.args.load is not None:
             raise LaunchError(
-                f"--load {folder}: no checkpoint there (no file named latest); drop --load to start"
+                f"--load {folder}: no checkpoint there (none with a {checkpoints.MANIFEST}); drop --load to "
+                "start"
             )
-        _, state = self.engine.load_checkpoint(str(folder))
+        newest = checkpoints.newest(self.checkpoint_folder)
+        if newest is not None and (found is None or newest.resolve() != found.path.resolve()):
+            raise LaunchError(
+                f"--output {self.args.output}: {newest} is there, from an earlier run: go on from it with "
+                "--resume, remove it, or choose another folder"
+            )
+        return found
+
+    def _load(self, checkpoint: checkpoints.Checkpoint) -> None:
+        from coat_kernels.weights import invalidate_weight_caches
+
+        state = checkpoints.load(self.engine, checkpoint, self.layout, self.checkpoint_folder)
+        # the pass that measured saved_bytes has seen other weights
+        invalidate_weight_caches()
         for key, now in self._data_identity().items():
             if state["data"][key] != now:
                 raise LaunchError(
-                    f"--load {folder}: the checkpoint was made with {key} {state['data'][key]}, found {now}: "
-                    "the data would not go on where they stopped"
+                    f"--load {checkpoint.path}: the checkpoint was made with {key} {state['data'][key]}, "
+                    f"found {now}: the data would not go on where they stopped"
                 )
         self.step, self.val_loss_start = state["step"], state["val_loss_start"]
+        if self.is_main:
+            print(f"{self.run}: going on from {checkpoint.path}", flush=True)
 
     def _describe(self) -> str:
         kind = torch.cuda.get_device_name() if self.device.type == "cuda" else "CPU"
@@ -464,9 +569,21 @@ class Trainer:
             "saved_bytes_per_token_layer": self.saved_bytes,
             "peak_bytes": largest.item(),
             "peak_kind": kind,
-            "tokens_per_s": statistics.median(speeds[WARM_STEPS:] or speeds),
+            "tokens_per_s": statistics.median(speeds[WARM_STEPS:] or speeds or [0.0]),
             "steps": self.step,
         }
+
+
+class Signals:
+    """Notes SIGTERM and SIGUSR1, which schedulers send before they end a job."""
+
+    def __init__(self):
+        self.received = False
+        for number in (signal.SIGTERM, signal.SIGUSR1):
+            signal.signal(number, self._note)
+
+    def _note(self, number, frame):
+        self.received = True
 
 
 def parameter_groups(model: torch.nn.Module) -> list[dict]:
@@ -485,18 +602,29 @@ def train_once(args: argparse.Namespace) -> None:
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")
     from coat_ds import CoatConfigError
 
-    trainer = None
+    trainer, signals = None, Signals()
     try:
         report.prepare_folder(args.output)
         trainer = Trainer(args)
         report.prepare_folder(trainer.folder)
         # of an earlier run: it must not stand for one that fails now
         (trainer.folder / "summary.json").unlink(missing_ok=True)
-        summary = trainer.train()
+        summary = trainer.train(signals)
         if trainer.is_main:
             report.write_summary(trainer.folder / "summary.json", summary)
         torch.distributed.destroy_process_group()
-    except (LaunchError, DataError, report.OutputError, CoatConfigError) as error:
+    except Stopped as stopped:
+        if trainer.is_main:
+            print(stopped, file=sys.stderr)
+        torch.distributed.destroy_process_group()
+        sys.exit(STOPPED)
+    except (
+        LaunchError,
+        DataError,
+        report.OutputError,
+        checkpoints.CheckpointError,
+        CoatConfigError,
+    ) as error:
         sys.exit(f"error: {error}")
     except torch.OutOfMemoryError as error:
         sys.exit(f"error: out of GPU memory: lower --micro-batch-size or --seq-length ({error})")
@@ -520,6 +648,8 @@ def compare(args: argparse.Namespace) -> None:
             target=train_once, args=(argparse.Namespace(**{**vars(args), "variant": run}),)
         )
         process.start()
+        for number in (signal.SIGTERM, signal.SIGUSR1):
+            signal.signal(number, lambda number, _, process=process: os.kill(process.pid, number))
         try:
             process.join()
         except KeyboardInterrupt:
@@ -544,7 +674,13 @@ def conclude(output: Path) -> None:
 
 def main(argv: list[str] | None = None) -> None:
     args = parse_args(argv)
-    (compare if args.compare else train_once)(args)
+    try:
+        (compare if args.compare else train_once)(args)
+    except SystemExit as end:
+        # torchrun would take it for a failure and start again, into the scheduler's end
+        if end.code == STOPPED and int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", 0)):
+            sys.exit(0)
+        raise
     if int(os.environ.get("RANK", 0)) == 0:
         try:
             conclude(Path(args.output))

@@ -13,6 +13,7 @@ from torch.nn.attention import SDPBackend
 
 from coat_kernels.attention import BACKENDS, causal_attention
 from coat_kernels.deferred import PredictedScale
+from coat_kernels.groups import DEFAULT_FORMAT
 from coat_kernels.rope import rotate_qkv
 
 from .settings import activations_of, formats_of
@@ -26,6 +27,31 @@ _BACKENDS = {
     AttnBackend.unfused: (SDPBackend.MATH,),
     AttnBackend.local: BACKENDS,
 }
+
+
+def core_attention_of(config, own: type[torch.nn.Module]) -> type[torch.nn.Module]:
+    """The class of the core attention: `own`, or under context parallelism Transformer Engine's, the only one
+    for sequences that lie on several ranks.
+
+    Raises ValueError there without Transformer Engine, or with an `attention_format` that it does not know.
+    """
+    if config.context_parallel_size == 1:
+        return own
+    found = f"--context-parallel-size is {config.context_parallel_size}"
+    from megatron.core.extensions.transformer_engine import HAVE_TE, TEDotProductAttention
+
+    if not HAVE_TE:
+        raise ValueError(
+            f"{found}, for which attention is Transformer Engine's, and that could not be imported. Remove "
+            "--context-parallel-size, or install Transformer Engine: pip install transformer-engine[pytorch]."
+        )
+    kept = activations_of(config).attention_format
+    if own is CoatCoreAttention and kept != "bf16":
+        raise ValueError(
+            f'{found}, for which attention is Transformer Engine\'s, and attention_format is "{kept}". Set '
+            '"activations": {"attention_format": "bf16"}, or remove --context-parallel-size.'
+        )
+    return TEDotProductAttention
 
 
 def _own_storage(x: torch.Tensor) -> torch.Tensor:
@@ -43,8 +69,9 @@ class SDPACoreAttention(torch.nn.Module):
     Raises ValueError at construction for a mask that is not causal or a context-parallel size above 1.
     """
 
-    # how q, k, v and the output are kept: in FP8 groups of this size, or as they are
+    # how q, k, v and the output are kept: in groups of this size, or as they are
     group_size: int | None = None
+    saved_format = DEFAULT_FORMAT
 
     def __init__(
         self,
@@ -62,7 +89,7 @@ class SDPACoreAttention(torch.nn.Module):
         if config.context_parallel_size > 1:
             raise ValueError(
                 f"SDPACoreAttention: context_parallel_size is {config.context_parallel_size}, only 1 works. "
-                "Remove --context-parallel-size, or use a spec with Transformer Engine's attention."
+                "Remove --context-parallel-size, or use Transformer Engine's attention (`core_attention_of`)."
             )
         if attention_type != "self":
             raise ValueError(f"SDPACoreAttention: attention_type must be 'self', found {attention_type!r}")
@@ -117,17 +144,19 @@ class SDPACoreAttention(torch.nn.Module):
             scale=self.softmax_scale,
             dropout=self.dropout if self.training else 0.0,
             group_size=self.group_size,
+            saved_format=self.saved_format,
             backends=self.backends,
         )
 
 
 class CoatCoreAttention(SDPACoreAttention):
-    """`SDPACoreAttention` that keeps its tensors in FP8 if the block's `attention_format` says so."""
+    """`SDPACoreAttention` that keeps its tensors in 8 bits if the block's `attention_format` says so."""
 
     def __init__(self, config, *args, **kwargs):
         super().__init__(config, *args, **kwargs)
         activations = activations_of(config)
-        self.group_size = None if activations.attention_format == "bf16" else activations.group_size
+        if activations.attention_format != "bf16":
+            self.group_size, self.saved_format = activations.group_size, activations.attention_format
 
 
 class CoatSelfAttention(SelfAttention):

@@ -6,7 +6,8 @@
 Each is one module-level ModuleSpec, the only form that every supported Megatron accepts. Its layer class
 derives the parts from `config` by rewriting Megatron's own local spec, so that both follow Megatron's
 arguments and versions, and dense layers and layers with experts come from the same spec. The final norm stays
-Megatron's, made to work where it would not (`torch_norm.py`).
+Megatron's, made to work where it would not (`torch_norm.py`). Under context parallelism core attention is
+Transformer Engine's.
 """
 
 from dataclasses import replace
@@ -25,7 +26,7 @@ try:
     )
     from packaging.version import Version
 
-    from .attention import CoatCoreAttention, CoatSelfAttention, SDPACoreAttention
+    from .attention import CoatCoreAttention, CoatSelfAttention, SDPACoreAttention, core_attention_of
     from .linear import CoatColumnParallelLinear, CoatRowParallelLinear
     from .mlp import CoatMLP
     from .moe import CoatMoELayer, RoutedNorm, is_moe_layer, repair_router
@@ -63,7 +64,7 @@ def _local_parts(config, experts: bool) -> TransformerLayerSubmodules:
     attention = parts.self_attention.submodules
     parts = _with_attention(
         parts,
-        core_attention=SDPACoreAttention,
+        core_attention=core_attention_of(config, SDPACoreAttention),
         q_layernorm=local_norm(attention.q_layernorm),
         k_layernorm=local_norm(attention.k_layernorm),
     )
@@ -133,7 +134,7 @@ def coat_parts(config, experts: bool) -> TransformerLayerSubmodules:
         _local_parts(config, experts),
         linear_qkv=CoatColumnParallelLinear,
         linear_proj=CoatRowParallelLinear,
-        core_attention=CoatCoreAttention,
+        core_attention=core_attention_of(config, CoatCoreAttention),
     )
     return replace(
         parts,

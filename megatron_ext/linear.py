@@ -4,6 +4,7 @@ They are Megatron's classes with another product inside: weights, names, initial
 Megatron's, and a stock checkpoint loads.
 """
 
+import copy
 import logging
 
 import torch
@@ -14,7 +15,8 @@ from coat_kernels.origin import maxima_of, origin_of, with_maxima
 from coat_kernels.parallel import TensorParallel
 from coat_kernels.weights import WeightCache
 
-from .settings import activations_of, formats_of
+from .options import layer_activations
+from .settings import activations_of, formats, formats_of
 
 logger = logging.getLogger(__name__)
 
@@ -74,13 +76,27 @@ class _CoatLinear:
         for argument, found in unsupported.items():
             if found:
                 raise ValueError(f"{name}: {argument} is not supported by coat_layer_spec; remove it")
-        super().__init__(input_size, output_size, config=config, **kwargs)
+        # Megatron's fusion needs apex's kernel; ours, which is asked for by `main_grad` alone, does not
+        unfused = copy.copy(config)
+        unfused.gradient_accumulation_fusion = False
+        super().__init__(input_size, output_size, config=unfused, **kwargs)
+        self.config = config
         activations = activations_of(config)
         self._in_fp8 = self._fits(name, activations.fallback)
         self._formats = formats_of(config)
         self._cache = WeightCache(activations.weight_cache)
         # what the producer of the input attached to it
         self._origin, self._maxima = None, None
+
+    def finish_init(self, quant_config) -> None:
+        """Takes what Megatron's `--te-precision-config-file` says of this layer, once the model is built.
+
+        Raises CoatConfigError for a key or value that a linear layer has no use for.
+        """
+        activations = layer_activations(quant_config, activations_of(self.config))
+        self._in_fp8 = self._in_fp8 and activations.enabled
+        self._formats = formats(activations)
+        self._cache = WeightCache(activations.weight_cache)
 
     def _fits(self, name: str, fallback: bool) -> bool:
         """Whether this rank's part of the weight has sizes that FP8 products take."""

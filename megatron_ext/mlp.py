@@ -79,7 +79,7 @@ class CoatMLP(MLP):
 
     def _complete(self) -> None:
         config = self.config
-        self._kind, self._group_size = _kind_of(config), activations_of(config).group_size
+        self._kind, self._activations = _kind_of(config), activations_of(config)
         # Megatron hands fc1's bias to the activation; here the matrix product adds it
         self.linear_fc1.skip_bias_add = False
         formats, fc1, fc2 = formats_of(config), self.linear_fc1, self.linear_fc2
@@ -99,7 +99,8 @@ class CoatMLP(MLP):
                 intermediate,
                 self._kind,
                 gated=self.config.gated_linear_unit,
-                group_size=self._group_size,
+                group_size=self._activations.group_size,
+                saved_format=self._activations.saved_format,
                 **self._scales,
             )
         else:

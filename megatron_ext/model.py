@@ -166,6 +166,7 @@ def build_gpt(
         masked_softmax_fusion=False,
         tensor_model_parallel_size=tp_size,
         pipeline_model_parallel_size=parallel_state.get_pipeline_model_parallel_world_size(),
+        context_parallel_size=parallel_state.get_context_parallel_world_size(),
         use_cpu_initialization=True,
         bf16=bf16,
         params_dtype=dtype,

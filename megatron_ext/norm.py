@@ -1,5 +1,5 @@
-"""RMSNorm and LayerNorm for Megatron's norm slots, which keep their input in FP8 and their output not at all,
-and the residual addition behind them.
+"""RMSNorm and LayerNorm for Megatron's norm slots, which keep their input in 8 bits and their output not at
+all, and the residual addition behind them.
 """
 
 import torch
@@ -26,7 +26,8 @@ class CoatNorm(torch.nn.Module):
                 "Use one of them, or megatron_ext.layer_specs sdpa_layer_spec for BF16 layers."
             )
         self.eps = eps
-        self.group_size = activations_of(config).group_size
+        activations = activations_of(config)
+        self.group_size, self.saved_format = activations.group_size, activations.saved_format
         # what only FP8 products read is never written in BF16
         self._y_scale = PredictedScale(formats_of(config).forward)
         self.zero_centered = config.layernorm_zero_centered_gamma
@@ -47,6 +48,7 @@ class CoatNorm(torch.nn.Module):
         options = {
             "zero_centered": self.zero_centered,
             "group_size": self.group_size,
+            "saved_format": self.saved_format,
             "residual": adds,
             "y_scale": self._y_scale,
         }

@@ -4,7 +4,7 @@ from coat_ds.config import ActivationsConfig
 from coat_kernels.fp8 import fp8_format, set_emulation
 from coat_kernels.linear import LinearFormats
 
-_DEFAULT = ActivationsConfig()
+from . import options
 
 
 def set_activations(config, activations: ActivationsConfig) -> None:
@@ -14,13 +14,19 @@ def set_activations(config, activations: ActivationsConfig) -> None:
 
 
 def activations_of(config) -> ActivationsConfig:
-    """What was noted on Megatron's config; the defaults if nothing was, as under `--spec` alone."""
-    return getattr(config, "coat_activations", _DEFAULT)
+    """What was noted on Megatron's config; if nothing was, as by `--spec` alone, what `COAT_CONFIG` says."""
+    if not hasattr(config, "coat_activations"):
+        set_activations(config, options.activations())
+    return config.coat_activations
 
 
 def formats_of(config) -> LinearFormats:
     """The FP8 formats of the linear layers."""
-    activations = activations_of(config)
+    return formats(activations_of(config))
+
+
+def formats(activations: ActivationsConfig) -> LinearFormats:
+    """The FP8 formats of a linear layer."""
     return LinearFormats(
         fp8_format(activations.forward_format),
         fp8_format(activations.backward_format),

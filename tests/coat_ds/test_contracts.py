@@ -49,6 +49,16 @@ NAMES = {
         "DeepSpeedZeroOptimizer._lazy_init_hp_params_optimizer_state",
         [],
     ),
+    "linked masters, stages 1 and 2": (
+        "deepspeed.runtime.zero.stage_1_and_2",
+        "DeepSpeedZeroOptimizer._link_all_hp_params",
+        [],
+    ),
+    "linked masters, stage 1 in BF16": (
+        "deepspeed.runtime.bf16_optimizer",
+        "BF16_Optimizer._link_all_hp_params",
+        [],
+    ),
     "offloading, stages 1 and 2": (
         "deepspeed.runtime.zero.stage_1_and_2",
         "DeepSpeedZeroOptimizer.offload_states",
@@ -63,16 +73,6 @@ NAMES = {
         "deepspeed.runtime.zero.stage3",
         "DeepSpeedZeroOptimizer_Stage3.reload_states",
         ["non_blocking"],
-    ),
-    "offloaded states": (
-        "deepspeed.runtime.zero.offload_states",
-        "offload_optimizer_states",
-        ["optimizer", "device", "pin_memory", "non_blocking"],
-    ),
-    "reloaded states": (
-        "deepspeed.runtime.zero.offload_states",
-        "reload_optimizer_states",
-        ["optimizer", "device", "non_blocking"],
     ),
     "kinds of states": (
         "deepspeed.runtime.zero.offload_config",
@@ -150,8 +150,8 @@ def test_schedulers_wrap_step_by_name():
 # attributes of what DeepSpeed puts around an optimizer, and of the parameters, by stage
 ATTRIBUTES = {
     0: ["fp32_groups_flat", "fp16_groups"],
-    1: ["single_partition_of_fp32_groups", "bit16_groups", "_hp_optimizer_states_linked"],
-    2: ["single_partition_of_fp32_groups", "bit16_groups", "_hp_optimizer_states_linked"],
+    1: ["single_partition_of_fp32_groups", "bit16_groups", "_hp_optimizer_states_linked", "offloaded_states"],
+    2: ["single_partition_of_fp32_groups", "bit16_groups", "_hp_optimizer_states_linked", "offloaded_states"],
     3: ["fp32_partitioned_groups_flat", "fp16_groups", "sub_group_to_group_id", "offloaded_states"],
     "bf16": ["fp32_groups_flat_partition", "bf16_groups"],
 }

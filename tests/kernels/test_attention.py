@@ -1,4 +1,4 @@
-"""Attention that keeps its tensors in FP8: results, gradients, bytes, and other hooks around it."""
+"""Attention that keeps its tensors in 8 bits: results, gradients, bytes, and other hooks around it."""
 
 import pytest
 import torch
@@ -9,7 +9,7 @@ from coat_kernels.fp8 import E4M3
 from coat_kernels.linear import fp8_linear
 from coat_kernels.origin import origin_of
 from coat_kernels.tensorwise import largest_magnitude
-from tests.kernels.inputs import E4M3_RMS
+from tests.kernels.inputs import E4M3_RMS, ROUNDING
 from tests.util import rel_rms
 
 S, B, HEADS, D = 32, 2, 4, 32
@@ -24,7 +24,7 @@ def kept_bytes(run) -> tuple[torch.Tensor, int]:
 
     def pack(t):
         # not the backend's row sums and seeds
-        if t.dtype in (torch.bfloat16, torch.float8_e4m3fn, torch.uint8):
+        if t.dtype in (torch.bfloat16, torch.int8, torch.uint8):
             storages[t.untyped_storage().data_ptr()] = t.untyped_storage()
         return t.detach()
 
@@ -33,21 +33,23 @@ def kept_bytes(run) -> tuple[torch.Tensor, int]:
     return y, sum(s.nbytes() for s in storages.values())
 
 
+@pytest.mark.parametrize("fmt", ROUNDING)
 @pytest.mark.parametrize("groups", [HEADS, 2])
-def test_result_is_exact_and_gradients_see_one_rounding_of_each_tensor(groups, device):
+def test_result_is_exact_and_gradients_see_one_rounding_of_each_tensor(groups, fmt, device):
     inputs = qkv(device, groups)
     grad = torch.randn(S, B, HEADS * D, device=device, dtype=torch.bfloat16)
     exact = causal_attention(*inputs)
     expected = torch.autograd.grad(exact, inputs, grad)
-    y = causal_attention(*inputs, group_size=16)
+    y = causal_attention(*inputs, group_size=16, saved_format=fmt)
     assert y.equal(exact)
     # dv: probabilities, of rounded q and k. dq, dk: those, v and the output, and k or q themselves. A score
     # is a sum of d products over sqrt(d): its error is sqrt(2) roundings of a standard Gaussian, by which
     # every probability is multiplied; the softmax's gradient is a difference of two such terms.
-    score = 2**0.5 * E4M3_RMS
-    bounds = (2 * score + 2 * E4M3_RMS,) * 2 + (1.5 * score,)
+    score = 2**0.5 * ROUNDING[fmt]
+    bounds = (2 * score + 2 * ROUNDING[fmt],) * 2 + (1.5 * score,)
     for a, e, bound in zip(torch.autograd.grad(y, inputs, grad), expected, bounds, strict=True):
-        assert E4M3_RMS / 4 < rel_rms(a, e) < bound
+        # gradients are rounded to BF16 besides, by 2^-9 of themselves at most
+        assert ROUNDING[fmt] / 4 < rel_rms(a, e) < bound + 2**-9
 
 
 @pytest.mark.parametrize("groups", [HEADS, 2])

@@ -122,16 +122,15 @@ def layer(producer, deferred, weights=(True, True), between=lambda t: t, formats
     return y2, *torch.autograd.grad(y2, inputs, grad)
 
 
-@pytest.mark.parametrize("predicted", ["right", 2.0**-40, 2.0**40, torch.nan, 0.0, torch.inf])
-def test_results_never_depend_on_the_prediction(producer, predicted, kernels):
+def test_results_never_depend_on_the_prediction(producer, kernels):
     expected = layer(producer, False)
-    if predicted == "right":
-        layer(producer, True)
-    else:
-        for scale in producer.scales.values():
-            scale.on(producer.x.device).fill_(predicted)
-    for a, e in zip(layer(producer, True), expected, strict=True):
-        same(a, e)
+    # a right one is what the run before has left
+    for predicted in (2.0**-40, "right", 2.0**40, torch.nan, 0.0, torch.inf):
+        if predicted != "right":
+            for scale in producer.scales.values():
+                scale.on(producer.x.device).fill_(predicted)
+        for a, e in zip(layer(producer, True), expected, strict=True):
+            same(a, e)
 
 
 @pytest.mark.parametrize("name", PRODUCERS)

@@ -1,14 +1,13 @@
-"""FP8 in groups: kernels against references, errors, extremes."""
+"""Eight bits in groups: kernels against references, errors, extremes."""
 
 import pytest
 import torch
 
 from coat_kernels import groups
-from coat_kernels.fp8 import E4M3, E5M2
-from tests.kernels.inputs import E4M3_RMS, E5M2_RMS, SHAPES, hard, wide
+from tests.kernels.inputs import ROUNDING, SHAPES, hard, wide
 from tests.util import rel_rms
 
-FORMATS = pytest.mark.parametrize("fmt", [E4M3, E5M2], ids=lambda f: f.name)
+FORMATS = pytest.mark.parametrize("fmt", groups.GROUP_FORMATS)
 
 
 @FORMATS
@@ -29,15 +28,26 @@ def test_group_kernel_equals_the_reference_bit_for_bit(shape, group_size, fmt, d
 
 @FORMATS
 def test_group_error_and_extremes(fmt):
+    def decoded(x):
+        return groups.dequantize_groups_reference(groups.quantize_groups_reference(x, 16, fmt), 16)
+
     x = wide(64, 256)
-    decoded = groups.dequantize_groups_reference(groups.quantize_groups_reference(x, 16, fmt), 16)
-    bound = E4M3_RMS if fmt is E4M3 else E5M2_RMS
+    bound = ROUNDING[fmt]
     # a few largest values dominate a log-normal sample: the mean over the binade is not reached
-    assert 0.5 * bound < rel_rms(decoded, x) < 1.3 * bound
+    assert 0.5 * bound < rel_rms(decoded(x), x) < 1.3 * bound
     x = torch.tensor([[3e38, 1.0, -3e38] + [0.0] * 13, [torch.inf, torch.nan, 2.0] + [0.0] * 13])
-    decoded = groups.dequantize_groups_reference(groups.quantize_groups_reference(x, 16, fmt), 16)
-    assert (
-        rel_rms(decoded[0, :1], x[0, :1]) <= (2**-4 if fmt is E4M3 else 2**-3)
-        and decoded[0, 0] == -decoded[0, 2]
-    )
-    assert decoded[1, :2].isnan().all() and decoded[1, 2] == 2 and (decoded[:, 3:] == 0).all()
+    y = decoded(x)
+    # half a step of the largest: 2^-4 of it, and of a root of 90 to 127 half of 1, which the square doubles
+    assert rel_rms(y[0, :1], x[0, :1]) <= (2**-4 if fmt == "e4m3" else 1 / 90)
+    assert y[0, 0] == -y[0, 2]
+    # NaN spoils neither its neighbours nor their scale
+    assert y[1, :2].isnan().all() and rel_rms(y[1, 2:3], x[1, 2:3]) <= 1 / 90 and (y[:, 3:] == 0).all()
+
+
+def test_roots_keep_a_small_value_beside_an_outlier():
+    """Half a step of a root of 127 at 1000 is 1 / 8 at 1: (sqrt(1) + 1 / 8)^2 is 27 % off at most, where
+    integers in proportion would keep nothing, their half step being 1000 / 254."""
+    x = torch.cat((torch.tensor([1000.0]), torch.linspace(0.5, 2, 15)))[None]
+    y = groups.dequantize_groups_reference(groups.quantize_groups_reference(x, 16, "sqrt8"), 16)
+    half_step = 1000**0.5 / 2 / 90
+    assert ((y.sqrt() - x.sqrt()).abs() <= half_step).all() and rel_rms(y[:, 1:], x[:, 1:]) < 0.2

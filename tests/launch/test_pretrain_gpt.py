@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -92,9 +93,9 @@ def test_save_and_resume(tmp_path):
     done = pretrain(*arguments)
     assert done.returncode == 0, done.stdout + done.stderr
     whole, whole_validation = losses(tmp_path), losses(tmp_path, "val_loss")
-    latest = tmp_path / "coat/checkpoints/latest"
-    assert latest.read_text() == "step6"
-    latest.write_text("step3")
+    folder = tmp_path / "coat/checkpoints"
+    assert (folder / "latest").read_text() == "step6"
+    shutil.rmtree(folder / "step6")
     done = pretrain(*arguments, "--load")
     assert done.returncode == 0, done.stdout + done.stderr
     assert "step 4/6" in done.stdout and "step 3/6" not in done.stdout
@@ -132,6 +133,30 @@ def test_two_ranks_give_the_losses_of_one(tmp_path, variant):
     first, later = (1e-5, 2e-3) if variant == "bf16" else (3e-4, 5e-3)
     assert two[1] == pytest.approx(one[1], rel=first)
     assert list(two.values()) == pytest.approx(list(one.values()), rel=later)
+
+
+def test_two_tensor_parallel_ranks_resume_to_the_bit(tmp_path):
+    arguments = ["--tensor-model-parallel-size", 2, "--sequence-parallel", "--steps", 4, "--save-interval", 2]
+    arguments += ["--micro-batch-size", 2, "--output", tmp_path]
+    hidden = {**ENV, "CUDA_VISIBLE_DEVICES": ""}
+    done = pretrain(*arguments, processes=2, env=hidden)
+    assert done.returncode == 0, done.stdout + done.stderr
+    whole = losses(tmp_path)
+    # both ranks see the same samples: one of data
+    assert "2 x 64 tokens a step" in done.stdout and whole[4] < whole[1]
+    latest = tmp_path / "coat/checkpoints/latest"
+    latest.write_text("step2")
+    parts = sorted(path.name for path in latest.with_name("step2").glob("mp_rank_*"))
+    assert parts == ["mp_rank_00_model_states.pt", "mp_rank_01_model_states.pt"]
+    # whole on both ranks: the bits after the step must be the same, though each saw half of the tokens
+    first, second = (
+        torch.load(latest.with_name("step4") / part, weights_only=False)["module"] for part in parts
+    )
+    norms = [name for name in first if "layernorm" in name]
+    assert len(norms) == 5 and all(torch.equal(first[name], second[name]) for name in norms)
+    done = pretrain(*arguments, "--load", processes=2, env=hidden)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "step 3/4" in done.stdout and losses(tmp_path) == whole
 
 
 def test_interrupt_keeps_the_metrics(tmp_path):
@@ -207,6 +232,9 @@ def test_config_errors(tmp_path, capsys):
     assert "--compare makes both runs: drop --variant" in text("--compare", "--variant", "coat")
     assert "give --load without one" in text("--compare", "--load", "somewhere")
     assert "expected a whole number above 0, found 0" in text("--steps", "0")
+    assert "needs --tensor-model-parallel-size above 1, found 1" in text("--sequence-parallel")
+    odd = ["--sequence-parallel", "--tensor-model-parallel-size", 2, "--seq-length", 63]
+    assert "--seq-length 63 does not divide by --tensor-model-parallel-size 2" in text(*odd)
 
 
 def test_batch_sizes():

@@ -259,6 +259,26 @@ def test_a_weight_that_wants_zeros_gets_zeros(device):
     assert weight.main_grad.count_nonzero() > 0 and weight.grad_added_to_main_grad
 
 
+def test_gradient_accumulation_fusion_needs_no_apex(device):
+    results = []
+    for fused in (False, True):
+        settings = config(gradient_accumulation_fusion=fused, hidden_dropout=0.0, attention_dropout=0.0)
+        torch.manual_seed(0)
+        layer = coat_layer_spec.module(settings, layer_number=1).to(device)
+        x, grad = torch.randn(2, S, B, H, dtype=torch.bfloat16, device=device)
+        weights = {n: p for n, p in layer.named_parameters() if "linear" in n}
+        for weight in weights.values() if fused else ():
+            weight.main_grad = torch.zeros_like(weight, dtype=torch.float32)
+            weight.grad_added_to_main_grad = False
+        for _ in range(2):
+            layer.zero_grad()
+            layer(x.requires_grad_(), attention_mask=None)[0].backward(grad)
+        results.append({n: p.main_grad if fused else p.grad for n, p in weights.items()})
+        assert layer.mlp.linear_fc1.config is settings
+    once, twice = results
+    assert len(twice) == 4 and all(torch.equal(twice[n], 2 * once[n].float()) for n in twice)
+
+
 def config(**overrides) -> TransformerConfig:
     settings = dict(
         num_layers=1,

@@ -1,5 +1,7 @@
 """The COAT layer over tensor-parallel ranks: the same numbers as on one rank, and FP8 on the wire."""
 
+import contextlib
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -19,16 +21,25 @@ GPT = {
 VARIANTS = {"llama": LLAMA, "gpt": GPT}
 
 
-def _without_rounding():
+@contextlib.contextmanager
+def without_rounding():
     """Makes E4M3 and E5M2 codes FP32 numbers: what is left is the arithmetic of the layers."""
     from coat_kernels import fp8, groups
 
-    for fmt in (fp8.E4M3, fp8.E5M2):
+    formats = [(fmt, fmt.dtype) for fmt in (fp8.E4M3, fp8.E5M2)]
+    rounded = groups.round_to_fp8
+    for fmt, _ in formats:
         object.__setattr__(fmt, "dtype", torch.float32)
     groups.round_to_fp8 = lambda x, fmt: x
+    try:
+        yield
+    finally:
+        groups.round_to_fp8 = rounded
+        for fmt, dtype in formats:
+            object.__setattr__(fmt, "dtype", dtype)
 
 
-def _whole(parameter, value):
+def whole(parameter, value):
     """The gradient of the whole parameter from those of its shards, on every rank."""
     from megatron.core import parallel_state
 
@@ -44,22 +55,46 @@ def _whole(parameter, value):
     )
 
 
-def _bytes_sent(record):
-    """Notes (bytes of an element, elements) of each gather and scatter of activations."""
-    gather, scatter = dist.all_gather_into_tensor, dist.reduce_scatter_tensor
+class _Awaited:
+    """A message under way that notes when it is waited for."""
 
-    def counting_gather(output, tensor, **kwargs):
-        record.append(("gather", tensor.element_size(), tensor.numel()))
-        return gather(output, tensor, **kwargs)
+    def __init__(self, work, order, name):
+        self.work, self.order, self.name = work, order, name
 
-    def counting_scatter(output, tensor, **kwargs):
-        record.append(("scatter", tensor.element_size(), output.numel()))
-        return scatter(output, tensor, **kwargs)
-
-    dist.all_gather_into_tensor, dist.reduce_scatter_tensor = counting_gather, counting_scatter
+    def wait(self):
+        self.order.append(("wait", self.name))
+        return self.work.wait()
 
 
-def _run(cases, exact):
+def _watch(record, order):
+    """Notes (kind, bytes of an element, elements of a rank) of each gather and scatter, and in which order
+    messages start, are waited for, and FP8 products are computed.
+    """
+    from coat_kernels import linear
+
+    def watched(call, kind, own):
+        def collective(*args, async_op=False, **kwargs):
+            if own is not None:
+                record.append((kind, args[own].element_size(), args[own].numel()))
+            order.append(("start" if async_op else "blocking", kind))
+            work = call(*args, async_op=async_op, **kwargs)
+            return _Awaited(work, order, kind) if async_op else work
+
+        return collective
+
+    dist.all_gather_into_tensor = watched(dist.all_gather_into_tensor, "gather", 1)
+    dist.reduce_scatter_tensor = watched(dist.reduce_scatter_tensor, "scatter", 0)
+    dist.all_reduce = watched(dist.all_reduce, "reduce", None)
+    product = linear.scaled_matmul
+
+    def scaled_matmul(*args):
+        order.append(("product", None))
+        return product(*args)
+
+    linear.scaled_matmul = scaled_matmul
+
+
+def run_cases(cases, exact):
     """Loss, gradients and messages of each (tp, sequence_parallel, variant)."""
     from megatron.core import parallel_state
 
@@ -68,42 +103,40 @@ def _run(cases, exact):
     from megatron_ext.model import ModelShape, build_gpt, initialize_model_parallel
 
     cpu.enable()
-    dist.init_process_group("gloo")
-    if exact:
-        _without_rounding()
-    record = []
-    _bytes_sent(record)
-    tokens = torch.randint(0, VOCAB, (B, S), generator=torch.Generator().manual_seed(5))
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+    record, order = [], []
+    _watch(record, order)
+    tokens = torch.randint(0, VOCAB, (B, S), generator=torch.Generator().manual_seed(5)).to(device)
+    positions = torch.arange(S, device=device).expand(B, S)
     results = {}
     for tp, sequence_parallel, variant in cases:
-        initialize_model_parallel(tp)
-        model = build_gpt(
-            ModelShape(LAYERS, H, FFN, HEADS, GROUPS),
-            coat_layer_spec,
-            seq_length=S,
-            vocab_size=VOCAB,
-            bf16=False,
-            sequence_parallel=sequence_parallel,
-            **VARIANTS[variant],
-        )
-        generator = torch.Generator().manual_seed(1)
-        for parameter in model.parameters():
-            if parameter.ndim == 1 and not getattr(parameter, "tensor_model_parallel", False):
-                parameter.data.add_(0.3 * torch.randn(parameter.shape, generator=generator))
-        summed = mpu.sum_shared_gradients(model)
-        record.clear()
-        loss = model(tokens, torch.arange(S).expand(B, S), None, labels=tokens).mean()
-        forward = list(record)
-        record.clear()
-        loss.backward()
-        grads = {name: _whole(p, p.grad) for name, p in model.named_parameters()}
-        results[tp, sequence_parallel, variant] = {
-            "loss": loss.detach(),
-            "grads": grads,
-            "forward": forward,
-            "backward": list(record),
-            "summed": summed,
-        }
+        with without_rounding() if exact else contextlib.nullcontext():
+            initialize_model_parallel(tp)
+            model = build_gpt(
+                ModelShape(LAYERS, H, FFN, HEADS, GROUPS),
+                coat_layer_spec,
+                seq_length=S,
+                vocab_size=VOCAB,
+                bf16=False,
+                sequence_parallel=sequence_parallel,
+                **VARIANTS[variant],
+            )
+            generator = torch.Generator().manual_seed(1)
+            for parameter in model.parameters():
+                if parameter.ndim == 1 and not getattr(parameter, "tensor_model_parallel", False):
+                    noise = torch.randn(parameter.shape, generator=generator)
+                    parameter.data.add_(0.3 * noise.to(device))
+            summed = mpu.sum_shared_gradients(model)
+            record.clear()
+            loss = model(tokens, positions, None, labels=tokens).mean()
+            forward = list(record)
+            record.clear()
+            order.clear()
+            loss.backward()
+            run = {"forward": forward, "backward": list(record), "order": list(order), "summed": summed}
+            grads = {name: whole(p, p.grad).cpu() for name, p in model.named_parameters()}
+        results[tp, sequence_parallel, variant] = run | {"loss": loss.detach().cpu(), "grads": grads}
         parallel_state.destroy_model_parallel()
     dist.destroy_process_group()
     return results
@@ -117,9 +150,9 @@ FOUR = [(4, True, "llama")]
 @pytest.fixture(scope="module", params=[True, False], ids=["exact", "fp8"])
 def runs(request):
     exact = request.param
-    one = run_distributed(_run, 1, ONE, exact)[0]
-    two = run_distributed(_run, 2, TWO, exact)
-    four = run_distributed(_run, 4, FOUR, exact)
+    one = run_distributed(run_cases, 1, ONE, exact)[0]
+    two = run_distributed(run_cases, 2, TWO, exact)
+    four = run_distributed(run_cases, 4, FOUR, exact)
     return exact, one, two, four
 
 
@@ -162,6 +195,25 @@ def test_sequence_parallelism_moves_one_byte_an_element(runs):
     assert [m[1] for m in of["backward"]].count(1) == 4 * LAYERS
     # nothing of the layers travels as anything else
     assert {m[1] for m in of["forward"] + of["backward"]} == {1}
+
+
+def _hidden(order, kind):
+    """How many messages of a kind travel while a product is computed that waits for none started later."""
+    count = 0
+    for index, event in enumerate(order):
+        if event == ("start", kind):
+            meanwhile = [what for what, _ in order[index + 1 : order.index(("wait", kind), index)]]
+            count += "product" in meanwhile and "blocking" not in meanwhile[: meanwhile.index("product")]
+    return count
+
+
+def test_messages_travel_while_products_are_computed(runs):
+    """In the backward of each of the two layers split by output: the gather of what was kept behind the
+    gradient of the input, the sum of the latter behind that of the weight. As in Megatron's own layers."""
+    _, _, two, _ = runs
+    parallel, sequence = (two[0][2, split, "llama"]["order"] for split in (False, True))
+    assert _hidden(parallel, "reduce") == 2 * LAYERS
+    assert _hidden(sequence, "gather") == _hidden(sequence, "scatter") == 2 * LAYERS
 
 
 def test_which_gradients_are_summed(runs):

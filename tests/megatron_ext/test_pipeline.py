@@ -10,7 +10,7 @@ S, B, VOCAB, LAYERS, MICRO_BATCHES = 16, 2, 64, 8, 4
 H, FFN, HEADS = 32, 48, 4
 
 
-def _train(pipeline, virtual, weights):
+def train(pipeline, virtual, weights):
     """One step of Megatron's schedule; losses by micro-batch and gradients by the whole model's names."""
     from megatron.core import parallel_state
     from megatron.core.pipeline_parallel import get_forward_backward_func
@@ -20,7 +20,8 @@ def _train(pipeline, virtual, weights):
     from megatron_ext.model import ModelShape, build_gpt, initialize_model_parallel
 
     cpu.enable()
-    dist.init_process_group("gloo")
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
     sizes = {"virtual_pipeline_model_parallel_size": virtual} if virtual else {}
     initialize_model_parallel(pipeline_model_parallel_size=pipeline, **sizes)
     stages = [
@@ -50,16 +51,18 @@ def _train(pipeline, virtual, weights):
             for name, parameter in whole_names(stage):
                 parameter.data.copy_(weights[name])
 
-    tokens = torch.randint(0, VOCAB, (MICRO_BATCHES, B, S), generator=torch.Generator().manual_seed(5))
+    generator = torch.Generator().manual_seed(5)
+    tokens = torch.randint(0, VOCAB, (MICRO_BATCHES, B, S), generator=generator).to(device)
+    positions = torch.arange(S, device=device).expand(B, S)
     losses = []
 
     def forward_step(batches, model):
         batch = next(batches)
-        output = model(batch, torch.arange(S).expand(B, S), None, labels=batch)
+        output = model(batch, positions, None, labels=batch)
 
         def loss(output):
             value = output.mean()
-            losses.append(value.detach())
+            losses.append(value.item())
             return value, {}
 
         return output, loss
@@ -77,8 +80,8 @@ def _train(pipeline, virtual, weights):
     parameters = {name: p for stage in stages for name, p in whole_names(stage)}
     result = {
         "losses": losses,
-        "weights": {name: p.detach().clone() for name, p in parameters.items()},
-        "grads": {name: p.grad for name, p in parameters.items()},
+        "weights": {name: p.detach().cpu() for name, p in parameters.items()},
+        "grads": {name: p.grad.cpu() for name, p in parameters.items()},
     }
     parallel_state.destroy_model_parallel()
     dist.destroy_process_group()
@@ -87,14 +90,14 @@ def _train(pipeline, virtual, weights):
 
 @pytest.fixture(scope="module")
 def one():
-    return run_distributed(_train, 1, 1, None, None)[0]
+    return run_distributed(train, 1, 1, None, None)[0]
 
 
 # of two interleaved ranks each is before and behind the other: gloo, which matches messages by order,
 # then takes one for the other, with Megatron's own layers as well
 @pytest.mark.parametrize(("pipeline", "virtual"), [(2, None), (4, 2)], ids=["1F1B", "interleaved"])
 def test_equals_one_rank(one, pipeline, virtual):
-    ranks = run_distributed(_train, pipeline, pipeline, virtual, one["weights"])
+    ranks = run_distributed(train, pipeline, pipeline, virtual, one["weights"])
     grads = {name: grad for rank in ranks for name, grad in rank["grads"].items()}
     assert grads.keys() == one["grads"].keys()
     # the same products of the same numbers, summed over the micro-batches in the same order

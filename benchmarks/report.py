@@ -1,0 +1,250 @@
+"""RESULTS.md from the files in benchmarks/results alone: the same bytes for the same files."""
+
+import inspect
+import re
+from collections import defaultdict
+from pathlib import Path
+from typing import NamedTuple
+
+from benchmarks import converge, train
+from benchmarks.harness import BENCHMARKS, RESULTS, benchmark
+from benchmarks.train import read_rows
+
+PAGE = RESULTS.parent / "RESULTS.md"
+SHARED = ("date", "device", "cuda", "torch", "triton", "deepspeed", "megatron_core")
+CONDITIONS = (*SHARED, "commit", "command")
+
+
+class Section(NamedTuple):
+    """The files NAME.csv and NAME_*.csv, but those of a longer name that stands here as well."""
+
+    name: str
+    title: str
+    text: str | None = None
+    """In place of what the benchmark of that name says about itself."""
+    columns: tuple[str, ...] | None = None
+    """Those shown, where there are many; the rest is in the file."""
+    where: dict[str, object] = {}
+    """Rows shown, by the value of columns."""
+
+
+_CASE = ("model", "way", "gpus", "system", "layers", "micro_batch")
+SECTIONS = [
+    Section(
+        "converge",
+        "Convergence",
+        columns=(
+            *("run", "seed", "tokens", "steps", "val_loss_start", "val_loss"),
+            *("to_bf16_mean", "to_bf16_same_seed", "train_s", "tokens_per_s", "peak_mb"),
+            *("state_bytes_per_param", "saved_bytes_per_token_layer", "note"),
+        ),
+    ),
+    Section(
+        "train",
+        "Whole models",
+        columns=(
+            *_CASE,
+            *("limited", "tokens_per_s_gpu", "mfu", "ms", "peak_mb", "all_predicted_mb"),
+            *("weights_mb", "masters_mb", "states_mb", "saved_mb", "forward_peak_mb", "backward_peak_mb"),
+            *("step_peak_mb", "loss", "extrapolated_from", "note"),
+        ),
+    ),
+    Section(
+        "train_plan",
+        "Memory on paper",
+        "Predicted by the table at the top of benchmarks/train.py; none of it was measured. `bf16_to_this`: "
+        "how many times less than BF16.",
+        columns=(
+            *_CASE,
+            *("weights_predicted_mb", "gradients_predicted_mb", "masters_predicted_mb"),
+            *("states_predicted_mb", "saved_predicted_mb", "logits_predicted_mb", "all_predicted_mb"),
+            "bf16_to_this",
+        ),
+    ),
+    Section(
+        "pretrain",
+        "Short runs of the entry point",
+        "`launch/pretrain_gpt.py --compare`, 200 steps; before the layers were rebuilt.",
+    ),
+    Section("layer", "A decoder layer"),
+    Section("parallel", "Tensor and sequence parallel layers"),
+    Section("zero", "ZeRO", where={"rank": 0}),
+    Section("checkpointing", "Checkpointed layers"),
+    Section("adamw", "The optimizer's step"),
+    Section("adamw_cpu", "The optimizer's step on a CPU"),
+    Section("state_error", "Errors of stored moments", where={"kind": "all"}),
+    Section("numerics", "Errors of a layer"),
+]
+NOT_MEASURED = (
+    "Nothing above 8 GPUs, nor on more than one node.",
+    "Nothing above 125M parameters to convergence, and nothing on a data set that others use.",
+    "No GPU but the H200; 80 GB are a limit that torch's allocator was given, not another GPU.",
+    "No downstream task: losses are of held-out text of the same kind.",
+)
+
+
+def section_of(path: Path) -> Section | None:
+    """The section of a file: the longest name that begins its name."""
+    fitting = [s for s in SECTIONS if path.stem == s.name or path.stem.startswith(f"{s.name}_")]
+    return max(fitting, key=lambda section: len(section.name), default=None)
+
+
+def cell(value: object) -> str:
+    if isinstance(value, bool):
+        return "yes" if value else ""
+    if isinstance(value, float):
+        return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
+    if isinstance(value, int) and abs(value) >= 100_000:
+        return f"{value:,}"
+    return str(value).replace("|", "\\|")
+
+
+def markdown(rows: list[dict], columns: list[str] | None = None) -> list[str]:
+    """A table of the columns that any row fills."""
+    columns = [
+        c for c in columns or dict.fromkeys(k for row in rows for k in row) if any(c in r for r in rows)
+    ]
+    lines = [[cell(row.get(c, "")) for c in columns] for row in rows]
+    lines = [columns, ["---"] * len(columns), *lines]
+    return ["| " + " | ".join(line) + " |" for line in lines] + [""]
+
+
+def conditions(rows: list[dict]) -> list[str]:
+    """What all rows of a table were measured under, every commit and command."""
+    seen = {name: list(dict.fromkeys(str(row[name]) for row in rows if name in row)) for name in CONDITIONS}
+    shared = "; ".join(f"{name} {', '.join(seen[name])}" for name in SHARED if seen[name])
+    commands = ", ".join(f"`{command.strip()}`" for command in seen["command"])
+    return [f"Conditions: {shared}; commit {', '.join(seen['commit'])}; {commands}.", ""]
+
+
+def converged(rows: list[dict]) -> list[str]:
+    """Losses over seeds, and the sentence that they come down to."""
+    found = converge.summary(rows)
+    lines = ["Validation loss over the seeds of each kind of run:", "", *markdown(found)]
+    by_run = {row["run"]: row for row in found}
+    if {"bf16", "coat"} <= by_run.keys():
+        bf16, coat = by_run["bf16"], by_run["coat"]
+        inside = bf16["lowest"] <= coat["val_loss"] <= bf16["highest"]
+        lines += [
+            f"COAT's mean is {100 * coat['to_bf16']:+.2f} % from BF16's, and lies "
+            f"{'inside' if inside else 'outside'} the spread of BF16's seeds, which is "
+            f"{100 * (bf16['highest'] / bf16['lowest'] - 1):.2f} % wide (goal: inside, or at most 0.3 % "
+            "above).",
+            "",
+        ]
+    return lines
+
+
+def compared(rows: list[dict]) -> list[str]:
+    """Every system beside BF16: at equal batch, and each at its own largest micro-batch."""
+    groups: dict[tuple, dict[tuple, dict]] = defaultdict(dict)
+    for row in rows:
+        if "ms" in row:
+            groups[tuple(row[k] for k in ("model", "way", "gpus", "layers"))][
+                row["system"], row["limited"]
+            ] = row
+    ratios = []
+    for group, by_system in groups.items():
+        largest: dict[str, dict] = {}
+        for (system, limited), row in by_system.items():
+            if limited and row["micro_batch"] > largest.get(system, {}).get("micro_batch", 0):
+                largest[system] = row
+        for (system, limited), row in by_system.items():
+            base = by_system.get(("BF16", False))
+            if limited or base is None or system == "BF16":
+                continue
+            ratio = dict(zip(("model", "way", "gpus", "layers"), group, strict=True)) | {"system": system}
+            ratio["speed, equal batch"] = row["tokens_per_s_gpu"] / base["tokens_per_s_gpu"]
+            if row.get("peak_mb") and base.get("peak_mb"):
+                ratio["memory, equal batch"] = base["peak_mb"] / row["peak_mb"]
+            if system in largest and "BF16" in largest:
+                ratio["largest micro-batch"] = largest[system]["micro_batch"]
+                ratio["BF16's"] = largest["BF16"]["micro_batch"]
+                ratio["speed, each at its largest"] = (
+                    largest[system]["tokens_per_s_gpu"] / largest["BF16"]["tokens_per_s_gpu"]
+                )
+            ratios.append(ratio)
+    if not ratios:
+        return []
+    lines = ["Times BF16's speed, and times less memory than BF16 (goals: 1.45 and 1.8 at equal batch):", ""]
+    return lines + markdown(ratios)
+
+
+def body(section: Section, paths: list[Path], plots: list[Path]) -> list[str]:
+    """A section: what was measured, each table with its conditions and its plot, and plots of several."""
+    known = BENCHMARKS.get(section.name)
+    lines = [f"## {section.title}", ""]
+    text = section.text or (inspect.cleandoc(known.run.__doc__) if known else "")
+    # lists begin behind an empty line
+    lines += [re.sub(r"\n- ", "\n\n- ", text, count=1), ""] if text else []
+    for path in paths:
+        rows = read_rows(path)
+        if not rows:
+            continue
+        lines += [f"### [{path.name}](results/{path.name})", ""]
+        if section.name == "converge":
+            lines += converged(rows)
+        if section.name == "train":
+            lines += compared(rows)
+        shown = [row for row in rows if all(row.get(k) == v for k, v in section.where.items())]
+        if section.where:
+            lines += [f"Rows with {', '.join(f'{k} {v}' for k, v in section.where.items())}.", ""]
+        names = section.columns or [k for k in dict.fromkeys(k for row in rows for k in row)]
+        lines += markdown(shown, [name for name in names if name not in CONDITIONS])
+        lines += conditions(rows)
+        lines += [line for plot in plots if plot.stem == path.stem for line in _embed(plot)]
+    stems = [path.stem for path in paths]
+    return lines + [line for plot in plots if plot.stem not in stems for line in _embed(plot)]
+
+
+def _embed(plot: Path) -> list[str]:
+    return [f"![{plot.stem}](results/{plot.name})", ""]
+
+
+def build(results: Path) -> str:
+    """The page, of the CSV files in `results`."""
+    files: dict[str, list[Path]] = defaultdict(list)
+    plots: dict[str, list[Path]] = defaultdict(list)
+    for found, suffix in ((files, "csv"), (plots, "png")):
+        for path in sorted(results.glob(f"*.{suffix}")):
+            section = section_of(path)
+            found[section.name if section else path.stem].append(path)
+    known = {section.name: section for section in SECTIONS}
+    lines = [
+        "# Results",
+        "",
+        "Made by `python -m benchmarks report` from the files in [results](results); nothing is written by "
+        "hand. Sizes in `mb` are 10^6 bytes.",
+        "",
+    ]
+    for name in (*known, *sorted(files.keys() - known.keys())):
+        if files[name]:
+            lines += body(known.get(name) or Section(name, name), files[name], plots[name])
+    lines += ["## Not measured", ""]
+    lines += [f"- {text}" for text in NOT_MEASURED]
+    lines += [f"- {known[name].title}: no results yet." for name in known if not files[name]]
+    for path in sorted(path for paths in files.values() for path in paths):
+        for row in read_rows(path):
+            if "note" in row:
+                which = ", ".join(f"{k} {cell(v)}" for k, v in row.items() if k not in (*CONDITIONS, "note"))
+                lines += [f"- {path.stem}: {which}: {row['note']}."]
+    return "\n".join(lines) + "\n"
+
+
+@benchmark(needs_gpu=False, writes_table=False)
+def report(arguments, _) -> None:
+    """RESULTS.md from the files in benchmarks/results: tables, plots, conditions, and what is missing.
+
+    The same files give the same page. The plot of all whole models, results/train_all.png, is drawn anew.
+    """
+    rows = [
+        row
+        for path in sorted(RESULTS.glob("train*.csv"))
+        if section_of(path).name == "train"
+        for row in read_rows(path)
+    ]
+    if rows:
+        train.plot(rows, RESULTS / "train_all.png")
+    page = arguments.output or PAGE
+    page.write_text(build(RESULTS))
+    print(f"wrote {page}")

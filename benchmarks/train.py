@@ -1,0 +1,730 @@
+"""Models of 7 to 13 billion parameters trained end to end: tokens per second, and where the memory goes.
+
+Predicted bytes on one GPU, of N parameters whose matrices tensor parallelism of T splits, over D = GPUs / T
+data-parallel ranks; t tokens in a micro-batch, h hidden, f feed-forward, a columns of q, k, v and attention's
+output together, n heads, V vocabulary:
+
+| | BF16 | COAT |
+|---|---|---|
+| weights | 2 N; 2 N / D at stage 3 | same |
+| gradients | 2 N; 2 N / D at stages 2 and 3 | same |
+| masters | 4 N / D | same |
+| states | 8 N / D | (2 + 10 / 128) N / D |
+| saved, a layer | t (2 (2 h + 2 h + a + 3 f) + 4 n) / T | t (17/16 (2 h + 2 f) + 2 a + 4 n) / T |
+| logits | 4 t V / T, and 4 h t / T before them | same |
+
+With the feed-forward recomputed 3 f falls out, with attention kept in FP8 2 a becomes 17/16 a. Sequence
+parallelism is what divides h by T.
+"""
+
+import argparse
+import csv
+import dataclasses
+import gc
+import importlib.util
+import json
+import math
+import os
+import statistics
+import tempfile
+import time
+from datetime import timedelta
+from pathlib import Path
+from typing import NamedTuple
+
+import matplotlib.pyplot as plt
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+from benchmarks.decoder_layers import LayerShape, device, forget
+from benchmarks.harness import RESULTS, Table, benchmark, mark, milliseconds, synchronize
+from benchmarks.layer import flops
+from benchmarks.memory import held_bytes, peak_bytes
+from benchmarks.training import BETAS, loss_of
+from launch.data import Batch
+
+WARMUP = 3
+# different batches, so that scales predicted from the last pass are not always right
+BATCHES = 4
+# dense BF16 products, by what the name of the device holds; FP8 rows are rated by the same figure
+PEAK_FLOPS = {"H200": 989e12, "H100": 989e12}
+# runs at most in a search for the largest micro-batch
+TRIES = 5
+# a rank that waits longer for another ends, and with it the row
+PATIENCE = timedelta(seconds=180)
+BUCKET = 100_000_000
+# bytes that a case may leave behind for the next one of its process
+LEFT_OVER = 500_000_000
+FP8_GROUPED = 1 + 1 / 16
+STATES = {False: 8, True: 2 + 10 / 128}
+
+
+class Model(NamedTuple):
+    """Sizes of a Llama-like model; the layer's batch is the micro-batch at which all systems are compared."""
+
+    layer: LayerShape
+    layers: int
+    vocabulary: int
+    rotary_base: int = 10000
+
+    def matrices(self, layers: int) -> int:
+        """Parameters in matrices, embeddings included."""
+        x = self.layer
+        return (
+            layers * (x.hidden * (x.qkv + x.hidden + x.fc1) + x.ffn * x.hidden)
+            + 2 * self.vocabulary * x.hidden
+        )
+
+    def norms(self, layers: int) -> int:
+        return (2 * layers + 1) * self.layer.hidden
+
+    def flops(self, layers: int, micro_batch: int) -> float:
+        """Of forward and backward; attention's halved by causality, recomputation not counted."""
+        shape = dataclasses.replace(self.layer, batch=micro_batch)
+        return layers * flops(shape) + 6 * shape.tokens * shape.hidden * self.vocabulary
+
+
+MODELS = {
+    "llama2-7b": Model(LayerShape(4096, 11008, 32, 32, batch=4, sequence=2048), 32, 32000),
+    "llama3-8b": Model(LayerShape(4096, 14336, 32, 8, batch=1, sequence=8192), 32, 128256, 500000),
+    "llama2-13b": Model(LayerShape(5120, 13824, 40, 40, batch=2, sequence=2048), 40, 32000),
+    "tiny": Model(LayerShape(64, 128, 4, 2, batch=2, sequence=64), 2, 512),
+}
+
+
+class Way(NamedTuple):
+    """How a model is spread over GPUs; tensor parallelism comes with sequence parallelism."""
+
+    stage: int
+    tensor: int = 1
+
+
+WAYS = {"zero1": Way(1), "zero2": Way(2), "zero3": Way(3), "tp2": Way(1, 2), "tp4": Way(1, 4)}
+
+
+class System(NamedTuple):
+    """Layers and optimizer."""
+
+    coat: dict | None = None
+    """The block; without it Megatron's own layers and torch's fused AdamW."""
+    config: dict = {}
+    """Further fields of Megatron's TransformerConfig."""
+    package: str | None = None
+    """Without which there is none."""
+    fp8_moments: bool = False
+    """TransformerEngine's AdamW as Megatron's precision-aware optimizer sets it up, both moments in FP8."""
+
+
+_TE = {"config": {"fp8": "hybrid", "fp8_recipe": "delayed"}, "package": "transformer_engine"}
+SYSTEMS = {
+    "BF16": System(),
+    "BF16, MLP recomputed": System(
+        config={"recompute_granularity": "selective", "recompute_modules": ["mlp"]}
+    ),
+    "TE FP8": System(**_TE),
+    "TE FP8, FP8 moments": System(**_TE, fp8_moments=True),
+    "COAT": System({}),
+    "COAT, FP8 attention": System({"activations": {"attention_format": "e4m3"}}),
+}
+
+
+class Job(NamedTuple):
+    """One system in one way; several rows."""
+
+    model: str
+    way: str
+    system: str
+    layers: int
+    micro_batch: int
+    """At which all systems are compared."""
+
+    @property
+    def key(self) -> tuple:
+        return (self.model, self.way, self.system, self.layers)
+
+
+class Case(NamedTuple):
+    """One row."""
+
+    job: Job
+    micro_batch: int
+    limited: bool
+    """Whether the allocator may take no more than the limit."""
+
+
+def is_of(row: dict, job: Job) -> bool:
+    return tuple(row.get(name) for name in ("model", "way", "system", "layers")) == job.key
+
+
+def next_case(jobs: list[Job], rows: list[dict], limit: float | None) -> Case | None:
+    """What is to be measured after `rows`; with a `limit`, in bytes, also each job's largest micro-batch."""
+    for job in jobs:
+        mine = [row for row in rows if is_of(row, job)]
+        equal = [row for row in mine if not row["limited"] and row["micro_batch"] == job.micro_batch]
+        if not equal:
+            return Case(job, job.micro_batch, False)
+        if limit is not None and (size := _next_size(equal[0], mine, limit)):
+            return Case(job, size, True)
+    return None
+
+
+def _next_size(equal: dict, rows: list[dict], limit: float) -> int | None:
+    """The micro-batch to try next in the search for the largest; None if it was found, or cannot be.
+
+    The peak is a line over the micro-batch: through what is held between steps at first, then through the
+    two largest that were measured.
+    """
+    if "out of memory" not in equal.get("note", "out of memory"):
+        return None
+    tried = [row for row in rows if row["limited"]]
+    fits = {row["micro_batch"]: 1e6 * row["peak_mb"] for row in tried if "peak_mb" in row}
+    fails = [row["micro_batch"] for row in tried if "peak_mb" not in row]
+    largest, refused = max(fits, default=0), min(fails, default=math.inf)
+    if len(tried) >= TRIES or largest + 1 >= refused:
+        return None
+    if "peak_mb" not in equal:
+        # nothing is known but that it is too large, whatever the limit
+        guess = min(refused, equal["micro_batch"]) // 2
+        return max(guess, largest + 1) if guess else None
+    points = {0: 1e6 * equal["between_steps_mb"], equal["micro_batch"]: 1e6 * equal["peak_mb"], **fits}
+    (m0, y0), (m1, y1) = sorted(points.items())[-2:]
+    slope = max((y1 - y0) / (m1 - m0), 1.0)
+    if largest and fits[largest] + slope > limit:
+        return None
+    guess = m1 + int((limit - y1) // slope)
+    return int(min(max(guess, largest + 1), refused - 1))
+
+
+class Predicted(NamedTuple):
+    """Bytes on one GPU."""
+
+    weights: float
+    gradients: float
+    masters: float
+    states: float
+    saved: float
+    logits: float
+
+
+def predict(model: Model, layers: int, way: Way, gpus: int, system: System, micro_batch: int) -> Predicted:
+    """By the table at the top; TransformerEngine's layers keep more than is known here: NaN."""
+    x, tensor, data = model.layer, way.tensor, gpus // way.tensor
+    compressed, kept = model.matrices(layers) / tensor, model.norms(layers)
+    total, tokens = compressed + kept, micro_batch * x.sequence
+    attention = x.qkv + x.hidden
+    if system.package:
+        per_token = math.nan
+    elif system.coat is None:
+        product = 0 if "recompute_modules" in system.config else 3 * x.ffn
+        per_token = 2 * (4 * x.hidden + attention + product)
+    else:
+        bytes_kept = FP8_GROUPED if "activations" in system.coat else 2
+        per_token = FP8_GROUPED * (2 * x.hidden + 2 * x.ffn) + bytes_kept * attention
+    coat = system.coat is not None
+    return Predicted(
+        weights=2 * total / (data if way.stage == 3 else 1),
+        gradients=2 * total / (data if way.stage >= 2 else 1),
+        masters=4 * total / data,
+        states=(STATES[coat or system.fp8_moments] * compressed + 8 * kept) / data,
+        saved=layers * tokens * (per_token + 4 * x.heads) / tensor,
+        logits=tokens * (4 * model.vocabulary + 4 * x.hidden) / tensor,
+    )
+
+
+def host_config(job: Job, micro_batch: int) -> dict:
+    """The DeepSpeed JSON."""
+    system = SYSTEMS[job.system]
+    params = {"lr": 1e-4, "betas": list(BETAS), "weight_decay": 0.1}
+    config = {
+        "train_micro_batch_size_per_gpu": micro_batch,
+        "gradient_clipping": 1.0,
+        "steps_per_print": 10**9,
+        "bf16": {"enabled": True},
+        "zero_optimization": {
+            "stage": WAYS[job.way].stage,
+            "reduce_bucket_size": BUCKET,
+            "allgather_bucket_size": BUCKET,
+        },
+        "optimizer": {"type": "AdamW", "params": params},
+    }
+    if system.fp8_moments:
+        del config["optimizer"]
+        config["zero_allow_untested_optimizer"] = True
+    elif system.coat is None:
+        params.update(torch_adam=True, fused=True)
+    if system.coat is not None:
+        config["coat"] = {"enabled": True, "report": False, **system.coat}
+    return config
+
+
+def build_model(job: Job) -> torch.nn.Module:
+    """Megatron's GPTModel on this rank's device, with random weights that are drawn there."""
+    from coat_ds import CoatConfig
+    from megatron_ext import layer_specs
+    from megatron_ext.model import ModelShape, build_gpt
+
+    system, model = SYSTEMS[job.system], MODELS[job.model]
+    if system.package:
+        from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
+
+        spec = get_gpt_layer_with_transformer_engine_spec()
+    else:
+        spec = layer_specs.sdpa_layer_spec if system.coat is None else layer_specs.coat_layer_spec
+    x = model.layer
+    gpt = build_gpt(
+        ModelShape(job.layers, x.hidden, x.ffn, x.heads, x.groups, model.rotary_base),
+        spec,
+        seq_length=x.sequence,
+        vocab_size=model.vocabulary,
+        activations=CoatConfig.from_dict({"enabled": True, **(system.coat or {})}).activations,
+        # billions of weights take a CPU minutes
+        use_cpu_initialization=False,
+        perform_initialization=False,
+        sequence_parallel=WAYS[job.way].tensor > 1,
+        **system.config,
+    )
+    generator = torch.Generator(device()).manual_seed(0)
+    with torch.no_grad():
+        for p in gpt.parameters():
+            if p.dim() > 1:
+                p.normal_(0, 0.02, generator=generator)
+    return gpt
+
+
+def build_engine(job: Job, micro_batch: int, model: torch.nn.Module):
+    import coat_ds
+    from launch.pretrain_gpt import parameter_groups
+    from megatron_ext import mpu
+
+    groups, optimizer = parameter_groups(model), None
+    if SYSTEMS[job.system].fp8_moments:
+        from transformer_engine.pytorch.optimizers import FusedAdam
+
+        optimizer = FusedAdam(
+            groups,
+            lr=1e-4,
+            betas=BETAS,
+            weight_decay=0.1,
+            exp_avg_dtype=torch.uint8,
+            exp_avg_sq_dtype=torch.uint8,
+        )
+    mpu.sum_shared_gradients(model)
+    engine, *_ = coat_ds.initialize(
+        model=model,
+        optimizer=optimizer,
+        model_parameters=None if optimizer else groups,
+        mpu=mpu,
+        config=host_config(job, micro_batch),
+    )
+    return engine
+
+
+def random_batches(case: Case) -> list[Batch]:
+    """Random tokens, the same on ranks that share a model; `BATCHES` of them."""
+    from megatron_ext import mpu
+
+    model = MODELS[case.job.model]
+    generator = torch.Generator().manual_seed(mpu.get_data_parallel_rank())
+    sizes = (case.micro_batch, model.layer.sequence + 1)
+    made = []
+    for _ in range(BATCHES):
+        tokens = torch.randint(model.vocabulary, sizes, generator=generator).to(device())
+        inputs, labels = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+        positions = torch.arange(model.layer.sequence, device=device()).expand_as(inputs)
+        made.append(Batch(inputs, labels, torch.ones_like(inputs), positions))
+    return made
+
+
+def masters_of(engine) -> list[torch.Tensor]:
+    """ZeRO's FP32 copies of the weights on this rank."""
+    optimizer = engine.optimizer
+    if engine.zero_optimization_stage() == 3:
+        return optimizer.fp32_partitioned_groups_flat
+    return optimizer.single_partition_of_fp32_groups
+
+
+def memory_by_phase(engine, batch: Batch) -> dict[str, float]:
+    """Bytes held after each phase of a step over those before it, and the peak of each, absolute."""
+    on_gpu = torch.cuda.is_available()
+
+    def phase(name: str, call) -> object:
+        if on_gpu:
+            torch.cuda.reset_peak_memory_stats()
+        result = call()
+        synchronize()
+        found[f"{name}_peak"] = peak_bytes()
+        found[f"after_{name}"] = held_bytes() - found["between_steps"]
+        return result
+
+    found = {"between_steps": held_bytes()}
+    loss = phase("forward", lambda: loss_of(engine, batch))
+    phase("backward", lambda: engine.backward(loss))
+    phase("step", engine.step)
+    return found
+
+
+def run_case(case: Case, steps: int) -> dict[str, float]:
+    """Trains, and measures on this rank: ms, loss, and bytes by name."""
+    import coat_ds
+    from megatron_ext.ledger import saved_bytes
+
+    torch.manual_seed(0)
+    batches = random_batches(case)
+    model = build_model(case.job)
+    saved = math.nan
+    # TransformerEngine's layers save tensors that cannot be counted so
+    if SYSTEMS[case.job.system].package is None:
+        # of one sequence: the model is whole here, and the limit may be for a part of it
+        first = Batch(*(t[:1] for t in batches[0]))
+        saved = case.micro_batch * saved_bytes(model, lambda: loss_of(model, first)).total
+    engine = build_engine(case.job, case.micro_batch, model)
+    marks, losses = [], []
+    for i in range(WARMUP + steps):
+        if i == WARMUP and torch.cuda.is_available():
+            torch.cuda.reset_peak_memory_stats()
+        start = mark()
+        loss = loss_of(engine, batches[i % BATCHES])
+        engine.backward(loss)
+        engine.step()
+        marks.append((start, mark()))
+        losses.append(loss.detach())
+        del loss
+    synchronize()
+    peaks = {}
+    if torch.cuda.is_available():
+        peaks = {"peak": torch.cuda.max_memory_allocated(), "reserved": torch.cuda.max_memory_reserved()}
+    phases = memory_by_phase(engine, batches[0])
+    # stage 3 has emptied the tensors, and keeps its part of them beside
+    weights = [getattr(p, "ds_tensor", p) for p in engine.module.parameters()]
+    parts = {
+        "weights": sum(p.nbytes for p in weights),
+        "masters": sum(p.nbytes for p in masters_of(engine)),
+        "states": coat_ds.state_bytes(engine)["bytes"],
+        "saved": saved,
+    }
+    bytes_of = {"peak": 0, "reserved": 0} | peaks | parts | phases
+    times = [milliseconds(*pair) for pair in marks[WARMUP:]]
+    figures = torch.tensor([statistics.median(times), *bytes_of.values()], dtype=torch.float64)
+    figures = figures.to(device())
+    # the slowest and the fullest rank speak for all
+    dist.all_reduce(figures, dist.ReduceOp.MAX)
+    ms, *values = figures.tolist()
+    result = {"ms": ms, "loss_first": losses[0].item(), "loss": losses[-1].item()}
+    engine.destroy()
+    return result | {f"{name}_mb": value / 1e6 for name, value in zip(bytes_of, values, strict=True)}
+
+
+def rank_main(rank: int, gpus: int, jobs: list[Job], rows: list[dict], settings: dict, folder: str) -> None:
+    """Measures case after case of one way on one rank; rank 0 writes a line of JSON for each."""
+    on_gpu = torch.cuda.is_available()
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(gpus), LOCAL_WORLD_SIZE=str(gpus))
+    # the one for Megatron's overlap of communication, the other so that no row fails for holes in its memory
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+    if on_gpu:
+        torch.cuda.set_device(rank)
+    else:
+        os.environ["DS_ACCELERATOR"] = "cpu"
+        torch.set_num_threads(1)
+    import deepspeed
+
+    from megatron_ext import cpu
+    from megatron_ext.model import initialize_model_parallel
+
+    cpu.enable()
+    if not on_gpu:
+        # every rank would compile DeepSpeed's shared-memory collectives; gloo does the same
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    backend = "nccl" if on_gpu else "gloo"
+    store = dist.FileStore(os.path.join(folder, "store"), gpus)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=gpus, timeout=PATIENCE)
+    deepspeed.init_distributed(backend)
+    initialize_model_parallel(WAYS[jobs[0].way].tensor)
+    limit, fresh = settings["limit"], True
+    with open(os.path.join(folder, f"{rank}.jsonl"), "w") as lines:
+        while (case := next_case(jobs, rows, limit)) is not None:
+            forget()
+            gc.collect()
+            # a new process goes on behind a case that leaves too much behind
+            full = not fresh and held_bytes() > LEFT_OVER
+            if _any_rank(full or time.time() > settings["deadline"]):
+                break
+            fresh = False
+            if on_gpu:
+                torch.cuda.empty_cache()
+                total = torch.cuda.get_device_properties(rank).total_memory
+                fraction = min(1.0, limit / total) if case.limited else 1.0
+                torch.cuda.set_per_process_memory_fraction(fraction, rank)
+            rows.append(identity(case) | run_case(case, settings["steps"]))
+            print(json.dumps(rows[-1]), file=lines, flush=True)
+    dist.destroy_process_group()
+
+
+def _any_rank(here: bool) -> bool:
+    """Whether it is so on any rank: all have to do the same."""
+    found = torch.tensor(float(here), device=device())
+    dist.all_reduce(found, dist.ReduceOp.MAX)
+    return bool(found.item())
+
+
+_IDENTITY = ("model", "way", "system", "layers", "micro_batch", "limited")
+
+
+def identity(case: Case) -> dict:
+    """What tells the row of a case from others."""
+    names = dict(zip(("model", "way", "system", "layers"), case.job.key, strict=True))
+    return names | {"micro_batch": case.micro_batch, "limited": case.limited}
+
+
+def run_jobs(jobs: list[Job], rows: list[dict], gpus: int, settings: dict, add) -> None:
+    """Measures what `rows` do not hold yet, and has `add` take each new row at once.
+
+    Processes are started for each way, and again behind each case that fails, which is a row as well.
+    """
+    for way in dict.fromkeys(job.way for job in jobs):
+        own = [job for job in jobs if job.way == way]
+        while (case := next_case(own, rows, settings["limit"])) is not None:
+            if time.time() > settings["deadline"]:
+                print(f"no time left for {identity(case)} and what follows", flush=True)
+                return
+            with tempfile.TemporaryDirectory() as folder:
+                lines, taken = Path(folder, "0.jsonl"), 0
+
+                def take(lines=lines) -> None:
+                    nonlocal taken
+                    written = lines.read_text().split("\n")[:-1] if lines.exists() else []
+                    for line in written[taken:]:
+                        rows.append(json.loads(line))
+                        add(rows[-1])
+                    taken = len(written)
+
+                failure = None
+                try:
+                    context = mp.spawn(
+                        rank_main, (gpus, own, rows.copy(), settings, folder), nprocs=gpus, join=False
+                    )
+                    while not context.join(timeout=1):
+                        take()
+                except Exception as error:
+                    print(error, flush=True)
+                    # the last line of a rank's traceback, or how it ended
+                    failure = str(error).strip().splitlines()[-1][:160]
+                take()
+                if failure is not None and (case := next_case(own, rows, settings["limit"])) is not None:
+                    rows.append(identity(case) | {"note": failure})
+                    add(rows[-1])
+
+
+def published(row: dict, gpus: int) -> dict:
+    """A row as it stands in the table: with speed, and with the predicted bytes beside the measured ones."""
+    model, way = MODELS[row["model"]], WAYS[row["way"]]
+    made = {"model": row["model"], "way": row["way"], "gpus": gpus, **row}
+    if "ms" not in row:
+        return made
+    layers, micro_batch, seconds = row["layers"], row["micro_batch"], 1e-3 * row["ms"]
+    made["tokens_per_s_gpu"] = micro_batch * model.layer.sequence / way.tensor / seconds
+    name = torch.cuda.get_device_name() if torch.cuda.is_available() else ""
+    if peak := next((value for part, value in PEAK_FLOPS.items() if part in name), None):
+        made["mfu"] = model.flops(layers, micro_batch) / way.tensor / seconds / peak
+    expected = predict(model, layers, way, gpus, SYSTEMS[row["system"]], micro_batch)
+    made |= {f"{part}_predicted_mb": value / 1e6 for part, value in expected._asdict().items()}
+    made["all_predicted_mb"] = sum(expected) / 1e6
+    return {name: value for name, value in made.items() if value == value}
+
+
+def extrapolate(model: str, way: str, system: str, rows: list[dict]) -> dict | None:
+    """The row of the whole model, on the line through the two largest numbers of layers at equal batch."""
+    layers = MODELS[model].layers
+    points = {
+        row["layers"]: row
+        for row in rows
+        if is_of(row, Job(model, way, system, row["layers"], 0)) and not row["limited"] and "ms" in row
+    }
+    if len(points) < 2 or layers in points:
+        return None
+    (n0, low), (n1, high) = sorted(points.items())[-2:]
+    linear = {
+        name: value + (layers - n1) * (value - low[name]) / (n1 - n0)
+        for name, value in high.items()
+        if name == "ms" or name.endswith("_mb") and "predicted" not in name
+    }
+    whole = Case(Job(model, way, system, layers, 0), high["micro_batch"], False)
+    return identity(whole) | {"extrapolated_from": f"{n0} and {n1} layers"} | linear
+
+
+def plot(rows: list[dict], path: Path) -> None:
+    """Peak memory against speed, a panel for each model and way; hollow where a system takes its largest."""
+    shown = [row for row in rows if row.get("peak_mb") and row.get("tokens_per_s_gpu")]
+    titles = ("model", "way", "gpus", "layers")
+    panels = list(dict.fromkeys(tuple(row[name] for name in titles) for row in shown))
+    if not panels:
+        return
+    columns = min(3, len(panels))
+    figure, grid = plt.subplots(
+        -(-len(panels) // columns),
+        columns,
+        figsize=(4.2 * columns + 2.5, 3.6 * -(-len(panels) // columns)),
+        layout="constrained",
+        squeeze=False,
+    )
+    points = {}
+    for axes in grid.flat[len(panels) :]:
+        axes.set_axis_off()
+    for panel, axes in zip(panels, grid.flat, strict=False):
+        for row in shown:
+            if tuple(row[name] for name in titles) != panel:
+                continue
+            color = f"C{list(SYSTEMS).index(row['system'])}"
+            at = (row["peak_mb"] / 1e3, row["tokens_per_s_gpu"])
+            style = {"facecolors": "none"} if row["limited"] else {"facecolors": color}
+            point = axes.scatter(*at, marker="o", edgecolors=color, **style)
+            if not row["limited"]:
+                points.setdefault(row["system"], point)
+            axes.annotate(str(row["micro_batch"]), at, xytext=(4, 4), textcoords="offset points", size=7)
+        model, way, gpus, layers = panel
+        whole = "" if layers == MODELS[model].layers else f" of {MODELS[model].layers}"
+        axes.set(title=f"{model}, {way}, {gpus} GPUs, {layers}{whole} layers", xlabel="peak, GB")
+        axes.set(ylabel="tokens/s and GPU", xlim=(0, None), ylim=(0, None))
+        axes.title.set_size("medium")
+    figure.legend(points.values(), points, loc="outside right upper", fontsize="small")
+    figure.savefig(path, dpi=120)
+    plt.close(figure)
+
+
+def read_rows(path: Path) -> list[dict]:
+    """Rows of a table that was written, numbers as numbers, without empty cells."""
+
+    def value(text: str) -> object:
+        if text in ("True", "False"):
+            return text == "True"
+        for kind in (int, float):
+            try:
+                return kind(text)
+            except ValueError:
+                pass
+        return text
+
+    if not path.exists():
+        return []
+    with path.open(newline="") as file:
+        return [{k: value(v) for k, v in row.items() if v != ""} for row in csv.DictReader(file)]
+
+
+def plan(jobs: list[Job], gpus: int, micro_batches: list[int], table: Table) -> None:
+    """Adds what is predicted, measured nowhere."""
+    for job in jobs:
+        for micro_batch in micro_batches:
+            model, way = MODELS[job.model], WAYS[job.way]
+            if SYSTEMS[job.system].package:
+                continue
+            expected = predict(model, job.layers, way, gpus, SYSTEMS[job.system], micro_batch)
+            baseline = predict(model, job.layers, way, gpus, SYSTEMS["BF16"], micro_batch)
+            table.add(
+                model=job.model,
+                way=job.way,
+                gpus=gpus,
+                system=job.system,
+                layers=job.layers,
+                micro_batch=micro_batch,
+                **{f"{part}_predicted_mb": value / 1e6 for part, value in expected._asdict().items()},
+                all_predicted_mb=sum(expected) / 1e6,
+                bf16_to_this=sum(baseline) / sum(expected),
+            )
+
+
+def options(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--model", choices=MODELS, default="llama2-7b")
+    add("--ways", nargs="+", choices=WAYS, default=["zero2"], help="default: %(default)s")
+    add("--systems", nargs="+", choices=SYSTEMS, metavar="NAME", help=f"of {', '.join(SYSTEMS)} (all)")
+    add("--gpus", type=int, help="processes, each on a GPU of its own (default: all there are)")
+    add("--layers", type=int, nargs="+", help="in place of all; from two numbers the whole is extrapolated")
+    add("--micro-batch", type=int, nargs="+", help="at which all systems are compared; several with --plan")
+    add("--steps", type=int, default=8, help="timed, behind three others (default %(default)s)")
+    add("--memory-limit-gb", type=float, default=80, help="in the search for the largest micro-batch")
+    add("--equal-only", action="store_true", help="no such search")
+    add("--minutes", type=float, default=math.inf, help="start no row after that")
+    add("--plan", action="store_true", help="the predicted bytes alone; needs no GPU")
+
+
+@benchmark(needs_gpu=False, options=options)
+def train(arguments, table: Table) -> None:
+    """Models of 7 to 13 billion parameters end to end: speed, and the memory of each part and phase.
+
+    megatron-core's GPTModel under DeepSpeed, BF16 weights, FP32 masters, clipping at 1.0, random weights and
+    tokens, four batches in turn, buckets of 1e8 elements. zero1 to zero3 are ZeRO's stages; tp2 and tp4 are
+    tensor with sequence parallelism and ZeRO-1 over what GPUs are left. Every system is measured at the same
+    micro-batch first, then at the largest that fits a limit on torch's allocator (limited; in 10^9 bytes: a
+    GPU of 80 GiB has 85.9 of them, of which CUDA and NCCL take some). A row that ran out of memory, or failed
+    otherwise, has a note. Rows that are in --output or in the file of that name in benchmarks/results, of as
+    many GPUs of that kind, stay and are not measured again, but for such other failures. Columns, of the
+    slowest and fullest rank:
+    - tokens_per_s_gpu, mfu: by the median step of forward, backward and optimizer; of 989 TFLOP/s, the dense
+      BF16 peak, in FP8 rows too, and not counting what is recomputed;
+    - peak_mb, reserved_mb: most that tensors took and that torch took from the GPU in the timed steps;
+    - weights_mb, masters_mb, states_mb: bytes of these tensors; saved_mb: kept for backward by the layers,
+      counted on one sequence;
+    - between_steps_mb, after_X_mb, X_peak_mb: held before a step; held after forward, backward and step over
+      that; the peak during each, all included. In 10^6 bytes, as requested from the allocator;
+    - X_predicted_mb, all_predicted_mb: by the table at the top of benchmarks/train.py;
+    - extrapolated_from: the row was not measured, but lies on the line through two numbers of layers.
+    Without a GPU, or with --quick, a tiny model; without a GPU no peaks, no search, and times mean nothing.
+    """
+    on_gpu = torch.cuda.is_available()
+    small = (arguments.quick or not on_gpu) and not arguments.plan
+    name = "tiny" if small else arguments.model
+    model, gpus = MODELS[name], arguments.gpus or (torch.cuda.device_count() if on_gpu else 1)
+    for way in arguments.ways:
+        if gpus % WAYS[way].tensor:
+            raise SystemExit(f"--ways {way}: {WAYS[way].tensor} does not divide --gpus {gpus}")
+    sizes = arguments.micro_batch or [model.layer.batch]
+    if len(sizes) > 1 and not arguments.plan:
+        raise SystemExit(f"--micro-batch: expected one number without --plan, found {sizes}")
+    counts = arguments.layers or [model.layers]
+    jobs = [
+        Job(name, way, system, layers, sizes[0])
+        for way in arguments.ways
+        for layers in counts
+        for system in arguments.systems or SYSTEMS
+    ]
+    if arguments.plan:
+        if arguments.output is None:
+            table.path = RESULTS / "train_plan.csv"
+        plan(jobs, gpus, sizes, table)
+        return
+
+    # of two files the one that is written to comes first
+    earlier = {}
+    for path in (table.path, RESULTS / table.path.name):
+        for row in read_rows(path):
+            earlier.setdefault(tuple(row.get(k) for k in (*_IDENTITY, "gpus", "device")), row)
+    rows = []
+    for row in earlier.values():
+        if row["device"] == table.environment["device"] and row["gpus"] == gpus:
+            failed = "note" in row and "out of memory" not in row["note"]
+            if "extrapolated_from" in row or failed and any(is_of(row, job) for job in jobs):
+                continue
+            rows.append(row)
+        table.add(**row)
+
+    def add(row: dict) -> None:
+        table.add(**published(row, gpus))
+        # what follows may be cut off
+        table.write()
+
+    for job in jobs:
+        package = SYSTEMS[job.system].package
+        if package and importlib.util.find_spec(package) is None:
+            rows.append(identity(Case(job, job.micro_batch, False)) | {"note": f"{package} is not installed"})
+            add(rows[-1])
+    settings = {
+        "limit": 1e9 * arguments.memory_limit_gb if on_gpu and not arguments.equal_only else None,
+        "steps": arguments.steps,
+        "deadline": time.time() + 60 * arguments.minutes,
+    }
+    run_jobs(jobs, rows, gpus, settings, add)
+    for model, way, system in dict.fromkeys((row["model"], row["way"], row["system"]) for row in rows):
+        if (row := extrapolate(model, way, system, rows)) is not None:
+            add(row)
+    plot(table.rows, table.path.with_suffix(".png"))

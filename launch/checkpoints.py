@@ -1,0 +1,352 @@
+"""Checkpoints that survive what happens to the processes which write them.
+
+    checkpoints/
+        step300/          complete: DeepSpeed's files, and manifest.json with size and SHA-256 of each
+        step400.partial/  being written, or what is left of that; removed before the next save
+        step200.damaged/  found not to be what its manifest says
+        latest            the name of the newest complete one, for DeepSpeed's own tools
+
+A checkpoint is written under another name, read back, and renamed; only then `latest` follows and old ones
+go. So at any moment a name without a suffix is a whole checkpoint, whichever process dies when. The folder
+has to be one that all ranks see.
+
+Nothing in a checkpoint is executed: torch reads tensors, plain containers and the types in `_host_types`.
+"""
+
+import argparse
+import contextlib
+import dataclasses
+import hashlib
+import json
+import os
+import pickle
+import re
+import shutil
+import sys
+import zipfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+
+from launch.report import OutputError, atomic_write
+
+MANIFEST = "manifest.json"
+PARTIAL, DAMAGED, UNIVERSAL = ".partial", ".damaged", ".universal.partial"
+_NAME = re.compile(r"step(\d+)")
+
+
+class CheckpointError(ValueError):
+    """A checkpoint that cannot be gone on from; the message names it and the way out."""
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """How a run is spread. Plain ZeRO checkpoints are read by the layout that wrote them."""
+
+    data_parallel_size: int
+    tensor_parallel_size: int
+    zero_stage: int
+
+    def can_convert(self, saved: "Layout") -> bool:
+        """Whether DeepSpeed's universal checkpoints lead from `saved` to this."""
+        both = {self.zero_stage, saved.zero_stage}
+        return self.tensor_parallel_size == saved.tensor_parallel_size == 1 and (
+            both <= {1, 2} or both == {3}
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """One whose files are what its manifest says."""
+
+    path: Path
+    layout: Layout
+
+    @property
+    def step(self) -> int:
+        return _step(self.path)
+
+
+def _step(path: Path) -> int:
+    match = _NAME.fullmatch(path.name)
+    return int(match[1]) if match and (path / MANIFEST).is_file() else -1
+
+
+def leave_out_empty_states(model: torch.nn.Module) -> None:
+    """Keeps None, Megatron's extra state of a layer that has none, out of checkpoints.
+
+    DeepSpeed's conversion to universal checkpoints takes it for a tensor; Megatron adds it where it lacks.
+    """
+
+    def drop(module, state, prefix, metadata):
+        for name in [name for name, value in state.items() if value is None]:
+            del state[name]
+
+    model.register_state_dict_post_hook(drop)
+
+
+def newest(folder: Path) -> Path | None:
+    """The newest whole checkpoint in the folder, not verified. Collective."""
+    return _from_main(lambda: next(iter(_complete(folder)), None))
+
+
+def _complete(folder: Path) -> list[Path]:
+    found = [path for path in folder.iterdir() if _step(path) >= 0] if folder.is_dir() else []
+    return sorted(found, key=_step, reverse=True)
+
+
+def save(
+    engine, folder: Path, step: int, layout: Layout, client_state: dict, *, keep: int | None = None
+) -> None:
+    """Writes `folder`/step`step` and points `latest` to it. Collective over all ranks.
+
+    client_state: what `load` returns besides DeepSpeed's own; plain containers, numbers and tensors.
+    keep: how many of the newest checkpoints stay; all without it.
+
+    Raises OutputError, on the rank it happens on, where a file cannot be written or is not what was written.
+    """
+    name = f"step{step}"
+    partial = folder / (name + PARTIAL)
+    if _is_main():
+        with _writing(folder):
+            folder.mkdir(parents=True, exist_ok=True)
+            for rest in folder.glob("*" + PARTIAL):
+                shutil.rmtree(rest)
+    state = {**client_state, "rng": _gather(_rng_state())}
+    with _writing(folder):
+        engine.save_checkpoint(str(folder), tag=partial.name, client_state=state, save_latest=False)
+        written = _from_main(lambda: sorted(path for path in partial.iterdir() if path.is_file()))
+        files = _each_its_share(written, _read_back)
+    if _is_main():
+        manifest = {"step": step, "layout": dataclasses.asdict(layout), "files": files}
+        with _writing(folder):
+            atomic_write(partial / MANIFEST, json.dumps(manifest, indent=1).encode())
+            _sync(partial)
+            partial.rename(folder / name)
+            _sync(folder)
+            atomic_write(folder / "latest", name.encode())
+            for old in _complete(folder)[keep:] if keep else ():
+                # a half-removed checkpoint must not pass for a whole one
+                old.rename(old.with_name(old.name + PARTIAL))
+                shutil.rmtree(old.with_name(old.name + PARTIAL))
+    dist.barrier()
+
+
+def find(folder: Path, *, set_aside: bool = False) -> Checkpoint | None:
+    """The newest checkpoint in the folder, or the folder itself if it is one, that verifies. Collective.
+
+    What is damaged is said on stderr by rank 0, and the one before it is taken; with `set_aside` it is also
+    renamed, so that it neither counts as one to keep nor is in the way of a new one.
+
+    Returns None where there is no checkpoint. Raises CheckpointError where all are damaged.
+    """
+    candidates = _from_main(lambda: [folder] if _step(folder) >= 0 else _complete(folder))
+    for path in candidates:
+        fault, layout = _verify(path)
+        if fault is None:
+            return Checkpoint(path, layout)
+        if _is_main():
+            print(f"checkpoint {path} is damaged: {fault}. The one before it is used", file=sys.stderr)
+            if set_aside:
+                aside = path.with_name(path.name + DAMAGED)
+                shutil.rmtree(aside, ignore_errors=True)
+                path.rename(aside)
+    if candidates:
+        raise CheckpointError(
+            f"{folder}: every checkpoint in it is damaged. Bring one back from a copy, or remove them to "
+            "start anew"
+        )
+    return None
+
+
+def load(engine, found: Checkpoint, layout: Layout, scratch: Path) -> dict:
+    """Restores the engine and the random states; returns the client state. Collective.
+
+    A checkpoint of another data-parallel size is converted on the way, in the folder `scratch`, and then the
+    engine has to have been configured with `"checkpoint": {"load_universal": true}`. Random states, one a
+    rank, are restored at the same number of ranks only.
+
+    Raises CheckpointError where DeepSpeed has no way from one layout to the other, or a file holds more than
+    data.
+    """
+    folder, tag = found.path.parent, found.path.name
+    converted = found.layout != layout
+    if converted:
+        if not layout.can_convert(found.layout):
+            raise CheckpointError(
+                f"{found.path} was written by {found.layout}, this is {layout}: universal checkpoints go "
+                "between data-parallel sizes of ZeRO 1 and 2, and of ZeRO 3, without tensor parallelism. "
+                "Go on with the sizes and the stage it was written with"
+            )
+        folder, tag = scratch, found.path.name + UNIVERSAL
+    decay = [group.get("weight_decay") for group in engine.optimizer.param_groups]
+    try:
+        with _data_only():
+            if converted:
+                _convert(found.path, scratch / tag)
+            _, state = engine.load_checkpoint(str(folder), tag=tag)
+    except pickle.UnpicklingError as error:
+        raise CheckpointError(
+            f"{found.path}: a file holds more than data and was not read ({error}). Take a checkpoint that "
+            "this program has written"
+        ) from error
+    if converted:
+        dist.barrier()
+        if _is_main():
+            shutil.rmtree(scratch / tag)
+        # ZeRO 3 gives every group the first one's
+        for group, value in zip(engine.optimizer.param_groups, decay, strict=True):
+            group["weight_decay"] = value
+    if len(state["rng"]) == dist.get_world_size():
+        _set_rng_state(state["rng"][dist.get_rank()])
+    return state
+
+
+def _verify(path: Path) -> tuple[str | None, Layout | None]:
+    """What is wrong with a checkpoint, None if nothing; how it was spread."""
+
+    def read() -> tuple[dict, Layout] | str:
+        try:
+            manifest = json.loads((path / MANIFEST).read_text())
+            # a folder that was renamed by hand would resume at a step that it is not of
+            if manifest["step"] != _step(path):
+                return f"{MANIFEST} is of step {manifest['step']}"
+            return manifest["files"], Layout(**manifest["layout"])
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            return f"{MANIFEST} cannot be read ({error})"
+
+    manifest = _from_main(read)
+    if isinstance(manifest, str):
+        return manifest, None
+    files, layout = manifest
+
+    def fault(file: Path) -> str | None:
+        wanted = files[file.name]
+        try:
+            size = file.stat().st_size
+            if size != wanted["bytes"]:
+                return f"{file.name} has {size} bytes instead of {wanted['bytes']}"
+            return None if _sha256(file) == wanted["sha256"] else f"{file.name} has another SHA-256"
+        except OSError as error:
+            return f"{file.name} cannot be read ({error.strerror})"
+
+    faults = [f for f in _each_its_share([path / name for name in files], fault).values() if f]
+    return (faults[0] if faults else None), layout
+
+
+def _read_back(file: Path) -> dict:
+    """What the manifest says of a file, once it is on the disk and holds what was in memory."""
+    _sync(file)
+    if zipfile.is_zipfile(file) and (record := zipfile.ZipFile(file).testzip()):
+        raise OSError(f"{file}: {record} was read back with another checksum than it was written with")
+    return {"bytes": file.stat().st_size, "sha256": _sha256(file)}
+
+
+def _sha256(file: Path) -> str:
+    with file.open("rb") as opened:
+        return hashlib.file_digest(opened, "sha256").hexdigest()
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+@contextlib.contextmanager
+def _writing(folder: Path) -> Iterator[None]:
+    try:
+        yield
+    except (OSError, RuntimeError) as error:
+        # torch.save reports a full disk as one of these RuntimeErrors
+        known = any(name in str(error) for name in ("PytorchStreamWriter", "inline_container"))
+        if isinstance(error, RuntimeError) and not known:
+            raise
+        raise OutputError(
+            f"cannot write a checkpoint to {folder} ({error}): make room, or choose another folder with "
+            "--output. The checkpoints there are whole"
+        ) from error
+
+
+@contextlib.contextmanager
+def _data_only() -> Iterator[None]:
+    """Within, every `torch.load` of DeepSpeed, which asks for pickles, reads data only."""
+    forced = mock.patch.dict(os.environ, TORCH_FORCE_WEIGHTS_ONLY_LOAD="1")
+    with forced, torch.serialization.safe_globals(_host_types()):
+        yield
+
+
+def _host_types() -> list[type]:
+    """What stands in DeepSpeed's and COAT's files besides tensors and containers."""
+    from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
+    from deepspeed.runtime.zero.config import ZeroStageEnum
+    from deepspeed.utils.tensor_fragment import fragment_address
+
+    return [LossScaler, DynamicLossScaler, ZeroStageEnum, fragment_address]
+
+
+def _convert(source: Path, target: Path) -> None:
+    from deepspeed.checkpoint.ds_to_universal import main
+
+    if _is_main():
+        shutil.rmtree(target, ignore_errors=True)
+        with _writing(target), contextlib.redirect_stdout(sys.stderr):
+            main(
+                argparse.Namespace(
+                    input_folder=str(source),
+                    output_folder=str(target),
+                    num_extract_workers=1,
+                    num_merge_workers=1,
+                    keep_temp_folder=False,
+                    strict=True,
+                    inject_missing_state=True,
+                )
+            )
+    dist.barrier()
+
+
+def _rng_state() -> dict:
+    from megatron.core.tensor_parallel import get_cuda_rng_tracker
+
+    state = {"torch": torch.get_rng_state(), "megatron": get_cuda_rng_tracker().get_states()}
+    if torch.cuda.is_available():
+        state["cuda"] = torch.cuda.get_rng_state()
+    return state
+
+
+def _set_rng_state(state: dict) -> None:
+    from megatron.core.tensor_parallel import get_cuda_rng_tracker
+
+    torch.set_rng_state(state["torch"])
+    get_cuda_rng_tracker().set_states(state["megatron"])
+    if torch.cuda.is_available() and "cuda" in state:
+        torch.cuda.set_rng_state(state["cuda"])
+
+
+def _is_main() -> bool:
+    return dist.get_rank() == 0
+
+
+def _from_main(make: Callable):
+    """What rank 0 makes, on every rank."""
+    box = [make() if _is_main() else None]
+    dist.broadcast_object_list(box)
+    return box[0]
+
+
+def _gather(value) -> list:
+    values = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
+def _each_its_share(files: list[Path], action: Callable) -> dict:
+    """`action` of every file by name; each rank does its share of them."""
+    mine = {file.name: action(file) for file in files[dist.get_rank() :: dist.get_world_size()]}
+    return {name: done for part in _gather(mine) for name, done in part.items()}

@@ -1,0 +1,252 @@
+"""What the nodes have to have in common before training starts on them: see `launch.cluster`."""
+
+import hashlib
+import importlib.metadata
+import json
+import os
+import shlex
+import shutil
+import socket
+import subprocess
+import sys
+import uuid
+from datetime import timedelta
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from launch.cluster import ClusterError, Settings, parameter_count  # noqa: E402
+
+PACKAGES = ("torch", "deepspeed", "megatron-core", "triton", "coat-train")
+ROOMS = ("kernels", "coat_ds", "megatron_ext", "launch")
+# BF16 weights, FP32 masters and moments of a parameter in a checkpoint; a new one is whole before an old goes
+CHECKPOINT_BYTES, CHECKPOINTS = 2 + 4 + 8, 2
+FP8_CAPABILITY = (8, 9)
+# seconds that nodes wait for each other's reports
+PATIENCE = 300
+
+
+def check(settings: Settings, env: dict[str, str]) -> None:
+    """Raises ClusterError, with a line for each problem, unless training can start on all nodes."""
+    if settings.hosts:
+        reports = reports_by_ssh(settings, env)
+    elif settings.nodes > 1 and settings.kind != "deepspeed":
+        reports = reports_by_store(settings)
+    else:
+        reports = [report(settings)]
+    if found := problems(settings, reports):
+        raise ClusterError("\n".join(["the cluster is not ready:", *found]))
+
+
+def report(settings: Settings, token: str = "") -> dict:
+    """What this node is, for `problems`; plain values."""
+    import torch
+
+    output = Path(settings.output)
+    standing = next(path for path in (output, *output.parents) if path.exists())
+    cuda = torch.cuda.is_available()
+    count = torch.cuda.device_count() if cuda else 0
+    return {
+        "host": socket.gethostname(),
+        "versions": {"python": sys.version.split()[0], **{name: _version(name) for name in PACKAGES}},
+        "sources": _sources(),
+        "gpus": [[torch.cuda.get_device_name(i), *torch.cuda.get_device_capability(i)] for i in range(count)],
+        "free_bytes": shutil.disk_usage(standing).free,
+        "sees_token": not token or (output / token).is_file(),
+        "interfaces": [name for _, name in socket.if_nameindex()],
+        "nccl": {name: value for name, value in sorted(os.environ.items()) if name.startswith("NCCL_")},
+    }
+
+
+def problems(settings: Settings, reports: list[dict]) -> list[str]:
+    """Why training should not start on the nodes that wrote these reports; each names host and way out."""
+    out, first = [], reports[0]
+    config = _read_json(settings.deepspeed_config)
+    coat = isinstance(config.get("coat"), dict) and config["coat"].get("enabled") is True
+    emulate = coat and (config["coat"].get("activations") or {}).get("emulate") is True
+    parameters = parameter_count(settings.shape(), 2**17)
+    needed = CHECKPOINTS * CHECKPOINT_BYTES * parameters
+    for node in reports:
+        host = node["host"]
+        for name, version in node["versions"].items():
+            if version != first["versions"][name]:
+                out.append(
+                    f"{host}: {name} {version or 'is missing'}, but {first['host']} has "
+                    f"{first['versions'][name]}. Install the same on both"
+                )
+        if node["sources"] != first["sources"]:
+            out.append(
+                f"{host}: this project's sources differ from {first['host']}'s. Bring both to one commit"
+            )
+        if bool(node["gpus"]) != bool(first["gpus"]):
+            out.append(
+                f"{host}: {len(node['gpus'])} GPUs, {first['host']} has {len(first['gpus'])}. Leave one out"
+            )
+        elif node["gpus"] and len(node["gpus"]) < settings.gpus_per_node:
+            out.append(
+                f"{host}: {len(node['gpus'])} GPUs, GPUS_PER_NODE asks for {settings.gpus_per_node}. Lower "
+                "it, or check CUDA_VISIBLE_DEVICES there"
+            )
+        for gpu, *capability in node["gpus"]:
+            if coat and not emulate and tuple(capability) < FP8_CAPABILITY:
+                out.append(
+                    f"{host}: {gpu} has compute capability {capability[0]}.{capability[1]}, FP8 needs 8.9. "
+                    'Set coat.activations.enabled to false in the DeepSpeed JSON, or "emulate" to true'
+                )
+                break
+        if node["free_bytes"] < needed:
+            out.append(
+                f"{host}: {node['free_bytes'] / 2**30:.1f} GiB are free in {settings.output}, two "
+                f"checkpoints take {needed / 2**30:.1f}. Make room, or set OUTPUT to another folder"
+            )
+        if not node["sees_token"]:
+            out.append(
+                f"{host}: does not see {settings.output} of {first['host']}. Set OUTPUT to a folder that "
+                "all nodes share: every rank writes its part of a checkpoint there"
+            )
+        out += [f"{host}: {text}" for text in _nccl_problems(settings, node, first)]
+    return out
+
+
+def _nccl_problems(settings: Settings, node: dict, first: dict) -> list[str]:
+    out, nccl = [], node["nccl"]
+    named = settings.interface or nccl.get("NCCL_SOCKET_IFNAME", "")
+    # NCCL's own syntax: prefixes, "=" for whole names, "^" for all but
+    prefixes = [name.removeprefix("=") for name in named.split(",") if name and not named.startswith("^")]
+    if prefixes and not any(i.startswith(tuple(prefixes)) for i in node["interfaces"]):
+        out.append(
+            f"no network interface {named}, there are {', '.join(node['interfaces'])}. Set INTERFACE to one "
+            "of them"
+        )
+    if settings.nodes > 1 and prefixes == ["lo"]:
+        out.append("the loopback interface reaches no other node. Set INTERFACE to another")
+    if nccl.get("NCCL_DEBUG", "WARN").upper() not in ("VERSION", "WARN", "INFO", "TRACE", "ABORT"):
+        out.append(f"NCCL_DEBUG is {nccl['NCCL_DEBUG']}. Set it to VERSION, WARN, INFO or TRACE")
+    for name in sorted((nccl.keys() | first["nccl"].keys()) - {"NCCL_SOCKET_IFNAME", "NCCL_DEBUG_FILE"}):
+        if nccl.get(name) != first["nccl"].get(name):
+            out.append(
+                f"{name} is {nccl.get(name, 'unset')}, on {first['host']} it is "
+                f"{first['nccl'].get(name, 'unset')}. Set it to the same"
+            )
+    return out
+
+
+def reports_by_ssh(settings: Settings, env: dict[str, str]) -> list[dict]:
+    """Reports of the hosts of HOSTFILE. Raises ClusterError for one that cannot be reached."""
+    out = []
+    with _token(settings) as token:
+        for host in settings.hosts:
+            remote = ["env", *(f"{name}={env[name]}" for name in ("PYTHONPATH", "OUTPUT") if name in env)]
+            remote += [sys.executable, str(ROOT / "launch/preflight.py"), settings.output, token]
+            done = subprocess.run(
+                ["ssh", "-o", "BatchMode=yes", "-o", "ConnectTimeout=20", host, shlex.join(remote)],
+                capture_output=True,
+                text=True,
+                stdin=subprocess.DEVNULL,
+            )
+            if done.returncode:
+                why = (done.stderr.strip().splitlines() or ["no message"])[-1]
+                raise ClusterError(
+                    f"{host}: cannot be asked by ssh ({why}). `ssh {host} {sys.executable} -V` has to work "
+                    "without a password, and this project has to lie at the same path there"
+                )
+            out.append({**json.loads(done.stdout.splitlines()[-1]), "host": host})
+    return out
+
+
+def reports_by_store(settings: Settings) -> list[dict]:
+    """Reports of all nodes, each of which calls this. Raises ClusterError for those that do not come."""
+    from torch.distributed import DistError, TCPStore
+
+    main = settings.node_rank == 0
+    listener = None
+    if main:
+        # bound here, since the store itself would listen on every interface
+        listener = socket.create_server(
+            (settings.master_addr, settings.master_port + 1), family=_family(settings.master_addr)
+        )
+    try:
+        store = TCPStore(
+            settings.master_addr,
+            settings.master_port + 1,
+            is_master=main,
+            timeout=timedelta(seconds=PATIENCE),
+            wait_for_workers=False,
+            master_listen_fd=listener.detach() if main else None,
+        )
+    except (DistError, RuntimeError) as error:
+        raise ClusterError(
+            f"{settings.master_addr}:{settings.master_port + 1}: node 0 does not answer in {PATIENCE} s "
+            f"({str(error).splitlines()[0]}). Start it too; check MASTER_ADDR, MASTER_PORT and firewalls"
+        ) from error
+    with _token(settings, wanted=main) as token:
+        if main:
+            store.set("token", token)
+        found = report(settings, store.get("token").decode())
+        store.set(f"node{settings.node_rank}", json.dumps(found))
+        out = []
+        for rank in range(settings.nodes):
+            try:
+                out.append(json.loads(store.get(f"node{rank}")))
+            except (DistError, RuntimeError) as error:
+                raise ClusterError(
+                    f"node {rank} of {settings.nodes} has not reported in {PATIENCE} s. Start the script "
+                    f"there with NODE_RANK={rank}; check that it reaches {settings.master_addr}"
+                ) from error
+        # the store lives in node 0
+        store.set(f"read{settings.node_rank}", "")
+        if main:
+            store.wait([f"read{rank}" for rank in range(settings.nodes)])
+    return out
+
+
+class _token:
+    """A file in OUTPUT, by which other nodes show that they see the same folder; its name."""
+
+    def __init__(self, settings: Settings, wanted: bool = True):
+        self._path = Path(settings.output) / f".seen-{uuid.uuid4().hex}" if wanted else None
+
+    def __enter__(self) -> str:
+        if self._path is None:
+            return ""
+        try:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            self._path.touch()
+        except OSError as error:
+            raise ClusterError(f"OUTPUT {self._path.parent}: cannot be written ({error.strerror})") from error
+        return self._path.name
+
+    def __exit__(self, *_) -> None:
+        if self._path is not None:
+            self._path.unlink(missing_ok=True)
+
+
+def _read_json(path: str) -> dict:
+    try:
+        return json.loads(Path(path).read_text())
+    except (OSError, ValueError) as error:
+        raise ClusterError(f"DEEPSPEED_CONFIG {path}: cannot be read ({error})") from error
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _sources() -> str:
+    digest = hashlib.sha256()
+    for path in sorted(p for room in ROOMS for p in (ROOT / room).rglob("*.py")):
+        digest.update(f"{path.relative_to(ROOT)}\0".encode() + path.read_bytes())
+    return digest.hexdigest()
+
+
+def _family(address: str) -> socket.AddressFamily:
+    return socket.getaddrinfo(address, None, type=socket.SOCK_STREAM)[0][0]
+
+
+if __name__ == "__main__":
+    # asked by `reports_by_ssh`: the folder of the output, the token
+    print(json.dumps(report(Settings.from_environment("torchrun", {"OUTPUT": sys.argv[1]}), sys.argv[2])))

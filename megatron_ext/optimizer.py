@@ -1,0 +1,370 @@
+"""`CoatAdamW` behind Megatron's own optimizers: the distributed one, with and without
+`--use-precision-aware-optimizer`, and those that are not distributed.
+
+Megatron builds its Adam from globals of `megatron.core.optimizer` and has no other way in. `install()` puts a
+function around the one that reads them, for whose duration they name the class below, and around the two
+methods by which every format of distributed checkpoints reads and writes an optimizer's state: they hand out
+and take FP32 tensors of the shard's shape, on the CPU, made one at a time. So checkpoints are those of stock
+AdamW, to be loaded by it and loaded from it, at any size; and since moments are recovered to the bit from
+their values (`recover.py`), a run goes on as if it had not been interrupted.
+
+With our optimizer the precision-aware one needs no Transformer Engine: Megatron's check for it passes. And a
+distributed optimizer without Transformer Engine or apex can load its checkpoint, which stock AdamW cannot: it
+asks for the step count of a state that is not there yet. Ours always is.
+"""
+
+import contextlib
+import functools
+import importlib
+import inspect
+import itertools
+import logging
+from collections.abc import Callable, Iterable, Iterator
+from types import ModuleType
+from typing import Any
+
+import torch
+from megatron import core
+from megatron.core.optimizer import optimizer_config
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from megatron.core.optimizer.optimizer import FP32Optimizer, MegatronOptimizer
+from megatron.core.utils import get_te_version, log_single_rank
+
+from coat_ds import state_bytes
+from coat_ds.config import CoatConfig, CoatConfigError
+from coat_ds.optimizer import LAYOUT, MOMENTS, CoatAdamW, Fragment, keeps_fp32
+from coat_ds.state import Moment
+from coat_ds.state_dict import take_states
+from coat_kernels.adamw import join_master, split_master
+from coat_kernels.saved import exchanged
+
+from .recover import recovered
+
+logger = logging.getLogger(__name__)
+
+
+class MegatronAdamW(CoatAdamW, torch.optim.AdamW):
+    """`CoatAdamW` with the arguments that Megatron gives to Transformer Engine's FusedAdam.
+
+    adam_w_mode: only True, decoupled weight decay.
+    exp_avg_dtype, exp_avg_sq_dtype: FP32, Megatron's default, or uint8, its FP8; formats are the block's.
+    use_decoupled_grad: gradients stand in `decoupled_grad` of each parameter, FP32 or BF16, and parameters
+        are the model's own, BF16 with the 16 bits that make an FP32 master in the state.
+    master_weights, store_param_remainders: nothing is left to choose.
+    counts_in_groups: Megatron looks for the step count in the parameter groups, where FusedAdam has it, and
+        not in the states.
+    options: of `CoatAdamW`.
+
+    Raises CoatConfigError for others, naming Megatron's argument.
+    """
+
+    def __init__(
+        self,
+        params: Iterable,
+        *,
+        adam_w_mode: bool = True,
+        exp_avg_dtype: torch.dtype = torch.float32,
+        exp_avg_sq_dtype: torch.dtype = torch.float32,
+        use_decoupled_grad: bool = False,
+        master_weights: bool = False,
+        master_weight_dtype: torch.dtype = torch.float32,
+        store_param_remainders: bool = True,
+        counts_in_groups: bool = False,
+        **options: Any,
+    ):
+        if not adam_w_mode:
+            raise CoatConfigError("--no-decoupled-weight-decay: CoatAdamW is AdamW; remove it")
+        for name, dtype in (("exp_avg", exp_avg_dtype), ("exp_avg_sq", exp_avg_sq_dtype)):
+            if dtype not in (torch.float32, torch.uint8):
+                raise CoatConfigError(
+                    f"--{name.replace('_', '-')}-dtype: found {dtype}, expected fp32 or fp8; remove it and "
+                    f"set coat.optimizer.{name}_format in the file of COAT_CONFIG"
+                )
+        if master_weight_dtype != torch.float32:
+            raise CoatConfigError(
+                f"--main-params-dtype: found {master_weight_dtype}, expected fp32; remove it"
+            )
+        self._decoupled, self._distributed = use_decoupled_grad, False
+        self._counts_in_groups = counts_in_groups
+        super().__init__(params, **options)
+
+    def __getstate__(self) -> dict[str, Any]:
+        own = ("_decoupled", "_distributed", "_counts_in_groups")
+        return {**super().__getstate__(), **{name: getattr(self, name) for name in own}}
+
+    def step(self, closure: Callable[[], float] | None = None, **options: Any) -> float | None:
+        """As `CoatAdamW.step`."""
+        if not self._decoupled:
+            return super().step(closure, **options)
+        params = [p for group in self.param_groups for p in group["params"]]
+        for p in params:
+            # torch wants a gradient of the parameter's type unless told
+            p.grad_dtype = None
+            p.grad = getattr(p, "decoupled_grad", None)
+        try:
+            return super().step(closure, **options)
+        finally:
+            for p in params:
+                p.grad = None
+
+    def link(self, groups: Iterable[tuple[int, torch.Tensor, Fragment]], distributed: bool) -> None:
+        """Says what of the model's parameters this optimizer holds (the group, the tensor, and where it lies
+        in the parameter) and creates the states.
+        """
+        self._distributed = distributed
+        for index, p, fragment in groups:
+            self.set_fragments(p, [fragment], index)
+
+    def tensors_of(self, p: torch.Tensor) -> dict[str, torch.Tensor]:
+        """`param`, `exp_avg` and `exp_avg_sq` of `p`, FP32 and of its shape: the parameter itself if it is
+        FP32, what has to be made on the CPU.
+        """
+        state = self.state[p]
+        param = join_master(p, state["remainder"]).cpu() if "remainder" in state else p
+        return {
+            "param": param if param.dtype == torch.float32 else param.float().cpu(),
+            **{name: state[name].decode().cpu() for name in MOMENTS},
+        }
+
+    @torch.no_grad()
+    def take_tensors(self, p: torch.Tensor, group: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
+        """Takes what `tensors_of` gave, or stock AdamW's."""
+        state = self.state[p]
+        master = tensors["param"].to(p.device, torch.float32)
+        if "remainder" in state:
+            for old, new in zip((p, state["remainder"]), split_master(master), strict=True):
+                old.copy_(new)
+        else:
+            p.copy_(master)
+        for name in MOMENTS:
+            self._take_moment(p, group, name, tensors[name])
+
+    def _take_moment(self, p: torch.Tensor, group: dict[str, Any], name: str, values: torch.Tensor) -> None:
+        values = values.to(p.device, torch.float32)
+        moment, exact = recovered(values, self._layout_of(p, group, name), group["group_size"])
+        self.state[p][name] = moment
+        self._arrived["restored to the bit" if exact else "encoded from FP32"] += 1
+
+    def state_dict(self) -> dict[str, Any]:
+        """The layout of `torch.optim.AdamW`, and FusedAdam's step count if that is what Megatron looks for.
+
+        Moments are FP32 on the CPU; under the distributed optimizer, which writes them by `tensors_of`, they
+        are the optimizer's own.
+        """
+        packed = torch.optim.Optimizer.state_dict(self)
+        for group in packed["param_groups"]:
+            steps = [int(packed["state"][i]["step"]) for i in group["params"] if packed["state"].get(i)]
+            if self._counts_in_groups and steps:
+                group |= {"step": max(steps), "bias_correction": True}
+        taken = take_states(packed, "compressed" if self._distributed else "stock")
+        del taken["coat"]
+        return taken
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Loads `state_dict`'s, `torch.optim.AdamW`'s or FusedAdam's."""
+        state = {index: dict(entry) for index, entry in state_dict["state"].items()}
+        groups = []
+        for saved in state_dict["param_groups"]:
+            group = {name: value for name, value in saved.items() if name != "bias_correction"}
+            step = group.pop("step", None)
+            for index in saved["params"]:
+                entry = state.get(index, {"step": step})
+                if step is not None and (self._counts_in_groups or "step" not in entry):
+                    entry["step"] = step
+            groups.append(group)
+        super().load_state_dict({"state": state, "param_groups": groups})
+
+    def _load_states(self, loaded: dict[str, Any]) -> None:
+        for group, saved in zip(self.param_groups, loaded["param_groups"], strict=True):
+            for p, index in zip(group["params"], saved["params"], strict=True):
+                entry = loaded["state"].get(index)
+                if not entry:
+                    continue
+                state = self.state[p] = {**entry, "step": int(entry["step"])}
+                for name in MOMENTS:
+                    value = entry[name]
+                    if isinstance(value, Moment):
+                        # the optimizer's own, handed back
+                        state[name] = Moment(value.pieces, value.group_size, value.shape)
+                    else:
+                        self._take_moment(p, group, name, value)
+                self._ready_state(p, group)
+
+
+def _linked(host: MegatronOptimizer) -> Iterator[tuple[int, torch.Tensor, torch.Tensor, int]]:
+    """Group, parameter of the model, what the optimizer holds of it, and the latter's first element in it."""
+    if isinstance(host, DistributedOptimizer):
+        for model_param, (group, order) in host.model_param_group_index_map.items():
+            held = host.optimizer.param_groups[group]["params"][order]
+            yield group, model_param, held, host._get_model_param_range_map(model_param)["param"].start
+    elif isinstance(host, FP32Optimizer):
+        for index, group in enumerate(host.optimizer.param_groups):
+            for p in group["params"]:
+                yield index, p, p, 0
+    else:
+        mains = zip(host.float16_groups, host.fp32_from_float16_groups, strict=True)
+        for index, (models, held) in enumerate(mains):
+            for model_param, main_param in zip(models, held, strict=True):
+                yield index, model_param, main_param, 0
+        for index, params in enumerate(host.fp32_from_fp32_groups):
+            for p in params:
+                yield index, p, p, 0
+
+
+def _link(host: MegatronOptimizer, model_chunks: Iterable[torch.nn.Module], config: CoatConfig) -> None:
+    inner = host.optimizer
+    # a rank without parameters has none
+    if inner is None:
+        return
+    named = itertools.chain.from_iterable(chunk.named_parameters() for chunk in model_chunks)
+    names = {p: name for name, p in named}
+    placed = []
+    for index, model_param, held, offset in _linked(host):
+        if held.dtype not in (torch.float32, torch.bfloat16):
+            raise CoatConfigError(
+                f"--use-precision-aware-optimizer: found {held.dtype} parameters, expected BF16; use --bf16, "
+                "or remove it"
+            )
+        kept = keeps_fp32(config.optimizer.keep_fp32, names.get(model_param), model_param)
+        kept = kept or model_param.numel() < config.optimizer.min_numel
+        placed.append((index, held, Fragment(0, held.numel(), offset, kept)))
+    inner.link(placed, isinstance(host, DistributedOptimizer))
+    held = state_bytes(inner)
+    by_codec = ", ".join(f"{size:,} in {name}" for name, size in sorted(held["by_codec"].items()))
+    said = f"COAT: AdamW states {held['bytes_per_parameter']:.3f} bytes per parameter ({by_codec})"
+    if config.report.states:
+        said += f"\n{inner.layout()}"
+    log_single_rank(logger, logging.WARNING, said)
+
+
+def _check_host(host: Any) -> None:
+    """Raises CoatConfigError for a Megatron OptimizerConfig that asks for another optimizer."""
+    for argument, found in {
+        f"--optimizer {host.optimizer}": host.optimizer != "adam",
+        "--optimizer-cpu-offload": host.optimizer_cpu_offload,
+    }.items():
+        if found:
+            raise CoatConfigError(
+                f"{argument}: not supported by megatron_ext.with_optimizer. Remove it, or take the spec from "
+                "megatron_ext.layer_specs."
+            )
+
+
+_NEEDS = "megatron_ext.with_optimizer needs 0.16.1 to 0.19."
+_MODULE = "megatron.core.optimizer"
+_GLOBALS = ("Adam", "USING_PYTORCH_OPTIMIZER")
+# what is used, and its first parameters
+_BUILD = ("_get_megatron_optimizer_based_on_param_groups", "config", "model_chunks")
+_GET = ("DistributedOptimizer._get_main_param_and_optimizer_states", "self", "model_param")
+_SET = ("DistributedOptimizer._set_main_param_and_optimizer_states", "self", "model_param", "tensors")
+_RANGE = ("DistributedOptimizer._get_model_param_range_map", "self", "param")
+_POST_INIT = ("OptimizerConfig.__post_init__", "self")
+
+# (owner, attribute, the original), in the order of replacement; empty while not installed
+_replaced: list[tuple[object, str, object]] = []
+
+
+def _found(path: str, *parameters: str) -> tuple[object, str, Callable]:
+    """Owner, name and function of `path`; RuntimeError if it is not there or has other parameters."""
+    owner = importlib.import_module(_MODULE)
+    *owners, name = path.split(".")
+    function = None
+    with contextlib.suppress(AttributeError):
+        owner = functools.reduce(getattr, owners, owner)
+        function = getattr(owner, name)
+    found = tuple(inspect.signature(function).parameters) if callable(function) else ()
+    if found[: len(parameters)] != parameters:
+        raise RuntimeError(
+            f"{_MODULE}.{path}: expected a function of ({', '.join(parameters)}), found "
+            f"({', '.join(found)}) in megatron-core {core.__version__}. {_NEEDS}"
+        )
+    return owner, name, function
+
+
+def _without_te(module: ModuleType) -> contextlib.AbstractContextManager:
+    """A context in which `module` may ask for the version of an absent Transformer Engine; 0.16 fails."""
+    if get_te_version() is not None:
+        return contextlib.nullcontext()
+    return exchanged(module, is_te_min_version=lambda *args, **kwargs: False)
+
+
+def installed() -> bool:
+    """Whether Megatron builds our optimizer."""
+    return bool(_replaced)
+
+
+def install(coat: CoatConfig | None = None) -> None:
+    """From now on Megatron's `adam` is `MegatronAdamW`, as `coat` says. A second call does nothing.
+
+    Raises RuntimeError, before anything is changed, if this Megatron is not as expected.
+    """
+    if _replaced:
+        return
+    coat = coat or CoatConfig(enabled=True)
+    host, build_name, build = _found(*_BUILD)
+    owner, get_name, get = _found(*_GET)
+    _, set_name, set_ = _found(*_SET)
+    _found(*_RANGE)
+    settings, init_name, post_init = _found(*_POST_INIT)
+    for name in _GLOBALS:
+        if not hasattr(host, name):
+            raise RuntimeError(
+                f"{_MODULE}.{name}: expected a global of that name, found none in megatron-core "
+                f"{core.__version__}. {_NEEDS}"
+            )
+    options = {name: getattr(coat.optimizer, name) for name in LAYOUT}
+    adam = functools.partial(MegatronAdamW, counts_in_groups=not host.USING_PYTORCH_OPTIMIZER, **options)
+
+    @functools.wraps(build)
+    def coat_build(config, model_chunks, *args, **kwargs):
+        _check_host(config)
+        with _without_te(host), exchanged(host, Adam=adam, USING_PYTORCH_OPTIMIZER=False):
+            built = build(config, model_chunks, *args, **kwargs)
+        if isinstance(built, MegatronOptimizer):
+            _link(built, model_chunks, coat)
+        return built
+
+    def held(self, model_param):
+        group, order = self.model_param_group_index_map[model_param]
+        group = self.optimizer.param_groups[group]
+        return group["params"][order], group
+
+    @functools.wraps(get)
+    def coat_get(self, model_param):
+        if not isinstance(self.optimizer, MegatronAdamW):
+            return get(self, model_param)
+        return self.optimizer.tensors_of(held(self, model_param)[0])
+
+    @functools.wraps(set_)
+    def coat_set(self, model_param, tensors):
+        if not isinstance(self.optimizer, MegatronAdamW):
+            return set_(self, model_param, tensors)
+        self.optimizer.take_tensors(*held(self, model_param), tensors)
+
+    @functools.wraps(post_init)
+    def coat_post_init(self):
+        try:
+            with _without_te(optimizer_config):
+                post_init(self)
+        except RuntimeError as error:
+            # the last of its checks, without Transformer Engine
+            if "FusedAdam" not in str(error):
+                raise
+
+    for where, name, new in (
+        (host, build_name, coat_build),
+        (owner, get_name, coat_get),
+        (owner, set_name, coat_set),
+        (settings, init_name, coat_post_init),
+    ):
+        _replaced.append((where, name, getattr(where, name)))
+        setattr(where, name, new)
+    names = ", ".join(f"{getattr(where, '__name__', where)}.{name}" for where, name, _ in _replaced)
+    logger.info("COAT optimizer: replaced %s", names)
+
+
+def uninstall() -> None:
+    """Undoes `install`. Optimizers that were built stay what they are."""
+    while _replaced:
+        where, name, original = _replaced.pop()
+        setattr(where, name, original)

@@ -1,0 +1,143 @@
+"""How users of Megatron-LM's own scripts, which take no arguments of a plugin, say what they want.
+
+What is wanted is the module of the spec:
+
+    --spec megatron_ext.layer_specs coat_layer_spec        FP8 layers
+    --spec megatron_ext.with_optimizer coat_layer_spec     and FP8 optimizer states
+    --spec megatron_ext.with_checkpoints coat_layer_spec   and FP8 activation checkpoints
+
+How is the block of a DeepSpeed config, in the JSON file that the environment variable `COAT_CONFIG` names:
+
+    {"coat": {"enabled": true, "activations": {"attention_format": "e4m3"}}}
+
+With `checkpointing.compress` the second module compresses checkpoints too. What single linear layers do
+otherwise stands in the file of Megatron's `--te-precision-config-file`:
+
+    configs: {wide: {coat: {backward_format: e4m3}}, plain: {coat: {enabled: false}}}
+    matchers:
+      first: {type: glob, pattern: "*layers.0.*", config: plain, enabled: true}
+      fc2: {type: glob, pattern: "*linear_fc2", config: wide, enabled: true}
+"""
+
+import dataclasses
+import functools
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from coat_ds.config import ActivationsConfig, CoatConfig, CoatConfigError
+
+VARIABLE = "COAT_CONFIG"
+# the keys of `coat.activations` that a single linear layer has a use for
+LAYER_KEYS = ("enabled", "backward_format", "weight_cache", "fast_accumulation")
+
+
+def coat_config() -> CoatConfig:
+    """The block in the file that `COAT_CONFIG` names; the defaults, enabled, without the variable.
+
+    Raises CoatConfigError, naming the file and the key, for what cannot be read or honoured.
+    """
+    return _read(os.environ.get(VARIABLE))
+
+
+@functools.cache
+def _read(path: str | None) -> CoatConfig:
+    if path is None:
+        return CoatConfig(enabled=True)
+    where = f"{VARIABLE}={path}"
+    try:
+        content = json.loads(Path(path).read_text())
+    except (OSError, ValueError) as error:
+        raise CoatConfigError(f'{where}: expected a JSON file with a "coat" block: {error}') from None
+    if not isinstance(content, Mapping) or set(content) != {"coat"}:
+        found = ", ".join(map(repr, content)) if isinstance(content, Mapping) else repr(content)
+        raise CoatConfigError(
+            f'{where}: expected an object with the key "coat" alone, found {found or "no key"}. Megatron\'s '
+            "arguments say the rest."
+        )
+    try:
+        config = CoatConfig.from_dict(content["coat"])
+    except CoatConfigError as error:
+        raise CoatConfigError(f"{where}: {error}") from None
+    for key, found, wanted, why in (
+        ("enabled", config.enabled, True, "--spec asks for it"),
+        ("report.saved", config.report.saved, False, "Megatron's loop does not count what is saved"),
+        (
+            "optimizer.checkpoint_layout",
+            config.optimizer.checkpoint_layout,
+            "stock",
+            "Megatron's checkpoints hold FP32 moments",
+        ),
+    ):
+        if found != wanted:
+            raise CoatConfigError(
+                f"{where}: coat.{key}: expected {json.dumps(wanted)}, found {json.dumps(found)}: {why}."
+            )
+    return config
+
+
+def activations() -> ActivationsConfig:
+    """What layers do that nobody told anything else.
+
+    Raises CoatConfigError if the file asks for what the module of the spec has not brought.
+    """
+    from . import recompute
+
+    config = coat_config()
+    if not config.activations.enabled:
+        raise CoatConfigError(
+            f"{VARIABLE}: coat.activations.enabled: found false beside the FP8 layers of coat_layer_spec. "
+            "Set it to true, or take sdpa_layer_spec."
+        )
+    if config.checkpointing.compress and not recompute.installed():
+        raise CoatConfigError(
+            f"{VARIABLE}: coat.checkpointing.compress: found true, but nothing compresses. Take the spec "
+            "from megatron_ext.with_checkpoints or megatron_ext.with_optimizer."
+        )
+    return config.activations
+
+
+def layer_activations(quant_config: Any, base: ActivationsConfig) -> ActivationsConfig:
+    """`base` with what a file of `--te-precision-config-file` says of one layer under "coat".
+
+    quant_config: what Megatron hands to the layer's `finish_init`: `config`, a dict, and `config_key` and
+        `match_input.module_path`, names; or None.
+    Raises CoatConfigError, naming both, for a key or value that a linear layer has no use for.
+    """
+    if quant_config is None or "coat" not in quant_config.config:
+        return base
+    block = quant_config.config["coat"]
+    layer = quant_config.match_input.module_path
+    where = f"--te-precision-config-file: configs.{quant_config.config_key}.coat, for {layer}"
+    unknown = [key for key in block if key not in LAYER_KEYS] if isinstance(block, Mapping) else [block]
+    if unknown:
+        raise CoatConfigError(
+            f"{where}: found {unknown[0]!r}, expected an object with keys among {', '.join(LAYER_KEYS)}."
+        )
+    try:
+        return dataclasses.replace(base, **block)
+    except CoatConfigError as error:
+        raise CoatConfigError(f"{where}: {error}") from None
+
+
+def install(*, optimizer: bool = False, checkpoints: bool = False) -> None:
+    """Puts in place what a spec's module stands for; for such modules to call when they are imported.
+
+    Raises CoatConfigError for what the file of `COAT_CONFIG` asks otherwise, RuntimeError for a Megatron that
+    it does not fit.
+    """
+    from . import optimizer as optimizer_seam
+    from . import recompute
+
+    config = coat_config()
+    if optimizer:
+        if not config.optimizer.enabled:
+            raise CoatConfigError(
+                f"{VARIABLE}: coat.optimizer.enabled: found false beside megatron_ext.with_optimizer. Set it "
+                "to true, or take the spec from another module."
+            )
+        optimizer_seam.install(config)
+    if checkpoints or config.checkpointing.compress:
+        recompute.install(config.checkpointing.group_size)

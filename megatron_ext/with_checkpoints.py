@@ -1,0 +1,9 @@
+"""`--spec megatron_ext.with_checkpoints coat_layer_spec`: the layers, and FP8 inputs of what is recomputed.
+`sdpa_layer_spec` brings the latter alone."""
+
+from .layer_specs import coat_layer_spec, sdpa_layer_spec
+from .options import install
+
+__all__ = ["coat_layer_spec", "sdpa_layer_spec"]
+
+install(checkpoints=True)

@@ -1,0 +1,175 @@
+"""The convergence benchmark trains, stops and goes on, and tells apart what cannot be compared."""
+
+import csv
+import math
+import shutil
+
+import numpy as np
+import pytest
+
+from benchmarks import converge, corpus
+from benchmarks.harness import Table
+from launch.report import read_metrics
+from tests.benchmarks.test_harness import run
+
+TRAINED = ["bf16-seed1", "coat-seed1", "bf16-to-coat-seed1"]
+TEXT = "".join(f"line {i} of the text\n" for i in range(40))
+
+
+@pytest.fixture(scope="module")
+def work(tmp_path_factory):
+    return tmp_path_factory.mktemp("converge")
+
+
+@pytest.fixture(scope="module")
+def converge_on(text):
+    """Calls the benchmark; its output and the rows of its table."""
+
+    def call(folder, output, *arguments):
+        paths = ["--text", str(text), "--work", str(folder / "work"), "--output", str(output)]
+        result = run("converge", "--quick", *paths, *arguments)
+        assert result.returncode == 0, result.stderr
+        return result.stdout, list(csv.DictReader(output.open())) if output.exists() else []
+
+    return call
+
+
+def lines(folder, name):
+    """What a run left behind, without its speed."""
+    found = {(r["step"], "loss" in r): r for r in read_metrics(folder / f"{name}.jsonl")}
+    for record in found.values():
+        record.pop("tokens_per_s", None)
+    return found
+
+
+@pytest.fixture(scope="module")
+def trained(work, converge_on):
+    """Runs that were made in one piece."""
+    return converge_on(work, work / "converge.csv", "--runs", *TRAINED)
+
+
+def test_runs_learn_alike_and_a_change_goes_on_where_the_other_stopped(work, trained):
+    _, rows = trained
+    rows = {f"{row['run']}-seed{row['seed']}": row for row in rows}
+    assert list(rows) == TRAINED
+    for row in rows.values():
+        # 384 ids, of which nothing is known
+        assert float(row["val_loss_start"]) == pytest.approx(math.log(384), abs=0.3)
+        assert float(row["val_loss"]) < float(row["val_loss_start"]) - 0.05
+    # FP8 rounds by 2^-4 of what the run has learned
+    learned = float(rows[TRAINED[0]]["val_loss_start"]) - float(rows[TRAINED[0]]["val_loss"])
+    bf16, coat, changed = (float(rows[name]["val_loss"]) for name in TRAINED)
+    assert 0 < abs(coat - bf16) < 2**-4 * learned and 0 < abs(changed - bf16) < 2**-4 * learned
+    assert float(rows["coat-seed1"]["to_bf16_same_seed"]) == pytest.approx(coat / bf16 - 1)
+    states = [float(rows[name]["state_bytes_per_param"]) for name in TRAINED]
+    assert states[0] == pytest.approx(8, rel=1e-3) and states[1] == states[2] < 2.1
+    before, after = (lines(work / "converge", name) for name in (TRAINED[0], TRAINED[2]))
+    half = converge.TINY.steps // 2
+    assert all(before[key]["run"] for key in before)
+    for step in range(1, half + 1):
+        assert after[step, True]["loss"] == before[step, True]["loss"]
+    # the same weights, in other layers
+    assert after[half + 1, True]["loss"] == pytest.approx(before[half + 1, True]["loss"], rel=2e-3)
+    assert after[half + 1, True]["loss"] != before[half + 1, True]["loss"]
+    assert (work / "converge.png").stat().st_size > 0
+
+
+def test_a_run_in_parts_gives_the_bits_of_one_piece_and_is_not_made_again(work, trained, converge_on):
+    parts = work / "parts"
+    # no time at all: one step
+    out, rows = converge_on(parts, parts / "converge.csv", "--runs", "coat", "--minutes", "0")
+    assert "time is over after step 1 of" in out and not rows
+    assert lines(parts / "converge", "coat-seed1").keys() == {(0, False), (1, True), (1, False)}
+    # what is complete is not made again, wherever it was made
+    for suffix in (".json", ".jsonl"):
+        shutil.copy(work / f"converge/bf16-seed1{suffix}", parts / "converge")
+    out, rows = converge_on(parts, parts / "converge.csv", "--runs", "bf16", "coat")
+    assert "bf16-seed1: complete in" in out and "bf16 from step" not in out and "coat from step 1 of" in out
+    assert [row["run"] for row in rows] == ["bf16", "coat"] and rows[0]["train_s"] == trained[1][0]["train_s"]
+    assert lines(parts / "converge", "coat-seed1") == lines(work / "converge", "coat-seed1")
+    assert not list((parts / "work").glob("runs-*/checkpoints/coat-seed1"))
+
+
+def test_runs_made_apart_are_collected(work, trained, tmp_path):
+    shutil.copytree(work / "converge", tmp_path / "converge")
+    table = Table("converge", tmp_path / "converge.csv")
+    converge.publish(tmp_path / "converge", table)
+    table.write()
+    assert list(csv.DictReader((tmp_path / "converge.csv").open())) == trained[1]
+    assert (tmp_path / "converge.png").stat().st_size > 0
+
+
+def test_other_recipes_do_not_share_a_folder(work, trained, text):
+    paths = ["--text", str(text), "--work", str(work / "work"), "--output", str(work / "converge.csv")]
+    result = run("converge", "--quick", *paths, "--tokens", "1000")
+    assert result.returncode == 1 and "other tokens" in result.stderr and "--output" in result.stderr
+    assert (work / "converge.csv").exists()
+
+
+def test_names_of_runs():
+    parsed = converge.Run.parse("coat-no-expansion-seed12")
+    assert parsed == ("coat-no-expansion", ("coat-no-expansion",), 12)
+    assert converge.Run.parse("bf16").name == "bf16-seed1"
+    assert [converge.Run.parse("coat-to-bf16").phase(step, 5) for step in (0, 2, 3, 4)] == [
+        ("coat", 3), ("coat", 3), ("bf16", 5), ("bf16", 5)
+    ]  # fmt: skip
+    with pytest.raises(ValueError, match="--runs coat-nothing: expected one of bf16, coat"):
+        converge.Run.parse("coat-nothing")
+
+
+def test_the_summary_is_over_seeds():
+    rows = [{"run": "bf16", "val_loss": 2.0}, {"run": "bf16", "val_loss": 2.2}]
+    rows += [{"run": "coat", "val_loss": 2.205}, {"run": "coat-no-expansion", "val_loss": "nan"}]
+    bf16, coat, broken = converge.summary(rows)
+    assert (bf16["lowest"], bf16["highest"], bf16["to_bf16"]) == (2.0, 2.2, 0)
+    assert coat["to_bf16"] == pytest.approx(0.05)
+    assert math.isnan(broken["to_bf16"])
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory):
+    root = tmp_path_factory.mktemp("text")
+    (root / "package").mkdir()
+    for i in range(100):
+        (root / "package" / f"{i:03}.py").write_text(f"# file {i}\n{TEXT}")
+    (root / "package/equal.py").write_text(f"# file 7\n{TEXT}")
+    (root / "package/binary.py").write_bytes(b"\xff\xfe")
+    (root / "package/empty.md").write_text("")
+    (root / "package/image.png").write_text(TEXT)
+    (root / "large.py").write_text("x" * (corpus.LARGEST + 1))
+    return root
+
+
+def test_documents_are_split_by_content_alone(text, tmp_path):
+    folder = tmp_path / "data"
+    corpus.prepare(folder, [text], 300, 1 << 30)
+    manifest = list(csv.DictReader((folder / "manifest.csv").open()))
+    assert len(manifest) == 100 and {row["part"] for row in manifest} == {"train", "held_out"}
+    for row in manifest:
+        held_out = int(row["sha256"][:8], 16) % corpus.HELD_OUT == 0
+        assert row["part"] == ("held_out" if held_out else "train")
+        assert (text / row["path"]).stat().st_size == int(row["bytes"])
+    one, two = (corpus.load(folder, 16, seed) for seed in (1, 2))
+    # another order of the same training data, and the same held-out text
+    assert not np.array_equal(one.train.batch([0]).tokens, two.train.batch([0]).tokens)
+    assert np.array_equal(one.held_out.batch([0, 1]).tokens, two.held_out.batch([0, 1]).tokens)
+    assert one.identity == two.identity
+
+    import tokenizers
+
+    tokenizer = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+    ids = np.load(folder / "train.npy")
+    ends = np.cumsum(np.load(folder / "train_lengths.npy"))
+    first = [row["path"] for row in manifest if row["part"] == "train"][0]
+    assert tokenizer.decode(ids[: ends[0] - 1].tolist()) == (text / first).read_text()
+    assert ids[ends - 1].tolist() == [tokenizer.token_to_id(corpus.END_OF_DOCUMENT)] * len(ends)
+    again = tmp_path / "again"
+    corpus.prepare(again, [text], 300, 1 << 30)
+    assert corpus.load(again, 16, 1).identity == one.identity
+
+
+def test_too_little_text_is_said(tmp_path):
+    (tmp_path / "one.py").write_text("x = 1\n")
+    with pytest.raises(ValueError, match="1 files of text, . of them held out: give more with --text"):
+        corpus.prepare(tmp_path / "data", [tmp_path], 300, 1 << 30)
+    assert not (tmp_path / "data").exists()

@@ -1,0 +1,36 @@
+"""The benchmarks of Megatron's recompute and of its step count what is there; nothing here is timed."""
+
+import pytest
+import torch
+
+from benchmarks.recompute import SMALL
+from tests.benchmarks.test_harness import run
+from tests.benchmarks.test_hosts import rows_of
+
+
+def test_recompute_is_counted(tmp_path):
+    path = tmp_path / "recompute.csv"
+    result = run("recompute", "--quick", "--output", str(path))
+    assert result.returncode == 0, result.stderr
+    rows = {row["recompute"]: row for row in rows_of(path)}
+    kept = {name: float(row["kept_mb"]) for name, row in rows.items()}
+    error = {name: float(row["grad_error"]) for name, row in rows.items()}
+    assert kept["BF16, full"] < kept["COAT"] < kept["BF16"]
+    for kind in ("BF16", "COAT"):
+        # of two bytes for each element of each layer's input remain one and one in 128
+        saved = (1 - 1 / 128) * SMALL.layers * SMALL.batch * SMALL.sequence * SMALL.hidden / 1e6
+        assert kept[f"{kind}, full"] - kept[f"{kind}, full, FP8 inputs"] == pytest.approx(saved, rel=0.01)
+    assert error["BF16"] == error["BF16, full"] == 0 < error["BF16, full, FP8 inputs"] < 2**-4
+    assert path.with_suffix(".png").stat().st_size > 0
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="gradients and weights in the allocator's pages")
+def test_states_of_a_megatron_step_are_counted(tmp_path):
+    path = tmp_path / "megatron_step.csv"
+    result = run("megatron_step", "--quick", "--output", str(path))
+    assert result.returncode == 0, result.stderr
+    rows = {row["optimizer"]: row for row in rows_of(path)}
+    held = {name: float(row["held_bytes_per_parameter"]) for name, row in rows.items() if not row["note"]}
+    # weights 2, gradients 4, masters 4 or 2 beside the weights, moments 8 or 2.08; norms keep 8
+    for name, expected in {"Megatron's Adam": 18, "COAT": 12.08, "COAT, precision aware": 10.08}.items():
+        assert expected < held[name] < expected + 0.1, name

@@ -1,0 +1,84 @@
+"""The page of results is what the committed files give."""
+
+import csv
+import shutil
+
+import pytest
+
+from benchmarks import (
+    __main__,  # noqa: F401  (fills the registry)
+    report,
+)
+from benchmarks.harness import RESULTS
+
+ENVIRONMENT = {
+    "date": "2026-11-21", "device": "H200", "cuda": "13.0", "torch": "2.11", "triton": "3.6", "commit": "abc",
+    "command": "python -m benchmarks x",
+}  # fmt: skip
+
+
+def write(path, rows):
+    columns = [*dict.fromkeys(k for row in rows for k in row), *ENVIRONMENT]
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, columns)
+        writer.writeheader()
+        writer.writerows(row | ENVIRONMENT for row in rows)
+
+
+def test_the_committed_page_is_that_of_the_committed_files():
+    expected = report.build(RESULTS)
+    assert report.PAGE.read_text() == expected, "run python -m benchmarks report"
+
+
+def test_every_file_and_plot_is_on_the_page_and_every_table_has_conditions(tmp_path):
+    shutil.copytree(RESULTS, tmp_path, dirs_exist_ok=True)
+    write(tmp_path / "something.csv", [{"what": "new | odd", "large": 1234567.8, "small": 0.123456}])
+    page = report.build(tmp_path)
+    for path in (*tmp_path.glob("*.csv"), *tmp_path.glob("*.png")):
+        assert f"](results/{path.name})" in page, path
+    assert page.count("\nConditions: ") == page.count("\n### ") == len(list(tmp_path.glob("*.csv")))
+    assert "| new \\| odd | 1,234,568 | 0.1235 |" in page
+
+
+@pytest.mark.parametrize(
+    "name, section",
+    [("adamw", "adamw"), ("adamw_cpu", "adamw_cpu"), ("train_7b", "train"), ("train_plan", "train_plan")],
+)
+def test_files_find_their_section(tmp_path, name, section):
+    assert report.section_of(tmp_path / f"{name}.csv").name == section
+    assert report.section_of(tmp_path / "unknown.csv") is None
+
+
+def test_convergence_is_summed_up_in_a_sentence(tmp_path):
+    losses = {"bf16": (2.0, 2.2), "coat": (2.205,)}
+    rows = [
+        {"run": kind, "seed": s, "val_loss": v}
+        for kind, values in losses.items()
+        for s, v in enumerate(values)
+    ]
+    write(tmp_path / "converge.csv", rows)
+    page = report.build(tmp_path)
+    assert (
+        "COAT's mean is +5.00 % from BF16's, and lies outside the spread" in page and "10.00 % wide" in page
+    )
+
+
+def test_whole_models_are_compared_and_failures_listed(tmp_path):
+    def row(system, limited, micro_batch, **figures):
+        names = {"model": "llama2-7b", "way": "zero2", "gpus": 2, "layers": 32, "system": system}
+        return names | {"limited": limited, "micro_batch": micro_batch} | figures
+
+    rows = [
+        row("BF16", False, 4, ms=100.0, tokens_per_s_gpu=1000.0, peak_mb=90e3),
+        row("BF16", True, 3, note="OutOfMemoryError: CUDA out of memory"),
+        row("BF16", True, 2, ms=60.0, tokens_per_s_gpu=900.0, peak_mb=70e3),
+        row("COAT", False, 4, ms=80.0, tokens_per_s_gpu=1250.0, peak_mb=60e3),
+        row("COAT", True, 6, ms=99.0, tokens_per_s_gpu=1350.0, peak_mb=79e3),
+    ]
+    write(tmp_path / "train_2.csv", rows)
+    page = report.build(tmp_path)
+    assert "| llama2-7b | zero2 | 2 | 32 | COAT | 1.25 | 1.5 | 6 | 2 | 1.5 |" in page
+    assert page.count("| llama2-7b | zero2 | 2 | 32 | COAT |") == 1
+    missing = page.split("## Not measured")[1]
+    assert "micro_batch 3: OutOfMemoryError: CUDA out of memory." in missing.replace("limited yes, ", "")
+    assert "Convergence: no results yet." in missing and "Whole models" not in missing

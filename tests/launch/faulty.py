@@ -1,0 +1,149 @@
+"""The entry point with a fault in it, as a script for launchers or forked by `tests.launch.ranks`.
+
+    faulty.py '{"kill_at_step": [1, 5]}' --steps 8 ...
+
+A fault happens in the first life of a process only, not after torchrun has started it again.
+"""
+
+import hashlib
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from launch import data, pretrain_gpt  # noqa: E402
+
+# what changes a folder, with the path first
+FILE_EVENTS = ("os.mkdir", "open", "os.rename", "os.remove", "os.rmdir")
+
+
+def die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def kill_at_step(rank: int, step: int) -> None:
+    """kill -9 in the middle of a step."""
+    _before_loss(lambda trainer, loss: die() if (trainer.rank, trainer.step + 1) == (rank, step) else loss)
+
+
+def signal_at_step(rank: int, step: int, number: int) -> None:
+    def send(trainer, loss):
+        if (trainer.rank, trainer.step + 1) == (rank, step):
+            os.kill(os.getpid(), number)
+        return loss
+
+    _before_loss(send)
+
+
+def nan_at_steps(rank: int, first: int, last: int) -> None:
+    def poison(trainer, loss):
+        return loss * float("nan") if trainer.rank == rank and first <= trainer.step + 1 <= last else loss
+
+    _before_loss(poison)
+
+
+def _before_loss(change) -> None:
+    """`change(trainer, loss)` gives the loss of every micro-batch that is trained on."""
+    train_step, plain = pretrain_gpt.Trainer._train_step, pretrain_gpt.Trainer._loss
+
+    def changed(trainer):
+        trainer._loss = lambda model, batch: change(trainer, plain(model, batch))
+        try:
+            return train_step(trainer)
+        finally:
+            del trainer._loss
+
+    pretrain_gpt.Trainer._train_step = changed
+
+
+def kill_in_save(rank: int, file: int) -> None:
+    """kill -9 when half of the `file`-th file, from 0, of a checkpoint is written."""
+    save, count = torch.save, iter(range(1000))
+
+    def half(value, path, **options):
+        save(value, path, **options)
+        is_file = isinstance(path, (str, os.PathLike))
+        if is_file and int(os.environ["RANK"]) == rank and next(count) == file:
+            os.truncate(path, os.path.getsize(path) // 2)
+            die()
+
+    torch.save = half
+
+
+def kill_at_event(folder: str, index: int) -> None:
+    """kill -9 before the `index`-th change, from 0, of what is in the folder, torch.save's not counted."""
+    count = iter(range(1000))
+
+    def hook(event, args):
+        if event in FILE_EVENTS and str(args[0]).startswith(folder):
+            reading = event == "open" and not str(args[1]).startswith(("w", "a", "x"))
+            if not reading and next(count) == index:
+                die()
+
+    sys.addaudithook(hook)
+
+
+def record(folder: str) -> None:
+    """Writes the samples of each step, by rank, and masters and moments when they are saved or loaded."""
+    from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
+
+    from launch import checkpoints
+
+    batch, load, save = data.Split.batch, checkpoints.load, checkpoints.save
+
+    def states(engine) -> list:
+        return [
+            (
+                safe_get_full_fp32_param(p).clone(),
+                *(safe_get_full_optimizer_state(p, name).clone() for name in ("exp_avg", "exp_avg_sq")),
+            )
+            for p in engine.module.parameters()
+        ]
+
+    train_step, now = pretrain_gpt.Trainer._train_step, []
+
+    def timed(trainer):
+        now[:] = [trainer.step + 1]
+        try:
+            return train_step(trainer)
+        finally:
+            now.clear()
+
+    def noted(split, positions):
+        out = batch(split, positions)
+        with open(f"{folder}/samples{os.environ['RANK']}", "a") as file:
+            for row in out.tokens if now else ():
+                file.write(f"{now[0]} {hashlib.sha256(row.numpy().tobytes()).hexdigest()}\n")
+        return out
+
+    def saved(engine, where, step, *args, **options):
+        found = states(engine)
+        if int(os.environ["RANK"]) == 0:
+            torch.save(found, f"{folder}/saved{step}")
+        save(engine, where, step, *args, **options)
+
+    def loaded(engine, *args):
+        state = load(engine, *args)
+        found = states(engine)
+        if int(os.environ["RANK"]) == 0:
+            torch.save(found, f"{folder}/loaded{state['step']}")
+        return state
+
+    pretrain_gpt.Trainer._train_step = timed
+    data.Split.batch, checkpoints.load, checkpoints.save = noted, loaded, saved
+
+
+def main(faults: dict, argv: list[str]) -> None:
+    if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0":
+        for name, arguments in faults.items():
+            globals()[name](*arguments)
+    pretrain_gpt.main(argv)
+
+
+if __name__ == "__main__":
+    main(json.loads(sys.argv[1]), sys.argv[2:])

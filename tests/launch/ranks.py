@@ -1,0 +1,93 @@
+"""Ranks of the entry point as processes that are forked from one which has imported everything."""
+
+import multiprocessing
+import multiprocessing.connection
+import os
+import sys
+import traceback
+from dataclasses import dataclass
+from pathlib import Path
+from unittest import mock
+
+from tests.launch import faulty
+from tests.util import free_port
+
+HIDDEN = {"CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
+PRELOADED = [
+    "deepspeed",
+    "megatron.core.models.gpt",
+    "coat_ds.engine",
+    "megatron_ext.model",
+    "matplotlib.pyplot",
+]
+
+
+@dataclass(frozen=True)
+class Ended:
+    """Exit codes by rank, negative for signals, None for those that were killed then; what they printed."""
+
+    codes: list
+    text: str
+
+
+def run_ranks(argv, folder: Path, *, ranks: int = 1, faults: dict | None = None) -> Ended:
+    """Runs the entry point; when a rank fails the others are killed, as launchers do."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([*PRELOADED, __name__])
+    with mock.patch.dict(os.environ, HIDDEN):
+        environment = {"WORLD_SIZE": ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
+        processes = [
+            context.Process(
+                target=_rank,
+                args=(
+                    {**environment, "RANK": r, "LOCAL_RANK": r},
+                    folder,
+                    faults or {},
+                    list(map(str, argv)),
+                ),
+            )
+            for r in range(ranks)
+        ]
+        for process in processes:
+            process.start()
+    codes, waiting = [None] * ranks, dict(enumerate(processes))
+    try:
+        while waiting and all(code in (None, 0) for code in codes):
+            done = multiprocessing.connection.wait([p.sentinel for p in waiting.values()], timeout=300)
+            assert done, f"no rank ended in 300 s: {_printed(folder, ranks)}"
+            for r in [r for r, p in waiting.items() if p.sentinel in done]:
+                waiting.pop(r).join()
+                codes[r] = processes[r].exitcode
+        # ranks that leave for the same reason do so together
+        for r, process in list(waiting.items()):
+            process.join(5)
+            codes[r] = process.exitcode
+    finally:
+        for process in waiting.values():
+            process.kill()
+            process.join()
+    return Ended(codes, _printed(folder, ranks))
+
+
+def _printed(folder: Path, ranks: int) -> str:
+    return "".join((folder / f"rank{r}.log").read_text() for r in range(ranks))
+
+
+def _rank(environment: dict, folder: Path, faults: dict, argv: list[str]) -> None:
+    os.environ.update({name: str(value) for name, value in {**environment, **HIDDEN}.items()})
+    log = os.open(folder / f"rank{environment['RANK']}.log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    for stream in (sys.stdout, sys.stderr):
+        stream.reconfigure(line_buffering=True)
+    try:
+        faulty.main(faults, argv)
+    except SystemExit as end:
+        # multiprocessing would print the message of an exit to its own stderr
+        if isinstance(end.code, str):
+            print(end.code, file=sys.stderr)
+            sys.exit(1)
+        raise
+    except BaseException:
+        traceback.print_exc()
+        raise

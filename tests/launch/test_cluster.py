@@ -1,0 +1,255 @@
+"""The scripts across two "hosts": network namespaces of this machine joined by a cable that can be pulled."""
+
+import contextlib
+import os
+import shlex
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from launch import cluster
+from tests.launch.ranks import HIDDEN, run_ranks
+from tests.launch.test_faults import measured
+from tests.util import free_port
+
+ROOT = Path(cluster.__file__).parents[1]
+ADDRESSES = ("10.99.7.1", "10.99.7.2")
+NAMES = ("coat0", "coat1")
+# both ends of the cable have the name that hosts' interfaces have
+INTERFACE = "eth0"
+STEPS = {"SEQ_LENGTH": "32", "STEPS": "6", "SAVE_INTERVAL": "1"}
+EXTRA = ["--global-batch-size=8", "--micro-batch-size=4", "--eval-batches=1", "--distributed-timeout=10"]
+
+
+def ip(*arguments, check=True) -> subprocess.CompletedProcess:
+    return subprocess.run(["ip", *arguments], check=check, capture_output=True, text=True)
+
+
+@pytest.fixture(scope="module")
+def hosts():
+    """Prefixes of commands that run on the first and on the second host."""
+    if os.geteuid() or not shutil.which("ip"):
+        pytest.skip("needs root and iproute2 for network namespaces")
+    if ip("netns", "add", NAMES[0], check=False).returncode:
+        pytest.skip("network namespaces are not allowed here")
+    try:
+        ip("netns", "add", NAMES[1])
+        ends = [[INTERFACE, "netns", name] for name in NAMES]
+        ip("link", "add", "name", *ends[0], "type", "veth", "peer", "name", *ends[1])
+        for name, address in zip(NAMES, ADDRESSES, strict=True):
+            ip("-n", name, "addr", "add", f"{address}/24", "dev", INTERFACE)
+            ip("-n", name, "link", "set", INTERFACE, "up")
+            ip("-n", name, "link", "set", "lo", "up")
+        yield [["ip", "netns", "exec", name] for name in NAMES]
+    finally:
+        for name in NAMES:
+            ip("netns", "del", name, check=False)
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory):
+    path = tmp_path_factory.mktemp("my corpus") / "text.txt"
+    path.write_text("".join(f"line {n} of {n * n}\n" for n in range(3000)))
+    return path
+
+
+@pytest.fixture(scope="module")
+def one_host(tmp_path_factory, corpus):
+    """What two ranks measure without scripts and networks."""
+    folder = tmp_path_factory.mktemp("one")
+    sizes = ["--seq-length", 32, "--steps", 6, "--data", corpus, "--output", folder / "run"]
+    ended = run_ranks([*EXTRA, *sizes], folder, ranks=2)
+    assert ended.codes == [0, 0], ended.text
+    return measured(folder)
+
+
+def variables(folder: Path, corpus: Path, **more) -> dict:
+    own = {**HIDDEN, **STEPS, "PYTHON": sys.executable, "GPUS_PER_NODE": "1", "OUTPUT": str(folder / "run")}
+    return {**os.environ, **own, "DATA": str(corpus), "INTERFACE": INTERFACE, **more}
+
+
+@contextlib.contextmanager
+def running(hosts, script, folder, corpus):
+    """The script on both hosts; what they print goes to files in the folder."""
+    processes = []
+    try:
+        for rank, inside in enumerate(hosts):
+            env = variables(folder, corpus, NODES="2", NODE_RANK=str(rank), MASTER_ADDR=ADDRESSES[0])
+            with (folder / f"host{rank}.log").open("a") as log:
+                processes.append(
+                    subprocess.Popen(
+                        [*inside, "bash", str(ROOT / "launch" / script), *EXTRA],
+                        env=env,
+                        stdout=log,
+                        stderr=log,
+                        start_new_session=True,
+                    )
+                )
+        yield processes
+    finally:
+        for process in processes:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+
+
+def printed(folder) -> str:
+    return "".join((folder / f"host{rank}.log").read_text() for rank in (0, 1))
+
+
+def test_torchrun_across_hosts_and_a_lost_one(tmp_path, hosts, corpus, one_host):
+    """The cable is pulled after two steps: both sides end; started again they go on as if nothing was."""
+    with running(hosts, "torchrun_multinode.sh", tmp_path, corpus) as processes:
+        step2 = tmp_path / "run/coat/checkpoints/step2/manifest.json"
+        eventually(lambda: step2.exists() or processes[0].poll() is not None, lambda: printed(tmp_path))
+        ip("-n", NAMES[0], "link", "set", INTERFACE, "down")
+        try:
+            # ranks give up after --distributed-timeout, and so does the agent that has the store; the other
+            # waits for the store until a scheduler ends it
+            assert processes[0].wait(120) == 1, printed(tmp_path)
+            eventually(lambda: "[rank1]: RuntimeError" in printed(tmp_path), lambda: printed(tmp_path), 60)
+        finally:
+            ip("-n", NAMES[0], "link", "set", INTERFACE, "up")
+    assert max(measured(tmp_path)) < 6
+    with running(hosts, "torchrun_multinode.sh", tmp_path, corpus) as processes:
+        assert [process.wait(240) for process in processes] == [0, 0], printed(tmp_path)
+    assert "going on from" in printed(tmp_path)
+    assert measured(tmp_path) == one_host
+
+
+@pytest.fixture
+def ssh(tmp_path, hosts, monkeypatch):
+    """A real sshd on each host that lets in a key made for it, and an `ssh` that uses it."""
+    if not shutil.which("sshd") or not shutil.which("pdsh"):
+        pytest.skip("needs sshd and pdsh: apt-get install openssh-server pdsh")
+    key = tmp_path / "key"
+    subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", key], check=True)
+    Path("/run/sshd").mkdir(exist_ok=True)
+    daemons = []
+    for inside, address in zip(hosts, ADDRESSES, strict=True):
+        options = {
+            "ListenAddress": address,
+            "HostKey": key,
+            "AuthorizedKeysFile": f"{key}.pub",
+            "StrictModes": "no",
+            "PasswordAuthentication": "no",
+            "UsePAM": "no",
+            "PermitRootLogin": "yes",
+            "PidFile": "none",
+        }
+        words = [word for name, value in options.items() for word in ("-o", f"{name}={value}")]
+        daemons.append(subprocess.Popen([*inside, shutil.which("sshd"), "-D", "-f", "/dev/null", *words]))
+    wrapper = tmp_path / "bin/ssh"
+    wrapper.parent.mkdir()
+    options = "-o StrictHostKeyChecking=no -o UserKnownHostsFile=/dev/null -o LogLevel=ERROR"
+    wrapper.write_text(f'#!/bin/sh\nexec {shutil.which("ssh")} -i {shlex.quote(str(key))} {options} "$@"\n')
+    wrapper.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{wrapper.parent}:{os.environ['PATH']}")
+    yield
+    for daemon in daemons:
+        daemon.terminate()
+        daemon.wait()
+
+
+def test_deepspeed_across_hosts(tmp_path, hosts, corpus, one_host, ssh):
+    hostfile = tmp_path / "hosts"
+    hostfile.write_text("".join(f"{address} slots=1\n" for address in ADDRESSES))
+    env = variables(tmp_path, corpus, HOSTFILE=str(hostfile), MASTER_ADDR=ADDRESSES[0])
+    script = [*hosts[0], "bash", str(ROOT / "launch/deepspeed_multinode.sh"), *EXTRA]
+    done = subprocess.run(script, env=env, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert measured(tmp_path) == one_host
+    # a host that is not there
+    hostfile.write_text(f"{ADDRESSES[0]} slots=1\n10.99.7.9 slots=1\n")
+    done = subprocess.run(script, env=env, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 1 and "error: 10.99.7.9: cannot be asked by ssh" in done.stderr
+
+
+def eventually(happens, what, seconds=200):
+    deadline = time.monotonic() + seconds
+    while not happens():
+        assert time.monotonic() < deadline, what()
+        time.sleep(0.2)
+
+
+@pytest.fixture
+def slurm(tmp_path, monkeypatch):
+    """A Slurm of this machine alone, from the distribution's packages."""
+    wanted = ("munged", "slurmctld", "slurmd", "sbatch")
+    if os.geteuid() or not all(map(shutil.which, wanted)):
+        pytest.skip("needs root and Slurm: apt-get install slurmctld slurmd slurm-client munge")
+    name = socket.gethostname().split(".")[0]
+    config, wire = tmp_path / "slurm.conf", tmp_path / "munge.socket"
+    options = {
+        "ClusterName": "test",
+        "SlurmctldHost": f"{name}(127.0.0.1)",
+        "AuthInfo": f"socket={wire}",
+        "SlurmUser": "root",
+        "SlurmctldPort": free_port(),
+        "SlurmdPort": free_port(),
+        "StateSaveLocation": tmp_path / "state",
+        "SlurmdSpoolDir": tmp_path / "spool",
+        "SlurmctldPidFile": tmp_path / "slurmctld.pid",
+        "SlurmdPidFile": tmp_path / "slurmd.pid",
+        "ProctrackType": "proctrack/linuxproc",
+        "TaskPlugin": "task/none",
+        "JobAcctGatherType": "jobacct_gather/none",
+        "MailProg": "/bin/true",
+        "NodeName": f"{name} NodeAddr=127.0.0.1 CPUs={os.cpu_count()}",
+        "PartitionName": "main Nodes=ALL Default=YES State=UP",
+    }
+    config.write_text("".join(f"{key}={value}\n" for key, value in options.items()))
+    (tmp_path / "munge.key").write_bytes(os.urandom(1024))
+    (tmp_path / "munge.key").chmod(0o400)
+    for folder in ("state", "spool"):
+        (tmp_path / folder).mkdir()
+    monkeypatch.setenv("SLURM_CONF", str(config))
+    files = {"socket": "socket", "key-file": "key", "pid-file": "pid", "seed-file": "seed", "log-file": "log"}
+    munged = ["munged", "--foreground", "--force", *(f"--{o}={tmp_path}/munge.{f}" for o, f in files.items())]
+    quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    daemons = [subprocess.Popen(munged, **quiet)]
+    try:
+        eventually(wire.exists, lambda: (tmp_path / "munge.log").read_text(), 10)
+        daemons += [subprocess.Popen([daemon, "-D"], **quiet) for daemon in ("slurmctld", "slurmd")]
+        eventually(lambda: "idle" in output("sinfo", "-h"), lambda: output("sinfo"), 30)
+        yield
+        output("scancel", "--me")
+        eventually(lambda: not output("squeue", "-h"), lambda: output("squeue"), 60)
+    finally:
+        for daemon in reversed(daemons):
+            daemon.terminate()
+            daemon.wait()
+
+
+def output(*command) -> str:
+    return subprocess.run(command, capture_output=True, text=True).stdout
+
+
+def test_slurm_stops_by_a_checkpoint_and_goes_on(tmp_path, slurm, corpus):
+    log = tmp_path / "job.log"
+    env = variables(tmp_path, corpus, STEPS="100000", GPUS_PER_NODE="2", INTERFACE="lo")
+    sizes = ["--nodes=1", "--gpus-per-node=0", "--cpus-per-task=1", f"--output={log}"]
+    script = [str(ROOT / "launch/slurm.sbatch"), *EXTRA]
+    done = subprocess.run(
+        ["sbatch", "--parsable", *sizes, *script], env=env, cwd=ROOT, stdout=subprocess.PIPE
+    )
+    job = done.stdout.decode().strip()
+    checkpoints = tmp_path / "run/coat/checkpoints"
+    eventually((checkpoints / "step2/manifest.json").exists, log.read_text)
+    # what `--signal=B:USR1@300` does five minutes before the end
+    output("scancel", "--batch", "--signal=USR1", job)
+    eventually(lambda: "Reason=BeginTime" in output("scontrol", "show", "job", job), log.read_text)
+    assert "stopped by a signal after step" in log.read_text()
+    newest = max(checkpoints.glob("step*"), key=lambda path: int(path.name.removeprefix("step")))
+    # Slurm lets a job that was put back wait for two minutes
+    output("scontrol", "update", f"JobId={job}", "StartTime=now")
+    eventually(
+        lambda: f"going on from {newest}" in log.read_text(),
+        lambda: log.read_text() + output("scontrol", "show", "job", job),
+    )

@@ -1,0 +1,92 @@
+"""Every file in configs/, one by one, by what reads it."""
+
+import json
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+
+from coat_ds import CoatConfigError
+from coat_ds.engine import check
+from launch import cluster
+from tests.util import run_distributed
+
+CONFIGS = Path(cluster.__file__).parents[1] / "configs"
+DEEPSPEED = {
+    "ds_zero1_coat": (1, None),
+    "ds_zero2_coat": (2, None),
+    "ds_zero3_coat": (3, None),
+    "ds_zero2_offload_coat": (2, "cpu"),
+    "ds_zero3_offload_coat": (3, "cpu"),
+}
+# of the published models: vocabulary and number of parameters; the first two are this project's
+MODELS = {
+    "quickstart": (384, None),
+    "125m": (32000, None),
+    "1b": (128256, 1_235_814_400),
+    "llama2_7b": (32000, 6_738_415_616),
+    "llama2_13b": (32000, 13_015_864_320),
+    "llama3_8b": (128256, 8_030_261_248),
+    "llama3_70b": (128256, 70_553_706_496),
+}
+
+
+def test_no_file_is_left_out():
+    assert {p.stem for p in CONFIGS.glob("ds_*.json")} == set(DEEPSPEED)
+    assert {p.stem.removeprefix("model_") for p in CONFIGS.glob("model_*.json")} == set(MODELS)
+
+
+@pytest.mark.parametrize("name", DEEPSPEED)
+def test_deepspeed_reads_it(name):
+    from deepspeed.runtime.config import DeepSpeedConfig
+
+    stage, device = DEEPSPEED[name]
+    content = json.loads((CONFIGS / f"{name}.json").read_text())
+    config = DeepSpeedConfig(content)
+    assert config.zero_optimization_stage == stage and config.bfloat16_config.enabled
+    offload = config.zero_config.offload_optimizer
+    assert (offload and offload.device) == device
+    # nothing of it means another thing to COAT than it says
+    assert check(content, None).optimizer.enabled
+    content["zero_optimization"]["offload_optimizer"] = {"device": "nvme", "nvme_path": "/tmp"}
+    with pytest.raises(CoatConfigError, match="offload_optimizer.device: found 'nvme'"):
+        check(content, None)
+
+
+def build_all() -> dict:
+    """Parameters of each model, on the meta device."""
+    torch.distributed.init_process_group("gloo")
+    from megatron.core.models.gpt import GPTModel
+
+    from megatron_ext import cpu, layer_specs
+    from megatron_ext.model import build_gpt, initialize_model_parallel, load_shape
+
+    cpu.enable()
+    initialize_model_parallel(1)
+    out = {}
+    for name, (vocab, _) in MODELS.items():
+        shape = load_shape(CONFIGS / f"model_{name}.json")
+        # weights without memory have no device to go to
+        with torch.device("meta"), mock.patch.object(GPTModel, "to", lambda model, **_: model):
+            model = build_gpt(shape, layer_specs.coat_layer_spec, seq_length=64, vocab_size=vocab)
+        assert all(p.is_meta for p in model.parameters() if p.dim() > 1)
+        out[name] = sum(p.numel() for p in model.parameters())
+    return out
+
+
+def test_models_have_the_published_sizes():
+    (found,) = run_distributed(build_all, 1)
+    for name, (vocab, published) in MODELS.items():
+        shape = json.loads((CONFIGS / f"model_{name}.json").read_text())
+        assert found[name] == (published or found[name]) == cluster.parameter_count(shape, vocab), name
+
+
+def test_plan_of_70b_divides(monkeypatch):
+    monkeypatch.chdir(CONFIGS.parent)
+    lines = (CONFIGS / "cluster_70b.env").read_text().splitlines()
+    env = dict(line.split("=") for line in lines if not line.startswith("#"))
+    settings = cluster.Settings.from_environment(
+        "megatron", {**env, "MEGATRON_PATH": "/megatron", "MASTER_ADDR": "node0"}
+    )
+    assert settings.world_size == 64 and settings.shape()["hidden_size"] == 8192

@@ -1,0 +1,286 @@
+"""What ends or damages a run, and what the next one makes of it: the same losses, to the bit."""
+
+import contextlib
+import hashlib
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from launch import pretrain_gpt, report
+from tests.coat_ds.test_checkpoints import assert_groups_faithful
+from tests.launch.ranks import HIDDEN, run_ranks
+
+ROOT = Path(pretrain_gpt.__file__).parents[1]
+SIZES = {
+    "--num-layers": 1,
+    "--hidden-size": 64,
+    "--ffn-hidden-size": 128,
+    "--num-attention-heads": 4,
+    "--num-query-groups": 2,
+    "--seq-length": 32,
+    "--micro-batch-size": 2,
+    "--global-batch-size": 8,
+    "--eval-batches": 1,
+    "--eval-interval": 4,
+    "--save-interval": 2,
+    "--steps": 8,
+    "--variant": "coat",
+}
+ARGUMENTS = [str(item) for pair in SIZES.items() for item in pair]
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory) -> Path:
+    """A little text: tokenising the standard library takes longer than training here."""
+    path = tmp_path_factory.mktemp("corpus") / "text.txt"
+    words = random.Random(7)
+    path.write_text(" ".join(words.choice(["red", "green", "blue", "seven", "eight"]) for _ in range(20000)))
+    return path
+
+
+@pytest.fixture
+def train(tmp_path, corpus):
+    """Runs ranks with the output in `tmp_path / "run"`."""
+
+    def run(*arguments, ranks=1, **faults):
+        argv = [*ARGUMENTS, "--data", corpus, "--output", tmp_path / "run", *arguments]
+        return run_ranks(argv, tmp_path, ranks=ranks, faults=faults)
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory, corpus):
+    """Folders of uninterrupted runs, by number of ranks, with the states at each save."""
+    folders = {}
+    for ranks in (1, 2):
+        folder = folders[ranks] = tmp_path_factory.mktemp(f"whole{ranks}")
+        argv = [*ARGUMENTS, "--data", corpus, "--output", folder / "run"]
+        ended = run_ranks(argv, folder, ranks=ranks, faults={"record": [str(folder)]})
+        assert ended.codes == [0] * ranks, ended.text
+    return folders
+
+
+def measured(folder: Path) -> dict:
+    """Losses of training and validation, learning rates and norms, by step: all that must not differ."""
+    out = {}
+    for record in report.read_metrics(folder / "run/metrics.jsonl"):
+        known = {key: value for key, value in record.items() if key != "tokens_per_s"}
+        out.setdefault(record["step"], {}).update(known)
+    return out
+
+
+def saved(folder: Path) -> set[str]:
+    """Names of whole checkpoints."""
+    return {path.parent.name for path in folder.glob("run/coat/checkpoints/*/manifest.json")} & {
+        f"step{step}" for step in range(100)
+    }
+
+
+def test_killed_rank_is_started_again(tmp_path, corpus, whole):
+    """kill -9 of one rank at a random step; torchrun starts all again, and they resume by themselves."""
+    step = random.Random(20261121).randrange(3, 9)
+    done = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+        + ["--max-restarts=1", str(ROOT / "tests/launch/faulty.py"), json.dumps({"kill_at_step": [1, step]})]
+        + [*ARGUMENTS, "--data", str(corpus), "--output", str(tmp_path / "run"), "--resume"],
+        # with the store that torch 2.13 shares between lives, the second one waits for addresses of the first
+        env={**os.environ, **HIDDEN, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert f"going on from {tmp_path}/run/coat/checkpoints/step{(step - 1) // 2 * 2}" in done.stdout
+    assert measured(tmp_path) == measured(whole[2])
+
+
+def test_kill_during_save(tmp_path, train, whole):
+    """All ranks die at ever later points of a save; the run then goes to its end as if nothing had been."""
+    folder = tmp_path / "run/coat/checkpoints"
+    points = [{"kill_in_save": [0, file]} for file in (0, 1)]
+    points += [{"kill_at_event": [f"{folder}/", index]} for index in range(12)]
+    seen, before = set(), -1
+    for point in points:
+        ended = train("--resume", "--keep-checkpoints", 1, **point)
+        assert ended.codes == [-signal.SIGKILL], ended.text
+        steps = [int(name.removeprefix("step")) for name in saved(tmp_path)]
+        newest = max(steps, default=-1)
+        # nothing that was whole is lost, and latest is one of them
+        assert newest >= before
+        before = newest
+        latest = folder / "latest"
+        latest = int(latest.read_text().removeprefix("step")) if latest.exists() else -1
+        assert latest in (*steps, -1)
+        seen |= {
+            "first cut off": newest < 0 and any(folder.glob("*.partial")),
+            "latest behind": latest < newest,
+            "old one left": len(steps) > 1,
+        }.items()
+    assert train("--resume", "--keep-checkpoints", 1).codes == [0]
+    assert measured(tmp_path) == measured(whole[1]) and (folder / "latest").read_text() == "step8"
+    # the points were what they are meant to be
+    assert {("first cut off", True), ("latest behind", True), ("old one left", True)} <= seen
+
+
+def test_kill_of_another_rank_during_save(tmp_path, train, whole):
+    """Rank 0's files are whole, rank 1's is not: none of it counts."""
+    ended = train("--resume", ranks=2, kill_in_save=[1, 0])
+    assert ended.codes[1] == -signal.SIGKILL and not saved(tmp_path)
+    ended = train("--resume", ranks=2, signal_at_step=[1, 3, signal.SIGUSR1])
+    assert ended.codes == [pretrain_gpt.STOPPED] * 2, ended.text
+    # the signal of one rank stops both, after the step that it came in
+    assert saved(tmp_path) == {"step2", "step3"} and "stopped by a signal after step 3" in ended.text
+    ended = train("--resume", ranks=2)
+    assert ended.codes == [0, 0] and measured(tmp_path) == measured(whole[2])
+
+
+def test_sigterm_of_one_process(tmp_path, train, whole):
+    ended = train("--save-interval", 100, signal_at_step=[0, 5, signal.SIGTERM])
+    assert ended.codes == [pretrain_gpt.STOPPED] and saved(tmp_path) == {"step5"}
+    # an older run's checkpoint is not taken for one of a run that starts anew
+    ended = train()
+    assert ended.codes == [1] and "step5 is there, from an earlier run" in ended.text
+    assert train("--resume").codes == [0]
+    assert measured(tmp_path) == measured(whole[1])
+
+
+@contextlib.contextmanager
+def small_disk(folder: Path, megabytes: float):
+    folder.mkdir(parents=True)
+    options = f"size={int(megabytes * 2**20)}"
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", options, "none", folder], capture_output=True)
+    if mounted.returncode:
+        pytest.skip(f"cannot mount a small disk: {mounted.stderr.decode().strip()}")
+    try:
+        yield
+    finally:
+        subprocess.run(["umount", folder], check=True)
+
+
+def test_disk_full_during_save(tmp_path, train, whole):
+    size = sum(p.stat().st_size for p in (whole[1] / "run/coat/checkpoints/step2").iterdir()) / 2**20
+    folder = tmp_path / "run/coat/checkpoints"
+    with small_disk(folder, 1.5 * size):
+        ended = train("--resume")
+        assert ended.codes == [1] and "Traceback" not in ended.text
+        assert f"error: cannot write a checkpoint to {folder}" in ended.text and "make room" in ended.text
+        assert saved(tmp_path) == {"step2"} and (folder / "latest").read_text() == "step2"
+        subprocess.run(["mount", "-o", f"remount,size={int(3.5 * size * 2**20)}", folder], check=True)
+        # room for two: of what the full disk has cut off nothing is left
+        ended = train("--resume", "--keep-checkpoints", 1)
+        assert ended.codes == [0], ended.text
+        assert measured(tmp_path) == measured(whole[1]) and saved(tmp_path) == {"step8"}
+        assert not list(folder.glob("*.partial"))
+
+
+def test_damaged_checkpoints(tmp_path, train, whole):
+    """One flipped bit in the newest, a short file in the one before, a manifest that is none in the third."""
+    shutil.copytree(whole[1] / "run", tmp_path / "run")
+    folder = tmp_path / "run/coat/checkpoints"
+    model, optimizer = "mp_rank_00_model_states.pt", "bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt"
+    with (folder / "step8" / model).open("r+b") as file:
+        file.seek(random.Random(3).randrange(os.path.getsize(file.name)))
+        byte = file.read(1)[0]
+        file.seek(-1, os.SEEK_CUR)
+        file.write(bytes([byte ^ 4]))
+    os.truncate(folder / "step6" / optimizer, 1000)
+    (folder / "step4/manifest.json").write_text("{")
+    ended = train("--resume")
+    assert ended.codes == [0], ended.text
+    assert f"step8 is damaged: {model} has another SHA-256. The one before it is used" in ended.text
+    assert f"step6 is damaged: {optimizer} has 1000 bytes instead of" in ended.text
+    assert "step4 is damaged: manifest.json cannot be read" in ended.text
+    assert f"going on from {folder}/step2" in ended.text
+    assert measured(tmp_path) == measured(whole[1])
+    # what is damaged is kept for a look, under names that no run takes for checkpoints
+    assert {p.name for p in folder.glob("*.damaged")} == {"step8.damaged", "step6.damaged", "step4.damaged"}
+    assert saved(tmp_path) == {"step2", "step4", "step6", "step8"}
+
+    for path in folder.glob("step*/*.pt"):
+        path.write_bytes(b"")
+    ended = train("--resume")
+    assert ended.codes == [1] and "every checkpoint in it is damaged" in ended.text
+
+
+def test_a_named_checkpoint_of_another_output(tmp_path, train, whole):
+    ended = train("--load", whole[1] / "run/coat/checkpoints/step4")
+    assert ended.codes == [0], ended.text
+    one, other = measured(whole[1]), measured(tmp_path)
+    assert other == {step: one[step] for step in range(5, 9)}
+
+
+class Payload:
+    def __reduce__(self):
+        return os.mkdir, (f"{Path(__file__).parent}/executed",)
+
+
+def test_nothing_in_a_checkpoint_is_executed(tmp_path, train, whole):
+    shutil.copytree(whole[1] / "run", tmp_path / "run")
+    last = tmp_path / "run/coat/checkpoints/step8"
+    path = last / "mp_rank_00_model_states.pt"
+    torch.save({**torch.load(path, weights_only=True), "extra": Payload()}, path)
+    manifest = json.loads((last / "manifest.json").read_text())
+    manifest["files"][path.name] = {
+        "bytes": path.stat().st_size,
+        "sha256": hashlib.sha256(path.read_bytes()).hexdigest(),
+    }
+    (last / "manifest.json").write_text(json.dumps(manifest))
+    ended = train("--resume", "--steps", 9)
+    assert ended.codes == [1] and "a file holds more than data and was not read" in ended.text
+    assert "Traceback" not in ended.text and not (Path(__file__).parent / "executed").exists()
+
+
+@pytest.mark.parametrize("ranks", [1, 4])
+def test_resume_at_half_and_double_the_size(tmp_path, train, whole, ranks):
+    shutil.copytree(whole[2] / "run", tmp_path / "run")
+    for step in (6, 8):
+        shutil.rmtree(tmp_path / f"run/coat/checkpoints/step{step}")
+    ended = train("--resume", ranks=ranks, record=[str(tmp_path)])
+    assert ended.codes == [0] * ranks, ended.text
+
+    def samples(folder, ranks):
+        """Those of each step, whichever rank has seen them."""
+        lines = [line for r in range(ranks) for line in (folder / f"samples{r}").read_text().splitlines()]
+        return {step: sorted(x for x in lines if x.startswith(f"{step} ")) for step in range(5, 9)}
+
+    assert samples(tmp_path, ranks) == samples(whole[2], 2)
+    # masters are those that were saved; moments are rounded once more
+    before, after = torch.load(whole[2] / "saved4"), torch.load(tmp_path / "loaded4")
+    for (master, *moments), (loaded, *arrived) in zip(before, after, strict=True):
+        assert torch.equal(master, loaded)
+        for a, b in zip(moments, arrived, strict=True):
+            if a.numel() < 4096:
+                assert torch.equal(a, b)
+            else:
+                assert_groups_faithful(b, a, cuts=ranks - 1)
+    one, other = measured(whole[2]), measured(tmp_path)
+    for step in range(5, 9):
+        assert other[step]["lr"] == one[step]["lr"]
+        # as in test_two_ranks_give_the_losses_of_one
+        assert other[step]["loss"] == pytest.approx(one[step]["loss"], rel=3e-4 if step == 5 else 5e-3)
+
+
+def test_loss_that_is_not_finite(tmp_path, train, whole):
+    ended = train(ranks=2, nan_at_steps=[1, 3, 4])
+    assert 1 in ended.codes and "Traceback" not in ended.text
+    assert "error: training diverged: loss nan at step 3" in ended.text
+    shutil.rmtree(tmp_path / "run")
+    ended = train("--non-finite", "skip", ranks=2, nan_at_steps=[1, 3, 4])
+    assert ended.codes == [0, 0], ended.text
+    assert "step 3 skipped: loss nan" in ended.text and "step 4 skipped: loss nan" in ended.text
+    one, other = measured(whole[2]), measured(tmp_path)
+    assert {step for step in other if "skipped" in other[step]} == {3, 4}
+    assert all("loss" not in other[step] for step in (3, 4))
+    assert all(other[step] == one[step] for step in (1, 2))
+    # the weights and the schedule stood still
+    assert other[4]["val_loss"] == pytest.approx(other[2]["loss"], abs=1)
+    assert [other[step]["lr"] for step in (5, 6)] == [one[step]["lr"] for step in (3, 4)]

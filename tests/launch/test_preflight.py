@@ -1,0 +1,172 @@
+"""What the scripts refuse to start, and what they say they would start."""
+
+import json
+import os
+import shlex
+import subprocess
+import sys
+from copy import deepcopy
+from pathlib import Path
+
+import pytest
+
+from launch import cluster, preflight, pretrain_gpt
+from launch.cluster import ClusterError, Settings
+from tests.util import free_port
+
+ROOT = Path(cluster.__file__).parents[1]
+
+
+def settings(tmp_path, kind="torchrun", **variables) -> Settings:
+    return Settings.from_environment(kind, {"OUTPUT": str(tmp_path), "GPUS_PER_NODE": "1", **variables})
+
+
+@pytest.mark.parametrize(
+    "variables, message",
+    [
+        ({"NODES": "two"}, "NODES: expected a whole number of at least 1, found 'two'"),
+        ({"NODES": "2"}, "MASTER_ADDR: expected the address of node 0"),
+        ({"NODE_RANK": "1"}, r"NODE_RANK: expected less than NODES \(1\), found 1"),
+        ({"TENSOR_SIZE": "3"}, "TENSOR_SIZE 3 times PIPELINE_SIZE 1 does not divide the 1 processes"),
+        ({"GPUS_PER_NODE": "8", "TENSOR_SIZE": "8"}, "TENSOR_SIZE: 8 does not divide num_attention_heads 4"),
+        ({"GPUS_PER_NODE": "4", "DATA_SIZE": "2"}, "DATA_SIZE: 2, but 4 processes in groups of 1 leave 4"),
+        ({"GPUS_PER_NODE": "2", "PIPELINE_SIZE": "2"}, "PIPELINE_SIZE: 2, but launch/pretrain_gpt.py has no"),
+        ({"MODEL_CONFIG": "none.json"}, "MODEL_CONFIG none.json: cannot be read"),
+        ({"LAUNCHER": "rsh"}, "LAUNCHER: expected one of pdsh, openmpi, slurm, found 'rsh'"),
+    ],
+    ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
+)
+def test_settings_are_refused(tmp_path, variables, message):
+    with pytest.raises(ClusterError, match=message):
+        settings(tmp_path, **variables)
+
+
+def test_hostfiles(tmp_path):
+    path = tmp_path / "hosts"
+
+    def read(text):
+        path.write_text(text)
+        return settings(tmp_path, "deepspeed", HOSTFILE=str(path), GPUS_PER_NODE="8")
+
+    found = read("# mine\nnode-a slots=8\n\nnode-b slots=8 # the second\n")
+    assert found.hosts == ("node-a", "node-b") and found.nodes == 2 and found.master_addr == "node-a"
+    # the second would be an option of ssh
+    for wrong in ("node-a\n", "-oProxyCommand=id slots=8\n", "a slots=8\na slots=8\n", "a;id slots=8\n"):
+        with pytest.raises(ClusterError, match="expected lines 'host slots=n'"):
+            read(wrong)
+    with pytest.raises(ClusterError, match="as many slots on each host"):
+        read("a slots=8\nb slots=4\n")
+
+
+@pytest.fixture(scope="module")
+def good(tmp_path_factory):
+    """This machine's own report, as node 0 would write it, and made to have GPUs."""
+    folder = tmp_path_factory.mktemp("report")
+    report = preflight.report(settings(folder))
+    assert report["versions"]["torch"] and report["interfaces"] and report["free_bytes"] > 0
+    return {**report, "host": "a", "gpus": [["H200", 9, 0]], "nccl": {}}
+
+
+def test_nodes_that_fit_have_no_problems(tmp_path, good):
+    assert preflight.problems(settings(tmp_path), [good]) == []
+    two = settings(tmp_path, NODES="2", MASTER_ADDR="a")
+    assert preflight.problems(two, [good, {**deepcopy(good), "host": "b"}]) == []
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"versions": {"torch": "1.0"}}, "b: torch 1.0, but a has "),
+        ({"versions": {"deepspeed": None}}, "b: deepspeed is missing, but a has "),
+        ({"sources": "0"}, "b: this project's sources differ from a's. Bring both to one commit"),
+        ({"gpus": []}, "b: 0 GPUs, a has 1. Leave one out"),
+        ({"gpus": [["V100", 7, 0]]}, "b: V100 has compute capability 7.0, FP8 needs 8.9"),
+        ({"free_bytes": 2**20}, "b: 0.0 GiB are free in"),
+        ({"sees_token": False}, "b: does not see"),
+        ({"interfaces": ["eth1"]}, "b: no network interface lo, there are eth1. Set INTERFACE"),
+        ({"nccl": {"NCCL_IB_DISABLE": "1"}}, "b: NCCL_IB_DISABLE is 1, on a it is unset. Set it to the same"),
+        ({"nccl": {"NCCL_DEBUG": "LOUD"}}, "b: NCCL_DEBUG is LOUD. Set it to VERSION"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_problems_name_the_host_and_the_way_out(tmp_path, good, change, message):
+    other = {**deepcopy(good), "host": "b"}
+    for key, value in change.items():
+        other[key] = {**other[key], **value} if isinstance(value, dict) else value
+    found = preflight.problems(settings(tmp_path, INTERFACE="lo", GPUS_PER_NODE="1"), [good, other])
+    assert any(line.startswith(message) for line in found), found
+    (*_, alone) = preflight.problems(settings(tmp_path, NODES="2", MASTER_ADDR="a", INTERFACE="lo"), [good])
+    assert "the loopback interface reaches no other node" in alone
+
+
+def test_dry_run_prints_what_each_node_runs(tmp_path):
+    """Words survive the shell as they were, and the training scripts' own parsers take them."""
+    data = tmp_path / 'a $(touch pwned) "b" corpus'
+    env = {**os.environ, "PYTHON": sys.executable, "OUTPUT": str(tmp_path / "o u t"), "DATA": f"{data}:/c"}
+    env |= {"NODES": "2", "MASTER_ADDR": "10.0.0.1", "GPUS_PER_NODE": "4", "INTERFACE": "eth9"}
+
+    def dry_run(script, **variables):
+        done = subprocess.run(
+            ["bash", str(ROOT / "launch" / script), "--dry-run", "--lr", "0.5"],
+            env={**env, **variables},
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        assert not (tmp_path / "pwned").exists()
+        return [shlex.split(line) for line in done.stdout.splitlines() if not line.startswith("#")]
+
+    for rank, words in enumerate(dry_run("torchrun_multinode.sh", TENSOR_SIZE="2")):
+        assert {"NCCL_SOCKET_IFNAME=eth9", "GLOO_SOCKET_IFNAME=eth9"} <= set(words)
+        assert f"--rdzv-conf=is_host={int(rank == 0)}" in words and "--nproc-per-node=4" in words
+        script = words.index(str(ROOT / "launch/pretrain_gpt.py"))
+        args = pretrain_gpt.parse_args(words[script + 1 :])
+        assert args.data == [str(data), "/c"] and args.resume and args.lr == 0.5
+        assert args.output == str(tmp_path / "o u t")
+    hostfile = tmp_path / "hosts"
+    hostfile.write_text("a slots=4\nb slots=4\n")
+    (words,) = dry_run("deepspeed_multinode.sh", HOSTFILE=str(hostfile))
+    assert {f"--hostfile={hostfile}", "--launcher=pdsh", "--num_nodes=2"} <= set(words)
+    first, second = dry_run("megatron_pretrain.sh", MEGATRON_PATH="/megatron", PIPELINE_SIZE="2")
+    script = first.index("/megatron/pretrain_gpt.py")
+    assert first[script:] == second[second.index("/megatron/pretrain_gpt.py") :]
+    assert first[first.index("--spec") :][:3] == ["--spec", "megatron_ext.with_optimizer", "coat_layer_spec"]
+
+
+def test_two_nodes_compare_themselves_through_the_store(tmp_path):
+    """Real processes; the second has another version of this project."""
+    code = (
+        "import json, sys; from launch import preflight; from launch.cluster import *\n"
+        "s = Settings.from_environment('torchrun', json.loads(sys.argv[1]))\n"
+        "r = preflight.report\n"
+        "preflight.report = lambda *a: r(*a) | ({'sources': 'x', 'host': 'b'} if s.node_rank else {})\n"
+        "try: preflight.check(s, {})\n"
+        "except ClusterError as e: print(e)\n"
+    )
+    common = {
+        "NODES": "2",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(free_port() - 1),
+        "GPUS_PER_NODE": "1",
+    }
+    processes = [
+        subprocess.Popen(
+            [
+                sys.executable,
+                "-c",
+                code,
+                json.dumps({**common, "NODE_RANK": str(r), "OUTPUT": str(tmp_path)}),
+            ],
+            cwd=ROOT,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for r in (0, 1)
+    ]
+    for process in processes:
+        out, _ = process.communicate(timeout=100)
+        assert (
+            out.splitlines()[0] == "the cluster is not ready:" and "b: this project's sources differ" in out
+        )
+    assert not list(tmp_path.iterdir())

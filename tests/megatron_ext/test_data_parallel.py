@@ -1,0 +1,341 @@
+"""Two tensor-parallel ranks times two data-parallel ones, under DeepSpeed's ZeRO 1 and 2 and under Megatron's
+DistributedDataParallel: the numbers of one tensor-parallel rank, and the same bits on ranks that share them.
+"""
+
+import contextlib
+import tempfile
+import warnings
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.megatron_ext.test_parallel import whole, without_rounding
+from tests.util import rel_rms, run_distributed
+
+S, B, VOCAB, LAYERS, MICRO_BATCHES = 32, 2, 64, 2, 2
+H, FFN, HEADS, GROUPS = 64, 96, 4, 2
+STEPS, SAVED_AT = 10, 5
+
+
+def _setup():
+    """The backend and the device of this process, which gets a GPU of its own or none."""
+    from megatron_ext import cpu
+
+    warnings.simplefilter("ignore")
+    cpu.enable()
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    import deepspeed
+
+    if device.type == "cpu":
+        # every rank would compile DeepSpeed's shared-memory collectives; gloo does the same
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    deepspeed.init_distributed("nccl" if device.type == "cuda" else "gloo")
+    return device
+
+
+def _model(tp, sequence_parallel, bf16, **config):
+    """The same weights at any size, with norms that differ from one another."""
+    from megatron_ext.layer_specs import coat_layer_spec
+    from megatron_ext.model import ModelShape, build_gpt, initialize_model_parallel
+
+    initialize_model_parallel(tp)
+    model = build_gpt(
+        ModelShape(LAYERS, H, FFN, HEADS, GROUPS),
+        coat_layer_spec,
+        seq_length=S,
+        vocab_size=VOCAB,
+        bf16=bf16,
+        sequence_parallel=sequence_parallel,
+        qk_layernorm=True,
+        **config,
+    )
+    generator = torch.Generator().manual_seed(1)
+    for parameter in model.parameters():
+        if not getattr(parameter, "tensor_model_parallel", False):
+            noise = 0.3 * torch.randn(parameter.shape, generator=generator)
+            parameter.data.add_(noise.to(parameter))
+    return model
+
+
+def _batches(device):
+    """Micro-batches of each pair of ranks, which are the two of a tensor-parallel group. Where all ranks are
+    data-parallel, two get the same, and the mean over all is no other."""
+    generator = torch.Generator().manual_seed(5)
+    sizes = (dist.get_world_size() // 2, MICRO_BATCHES, B, S)
+    return torch.randint(0, VOCAB, sizes, generator=generator).to(device)
+
+
+def _own_batches(device):
+    return _batches(device)[dist.get_rank() // 2]
+
+
+def _loss(model, tokens):
+    positions = torch.arange(S, device=tokens.device).expand(B, S)
+    return model(tokens, positions, None, labels=tokens).mean()
+
+
+def _mean(value):
+    value = value.detach().clone()
+    dist.all_reduce(value)
+    return value.item() / dist.get_world_size()
+
+
+# name: tensor-parallel size, sequence parallel, ZeRO stage, BF16 and FP8 or FP32 and no rounding, whether we
+# sum gradients that ranks share
+ZERO = {
+    "exact-1": (1, False, 1, False, True),
+    "exact-2-sequence": (2, True, 1, False, True),
+    "fp8-1": (1, False, 1, True, True),
+    "fp8-2-zero1-sequence": (2, True, 1, True, True),
+    "fp8-2-zero2-sequence": (2, True, 2, True, True),
+    "fp8-2-zero2": (2, False, 2, True, True),
+    "not-summed": (2, True, 1, True, False),
+}
+
+
+def _engine(tp, sequence_parallel, stage, rounds, sums):
+    """As launch/pretrain_gpt.py makes it; norms have compressed moments too."""
+    import coat_ds
+    from launch.pretrain_gpt import parameter_groups
+    from megatron_ext import mpu
+
+    model = _model(tp, sequence_parallel, bf16=rounds)
+    if sums:
+        mpu.sum_shared_gradients(model)
+    moments = {} if rounds else {"exp_avg_format": "fp32", "exp_avg_sq_format": "fp32"}
+    config = {
+        "train_micro_batch_size_per_gpu": B,
+        "gradient_accumulation_steps": MICRO_BATCHES,
+        "gradient_clipping": 1.0,
+        "optimizer": {"type": "AdamW", "params": {"lr": 2e-3, "weight_decay": 0.1}},
+        "zero_optimization": {"stage": stage},
+        "coat": {
+            "enabled": True,
+            "report": False,
+            "optimizer": {"keep_fp32": [], "min_numel": 1, **moments},
+        },
+    }
+    if rounds:
+        config["bf16"] = {"enabled": True}
+    engine, *_ = coat_ds.initialize(
+        model=model, model_parameters=parameter_groups(model), mpu=mpu, config=config
+    )
+    return engine
+
+
+def _step(engine, batches):
+    """The mean loss, and the norm of the gradients."""
+    losses = []
+    for tokens in batches:
+        loss = _loss(engine, tokens)
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.detach())
+    return _mean(torch.stack(losses).mean()), float(engine.get_global_grad_norm())
+
+
+def _shared_bits(engine):
+    """What this rank holds of the parameters that are whole on every rank: weights, masters and the codes and
+    metadata of moments."""
+    held = {}
+    for name, parameter in engine.module.named_parameters():
+        if getattr(parameter, "tensor_model_parallel", False):
+            continue
+        held[name] = [parameter.detach().cpu().clone()]
+        mapping = parameter._hp_mapping
+        if mapping is None:
+            # in the partition of another data-parallel rank
+            continue
+        held[name].append(mapping.hp_fragment.cpu().clone())
+        for moment in mapping.optim_fragment.values():
+            # of groups that hold nothing else
+            (piece,) = (p for p in moment.pieces if (p.begin, p.end - p.begin) == (moment.start, len(moment)))
+            held[name] += [t.cpu().clone() for t in piece.storage]
+    return held
+
+
+def _zero(device, folder):
+    from megatron.core import parallel_state
+
+    results = {}
+    for name, case in ZERO.items():
+        tp, _, _, rounds, sums = case
+        if not rounds and device.type == "cuda":
+            # kernels round
+            continue
+        with contextlib.nullcontext() if rounds else without_rounding():
+            engine = _engine(*case)
+            batches = _own_batches(device)
+            steps = []
+            for step in range(STEPS):
+                if step == SAVED_AT and tp > 1 and sums:
+                    engine.save_checkpoint(f"{folder}/{name}", tag="half")
+                steps.append(_step(engine, batches))
+            result = {"losses": [loss for loss, _ in steps], "norms": [norm for _, norm in steps]}
+            result["shared"] = _shared_bits(engine)
+            if tp > 1 and sums:
+                parallel_state.destroy_model_parallel()
+                again = _engine(*case)
+                again.load_checkpoint(f"{folder}/{name}", tag="half")
+                result["resumed"] = [_step(again, batches) for _ in range(STEPS - SAVED_AT)]
+                result["resumed bits"] = _shared_bits(again)
+        results[name] = result
+        parallel_state.destroy_model_parallel()
+    return results
+
+
+# sequence parallel, whether communication overlaps, and without rounding
+MEGATRON = [
+    (split, overlap, exact)
+    for split, overlap in ((False, False), (True, False), (True, True))
+    for exact in (True, False)
+]
+LINEARS = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
+
+
+def _megatron(device):
+    """Gradients of whole parameters that Megatron's own data parallelism hands to its optimizer, and those of
+    one rank that sees all batches."""
+    from megatron.core import parallel_state
+    from megatron.core.distributed import (
+        DistributedDataParallel,
+        DistributedDataParallelConfig,
+        finalize_model_grads,
+    )
+
+    results = {}
+    for exact in (True, False) if device.type == "cpu" else (False,):
+        with without_rounding() if exact else contextlib.nullcontext():
+            model = _model(1, False, bf16=False)
+            batches = _batches(device)
+            for tokens in batches.flatten(0, 1):
+                (_loss(model, tokens) / len(batches)).backward()
+            results["one", exact] = {n: p.grad.cpu() for n, p in model.named_parameters()}
+            parallel_state.destroy_model_parallel()
+    for split, overlap, exact in MEGATRON:
+        if ("one", exact) not in results:
+            continue
+        with without_rounding() if exact else contextlib.nullcontext():
+            model = _model(2, split, bf16=False)
+            ddp = DistributedDataParallel(
+                config=model.config,
+                ddp_config=DistributedDataParallelConfig(
+                    grad_reduce_in_fp32=True, overlap_grad_reduce=overlap, bucket_size=20_000
+                ),
+                module=model,
+            )
+            ddp.zero_grad_buffer()
+            *first, last = _own_batches(device)
+            with ddp.no_sync():
+                for tokens in first:
+                    _loss(ddp, tokens).backward()
+            _loss(ddp, last).backward()
+            finalize_model_grads([ddp])
+            linears = [m for n, m in model.named_modules() if n.endswith(LINEARS)]
+            results[split, overlap, exact] = {
+                "grads": {n: whole(p, p.main_grad).cpu() for n, p in model.named_parameters()},
+                "added": [m.weight.grad_added_to_main_grad for m in linears],
+                "buckets": len(ddp.bucket_groups),
+            }
+        parallel_state.destroy_model_parallel()
+    return results
+
+
+def work(folder):
+    device = _setup()
+    return {"zero": _zero(device, folder), "megatron": _megatron(device)}
+
+
+@pytest.fixture(scope="module")
+def ranks():
+    with tempfile.TemporaryDirectory() as folder:
+        return run_distributed(work, 4, folder)
+
+
+def same(first, second):
+    return first.keys() == second.keys() and all(
+        len(first[n]) == len(second[n]) and all(map(torch.equal, first[n], second[n])) for n in first
+    )
+
+
+def pairs(ranks, name):
+    """What the two ranks of each tensor-parallel group hold of their shared parameters."""
+    held = [rank["zero"][name]["shared"] for rank in ranks]
+    return list(zip(held[::2], held[1::2], strict=True))
+
+
+SPLIT = [name for name, (tp, *_, sums) in ZERO.items() if tp == 2 and sums]
+
+
+@pytest.mark.parametrize("name", SPLIT)
+def test_zero_trains_as_on_one_tensor_parallel_rank(ranks, name):
+    for rank in ranks:
+        check_losses(rank["zero"], name)
+
+
+def check_losses(runs, name):
+    found, one = runs[name], runs["exact-1" if name.startswith("exact") else "fp8-1"]
+    assert one["losses"][0] - one["losses"][-1] > 0.3 * one["losses"][0]
+    if name.startswith("exact"):
+        # sums of at most FFN FP32 terms in another order
+        assert found["losses"] == pytest.approx(one["losses"], rel=1e-5)
+        assert found["norms"] == pytest.approx(one["norms"], rel=1e-5)
+        return
+    # the first from the same weights: FP8 itself moves the loss of an untrained model by 1.5e-4
+    assert found["losses"][0] == pytest.approx(one["losses"][0], rel=3e-4)
+    # gradients agree to 2 %, as derived in test_parallel.py, and so does what the loss falls by; weights are
+    # rounded to BF16
+    for a, b in zip(found["losses"], one["losses"], strict=True):
+        assert abs(a - b) <= 2e-2 * (one["losses"][0] - b) + 2**-10 * b
+    assert found["norms"] == pytest.approx(one["norms"], rel=2e-2)
+
+
+@pytest.mark.parametrize("name", SPLIT)
+def test_what_ranks_share_stays_the_same_bits(ranks, name):
+    for first, second in pairs(ranks, name):
+        assert same(first, second)
+        # some of it, moments in FP8 beside it, lies in each partition
+        held = [tensors for tensors in first.values() if len(tensors) > 1]
+        assert held and (name.startswith("exact") or all(len(tensors) == 2 + 2 * 3 for tensors in held))
+    all_weights = [
+        {n: tensors[:1] for n, tensors in rank["zero"][name]["shared"].items()} for rank in ranks[::2]
+    ]
+    assert same(*all_weights)
+
+
+def test_without_the_sum_they_would_drift_apart(ranks):
+    for first, second in pairs(ranks, "not-summed"):
+        assert not same(first, second)
+        for name in ("final_layernorm", "layers.0.input_layernorm", "layers.0.self_attention.q_layernorm"):
+            name = f"decoder.{name}.weight"
+            assert not torch.equal(first[name][0], second[name][0]), name
+
+
+@pytest.mark.parametrize("name", SPLIT)
+def test_zero_goes_on_from_a_checkpoint_to_the_bit(ranks, name):
+    for rank in ranks:
+        run = rank["zero"][name]
+        assert [loss for loss, _ in run["resumed"]] == run["losses"][SAVED_AT:]
+        assert [norm for _, norm in run["resumed"]] == run["norms"][SAVED_AT:]
+        assert same(run["resumed bits"], run["shared"])
+
+
+@pytest.mark.parametrize("case", MEGATRON, ids=str)
+def test_megatrons_data_parallelism_gives_the_gradients_of_one_rank(ranks, case):
+    for rank in ranks:
+        # as derived in test_parallel.py
+        check_gradients(rank["megatron"], case, 1e-5 if case[-1] else 2e-2)
+        grads, first = (r["megatron"][case]["grads"] for r in (rank, ranks[0]))
+        for name, grad in grads.items():
+            assert torch.equal(grad, first[name]), name
+
+
+def check_gradients(runs, case, bound):
+    found = runs[case]
+    # more than one, so that there is something to overlap
+    assert found["buckets"] > 1 or not case[1]
+    # by us, in every linear layer, and not by Megatron's hook
+    assert found["added"] == [True] * len(LINEARS) * LAYERS
+    for name, grad in runs["one", case[-1]].items():
+        assert rel_rms(found["grads"][name], grad) < bound, name

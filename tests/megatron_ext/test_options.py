@@ -1,0 +1,161 @@
+"""What users of Megatron's own scripts can say, and what they are told."""
+
+import json
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from coat_ds.config import ActivationsConfig, CoatConfig, CoatConfigError
+from megatron_ext import options
+
+
+@pytest.fixture
+def file(tmp_path, monkeypatch):
+    """Writes the file that COAT_CONFIG names."""
+
+    def write(content):
+        path = tmp_path / "coat.json"
+        path.write_text(content if isinstance(content, str) else json.dumps(content))
+        monkeypatch.setenv("COAT_CONFIG", str(path))
+        options._read.cache_clear()
+        return path
+
+    monkeypatch.delenv("COAT_CONFIG", raising=False)
+    yield write
+    options._read.cache_clear()
+
+
+def test_defaults_without_a_file(file):
+    assert options.coat_config() == CoatConfig(enabled=True)
+
+
+def test_a_file_is_the_block_of_deepspeed(file):
+    block = {"enabled": True, "activations": {"group_size": 32}, "optimizer": {"group_size": 64}}
+    file({"coat": block})
+    assert options.coat_config() == CoatConfig.from_dict(block)
+    assert options.activations().group_size == 32
+
+
+@pytest.mark.parametrize(
+    "content, said",
+    [
+        ("{", "expected a JSON file"),
+        ([], 'the key "coat" alone, found'),
+        ({"coat": {"enabled": True}, "optimizer": {}}, "the key \"coat\" alone, found 'coat', 'optimizer'"),
+        ({"coat": {"enabled": True, "optimiser": {}}}, "coat.optimiser: unknown key"),
+        ({"coat": {"enabled": True, "activations": {"group_size": 7}}}, "coat.activations.group_size"),
+        ({"coat": {"enabled": False}}, "coat.enabled: expected true"),
+        ({"coat": {"enabled": True, "report": True}}, "coat.report.saved: expected false"),
+        (
+            {"coat": {"enabled": True, "optimizer": {"checkpoint_layout": "compressed"}}},
+            'coat.optimizer.checkpoint_layout: expected "stock"',
+        ),
+    ],
+    ids=lambda value: value[:24] if isinstance(value, str) else "",
+)
+def test_errors_name_file_and_key(file, content, said):
+    path = file(content)
+    with pytest.raises(CoatConfigError) as error:
+        options.coat_config()
+    assert f"COAT_CONFIG={path}: " in str(error.value) and said in str(error.value)
+
+
+def test_a_missing_file_is_an_error(monkeypatch):
+    monkeypatch.setenv("COAT_CONFIG", "/nowhere/coat.json")
+    with pytest.raises(CoatConfigError, match="COAT_CONFIG=/nowhere/coat.json: expected a JSON file"):
+        options.coat_config()
+
+
+def test_what_the_module_of_the_spec_does_not_bring_is_an_error(file):
+    file({"coat": {"enabled": True, "checkpointing": {"compress": True}}})
+    with pytest.raises(CoatConfigError, match="megatron_ext.with_checkpoints"):
+        options.activations()
+    file({"coat": {"enabled": True, "activations": {"enabled": False}}})
+    with pytest.raises(CoatConfigError, match="coat.activations.enabled.*sdpa_layer_spec"):
+        options.activations()
+    file({"coat": {"enabled": True, "optimizer": {"enabled": False}}})
+    with pytest.raises(CoatConfigError, match="coat.optimizer.enabled.*with_optimizer"):
+        options.install(optimizer=True)
+
+
+WANTED = {
+    "megatron_ext.layer_specs": (False, False),
+    "megatron_ext.with_optimizer": (True, False),
+    "megatron_ext.with_checkpoints": (False, True),
+}
+SPECS = f"""
+import importlib, sys
+from megatron.core.transformer.spec_utils import ModuleSpec, import_module
+from megatron_ext import optimizer, recompute
+for name, wanted in {WANTED!r}.items():
+    for spec in ("coat_layer_spec", "sdpa_layer_spec"):
+        # as Megatron does
+        assert isinstance(import_module([name, spec]), ModuleSpec)
+    assert (optimizer.installed(), recompute.installed()) == wanted, name
+    optimizer.uninstall(), recompute.uninstall()
+"""
+
+
+def test_modules_of_specs_bring_what_they_are_named_for():
+    # importing has effects
+    subprocess.run([sys.executable, "-c", SPECS], check=True, timeout=120)
+
+
+def _precision(content, **matchers):
+    from megatron.core.quantization.quant_config import RecipeConfig
+
+    entries = {
+        key: {"type": "glob", "pattern": pattern, "config": key, "enabled": True}
+        for key, pattern in matchers.items()
+    }
+    return RecipeConfig.from_config_dict({"configs": content, "matchers": entries})
+
+
+def test_single_layers_follow_the_precision_file(megatron):
+    from megatron_ext.layer_specs import coat_layer_spec
+    from megatron_ext.model import ModelShape, build_gpt
+
+    recipe = _precision(
+        {"plain": {"coat": {"enabled": False}}, "wide": {"coat": {"backward_format": "e4m3"}}},
+        plain="*layers.0.mlp*",
+        wide="*linear_fc2",
+    )
+    model = build_gpt(
+        ModelShape(2, 32, 48, 2, 2), coat_layer_spec, seq_length=16, vocab_size=16, quant_recipe=recipe
+    )
+    first, second = model.decoder.layers
+    in_fp8 = [first.mlp.linear_fc1._in_fp8, first.mlp.linear_fc2._in_fp8, second.mlp.linear_fc2._in_fp8]
+    assert in_fp8 == [False, False, True]
+    assert second.mlp.linear_fc2._formats.backward.name == "e4m3"
+    assert second.mlp.linear_fc1._formats.backward.name == "e5m2"
+    # the neighbours of a layer in BF16 hand it what it reads
+    device = next(model.parameters()).device
+    tokens = torch.zeros(1, 16, dtype=torch.long, device=device)
+    model(tokens, torch.arange(16, device=device)[None], None, labels=tokens).sum().backward()
+    assert all(p.grad.isfinite().all() for p in model.parameters())
+
+
+@pytest.mark.parametrize(
+    "block, said",
+    [
+        ({"group_size": 32}, "found 'group_size', expected an object with keys among enabled"),
+        ("e4m3", "found 'e4m3', expected an object"),
+        ({"backward_format": "e3m4"}, "coat.activations.backward_format"),
+    ],
+    ids=["key", "no-object", "value"],
+)
+def test_errors_of_the_precision_file_name_layer_and_key(block, said):
+    place = SimpleNamespace(module_path="decoder.layers.0.mlp.linear_fc1")
+    found = SimpleNamespace(config={"coat": block}, config_key="mine", match_input=place)
+    with pytest.raises(CoatConfigError) as error:
+        options.layer_activations(found, ActivationsConfig())
+    assert f"configs.mine.coat, for {place.module_path}" in str(error.value) and said in str(error.value)
+
+
+def test_other_blocks_of_the_precision_file_are_not_ours():
+    found = SimpleNamespace(config={"kitchen_config_type": "QLinearParams"}, config_key="x", match_input=None)
+    base = ActivationsConfig()
+    assert options.layer_activations(found, base) is base and options.layer_activations(None, base) is base

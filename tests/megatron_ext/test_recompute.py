@@ -1,0 +1,165 @@
+"""FP8 inputs of what Megatron recomputes."""
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from coat_kernels.saved import packed_bytes
+from tests.util import rel_rms, run_distributed
+
+# the smallest input that is packed has 4096 elements
+S, B, H, FFN, HEADS, LAYERS, VOCAB = 64, 2, 64, 96, 4, 2, 64
+GROUP = 64
+CASES = {
+    "uniform": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
+    "block": {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 1},
+    "core_attn": {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]},
+    "mlp": {"recompute_granularity": "selective", "recompute_modules": ["mlp"]},
+}
+# inputs of S * B * H elements that are kept: of both layers, of one, q, k and v of both, norms' outputs
+KEPT = {"uniform": 2, "block": 1, "core_attn": 6, "mlp": 2}
+
+
+@pytest.fixture
+def compressing(megatron):
+    from megatron_ext import recompute
+
+    recompute.install(GROUP)
+    yield recompute
+    recompute.uninstall()
+
+
+def _model(spec_name, **options):
+    from megatron_ext import layer_specs
+    from megatron_ext.model import ModelShape, build_gpt
+
+    shape = ModelShape(LAYERS, H, FFN, HEADS, HEADS)
+    spec = getattr(layer_specs, spec_name)
+    return build_gpt(shape, spec, seq_length=S, vocab_size=VOCAB, **options).train()
+
+
+def _pass(model):
+    """Loss, gradients, and bytes of packed inputs (and of what they stand for)."""
+    tokens = torch.randint(0, VOCAB, (B, S), generator=torch.Generator().manual_seed(3))
+    device = next(model.parameters()).device
+    tokens, positions = tokens.to(device), torch.arange(S, device=device).expand(B, S)
+    loss = model(tokens, positions, None, labels=tokens).mean()
+    kept = packed_bytes()
+    loss.backward()
+    gradients = {name: p.grad.clone() for name, p in model.named_parameters()}
+    model.zero_grad()
+    return loss.detach(), gradients, kept
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("spec", ["sdpa_layer_spec", "coat_layer_spec"])
+def test_forward_stays_and_inputs_take_half(compressing, spec, case):
+    # dropout shows whether random states are replayed
+    model = _model(spec, hidden_dropout=0.1, **CASES[case])
+    torch.manual_seed(7)
+    loss, gradients, (codes, instead_of) = _pass(model)
+    compressing.uninstall()
+    torch.manual_seed(7)
+    stock_loss, stock_gradients, nothing = _pass(model)
+    assert torch.equal(loss, stock_loss) and nothing == (0, 0)
+
+    # what a COAT norm hands to the feed-forward layer are FP8 codes already, and its tensor is never made
+    kept = 0 if (spec, case) == ("coat_layer_spec", "mlp") else KEPT[case]
+    assert instead_of == kept * S * B * H * 2
+    # a code and, for each group, a byte
+    assert codes * 2 == instead_of * (1 + 1 / GROUP)
+    # an input is off by at most 2^-4 of itself, 2.7 % relative RMS, and a gradient by the few times that of
+    # the inputs of its region's layers
+    for name, expected in stock_gradients.items():
+        assert rel_rms(gradients[name], expected) < 2**-3, name
+    assert kept == 0 or any(not torch.equal(gradients[n], g) for n, g in stock_gradients.items())
+
+
+def test_random_states_are_replayed_exactly(megatron, device):
+    from megatron.core import tensor_parallel
+
+    from megatron_ext import recompute
+
+    torch.manual_seed(0)
+    # E4M3 holds these as they are
+    x = torch.randint(-8, 9, (S, B, H)).to(device, torch.bfloat16)
+    weight = torch.randn(H, H, device=device, dtype=torch.bfloat16).requires_grad_()
+
+    def region(x):
+        with tensor_parallel.get_cuda_rng_tracker().fork():
+            x = torch.nn.functional.dropout(x @ weight, 0.5)
+        return torch.nn.functional.dropout(x, 0.5)
+
+    def gradients():
+        tensor_parallel.model_parallel_cuda_manual_seed(1)
+        leaf = x.clone().requires_grad_()
+        y = tensor_parallel.checkpoint(region, False, leaf * 1)
+        kept = packed_bytes()
+        y.square().sum().backward()
+        return leaf.grad, weight.grad, kept
+
+    *expected, nothing = gradients()
+    weight.grad = None
+    recompute.install(GROUP)
+    try:
+        *found, (codes, _) = gradients()
+    finally:
+        recompute.uninstall()
+    assert nothing == (0, 0) and codes == x.numel() * (1 + 1 / GROUP)
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+def _distributed():
+    from megatron_ext import cpu, recompute
+    from megatron_ext.model import initialize_model_parallel
+
+    cpu.enable()
+    dist.init_process_group("gloo")
+    initialize_model_parallel(tensor_model_parallel_size=2)
+    recompute.install(GROUP)
+    options = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+    results = []
+    for distribute in (False, True):
+        model = _model("coat_layer_spec", distribute_saved_activations=distribute, **options)
+        results.append(_pass(model))
+    return results
+
+
+def test_distributed_inputs_are_codes_of_a_share():
+    for (loss, gradients, kept), (loss_of_shares, gradients_of_shares, shares) in run_distributed(
+        _distributed, 2
+    ):
+        assert [2 * n for n in shares] == list(kept) and kept[1] == LAYERS * S * B * H * 2
+        # shares are whole groups: the codes are the same
+        assert torch.equal(loss, loss_of_shares)
+        assert all(torch.equal(gradients_of_shares[name], g) for name, g in gradients.items())
+
+
+def test_seam_comes_and_goes(megatron):
+    from megatron.core.tensor_parallel import random
+
+    from megatron_ext import recompute
+
+    before = dict(vars(random))
+    recompute.install()
+    during = dict(vars(random))
+    recompute.install()
+    assert vars(random) == during and recompute.installed()
+    assert {name for name in before if during[name] is not before[name]} == {"CheckpointFunction"}
+    recompute.uninstall()
+    assert vars(random) == before and not recompute.installed()
+
+
+def test_unknown_megatron_and_group_sizes_are_refused(megatron, monkeypatch):
+    from megatron.core.tensor_parallel import random
+
+    from megatron_ext import recompute
+
+    with pytest.raises(ValueError, match="16, 32, 64, 128; found 48"):
+        recompute.install(48)
+    monkeypatch.setattr(random, "CheckpointFunction", torch.autograd.Function)
+    with pytest.raises(
+        RuntimeError, match="random.CheckpointFunction: expected .*distribute_saved_activations"
+    ):
+        recompute.install()
+    assert not recompute.installed()
