@@ -12,7 +12,7 @@ from megatron_ext.hybrid_specs import coat_hybrid_stack_spec, hybrid_block
 from megatron_ext.layer_specs import coat_layer_spec
 from megatron_ext.model import ModelShape, build_gpt, initialize_model_parallel
 from megatron_ext.torch_norm import LocalNorm, replace_final_norm, restore_final_norm
-from tests.megatron_ext.test_parallel import _whole, _without_rounding
+from tests.megatron_ext.test_parallel import whole, without_rounding
 from tests.util import rel_rms, run_distributed
 
 without_te = pytest.mark.skipif(HAVE_TE, reason="Transformer Engine is here")
@@ -58,6 +58,7 @@ def _tokens():
     return torch.randint(0, VOCAB, (B, S), generator=torch.Generator().manual_seed(5))
 
 
+@without_rounding()
 def _run(tp):
     from megatron.core import parallel_state
 
@@ -65,7 +66,6 @@ def _run(tp):
 
     cpu.enable()
     dist.init_process_group("gloo")
-    _without_rounding()
     initialize_model_parallel(tp)
     result = {}
     for pattern, config in PATTERNS.items():
@@ -77,7 +77,7 @@ def _run(tp):
             loss = _loss(model, _tokens())
             loss.backward()
             losses.append(loss.item())
-            grads = grads or {name: _whole(p, p.grad.clone()) for name, p in model.named_parameters()}
+            grads = grads or {name: whole(p, p.grad.clone()) for name, p in model.named_parameters()}
             for parameter in model.parameters():
                 parameter.data.sub_(0.1 * parameter.grad)
         result[pattern] = losses, grads

@@ -1,5 +1,6 @@
 """Mixtures of FP8 experts over two expert-parallel ranks, against Megatron's own on the same weights."""
 
+import contextlib
 from types import SimpleNamespace
 
 import pytest
@@ -13,7 +14,7 @@ from megatron_ext.layer_specs import _has_experts, coat_layer_spec
 from megatron_ext.model import ModelShape, build_gpt
 from megatron_ext.moe import is_moe_layer
 from tests.megatron_ext.test_layer import rounding_error
-from tests.megatron_ext.test_parallel import _without_rounding
+from tests.megatron_ext.test_parallel import without_rounding
 from tests.util import rel_rms, run_distributed
 
 S, B, VOCAB, H, RANKS = 32, 2, 64, 64, 2
@@ -52,6 +53,11 @@ def _loss(model, tokens):
 
 
 def _run(exact):
+    with without_rounding() if exact else contextlib.nullcontext():
+        return _measure(exact)
+
+
+def _measure(exact):
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 
     from megatron_ext import cpu, mpu
@@ -60,8 +66,6 @@ def _run(exact):
 
     cpu.enable()
     dist.init_process_group("gloo")
-    if exact:
-        _without_rounding()
     initialize_model_parallel(expert_model_parallel_size=RANKS)
     generator = torch.Generator().manual_seed(5 + dist.get_rank())
     batches = {
