@@ -6,7 +6,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from tests.megatron_ext.test_moe import EXPERTS
-from tests.megatron_ext.test_parallel import _whole
+from tests.megatron_ext.test_parallel import whole
 from tests.util import run_distributed
 
 LLAMA = {"qk_layernorm": True}
@@ -80,7 +80,7 @@ def _shake(model):
 
 
 def _weights(model):
-    return {name: _whole(p, p.detach().clone()) for name, p in model.named_parameters()}
+    return {name: whole(p, p.detach().clone()) for name, p in model.named_parameters()}
 
 
 def _sharded(model):

@@ -6,7 +6,6 @@ import inspect
 import pkgutil
 
 import pytest
-import torch
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.spec_utils import ModuleSpec, import_module
 
@@ -145,7 +144,7 @@ def test_linear_layers_call_forward_impl_by_name(layer, monkeypatch):
             return stock(*args, **kwargs)
 
         monkeypatch.setattr(linear, "_forward_impl", record)
-        linear(torch.zeros(2, 1, linear.weight.shape[1], dtype=linear.weight.dtype))
+        linear(linear.weight.new_zeros(2, 1, linear.weight.shape[1]))
     for args, kwargs in found.values():
         assert not args
         assert not {"input", "weight", "bias", "allreduce_dgrad", "sequence_parallel"} - kwargs.keys()

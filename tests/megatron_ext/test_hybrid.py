@@ -5,14 +5,17 @@ import copy
 import pytest
 import torch
 import torch.distributed as dist
+from megatron.core.extensions.transformer_engine import HAVE_TE
 
 from coat_ds.config import ActivationsConfig
 from megatron_ext.hybrid_specs import coat_hybrid_stack_spec, hybrid_block
 from megatron_ext.layer_specs import coat_layer_spec
 from megatron_ext.model import ModelShape, build_gpt, initialize_model_parallel
 from megatron_ext.torch_norm import LocalNorm, replace_final_norm, restore_final_norm
-from tests.megatron_ext.test_parallel import _whole, _without_rounding
+from tests.megatron_ext.test_parallel import whole, without_rounding
 from tests.util import rel_rms, run_distributed
+
+without_te = pytest.mark.skipif(HAVE_TE, reason="Transformer Engine is here")
 
 S, B, VOCAB = 32, 2, 64
 SHAPE = ModelShape(2, 64, 96, 4, 2)
@@ -43,17 +46,19 @@ def _hybrid(pattern, gpt):
         model = MambaModel(*arguments, hybrid_override_pattern=pattern, position_embedding_type="rope")
     else:
         model = HybridModel(*arguments, hybrid_layer_pattern=pattern, position_embedding_type="rope")
-    return model.to(config.params_dtype)
+    return model.to(next(gpt.parameters()))
 
 
 def _loss(model, tokens):
-    return model(tokens, torch.arange(S).expand(B, S), None, labels=tokens).mean()
+    tokens = tokens.to(next(model.parameters()).device)
+    return model(tokens, torch.arange(S, device=tokens.device).expand(B, S), None, labels=tokens).mean()
 
 
 def _tokens():
     return torch.randint(0, VOCAB, (B, S), generator=torch.Generator().manual_seed(5))
 
 
+@without_rounding()
 def _run(tp):
     from megatron.core import parallel_state
 
@@ -61,7 +66,6 @@ def _run(tp):
 
     cpu.enable()
     dist.init_process_group("gloo")
-    _without_rounding()
     initialize_model_parallel(tp)
     result = {}
     for pattern, config in PATTERNS.items():
@@ -73,7 +77,7 @@ def _run(tp):
             loss = _loss(model, _tokens())
             loss.backward()
             losses.append(loss.item())
-            grads = grads or {name: _whole(p, p.grad.clone()) for name, p in model.named_parameters()}
+            grads = grads or {name: whole(p, p.grad.clone()) for name, p in model.named_parameters()}
             for parameter in model.parameters():
                 parameter.data.sub_(0.1 * parameter.grad)
         result[pattern] = losses, grads
@@ -125,12 +129,14 @@ def test_equals_gpt_model(megatron, config):
         assert parameter.grad.equal(theirs[name].grad), name
 
 
+@without_te
 def test_other_layers_are_megatrons_and_need_transformer_engine(megatron):
     gpt = _gpt()
     with pytest.raises(ValueError, match="need Transformer Engine. Use only"):
         _hybrid("M*", gpt)
 
 
+@without_te
 def test_final_norm_is_put_back():
     assert hybrid_block.TENorm is LocalNorm
     restore_final_norm()

@@ -23,18 +23,18 @@ VARIANTS = {"llama": LLAMA, "gpt": GPT}
 
 @contextlib.contextmanager
 def without_rounding():
-    """Makes E4M3 and E5M2 codes FP32 numbers: what is left is the arithmetic of the layers."""
+    """Makes all codes FP32 numbers: what is left is the arithmetic of the layers."""
     from coat_kernels import fp8, groups
 
     formats = [(fmt, fmt.dtype) for fmt in (fp8.E4M3, fp8.E5M2)]
-    rounded = groups.round_to_fp8
+    rounded = groups.round_to_fp8, groups._roots
     for fmt, _ in formats:
         object.__setattr__(fmt, "dtype", torch.float32)
-    groups.round_to_fp8 = lambda x, fmt: x
+    groups.round_to_fp8, groups._roots = lambda x, fmt: x, lambda y: y
     try:
         yield
     finally:
-        groups.round_to_fp8 = rounded
+        groups.round_to_fp8, groups._roots = rounded
         for fmt, dtype in formats:
             object.__setattr__(fmt, "dtype", dtype)
 
