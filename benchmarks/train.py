@@ -125,7 +125,7 @@ SYSTEMS = {
     "TE FP8": System(**_TE),
     "TE FP8, FP8 moments": System(**_TE, fp8_moments=True),
     "COAT": System({}),
-    "COAT, FP8 attention": System({"activations": {"attention_format": "e4m3"}}),
+    "COAT, 8-bit attention": System({"activations": {"attention_format": "sqrt8"}}),
 }
 
 
