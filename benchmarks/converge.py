@@ -28,6 +28,7 @@ import torch
 from benchmarks import corpus
 from benchmarks.harness import RESULTS, Table, benchmark, reason, synchronize
 from benchmarks.training import BETAS, CONFIGS, EPS, WEIGHT_DECAY, loss_of
+from benchmarks.zero import PATIENCE
 from launch.data import padded_vocab_size
 from launch.report import MetricsWriter, atomic_write, read_metrics, write_summary
 
@@ -493,7 +494,7 @@ def converge(arguments, table: Table) -> None:
     setup = Setup(recipe, micro_batch, data, work / f"runs-{digest}", started + 60 * arguments.minutes)
     setup.runs.mkdir(exist_ok=True)
     known = complete_runs([output, RESULTS / output.name, setup.runs], conditions)
-    start_process_group()
+    start_process_group(PATIENCE)
     initialize_model_parallel()
     started_one = False
     for run in runs:
