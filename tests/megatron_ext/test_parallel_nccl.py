@@ -14,10 +14,10 @@ from tests.util import rel_rms, run_distributed
 
 RANKS = 2
 # As derived in test_parallel.py: of values that are off by e of themselves, e / 2^-3 change sides of a border
-# between two codes of E4M3, by 2^-3, and e / 2^-2 of E5M2, by 2^-2. Tensor cores sum with 14 bits: in the mean
-# square that is 2^-17 and 2^-16 for each rounding, of which 16 of activations and 8 of gradients lie between two
-# layers' weights and the first one's gradient, in either of two runs: 2^-11. Twice as much, since gradients
-# differ in their share. Found: 0.042 (Llama) and 0.009 (GPT)
+# between two codes of E4M3, by 2^-3, and e / 2^-2 of E5M2, by 2^-2. Tensor cores sum with 14 bits: in the
+# mean square that is 2^-17 and 2^-16 for each rounding, of which 16 of activations and 8 of gradients lie
+# between two layers' weights and the first one's gradient, in either of two runs: 2^-11. Twice as much,
+# since gradients differ in their share. Found: 0.042 (Llama) and 0.009 (GPT)
 BOUND = 2 * (2 * (16 * 2**-17 + 8 * 2**-16)) ** 0.5
 
 pytestmark = [
