@@ -8,7 +8,7 @@ What is wanted is the module of the spec:
 
 How is the block of a DeepSpeed config, in the JSON file that the environment variable `COAT_CONFIG` names:
 
-    {"coat": {"enabled": true, "activations": {"attention_format": "e4m3"}}}
+    {"coat": {"enabled": true, "activations": {"weight_cache": "fp8"}}}
 
 With `checkpointing.compress` the second module compresses checkpoints too. What single linear layers do
 otherwise stands in the file of Megatron's `--te-precision-config-file`:
