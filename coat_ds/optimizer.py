@@ -332,7 +332,7 @@ class CoatAdamW(torch.optim.Optimizer):
         self._count_arrival(exact)
 
     def _count_arrival(self, exact: bool) -> None:
-        self._arrived["restored to the bit" if exact else "encoded from FP32"] += 1
+        self._arrived["restored to the bit" if exact else "with groups encoded from FP32"] += 1
 
     def keeps(self, p: torch.Tensor, group: dict[str, Any], numel: int | None = None) -> bool:
         """Whether `p`, of `numel` elements if they are elsewhere now, keeps FP32 moments in `group`."""

@@ -258,7 +258,7 @@ def test_resume_at_half_and_double_the_size(tmp_path, train, whole, ranks):
         return {step: sorted(x for x in lines if x.startswith(f"{step} ")) for step in range(5, 9)}
 
     assert samples(tmp_path, ranks) == samples(whole[2], 2)
-    # masters and moments are those that were saved, but for groups that a border between ranks cuts or did
+    # masters and moments are the saved ones, but for groups that a border between ranks cuts or has cut
     before, after = torch.load(whole[2] / "saved4"), torch.load(tmp_path / "loaded4")
     rounded = 0
     for (master, *moments), (loaded, *arrived) in zip(before, after, strict=True):
