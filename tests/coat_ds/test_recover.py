@@ -58,13 +58,15 @@ def test_plain_encoding_would_not_do():
     assert not torch.equal(Moment.encoded(values, codec, 128).decode(), values)
 
 
-def test_values_of_another_device_get_the_same_codes():
+@pytest.mark.parametrize("width", [1e-3, 1.0])
+def test_values_of_another_device_get_the_same_codes(width):
     torch.manual_seed(42)
     codec = CODECS["fp8_expanded"]
-    stored = codec.encode(torch.randn(N), 128)
+    stored = codec.encode((width * torch.randn(N)).exp(), 128)
     # a few FP32 roundings on
-    found, exact = recovered(codec, codec.decode(stored, 128) * (1 + 1e-6 * torch.randn(N)), 128)
+    found, exact = recovered(codec, codec.decode(stored, 128) * (1 + 1e-7 * torch.randn(N)), 128)
     assert not exact and torch.equal(found.codes, stored.codes)
+    assert torch.equal(found.exponent, stored.exponent)
 
 
 def test_other_values_are_encoded():
@@ -88,6 +90,17 @@ def test_groups_are_found_one_by_one(name):
     same = back == values
     assert not exact and same[:256].all() and same[512:].all()
     assert torch.equal(back[256:512], Moment.encoded(values[256:512], codec, 128).decode())
+
+
+def test_a_moment_is_exact_if_all_of_its_pieces_are():
+    torch.manual_seed(42)
+    layout = ((0, CODECS["fp8_expanded"]), (1000, CODECS["fp32"]), (1100, CODECS["log8"]))
+    values = Moment.encoded(torch.rand(2000), layout, 128).decode()
+    moment, exact = Moment.recovered(values.view(4, 500), layout, 128)
+    assert exact and moment.layout == layout and torch.equal(moment.decode(), values.view(4, 500))
+    values[100] = 0.123
+    moment, exact = Moment.recovered(values, layout, 128)
+    assert not exact and torch.equal(moment.decode()[128:], values[128:])
 
 
 def test_what_plain_encoding_gives_is_not_searched():
