@@ -318,13 +318,21 @@ class CoatAdamW(torch.optim.Optimizer):
                 layout = self._layout_of(p, group, name)
                 state[name] = Moment.zeros(p.shape, layout, group["group_size"], p.device)
             elif not isinstance(value, Moment):
-                self._arrived["encoded from FP32"] += 1
-                layout = self._layout_of(p, group, name)
-                state[name] = Moment.encoded(value.to(p.device), layout, group["group_size"])
+                # a universal checkpoint's values arrive like this
+                self._take_moment(p, group, name, value)
         if p.dtype == torch.bfloat16 and group["bf16_params"] == "exact" and "remainder" not in state:
             # zero: what the parameter holds is taken to be the master
             state["remainder"] = torch.zeros(p.shape, dtype=torch.int16, device=p.device)
         return state
+
+    def _take_moment(self, p: torch.Tensor, group: dict[str, Any], name: str, values: torch.Tensor) -> None:
+        """Puts FP32 values into the state, in the codes that they were decoded from if they were."""
+        layout = self._layout_of(p, group, name)
+        self.state[p][name], exact = Moment.recovered(values.to(p.device), layout, group["group_size"])
+        self._count_arrival(exact)
+
+    def _count_arrival(self, exact: bool) -> None:
+        self._arrived["restored to the bit" if exact else "with groups encoded from FP32"] += 1
 
     def keeps(self, p: torch.Tensor, group: dict[str, Any], numel: int | None = None) -> bool:
         """Whether `p`, of `numel` elements if they are elsewhere now, keeps FP32 moments in `group`."""
@@ -426,7 +434,7 @@ class CoatAdamW(torch.optim.Optimizer):
                 for name in MOMENTS:
                     layout = self._layout_of(p, group, name)
                     state[name], exact = restored(loaded, index, name, layout, group["group_size"], p.device)
-                    self._arrived["restored to the bit" if exact else "encoded from FP32"] += 1
+                    self._count_arrival(exact)
 
 
 def piece_begins(fragments: Sequence[Fragment], numel: int, group_size: int) -> tuple[tuple[int, bool], ...]:

@@ -16,6 +16,7 @@ from typing import NamedTuple, Self
 import torch
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
+from coat_ds.recover import recovered
 from coat_kernels.codecs import Codec, Storage, get_codec
 
 aten = torch.ops.aten
@@ -29,6 +30,10 @@ class Piece(NamedTuple):
     end: int
     codec: Codec
     storage: Storage
+
+    def write_(self, storage: Storage) -> None:
+        for old, new in zip(self.storage, storage, strict=True):
+            old.copy_(new)
 
 
 # one codec for all elements, or the first element and the codec of each piece, ascending from 0
@@ -74,10 +79,19 @@ class Moment(torch.Tensor):
         return cls(pieces, group_size, shape)
 
     @classmethod
-    def encoded(cls, x: torch.Tensor, layout: Layout, group_size: int, like: Storage | None = None) -> Self:
-        """`x` (any shape, floating point) as a moment on the same device; `like` as in `Codec.encode`."""
-        moment = cls.zeros(x.shape, layout, group_size, x.device)
-        return moment.encode_(x) if like is None else moment.encode_like_(x, [like])
+    def encoded(cls, x: torch.Tensor, layout: Layout, group_size: int) -> Self:
+        """`x` (any shape, floating point) as a moment on the same device."""
+        return cls.zeros(x.shape, layout, group_size, x.device).encode_(x)
+
+    @classmethod
+    def recovered(cls, x: torch.Tensor, layout: Layout, group_size: int) -> tuple[Self, bool]:
+        """`encoded`, but in the codes that decode to `x` where there are such; and whether all groups do."""
+        moment, exact = cls.zeros(x.shape, layout, group_size, x.device), True
+        for piece in moment.pieces:
+            found, same = recovered(piece.codec, x.reshape(-1)[piece.begin : piece.end], group_size)
+            piece.write_(found)
+            exact = exact and same
+        return moment, exact
 
     @property
     def layout(self) -> tuple[tuple[int, Codec], ...]:
@@ -120,15 +134,6 @@ class Moment(torch.Tensor):
                 whole[within] = values
                 values = whole
             for old, new in zip(part, codec.encode(values, self.group_size), strict=True):
-                old.copy_(new)
-        return self
-
-    def encode_like_(self, x: torch.Tensor, likes: Sequence[Storage | None]) -> Self:
-        """`encode_` of a whole moment with the scales and exponents of each piece from `likes`, if given."""
-        x = x.reshape(-1)
-        for piece, like in zip(self.pieces, likes, strict=True):
-            encoded = piece.codec.encode(x[piece.begin : piece.end], self.group_size, like)
-            for old, new in zip(piece.storage, encoded, strict=True):
                 old.copy_(new)
         return self
 

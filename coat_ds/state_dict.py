@@ -6,14 +6,12 @@ from typing import Any
 
 import torch
 
+from coat_ds.recover import SAME_VALUE, recovered
 from coat_ds.state import Layout, Moment, StoredMoment, is_streaming
 from coat_kernels.codecs import Storage
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 METADATA_VERSION = 2
-# decoding on another device differs by a few FP32 roundings (2^-24) times at most 16, the largest 1 / k;
-# the nearest codes differ by 2^-4 / 16 at least. Anything between the two tells them apart.
-SAME_VALUE = 1e-4
 
 
 def take_states(packed: dict[str, Any], layout: str) -> dict[str, Any]:
@@ -51,7 +49,8 @@ def _given(moment: Moment, layout: str) -> torch.Tensor:
 def restored(
     loaded: dict[str, Any], index: Any, name: str, layout: Layout, group_size: int, device: torch.device
 ) -> tuple[Moment, bool]:
-    """A moment of a state dict, with the scales and exponents that it was saved with, if they are its own.
+    """A moment of a state dict, with the scales and exponents that it was saved with, if they are its own, or
+    else those that are recovered from its values.
 
     Returns also whether it is the saved one to the bit.
     """
@@ -61,21 +60,18 @@ def restored(
         same = (value.layout, value.group_size) == (layout, group_size)
         return (value, True) if same else (value.rearranged(layout, group_size), False)
     value = value.to(device=device, dtype=torch.float32)
-    moment = Moment.zeros(value.shape, layout, group_size, device)
-    likes = list(_likes(moment, loaded.get("coat", {}), index, name))
-    moment.encode_like_(value, likes)
-    # FP32 storage needs no scales
-    exact = all(like or piece.codec.name == "fp32" for piece, like in zip(moment.pieces, likes, strict=True))
-    flat = value.reshape(-1)
-    for piece, like in zip(moment.pieces, likes, strict=True):
+    moment, exact = Moment.zeros(value.shape, layout, group_size, device), True
+    for piece, like in zip(moment.pieces, _likes(moment, loaded.get("coat", {}), index, name), strict=True):
+        wanted = value.reshape(-1)[piece.begin : piece.end]
         if like is not None:
-            wanted = flat[piece.begin : piece.end]
+            piece.write_(piece.codec.encode(wanted, group_size, like))
             got = piece.codec.decode(piece.storage, group_size)
             # codes under another tensor's scales would be wrong in silence
-            if not torch.allclose(got, wanted, rtol=SAME_VALUE, atol=0, equal_nan=True):
-                exact = False
-                for old, new in zip(piece.storage, piece.codec.encode(wanted, group_size), strict=True):
-                    old.copy_(new)
+            if torch.allclose(got, wanted, rtol=SAME_VALUE, atol=0, equal_nan=True):
+                continue
+        found, same = recovered(piece.codec, wanted, group_size)
+        piece.write_(found)
+        exact = exact and same
     return moment, exact
 
 

@@ -6,7 +6,7 @@ function around the one that reads them, for whose duration they name the class 
 methods by which every format of distributed checkpoints reads and writes an optimizer's state: they hand out
 and take FP32 tensors of the shard's shape, on the CPU, made one at a time. So checkpoints are those of stock
 AdamW, to be loaded by it and loaded from it, at any size; and since moments are recovered to the bit from
-their values (`recover.py`), a run goes on as if it had not been interrupted.
+their values (`coat_ds/recover.py`), a run goes on as if it had not been interrupted.
 
 With our optimizer the precision-aware one needs no Transformer Engine: Megatron's check for it passes. And a
 distributed optimizer without Transformer Engine or apex can load its checkpoint, which stock AdamW cannot: it
@@ -37,8 +37,6 @@ from coat_ds.state import Moment
 from coat_ds.state_dict import take_states
 from coat_kernels.adamw import join_master, split_master
 from coat_kernels.saved import exchanged
-
-from .recover import recovered
 
 logger = logging.getLogger(__name__)
 
@@ -138,12 +136,6 @@ class MegatronAdamW(CoatAdamW, torch.optim.AdamW):
             p.copy_(master)
         for name in MOMENTS:
             self._take_moment(p, group, name, tensors[name])
-
-    def _take_moment(self, p: torch.Tensor, group: dict[str, Any], name: str, values: torch.Tensor) -> None:
-        values = values.to(p.device, torch.float32)
-        moment, exact = recovered(values, self._layout_of(p, group, name), group["group_size"])
-        self.state[p][name] = moment
-        self._arrived["restored to the bit" if exact else "encoded from FP32"] += 1
 
     def state_dict(self) -> dict[str, Any]:
         """The layout of `torch.optim.AdamW`, and FusedAdam's step count if that is what Megatron looks for.

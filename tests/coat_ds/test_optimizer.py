@@ -1,12 +1,14 @@
 import copy
 import io
 import math
+from unittest import mock
 
 import pytest
 import torch
 
 from coat_ds import CoatAdamW, state_bytes
 from coat_ds.optimizer import MOMENTS
+from coat_ds.recover import recovered
 from coat_ds.state import Moment
 from coat_kernels.codecs import get_codec
 from tests.coat_ds.faithful import assert_faithful, published_round_trip
@@ -300,7 +302,10 @@ def test_resume_is_bit_exact(exp_avg_format):
     saved = through_file(optimizer.state_dict())
     resumed_params = [torch.nn.Parameter(p.detach().clone()) for p in params]
     resumed = CoatAdamW(resumed_params, min_numel=100, exp_avg_format=exp_avg_format, lr=7.0)
-    resumed.load_state_dict(saved)
+    with mock.patch("coat_ds.state_dict.recovered", wraps=recovered) as searched:
+        resumed.load_state_dict(saved)
+    # the scales that were saved are taken, nothing is searched
+    assert not any(call.args[0].has_scale for call in searched.call_args_list)
     assert_equal(codes(resumed), codes(optimizer))
     assert resumed.param_groups[0]["lr"] == optimizer.param_groups[0]["lr"]
     for step in range(3, 6):
@@ -389,6 +394,7 @@ def test_changed_moments_are_not_forced_into_old_scales():
 
 @pytest.mark.parametrize("change", ["version", "format", "group-size", "trimmed", "missing"])
 def test_metadata_that_does_not_fit_is_ignored(change):
+    """And where the format and the groups are the saved ones, codes are found again without it."""
     params, optimizer = trained()
     saved, options = optimizer.state_dict(), {"min_numel": 100}
     match change:
@@ -408,6 +414,8 @@ def test_metadata_that_does_not_fit_is_ignored(change):
             del saved["coat"]
     resumed = CoatAdamW(parameters(), **options)
     resumed.load_state_dict(saved)
+    if change not in ("format", "group-size"):
+        assert_equal(codes(resumed), codes(optimizer))
     for p, q in zip(params, resumed.param_groups[0]["params"], strict=True):
         for a, b in zip(optimizer.moments(p), resumed.moments(q), strict=True):
             # one more encoding; E5M2, the coarsest here, rounds by 2^-3 at most, over k >= 1
@@ -461,6 +469,7 @@ def test_a_plain_tensor_in_the_state_is_encoded_by_the_next_step():
     _, expected = trained()
     for p, q in zip(params, expected.param_groups[0]["params"], strict=True):
         for name, moment in zip(MOMENTS, optimizer.moments(p), strict=True):
+            moment = moment + torch.rand_like(moment)
             optimizer.state[p][name] = moment
             assert torch.equal(optimizer.moments(p)[MOMENTS.index(name)], moment)
             expected.state[q][name].copy_(moment)
@@ -470,6 +479,15 @@ def test_a_plain_tensor_in_the_state_is_encoded_by_the_next_step():
     set_grads(params, 3)
     optimizer.step()
     assert all(optimizer.state[p]["step"] == 4 for p in params)
+
+
+def test_decoded_moments_in_the_state_get_their_codes_again():
+    params, optimizer = trained()
+    before = codes(optimizer)
+    for p in params:
+        optimizer.state[p].update(zip(MOMENTS, optimizer.moments(p), strict=True))
+    optimizer.init_states()
+    assert_equal(codes(optimizer), before)
 
 
 def test_moments_before_the_first_step_and_of_strangers():

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from launch import pretrain_gpt, report
-from tests.coat_ds.test_checkpoints import assert_groups_faithful
+from tests.coat_ds.test_checkpoints import rounded_again
 from tests.launch.ranks import HIDDEN, run_ranks
 
 ROOT = Path(pretrain_gpt.__file__).parents[1]
@@ -258,15 +258,18 @@ def test_resume_at_half_and_double_the_size(tmp_path, train, whole, ranks):
         return {step: sorted(x for x in lines if x.startswith(f"{step} ")) for step in range(5, 9)}
 
     assert samples(tmp_path, ranks) == samples(whole[2], 2)
-    # masters are those that were saved; moments are rounded once more
+    # masters and moments are the saved ones, but for groups that a border between ranks cuts or has cut
     before, after = torch.load(whole[2] / "saved4"), torch.load(tmp_path / "loaded4")
+    rounded = 0
     for (master, *moments), (loaded, *arrived) in zip(before, after, strict=True):
         assert torch.equal(master, loaded)
         for a, b in zip(moments, arrived, strict=True):
             if a.numel() < 4096:
                 assert torch.equal(a, b)
             else:
-                assert_groups_faithful(b, a, cuts=ranks - 1)
+                rounded += rounded_again(b, a)
+    # there was one border, and now there are `ranks - 1`, in each of two moments
+    assert rounded <= 2 * (1 + ranks - 1)
     one, other = measured(whole[2]), measured(tmp_path)
     for step in range(5, 9):
         assert other[step]["lr"] == one[step]["lr"]
