@@ -8,7 +8,7 @@ import torch
 
 from coat_ds import CoatAdamW, state_bytes
 from coat_ds.optimizer import MOMENTS
-from coat_ds.recover import recovered
+from coat_ds.recover import SAME_VALUE, recovered
 from coat_ds.state import Moment
 from coat_kernels.codecs import get_codec
 from tests.coat_ds.faithful import assert_faithful, published_round_trip
@@ -467,15 +467,23 @@ def test_copies_of_the_optimizer():
 def test_a_plain_tensor_in_the_state_is_encoded_by_the_next_step():
     params, optimizer = trained()
     _, expected = trained()
-    for p, q in zip(params, expected.param_groups[0]["params"], strict=True):
+    others, given = expected.param_groups[0]["params"], []
+    for p, q in zip(params, others, strict=True):
         for name, moment in zip(MOMENTS, optimizer.moments(p), strict=True):
             moment = moment + torch.rand_like(moment)
             optimizer.state[p][name] = moment
             assert torch.equal(optimizer.moments(p)[MOMENTS.index(name)], moment)
             expected.state[q][name].copy_(moment)
+            given.append(moment)
         optimizer.state[p]["step"] = torch.tensor(3.0)
     optimizer.init_states()
-    assert_equal(codes(optimizer), codes(expected))
+    both = (optimizer, params), (expected, others)
+    found, encoded = ([m for p in mine for m in of.moments(p)] for of, mine in both)
+    for a, b, moment in zip(found, encoded, given, strict=True):
+        # as any write is encoded, but for a last group of two elements, which codes may hold as they are
+        exact = (a - moment).abs() <= SAME_VALUE * moment.abs()
+        whole = moment.numel() // 128 * 128
+        assert ((a == b) | exact).all() and torch.equal(a.flatten()[:whole], b.flatten()[:whole])
     set_grads(params, 3)
     optimizer.step()
     assert all(optimizer.state[p]["step"] == 4 for p in params)
