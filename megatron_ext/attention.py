@@ -2,7 +2,7 @@
 and self-attention whose rotary positions take one pass.
 
 Megatron's own `DotProductAttention` keeps the whole matrix of scores for backward. This one keeps q, k, v,
-the output and one FP32 number per row; under the COAT spec, by configuration, in FP8.
+the output and one FP32 number per row; under the COAT spec, by configuration, in 8 bits.
 """
 
 import torch

@@ -1,6 +1,6 @@
 """Layer specs for `--spec megatron_ext.layer_specs <name>` and for `GPTModel(config, <spec>, ...)`.
 
-`coat_layer_spec`: linear layers compute in FP8 and what is kept for backward is FP8, except attention.
+`coat_layer_spec`: linear layers compute in FP8 and keep 8 bits for backward, except attention.
 `sdpa_layer_spec`: Megatron's own layer on scaled_dot_product_attention: the BF16 layer to compare with.
 
 Each is one module-level ModuleSpec, the only form that every supported Megatron accepts. Its layer class

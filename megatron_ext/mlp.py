@@ -1,4 +1,4 @@
-"""Megatron's feed-forward layer keeping the input of its activation in FP8 and the output not at all."""
+"""Megatron's feed-forward layer keeping the input of its activation in 8 bits and the output not at all."""
 
 import torch
 import torch.nn.functional as F
@@ -19,7 +19,7 @@ def _kind_of(config) -> str:
         "glu_linear_offset is not 0 (leave it unset)": config.glu_linear_offset != 0,
         "use_te_activation_func is True (remove --use-te-activation-func)": config.use_te_activation_func,
         "activation_func_fp8_input_store is True (remove --activation-func-fp8-input-store: the activation's "
-        "input is kept in FP8 anyway)": config.activation_func_fp8_input_store,
+        "input is kept in 8 bits anyway)": config.activation_func_fp8_input_store,
     }
     for reason, found in unsupported.items():
         if found:

@@ -88,6 +88,7 @@ def _rank(environment: dict, folder: Path, faults: dict, argv: list[str]) -> Non
             print(end.code, file=sys.stderr)
             sys.exit(1)
         raise
+    # whatever it is: multiprocessing would print it to its own stderr too
     except BaseException:
         traceback.print_exc()
         raise
