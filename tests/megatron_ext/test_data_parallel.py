@@ -194,9 +194,27 @@ MEGATRON = [
 LINEARS = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
 
 
+def _one_rank(device, exact):
+    """Gradients of one rank that sees all batches."""
+    from megatron.core import parallel_state
+
+    with without_rounding() if exact else contextlib.nullcontext():
+        model = _model(1, False, bf16=False)
+        batches = _batches(device)
+        for tokens in batches.flatten(0, 1):
+            (_loss(model, tokens) / len(batches)).backward()
+    parallel_state.destroy_model_parallel()
+    return {n: p.grad.cpu() for n, p in model.named_parameters()}
+
+
+def exact_gradients():
+    """Those without rounding, for which kernels are no use: on the CPU."""
+    return _one_rank(_setup(), True)
+
+
 def _megatron(device):
     """Gradients of whole parameters that Megatron's own data parallelism hands to its optimizer, and those of
-    one rank that sees all batches."""
+    one rank."""
     from megatron.core import parallel_state
     from megatron.core.distributed import (
         DistributedDataParallel,
@@ -206,13 +224,7 @@ def _megatron(device):
 
     results = {}
     for exact in (True, False) if device.type == "cpu" else (False,):
-        with without_rounding() if exact else contextlib.nullcontext():
-            model = _model(1, False, bf16=False)
-            batches = _batches(device)
-            for tokens in batches.flatten(0, 1):
-                (_loss(model, tokens) / len(batches)).backward()
-            results["one", exact] = {n: p.grad.cpu() for n, p in model.named_parameters()}
-            parallel_state.destroy_model_parallel()
+        results["one", exact] = _one_rank(device, exact)
     for split, overlap, exact in MEGATRON:
         if ("one", exact) not in results:
             continue
@@ -323,19 +335,21 @@ def test_zero_goes_on_from_a_checkpoint_to_the_bit(ranks, name):
 
 @pytest.mark.parametrize("case", MEGATRON, ids=str)
 def test_megatrons_data_parallelism_gives_the_gradients_of_one_rank(ranks, case):
+    # as derived in test_parallel.py
+    bound = 1e-5 if case[-1] else 2e-2
     for rank in ranks:
-        # as derived in test_parallel.py
-        check_gradients(rank["megatron"], case, 1e-5 if case[-1] else 2e-2)
+        runs = rank["megatron"]
+        check_wrapper(runs, case)
+        for name, grad in runs["one", case[-1]].items():
+            assert rel_rms(runs[case]["grads"][name], grad) < bound, name
         grads, first = (r["megatron"][case]["grads"] for r in (rank, ranks[0]))
         for name, grad in grads.items():
             assert torch.equal(grad, first[name]), name
 
 
-def check_gradients(runs, case, bound):
+def check_wrapper(runs, case):
     found = runs[case]
     # more than one, so that there is something to overlap
     assert found["buckets"] > 1 or not case[1]
     # by us, in every linear layer, and not by Megatron's hook
     assert found["added"] == [True] * len(LINEARS) * LAYERS
-    for name, grad in runs["one", case[-1]].items():
-        assert rel_rms(found["grads"][name], grad) < bound, name

@@ -1,16 +1,19 @@
 """The COAT layer under Megatron's pipeline schedules: the losses and gradients of one rank."""
 
+import contextlib
+
 import pytest
 import torch
 import torch.distributed as dist
 
+from tests.megatron_ext.test_parallel import without_rounding
 from tests.util import rel_rms, run_distributed
 
 S, B, VOCAB, LAYERS, MICRO_BATCHES = 16, 2, 64, 8, 4
 H, FFN, HEADS = 32, 48, 4
 
 
-def train(pipeline, virtual, weights):
+def train(pipeline, virtual, weights, exact=False):
     """One step of Megatron's schedule; losses by micro-batch and gradients by the whole model's names."""
     from megatron.core import parallel_state
     from megatron.core.pipeline_parallel import get_forward_backward_func
@@ -72,7 +75,7 @@ def train(pipeline, virtual, weights):
         return output, loss
 
     batches = [iter(tokens) for _ in stages]
-    with cpu.no_cuda():
+    with cpu.no_cuda(), without_rounding() if exact else contextlib.nullcontext():
         get_forward_backward_func()(
             forward_step_func=forward_step,
             data_iterator=batches if virtual else batches[0],
