@@ -8,7 +8,7 @@ output together, n heads, V vocabulary:
 |---|---|---|
 | weights | 2 N; 2 N / D at stage 3 | same |
 | gradients | 2 N; 2 N / D at stages 2 and 3 | same |
-| masters | 4 N / D | same |
+| masters | 4 N / D | same; as BF16 weights 2 N / D |
 | states | 8 N / D | (2 + 10 / 128) N / D |
 | saved, a layer | t (2 (2 h + 2 h + a + 3 f) + 4 n) / T | t (17/16 (2 h + 2 f) + 2 a + 4 n) / T |
 | logits | 4 t V / T, and 4 h t / T before them | same |
@@ -114,6 +114,8 @@ class System(NamedTuple):
     """Without which there is none."""
     fp8_moments: bool = False
     """TransformerEngine's AdamW as Megatron's precision-aware optimizer sets it up, both moments in FP8."""
+    bf16_masters: bool = False
+    """DeepSpeed keeps masters and gradients in BF16."""
 
 
 _TE = {"config": {"fp8": "hybrid", "fp8_recipe": "delayed"}, "package": "transformer_engine"}
@@ -125,8 +127,14 @@ SYSTEMS = {
     "TE FP8": System(**_TE),
     "TE FP8, FP8 moments": System(**_TE, fp8_moments=True),
     "COAT": System({}),
+    "COAT, fastest": System({"activations": {"weight_cache": "fp8", "fast_accumulation": "all"}}),
     "COAT, 8-bit attention": System({"activations": {"attention_format": "sqrt8"}}),
+    "COAT, smallest": System(
+        {"activations": {"attention_format": "sqrt8"}, "optimizer": {"bf16_params": "stochastic"}},
+        bf16_masters=True,
+    ),
 }
+BF16_MASTERS = {"bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}
 
 
 class Job(NamedTuple):
@@ -219,13 +227,13 @@ def predict(model: Model, layers: int, way: Way, gpus: int, system: System, micr
         product = 0 if "recompute_modules" in system.config else 3 * x.ffn
         per_token = 2 * (4 * x.hidden + attention + product)
     else:
-        bytes_kept = FP8_GROUPED if "activations" in system.coat else 2
+        bytes_kept = FP8_GROUPED if "attention_format" in system.coat.get("activations", {}) else 2
         per_token = FP8_GROUPED * (2 * x.hidden + 2 * x.ffn) + bytes_kept * attention
     coat = system.coat is not None
     return Predicted(
         weights=2 * total / (data if way.stage == 3 else 1),
         gradients=2 * total / (data if way.stage >= 2 else 1),
-        masters=4 * total / data,
+        masters=(2 if system.bf16_masters else 4) * total / data,
         states=(STATES[coat or system.fp8_moments] * compressed + 8 * kept) / data,
         saved=layers * tokens * (per_token + 4 * x.heads) / tensor,
         logits=tokens * (4 * model.vocabulary + 4 * x.hidden) / tensor,
@@ -240,7 +248,7 @@ def host_config(job: Job, micro_batch: int) -> dict:
         "train_micro_batch_size_per_gpu": micro_batch,
         "gradient_clipping": 1.0,
         "steps_per_print": 10**9,
-        "bf16": {"enabled": True},
+        "bf16": {"enabled": True, **(BF16_MASTERS if system.bf16_masters else {})},
         "zero_optimization": {
             "stage": WAYS[job.way].stage,
             "reduce_bucket_size": BUCKET,
@@ -358,6 +366,7 @@ def memory_by_phase(engine, batch: Batch) -> dict[str, float]:
         return result
 
     found = {"between_steps": held_bytes()}
+    engine.module.set_is_first_microbatch()
     loss = phase("forward", lambda: loss_of(engine, batch))
     phase("backward", lambda: engine.backward(loss))
     phase("step", engine.step)
@@ -383,6 +392,8 @@ def run_case(case: Case, steps: int) -> dict[str, float]:
     for i in range(WARMUP + steps):
         if i == WARMUP and torch.cuda.is_available():
             torch.cuda.reset_peak_memory_stats()
+        # as Megatron's loop does: TransformerEngine keeps its FP8 weights until then
+        engine.module.set_is_first_microbatch()
         start = mark()
         loss = loss_of(engine, batches[i % BATCHES])
         engine.backward(loss)
