@@ -29,7 +29,7 @@ from benchmarks.training import LARGE, SMALL, Setting, loss_of, one_process, tra
 
 TE_CURRENT = "TE current"
 # what a row of the table shows, beside ratios to another layer
-ERROR, STANDARD_ERROR = "RMS error", "standard error"
+ERROR, TO, STANDARD_ERROR = "RMS error", "to ", "standard error"
 # in the plot; attention in 8 bits lies outside
 SHOWN_RATIOS = (0.6, 1.4)
 SEED = 1234
@@ -145,9 +145,8 @@ def errors_of(
     """Relative RMS errors of a layer's output and gradients in each batch, by the names of its parts."""
     layer = make(shape)
     layer.load(sample.weights)
-    # delayed scaling takes its scales from earlier passes
-    for batch in sample.batches:
-        result_of(layer, *batch)
+    # delayed scaling takes its scales from an earlier pass, as in training from another batch
+    result_of(layer, *sample.batches[-1])
     found = [
         result_of(layer, *batch).errors(expected, layer)
         for batch, expected in zip(sample.batches, exact, strict=True)
@@ -182,36 +181,37 @@ def mean_ratios(errors: list[list[Errors]], others: list[list[Errors]]) -> tuple
 
 
 def plot(rows: list[dict], path: Path) -> None:
-    """Panels are kinds of data, clusters tensors, colours layers: bars of the errors and, where there are
-    any, in a second file the mean ratios with two standard errors either way."""
-    samples = list(dict.fromkeys(row["data"] for row in rows))
-    layers = list(dict.fromkeys(row["layer"] for row in rows if "figure" in row))
+    """Panels are kinds of data, clusters tensors, colours layers: RMS errors and, where there are any, in a
+    second file the mean ratios with two standard errors either way."""
+    figures = {(row["data"], row["layer"], row["figure"]): row for row in rows if "figure" in row}
+    samples, layers, kinds = (list(dict.fromkeys(keys)) for keys in zip(*figures, strict=True))
     tensors = [k for k in rows[0] if k not in ("data", "layer", "figure")]
-    found = {(row["data"], row["layer"], row["figure"]): row for row in rows if "figure" in row}
-    ratio = next((figure for _, _, figure in found if figure.startswith("to ")), None)
-    for figure in filter(None, (ERROR, ratio)):
+    axes_of = {ERROR: (path, {"yscale": "log"})}
+    for kind in kinds:
+        if kind.startswith(TO):
+            axes_of[kind] = path.with_stem(f"{path.stem}_ratios"), {"ylim": SHOWN_RATIOS}
+    for kind, (file, properties) in axes_of.items():
         canvas, panels = plt.subplots(len(samples), 1, figsize=(11, 3 * len(samples)), layout="constrained")
         for data, axes in zip(samples, panels, strict=True):
             for i, layer in enumerate(layers):
-                if (row := found.get((data, layer, figure))) is None:
+                if (row := figures.get((data, layer, kind))) is None:
                     continue
                 places = [place + (i - len(layers) / 2) * 0.8 / len(layers) for place in range(len(tensors))]
-                style = dict(label=layer, color=plt.cm.tab10(i))
-                if figure == ERROR:
-                    axes.bar(places, [100 * row[t] for t in tensors], 0.8 / len(layers), **style)
-                else:
-                    spread = found[data, layer, STANDARD_ERROR]
-                    axes.errorbar(
-                        places, [row[t] for t in tensors], [2 * spread[t] for t in tensors], fmt="o", **style
-                    )
+                spread = None if kind == ERROR else figures[data, layer, STANDARD_ERROR]
+                axes.errorbar(
+                    places,
+                    [row[t] for t in tensors],
+                    spread and [2 * spread[t] for t in tensors],
+                    fmt="o",
+                    markersize=4,
+                    color=plt.cm.tab10(i),
+                    label=layer,
+                )
             axes.set_xticks(range(len(tensors)), tensors, fontsize="small")
-            if figure == ERROR:
-                axes.set(title=data, ylabel="relative RMS error, %", yscale="log")
-            else:
-                axes.axhline(1, color="black", linewidth=0.5)
-                axes.set(title=data, ylabel=f"error {figure}", ylim=SHOWN_RATIOS)
+            axes.set(title=data, ylabel=kind if kind == ERROR else f"error, {kind}", **properties)
+            axes.grid(axis="y")
         panels[0].legend(loc="upper left", bbox_to_anchor=(1, 1), fontsize="small")
-        canvas.savefig(path if figure == ERROR else path.with_stem(f"{path.stem}_ratios"), dpi=120)
+        canvas.savefig(file, dpi=120)
         plt.close(canvas)
 
 
@@ -228,16 +228,15 @@ def numerics(arguments, table: Table) -> None:
     The reference has the same BF16 weights, input and output gradient. `y` and `dx` are what the layer adds
     to its input and to the gradient of its output; the other columns are the gradients of the weights.
     What BF16's own row shows in `y` is mostly the rounding of that sum, which all share.
-    Rows by their `figure`:
-    - RMS error: root mean square over all layers of --models models and two batches of each;
-    - to TE current: geometric mean over the same layers and batches of the ratio of this layer's error to
-      that of TransformerEngine's current scaling (or of the layer named by --to);
-    - standard error: of that ratio, over layers. Where the large values of a tensor fall within a binade
-      decides about some percent of an error, either way: a ratio within two standard errors of 1 is luck.
-      Batches of one layer share its weights, so they do not count as independent.
-    Data: trained, layers of GPTs that have learned real text for --steps steps; outliers, the
-    same with some channels of the input 30 to 100 times as large; random.
-    The small model without a GPU or with --quick.
+    Data: trained, layers of GPTs that have learned real text for --steps steps; outliers, the same with
+    some channels of the input 30 to 100 times as large; random. The small model without a GPU or with
+    --quick. A row's `figure` is one of
+    - RMS error: root mean square over all layers of --models models, with two batches each;
+    - to TE current: geometric mean over these of the ratio of this error to that of TransformerEngine's
+      current scaling in the same layer and batch (--to names another layer in its place);
+    - standard error: of that ratio, over layers; batches of a layer share its weights and are averaged first.
+      Chance, where in its binade a large value falls, makes single layers differ by some percent either way,
+      so a ratio within two standard errors of 1 tells nothing.
     """
     small = arguments.quick or not torch.cuda.is_available()
     # training, where layers come from, is most of the time; nothing that is compared has FP32 products
@@ -273,7 +272,7 @@ def numerics(arguments, table: Table) -> None:
                 continue
             for name, own in errors.items():
                 ratios, deviations = mean_ratios(own, others)
-                table.add(data=data, layer=name, figure=f"to {arguments.to}", **ratios)
+                table.add(data=data, layer=name, figure=TO + arguments.to, **ratios)
                 table.add(data=data, layer=name, figure=STANDARD_ERROR, **deviations)
     table.path.parent.mkdir(parents=True, exist_ok=True)
     plot(table.rows, table.path.with_suffix(".png"))
