@@ -227,7 +227,8 @@ def numerics(arguments, table: Table) -> None:
 
     The reference has the same BF16 weights, input and output gradient. `y` and `dx` are what the layer adds
     to its input and to the gradient of its output; the other columns are the gradients of the weights.
-    What BF16's own row shows in `y` is mostly the rounding of that sum, which all share.
+    What BF16's own row shows in `y` is mostly the rounding of that sum, which all share, and which brings
+    ratios nearer to 1.
     Data: trained, layers of GPTs that have learned real text for --steps steps; outliers, the same with
     some channels of the input 30 to 100 times as large; random. The small model without a GPU or with
     --quick. A row's `figure` is one of
@@ -235,8 +236,8 @@ def numerics(arguments, table: Table) -> None:
     - to TE current: geometric mean over these of the ratio of this error to that of TransformerEngine's
       current scaling in the same layer and batch (--to names another layer in its place);
     - standard error: of that ratio, over layers; batches of a layer share its weights and are averaged first.
-      Chance, where in its binade a large value falls, makes single layers differ by some percent either way,
-      so a ratio within two standard errors of 1 tells nothing.
+      Where in its binade a large value falls is chance, and changes the error of single layers by some
+      percent either way: a ratio within two standard errors of 1 may be no more than that.
     """
     small = arguments.quick or not torch.cuda.is_available()
     # training, where layers come from, is most of the time; nothing that is compared has FP32 products
