@@ -237,7 +237,8 @@ def numerics(arguments, table: Table) -> None:
       current scaling in the same layer and batch (--to names another layer in its place);
     - standard error: of that ratio, over layers; batches of a layer share its weights and are averaged first.
       Where in its binade a large value falls is chance, and changes the error of single layers by some
-      percent either way: a ratio within two standard errors of 1 may be no more than that.
+      percent either way: a ratio within two standard errors of 1 may be no more than that. What falls
+      alike in all layers of one size, such as a norm's largest output, is not averaged out.
     """
     small = arguments.quick or not torch.cuda.is_available()
     # training, where layers come from, is most of the time; nothing that is compared has FP32 products
