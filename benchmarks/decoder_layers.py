@@ -127,9 +127,9 @@ def result_of(layer: Layer, x: torch.Tensor, grad: torch.Tensor) -> Result:
     return Result(layer.transpose(y.detach()) - x, layer.transpose(leaf.grad) - grad, parameters)
 
 
-def random_weights(like: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def random_weights(like: dict[str, torch.Tensor], seed: int = 0) -> dict[str, torch.Tensor]:
     """Normal, so that products with normal inputs of h columns are of size 1; norms' weights around 1."""
-    generator = torch.Generator(device()).manual_seed(0)
+    generator = torch.Generator(device()).manual_seed(seed)
     deviation = like["input_layernorm.weight"].numel() ** -0.5
     return {
         name: deviation * torch.randn(w.shape, generator=generator, device=w.device)

@@ -2,6 +2,8 @@
 
 import argparse
 import functools
+import math
+import statistics
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
@@ -15,6 +17,7 @@ from benchmarks.decoder_layers import (
     LayerShape,
     Result,
     device,
+    forget,
     megatron_layer,
     random_weights,
     result_of,
@@ -25,21 +28,33 @@ from benchmarks.harness import Table, benchmark, reason
 from benchmarks.training import LARGE, SMALL, Setting, loss_of, one_process, train_gpt
 
 TE_CURRENT = "TE current"
-# delayed scaling takes its scales from earlier passes
-WARMUP = 3
-BATCH = 8
-# of the model, from all depths
-LAYERS = 6
+# what a row of the table shows, beside ratios to another layer
+ERROR, TO, STANDARD_ERROR = "RMS error", "to ", "standard error"
+# in the plot; attention in 8 bits lies outside
+SHOWN_RATIOS = (0.6, 1.4)
+SEED = 1234
+# batches of a layer, and sequences in each
+BATCHES, BATCH = 2, 8
 # channels of the input and what they are multiplied by
 OUTLIERS = {0: 30, 1: 50, 2: 70, 3: 100}
 
 
-class Sample(NamedTuple):
-    """A layer's weights by Megatron's names, its input and its output's gradient [s, b, h], all BF16."""
+class Batch(NamedTuple):
+    """A layer's input and its output's gradient, [s, b, h], BF16."""
 
-    weights: dict[str, torch.Tensor]
     x: torch.Tensor
     grad: torch.Tensor
+
+
+class Sample(NamedTuple):
+    """A layer's weights, BF16, by Megatron's names, and what it is run on."""
+
+    weights: dict[str, torch.Tensor]
+    batches: list[Batch]
+
+
+# by tensor
+Errors = dict[str, float]
 
 
 def rows() -> dict[str, Callable[[LayerShape], Layer]]:
@@ -59,22 +74,23 @@ def rows() -> dict[str, Callable[[LayerShape], Layer]]:
     }
 
 
-def trained_samples(setting: Setting, steps: int) -> tuple[LayerShape, list[Sample]]:
-    """Layers from all depths of a partly trained GPT, on text that it has not seen."""
-    model, _, data = train_gpt(setting, steps)
+def trained_samples(setting: Setting, steps: int, seed: int) -> tuple[LayerShape, list[Sample]]:
+    """All layers of a partly trained GPT, on text that it has not seen."""
+    model, _, held_out = train_gpt(setting, steps, seed)
     config, layers = model.config, model.decoder.layers
-    chosen = layers[:: max(len(layers) // LAYERS, 1)][:LAYERS]
-    seen = {layer: {} for layer in chosen}
+    samples = {
+        layer: Sample({name: p.detach().bfloat16() for name, p in layer.named_parameters()}, [])
+        for layer in layers
+    }
 
-    def keep(module, args, kwargs, output):
-        seen[module]["x"] = args[0] if args else kwargs["hidden_states"]
-        output[0].register_hook(lambda grad: seen[module].update(grad=grad))
+    def keep(layer, args, kwargs, output):
+        x = (args[0] if args else kwargs["hidden_states"]).detach().bfloat16()
+        output[0].register_hook(lambda grad: samples[layer].batches.append(Batch(x, grad.bfloat16())))
 
-    handles = [layer.register_forward_hook(keep, with_kwargs=True) for layer in chosen]
-    first = steps * setting.batch_size
-    loss_of(model, data.batch(range(first, first + BATCH))).backward()
-    for handle in handles:
-        handle.remove()
+    for layer in layers:
+        layer.register_forward_hook(keep, with_kwargs=True)
+    for first in range(0, BATCHES * BATCH, BATCH):
+        loss_of(model, held_out.batch(range(first, first + BATCH))).backward()
     shape = LayerShape(
         config.hidden_size,
         config.ffn_hidden_size,
@@ -83,77 +99,126 @@ def trained_samples(setting: Setting, steps: int) -> tuple[LayerShape, list[Samp
         BATCH,
         setting.seq_length,
     )
-    samples = []
-    for layer in chosen:
-        weights = {name: p.detach().bfloat16() for name, p in layer.named_parameters()}
-        samples.append(Sample(weights, seen[layer]["x"].detach().bfloat16(), seen[layer]["grad"].bfloat16()))
-    return shape, samples
+    return shape, list(samples.values())
 
 
 def with_outliers(sample: Sample) -> Sample:
     """A few channels of the input much larger than the others, as models grow them."""
-    factors = torch.ones_like(sample.x[0, 0])
+    factors = torch.ones_like(sample.batches[0].x[0, 0])
     for channel, factor in OUTLIERS.items():
         factors[channel] = factor
-    return sample._replace(x=sample.x * factors)
+    return sample._replace(batches=[batch._replace(x=batch.x * factors) for batch in sample.batches])
 
 
-def random_sample(sample: Sample) -> Sample:
+def random_sample(sample: Sample, seed: int) -> Sample:
     """Normal values of the same sizes."""
-    weights = {name: w.bfloat16() for name, w in random_weights(sample.weights).items()}
-    generator = torch.Generator(device()).manual_seed(1)
-    x, grad = (torch.randn(sample.x.shape, generator=generator, device=device()).bfloat16() for _ in range(2))
-    return Sample(weights, x, grad)
+    # no two of them start alike
+    weights = random_weights(sample.weights, 2 * seed)
+    generator = torch.Generator(device()).manual_seed(2 * seed + 1)
+
+    def normal(like: torch.Tensor) -> torch.Tensor:
+        return torch.randn(like.shape, generator=generator, device=device()).bfloat16()
+
+    return Sample(
+        {name: w.bfloat16() for name, w in weights.items()},
+        [Batch(normal(batch.x), normal(batch.grad)) for batch in sample.batches],
+    )
 
 
-def exact_result(shape: LayerShape, sample: Sample) -> Result:
-    """What FP64 makes of a sample, in Megatron's order of rows."""
+def exact_results(shape: LayerShape, sample: Sample) -> list[Result]:
+    """What FP64 makes of each batch, in Megatron's order of rows."""
     reference = torch_layer(shape, dtype=torch.float64)
     reference.load(sample.weights)
     with sdpa_kernel(SDPBackend.MATH):
-        exact = result_of(reference, sample.x.double(), sample.grad.double())
+        results = [result_of(reference, x.double(), grad.double()) for x, grad in sample.batches]
     order = reference.qkv_rows.argsort()
-    for name in exact.parameters:
-        if "linear_qkv" in name:
-            exact.parameters[name] = exact.parameters[name][order]
-    return exact
+    for exact in results:
+        for name in exact.parameters:
+            if "linear_qkv" in name:
+                exact.parameters[name] = exact.parameters[name][order]
+    return results
 
 
 def errors_of(
-    make: Callable[[LayerShape], Layer], shape: LayerShape, sample: Sample, exact: Result
-) -> dict[str, float]:
-    """Relative RMS errors of a layer's output and gradients, by the names of its parts."""
+    make: Callable[[LayerShape], Layer], shape: LayerShape, sample: Sample, exact: list[Result]
+) -> list[Errors]:
+    """Relative RMS errors of a layer's output and gradients in each batch, by the names of its parts."""
     layer = make(shape)
     layer.load(sample.weights)
-    for _ in range(WARMUP):
-        result = result_of(layer, sample.x, sample.grad)
-    errors = result.errors(exact, layer)
+    # delayed scaling takes its scales from an earlier pass, as in training from another batch
+    result_of(layer, *sample.batches[-1])
+    found = [
+        result_of(layer, *batch).errors(expected, layer)
+        for batch, expected in zip(sample.batches, exact, strict=True)
+    ]
     # makers list their parameters in orders of their own
-    return {k.split(".")[-2] if "." in k else k: errors[k] for k in ("y", "dx", *sample.weights)}
+    tensors = ("y", "dx", *sample.weights)
+    return [{k.split(".")[-2] if "." in k else k: errors[k] for k in tensors} for errors in found]
+
+
+def root_mean_squares(errors: list[list[Errors]]) -> Errors:
+    """Over layers and their batches."""
+    flat = [of_batch for of_layer in errors for of_batch in of_layer]
+    return {k: statistics.fmean(e[k] ** 2 for e in flat) ** 0.5 for k in flat[0]}
+
+
+def mean_ratios(errors: list[list[Errors]], others: list[list[Errors]]) -> tuple[Errors, Errors]:
+    """Geometric means over layers of the ratios of `errors` to `others`, and their standard errors.
+
+    Ratios are of the same layer, batch and tensor. Batches of one layer share its weights, and so their
+    rounding: only layers count as independent, each with the mean logarithm r of its batches. Of n layers the
+    standard error is that of the mean of r, its standard deviation over sqrt(n), times the ratio.
+    """
+    means, deviations = {}, {}
+    for k in errors[0][0]:
+        logarithms = [
+            statistics.fmean(math.log(own[k] / other[k]) for own, other in zip(*of_layer, strict=True))
+            for of_layer in zip(errors, others, strict=True)
+        ]
+        means[k] = math.exp(statistics.fmean(logarithms))
+        deviations[k] = means[k] * statistics.stdev(logarithms) / len(logarithms) ** 0.5
+    return means, deviations
 
 
 def plot(rows: list[dict], path: Path) -> None:
-    """Bars of the errors: panels are kinds of data, clusters tensors, colours layers."""
-    measured = [row for row in rows if "y" in row]
-    samples = list(dict.fromkeys(row["data"] for row in measured))
-    layers = list(dict.fromkeys(row["layer"] for row in measured))
-    tensors = [k for k in measured[0] if k not in ("data", "layer", "to_te_current")]
-    figure, panels = plt.subplots(len(samples), 1, figsize=(11, 3 * len(samples)), layout="constrained")
-    for data, axes in zip(samples, panels, strict=True):
-        for i, layer in enumerate(layers):
-            row = next(r for r in measured if (r["data"], r["layer"]) == (data, layer))
-            places = [place + (i - len(layers) / 2) * 0.8 / len(layers) for place in range(len(tensors))]
-            heights = [100 * row[t] for t in tensors]
-            axes.bar(places, heights, 0.8 / len(layers), label=layer, color=plt.cm.tab10(i))
-        axes.set_xticks(range(len(tensors)), tensors, fontsize="small")
-        axes.set(title=data, ylabel="relative RMS error, %", yscale="log")
-    panels[0].legend(loc="upper left", bbox_to_anchor=(1, 1), fontsize="small")
-    figure.savefig(path, dpi=120)
-    plt.close(figure)
+    """Panels are kinds of data, clusters tensors, colours layers: RMS errors and, where there are any, in a
+    second file the mean ratios with two standard errors either way."""
+    figures = {(row["data"], row["layer"], row["figure"]): row for row in rows if "figure" in row}
+    samples, layers, kinds = (list(dict.fromkeys(keys)) for keys in zip(*figures, strict=True))
+    tensors = [k for k in rows[0] if k not in ("data", "layer", "figure")]
+    axes_of = {ERROR: (path, {"yscale": "log"})}
+    for kind in kinds:
+        if kind.startswith(TO):
+            axes_of[kind] = path.with_stem(f"{path.stem}_ratios"), {"ylim": SHOWN_RATIOS}
+    for kind, (file, properties) in axes_of.items():
+        canvas, panels = plt.subplots(len(samples), 1, figsize=(11, 3 * len(samples)), layout="constrained")
+        for data, axes in zip(samples, panels, strict=True):
+            for i, layer in enumerate(layers):
+                if (row := figures.get((data, layer, kind))) is None:
+                    continue
+                places = [place + (i - len(layers) / 2) * 0.8 / len(layers) for place in range(len(tensors))]
+                spread = None if kind == ERROR else figures[data, layer, STANDARD_ERROR]
+                axes.errorbar(
+                    places,
+                    [row[t] for t in tensors],
+                    spread and [2 * spread[t] for t in tensors],
+                    fmt="o",
+                    markersize=4,
+                    color=plt.cm.tab10(i),
+                    label=layer,
+                )
+            axes.set_xticks(range(len(tensors)), tensors, fontsize="small")
+            axes.set(title=data, ylabel=kind if kind == ERROR else f"error, {kind}", **properties)
+            axes.grid(axis="y")
+        panels[0].legend(loc="upper left", bbox_to_anchor=(1, 1), fontsize="small")
+        canvas.savefig(file, dpi=120)
+        plt.close(canvas)
 
 
 def options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--steps", type=int, default=300, help="training steps before the layer is taken")
+    parser.add_argument("--steps", type=int, default=200, help="training steps before the layers are taken")
+    parser.add_argument("--models", type=int, default=2, help="models, each from a seed of its own")
+    parser.add_argument("--to", default=TE_CURRENT, choices=rows(), help="layer to compare the others with")
 
 
 @benchmark(needs_gpu=False, options=options)
@@ -162,41 +227,54 @@ def numerics(arguments, table: Table) -> None:
 
     The reference has the same BF16 weights, input and output gradient. `y` and `dx` are what the layer adds
     to its input and to the gradient of its output; the other columns are the gradients of the weights.
-    What BF16's own row shows in `y` is mostly the rounding of that sum, which all share. Errors are root
-    mean squares over layers from all depths of the model: with outliers a norm's weight has as many large
-    gradients as there are outlier channels, too few for one layer to tell formats apart.
-    `to_te_current` is the largest ratio to TransformerEngine's current scaling among y and these.
-    Data: trained, layers of a GPT that has learned real text for --steps steps; outliers, the
-    same with some channels of the input 30 to 100 times as large; random.
-    The small model without a GPU or with --quick.
+    What BF16's own row shows in `y` is mostly the rounding of that sum, which all share, and which brings
+    ratios nearer to 1.
+    Data: trained, layers of GPTs that have learned real text for --steps steps; outliers, the same with
+    some channels of the input 30 to 100 times as large; random. The small model without a GPU or with
+    --quick. A row's `figure` is one of
+    - RMS error: root mean square over all layers of --models models, with two batches each;
+    - to TE current: geometric mean over these of the ratio of this error to that of TransformerEngine's
+      current scaling in the same layer and batch (--to names another layer in its place);
+    - standard error: of that ratio, over layers; batches of a layer share its weights and are averaged first.
+      Where in its binade a large value falls is chance, and changes the error of single layers by some
+      percent either way: a ratio within two standard errors of 1 may be no more than that. What falls
+      alike in all layers of one size, such as a norm's largest output, is not averaged out.
     """
     small = arguments.quick or not torch.cuda.is_available()
+    # training, where layers come from, is most of the time; nothing that is compared has FP32 products
+    torch.set_float32_matmul_precision("high")
     with one_process():
-        shape, trained = trained_samples(SMALL if small else LARGE, arguments.steps)
+        trained: list[Sample] = []
+        for seed in range(SEED, SEED + arguments.models):
+            shape, of_model = trained_samples(SMALL if small else LARGE, arguments.steps, seed)
+            trained += of_model
         samples = {
             "trained": trained,
             "outliers": [with_outliers(sample) for sample in trained],
-            "random": [random_sample(sample) for sample in trained],
+            "random": [random_sample(sample, seed) for seed, sample in enumerate(trained)],
         }
         for data, of_layers in samples.items():
-            exact = [exact_result(shape, sample) for sample in of_layers]
-            te_current = None
+            exact = [exact_results(shape, sample) for sample in of_layers]
+            errors: dict[str, list[list[Errors]]] = {}
             for name, make in rows().items():
                 try:
-                    errors = [errors_of(make, shape, *pair) for pair in zip(of_layers, exact, strict=True)]
+                    errors[name] = [
+                        errors_of(make, shape, *pair) for pair in zip(of_layers, exact, strict=True)
+                    ]
                 # whatever a peer stumbles over, the others go on
                 except Exception as error:
                     if name == "BF16":
                         raise
                     table.add(data=data, layer=name, note=reason(error))
                     continue
-                columns = {k: (sum(e[k] ** 2 for e in errors) / len(errors)) ** 0.5 for k in errors[0]}
-                row = {"data": data, "layer": name, **columns}
-                weights = {k: e for k, e in columns.items() if k != "dx"}
-                if name == TE_CURRENT:
-                    te_current = weights
-                if te_current is not None:
-                    row["to_te_current"] = max(e / te_current[k] for k, e in weights.items())
-                table.add(**row)
+                finally:
+                    forget()
+                table.add(data=data, layer=name, figure=ERROR, **root_mean_squares(errors[name]))
+            if (others := errors.pop(arguments.to, None)) is None:
+                continue
+            for name, own in errors.items():
+                ratios, deviations = mean_ratios(own, others)
+                table.add(data=data, layer=name, figure=TO + arguments.to, **ratios)
+                table.add(data=data, layer=name, figure=STANDARD_ERROR, **deviations)
     table.path.parent.mkdir(parents=True, exist_ok=True)
     plot(table.rows, table.path.with_suffix(".png"))

@@ -30,7 +30,8 @@ LARGE = Setting(CONFIGS / "model_125m.json", 32, 512)
 class Trained(NamedTuple):
     model: torch.nn.Module
     optimizer: torch.optim.Optimizer
-    data: Split
+    held_out: Split
+    """Text that it has not seen."""
 
 
 @contextmanager
@@ -60,18 +61,22 @@ def loss_of(model: torch.nn.Module, batch: tuple[torch.Tensor, ...]) -> torch.Te
     return model(tokens, positions, None, labels=labels).mean()
 
 
-def train_gpt(setting: Setting, steps: int) -> Trained:
-    """Trains in FP32, with FP32 moments, on the standard library's sources."""
+def train_gpt(setting: Setting, steps: int, seed: int = 1234) -> Trained:
+    """Trains in FP32, with FP32 moments, on the standard library's sources.
+
+    The seed decides weights, the order of the text and what of it is held out.
+    """
     from megatron_ext import layer_specs
     from megatron_ext.model import build_gpt, load_shape
 
-    corpus = load_corpus(seq_length=setting.seq_length, seed=1234)
+    corpus = load_corpus(seq_length=setting.seq_length, seed=seed)
     model = build_gpt(
         load_shape(setting.shape_file),
         layer_specs.sdpa_layer_spec,
         seq_length=setting.seq_length,
         vocab_size=padded_vocab_size(corpus.vocab_size),
         bf16=False,
+        seed=seed,
     )
     optimizer = torch.optim.AdamW(
         model.parameters(), lr=LR, betas=BETAS, eps=EPS, weight_decay=WEIGHT_DECAY, fused=True
@@ -87,4 +92,4 @@ def train_gpt(setting: Setting, steps: int) -> Trained:
         schedule.step()
         if step % max(1, steps // 10) == 0 or step == steps - 1:
             print(f"step {step + 1} of {steps}: loss {loss.item():.4f}", flush=True)
-    return Trained(model, optimizer, corpus.train)
+    return Trained(model, optimizer, corpus.validation)

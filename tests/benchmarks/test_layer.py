@@ -126,16 +126,3 @@ def test_a_run_writes_a_row_for_every_maker_and_a_plot(tmp_path):
     saved = {name: float(rows[name]["saved_h"]) for name in (REFERENCE, "ours")}
     assert saved["ours"] < 0.55 * saved[REFERENCE]
     assert path.with_suffix(".png").stat().st_size > 0
-
-
-def test_numerics_compares_with_exact_arithmetic_on_three_kinds_of_data(tmp_path):
-    path = tmp_path / "numerics.csv"
-    result = run("numerics", "--quick", "--steps", "2", "--output", str(path))
-    assert result.returncode == 0, result.stderr
-    rows = list(csv.DictReader(path.open()))
-    errors = {(row["data"], row["layer"]): float(row["linear_fc1"]) for row in rows if row["linear_fc1"]}
-    for data in ("trained", "outliers", "random"):
-        # BF16 rounds to 8 bits and E4M3 to 4: by 2^-9 and 2^-5 at most, and several times
-        assert errors[data, "BF16"] < 64**0.5 * 2**-9
-        assert 2**-6 < errors[data, "ours"] < 64**0.5 * 2**-5
-    assert path.with_suffix(".png").stat().st_size > 0
