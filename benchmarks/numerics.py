@@ -66,6 +66,7 @@ def rows() -> dict[str, Callable[[LayerShape], Layer]]:
         TE_CURRENT: functools.partial(te, recipe="Float8CurrentScaling"),
         "TE blockwise": functools.partial(te, recipe="Float8BlockScaling"),
         "ours": ours,
+        "ours, all fast": functools.partial(ours, fast_accumulation="all"),
         "ours, gradients E4M3": functools.partial(ours, backward_format="e4m3"),
         "ours, saved E4M3": functools.partial(ours, saved_format="e4m3"),
         "ours, both E4M3": functools.partial(ours, saved_format="e4m3", backward_format="e4m3"),

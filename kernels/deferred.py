@@ -7,7 +7,7 @@ any other operation makes the tensor first.
 Scales are just in time, hence not known while the producer runs. It quantizes with the scale that the same
 tensor of the same module had last time, finds the largest magnitude on its way, and is launched a second time
 with that: its programs return at once if the scale was right, and else write the codes again. So the codes
-never depend on the prediction, only the time does; scales that are powers of two seldom change.
+never depend on the prediction, only the time does. Scales lie a factor of two or more apart: few change.
 """
 
 import functools

@@ -2,14 +2,17 @@
 
 The scale comes in two stages (COAT, section 5.2: group scaling): maxima of parts of the tensor, written
 by the kernel that produces it or, where there is none, by a pass of their own; then the maximum of those.
-value = code * scale. The scale is a power of two, 2^e, and depends on the largest finite magnitude alone:
+value = code * scale. The scale is 2^e over the format's largest magnitude, so 8/7 of a power of two, and
+depends on the largest finite magnitude alone:
 
-- E4M3: the smallest 2^e with largest / 2^e <= 448. A power of two costs a floating-point format no precision,
-  only up to one binade at the lower end of its range, and the product with it is exact.
-- E5M2, whose normal numbers span 30 binades: e is also rounded up to a multiple of 4. Gradients seldom need
-  them all, and a scale that changes seldom can be predicted.
+- E4M3: the smallest e with largest <= 2^e. A scale that changes seldom can be predicted, and costs a
+  floating-point format no precision, only up to one binade at the lower end of its range. It is no power of
+  two because BF16 values, of 8 bits, would then lie half way between two codes, of 4, once in 16 times: that
+  makes the error of rounding 1.004 times as large.
+- E5M2, whose normal numbers span 30 binades: e is also rounded up to one of every four. Gradients seldom need
+  them all.
 
-Zero tensors have scale 1, and e is at least -126: scales and their inverses are normal numbers.
+Zero tensors have scale 1, and its exponent is at least -126: scales and their inverses are normal numbers.
 """
 
 from typing import NamedTuple
@@ -113,12 +116,12 @@ def largest_magnitude(x: torch.Tensor) -> torch.Tensor:
 def tensor_scale_reference(largest: torch.Tensor, fmt: Fp8Format) -> torch.Tensor:
     """The scale of a tensor whose largest magnitude is `largest`, FP32 [1]."""
     mantissa, power = torch.frexp(largest)
-    # both formats' largest magnitude is 0.875 * 2^m: `power - m` suffices up to that mantissa
+    # both formats' largest magnitude is 7/8 * 2^m, and a power of two has mantissa 1/2
     _, m = torch.frexp(torch.tensor(fmt.max))
-    e = power - m + (mantissa > 0.875)
+    e = power - (mantissa == 0.5).int() - m
     if fmt.is_e5m2:
         e = (e + 3) // 4 * 4
-    return torch.where(largest > 0, torch.ldexp(torch.ones_like(largest), e.clamp_min(-126)), 1.0)
+    return torch.where(largest > 0, torch.ldexp(torch.full_like(largest, 8 / 7), e.clamp_min(-126)), 1.0)
 
 
 def quantize_tensor_reference(
@@ -139,13 +142,14 @@ def to_tensor_codes_reference(x: torch.Tensor, scale: torch.Tensor, fmt: Fp8Form
 @triton.jit
 def tensor_scale(largest, E5M2: tl.constexpr):
     """`tensor_scale_reference` of a scalar."""
-    # 127 + e, off the exponent of the largest magnitude; 0x600000 is the mantissa of 1.75
+    # 127 + the scale's exponent, off that of the largest magnitude
     bits = largest.to(tl.int32, bitcast=True)
-    exponent = (bits >> 23) - (15 if E5M2 else 8) + ((bits & 0x7FFFFF) > 0x600000).to(tl.int32)
+    exponent = (bits >> 23) - (16 if E5M2 else 9) + ((bits & 0x7FFFFF) > 0).to(tl.int32)
     if E5M2:
         # the bit operation rounds down, negative numbers too
         exponent = ((exponent - 127 + 3) & -4) + 127
-    scale = (tl.maximum(exponent, 1) << 23).to(tl.float32, bitcast=True)
+    # 0x124925 is the mantissa of 8/7
+    scale = ((tl.maximum(exponent, 1) << 23) | 0x124925).to(tl.float32, bitcast=True)
     return tl.where(largest > 0.0, scale, 1.0)
 
 
