@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import torch
 import triton
+import triton.language as tl
 
 from coat_kernels.codecs.codec import load_tile
 from coat_kernels.deferred import Deferred, PredictedScale, Source
@@ -35,9 +36,9 @@ def residual_add_reference(
 
 
 @triton.jit
-def residual_add_tile(p_residual, p_branch, p_bias, o_x, m_x, o_h, m_h, EVEN):
+def residual_add_tile(p_residual, p_branch, p_bias, o_x, m_x, o_h, m_h, EVEN: tl.constexpr):
     """The sum as FP32 values, rounded to what is stored."""
-    DTYPE = p_residual.dtype.element_ty
+    DTYPE: tl.constexpr = p_residual.dtype.element_ty
     b_branch = widen(load_tile(p_branch, o_x, m_x, not EVEN))
     if p_bias is not None:
         b_branch = round_to(b_branch + widen(load_tile(p_bias, o_h, m_h, not EVEN))[None, :], DTYPE)

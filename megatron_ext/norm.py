@@ -78,8 +78,7 @@ def coat_bias_dropout_add(training: bool, fused: bool):
 
 
 def deferred_bias_dropout_add(training: bool, fused: bool):
-    """`coat_bias_dropout_add` in front of a `CoatNorm`, in whose pass the sum is made where it is no more than
-    that: nothing is dropped, and all is of one dtype."""
+    """`coat_bias_dropout_add` in front of a `CoatNorm`: if nothing is dropped, its pass makes the sum."""
     stock = get_bias_dropout_add(training, fused)
 
     def bias_dropout_add(x_with_bias, residual, prob):
