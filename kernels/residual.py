@@ -1,6 +1,6 @@
 """The residual addition, residual + (branch + bias), left to the norm that reads the sum.
 
-By itself it is a pass that writes the sum, which the norm's reads again. A deferred sum is made by the norm:
+By itself it is a pass that writes the sum, and the norm's reads it again. A deferred sum is made by the norm:
 its kernel reads what is added, writes the sum, and goes on with what it has just rounded. Any other operation
 makes the sum first.
 """
@@ -13,7 +13,11 @@ import triton.language as tl
 
 from coat_kernels.codecs.codec import load_tile
 from coat_kernels.deferred import Deferred, PredictedScale, Source
-from coat_kernels.fp8 import round_to, widen
+from coat_kernels.fp8 import round_to, uses_kernels, widen
+
+# elements of the smallest sum that waits: the norm finds a smaller one in the cache (50 MB on an H200), so
+# that no pass is saved, and deferring takes the host 20 us
+WAITS_FROM = 1 << 24
 
 
 class Addends(NamedTuple):
@@ -90,7 +94,8 @@ class _ResidualAdd(torch.autograd.Function):
 
 
 def may_defer_add(residual: torch.Tensor, branch: torch.Tensor, bias: torch.Tensor | None = None) -> bool:
-    """Whether `deferred_add` takes these tensors: of one dtype, something is trained, no model compiled."""
+    """Whether `deferred_add` takes these tensors: of one dtype, something is trained, no model compiled; and,
+    on CUDA, whether it pays."""
     tensors = [t for t in (residual, branch, bias) if t is not None]
     return (
         not torch.compiler.is_compiling()
@@ -98,6 +103,7 @@ def may_defer_add(residual: torch.Tensor, branch: torch.Tensor, bias: torch.Tens
         and any(t.requires_grad for t in tensors)
         and all(t.dtype == residual.dtype and type(t) in (torch.Tensor, torch.nn.Parameter) for t in tensors)
         and branch.shape == residual.shape
+        and (residual.numel() >= WAITS_FROM or not uses_kernels(residual))
     )
 
 

@@ -108,8 +108,9 @@ def producer(request, device):
 
 
 @pytest.fixture(params=["activation", "norm", "addition"])
-def output(request, device):
+def output(request, device, monkeypatch):
     """A producer that defers its output."""
+    monkeypatch.setattr(residual, "WAITS_FROM", 0)
     return (PRODUCERS | {"addition": Addition})[request.param](device)
 
 

@@ -152,7 +152,8 @@ def test_views_of_a_sum_are_made_together(device, kernels):
     same(x * 1, residual_add_reference(residual_, branch))
 
 
-def test_what_may_be_deferred(device):
+def test_what_may_be_deferred(device, monkeypatch):
+    monkeypatch.setattr(residual, "WAITS_FROM", 32)
     x = torch.randn(4, 8, device=device).bfloat16()
     trained, bias = x.clone().requires_grad_(), torch.nn.Parameter(x[0].clone())
     assert may_defer_add(trained, x) and may_defer_add(x, trained, x[0]) and may_defer_add(x, x, bias)
@@ -162,6 +163,10 @@ def test_what_may_be_deferred(device):
     assert not may_defer_add(deferred_add(trained, x), x)
     with torch.no_grad():
         assert not may_defer_add(trained, x)
+    monkeypatch.setattr(residual, "uses_kernels", lambda x: True)
+    assert may_defer_add(trained, x) and not may_defer_add(trained[1:], x[1:])
+    monkeypatch.setattr(residual, "uses_kernels", lambda x: False)
+    assert may_defer_add(trained[1:], x[1:])
 
     def add(a, b):
         return deferred_add(a, b) if may_defer_add(a, b) else a + b

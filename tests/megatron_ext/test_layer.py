@@ -11,6 +11,7 @@ from megatron.core.distributed import DistributedDataParallel, DistributedDataPa
 from megatron.core.transformer import TransformerConfig
 
 from coat_ds.config import ActivationsConfig
+from coat_kernels import residual
 from coat_kernels.deferred import Deferred
 from coat_kernels.origin import origin_of
 from coat_kernels.residual import is_deferred_sum
@@ -431,8 +432,9 @@ def test_other_layers_against_bf16(device, variant):
 
 @pytest.mark.parametrize("variant", [{}, GPT], ids=["llama", "gpt"])
 @pytest.mark.parametrize("reads", [False, True])
-def test_the_norm_makes_the_sum_behind_attention(device, variant, reads):
+def test_the_norm_makes_the_sum_behind_attention(device, variant, reads, monkeypatch):
     """To the bit what the addition gives by itself, with as many bytes kept, also where a hook reads it."""
+    monkeypatch.setattr(residual, "WAITS_FROM", 0)
     model, results, seen = build(coat_layer_spec, layers=2, **variant), [], []
     for name, parameter in model.named_parameters():
         if "bias" in name:
@@ -460,8 +462,9 @@ def test_the_norm_makes_the_sum_behind_attention(device, variant, reads):
     assert all(grads[name].equal(grad) for name, grad in grads_by_itself.items())
 
 
-def test_other_additions_are_megatrons(device):
+def test_other_additions_are_megatrons(device, monkeypatch):
     """Where something is dropped, and where nothing is trained."""
+    monkeypatch.setattr(residual, "WAITS_FROM", 0)
     layer = coat_layer_spec.module(config(hidden_dropout=0.5, attention_dropout=0.0), layer_number=1)
     x = torch.randn(S, B, H, dtype=torch.bfloat16, device=device, requires_grad=True)
     seen = []
