@@ -118,6 +118,13 @@ def test_lets_go_of_what_is_added(device, kernels):
 
 def test_whoever_reads_first_makes_it(device, monkeypatch):
     """Reading before the norm and after it, in norms that take a tensor that exists, in any order."""
+    launch = norm._launch_forward
+
+    def launch_with_tensors(x, *args, **options):
+        assert type(x) is torch.Tensor
+        return launch(x, *args, **options)
+
+    monkeypatch.setattr(norm, "_launch_forward", launch_with_tensors)
     for module in (norm, deferred):
         monkeypatch.setattr(module, "uses_kernels", lambda x: True)
     residual_, branch, _, weight, _ = inputs((6, 48), False, False, device)
@@ -139,6 +146,20 @@ def test_whoever_reads_first_makes_it(device, monkeypatch):
         y, handed_on = norm.rms_norm(x, weight, EPS, residual=True, y_scale=scale)
     assert type(y) is torch.Tensor and handed_on is x and not x.is_pending
     assert rel_rms(y, plain) < KERNEL_RMS
+
+
+@pytest.mark.parametrize("read_before", [False, True])
+def test_a_sum_that_changes_is_refused(read_before, device, kernels, monkeypatch):
+    """The norm's output, as long as it does not exist either, is made from the sum."""
+    monkeypatch.setattr(residual, "residual_add_reference", residual_add_reference)
+    residual_, branch, _, weight, _ = inputs((6, 48), False, False, device)
+    x = deferred_add(residual_.requires_grad_(), branch)
+    if read_before:
+        x.sum()
+    y, handed_on = norm.rms_norm(x, weight, EPS, residual=True, y_scale=PredictedScale(E4M3))
+    handed_on += 1
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.sum()
 
 
 def test_views_of_a_sum_are_made_together(device, kernels):
