@@ -4,7 +4,8 @@ equation 3) that keep their input in 8 bits, 1 x G groups.
 y = c * rstd * w + b, rstd = 1 / sqrt(mean(c^2) + eps); c is x for RMSNorm and x - mean(x) for LayerNorm; with
 zero-centered gamma the weight is w + 1. Forward uses c as it comes; backward uses what is kept of it, which a
 large mean costs no precision. The output carries its origin, so that a linear layer behind it keeps nothing,
-and its maxima, so that nobody reads it for its scale; so does the gradient.
+and its maxima, so that nobody reads it for its scale; so does the gradient. An input that is a deferred sum
+(residual.py) is made on the way.
 """
 
 import torch
@@ -29,6 +30,7 @@ from coat_kernels.groups import (
 )
 from coat_kernels.ops import compilable
 from coat_kernels.origin import Origin, with_maxima, with_origin
+from coat_kernels.residual import NO_ADDENDS, Addends, is_deferred_sum, residual_add_tile
 from coat_kernels.tensorwise import (
     Quantized,
     empty_columns,
@@ -123,12 +125,13 @@ def load_gamma(p_weight, o_h, m_h, ZERO_CENTERED: tl.constexpr, EVEN: tl.constex
 
 
 @triton.jit
-def norm_forward_kernel(p_x, p_weight, p_bias, p_y, p_rows, p_codes, p_exponent, p_rstd, p_maxima,
-                        p_predicted, p_used, p_largest, p_true, rows, h, groups, eps, tiles,
+def norm_forward_kernel(p_x, p_residual, p_branch, p_branch_bias, p_weight, p_bias, p_y, p_rows, p_codes,
+                        p_exponent, p_rstd, p_maxima, p_predicted, p_used, p_largest, p_true,
+                        rows, h, groups, eps, tiles,
                         LAYER_NORM: tl.constexpr, ZERO_CENTERED: tl.constexpr, E5M2: tl.constexpr,
                         ROOTS: tl.constexpr, EVEN: tl.constexpr, ROWS: tl.constexpr, H: tl.constexpr,
                         G: tl.constexpr):  # fmt: skip
-    """y itself, or its FP8 codes by rows; what is kept and maxima where asked for."""
+    """y itself, or its FP8 codes by rows; x, if it is a sum, what is kept and maxima where asked for."""
     DTYPE: tl.constexpr = p_x.dtype.element_ty
     scale, todo = scale_and_tiles(p_predicted, p_used, p_largest, p_true, tiles, E5M2)
     o_h = tl.arange(0, H)
@@ -136,7 +139,11 @@ def norm_forward_kernel(p_x, p_weight, p_bias, p_y, p_rows, p_codes, p_exponent,
         o_row = tl.cast(tile, tl.int64) * ROWS + tl.arange(0, ROWS)
         m_x = tile_mask(o_row, o_h, rows, h)
         o_x = o_row[:, None] * h + o_h[None, :]
-        b_x = widen(load_tile(p_x, o_x, m_x, not EVEN))
+        if p_branch is None:
+            b_x = widen(load_tile(p_x, o_x, m_x, not EVEN))
+        else:
+            b_x = residual_add_tile(p_residual, p_branch, p_branch_bias, o_x, m_x, o_h, o_h < h, EVEN)
+            store_tile(p_x, o_x, cast(b_x, DTYPE), m_x, not EVEN)
         b_gamma = load_gamma(p_weight, o_h, o_h < h, ZERO_CENTERED, EVEN)
         if LAYER_NORM:
             b_x -= (tl.sum(b_x, axis=1) / h)[:, None]
@@ -274,9 +281,10 @@ def _launch_forward(
     y: torch.Tensor | None = None,
     out: Quantized | None = None,
     scales: Scales = NO_SCALES,
+    addends: Addends = NO_ADDENDS,
 ) -> torch.Tensor | None:
     """Writes y or, with `scales`, its operand by rows; in the first launch also q and rstd, and returns
-    maxima."""
+    maxima. Where x is the sum of `addends` it is written, too."""
     rows, h = x.shape
     tile = _tile(h, group_size, FORWARD_TILE, FORWARD_ELEMENTS)
     tiles = triton.cdiv(rows, tile["ROWS"])
@@ -285,6 +293,7 @@ def _launch_forward(
     with torch.cuda.device_of(x):
         norm_forward_kernel[(scales.programs(tiles),)](
             x,
+            *addends,
             weight,
             bias,
             y,
@@ -510,21 +519,29 @@ def norm_columns(
 class _Norm(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight, bias, eps, layer_norm, zero_centered, group_size, keep, residual, y_scale):
-        rows, options = x.reshape(-1, x.shape[-1]).contiguous(), (eps, layer_norm, zero_centered, group_size)
+        options = eps, layer_norm, zero_centered, group_size
+        if y_scale is not None and is_deferred_sum(x) and uses_kernels(x):
+            # this memory is where the kernel makes it
+            addends, value = x.source.addends, torch.empty(x.shape, dtype=x.dtype, device=x.device)
+        else:
+            addends, value = NO_ADDENDS, _plain(x)
+        rows = value.reshape(-1, x.shape[-1]).contiguous()
         if y_scale is None:
             y, maxima, *kept = norm_forward(rows, weight, bias, *options, keep)
             y = y.view(x.shape)
             ctx.mark_non_differentiable(*kept, maxima)
         else:
-            source, q, rstd = _deferred_forward(rows, weight.detach(), bias, options, keep, y_scale)
+            source, q, rstd = _deferred_forward(rows, weight.detach(), bias, options, keep, y_scale, addends)
             y, maxima, kept = Deferred(source, x.shape), None, (*q, rstd)
             ctx.mark_non_differentiable(*kept)
+        if addends is not NO_ADDENDS:
+            x.source.fill(rows)
         ctx.options = layer_norm, zero_centered, group_size
         ctx.bias_dtype = None if bias is None else bias.dtype
         ctx.save_for_backward(weight, *kept)
         ctx.set_materialize_grads(False)
         # an alias, not a view: autograd would refuse what is added to it in place
-        return y, x.detach() if residual else None, maxima, *kept
+        return y, value.detach() if residual else None, maxima, *kept
 
     @staticmethod
     def backward(ctx, grad_y, grad_residual, *_):
@@ -559,17 +576,22 @@ def _deferred_forward(
     options: tuple,
     keep: str,
     scale: PredictedScale,
+    addends: Addends,
 ) -> tuple[Source, Grouped, torch.Tensor]:
-    """y, of which only FP8 rows are written now, and what is kept of x."""
+    """y, of which only FP8 rows are written now, and what is kept of x, the sum of `addends` if there are."""
     parameters = (weight,) if bias is None else (weight, bias.detach())
 
     def make(x, weight, bias=None):
         return norm_forward(x, weight, bias, *options, None)[0]
 
     def write(x, *rest):
+        nonlocal addends
         *parameters, out, scales = rest
         weight, bias = parameters if len(parameters) == 2 else (*parameters, None)
-        return _launch_forward(x, weight, bias, q, rstd, *options, out=out, scales=scales)
+        maxima = _launch_forward(x, weight, bias, q, rstd, *options, out=out, scales=scales, addends=addends)
+        # x exists from now on, and they need not
+        addends = NO_ADDENDS
+        return maxima
 
     if uses_kernels(x):
         q, rstd = _empty_kept(x, options[-1], keep)
@@ -578,12 +600,16 @@ def _deferred_forward(
     return Source((x, *parameters), make, write, scale, tuple(x.shape), x.dtype, at_once=True), q, rstd
 
 
+def _plain(x: torch.Tensor) -> torch.Tensor:
+    return x.plain() if isinstance(x, Deferred) else x
+
+
 def _norm(x, weight, bias, eps, layer_norm, zero_centered, group_size, keep, residual, y_scale):
     require_fp8(x.device)
     options = eps, layer_norm, zero_centered, group_size
     inputs = (x, weight) if bias is None else (x, weight, bias)
     if not (torch.is_grad_enabled() and any(t.requires_grad for t in inputs)):
-        rows = x.reshape(-1, x.shape[-1]).contiguous()
+        rows = _plain(x).reshape(-1, x.shape[-1]).contiguous()
         y, maxima, *_ = norm_forward(rows, weight, bias, *options, None)
         y = with_maxima(y.view(x.shape), maxima)
         return (y, x) if residual else y
@@ -618,7 +644,7 @@ def rms_norm(
     """RMSNorm over the last dimension, keeping x in groups of `group_size` and rstd in FP32.
 
     Args:
-        x: [..., h], BF16 or FP32.
+        x: [..., h], BF16 or FP32; a deferred sum is made in the same pass where y is deferred.
         weight: [h], BF16 or FP32.
         zero_centered: the weight is w + 1.
         group_size: 16, 32, 64 or 128.

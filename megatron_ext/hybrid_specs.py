@@ -7,7 +7,7 @@ megatron-core 0.18 the model is called `MambaModel`.
 
 from dataclasses import fields, replace
 
-from .layer_specs import coat_parts
+from .layer_specs import coat_bias_dropout_add, coat_parts
 
 try:
     from megatron.core.ssm.mlp_layer import MLPLayer
@@ -31,7 +31,13 @@ _NO_ATTENTION = {
     "self_attention": IdentityOp,
     "self_attn_bda": IdentityFuncOp,
 }
-_NO_MLP = {"pre_mlp_layernorm": IdentityOp, "mlp": IdentityOp, "mlp_bda": IdentityFuncOp}
+_NO_MLP = {
+    # no norm behind it makes the sum
+    "self_attn_bda": coat_bias_dropout_add,
+    "pre_mlp_layernorm": IdentityOp,
+    "mlp": IdentityOp,
+    "mlp_bda": IdentityFuncOp,
+}
 
 
 class CoatAttentionLayer(TransformerLayer):

@@ -30,7 +30,7 @@ try:
     from .linear import CoatColumnParallelLinear, CoatRowParallelLinear
     from .mlp import CoatMLP
     from .moe import CoatMoELayer, RoutedNorm, is_moe_layer, repair_router
-    from .norm import CoatNorm, coat_bias_dropout_add
+    from .norm import CoatNorm, coat_bias_dropout_add, deferred_bias_dropout_add
     from .torch_norm import local_norm, replace_final_norm
 except ImportError as error:
     # Megatron 0.16 logs an ImportError of a spec's module and goes on without the spec
@@ -141,10 +141,19 @@ def coat_parts(config, experts: bool) -> TransformerLayerSubmodules:
         input_layernorm=CoatNorm,
         pre_mlp_layernorm=RoutedNorm if experts else CoatNorm,
         self_attention=replace(parts.self_attention, module=CoatSelfAttention),
-        self_attn_bda=coat_bias_dropout_add,
+        self_attn_bda=deferred_bias_dropout_add if _sum_may_wait(config, experts) else coat_bias_dropout_add,
         mlp=CoatMoELayer if experts else CoatMLP,
         mlp_bda=coat_bias_dropout_add,
     )
+
+
+def _sum_may_wait(config, experts: bool) -> bool:
+    """Whether the sum behind attention may wait for the norm behind it.
+
+    That one writes its output in front of experts, CUDA graphs of a part of a layer end between the two, and
+    offloading takes away what is to be added.
+    """
+    return not experts and config.cuda_graph_impl == "none" and not config.fine_grained_activation_offloading
 
 
 replace_final_norm()

@@ -1,5 +1,5 @@
 """RMSNorm and LayerNorm for Megatron's norm slots, which keep their input in 8 bits and their output not at
-all, and the residual addition behind them.
+all, and the residual additions behind and before them.
 """
 
 import torch
@@ -7,6 +7,7 @@ from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 
 from coat_kernels.deferred import PredictedScale
 from coat_kernels.norm import layer_norm, rms_norm
+from coat_kernels.residual import deferred_add, may_defer_add
 
 from .settings import activations_of, formats_of
 
@@ -71,8 +72,24 @@ def coat_bias_dropout_add(training: bool, fused: bool):
     stock = get_bias_dropout_add(training, fused)
 
     def bias_dropout_add(x_with_bias, residual, prob):
-        # taken once: whatever else uses the tensor gets the tensor
-        through_norm = vars(residual).pop("coat_residual", residual)
-        return stock(x_with_bias, through_norm, prob)
+        return stock(x_with_bias, _through_norm(residual), prob)
 
     return bias_dropout_add
+
+
+def deferred_bias_dropout_add(training: bool, fused: bool):
+    """`coat_bias_dropout_add` in front of a `CoatNorm`: if nothing is dropped, its pass makes the sum."""
+    stock = get_bias_dropout_add(training, fused)
+
+    def bias_dropout_add(x_with_bias, residual, prob):
+        residual = _through_norm(residual)
+        if not (training and prob) and may_defer_add(residual, *x_with_bias):
+            return deferred_add(residual, *x_with_bias)
+        return stock(x_with_bias, residual, prob)
+
+    return bias_dropout_add
+
+
+def _through_norm(residual: torch.Tensor) -> torch.Tensor:
+    # taken once: whatever else uses the tensor gets the tensor
+    return vars(residual).pop("coat_residual", residual)

@@ -9,7 +9,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from coat_kernels import activation as act
-from coat_kernels import deferred, linear, norm, rope, tensorwise
+from coat_kernels import deferred, linear, norm, residual, rope, tensorwise
 from coat_kernels.deferred import Deferred, PredictedScale, fp8_operands
 from coat_kernels.fp8 import E4M3, E5M2
 from coat_kernels.linear import LinearFormats, fp8_linear
@@ -84,6 +84,21 @@ class Rotation:
         return torch.cat([part.transpose(0, 1).flatten(2) for part in parts], -1).transpose(0, 1)
 
 
+class Addition:
+    """The same for a residual addition, of which no product predicts a scale."""
+
+    def __init__(self, device, shape=(3, 7), h=48):
+        self.x, self.branch = torch.randn(2, *shape, h, device=device, dtype=torch.bfloat16)
+        self.scales = {"y_scale": None}
+
+    def input(self):
+        return self.x.clone().requires_grad_()
+
+    def __call__(self, x, deferred=True):
+        defers = deferred and residual.may_defer_add(x, self.branch)
+        return (residual.deferred_add if defers else residual.residual_add_reference)(x, self.branch)
+
+
 PRODUCERS = {"activation": Activation, "norm": Norm, "rotation": Rotation}
 
 
@@ -92,10 +107,11 @@ def producer(request, device):
     return PRODUCERS[request.param](device)
 
 
-@pytest.fixture(params=["activation", "norm"])
-def output(request, device):
+@pytest.fixture(params=["activation", "norm", "addition"])
+def output(request, device, monkeypatch):
     """A producer that defers its output."""
-    return PRODUCERS[request.param](device)
+    monkeypatch.setattr(residual, "WAITS_FROM", 0)
+    return (PRODUCERS | {"addition": Addition})[request.param](device)
 
 
 def same(actual, expected):

@@ -11,12 +11,15 @@ from megatron.core.distributed import DistributedDataParallel, DistributedDataPa
 from megatron.core.transformer import TransformerConfig
 
 from coat_ds.config import ActivationsConfig
+from coat_kernels import residual
+from coat_kernels.deferred import Deferred
 from coat_kernels.origin import origin_of
-from megatron_ext.layer_specs import coat_layer_spec, sdpa_layer_spec
+from coat_kernels.residual import is_deferred_sum
+from megatron_ext.layer_specs import coat_layer_spec, coat_parts, sdpa_layer_spec
 from megatron_ext.ledger import saved_bytes
 from megatron_ext.linear import CoatColumnParallelLinear, CoatRowParallelLinear
 from megatron_ext.model import ModelShape, build_gpt
-from megatron_ext.norm import CoatNorm
+from megatron_ext.norm import CoatNorm, coat_bias_dropout_add, deferred_bias_dropout_add
 from megatron_ext.settings import set_activations
 from tests.util import rel_rms
 
@@ -425,6 +428,71 @@ def test_other_layers_against_bf16(device, variant):
         # no longer way than in the table above: at most 21 roundings to E4M3 and 4 to E5M2, and twice that
         # where the derivative of an activation, of which the inputs are rounded, enlarges them
         assert rel_rms(coat[name], exact) < 2 * (21 * e4m3**2 + 4 * e5m2**2) ** 0.5, name
+
+
+@pytest.mark.parametrize("variant", [{}, GPT], ids=["llama", "gpt"])
+@pytest.mark.parametrize("reads", [False, True])
+def test_the_norm_makes_the_sum_behind_attention(device, variant, reads, monkeypatch):
+    """To the bit what the addition gives by itself, with as many bytes kept, also where a hook reads it."""
+    monkeypatch.setattr(residual, "WAITS_FROM", 0)
+    model, results, seen = build(coat_layer_spec, layers=2, **variant), [], []
+    for name, parameter in model.named_parameters():
+        if "bias" in name:
+            parameter.data.normal_()
+
+    def look(module, args):
+        seen.append((is_deferred_sum(args[0]), reads and args[0].sum()))
+
+    def left(module, args, y):
+        assert not is_deferred_sum(args[0])
+
+    for layer in model.decoder.layers:
+        assert layer.self_attn_bda is deferred_bias_dropout_add
+        layer.pre_mlp_layernorm.register_forward_pre_hook(look)
+        layer.pre_mlp_layernorm.register_forward_hook(left)
+    for addition in (deferred_bias_dropout_add, coat_bias_dropout_add):
+        for layer in model.decoder.layers:
+            layer.self_attn_bda = addition
+        seen.clear()
+        kept = saved_bytes(model, lambda: model(*batch(device))).total
+        assert [pending for pending, _ in seen] == 2 * [addition is deferred_bias_dropout_add]
+        results.append((kept, *loss_and_grads(model, device)))
+    (kept, loss, grads), (kept_by_itself, loss_by_itself, grads_by_itself) = results
+    assert kept == kept_by_itself and loss.equal(loss_by_itself)
+    assert all(grads[name].equal(grad) for name, grad in grads_by_itself.items())
+
+
+def test_other_additions_are_megatrons(device, monkeypatch):
+    """Where something is dropped, and where nothing is trained."""
+    monkeypatch.setattr(residual, "WAITS_FROM", 0)
+    layer = coat_layer_spec.module(config(hidden_dropout=0.5, attention_dropout=0.0), layer_number=1)
+    x = torch.randn(S, B, H, dtype=torch.bfloat16, device=device, requires_grad=True)
+    seen = []
+    layer.to(device).pre_mlp_layernorm.register_forward_pre_hook(lambda _, args: seen.append(type(args[0])))
+    layer(x, attention_mask=None)
+    layer.eval()(x, attention_mask=None)
+    with torch.no_grad():
+        layer(x.detach(), attention_mask=None)
+    assert seen == [torch.Tensor, Deferred, torch.Tensor]
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        {"num_moe_experts": 2},
+        {"cuda_graph_impl": "local"},
+        # needs Transformer Engine to be built
+        {"fine_grained_activation_offloading": True},
+    ],
+    ids=lambda overrides: next(iter(overrides)),
+)
+def test_where_the_sum_must_not_wait(overrides):
+    settings = config()
+    for name, value in overrides.items():
+        setattr(settings, name, value)
+    parts = coat_parts(settings, experts="num_moe_experts" in overrides)
+    assert parts.self_attn_bda is coat_bias_dropout_add
+    assert coat_parts(config(), experts=False).self_attn_bda is deferred_bias_dropout_add
 
 
 @pytest.mark.parametrize(
