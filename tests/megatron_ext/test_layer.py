@@ -11,6 +11,7 @@ from megatron.core.distributed import DistributedDataParallel, DistributedDataPa
 from megatron.core.transformer import TransformerConfig
 
 from coat_ds.config import ActivationsConfig
+from coat_kernels.deferred import Source
 from coat_kernels.origin import origin_of
 from megatron_ext.layer_specs import coat_layer_spec, sdpa_layer_spec
 from megatron_ext.ledger import saved_bytes
@@ -425,6 +426,44 @@ def test_other_layers_against_bf16(device, variant):
         # no longer way than in the table above: at most 21 roundings to E4M3 and 4 to E5M2, and twice that
         # where the derivative of an activation, of which the inputs are rounded, enlarges them
         assert rel_rms(coat[name], exact) < 2 * (21 * e4m3**2 + 4 * e5m2**2) ** 0.5, name
+
+
+def gradients_of(layer, x, grad):
+    inputs = x.clone().requires_grad_()
+    layer.zero_grad()
+    layer(inputs, attention_mask=None)[0].backward(grad)
+    return {"x": inputs.grad, **{name: p.grad for name, p in layer.named_parameters()}}
+
+
+def test_biases_sum_gradients_that_are_never_written(device, monkeypatch):
+    """As the same layer does whose gradients are written, and whose last biases Megatron adds."""
+    layer = build(coat_layer_spec, **GPT).decoder.layers[0]
+    torch.manual_seed(0)
+    for name, parameter in layer.named_parameters():
+        if name.endswith("bias"):
+            parameter.data.add_(0.3 * torch.randn_like(parameter))
+    x, grad = torch.randn(2, S, B, H, device=device).bfloat16()
+    made, value = [], Source.value
+    monkeypatch.setattr(Source, "value", lambda self: made.append(self.shape) or value(self))
+    found = gradients_of(layer, x, grad)
+    assert not made
+    layer.mlp._scales["grad_scale"] = layer.self_attention._grad_scale = None
+    written = gradients_of(layer, x, grad)
+    for linear in (layer.mlp.linear_fc2, layer.self_attention.linear_proj):
+        assert not linear.skip_bias_add
+        linear.skip_bias_add = True
+    stock = gradients_of(layer, x, grad)
+    biases = {name for name in found if "linear" in name and name.endswith("bias")}
+    assert len(biases) == 4
+    for name in found:
+        # sums of the same values in FP32, each rounded to BF16 by at most 2^-9 of its value
+        bound = 2**-8 if name in biases else 0
+        assert rel_rms(found[name], written[name]) <= bound, name
+        if device.type == "cpu":
+            # a GPU's product rounds once, behind the bias
+            assert rel_rms(stock[name], written[name]) <= bound, name
+    # what is behind fc2's bias is the residual addition
+    assert rel_rms(found["mlp.linear_fc2.bias"], grad.float().sum((0, 1))) < 2**-9
 
 
 @pytest.mark.parametrize(
