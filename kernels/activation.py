@@ -239,8 +239,8 @@ def activation_backward_kernel(p_grad_y, p_codes, p_exponent, p_grad_x, p_rows, 
                                KIND: tl.constexpr, PARTS: tl.constexpr, E5M2: tl.constexpr,
                                ROOTS: tl.constexpr, EVEN: tl.constexpr, ROWS: tl.constexpr,
                                COLUMNS: tl.constexpr, G: tl.constexpr):  # fmt: skip
-    """The gradient itself, or its FP8 codes by rows and columns; sums of columns over the rows of a program, as
-    asked for: the number of programs is then a multiple of `across`, so that each stays in its columns."""
+    """The gradient itself, or its FP8 codes by rows and columns as asked for. For sums of columns, over the
+    rows of each program, their number is a multiple of `across`: each then stays in its columns."""
     DTYPE: tl.constexpr = p_grad_y.dtype.element_ty
     # columns are transposed in words of four rows
     TURNS: tl.constexpr = 1 if p_columns is None else 4

@@ -239,8 +239,8 @@ def quantize_tensor_triton(
     columns: bool = False,
     sums: bool = False,
 ) -> Quantized:
-    """`quantize_tensor_reference` as a kernel: all from one read of a contiguous x; codes bit for bit, sums in
-    an order of their own, always the same."""
+    """`quantize_tensor_reference` as a kernel: all from one read of a contiguous x, codes bit for bit, sums
+    in two stages."""
     m, n = x.shape
     out = Quantized(
         torch.empty(m, n, dtype=fmt.dtype, device=x.device) if rows else None,

@@ -11,7 +11,7 @@ from megatron.core.distributed import DistributedDataParallel, DistributedDataPa
 from megatron.core.transformer import TransformerConfig
 
 from coat_ds.config import ActivationsConfig
-from coat_kernels.deferred import Source
+from coat_kernels.deferred import Deferred, Source
 from coat_kernels.origin import origin_of
 from megatron_ext.layer_specs import coat_layer_spec, sdpa_layer_spec
 from megatron_ext.ledger import saved_bytes
@@ -445,8 +445,15 @@ def test_biases_sum_gradients_that_are_never_written(device, monkeypatch):
     x, grad = torch.randn(2, S, B, H, device=device).bfloat16()
     made, value = [], Source.value
     monkeypatch.setattr(Source, "value", lambda self: made.append(self.shape) or value(self))
+    seen = []
+
+    def watch(module, inputs, output):
+        output[0].register_hook(lambda grad: seen.append(type(grad)))
+
+    for linear in (layer.mlp.linear_fc1, layer.self_attention.linear_qkv):
+        linear.register_forward_hook(watch)
     found = gradients_of(layer, x, grad)
-    assert not made
+    assert seen == [Deferred, Deferred] and not made
     layer.mlp._scales["grad_scale"] = layer.self_attention._grad_scale = None
     written = gradients_of(layer, x, grad)
     for linear in (layer.mlp.linear_fc2, layer.self_attention.linear_proj):
