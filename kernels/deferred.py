@@ -1,8 +1,8 @@
 """BF16 tensors that never exist, because only an FP8 product reads them.
 
 A `Deferred` tensor is, to everyone who looks, the BF16 or FP32 tensor that its producer would have written.
-What it holds is how to make it: a product takes its FP8 operands, written by the producer's own kernel, and
-any other operation makes the tensor first.
+What it holds is how to make it: a product takes its FP8 operands, and a bias the sums of its columns, written
+by the producer's own kernel; any other operation makes the tensor first.
 
 Scales are just in time, hence not known while the producer runs. It quantizes with the scale that the same
 tensor of the same module had last time, finds the largest magnitude on its way, and is launched a second time

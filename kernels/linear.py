@@ -198,7 +198,7 @@ def fp8_linear(
     Args:
         x: [..., K], BF16 or FP32; under autocast it is cast to autocast's dtype, as by torch's own linear.
         weight: [N, K]; kept by reference for backward, not copied.
-        bias: [N] or None.
+        bias: [N] or None. Its gradient is summed in FP32, by the kernel that quantizes the output's gradient.
         formats: the FP8 formats; E4M3 forward and E5M2 backward by default.
         origin: how to make x again in backward; without it x is kept as FP8 and one FP32 scale.
         cache: what the caller keeps of the quantized weight; nothing by default.

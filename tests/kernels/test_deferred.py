@@ -164,6 +164,7 @@ SUMMED = {
     "gated": lambda device: Activation(device, (4, 10)),
     "plain": lambda device: Activation(device, (4, 10), gated=False),
     "rotation": lambda device: Rotation(device, (2, 10, 1, 1, 16, 12)),
+    "no rotation": lambda device: Rotation(device, (2, 10, 1, 1, 16, 0)),
 }
 
 
