@@ -63,6 +63,8 @@ BACKWARD_ROWS, BACKWARD_COLUMNS, BACKWARD_WARPS = 4, 256, 4
 OPERANDS_ROWS, OPERANDS_COLUMNS, OPERANDS_WARPS = 32, 128, 4
 # the same of a program that writes columns alone
 COLUMNS_M, COLUMNS_N, COLUMNS_WARPS = 32, 256, 4
+# rows of which a program of backward adds up its columns, where they are asked for
+SUMMED_ROWS = 128
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 SQRT_HALF = tl.constexpr(0.7071067811865476)
@@ -231,18 +233,22 @@ def finite_abs(b_x):
 
 
 @triton.jit
-def activation_backward_kernel(p_grad_y, p_codes, p_exponent, p_grad_x, p_rows, p_columns, p_maxima,
-                               p_predicted, p_used, p_largest, p_true, rows, f, groups, padded_rows, tiles,
+def activation_backward_kernel(p_grad_y, p_codes, p_exponent, p_grad_x, p_rows, p_columns, p_sums,
+                               p_maxima, p_predicted, p_used, p_largest, p_true, rows, f, groups,
+                               padded_rows, tiles,
                                KIND: tl.constexpr, PARTS: tl.constexpr, E5M2: tl.constexpr,
                                ROOTS: tl.constexpr, EVEN: tl.constexpr, ROWS: tl.constexpr,
                                COLUMNS: tl.constexpr, G: tl.constexpr):  # fmt: skip
-    """The gradient itself, or its FP8 codes by rows and columns as asked for."""
+    """The gradient itself, or its FP8 codes by rows and columns as asked for. For sums of columns, over the
+    rows of each program, their number is a multiple of `across`: each then stays in its columns."""
     DTYPE: tl.constexpr = p_grad_y.dtype.element_ty
     # columns are transposed in words of four rows
     TURNS: tl.constexpr = 1 if p_columns is None else 4
     HEIGHT: tl.constexpr = ROWS // TURNS
     scale, todo = scale_and_tiles(p_predicted, p_used, p_largest, p_true, tiles, E5M2)
     across = tl.cdiv(f, COLUMNS)
+    b_sums = tl.zeros([HEIGHT, COLUMNS], dtype=tl.float32)
+    b_up_sums = b_sums
     for tile in range(tl.program_id(0), todo, tl.num_programs(0)):
         o_word = (tile // across) * HEIGHT + tl.arange(0, HEIGHT)
         column = (tile % across) * COLUMNS
@@ -262,11 +268,15 @@ def activation_backward_kernel(p_grad_y, p_codes, p_exponent, p_grad_x, p_rows, 
             if PARTS == 2:
                 b_grad_x *= b_up
             # the gradients of what is masked are 0
+            if p_sums is not None:
+                b_sums += round_to(b_grad_x, DTYPE)
             b_most = tl.maximum(b_most, finite_abs(b_grad_x))
             b_code = store_rows(b_grad_x, p_grad_x, p_rows, o_x, m_x, scale, DTYPE, E5M2, EVEN)
             b_words |= b_code << (8 * i)
             if PARTS == 2:
                 b_grad_up = b_grad * b_value
+                if p_sums is not None:
+                    b_up_sums += round_to(b_grad_up, DTYPE)
                 b_most = tl.maximum(b_most, finite_abs(b_grad_up))
                 b_code = store_rows(b_grad_up, p_grad_x, p_rows, o_x + f, m_x, scale, DTYPE, E5M2, EVEN)
                 b_up_words |= b_code << (8 * i)
@@ -278,6 +288,12 @@ def activation_backward_kernel(p_grad_y, p_codes, p_exponent, p_grad_x, p_rows, 
                 store_words(p_up, b_up_words, o_word, o_column, f, padded_rows, EVEN)
         if p_maxima is not None:
             tl.store(p_maxima + tile, stored_max(b_most, DTYPE))
+    if p_sums is not None:
+        o_f = (tl.program_id(0) % across) * COLUMNS + tl.arange(0, COLUMNS)
+        p_sums += (tl.program_id(0) // across).to(tl.int64) * (PARTS * f)
+        tl.store(p_sums + o_f, tl.sum(b_sums, axis=0), mask=o_f < f)
+        if PARTS == 2:
+            tl.store(p_sums + f + o_f, tl.sum(b_up_sums, axis=0), mask=o_f < f)
 
 
 @triton.jit
@@ -391,23 +407,29 @@ def _launch_backward(
     out: Quantized | None = None,
     scales: Scales = NO_SCALES,
 ) -> torch.Tensor | None:
-    """Writes grad_x or, with `scales`, its operands; the first launch returns maxima."""
+    """Writes grad_x or, with `scales`, its operands; the first launch writes sums and returns maxima."""
     rows, f = grad_y.shape
     m, n, warps = BACKWARD_ROWS, BACKWARD_COLUMNS, BACKWARD_WARPS
     if out is not None and out.columns is not None:
         m, n, warps = OPERANDS_ROWS, OPERANDS_COLUMNS, OPERANDS_WARPS
     n = max(n, group_size)
-    tiles = triton.cdiv(rows, m) * triton.cdiv(f, n)
+    across = triton.cdiv(f, n)
+    tiles = triton.cdiv(rows, m) * across
+    programs, partial = scales.programs(tiles), None
     maxima = torch.empty(tiles, dtype=torch.float32, device=grad_y.device) if scales.first else None
-    by_rows, by_columns, scale = out or (None, None, None)
+    by_rows, by_columns, _, sums = out or (None, None, None, None)
+    if scales.first and sums is not None:
+        partial = sums.new_empty(max(triton.cdiv(rows, SUMMED_ROWS), 1), len(sums))
+        programs = len(partial) * across
     with torch.cuda.device_of(grad_y):
-        activation_backward_kernel[(scales.programs(tiles),)](
+        activation_backward_kernel[(programs,)](
             grad_y,
             q.codes.view(torch.uint8),
             q.exponent,
             grad_x,
             None if by_rows is None else by_rows.view(torch.uint8),
             None if by_columns is None else by_columns.view(torch.int32),
+            partial,
             maxima,
             *scales,
             rows,
@@ -425,6 +447,8 @@ def _launch_backward(
             G=group_size,
             num_warps=warps,
         )
+        if partial is not None:
+            torch.sum(partial, 0, out=sums)
     return maxima
 
 
@@ -528,8 +552,8 @@ def activation_columns(
     """(columns, scale) of y, made again."""
     make = activation_columns_triton if uses_kernels(codes) else activation_columns_reference
     q = Grouped(codes, exponent)
-    _, columns, scale = make(q, largest, kind, gated, group_size, fp8_format(fmt))
-    return columns, scale
+    made = make(q, largest, kind, gated, group_size, fp8_format(fmt))
+    return made.columns, made.scale
 
 
 class _Activation(torch.autograd.Function):

@@ -1,8 +1,8 @@
 """BF16 tensors that never exist, because only an FP8 product reads them.
 
 A `Deferred` tensor is, to everyone who looks, the BF16 or FP32 tensor that its producer would have written.
-What it holds is how to make it: a product takes its FP8 operands, written by the producer's own kernel, and
-any other operation makes the tensor first.
+What it holds is how to make it: a product takes its FP8 operands, and a bias the sums of its columns, written
+by the producer's own kernel; any other operation makes the tensor first.
 
 Scales are just in time, hence not known while the producer runs. It quantizes with the scale that the same
 tensor of the same module had last time, finds the largest magnitude on its way, and is launched a second time
@@ -109,9 +109,11 @@ def scale_and_tiles(p_predicted, p_used, p_largest, p_true, tiles, E5M2: tl.cons
 
 
 def write_reference(x: torch.Tensor, out: Quantized, scales: Scales, fmt: Fp8Format) -> torch.Tensor | None:
-    """What a producer of `x` [m, n] does in each launch; the first one returns maxima."""
+    """What a producer of `x` [m, n] does in each launch; the first one returns maxima, and writes sums."""
     if scales.first:
         scales.used.copy_(scales.predicted)
+        if out.sums is not None:
+            torch.sum(x, 0, dtype=torch.float32, out=out.sums)
     else:
         scales.true.copy_(tensor_scale_reference(scales.largest, fmt))
         scales.predicted.copy_(scales.true)
@@ -137,6 +139,7 @@ class Attempt:
         device: torch.device,
         rows: bool = True,
         columns: bool = False,
+        sums: bool = False,
     ):
         def scalar():
             return torch.empty(1, dtype=torch.float32, device=device)
@@ -148,6 +151,7 @@ class Attempt:
             torch.empty(m, n, dtype=fmt.dtype, device=device) if rows else None,
             empty_columns(m, n, fmt, device) if columns else None,
             scalar(),
+            torch.empty(n, dtype=torch.float32, device=device) if sums else None,
         )
         self.maxima = write(self.out, self.scales)
 
@@ -166,7 +170,7 @@ class Source:
     inputs: tensors that must stay as they are
     make(*inputs): the tensor [m, n], as the producer would have written it
     write(*inputs, out, scales): launches the producer on CUDA, as `write_reference`
-    at_once: the producer is launched here, for operands by rows, and not when they are asked for
+    at_once: the producer is launched here, for operands by rows and no sums, and not when they are asked for
     """
 
     def __init__(
@@ -183,7 +187,7 @@ class Source:
         self._make, self._write = make, write
         self.prediction, self.shape, self.dtype = prediction, shape, dtype
         self.made: torch.Tensor | None = None
-        self._attempt = self._try(True, False) if at_once else None
+        self._attempt = self._try(True, False, False) if at_once else None
         self._finished = None
 
     @property
@@ -216,7 +220,7 @@ class Source:
         """Lets go of everything the tensor could be made from."""
         self._inputs = self._attempt = self._finished = self._make = self._write = None
 
-    def _try(self, rows: bool, columns: bool) -> Attempt:
+    def _try(self, rows: bool, columns: bool, sums: bool) -> Attempt:
         inputs, make, launch, fmt = self.inputs, self._make, self._write, self.prediction.fmt
         if uses_kernels(inputs[0]):
             write = functools.partial(launch, *inputs)
@@ -225,16 +229,18 @@ class Source:
             def write(out, scales):
                 return write_reference(make(*inputs), out, scales, fmt)
 
-        return Attempt(write, self.prediction, *self.shape, inputs[0].device, rows, columns)
+        return Attempt(write, self.prediction, *self.shape, inputs[0].device, rows, columns, sums)
 
     def operands(
-        self, rows: bool, columns: bool, group: dist.ProcessGroup | None
+        self, rows: bool, columns: bool, group: dist.ProcessGroup | None, sums: bool
     ) -> tuple[Quantized, torch.Tensor] | None:
-        """As `fp8_operands`; None for another group than the one that the operands were made for."""
+        """As `fp8_operands`; None for what was not made at once: sums, or for another group than before."""
         # also asks whether they are still the same
         self.inputs  # noqa: B018
         if self._attempt is None:
-            return self._try(rows, columns).finish(group)
+            return self._try(rows, columns, sums).finish(group)
+        if sums:
+            return None
         if self._finished is None:
             self._finished = group, *self._attempt.finish(group)
         agreed, out, largest = self._finished
@@ -331,21 +337,23 @@ def fp8_operands(
     rows: bool = True,
     columns: bool = False,
     group: dist.ProcessGroup | None = None,
+    sums: bool = False,
 ) -> tuple[Quantized, torch.Tensor]:
     """`x` [..., n], as [m, n], quantized by rows and by columns as asked for, and its largest magnitude, FP32
-    [1], over the ranks of `group`: from its producer where it is deferred."""
+    [1], over the ranks of `group`: from its producer where it is deferred. `sums` of columns are this rank's.
+    """
     n = x.shape[-1]
     if isinstance(x, Deferred):
         source = x.source
         if x.is_pending and source.prediction.fmt == fmt and source.shape[1] == n:
-            found = source.operands(rows, columns, group)
+            found = source.operands(rows, columns, group, sums)
             if found is not None:
                 return found
         x = x.plain()
     largest = largest_magnitude(x)
     if group is not None:
         largest_of_all(largest, group)
-    return quantize_tensor(x.reshape(-1, n).contiguous(), largest, fmt, rows, columns), largest
+    return quantize_tensor(x.reshape(-1, n).contiguous(), largest, fmt, rows, columns, sums), largest
 
 
 def holders(x: Deferred) -> int:

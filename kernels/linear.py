@@ -82,7 +82,7 @@ class _Fp8Linear(torch.autograd.Function):
         group = parallel.group if parallel else None
         quantized_w, largest_w = cache.forward(weight, fmt, trains, group)
         agrees = group if parallel and parallel.splits_input else None
-        (rows, columns, scale), largest_x = fp8_operands(x, fmt, columns=keep, group=agrees)
+        (rows, columns, scale, _), largest_x = fp8_operands(x, fmt, columns=keep, group=agrees)
         if parallel and parallel.gathers_input:
             rows = gather_rows(rows, group)()
         y = scaled_matmul(
@@ -114,13 +114,17 @@ class _Fp8Linear(torch.autograd.Function):
         fmt, fast = formats.forward, formats.fast_backward
         needs_x, needs_w, needs_bias = ctx.needs_input_grad[:3]
         grad_x = grad_w = grad_bias = None
-        if needs_bias:
-            grad_bias = grad_y.flatten(0, -2).sum(0, dtype=torch.float32).to(ctx.bias_dtype)
+        sums = None
         if needs_x or needs_w:
-            grad = _quantized_grad(grad_y, formats.backward, parallel, needs_x, needs_w)
+            grad = _quantized_grad(grad_y, formats.backward, parallel, needs_x, needs_w, needs_bias)
+            sums = grad.sums
             if isinstance(grad_y, Deferred) and holders(grad_y) == holders_in_backward(grad_y.device):
                 # autograd holds on to it until this function returns, and nobody else will ask for it
                 grad_y.source.release()
+        elif needs_bias:
+            sums = grad_y.flatten(0, -2).sum(0, dtype=torch.float32)
+        if needs_bias:
+            grad_bias = sums.to(ctx.bias_dtype)
         if needs_w:
             # what is sent travels while the product below runs, which must not have to wait for another
             # message behind it: the gradient has its scale already
@@ -145,7 +149,7 @@ def _columns_of_input(ctx, kept, fmt: Fp8Format):
     if ctx.columns is None:
         columns, scale = kept
     else:
-        _, columns, scale = ctx.columns(*kept, fmt)
+        _, columns, scale, _ = ctx.columns(*kept, fmt)
     if not (ctx.parallel and ctx.parallel.gathers_input):
         return lambda: (columns, scale)
     wait = gather_columns(columns, ctx.shape[:-1].numel(), ctx.parallel.group)
@@ -153,15 +157,21 @@ def _columns_of_input(ctx, kept, fmt: Fp8Format):
 
 
 def _quantized_grad(
-    grad_y: torch.Tensor, fmt: Fp8Format, parallel: TensorParallel | None, rows: bool, columns: bool
+    grad_y: torch.Tensor,
+    fmt: Fp8Format,
+    parallel: TensorParallel | None,
+    rows: bool,
+    columns: bool,
+    sums: bool,
 ) -> Quantized:
-    """The gradient of this rank's output columns for all tokens, quantized as asked for."""
+    """The gradient of this rank's output columns for all tokens, quantized as asked for, and summed over this
+    rank's tokens."""
     group = parallel.group if parallel and parallel.splits_output else None
     if not (parallel and parallel.scatters_output):
-        return fp8_operands(grad_y, fmt, rows, columns, group)[0]
-    part, _, scale = fp8_operands(grad_y, fmt, group=group)[0]
-    whole = gather_rows(part, parallel.group)()
-    return Quantized(whole, transpose_codes(whole) if columns else None, scale)
+        return fp8_operands(grad_y, fmt, rows, columns, group, sums)[0]
+    part = fp8_operands(grad_y, fmt, group=group, sums=sums)[0]
+    whole = gather_rows(part.rows, parallel.group)()
+    return part._replace(rows=whole, columns=transpose_codes(whole) if columns else None)
 
 
 def _sum_over_ranks(grad_x: torch.Tensor, parallel: TensorParallel | None):
@@ -188,7 +198,7 @@ def fp8_linear(
     Args:
         x: [..., K], BF16 or FP32; under autocast it is cast to autocast's dtype, as by torch's own linear.
         weight: [N, K]; kept by reference for backward, not copied.
-        bias: [N] or None.
+        bias: [N] or None. Its gradient is summed in FP32, by the kernel that quantizes the output's gradient.
         formats: the FP8 formats; E4M3 forward and E5M2 backward by default.
         origin: how to make x again in backward; without it x is kept as FP8 and one FP32 scale.
         cache: what the caller keeps of the quantized weight; nothing by default.

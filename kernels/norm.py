@@ -512,8 +512,8 @@ def norm_columns(
     """(columns, scale) of y, made again."""
     make = norm_columns_triton if uses_kernels(codes) else norm_columns_reference
     q = Grouped(codes, exponent)
-    _, columns, scale = make(q, rstd, weight, bias, largest, zero_centered, group_size, fp8_format(fmt))
-    return columns, scale
+    made = make(q, rstd, weight, bias, largest, zero_centered, group_size, fp8_format(fmt))
+    return made.columns, made.scale
 
 
 class _Norm(torch.autograd.Function):

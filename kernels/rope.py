@@ -184,13 +184,14 @@ def finite_abs(b_grad, DTYPE: tl.constexpr):
 
 
 @triton.jit
-def rotate_qkv_operands_kernel(p_dq, p_dk, p_dv, p_cos, p_sin, p_rows, p_columns, p_maxima,
+def rotate_qkv_operands_kernel(p_dq, p_dk, p_dv, p_cos, p_sin, p_rows, p_columns, p_sums, p_maxima,
                                p_predicted, p_used, p_largest, p_true, tokens, batch, heads, padded, tiles,
                                q_s, q_b, q_n, k_s, k_b, k_n, v_s, v_b, v_n,
                                M: tl.constexpr, D: tl.constexpr, R: tl.constexpr, HALF: tl.constexpr,
                                REST: tl.constexpr, HEADS: tl.constexpr, TOKENS: tl.constexpr,
                                E5M2: tl.constexpr):  # fmt: skip
-    """FP8 codes of the gradient by rows [tokens, heads * D] and columns, as asked for."""
+    """FP8 codes of the gradient by rows [tokens, heads * D] and columns, and sums of columns over the tokens
+    of each tile, as asked for."""
     DTYPE: tl.constexpr = p_dq.dtype.element_ty
     scale, todo = scale_and_tiles(p_predicted, p_used, p_largest, p_true, tiles, E5M2)
     across = tl.cdiv(heads, HEADS)
@@ -215,6 +216,9 @@ def rotate_qkv_operands_kernel(p_dq, p_dk, p_dv, p_cos, p_sin, p_rows, p_columns
             b_words_1 = tl.zeros([TOKENS // 4, HALF], dtype=tl.int32)
             b_words_2 = tl.zeros([TOKENS // 4, HALF], dtype=tl.int32)
             b_words_3 = tl.zeros([TOKENS // 4, WIDTH], dtype=tl.int32)
+            b_sums_1 = tl.zeros([TOKENS // 4, HALF], dtype=tl.float32)
+            b_sums_2 = tl.zeros([TOKENS // 4, HALF], dtype=tl.float32)
+            b_sums_3 = tl.zeros([TOKENS // 4, WIDTH], dtype=tl.float32)
             for i in tl.static_range(4):
                 o_token = o_word * 4 + i
                 m_token = o_token < tokens
@@ -233,6 +237,9 @@ def rotate_qkv_operands_kernel(p_dq, p_dk, p_dv, p_cos, p_sin, p_rows, p_columns
                 b_1, b_2 = turn_back(b_1, b_2, b_cos_1, b_sin_1, b_cos_2, b_sin_2)
                 b_abs = tl.maximum(finite_abs(b_1, DTYPE), finite_abs(b_2, DTYPE))
                 b_most = tl.maximum(b_most, tl.max(b_abs, axis=1))
+                if p_sums is not None:
+                    b_sums_1 += round_to(b_1, DTYPE)
+                    b_sums_2 += round_to(b_2, DTYPE)
                 o_row = (o_token.to(tl.int64) * heads + head) * D
                 b_words_1 = store_codes(b_1, b_words_1, p_rows, o_row, o_half, m_x, scale, i, DTYPE, E5M2)
                 b_words_2 = store_codes(b_2, b_words_2, p_rows, o_row, R // 2 + o_half, m_x, scale, i, DTYPE,
@@ -241,6 +248,8 @@ def rotate_qkv_operands_kernel(p_dq, p_dk, p_dv, p_cos, p_sin, p_rows, p_columns
                     m_x = m_token[:, None] & (o_rest < D)[None, :]
                     b_3 = tl.load(p_x + o_x[:, None] + o_rest[None, :], mask=m_x, other=0.0).to(tl.float32)
                     b_most = tl.maximum(b_most, tl.max(finite_abs(b_3, DTYPE), axis=1))
+                    if p_sums is not None:
+                        b_sums_3 += b_3
                     b_words_3 = store_codes(b_3, b_words_3, p_rows, o_row, o_rest, m_x, scale, i, DTYPE, E5M2)
             if p_columns is not None:
                 p_head = p_columns + tl.cast(head * D, tl.int64) * (padded // 4)
@@ -250,6 +259,12 @@ def rotate_qkv_operands_kernel(p_dq, p_dk, p_dv, p_cos, p_sin, p_rows, p_columns
                 store_words(p_second, b_words_2, o_word, o_channel, R // 2, padded, False)
                 if REST > 0:
                     store_words(p_head, b_words_3, o_word, o_rest.to(tl.int64), D, padded, False)
+            if p_sums is not None:
+                p_head_sums = p_sums + ((tile // across).to(tl.int64) * heads + head) * D
+                tl.store(p_head_sums + o_half, tl.sum(b_sums_1, axis=0), mask=m_half)
+                tl.store(p_head_sums + R // 2 + o_half, tl.sum(b_sums_2, axis=0), mask=m_half)
+                if REST > 0:
+                    tl.store(p_head_sums + o_rest, tl.sum(b_sums_3, axis=0), mask=o_rest < D)
         if p_maxima is not None:
             tl.store(p_maxima + tile, tl.max(b_most, axis=0))
 
@@ -306,12 +321,14 @@ def rotate_qkv_backward_triton(dq, dk, dv, cos, sin):
 
 
 def _launch_operands(dq, dk, dv, cos, sin, out: Quantized, scales: Scales) -> torch.Tensor | None:
-    """Writes the operands of the gradient; the first launch returns maxima."""
+    """Writes the operands of the gradient; the first launch writes sums and returns maxima."""
     s, b, groups, d = dk.shape
     m = dq.shape[2] // groups
     heads, tokens = groups * (m + 2), s * b
-    tiles = triton.cdiv(tokens, OPERANDS_TOKENS) * triton.cdiv(heads, OPERANDS_HEADS)
+    down = triton.cdiv(tokens, OPERANDS_TOKENS)
+    tiles = down * triton.cdiv(heads, OPERANDS_HEADS)
     maxima = torch.empty(tiles, dtype=torch.float32, device=dq.device) if scales.first else None
+    partial = out.sums.new_empty(down, heads * d) if scales.first and out.sums is not None else None
     with torch.cuda.device_of(dq):
         rotate_qkv_operands_kernel[(scales.programs(tiles),)](
             dq,
@@ -321,6 +338,7 @@ def _launch_operands(dq, dk, dv, cos, sin, out: Quantized, scales: Scales) -> to
             sin,
             None if out.rows is None else out.rows.view(torch.uint8),
             None if out.columns is None else out.columns.view(torch.int32),
+            partial,
             maxima,
             *scales,
             tokens,
@@ -335,6 +353,8 @@ def _launch_operands(dq, dk, dv, cos, sin, out: Quantized, scales: Scales) -> to
             E5M2=out.is_e5m2,
             num_warps=OPERANDS_WARPS,
         )
+        if partial is not None:
+            torch.sum(partial, 0, out=out.sums)
     return maxima
 
 

@@ -34,7 +34,8 @@ COLUMNS_TILE, BOTH_TILE = (128, 128), (64, 128)
 
 
 class Quantized(NamedTuple):
-    """Codes [m, n] or None, their transpose [n, m'] or None, and the scale, FP32 [1].
+    """Codes [m, n] or None, their transpose [n, m'] or None, the scale, FP32 [1], and the sums of the columns
+    before they were quantized, FP32 [n], or None.
 
     m' is m rounded up to a multiple of 16, the rest zeros: it is a dimension that products contract over.
     """
@@ -42,6 +43,7 @@ class Quantized(NamedTuple):
     rows: torch.Tensor | None
     columns: torch.Tensor | None
     scale: torch.Tensor
+    sums: torch.Tensor | None = None
 
     @property
     def is_e5m2(self) -> bool:
@@ -125,12 +127,22 @@ def tensor_scale_reference(largest: torch.Tensor, fmt: Fp8Format) -> torch.Tenso
 
 
 def quantize_tensor_reference(
-    x: torch.Tensor, largest: torch.Tensor, fmt: Fp8Format, rows: bool = True, columns: bool = False
+    x: torch.Tensor,
+    largest: torch.Tensor,
+    fmt: Fp8Format,
+    rows: bool = True,
+    columns: bool = False,
+    sums: bool = False,
 ) -> Quantized:
-    """`x` [m, n] whose largest magnitude is `largest`, by rows and by columns as asked for."""
+    """`x` [m, n] whose largest magnitude is `largest`, by rows and by columns, and summed, as asked for."""
     scale = tensor_scale_reference(largest, fmt)
     codes = to_tensor_codes_reference(x, scale, fmt)
-    return Quantized(codes if rows else None, transpose_codes_reference(codes) if columns else None, scale)
+    return Quantized(
+        codes if rows else None,
+        transpose_codes_reference(codes) if columns else None,
+        scale,
+        x.sum(0, dtype=torch.float32) if sums else None,
+    )
 
 
 def to_tensor_codes_reference(x: torch.Tensor, scale: torch.Tensor, fmt: Fp8Format) -> torch.Tensor:
@@ -176,23 +188,30 @@ def quantize_rows_kernel(p_x, p_largest, p_rows, p_scale, n, E5M2: tl.constexpr,
 
 
 @triton.jit
-def quantize_columns_kernel(p_x, p_largest, p_rows, p_columns, p_scale, m, n, padded_m,
-                            E5M2: tl.constexpr, WRITE_ROWS: tl.constexpr,
-                            M: tl.constexpr, N: tl.constexpr):  # fmt: skip
+def quantize_columns_kernel(p_x, p_largest, p_rows, p_columns, p_scale, p_sums, m, n, padded_m,
+                            E5M2: tl.constexpr, M: tl.constexpr, N: tl.constexpr):  # fmt: skip
+    """Codes by rows and by columns and, for each row of tiles, sums of columns, as asked for."""
     scale = tensor_scale(tl.load(p_largest), E5M2)
     tl.store(p_scale, scale)
     o_word = tl.program_id(1) * (M // 4) + tl.arange(0, M // 4)
     o_n = tl.program_id(0) * N + tl.arange(0, N)
     b_words = tl.zeros([M // 4, N], dtype=tl.int32)
+    b_sums = tl.zeros([M // 4, N], dtype=tl.float32)
     for i in tl.static_range(4):
         o_m = o_word.to(tl.int64) * 4 + i
         m_x = (o_m[:, None] < m) & (o_n[None, :] < n)
         b_x = tl.load(p_x + o_m[:, None] * n + o_n[None, :], mask=m_x, other=0.0).to(tl.float32)
-        if WRITE_ROWS:
+        if p_sums is not None:
+            b_sums += b_x
+        if p_rows is not None:
             b_codes = to_tensor_codes(b_x, scale, E5M2)
             tl.store(p_rows + o_m[:, None] * n + o_n[None, :], b_codes, mask=m_x)
         b_words |= to_tensor_words(b_x, scale, E5M2) << (8 * i)
-    store_words(p_columns, b_words, o_word, o_n, n, padded_m)
+    if p_columns is not None:
+        store_words(p_columns, b_words, o_word, o_n, n, padded_m)
+    if p_sums is not None:
+        p_sums += tl.program_id(1).to(tl.int64) * n
+        tl.store(p_sums + o_n, tl.sum(b_sums, axis=0), mask=o_n < n)
 
 
 @triton.jit
@@ -217,35 +236,46 @@ def empty_columns(m: int, n: int, fmt: Fp8Format, device: torch.device) -> torch
 
 
 def quantize_tensor_triton(
-    x: torch.Tensor, largest: torch.Tensor, fmt: Fp8Format, rows: bool = True, columns: bool = False
+    x: torch.Tensor,
+    largest: torch.Tensor,
+    fmt: Fp8Format,
+    rows: bool = True,
+    columns: bool = False,
+    sums: bool = False,
 ) -> Quantized:
-    """`quantize_tensor_reference` as a kernel, bit for bit: both layouts from one read of a contiguous x."""
+    """`quantize_tensor_reference` as a kernel: all from one read of a contiguous x, codes bit for bit, sums
+    in two stages."""
     m, n = x.shape
     out = Quantized(
         torch.empty(m, n, dtype=fmt.dtype, device=x.device) if rows else None,
         empty_columns(m, n, fmt, x.device) if columns else None,
         torch.empty(1, dtype=torch.float32, device=x.device),
+        torch.empty(n, dtype=torch.float32, device=x.device) if sums else None,
     )
     with torch.cuda.device_of(x):
         # an empty tensor still has a scale
-        if columns:
-            padded_m = out.columns.shape[1]
+        if columns or sums:
+            padded_m = m + -m % ALIGNMENT
             tile_m, tile_n = BOTH_TILE if rows else COLUMNS_TILE
-            quantize_columns_kernel[max(triton.cdiv(n, tile_n), 1), max(triton.cdiv(padded_m, tile_m), 1)](
+            grid = max(triton.cdiv(n, tile_n), 1), max(triton.cdiv(padded_m, tile_m), 1)
+            partial = torch.empty(grid[1], n, dtype=torch.float32, device=x.device) if sums else None
+            quantize_columns_kernel[grid](
                 x,
                 largest,
-                out.rows.view(torch.uint8) if rows else x,
-                out.columns.view(torch.int32),
+                out.rows.view(torch.uint8) if rows else None,
+                out.columns.view(torch.int32) if columns else None,
                 out.scale,
+                partial,
                 m,
                 n,
                 padded_m,
                 E5M2=fmt.is_e5m2,
-                WRITE_ROWS=rows,
                 M=tile_m,
                 N=tile_n,
                 num_warps=4,
             )
+            if sums:
+                torch.sum(partial, 0, out=out.sums)
         else:
             quantize_rows_kernel[(max(triton.cdiv(x.numel(), BLOCK), 1),)](
                 x,
@@ -264,36 +294,50 @@ def _no_codes(x: torch.Tensor, fmt: Fp8Format) -> torch.Tensor:
     return torch.empty(0, dtype=fmt.dtype, device=x.device)
 
 
-def _quantize_fake(x, largest, fmt, rows, columns):
+def _no_sums(x: torch.Tensor) -> torch.Tensor:
+    return torch.empty(0, dtype=torch.float32, device=x.device)
+
+
+def _quantize_fake(x, largest, fmt, rows, columns, sums):
     fmt, (m, n) = fp8_format(fmt), x.shape
     return (
         torch.empty(m, n, dtype=fmt.dtype, device=x.device) if rows else _no_codes(x, fmt),
         empty_columns(m, n, fmt, x.device) if columns else _no_codes(x, fmt),
         torch.empty(1, dtype=torch.float32, device=x.device),
+        torch.empty(n, dtype=torch.float32, device=x.device) if sums else _no_sums(x),
     )
 
 
 @compilable(_quantize_fake)
 def quantize_codes(
-    x: torch.Tensor, largest: torch.Tensor, fmt: str, rows: bool, columns: bool
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """CUDA tensors take the kernel, others the reference; an unwanted layout is an empty tensor."""
+    x: torch.Tensor, largest: torch.Tensor, fmt: str, rows: bool, columns: bool, sums: bool
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """CUDA tensors take the kernel, others the reference; what is not wanted is an empty tensor."""
     quantize = quantize_tensor_triton if uses_kernels(x) else quantize_tensor_reference
-    by_rows, by_columns, scale = quantize(x, largest, fp8_format(fmt), rows, columns)
+    by_rows, by_columns, scale, summed = quantize(x, largest, fp8_format(fmt), rows, columns, sums)
     fmt = fp8_format(fmt)
     return (
         _no_codes(x, fmt) if by_rows is None else by_rows,
         _no_codes(x, fmt) if by_columns is None else by_columns,
         scale,
+        _no_sums(x) if summed is None else summed,
     )
 
 
 def quantize_tensor(
-    x: torch.Tensor, largest: torch.Tensor, fmt: Fp8Format, rows: bool = True, columns: bool = False
+    x: torch.Tensor,
+    largest: torch.Tensor,
+    fmt: Fp8Format,
+    rows: bool = True,
+    columns: bool = False,
+    sums: bool = False,
 ) -> Quantized:
-    """`x` [m, n], contiguous, whose largest magnitude is `largest`, by rows and by columns as asked for."""
-    by_rows, by_columns, scale = quantize_codes(x, largest, fmt.name, rows, columns)
-    return Quantized(by_rows if rows else None, by_columns if columns else None, scale)
+    """`x` [m, n], contiguous, whose largest magnitude is `largest`, by rows and by columns, and its columns'
+    `sums`, as asked for."""
+    by_rows, by_columns, scale, summed = quantize_codes(x, largest, fmt.name, rows, columns, sums)
+    return Quantized(
+        by_rows if rows else None, by_columns if columns else None, scale, summed if sums else None
+    )
 
 
 @triton.jit

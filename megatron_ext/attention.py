@@ -16,6 +16,7 @@ from coat_kernels.deferred import PredictedScale
 from coat_kernels.groups import DEFAULT_FORMAT
 from coat_kernels.rope import rotate_qkv
 
+from .linear import keep_bias
 from .settings import activations_of, formats_of
 
 _NO_NORM = (type(None), IdentityOp)
@@ -169,8 +170,9 @@ class CoatSelfAttention(SelfAttention):
 
     def __init__(self, config, *args, **kwargs):
         super().__init__(config, *args, **kwargs)
-        # what only an FP8 product reads is never written in BF16; a bias's gradient is a sum of what is
-        defers = getattr(self.linear_qkv, "_in_fp8", False) and self.linear_qkv.bias is None
+        keep_bias(self.linear_proj)
+        # what only an FP8 product reads is never written in BF16
+        defers = getattr(self.linear_qkv, "_in_fp8", False)
         self._grad_scale = PredictedScale(formats_of(config).backward) if defers else None
 
     def forward(self, hidden_states, attention_mask, *args, rotary_pos_emb=None, **kwargs):

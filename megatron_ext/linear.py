@@ -185,16 +185,28 @@ class CoatRowParallelLinear(_CoatLinear, RowParallelLinear):
     _by_output = False
 
     def forward(self, input_: torch.Tensor):
-        scatters = self.sequence_parallel and self.tp_group.size() > 1 and not self.explicit_expert_comm
-        if not (self._in_fp8 and scatters):
+        whole = self.tp_group.size() == 1
+        scatters = self.sequence_parallel and not whole and not self.explicit_expert_comm
+        # Megatron adds the bias behind the sum over the ranks; the product of a whole weight can add it
+        bias = self.bias if whole and not self.skip_bias_add else None
+        if not (self._in_fp8 and input_.numel() and (scatters or bias is not None)):
             return super().forward(input_)
         # the sum over the ranks belongs to the product: its backward gathers what it quantized
-        parallel = TensorParallel(self.tp_group, by_output=False, sequence=True)
+        parallel = TensorParallel(self.tp_group, by_output=False, sequence=True) if scatters else None
         self._origin, self._maxima = origin_of(input_), maxima_of(input_)
         try:
-            output = self._product(input_, self.weight, None, parallel)
+            output = self._product(input_, self.weight, bias, parallel)
         finally:
             self._origin, self._maxima = None, None
-        if self.skip_bias_add or self.bias is None:
-            return output, self.bias if self.skip_bias_add else None
-        return output + self.bias, None
+        if bias is not None or self.bias is None:
+            return output, None
+        return (output, self.bias) if self.skip_bias_add else (output + self.bias, None)
+
+
+def keep_bias(linear: torch.nn.Module) -> None:
+    """Has a row-parallel layer that holds the whole weight add its bias in its product, instead of leaving it
+    to Megatron's bias-dropout-add, so that the pass that quantizes the gradient also sums the bias's.
+    """
+    if isinstance(linear, CoatRowParallelLinear) and linear.tp_group.size() == 1:
+        # Megatron's experts insist on the opposite
+        linear.skip_bias_add = linear.explicit_expert_comm

@@ -8,7 +8,7 @@ from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from coat_kernels.activation import activation
 from coat_kernels.deferred import PredictedScale
 
-from .linear import CoatColumnParallelLinear, CoatRowParallelLinear
+from .linear import CoatColumnParallelLinear, CoatRowParallelLinear, keep_bias
 from .settings import activations_of, formats_of
 
 
@@ -80,13 +80,14 @@ class CoatMLP(MLP):
     def _complete(self) -> None:
         config = self.config
         self._kind, self._activations = _kind_of(config), activations_of(config)
-        # Megatron hands fc1's bias to the activation; here the matrix product adds it
-        self.linear_fc1.skip_bias_add = False
         formats, fc1, fc2 = formats_of(config), self.linear_fc1, self.linear_fc2
-        # what only an FP8 product reads is never written in BF16; a bias's gradient is a sum of what is
+        # Megatron hands fc1's bias to the activation; here the matrix product adds it
+        fc1.skip_bias_add = False
+        keep_bias(fc2)
+        # what only an FP8 product reads is never written in BF16
         self._scales = {
             "y_scale": PredictedScale(formats.forward) if _in_fp8(fc2) else None,
-            "grad_scale": PredictedScale(formats.backward) if _in_fp8(fc1) and fc1.bias is None else None,
+            "grad_scale": PredictedScale(formats.backward) if _in_fp8(fc1) else None,
         }
 
     def forward(self, hidden_states, per_token_scale=None, **_) -> tuple[torch.Tensor, torch.Tensor | None]:

@@ -34,6 +34,21 @@ def wide(*shape: int, sigma: float = 2.0) -> torch.Tensor:
     return torch.randn(shape) * torch.exp(sigma * torch.randn(shape))
 
 
+def check_sums(sums: torch.Tensor, x: torch.Tensor) -> None:
+    """That `sums`, FP32 [n], are those of the columns of `x` [m, n]: each of m additions rounds by at most
+    2^-24 of the sum of magnitudes, in whatever order. What is not finite shows, in its own columns alone.
+    """
+    x = x.detach().double()
+    exact, size = x.sum(0), x.abs().sum(0)
+    assert sums.dtype == torch.float32 and sums.shape == exact.shape
+    finite = size.isfinite()
+    torch.testing.assert_close(sums[~finite].double(), exact[~finite], rtol=0, atol=0, equal_nan=True)
+    # on the way to a sum that FP32 holds, others may not be
+    fits = size < 2.0**127
+    assert ((sums - exact).abs() <= len(x) * 2.0**-24 * size)[fits].all()
+    assert fits.any()
+
+
 def hard(n: int, signed: bool = True) -> dict[str, torch.Tensor]:
     """Named FP32 vectors of n elements: zeros, constants, wide ranges, extremes, non-finite values.
 

@@ -175,7 +175,7 @@ def test_columns_are_the_output_quantized_and_transposed(kind, gated, device):
     f = y.shape[1]
     origin, largest = origin_of(y), maxima_of(y).amax(0, keepdim=True)
     assert largest == y.abs().amax()
-    rows, columns, scale = origin.columns(*origin.tensors, largest, E4M3)
+    rows, columns, scale, _ = origin.columns(*origin.tensors, largest, E4M3)
     expected = quantize_tensor_reference(y.detach(), largest, E4M3, columns=True)
     assert rows is None and scale.equal(expected.scale) and columns.shape == (f, 48)
     assert (columns.float()[:, 37:] == 0).all()

@@ -9,7 +9,7 @@ from coat_kernels.fp8 import E4M3
 from coat_kernels.linear import LinearFormats, fp8_linear
 from coat_kernels.origin import Origin, maxima_of, origin_of, with_maxima, with_origin
 from coat_kernels.tensorwise import quantize_tensor
-from tests.kernels.inputs import E4M3_RMS, E5M2_RMS
+from tests.kernels.inputs import E4M3_RMS, E5M2_RMS, check_sums
 from tests.util import rel_rms
 
 
@@ -75,6 +75,19 @@ def test_frozen_weight_or_input_costs_no_product(device, monkeypatch):
         products.clear()
         fp8_linear(*inputs).sum().backward()
         assert len(products) == 2
+
+
+@pytest.mark.parametrize("trains", [(True, True), (False, True), (True, False), (False, False)], ids=str)
+def test_a_bias_gets_the_sum_over_the_tokens(trains, device):
+    """Whatever else is frozen, in FP32 if the bias is; on its own it costs no product."""
+    x, weight = (torch.randn(shape, device=device).bfloat16() for shape in ((3, 7, 32), (48, 32)))
+    x.requires_grad_(trains[0])
+    weight.requires_grad_(trains[1])
+    bias = torch.randn(48, device=device, requires_grad=True)
+    grad = torch.randn(3, 7, 48, device=device).bfloat16()
+    fp8_linear(x, weight, bias).backward(grad)
+    check_sums(bias.grad, grad.flatten(0, 1))
+    assert (x.grad is not None, weight.grad is not None) == trains
 
 
 def test_linear_behind_an_origin_keeps_only_that_and_the_scale(device):

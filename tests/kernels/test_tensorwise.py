@@ -6,7 +6,7 @@ import torch
 from coat_kernels import tensorwise
 from coat_kernels.fp8 import E4M3, E5M2
 from coat_kernels.origin import with_maxima
-from tests.kernels.inputs import SHAPES, hard, wide
+from tests.kernels.inputs import SHAPES, check_sums, hard, wide
 from tests.util import rel_rms
 
 FORMATS = pytest.mark.parametrize("fmt", [E4M3, E5M2], ids=lambda f: f.name)
@@ -30,6 +30,26 @@ def test_tensorwise_kernel_equals_the_reference_bit_for_bit(dtype, shape, fmt, d
         assert expected[1].shape == (shape[1], -(-shape[0] // 16) * 16)
 
 
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_sums_of_columns(dtype, shape, device):
+    quantizers = tensorwise.quantize_tensor_reference, tensorwise.quantize_tensor_triton
+    x = wide(*shape)
+    for i, vector in enumerate(hard(shape[1]).values()):
+        x[3 * i : 3 * i + 1] = vector
+    x = x.to(device, dtype)
+    largest = tensorwise.largest_magnitude(x)
+    for layouts in ((True, False), (False, True), (True, True)):
+        for quantize in quantizers:
+            *codes, sums = quantize(x, largest, E5M2, *layouts, sums=True)
+            check_sums(sums, x)
+            for a, e in zip(codes, quantize(x, largest, E5M2, *layouts), strict=False):
+                assert a is e is None or a.view(torch.uint8).equal(e.view(torch.uint8))
+    nothing = torch.empty(0, 4, device=device)
+    for quantize in quantizers:
+        assert quantize(nothing, largest, E5M2, sums=True).sums.equal(torch.zeros(4, device=device))
+
+
 @pytest.mark.parametrize(
     "quantize", [tensorwise.quantize_tensor_reference, tensorwise.quantize_tensor_triton]
 )
@@ -37,7 +57,7 @@ def test_scale_of_zeros_and_of_what_is_not_finite(quantize, device):
     for empty in (torch.zeros(4, 4, device=device), torch.zeros(0, 4, device=device)):
         assert quantize(empty, tensorwise.largest_magnitude(empty), E4M3).scale == 1
     x = torch.tensor([[2.0, torch.inf], [torch.nan, -1.0]], device=device)
-    codes, _, scale = quantize(x, tensorwise.largest_magnitude(x), E4M3)
+    codes, _, scale, _ = quantize(x, tensorwise.largest_magnitude(x), E4M3)
     # a power of two is the format's largest magnitude
     assert scale == torch.tensor(2 / 448, dtype=torch.float32)
     assert codes.float().isnan().equal(~x.isfinite()) and codes.float()[0, 0] == 448
@@ -82,8 +102,8 @@ def test_bf16_values_lie_between_codes_no_more_often_than_by_chance(device):
 def test_operators_are_sound(device):
     x = torch.randn(20, 48, device=device)
     torch.library.opcheck(tensorwise.largest_of.op, (x,))
-    for rows, columns in ((True, False), (False, True), (True, True)):
-        torch.library.opcheck(tensorwise.quantize_codes.op, (x, x.abs().max()[None], "e5m2", rows, columns))
+    for wanted in ((True, False, False), (False, True, False), (True, True, False), (True, False, True)):
+        torch.library.opcheck(tensorwise.quantize_codes.op, (x, x.abs().max()[None], "e5m2", *wanted))
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)

@@ -102,7 +102,8 @@ def test_config():
 
 # attributes of modules that Megatron has built
 BUILT: dict[str, str] = {
-    "self_attention": "hidden_size_per_attention_head linear_qkv num_query_groups_per_partition world_size",
+    "self_attention": "hidden_size_per_attention_head linear_proj linear_qkv num_query_groups_per_partition "
+    "world_size",
     "self_attention.linear_qkv": "allreduce_dgrad explicit_expert_comm output_size_per_partition "
     "sequence_parallel skip_bias_add tp_group",
     "self_attention.linear_proj": "bias explicit_expert_comm input_size_per_partition sequence_parallel "

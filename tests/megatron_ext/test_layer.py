@@ -12,7 +12,7 @@ from megatron.core.transformer import TransformerConfig
 
 from coat_ds.config import ActivationsConfig
 from coat_kernels import residual
-from coat_kernels.deferred import Deferred
+from coat_kernels.deferred import Deferred, Source
 from coat_kernels.origin import origin_of
 from coat_kernels.residual import is_deferred_sum
 from megatron_ext.layer_specs import coat_layer_spec, coat_parts, sdpa_layer_spec
@@ -493,6 +493,58 @@ def test_where_the_sum_must_not_wait(overrides):
     parts = coat_parts(settings, experts="num_moe_experts" in overrides)
     assert parts.self_attn_bda is coat_bias_dropout_add
     assert coat_parts(config(), experts=False).self_attn_bda is deferred_bias_dropout_add
+
+
+def gradients_of(layer, x, grad):
+    inputs = x.clone().requires_grad_()
+    layer.zero_grad()
+    layer(inputs, attention_mask=None)[0].backward(grad)
+    return {"x": inputs.grad, **{name: p.grad for name, p in layer.named_parameters()}}
+
+
+def test_biases_sum_gradients_that_are_never_written(device, monkeypatch):
+    """As the same layer does whose gradients are written, and whose last biases Megatron adds."""
+    layer = build(coat_layer_spec, **GPT).decoder.layers[0]
+    torch.manual_seed(0)
+    for name, parameter in layer.named_parameters():
+        if name.endswith("bias"):
+            parameter.data.add_(0.3 * torch.randn_like(parameter))
+    x, grad = torch.randn(2, S, B, H, device=device).bfloat16()
+    made, value = [], Source.value
+
+    def note(source):
+        # the residual addition is no gradient
+        if not isinstance(source, residual.Sum):
+            made.append(source.shape)
+        return value(source)
+
+    monkeypatch.setattr(Source, "value", note)
+    seen = []
+
+    def watch(module, inputs, output):
+        output[0].register_hook(lambda grad: seen.append(type(grad)))
+
+    for linear in (layer.mlp.linear_fc1, layer.self_attention.linear_qkv):
+        linear.register_forward_hook(watch)
+    found = gradients_of(layer, x, grad)
+    assert seen == [Deferred, Deferred] and not made
+    layer.mlp._scales["grad_scale"] = layer.self_attention._grad_scale = None
+    written = gradients_of(layer, x, grad)
+    for linear in (layer.mlp.linear_fc2, layer.self_attention.linear_proj):
+        assert not linear.skip_bias_add
+        linear.skip_bias_add = True
+    stock = gradients_of(layer, x, grad)
+    biases = {name for name in found if "linear" in name and name.endswith("bias")}
+    assert len(biases) == 4
+    for name in found:
+        # sums of the same values in FP32, each rounded to BF16 by at most 2^-9 of its value
+        bound = 2**-8 if name in biases else 0
+        assert rel_rms(found[name], written[name]) <= bound, name
+        if device.type == "cpu":
+            # a GPU's product rounds once, behind the bias
+            assert rel_rms(stock[name], written[name]) <= bound, name
+    # what is behind fc2's bias is the residual addition
+    assert rel_rms(found["mlp.linear_fc2.bias"], grad.float().sum((0, 1))) < 2**-9
 
 
 @pytest.mark.parametrize(
