@@ -27,8 +27,9 @@ from coat_kernels.tensorwise import (
 
 # heads of a program's tile, forward and backward
 HEADS, BACKWARD_HEADS = 8, 16
-# tokens, a multiple of 16, and heads of a program that writes FP8 operands, and its warps
-OPERANDS_TOKENS, OPERANDS_HEADS, OPERANDS_WARPS = 64, 8, 4
+# tokens, a multiple of 16, and heads of a program that writes FP8 operands, its warps, and its registers a
+# thread: with these, four programs fit on a multiprocessor; left alone, one that sums takes up to 189
+OPERANDS_TOKENS, OPERANDS_HEADS, OPERANDS_WARPS, OPERANDS_REGISTERS = 64, 8, 4, 128
 
 
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
@@ -352,6 +353,7 @@ def _launch_operands(dq, dk, dv, cos, sin, out: Quantized, scales: Scales) -> to
             TOKENS=OPERANDS_TOKENS,
             E5M2=out.is_e5m2,
             num_warps=OPERANDS_WARPS,
+            maxnreg=OPERANDS_REGISTERS,
         )
         if partial is not None:
             torch.sum(partial, 0, out=out.sums)
