@@ -153,6 +153,14 @@ def add_triton(out: torch.Tensor, x: torch.Tensor) -> None:
         add_kernel[(triton.cdiv(out.numel(), BLOCK),)](out, x, out.numel(), BLOCK=BLOCK, num_warps=8)
 
 
+def add_into(out: torch.Tensor, x: torch.Tensor) -> None:
+    """Adds `x` to `out` of the same shape, of any floating-point types; on CUDA by the kernel."""
+    if uses_kernels(out) and out.is_contiguous():
+        add_triton(out, x)
+    else:
+        out.add_(x)
+
+
 def _adds_itself(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> bool:
     """Whether the product is added to `out` without being written."""
     if out.dtype != torch.float32 or not uses_kernels(a):
@@ -186,9 +194,5 @@ def accumulate_matmul(
     if fast and _adds_itself(a, b, out):
         accumulate = accumulate_matmul_triton if uses_kernels(a) else accumulate_matmul_reference
         accumulate(a, b, scale_a, scale_b, out)
-        return
-    product = scaled_matmul(a, b, scale_a, scale_b, None, dtype, fast)
-    if uses_kernels(out) and out.is_contiguous():
-        add_triton(out, product)
     else:
-        out.add_(product)
+        add_into(out, scaled_matmul(a, b, scale_a, scale_b, None, dtype, fast))
