@@ -13,6 +13,7 @@ from benchmarks import (  # noqa: F401  (they register themselves)
     checkpointing,
     converge,
     layer,
+    main_grad,
     megatron_step,
     numerics,
     parallel,

@@ -5,13 +5,14 @@ the dimension that is summed, so an operand is written in the layout of its prod
 for the weight gradient, and kept only so.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 
 from coat_kernels.deferred import Deferred, fp8_operands, holders, holders_in_backward
 from coat_kernels.fp8 import E4M3, E5M2, Fp8Format, require_fp8, uses_kernels
-from coat_kernels.ops import compilable
+from coat_kernels.matmul import accumulate_matmul, scaled_matmul
 from coat_kernels.origin import Origin, maxima_of, with_maxima
 from coat_kernels.parallel import (
     TensorParallel,
@@ -43,39 +44,9 @@ class LinearFormats:
 DEFAULT_FORMATS = LinearFormats()
 
 
-def scaled_matmul_reference(
-    a: torch.Tensor, b: torch.Tensor, scale_a: torch.Tensor, scale_b: torch.Tensor, dtype: torch.dtype
-) -> torch.Tensor:
-    """`a` [m, k] times `b` [n, k] transposed, both FP8, accumulated in FP32, rounded once to `dtype`."""
-    with torch.autocast(a.device.type, enabled=False):
-        return ((a.float() @ b.float().t()) * (scale_a * scale_b)).to(dtype)
-
-
-@compilable(
-    lambda a, b, scale_a, scale_b, bias, dtype, fast: a.new_empty(a.shape[0], b.shape[0], dtype=dtype)
-)
-def scaled_matmul(
-    a: torch.Tensor,
-    b: torch.Tensor,
-    scale_a: torch.Tensor,
-    scale_b: torch.Tensor,
-    bias: torch.Tensor | None,
-    dtype: torch.dtype,
-    fast: bool,
-) -> torch.Tensor:
-    """`scaled_matmul_reference` plus `bias` [n], on CUDA by cuBLASLt; `fast` as in `LinearFormats`."""
-    in_epilogue = uses_kernels(a) and bias is not None and bias.dtype == dtype == torch.bfloat16
-    if uses_kernels(a):
-        epilogue = bias if in_epilogue else None
-        y = torch._scaled_mm(a, b.t(), scale_a, scale_b, bias=epilogue, out_dtype=dtype, use_fast_accum=fast)
-    else:
-        y = scaled_matmul_reference(a, b, scale_a, scale_b, dtype)
-    return y if bias is None or in_epilogue else y.add_(bias)
-
-
 class _Fp8Linear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, weight, bias, formats, origin, cache, parallel, trains):
+    def forward(ctx, x, weight, bias, formats, origin, cache, parallel, trains, into):
         trains_weight = ctx.needs_input_grad[1]
         keep = trains_weight and origin is None
         fmt = formats.forward
@@ -98,7 +69,7 @@ class _Fp8Linear(torch.autograd.Function):
             parallel,
         )
         ctx.bias_dtype = None if bias is None else bias.dtype
-        ctx.columns = None
+        ctx.columns, ctx.into = None, into
         kept: tuple[torch.Tensor, ...] = ()
         if keep:
             kept = (columns, scale)
@@ -138,10 +109,15 @@ class _Fp8Linear(torch.autograd.Function):
             grad_x = _sum_over_ranks(product, parallel)
         if needs_w:
             columns, scale = inputs()
-            grad_w = scaled_matmul(grad.columns, columns, grad.scale, scale, None, weight.dtype, fast)
+            if ctx.into is None:
+                grad_w = scaled_matmul(grad.columns, columns, grad.scale, scale, None, weight.dtype, fast)
+            else:
+                accumulate_matmul(grad.columns, columns, grad.scale, scale, ctx.into(), weight.dtype, fast)
+                # of the shape that autograd wants, without its memory
+                grad_w = weight.new_zeros(()).expand(weight.shape)
         if needs_x:
             grad_x = grad_x().view(ctx.shape)
-        return grad_x, grad_w, grad_bias, None, None, None, None, None
+        return grad_x, grad_w, grad_bias, None, None, None, None, None, None
 
 
 def _columns_of_input(ctx, kept, fmt: Fp8Format):
@@ -192,6 +168,7 @@ def fp8_linear(
     origin: Origin | None = None,
     cache: WeightCache | None = None,
     parallel: TensorParallel | None = None,
+    weight_grad_into: Callable[[], torch.Tensor] | None = None,
 ) -> torch.Tensor:
     """x W^T + b with FP8 matrix products.
 
@@ -205,6 +182,8 @@ def fp8_linear(
         parallel: how the layer is split over ranks. Scales are those of the whole tensors. Partial sums of a
             layer that is split by input are left to the caller, except under sequence parallelism, where the
             first dimension is that of the tokens.
+        weight_grad_into: gives, in backward, the tensor [N, K], of any floating-point type, to which the
+            weight's gradient is added. Autograd gets zeros that take no memory.
 
     Returns [..., N] in the dtype of x. Raises ValueError on CUDA if K or N is not a multiple of 16, and
     RuntimeError on a GPU without FP8.
@@ -225,4 +204,6 @@ def fp8_linear(
     if cache is None or torch.compiler.is_compiling():
         cache = NO_CACHE
     trains = torch.is_grad_enabled()
-    return _Fp8Linear.apply(x, weight, bias, formats or DEFAULT_FORMATS, origin, cache, parallel, trains)
+    return _Fp8Linear.apply(
+        x, weight, bias, formats or DEFAULT_FORMATS, origin, cache, parallel, trains, weight_grad_into
+    )

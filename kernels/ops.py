@@ -12,16 +12,17 @@ import torch
 NAMESPACE = "coat"
 
 
-def compilable(fake: Callable) -> Callable[[Callable], Callable]:
+def compilable(fake: Callable, mutates: tuple[str, ...] = ()) -> Callable[[Callable], Callable]:
     """Makes an operator `coat::<name>` of a function of tensors and plain numbers that returns new tensors.
 
-    fake: same arguments, empty tensors of the right shapes, dtypes and devices. Types are annotated as
-    `torch.library.custom_op` wants them. The operator itself is `function.op`, for `torch.library.opcheck`.
+    fake: same arguments, empty tensors of the right shapes, dtypes and devices. mutates: names of arguments
+    that are written. Types are annotated as `torch.library.custom_op` wants them. The operator itself is
+    `function.op`, for `torch.library.opcheck`.
     """
 
     def decorate(function: Callable) -> Callable:
         name = function.__name__
-        op = torch.library.custom_op(f"{NAMESPACE}::{name}", function, mutates_args=())
+        op = torch.library.custom_op(f"{NAMESPACE}::{name}", function, mutates_args=mutates)
         op.register_fake(fake)
 
         @functools.wraps(function)

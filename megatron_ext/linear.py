@@ -5,6 +5,7 @@ Megatron's, and a stock checkpoint loads.
 """
 
 import copy
+import functools
 import logging
 
 import torch
@@ -32,7 +33,7 @@ _SIZES = {
 
 
 class _IntoMainGrad(torch.autograd.Function):
-    """The weight itself, whose gradient is added to `weight.main_grad` in backward."""
+    """The weight itself, for a product that adds the weight's gradient to `weight.main_grad`."""
 
     @staticmethod
     def forward(ctx, weight):
@@ -42,10 +43,10 @@ class _IntoMainGrad(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):
         weight = ctx.weight
-        weight.main_grad.add_(grad)
         weight.grad_added_to_main_grad = True
-        # Megatron's data parallel hook wants to see a gradient and then ignores it, or adds it if asked to
-        return torch.zeros_like(grad) if getattr(weight, "zero_out_wgrad", False) else grad
+        # Megatron's data parallel hook wants to see a gradient and then ignores it, or adds it if asked to.
+        # Autograd would copy one without memory; by now, the memory of the product's operands is free
+        return (torch.zeros_like if getattr(weight, "zero_out_wgrad", False) else torch.empty_like)(weight)
 
 
 def _owned_by_megatron(weight: torch.Tensor) -> bool:
@@ -152,7 +153,10 @@ class _CoatLinear:
         return self._product(input, weight, bias, parallel)
 
     def _product(self, input, weight, bias, parallel: TensorParallel | None) -> torch.Tensor:
+        into = None
         if torch.is_grad_enabled() and _owned_by_megatron(weight):
+            # read in backward: Megatron may have put another one there by then
+            into = functools.partial(getattr, weight, "main_grad")
             weight = _IntoMainGrad.apply(weight)
         if self._maxima is not None:
             with_maxima(input, self._maxima)
@@ -164,6 +168,7 @@ class _CoatLinear:
             origin=self._origin,
             cache=self._cache,
             parallel=parallel,
+            weight_grad_into=into,
         )
 
 

@@ -12,6 +12,8 @@ from coat_kernels.tensorwise import quantize_tensor
 from tests.kernels.inputs import E4M3_RMS, E5M2_RMS, check_sums
 from tests.util import rel_rms
 
+HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
+
 
 def leaves(*tensors, device, dtype=torch.bfloat16):
     return [t.to(device, dtype).requires_grad_() for t in tensors]
@@ -156,6 +158,61 @@ def test_one_weight_used_twice(device):
     once = [torch.autograd.grad(fp8_linear(x, weight).sum(), weight)[0] for _ in range(2)]
     (twice,) = torch.autograd.grad(fp8_linear(x, weight).sum() + fp8_linear(x, weight).sum(), weight)
     assert twice.equal(once[0] + once[1])
+
+
+@pytest.mark.parametrize("fast", [False, True])
+@pytest.mark.parametrize("compiled", [False, True])
+def test_weight_gradient_goes_where_it_is_told(compiled, fast, device):
+    """Other gradients stay the same bits, and what autograd gets for the weight takes no memory."""
+    formats = LinearFormats(fast_backward=fast)
+    inputs = leaves(torch.randn(33, 64), torch.randn(48, 64), torch.randn(48), device=device)
+    grad = torch.randn(33, 48, device=device, dtype=torch.bfloat16)
+    expected = gradients(fp8_linear(*inputs, formats=formats), grad, inputs)
+    main = torch.zeros(48, 64, device=device)
+
+    def run(*inputs):
+        return fp8_linear(*inputs, formats=formats, weight_grad_into=lambda: main)
+
+    if compiled:
+        run = torch.compile(run, backend="aot_eager", fullgraph=True)
+    for passes in (1, 2):
+        grad_x, grad_w, grad_bias = gradients(run(*inputs), grad, inputs)
+        assert grad_x.equal(expected[0]) and grad_bias.equal(expected[2])
+        assert grad_w.shape == (48, 64) and grad_w.count_nonzero() == 0
+        assert compiled or grad_w.untyped_storage().nbytes() == 2
+        # twice the same number is exact
+        assert (main / passes).bfloat16().equal(expected[1])
+    # fast sums are not rounded where there is no GPU, or the product is large
+    assert main.bfloat16().float().equal(main) == (not fast or device.type == "cuda")
+
+
+def test_weight_gradient_goes_into_what_is_there_in_backward(device):
+    x, weight = leaves(torch.randn(16, 32), torch.randn(48, 32), device=device)
+    first, second = torch.zeros(2, 48, 32, device=device)
+    into = [first]
+    y = fp8_linear(x, weight, weight_grad_into=into.pop)
+    into[0] = second
+    gradients(y.sum(), None, [x, weight])
+    assert first.count_nonzero() == 0 and second.count_nonzero() > 0
+    # a frozen weight has nothing to add
+    gradients(fp8_linear(x, weight.detach(), weight_grad_into=into.pop).sum(), None, [x])
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not HOPPER, reason="others write the product first")
+def test_fast_weight_gradients_take_no_memory():
+    n = 8192
+    weight = torch.randn(n, n, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    x, grad = torch.randn(2, 64, n, device="cuda", dtype=torch.bfloat16)
+    main = torch.zeros(n, n, device="cuda")
+    formats = LinearFormats(fast_backward=True)
+    y = fp8_linear(x, weight, formats=formats, weight_grad_into=lambda: main)
+    held = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    torch.autograd.grad(y, weight, grad)
+    # operands of 64 tokens alone, two bytes and less an element, and what the allocator rounds up
+    assert torch.cuda.max_memory_allocated() - held < 4 * 64 * n * 2
+    assert main.count_nonzero() > 0
 
 
 def test_no_grad_keeps_nothing_and_equals_training(device):

@@ -13,6 +13,7 @@ from megatron.core.transformer import TransformerConfig
 from coat_ds.config import ActivationsConfig
 from coat_kernels import residual
 from coat_kernels.deferred import Deferred, Source
+from coat_kernels.linear import LinearFormats
 from coat_kernels.origin import origin_of
 from coat_kernels.residual import is_deferred_sum
 from megatron_ext.layer_specs import coat_layer_spec, coat_parts, sdpa_layer_spec
@@ -249,6 +250,27 @@ def test_gradients_go_into_megatrons_main_grad(device, overlap):
             m for m in model.modules() if isinstance(m, CoatColumnParallelLinear | CoatRowParallelLinear)
         ):
             assert module.weight.grad_added_to_main_grad
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_fast_sums_go_into_main_grad_unrounded(device, dtype):
+    model = build(coat_layer_spec)
+    weight = model.decoder.layers[0].mlp.linear_fc1.weight
+    model.decoder.layers[0].mlp.linear_fc1._formats = LinearFormats(fast_backward=True)
+    _, expected = loss_and_grads(model, device)
+    model.zero_grad()
+    weight.main_grad, weight.grad_added_to_main_grad = torch.zeros_like(weight, dtype=dtype), False
+    loss = model(*batch(device), labels=batch(device)[0]).mean()
+    # Megatron may hand out other buffers between forward and backward
+    first, weight.main_grad = weight.main_grad, torch.zeros_like(weight, dtype=dtype)
+    loss.backward()
+    (fc1,) = (grad for name, grad in expected.items() if name.endswith("linear_fc1.weight"))
+    assert first.count_nonzero() == 0
+    assert weight.main_grad.bfloat16().equal(fc1)
+    # a GPU's kernel would be too large for this one
+    unrounded = dtype == torch.float32 and device.type == "cpu"
+    assert weight.main_grad.equal(fc1.to(dtype)) != unrounded
+    assert weight.grad.shape == weight.shape and weight.grad.dtype == weight.dtype
 
 
 def test_a_weight_that_wants_zeros_gets_zeros(device):

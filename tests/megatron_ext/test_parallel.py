@@ -86,17 +86,20 @@ def _watch(record, order):
     dist.all_gather_into_tensor = watched(dist.all_gather_into_tensor, "gather", 1)
     dist.reduce_scatter_tensor = watched(dist.reduce_scatter_tensor, "scatter", 0)
     dist.all_reduce = watched(dist.all_reduce, "reduce", None)
-    product = linear.scaled_matmul
 
-    def scaled_matmul(*args):
-        order.append(("product", None))
-        return product(*args)
+    def product(call):
+        def multiply(*args):
+            order.append(("product", None))
+            return call(*args)
 
-    linear.scaled_matmul = scaled_matmul
+        return multiply
+
+    linear.scaled_matmul = product(linear.scaled_matmul)
+    linear.accumulate_matmul = product(linear.accumulate_matmul)
 
 
 def run_cases(cases, exact):
-    """Loss, gradients and messages of each (tp, sequence_parallel, variant)."""
+    """Loss, gradients and messages of each (tp, sequence_parallel, variant); some also with `main_grad`."""
     from megatron.core import parallel_state
 
     from megatron_ext import cpu, mpu
@@ -137,10 +140,29 @@ def run_cases(cases, exact):
             loss.backward()
             run = {"forward": forward, "backward": list(record), "order": list(order), "summed": summed}
             grads = {name: whole(p, p.grad).cpu() for name, p in model.named_parameters()}
+            if (tp, variant) == (2, "llama"):
+                run |= _into_main_grad(model, tokens, positions, order)
         results[tp, sequence_parallel, variant] = run | {"loss": loss.detach().cpu(), "grads": grads}
         parallel_state.destroy_model_parallel()
     dist.destroy_process_group()
     return results
+
+
+def _into_main_grad(model, tokens, positions, order):
+    """The order of things in a backward that adds to `main_grad`, and what is there after two."""
+    weights = {n: p for n, p in model.named_parameters() if "linear_" in n and p.ndim == 2}
+    for weight in weights.values():
+        weight.main_grad, weight.grad_added_to_main_grad = torch.zeros_like(weight), False
+    for _ in range(2):
+        model.zero_grad()
+        loss = model(tokens, positions, None, labels=tokens).mean()
+        order.clear()
+        loss.backward()
+    return {
+        "main order": list(order),
+        "main grads": {n: whole(p, p.main_grad).cpu() for n, p in weights.items()},
+        "added": [p.grad_added_to_main_grad for p in weights.values()],
+    }
 
 
 ONE = [(1, False, variant) for variant in VARIANTS]
@@ -212,9 +234,21 @@ def test_messages_travel_while_products_are_computed(runs):
     """In the backward of each of the two layers split by output: the gather of what was kept behind the
     gradient of the input, the sum of the latter behind that of the weight. As in Megatron's own layers."""
     _, _, two, _ = runs
-    parallel, sequence = (two[0][2, split, "llama"]["order"] for split in (False, True))
-    assert _hidden(parallel, "reduce") == 2 * LAYERS
-    assert _hidden(sequence, "gather") == _hidden(sequence, "scatter") == 2 * LAYERS
+    for order in ("order", "main order"):
+        parallel, sequence = (two[0][2, split, "llama"][order] for split in (False, True))
+        assert _hidden(parallel, "reduce") == 2 * LAYERS
+        assert _hidden(sequence, "gather") == _hidden(sequence, "scatter") == 2 * LAYERS
+
+
+def test_main_grad_holds_the_sum_of_two_passes(runs):
+    _, _, two, _ = runs
+    for rank in two:
+        for split in (False, True):
+            run = rank[2, split, "llama"]
+            assert len(run["added"]) == 4 * LAYERS and all(run["added"])
+            for name, grad in run["main grads"].items():
+                # of the same numbers, hence exact
+                assert grad.equal(2 * run["grads"][name]), name
 
 
 def test_which_gradients_are_summed(runs):
