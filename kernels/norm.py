@@ -644,7 +644,7 @@ def rms_norm(
     """RMSNorm over the last dimension, keeping x in groups of `group_size` and rstd in FP32.
 
     Args:
-        x: [..., h], BF16 or FP32; a deferred sum is made in the same pass where y is deferred.
+        x: [..., h], BF16 or FP32; where y is deferred, a deferred sum is made in the same pass.
         weight: [h], BF16 or FP32.
         zero_centered: the weight is w + 1.
         group_size: 16, 32, 64 or 128.

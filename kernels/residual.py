@@ -110,9 +110,9 @@ def may_defer_add(residual: torch.Tensor, branch: torch.Tensor, bias: torch.Tens
 def deferred_add(
     residual: torch.Tensor, branch: torch.Tensor, bias: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """residual + (branch + bias), which is made when it is read; by a norm that defers its output, and on
-    CUDA, in the norm's own pass.
+    """residual + (branch + bias), made when read: on CUDA, by a norm that defers its output, in its pass.
 
-    residual, branch: [..., n]; bias: [n] or None. All are kept until then, and must stay as they are.
+    residual, branch: [..., n]; bias: [n] or None; as `may_defer_add` wants them. They are kept until then.
+    Reading raises RuntimeError if one was modified in between.
     """
     return _ResidualAdd.apply(residual, branch, bias)

@@ -150,7 +150,7 @@ def coat_parts(config, experts: bool) -> TransformerLayerSubmodules:
 def _sum_may_wait(config, experts: bool) -> bool:
     """Whether the sum behind attention may wait for the norm behind it.
 
-    That one writes its output in front of experts, CUDA graphs of a part of a layer end between the two, and
+    The norm in front of experts writes its output, a CUDA graph of half a layer ends between the two, and
     offloading takes away what is to be added.
     """
     return not experts and config.cuda_graph_impl == "none" and not config.fine_grained_activation_offloading
