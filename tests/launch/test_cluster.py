@@ -25,6 +25,8 @@ NAMES = ("coat0", "coat1")
 # both ends of the cable have the name that hosts' interfaces have
 INTERFACE = "eth0"
 STEPS = {"SEQ_LENGTH": "32", "STEPS": "6", "SAVE_INTERVAL": "1"}
+# mpirun's own condition
+AS_ROOT = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
 EXTRA = ["--global-batch-size=8", "--micro-batch-size=4", "--eval-batches=1", "--distributed-timeout=10"]
 
 
@@ -127,8 +129,8 @@ def test_torchrun_across_hosts_and_a_lost_one(tmp_path, hosts, corpus, one_host)
 @pytest.fixture
 def ssh(tmp_path, hosts, monkeypatch):
     """A real sshd on each host that lets in a key made for it, and an `ssh` that uses it."""
-    if not shutil.which("sshd") or not shutil.which("pdsh"):
-        pytest.skip("needs sshd and pdsh: apt-get install openssh-server pdsh")
+    if not shutil.which("sshd"):
+        pytest.skip("needs sshd: apt-get install openssh-server")
     key = tmp_path / "key"
     subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", key], check=True)
     Path("/run/sshd").mkdir(exist_ok=True)
@@ -158,10 +160,13 @@ def ssh(tmp_path, hosts, monkeypatch):
         daemon.wait()
 
 
-def test_deepspeed_across_hosts(tmp_path, hosts, corpus, one_host, ssh):
+@pytest.mark.parametrize("launcher, tool", [("pdsh", "pdsh"), ("openmpi", "mpirun")])
+def test_deepspeed_across_hosts(tmp_path, hosts, corpus, one_host, ssh, launcher, tool):
+    if not shutil.which(tool):
+        pytest.skip(f"needs {tool}: apt-get install pdsh openmpi-bin")
     hostfile = tmp_path / "hosts"
     hostfile.write_text("".join(f"{address} slots=1\n" for address in ADDRESSES))
-    env = variables(tmp_path, corpus, HOSTFILE=str(hostfile), MASTER_ADDR=ADDRESSES[0])
+    env = variables(tmp_path, corpus, HOSTFILE=str(hostfile), LAUNCHER=launcher, **AS_ROOT)
     script = [*hosts[0], "bash", str(ROOT / "launch/deepspeed_multinode.sh"), *EXTRA]
     done = subprocess.run(script, env=env, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
