@@ -187,8 +187,8 @@ def reports_by_srun(settings: Settings, env: dict[str, str]) -> list[dict]:
         tasks = "\n".join(line for line in done.stderr.splitlines() if not line.startswith("srun:"))
         raise ClusterError(
             f"{' '.join(settings.hosts)}: cannot be asked by srun ({_last_line(tasks or done.stderr)}). "
-            f"`srun {' '.join(nodes)} {sys.executable} -V` has to work here, and this project has to lie at the "
-            "same path on every node"
+            f"`srun {' '.join(nodes)} {sys.executable} -V` has to work here, and this project has to lie at "
+            "the same path on every node"
         )
     last = dict(line.strip().partition(": ")[::2] for line in done.stdout.splitlines())
     return [{**json.loads(last[str(task)]), "host": host} for task, host in enumerate(settings.hosts)]

@@ -186,11 +186,13 @@ def eventually(happens, what, seconds=200):
 
 @pytest.fixture
 def slurm(tmp_path, monkeypatch):
-    """A Slurm of this machine alone, from the distribution's packages."""
+    """A Slurm of the distribution's packages, of two nodes that are this machine."""
     wanted = ("munged", "slurmctld", "slurmd", "sbatch")
     if os.geteuid() or not all(map(shutil.which, wanted)):
         pytest.skip("needs root and Slurm: apt-get install slurmctld slurmd slurm-client munge")
     name = socket.gethostname().split(".")[0]
+    # the first, MASTER_ADDR, can be resolved, as names of nodes can
+    nodes = (name, f"{name}2")
     config, wire = tmp_path / "slurm.conf", tmp_path / "munge.socket"
     options = {
         "ClusterName": "test",
@@ -198,23 +200,23 @@ def slurm(tmp_path, monkeypatch):
         "AuthInfo": f"socket={wire}",
         "SlurmUser": "root",
         "SlurmctldPort": free_port(),
-        "SlurmdPort": free_port(),
         "StateSaveLocation": tmp_path / "state",
-        "SlurmdSpoolDir": tmp_path / "spool",
+        "SlurmdSpoolDir": tmp_path / "spool-%n",
         "SlurmctldPidFile": tmp_path / "slurmctld.pid",
-        "SlurmdPidFile": tmp_path / "slurmd.pid",
+        "SlurmdPidFile": tmp_path / "slurmd-%n.pid",
         "ProctrackType": "proctrack/linuxproc",
         "TaskPlugin": "task/none",
         "JobAcctGatherType": "jobacct_gather/none",
         "MailProg": "/bin/true",
-        "NodeName": f"{name} NodeAddr=127.0.0.1 CPUs={os.cpu_count()}",
         "PartitionName": "main Nodes=ALL Default=YES State=UP",
     }
-    config.write_text("".join(f"{key}={value}\n" for key, value in options.items()))
+    lines = [f"{key}={value}" for key, value in options.items()]
+    place = f"NodeHostname={name} NodeAddr=127.0.0.1 CPUs={os.cpu_count()}"
+    lines += [f"NodeName={node} {place} Port={free_port()}" for node in nodes]
+    config.write_text("\n".join(lines) + "\n")
     (tmp_path / "munge.key").write_bytes(os.urandom(1024))
     (tmp_path / "munge.key").chmod(0o400)
-    for folder in ("state", "spool"):
-        (tmp_path / folder).mkdir()
+    (tmp_path / "state").mkdir()
     monkeypatch.setenv("SLURM_CONF", str(config))
     files = {"socket": "socket", "key-file": "key", "pid-file": "pid", "seed-file": "seed", "log-file": "log"}
     munged = ["munged", "--foreground", "--force", *(f"--{o}={tmp_path}/munge.{f}" for o, f in files.items())]
@@ -222,8 +224,9 @@ def slurm(tmp_path, monkeypatch):
     daemons = [subprocess.Popen(munged, **quiet)]
     try:
         eventually(wire.exists, lambda: (tmp_path / "munge.log").read_text(), 10)
-        daemons += [subprocess.Popen([daemon, "-D"], **quiet) for daemon in ("slurmctld", "slurmd")]
-        eventually(lambda: "idle" in output("sinfo", "-h"), lambda: output("sinfo"), 30)
+        slurmds = [["slurmd", "-N", node, "-D"] for node in nodes]
+        daemons += [subprocess.Popen(daemon, **quiet) for daemon in (["slurmctld", "-D"], *slurmds)]
+        eventually(lambda: output("sinfo", "-Nh").count("idle") == 2, lambda: output("sinfo"), 30)
         yield
         output("scancel", "--me")
         eventually(lambda: not output("squeue", "-h"), lambda: output("squeue"), 60)
@@ -255,3 +258,12 @@ def test_slurm_stops_by_a_checkpoint_and_puts_the_job_back(tmp_path, slurm, corp
     assert re.search(r"stopped by a signal after step (\d+)", log.read_text())[1] == max(
         (path.parent.name.removeprefix("step") for path in checkpoints.glob("step*/manifest.json")), key=int
     )
+
+
+def test_deepspeed_by_slurm(tmp_path, slurm, corpus, one_host):
+    """DeepSpeed's own runner in an allocation of two nodes, a rank on each."""
+    env = variables(tmp_path, corpus, LAUNCHER="slurm", INTERFACE="")
+    script = ["salloc", "--nodes=2", "bash", str(ROOT / "launch/deepspeed_multinode.sh"), *EXTRA]
+    done = subprocess.run(script, env=env, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert measured(tmp_path) == one_host
