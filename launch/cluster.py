@@ -233,7 +233,7 @@ def _allocated_nodes(env: dict[str, str]) -> list[str]:
     try:
         return subprocess.run(show, capture_output=True, text=True, check=True).stdout.split()
     except (OSError, subprocess.CalledProcessError) as error:
-        why = getattr(error, "stderr", None) or error
+        why = (getattr(error, "stderr", None) or str(error)).strip().splitlines()[-1]
         raise ClusterError(f"LAUNCHER: slurm needs `{shlex.join(show)}` to work here ({why})") from error
 
 
@@ -322,12 +322,13 @@ def _launcher_arguments(s: Settings) -> list[str]:
     if s.launcher == "openmpi":
         # ranks fill a node before the next; mpirun would bind each with all its threads to one core
         places = ["--map-by", "slot", "--bind-to", "none"]
-        names = ("btl_tcp_if_include", "oob_tcp_if_include") if s.interface else ()
-        return [*places, *(word for name in names for word in ("--mca", name, s.interface))]
+        # of the daemons, for MPI itself is not used
+        return places + (["--mca", "oob_tcp_if_include", s.interface] if s.interface else [])
     if s.launcher == "slurm":
-        # the first of these nodes is MASTER_ADDR; without the last, ranks wait for one that has failed
+        # the first node is MASTER_ADDR; srun would let ranks wait for one that has failed, and with
+        # --kill-on-bad-exit would kill those that are about to leave like it, after a checkpoint
         nodes = [f"--nodes={s.nodes}", f"--nodelist={','.join(s.hosts)}"]
-        return [*nodes, f"--ntasks-per-node={s.gpus_per_node}", "--kill-on-bad-exit=1"]
+        return [*nodes, f"--ntasks-per-node={s.gpus_per_node}", "--wait=60"]
     return []
 
 

@@ -171,8 +171,15 @@ def test_deepspeed_across_hosts(tmp_path, hosts, corpus, one_host, ssh, launcher
     done = subprocess.run(script, env=env, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
     assert measured(tmp_path) == one_host
-    # a host that is not there
+
+
+def test_deepspeed_and_a_host_that_is_not_there(tmp_path, hosts, corpus, ssh):
+    if not shutil.which("pdsh"):
+        pytest.skip("needs pdsh: apt-get install pdsh")
+    hostfile = tmp_path / "hosts"
     hostfile.write_text(f"{ADDRESSES[0]} slots=1\n10.99.7.9 slots=1\n")
+    script = [*hosts[0], "bash", str(ROOT / "launch/deepspeed_multinode.sh"), *EXTRA]
+    env = variables(tmp_path, corpus, HOSTFILE=str(hostfile))
     done = subprocess.run(script, env=env, capture_output=True, text=True, timeout=100)
     assert done.returncode == 1 and "error: 10.99.7.9: cannot be asked by ssh" in done.stderr
 
@@ -262,8 +269,26 @@ def test_slurm_stops_by_a_checkpoint_and_puts_the_job_back(tmp_path, slurm, corp
 
 def test_deepspeed_by_slurm(tmp_path, slurm, corpus, one_host):
     """DeepSpeed's own runner in an allocation of two nodes, a rank on each."""
-    env = variables(tmp_path, corpus, LAUNCHER="slurm", INTERFACE="")
-    script = ["salloc", "--nodes=2", "bash", str(ROOT / "launch/deepspeed_multinode.sh"), *EXTRA]
-    done = subprocess.run(script, env=env, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stdout + done.stderr
+
+    def run(*words, folder=tmp_path, **more):
+        env = variables(folder, corpus, LAUNCHER="slurm", INTERFACE="", **more)
+        script = [*words, "bash", str(ROOT / "launch/deepspeed_multinode.sh"), *EXTRA]
+        allocate = ["salloc", "--nodes=2", *script]
+        return subprocess.Popen(
+            allocate, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        )
+
+    done = run()
+    text, _ = done.communicate(timeout=300)
+    assert done.returncode == 0, text
     assert measured(tmp_path) == one_host
+    # ranks answer a signal by a checkpoint, and their exit code arrives
+    folder = tmp_path / "stopped"
+    stopped = run(folder=folder, STEPS="100000")
+    eventually((folder / "run/coat/checkpoints/step2/manifest.json").exists, stopped.poll)
+    output("scancel", "--signal=USR1", output("squeue", "-ho", "%i").strip())
+    text, _ = stopped.communicate(timeout=100)
+    assert stopped.returncode == 75 and "stopped by a signal after step" in text, text
+    lost = run("env", "SLURM_JOB_NODELIST=elsewhere")
+    text, _ = lost.communicate(timeout=100)
+    assert lost.returncode == 1 and "error: elsewhere: cannot be asked by srun" in text, text
