@@ -6,7 +6,7 @@ Settings come from environment variables:
 
     NODES            number of nodes; from HOSTFILE or Slurm where there is one, else 1
     NODE_RANK        which of them this is, from 0 (torchrun, megatron)
-    GPUS_PER_NODE    processes a node (default: its GPUs, or 1)
+    GPUS_PER_NODE    processes a node (default: slots of HOSTFILE, GPUs of the node that starts this, or 1)
     HOSTFILE         lines "host slots=n"; hosts are reached by ssh (deepspeed)
     LAUNCHER         pdsh, openmpi, or slurm inside an allocation, without HOSTFILE (deepspeed; default pdsh)
     MASTER_ADDR      address of node 0; its name in HOSTFILE or the allocation where there is one (deepspeed),

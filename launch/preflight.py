@@ -42,8 +42,8 @@ def check(settings: Settings, env: dict[str, str]) -> None:
                 f"{socket.gethostname()}: LAUNCHER={settings.launcher} needs {tool}, which is not on PATH: "
                 f"{way_out}, or set LAUNCHER to another"
             )
-        ask = reports_by_srun if settings.launcher == "slurm" else reports_by_ssh
-        reports = ask(settings, env)
+        by_slurm = settings.launcher == "slurm"
+        reports = reports_by_srun(settings) if by_slurm else reports_by_ssh(settings, env)
     elif settings.nodes > 1 and settings.kind != "deepspeed":
         reports = reports_by_store(settings)
     else:
@@ -175,7 +175,7 @@ def reports_by_ssh(settings: Settings, env: dict[str, str]) -> list[dict]:
     return out
 
 
-def reports_by_srun(settings: Settings, env: dict[str, str]) -> list[dict]:
+def reports_by_srun(settings: Settings) -> list[dict]:
     """Reports of the nodes of Slurm's allocation. Raises ClusterError where one does not answer."""
     nodes = [f"--nodes={settings.nodes}", f"--ntasks={settings.nodes}", "--ntasks-per-node=1"]
     nodes.append(f"--nodelist={','.join(settings.hosts)}")

@@ -285,7 +285,8 @@ def test_deepspeed_by_slurm(tmp_path, slurm, corpus, one_host):
     # ranks answer a signal by a checkpoint, and their exit code arrives
     folder = tmp_path / "stopped"
     stopped = run(folder=folder, STEPS="100000")
-    eventually((folder / "run/coat/checkpoints/step2/manifest.json").exists, stopped.poll)
+    step2 = folder / "run/coat/checkpoints/step2/manifest.json"
+    eventually(lambda: step2.exists() or stopped.poll() is not None, stopped.poll)
     output("scancel", "--signal=USR1", output("squeue", "-ho", "%i").strip())
     text, _ = stopped.communicate(timeout=100)
     assert stopped.returncode == 75 and "stopped by a signal after step" in text, text
