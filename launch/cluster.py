@@ -6,10 +6,11 @@ Settings come from environment variables:
 
     NODES            number of nodes; from HOSTFILE or Slurm where there is one, else 1
     NODE_RANK        which of them this is, from 0 (torchrun, megatron)
-    GPUS_PER_NODE    processes a node (default: its GPUs, or 1)
+    GPUS_PER_NODE    processes a node (default: slots of HOSTFILE, GPUs of the node that starts this, or 1)
     HOSTFILE         lines "host slots=n"; hosts are reached by ssh (deepspeed)
-    LAUNCHER         pdsh, openmpi or slurm (deepspeed; default pdsh)
-    MASTER_ADDR      address of node 0; from HOSTFILE where there is one, else 127.0.0.1 for a single node
+    LAUNCHER         pdsh, openmpi, or slurm inside an allocation, without HOSTFILE (deepspeed; default pdsh)
+    MASTER_ADDR      address of node 0; its name in HOSTFILE or the allocation where there is one (deepspeed),
+                     else 127.0.0.1 for a single node
     MASTER_PORT      first of two free ports there (default 29500)
     INTERFACE        network interface of NCCL, gloo and the rendezvous, as "eth0"
     TENSOR_SIZE      tensor parallel size (default 1)
@@ -42,6 +43,7 @@ import shlex
 import signal
 import socket
 import struct
+import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -49,6 +51,11 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 KINDS = ("torchrun", "deepspeed", "megatron")
 LAUNCHERS = ("pdsh", "openmpi", "slurm")
+# beginnings of the names of variables that DeepSpeed's launcher hands to other nodes by itself
+HANDED_ON = ("MLFLOW", "PYTHON", "MV2", "UCX", "NCCL")
+# values that reach the ranks as they are: DeepSpeed quotes others, for a shell that is not there with these
+# two, and srun cuts at commas
+PLAIN = {"openmpi": r"[\w@%+=:,./-]*", "slurm": r"[\w@%+=:./-]*"}
 
 
 class ClusterError(ValueError):
@@ -64,7 +71,7 @@ class Settings:
     node_rank: int
     gpus_per_node: int
     hosts: tuple[str, ...]
-    """Names of the hosts of HOSTFILE; empty without one."""
+    """Names of the hosts of HOSTFILE or of Slurm's allocation, for DeepSpeed's launcher; else empty."""
     launcher: str
     master_addr: str
     master_port: int
@@ -83,11 +90,15 @@ class Settings:
     job: str
     megatron_path: str | None
     spec: str
-    hostfile: str | None
 
     @property
     def world_size(self) -> int:
         return self.nodes * self.gpus_per_node
+
+    @property
+    def hostfile(self) -> str:
+        """What DeepSpeed's launcher reads: `hosts`, each with as many slots as GPUS_PER_NODE says."""
+        return f"{self.output}/deepspeed_hosts"
 
     @classmethod
     def from_environment(cls, kind: str, env: dict[str, str]) -> "Settings":
@@ -100,17 +111,26 @@ class Settings:
             return int(text)
 
         hostfile = env.get("HOSTFILE") if kind == "deepspeed" else None
-        hosts = _read_hostfile(Path(hostfile)) if hostfile else {}
         launcher = env.get("LAUNCHER", "pdsh")
         if launcher not in LAUNCHERS:
             raise ClusterError(f"LAUNCHER: expected one of {', '.join(LAUNCHERS)}, found {launcher!r}")
+        gpus = _gpu_count() or 1
+        if kind == "deepspeed" and launcher == "slurm":
+            if hostfile:
+                raise ClusterError(
+                    f"HOSTFILE {hostfile}: slurm takes the nodes of the allocation, leave it out"
+                )
+            hosts = dict.fromkeys(_allocated_nodes(env), gpus)
+        else:
+            hosts = _read_hostfile(Path(hostfile)) if hostfile else {}
         if len(set(hosts.values())) > 1:
             raise ClusterError(f"HOSTFILE {hostfile}: expected as many slots on each host, found {hosts}")
-        slots = next(iter(hosts.values()), _gpu_count() or 1)
+        slots = next(iter(hosts.values()), gpus)
         nodes = number("NODES", len(hosts) or int(env.get("SLURM_NNODES", 1)))
         if hosts and nodes > len(hosts):
-            raise ClusterError(f"NODES: {nodes}, but HOSTFILE {hostfile} has {len(hosts)} hosts")
-        if kind == "deepspeed" and nodes > 1 and not hosts and launcher != "slurm":
+            place = f"HOSTFILE {hostfile}" if hostfile else "the allocation"
+            raise ClusterError(f"NODES: {nodes}, but {place} has {len(hosts)} hosts")
+        if kind == "deepspeed" and nodes > 1 and not hosts:
             raise ClusterError(
                 f"HOSTFILE: {launcher} needs it for {nodes} nodes: a file of lines 'host slots=n'"
             )
@@ -118,7 +138,7 @@ class Settings:
         if rank >= nodes:
             raise ClusterError(f"NODE_RANK: expected less than NODES ({nodes}), found {rank}")
         master = env.get("MASTER_ADDR") or next(iter(hosts), None)
-        if master is None and nodes > 1 and not hosts and launcher != "slurm":
+        if master is None and nodes > 1:
             raise ClusterError(f"MASTER_ADDR: expected the address of node 0, for there are {nodes} nodes")
         if kind == "megatron" and not env.get("MEGATRON_PATH"):
             raise ClusterError("MEGATRON_PATH: expected the path of a checkout of Megatron-LM, found none")
@@ -146,7 +166,6 @@ class Settings:
             job=env.get("JOB", "coat"),
             megatron_path=env.get("MEGATRON_PATH"),
             spec=env.get("SPEC", "megatron_ext.with_optimizer"),
-            hostfile=hostfile,
         )
         settings._check_sizes(env.get("DATA_SIZE"))
         return settings
@@ -204,6 +223,20 @@ def _read_hostfile(path: Path) -> dict[str, int]:
     return hosts
 
 
+def _allocated_nodes(env: dict[str, str]) -> list[str]:
+    if "SLURM_JOB_NODELIST" not in env:
+        raise ClusterError(
+            "LAUNCHER: slurm needs an allocation: start this inside salloc or sbatch, or submit "
+            "launch/slurm.sbatch"
+        )
+    show = ["scontrol", "show", "hostnames", env["SLURM_JOB_NODELIST"]]
+    try:
+        return subprocess.run(show, capture_output=True, text=True, check=True).stdout.split()
+    except (OSError, subprocess.CalledProcessError) as error:
+        why = (getattr(error, "stderr", None) or str(error)).strip().splitlines()[-1]
+        raise ClusterError(f"LAUNCHER: slurm needs `{shlex.join(show)}` to work here ({why})") from error
+
+
 def parameter_count(shape: dict, vocab_size: int) -> int:
     """Parameters of a `megatron_ext.model.ModelShape` given as a dict."""
     h, f = shape["hidden_size"], shape["ffn_hidden_size"]
@@ -223,23 +256,43 @@ def environment(settings: Settings, env: dict[str, str]) -> dict[str, str]:
     out["PYTHONPATH"] = os.pathsep.join([*paths, *filter(None, [env.get("PYTHONPATH")])])
     if settings.interface:
         out["NCCL_SOCKET_IFNAME"] = out["GLOO_SOCKET_IFNAME"] = settings.interface
+    if settings.kind == "deepspeed":
+        # neither mpirun nor srun tells the ranks
+        out |= {"MASTER_ADDR": settings.master_addr, "MASTER_PORT": str(settings.master_port)}
     if settings.tensor_size > 1:
         # kernels run in the order of their launch
         out["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
     return out
 
 
+def check_handed_on(settings: Settings, env: dict[str, str], own: dict[str, str]) -> None:
+    """Raises ClusterError for a variable that DeepSpeed's launcher would change on its way to the ranks."""
+    if not settings.hosts or settings.launcher not in PLAIN:
+        return
+    for name, value in {**env, **own}.items():
+        if (name in own or name.startswith(HANDED_ON)) and not re.fullmatch(PLAIN[settings.launcher], value):
+            raise ClusterError(
+                f"{name}: {value!r} would not reach the ranks as it is by LAUNCHER={settings.launcher}. "
+                "Leave blanks and special characters out, with slurm commas too, or use "
+                + ("LAUNCHER=pdsh" if settings.launcher == "openmpi" else "launch/slurm.sbatch")
+            )
+
+
 def command(settings: Settings, node_rank: int, extra: list[str]) -> list[str]:
     """What starts training on a node; with `deepspeed`, on the node that starts all."""
     if settings.kind == "deepspeed":
         script = [str(ROOT / "launch/pretrain_gpt.py"), *_pretrain_arguments(settings), *extra]
-        places = [f"--hostfile={settings.hostfile}"] if settings.hostfile else []
-        if settings.hostfile or settings.launcher == "slurm":
-            places += [f"--launcher={settings.launcher}", f"--num_nodes={settings.nodes}", "--force_multi"]
+        if settings.hosts:
+            places = [f"--hostfile={settings.hostfile}", "--force_multi", f"--launcher={settings.launcher}"]
+            # preflight has reached all of them, under Slurm not by ssh
+            places.append("--no_ssh_check")
+            if words := _launcher_arguments(settings):
+                places.append(f"--launcher_args={shlex.join(words)}")
+        else:
+            places = [f"--num_gpus={settings.gpus_per_node}"]
         return [
             *(sys.executable, "-m", "deepspeed.launcher.runner"),
             *places,
-            f"--num_gpus={settings.gpus_per_node}",
             f"--master_addr={settings.master_addr}",
             f"--master_port={settings.master_port}",
             *script,
@@ -262,6 +315,21 @@ def command(settings: Settings, node_rank: int, extra: list[str]) -> list[str]:
         *([f"--local-addr={address}"] if address else []),
         *script,
     ]
+
+
+def _launcher_arguments(s: Settings) -> list[str]:
+    """What mpirun and srun get besides what DeepSpeed gives them."""
+    if s.launcher == "openmpi":
+        # ranks fill a node before the next; mpirun would bind each with all its threads to one core
+        places = ["--map-by", "slot", "--bind-to", "none"]
+        # of the daemons, for MPI itself is not used
+        return places + (["--mca", "oob_tcp_if_include", s.interface] if s.interface else [])
+    if s.launcher == "slurm":
+        # the first node is MASTER_ADDR; srun would let ranks wait for one that has failed, and with
+        # --kill-on-bad-exit would kill those that are about to leave like it, after a checkpoint
+        nodes = [f"--nodes={s.nodes}", f"--nodelist={','.join(s.hosts)}"]
+        return [*nodes, f"--ntasks-per-node={s.gpus_per_node}", "--wait=60"]
+    return []
 
 
 def _pretrain_arguments(s: Settings) -> list[str]:
@@ -357,6 +425,7 @@ def main(argv: list[str]) -> None:
     try:
         settings = Settings.from_environment(args.kind, env)
         own = environment(settings, env)
+        check_handed_on(settings, env, own)
         if args.dry_run:
             started = range(1 if settings.kind == "deepspeed" else settings.nodes)
             for rank in started:
@@ -369,8 +438,8 @@ def main(argv: list[str]) -> None:
                 )
             return
         preflight.check(settings, env)
-        if settings.kind == "deepspeed":
-            own["DS_ENV_FILE"] = _write_environment(settings, own)
+        if settings.hosts:
+            own["DS_ENV_FILE"] = _write_for_deepspeed(settings, own)
     except ClusterError as error:
         sys.exit(f"error: {error}")
     # the agents ignore what the ranks answer by a checkpoint
@@ -379,11 +448,13 @@ def main(argv: list[str]) -> None:
     os.execvpe(argv[0], argv, {**env, **own})
 
 
-def _write_environment(settings: Settings, own: dict[str, str]) -> str:
-    """DeepSpeed hands few variables of its own choice to other nodes, and those of this file."""
+def _write_for_deepspeed(settings: Settings, own: dict[str, str]) -> str:
+    """Hostfile and variables; DeepSpeed hands a few of its own choice to other nodes, and this file's."""
     path = Path(settings.output) / "deepspeed_env"
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("".join(f"{name}={value}\n" for name, value in own.items()))
+    slots = settings.gpus_per_node
+    Path(settings.hostfile).write_text("".join(f"{host} slots={slots}\n" for host in settings.hosts))
     return str(path)
 
 

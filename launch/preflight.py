@@ -23,6 +23,12 @@ ROOMS = ("kernels", "coat_ds", "megatron_ext", "launch")
 # BF16 weights, FP32 masters and moments of a parameter in a checkpoint; a new one is whole before an old goes
 CHECKPOINT_BYTES, CHECKPOINTS = 2 + 4 + 8, 2
 FP8_CAPABILITY = (8, 9)
+# what starts the ranks, and how to get it
+TOOLS = {
+    "pdsh": ("pdsh", "install the package pdsh"),
+    "openmpi": ("mpirun", "install Open MPI, of which no Python package is needed"),
+    "slurm": ("srun", "install Slurm's client"),
+}
 # seconds that nodes wait for each other's reports
 PATIENCE = 300
 
@@ -30,7 +36,14 @@ PATIENCE = 300
 def check(settings: Settings, env: dict[str, str]) -> None:
     """Raises ClusterError, with a line for each problem, unless training can start on all nodes."""
     if settings.hosts:
-        reports = reports_by_ssh(settings, env)
+        tool, way_out = TOOLS[settings.launcher]
+        if not shutil.which(tool):
+            raise ClusterError(
+                f"{socket.gethostname()}: LAUNCHER={settings.launcher} needs {tool}, which is not on PATH: "
+                f"{way_out}, or set LAUNCHER to another"
+            )
+        by_slurm = settings.launcher == "slurm"
+        reports = reports_by_srun(settings) if by_slurm else reports_by_ssh(settings, env)
     elif settings.nodes > 1 and settings.kind != "deepspeed":
         reports = reports_by_store(settings)
     else:
@@ -54,6 +67,7 @@ def report(settings: Settings, token: str = "") -> dict:
         "gpus": [[torch.cuda.get_device_name(i), *torch.cuda.get_device_capability(i)] for i in range(count)],
         "free_bytes": shutil.disk_usage(standing).free,
         "sees_token": not token or (output / token).is_file(),
+        "mpirun": _mpirun(),
         "interfaces": [name for _, name in socket.if_nameindex()],
         "nccl": {name: value for name, value in sorted(os.environ.items()) if name.startswith("NCCL_")},
     }
@@ -105,6 +119,17 @@ def problems(settings: Settings, reports: list[dict]) -> list[str]:
                 f"{host}: does not see {settings.output} of {first['host']}. Set OUTPUT to a folder that "
                 "all nodes share: every rank writes its part of a checkpoint there"
             )
+        if settings.hosts and settings.launcher == "openmpi":
+            if not node["mpirun"].startswith("mpirun (Open MPI)"):
+                out.append(
+                    f"{host}: LAUNCHER=openmpi needs Open MPI's mpirun on PATH, found {node['mpirun']}. "
+                    "Install Open MPI there, or set LAUNCHER to pdsh"
+                )
+            elif node["mpirun"] != first["mpirun"]:
+                out.append(
+                    f"{host}: {node['mpirun']}, but {first['host']} has {first['mpirun']}. Install the "
+                    "same on both"
+                )
         out += [f"{host}: {text}" for text in _nccl_problems(settings, node, first)]
     return out
 
@@ -138,21 +163,47 @@ def reports_by_ssh(settings: Settings, env: dict[str, str]) -> list[dict]:
     with _token(settings) as token:
         for host in settings.hosts:
             remote = ["env", *(f"{name}={env[name]}" for name in ("PYTHONPATH", "OUTPUT") if name in env)]
-            remote += [sys.executable, str(ROOT / "launch/preflight.py"), settings.output, token]
-            done = subprocess.run(
-                ["ssh", "-o", "BatchMode=yes", "-o", "ConnectTimeout=20", host, shlex.join(remote)],
-                capture_output=True,
-                text=True,
-                stdin=subprocess.DEVNULL,
-            )
+            remote += _asking(settings, token)
+            done = _run(["ssh", "-o", "BatchMode=yes", "-o", "ConnectTimeout=20", host, shlex.join(remote)])
             if done.returncode:
-                why = (done.stderr.strip().splitlines() or ["no message"])[-1]
                 raise ClusterError(
-                    f"{host}: cannot be asked by ssh ({why}). `ssh {host} {sys.executable} -V` has to work "
-                    "without a password, and this project has to lie at the same path there"
+                    f"{host}: cannot be asked by ssh ({_last_line(done.stderr)}). `ssh {host} "
+                    f"{sys.executable} -V` has to work without a password, and this project has to lie at "
+                    "the same path there"
                 )
             out.append({**json.loads(done.stdout.splitlines()[-1]), "host": host})
     return out
+
+
+def reports_by_srun(settings: Settings) -> list[dict]:
+    """Reports of the nodes of Slurm's allocation. Raises ClusterError where one does not answer."""
+    nodes = [f"--nodes={settings.nodes}", f"--ntasks={settings.nodes}", "--ntasks-per-node=1"]
+    nodes.append(f"--nodelist={','.join(settings.hosts)}")
+    with _token(settings) as token:
+        # labels are "0: ", numbers of tasks, which have the order of the nodes
+        done = _run(["srun", *nodes, "--label", *_asking(settings, token)])
+    if done.returncode:
+        # srun's own lines say little more than that a task failed
+        tasks = "\n".join(line for line in done.stderr.splitlines() if not line.startswith("srun:"))
+        raise ClusterError(
+            f"{' '.join(settings.hosts)}: cannot be asked by srun ({_last_line(tasks or done.stderr)}). "
+            f"`srun {' '.join(nodes)} {sys.executable} -V` has to work here, and this project has to lie at "
+            "the same path on every node"
+        )
+    last = dict(line.strip().partition(": ")[::2] for line in done.stdout.splitlines())
+    return [{**json.loads(last[str(task)]), "host": host} for task, host in enumerate(settings.hosts)]
+
+
+def _asking(settings: Settings, token: str) -> list[str]:
+    return [sys.executable, str(ROOT / "launch/preflight.py"), settings.output, token]
+
+
+def _run(command: list[str]) -> subprocess.CompletedProcess:
+    return subprocess.run(command, capture_output=True, text=True, stdin=subprocess.DEVNULL)
+
+
+def _last_line(text: str) -> str:
+    return (text.strip().splitlines() or ["no message"])[-1]
 
 
 def reports_by_store(settings: Settings) -> list[dict]:
@@ -236,6 +287,13 @@ def _version(package: str) -> str | None:
         return None
 
 
+def _mpirun() -> str:
+    """What the mpirun on PATH, of whatever make, says that it is."""
+    if not shutil.which("mpirun"):
+        return "none"
+    return (_run(["mpirun", "--version"]).stdout.splitlines() or ["one without a version"])[0]
+
+
 def _sources() -> str:
     digest = hashlib.sha256()
     for path in sorted(p for room in ROOMS for p in (ROOT / room).rglob("*.py")):
@@ -248,5 +306,5 @@ def _family(address: str) -> socket.AddressFamily:
 
 
 if __name__ == "__main__":
-    # asked by `reports_by_ssh`: the folder of the output, the token
+    # asked by ssh or srun: the folder of the output, the token
     print(json.dumps(report(Settings.from_environment("torchrun", {"OUTPUT": sys.argv[1]}), sys.argv[2])))

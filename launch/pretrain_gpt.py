@@ -5,6 +5,8 @@
     torchrun --nproc-per-node 8 launch/pretrain_gpt.py --model-config configs/model_125m.json --data corpus
     deepspeed launch/pretrain_gpt.py --deepspeed-config my_zero2.json --data shard.jsonl --tokenizer t.json
 
+mpirun (Open MPI) and srun start ranks, too, where MASTER_ADDR and MASTER_PORT are set.
+
 The "coat" block of the DeepSpeed JSON decides; `--compare` trains twice with the same seed and data, first
 without the block and with Megatron's own layers, then with it.
 
@@ -42,6 +44,11 @@ SHAPE_FLAGS = ("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_he
 WARM_STEPS = 3
 # so many steps in a row whose loss or gradients are not finite are no accident
 MAX_FAILURES = 10
+# of Open MPI and of a step of Slurm: what torchrun calls RANK, LOCAL_RANK and WORLD_SIZE
+RANK_VARIABLES = (
+    ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_SIZE"),
+    ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_STEP_NUM_TASKS"),
+)
 # EX_TEMPFAIL of sysexits.h: try again
 STOPPED = 75
 
@@ -243,6 +250,25 @@ def load_model_shape(args: argparse.Namespace):
         )
     except (OSError, ValueError) as error:
         raise LaunchError(f"--model-config {args.model_config}: {error}") from error
+
+
+def read_ranks(env: dict[str, str]) -> None:
+    """Sets RANK, LOCAL_RANK and WORLD_SIZE where mpirun or srun started several processes.
+
+    Raises LaunchError where these would not find each other: each would train alone.
+    """
+    if "WORLD_SIZE" in env:
+        return
+    for rank, local_rank, size in RANK_VARIABLES:
+        if int(env.get(size, 1)) > 1:
+            for name in ("MASTER_ADDR", "MASTER_PORT"):
+                if name not in env:
+                    raise LaunchError(
+                        f"{name}: not set, but this is one of {env[size]} processes ({size}): set it to "
+                        "where rank 0 runs, or start by a script of launch/"
+                    )
+            env.update(RANK=env[rank], LOCAL_RANK=env[local_rank], WORLD_SIZE=env[size])
+            return
 
 
 def start_process_group(timeout: datetime.timedelta) -> torch.device:
@@ -675,12 +701,15 @@ def conclude(output: Path) -> None:
 def main(argv: list[str] | None = None) -> None:
     args = parse_args(argv)
     try:
+        read_ranks(os.environ)
         (compare if args.compare else train_once)(args)
     except SystemExit as end:
         # torchrun would take it for a failure and start again, into the scheduler's end
         if end.code == STOPPED and int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", 0)):
             sys.exit(0)
         raise
+    except LaunchError as error:
+        sys.exit(f"error: {error}")
     if int(os.environ.get("RANK", 0)) == 0:
         try:
             conclude(Path(args.output))

@@ -25,6 +25,8 @@ NAMES = ("coat0", "coat1")
 # both ends of the cable have the name that hosts' interfaces have
 INTERFACE = "eth0"
 STEPS = {"SEQ_LENGTH": "32", "STEPS": "6", "SAVE_INTERVAL": "1"}
+# mpirun's own condition
+AS_ROOT = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
 EXTRA = ["--global-batch-size=8", "--micro-batch-size=4", "--eval-batches=1", "--distributed-timeout=10"]
 
 
@@ -127,8 +129,8 @@ def test_torchrun_across_hosts_and_a_lost_one(tmp_path, hosts, corpus, one_host)
 @pytest.fixture
 def ssh(tmp_path, hosts, monkeypatch):
     """A real sshd on each host that lets in a key made for it, and an `ssh` that uses it."""
-    if not shutil.which("sshd") or not shutil.which("pdsh"):
-        pytest.skip("needs sshd and pdsh: apt-get install openssh-server pdsh")
+    if not shutil.which("sshd"):
+        pytest.skip("needs sshd: apt-get install openssh-server")
     key = tmp_path / "key"
     subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", key], check=True)
     Path("/run/sshd").mkdir(exist_ok=True)
@@ -158,16 +160,26 @@ def ssh(tmp_path, hosts, monkeypatch):
         daemon.wait()
 
 
-def test_deepspeed_across_hosts(tmp_path, hosts, corpus, one_host, ssh):
+@pytest.mark.parametrize("launcher, tool", [("pdsh", "pdsh"), ("openmpi", "mpirun")])
+def test_deepspeed_across_hosts(tmp_path, hosts, corpus, one_host, ssh, launcher, tool):
+    if not shutil.which(tool):
+        pytest.skip(f"needs {tool}: apt-get install pdsh openmpi-bin")
     hostfile = tmp_path / "hosts"
     hostfile.write_text("".join(f"{address} slots=1\n" for address in ADDRESSES))
-    env = variables(tmp_path, corpus, HOSTFILE=str(hostfile), MASTER_ADDR=ADDRESSES[0])
+    env = variables(tmp_path, corpus, HOSTFILE=str(hostfile), LAUNCHER=launcher, **AS_ROOT)
     script = [*hosts[0], "bash", str(ROOT / "launch/deepspeed_multinode.sh"), *EXTRA]
     done = subprocess.run(script, env=env, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
     assert measured(tmp_path) == one_host
-    # a host that is not there
+
+
+def test_deepspeed_and_a_host_that_is_not_there(tmp_path, hosts, corpus, ssh):
+    if not shutil.which("pdsh"):
+        pytest.skip("needs pdsh: apt-get install pdsh")
+    hostfile = tmp_path / "hosts"
     hostfile.write_text(f"{ADDRESSES[0]} slots=1\n10.99.7.9 slots=1\n")
+    script = [*hosts[0], "bash", str(ROOT / "launch/deepspeed_multinode.sh"), *EXTRA]
+    env = variables(tmp_path, corpus, HOSTFILE=str(hostfile))
     done = subprocess.run(script, env=env, capture_output=True, text=True, timeout=100)
     assert done.returncode == 1 and "error: 10.99.7.9: cannot be asked by ssh" in done.stderr
 
@@ -181,11 +193,13 @@ def eventually(happens, what, seconds=200):
 
 @pytest.fixture
 def slurm(tmp_path, monkeypatch):
-    """A Slurm of this machine alone, from the distribution's packages."""
+    """A Slurm of the distribution's packages, of two nodes that are this machine."""
     wanted = ("munged", "slurmctld", "slurmd", "sbatch")
     if os.geteuid() or not all(map(shutil.which, wanted)):
         pytest.skip("needs root and Slurm: apt-get install slurmctld slurmd slurm-client munge")
     name = socket.gethostname().split(".")[0]
+    # the first, MASTER_ADDR, can be resolved, as names of nodes can
+    nodes = (name, f"{name}2")
     config, wire = tmp_path / "slurm.conf", tmp_path / "munge.socket"
     options = {
         "ClusterName": "test",
@@ -193,23 +207,23 @@ def slurm(tmp_path, monkeypatch):
         "AuthInfo": f"socket={wire}",
         "SlurmUser": "root",
         "SlurmctldPort": free_port(),
-        "SlurmdPort": free_port(),
         "StateSaveLocation": tmp_path / "state",
-        "SlurmdSpoolDir": tmp_path / "spool",
+        "SlurmdSpoolDir": tmp_path / "spool-%n",
         "SlurmctldPidFile": tmp_path / "slurmctld.pid",
-        "SlurmdPidFile": tmp_path / "slurmd.pid",
+        "SlurmdPidFile": tmp_path / "slurmd-%n.pid",
         "ProctrackType": "proctrack/linuxproc",
         "TaskPlugin": "task/none",
         "JobAcctGatherType": "jobacct_gather/none",
         "MailProg": "/bin/true",
-        "NodeName": f"{name} NodeAddr=127.0.0.1 CPUs={os.cpu_count()}",
         "PartitionName": "main Nodes=ALL Default=YES State=UP",
     }
-    config.write_text("".join(f"{key}={value}\n" for key, value in options.items()))
+    lines = [f"{key}={value}" for key, value in options.items()]
+    place = f"NodeHostname={name} NodeAddr=127.0.0.1 CPUs={os.cpu_count()}"
+    lines += [f"NodeName={node} {place} Port={free_port()}" for node in nodes]
+    config.write_text("\n".join(lines) + "\n")
     (tmp_path / "munge.key").write_bytes(os.urandom(1024))
     (tmp_path / "munge.key").chmod(0o400)
-    for folder in ("state", "spool"):
-        (tmp_path / folder).mkdir()
+    (tmp_path / "state").mkdir()
     monkeypatch.setenv("SLURM_CONF", str(config))
     files = {"socket": "socket", "key-file": "key", "pid-file": "pid", "seed-file": "seed", "log-file": "log"}
     munged = ["munged", "--foreground", "--force", *(f"--{o}={tmp_path}/munge.{f}" for o, f in files.items())]
@@ -217,8 +231,9 @@ def slurm(tmp_path, monkeypatch):
     daemons = [subprocess.Popen(munged, **quiet)]
     try:
         eventually(wire.exists, lambda: (tmp_path / "munge.log").read_text(), 10)
-        daemons += [subprocess.Popen([daemon, "-D"], **quiet) for daemon in ("slurmctld", "slurmd")]
-        eventually(lambda: "idle" in output("sinfo", "-h"), lambda: output("sinfo"), 30)
+        slurmds = [["slurmd", "-N", node, "-D"] for node in nodes]
+        daemons += [subprocess.Popen(daemon, **quiet) for daemon in (["slurmctld", "-D"], *slurmds)]
+        eventually(lambda: output("sinfo", "-Nh").count("idle") == 2, lambda: output("sinfo"), 30)
         yield
         output("scancel", "--me")
         eventually(lambda: not output("squeue", "-h"), lambda: output("squeue"), 60)
@@ -250,3 +265,31 @@ def test_slurm_stops_by_a_checkpoint_and_puts_the_job_back(tmp_path, slurm, corp
     assert re.search(r"stopped by a signal after step (\d+)", log.read_text())[1] == max(
         (path.parent.name.removeprefix("step") for path in checkpoints.glob("step*/manifest.json")), key=int
     )
+
+
+def test_deepspeed_by_slurm(tmp_path, slurm, corpus, one_host):
+    """DeepSpeed's own runner in an allocation of two nodes, a rank on each."""
+
+    def run(*words, folder=tmp_path, **more):
+        env = variables(folder, corpus, LAUNCHER="slurm", INTERFACE="", **more)
+        script = [*words, "bash", str(ROOT / "launch/deepspeed_multinode.sh"), *EXTRA]
+        allocate = ["salloc", "--nodes=2", *script]
+        return subprocess.Popen(
+            allocate, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        )
+
+    done = run()
+    text, _ = done.communicate(timeout=300)
+    assert done.returncode == 0, text
+    assert measured(tmp_path) == one_host
+    # ranks answer a signal by a checkpoint, and their exit code arrives
+    folder = tmp_path / "stopped"
+    stopped = run(folder=folder, STEPS="100000")
+    step2 = folder / "run/coat/checkpoints/step2/manifest.json"
+    eventually(lambda: step2.exists() or stopped.poll() is not None, stopped.poll)
+    output("scancel", "--signal=USR1", output("squeue", "-ho", "%i").strip())
+    text, _ = stopped.communicate(timeout=100)
+    assert stopped.returncode == 75 and "stopped by a signal after step" in text, text
+    lost = run("env", "SLURM_JOB_NODELIST=elsewhere")
+    text, _ = lost.communicate(timeout=100)
+    assert lost.returncode == 1 and "error: elsewhere: cannot be asked by srun" in text, text

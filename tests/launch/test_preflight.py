@@ -6,9 +6,11 @@ import shlex
 import subprocess
 import sys
 from copy import deepcopy
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from deepspeed.launcher import runner
 
 from launch import cluster, preflight, pretrain_gpt
 from launch.cluster import ClusterError, Settings
@@ -127,11 +129,65 @@ def test_dry_run_prints_what_each_node_runs(tmp_path):
     hostfile = tmp_path / "hosts"
     hostfile.write_text("a slots=4\nb slots=4\n")
     (words,) = dry_run("deepspeed_multinode.sh", HOSTFILE=str(hostfile))
-    assert {f"--hostfile={hostfile}", "--launcher=pdsh", "--num_nodes=2"} <= set(words)
+    assert {f"--hostfile={tmp_path}/o u t/deepspeed_hosts", "--launcher=pdsh"} <= set(words)
     first, second = dry_run("megatron_pretrain.sh", MEGATRON_PATH="/megatron", PIPELINE_SIZE="2")
     script = first.index("/megatron/pretrain_gpt.py")
     assert first[script:] == second[second.index("/megatron/pretrain_gpt.py") :]
     assert first[first.index("--spec") :][:3] == ["--spec", "megatron_ext.with_optimizer", "coat_layer_spec"]
+
+
+def test_launchers_are_refused_where_they_would_not_work(tmp_path, good, monkeypatch):
+    hostfile = tmp_path / "hosts"
+    hostfile.write_text("a slots=1\nb slots=1\n")
+
+    def deepspeed(launcher, **variables):
+        return settings(tmp_path, "deepspeed", LAUNCHER=launcher, **variables)
+
+    with pytest.raises(ClusterError, match="LAUNCHER: slurm needs an allocation: start this inside salloc"):
+        deepspeed("slurm")
+    with pytest.raises(ClusterError, match="hosts: slurm takes the nodes of the allocation, leave it out"):
+        deepspeed("slurm", HOSTFILE=str(hostfile), SLURM_JOB_NODELIST="a")
+    with pytest.raises(ClusterError, match="HOSTFILE: openmpi needs it for 2 nodes"):
+        deepspeed("openmpi", NODES="2")
+    mpi = deepspeed("openmpi", HOSTFILE=str(hostfile))
+    here, there = ({**deepcopy(good), "host": host, "mpirun": "mpirun (Open MPI) 4.1.4"} for host in "ab")
+    assert preflight.problems(mpi, [here, there]) == []
+    for found, message in (
+        ("none", "b: LAUNCHER=openmpi needs Open MPI's mpirun on PATH, found none. Install Open MPI there"),
+        ("HYDRA build details:", "b: LAUNCHER=openmpi needs Open MPI's mpirun on PATH, found HYDRA"),
+        ("mpirun (Open MPI) 5.0.1", "b: mpirun (Open MPI) 5.0.1, but a has mpirun (Open MPI) 4.1.4"),
+    ):
+        (line,) = preflight.problems(mpi, [here, {**there, "mpirun": found}])
+        assert line.startswith(message)
+    # of no interest to another launcher
+    pdsh = deepspeed("pdsh", HOSTFILE=str(hostfile))
+    assert preflight.problems(pdsh, [here, {**there, "mpirun": "none"}]) == []
+    monkeypatch.setenv("PATH", str(tmp_path))
+    for chosen, tool in ((mpi, "mpirun"), (pdsh, "pdsh")):
+        with pytest.raises(ClusterError, match=f"needs {tool}, which is not on PATH: install"):
+            preflight.check(chosen, {})
+    with pytest.raises(ClusterError, match="LAUNCHER: slurm needs `scontrol show hostnames a` to work here"):
+        deepspeed("slurm", SLURM_JOB_NODELIST="a")
+
+
+@pytest.mark.parametrize("launcher", ["openmpi", "slurm"])
+def test_values_that_the_launcher_would_change_are_refused(tmp_path, launcher):
+    args = runner.parse_args([f"--launcher={launcher}", "script.py"])
+    mine = replace(settings(tmp_path), kind="deepspeed", hosts=("a", "b"), launcher=launcher)
+    for character in "x\\\" $'~,:=./-@%+":
+        value = f"/a{character}b"
+        made = runner.LAUNCHER_CLASSES[launcher](args, "", {})
+        made.add_export("PYTHONPATH", value)
+        # srun ends a value at a comma
+        changed = made.exports["PYTHONPATH"] != value or (launcher, character) == ("slurm", ",")
+        for env, own in (({"PYTHONPATH": value}, {}), ({}, {"OWN": value})):
+            if changed:
+                with pytest.raises(ClusterError, match="would not reach the ranks as it is"):
+                    cluster.check_handed_on(mine, env, own)
+            else:
+                cluster.check_handed_on(mine, env, own)
+            cluster.check_handed_on(replace(mine, launcher="pdsh"), env, own)
+        cluster.check_handed_on(mine, {"LS_COLORS": value}, {})
 
 
 def test_two_nodes_compare_themselves_through_the_store(tmp_path):

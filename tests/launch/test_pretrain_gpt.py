@@ -256,6 +256,29 @@ def test_batch_sizes():
         pretrain_gpt.set_batch_sizes({"train_batch_size": 64}, none, ranks=3)
 
 
+def test_ranks_of_other_launchers():
+    """A batch script of Slurm and an interactive step are one process, whatever the job asked for."""
+    address = {"MASTER_ADDR": "a", "MASTER_PORT": "1"}
+    mpi = {"OMPI_COMM_WORLD_RANK": "5", "OMPI_COMM_WORLD_LOCAL_RANK": "1", "OMPI_COMM_WORLD_SIZE": "8"}
+    slurm = {"SLURM_PROCID": "3", "SLURM_LOCALID": "0", "SLURM_STEP_NUM_TASKS": "4"}
+    alone = {"SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NTASKS": "4"}
+    torchrun = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2"}
+
+    def ranks(**env):
+        pretrain_gpt.read_ranks(env)
+        return tuple(env.get(name) for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"))
+
+    assert ranks(**mpi, **address) == ranks(**mpi, **slurm, **address) == ("5", "1", "8")
+    assert ranks(**slurm, **address) == ("3", "0", "4")
+    assert ranks(**slurm, **torchrun) == ("0", "0", "2")
+    assert ranks(**alone) == ranks(**alone, SLURM_STEP_NUM_TASKS="1") == (None, None, None)
+    for env in (mpi, slurm):
+        with pytest.raises(pretrain_gpt.LaunchError, match="MASTER_ADDR: not set, but this is one of"):
+            ranks(**env)
+        with pytest.raises(pretrain_gpt.LaunchError, match="MASTER_PORT: not set, but this is one of"):
+            ranks(**env, MASTER_ADDR="a")
+
+
 def test_schedule():
     factors = [pretrain_gpt.warmup_cosine(step, warmup=10, total=110) for step in range(112)]
     assert factors[0] == 0.1 and factors[9] == 1.0 == factors[10]
