@@ -106,6 +106,7 @@ def reduce_add(d_out, o_n, o_k, b_x):
 
 
 def multiprocessors(device: torch.device) -> int:
+    """Those of a GPU; the interpreter is one."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
 
 
