@@ -1,13 +1,15 @@
-"""The stack spec for `--spec megatron_ext.hybrid_specs coat_hybrid_stack_spec` and for `HybridModel`.
+"""Stack specs for `--spec megatron_ext.hybrid_specs <name>` and for `HybridModel`.
 
-Attention, feed-forward and experts ('*', '-' and 'E' in `--hybrid-layer-pattern`) are parts of the layer of
-`coat_layer_spec`. All other kinds of layers stay Megatron's own, in BF16, and need Transformer Engine. Before
-megatron-core 0.18 the model is called `MambaModel`.
+`coat_hybrid_stack_spec`, `sdpa_hybrid_stack_spec`: attention, feed-forward and experts ('*', '-' and 'E' in
+`--hybrid-layer-pattern`) are parts of the layers of `coat_layer_spec` and `sdpa_layer_spec`. All other kinds
+of layers stay Megatron's own, in BF16, and need Transformer Engine. Before megatron-core 0.18 the model is
+called `MambaModel`.
 """
 
+from collections.abc import Callable
 from dataclasses import fields, replace
 
-from .layer_specs import coat_bias_dropout_add, coat_parts
+from .layer_specs import coat_parts, sdpa_parts
 
 try:
     from megatron.core.ssm.mlp_layer import MLPLayer
@@ -31,60 +33,58 @@ _NO_ATTENTION = {
     "self_attention": IdentityOp,
     "self_attn_bda": IdentityFuncOp,
 }
-_NO_MLP = {
-    # no norm behind it makes the sum
-    "self_attn_bda": coat_bias_dropout_add,
-    "pre_mlp_layernorm": IdentityOp,
-    "mlp": IdentityOp,
-    "mlp_bda": IdentityFuncOp,
-}
+_NO_MLP = {"pre_mlp_layernorm": IdentityOp, "mlp": IdentityOp, "mlp_bda": IdentityFuncOp}
 
 
-class CoatAttentionLayer(TransformerLayer):
-    """The attention of a COAT layer, '*'."""
+class AttentionLayer(TransformerLayer):
+    """The attention of a layer, '*'. `parts` gives a layer's parts for a config, with experts or without."""
 
-    def __init__(self, config, submodules=None, *args, **kwargs):
-        super().__init__(config, replace(coat_parts(config, experts=False), **_NO_MLP), *args, **kwargs)
-
-
-class CoatMLPLayer(MLPLayer):
-    """The feed-forward part of a COAT layer, '-'."""
-
-    def __init__(self, config, submodules=None, *args, **kwargs):
-        super().__init__(config, replace(coat_parts(config, experts=False), **_NO_ATTENTION), *args, **kwargs)
+    def __init__(self, config, submodules=None, *args, parts: Callable, **kwargs):
+        whole = parts(config, experts=False)
+        # of a whole layer the sum may wait for the norm behind it; here there is none, as behind the MLP
+        own = replace(whole, self_attn_bda=whole.mlp_bda, **_NO_MLP)
+        super().__init__(config, own, *args, **kwargs)
 
 
-class CoatExpertsLayer(TransformerLayer):
-    """The experts of a COAT layer, 'E'."""
+class FeedForwardLayer(MLPLayer):
+    """The feed-forward part of a layer, '-'; `parts` as above."""
 
-    def __init__(self, config, submodules=None, *args, **kwargs):
-        super().__init__(config, replace(coat_parts(config, experts=True), **_NO_ATTENTION), *args, **kwargs)
+    def __init__(self, config, submodules=None, *args, parts: Callable, **kwargs):
+        super().__init__(config, replace(parts(config, experts=False), **_NO_ATTENTION), *args, **kwargs)
+
+
+class ExpertsLayer(TransformerLayer):
+    """The experts of a layer, 'E'; `parts` as above."""
+
+    def __init__(self, config, submodules=None, *args, parts: Callable, **kwargs):
+        super().__init__(config, replace(parts(config, experts=True), **_NO_ATTENTION), *args, **kwargs)
 
 
 class _NeedsTransformerEngine:
     def __init__(self, *_, **__):
         raise ValueError(
-            "coat_hybrid_stack_spec: layers other than attention, feed-forward and experts are Megatron's, "
+            "megatron_ext.hybrid_specs: layers other than attention, feed-forward and experts are Megatron's "
             "and need Transformer Engine. Use only '*', '-' and 'E' in --hybrid-layer-pattern, or install it."
         )
 
 
-def _layer(module: type) -> ModuleSpec:
-    return ModuleSpec(module=module, submodules=TransformerLayerSubmodules())
-
-
-_ours = {
-    "attention_layer": _layer(CoatAttentionLayer),
-    "mlp_layer": _layer(CoatMLPLayer),
-    "moe_layer": _layer(CoatExpertsLayer),
-}
+_LAYERS = {"attention_layer": AttentionLayer, "mlp_layer": FeedForwardLayer, "moe_layer": ExpertsLayer}
 _others = {
     field.name: _NeedsTransformerEngine
     for field in fields(hybrid_stack_spec.submodules)
     if field.name.endswith("_layer") and not HAVE_TE
 }
 
+
+def _stack(parts: Callable) -> ModuleSpec:
+    """Megatron's stack with layers made of `parts`."""
+    ours = {
+        name: ModuleSpec(module, params={"parts": parts}, submodules=TransformerLayerSubmodules())
+        for name, module in _LAYERS.items()
+    }
+    return replace(hybrid_stack_spec, submodules=replace(hybrid_stack_spec.submodules, **(_others | ours)))
+
+
 replace_final_norm(hybrid_block, "TENorm")
-coat_hybrid_stack_spec = replace(
-    hybrid_stack_spec, submodules=replace(hybrid_stack_spec.submodules, **(_others | _ours))
-)
+coat_hybrid_stack_spec = _stack(coat_parts)
+sdpa_hybrid_stack_spec = _stack(sdpa_parts)

@@ -105,12 +105,7 @@ class SDPATransformerLayer(TransformerLayer):
     """Megatron's own local layer with `SDPACoreAttention` as its core attention."""
 
     def __init__(self, config, submodules=None, *args, **kwargs):
-        experts = _has_experts(config, *args, **kwargs)
-        if experts:
-            repair_router()
-            if config.moe_grouped_gemm:
-                raise ValueError("sdpa_layer_spec: --moe-grouped-gemm is not supported; remove it")
-        super().__init__(config, _local_parts(config, experts), *args, **kwargs)
+        super().__init__(config, sdpa_parts(config, _has_experts(config, *args, **kwargs)), *args, **kwargs)
 
 
 class CoatTransformerLayer(TransformerLayer):
@@ -121,6 +116,15 @@ class CoatTransformerLayer(TransformerLayer):
 
     def __init__(self, config, submodules=None, *args, **kwargs):
         super().__init__(config, coat_parts(config, _has_experts(config, *args, **kwargs)), *args, **kwargs)
+
+
+def sdpa_parts(config, experts: bool) -> TransformerLayerSubmodules:
+    """The parts of Megatron's own layer on SDPA for `config`, dense or with experts."""
+    if experts:
+        repair_router()
+        if config.moe_grouped_gemm:
+            raise ValueError("sdpa_layer_spec: --moe-grouped-gemm is not supported; remove it")
+    return _local_parts(config, experts)
 
 
 def coat_parts(config, experts: bool) -> TransformerLayerSubmodules:

@@ -6,6 +6,8 @@ What is wanted is the module of the spec:
     --spec megatron_ext.with_optimizer coat_layer_spec     and FP8 optimizer states
     --spec megatron_ext.with_checkpoints coat_layer_spec   and FP8 activation checkpoints
 
+For the hybrid stack it is `coat_hybrid_stack_spec`, in megatron_ext.hybrid_specs and the last two.
+
 How is the block of a DeepSpeed config, in the JSON file that the environment variable `COAT_CONFIG` names:
 
     {"coat": {"enabled": true, "activations": {"weight_cache": "fp8"}}}

@@ -1,9 +1,11 @@
 """`--spec megatron_ext.with_optimizer coat_layer_spec`: the layers, and FP8 states in Megatron's optimizers.
-`sdpa_layer_spec` brings the latter alone."""
+`sdpa_layer_spec` brings the latter alone. The hybrid stack's are `coat_hybrid_stack_spec` and
+`sdpa_hybrid_stack_spec`."""
 
+from .hybrid_specs import coat_hybrid_stack_spec, sdpa_hybrid_stack_spec
 from .layer_specs import coat_layer_spec, sdpa_layer_spec
 from .options import install
 
-__all__ = ["coat_layer_spec", "sdpa_layer_spec"]
+__all__ = ["coat_hybrid_stack_spec", "coat_layer_spec", "sdpa_hybrid_stack_spec", "sdpa_layer_spec"]
 
 install(optimizer=True)

@@ -1,4 +1,4 @@
-"""Megatron's hybrid stack of COAT layers: the numbers of GPTModel, and of one rank on two."""
+"""Megatron's hybrid stack of this project's layers: the numbers of GPTModel, and of one rank on two."""
 
 import copy
 
@@ -8,8 +8,8 @@ import torch.distributed as dist
 from megatron.core.extensions.transformer_engine import HAVE_TE
 
 from coat_ds.config import ActivationsConfig
-from megatron_ext.hybrid_specs import coat_hybrid_stack_spec, hybrid_block
-from megatron_ext.layer_specs import coat_layer_spec
+from megatron_ext.hybrid_specs import coat_hybrid_stack_spec, hybrid_block, sdpa_hybrid_stack_spec
+from megatron_ext.layer_specs import coat_layer_spec, sdpa_layer_spec
 from megatron_ext.model import ModelShape, build_gpt, initialize_model_parallel
 from megatron_ext.torch_norm import LocalNorm, replace_final_norm, restore_final_norm
 from tests.megatron_ext.test_parallel import whole, without_rounding
@@ -28,16 +28,16 @@ EXPERTS = {
 PATTERNS: dict[str, dict] = {"*-*-": {"qk_layernorm": True}, "*E": EXPERTS}
 
 
-def _gpt(**config):
-    return build_gpt(SHAPE, coat_layer_spec, seq_length=S, vocab_size=VOCAB, **config)
+def _gpt(spec=coat_layer_spec, **config):
+    return build_gpt(SHAPE, spec, seq_length=S, vocab_size=VOCAB, **config)
 
 
-def _hybrid(pattern, gpt):
+def _hybrid(pattern, gpt, spec=coat_hybrid_stack_spec):
     """A hybrid model with the config of `gpt`."""
     config = copy.copy(gpt.config)
     config.num_layers = len(pattern)
     torch.manual_seed(1)
-    arguments = (config, coat_hybrid_stack_spec, VOCAB, S)
+    arguments = (config, spec, VOCAB, S)
     try:
         from megatron.core.models.hybrid.hybrid_model import HybridModel
     except ImportError:
@@ -105,9 +105,14 @@ def test_two_ranks_train_as_one(runs, pattern):
 
 
 @pytest.mark.parametrize("config", [{}, EXPERTS], ids=["dense", "experts"])
-def test_equals_gpt_model(megatron, config):
-    gpt = _gpt(activations=ActivationsConfig(attention_format="e4m3"), **config)
-    hybrid = _hybrid("*E*E" if config else "*-*-", gpt)
+@pytest.mark.parametrize(
+    "layers, stack",
+    [(coat_layer_spec, coat_hybrid_stack_spec), (sdpa_layer_spec, sdpa_hybrid_stack_spec)],
+    ids=["coat", "sdpa"],
+)
+def test_equals_gpt_model(megatron, layers, stack, config):
+    gpt = _gpt(layers, activations=ActivationsConfig(attention_format="e4m3"), **config)
+    hybrid = _hybrid("*E*E" if config else "*-*-", gpt, stack)
 
     def name_in_gpt(name):
         name = name.replace("final_norm.", "final_layernorm.")

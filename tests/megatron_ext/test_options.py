@@ -81,27 +81,31 @@ def test_what_the_module_of_the_spec_does_not_bring_is_an_error(file):
         options.install(optimizer=True)
 
 
+GPT = ["coat_layer_spec", "sdpa_layer_spec"]
+HYBRID = ["coat_hybrid_stack_spec", "sdpa_hybrid_stack_spec"]
+# the specs of a module, and whether it brings the optimizer and compressed recompute
 WANTED = {
-    "megatron_ext.layer_specs": (False, False),
-    "megatron_ext.with_optimizer": (True, False),
-    "megatron_ext.with_checkpoints": (False, True),
+    "megatron_ext.layer_specs": (GPT, False, False),
+    "megatron_ext.hybrid_specs": (HYBRID, False, False),
+    "megatron_ext.with_optimizer": (GPT + HYBRID, True, False),
+    "megatron_ext.with_checkpoints": (GPT + HYBRID, False, True),
 }
-SPECS = f"""
+IMPORTS = f"""
 import importlib, sys
 from megatron.core.transformer.spec_utils import ModuleSpec, import_module
 from megatron_ext import optimizer, recompute
-for name, wanted in {WANTED!r}.items():
-    for spec in ("coat_layer_spec", "sdpa_layer_spec"):
+for name, (specs, *wanted) in {WANTED!r}.items():
+    for spec in specs:
         # as Megatron does
         assert isinstance(import_module([name, spec]), ModuleSpec)
-    assert (optimizer.installed(), recompute.installed()) == wanted, name
+    assert [optimizer.installed(), recompute.installed()] == wanted, name
     optimizer.uninstall(), recompute.uninstall()
 """
 
 
 def test_modules_of_specs_bring_what_they_are_named_for():
     # importing has effects
-    subprocess.run([sys.executable, "-c", SPECS], check=True, timeout=120)
+    subprocess.run([sys.executable, "-c", IMPORTS], check=True, timeout=120)
 
 
 def _precision(content, **matchers):

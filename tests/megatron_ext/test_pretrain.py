@@ -1,4 +1,5 @@
-"""Megatron-LM's own pretrain_gpt.py, unmodified, on a CPU: trains, saves and goes on with our specs.
+"""Megatron-LM's own pretrain_gpt.py and pretrain_hybrid.py, unmodified, on a CPU: they train, save and go on
+with our specs. In 0.16 the latter is called pretrain_mamba.py.
 
 `MEGATRON_PATH` names a checkout of Megatron-LM, which needs the packages six, regex, pyyaml and pybind11,
 make and a C++ compiler. Run on core_v0.16.1 (55ac7082), core_v0.19.0 (5be96267) and main (d98e8a64).
@@ -16,13 +17,12 @@ import pytest
 
 from tests.util import free_port
 
-MEGATRON = os.environ.get("MEGATRON_PATH")
+MEGATRON = os.environ.get("MEGATRON_PATH", "")
 pytestmark = pytest.mark.skipif(not MEGATRON, reason="MEGATRON_PATH names no checkout of Megatron-LM")
 ROOT = Path(__file__).parents[2]
 
 # without dropout: on a CPU it shares its random state with data loaders, which draw from it when they start
 ARGUMENTS = {
-    "num_layers": 2,
     "hidden_size": 64,
     "num_attention_heads": 4,
     "seq_length": 32,
@@ -50,9 +50,24 @@ ARGUMENTS = {
 DISTRIBUTED = {"use_distributed_optimizer": "", "dist_ckpt_optim_fully_reshardable": ""}
 SAVED, END = 2, 5
 
+# the script of a model, our specs for it, and what says that it is two layers of attention and feed-forward
+_PATTERN = "*-*-"
+if Path(MEGATRON, "pretrain_hybrid.py").exists():
+    _HYBRID = "pretrain_hybrid.py", "hybrid_stack_spec", {"hybrid_layer_pattern": _PATTERN}
+else:
+    _OLD = {"hybrid_override_pattern": _PATTERN, "num_layers": len(_PATTERN), "is_hybrid_model": ""}
+    _HYBRID = "pretrain_mamba.py", "hybrid_stack_spec", _OLD
+MODELS = {"gpt": ("pretrain_gpt.py", "layer_spec", {"num_layers": 2}), "hybrid": _HYBRID}
+# whether the hybrid stack reads checkpoints of GPTModel: since 0.19
+GPT_INTO_HYBRID = Path(MEGATRON, "megatron/core/dist_checkpointing/gpt_checkpoint_interop.py").exists()
 
-def pretrain(spec, processes=1, variables=None, check=True, **arguments):
-    """(loss, norm of the gradient) by iteration, as Megatron logs them, and the whole output."""
+
+def pretrain(model, layers="coat", processes=1, variables=None, check=True, **arguments):
+    """(loss, norm of the gradient) by iteration, as Megatron logs them, and the whole output.
+
+    The optimizer's states are FP8, and so are `layers` by "coat"; by "sdpa" they are BF16.
+    """
+    script, spec, shape = MODELS[model]
     # Megatron compiles with the python3 and python3-config of the path
     path = [str(Path(sys.executable).parent), sysconfig.get_config_var("BINDIR"), os.environ["PATH"]]
     packages = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
@@ -65,9 +80,9 @@ def pretrain(spec, processes=1, variables=None, check=True, **arguments):
         "CUDA_DEVICE_MAX_CONNECTIONS": "1",
     }
     command = [sys.executable, "-m", "torch.distributed.run", f"--nproc_per_node={processes}"]
-    command += [f"--master_port={free_port()}", "-m", "megatron_ext.cpu", f"{MEGATRON}/pretrain_gpt.py"]
-    command += ["--spec", *spec.split()]
-    for name, value in (ARGUMENTS | {"train_iters": END} | arguments).items():
+    command += [f"--master_port={free_port()}", "-m", "megatron_ext.cpu", f"{MEGATRON}/{script}"]
+    command += ["--spec", "megatron_ext.with_optimizer", f"{layers}_{spec}"]
+    for name, value in (ARGUMENTS | shape | {"train_iters": END} | arguments).items():
         command += [f"--{name.replace('_', '-')}", *str(value).split()]
     run = subprocess.run(
         command,
@@ -82,44 +97,48 @@ def pretrain(spec, processes=1, variables=None, check=True, **arguments):
     return {int(iteration): (float(loss), float(norm)) for iteration, loss, norm in found}, run.stdout
 
 
-@pytest.fixture(scope="module")
-def interrupted(tmp_path_factory):
-    """Losses without interruption, and the folder of a checkpoint on the way: FP8 states, two ranks."""
+@pytest.fixture(scope="module", params=MODELS)
+def interrupted(request, tmp_path_factory):
+    """A model, its losses without interruption, and the folder of a checkpoint on the way: two ranks."""
     folder = tmp_path_factory.mktemp("checkpoint")
-    logged, output = pretrain(
-        "megatron_ext.with_optimizer coat_layer_spec",
-        processes=2,
-        save=folder,
-        save_interval=SAVED,
-        **DISTRIBUTED,
-    )
+    logged, output = pretrain(request.param, processes=2, save=folder, save_interval=SAVED, **DISTRIBUTED)
     assert "COAT: AdamW states" in output
     # another run goes on from there, not from the end
     (folder / "latest_checkpointed_iteration.txt").write_text(str(SAVED))
-    return logged, folder
+    return request.param, logged, folder
 
 
 def test_trains(interrupted):
-    logged, _ = interrupted
+    _, logged, _ = interrupted
     assert list(logged) == [1, 2, 3, 4, 5]
     # from about ln 128; mock tokens are soon learned
     assert 4.5 < logged[1][0] < 5.2 and logged[END][0] < logged[1][0] - 0.5
 
 
+def test_layers_compute_in_fp8(interrupted):
+    model, logged, _ = interrupted
+    plain, _ = pretrain(model, layers="sdpa", processes=2, train_iters=SAVED, **DISTRIBUTED)
+    # equal layers would give equal bits, as `test_goes_on_to_the_bit` shows
+    assert all(plain[iteration] != logged[iteration] for iteration in plain)
+    # normed output and weights of 0.02 make logits of 0.02 * sqrt(64) = 0.16, which FP8 changes by less than
+    # the 2^-4 that it may change a value by; a token's loss is the difference of two such terms
+    assert plain[1][0] == pytest.approx(logged[1][0], abs=2 * 0.16 * 2**-4)
+
+
 def test_goes_on_to_the_bit(interrupted):
-    logged, folder = interrupted
-    spec = "megatron_ext.with_optimizer coat_layer_spec"
-    again, _ = pretrain(spec, processes=2, load=folder, **DISTRIBUTED)
-    assert list(again) == [3, 4, 5]
-    # what Megatron logs as the second loss after a start is the mean of two
-    assert (again[3], again[4][1], again[5]) == (logged[3], logged[4][1], logged[5])
+    model, logged, folder = interrupted
+    for successor in {model, "hybrid"} if GPT_INTO_HYBRID else {model}:
+        again, _ = pretrain(successor, processes=2, load=folder, **DISTRIBUTED)
+        assert list(again) == [3, 4, 5]
+        # what Megatron logs as the second loss after a start is the mean of two
+        assert (again[3], again[4][1], again[5]) == (logged[3], logged[4][1], logged[5])
 
 
 @pytest.mark.parametrize("size", ["tensor", "pipeline"])
 def test_goes_on_at_other_sizes(interrupted, size):
-    logged, folder = interrupted
-    spec, sizes = "megatron_ext.with_optimizer coat_layer_spec", {f"{size}_model_parallel_size": 2}
-    again, _ = pretrain(spec, processes=2, load=folder, **sizes, **DISTRIBUTED)
+    model, logged, folder = interrupted
+    sizes = {f"{size}_model_parallel_size": 2}
+    again, _ = pretrain(model, processes=2, load=folder, **sizes, **DISTRIBUTED)
     # the weights are the same bits, only sums are in another order: BF16 roundings, 2^-9 of each logit
     assert again[3][0] == pytest.approx(logged[3][0], rel=2**-9)
     # updates come from moments that were rounded once more where a group was cut: by 2^-4 at most, which the
@@ -144,8 +163,7 @@ def test_options_reach_the_run(tmp_path):
         "te_precision_config_file": tmp_path / "layers.yaml",
         **dict.fromkeys(("use_distributed_optimizer", "use_precision_aware_optimizer"), ""),
     }
-    spec = "megatron_ext.with_optimizer coat_layer_spec"
-    logged, output = pretrain(spec, variables={"COAT_CONFIG": str(tmp_path / "coat.json")}, **arguments)
+    logged, output = pretrain("gpt", variables={"COAT_CONFIG": str(tmp_path / "coat.json")}, **arguments)
     assert logged[END][0] < logged[1][0] - 0.5
     # a group of 64 costs 2 + 10 / 64 bytes, norms in FP32 and masters' 16 bits beside it
     assert re.search(r"COAT: AdamW states 4\.1\d\d bytes per parameter", output)
@@ -154,6 +172,5 @@ def test_options_reach_the_run(tmp_path):
 def test_errors_name_the_file_and_the_key(tmp_path):
     path = tmp_path / "coat.json"
     path.write_text('{"coat": {"enabled": true, "optimizer": {"group_sise": 64}}}')
-    spec = "megatron_ext.with_optimizer coat_layer_spec"
-    _, output = pretrain(spec, variables={"COAT_CONFIG": str(path)}, check=False)
+    _, output = pretrain("gpt", variables={"COAT_CONFIG": str(path)}, check=False)
     assert f"COAT_CONFIG={path}: coat.optimizer.group_sise: unknown key" in output
