@@ -540,11 +540,13 @@ class _Norm(torch.autograd.Function):
         ctx.bias_dtype = None if bias is None else bias.dtype
         ctx.save_for_backward(weight, *kept)
         ctx.set_materialize_grads(False)
-        # an alias, not a view: autograd would refuse what is added to it in place
-        return y, value.detach() if residual else None, maxima, *kept
+        # an alias, not a view: autograd would refuse what is added to it in place. Last, since torch 2.11's
+        # compiler counts outputs that are not differentiable without those that are None before them
+        return y, maxima, *kept, value.detach() if residual else None
 
     @staticmethod
-    def backward(ctx, grad_y, grad_residual, *_):
+    def backward(ctx, grad_y, *rest):
+        grad_residual = rest[-1]
         needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         nothing = (None,) * 7
         if grad_y is None:
@@ -615,7 +617,7 @@ def _norm(x, weight, bias, eps, layer_norm, zero_centered, group_size, keep, res
         return (y, x) if residual else y
     if torch.compiler.is_compiling():
         y_scale = None
-    y, handed_on, maxima, codes, exponent, rstd = _Norm.apply(
+    y, maxima, codes, exponent, rstd, handed_on = _Norm.apply(
         x, weight, bias, *options, keep, residual, y_scale
     )
     parameters = weight.detach(), None if bias is None else bias.detach()

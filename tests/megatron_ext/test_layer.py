@@ -22,6 +22,7 @@ from megatron_ext.linear import CoatColumnParallelLinear, CoatRowParallelLinear
 from megatron_ext.model import ModelShape, build_gpt
 from megatron_ext.norm import CoatNorm, coat_bias_dropout_add, deferred_bias_dropout_add
 from megatron_ext.settings import set_activations
+from megatron_ext.torch_norm import HAVE_TE
 from tests.util import rel_rms
 
 pytestmark = pytest.mark.usefixtures("megatron")
@@ -397,7 +398,11 @@ def test_linear_bias(device, cls, skip_bias_add):
     [
         ({"activation_func": F.relu, "bias_activation_fusion": False}, "--squared-relu"),
         ({"activation_func_fp8_input_store": True}, "--activation-func-fp8-input-store"),
-        ({"context_parallel_size": 2}, "--context-parallel-size"),
+        pytest.param(
+            {"context_parallel_size": 2},
+            "--context-parallel-size",
+            marks=pytest.mark.skipif(HAVE_TE, reason="Transformer Engine's attention supports it"),
+        ),
         ({"recompute_granularity": "selective", "recompute_modules": ["layernorm"]}, "--recompute-modules"),
     ],
     ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
