@@ -205,7 +205,7 @@ def plot(rows: list[dict], path: Path) -> None:
                     spread and [2 * spread[t] for t in tensors],
                     fmt="o",
                     markersize=4,
-                    color=plt.cm.tab10(i),
+                    color=plt.cm.tab20(i),
                     label=layer,
                 )
             axes.set_xticks(range(len(tensors)), tensors, fontsize="small")
