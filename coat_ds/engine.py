@@ -10,6 +10,7 @@ import torch
 
 from coat_ds import checkpointing, client, switch
 from coat_ds.config import CoatConfig, CoatConfigError, OptimizerConfig
+from coat_ds.narrow_grad import keep_gradients_narrow
 from coat_ds.optimizer import LAYOUT, CoatAdamW, keeps_fp32, layout_table
 from coat_ds.partitions import link_partitions
 from coat_ds.report import report_saved
@@ -127,6 +128,7 @@ def finish(engine, coat: CoatConfig) -> None:
     engine.coat = coat
     if coat.optimizer.enabled:
         link_partitions(engine.optimizer, engine.basic_optimizer)
+        keep_gradients_narrow(engine.optimizer)
         _link_states(engine)
         _guard_checkpoints(engine)
         _guard_offloading(engine)

@@ -18,6 +18,7 @@ from coat_ds.config import (
     check_choice,
     check_type,
 )
+from coat_ds.narrow_grad import narrow_and_scale
 from coat_ds.state import Layout, Moment, Piece
 from coat_ds.state_dict import check_states, restored, take_states
 from coat_kernels.adamw import adamw_
@@ -227,16 +228,19 @@ class CoatAdamW(torch.optim.Optimizer):
     ) -> None:
         states = [self._ready_state(p, group, count_on_device=found_inf is not None) for p in params]
         contiguous = [p.contiguous() for p in params]
-        grads = [p.grad.contiguous() for p in params]
+        read = [narrow_and_scale(p.grad) for p in params]
+        grads, scales = [grad.contiguous() for grad, _ in read], [scale for _, scale in read]
         steps = _count(states, found_inf)
         # each piece of the moments is a tensor to the kernel
         buckets: dict[tuple, list[tuple[int, Piece, Piece]]] = defaultdict(list)
         for i, (p, grad, state) in enumerate(zip(params, grads, states, strict=True)):
             m, v = (state[name] for name in MOMENTS)
-            key = (p.device, p.dtype, grad.dtype, m.group_size, "remainder" in state, p in self._copies)
+            options = m.group_size, "remainder" in state, p in self._copies
+            key = (p.device, p.dtype, grad.dtype, id(scales[i]), *options)
             for pieces in zip(m.pieces, v.pieces, strict=True):
                 buckets[*key, *(piece.codec.name for piece in pieces)].append((i, *pieces))
-        for (device, dtype, _, group_size, has_remainder, has_copy, *_), bucket in buckets.items():
+        for (device, dtype, _, _, group_size, has_remainder, has_copy, *_), bucket in buckets.items():
+            scale = _product(grad_scale, scales[bucket[0][0]])
             m_codec, v_codec = (piece.codec for piece in bucket[0][1:])
             rounding, beta2 = group["exp_avg_sq_rounding"], float(group["betas"][1])
             adamw_(
@@ -257,7 +261,7 @@ class CoatAdamW(torch.optim.Optimizer):
                 eps=group["eps"],
                 weight_decay=group["weight_decay"],
                 maximize=group["maximize"],
-                grad_scale=None if grad_scale is None else grad_scale.to(device),
+                grad_scale=None if scale is None else scale.to(device),
                 found_inf=None if found_inf is None else found_inf.to(device),
                 stochastic=dtype == torch.bfloat16 and group["bf16_params"] == "stochastic",
                 dither=rounding == "stochastic"
@@ -545,6 +549,11 @@ def _check_options(options: dict[str, Any]) -> None:
     check_type("CoatAdamW: min_numel", options["min_numel"], int)
     if options["min_numel"] < 0:
         raise CoatConfigError(f"CoatAdamW: min_numel must be 0 or more, found {options['min_numel']}.")
+
+
+def _product(a: torch.Tensor | None, b: torch.Tensor | None) -> torch.Tensor | None:
+    """Of two factors, of which None is 1."""
+    return b if a is None else a if b is None else a.to(b.device) * b
 
 
 def _check_tensors(p: torch.Tensor, state: dict[str, Any]) -> None:
