@@ -596,6 +596,7 @@ def plot(rows: list[dict], path: Path) -> None:
         model, way, gpus, layers = panel
         whole = "" if layers == MODELS[model].layers else f" of {MODELS[model].layers}"
         axes.set(title=f"{model}, {way}, {gpus} GPUs, {layers}{whole} layers", xlabel="peak, GB")
+        axes.margins(0.1)
         axes.set(ylabel="tokens/s and GPU", xlim=(0, None), ylim=(0, None))
         axes.title.set_size("medium")
     figure.legend(points.values(), points, loc="outside right upper", fontsize="small")
