@@ -12,6 +12,7 @@ from benchmarks import (  # noqa: F401  (they register themselves)
     adamw_cpu,
     checkpointing,
     converge,
+    host,
     layer,
     main_grad,
     megatron_step,
