@@ -23,8 +23,5 @@ def test_layers_and_what_they_are_made_of(tmp_path):
         forward, backward, both = (float(row[f"{k}_ms"]) for k in ("forward", "backward", "both"))
         assert 0 < forward < both and 0 < backward < both
         assert not torch.cuda.is_available() or int(row["kernels"]) > 20
-    # of the profile, in both directions
-    assert (
-        "linear.py" in result.stdout.split("backward, ")[0]
-        and "linear.py" in result.stdout.split("backward, ")[1]
-    )
+    # a profile of each shape, of both directions
+    assert result.stdout.count("function calls") == 2 * len(host.SHAPES)
