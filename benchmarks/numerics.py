@@ -146,7 +146,7 @@ def errors_of(
     """Relative RMS errors of a layer's output and gradients in each batch, by the names of its parts."""
     layer = make(shape)
     layer.load(sample.weights)
-    # delayed scaling takes its scales from an earlier pass, as in training from another batch
+    # delayed scaling takes its scales from an earlier pass
     result_of(layer, *sample.batches[-1])
     found = [
         result_of(layer, *batch).errors(expected, layer)
@@ -229,7 +229,8 @@ def numerics(arguments, table: Table) -> None:
     The reference has the same BF16 weights, input and output gradient. `y` and `dx` are what the layer adds
     to its input and to the gradient of its output; the other columns are the gradients of the weights.
     What BF16's own row shows in `y` is mostly the rounding of that sum, which all share, and which brings
-    ratios nearer to 1.
+    ratios nearer to 1. `TE delayed` has the scales of one pass over another batch, where training gives it
+    those of many: its row shows the worst of it.
     Data: trained, layers of GPTs that have learned real text for --steps steps; outliers, the same with
     some channels of the input 30 to 100 times as large; random. The small model without a GPU or with
     --quick. A row's `figure` is one of
