@@ -2,6 +2,7 @@
 
 import csv
 import importlib.metadata
+import math
 import os
 import platform
 import subprocess
@@ -118,6 +119,25 @@ def measure(call: Callable[[], object], warmup: int = 5, repeats: int = 30) -> T
         marks.append(mark())
     synchronize()
     return Timing([milliseconds(a, b) for a, b in zip(marks, marks[1:], strict=False)], peak)
+
+
+def busy_ms(call: Callable[[], object]) -> float:
+    """Milliseconds of `call` in which this GPU computed, copied or sent anything; NaN without one."""
+    if not torch.cuda.is_available():
+        return math.nan
+    from torch.autograd import DeviceType
+    from torch.profiler import ProfilerActivity, profile
+
+    synchronize()
+    with profile(activities=[ProfilerActivity.CUDA]) as trace:
+        call()
+        synchronize()
+    spans = [e.time_range for e in trace.events() if e.device_type == DeviceType.CUDA]
+    busy, end = 0.0, -math.inf
+    for span in sorted(spans, key=lambda span: span.start):
+        busy += max(0.0, span.end - max(span.start, end))
+        end = max(end, span.end)
+    return busy / 1e3
 
 
 def relative_rms(actual: torch.Tensor, expected: torch.Tensor) -> float:

@@ -38,7 +38,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from benchmarks.decoder_layers import LayerShape, device, forget
-from benchmarks.harness import RESULTS, Table, benchmark, mark, milliseconds, synchronize
+from benchmarks.harness import RESULTS, Table, benchmark, busy_ms, mark, milliseconds, synchronize
 from benchmarks.layer import flops
 from benchmarks.memory import held_bytes, peak_bytes
 from benchmarks.training import BETAS, loss_of
@@ -388,19 +388,22 @@ def run_case(case: Case, steps: int) -> dict[str, float]:
         first = Batch(*(t[:1] for t in batches[0]))
         saved = case.micro_batch * saved_bytes(model, lambda: loss_of(model, first)).total
     engine = build_engine(case.job, case.micro_batch, model)
+
+    def step(batch: Batch) -> torch.Tensor:
+        # as Megatron's loop does: TransformerEngine keeps its FP8 weights until then
+        engine.module.set_is_first_microbatch()
+        loss = loss_of(engine, batch)
+        engine.backward(loss)
+        engine.step()
+        return loss.detach()
+
     marks, losses = [], []
     for i in range(WARMUP + steps):
         if i == WARMUP and torch.cuda.is_available():
             torch.cuda.reset_peak_memory_stats()
-        # as Megatron's loop does: TransformerEngine keeps its FP8 weights until then
-        engine.module.set_is_first_microbatch()
         start = mark()
-        loss = loss_of(engine, batches[i % BATCHES])
-        engine.backward(loss)
-        engine.step()
+        losses.append(step(batches[i % BATCHES]))
         marks.append((start, mark()))
-        losses.append(loss.detach())
-        del loss
     synchronize()
     peaks = {}
     if torch.cuda.is_available():
@@ -416,12 +419,13 @@ def run_case(case: Case, steps: int) -> dict[str, float]:
     }
     bytes_of = {"peak": 0, "reserved": 0} | peaks | parts | phases
     times = [milliseconds(*pair) for pair in marks[WARMUP:]]
-    figures = torch.tensor([statistics.median(times), *bytes_of.values()], dtype=torch.float64)
+    busy = busy_ms(lambda: step(batches[0]))
+    figures = torch.tensor([statistics.median(times), busy, *bytes_of.values()], dtype=torch.float64)
     figures = figures.to(device())
-    # the slowest and the fullest rank speak for all
+    # the slowest, busiest and fullest rank speak for all
     dist.all_reduce(figures, dist.ReduceOp.MAX)
-    ms, *values = figures.tolist()
-    result = {"ms": ms, "loss_first": losses[0].item(), "loss": losses[-1].item()}
+    ms, busy, *values = figures.tolist()
+    result = {"ms": ms, "busy_ms": busy, "loss_first": losses[0].item(), "loss": losses[-1].item()}
     engine.destroy()
     return result | {f"{name}_mb": value / 1e6 for name, value in zip(bytes_of, values, strict=True)}
 
@@ -558,7 +562,7 @@ def extrapolate(model: str, way: str, system: str, rows: list[dict]) -> dict | N
     linear = {
         name: value + (layers - n1) * (value - low[name]) / (n1 - n0)
         for name, value in high.items()
-        if name == "ms" or name.endswith("_mb") and "predicted" not in name
+        if name in low and name.endswith(("ms", "_mb")) and "predicted" not in name
     }
     whole = Case(Job(model, way, system, layers, 0), high["micro_batch"], False)
     return identity(whole) | {"extrapolated_from": f"{n0} and {n1} layers"} | linear
@@ -674,6 +678,8 @@ def train(arguments, table: Table) -> None:
     slowest and fullest rank:
     - tokens_per_s_gpu, mfu: by the median step of forward, backward and optimizer; of 989 TFLOP/s, the dense
       BF16 peak, in FP8 rows too, and not counting what is recomputed;
+    - busy_ms: of another step, under torch's profiler, in which the GPU did anything, messages that wait
+      included; what is missing to ms it waited for the host;
     - peak_mb, reserved_mb: most that tensors took and that torch took from the GPU in the timed steps;
     - weights_mb, masters_mb, states_mb: bytes of these tensors; saved_mb: kept for backward by the layers,
       counted on one sequence;
