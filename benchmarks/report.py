@@ -52,8 +52,8 @@ SECTIONS = [
     Section(
         "train_plan",
         "Memory on paper",
-        "Predicted by the table at the top of benchmarks/train.py; none of it was measured. `bf16_to_this`: "
-        "how many times less than BF16.",
+        "Predicted by the table at the top of benchmarks/whole_models.py; none of it was measured. "
+        "`bf16_to_this`: how many times less than BF16.",
         columns=(
             *_CASE,
             *("weights_predicted_mb", "gradients_predicted_mb", "masters_predicted_mb"),

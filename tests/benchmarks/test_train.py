@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from benchmarks import train
-from benchmarks.train import MODELS, SYSTEMS, WAYS, Job, identity, next_case, predict, read_rows
+from benchmarks.train import identity, next_case, read_rows
+from benchmarks.whole_models import MODELS, SYSTEMS, WAYS, Job, predict
 from tests.benchmarks.test_harness import run
 
 JOB = Job("llama2-7b", "zero2", "BF16", 32, 4)

@@ -1,0 +1,275 @@
+"""What is trained end to end: models of 7 to 13 billion parameters, over GPUs, by one system or another.
+
+Predicted bytes on one GPU, of N parameters whose matrices tensor parallelism of T splits, over D = GPUs / T
+data-parallel ranks; t tokens in a micro-batch, h hidden, f feed-forward, a columns of q, k, v and attention's
+output together, n heads, V vocabulary:
+
+| | BF16 | COAT |
+|---|---|---|
+| weights | 2 N; 2 N / D at stage 3 | same |
+| gradients | 2 N; 2 N / D at stages 2 and 3 | same |
+| masters | 4 N / D | same; as BF16 weights 2 N / D |
+| states | 8 N / D | (2 + 10 / 128) N / D |
+| saved, a layer | t (2 (2 h + 2 h + a + 3 f) + 4 n) / T | t (17/16 (2 h + 2 f) + 2 a + 4 n) / T |
+| logits | 4 t V / T, and 4 h t / T before them | same |
+
+With the feed-forward recomputed 3 f falls out, with attention kept in FP8 2 a becomes 17/16 a. Sequence
+parallelism is what divides h by T.
+"""
+
+import dataclasses
+import math
+from typing import NamedTuple
+
+import torch
+
+from benchmarks.decoder_layers import LayerShape, device
+from benchmarks.layer import flops
+from benchmarks.training import BETAS
+from launch.data import Batch
+
+# different batches, so that scales predicted from the last pass are not always right
+BATCHES = 4
+BUCKET = 100_000_000
+FP8_GROUPED = 1 + 1 / 16
+STATES = {False: 8, True: 2 + 10 / 128}
+
+
+class Model(NamedTuple):
+    """Sizes of a Llama-like model; the layer's batch is the micro-batch at which all systems are compared."""
+
+    layer: LayerShape
+    layers: int
+    vocabulary: int
+    rotary_base: int = 10000
+
+    def matrices(self, layers: int) -> int:
+        """Parameters in matrices, embeddings included."""
+        x = self.layer
+        return (
+            layers * (x.hidden * (x.qkv + x.hidden + x.fc1) + x.ffn * x.hidden)
+            + 2 * self.vocabulary * x.hidden
+        )
+
+    def norms(self, layers: int) -> int:
+        return (2 * layers + 1) * self.layer.hidden
+
+    def flops(self, layers: int, micro_batch: int) -> float:
+        """Of forward and backward; attention's halved by causality, recomputation not counted."""
+        shape = dataclasses.replace(self.layer, batch=micro_batch)
+        return layers * flops(shape) + 6 * shape.tokens * shape.hidden * self.vocabulary
+
+
+MODELS = {
+    "llama2-7b": Model(LayerShape(4096, 11008, 32, 32, batch=4, sequence=2048), 32, 32000),
+    "llama3-8b": Model(LayerShape(4096, 14336, 32, 8, batch=1, sequence=8192), 32, 128256, 500000),
+    "llama2-13b": Model(LayerShape(5120, 13824, 40, 40, batch=2, sequence=2048), 40, 32000),
+    "tiny": Model(LayerShape(64, 128, 4, 2, batch=2, sequence=64), 2, 512),
+}
+
+
+class Way(NamedTuple):
+    """How a model is spread over GPUs; tensor parallelism comes with sequence parallelism."""
+
+    stage: int
+    tensor: int = 1
+
+
+WAYS = {"zero1": Way(1), "zero2": Way(2), "zero3": Way(3), "tp2": Way(1, 2), "tp4": Way(1, 4)}
+
+
+class System(NamedTuple):
+    """Layers and optimizer."""
+
+    coat: dict | None = None
+    """The block; without it Megatron's own layers and torch's fused AdamW."""
+    config: dict = {}
+    """Further fields of Megatron's TransformerConfig."""
+    package: str | None = None
+    """Without which there is none."""
+    fp8_moments: bool = False
+    """TransformerEngine's AdamW as Megatron's precision-aware optimizer sets it up, both moments in FP8."""
+    bf16_masters: bool = False
+    """DeepSpeed keeps masters and gradients in BF16."""
+
+
+_TE = {"config": {"fp8": "hybrid", "fp8_recipe": "delayed"}, "package": "transformer_engine"}
+SYSTEMS = {
+    "BF16": System(),
+    "BF16, MLP recomputed": System(
+        config={"recompute_granularity": "selective", "recompute_modules": ["mlp"]}
+    ),
+    "TE FP8": System(**_TE),
+    "TE FP8, FP8 moments": System(**_TE, fp8_moments=True),
+    "COAT": System({}),
+    "COAT, fastest": System({"activations": {"weight_cache": "fp8", "fast_accumulation": "all"}}),
+    "COAT, 8-bit attention": System({"activations": {"attention_format": "sqrt8"}}),
+    "COAT, smallest": System(
+        {"activations": {"attention_format": "sqrt8"}, "optimizer": {"bf16_params": "stochastic"}},
+        bf16_masters=True,
+    ),
+}
+BF16_MASTERS = {"bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}
+
+
+class Job(NamedTuple):
+    """One system in one way; several rows."""
+
+    model: str
+    way: str
+    system: str
+    layers: int
+    micro_batch: int
+    """At which all systems are compared."""
+
+    @property
+    def key(self) -> tuple:
+        return (self.model, self.way, self.system, self.layers)
+
+
+class Predicted(NamedTuple):
+    """Bytes on one GPU."""
+
+    weights: float
+    gradients: float
+    masters: float
+    states: float
+    saved: float
+    logits: float
+
+
+def predict(model: Model, layers: int, way: Way, gpus: int, system: System, micro_batch: int) -> Predicted:
+    """By the table at the top; TransformerEngine's layers keep more than is known here: NaN."""
+    x, tensor, data = model.layer, way.tensor, gpus // way.tensor
+    compressed, kept = model.matrices(layers) / tensor, model.norms(layers)
+    total, tokens = compressed + kept, micro_batch * x.sequence
+    attention = x.qkv + x.hidden
+    if system.package:
+        per_token = math.nan
+    elif system.coat is None:
+        product = 0 if "recompute_modules" in system.config else 3 * x.ffn
+        per_token = 2 * (4 * x.hidden + attention + product)
+    else:
+        bytes_kept = FP8_GROUPED if "attention_format" in system.coat.get("activations", {}) else 2
+        per_token = FP8_GROUPED * (2 * x.hidden + 2 * x.ffn) + bytes_kept * attention
+    coat = system.coat is not None
+    return Predicted(
+        weights=2 * total / (data if way.stage == 3 else 1),
+        gradients=2 * total / (data if way.stage >= 2 else 1),
+        masters=(2 if system.bf16_masters else 4) * total / data,
+        states=(STATES[coat or system.fp8_moments] * compressed + 8 * kept) / data,
+        saved=layers * tokens * (per_token + 4 * x.heads) / tensor,
+        logits=tokens * (4 * model.vocabulary + 4 * x.hidden) / tensor,
+    )
+
+
+def host_config(job: Job, micro_batch: int) -> dict:
+    """The DeepSpeed JSON."""
+    system = SYSTEMS[job.system]
+    params = {"lr": 1e-4, "betas": list(BETAS), "weight_decay": 0.1}
+    config = {
+        "train_micro_batch_size_per_gpu": micro_batch,
+        "gradient_clipping": 1.0,
+        "steps_per_print": 10**9,
+        "bf16": {"enabled": True, **(BF16_MASTERS if system.bf16_masters else {})},
+        "zero_optimization": {
+            "stage": WAYS[job.way].stage,
+            "reduce_bucket_size": BUCKET,
+            "allgather_bucket_size": BUCKET,
+        },
+        "optimizer": {"type": "AdamW", "params": params},
+    }
+    if system.fp8_moments:
+        del config["optimizer"]
+        config["zero_allow_untested_optimizer"] = True
+    elif system.coat is None:
+        params.update(torch_adam=True, fused=True)
+    if system.coat is not None:
+        config["coat"] = {"enabled": True, "report": False, **system.coat}
+    return config
+
+
+def build_model(job: Job) -> torch.nn.Module:
+    """Megatron's GPTModel on this rank's device, with random weights that are drawn there."""
+    from coat_ds import CoatConfig
+    from megatron_ext import layer_specs
+    from megatron_ext.model import ModelShape, build_gpt
+
+    system, model = SYSTEMS[job.system], MODELS[job.model]
+    if system.package:
+        from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
+
+        spec = get_gpt_layer_with_transformer_engine_spec()
+    else:
+        spec = layer_specs.sdpa_layer_spec if system.coat is None else layer_specs.coat_layer_spec
+    x = model.layer
+    gpt = build_gpt(
+        ModelShape(job.layers, x.hidden, x.ffn, x.heads, x.groups, model.rotary_base),
+        spec,
+        seq_length=x.sequence,
+        vocab_size=model.vocabulary,
+        activations=CoatConfig.from_dict({"enabled": True, **(system.coat or {})}).activations,
+        # billions of weights take a CPU minutes
+        use_cpu_initialization=False,
+        perform_initialization=False,
+        sequence_parallel=WAYS[job.way].tensor > 1,
+        **system.config,
+    )
+    generator = torch.Generator(device()).manual_seed(0)
+    with torch.no_grad():
+        for p in gpt.parameters():
+            if p.dim() > 1:
+                p.normal_(0, 0.02, generator=generator)
+    return gpt
+
+
+def build_engine(job: Job, micro_batch: int, model: torch.nn.Module):
+    import coat_ds
+    from launch.pretrain_gpt import parameter_groups
+    from megatron_ext import mpu
+
+    groups, optimizer = parameter_groups(model), None
+    if SYSTEMS[job.system].fp8_moments:
+        from transformer_engine.pytorch.optimizers import FusedAdam
+
+        optimizer = FusedAdam(
+            groups,
+            lr=1e-4,
+            betas=BETAS,
+            weight_decay=0.1,
+            exp_avg_dtype=torch.uint8,
+            exp_avg_sq_dtype=torch.uint8,
+        )
+    mpu.sum_shared_gradients(model)
+    engine, *_ = coat_ds.initialize(
+        model=model,
+        optimizer=optimizer,
+        model_parameters=None if optimizer else groups,
+        mpu=mpu,
+        config=host_config(job, micro_batch),
+    )
+    return engine
+
+
+def random_batches(job: Job, micro_batch: int) -> list[Batch]:
+    """Random tokens, the same on ranks that share a model; `BATCHES` of them."""
+    from megatron_ext import mpu
+
+    model = MODELS[job.model]
+    generator = torch.Generator().manual_seed(mpu.get_data_parallel_rank())
+    sizes = (micro_batch, model.layer.sequence + 1)
+    made = []
+    for _ in range(BATCHES):
+        tokens = torch.randint(model.vocabulary, sizes, generator=generator).to(device())
+        inputs, labels = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+        positions = torch.arange(model.layer.sequence, device=device()).expand_as(inputs)
+        made.append(Batch(inputs, labels, torch.ones_like(inputs), positions))
+    return made
+
+
+def masters_of(engine) -> list[torch.Tensor]:
+    """ZeRO's FP32 copies of the weights on this rank."""
+    optimizer = engine.optimizer
+    if engine.zero_optimization_stage() == 3:
+        return optimizer.fp32_partitioned_groups_flat
+    return optimizer.single_partition_of_fp32_groups
