@@ -499,8 +499,8 @@ def _announce(engine) -> None:
         parts.append(f"AdamW states {held['bytes_per_parameter']:.3f} bytes per parameter ({by_codec})")
     if activations.enabled:
         parts.append(
-            f"layers built for it save activations in FP8 1x{activations.group_size} and multiply in "
-            f"{activations.forward_format}, gradients in {activations.backward_format}"
+            f"layers built for it save activations in {activations.saved_format} 1x{activations.group_size} "
+            f"and multiply in {activations.forward_format}, gradients in {activations.backward_format}"
         )
     if engine.coat.checkpointing.compress:
         parts.append(f"checkpointed inputs kept in FP8 1x{engine.coat.checkpointing.group_size}")
