@@ -64,7 +64,6 @@ def batch_gradient_norms(wrapper) -> None:
         if not gradients:
             return look()
         norms = _norms(gradients)
-        known.clear()
         known.update(zip(gradients, norms, strict=True))
         return ~torch.stack(norms).isfinite().all().reshape(1)
 

@@ -1,20 +1,26 @@
 """The norm of gradients read together, beside DeepSpeed's own of the same gradients, one by one."""
 
 import math
+from importlib.metadata import version
 
 import pytest
 import torch
+from packaging.version import Version
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from tests.util import run_distributed
 
-WIDTH, LAYERS, CLIP = 48, 4, 0.1
+# tensors of this width do not fill the 16 bytes to which a cell aligns them
+WIDTH, LAYERS, CLIP = 46, 4, 0.1
 NUMEL = LAYERS * (WIDTH * WIDTH + WIDTH)
-# stage, dtype, and whether a parameter is one that pipeline stages share
+# stage, dtype, and whether a parameter is one that pipeline stages share, in partitions with padding within
+# (which DeepSpeed 0.18 does not have)
 CELLS = [(1, "bf16", False), (2, "bf16", False), (2, "bf16", True), (2, "fp16", False), (3, "bf16", False)]
 # what one element of one gradient becomes on rank 1, before it is averaged; the last's square is beyond FP32
 POISONS = [None, math.inf, math.nan, 1e20]
+# before, DeepSpeed did not look for inf and NaN in BF16
+SKIPS_BF16 = Version(version("deepspeed")) >= Version("0.19")
 every_cell = pytest.mark.parametrize("cell", CELLS, ids=str)
 
 
@@ -78,7 +84,7 @@ def train(stage, dtype, shared):
     config = {
         "train_micro_batch_size_per_gpu": 4,
         "gradient_clipping": CLIP,
-        "zero_optimization": {"stage": stage},
+        "zero_optimization": {"stage": stage, "parameter_alignment": shared},
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
         dtype: {"enabled": True, **({"initial_scale_power": 4} if dtype == "fp16" else {})},
         "coat": {"enabled": True, "report": False},
@@ -173,6 +179,8 @@ def test_one_bad_element_on_one_rank_ends_as_in_deepspeed(ranks, cell, poison):
     for run in runs:
         assert all(ours == theirs for ours, theirs in run["checks"])
         assert all(ours == pytest.approx(theirs, rel=2.0**-23) for ours, theirs in run["norms"])
+    if dtype == "bf16" and not SKIPS_BF16:
+        return
     if stage < 3:
         # FP16 has no such number; the check finds what is not finite, and the norm, on all ranks, the square
         found = not math.isfinite(poison) or dtype == "fp16"
