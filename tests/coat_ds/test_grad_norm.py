@@ -9,18 +9,18 @@ from packaging.version import Version
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from coat_ds.grad_norm import _norms
 from tests.util import run_distributed
 
+# before, DeepSpeed did not look for inf and NaN in BF16, nor align parameters
+SINCE_0_19 = Version(version("deepspeed")) >= Version("0.19")
 # tensors of this width do not fill the 16 bytes to which a cell aligns them
 WIDTH, LAYERS, CLIP = 46, 4, 0.1
 NUMEL = LAYERS * (WIDTH * WIDTH + WIDTH)
 # stage, dtype, and whether a parameter is one that pipeline stages share, in partitions with padding within
-# (which DeepSpeed 0.18 does not have)
 CELLS = [(1, "bf16", False), (2, "bf16", False), (2, "bf16", True), (2, "fp16", False), (3, "bf16", False)]
 # what one element of one gradient becomes on rank 1, before it is averaged; the last's square is beyond FP32
 POISONS = [None, math.inf, math.nan, 1e20]
-# before, DeepSpeed did not look for inf and NaN in BF16
-SKIPS_BF16 = Version(version("deepspeed")) >= Version("0.19")
 every_cell = pytest.mark.parametrize("cell", CELLS, ids=str)
 
 
@@ -84,7 +84,10 @@ def train(stage, dtype, shared):
     config = {
         "train_micro_batch_size_per_gpu": 4,
         "gradient_clipping": CLIP,
-        "zero_optimization": {"stage": stage, "parameter_alignment": shared},
+        "zero_optimization": {
+            "stage": stage,
+            **({"parameter_alignment": True} if shared and SINCE_0_19 else {}),
+        },
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
         dtype: {"enabled": True, **({"initial_scale_power": 4} if dtype == "fp16" else {})},
         "coat": {"enabled": True, "report": False},
@@ -139,6 +142,21 @@ def ranks():
     return run_distributed(train_all, 2)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+def test_norms_are_those_of_fp64(device, dtype):
+    # more than a block of CUDA's kernel takes, and one that starts off its alignment
+    flat = torch.randn(200_003, generator=torch.Generator().manual_seed(0)).to(device, dtype)
+    flat[0] = torch.finfo(dtype).max
+    grads = [flat[:150_000], flat[150_000:150_001], flat[150_001:], flat[:0]]
+    for found, g in zip(_norms(grads), grads, strict=True):
+        expected = g.double().square().sum().sqrt()
+        # two sums of n terms in any order
+        torch.testing.assert_close(found, expected, rtol=max(1, g.numel()) * 2.0**-52, atol=0)
+    for bad in (math.inf, -math.inf, math.nan):
+        flat[170_000] = bad
+        assert [bool(norm.isfinite()) for norm in _norms(grads)] == [True, True, False, True]
+
+
 @every_cell
 def test_it_is_deepspeeds_norm(ranks, cell):
     # sums of FP64 in another order; ZeRO 1 and 2 then round the sum to FP32, which may fall on either side,
@@ -179,7 +197,7 @@ def test_one_bad_element_on_one_rank_ends_as_in_deepspeed(ranks, cell, poison):
     for run in runs:
         assert all(ours == theirs for ours, theirs in run["checks"])
         assert all(ours == pytest.approx(theirs, rel=2.0**-23) for ours, theirs in run["norms"])
-    if dtype == "bf16" and not SKIPS_BF16:
+    if dtype == "bf16" and not SINCE_0_19:
         return
     if stage < 3:
         # FP16 has no such number; the check finds what is not finite, and the norm, on all ranks, the square
