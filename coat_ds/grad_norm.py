@@ -1,4 +1,4 @@
-"""The norm of ZeRO's gradients, and whether one is inf or NaN, in few launches.
+"""The norm of ZeRO's gradients, and whether one is inf or NaN, by one operation over all of them.
 
 DeepSpeed looks at one gradient after the other, in about ten launches each, and copies it to FP64: the GPU
 waits for the host, and moves ten times the bytes.
@@ -30,7 +30,7 @@ def batch_gradient_norms(wrapper) -> None:
     from deepspeed.runtime.constants import PIPE_REPLICATED
     from deepspeed.runtime.utils import is_model_parallel_parameter
 
-    # what the check has read of each gradient, for the norm that DeepSpeed asks for next
+    # what the check has read of each gradient, for the norm: a step asks for one right after the other
     known = WeakTensorKeyDictionary()
 
     @functools.wraps(ask)
