@@ -59,6 +59,23 @@ NAMES = {
         "BF16_Optimizer._link_all_hp_params",
         [],
     ),
+    "norm, stages 1 and 2": (
+        "deepspeed.runtime.zero.stage_1_and_2",
+        "DeepSpeedZeroOptimizer.get_grad_norm_direct",
+        ["gradients", "params", "norm_type"],
+    ),
+    "norm, stage 3": (
+        "deepspeed.runtime.zero.stage3",
+        "DeepSpeedZeroOptimizer_Stage3.get_grad_norm_direct",
+        None,
+    ),
+    "check, stages 1 and 2": (
+        "deepspeed.runtime.zero.stage_1_and_2",
+        "DeepSpeedZeroOptimizer.has_overflow_partitioned_grads_serial",
+        [],
+    ),
+    "shared by pipeline stages": ("deepspeed.runtime.constants", "PIPE_REPLICATED", None),
+    "tensor-parallel parameters": ("deepspeed.runtime.utils", "is_model_parallel_parameter", ["p"]),
     "offloading, stages 1 and 2": (
         "deepspeed.runtime.zero.stage_1_and_2",
         "DeepSpeedZeroOptimizer.offload_states",
@@ -107,6 +124,7 @@ NAMES = {
         "_checkpoint_without_reentrant_generator",
         ["fn", "preserve_rng_state"],
     ),
+    "norms of many tensors": ("torch", "_foreach_norm", None),
     "entry points": ("torch", "_import_device_backends", []),
     "compressed optimizer hooks": ("torch.optim", "Optimizer.register_load_state_dict_pre_hook", ["hook"]),
 }

@@ -20,6 +20,7 @@ def _worker():
     import deepspeed
     from megatron.core import parallel_state
 
+    import coat_ds
     from megatron_ext import cpu, mpu
     from megatron_ext.layer_specs import sdpa_layer_spec
     from megatron_ext.model import ModelShape, build_gpt, initialize_model_parallel
@@ -44,15 +45,23 @@ def _worker():
                 sum(p.grad.double().square().sum().item() for p in model.parameters())
             )
             model.zero_grad()
-        engine, *_ = deepspeed.initialize(
-            model=model,
-            model_parameters=model.parameters(),
+        config = {
+            "train_micro_batch_size_per_gpu": B,
+            "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}},
+            "zero_optimization": {"stage": 1},
+        }
+        # two ranks hold copies of the norms' weights, which count once
+        adam = {"type": "AdamW", "params": {"lr": 1e-3}}
+        engine, *_ = coat_ds.initialize(
+            model=build_gpt(shape, sdpa_layer_spec, seq_length=S, vocab_size=VOCAB, bf16=False),
             mpu=mpu,
-            config={
-                "train_micro_batch_size_per_gpu": B,
-                "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}},
-                "zero_optimization": {"stage": 1},
-            },
+            config={**config, "optimizer": adam, "coat": {"enabled": True, "report": False}},
+        )
+        engine.backward(_loss(engine))
+        engine.step()
+        found["coat_norm"] = float(engine.get_global_grad_norm())
+        engine, *_ = deepspeed.initialize(
+            model=model, model_parameters=model.parameters(), mpu=mpu, config=config
         )
         losses = []
         for _ in range(2):
@@ -93,8 +102,9 @@ def test_deepspeed_trains_over_megatrons_groups():
         # one model, one batch, FP32: the norm over both groups is that of the whole model, up to the order of
         # sums of at most S * B * VOCAB terms, each rounded to 2^-24
         bound = (S * B * VOCAB) ** 0.5 * 2**-24
-        assert one["norm"] == pytest.approx(one["exact_norm"], rel=bound)
-        assert two["norm"] == pytest.approx(one["exact_norm"], rel=bound)
+        for name in ("norm", "coat_norm"):
+            assert one[name] == pytest.approx(one["exact_norm"], rel=bound)
+            assert two[name] == pytest.approx(one["exact_norm"], rel=bound)
         assert two["losses"][0] == pytest.approx(one["losses"][0], rel=bound)
         # the same step taken
         assert (

@@ -1,0 +1,210 @@
+"""The norm of gradients read together, beside DeepSpeed's own of the same gradients, one by one."""
+
+import math
+from importlib.metadata import version
+
+import pytest
+import torch
+from packaging.version import Version
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from coat_ds.grad_norm import _norms
+from tests.util import run_distributed
+
+# before, DeepSpeed did not look for inf and NaN in BF16, nor align parameters
+SINCE_0_19 = Version(version("deepspeed")) >= Version("0.19")
+# tensors of this width do not fill the 16 bytes to which a cell aligns them
+WIDTH, LAYERS, CLIP = 46, 4, 0.1
+NUMEL = LAYERS * (WIDTH * WIDTH + WIDTH)
+# stage, dtype, and whether a parameter is one that pipeline stages share, in partitions with padding within
+CELLS = [(1, "bf16", False), (2, "bf16", False), (2, "bf16", True), (2, "fp16", False), (3, "bf16", False)]
+# what one element of one gradient becomes on rank 1, before it is averaged; the last's square is beyond FP32
+POISONS = [None, math.inf, math.nan, 1e20]
+every_cell = pytest.mark.parametrize("cell", CELLS, ids=str)
+
+
+class Readers(TorchDispatchMode):
+    """The operations that read one of `tensors`."""
+
+    def __init__(self, tensors):
+        super().__init__()
+        self.storages = {t.untyped_storage().data_ptr() for t in tensors if t.numel()}
+        self.seen = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        read = {
+            x.untyped_storage().data_ptr()
+            for x in tree_leaves((args, kwargs))
+            if isinstance(x, torch.Tensor) and func is not torch.ops.aten.detach.default
+        }
+        if read & self.storages:
+            self.seen.append(func.overloadpacket.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+def watch(wrapper, seen):
+    """Notes what both ways say at each call, and what reads the gradients."""
+    ours, theirs = wrapper.get_grad_norm_direct, type(wrapper).get_grad_norm_direct
+
+    def norm(gradients, params, *rest):
+        with Readers(gradients) as readers:
+            found = ours(gradients, params, *rest)
+        seen["readers"] += readers.seen
+        seen["norms"].append((float(found), float(theirs(wrapper, gradients, params, *rest))))
+        return found
+
+    wrapper.get_grad_norm_direct = norm
+    look, looked = (
+        wrapper.has_overflow_partitioned_grads_serial,
+        type(wrapper).has_overflow_partitioned_grads_serial,
+    )
+
+    def check():
+        with Readers([g for group in wrapper.averaged_gradients.values() for g in group]) as readers:
+            found = look()
+        seen["readers"] += readers.seen
+        seen["checks"].append((found.tolist(), looked(wrapper).tolist()))
+        return found
+
+    wrapper.has_overflow_partitioned_grads_serial = check
+
+
+def masters(wrapper):
+    flats = getattr(wrapper, "single_partition_of_fp32_groups", None)
+    return [p.detach().clone() for p in flats or wrapper.fp32_partitioned_groups_flat]
+
+
+def train(stage, dtype, shared):
+    import coat_ds
+
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(*(torch.nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS)))
+    model[1].weight.ds_pipe_replicated = shared
+    config = {
+        "train_micro_batch_size_per_gpu": 4,
+        "gradient_clipping": CLIP,
+        "zero_optimization": {
+            "stage": stage,
+            **({"parameter_alignment": True} if shared and SINCE_0_19 else {}),
+        },
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
+        dtype: {"enabled": True, **({"initial_scale_power": 4} if dtype == "fp16" else {})},
+        "coat": {"enabled": True, "report": False},
+    }
+    engine, *_ = coat_ds.initialize(model=model, model_parameters=model.parameters(), config=config)
+    rank, given, poison = torch.distributed.get_rank(), [], None
+
+    def spoil(grad):
+        grad = grad.clone()
+        if poison is not None and rank == 1:
+            grad[0] = poison
+        return grad
+
+    engine.module[0].bias.register_hook(spoil)
+    step = engine.basic_optimizer.step
+
+    def note(*args, **kwargs):
+        for group in engine.basic_optimizer.param_groups:
+            given.extend((p.grad + 0).square().sum().item() for p in group["params"])
+        return step(*args, **kwargs)
+
+    engine.basic_optimizer.step = note
+    seen = {"norms": [], "checks": [], "readers": []}
+    watch(engine.optimizer, seen)
+    x = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(rank)).to(engine.module[0].bias.dtype)
+    out = {}
+    for poison in POISONS:
+        before = masters(engine.optimizer)
+        engine.backward((engine(x) - 1).float().square().mean())
+        engine.step()
+        moved = not all(map(torch.equal, before, masters(engine.optimizer)))
+        out[str(poison)] = {**{name: list(what) for name, what in seen.items()}, "moved": moved}
+        out[str(poison)]["given"] = math.fsum(given)
+        out[str(poison)]["skipped"] = engine.optimizer.overflow
+        for what in (*seen.values(), given):
+            what.clear()
+    return out
+
+
+def train_all():
+    import deepspeed
+
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    deepspeed.init_distributed("gloo")
+    # torch computes in FP16 on a CPU; DeepSpeed does not believe it
+    deepspeed.accelerator.get_accelerator().is_fp16_supported = lambda: True
+    return {cell: train(*cell) for cell in CELLS}
+
+
+@pytest.fixture(scope="module")
+def ranks():
+    return run_distributed(train_all, 2)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+def test_norms_are_those_of_fp64(device, dtype):
+    # more than a block of CUDA's kernel takes, and one that starts off its alignment
+    flat = torch.randn(200_003, generator=torch.Generator().manual_seed(0)).to(device, dtype)
+    flat[0] = torch.finfo(dtype).max
+    grads = [flat[:150_000], flat[150_000:150_001], flat[150_001:], flat[:0]]
+    for found, g in zip(_norms(grads), grads, strict=True):
+        expected = g.double().square().sum().sqrt()
+        # two sums of n terms in any order
+        torch.testing.assert_close(found, expected, rtol=max(1, g.numel()) * 2.0**-52, atol=0)
+    for bad in (math.inf, -math.inf, math.nan):
+        flat[170_000] = bad
+        assert [bool(norm.isfinite()) for norm in _norms(grads)] == [True, True, False, True]
+
+
+@every_cell
+def test_it_is_deepspeeds_norm(ranks, cell):
+    # sums of FP64 in another order; ZeRO 1 and 2 then round the sum to FP32, which may fall on either side,
+    # and take the root in FP32
+    bound = NUMEL * 2.0**-52 if cell[0] == 3 else 2.0**-23
+    for rank in ranks:
+        ((ours, theirs),) = rank[cell]["None"]["norms"]
+        assert theirs > CLIP and ours == pytest.approx(theirs, rel=bound)
+    if cell[2]:
+        assert ours < 0.99 * ranks[0][*cell[:2], False]["None"]["norms"][0][0]
+
+
+@every_cell
+def test_every_gradient_is_read_once(ranks, cell):
+    for rank in ranks:
+        assert rank[cell]["None"]["readers"] == ["_foreach_norm"]
+
+
+@every_cell
+def test_clipping_is_applied(ranks, cell):
+    _, dtype, shared = cell
+    given = math.sqrt(sum(rank[cell]["None"]["given"] for rank in ranks))
+    norm = ranks[0][cell]["None"]["norms"][0][0] / (2.0**4 if dtype == "fp16" else 1)
+    if shared:
+        # it is left out of the norm, not of the clipping
+        assert given > CLIP * 1.01
+    else:
+        # DeepSpeed adds 1e-6 to the norm; the factor is FP32, in four operations
+        assert given == pytest.approx(CLIP, rel=1e-6 / norm + 4 * 2.0**-24)
+    assert all(rank[cell]["None"]["moved"] for rank in ranks)
+
+
+@every_cell
+@pytest.mark.parametrize("poison", POISONS[1:], ids=str)
+def test_one_bad_element_on_one_rank_ends_as_in_deepspeed(ranks, cell, poison):
+    stage, dtype, _ = cell
+    runs = [rank[cell][str(poison)] for rank in ranks]
+    for run in runs:
+        assert all(ours == theirs for ours, theirs in run["checks"])
+        assert all(ours == pytest.approx(theirs, rel=2.0**-23) for ours, theirs in run["norms"])
+    if dtype == "bf16" and not SINCE_0_19:
+        return
+    if stage < 3:
+        # FP16 has no such number; the check finds what is not finite, and the norm, on all ranks, the square
+        found = not math.isfinite(poison) or dtype == "fp16"
+        assert any(ours == [True] for run in runs for ours, _ in run["checks"]) == found
+        assert [pair for run in runs for pair in run["norms"]] == ([] if found else [(-1, -1)] * 2)
+    # ZeRO-3 has FP64 to the end
+    ends_well = stage == 3 and math.isfinite(poison)
+    assert [run["skipped"] for run in runs] == [not ends_well] * 2
+    assert [run["moved"] for run in runs] == [ends_well] * 2
