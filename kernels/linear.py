@@ -51,8 +51,8 @@ class _Fp8Linear(torch.autograd.Function):
         keep = trains_weight and origin is None
         fmt = formats.forward
         group = parallel.group if parallel else None
-        quantized_w, largest_w = cache.forward(weight, fmt, trains, group)
-        agrees = group if parallel and parallel.splits_input else None
+        quantized_w, largest_w = cache.forward(weight, fmt, trains)
+        agrees = group if parallel and parallel.gathers_input else None
         (rows, columns, scale, _), largest_x = fp8_operands(x, fmt, columns=keep, group=agrees)
         if parallel and parallel.gathers_input:
             rows = gather_rows(rows, group)()
@@ -142,10 +142,9 @@ def _quantized_grad(
 ) -> Quantized:
     """The gradient of this rank's output columns for all tokens, quantized as asked for, and summed over this
     rank's tokens."""
-    group = parallel.group if parallel and parallel.splits_output else None
     if not (parallel and parallel.scatters_output):
-        return fp8_operands(grad_y, fmt, rows, columns, group, sums)[0]
-    part = fp8_operands(grad_y, fmt, group=group, sums=sums)[0]
+        return fp8_operands(grad_y, fmt, rows, columns, sums=sums)[0]
+    part = fp8_operands(grad_y, fmt, group=parallel.group, sums=sums)[0]
     whole = gather_rows(part.rows, parallel.group)()
     return part._replace(rows=whole, columns=transpose_codes(whole) if columns else None)
 
@@ -179,9 +178,9 @@ def fp8_linear(
         formats: the FP8 formats; E4M3 forward and E5M2 backward by default.
         origin: how to make x again in backward; without it x is kept as FP8 and one FP32 scale.
         cache: what the caller keeps of the quantized weight; nothing by default.
-        parallel: how the layer is split over ranks. Scales are those of the whole tensors. Partial sums of a
-            layer that is split by input are left to the caller, except under sequence parallelism, where the
-            first dimension is that of the tokens.
+        parallel: how the layer is split over ranks. What it gathers has one scale on all ranks; of anything
+            else each rank's part has its own. Partial sums of a layer that is split by input are left to the
+            caller, except under sequence parallelism, where the first dimension is that of the tokens.
         weight_grad_into: gives, in backward, the tensor [N, K], of any floating-point type, to which the
             weight's gradient is added. Autograd gets zeros that take no memory.
 

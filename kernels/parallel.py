@@ -1,5 +1,9 @@
 """What a linear layer that is split over a tensor-parallel group sends: FP8 codes, partial sums, magnitudes.
 
+Ranks agree on a scale only where their codes meet in one operand, the ones gathered under sequence
+parallelism. Products with other operands are sums over the ranks, each with the scales of its own parts; and
+since scales are powers of two apart, the rounding of normal numbers is that of the whole tensor's scale.
+
 Every function takes the process group and is called by all of its ranks in the same order.
 """
 
@@ -35,16 +39,6 @@ class TensorParallel:
     @property
     def scatters_output(self) -> bool:
         return self.sequence and not self.by_output
-
-    @property
-    def splits_input(self) -> bool:
-        """Whether ranks hold different parts of the input."""
-        return self.sequence or not self.by_output
-
-    @property
-    def splits_output(self) -> bool:
-        """Whether ranks hold different parts of the output."""
-        return self.sequence or self.by_output
 
 
 def largest_of_all(largest: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:

@@ -10,11 +10,9 @@ import functools
 import itertools
 
 import torch
-import torch.distributed as dist
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from coat_kernels.fp8 import Fp8Format
-from coat_kernels.parallel import largest_of_all
 from coat_kernels.tensorwise import Quantized, largest_magnitude, quantize_tensor
 
 WEIGHT_CACHES = ("none", "scale", "fp8")
@@ -35,11 +33,6 @@ def invalidate_weight_caches(*_) -> None:
 def _watch_optimizers() -> None:
     # ZeRO and Megatron write weights behind autograd's back, but after a step of a torch optimizer
     register_optimizer_step_post_hook(invalidate_weight_caches)
-
-
-def _largest(weight: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
-    largest = largest_magnitude(weight)
-    return largest if group is None else largest_of_all(largest, group)
 
 
 class WeightCache:
@@ -69,19 +62,13 @@ class WeightCache:
         return sum(t.nbytes for t in held if t is not None)
 
     def forward(
-        self,
-        weight: torch.Tensor,
-        fmt: Fp8Format,
-        trains: bool = True,
-        group: dist.ProcessGroup | None = None,
+        self, weight: torch.Tensor, fmt: Fp8Format, trains: bool = True
     ) -> tuple[Quantized, torch.Tensor]:
-        """`weight` [n, k] by rows, and its largest magnitude, over the ranks of `group` that hold its parts.
-        `trains`: a backward may follow.
-        """
+        """`weight` [n, k] by rows, and its largest magnitude. `trains`: a backward may follow."""
         if self.keep == "none" or not trains:
-            largest = _largest(weight, group)
+            largest = largest_magnitude(weight)
             return quantize_tensor(weight.contiguous(), largest, fmt), largest
-        self._refresh(weight, fmt, group)
+        self._refresh(weight, fmt)
         codes = self._codes or quantize_tensor(weight.contiguous(), self._largest, fmt)
         return codes, self._largest
 
@@ -95,13 +82,13 @@ class WeightCache:
     def _key_of(weight: torch.Tensor, fmt: Fp8Format) -> tuple:
         return _epoch, weight.data_ptr(), weight._version, weight.shape, fmt
 
-    def _refresh(self, weight: torch.Tensor, fmt: Fp8Format, group: dist.ProcessGroup | None) -> None:
+    def _refresh(self, weight: torch.Tensor, fmt: Fp8Format) -> None:
         key = self._key_of(weight, fmt)
         if key == self._key:
             return
         # the old copy goes before the new one is made
         self._key, self._codes = None, None
-        self._largest = _largest(weight.detach(), group)
+        self._largest = largest_magnitude(weight.detach())
         if self.keep == "fp8":
             self._codes = quantize_tensor(weight.contiguous(), self._largest, fmt, columns=True)
         self._key = key
