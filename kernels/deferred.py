@@ -13,32 +13,26 @@ never depend on the prediction, only the time does. Scales lie a factor of two o
 import functools
 import sys
 from collections.abc import Callable
-from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
-import triton
-import triton.language as tl
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from coat_kernels.fp8 import Fp8Format, uses_kernels
 from coat_kernels.parallel import largest_of_all
 from coat_kernels.tensorwise import (
     Quantized,
-    empty_columns,
+    Scales,
+    empty_operands,
     largest_magnitude,
     largest_of_maxima,
     maxima_reference,
     quantize_tensor,
-    tensor_scale,
     tensor_scale_reference,
     to_tensor_codes_reference,
     transpose_codes,
     transpose_codes_reference,
 )
-
-# programs of a second launch: few return soonest
-CORRECTING_PROGRAMS = 264
 
 aten = torch.ops.aten
 
@@ -67,54 +61,14 @@ class PredictedScale:
         return type(self), (self.fmt,)
 
 
-class Scales(NamedTuple):
-    """The scales of a launch, FP32 [1] each. The first launch quantizes with `predicted` and copies it to
-    `used`. The second one knows `largest`, writes the scale that belongs to it to `true` and `predicted`, and
-    the codes again if `used` is another."""
-
-    predicted: torch.Tensor | None
-    used: torch.Tensor | None
-    largest: torch.Tensor | None = None
-    true: torch.Tensor | None = None
-
-    @property
-    def first(self) -> bool:
-        return self.largest is None
-
-    def programs(self, tiles: int) -> int:
-        """Programs of a launch over `tiles`; each goes through those that `scale_and_tiles` tells it."""
-        return max(tiles if self.first else min(tiles, CORRECTING_PROGRAMS), 1)
-
-
-# of a launch that writes no codes
-NO_SCALES = Scales(None, None)
-
-
-@triton.jit
-def scale_and_tiles(p_predicted, p_used, p_largest, p_true, tiles, E5M2: tl.constexpr):
-    """The scale of a launch, and how many tiles it has to write. Every program stores the same."""
-    if p_predicted is None:
-        scale = 1.0
-        todo = tiles
-    elif p_largest is None:
-        scale = tl.load(p_predicted)
-        tl.store(p_used, scale)
-        todo = tiles
-    else:
-        scale = tensor_scale(tl.load(p_largest), E5M2)
-        tl.store(p_true, scale)
-        tl.store(p_predicted, scale)
-        todo = tl.where(tl.load(p_used) == scale, 0, tiles)
-    return scale, todo
-
-
 def write_reference(x: torch.Tensor, out: Quantized, scales: Scales, fmt: Fp8Format) -> torch.Tensor | None:
     """What a producer of `x` [m, n] does in each launch; the first one returns maxima, and writes sums."""
-    if scales.first:
+    if not scales.corrects:
         scales.used.copy_(scales.predicted)
         if out.sums is not None:
             torch.sum(x, 0, dtype=torch.float32, out=out.sums)
     else:
+        scales.largest.copy_(scales.maxima.amax(0, keepdim=True))
         scales.true.copy_(tensor_scale_reference(scales.largest, fmt))
         scales.predicted.copy_(scales.true)
         if scales.used.equal(scales.true):
@@ -124,11 +78,11 @@ def write_reference(x: torch.Tensor, out: Quantized, scales: Scales, fmt: Fp8For
         out.rows.copy_(codes)
     if out.columns is not None:
         out.columns.copy_(transpose_codes_reference(codes))
-    return maxima_reference(x) if scales.first else None
+    return None if scales.corrects else maxima_reference(x)
 
 
 class Attempt:
-    """FP8 operands of [m, n] written with a predicted scale. `write(out, scales)` launches the producer."""
+    """FP8 operands of [m, n] written with a predicted scale. `write(out, scales)` launches their producer."""
 
     def __init__(
         self,
@@ -141,27 +95,19 @@ class Attempt:
         columns: bool = False,
         sums: bool = False,
     ):
-        def scalar():
-            return torch.empty(1, dtype=torch.float32, device=device)
-
-        fmt = prediction.fmt
         self.write = write
-        self.scales = Scales(prediction.on(device), scalar())
-        self.out = Quantized(
-            torch.empty(m, n, dtype=fmt.dtype, device=device) if rows else None,
-            empty_columns(m, n, fmt, device) if columns else None,
-            scalar(),
-            torch.empty(n, dtype=torch.float32, device=device) if sums else None,
-        )
-        self.maxima = write(self.out, self.scales)
+        self.predicted = prediction.on(device)
+        self.out = empty_operands(m, n, prediction.fmt, device, rows, columns, sums)
+        self.used = torch.empty_like(self.out.scale)
+        self.maxima = write(self.out, Scales(self.predicted, self.used))
 
     def finish(self, group: dist.ProcessGroup | None) -> tuple[Quantized, torch.Tensor]:
         """The operands, right now, and the largest magnitude, over the ranks of `group`."""
-        largest = largest_of_maxima(self.maxima)
+        out, maxima, largest = self.out, self.maxima, torch.empty_like(self.used)
         if group is not None:
-            largest_of_all(largest, group)
-        self.write(self.out, self.scales._replace(largest=largest, true=self.out.scale))
-        return self.out, largest
+            maxima = largest_of_all(largest_of_maxima(maxima), group)
+        self.write(out, Scales(self.predicted, self.used, maxima, maxima.numel(), largest, out.scale))
+        return out, largest
 
 
 class Source:

@@ -33,7 +33,7 @@ def kernels(request, device, monkeypatch):
         monkeypatch.setattr(norm, "FORWARD_TILE", 1024)
         monkeypatch.setattr(rope, "OPERANDS_TOKENS", 16)
         monkeypatch.setattr(rope, "OPERANDS_HEADS", 4)
-        monkeypatch.setattr(deferred, "CORRECTING_PROGRAMS", 3)
+        monkeypatch.setattr(tensorwise, "CORRECTING_PROGRAMS", 3)
 
 
 class Activation:
