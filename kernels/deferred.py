@@ -8,6 +8,7 @@ Scales are just in time, hence not known while the producer runs. It quantizes w
 tensor of the same module had last time, finds the largest magnitude on its way, and is launched a second time
 with that: its programs return at once if the scale was right, and else write the codes again. So the codes
 never depend on the prediction, only the time does. Scales lie a factor of two or more apart: few change.
+A tensor that exists, a weight too, is quantized in the same way: with one read of it.
 """
 
 import functools
@@ -19,15 +20,19 @@ import torch.distributed as dist
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from coat_kernels.fp8 import Fp8Format, uses_kernels
+from coat_kernels.origin import maxima_of
 from coat_kernels.parallel import largest_of_all
 from coat_kernels.tensorwise import (
+    FEW_MAXIMA,
     Quantized,
     Scales,
     empty_operands,
     largest_magnitude,
     largest_of_maxima,
+    launch_quantize,
     maxima_reference,
     quantize_tensor,
+    quantize_tensor_triton,
     tensor_scale_reference,
     to_tensor_codes_reference,
     transpose_codes,
@@ -284,9 +289,11 @@ def fp8_operands(
     columns: bool = False,
     group: dist.ProcessGroup | None = None,
     sums: bool = False,
+    predicted: PredictedScale | None = None,
 ) -> tuple[Quantized, torch.Tensor]:
     """`x` [..., n], as [m, n], quantized by rows and by columns as asked for, and its largest magnitude, FP32
     [1], over the ranks of `group`: from its producer where it is deferred. `sums` of columns are this rank's.
+    Where nobody knows its maxima, kernels take the scale that is `predicted`, if that is one of `fmt`.
     """
     n = x.shape[-1]
     if isinstance(x, Deferred):
@@ -296,10 +303,18 @@ def fp8_operands(
             if found is not None:
                 return found
         x = x.plain()
+    maxima, plain = maxima_of(x), x.reshape(-1, n).contiguous()
+    if uses_kernels(x) and not torch.compiler.is_compiling():
+        if maxima is None and predicted is not None and predicted.fmt == fmt:
+            write = functools.partial(launch_quantize, plain)
+            return Attempt(write, predicted, *plain.shape, x.device, rows, columns, sums).finish(group)
+        if maxima is not None and maxima.numel() <= FEW_MAXIMA and group is None:
+            largest = torch.empty(1, dtype=torch.float32, device=x.device)
+            return quantize_tensor_triton(plain, maxima, fmt, rows, columns, sums, largest), largest
     largest = largest_magnitude(x)
     if group is not None:
         largest_of_all(largest, group)
-    return quantize_tensor(x.reshape(-1, n).contiguous(), largest, fmt, rows, columns, sums), largest
+    return quantize_tensor(plain, largest, fmt, rows, columns, sums), largest
 
 
 def holders(x: Deferred) -> int:

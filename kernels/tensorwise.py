@@ -34,8 +34,8 @@ BLOCK = 16384
 COLUMNS_TILE, BOTH_TILE = (128, 128), (64, 128)
 # programs of a second launch, one for each multiprocessor of an H200: every one reads all maxima
 CORRECTING_PROGRAMS = 132
-# maxima that a program reads at a time
-FOUND = tl.constexpr(4096)
+# maxima that a program reads at a time, and so many that of a launch over all tiles every one may read them
+FOUND, FEW_MAXIMA = tl.constexpr(4096), 1024
 
 
 class Quantized(NamedTuple):
