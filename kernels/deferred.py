@@ -136,14 +136,11 @@ class Source:
     ):
         self._inputs, self._versions = inputs, [t._version for t in inputs]
         self._make, self._write = make, write
-        self.prediction, self.shape, self.dtype = prediction, shape, dtype
+        self.prediction, self.shape = prediction, shape
+        self.dtype, self.device = dtype, inputs[0].device
         self.made: torch.Tensor | None = None
-        self._attempt = self._try(True, False, False) if at_once else None
+        self._attempt = self._try(inputs, True, False, False) if at_once else None
         self._finished = None
-
-    @property
-    def device(self) -> torch.device:
-        return self.inputs[0].device
 
     @property
     def inputs(self) -> tuple[torch.Tensor, ...]:
@@ -152,7 +149,7 @@ class Source:
                 "a gradient whose FP8 operands a linear layer has taken exists no more. Clone it in a hook "
                 "of the tensor, before the layer's backward, or call retain_grad()."
             )
-        if any(t._version != version for t, version in zip(self._inputs, self._versions, strict=True)):
+        if [t._version for t in self._inputs] != self._versions:
             raise RuntimeError(
                 "a tensor that a deferred activation or gradient is computed from has been modified by an "
                 "inplace operation. Clone it before modifying it."
@@ -171,8 +168,8 @@ class Source:
         """Lets go of everything the tensor could be made from."""
         self._inputs = self._attempt = self._finished = self._make = self._write = None
 
-    def _try(self, rows: bool, columns: bool, sums: bool) -> Attempt:
-        inputs, make, launch, fmt = self.inputs, self._make, self._write, self.prediction.fmt
+    def _try(self, inputs: tuple[torch.Tensor, ...], rows: bool, columns: bool, sums: bool) -> Attempt:
+        make, launch, fmt = self._make, self._write, self.prediction.fmt
         if uses_kernels(inputs[0]):
             write = functools.partial(launch, *inputs)
         else:
@@ -180,16 +177,16 @@ class Source:
             def write(out, scales):
                 return write_reference(make(*inputs), out, scales, fmt)
 
-        return Attempt(write, self.prediction, *self.shape, inputs[0].device, rows, columns, sums)
+        return Attempt(write, self.prediction, *self.shape, self.device, rows, columns, sums)
 
     def operands(
         self, rows: bool, columns: bool, group: dist.ProcessGroup | None, sums: bool
     ) -> tuple[Quantized, torch.Tensor] | None:
         """As `fp8_operands`; None for what was not made at once: sums, or for another group than before."""
         # also asks whether they are still the same
-        self.inputs  # noqa: B018
+        inputs = self.inputs
         if self._attempt is None:
-            return self._try(rows, columns, sums).finish(group)
+            return self._try(inputs, rows, columns, sums).finish(group)
         if sums:
             return None
         if self._finished is None:

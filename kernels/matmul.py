@@ -5,12 +5,14 @@ to BF16 nor written and read once more. The kernel that does so sums within the 
 keep about 14 bits; where sums must keep more, cuBLASLt's product and a pass that adds it are faster.
 """
 
+import functools
+
 import torch
 import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from coat_kernels.fp8 import INTERPRET, cast, uses_kernels, widen
+from coat_kernels.fp8 import INTERPRET, capability, cast, uses_kernels, widen
 from coat_kernels.launch import cdiv, on_device_of
 from coat_kernels.ops import compilable
 
@@ -106,6 +108,7 @@ def reduce_add(d_out, o_n, o_k, b_x):
         d_out.atomic_add([o_n, o_k], b_x)
 
 
+@functools.cache
 def multiprocessors(device: torch.device) -> int:
     """Those of a GPU; the interpreter is one."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
@@ -169,7 +172,7 @@ def _adds_itself(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> bool:
         return out.dtype == torch.float32
     tiles = cdiv(a.shape[0], N_TILE) * cdiv(b.shape[0], K_TILE)
     return (
-        torch.cuda.get_device_capability(out.device)[0] == 9
+        capability(out.device)[0] == 9
         and tiles >= TILES_PER_PROCESSOR * multiprocessors(out.device)
         and a.shape[1] > 0
         and out.is_contiguous()

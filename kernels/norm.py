@@ -28,7 +28,7 @@ from coat_kernels.groups import (
     empty_grouped,
     quantize_groups_reference,
 )
-from coat_kernels.launch import cdiv, on_device_of
+from coat_kernels.launch import cdiv, next_power_of_2, on_device_of
 from coat_kernels.ops import compilable
 from coat_kernels.origin import Origin, with_maxima, with_origin
 from coat_kernels.residual import NO_ADDENDS, Addends, is_deferred_sum, residual_add_tile
@@ -246,7 +246,7 @@ def norm_columns_kernel(p_codes, p_exponent, p_rstd, p_weight, p_bias, p_largest
 
 def _tile(h: int, group_size: int, least: int, elements: int) -> dict:
     """What a launch over tiles of whole rows needs: `least` elements in one, `elements` a thread."""
-    width = max(triton.next_power_of_2(int(h)), group_size)
+    width = max(next_power_of_2(int(h)), group_size)
     height = max(least // width, 1)
     warps = height * width // (32 * elements)
     return {"ROWS": height, "H": width, "G": group_size, "num_warps": min(max(warps, 1), MAX_WARPS)}

@@ -13,7 +13,7 @@ import triton.language as tl
 
 from coat_kernels.deferred import Deferred, PredictedScale, Source
 from coat_kernels.fp8 import cast, finite_or_nan, round_to, uses_kernels
-from coat_kernels.launch import cdiv, on_device_of
+from coat_kernels.launch import cdiv, next_power_of_2, on_device_of
 from coat_kernels.ops import compilable
 from coat_kernels.origin import with_maxima
 from coat_kernels.tensorwise import (
@@ -275,8 +275,8 @@ def rotate_qkv_operands_kernel(p_dq, p_dk, p_dv, p_cos, p_sin, p_rows, p_columns
 
 
 def _tile(d: int, r: int, heads: int) -> dict[str, int]:
-    rest = triton.next_power_of_2(d - r) if d > r else 0
-    half = max(triton.next_power_of_2(r // 2), 1)
+    rest = next_power_of_2(d - r) if d > r else 0
+    half = next_power_of_2(r // 2)
     return {"D": d, "R": r, "HALF": half, "REST": rest, "HEADS": heads}
 
 

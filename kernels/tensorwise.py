@@ -427,6 +427,9 @@ def quantize_tensor(
 ) -> Quantized:
     """`x` [m, n], contiguous, whose largest magnitude is `largest`, by rows and by columns, and its columns'
     `sums`, as asked for."""
+    if not torch.compiler.is_compiling():
+        quantize = quantize_tensor_triton if uses_kernels(x) else quantize_tensor_reference
+        return quantize(x, largest, fmt, rows, columns, sums)
     by_rows, by_columns, scale, summed = quantize_codes(x, largest, fmt.name, rows, columns, sums)
     return Quantized(
         by_rows if rows else None, by_columns if columns else None, scale, summed if sums else None

@@ -204,7 +204,7 @@ class CoatRowParallelLinear(_CoatLinear, RowParallelLinear):
         scatters = self.sequence_parallel and not whole and not self.explicit_expert_comm
         # Megatron adds the bias behind the sum over the ranks; the product of a whole weight can add it
         bias = self.bias if whole and not self.skip_bias_add else None
-        if not (self._in_fp8 and input_.numel() and (scatters or bias is not None)):
+        if not (self._in_fp8 and input_.numel() and (scatters or whole)):
             return super().forward(input_)
         # the sum over the ranks belongs to the product: its backward gathers what it quantized
         parallel = TensorParallel(self.tp_group, by_output=False, sequence=True) if scatters else None
