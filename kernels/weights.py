@@ -95,7 +95,7 @@ class WeightCache:
     def _quantize(
         self, weight: torch.Tensor, fmt: Fp8Format, columns: bool = False
     ) -> tuple[Quantized, torch.Tensor]:
-        if self.predicts and (self._predicted is None or self._predicted.fmt != fmt):
+        if self.predicts and self._predicted is None:
             self._predicted = PredictedScale(fmt)
         return fp8_operands(weight, fmt, columns=columns, predicted=self._predicted)
 

@@ -208,14 +208,21 @@ def test_a_right_prediction_leaves_the_codes_alone(layouts, small_tiles, device)
 
 def test_maxima_that_are_known_save_the_prediction(small_tiles, device, monkeypatch):
     """Few are read by the launch that quantizes, of many the largest is found first."""
-    monkeypatch.setattr(deferred, "uses_kernels", lambda x: True)
+    for module in (deferred, tensorwise):
+        monkeypatch.setattr(module, "uses_kernels", lambda x: True)
     monkeypatch.setattr(deferred, "Attempt", None)
+    reduced = []
+    largest_triton = tensorwise.largest_triton
+    monkeypatch.setattr(
+        tensorwise, "largest_triton", lambda maxima: reduced.append(maxima) or largest_triton(maxima)
+    )
     scale = PredictedScale(E5M2)
     x = torch.randn(50, 40, device=device)
-    for few in (1024, 1):
+    for few in (50, 49):
         monkeypatch.setattr(deferred, "FEW_MAXIMA", few)
         maxima = norm.row_maxima(x)
         out, largest = fp8_operands(with_maxima(x, maxima), E5M2, columns=True, predicted=scale)
+        assert len(reduced) == (few < len(maxima))
         assert largest.equal(maxima.amax(0, keepdim=True))
         for a, e in zip(
             out, tensorwise.quantize_tensor_reference(x, largest, E5M2, columns=True), strict=True
