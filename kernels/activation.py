@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 
 from coat_kernels.codecs.codec import load_tile, store_tile
-from coat_kernels.deferred import NO_SCALES, Deferred, PredictedScale, Scales, Source, scale_and_tiles
+from coat_kernels.deferred import Deferred, PredictedScale, Source
 from coat_kernels.fast_math import fast_exp2, fast_reciprocal
 from coat_kernels.fp8 import (
     Fp8Format,
@@ -41,13 +41,17 @@ from coat_kernels.groups import (
     dequantize_groups_reference,
     quantize_groups_reference,
 )
+from coat_kernels.launch import cdiv, on_device_of
 from coat_kernels.ops import compilable
 from coat_kernels.origin import Origin, with_maxima, with_origin
 from coat_kernels.tensorwise import (
     ALIGNMENT,
+    NO_SCALES,
     Quantized,
+    Scales,
     empty_columns,
     quantize_tensor_reference,
+    scale_and_tiles,
     store_words,
     tensor_scale,
     to_tensor_codes,
@@ -177,13 +181,14 @@ def value_and_slope(b_x, KIND: tl.constexpr):
 
 @triton.jit
 def activation_forward_kernel(p_x, p_y, p_rows, p_codes, p_exponent, p_maxima,
-                              p_predicted, p_used, p_largest, p_true, rows, f, groups, tiles,
+                              p_predicted, p_used, p_found, found, p_largest, p_true,
+                              rows, f, groups, tiles,
                               KIND: tl.constexpr, PARTS: tl.constexpr,
                               E5M2: tl.constexpr, ROOTS: tl.constexpr, EVEN: tl.constexpr,
                               ROWS: tl.constexpr, COLUMNS: tl.constexpr, G: tl.constexpr):  # fmt: skip
     """y itself, or its FP8 codes by rows; what is kept and maxima where asked for."""
     DTYPE: tl.constexpr = p_x.dtype.element_ty
-    scale, todo = scale_and_tiles(p_predicted, p_used, p_largest, p_true, tiles, E5M2)
+    scale, todo = scale_and_tiles(p_predicted, p_used, p_found, found, p_largest, p_true, tiles, E5M2)
     across = tl.cdiv(f, COLUMNS)
     for tile in range(tl.program_id(0), todo, tl.num_programs(0)):
         o_row = (tile // across).to(tl.int64) * ROWS + tl.arange(0, ROWS)
@@ -234,8 +239,8 @@ def finite_abs(b_x):
 
 @triton.jit
 def activation_backward_kernel(p_grad_y, p_codes, p_exponent, p_grad_x, p_rows, p_columns, p_sums,
-                               p_maxima, p_predicted, p_used, p_largest, p_true, rows, f, groups,
-                               padded_rows, tiles,
+                               p_maxima, p_predicted, p_used, p_found, found, p_largest, p_true,
+                               rows, f, groups, padded_rows, tiles,
                                KIND: tl.constexpr, PARTS: tl.constexpr, E5M2: tl.constexpr,
                                ROOTS: tl.constexpr, EVEN: tl.constexpr, ROWS: tl.constexpr,
                                COLUMNS: tl.constexpr, G: tl.constexpr):  # fmt: skip
@@ -245,7 +250,7 @@ def activation_backward_kernel(p_grad_y, p_codes, p_exponent, p_grad_x, p_rows, 
     # columns are transposed in words of four rows
     TURNS: tl.constexpr = 1 if p_columns is None else 4
     HEIGHT: tl.constexpr = ROWS // TURNS
-    scale, todo = scale_and_tiles(p_predicted, p_used, p_largest, p_true, tiles, E5M2)
+    scale, todo = scale_and_tiles(p_predicted, p_used, p_found, found, p_largest, p_true, tiles, E5M2)
     across = tl.cdiv(f, COLUMNS)
     b_sums = tl.zeros([HEIGHT, COLUMNS], dtype=tl.float32)
     b_up_sums = b_sums
@@ -338,7 +343,7 @@ def _empty_kept(rows: int, f: int, gated: bool, group_size: int, fmt: str, devic
     parts = 1 + gated
     return Grouped(
         torch.empty(rows, parts * f, dtype=GROUP_FORMATS[fmt].dtype, device=device),
-        torch.empty(rows, parts * triton.cdiv(f, group_size), dtype=torch.uint8, device=device),
+        torch.empty(rows, parts * cdiv(f, group_size), dtype=torch.uint8, device=device),
     )
 
 
@@ -362,10 +367,10 @@ def _launch_forward(
 ) -> torch.Tensor | None:
     """Writes y or, with `scales`, its operands by rows; in the first launch also q, and returns maxima."""
     rows, f = x.shape[0], x.shape[1] // (1 + gated)
-    tiles = triton.cdiv(rows, FORWARD_ROWS) * triton.cdiv(f, FORWARD_COLUMNS)
-    maxima = torch.empty(tiles, dtype=torch.float32, device=x.device) if scales.first else None
-    keep = scales.first and q is not None
-    with torch.cuda.device_of(x):
+    tiles = cdiv(rows, FORWARD_ROWS) * cdiv(f, FORWARD_COLUMNS)
+    maxima = torch.empty(tiles, dtype=torch.float32, device=x.device) if scales.finds_maxima else None
+    keep = scales.finds_maxima and q is not None
+    with on_device_of(x):
         activation_forward_kernel[(scales.programs(tiles),)](
             x,
             y,
@@ -376,7 +381,7 @@ def _launch_forward(
             *scales,
             rows,
             f,
-            triton.cdiv(f, group_size),
+            cdiv(f, group_size),
             tiles,
             KIND=kind,
             PARTS=1 + gated,
@@ -413,15 +418,15 @@ def _launch_backward(
     if out is not None and out.columns is not None:
         m, n, warps = OPERANDS_ROWS, OPERANDS_COLUMNS, OPERANDS_WARPS
     n = max(n, group_size)
-    across = triton.cdiv(f, n)
-    tiles = triton.cdiv(rows, m) * across
+    across = cdiv(f, n)
+    tiles = cdiv(rows, m) * across
     programs, partial = scales.programs(tiles), None
-    maxima = torch.empty(tiles, dtype=torch.float32, device=grad_y.device) if scales.first else None
+    maxima = torch.empty(tiles, dtype=torch.float32, device=grad_y.device) if scales.finds_maxima else None
     by_rows, by_columns, _, sums = out or (None, None, None, None)
-    if scales.first and sums is not None:
-        partial = sums.new_empty(max(triton.cdiv(rows, SUMMED_ROWS), 1), len(sums))
+    if scales.finds_maxima and sums is not None:
+        partial = sums.new_empty(max(cdiv(rows, SUMMED_ROWS), 1), len(sums))
         programs = len(partial) * across
-    with torch.cuda.device_of(grad_y):
+    with on_device_of(grad_y):
         activation_backward_kernel[(programs,)](
             grad_y,
             q.codes.view(torch.uint8),
@@ -434,7 +439,7 @@ def _launch_backward(
             *scales,
             rows,
             f,
-            triton.cdiv(f, group_size),
+            cdiv(f, group_size),
             rows + -rows % ALIGNMENT,
             tiles,
             KIND=kind,
@@ -462,8 +467,8 @@ def activation_columns_triton(
     scale = torch.empty(1, dtype=torch.float32, device=largest.device)
     width = max(COLUMNS_N, group_size)
     # an empty tensor still has a scale
-    grid = max(triton.cdiv(f, width), 1), max(triton.cdiv(columns.shape[1], COLUMNS_M), 1)
-    with torch.cuda.device_of(columns):
+    grid = max(cdiv(f, width), 1), max(cdiv(columns.shape[1], COLUMNS_M), 1)
+    with on_device_of(columns):
         activation_columns_kernel[grid](
             q.codes.view(torch.uint8),
             q.exponent,
@@ -472,7 +477,7 @@ def activation_columns_triton(
             scale,
             rows,
             f,
-            triton.cdiv(f, group_size),
+            cdiv(f, group_size),
             columns.shape[1],
             KIND=kind,
             PARTS=parts,
@@ -493,7 +498,7 @@ def _none(like: torch.Tensor) -> torch.Tensor:
 
 
 def _maxima_fake(y: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
-    tiles = triton.cdiv(y.shape[0], rows) * triton.cdiv(y.shape[1], columns)
+    tiles = cdiv(y.shape[0], rows) * cdiv(y.shape[1], columns)
     return y.new_empty(tiles if uses_kernels(y) else y.shape[0], dtype=torch.float32)
 
 

@@ -8,37 +8,36 @@ Scales are just in time, hence not known while the producer runs. It quantizes w
 tensor of the same module had last time, finds the largest magnitude on its way, and is launched a second time
 with that: its programs return at once if the scale was right, and else write the codes again. So the codes
 never depend on the prediction, only the time does. Scales lie a factor of two or more apart: few change.
+A tensor that exists, a weight too, is quantized in the same way: with one read of it.
 """
 
 import functools
 import sys
 from collections.abc import Callable
-from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
-import triton
-import triton.language as tl
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from coat_kernels.fp8 import Fp8Format, uses_kernels
+from coat_kernels.origin import maxima_of
 from coat_kernels.parallel import largest_of_all
 from coat_kernels.tensorwise import (
+    FEW_MAXIMA,
     Quantized,
-    empty_columns,
+    Scales,
+    empty_operands,
     largest_magnitude,
     largest_of_maxima,
+    launch_quantize,
     maxima_reference,
     quantize_tensor,
-    tensor_scale,
+    quantize_tensor_triton,
     tensor_scale_reference,
     to_tensor_codes_reference,
     transpose_codes,
     transpose_codes_reference,
 )
-
-# programs of a second launch: few return soonest
-CORRECTING_PROGRAMS = 264
 
 aten = torch.ops.aten
 
@@ -67,54 +66,14 @@ class PredictedScale:
         return type(self), (self.fmt,)
 
 
-class Scales(NamedTuple):
-    """The scales of a launch, FP32 [1] each. The first launch quantizes with `predicted` and copies it to
-    `used`. The second one knows `largest`, writes the scale that belongs to it to `true` and `predicted`, and
-    the codes again if `used` is another."""
-
-    predicted: torch.Tensor | None
-    used: torch.Tensor | None
-    largest: torch.Tensor | None = None
-    true: torch.Tensor | None = None
-
-    @property
-    def first(self) -> bool:
-        return self.largest is None
-
-    def programs(self, tiles: int) -> int:
-        """Programs of a launch over `tiles`; each goes through those that `scale_and_tiles` tells it."""
-        return max(tiles if self.first else min(tiles, CORRECTING_PROGRAMS), 1)
-
-
-# of a launch that writes no codes
-NO_SCALES = Scales(None, None)
-
-
-@triton.jit
-def scale_and_tiles(p_predicted, p_used, p_largest, p_true, tiles, E5M2: tl.constexpr):
-    """The scale of a launch, and how many tiles it has to write. Every program stores the same."""
-    if p_predicted is None:
-        scale = 1.0
-        todo = tiles
-    elif p_largest is None:
-        scale = tl.load(p_predicted)
-        tl.store(p_used, scale)
-        todo = tiles
-    else:
-        scale = tensor_scale(tl.load(p_largest), E5M2)
-        tl.store(p_true, scale)
-        tl.store(p_predicted, scale)
-        todo = tl.where(tl.load(p_used) == scale, 0, tiles)
-    return scale, todo
-
-
 def write_reference(x: torch.Tensor, out: Quantized, scales: Scales, fmt: Fp8Format) -> torch.Tensor | None:
     """What a producer of `x` [m, n] does in each launch; the first one returns maxima, and writes sums."""
-    if scales.first:
+    if not scales.corrects:
         scales.used.copy_(scales.predicted)
         if out.sums is not None:
             torch.sum(x, 0, dtype=torch.float32, out=out.sums)
     else:
+        scales.largest.copy_(scales.maxima.amax(0, keepdim=True))
         scales.true.copy_(tensor_scale_reference(scales.largest, fmt))
         scales.predicted.copy_(scales.true)
         if scales.used.equal(scales.true):
@@ -124,11 +83,11 @@ def write_reference(x: torch.Tensor, out: Quantized, scales: Scales, fmt: Fp8For
         out.rows.copy_(codes)
     if out.columns is not None:
         out.columns.copy_(transpose_codes_reference(codes))
-    return maxima_reference(x) if scales.first else None
+    return None if scales.corrects else maxima_reference(x)
 
 
 class Attempt:
-    """FP8 operands of [m, n] written with a predicted scale. `write(out, scales)` launches the producer."""
+    """FP8 operands of [m, n] written with a predicted scale. `write(out, scales)` launches their producer."""
 
     def __init__(
         self,
@@ -141,27 +100,19 @@ class Attempt:
         columns: bool = False,
         sums: bool = False,
     ):
-        def scalar():
-            return torch.empty(1, dtype=torch.float32, device=device)
-
-        fmt = prediction.fmt
         self.write = write
-        self.scales = Scales(prediction.on(device), scalar())
-        self.out = Quantized(
-            torch.empty(m, n, dtype=fmt.dtype, device=device) if rows else None,
-            empty_columns(m, n, fmt, device) if columns else None,
-            scalar(),
-            torch.empty(n, dtype=torch.float32, device=device) if sums else None,
-        )
-        self.maxima = write(self.out, self.scales)
+        self.predicted = prediction.on(device)
+        self.out = empty_operands(m, n, prediction.fmt, device, rows, columns, sums)
+        self.used = torch.empty_like(self.out.scale)
+        self.maxima = write(self.out, Scales(self.predicted, self.used))
 
     def finish(self, group: dist.ProcessGroup | None) -> tuple[Quantized, torch.Tensor]:
         """The operands, right now, and the largest magnitude, over the ranks of `group`."""
-        largest = largest_of_maxima(self.maxima)
+        out, maxima, largest = self.out, self.maxima, torch.empty_like(self.used)
         if group is not None:
-            largest_of_all(largest, group)
-        self.write(self.out, self.scales._replace(largest=largest, true=self.out.scale))
-        return self.out, largest
+            maxima = largest_of_all(largest_of_maxima(maxima), group)
+        self.write(out, Scales(self.predicted, self.used, maxima, maxima.numel(), largest, out.scale))
+        return out, largest
 
 
 class Source:
@@ -185,14 +136,11 @@ class Source:
     ):
         self._inputs, self._versions = inputs, [t._version for t in inputs]
         self._make, self._write = make, write
-        self.prediction, self.shape, self.dtype = prediction, shape, dtype
+        self.prediction, self.shape = prediction, shape
+        self.dtype, self.device = dtype, inputs[0].device
         self.made: torch.Tensor | None = None
-        self._attempt = self._try(True, False, False) if at_once else None
+        self._attempt = self._try(inputs, True, False, False) if at_once else None
         self._finished = None
-
-    @property
-    def device(self) -> torch.device:
-        return self.inputs[0].device
 
     @property
     def inputs(self) -> tuple[torch.Tensor, ...]:
@@ -201,7 +149,7 @@ class Source:
                 "a gradient whose FP8 operands a linear layer has taken exists no more. Clone it in a hook "
                 "of the tensor, before the layer's backward, or call retain_grad()."
             )
-        if any(t._version != version for t, version in zip(self._inputs, self._versions, strict=True)):
+        if [t._version for t in self._inputs] != self._versions:
             raise RuntimeError(
                 "a tensor that a deferred activation or gradient is computed from has been modified by an "
                 "inplace operation. Clone it before modifying it."
@@ -220,8 +168,8 @@ class Source:
         """Lets go of everything the tensor could be made from."""
         self._inputs = self._attempt = self._finished = self._make = self._write = None
 
-    def _try(self, rows: bool, columns: bool, sums: bool) -> Attempt:
-        inputs, make, launch, fmt = self.inputs, self._make, self._write, self.prediction.fmt
+    def _try(self, inputs: tuple[torch.Tensor, ...], rows: bool, columns: bool, sums: bool) -> Attempt:
+        make, launch, fmt = self._make, self._write, self.prediction.fmt
         if uses_kernels(inputs[0]):
             write = functools.partial(launch, *inputs)
         else:
@@ -229,16 +177,16 @@ class Source:
             def write(out, scales):
                 return write_reference(make(*inputs), out, scales, fmt)
 
-        return Attempt(write, self.prediction, *self.shape, inputs[0].device, rows, columns, sums)
+        return Attempt(write, self.prediction, *self.shape, self.device, rows, columns, sums)
 
     def operands(
         self, rows: bool, columns: bool, group: dist.ProcessGroup | None, sums: bool
     ) -> tuple[Quantized, torch.Tensor] | None:
         """As `fp8_operands`; None for what was not made at once: sums, or for another group than before."""
         # also asks whether they are still the same
-        self.inputs  # noqa: B018
+        inputs = self.inputs
         if self._attempt is None:
-            return self._try(rows, columns, sums).finish(group)
+            return self._try(inputs, rows, columns, sums).finish(group)
         if sums:
             return None
         if self._finished is None:
@@ -338,9 +286,11 @@ def fp8_operands(
     columns: bool = False,
     group: dist.ProcessGroup | None = None,
     sums: bool = False,
+    predicted: PredictedScale | None = None,
 ) -> tuple[Quantized, torch.Tensor]:
     """`x` [..., n], as [m, n], quantized by rows and by columns as asked for, and its largest magnitude, FP32
     [1], over the ranks of `group`: from its producer where it is deferred. `sums` of columns are this rank's.
+    Where nobody knows its maxima, kernels take the scale that is `predicted`, if that is one of `fmt`.
     """
     n = x.shape[-1]
     if isinstance(x, Deferred):
@@ -350,10 +300,18 @@ def fp8_operands(
             if found is not None:
                 return found
         x = x.plain()
+    maxima, plain = maxima_of(x), x.reshape(-1, n).contiguous()
+    if uses_kernels(x) and not torch.compiler.is_compiling():
+        if maxima is None and predicted is not None and predicted.fmt == fmt:
+            write = functools.partial(launch_quantize, plain)
+            return Attempt(write, predicted, *plain.shape, x.device, rows, columns, sums).finish(group)
+        if maxima is not None and maxima.numel() <= FEW_MAXIMA and group is None:
+            largest = torch.empty(1, dtype=torch.float32, device=x.device)
+            return quantize_tensor_triton(plain, maxima, fmt, rows, columns, sums, largest), largest
     largest = largest_magnitude(x)
     if group is not None:
         largest_of_all(largest, group)
-    return quantize_tensor(x.reshape(-1, n).contiguous(), largest, fmt, rows, columns, sums), largest
+    return quantize_tensor(plain, largest, fmt, rows, columns, sums), largest
 
 
 def holders(x: Deferred) -> int:

@@ -7,6 +7,7 @@ Rules kept by every quantizer of this package:
 - zero is stored as zero.
 """
 
+import functools
 from dataclasses import dataclass
 
 import torch
@@ -43,9 +44,15 @@ def fp8_format(name: str) -> Fp8Format:
     raise ValueError(f"FP8 format: expected 'e4m3' or 'e5m2', found {name!r}")
 
 
+@functools.cache
+def capability(device: torch.device) -> tuple[int, int]:
+    """The compute capability of a GPU, of which torch asks CUDA each time."""
+    return torch.cuda.get_device_capability(device)
+
+
 def has_fp8_gemm(device: torch.device) -> bool:
     """Whether `device` multiplies FP8 in hardware: compute capability 8.9 (Ada) or newer."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)
+    return device.type == "cuda" and capability(device) >= (8, 9)
 
 
 _emulating = False
@@ -65,7 +72,7 @@ def uses_kernels(x: torch.Tensor) -> bool:
 def require_fp8(device: torch.device) -> None:
     """Raises RuntimeError where `device` is a GPU without FP8. CPUs pass: they run the reference."""
     if device.type == "cuda" and not _emulating and not has_fp8_gemm(device):
-        major, minor = torch.cuda.get_device_capability(device)
+        major, minor = capability(device)
         raise RuntimeError(
             f"FP8 needs a GPU of compute capability 8.9 or newer, found {torch.cuda.get_device_name(device)} "
             f'with {major}.{minor}. Use such a GPU, set "coat": {{"enabled": false}}, or, to look at the '

@@ -20,6 +20,7 @@ import triton.language as tl
 
 from coat_kernels.fast_math import fast_sqrt, with_sign_of
 from coat_kernels.fp8 import E4M3, cast, from_fp8, round_to_fp8, to_fp8, uses_kernels
+from coat_kernels.launch import cdiv, on_device_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,7 +195,7 @@ def empty_grouped(rows: int, columns: int, group_size: int, fmt: str, device: to
     """Uninitialised storage for [rows, columns]."""
     return Grouped(
         torch.empty(rows, columns, dtype=GROUP_FORMATS[fmt].dtype, device=device),
-        torch.empty(rows, triton.cdiv(columns, group_size), dtype=torch.uint8, device=device),
+        torch.empty(rows, cdiv(columns, group_size), dtype=torch.uint8, device=device),
     )
 
 
@@ -202,8 +203,8 @@ def quantize_groups_triton(x: torch.Tensor, group_size: int, fmt: str = DEFAULT_
     """`quantize_groups_reference` as a kernel, bit for bit."""
     rows, columns = x.shape
     out = empty_grouped(rows, columns, group_size, fmt, x.device)
-    with torch.cuda.device_of(x):
-        quantize_groups_kernel[(triton.cdiv(rows, 8), triton.cdiv(columns, 256))](
+    with on_device_of(x):
+        quantize_groups_kernel[(cdiv(rows, 8), cdiv(columns, 256))](
             x,
             out.codes.view(torch.uint8),
             out.exponent,
@@ -222,8 +223,8 @@ def dequantize_groups_triton(q: Grouped, group_size: int, dtype: torch.dtype = t
     """`dequantize_groups_reference` as a kernel, rounded to `dtype`."""
     rows, columns = q.codes.shape
     x = torch.empty(rows, columns, dtype=dtype, device=q.codes.device)
-    with torch.cuda.device_of(x):
-        dequantize_groups_kernel[(triton.cdiv(rows, 8), triton.cdiv(columns, 256))](
+    with on_device_of(x):
+        dequantize_groups_kernel[(cdiv(rows, 8), cdiv(columns, 256))](
             q.codes.view(torch.uint8),
             q.exponent,
             x,

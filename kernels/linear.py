@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from coat_kernels.deferred import Deferred, fp8_operands, holders, holders_in_backward
+from coat_kernels.deferred import Deferred, PredictedScale, fp8_operands, holders, holders_in_backward
 from coat_kernels.fp8 import E4M3, E5M2, Fp8Format, require_fp8, uses_kernels
 from coat_kernels.matmul import accumulate_matmul, scaled_matmul
 from coat_kernels.origin import Origin, maxima_of, with_maxima
@@ -46,14 +46,16 @@ DEFAULT_FORMATS = LinearFormats()
 
 class _Fp8Linear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, weight, bias, formats, origin, cache, parallel, trains, into):
+    def forward(ctx, x, weight, bias, formats, origin, cache, parallel, trains, into, x_scale, grad_scale):
         trains_weight = ctx.needs_input_grad[1]
         keep = trains_weight and origin is None
         fmt = formats.forward
         group = parallel.group if parallel else None
-        quantized_w, largest_w = cache.forward(weight, fmt, trains, group)
-        agrees = group if parallel and parallel.splits_input else None
-        (rows, columns, scale, _), largest_x = fp8_operands(x, fmt, columns=keep, group=agrees)
+        quantized_w, largest_w = cache.forward(weight, fmt, trains)
+        agrees = group if parallel and parallel.gathers_input else None
+        (rows, columns, scale, _), largest_x = fp8_operands(
+            x, fmt, columns=keep, group=agrees, predicted=x_scale
+        )
         if parallel and parallel.gathers_input:
             rows = gather_rows(rows, group)()
         y = scaled_matmul(
@@ -69,7 +71,7 @@ class _Fp8Linear(torch.autograd.Function):
             parallel,
         )
         ctx.bias_dtype = None if bias is None else bias.dtype
-        ctx.columns, ctx.into = None, into
+        ctx.columns, ctx.into, ctx.grad_scale = None, into, grad_scale
         kept: tuple[torch.Tensor, ...] = ()
         if keep:
             kept = (columns, scale)
@@ -87,7 +89,8 @@ class _Fp8Linear(torch.autograd.Function):
         grad_x = grad_w = grad_bias = None
         sums = None
         if needs_x or needs_w:
-            grad = _quantized_grad(grad_y, formats.backward, parallel, needs_x, needs_w, needs_bias)
+            wanted = needs_x, needs_w, needs_bias
+            grad = _quantized_grad(grad_y, formats.backward, parallel, *wanted, ctx.grad_scale)
             sums = grad.sums
             if isinstance(grad_y, Deferred) and holders(grad_y) == holders_in_backward(grad_y.device):
                 # autograd holds on to it until this function returns, and nobody else will ask for it
@@ -117,7 +120,7 @@ class _Fp8Linear(torch.autograd.Function):
                 grad_w = weight.new_zeros(()).expand(weight.shape)
         if needs_x:
             grad_x = grad_x().view(ctx.shape)
-        return grad_x, grad_w, grad_bias, None, None, None, None, None, None
+        return grad_x, grad_w, grad_bias, *(None,) * 8
 
 
 def _columns_of_input(ctx, kept, fmt: Fp8Format):
@@ -139,13 +142,13 @@ def _quantized_grad(
     rows: bool,
     columns: bool,
     sums: bool,
+    predicted: PredictedScale | None,
 ) -> Quantized:
     """The gradient of this rank's output columns for all tokens, quantized as asked for, and summed over this
     rank's tokens."""
-    group = parallel.group if parallel and parallel.splits_output else None
     if not (parallel and parallel.scatters_output):
-        return fp8_operands(grad_y, fmt, rows, columns, group, sums)[0]
-    part = fp8_operands(grad_y, fmt, group=group, sums=sums)[0]
+        return fp8_operands(grad_y, fmt, rows, columns, sums=sums, predicted=predicted)[0]
+    part = fp8_operands(grad_y, fmt, group=parallel.group, sums=sums, predicted=predicted)[0]
     whole = gather_rows(part.rows, parallel.group)()
     return part._replace(rows=whole, columns=transpose_codes(whole) if columns else None)
 
@@ -169,6 +172,8 @@ def fp8_linear(
     cache: WeightCache | None = None,
     parallel: TensorParallel | None = None,
     weight_grad_into: Callable[[], torch.Tensor] | None = None,
+    x_scale: PredictedScale | None = None,
+    grad_scale: PredictedScale | None = None,
 ) -> torch.Tensor:
     """x W^T + b with FP8 matrix products.
 
@@ -179,11 +184,14 @@ def fp8_linear(
         formats: the FP8 formats; E4M3 forward and E5M2 backward by default.
         origin: how to make x again in backward; without it x is kept as FP8 and one FP32 scale.
         cache: what the caller keeps of the quantized weight; nothing by default.
-        parallel: how the layer is split over ranks. Scales are those of the whole tensors. Partial sums of a
-            layer that is split by input are left to the caller, except under sequence parallelism, where the
-            first dimension is that of the tokens.
+        parallel: how the layer is split over ranks. What it gathers has one scale on all ranks; of anything
+            else each rank's part has its own. Partial sums of a layer that is split by input are left to the
+            caller, except under sequence parallelism, where the first dimension is that of the tokens.
         weight_grad_into: gives, in backward, the tensor [N, K], of any floating-point type, to which the
             weight's gradient is added. Autograd gets zeros that take no memory.
+        x_scale, grad_scale: predict the scales of x and of the output's gradient where those are plain
+            tensors, which saves a pass over each; the caller's, one each for every call site. Not used while
+            a model is compiled.
 
     Returns [..., N] in the dtype of x. Raises ValueError on CUDA if K or N is not a multiple of 16, and
     RuntimeError on a GPU without FP8.
@@ -205,5 +213,15 @@ def fp8_linear(
         cache = NO_CACHE
     trains = torch.is_grad_enabled()
     return _Fp8Linear.apply(
-        x, weight, bias, formats or DEFAULT_FORMATS, origin, cache, parallel, trains, weight_grad_into
+        x,
+        weight,
+        bias,
+        formats or DEFAULT_FORMATS,
+        origin,
+        cache,
+        parallel,
+        trains,
+        weight_grad_into,
+        x_scale,
+        grad_scale,
     )

@@ -5,12 +5,15 @@ to BF16 nor written and read once more. The kernel that does so sums within the 
 keep about 14 bits; where sums must keep more, cuBLASLt's product and a pass that adds it are faster.
 """
 
+import functools
+
 import torch
 import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from coat_kernels.fp8 import INTERPRET, cast, uses_kernels, widen
+from coat_kernels.fp8 import INTERPRET, capability, cast, uses_kernels, widen
+from coat_kernels.launch import cdiv, on_device_of
 from coat_kernels.ops import compilable
 
 # of `out`, and of the dimension that is summed at a time
@@ -105,6 +108,7 @@ def reduce_add(d_out, o_n, o_k, b_x):
         d_out.atomic_add([o_n, o_k], b_x)
 
 
+@functools.cache
 def multiprocessors(device: torch.device) -> int:
     """Those of a GPU; the interpreter is one."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
@@ -118,9 +122,9 @@ def accumulate_matmul_triton(
     All are contiguous, none is empty; t is a multiple of 16, k of 4, and `out` begins at one of 16 bytes.
     """
     (n, t), (k, _) = a.shape, b.shape
-    tiles = triton.cdiv(n, N_TILE) * triton.cdiv(k, K_TILE)
+    tiles = cdiv(n, N_TILE) * cdiv(k, K_TILE)
     programs = multiprocessors(out.device)
-    with torch.cuda.device_of(out):
+    with on_device_of(out):
         accumulate_kernel[(min(programs, tiles),)](
             TensorDescriptor.from_tensor(a, [N_TILE, T_TILE]),
             TensorDescriptor.from_tensor(b, [K_TILE, T_TILE]),
@@ -150,8 +154,8 @@ def add_kernel(p_out, p_x, n, BLOCK: tl.constexpr):
 
 def add_triton(out: torch.Tensor, x: torch.Tensor) -> None:
     """`out.add_(x)`, bit for bit, of contiguous tensors of one shape; torch is slower where types differ."""
-    with torch.cuda.device_of(out):
-        add_kernel[(triton.cdiv(out.numel(), BLOCK),)](out, x, out.numel(), BLOCK=BLOCK, num_warps=8)
+    with on_device_of(out):
+        add_kernel[(cdiv(out.numel(), BLOCK),)](out, x, out.numel(), BLOCK=BLOCK, num_warps=8)
 
 
 def add_into(out: torch.Tensor, x: torch.Tensor) -> None:
@@ -166,9 +170,9 @@ def _adds_itself(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> bool:
     """Whether the product is added to `out` without being written."""
     if out.dtype != torch.float32 or not uses_kernels(a):
         return out.dtype == torch.float32
-    tiles = triton.cdiv(a.shape[0], N_TILE) * triton.cdiv(b.shape[0], K_TILE)
+    tiles = cdiv(a.shape[0], N_TILE) * cdiv(b.shape[0], K_TILE)
     return (
-        torch.cuda.get_device_capability(out.device)[0] == 9
+        capability(out.device)[0] == 9
         and tiles >= TILES_PER_PROCESSOR * multiprocessors(out.device)
         and a.shape[1] > 0
         and out.is_contiguous()

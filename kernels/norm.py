@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 from coat_kernels.codecs.codec import load_tile, store_tile
-from coat_kernels.deferred import NO_SCALES, Deferred, PredictedScale, Scales, Source, scale_and_tiles
+from coat_kernels.deferred import Deferred, PredictedScale, Source
 from coat_kernels.fp8 import Fp8Format, cast, fp8_format, require_fp8, round_to, uses_kernels, widen
 from coat_kernels.group_tiles import (
     load_group_tile,
@@ -28,13 +28,17 @@ from coat_kernels.groups import (
     empty_grouped,
     quantize_groups_reference,
 )
+from coat_kernels.launch import cdiv, next_power_of_2, on_device_of
 from coat_kernels.ops import compilable
 from coat_kernels.origin import Origin, with_maxima, with_origin
 from coat_kernels.residual import NO_ADDENDS, Addends, is_deferred_sum, residual_add_tile
 from coat_kernels.tensorwise import (
+    NO_SCALES,
     Quantized,
+    Scales,
     empty_columns,
     quantize_tensor_reference,
+    scale_and_tiles,
     store_words,
     tensor_scale,
     to_tensor_codes,
@@ -126,14 +130,14 @@ def load_gamma(p_weight, o_h, m_h, ZERO_CENTERED: tl.constexpr, EVEN: tl.constex
 
 @triton.jit
 def norm_forward_kernel(p_x, p_residual, p_branch, p_branch_bias, p_weight, p_bias, p_y, p_rows, p_codes,
-                        p_exponent, p_rstd, p_maxima, p_predicted, p_used, p_largest, p_true,
-                        rows, h, groups, eps, tiles,
+                        p_exponent, p_rstd, p_maxima, p_predicted, p_used, p_found, found, p_largest,
+                        p_true, rows, h, groups, eps, tiles,
                         LAYER_NORM: tl.constexpr, ZERO_CENTERED: tl.constexpr, E5M2: tl.constexpr,
                         ROOTS: tl.constexpr, EVEN: tl.constexpr, ROWS: tl.constexpr, H: tl.constexpr,
                         G: tl.constexpr):  # fmt: skip
     """y itself, or its FP8 codes by rows; x, if it is a sum, what is kept and maxima where asked for."""
     DTYPE: tl.constexpr = p_x.dtype.element_ty
-    scale, todo = scale_and_tiles(p_predicted, p_used, p_largest, p_true, tiles, E5M2)
+    scale, todo = scale_and_tiles(p_predicted, p_used, p_found, found, p_largest, p_true, tiles, E5M2)
     o_h = tl.arange(0, H)
     for tile in range(tl.program_id(0), todo, tl.num_programs(0)):
         o_row = tl.cast(tile, tl.int64) * ROWS + tl.arange(0, ROWS)
@@ -242,7 +246,7 @@ def norm_columns_kernel(p_codes, p_exponent, p_rstd, p_weight, p_bias, p_largest
 
 def _tile(h: int, group_size: int, least: int, elements: int) -> dict:
     """What a launch over tiles of whole rows needs: `least` elements in one, `elements` a thread."""
-    width = max(triton.next_power_of_2(int(h)), group_size)
+    width = max(next_power_of_2(int(h)), group_size)
     height = max(least // width, 1)
     warps = height * width // (32 * elements)
     return {"ROWS": height, "H": width, "G": group_size, "num_warps": min(max(warps, 1), MAX_WARPS)}
@@ -287,10 +291,10 @@ def _launch_forward(
     maxima. Where x is the sum of `addends` it is written, too."""
     rows, h = x.shape
     tile = _tile(h, group_size, FORWARD_TILE, FORWARD_ELEMENTS)
-    tiles = triton.cdiv(rows, tile["ROWS"])
-    maxima = torch.empty(tiles, dtype=torch.float32, device=x.device) if scales.first else None
-    keep = scales.first and q is not None
-    with torch.cuda.device_of(x):
+    tiles = cdiv(rows, tile["ROWS"])
+    maxima = torch.empty(tiles, dtype=torch.float32, device=x.device) if scales.finds_maxima else None
+    keep = scales.finds_maxima and q is not None
+    with on_device_of(x):
         norm_forward_kernel[(scales.programs(tiles),)](
             x,
             *addends,
@@ -305,7 +309,7 @@ def _launch_forward(
             *scales,
             rows,
             h,
-            triton.cdiv(h, group_size),
+            cdiv(h, group_size),
             eps,
             tiles,
             LAYER_NORM=layer_norm,
@@ -335,7 +339,7 @@ def norm_backward_triton(
     their parameter gradients, in an order that depends on the shape alone."""
     rows, h = grad_y.shape
     tile = _tile(h, group_size, BACKWARD_TILE, BACKWARD_ELEMENTS)
-    programs = min(triton.cdiv(rows, tile["ROWS"]), PROGRAMS)
+    programs = min(cdiv(rows, tile["ROWS"]), PROGRAMS)
 
     def empty(*shape):
         return torch.empty(*shape, dtype=torch.float32, device=grad_y.device)
@@ -344,7 +348,7 @@ def norm_backward_triton(
     maxima = empty(programs) if needs_x else None
     partial_weight = empty(programs, h) if needs_weight else None
     partial_bias = empty(programs, h) if needs_bias else None
-    with torch.cuda.device_of(grad_y):
+    with on_device_of(grad_y):
         norm_backward_kernel[(programs,)](
             grad_y,
             grad_residual,
@@ -358,7 +362,7 @@ def norm_backward_triton(
             partial_bias,
             rows,
             h,
-            triton.cdiv(h, group_size),
+            cdiv(h, group_size),
             LAYER_NORM=layer_norm,
             ZERO_CENTERED=zero_centered,
             STAGES=BACKWARD_STAGES,
@@ -383,8 +387,8 @@ def norm_columns_triton(
     scale = torch.empty(1, dtype=torch.float32, device=rstd.device)
     width = max(COLUMNS_N, group_size)
     # an empty tensor still has a scale
-    grid = max(triton.cdiv(h, width), 1), max(triton.cdiv(columns.shape[1], COLUMNS_M), 1)
-    with torch.cuda.device_of(columns):
+    grid = max(cdiv(h, width), 1), max(cdiv(columns.shape[1], COLUMNS_M), 1)
+    with on_device_of(columns):
         norm_columns_kernel[grid](
             q.codes.view(torch.uint8),
             q.exponent,
@@ -396,7 +400,7 @@ def norm_columns_triton(
             scale,
             rows,
             h,
-            triton.cdiv(h, group_size),
+            cdiv(h, group_size),
             columns.shape[1],
             ZERO_CENTERED=zero_centered,
             E5M2=fmt.is_e5m2,
@@ -417,7 +421,7 @@ def _none(like: torch.Tensor) -> torch.Tensor:
 
 def _forward_fake(x, weight, bias, eps, layer_norm, zero_centered, group_size, keep):
     rows, h = x.shape
-    programs = triton.cdiv(rows, _tile(h, group_size, FORWARD_TILE, FORWARD_ELEMENTS)["ROWS"])
+    programs = cdiv(rows, _tile(h, group_size, FORWARD_TILE, FORWARD_ELEMENTS)["ROWS"])
     maxima = x.new_empty(programs if uses_kernels(x) else rows, dtype=torch.float32)
     if not keep:
         return torch.empty_like(x), maxima, _none(x), _none(x), _none(x)
@@ -458,7 +462,7 @@ def _backward_fake(
 ):
     rows, h = grad_y.shape
     tile = _tile(h, group_size, BACKWARD_TILE, BACKWARD_ELEMENTS)
-    programs = min(triton.cdiv(rows, tile["ROWS"]), PROGRAMS) if uses_kernels(grad_y) else rows
+    programs = min(cdiv(rows, tile["ROWS"]), PROGRAMS) if uses_kernels(grad_y) else rows
     return (
         torch.empty_like(grad_y) if needs_x else _none(grad_y),
         rstd.new_empty(programs) if needs_x else _none(grad_y),

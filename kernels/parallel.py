@@ -1,5 +1,9 @@
 """What a linear layer that is split over a tensor-parallel group sends: FP8 codes, partial sums, magnitudes.
 
+Ranks agree on a scale only where their codes meet in one operand, the ones gathered under sequence
+parallelism. Products with other operands are sums over the ranks, each with the scales of its own parts; and
+since scales are powers of two apart, the rounding of normal numbers is that of the whole tensor's scale.
+
 Every function takes the process group and is called by all of its ranks in the same order.
 """
 
@@ -10,6 +14,9 @@ import torch
 import torch.distributed as dist
 
 from coat_kernels.tensorwise import ALIGNMENT
+
+# what codes are copied in where they come in whole ones
+WORD = torch.int64
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,16 +42,6 @@ class TensorParallel:
     @property
     def scatters_output(self) -> bool:
         return self.sequence and not self.by_output
-
-    @property
-    def splits_input(self) -> bool:
-        """Whether ranks hold different parts of the input."""
-        return self.sequence or not self.by_output
-
-    @property
-    def splits_output(self) -> bool:
-        """Whether ranks hold different parts of the output."""
-        return self.sequence or self.by_output
 
 
 def largest_of_all(largest: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
@@ -73,12 +70,16 @@ def gather_columns(codes: torch.Tensor, m: int, group: dist.ProcessGroup) -> Cal
     tokens: [n, ranks * m padded].
     """
     n, wait_for_rows = codes.shape[0], gather_rows(codes, group)
+    ranks, length = group.size(), m * codes.element_size()
 
     def wait() -> torch.Tensor:
-        parts = wait_for_rows().view(group.size(), n, -1)[:, :, :m]
-        total = group.size() * m
+        total = ranks * m
         joined = torch.empty(n, total + -total % ALIGNMENT, dtype=codes.dtype, device=codes.device)
-        joined[:, :total].view(n, group.size(), m).copy_(parts.transpose(0, 1))
+        # a copy of single bytes takes six times as long
+        word = torch.uint8 if length % WORD.itemsize else WORD
+        words = length // word.itemsize
+        parts = wait_for_rows().view(word).view(ranks, n, -1)[:, :, :words]
+        joined.view(word)[:, : ranks * words].view(n, ranks, words).copy_(parts.transpose(0, 1))
         if total % ALIGNMENT:
             joined[:, total:] = 0
         return joined

@@ -11,15 +11,18 @@ import torch
 import triton
 import triton.language as tl
 
-from coat_kernels.deferred import Deferred, PredictedScale, Scales, Source, scale_and_tiles
+from coat_kernels.deferred import Deferred, PredictedScale, Source
 from coat_kernels.fp8 import cast, finite_or_nan, round_to, uses_kernels
+from coat_kernels.launch import cdiv, next_power_of_2, on_device_of
 from coat_kernels.ops import compilable
 from coat_kernels.origin import with_maxima
 from coat_kernels.tensorwise import (
     ALIGNMENT,
     Quantized,
+    Scales,
     finite_max,
     maxima_reference,
+    scale_and_tiles,
     store_words,
     to_tensor_codes,
     to_tensor_words,
@@ -186,7 +189,8 @@ def finite_abs(b_grad, DTYPE: tl.constexpr):
 
 @triton.jit
 def rotate_qkv_operands_kernel(p_dq, p_dk, p_dv, p_cos, p_sin, p_rows, p_columns, p_sums, p_maxima,
-                               p_predicted, p_used, p_largest, p_true, tokens, batch, heads, padded, tiles,
+                               p_predicted, p_used, p_found, found, p_largest, p_true,
+                               tokens, batch, heads, padded, tiles,
                                q_s, q_b, q_n, k_s, k_b, k_n, v_s, v_b, v_n,
                                M: tl.constexpr, D: tl.constexpr, R: tl.constexpr, HALF: tl.constexpr,
                                REST: tl.constexpr, HEADS: tl.constexpr, TOKENS: tl.constexpr,
@@ -194,7 +198,7 @@ def rotate_qkv_operands_kernel(p_dq, p_dk, p_dv, p_cos, p_sin, p_rows, p_columns
     """FP8 codes of the gradient by rows [tokens, heads * D] and columns, and sums of columns over the tokens
     of each tile, as asked for."""
     DTYPE: tl.constexpr = p_dq.dtype.element_ty
-    scale, todo = scale_and_tiles(p_predicted, p_used, p_largest, p_true, tiles, E5M2)
+    scale, todo = scale_and_tiles(p_predicted, p_used, p_found, found, p_largest, p_true, tiles, E5M2)
     across = tl.cdiv(heads, HEADS)
     o_half = tl.arange(0, HALF)
     m_half = o_half < R // 2
@@ -271,8 +275,8 @@ def rotate_qkv_operands_kernel(p_dq, p_dk, p_dv, p_cos, p_sin, p_rows, p_columns
 
 
 def _tile(d: int, r: int, heads: int) -> dict[str, int]:
-    rest = triton.next_power_of_2(d - r) if d > r else 0
-    half = max(triton.next_power_of_2(r // 2), 1)
+    rest = next_power_of_2(d - r) if d > r else 0
+    half = next_power_of_2(r // 2)
     return {"D": d, "R": r, "HALF": half, "REST": rest, "HEADS": heads}
 
 
@@ -286,8 +290,8 @@ def rotate_qkv_triton(mixed, cos, sin, groups: int, d: int):
     s, b, width = mixed.shape
     heads = width // d
     q, k, v = _empty_qkv(mixed, groups, d)
-    with torch.cuda.device_of(mixed):
-        rotate_qkv_kernel[s * b, triton.cdiv(heads, HEADS)](
+    with on_device_of(mixed):
+        rotate_qkv_kernel[s * b, cdiv(heads, HEADS)](
             mixed, cos, sin, q, k, v, b, heads, groups, M=heads // groups - 2, **_tile(d, cos.shape[1], HEADS)
         )
     return q, k, v
@@ -300,10 +304,10 @@ def rotate_qkv_backward_triton(dq, dk, dv, cos, sin):
     m = dq.shape[2] // groups
     heads = groups * (m + 2)
     grad = dq.new_empty(s, b, heads * d)
-    grid = s * b, triton.cdiv(heads, BACKWARD_HEADS)
+    grid = s * b, cdiv(heads, BACKWARD_HEADS)
     maxima = torch.empty(grid[0] * grid[1], dtype=torch.float32, device=dq.device)
     strides = (stride for t in (dq, dk, dv) for stride in t.stride()[:3])
-    with torch.cuda.device_of(grad):
+    with on_device_of(grad):
         rotate_qkv_backward_kernel[grid](
             dq,
             dk,
@@ -326,11 +330,12 @@ def _launch_operands(dq, dk, dv, cos, sin, out: Quantized, scales: Scales) -> to
     s, b, groups, d = dk.shape
     m = dq.shape[2] // groups
     heads, tokens = groups * (m + 2), s * b
-    down = triton.cdiv(tokens, OPERANDS_TOKENS)
-    tiles = down * triton.cdiv(heads, OPERANDS_HEADS)
-    maxima = torch.empty(tiles, dtype=torch.float32, device=dq.device) if scales.first else None
-    partial = out.sums.new_empty(down, heads * d) if scales.first and out.sums is not None else None
-    with torch.cuda.device_of(dq):
+    down = cdiv(tokens, OPERANDS_TOKENS)
+    tiles = down * cdiv(heads, OPERANDS_HEADS)
+    maxima = torch.empty(tiles, dtype=torch.float32, device=dq.device) if scales.finds_maxima else None
+    sums = scales.finds_maxima and out.sums is not None
+    partial = out.sums.new_empty(down, heads * d) if sums else None
+    with on_device_of(dq):
         rotate_qkv_operands_kernel[(scales.programs(tiles),)](
             dq,
             dk,
@@ -383,7 +388,7 @@ def rotate_qkv_forward(
 
 def _backward_fake(dq, dk, dv, cos, sin):
     s, b, groups, d = dk.shape
-    programs = s * b * triton.cdiv(dq.shape[2] + 2 * groups, BACKWARD_HEADS) if uses_kernels(dq) else 1
+    programs = s * b * cdiv(dq.shape[2] + 2 * groups, BACKWARD_HEADS) if uses_kernels(dq) else 1
     maxima = dq.new_empty(programs, dtype=torch.float32)
     return dq.new_empty(s, b, (dq.shape[2] + 2 * groups) * d), maxima
 

@@ -22,6 +22,7 @@ import triton
 import triton.language as tl
 
 from coat_kernels.fp8 import Fp8Format, finite_or_nan, fp8_format, to_fp8, to_fp8_words, uses_kernels
+from coat_kernels.launch import cdiv, on_device_of
 from coat_kernels.ops import compilable
 from coat_kernels.origin import maxima_of
 
@@ -31,6 +32,10 @@ ALIGNMENT = 16
 BLOCK = 16384
 # rows and columns of a program that transposes, and of one that also writes rows
 COLUMNS_TILE, BOTH_TILE = (128, 128), (64, 128)
+# programs of a second launch, one for each multiprocessor of an H200: every one reads all maxima
+CORRECTING_PROGRAMS = 132
+# maxima that a program reads at a time, and so many that of a launch over all tiles every one may read them
+FOUND, FEW_MAXIMA = tl.constexpr(4096), 1024
 
 
 class Quantized(NamedTuple):
@@ -73,8 +78,8 @@ def maxima_kernel(p_x, p_maxima, n, BLOCK: tl.constexpr):
 
 def maxima_triton(x: torch.Tensor) -> torch.Tensor:
     """`maxima_reference` with one maximum for each block of a contiguous tensor."""
-    maxima = torch.empty(triton.cdiv(x.numel(), BLOCK), dtype=torch.float32, device=x.device)
-    with torch.cuda.device_of(x):
+    maxima = torch.empty(cdiv(x.numel(), BLOCK), dtype=torch.float32, device=x.device)
+    with on_device_of(x):
         maxima_kernel[(len(maxima),)](x, maxima, x.numel(), BLOCK=BLOCK, num_warps=8)
     return maxima
 
@@ -91,7 +96,7 @@ def largest_kernel(p_maxima, p_largest, n, BLOCK: tl.constexpr):
 def largest_triton(maxima: torch.Tensor) -> torch.Tensor:
     """The largest of `maxima`, FP32 [1], by one program: torch's own reduction takes three times as long."""
     largest = torch.empty(1, dtype=torch.float32, device=maxima.device)
-    with torch.cuda.device_of(maxima):
+    with on_device_of(maxima):
         largest_kernel[(1,)](maxima, largest, len(maxima), BLOCK=8192, num_warps=16)
     return largest
 
@@ -177,41 +182,111 @@ def to_tensor_words(b_x, scale, E5M2: tl.constexpr):
     return to_fp8_words(finite_or_nan(b_x) * tl.div_rn(1.0, scale), E5M2)
 
 
-@triton.jit
-def quantize_rows_kernel(p_x, p_largest, p_rows, p_scale, n, E5M2: tl.constexpr, BLOCK: tl.constexpr):
-    scale = tensor_scale(tl.load(p_largest), E5M2)
-    # every program stores the same scale
-    tl.store(p_scale, scale)
-    o_x = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    b_x = tl.load(p_x + o_x, mask=o_x < n, other=0.0).to(tl.float32)
-    tl.store(p_rows + o_x, to_tensor_codes(b_x, scale, E5M2), mask=o_x < n)
+class Scales(NamedTuple):
+    """The scales of a launch, FP32 [1] each, and the `maxima` that it gets, FP32 [count].
+
+    The first of two launches quantizes with `predicted`, copies it to `used`, and finds maxima. The second
+    gets those, writes the largest to `largest`, the scale that belongs to it to `true` and `predicted`, and
+    the codes again if `used` is another. A launch that gets maxima and no prediction does all at once.
+    """
+
+    predicted: torch.Tensor | None = None
+    used: torch.Tensor | None = None
+    maxima: torch.Tensor | None = None
+    count: int | None = None
+    largest: torch.Tensor | None = None
+    true: torch.Tensor | None = None
+
+    @property
+    def finds_maxima(self) -> bool:
+        return self.maxima is None
+
+    @property
+    def corrects(self) -> bool:
+        """Whether this is the second launch."""
+        return self.maxima is not None and self.used is not None
+
+    def programs(self, tiles: int) -> int:
+        """Programs of a launch over `tiles`; each goes through those that `scale_and_tiles` tells it."""
+        return max(min(tiles, CORRECTING_PROGRAMS) if self.corrects else tiles, 1)
+
+
+# of a launch that writes no codes
+NO_SCALES = Scales()
 
 
 @triton.jit
-def quantize_columns_kernel(p_x, p_largest, p_rows, p_columns, p_scale, p_sums, m, n, padded_m,
+def scale_and_tiles(p_predicted, p_used, p_found, found, p_largest, p_true, tiles, E5M2: tl.constexpr):
+    """The scale of a launch, and how many tiles it has to write. Every program stores the same."""
+    todo = tiles
+    if p_found is not None:
+        b_largest = tl.zeros([FOUND], dtype=tl.float32)
+        for start in range(0, found, FOUND):
+            o_found = start + tl.arange(0, FOUND)
+            b_largest = tl.maximum(b_largest, tl.load(p_found + o_found, mask=o_found < found, other=0.0))
+        largest = tl.max(b_largest, axis=0)
+        scale = tensor_scale(largest, E5M2)
+        tl.store(p_true, scale)
+        if p_largest is not None:
+            tl.store(p_largest, largest)
+        if p_predicted is not None:
+            tl.store(p_predicted, scale)
+            todo = tl.where(tl.load(p_used) == scale, 0, tiles)
+    elif p_predicted is not None:
+        scale = tl.load(p_predicted)
+        tl.store(p_used, scale)
+    else:
+        scale = 1.0
+    return scale, todo
+
+
+@triton.jit
+def quantize_rows_kernel(p_x, p_rows, p_maxima, p_predicted, p_used, p_found, found, p_largest, p_true,
+                         n, tiles, E5M2: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
+    """Codes and, where asked for, the maximum of each tile."""
+    scale, todo = scale_and_tiles(p_predicted, p_used, p_found, found, p_largest, p_true, tiles, E5M2)
+    for tile in range(tl.program_id(0), todo, tl.num_programs(0)):
+        o_x = tl.cast(tile, tl.int64) * BLOCK + tl.arange(0, BLOCK)
+        b_x = tl.load(p_x + o_x, mask=o_x < n, other=0.0).to(tl.float32)
+        tl.store(p_rows + o_x, to_tensor_codes(b_x, scale, E5M2), mask=o_x < n)
+        if p_maxima is not None:
+            tl.store(p_maxima + tile, finite_max(b_x))
+
+
+@triton.jit
+def quantize_columns_kernel(p_x, p_rows, p_columns, p_sums, p_maxima,
+                            p_predicted, p_used, p_found, found, p_largest, p_true, m, n, padded_m, tiles,
                             E5M2: tl.constexpr, M: tl.constexpr, N: tl.constexpr):  # fmt: skip
-    """Codes by rows and by columns and, for each row of tiles, sums of columns, as asked for."""
-    scale = tensor_scale(tl.load(p_largest), E5M2)
-    tl.store(p_scale, scale)
-    o_word = tl.program_id(1) * (M // 4) + tl.arange(0, M // 4)
-    o_n = tl.program_id(0) * N + tl.arange(0, N)
-    b_words = tl.zeros([M // 4, N], dtype=tl.int32)
-    b_sums = tl.zeros([M // 4, N], dtype=tl.float32)
-    for i in tl.static_range(4):
-        o_m = o_word.to(tl.int64) * 4 + i
-        m_x = (o_m[:, None] < m) & (o_n[None, :] < n)
-        b_x = tl.load(p_x + o_m[:, None] * n + o_n[None, :], mask=m_x, other=0.0).to(tl.float32)
+    """Codes by rows and by columns and, for each row of tiles, sums of columns, and for each tile its
+    maximum, as asked for."""
+    scale, todo = scale_and_tiles(p_predicted, p_used, p_found, found, p_largest, p_true, tiles, E5M2)
+    across = tl.maximum(tl.cdiv(n, N), 1)
+    for tile in range(tl.program_id(0), todo, tl.num_programs(0)):
+        o_word = (tile // across) * (M // 4) + tl.arange(0, M // 4)
+        o_n = (tile % across) * N + tl.arange(0, N)
+        b_words = tl.zeros([M // 4, N], dtype=tl.int32)
+        b_sums = tl.zeros([M // 4, N], dtype=tl.float32)
+        b_most = tl.zeros([M // 4, N], dtype=tl.float32)
+        for i in tl.static_range(4):
+            o_m = o_word.to(tl.int64) * 4 + i
+            m_x = (o_m[:, None] < m) & (o_n[None, :] < n)
+            b_x = tl.load(p_x + o_m[:, None] * n + o_n[None, :], mask=m_x, other=0.0).to(tl.float32)
+            if p_sums is not None:
+                b_sums += b_x
+            if p_maxima is not None:
+                # maxima pass over NaN
+                b_most = tl.maximum(b_most, tl.abs(finite_or_nan(b_x)))
+            if p_rows is not None:
+                b_codes = to_tensor_codes(b_x, scale, E5M2)
+                tl.store(p_rows + o_m[:, None] * n + o_n[None, :], b_codes, mask=m_x)
+            b_words |= to_tensor_words(b_x, scale, E5M2) << (8 * i)
+        if p_columns is not None:
+            store_words(p_columns, b_words, o_word, o_n, n, padded_m)
         if p_sums is not None:
-            b_sums += b_x
-        if p_rows is not None:
-            b_codes = to_tensor_codes(b_x, scale, E5M2)
-            tl.store(p_rows + o_m[:, None] * n + o_n[None, :], b_codes, mask=m_x)
-        b_words |= to_tensor_words(b_x, scale, E5M2) << (8 * i)
-    if p_columns is not None:
-        store_words(p_columns, b_words, o_word, o_n, n, padded_m)
-    if p_sums is not None:
-        p_sums += tl.program_id(1).to(tl.int64) * n
-        tl.store(p_sums + o_n, tl.sum(b_sums, axis=0), mask=o_n < n)
+            p_part = p_sums + (tile // across).to(tl.int64) * n
+            tl.store(p_part + o_n, tl.sum(b_sums, axis=0), mask=o_n < n)
+        if p_maxima is not None:
+            tl.store(p_maxima + tile, finite_max(b_most))
 
 
 @triton.jit
@@ -235,58 +310,76 @@ def empty_columns(m: int, n: int, fmt: Fp8Format, device: torch.device) -> torch
     return torch.empty(n, m + -m % ALIGNMENT, dtype=fmt.dtype, device=device)
 
 
-def quantize_tensor_triton(
-    x: torch.Tensor,
-    largest: torch.Tensor,
-    fmt: Fp8Format,
-    rows: bool = True,
-    columns: bool = False,
-    sums: bool = False,
+def empty_operands(
+    m: int, n: int, fmt: Fp8Format, device: torch.device, rows: bool, columns: bool, sums: bool
 ) -> Quantized:
-    """`quantize_tensor_reference` as a kernel: all from one read of a contiguous x, codes bit for bit, sums
-    in two stages."""
-    m, n = x.shape
-    out = Quantized(
-        torch.empty(m, n, dtype=fmt.dtype, device=x.device) if rows else None,
-        empty_columns(m, n, fmt, x.device) if columns else None,
-        torch.empty(1, dtype=torch.float32, device=x.device),
-        torch.empty(n, dtype=torch.float32, device=x.device) if sums else None,
+    """Uninitialised operands of [m, n], as asked for."""
+    return Quantized(
+        torch.empty(m, n, dtype=fmt.dtype, device=device) if rows else None,
+        empty_columns(m, n, fmt, device) if columns else None,
+        torch.empty(1, dtype=torch.float32, device=device),
+        torch.empty(n, dtype=torch.float32, device=device) if sums else None,
     )
-    with torch.cuda.device_of(x):
-        # an empty tensor still has a scale
-        if columns or sums:
-            padded_m = m + -m % ALIGNMENT
-            tile_m, tile_n = BOTH_TILE if rows else COLUMNS_TILE
-            grid = max(triton.cdiv(n, tile_n), 1), max(triton.cdiv(padded_m, tile_m), 1)
-            partial = torch.empty(grid[1], n, dtype=torch.float32, device=x.device) if sums else None
-            quantize_columns_kernel[grid](
+
+
+def launch_quantize(x: torch.Tensor, out: Quantized, scales: Scales) -> torch.Tensor | None:
+    """Writes the operands of a contiguous `x` [m, n], all from one read of it: sums, in two stages, in any
+    but a second launch. Returns maxima if there were none."""
+    m, n = x.shape
+    by_columns = out.columns is not None or out.sums is not None
+    # an empty tensor still has a scale
+    if by_columns:
+        padded_m = m + -m % ALIGNMENT
+        tile_m, tile_n = BOTH_TILE if out.rows is not None else COLUMNS_TILE
+        down = max(cdiv(padded_m, tile_m), 1)
+        tiles = down * max(cdiv(n, tile_n), 1)
+    else:
+        tiles = max(cdiv(m * n, BLOCK), 1)
+    maxima = torch.empty(tiles, dtype=torch.float32, device=x.device) if scales.finds_maxima else None
+    rows = None if out.rows is None else out.rows.view(torch.uint8)
+    with on_device_of(x):
+        if by_columns:
+            partial = None
+            if out.sums is not None and not scales.corrects:
+                partial = torch.empty(down, n, dtype=torch.float32, device=x.device)
+            quantize_columns_kernel[(scales.programs(tiles),)](
                 x,
-                largest,
-                out.rows.view(torch.uint8) if rows else None,
-                out.columns.view(torch.int32) if columns else None,
-                out.scale,
+                rows,
+                None if out.columns is None else out.columns.view(torch.int32),
                 partial,
+                maxima,
+                *scales,
                 m,
                 n,
                 padded_m,
-                E5M2=fmt.is_e5m2,
+                tiles,
+                E5M2=out.is_e5m2,
                 M=tile_m,
                 N=tile_n,
                 num_warps=4,
             )
-            if sums:
+            if partial is not None:
                 torch.sum(partial, 0, out=out.sums)
         else:
-            quantize_rows_kernel[(max(triton.cdiv(x.numel(), BLOCK), 1),)](
-                x,
-                largest,
-                out.rows.view(torch.uint8),
-                out.scale,
-                x.numel(),
-                E5M2=fmt.is_e5m2,
-                BLOCK=BLOCK,
-                num_warps=8,
+            quantize_rows_kernel[(scales.programs(tiles),)](
+                x, rows, maxima, *scales, m * n, tiles, E5M2=out.is_e5m2, BLOCK=BLOCK, num_warps=8
             )
+    return maxima
+
+
+def quantize_tensor_triton(
+    x: torch.Tensor,
+    maxima: torch.Tensor,
+    fmt: Fp8Format,
+    rows: bool = True,
+    columns: bool = False,
+    sums: bool = False,
+    largest: torch.Tensor | None = None,
+) -> Quantized:
+    """`quantize_tensor_reference` as a kernel: codes bit for bit, sums in two stages. Of many `maxima` it
+    takes the largest, which goes to `largest` if there is one."""
+    out = empty_operands(*x.shape, fmt, x.device, rows, columns, sums)
+    launch_quantize(x, out, Scales(None, None, maxima, maxima.numel(), largest, out.scale))
     return out
 
 
@@ -334,6 +427,9 @@ def quantize_tensor(
 ) -> Quantized:
     """`x` [m, n], contiguous, whose largest magnitude is `largest`, by rows and by columns, and its columns'
     `sums`, as asked for."""
+    if not torch.compiler.is_compiling():
+        quantize = quantize_tensor_triton if uses_kernels(x) else quantize_tensor_reference
+        return quantize(x, largest, fmt, rows, columns, sums)
     by_rows, by_columns, scale, summed = quantize_codes(x, largest, fmt.name, rows, columns, sums)
     return Quantized(
         by_rows if rows else None, by_columns if columns else None, scale, summed if sums else None
@@ -366,8 +462,8 @@ def transpose_codes_triton(codes: torch.Tensor) -> torch.Tensor:
     m, n = codes.shape
     columns = torch.empty(n, m + -m % ALIGNMENT, dtype=codes.dtype, device=codes.device)
     tile_m, tile_n = COLUMNS_TILE
-    grid = max(triton.cdiv(n, tile_n), 1), max(triton.cdiv(columns.shape[1], tile_m), 1)
-    with torch.cuda.device_of(codes):
+    grid = max(cdiv(n, tile_n), 1), max(cdiv(columns.shape[1], tile_m), 1)
+    with on_device_of(codes):
         transpose_kernel[grid](
             codes.view(torch.uint8), columns.view(torch.int32), m, n, columns.shape[1], M=tile_m, N=tile_n
         )

@@ -4,18 +4,19 @@
 four bytes, and saves the pass that finds it. "fp8" keeps the codes in both layouts, two bytes a parameter.
 What is kept is valid for one weight: the same memory, unchanged in the eyes of autograd, and no optimizer of
 torch has made a step since. Without gradients (evaluation) nothing is kept and nothing kept is used.
+
+Beside that a cache predicts the scale by the last one (deferred.py), which changes seldom, and never a code.
 """
 
 import functools
 import itertools
 
 import torch
-import torch.distributed as dist
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from coat_kernels.deferred import PredictedScale, fp8_operands
 from coat_kernels.fp8 import Fp8Format
-from coat_kernels.parallel import largest_of_all
-from coat_kernels.tensorwise import Quantized, largest_magnitude, quantize_tensor
+from coat_kernels.tensorwise import Quantized, quantize_tensor
 
 WEIGHT_CACHES = ("none", "scale", "fp8")
 
@@ -37,30 +38,26 @@ def _watch_optimizers() -> None:
     register_optimizer_step_post_hook(invalidate_weight_caches)
 
 
-def _largest(weight: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
-    largest = largest_magnitude(weight)
-    return largest if group is None else largest_of_all(largest, group)
-
-
 class WeightCache:
-    """What one layer keeps of its weight; `keep` is one of `WEIGHT_CACHES`.
+    """What one layer keeps of its weight; `keep` is one of `WEIGHT_CACHES`. `predicts`: also its last scale.
 
-    Raises ValueError for another value.
+    Raises ValueError for another value of `keep`.
     """
 
-    def __init__(self, keep: str = "none"):
+    def __init__(self, keep: str = "none", predicts: bool = True):
         if keep not in WEIGHT_CACHES:
             raise ValueError(f"weight_cache: expected one of {', '.join(WEIGHT_CACHES)}; found {keep!r}")
         if keep != "none":
             _watch_optimizers()
-        self.keep = keep
+        self.keep, self.predicts = keep, predicts
+        self._predicted: PredictedScale | None = None
         self._key, self._largest, self._codes = None, None, None
 
     def __deepcopy__(self, memo):
-        return type(self)(self.keep)
+        return type(self)(self.keep, self.predicts)
 
     def __reduce__(self):
-        return type(self), (self.keep,)
+        return type(self), (self.keep, self.predicts)
 
     @property
     def nbytes(self) -> int:
@@ -69,20 +66,20 @@ class WeightCache:
         return sum(t.nbytes for t in held if t is not None)
 
     def forward(
-        self,
-        weight: torch.Tensor,
-        fmt: Fp8Format,
-        trains: bool = True,
-        group: dist.ProcessGroup | None = None,
+        self, weight: torch.Tensor, fmt: Fp8Format, trains: bool = True
     ) -> tuple[Quantized, torch.Tensor]:
-        """`weight` [n, k] by rows, and its largest magnitude, over the ranks of `group` that hold its parts.
-        `trains`: a backward may follow.
-        """
+        """`weight` [n, k] by rows, and its largest magnitude. `trains`: a backward may follow."""
         if self.keep == "none" or not trains:
-            largest = _largest(weight, group)
-            return quantize_tensor(weight.contiguous(), largest, fmt), largest
-        self._refresh(weight, fmt, group)
-        codes = self._codes or quantize_tensor(weight.contiguous(), self._largest, fmt)
+            return self._quantize(weight, fmt)
+        key = self._key_of(weight, fmt)
+        if key == self._key:
+            return self._codes or quantize_tensor(weight.contiguous(), self._largest, fmt), self._largest
+        # the old copy goes before the new one is made
+        self._key, self._codes = None, None
+        codes, self._largest = self._quantize(weight, fmt, columns=self.keep == "fp8")
+        if self.keep == "fp8":
+            self._codes = codes
+        self._key = key
         return codes, self._largest
 
     def columns(self, weight: torch.Tensor, largest: torch.Tensor, fmt: Fp8Format) -> Quantized:
@@ -95,16 +92,13 @@ class WeightCache:
     def _key_of(weight: torch.Tensor, fmt: Fp8Format) -> tuple:
         return _epoch, weight.data_ptr(), weight._version, weight.shape, fmt
 
-    def _refresh(self, weight: torch.Tensor, fmt: Fp8Format, group: dist.ProcessGroup | None) -> None:
-        key = self._key_of(weight, fmt)
-        if key == self._key:
-            return
-        # the old copy goes before the new one is made
-        self._key, self._codes = None, None
-        self._largest = _largest(weight.detach(), group)
-        if self.keep == "fp8":
-            self._codes = quantize_tensor(weight.contiguous(), self._largest, fmt, columns=True)
-        self._key = key
+    def _quantize(
+        self, weight: torch.Tensor, fmt: Fp8Format, columns: bool = False
+    ) -> tuple[Quantized, torch.Tensor]:
+        if self.predicts and self._predicted is None:
+            self._predicted = PredictedScale(fmt)
+        return fp8_operands(weight, fmt, columns=columns, predicted=self._predicted)
 
 
-NO_CACHE = WeightCache()
+# of any weight
+NO_CACHE = WeightCache(predicts=False)

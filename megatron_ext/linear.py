@@ -11,13 +11,14 @@ import logging
 import torch
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 
+from coat_kernels.deferred import PredictedScale
 from coat_kernels.linear import fp8_linear
 from coat_kernels.origin import maxima_of, origin_of, with_maxima
 from coat_kernels.parallel import TensorParallel
 from coat_kernels.weights import WeightCache
 
 from .options import layer_activations
-from .settings import activations_of, formats, formats_of
+from .settings import activations_of, formats
 
 logger = logging.getLogger(__name__)
 
@@ -84,10 +85,9 @@ class _CoatLinear:
         self.config = config
         activations = activations_of(config)
         self._in_fp8 = self._fits(name, activations.fallback)
-        self._formats = formats_of(config)
-        self._cache = WeightCache(activations.weight_cache)
+        self._take(activations)
         # what the producer of the input attached to it
-        self._origin, self._maxima = None, None
+        self._attached: dict = {}
 
     def finish_init(self, quant_config) -> None:
         """Takes what Megatron's `--te-precision-config-file` says of this layer, once the model is built.
@@ -96,8 +96,15 @@ class _CoatLinear:
         """
         activations = layer_activations(quant_config, activations_of(self.config))
         self._in_fp8 = self._in_fp8 and activations.enabled
+        self._take(activations)
+
+    def _take(self, activations) -> None:
         self._formats = formats(activations)
         self._cache = WeightCache(activations.weight_cache)
+        self._scales = {
+            "x_scale": PredictedScale(self._formats.forward),
+            "grad_scale": PredictedScale(self._formats.backward),
+        }
 
     def _fits(self, name: str, fallback: bool) -> bool:
         """Whether this rank's part of the weight has sizes that FP8 products take."""
@@ -127,11 +134,11 @@ class _CoatLinear:
 
     def forward(self, input_: torch.Tensor, *args, **kwargs):
         # Megatron may wrap the input into another tensor object before `_forward_impl` sees it
-        self._origin, self._maxima = origin_of(input_), maxima_of(input_)
+        self._attached.update(origin=origin_of(input_), maxima=maxima_of(input_))
         try:
             return super().forward(input_, *args, **kwargs)
         finally:
-            self._origin, self._maxima = None, None
+            self._attached.clear()
 
     def _forward_impl(self, input, weight, *, bias=None, output_dtype=None, **rest):
         # an expert without tokens has nothing to multiply
@@ -150,25 +157,28 @@ class _CoatLinear:
                 self._by_output and self.sequence_parallel,
                 rest.get("allreduce_dgrad", False),
             )
-        return self._product(input, weight, bias, parallel)
+        return self._product(input, weight, bias, parallel, **self._attached)
 
-    def _product(self, input, weight, bias, parallel: TensorParallel | None) -> torch.Tensor:
+    def _product(
+        self, input, weight, bias, parallel: TensorParallel | None, origin=None, maxima=None
+    ) -> torch.Tensor:
         into = None
         if torch.is_grad_enabled() and _owned_by_megatron(weight):
             # read in backward: Megatron may have put another one there by then
             into = functools.partial(getattr, weight, "main_grad")
             weight = _IntoMainGrad.apply(weight)
-        if self._maxima is not None:
-            with_maxima(input, self._maxima)
+        if maxima is not None:
+            with_maxima(input, maxima)
         return fp8_linear(
             input,
             weight,
             bias,
             formats=self._formats,
-            origin=self._origin,
+            origin=origin,
             cache=self._cache,
             parallel=parallel,
             weight_grad_into=into,
+            **self._scales,
         )
 
 
@@ -194,15 +204,11 @@ class CoatRowParallelLinear(_CoatLinear, RowParallelLinear):
         scatters = self.sequence_parallel and not whole and not self.explicit_expert_comm
         # Megatron adds the bias behind the sum over the ranks; the product of a whole weight can add it
         bias = self.bias if whole and not self.skip_bias_add else None
-        if not (self._in_fp8 and input_.numel() and (scatters or bias is not None)):
+        if not (self._in_fp8 and input_.numel() and (scatters or whole)):
             return super().forward(input_)
         # the sum over the ranks belongs to the product: its backward gathers what it quantized
         parallel = TensorParallel(self.tp_group, by_output=False, sequence=True) if scatters else None
-        self._origin, self._maxima = origin_of(input_), maxima_of(input_)
-        try:
-            output = self._product(input_, self.weight, bias, parallel)
-        finally:
-            self._origin, self._maxima = None, None
+        output = self._product(input_, self.weight, bias, parallel, origin_of(input_))
         if bias is not None or self.bias is None:
             return output, None
         return (output, self.bias) if self.skip_bias_add else (output + self.bias, None)

@@ -1,6 +1,7 @@
 """Deferred tensors: to everyone else they are the tensors that their producers would have written."""
 
 import copy
+import functools
 import pickle
 import weakref
 
@@ -13,7 +14,7 @@ from coat_kernels import deferred, linear, norm, residual, rope, tensorwise
 from coat_kernels.deferred import Deferred, PredictedScale, fp8_operands
 from coat_kernels.fp8 import E4M3, E5M2
 from coat_kernels.linear import LinearFormats, fp8_linear
-from coat_kernels.origin import origin_of
+from coat_kernels.origin import origin_of, with_maxima
 from tests.kernels.inputs import check_sums, hard
 from tests.util import rel_rms
 
@@ -33,7 +34,7 @@ def kernels(request, device, monkeypatch):
         monkeypatch.setattr(norm, "FORWARD_TILE", 1024)
         monkeypatch.setattr(rope, "OPERANDS_TOKENS", 16)
         monkeypatch.setattr(rope, "OPERANDS_HEADS", 4)
-        monkeypatch.setattr(deferred, "CORRECTING_PROGRAMS", 3)
+        monkeypatch.setattr(tensorwise, "CORRECTING_PROGRAMS", 3)
 
 
 class Activation:
@@ -144,12 +145,89 @@ def layer(producer, deferred, weights=(True, True), between=lambda t: t, formats
 def test_results_never_depend_on_the_prediction(producer, kernels):
     expected = layer(producer, False)
     # a right one is what the run before has left
-    for predicted in (2.0**-40, "right", 2.0**40, torch.nan, 0.0, torch.inf):
+    for predicted in PREDICTIONS:
         if predicted != "right":
             for scale in producer.scales.values():
                 scale.on(producer.x.device).fill_(predicted)
         for a, e in zip(layer(producer, True), expected, strict=True):
             same(a, e)
+
+
+PREDICTIONS = (2.0**-40, "right", 2.0**40, torch.nan, 0.0, torch.inf)
+LAYOUTS = pytest.mark.parametrize("layouts", [(True, False), (False, True), (True, True)], ids=str)
+
+
+@pytest.fixture
+def small_tiles(monkeypatch):
+    """Quantizing kernels have several tiles, which end anywhere."""
+    monkeypatch.setattr(tensorwise, "BLOCK", 64)
+    monkeypatch.setattr(tensorwise, "COLUMNS_TILE", (32, 16))
+    monkeypatch.setattr(tensorwise, "BOTH_TILE", (16, 32))
+
+
+@LAYOUTS
+@pytest.mark.parametrize("fmt", [E4M3, E5M2], ids=lambda f: f.name)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_codes_of_a_plain_tensor_never_depend_on_the_prediction(
+    dtype, fmt, layouts, kernels, small_tiles, device
+):
+    scale = PredictedScale(fmt)
+    broken = torch.stack([*hard(40).values()])
+    for x in (torch.randn(3, 7, 40), broken):
+        x = x.to(device, dtype)
+        flat = x.flatten(0, -2)
+        largest = tensorwise.largest_magnitude(flat)
+        expected = tensorwise.quantize_tensor_reference(flat, largest, fmt, *layouts, sums=True)
+        for i, predicted in enumerate(PREDICTIONS):
+            if predicted != "right":
+                scale.on(device).fill_(predicted)
+            out, found = fp8_operands(x, fmt, *layouts, sums=i % 3 == 0, predicted=scale)
+            assert found.equal(largest)
+            for a, e in zip(out[:3], expected[:3], strict=True):
+                assert a is e is None or not same(a, e)
+            assert scale.on(device).equal(expected.scale) or deferred.uses_kernels is not kernels
+            if i % 3 == 0:
+                check_sums(out.sums, flat)
+
+
+@LAYOUTS
+def test_a_right_prediction_leaves_the_codes_alone(layouts, small_tiles, device):
+    """What the first launch has written is seen to be there behind the second one."""
+    x = torch.randn(50, 40, device=device)
+    scale = PredictedScale(E4M3)
+    for written in (True, False):
+        write = functools.partial(tensorwise.launch_quantize, x)
+        attempt = deferred.Attempt(write, scale, 50, 40, device, *layouts)
+        codes = next(t for t in attempt.out if t is not None).view(torch.uint8)
+        kept = codes.clone()
+        codes.zero_()
+        attempt.finish(None)
+        assert codes.any() == written
+        assert written or kept.any()
+
+
+def test_maxima_that_are_known_save_the_prediction(small_tiles, device, monkeypatch):
+    """Few are read by the launch that quantizes, of many the largest is found first."""
+    for module in (deferred, tensorwise):
+        monkeypatch.setattr(module, "uses_kernels", lambda x: True)
+    monkeypatch.setattr(deferred, "Attempt", None)
+    reduced = []
+    largest_triton = tensorwise.largest_triton
+    monkeypatch.setattr(
+        tensorwise, "largest_triton", lambda maxima: reduced.append(maxima) or largest_triton(maxima)
+    )
+    scale = PredictedScale(E5M2)
+    x = torch.randn(50, 40, device=device)
+    for few in (50, 49):
+        monkeypatch.setattr(deferred, "FEW_MAXIMA", few)
+        maxima = norm.row_maxima(x)
+        out, largest = fp8_operands(with_maxima(x, maxima), E5M2, columns=True, predicted=scale)
+        assert len(reduced) == (few < len(maxima))
+        assert largest.equal(maxima.amax(0, keepdim=True))
+        for a, e in zip(
+            out, tensorwise.quantize_tensor_reference(x, largest, E5M2, columns=True), strict=True
+        ):
+            assert a is e is None or not same(a, e)
 
 
 @pytest.mark.parametrize("name", PRODUCERS)

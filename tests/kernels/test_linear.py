@@ -4,11 +4,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from coat_kernels import linear, tensorwise
-from coat_kernels.fp8 import E4M3
+from coat_kernels import deferred, linear, tensorwise
+from coat_kernels.deferred import PredictedScale
+from coat_kernels.fp8 import E4M3, E5M2
 from coat_kernels.linear import LinearFormats, fp8_linear
 from coat_kernels.origin import Origin, maxima_of, origin_of, with_maxima, with_origin
 from coat_kernels.tensorwise import quantize_tensor
+from coat_kernels.weights import WeightCache
 from tests.kernels.inputs import E4M3_RMS, E5M2_RMS, check_sums
 from tests.util import rel_rms
 
@@ -135,6 +137,33 @@ def test_maxima_of_the_producers_are_used(device, monkeypatch):
     for a, e in zip(torch.autograd.grad(y, [x, weight], grad), expected, strict=True):
         assert a.equal(e)
     assert [t.data_ptr() for t in read] == [weight.data_ptr()]
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_predicted_scales_change_no_bit(compiled, device, monkeypatch):
+    """Whatever the tensors of the last time were like. Kernels then read nothing for its scale alone."""
+    if not compiled:
+        for module in (deferred, tensorwise):
+            monkeypatch.setattr(module, "uses_kernels", lambda x: True)
+    scales = {"x_scale": PredictedScale(E4M3), "grad_scale": PredictedScale(E5M2), "cache": WeightCache()}
+    x, weight, bias = leaves(torch.randn(33, 64), torch.randn(48, 64), torch.randn(48), device=device)
+    grad = torch.randn(33, 48, device=device, dtype=torch.bfloat16)
+
+    def predicting(*inputs):
+        return fp8_linear(*inputs, **scales)
+
+    if compiled:
+        predicting = torch.compile(predicting, backend="aot_eager", fullgraph=True)
+    for factor in (1, 2.0**20, 2.0**-40, 1):
+        y = fp8_linear(factor * x, factor * weight, bias)
+        expected = y, *gradients(y, factor * grad, (x, weight, bias))
+        with monkeypatch.context() as patch:
+            if not compiled:
+                patch.setattr(tensorwise, "largest_of", None)
+            y = predicting(factor * x, factor * weight, bias)
+            found = y, *gradients(y, factor * grad, (x, weight, bias))
+        for a, e in zip(found, expected, strict=True):
+            assert a.equal(e)
 
 
 def test_formats_and_autocast(device):

@@ -5,7 +5,7 @@ import weakref
 import pytest
 import torch
 
-from coat_kernels import deferred, norm, residual
+from coat_kernels import deferred, norm, residual, tensorwise
 from coat_kernels.deferred import Deferred, PredictedScale, fp8_operands
 from coat_kernels.fp8 import E4M3
 from coat_kernels.groups import Grouped, dequantize_groups_reference
@@ -25,7 +25,7 @@ def kernels(request, device, monkeypatch):
         for module in (norm, deferred):
             monkeypatch.setattr(module, "uses_kernels", lambda x: True)
         monkeypatch.setattr(norm, "FORWARD_TILE", 1024)
-        monkeypatch.setattr(deferred, "CORRECTING_PROGRAMS", 3)
+        monkeypatch.setattr(tensorwise, "CORRECTING_PROGRAMS", 3)
         monkeypatch.setattr(residual, "residual_add_reference", None)
     return request.param
 

@@ -50,6 +50,23 @@ def test_sums_of_columns(dtype, shape, device):
         assert quantize(nothing, largest, E5M2, sums=True).sums.equal(torch.zeros(4, device=device))
 
 
+@FORMATS
+@pytest.mark.parametrize("layouts", [(True, False), (False, True), (True, True)], ids=str)
+def test_many_maxima_decide_as_their_largest(layouts, fmt, device):
+    """As many as a program reads at a time, fewer, and more."""
+    x = wide(20, 48).to(device)
+    largest = tensorwise.largest_magnitude(x)
+    for count in (1, 7, 4096, 4097, 10000):
+        maxima = torch.rand(count, device=device) * largest
+        maxima[count // 2] = maxima[-1] = largest
+        for found in (None, torch.empty(1, device=device)):
+            actual = tensorwise.quantize_tensor_triton(x, maxima, fmt, *layouts, largest=found)
+            assert found is None or found.equal(largest)
+            expected = tensorwise.quantize_tensor_reference(x, largest, fmt, *layouts)
+            for a, e in zip(actual, expected, strict=True):
+                assert a is e is None or a.float().equal(e.float())
+
+
 @pytest.mark.parametrize(
     "quantize", [tensorwise.quantize_tensor_reference, tensorwise.quantize_tensor_triton]
 )

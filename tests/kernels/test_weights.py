@@ -5,9 +5,10 @@ import copy
 import pytest
 import torch
 
-from coat_kernels import weights
-from coat_kernels.fp8 import E4M3
+from coat_kernels import deferred, tensorwise, weights
+from coat_kernels.fp8 import E4M3, E5M2
 from coat_kernels.linear import fp8_linear
+from coat_kernels.tensorwise import quantize_tensor_reference
 from coat_kernels.weights import WeightCache, invalidate_weight_caches
 
 KEEP = pytest.mark.parametrize("keep", ["scale", "fp8"])
@@ -15,17 +16,26 @@ KEEP = pytest.mark.parametrize("keep", ["scale", "fp8"])
 
 @pytest.fixture
 def work(monkeypatch):
-    """Counts the passes over weights."""
-    counts = {"largest": 0, "quantize": 0}
-    for name, function in (("largest", "largest_magnitude"), ("quantize", "quantize_tensor")):
-        original = getattr(weights, function)
+    """Counts how often weights are quantized by a scale to be found, and by a known one."""
+    counts = {"fp8_operands": 0, "quantize_tensor": 0}
+    for name in counts:
+        original = getattr(weights, name)
 
         def counting(*args, original=original, name=name, **kwargs):
             counts[name] += 1
             return original(*args, **kwargs)
 
-        monkeypatch.setattr(weights, function, counting)
+        monkeypatch.setattr(weights, name, counting)
     return counts
+
+
+@pytest.fixture(params=[False, True], ids=["reference", "kernels"])
+def kernels(request, device, monkeypatch):
+    if not request.param and device.type == "cuda":
+        pytest.skip("a GPU takes the kernels")
+    if request.param:
+        for module in (deferred, tensorwise):
+            monkeypatch.setattr(module, "uses_kernels", lambda x: True)
 
 
 def layer(device):
@@ -34,13 +44,13 @@ def layer(device):
     return x, weight
 
 
-@pytest.mark.parametrize("keep, passes", [("none", (3, 6)), ("scale", (1, 6)), ("fp8", (1, 1))])
+@pytest.mark.parametrize("keep, passes", [("none", (3, 3)), ("scale", (1, 5)), ("fp8", (1, 0))])
 def test_passes_and_bytes_of_three_micro_batches(keep, passes, work, device):
     x, weight = layer(device)
     cache = WeightCache(keep)
     for _ in range(3):
         fp8_linear(x, weight, cache=cache).sum().backward()
-    assert (work["largest"], work["quantize"]) == passes
+    assert tuple(work.values()) == passes
     # the scale twice beside the codes: as the largest magnitude and as quotient
     assert cache.nbytes == {"none": 0, "scale": 4, "fp8": 2 * weight.numel() + 8}[keep]
 
@@ -88,6 +98,33 @@ def test_is_never_stale(keep, change, device):
     change(weight)
     after = fp8_linear(x, weight, cache=cache)
     assert after.equal(fp8_linear(x, weight)) and not after.equal(before)
+
+
+@pytest.mark.parametrize("keep", ["none", "scale", "fp8"])
+def test_codes_do_not_depend_on_what_was_predicted(keep, kernels, device):
+    """The scale of the last time is right, too large, too small, or of another format."""
+    _, weight = layer(device)
+    cache = WeightCache(keep)
+    for factor, fmt in (
+        (1, E4M3),
+        (1, E4M3),
+        (2.0**20, E4M3),
+        (2.0**-40, E4M3),
+        (torch.nan, E5M2),
+        (3, E5M2),
+    ):
+        with torch.no_grad():
+            weight.mul_(factor)
+            if factor != factor:
+                weight.copy_(torch.randn(weight.shape))[0, 1] = torch.nan
+        for trains in (False, True, True):
+            codes, largest = cache.forward(weight.detach(), fmt, trains)
+            expected = quantize_tensor_reference(weight.detach(), largest, fmt, columns=True)
+            columns = cache.columns(weight.detach(), largest, fmt)
+            assert largest == weight.nan_to_num().abs().max()
+            assert codes.scale.equal(expected.scale) and columns.scale.equal(expected.scale)
+            for a, e in ((codes.rows, expected.rows), (columns.columns, expected.columns)):
+                torch.testing.assert_close(a.float(), e.float(), rtol=0, atol=0, equal_nan=True)
 
 
 @KEEP

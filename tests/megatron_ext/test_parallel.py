@@ -68,8 +68,8 @@ class _Awaited:
 
 
 def _watch(record, order):
-    """Notes (kind, bytes of an element, elements of a rank) of each gather and scatter, and in which order
-    messages start, are waited for, and FP8 products are computed.
+    """Notes (kind, bytes of an element, elements of a rank) of each gather, scatter and agreement on a
+    magnitude, and in which order messages start, are waited for, and FP8 products are computed.
     """
     from coat_kernels import linear
 
@@ -77,6 +77,8 @@ def _watch(record, order):
         def collective(*args, async_op=False, **kwargs):
             if own is not None:
                 record.append((kind, args[own].element_size(), args[own].numel()))
+            elif kwargs.get("op") == dist.ReduceOp.MAX and args[0].numel() == 1:
+                record.append(("agreement", args[0].element_size(), 1))
             order.append(("start" if async_op else "blocking", kind))
             work = call(*args, async_op=async_op, **kwargs)
             return _Awaited(work, order, kind) if async_op else work
@@ -218,6 +220,17 @@ def test_sequence_parallelism_moves_one_byte_an_element(runs):
     assert [m[1] for m in of["backward"]].count(1) == 4 * LAYERS
     # nothing of the layers travels as anything else
     assert {m[1] for m in of["forward"] + of["backward"]} == {1}
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_ranks_agree_on_the_scales_of_what_they_gather(runs, variant):
+    """Under sequence parallelism, of two inputs and two gradients a layer, and of nothing else."""
+    _, _, two, _ = runs
+    for rank in two:
+        for sequence in (False, True):
+            run = rank[2, sequence, variant]
+            agreed = [[m[0] for m in run[way]].count("agreement") for way in ("forward", "backward")]
+            assert agreed == [2 * LAYERS * sequence] * 2
 
 
 def _hidden(order, kind):
