@@ -220,11 +220,16 @@ def scale_and_tiles(p_predicted, p_used, p_found, found, p_largest, p_true, tile
     """The scale of a launch, and how many tiles it has to write. Every program stores the same."""
     todo = tiles
     if p_found is not None:
-        b_largest = tl.zeros([FOUND], dtype=tl.float32)
-        for start in range(0, found, FOUND):
-            o_found = start + tl.arange(0, FOUND)
-            b_largest = tl.maximum(b_largest, tl.load(p_found + o_found, mask=o_found < found, other=0.0))
-        largest = tl.max(b_largest, axis=0)
+        if found == 1:
+            # which the compiler knows
+            largest = tl.load(p_found)
+        else:
+            b_largest = tl.zeros([FOUND], dtype=tl.float32)
+            for start in range(0, found, FOUND):
+                o_found = start + tl.arange(0, FOUND)
+                b_found = tl.load(p_found + o_found, mask=o_found < found, other=0.0)
+                b_largest = tl.maximum(b_largest, b_found)
+            largest = tl.max(b_largest, axis=0)
         scale = tensor_scale(largest, E5M2)
         tl.store(p_true, scale)
         if p_largest is not None:
