@@ -8,7 +8,7 @@ import platform
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -121,8 +121,18 @@ def measure(call: Callable[[], object], warmup: int = 5, repeats: int = 30) -> T
     return Timing([milliseconds(a, b) for a, b in zip(marks, marks[1:], strict=False)], peak)
 
 
-def busy_ms(call: Callable[[], object]) -> float:
-    """Milliseconds of `call` in which this GPU computed, copied or sent anything; NaN without one."""
+def covered(spans: Iterable[tuple[float, float]]) -> float:
+    """The length of what intervals (start, end) cover together."""
+    total, reached = 0.0, -math.inf
+    for start, end in sorted(spans):
+        total += max(0.0, end - max(start, reached))
+        reached = max(reached, end)
+    return total
+
+
+def compute_ms(call: Callable[[], object]) -> float:
+    """Milliseconds of `call` in which this GPU computed or copied anything; NaN without one. Messages do not
+    count: they last as long as other ranks make them wait."""
     if not torch.cuda.is_available():
         return math.nan
     from torch.autograd import DeviceType
@@ -132,12 +142,11 @@ def busy_ms(call: Callable[[], object]) -> float:
     with profile(activities=[ProfilerActivity.CUDA]) as trace:
         call()
         synchronize()
-    spans = [e.time_range for e in trace.events() if e.device_type == DeviceType.CUDA]
-    busy, end = 0.0, -math.inf
-    for span in sorted(spans, key=lambda span: span.start):
-        busy += max(0.0, span.end - max(span.start, end))
-        end = max(end, span.end)
-    return busy / 1e3
+    return 1e-3 * covered(
+        (event.time_range.start, event.time_range.end)
+        for event in trace.events()
+        if event.device_type == DeviceType.CUDA and "nccl" not in event.name.lower()
+    )
 
 
 def relative_rms(actual: torch.Tensor, expected: torch.Tensor) -> float:

@@ -20,7 +20,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from benchmarks.decoder_layers import device, forget
-from benchmarks.harness import RESULTS, Table, benchmark, busy_ms, mark, milliseconds, synchronize
+from benchmarks.harness import RESULTS, Table, benchmark, compute_ms, mark, milliseconds, synchronize
 from benchmarks.memory import held_bytes, peak_bytes
 from benchmarks.training import loss_of
 from benchmarks.whole_models import (
@@ -167,13 +167,13 @@ def run_case(case: Case, steps: int) -> dict[str, float]:
     }
     bytes_of = {"peak": 0, "reserved": 0} | peaks | parts | phases
     times = [milliseconds(*pair) for pair in marks[WARMUP:]]
-    busy = busy_ms(lambda: step(batches[0]))
-    figures = torch.tensor([statistics.median(times), busy, *bytes_of.values()], dtype=torch.float64)
+    computes = compute_ms(lambda: step(batches[0]))
+    figures = torch.tensor([statistics.median(times), computes, *bytes_of.values()], dtype=torch.float64)
     figures = figures.to(device())
     # the slowest, busiest and fullest rank speak for all
     dist.all_reduce(figures, dist.ReduceOp.MAX)
-    ms, busy, *values = figures.tolist()
-    result = {"ms": ms, "busy_ms": busy, "loss_first": losses[0].item(), "loss": losses[-1].item()}
+    ms, computes, *values = figures.tolist()
+    result = {"ms": ms, "compute_ms": computes, "loss_first": losses[0].item(), "loss": losses[-1].item()}
     engine.destroy()
     return result | {f"{name}_mb": value / 1e6 for name, value in zip(bytes_of, values, strict=True)}
 
@@ -426,8 +426,7 @@ def train(arguments, table: Table) -> None:
     slowest and fullest rank:
     - tokens_per_s_gpu, mfu: by the median step of forward, backward and optimizer; of 989 TFLOP/s, the dense
       BF16 peak, in FP8 rows too, and not counting what is recomputed;
-    - busy_ms: of another step, under torch's profiler, in which the GPU did anything, messages that wait
-      included; what is missing to ms it waited for the host;
+    - compute_ms: of one more step, under torch's profiler, in which the GPU did anything but messages;
     - peak_mb, reserved_mb: most that tensors took and that torch took from the GPU in the timed steps;
     - weights_mb, masters_mb, states_mb: bytes of these tensors; saved_mb: kept for backward by the layers,
       counted on one sequence;

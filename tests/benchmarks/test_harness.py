@@ -3,13 +3,14 @@
 import csv
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 import torch
 
 from benchmarks import __main__  # noqa: F401  (fills the registry)
-from benchmarks.harness import BENCHMARKS, RESULTS, Table
+from benchmarks.harness import BENCHMARKS, RESULTS, Table, compute_ms, covered
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -53,3 +54,21 @@ def test_stored_results_name_their_conditions():
     for path in RESULTS.glob("*.csv"):
         for row in csv.DictReader(path.open()):
             assert all(row[key] for key in ("date", "device", "torch", "triton", "commit", "command")), path
+
+
+def test_intervals_are_counted_once():
+    assert covered([]) == 0
+    assert covered([(3, 4), (0, 2), (1, 2.5), (0.5, 1), (4, 5)]) == 4.5
+
+
+@pytest.mark.gpu
+def test_waiting_for_the_host_is_no_computing():
+    x = torch.randn(4096, 4096, device="cuda")
+
+    def call():
+        x @ x
+        time.sleep(0.2)
+        x @ x
+
+    call()
+    assert 0 < compute_ms(call) < 200

@@ -88,6 +88,7 @@ def check(ranks):
     check_agreed(ranks)
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="Triton's interpreter is off where there is a GPU")
 def test_what_ranks_gather():
     check(run_distributed(send, RANKS))
 
