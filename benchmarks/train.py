@@ -347,9 +347,12 @@ def plot(rows: list[dict], path: Path) -> None:
             axes.annotate(str(row["micro_batch"]), at, xytext=(4, 4), textcoords="offset points", size=7)
         model, way, gpus, layers = panel
         whole = "" if layers == MODELS[model].layers else f" of {MODELS[model].layers}"
-        axes.set(title=f"{model}, {way}, {gpus} GPUs, {layers}{whole} layers", xlabel="peak, GB")
-        axes.margins(0.1)
-        axes.set(ylabel="tokens/s and GPU", xlim=(0, None), ylim=(0, None))
+        axes.set(
+            title=f"{model}, {way}, {gpus} GPU{'s' * (gpus > 1)}, {layers}{whole} layers", xlabel="peak, GB"
+        )
+        axes.set(ylabel="tokens/s and GPU")
+        # from zero, with room for the number behind the last point
+        axes.set(xlim=(0, 1.1 * axes.dataLim.xmax), ylim=(0, 1.1 * axes.dataLim.ymax))
         axes.title.set_size("medium")
     figure.legend(points.values(), points, loc="outside right upper", fontsize="small")
     figure.savefig(path, dpi=120)
