@@ -23,6 +23,8 @@ class Benchmark(NamedTuple):
     writes_table: bool
 
 
+# beside torch
+PACKAGES = ("triton", "deepspeed", "megatron-core", "transformer-engine", "torchao")
 BENCHMARKS: dict[str, Benchmark] = {}
 RESULTS = Path(__file__).parent / "results"
 
@@ -52,6 +54,16 @@ def version(package: str) -> str:
         return "absent"
 
 
+def driver() -> str:
+    """NVIDIA's, of the first GPU."""
+    query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    try:
+        found = subprocess.run(query, capture_output=True, text=True).stdout.split()
+    except OSError:
+        found = []
+    return found[0] if found else "unknown"
+
+
 def environment() -> dict[str, str]:
     """What a figure depends on."""
     cuda = torch.cuda.is_available()
@@ -63,9 +75,10 @@ def environment() -> dict[str, str]:
     return {
         "date": time.strftime("%Y-%m-%d"),
         "device": torch.cuda.get_device_name() if cuda else platform.processor() or platform.machine(),
+        "driver": driver() if cuda else "none",
         "cuda": torch.version.cuda or "none",
         "torch": torch.__version__,
-        "triton": version("triton"),
+        **{package.replace("-", "_"): version(package) for package in PACKAGES},
         "commit": commit,
         "command": " ".join(["python -m benchmarks", *sys.argv[1:]]),
     }
@@ -186,4 +199,5 @@ class Table:
         with self.path.open("w", newline="") as file:
             writer = csv.DictWriter(file, columns)
             writer.writeheader()
-            writer.writerows({**self.environment, **row} for row in self.rows)
+            for row in self.rows:
+                writer.writerow(row if "date" in row else self.environment | row)

@@ -11,7 +11,10 @@ from benchmarks.harness import BENCHMARKS, RESULTS, benchmark
 from benchmarks.train import read_rows
 
 PAGE = RESULTS.parent / "RESULTS.md"
-SHARED = ("date", "device", "cuda", "torch", "triton", "deepspeed", "megatron_core")
+SHARED = (
+    *("date", "device", "driver", "cuda", "torch", "triton"),
+    *("deepspeed", "megatron_core", "transformer_engine", "torchao"),
+)
 CONDITIONS = (*SHARED, "commit", "command")
 
 

@@ -50,6 +50,16 @@ def test_rows_of_different_columns_share_a_file_headed_by_the_environment(tmp_pa
     assert "torch " + torch.__version__ in capsys.readouterr().out
 
 
+def test_a_row_of_another_day_keeps_its_own_environment(tmp_path):
+    table = Table("name", tmp_path / "name.csv")
+    table.add(ms=2.0)
+    table.add(ms=1.0, date="2026-01-01", torch="2.11.0")
+    table.write()
+    new, old = csv.DictReader((tmp_path / "name.csv").open())
+    assert new["driver"] and new["deepspeed"]
+    assert (old["date"], old["torch"], old["driver"], old["deepspeed"]) == ("2026-01-01", "2.11.0", "", "")
+
+
 def test_stored_results_name_their_conditions():
     for path in RESULTS.glob("*.csv"):
         for row in csv.DictReader(path.open()):
