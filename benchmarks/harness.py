@@ -134,20 +134,18 @@ def measure(call: Callable[[], object], warmup: int = 5, repeats: int = 30) -> T
     return Timing([milliseconds(a, b) for a, b in zip(marks, marks[1:], strict=False)], peak)
 
 
-def covered(spans: Iterable[tuple[float, float]]) -> float:
-    """The length of what intervals (start, end) cover together."""
-    total, reached = 0.0, -math.inf
-    for start, end in sorted(spans):
-        total += max(0.0, end - max(start, reached))
-        reached = max(reached, end)
-    return total
+class Span(NamedTuple):
+    """What a GPU did, from and to, in microseconds."""
+
+    name: str
+    start: float
+    end: float
 
 
-def compute_ms(call: Callable[[], object]) -> float:
-    """Milliseconds of `call` in which this GPU computed or copied anything; NaN without one. Messages do not
-    count: they last as long as other ranks make them wait."""
+def gpu_spans(call: Callable[[], object]) -> list[Span]:
+    """Kernels, copies and messages of `call` on this GPU, by torch's profiler; none without one."""
     if not torch.cuda.is_available():
-        return math.nan
+        return []
     from torch.autograd import DeviceType
     from torch.profiler import ProfilerActivity, profile
 
@@ -155,11 +153,21 @@ def compute_ms(call: Callable[[], object]) -> float:
     with profile(activities=[ProfilerActivity.CUDA]) as trace:
         call()
         synchronize()
-    return 1e-3 * covered(
-        (event.time_range.start, event.time_range.end)
-        for event in trace.events()
-        if event.device_type == DeviceType.CUDA and "nccl" not in event.name.lower()
-    )
+    events = (event for event in trace.events() if event.device_type == DeviceType.CUDA)
+    return [Span(event.name, event.time_range.start, event.time_range.end) for event in events]
+
+
+def is_message(span: Span) -> bool:
+    return "nccl" in span.name.lower()
+
+
+def covered_ms(spans: Iterable[Span]) -> float:
+    """Milliseconds that spans cover together."""
+    total, reached = 0.0, -math.inf
+    for span in sorted(spans, key=lambda span: span.start):
+        total += max(0.0, span.end - max(span.start, reached))
+        reached = max(reached, span.end)
+    return total / 1e3
 
 
 def relative_rms(actual: torch.Tensor, expected: torch.Tensor) -> float:

@@ -12,7 +12,7 @@ from collections.abc import Callable
 import torch
 
 from benchmarks.decoder_layers import Layer, LayerShape, device, forget, random_weights
-from benchmarks.harness import Table, benchmark, reason, synchronize
+from benchmarks.harness import Table, benchmark, gpu_spans, reason, synchronize
 from benchmarks.layer import rows
 from benchmarks.training import one_process
 from coat_kernels import fp8, tensorwise
@@ -84,16 +84,10 @@ def host_ms(layer: Layer, x: torch.Tensor, grad: torch.Tensor) -> tuple[float, f
 
 def kernels(layer: Layer, x: torch.Tensor, grad: torch.Tensor) -> int:
     """Kernels, copies and fills on the GPU in one pass."""
-    from torch.autograd import DeviceType
-    from torch.profiler import ProfilerActivity, profile
-
     leaf = layer.transpose(x).clone().requires_grad_()
-    synchronize()
-    with profile(activities=[ProfilerActivity.CUDA]) as trace:
-        layer.forward(leaf).backward(grad)
-        synchronize()
+    found = gpu_spans(lambda: layer.forward(leaf).backward(grad))
     layer.module.zero_grad()
-    return sum(event.device_type == DeviceType.CUDA for event in trace.events())
+    return len(found)
 
 
 def show_profile(layer: Layer, x: torch.Tensor, grad: torch.Tensor) -> None:

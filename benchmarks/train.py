@@ -10,7 +10,6 @@ import os
 import statistics
 import tempfile
 import time
-from datetime import timedelta
 from pathlib import Path
 from typing import NamedTuple
 
@@ -20,7 +19,17 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from benchmarks.decoder_layers import device, forget
-from benchmarks.harness import RESULTS, Table, benchmark, compute_ms, mark, milliseconds, synchronize
+from benchmarks.harness import (
+    RESULTS,
+    Table,
+    benchmark,
+    covered_ms,
+    gpu_spans,
+    is_message,
+    mark,
+    milliseconds,
+    synchronize,
+)
 from benchmarks.memory import held_bytes, peak_bytes
 from benchmarks.training import loss_of
 from benchmarks.whole_models import (
@@ -31,9 +40,12 @@ from benchmarks.whole_models import (
     Job,
     build_engine,
     build_model,
+    forward,
+    join,
     masters_of,
     predict,
     random_batches,
+    train_step,
 )
 from launch.data import Batch
 
@@ -42,8 +54,6 @@ WARMUP = 3
 PEAK_FLOPS = {"H200": 989e12, "H100": 989e12}
 # runs at most in a search for the largest micro-batch
 TRIES = 5
-# a rank that waits longer for another ends, and with it the row
-PATIENCE = timedelta(seconds=180)
 # bytes that a case may leave behind for the next one of its process
 LEFT_OVER = 500_000_000
 
@@ -114,8 +124,7 @@ def memory_by_phase(engine, batch: Batch) -> dict[str, float]:
         return result
 
     found = {"between_steps": held_bytes()}
-    engine.module.set_is_first_microbatch()
-    loss = phase("forward", lambda: loss_of(engine, batch))
+    loss = phase("forward", lambda: forward(engine, batch))
     phase("backward", lambda: engine.backward(loss))
     phase("step", engine.step)
     return found
@@ -137,20 +146,12 @@ def run_case(case: Case, steps: int) -> dict[str, float]:
         saved = case.micro_batch * saved_bytes(model, lambda: loss_of(model, first)).total
     engine = build_engine(case.job, case.micro_batch, model)
 
-    def step(batch: Batch) -> torch.Tensor:
-        # as Megatron's loop does: TransformerEngine keeps its FP8 weights until then
-        engine.module.set_is_first_microbatch()
-        loss = loss_of(engine, batch)
-        engine.backward(loss)
-        engine.step()
-        return loss.detach()
-
     marks, losses = [], []
     for i in range(WARMUP + steps):
         if i == WARMUP and torch.cuda.is_available():
             torch.cuda.reset_peak_memory_stats()
         start = mark()
-        losses.append(step(batches[i % BATCHES]))
+        losses.append(train_step(engine, batches[i % BATCHES]))
         marks.append((start, mark()))
     synchronize()
     peaks = {}
@@ -167,7 +168,9 @@ def run_case(case: Case, steps: int) -> dict[str, float]:
     }
     bytes_of = {"peak": 0, "reserved": 0} | peaks | parts | phases
     times = [milliseconds(*pair) for pair in marks[WARMUP:]]
-    computes = compute_ms(lambda: step(batches[0]))
+    spans = gpu_spans(lambda: train_step(engine, batches[0]))
+    # a message lasts as long as other ranks make it wait
+    computes = covered_ms(span for span in spans if not is_message(span)) if spans else math.nan
     figures = torch.tensor([statistics.median(times), computes, *bytes_of.values()], dtype=torch.float64)
     figures = figures.to(device())
     # the slowest, busiest and fullest rank speak for all
@@ -180,30 +183,8 @@ def run_case(case: Case, steps: int) -> dict[str, float]:
 
 def rank_main(rank: int, gpus: int, jobs: list[Job], rows: list[dict], settings: dict, folder: str) -> None:
     """Measures case after case of one way on one rank; rank 0 writes a line of JSON for each."""
+    join(rank, gpus, jobs[0].way, folder)
     on_gpu = torch.cuda.is_available()
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(gpus), LOCAL_WORLD_SIZE=str(gpus))
-    # the one for Megatron's overlap of communication, the other so that no row fails for holes in its memory
-    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
-    os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
-    if on_gpu:
-        torch.cuda.set_device(rank)
-    else:
-        os.environ["DS_ACCELERATOR"] = "cpu"
-        torch.set_num_threads(1)
-    import deepspeed
-
-    from megatron_ext import cpu
-    from megatron_ext.model import initialize_model_parallel
-
-    cpu.enable()
-    if not on_gpu:
-        # every rank would compile DeepSpeed's shared-memory collectives; gloo does the same
-        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    backend = "nccl" if on_gpu else "gloo"
-    store = dist.FileStore(os.path.join(folder, "store"), gpus)
-    dist.init_process_group(backend, store=store, rank=rank, world_size=gpus, timeout=PATIENCE)
-    deepspeed.init_distributed(backend)
-    initialize_model_parallel(WAYS[jobs[0].way].tensor)
     limit, fresh = settings["limit"], True
     with open(os.path.join(folder, f"{rank}.jsonl"), "w") as lines:
         while (case := next_case(jobs, rows, limit)) is not None:

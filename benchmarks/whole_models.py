@@ -19,18 +19,23 @@ parallelism is what divides h by T.
 
 import dataclasses
 import math
+import os
+from datetime import timedelta
 from typing import NamedTuple
 
 import torch
+import torch.distributed as dist
 
 from benchmarks.decoder_layers import LayerShape, device
 from benchmarks.layer import flops
-from benchmarks.training import BETAS
+from benchmarks.training import BETAS, loss_of
 from launch.data import Batch
 
 # different batches, so that scales predicted from the last pass are not always right
 BATCHES = 4
 BUCKET = 100_000_000
+# a rank that waits longer for another ends
+PATIENCE = timedelta(seconds=180)
 FP8_GROUPED = 1 + 1 / 16
 STATES = {False: 8, True: 2 + 10 / 128}
 
@@ -189,6 +194,35 @@ def host_config(job: Job, micro_batch: int) -> dict:
     return config
 
 
+def join(rank: int, gpus: int, way: str, folder: str) -> None:
+    """Makes this process a rank of all that train, which meet in `folder`, each on a GPU of its own if there
+    are any."""
+    on_gpu = torch.cuda.is_available()
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(gpus), LOCAL_WORLD_SIZE=str(gpus))
+    # the one for Megatron's overlap of communication, the other so that nothing fails for holes in memory
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+    if on_gpu:
+        torch.cuda.set_device(rank)
+    else:
+        os.environ["DS_ACCELERATOR"] = "cpu"
+        torch.set_num_threads(1)
+    import deepspeed
+
+    from megatron_ext import cpu
+    from megatron_ext.model import initialize_model_parallel
+
+    cpu.enable()
+    if not on_gpu:
+        # every rank would compile DeepSpeed's shared-memory collectives; gloo does the same
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    backend = "nccl" if on_gpu else "gloo"
+    store = dist.FileStore(os.path.join(folder, "store"), gpus)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=gpus, timeout=PATIENCE)
+    deepspeed.init_distributed(backend)
+    initialize_model_parallel(WAYS[way].tensor)
+
+
 def build_model(job: Job) -> torch.nn.Module:
     """Megatron's GPTModel on this rank's device, with random weights that are drawn there."""
     from coat_ds import CoatConfig
@@ -273,3 +307,18 @@ def masters_of(engine) -> list[torch.Tensor]:
     if engine.zero_optimization_stage() == 3:
         return optimizer.fp32_partitioned_groups_flat
     return optimizer.single_partition_of_fp32_groups
+
+
+def forward(engine, batch: Batch) -> torch.Tensor:
+    """The loss of a micro-batch that begins a step."""
+    # as Megatron's loop does: TransformerEngine keeps its FP8 weights until then
+    engine.module.set_is_first_microbatch()
+    return loss_of(engine, batch)
+
+
+def train_step(engine, batch: Batch) -> torch.Tensor:
+    """The loss before a step of one micro-batch."""
+    loss = forward(engine, batch)
+    engine.backward(loss)
+    engine.step()
+    return loss.detach()

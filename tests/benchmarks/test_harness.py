@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from benchmarks import __main__  # noqa: F401  (fills the registry)
-from benchmarks.harness import BENCHMARKS, RESULTS, Table, compute_ms, covered
+from benchmarks.harness import BENCHMARKS, RESULTS, Span, Table, covered_ms, gpu_spans
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -67,8 +67,9 @@ def test_stored_results_name_their_conditions():
 
 
 def test_intervals_are_counted_once():
-    assert covered([]) == 0
-    assert covered([(3, 4), (0, 2), (1, 2.5), (0.5, 1), (4, 5)]) == 4.5
+    assert covered_ms([]) == 0
+    spans = [(3, 4), (0, 2), (1, 2.5), (0.5, 1), (4, 5)]
+    assert covered_ms(Span("kernel", 1e3 * start, 1e3 * end) for start, end in spans) == 4.5
 
 
 @pytest.mark.gpu
@@ -81,4 +82,4 @@ def test_waiting_for_the_host_is_no_computing():
         x @ x
 
     call()
-    assert 0 < compute_ms(call) < 200
+    assert 0 < covered_ms(gpu_spans(call)) < 200
