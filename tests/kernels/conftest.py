@@ -23,3 +23,11 @@ def poison(monkeypatch):
 @pytest.fixture(autouse=True)
 def seed():
     torch.manual_seed(42)
+
+
+@pytest.fixture(params=[False, True], ids=["reference", "kernels"])
+def takes_kernels(request, device):
+    """Whether a test goes through the kernels, which a GPU always does; the test makes its modules do so."""
+    if not request.param and device.type == "cuda":
+        pytest.skip("a GPU takes the kernels")
+    return request.param

@@ -19,12 +19,10 @@ from tests.kernels.inputs import check_sums, hard
 from tests.util import rel_rms
 
 
-@pytest.fixture(params=[False, True], ids=["reference", "kernels"])
-def kernels(request, device, monkeypatch):
+@pytest.fixture
+def kernels(takes_kernels, monkeypatch):
     """With the references, and with the kernels, of which programs take several tiles that end anywhere."""
-    if not request.param and device.type == "cuda":
-        pytest.skip("a GPU takes the kernels")
-    if request.param:
+    if takes_kernels:
         for module in (act, deferred, norm, rope, tensorwise):
             monkeypatch.setattr(module, "uses_kernels", lambda x: True)
         for tile in ("FORWARD", "BACKWARD", "OPERANDS"):

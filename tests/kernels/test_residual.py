@@ -16,18 +16,16 @@ from tests.kernels.test_norm import EPS, KERNEL_RMS, LAYER_NORM, apply, close, s
 from tests.util import rel_rms
 
 
-@pytest.fixture(params=[False, True], ids=["reference", "kernels"])
-def kernels(request, device, monkeypatch):
+@pytest.fixture
+def kernels(takes_kernels, monkeypatch):
     """With the references, and with the kernels, in which nobody else may make a sum."""
-    if not request.param and device.type == "cuda":
-        pytest.skip("a GPU takes the kernels")
-    if request.param:
+    if takes_kernels:
         for module in (norm, deferred):
             monkeypatch.setattr(module, "uses_kernels", lambda x: True)
         monkeypatch.setattr(norm, "FORWARD_TILE", 1024)
         monkeypatch.setattr(tensorwise, "CORRECTING_PROGRAMS", 3)
         monkeypatch.setattr(residual, "residual_add_reference", None)
-    return request.param
+    return takes_kernels
 
 
 def run(tensors, defer, layer_norm, predicted=1.0, **options):

@@ -29,11 +29,9 @@ def work(monkeypatch):
     return counts
 
 
-@pytest.fixture(params=[False, True], ids=["reference", "kernels"])
-def kernels(request, device, monkeypatch):
-    if not request.param and device.type == "cuda":
-        pytest.skip("a GPU takes the kernels")
-    if request.param:
+@pytest.fixture
+def kernels(takes_kernels, monkeypatch):
+    if takes_kernels:
         for module in (deferred, tensorwise):
             monkeypatch.setattr(module, "uses_kernels", lambda x: True)
 
