@@ -24,8 +24,8 @@ from benchmarks.whole_models import (
     build_engine,
     build_model,
     forward,
-    join,
     random_batches,
+    start,
     train_step,
 )
 from launch.data import Batch
@@ -85,7 +85,7 @@ def rows_of(times: list[tuple[float, ...]], spans: list[Span]) -> list[dict]:
 
 def rank_main(rank: int, gpus: int, jobs: list[Job], folder: str) -> None:
     """Measures system after system; rank 0 writes lines of JSON."""
-    join(rank, gpus, jobs[0].way, folder)
+    start(rank, gpus, jobs[0].way, folder)
     with Path(folder, f"{rank}.jsonl").open("w") as lines:
         for job in jobs:
             torch.manual_seed(0)

@@ -41,10 +41,10 @@ from benchmarks.whole_models import (
     build_engine,
     build_model,
     forward,
-    join,
     masters_of,
     predict,
     random_batches,
+    start,
     train_step,
 )
 from launch.data import Batch
@@ -145,7 +145,6 @@ def run_case(case: Case, steps: int) -> dict[str, float]:
         first = Batch(*(t[:1] for t in batches[0]))
         saved = case.micro_batch * saved_bytes(model, lambda: loss_of(model, first)).total
     engine = build_engine(case.job, case.micro_batch, model)
-
     marks, losses = [], []
     for i in range(WARMUP + steps):
         if i == WARMUP and torch.cuda.is_available():
@@ -183,7 +182,7 @@ def run_case(case: Case, steps: int) -> dict[str, float]:
 
 def rank_main(rank: int, gpus: int, jobs: list[Job], rows: list[dict], settings: dict, folder: str) -> None:
     """Measures case after case of one way on one rank; rank 0 writes a line of JSON for each."""
-    join(rank, gpus, jobs[0].way, folder)
+    start(rank, gpus, jobs[0].way, folder)
     on_gpu = torch.cuda.is_available()
     limit, fresh = settings["limit"], True
     with open(os.path.join(folder, f"{rank}.jsonl"), "w") as lines:

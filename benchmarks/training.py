@@ -1,7 +1,9 @@
 """A GPT of megatron-core that learns real text in this process: where realistic tensors come from."""
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from pathlib import Path
 from typing import NamedTuple
 
@@ -52,6 +54,29 @@ def one_process() -> Iterator[None]:
         parallel_state.destroy_model_parallel()
         dist.destroy_process_group()
         cpu.disable()
+
+
+def join(rank: int, ranks: int, folder: str, patience: timedelta) -> None:
+    """Makes this process one of `ranks` under DeepSpeed, on a GPU of its own if there are any. They meet in
+    `folder`; one that waits for another longer than `patience` ends."""
+    on_gpu = torch.cuda.is_available()
+    os.environ.update(
+        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_WORLD_SIZE=str(ranks)
+    )
+    if on_gpu:
+        torch.cuda.set_device(rank)
+    else:
+        os.environ["DS_ACCELERATOR"] = "cpu"
+        torch.set_num_threads(1)
+    import deepspeed
+
+    if not on_gpu:
+        # every rank would compile DeepSpeed's shared-memory collectives; gloo does the same
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    backend = "nccl" if on_gpu else "gloo"
+    store = dist.FileStore(os.path.join(folder, "store"), ranks)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=ranks, timeout=patience)
+    deepspeed.init_distributed(backend)
 
 
 def loss_of(model: torch.nn.Module, batch: tuple[torch.Tensor, ...]) -> torch.Tensor:

@@ -24,11 +24,10 @@ from datetime import timedelta
 from typing import NamedTuple
 
 import torch
-import torch.distributed as dist
 
 from benchmarks.decoder_layers import LayerShape, device
 from benchmarks.layer import flops
-from benchmarks.training import BETAS, loss_of
+from benchmarks.training import BETAS, join, loss_of
 from launch.data import Batch
 
 # different batches, so that scales predicted from the last pass are not always right
@@ -194,32 +193,16 @@ def host_config(job: Job, micro_batch: int) -> dict:
     return config
 
 
-def join(rank: int, gpus: int, way: str, folder: str) -> None:
-    """Makes this process a rank of all that train, which meet in `folder`, each on a GPU of its own if there
-    are any."""
-    on_gpu = torch.cuda.is_available()
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(gpus), LOCAL_WORLD_SIZE=str(gpus))
+def start(rank: int, gpus: int, way: str, folder: str) -> None:
+    """Makes this process a rank of `gpus`, as the way has it; all meet in `folder`."""
     # the one for Megatron's overlap of communication, the other so that nothing fails for holes in memory
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
-    if on_gpu:
-        torch.cuda.set_device(rank)
-    else:
-        os.environ["DS_ACCELERATOR"] = "cpu"
-        torch.set_num_threads(1)
-    import deepspeed
-
+    join(rank, gpus, folder, PATIENCE)
     from megatron_ext import cpu
     from megatron_ext.model import initialize_model_parallel
 
     cpu.enable()
-    if not on_gpu:
-        # every rank would compile DeepSpeed's shared-memory collectives; gloo does the same
-        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    backend = "nccl" if on_gpu else "gloo"
-    store = dist.FileStore(os.path.join(folder, "store"), gpus)
-    dist.init_process_group(backend, store=store, rank=rank, world_size=gpus, timeout=PATIENCE)
-    deepspeed.init_distributed(backend)
     initialize_model_parallel(WAYS[way].tensor)
 
 

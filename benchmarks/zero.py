@@ -32,6 +32,7 @@ import torch.nn.functional as F
 from benchmarks.decoder_layers import LayerShape, TorchLayer, device
 from benchmarks.harness import Table, benchmark, mark, milliseconds, reason, synchronize
 from benchmarks.memory import held_bytes, peak_bytes
+from benchmarks.training import join
 
 WARMUP = 2
 GROUP_SIZE = 128
@@ -222,23 +223,7 @@ def warm_up(size: Size) -> None:
 def rank_main(rank: int, ranks: int, cases: list[Case], size: Size, steps: int, folder: str) -> None:
     """Runs the cases on one rank and writes a line of JSON for each; ends at the first that fails."""
     on_gpu = torch.cuda.is_available()
-    os.environ.update(
-        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_WORLD_SIZE=str(ranks)
-    )
-    if on_gpu:
-        torch.cuda.set_device(rank)
-    else:
-        os.environ["DS_ACCELERATOR"] = "cpu"
-        torch.set_num_threads(1)
-    import deepspeed
-
-    if not on_gpu:
-        # every rank would compile DeepSpeed's shared-memory collectives; gloo does the same
-        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    backend = "nccl" if on_gpu else "gloo"
-    store = dist.FileStore(os.path.join(folder, "store"), ranks)
-    dist.init_process_group(backend, store=store, rank=rank, world_size=ranks, timeout=PATIENCE)
-    deepspeed.init_distributed(backend)
+    join(rank, ranks, folder, PATIENCE)
     warm_up(size)
     with open(os.path.join(folder, f"{rank}.jsonl"), "w") as lines:
         for case in cases:
