@@ -5,6 +5,7 @@ import importlib.metadata
 import math
 import os
 import platform
+import shlex
 import subprocess
 import sys
 import time
@@ -80,7 +81,7 @@ def environment() -> dict[str, str]:
         "torch": torch.__version__,
         **{package.replace("-", "_"): version(package) for package in PACKAGES},
         "commit": commit,
-        "command": " ".join(["python -m benchmarks", *sys.argv[1:]]),
+        "command": shlex.join(["python", "-m", "benchmarks", *sys.argv[1:]]),
     }
 
 
