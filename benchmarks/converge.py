@@ -28,21 +28,22 @@ import torch
 from benchmarks import corpus
 from benchmarks.harness import RESULTS, Table, benchmark, reason, synchronize
 from benchmarks.training import BETAS, CONFIGS, EPS, WEIGHT_DECAY, loss_of
+from benchmarks.whole_models import SYSTEMS, System, bf16_section, coat_section
 from benchmarks.zero import PATIENCE
 from launch.data import padded_vocab_size
 from launch.report import MetricsWriter, atomic_write, read_metrics, write_summary
 
 BF16 = "bf16"
-# the coat block of each
+# plain FP8 in place of dynamic range expansion
+_PLAIN = {"exp_avg_format": "fp8", "exp_avg_sq_format": "fp8"}
 VARIANTS = {
-    BF16: {"enabled": False},
-    "coat": {"enabled": True},
-    "coat-optimizer": {"enabled": True, "activations": {"enabled": False}},
-    "coat-activations": {"enabled": True, "optimizer": {"enabled": False}},
-    "coat-no-expansion": {
-        "enabled": True,
-        "optimizer": {"exp_avg_format": "fp8", "exp_avg_sq_format": "fp8"},
-    },
+    BF16: SYSTEMS["BF16"],
+    "coat": SYSTEMS["COAT"],
+    "coat-optimizer": System({"activations": {"enabled": False}}),
+    "coat-activations": System({"optimizer": {"enabled": False}}),
+    "coat-no-expansion": System({"optimizer": _PLAIN}),
+    "coat-fastest": SYSTEMS["COAT, fastest"],
+    "coat-smallest": SYSTEMS["COAT, smallest"],
 }
 # from one to the other after half of the steps
 CHANGES = {"bf16-to-coat": (BF16, "coat"), "coat-to-bf16": ("coat", BF16)}
@@ -151,10 +152,10 @@ def host_config(variant: str, recipe: Recipe, micro_batch: int) -> dict:
         "train_batch_size": recipe.batch,
         "gradient_clipping": recipe.clip,
         "steps_per_print": 10**9,
-        "bf16": {"enabled": True},
+        "bf16": bf16_section(VARIANTS[variant]),
         "zero_optimization": {"stage": 1},
         "optimizer": {"type": "AdamW", "params": params},
-        "coat": VARIANTS[variant] | ({"report": False} if variant != BF16 else {}),
+        "coat": coat_section(VARIANTS[variant]),
     }
     coat = CoatConfig.from_dict(config["coat"])
     if not (coat.enabled and coat.optimizer.enabled):

@@ -27,7 +27,7 @@ import torch
 
 from benchmarks.decoder_layers import LayerShape, device
 from benchmarks.layer import flops
-from benchmarks.training import BETAS, join, loss_of
+from benchmarks.training import BETAS, FASTEST, join, loss_of
 from launch.data import Batch
 
 # different batches, so that scales predicted from the last pass are not always right
@@ -106,7 +106,7 @@ SYSTEMS = {
     "TE FP8": System(**_TE),
     "TE FP8, FP8 moments": System(**_TE, fp8_moments=True),
     "COAT": System({}),
-    "COAT, fastest": System({"activations": {"weight_cache": "fp8", "fast_accumulation": "all"}}),
+    "COAT, fastest": System({"activations": FASTEST}),
     "COAT, 8-bit attention": System({"activations": {"attention_format": "sqrt8"}}),
     "COAT, smallest": System(
         {"activations": {"attention_format": "sqrt8"}, "optimizer": {"bf16_params": "stochastic"}},
@@ -167,6 +167,18 @@ def predict(model: Model, layers: int, way: Way, gpus: int, system: System, micr
     )
 
 
+def bf16_section(system: System) -> dict:
+    """Of the DeepSpeed JSON."""
+    return {"enabled": True, **(BF16_MASTERS if system.bf16_masters else {})}
+
+
+def coat_section(system: System) -> dict:
+    """Of the DeepSpeed JSON."""
+    if system.coat is None:
+        return {"enabled": False}
+    return {"enabled": True, "report": False, **system.coat}
+
+
 def host_config(job: Job, micro_batch: int) -> dict:
     """The DeepSpeed JSON."""
     system = SYSTEMS[job.system]
@@ -175,21 +187,20 @@ def host_config(job: Job, micro_batch: int) -> dict:
         "train_micro_batch_size_per_gpu": micro_batch,
         "gradient_clipping": 1.0,
         "steps_per_print": 10**9,
-        "bf16": {"enabled": True, **(BF16_MASTERS if system.bf16_masters else {})},
+        "bf16": bf16_section(system),
         "zero_optimization": {
             "stage": WAYS[job.way].stage,
             "reduce_bucket_size": BUCKET,
             "allgather_bucket_size": BUCKET,
         },
         "optimizer": {"type": "AdamW", "params": params},
+        "coat": coat_section(system),
     }
     if system.fp8_moments:
         del config["optimizer"]
         config["zero_allow_untested_optimizer"] = True
     elif system.coat is None:
         params.update(torch_adam=True, fused=True)
-    if system.coat is not None:
-        config["coat"] = {"enabled": True, "report": False, **system.coat}
     return config
 
 
