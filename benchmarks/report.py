@@ -60,8 +60,8 @@ SECTIONS = [
         columns=(
             *_CASE,
             *("weights_predicted_mb", "gradients_predicted_mb", "masters_predicted_mb"),
-            *("states_predicted_mb", "saved_predicted_mb", "logits_predicted_mb", "all_predicted_mb"),
-            "bf16_to_this",
+            *("states_predicted_mb", "saved_predicted_mb", "logits_predicted_mb", "copies_predicted_mb"),
+            *("all_predicted_mb", "bf16_to_this"),
         ),
     ),
     Section(

@@ -177,6 +177,8 @@ def run_case(case: Case, steps: int) -> dict[str, float]:
     ms, computes, *values = figures.tolist()
     result = {"ms": ms, "compute_ms": computes, "loss_first": losses[0].item(), "loss": losses[-1].item()}
     engine.destroy()
+    if not math.isfinite(result["loss"]):
+        result["note"] = "the loss is not finite"
     return result | {f"{name}_mb": value / 1e6 for name, value in zip(bytes_of, values, strict=True)}
 
 
@@ -298,7 +300,9 @@ def extrapolate(model: str, way: str, system: str, rows: list[dict]) -> dict | N
 
 def plot(rows: list[dict], path: Path) -> None:
     """Peak memory against speed, a panel for each model and way; hollow where a system takes its largest."""
-    shown = [row for row in rows if row.get("peak_mb") and row.get("tokens_per_s_gpu")]
+    shown = [
+        row for row in rows if row.get("peak_mb") and row.get("tokens_per_s_gpu") and not row.get("note")
+    ]
     titles = ("model", "way", "gpus", "layers")
     panels = list(dict.fromkeys(tuple(row[name] for name in titles) for row in shown))
     if not panels:
@@ -403,10 +407,10 @@ def train(arguments, table: Table) -> None:
     tokens, four batches in turn, buckets of 1e8 elements. zero1 to zero3 are ZeRO's stages; tp2 and tp4 are
     tensor with sequence parallelism and ZeRO-1 over what GPUs are left. Every system is measured at the same
     micro-batch first, then at the largest that fits a limit on torch's allocator (limited; in 10^9 bytes: a
-    GPU of 80 GiB has 85.9 of them, of which CUDA and NCCL take some). A row that ran out of memory, or failed
-    otherwise, has a note. Rows that are in --output or in the file of that name in benchmarks/results, of as
-    many GPUs of that kind, stay and are not measured again, but for such other failures. Columns, of the
-    slowest and fullest rank:
+    GPU of 80 GiB has 85.9 of them, of which CUDA and NCCL take some). A row that ran out of memory, failed
+    otherwise or lost its loss has a note. Rows that are in --output or in the file of that name in
+    benchmarks/results, of as many GPUs of that kind, stay and are not measured again, but for such other
+    failures. Columns, of the slowest and fullest rank:
     - tokens_per_s_gpu, mfu: by the median step of forward, backward and optimizer; of 989 TFLOP/s, the dense
       BF16 peak, in FP8 rows too, and not counting what is recomputed;
     - compute_ms: of one more step, under torch's profiler, in which the GPU did anything but messages;

@@ -13,8 +13,9 @@ output together, n heads, V vocabulary:
 | saved, a layer | t (2 (2 h + 2 h + a + 3 f) + 4 n) / T | t (17/16 (2 h + 2 f) + 2 a + 4 n) / T |
 | logits | 4 t V / T, and 4 h t / T before them | same |
 
-With the feed-forward recomputed 3 f falls out, with attention kept in FP8 2 a becomes 17/16 a. Sequence
-parallelism is what divides h by T.
+With the feed-forward recomputed 3 f falls out, with attention kept in FP8 2 a becomes 17/16 a, with FP8
+weights cached there are two copies of the layers' matrices, 2 M / T. Sequence parallelism is what divides h
+by T.
 """
 
 import dataclasses
@@ -140,6 +141,8 @@ class Predicted(NamedTuple):
     states: float
     saved: float
     logits: float
+    copies: float
+    """Of weights, in FP8."""
 
 
 def predict(model: Model, layers: int, way: Way, gpus: int, system: System, micro_batch: int) -> Predicted:
@@ -157,6 +160,7 @@ def predict(model: Model, layers: int, way: Way, gpus: int, system: System, micr
         bytes_kept = FP8_GROUPED if "attention_format" in system.coat.get("activations", {}) else 2
         per_token = FP8_GROUPED * (2 * x.hidden + 2 * x.ffn) + bytes_kept * attention
     coat = system.coat is not None
+    cached = coat and system.coat.get("activations", {}).get("weight_cache") == "fp8"
     return Predicted(
         weights=2 * total / (data if way.stage == 3 else 1),
         gradients=2 * total / (data if way.stage >= 2 else 1),
@@ -164,6 +168,8 @@ def predict(model: Model, layers: int, way: Way, gpus: int, system: System, micr
         states=(STATES[coat or system.fp8_moments] * compressed + 8 * kept) / data,
         saved=layers * tokens * (per_token + 4 * x.heads) / tensor,
         logits=tokens * (4 * model.vocabulary + 4 * x.hidden) / tensor,
+        # as both products of backward and forward want them
+        copies=2 * (model.matrices(layers) - model.matrices(0)) / tensor if cached else 0,
     )
 
 
