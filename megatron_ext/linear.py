@@ -64,7 +64,8 @@ class _CoatLinear:
     """What both linears share, mixed in before Megatron's class.
 
     Raises ValueError at construction for what is not supported (sharded weights, deferred embedding
-    gradients), and on a GPU for sizes a rank that are not multiples of 16, unless `fallback` is set.
+    gradients, cached weights in CUDA graphs), and on a GPU for sizes a rank that are not multiples of 16,
+    unless `fallback` is set.
     """
 
     _by_output: bool
@@ -99,6 +100,12 @@ class _CoatLinear:
         self._take(activations)
 
     def _take(self, activations) -> None:
+        if activations.weight_cache != "none" and self.config.cuda_graph_impl != "none":
+            raise ValueError(
+                f'coat.activations.weight_cache: found "{activations.weight_cache}" beside --cuda-graph-impl '
+                f"{self.config.cuda_graph_impl}. A graph replays what was kept when it was recorded and "
+                'would miss new weights: set weight_cache to "none", or remove --cuda-graph-impl.'
+            )
         self._formats = formats(activations)
         self._cache = WeightCache(activations.weight_cache)
         self._scales = {

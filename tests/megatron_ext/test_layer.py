@@ -1,5 +1,6 @@
 """The COAT layer against Megatron's BF16 layer on the same weights: results, gradients, bytes, contracts."""
 
+import contextlib
 import weakref
 
 import pytest
@@ -410,6 +411,17 @@ def test_linear_bias(device, cls, skip_bias_add):
 def test_unsupported_options_are_named(overrides, text):
     with pytest.raises(ValueError, match=text):
         build(coat_layer_spec, **overrides)
+
+
+@pytest.mark.parametrize("cache", ["none", "scale", "fp8"])
+def test_a_graph_would_never_see_new_weights_behind_a_cache(cache):
+    settings = config()
+    # Megatron records graphs with Transformer Engine's random states or on a GPU only
+    settings.cuda_graph_impl = "local"
+    set_activations(settings, ActivationsConfig(weight_cache=cache))
+    refused = pytest.raises(ValueError, match=f'weight_cache: found "{cache}" .*--cuda-graph-impl local')
+    with contextlib.nullcontext() if cache == "none" else refused:
+        linear(CoatColumnParallelLinear, outputs=32, settings=settings)
 
 
 GPT = {
