@@ -48,8 +48,8 @@ SECTIONS = [
         columns=(
             *_CASE,
             *("limited", "tokens_per_s_gpu", "mfu", "ms", "compute_ms", "peak_mb", "all_predicted_mb"),
-            *("weights_mb", "masters_mb", "states_mb", "saved_mb", "forward_peak_mb", "backward_peak_mb"),
-            *("step_peak_mb", "loss", "extrapolated_from", "note"),
+            *("weights_mb", "after_backward_mb", "masters_mb", "states_mb", "saved_mb", "copies_mb"),
+            *("forward_peak_mb", "backward_peak_mb", "step_peak_mb", "loss", "extrapolated_from", "note"),
         ),
     ),
     Section(

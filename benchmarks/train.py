@@ -133,7 +133,7 @@ def memory_by_phase(engine, batch: Batch) -> dict[str, float]:
 def run_case(case: Case, steps: int) -> dict[str, float]:
     """Trains, and measures on this rank: ms, loss, and bytes by name."""
     import coat_ds
-    from megatron_ext.ledger import saved_bytes
+    from megatron_ext.ledger import cached_weight_bytes, saved_bytes
 
     torch.manual_seed(0)
     batches = random_batches(case.job, case.micro_batch)
@@ -164,6 +164,7 @@ def run_case(case: Case, steps: int) -> dict[str, float]:
         "masters": sum(p.nbytes for p in masters_of(engine)),
         "states": coat_ds.state_bytes(engine)["bytes"],
         "saved": saved,
+        "copies": cached_weight_bytes(engine.module),
     }
     bytes_of = {"peak": 0, "reserved": 0} | peaks | parts | phases
     times = [milliseconds(*pair) for pair in marks[WARMUP:]]
@@ -415,10 +416,11 @@ def train(arguments, table: Table) -> None:
       BF16 peak, in FP8 rows too, and not counting what is recomputed;
     - compute_ms: of one more step, under torch's profiler, in which the GPU did anything but messages;
     - peak_mb, reserved_mb: most that tensors took and that torch took from the GPU in the timed steps;
-    - weights_mb, masters_mb, states_mb: bytes of these tensors; saved_mb: kept for backward by the layers,
-      counted on one sequence;
+    - weights_mb, masters_mb, states_mb: bytes of these tensors; copies_mb: of FP8 weights that COAT's layers
+      hold; saved_mb: kept for backward by the layers, counted on one sequence;
     - between_steps_mb, after_X_mb, X_peak_mb: held before a step; held after forward, backward and step over
-      that; the peak during each, all included. In 10^6 bytes, as requested from the allocator;
+      that (after backward these are the gradients); the peak during each, all included. In 10^6 bytes, as
+      requested from the allocator;
     - X_predicted_mb, all_predicted_mb: by the table at the top of benchmarks/whole_models.py;
     - extrapolated_from: the row was not measured, but lies on the line through two numbers of layers.
     Without a GPU, or with --quick, a tiny model; without a GPU no peaks, no search, and times mean nothing.

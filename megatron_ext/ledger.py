@@ -1,4 +1,4 @@
-"""How many bytes decoder layers keep for backward, counted, not estimated."""
+"""How many bytes decoder layers keep, for backward and of their weights, counted, not estimated."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -67,3 +67,8 @@ def saved_bytes(model: torch.nn.Module | Iterable[torch.nn.Module], run: Callabl
             "saved_bytes: run() called none of the layers; hand over a forward of this very model"
         )
     return SavedBytes(sum(s.nbytes() for s in kept.values()), len(layers), tokens[0])
+
+
+def cached_weight_bytes(model: torch.nn.Module) -> int:
+    """Bytes that COAT's linears hold now in FP8 copies of weights, by `weight_cache`; 0 of other layers."""
+    return sum(getattr(module, "cached_bytes", 0) for module in model.modules())

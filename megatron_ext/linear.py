@@ -113,6 +113,11 @@ class _CoatLinear:
             "grad_scale": PredictedScale(self._formats.backward),
         }
 
+    @property
+    def cached_bytes(self) -> int:
+        """Bytes of copies of the weight that are held now."""
+        return self._cache.nbytes
+
     def _fits(self, name: str, fallback: bool) -> bool:
         """Whether this rank's part of the weight has sizes that FP8 products take."""
         split = "output_size_per_partition" if self._by_output else "input_size_per_partition"

@@ -98,7 +98,7 @@ def measured(tmp_path_factory):
         "--output",
         str(path),
     ]
-    result = run("train", *arguments, "--systems", "BF16", "COAT", "TE FP8")
+    result = run("train", *arguments, "--systems", "BF16", "COAT", "COAT, fastest", "TE FP8")
     assert result.returncode == 0, result.stderr
     return path, arguments, read_rows(path)
 
@@ -107,9 +107,10 @@ def measured(tmp_path_factory):
 def test_a_dry_run_counts_what_is_predicted(measured):
     path, _, rows = measured
     found = {(row["system"], row["layers"]): row for row in rows if "note" not in row}
-    assert found.keys() == {(system, layers) for system in ("BF16", "COAT") for layers in (1, 2, 3)}
+    systems = ("BF16", "COAT", "COAT, fastest")
+    assert found.keys() == {(system, layers) for system in systems for layers in (1, 2, 3)}
     for (_, layers), row in found.items():
-        for part in ("weights", "masters"):
+        for part in ("weights", "masters", "copies"):
             assert row[f"{part}_mb"] == pytest.approx(row[f"{part}_predicted_mb"], abs=1e-3), (part, row)
         # tensors below 4,096 elements keep FP32 moments
         assert row["states_mb"] == pytest.approx(row["states_predicted_mb"], rel=0.02)
@@ -118,7 +119,7 @@ def test_a_dry_run_counts_what_is_predicted(measured):
             assert row["loss_first"] == pytest.approx(math.log(512), abs=0.1)
         # on a CPU Megatron's layers keep more than on a GPU: FP32 inputs of norms, and qkv beside its parts
         assert row["saved_predicted_mb"] <= row["saved_mb"] < 1.6 * row["saved_predicted_mb"]
-    for system in ("BF16", "COAT"):
+    for system in systems:
         one, two, three = (found[system, layers] for layers in (1, 2, 3))
         assert two["extrapolated_from"] == "1 and 3 layers" and "loss_first" not in two
         for name in ("ms", "weights_mb", "states_mb", "saved_mb"):

@@ -18,7 +18,7 @@ from coat_kernels.linear import LinearFormats
 from coat_kernels.origin import origin_of
 from coat_kernels.residual import is_deferred_sum
 from megatron_ext.layer_specs import coat_layer_spec, coat_parts, sdpa_layer_spec
-from megatron_ext.ledger import saved_bytes
+from megatron_ext.ledger import cached_weight_bytes, saved_bytes
 from megatron_ext.linear import CoatColumnParallelLinear, CoatRowParallelLinear
 from megatron_ext.model import ModelShape, build_gpt
 from megatron_ext.norm import CoatNorm, coat_bias_dropout_add, deferred_bias_dropout_add
@@ -28,6 +28,7 @@ from tests.util import rel_rms
 
 pytestmark = pytest.mark.usefixtures("megatron")
 
+LINEARS = (CoatColumnParallelLinear, CoatRowParallelLinear)
 S, B, VOCAB = 64, 2, 256
 H, FFN, HEADS = 128, 352, 4
 D = H // HEADS
@@ -653,8 +654,14 @@ def test_attention_in_fp8_keeps_fewer_bytes(device):
 
 @pytest.mark.parametrize("cache", ["scale", "fp8"])
 def test_weight_cache_changes_nothing_else(device, cache):
-    loss, grads = loss_and_grads(build(coat_layer_spec), device)
-    again, cached = loss_and_grads(
-        build(coat_layer_spec, activations=ActivationsConfig(weight_cache=cache)), device
-    )
+    plain = build(coat_layer_spec)
+    loss, grads = loss_and_grads(plain, device)
+    model = build(coat_layer_spec, activations=ActivationsConfig(weight_cache=cache))
+    assert cached_weight_bytes(model) == 0
+    again, cached = loss_and_grads(model, device)
     assert again.equal(loss) and all(cached[name].equal(grads[name]) for name in grads)
+    # the largest magnitude, and beside the codes in two layouts the scale
+    linears = [m.weight.numel() for m in model.modules() if isinstance(m, LINEARS)]
+    assert len(linears) == 4
+    assert cached_weight_bytes(model) == sum({"scale": 4, "fp8": 2 * n + 8}[cache] for n in linears)
+    assert cached_weight_bytes(plain) == 0
