@@ -1,0 +1,58 @@
+"""What ZeRO-3's hooks take from layers, given back: what tensors carry, and time of the host.
+
+Stage 3 hands the inputs and outputs of every module through nodes of autograd, which gather its weights for
+backward and release them again. Behind a node a tensor is another object, without the notes of
+`coat_kernels.origin`: a linear layer behind a norm would keep its input. And every module pays for nodes,
+though only those with weights of their own have something to gather.
+"""
+
+import inspect
+
+import torch
+
+from coat_kernels.origin import share_notes
+
+# where DeepSpeed's hooks look up the functions of a module
+NODES = ("pre_bwd_fn", "post_bwd_fn")
+
+
+class _Node:
+    """A function of DeepSpeed's behind which tensors of `module` keep their notes; with `only_weights`, left
+    out where the module has none to gather.
+    """
+
+    def __init__(self, module: torch.nn.Module, function: type[torch.autograd.Function], only_weights: bool):
+        self.module, self.function, self.only_weights = module, function, only_weights
+        # torch asks for it in each call, and makes it anew unless it is noted
+        function.forward.__signature__ = inspect.signature(function.forward)
+
+    def apply(self, x: torch.Tensor) -> torch.Tensor:
+        # a weight outlives the step, and DeepSpeed notes on it itself
+        if isinstance(x, torch.nn.Parameter):
+            return self.function.apply(x)
+        if self.only_weights and not _has_weights(self.module):
+            return x
+        return share_notes(x, self.function.apply(x))
+
+
+def _has_weights(module: torch.nn.Module) -> bool:
+    """Whether DeepSpeed gathers anything for this very module: weights of its own, registered ones of others,
+    or those of a leaf module's parts."""
+    from deepspeed.runtime.zero.partitioned_param_coordinator import iter_params
+    from deepspeed.utils import z3_leaf_module
+
+    return next(iter(iter_params(module, recurse=z3_leaf_module(module))), None) is not None
+
+
+def lighten_module_hooks(model: torch.nn.Module) -> None:
+    """Has ZeRO-3's hooks of `model`, if there are any, hand notes on, and leave modules without weights alone.
+
+    Where something is frozen every module keeps its nodes: DeepSpeed releases frozen weights that a recomputed
+    forward gathers behind the module whose backward runs, with or without weights of its own.
+    """
+    only_weights = all(p.requires_grad for p in model.parameters())
+    for module in model.modules():
+        for name in NODES:
+            function = vars(module).get(name)
+            if function is not None and not isinstance(function, _Node):
+                setattr(module, name, _Node(module, function, only_weights))
