@@ -27,21 +27,18 @@ class _Node:
         function.forward.__signature__ = inspect.signature(function.forward)
 
     def apply(self, x: torch.Tensor) -> torch.Tensor:
-        # a weight outlives the step, and DeepSpeed notes on it itself
-        if isinstance(x, torch.nn.Parameter):
-            return self.function.apply(x)
         if self.only_weights and not _has_weights(self.module):
             return x
-        return share_notes(x, self.function.apply(x))
+        y = self.function.apply(x)
+        # weights change behind autograd's back
+        return y if isinstance(x, torch.nn.Parameter) else share_notes(x, y)
 
 
 def _has_weights(module: torch.nn.Module) -> bool:
-    """Whether DeepSpeed gathers anything for this very module: weights of its own, registered ones of others,
-    or those of a leaf module's parts."""
-    from deepspeed.runtime.zero.partitioned_param_coordinator import iter_params
-    from deepspeed.utils import z3_leaf_module
-
-    return next(iter(iter_params(module, recurse=z3_leaf_module(module))), None) is not None
+    """Whether DeepSpeed gathers anything for this very module: weights of its own, of others that it has been
+    found to use, or those of all its parts."""
+    own = vars(module)
+    return bool(own["_parameters"] or own.get("_external_params") or own.get("_z3_leaf"))
 
 
 def lighten_module_hooks(model: torch.nn.Module) -> None:
