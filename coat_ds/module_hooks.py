@@ -42,10 +42,10 @@ def _has_weights(module: torch.nn.Module) -> bool:
 
 
 def lighten_module_hooks(model: torch.nn.Module) -> None:
-    """Has ZeRO-3's hooks of `model`, if there are any, hand notes on, and leave modules without weights alone.
+    """Has ZeRO-3's hooks of `model`, if there are any, hand notes on and pass by modules without weights.
 
-    Where something is frozen every module keeps its nodes: DeepSpeed releases frozen weights that a recomputed
-    forward gathers behind the module whose backward runs, with or without weights of its own.
+    Where something is frozen every module keeps its nodes: frozen weights that a recomputed forward gathers
+    are released by DeepSpeed behind the module whose backward runs, with or without weights of its own.
     """
     only_weights = all(p.requires_grad for p in model.parameters())
     for module in model.modules():

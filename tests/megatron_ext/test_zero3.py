@@ -1,4 +1,4 @@
-"""COAT layers under DeepSpeed's ZeRO-3, whose hooks stand between the modules of a layer, in two processes."""
+"""COAT layers under ZeRO-3, whose hooks stand between the modules of a layer, in two processes."""
 
 import pytest
 import torch
