@@ -75,10 +75,7 @@ class Model(nn.Module):
         return self.whole(x).square().mean()
 
 
-def _run(frozen: bool) -> dict:
-    torch.manual_seed(0)
-    model = Model()
-    model.whole.lend.requires_grad_(not frozen)
+def _engine(model):
     config = {
         "train_micro_batch_size_per_gpu": 4,
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
@@ -90,7 +87,33 @@ def _run(frozen: bool) -> dict:
         "coat": {"enabled": True, "report": False},
     }
     trained = [p for p in model.parameters() if p.requires_grad]
-    engine, *_ = coat_ds.initialize(model=model, model_parameters=trained, config=config)
+    return coat_ds.initialize(model=model, model_parameters=trained, config=config)[0]
+
+
+def _input(step: int) -> torch.Tensor:
+    return torch.randn(4, H, generator=torch.Generator().manual_seed(step), requires_grad=True)
+
+
+def _compiled() -> list[float]:
+    """Losses of a model that torch traces with DeepSpeed's hooks in it."""
+    torch.manual_seed(0)
+    engine = _engine(nn.Sequential(nn.Sequential(nn.Linear(H, H), nn.ReLU()), nn.Linear(H, H)))
+    engine.compile(backend="eager")
+    losses = []
+    for step in range(STEPS):
+        loss = engine(_input(step)).square().mean()
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.item())
+    engine.destroy()
+    return losses
+
+
+def _run(frozen: bool) -> dict:
+    torch.manual_seed(0)
+    model = Model()
+    model.whole.lend.requires_grad_(not frozen)
+    engine = _engine(model)
     names = {module: name for name, module in engine.module.named_modules()}
     found = {"losses": [], "visits": []}
     offload = engine.optimizer.parameter_offload
@@ -98,8 +121,7 @@ def _run(frozen: bool) -> dict:
     offload.pre_sub_module_backward_function = lambda module: (visits.append(names[module]), visit(module))
     for step in range(STEPS):
         visits: list[str] = []
-        x = torch.randn(4, H, generator=torch.Generator().manual_seed(step), requires_grad=True)
-        loss = engine(x)
+        loss = engine(_input(step))
         engine.backward(loss)
         found["held"] = {name for name, p in model.named_parameters() if p.numel()}
         engine.step()
@@ -114,14 +136,21 @@ def _run(frozen: bool) -> dict:
 
 def _worker():
     torch.distributed.init_process_group("gloo")
-    result = {"ours": _run(False), "frozen": _run(True)}
+    runs = {"ours": _run(False), "frozen": _run(True)}
+    compiled = [_compiled()]
     with mock.patch("coat_ds.engine.lighten_module_hooks"):
-        return result | {"stock": _run(False), "stock frozen": _run(True)}
+        runs |= {"stock": _run(False), "stock frozen": _run(True)}
+        return {"runs": runs, "compiled": [*compiled, _compiled()]}
 
 
 @pytest.fixture(scope="module")
-def runs():
+def found():
     return run_distributed(_worker, 1)[0]
+
+
+@pytest.fixture(scope="module")
+def runs(found):
+    return found["runs"]
 
 
 @pytest.mark.parametrize("ours, stock", [("ours", "stock"), ("frozen", "stock frozen")])
@@ -130,6 +159,11 @@ def test_what_is_computed_stays(runs, ours, stock):
     assert runs[ours]["losses"][-1] < runs[ours]["losses"][0]
     # and what is gathered is released again
     assert runs[ours]["held"] == runs[stock]["held"] == set()
+
+
+def test_a_compiled_model_trains_as_before(found):
+    ours, stock = found["compiled"]
+    assert ours == stock and ours[-1] < ours[0]
 
 
 def test_notes_get_through(runs):
