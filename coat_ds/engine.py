@@ -11,6 +11,7 @@ import torch
 from coat_ds import checkpointing, client, switch
 from coat_ds.config import CoatConfig, CoatConfigError, OptimizerConfig
 from coat_ds.grad_norm import batch_gradient_norms
+from coat_ds.module_hooks import lighten_module_hooks
 from coat_ds.narrow_grad import keep_gradients_narrow
 from coat_ds.optimizer import LAYOUT, CoatAdamW, keeps_fp32, layout_table
 from coat_ds.partitions import link_partitions
@@ -127,6 +128,7 @@ def finish(engine, coat: CoatConfig) -> None:
     if not coat.enabled:
         return
     engine.coat = coat
+    lighten_module_hooks(engine.module)
     if coat.optimizer.enabled:
         link_partitions(engine.optimizer, engine.basic_optimizer)
         keep_gradients_narrow(engine.optimizer)

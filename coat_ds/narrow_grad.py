@@ -1,13 +1,16 @@
 """Gradients that look FP32 and are BF16 or FP16 underneath.
 
-ZeRO 1 and 2 copy a rank's gradients to FP32 for the step, beside all that training holds: 4 bytes a parameter
-of the partition, often the peak. CoatAdamW's kernels widen and scale what they read, to the same bits.
+ZeRO copies a rank's gradients to FP32 for the step, beside all that training holds: 4 bytes a parameter of
+the partition (stages 1 and 2), often the peak, or of a part of it (3). CoatAdamW's kernels widen and scale
+what they read, to the same bits.
 """
 
 import functools
 
 import torch
 from torch.utils._pytree import tree_map
+
+from coat_kernels.saved import exchanged
 
 aten = torch.ops.aten
 
@@ -92,11 +95,14 @@ def narrow_and_scale(grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | N
 
 
 def keep_gradients_narrow(wrapper) -> None:
-    """Has a DeepSpeedZeroOptimizer, of ZeRO 1 or 2, hand its gradients over as they are.
+    """Has a DeepSpeed optimizer of ZeRO 1, 2 or 3 hand its gradients over as they are.
 
-    Its step asks for what is flat already before it makes a flat tensor and has that in the masters' type.
-    DeepSpeed 0.18 does not ask, and makes FP32.
+    The step of ZeRO 1 and 2 asks for what is flat already before it makes a flat tensor and has that in the
+    masters' type. DeepSpeed 0.18 does not ask, and makes FP32.
     """
+    if hasattr(wrapper, "_prepare_fp32_grad_for_sub_group"):
+        _in_stage3(wrapper)
+        return
     ask = getattr(wrapper, "_get_preflattened_grad_partition", None)
     if ask is None:
         return
@@ -111,7 +117,23 @@ def keep_gradients_narrow(wrapper) -> None:
                 flat = wrapper.flatten_dense_tensors_aligned(grads, int(wrapper.partition_size[group]))
             else:
                 flat = wrapper.flatten(grads)
-        master = wrapper.single_partition_of_fp32_groups[group]
-        return NarrowGrad.of(flat) if flat.dtype != master.dtype == torch.float32 else flat
+        return _as_wide_as(wrapper.single_partition_of_fp32_groups[group], flat)
 
     wrapper._get_preflattened_grad_partition = partition
+
+
+def _in_stage3(wrapper) -> None:
+    """Its step flattens the gradients of a part of the parameters and then has them in the masters' type."""
+    prepare = wrapper._prepare_fp32_grad_for_sub_group
+
+    @functools.wraps(prepare)
+    def prepare_narrow(part: int) -> None:
+        master, flatten = wrapper.fp32_partitioned_groups_flat[part], wrapper.flatten
+        with exchanged(wrapper, flatten=lambda gradients: _as_wide_as(master, flatten(gradients))):
+            prepare(part)
+
+    wrapper._prepare_fp32_grad_for_sub_group = prepare_narrow
+
+
+def _as_wide_as(master: torch.Tensor, flat: torch.Tensor) -> torch.Tensor:
+    return NarrowGrad.of(flat) if flat.dtype != master.dtype == torch.float32 else flat

@@ -7,6 +7,7 @@ from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 
 from coat_kernels.deferred import PredictedScale
 from coat_kernels.norm import layer_norm, rms_norm
+from coat_kernels.origin import take_stand_in, with_stand_in
 from coat_kernels.residual import deferred_add, may_defer_add
 
 from .settings import activations_of, formats_of
@@ -60,7 +61,8 @@ class CoatNorm(torch.nn.Module):
         if adds:
             # Megatron adds x itself to the branch behind this norm: through this node, so that the sum of its
             # two gradients is made in the norm's backward and not by another pass
-            y, x.coat_residual = y
+            y, handed_on = y
+            with_stand_in(x, handed_on)
         return y
 
     def extra_repr(self) -> str:
@@ -72,7 +74,7 @@ def coat_bias_dropout_add(training: bool, fused: bool):
     stock = get_bias_dropout_add(training, fused)
 
     def bias_dropout_add(x_with_bias, residual, prob):
-        return stock(x_with_bias, _through_norm(residual), prob)
+        return stock(x_with_bias, take_stand_in(residual), prob)
 
     return bias_dropout_add
 
@@ -82,14 +84,9 @@ def deferred_bias_dropout_add(training: bool, fused: bool):
     stock = get_bias_dropout_add(training, fused)
 
     def bias_dropout_add(x_with_bias, residual, prob):
-        residual = _through_norm(residual)
+        residual = take_stand_in(residual)
         if not (training and prob) and may_defer_add(residual, *x_with_bias):
             return deferred_add(residual, *x_with_bias)
         return stock(x_with_bias, residual, prob)
 
     return bias_dropout_add
-
-
-def _through_norm(residual: torch.Tensor) -> torch.Tensor:
-    # taken once: whatever else uses the tensor gets the tensor
-    return vars(residual).pop("coat_residual", residual)

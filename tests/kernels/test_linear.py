@@ -8,7 +8,16 @@ from coat_kernels import deferred, linear, tensorwise
 from coat_kernels.deferred import PredictedScale
 from coat_kernels.fp8 import E4M3, E5M2
 from coat_kernels.linear import LinearFormats, fp8_linear
-from coat_kernels.origin import Origin, maxima_of, origin_of, with_maxima, with_origin
+from coat_kernels.origin import (
+    Origin,
+    maxima_of,
+    origin_of,
+    share_notes,
+    take_stand_in,
+    with_maxima,
+    with_origin,
+    with_stand_in,
+)
 from coat_kernels.tensorwise import quantize_tensor
 from coat_kernels.weights import WeightCache
 from tests.kernels.inputs import E4M3_RMS, E5M2_RMS, check_sums
@@ -122,6 +131,20 @@ def test_what_is_attached_is_lost_by_any_change():
         assert origin_of(other) is None and maxima_of(other) is None
     x.mul_(2)
     assert origin_of(x) is None and maxima_of(x) is None
+
+
+def test_what_is_noted_of_a_tensor_is_noted_of_its_alias():
+    x = torch.randn(4, 32)
+    maxima, stand_in = x.abs().amax(1), x.view_as(x)
+    with_maxima(x, maxima)
+    alias = share_notes(x, x.detach())
+    assert maxima_of(alias) is maxima
+    # whichever is asked first gets what was noted on the other one later
+    with_stand_in(alias, stand_in)
+    assert take_stand_in(x) is stand_in and take_stand_in(alias) is alias
+    with_stand_in(x, stand_in)
+    alias.mul_(2)
+    assert maxima_of(x) is None and take_stand_in(x) is x
 
 
 def test_maxima_of_the_producers_are_used(device, monkeypatch):
