@@ -212,8 +212,10 @@ def host_config(job: Job, micro_batch: int) -> dict:
 
 def start(rank: int, gpus: int, way: str, folder: str) -> None:
     """Makes this process a rank of `gpus`, as the way has it; all meet in `folder`."""
-    # the one for Megatron's overlap of communication, the other so that nothing fails for holes in memory
-    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    # for the overlap of Megatron's messages with products; ZeRO's would wait behind kernels
+    if WAYS[way].tensor > 1:
+        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    # nothing fails for holes in memory
     os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
     join(rank, gpus, folder, PATIENCE)
     from megatron_ext import cpu
