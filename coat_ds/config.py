@@ -181,7 +181,8 @@ class ActivationsConfig(_Block):
     two bytes a parameter, which saves quantizing them again."""
 
     fast_accumulation: str = _choice("forward", FAST_ACCUMULATION)
-    """Which FP8 products Hopper's tensor cores sum with fewer bits: the "forward" ones, "all" or "none"."""
+    """Which FP8 products Hopper's tensor cores sum with fewer bits: the "forward" ones, "all" or "none". The
+    gradient of linear_qkv's weight, in which large terms cancel, is always summed with all bits."""
 
     fallback: bool = False
     """Keep a linear layer whose sizes FP8 products cannot take in BF16. False makes it an error."""

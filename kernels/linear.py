@@ -38,7 +38,8 @@ class LinearFormats:
     forward: Fp8Format = E4M3
     backward: Fp8Format = E5M2
     fast_forward: bool = True
-    fast_backward: bool = False
+    fast_input_grad: bool = False
+    fast_weight_grad: bool = False
 
 
 DEFAULT_FORMATS = LinearFormats()
@@ -84,7 +85,7 @@ class _Fp8Linear(torch.autograd.Function):
     def backward(ctx, grad_y):
         weight, largest_w, *kept = ctx.saved_tensors
         formats, parallel = ctx.formats, ctx.parallel
-        fmt, fast = formats.forward, formats.fast_backward
+        fmt, fast = formats.forward, formats.fast_weight_grad
         needs_x, needs_w, needs_bias = ctx.needs_input_grad[:3]
         grad_x = grad_w = grad_bias = None
         sums = None
@@ -105,7 +106,9 @@ class _Fp8Linear(torch.autograd.Function):
             inputs = _columns_of_input(ctx, kept, fmt)
         if needs_x:
             w = ctx.cache.columns(weight, largest_w, fmt)
-            product = scaled_matmul(grad.rows, w.columns, grad.scale, w.scale, None, ctx.dtype, fast)
+            product = scaled_matmul(
+                grad.rows, w.columns, grad.scale, w.scale, None, ctx.dtype, formats.fast_input_grad
+            )
             # large, and done with before the weight's gradient takes its place
             grad = grad._replace(rows=None)
             del w

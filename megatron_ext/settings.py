@@ -25,11 +25,13 @@ def formats_of(config) -> LinearFormats:
     return formats(activations_of(config))
 
 
-def formats(activations: ActivationsConfig) -> LinearFormats:
-    """The FP8 formats of a linear layer."""
+def formats(activations: ActivationsConfig, cancels: bool = False) -> LinearFormats:
+    """The FP8 formats of a linear layer. `cancels`: in its weight's gradient large terms cancel."""
+    fast_backward = activations.fast_accumulation == "all"
     return LinearFormats(
         fp8_format(activations.forward_format),
         fp8_format(activations.backward_format),
         fast_forward=activations.fast_accumulation != "none",
-        fast_backward=activations.fast_accumulation == "all",
+        fast_input_grad=fast_backward,
+        fast_weight_grad=fast_backward and not cancels,
     )

@@ -216,7 +216,7 @@ def test_one_weight_used_twice(device):
 @pytest.mark.parametrize("compiled", [False, True])
 def test_weight_gradient_goes_where_it_is_told(compiled, fast, device):
     """Other gradients stay the same bits, and what autograd gets for the weight takes no memory."""
-    formats = LinearFormats(fast_backward=fast)
+    formats = LinearFormats(fast_weight_grad=fast)
     inputs = leaves(torch.randn(33, 64), torch.randn(48, 64), torch.randn(48), device=device)
     grad = torch.randn(33, 48, device=device, dtype=torch.bfloat16)
     expected = gradients(fp8_linear(*inputs, formats=formats), grad, inputs)
@@ -257,7 +257,7 @@ def test_fast_weight_gradients_take_no_memory():
     weight = torch.randn(n, n, device="cuda", dtype=torch.bfloat16, requires_grad=True)
     x, grad = torch.randn(2, 64, n, device="cuda", dtype=torch.bfloat16)
     main = torch.zeros(n, n, device="cuda")
-    formats = LinearFormats(fast_backward=True)
+    formats = LinearFormats(fast_weight_grad=True)
     y = fp8_linear(x, weight, formats=formats, weight_grad_into=lambda: main)
     held = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()

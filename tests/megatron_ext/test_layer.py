@@ -12,6 +12,7 @@ from megatron.core.distributed import DistributedDataParallel, DistributedDataPa
 from megatron.core.transformer import TransformerConfig
 
 from coat_ds.config import ActivationsConfig
+from coat_kernels import linear as linear_kernels
 from coat_kernels import residual
 from coat_kernels.deferred import Deferred, Source
 from coat_kernels.linear import LinearFormats
@@ -255,11 +256,25 @@ def test_gradients_go_into_megatrons_main_grad(device, overlap):
             assert module.weight.grad_added_to_main_grad
 
 
+@pytest.mark.parametrize("which", ["forward", "all", "none"])
+def test_which_products_are_summed_with_fewer_bits(device, monkeypatch, which):
+    multiply, fast = linear_kernels.scaled_matmul, []
+
+    def noting(*operands):
+        fast.append(operands[-1])
+        return multiply(*operands)
+
+    monkeypatch.setattr(linear_kernels, "scaled_matmul", noting)
+    loss_and_grads(build(coat_layer_spec, activations=ActivationsConfig(fast_accumulation=which)), device)
+    # qkv, proj, fc1, fc2; then from fc2 on the gradients of the input and the weight
+    assert fast == [which != "none"] * 4 + [which == "all"] * 7 + [False]
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_fast_sums_go_into_main_grad_unrounded(device, dtype):
     model = build(coat_layer_spec)
     weight = model.decoder.layers[0].mlp.linear_fc1.weight
-    model.decoder.layers[0].mlp.linear_fc1._formats = LinearFormats(fast_backward=True)
+    model.decoder.layers[0].mlp.linear_fc1._formats = LinearFormats(fast_weight_grad=True)
     _, expected = loss_and_grads(model, device)
     model.zero_grad()
     weight.main_grad, weight.grad_added_to_main_grad = torch.zeros_like(weight, dtype=dtype), False
