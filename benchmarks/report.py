@@ -83,7 +83,9 @@ SECTIONS = [
 ]
 NOT_MEASURED = (
     "Nothing above 8 GPUs, nor on more than one node.",
-    "Nothing above 125M parameters to convergence, and nothing on a data set that others use.",
+    "Nothing above 125M parameters or 150 million tokens to convergence.",
+    "Nothing on a data set that others use.",
+    "Largest micro-batches but under ZeRO-2.",
     "No GPU but the H200; 80 GB are a limit that torch's allocator was given, not another GPU.",
     "No downstream task: losses are of held-out text of the same kind.",
 )
