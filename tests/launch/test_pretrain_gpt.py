@@ -1,5 +1,6 @@
 """The entry point as its users start it: through the command line, in processes of its own."""
 
+import functools
 import json
 import os
 import shutil
@@ -167,6 +168,8 @@ def test_interrupt_keeps_the_metrics(tmp_path):
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
         text=True,
+        # what a shell starts in the background ignores the signal, and so would this process
+        preexec_fn=functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL),
     )
     try:
         deadline = time.monotonic() + 120
