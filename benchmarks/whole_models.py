@@ -168,7 +168,7 @@ def predict(model: Model, layers: int, way: Way, gpus: int, system: System, micr
         states=(STATES[coat or system.fp8_moments] * compressed + 8 * kept) / data,
         saved=layers * tokens * (per_token + 4 * x.heads) / tensor,
         logits=tokens * (4 * model.vocabulary + 4 * x.hidden) / tensor,
-        # as both products of backward and forward want them
+        # by rows for forward, by columns for backward
         copies=2 * (model.matrices(layers) - model.matrices(0)) / tensor if cached else 0,
     )
 
