@@ -279,13 +279,16 @@ def published(row: dict, gpus: int) -> dict:
     return {name: value for name, value in made.items() if value == value}
 
 
-def extrapolate(model: str, way: str, system: str, rows: list[dict]) -> dict | None:
-    """The row of the whole model, on the line through the two largest numbers of layers at equal batch."""
+def extrapolate(model: str, way: str, system: str, micro_batch: int, rows: list[dict]) -> dict | None:
+    """The row of the whole model, on the line through the two largest numbers of layers."""
     layers = MODELS[model].layers
+    of_this = ("model", "way", "system", "micro_batch")
     points = {
         row["layers"]: row
         for row in rows
-        if is_of(row, Job(model, way, system, row["layers"], 0)) and not row["limited"] and "ms" in row
+        if tuple(row[name] for name in of_this) == (model, way, system, micro_batch)
+        and not row["limited"]
+        and "ms" in row
     }
     if len(points) < 2 or layers in points:
         return None
@@ -295,7 +298,7 @@ def extrapolate(model: str, way: str, system: str, rows: list[dict]) -> dict | N
         for name, value in high.items()
         if name in low and name.endswith(("ms", "_mb")) and "predicted" not in name
     }
-    whole = Case(Job(model, way, system, layers, 0), high["micro_batch"], False)
+    whole = Case(Job(model, way, system, layers, micro_batch), micro_batch, False)
     return identity(whole) | {"extrapolated_from": f"{n0} and {n1} layers"} | linear
 
 
@@ -478,7 +481,8 @@ def train(arguments, table: Table) -> None:
         "deadline": time.time() + 60 * arguments.minutes,
     }
     run_jobs(jobs, rows, gpus, settings, add)
-    for model, way, system in dict.fromkeys((row["model"], row["way"], row["system"]) for row in rows):
-        if (row := extrapolate(model, way, system, rows)) is not None:
+    lines = (tuple(row[name] for name in ("model", "way", "system", "micro_batch")) for row in rows)
+    for line in dict.fromkeys(lines):
+        if (row := extrapolate(*line, rows)) is not None:
             add(row)
     plot(table.rows, table.path.with_suffix(".png"))

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from benchmarks import train
-from benchmarks.train import identity, next_case, read_rows
+from benchmarks.train import Case, extrapolate, identity, next_case, read_rows
 from benchmarks.whole_models import MODELS, SYSTEMS, WAYS, Job, predict
 from tests.benchmarks.test_harness import run
 
@@ -128,6 +128,17 @@ def test_a_dry_run_counts_what_is_predicted(measured):
         assert "mfu" not in two
         assert two["tokens_per_s_gpu"] == pytest.approx(2 * 64 / two["ms"] * 1e3)
     assert found["COAT", 3]["saved_mb"] < 0.4 * found["BF16", 3]["saved_mb"]
+
+
+def test_a_line_joins_rows_of_one_micro_batch():
+    def row(layers: int, micro_batch: int, ms: float) -> dict:
+        case = Case(Job("llama2-13b", "zero3", "COAT", layers, micro_batch), micro_batch, False)
+        return identity(case) | {"ms": ms}
+
+    rows = [row(10, 2, 30.0), row(20, 2, 50.0), row(20, 1, 40.0)]
+    whole = extrapolate("llama2-13b", "zero3", "COAT", 2, rows)
+    assert whole["ms"] == 90.0 and whole["layers"] == 40 and whole["micro_batch"] == 2
+    assert extrapolate("llama2-13b", "zero3", "COAT", 1, rows) is None
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a dry run, for machines without a GPU")
