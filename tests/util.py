@@ -2,11 +2,13 @@
 
 import os
 import socket
+import sys
 import tempfile
 import traceback
 from unittest import mock
 
 import torch
+import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from tests.hosts import repair_old_deepspeed
@@ -43,6 +45,8 @@ def _worker(rank, fn, world_size, port, folder, gpus, args):
         torch.cuda.set_device(rank)
     else:
         os.environ["DS_ACCELERATOR"] = "cpu"
+        # Megatron takes Transformer Engine's norms wherever it is, and they need a GPU
+        sys.modules["transformer_engine"] = None
     repair_old_deepspeed()
     try:
         result = fn(*args)
@@ -51,6 +55,9 @@ def _worker(rank, fn, world_size, port, folder, gpus, args):
         traceback.print_exc()
         raise
     torch.save(result, os.path.join(folder, f"{rank}.pt"))
+    # a process that ends while threads of its group run can abort
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 def run_distributed(fn, world_size: int, *args, gpus: bool = False) -> list:
