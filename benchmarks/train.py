@@ -279,10 +279,14 @@ def published(row: dict, gpus: int) -> dict:
     return {name: value for name, value in made.items() if value == value}
 
 
-def extrapolate(model: str, way: str, system: str, micro_batch: int, rows: list[dict]) -> dict | None:
-    """The row of the whole model, on the line through the two largest numbers of layers."""
-    layers = MODELS[model].layers
-    of_this = ("model", "way", "system", "micro_batch")
+def extrapolate(
+    model: str, way: str, system: str, micro_batch: int, gpus: int, rows: list[dict]
+) -> dict | None:
+    """The row of the whole model, on the line through the two largest numbers of layers.
+
+    Where only one was measured, the peak alone: with what is predicted for the layers that lack.
+    """
+    layers, of_this = MODELS[model].layers, ("model", "way", "system", "micro_batch")
     points = {
         row["layers"]: row
         for row in rows
@@ -290,16 +294,26 @@ def extrapolate(model: str, way: str, system: str, micro_batch: int, rows: list[
         and not row["limited"]
         and "ms" in row
     }
-    if len(points) < 2 or layers in points:
+    if not points or layers in points:
         return None
-    (n0, low), (n1, high) = sorted(points.items())[-2:]
-    linear = {
-        name: value + (layers - n1) * (value - low[name]) / (n1 - n0)
-        for name, value in high.items()
-        if name in low and name.endswith(("ms", "_mb")) and "predicted" not in name
-    }
-    whole = Case(Job(model, way, system, layers, micro_batch), micro_batch, False)
-    return identity(whole) | {"extrapolated_from": f"{n0} and {n1} layers"} | linear
+    whole = identity(Case(Job(model, way, system, layers, micro_batch), micro_batch, False))
+    *lower, (n1, high) = sorted(points.items())
+    if lower:
+        n0, low = lower[-1]
+        linear = {
+            name: value + (layers - n1) * (value - low[name]) / (n1 - n0)
+            for name, value in high.items()
+            if name in low and name.endswith(("ms", "_mb")) and "predicted" not in name
+        }
+        return whole | {"extrapolated_from": f"{n0} and {n1} layers"} | linear
+
+    def planned(count: int) -> float:
+        return sum(predict(MODELS[model], count, WAYS[way], gpus, SYSTEMS[system], micro_batch)) / 1e6
+
+    if SYSTEMS[system].package or not high["peak_mb"]:
+        return None
+    peak = high["peak_mb"] + planned(layers) - planned(n1)
+    return whole | {"extrapolated_from": f"{n1} layers and the plan", "peak_mb": peak}
 
 
 def plot(rows: list[dict], path: Path) -> None:
@@ -394,7 +408,7 @@ def options(parser: argparse.ArgumentParser) -> None:
     add("--ways", nargs="+", choices=WAYS, default=["zero2"], help="default: %(default)s")
     add("--systems", nargs="+", choices=SYSTEMS, metavar="NAME", help=f"of {', '.join(SYSTEMS)} (all)")
     add("--gpus", type=int, help="processes, each on a GPU of its own (default: all there are)")
-    add("--layers", type=int, nargs="+", help="in place of all; from two numbers the whole is extrapolated")
+    add("--layers", type=int, nargs="+", help="in place of all, which is then extrapolated; better from two")
     add("--micro-batch", type=int, nargs="+", help="at which all systems are compared; several with --plan")
     add("--steps", type=int, default=8, help="timed, behind three others (default %(default)s)")
     add("--memory-limit-gb", type=float, default=80, help="in the search for the largest micro-batch")
@@ -425,7 +439,8 @@ def train(arguments, table: Table) -> None:
       that (after backward these are the gradients); the peak during each, all included. In 10^6 bytes, as
       requested from the allocator;
     - X_predicted_mb, all_predicted_mb: by the table at the top of benchmarks/whole_models.py;
-    - extrapolated_from: the row was not measured, but lies on the line through two numbers of layers.
+    - extrapolated_from: the row was not measured, but lies on the line through two numbers of layers; or is
+      the peak with one number, and what is predicted for the layers that lack.
     Without a GPU, or with --quick, a tiny model; without a GPU no peaks, no search, and times mean nothing.
     """
     on_gpu = torch.cuda.is_available()
@@ -483,6 +498,6 @@ def train(arguments, table: Table) -> None:
     run_jobs(jobs, rows, gpus, settings, add)
     lines = (tuple(row[name] for name in ("model", "way", "system", "micro_batch")) for row in rows)
     for line in dict.fromkeys(lines):
-        if (row := extrapolate(*line, rows)) is not None:
+        if (row := extrapolate(*line, gpus, rows)) is not None:
             add(row)
     plot(table.rows, table.path.with_suffix(".png"))

@@ -130,15 +130,22 @@ def test_a_dry_run_counts_what_is_predicted(measured):
     assert found["COAT", 3]["saved_mb"] < 0.4 * found["BF16", 3]["saved_mb"]
 
 
-def test_a_line_joins_rows_of_one_micro_batch():
-    def row(layers: int, micro_batch: int, ms: float) -> dict:
+def test_the_whole_is_extrapolated_from_rows_of_one_micro_batch():
+    def row(layers: int, micro_batch: int, ms: float, peak: float) -> dict:
         case = Case(Job("llama2-13b", "zero3", "COAT", layers, micro_batch), micro_batch, False)
-        return identity(case) | {"ms": ms}
+        return identity(case) | {"ms": ms, "peak_mb": peak}
 
-    rows = [row(10, 2, 30.0), row(20, 2, 50.0), row(20, 1, 40.0)]
-    whole = extrapolate("llama2-13b", "zero3", "COAT", 2, rows)
-    assert whole["ms"] == 90.0 and whole["layers"] == 40 and whole["micro_batch"] == 2
-    assert extrapolate("llama2-13b", "zero3", "COAT", 1, rows) is None
+    rows = [row(10, 2, 30.0, 21e3), row(20, 2, 50.0, 42e3), row(20, 1, 40.0, 40e3)]
+    two = extrapolate("llama2-13b", "zero3", "COAT", 2, 2, rows)
+    assert two["ms"] == 90.0 and two["peak_mb"] == 84e3
+    assert two["layers"] == 40 and two["micro_batch"] == 2
+    one = extrapolate("llama2-13b", "zero3", "COAT", 1, 2, rows)
+    # of 20 layers of 12 h^2 weights over two ranks: 2 + 2 + 4 + 2.0781 bytes; and what they save
+    weights = 20 * (4 * 5120**2 + 3 * 5120 * 13824) / 2
+    saved = 20 * 2048 * (17 / 16 * 2 * (5120 + 13824) + 2 * 4 * 5120 + 4 * 40)
+    assert one["peak_mb"] == pytest.approx(40e3 + (10.0781 * weights + saved) / 1e6, rel=1e-3)
+    assert "ms" not in one and one["extrapolated_from"] == "20 layers and the plan"
+    assert extrapolate("llama2-13b", "zero3", "COAT", 4, 2, rows) is None
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a dry run, for machines without a GPU")
