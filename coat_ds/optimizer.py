@@ -429,16 +429,19 @@ class CoatAdamW(torch.optim.Optimizer):
     def _load_states(self, loaded: dict[str, Any]) -> None:
         for group, saved in zip(self.param_groups, loaded["param_groups"], strict=True):
             for p, index in zip(group["params"], saved["params"], strict=True):
-                entry = loaded["state"].get(index)
-                if not entry:
-                    continue
-                self.state[p] = state = {**entry, "step": int(entry["step"])}
-                if "remainder" in entry:
-                    state["remainder"] = entry["remainder"].to(p.device, copy=True)
-                for name in MOMENTS:
-                    layout = self._layout_of(p, group, name)
-                    state[name], exact = restored(loaded, index, name, layout, group["group_size"], p.device)
-                    self._count_arrival(exact)
+                if entry := loaded["state"].get(index):
+                    self.state[p] = {**entry, "step": int(entry["step"])}
+                    self._load_state(p, group, loaded, index)
+
+    def _load_state(self, p: torch.Tensor, group: dict[str, Any], loaded: dict[str, Any], index: int) -> None:
+        """Puts into the state of `p`, which holds the loaded entry `index`, tensors of its own."""
+        state = self.state[p]
+        if "remainder" in state:
+            state["remainder"] = state["remainder"].to(p.device, copy=True)
+        for name in MOMENTS:
+            layout = self._layout_of(p, group, name)
+            state[name], exact = restored(loaded, index, name, layout, group["group_size"], p.device)
+            self._count_arrival(exact)
 
 
 def piece_begins(fragments: Sequence[Fragment], numel: int, group_size: int) -> tuple[tuple[int, bool], ...]:

@@ -166,21 +166,16 @@ class MegatronAdamW(CoatAdamW, torch.optim.AdamW):
             groups.append(group)
         super().load_state_dict({"state": state, "param_groups": groups})
 
-    def _load_states(self, loaded: dict[str, Any]) -> None:
-        for group, saved in zip(self.param_groups, loaded["param_groups"], strict=True):
-            for p, index in zip(group["params"], saved["params"], strict=True):
-                entry = loaded["state"].get(index)
-                if not entry:
-                    continue
-                state = self.state[p] = {**entry, "step": int(entry["step"])}
-                for name in MOMENTS:
-                    value = entry[name]
-                    if isinstance(value, Moment):
-                        # the optimizer's own, handed back
-                        state[name] = Moment(value.pieces, value.group_size, value.shape)
-                    else:
-                        self._take_moment(p, group, name, value)
-                self._ready_state(p, group)
+    def _load_state(self, p: torch.Tensor, group: dict[str, Any], loaded: dict[str, Any], index: int) -> None:
+        state = self.state[p]
+        for name in MOMENTS:
+            value = state[name]
+            if isinstance(value, Moment):
+                # the optimizer's own, handed back
+                state[name] = Moment(value.pieces, value.group_size, value.shape)
+            else:
+                self._take_moment(p, group, name, value)
+        self._ready_state(p, group)
 
 
 def _linked(host: MegatronOptimizer) -> Iterator[tuple[int, torch.Tensor, torch.Tensor, int]]:
