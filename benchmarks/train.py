@@ -215,6 +215,8 @@ def _any_rank(here: bool) -> bool:
 
 
 _IDENTITY = ("model", "way", "system", "layers", "micro_batch", "limited")
+# what rows of several numbers of layers share
+_LINE = ("model", "way", "system", "micro_batch")
 
 
 def identity(case: Case) -> dict:
@@ -286,11 +288,11 @@ def extrapolate(
 
     Where only one was measured, the peak alone: with what is predicted for the layers that lack.
     """
-    layers, of_this = MODELS[model].layers, ("model", "way", "system", "micro_batch")
+    layers = MODELS[model].layers
     points = {
         row["layers"]: row
         for row in rows
-        if tuple(row[name] for name in of_this) == (model, way, system, micro_batch)
+        if tuple(row[name] for name in _LINE) == (model, way, system, micro_batch)
         and not row["limited"]
         and "ms" in row
     }
@@ -496,8 +498,7 @@ def train(arguments, table: Table) -> None:
         "deadline": time.time() + 60 * arguments.minutes,
     }
     run_jobs(jobs, rows, gpus, settings, add)
-    lines = (tuple(row[name] for name in ("model", "way", "system", "micro_batch")) for row in rows)
-    for line in dict.fromkeys(lines):
+    for line in dict.fromkeys(tuple(row[name] for name in _LINE) for row in rows):
         if (row := extrapolate(*line, gpus, rows)) is not None:
             add(row)
     plot(table.rows, table.path.with_suffix(".png"))

@@ -63,8 +63,9 @@ def _worker(rank, fn, world_size, port, folder, gpus, args):
 def run_distributed(fn, world_size: int, *args, gpus: bool = False) -> list:
     """Calls `fn(*args)` in `world_size` fresh processes with torchrun's environment; the results by rank.
 
-    `fn` must be importable (a module-level function) and initialises its own process group. The processes
-    see no GPU, so that they are ranks on a CPU everywhere; with `gpus`, each has a GPU of its own.
+    `fn` must be importable (a module-level function) and initialises its own process group, which ends with
+    the process. The processes see no GPU, so that they are ranks on a CPU everywhere; with `gpus`, each has a
+    GPU of its own.
     """
     hidden = {} if gpus else {"CUDA_VISIBLE_DEVICES": ""}
     with tempfile.TemporaryDirectory() as folder, mock.patch.dict(os.environ, hidden):

@@ -99,7 +99,6 @@ def work(backend):
         engine = start(cell(stage, model=Wide))
         out["stays", stage] = [train_step(engine) for _ in range(STEPS)]
         out["moves", stage] = [move(stage, *how) for how in MOVES]
-    torch.distributed.destroy_process_group()
     return out
 
 

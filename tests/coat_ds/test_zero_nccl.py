@@ -36,7 +36,6 @@ def work(backend):
             "bytes": coat_ds.state_bytes(engine),
             "devices": devices,
         }
-    torch.distributed.destroy_process_group()
     return out
 
 

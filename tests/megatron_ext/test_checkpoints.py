@@ -157,7 +157,6 @@ def _two_ranks(folder):
                 found["loaded again"] = _weights(again)
             result[name] = found
             parallel_state.destroy_model_parallel()
-    dist.destroy_process_group()
     return result
 
 
@@ -179,7 +178,6 @@ def _one_rank(folder):
             ):
                 _load(model, folder / f"{source} {name}")
                 result[name, source] = _weights(model)
-    dist.destroy_process_group()
     return result
 
 

@@ -100,7 +100,6 @@ def _run(exact):
                 dist.all_reduce(value)
             results[size] = {name: (value / 2).cpu() for name, value in values.items()}
         parallel_state.destroy_model_parallel()
-    dist.destroy_process_group()
     return results
 
 

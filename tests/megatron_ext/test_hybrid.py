@@ -82,7 +82,6 @@ def _run(tp):
                 parameter.data.sub_(0.1 * parameter.grad)
         result[pattern] = losses, grads
     parallel_state.destroy_model_parallel()
-    dist.destroy_process_group()
     return result
 
 

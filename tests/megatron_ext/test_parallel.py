@@ -146,7 +146,6 @@ def run_cases(cases, exact):
                 run |= _into_main_grad(model, tokens, positions, order)
         results[tp, sequence_parallel, variant] = run | {"loss": loss.detach().cpu(), "grads": grads}
         parallel_state.destroy_model_parallel()
-    dist.destroy_process_group()
     return results
 
 

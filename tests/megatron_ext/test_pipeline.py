@@ -91,7 +91,6 @@ def train(pipeline, virtual, weights, exact=False):
         "grads": {name: p.grad.cpu() for name, p in parameters.items()},
     }
     parallel_state.destroy_model_parallel()
-    dist.destroy_process_group()
     return result
 
 
