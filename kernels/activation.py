@@ -41,7 +41,7 @@ from coat_kernels.groups import (
     dequantize_groups_reference,
     quantize_groups_reference,
 )
-from coat_kernels.launch import cdiv, on_device_of
+from coat_kernels.launch import PreparedKernel, cdiv, on_device_of
 from coat_kernels.ops import compilable
 from coat_kernels.origin import Origin, with_maxima, with_origin
 from coat_kernels.tensorwise import (
@@ -179,6 +179,7 @@ def value_and_slope(b_x, KIND: tl.constexpr):
     return b_value, b_slope
 
 
+@PreparedKernel
 @triton.jit
 def activation_forward_kernel(p_x, p_y, p_rows, p_codes, p_exponent, p_maxima,
                               p_predicted, p_used, p_found, found, p_largest, p_true,
@@ -237,6 +238,7 @@ def finite_abs(b_x):
     return tl.abs(finite_or_nan(b_x))
 
 
+@PreparedKernel
 @triton.jit
 def activation_backward_kernel(p_grad_y, p_codes, p_exponent, p_grad_x, p_rows, p_columns, p_sums,
                                p_maxima, p_predicted, p_used, p_found, found, p_largest, p_true,
@@ -313,6 +315,7 @@ def store_rows(b_x, p_x, p_rows, o_x, m_x, scale, DTYPE: tl.constexpr, E5M2: tl.
     return to_tensor_words(b_rounded, scale, E5M2)
 
 
+@PreparedKernel
 @triton.jit
 def activation_columns_kernel(p_codes, p_exponent, p_largest, p_columns, p_scale,
                               rows, f, groups, padded_rows,

@@ -20,7 +20,7 @@ import triton.language as tl
 
 from coat_kernels.fast_math import fast_sqrt, with_sign_of
 from coat_kernels.fp8 import E4M3, cast, from_fp8, round_to_fp8, to_fp8, uses_kernels
-from coat_kernels.launch import cdiv, on_device_of
+from coat_kernels.launch import PreparedKernel, cdiv, on_device_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,6 +169,7 @@ def group_offsets(o_row, o_column, m_x, columns, G: tl.constexpr):
     return o_group, m_group, tl.cdiv(columns, G)
 
 
+@PreparedKernel
 @triton.jit
 def quantize_groups_kernel(p_x, p_codes, p_exponent, rows, columns, stride,
                            ROOTS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
@@ -180,6 +181,7 @@ def quantize_groups_kernel(p_x, p_codes, p_exponent, rows, columns, stride,
     store_groups(b_x, p_codes, p_exponent, o_row, o_column, m_x, columns, ROOTS, G)
 
 
+@PreparedKernel
 @triton.jit
 def dequantize_groups_kernel(p_codes, p_exponent, p_x, rows, columns,
                              ROOTS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,

@@ -1,14 +1,22 @@
-"""What the host does around each launch of a kernel: little, since a layer has dozens."""
+"""Launching kernels with little CPU time, since a layer launches dozens.
+
+Triton's own launch binds arguments to the kernel's signature, computes what to specialise for and looks up
+the compiled kernel: 15 to 29 us for 3 to 20 arguments. A `PreparedKernel` does that once for each signature,
+and from then on calls the compiled kernel.
+"""
 
 import contextlib
+import functools
 
 import torch
+import triton
 
 _NOTHING = contextlib.nullcontext()
+_knobs = triton.knobs.runtime
 
 
 def cdiv(a: int, b: int) -> int:
-    """a / b, rounded up; `triton.cdiv` takes the host 3 us."""
+    """a / b, rounded up; `triton.cdiv` takes 3 us."""
     return -(-a // b)
 
 
@@ -22,3 +30,75 @@ def on_device_of(x: torch.Tensor) -> contextlib.AbstractContextManager:
     if not x.is_cuda or x.get_device() == torch.cuda.current_device():
         return _NOTHING
     return torch.cuda.device_of(x)
+
+
+def signature_of(args: tuple) -> tuple[list, list]:
+    """What decides which compiled kernel takes `args`, and what is handed to it: of tensors their addresses.
+
+    args: None, booleans, numbers and tensors. The key is finer than what triton specialises for, never
+    coarser: of a tensor its dtype, its device and whether it begins at a multiple of 16 bytes; of an integer
+    whether it is 1 or a multiple of 16, beyond 32 bits its value; of a float that it is one.
+    """
+    key, values = [], []
+    for a in args:
+        kind = type(a)
+        if kind is int:
+            if -(2**31) <= a < 2**31:
+                key.append("1" if a == 1 else "int" if a & 15 else "16")
+            else:
+                key.append(a)
+        elif a is None or kind is bool:
+            key.append(a)
+        elif kind is float:
+            key.append(kind)
+        else:
+            address = a.data_ptr()
+            key += a.dtype, a.get_device(), address & 15 == 0
+            a = address
+        values.append(a)
+    return key, values
+
+
+class PreparedKernel:
+    """A kernel of triton's, launched as `kernel[grid](*args, **constants)`: arguments by position, as in
+    `signature_of`, constexprs and options by name.
+
+    The first launch with a signature is triton's own, which compiles. All launches are where kernels are
+    interpreted, on GPUs that are not NVIDIA's, and while somebody, such as a profiler, has hooks on launches.
+    What is changed of triton's settings later does not reach signatures that were met before.
+    """
+
+    def __init__(self, function):
+        self.function = function
+        self._compiled: dict[tuple, tuple] = {}
+        functools.update_wrapper(self, function.fn)
+
+    def __getitem__(self, grid: tuple[int, ...]):
+        return functools.partial(self._launch, grid)
+
+    def _launch(self, grid: tuple[int, ...], *args, **constants) -> None:
+        if _knobs.interpret or torch.version.cuda is None or _has_hooks():
+            self.function[grid](*args, **constants)
+            return
+        driver = triton.runtime.driver.active
+        device = driver.get_current_device()
+        key, values = signature_of(args)
+        key = (device, *key, *constants.items())
+        prepared = self._compiled.get(key)
+        if prepared is None:
+            compiled = self.function[grid](*args, **constants)
+            rest = tuple(constants[name] for name in self.function.arg_names[len(args) :])
+            self._compiled[key] = compiled.run, compiled.function, compiled.packed_metadata, rest
+            return
+        run, function, metadata, rest = prepared
+        x, y, z = (*grid, 1, 1)[:3]
+        run(x, y, z, driver.get_current_stream(device), function, metadata, None, None, None, *values, *rest)
+
+
+def _has_hooks() -> bool:
+    enter, leave = _knobs.launch_enter_hook, _knobs.launch_exit_hook
+    # None, a chain of hooks, or, in older releases, a function
+    return bool(
+        (enter is not None and getattr(enter, "calls", True))
+        or (leave is not None and getattr(leave, "calls", True))
+    )

@@ -13,7 +13,7 @@ import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from coat_kernels.fp8 import INTERPRET, capability, cast, uses_kernels, widen
-from coat_kernels.launch import cdiv, on_device_of
+from coat_kernels.launch import PreparedKernel, cdiv, on_device_of
 from coat_kernels.ops import compilable
 
 # of `out`, and of the dimension that is summed at a time
@@ -144,6 +144,7 @@ def accumulate_matmul_triton(
         )
 
 
+@PreparedKernel
 @triton.jit
 def add_kernel(p_out, p_x, n, BLOCK: tl.constexpr):
     o_x = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)

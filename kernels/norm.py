@@ -28,7 +28,7 @@ from coat_kernels.groups import (
     empty_grouped,
     quantize_groups_reference,
 )
-from coat_kernels.launch import cdiv, next_power_of_2, on_device_of
+from coat_kernels.launch import PreparedKernel, cdiv, next_power_of_2, on_device_of
 from coat_kernels.ops import compilable
 from coat_kernels.origin import Origin, with_maxima, with_origin
 from coat_kernels.residual import NO_ADDENDS, Addends, is_deferred_sum, residual_add_tile
@@ -128,6 +128,7 @@ def load_gamma(p_weight, o_h, m_h, ZERO_CENTERED: tl.constexpr, EVEN: tl.constex
     return b_weight + 1.0 if ZERO_CENTERED else b_weight
 
 
+@PreparedKernel
 @triton.jit
 def norm_forward_kernel(p_x, p_residual, p_branch, p_branch_bias, p_weight, p_bias, p_y, p_rows, p_codes,
                         p_exponent, p_rstd, p_maxima, p_predicted, p_used, p_found, found, p_largest,
@@ -168,6 +169,7 @@ def norm_forward_kernel(p_x, p_residual, p_branch, p_branch_bias, p_weight, p_bi
             store_group_tile(b_x, p_codes, p_exponent, o_row, 0, rows, h, h, groups, ROOTS, G, EVEN)
 
 
+@PreparedKernel
 @triton.jit
 def norm_backward_kernel(p_grad_y, p_grad_residual, p_codes, p_exponent, p_rstd, p_weight,
                          p_grad_x, p_maxima, p_grad_weight, p_grad_bias, rows, h, groups,
@@ -216,6 +218,7 @@ def norm_backward_kernel(p_grad_y, p_grad_residual, p_codes, p_exponent, p_rstd,
         store_tile(p_grad_bias, o_partial, tl.sum(b_grad_bias, axis=0), o_h < h, not EVEN)
 
 
+@PreparedKernel
 @triton.jit
 def norm_columns_kernel(p_codes, p_exponent, p_rstd, p_weight, p_bias, p_largest, p_columns, p_scale,
                         rows, h, groups, padded_rows,

@@ -13,7 +13,7 @@ import triton.language as tl
 
 from coat_kernels.deferred import Deferred, PredictedScale, Source
 from coat_kernels.fp8 import cast, finite_or_nan, round_to, uses_kernels
-from coat_kernels.launch import cdiv, next_power_of_2, on_device_of
+from coat_kernels.launch import PreparedKernel, cdiv, next_power_of_2, on_device_of
 from coat_kernels.ops import compilable
 from coat_kernels.origin import with_maxima
 from coat_kernels.tensorwise import (
@@ -98,6 +98,7 @@ def load_heads(p_q, p_k, p_v, m_q, m_k, m_v, o_d, m_d):
     return b_x
 
 
+@PreparedKernel
 @triton.jit
 def rotate_qkv_kernel(p_mixed, p_cos, p_sin, p_q, p_k, p_v, batch, heads, groups,
                       M: tl.constexpr, D: tl.constexpr, R: tl.constexpr, HALF: tl.constexpr,
@@ -132,6 +133,7 @@ def turn_back(b_1, b_2, b_cos_1, b_sin_1, b_cos_2, b_sin_2):
     return b_1 * b_cos_1 + b_2 * b_sin_2, b_2 * b_cos_2 - b_1 * b_sin_1
 
 
+@PreparedKernel
 @triton.jit
 def rotate_qkv_backward_kernel(p_dq, p_dk, p_dv, p_cos, p_sin, p_grad, p_maxima, batch, heads,
                                q_s, q_b, q_n, k_s, k_b, k_n, v_s, v_b, v_n,
@@ -187,6 +189,7 @@ def finite_abs(b_grad, DTYPE: tl.constexpr):
     return tl.abs(finite_or_nan(round_to(b_grad, DTYPE)))
 
 
+@PreparedKernel
 @triton.jit
 def rotate_qkv_operands_kernel(p_dq, p_dk, p_dv, p_cos, p_sin, p_rows, p_columns, p_sums, p_maxima,
                                p_predicted, p_used, p_found, found, p_largest, p_true,

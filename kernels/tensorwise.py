@@ -22,7 +22,7 @@ import triton
 import triton.language as tl
 
 from coat_kernels.fp8 import Fp8Format, finite_or_nan, fp8_format, to_fp8, to_fp8_words, uses_kernels
-from coat_kernels.launch import cdiv, on_device_of
+from coat_kernels.launch import PreparedKernel, cdiv, on_device_of
 from coat_kernels.ops import compilable
 from coat_kernels.origin import maxima_of
 
@@ -69,6 +69,7 @@ def finite_max(b_x):
     return tl.max(tl.ravel(tl.where(b_abs < float("inf"), b_abs, 0.0)), axis=0)
 
 
+@PreparedKernel
 @triton.jit
 def maxima_kernel(p_x, p_maxima, n, BLOCK: tl.constexpr):
     pid = tl.program_id(0).to(tl.int64)
@@ -84,6 +85,7 @@ def maxima_triton(x: torch.Tensor) -> torch.Tensor:
     return maxima
 
 
+@PreparedKernel
 @triton.jit
 def largest_kernel(p_maxima, p_largest, n, BLOCK: tl.constexpr):
     b_largest = tl.zeros([BLOCK], dtype=tl.float32)
@@ -245,6 +247,7 @@ def scale_and_tiles(p_predicted, p_used, p_found, found, p_largest, p_true, tile
     return scale, todo
 
 
+@PreparedKernel
 @triton.jit
 def quantize_rows_kernel(p_x, p_rows, p_maxima, p_predicted, p_used, p_found, found, p_largest, p_true,
                          n, tiles, E5M2: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
@@ -258,6 +261,7 @@ def quantize_rows_kernel(p_x, p_rows, p_maxima, p_predicted, p_used, p_found, fo
             tl.store(p_maxima + tile, finite_max(b_x))
 
 
+@PreparedKernel
 @triton.jit
 def quantize_columns_kernel(p_x, p_rows, p_columns, p_sums, p_maxima,
                             p_predicted, p_used, p_found, found, p_largest, p_true, m, n, padded_m, tiles,
@@ -441,6 +445,7 @@ def quantize_tensor(
     )
 
 
+@PreparedKernel
 @triton.jit
 def transpose_kernel(p_rows, p_columns, m, n, padded_m, M: tl.constexpr, N: tl.constexpr):
     o_word = tl.program_id(1) * (M // 4) + tl.arange(0, M // 4)
