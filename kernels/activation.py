@@ -11,12 +11,14 @@ nobody reads it for its scale; so does the gradient. a is one of
 - squared_relu: max(x, 0)^2 (So et al., arXiv 2109.08668).
 """
 
+import functools
+
 import torch
 import triton
 import triton.language as tl
 
 from coat_kernels.codecs.codec import load_tile, store_tile
-from coat_kernels.deferred import Deferred, PredictedScale, Source
+from coat_kernels.deferred import Attempt, Deferred, PredictedScale, Source, write_reference
 from coat_kernels.fast_math import fast_exp2, fast_reciprocal
 from coat_kernels.fp8 import (
     Fp8Format,
@@ -628,6 +630,43 @@ def _deferred_backward(grad_y: torch.Tensor, kept: tuple, options: tuple, scale:
         return _launch_backward(grad_y, Grouped(codes, exponent), *options, out=out, scales=scales)
 
     return Source((grad_y, *kept), make, write, scale, tuple(kept[0].shape), grad_y.dtype)
+
+
+def activation_operands(
+    x: torch.Tensor, options: tuple[str, bool, int], keep: str, scale: PredictedScale
+) -> tuple[Quantized, torch.Tensor, Grouped]:
+    """The activation's output as FP8 rows alone, at once: (operands, the largest magnitude, the kept input).
+
+    x [rows, f or 2 f], contiguous. options: kind, gated, group_size.
+    """
+    rows, f = x.shape[0], x.shape[1] // (1 + options[1])
+    if uses_kernels(x):
+        kept = _empty_kept(rows, f, *options[1:], keep, x.device)
+
+        def write(out, scales):
+            return _launch_forward(x, kept, *options, out=out, scales=scales)
+    else:
+        y, _, kept = activation_forward_reference(x, *options, keep)
+        write = functools.partial(write_reference, y, fmt=scale.fmt)
+    return *Attempt(write, scale, rows, f, x.device).finish(None), kept
+
+
+def activation_backward_operands(
+    grad_y: torch.Tensor, q: Grouped, options: tuple[str, bool, int], scale: PredictedScale, sums: bool
+) -> Quantized:
+    """The gradient of the activation's input as FP8 rows and columns alone, and the `sums` of its columns.
+
+    grad_y [rows, f], contiguous; q: the kept input. options: kind, gated, group_size.
+    """
+    if uses_kernels(grad_y):
+
+        def write(out, scales):
+            return _launch_backward(grad_y, q, *options, out=out, scales=scales)
+    else:
+        grad_x, _ = activation_backward_reference(grad_y, q, *options)
+        write = functools.partial(write_reference, grad_x, fmt=scale.fmt)
+    attempt = Attempt(write, scale, *q.codes.shape, grad_y.device, rows=True, columns=True, sums=sums)
+    return attempt.finish(None)[0]
 
 
 def activation(

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 
 from coat_kernels.deferred import Deferred, PredictedScale, fp8_operands, holders, holders_in_backward
 from coat_kernels.fp8 import E4M3, E5M2, Fp8Format, require_fp8, uses_kernels
@@ -45,34 +46,97 @@ class LinearFormats:
 DEFAULT_FORMATS = LinearFormats()
 
 
+@dataclass(frozen=True, slots=True)
+class LinearOptions:
+    """How a linear layer multiplies: everything but its tensors. Fields as the arguments of `fp8_linear`."""
+
+    formats: LinearFormats = DEFAULT_FORMATS
+    cache: WeightCache = NO_CACHE
+    parallel: TensorParallel | None = None
+    weight_grad_into: Callable[[], torch.Tensor] | None = None
+    x_scale: PredictedScale | None = None
+    grad_scale: PredictedScale | None = None
+
+    @property
+    def input_group(self) -> dist.ProcessGroup | None:
+        """The ranks that agree on the scale of the input, because its codes meet in one operand."""
+        return self.parallel.group if self.parallel and self.parallel.gathers_input else None
+
+
+def multiply(
+    rows: torch.Tensor,
+    scale: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    dtype: torch.dtype,
+    options: LinearOptions,
+    trains: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The forward product of FP8 `rows` [m, k] with their `scale`, and the weight's largest magnitude.
+
+    `trains`: a backward may follow. The product is [m, n] in `dtype`, of the tokens that `options.parallel`
+    says.
+    """
+    parallel, formats = options.parallel, options.formats
+    w, largest_w = options.cache.forward(weight, formats.forward, trains)
+    if parallel and parallel.gathers_input:
+        rows = gather_rows(rows, parallel.group)()
+    y = scaled_matmul(rows, w.rows, scale, w.scale, bias, dtype, formats.fast_forward)
+    if parallel and parallel.scatters_output:
+        y = reduce_scatter(y, parallel.group)()
+    return y, largest_w
+
+
+def multiply_backward(
+    grad: Quantized,
+    weight: torch.Tensor,
+    largest_w: torch.Tensor,
+    columns: Callable[[], tuple[torch.Tensor, torch.Tensor]] | None,
+    dtype: torch.dtype,
+    options: LinearOptions,
+    needs_x: bool = True,
+) -> tuple[Callable[[], torch.Tensor] | None, torch.Tensor | None]:
+    """The two backward products of `grad`, quantized by rows and by columns as they are needed.
+
+    largest_w: as `multiply` gave it. columns: gives the input of all tokens by columns, and its scale; None
+    where the weight needs no gradient. Returns a function that waits for the gradient of the input, [m, k] in
+    `dtype`, and the gradient of the weight. To have `grad` freed on the way the caller must not hold it.
+    """
+    formats, grad_x, grad_w = options.formats, None, None
+    if needs_x:
+        w = options.cache.columns(weight, largest_w, formats.forward)
+        product = scaled_matmul(
+            grad.rows, w.columns, grad.scale, w.scale, None, dtype, formats.fast_input_grad
+        )
+        # large, and done with before the weight's gradient takes its place
+        grad = grad._replace(rows=None)
+        del w
+        grad_x = _sum_over_ranks(product, options.parallel)
+    if columns is not None:
+        by_columns, scale = columns()
+        operands, fast = (grad.columns, by_columns, grad.scale, scale), formats.fast_weight_grad
+        if options.weight_grad_into is None:
+            grad_w = scaled_matmul(*operands, None, weight.dtype, fast)
+        else:
+            accumulate_matmul(*operands, options.weight_grad_into(), weight.dtype, fast)
+            # of the shape that autograd wants, without its memory
+            grad_w = weight.new_zeros(()).expand(weight.shape)
+    return grad_x, grad_w
+
+
 class _Fp8Linear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, weight, bias, formats, origin, cache, parallel, trains, into, x_scale, grad_scale):
+    def forward(ctx, x, weight, bias, origin, options, trains):
         trains_weight = ctx.needs_input_grad[1]
         keep = trains_weight and origin is None
-        fmt = formats.forward
-        group = parallel.group if parallel else None
-        quantized_w, largest_w = cache.forward(weight, fmt, trains)
-        agrees = group if parallel and parallel.gathers_input else None
+        fmt = options.formats.forward
         (rows, columns, scale, _), largest_x = fp8_operands(
-            x, fmt, columns=keep, group=agrees, predicted=x_scale
+            x, fmt, columns=keep, group=options.input_group, predicted=options.x_scale
         )
-        if parallel and parallel.gathers_input:
-            rows = gather_rows(rows, group)()
-        y = scaled_matmul(
-            rows, quantized_w.rows, scale, quantized_w.scale, bias, x.dtype, formats.fast_forward
-        )
-        if parallel and parallel.scatters_output:
-            y = reduce_scatter(y, group)()
-        ctx.formats, ctx.shape, ctx.dtype, ctx.cache, ctx.parallel = (
-            formats,
-            x.shape,
-            x.dtype,
-            cache,
-            parallel,
-        )
+        y, largest_w = multiply(rows, scale, weight, bias, x.dtype, options, trains)
+        ctx.options, ctx.shape, ctx.dtype = options, x.shape, x.dtype
         ctx.bias_dtype = None if bias is None else bias.dtype
-        ctx.columns, ctx.into, ctx.grad_scale = None, into, grad_scale
+        ctx.columns = None
         kept: tuple[torch.Tensor, ...] = ()
         if keep:
             kept = (columns, scale)
@@ -84,71 +148,58 @@ class _Fp8Linear(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad_y):
         weight, largest_w, *kept = ctx.saved_tensors
-        formats, parallel = ctx.formats, ctx.parallel
-        fmt, fast = formats.forward, formats.fast_weight_grad
-        needs_x, needs_w, needs_bias = ctx.needs_input_grad[:3]
-        grad_x = grad_w = grad_bias = None
-        sums = None
+        options, needs = ctx.options, ctx.needs_input_grad[:3]
+        needs_x, needs_w, needs_bias = needs
+        grad_x = grad_w = sums = None
         if needs_x or needs_w:
-            wanted = needs_x, needs_w, needs_bias
-            grad = _quantized_grad(grad_y, formats.backward, parallel, *wanted, ctx.grad_scale)
-            sums = grad.sums
+            # in a list, to leave it to the products, which free parts of it on the way
+            grad = [quantized_grad(grad_y, options, *needs)]
+            sums = grad[0].sums
             if isinstance(grad_y, Deferred) and holders(grad_y) == holders_in_backward(grad_y.device):
                 # autograd holds on to it until this function returns, and nobody else will ask for it
                 grad_y.source.release()
+            columns = None
+            if needs_w:
+                # the all-gather overlaps with the dgrad GEMM. The gradient's scale is known by now, so no
+                # other collective queues behind it
+                columns = _columns_of_input(ctx, kept, options.formats.forward)
+            grad_x, grad_w = multiply_backward(
+                grad.pop(), weight, largest_w, columns, ctx.dtype, options, needs_x
+            )
         elif needs_bias:
             sums = grad_y.flatten(0, -2).sum(0, dtype=torch.float32)
-        if needs_bias:
-            grad_bias = sums.to(ctx.bias_dtype)
-        if needs_w:
-            # what is sent travels while the product below runs, which must not have to wait for another
-            # message behind it: the gradient has its scale already
-            inputs = _columns_of_input(ctx, kept, fmt)
-        if needs_x:
-            w = ctx.cache.columns(weight, largest_w, fmt)
-            product = scaled_matmul(
-                grad.rows, w.columns, grad.scale, w.scale, None, ctx.dtype, formats.fast_input_grad
-            )
-            # large, and done with before the weight's gradient takes its place
-            grad = grad._replace(rows=None)
-            del w
-            grad_x = _sum_over_ranks(product, parallel)
-        if needs_w:
-            columns, scale = inputs()
-            if ctx.into is None:
-                grad_w = scaled_matmul(grad.columns, columns, grad.scale, scale, None, weight.dtype, fast)
-            else:
-                accumulate_matmul(grad.columns, columns, grad.scale, scale, ctx.into(), weight.dtype, fast)
-                # of the shape that autograd wants, without its memory
-                grad_w = weight.new_zeros(()).expand(weight.shape)
-        if needs_x:
-            grad_x = grad_x().view(ctx.shape)
-        return grad_x, grad_w, grad_bias, *(None,) * 8
+        return (
+            grad_x().view(ctx.shape) if needs_x else None,
+            grad_w,
+            sums.to(ctx.bias_dtype) if needs_bias else None,
+            *(None,) * 3,
+        )
 
 
 def _columns_of_input(ctx, kept, fmt: Fp8Format):
     """A function that gives the input of all tokens by columns, and its scale."""
-    if ctx.columns is None:
-        columns, scale = kept
-    else:
-        _, columns, scale, _ = ctx.columns(*kept, fmt)
-    if not (ctx.parallel and ctx.parallel.gathers_input):
+    columns, scale = kept if ctx.columns is None else ctx.columns(*kept, fmt)[1:3]
+    return gathered_columns(columns, scale, ctx.shape[:-1].numel(), ctx.options)
+
+
+def gathered_columns(
+    columns: torch.Tensor, scale: torch.Tensor, m: int, options: LinearOptions
+) -> Callable[[], tuple[torch.Tensor, torch.Tensor]]:
+    """A function that gives an input of `m` tokens a rank by columns for `multiply_backward`; what ranks
+    gather is on its way from now on."""
+    group = options.input_group
+    if group is None:
         return lambda: (columns, scale)
-    wait = gather_columns(columns, ctx.shape[:-1].numel(), ctx.parallel.group)
+    wait = gather_columns(columns, m, group)
     return lambda: (wait(), scale)
 
 
-def _quantized_grad(
-    grad_y: torch.Tensor,
-    fmt: Fp8Format,
-    parallel: TensorParallel | None,
-    rows: bool,
-    columns: bool,
-    sums: bool,
-    predicted: PredictedScale | None,
+def quantized_grad(
+    grad_y: torch.Tensor, options: LinearOptions, rows: bool = True, columns: bool = True, sums: bool = False
 ) -> Quantized:
     """The gradient of this rank's output columns for all tokens, quantized as asked for, and summed over this
     rank's tokens."""
+    fmt, parallel, predicted = options.formats.backward, options.parallel, options.grad_scale
     if not (parallel and parallel.scatters_output):
         return fp8_operands(grad_y, fmt, rows, columns, sums=sums, predicted=predicted)[0]
     part = fp8_operands(grad_y, fmt, group=parallel.group, sums=sums, predicted=predicted)[0]
@@ -214,17 +265,7 @@ def fp8_linear(
             with_maxima(x, maxima)
     if cache is None or torch.compiler.is_compiling():
         cache = NO_CACHE
-    trains = torch.is_grad_enabled()
-    return _Fp8Linear.apply(
-        x,
-        weight,
-        bias,
-        formats or DEFAULT_FORMATS,
-        origin,
-        cache,
-        parallel,
-        trains,
-        weight_grad_into,
-        x_scale,
-        grad_scale,
+    options = LinearOptions(
+        formats or DEFAULT_FORMATS, cache, parallel, weight_grad_into, x_scale, grad_scale
     )
+    return _Fp8Linear.apply(x, weight, bias, origin, options, torch.is_grad_enabled())

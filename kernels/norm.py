@@ -8,12 +8,15 @@ and its maxima, so that nobody reads it for its scale; so does the gradient. An 
 (residual.py) is made on the way.
 """
 
+import functools
+
 import torch
+import torch.distributed as dist
 import triton
 import triton.language as tl
 
 from coat_kernels.codecs.codec import load_tile, store_tile
-from coat_kernels.deferred import Deferred, PredictedScale, Source
+from coat_kernels.deferred import Attempt, Deferred, PredictedScale, Source, write_reference
 from coat_kernels.fp8 import Fp8Format, cast, fp8_format, require_fp8, round_to, uses_kernels, widen
 from coat_kernels.group_tiles import (
     load_group_tile,
@@ -31,7 +34,13 @@ from coat_kernels.groups import (
 from coat_kernels.launch import PreparedKernel, cdiv, next_power_of_2, on_device_of
 from coat_kernels.ops import compilable
 from coat_kernels.origin import Origin, with_maxima, with_origin
-from coat_kernels.residual import NO_ADDENDS, Addends, is_deferred_sum, residual_add_tile
+from coat_kernels.residual import (
+    NO_ADDENDS,
+    Addends,
+    is_deferred_sum,
+    residual_add_reference,
+    residual_add_tile,
+)
 from coat_kernels.tensorwise import (
     NO_SCALES,
     Quantized,
@@ -607,6 +616,38 @@ def _deferred_forward(
     else:
         *_, q, rstd = norm_forward_reference(x, weight, bias, *options, keep)
     return Source((x, *parameters), make, write, scale, tuple(x.shape), x.dtype, at_once=True), q, rstd
+
+
+def norm_operands(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    options: tuple[float, bool, bool, int],
+    keep: str,
+    scale: PredictedScale,
+    group: dist.ProcessGroup | None = None,
+    addends: Addends = NO_ADDENDS,
+) -> tuple[Quantized, torch.Tensor, Grouped, torch.Tensor]:
+    """The norm's output as FP8 rows alone, at once: (operands, the largest magnitude over the ranks of
+    `group`, the kept input, rstd).
+
+    x [rows, h], contiguous; where it is the sum of `addends` it is memory that the sum is written to.
+    options: eps, layer_norm, zero_centered, group_size.
+    """
+    if uses_kernels(x):
+        q, rstd = _empty_kept(x, options[-1], keep)
+
+        def write(out, scales):
+            # the first launch makes the sum, the second reads it
+            summed = addends if scales.finds_maxima else NO_ADDENDS
+            return _launch_forward(x, weight, bias, q, rstd, *options, out=out, scales=scales, addends=summed)
+    else:
+        if addends is not NO_ADDENDS:
+            x.copy_(residual_add_reference(*addends))
+        y, _, q, rstd = norm_forward_reference(x, weight, bias, *options, keep)
+        write = functools.partial(write_reference, y, fmt=scale.fmt)
+    operands, largest = Attempt(write, scale, *x.shape, x.device).finish(group)
+    return operands, largest, q, rstd
 
 
 def _plain(x: torch.Tensor) -> torch.Tensor:

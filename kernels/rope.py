@@ -7,11 +7,13 @@ attention left them, writes the gradient of the projection's output and finds it
 only an FP8 product reads that gradient, its operands.
 """
 
+import functools
+
 import torch
 import triton
 import triton.language as tl
 
-from coat_kernels.deferred import Deferred, PredictedScale, Source
+from coat_kernels.deferred import Attempt, Deferred, PredictedScale, Source, write_reference
 from coat_kernels.fp8 import cast, finite_or_nan, round_to, uses_kernels
 from coat_kernels.launch import PreparedKernel, cdiv, next_power_of_2, on_device_of
 from coat_kernels.ops import compilable
@@ -379,6 +381,21 @@ def _deferred_backward(dq, dk, dv, cos, sin, scale: PredictedScale) -> Deferred:
 
     source = Source((dq, dk, dv, cos, sin), make, _launch_operands, scale, (s * b, width), dq.dtype)
     return Deferred(source, (s, b, width))
+
+
+def rotate_qkv_backward_operands(dq, dk, dv, cos, sin, scale: PredictedScale, sums: bool) -> Quantized:
+    """The gradient of the projection's output [s * b, width] as FP8 rows and columns alone, and the `sums` of
+    its columns."""
+    dq, dk, dv = (t if t.stride(3) == 1 else t.contiguous() for t in (dq, dk, dv))
+    s, b, groups, d = dk.shape
+    width = (dq.shape[2] + 2 * groups) * d
+    if uses_kernels(dq):
+        write = functools.partial(_launch_operands, dq, dk, dv, cos, sin)
+    else:
+        grad, _ = rotate_qkv_backward_reference(dq, dk, dv, cos, sin)
+        write = functools.partial(write_reference, grad.view(s * b, width), fmt=scale.fmt)
+    attempt = Attempt(write, scale, s * b, width, dq.device, rows=True, columns=True, sums=sums)
+    return attempt.finish(None)[0]
 
 
 @compilable(lambda mixed, cos, sin, groups, d: _empty_qkv(mixed, groups, d))

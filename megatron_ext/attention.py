@@ -5,6 +5,9 @@ Megatron's own `DotProductAttention` keeps the whole matrix of scores for backwa
 the output and one FP32 number per row; under the COAT spec, by configuration, in 8 bits.
 """
 
+from collections.abc import Mapping
+from types import MappingProxyType
+
 import torch
 from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.enums import AttnBackend, AttnMaskType
@@ -20,6 +23,7 @@ from .linear import keep_bias
 from .settings import activations_of, formats_of
 
 _NO_NORM = (type(None), IdentityOp)
+_NO_ARGUMENTS: Mapping[str, object] = MappingProxyType({})
 # --attention-backend
 _BACKENDS = {
     AttnBackend.auto: BACKENDS,
@@ -176,7 +180,7 @@ class CoatSelfAttention(SelfAttention):
         self._grad_scale = PredictedScale(formats_of(config).backward) if defers else None
 
     def forward(self, hidden_states, attention_mask, *args, rotary_pos_emb=None, **kwargs):
-        self._tables = self._tables_of(rotary_pos_emb, args, kwargs)
+        self._tables = self.tables_of(rotary_pos_emb, args, kwargs)
         try:
             if self._tables is not None:
                 rotary_pos_emb = None
@@ -198,8 +202,9 @@ class CoatSelfAttention(SelfAttention):
             grad_scale=self._grad_scale,
         )
 
-    def _tables_of(self, angles, args, kwargs) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """Cosines and sines [s, r] of rotary angles [s, 1, 1, r], empty ones without; None if not usual."""
+    def tables_of(self, angles, args=(), kwargs=_NO_ARGUMENTS) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Cosines and sines [s, r] of rotary angles [s, 1, 1, r], empty ones without; None where this layer,
+        the angles or the other arguments of forward are unusual."""
         config = self.config
         unusual = (
             args

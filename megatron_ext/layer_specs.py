@@ -27,6 +27,7 @@ try:
     from packaging.version import Version
 
     from .attention import CoatCoreAttention, CoatSelfAttention, SDPACoreAttention, core_attention_of
+    from .blocks import forward_by_blocks
     from .linear import CoatColumnParallelLinear, CoatRowParallelLinear
     from .mlp import CoatMLP
     from .moe import CoatMoELayer, RoutedNorm, is_moe_layer, repair_router
@@ -116,6 +117,10 @@ class CoatTransformerLayer(TransformerLayer):
 
     def __init__(self, config, submodules=None, *args, **kwargs):
         super().__init__(config, coat_parts(config, _has_experts(config, *args, **kwargs)), *args, **kwargs)
+
+    def forward(self, *args, **kwargs):
+        y = forward_by_blocks(self, args, kwargs)
+        return super().forward(*args, **kwargs) if y is None else (y, None)
 
 
 def sdpa_parts(config, experts: bool) -> TransformerLayerSubmodules:

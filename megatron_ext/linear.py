@@ -12,7 +12,7 @@ import torch
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 
 from coat_kernels.deferred import PredictedScale
-from coat_kernels.linear import fp8_linear
+from coat_kernels.linear import LinearOptions, fp8_linear
 from coat_kernels.origin import maxima_of, origin_of, with_maxima
 from coat_kernels.parallel import TensorParallel
 from coat_kernels.weights import WeightCache
@@ -115,6 +115,26 @@ class _CoatLinear:
             "x_scale": PredictedScale(self._formats.forward),
             "grad_scale": PredictedScale(self._formats.backward),
         }
+
+    def options(self) -> tuple[torch.Tensor, LinearOptions]:
+        """The weight and how it multiplies, for a fused block: with the ranks of this layer, and the gradient
+        going where Megatron wants it."""
+        weight, into = self.weight, None
+        if _owned_by_megatron(weight):
+            # read in backward: Megatron may have put another one there by then
+            into = functools.partial(getattr, weight, "main_grad")
+            weight = _IntoMainGrad.apply(weight)
+        parallel = None
+        if self.tp_group.size() > 1:
+            parallel = TensorParallel(
+                self.tp_group,
+                self._by_output,
+                self.sequence_parallel,
+                self._by_output and self.allreduce_dgrad,
+            )
+        return weight, LinearOptions(
+            self._formats, self._cache, parallel, into, self._scales["x_scale"], self._scales["grad_scale"]
+        )
 
     @property
     def cached_bytes(self) -> int:

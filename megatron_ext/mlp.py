@@ -6,6 +6,7 @@ from megatron.core.activations import squared_relu
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
 
 from coat_kernels.activation import activation
+from coat_kernels.blocks import ActivationOptions
 from coat_kernels.deferred import PredictedScale
 
 from .linear import CoatColumnParallelLinear, CoatRowParallelLinear, keep_bias
@@ -89,6 +90,12 @@ class CoatMLP(MLP):
             "y_scale": PredictedScale(formats.forward) if _in_fp8(fc2) else None,
             "grad_scale": PredictedScale(formats.backward) if _in_fp8(fc1) else None,
         }
+
+    @property
+    def options(self) -> ActivationOptions:
+        """How the activation computes, for a fused block."""
+        activations, gated = self._activations, self.config.gated_linear_unit
+        return ActivationOptions(self._kind, gated, activations.group_size, activations.saved_format)
 
     def forward(self, hidden_states, per_token_scale=None, **_) -> tuple[torch.Tensor, torch.Tensor | None]:
         """hidden_states [s, b, h] -> [s, b, h] and the bias that is still to be added, [h] or None; of an

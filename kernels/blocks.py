@@ -1,0 +1,314 @@
+"""The dense transformer layer as two fused blocks around attention, one autograd function each.
+
+    qkv_block   norm, qkv projection, rotary positions
+    mlp_block   output projection, residual addition, norm, fc1, activation, fc2, residual addition
+
+Each is a flat sequence of launches, forward and backward. What passes between two of them is a local
+variable: activations that only an FP8 product reads exist as FP8 codes alone. Kept for backward are the
+norms' inputs, the activation's input and what attention keeps of its output, each once and in 8 bits; the
+rest is made again.
+
+The arithmetic is that of the same operations one by one (`norm`, `linear`, `rope`, `activation`,
+`residual`), to the bit. The blocks want every parameter to be trained; what else they do not do, such as
+dropout between the operations, is for those.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from coat_kernels.activation import activation_backward_operands, activation_columns, activation_operands
+from coat_kernels.deferred import fp8_operands
+from coat_kernels.groups import Grouped
+from coat_kernels.linear import (
+    LinearOptions,
+    gathered_columns,
+    multiply,
+    multiply_backward,
+    quantized_grad,
+)
+from coat_kernels.norm import norm_backward, norm_columns, norm_operands
+from coat_kernels.origin import Origin, with_maxima
+from coat_kernels.parallel import all_reduce
+from coat_kernels.residual import Addends
+from coat_kernels.rope import rotate_qkv_backward_operands, rotate_qkv_forward
+
+
+@dataclass(frozen=True, slots=True)
+class NormOptions:
+    """How a norm computes; fields as the arguments of `rms_norm`."""
+
+    eps: float
+    layer_norm: bool
+    zero_centered: bool
+    group_size: int
+    saved_format: str
+
+    @property
+    def arithmetic(self) -> tuple[float, bool, bool, int]:
+        return self.eps, self.layer_norm, self.zero_centered, self.group_size
+
+
+@dataclass(frozen=True, slots=True)
+class ActivationOptions:
+    """How an activation computes; fields as the arguments of `activation`."""
+
+    kind: str
+    gated: bool
+    group_size: int
+    saved_format: str
+
+    @property
+    def arithmetic(self) -> tuple[str, bool, int]:
+        return self.kind, self.gated, self.group_size
+
+
+def _norm_backward(grad_y, grad_residual, kept, weight, bias, norm: NormOptions, needs_x: bool):
+    """The gradients of x, with its maxima noted, of the weight, and of the bias, or None, from those of y
+    [rows, h] and of the residual [s, b, h]."""
+    residual = grad_residual.reshape(grad_y.shape).contiguous()
+    grad_x, maxima, grad_weight, grad_bias = norm_backward(
+        grad_y, residual, *kept, weight, *norm.arithmetic[1:], needs_x, True, bias is not None
+    )
+    return (
+        with_maxima(grad_x.view(grad_residual.shape), maxima) if needs_x else None,
+        grad_weight.to(weight.dtype),
+        None if bias is None else grad_bias.to(bias.dtype),
+    )
+
+
+class _QkvBlock(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, norm_weight, norm_bias, weight, bias, cos, sin, norm, linear, groups, d):
+        rows = x.reshape(-1, x.shape[-1]).contiguous()
+        y, largest_y, kept, rstd = norm_operands(
+            rows,
+            norm_weight,
+            norm_bias,
+            norm.arithmetic,
+            norm.saved_format,
+            linear.x_scale,
+            linear.input_group,
+        )
+        mixed, largest_w = multiply(y.rows, y.scale, weight, bias, x.dtype, linear, True)
+        q, k, v = rotate_qkv_forward(mixed.view(-1, x.shape[1], mixed.shape[1]), cos, sin, groups, d)
+        ctx.norm, ctx.linear = norm, linear
+        ctx.save_for_backward(
+            norm_weight, norm_bias, weight, bias, cos, sin, *kept, rstd, largest_y, largest_w
+        )
+        # detach(): autograd forbids in-place additions to a view that a function returns
+        return q, k, v, x.detach()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dq, dk, dv, grad_residual):
+        norm_weight, norm_bias, weight, bias, cos, sin, *kept, largest_y, largest_w = ctx.saved_tensors
+        norm, linear = ctx.norm, ctx.linear
+        # in a list, to leave it to the products, which free parts of it on the way
+        grad = [rotate_qkv_backward_operands(dq, dk, dv, cos, sin, linear.grad_scale, bias is not None)]
+        grad_bias = None if bias is None else grad[0].sums.to(bias.dtype)
+        columns = norm_columns(
+            *kept, norm_weight, norm_bias, largest_y, *norm.arithmetic[2:], linear.formats.forward.name
+        )
+        columns = gathered_columns(*columns, len(kept[0]), linear)
+        grad_y, grad_weight = multiply_backward(
+            grad.pop(), weight, largest_w, columns, grad_residual.dtype, linear
+        )
+        grad_x, grad_norm_weight, grad_norm_bias = _norm_backward(
+            grad_y(),
+            grad_residual,
+            kept,
+            norm_weight,
+            norm_bias,
+            norm,
+            ctx.needs_input_grad[0],
+        )
+        return grad_x, grad_norm_weight, grad_norm_bias, grad_weight, grad_bias, *(None,) * 6
+
+
+def qkv_block(
+    x: torch.Tensor,
+    norm_weight: torch.Tensor,
+    norm_bias: torch.Tensor | None,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    *,
+    norm: NormOptions,
+    linear: LinearOptions,
+    groups: int,
+    d: int,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Queries, keys and values of `x`, and `x` itself, to be read in its place by the residual addition.
+
+    Args:
+        x: [s, b, h], BF16 or FP32, with a gradient.
+        norm_weight, norm_bias: [h]; the bias is None for RMSNorm and may be for LayerNorm.
+        weight, bias: of the fused projection, [groups * (m + 2) * d, h] and [groups * (m + 2) * d] or None.
+        cos, sin: as of `rotate_qkv`.
+        linear: with both scales given.
+        groups, d: key-value groups on this rank, and channels of a head.
+
+    Returns q [s, b, groups * m, d], k and v [s, b, groups, d], under sequence parallelism of the whole
+    sequence. What reads the returned x has its gradient added inside the norm's backward.
+    """
+    return _QkvBlock.apply(x, norm_weight, norm_bias, weight, bias, cos, sin, norm, linear, groups, d)
+
+
+def _summed(z: torch.Tensor, linear: LinearOptions) -> torch.Tensor:
+    """A row-parallel product summed over the ranks, where that is not done by a reduce-scatter."""
+    parallel = linear.parallel
+    return all_reduce(z, parallel.group)() if parallel and not parallel.sequence else z
+
+
+class _MlpBlock(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx, o, residual, w_proj, b_proj, norm_weight, norm_bias, w_fc1, b_fc1, w_fc2, b_fc2,
+        origin, proj, norm, fc1, activation, fc2,
+    ):  # fmt: skip
+        h, dtype = residual.shape[-1], residual.dtype
+        by_rows = residual.reshape(-1, h).contiguous()
+
+        operands, largest_o = fp8_operands(
+            o, proj.formats.forward, columns=origin is None, predicted=proj.x_scale
+        )
+        # a bias is part of the product, unless products of several ranks are summed first
+        bias, late_bias = (b_proj, None) if proj.parallel is None else (None, b_proj)
+        z, largest_proj = multiply(operands.rows, operands.scale, w_proj, bias, dtype, proj, True)
+        z = _summed(z, proj)
+
+        # the norm's kernel makes the sum, and reads it no second time
+        x = torch.empty_like(by_rows)
+        y, largest_y, kept_x, rstd = norm_operands(
+            x,
+            norm_weight,
+            norm_bias,
+            norm.arithmetic,
+            norm.saved_format,
+            fc1.x_scale,
+            fc1.input_group,
+            Addends(by_rows, z, late_bias),
+        )
+        del z
+        u, largest_fc1 = multiply(y.rows, y.scale, w_fc1, b_fc1, dtype, fc1, True)
+        del y
+        p, largest_p, kept_u = activation_operands(
+            u, activation.arithmetic, activation.saved_format, fc2.x_scale
+        )
+        del u
+        bias, late_bias = (b_fc2, None) if fc2.parallel is None else (None, b_fc2)
+        out, largest_fc2 = multiply(p.rows, p.scale, w_fc2, bias, dtype, fc2, True)
+        out = _summed(out, fc2)
+        if late_bias is not None:
+            out = out + late_bias
+
+        ctx.options = proj, norm, fc1, activation, fc2
+        ctx.origin = origin
+        if origin is None:
+            kept_o = operands.columns, operands.scale
+        else:
+            kept_o = *origin.tensors, largest_o
+        ctx.of_o, ctx.shape = len(kept_o), o.shape
+        ctx.save_for_backward(
+            w_proj, b_proj, norm_weight, norm_bias, w_fc1, b_fc1, w_fc2, b_fc2,
+            largest_proj, largest_y, largest_fc1, largest_p, largest_fc2, *kept_x, rstd, *kept_u, *kept_o,
+        )  # fmt: skip
+        return x.view(residual.shape) + out.view(residual.shape)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):
+        (w_proj, b_proj, norm_weight, norm_bias, w_fc1, b_fc1, w_fc2, b_fc2,
+         largest_proj, largest_y, largest_fc1, largest_p, largest_fc2, *kept) = ctx.saved_tensors  # fmt: skip
+        kept_x, kept_u, kept_o = kept[:3], kept[3:5], kept[5:]
+        del kept
+        proj, norm, fc1, activation, fc2 = ctx.options
+        dtype, tokens = grad.dtype, len(kept_x[0])
+
+        # operands are in lists, to leave them to the products, which free parts of them on the way
+        operands = [quantized_grad(grad, fc2, sums=b_fc2 is not None and fc2.parallel is None)]
+        grad_b_fc2 = _bias_grad(b_fc2, operands[0].sums, grad)
+        columns = activation_columns(*kept_u, largest_p, *activation.arithmetic, fc2.formats.forward.name)
+        columns = gathered_columns(*columns, tokens, fc2)
+        grad_p, grad_w_fc2 = multiply_backward(operands.pop(), w_fc2, largest_fc2, columns, dtype, fc2)
+        del columns
+
+        operands = [
+            activation_backward_operands(
+                grad_p(), Grouped(*kept_u), activation.arithmetic, fc1.grad_scale, b_fc1 is not None
+            )
+        ]
+        del grad_p
+        grad_b_fc1 = None if b_fc1 is None else operands[0].sums.to(b_fc1.dtype)
+        columns = norm_columns(
+            *kept_x, norm_weight, norm_bias, largest_y, *norm.arithmetic[2:], fc1.formats.forward.name
+        )
+        columns = gathered_columns(*columns, tokens, fc1)
+        grad_y, grad_w_fc1 = multiply_backward(operands.pop(), w_fc1, largest_fc1, columns, dtype, fc1)
+        del columns
+        grad_x, grad_norm_weight, grad_norm_bias = _norm_backward(
+            grad_y(), grad, kept_x, norm_weight, norm_bias, norm, True
+        )
+        del grad_y
+
+        operands = [quantized_grad(grad_x, proj, sums=b_proj is not None and proj.parallel is None)]
+        grad_b_proj = _bias_grad(b_proj, operands[0].sums, grad_x)
+        columns = kept_o
+        if ctx.origin is not None:
+            columns = ctx.origin.columns(*kept_o, proj.formats.forward)[1:3]
+        columns = gathered_columns(*columns, tokens, proj)
+        grad_o, grad_w_proj = multiply_backward(operands.pop(), w_proj, largest_proj, columns, dtype, proj)
+        return (
+            grad_o().view(ctx.shape), grad_x, grad_w_proj, grad_b_proj, grad_norm_weight, grad_norm_bias,
+            grad_w_fc1, grad_b_fc1, grad_w_fc2, grad_b_fc2, *(None,) * 6,
+        )  # fmt: skip
+
+
+def _bias_grad(
+    bias: torch.Tensor | None, sums: torch.Tensor | None, grad: torch.Tensor
+) -> torch.Tensor | None:
+    """Of the bias of a row-parallel product, from the sums of the gradient's columns if there are any."""
+    if bias is None:
+        return None
+    return grad.sum_to_size(bias.shape) if sums is None else sums.to(bias.dtype)
+
+
+def mlp_block(
+    o: torch.Tensor,
+    residual: torch.Tensor,
+    w_proj: torch.Tensor,
+    b_proj: torch.Tensor | None,
+    norm_weight: torch.Tensor,
+    norm_bias: torch.Tensor | None,
+    w_fc1: torch.Tensor,
+    b_fc1: torch.Tensor | None,
+    w_fc2: torch.Tensor,
+    b_fc2: torch.Tensor | None,
+    *,
+    origin: Origin | None,
+    proj: LinearOptions,
+    norm: NormOptions,
+    fc1: LinearOptions,
+    activation: ActivationOptions,
+    fc2: LinearOptions,
+) -> torch.Tensor:
+    """The layer from attention's output on: x = residual + proj(o); x + fc2(a(fc1(norm(x)))).
+
+    Args:
+        o: [s, b, n], attention's output; of the whole sequence under sequence parallelism.
+        residual: [s, b, h], of the dtype of o.
+        w_proj, w_fc1, w_fc2: [h, n], [f or 2 f, h], [h, f]: this rank's parts; biases as long as the first
+            dimension, or None. Where several ranks hold parts, biases of proj and fc2 are added behind the
+            sum over the ranks.
+        origin: how to make o again; without it o is kept by columns in FP8.
+        proj, fc1, fc2: with both scales given.
+
+    Returns [s, b, h] in the residual's dtype.
+    """
+    return _MlpBlock.apply(
+        o, residual, w_proj, b_proj, norm_weight, norm_bias, w_fc1, b_fc1, w_fc2, b_fc2,
+        origin, proj, norm, fc1, activation, fc2,
+    )  # fmt: skip

@@ -1,0 +1,181 @@
+"""Which way a COAT layer takes: the two fused blocks around attention, or its modules one by one.
+
+The blocks compute what the modules do, to the bit, in a fraction of the CPU time. They go past the forward of
+the modules inside a layer, so they are taken where nobody can tell: `dense_parts` says of which layers, and
+`uses_blocks` in which forwards.
+"""
+
+from typing import NamedTuple
+
+import torch
+from megatron.core.transformer.identity_op import IdentityFuncOp, IdentityOp
+from torch.nn.modules.module import _has_any_global_hook
+
+from coat_kernels.blocks import mlp_block, qkv_block
+from coat_kernels.origin import origin_of
+
+from .attention import CoatSelfAttention
+from .linear import CoatColumnParallelLinear, CoatRowParallelLinear
+from .mlp import CoatMLP
+from .norm import CoatNorm, coat_bias_dropout_add, deferred_bias_dropout_add
+
+_KINDS = {
+    "input_layernorm": CoatNorm,
+    "self_attention": CoatSelfAttention,
+    "pre_cross_attn_layernorm": IdentityOp,
+    "cross_attention": IdentityOp,
+    "cross_attn_bda": IdentityFuncOp,
+    "pre_mlp_layernorm": CoatNorm,
+    "mlp": CoatMLP,
+}
+_ADDITIONS = (coat_bias_dropout_add, deferred_bias_dropout_add)
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+# of the layer's arguments those that may be there; callers give at most the first two by position
+_ARGUMENTS = ("hidden_states", "attention_mask", "rotary_pos_emb")
+
+
+class Parts(NamedTuple):
+    """The modules of a dense layer whose work the blocks do."""
+
+    input_norm: CoatNorm
+    attention: CoatSelfAttention
+    qkv: CoatColumnParallelLinear
+    proj: CoatRowParallelLinear
+    mlp_norm: CoatNorm
+    mlp: CoatMLP
+    fc1: CoatColumnParallelLinear
+    fc2: CoatRowParallelLinear
+
+    @property
+    def linears(self) -> tuple:
+        return self.qkv, self.proj, self.fc1, self.fc2
+
+
+def dense_parts(layer: torch.nn.Module) -> Parts | None:
+    """The parts of a Megatron TransformerLayer, if they are COAT's own classes and nothing of the layer is to
+    be recomputed, offloaded or replayed by itself."""
+    config, found = layer.config, {name: getattr(layer, name, None) for name in _KINDS}
+    if any(type(found[name]) is not kind for name, kind in _KINDS.items()):
+        return None
+    attention, mlp = found["self_attention"], found["mlp"]
+    parts = Parts(
+        found["input_layernorm"],
+        attention,
+        attention.linear_qkv,
+        attention.linear_proj,
+        found["pre_mlp_layernorm"],
+        mlp,
+        mlp.linear_fc1,
+        mlp.linear_fc2,
+    )
+    fits = (
+        layer.self_attn_bda in _ADDITIONS
+        and layer.mlp_bda in _ADDITIONS
+        and type(parts.qkv) is type(parts.fc1) is CoatColumnParallelLinear
+        and type(parts.proj) is type(parts.fc2) is CoatRowParallelLinear
+        and all(linear._in_fp8 and not linear.explicit_expert_comm for linear in parts.linears)
+        and config.recompute_granularity != "selective"
+        and config.cuda_graph_impl == "none"
+        and not config.fine_grained_activation_offloading
+        and not config.fp32_residual_connection
+    )
+    return parts if fits else None
+
+
+def _is_stock(module: torch.nn.Module) -> bool:
+    """Whether calling `module` runs the forward of its class and nothing else."""
+    own = vars(module)
+    return "forward" not in own and not any(own[name] for name in _HOOKS)
+
+
+def uses_blocks(layer: torch.nn.Module, parts: Parts, arguments: dict) -> bool:
+    """Whether a forward of `layer` with these `arguments` takes the blocks.
+
+    Not without gradients, under autocast or torch.compile, with dropout, in inference or for packed
+    sequences; where a module inside has hooks, as under ZeRO-3 unless the layer is one unit there; or where a
+    parameter is frozen.
+    """
+    x = arguments["hidden_states"]
+    return (
+        torch.is_grad_enabled()
+        and not torch.compiler.is_compiling()
+        and not torch.is_autocast_enabled(x.device.type)
+        and not (layer.training and layer.hidden_dropout)
+        and all(value is None for name, value in arguments.items() if name not in _ARGUMENTS)
+        and x.numel() > 0
+        and x.dtype == layer.config.params_dtype
+        and not _has_any_global_hook()
+        and all(_is_stock(module) for module in parts)
+        and all(
+            p is None or p.requires_grad for module in parts for p in vars(module)["_parameters"].values()
+        )
+    )
+
+
+def forward_by_blocks(layer: torch.nn.Module, args: tuple, kwargs: dict) -> torch.Tensor | None:
+    """The output [s, b, h] of a COAT layer called with `args` and `kwargs`; None where its modules have to
+    compute it."""
+    parts = dense_parts(layer)
+    if parts is None or len(args) > 2:
+        return None
+    arguments = {**kwargs, **dict(zip(_ARGUMENTS, args, strict=False))}
+    if not uses_blocks(layer, parts, arguments):
+        return None
+    tables = parts.attention.tables_of(arguments.get("rotary_pos_emb"))
+    if tables is None:
+        return None
+    return _run(parts, arguments["hidden_states"], tables, arguments.get("attention_mask"))
+
+
+def _run(
+    parts: Parts,
+    x: torch.Tensor,
+    tables: tuple[torch.Tensor, torch.Tensor],
+    attention_mask: torch.Tensor | None,
+) -> torch.Tensor:
+    attention, qkv, proj, fc1, fc2 = parts.attention, *parts.linears
+    weight, options = qkv.options()
+    norm = parts.input_norm
+    q, k, v, residual = qkv_block(
+        x,
+        norm.weight,
+        norm.bias,
+        weight,
+        qkv.bias,
+        *tables,
+        norm=norm.options,
+        linear=options,
+        groups=attention.num_query_groups_per_partition,
+        d=attention.hidden_size_per_attention_head,
+    )
+    o = attention.core_attention(
+        q,
+        k,
+        v,
+        attention_mask,
+        attn_mask_type=attention.attn_mask_type,
+        attention_bias=None,
+        packed_seq_params=None,
+    )
+    w_proj, proj_options = proj.options()
+    w_fc1, fc1_options = fc1.options()
+    w_fc2, fc2_options = fc2.options()
+    norm = parts.mlp_norm
+    return mlp_block(
+        o,
+        residual,
+        w_proj,
+        proj.bias,
+        norm.weight,
+        norm.bias,
+        w_fc1,
+        fc1.bias,
+        w_fc2,
+        fc2.bias,
+        origin=origin_of(o),
+        proj=proj_options,
+        norm=norm.options,
+        fc1=fc1_options,
+        activation=parts.mlp.options,
+        fc2=fc2_options,
+    )
