@@ -83,9 +83,18 @@ def dense_parts(layer: torch.nn.Module) -> Parts | None:
 
 
 def _is_stock(module: torch.nn.Module) -> bool:
-    """Whether calling `module` runs the forward of its class and nothing else."""
+    """Whether calling `module` runs the forward of its class and nothing else, and all its own parameters are
+    trained. In plain loops: it runs for each module in each forward."""
     own = vars(module)
-    return "forward" not in own and not any(own[name] for name in _HOOKS)
+    if "forward" in own:
+        return False
+    for name in _HOOKS:
+        if own[name]:
+            return False
+    for parameter in own["_parameters"].values():
+        if parameter is not None and not parameter.requires_grad:
+            return False
+    return True
 
 
 def uses_blocks(layer: torch.nn.Module, parts: Parts, arguments: dict) -> bool:

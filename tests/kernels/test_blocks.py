@@ -1,0 +1,239 @@
+"""The fused blocks against the operations that they are made of, one by one: the same bits, forward and every
+gradient, whatever the scales that are predicted.
+"""
+
+import dataclasses
+import gc
+import weakref
+
+import pytest
+import torch
+
+from coat_kernels import activation as act
+from coat_kernels import deferred, norm, rope, tensorwise
+from coat_kernels.activation import activation
+from coat_kernels.blocks import ActivationOptions, NormOptions, mlp_block, qkv_block
+from coat_kernels.deferred import PredictedScale
+from coat_kernels.fp8 import E4M3, E5M2
+from coat_kernels.linear import LinearOptions, fp8_linear
+from coat_kernels.norm import layer_norm, rms_norm
+from coat_kernels.origin import origin_of
+from coat_kernels.rope import rotate_qkv
+from coat_kernels.weights import WeightCache
+
+# tokens end in the middle of words of 16 and of every tile, channels in the middle of groups of 32
+S, B, H, F = 7, 3, 48, 80
+GROUPS, M, D, R = 2, 2, 16, 12
+
+
+@pytest.fixture
+def kernels(takes_kernels, monkeypatch):
+    """With the references, and with the kernels, of which programs take several tiles."""
+    if takes_kernels:
+        for module in (act, deferred, norm, rope, tensorwise):
+            monkeypatch.setattr(module, "uses_kernels", lambda x: True)
+        monkeypatch.setattr(norm, "FORWARD_TILE", 1024)
+        monkeypatch.setattr(tensorwise, "CORRECTING_PROGRAMS", 3)
+
+
+def linear_options(cache: str = "none") -> LinearOptions:
+    return LinearOptions(
+        cache=WeightCache(cache), x_scale=PredictedScale(E4M3), grad_scale=PredictedScale(E5M2)
+    )
+
+
+@dataclasses.dataclass
+class Model:
+    """Parameters of both blocks, and how they compute."""
+
+    llama: bool
+    dtype: torch.dtype
+    device: torch.device
+    cache: str = "none"
+
+    def __post_init__(self):
+        def parameter(*shape, around=0.0, size=0.2):
+            value = around + size * torch.randn(shape)
+            return value.to(self.device, self.dtype).requires_grad_()
+
+        width = GROUPS * (M + 2) * D
+        self.weights = {
+            "norm1": parameter(H, around=1.0),
+            "qkv": parameter(width, H),
+            "proj": parameter(H, GROUPS * M * D),
+            "norm2": parameter(H, around=1.0),
+            "fc1": parameter(2 * F if self.llama else F, H),
+            "fc2": parameter(H, F),
+        }
+        biases = {} if self.llama else {name: parameter(len(w)) for name, w in self.weights.items()}
+        self.biases = {name: biases.get(name) for name in self.weights}
+        angles = torch.randn(S, R, device=self.device)
+        self.tables = angles.cos(), angles.sin()
+        self.norm = NormOptions(1e-5, not self.llama, False, 16, "sqrt8")
+        self.activation = ActivationOptions("silu" if self.llama else "gelu_tanh", self.llama, 32, "sqrt8")
+        self.linears = {name: linear_options(self.cache) for name in ("qkv", "proj", "fc1", "fc2")}
+
+    def parameters(self) -> dict[str, torch.Tensor]:
+        biases = {f"{name}.bias": b for name, b in self.biases.items() if b is not None}
+        return self.weights | biases
+
+    def both(self, *names: str) -> list[torch.Tensor | None]:
+        return [t for name in names for t in (self.weights[name], self.biases[name])]
+
+    def by_blocks(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v, residual = qkv_block(
+            x, *self.both("norm1", "qkv"), *self.tables, norm=self.norm, linear=self.linears["qkv"],
+            groups=GROUPS, d=D,
+        )  # fmt: skip
+        rest = {name: self.linears[name] for name in ("proj", "fc1", "fc2")}
+        return mlp_block(
+            self.attention(q, k, v), residual, *self.both("proj", "norm2", "fc1", "fc2"), origin=None,
+            norm=self.norm, activation=self.activation, **rest,
+        )  # fmt: skip
+
+    @staticmethod
+    def attention(q, k, v):
+        """Something that reads all three, and gives no origin."""
+        return (q * (k + v).repeat_interleave(M, 2)).flatten(2)
+
+    def normed(self, x, name):
+        weight, bias, options = self.weights[name], self.biases[name], self.norm
+        rest = {"group_size": options.group_size, "saved_format": options.saved_format, "residual": True}
+        if self.llama:
+            return rms_norm(x, weight, options.eps, **rest)
+        return layer_norm(x, weight, bias, options.eps, **rest)
+
+    def linear(self, x, name):
+        options = self.linears[name]
+        return fp8_linear(
+            x, self.weights[name], self.biases[name], origin=origin_of(x), cache=options.cache,
+            x_scale=options.x_scale, grad_scale=options.grad_scale,
+        )  # fmt: skip
+
+    def one_by_one(self, x: torch.Tensor) -> torch.Tensor:
+        y, residual = self.normed(x, "norm1")
+        q, k, v = rotate_qkv(self.linear(y, "qkv"), *self.tables, GROUPS, D)
+        x = residual + self.linear(self.attention(q, k, v), "proj")
+        y, residual = self.normed(x, "norm2")
+        options = self.activation
+        y = activation(
+            self.linear(y, "fc1"), options.kind, gated=options.gated, group_size=options.group_size
+        )
+        return residual + self.linear(y, "fc2")
+
+
+def inputs(device, dtype):
+    x, grad = torch.randn(2, S, B, H, device=device).to(dtype)
+    return x, grad
+
+
+def run(model: Model, forward, x, grad) -> dict[str, torch.Tensor]:
+    leaf = x.clone().requires_grad_()
+    y = forward(leaf)
+    y.backward(grad)
+    found = {"y": y.detach(), "x": leaf.grad}
+    for name, p in model.parameters().items():
+        found[name], p.grad = p.grad, None
+    return found
+
+
+def check_same(actual, expected):
+    for name, value in expected.items():
+        torch.testing.assert_close(actual[name], value, rtol=0, atol=0, equal_nan=True, msg=name)
+
+
+@pytest.mark.parametrize(
+    ("llama", "dtype"), [(True, torch.bfloat16), (False, torch.float32)], ids=["llama-bf16", "gpt-fp32"]
+)
+def test_blocks_are_their_operations(llama, dtype, kernels, device):
+    model = Model(llama, dtype, device)
+    x, grad = inputs(device, dtype)
+    expected = run(model, model.one_by_one, x, grad)
+    # with scales that nobody predicted yet, and with wrong ones
+    for scale in (1.0, 2.0**40):
+        for options in model.linears.values():
+            for predicted in (options.x_scale, options.grad_scale):
+                predicted.on(device).fill_(scale)
+        check_same(run(model, model.by_blocks, x, grad), expected)
+
+
+@pytest.mark.parametrize("special", [torch.nan, torch.inf, 0.0, 3e38, 1e-38], ids=str)
+def test_special_values_show_as_they_do_one_by_one(special, device):
+    model = Model(True, torch.bfloat16, device)
+    x, grad = inputs(device, torch.bfloat16)
+    x[2, 1, :3], grad[3, 0, 5] = special, special
+    if special == 0.0:
+        x.zero_()
+    check_same(run(model, model.by_blocks, x, grad), run(model, model.one_by_one, x, grad))
+
+
+def test_cached_weights_are_taken_once(device, monkeypatch):
+    model = Model(True, torch.bfloat16, device, cache="fp8")
+    x, grad = inputs(device, torch.bfloat16)
+    expected = run(model, model.by_blocks, x, grad)
+    quantized = []
+    take = WeightCache._quantize
+    monkeypatch.setattr(
+        WeightCache, "_quantize", lambda *args, **rest: quantized.append(1) or take(*args, **rest)
+    )
+    check_same(run(model, model.by_blocks, x, grad), expected)
+    assert not quantized
+    with torch.no_grad():
+        model.weights["fc1"].mul_(2)
+    run(model, model.by_blocks, x, grad)
+    assert len(quantized) == 1
+
+
+def test_gradients_are_added_where_the_caller_wants_them(device):
+    model = Model(True, torch.bfloat16, device)
+    x, grad = inputs(device, torch.bfloat16)
+    expected = run(model, model.by_blocks, x, grad)
+    sums = {name: torch.ones_like(model.weights[name], dtype=torch.float32) for name in model.linears}
+    for name, options in model.linears.items():
+        into = dataclasses.replace(options, weight_grad_into=lambda name=name: sums[name])
+        model.linears[name] = into
+    found = run(model, model.by_blocks, x, grad)
+    for name in sums:
+        assert not found.pop(name).any()
+        exact = expected.pop(name)
+        # where sums need all bits the product is rounded to BF16 first, as the gradient is
+        torch.testing.assert_close(sums[name], 1 + exact.float(), rtol=2**-8, atol=2**-8)
+    check_same(found, expected)
+
+
+def test_what_changes_between_forward_and_backward_is_refused(device):
+    model = Model(False, torch.bfloat16, device)
+    x, grad = inputs(device, torch.bfloat16)
+    for name, parameter in model.parameters().items():
+        y = model.by_blocks(x.clone().requires_grad_())
+        with torch.no_grad():
+            parameter.add_(1)
+        # of the biases in front of a product the values are not read again
+        if name in ("qkv.bias", "proj.bias", "fc1.bias", "fc2.bias"):
+            continue
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            y.backward(grad)
+
+
+def test_double_backward_is_refused(device):
+    model = Model(True, torch.bfloat16, device)
+    x, _ = inputs(device, torch.bfloat16)
+    leaf = x.requires_grad_()
+    (grad,) = torch.autograd.grad(model.by_blocks(leaf).sum(), leaf, create_graph=True)
+    with pytest.raises(RuntimeError, match="differentiate twice"):
+        grad.sum().backward()
+
+
+def test_nothing_is_held_behind_backward(device):
+    model = Model(True, torch.bfloat16, device)
+    x, grad = inputs(device, torch.bfloat16)
+    leaf = x.clone().requires_grad_()
+    y = model.by_blocks(leaf)
+    node = weakref.ref(y.grad_fn)
+    y.backward(grad)
+    gc.disable()
+    try:
+        del y
+        assert node() is None
+    finally:
+        gc.enable()

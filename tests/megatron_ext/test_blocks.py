@@ -1,0 +1,257 @@
+"""A COAT layer gives the same bits by its fused blocks as by its modules, takes the blocks where nobody can
+tell, and costs no more calls and launches than are written here.
+"""
+
+import collections
+import sys
+import warnings
+
+import pytest
+import torch
+import torch.nn.functional as F
+from megatron.core.activations import squared_relu
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+
+from coat_ds.config import ActivationsConfig
+from coat_kernels.launch import PreparedKernel
+from megatron_ext.layer_specs import coat_layer_spec
+from megatron_ext.ledger import saved_bytes
+from megatron_ext.model import ModelShape, build_gpt, initialize_model_parallel
+from tests.util import run_distributed
+
+S, B, VOCAB = 32, 2, 64
+H, FFN, HEADS = 64, 96, 4
+GPT = {
+    "normalization": "LayerNorm",
+    "activation_func": F.gelu,
+    "gated_linear_unit": False,
+    "add_bias_linear": True,
+}
+# arguments of Megatron's config, and of the block's activations
+VARIANTS = {
+    "llama": ({}, {}),
+    "gpt": (GPT, {}),
+    "exact-geglu": ({"activation_func": F.gelu, "bias_activation_fusion": False}, {}),
+    "squared-relu": (GPT | {"activation_func": squared_relu, "bias_activation_fusion": False}, {}),
+    "cached": ({}, {"weight_cache": "fp8"}),
+    "8-bit attention": ({}, {"attention_format": "sqrt8"}),
+    "formats": ({}, {"backward_format": "e4m3", "fast_accumulation": "all", "group_size": 32}),
+    "fp32": ({"bf16": False}, {}),
+    "recomputed": (
+        {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
+        {},
+    ),
+}
+
+
+def build(config=None, activations=None, layers=2):
+    model = build_gpt(
+        ModelShape(layers, H, FFN, HEADS, 2),
+        coat_layer_spec,
+        seq_length=S,
+        vocab_size=VOCAB,
+        activations=ActivationsConfig(**(activations or {})),
+        **(config or {}),
+    )
+    generator = torch.Generator().manual_seed(1)
+    for p in model.parameters():
+        if not getattr(p, "tensor_model_parallel", False):
+            p.data.add_((0.3 * torch.randn(p.shape, generator=generator)).to(p))
+    return model
+
+
+def batch(device):
+    tokens = torch.randint(0, VOCAB, (B, S), generator=torch.Generator().manual_seed(5)).to(device)
+    return tokens, torch.arange(S, device=device).expand(B, S), None
+
+
+def take_modules(model) -> list:
+    """Somebody looks at a module inside of each layer, so that it has to be called."""
+    return [layer.mlp.register_forward_hook(lambda *_: None) for layer in model.decoder.layers]
+
+
+def loss_and_grads(model, device):
+    model.zero_grad()
+    tokens, positions, mask = batch(device)
+    loss = model(tokens, positions, mask, labels=tokens).float().mean()
+    loss.backward()
+    return {"loss": loss.detach()} | {name: p.grad.clone() for name, p in model.named_parameters()}
+
+
+def node(layer, device, **arguments) -> str:
+    """What made the output of a layer."""
+    x = torch.randn(S, B, H, device=device, dtype=layer.config.params_dtype, requires_grad=True)
+    y, _ = layer(x, **({"attention_mask": None} | arguments))
+    return type(y.grad_fn).__name__
+
+
+@pytest.mark.usefixtures("megatron")
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_blocks_give_the_bits_of_the_modules(variant, device):
+    model = build(*VARIANTS[variant])
+    assert "MlpBlock" in node(model.decoder.layers[0], device)
+    found = [loss_and_grads(model, device) for _ in range(2)]
+    kept = saved_bytes(model, lambda: model(*batch(device))).total
+    handles = take_modules(model)
+    assert "MlpBlock" not in node(model.decoder.layers[0], device)
+    expected = loss_and_grads(model, device)
+    assert saved_bytes(model, lambda: model(*batch(device))).total == kept
+    for handle in handles:
+        handle.remove()
+    assert "MlpBlock" in node(model.decoder.layers[0], device)
+    for once in found:
+        for name, value in expected.items():
+            assert torch.equal(once[name], value), name
+
+
+def hook(layer):
+    layer.self_attention.linear_proj.register_full_backward_hook(lambda *_: None)
+
+
+def replaced_forward(layer):
+    linear = layer.mlp.linear_fc1
+    linear.forward = type(linear).forward.__get__(linear)
+
+
+def other_class(layer):
+    linear = layer.mlp.linear_fc2
+    linear.__class__ = type("Wrapped", (type(linear),), {})
+
+
+def frozen(layer):
+    layer.pre_mlp_layernorm.weight.requires_grad_(False)
+
+
+def in_bf16(layer):
+    layer.mlp.linear_fc1._in_fp8 = False
+
+
+@pytest.mark.usefixtures("megatron")
+@pytest.mark.parametrize("change", [hook, replaced_forward, other_class, frozen, in_bf16])
+def test_what_somebody_changed_inside_is_called(change, device):
+    layer = build(layers=1).decoder.layers[0]
+    assert "MlpBlock" in node(layer, device)
+    change(layer)
+    assert "MlpBlock" not in node(layer, device)
+
+
+@pytest.mark.usefixtures("megatron")
+def test_forwards_that_take_the_modules(device):
+    layer = build(layers=1).decoder.layers[0]
+    with torch.autocast(device.type, torch.bfloat16):
+        assert "MlpBlock" not in node(layer, device)
+    handle = torch.nn.modules.module.register_module_forward_hook(lambda *_: None)
+    assert "MlpBlock" not in node(layer, device)
+    handle.remove()
+    x = torch.randn(S, B, H, device=device, dtype=torch.bfloat16)
+    with torch.no_grad():
+        y, _ = layer(x, attention_mask=None)
+    trained, context = layer(x, attention_mask=None)
+    assert "MlpBlock" in type(trained.grad_fn).__name__ and context is None
+    assert torch.equal(y, trained)
+    # also by position, as a ZeRO-3 unit is called
+    assert torch.equal(layer(x, None)[0], trained)
+    dropping = build({"hidden_dropout": 0.5}, layers=1).decoder.layers[0]
+    assert "MlpBlock" not in node(dropping, device)
+    assert "MlpBlock" in node(dropping.eval(), device)
+    for name in ("qk_layernorm", "rotary_interleaved"):
+        assert "MlpBlock" not in node(build({name: True}, layers=1).decoder.layers[0], device), name
+
+
+@pytest.mark.usefixtures("megatron")
+def test_gradients_go_into_megatrons_buffers(device):
+    model = build()
+    wrapped = DistributedDataParallel(
+        model.config,
+        DistributedDataParallelConfig(grad_reduce_in_fp32=True, overlap_grad_reduce=False),
+        model,
+    )
+    tokens, positions, mask = batch(device)
+    found = []
+    for modules in (False, True):
+        handles = take_modules(model) if modules else []
+        wrapped.zero_grad_buffer()
+        for _ in range(2):
+            wrapped(tokens, positions, mask, labels=tokens).float().mean().backward()
+        found.append({name: p.main_grad.clone() for name, p in model.named_parameters()})
+        for handle in handles:
+            handle.remove()
+    blocks, modules = found
+    assert all(torch.equal(blocks[name], grad) for name, grad in modules.items())
+
+
+def _ranks():
+    """Losses and gradients of two tensor-parallel ranks, by blocks and by modules."""
+    from megatron_ext import cpu
+
+    warnings.simplefilter("ignore")
+    cpu.enable()
+    torch.distributed.init_process_group("gloo")
+    initialize_model_parallel(2)
+    cases = {}
+    for name in ("llama", "gpt", "cached"):
+        for sequence_parallel in (False, True):
+            config, activations = VARIANTS[name]
+            model = build(config | {"sequence_parallel": sequence_parallel}, activations)
+            assert "MlpBlock" in node(model.decoder.layers[0], torch.device("cpu"))
+            blocks = loss_and_grads(model, "cpu")
+            take_modules(model)
+            modules = loss_and_grads(model, "cpu")
+            cases[name, sequence_parallel] = [
+                n for n, value in modules.items() if not torch.equal(blocks[n], value)
+            ]
+    return cases
+
+
+def test_blocks_give_the_bits_of_the_modules_on_tensor_parallel_ranks():
+    for cases in run_distributed(_ranks, 2):
+        assert len(cases) == 6 and not any(cases.values()), cases
+
+
+# Calls of Python and C functions and launches of kernels of one layer, forward and backward: what an eager
+# step costs the CPU. Lower them when you can; what raises them has to be worth it.
+CALLS = {"forward": (1091, 21), "backward": (982, 25)}
+
+
+@pytest.mark.usefixtures("megatron")
+@pytest.mark.skipif(torch.cuda.is_available(), reason="counts with launches that do nothing, on CPU tensors")
+def test_calls_and_launches_stay_within_their_bounds(monkeypatch):
+    launched = collections.Counter()
+    layer = build(layers=1).decoder.layers[0]
+    x, grad = torch.randn(2, S, B, H).bfloat16()
+    for name, module in list(sys.modules.items()):
+        if name.startswith("coat_kernels") and hasattr(module, "uses_kernels"):
+            monkeypatch.setattr(module, "uses_kernels", lambda _: True)
+    monkeypatch.setattr(
+        PreparedKernel, "_launch", lambda self, grid, *_, **__: launched.update([self.__name__])
+    )
+
+    def product(a, b, *_, out_dtype, **__):
+        launched.update(["product"])
+        return a.new_empty(a.shape[0], b.shape[1], dtype=out_dtype)
+
+    monkeypatch.setattr(torch, "_scaled_mm", product)
+    calls = collections.Counter()
+
+    def count(frame, event, _):
+        if event in ("call", "c_call"):
+            calls[event] += 1
+
+    found = {}
+    for _ in range(3):
+        leaf = x.clone().requires_grad_()
+        for name in CALLS:
+            calls.clear()
+            launched.clear()
+            sys.setprofile(count)
+            try:
+                if name == "forward":
+                    y, _ = layer(leaf, attention_mask=None)
+                else:
+                    y.backward(grad)
+            finally:
+                sys.setprofile(None)
+            found[name] = calls.total(), launched.total()
+        layer.zero_grad()
+    for name, (most_calls, launches) in CALLS.items():
+        assert found[name][0] <= most_calls and found[name][1] <= launches, found
