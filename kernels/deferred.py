@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
+from coat_kernels.autograd import once_differentiable
 from coat_kernels.fp8 import Fp8Format, uses_kernels
 from coat_kernels.origin import maxima_of
 from coat_kernels.parallel import largest_of_all
@@ -159,7 +160,8 @@ class Source:
     def value(self) -> torch.Tensor:
         """The tensor itself [m, n], made once."""
         if self.made is None:
-            made = self._make(*self.inputs)
+            with torch.no_grad():
+                made = self._make(*self.inputs)
             self.release()
             self.made = made
         return self.made
@@ -328,6 +330,7 @@ class _Probe(torch.autograd.Function):
         return x.clone()
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, grad):
         if ctx.make is not None:
             return ctx.make(), None, None
