@@ -17,6 +17,7 @@ import torch
 import triton
 import triton.language as tl
 
+from coat_kernels.autograd import once_differentiable
 from coat_kernels.codecs.codec import load_tile, store_tile
 from coat_kernels.deferred import Attempt, Deferred, PredictedScale, Source, write_reference
 from coat_kernels.fast_math import fast_exp2, fast_reciprocal
@@ -585,6 +586,7 @@ class _Activation(torch.autograd.Function):
         return y, maxima, *kept
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, grad_y, *_):
         if grad_y is None:
             return (None,) * 7

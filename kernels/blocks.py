@@ -16,9 +16,9 @@ dropout between the operations, is for those.
 from dataclasses import dataclass
 
 import torch
-from torch.autograd.function import once_differentiable
 
 from coat_kernels.activation import activation_backward_operands, activation_columns, activation_operands
+from coat_kernels.autograd import once_differentiable
 from coat_kernels.deferred import fp8_operands
 from coat_kernels.groups import Grouped
 from coat_kernels.linear import (

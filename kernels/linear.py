@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
+from coat_kernels.autograd import once_differentiable
 from coat_kernels.deferred import Deferred, PredictedScale, fp8_operands, holders, holders_in_backward
 from coat_kernels.fp8 import E4M3, E5M2, Fp8Format, require_fp8, uses_kernels
 from coat_kernels.matmul import accumulate_matmul, scaled_matmul
@@ -146,6 +147,7 @@ class _Fp8Linear(torch.autograd.Function):
         return y.view(-1, *x.shape[1:-1], y.shape[-1])
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, grad_y):
         weight, largest_w, *kept = ctx.saved_tensors
         options, needs = ctx.options, ctx.needs_input_grad[:3]

@@ -15,6 +15,7 @@ import torch.distributed as dist
 import triton
 import triton.language as tl
 
+from coat_kernels.autograd import once_differentiable
 from coat_kernels.codecs.codec import load_tile, store_tile
 from coat_kernels.deferred import Attempt, Deferred, PredictedScale, Source, write_reference
 from coat_kernels.fp8 import Fp8Format, cast, fp8_format, require_fp8, round_to, uses_kernels, widen
@@ -561,6 +562,7 @@ class _Norm(torch.autograd.Function):
         return y, maxima, *kept, value.detach() if residual else None
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, grad_y, *rest):
         grad_residual = rest[-1]
         needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]

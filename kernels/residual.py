@@ -11,6 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
+from coat_kernels.autograd import once_differentiable
 from coat_kernels.codecs.codec import load_tile
 from coat_kernels.deferred import Deferred, PredictedScale, Source
 from coat_kernels.fp8 import round_to, uses_kernels, widen
@@ -84,6 +85,7 @@ class _ResidualAdd(torch.autograd.Function):
         return Deferred(Sum(Addends(*rows, None if bias is None else bias.detach())), residual.shape)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, grad):
         needs_residual, needs_branch, needs_bias = ctx.needs_input_grad
         return (

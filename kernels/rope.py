@@ -13,6 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
+from coat_kernels.autograd import once_differentiable
 from coat_kernels.deferred import Attempt, Deferred, PredictedScale, Source, write_reference
 from coat_kernels.fp8 import cast, finite_or_nan, round_to, uses_kernels
 from coat_kernels.launch import PreparedKernel, cdiv, next_power_of_2, on_device_of
@@ -430,6 +431,7 @@ class _RotateQKV(torch.autograd.Function):
         return rotate_qkv_forward(mixed.contiguous(), cos, sin, groups, d)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, dq, dk, dv):
         nothing = (None,) * 5
         if ctx.grad_scale is not None and not torch.compiler.is_compiling():

@@ -11,6 +11,7 @@ import logging
 import torch
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 
+from coat_kernels.autograd import once_differentiable
 from coat_kernels.deferred import PredictedScale
 from coat_kernels.linear import LinearOptions, fp8_linear
 from coat_kernels.origin import maxima_of, origin_of, with_maxima
@@ -42,6 +43,7 @@ class _IntoMainGrad(torch.autograd.Function):
         return weight.view_as(weight)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, grad):
         weight = ctx.weight
         weight.grad_added_to_main_grad = True

@@ -1,0 +1,33 @@
+"""What torch's own operations refuse to autograd's users, refused for ours too."""
+
+import functools
+from collections.abc import Callable
+
+import torch
+
+_TWICE = (
+    b"the gradient of a COAT operation cannot be differentiated again (create_graph=True, as for a gradient "
+    b"penalty): it is computed from 8-bit copies. Build layers whose gradients are penalised without COAT."
+)
+
+
+def once_differentiable(backward: Callable) -> Callable:
+    """`backward` of an `autograd.Function`, whose results raise RuntimeError when they are differentiated.
+
+    Unlike torch's decorator of that name also where the incoming gradient is a constant: the results still
+    depend on what forward kept. And it enters no context where no graph is made, which is nearly always.
+    """
+
+    @functools.wraps(backward)
+    def once(ctx, *grads):
+        if not torch.is_grad_enabled():
+            return backward(ctx, *grads)
+        with torch.no_grad():
+            found = backward(ctx, *grads)
+        several = found if isinstance(found, tuple) else (found,)
+        refuse = torch._C._functions.DelayedError(_TWICE, len(several))
+        # a node is made only of what requires gradients
+        refused = refuse(*(None if t is None else t.detach().requires_grad_() for t in several))
+        return refused if isinstance(found, tuple) else refused[0]
+
+    return once
