@@ -15,6 +15,8 @@ from dataclasses import replace
 # the second is the first release that nobody has tried
 _OLDEST, _UNKNOWN = "0.16.1", "0.21"
 
+import torch
+
 try:
     from megatron import core
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
@@ -120,7 +122,19 @@ class CoatTransformerLayer(TransformerLayer):
 
     def forward(self, *args, **kwargs):
         y = forward_by_blocks(self, args, kwargs)
-        return super().forward(*args, **kwargs) if y is None else (y, None)
+        if y is not None:
+            return y, None
+        if args:
+            args = _no_leaf(args[0]), *args[1:]
+        else:
+            kwargs["hidden_states"] = _no_leaf(kwargs["hidden_states"])
+        return super().forward(*args, **kwargs)
+
+
+def _no_leaf(x: torch.Tensor) -> torch.Tensor:
+    """`x`, of which a norm may note what to read in its place, which it does not of a leaf (`with_stand_in`):
+    a recomputed layer's input is one."""
+    return x.view_as(x) if torch.is_grad_enabled() and x.is_leaf and x.requires_grad else x
 
 
 def sdpa_parts(config, experts: bool) -> TransformerLayerSubmodules:
