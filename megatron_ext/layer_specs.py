@@ -12,10 +12,10 @@ Transformer Engine's.
 
 from dataclasses import replace
 
+import torch
+
 # the second is the first release that nobody has tried
 _OLDEST, _UNKNOWN = "0.16.1", "0.21"
-
-import torch
 
 try:
     from megatron import core
