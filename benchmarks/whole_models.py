@@ -109,8 +109,13 @@ SYSTEMS = {
     "COAT": System({}),
     "COAT, fastest": System({"activations": FASTEST}),
     "COAT, 8-bit attention": System({"activations": {"attention_format": "sqrt8"}}),
+    "COAT, recomputed attention": System({"activations": {"attention_format": "recompute"}}),
     "COAT, smallest": System(
         {"activations": {"attention_format": "sqrt8"}, "optimizer": {"bf16_params": "stochastic"}},
+        bf16_masters=True,
+    ),
+    "COAT, smallest, recomputed attention": System(
+        {"activations": {"attention_format": "recompute"}, "optimizer": {"bf16_params": "stochastic"}},
         bf16_masters=True,
     ),
 }
@@ -150,15 +155,20 @@ def predict(model: Model, layers: int, way: Way, gpus: int, system: System, micr
     x, tensor, data = model.layer, way.tensor, gpus // way.tensor
     compressed, kept = model.matrices(layers) / tensor, model.norms(layers)
     total, tokens = compressed + kept, micro_batch * x.sequence
-    attention = x.qkv + x.hidden
+    # q, k, v, the output and, for each head, a number of its softmax
+    attention = 2 * (x.qkv + x.hidden) + 4 * x.heads
     if system.package:
         per_token = math.nan
     elif system.coat is None:
         product = 0 if "recompute_modules" in system.config else 3 * x.ffn
-        per_token = 2 * (4 * x.hidden + attention + product)
+        per_token = 2 * (4 * x.hidden + product) + attention
     else:
-        bytes_kept = FP8_GROUPED if "attention_format" in system.coat.get("activations", {}) else 2
-        per_token = FP8_GROUPED * (2 * x.hidden + 2 * x.ffn) + bytes_kept * attention
+        attention = {
+            "bf16": attention,
+            "sqrt8": FP8_GROUPED * (x.qkv + x.hidden) + 4 * x.heads,
+            "recompute": FP8_GROUPED * x.hidden,
+        }[system.coat.get("activations", {}).get("attention_format", "bf16")]
+        per_token = FP8_GROUPED * (2 * x.hidden + 2 * x.ffn) + attention
     coat = system.coat is not None
     cached = coat and system.coat.get("activations", {}).get("weight_cache") == "fp8"
     return Predicted(
@@ -166,7 +176,7 @@ def predict(model: Model, layers: int, way: Way, gpus: int, system: System, micr
         gradients=2 * total / (data if way.stage >= 2 else 1),
         masters=(2 if system.bf16_masters else 4) * total / data,
         states=(STATES[coat or system.fp8_moments] * compressed + 8 * kept) / data,
-        saved=layers * tokens * (per_token + 4 * x.heads) / tensor,
+        saved=layers * tokens * per_token / tensor,
         logits=tokens * (4 * model.vocabulary + 4 * x.hidden) / tensor,
         # by rows for forward, by columns for backward
         copies=2 * (model.matrices(layers) - model.matrices(0)) / tensor if cached else 0,

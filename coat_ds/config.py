@@ -19,7 +19,7 @@ from coat_kernels.weights import WEIGHT_CACHES
 OPTIMIZER_GROUP_SIZES = (64, 128, 256)
 ACTIVATION_GROUP_SIZES = (16, 32, 64, 128)
 FP8_FORMATS = (E4M3.name, E5M2.name)
-ATTENTION_FORMATS = ("bf16", *GROUP_FORMATS)
+ATTENTION_FORMATS = ("bf16", *GROUP_FORMATS, "recompute")
 FAST_ACCUMULATION = ("forward", "all", "none")
 BF16_PARAMS = ("exact", "stochastic", "nearest")
 CHECKPOINT_LAYOUTS = ("stock", "compressed")
@@ -174,7 +174,8 @@ class ActivationsConfig(_Block):
     the paper's FP8, with three to four times the error and more room for outliers in a group."""
 
     attention_format: str = _choice("bf16", ATTENTION_FORMATS)
-    """How q, k, v and attention's output are saved: as they are, or in groups as "sqrt8" or "e4m3"."""
+    """How q, k, v and attention's output are saved: as they are, or in groups as "sqrt8" or "e4m3".
+    "recompute" saves the output alone, in `saved_format`, and makes the others again in backward."""
 
     weight_cache: str = _choice("none", WEIGHT_CACHES)
     """What is kept of quantized weights over the micro-batches of a step: nothing, their "scale", or "fp8",

@@ -67,13 +67,17 @@ class _Compressed:
         """What was kept of `output`, if autograd handed it over."""
         if output.data_ptr() not in self.kept:
             return None
-        kept, group_size, dtype = self.kept.pop(output.data_ptr()), self.group_size, self.dtype
+        return origin_in_groups(self.kept.pop(output.data_ptr()), self.group_size, self.dtype)
 
-        def columns(codes, exponent, largest, fmt):
-            rows = dequantize_groups(Grouped(codes, exponent), group_size, dtype)
-            return quantize_tensor(rows, largest, fmt, rows=False, columns=True)
 
-        return Origin(tuple(kept), columns)
+def origin_in_groups(kept: Grouped, group_size: int, dtype: torch.dtype) -> Origin:
+    """The origin of a tensor in `dtype` that is `kept` in groups."""
+
+    def columns(codes, exponent, largest, fmt):
+        rows = dequantize_groups(Grouped(codes, exponent), group_size, dtype)
+        return quantize_tensor(rows, largest, fmt, rows=False, columns=True)
+
+    return Origin(tuple(kept), columns)
 
 
 def causal_attention(

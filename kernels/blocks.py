@@ -1,7 +1,8 @@
 """The dense transformer layer as two fused blocks around attention, one autograd function each.
 
-    qkv_block   norm, qkv projection, rotary positions
-    mlp_block   output projection, residual addition, norm, fc1, activation, fc2, residual addition
+    qkv_block         norm, qkv projection, rotary positions
+    attention_block   the same and attention, made again in backward: it keeps the norm's input alone
+    mlp_block         output projection, residual addition, norm, fc1, activation, fc2, residual addition
 
 Each is a flat sequence of launches, forward and backward. What passes between two of them is a local
 variable: activations that only an FP8 product reads exist as FP8 codes alone. Kept for backward are the
@@ -13,6 +14,7 @@ The arithmetic is that of the same operations one by one (`norm`, `linear`, `rop
 dropout between the operations, is for those.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -33,6 +35,7 @@ from coat_kernels.origin import Origin, with_maxima
 from coat_kernels.parallel import all_reduce
 from coat_kernels.residual import Addends
 from coat_kernels.rope import rotate_qkv_backward_operands, rotate_qkv_forward
+from coat_kernels.tensorwise import transpose_codes
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,53 +81,95 @@ def _norm_backward(grad_y, grad_residual, kept, weight, bias, norm: NormOptions,
     )
 
 
+def _qkv_forward(x, norm_weight, norm_bias, weight, bias, cos, sin, norm, linear, groups, d):
+    """(q, k, v), and what is kept for backward."""
+    rows = x.reshape(-1, x.shape[-1]).contiguous()
+    y, largest_y, kept, rstd = norm_operands(
+        rows, norm_weight, norm_bias, norm.arithmetic, norm.saved_format, linear.x_scale, linear.input_group
+    )
+    w, largest_w = linear.cache.forward(weight, linear.formats.forward)
+    mixed = multiply(y.rows, y.scale, w, bias, x.dtype, linear)
+    qkv = rotate_qkv_forward(mixed.view(-1, x.shape[1], mixed.shape[1]), cos, sin, groups, d)
+    return qkv, (norm_weight, norm_bias, weight, bias, cos, sin, *kept, rstd, largest_y, largest_w)
+
+
+def _normed_again(saved, norm: NormOptions, linear: LinearOptions) -> tuple[torch.Tensor, torch.Tensor]:
+    """The output of the norm in front of `linear` by columns, from what is kept, and its scale."""
+    norm_weight, norm_bias, *_, codes, exponent, rstd, largest_y, _ = saved
+    return norm_columns(
+        codes, exponent, rstd, norm_weight, norm_bias, largest_y, *norm.arithmetic[2:],
+        linear.formats.forward.name,
+    )  # fmt: skip
+
+
+def _qkv_again(columns, scale, saved, batch: int, dtype, linear: LinearOptions, groups: int, d: int):
+    """(q, k, v) again, from the norm's output by columns."""
+    _, _, weight, bias, cos, sin, codes, *_, largest_w = saved
+    tokens, h = codes.shape
+    rows = transpose_codes(columns)[:tokens, :h]
+    w = linear.cache.rows(weight, largest_w, linear.formats.forward)
+    mixed = multiply(rows, scale, w, bias, dtype, linear)
+    return rotate_qkv_forward(mixed.view(-1, batch, mixed.shape[1]), cos, sin, groups, d)
+
+
+def _qkv_backward(dq, dk, dv, grad_residual, columns, saved, norm, linear, needs_x: bool):
+    """The gradients of x, both parameters of the norm, weight and bias; `columns` and their scale as
+    `_normed_again` gives them."""
+    norm_weight, norm_bias, weight, bias, cos, sin, *kept, _, largest_w = saved
+    # in a list, to leave it to the products, which free parts of it on the way
+    grad = [rotate_qkv_backward_operands(dq, dk, dv, cos, sin, linear.grad_scale, bias is not None)]
+    grad_bias = None if bias is None else grad[0].sums.to(bias.dtype)
+    columns = gathered_columns(*columns, len(kept[0]), linear)
+    grad_y, grad_weight = multiply_backward(
+        grad.pop(), weight, largest_w, columns, grad_residual.dtype, linear
+    )
+    grad_x, grad_norm_weight, grad_norm_bias = _norm_backward(
+        grad_y(), grad_residual, kept, norm_weight, norm_bias, norm, needs_x
+    )
+    return grad_x, grad_norm_weight, grad_norm_bias, grad_weight, grad_bias
+
+
 class _QkvBlock(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, norm_weight, norm_bias, weight, bias, cos, sin, norm, linear, groups, d):
-        rows = x.reshape(-1, x.shape[-1]).contiguous()
-        y, largest_y, kept, rstd = norm_operands(
-            rows,
-            norm_weight,
-            norm_bias,
-            norm.arithmetic,
-            norm.saved_format,
-            linear.x_scale,
-            linear.input_group,
-        )
-        mixed, largest_w = multiply(y.rows, y.scale, weight, bias, x.dtype, linear, True)
-        q, k, v = rotate_qkv_forward(mixed.view(-1, x.shape[1], mixed.shape[1]), cos, sin, groups, d)
+        qkv, saved = _qkv_forward(x, norm_weight, norm_bias, weight, bias, cos, sin, norm, linear, groups, d)
         ctx.norm, ctx.linear = norm, linear
-        ctx.save_for_backward(
-            norm_weight, norm_bias, weight, bias, cos, sin, *kept, rstd, largest_y, largest_w
-        )
+        ctx.save_for_backward(*saved)
         # detach(): autograd forbids in-place additions to a view that a function returns
-        return q, k, v, x.detach()
+        return *qkv, x.detach()
 
     @staticmethod
     @once_differentiable
     def backward(ctx, dq, dk, dv, grad_residual):
-        norm_weight, norm_bias, weight, bias, cos, sin, *kept, largest_y, largest_w = ctx.saved_tensors
-        norm, linear = ctx.norm, ctx.linear
-        # in a list, to leave it to the products, which free parts of it on the way
-        grad = [rotate_qkv_backward_operands(dq, dk, dv, cos, sin, linear.grad_scale, bias is not None)]
-        grad_bias = None if bias is None else grad[0].sums.to(bias.dtype)
-        columns = norm_columns(
-            *kept, norm_weight, norm_bias, largest_y, *norm.arithmetic[2:], linear.formats.forward.name
-        )
-        columns = gathered_columns(*columns, len(kept[0]), linear)
-        grad_y, grad_weight = multiply_backward(
-            grad.pop(), weight, largest_w, columns, grad_residual.dtype, linear
-        )
-        grad_x, grad_norm_weight, grad_norm_bias = _norm_backward(
-            grad_y(),
-            grad_residual,
-            kept,
-            norm_weight,
-            norm_bias,
-            norm,
-            ctx.needs_input_grad[0],
-        )
-        return grad_x, grad_norm_weight, grad_norm_bias, grad_weight, grad_bias, *(None,) * 6
+        saved, norm, linear = ctx.saved_tensors, ctx.norm, ctx.linear
+        columns = _normed_again(saved, norm, linear)
+        needs_x = ctx.needs_input_grad[0]
+        found = _qkv_backward(dq, dk, dv, grad_residual, columns, saved, norm, linear, needs_x)
+        return *found, *(None,) * 6
+
+
+class _AttentionBlock(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, norm_weight, norm_bias, weight, bias, cos, sin, norm, linear, groups, d, attend):
+        qkv, saved = _qkv_forward(x, norm_weight, norm_bias, weight, bias, cos, sin, norm, linear, groups, d)
+        ctx.options = norm, linear, groups, d, attend
+        ctx.batch = x.shape[1]
+        ctx.save_for_backward(*saved)
+        return attend(*qkv), x.detach()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad_o, grad_residual):
+        saved, (norm, linear, groups, d, attend) = ctx.saved_tensors, ctx.options
+        columns = _normed_again(saved, norm, linear)
+        qkv = _qkv_again(*columns, saved, ctx.batch, grad_o.dtype, linear, groups, d)
+        with torch.enable_grad():
+            qkv = tuple(t.requires_grad_() for t in qkv)
+            grads = torch.autograd.grad(attend(*qkv), qkv, grad_o)
+        del qkv
+        needs_x = ctx.needs_input_grad[0]
+        found = _qkv_backward(*grads, grad_residual, columns, saved, norm, linear, needs_x)
+        return *found, *(None,) * 7
 
 
 def qkv_block(
@@ -157,6 +202,33 @@ def qkv_block(
     return _QkvBlock.apply(x, norm_weight, norm_bias, weight, bias, cos, sin, norm, linear, groups, d)
 
 
+def attention_block(
+    x: torch.Tensor,
+    norm_weight: torch.Tensor,
+    norm_bias: torch.Tensor | None,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    *,
+    norm: NormOptions,
+    linear: LinearOptions,
+    groups: int,
+    d: int,
+    attend: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor],
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`qkv_block` and attention in one, which keeps nothing of queries, keys, values and attention's output.
+
+    Backward makes queries, keys and values again from what is kept of x, by one more product, and runs
+    attention again. attend(q, k, v) is attention; it has to give the same each time: no dropout.
+
+    Returns attention's output and x, to be read in its place by the residual addition.
+    """
+    return _AttentionBlock.apply(
+        x, norm_weight, norm_bias, weight, bias, cos, sin, norm, linear, groups, d, attend
+    )
+
+
 def _summed(z: torch.Tensor, linear: LinearOptions) -> torch.Tensor:
     """A row-parallel product summed over the ranks, where that is not done by a reduce-scatter."""
     parallel = linear.parallel
@@ -177,8 +249,9 @@ class _MlpBlock(torch.autograd.Function):
         )
         # a bias is part of the product, unless products of several ranks are summed first
         bias, late_bias = (b_proj, None) if proj.parallel is None else (None, b_proj)
-        z, largest_proj = multiply(operands.rows, operands.scale, w_proj, bias, dtype, proj, True)
-        z = _summed(z, proj)
+        w, largest_proj = proj.cache.forward(w_proj, proj.formats.forward)
+        z = _summed(multiply(operands.rows, operands.scale, w, bias, dtype, proj), proj)
+        del w
 
         # the norm's kernel makes the sum, and reads it no second time
         x = torch.empty_like(by_rows)
@@ -193,15 +266,16 @@ class _MlpBlock(torch.autograd.Function):
             Addends(by_rows, z, late_bias),
         )
         del z
-        u, largest_fc1 = multiply(y.rows, y.scale, w_fc1, b_fc1, dtype, fc1, True)
-        del y
+        w, largest_fc1 = fc1.cache.forward(w_fc1, fc1.formats.forward)
+        u = multiply(y.rows, y.scale, w, b_fc1, dtype, fc1)
+        del y, w
         p, largest_p, kept_u = activation_operands(
             u, activation.arithmetic, activation.saved_format, fc2.x_scale
         )
         del u
         bias, late_bias = (b_fc2, None) if fc2.parallel is None else (None, b_fc2)
-        out, largest_fc2 = multiply(p.rows, p.scale, w_fc2, bias, dtype, fc2, True)
-        out = _summed(out, fc2)
+        w, largest_fc2 = fc2.cache.forward(w_fc2, fc2.formats.forward)
+        out = _summed(multiply(p.rows, p.scale, w, bias, dtype, fc2), fc2)
         if late_bias is not None:
             out = out + late_bias
 

@@ -67,25 +67,18 @@ class LinearOptions:
 def multiply(
     rows: torch.Tensor,
     scale: torch.Tensor,
-    weight: torch.Tensor,
+    w: Quantized,
     bias: torch.Tensor | None,
     dtype: torch.dtype,
     options: LinearOptions,
-    trains: bool,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The forward product of FP8 `rows` [m, k] with their `scale`, and the weight's largest magnitude.
-
-    `trains`: a backward may follow. The product is [m, n] in `dtype`, of the tokens that `options.parallel`
-    says.
-    """
-    parallel, formats = options.parallel, options.formats
-    w, largest_w = options.cache.forward(weight, formats.forward, trains)
+) -> torch.Tensor:
+    """The forward product of FP8 `rows` [m, k] with their `scale` and a weight quantized by rows: [m, n] in
+    `dtype`, of the tokens that `options.parallel` says."""
+    parallel = options.parallel
     if parallel and parallel.gathers_input:
         rows = gather_rows(rows, parallel.group)()
-    y = scaled_matmul(rows, w.rows, scale, w.scale, bias, dtype, formats.fast_forward)
-    if parallel and parallel.scatters_output:
-        y = reduce_scatter(y, parallel.group)()
-    return y, largest_w
+    y = scaled_matmul(rows, w.rows, scale, w.scale, bias, dtype, options.formats.fast_forward)
+    return reduce_scatter(y, parallel.group)() if parallel and parallel.scatters_output else y
 
 
 def multiply_backward(
@@ -99,9 +92,10 @@ def multiply_backward(
 ) -> tuple[Callable[[], torch.Tensor] | None, torch.Tensor | None]:
     """The two backward products of `grad`, quantized by rows and by columns as they are needed.
 
-    largest_w: as `multiply` gave it. columns: gives the input of all tokens by columns, and its scale; None
-    where the weight needs no gradient. Returns a function that waits for the gradient of the input, [m, k] in
-    `dtype`, and the gradient of the weight. To have `grad` freed on the way the caller must not hold it.
+    largest_w: the weight's largest magnitude, as forward found it. columns: gives the input of all tokens by
+    columns, and its scale; None where the weight needs no gradient. Returns a function that waits for the
+    gradient of the input, [m, k] in `dtype`, and the gradient of the weight. To have `grad` freed on the way
+    the caller must not hold it.
     """
     formats, grad_x, grad_w = options.formats, None, None
     if needs_x:
@@ -134,7 +128,8 @@ class _Fp8Linear(torch.autograd.Function):
         (rows, columns, scale, _), largest_x = fp8_operands(
             x, fmt, columns=keep, group=options.input_group, predicted=options.x_scale
         )
-        y, largest_w = multiply(rows, scale, weight, bias, x.dtype, options, trains)
+        w, largest_w = options.cache.forward(weight, fmt, trains)
+        y = multiply(rows, scale, w, bias, x.dtype, options)
         ctx.options, ctx.shape, ctx.dtype = options, x.shape, x.dtype
         ctx.bias_dtype = None if bias is None else bias.dtype
         ctx.columns = None

@@ -84,9 +84,16 @@ class WeightCache:
 
     def columns(self, weight: torch.Tensor, largest: torch.Tensor, fmt: Fp8Format) -> Quantized:
         """`weight` by columns, as in the forward that found `largest`."""
+        return self._again(weight, largest, fmt, rows=False)
+
+    def rows(self, weight: torch.Tensor, largest: torch.Tensor, fmt: Fp8Format) -> Quantized:
+        """`weight` by rows, as in the forward that found `largest`."""
+        return self._again(weight, largest, fmt, rows=True)
+
+    def _again(self, weight: torch.Tensor, largest: torch.Tensor, fmt: Fp8Format, rows: bool) -> Quantized:
         if self._codes is not None and self._key == self._key_of(weight, fmt):
             return self._codes
-        return quantize_tensor(weight.contiguous(), largest, fmt, rows=False, columns=True)
+        return quantize_tensor(weight.contiguous(), largest, fmt, rows=rows, columns=not rows)
 
     @staticmethod
     def _key_of(weight: torch.Tensor, fmt: Fp8Format) -> tuple:

@@ -5,6 +5,8 @@ Megatron's own `DotProductAttention` keeps the whole matrix of scores for backwa
 the output and one FP32 number per row; under the COAT spec, by configuration, in 8 bits.
 """
 
+import functools
+import logging
 from collections.abc import Mapping
 from types import MappingProxyType
 
@@ -21,6 +23,8 @@ from coat_kernels.rope import rotate_qkv
 
 from .linear import keep_bias
 from .settings import activations_of, formats_of
+
+logger = logging.getLogger(__name__)
 
 _NO_NORM = (type(None), IdentityOp)
 _NO_ARGUMENTS: Mapping[str, object] = MappingProxyType({})
@@ -141,27 +145,56 @@ class SDPACoreAttention(torch.nn.Module):
                 "decoding with a key-value cache is not supported"
             )
         # compressed copies have storages of their own
-        q, k, v = (query, key, value) if self.group_size else map(_own_storage, (query, key, value))
+        qkv = (query, key, value) if self.group_size else map(_own_storage, (query, key, value))
+        return self.attend(*qkv, group_size=self.group_size)
+
+    def attend(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, group_size: int | None = None
+    ) -> torch.Tensor:
+        """Attention itself, keeping its tensors in groups of `group_size` or as they are."""
         return causal_attention(
             q,
             k,
             v,
             scale=self.softmax_scale,
             dropout=self.dropout if self.training else 0.0,
-            group_size=self.group_size,
+            group_size=group_size,
             saved_format=self.saved_format,
             backends=self.backends,
         )
 
 
 class CoatCoreAttention(SDPACoreAttention):
-    """`SDPACoreAttention` that keeps its tensors in 8 bits if the block's `attention_format` says so."""
+    """`SDPACoreAttention` that keeps its tensors in 8 bits if the block's `attention_format` says so.
+
+    With "recompute" they are made again in backward and only the output is kept, in 8 bits, where the layer
+    takes its fused blocks (`blocks.py`); where its modules run one by one all of them are kept in 8 bits.
+    """
+
+    recomputes = False
 
     def __init__(self, config, *args, **kwargs):
         super().__init__(config, *args, **kwargs)
         activations = activations_of(config)
-        if activations.attention_format != "bf16":
-            self.group_size, self.saved_format = activations.group_size, activations.attention_format
+        kept = activations.attention_format
+        if kept == "recompute":
+            self.recomputes, kept = True, activations.saved_format
+        if kept != "bf16":
+            self.group_size, self.saved_format = activations.group_size, kept
+
+    def forward(self, *args, **kwargs) -> torch.Tensor:
+        if self.recomputes and torch.is_grad_enabled():
+            _say_that_nothing_is_recomputed()
+        return super().forward(*args, **kwargs)
+
+
+@functools.cache
+def _say_that_nothing_is_recomputed() -> None:
+    logger.warning(
+        'coat.activations.attention_format: "recompute" needs dense layers of COAT modules alone, without '
+        "dropout, hooks, frozen parameters or norms of queries and keys. Layers of another kind keep q, k, v "
+        "and attention's output in 8 bits instead."
+    )
 
 
 class CoatSelfAttention(SelfAttention):

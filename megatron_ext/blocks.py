@@ -11,10 +11,12 @@ import torch
 from megatron.core.transformer.identity_op import IdentityFuncOp, IdentityOp
 from torch.nn.modules.module import _has_any_global_hook
 
-from coat_kernels.blocks import mlp_block, qkv_block
+from coat_kernels.attention import origin_in_groups
+from coat_kernels.blocks import attention_block, mlp_block, qkv_block
+from coat_kernels.groups import quantize_groups
 from coat_kernels.origin import origin_of
 
-from .attention import CoatSelfAttention
+from .attention import CoatCoreAttention, CoatSelfAttention
 from .linear import CoatColumnParallelLinear, CoatRowParallelLinear
 from .mlp import CoatMLP
 from .norm import CoatNorm, coat_bias_dropout_add, deferred_bias_dropout_add
@@ -121,6 +123,16 @@ def uses_blocks(layer: torch.nn.Module, parts: Parts, arguments: dict) -> bool:
     )
 
 
+def _recomputes(core: torch.nn.Module) -> bool:
+    """Whether attention is made again in backward: where that is wanted, nothing dropped and nobody looks."""
+    return (
+        type(core) is CoatCoreAttention
+        and core.recomputes
+        and not (core.training and core.dropout)
+        and _is_stock(core)
+    )
+
+
 def forward_by_blocks(layer: torch.nn.Module, args: tuple, kwargs: dict) -> torch.Tensor | None:
     """The output [s, b, h] of a COAT layer called with `args` and `kwargs`; None where its modules have to
     compute it."""
@@ -145,27 +157,30 @@ def _run(
     attention, qkv, proj, fc1, fc2 = parts.attention, *parts.linears
     weight, options = qkv.options()
     norm = parts.input_norm
-    q, k, v, residual = qkv_block(
-        x,
-        norm.weight,
-        norm.bias,
-        weight,
-        qkv.bias,
-        *tables,
-        norm=norm.options,
-        linear=options,
-        groups=attention.num_query_groups_per_partition,
-        d=attention.hidden_size_per_attention_head,
-    )
-    o = attention.core_attention(
-        q,
-        k,
-        v,
-        attention_mask,
-        attn_mask_type=attention.attn_mask_type,
-        attention_bias=None,
-        packed_seq_params=None,
-    )
+    inputs = x, norm.weight, norm.bias, weight, qkv.bias, *tables
+    how = {
+        "norm": norm.options,
+        "linear": options,
+        "groups": attention.num_query_groups_per_partition,
+        "d": attention.hidden_size_per_attention_head,
+    }
+    core = attention.core_attention
+    if _recomputes(core):
+        o, residual = attention_block(*inputs, **how, attend=core.attend)
+        kept = quantize_groups(o.detach().flatten(0, 1), core.group_size, core.saved_format)
+        origin = origin_in_groups(kept, core.group_size, o.dtype)
+    else:
+        q, k, v, residual = qkv_block(*inputs, **how)
+        o = core(
+            q,
+            k,
+            v,
+            attention_mask,
+            attn_mask_type=attention.attn_mask_type,
+            attention_bias=None,
+            packed_seq_params=None,
+        )
+        origin = origin_of(o)
     w_proj, proj_options = proj.options()
     w_fc1, fc1_options = fc1.options()
     w_fc2, fc2_options = fc2.options()
@@ -181,7 +196,7 @@ def _run(
         fc1.bias,
         w_fc2,
         fc2.bias,
-        origin=origin_of(o),
+        origin=origin,
         proj=proj_options,
         norm=norm.options,
         fc1=fc1_options,

@@ -14,10 +14,11 @@ from megatron.core.distributed import DistributedDataParallel, DistributedDataPa
 
 from coat_ds.config import ActivationsConfig
 from coat_kernels.launch import PreparedKernel
-from megatron_ext.layer_specs import coat_layer_spec
+from megatron_ext.attention import _say_that_nothing_is_recomputed
+from megatron_ext.layer_specs import coat_layer_spec, sdpa_layer_spec
 from megatron_ext.ledger import saved_bytes
 from megatron_ext.model import ModelShape, build_gpt, initialize_model_parallel
-from tests.util import run_distributed
+from tests.util import rel_rms, run_distributed
 
 S, B, VOCAB = 32, 2, 64
 H, FFN, HEADS = 64, 96, 4
@@ -44,10 +45,10 @@ VARIANTS = {
 }
 
 
-def build(config=None, activations=None, layers=2):
+def build(config=None, activations=None, layers=2, spec=coat_layer_spec):
     model = build_gpt(
         ModelShape(layers, H, FFN, HEADS, 2),
-        coat_layer_spec,
+        spec,
         seq_length=S,
         vocab_size=VOCAB,
         activations=ActivationsConfig(**(activations or {})),
@@ -102,6 +103,36 @@ def test_blocks_give_the_bits_of_the_modules(variant, device):
     for once in found:
         for name, value in expected.items():
             assert torch.equal(once[name], value), name
+
+
+@pytest.mark.usefixtures("megatron")
+@pytest.mark.parametrize("variant", ["llama", "gpt"])
+def test_recomputed_attention(variant, device, caplog):
+    """The output is that of attention in BF16, to the bit; gradients are no further from FP32's than with
+    8-bit attention; attention's output is all that is kept of it."""
+    # said once a process
+    _say_that_nothing_is_recomputed.cache_clear()
+    config, _ = VARIANTS[variant]
+    exact = build(config | {"bf16": False}, spec=sdpa_layer_spec)
+    expected, results, kept = loss_and_grads(exact, device), {}, {}
+    for form in ("bf16", "sqrt8", "recompute"):
+        model = build(config, {"attention_format": form})
+        for p, weight in zip(model.parameters(), exact.parameters(), strict=True):
+            p.data.copy_(weight)
+        results[form] = loss_and_grads(model, device)
+        kept[form] = saved_bytes(model, lambda model=model: model(*batch(device))).per_token_and_layer
+    assert torch.equal(results["recompute"]["loss"], results["bf16"]["loss"])
+    for name, value in expected.items():
+        error, other = (rel_rms(results[form][name], value) for form in ("recompute", "sqrt8"))
+        # gradients are sums over 64 tokens, of which the errors' root mean square spreads by 1 / sqrt(64):
+        # equal but for three times that
+        assert error <= other * (1 + 3 / (S * B) ** 0.5), (name, error, other)
+    # q (H), k and v (H / 2 each) in groups of 16 with a byte each, and a number per head and token
+    assert kept["sqrt8"] - kept["recompute"] >= 2 * H * 17 / 16
+    assert not caplog.records
+    take_modules(model)
+    assert saved_bytes(model, lambda: model(*batch(device))).per_token_and_layer == kept["sqrt8"]
+    assert "keep q, k, v" in caplog.text
 
 
 def hook(layer):
