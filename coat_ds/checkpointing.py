@@ -2,17 +2,18 @@
 
 `deepspeed.checkpointing.checkpoint` keeps inputs in an attribute of its autograd context, where autograd's
 hooks do not see them, and looks up the class that does so, `CheckpointFunction`, in its module. A subclass
-of it stands there while a module with the block runs forward. It marks the inputs `no_checkpointing`, upon
-which DeepSpeed neither partitions nor offloads them, and then keeps codes in their place: of this rank's
-share alone under `partition_activations` (gathered as codes, half of the traffic), and on the host under
-`cpu_checkpointing` (copied as codes, on the compute stream).
+of it is put there, once, which does what DeepSpeed's does unless a module with the block runs forward in the
+same thread. Then it marks the inputs `no_checkpointing`, upon which DeepSpeed neither partitions nor offloads
+them, and keeps codes in their place: of this rank's share alone under `partition_activations` (gathered as
+codes, half of the traffic), and on the host under `cpu_checkpointing` (copied as codes, on the stream that
+computes).
 
 `non_reentrant_checkpoint` keeps inputs in a closure that nobody else reaches. It is left as it is.
 """
 
 import contextlib
 import functools
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from types import ModuleType
 from typing import Any
 
@@ -22,11 +23,11 @@ from coat_ds.config import CoatConfigError
 from coat_kernels.saved import (
     Packed,
     compressed_checkpoints,
-    exchanged,
-    in_region,
+    compressing,
     is_activation,
     packed,
     region,
+    replace_once,
 )
 
 CONTIGUOUS = (
@@ -70,37 +71,35 @@ def compressed(group_size: int) -> Iterator[None]:
     """
     from deepspeed.runtime.activation_checkpointing import checkpointing as host
 
-    function = _packing_function(host, host.CheckpointFunction, group_size)
-    with compressed_checkpoints(group_size), exchanged(host, CheckpointFunction=function):
+    replace_once(host, "CheckpointFunction", functools.partial(_packing_function, host))
+    with compressed_checkpoints(group_size):
         yield
 
 
 def compress_inputs(module: torch.nn.Module, group_size: int) -> None:
     """Has every forward pass of `module` run in `compressed`."""
-    open_contexts = []
-
-    @torch.compiler.disable
-    def enter(*_):
-        context = compressed(group_size)
-        context.__enter__()
-        open_contexts.append(context)
-
-    @torch.compiler.disable
-    def leave(*_):
-        open_contexts.pop().__exit__(None, None, None)
-
-    module.register_forward_pre_hook(enter)
-    module.register_forward_hook(leave, always_call=True)
+    forward = module.forward
+    if isinstance(forward, functools.partial) and forward.func is _in_compressed:
+        # of an earlier engine
+        forward = forward.args[0]
+    # not hooks, of which torch runs none after a KeyboardInterrupt; and no closure, since a copy of the
+    # module has to call its own forward
+    module.forward = functools.update_wrapper(functools.partial(_in_compressed, forward, group_size), forward)
 
 
-@functools.cache
-def _packing_function(host: ModuleType, base: type, group_size: int) -> type:
+def _in_compressed(forward: Callable, group_size: int, *args, **kwargs):
+    with compressed(group_size):
+        return forward(*args, **kwargs)
+
+
+def _packing_function(host: ModuleType, base: type) -> type:
     class CheckpointFunction(base):
         __doc__ = base.__doc__
 
         @staticmethod
         def forward(ctx, run_function, all_outputs, *args):
-            if in_region.get():
+            group_size = compressing()
+            if group_size is None:
                 return base.forward(ctx, run_function, all_outputs, *args)
             if host.CONTIGUOUS_CHECKPOINTING:
                 raise CoatConfigError(

@@ -30,6 +30,7 @@ from coat_kernels.tensorwise import (
     empty_operands,
     largest_magnitude,
     largest_of_maxima,
+    largest_of_maxima_reference,
     launch_quantize,
     maxima_reference,
     quantize_tensor,
@@ -57,7 +58,9 @@ class PredictedScale:
         """The scale, FP32 [1], in place: always the same memory, as CUDA graphs want it."""
         scale = self._scales.get(device)
         if scale is None:
-            scale = self._scales[device] = torch.ones(1, device=device)
+            # what is trained later cannot write into an inference tensor
+            with torch.inference_mode(False):
+                scale = self._scales[device] = torch.ones(1, device=device)
         return scale
 
     def __deepcopy__(self, memo):
@@ -74,7 +77,7 @@ def write_reference(x: torch.Tensor, out: Quantized, scales: Scales, fmt: Fp8For
         if out.sums is not None:
             torch.sum(x, 0, dtype=torch.float32, out=out.sums)
     else:
-        scales.largest.copy_(scales.maxima.amax(0, keepdim=True))
+        scales.largest.copy_(largest_of_maxima_reference(scales.maxima))
         scales.true.copy_(tensor_scale_reference(scales.largest, fmt))
         scales.predicted.copy_(scales.true)
         if scales.used.equal(scales.true):
@@ -140,6 +143,8 @@ class Source:
         self.prediction, self.shape = prediction, shape
         self.dtype, self.device = dtype, inputs[0].device
         self.made: torch.Tensor | None = None
+        # how often its memory was given to somebody who may write into it unseen
+        self.times_exposed = 0
         self._attempt = self._try(inputs, True, False, False) if at_once else None
         self._finished = None
 
@@ -252,21 +257,31 @@ class Deferred(torch.Tensor):
     def data(self):
         return self.detach()
 
+    @data.setter
+    def data(self, values):
+        if values.shape != self.shape:
+            raise RuntimeError(f"data of a deferred tensor: expected {self.shape}, found {values.shape}")
+        self.detach().copy_(values)
+
+    def _exposed(self) -> torch.Tensor:
+        self.source.times_exposed += 1
+        return self.plain()
+
     def numpy(self, *, force: bool = False):
         if self.requires_grad and not force:
             raise RuntimeError(
                 "Can't call numpy() on Tensor that requires grad. Use tensor.detach().numpy()."
             )
-        return self.plain().numpy(force=force)
+        return self._exposed().numpy(force=force)
 
     def tolist(self) -> list:
         return self.plain().tolist()
 
     def data_ptr(self) -> int:
-        return self.plain().data_ptr()
+        return self._exposed().data_ptr()
 
     def untyped_storage(self) -> torch.UntypedStorage:
-        return self.plain().untyped_storage()
+        return self._exposed().untyped_storage()
 
 
 def _view(x: Deferred, shape) -> Deferred:

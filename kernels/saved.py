@@ -7,16 +7,18 @@ themselves (E4M3 has 3 bits behind the point), or by 2^-17 of the largest of the
 2^-13 of it. Inputs that E4M3 holds exactly give the same gradients bit for bit.
 
 What is kept goes through `torch.autograd.graph.saved_tensors_hooks`, set around the saving of the inputs
-alone: around a whole forward they would also meet what the loss keeps, which FP8 is too coarse for, and they
-switch off autograd's check for tensors changed in place. So the two names by which `torch.utils.checkpoint`
-saves inputs are exchanged while the context is open, wherever a model has `checkpoint` from. Regions inside
-`torch.compile` keep their inputs as they are.
+alone: around a whole forward they would also meet what the loss keeps, which FP8 is too coarse for. Under
+such hooks autograd does not see that a tensor was changed in place before backward, so they compare versions
+themselves. The two names by which `torch.utils.checkpoint` saves inputs are replaced once, when the first
+context opens, wherever a model has `checkpoint` from; what stands there asks which context is open in its own
+thread, and without one does what torch does. Regions inside `torch.compile` keep their inputs as they are.
 """
 
 import contextlib
 import copy
 import functools
 import math
+import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextvars import ContextVar
@@ -34,6 +36,7 @@ from coat_kernels.groups import (
     quantize_groups_reference,
     quantize_groups_triton,
 )
+from coat_kernels.origin import note, noted
 
 GROUP_SIZES = (16, 32, 64, 128)
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -42,8 +45,16 @@ MIN_NUMEL = 4096
 # elements in a row of the kernels' tiles
 ROW = 1024
 
+# group size of the `compressed_checkpoints` that is open in this thread or task
+open_group_size: ContextVar[int | None] = ContextVar("open_group_size", default=None)
 # inputs of a region within a region are the outer one's to compute again, not to be kept
 in_region: ContextVar[bool] = ContextVar("in_region", default=False)
+_replacing = threading.Lock()
+
+
+def compressing() -> int | None:
+    """The group size in which a region that starts here keeps its inputs; None if they stay as they are."""
+    return None if in_region.get() else open_group_size.get()
 
 
 class Packed:
@@ -125,27 +136,45 @@ def is_activation(x: Any) -> bool:
 
 def packed(x: torch.Tensor, group_size: int) -> Packed:
     """`x` packed; once for all who keep this very tensor, such as decoder layers the output of an encoder."""
-    reference, *key = getattr(x, "coat_packed", (None, None, None))
+    reference = noted(x, "packed")
     found = reference and reference()
-    if found is None or key != [x._version, group_size]:
+    if found is None or found.group_size != group_size:
         found = Packed(x, group_size)
-        x.coat_packed = weakref.ref(found), x._version, group_size
+        note(x, "packed", weakref.ref(found))
     return found
 
 
 def saved_in_fp8(group_size: int) -> saved_tensors_hooks:
-    """A context in which autograd keeps activations (`is_activation`) packed, the rest as it is."""
+    """A context in which autograd keeps activations (`is_activation`) packed, the rest as it is.
 
-    def pack(x: torch.Tensor) -> torch.Tensor | Packed:
+    Backward raises RuntimeError, as without it, if one of them has been changed in place since.
+    """
+
+    def pack(x: torch.Tensor) -> tuple[torch.Tensor | Packed, torch.Tensor, int]:
         if is_activation(x):
-            return packed(x, group_size)
+            return packed(x, group_size), _version_counter(x), x._version
         # a non-leaf tensor that is kept by its own node would never be freed
-        return x if x.is_leaf else x.detach()
+        kept = x if x.is_leaf else x.detach()
+        return kept, kept, x._version
 
-    def unpack(kept: torch.Tensor | Packed) -> torch.Tensor:
+    def unpack(saved: tuple[torch.Tensor | Packed, torch.Tensor, int]) -> torch.Tensor:
+        kept, counter, version = saved
+        if counter._version != version:
+            raise RuntimeError(
+                "one of the variables needed for gradient computation has been modified by an inplace "
+                f"operation: an input of a checkpointed region, {kept.dtype} {list(kept.shape)}, is at "
+                f"version {counter._version}; expected version {version} instead. Clone it first."
+            )
         return kept.unpack() if isinstance(kept, Packed) else kept
 
     return saved_tensors_hooks(pack, unpack)
+
+
+def _version_counter(x: torch.Tensor) -> torch.Tensor:
+    """A tensor without memory whose version is that of `x`, also after `x` is gone but for its aliases."""
+    counter = x.detach()
+    counter.data = x.new_empty(0)
+    return counter
 
 
 @contextlib.contextmanager
@@ -168,31 +197,47 @@ def region(function: Callable) -> Callable:
 
 
 @functools.cache
-def packing_function(cls: type[torch.autograd.Function], group_size: int) -> type[torch.autograd.Function]:
-    """A checkpoint function whose `save_for_backward` packs: a subclass of `cls`, whose first argument is the
-    region, run without gradients, so that nothing but its inputs is saved.
+def packing_function(
+    cls: type[torch.autograd.Function], group_size: int | None = None
+) -> type[torch.autograd.Function]:
+    """A checkpoint function whose `save_for_backward` packs, in groups of `group_size` or, without that, as
+    the open `compressed_checkpoints` says: a subclass of `cls`, whose first argument is the region, run
+    without gradients, so that nothing but its inputs is saved.
     """
 
     def apply(_, function, *args):
-        if in_region.get():
+        size = compressing() if group_size is None or in_region.get() else group_size
+        if size is None:
             return cls.apply(function, *args)
-        with saved_in_fp8(group_size):
+        with saved_in_fp8(size):
             return cls.apply(region(function), *args)
 
     return type(cls.__name__, (cls,), {"__doc__": cls.__doc__, "apply": classmethod(apply)})
 
 
-@functools.cache
-def _packing_generator(generator, group_size: int):
+def _packing_generator(generator):
     @functools.wraps(generator)
     def packing(function, *args, **kwargs):
-        if in_region.get():
+        size = compressing()
+        if size is None:
             return (yield from generator(function, *args, **kwargs))
         # inputs are saved at the start; what the region saves goes to torch's own hooks, on top of these
-        with saved_in_fp8(group_size), _inside():
+        with saved_in_fp8(size), _inside():
             return (yield from generator(region(function), *args, **kwargs))
 
     return packing
+
+
+def replace_once(owner: Any, name: str, make: Callable[[Any], Any]) -> None:
+    """Puts what `make` makes of an attribute of `owner` in its place, with the old one as `coat_original`,
+    unless that has been done.
+    """
+    with _replacing:
+        found = getattr(owner, name)
+        if not hasattr(found, "coat_original"):
+            made = make(found)
+            made.coat_original = found
+            setattr(owner, name, made)
 
 
 @contextlib.contextmanager
@@ -212,7 +257,8 @@ def exchanged(owner: Any, **names: Any) -> Iterator[None]:
 def compressed_checkpoints(group_size: int = 128, modules: Iterable[ModuleType] = ()) -> Iterator[None]:
     """A context for a forward pass, in which `torch.utils.checkpoint` (reentrant or not) keeps inputs in FP8.
 
-    Backward need not be inside. group_size: elements that share a scale: 16, 32, 64 or 128.
+    Backward need not be inside. It holds for this thread, or task, alone, and ends with any exception.
+    group_size: elements that share a scale: 16, 32, 64 or 128.
     modules: others, beside torch's, with a `CheckpointFunction` that keeps its inputs by `save_for_backward`.
 
     Raises ValueError for another group size.
@@ -221,10 +267,14 @@ def compressed_checkpoints(group_size: int = 128, modules: Iterable[ModuleType] 
         listed = ", ".join(map(str, GROUP_SIZES))
         raise ValueError(f"compressed_checkpoints: group_size must be one of {listed}; found {group_size!r}.")
     host = torch.utils.checkpoint
-    name = "_checkpoint_without_reentrant_generator"
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(exchanged(host, **{name: _packing_generator(getattr(host, name), group_size)}))
-        for module in (host, *modules):
-            function = packing_function(module.CheckpointFunction, group_size)
-            stack.enter_context(exchanged(module, CheckpointFunction=function))
+    replace_once(host, "_checkpoint_without_reentrant_generator", _packing_generator)
+    for module in (host, *modules):
+        replace_once(module, "CheckpointFunction", packing_function)
+    size = open_group_size.set(group_size)
+    # the generator of a region that was left by an exception is closed later than this
+    inside = in_region.set(in_region.get())
+    try:
         yield
+    finally:
+        in_region.reset(inside)
+        open_group_size.reset(size)

@@ -59,7 +59,12 @@ class Quantized(NamedTuple):
 def maxima_reference(x: torch.Tensor) -> torch.Tensor:
     """Largest finite magnitudes of the parts of `x` (any shape), FP32; here the whole is one part."""
     magnitude = x.float().abs()
-    return torch.where(magnitude.isfinite(), magnitude, 0).amax().reshape(1)
+    return largest_of_maxima_reference(torch.where(magnitude.isfinite(), magnitude, 0))
+
+
+def largest_of_maxima_reference(maxima: torch.Tensor) -> torch.Tensor:
+    """The largest of `maxima` (any shape), FP32 [1]; 0 of none."""
+    return maxima.amax().reshape(1) if maxima.numel() else maxima.new_zeros(1)
 
 
 @triton.jit
@@ -103,7 +108,7 @@ def largest_triton(maxima: torch.Tensor) -> torch.Tensor:
 
 def largest_of_maxima(maxima: torch.Tensor) -> torch.Tensor:
     """The largest of `maxima`, FP32 [1]; on CUDA by the kernel."""
-    return largest_triton(maxima) if uses_kernels(maxima) else maxima.amax(0, keepdim=True)
+    return (largest_triton if uses_kernels(maxima) else largest_of_maxima_reference)(maxima)
 
 
 @compilable(lambda x: x.new_empty(1, dtype=torch.float32))

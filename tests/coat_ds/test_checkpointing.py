@@ -1,15 +1,20 @@
 """FP8 inputs of checkpointed regions under DeepSpeed; `tests/kernels/test_saved.py` has torch's own."""
 
+import contextlib
+import copy
+import functools
 import gc
 import logging
 import warnings
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 
 import coat_ds
 from coat_ds.checkpointing import compressed
+from coat_kernels.origin import noted
 from coat_kernels.saved import packed_bytes
 from tests.util import rel_rms, run_distributed
 
@@ -93,7 +98,6 @@ def modes():
     mpu, out = Mpu(together=True), {}
     exact = representable(torch.Generator().manual_seed(3))
     rough = torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(4))
-    original = host.CheckpointFunction
     host.configure(mpu)
     expected, expected_of_rough = (one_region(host, False, x)[0] for x in (exact, rough))
     for name, (partition, on_cpu) in MODES.items():
@@ -113,7 +117,8 @@ def modes():
         one_region(host, True, exact)
     except coat_ds.CoatConfigError as error:
         out["contiguous"] = str(error)
-    out["restored"] = host.CheckpointFunction is original
+    # outside of the context DeepSpeed's own keeps nothing of ours
+    out["outside"] = one_region(host, False, exact)[1]
     return out
 
 
@@ -158,7 +163,8 @@ def test_nothing_else_is_kept(ranks):
 def test_contiguous_buffers_are_refused(ranks):
     for rank in ranks:
         assert "contiguous_checkpointing=True" in rank["contiguous"]
-        assert "coat.checkpointing.compress" in rank["contiguous"] and rank["restored"]
+        assert "coat.checkpointing.compress" in rank["contiguous"]
+        assert rank["outside"] == (0, 0)
 
 
 class Net(torch.nn.Module):
@@ -222,7 +228,76 @@ def engines():
     handler.emit = lambda record: lines.append(record.getMessage())
     logger.addHandler(handler)
     out = {(stage, on): train(stage, on, lines) for stage in (1, 3) for on in (False, True)}
-    return out | {"pipeline": (pipeline(False), pipeline(True))}
+    return out | {"pipeline": (pipeline(False), pipeline(True)), "each": each_its_own()}
+
+
+def packed_in_groups_of() -> list[int | None]:
+    """Of the inputs of DeepSpeed's and torch's regions that start here; None where they stay as they are."""
+    from deepspeed import checkpointing
+    from torch.utils.checkpoint import checkpoint
+
+    ways = [checkpointing.checkpoint]
+    ways += [functools.partial(checkpoint, use_reentrant=reentrant) for reentrant in (True, False)]
+    found = []
+    for way in ways:
+        h = torch.randn(ROWS, WIDTH, requires_grad=True) * 1
+        y = way(torch.exp, h)
+        held = noted(h, "packed")
+        found.append(held and held().group_size)
+        del y
+    return found
+
+
+class Acts(torch.nn.Module):
+    """Does something, before or in the middle of its forward."""
+
+    def __init__(self, action):
+        super().__init__()
+        self.layer, self.action = torch.nn.Linear(WIDTH, WIDTH), action
+
+    def forward(self, x):
+        return self.layer(x), self.action()
+
+
+def each_its_own():
+    """In what groups regions keep their inputs: in an engine, beside it in another thread, and in an engine
+    within it; after its forward was interrupted; and in a copy of its module and in another engine of it."""
+
+    def engine_of(model, compress=True, group_size=GROUP):
+        config = {
+            "train_batch_size": 2 * ROWS,
+            "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
+            "coat": {"enabled": True, "checkpointing": {"compress": compress, "group_size": group_size}},
+        }
+        return coat_ds.initialize(model=model, config=config)[0]
+
+    x, found = torch.randn(ROWS, WIDTH), {}
+    stock, small = (engine_of(Acts(packed_in_groups_of), *options) for options in ((False,), (True, 16)))
+
+    def beside():
+        with ThreadPoolExecutor(1) as pool:
+            found["beside"] = pool.submit(packed_in_groups_of).result(60)
+            found["beside, small"] = pool.submit(lambda: small(x)[1]).result(60)
+        found["within"] = small(x)[1]
+        return packed_in_groups_of()
+
+    def interrupt():
+        raise KeyboardInterrupt
+
+    outer = engine_of(Acts(beside))
+    found["itself"] = outer(x)[1]
+    found["stock"] = stock(x)[1]
+    outer.module.action = interrupt
+    with contextlib.suppress(KeyboardInterrupt):
+        outer(x)
+    found["interrupted"] = packed_in_groups_of()
+    outer.module.action = packed_in_groups_of
+    twin = copy.deepcopy(outer.module)
+    twin.layer = torch.nn.Identity()
+    found["copy"] = twin(x)[1]
+    found["copy is another"] = twin(x)[0].equal(x)
+    found["again"] = engine_of(outer.module, group_size=32)(x)[1]
+    return found
 
 
 def everything():
@@ -285,3 +360,20 @@ def test_pipeline(two):
         # the inputs of three blocks, and of the watch when it is computed again
         assert none == 0 and kept == 4 * ROWS // 2 * WIDTH * 129 // 128
         assert compressed_losses[0] == losses[0] and compressed_losses == pytest.approx(losses, rel=1e-2)
+
+
+def test_each_engine_and_thread_has_its_own(two):
+    for rank in two:
+        found = rank["each"]
+        assert found.pop("copy is another")
+        # DeepSpeed's regions keep codes as an attribute of a stand-in, torch's by hooks
+        assert found == {
+            "itself": [GROUP] * 3,
+            "beside": [None] * 3,
+            "beside, small": [16] * 3,
+            "within": [16] * 3,
+            "stock": [None] * 3,
+            "interrupted": [None] * 3,
+            "copy": [GROUP] * 3,
+            "again": [32] * 3,
+        }

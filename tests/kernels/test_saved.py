@@ -2,6 +2,8 @@
 
 import contextlib
 import gc
+import io
+import threading
 import weakref
 
 import pytest
@@ -9,7 +11,16 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from coat_kernels import saved
-from coat_kernels.saved import Packed, compressed_checkpoints, is_activation, packed, packed_bytes
+from coat_kernels.origin import noted
+from coat_kernels.saved import (
+    Packed,
+    compressed_checkpoints,
+    compressing,
+    in_region,
+    is_activation,
+    packed,
+    packed_bytes,
+)
 from tests.util import rel_rms
 
 ROWS, WIDTH = 64, 128
@@ -172,23 +183,35 @@ def test_bytes_kept(reentrant):
     assert packed_bytes() == (0, 0)
 
 
+def kept_of_a_region(reentrant) -> int:
+    """Bytes in FP8 that one checkpointed region keeps."""
+    h = torch.randn(ROWS, WIDTH, requires_grad=True) * 1
+    y = checkpoint(torch.exp, h, use_reentrant=reentrant)
+    found = packed_bytes()[0]
+    y.sum().backward()
+    return found
+
+
 @both
-def test_outside_nothing_changes(reentrant):
-    """The context leaves torch as it was, also after an error, and does not touch what others keep."""
-    names = "CheckpointFunction", "_checkpoint_without_reentrant_generator"
-    before = [getattr(torch.utils.checkpoint, name) for name in names]
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
+def test_outside_nothing_changes(reentrant, error):
+    """The context ends with any exception, and does not touch what others keep."""
 
     def fail(x):
-        raise RuntimeError("on purpose")
+        raise error("on purpose")
 
     x = torch.randn(ROWS, WIDTH, requires_grad=True)
-    with (
-        pytest.raises(RuntimeError, match="on purpose"),
-        compressed_checkpoints(),
-        compressed_checkpoints(16),
-    ):
-        checkpoint(fail, x * 1, use_reentrant=reentrant)
-    assert [getattr(torch.utils.checkpoint, name) for name in names] == before
+    # while it is held, so is the region that was left
+    with pytest.raises(error, match="on purpose") as held:  # noqa: SIM117
+        with compressed_checkpoints(), compressed_checkpoints(16):
+            checkpoint(fail, x * 1, use_reentrant=reentrant)
+    assert compressing() is None and not in_region.get()
+    with compressed_checkpoints(64):
+        assert compressing() == 64
+    del held
+    assert kept_of_a_region(reentrant) == 0
+    with compressed_checkpoints(64):
+        assert kept_of_a_region(reentrant) == ROWS * WIDTH * 65 // 64
     with compressed_checkpoints():
         y = (x * 1).exp()
     y.sum().backward()
@@ -227,6 +250,67 @@ def test_masks_and_nested_regions(reentrant, inner, backward_inside):
 
     a, b = run(False), run(True)
     assert a.isfinite().all() and a.any() and torch.equal(a, b)
+
+
+@both
+def test_each_thread_has_its_own(reentrant):
+    """Three at the same time, each in the middle of its forward while the others open theirs or leave it."""
+    sizes, kept = (16, None, 128), {}
+    together = threading.Barrier(len(sizes), timeout=60)
+
+    def run(size):
+        with compressed_checkpoints(size) if size else contextlib.nullcontext():
+            together.wait()
+            h = torch.randn(ROWS, WIDTH, requires_grad=True) * 1
+            y = checkpoint(torch.exp, h, use_reentrant=reentrant)
+            packed_as = noted(h, "packed")
+            kept[size] = packed_as and packed_as().group_size
+            together.wait()
+            y.sum().backward()
+        together.wait()
+        assert compressing() is None
+
+    threads = [threading.Thread(target=run, args=(size,)) for size in sizes]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert kept == {size: size for size in sizes}
+    assert kept_of_a_region(reentrant) == 0
+
+
+@both
+@pytest.mark.parametrize("changed", ["activation", "alias", "view", "leaf", "mask"])
+def test_what_is_changed_before_backward_is_refused(reentrant, changed):
+    """As without packing, whether a tensor is packed or kept as it is, also where only an alias is left."""
+
+    def run(compress):
+        leaf = torch.randn(ROWS, WIDTH, requires_grad=True)
+        mask = torch.ones(ROWS, WIDTH)
+        h = leaf * 1
+        inputs = {"activation": h, "alias": h.detach(), "view": h[3], "leaf": leaf, "mask": mask}
+        with compressed_checkpoints() if compress else contextlib.nullcontext():
+            args = (h, leaf * 1 if changed != "leaf" else leaf, mask)
+            y = checkpoint(lambda h, other, mask: (h * other * mask).exp(), *args, use_reentrant=reentrant)
+        del h, args
+        with torch.no_grad():
+            inputs[changed].mul_(2)
+        y.sum().backward()
+
+    for compress in (False, True):
+        with pytest.raises(RuntimeError, match="modified by an inplace operation.*expected version 0"):
+            run(compress)
+
+
+def test_a_packed_tensor_can_be_pickled():
+    h = torch.randn(ROWS, WIDTH, requires_grad=True) * 1
+    with compressed_checkpoints():
+        y = checkpoint(torch.exp, h, use_reentrant=False)
+    file = io.BytesIO()
+    torch.save(h, file)
+    file.seek(0)
+    assert torch.load(file).equal(h)
+    y.sum().backward()
 
 
 def test_group_size_is_checked():
