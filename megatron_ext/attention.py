@@ -14,8 +14,10 @@ from torch.nn.attention import SDPBackend
 from coat_kernels.attention import BACKENDS, causal_attention
 from coat_kernels.deferred import PredictedScale
 from coat_kernels.groups import DEFAULT_FORMAT
+from coat_kernels.origin import note, noted
 from coat_kernels.rope import rotate_qkv
 
+from .hooks import after_pre_hooks, before_hooks
 from .linear import keep_bias
 from .settings import activations_of, formats_of
 
@@ -138,7 +140,7 @@ class SDPACoreAttention(torch.nn.Module):
             )
         # compressed copies have storages of their own
         q, k, v = (query, key, value) if self.group_size else map(_own_storage, (query, key, value))
-        return causal_attention(
+        y = causal_attention(
             q,
             k,
             v,
@@ -148,6 +150,8 @@ class SDPACoreAttention(torch.nn.Module):
             saved_format=self.saved_format,
             backends=self.backends,
         )
+        before_hooks(self, y)
+        return y
 
 
 class CoatCoreAttention(SDPACoreAttention):
@@ -176,6 +180,7 @@ class CoatSelfAttention(SelfAttention):
         self._grad_scale = PredictedScale(formats_of(config).backward) if defers else None
 
     def forward(self, hidden_states, attention_mask, *args, rotary_pos_emb=None, **kwargs):
+        after_pre_hooks(self, hidden_states)
         self._tables = self._tables_of(rotary_pos_emb, args, kwargs)
         try:
             if self._tables is not None:
@@ -221,10 +226,13 @@ class CoatSelfAttention(SelfAttention):
         if not isinstance(angles, torch.Tensor) or angles.numel() != angles.shape[0] * angles.shape[-1]:
             return None
         # all layers of a forward are handed the same tensor
-        tables = getattr(angles, "coat_tables", None)
+        tables = noted(angles, "tables")
         if tables is None:
-            flat = angles.detach().flatten(1).float()
-            tables = angles.coat_tables = flat.cos(), flat.sin()
+            # Megatron keeps the angles of an inference for training, whose backward needs ordinary tables
+            with torch.inference_mode(False):
+                flat = angles.detach().flatten(1).float()
+                tables = flat.cos(), flat.sin()
+            note(angles, "tables", tables)
         return tables
 
 
