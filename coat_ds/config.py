@@ -179,7 +179,8 @@ class ActivationsConfig(_Block):
 
     weight_cache: str = _choice("none", WEIGHT_CACHES)
     """What is kept of quantized weights over the micro-batches of a step: nothing, their "scale", or "fp8",
-    two bytes a parameter, which saves quantizing them again."""
+    two bytes a parameter, which saves quantizing them again. Who writes a weight through `.data` between
+    steps calls `coat_kernels.weights.invalidate_weight_caches()`."""
 
     fast_accumulation: str = _choice("forward", FAST_ACCUMULATION)
     """Which FP8 products Hopper's tensor cores sum with fewer bits: the "forward" ones, "all" or "none". The

@@ -574,7 +574,8 @@ class _Activation(torch.autograd.Function):
         shape = *x.shape[:-1], x.shape[-1] // (1 + gated)
         if y_scale is None:
             y, maxima, *kept = activation_forward(rows, *options, keep)
-            y = y.view(shape)
+            # an alias, not a view: autograd would let nobody change that in place
+            y = y.view(shape).detach()
             ctx.mark_non_differentiable(*kept, maxima)
         else:
             source, kept = _deferred_forward(rows, options, keep, y_scale)

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 
 from coat_kernels.autograd import once_differentiable
 from coat_kernels.deferred import Deferred, PredictedScale, fp8_operands, holders, holders_in_backward
@@ -113,7 +114,12 @@ def multiply_backward(
         if options.weight_grad_into is None:
             grad_w = scaled_matmul(*operands, None, weight.dtype, fast)
         else:
-            accumulate_matmul(*operands, options.weight_grad_into(), weight.dtype, fast)
+            into = options.weight_grad_into()
+            if into.shape != weight.shape:
+                raise ValueError(
+                    f"weight_grad_into: expected shape {list(weight.shape)}, found {list(into.shape)}"
+                )
+            accumulate_matmul(*operands, into, weight.dtype, fast)
             # of the shape that autograd wants, without its memory
             grad_w = weight.new_zeros(()).expand(weight.shape)
     return grad_x, grad_w
@@ -139,7 +145,8 @@ class _Fp8Linear(torch.autograd.Function):
         elif trains_weight:
             ctx.columns, kept = origin.columns, (*origin.tensors, largest_x)
         ctx.save_for_backward(weight, largest_w, *kept)
-        return y.view(-1, *x.shape[1:-1], y.shape[-1])
+        # an alias, not a view: autograd would let nobody change that in place
+        return y.view(-1, *x.shape[1:-1], y.shape[-1]).detach()
 
     @staticmethod
     @once_differentiable
@@ -244,11 +251,15 @@ def fp8_linear(
             tensors, which saves a pass over each; the caller's, one each for every call site. Not used while
             a model is compiled.
 
-    Returns [..., N] in the dtype of x. Raises ValueError on CUDA if K or N is not a multiple of 16, and
-    RuntimeError on a GPU without FP8.
+    Returns [..., N] in the dtype of x. Raises ValueError for shapes that do not belong together and, on CUDA,
+    if K or N is not a multiple of 16; RuntimeError on a GPU without FP8.
     """
     require_fp8(x.device)
     out_features, in_features = weight.shape
+    if x.shape[-1] != in_features:
+        raise ValueError(f"fp8_linear: the weight takes {in_features} columns, x has {x.shape[-1]}")
+    if bias is not None and bias.shape != weight.shape[:1]:
+        raise ValueError(f"fp8_linear: the bias has shape {list(bias.shape)}, of {out_features} outputs")
     if uses_kernels(x) and (out_features % ALIGNMENT or in_features % ALIGNMENT):
         raise ValueError(
             f"FP8 matrix products need sizes that are multiples of {ALIGNMENT}, found a weight of "
@@ -262,6 +273,11 @@ def fp8_linear(
             with_maxima(x, maxima)
     if cache is None or torch.compiler.is_compiling():
         cache = NO_CACHE
+    elif cache.keep != "none":
+        cache = cache.of(weight)
+    if parallel is None and x.numel() == 0:
+        # nothing to quantize, and no GPU multiplies it; gradients are of zeros
+        return F.linear(x, weight.to(x.dtype), None if bias is None else bias.to(x.dtype))
     options = LinearOptions(
         formats or DEFAULT_FORMATS, cache, parallel, weight_grad_into, x_scale, grad_scale
     )

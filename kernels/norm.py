@@ -352,7 +352,8 @@ def norm_backward_triton(
     their parameter gradients, in an order that depends on the shape alone."""
     rows, h = grad_y.shape
     tile = _tile(h, group_size, BACKWARD_TILE, BACKWARD_ELEMENTS)
-    programs = min(cdiv(rows, tile["ROWS"]), PROGRAMS)
+    # without rows, one that stores zeros
+    programs = max(min(cdiv(rows, tile["ROWS"]), PROGRAMS), 1)
 
     def empty(*shape):
         return torch.empty(*shape, dtype=torch.float32, device=grad_y.device)
@@ -475,7 +476,7 @@ def _backward_fake(
 ):
     rows, h = grad_y.shape
     tile = _tile(h, group_size, BACKWARD_TILE, BACKWARD_ELEMENTS)
-    programs = min(cdiv(rows, tile["ROWS"]), PROGRAMS) if uses_kernels(grad_y) else rows
+    programs = max(min(cdiv(rows, tile["ROWS"]), PROGRAMS), 1) if uses_kernels(grad_y) else rows
     return (
         torch.empty_like(grad_y) if needs_x else _none(grad_y),
         rstd.new_empty(programs) if needs_x else _none(grad_y),
@@ -545,7 +546,8 @@ class _Norm(torch.autograd.Function):
         rows = value.reshape(-1, x.shape[-1]).contiguous()
         if y_scale is None:
             y, maxima, *kept = norm_forward(rows, weight, bias, *options, keep)
-            y = y.view(x.shape)
+            # an alias, not a view: autograd would let nobody change that in place
+            y = y.view(x.shape).detach()
             ctx.mark_non_differentiable(*kept, maxima)
         else:
             source, q, rstd = _deferred_forward(rows, weight.detach(), bias, options, keep, y_scale, addends)
@@ -658,6 +660,13 @@ def _plain(x: torch.Tensor) -> torch.Tensor:
 
 def _norm(x, weight, bias, eps, layer_norm, zero_centered, group_size, keep, residual, y_scale):
     require_fp8(x.device)
+    width = x.shape[-1:]
+    if weight.shape != width or (bias is not None and bias.shape != width):
+        found = "" if bias is None else f", the bias {list(bias.shape)}"
+        raise ValueError(
+            f"norm: x has shape {list(x.shape)} and the weight {list(weight.shape)}{found}; expected one "
+            "element of weight and bias for each column of x"
+        )
     options = eps, layer_norm, zero_centered, group_size
     inputs = (x, weight) if bias is None else (x, weight, bias)
     if not (torch.is_grad_enabled() and any(t.requires_grad for t in inputs)):
@@ -670,13 +679,15 @@ def _norm(x, weight, bias, eps, layer_norm, zero_centered, group_size, keep, res
     y, maxima, codes, exponent, rstd, handed_on = _Norm.apply(
         x, weight, bias, *options, keep, residual, y_scale
     )
-    parameters = weight.detach(), None if bias is None else bias.detach()
+    # who makes y again, a linear layer behind it, checks that these have not been changed
+    parameters = (weight.detach(),) if bias is None else (weight.detach(), bias.detach())
 
-    def columns(codes, exponent, rstd, largest, fmt: Fp8Format) -> Quantized:
-        kept = codes, exponent, rstd, *parameters
+    def columns(codes, exponent, rstd, weight, *rest) -> Quantized:
+        bias, largest, fmt = rest if len(rest) == 3 else (None, *rest)
+        kept = codes, exponent, rstd, weight, bias
         return Quantized(None, *norm_columns(*kept, largest, zero_centered, group_size, fmt.name))
 
-    y = with_origin(y, Origin((codes, exponent, rstd), columns))
+    y = with_origin(y, Origin((codes, exponent, rstd, *parameters), columns))
     if maxima is not None:
         y = with_maxima(y, maxima)
     return (y, handed_on) if residual else y
@@ -708,7 +719,7 @@ def rms_norm(
             model is compiled.
 
     Returns y, in x's shape and dtype, carrying its maxima and, where something is trained, its origin; with
-    `residual` (y, x).
+    `residual` (y, x). Raises ValueError for a weight of another width than x.
     """
     return _norm(x, weight, None, eps, False, zero_centered, group_size, saved_format, residual, y_scale)
 

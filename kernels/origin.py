@@ -12,6 +12,7 @@ inference tensors, which do not count changes. Nobody sees who writes into a pla
 where a user's hook might, `forget_notes`.
 """
 
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -29,7 +30,9 @@ class Origin(NamedTuple):
 
 
 class _Notes(dict):
-    """By name: what is noted, and the `_state` of the tensor at that time."""
+    """By name: what is noted, and the `_state` of the tensor at that time. `of_leaf`: of a leaf as well."""
+
+    of_leaf = False
 
     def __reduce__(self):
         # saved and copied tensors are without notes; every reader of checkpoints knows this class
@@ -83,8 +86,8 @@ def share_notes(x: torch.Tensor, alias: torch.Tensor) -> torch.Tensor:
 
     Except for a leaf, since there might be a stand-in among the notes (`with_stand_in`).
     """
-    if not (x.is_leaf and x.requires_grad):
-        alias.coat_notes = _notes(x)
+    alias.coat_notes = notes = _notes(x)
+    notes.of_leaf = notes.of_leaf or (x.is_leaf and x.requires_grad)
     return alias
 
 
@@ -108,13 +111,16 @@ def maxima_of(x: torch.Tensor) -> torch.Tensor | None:
     return noted(x, "maxima")
 
 
-def with_stand_in(x: torch.Tensor, stand_in: torch.Tensor) -> torch.Tensor:
+def with_stand_in(x: torch.Tensor, stand_in: torch.Tensor, holder: torch.Tensor) -> torch.Tensor:
     """`x` itself; who reads `stand_in` in its place reads the same values.
 
-    Nothing is noted on a leaf, in which the stand-in's graph ends: if nobody took it, the two would keep each
-    other alive for ever.
+    A leaf has it for the life of `holder` only, another tensor of its graph: that graph ends in the leaf, and
+    the two would keep each other alive for ever if nobody took it.
     """
-    return x if x.is_leaf and x.requires_grad else note(x, "stand_in", stand_in)
+    if not ((x.is_leaf and x.requires_grad) or _notes(x).of_leaf):
+        return note(x, "stand_in", stand_in)
+    note(holder, "held", stand_in)
+    return note(x, "stand_in", weakref.ref(stand_in))
 
 
 def take_stand_in(x: torch.Tensor) -> torch.Tensor:
@@ -123,4 +129,6 @@ def take_stand_in(x: torch.Tensor) -> torch.Tensor:
     if stand_in is None:
         return x
     del _notes(x)["stand_in"]
-    return stand_in
+    if isinstance(stand_in, weakref.ref):
+        stand_in = stand_in()
+    return x if stand_in is None else stand_in

@@ -105,6 +105,7 @@ def may_defer_add(residual: torch.Tensor, branch: torch.Tensor, bias: torch.Tens
         and any(t.requires_grad for t in tensors)
         and all(t.dtype == residual.dtype and type(t) in (torch.Tensor, torch.nn.Parameter) for t in tensors)
         and branch.shape == residual.shape
+        and (bias is None or bias.shape == residual.shape[-1:])
         and (residual.numel() >= WAITS_FROM or not uses_kernels(residual))
     )
 

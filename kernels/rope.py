@@ -60,7 +60,7 @@ def rotate_back(grad: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> tor
 
 def rotate_qkv_reference(mixed, cos, sin, groups: int, d: int):
     """mixed [s, b, groups * (m + 2) * d] -> q [s, b, groups * m, d], k and v [s, b, groups, d]."""
-    heads = mixed.unflatten(2, (groups, -1, d))
+    heads = mixed.unflatten(2, (groups, mixed.shape[2] // (groups * d), d))
     q, k, v = (part.flatten(2, 3) for part in heads.split((heads.shape[3] - 2, 1, 1), dim=3))
     return rotate(q, cos, sin), rotate(k, cos, sin), v.clone()
 
@@ -69,7 +69,8 @@ def rotate_qkv_backward_reference(dq, dk, dv, cos, sin):
     """The gradients of `rotate_qkv_reference`'s results -> the gradient of mixed, its maxima."""
     s, b, groups, d = dk.shape
     dq, dk = rotate_back(dq, cos, sin), rotate_back(dk, cos, sin)
-    grad = torch.cat((dq.reshape(s, b, groups, -1, d), dk.unsqueeze(3), dv.unsqueeze(3)), 3).flatten(2)
+    dq = dq.reshape(s, b, groups, dq.shape[2] // groups, d)
+    grad = torch.cat((dq, dk.unsqueeze(3), dv.unsqueeze(3)), 3).flatten(2)
     return grad, maxima_reference(grad)
 
 
@@ -457,7 +458,20 @@ def rotate_qkv(
     grad_scale: defer the gradient of mixed, which then goes straight into the FP8 products of the projection;
     the caller's, one for every call site. Not used while a model is compiled.
     Returns q [s, b, groups * m, d], k and v [s, b, groups, d]. Kept for backward are cos and sin.
+    Raises ValueError for shapes that do not belong together.
     """
+    s, b, width = mixed.shape
+    r = cos.shape[-1]
+    if cos.shape != sin.shape or cos.ndim != 2 or (r and cos.shape[0] != s) or r % 2 or r > d:
+        raise ValueError(
+            f"rotate_qkv: expected cosines and sines of shape [{s}, r], r even and at most {d}; found "
+            f"{list(cos.shape)} and {list(sin.shape)}"
+        )
+    if width % (groups * d) or width < 3 * groups * d:
+        raise ValueError(
+            f"rotate_qkv: expected a multiple of {groups} groups x {d} channels, at least three times that; "
+            f"found {width} columns"
+        )
     if torch.compiler.is_compiling():
         grad_scale = None
     return _RotateQKV.apply(mixed, cos, sin, groups, d, grad_scale)

@@ -2,14 +2,17 @@
 
 "none" keeps nothing: each forward and each backward quantizes again. "scale" keeps the largest magnitude,
 four bytes, and saves the pass that finds it. "fp8" keeps the codes in both layouts, two bytes a parameter.
-What is kept is valid for one weight: the same memory, unchanged in the eyes of autograd, and no optimizer of
-torch has made a step since. Without gradients (evaluation) nothing is kept and nothing kept is used.
+What is kept is valid for one parameter: the same object and memory, unchanged in the eyes of autograd, and no
+optimizer of torch has made a step since. Of a weight that was computed for one forward (masked, weight norm,
+parametrizations) nothing is kept: another may come to lie where it was. Without gradients (evaluation)
+nothing is kept and nothing kept is used.
 
 Beside that a cache predicts the scale by the last one (deferred.py), which changes seldom, and never a code.
 """
 
 import functools
 import itertools
+import weakref
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
@@ -26,7 +29,8 @@ _epoch = 0
 
 def invalidate_weight_caches(*_) -> None:
     """Makes every layer read its weight again. Needed only after a weight was written through `.data` or
-    another tensor that shares its memory, outside an optimizer's step.
+    another tensor that shares its memory, outside an optimizer's step: `p.copy_(...)` under `torch.no_grad()`
+    is seen, `p.data.copy_(...)` is not.
     """
     global _epoch
     _epoch = next(_counter)
@@ -52,6 +56,7 @@ class WeightCache:
         self.keep, self.predicts = keep, predicts
         self._predicted: PredictedScale | None = None
         self._key, self._largest, self._codes = None, None, None
+        self._owner: weakref.ref[torch.nn.Parameter] | None = None
 
     def __deepcopy__(self, memo):
         return type(self)(self.keep, self.predicts)
@@ -64,6 +69,15 @@ class WeightCache:
         """Bytes held now."""
         held = (self._largest, *(self._codes or ()))
         return sum(t.nbytes for t in held if t is not None)
+
+    def of(self, weight: torch.Tensor) -> "WeightCache":
+        """What may keep something of this weight: this, of a parameter or a view of one, else `NO_CACHE`."""
+        owner = weight if weight._base is None else weight._base
+        if not isinstance(owner, torch.nn.Parameter):
+            return NO_CACHE
+        if self._owner is None or self._owner() is not owner:
+            self._owner, self._key, self._codes = weakref.ref(owner), None, None
+        return self
 
     def forward(
         self, weight: torch.Tensor, fmt: Fp8Format, trains: bool = True
@@ -97,7 +111,7 @@ class WeightCache:
 
     @staticmethod
     def _key_of(weight: torch.Tensor, fmt: Fp8Format) -> tuple:
-        return _epoch, weight.data_ptr(), weight._version, weight.shape, fmt
+        return _epoch, weight.data_ptr(), weight._version, weight.shape, weight.stride(), fmt
 
     def _quantize(
         self, weight: torch.Tensor, fmt: Fp8Format, columns: bool = False

@@ -19,8 +19,10 @@ from torch.nn.attention import SDPBackend
 from coat_kernels.attention import BACKENDS, causal_attention
 from coat_kernels.deferred import PredictedScale
 from coat_kernels.groups import DEFAULT_FORMAT
+from coat_kernels.origin import note, noted
 from coat_kernels.rope import rotate_qkv
 
+from .hooks import after_pre_hooks, before_hooks
 from .linear import keep_bias
 from .settings import activations_of, formats_of
 
@@ -146,7 +148,9 @@ class SDPACoreAttention(torch.nn.Module):
             )
         # compressed copies have storages of their own
         qkv = (query, key, value) if self.group_size else map(_own_storage, (query, key, value))
-        return self.attend(*qkv, group_size=self.group_size)
+        y = self.attend(*qkv, group_size=self.group_size)
+        before_hooks(self, y)
+        return y
 
     def attend(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, group_size: int | None = None
@@ -213,6 +217,7 @@ class CoatSelfAttention(SelfAttention):
         self._grad_scale = PredictedScale(formats_of(config).backward) if defers else None
 
     def forward(self, hidden_states, attention_mask, *args, rotary_pos_emb=None, **kwargs):
+        after_pre_hooks(self, hidden_states)
         self._tables = self.tables_of(rotary_pos_emb, args, kwargs)
         try:
             if self._tables is not None:
@@ -259,10 +264,13 @@ class CoatSelfAttention(SelfAttention):
         if not isinstance(angles, torch.Tensor) or angles.numel() != angles.shape[0] * angles.shape[-1]:
             return None
         # all layers of a forward are handed the same tensor
-        tables = getattr(angles, "coat_tables", None)
+        tables = noted(angles, "tables")
         if tables is None:
-            flat = angles.detach().flatten(1).float()
-            tables = angles.coat_tables = flat.cos(), flat.sin()
+            # Megatron keeps the angles of an inference for training, whose backward needs ordinary tables
+            with torch.inference_mode(False):
+                flat = angles.detach().flatten(1).float()
+                tables = flat.cos(), flat.sin()
+            note(angles, "tables", tables)
         return tables
 
 

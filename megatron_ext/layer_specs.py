@@ -12,8 +12,6 @@ Transformer Engine's.
 
 from dataclasses import replace
 
-import torch
-
 # the second is the first release that nobody has tried
 _OLDEST, _UNKNOWN = "0.16.1", "0.21"
 
@@ -124,17 +122,7 @@ class CoatTransformerLayer(TransformerLayer):
         y = forward_by_blocks(self, args, kwargs)
         if y is not None:
             return y, None
-        if args:
-            args = _no_leaf(args[0]), *args[1:]
-        else:
-            kwargs["hidden_states"] = _no_leaf(kwargs["hidden_states"])
         return super().forward(*args, **kwargs)
-
-
-def _no_leaf(x: torch.Tensor) -> torch.Tensor:
-    """`x`, of which a norm may note what to read in its place, which it does not of a leaf (`with_stand_in`):
-    a recomputed layer's input is one."""
-    return x.view_as(x) if torch.is_grad_enabled() and x.is_leaf and x.requires_grad else x
 
 
 def sdpa_parts(config, experts: bool) -> TransformerLayerSubmodules:

@@ -18,6 +18,7 @@ from coat_kernels.origin import maxima_of, origin_of, with_maxima
 from coat_kernels.parallel import TensorParallel
 from coat_kernels.weights import WeightCache
 
+from .hooks import after_pre_hooks
 from .options import layer_activations
 from .settings import activations_of, formats
 
@@ -134,8 +135,9 @@ class _CoatLinear:
                 self.sequence_parallel,
                 self._by_output and self.allreduce_dgrad,
             )
+        cache = self._cache if self._cache.keep == "none" else self._cache.of(weight)
         return weight, LinearOptions(
-            self._formats, self._cache, parallel, into, self._scales["x_scale"], self._scales["grad_scale"]
+            self._formats, cache, parallel, into, self._scales["x_scale"], self._scales["grad_scale"]
         )
 
     @property
@@ -170,6 +172,7 @@ class _CoatLinear:
         return False
 
     def forward(self, input_: torch.Tensor, *args, **kwargs):
+        after_pre_hooks(self, input_)
         # Megatron may wrap the input into another tensor object before `_forward_impl` sees it
         self._attached.update(origin=origin_of(input_), maxima=maxima_of(input_))
         try:
@@ -243,6 +246,7 @@ class CoatRowParallelLinear(_CoatLinear, RowParallelLinear):
         bias = self.bias if whole and not self.skip_bias_add else None
         if not (self._in_fp8 and input_.numel() and (scatters or whole)):
             return super().forward(input_)
+        after_pre_hooks(self, input_)
         # the sum over the ranks belongs to the product: its backward gathers what it quantized
         parallel = TensorParallel(self.tp_group, by_output=False, sequence=True) if scatters else None
         output = self._product(input_, self.weight, bias, parallel, origin_of(input_))

@@ -9,6 +9,7 @@ from coat_kernels.activation import activation
 from coat_kernels.blocks import ActivationOptions
 from coat_kernels.deferred import PredictedScale
 
+from .hooks import after_pre_hooks
 from .linear import CoatColumnParallelLinear, CoatRowParallelLinear, keep_bias
 from .settings import activations_of, formats_of
 
@@ -101,6 +102,7 @@ class CoatMLP(MLP):
         """hidden_states [s, b, h] -> [s, b, h] and the bias that is still to be added, [h] or None; of an
         expert, [tokens, h] and the router's weights [tokens] -> the weighted output, and None.
         """
+        after_pre_hooks(self, hidden_states)
         intermediate, _ = self.linear_fc1(hidden_states)
         if intermediate.numel():
             product = activation(

@@ -11,6 +11,7 @@ from coat_kernels.norm import layer_norm, rms_norm
 from coat_kernels.origin import take_stand_in, with_stand_in
 from coat_kernels.residual import deferred_add, may_defer_add
 
+from .hooks import before_hooks
 from .settings import activations_of, formats_of
 
 
@@ -69,7 +70,8 @@ class CoatNorm(torch.nn.Module):
             # Megatron adds x itself to the branch behind this norm: through this node, so that the sum of its
             # two gradients is made in the norm's backward and not by another pass
             y, handed_on = y
-            with_stand_in(x, handed_on)
+            with_stand_in(x, handed_on, y)
+        before_hooks(self, y)
         return y
 
     def extra_repr(self) -> str:

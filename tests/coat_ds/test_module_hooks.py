@@ -22,8 +22,9 @@ class Producer(nn.Linear):
 class Consumer(nn.Linear):
     def forward(self, x):
         self.found = maxima_of(x)
-        with_stand_in(x, x.view_as(x))
-        return super().forward(x)
+        y = super().forward(x)
+        with_stand_in(x, x.view_as(x), y)
+        return y
 
 
 class Block(nn.Module):

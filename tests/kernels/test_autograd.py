@@ -1,20 +1,27 @@
 """What stock autograd refuses or does right, around operations that keep 8 bits: derivatives, edits."""
 
 import ast
+import copy
+import functools
+import io
 from pathlib import Path
 
 import pytest
 import torch
 
 import coat_kernels
+from coat_kernels import activation as activation_module
+from coat_kernels import deferred as deferred_module
+from coat_kernels import norm, rope, tensorwise
 from coat_kernels.activation import activation
 from coat_kernels.deferred import PredictedScale
 from coat_kernels.fp8 import E4M3, E5M2
 from coat_kernels.linear import fp8_linear
 from coat_kernels.norm import layer_norm, rms_norm
-from coat_kernels.origin import origin_of
-from coat_kernels.residual import deferred_add
+from coat_kernels.origin import maxima_of, origin_of
+from coat_kernels.residual import deferred_add, may_defer_add
 from coat_kernels.rope import rotate_qkv
+from tests.util import rel_rms
 
 ROOT = Path(coat_kernels.__file__).parent.parent
 ROWS, H, F = 24, 64, 96
@@ -91,3 +98,199 @@ def test_gradient_penalties_are_refused(device, name):
     (plain,) = torch.autograd.grad(function(x).sum(), x)
     (graphed,) = torch.autograd.grad(function(x).sum(), x, create_graph=True)
     assert graphed.equal(plain) and graphed.requires_grad
+
+
+DEFERRED = pytest.mark.parametrize("deferred", [False, True], ids=["written", "deferred"])
+
+
+def scales(deferred: bool) -> list[PredictedScale | None]:
+    return [PredictedScale(fmt) if deferred else None for fmt in (E4M3, E4M3, E5M2)]
+
+
+class Stack:
+    """norm -> linear -> SwiGLU -> linear; `hooks` see the outputs of the parts."""
+
+    def __init__(self, device, deferred: bool, with_bias: bool = False):
+        self.norm_weight, self.up = leaf(H, device=device), leaf(2 * F, H, device=device)
+        self.norm_bias = leaf(H, device=device) if with_bias else None
+        self.down, self.scales = leaf(H, F, device=device), scales(deferred)
+        self.hooks = {}
+
+    def __call__(self, x):
+        def seen(name, t):
+            self.hooks.get(name, lambda t: None)(t)
+            return t
+
+        y_scale, z_scale, grad_scale = self.scales
+        y = layer_norm(x, self.norm_weight, self.norm_bias, 1e-5, y_scale=y_scale)
+        y = seen("norm", y)
+        up = seen("up", fp8_linear(y, self.up, origin=origin_of(y)))
+        z = activation(up, "silu", gated=True, y_scale=z_scale, grad_scale=grad_scale)
+        z = seen("activation", z)
+        return seen("down", fp8_linear(z, self.down, origin=origin_of(z)))
+
+
+@DEFERRED
+@pytest.mark.parametrize("part", ["norm", "up", "activation", "down"])
+@pytest.mark.parametrize("ndim", [2, 3])
+def test_outputs_may_be_changed_in_place(device, part, deferred, ndim):
+    """As stock layers' may, whose outputs their own backward does not need; whoever reads them sees it."""
+    stack, x = Stack(device, deferred), leaf(2, ROWS, H, device=device)
+    x = x if ndim == 3 else x.detach()[0].clone().requires_grad_()
+    wanted = [x, stack.norm_weight, stack.up, stack.down]
+    changes = {
+        "add": (lambda t: t.add_(1), lambda t: t + 1),
+        "relu": (torch.relu_, torch.relu),
+        "scale": (lambda t: t.mul_(100), lambda t: t * 100),
+        "part": (lambda t: t[..., :8].zero_(), lambda t: torch.cat((0 * t[..., :8], t[..., 8:]), -1)),
+    }
+    for name, (in_place, out_of_place) in changes.items():
+        stack.hooks = {part: in_place}
+        results = []
+        for y in (stack(x), by_hand(stack, x, part, out_of_place)):
+            results.append([y.detach(), *torch.autograd.grad(y.square().sum(), wanted)])
+        for a, e in zip(*results, strict=True):
+            assert rel_rms(a, e) < 2**-20, name
+
+
+def by_hand(stack, x, part, change):
+    """What `stack` computes if the output of `part` is another tensor."""
+
+    def seen(name, t):
+        return change(t) if name == part else t
+
+    y = seen("norm", layer_norm(x, stack.norm_weight, stack.norm_bias, 1e-5))
+    up = seen("up", fp8_linear(y, stack.up, origin=origin_of(y)))
+    z = seen("activation", activation(up, "silu", gated=True))
+    return seen("down", fp8_linear(z, stack.down, origin=origin_of(z)))
+
+
+@DEFERRED
+@pytest.mark.parametrize("parameter", ["norm_weight", "norm_bias"])
+def test_a_linear_layer_checks_the_norm_that_makes_its_input_again(device, parameter, deferred):
+    stack, x = Stack(device, deferred, with_bias=True), leaf(ROWS, H, device=device)
+    y = stack(x)
+    with torch.no_grad():
+        getattr(stack, parameter).mul_(2)
+    # who does not need it does not mind
+    torch.autograd.grad(y.sum(), stack.down, retain_graph=True)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        torch.autograd.grad(y.sum(), stack.up)
+
+
+@DEFERRED
+def test_outputs_are_saved_and_copied_without_notes(device, deferred):
+    stack, x, seen = Stack(device, deferred), leaf(ROWS, H, device=device), {}
+    stack.hooks = {name: functools.partial(seen.__setitem__, name) for name in ("norm", "activation")}
+    stack(x)
+    for y in seen.values():
+        file = io.BytesIO()
+        torch.save(y, file)
+        file.seek(0)
+        # which reads nothing but tensors and what torch knows
+        again = torch.load(file, weights_only=True)
+        assert again.equal(y) and origin_of(again) is None and maxima_of(again) is None
+    y = rms_norm(x.detach(), stack.norm_weight.detach(), 1e-5)
+    assert maxima_of(y) is not None and maxima_of(copy.deepcopy(y)) is None
+
+
+@DEFERRED
+@pytest.mark.parametrize("shape", [(0, H), (0, 2, H), (3, 0, H)], ids=str)
+def test_nothing_in_nothing_out(shape, deferred, takes_kernels, device, monkeypatch):
+    """Experts without tokens, empty batches: results and gradients are empty, those of weights zeros."""
+    if takes_kernels:
+        for module in (tensorwise, norm, activation_module, rope, deferred_module):
+            monkeypatch.setattr(module, "uses_kernels", lambda x: True)
+    stack, x = Stack(device, deferred, with_bias=True), leaf(*shape, device=device)
+    y_scale, z_scale, grad_scale = stack.scales
+
+    def whole(x):
+        y = rms_norm(x, stack.norm_weight, 1e-5, y_scale=y_scale)
+        gated = activation(y, "silu", gated=True, y_scale=z_scale, grad_scale=grad_scale)
+        parts = [stack(x), activation(x, "gelu", gated=False, grad_scale=grad_scale), gated]
+        if x.ndim == 3:
+            angles = torch.rand(shape[0], 16, device=device)
+            parts += rotate_qkv(x, angles.cos(), angles.sin(), 1, 16, grad_scale=grad_scale)
+            parts += rotate_qkv(x, *torch.empty(2, 0, 0, device=device), 1, 16)
+        return parts
+
+    parts = whole(x)
+    assert all(part.numel() == 0 for part in parts)
+    torch.autograd.backward([part.sum() for part in parts])
+    assert x.grad.shape == x.shape
+    for weight in (stack.norm_weight, stack.norm_bias, stack.up, stack.down):
+        assert weight.grad.count_nonzero() == 0
+    with torch.no_grad():
+        assert all(part.numel() == 0 for part in whole(x))
+
+
+def wrong_shapes(device) -> dict:
+    """Calls with tensors that do not belong together, and the two sizes that the error has to name."""
+
+    def t(*shape):
+        return torch.randn(*shape, device=device)
+
+    def rope_of(mixed, cos, sin, groups=1, d=16):
+        return lambda: rotate_qkv(mixed, cos, sin, groups, d)
+
+    x = t(ROWS, H)
+    return {
+        "norm, short weight": (lambda: rms_norm(x, t(H // 2), 1e-5), "64.*32"),
+        "norm, long weight": (lambda: rms_norm(x, t(2 * H), 1e-5), "64.*128"),
+        "norm, matrix": (lambda: rms_norm(x, t(1, H), 1e-5), r"64.*\[1, 64\]"),
+        "norm, short bias": (lambda: layer_norm(x, t(H), t(H // 2), 1e-5), r"64.*bias \[32\]"),
+        "norm, deferred": (
+            lambda: rms_norm(x.requires_grad_(), t(H // 2), 1e-5, y_scale=PredictedScale(E4M3)),
+            "64.*32",
+        ),
+        "linear, weight": (lambda: fp8_linear(x, t(H, 2 * H)), "128.*64"),
+        "linear, bias": (lambda: fp8_linear(x, t(H, H), t(H // 2)), "32.*64"),
+        "activation, odd": (lambda: activation(t(ROWS, 65), "silu", gated=True), "65"),
+        "rope, short tables": (rope_of(t(8, 1, H), t(7, 16), t(7, 16)), r"\[8, r\].*\[7, 16\]"),
+        "rope, two tables": (rope_of(t(8, 1, H), t(8, 16), t(8, 8)), r"\[8, 16\] and \[8, 8\]"),
+        "rope, wide tables": (rope_of(t(8, 1, H), t(8, 32), t(8, 32)), r"at most 16.*\[8, 32\]"),
+        "rope, odd tables": (rope_of(t(8, 1, H), t(8, 7), t(8, 7)), r"even.*\[8, 7\]"),
+        "rope, channels": (rope_of(t(8, 1, 72), t(8, 16), t(8, 16)), "16 channels.*72 columns"),
+        "rope, too few": (rope_of(t(8, 1, 32), t(8, 16), t(8, 16)), "16 channels.*32 columns"),
+    }
+
+
+@pytest.mark.parametrize("name", wrong_shapes(torch.device("cpu")))
+def test_wrong_shapes_are_named_before_anything_is_read(name, device):
+    """On a GPU what is too short would be read past its end."""
+    call, found = wrong_shapes(device)[name]
+    with pytest.raises(ValueError, match=found):
+        call()
+
+
+@pytest.mark.gpu
+def test_kernels_read_no_further_than_their_inputs(device):
+    """Sizes end within a tile, and a norm of the wrong width launches nothing. To be run with
+    PYTORCH_NO_CUDA_MEMORY_CACHING=1, so that each tensor ends where its allocation ends, under
+    compute-sanitizer --tool memcheck."""
+    for rows, h in ((1, 16), (7, 80), (129, 208)):
+        x, weight = leaf(rows, h, device=device), leaf(h, device=device)
+        for wrong in (h - 8, h + 8):
+            with pytest.raises(ValueError, match=f"{h}.*{wrong}"):
+                rms_norm(x, leaf(wrong, device=device), 1e-5)
+        up, down = leaf(2 * h, h, device=device), leaf(h, h, device=device)
+        for y_scale, z_scale, grad_scale in (scales(False), scales(True)):
+            y = rms_norm(x, weight, 1e-5, y_scale=y_scale)
+            u = fp8_linear(y, up, origin=origin_of(y))
+            z = activation(u, "silu", gated=True, y_scale=z_scale, grad_scale=grad_scale)
+            fp8_linear(z, down, origin=origin_of(z)).sum().backward()
+    torch.cuda.synchronize()
+
+
+def test_sums_of_other_shapes_do_not_wait():
+    """A bias that is broadcast, of one element or for each row, is torch's to add."""
+    x = leaf(ROWS, H, device="cpu")
+    for shape, waits in (((H,), True), ((1,), False), ((ROWS, H), False), ((H // 2,), False)):
+        assert may_defer_add(x, 2 * x, torch.randn(shape)) == waits
+
+
+def test_gradients_go_into_a_tensor_of_the_weights_shape(device):
+    x, weight = leaf(32, H, device=device), leaf(H, H, device=device)
+    y = fp8_linear(x, weight, weight_grad_into=lambda: torch.zeros(2 * H, H, device=device))
+    with pytest.raises(ValueError, match=r"expected shape \[64, 64\], found \[128, 64\]"):
+        y.sum().backward()

@@ -140,9 +140,9 @@ def test_what_is_noted_of_a_tensor_is_noted_of_its_alias():
     alias = share_notes(x, x.detach())
     assert maxima_of(alias) is maxima
     # whichever is asked first gets what was noted on the other one later
-    with_stand_in(alias, stand_in)
+    with_stand_in(alias, stand_in, x)
     assert take_stand_in(x) is stand_in and take_stand_in(alias) is alias
-    with_stand_in(x, stand_in)
+    with_stand_in(x, stand_in, x)
     alias.mul_(2)
     assert maxima_of(x) is None and take_stand_in(x) is x
 

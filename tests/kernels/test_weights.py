@@ -98,6 +98,46 @@ def test_is_never_stale(keep, change, device):
     assert after.equal(fp8_linear(x, weight)) and not after.equal(before)
 
 
+def masked(memory, values):
+    """A weight computed for one forward, where the last one was."""
+    memory.data.copy_(values)
+    return memory.data
+
+
+def another_parameter(memory, values):
+    return torch.nn.Parameter(masked(memory, values))
+
+
+def part_of_another(memory, values):
+    return another_parameter(memory, values).view_as(values)
+
+
+@KEEP
+@pytest.mark.parametrize("weight_of", [masked, another_parameter, part_of_another])
+def test_another_weight_at_the_same_place(keep, weight_of, device):
+    """Between forwards, and between a forward and its backward, in which a product reads it again."""
+    memory, cache = torch.empty(64, 64, device=device), WeightCache(keep)
+    x = torch.randn(16, 64, device=device, requires_grad=True)
+    for _ in range(3):
+        weight = weight_of(memory, torch.randn(64, 64, device=device))
+        results = []
+        for kept in (cache, WeightCache()):
+            y = fp8_linear(x, weight, cache=kept)
+            results.append((y.detach(), *torch.autograd.grad(y.sum(), x)))
+        for found, expected in zip(*results, strict=True):
+            assert found.equal(expected)
+        del weight, y
+
+
+@KEEP
+def test_another_view_of_a_parameter(keep, device):
+    weight, cache = torch.nn.Parameter(torch.randn(64, 64, device=device)), WeightCache(keep)
+    x = torch.randn(16, 64, device=device)
+    for view in (weight, weight.t(), weight.view_as(weight)):
+        assert fp8_linear(x, view, cache=cache).equal(fp8_linear(x, view))
+    assert cache.nbytes > 0
+
+
 @pytest.mark.parametrize("keep", ["none", "scale", "fp8"])
 def test_codes_do_not_depend_on_what_was_predicted(keep, kernels, device):
     """The scale of the last time is right, too large, too small, or of another format."""

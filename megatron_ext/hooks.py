@@ -1,0 +1,35 @@
+"""Notes on tensors (`coat_kernels.origin`) where hooks of users see the tensors.
+
+A hook may write into a tensor through `.data`, which neither its version nor its address tells. A deferred
+tensor notices; of a plain one the notes are dropped where a module has hooks that are not a host's own.
+"""
+
+import torch
+from torch.nn.modules.module import _global_forward_hooks, _global_forward_pre_hooks
+
+from coat_kernels.origin import forget_notes
+
+# packages whose hooks leave the values of activations alone, or change them where autograd sees it
+_HOSTS = frozenset(("coat_ds", "deepspeed", "megatron", "megatron_ext", "torch", "transformer_engine"))
+
+
+def after_pre_hooks(module: torch.nn.Module, x: torch.Tensor) -> None:
+    """Of `x`, an input of `module`, whose forward begins."""
+    if module._forward_pre_hooks or _global_forward_pre_hooks:
+        _forget(x, module._forward_pre_hooks, _global_forward_pre_hooks)
+
+
+def before_hooks(module: torch.nn.Module, y: torch.Tensor) -> None:
+    """Of `y`, the output of `module`, whose forward ends."""
+    if module._forward_hooks or _global_forward_hooks:
+        _forget(y, module._forward_hooks, _global_forward_hooks)
+
+
+def _forget(x: torch.Tensor, *registered: dict) -> None:
+    if type(x) is not torch.Tensor:
+        return
+    for hooks in registered:
+        for hook in hooks.values():
+            if (getattr(hook, "__module__", None) or "").partition(".")[0] not in _HOSTS:
+                forget_notes(x)
+                return

@@ -1,0 +1,163 @@
+"""What users do with a model around its training steps: inference, penalties, edits, leaves, hooks."""
+
+import gc
+import weakref
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint
+
+from coat_ds.config import ActivationsConfig
+from coat_kernels.origin import maxima_of, share_notes
+from megatron_ext.layer_specs import coat_layer_spec
+from megatron_ext.ledger import cached_weight_bytes
+from megatron_ext.norm import CoatNorm
+from tests.megatron_ext.test_layer import GPT, LINEARS, B, H, S, batch, build, config, loss_and_grads
+
+pytestmark = pytest.mark.usefixtures("megatron")
+
+
+def evaluate(model, device):
+    return model(*batch(device))
+
+
+def in_inference_mode(model, device):
+    with torch.inference_mode():
+        return evaluate(model, device).clone()
+
+
+def in_evaluation(model, device):
+    with torch.no_grad():
+        model.eval()
+        found = evaluate(model, device)
+        model.train()
+    return found
+
+
+@pytest.mark.parametrize("cache", ["none", "fp8"])
+@pytest.mark.parametrize("variant", [{}, GPT], ids=["llama", "gpt"])
+def test_inference_and_training_leave_each_other_alone(device, variant, cache):
+    """Whichever comes first: tables and notes that one of them makes serve the other."""
+
+    def make():
+        return build(coat_layer_spec, layers=2, activations=ActivationsConfig(weight_cache=cache), **variant)
+
+    logits, (loss, grads) = evaluate(make(), device).detach(), loss_and_grads(make(), device)
+    for first in (in_inference_mode, in_evaluation):
+        model = make()
+        for _ in range(2):
+            assert first(model, device).equal(logits)
+            again, found = loss_and_grads(model, device)
+            assert again.equal(loss) and all(found[name].equal(grad) for name, grad in grads.items())
+        assert in_inference_mode(model, device).equal(logits)
+
+
+def test_a_gradient_penalty_is_refused(device):
+    layer = build(coat_layer_spec).decoder.layers[0]
+    x = torch.randn(S, B, H, dtype=torch.bfloat16, device=device, requires_grad=True)
+    loss = layer(x, attention_mask=None)[0].sum()
+    (grad,) = torch.autograd.grad(loss, x, create_graph=True)
+    with pytest.raises(RuntimeError, match="cannot be differentiated again"):
+        (loss + grad.square().sum()).backward()
+
+
+@pytest.mark.parametrize("behind_a_node", [False, True])
+def test_nothing_outlives_a_recomputed_region(device, behind_a_node):
+    """Its input is a leaf when it is computed again, and the residual a plain addition."""
+    norm, inputs = CoatNorm(config(), H).to(device), []
+
+    def region(x):
+        inputs.append(weakref.ref(x))
+        # as ZeRO-3's hooks hand tensors on
+        y = norm(share_notes(x, x.view_as(x)) if behind_a_node else x)
+        return x + 2 * y
+
+    for _ in range(3):
+        x = torch.randn(S, B, H, dtype=torch.bfloat16, device=device, requires_grad=True)
+        checkpoint(region, x * 1, use_reentrant=True).sum().backward()
+    gc.collect()
+    assert len(inputs) == 6 and [ref() for ref in inputs] == [None] * 6
+
+
+@pytest.mark.parametrize("variant", [{}, GPT], ids=["llama", "gpt"])
+def test_a_linear_layer_checks_the_norm_in_front_of_it(device, variant):
+    """By itself; as part of a fused block it shares one check with all that is in the block."""
+    layer = build(coat_layer_spec, **variant).decoder.layers[0]
+    layer.mlp.register_forward_hook(lambda *_: None)
+    x = torch.randn(S, B, H, dtype=torch.bfloat16, device=device, requires_grad=True)
+    loss = layer(x, attention_mask=None)[0].sum()
+    with torch.no_grad():
+        for parameter in layer.pre_mlp_layernorm.parameters():
+            parameter.mul_(3)
+    mlp = layer.mlp
+    torch.autograd.grad(loss, mlp.linear_fc2.weight, retain_graph=True)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        torch.autograd.grad(loss, mlp.linear_fc1.weight)
+
+
+CHANGES = {
+    "add": (lambda y: y.add_(1), lambda y: y + 1),
+    "relu": (F.relu_, F.relu),
+    "dropout": (lambda y: F.dropout(y, 0.5, inplace=True), lambda y: F.dropout(y, 0.5)),
+    "part": (lambda y: y[..., ::2].mul_(4), lambda y: y * y.new_tensor([4, 1]).repeat(y.shape[-1] // 2)),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_outputs_of_linear_layers_may_be_changed_in_place(device, change):
+    layer, results = build(coat_layer_spec).decoder.layers[0], []
+    parts = {name: m for name, m in layer.named_modules() if isinstance(m, LINEARS)}
+    assert len(parts) == 4
+    x = torch.randn(S, B, H, dtype=torch.bfloat16, device=device)
+
+    def change_of(function, in_place):
+        def hook(module, args, output):
+            changed = function(output[0])
+            return None if in_place else (changed, *output[1:])
+
+        return hook
+
+    for function, in_place in zip(CHANGES[change], (True, False), strict=True):
+        hooks = [part.register_forward_hook(change_of(function, in_place)) for part in parts.values()]
+        torch.manual_seed(3)
+        layer.zero_grad()
+        leaf = x.clone().requires_grad_()
+        y, _ = layer(leaf, attention_mask=None)
+        y.square().sum().backward()
+        results.append([y.detach(), leaf.grad, *(p.grad for p in layer.parameters())])
+        for hook in hooks:
+            hook.remove()
+    for found, expected in zip(*results, strict=True):
+        assert found.equal(expected)
+
+
+def test_weights_are_cached_where_main_grad_takes_the_gradient(device):
+    """Megatron's parameters reach the product as views."""
+    model = build(coat_layer_spec, activations=ActivationsConfig(weight_cache="fp8"))
+    for module in model.modules():
+        if isinstance(module, LINEARS):
+            module.weight.main_grad = torch.zeros_like(module.weight, dtype=torch.float32)
+            module.weight.grad_added_to_main_grad = False
+    loss_and_grads(model, device)
+    weights = [m.weight for m in model.modules() if isinstance(m, LINEARS)]
+    assert cached_weight_bytes(model) == sum(2 * w.numel() + 8 for w in weights)
+
+
+def test_hosts_hooks_leave_the_notes(device):
+    norm = CoatNorm(config(), H).to(device)
+    x = torch.randn(S, B, H, dtype=torch.bfloat16, device=device)
+    with torch.no_grad():
+        assert maxima_of(norm(x)) is not None
+        # DeepSpeed's and Megatron's are told by the package that they are defined in
+        for package, kept in (("deepspeed.runtime.zero", True), ("megatron.core", True), ("user", False)):
+
+            def hook(*_):
+                pass
+
+            hook.__module__ = package
+            handle = norm.register_forward_hook(hook)
+            assert (maxima_of(norm(x)) is not None) == kept
+            handle.remove()
+        with torch.nn.modules.module.register_module_forward_hook(lambda *_: None):
+            assert maxima_of(norm(x)) is None
