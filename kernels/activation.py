@@ -44,7 +44,7 @@ from coat_kernels.groups import (
     dequantize_groups_reference,
     quantize_groups_reference,
 )
-from coat_kernels.launch import PreparedKernel, cdiv, on_device_of
+from coat_kernels.launch import PreparedKernel, cdiv
 from coat_kernels.ops import compilable
 from coat_kernels.origin import Origin, with_maxima, with_origin
 from coat_kernels.tensorwise import (
@@ -376,29 +376,28 @@ def _launch_forward(
     tiles = cdiv(rows, FORWARD_ROWS) * cdiv(f, FORWARD_COLUMNS)
     maxima = torch.empty(tiles, dtype=torch.float32, device=x.device) if scales.finds_maxima else None
     keep = scales.finds_maxima and q is not None
-    with on_device_of(x):
-        activation_forward_kernel[(scales.programs(tiles),)](
-            x,
-            y,
-            out.rows.view(torch.uint8) if out else None,
-            q.codes.view(torch.uint8) if keep else None,
-            q.exponent if keep else None,
-            maxima,
-            *scales,
-            rows,
-            f,
-            cdiv(f, group_size),
-            tiles,
-            KIND=kind,
-            PARTS=1 + gated,
-            E5M2=out is not None and out.is_e5m2,
-            ROOTS=keep and q.holds_roots,
-            EVEN=rows % FORWARD_ROWS == 0 and f % FORWARD_COLUMNS == 0,
-            ROWS=FORWARD_ROWS,
-            COLUMNS=FORWARD_COLUMNS,
-            G=group_size,
-            num_warps=FORWARD_WARPS,
-        )
+    activation_forward_kernel[(scales.programs(tiles),)](
+        x,
+        y,
+        out.rows.view(torch.uint8) if out else None,
+        q.codes.view(torch.uint8) if keep else None,
+        q.exponent if keep else None,
+        maxima,
+        *scales,
+        rows,
+        f,
+        cdiv(f, group_size),
+        tiles,
+        KIND=kind,
+        PARTS=1 + gated,
+        E5M2=out is not None and out.is_e5m2,
+        ROOTS=keep and q.holds_roots,
+        EVEN=rows % FORWARD_ROWS == 0 and f % FORWARD_COLUMNS == 0,
+        ROWS=FORWARD_ROWS,
+        COLUMNS=FORWARD_COLUMNS,
+        G=group_size,
+        num_warps=FORWARD_WARPS,
+    )
     return maxima
 
 
@@ -432,34 +431,33 @@ def _launch_backward(
     if scales.finds_maxima and sums is not None:
         partial = sums.new_empty(max(cdiv(rows, SUMMED_ROWS), 1), len(sums))
         programs = len(partial) * across
-    with on_device_of(grad_y):
-        activation_backward_kernel[(programs,)](
-            grad_y,
-            q.codes.view(torch.uint8),
-            q.exponent,
-            grad_x,
-            None if by_rows is None else by_rows.view(torch.uint8),
-            None if by_columns is None else by_columns.view(torch.int32),
-            partial,
-            maxima,
-            *scales,
-            rows,
-            f,
-            cdiv(f, group_size),
-            rows + -rows % ALIGNMENT,
-            tiles,
-            KIND=kind,
-            PARTS=1 + gated,
-            E5M2=out is not None and out.is_e5m2,
-            ROOTS=q.holds_roots,
-            EVEN=rows % m == 0 and f % n == 0,
-            ROWS=m,
-            COLUMNS=n,
-            G=group_size,
-            num_warps=warps,
-        )
-        if partial is not None:
-            torch.sum(partial, 0, out=sums)
+    activation_backward_kernel[(programs,)](
+        grad_y,
+        q.codes.view(torch.uint8),
+        q.exponent,
+        grad_x,
+        None if by_rows is None else by_rows.view(torch.uint8),
+        None if by_columns is None else by_columns.view(torch.int32),
+        partial,
+        maxima,
+        *scales,
+        rows,
+        f,
+        cdiv(f, group_size),
+        rows + -rows % ALIGNMENT,
+        tiles,
+        KIND=kind,
+        PARTS=1 + gated,
+        E5M2=out is not None and out.is_e5m2,
+        ROOTS=q.holds_roots,
+        EVEN=rows % m == 0 and f % n == 0,
+        ROWS=m,
+        COLUMNS=n,
+        G=group_size,
+        num_warps=warps,
+    )
+    if partial is not None:
+        torch.sum(partial, 0, out=sums)
     return maxima
 
 
@@ -474,27 +472,26 @@ def activation_columns_triton(
     width = max(COLUMNS_N, group_size)
     # an empty tensor still has a scale
     grid = max(cdiv(f, width), 1), max(cdiv(columns.shape[1], COLUMNS_M), 1)
-    with on_device_of(columns):
-        activation_columns_kernel[grid](
-            q.codes.view(torch.uint8),
-            q.exponent,
-            largest,
-            columns.view(torch.int32),
-            scale,
-            rows,
-            f,
-            cdiv(f, group_size),
-            columns.shape[1],
-            KIND=kind,
-            PARTS=parts,
-            E5M2=fmt.is_e5m2,
-            ROOTS=q.holds_roots,
-            EVEN=rows % COLUMNS_M == 0 and f % width == 0,
-            M=COLUMNS_M,
-            N=width,
-            G=group_size,
-            num_warps=COLUMNS_WARPS,
-        )
+    activation_columns_kernel[grid](
+        q.codes.view(torch.uint8),
+        q.exponent,
+        largest,
+        columns.view(torch.int32),
+        scale,
+        rows,
+        f,
+        cdiv(f, group_size),
+        columns.shape[1],
+        KIND=kind,
+        PARTS=parts,
+        E5M2=fmt.is_e5m2,
+        ROOTS=q.holds_roots,
+        EVEN=rows % COLUMNS_M == 0 and f % width == 0,
+        M=COLUMNS_M,
+        N=width,
+        G=group_size,
+        num_warps=COLUMNS_WARPS,
+    )
     return Quantized(None, columns, scale)
 
 

@@ -30,7 +30,7 @@ from coat_kernels.linear import (
     multiply_backward,
     quantized_grad,
 )
-from coat_kernels.norm import norm_backward, norm_columns, norm_operands
+from coat_kernels.norm import norm_columns, norm_gradients, norm_operands
 from coat_kernels.origin import Origin, with_maxima
 from coat_kernels.parallel import all_reduce
 from coat_kernels.residual import Addends
@@ -71,14 +71,13 @@ def _norm_backward(grad_y, grad_residual, kept, weight, bias, norm: NormOptions,
     """The gradients of x, with its maxima noted, of the weight, and of the bias, or None, from those of y
     [rows, h] and of the residual [s, b, h]."""
     residual = grad_residual.reshape(grad_y.shape).contiguous()
-    grad_x, maxima, grad_weight, grad_bias = norm_backward(
-        grad_y, residual, *kept, weight, *norm.arithmetic[1:], needs_x, True, bias is not None
+    codes, exponent, rstd = kept
+    grad_x, maxima, grad_weight, grad_bias = norm_gradients(
+        grad_y, residual, Grouped(codes, exponent), rstd, weight, bias, norm.arithmetic[1:], needs_x
     )
-    return (
-        with_maxima(grad_x.view(grad_residual.shape), maxima) if needs_x else None,
-        grad_weight.to(weight.dtype),
-        None if bias is None else grad_bias.to(bias.dtype),
-    )
+    if needs_x:
+        grad_x = with_maxima(grad_x.view(grad_residual.shape), maxima)
+    return grad_x, grad_weight, grad_bias
 
 
 def _qkv_forward(x, norm_weight, norm_bias, weight, bias, cos, sin, norm, linear, groups, d):

@@ -20,7 +20,7 @@ import triton.language as tl
 
 from coat_kernels.fast_math import fast_sqrt, with_sign_of
 from coat_kernels.fp8 import E4M3, cast, from_fp8, round_to_fp8, to_fp8, uses_kernels
-from coat_kernels.launch import PreparedKernel, cdiv, on_device_of
+from coat_kernels.launch import PreparedKernel, cdiv
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,19 +205,18 @@ def quantize_groups_triton(x: torch.Tensor, group_size: int, fmt: str = DEFAULT_
     """`quantize_groups_reference` as a kernel, bit for bit."""
     rows, columns = x.shape
     out = empty_grouped(rows, columns, group_size, fmt, x.device)
-    with on_device_of(x):
-        quantize_groups_kernel[(cdiv(rows, 8), cdiv(columns, 256))](
-            x,
-            out.codes.view(torch.uint8),
-            out.exponent,
-            rows,
-            columns,
-            x.stride(0),
-            ROOTS=out.holds_roots,
-            ROWS=8,
-            COLUMNS=256,
-            G=group_size,
-        )
+    quantize_groups_kernel[(cdiv(rows, 8), cdiv(columns, 256))](
+        x,
+        out.codes.view(torch.uint8),
+        out.exponent,
+        rows,
+        columns,
+        x.stride(0),
+        ROOTS=out.holds_roots,
+        ROWS=8,
+        COLUMNS=256,
+        G=group_size,
+    )
     return out
 
 
@@ -225,18 +224,17 @@ def dequantize_groups_triton(q: Grouped, group_size: int, dtype: torch.dtype = t
     """`dequantize_groups_reference` as a kernel, rounded to `dtype`."""
     rows, columns = q.codes.shape
     x = torch.empty(rows, columns, dtype=dtype, device=q.codes.device)
-    with on_device_of(x):
-        dequantize_groups_kernel[(cdiv(rows, 8), cdiv(columns, 256))](
-            q.codes.view(torch.uint8),
-            q.exponent,
-            x,
-            rows,
-            columns,
-            ROOTS=q.holds_roots,
-            ROWS=8,
-            COLUMNS=256,
-            G=group_size,
-        )
+    dequantize_groups_kernel[(cdiv(rows, 8), cdiv(columns, 256))](
+        q.codes.view(torch.uint8),
+        q.exponent,
+        x,
+        rows,
+        columns,
+        ROOTS=q.holds_roots,
+        ROWS=8,
+        COLUMNS=256,
+        G=group_size,
+    )
     return x
 
 

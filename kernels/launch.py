@@ -61,7 +61,7 @@ def signature_of(args: tuple) -> tuple[list, list]:
 
 class PreparedKernel:
     """A kernel of triton's, launched as `kernel[grid](*args, **constants)`: arguments by position, as in
-    `signature_of`, constexprs and options by name.
+    `signature_of`, the first a tensor, on whose device it runs; constexprs and options by name.
 
     The first launch with a signature is triton's own, which compiles. All launches are where kernels are
     interpreted, on GPUs that are not NVIDIA's, and while somebody, such as a profiler, has hooks on launches.
@@ -70,6 +70,7 @@ class PreparedKernel:
 
     def __init__(self, function):
         self.function = function
+        self._is_compiled = isinstance(function, triton.runtime.JITFunction)
         self._compiled: dict[tuple, tuple] = {}
         functools.update_wrapper(self, function.fn)
 
@@ -77,22 +78,29 @@ class PreparedKernel:
         return functools.partial(self._launch, grid)
 
     def _launch(self, grid: tuple[int, ...], *args, **constants) -> None:
-        if _knobs.interpret or torch.version.cuda is None or _has_hooks():
+        device = args[0].get_device()
+        if device < 0 or not self._is_compiled:
             self.function[grid](*args, **constants)
-            return
-        driver = triton.runtime.driver.active
-        device = driver.get_current_device()
+        elif device == torch.cuda.current_device():
+            self._launch_here(device, grid, args, constants)
+        else:
+            with torch.cuda.device(device):
+                self._launch_here(device, grid, args, constants)
+
+    def _launch_here(self, device: int, grid: tuple[int, ...], args: tuple, constants: dict) -> None:
         key, values = signature_of(args)
         key = (device, *key, *constants.items())
         prepared = self._compiled.get(key)
-        if prepared is None:
+        if prepared is None or _has_hooks():
             compiled = self.function[grid](*args, **constants)
-            rest = tuple(constants[name] for name in self.function.arg_names[len(args) :])
-            self._compiled[key] = compiled.run, compiled.function, compiled.packed_metadata, rest
+            if torch.version.cuda is not None:
+                rest = tuple(constants[name] for name in self.function.arg_names[len(args) :])
+                self._compiled[key] = compiled.run, compiled.function, compiled.packed_metadata, rest
             return
         run, function, metadata, rest = prepared
         x, y, z = (*grid, 1, 1)[:3]
-        run(x, y, z, driver.get_current_stream(device), function, metadata, None, None, None, *values, *rest)
+        stream = triton.runtime.driver.active.get_current_stream(device)
+        run(x, y, z, stream, function, metadata, None, None, None, *values, *rest)
 
 
 def _has_hooks() -> bool:

@@ -155,8 +155,7 @@ def add_kernel(p_out, p_x, n, BLOCK: tl.constexpr):
 
 def add_triton(out: torch.Tensor, x: torch.Tensor) -> None:
     """`out.add_(x)`, bit for bit, of contiguous tensors of one shape; torch is slower where types differ."""
-    with on_device_of(out):
-        add_kernel[(cdiv(out.numel(), BLOCK),)](out, x, out.numel(), BLOCK=BLOCK, num_warps=8)
+    add_kernel[(cdiv(out.numel(), BLOCK),)](out, x, out.numel(), BLOCK=BLOCK, num_warps=8)
 
 
 def add_into(out: torch.Tensor, x: torch.Tensor) -> None:

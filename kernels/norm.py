@@ -32,7 +32,7 @@ from coat_kernels.groups import (
     empty_grouped,
     quantize_groups_reference,
 )
-from coat_kernels.launch import PreparedKernel, cdiv, next_power_of_2, on_device_of
+from coat_kernels.launch import PreparedKernel, cdiv, next_power_of_2
 from coat_kernels.ops import compilable
 from coat_kernels.origin import Origin, with_maxima, with_origin
 from coat_kernels.residual import (
@@ -63,6 +63,8 @@ MAX_WARPS = 16
 PROGRAMS = 264
 # tiles of which backward has loads in flight
 BACKWARD_STAGES = 3
+# programs of backward and columns that a program of the sums behind it takes at a time
+SUMS_PROGRAMS, SUMS_N = 64, 32
 # rows and columns of a program that writes columns
 COLUMNS_M, COLUMNS_N, COLUMNS_WARPS = 64, 128, 4
 
@@ -230,6 +232,24 @@ def norm_backward_kernel(p_grad_y, p_grad_residual, p_codes, p_exponent, p_rstd,
 
 @PreparedKernel
 @triton.jit
+def norm_sums_kernel(p_parts, p_first, p_second, programs, h, PROGRAMS: tl.constexpr, N: tl.constexpr):
+    """Sums [h] of the `programs` rows of one part, or of two."""
+    o_h = tl.program_id(0) * N + tl.arange(0, N)
+    p_part = p_parts + tl.program_id(1).to(tl.int64) * programs * h
+    b_sum = tl.zeros([PROGRAMS, N], dtype=tl.float32)
+    for start in range(0, programs, PROGRAMS):
+        o_program = start + tl.arange(0, PROGRAMS)
+        m_part = (o_program[:, None] < programs) & (o_h[None, :] < h)
+        b_sum += tl.load(p_part + o_program[:, None] * h + o_h[None, :], mask=m_part, other=0.0)
+    b_sum = cast(tl.sum(b_sum, axis=0), p_first.dtype.element_ty)
+    p_sums = p_first
+    if p_second is not None:
+        p_sums = tl.where(tl.program_id(1) == 0, p_first, p_second)
+    tl.store(p_sums + o_h, b_sum, mask=o_h < h)
+
+
+@PreparedKernel
+@triton.jit
 def norm_columns_kernel(p_codes, p_exponent, p_rstd, p_weight, p_bias, p_largest, p_columns, p_scale,
                         rows, h, groups, padded_rows,
                         ZERO_CENTERED: tl.constexpr, E5M2: tl.constexpr, ROOTS: tl.constexpr,
@@ -257,9 +277,10 @@ def norm_columns_kernel(p_codes, p_exponent, p_rstd, p_weight, p_bias, p_largest
     store_words(p_columns, b_words, o_word, o_h.to(tl.int64), h, padded_rows, EVEN)
 
 
+@functools.cache
 def _tile(h: int, group_size: int, least: int, elements: int) -> dict:
     """What a launch over tiles of whole rows needs: `least` elements in one, `elements` a thread."""
-    width = max(next_power_of_2(int(h)), group_size)
+    width = max(next_power_of_2(h), group_size)
     height = max(least // width, 1)
     warps = height * width // (32 * elements)
     return {"ROWS": height, "H": width, "G": group_size, "num_warps": min(max(warps, 1), MAX_WARPS)}
@@ -307,31 +328,30 @@ def _launch_forward(
     tiles = cdiv(rows, tile["ROWS"])
     maxima = torch.empty(tiles, dtype=torch.float32, device=x.device) if scales.finds_maxima else None
     keep = scales.finds_maxima and q is not None
-    with on_device_of(x):
-        norm_forward_kernel[(scales.programs(tiles),)](
-            x,
-            *addends,
-            weight,
-            bias,
-            y,
-            out.rows.view(torch.uint8) if out else None,
-            q.codes.view(torch.uint8) if keep else None,
-            q.exponent if keep else None,
-            rstd if keep else None,
-            maxima,
-            *scales,
-            rows,
-            h,
-            cdiv(h, group_size),
-            eps,
-            tiles,
-            LAYER_NORM=layer_norm,
-            ZERO_CENTERED=zero_centered,
-            E5M2=out is not None and out.is_e5m2,
-            ROOTS=keep and q.holds_roots,
-            EVEN=_is_even(rows, h, tile),
-            **tile,
-        )
+    norm_forward_kernel[(scales.programs(tiles),)](
+        x,
+        *addends,
+        weight,
+        bias,
+        y,
+        out.rows.view(torch.uint8) if out else None,
+        q.codes.view(torch.uint8) if keep else None,
+        q.exponent if keep else None,
+        rstd if keep else None,
+        maxima,
+        *scales,
+        rows,
+        h,
+        cdiv(h, group_size),
+        eps,
+        tiles,
+        LAYER_NORM=layer_norm,
+        ZERO_CENTERED=zero_centered,
+        E5M2=out is not None and out.is_e5m2,
+        ROOTS=keep and q.holds_roots,
+        EVEN=_is_even(rows, h, tile),
+        **tile,
+    )
     return maxima
 
 
@@ -347,9 +367,11 @@ def norm_backward_triton(
     needs_x: bool = True,
     needs_weight: bool = True,
     needs_bias: bool = True,
+    in_weights_dtype: bool = False,
 ):
     """`norm_backward_reference`, None for what is not needed; each program goes through many rows and sums
-    their parameter gradients, in an order that depends on the shape alone."""
+    their parameter gradients, and a second kernel the sums of the programs, in an order that depends on the
+    shape alone."""
     rows, h = grad_y.shape
     tile = _tile(h, group_size, BACKWARD_TILE, BACKWARD_ELEMENTS)
     # without rows, one that stores zeros
@@ -360,36 +382,44 @@ def norm_backward_triton(
 
     grad_x = torch.empty_like(grad_y) if needs_x else None
     maxima = empty(programs) if needs_x else None
-    partial_weight = empty(programs, h) if needs_weight else None
-    partial_bias = empty(programs, h) if needs_bias else None
-    with on_device_of(grad_y):
-        norm_backward_kernel[(programs,)](
-            grad_y,
-            grad_residual,
-            q.codes.view(torch.uint8),
-            q.exponent,
-            rstd,
-            weight,
-            grad_x,
-            maxima,
-            partial_weight,
-            partial_bias,
-            rows,
-            h,
-            cdiv(h, group_size),
-            LAYER_NORM=layer_norm,
-            ZERO_CENTERED=zero_centered,
-            STAGES=BACKWARD_STAGES,
-            ROOTS=q.holds_roots,
-            EVEN=_is_even(rows, h, tile),
-            **tile,
-        )
-    return (
+    count = needs_weight + needs_bias
+    parts = empty(count, programs, h) if count else None
+    norm_backward_kernel[(programs,)](
+        grad_y,
+        grad_residual,
+        q.codes.view(torch.uint8),
+        q.exponent,
+        rstd,
+        weight,
         grad_x,
         maxima,
-        partial_weight.sum(0) if needs_weight else None,
-        partial_bias.sum(0) if needs_bias else None,
+        parts[0] if needs_weight else None,
+        parts[-1] if needs_bias else None,
+        rows,
+        h,
+        cdiv(h, group_size),
+        LAYER_NORM=layer_norm,
+        ZERO_CENTERED=zero_centered,
+        STAGES=BACKWARD_STAGES,
+        ROOTS=q.holds_roots,
+        EVEN=_is_even(rows, h, tile),
+        **tile,
     )
+    if not count:
+        return grad_x, maxima, None, None
+    dtype = weight.dtype if in_weights_dtype else torch.float32
+    sums = [torch.empty(h, dtype=dtype, device=grad_y.device) for _ in range(count)]
+    norm_sums_kernel[cdiv(h, SUMS_N), count](
+        parts,
+        sums[0],
+        sums[1] if count == 2 else None,
+        programs,
+        h,
+        PROGRAMS=SUMS_PROGRAMS,
+        N=SUMS_N,
+        num_warps=4,
+    )
+    return grad_x, maxima, sums[0] if needs_weight else None, sums[-1] if needs_bias else None
 
 
 def norm_columns_triton(
@@ -402,29 +432,28 @@ def norm_columns_triton(
     width = max(COLUMNS_N, group_size)
     # an empty tensor still has a scale
     grid = max(cdiv(h, width), 1), max(cdiv(columns.shape[1], COLUMNS_M), 1)
-    with on_device_of(columns):
-        norm_columns_kernel[grid](
-            q.codes.view(torch.uint8),
-            q.exponent,
-            rstd,
-            weight,
-            bias,
-            largest,
-            columns.view(torch.int32),
-            scale,
-            rows,
-            h,
-            cdiv(h, group_size),
-            columns.shape[1],
-            ZERO_CENTERED=zero_centered,
-            E5M2=fmt.is_e5m2,
-            ROOTS=q.holds_roots,
-            EVEN=h % width == 0 and rows % COLUMNS_M == 0,
-            M=COLUMNS_M,
-            N=width,
-            G=group_size,
-            num_warps=COLUMNS_WARPS,
-        )
+    norm_columns_kernel[grid](
+        q.codes.view(torch.uint8),
+        q.exponent,
+        rstd,
+        weight,
+        bias,
+        largest,
+        columns.view(torch.int32),
+        scale,
+        rows,
+        h,
+        cdiv(h, group_size),
+        columns.shape[1],
+        ZERO_CENTERED=zero_centered,
+        E5M2=fmt.is_e5m2,
+        ROOTS=q.holds_roots,
+        EVEN=h % width == 0 and rows % COLUMNS_M == 0,
+        M=COLUMNS_M,
+        N=width,
+        G=group_size,
+        num_warps=COLUMNS_WARPS,
+    )
     return Quantized(None, columns, scale)
 
 
@@ -435,7 +464,7 @@ def _none(like: torch.Tensor) -> torch.Tensor:
 
 def _forward_fake(x, weight, bias, eps, layer_norm, zero_centered, group_size, keep):
     rows, h = x.shape
-    programs = cdiv(rows, _tile(h, group_size, FORWARD_TILE, FORWARD_ELEMENTS)["ROWS"])
+    programs = cdiv(rows, _tile(int(h), group_size, FORWARD_TILE, FORWARD_ELEMENTS)["ROWS"])
     maxima = x.new_empty(programs if uses_kernels(x) else rows, dtype=torch.float32)
     if not keep:
         return torch.empty_like(x), maxima, _none(x), _none(x), _none(x)
@@ -475,7 +504,7 @@ def _backward_fake(
     needs_bias,
 ):
     rows, h = grad_y.shape
-    tile = _tile(h, group_size, BACKWARD_TILE, BACKWARD_ELEMENTS)
+    tile = _tile(int(h), group_size, BACKWARD_TILE, BACKWARD_ELEMENTS)
     programs = max(min(cdiv(rows, tile["ROWS"]), PROGRAMS), 1) if uses_kernels(grad_y) else rows
     return (
         torch.empty_like(grad_y) if needs_x else _none(grad_y),
@@ -509,6 +538,23 @@ def norm_backward(
     else:
         found = norm_backward_reference(*kept, *options)
     return tuple(f if need else _none(grad_y) for f, need in zip(found, needs, strict=True))
+
+
+def norm_gradients(
+    grad_y, grad_residual, q: Grouped, rstd, weight, bias, options: tuple[bool, bool, int], needs_x: bool
+):
+    """As `norm_backward_reference`, with the gradients of weight and bias in the dtypes of those; None for
+    the bias if that is None, and for x if it is not needed. options: layer_norm, zero_centered, group_size.
+    """
+    kept = grad_y, grad_residual, q, rstd, weight
+    if uses_kernels(grad_y):
+        same = bias is None or bias.dtype == weight.dtype
+        found = norm_backward_triton(*kept, *options, needs_x, True, bias is not None, same)
+    else:
+        found = norm_backward_reference(*kept, *options)
+    grad_x, maxima, grad_weight, grad_bias = found
+    grad_bias = None if bias is None else grad_bias.to(bias.dtype)
+    return grad_x if needs_x else None, maxima, grad_weight.to(weight.dtype), grad_bias
 
 
 def _columns_fake(codes, exponent, rstd, weight, bias, largest, zero_centered, group_size, fmt):

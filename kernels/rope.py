@@ -16,7 +16,7 @@ import triton.language as tl
 from coat_kernels.autograd import once_differentiable
 from coat_kernels.deferred import Attempt, Deferred, PredictedScale, Source, write_reference
 from coat_kernels.fp8 import cast, finite_or_nan, round_to, uses_kernels
-from coat_kernels.launch import PreparedKernel, cdiv, next_power_of_2, on_device_of
+from coat_kernels.launch import PreparedKernel, cdiv, next_power_of_2
 from coat_kernels.ops import compilable
 from coat_kernels.origin import with_maxima
 from coat_kernels.tensorwise import (
@@ -297,10 +297,9 @@ def rotate_qkv_triton(mixed, cos, sin, groups: int, d: int):
     s, b, width = mixed.shape
     heads = width // d
     q, k, v = _empty_qkv(mixed, groups, d)
-    with on_device_of(mixed):
-        rotate_qkv_kernel[s * b, cdiv(heads, HEADS)](
-            mixed, cos, sin, q, k, v, b, heads, groups, M=heads // groups - 2, **_tile(d, cos.shape[1], HEADS)
-        )
+    rotate_qkv_kernel[s * b, cdiv(heads, HEADS)](
+        mixed, cos, sin, q, k, v, b, heads, groups, M=heads // groups - 2, **_tile(d, cos.shape[1], HEADS)
+    )
     return q, k, v
 
 
@@ -314,21 +313,20 @@ def rotate_qkv_backward_triton(dq, dk, dv, cos, sin):
     grid = s * b, cdiv(heads, BACKWARD_HEADS)
     maxima = torch.empty(grid[0] * grid[1], dtype=torch.float32, device=dq.device)
     strides = (stride for t in (dq, dk, dv) for stride in t.stride()[:3])
-    with on_device_of(grad):
-        rotate_qkv_backward_kernel[grid](
-            dq,
-            dk,
-            dv,
-            cos,
-            sin,
-            grad,
-            maxima,
-            b,
-            heads,
-            *strides,
-            M=m,
-            **_tile(d, cos.shape[1], BACKWARD_HEADS),
-        )
+    rotate_qkv_backward_kernel[grid](
+        dq,
+        dk,
+        dv,
+        cos,
+        sin,
+        grad,
+        maxima,
+        b,
+        heads,
+        *strides,
+        M=m,
+        **_tile(d, cos.shape[1], BACKWARD_HEADS),
+    )
     return grad, maxima
 
 
@@ -342,33 +340,32 @@ def _launch_operands(dq, dk, dv, cos, sin, out: Quantized, scales: Scales) -> to
     maxima = torch.empty(tiles, dtype=torch.float32, device=dq.device) if scales.finds_maxima else None
     sums = scales.finds_maxima and out.sums is not None
     partial = out.sums.new_empty(down, heads * d) if sums else None
-    with on_device_of(dq):
-        rotate_qkv_operands_kernel[(scales.programs(tiles),)](
-            dq,
-            dk,
-            dv,
-            cos,
-            sin,
-            None if out.rows is None else out.rows.view(torch.uint8),
-            None if out.columns is None else out.columns.view(torch.int32),
-            partial,
-            maxima,
-            *scales,
-            tokens,
-            b,
-            heads,
-            tokens + -tokens % ALIGNMENT,
-            tiles,
-            *(stride for t in (dq, dk, dv) for stride in t.stride()[:3]),
-            M=m,
-            **_tile(d, cos.shape[1], OPERANDS_HEADS),
-            TOKENS=OPERANDS_TOKENS,
-            E5M2=out.is_e5m2,
-            num_warps=OPERANDS_WARPS,
-            maxnreg=OPERANDS_REGISTERS,
-        )
-        if partial is not None:
-            torch.sum(partial, 0, out=out.sums)
+    rotate_qkv_operands_kernel[(scales.programs(tiles),)](
+        dq,
+        dk,
+        dv,
+        cos,
+        sin,
+        None if out.rows is None else out.rows.view(torch.uint8),
+        None if out.columns is None else out.columns.view(torch.int32),
+        partial,
+        maxima,
+        *scales,
+        tokens,
+        b,
+        heads,
+        tokens + -tokens % ALIGNMENT,
+        tiles,
+        *(stride for t in (dq, dk, dv) for stride in t.stride()[:3]),
+        M=m,
+        **_tile(d, cos.shape[1], OPERANDS_HEADS),
+        TOKENS=OPERANDS_TOKENS,
+        E5M2=out.is_e5m2,
+        num_warps=OPERANDS_WARPS,
+        maxnreg=OPERANDS_REGISTERS,
+    )
+    if partial is not None:
+        torch.sum(partial, 0, out=out.sums)
     return maxima
 
 

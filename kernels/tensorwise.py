@@ -22,7 +22,7 @@ import triton
 import triton.language as tl
 
 from coat_kernels.fp8 import Fp8Format, finite_or_nan, fp8_format, to_fp8, to_fp8_words, uses_kernels
-from coat_kernels.launch import PreparedKernel, cdiv, on_device_of
+from coat_kernels.launch import PreparedKernel, cdiv
 from coat_kernels.ops import compilable
 from coat_kernels.origin import maxima_of
 
@@ -85,8 +85,7 @@ def maxima_kernel(p_x, p_maxima, n, BLOCK: tl.constexpr):
 def maxima_triton(x: torch.Tensor) -> torch.Tensor:
     """`maxima_reference` with one maximum for each block of a contiguous tensor."""
     maxima = torch.empty(cdiv(x.numel(), BLOCK), dtype=torch.float32, device=x.device)
-    with on_device_of(x):
-        maxima_kernel[(len(maxima),)](x, maxima, x.numel(), BLOCK=BLOCK, num_warps=8)
+    maxima_kernel[(len(maxima),)](x, maxima, x.numel(), BLOCK=BLOCK, num_warps=8)
     return maxima
 
 
@@ -103,8 +102,7 @@ def largest_kernel(p_maxima, p_largest, n, BLOCK: tl.constexpr):
 def largest_triton(maxima: torch.Tensor) -> torch.Tensor:
     """The largest of `maxima`, FP32 [1], by one program: torch's own reduction takes three times as long."""
     largest = torch.empty(1, dtype=torch.float32, device=maxima.device)
-    with on_device_of(maxima):
-        largest_kernel[(1,)](maxima, largest, len(maxima), BLOCK=8192, num_warps=16)
+    largest_kernel[(1,)](maxima, largest, len(maxima), BLOCK=8192, num_warps=16)
     return largest
 
 
@@ -351,33 +349,32 @@ def launch_quantize(x: torch.Tensor, out: Quantized, scales: Scales) -> torch.Te
         tiles = max(cdiv(m * n, BLOCK), 1)
     maxima = torch.empty(tiles, dtype=torch.float32, device=x.device) if scales.finds_maxima else None
     rows = None if out.rows is None else out.rows.view(torch.uint8)
-    with on_device_of(x):
-        if by_columns:
-            partial = None
-            if out.sums is not None and not scales.corrects:
-                partial = torch.empty(down, n, dtype=torch.float32, device=x.device)
-            quantize_columns_kernel[(scales.programs(tiles),)](
-                x,
-                rows,
-                None if out.columns is None else out.columns.view(torch.int32),
-                partial,
-                maxima,
-                *scales,
-                m,
-                n,
-                padded_m,
-                tiles,
-                E5M2=out.is_e5m2,
-                M=tile_m,
-                N=tile_n,
-                num_warps=4,
-            )
-            if partial is not None:
-                torch.sum(partial, 0, out=out.sums)
-        else:
-            quantize_rows_kernel[(scales.programs(tiles),)](
-                x, rows, maxima, *scales, m * n, tiles, E5M2=out.is_e5m2, BLOCK=BLOCK, num_warps=8
-            )
+    if by_columns:
+        partial = None
+        if out.sums is not None and not scales.corrects:
+            partial = torch.empty(down, n, dtype=torch.float32, device=x.device)
+        quantize_columns_kernel[(scales.programs(tiles),)](
+            x,
+            rows,
+            None if out.columns is None else out.columns.view(torch.int32),
+            partial,
+            maxima,
+            *scales,
+            m,
+            n,
+            padded_m,
+            tiles,
+            E5M2=out.is_e5m2,
+            M=tile_m,
+            N=tile_n,
+            num_warps=4,
+        )
+        if partial is not None:
+            torch.sum(partial, 0, out=out.sums)
+    else:
+        quantize_rows_kernel[(scales.programs(tiles),)](
+            x, rows, maxima, *scales, m * n, tiles, E5M2=out.is_e5m2, BLOCK=BLOCK, num_warps=8
+        )
     return maxima
 
 
@@ -478,10 +475,9 @@ def transpose_codes_triton(codes: torch.Tensor) -> torch.Tensor:
     columns = torch.empty(n, m + -m % ALIGNMENT, dtype=codes.dtype, device=codes.device)
     tile_m, tile_n = COLUMNS_TILE
     grid = max(cdiv(n, tile_n), 1), max(cdiv(columns.shape[1], tile_m), 1)
-    with on_device_of(codes):
-        transpose_kernel[grid](
-            codes.view(torch.uint8), columns.view(torch.int32), m, n, columns.shape[1], M=tile_m, N=tile_n
-        )
+    transpose_kernel[grid](
+        codes.view(torch.uint8), columns.view(torch.int32), m, n, columns.shape[1], M=tile_m, N=tile_n
+    )
     return columns
 
 
