@@ -72,6 +72,7 @@ class PreparedKernel:
         self.function = function
         self._is_compiled = isinstance(function, triton.runtime.JITFunction)
         self._compiled: dict[tuple, tuple] = {}
+        self._names: tuple[str, ...] | None = None
         functools.update_wrapper(self, function.fn)
 
     def __getitem__(self, grid: tuple[int, ...]):
@@ -89,18 +90,28 @@ class PreparedKernel:
 
     def _launch_here(self, device: int, grid: tuple[int, ...], args: tuple, constants: dict) -> None:
         key, values = signature_of(args)
-        key = (device, *key, *constants.items())
+        key = (device, *key, *constants.values())
         prepared = self._compiled.get(key)
         if prepared is None or _has_hooks():
             compiled = self.function[grid](*args, **constants)
             if torch.version.cuda is not None:
-                rest = tuple(constants[name] for name in self.function.arg_names[len(args) :])
-                self._compiled[key] = compiled.run, compiled.function, compiled.packed_metadata, rest
+                self._compiled[key] = self._prepare(compiled, len(args), constants)
             return
         run, function, metadata, rest = prepared
         x, y, z = (*grid, 1, 1)[:3]
         stream = triton.runtime.driver.active.get_current_stream(device)
         run(x, y, z, stream, function, metadata, None, None, None, *values, *rest)
+
+    def _prepare(self, compiled, count: int, constants: dict) -> tuple:
+        """What a launch of `compiled`, given `count` arguments, calls; `constants` come in one order always,
+        since they are told apart by their values alone."""
+        names = self._names = self._names or tuple(constants)
+        if tuple(constants) != names:
+            raise TypeError(
+                f"{self.__name__}: expected constants in the order {names}, found {(*constants,)}"
+            )
+        rest = tuple(constants[name] for name in self.function.arg_names[count:])
+        return compiled.run, compiled.function, compiled.packed_metadata, rest
 
 
 def _has_hooks() -> bool:

@@ -20,6 +20,7 @@ from coat_kernels.norm import layer_norm, rms_norm
 from coat_kernels.origin import origin_of
 from coat_kernels.rope import rotate_qkv
 from coat_kernels.weights import WeightCache
+from tests.util import rel_rms
 
 # tokens end in the middle of words of 16 and of every tile, channels in the middle of groups of 32
 S, B, H, F = 7, 3, 48, 80
@@ -137,9 +138,17 @@ def run(model: Model, forward, x, grad) -> dict[str, torch.Tensor]:
     return found
 
 
+# kernels sum their columns over tiles of different sizes
+SUMS = ("qkv.bias", "proj.bias", "fc1.bias", "fc2.bias")
+
+
 def check_same(actual, expected):
     for name, value in expected.items():
-        torch.testing.assert_close(actual[name], value, rtol=0, atol=0, equal_nan=True, msg=name)
+        if name in SUMS and value.is_cuda and value.dtype == torch.float32:
+            # each addition of so many tokens rounds by at most 2^-24 of what it adds up to
+            assert rel_rms(actual[name], value) <= S * B * 2.0**-24, name
+        else:
+            torch.testing.assert_close(actual[name], value, rtol=0, atol=0, equal_nan=True, msg=name)
 
 
 @pytest.mark.parametrize(
