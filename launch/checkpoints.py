@@ -170,8 +170,8 @@ def load(engine, found: Checkpoint, layout: Layout, scratch: Path) -> dict:
     engine has to have been configured with `"checkpoint": {"load_universal": true}`. Random states, one a
     rank, are restored at the same number of ranks only.
 
-    Raises CheckpointError where DeepSpeed has no way from one layout to the other, or a file holds more than
-    data.
+    Raises CheckpointError where DeepSpeed has no way from one layout to the other, where a file holds more
+    than data, and where it does not hold what this model and this optimizer need.
     """
     folder, tag = found.path.parent, found.path.name
     converted = found.layout != layout
@@ -184,25 +184,20 @@ def load(engine, found: Checkpoint, layout: Layout, scratch: Path) -> dict:
             )
         folder, tag = scratch, found.path.name + UNIVERSAL
     decay = [group.get("weight_decay") for group in engine.optimizer.param_groups]
-    try:
+    with reading(found.path):
         with _data_only():
             if converted:
                 _convert(found.path, scratch / tag)
             _, state = engine.load_checkpoint(str(folder), tag=tag)
-    except pickle.UnpicklingError as error:
-        raise CheckpointError(
-            f"{found.path}: a file holds more than data and was not read ({error}). Take a checkpoint that "
-            "this program has written"
-        ) from error
-    if converted:
-        dist.barrier()
-        if _is_main():
-            shutil.rmtree(scratch / tag)
-        # ZeRO 3 gives every group the first one's
-        for group, value in zip(engine.optimizer.param_groups, decay, strict=True):
-            group["weight_decay"] = value
-    if len(state["rng"]) == dist.get_world_size():
-        _set_rng_state(state["rng"][dist.get_rank()])
+        if converted:
+            dist.barrier()
+            if _is_main():
+                shutil.rmtree(scratch / tag)
+            # ZeRO 3 gives every group the first one's
+            for group, value in zip(engine.optimizer.param_groups, decay, strict=True):
+                group["weight_decay"] = value
+        if len(state["rng"]) == dist.get_world_size():
+            _set_rng_state(state["rng"][dist.get_rank()])
     return state
 
 
@@ -275,6 +270,27 @@ def _writing(folder: Path) -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def reading(path: Path) -> Iterator[None]:
+    """Whatever torch and DeepSpeed raise over what stands in a checkpoint becomes a CheckpointError."""
+    try:
+        yield
+    except (CheckpointError, OutputError, torch.OutOfMemoryError, dist.DistError):
+        raise
+    except pickle.UnpicklingError as error:
+        # torch's advice, which comes before, is to trust the file
+        why = str(error).rpartition("WeightsUnpickler error:")[2].strip()
+        raise CheckpointError(
+            f"{path}: a file holds more than data and was not read ({why}). Take a checkpoint that this "
+            "program has written"
+        ) from error
+    except Exception as error:
+        raise CheckpointError(
+            f"{path}: its files are whole, but do not hold what this run needs ({type(error).__name__}: "
+            f"{error}). Go on with the model and the optimizer that it was written with, or take another"
+        ) from error
+
+
+@contextlib.contextmanager
 def _data_only() -> Iterator[None]:
     """Within, every `torch.load` of DeepSpeed, which asks for pickles, reads data only."""
     forced = mock.patch.dict(os.environ, TORCH_FORCE_WEIGHTS_ONLY_LOAD="1")
@@ -282,13 +298,16 @@ def _data_only() -> Iterator[None]:
         yield
 
 
-def _host_types() -> list[type]:
+def _host_types() -> list[Callable]:
     """What stands in DeepSpeed's and COAT's files besides tensors and containers."""
     from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
     from deepspeed.runtime.zero.config import ZeroStageEnum
     from deepspeed.utils.tensor_fragment import fragment_address
 
-    return [LossScaler, DynamicLossScaler, ZeroStageEnum, fragment_address]
+    from coat_ds import state
+
+    # a moment of the compressed layout, whose parts are checked when it is made
+    return [LossScaler, DynamicLossScaler, ZeroStageEnum, fragment_address, state._rebuild]
 
 
 def _convert(source: Path, target: Path) -> None:

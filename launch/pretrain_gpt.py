@@ -559,13 +559,18 @@ class Trainer:
         state = checkpoints.load(self.engine, checkpoint, self.layout, self.checkpoint_folder)
         # the pass that measured saved_bytes has seen other weights
         invalidate_weight_caches()
-        for key, now in self._data_identity().items():
-            if state["data"][key] != now:
+        now = self._data_identity()
+        with checkpoints.reading(checkpoint.path):
+            data = {key: state["data"][key] for key in now}
+            self.step, self.val_loss_start = state["step"], float(state["val_loss_start"])
+            if self.step != checkpoint.step:
+                raise ValueError(f"the files are of step {self.step}")
+        for key, value in now.items():
+            if data[key] != value:
                 raise LaunchError(
-                    f"--load {checkpoint.path}: the checkpoint was made with {key} {state['data'][key]}, "
-                    f"found {now}: the data would not go on where they stopped"
+                    f"--load {checkpoint.path}: the checkpoint was made with {key} {data[key]}, found "
+                    f"{value}: the data would not go on where they stopped"
                 )
-        self.step, self.val_loss_start = state["step"], state["val_loss_start"]
         if self.is_main:
             print(f"{self.run}: going on from {checkpoint.path}", flush=True)
 

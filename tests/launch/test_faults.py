@@ -228,20 +228,46 @@ class Payload:
         return os.mkdir, (str(self.folder),)
 
 
-def test_nothing_in_a_checkpoint_is_executed(tmp_path, train, whole):
-    shutil.copytree(whole[1] / "run", tmp_path / "run")
-    last = tmp_path / "run/coat/checkpoints/step8"
-    path = last / "mp_rank_00_model_states.pt"
-    torch.save({**torch.load(path, weights_only=True), "extra": Payload(tmp_path / "executed")}, path)
-    manifest = json.loads((last / "manifest.json").read_text())
+def forge(path: Path, **changes) -> None:
+    """Writes other things into a file of a checkpoint, and into the manifest that this is as it should be."""
+    torch.save({**torch.load(path, weights_only=False), **changes}, path)
+    manifest = json.loads((path.parent / "manifest.json").read_text())
     manifest["files"][path.name] = {
         "bytes": path.stat().st_size,
         "sha256": hashlib.sha256(path.read_bytes()).hexdigest(),
     }
-    (last / "manifest.json").write_text(json.dumps(manifest))
+    (path.parent / "manifest.json").write_text(json.dumps(manifest))
+
+
+def test_nothing_in_a_checkpoint_is_executed(tmp_path, train, whole):
+    shutil.copytree(whole[1] / "run", tmp_path / "run")
+    model = tmp_path / "run/coat/checkpoints/step8/mp_rank_00_model_states.pt"
+    forge(model, extra=Payload(tmp_path / "executed"))
     ended = train("--resume", "--steps", 9)
-    assert ended.codes == [1] and "a file holds more than data and was not read" in ended.text
+    assert ended.codes == [1] and "a file holds more than data and was not read (" in ended.text
+    # not torch's advice to trust the file
+    assert "GLOBAL posix.mkdir" in ended.text and "weights_only=False" not in ended.text
     assert "Traceback" not in ended.text and not (tmp_path / "executed").exists()
+
+
+def test_a_checkpoint_of_something_else(tmp_path, train, whole):
+    """Files as their manifest has them, of another model or step."""
+    shutil.copytree(whole[1] / "run", tmp_path / "run")
+    folder = tmp_path / "run/coat/checkpoints/step8"
+    ended = train("--resume", "--steps", 9, "--ffn-hidden-size", 256)
+    assert ended.codes == [1] and "Traceback" not in ended.text
+    assert f"error: {folder}: its files are whole, but do not hold what this run needs" in ended.text
+    assert "size mismatch" in ended.text
+    for changes, why in (
+        ({"step": 7}, "of step 7"),
+        ({"data": {}}, "KeyError: 'seed'"),
+        ({"rng": 1}, "TypeError"),
+    ):
+        kept = (folder / "mp_rank_00_model_states.pt").read_bytes()
+        forge(folder / "mp_rank_00_model_states.pt", **changes)
+        ended = train("--resume", "--steps", 9)
+        assert ended.codes == [1] and why in ended.text and "Traceback" not in ended.text
+        (folder / "mp_rank_00_model_states.pt").write_bytes(kept)
 
 
 @pytest.mark.parametrize("ranks", [1, 4])
@@ -275,6 +301,50 @@ def test_resume_at_half_and_double_the_size(tmp_path, train, whole, ranks):
         assert other[step]["lr"] == one[step]["lr"]
         # as in test_two_ranks_give_the_losses_of_one
         assert other[step]["loss"] == pytest.approx(one[step]["loss"], rel=3e-4 if step == 5 else 5e-3)
+
+
+# checkpoint_layout, ZeRO stage, where the optimizer is: each pair of values of any two of them that there is
+CELLS = [
+    ("stock", 0, "none"),
+    ("compressed", 0, "none"),
+    ("stock", 1, "cpu"),
+    ("compressed", 1, "none"),
+    ("stock", 2, "none"),
+    ("compressed", 2, "cpu"),
+    ("stock", 3, "cpu"),
+    ("compressed", 3, "none"),
+]
+
+
+@pytest.mark.parametrize("layout, stage, device", CELLS)
+def test_resume_of_every_layout_and_stage(tmp_path, train, layout, stage, device):
+    config = json.loads((ROOT / "configs/ds_zero1_coat.json").read_text())
+    config["zero_optimization"] = {"stage": stage}
+    if device == "cpu":
+        config["zero_optimization"]["offload_optimizer"] = {"device": "cpu"}
+    config["coat"]["optimizer"] = {"checkpoint_layout": layout}
+    path = tmp_path / "ds.json"
+    path.write_text(json.dumps(config))
+    arguments = ["--deepspeed-config", path, "--steps", 4, "--resume"]
+    assert (ended := train(*arguments, ranks=2)).codes == [0, 0], ended.text
+    before = measured(tmp_path)
+    shutil.rmtree(tmp_path / "run/coat/checkpoints/step4")
+    shutil.copytree(tmp_path / "run", tmp_path / "copy")
+    assert (ended := train(*arguments, ranks=2)).codes == [0, 0], ended.text
+    assert "going on from" in ended.text and measured(tmp_path) == before
+
+    shutil.rmtree(tmp_path / "run")
+    (tmp_path / "copy").rename(tmp_path / "run")
+    ended = train(*arguments)
+    if stage == 0:
+        assert ended.codes == [1] and "data_parallel_size=2" in ended.text and "Traceback" not in ended.text
+        return
+    assert ended.codes == [0], ended.text
+    for step, values in measured(tmp_path).items():
+        # as in test_two_ranks_give_the_losses_of_one
+        close = {"loss": 3e-4 if step == 3 else 5e-3, "lr": 0} if step in (3, 4) else {}
+        for key, bound in close.items():
+            assert values[key] == pytest.approx(before[step][key], rel=bound)
 
 
 def test_loss_that_is_not_finite(tmp_path, train, whole):
