@@ -28,6 +28,7 @@ import statistics
 import sys
 import time
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -37,6 +38,7 @@ sys.path.insert(0, str(ROOT))
 
 from launch import checkpoints, report  # noqa: E402
 from launch.data import Corpus, DataError, Split, load_corpus, padded_vocab_size  # noqa: E402
+from launch.output_lock import OutputLock  # noqa: E402
 
 RUNS = ("bf16", "coat")
 SHAPE_FLAGS = ("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups")
@@ -308,8 +310,9 @@ def start_process_group(timeout: datetime.timedelta) -> torch.device:
 class Trainer:
     """One run: the engine, its data and what is measured."""
 
-    def __init__(self, args: argparse.Namespace):
-        self.args = args
+    def __init__(self, args: argparse.Namespace, lock: OutputLock):
+        """`lock` is taken by rank 0."""
+        self.args, self._lock = args, lock
         self.config = read_host_config(args)
         if args.tensor_model_parallel_size > 1:
             # kernels run in the order of their launch: what is sent starts before the product that hides it
@@ -333,6 +336,8 @@ class Trainer:
         )
         timeout = datetime.timedelta(seconds=args.distributed_timeout)
         self.device = start_process_group(timeout)
+        # nothing is written before
+        self._on_main(lock.take)
         world = torch.distributed.get_world_size()
         tp_size = args.tensor_model_parallel_size
         if world % tp_size:
@@ -485,6 +490,20 @@ class Trainer:
         torch.distributed.all_reduce(mean, group=self.group)
         return mean.item() / self.ranks
 
+    @staticmethod
+    def _on_main(action: Callable[[], object]) -> None:
+        """Does it on rank 0. An OutputError ends all ranks."""
+
+        def reason() -> str | None:
+            try:
+                action()
+            except report.OutputError as error:
+                return str(error)
+            return None
+
+        if (why := checkpoints.from_main(reason)) is not None:
+            raise report.OutputError(why)
+
     def _any_rank(self, flag: bool) -> bool:
         flags = torch.tensor(int(flag), device=self.device)
         torch.distributed.all_reduce(flags, torch.distributed.ReduceOp.MAX)
@@ -533,6 +552,7 @@ class Trainer:
     def _save(self) -> None:
         state = {"step": self.step, "val_loss_start": self.val_loss_start, "data": self._data_identity()}
         keep = self.args.keep_checkpoints
+        self._on_main(self._lock.check)
         checkpoints.save(self.engine, self.checkpoint_folder, self.step, self.layout, state, keep=keep)
 
     def _find_checkpoint(self) -> checkpoints.Checkpoint | None:
@@ -626,17 +646,19 @@ def parameter_groups(model: torch.nn.Module) -> list[dict]:
     ]
 
 
-def train_once(args: argparse.Namespace) -> None:
-    """One run in this process; leaves OUTPUT/<run>/summary.json. Exits with one line for expected errors."""
+def train_once(args: argparse.Namespace, last: bool = True) -> None:
+    """One run in this process; leaves OUTPUT/<run>/summary.json, and the last one what compares all runs.
+    Exits with one line for expected errors.
+    """
     # what Megatron says about packages that nothing here needs, and torch about calls that DeepSpeed makes
     warnings.filterwarnings("ignore", module=r"megatron\.")
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")
     from coat_ds import CoatConfigError
 
-    trainer, signals = None, Signals()
+    trainer, signals, lock = None, Signals(), OutputLock(args.output)
     try:
         report.prepare_folder(args.output)
-        trainer = Trainer(args)
+        trainer = Trainer(args, lock)
         report.prepare_folder(trainer.folder)
         # of an earlier run: it must not stand for one that fails now
         (trainer.folder / "summary.json").unlink(missing_ok=True)
@@ -644,6 +666,8 @@ def train_once(args: argparse.Namespace) -> None:
         if trainer.is_main:
             report.write_summary(trainer.folder / "summary.json", summary)
         torch.distributed.destroy_process_group()
+        if last and trainer.is_main:
+            conclude(Path(args.output))
     except Stopped as stopped:
         if trainer.is_main:
             print(stopped, file=sys.stderr)
@@ -666,6 +690,8 @@ def train_once(args: argparse.Namespace) -> None:
             file=sys.stderr,
         )
         sys.exit(130)
+    finally:
+        lock.release()
 
 
 def compare(args: argparse.Namespace) -> None:
@@ -676,7 +702,8 @@ def compare(args: argparse.Namespace) -> None:
             # the launcher's store still holds the keys of the run before
             os.environ.update(MASTER_PORT=str(port + 1 + index), TORCHELASTIC_USE_AGENT_STORE="False")
         process = multiprocessing.get_context("spawn").Process(
-            target=train_once, args=(argparse.Namespace(**{**vars(args), "variant": run}),)
+            target=train_once,
+            args=(argparse.Namespace(**{**vars(args), "variant": run}), run == RUNS[-1]),
         )
         process.start()
         for number in (signal.SIGTERM, signal.SIGUSR1):
@@ -715,11 +742,6 @@ def main(argv: list[str] | None = None) -> None:
         raise
     except LaunchError as error:
         sys.exit(f"error: {error}")
-    if int(os.environ.get("RANK", 0)) == 0:
-        try:
-            conclude(Path(args.output))
-        except report.OutputError as error:
-            sys.exit(f"error: {error}")
 
 
 if __name__ == "__main__":

@@ -33,7 +33,7 @@ def prepare_folder(folder: str | os.PathLike) -> Path:
         with tempfile.TemporaryFile(dir=folder):
             pass
 
-    _writing(folder, probe)
+    writing(folder, probe)
     return folder
 
 
@@ -53,10 +53,11 @@ def atomic_write(path: str | os.PathLike, data: bytes) -> None:
             part.unlink(missing_ok=True)
             raise
 
-    _writing(path, write)
+    writing(path, write)
 
 
-def _writing(path: Path, action: Callable[[], object]):
+def writing(path: Path, action: Callable[[], object]):
+    """What the action returns. Raises OutputError in place of its OSErrors."""
     try:
         return action()
     except OSError as error:
@@ -84,7 +85,7 @@ class MetricsWriter:
             if record["run"] != run or (resume_step is not None and record["step"] <= resume_step)
         ]
         atomic_write(path, b"".join(_line(record) for record in kept))
-        self._file = _writing(self._path, lambda: self._path.open("ab"))
+        self._file = writing(self._path, lambda: self._path.open("ab"))
 
     def write(self, step: int, **values: float | int) -> None:
         record = _line({"run": self._run, "step": step, **values})
@@ -93,7 +94,7 @@ class MetricsWriter:
             self._file.write(record)
             self._file.flush()
 
-        _writing(self._path, append)
+        writing(self._path, append)
 
     def close(self) -> None:
         self._file.close()

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from launch import pretrain_gpt, report
+from launch import output_lock, pretrain_gpt, report
 from tests.coat_ds.test_checkpoints import rounded_again
 from tests.launch.ranks import HIDDEN, run_ranks
 
@@ -146,11 +146,43 @@ def test_kill_of_another_rank_during_save(tmp_path, train, whole):
 def test_sigterm_of_one_process(tmp_path, train, whole):
     ended = train("--save-interval", 100, signal_at_step=[0, 5, signal.SIGTERM])
     assert ended.codes == [pretrain_gpt.STOPPED] and saved(tmp_path) == {"step5"}
+    assert not (tmp_path / "run/run.lock").exists()
     # an older run's checkpoint is not taken for one of a run that starts anew
     ended = train()
     assert ended.codes == [1] and "step5 is there, from an earlier run" in ended.text
     assert train("--resume").codes == [0]
     assert measured(tmp_path) == measured(whole[1])
+
+
+def test_two_runs_of_one_output(tmp_path, train, whole):
+    """The second is refused on all its ranks and changes nothing; a killed one leaves the output to it."""
+    ended = train(kill_at_step=[0, 5])
+    assert ended.codes == [-signal.SIGKILL] and saved(tmp_path) == {"step2", "step4"}
+    (tmp_path / "run/coat/checkpoints/step6.0.partial").mkdir()
+    # this process is the other run
+    lock, said = output_lock.OutputLock(tmp_path / "run"), []
+    lock.take(said.append)
+    assert "which has ended" in said[0]
+    files = {path: path.stat().st_mtime_ns for path in (tmp_path / "run").rglob("*") if path.is_file()}
+    ended = train("--resume", ranks=2)
+    assert ended.codes == [1, 1] and "Traceback" not in ended.text
+    assert ended.text.count(f"error: --output {tmp_path}/run: in use by process {os.getpid()} on") == 2
+    assert files == {
+        path: path.stat().st_mtime_ns for path in (tmp_path / "run").rglob("*") if path.is_file()
+    }
+    lock.release()
+    ended = train("--resume", kill_at_step=[0, 5])
+    assert ended.codes == [-signal.SIGKILL] and "taken over" not in ended.text
+    ended = train("--resume")
+    assert ended.codes == [0] and ended.text.count(f"{tmp_path}/run: taken over from process") == 1
+    assert measured(tmp_path) == measured(whole[1])
+    assert not list((tmp_path / "run").rglob("*.partial")) and not (tmp_path / "run/run.lock").exists()
+
+
+def test_a_run_that_has_lost_its_output_writes_no_checkpoint(tmp_path, train):
+    ended = train(ranks=2, lose_output_at_step=[0, 3, str(tmp_path / "run/run.lock")])
+    assert ended.codes == [1, 1] and "Traceback" not in ended.text and saved(tmp_path) == {"step2"}
+    assert ended.text.count("this run has lost it to whoever removed the lock") == 2
 
 
 @contextlib.contextmanager
