@@ -53,9 +53,17 @@ KINDS = ("torchrun", "deepspeed", "megatron")
 LAUNCHERS = ("pdsh", "openmpi", "slurm")
 # beginnings of the names of variables that DeepSpeed's launcher hands to other nodes by itself
 HANDED_ON = ("MLFLOW", "PYTHON", "MV2", "UCX", "NCCL")
-# values that reach the ranks as they are: DeepSpeed quotes others, for a shell that is not there with these
-# two, and srun cuts at commas
-PLAIN = {"openmpi": r"[\w@%+=:,./-]*", "slurm": r"[\w@%+=:./-]*"}
+# characters of variables that do not reach the ranks as they are. DeepSpeed quotes all but a few for a shell,
+# which is not there with two of the launchers, and srun cuts at commas. With pdsh there is one, but the file
+# of variables has a line for each, of which DeepSpeed strips the ends.
+SPOILT = {
+    "openmpi": r"[^\w@%+=:,./-]",
+    "slurm": r"[^\w@%+=:./-]",
+    "pdsh": r"[\r\n]|^\s|\s$",
+}
+# what DeepSpeed puts into pdsh's command without quotes, though a shell reads it and pdsh expands "%"
+UNQUOTED = r"[\w@+=:,./-]+"
+HOST = r"[\w.:][\w.:-]*"
 
 
 class ClusterError(ValueError):
@@ -142,6 +150,12 @@ class Settings:
             raise ClusterError(f"MASTER_ADDR: expected the address of node 0, for there are {nodes} nodes")
         if kind == "megatron" and not env.get("MEGATRON_PATH"):
             raise ClusterError("MEGATRON_PATH: expected the path of a checkout of Megatron-LM, found none")
+        if not re.fullmatch(HOST, master or "127.0.0.1"):
+            raise ClusterError(f"MASTER_ADDR: expected a name or an address of a host, found {master!r}")
+        job = env.get("JOB") or "coat"
+        # torchrun makes a folder of this name
+        if not re.fullmatch(r"[\w.@+:-]+", job):
+            raise ClusterError(f"JOB: expected letters, digits and any of . _ @ + : -, found {job!r}")
         settings = cls(
             kind=kind,
             nodes=nodes,
@@ -156,14 +170,15 @@ class Settings:
             pipeline_size=number("PIPELINE_SIZE", 1),
             model_config=env.get("MODEL_CONFIG", str(ROOT / "configs/model_quickstart.json")),
             deepspeed_config=env.get("DEEPSPEED_CONFIG", str(ROOT / "configs/ds_zero1_coat.json")),
-            data=tuple(path for path in env.get("DATA", "").split(":") if path),
+            # a path that begins with "-" would be an option
+            data=tuple(f"./{p}" if p.startswith("-") else p for p in env.get("DATA", "").split(":") if p),
             tokenizer=env.get("TOKENIZER") or None,
             seq_length=number("SEQ_LENGTH", 128),
             steps=number("STEPS", 120),
             save_interval=number("SAVE_INTERVAL", 100),
-            output=os.path.abspath(env.get("OUTPUT", "runs/gpt")),
+            output=os.path.abspath(env.get("OUTPUT") or "runs/gpt"),
             max_restarts=number("MAX_RESTARTS", 0, 0),
-            job=env.get("JOB", "coat"),
+            job=job,
             megatron_path=env.get("MEGATRON_PATH"),
             spec=env.get("SPEC", "megatron_ext.with_optimizer"),
         )
@@ -215,7 +230,7 @@ def _read_hostfile(path: Path) -> dict[str, int]:
     for line in filter(None, lines):
         slots = re.fullmatch(r"slots=([1-9]\d*)", line[1]) if len(line) == 2 else None
         # a name that begins with "-" would be an option to ssh
-        if slots is None or not re.fullmatch(r"[\w.:][\w.:-]*", line[0]) or line[0] in hosts:
+        if slots is None or not re.fullmatch(HOST, line[0]) or line[0] in hosts:
             raise ClusterError(f"HOSTFILE {path}: expected lines 'host slots=n', found {' '.join(line)!r}")
         hosts[line[0]] = int(slots[1])
     if not hosts:
@@ -265,23 +280,67 @@ def environment(settings: Settings, env: dict[str, str]) -> dict[str, str]:
     return out
 
 
-def check_handed_on(settings: Settings, env: dict[str, str], own: dict[str, str]) -> None:
-    """Raises ClusterError for a variable that DeepSpeed's launcher would change on its way to the ranks."""
-    if not settings.hosts or settings.launcher not in PLAIN:
+def check_handed_on(settings: Settings, env: dict[str, str], own: dict[str, str], words: list[str]) -> None:
+    """Raises ClusterError for a value that DeepSpeed's launcher would change on its way to the ranks.
+
+    env, own: the environment's variables, and those that are set besides.
+    words: the arguments of the training script.
+    """
+    if not settings.hosts:
         return
-    for name, value in {**env, **own}.items():
-        if (name in own or name.startswith(HANDED_ON)) and not re.fullmatch(PLAIN[settings.launcher], value):
-            raise ClusterError(
-                f"{name}: {value!r} would not reach the ranks as it is by LAUNCHER={settings.launcher}. "
-                "Leave blanks and special characters out, with slurm commas too, or use "
-                + ("LAUNCHER=pdsh" if settings.launcher == "openmpi" else "launch/slurm.sbatch")
-            )
+
+    def refuse(name: str, value: str, found: str, way_out: str) -> None:
+        raise ClusterError(
+            f"{name}: {value!r} would not reach the ranks as it is by LAUNCHER={settings.launcher}, for "
+            f"{found!r} in it. {way_out}"
+        )
+
+    others = {"openmpi": "LAUNCHER=pdsh", "slurm": "launch/slurm.sbatch", "pdsh": "LAUNCHER=openmpi"}
+    elsewhere = f"Leave that out, or use {others[settings.launcher]}"
+    for name, value in _handed_on(env, own).items():
+        if spoilt := re.search(SPOILT[settings.launcher], value):
+            refuse(name, value, spoilt[0], elsewhere)
+    if settings.launcher == "openmpi" and ":" in words:
+        refuse(
+            "argument of the training script", ":", ":", "mpirun takes it for the start of another program"
+        )
+    if settings.launcher == "pdsh":
+        for name, value in (("folder to start in", os.getcwd()), ("PYTHON", sys.executable)):
+            if not re.fullmatch(UNQUOTED, value):
+                spoilt = next(c for c in value if not re.fullmatch(UNQUOTED, c))
+                refuse(name, value, spoilt, elsewhere)
+        for name in _handed_on(env, own):
+            if not name.isidentifier():
+                refuse("variable", name, next(c for c in name if not f"_{c}".isidentifier()), elsewhere)
+
+
+def _handed_on(env: dict[str, str], own: dict[str, str]) -> dict[str, str]:
+    """The variables that DeepSpeed's launcher sets on other nodes."""
+    return {name: value for name, value in env.items() if name.startswith(HANDED_ON)} | own
+
+
+def _for_pdsh(word: str) -> str:
+    """What becomes `word` on its way through DeepSpeed's launcher, pdsh and the shell at the other end."""
+    word = word.replace("%", "%%")
+    # DeepSpeed puts double quotes around an argument with a blank, and escapes none but those in it
+    return re.sub(r"([\\$`])", r"\\\1", word) if " " in word else shlex.quote(word)
+
+
+def _for_torchrun(word: str) -> str:
+    # torchrun fills "$local_rank" in, and so makes one "$" of two
+    return word.replace("$", "$$")
 
 
 def command(settings: Settings, node_rank: int, extra: list[str]) -> list[str]:
-    """What starts training on a node; with `deepspeed`, on the node that starts all."""
+    """What starts training on a node; with `deepspeed`, on the node that starts all.
+
+    extra: arguments of the training script, after those made here.
+    """
+    script = script_words(settings, extra)
     if settings.kind == "deepspeed":
-        script = [str(ROOT / "launch/pretrain_gpt.py"), *_pretrain_arguments(settings), *extra]
+        if settings.hosts and settings.launcher == "pdsh":
+            # of the script's own path DeepSpeed quotes nothing
+            script = [shlex.quote(script[0].replace("%", "%%")), *map(_for_pdsh, script[1:])]
         if settings.hosts:
             places = [f"--hostfile={settings.hostfile}", "--force_multi", f"--launcher={settings.launcher}"]
             # preflight has reached all of them, under Slurm not by ssh
@@ -297,10 +356,6 @@ def command(settings: Settings, node_rank: int, extra: list[str]) -> list[str]:
             f"--master_port={settings.master_port}",
             *script,
         ]
-    if settings.kind == "torchrun":
-        script = [str(ROOT / "launch/pretrain_gpt.py"), *_pretrain_arguments(settings), *extra]
-    else:
-        script = [f"{settings.megatron_path}/pretrain_gpt.py", *_megatron_arguments(settings), *extra]
     # what the interface's address is on another node is not known here
     address = _address(settings.interface) if node_rank == settings.node_rank else None
     return [
@@ -313,8 +368,15 @@ def command(settings: Settings, node_rank: int, extra: list[str]) -> list[str]:
         f"--rdzv-conf=is_host={int(node_rank == 0)}",
         f"--max-restarts={settings.max_restarts}",
         *([f"--local-addr={address}"] if address else []),
-        *script,
+        *map(_for_torchrun, script),
     ]
+
+
+def script_words(settings: Settings, extra: list[str]) -> list[str]:
+    """The training script and its arguments, as every rank should see them."""
+    if settings.kind == "megatron":
+        return [f"{settings.megatron_path}/pretrain_gpt.py", *_megatron_arguments(settings), *extra]
+    return [str(ROOT / "launch/pretrain_gpt.py"), *_pretrain_arguments(settings), *extra]
 
 
 def _launcher_arguments(s: Settings) -> list[str]:
@@ -425,7 +487,7 @@ def main(argv: list[str]) -> None:
     try:
         settings = Settings.from_environment(args.kind, env)
         own = environment(settings, env)
-        check_handed_on(settings, env, own)
+        check_handed_on(settings, env, own, script_words(settings, extra))
         if args.dry_run:
             started = range(1 if settings.kind == "deepspeed" else settings.nodes)
             for rank in started:
@@ -439,7 +501,7 @@ def main(argv: list[str]) -> None:
             return
         preflight.check(settings, env)
         if settings.hosts:
-            own["DS_ENV_FILE"] = _write_for_deepspeed(settings, own)
+            own["DS_ENV_FILE"] = _write_for_deepspeed(settings, env, own)
     except ClusterError as error:
         sys.exit(f"error: {error}")
     # the agents ignore what the ranks answer by a checkpoint
@@ -448,13 +510,23 @@ def main(argv: list[str]) -> None:
     os.execvpe(argv[0], argv, {**env, **own})
 
 
-def _write_for_deepspeed(settings: Settings, own: dict[str, str]) -> str:
-    """Hostfile and variables; DeepSpeed hands a few of its own choice to other nodes, and this file's."""
+def _write_for_deepspeed(settings: Settings, env: dict[str, str], own: dict[str, str]) -> str:
+    """Writes hostfile and variables. DeepSpeed hands a few of its own choice to other nodes, and this file's,
+    which win over them: so all are in it.
+    """
     path = Path(settings.output) / "deepspeed_env"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("".join(f"{name}={value}\n" for name, value in own.items()))
-    slots = settings.gpus_per_node
-    Path(settings.hostfile).write_text("".join(f"{host} slots={slots}\n" for host in settings.hosts))
+    variables = _handed_on(env, own)
+    if settings.launcher == "pdsh":
+        # DeepSpeed puts double quotes around what is not plain, and escapes nothing
+        quoted = {name: re.sub(r'([\\$`"])', r"\\\1", value) for name, value in variables.items()}
+        variables = {name: value.replace("%", "%%") for name, value in quoted.items()}
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("".join(f"{name}={value}\n" for name, value in variables.items()))
+        slots = settings.gpus_per_node
+        Path(settings.hostfile).write_text("".join(f"{host} slots={slots}\n" for host in settings.hosts))
+    except (OSError, UnicodeEncodeError) as error:
+        raise ClusterError(f"OUTPUT {settings.output}: cannot write {path.name} there ({error})") from error
     return str(path)
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from deepspeed.launcher import runner
+from torch.distributed.elastic.utils import macros
 
 from launch import cluster, preflight, pretrain_gpt
 from launch.cluster import ClusterError, Settings
@@ -35,6 +36,8 @@ def settings(tmp_path, kind="torchrun", **variables) -> Settings:
         ({"GPUS_PER_NODE": "2", "PIPELINE_SIZE": "2"}, "PIPELINE_SIZE: 2, but launch/pretrain_gpt.py has no"),
         ({"MODEL_CONFIG": "none.json"}, "MODEL_CONFIG none.json: cannot be read"),
         ({"LAUNCHER": "rsh"}, "LAUNCHER: expected one of pdsh, openmpi, slurm, found 'rsh'"),
+        ({"MASTER_ADDR": "a;id"}, "MASTER_ADDR: expected a name or an address of a host, found 'a;id'"),
+        ({"JOB": "a/b"}, r"JOB: expected letters, digits and any of . _ @ \+ : -, found 'a/b'"),
     ],
     ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
 )
@@ -123,7 +126,8 @@ def test_dry_run_prints_what_each_node_runs(tmp_path):
         assert {"NCCL_SOCKET_IFNAME=eth9", "GLOO_SOCKET_IFNAME=eth9"} <= set(words)
         assert f"--rdzv-conf=is_host={int(rank == 0)}" in words and "--nproc-per-node=4" in words
         script = words.index(str(ROOT / "launch/pretrain_gpt.py"))
-        args = pretrain_gpt.parse_args(words[script + 1 :])
+        # as torchrun's agents do
+        args = pretrain_gpt.parse_args(macros.substitute(words[script + 1 :], "0"))
         assert args.data == [str(data), "/c"] and args.resume and args.lr == 0.5
         assert args.output == str(tmp_path / "o u t")
     hostfile = tmp_path / "hosts"
@@ -182,12 +186,12 @@ def test_values_that_the_launcher_would_change_are_refused(tmp_path, launcher):
         changed = made.exports["PYTHONPATH"] != value or (launcher, character) == ("slurm", ",")
         for env, own in (({"PYTHONPATH": value}, {}), ({}, {"OWN": value})):
             if changed:
-                with pytest.raises(ClusterError, match="would not reach the ranks as it is"):
-                    cluster.check_handed_on(mine, env, own)
+                with pytest.raises(ClusterError) as refused:
+                    cluster.check_handed_on(mine, env, own, [])
+                assert f"by LAUNCHER={launcher}, for {character!r} in it" in str(refused.value)
             else:
-                cluster.check_handed_on(mine, env, own)
-            cluster.check_handed_on(replace(mine, launcher="pdsh"), env, own)
-        cluster.check_handed_on(mine, {"LS_COLORS": value}, {})
+                cluster.check_handed_on(mine, env, own, [])
+        cluster.check_handed_on(mine, {"LS_COLORS": value}, {}, [])
 
 
 def test_two_nodes_compare_themselves_through_the_store(tmp_path):
