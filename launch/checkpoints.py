@@ -33,6 +33,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
+from launch.json_file import read_object
 from launch.report import OutputError, atomic_write
 
 MANIFEST = "manifest.json"
@@ -207,13 +208,26 @@ def _verify(path: Path) -> tuple[str | None, Layout | None]:
 
     def read() -> tuple[dict, Layout] | str:
         try:
-            manifest = json.loads((path / MANIFEST).read_text())
+            manifest = read_object(path / MANIFEST)
             # a folder that was renamed by hand would resume at a step that it is not of
             if manifest["step"] != _step(path):
                 return f"{MANIFEST} is of step {manifest['step']}"
-            return manifest["files"], Layout(**manifest["layout"])
-        except (OSError, ValueError, KeyError, TypeError) as error:
+            files, layout = manifest["files"], Layout(**manifest["layout"])
+            if any(type(value) is not int for value in dataclasses.astuple(layout)):
+                raise ValueError(f"layout {manifest['layout']}")
+            for name, wanted in files.items():
+                plain = Path(name).name == name and "\0" not in name
+                if not plain or type(wanted["bytes"]) is not int or type(wanted["sha256"]) is not str:
+                    raise ValueError(f"file {name!r}: {wanted}")
+        except KeyError as error:
+            return f"{MANIFEST} has no {error}"
+        except (ValueError, TypeError, AttributeError) as error:
             return f"{MANIFEST} cannot be read ({error})"
+        # DeepSpeed would read it all the same
+        for file in sorted(path.glob("*.pt")):
+            if file.name not in files:
+                return f"{MANIFEST} has no {file.name}"
+        return files, layout
 
     manifest = from_main(read)
     if isinstance(manifest, str):

@@ -36,7 +36,6 @@ would run instead. Both need the network only where there is more than one node.
 
 import argparse
 import fcntl
-import json
 import os
 import re
 import shlex
@@ -49,6 +48,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from launch.json_file import read_object  # noqa: E402
+
+# keys of MODEL_CONFIG that are needed here
+SIZES = ("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups")
 KINDS = ("torchrun", "deepspeed", "megatron")
 LAUNCHERS = ("pdsh", "openmpi", "slurm")
 # beginnings of the names of variables that DeepSpeed's launcher hands to other nodes by itself
@@ -112,10 +117,11 @@ class Settings:
     def from_environment(cls, kind: str, env: dict[str, str]) -> "Settings":
         """Raises ClusterError, naming the variable, for what cannot be honoured."""
 
-        def number(name: str, default: int, least: int = 1) -> int:
+        def number(name: str, default: int, least: int = 1, most: int = 10**9) -> int:
             text = env.get(name, str(default))
-            if not text.isdecimal() or int(text) < least:
-                raise ClusterError(f"{name}: expected a whole number of at least {least}, found {text!r}")
+            if not re.fullmatch(r"[0-9]{1,10}", text) or not least <= int(text) <= most:
+                limits = f"of at least {least}" if most == 10**9 else f"from {least} to {most}"
+                raise ClusterError(f"{name}: expected a whole number {limits}, found {text[:60]!r}")
             return int(text)
 
         hostfile = env.get("HOSTFILE") if kind == "deepspeed" else None
@@ -134,7 +140,7 @@ class Settings:
         if len(set(hosts.values())) > 1:
             raise ClusterError(f"HOSTFILE {hostfile}: expected as many slots on each host, found {hosts}")
         slots = next(iter(hosts.values()), gpus)
-        nodes = number("NODES", len(hosts) or int(env.get("SLURM_NNODES", 1)))
+        nodes = number("NODES", len(hosts) or number("SLURM_NNODES", 1))
         if hosts and nodes > len(hosts):
             place = f"HOSTFILE {hostfile}" if hostfile else "the allocation"
             raise ClusterError(f"NODES: {nodes}, but {place} has {len(hosts)} hosts")
@@ -142,7 +148,7 @@ class Settings:
             raise ClusterError(
                 f"HOSTFILE: {launcher} needs it for {nodes} nodes: a file of lines 'host slots=n'"
             )
-        rank = number("NODE_RANK", int(env.get("SLURM_NODEID", 0)), 0)
+        rank = number("NODE_RANK", number("SLURM_NODEID", 0, 0), 0)
         if rank >= nodes:
             raise ClusterError(f"NODE_RANK: expected less than NODES ({nodes}), found {rank}")
         master = env.get("MASTER_ADDR") or next(iter(hosts), None)
@@ -164,7 +170,8 @@ class Settings:
             hosts=tuple(hosts)[:nodes],
             launcher=launcher,
             master_addr=master or "127.0.0.1",
-            master_port=number("MASTER_PORT", 29500),
+            # the next one is taken too
+            master_port=number("MASTER_PORT", 29500, 1, 2**16 - 2),
             interface=env.get("INTERFACE") or None,
             tensor_size=number("TENSOR_SIZE", 1),
             pipeline_size=number("PIPELINE_SIZE", 1),
@@ -187,9 +194,14 @@ class Settings:
 
     def shape(self) -> dict:
         try:
-            return json.loads(Path(self.model_config).read_text())
-        except (OSError, ValueError) as error:
-            raise ClusterError(f"MODEL_CONFIG {self.model_config}: cannot be read ({error})") from error
+            shape = read_object(self.model_config)
+            for key in SIZES:
+                if type(shape.get(key)) is not int or shape[key] < 1:
+                    found = repr(shape[key]) if key in shape else "none"
+                    raise ValueError(f"{key}: expected a whole number of at least 1, found {found}")
+        except ValueError as error:
+            raise ClusterError(f"MODEL_CONFIG {self.model_config}: {error}") from error
+        return shape
 
     def _check_sizes(self, data_size: str | None) -> None:
         if self.kind != "megatron" and self.pipeline_size > 1:
@@ -226,9 +238,14 @@ def _read_hostfile(path: Path) -> dict[str, int]:
         lines = [line.split("#")[0].split() for line in path.read_text().splitlines()]
     except OSError as error:
         raise ClusterError(f"HOSTFILE {path}: cannot be read ({error.strerror})") from error
+    except UnicodeDecodeError as error:
+        raise ClusterError(
+            f"HOSTFILE {path}: expected text, found byte 0x{error.object[error.start]:02x} at {error.start}: "
+            "give a file of lines 'host slots=n'"
+        ) from error
     hosts = {}
     for line in filter(None, lines):
-        slots = re.fullmatch(r"slots=([1-9]\d*)", line[1]) if len(line) == 2 else None
+        slots = re.fullmatch(r"slots=([1-9][0-9]{0,5})", line[1]) if len(line) == 2 else None
         # a name that begins with "-" would be an option to ssh
         if slots is None or not re.fullmatch(HOST, line[0]) or line[0] in hosts:
             raise ClusterError(f"HOSTFILE {path}: expected lines 'host slots=n', found {' '.join(line)!r}")
@@ -531,7 +548,6 @@ def _write_for_deepspeed(settings: Settings, env: dict[str, str], own: dict[str,
 
 
 if __name__ == "__main__":
-    sys.path.insert(0, str(ROOT))
     # the module that launch.preflight knows, not this second copy
     from launch.cluster import main as start
 

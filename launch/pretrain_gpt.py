@@ -18,7 +18,6 @@ import argparse
 import dataclasses
 import datetime
 import functools
-import json
 import math
 import multiprocessing
 import os
@@ -38,9 +37,12 @@ sys.path.insert(0, str(ROOT))
 
 from launch import checkpoints, report  # noqa: E402
 from launch.data import Corpus, DataError, Split, load_corpus, padded_vocab_size  # noqa: E402
+from launch.json_file import read_object  # noqa: E402
 from launch.output_lock import OutputLock  # noqa: E402
 
 RUNS = ("bf16", "coat")
+# of the DeepSpeed JSON, changed or looked at here
+SECTIONS = ("optimizer", "zero_optimization", "checkpoint")
 SHAPE_FLAGS = ("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups")
 # the first steps allocate and warm caches up
 WARM_STEPS = 3
@@ -177,13 +179,19 @@ def read_host_config(args: argparse.Namespace) -> dict:
     """The DeepSpeed JSON with what `--variant` and `--lr` change."""
     path = Path(args.deepspeed_config)
     try:
-        config = json.loads(path.read_text())
-    except OSError as error:
-        raise LaunchError(f"--deepspeed-config {path}: cannot be read ({error.strerror})") from error
+        config = read_object(path)
     except ValueError as error:
-        raise LaunchError(f"--deepspeed-config {path}: not a JSON file ({error})") from error
-    if not isinstance(config, dict):
-        raise LaunchError(f"--deepspeed-config {path}: expected a JSON object, found {type(config).__name__}")
+        raise LaunchError(f"--deepspeed-config {path}: {error}") from error
+    for key in SECTIONS:
+        if not isinstance(config.get(key, {}), dict):
+            raise LaunchError(
+                f"--deepspeed-config {path}: {key}: expected an object in braces, found {config[key]!r}"
+            )
+    params = config.get("optimizer", {}).get("params")
+    if not isinstance(params, dict | None):
+        raise LaunchError(
+            f"--deepspeed-config {path}: optimizer.params: expected an object in braces, found {params!r}"
+        )
     if not _enabled(config, "bf16"):
         raise LaunchError(
             f'--deepspeed-config {path}: expected "bf16": {{"enabled": true}}, the model is BF16'
@@ -193,7 +201,8 @@ def read_host_config(args: argparse.Namespace) -> dict:
     elif args.variant == "coat" and not _enabled(config, "coat"):
         raise LaunchError(f'--deepspeed-config {path}: a COAT run needs "coat": {{"enabled": true}}')
     if args.lr is not None:
-        config.setdefault("optimizer", {"type": "AdamW"}).setdefault("params", {})["lr"] = args.lr
+        optimizer = config.setdefault("optimizer", {"type": "AdamW"})
+        optimizer["params"] = {**(params or {}), "lr": args.lr}
     return config
 
 
@@ -232,7 +241,7 @@ def use_torch_adamw(config: dict) -> None:
     """Without COAT, AdamW is torch's fused one: DeepSpeed's keeps the same states and wants a compiler."""
     optimizer = config.get("optimizer", {})
     if str(optimizer.get("type")).lower() in ("adam", "adamw"):
-        optimizer.setdefault("params", {}).update(torch_adam=True, fused=True)
+        optimizer["params"] = {**(optimizer.get("params") or {}), "torch_adam": True, "fused": True}
 
 
 def warmup_cosine(step: int, *, warmup: int, total: int) -> float:
@@ -250,7 +259,7 @@ def load_model_shape(args: argparse.Namespace):
         return dataclasses.replace(
             shape, **{f: v for f in SHAPE_FLAGS if (v := getattr(args, f)) is not None}
         )
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise LaunchError(f"--model-config {args.model_config}: {error}") from error
 
 
@@ -720,7 +729,7 @@ def compare(args: argparse.Namespace) -> None:
 def conclude(output: Path) -> None:
     """Summary, table and plot of all runs in the folder."""
     found = [run for run in RUNS if (output / run / "summary.json").exists()]
-    summary = {run: json.loads((output / run / "summary.json").read_text()) for run in found}
+    summary = {run: report.read_summary(output / run / "summary.json") for run in found}
     report.write_summary(output / "summary.json", summary)
     print(f"\n{report.comparison_table(summary)}\n")
     try:

@@ -219,6 +219,17 @@ def test_config_errors(tmp_path, capsys):
     assert "expected a JSON object, found list" in text("--deepspeed-config", tmp_path / "bad.json")
     assert 'expected "bf16": {"enabled": true}' in text("--deepspeed-config", host_config(tmp_path, bf16={}))
     assert 'expected "bf16"' in text("--deepspeed-config", host_config(tmp_path, bf16=True))
+    for lr in ((), ("--lr", 0.1)):
+        named = host_config(tmp_path, optimizer="AdamW")
+        assert "ds.json: optimizer: expected an object in braces, found 'AdamW'" in text(
+            "--deepspeed-config", named, *lr
+        )
+        listed = host_config(tmp_path, optimizer={"type": "AdamW", "params": []})
+        assert "ds.json: optimizer.params: expected an object in braces, found []" in text(
+            "--deepspeed-config", listed, *lr
+        )
+    (tmp_path / "bad.json").write_text("[" * 10**5)
+    assert "bad.json: not a JSON file" in text("--deepspeed-config", tmp_path / "bad.json")
     unknown = host_config(tmp_path, coat={"enabled": True, "optimizer": {"group_sise": 128}})
     assert "coat.optimizer.group_sise: unknown key" in text("--deepspeed-config", unknown)
     disabled = host_config(tmp_path, coat={"enabled": False})
