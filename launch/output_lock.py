@@ -1,7 +1,7 @@
 """One run at a time owns an OUTPUT: a file there says which.
 
     lock = OutputLock(folder)
-    lock.take()        OutputError where another run has it
+    lock.take(print)   OutputError where another run has it
     lock.check()       OutputError where it was taken away since
     lock.release()
 
@@ -59,7 +59,7 @@ class Owner:
         return cls(
             host=socket.gethostname(),
             boot=_boot(),
-            pids=os.readlink("/proc/self/ns/pid"),
+            pids=_namespace(),
             pid=os.getpid(),
             started=_state_and_start(os.getpid())[1],
             since=datetime.datetime.now().astimezone().isoformat(timespec="seconds"),
@@ -107,7 +107,7 @@ class OutputLock:
         self.path = Path(folder) / NAME
         self._owner: Owner | None = None
 
-    def take(self, say: Callable[[str], object] = print) -> None:
+    def take(self, say: Callable[[str], object]) -> None:
         """Makes this process the owner of the folder, which exists. One line goes to `say` if the owner
         before has ended without releasing it.
 
@@ -219,6 +219,13 @@ def _state_and_start(pid: int) -> tuple[str, int]:
     # the name of the program, which may hold anything, ends at the last bracket
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return fields[0], int(fields[19])
+
+
+def _namespace() -> str:
+    try:
+        return os.readlink("/proc/self/ns/pid")
+    except OSError:
+        return ""
 
 
 def _boot() -> str:

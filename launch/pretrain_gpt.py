@@ -21,6 +21,7 @@ import functools
 import math
 import multiprocessing
 import os
+import re
 import resource
 import signal
 import statistics
@@ -268,6 +269,9 @@ def read_ranks(env: dict[str, str]) -> None:
 
     Raises LaunchError where these would not find each other: each would train alone.
     """
+    port = env.get("MASTER_PORT", "1")
+    if not re.fullmatch("[0-9]{1,5}", port) or not 0 < int(port) < 2**16:
+        raise LaunchError(f"MASTER_PORT: expected a number from 1 to 65535, found {port[:60]!r}")
     if "WORLD_SIZE" in env:
         return
     for rank, local_rank, size in RANK_VARIABLES:
@@ -346,7 +350,7 @@ class Trainer:
         timeout = datetime.timedelta(seconds=args.distributed_timeout)
         self.device = start_process_group(timeout)
         # nothing is written before
-        self._on_main(lock.take)
+        self._on_main(lambda: lock.take(functools.partial(print, flush=True)))
         world = torch.distributed.get_world_size()
         tp_size = args.tensor_model_parallel_size
         if world % tp_size:

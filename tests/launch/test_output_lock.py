@@ -22,7 +22,7 @@ from launch.output_lock import OutputLock
 from launch.report import OutputError
 lock = OutputLock(sys.argv[1])
 try:
-    lock.take()
+    lock.take(lambda text: print(text, flush=True))
     print("taken", flush=True)
 except OutputError as error:
     print(error, flush=True)
@@ -48,7 +48,7 @@ def take(tmp_path):
 
 def refused(lock: OutputLock) -> str:
     with pytest.raises(OutputError) as error:
-        lock.take()
+        lock.take(print)
     return str(error.value)
 
 
@@ -137,12 +137,12 @@ def test_a_token_is_no_path(tmp_path):
 
 def test_a_lock_that_was_taken_away(tmp_path):
     lock = OutputLock(tmp_path)
-    lock.take()
+    lock.take(print)
     (tmp_path / NAME).unlink()
     with pytest.raises(OutputError, match="has lost it to whoever removed the lock"):
         lock.check()
     other = OutputLock(tmp_path)
-    other.take()
+    other.take(print)
     with pytest.raises(OutputError, match=f"has lost it to process {os.getpid()} on"):
         lock.check()
     lock.release()
@@ -166,15 +166,15 @@ def test_without_hard_links(tmp_path, monkeypatch):
 
     monkeypatch.setattr(os, "link", link)
     one, other = OutputLock(tmp_path), OutputLock(tmp_path)
-    one.take()
+    one.take(print)
     assert "in use by" in refused(other)
     one.release()
     held_by(tmp_path, started=1)
-    other.take()
+    other.take(print)
     other.check()
     assert os.listdir(tmp_path) == [NAME]
 
 
 def test_a_folder_that_cannot_be_written(tmp_path):
     with pytest.raises(OutputError, match="choose another folder with --output"):
-        OutputLock(tmp_path / "nowhere").take()
+        OutputLock(tmp_path / "nowhere").take(print)
