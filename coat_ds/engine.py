@@ -523,4 +523,4 @@ def _say(text: str, level: int = logging.INFO) -> None:
     if message is not None and logger.isEnabledFor(logging.WARNING):
         record = logger.makeRecord(logger.name, level, __file__, 0, message, (), None, "coat_ds")
         for handler in logger.handlers:
-            handler.emit(record)
+            handler.handle(record)

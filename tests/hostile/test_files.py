@@ -256,7 +256,7 @@ def test_deepspeed_configs(folder, data):
         assert rest
         return
     # what was taken is what was asked for
-    assert isinstance(coat, CoatConfig) and coat.enabled == config.get("coat", {}).get("enabled", False)
+    assert isinstance(coat, CoatConfig) and coat.enabled == (config.get("coat") or {}).get("enabled", False)
 
 
 SHAPE = json.loads((ROOT / "configs/model_quickstart.json").read_text())
