@@ -25,6 +25,15 @@ BF16_PARAMS = ("exact", "stochastic", "nearest")
 CHECKPOINT_LAYOUTS = ("stock", "compressed")
 ROUNDINGS = ("auto", "nearest", "stochastic")
 KEEP_FP32 = ("*norm*", "*bias*")
+OTHER_NAMES = {
+    "fp8": ("e4m3",),
+    "float8": ("e4m3",),
+    "float8_e4m3fn": ("e4m3", "fp8"),
+    "float8_e5m2": ("e5m2", "fp8_e5m2"),
+    "int8": ("sqrt8", "log8"),
+    "bfloat16": ("bf16",),
+    "float32": ("fp32",),
+}
 
 
 class CoatConfigError(ValueError):
@@ -40,16 +49,19 @@ def check_type(key: str, value: Any, expected: type) -> None:
 
 def check_choice(key: str, value: Any, choices: tuple) -> None:
     """Raises CoatConfigError unless `value` is one of `choices`, of the same type."""
-    check_type(key, value, type(choices[0]))
-    if value not in choices:
+    if not any(type(value) is type(c) and value == c for c in choices):
+        kind = "an integer, " if {type(c) for c in choices} == {int} else ""
         listed = ", ".join(repr(c) for c in choices)
         raise CoatConfigError(
-            f"{key}: expected one of {listed}; found {value!r}.{_did_you_mean(value, choices)}"
+            f"{key}: expected {kind}one of {listed}; found {value!r}.{_did_you_mean(value, choices)}"
         )
 
 
 def _did_you_mean(found: Any, known) -> str:
-    close = difflib.get_close_matches(str(found), [str(k) for k in known], n=1)
+    known = [str(k) for k in known]
+    close = difflib.get_close_matches(str(found), known, n=1)
+    # what others call it
+    close = close or [name for name in OTHER_NAMES.get(str(found).lower(), ()) if name in known][:1]
     return f" Did you mean {close[0]!r}?" if close else ""
 
 

@@ -11,6 +11,7 @@ import torch
 from coat_ds import checkpointing, client, switch
 from coat_ds.config import CoatConfig, CoatConfigError, OptimizerConfig
 from coat_ds.grad_norm import batch_gradient_norms
+from coat_ds.host_config import check_place, idle_patterns, optimizer_section
 from coat_ds.module_hooks import lighten_module_hooks
 from coat_ds.narrow_grad import keep_gradients_narrow
 from coat_ds.optimizer import LAYOUT, CoatAdamW, keeps_fp32, layout_table
@@ -88,6 +89,7 @@ def check(host: Mapping[str, Any], optimizer: Any) -> CoatConfig:
     optimizer: the optimizer argument, or None.
     Raises CoatConfigError for what cannot be honoured.
     """
+    check_place(host)
     ours = str(_section(host, "optimizer").get("type")).lower() == switch.OPTIMIZER_TYPE.lower()
     coat = CoatConfig.from_dict({"enabled": True} if ours and "coat" not in host else host.get("coat"))
     if ours and not (coat.enabled and coat.optimizer.enabled):
@@ -267,6 +269,8 @@ def _client_optimizer(coat: CoatConfig, host: Mapping[str, Any], optimizer, mode
 
     names = {} if model is None else {p: name for name, p in model.named_parameters()}
     rule = functools.partial(_keeps_fp32_by_name, coat.optimizer.keep_fp32, names)
+    for pattern in idle_patterns(coat.optimizer.keep_fp32, names) if names else ():
+        _say(f"coat.optimizer.keep_fp32: {pattern!r} matches no parameter of this model", logging.WARNING)
 
     own = {
         "keep_fp32": rule,
@@ -292,7 +296,7 @@ def _client_optimizer(coat: CoatConfig, host: Mapping[str, Any], optimizer, mode
 
 def _optimizer_options(host: Mapping[str, Any]) -> dict[str, Any]:
     """The constructor's arguments from the `"optimizer"` section."""
-    section = host.get("optimizer")
+    section = optimizer_section(host)
     if section is None:
         raise CoatConfigError(
             'coat.optimizer.enabled: there is neither an "optimizer" section nor an optimizer argument. Add '
@@ -511,8 +515,12 @@ def _announce(engine) -> None:
     _say(f"COAT: {'; '.join(parts) or 'nothing enabled'}")
 
 
-def _say(text: str) -> None:
-    """To the log of rank 0, at the lowest level that DeepSpeed shows by default."""
-    from deepspeed.utils import log_dist
+def _say(text: str, level: int = logging.INFO) -> None:
+    """To DeepSpeed's log, on rank 0, whenever warnings are shown there: its own level hides others' news."""
+    from deepspeed.utils.logging import get_dist_msg, logger
 
-    log_dist(text, ranks=[0], level=logging.WARNING)
+    message = get_dist_msg(text, ranks=[0])
+    if message is not None and logger.isEnabledFor(logging.WARNING):
+        record = logger.makeRecord(logger.name, level, __file__, 0, message, (), None, "coat_ds")
+        for handler in logger.handlers:
+            handler.handle(record)

@@ -6,6 +6,7 @@ shape, is FP32, reads as the moment's values, and quantizes what is written into
 """
 
 import itertools
+import math
 from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
@@ -16,8 +17,9 @@ from typing import NamedTuple, Self
 import torch
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
+from coat_ds.config import OPTIMIZER_GROUP_SIZES
 from coat_ds.recover import recovered
-from coat_kernels.codecs import Codec, Storage, get_codec
+from coat_kernels.codecs import CODECS, Codec, Storage
 
 aten = torch.ops.aten
 _streaming: ContextVar[bool] = ContextVar("coat_ds_streaming", default=False)
@@ -243,11 +245,48 @@ class StoredMoment(Moment):
 
 
 def _rebuild(pieces: list[tuple], group_size: int, shape: tuple[int, ...]) -> Moment:
-    made = []
-    for begin, name, *tensors in pieces:
-        storage = Storage(*tensors)
-        made.append(Piece(begin, begin + storage.codes.numel(), get_codec(name), storage))
+    """The moment of a pickled `StoredMoment`. Raises ValueError for anything that it would not write.
+
+    Readers of data only, such as `torch.load(weights_only=True)`, may be told to call this function: what
+    the file says is not to be trusted.
+    """
+    sizes = OPTIMIZER_GROUP_SIZES
+    _expect(type(group_size) is int and group_size in sizes, f"one of the group sizes {sizes}", group_size)
+    _expect(type(shape) is tuple and all(type(n) is int and n >= 0 for n in shape), "a shape", shape)
+    _expect(type(pieces) is list and pieces, "a list of pieces", pieces)
+    made, end = [], 0
+    for piece in pieces:
+        _expect(type(piece) is tuple and len(piece) == 5, "first element, codec and three tensors", piece)
+        begin, name, *tensors = piece
+        _expect(type(begin) is int and begin == end, f"a piece from element {end}", begin)
+        _expect(type(name) is str and name in CODECS, f"one of {', '.join(CODECS)}", name)
+        codec, storage = CODECS[name], Storage(*tensors)
+        # the size of the codes is looked at once they are known to be a tensor
+        _expect_vector("codes", storage.codes, codec.dtype, None)
+        groups = -(-storage.codes.numel() // group_size)
+        _expect_vector("scale", storage.scale, torch.float32, groups if codec.has_scale else 0)
+        _expect_vector("exponent", storage.exponent, torch.uint8, groups if codec.has_exponent else 0)
+        end += storage.codes.numel()
+        made.append(Piece(begin, end, codec, storage))
+    _expect(math.prod(shape) == end, f"a shape of {end} elements", shape)
+    devices = {t.device for piece in made for t in piece.storage}
+    _expect(len(devices) == 1, "all tensors on one device", devices)
     return Moment(tuple(made), group_size, shape)
+
+
+def _expect(holds: object, expected: str, found: object) -> None:
+    if not holds:
+        shown = " ".join(str(found).split())[:200]
+        raise ValueError(f"stored moment: expected {expected}, found {shown}")
+
+
+def _expect_vector(name: str, t: object, dtype: torch.dtype, numel: int | None) -> None:
+    wanted = f"{name} as a contiguous vector of {dtype}" + ("" if numel is None else f" of {numel} elements")
+    _expect(type(t) is torch.Tensor and t.layout == torch.strided and not t.is_meta, wanted, type(t))
+    # a tensor of stride 0 would need far more memory than its file has bytes
+    found = f"{t.dtype}, shape {tuple(t.shape)}, stride {t.stride()}"
+    _expect(t.dtype == dtype and t.dim() == 1 and t.is_contiguous(), wanted, found)
+    _expect(numel is None or t.numel() == numel, wanted, found)
 
 
 class _Decoded(torch.UntypedStorage):

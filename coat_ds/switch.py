@@ -11,8 +11,9 @@ away. So a Python that does not import torch runs none of this, and one that doe
 needs nothing but the standard library: 0.3 ms for the import and less than 1 ms in all, measured on a
 server's core, of torch's own 1.2 s. The rest of `coat_ds` is imported when an engine with a block is built.
 
-`COAT_DISABLE=1` in the environment keeps `register` from doing anything, and so does
-`TORCH_DEVICE_BACKEND_AUTOLOAD=0`, torch's own switch; `install` and `coat_ds.initialize` ignore both.
+`COAT_DISABLE=1` in the environment keeps `register` from doing anything but saying that a block is ignored,
+`TORCH_DEVICE_BACKEND_AUTOLOAD=0`, torch's own switch, from being called; `install` and `coat_ds.initialize`
+ignore both.
 """
 
 import contextlib
@@ -22,7 +23,7 @@ import inspect
 import logging
 import os
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from types import ModuleType
 from typing import Any
 
@@ -43,7 +44,7 @@ def install() -> None:
     """
     host = sys.modules.get(HOST)
     if host is None:
-        _wait()
+        _wait(_exchange)
     elif not is_installed():
         check_host(host)
         _exchange(host)
@@ -93,9 +94,13 @@ def installed() -> Iterator[None]:
 
 def register() -> None:
     """What torch calls at the end of its import."""
+    host = sys.modules.get(HOST)
     if os.environ.get(DISABLE) != "1":
-        host = sys.modules.get(HOST)
-        _wait() if host is None else _exchange(host)
+        _wait(_exchange) if host is None else _exchange(host)
+    elif host is not None:
+        _say_disabled(host)
+    elif not any(isinstance(finder, _Finder) for finder in sys.meta_path):
+        _wait(_say_disabled)
 
 
 def check_host(host: ModuleType) -> None:
@@ -112,12 +117,25 @@ def check_host(host: ModuleType) -> None:
 
 
 def asks_for_coat(host_config: Any) -> bool:
-    """Whether a DeepSpeed config has a `"coat"` block or names our optimizer."""
+    """Whether a DeepSpeed config has a `"coat"` block, wherever it is, or names our optimizer."""
     if not isinstance(host_config, Mapping):
         return False
     section = host_config.get("optimizer")
     kind = section.get("type") if isinstance(section, Mapping) else None
-    return "coat" in host_config or str(kind).lower() == OPTIMIZER_TYPE.lower()
+    named = str(kind).lower() == OPTIMIZER_TYPE.lower()
+    return "coat" in host_config or named or misplaced_block(host_config) is not None
+
+
+def misplaced_block(host_config: Mapping[str, Any]) -> str | None:
+    """The key of a block under another spelling, as "COAT", or in the `"optimizer"` section; None without."""
+    for key in host_config:
+        if key != "coat" and str(key).lower() == "coat":
+            return str(key)
+    section = host_config.get("optimizer")
+    for key in section if isinstance(section, Mapping) else ():
+        if str(key).lower() == "coat":
+            return f"optimizer.{key}"
+    return None
 
 
 def _exchange(host: ModuleType) -> None:
@@ -142,13 +160,32 @@ def _exchange(host: ModuleType) -> None:
     _log.info("%s.DeepSpeedEngine honours the coat block now; coat_ds.uninstall() undoes it", HOST)
 
 
-def _wait() -> None:
-    if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
-        sys.meta_path.insert(0, _Finder())
+def _say_disabled(host: ModuleType) -> None:
+    """Has every engine that is built say so if its config has a block, and do nothing else."""
+    original = host.DeepSpeedEngine.__init__
+
+    @functools.wraps(original)
+    def __init__(self, *args, **kwargs):
+        with contextlib.suppress(TypeError):
+            given = inspect.signature(original).bind(self, *args, **kwargs).arguments.get("config_class")
+            first = os.environ.get("RANK", "0") == "0"
+            if first and asks_for_coat(getattr(given, "_param_dict", None)) and not is_installed():
+                _log.warning("the coat block is ignored, for %s=1 is set. Unset it to use COAT", DISABLE)
+        return original(self, *args, **kwargs)
+
+    host.DeepSpeedEngine.__init__ = __init__
+
+
+def _wait(action: Callable[[ModuleType], None]) -> None:
+    sys.meta_path[:] = [finder for finder in sys.meta_path if not isinstance(finder, _Finder)]
+    sys.meta_path.insert(0, _Finder(action))
 
 
 class _Finder:
-    """Waits for `HOST` to be imported and exchanges its method then."""
+    """Waits for `HOST` to be imported and exchanges its method then, by `action`."""
+
+    def __init__(self, action: Callable[[ModuleType], None]):
+        self._action = action
 
     def find_spec(self, name, path=None, target=None):
         if name != HOST:
@@ -161,7 +198,7 @@ class _Finder:
             execute(module)
             # a DeepSpeed that is not as expected is an error where there is a block, not here
             if hasattr(module, "DeepSpeedEngine"):
-                _exchange(module)
+                self._action(module)
 
         spec.loader.exec_module = exec_module
         return spec

@@ -1,14 +1,14 @@
 """Checkpoints that survive what happens to the processes which write them.
 
     checkpoints/
-        step300/          complete: DeepSpeed's files, and manifest.json with size and SHA-256 of each
-        step400.partial/  being written, or what is left of that; removed before the next save
-        step200.damaged/  found not to be what its manifest says
-        latest            the name of the newest complete one, for DeepSpeed's own tools
+        step300/                   complete: DeepSpeed's files, and manifest.json, sizes and SHA-256 of them
+        step400.5e1a7c2f.partial/  being written, or what is left of that; removed before the next save
+        step200.damaged/           found not to be what its manifest says
+        latest                     the name of the newest complete one, for DeepSpeed's own tools
 
 A checkpoint is written under another name, read back, and renamed; only then `latest` follows and old ones
-go. So at any moment a name without a suffix is a whole checkpoint, whichever process dies when. The folder
-has to be one that all ranks see.
+go. So at any moment a name without a suffix is a whole checkpoint, whichever process dies when. No two saves
+write under the same name. The folder has to be one that all ranks see.
 
 Nothing in a checkpoint is executed: torch reads tensors, plain containers and the types in `_host_types`.
 """
@@ -23,6 +23,7 @@ import pickle
 import re
 import shutil
 import sys
+import uuid
 import zipfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -32,6 +33,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
+from launch.json_file import read_object
 from launch.report import OutputError, atomic_write
 
 MANIFEST = "manifest.json"
@@ -91,7 +93,7 @@ def leave_out_empty_states(model: torch.nn.Module) -> None:
 
 def newest(folder: Path) -> Path | None:
     """The newest whole checkpoint in the folder, not verified. Collective."""
-    return _from_main(lambda: next(iter(_complete(folder)), None))
+    return from_main(lambda: next(iter(_complete(folder)), None))
 
 
 def _complete(folder: Path) -> list[Path]:
@@ -110,8 +112,8 @@ def save(
     Raises OutputError, on the rank it happens on, where a file cannot be written or is not what was written.
     """
     name = f"step{step}"
-    partial = folder / (name + PARTIAL)
-    if _is_main():
+    partial = folder / from_main(lambda: f"{name}.{uuid.uuid4().hex[:8]}{PARTIAL}")
+    if is_main():
         with _writing(folder):
             folder.mkdir(parents=True, exist_ok=True)
             for rest in folder.glob("*" + PARTIAL):
@@ -119,9 +121,9 @@ def save(
     state = {**client_state, "rng": _gather(_rng_state())}
     with _writing(folder):
         engine.save_checkpoint(str(folder), tag=partial.name, client_state=state, save_latest=False)
-        written = _from_main(lambda: sorted(path for path in partial.iterdir() if path.is_file()))
+        written = from_main(lambda: sorted(path for path in partial.iterdir() if path.is_file()))
         files = _each_its_share(written, _read_back)
-    if _is_main():
+    if is_main():
         manifest = {"step": step, "layout": dataclasses.asdict(layout), "files": files}
         with _writing(folder):
             atomic_write(partial / MANIFEST, json.dumps(manifest, indent=1).encode())
@@ -144,12 +146,12 @@ def find(folder: Path, *, set_aside: bool = False) -> Checkpoint | None:
 
     Returns None where there is no checkpoint. Raises CheckpointError where all are damaged.
     """
-    candidates = _from_main(lambda: [folder] if _step(folder) >= 0 else _complete(folder))
+    candidates = from_main(lambda: [folder] if _step(folder) >= 0 else _complete(folder))
     for path in candidates:
         fault, layout = _verify(path)
         if fault is None:
             return Checkpoint(path, layout)
-        if _is_main():
+        if is_main():
             print(f"checkpoint {path} is damaged: {fault}. The one before it is used", file=sys.stderr)
             if set_aside:
                 aside = path.with_name(path.name + DAMAGED)
@@ -170,8 +172,8 @@ def load(engine, found: Checkpoint, layout: Layout, scratch: Path) -> dict:
     engine has to have been configured with `"checkpoint": {"load_universal": true}`. Random states, one a
     rank, are restored at the same number of ranks only.
 
-    Raises CheckpointError where DeepSpeed has no way from one layout to the other, or a file holds more than
-    data.
+    Raises CheckpointError where DeepSpeed has no way from one layout to the other, where a file holds more
+    than data, and where it does not hold what this model and this optimizer need.
     """
     folder, tag = found.path.parent, found.path.name
     converted = found.layout != layout
@@ -182,27 +184,22 @@ def load(engine, found: Checkpoint, layout: Layout, scratch: Path) -> dict:
                 "between data-parallel sizes of ZeRO 1 and 2, and of ZeRO 3, without tensor parallelism. "
                 "Go on with the sizes and the stage it was written with"
             )
-        folder, tag = scratch, found.path.name + UNIVERSAL
+        folder, tag = scratch, from_main(lambda: f"{found.path.name}.{uuid.uuid4().hex[:8]}{UNIVERSAL}")
     decay = [group.get("weight_decay") for group in engine.optimizer.param_groups]
-    try:
+    with reading(found.path):
         with _data_only():
             if converted:
                 _convert(found.path, scratch / tag)
             _, state = engine.load_checkpoint(str(folder), tag=tag)
-    except pickle.UnpicklingError as error:
-        raise CheckpointError(
-            f"{found.path}: a file holds more than data and was not read ({error}). Take a checkpoint that "
-            "this program has written"
-        ) from error
-    if converted:
-        dist.barrier()
-        if _is_main():
-            shutil.rmtree(scratch / tag)
-        # ZeRO 3 gives every group the first one's
-        for group, value in zip(engine.optimizer.param_groups, decay, strict=True):
-            group["weight_decay"] = value
-    if len(state["rng"]) == dist.get_world_size():
-        _set_rng_state(state["rng"][dist.get_rank()])
+        if converted:
+            dist.barrier()
+            if is_main():
+                shutil.rmtree(scratch / tag)
+            # ZeRO 3 gives every group the first one's
+            for group, value in zip(engine.optimizer.param_groups, decay, strict=True):
+                group["weight_decay"] = value
+        if len(state["rng"]) == dist.get_world_size():
+            _set_rng_state(state["rng"][dist.get_rank()])
     return state
 
 
@@ -211,15 +208,28 @@ def _verify(path: Path) -> tuple[str | None, Layout | None]:
 
     def read() -> tuple[dict, Layout] | str:
         try:
-            manifest = json.loads((path / MANIFEST).read_text())
+            manifest = read_object(path / MANIFEST)
             # a folder that was renamed by hand would resume at a step that it is not of
             if manifest["step"] != _step(path):
                 return f"{MANIFEST} is of step {manifest['step']}"
-            return manifest["files"], Layout(**manifest["layout"])
-        except (OSError, ValueError, KeyError, TypeError) as error:
+            files, layout = manifest["files"], Layout(**manifest["layout"])
+            if any(type(value) is not int for value in dataclasses.astuple(layout)):
+                raise ValueError(f"layout {manifest['layout']}")
+            for name, wanted in files.items():
+                plain = Path(name).name == name and "\0" not in name
+                if not plain or type(wanted["bytes"]) is not int or type(wanted["sha256"]) is not str:
+                    raise ValueError(f"file {name!r}: {wanted}")
+        except KeyError as error:
+            return f"{MANIFEST} has no {error}"
+        except (ValueError, TypeError, AttributeError) as error:
             return f"{MANIFEST} cannot be read ({error})"
+        # DeepSpeed would read it all the same
+        for file in sorted(path.glob("*.pt")):
+            if file.name not in files:
+                return f"{MANIFEST} has no {file.name}"
+        return files, layout
 
-    manifest = _from_main(read)
+    manifest = from_main(read)
     if isinstance(manifest, str):
         return manifest, None
     files, layout = manifest
@@ -275,6 +285,27 @@ def _writing(folder: Path) -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def reading(path: Path) -> Iterator[None]:
+    """Whatever torch and DeepSpeed raise over what stands in a checkpoint becomes a CheckpointError."""
+    try:
+        yield
+    except (CheckpointError, OutputError, torch.OutOfMemoryError, dist.DistError):
+        raise
+    except pickle.UnpicklingError as error:
+        # torch's advice, which comes before, is to trust the file
+        why = str(error).rpartition("WeightsUnpickler error:")[2].strip()
+        raise CheckpointError(
+            f"{path}: a file holds more than data and was not read ({why}). Take a checkpoint that this "
+            "program has written"
+        ) from error
+    except Exception as error:
+        raise CheckpointError(
+            f"{path}: its files are whole, but do not hold what this run needs ({type(error).__name__}: "
+            f"{error}). Go on with the model and the optimizer that it was written with, or take another"
+        ) from error
+
+
+@contextlib.contextmanager
 def _data_only() -> Iterator[None]:
     """Within, every `torch.load` of DeepSpeed, which asks for pickles, reads data only."""
     forced = mock.patch.dict(os.environ, TORCH_FORCE_WEIGHTS_ONLY_LOAD="1")
@@ -282,19 +313,22 @@ def _data_only() -> Iterator[None]:
         yield
 
 
-def _host_types() -> list[type]:
+def _host_types() -> list[Callable]:
     """What stands in DeepSpeed's and COAT's files besides tensors and containers."""
     from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
     from deepspeed.runtime.zero.config import ZeroStageEnum
     from deepspeed.utils.tensor_fragment import fragment_address
 
-    return [LossScaler, DynamicLossScaler, ZeroStageEnum, fragment_address]
+    from coat_ds import state
+
+    # a moment of the compressed layout, whose parts are checked when it is made
+    return [LossScaler, DynamicLossScaler, ZeroStageEnum, fragment_address, state._rebuild]
 
 
 def _convert(source: Path, target: Path) -> None:
     from deepspeed.checkpoint.ds_to_universal import main
 
-    if _is_main():
+    if is_main():
         shutil.rmtree(target, ignore_errors=True)
         with _writing(target), contextlib.redirect_stdout(sys.stderr):
             main(
@@ -329,13 +363,13 @@ def _set_rng_state(state: dict) -> None:
         torch.cuda.set_rng_state(state["cuda"])
 
 
-def _is_main() -> bool:
+def is_main() -> bool:
     return dist.get_rank() == 0
 
 
-def _from_main(make: Callable):
-    """What rank 0 makes, on every rank."""
-    box = [make() if _is_main() else None]
+def from_main(make: Callable):
+    """What rank 0 makes, on every rank. Collective."""
+    box = [make() if is_main() else None]
     dist.broadcast_object_list(box)
     return box[0]
 

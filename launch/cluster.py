@@ -36,7 +36,6 @@ would run instead. Both need the network only where there is more than one node.
 
 import argparse
 import fcntl
-import json
 import os
 import re
 import shlex
@@ -49,13 +48,27 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from launch.json_file import read_object  # noqa: E402
+
+# keys of MODEL_CONFIG that are needed here
+SIZES = ("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups")
 KINDS = ("torchrun", "deepspeed", "megatron")
 LAUNCHERS = ("pdsh", "openmpi", "slurm")
 # beginnings of the names of variables that DeepSpeed's launcher hands to other nodes by itself
 HANDED_ON = ("MLFLOW", "PYTHON", "MV2", "UCX", "NCCL")
-# values that reach the ranks as they are: DeepSpeed quotes others, for a shell that is not there with these
-# two, and srun cuts at commas
-PLAIN = {"openmpi": r"[\w@%+=:,./-]*", "slurm": r"[\w@%+=:./-]*"}
+# characters of variables that do not reach the ranks as they are. DeepSpeed quotes all but a few for a shell,
+# which is not there with two of the launchers, and srun cuts at commas. With pdsh there is one, but the file
+# of variables has a line for each, of which DeepSpeed strips the ends.
+SPOILT = {
+    "openmpi": r"[^\w@%+=:,./-]",
+    "slurm": r"[^\w@%+=:./-]",
+    "pdsh": r"[\r\n]|^\s|\s$",
+}
+# what DeepSpeed puts into pdsh's command without quotes, though a shell reads it and pdsh expands "%"
+UNQUOTED = r"[\w@+=:,./-]+"
+HOST = r"[\w.:][\w.:-]*"
 
 
 class ClusterError(ValueError):
@@ -104,10 +117,11 @@ class Settings:
     def from_environment(cls, kind: str, env: dict[str, str]) -> "Settings":
         """Raises ClusterError, naming the variable, for what cannot be honoured."""
 
-        def number(name: str, default: int, least: int = 1) -> int:
+        def number(name: str, default: int, least: int = 1, most: int = 10**9) -> int:
             text = env.get(name, str(default))
-            if not text.isdecimal() or int(text) < least:
-                raise ClusterError(f"{name}: expected a whole number of at least {least}, found {text!r}")
+            if not re.fullmatch(r"[0-9]{1,10}", text) or not least <= int(text) <= most:
+                limits = f"of at least {least}" if most == 10**9 else f"from {least} to {most}"
+                raise ClusterError(f"{name}: expected a whole number {limits}, found {text[:60]!r}")
             return int(text)
 
         hostfile = env.get("HOSTFILE") if kind == "deepspeed" else None
@@ -126,7 +140,7 @@ class Settings:
         if len(set(hosts.values())) > 1:
             raise ClusterError(f"HOSTFILE {hostfile}: expected as many slots on each host, found {hosts}")
         slots = next(iter(hosts.values()), gpus)
-        nodes = number("NODES", len(hosts) or int(env.get("SLURM_NNODES", 1)))
+        nodes = number("NODES", len(hosts) or number("SLURM_NNODES", 1))
         if hosts and nodes > len(hosts):
             place = f"HOSTFILE {hostfile}" if hostfile else "the allocation"
             raise ClusterError(f"NODES: {nodes}, but {place} has {len(hosts)} hosts")
@@ -134,7 +148,7 @@ class Settings:
             raise ClusterError(
                 f"HOSTFILE: {launcher} needs it for {nodes} nodes: a file of lines 'host slots=n'"
             )
-        rank = number("NODE_RANK", int(env.get("SLURM_NODEID", 0)), 0)
+        rank = number("NODE_RANK", number("SLURM_NODEID", 0, 0), 0)
         if rank >= nodes:
             raise ClusterError(f"NODE_RANK: expected less than NODES ({nodes}), found {rank}")
         master = env.get("MASTER_ADDR") or next(iter(hosts), None)
@@ -142,6 +156,12 @@ class Settings:
             raise ClusterError(f"MASTER_ADDR: expected the address of node 0, for there are {nodes} nodes")
         if kind == "megatron" and not env.get("MEGATRON_PATH"):
             raise ClusterError("MEGATRON_PATH: expected the path of a checkout of Megatron-LM, found none")
+        if not re.fullmatch(HOST, master or "127.0.0.1"):
+            raise ClusterError(f"MASTER_ADDR: expected a name or an address of a host, found {master!r}")
+        job = env.get("JOB") or "coat"
+        # torchrun makes a folder of this name
+        if not re.fullmatch(r"[\w.@+:-]+", job):
+            raise ClusterError(f"JOB: expected letters, digits and any of . _ @ + : -, found {job!r}")
         settings = cls(
             kind=kind,
             nodes=nodes,
@@ -150,20 +170,22 @@ class Settings:
             hosts=tuple(hosts)[:nodes],
             launcher=launcher,
             master_addr=master or "127.0.0.1",
-            master_port=number("MASTER_PORT", 29500),
+            # the next one is taken too
+            master_port=number("MASTER_PORT", 29500, 1, 2**16 - 2),
             interface=env.get("INTERFACE") or None,
             tensor_size=number("TENSOR_SIZE", 1),
             pipeline_size=number("PIPELINE_SIZE", 1),
             model_config=env.get("MODEL_CONFIG", str(ROOT / "configs/model_quickstart.json")),
             deepspeed_config=env.get("DEEPSPEED_CONFIG", str(ROOT / "configs/ds_zero1_coat.json")),
-            data=tuple(path for path in env.get("DATA", "").split(":") if path),
+            # a path that begins with "-" would be an option
+            data=tuple(f"./{p}" if p.startswith("-") else p for p in env.get("DATA", "").split(":") if p),
             tokenizer=env.get("TOKENIZER") or None,
             seq_length=number("SEQ_LENGTH", 128),
             steps=number("STEPS", 120),
             save_interval=number("SAVE_INTERVAL", 100),
-            output=os.path.abspath(env.get("OUTPUT", "runs/gpt")),
+            output=os.path.abspath(env.get("OUTPUT") or "runs/gpt"),
             max_restarts=number("MAX_RESTARTS", 0, 0),
-            job=env.get("JOB", "coat"),
+            job=job,
             megatron_path=env.get("MEGATRON_PATH"),
             spec=env.get("SPEC", "megatron_ext.with_optimizer"),
         )
@@ -172,9 +194,14 @@ class Settings:
 
     def shape(self) -> dict:
         try:
-            return json.loads(Path(self.model_config).read_text())
-        except (OSError, ValueError) as error:
-            raise ClusterError(f"MODEL_CONFIG {self.model_config}: cannot be read ({error})") from error
+            shape = read_object(self.model_config)
+            for key in SIZES:
+                if type(shape.get(key)) is not int or shape[key] < 1:
+                    found = repr(shape[key]) if key in shape else "none"
+                    raise ValueError(f"{key}: expected a whole number of at least 1, found {found}")
+        except ValueError as error:
+            raise ClusterError(f"MODEL_CONFIG {self.model_config}: {error}") from error
+        return shape
 
     def _check_sizes(self, data_size: str | None) -> None:
         if self.kind != "megatron" and self.pipeline_size > 1:
@@ -211,11 +238,16 @@ def _read_hostfile(path: Path) -> dict[str, int]:
         lines = [line.split("#")[0].split() for line in path.read_text().splitlines()]
     except OSError as error:
         raise ClusterError(f"HOSTFILE {path}: cannot be read ({error.strerror})") from error
+    except UnicodeDecodeError as error:
+        raise ClusterError(
+            f"HOSTFILE {path}: expected text, found byte 0x{error.object[error.start]:02x} at {error.start}: "
+            "give a file of lines 'host slots=n'"
+        ) from error
     hosts = {}
     for line in filter(None, lines):
-        slots = re.fullmatch(r"slots=([1-9]\d*)", line[1]) if len(line) == 2 else None
+        slots = re.fullmatch(r"slots=([1-9][0-9]{0,5})", line[1]) if len(line) == 2 else None
         # a name that begins with "-" would be an option to ssh
-        if slots is None or not re.fullmatch(r"[\w.:][\w.:-]*", line[0]) or line[0] in hosts:
+        if slots is None or not re.fullmatch(HOST, line[0]) or line[0] in hosts:
             raise ClusterError(f"HOSTFILE {path}: expected lines 'host slots=n', found {' '.join(line)!r}")
         hosts[line[0]] = int(slots[1])
     if not hosts:
@@ -265,23 +297,67 @@ def environment(settings: Settings, env: dict[str, str]) -> dict[str, str]:
     return out
 
 
-def check_handed_on(settings: Settings, env: dict[str, str], own: dict[str, str]) -> None:
-    """Raises ClusterError for a variable that DeepSpeed's launcher would change on its way to the ranks."""
-    if not settings.hosts or settings.launcher not in PLAIN:
+def check_handed_on(settings: Settings, env: dict[str, str], own: dict[str, str], words: list[str]) -> None:
+    """Raises ClusterError for a value that DeepSpeed's launcher would change on its way to the ranks.
+
+    env, own: the environment's variables, and those that are set besides.
+    words: the arguments of the training script.
+    """
+    if not settings.hosts:
         return
-    for name, value in {**env, **own}.items():
-        if (name in own or name.startswith(HANDED_ON)) and not re.fullmatch(PLAIN[settings.launcher], value):
-            raise ClusterError(
-                f"{name}: {value!r} would not reach the ranks as it is by LAUNCHER={settings.launcher}. "
-                "Leave blanks and special characters out, with slurm commas too, or use "
-                + ("LAUNCHER=pdsh" if settings.launcher == "openmpi" else "launch/slurm.sbatch")
-            )
+
+    def refuse(name: str, value: str, found: str, way_out: str) -> None:
+        raise ClusterError(
+            f"{name}: {value!r} would not reach the ranks as it is by LAUNCHER={settings.launcher}, for "
+            f"{found!r} in it. {way_out}"
+        )
+
+    others = {"openmpi": "LAUNCHER=pdsh", "slurm": "launch/slurm.sbatch", "pdsh": "LAUNCHER=openmpi"}
+    elsewhere = f"Leave that out, or use {others[settings.launcher]}"
+    for name, value in _handed_on(env, own).items():
+        if spoilt := re.search(SPOILT[settings.launcher], value):
+            refuse(name, value, spoilt[0], elsewhere)
+    if settings.launcher == "openmpi" and ":" in words:
+        refuse(
+            "argument of the training script", ":", ":", "mpirun takes it for the start of another program"
+        )
+    if settings.launcher == "pdsh":
+        for name, value in (("folder to start in", os.getcwd()), ("PYTHON", sys.executable)):
+            if not re.fullmatch(UNQUOTED, value):
+                spoilt = next(c for c in value if not re.fullmatch(UNQUOTED, c))
+                refuse(name, value, spoilt, elsewhere)
+        for name in _handed_on(env, own):
+            if not name.isidentifier():
+                refuse("variable", name, next(c for c in name if not f"_{c}".isidentifier()), elsewhere)
+
+
+def _handed_on(env: dict[str, str], own: dict[str, str]) -> dict[str, str]:
+    """The variables that DeepSpeed's launcher sets on other nodes."""
+    return {name: value for name, value in env.items() if name.startswith(HANDED_ON)} | own
+
+
+def _for_pdsh(word: str) -> str:
+    """What becomes `word` on its way through DeepSpeed's launcher, pdsh and the shell at the other end."""
+    word = word.replace("%", "%%")
+    # DeepSpeed puts double quotes around an argument with a blank, and escapes none but those in it
+    return re.sub(r"([\\$`])", r"\\\1", word) if " " in word else shlex.quote(word)
+
+
+def _for_torchrun(word: str) -> str:
+    # torchrun fills "$local_rank" in, and so makes one "$" of two
+    return word.replace("$", "$$")
 
 
 def command(settings: Settings, node_rank: int, extra: list[str]) -> list[str]:
-    """What starts training on a node; with `deepspeed`, on the node that starts all."""
+    """What starts training on a node; with `deepspeed`, on the node that starts all.
+
+    extra: arguments of the training script, after those made here.
+    """
+    script = script_words(settings, extra)
     if settings.kind == "deepspeed":
-        script = [str(ROOT / "launch/pretrain_gpt.py"), *_pretrain_arguments(settings), *extra]
+        if settings.hosts and settings.launcher == "pdsh":
+            # of the script's own path DeepSpeed quotes nothing
+            script = [shlex.quote(script[0].replace("%", "%%")), *map(_for_pdsh, script[1:])]
         if settings.hosts:
             places = [f"--hostfile={settings.hostfile}", "--force_multi", f"--launcher={settings.launcher}"]
             # preflight has reached all of them, under Slurm not by ssh
@@ -297,10 +373,6 @@ def command(settings: Settings, node_rank: int, extra: list[str]) -> list[str]:
             f"--master_port={settings.master_port}",
             *script,
         ]
-    if settings.kind == "torchrun":
-        script = [str(ROOT / "launch/pretrain_gpt.py"), *_pretrain_arguments(settings), *extra]
-    else:
-        script = [f"{settings.megatron_path}/pretrain_gpt.py", *_megatron_arguments(settings), *extra]
     # what the interface's address is on another node is not known here
     address = _address(settings.interface) if node_rank == settings.node_rank else None
     return [
@@ -313,8 +385,15 @@ def command(settings: Settings, node_rank: int, extra: list[str]) -> list[str]:
         f"--rdzv-conf=is_host={int(node_rank == 0)}",
         f"--max-restarts={settings.max_restarts}",
         *([f"--local-addr={address}"] if address else []),
-        *script,
+        *map(_for_torchrun, script),
     ]
+
+
+def script_words(settings: Settings, extra: list[str]) -> list[str]:
+    """The training script and its arguments, as every rank should see them."""
+    if settings.kind == "megatron":
+        return [f"{settings.megatron_path}/pretrain_gpt.py", *_megatron_arguments(settings), *extra]
+    return [str(ROOT / "launch/pretrain_gpt.py"), *_pretrain_arguments(settings), *extra]
 
 
 def _launcher_arguments(s: Settings) -> list[str]:
@@ -425,7 +504,7 @@ def main(argv: list[str]) -> None:
     try:
         settings = Settings.from_environment(args.kind, env)
         own = environment(settings, env)
-        check_handed_on(settings, env, own)
+        check_handed_on(settings, env, own, script_words(settings, extra))
         if args.dry_run:
             started = range(1 if settings.kind == "deepspeed" else settings.nodes)
             for rank in started:
@@ -439,7 +518,7 @@ def main(argv: list[str]) -> None:
             return
         preflight.check(settings, env)
         if settings.hosts:
-            own["DS_ENV_FILE"] = _write_for_deepspeed(settings, own)
+            own["DS_ENV_FILE"] = _write_for_deepspeed(settings, env, own)
     except ClusterError as error:
         sys.exit(f"error: {error}")
     # the agents ignore what the ranks answer by a checkpoint
@@ -448,18 +527,27 @@ def main(argv: list[str]) -> None:
     os.execvpe(argv[0], argv, {**env, **own})
 
 
-def _write_for_deepspeed(settings: Settings, own: dict[str, str]) -> str:
-    """Hostfile and variables; DeepSpeed hands a few of its own choice to other nodes, and this file's."""
+def _write_for_deepspeed(settings: Settings, env: dict[str, str], own: dict[str, str]) -> str:
+    """Writes hostfile and variables. DeepSpeed hands a few of its own choice to other nodes, and this file's,
+    which win over them: so all are in it.
+    """
     path = Path(settings.output) / "deepspeed_env"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("".join(f"{name}={value}\n" for name, value in own.items()))
-    slots = settings.gpus_per_node
-    Path(settings.hostfile).write_text("".join(f"{host} slots={slots}\n" for host in settings.hosts))
+    variables = _handed_on(env, own)
+    if settings.launcher == "pdsh":
+        # DeepSpeed puts double quotes around what is not plain, and escapes nothing
+        quoted = {name: re.sub(r'([\\$`"])', r"\\\1", value) for name, value in variables.items()}
+        variables = {name: value.replace("%", "%%") for name, value in quoted.items()}
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("".join(f"{name}={value}\n" for name, value in variables.items()))
+        slots = settings.gpus_per_node
+        Path(settings.hostfile).write_text("".join(f"{host} slots={slots}\n" for host in settings.hosts))
+    except (OSError, UnicodeEncodeError) as error:
+        raise ClusterError(f"OUTPUT {settings.output}: cannot write {path.name} there ({error})") from error
     return str(path)
 
 
 if __name__ == "__main__":
-    sys.path.insert(0, str(ROOT))
     # the module that launch.preflight knows, not this second copy
     from launch.cluster import main as start
 

@@ -11,6 +11,7 @@ gigabytes belongs into the indexed format.
 
 import json
 import os
+import re
 import struct
 import sysconfig
 import tempfile
@@ -27,6 +28,11 @@ _BLOCK_BYTES = 1 << 20
 _STDLIB_BYTES = 4 << 20
 _STDLIB_SKIPPED = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
 _INDEXED = (".idx", ".bin")
+# Megatron's: a constant, a version, a code of the tokens' type, numbers of sequences and of documents
+_INDEX_HEADER = struct.Struct("<9sQBQQ")
+_INDEX_KIND = (b"MMIDIDX\0\0", 1)
+# escapes of JSON that are no characters by themselves
+_HALVES = re.compile("[\ud800-\udfff]")
 _END_OF_DOCUMENT = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[EOS]", "<|eos|>")
 
 
@@ -106,7 +112,7 @@ class Split:
 
     def sample(self, index: int) -> np.ndarray:
         """Tokens of the sample at `index`, in the order of the documents: int64 [seq_length + 1]."""
-        out = np.empty(self._seq_length + 1, np.int64)
+        out, pieces = np.empty(self._seq_length + 1, np.int64), []
         position, filled = index * self._seq_length, 0
         document = int(np.searchsorted(self._ends, position, side="right"))
         while filled < len(out):
@@ -114,12 +120,16 @@ class Split:
             inside = position + filled - (self._ends[document] - length)
             count = min(int(length - inside), len(out) - filled)
             out[filled : filled + count] = self._sources[source][start + inside : start + inside + count]
+            pieces.append((filled, self._sources[source], start + inside))
             filled, document = filled + count, document + 1
         if out.max() >= self._vocab_size or out.min() < 0:
-            found = int(out.max() if out.max() >= self._vocab_size else out.min())
+            bad = int(np.flatnonzero((out < 0) | (out >= self._vocab_size))[0])
+            begin, source, first = next(piece for piece in reversed(pieces) if piece[0] <= bad)
+            # tokenised text has no ids but the tokenizer's
             raise DataError(
-                f"the data holds token id {found}, but the vocabulary has {self._vocab_size} ids: "
-                "give the tokenizer the data was made with (--tokenizer), or its size (--vocab-size)"
+                f"--data {source.prefix}, token {first + bad - begin}: token id {out[bad]}, but the "
+                f"vocabulary has {self._vocab_size} ids: give the tokenizer the data was made with "
+                "(--tokenizer), or its size (--vocab-size)"
             )
         return out
 
@@ -313,15 +323,24 @@ def _read_jsonl(path: Path) -> Iterator[Iterator[str]]:
                 continue
             try:
                 record = json.loads(text)
-            except json.JSONDecodeError as error:
+            # of objects in objects without end, and of integers of thousands of digits
+            except (ValueError, RecursionError) as error:
+                why = (
+                    f"{error.msg}, column {error.colno}" if isinstance(error, json.JSONDecodeError) else error
+                )
                 raise DataError(
-                    f"{path}, line {number}: not JSON ({error.msg}, column {error.colno}); "
-                    'expected one {"text": "..."} on each line'
+                    f'{path}, line {number}: not JSON ({why}); expected one {{"text": "..."}} on each line, '
+                    f"found {text.strip()[:60]!r}"
                 ) from error
             if not isinstance(record, dict) or not isinstance(record.get("text"), str):
                 raise DataError(
                     f'{path}, line {number}: expected an object with a string under "text", '
                     f"found {text.strip()[:60]!r}"
+                )
+            if "\\u" in text and (half := _HALVES.search(record["text"])):
+                raise DataError(
+                    f'{path}, line {number}: "text" has half a character, \\u{ord(half[0]):04x}, at '
+                    f"{half.start()}; write such characters as both halves, or leave the line out"
                 )
             yield iter((record["text"],))
 
@@ -371,9 +390,9 @@ def _tokenise(documents: Iterable[Iterator[str]], tokenizer: Tokenizer) -> tuple
 class _IndexedTokens:
     """All tokens of a Megatron indexed dataset as one array that is read slice by slice."""
 
-    def __init__(self, dataset):
+    def __init__(self, prefix: Path, dataset):
         # the memory map lives as long as the dataset, so slices are read through it
-        self._dataset, self.dtype = dataset, np.dtype(dataset.index.dtype)
+        self.prefix, self._dataset, self.dtype = prefix, dataset, np.dtype(dataset.index.dtype)
 
     def __getitem__(self, part: slice) -> np.ndarray:
         offset, count = int(part.start) * self.dtype.itemsize, int(part.stop - part.start)
@@ -392,24 +411,58 @@ def _read_indexed(prefix: Path) -> tuple[_IndexedTokens, np.ndarray, np.ndarray]
             raise DataError(f"--data {prefix}: {_with(prefix, suffix)} is empty")
     from megatron.core.datasets.indexed_dataset import IndexedDataset
 
-    try:
-        dataset = IndexedDataset(str(prefix))
-    # a bad header is an AssertionError, an empty or truncated file a ValueError or a struct.error
-    except (AssertionError, ValueError, KeyError, OSError, struct.error) as error:
-        raise DataError(f"--data {prefix}: not a readable Megatron indexed dataset ({error})") from error
-    tokens = _IndexedTokens(dataset)
-    if not np.issubdtype(tokens.dtype, np.integer):
-        raise DataError(f"--data {prefix}: expected integer token ids, found {tokens.dtype}")
-    # documents are runs of sequences, and sequences lie end to end
-    edges = np.concatenate(([0], np.cumsum(dataset.sequence_lengths, dtype=np.int64)))
-    expected, found = int(edges[-1]) * tokens.dtype.itemsize, _with(prefix, ".bin").stat().st_size
-    if found < expected:
+    dtype, edges = _read_index(_with(prefix, ".idx"))
+    expected, found = int(edges[-1]) * dtype.itemsize, _with(prefix, ".bin").stat().st_size
+    if found != expected:
         raise DataError(
-            f"--data {prefix}: the index names {expected} bytes of tokens, the .bin file has {found}: "
-            "it was cut short or belongs to another index; make the dataset again"
+            f"--data {prefix}: the index names {expected} bytes of tokens, the .bin file has {found}: one of "
+            "them was cut short or belongs to another dataset; make the dataset again"
         )
-    edges = edges[dataset.document_indices]
-    return tokens, edges[:-1], np.diff(edges)
+    return _IndexedTokens(prefix, IndexedDataset(str(prefix))), edges[:-1], np.diff(edges)
+
+
+def _read_index(index: Path) -> tuple[np.dtype, np.ndarray]:
+    """Type of the tokens; first tokens of all documents and the end of the last, int64 [documents + 1].
+
+    Raises DataError for an .idx of another kind, not as long as its own header says, or whose sequences and
+    documents do not lie end to end: Megatron's reader would train on whatever such ranges hold.
+    """
+    from megatron.core.datasets.indexed_dataset import DType
+
+    def refuse(why: str):
+        raise DataError(f"--data {index}: {why}; make the dataset again")
+
+    with _open(index) as file:
+        header, size = file.read(_INDEX_HEADER.size), index.stat().st_size
+    constant, version, code, sequences, starts = _INDEX_HEADER.unpack(header.ljust(_INDEX_HEADER.size, b"\0"))
+    if (constant, version) != _INDEX_KIND:
+        refuse(f"not a readable Megatron indexed dataset (bad header: it begins with {header[:17]!r})")
+    # lengths of sequences in four bytes, where they and where documents begin in eight
+    expected = _INDEX_HEADER.size + (4 + 8) * sequences + 8 * starts
+    if size != expected:
+        refuse(f"it has {size} bytes, but its header asks for {expected}: it was cut short or damaged")
+    try:
+        dtype = np.dtype(DType.dtype_from_code(code))
+    except ValueError:
+        refuse(f"its header has {code} for the type of the tokens, which stands for none")
+    if not np.issubdtype(dtype, np.integer):
+        refuse(f"expected integer token ids, found {dtype}")
+
+    stored = np.memmap(index, mode="r")
+    lengths = np.frombuffer(stored, np.int32, sequences, _INDEX_HEADER.size)
+    begins = np.frombuffer(stored, np.int64, sequences, _INDEX_HEADER.size + 4 * sequences)
+    documents = np.frombuffer(stored, np.int64, starts, _INDEX_HEADER.size + 12 * sequences)
+    if len(negative := np.flatnonzero(lengths < 0)):
+        refuse(f"sequence {negative[0]} has {lengths[negative[0]]} tokens")
+    edges = np.concatenate(([0], np.cumsum(lengths, dtype=np.int64)))
+    if len(wrong := np.flatnonzero(begins != edges[:-1] * dtype.itemsize)):
+        at = wrong[0]
+        refuse(f"sequence {at} begins at byte {begins[at]} instead of {edges[at] * dtype.itemsize}")
+    ordered = starts and documents[0] == 0 and documents[-1] == sequences and (np.diff(documents) >= 0).all()
+    if not ordered:
+        shown = np.array2string(documents, threshold=8)
+        refuse(f"expected documents of ascending sequences from 0 to {sequences}, found {shown}")
+    return dtype, edges[documents]
 
 
 def _table(source: int, starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:

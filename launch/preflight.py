@@ -17,6 +17,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from launch.cluster import ClusterError, Settings, parameter_count  # noqa: E402
+from launch.json_file import read_object  # noqa: E402
 
 PACKAGES = ("torch", "deepspeed", "megatron-core", "triton", "coat-train")
 ROOMS = ("kernels", "coat_ds", "megatron_ext", "launch")
@@ -76,9 +77,7 @@ def report(settings: Settings, token: str = "") -> dict:
 def problems(settings: Settings, reports: list[dict]) -> list[str]:
     """Why training should not start on the nodes that wrote these reports; each names host and way out."""
     out, first = [], reports[0]
-    config = _read_json(settings.deepspeed_config)
-    coat = isinstance(config.get("coat"), dict) and config["coat"].get("enabled") is True
-    emulate = coat and (config["coat"].get("activations") or {}).get("emulate") is True
+    fp8 = _asks_for_fp8(settings.deepspeed_config)
     parameters = parameter_count(settings.shape(), 2**17)
     needed = CHECKPOINTS * CHECKPOINT_BYTES * parameters
     for node in reports:
@@ -103,7 +102,7 @@ def problems(settings: Settings, reports: list[dict]) -> list[str]:
                 "it, or check CUDA_VISIBLE_DEVICES there"
             )
         for gpu, *capability in node["gpus"]:
-            if coat and not emulate and tuple(capability) < FP8_CAPABILITY:
+            if fp8 and tuple(capability) < FP8_CAPABILITY:
                 out.append(
                     f"{host}: {gpu} has compute capability {capability[0]}.{capability[1]}, FP8 needs 8.9. "
                     'Set coat.activations.enabled to false in the DeepSpeed JSON, or "emulate" to true'
@@ -273,11 +272,15 @@ class _token:
             self._path.unlink(missing_ok=True)
 
 
-def _read_json(path: str) -> dict:
+def _asks_for_fp8(path: str) -> bool:
+    """Whether layers are to compute in FP8 for real."""
+    from coat_ds import CoatConfig
+
     try:
-        return json.loads(Path(path).read_text())
-    except (OSError, ValueError) as error:
-        raise ClusterError(f"DEEPSPEED_CONFIG {path}: cannot be read ({error})") from error
+        coat = CoatConfig.from_dict(read_object(path).get("coat"))
+    except ValueError as error:
+        raise ClusterError(f"DEEPSPEED_CONFIG {path}: {error}") from error
+    return coat.enabled and coat.activations.enabled and not coat.activations.emulate
 
 
 def _version(package: str) -> str | None:

@@ -18,16 +18,17 @@ import argparse
 import dataclasses
 import datetime
 import functools
-import json
 import math
 import multiprocessing
 import os
+import re
 import resource
 import signal
 import statistics
 import sys
 import time
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -37,8 +38,12 @@ sys.path.insert(0, str(ROOT))
 
 from launch import checkpoints, report  # noqa: E402
 from launch.data import Corpus, DataError, Split, load_corpus, padded_vocab_size  # noqa: E402
+from launch.json_file import read_object  # noqa: E402
+from launch.output_lock import OutputLock  # noqa: E402
 
 RUNS = ("bf16", "coat")
+# of the DeepSpeed JSON, changed or looked at here
+SECTIONS = ("optimizer", "zero_optimization", "checkpoint")
 SHAPE_FLAGS = ("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups")
 # the first steps allocate and warm caches up
 WARM_STEPS = 3
@@ -175,13 +180,19 @@ def read_host_config(args: argparse.Namespace) -> dict:
     """The DeepSpeed JSON with what `--variant` and `--lr` change."""
     path = Path(args.deepspeed_config)
     try:
-        config = json.loads(path.read_text())
-    except OSError as error:
-        raise LaunchError(f"--deepspeed-config {path}: cannot be read ({error.strerror})") from error
+        config = read_object(path)
     except ValueError as error:
-        raise LaunchError(f"--deepspeed-config {path}: not a JSON file ({error})") from error
-    if not isinstance(config, dict):
-        raise LaunchError(f"--deepspeed-config {path}: expected a JSON object, found {type(config).__name__}")
+        raise LaunchError(f"--deepspeed-config {path}: {error}") from error
+    for key in SECTIONS:
+        if not isinstance(config.get(key, {}), dict):
+            raise LaunchError(
+                f"--deepspeed-config {path}: {key}: expected an object in braces, found {config[key]!r}"
+            )
+    params = config.get("optimizer", {}).get("params")
+    if not isinstance(params, dict | None):
+        raise LaunchError(
+            f"--deepspeed-config {path}: optimizer.params: expected an object in braces, found {params!r}"
+        )
     if not _enabled(config, "bf16"):
         raise LaunchError(
             f'--deepspeed-config {path}: expected "bf16": {{"enabled": true}}, the model is BF16'
@@ -191,7 +202,8 @@ def read_host_config(args: argparse.Namespace) -> dict:
     elif args.variant == "coat" and not _enabled(config, "coat"):
         raise LaunchError(f'--deepspeed-config {path}: a COAT run needs "coat": {{"enabled": true}}')
     if args.lr is not None:
-        config.setdefault("optimizer", {"type": "AdamW"}).setdefault("params", {})["lr"] = args.lr
+        optimizer = config.setdefault("optimizer", {"type": "AdamW"})
+        optimizer["params"] = {**(params or {}), "lr": args.lr}
     return config
 
 
@@ -230,7 +242,7 @@ def use_torch_adamw(config: dict) -> None:
     """Without COAT, AdamW is torch's fused one: DeepSpeed's keeps the same states and wants a compiler."""
     optimizer = config.get("optimizer", {})
     if str(optimizer.get("type")).lower() in ("adam", "adamw"):
-        optimizer.setdefault("params", {}).update(torch_adam=True, fused=True)
+        optimizer["params"] = {**(optimizer.get("params") or {}), "torch_adam": True, "fused": True}
 
 
 def warmup_cosine(step: int, *, warmup: int, total: int) -> float:
@@ -248,7 +260,7 @@ def load_model_shape(args: argparse.Namespace):
         return dataclasses.replace(
             shape, **{f: v for f in SHAPE_FLAGS if (v := getattr(args, f)) is not None}
         )
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise LaunchError(f"--model-config {args.model_config}: {error}") from error
 
 
@@ -257,6 +269,9 @@ def read_ranks(env: dict[str, str]) -> None:
 
     Raises LaunchError where these would not find each other: each would train alone.
     """
+    port = env.get("MASTER_PORT", "1")
+    if not re.fullmatch("[0-9]{1,5}", port) or not 0 < int(port) < 2**16:
+        raise LaunchError(f"MASTER_PORT: expected a number from 1 to 65535, found {port[:60]!r}")
     if "WORLD_SIZE" in env:
         return
     for rank, local_rank, size in RANK_VARIABLES:
@@ -308,8 +323,9 @@ def start_process_group(timeout: datetime.timedelta) -> torch.device:
 class Trainer:
     """One run: the engine, its data and what is measured."""
 
-    def __init__(self, args: argparse.Namespace):
-        self.args = args
+    def __init__(self, args: argparse.Namespace, lock: OutputLock):
+        """`lock` is taken by rank 0."""
+        self.args, self._lock = args, lock
         self.config = read_host_config(args)
         if args.tensor_model_parallel_size > 1:
             # kernels run in the order of their launch: what is sent starts before the product that hides it
@@ -333,6 +349,8 @@ class Trainer:
         )
         timeout = datetime.timedelta(seconds=args.distributed_timeout)
         self.device = start_process_group(timeout)
+        # nothing is written before
+        self._on_main(lambda: lock.take(functools.partial(print, flush=True)))
         world = torch.distributed.get_world_size()
         tp_size = args.tensor_model_parallel_size
         if world % tp_size:
@@ -485,6 +503,20 @@ class Trainer:
         torch.distributed.all_reduce(mean, group=self.group)
         return mean.item() / self.ranks
 
+    @staticmethod
+    def _on_main(action: Callable[[], object]) -> None:
+        """Does it on rank 0. An OutputError ends all ranks."""
+
+        def reason() -> str | None:
+            try:
+                action()
+            except report.OutputError as error:
+                return str(error)
+            return None
+
+        if (why := checkpoints.from_main(reason)) is not None:
+            raise report.OutputError(why)
+
     def _any_rank(self, flag: bool) -> bool:
         flags = torch.tensor(int(flag), device=self.device)
         torch.distributed.all_reduce(flags, torch.distributed.ReduceOp.MAX)
@@ -533,6 +565,7 @@ class Trainer:
     def _save(self) -> None:
         state = {"step": self.step, "val_loss_start": self.val_loss_start, "data": self._data_identity()}
         keep = self.args.keep_checkpoints
+        self._on_main(self._lock.check)
         checkpoints.save(self.engine, self.checkpoint_folder, self.step, self.layout, state, keep=keep)
 
     def _find_checkpoint(self) -> checkpoints.Checkpoint | None:
@@ -559,13 +592,18 @@ class Trainer:
         state = checkpoints.load(self.engine, checkpoint, self.layout, self.checkpoint_folder)
         # the pass that measured saved_bytes has seen other weights
         invalidate_weight_caches()
-        for key, now in self._data_identity().items():
-            if state["data"][key] != now:
+        now = self._data_identity()
+        with checkpoints.reading(checkpoint.path):
+            data = {key: state["data"][key] for key in now}
+            self.step, self.val_loss_start = state["step"], float(state["val_loss_start"])
+            if self.step != checkpoint.step:
+                raise ValueError(f"the files are of step {self.step}")
+        for key, value in now.items():
+            if data[key] != value:
                 raise LaunchError(
-                    f"--load {checkpoint.path}: the checkpoint was made with {key} {state['data'][key]}, "
-                    f"found {now}: the data would not go on where they stopped"
+                    f"--load {checkpoint.path}: the checkpoint was made with {key} {data[key]}, found "
+                    f"{value}: the data would not go on where they stopped"
                 )
-        self.step, self.val_loss_start = state["step"], state["val_loss_start"]
         if self.is_main:
             print(f"{self.run}: going on from {checkpoint.path}", flush=True)
 
@@ -621,17 +659,19 @@ def parameter_groups(model: torch.nn.Module) -> list[dict]:
     ]
 
 
-def train_once(args: argparse.Namespace) -> None:
-    """One run in this process; leaves OUTPUT/<run>/summary.json. Exits with one line for expected errors."""
+def train_once(args: argparse.Namespace, last: bool = True) -> None:
+    """One run in this process; leaves OUTPUT/<run>/summary.json, and the last one what compares all runs.
+    Exits with one line for expected errors.
+    """
     # what Megatron says about packages that nothing here needs, and torch about calls that DeepSpeed makes
     warnings.filterwarnings("ignore", module=r"megatron\.")
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")
     from coat_ds import CoatConfigError
 
-    trainer, signals = None, Signals()
+    trainer, signals, lock = None, Signals(), OutputLock(args.output)
     try:
         report.prepare_folder(args.output)
-        trainer = Trainer(args)
+        trainer = Trainer(args, lock)
         report.prepare_folder(trainer.folder)
         # of an earlier run: it must not stand for one that fails now
         (trainer.folder / "summary.json").unlink(missing_ok=True)
@@ -639,6 +679,8 @@ def train_once(args: argparse.Namespace) -> None:
         if trainer.is_main:
             report.write_summary(trainer.folder / "summary.json", summary)
         torch.distributed.destroy_process_group()
+        if last and trainer.is_main:
+            conclude(Path(args.output))
     except Stopped as stopped:
         if trainer.is_main:
             print(stopped, file=sys.stderr)
@@ -661,6 +703,8 @@ def train_once(args: argparse.Namespace) -> None:
             file=sys.stderr,
         )
         sys.exit(130)
+    finally:
+        lock.release()
 
 
 def compare(args: argparse.Namespace) -> None:
@@ -671,7 +715,8 @@ def compare(args: argparse.Namespace) -> None:
             # the launcher's store still holds the keys of the run before
             os.environ.update(MASTER_PORT=str(port + 1 + index), TORCHELASTIC_USE_AGENT_STORE="False")
         process = multiprocessing.get_context("spawn").Process(
-            target=train_once, args=(argparse.Namespace(**{**vars(args), "variant": run}),)
+            target=train_once,
+            args=(argparse.Namespace(**{**vars(args), "variant": run}), run == RUNS[-1]),
         )
         process.start()
         for number in (signal.SIGTERM, signal.SIGUSR1):
@@ -688,7 +733,7 @@ def compare(args: argparse.Namespace) -> None:
 def conclude(output: Path) -> None:
     """Summary, table and plot of all runs in the folder."""
     found = [run for run in RUNS if (output / run / "summary.json").exists()]
-    summary = {run: json.loads((output / run / "summary.json").read_text()) for run in found}
+    summary = {run: report.read_summary(output / run / "summary.json") for run in found}
     report.write_summary(output / "summary.json", summary)
     print(f"\n{report.comparison_table(summary)}\n")
     try:
@@ -710,11 +755,6 @@ def main(argv: list[str] | None = None) -> None:
         raise
     except LaunchError as error:
         sys.exit(f"error: {error}")
-    if int(os.environ.get("RANK", 0)) == 0:
-        try:
-            conclude(Path(args.output))
-        except report.OutputError as error:
-            sys.exit(f"error: {error}")
 
 
 if __name__ == "__main__":

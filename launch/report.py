@@ -9,6 +9,8 @@ from pathlib import Path
 
 from tqdm import tqdm
 
+from launch.json_file import read_object
+
 # rows of the comparison, the key in summary.json first
 _ROWS = (
     ("val_loss_start", "validation loss at the start", "{:.4f}"),
@@ -33,7 +35,7 @@ def prepare_folder(folder: str | os.PathLike) -> Path:
         with tempfile.TemporaryFile(dir=folder):
             pass
 
-    _writing(folder, probe)
+    writing(folder, probe)
     return folder
 
 
@@ -53,10 +55,11 @@ def atomic_write(path: str | os.PathLike, data: bytes) -> None:
             part.unlink(missing_ok=True)
             raise
 
-    _writing(path, write)
+    writing(path, write)
 
 
-def _writing(path: Path, action: Callable[[], object]):
+def writing(path: Path, action: Callable[[], object]):
+    """What the action returns. Raises OutputError in place of its OSErrors."""
     try:
         return action()
     except OSError as error:
@@ -84,7 +87,7 @@ class MetricsWriter:
             if record["run"] != run or (resume_step is not None and record["step"] <= resume_step)
         ]
         atomic_write(path, b"".join(_line(record) for record in kept))
-        self._file = _writing(self._path, lambda: self._path.open("ab"))
+        self._file = writing(self._path, lambda: self._path.open("ab"))
 
     def write(self, step: int, **values: float | int) -> None:
         record = _line({"run": self._run, "step": step, **values})
@@ -93,7 +96,7 @@ class MetricsWriter:
             self._file.write(record)
             self._file.flush()
 
-        _writing(self._path, append)
+        writing(self._path, append)
 
     def close(self) -> None:
         self._file.close()
@@ -104,9 +107,25 @@ def _line(record: Mapping) -> bytes:
 
 
 def read_metrics(path: str | os.PathLike) -> list[dict]:
-    """All complete records; a last line that was cut off by a crash is left out."""
-    lines = Path(path).read_bytes().split(b"\n")
-    return [json.loads(line) for line in lines[:-1] if line]
+    """All complete records; a last line that was cut off by a crash is left out.
+
+    Raises OutputError for a line that is no record.
+    """
+    records = []
+    for number, line in enumerate(Path(path).read_bytes().split(b"\n")[:-1], 1):
+        try:
+            record = json.loads(line) if line else None
+            good = record is None or (type(record["run"]) is str and type(record["step"]) is int)
+        except (ValueError, TypeError, KeyError, RecursionError):
+            good = False
+        if not good:
+            raise OutputError(
+                f"{path}, line {number}: expected a record with run and step, found {line[:60]!r}: remove "
+                "the line, or choose another folder with --output"
+            )
+        if record is not None:
+            records.append(record)
+    return records
 
 
 def plot_losses(metrics: list[dict], path: str | os.PathLike) -> None:
@@ -138,6 +157,20 @@ def plot_losses(metrics: list[dict], path: str | os.PathLike) -> None:
 def write_summary(path: str | os.PathLike, summary: Mapping[str, Mapping]) -> None:
     """Writes `{"bf16": {...}, "coat": {...}}`, each with the keys of the comparison."""
     atomic_write(path, json.dumps(summary, indent=2).encode() + b"\n")
+
+
+def read_summary(path: str | os.PathLike) -> dict:
+    """What `write_summary` has written of one run. Raises OutputError for anything else."""
+    try:
+        summary = read_object(path)
+        for key, *_ in _ROWS:
+            if type(summary.get(key)) not in (int, float):
+                raise ValueError(f"{key}: expected a number, found {summary.get(key)!r}")
+        if type(summary.get("peak_kind")) is not str:
+            raise ValueError(f"peak_kind: expected a string, found {summary.get('peak_kind')!r}")
+    except ValueError as error:
+        raise OutputError(f"{path}: {error}: remove it, or choose another folder with --output") from error
+    return summary
 
 
 def comparison_table(summary: Mapping[str, Mapping]) -> str:

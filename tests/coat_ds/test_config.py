@@ -89,6 +89,16 @@ def test_every_key():
             id="fp8-format",
         ),
         pytest.param(
+            {"enabled": True, "activations": {"weight_cache": True}},
+            ["coat.activations.weight_cache", "True", "'none', 'scale', 'fp8'"],
+            id="boolean-choice",
+        ),
+        pytest.param(
+            {"enabled": True, "activations": {"saved_format": "fp8"}},
+            ["coat.activations.saved_format", "'fp8'", "'sqrt8', 'e4m3'", "Did you mean 'e4m3'"],
+            id="other-name",
+        ),
+        pytest.param(
             {"enabled": True, "activations": {"group_size": 0}},
             ["coat.activations.group_size", "16, 32"],
             id="activation-group-size",

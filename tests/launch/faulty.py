@@ -40,6 +40,17 @@ def signal_at_step(rank: int, step: int, number: int) -> None:
     _before_loss(send)
 
 
+def lose_output_at_step(rank: int, step: int, lock: str) -> None:
+    """Somebody takes a run that is alive for dead."""
+
+    def remove(trainer, loss):
+        if (trainer.rank, trainer.step + 1) == (rank, step):
+            Path(lock).unlink(missing_ok=True)
+        return loss
+
+    _before_loss(remove)
+
+
 def nan_at_steps(rank: int, first: int, last: int) -> None:
     def poison(trainer, loss):
         return loss * float("nan") if trainer.rank == rank and first <= trainer.step + 1 <= last else loss

@@ -166,11 +166,12 @@ def test_deepspeed_across_hosts(tmp_path, hosts, corpus, one_host, ssh, launcher
         pytest.skip(f"needs {tool}: apt-get install pdsh openmpi-bin")
     hostfile = tmp_path / "hosts"
     hostfile.write_text("".join(f"{address} slots=1\n" for address in ADDRESSES))
-    env = variables(tmp_path, corpus, HOSTFILE=str(hostfile), LAUNCHER=launcher, **AS_ROOT)
+    folder = tmp_path / "price$5 & 'more' 100%"
+    env = variables(folder, corpus, HOSTFILE=str(hostfile), LAUNCHER=launcher, **AS_ROOT)
     script = [*hosts[0], "bash", str(ROOT / "launch/deepspeed_multinode.sh"), *EXTRA]
     done = subprocess.run(script, env=env, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert measured(tmp_path) == one_host
+    assert measured(folder) == one_host
 
 
 def test_deepspeed_and_a_host_that_is_not_there(tmp_path, hosts, corpus, ssh):

@@ -270,6 +270,36 @@ def broken(tmp_path, name):
             write_indexed(tmp_path / "d", [[[1, 2, 3]]])
             (tmp_path / "d.idx").write_bytes(b"something else")
             return {"paths": [tmp_path / "d"], "vocab_size": 8}
+        case "half a character":
+            (tmp_path / "a.jsonl").write_text('{"text": "a"}\n{"text": "x \\ud83d\\ude00 \\ud83d y"}\n')
+            return {"paths": [tmp_path / "a.jsonl"]}
+        case "deep nesting":
+            (tmp_path / "a.jsonl").write_text('{"text": "a"}\n' + '{"a":' * 10**5 + "\n")
+            return {"paths": [tmp_path / "a.jsonl"]}
+        case "long number":
+            (tmp_path / "a.jsonl").write_text('{"text": "a", "id": ' + "9" * 6000 + "}\n")
+            return {"paths": [tmp_path / "a.jsonl"]}
+        case "idx cut short":
+            write_indexed(tmp_path / "d", [[[1, 2, 3]]])
+            (tmp_path / "d.idx").write_bytes((tmp_path / "d.idx").read_bytes()[:-1])
+            return {"paths": [tmp_path / "d"], "vocab_size": 8}
+        case "bin longer than idx":
+            write_indexed(tmp_path / "d", [[[1, 2, 3]]])
+            (tmp_path / "d.bin").write_bytes((tmp_path / "d.bin").read_bytes() + b"\0\0\0\0")
+            return {"paths": [tmp_path / "d"], "vocab_size": 8}
+        case "negative length" | "unordered documents" | "documents beyond" | "wrong beginning":
+            write_indexed(tmp_path / "d", [[[1, 2, 3]], [[4, 5]], [[6]]])
+            # three lengths in four bytes, three beginnings and four first sequences in eight
+            offset, dtype, values = {
+                "negative length": (34, np.int32, [3, 4, -1]),
+                "wrong beginning": (34 + 12, np.int64, [0, 8, 20]),
+                "unordered documents": (34 + 12 + 24, np.int64, [0, 2, 1, 3]),
+                "documents beyond": (34 + 12 + 24, np.int64, [0, 1, 2, 9]),
+            }[name]
+            with (tmp_path / "d.idx").open("r+b") as file:
+                file.seek(offset)
+                file.write(np.array(values, dtype).tobytes())
+            return {"paths": [tmp_path / "d"], "vocab_size": 8}
         case "floating-point ids":
             write_indexed(tmp_path / "d", [[[1, 2, 3]]], np.float32)
             return {"paths": [tmp_path / "d"], "vocab_size": 8}
@@ -302,6 +332,15 @@ def broken(tmp_path, name):
         ("empty bin", "d.bin is empty"),
         ("bin cut short", "the index names 12 bytes of tokens, the .bin file has 8"),
         ("idx of another kind", "not a readable Megatron indexed dataset (bad header"),
+        ("half a character", 'a.jsonl, line 2: "text" has half a character, \\ud83d, at 4'),
+        ("deep nesting", "a.jsonl, line 2: not JSON (maximum recursion depth exceeded"),
+        ("long number", "a.jsonl, line 1: not JSON (Exceeds the limit (4300 digits)"),
+        ("idx cut short", "d.idx: it has 61 bytes, but its header asks for 62"),
+        ("bin longer than idx", "the index names 12 bytes of tokens, the .bin file has 16"),
+        ("negative length", "d.idx: sequence 2 has -1 tokens"),
+        ("unordered documents", "ascending sequences from 0 to 3, found [0 2 1 3]"),
+        ("documents beyond", "ascending sequences from 0 to 3, found [0 1 2 9]"),
+        ("wrong beginning", "d.idx: sequence 1 begins at byte 8 instead of 12"),
         ("floating-point ids", "expected integer token ids, found float32"),
         ("no vocabulary", "give --tokenizer or --vocab-size"),
         ("text and ids", "--data mixes text"),

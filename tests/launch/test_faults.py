@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from launch import pretrain_gpt, report
+from launch import output_lock, pretrain_gpt, report
 from tests.coat_ds.test_checkpoints import rounded_again
 from tests.launch.ranks import HIDDEN, run_ranks
 
@@ -146,11 +146,43 @@ def test_kill_of_another_rank_during_save(tmp_path, train, whole):
 def test_sigterm_of_one_process(tmp_path, train, whole):
     ended = train("--save-interval", 100, signal_at_step=[0, 5, signal.SIGTERM])
     assert ended.codes == [pretrain_gpt.STOPPED] and saved(tmp_path) == {"step5"}
+    assert not (tmp_path / "run/run.lock").exists()
     # an older run's checkpoint is not taken for one of a run that starts anew
     ended = train()
     assert ended.codes == [1] and "step5 is there, from an earlier run" in ended.text
     assert train("--resume").codes == [0]
     assert measured(tmp_path) == measured(whole[1])
+
+
+def test_two_runs_of_one_output(tmp_path, train, whole):
+    """The second is refused on all its ranks and changes nothing; a killed one leaves the output to it."""
+    ended = train(kill_at_step=[0, 5])
+    assert ended.codes == [-signal.SIGKILL] and saved(tmp_path) == {"step2", "step4"}
+    (tmp_path / "run/coat/checkpoints/step6.0.partial").mkdir()
+    # this process is the other run
+    lock, said = output_lock.OutputLock(tmp_path / "run"), []
+    lock.take(said.append)
+    assert "which has ended" in said[0]
+    files = {path: path.stat().st_mtime_ns for path in (tmp_path / "run").rglob("*") if path.is_file()}
+    ended = train("--resume", ranks=2)
+    assert ended.codes == [1, 1] and "Traceback" not in ended.text
+    assert ended.text.count(f"error: --output {tmp_path}/run: in use by process {os.getpid()} on") == 2
+    assert files == {
+        path: path.stat().st_mtime_ns for path in (tmp_path / "run").rglob("*") if path.is_file()
+    }
+    lock.release()
+    ended = train("--resume", kill_at_step=[0, 5])
+    assert ended.codes == [-signal.SIGKILL] and "taken over" not in ended.text
+    ended = train("--resume")
+    assert ended.codes == [0] and ended.text.count(f"{tmp_path}/run: taken over from process") == 1
+    assert measured(tmp_path) == measured(whole[1])
+    assert not list((tmp_path / "run").rglob("*.partial")) and not (tmp_path / "run/run.lock").exists()
+
+
+def test_a_run_that_has_lost_its_output_writes_no_checkpoint(tmp_path, train):
+    ended = train(ranks=2, lose_output_at_step=[0, 3, str(tmp_path / "run/run.lock")])
+    assert ended.codes == [1, 1] and "Traceback" not in ended.text and saved(tmp_path) == {"step2"}
+    assert ended.text.count("this run has lost it to whoever removed the lock") == 2
 
 
 @contextlib.contextmanager
@@ -228,20 +260,46 @@ class Payload:
         return os.mkdir, (str(self.folder),)
 
 
-def test_nothing_in_a_checkpoint_is_executed(tmp_path, train, whole):
-    shutil.copytree(whole[1] / "run", tmp_path / "run")
-    last = tmp_path / "run/coat/checkpoints/step8"
-    path = last / "mp_rank_00_model_states.pt"
-    torch.save({**torch.load(path, weights_only=True), "extra": Payload(tmp_path / "executed")}, path)
-    manifest = json.loads((last / "manifest.json").read_text())
+def forge(path: Path, **changes) -> None:
+    """Writes other things into a file of a checkpoint, and into the manifest that this is as it should be."""
+    torch.save({**torch.load(path, weights_only=False), **changes}, path)
+    manifest = json.loads((path.parent / "manifest.json").read_text())
     manifest["files"][path.name] = {
         "bytes": path.stat().st_size,
         "sha256": hashlib.sha256(path.read_bytes()).hexdigest(),
     }
-    (last / "manifest.json").write_text(json.dumps(manifest))
+    (path.parent / "manifest.json").write_text(json.dumps(manifest))
+
+
+def test_nothing_in_a_checkpoint_is_executed(tmp_path, train, whole):
+    shutil.copytree(whole[1] / "run", tmp_path / "run")
+    model = tmp_path / "run/coat/checkpoints/step8/mp_rank_00_model_states.pt"
+    forge(model, extra=Payload(tmp_path / "executed"))
     ended = train("--resume", "--steps", 9)
-    assert ended.codes == [1] and "a file holds more than data and was not read" in ended.text
+    assert ended.codes == [1] and "a file holds more than data and was not read (" in ended.text
+    # not torch's advice to trust the file
+    assert "GLOBAL posix.mkdir" in ended.text and "weights_only=False" not in ended.text
     assert "Traceback" not in ended.text and not (tmp_path / "executed").exists()
+
+
+def test_a_checkpoint_of_something_else(tmp_path, train, whole):
+    """Files as their manifest has them, of another model or step."""
+    shutil.copytree(whole[1] / "run", tmp_path / "run")
+    folder = tmp_path / "run/coat/checkpoints/step8"
+    ended = train("--resume", "--steps", 9, "--ffn-hidden-size", 256)
+    assert ended.codes == [1] and "Traceback" not in ended.text
+    assert f"error: {folder}: its files are whole, but do not hold what this run needs" in ended.text
+    assert "size mismatch" in ended.text
+    for changes, why in (
+        ({"step": 7}, "of step 7"),
+        ({"data": {}}, "KeyError: 'seed'"),
+        ({"rng": 1}, "TypeError"),
+    ):
+        kept = (folder / "mp_rank_00_model_states.pt").read_bytes()
+        forge(folder / "mp_rank_00_model_states.pt", **changes)
+        ended = train("--resume", "--steps", 9)
+        assert ended.codes == [1] and why in ended.text and "Traceback" not in ended.text
+        (folder / "mp_rank_00_model_states.pt").write_bytes(kept)
 
 
 @pytest.mark.parametrize("ranks", [1, 4])
@@ -275,6 +333,50 @@ def test_resume_at_half_and_double_the_size(tmp_path, train, whole, ranks):
         assert other[step]["lr"] == one[step]["lr"]
         # as in test_two_ranks_give_the_losses_of_one
         assert other[step]["loss"] == pytest.approx(one[step]["loss"], rel=3e-4 if step == 5 else 5e-3)
+
+
+# checkpoint_layout, ZeRO stage, where the optimizer is: each pair of values of any two of them that there is
+CELLS = [
+    ("stock", 0, "none"),
+    ("compressed", 0, "none"),
+    ("stock", 1, "cpu"),
+    ("compressed", 1, "none"),
+    ("stock", 2, "none"),
+    ("compressed", 2, "cpu"),
+    ("stock", 3, "cpu"),
+    ("compressed", 3, "none"),
+]
+
+
+@pytest.mark.parametrize("layout, stage, device", CELLS)
+def test_resume_of_every_layout_and_stage(tmp_path, train, layout, stage, device):
+    config = json.loads((ROOT / "configs/ds_zero1_coat.json").read_text())
+    config["zero_optimization"] = {"stage": stage}
+    if device == "cpu":
+        config["zero_optimization"]["offload_optimizer"] = {"device": "cpu"}
+    config["coat"]["optimizer"] = {"checkpoint_layout": layout}
+    path = tmp_path / "ds.json"
+    path.write_text(json.dumps(config))
+    arguments = ["--deepspeed-config", path, "--steps", 4, "--resume"]
+    assert (ended := train(*arguments, ranks=2)).codes == [0, 0], ended.text
+    before = measured(tmp_path)
+    shutil.rmtree(tmp_path / "run/coat/checkpoints/step4")
+    shutil.copytree(tmp_path / "run", tmp_path / "copy")
+    assert (ended := train(*arguments, ranks=2)).codes == [0, 0], ended.text
+    assert "going on from" in ended.text and measured(tmp_path) == before
+
+    shutil.rmtree(tmp_path / "run")
+    (tmp_path / "copy").rename(tmp_path / "run")
+    ended = train(*arguments)
+    if stage == 0:
+        assert ended.codes == [1] and "data_parallel_size=2" in ended.text and "Traceback" not in ended.text
+        return
+    assert ended.codes == [0], ended.text
+    for step, values in measured(tmp_path).items():
+        # as in test_two_ranks_give_the_losses_of_one
+        close = {"loss": 3e-4 if step == 3 else 5e-3, "lr": 0} if step in (3, 4) else {}
+        for key, bound in close.items():
+            assert values[key] == pytest.approx(before[step][key], rel=bound)
 
 
 def test_loss_that_is_not_finite(tmp_path, train, whole):

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from deepspeed.launcher import runner
+from torch.distributed.elastic.utils import macros
 
 from launch import cluster, preflight, pretrain_gpt
 from launch.cluster import ClusterError, Settings
@@ -35,12 +36,64 @@ def settings(tmp_path, kind="torchrun", **variables) -> Settings:
         ({"GPUS_PER_NODE": "2", "PIPELINE_SIZE": "2"}, "PIPELINE_SIZE: 2, but launch/pretrain_gpt.py has no"),
         ({"MODEL_CONFIG": "none.json"}, "MODEL_CONFIG none.json: cannot be read"),
         ({"LAUNCHER": "rsh"}, "LAUNCHER: expected one of pdsh, openmpi, slurm, found 'rsh'"),
+        ({"SLURM_NNODES": "abc"}, "SLURM_NNODES: expected a whole number of at least 1, found 'abc'"),
+        ({"SLURM_NODEID": ""}, "SLURM_NODEID: expected a whole number of at least 0, found ''"),
+        ({"STEPS": "9" * 5000}, "STEPS: expected a whole number of at least 1, found '9999"),
+        (
+            {"MASTER_PORT": "99999999"},
+            "MASTER_PORT: expected a whole number from 1 to 65534, found '99999999",
+        ),
+        ({"MASTER_ADDR": "a;id"}, "MASTER_ADDR: expected a name or an address of a host, found 'a;id'"),
+        ({"JOB": "a/b"}, r"JOB: expected letters, digits and any of . _ @ \+ : -, found 'a/b'"),
     ],
     ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
 )
 def test_settings_are_refused(tmp_path, variables, message):
     with pytest.raises(ClusterError, match=message):
         settings(tmp_path, **variables)
+
+
+@pytest.mark.parametrize(
+    "text, message",
+    [
+        ("{}", "model.json: num_layers: expected a whole number of at least 1, found none"),
+        ("[]", "model.json: expected a JSON object, found list"),
+        ('{"num_layers": 2, "hidden_size": "64"}', "model.json: hidden_size: expected .* found '64'"),
+        ("[" * 10**5, "model.json: not a JSON file"),
+    ],
+    ids=["no keys", "list", "quotes", "brackets"],
+)
+def test_model_configs_are_refused(tmp_path, text, message):
+    (tmp_path / "model.json").write_text(text)
+    with pytest.raises(ClusterError, match=f"MODEL_CONFIG .*{message}"):
+        settings(tmp_path, MODEL_CONFIG=str(tmp_path / "model.json"))
+
+
+@pytest.mark.parametrize(
+    "config, message",
+    [
+        (
+            {"coat": {"enabled": True, "activations": True}},
+            "coat.activations: expected an object .* found True",
+        ),
+        ({"coat": True}, "coat: expected an object .* found True"),
+    ],
+    ids=["activations", "block"],
+)
+def test_blocks_are_refused_before_the_start(tmp_path, good, config, message):
+    path = tmp_path / "ds.json"
+    path.write_text(json.dumps(config))
+    with pytest.raises(ClusterError, match=f"DEEPSPEED_CONFIG {path}: {message}"):
+        preflight.problems(settings(tmp_path, DEEPSPEED_CONFIG=str(path)), [good])
+
+
+def test_old_gpus_may_have_fp8_states(tmp_path, good):
+    """What the message about FP8 advises to do helps."""
+    path = tmp_path / "ds.json"
+    old = {**deepcopy(good), "gpus": [["A100", 8, 0]]}
+    for activations, problems in (({}, 1), ({"emulate": True}, 0), ({"enabled": False}, 0)):
+        path.write_text(json.dumps({"coat": {"enabled": True, "activations": activations}}))
+        assert len(preflight.problems(settings(tmp_path, DEEPSPEED_CONFIG=str(path)), [old])) == problems
 
 
 def test_hostfiles(tmp_path):
@@ -56,6 +109,11 @@ def test_hostfiles(tmp_path):
     for wrong in ("node-a\n", "-oProxyCommand=id slots=8\n", "a slots=8\na slots=8\n", "a;id slots=8\n"):
         with pytest.raises(ClusterError, match="expected lines 'host slots=n'"):
             read(wrong)
+    path.write_bytes(b"node-a slots=8\n\x80\x00")
+    with pytest.raises(
+        ClusterError, match="hosts: expected text, found byte 0x80 at 15: give a file of lines"
+    ):
+        settings(tmp_path, "deepspeed", HOSTFILE=str(path))
     with pytest.raises(ClusterError, match="as many slots on each host"):
         read("a slots=8\nb slots=4\n")
 
@@ -123,7 +181,8 @@ def test_dry_run_prints_what_each_node_runs(tmp_path):
         assert {"NCCL_SOCKET_IFNAME=eth9", "GLOO_SOCKET_IFNAME=eth9"} <= set(words)
         assert f"--rdzv-conf=is_host={int(rank == 0)}" in words and "--nproc-per-node=4" in words
         script = words.index(str(ROOT / "launch/pretrain_gpt.py"))
-        args = pretrain_gpt.parse_args(words[script + 1 :])
+        # as torchrun's agents do
+        args = pretrain_gpt.parse_args(macros.substitute(words[script + 1 :], "0"))
         assert args.data == [str(data), "/c"] and args.resume and args.lr == 0.5
         assert args.output == str(tmp_path / "o u t")
     hostfile = tmp_path / "hosts"
@@ -182,12 +241,12 @@ def test_values_that_the_launcher_would_change_are_refused(tmp_path, launcher):
         changed = made.exports["PYTHONPATH"] != value or (launcher, character) == ("slurm", ",")
         for env, own in (({"PYTHONPATH": value}, {}), ({}, {"OWN": value})):
             if changed:
-                with pytest.raises(ClusterError, match="would not reach the ranks as it is"):
-                    cluster.check_handed_on(mine, env, own)
+                with pytest.raises(ClusterError) as refused:
+                    cluster.check_handed_on(mine, env, own, [])
+                assert f"by LAUNCHER={launcher}, for {character!r} in it" in str(refused.value)
             else:
-                cluster.check_handed_on(mine, env, own)
-            cluster.check_handed_on(replace(mine, launcher="pdsh"), env, own)
-        cluster.check_handed_on(mine, {"LS_COLORS": value}, {})
+                cluster.check_handed_on(mine, env, own, [])
+        cluster.check_handed_on(mine, {"LS_COLORS": value}, {}, [])
 
 
 def test_two_nodes_compare_themselves_through_the_store(tmp_path):

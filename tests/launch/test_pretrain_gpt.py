@@ -112,6 +112,20 @@ def test_save_and_resume(tmp_path):
 
 
 @pytest.mark.gpu
+def test_compressed_checkpoints_of_a_gpu(tmp_path):
+    config = host_config(tmp_path, coat={"enabled": True, "optimizer": {"checkpoint_layout": "compressed"}})
+    arguments = ["--deepspeed-config", config, "--steps", 4, "--save-interval", 2, "--resume"]
+    arguments += ["--output", tmp_path / "run"]
+    done = pretrain(*arguments)
+    assert done.returncode == 0, done.stdout + done.stderr
+    whole = losses(tmp_path / "run")
+    shutil.rmtree(tmp_path / "run/coat/checkpoints/step4")
+    done = pretrain(*arguments)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "going on from" in done.stdout and losses(tmp_path / "run") == whole
+
+
+@pytest.mark.gpu
 def test_more_ranks_than_gpus_is_said(tmp_path):
     ranks = torch.cuda.device_count() + 1
     done = pretrain("--steps", 1, "--output", tmp_path, processes=ranks)
@@ -219,6 +233,17 @@ def test_config_errors(tmp_path, capsys):
     assert "expected a JSON object, found list" in text("--deepspeed-config", tmp_path / "bad.json")
     assert 'expected "bf16": {"enabled": true}' in text("--deepspeed-config", host_config(tmp_path, bf16={}))
     assert 'expected "bf16"' in text("--deepspeed-config", host_config(tmp_path, bf16=True))
+    for lr in ((), ("--lr", 0.1)):
+        named = host_config(tmp_path, optimizer="AdamW")
+        assert "ds.json: optimizer: expected an object in braces, found 'AdamW'" in text(
+            "--deepspeed-config", named, *lr
+        )
+        listed = host_config(tmp_path, optimizer={"type": "AdamW", "params": []})
+        assert "ds.json: optimizer.params: expected an object in braces, found []" in text(
+            "--deepspeed-config", listed, *lr
+        )
+    (tmp_path / "bad.json").write_text("[" * 10**5)
+    assert "bad.json: not a JSON file" in text("--deepspeed-config", tmp_path / "bad.json")
     unknown = host_config(tmp_path, coat={"enabled": True, "optimizer": {"group_sise": 128}})
     assert "coat.optimizer.group_sise: unknown key" in text("--deepspeed-config", unknown)
     disabled = host_config(tmp_path, coat={"enabled": False})
@@ -280,6 +305,11 @@ def test_ranks_of_other_launchers():
             ranks(**env)
         with pytest.raises(pretrain_gpt.LaunchError, match="MASTER_PORT: not set, but this is one of"):
             ranks(**env, MASTER_ADDR="a")
+    for port in ("99999999", "a", "0", "", "9" * 5000):
+        with pytest.raises(
+            pretrain_gpt.LaunchError, match="MASTER_PORT: expected a number from 1 to 65535, f"
+        ):
+            ranks(**torchrun, MASTER_ADDR="a", MASTER_PORT=port)
 
 
 def test_schedule():

@@ -1,0 +1,90 @@
+"""Mistakes beside the block: messages name the key, what was found and the way out."""
+
+import logging
+
+import pytest
+import torch
+from deepspeed.utils import logger
+
+from coat_ds import CoatConfig, CoatConfigError, engine, switch
+
+BLOCK, ADAMW = {"enabled": True}, {"type": "AdamW", "params": {"lr": 1e-3}}
+
+
+def host(**changes) -> dict:
+    return {"coat": BLOCK, "optimizer": ADAMW, **changes}
+
+
+def params(**values) -> dict:
+    return host(optimizer={"type": "AdamW", "params": values})
+
+
+MISTAKES = {
+    "a name for the section": (host(optimizer="AdamW"), ["optimizer: ", "'AdamW'", '{"type": "AdamW"']),
+    "a list for the section": (host(optimizer=["AdamW"]), ["optimizer: ", "['AdamW']", "Use braces"]),
+    "a list for params": (
+        host(optimizer={"type": "AdamW", "params": [["lr", 1]]}),
+        ["optimizer.params: ", "[['lr', 1]]", '{"lr": 1e-3}'],
+    ),
+    "auto": (params(lr="auto"), ["optimizer.params.lr: ", "'auto'", "Hugging Face", "write a number"]),
+    "quotes": (params(lr="1e-3"), ["optimizer.params.lr: ", "'1e-3'", "Leave the quotes out"]),
+    "true": (params(weight_decay=True), ["optimizer.params.weight_decay: ", "True", "Write a number"]),
+    "nothing": (params(eps=None), ["optimizer.params.eps: ", "None", "drop the key"]),
+    "one beta": (params(betas=0.9), ["optimizer.params.betas: ", "0.9", "[0.9, 0.95]"]),
+    "betas in quotes": (params(betas=["0.9", 0.95]), ["optimizer.params.betas: ", "'0.9'", "quotes"]),
+    "capitals": ({"COAT": BLOCK}, ["COAT: ", "ignored", 'Write "coat"']),
+    "in the optimizer": (
+        {"optimizer": {**ADAMW, "coat": BLOCK}},
+        ["optimizer.coat: ", "ignored", 'beside "optimizer"'],
+    ),
+}
+
+
+@pytest.mark.parametrize("config, words", MISTAKES.values(), ids=MISTAKES)
+def test_mistakes(config, words):
+    # an engine would come to this check
+    assert switch.asks_for_coat(config)
+    with pytest.raises(CoatConfigError) as error:
+        engine.check(config, None)
+    assert all(word in str(error.value) for word in words), error.value
+
+
+def test_what_is_no_mistake():
+    for values in ({"lr": 1}, {"lr": torch.tensor(1e-3)}, {"betas": (0.9, 0.95), "eps": 1e-8}, {}):
+        assert engine.check(params(**values), None).enabled
+    assert not switch.asks_for_coat({"optimizer": ADAMW, "Coatings": {}})
+    # what others make of them is theirs to judge
+    assert not engine.check({"optimizer": "AdamW"}, None).enabled
+
+
+@pytest.fixture
+def log():
+    """Levels and messages of what DeepSpeed's logger shows."""
+    lines, handler = [], logging.Handler()
+    handler.emit = lambda record: lines.append((record.levelname, record.getMessage()))
+    logger.addHandler(handler)
+    yield lines
+    logger.removeHandler(handler)
+
+
+def test_patterns_that_match_nothing(log):
+    coat = CoatConfig.from_dict(
+        {**BLOCK, "optimizer": {"keep_fp32": ["*lm_haed*", "LM_HEAD*", "*norm*", "*bias*"]}}
+    )
+    model = torch.nn.ModuleDict({"lm_head": torch.nn.Linear(4, 4, bias=False)})
+    engine._client_optimizer(coat, host(zero_optimization={"stage": 1}), None, model)
+    assert [level for level, _ in log] == ["WARNING"]
+    assert "coat.optimizer.keep_fp32: '*lm_haed*' matches no parameter" in log[0][1]
+
+
+def test_news_are_no_warnings(log, monkeypatch):
+    """They are shown where DeepSpeed shows warnings alone, and hidden with those."""
+    monkeypatch.setattr(logger, "level", logging.WARNING)
+    engine._say("COAT: news")
+    engine._say("beware", logging.WARNING)
+    monkeypatch.setattr(logger, "level", logging.ERROR)
+    logger._cache.clear()
+    engine._say("COAT: more news")
+    logger._cache.clear()
+    assert [level for level, _ in log] == ["INFO", "WARNING"]
+    assert log[0][1].endswith("COAT: news")

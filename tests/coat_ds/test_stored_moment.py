@@ -1,0 +1,82 @@
+"""What a file of the compressed layout may say of a moment: nothing but what `StoredMoment` writes."""
+
+import io
+
+import pytest
+import torch
+
+from coat_ds.state import Moment, StoredMoment, _rebuild
+from coat_kernels.codecs import get_codec
+
+CODES, SCALE, EXPONENT = torch.zeros(300, dtype=torch.uint8), torch.ones(3), torch.ones(3, dtype=torch.uint8)
+PIECE = (0, "fp8_expanded", CODES, SCALE, EXPONENT)
+
+
+class Written:
+    """Pickled as a call of `_rebuild` with any arguments."""
+
+    def __init__(self, *arguments):
+        self.arguments = arguments
+
+    def __reduce__(self):
+        return _rebuild, self.arguments
+
+
+def read(value):
+    file = io.BytesIO()
+    torch.save(value, file)
+    file.seek(0)
+    with torch.serialization.safe_globals([_rebuild]):
+        return torch.load(file, weights_only=True)
+
+
+def test_moments_come_back_by_a_reader_of_data_only():
+    layout = ((0, get_codec("fp32")), (100, get_codec("fp8_expanded")), (1000, get_codec("log8")))
+    moment = Moment.encoded(torch.rand(40, 50), layout, 64)
+    found = read(StoredMoment(moment.pieces, 64, moment.shape))
+    assert type(found) is Moment and (found.layout, found.shape) == (moment.layout, moment.shape)
+    assert all(torch.equal(a, b) for a, b in zip(found.stored(), moment.stored(), strict=True))
+
+
+def piece(index: int, value) -> list:
+    return [(*PIECE[:index], value, *PIECE[index + 1 :])]
+
+
+BAD = {
+    "no pieces": ([], 128, (300,)),
+    "pieces that are no list": (PIECE, 128, (300,)),
+    "a piece that is too short": ([PIECE[:4]], 128, (300,)),
+    "a piece that is a string": (["abcde"], 128, (300,)),
+    "a group size that is none": ([PIECE], 100, (300,)),
+    "a group size that is no number": ([PIECE], "128", (300,)),
+    "a group size that is true": ([PIECE], True, (300,)),
+    "another shape": ([PIECE], 128, (301,)),
+    "a negative shape": ([PIECE], 128, (-300, -1)),
+    "a shape of floats": ([PIECE], 128, (300.0,)),
+    "a shape that is a list": ([PIECE], 128, [300]),
+    "a first piece that does not begin at 0": (piece(0, 1), 128, (300,)),
+    "a begin that is a tensor": (piece(0, torch.tensor(0)), 128, (300,)),
+    "two pieces that overlap": ([PIECE, PIECE], 128, (600,)),
+    "an unknown codec": (piece(1, "fp7"), 128, (300,)),
+    "a codec that is a list": (piece(1, ["fp32"]), 128, (300,)),
+    "a codec of other codes": (piece(1, "fp32"), 128, (300,)),
+    "codes that are no tensor": (piece(2, "codes"), 128, (300,)),
+    "codes that are a parameter": (piece(2, torch.nn.Parameter(torch.zeros(300))), 128, (300,)),
+    "codes of another type": (piece(2, CODES.float()), 128, (300,)),
+    "codes of two dimensions": (piece(2, CODES.view(3, 100)), 128, (300,)),
+    "codes of stride 0": (piece(2, CODES[:1].expand(2**40)), 128, (2**40,)),
+    "codes that are sparse": (piece(2, CODES.to_sparse()), 128, (300,)),
+    "codes without values": (piece(2, CODES.to("meta")), 128, (300,)),
+    "too few scales": (piece(3, SCALE[:2]), 128, (300,)),
+    "no scales": (piece(3, SCALE[:0]), 128, (300,)),
+    "scales of another type": (piece(3, SCALE.double()), 128, (300,)),
+    "too many exponents": (piece(4, CODES), 128, (300,)),
+    "exponents of another type": (piece(4, SCALE), 128, (300,)),
+}
+
+
+@pytest.mark.parametrize("pieces, group_size, shape", BAD.values(), ids=BAD)
+def test_what_no_moment_was_written_as_is_refused(pieces, group_size, shape):
+    with pytest.raises(ValueError, match=r"stored moment: expected .*, found ") as refused:
+        read(Written(pieces, group_size, shape))
+    assert "\n" not in str(refused.value) and len(str(refused.value)) < 400

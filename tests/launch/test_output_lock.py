@@ -1,0 +1,180 @@
+"""Who owns an OUTPUT: processes that live, were killed, have another's id, or are somewhere else."""
+
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from launch import output_lock
+from launch.output_lock import NAME, OutputLock, Owner
+from launch.report import OutputError
+
+ROOT = Path(output_lock.__file__).parents[1]
+# takes the lock, says so or why not, and waits for an end of its input
+TAKE = """
+import sys
+from launch.output_lock import OutputLock
+from launch.report import OutputError
+lock = OutputLock(sys.argv[1])
+try:
+    lock.take(lambda text: print(text, flush=True))
+    print("taken", flush=True)
+except OutputError as error:
+    print(error, flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.fixture
+def take(tmp_path):
+    """Starts a process that takes the lock of `tmp_path`; what it says is its output, line by line."""
+    processes = []
+
+    def start() -> subprocess.Popen:
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+        processes.append(subprocess.Popen([sys.executable, "-c", TAKE, str(tmp_path)], cwd=ROOT, **pipes))
+        return processes[-1]
+
+    yield start
+    for process in processes:
+        process.kill()
+        process.communicate()
+
+
+def refused(lock: OutputLock) -> str:
+    with pytest.raises(OutputError) as error:
+        lock.take(print)
+    return str(error.value)
+
+
+def test_two_processes_and_a_killed_one(tmp_path, take):
+    first = take()
+    assert first.stdout.readline() == "taken\n"
+    lock, said = OutputLock(tmp_path), []
+    why = refused(lock)
+    held = Owner.read(tmp_path / NAME)
+    assert f"--output {tmp_path}: in use by process {first.pid} on {held.host} since {held.since} (" in why
+    assert "Wait for its end, or stop it; or choose another folder with --output" in why
+    assert why.split() == take().stdout.readline().split()
+
+    first.kill()
+    # a process that nobody has asked for its exit code has ended too
+    while Path(f"/proc/{first.pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z":
+        time.sleep(0.01)
+    lock.take(said.append)
+    assert len(said) == 1 and f"taken over from process {first.pid} on " in said[0]
+    assert Owner.read(tmp_path / NAME).pid == os.getpid()
+    assert f"in use by process {os.getpid()} on" in take().stdout.readline()
+    lock.check()
+    lock.release()
+    assert os.listdir(tmp_path) == []
+    again = take()
+    assert again.stdout.readline() == "taken\n"
+
+
+def held_by(tmp_path, **changes) -> OutputLock:
+    """The folder as if held by this process, but for the changes."""
+    owner = dataclasses.replace(Owner.this(), **changes)
+    (tmp_path / NAME).write_text(json.dumps(dataclasses.asdict(owner)))
+    return OutputLock(tmp_path)
+
+
+GONE = {
+    "a process that has another's id": {"started": 1},
+    "an id that no process has": {"pid": 2**22 + 1},
+    "an id that no process can have": {"pid": 2**70},
+    "the machine has started again": {"boot": "before", "pids": "pid:[1]"},
+    "the job was put back into the queue, elsewhere": {"host": "x", "boot": "y", "job": "7", "restarts": 0},
+}
+
+
+@pytest.mark.parametrize("changes", GONE.values(), ids=GONE)
+def test_locks_left_behind(tmp_path, changes, monkeypatch):
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
+    lock, said = held_by(tmp_path, **changes), []
+    lock.take(said.append)
+    assert len(said) == 1 and os.listdir(tmp_path) == [NAME]
+    lock.check()
+
+
+UNKNOWN = {
+    "another machine": {"host": "node7", "boot": "other"},
+    "a container of this machine": {"pids": "pid:[1]"},
+    "another job of another machine": {"host": "node7", "boot": "other", "job": "8", "restarts": 0},
+}
+
+
+@pytest.mark.parametrize("changes", UNKNOWN.values(), ids=UNKNOWN)
+def test_processes_that_cannot_be_seen(tmp_path, changes, monkeypatch):
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
+    lock = held_by(tmp_path, **{"started": 1, **changes})
+    before = (tmp_path / NAME).read_bytes()
+    why = refused(lock)
+    assert f"in use by process {os.getpid()} on {changes.get('host', os.uname().nodename)} since" in why
+    assert f"if it does not, remove {tmp_path / NAME}" in why
+    # what is not one's own is not removed
+    lock.release()
+    assert (tmp_path / NAME).read_bytes() == before and os.listdir(tmp_path) == [NAME]
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "{}", "[" * 10**5, '{"pid": 1}'])
+def test_files_that_are_no_locks(tmp_path, text):
+    (tmp_path / NAME).write_text(text)
+    assert "found what cannot be read as one" in refused(OutputLock(tmp_path))
+    assert (tmp_path / NAME).read_text() == text
+
+
+def test_a_token_is_no_path(tmp_path):
+    assert "token is '../x'" in refused(held_by(tmp_path, token="../x", started=1))
+
+
+def test_a_lock_that_was_taken_away(tmp_path):
+    lock = OutputLock(tmp_path)
+    lock.take(print)
+    (tmp_path / NAME).unlink()
+    with pytest.raises(OutputError, match="has lost it to whoever removed the lock"):
+        lock.check()
+    other = OutputLock(tmp_path)
+    other.take(print)
+    with pytest.raises(OutputError, match=f"has lost it to process {os.getpid()} on"):
+        lock.check()
+    lock.release()
+    other.check()
+
+
+def test_one_of_many_takes_over(tmp_path, take):
+    """They meet one lock that was left behind."""
+    held_by(tmp_path, started=1)
+    processes = [take() for _ in range(6)]
+    first = [process.stdout.readline() for process in processes]
+    # the line of the one that has taken over, before it says "taken"
+    assert sum("taken over from" in line for line in first) == 1
+    assert sum("in use by" in line or "another run is just taking it over" in line for line in first) == 5
+    assert os.listdir(tmp_path) == [NAME]
+
+
+def test_without_hard_links(tmp_path, monkeypatch):
+    def link(source, target):
+        raise PermissionError(1, "Operation not permitted")
+
+    monkeypatch.setattr(os, "link", link)
+    one, other = OutputLock(tmp_path), OutputLock(tmp_path)
+    one.take(print)
+    assert "in use by" in refused(other)
+    one.release()
+    held_by(tmp_path, started=1)
+    other.take(print)
+    other.check()
+    assert os.listdir(tmp_path) == [NAME]
+
+
+def test_a_folder_that_cannot_be_written(tmp_path):
+    with pytest.raises(OutputError, match="choose another folder with --output"):
+        OutputLock(tmp_path / "nowhere").take(print)
