@@ -91,12 +91,15 @@ def share_notes(x: torch.Tensor, alias: torch.Tensor) -> torch.Tensor:
 
 def with_origin(x: torch.Tensor, origin: Origin) -> torch.Tensor:
     """`x` itself, with its origin noted."""
-    return note(x, "origin", origin)
+    return note(x, "origin", (origin, [t._version for t in origin.tensors]))
 
 
 def origin_of(x: torch.Tensor) -> Origin | None:
-    """The origin noted on this very tensor object, if there is one and the tensor is still the same."""
-    return noted(x, "origin")
+    """The origin noted on this very tensor object, if there is one and the tensor, and what it is made from,
+    are still the same.
+    """
+    origin, versions = noted(x, "origin") or (None, None)
+    return origin if origin is None or versions == [t._version for t in origin.tensors] else None
 
 
 def with_maxima(x: torch.Tensor, maxima: torch.Tensor) -> torch.Tensor:
