@@ -725,15 +725,16 @@ def _norm(x, weight, bias, eps, layer_norm, zero_centered, group_size, keep, res
     y, maxima, codes, exponent, rstd, handed_on = _Norm.apply(
         x, weight, bias, *options, keep, residual, y_scale
     )
-    # who makes y again, a linear layer behind it, checks that these have not been changed
+    # who makes y again, a linear layer behind it, keeps these and checks that nobody has changed them
     parameters = (weight.detach(),) if bias is None else (weight.detach(), bias.detach())
+    watched = ((weight, weight._version), *(() if bias is None else ((bias, bias._version),)))
 
     def columns(codes, exponent, rstd, weight, *rest) -> Quantized:
         bias, largest, fmt = rest if len(rest) == 3 else (None, *rest)
         kept = codes, exponent, rstd, weight, bias
         return Quantized(None, *norm_columns(*kept, largest, zero_centered, group_size, fmt.name))
 
-    y = with_origin(y, Origin((codes, exponent, rstd, *parameters), columns))
+    y = with_origin(y, Origin((codes, exponent, rstd, *parameters), columns, watched))
     if maxima is not None:
         y = with_maxima(y, maxima)
     return (y, handed_on) if residual else y

@@ -23,10 +23,12 @@ import torch
 class Origin(NamedTuple):
     """`columns(*tensors, largest, fmt)` gives the tensor [m, n] again, up to the rounding of what is kept, as
     `Quantized` columns with the scale that belongs to the largest magnitude `largest`; others saturate.
+    watched: those of them that users may change, with their versions at that time.
     """
 
     tensors: tuple[torch.Tensor, ...]
     columns: Callable
+    watched: tuple[tuple[torch.Tensor, int], ...] = ()
 
 
 class _Notes(dict):
@@ -97,8 +99,15 @@ def with_origin(x: torch.Tensor, origin: Origin) -> torch.Tensor:
 
 
 def origin_of(x: torch.Tensor) -> Origin | None:
-    """The origin noted on this very tensor object, if there is one and the tensor is still the same."""
-    return noted(x, "origin")
+    """The origin noted on this very tensor object, if there is one and the tensor, and what it is made from,
+    are still the same.
+    """
+    origin = noted(x, "origin")
+    if origin is not None:
+        for t, version in origin.watched:
+            if t._version != version:
+                return None
+    return origin
 
 
 def with_maxima(x: torch.Tensor, maxima: torch.Tensor) -> torch.Tensor:
