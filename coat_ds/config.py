@@ -25,6 +25,7 @@ BF16_PARAMS = ("exact", "stochastic", "nearest")
 CHECKPOINT_LAYOUTS = ("stock", "compressed")
 ROUNDINGS = ("auto", "nearest", "stochastic")
 KEEP_FP32 = ("*norm*", "*bias*")
+ZERO3_LAYER_UNITS = ("auto", True, False)
 
 
 class CoatConfigError(ValueError):
@@ -40,8 +41,9 @@ def check_type(key: str, value: Any, expected: type) -> None:
 
 def check_choice(key: str, value: Any, choices: tuple) -> None:
     """Raises CoatConfigError unless `value` is one of `choices`, of the same type."""
-    check_type(key, value, type(choices[0]))
-    if value not in choices:
+    if len({type(c) for c in choices}) == 1:
+        check_type(key, value, type(choices[0]))
+    if not any(type(value) is type(c) and value == c for c in choices):
         listed = ", ".join(repr(c) for c in choices)
         raise CoatConfigError(
             f"{key}: expected one of {listed}; found {value!r}.{_did_you_mean(value, choices)}"
@@ -244,6 +246,11 @@ class CoatConfig(_Block):
 
     report: ReportConfig = field(default_factory=ReportConfig)
     """What is said about bytes."""
+
+    zero3_layer_units: str | bool = _choice("auto", ZERO3_LAYER_UNITS)
+    """Whether ZeRO-3 gathers and releases a layer's weights together, which spares the host the hooks of its
+    modules. "auto": of COAT layers; true: of Megatron's own and Hugging Face's too; false: of none. Layers
+    with frozen parameters are left out."""
 
     @classmethod
     def from_dict(cls, block: Mapping[str, Any] | None) -> Self:
