@@ -34,6 +34,7 @@ from benchmarks.memory import held_bytes, peak_bytes
 from benchmarks.training import loss_of
 from benchmarks.whole_models import (
     BATCHES,
+    BY_DEFAULT,
     MODELS,
     SYSTEMS,
     WAYS,
@@ -408,7 +409,13 @@ def options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--model", choices=MODELS, default="llama2-7b")
     add("--ways", nargs="+", choices=WAYS, default=["zero2"], help="default: %(default)s")
-    add("--systems", nargs="+", choices=SYSTEMS, metavar="NAME", help=f"of {', '.join(SYSTEMS)} (all)")
+    add(
+        "--systems",
+        nargs="+",
+        choices=SYSTEMS,
+        metavar="NAME",
+        help=f"of {', '.join(SYSTEMS)} (default: the first {len(BY_DEFAULT)})",
+    )
     add("--gpus", type=int, help="processes, each on a GPU of its own (default: all there are)")
     add("--layers", type=int, nargs="+", help="in place of all, which is then extrapolated; better from two")
     add("--micro-batch", type=int, nargs="+", help="at which all systems are compared; several with --plan")
@@ -460,7 +467,7 @@ def train(arguments, table: Table) -> None:
         Job(name, way, system, layers, sizes[0])
         for way in arguments.ways
         for layers in counts
-        for system in arguments.systems or SYSTEMS
+        for system in arguments.systems or BY_DEFAULT
     ]
     if arguments.plan:
         if arguments.output is None:

@@ -96,6 +96,10 @@ class System(NamedTuple):
     """TransformerEngine's AdamW as Megatron's precision-aware optimizer sets it up, both moments in FP8."""
     bf16_masters: bool = False
     """DeepSpeed keeps masters and gradients in BF16."""
+    layer_units: str | bool = "auto"
+    """Of ZeRO-3, as the block has it; true also without COAT's layers and optimizer."""
+    asked_for: bool = False
+    """Whether it is measured by its name only."""
 
 
 _TE = {"config": {"fp8": "hybrid", "fp8_recipe": "delayed"}, "package": "transformer_engine"}
@@ -118,7 +122,11 @@ SYSTEMS = {
         {"activations": {"attention_format": "recompute"}, "optimizer": {"bf16_params": "stochastic"}},
         bf16_masters=True,
     ),
+    "BF16, layers as units": System(layer_units=True, asked_for=True),
+    "TE FP8, layers as units": System(**_TE, layer_units=True, asked_for=True),
+    "COAT, module by module": System({}, layer_units=False, asked_for=True),
 }
+BY_DEFAULT = [name for name, system in SYSTEMS.items() if not system.asked_for]
 BF16_MASTERS = {"bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}
 
 
@@ -190,9 +198,14 @@ def bf16_section(system: System) -> dict:
 
 def coat_section(system: System) -> dict:
     """Of the DeepSpeed JSON."""
-    if system.coat is None:
-        return {"enabled": False}
-    return {"enabled": True, "report": False, **system.coat}
+    block = {"enabled": True, "report": False}
+    if system.layer_units != "auto":
+        block["zero3_layer_units"] = system.layer_units
+    if system.coat is not None:
+        return block | system.coat
+    if system.layer_units is True:
+        return block | {"optimizer": {"enabled": False}, "activations": {"enabled": False}}
+    return {"enabled": False}
 
 
 def host_config(job: Job, micro_batch: int) -> dict:

@@ -34,6 +34,7 @@ OTHER_NAMES = {
     "bfloat16": ("bf16",),
     "float32": ("fp32",),
 }
+ZERO3_LAYER_UNITS = ("auto", True, False)
 
 
 class CoatConfigError(ValueError):
@@ -258,6 +259,11 @@ class CoatConfig(_Block):
 
     report: ReportConfig = field(default_factory=ReportConfig)
     """What is said about bytes."""
+
+    zero3_layer_units: str | bool = _choice("auto", ZERO3_LAYER_UNITS)
+    """Whether ZeRO-3 gathers and releases a layer's weights together, which spares the host the hooks of its
+    modules. "auto": of COAT layers; true: of Megatron's own and Hugging Face's too; false: of none. Layers
+    with frozen parameters are left out."""
 
     @classmethod
     def from_dict(cls, block: Mapping[str, Any] | None) -> Self:

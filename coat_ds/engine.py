@@ -12,6 +12,7 @@ from coat_ds import checkpointing, client, switch
 from coat_ds.config import CoatConfig, CoatConfigError, OptimizerConfig
 from coat_ds.grad_norm import batch_gradient_norms
 from coat_ds.host_config import check_place, idle_patterns, optimizer_section
+from coat_ds.layer_units import LayerUnits
 from coat_ds.module_hooks import lighten_module_hooks
 from coat_ds.narrow_grad import keep_gradients_narrow
 from coat_ds.optimizer import LAYOUT, CoatAdamW, keeps_fp32, layout_table
@@ -109,8 +110,9 @@ def check(host: Mapping[str, Any], optimizer: Any) -> CoatConfig:
     return coat
 
 
-def prepare(arguments: dict[str, Any]) -> CoatConfig:
-    """Before `DeepSpeedEngine` is built of `arguments`, by name: checks them and exchanges the optimizer.
+def prepare(arguments: dict[str, Any]) -> tuple[CoatConfig, LayerUnits]:
+    """Before `DeepSpeedEngine` is built of `arguments`, by name: checks them, exchanges the optimizer, and
+    chooses the layers that are to be units of ZeRO-3.
 
     Raises CoatConfigError for what cannot be honoured.
     """
@@ -122,14 +124,17 @@ def prepare(arguments: dict[str, Any]) -> CoatConfig:
         arguments["optimizer"] = _client_optimizer(coat, host, optimizer, arguments.get("model"))
         # DeepSpeed would otherwise refuse any optimizer but its own where states are offloaded
         config_class.zero_force_ds_cpu_optimizer = False
-    return coat
+    model = arguments.get("model") if coat.enabled else None
+    return coat, LayerUnits(model, coat.zero3_layer_units, config_class.zero_config)
 
 
-def finish(engine, coat: CoatConfig) -> None:
+def finish(engine, coat: CoatConfig, units: LayerUnits) -> None:
     """After `engine` was built of what `prepare` left."""
     if not coat.enabled:
         return
     engine.coat = coat
+    units.complete()
+    _undo_at_the_end(engine, units)
     lighten_module_hooks(engine.module)
     if coat.optimizer.enabled:
         link_partitions(engine.optimizer, engine.basic_optimizer)
@@ -142,7 +147,7 @@ def finish(engine, coat: CoatConfig) -> None:
         report_saved(engine.module, _say)
     if coat.checkpointing.compress:
         checkpointing.compress_inputs(engine.module, coat.checkpointing.group_size)
-    _announce(engine)
+    _announce(engine, units)
 
 
 def state_bytes(optimizer) -> dict[str, Any]:
@@ -498,7 +503,18 @@ def _move_states(
     return moved
 
 
-def _announce(engine) -> None:
+def _undo_at_the_end(engine, units: LayerUnits) -> None:
+    destroy = engine.destroy
+
+    @functools.wraps(destroy)
+    def destroy_engine():
+        destroy()
+        units.undo()
+
+    engine.destroy = destroy_engine
+
+
+def _announce(engine, units: LayerUnits) -> None:
     optimizer, activations = engine.coat.optimizer, engine.coat.activations
     parts = []
     if optimizer.enabled:
@@ -513,6 +529,8 @@ def _announce(engine) -> None:
     if engine.coat.checkpointing.compress:
         parts.append(f"checkpointed inputs kept in FP8 1x{engine.coat.checkpointing.group_size}")
     _say(f"COAT: {'; '.join(parts) or 'nothing enabled'}")
+    if gathered := units.summary():
+        _say(f"COAT: {gathered}")
 
 
 def _say(text: str, level: int = logging.INFO) -> None:

@@ -1,9 +1,11 @@
-"""What ZeRO-3's hooks take from layers, given back: what tensors carry, and time of the host.
+"""What ZeRO-3's hooks take from layers that are no units (`layer_units`), given back.
 
 Stage 3 hands the inputs and outputs of every module through nodes of autograd, which gather its weights for
 backward and release them again. Behind a node a tensor is another object, without the notes of
-`coat_kernels.origin`: a linear layer behind a norm would keep its input. And every module pays for nodes,
-though only those with weights of their own have something to gather.
+`coat_kernels.origin`: a linear layer behind a norm would keep its input. In a unit there are no nodes between
+modules; layers with frozen parameters, and all with `zero3_layer_units` false, need this. And every module
+pays for nodes, though only those with weights of their own have something to gather: that is for models whose
+layers nobody makes units.
 """
 
 import inspect

@@ -45,6 +45,8 @@ def _property(f: Field) -> dict[str, Any]:
         return {"anyOf": [{"type": "boolean"}, block]} if f.type is ReportConfig else block
     if f.type in JSON_TYPES:
         made = {"type": JSON_TYPES[f.type]}
+    elif "choices" in f.metadata:
+        made = {}
     else:
         made = {"type": "array", "items": {"type": "string"}}
     if "choices" in f.metadata:

@@ -150,9 +150,10 @@ def _exchange(host: ModuleType) -> None:
         check_host(host)
         from coat_ds import engine
 
-        coat = engine.prepare(bound.arguments)
-        original(*bound.args, **bound.kwargs)
-        engine.finish(self, coat)
+        coat, units = engine.prepare(bound.arguments)
+        with units.building():
+            original(*bound.args, **bound.kwargs)
+        engine.finish(self, coat, units)
 
     # itself, since whoever wraps this method may copy its attributes
     __init__.coat_method = __init__

@@ -36,6 +36,12 @@ _NO_ATTENTION = {
 _NO_MLP = {"pre_mlp_layernorm": IdentityOp, "mlp": IdentityOp, "mlp_bda": IdentityFuncOp}
 
 
+def _declare(layer: TransformerLayer, parts: Callable) -> None:
+    if parts is coat_parts:
+        # as in CoatTransformerLayer
+        layer.zero3_unit = False
+
+
 class AttentionLayer(TransformerLayer):
     """The attention of a layer, '*'. `parts` gives a layer's parts for a config, with experts or without."""
 
@@ -44,6 +50,7 @@ class AttentionLayer(TransformerLayer):
         # of a whole layer the sum may wait for the norm behind it; here there is none, as behind the MLP
         own = replace(whole, self_attn_bda=whole.mlp_bda, **_NO_MLP)
         super().__init__(config, own, *args, **kwargs)
+        _declare(self, parts)
 
 
 class FeedForwardLayer(MLPLayer):
@@ -51,6 +58,7 @@ class FeedForwardLayer(MLPLayer):
 
     def __init__(self, config, submodules=None, *args, parts: Callable, **kwargs):
         super().__init__(config, replace(parts(config, experts=False), **_NO_ATTENTION), *args, **kwargs)
+        _declare(self, parts)
 
 
 class ExpertsLayer(TransformerLayer):
@@ -58,6 +66,7 @@ class ExpertsLayer(TransformerLayer):
 
     def __init__(self, config, submodules=None, *args, parts: Callable, **kwargs):
         super().__init__(config, replace(parts(config, experts=True), **_NO_ATTENTION), *args, **kwargs)
+        _declare(self, parts)
 
 
 class _NeedsTransformerEngine:

@@ -115,6 +115,9 @@ class CoatTransformerLayer(TransformerLayer):
     Raises ValueError at construction for what its parts do not support, naming the argument to change.
     """
 
+    # under DeepSpeed's ZeRO-3 (`coat_ds.layer_units`)
+    zero3_unit = False
+
     def __init__(self, config, submodules=None, *args, **kwargs):
         super().__init__(config, coat_parts(config, _has_experts(config, *args, **kwargs)), *args, **kwargs)
 

@@ -72,6 +72,7 @@ def _read(path: str | None) -> CoatConfig:
             "stock",
             "Megatron's checkpoints hold FP32 moments",
         ),
+        ("zero3_layer_units", config.zero3_layer_units, "auto", "ZeRO-3 is DeepSpeed's"),
     ):
         if found != wanted:
             raise CoatConfigError(

@@ -7,7 +7,8 @@ import torch
 
 from benchmarks import train
 from benchmarks.train import Case, extrapolate, identity, next_case, read_rows
-from benchmarks.whole_models import MODELS, SYSTEMS, WAYS, Job, predict
+from benchmarks.whole_models import MODELS, SYSTEMS, WAYS, Job, coat_section, predict
+from coat_ds import CoatConfig
 from tests.benchmarks.test_harness import run
 
 JOB = Job("llama2-7b", "zero2", "BF16", 32, 4)
@@ -173,13 +174,26 @@ def test_a_case_that_fails_leaves_the_others_standing(monkeypatch):
     assert rows[1]["weights_mb"] == pytest.approx(2 * parameters / 1e6)
 
 
+def test_systems_say_what_zero3_takes_for_units():
+    blocks = {name: CoatConfig.from_dict(coat_section(system)) for name, system in SYSTEMS.items()}
+    off = CoatConfig(enabled=False)
+    assert blocks["BF16"] == blocks["TE FP8"] == off
+    assert blocks["COAT"].zero3_layer_units == "auto"
+    assert blocks["COAT, module by module"].zero3_layer_units is False
+    for name in ("BF16, layers as units", "TE FP8, layers as units"):
+        block = blocks[name]
+        assert block.enabled and block.zero3_layer_units is True
+        assert not block.optimizer.enabled and not block.activations.enabled
+
+
 def test_a_plan_needs_nothing(tmp_path):
     path = tmp_path / "plan.csv"
     arguments = ["--plan", "--model", "llama2-13b", "--ways", "zero3", "tp4", "--gpus", "8"]
     result = run("train", *arguments, "--micro-batch", "1", "2", "--output", str(path))
     assert result.returncode == 0, result.stderr
     rows = read_rows(path)
-    assert len(rows) == 2 * 2 * len([system for system in SYSTEMS.values() if not system.package])
+    named = [system for system in SYSTEMS.values() if system.package or system.asked_for]
+    assert len(rows) == 2 * 2 * (len(SYSTEMS) - len(named))
     for row in rows:
         parts = ("weights", "gradients", "masters", "states", "saved", "logits", "copies")
         assert row["all_predicted_mb"] == pytest.approx(sum(row[f"{part}_predicted_mb"] for part in parts))

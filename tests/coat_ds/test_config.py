@@ -107,6 +107,11 @@ def test_every_key():
             {"enabled": True, "optimizer": True}, ["coat.optimizer", "True", "object"], id="no-object"
         ),
         pytest.param(True, ["coat", "True", "object"], id="no-object-at-all"),
+        pytest.param(
+            {"enabled": True, "zero3_layer_units": 1},
+            ["coat.zero3_layer_units", "found 1", "'auto', True, False"],
+            id="word-or-boolean",
+        ),
         pytest.param({"optimizer": {}}, ["coat.enabled", "missing", "optimizer"], id="enabled-missing"),
     ],
 )

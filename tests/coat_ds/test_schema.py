@@ -19,6 +19,7 @@ GOOD = [
     {"enabled": True, "report": True},
     {"enabled": True, "report": {"saved": True}},
     {"enabled": True, "activations": {"backward_format": "e4m3"}},
+    *({"enabled": True, "zero3_layer_units": value} for value in ("auto", True, False)),
 ]
 BAD = [
     True,
@@ -36,6 +37,7 @@ BAD = [
     {"enabled": True, "checkpointing": {"group_size": 100}},
     {"enabled": True, "report": "yes"},
     {"enabled": True, "report": {"states": 1}},
+    *({"enabled": True, "zero3_layer_units": value} for value in ("yes", 1, None)),
 ]
 
 

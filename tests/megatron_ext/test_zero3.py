@@ -1,4 +1,4 @@
-"""COAT layers under ZeRO-3, whose hooks stand between the modules of a layer, in two processes."""
+"""COAT layers under ZeRO-3 that are no units, so that hooks stand between their modules, in two processes."""
 
 import pytest
 import torch
@@ -32,7 +32,7 @@ def _engine(model, stage):
         "bf16": {"enabled": True},
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
         "zero_optimization": {"stage": stage, **(ZERO3 if stage == 3 else {})},
-        "coat": {"enabled": True, "report": False},
+        "coat": {"enabled": True, "report": False, "zero3_layer_units": False},
     }
     trained = [p for p in model.parameters() if p.requires_grad]
     return coat_ds.initialize(model=model, model_parameters=trained, mpu=mpu, config=config)[0]

@@ -1,0 +1,184 @@
+"""Whole layers as ZeRO-3's units, in place of each of their modules.
+
+Stage 3 puts hooks and nodes of autograd around every module. For the small modules of a layer they cost the
+host more than the modules themselves. A unit has one pair of nodes: its weights are gathered when it begins
+and released when it ends, forward and backward.
+
+A leaf module of DeepSpeed's is nearly that. The mark of one keeps hooks out of a layer's parts while the
+engine is built. Then it is taken off again, and the layer's parameters are registered as its own, "external"
+ones:
+
+- Of a leaf DeepSpeed reduces all gradients in one hook behind its backward. If the layer ran forward twice,
+  or nothing asks for the gradient of its input, they are not there yet. In a unit each is reduced when it is
+  there, as those of other modules are, and none is held until the layer ends.
+- What DeepSpeed keeps gathered for a use to come it finds among the parameters that following modules own;
+  those of a leaf's parts are not among them. Embeddings would stay gathered until the step ends.
+
+DeepSpeed's nodes see positional arguments alone, and Megatron hands `hidden_states` over by name: in a unit
+it becomes positional. Without that, nothing is released in backward.
+
+A layer says that it can be a unit by an attribute `zero3_unit`, False, which is True while it is one.
+"""
+
+import contextlib
+import functools
+from collections.abc import Iterator
+
+import torch
+
+from coat_kernels.saved import exchanged
+
+INPUT = "hidden_states"
+# those that say nothing, with the classes derived from them: Megatron's, and Hugging Face's layers
+OTHERS = (
+    "megatron.core.transformer.transformer_layer.TransformerLayer",
+    "megatron.core.ssm.mamba_layer.MambaLayer",
+    "transformers.modeling_layers.GradientCheckpointingLayer",
+)
+
+
+def reaches_its_weights(layer: torch.nn.Module, weight: torch.Tensor) -> bool:
+    """Whether all weights of `layer` are at hand while it runs, forward and backward, without a call of the
+    modules that own them: it is a unit, or `weight`, any one of them, is not ZeRO-3's."""
+    return not hasattr(weight, "ds_id") or getattr(layer, "zero3_unit", False)
+
+
+class LayerUnits:
+    """The layers of `model` that are to be units of ZeRO-3, and why others are not.
+
+    wanted: the block's `zero3_layer_units`. zero: DeepSpeed's config of ZeRO; nothing is done below stage 3.
+    """
+
+    def __init__(self, model: torch.nn.Module | None, wanted: str | bool, zero):
+        self.chosen: dict[str, torch.nn.Module] = {}
+        self.reasons: dict[str, str] = {}
+        self._handles: list = []
+        if model is None or zero.stage != 3:
+            return
+        users = _users(model)
+        for name, layer in _layers(model, wanted).items():
+            reason = _obstacle(layer, users) if wanted else "coat.zero3_layer_units is false"
+            if reason is None:
+                self.chosen[name] = layer
+            else:
+                self.reasons[name] = reason
+
+    @contextlib.contextmanager
+    def building(self) -> Iterator[None]:
+        """A context in which DeepSpeed's engine is built, with hooks around the chosen layers only."""
+        if not self.chosen:
+            yield
+            return
+        from deepspeed.utils import set_z3_leaf_module
+
+        for layer in self.chosen.values():
+            set_z3_leaf_module(layer, True)
+        try:
+            with _gradients_one_by_one(self.chosen.values()):
+                yield
+        finally:
+            for layer in self.chosen.values():
+                set_z3_leaf_module(layer, False)
+
+    def complete(self) -> None:
+        """After the engine was built: makes units of the chosen layers."""
+        from deepspeed.runtime.zero.partition_parameters import register_external_parameter
+
+        for name, layer in list(self.chosen.items()):
+            if "post_bwd_fn" not in vars(layer):
+                self.reasons[name] = "inside of a leaf_module of the config"
+                del self.chosen[name]
+                continue
+            for p in layer.parameters():
+                register_external_parameter(layer, p)
+            # in front of DeepSpeed's own
+            hook = layer.register_forward_pre_hook(_input_first, prepend=True, with_kwargs=True)
+            self._handles.append(hook)
+            layer.zero3_unit = True
+
+    def undo(self) -> None:
+        """Takes back what was done to the layers. May be called again."""
+        for layer in self.chosen.values():
+            from deepspeed.runtime.zero.partition_parameters import unregister_external_parameter
+
+            for p in layer.parameters():
+                unregister_external_parameter(layer, p)
+            layer.zero3_unit = False
+        for handle in self._handles:
+            handle.remove()
+        self.chosen, self._handles = {}, []
+
+    def summary(self) -> str | None:
+        """For the log; None if no layer could be a unit."""
+        if not self.chosen and not self.reasons:
+            return None
+        text = f"ZeRO-3 gathers {len(self.chosen)} of {len(self.chosen) + len(self.reasons)} layers whole"
+        by_reason: dict[str, list[str]] = {}
+        for name, reason in self.reasons.items():
+            by_reason.setdefault(reason, []).append(name)
+        for reason, names in by_reason.items():
+            listed = ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
+            text += f"; module by module {len(names)} ({listed}): {reason}"
+        return text
+
+
+def _layers(model: torch.nn.Module, wanted: str | bool) -> dict[str, torch.nn.Module]:
+    """Layers with parameters, by name, none of them inside of another."""
+    found: dict[str, torch.nn.Module] = {}
+    for name, module in model.named_modules():
+        inside = any(name.startswith(f"{outer}.") for outer in found)
+        if not inside and _is_layer(module, wanted) and any(True for _ in module.parameters()):
+            found[name] = module
+    return found
+
+
+def _is_layer(module: torch.nn.Module, wanted: str | bool) -> bool:
+    if hasattr(module, "zero3_unit"):
+        return True
+    names = (f"{cls.__module__}.{cls.__qualname__}" for cls in type(module).__mro__)
+    return wanted is True and any(name in OTHERS for name in names)
+
+
+def _users(model: torch.nn.Module) -> dict[torch.nn.Parameter, list[torch.nn.Module]]:
+    """The modules that own each parameter."""
+    users: dict[torch.nn.Parameter, list[torch.nn.Module]] = {}
+    for module in model.modules():
+        for p in module.parameters(recurse=False):
+            users.setdefault(p, []).append(module)
+    return users
+
+
+def _obstacle(layer: torch.nn.Module, users: dict[torch.nn.Parameter, list[torch.nn.Module]]) -> str | None:
+    """Why `layer` cannot be a unit."""
+    parts = set(layer.modules())
+    for p in layer.parameters():
+        if not p.requires_grad:
+            return "frozen parameters"
+        if not parts.issuperset(users[p]):
+            return "parameters shared with another module"
+    return None
+
+
+def _input_first(layer: torch.nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+    if not args and INPUT in kwargs:
+        args = (kwargs.pop(INPUT),)
+    return args, kwargs
+
+
+@contextlib.contextmanager
+def _gradients_one_by_one(units) -> Iterator[None]:
+    """Has a ZeRO-3 optimizer that is built meanwhile reduce each gradient of `units` when it is there."""
+    from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3 as host
+
+    create = host.create_reduce_and_remove_grad_hooks
+
+    @functools.wraps(create)
+    def create_hooks(wrapper):
+        for unit in units:
+            for p in unit.parameters():
+                # by which it tells a leaf's parameters from others
+                vars(p).pop("ds_z3_leaf_module", None)
+        create(wrapper)
+
+    with exchanged(host, create_reduce_and_remove_grad_hooks=create_hooks):
+        yield

@@ -1,0 +1,390 @@
+"""Layers as units of ZeRO-3, in 2 and 4 processes: the losses, gradients and saved bytes of ZeRO-1."""
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import NamedTuple
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+
+from coat_ds.config import ActivationsConfig
+from coat_ds.layer_units import LayerUnits, reaches_its_weights
+from tests.megatron_ext.test_hybrid import EXPERTS, _hybrid
+from tests.util import run_distributed
+
+S, B, VOCAB, LAYERS = 32, 2, 64, 2
+# no weight of these models stays gathered but norms
+GATHERED = {"stage3_param_persistence_threshold": 100, "stage3_max_live_parameters": 0}
+ONE_FOR_ALL = {
+    **{**EXPERTS, "moe_layer_freq": [0, 1]},
+    **{"moe_router_topk": 1, "moe_router_pre_softmax": True},
+}
+BIASES = {
+    **{"normalization": "LayerNorm", "activation_func": F.gelu, "gated_linear_unit": False},
+    **{"bias_activation_fusion": False, "add_bias_linear": True},
+}
+FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+SELECTIVE = {"recompute_granularity": "selective", "recompute_modules": ["core_attn", "mlp"]}
+
+
+def _gpt(coat: bool = True, tied: bool = False, layers: int = LAYERS, **config) -> nn.Module:
+    from megatron_ext.layer_specs import coat_layer_spec, sdpa_layer_spec
+    from megatron_ext.model import ModelShape, build_gpt
+
+    spec = coat_layer_spec if coat else sdpa_layer_spec
+    shape = ModelShape(layers, 64, 128, 4, 2, untie_embeddings_and_output_weights=not tied)
+    return build_gpt(shape, spec, seq_length=S, vocab_size=VOCAB, **config)
+
+
+def _stack(coat: bool = True) -> nn.Module:
+    from megatron_ext.hybrid_specs import coat_hybrid_stack_spec, sdpa_hybrid_stack_spec
+
+    config = EXPERTS if coat else {}
+    spec = coat_hybrid_stack_spec if coat else sdpa_hybrid_stack_spec
+    return _hybrid("*-*E" if coat else "*-*-", _gpt(coat, **config), spec)
+
+
+class Checkpointed(nn.Module):
+    """A layer that is called within `checkpoint(function, x)`."""
+
+    def __init__(self, layer, checkpoint):
+        super().__init__()
+        self.layer, self.checkpoint = layer, checkpoint
+
+    def forward(self, hidden_states, **kwargs):
+        return self.checkpoint(lambda x: self.layer(hidden_states=x, **kwargs)[0], hidden_states), None
+
+
+def _checkpointed(how: str) -> nn.Module:
+    from deepspeed.runtime.activation_checkpointing import checkpointing
+    from torch.utils.checkpoint import checkpoint
+
+    def by_torch(function, x):
+        return checkpoint(function, x, use_reentrant=how == "reentrant")
+
+    model = _gpt()
+    for i, layer in enumerate(model.decoder.layers):
+        model.decoder.layers[i] = Checkpointed(layer, checkpointing.checkpoint if how == "host" else by_torch)
+    return model
+
+
+def _freeze(model: nn.Module, part: str, trains: bool = False) -> nn.Module:
+    model.get_submodule(part).requires_grad_(trains)
+    return model
+
+
+def _llama() -> nn.Module:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "vocab_size": VOCAB, "num_hidden_layers": LAYERS}
+    return LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=4, use_cache=False)).bfloat16()
+
+
+def _tokens(seed: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(10 * seed + dist.get_rank())
+    return torch.randint(0, VOCAB, (B, S), generator=generator)
+
+
+def _loss(engine, tokens: torch.Tensor) -> torch.Tensor:
+    tokens = tokens.to(engine.device)
+    return engine(tokens, torch.arange(S, device=engine.device).expand(B, S), None, labels=tokens).mean()
+
+
+def _once(engine, step: int) -> torch.Tensor:
+    return _loss(engine, _tokens(step))
+
+
+def _twice(engine, step: int) -> torch.Tensor:
+    return _loss(engine, _tokens(step)) + _loss(engine, _tokens(step + 7))
+
+
+def _one_token(engine, step: int) -> torch.Tensor:
+    """Of equal tokens each goes to the same expert; another one on the other ranks."""
+    return _loss(engine, torch.full((B, S), 7 + 5 * dist.get_rank()))
+
+
+def _by_keyword(engine, step: int) -> torch.Tensor:
+    tokens = _tokens(step).to(engine.device)
+    return engine(input_ids=tokens, labels=tokens).loss
+
+
+def _evaluate(engine, step: int) -> None:
+    """Forward passes that are followed by none backward."""
+    engine.eval()
+    with torch.no_grad():
+        _once(engine, 20)
+    _once(engine, 21)
+    engine.train()
+    _once(engine, 22)
+
+
+def _freeze_and_back(engine, step: int) -> None:
+    for part in ("embedding", "decoder.layers.0.self_attention", "decoder.layers.1.mlp.linear_fc1"):
+        _freeze(engine.module, part, trains=step == 1)
+
+
+class Case(NamedTuple):
+    build: Callable[[], nn.Module]
+    loss: Callable = _once
+    units: int = LAYERS
+    zero: dict = {}
+    host: dict = {}
+    coat: dict = {}
+    after: Callable = lambda engine, step: None
+    """Called behind each step."""
+    wanted: str | bool = "auto"
+    base: int = 1
+    """Stage of the engine to compare with; 3, without units, where stage 1 rounds otherwise."""
+    steps: int = 2
+
+
+COMPRESS = {"checkpointing": {"compress": True}}
+OFFLOAD = {"offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}}
+CASES = {
+    "sqrt8": Case(lambda: _gpt(activations=ActivationsConfig(attention_format="sqrt8"))),
+    "biases": Case(lambda: _gpt(**BIASES)),
+    "small buckets": Case(
+        _gpt, zero={"reduce_bucket_size": 1000, "stage3_prefetch_bucket_size": 30000, "sub_group_size": 9000}
+    ),
+    "nothing released": Case(_gpt, zero={"stage3_param_persistence_threshold": 10**6}),
+    "accumulation": Case(
+        _gpt, base=3, steps=4, host={"gradient_accumulation_steps": 2, "gradient_clipping": 1.0}
+    ),
+    "full recompute": Case(lambda: _gpt(**FULL), coat=COMPRESS),
+    "selective recompute": Case(lambda: _gpt(**SELECTIVE)),
+    "reentrant": Case(lambda: _checkpointed("reentrant"), coat=COMPRESS),
+    "not reentrant": Case(lambda: _checkpointed("not reentrant"), coat=COMPRESS),
+    "DeepSpeed's checkpoint": Case(lambda: _checkpointed("host"), coat=COMPRESS),
+    "two forwards": Case(_gpt, _twice),
+    "evaluation, tied": Case(lambda: _gpt(tied=True), after=_evaluate),
+    "experts": Case(lambda: _gpt(**ONE_FOR_ALL), _one_token),
+    "hybrid": Case(_stack, units=4),
+    "frozen embedding": Case(lambda: _freeze(_gpt(), "embedding")),
+    "frozen part": Case(lambda: _freeze(_gpt(), "decoder.layers.0.mlp.linear_fc1"), units=1),
+    "frozen later": Case(_gpt, after=_freeze_and_back, steps=4),
+    "offload": Case(_gpt, zero=OFFLOAD, base=3),
+    "secondary partitions": Case(_gpt, zero={"zero_hpz_partition_size": 2}),
+    "Megatron's": Case(lambda: _gpt(False), wanted=True),
+    "Megatron's, not asked for": Case(lambda: _gpt(False), units=0),
+    "Megatron's hybrid": Case(lambda: _stack(False), wanted=True, units=4),
+    # BF16 products keep the weights themselves, which ZeRO-3 empties: other bytes than at stage 1
+    "Hugging Face's": Case(_llama, _by_keyword, wanted=True, base=3),
+}  # fmt: skip
+FOUR_RANKS = ["small buckets"]
+
+
+def _engine(case: Case, stage: int, wanted: str | bool):
+    import coat_ds
+    from megatron_ext import mpu
+
+    torch.manual_seed(0)
+    model = case.build()
+    config = {
+        "train_micro_batch_size_per_gpu": B,
+        "bf16": {"enabled": True},
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
+        "zero_optimization": {"stage": stage, **(GATHERED | case.zero if stage == 3 else {})},
+        "coat": {"enabled": True, "report": False, "zero3_layer_units": wanted} | case.coat,
+        **case.host,
+    }
+    trained = [p for p in model.parameters() if p.requires_grad]
+    return coat_ds.initialize(model=model, model_parameters=trained, mpu=mpu, config=config)[0]
+
+
+def _step(engine, case: Case, step: int) -> tuple[float, int]:
+    """The loss, and the bytes that all of the model keeps for backward."""
+    kept = {}
+
+    def pack(x):
+        # the weights themselves: ZeRO-3 empties them
+        if not isinstance(x, nn.Parameter):
+            kept[x.untyped_storage().data_ptr()] = x.untyped_storage()
+        return x if x.is_leaf else x.detach()
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+        loss = case.loss(engine, step)
+    engine.backward(loss)
+    return loss.item(), sum(storage.nbytes() for storage in kept.values())
+
+
+def _train(case: Case, stage: int, wanted: str | bool) -> dict:
+    from deepspeed.utils import safe_get_full_grad
+
+    said = []
+    with mock.patch("coat_ds.engine._say", said.append):
+        engine = _engine(case, stage, wanted)
+    found = {"losses": [], "kept": [], "grads": None, "said": "\n".join(said)}
+    for step in range(case.steps):
+        loss, kept = _step(engine, case, step)
+        if found["grads"] is None and engine.is_gradient_accumulation_boundary():
+            grads = {n: safe_get_full_grad(p) for n, p in engine.module.named_parameters() if p.requires_grad}
+            found["grads"] = {name: grad.float().clone() for name, grad in grads.items()}
+        engine.step()
+        case.after(engine, step)
+        found["losses"].append(loss)
+        found["kept"].append(kept)
+    found["units"] = sum(getattr(module, "zero3_unit", False) for module in engine.module.modules())
+    engine.destroy()
+    found["units left"] = sum(getattr(module, "zero3_unit", False) for module in engine.module.modules())
+    return found
+
+
+def _start(backend: str) -> None:
+    import deepspeed
+
+    from megatron_ext import cpu, mpu
+    from megatron_ext.model import initialize_model_parallel
+
+    cpu.enable()
+    deepspeed.init_distributed(backend)
+    initialize_model_parallel()
+    deepspeed.checkpointing.configure(mpu)
+
+
+def _gathered() -> list[str]:
+    """Names of the parameters of a deep model that are gathered when its fifth layer runs."""
+    from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
+
+    case = Case(lambda: _gpt(layers=8), zero={"stage3_max_reuse_distance": 30000})
+    engine, found = _engine(case, 3, "auto"), []
+
+    def look(*_):
+        found[:] = [
+            n for n, p in engine.module.named_parameters() if p.ds_status == ZeroParamStatus.AVAILABLE
+        ]
+
+    engine.module.decoder.layers[4].mlp.register_forward_hook(look)
+    for step in range(3):
+        _step(engine, case, step)
+        engine.step()
+    engine.destroy()
+    return [name for name in found if "norm" not in name]
+
+
+def _resumed(folder: str) -> list[list[float]]:
+    """Losses of two steps after two that were saved: with units on, off, on."""
+    out = []
+    for saved in (True, False):
+        engine = _engine(CASES["sqrt8"], 3, "auto" if saved else False)
+        for step in range(2):
+            _step(engine, CASES["sqrt8"], step)
+            engine.step()
+        engine.save_checkpoint(folder, tag=str(saved))
+        engines = [engine, _engine(CASES["sqrt8"], 3, False if saved else "auto")]
+        engines[1].load_checkpoint(folder, tag=str(saved))
+        for engine in engines:
+            out.append([])
+            for step in (2, 3):
+                out[-1].append(_step(engine, CASES["sqrt8"], step)[0])
+                engine.step()
+            engine.destroy()
+    return out
+
+
+def work(backend: str, names: list[str], base: int | None, folder: str) -> dict:
+    _start(backend)
+    out = {}
+    for name in names:
+        case = CASES[name]
+        out[name] = _train(case, 3, case.wanted), _train(case, base or case.base, False)
+    if base is None:
+        out |= {"gathered": _gathered(), "resumed": _resumed(folder)}
+    return out
+
+
+def check(name: str, units: dict, base: dict) -> None:
+    assert units["losses"] == base["losses"]
+    assert len(set(units["losses"])) == CASES[name].steps
+    assert units["kept"] == base["kept"]
+    assert units["grads"].keys() == base["grads"].keys()
+    for parameter, grad in base["grads"].items():
+        assert grad.equal(units["grads"][parameter]), parameter
+    assert units["units"] == CASES[name].units and base["units"] == units["units left"] == 0
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory):
+    return run_distributed(work, 2, "gloo", list(CASES), None, str(tmp_path_factory.mktemp("checkpoints")))
+
+
+@pytest.fixture(scope="module")
+def four():
+    # BF16 sums of four ranks: stage 1 has another order of them
+    return run_distributed(work, 4, "gloo", FOUR_RANKS, 3, "")
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_units_compute_what_stage_1_computes(two, name):
+    """To the bit: BF16 sums of two ranks have one order, and the mean of two is exact."""
+    for rank in two:
+        check(name, *rank[name])
+
+
+@pytest.mark.parametrize("name", FOUR_RANKS)
+def test_on_four_ranks(four, name):
+    for rank in four:
+        check(name, *rank[name])
+
+
+def test_the_log_says_which_layers_are_units(two):
+    said = {name: two[0][name][0]["said"] for name in CASES}
+    assert "ZeRO-3 gathers 2 of 2 layers whole" in said["sqrt8"]
+    assert "module by module" not in said["sqrt8"]
+    assert (
+        "ZeRO-3 gathers 1 of 2 layers whole; module by module 1 (decoder.layers.0): frozen parameters"
+        in said["frozen part"]
+    )
+    assert "ZeRO-3" not in said["Megatron's, not asked for"]
+    without = two[0]["accumulation"][1]["said"]
+    assert "0 of 2 layers whole; module by module 2" in without
+    assert "coat.zero3_layer_units is false" in without
+
+
+def test_a_layer_is_gathered_whole_and_others_are_released(two):
+    """Embeddings too, which their own backward needs last."""
+    for rank in two:
+        parts = (
+            "self_attention.linear_proj",
+            "self_attention.linear_qkv",
+            "mlp.linear_fc1",
+            "mlp.linear_fc2",
+        )
+        assert {f"decoder.layers.4.{part}.weight" for part in parts} <= set(rank["gathered"])
+        assert not any("embedding" in name or "layers.0" in name for name in rank["gathered"])
+
+
+def test_checkpoints_go_between_units_and_modules(two):
+    for rank in two:
+        assert all(losses == rank["resumed"][0] for losses in rank["resumed"][1:])
+
+
+class _Layer(nn.Linear):
+    zero3_unit = False
+
+    def __init__(self):
+        super().__init__(4, 4)
+
+
+def test_what_cannot_be_a_unit():
+    shared, plain, outer = _Layer(), _Layer(), nn.Sequential(_Layer())
+    model = nn.ModuleDict({"a": shared, "b": plain, "c": outer, "head": nn.Linear(4, 4)})
+    model["head"].weight = shared.weight
+    zero = SimpleNamespace(stage=3)
+    units = LayerUnits(model, "auto", zero)
+    assert set(units.chosen) == {"b", "c.0"}
+    # no engine was built: as if both were inside of something that DeepSpeed takes for a leaf
+    units.complete()
+    assert units.summary() == (
+        "ZeRO-3 gathers 0 of 3 layers whole; module by module 1 (a): parameters shared with another module; "
+        "module by module 2 (b, c.0): inside of a leaf_module of the config"
+    )
+    assert LayerUnits(model, True, SimpleNamespace(stage=2)).summary() is None
+    assert not plain.zero3_unit and reaches_its_weights(plain, plain.weight)
+    plain.weight.ds_id = 0
+    assert not reaches_its_weights(plain, plain.weight)
+    plain.zero3_unit = True
+    assert reaches_its_weights(plain, plain.weight)

@@ -1,0 +1,61 @@
+"""Cases of `test_zero3_units.py` on two GPUs with NCCL, where messages run beside kernels, and weights that
+DeepSpeed gathers in 8 bits, by kernels of its own.
+"""
+
+import pytest
+import torch
+from torch.utils.cpp_extension import CUDA_HOME
+
+from tests.megatron_ext.test_zero3_units import CASES, Case, _gpt, _start, _train
+from tests.util import rel_rms, run_distributed
+
+RANKS = 2
+NAMES = [
+    *("sqrt8", "small buckets", "accumulation", "full recompute", "reentrant", "not reentrant"),
+    *("two forwards", "evaluation, tied", "experts", "hybrid", "frozen part", "Megatron's"),
+    "secondary partitions",
+]
+# attention's backward sums in any order; what that moves across a border of E5M2 moves by 2^-2 of itself
+GRADIENT_BOUND = 2e-2
+# Of weights in 8 bits, in groups of up to 16,000 that units and modules fill differently, in a loss
+QUANTIZED_BOUND = 1e-2
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(torch.cuda.device_count() < RANKS, reason=f"needs {RANKS} GPUs"),
+]
+
+
+def work(cases: list[str]) -> dict:
+    _start("nccl")
+    out = {}
+    for name in cases:
+        case = CASES.get(name) or Case(_gpt, zero={"zero_quantized_weights": True}, base=3)
+        out[name] = _train(case, 3, case.wanted), _train(case, case.base, False)
+    return out
+
+
+@pytest.fixture(scope="module")
+def ranks():
+    return run_distributed(work, RANKS, NAMES, gpus=True)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_units_compute_what_stage_1_computes(ranks, name):
+    for rank in ranks:
+        units, base = rank[name]
+        assert units["losses"][0] == base["losses"][0]
+        assert units["losses"] == pytest.approx(base["losses"], rel=1e-3)
+        assert units["kept"] == base["kept"]
+        assert units["units"] == CASES[name].units and base["units"] == 0
+        for parameter, grad in base["grads"].items():
+            assert rel_rms(units["grads"][parameter], grad) < GRADIENT_BOUND, parameter
+
+
+@pytest.mark.skipif(CUDA_HOME is None, reason="needs nvcc for DeepSpeed's quantizer")
+def test_weights_gathered_in_8_bits():
+    for rank in run_distributed(work, RANKS, ["quantized"], gpus=True):
+        units, base = rank["quantized"]
+        assert units["losses"] == pytest.approx(base["losses"], rel=QUANTIZED_BOUND)
+        assert units["losses"][-1] < units["losses"][0]
+        assert units["kept"] == base["kept"] and units["units"] == 2
