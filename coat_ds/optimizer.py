@@ -80,6 +80,10 @@ class CoatAdamW(torch.optim.Optimizer):
     bf16_params: how BF16 parameters are updated. "exact": `state[p]["remainder"]`, int16, makes each one an
         FP32 master, the bits of which are those of an FP32 run. "stochastic": rounded up with the probability
         of what is dropped. "nearest": as `torch.optim.AdamW` does, losing updates below half a BF16 step.
+        Weights may be edited between steps. "exact" then goes on from what they show, but for at most half a
+        BF16 step that the remainder adds, since masks and clamps, which write all weights and change few,
+        must not cost the others theirs; zeros and what is not finite count exactly. After weights were
+        replaced as a whole, `state[p]["remainder"].zero_()` makes that exact too.
     keep_fp32: which other tensors keep FP32 moments: patterns of names, for parameters given with names, or
         a function of (name or None, parameter).
     seed: of stochastic rounding, which is the same on all ranks and in every run.
@@ -324,7 +328,10 @@ class CoatAdamW(torch.optim.Optimizer):
             elif not isinstance(value, Moment):
                 # a universal checkpoint's values arrive like this
                 self._take_moment(p, group, name, value)
-        if p.dtype == torch.bfloat16 and group["bf16_params"] == "exact" and "remainder" not in state:
+        if not _has_remainder(p, group):
+            # the parameter was of another type, or is rounded otherwise from now on
+            state.pop("remainder", None)
+        elif "remainder" not in state:
             # zero: what the parameter holds is taken to be the master
             state["remainder"] = torch.zeros(p.shape, dtype=torch.int16, device=p.device)
         return state
@@ -436,8 +443,9 @@ class CoatAdamW(torch.optim.Optimizer):
     def _load_state(self, p: torch.Tensor, group: dict[str, Any], loaded: dict[str, Any], index: int) -> None:
         """Puts into the state of `p`, which holds the loaded entry `index`, tensors of its own."""
         state = self.state[p]
-        if "remainder" in state:
-            state["remainder"] = state["remainder"].to(p.device, copy=True)
+        remainder = state.pop("remainder", None)
+        if remainder is not None and _has_remainder(p, group):
+            state["remainder"] = remainder.to(p.device, copy=True)
         for name in MOMENTS:
             layout = self._layout_of(p, group, name)
             state[name], exact = restored(loaded, index, name, layout, group["group_size"], p.device)
@@ -492,6 +500,10 @@ def keeps_fp32(rule: Rule, name: str | None, p: torch.Tensor) -> bool:
     if callable(rule):
         return bool(rule(name, p))
     return name is not None and any(fnmatchcase(name.lower(), pattern.lower()) for pattern in rule)
+
+
+def _has_remainder(p: torch.Tensor, group: dict[str, Any]) -> bool:
+    return p.dtype == torch.bfloat16 and group["bf16_params"] == "exact"
 
 
 def _is_on(value: Any, device: torch.device) -> bool:

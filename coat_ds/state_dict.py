@@ -110,7 +110,7 @@ def check_states(state_dict: dict[str, Any], groups: list[dict[str, Any]]) -> No
                 f"load_state_dict: the state of parameter {index} has no {', '.join(missing)}, but "
                 f"{', '.join(entry)}. Load the state dict of CoatAdamW or torch.optim.AdamW."
             )
-        for name in MOMENTS:
+        for name in (*MOMENTS, *({"remainder"} & entry.keys())):
             if entry[name].shape != p.shape:
                 raise ValueError(
                     f"load_state_dict: {name} of parameter {index} is {tuple(entry[name].shape)}, the "
