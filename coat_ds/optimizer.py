@@ -20,7 +20,7 @@ from coat_ds.config import (
 )
 from coat_ds.narrow_grad import narrow_and_scale
 from coat_ds.state import Layout, Moment, Piece
-from coat_ds.state_dict import check_states, restored, take_states
+from coat_ds.state_dict import check_groups, check_states, restored, steps_of, take_states
 from coat_kernels.adamw import adamw_
 from coat_kernels.codecs import CODECS, SIGNED_CODECS, Codec, get_codec
 
@@ -30,14 +30,15 @@ GRAD_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 Rule = Sequence[str] | Callable[[str | None, torch.Tensor], bool]
 
-# the implementation switches of torch.optim.AdamW, which have one implementation here; they stand in the
-# parameter groups all the same, so that a state dict has the stock layout
+# the implementation switches of torch.optim.AdamW and DeepSpeed's, which have one implementation here; they
+# stand in the parameter groups all the same, so that a state dict is one for each of those
 STOCK_SWITCHES: dict[str, Any] = {
     "amsgrad": False,
     "foreach": None,
     "differentiable": False,
     "fused": None,
     "decoupled_weight_decay": True,
+    "bias_correction": True,
 }
 # belong to the optimizer and not to a checkpoint: a loaded state dict leaves them as they are
 LAYOUT = (
@@ -388,11 +389,14 @@ class CoatAdamW(torch.optim.Optimizer):
         return take_states(super().state_dict(), self._checkpoint_layout)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Loads this class's state dict, with the same codes if the values are the saved ones, or
-        `torch.optim.AdamW`'s, whose moments are encoded.
+        """Loads this class's state dict, with the same codes if the values are the saved ones, or that of
+        `torch.optim.AdamW` of any version, or of DeepSpeed's FusedAdam or DeepSpeedCPUAdam, whose moments
+        are encoded.
 
-        The formats, group size and `min_numel` of this optimizer stay as they are.
-        Raises ValueError if the state dict does not fit the parameters.
+        The formats, group size and `min_numel` of this optimizer stay as they are, and so do options that
+        the other optimizer does not have.
+        Raises ValueError, before anything is changed, if the state dict does not fit the parameters or comes
+        from an optimizer whose steps are others.
         """
         own = self.layout_options()
         loaded = {}
@@ -400,6 +404,7 @@ class CoatAdamW(torch.optim.Optimizer):
         # torch would cast the moments to the parameters' type and hold all of them in FP32 at once:
         # it gets the parameter groups, with every hook in its place, and the states are loaded here
         def keep_states(_, incoming):
+            check_groups(incoming["param_groups"])
             check_states(incoming, self.param_groups)
             loaded.update(incoming)
             return {**incoming, "state": {}}
@@ -425,19 +430,27 @@ class CoatAdamW(torch.optim.Optimizer):
         return said
 
     def layout_options(self) -> list[dict[str, Any]]:
-        """The options of each parameter group that belong to the optimizer and not to a checkpoint."""
-        return [{k: group[k] for k in (*LAYOUT, *STOCK_SWITCHES)} for group in self.param_groups]
+        """The options of each parameter group, for `restore_layout_options`."""
+        return [{name: group[name] for name in self.defaults} for group in self.param_groups]
 
     def restore_layout_options(self, options: list[dict[str, Any]]) -> None:
-        """Puts back what `layout_options` gave."""
+        """Puts back of what `layout_options` gave the options that belong to the optimizer and not to a
+        checkpoint, and those that the checkpoint did not have.
+
+        Raises ValueError if the groups are now of an optimizer whose steps are others.
+        """
+        check_groups(self.param_groups)
         for group, own in zip(self.param_groups, options, strict=True):
-            group.update(own)
+            group |= {k: v for k, v in own.items() if k in LAYOUT or k in STOCK_SWITCHES or k not in group}
+            # FusedAdam's; here every state counts its own
+            group.pop("step", None)
 
     def _load_states(self, loaded: dict[str, Any]) -> None:
         for group, saved in zip(self.param_groups, loaded["param_groups"], strict=True):
+            steps = steps_of(saved, loaded["state"])
             for p, index in zip(group["params"], saved["params"], strict=True):
                 if entry := loaded["state"].get(index):
-                    self.state[p] = {**entry, "step": int(entry["step"])}
+                    self.state[p] = {**entry, "step": steps[index]}
                     self._load_state(p, group, loaded, index)
 
     def _load_state(self, p: torch.Tensor, group: dict[str, Any], loaded: dict[str, Any], index: int) -> None:

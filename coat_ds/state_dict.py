@@ -12,6 +12,8 @@ from coat_kernels.codecs import Storage
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 METADATA_VERSION = 2
+# what a parameter group of another Adam may ask for, and no step of CoatAdamW does
+REFUSED = {"amsgrad": True, "bias_correction": False, "adam_w_mode": False}
 
 
 def take_states(packed: dict[str, Any], layout: str) -> dict[str, Any]:
@@ -91,20 +93,47 @@ def _likes(moment: Moment, coat: dict[str, Any], index: Any, name: str) -> Itera
             yield None
 
 
+def check_groups(groups: list[dict[str, Any]]) -> None:
+    """Raises ValueError for groups of an optimizer that makes other steps than AdamW."""
+    for i, group in enumerate(groups):
+        refused = [k for k, value in REFUSED.items() if k in group and bool(group[k]) == value]
+        if group.get("weight_decay") and not group.get("decoupled_weight_decay", True):
+            refused.append("decoupled_weight_decay")
+        for key in refused:
+            raise ValueError(
+                f"load_state_dict: parameter group {i} has {key}={group[key]!r}, which CoatAdamW does not "
+                "support: its next step would not be the saved optimizer's. Go on with that one, or set the "
+                f"key to {not group[key]} to change it."
+            )
+
+
+def steps_of(group: dict[str, Any], states: dict[Any, dict[str, Any]]) -> dict[Any, int]:
+    """The steps of each parameter of a saved group.
+
+    FusedAdam takes those of a parameter group to be equal, and counts them in the state of one parameter; in
+    other versions, and in NVIDIA's, in the group.
+    """
+    steps = {index: int(states.get(index, {}).get("step", 0)) for index in group["params"]}
+    if "step" not in group:
+        return steps
+    counted = max(int(group["step"]), *steps.values(), 0)
+    return {index: step or counted for index, step in steps.items()}
+
+
 def check_states(state_dict: dict[str, Any], groups: list[dict[str, Any]]) -> None:
     """Raises ValueError for a state that does not fit its parameter, before anything is changed."""
     saved = state_dict["param_groups"]
     if [len(g["params"]) for g in saved] != [len(g["params"]) for g in groups]:
         return  # torch's own message is the one that users know
-    indices = chain.from_iterable(g["params"] for g in saved)
+    indices = ((index, "step" in g) for g in saved for index in g["params"])
     params = chain.from_iterable(g["params"] for g in groups)
-    for index, p in zip(indices, params, strict=True):
+    for (index, is_counted), p in zip(indices, params, strict=True):
         entry = state_dict["state"].get(index)
         if not entry:
             continue
         if "max_exp_avg_sq" in entry:
             raise ValueError("load_state_dict: the state is amsgrad's, which CoatAdamW does not support.")
-        missing = [k for k in ("step", *MOMENTS) if k not in entry]
+        missing = [k for k in (*MOMENTS, *(() if is_counted else ("step",))) if k not in entry]
         if missing:
             raise ValueError(
                 f"load_state_dict: the state of parameter {index} has no {', '.join(missing)}, but "
