@@ -4,6 +4,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from fnmatch import fnmatchcase
 from itertools import repeat
+from numbers import Real
 from typing import Any, NamedTuple
 
 import torch
@@ -20,7 +21,15 @@ from coat_ds.config import (
 )
 from coat_ds.narrow_grad import narrow_and_scale
 from coat_ds.state import Layout, Moment, Piece
-from coat_ds.state_dict import check_groups, check_states, restored, steps_of, take_states
+from coat_ds.state_dict import (
+    check_groups,
+    check_layout,
+    check_states,
+    is_remainder,
+    restored,
+    steps_of,
+    take_states,
+)
 from coat_kernels.adamw import adamw_
 from coat_kernels.codecs import CODECS, SIGNED_CODECS, Codec, get_codec
 
@@ -299,7 +308,7 @@ class CoatAdamW(torch.optim.Optimizer):
         state = self._ready_state(param, group)
         for name in MOMENTS:
             layout = self._layout_of(param, group, name)
-            if state[name].layout != layout:
+            if state[name].arrangement != layout:
                 state[name] = state[name].rearranged(layout)
 
     def init_states(self) -> None:
@@ -404,6 +413,13 @@ class CoatAdamW(torch.optim.Optimizer):
         # torch would cast the moments to the parameters' type and hold all of them in FP32 at once:
         # it gets the parameter groups, with every hook in its place, and the states are loaded here
         def keep_states(_, incoming):
+            check_layout(incoming)
+            for i, group in enumerate(incoming["param_groups"]):
+                kept = {k: v for k, v in group.items() if k not in LAYOUT and k not in STOCK_SWITCHES}
+                try:
+                    _check_options({**self.defaults, **kept})
+                except ValueError as error:
+                    raise ValueError(f"load_state_dict: parameter group {i}: {error}") from None
             check_groups(incoming["param_groups"])
             check_states(incoming, self.param_groups)
             loaded.update(incoming)
@@ -457,7 +473,7 @@ class CoatAdamW(torch.optim.Optimizer):
         """Puts into the state of `p`, which holds the loaded entry `index`, tensors of its own."""
         state = self.state[p]
         remainder = state.pop("remainder", None)
-        if remainder is not None and _has_remainder(p, group):
+        if is_remainder(remainder) and _has_remainder(p, group):
             state["remainder"] = remainder.to(p.device, copy=True)
         for name in MOMENTS:
             layout = self._layout_of(p, group, name)
@@ -564,9 +580,10 @@ def _check_options(options: dict[str, Any]) -> None:
     if isinstance(lr, torch.Tensor) and lr.numel() != 1:
         raise ValueError(f"CoatAdamW: a tensor lr must have 1 element, found shape {tuple(lr.shape)}.")
     for name in ("lr", "eps", "weight_decay"):
-        if not options[name] >= 0:
-            raise ValueError(f"CoatAdamW: {name} must be 0 or more, found {options[name]!r}.")
-    if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
+        if not (_is_number(options[name]) and options[name] >= 0):
+            raise ValueError(f"CoatAdamW: {name} must be a number, 0 or more, found {options[name]!r}.")
+    is_pair = isinstance(betas, tuple | list) and len(betas) == 2
+    if not is_pair or not all(_is_number(beta) and 0 <= beta < 1 for beta in betas):
         raise ValueError(f"CoatAdamW: betas must be two numbers in [0, 1), found {betas!r}.")
     check_choice("CoatAdamW: exp_avg_sq_format", options["exp_avg_sq_format"], tuple(CODECS))
     # a format without signs would lose half of the first moment
@@ -577,6 +594,10 @@ def _check_options(options: dict[str, Any]) -> None:
     check_type("CoatAdamW: min_numel", options["min_numel"], int)
     if options["min_numel"] < 0:
         raise CoatConfigError(f"CoatAdamW: min_numel must be 0 or more, found {options['min_numel']}.")
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, Real) or (isinstance(value, torch.Tensor) and value.numel() == 1)
 
 
 def _product(a: torch.Tensor | None, b: torch.Tensor | None) -> torch.Tensor | None:

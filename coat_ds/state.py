@@ -151,7 +151,8 @@ class Moment(_Stored):
         return moment, exact
 
     @property
-    def layout(self) -> tuple[tuple[int, Codec], ...]:
+    def arrangement(self) -> tuple[tuple[int, Codec], ...]:
+        """First element and codec of each piece."""
         return tuple((piece.begin, piece.codec) for piece in self.pieces)
 
     @property
@@ -451,11 +452,14 @@ def _new_like(make):
 def _zeros_like(x, *, dtype=None, device=None, pin_memory=False, **rest):
     if not x.is_whole or dtype not in (None, torch.float32) or pin_memory:
         return NotImplemented
-    return Moment.zeros(x.shape, x.layout, x.group_size, device or x.device)
+    return Moment.zeros(x.shape, x.arrangement, x.group_size, device or x.device)
 
 
 def _copy_(x, source, non_blocking=False):
-    same = isinstance(source, Moment) and (source.layout, source.group_size) == (x.layout, x.group_size)
+    same = isinstance(source, Moment) and (source.arrangement, source.group_size) == (
+        x.arrangement,
+        x.group_size,
+    )
     if same and x.is_whole and source.is_whole and source.shape == x.shape:
         for old, new in zip(x.stored(), source.stored(), strict=True):
             old.copy_(new, non_blocking=non_blocking)

@@ -59,7 +59,7 @@ def restored(
     value = loaded["state"][index][name]
     if isinstance(value, Moment):
         value = value.to(device, copy=True)
-        same = (value.layout, value.group_size) == (layout, group_size)
+        same = (value.arrangement, value.group_size) == (layout, group_size)
         return (value, True) if same else (value.rearranged(layout, group_size), False)
     value = value.to(device=device, dtype=torch.float32)
     moment, exact = Moment.zeros(value.shape, layout, group_size, device), True
@@ -77,20 +77,65 @@ def restored(
     return moment, exact
 
 
-def _likes(moment: Moment, coat: dict[str, Any], index: Any, name: str) -> Iterator[Storage | None]:
+def _likes(moment: Moment, coat: Any, index: Any, name: str) -> Iterator[Storage | None]:
     """The saved scales and exponents of each piece, None where there are none that fit."""
-    stored = coat.get("moments", {}) if coat.get("version") == METADATA_VERSION else {}
-    stored = stored.get(index, {}).get(name, {"group_size": 0, "pieces": []})
-    same_size = stored["group_size"] == moment.group_size
-    saved = {(begin, codec): tensors for begin, codec, *tensors in stored["pieces"] if same_size}
+    stored = coat if isinstance(coat, dict) and coat.get("version") == METADATA_VERSION else None
+    for key in ("moments", index, name):
+        stored = stored.get(key) if isinstance(stored, dict) else None
+    saved = {}
+    match stored:
+        case {"group_size": int(size), "pieces": [*pieces]} if size == moment.group_size:
+            for piece in pieces:
+                match piece:
+                    case (int(begin), str(codec), torch.Tensor() as scale, torch.Tensor() as exponent):
+                        saved[begin, codec] = scale, exponent
     for piece in moment.pieces:
         tensors = saved.get((piece.begin, piece.codec.name), ())
-        if [t.shape for t in tensors] == [t.shape for t in piece.storage[1:]] and any(
-            t.numel() for t in tensors
-        ):
+        kinds, wanted = ([(t.shape, t.dtype) for t in ts] for ts in (tensors, piece.storage[1:]))
+        if kinds == wanted and any(t.numel() for t in tensors):
             yield Storage(piece.storage.codes, *(t.to(moment.device) for t in tensors))
         else:
             yield None
+
+
+def check_layout(state_dict: dict[str, Any]) -> None:
+    """Raises ValueError for what is no optimizer's state dict."""
+    states, groups = state_dict.get("state"), state_dict.get("param_groups")
+    if not isinstance(states, dict) or not all(isinstance(entry, dict) for entry in states.values()):
+        raise ValueError(
+            f"load_state_dict: expected a dict of states under 'state', found {_said(states)}. Load what "
+            "state_dict() of an optimizer gave."
+        )
+    if not isinstance(groups, list) or not all(isinstance(g, dict) for g in groups):
+        raise ValueError(
+            f"load_state_dict: expected a list of parameter groups under 'param_groups', found "
+            f"{_said(groups)}. Load what state_dict() of an optimizer gave."
+        )
+    for i, group in enumerate(groups):
+        if not isinstance(group.get("params"), list):
+            raise ValueError(
+                f"load_state_dict: parameter group {i} has no list of parameters under 'params', but "
+                f"{_said(group.get('params'))}. Load what state_dict() of an optimizer gave."
+            )
+        if "step" in group:
+            _check_step(group["step"], f"parameter group {i}")
+
+
+def is_remainder(value: Any) -> bool:
+    """Whether it is one still: other optimizers cast it as they cast moments, and step without it."""
+    return isinstance(value, torch.Tensor) and value.dtype == torch.int16
+
+
+def _said(value: Any) -> str:
+    return f"a {type(value).__name__}: {str(value)[:60]}"
+
+
+def _check_step(step: Any, of_what: str) -> None:
+    is_number = isinstance(step, int | float) or (isinstance(step, torch.Tensor) and step.numel() == 1)
+    if not is_number or not (float(step) >= 0 and float(step).is_integer()):
+        raise ValueError(
+            f"load_state_dict: the step of {of_what} is {_said(step)}. Expected a whole number, 0 or more."
+        )
 
 
 def check_groups(groups: list[dict[str, Any]]) -> None:
@@ -116,8 +161,7 @@ def steps_of(group: dict[str, Any], states: dict[Any, dict[str, Any]]) -> dict[A
     steps = {index: int(states.get(index, {}).get("step", 0)) for index in group["params"]}
     if "step" not in group:
         return steps
-    counted = max(int(group["step"]), *steps.values(), 0)
-    return {index: step or counted for index, step in steps.items()}
+    return dict.fromkeys(steps, max(int(group["step"]), *steps.values(), 0))
 
 
 def check_states(state_dict: dict[str, Any], groups: list[dict[str, Any]]) -> None:
@@ -139,9 +183,18 @@ def check_states(state_dict: dict[str, Any], groups: list[dict[str, Any]]) -> No
                 f"load_state_dict: the state of parameter {index} has no {', '.join(missing)}, but "
                 f"{', '.join(entry)}. Load the state dict of CoatAdamW or torch.optim.AdamW."
             )
-        for name in (*MOMENTS, *({"remainder"} & entry.keys())):
-            if entry[name].shape != p.shape:
+        if "step" in entry:
+            _check_step(entry["step"], f"parameter {index}")
+        for name in (*MOMENTS, *(("remainder",) if is_remainder(entry.get("remainder")) else ())):
+            value = entry[name]
+            is_tensor = isinstance(value, torch.Tensor)
+            if not is_tensor or value.layout is not torch.strided or value.dtype.is_complex:
+                found = f"{value.dtype}, {value.layout}" if is_tensor else _said(value)
                 raise ValueError(
-                    f"load_state_dict: {name} of parameter {index} is {tuple(entry[name].shape)}, the "
+                    f"load_state_dict: {name} of parameter {index} is {found}. Expected a dense tensor."
+                )
+            if value.shape != p.shape:
+                raise ValueError(
+                    f"load_state_dict: {name} of parameter {index} is {tuple(value.shape)}, the "
                     f"parameter {tuple(p.shape)}. Load a checkpoint of the same model and the same layout."
                 )
