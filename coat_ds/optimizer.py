@@ -2,6 +2,7 @@
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Sequence
+from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from itertools import repeat
 from numbers import Real
@@ -142,7 +143,7 @@ class CoatAdamW(torch.optim.Optimizer):
     ):
         defaults = {
             "lr": lr,
-            "betas": tuple(betas),
+            "betas": tuple(betas) if isinstance(betas, list) else betas,
             "eps": eps,
             "weight_decay": weight_decay,
             "maximize": maximize,
@@ -179,6 +180,7 @@ class CoatAdamW(torch.optim.Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As in `torch.optim.Optimizer`; the group may set every option of the constructor."""
         if isinstance(param_group, dict):
+            _check_names(param_group, self.defaults)
             _check_options({**self.defaults, **param_group})
         torch.optim.Optimizer.add_param_group(self, param_group)
         group = self.param_groups[-1]
@@ -567,6 +569,20 @@ def _as_plain(value: torch.Tensor | None, p: torch.Tensor) -> torch.Tensor:
     if value is None:
         return torch.zeros(p.shape, device=p.device)
     return value.decode() if isinstance(value, Moment) else value.float()
+
+
+def _check_names(group: dict[str, Any], known: dict[str, Any]) -> None:
+    """Raises ValueError for an option that is nearly one of the known ones.
+
+    Others are somebody's notes: schedulers' initial_lr, DeepSpeed's name and moe, Megatron's lr_mult.
+    """
+    for name in group.keys() - known.keys() - {"params", "param_names"}:
+        meant = get_close_matches(str(name).lower(), ("params", *known), n=1, cutoff=0.85)
+        if meant:
+            raise ValueError(
+                f"CoatAdamW: a parameter group has {name!r}, which is no option. Did you mean {meant[0]!r}? "
+                "Name notes of your own otherwise."
+            )
 
 
 def _check_options(options: dict[str, Any]) -> None:

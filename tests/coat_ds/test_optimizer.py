@@ -491,6 +491,37 @@ def test_metadata_that_does_not_fit_is_ignored(change):
             assert p.numel() == 0 or rel_rms(b, a) < 2**-3
 
 
+def test_misspelled_options_of_a_group_are_errors():
+    p = torch.nn.Parameter(torch.ones(3))
+    for name, meant in (("weight_decy", "weight_decay"), ("Betas", "betas"), ("groupsize", "group_size")):
+        with pytest.raises(ValueError, match=f"{name!r}, which is no option. Did you mean {meant!r}"):
+            CoatAdamW([{"params": [p], name: 0.1}])
+    with pytest.raises(ValueError, match="Did you mean 'params'"):
+        CoatAdamW([{"param": [p]}])
+    # what schedulers, DeepSpeed, Megatron and users note there
+    notes = dict.fromkeys(
+        ("initial_lr", "max_lr", "min_lr", "max_momentum", "base_momentum", "name", "moe"), 1
+    )
+    notes |= dict.fromkeys(("lr_mult", "wd_mult", "is_decoupled_lr", "lr_scale", "use_muon", "start_wd"), 1)
+    assert CoatAdamW([{"params": [p], **notes}]).param_groups[0].items() >= notes.items()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"lr": "auto"},
+        {"lr": None},
+        {"weight_decay": torch.zeros(2)},
+        {"betas": 0.9},
+        {"betas": ("0.9", 0.95)},
+    ],
+)
+def test_options_of_a_wrong_kind_are_errors_that_name_them(options):
+    (name,) = options
+    with pytest.raises(ValueError, match=f"CoatAdamW: {name} must be"):
+        CoatAdamW(parameters(), **options)
+
+
 def test_load_errors_come_first():
     _, optimizer = trained()
     before, good = codes(optimizer), optimizer.state_dict()
