@@ -15,7 +15,7 @@ HOSTS ?= 0.18.9
 PYTHON312 ?= python3.12
 MEGATRON := .venv-megatron-0.19.2
 
-.PHONY: setup quickstart test test-hosts test-megatron test-megatron-main lint format clean
+.PHONY: setup quickstart test test-hostile test-hosts test-megatron test-megatron-main lint format clean
 
 setup: $(VENV)/.done
 
@@ -35,6 +35,10 @@ PYTEST := -m pytest -n auto --dist loadfile
 
 test: lint
 	$(BIN)/python $(PYTEST)
+
+# the property-based tests with 100,000 inputs, about an hour on two cores
+test-hostile: setup
+	COAT_HOSTILE_EXAMPLES=100000 $(BIN)/python $(PYTEST) tests/hostile
 
 test-hosts: $(HOSTS:%=.venv-deepspeed-%/.done)
 	set -e; for host in $(HOSTS); do TORCH_EXTENSIONS_DIR=$(CURDIR)/.venv-deepspeed-$$host/extensions \

@@ -18,6 +18,7 @@ from coat_ds.narrow_grad import keep_gradients_narrow
 from coat_ds.optimizer import LAYOUT, CoatAdamW, keeps_fp32, layout_table
 from coat_ds.partitions import link_partitions
 from coat_ds.report import report_saved
+from coat_ds.stage0 import translate_checkpoints
 from coat_ds.state import Moment, streaming
 from coat_kernels.codecs import get_codec
 
@@ -30,7 +31,8 @@ OPTIMIZER_PARAMS: dict[str, tuple | None] = {
     "adam_w_mode": (True,),
     "amsgrad": (False,),
     "bias_correction": (True,),
-    "torch_adam": (False,),
+    # says at most how checkpoints are laid out (`stage0`)
+    "torch_adam": (True, False),
     "set_grad_none": (True, False),
 }
 CONFIG_ARGS = ("deepspeed_config", "deepscale_config")
@@ -141,6 +143,7 @@ def finish(engine, coat: CoatConfig, units: LayerUnits) -> None:
         keep_gradients_narrow(engine.optimizer)
         batch_gradient_norms(engine.optimizer)
         _link_states(engine)
+        translate_checkpoints(engine.optimizer, getattr(engine.basic_optimizer, "apart_in_files", False))
         _guard_checkpoints(engine)
         _guard_offloading(engine)
     if coat.report.saved:
@@ -269,8 +272,15 @@ def check_host_config(host: Mapping[str, Any]) -> None:
 
 def _client_optimizer(coat: CoatConfig, host: Mapping[str, Any], optimizer, model: torch.nn.Module | None):
     """What DeepSpeed is given as `optimizer`: the user's, converted, or a function that builds one."""
-    # DeepSpeed picks its stage-0 wrapper by the optimizer's class
-    cls = CoatAdamW if _section(host, "zero_optimization").get("stage", 0) else _fused_adam_class()
+    torch_adam = _section(_section(host, "optimizer"), "params").get("torch_adam", False)
+
+    def class_for(given: torch.optim.Optimizer | None) -> type[CoatAdamW]:
+        # DeepSpeed picks its stage-0 wrapper by the optimizer's class
+        if _section(host, "zero_optimization").get("stage", 0):
+            return CoatAdamW
+        is_torch = torch_adam if given is None else type(given).__module__.startswith("torch.")
+        apart = is_torch and coat.optimizer.checkpoint_layout == "stock"
+        return _fused_adam_class(apart)
 
     names = {} if model is None else {p: name for name, p in model.named_parameters()}
     rule = functools.partial(_keeps_fp32_by_name, coat.optimizer.keep_fp32, names)
@@ -288,15 +298,16 @@ def _client_optimizer(coat: CoatConfig, host: Mapping[str, Any], optimizer, mode
             _say(f"COAT: AdamW states of the whole model\n{_layout(built, names)}")
         return built
 
+    def converted(given: torch.optim.Optimizer) -> CoatAdamW:
+        return reported(client.convert_(given, coat.optimizer, class_for(given), **own))
+
     def build(model_parameters):
         if optimizer is not None:
-            return reported(client.convert_(optimizer(model_parameters), coat.optimizer, cls, **own))
+            return converted(optimizer(model_parameters))
         groups = parameter_groups(model_parameters, coat.optimizer)
-        return reported(cls(groups, **own, **_optimizer_options(host)))
+        return reported(class_for(None)(groups, **own, **_optimizer_options(host)))
 
-    if isinstance(optimizer, torch.optim.Optimizer):
-        return reported(client.convert_(optimizer, coat.optimizer, cls, **own))
-    return build
+    return converted(optimizer) if isinstance(optimizer, torch.optim.Optimizer) else build
 
 
 def _optimizer_options(host: Mapping[str, Any]) -> dict[str, Any]:
@@ -371,15 +382,17 @@ def _layout(optimizer: CoatAdamW, names: Mapping[torch.Tensor, str]) -> str:
 
 
 @functools.cache
-def _fused_adam_class() -> type[CoatAdamW]:
+def _fused_adam_class(apart: bool) -> type[CoatAdamW]:
     """CoatAdamW as a subclass of DeepSpeed's FusedAdam, of which it uses nothing.
 
     By `isinstance(optimizer, FusedAdam)` stage 0 chooses the wrapper that flattens parameters; the other
     wrapper computes a wrong gradient norm under tensor parallelism.
+    apart: whether checkpoints are laid out as that other wrapper's.
     """
     from deepspeed.ops.adam import FusedAdam
 
     members = {"__doc__": CoatAdamW.__doc__, "zero_grad": torch.optim.Optimizer.zero_grad}
+    members["apart_in_files"] = apart
     return type("CoatAdamW", (CoatAdamW, FusedAdam), members)
 
 

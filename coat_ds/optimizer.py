@@ -2,8 +2,10 @@
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Sequence
+from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from itertools import repeat
+from numbers import Real
 from typing import Any, NamedTuple
 
 import torch
@@ -20,7 +22,15 @@ from coat_ds.config import (
 )
 from coat_ds.narrow_grad import narrow_and_scale
 from coat_ds.state import Layout, Moment, Piece
-from coat_ds.state_dict import check_states, restored, take_states
+from coat_ds.state_dict import (
+    check_groups,
+    check_layout,
+    check_states,
+    is_remainder,
+    restored,
+    steps_of,
+    take_states,
+)
 from coat_kernels.adamw import adamw_
 from coat_kernels.codecs import CODECS, SIGNED_CODECS, Codec, get_codec
 
@@ -30,14 +40,15 @@ GRAD_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 Rule = Sequence[str] | Callable[[str | None, torch.Tensor], bool]
 
-# the implementation switches of torch.optim.AdamW, which have one implementation here; they stand in the
-# parameter groups all the same, so that a state dict has the stock layout
+# the implementation switches of torch.optim.AdamW and DeepSpeed's, which have one implementation here; they
+# stand in the parameter groups all the same, so that a state dict is one for each of those
 STOCK_SWITCHES: dict[str, Any] = {
     "amsgrad": False,
     "foreach": None,
     "differentiable": False,
     "fused": None,
     "decoupled_weight_decay": True,
+    "bias_correction": True,
 }
 # belong to the optimizer and not to a checkpoint: a loaded state dict leaves them as they are
 LAYOUT = (
@@ -80,6 +91,10 @@ class CoatAdamW(torch.optim.Optimizer):
     bf16_params: how BF16 parameters are updated. "exact": `state[p]["remainder"]`, int16, makes each one an
         FP32 master, the bits of which are those of an FP32 run. "stochastic": rounded up with the probability
         of what is dropped. "nearest": as `torch.optim.AdamW` does, losing updates below half a BF16 step.
+        Weights may be edited between steps. "exact" then goes on from what they show, but for at most half a
+        BF16 step that the remainder adds, since masks and clamps, which write all weights and change few,
+        must not cost the others theirs; zeros and what is not finite count exactly. After weights were
+        replaced as a whole, `state[p]["remainder"].zero_()` makes that exact too.
     keep_fp32: which other tensors keep FP32 moments: patterns of names, for parameters given with names, or
         a function of (name or None, parameter).
     seed: of stochastic rounding, which is the same on all ranks and in every run.
@@ -128,7 +143,7 @@ class CoatAdamW(torch.optim.Optimizer):
     ):
         defaults = {
             "lr": lr,
-            "betas": tuple(betas),
+            "betas": tuple(betas) if isinstance(betas, list) else betas,
             "eps": eps,
             "weight_decay": weight_decay,
             "maximize": maximize,
@@ -165,6 +180,7 @@ class CoatAdamW(torch.optim.Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As in `torch.optim.Optimizer`; the group may set every option of the constructor."""
         if isinstance(param_group, dict):
+            _check_names(param_group, self.defaults)
             _check_options({**self.defaults, **param_group})
         torch.optim.Optimizer.add_param_group(self, param_group)
         group = self.param_groups[-1]
@@ -294,7 +310,7 @@ class CoatAdamW(torch.optim.Optimizer):
         state = self._ready_state(param, group)
         for name in MOMENTS:
             layout = self._layout_of(param, group, name)
-            if state[name].layout != layout:
+            if state[name].arrangement != layout:
                 state[name] = state[name].rearranged(layout)
 
     def init_states(self) -> None:
@@ -324,7 +340,10 @@ class CoatAdamW(torch.optim.Optimizer):
             elif not isinstance(value, Moment):
                 # a universal checkpoint's values arrive like this
                 self._take_moment(p, group, name, value)
-        if p.dtype == torch.bfloat16 and group["bf16_params"] == "exact" and "remainder" not in state:
+        if not _has_remainder(p, group):
+            # the parameter was of another type, or is rounded otherwise from now on
+            state.pop("remainder", None)
+        elif "remainder" not in state:
             # zero: what the parameter holds is taken to be the master
             state["remainder"] = torch.zeros(p.shape, dtype=torch.int16, device=p.device)
         return state
@@ -381,11 +400,14 @@ class CoatAdamW(torch.optim.Optimizer):
         return take_states(super().state_dict(), self._checkpoint_layout)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Loads this class's state dict, with the same codes if the values are the saved ones, or
-        `torch.optim.AdamW`'s, whose moments are encoded.
+        """Loads this class's state dict, with the same codes if the values are the saved ones, or that of
+        `torch.optim.AdamW` of any version, or of DeepSpeed's FusedAdam or DeepSpeedCPUAdam, whose moments
+        are encoded.
 
-        The formats, group size and `min_numel` of this optimizer stay as they are.
-        Raises ValueError if the state dict does not fit the parameters.
+        The formats, group size and `min_numel` of this optimizer stay as they are, and so do options that
+        the other optimizer does not have.
+        Raises ValueError, before anything is changed, if the state dict does not fit the parameters or comes
+        from an optimizer whose steps are others.
         """
         own = self.layout_options()
         loaded = {}
@@ -393,6 +415,14 @@ class CoatAdamW(torch.optim.Optimizer):
         # torch would cast the moments to the parameters' type and hold all of them in FP32 at once:
         # it gets the parameter groups, with every hook in its place, and the states are loaded here
         def keep_states(_, incoming):
+            check_layout(incoming)
+            for i, group in enumerate(incoming["param_groups"]):
+                kept = {k: v for k, v in group.items() if k not in LAYOUT and k not in STOCK_SWITCHES}
+                try:
+                    _check_options({**self.defaults, **kept})
+                except ValueError as error:
+                    raise ValueError(f"load_state_dict: parameter group {i}: {error}") from None
+            check_groups(incoming["param_groups"])
             check_states(incoming, self.param_groups)
             loaded.update(incoming)
             return {**incoming, "state": {}}
@@ -418,26 +448,35 @@ class CoatAdamW(torch.optim.Optimizer):
         return said
 
     def layout_options(self) -> list[dict[str, Any]]:
-        """The options of each parameter group that belong to the optimizer and not to a checkpoint."""
-        return [{k: group[k] for k in (*LAYOUT, *STOCK_SWITCHES)} for group in self.param_groups]
+        """The options of each parameter group, for `restore_layout_options`."""
+        return [{name: group[name] for name in self.defaults} for group in self.param_groups]
 
     def restore_layout_options(self, options: list[dict[str, Any]]) -> None:
-        """Puts back what `layout_options` gave."""
+        """Puts back of what `layout_options` gave the options that belong to the optimizer and not to a
+        checkpoint, and those that the checkpoint did not have.
+
+        Raises ValueError if the groups are now of an optimizer whose steps are others.
+        """
+        check_groups(self.param_groups)
         for group, own in zip(self.param_groups, options, strict=True):
-            group.update(own)
+            group |= {k: v for k, v in own.items() if k in LAYOUT or k in STOCK_SWITCHES or k not in group}
+            # FusedAdam's; here every state counts its own
+            group.pop("step", None)
 
     def _load_states(self, loaded: dict[str, Any]) -> None:
         for group, saved in zip(self.param_groups, loaded["param_groups"], strict=True):
+            steps = steps_of(saved, loaded["state"])
             for p, index in zip(group["params"], saved["params"], strict=True):
                 if entry := loaded["state"].get(index):
-                    self.state[p] = {**entry, "step": int(entry["step"])}
+                    self.state[p] = {**entry, "step": steps[index]}
                     self._load_state(p, group, loaded, index)
 
     def _load_state(self, p: torch.Tensor, group: dict[str, Any], loaded: dict[str, Any], index: int) -> None:
         """Puts into the state of `p`, which holds the loaded entry `index`, tensors of its own."""
         state = self.state[p]
-        if "remainder" in state:
-            state["remainder"] = state["remainder"].to(p.device, copy=True)
+        remainder = state.pop("remainder", None)
+        if is_remainder(remainder) and _has_remainder(p, group):
+            state["remainder"] = remainder.to(p.device, copy=True)
         for name in MOMENTS:
             layout = self._layout_of(p, group, name)
             state[name], exact = restored(loaded, index, name, layout, group["group_size"], p.device)
@@ -494,6 +533,10 @@ def keeps_fp32(rule: Rule, name: str | None, p: torch.Tensor) -> bool:
     return name is not None and any(fnmatchcase(name.lower(), pattern.lower()) for pattern in rule)
 
 
+def _has_remainder(p: torch.Tensor, group: dict[str, Any]) -> bool:
+    return p.dtype == torch.bfloat16 and group["bf16_params"] == "exact"
+
+
 def _is_on(value: Any, device: torch.device) -> bool:
     return isinstance(value, torch.Tensor) and value.device == device
 
@@ -528,6 +571,20 @@ def _as_plain(value: torch.Tensor | None, p: torch.Tensor) -> torch.Tensor:
     return value.decode() if isinstance(value, Moment) else value.float()
 
 
+def _check_names(group: dict[str, Any], known: dict[str, Any]) -> None:
+    """Raises ValueError for an option that is nearly one of the known ones.
+
+    Others are somebody's notes: schedulers' initial_lr, DeepSpeed's name and moe, Megatron's lr_mult.
+    """
+    for name in group.keys() - known.keys() - {"params", "param_names"}:
+        meant = get_close_matches(str(name).lower(), ("params", *known), n=1, cutoff=0.85)
+        if meant:
+            raise ValueError(
+                f"CoatAdamW: a parameter group has {name!r}, which is no option. Did you mean {meant[0]!r}? "
+                "Name notes of your own otherwise."
+            )
+
+
 def _check_options(options: dict[str, Any]) -> None:
     """Raises ValueError for options that `CoatAdamW` cannot honour."""
     for name, only in STOCK_SWITCHES.items():
@@ -539,9 +596,10 @@ def _check_options(options: dict[str, Any]) -> None:
     if isinstance(lr, torch.Tensor) and lr.numel() != 1:
         raise ValueError(f"CoatAdamW: a tensor lr must have 1 element, found shape {tuple(lr.shape)}.")
     for name in ("lr", "eps", "weight_decay"):
-        if not options[name] >= 0:
-            raise ValueError(f"CoatAdamW: {name} must be 0 or more, found {options[name]!r}.")
-    if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
+        if not (_is_number(options[name]) and options[name] >= 0):
+            raise ValueError(f"CoatAdamW: {name} must be a number, 0 or more, found {options[name]!r}.")
+    is_pair = isinstance(betas, tuple | list) and len(betas) == 2
+    if not is_pair or not all(_is_number(beta) and 0 <= beta < 1 for beta in betas):
         raise ValueError(f"CoatAdamW: betas must be two numbers in [0, 1), found {betas!r}.")
     check_choice("CoatAdamW: exp_avg_sq_format", options["exp_avg_sq_format"], tuple(CODECS))
     # a format without signs would lose half of the first moment
@@ -552,6 +610,10 @@ def _check_options(options: dict[str, Any]) -> None:
     check_type("CoatAdamW: min_numel", options["min_numel"], int)
     if options["min_numel"] < 0:
         raise CoatConfigError(f"CoatAdamW: min_numel must be 0 or more, found {options['min_numel']}.")
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, Real) or (isinstance(value, torch.Tensor) and value.numel() == 1)
 
 
 def _product(a: torch.Tensor | None, b: torch.Tensor | None) -> torch.Tensor | None:

@@ -9,12 +9,13 @@ import itertools
 import math
 from bisect import bisect_right
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import NamedTuple, Self
 
 import torch
+import torch.nn.functional as F
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 from coat_ds.config import OPTIMIZER_GROUP_SIZES
@@ -42,22 +43,78 @@ class Piece(NamedTuple):
 Layout = Codec | Sequence[tuple[int, Codec]]
 
 
-class Moment(torch.Tensor):
+class _Stored(torch.Tensor):
+    """A tensor whose values are all or some of a moment's."""
+
+    # DeepSpeed's NVMe swapper must not take it for an FP32 buffer
+    swappable = False
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    def decode(self) -> torch.Tensor:
+        """The values as a plain tensor of the same shape, type and device."""
+        raise NotImplementedError
+
+    @property
+    def data(self) -> Self:
+        """Another view of what is stored."""
+        return self.detach()
+
+    @data.setter
+    def data(self, x: torch.Tensor) -> None:
+        # torch would exchange the outer tensor and leave the storage behind
+        if x.device != self.device or x.shape != self.shape:
+            raise ValueError(
+                f"cannot assign {tuple(x.shape)} on {x.device} to the .data of {self!r}. "
+                "Put a tensor into the optimizer's state instead; the next step encodes it."
+            )
+        self.copy_(x)
+
+    def tolist(self) -> list:
+        return self.decode().tolist()
+
+    def numpy(self, *, force: bool = False):
+        """A copy of the values, which cannot be written: it would be in vain."""
+        array = self.decode().numpy(force=force)
+        array.flags.writeable = False
+        return array
+
+    def __reduce_ex__(self, protocol):
+        return self.decode().cpu().__reduce_ex__(protocol)
+
+    def __deepcopy__(self, memo):
+        memo[id(self)] = copy = self.clone()
+        return copy
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if func.namespace == "c10d":
+            # collectives do not declare what they write
+            raise NotImplementedError(
+                f"{func} on a Moment. Use decode(), then copy_ the result into the moment."
+            )
+        handler = _HANDLERS.get(func)
+        if handler is not None and isinstance(args[0], Moment):
+            result = handler(*args, **kwargs)
+            if result is not NotImplemented:
+                return result
+        if _is_view(func):
+            return _views(func, *args, **kwargs)
+        return _on_values(func, args, kwargs)
+
+
+class Moment(_Stored):
     """An FP32 tensor that is stored by codecs. A window of consecutive elements of its pieces.
 
-    Ops that keep the form: narrowing, slicing, splitting and indexing the first dimension, and reshaping
-    give windows that write through; `copy_` encodes; `detach`, `clone`, `to`, `zeros_like`, `empty_like`,
-    `pin_memory` and `deepcopy` of a whole moment stay compressed. Any other op works on the decoded FP32
-    values and, if it is an in-place op, encodes its result. Pickling gives a plain FP32 CPU tensor.
+    Views of it, of any kind, write through: those of consecutive elements are windows, others `MomentView`s.
+    `copy_` encodes; `clone`, `to`, `zeros_like`, `empty_like`, `pin_memory` and `deepcopy` of a whole moment
+    stay compressed. Any other op works on the decoded FP32 values and, if it is an in-place op, encodes the
+    groups that it changed. Pickling gives a plain FP32 CPU tensor.
 
     pieces: what is stored, one after the other: codes [n], and scale and exponent [ceil(n / group_size)] or
         empty; no group crosses from one piece into the next
     start, shape: the window, in elements of all pieces
     """
-
-    # DeepSpeed's NVMe swapper must not take it for an FP32 buffer
-    swappable = False
-    __torch_function__ = torch._C._disabled_torch_function_impl
 
     @staticmethod
     def __new__(cls, pieces: tuple[Piece, ...], group_size: int, shape, start: int = 0):
@@ -96,7 +153,8 @@ class Moment(torch.Tensor):
         return moment, exact
 
     @property
-    def layout(self) -> tuple[tuple[int, Codec], ...]:
+    def arrangement(self) -> tuple[tuple[int, Codec], ...]:
+        """First element and codec of each piece."""
         return tuple((piece.begin, piece.codec) for piece in self.pieces)
 
     @property
@@ -117,7 +175,6 @@ class Moment(torch.Tensor):
         return self.numel() == self.pieces[-1].end
 
     def decode(self) -> torch.Tensor:
-        """The values as a plain FP32 tensor of the same shape and device."""
         if self.is_whole and len(self.pieces) == 1:
             return self.codec.decode(self.storage, self.group_size).view(self.shape)
         x = torch.empty(self.numel(), dtype=torch.float32, device=self.device)
@@ -125,8 +182,11 @@ class Moment(torch.Tensor):
             x[where] = codec.decode(part, self.group_size)[within]
         return x.view(self.shape)
 
-    def encode_(self, x: torch.Tensor) -> Self:
-        """Writes `x` (same number of elements, any floating point) into what is stored."""
+    def encode_(self, x: torch.Tensor, changed: torch.Tensor | None = None) -> Self:
+        """Writes `x` (same number of elements, any floating point) into what is stored.
+
+        changed: bool, flat; groups in which it is False everywhere stay as they are stored.
+        """
         x = x.reshape(-1)
         for codec, part, within, where in self._parts():
             values = x[where]
@@ -135,9 +195,23 @@ class Moment(torch.Tensor):
                 whole = codec.decode(part, self.group_size)
                 whole[within] = values
                 values = whole
-            for old, new in zip(part, codec.encode(values, self.group_size), strict=True):
+            made = codec.encode(values, self.group_size)
+            if changed is not None:
+                touched = torch.zeros(values.numel(), dtype=torch.bool, device=x.device)
+                touched[within] = changed[where]
+                made = _only_groups(part, made, touched, self.group_size)
+            for old, new in zip(part, made, strict=True):
                 old.copy_(new)
         return self
+
+    @property
+    def base(self) -> Self:
+        """Itself, as a `MomentView` has what it is a view of."""
+        return self
+
+    def replay(self, flat: torch.Tensor) -> torch.Tensor:
+        """The view that this is of the elements that it has."""
+        return flat.view(self.shape)
 
     def rearranged(self, layout: Layout, group_size: int | None = None) -> Self:
         """The same values, but for a rounding, in other pieces or groups; converted one by one."""
@@ -186,51 +260,41 @@ class Moment(torch.Tensor):
         arguments = (storage, 0, tuple(self.shape), self.stride(), False, OrderedDict())
         return torch._utils._rebuild_tensor_v2, arguments
 
-    def __deepcopy__(self, memo):
-        copy = self.clone()
-        memo[id(self)] = copy
-        return copy
-
-    @property
-    def data(self) -> Self:
-        """Another window on the same storage."""
-        return self.detach()
-
-    @data.setter
-    def data(self, x: torch.Tensor) -> None:
-        # torch would exchange the outer tensor and leave the storage behind
-        if x.device != self.device or x.shape != self.shape:
-            raise ValueError(
-                f"cannot assign {tuple(x.shape)} on {x.device} to the .data of {self!r}. "
-                "Put a tensor into the optimizer's state instead; the next step encodes it."
-            )
-        self.copy_(x)
-
-    def tolist(self) -> list:
-        return self.decode().tolist()
-
-    def numpy(self, *, force: bool = False):
-        return self.decode().numpy(force=force)
-
     def share_memory_(self) -> Self:
         for t in self.stored():
             t.share_memory_()
         return self
 
-    @classmethod
-    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
-        kwargs = kwargs or {}
-        if func.namespace == "c10d":
-            # collectives do not declare what they write
-            raise NotImplementedError(
-                f"{func} on a Moment. Use decode(), then copy_ the result into the moment."
-            )
-        handler = _HANDLERS.get(func)
-        if handler is not None and isinstance(args[0], cls):
-            result = handler(*args, **kwargs)
-            if result is not NotImplemented:
-                return result
-        return _on_values(func, args, kwargs)
+
+class MomentView(_Stored):
+    """A view of a moment whose elements are not consecutive: a column, every second row, a transpose.
+
+    It reads as the values and writes through; what is written is encoded with the groups that it is in.
+
+    base: the window that it is a view of
+    replay: gives the same view of a plain tensor of the elements of `base`, flat
+    like: the view of such a tensor, of which shape, strides and type are taken
+    """
+
+    @staticmethod
+    def __new__(cls, base: Moment, replay: Callable[[torch.Tensor], torch.Tensor], like: torch.Tensor):
+        return torch.Tensor._make_wrapper_subclass(
+            cls,
+            like.shape,
+            strides=like.stride(),
+            storage_offset=like.storage_offset(),
+            dtype=like.dtype,
+            device=base.device,
+        )
+
+    def __init__(self, base: Moment, replay: Callable[[torch.Tensor], torch.Tensor], like: torch.Tensor):
+        self.base, self.replay = base, replay
+
+    def decode(self) -> torch.Tensor:
+        return self.replay(self.base.decode().view(-1))
+
+    def __repr__(self):
+        return f"MomentView(shape={tuple(self.shape)}, strides={self.stride()}, of={self.base!r})"
 
 
 class StoredMoment(Moment):
@@ -322,23 +386,87 @@ def is_streaming() -> bool:
 
 
 def _plain(x):
-    return x.decode() if isinstance(x, Moment) else x
+    return x.decode() if isinstance(x, _Stored) else x
+
+
+def _is_view(func) -> bool:
+    """Whether what `func` returns shares the memory of its argument, which it does not write."""
+    return any(r.alias_info is not None and not r.alias_info.is_write for r in func._schema.returns)
+
+
+def _views(func, x: _Stored, *args, **kwargs):
+    """Windows where the elements are consecutive, else views, one or a list of them."""
+    base, inner = x.base, x.replay
+    if func is aten.as_strided.default:
+        # counts from where the memory begins
+        window, inner = slice(base.start, base.start + base.numel()), lambda flat: x.replay(flat[window])
+        base = base._window((base.pieces[-1].end,), -base.start)
+
+    def replay(flat):
+        return func(inner(flat), *args, **kwargs)
+
+    def view(like, replay):
+        if like.is_contiguous() and like.dtype == torch.float32:
+            return base._window(like.shape, like.storage_offset())
+        return MomentView(base, replay, like)
+
+    likes = replay(torch.empty(base.numel(), device="meta"))
+    if isinstance(likes, torch.Tensor):
+        return view(likes, replay)
+    return [view(like, lambda flat, i=i: replay(flat)[i]) for i, like in enumerate(likes)]
 
 
 def _on_values(func, args, kwargs):
-    """`func` on the decoded values; what it wrote into a moment is encoded."""
+    """`func` on the decoded values; what it wrote is encoded."""
     leaves, spec = tree_flatten((args, kwargs))
-    plain = {id(x): x.decode() for x in leaves if isinstance(x, Moment)}
+    stored = [x for x in leaves if isinstance(x, _Stored)]
+    # arguments that may overlap are views of one tensor here too
+    windows: dict[int, Moment] = {}
+    for base in (x.base for x in stored):
+        known = windows.get(id(base.pieces), base)
+        start = min(base.start, known.start)
+        stop = max(base.start + base.numel(), known.start + known.numel())
+        windows[id(base.pieces)] = base._window((stop - start,), start - base.start)
+    flats = {key: window.decode() for key, window in windows.items()}
+    plain = {}
+    for x in stored:
+        begin = x.base.start - windows[id(x.base.pieces)].start
+        plain[id(x)] = x.replay(flats[id(x.base.pieces)][begin : begin + x.base.numel()])
     plain_args, plain_kwargs = tree_unflatten([plain.get(id(x), x) for x in leaves], spec)
-    out = func(*plain_args, **plain_kwargs)
     written = {}
     for i, argument in enumerate(func._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
-            value = args[i] if i < len(args) else kwargs.get(argument.name)
-            for x in tree_leaves(value):
-                if isinstance(x, Moment):
-                    written[id(plain[id(x)])] = x.encode_(plain[id(x)])
+            for x in tree_leaves(args[i] if i < len(args) else kwargs.get(argument.name)):
+                if isinstance(x, _Stored):
+                    written[id(plain[id(x)])] = x
+    touched = {id(x.base.pieces) for x in written.values()}
+    before = {key: flats[key].clone() for key in touched}
+    out = func(*plain_args, **plain_kwargs)
+    for x in written.values():
+        now = plain[id(x)]
+        if (now.shape, now.stride()) != (x.shape, x.stride()):
+            raise NotImplementedError(
+                f"{func} changes the shape of {x!r} in place, which a state cannot. Use the op without the "
+                "underscore."
+            )
+    for key in touched:
+        windows[key].encode_(flats[key], _differ(flats[key], before[key]))
     return tree_map(lambda x: written.get(id(x), x), out)
+
+
+def _differ(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    """Which elements of two FP32 tensors are not the same bits."""
+    return x.view(torch.int32) != y.view(torch.int32)
+
+
+def _only_groups(old: Storage, new: Storage, touched: torch.Tensor, group_size: int) -> Storage:
+    """`new`, but `old` where a group has no element that is `touched`."""
+    groups = F.pad(touched, (0, -touched.numel() % group_size)).view(-1, group_size).any(1)
+    elements = groups.repeat_interleave(group_size)[: touched.numel()]
+    return Storage(
+        torch.where(elements, new.codes, old.codes),
+        *(torch.where(groups, n, o) if n.numel() else n for n, o in zip(new[1:], old[1:], strict=True)),
+    )
 
 
 def _clone(x, *, memory_format=None):
@@ -363,67 +491,29 @@ def _new_like(make):
 def _zeros_like(x, *, dtype=None, device=None, pin_memory=False, **rest):
     if not x.is_whole or dtype not in (None, torch.float32) or pin_memory:
         return NotImplemented
-    return Moment.zeros(x.shape, x.layout, x.group_size, device or x.device)
+    return Moment.zeros(x.shape, x.arrangement, x.group_size, device or x.device)
 
 
 def _copy_(x, source, non_blocking=False):
-    same = isinstance(source, Moment) and (source.layout, source.group_size) == (x.layout, x.group_size)
+    same = isinstance(source, Moment) and (source.arrangement, source.group_size) == (
+        x.arrangement,
+        x.group_size,
+    )
     if same and x.is_whole and source.is_whole and source.shape == x.shape:
         for old, new in zip(x.stored(), source.stored(), strict=True):
             old.copy_(new, non_blocking=non_blocking)
         return x
-    return x.encode_(_plain(source).to(x.device, torch.float32).expand(x.shape))
-
-
-def _zero_(x):
-    return x.encode_(torch.zeros(x.shape, device=x.device))
-
-
-def _slice(x, dim=0, start=None, end=None, step=1):
-    if x.dim() == 0 or dim % x.dim() != 0 or step != 1:
-        return NotImplemented
-    start, end, _ = slice(start, end).indices(x.shape[0])
-    rows = max(0, end - start)
-    row = x.shape[1:].numel()
-    return x._window((rows, *x.shape[1:]), start * row)
-
-
-def _split(x, sizes, dim=0):
-    if dim % max(x.dim(), 1) != 0:
-        return NotImplemented
-    if isinstance(sizes, int):
-        sizes = [min(sizes, x.shape[0] - i) for i in range(0, x.shape[0], sizes)]
-    ends = itertools.accumulate(sizes)
-    return [_slice(x, 0, end - size, end) for size, end in zip(sizes, ends, strict=True)]
-
-
-def _select(x, dim, index):
-    if dim % x.dim() != 0:
-        return NotImplemented
-    row = x.shape[1:]
-    return x._window(row, (index % x.shape[0]) * row.numel())
-
-
-def _view(x, shape):
-    return x._window(torch.empty(x.shape, device="meta").view(shape).shape)
+    values = _plain(source).to(x.device, torch.float32).expand(x.shape)
+    # writing what is there leaves the codes as they are
+    return x.encode_(values, _differ(values.reshape(-1), x.decode().view(-1)))
 
 
 _HANDLERS = {
-    aten.detach.default: lambda x: x._window(x.shape),
-    aten.alias.default: lambda x: x._window(x.shape),
-    aten.view.default: _view,
-    aten._unsafe_view.default: _view,
-    aten.unsqueeze.default: lambda x, dim: _view(x, torch.empty(x.shape, device="meta").unsqueeze(dim).shape),
-    aten.slice.Tensor: _slice,
-    aten.split.Tensor: _split,
-    aten.split_with_sizes.default: _split,
-    aten.select.int: _select,
     aten.clone.default: _clone,
     aten._to_copy.default: _to_copy,
     aten.empty_like.default: _new_like(torch.empty_like),
     aten.zeros_like.default: _zeros_like,
     aten.copy_.default: _copy_,
-    aten.zero_.default: _zero_,
     aten.is_pinned.default: lambda x, device=None: all(t.is_pinned() for t in x.stored() if t.numel()),
     aten._pin_memory.default: lambda x, device=None: (
         x._like(lambda t: t.pin_memory()) if x.is_whole else NotImplemented

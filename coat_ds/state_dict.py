@@ -12,6 +12,8 @@ from coat_kernels.codecs import Storage
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 METADATA_VERSION = 2
+# what a parameter group of another Adam may ask for, and no step of CoatAdamW does
+REFUSED = {"amsgrad": True, "bias_correction": False, "adam_w_mode": False}
 
 
 def take_states(packed: dict[str, Any], layout: str) -> dict[str, Any]:
@@ -57,7 +59,7 @@ def restored(
     value = loaded["state"][index][name]
     if isinstance(value, Moment):
         value = value.to(device, copy=True)
-        same = (value.layout, value.group_size) == (layout, group_size)
+        same = (value.arrangement, value.group_size) == (layout, group_size)
         return (value, True) if same else (value.rearranged(layout, group_size), False)
     value = value.to(device=device, dtype=torch.float32)
     moment, exact = Moment.zeros(value.shape, layout, group_size, device), True
@@ -75,20 +77,91 @@ def restored(
     return moment, exact
 
 
-def _likes(moment: Moment, coat: dict[str, Any], index: Any, name: str) -> Iterator[Storage | None]:
+def _likes(moment: Moment, coat: Any, index: Any, name: str) -> Iterator[Storage | None]:
     """The saved scales and exponents of each piece, None where there are none that fit."""
-    stored = coat.get("moments", {}) if coat.get("version") == METADATA_VERSION else {}
-    stored = stored.get(index, {}).get(name, {"group_size": 0, "pieces": []})
-    same_size = stored["group_size"] == moment.group_size
-    saved = {(begin, codec): tensors for begin, codec, *tensors in stored["pieces"] if same_size}
+    stored = coat if isinstance(coat, dict) and coat.get("version") == METADATA_VERSION else None
+    for key in ("moments", index, name):
+        stored = stored.get(key) if isinstance(stored, dict) else None
+    saved = {}
+    match stored:
+        case {"group_size": int(size), "pieces": [*pieces]} if size == moment.group_size:
+            for piece in pieces:
+                match piece:
+                    case (int(begin), str(codec), torch.Tensor() as scale, torch.Tensor() as exponent):
+                        saved[begin, codec] = scale, exponent
     for piece in moment.pieces:
         tensors = saved.get((piece.begin, piece.codec.name), ())
-        if [t.shape for t in tensors] == [t.shape for t in piece.storage[1:]] and any(
-            t.numel() for t in tensors
-        ):
+        kinds, wanted = ([(t.shape, t.dtype) for t in ts] for ts in (tensors, piece.storage[1:]))
+        if kinds == wanted and any(t.numel() for t in tensors):
             yield Storage(piece.storage.codes, *(t.to(moment.device) for t in tensors))
         else:
             yield None
+
+
+def check_layout(state_dict: dict[str, Any]) -> None:
+    """Raises ValueError for what is no optimizer's state dict."""
+    states, groups = state_dict.get("state"), state_dict.get("param_groups")
+    if not isinstance(states, dict) or not all(isinstance(entry, dict) for entry in states.values()):
+        raise ValueError(
+            f"load_state_dict: expected a dict of states under 'state', found {_said(states)}. Load what "
+            "state_dict() of an optimizer gave."
+        )
+    if not isinstance(groups, list) or not all(isinstance(g, dict) for g in groups):
+        raise ValueError(
+            f"load_state_dict: expected a list of parameter groups under 'param_groups', found "
+            f"{_said(groups)}. Load what state_dict() of an optimizer gave."
+        )
+    for i, group in enumerate(groups):
+        if not isinstance(group.get("params"), list):
+            raise ValueError(
+                f"load_state_dict: parameter group {i} has no list of parameters under 'params', but "
+                f"{_said(group.get('params'))}. Load what state_dict() of an optimizer gave."
+            )
+        if "step" in group:
+            _check_step(group["step"], f"parameter group {i}")
+
+
+def is_remainder(value: Any) -> bool:
+    """Whether it is one still: other optimizers cast it as they cast moments, and step without it."""
+    return isinstance(value, torch.Tensor) and value.dtype == torch.int16
+
+
+def _said(value: Any) -> str:
+    return f"a {type(value).__name__}: {str(value)[:60]}"
+
+
+def _check_step(step: Any, of_what: str) -> None:
+    is_number = isinstance(step, int | float) or (isinstance(step, torch.Tensor) and step.numel() == 1)
+    if not is_number or not (float(step) >= 0 and float(step).is_integer()):
+        raise ValueError(
+            f"load_state_dict: the step of {of_what} is {_said(step)}. Expected a whole number, 0 or more."
+        )
+
+
+def check_groups(groups: list[dict[str, Any]]) -> None:
+    """Raises ValueError for groups of an optimizer that makes other steps than AdamW."""
+    for i, group in enumerate(groups):
+        refused = [k for k, value in REFUSED.items() if k in group and bool(group[k]) == value]
+        if group.get("weight_decay") and not group.get("decoupled_weight_decay", True):
+            refused.append("decoupled_weight_decay")
+        for key in refused:
+            raise ValueError(
+                f"load_state_dict: parameter group {i} has {key}={group[key]!r}, which CoatAdamW does not "
+                "support: its next step would not be the saved optimizer's. Go on with that one, or set the "
+                f"key to {not group[key]} to change it."
+            )
+
+
+def steps_of(group: dict[str, Any], states: dict[Any, dict[str, Any]]) -> dict[Any, int]:
+    """The steps of each parameter of a saved group.
+
+    FusedAdam takes those of a parameter group to be equal, and counts them in the state of one parameter; in
+    other versions, and in NVIDIA's, in the group.
+    """
+    steps = {index: int(states.get(index, {}).get("step", 0)) for index in group["params"]}
+    if "step" not in group:
+        return steps
+    return dict.fromkeys(steps, max(int(group["step"]), *steps.values(), 0))
 
 
 def check_states(state_dict: dict[str, Any], groups: list[dict[str, Any]]) -> None:
@@ -96,23 +169,32 @@ def check_states(state_dict: dict[str, Any], groups: list[dict[str, Any]]) -> No
     saved = state_dict["param_groups"]
     if [len(g["params"]) for g in saved] != [len(g["params"]) for g in groups]:
         return  # torch's own message is the one that users know
-    indices = chain.from_iterable(g["params"] for g in saved)
+    indices = ((index, "step" in g) for g in saved for index in g["params"])
     params = chain.from_iterable(g["params"] for g in groups)
-    for index, p in zip(indices, params, strict=True):
+    for (index, is_counted), p in zip(indices, params, strict=True):
         entry = state_dict["state"].get(index)
         if not entry:
             continue
         if "max_exp_avg_sq" in entry:
             raise ValueError("load_state_dict: the state is amsgrad's, which CoatAdamW does not support.")
-        missing = [k for k in ("step", *MOMENTS) if k not in entry]
+        missing = [k for k in (*MOMENTS, *(() if is_counted else ("step",))) if k not in entry]
         if missing:
             raise ValueError(
                 f"load_state_dict: the state of parameter {index} has no {', '.join(missing)}, but "
                 f"{', '.join(entry)}. Load the state dict of CoatAdamW or torch.optim.AdamW."
             )
-        for name in MOMENTS:
-            if entry[name].shape != p.shape:
+        if "step" in entry:
+            _check_step(entry["step"], f"parameter {index}")
+        for name in (*MOMENTS, *(("remainder",) if is_remainder(entry.get("remainder")) else ())):
+            value = entry[name]
+            is_tensor = isinstance(value, torch.Tensor)
+            if not is_tensor or value.layout is not torch.strided or value.dtype.is_complex:
+                found = f"{value.dtype}, {value.layout}" if is_tensor else _said(value)
                 raise ValueError(
-                    f"load_state_dict: {name} of parameter {index} is {tuple(entry[name].shape)}, the "
+                    f"load_state_dict: {name} of parameter {index} is {found}. Expected a dense tensor."
+                )
+            if value.shape != p.shape:
+                raise ValueError(
+                    f"load_state_dict: {name} of parameter {index} is {tuple(value.shape)}, the "
                     f"parameter {tuple(p.shape)}. Load a checkpoint of the same model and the same layout."
                 )

@@ -54,16 +54,27 @@ def split_master(master: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """An FP32 master as a BF16 weight and the int16 remainder that makes it exact again.
 
     The weight is the nearest BF16 (halves away from zero); its bits, shifted, plus the signed remainder are
-    the master's.
+    the master's. Where the weight is infinite, so is the master from now on; NaN stays NaN, of any payload.
     """
     bits = master.contiguous().view(torch.int32)
-    weight = ((bits + 0x8000) >> 16).to(torch.int16).view(torch.bfloat16)
-    return weight, bits.to(torch.int16)
+    # rounding would carry a NaN into its sign, and truncation may leave an infinity
+    weight = torch.where(master.isnan(), (bits >> 16) | 0x40, (bits + 0x8000) >> 16)
+    remainder = torch.where((weight & 0x7FFF) >= 0x7F80, 0, bits)
+    return weight.to(torch.int16).view(torch.bfloat16), remainder.to(torch.int16)
 
 
 def join_master(weight: torch.Tensor, remainder: torch.Tensor) -> torch.Tensor:
-    """The FP32 master of a BF16 weight and its remainder."""
-    return ((weight.view(torch.int16).int() << 16) + remainder.int()).view(torch.float32)
+    """The FP32 master of a BF16 weight and its remainder.
+
+    Exact for every pair that `split_master` makes. Somebody may have edited the weight since: of the other
+    pairs, which are zeros with a negative remainder and what is not finite, the weight alone counts. So for
+    all 2^32 pairs the master rounds to the weight that can be seen. An edited weight that might have had its
+    remainder cannot be told from one that has it: it keeps it, at most half a BF16 step.
+    """
+    upper, lower = weight.view(torch.int16).int(), remainder.int()
+    magnitude = upper & 0x7FFF
+    is_alone = (magnitude >= 0x7F80) | ((magnitude == 0) & (lower < 0))
+    return ((upper << 16) + torch.where(is_alone, 0, lower)).view(torch.float32)
 
 
 def noise_reference(
@@ -161,6 +172,24 @@ def bf16_of_bits(b_bits):
 
 
 @triton.jit
+def join_tile(b_weight, b_remainder):
+    """`join_master` of a BF16 and an int16 tile."""
+    b_upper, b_lower = b_weight.to(tl.int16, bitcast=True).to(tl.int32), b_remainder.to(tl.int32)
+    b_magnitude = b_upper & 0x7FFF
+    b_is_alone = (b_magnitude >= 0x7F80) | ((b_magnitude == 0) & (b_lower < 0))
+    return ((b_upper << 16) + tl.where(b_is_alone, 0, b_lower)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def split_tile(b_master):
+    """`split_master` of an FP32 tile."""
+    b_bits = b_master.to(tl.int32, bitcast=True)
+    b_weight = tl.where(b_master == b_master, (b_bits + 0x8000) >> 16, (b_bits >> 16) | 0x40)
+    b_remainder = tl.where((b_weight & 0x7FFF) >= 0x7F80, 0, b_bits)
+    return bf16_of_bits(b_weight), b_remainder.to(tl.int16)
+
+
+@triton.jit
 def hash_tile(o_x):
     b_x = o_x.to(tl.uint32)
     b_x = (b_x ^ (b_x >> 16)) * 0x7FEB352D
@@ -209,9 +238,7 @@ def adamw_kernel(p_table, p_corrections, p_lr, p_grad_scale, p_found_inf, log2_t
     b_p = widen(b_param)
     if EXTRA == "remainder":
         p_remainder = load_pointer(p_chunk, 8, tl.int16, ALIGNED)
-        b_upper = b_param.to(tl.int16, bitcast=True).to(tl.int32) << 16
-        b_lower = load_tile(p_remainder, o_x, m_x, MASKED).to(tl.int32)
-        b_p = (b_upper + b_lower).to(tl.float32, bitcast=True)
+        b_p = join_tile(b_param, load_tile(p_remainder, o_x, m_x, MASKED))
     b_m_codes, b_m_scale, b_m_exponent = load_moment(p_m, p_m_scale, p_m_exponent, o_x, m_x, o_row, m_row,
                                                      M_SCALE, M_EXPONENT, MASKED)  # fmt: skip
     b_v_codes, b_v_scale, b_v_exponent = load_moment(p_v, p_v_scale, p_v_exponent, o_x, m_x, o_row, m_row,
@@ -239,13 +266,14 @@ def adamw_kernel(p_table, p_corrections, p_lr, p_grad_scale, p_found_inf, log2_t
     b_m += rate1 * (b_g - b_m)
     b_v += rate2 * (b_g * b_g - b_v)
     b_update = b_m * fast_reciprocal(fast_sqrt(b_v) * inverse_root + eps)
-    # in this order FP32 keeps a decay that 1 - lr * weight_decay would round away
-    b_p -= (lr * weight_decay) * b_p
+    # in this order FP32 keeps a decay that 1 - lr * weight_decay would round away; infinity less infinity
+    # would be NaN
+    b_p -= tl.where(tl.abs(b_p) < float("inf"), (lr * weight_decay) * b_p, 0.0)
     b_p -= step_size * b_update
     if EXTRA == "remainder":
-        b_bits = b_p.to(tl.int32, bitcast=True)
-        store_tile(p_param, o_x, bf16_of_bits((b_bits + 0x8000) >> 16), m_x, MASKED)
-        store_tile(p_remainder, o_x, b_bits.to(tl.int16), m_x, MASKED)
+        b_weight, b_remainder = split_tile(b_p)
+        store_tile(p_param, o_x, b_weight, m_x, MASKED)
+        store_tile(p_remainder, o_x, b_remainder, m_x, MASKED)
     elif STOCHASTIC:
         b_rounded = bf16_of_bits((b_p.to(tl.int32, bitcast=True) + (b_hash >> 16).to(tl.int32)) >> 16)
         store_tile(p_param, o_x, tl.where(b_p == b_p, b_rounded, cast(b_p, PARAM)), m_x, MASKED)

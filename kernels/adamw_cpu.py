@@ -6,8 +6,10 @@ compiler, steps run in PyTorch, in pieces that stay in the cache.
 
 import ctypes
 import functools
+import hashlib
 import logging
 import math
+import platform
 from collections.abc import Callable
 from pathlib import Path
 
@@ -18,6 +20,7 @@ from coat_kernels.codecs.codec import Codec, Storage
 log = logging.getLogger(__name__)
 SOURCE = Path(__file__).with_suffix(".cpp")
 FLAGS = ["-O3", "-march=native", "-fopenmp", "-fno-math-errno", "-fno-trapping-math"]
+CPU_INFO = Path("/proc/cpuinfo")
 COMPILED = ("fp8_expanded", "fp8_expanded_e5m2")
 # elements of a piece of PyTorch's step, whose dozen temporaries stay in the cache
 PIECE = 2**16
@@ -39,6 +42,15 @@ class Step(ctypes.Structure):
     ]
 
 
+def build_name() -> str:
+    """Of the library in torch's cache, which machines may share: its instructions are those of one CPU."""
+    kinds = ("model name", "flags", "Features", "CPU implementer", "CPU part")
+    lines = CPU_INFO.read_text().splitlines() if CPU_INFO.exists() else [platform.processor()]
+    kind = sorted({line for line in lines if line.split("\t")[0].strip() in kinds}) or lines
+    of = "\n".join([platform.machine(), *kind])
+    return f"coat_adamw_cpu_{hashlib.sha256(of.encode()).hexdigest()[:12]}"
+
+
 @functools.cache
 def compiled_step() -> Callable | None:
     """The C function, or None where nothing compiles it, which is logged once."""
@@ -46,7 +58,7 @@ def compiled_step() -> Callable | None:
 
     try:
         library = load(
-            "coat_adamw_cpu",
+            build_name(),
             [str(SOURCE)],
             extra_cflags=FLAGS,
             extra_ldflags=["-fopenmp"],

@@ -157,7 +157,7 @@ class MegatronAdamW(CoatAdamW, torch.optim.AdamW):
         state = {index: dict(entry) for index, entry in state_dict["state"].items()}
         groups = []
         for saved in state_dict["param_groups"]:
-            group = {name: value for name, value in saved.items() if name != "bias_correction"}
+            group = dict(saved)
             step = group.pop("step", None)
             for index in saved["params"]:
                 entry = state.get(index, {"step": step})

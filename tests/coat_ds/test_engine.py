@@ -361,7 +361,7 @@ def test_signature_is_deepspeeds():
         ({"optimizer": {"type": "Lamb"}}, ["optimizer.type", "'Lamb'", "AdamW"]),
         ({"optimizer": {"type": "OneBitAdam"}}, ["optimizer.type", "'OneBitAdam'"]),
         ({"optimizer": {"type": "Adam", "params": {"adam_w_mode": False}}}, ["adam_w_mode", "True", "False"]),
-        ({"optimizer": {"type": "Adam", "params": {"torch_adam": True}}}, ["params.torch_adam", "True"]),
+        ({"optimizer": {"type": "Adam", "params": {"amsgrad": True}}}, ["params.amsgrad", "True"]),
         ({"optimizer": {"type": "Adam", "params": {"learning_rate": 1}}}, ["params.learning_rate", "lr"]),
         ({"coat": {"enabled": True, "optimizer": {"group_size": 100}}}, ["coat.optimizer.group_size", "100"]),
         (

@@ -378,6 +378,75 @@ def test_we_go_on_from_a_torch_state_dict():
     optimizer.step()
 
 
+# the options of a parameter group that versions of torch, DeepSpeed and NVIDIA's libraries write
+FIRST = ("lr", "betas", "eps", "weight_decay", "params")
+GROUP_KEYS = {
+    "torch 1.0": (*FIRST, "amsgrad"),
+    "torch 1.12": (*FIRST, "amsgrad", "maximize", "foreach", "capturable"),
+    "torch 2.0": (*FIRST, "amsgrad", "maximize", "foreach", "capturable", "differentiable", "fused"),
+    "DeepSpeedCPUAdam": (*FIRST, "amsgrad", "bias_correction"),
+    "FusedAdam": (*FIRST, "bias_correction", "step"),
+    "FusedAdam that counts in groups": (*FIRST, "bias_correction", "step"),
+}
+
+
+@pytest.mark.parametrize("kind", GROUP_KEYS)
+def test_options_that_others_do_not_have_stay(kind):
+    theirs = parameters()
+    stock = torch.optim.AdamW(theirs, lr=2e-3, weight_decay=0.3)
+    for step in range(3):
+        set_grads(theirs, step)
+        stock.step()
+    saved = copy.deepcopy(stock.state_dict())
+    (group,) = saved["param_groups"]
+    counts = "counts" in kind
+    group |= {"bias_correction": True, "step": 3 if counts else 0}
+    for key in group.keys() - set(GROUP_KEYS[kind]):
+        del group[key]
+    for index, entry in saved["state"].items():
+        entry["step"] = int(entry["step"])
+        if counts:
+            del entry["step"]
+        elif kind == "FusedAdam":
+            # DeepSpeed's counts in the state of the last parameter alone
+            entry["step"] = 3 if index == max(saved["state"]) else 0
+    ours, expected = ([torch.nn.Parameter(p.detach().clone()) for p in theirs] for _ in range(2))
+    optimizer, other = (
+        CoatAdamW(params, **FP32, maximize=True, capturable=True) for params in (ours, expected)
+    )
+    optimizer.load_state_dict(through_file(saved))
+    other.load_state_dict(stock.state_dict())
+    (own,), (full,) = optimizer.param_groups, other.param_groups
+    assert own.keys() == full.keys() == {*optimizer.defaults, "params"}
+    assert (own["lr"], own["weight_decay"], own["bias_correction"]) == (2e-3, 0.3, True)
+    for name in ("maximize", "capturable"):
+        assert own[name] == (name not in GROUP_KEYS[kind])
+    assert [int(optimizer.state[p]["step"]) for p in ours] == [3] * len(ours)
+    own["maximize"] = False
+    set_grads(ours, 3)
+    set_grads(expected, 3)
+    optimizer.step()
+    other.step()
+    assert_equal(ours, expected)
+    assert optimizer.state_dict()["param_groups"][0]["bias_correction"] is True
+
+
+@pytest.mark.parametrize(
+    "key,value",
+    [("amsgrad", True), ("bias_correction", False), ("adam_w_mode", 0), ("decoupled_weight_decay", False)],
+)
+def test_steps_that_would_be_others_are_refused(key, value):
+    params, optimizer = trained()
+    saved = optimizer.state_dict()
+    saved["param_groups"][0][key] = value
+    before, rates = codes(optimizer), [g["lr"] for g in optimizer.param_groups]
+    saved["param_groups"][0]["lr"] = 5.0
+    with pytest.raises(ValueError, match=f"parameter group 0 has {key}={value!r}"):
+        optimizer.load_state_dict(saved)
+    assert_equal(before, codes(optimizer))
+    assert rates == [g["lr"] for g in optimizer.param_groups]
+
+
 def test_changed_moments_are_not_forced_into_old_scales():
     params, optimizer = trained()
     saved = optimizer.state_dict()
@@ -420,6 +489,37 @@ def test_metadata_that_does_not_fit_is_ignored(change):
         for a, b in zip(optimizer.moments(p), resumed.moments(q), strict=True):
             # one more encoding; E5M2, the coarsest here, rounds by 2^-3 at most, over k >= 1
             assert p.numel() == 0 or rel_rms(b, a) < 2**-3
+
+
+def test_misspelled_options_of_a_group_are_errors():
+    p = torch.nn.Parameter(torch.ones(3))
+    for name, meant in (("weight_decy", "weight_decay"), ("Betas", "betas"), ("groupsize", "group_size")):
+        with pytest.raises(ValueError, match=f"{name!r}, which is no option. Did you mean {meant!r}"):
+            CoatAdamW([{"params": [p], name: 0.1}])
+    with pytest.raises(ValueError, match="Did you mean 'params'"):
+        CoatAdamW([{"param": [p]}])
+    # what schedulers, DeepSpeed, Megatron and users note there
+    notes = dict.fromkeys(
+        ("initial_lr", "max_lr", "min_lr", "max_momentum", "base_momentum", "name", "moe"), 1
+    )
+    notes |= dict.fromkeys(("lr_mult", "wd_mult", "is_decoupled_lr", "lr_scale", "use_muon", "start_wd"), 1)
+    assert CoatAdamW([{"params": [p], **notes}]).param_groups[0].items() >= notes.items()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"lr": "auto"},
+        {"lr": None},
+        {"weight_decay": torch.zeros(2)},
+        {"betas": 0.9},
+        {"betas": ("0.9", 0.95)},
+    ],
+)
+def test_options_of_a_wrong_kind_are_errors_that_name_them(options):
+    (name,) = options
+    with pytest.raises(ValueError, match=f"CoatAdamW: {name} must be"):
+        CoatAdamW(parameters(), **options)
 
 
 def test_load_errors_come_first():

@@ -64,6 +64,77 @@ def test_exact_bf16_parameters_are_the_fp32_run_bit_for_bit(device, min_numel):
     assert all_equal(state_of(fp32), state_of(again))
 
 
+EDITS = {
+    "mask": lambda p: p.mul_(torch.arange(p.numel(), device=p.device) % 3 > 0),
+    "data": lambda p: p.data.mul_(torch.arange(p.numel(), device=p.device) % 3 > 0),
+    "clamp": lambda p: p.clamp_(-0.02, 0.0),
+    "zero": lambda p: p.zero_(),
+    "init": lambda p: torch.nn.init.uniform_(p, -1e-2, 1e-2),
+    "copy": lambda p: p.copy_(torch.linspace(-1, 1, p.numel())),
+    "infinite": lambda p: p[::2].fill_(-torch.inf),
+    "nan": lambda p: p[::2].fill_(torch.nan),
+}
+
+
+@pytest.mark.parametrize("edit", EDITS.values(), ids=EDITS)
+def test_edited_bf16_weights_go_on_from_what_they_show(device, edit):
+    """A step of no size leaves each as it was written; then all move as FP32 masters, which start with them
+    or at most half a BF16 step beside them, do: half of zeros' remainders would make NaN of them."""
+    torch.manual_seed(3)
+    (weight,) = [torch.nn.Parameter(p.detach().bfloat16()) for p in start(device, 5000)]
+    bf16 = CoatAdamW([weight], **OPTIONS)
+    train([weight], bf16)
+    with torch.no_grad():
+        edit(weight)
+    seen = weight.detach().clone()
+    bf16.param_groups[0]["lr"] = 0.0
+    train([weight], bf16, steps=1)
+    torch.testing.assert_close(weight.detach(), seen, rtol=0, atol=0, equal_nan=True)
+    bf16.param_groups[0]["lr"] = OPTIONS["lr"]
+    master = torch.nn.Parameter(seen.float())
+    fp32 = CoatAdamW([master], **OPTIONS)
+    fp32.load_state_dict(bf16.state_dict())
+    train([master], fp32, first=5)
+    train([weight], bf16, first=5)
+    now = join_master(weight.detach(), bf16.state[weight]["remainder"])
+    # half a step of what was written, 2^-9 of it, and of the same size what FP32 rounds on the way
+    bound = seen.float().abs().nan_to_num(0.0, 0.0, 0.0) * 2.0**-8 + 2.0**-24
+    torch.testing.assert_close(now.isfinite(), master.isfinite())
+    assert ((now - master).abs().nan_to_num(0.0) <= bound).all()
+    assert (now != seen.float())[seen.isfinite()].float().mean() > 0.99
+
+
+@pytest.mark.parametrize("loaded", [False, True], ids=["in place", "by a state dict"])
+def test_a_parameter_may_change_its_type_or_mode_after_a_step(device, loaded):
+    """What is FP32 or rounded has no remainder; moments stay to the bit."""
+    for before, after, mode in (
+        (torch.bfloat16, torch.float32, "exact"),
+        (torch.float32, torch.bfloat16, "exact"),
+        (torch.bfloat16, torch.bfloat16, "nearest"),
+    ):
+        (p,) = [torch.nn.Parameter(p.detach().to(before)) for p in start(device, 5000)]
+        optimizer = CoatAdamW([p], **OPTIONS)
+        train([p], optimizer)
+        moments = [t.clone() for t in state_of(optimizer)]
+        if loaded:
+            p = torch.nn.Parameter(p.detach().to(after))
+            other = CoatAdamW([p], **OPTIONS, bf16_params=mode)
+            other.load_state_dict(optimizer.state_dict())
+            optimizer = other
+        else:
+            p.grad, p.data = None, p.detach().to(after)
+            optimizer.param_groups[0]["bf16_params"] = mode
+        assert all_equal(state_of(optimizer), moments)
+        expected = torch.nn.Parameter(p.detach().clone())
+        fresh = CoatAdamW([expected], **OPTIONS, bf16_params=mode)
+        fresh.load_state_dict({**optimizer.state_dict(), "param_groups": fresh.state_dict()["param_groups"]})
+        fresh.state[expected].pop("remainder", None)
+        for q, o in ((p, optimizer), (expected, fresh)):
+            train([q], o, steps=2, first=4)
+        assert p.equal(expected) and all_equal(state_of(optimizer), state_of(fresh))
+        assert ("remainder" in optimizer.state[p]) == (after == torch.bfloat16 and mode == "exact")
+
+
 def test_small_updates_survive_exact_and_stochastic_but_not_nearest_rounding(device):
     """A hundred updates of a quarter of half a BF16 step: 12.5 steps in all, or none."""
     moved = {}

@@ -97,7 +97,7 @@ def test_a_moment_is_exact_if_all_of_its_pieces_are():
     layout = ((0, CODECS["fp8_expanded"]), (1000, CODECS["fp32"]), (1100, CODECS["log8"]))
     values = Moment.encoded(torch.rand(2000), layout, 128).decode()
     moment, exact = Moment.recovered(values.view(4, 500), layout, 128)
-    assert exact and moment.layout == layout and torch.equal(moment.decode(), values.view(4, 500))
+    assert exact and moment.arrangement == layout and torch.equal(moment.decode(), values.view(4, 500))
     values[100] = 0.123
     moment, exact = Moment.recovered(values, layout, 128)
     assert not exact and torch.equal(moment.decode()[128:], values[128:])

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from coat_kernels import adamw_cpu
 from coat_kernels.adamw import adamw_
 from coat_kernels.adamw_cpu import COMPILED, PIECE, compiled_step
 from coat_kernels.codecs import get_codec
@@ -49,6 +50,27 @@ def test_compiled_is_the_reference(group_size, m_name, v_name, more):
         assert rel_rms(scale, scale2) < 5 * 10 * 2**-24
         # logarithms are right to 2^-22, a sixteenth of an exponent or half a code apart: one in 10^5 may tip
         assert (codes != codes2).sum() <= 1 and torch.equal(exponent, exponent2)
+
+
+def test_machines_that_share_a_cache_build_for_their_own_cpus(tmp_path, monkeypatch):
+    """One file for cores of a kind, at whatever speed they run; another for a CPU with other instructions."""
+    names = []
+    for model, flags, speed in (
+        ("A", "avx2 avx512f", 1),
+        ("A", "avx2 avx512f", 2),
+        ("A", "avx2", 1),
+        ("B", "avx2", 1),
+    ):
+        cores = [
+            f"processor\t: {i}\nmodel name\t: {model}\ncpu MHz\t\t: {speed + i}\nflags\t\t: {flags}\n"
+            for i in range(2)
+        ]
+        (tmp_path / "cpuinfo").write_text("\n".join(cores))
+        monkeypatch.setattr(adamw_cpu, "CPU_INFO", tmp_path / "cpuinfo")
+        names.append(adamw_cpu.build_name())
+    assert names[0] == names[1] and len(set(names)) == 3
+    monkeypatch.setattr(adamw_cpu, "CPU_INFO", tmp_path / "nothing")
+    assert adamw_cpu.build_name().startswith("coat_adamw_cpu_")
 
 
 def test_what_is_not_finite_stays_where_it_is():

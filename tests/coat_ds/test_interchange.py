@@ -1,0 +1,131 @@
+"""Checkpoints between COAT and every AdamW that DeepSpeed and torch make by themselves, both directions.
+
+One rank serves all rows but those of plain state dicts. Where there is no GPU, DeepSpeed's
+FusedAdam is its own class all the same, which runs its C++ for CPUs, as DeepSpeedCPUAdam does everywhere.
+"""
+
+import warnings
+
+import pytest
+import torch
+
+import coat_ds
+from coat_ds import CoatAdamW
+from tests.coat_ds.test_checkpoints import assert_groups_faithful, full_states, to_universal
+from tests.coat_ds.test_zero import (
+    FP8_BOUND,
+    OFFLOAD,
+    TOLERANCE,
+    Wide,
+    cell,
+    ds_config,
+    train_step,
+)
+from tests.util import run_distributed
+
+SECTIONS = {"FusedAdam": {}, "DeepSpeedCPUAdam": {}, "AdamW": {"torch_adam": True}}
+# the optimizer, the stage, the type, and whether the checkpoint is made universal
+ROWS = [
+    *((peer, stage, "bf16", False) for peer in ("FusedAdam", "AdamW") for stage in range(4)),
+    ("client AdamW", 0, "bf16", False),
+    *((peer, 0, dtype, False) for peer in ("FusedAdam", "AdamW") for dtype in ("fp32", "fp16")),
+    *(("DeepSpeedCPUAdam", stage, "bf16", False) for stage in (1, 2, 3)),
+    *((peer, stage, "bf16", True) for peer in ("FusedAdam", "AdamW") for stage in (1, 3)),
+    ("DeepSpeedCPUAdam", 2, "bf16", True),
+]
+STEPS = 3
+
+
+def start(peer, stage, dtype, universal, coat):
+    """An engine with `peer`, or with COAT by the same config and the block."""
+    run = cell(stage, dtype, model=Wide, zero=OFFLOAD if peer == "DeepSpeedCPUAdam" else ())
+    torch.manual_seed(0)
+    model = run["model"]()
+    config = ds_config(run, coat)
+    config["checkpoint"] = {"load_universal": universal}
+    options = config.pop("optimizer")["params"]
+    optimizer = None
+    if peer == "client AdamW":
+        options.pop("torch_adam", None)
+        optimizer = torch.optim.AdamW(model.parameters(), **options)
+        # DeepSpeed would otherwise want its own for CPUs
+        config["zero_force_ds_cpu_optimizer"] = False
+    else:
+        options.pop("torch_adam", None)
+        config["optimizer"] = {"type": "AdamW", "params": {**options, **SECTIONS[peer]}}
+    engine, *_ = coat_ds.initialize(model=model, optimizer=optimizer, config=config)
+    if not coat:
+        assert type(engine.basic_optimizer).__name__ == peer.split()[-1]
+    return engine
+
+
+def states(engine):
+    """Masters and moments, flat, and the step counts."""
+    optimizer, stage = engine.basic_optimizer, engine.zero_optimization_stage()
+    steps = [int(state["step"]) for state in optimizer.state.values() if state]
+    if stage:
+        if isinstance(optimizer, CoatAdamW) is False:
+            # DeepSpeed links the states of others after the first step only
+            engine.optimizer._hp_optimizer_states_linked = False
+            getattr(engine.optimizer, "_lazy_init_hp_params_optimizer_state", lambda: None)()
+        return [t for found in full_states(engine) for t in found], steps
+    params = [p for group in optimizer.param_groups for p in group["params"]]
+    of_each = [(p, *(optimizer.state[p][name] for name in ("exp_avg", "exp_avg_sq"))) for p in params]
+    return [
+        torch.cat([t.detach().reshape(-1).clone() for t in ts]) for ts in zip(*of_each, strict=True)
+    ], steps
+
+
+def interchange(folder, row):
+    """What the peer had and did next, what COAT found of it and did, and what the peer found of that."""
+    peer, stage, dtype, universal = row
+    out, where = [], "-".join(map(str, row)).replace(" ", "")
+    for i, coat in enumerate((False, True, False)):
+        engine = start(*row, coat)
+        tag = f"{where}-{i}"
+        if i == 0:
+            for _ in range(STEPS):
+                train_step(engine)
+        else:
+            engine.load_checkpoint(folder, tag=f"{where}-{i - 1}" + "_universal" * universal)
+        if i < 2:
+            engine.save_checkpoint(folder, tag=tag)
+            if universal:
+                to_universal(folder, tag)
+        found = states(engine)
+        out.append((*found, [train_step(engine) for _ in range(2)]))
+    return out
+
+
+def work(folder):
+    warnings.simplefilter("ignore")
+    import deepspeed
+
+    deepspeed.init_distributed()
+    return {row: interchange(folder, row) for row in ROWS}
+
+
+@pytest.fixture(scope="module")
+def cpu(tmp_path_factory):
+    return run_distributed(work, 1, str(tmp_path_factory.mktemp("interchange")))[0]
+
+
+@pytest.fixture(scope="module")
+def gpu(tmp_path_factory):
+    return run_distributed(work, 1, str(tmp_path_factory.mktemp("interchange")), gpus=True)[0]
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: "-".join(map(str, row)))
+@pytest.mark.parametrize("where", ["cpu", pytest.param("gpu", marks=pytest.mark.gpu)])
+def test_checkpoints_go_both_ways(where, row, request):
+    outcome = request.getfixturevalue(where)[row]
+    (stock, steps, expected), (coat, coat_steps, losses), (back, back_steps, again) = outcome
+    # FusedAdam counts the steps of a group in the state of one of its parameters
+    assert set(coat_steps) == set(back_steps) == {max(steps)}
+    for a, b, c in zip(stock, coat, back, strict=True):
+        assert torch.equal(b, c)
+        if not torch.equal(a, b):
+            assert_groups_faithful(b, a, cuts=0)
+    bound = FP8_BOUND * (expected[0] - expected[1]) + TOLERANCE[row[2]]
+    assert losses == pytest.approx(expected, abs=bound)
+    assert again == pytest.approx(expected, abs=bound)

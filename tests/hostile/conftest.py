@@ -1,0 +1,11 @@
+"""How many inputs the property-based tests of this folder try, all together."""
+
+import os
+
+# `make test-hostile` asks for 100,000; what `make test` tries takes seconds
+EXAMPLES = int(os.environ.get("COAT_HOSTILE_EXAMPLES", "300"))
+
+
+def share(part: float) -> int:
+    """The number of inputs of a test that takes `part` of all."""
+    return max(1, round(part * EXAMPLES))
