@@ -197,11 +197,12 @@ def _engine(case: Case, stage: int, wanted: str | bool):
 
 def _step(engine, case: Case, step: int) -> tuple[float, int]:
     """The loss, and the bytes that all of the model keeps for backward."""
-    kept = {}
+    kept, parameters = {}, list(engine.module.parameters())
 
     def pack(x):
-        # the weights themselves: ZeRO-3 empties them
-        if not isinstance(x, nn.Parameter):
+        # weights, and their aliases, are not kept: ZeRO-3 empties them
+        weights = {p.untyped_storage().data_ptr() for p in parameters}
+        if x.untyped_storage().data_ptr() not in weights:
             kept[x.untyped_storage().data_ptr()] = x.untyped_storage()
         return x if x.is_leaf else x.detach()
 
