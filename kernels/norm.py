@@ -725,16 +725,23 @@ def _norm(x, weight, bias, eps, layer_norm, zero_centered, group_size, keep, res
     y, maxima, codes, exponent, rstd, handed_on = _Norm.apply(
         x, weight, bias, *options, keep, residual, y_scale
     )
-    # who makes y again, a linear layer behind it, keeps these and checks that nobody has changed them
-    parameters = (weight.detach(),) if bias is None else (weight.detach(), bias.detach())
-    watched = ((weight, weight._version), *(() if bias is None else ((bias, bias._version),)))
+    parameters = weight.detach(), None if bias is None else bias.detach()
+    watched = ((parameters[0], weight._version),)
+    if bias is not None:
+        watched = *watched, (parameters[1], bias._version)
 
-    def columns(codes, exponent, rstd, weight, *rest) -> Quantized:
-        bias, largest, fmt = rest if len(rest) == 3 else (None, *rest)
-        kept = codes, exponent, rstd, weight, bias
+    def columns(codes, exponent, rstd, largest, fmt: Fp8Format) -> Quantized:
+        for t, version in watched:
+            if t._version != version:
+                raise RuntimeError(
+                    "one of the variables needed for gradient computation has been modified by an inplace "
+                    "operation: a weight or bias of a norm, of which a linear layer makes its input again, "
+                    f"{t.dtype} {list(t.shape)}, is at version {t._version}; expected version {version}."
+                )
+        kept = codes, exponent, rstd, *parameters
         return Quantized(None, *norm_columns(*kept, largest, zero_centered, group_size, fmt.name))
 
-    y = with_origin(y, Origin((codes, exponent, rstd, *parameters), columns, watched))
+    y = with_origin(y, Origin((codes, exponent, rstd), columns, watched))
     if maxima is not None:
         y = with_maxima(y, maxima)
     return (y, handed_on) if residual else y

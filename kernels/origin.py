@@ -23,7 +23,7 @@ import torch
 class Origin(NamedTuple):
     """`columns(*tensors, largest, fmt)` gives the tensor [m, n] again, up to the rounding of what is kept, as
     `Quantized` columns with the scale that belongs to the largest magnitude `largest`; others saturate.
-    watched: those of them that users may change, with their versions at that time.
+    watched: tensors that it is made from beside those, which users may change, and their versions.
     """
 
     tensors: tuple[torch.Tensor, ...]

@@ -23,7 +23,7 @@ from coat_kernels.fp8 import E4M3, E5M2
 from coat_kernels.linear import fp8_linear
 from coat_kernels.norm import layer_norm
 from coat_kernels.origin import origin_of
-from tests.megatron_ext.conftest import megatron  # noqa: F401
+from tests.megatron_ext.conftest import one_megatron_process
 from tests.util import rel_rms
 
 # of all inputs that the folder tries
@@ -321,11 +321,12 @@ def layer_cases(parameters) -> list[Case]:
     return cases
 
 
-def test_edits_of_a_megatron_layer(megatron):  # noqa: F811
-    from megatron_ext.layer_specs import coat_layer_spec, sdpa_layer_spec
+def test_edits_of_a_megatron_layer():
+    with one_megatron_process():
+        from megatron_ext.layer_specs import coat_layer_spec, sdpa_layer_spec
 
-    ours, stock = Layer(coat_layer_spec), Layer(sdpa_layer_spec)
-    stock.layer.load_state_dict(ours.layer.state_dict())
-    # as many roundings as in test_layer.py's table, twice that since edits enlarge what is rounded
-    bound = 2 * (21 * 0.026**2 + 4 * 0.053**2) ** 0.5
-    attack(layer_cases(ours.parameters()), ours, stock, bound)
+        ours, stock = Layer(coat_layer_spec), Layer(sdpa_layer_spec)
+        stock.layer.load_state_dict(ours.layer.state_dict())
+        # as many roundings as in test_layer.py's table, twice that since edits enlarge what is rounded
+        bound = 2 * (21 * 0.026**2 + 4 * 0.053**2) ** 0.5
+        attack(layer_cases(ours.parameters()), ours, stock, bound)

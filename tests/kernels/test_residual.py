@@ -38,7 +38,7 @@ def run(tensors, defer, layer_norm, predicted=1.0, **options):
     assert not is_deferred_sum(x) and type(handed_on) is torch.Tensor
     assert handed_on.data_ptr() == x.data_ptr()
     (rows, *_), largest = fp8_operands(y, E4M3)
-    codes, exponent, rstd, *_ = origin_of(y).tensors
+    codes, exponent, rstd = origin_of(y).tensors
     kept = dequantize_groups_reference(Grouped(codes, exponent), options["group_size"])
     inputs = [t for t in (*addends, weight, norm_bias) if t is not None]
     torch.manual_seed(1)

@@ -1,12 +1,14 @@
 """One process, Megatron's groups of size 1, and a tiny model for every test of this room."""
 
+import contextlib
+
 import pytest
 import torch
 import torch.distributed as dist
 
 
-@pytest.fixture(scope="package")
-def megatron():
+@contextlib.contextmanager
+def one_megatron_process():
     """Megatron ready to build models, on the GPU if there is one, else on the CPU."""
     from megatron.core import parallel_state
 
@@ -19,7 +21,16 @@ def megatron():
     if not dist.is_initialized():
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     initialize_model_parallel()
-    yield
-    parallel_state.destroy_model_parallel()
-    dist.destroy_process_group()
-    cpu.disable()
+    try:
+        yield
+    finally:
+        parallel_state.destroy_model_parallel()
+        dist.destroy_process_group()
+        cpu.disable()
+
+
+@pytest.fixture(scope="package")
+def megatron():
+    """As `one_megatron_process`."""
+    with one_megatron_process():
+        yield
