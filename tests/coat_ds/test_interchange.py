@@ -14,6 +14,7 @@ from coat_ds import CoatAdamW
 from tests.coat_ds.test_checkpoints import assert_groups_faithful, full_states, to_universal
 from tests.coat_ds.test_zero import (
     FP8_BOUND,
+    MASTER16,
     OFFLOAD,
     TOLERANCE,
     Wide,
@@ -97,12 +98,31 @@ def interchange(folder, row):
     return out
 
 
+def zeroed_by_the_host(stage):
+    """A BF16 master after DeepSpeed's own function set it to zero, and after two more steps."""
+    from deepspeed.utils import safe_get_full_fp32_param, safe_set_full_fp32_param
+
+    torch.manual_seed(0)
+    run = cell(stage, model=Wide, clip=0.0, section=MASTER16)
+    engine, *_ = coat_ds.initialize(model=Wide(), config=ds_config(run))
+    for _ in range(STEPS):
+        train_step(engine)
+    p = engine.module[2].weight
+    safe_set_full_fp32_param(p, torch.zeros(getattr(p, "ds_shape", p.shape), device=engine.device))
+    zeros = safe_get_full_fp32_param(p).clone()
+    for _ in range(2):
+        train_step(engine)
+    return zeros, safe_get_full_fp32_param(p).clone()
+
+
 def work(folder):
     warnings.simplefilter("ignore")
     import deepspeed
 
     deepspeed.init_distributed()
-    return {row: interchange(folder, row) for row in ROWS}
+    outcome = {row: interchange(folder, row) for row in ROWS}
+    outcome["zeroed"] = [zeroed_by_the_host(stage) for stage in (1, 2, 3)]
+    return outcome
 
 
 @pytest.fixture(scope="module")
@@ -129,3 +149,11 @@ def test_checkpoints_go_both_ways(where, row, request):
     bound = FP8_BOUND * (expected[0] - expected[1]) + TOLERANCE[row[2]]
     assert losses == pytest.approx(expected, abs=bound)
     assert again == pytest.approx(expected, abs=bound)
+
+
+@pytest.mark.parametrize("where", ["cpu", pytest.param("gpu", marks=pytest.mark.gpu)])
+def test_bf16_masters_that_the_host_zeroes_move_on(where, request):
+    for zeros, after in request.getfixturevalue(where)["zeroed"]:
+        assert not zeros.any()
+        # an update is about the learning rate; a remainder of zero would be below 1e-40
+        assert after.isfinite().all() and (after.abs() > 1e-5).float().mean() > 0.99
