@@ -53,6 +53,10 @@ def test_a_file_is_the_block_of_deepspeed(file):
             {"coat": {"enabled": True, "optimizer": {"checkpoint_layout": "compressed"}}},
             'coat.optimizer.checkpoint_layout: expected "stock"',
         ),
+        (
+            {"coat": {"enabled": True, "zero3_layer_units": True}},
+            'coat.zero3_layer_units: expected "auto", found true',
+        ),
     ],
     ids=lambda value: value[:24] if isinstance(value, str) else "",
 )
