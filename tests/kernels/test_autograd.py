@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 import torch
 
-import coat_kernels
 from coat_kernels import activation as activation_module
 from coat_kernels import deferred as deferred_module
 from coat_kernels import norm, rope, tensorwise
@@ -23,7 +22,7 @@ from coat_kernels.residual import deferred_add, may_defer_add
 from coat_kernels.rope import rotate_qkv
 from tests.util import rel_rms
 
-ROOT = Path(coat_kernels.__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 ROWS, H, F = 24, 64, 96
 
 
