@@ -36,11 +36,12 @@ _SIZES = {
 
 
 class _IntoMainGrad(torch.autograd.Function):
-    """The weight itself, for a product that adds the weight's gradient to `weight.main_grad`."""
+    """The weight itself, for a product that adds the weight's gradient to `weight.main_grad`. `replayed`: a
+    CUDA graph may run the backward."""
 
     @staticmethod
-    def forward(ctx, weight):
-        ctx.weight = weight
+    def forward(ctx, weight, replayed):
+        ctx.weight, ctx.replayed = weight, replayed
         return weight.view_as(weight)
 
     @staticmethod
@@ -48,9 +49,11 @@ class _IntoMainGrad(torch.autograd.Function):
     def backward(ctx, grad):
         weight = ctx.weight
         weight.grad_added_to_main_grad = True
-        # Megatron's data parallel hook wants to see a gradient and then ignores it, or adds it if asked to.
-        # Autograd would copy one without memory; by now, the memory of the product's operands is free
-        return (torch.zeros_like if getattr(weight, "zero_out_wgrad", False) else torch.empty_like)(weight)
+        # Megatron's data parallel hook wants to see a gradient and then ignores it, or adds it if asked to. A
+        # graph's replay does not set the flag above: the hook then adds what it sees. Autograd would give an
+        # expanded tensor memory; by now that of the product's operands is free
+        adds = ctx.replayed or getattr(weight, "zero_out_wgrad", False)
+        return (torch.zeros_like if adds else torch.empty_like)(weight), None
 
 
 def _owned_by_megatron(weight: torch.Tensor) -> bool:
@@ -126,7 +129,7 @@ class _CoatLinear:
         if _owned_by_megatron(weight):
             # read in backward: Megatron may have put another one there by then
             into = functools.partial(getattr, weight, "main_grad")
-            weight = _IntoMainGrad.apply(weight)
+            weight = _IntoMainGrad.apply(weight, self.config.cuda_graph_impl != "none")
         parallel = None
         if self.tp_group.size() > 1:
             parallel = TensorParallel(
@@ -206,7 +209,7 @@ class _CoatLinear:
         if torch.is_grad_enabled() and _owned_by_megatron(weight):
             # read in backward: Megatron may have put another one there by then
             into = functools.partial(getattr, weight, "main_grad")
-            weight = _IntoMainGrad.apply(weight)
+            weight = _IntoMainGrad.apply(weight, self.config.cuda_graph_impl != "none")
         if maxima is not None:
             with_maxima(input, maxima)
         return fp8_linear(

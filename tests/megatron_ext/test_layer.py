@@ -291,12 +291,18 @@ def test_fast_sums_go_into_main_grad_unrounded(device, dtype):
     assert weight.grad.shape == weight.shape and weight.grad.dtype == weight.dtype
 
 
-def test_a_weight_that_wants_zeros_gets_zeros(device):
-    # Megatron adds the returned gradient as well where `zero_out_wgrad` is set
+@pytest.mark.parametrize("why", ["zero_out_wgrad", "graphs"])
+def test_a_gradient_that_is_added_again_is_zero(device, why, monkeypatch):
+    """Megatron adds what autograd returns as well where `zero_out_wgrad` is set, and where a CUDA graph's
+    replay does not say that `main_grad` has it already."""
+    empty_like = torch.empty_like
+    monkeypatch.setattr(torch, "empty_like", lambda *args, **rest: empty_like(*args, **rest).fill_(1))
     model = build(coat_layer_spec)
     weight = model.decoder.layers[0].mlp.linear_fc1.weight
     weight.main_grad = torch.zeros_like(weight, dtype=torch.float32)
-    weight.grad_added_to_main_grad, weight.zero_out_wgrad = False, True
+    weight.grad_added_to_main_grad, weight.zero_out_wgrad = False, why == "zero_out_wgrad"
+    if why == "graphs":
+        model.config.cuda_graph_impl = "local"
     loss_and_grads(model, device)
     assert weight.grad.count_nonzero() == 0
     assert weight.main_grad.count_nonzero() > 0 and weight.grad_added_to_main_grad
