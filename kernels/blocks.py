@@ -278,13 +278,12 @@ class _MlpBlock(torch.autograd.Function):
         if late_bias is not None:
             out = out + late_bias
 
-        ctx.options = proj, norm, fc1, activation, fc2
-        ctx.origin = origin
+        ctx.options, ctx.shape = (proj, norm, fc1, activation, fc2), o.shape
         if origin is None:
-            kept_o = operands.columns, operands.scale
+            ctx.columns_of_o, kept_o = None, (operands.columns, operands.scale)
         else:
-            kept_o = *origin.tensors, largest_o
-        ctx.of_o, ctx.shape = len(kept_o), o.shape
+            # its tensors are saved, which lets go of them behind backward, and not held by the node
+            ctx.columns_of_o, kept_o = origin.columns, (*origin.tensors, largest_o)
         ctx.save_for_backward(
             w_proj, b_proj, norm_weight, norm_bias, w_fc1, b_fc1, w_fc2, b_fc2,
             largest_proj, largest_y, largest_fc1, largest_p, largest_fc2, *kept_x, rstd, *kept_u, *kept_o,
@@ -330,8 +329,8 @@ class _MlpBlock(torch.autograd.Function):
         operands = [quantized_grad(grad_x, proj, sums=b_proj is not None and proj.parallel is None)]
         grad_b_proj = _bias_grad(b_proj, operands[0].sums, grad_x)
         columns = kept_o
-        if ctx.origin is not None:
-            columns = ctx.origin.columns(*kept_o, proj.formats.forward)[1:3]
+        if ctx.columns_of_o is not None:
+            columns = ctx.columns_of_o(*kept_o, proj.formats.forward)[1:3]
         columns = gathered_columns(*columns, tokens, proj)
         grad_o, grad_w_proj = multiply_backward(operands.pop(), w_proj, largest_proj, columns, dtype, proj)
         return (

@@ -17,8 +17,9 @@ from coat_kernels.deferred import PredictedScale
 from coat_kernels.fp8 import E4M3, E5M2
 from coat_kernels.linear import LinearOptions, fp8_linear
 from coat_kernels.norm import layer_norm, rms_norm
-from coat_kernels.origin import origin_of
+from coat_kernels.origin import Origin, origin_of
 from coat_kernels.rope import rotate_qkv
+from coat_kernels.tensorwise import quantize_tensor
 from coat_kernels.weights import WeightCache
 from tests.util import rel_rms
 
@@ -81,14 +82,14 @@ class Model:
     def both(self, *names: str) -> list[torch.Tensor | None]:
         return [t for name in names for t in (self.weights[name], self.biases[name])]
 
-    def by_blocks(self, x: torch.Tensor) -> torch.Tensor:
+    def by_blocks(self, x: torch.Tensor, origin: Origin | None = None) -> torch.Tensor:
         q, k, v, residual = qkv_block(
             x, *self.both("norm1", "qkv"), *self.tables, norm=self.norm, linear=self.linears["qkv"],
             groups=GROUPS, d=D,
         )  # fmt: skip
         rest = {name: self.linears[name] for name in ("proj", "fc1", "fc2")}
         return mlp_block(
-            self.attention(q, k, v), residual, *self.both("proj", "norm2", "fc1", "fc2"), origin=None,
+            self.attention(q, k, v), residual, *self.both("proj", "norm2", "fc1", "fc2"), origin=origin,
             norm=self.norm, activation=self.activation, **rest,
         )  # fmt: skip
 
@@ -233,15 +234,26 @@ def test_double_backward_is_refused(device):
         grad.sum().backward()
 
 
-def test_nothing_is_held_behind_backward(device):
+@pytest.mark.parametrize("has_origin", [False, True])
+def test_nothing_is_held_behind_backward(has_origin, device):
+    """Neither the graph, nor, by a graph that is alive, what was kept for its backward."""
     model = Model(True, torch.bfloat16, device)
     x, grad = inputs(device, torch.bfloat16)
-    leaf = x.clone().requires_grad_()
-    y = model.by_blocks(leaf)
-    node = weakref.ref(y.grad_fn)
+    origin, o = None, torch.randn(S, B, GROUPS * M * D, device=device).bfloat16()
+    if has_origin:
+
+        def columns(o, largest, fmt):
+            return quantize_tensor(o.flatten(0, 1), largest, fmt, rows=False, columns=True)
+
+        origin = Origin((o,), columns)
+    y = model.by_blocks(x.clone().requires_grad_(), origin)
+    node, held = weakref.ref(y.grad_fn), weakref.ref(o)
+    del o, origin
+    assert (held() is not None) == has_origin
     y.backward(grad)
     gc.disable()
     try:
+        assert held() is None
         del y
         assert node() is None
     finally:
