@@ -68,9 +68,9 @@ def test_runs_learn_alike_and_a_change_goes_on_where_the_other_stopped(work, tra
     assert all(before[key]["run"] for key in before)
     for step in range(1, half + 1):
         assert after[step, True]["loss"] == before[step, True]["loss"]
-    # the same weights, in other layers
-    assert after[half + 1, True]["loss"] == pytest.approx(before[half + 1, True]["loss"], rel=2e-3)
-    assert after[half + 1, True]["loss"] != before[half + 1, True]["loss"]
+    # the same weights in other layers, which round by 2^-4 of what was learned up to here
+    found, expected = after[half + 1, True]["loss"], before[half + 1, True]["loss"]
+    assert 0 < abs(found - expected) < 2**-4 * (before[1, True]["loss"] - expected)
     assert (work / "converge.png").stat().st_size > 0
 
 

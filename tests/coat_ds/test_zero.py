@@ -17,6 +17,9 @@ BATCH, STEPS, LR = 8, 5, 2e-3
 # square. To first order what the loss falls by is a sum over elements, in which the errors average out: four
 # deviations of 100 elements' mean, of 20,000, are 0.0145. The first two losses follow from FP32 moments.
 FP8_BOUND = 2**-6
+# The border between two ranks cuts a group in two, of which each has a scale of its own: its 128 elements are
+# rounded otherwise, which moves what the loss falls by as above, by the errors of 128 of 20,000 elements
+CUT_GROUP = 4 * 2**-4 / 3**0.5 * 128**0.5 / 20_000
 # as derived in test_engine.py
 TOLERANCE = {"bf16": 2**-10, "fp16": 2**-10, "fp32": 1e-5}
 
@@ -259,8 +262,11 @@ every_cell = pytest.mark.parametrize("name", CELLS)
 
 @every_cell
 def test_two_processes_train_as_one(one, two, name):
+    losses = one[name]["losses"]
+    cut = CUT_GROUP * (losses[0] - losses[-1])
     for rank in two:
-        assert rank[name]["losses"] == pytest.approx(one[name]["losses"], rel=TOLERANCE[CELLS[name]["dtype"]])
+        for found, expected in zip(rank[name]["losses"], losses, strict=True):
+            assert abs(found - expected) <= cut + TOLERANCE[CELLS[name]["dtype"]] * expected
 
 
 @every_cell
