@@ -7,7 +7,6 @@ an edit through `.data`, what stock makes of it. All within the error of FP8.
 """
 
 import functools
-import os
 import random
 from collections import Counter
 from dataclasses import dataclass, field
@@ -23,11 +22,10 @@ from coat_kernels.fp8 import E4M3, E5M2
 from coat_kernels.linear import fp8_linear
 from coat_kernels.norm import layer_norm
 from coat_kernels.origin import origin_of
+from tests.hostile.conftest import EXAMPLES
 from tests.megatron_ext.conftest import one_megatron_process
 from tests.util import rel_rms
 
-# of all inputs that the folder tries
-EXAMPLES = int(os.environ.get("COAT_HOSTILE_EXAMPLES", "300"))
 S, B, H, FFN, HEADS = 32, 2, 64, 96, 2
 
 # what shows: a sign, and eight times the magnitude, which saturates if somebody believes the old one

@@ -1,7 +1,4 @@
-"""Files that nobody meant to be read: each is used as it should be, or refused by a message that names it.
-
-COAT_HOSTILE_EXAMPLES says how many inputs the tests of this folder try, all together.
-"""
+"""Files that nobody meant to be read: each is used as it should be, or refused by a message that names it."""
 
 import argparse
 import contextlib
@@ -9,7 +6,6 @@ import dataclasses
 import hashlib
 import io
 import json
-import os
 import shutil
 import struct
 from pathlib import Path
@@ -23,9 +19,9 @@ from hypothesis import strategies as st
 from coat_ds import CoatConfig, CoatConfigError
 from launch import checkpoints, cluster, output_lock, preflight, pretrain_gpt, report
 from launch.data import DataError, Tokenizer, load_corpus
+from tests.hostile.conftest import EXAMPLES, share
 from tests.util import run_distributed
 
-EXAMPLES = int(os.environ.get("COAT_HOSTILE_EXAMPLES", "300"))
 ROOT = Path(pretrain_gpt.__file__).parents[1]
 NUMBERS = [0, 1, 2, 3, 255, 2**31 - 1, 2**31, 2**32 - 1, 2**62, 2**63, 2**64 - 1]
 
@@ -33,7 +29,7 @@ NUMBERS = [0, 1, 2, 3, 255, 2**31 - 1, 2**31, 2**32 - 1, 2**62, 2**63, 2**64 - 1
 def tries(part: float = 0.06):
     """Settings of a test that takes `part` of all inputs."""
     return settings(
-        max_examples=max(5, round(part * EXAMPLES)),
+        max_examples=max(5, share(part)),
         deadline=None,
         suppress_health_check=list(HealthCheck),
     )
