@@ -14,6 +14,10 @@ ones:
 - What DeepSpeed keeps gathered for a use to come it finds among the parameters that following modules own;
   those of a leaf's parts are not among them. Embeddings would stay gathered until the step ends.
 
+DeepSpeed gathers ahead of use until `stage3_prefetch_bucket_size` elements are under way: by default a
+quarter of a large layer, and the GPU waits for the rest. Where the config leaves that size open, it is a
+whole unit's.
+
 DeepSpeed's nodes see positional arguments alone, and Megatron hands `hidden_states` over by name: in a unit
 it becomes positional. Without that, nothing is released in backward.
 
@@ -53,6 +57,7 @@ class LayerUnits:
         self.chosen: dict[str, torch.nn.Module] = {}
         self.reasons: dict[str, str] = {}
         self._handles: list = []
+        self._zero = zero
         if model is None or zero.stage != 3:
             return
         users = _users(model)
@@ -71,6 +76,7 @@ class LayerUnits:
             return
         from deepspeed.utils import set_z3_leaf_module
 
+        self._prefetch_whole_units()
         for layer in self.chosen.values():
             set_z3_leaf_module(layer, True)
         try:
@@ -79,6 +85,11 @@ class LayerUnits:
         finally:
             for layer in self.chosen.values():
                 set_z3_leaf_module(layer, False)
+
+    def _prefetch_whole_units(self) -> None:
+        if "prefetch_bucket_size" not in self._zero.model_fields_set:
+            largest = max(sum(map(_numel, layer.parameters())) for layer in self.chosen.values())
+            self._zero.prefetch_bucket_size = max(self._zero.prefetch_bucket_size, largest)
 
     def complete(self) -> None:
         """After the engine was built: makes units of the chosen layers."""
@@ -130,6 +141,11 @@ def _layers(model: torch.nn.Module, wanted: str | bool) -> dict[str, torch.nn.Mo
         if not inside and _is_layer(module, wanted) and any(True for _ in module.parameters()):
             found[name] = module
     return found
+
+
+def _numel(p: torch.nn.Parameter) -> int:
+    """Elements of a parameter, also of one that ZeRO-3 has partitioned while the model was built."""
+    return getattr(p, "ds_numel", p.numel())
 
 
 def _is_layer(module: torch.nn.Module, wanted: str | bool) -> bool:

@@ -369,6 +369,26 @@ class _Layer(nn.Linear):
         super().__init__(4, 4)
 
 
+def test_whole_units_are_gathered_ahead_unless_the_config_says_how_much():
+    from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+
+    class Layer(nn.Linear):
+        zero3_unit = False
+
+    model = nn.Sequential(Layer(8192, 8192, device="meta"), Layer(8, 8, device="meta"))
+    for given, size in (
+        ({}, 8192 * 8193),
+        ({"stage3_prefetch_bucket_size": "auto"}, 8192 * 8193),
+        ({"stage3_prefetch_bucket_size": 1000}, 1000),
+    ):
+        zero = DeepSpeedZeroConfig(stage=3, **given)
+        with LayerUnits(model, "auto", zero).building():
+            assert zero.prefetch_bucket_size == size
+    zero, default = DeepSpeedZeroConfig(stage=3), DeepSpeedZeroConfig().prefetch_bucket_size
+    with LayerUnits(model[1:], "auto", zero).building():
+        assert zero.prefetch_bucket_size == default
+
+
 def test_what_cannot_be_a_unit():
     shared, plain, outer = _Layer(), _Layer(), nn.Sequential(_Layer())
     model = nn.ModuleDict({"a": shared, "b": plain, "c": outer, "head": nn.Linear(4, 4)})
