@@ -1,7 +1,38 @@
 """Packaging. The folder `kernels/` is imported as `coat_kernels`: a top-level package called
 `kernels` would overwrite Hugging Face's package of that name."""
 
+import base64
+import hashlib
+import zipfile
+from pathlib import Path
+
 from setuptools import setup
+from setuptools.command.editable_wheel import editable_wheel
+
+# torch loads it at the end of its import, which must not fail where a clone was moved or removed
+AUTOLOAD = "coat_autoload"
+
+
+class EditableWheel(editable_wheel):
+    """setuptools' own, which installs pointers into the clone, and a copy of the one file."""
+
+    def run(self):
+        super().run()
+        for wheel in Path(self.dist_dir).glob("*.editable-*.whl"):
+            add_file(wheel, f"{AUTOLOAD}.py", Path(f"{AUTOLOAD}.py").read_bytes())
+
+
+def add_file(wheel: Path, name: str, content: bytes) -> None:
+    with zipfile.ZipFile(wheel) as archive:
+        files = {info: archive.read(info) for info in archive.infolist()}
+    digest = base64.urlsafe_b64encode(hashlib.sha256(content).digest()).decode().rstrip("=")
+    with zipfile.ZipFile(wheel, "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr(name, content)
+        for info, held in files.items():
+            if info.filename.endswith(".dist-info/RECORD"):
+                held = f"{name},sha256={digest},{len(content)}\n".encode() + held
+            archive.writestr(info, held)
+
 
 setup(
     name="coat-train",
@@ -10,9 +41,10 @@ setup(
     license="Apache-2.0",
     python_requires=">=3.11",
     packages=["coat_kernels", "coat_kernels.codecs", "coat_ds", "megatron_ext"],
+    py_modules=[AUTOLOAD],
     package_dir={"coat_kernels": "kernels"},
-    # torch loads the group at the end of its import: see coat_ds/switch.py
-    entry_points={"torch.backends": ["coat_ds = coat_ds.switch:register"]},
+    entry_points={"torch.backends": [f"coat_ds = {AUTOLOAD}:register"]},
+    cmdclass={"editable_wheel": EditableWheel},
     package_data={"coat_kernels": ["*.cpp"]},
     install_requires=["torch>=2.11", "triton>=3.6; platform_system == 'Linux'", "numpy"],
     extras_require={

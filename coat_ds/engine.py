@@ -18,6 +18,7 @@ from coat_ds.narrow_grad import keep_gradients_narrow
 from coat_ds.optimizer import LAYOUT, CoatAdamW, keeps_fp32, layout_table
 from coat_ds.partitions import link_partitions
 from coat_ds.report import report_saved
+from coat_ds.shards import local
 from coat_ds.stage0 import translate_checkpoints
 from coat_ds.state import Moment, streaming
 from coat_kernels.codecs import get_codec
@@ -164,8 +165,9 @@ def state_bytes(optimizer) -> dict[str, Any]:
     by_codec: dict[str, int] = {}
     parameters = 0
     for p, state in optimizer.state.items():
-        parameters += p.numel()
+        parameters += local(p).numel()
         for value in state.values():
+            value = local(value)
             if isinstance(value, Moment):
                 held = [(piece.codec.name, piece.storage.nbytes) for piece in value.pieces]
             elif isinstance(value, torch.Tensor):

@@ -9,6 +9,7 @@ from numbers import Real
 from typing import Any, NamedTuple
 
 import torch
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from coat_ds.config import (
     BF16_PARAMS,
@@ -21,6 +22,7 @@ from coat_ds.config import (
     check_type,
 )
 from coat_ds.narrow_grad import narrow_and_scale
+from coat_ds.shards import is_distributed, laid_out_like, local, shard_of
 from coat_ds.state import Layout, Moment, Piece
 from coat_ds.state_dict import (
     check_groups,
@@ -105,6 +107,13 @@ class CoatAdamW(torch.optim.Optimizer):
 
     All of them except the implementation switches, keep_fp32, seed, checkpoint_layout and compiled may differ
     between parameter groups.
+    Parameters may be DTensors (FSDP2's `fully_shard`, HSDP, tensor parallelism): each rank steps its shard.
+    Moments are DTensors laid out like the parameter then, and so they are in `state_dict`, in FP32, which
+    `torch.distributed.checkpoint` reads and writes at any number of ranks. `min_numel` and `keep_fp32` are
+    about the whole parameter. Groups are counted from the start of each shard: the codes are the same at any
+    number of ranks if shards are whole groups, as where dimension 0 is cut and its rows have a multiple of
+    `group_size` elements. Of others a group that is cut elsewhere is encoded once more when it is loaded, and
+    its moments then differ by the format's rounding.
     `state[p]` holds `step` (an int; where a gradient scaler or `capturable` needs it, an FP32 tensor on the
     device) and the `Moment`s `exp_avg` and `exp_avg_sq`. A plain tensor that someone puts in a moment's place
     is encoded by the next step. `torch.amp.GradScaler`'s flag of non-finite gradients skips the step on the
@@ -184,6 +193,11 @@ class CoatAdamW(torch.optim.Optimizer):
             _check_options({**self.defaults, **param_group})
         torch.optim.Optimizer.add_param_group(self, param_group)
         group = self.param_groups[-1]
+        if self._checkpoint_layout == "compressed" and any(map(is_distributed, group["params"])):
+            raise ValueError(
+                "CoatAdamW: checkpoint_layout='compressed' cannot be cut for another number of ranks, as "
+                "checkpoints of DTensors are. Take 'stock'."
+            )
         for name, p in zip(group.get("param_names", repeat(None)), group["params"], strict=False):
             if keeps_fp32(self._keep_fp32, name, p):
                 self._kept.add(p)
@@ -198,12 +212,13 @@ class CoatAdamW(torch.optim.Optimizer):
                 f"copy_weight: expected a contiguous BF16 copy of an FP32 parameter, found {copy.dtype} of "
                 f"{param.dtype}."
             )
-        if copy.shape != param.shape or copy.device != param.device:
+        held, copied = local(param), local(copy)
+        if copied.shape != held.shape or copied.device != held.device:
             raise ValueError(
-                f"copy_weight: the copy is {tuple(copy.shape)} on {copy.device}, the parameter "
-                f"{tuple(param.shape)} on {param.device}. Give it the parameter's shape and device."
+                f"copy_weight: the copy is {tuple(copied.shape)} on {copied.device}, the parameter "
+                f"{tuple(held.shape)} on {held.device}. Give it the parameter's shape and device."
             )
-        self._copies[param] = copy
+        self._copies[param] = copied
 
     @torch._disable_dynamo
     @torch.no_grad()
@@ -224,6 +239,9 @@ class CoatAdamW(torch.optim.Optimizer):
                 loss = closure()
         found_inf = getattr(self, "found_inf", None)
         scaler_scale = getattr(self, "grad_scale", None)
+        if is_distributed(grad_scale):
+            # a norm of sharded gradients is summed over ranks here
+            grad_scale = grad_scale.full_tensor()
         if scaler_scale is not None:
             inverse = 1 / scaler_scale.float()
             grad_scale = inverse if grad_scale is None else grad_scale * inverse
@@ -243,14 +261,18 @@ class CoatAdamW(torch.optim.Optimizer):
         found_inf: torch.Tensor | None,
     ) -> None:
         states = [self._ready_state(p, group, count_on_device=found_inf is not None) for p in params]
-        contiguous = [p.contiguous() for p in params]
-        read = [narrow_and_scale(p.grad) for p in params]
+        held = [local(p) for p in params]
+        contiguous = [shard.contiguous() for shard in held]
+        read = [narrow_and_scale(shard_of(p.grad, p)) for p in params]
         grads, scales = [grad.contiguous() for grad, _ in read], [scale for _, scale in read]
         steps = _count(states, found_inf)
         # each piece of the moments is a tensor to the kernel
         buckets: dict[tuple, list[tuple[int, Piece, Piece]]] = defaultdict(list)
         for i, (p, grad, state) in enumerate(zip(params, grads, states, strict=True)):
-            m, v = (state[name] for name in MOMENTS)
+            if not grad.numel():
+                # a rank may hold nothing of a DTensor
+                continue
+            m, v = (local(state[name]) for name in MOMENTS)
             options = m.group_size, "remainder" in state, p in self._copies
             key = (p.device, p.dtype, grad.dtype, id(scales[i]), *options)
             for pieces in zip(m.pieces, v.pieces, strict=True):
@@ -265,7 +287,9 @@ class CoatAdamW(torch.optim.Optimizer):
                 [piece.storage for _, piece, _ in bucket],
                 [piece.storage for _, _, piece in bucket],
                 _gather([steps[i] for i, *_ in bucket]),
-                [_cut(states[i]["remainder"], piece) for i, piece, _ in bucket] if has_remainder else None,
+                [_cut(local(states[i]["remainder"]), piece) for i, piece, _ in bucket]
+                if has_remainder
+                else None,
                 [_cut(self._copies[params[i]], piece) for i, piece, _ in bucket] if has_copy else None,
                 exp_avg_codec=m_codec,
                 exp_avg_sq_codec=v_codec,
@@ -285,11 +309,13 @@ class CoatAdamW(torch.optim.Optimizer):
                 seed=self._seed,
                 compiled=self._compiled,
             )
-        for p, updated in zip(params, contiguous, strict=True):
-            if updated is not p:
-                p.copy_(updated)
+        for shard, updated in zip(held, contiguous, strict=True):
+            if updated is not shard:
+                shard.copy_(updated)
         # a kernel writes behind autograd's back: a graph that saved the old values has to notice
-        torch.autograd.graph.increment_version(params)
+        torch.autograd.graph.increment_version(
+            [*params, *(x for x, p in zip(held, params, strict=True) if x is not p)]
+        )
 
     def set_fragments(self, param: torch.Tensor, fragments: Iterable[Fragment], group_index: int) -> None:
         """Says of which parameters `param`, a flat partition of the kind that ZeRO makes, is composed, and
@@ -336,8 +362,9 @@ class CoatAdamW(torch.optim.Optimizer):
             value = state.get(name)
             if value is None:
                 layout = self._layout_of(p, group, name)
-                state[name] = Moment.zeros(p.shape, layout, group["group_size"], p.device)
-            elif not isinstance(value, Moment):
+                moment = Moment.zeros(local(p).shape, layout, group["group_size"], p.device)
+                state[name] = laid_out_like(p, moment)
+            elif not isinstance(local(value), Moment) or is_distributed(value) != is_distributed(p):
                 # a universal checkpoint's values arrive like this
                 self._take_moment(p, group, name, value)
         if not _has_remainder(p, group):
@@ -345,13 +372,15 @@ class CoatAdamW(torch.optim.Optimizer):
             state.pop("remainder", None)
         elif "remainder" not in state:
             # zero: what the parameter holds is taken to be the master
-            state["remainder"] = torch.zeros(p.shape, dtype=torch.int16, device=p.device)
+            remainder = torch.zeros(local(p).shape, dtype=torch.int16, device=p.device)
+            state["remainder"] = laid_out_like(p, remainder)
         return state
 
     def _take_moment(self, p: torch.Tensor, group: dict[str, Any], name: str, values: torch.Tensor) -> None:
         """Puts FP32 values into the state, in the codes that they were decoded from if they were."""
-        layout = self._layout_of(p, group, name)
-        self.state[p][name], exact = Moment.recovered(values.to(p.device), layout, group["group_size"])
+        values, layout = shard_of(values, p).to(p.device), self._layout_of(p, group, name)
+        moment, exact = Moment.recovered(values, layout, group["group_size"])
+        self.state[p][name] = laid_out_like(p, moment)
         self._count_arrival(exact)
 
     def _count_arrival(self, exact: bool) -> None:
@@ -370,7 +399,9 @@ class CoatAdamW(torch.optim.Optimizer):
         return tuple((begin, kept if is_kept else codec) for begin, is_kept in begins)
 
     def layout(self) -> str:
-        """A table of how the moments of each tensor are stored, with their bytes; equal rows are counted."""
+        """A table of how the moments of each tensor are stored, with their bytes, of a DTensor those of all
+        shards; equal rows are counted.
+        """
         return layout_table(
             (name, p.shape, *(codec for _, codec in codecs), group["group_size"])
             for group in self.param_groups
@@ -379,7 +410,8 @@ class CoatAdamW(torch.optim.Optimizer):
         )
 
     def moments(self, param: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Both moments of `param` as plain FP32 tensors of its shape; zeros before the first step.
+        """Both moments of `param` as plain FP32 tensors of its shape, DTensors if it is one; zeros before the
+        first step.
 
         Raises ValueError for a tensor that this optimizer does not hold.
         """
@@ -396,6 +428,7 @@ class CoatAdamW(torch.optim.Optimizer):
 
         The latter, under `"coat"`, lets `load_state_dict` restore the very same codes. One tensor is
         decoded at a time. With the compressed `checkpoint_layout` moments are given as they are stored.
+        Moments of DTensors are FP32 DTensors on the parameter's device, for as long as the dict is held.
         """
         return take_states(super().state_dict(), self._checkpoint_layout)
 
@@ -476,10 +509,11 @@ class CoatAdamW(torch.optim.Optimizer):
         state = self.state[p]
         remainder = state.pop("remainder", None)
         if is_remainder(remainder) and _has_remainder(p, group):
-            state["remainder"] = remainder.to(p.device, copy=True)
+            state["remainder"] = laid_out_like(p, shard_of(remainder, p).to(p.device, copy=True))
         for name in MOMENTS:
             layout = self._layout_of(p, group, name)
-            state[name], exact = restored(loaded, index, name, layout, group["group_size"], p.device)
+            moment, exact = restored(loaded, index, name, layout, group["group_size"], p)
+            state[name] = laid_out_like(p, moment)
             self._count_arrival(exact)
 
 
@@ -567,8 +601,9 @@ def _gather(steps: list[int] | list[torch.Tensor]) -> list[int] | torch.Tensor:
 
 def _as_plain(value: torch.Tensor | None, p: torch.Tensor) -> torch.Tensor:
     if value is None:
-        return torch.zeros(p.shape, device=p.device)
-    return value.decode() if isinstance(value, Moment) else value.float()
+        return laid_out_like(p, torch.zeros(local(p).shape, device=p.device))
+    held = local(value)
+    return laid_out_like(p, held.decode()) if isinstance(held, Moment) else value.float()
 
 
 def _check_names(group: dict[str, Any], known: dict[str, Any]) -> None:
@@ -625,6 +660,16 @@ def _check_tensors(p: torch.Tensor, state: dict[str, Any]) -> None:
     """Raises TypeError or ValueError for a parameter, gradient or state that the step cannot handle."""
     grad = p.grad
     what = f"CoatAdamW: a parameter of shape {tuple(p.shape)} on {p.device}"
+    if is_distributed(p) != is_distributed(grad):
+        raise TypeError(
+            f"{what} is a {type(p).__name__}, its gradient a {type(grad).__name__}. Make both DTensors, or "
+            "none."
+        )
+    if is_traceable_wrapper_subclass(local(p)):
+        raise TypeError(
+            f"{what} is a {type(local(p)).__name__}, which holds its values elsewhere. Give the optimizer a "
+            "plain tensor, or a DTensor of plain shards."
+        )
     if grad.layout is not torch.strided or p.layout is not torch.strided:
         raise TypeError(
             f"{what} has a gradient of layout {grad.layout}. Use a dense gradient, as with "
@@ -647,7 +692,12 @@ def _check_tensors(p: torch.Tensor, state: dict[str, Any]) -> None:
             raise ValueError(
                 f"{what} has {name} of shape {tuple(moment.shape)}. Give it the parameter's shape."
             )
-        if isinstance(moment, Moment) and moment.device != p.device:
+        if is_distributed(moment) and is_distributed(p) and moment.placements != p.placements:
+            raise ValueError(
+                f"{what} has {name} laid out as {moment.placements}, itself as {p.placements}. Redistribute "
+                "parameters before the first step, or load the optimizer's state dict again."
+            )
+        if isinstance(local(moment), Moment) and moment.device != p.device:
             raise ValueError(
                 f"{what} has {name} on {moment.device}. Move the model before the first step, or load the "
                 "optimizer's state dict again."

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from coat_ds.recover import SAME_VALUE, recovered
+from coat_ds.shards import is_distributed, laid_out_like, local, shard_of
 from coat_ds.state import Layout, Moment, StoredMoment, is_streaming
 from coat_kernels.codecs import Storage
 
@@ -26,14 +27,15 @@ def take_states(packed: dict[str, Any], layout: str) -> dict[str, Any]:
         state[index] = dict(entry)
         stored[index] = {}
         for name, value in entry.items():
-            if isinstance(value, Moment):
-                state[index][name] = _given(value, layout)
+            moment = local(value)
+            if isinstance(moment, Moment):
+                state[index][name] = _given(value, moment, layout)
                 if layout == "stock":
                     stored[index][name] = {
-                        "group_size": value.group_size,
+                        "group_size": moment.group_size,
                         "pieces": [
                             (piece.begin, piece.codec.name, *(t.cpu() for t in piece.storage[1:]))
-                            for piece in value.pieces
+                            for piece in moment.pieces
                         ],
                     }
             elif name == "step":
@@ -41,7 +43,10 @@ def take_states(packed: dict[str, Any], layout: str) -> dict[str, Any]:
     return {**packed, "state": state, "coat": {"version": METADATA_VERSION, "moments": stored}}
 
 
-def _given(moment: Moment, layout: str) -> torch.Tensor:
+def _given(value: torch.Tensor, moment: Moment, layout: str) -> torch.Tensor:
+    if is_distributed(value):
+        # where it is: ranks cannot gather over NCCL what is on the CPU
+        return laid_out_like(value, moment.decode())
     if layout == "compressed":
         return StoredMoment(moment.pieces, moment.group_size, moment.shape)
     # torch.save decodes it when it writes it
@@ -49,14 +54,15 @@ def _given(moment: Moment, layout: str) -> torch.Tensor:
 
 
 def restored(
-    loaded: dict[str, Any], index: Any, name: str, layout: Layout, group_size: int, device: torch.device
+    loaded: dict[str, Any], index: Any, name: str, layout: Layout, group_size: int, param: torch.Tensor
 ) -> tuple[Moment, bool]:
-    """A moment of a state dict, with the scales and exponents that it was saved with, if they are its own, or
-    else those that are recovered from its values.
+    """What this rank holds of a moment of a state dict, `param`'s, with the scales and exponents that it was
+    saved with, if they are its own, or else those that are recovered from its values.
 
     Returns also whether it is the saved one to the bit.
     """
-    value = loaded["state"][index][name]
+    device = param.device
+    value = shard_of(loaded["state"][index][name], param)
     if isinstance(value, Moment):
         value = value.to(device, copy=True)
         same = (value.arrangement, value.group_size) == (layout, group_size)

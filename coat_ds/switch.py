@@ -5,11 +5,12 @@ Every DeepSpeed engine, the pipeline's and the hybrid one too, is built by `Deep
 `deepspeed.initialize` from. The new method looks for the block; without one it calls the original and
 nothing else.
 
-`pip install` makes `register` an entry point of `torch.backends`, a group that torch loads at the end of its
-own import. It puts a finder in front of `sys.meta_path`, which waits for `deepspeed.runtime.engine` and goes
-away. So a Python that does not import torch runs none of this, and one that does imports this file, which
-needs nothing but the standard library: 0.3 ms for the import and less than 1 ms in all, measured on a
-server's core, of torch's own 1.2 s. The rest of `coat_ds` is imported when an engine with a block is built.
+`pip install` makes `coat_autoload` an entry point of `torch.backends`, a group that torch loads at the end of
+its own import, and that calls `register`. It puts a finder in front of `sys.meta_path`, which waits for
+`deepspeed.runtime.engine` and goes away. So a Python that does not import torch runs none of this, and one
+that does imports this file, which needs nothing but the standard library: 0.3 ms for the import and less
+than 1 ms in all, measured on a server's core, of torch's own 1.2 s. The rest of `coat_ds` is imported when an
+engine with a block is built.
 
 `COAT_DISABLE=1` in the environment keeps `register` from doing anything but saying that a block is ignored,
 `TORCH_DEVICE_BACKEND_AUTOLOAD=0`, torch's own switch, from being called; `install` and `coat_ds.initialize`
@@ -93,7 +94,7 @@ def installed() -> Iterator[None]:
 
 
 def register() -> None:
-    """What torch calls at the end of its import."""
+    """What `coat_autoload` calls at the end of torch's import."""
     host = sys.modules.get(HOST)
     if os.environ.get(DISABLE) != "1":
         _wait(_exchange) if host is None else _exchange(host)
@@ -193,6 +194,8 @@ class _Finder:
             return None
         sys.meta_path.remove(self)
         spec = importlib.util.find_spec(name)
+        if spec is None:
+            return None
         execute = spec.loader.exec_module
 
         def exec_module(module):

@@ -5,6 +5,8 @@ import os
 import shutil
 import subprocess
 import sys
+import sysconfig
+import venv
 from pathlib import Path
 from unittest import mock
 
@@ -49,17 +51,35 @@ print("RESULT " + json.dumps(out))
 """
 
 
+def clone(source):
+    files = ("setup.py", "pyproject.toml", "README.md", "coat_autoload.py")
+    for name in (*files, "kernels", "coat_ds", "megatron_ext"):
+        copy = shutil.copytree if (ROOT / name).is_dir() else shutil.copy
+        copy(ROOT / name, source / name)
+    return str(source)
+
+
+def pip_install(*args, python=sys.executable):
+    command = [sys.executable, "-m", "pip", "--python", python, "install", "--quiet", "--no-deps"]
+    subprocess.run([*command, "--no-build-isolation", *args], check=True)
+
+
 @pytest.fixture(scope="module")
 def site(tmp_path_factory):
     """A folder into which the project was installed by pip."""
     folder = tmp_path_factory.mktemp("site")
-    source = tmp_path_factory.mktemp("source")
-    for name in ("setup.py", "pyproject.toml", "README.md", "kernels", "coat_ds", "megatron_ext"):
-        copy = shutil.copytree if (ROOT / name).is_dir() else shutil.copy
-        copy(ROOT / name, source / name)
-    command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-build-isolation"]
-    subprocess.run([*command, "--target", str(folder), str(source)], check=True)
+    pip_install("--target", str(folder), clone(tmp_path_factory.mktemp("source")))
     return folder
+
+
+@pytest.fixture
+def python(tmp_path):
+    """The Python of an environment that sees torch and setuptools, and nothing of this project."""
+    venv.create(tmp_path / "env")
+    folder = f"python{sys.version_info.major}.{sys.version_info.minor}"
+    # a path that is named by such a file comes last, and the files in it are not read
+    (tmp_path / "env/lib" / folder / "site-packages/outer.pth").write_text(sysconfig.get_path("purelib"))
+    return str(tmp_path / "env/bin/python")
 
 
 def run(site, code, *args, say=False, **env):
@@ -88,7 +108,7 @@ def test_an_unmodified_script_after_pip_install(site):
     assert out["none"] == out["off"] == ["AdamW", False]
     assert out["block"] == out["type"] == out["client"] == ["CoatAdamW", True]
     # `import torch` brings the switch and nothing else; an engine without a block does not either
-    assert out["imported"] == ["coat_ds", "coat_ds.switch"]
+    assert out["imported"] == ["coat_autoload", "coat_ds", "coat_ds.switch"]
     assert out["heavy"] == [False, True, True, True, True]
 
 
@@ -107,6 +127,63 @@ def test_an_interpreter_without_torch_loads_nothing(site):
         "import sys, json; print('RESULT ' + json.dumps([n for n in sys.modules if n.startswith('coat_')]))"
     )
     assert run(site, code) == []
+
+
+IMPORT = """
+import torch, sys
+print([type(finder).__module__ for finder in sys.meta_path].count("coat_ds.switch"))
+"""
+
+
+def imports(python, cwd, **env):
+    """What `import torch` says, and whether the switch waits for DeepSpeed."""
+    inherited = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "RANK", "COAT_DISABLE")}
+    done = subprocess.run(
+        [python, "-c", IMPORT], cwd=cwd, env={**inherited, **env}, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stderr, done.stdout.strip()
+
+
+def test_torch_imports_where_the_clone_was_moved(python, tmp_path):
+    (tmp_path / "clone").mkdir()
+    pip_install("--editable", clone(tmp_path / "clone"), python=python)
+    assert imports(python, tmp_path) == ("", "1")
+    (tmp_path / "clone").rename(tmp_path / "elsewhere")
+    said, waiting = imports(python, tmp_path)
+    assert waiting == "0" and said.count("\n") == 1
+    assert "COAT is off" in said and "No module named 'coat_ds'" in said and f"{tmp_path}/clone" in said
+    assert imports(python, tmp_path, RANK="1") == imports(python, tmp_path, COAT_DISABLE="1") == ("", "0")
+
+
+def test_torch_imports_where_the_package_is_not_whole(site, python, tmp_path):
+    shutil.copytree(site, tmp_path / "site")
+    (tmp_path / "site/coat_ds/switch.py").unlink()
+    said, waiting = imports(python, tmp_path, PYTHONPATH=str(tmp_path / "site"))
+    assert waiting == "0" and said.count("\n") == 1 and "No module named 'coat_ds.switch'" in said
+    (tmp_path / "site/coat_ds/switch.py").write_text("def register(:")
+    said, _ = imports(python, tmp_path, PYTHONPATH=str(tmp_path / "site"))
+    assert said.count("\n") == 1 and "SyntaxError" in said
+
+
+def test_a_deepspeed_of_another_shape(site, tmp_path):
+    """It imports; where it has no engine, that is a missing module."""
+    runtime = tmp_path / "deepspeed/runtime"
+    runtime.mkdir(parents=True)
+    for folder in (runtime, runtime.parent):
+        (folder / "__init__.py").touch()
+    code = """
+import json, torch
+try:
+    import deepspeed.runtime.engine as engine
+    print("RESULT " + json.dumps(engine.version))
+except ModuleNotFoundError as error:
+    print("RESULT " + json.dumps(str(error)))
+"""
+    path = f"{tmp_path}:{site}"
+    assert run(site, code, PYTHONPATH=path) == "No module named 'deepspeed.runtime.engine'"
+    (runtime / "engine.py").write_text("version = 1")
+    assert run(site, code, PYTHONPATH=path) == 1
 
 
 def test_a_finder_waits_for_deepspeed(site):

@@ -1,0 +1,61 @@
+"""DTensors, of which each rank holds a shard: FSDP2's parameters, tensor parallelism's, and both at once."""
+
+import sys
+from typing import Any
+
+import torch
+
+
+def is_distributed(x: object) -> bool:
+    """Whether it is a DTensor."""
+    # whoever has one has imported this, which takes longer than the rest of the optimizer
+    api = sys.modules.get("torch.distributed.tensor")
+    return api is not None and isinstance(x, api.DTensor)
+
+
+def local(x: Any) -> Any:
+    """What this rank holds of a DTensor, without a copy; anything else as it is."""
+    if not is_distributed(x):
+        return x
+    with torch.no_grad():
+        held = x.to_local()
+    # a collective that is still under way
+    return held.wait() if type(held).__name__ == "AsyncCollectiveTensor" else held
+
+
+def laid_out_like(p: torch.Tensor, held: torch.Tensor) -> torch.Tensor:
+    """The tensor, laid out over ranks like `p`, of which this rank holds `held`, contiguous and of the shape
+    of its shard of `p`; `held` itself if `p` is not distributed.
+    """
+    if not is_distributed(p):
+        return held
+    from torch.distributed.tensor import DTensor
+
+    whole = torch.empty(p.shape, dtype=held.dtype, device="meta")
+    # from_local would move what is offloaded to the CPU to the mesh's device
+    shard = torch.empty(held.shape, dtype=held.dtype, device="meta")
+    made = DTensor.from_local(
+        shard, p.device_mesh, p.placements, run_check=False, shape=whole.shape, stride=whole.stride()
+    )
+    parts, context = made.__tensor_flatten__()
+    inner = {name: getattr(made, name) for name in parts} | {"_local_tensor": held}
+    return DTensor.__tensor_unflatten__(inner, context, whole.shape, whole.stride())
+
+
+def shard_of(x: torch.Tensor, p: torch.Tensor) -> torch.Tensor:
+    """This rank's part of `x`, of the shape of `p`, where `p` is a DTensor; all of it, where `p` is none.
+
+    x: plain, with the same values on every rank, or a DTensor of any layout. Ranks talk to one another only
+        if it is a DTensor that is not laid out like `p`.
+    """
+    if is_distributed(x):
+        if not is_distributed(p):
+            return x.full_tensor()
+        if x.placements != p.placements or x.device_mesh != p.device_mesh:
+            x = x.redistribute(p.device_mesh, p.placements)
+        return local(x)
+    if not is_distributed(p):
+        return x
+    from torch.distributed.tensor import distribute_tensor
+
+    return local(distribute_tensor(x, p.device_mesh, p.placements, src_data_rank=None))

@@ -1,0 +1,405 @@
+"""FSDP2, HSDP and tensor parallelism: parameters that are DTensors, and their checkpoints.
+
+Every rank sees the same batch, so that averages over ranks are exact, and one process is the reference.
+"""
+
+import io
+import warnings
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    get_state_dict,
+    set_optimizer_state_dict,
+    set_state_dict,
+)
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.testing._internal.two_tensor import TwoTensor
+
+import coat_ds
+from coat_ds.engine import state_bytes
+from coat_ds.optimizer import MOMENTS
+from tests.util import rel_rms, run_distributed
+
+FP32 = {"exp_avg_format": "fp32", "exp_avg_sq_format": "fp32"}
+VOCABULARY = 131
+KINDS = ("fsdp", "hsdp", "tp")
+NESTED, FLAT = StateDictOptions(), StateDictOptions(flatten_optimizer_state_dict=True)
+FULL = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+
+
+class Block(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.norm, self.up, self.down = nn.RMSNorm(width), nn.Linear(width, 256), nn.Linear(256, width)
+
+    def forward(self, x):
+        return x + self.down(nn.functional.silu(self.up(self.norm(x))))
+
+
+def build(width=128, dtype=torch.float32):
+    """With 128, rows are whole groups. Embedding and head are cut unevenly over four ranks; of the three rows
+    of the last layer one rank holds none.
+    """
+    torch.manual_seed(0)
+    layers = nn.Embedding(VOCABULARY, width), Block(width), nn.Linear(width, VOCABULARY)
+    return nn.Sequential(*layers, nn.Linear(VOCABULARY, 3, bias=False)).to(dtype)
+
+
+def sharded(net, kind="fsdp", **options):
+    device, size = next(net.parameters()).device.type, dist.get_world_size()
+    if kind == "fsdp":
+        mesh = init_device_mesh(device, (size,))
+    else:
+        mesh = init_device_mesh(device, (2, size // 2), mesh_dim_names=("outer", "inner"))
+    if kind == "tp":
+        parallelize_module(net[1], mesh["inner"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+        mesh = mesh["outer"]
+    for module in (net[1], net):
+        fully_shard(module, mesh=mesh, **options)
+    return net
+
+
+def coat(net, **options):
+    return coat_ds.CoatAdamW(net.named_parameters(), lr=1e-2, **options)
+
+
+def train(net, optimizer, steps, prepare=None):
+    losses = []
+    # ranks on the CPU see no GPU
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    for step in steps:
+        ids = torch.randint(0, VOCABULARY, (4, 16), generator=torch.Generator().manual_seed(step)).to(device)
+        loss = nn.functional.cross_entropy(net(ids).float().flatten(0, 1), ids.flatten() % 3)
+        loss.backward()
+        optimizer.step(**(prepare(net) if prepare else {}))
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def whole(x):
+    return x.full_tensor() if isinstance(x, DTensor) else x
+
+
+def moments(net, optimizer):
+    """Whole, by name, as `moments` gives them."""
+    found = {}
+    for name, p in net.named_parameters():
+        for kind, moment in zip(MOMENTS, optimizer.moments(p), strict=True):
+            assert isinstance(moment, DTensor) == isinstance(p, DTensor)
+            found[f"{name}.{kind}"] = whole(moment).cpu()
+    return found
+
+
+def differing(ours, others):
+    return [name for name in ours if not torch.equal(ours[name], others[name])]
+
+
+def clip(net):
+    nn.utils.clip_grad_norm_(net.parameters(), 0.01)
+    return {}
+
+
+def scale(net):
+    """The same by the step; the norm of sharded gradients is a DTensor that is not summed yet."""
+    norm = nn.utils.get_total_norm([p.grad for p in net.parameters()])
+    return {"grad_scale": (0.01 / (norm + 1e-6)).clamp(max=1.0)}
+
+
+def check_runs():
+    """Of each mesh, width and format: losses and moments of one process, and of all ranks."""
+    out = {}
+    for width in (128, 96):
+        for compressed, formats in ((True, {}), (False, FP32)):
+            net = build(width)
+            optimizer = coat(net, **formats)
+            alone = train(net, optimizer, range(3)), moments(net, optimizer)
+            for kind in KINDS:
+                net = sharded(build(width), kind)
+                optimizer = coat(net, **formats)
+                together = train(net, optimizer, range(3)), moments(net, optimizer)
+                out[kind, width, compressed] = alone, together
+    return out
+
+
+def check_steps():
+    """Losses of one process, and of all ranks."""
+    out = {}
+    for name, prepare, options, dtype in (
+        # first, since the addresses of DTensors are none
+        ("compiled", None, {"compiled": True}, torch.float32),
+        ("clip", clip, {}, torch.float32),
+        ("scale", scale, {}, torch.float32),
+        ("everything", None, {"min_numel": 0, "keep_fp32": ()}, torch.float32),
+        ("bf16", None, {}, torch.bfloat16),
+    ):
+        nets = build(dtype=dtype), sharded(build(dtype=dtype))
+        out[name] = [train(net, coat(net, **options), range(3), prepare) for net in nets]
+    return out
+
+
+def check_skipped():
+    """What a GradScaler's step changes after one rank alone has met an infinity."""
+    net = sharded(build())
+    optimizer = coat(net)
+    train(net, optimizer, range(1))
+    before = [p.detach().to_local().clone() for p in net.parameters()]
+    scaler = torch.amp.GradScaler("cpu")
+    scaler.scale(net(torch.zeros(1, 4, dtype=torch.long)).sum()).backward()
+    if dist.get_rank() == 0:
+        net[0].weight.grad.to_local()[0, 0] = torch.inf
+    scaler.step(optimizer)
+    return [i for i, p in enumerate(net.parameters()) if not p.detach().to_local().equal(before[i])]
+
+
+def check_state():
+    net = sharded(build())
+    options = {"min_numel": 20_000, "keep_fp32": lambda name, p: p.shape[0] == 256 and p.dim() == 2}
+    optimizer = coat(net, **options)
+    train(net, optimizer, range(2))
+    state = {name: (p, optimizer.state[p]["exp_avg"]) for name, p in net.named_parameters()}
+    saved = io.BytesIO()
+    torch.save(optimizer.state_dict(), saved)
+    saved.seek(0)
+    again = coat(net, **options)
+    again.load_state_dict(torch.load(saved, weights_only=False))
+    return {
+        "laid out alike": all(m.placements == p.placements and m.shape == p.shape for p, m in state.values()),
+        "codecs": {name: m.to_local().codec.name for name, (_, m) in state.items()},
+        "shapes": {name: tuple(m.to_local().shape) for name, (_, m) in state.items()},
+        "bytes": state_bytes(optimizer),
+        "arrivals": again.take_arrivals(),
+        "differing": differing(moments(net, optimizer), moments(net, again)),
+    }
+
+
+def save(folder):
+    """Writes checkpoints of ours and of the stock optimizer, nested and flat; what was in them."""
+    out = {}
+    for name in ("coat", "stock"):
+        net = sharded(build())
+        optimizer = coat(net) if name == "coat" else torch.optim.AdamW(net.parameters(), lr=1e-2)
+        train(net, optimizer, range(2))
+        for form, options in (("nested", NESTED), ("flat", FLAT)):
+            model, states = get_state_dict(net, optimizer, options=options)
+            dcp.save({"model": model, "optimizer": states}, checkpoint_id=f"{folder}/{name}-{form}")
+        full = get_optimizer_state_dict(net, optimizer, options=StateDictOptions(full_state_dict=True))
+        held = {f"{p}.{k}": v for p, entry in full["state"].items() for k, v in entry.items()}
+        out[name] = held, train(net, optimizer, range(2, 4))
+    return out
+
+
+def resume(folder, name, kind, form, stock=False):
+    """The losses that follow, and what the loaded states are."""
+    net = sharded(build(), kind)
+    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2) if stock else coat(net)
+    options = FLAT if form == "flat" else NESTED
+    model, states = get_state_dict(net, optimizer, options=options)
+    planner = DefaultLoadPlanner(allow_partial_load=name == "stock")
+    dcp.load({"model": model, "optimizer": states}, checkpoint_id=f"{folder}/{name}-{form}", planner=planner)
+    set_state_dict(net, optimizer, model_state_dict=model, optim_state_dict=states, options=options)
+    if not stock:
+        return moments(net, optimizer), train(net, optimizer, range(2, 4))
+    state = {name: optimizer.state[p] for name, p in net.named_parameters()}
+    held = {f"{name}.{k}": whole(v).clone() for name, entry in state.items() for k, v in entry.items()}
+    return held, train(net, optimizer, range(2, 4))
+
+
+def check_full():
+    """What a full state dict, which rank 0 alone has, changes on its way to another mesh."""
+    net, other = sharded(build()), sharded(build(), "hsdp")
+    optimizer, again = coat(net), coat(other)
+    train(net, optimizer, range(2))
+    states = get_optimizer_state_dict(
+        net, optimizer, options=StateDictOptions(full_state_dict=True, cpu_offload=True)
+    )
+    set_optimizer_state_dict(other, again, states if dist.get_rank() == 0 else {}, options=FULL)
+    return differing(moments(net, optimizer), moments(other, again))
+
+
+def check_refused():
+    """The errors. Stepped in C++, a tensor that holds its values elsewhere ended the process."""
+    said = []
+    two = nn.Parameter(TwoTensor(torch.ones(4), torch.ones(4)))
+    two.grad = two.detach().clone()
+    mixed = sharded(build())[2].weight
+    mixed.grad = torch.zeros(mixed.shape)
+    for attempt in (
+        lambda: coat_ds.CoatAdamW([two], compiled=True).step(),
+        lambda: coat_ds.CoatAdamW([mixed]).step(),
+        lambda: coat(sharded(build()), checkpoint_layout="compressed"),
+    ):
+        try:
+            attempt()
+        except (TypeError, ValueError) as error:
+            said.append(str(error))
+    return said
+
+
+def start(backend="gloo"):
+    warnings.simplefilter("ignore")
+    dist.init_process_group(backend)
+
+
+def on_four(folder):
+    start()
+    return {
+        "steps": check_steps(),
+        "refused": check_refused(),
+        "runs": check_runs(),
+        "skipped": check_skipped(),
+        "state": check_state(),
+        "full": check_full(),
+        "saved": save(folder),
+        "resumed": [
+            resume(folder, "coat", kind, form)
+            for kind, form in (("fsdp", "nested"), ("hsdp", "flat"), ("tp", "nested"))
+        ],
+    }
+
+
+def on_two(folder):
+    start()
+    return {
+        (name, stock): [resume(folder, name, "fsdp", form, stock) for form in ("nested", "flat")]
+        for name, stock in (("coat", False), ("stock", False), ("coat", True))
+    }
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return str(tmp_path_factory.mktemp("checkpoints"))
+
+
+@pytest.fixture(scope="module")
+def four(folder):
+    return run_distributed(on_four, 4, folder)
+
+
+@pytest.fixture(scope="module")
+def two(folder, four):
+    return run_distributed(on_two, 2, folder)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_shards_of_whole_groups_are_one_process_to_the_bit(four, kind):
+    for compressed in (True, False):
+        (losses, held), (others, shards) = four[0]["runs"][kind, 128, compressed]
+        if kind == "tp":
+            # its products are sums in another order
+            assert others == pytest.approx(losses, rel=1e-5)
+            assert max(rel_rms(shards[name], held[name]) for name in held) < 1e-2
+        else:
+            assert others == losses and not differing(shards, held)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_groups_that_shards_cut_are_as_exact(four, kind):
+    runs = four[0]["runs"]
+    (losses, exact), (others, shards) = runs[kind, 96, False]
+    assert others == (pytest.approx(losses, rel=1e-6) if kind == "tp" else losses)
+    assert max(rel_rms(shards[name], exact[name]) for name in exact) < (1e-5 if kind == "tp" else 1e-30)
+    (losses, held), (others, shards) = runs[kind, 96, True]
+    assert others == pytest.approx(losses, rel=1e-4)
+    for name in exact:
+        assert rel_rms(shards[name], exact[name]) <= 1.25 * rel_rms(held[name], exact[name]), name
+
+
+@pytest.mark.parametrize("name", ["compiled", "clip", "scale", "bf16"])
+def test_kinds_of_steps(four, name):
+    alone, together = four[0]["steps"][name]
+    assert together == pytest.approx(alone, rel=1e-6)
+    assert together[-1] < alone[0] - 0.1
+
+
+def test_a_rank_that_holds_nothing_of_a_compressed_tensor(four):
+    assert four[3]["state"]["shapes"]["3.weight"] == (0, VOCABULARY)
+    alone, together = four[0]["steps"]["everything"]
+    assert together == pytest.approx(alone, rel=1e-4)
+
+
+def test_an_infinity_on_one_rank_skips_the_step_on_all(four):
+    assert [out["skipped"] for out in four] == [[]] * 4
+
+
+def test_states_are_laid_out_like_the_parameter(four):
+    codecs = four[0]["state"]["codecs"]
+    # by the size of the whole tensor, of which every rank has less than min_numel
+    assert {name for name, codec in codecs.items() if codec != "fp32"} == {"1.down.weight"}
+    for out in (rank["state"] for rank in four):
+        assert out["laid out alike"] and out["codecs"] == codecs
+        # a rank's own state dict
+        assert out["arrivals"] == "18 restored to the bit" and not out["differing"]
+    held = [out["state"]["bytes"] for out in four]
+    assert sum(h["parameters"] for h in held) == sum(p.numel() for p in build().parameters())
+    assert {h["by_codec"]["fp8_expanded"] for h in held} == {2 * (32 * 256 + 5 * 64)}
+
+
+def test_a_full_state_dict_goes_to_another_mesh(four):
+    assert [out["full"] for out in four] == [[]] * 4
+
+
+def test_checkpoints_resume_to_the_bit_on_any_mesh(four, two):
+    saved, losses = four[0]["saved"]["coat"]
+    assert {saved[name].dtype for name in saved} == {torch.float32}
+    for held, others in (*four[0]["resumed"], *two[0]["coat", False]):
+        assert not differing(held, saved)
+        assert others == pytest.approx(losses, rel=1e-6)
+
+
+def test_stock_checkpoints_both_ways(four, two):
+    saved, losses = four[0]["saved"]["coat"]
+    for held, others in two[0]["coat", True]:
+        assert held.keys() == saved.keys() and not differing(held, saved)
+        assert others == pytest.approx(losses, rel=1e-3)
+    saved, losses = four[0]["saved"]["stock"]
+    for held, others in two[0]["stock", False]:
+        assert max(rel_rms(held[name], saved[name]) for name in held) < 0.04
+        assert others[0] == losses[0] and others[1] == pytest.approx(losses[1], rel=1e-3)
+
+
+def test_refusals(four):
+    elsewhere, mixed, compressed = four[0]["refused"]
+    assert "is a DTensor, its gradient a Tensor" in mixed
+    assert "is a TwoTensor, which holds its values elsewhere" in elsewhere
+    assert "Take 'stock'" in compressed
+
+
+def on_gpu(folder):
+    start("cpu:gloo,cuda:nccl")
+    net = build().cuda()
+    out = [train(net, coat(net), range(4), clip)]
+    for options in ({}, {"offload_policy": CPUOffloadPolicy()}):
+        net = sharded(build().cuda(), **options)
+        optimizer = coat(net)
+        losses = train(net, optimizer, range(2), clip)
+        model, states = get_state_dict(net, optimizer)
+        dcp.save({"model": model, "optimizer": states}, checkpoint_id=f"{folder}/{len(out)}")
+        held = moments(net, optimizer)
+        net = sharded(build().cuda(), **options)
+        optimizer = coat(net)
+        model, states = get_state_dict(net, optimizer)
+        dcp.load({"model": model, "optimizer": states}, checkpoint_id=f"{folder}/{len(out)}")
+        set_state_dict(net, optimizer, model_state_dict=model, optim_state_dict=states)
+        devices = {optimizer.state[p]["exp_avg"].device.type for p in net.parameters()}
+        changed = differing(moments(net, optimizer), held)
+        out.append((losses + train(net, optimizer, range(2, 4), clip), devices, changed))
+    return out
+
+
+@pytest.mark.gpu
+def test_shards_on_a_gpu_and_offloaded_ones(tmp_path):
+    alone, *runs = run_distributed(on_gpu, 1, str(tmp_path), gpus=True)[0]
+    for (losses, devices, changed), device in zip(runs, ("cuda", "cpu"), strict=True):
+        assert losses == pytest.approx(alone, rel=1e-4)
+        assert devices == {device} and not changed
