@@ -37,6 +37,8 @@ from launch.json_file import read_object
 from launch.report import OutputError, atomic_write
 
 MANIFEST = "manifest.json"
+# the key of the manifest's own sum
+SEAL = "sha256"
 PARTIAL, DAMAGED, UNIVERSAL = ".partial", ".damaged", ".universal.partial"
 _NAME = re.compile(r"step(\d+)")
 
@@ -101,6 +103,12 @@ def _complete(folder: Path) -> list[Path]:
     return sorted(found, key=_step, reverse=True)
 
 
+def sealed(manifest: dict) -> dict:
+    """`manifest` with the SHA-256 of what it says."""
+    content = json.dumps(manifest, sort_keys=True).encode()
+    return {**manifest, SEAL: hashlib.sha256(content).hexdigest()}
+
+
 def save(
     engine, folder: Path, step: int, layout: Layout, client_state: dict, *, keep: int | None = None
 ) -> None:
@@ -124,7 +132,7 @@ def save(
         written = from_main(lambda: sorted(path for path in partial.iterdir() if path.is_file()))
         files = _each_its_share(written, _read_back)
     if is_main():
-        manifest = {"step": step, "layout": dataclasses.asdict(layout), "files": files}
+        manifest = sealed({"step": step, "layout": dataclasses.asdict(layout), "files": files})
         with _writing(folder):
             atomic_write(partial / MANIFEST, json.dumps(manifest, indent=1).encode())
             _sync(partial)
@@ -209,6 +217,12 @@ def _verify(path: Path) -> tuple[str | None, Layout | None]:
     def read() -> tuple[dict, Layout] | str:
         try:
             manifest = read_object(path / MANIFEST)
+            seal = manifest.pop(SEAL, None)
+            if unknown := manifest.keys() - {"step", "layout", "files"}:
+                raise ValueError(f"unknown key {min(unknown)!r}")
+            # older ones have none
+            if seal is not None and sealed(manifest)[SEAL] != seal:
+                return f"{MANIFEST} is not what was written: it has another SHA-256 than it says"
             # a folder that was renamed by hand would resume at a step that it is not of
             if manifest["step"] != _step(path):
                 return f"{MANIFEST} is of step {manifest['step']}"

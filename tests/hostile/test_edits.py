@@ -222,7 +222,10 @@ def stack_cases(deferred: bool) -> list[Case]:
             cases.append(Case(part, edit, "after"))
         for weight in ("norm.weight", "norm.bias", "up.weight", "down.weight"):
             cases += [Case(weight, edit, when) for when in times(edit, "norm", "activation")]
-        cases += [Case(name, edit, when) for name in "xh" for when in ("begin", "norm", "down", "after")]
+        # a deferred output is written again from its input, where the scale was not the predicted one
+        unseen = deferred and edit in BEHIND_AUTOGRAD
+        times_of_input = ("begin", "down", "after") if unseen else ("begin", "norm", "down", "after")
+        cases += [Case(name, edit, when) for name in "xh" for when in times_of_input]
     return cases
 
 

@@ -486,7 +486,8 @@ def attack_checkpoints(where: str) -> dict[str, int]:
             for name, data in files.items()
             if name != checkpoints.MANIFEST
         }
-        return {**files, checkpoints.MANIFEST: json.dumps({**manifest, "files": said}).encode()}
+        content = {name: manifest[name] for name in ("step", "layout")} | {"files": said}
+        return {**files, checkpoints.MANIFEST: json.dumps(checkpoints.sealed(content)).encode()}
 
     def load() -> None:
         nonlocal engine

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from launch import output_lock, pretrain_gpt, report
+from launch import checkpoints, output_lock, pretrain_gpt, report
 from tests.coat_ds.test_checkpoints import rounded_again
 from tests.launch.ranks import HIDDEN, run_ranks
 
@@ -268,7 +268,8 @@ def forge(path: Path, **changes) -> None:
         "bytes": path.stat().st_size,
         "sha256": hashlib.sha256(path.read_bytes()).hexdigest(),
     }
-    (path.parent / "manifest.json").write_text(json.dumps(manifest))
+    del manifest["sha256"]
+    (path.parent / "manifest.json").write_text(json.dumps(checkpoints.sealed(manifest)))
 
 
 def test_nothing_in_a_checkpoint_is_executed(tmp_path, train, whole):
