@@ -374,8 +374,9 @@ def _launch_forward(
     """Writes y or, with `scales`, its operands by rows; in the first launch also q, and returns maxima."""
     rows, f = x.shape[0], x.shape[1] // (1 + gated)
     tiles = cdiv(rows, FORWARD_ROWS) * cdiv(f, FORWARD_COLUMNS)
-    maxima = torch.empty(tiles, dtype=torch.float32, device=x.device) if scales.finds_maxima else None
-    keep = scales.finds_maxima and q is not None
+    first = scales.maxima is None
+    maxima = torch.empty(tiles, dtype=torch.float32, device=x.device) if first else None
+    keep = first and q is not None
     activation_forward_kernel[(scales.programs(tiles),)](
         x,
         y,
@@ -426,9 +427,10 @@ def _launch_backward(
     across = cdiv(f, n)
     tiles = cdiv(rows, m) * across
     programs, partial = scales.programs(tiles), None
-    maxima = torch.empty(tiles, dtype=torch.float32, device=grad_y.device) if scales.finds_maxima else None
+    first = scales.maxima is None
+    maxima = torch.empty(tiles, dtype=torch.float32, device=grad_y.device) if first else None
     by_rows, by_columns, _, sums = out or (None, None, None, None)
-    if scales.finds_maxima and sums is not None:
+    if first and sums is not None:
         partial = sums.new_empty(max(cdiv(rows, SUMMED_ROWS), 1), len(sums))
         programs = len(partial) * across
     activation_backward_kernel[(programs,)](

@@ -56,12 +56,13 @@ class PredictedScale:
 
     def on(self, device: torch.device) -> torch.Tensor:
         """The scale, FP32 [1], in place: always the same memory, as CUDA graphs want it."""
-        scale = self._scales.get(device)
-        if scale is None:
+        try:
+            return self._scales[device]
+        except KeyError:
             # what is trained later cannot write into an inference tensor
             with torch.inference_mode(False):
                 scale = self._scales[device] = torch.ones(1, device=device)
-        return scale
+            return scale
 
     def __deepcopy__(self, memo):
         return type(self)(self.fmt)
@@ -319,7 +320,7 @@ def fp8_operands(
         x = x.plain()
     maxima, plain = maxima_of(x), x.reshape(-1, n).contiguous()
     if uses_kernels(x) and not torch.compiler.is_compiling():
-        if maxima is None and predicted is not None and predicted.fmt == fmt:
+        if maxima is None and predicted is not None and predicted.fmt.dtype is fmt.dtype:
             write = functools.partial(launch_quantize, plain)
             return Attempt(write, predicted, *plain.shape, x.device, rows, columns, sums).finish(group)
         if maxima is not None and maxima.numel() <= FEW_MAXIMA and group is None:

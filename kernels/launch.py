@@ -82,13 +82,12 @@ class PreparedKernel:
         device = args[0].get_device()
         if device < 0 or not self._is_compiled:
             self.function[grid](*args, **constants)
-        elif device == torch.cuda.current_device():
-            self._launch_here(device, grid, args, constants)
-        else:
+            return
+        # torch.cuda.current_device() goes through five functions
+        if device != torch.accelerator.current_device_index():
             with torch.cuda.device(device):
-                self._launch_here(device, grid, args, constants)
-
-    def _launch_here(self, device: int, grid: tuple[int, ...], args: tuple, constants: dict) -> None:
+                self._launch(grid, *args, **constants)
+            return
         key, values = signature_of(args)
         key = (device, *key, *constants.values())
         prepared = self._compiled.get(key)
@@ -97,10 +96,9 @@ class PreparedKernel:
             if torch.version.cuda is not None:
                 self._compiled[key] = self._prepare(compiled, len(args), constants)
             return
-        run, function, metadata, rest = prepared
+        run, stream_of, function, metadata, rest = prepared
         x, y, z = (*grid, 1, 1)[:3]
-        stream = triton.runtime.driver.active.get_current_stream(device)
-        run(x, y, z, stream, function, metadata, None, None, None, *values, *rest)
+        run(x, y, z, stream_of(device), function, metadata, None, None, None, *values, *rest)
 
     def _prepare(self, compiled, count: int, constants: dict) -> tuple:
         """What a launch of `compiled`, given `count` arguments, calls; `constants` come in one order always,
@@ -111,7 +109,8 @@ class PreparedKernel:
                 f"{self.__name__}: expected constants in the order {names}, found {(*constants,)}"
             )
         rest = tuple(constants[name] for name in self.function.arg_names[count:])
-        return compiled.run, compiled.function, compiled.packed_metadata, rest
+        stream_of = triton.runtime.driver.active.get_current_stream
+        return compiled.run, stream_of, compiled.function, compiled.packed_metadata, rest
 
 
 def _has_hooks() -> bool:

@@ -98,16 +98,18 @@ def multiply_backward(
     `w` freed on the way the caller must not hold them.
     """
     formats, grad_x, grad_w = options.formats, None, None
+    grad_rows, grad_columns, grad_scale, _ = grad
+    del grad
     if w is not None:
         product = scaled_matmul(
-            grad.rows, w.columns, grad.scale, w.scale, None, dtype, formats.fast_input_grad
+            grad_rows, w.columns, grad_scale, w.scale, None, dtype, formats.fast_input_grad
         )
-        # large, and done with before the weight's gradient takes its place
-        grad, w = grad._replace(rows=None), None
+        # large, and done with before the weight's gradient takes their place
+        del grad_rows, w
         grad_x = _sum_over_ranks(product, options.parallel)
     if columns is not None:
         by_columns, scale = columns()
-        operands, fast = (grad.columns, by_columns, grad.scale, scale), formats.fast_weight_grad
+        operands, fast = (grad_columns, by_columns, grad_scale, scale), formats.fast_weight_grad
         if options.weight_grad_into is None:
             grad_w = scaled_matmul(*operands, None, weight.dtype, fast)
         else:

@@ -326,8 +326,9 @@ def _launch_forward(
     rows, h = x.shape
     tile = _tile(h, group_size, FORWARD_TILE, FORWARD_ELEMENTS)
     tiles = cdiv(rows, tile["ROWS"])
-    maxima = torch.empty(tiles, dtype=torch.float32, device=x.device) if scales.finds_maxima else None
-    keep = scales.finds_maxima and q is not None
+    first = scales.maxima is None
+    maxima = torch.empty(tiles, dtype=torch.float32, device=x.device) if first else None
+    keep = first and q is not None
     norm_forward_kernel[(scales.programs(tiles),)](
         x,
         *addends,
@@ -689,7 +690,7 @@ def norm_operands(
 
         def write(out, scales):
             # the first launch makes the sum, the second reads it
-            summed = addends if scales.finds_maxima else NO_ADDENDS
+            summed = addends if scales.maxima is None else NO_ADDENDS
             return _launch_forward(x, weight, bias, q, rstd, *options, out=out, scales=scales, addends=summed)
     else:
         if addends is not NO_ADDENDS:

@@ -337,8 +337,9 @@ def _launch_operands(dq, dk, dv, cos, sin, out: Quantized, scales: Scales) -> to
     heads, tokens = groups * (m + 2), s * b
     down = cdiv(tokens, OPERANDS_TOKENS)
     tiles = down * cdiv(heads, OPERANDS_HEADS)
-    maxima = torch.empty(tiles, dtype=torch.float32, device=dq.device) if scales.finds_maxima else None
-    sums = scales.finds_maxima and out.sums is not None
+    first = scales.maxima is None
+    maxima = torch.empty(tiles, dtype=torch.float32, device=dq.device) if first else None
+    sums = first and out.sums is not None
     partial = out.sums.new_empty(down, heads * d) if sums else None
     rotate_qkv_operands_kernel[(scales.programs(tiles),)](
         dq,
@@ -356,7 +357,9 @@ def _launch_operands(dq, dk, dv, cos, sin, out: Quantized, scales: Scales) -> to
         heads,
         tokens + -tokens % ALIGNMENT,
         tiles,
-        *(stride for t in (dq, dk, dv) for stride in t.stride()[:3]),
+        *dq.stride()[:3],
+        *dk.stride()[:3],
+        *dv.stride()[:3],
         M=m,
         **_tile(d, cos.shape[1], OPERANDS_HEADS),
         TOKENS=OPERANDS_TOKENS,
