@@ -14,6 +14,7 @@ The arithmetic is that of the same operations one by one (`norm`, `linear`, `rop
 dropout between the operations, is for those.
 """
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -68,13 +69,19 @@ class ActivationOptions:
         return self.kind, self.gated, self.group_size
 
 
+# the same object for the same values: layers ask in each forward
+norm_options = functools.lru_cache(NormOptions)
+activation_options = functools.lru_cache(ActivationOptions)
+
+
 def _norm_backward(grad_y, grad_residual, kept, weight, bias, norm: NormOptions, needs_x: bool):
     """The gradients of x, with its maxima noted, of the weight, and of the bias, or None, from those of y
     [rows, h] and of the residual [s, b, h]."""
     residual = grad_residual.reshape(grad_y.shape).contiguous()
     codes, exponent, rstd = kept
+    options = norm.layer_norm, norm.zero_centered, norm.group_size
     grad_x, maxima, grad_weight, grad_bias = norm_gradients(
-        grad_y, residual, Grouped(codes, exponent), rstd, weight, bias, norm.arithmetic[1:], needs_x
+        grad_y, residual, Grouped(codes, exponent), rstd, weight, bias, options, needs_x
     )
     if needs_x:
         grad_x = with_maxima(grad_x.view(grad_residual.shape), maxima)
@@ -89,15 +96,15 @@ def _qkv_forward(x, norm_weight, norm_bias, weight, bias, cos, sin, norm, linear
     )
     w, largest_w = linear.cache.forward(weight, linear.formats.forward)
     mixed = multiply(y.rows, y.scale, w, bias, x.dtype, linear)
-    qkv = rotate_qkv_forward(mixed.view(-1, x.shape[1], mixed.shape[1]), cos, sin, groups, d)
+    qkv = rotate_qkv_forward.eager(mixed.view(-1, x.shape[1], mixed.shape[1]), cos, sin, groups, d)
     return qkv, (norm_weight, norm_bias, weight, bias, cos, sin, *kept, rstd, largest_y, largest_w)
 
 
 def _normed_again(saved, norm: NormOptions, linear: LinearOptions) -> tuple[torch.Tensor, torch.Tensor]:
     """The output of the norm in front of `linear` by columns, from what is kept, and its scale."""
     norm_weight, norm_bias, *_, codes, exponent, rstd, largest_y, _ = saved
-    return norm_columns(
-        codes, exponent, rstd, norm_weight, norm_bias, largest_y, *norm.arithmetic[2:],
+    return norm_columns.eager(
+        codes, exponent, rstd, norm_weight, norm_bias, largest_y, norm.zero_centered, norm.group_size,
         linear.formats.forward.name,
     )  # fmt: skip
 
@@ -109,7 +116,7 @@ def _qkv_again(columns, scale, saved, batch: int, dtype, linear: LinearOptions, 
     rows = transpose_codes(columns)[:tokens, :h]
     w = linear.cache.rows(weight, largest_w, linear.formats.forward)
     mixed = multiply(rows, scale, w, bias, dtype, linear)
-    return rotate_qkv_forward(mixed.view(-1, batch, mixed.shape[1]), cos, sin, groups, d)
+    return rotate_qkv_forward.eager(mixed.view(-1, batch, mixed.shape[1]), cos, sin, groups, d)
 
 
 def _qkv_backward(dq, dk, dv, grad_residual, columns, saved, norm, linear, needs_x: bool):
@@ -119,7 +126,7 @@ def _qkv_backward(dq, dk, dv, grad_residual, columns, saved, norm, linear, needs
     # in a list, to leave it to the products, which free parts of it on the way
     grad = [rotate_qkv_backward_operands(dq, dk, dv, cos, sin, linear.grad_scale, bias is not None)]
     grad_bias = None if bias is None else grad[0].sums.to(bias.dtype)
-    columns = gathered_columns(*columns, len(kept[0]), linear)
+    columns = gathered_columns(*columns, kept[0].shape[0], linear)
     w = [linear.cache.columns(weight, largest_w, linear.formats.forward)]
     grad_y, grad_weight = multiply_backward(grad.pop(), weight, w.pop(), columns, grad_residual.dtype, linear)
     grad_x, grad_norm_weight, grad_norm_bias = _norm_backward(
@@ -130,9 +137,9 @@ def _qkv_backward(dq, dk, dv, grad_residual, columns, saved, norm, linear, needs
 
 class _QkvBlock(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, norm_weight, norm_bias, weight, bias, cos, sin, norm, linear, groups, d):
-        qkv, saved = _qkv_forward(x, norm_weight, norm_bias, weight, bias, cos, sin, norm, linear, groups, d)
-        ctx.norm, ctx.linear = norm, linear
+    def forward(ctx, x, norm_weight, norm_bias, weight, bias, cos, sin, options):
+        qkv, saved = _qkv_forward(x, norm_weight, norm_bias, weight, bias, cos, sin, *options)
+        ctx.options = options
         ctx.save_for_backward(*saved)
         # detach(): autograd forbids in-place additions to a view that a function returns
         return *qkv, x.detach()
@@ -140,18 +147,18 @@ class _QkvBlock(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, dq, dk, dv, grad_residual):
-        saved, norm, linear = ctx.saved_tensors, ctx.norm, ctx.linear
+        saved, (norm, linear, *_) = ctx.saved_tensors, ctx.options
         columns = _normed_again(saved, norm, linear)
         needs_x = ctx.needs_input_grad[0]
         found = _qkv_backward(dq, dk, dv, grad_residual, columns, saved, norm, linear, needs_x)
-        return *found, *(None,) * 6
+        return *found, None, None, None
 
 
 class _AttentionBlock(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, norm_weight, norm_bias, weight, bias, cos, sin, norm, linear, groups, d, attend):
-        qkv, saved = _qkv_forward(x, norm_weight, norm_bias, weight, bias, cos, sin, norm, linear, groups, d)
-        ctx.options = norm, linear, groups, d, attend
+    def forward(ctx, x, norm_weight, norm_bias, weight, bias, cos, sin, options, attend):
+        qkv, saved = _qkv_forward(x, norm_weight, norm_bias, weight, bias, cos, sin, *options)
+        ctx.options, ctx.attend = options, attend
         ctx.batch = x.shape[1]
         ctx.save_for_backward(*saved)
         return attend(*qkv), x.detach()
@@ -159,16 +166,16 @@ class _AttentionBlock(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, grad_o, grad_residual):
-        saved, (norm, linear, groups, d, attend) = ctx.saved_tensors, ctx.options
+        saved, (norm, linear, groups, d) = ctx.saved_tensors, ctx.options
         columns = _normed_again(saved, norm, linear)
         qkv = _qkv_again(*columns, saved, ctx.batch, grad_o.dtype, linear, groups, d)
         with torch.enable_grad():
             qkv = tuple(t.requires_grad_() for t in qkv)
-            grads = torch.autograd.grad(attend(*qkv), qkv, grad_o)
+            grads = torch.autograd.grad(ctx.attend(*qkv), qkv, grad_o)
         del qkv
         needs_x = ctx.needs_input_grad[0]
         found = _qkv_backward(*grads, grad_residual, columns, saved, norm, linear, needs_x)
-        return *found, *(None,) * 7
+        return *found, None, None, None, None
 
 
 def qkv_block(
@@ -198,7 +205,8 @@ def qkv_block(
     Returns q [s, b, groups * m, d], k and v [s, b, groups, d], under sequence parallelism of the whole
     sequence. What reads the returned x has its gradient added inside the norm's backward.
     """
-    return _QkvBlock.apply(x, norm_weight, norm_bias, weight, bias, cos, sin, norm, linear, groups, d)
+    options = norm, linear, groups, d
+    return _QkvBlock.apply(x, norm_weight, norm_bias, weight, bias, cos, sin, options)
 
 
 def attention_block(
@@ -223,9 +231,8 @@ def attention_block(
 
     Returns attention's output and x, to be read in its place by the residual addition.
     """
-    return _AttentionBlock.apply(
-        x, norm_weight, norm_bias, weight, bias, cos, sin, norm, linear, groups, d, attend
-    )
+    options = norm, linear, groups, d
+    return _AttentionBlock.apply(x, norm_weight, norm_bias, weight, bias, cos, sin, options, attend)
 
 
 def _summed(z: torch.Tensor, linear: LinearOptions) -> torch.Tensor:
@@ -286,9 +293,9 @@ def _by_columns(
 class _MlpBlock(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx, o, residual, w_proj, b_proj, norm_weight, norm_bias, w_fc1, b_fc1, w_fc2, b_fc2,
-        origin, proj, norm, fc1, activation, fc2,
-    ):  # fmt: skip
+        ctx, o, residual, w_proj, b_proj, norm_weight, norm_bias, w_fc1, b_fc1, w_fc2, b_fc2, origin, options
+    ):
+        proj, norm, fc1, activation, fc2 = options
         h, dtype = residual.shape[-1], residual.dtype
         by_rows = residual.reshape(-1, h).contiguous()
 
@@ -324,8 +331,7 @@ class _MlpBlock(torch.autograd.Function):
         if late_bias is not None:
             out = out + late_bias
 
-        ctx.options = proj, norm, fc1, activation, fc2
-        ctx.origin = origin
+        ctx.options, ctx.origin = options, origin
         if origin is None:
             kept_o = operands.columns, operands.scale
         else:
@@ -345,7 +351,7 @@ class _MlpBlock(torch.autograd.Function):
         kept_x, kept_u, kept_o = kept[:3], kept[3:5], kept[5:]
         del kept
         proj, norm, fc1, activation, fc2 = ctx.options
-        dtype, tokens = grad.dtype, len(kept_x[0])
+        dtype, tokens, arithmetic = grad.dtype, kept_x[0].shape[0], activation.arithmetic
 
         # operands are in lists, to leave them to the products, which free parts of them on the way
         weights = _by_columns(
@@ -353,20 +359,26 @@ class _MlpBlock(torch.autograd.Function):
         )
         operands = [quantized_grad(grad, fc2, sums=b_fc2 is not None and fc2.parallel is None)]
         grad_b_fc2 = _bias_grad(b_fc2, operands[0].sums, grad)
-        columns = activation_columns(*kept_u, largest_p, *activation.arithmetic, fc2.formats.forward.name)
+        columns = activation_columns.eager(*kept_u, largest_p, *arithmetic, fc2.formats.forward.name)
         columns = gathered_columns(*columns, tokens, fc2)
         grad_p, grad_w_fc2 = multiply_backward(operands.pop(), w_fc2, weights.pop(), columns, dtype, fc2)
         del columns
 
         operands = [
             activation_backward_operands(
-                grad_p(), Grouped(*kept_u), activation.arithmetic, fc1.grad_scale, b_fc1 is not None
+                grad_p(), Grouped(*kept_u), arithmetic, fc1.grad_scale, b_fc1 is not None
             )
         ]
         del grad_p
         grad_b_fc1 = None if b_fc1 is None else operands[0].sums.to(b_fc1.dtype)
-        columns = norm_columns(
-            *kept_x, norm_weight, norm_bias, largest_y, *norm.arithmetic[2:], fc1.formats.forward.name
+        columns = norm_columns.eager(
+            *kept_x,
+            norm_weight,
+            norm_bias,
+            largest_y,
+            norm.zero_centered,
+            norm.group_size,
+            fc1.formats.forward.name,
         )
         columns = gathered_columns(*columns, tokens, fc1)
         grad_y, grad_w_fc1 = multiply_backward(operands.pop(), w_fc1, weights.pop(), columns, dtype, fc1)
@@ -385,7 +397,7 @@ class _MlpBlock(torch.autograd.Function):
         grad_o, grad_w_proj = multiply_backward(operands.pop(), w_proj, weights.pop(), columns, dtype, proj)
         return (
             grad_o().view(ctx.shape), grad_x, grad_w_proj, grad_b_proj, grad_norm_weight, grad_norm_bias,
-            grad_w_fc1, grad_b_fc1, grad_w_fc2, grad_b_fc2, *(None,) * 6,
+            grad_w_fc1, grad_b_fc1, grad_w_fc2, grad_b_fc2, None, None,
         )  # fmt: skip
 
 
@@ -432,5 +444,5 @@ def mlp_block(
     """
     return _MlpBlock.apply(
         o, residual, w_proj, b_proj, norm_weight, norm_bias, w_fc1, b_fc1, w_fc2, b_fc2,
-        origin, proj, norm, fc1, activation, fc2,
+        origin, (proj, norm, fc1, activation, fc2),
     )  # fmt: skip

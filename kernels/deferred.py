@@ -78,8 +78,10 @@ def write_reference(x: torch.Tensor, out: Quantized, scales: Scales, fmt: Fp8For
         if out.sums is not None:
             torch.sum(x, 0, dtype=torch.float32, out=out.sums)
     else:
-        scales.largest.copy_(largest_of_maxima_reference(scales.maxima))
-        scales.true.copy_(tensor_scale_reference(scales.largest, fmt))
+        largest = largest_of_maxima_reference(scales.maxima)
+        if scales.largest is not None:
+            scales.largest.copy_(largest)
+        scales.true.copy_(tensor_scale_reference(largest, fmt))
         scales.predicted.copy_(scales.true)
         if scales.used.equal(scales.true):
             return None
@@ -111,9 +113,12 @@ class Attempt:
         self.used = torch.empty_like(self.out.scale)
         self.maxima = write(self.out, Scales(self.predicted, self.used))
 
-    def finish(self, group: dist.ProcessGroup | None) -> tuple[Quantized, torch.Tensor]:
-        """The operands, right now, and the largest magnitude, over the ranks of `group`."""
-        out, maxima, largest = self.out, self.maxima, torch.empty_like(self.used)
+    def finish(
+        self, group: dist.ProcessGroup | None, finds_largest: bool = True
+    ) -> tuple[Quantized, torch.Tensor | None]:
+        """The operands, right now, and if asked for the largest magnitude, over the ranks of `group`."""
+        out, maxima = self.out, self.maxima
+        largest = torch.empty_like(self.used) if finds_largest else None
         if group is not None:
             maxima = largest_of_all(largest_of_maxima(maxima), group)
         self.write(out, Scales(self.predicted, self.used, maxima, maxima.numel(), largest, out.scale))

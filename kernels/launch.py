@@ -20,6 +20,13 @@ def cdiv(a: int, b: int) -> int:
     return -(-a // b)
 
 
+@functools.lru_cache(maxsize=1024)
+def tiling(rows: int, columns: int, m: int, n: int) -> tuple[int, int]:
+    """Tiles of m x n elements one below the other and side by side in [rows, columns]; at least one, since an
+    empty tensor still has a scale."""
+    return max(cdiv(rows, m), 1), max(cdiv(columns, n), 1)
+
+
 def next_power_of_2(n: int) -> int:
     """The smallest power of two of n and more; 1 of 0. As `triton.next_power_of_2`, which takes 2 us."""
     return 1 << max(n - 1, 0).bit_length()
@@ -83,7 +90,7 @@ class PreparedKernel:
         if device < 0 or not self._is_compiled:
             self.function[grid](*args, **constants)
             return
-        # torch.cuda.current_device() goes through five functions
+        # torch.cuda.current_device() asks first whether CUDA is there
         if device != torch.accelerator.current_device_index():
             with torch.cuda.device(device):
                 self._launch(grid, *args, **constants)

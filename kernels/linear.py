@@ -101,12 +101,12 @@ def multiply_backward(
     grad_rows, grad_columns, grad_scale, _ = grad
     del grad
     if w is not None:
-        product = scaled_matmul(
+        grad_x = scaled_matmul(
             grad_rows, w.columns, grad_scale, w.scale, None, dtype, formats.fast_input_grad
         )
         # large, and done with before the weight's gradient takes their place
         del grad_rows, w
-        grad_x = _sum_over_ranks(product, options.parallel)
+        grad_x = _sum_over_ranks(grad_x, options.parallel)
     if columns is not None:
         by_columns, scale = columns()
         operands, fast = (grad_columns, by_columns, grad_scale, scale), formats.fast_weight_grad
@@ -189,10 +189,10 @@ def gathered_columns(
 ) -> Callable[[], tuple[torch.Tensor, torch.Tensor]]:
     """A function that gives an input of `m` tokens a rank by columns for `multiply_backward`; what ranks
     gather is on its way from now on."""
-    group = options.input_group
-    if group is None:
+    parallel = options.parallel
+    if parallel is None or not parallel.gathers_input:
         return lambda: (columns, scale)
-    wait = gather_columns(columns, m, group)
+    wait = gather_columns(columns, m, parallel.group)
     return lambda: (wait(), scale)
 
 

@@ -22,7 +22,7 @@ import triton
 import triton.language as tl
 
 from coat_kernels.fp8 import Fp8Format, finite_or_nan, fp8_format, to_fp8, to_fp8_words, uses_kernels
-from coat_kernels.launch import PreparedKernel, cdiv
+from coat_kernels.launch import PreparedKernel, cdiv, tiling
 from coat_kernels.ops import compilable
 from coat_kernels.origin import maxima_of
 
@@ -191,8 +191,9 @@ class Scales(NamedTuple):
     """The scales of a launch, FP32 [1] each, and the `maxima` that it gets, FP32 [count].
 
     The first of two launches quantizes with `predicted`, copies it to `used`, and finds maxima. The second
-    gets those, writes the largest to `largest`, the scale that belongs to it to `true` and `predicted`, and
-    the codes again if `used` is another. A launch that gets maxima and no prediction does all at once.
+    gets those, writes the largest to `largest` if asked for, the scale that belongs to it to `true` and
+    `predicted`, and the codes again if `used` is another. A launch that gets maxima and no prediction does
+    all at once.
     """
 
     predicted: torch.Tensor | None = None
@@ -338,12 +339,11 @@ def launch_quantize(x: torch.Tensor, out: Quantized, scales: Scales) -> torch.Te
     but a second launch. Returns maxima if there were none."""
     m, n = x.shape
     by_columns = out.columns is not None or out.sums is not None
-    # an empty tensor still has a scale
     if by_columns:
         padded_m = m + -m % ALIGNMENT
         tile_m, tile_n = BOTH_TILE if out.rows is not None else COLUMNS_TILE
-        down = cdiv(padded_m, tile_m) or 1
-        tiles = down * (cdiv(n, tile_n) or 1)
+        down, across = tiling(padded_m, n, tile_m, tile_n)
+        tiles = down * across
     else:
         tiles = cdiv(m * n, BLOCK) or 1
     maxima = None

@@ -12,7 +12,7 @@ import triton.language as tl
 
 from coat_kernels.deferred import PredictedScale
 from coat_kernels.fp8 import Fp8Format, uses_kernels
-from coat_kernels.launch import PreparedKernel, cdiv
+from coat_kernels.launch import PreparedKernel, cdiv, tiling
 from coat_kernels.tensorwise import (
     ALIGNMENT,
     BLOCK,
@@ -136,16 +136,11 @@ def columns_together_kernel(p_x_0, p_x_1, p_x_2, p_x_3, p_columns_0, p_columns_1
     store_words(p_columns, b_words, o_word, o_n, n, tl.cdiv(m, ALIGNMENT) * ALIGNMENT)
 
 
-def _in_slots(values: list) -> list:
-    """`values` of all slots; of what no program reads it takes the first."""
-    return values + values[:1] * (SLOTS - len(values))
-
-
 def rows_together_triton(
     xs: Sequence[torch.Tensor], predictions: Sequence[PredictedScale], fmt: Fp8Format
 ) -> list[tuple[Quantized, torch.Tensor]]:
     """`rows_together_reference` as a kernel, with one read where the predicted scales are right."""
-    count, device = len(xs), xs[0].device
+    count, device, spare = len(xs), xs[0].device, SLOTS - len(xs)
     sizes = [x.numel() for x in xs]
     tiles = 0
     for n in sizes:
@@ -155,21 +150,28 @@ def rows_together_triton(
     numbers = torch.empty(2 * SLOTS + tiles, dtype=torch.float32, device=device)
     # by itself, because it is kept for backward
     largest = torch.empty(count, dtype=torch.float32, device=device)
+    codes = [x.view(torch.uint8) for x in rows]
+    predicted = [prediction.on(device) for prediction in predictions]
+    # slots that no program reads are like the first
     args = (
-        *_in_slots(list(xs)),
-        *_in_slots([codes.view(torch.uint8) for codes in rows]),
-        *_in_slots([prediction.on(device) for prediction in predictions]),
+        *xs,
+        *xs[:1] * spare,
+        *codes,
+        *codes[:1] * spare,
+        *predicted,
+        *predicted[:1] * spare,
         numbers,
         largest,
-        *_in_slots(sizes),
+        *sizes,
+        *sizes[:1] * spare,
     )
     constants = {"E5M2": fmt.is_e5m2, "BLOCK": BLOCK, "num_warps": 8}
     rows_together_kernel[(tiles,)](*args, SLOTS=SLOTS, CORRECTS=False, **constants)
     rows_together_kernel[CORRECTING_PROGRAMS, count](*args, SLOTS=SLOTS, CORRECTS=True, **constants)
-    scales = numbers[:count].split(1)
+    scales = numbers[:count].chunk(count)
     return [
-        (Quantized(codes, None, scale), most)
-        for codes, scale, most in zip(rows, scales, largest.split(1), strict=True)
+        (Quantized(x, None, scale), most)
+        for x, scale, most in zip(rows, scales, largest.chunk(count), strict=True)
     ]
 
 
@@ -177,27 +179,38 @@ def columns_together_triton(
     xs: Sequence[torch.Tensor], largest: Sequence[torch.Tensor], fmt: Fp8Format
 ) -> list[Quantized]:
     """`columns_together_reference` as a kernel."""
-    device, (tile_m, tile_n) = xs[0].device, COLUMNS_TILE
-    heights, widths = [x.shape[0] for x in xs], [x.shape[1] for x in xs]
-    tiles = 0
-    for m, n in zip(heights, widths, strict=True):
-        tiles += cdiv(m, tile_m) * cdiv(n, tile_n)
-    columns = [empty_columns(m, n, fmt, device) for m, n in zip(heights, widths, strict=True)]
+    device, (tile_m, tile_n), spare = xs[0].device, COLUMNS_TILE, SLOTS - len(xs)
+    tiles, columns, words, heights, widths = 0, [], [], [], []
+    for x in xs:
+        m, n = x.shape
+        down, across = tiling(m, n, tile_m, tile_n)
+        tiles += down * across
+        columns.append(empty_columns(m, n, fmt, device))
+        words.append(columns[-1].view(torch.int32))
+        heights.append(m)
+        widths.append(n)
     scales = torch.empty(len(xs), dtype=torch.float32, device=device)
     columns_together_kernel[(tiles,)](
-        *_in_slots(list(xs)),
-        *_in_slots([codes.view(torch.int32) for codes in columns]),
-        *_in_slots(list(largest)),
+        *xs,
+        *xs[:1] * spare,
+        *words,
+        *words[:1] * spare,
+        *largest,
+        *largest[:1] * spare,
         scales,
-        *_in_slots(heights),
-        *_in_slots(widths),
+        *heights,
+        *heights[:1] * spare,
+        *widths,
+        *widths[:1] * spare,
         ALIGNMENT=ALIGNMENT,
         E5M2=fmt.is_e5m2,
         M=tile_m,
         N=tile_n,
         num_warps=4,
     )
-    return [Quantized(None, codes, scale) for codes, scale in zip(columns, scales.split(1), strict=True)]
+    return [
+        Quantized(None, codes, scale) for codes, scale in zip(columns, scales.chunk(len(xs)), strict=True)
+    ]
 
 
 def rows_together(

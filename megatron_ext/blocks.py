@@ -162,9 +162,8 @@ def _run(
     tables: tuple[torch.Tensor, torch.Tensor],
     attention_mask: torch.Tensor | None,
 ) -> torch.Tensor:
-    attention, qkv, proj, fc1, fc2 = parts.attention, *parts.linears
+    norm, attention, qkv, proj, mlp_norm, mlp, fc1, fc2 = parts
     weight, options = qkv.options()
-    norm = parts.input_norm
     inputs = x, norm.weight, norm.bias, weight, qkv.bias, *tables
     how = {
         "norm": norm.options,
@@ -192,22 +191,21 @@ def _run(
     w_proj, proj_options = proj.options()
     w_fc1, fc1_options = fc1.options()
     w_fc2, fc2_options = fc2.options()
-    norm = parts.mlp_norm
     return mlp_block(
         o,
         residual,
         w_proj,
         proj.bias,
-        norm.weight,
-        norm.bias,
+        mlp_norm.weight,
+        mlp_norm.bias,
         w_fc1,
         fc1.bias,
         w_fc2,
         fc2.bias,
         origin=origin,
         proj=proj_options,
-        norm=norm.options,
+        norm=mlp_norm.options,
         fc1=fc1_options,
-        activation=parts.mlp.options,
+        activation=mlp.options,
         fc2=fc2_options,
     )
