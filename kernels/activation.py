@@ -44,7 +44,7 @@ from coat_kernels.groups import (
     dequantize_groups_reference,
     quantize_groups_reference,
 )
-from coat_kernels.launch import PreparedKernel, cdiv
+from coat_kernels.launch import PreparedKernel, cdiv, tiling
 from coat_kernels.ops import compilable
 from coat_kernels.origin import Origin, with_maxima, with_origin
 from coat_kernels.tensorwise import (
@@ -353,6 +353,13 @@ def _empty_kept(rows: int, f: int, gated: bool, group_size: int, fmt: str, devic
     )
 
 
+@functools.lru_cache(maxsize=1024)
+def _tiles(rows: int, f: int, m: int, n: int, group_size: int) -> tuple[int, int, int]:
+    """Tiles of m x n elements in [rows, f], of those side by side, and groups side by side."""
+    across = cdiv(f, n)
+    return cdiv(rows, m) * across, across, cdiv(f, group_size)
+
+
 def activation_forward_triton(x, kind: str, gated: bool, group_size: int, keep: str | None):
     """`activation_forward_reference` in one pass over x; one maximum for each tile."""
     rows, f = x.shape[0], x.shape[1] // (1 + gated)
@@ -373,9 +380,10 @@ def _launch_forward(
 ) -> torch.Tensor | None:
     """Writes y or, with `scales`, its operands by rows; in the first launch also q, and returns maxima."""
     rows, f = x.shape[0], x.shape[1] // (1 + gated)
-    tiles = cdiv(rows, FORWARD_ROWS) * cdiv(f, FORWARD_COLUMNS)
-    maxima = torch.empty(tiles, dtype=torch.float32, device=x.device) if scales.finds_maxima else None
-    keep = scales.finds_maxima and q is not None
+    tiles, _, groups = _tiles(rows, f, FORWARD_ROWS, FORWARD_COLUMNS, group_size)
+    first = scales.maxima is None
+    maxima = torch.empty(tiles, dtype=torch.float32, device=x.device) if first else None
+    keep = first and q is not None
     activation_forward_kernel[(scales.programs(tiles),)](
         x,
         y,
@@ -386,7 +394,7 @@ def _launch_forward(
         *scales,
         rows,
         f,
-        cdiv(f, group_size),
+        groups,
         tiles,
         KIND=kind,
         PARTS=1 + gated,
@@ -423,12 +431,12 @@ def _launch_backward(
     if out is not None and out.columns is not None:
         m, n, warps = OPERANDS_ROWS, OPERANDS_COLUMNS, OPERANDS_WARPS
     n = max(n, group_size)
-    across = cdiv(f, n)
-    tiles = cdiv(rows, m) * across
+    tiles, across, groups = _tiles(rows, f, m, n, group_size)
     programs, partial = scales.programs(tiles), None
-    maxima = torch.empty(tiles, dtype=torch.float32, device=grad_y.device) if scales.finds_maxima else None
+    first = scales.maxima is None
+    maxima = torch.empty(tiles, dtype=torch.float32, device=grad_y.device) if first else None
     by_rows, by_columns, _, sums = out or (None, None, None, None)
-    if scales.finds_maxima and sums is not None:
+    if first and sums is not None:
         partial = sums.new_empty(max(cdiv(rows, SUMMED_ROWS), 1), len(sums))
         programs = len(partial) * across
     activation_backward_kernel[(programs,)](
@@ -443,7 +451,7 @@ def _launch_backward(
         *scales,
         rows,
         f,
-        cdiv(f, group_size),
+        groups,
         rows + -rows % ALIGNMENT,
         tiles,
         KIND=kind,
@@ -470,9 +478,8 @@ def activation_columns_triton(
     columns = empty_columns(rows, f, fmt, largest.device)
     scale = torch.empty(1, dtype=torch.float32, device=largest.device)
     width = max(COLUMNS_N, group_size)
-    # an empty tensor still has a scale
-    grid = max(cdiv(f, width), 1), max(cdiv(columns.shape[1], COLUMNS_M), 1)
-    activation_columns_kernel[grid](
+    down, across = tiling(columns.shape[1], f, COLUMNS_M, width)
+    activation_columns_kernel[across, down](
         q.codes.view(torch.uint8),
         q.exponent,
         largest,
@@ -666,7 +673,7 @@ def activation_backward_operands(
         grad_x, _ = activation_backward_reference(grad_y, q, *options)
         write = functools.partial(write_reference, grad_x, fmt=scale.fmt)
     attempt = Attempt(write, scale, *q.codes.shape, grad_y.device, rows=True, columns=True, sums=sums)
-    return attempt.finish(None)[0]
+    return attempt.finish(None, finds_largest=False)[0]
 
 
 def activation(

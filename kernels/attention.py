@@ -103,9 +103,9 @@ def causal_attention(
 
     Returns [s, b, n * d], carrying its origin.
     """
-    heads = tuple(x.permute(1, 2, 0, 3) for x in (q, k, v))
+    heads = [x.permute(1, 2, 0, 3) for x in (q, k, v)]
     choice = sdpa_kernel(list(backends), set_priority=True) if q.is_cuda else contextlib.nullcontext()
-    keeps = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
+    keeps = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
     compressed = None
     hooks = contextlib.nullcontext()
     if keeps and group_size is not None:

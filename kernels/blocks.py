@@ -14,6 +14,7 @@ The arithmetic is that of the same operations one by one (`norm`, `linear`, `rop
 dropout between the operations, is for those.
 """
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -35,7 +36,8 @@ from coat_kernels.origin import Origin, with_maxima
 from coat_kernels.parallel import all_reduce
 from coat_kernels.residual import Addends
 from coat_kernels.rope import rotate_qkv_backward_operands, rotate_qkv_forward
-from coat_kernels.tensorwise import transpose_codes
+from coat_kernels.tensorwise import Quantized, transpose_codes
+from coat_kernels.together import columns_together, rows_together
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,13 +69,19 @@ class ActivationOptions:
         return self.kind, self.gated, self.group_size
 
 
+# the same object for the same values: layers ask in each forward
+norm_options = functools.lru_cache(NormOptions)
+activation_options = functools.lru_cache(ActivationOptions)
+
+
 def _norm_backward(grad_y, grad_residual, kept, weight, bias, norm: NormOptions, needs_x: bool):
     """The gradients of x, with its maxima noted, of the weight, and of the bias, or None, from those of y
     [rows, h] and of the residual [s, b, h]."""
     residual = grad_residual.reshape(grad_y.shape).contiguous()
     codes, exponent, rstd = kept
+    options = norm.layer_norm, norm.zero_centered, norm.group_size
     grad_x, maxima, grad_weight, grad_bias = norm_gradients(
-        grad_y, residual, Grouped(codes, exponent), rstd, weight, bias, norm.arithmetic[1:], needs_x
+        grad_y, residual, Grouped(codes, exponent), rstd, weight, bias, options, needs_x
     )
     if needs_x:
         grad_x = with_maxima(grad_x.view(grad_residual.shape), maxima)
@@ -88,15 +96,15 @@ def _qkv_forward(x, norm_weight, norm_bias, weight, bias, cos, sin, norm, linear
     )
     w, largest_w = linear.cache.forward(weight, linear.formats.forward)
     mixed = multiply(y.rows, y.scale, w, bias, x.dtype, linear)
-    qkv = rotate_qkv_forward(mixed.view(-1, x.shape[1], mixed.shape[1]), cos, sin, groups, d)
+    qkv = rotate_qkv_forward.eager(mixed.view(-1, x.shape[1], mixed.shape[1]), cos, sin, groups, d)
     return qkv, (norm_weight, norm_bias, weight, bias, cos, sin, *kept, rstd, largest_y, largest_w)
 
 
 def _normed_again(saved, norm: NormOptions, linear: LinearOptions) -> tuple[torch.Tensor, torch.Tensor]:
     """The output of the norm in front of `linear` by columns, from what is kept, and its scale."""
     norm_weight, norm_bias, *_, codes, exponent, rstd, largest_y, _ = saved
-    return norm_columns(
-        codes, exponent, rstd, norm_weight, norm_bias, largest_y, *norm.arithmetic[2:],
+    return norm_columns.eager(
+        codes, exponent, rstd, norm_weight, norm_bias, largest_y, norm.zero_centered, norm.group_size,
         linear.formats.forward.name,
     )  # fmt: skip
 
@@ -108,7 +116,7 @@ def _qkv_again(columns, scale, saved, batch: int, dtype, linear: LinearOptions, 
     rows = transpose_codes(columns)[:tokens, :h]
     w = linear.cache.rows(weight, largest_w, linear.formats.forward)
     mixed = multiply(rows, scale, w, bias, dtype, linear)
-    return rotate_qkv_forward(mixed.view(-1, batch, mixed.shape[1]), cos, sin, groups, d)
+    return rotate_qkv_forward.eager(mixed.view(-1, batch, mixed.shape[1]), cos, sin, groups, d)
 
 
 def _qkv_backward(dq, dk, dv, grad_residual, columns, saved, norm, linear, needs_x: bool):
@@ -118,10 +126,9 @@ def _qkv_backward(dq, dk, dv, grad_residual, columns, saved, norm, linear, needs
     # in a list, to leave it to the products, which free parts of it on the way
     grad = [rotate_qkv_backward_operands(dq, dk, dv, cos, sin, linear.grad_scale, bias is not None)]
     grad_bias = None if bias is None else grad[0].sums.to(bias.dtype)
-    columns = gathered_columns(*columns, len(kept[0]), linear)
-    grad_y, grad_weight = multiply_backward(
-        grad.pop(), weight, largest_w, columns, grad_residual.dtype, linear
-    )
+    columns = gathered_columns(*columns, kept[0].shape[0], linear)
+    w = [linear.cache.columns(weight, largest_w, linear.formats.forward)]
+    grad_y, grad_weight = multiply_backward(grad.pop(), weight, w.pop(), columns, grad_residual.dtype, linear)
     grad_x, grad_norm_weight, grad_norm_bias = _norm_backward(
         grad_y(), grad_residual, kept, norm_weight, norm_bias, norm, needs_x
     )
@@ -130,9 +137,9 @@ def _qkv_backward(dq, dk, dv, grad_residual, columns, saved, norm, linear, needs
 
 class _QkvBlock(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, norm_weight, norm_bias, weight, bias, cos, sin, norm, linear, groups, d):
-        qkv, saved = _qkv_forward(x, norm_weight, norm_bias, weight, bias, cos, sin, norm, linear, groups, d)
-        ctx.norm, ctx.linear = norm, linear
+    def forward(ctx, x, norm_weight, norm_bias, weight, bias, cos, sin, options):
+        qkv, saved = _qkv_forward(x, norm_weight, norm_bias, weight, bias, cos, sin, *options)
+        ctx.options = options
         ctx.save_for_backward(*saved)
         # detach(): autograd forbids in-place additions to a view that a function returns
         return *qkv, x.detach()
@@ -140,18 +147,18 @@ class _QkvBlock(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, dq, dk, dv, grad_residual):
-        saved, norm, linear = ctx.saved_tensors, ctx.norm, ctx.linear
+        saved, (norm, linear, *_) = ctx.saved_tensors, ctx.options
         columns = _normed_again(saved, norm, linear)
         needs_x = ctx.needs_input_grad[0]
         found = _qkv_backward(dq, dk, dv, grad_residual, columns, saved, norm, linear, needs_x)
-        return *found, *(None,) * 6
+        return *found, None, None, None
 
 
 class _AttentionBlock(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, norm_weight, norm_bias, weight, bias, cos, sin, norm, linear, groups, d, attend):
-        qkv, saved = _qkv_forward(x, norm_weight, norm_bias, weight, bias, cos, sin, norm, linear, groups, d)
-        ctx.options = norm, linear, groups, d, attend
+    def forward(ctx, x, norm_weight, norm_bias, weight, bias, cos, sin, options, attend):
+        qkv, saved = _qkv_forward(x, norm_weight, norm_bias, weight, bias, cos, sin, *options)
+        ctx.options, ctx.attend = options, attend
         ctx.batch = x.shape[1]
         ctx.save_for_backward(*saved)
         return attend(*qkv), x.detach()
@@ -159,16 +166,16 @@ class _AttentionBlock(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, grad_o, grad_residual):
-        saved, (norm, linear, groups, d, attend) = ctx.saved_tensors, ctx.options
+        saved, (norm, linear, groups, d) = ctx.saved_tensors, ctx.options
         columns = _normed_again(saved, norm, linear)
         qkv = _qkv_again(*columns, saved, ctx.batch, grad_o.dtype, linear, groups, d)
         with torch.enable_grad():
             qkv = tuple(t.requires_grad_() for t in qkv)
-            grads = torch.autograd.grad(attend(*qkv), qkv, grad_o)
+            grads = torch.autograd.grad(ctx.attend(*qkv), qkv, grad_o)
         del qkv
         needs_x = ctx.needs_input_grad[0]
         found = _qkv_backward(*grads, grad_residual, columns, saved, norm, linear, needs_x)
-        return *found, *(None,) * 7
+        return *found, None, None, None, None
 
 
 def qkv_block(
@@ -198,7 +205,8 @@ def qkv_block(
     Returns q [s, b, groups * m, d], k and v [s, b, groups, d], under sequence parallelism of the whole
     sequence. What reads the returned x has its gradient added inside the norm's backward.
     """
-    return _QkvBlock.apply(x, norm_weight, norm_bias, weight, bias, cos, sin, norm, linear, groups, d)
+    options = norm, linear, groups, d
+    return _QkvBlock.apply(x, norm_weight, norm_bias, weight, bias, cos, sin, options)
 
 
 def attention_block(
@@ -223,9 +231,8 @@ def attention_block(
 
     Returns attention's output and x, to be read in its place by the residual addition.
     """
-    return _AttentionBlock.apply(
-        x, norm_weight, norm_bias, weight, bias, cos, sin, norm, linear, groups, d, attend
-    )
+    options = norm, linear, groups, d
+    return _AttentionBlock.apply(x, norm_weight, norm_bias, weight, bias, cos, sin, options, attend)
 
 
 def _summed(z: torch.Tensor, linear: LinearOptions) -> torch.Tensor:
@@ -234,23 +241,71 @@ def _summed(z: torch.Tensor, linear: LinearOptions) -> torch.Tensor:
     return all_reduce(z, parallel.group)() if parallel and not parallel.sequence else z
 
 
+def _go_together(weights: tuple[torch.Tensor, ...], linears: tuple[LinearOptions, ...]) -> bool:
+    """Whether one launch may quantize the weights: nothing is kept of them, and they are of one kind."""
+    for weight, linear in zip(weights, linears, strict=True):
+        if (
+            linear.cache.keep != "none"
+            or not linear.cache.predicts
+            or linear.formats.forward.dtype != linears[0].formats.forward.dtype
+            or weight.dtype != weights[0].dtype
+        ):
+            return False
+    return True
+
+
+def _by_rows(
+    o: torch.Tensor, columns: bool, weights: tuple[torch.Tensor, ...], linears: tuple[LinearOptions, ...]
+) -> list[tuple[Quantized, torch.Tensor]]:
+    """The `weights` by rows and `o`, the input of the first, by rows and if asked for by `columns`, each with
+    its largest magnitude; in one launch as far as it may be."""
+    fmt, scale = linears[0].formats.forward, linears[0].x_scale
+    together = _go_together(weights, linears)
+    joins = together and not columns and type(o) is torch.Tensor and o.dtype == weights[0].dtype
+    if together:
+        xs = [weight.contiguous() for weight in weights]
+        predictions = [linear.cache.prediction(fmt) for linear in linears]
+        if joins:
+            xs.append(o.reshape(-1, o.shape[-1]).contiguous())
+            predictions.append(scale)
+        found = rows_together(xs, predictions, fmt)
+    else:
+        pairs = zip(weights, linears, strict=True)
+        found = [linear.cache.forward(weight, linear.formats.forward) for weight, linear in pairs]
+    if not joins:
+        found.append(fp8_operands(o, fmt, columns=columns, predicted=scale))
+    return found
+
+
+def _by_columns(
+    weights: tuple[torch.Tensor, ...], largest: tuple[torch.Tensor, ...], linears: tuple[LinearOptions, ...]
+) -> list[Quantized]:
+    """The `weights` by columns, with the magnitudes that `_by_rows` found."""
+    if _go_together(weights, linears):
+        xs = [weight.contiguous() for weight in weights]
+        return columns_together(xs, largest, linears[0].formats.forward)
+    return [
+        linear.cache.columns(weight, most, linear.formats.forward)
+        for weight, most, linear in zip(weights, largest, linears, strict=True)
+    ]
+
+
 class _MlpBlock(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx, o, residual, w_proj, b_proj, norm_weight, norm_bias, w_fc1, b_fc1, w_fc2, b_fc2,
-        origin, proj, norm, fc1, activation, fc2,
-    ):  # fmt: skip
+        ctx, o, residual, w_proj, b_proj, norm_weight, norm_bias, w_fc1, b_fc1, w_fc2, b_fc2, origin, options
+    ):
+        proj, norm, fc1, activation, fc2 = options
         h, dtype = residual.shape[-1], residual.dtype
         by_rows = residual.reshape(-1, h).contiguous()
 
-        operands, largest_o = fp8_operands(
-            o, proj.formats.forward, columns=origin is None, predicted=proj.x_scale
+        (rows_proj, largest_proj), (rows_fc1, largest_fc1), (rows_fc2, largest_fc2), (operands, largest_o) = (
+            _by_rows(o, origin is None, (w_proj, w_fc1, w_fc2), (proj, fc1, fc2))
         )
         # a bias is part of the product, unless products of several ranks are summed first
         bias, late_bias = (b_proj, None) if proj.parallel is None else (None, b_proj)
-        w, largest_proj = proj.cache.forward(w_proj, proj.formats.forward)
-        z = _summed(multiply(operands.rows, operands.scale, w, bias, dtype, proj), proj)
-        del w
+        z = _summed(multiply(operands.rows, operands.scale, rows_proj, bias, dtype, proj), proj)
+        del rows_proj
 
         # the norm's kernel makes the sum, and reads it no second time
         x = torch.empty_like(by_rows)
@@ -265,20 +320,18 @@ class _MlpBlock(torch.autograd.Function):
             Addends(by_rows, z, late_bias),
         )
         del z
-        w, largest_fc1 = fc1.cache.forward(w_fc1, fc1.formats.forward)
-        u = multiply(y.rows, y.scale, w, b_fc1, dtype, fc1)
-        del y, w
+        u = multiply(y.rows, y.scale, rows_fc1, b_fc1, dtype, fc1)
+        del y, rows_fc1
         p, largest_p, kept_u = activation_operands(
             u, activation.arithmetic, activation.saved_format, fc2.x_scale
         )
         del u
         bias, late_bias = (b_fc2, None) if fc2.parallel is None else (None, b_fc2)
-        w, largest_fc2 = fc2.cache.forward(w_fc2, fc2.formats.forward)
-        out = _summed(multiply(p.rows, p.scale, w, bias, dtype, fc2), fc2)
+        out = _summed(multiply(p.rows, p.scale, rows_fc2, bias, dtype, fc2), fc2)
         if late_bias is not None:
             out = out + late_bias
 
-        ctx.options, ctx.shape = (proj, norm, fc1, activation, fc2), o.shape
+        ctx.options, ctx.shape = options, o.shape
         if origin is None:
             ctx.columns_of_o, kept_o = None, (operands.columns, operands.scale)
         else:
@@ -298,28 +351,37 @@ class _MlpBlock(torch.autograd.Function):
         kept_x, kept_u, kept_o = kept[:3], kept[3:5], kept[5:]
         del kept
         proj, norm, fc1, activation, fc2 = ctx.options
-        dtype, tokens = grad.dtype, len(kept_x[0])
+        dtype, tokens, arithmetic = grad.dtype, kept_x[0].shape[0], activation.arithmetic
 
         # operands are in lists, to leave them to the products, which free parts of them on the way
+        weights = _by_columns(
+            (w_proj, w_fc1, w_fc2), (largest_proj, largest_fc1, largest_fc2), (proj, fc1, fc2)
+        )
         operands = [quantized_grad(grad, fc2, sums=b_fc2 is not None and fc2.parallel is None)]
         grad_b_fc2 = _bias_grad(b_fc2, operands[0].sums, grad)
-        columns = activation_columns(*kept_u, largest_p, *activation.arithmetic, fc2.formats.forward.name)
+        columns = activation_columns.eager(*kept_u, largest_p, *arithmetic, fc2.formats.forward.name)
         columns = gathered_columns(*columns, tokens, fc2)
-        grad_p, grad_w_fc2 = multiply_backward(operands.pop(), w_fc2, largest_fc2, columns, dtype, fc2)
+        grad_p, grad_w_fc2 = multiply_backward(operands.pop(), w_fc2, weights.pop(), columns, dtype, fc2)
         del columns
 
         operands = [
             activation_backward_operands(
-                grad_p(), Grouped(*kept_u), activation.arithmetic, fc1.grad_scale, b_fc1 is not None
+                grad_p(), Grouped(*kept_u), arithmetic, fc1.grad_scale, b_fc1 is not None
             )
         ]
         del grad_p
         grad_b_fc1 = None if b_fc1 is None else operands[0].sums.to(b_fc1.dtype)
-        columns = norm_columns(
-            *kept_x, norm_weight, norm_bias, largest_y, *norm.arithmetic[2:], fc1.formats.forward.name
+        columns = norm_columns.eager(
+            *kept_x,
+            norm_weight,
+            norm_bias,
+            largest_y,
+            norm.zero_centered,
+            norm.group_size,
+            fc1.formats.forward.name,
         )
         columns = gathered_columns(*columns, tokens, fc1)
-        grad_y, grad_w_fc1 = multiply_backward(operands.pop(), w_fc1, largest_fc1, columns, dtype, fc1)
+        grad_y, grad_w_fc1 = multiply_backward(operands.pop(), w_fc1, weights.pop(), columns, dtype, fc1)
         del columns
         grad_x, grad_norm_weight, grad_norm_bias = _norm_backward(
             grad_y(), grad, kept_x, norm_weight, norm_bias, norm, True
@@ -332,10 +394,10 @@ class _MlpBlock(torch.autograd.Function):
         if ctx.columns_of_o is not None:
             columns = ctx.columns_of_o(*kept_o, proj.formats.forward)[1:3]
         columns = gathered_columns(*columns, tokens, proj)
-        grad_o, grad_w_proj = multiply_backward(operands.pop(), w_proj, largest_proj, columns, dtype, proj)
+        grad_o, grad_w_proj = multiply_backward(operands.pop(), w_proj, weights.pop(), columns, dtype, proj)
         return (
             grad_o().view(ctx.shape), grad_x, grad_w_proj, grad_b_proj, grad_norm_weight, grad_norm_bias,
-            grad_w_fc1, grad_b_fc1, grad_w_fc2, grad_b_fc2, *(None,) * 6,
+            grad_w_fc1, grad_b_fc1, grad_w_fc2, grad_b_fc2, None, None,
         )  # fmt: skip
 
 
@@ -382,5 +444,5 @@ def mlp_block(
     """
     return _MlpBlock.apply(
         o, residual, w_proj, b_proj, norm_weight, norm_bias, w_fc1, b_fc1, w_fc2, b_fc2,
-        origin, proj, norm, fc1, activation, fc2,
+        origin, (proj, norm, fc1, activation, fc2),
     )  # fmt: skip

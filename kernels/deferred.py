@@ -56,12 +56,13 @@ class PredictedScale:
 
     def on(self, device: torch.device) -> torch.Tensor:
         """The scale, FP32 [1], in place: always the same memory, as CUDA graphs want it."""
-        scale = self._scales.get(device)
-        if scale is None:
+        try:
+            return self._scales[device]
+        except KeyError:
             # what is trained later cannot write into an inference tensor
             with torch.inference_mode(False):
                 scale = self._scales[device] = torch.ones(1, device=device)
-        return scale
+            return scale
 
     def __deepcopy__(self, memo):
         return type(self)(self.fmt)
@@ -77,8 +78,10 @@ def write_reference(x: torch.Tensor, out: Quantized, scales: Scales, fmt: Fp8For
         if out.sums is not None:
             torch.sum(x, 0, dtype=torch.float32, out=out.sums)
     else:
-        scales.largest.copy_(largest_of_maxima_reference(scales.maxima))
-        scales.true.copy_(tensor_scale_reference(scales.largest, fmt))
+        largest = largest_of_maxima_reference(scales.maxima)
+        if scales.largest is not None:
+            scales.largest.copy_(largest)
+        scales.true.copy_(tensor_scale_reference(largest, fmt))
         scales.predicted.copy_(scales.true)
         if scales.used.equal(scales.true):
             return None
@@ -110,9 +113,12 @@ class Attempt:
         self.used = torch.empty_like(self.out.scale)
         self.maxima = write(self.out, Scales(self.predicted, self.used))
 
-    def finish(self, group: dist.ProcessGroup | None) -> tuple[Quantized, torch.Tensor]:
-        """The operands, right now, and the largest magnitude, over the ranks of `group`."""
-        out, maxima, largest = self.out, self.maxima, torch.empty_like(self.used)
+    def finish(
+        self, group: dist.ProcessGroup | None, finds_largest: bool = True
+    ) -> tuple[Quantized, torch.Tensor | None]:
+        """The operands, right now, and if asked for the largest magnitude, over the ranks of `group`."""
+        out, maxima = self.out, self.maxima
+        largest = torch.empty_like(self.used) if finds_largest else None
         if group is not None:
             maxima = largest_of_all(largest_of_maxima(maxima), group)
         self.write(out, Scales(self.predicted, self.used, maxima, maxima.numel(), largest, out.scale))
@@ -319,7 +325,7 @@ def fp8_operands(
         x = x.plain()
     maxima, plain = maxima_of(x), x.reshape(-1, n).contiguous()
     if uses_kernels(x) and not torch.compiler.is_compiling():
-        if maxima is None and predicted is not None and predicted.fmt == fmt:
+        if maxima is None and predicted is not None and predicted.fmt.dtype is fmt.dtype:
             write = functools.partial(launch_quantize, plain)
             return Attempt(write, predicted, *plain.shape, x.device, rows, columns, sums).finish(group)
         if maxima is not None and maxima.numel() <= FEW_MAXIMA and group is None:

@@ -20,6 +20,13 @@ def cdiv(a: int, b: int) -> int:
     return -(-a // b)
 
 
+@functools.lru_cache(maxsize=1024)
+def tiling(rows: int, columns: int, m: int, n: int) -> tuple[int, int]:
+    """Tiles of m x n elements one below the other and side by side in [rows, columns]; at least one, since an
+    empty tensor still has a scale."""
+    return max(cdiv(rows, m), 1), max(cdiv(columns, n), 1)
+
+
 def next_power_of_2(n: int) -> int:
     """The smallest power of two of n and more; 1 of 0. As `triton.next_power_of_2`, which takes 2 us."""
     return 1 << max(n - 1, 0).bit_length()
@@ -82,13 +89,12 @@ class PreparedKernel:
         device = args[0].get_device()
         if device < 0 or not self._is_compiled:
             self.function[grid](*args, **constants)
-        elif device == torch.cuda.current_device():
-            self._launch_here(device, grid, args, constants)
-        else:
+            return
+        # torch.cuda.current_device() asks first whether CUDA is there
+        if device != torch.accelerator.current_device_index():
             with torch.cuda.device(device):
-                self._launch_here(device, grid, args, constants)
-
-    def _launch_here(self, device: int, grid: tuple[int, ...], args: tuple, constants: dict) -> None:
+                self._launch(grid, *args, **constants)
+            return
         key, values = signature_of(args)
         key = (device, *key, *constants.values())
         prepared = self._compiled.get(key)
@@ -97,10 +103,9 @@ class PreparedKernel:
             if torch.version.cuda is not None:
                 self._compiled[key] = self._prepare(compiled, len(args), constants)
             return
-        run, function, metadata, rest = prepared
+        run, stream_of, function, metadata, rest = prepared
         x, y, z = (*grid, 1, 1)[:3]
-        stream = triton.runtime.driver.active.get_current_stream(device)
-        run(x, y, z, stream, function, metadata, None, None, None, *values, *rest)
+        run(x, y, z, stream_of(device), function, metadata, None, None, None, *values, *rest)
 
     def _prepare(self, compiled, count: int, constants: dict) -> tuple:
         """What a launch of `compiled`, given `count` arguments, calls; `constants` come in one order always,
@@ -111,7 +116,8 @@ class PreparedKernel:
                 f"{self.__name__}: expected constants in the order {names}, found {(*constants,)}"
             )
         rest = tuple(constants[name] for name in self.function.arg_names[count:])
-        return compiled.run, compiled.function, compiled.packed_metadata, rest
+        stream_of = triton.runtime.driver.active.get_current_stream
+        return compiled.run, stream_of, compiled.function, compiled.packed_metadata, rest
 
 
 def _has_hooks() -> bool:

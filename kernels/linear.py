@@ -85,32 +85,31 @@ def multiply(
 def multiply_backward(
     grad: Quantized,
     weight: torch.Tensor,
-    largest_w: torch.Tensor,
+    w: Quantized | None,
     columns: Callable[[], tuple[torch.Tensor, torch.Tensor]] | None,
     dtype: torch.dtype,
     options: LinearOptions,
-    needs_x: bool = True,
 ) -> tuple[Callable[[], torch.Tensor] | None, torch.Tensor | None]:
     """The two backward products of `grad`, quantized by rows and by columns as they are needed.
 
-    largest_w: the weight's largest magnitude, as forward found it. columns: gives the input of all tokens by
-    columns, and its scale; None where the weight needs no gradient. Returns a function that waits for the
-    gradient of the input, [m, k] in `dtype`, and the gradient of the weight. To have `grad` freed on the way
-    the caller must not hold it.
+    w: the weight quantized by columns; None where the input needs no gradient. columns: gives the input of
+    all tokens by columns, and its scale; None where the weight needs no gradient. Returns a function that
+    waits for the gradient of the input, [m, k] in `dtype`, and the gradient of the weight. To have `grad` and
+    `w` freed on the way the caller must not hold them.
     """
     formats, grad_x, grad_w = options.formats, None, None
-    if needs_x:
-        w = options.cache.columns(weight, largest_w, formats.forward)
-        product = scaled_matmul(
-            grad.rows, w.columns, grad.scale, w.scale, None, dtype, formats.fast_input_grad
+    grad_rows, grad_columns, grad_scale, _ = grad
+    del grad
+    if w is not None:
+        grad_x = scaled_matmul(
+            grad_rows, w.columns, grad_scale, w.scale, None, dtype, formats.fast_input_grad
         )
-        # large, and done with before the weight's gradient takes its place
-        grad = grad._replace(rows=None)
-        del w
-        grad_x = _sum_over_ranks(product, options.parallel)
+        # large, and done with before the weight's gradient takes their place
+        del grad_rows, w
+        grad_x = _sum_over_ranks(grad_x, options.parallel)
     if columns is not None:
         by_columns, scale = columns()
-        operands, fast = (grad.columns, by_columns, grad.scale, scale), formats.fast_weight_grad
+        operands, fast = (grad_columns, by_columns, grad_scale, scale), formats.fast_weight_grad
         if options.weight_grad_into is None:
             grad_w = scaled_matmul(*operands, None, weight.dtype, fast)
         else:
@@ -167,9 +166,8 @@ class _Fp8Linear(torch.autograd.Function):
                 # the all-gather overlaps with the dgrad GEMM. The gradient's scale is known by now, so no
                 # other collective queues behind it
                 columns = _columns_of_input(ctx, kept, options.formats.forward)
-            grad_x, grad_w = multiply_backward(
-                grad.pop(), weight, largest_w, columns, ctx.dtype, options, needs_x
-            )
+            w = [options.cache.columns(weight, largest_w, options.formats.forward) if needs_x else None]
+            grad_x, grad_w = multiply_backward(grad.pop(), weight, w.pop(), columns, ctx.dtype, options)
         elif needs_bias:
             sums = grad_y.flatten(0, -2).sum(0, dtype=torch.float32)
         return (
@@ -191,10 +189,10 @@ def gathered_columns(
 ) -> Callable[[], tuple[torch.Tensor, torch.Tensor]]:
     """A function that gives an input of `m` tokens a rank by columns for `multiply_backward`; what ranks
     gather is on its way from now on."""
-    group = options.input_group
-    if group is None:
+    parallel = options.parallel
+    if parallel is None or not parallel.gathers_input:
         return lambda: (columns, scale)
-    wait = gather_columns(columns, m, group)
+    wait = gather_columns(columns, m, parallel.group)
     return lambda: (wait(), scale)
 
 

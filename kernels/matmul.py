@@ -47,8 +47,9 @@ def scaled_matmul(
     fast: bool,
 ) -> torch.Tensor:
     """`scaled_matmul_reference` plus `bias` [n], on CUDA by cuBLASLt; `fast` as in `LinearFormats`."""
-    in_epilogue = uses_kernels(a) and bias is not None and bias.dtype == dtype == torch.bfloat16
-    if uses_kernels(a):
+    kernels = uses_kernels(a)
+    in_epilogue = kernels and bias is not None and bias.dtype == dtype == torch.bfloat16
+    if kernels:
         epilogue = bias if in_epilogue else None
         y = torch._scaled_mm(a, b.t(), scale_a, scale_b, bias=epilogue, out_dtype=dtype, use_fast_accum=fast)
     else:

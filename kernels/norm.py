@@ -32,7 +32,7 @@ from coat_kernels.groups import (
     empty_grouped,
     quantize_groups_reference,
 )
-from coat_kernels.launch import PreparedKernel, cdiv, next_power_of_2
+from coat_kernels.launch import PreparedKernel, cdiv, next_power_of_2, tiling
 from coat_kernels.ops import compilable
 from coat_kernels.origin import Origin, with_maxima, with_origin
 from coat_kernels.residual import (
@@ -286,8 +286,11 @@ def _tile(h: int, group_size: int, least: int, elements: int) -> dict:
     return {"ROWS": height, "H": width, "G": group_size, "num_warps": min(max(warps, 1), MAX_WARPS)}
 
 
-def _is_even(rows: int, h: int, tile: dict) -> bool:
-    return tile["H"] == h and rows % tile["ROWS"] == 0
+@functools.lru_cache(maxsize=1024)
+def _tiles(rows: int, h: int, group_size: int, least: int, elements: int) -> tuple[dict, int, int, bool]:
+    """`_tile`, how many there are, groups of a row, and whether all tiles lie inside."""
+    tile = _tile(h, group_size, least, elements)
+    return tile, cdiv(rows, tile["ROWS"]), cdiv(h, group_size), tile["H"] == h and rows % tile["ROWS"] == 0
 
 
 def norm_forward_triton(
@@ -324,10 +327,10 @@ def _launch_forward(
     """Writes y or, with `scales`, its operand by rows; in the first launch also q and rstd, and returns
     maxima. Where x is the sum of `addends` it is written, too."""
     rows, h = x.shape
-    tile = _tile(h, group_size, FORWARD_TILE, FORWARD_ELEMENTS)
-    tiles = cdiv(rows, tile["ROWS"])
-    maxima = torch.empty(tiles, dtype=torch.float32, device=x.device) if scales.finds_maxima else None
-    keep = scales.finds_maxima and q is not None
+    tile, tiles, groups, even = _tiles(rows, h, group_size, FORWARD_TILE, FORWARD_ELEMENTS)
+    first = scales.maxima is None
+    maxima = torch.empty(tiles, dtype=torch.float32, device=x.device) if first else None
+    keep = first and q is not None
     norm_forward_kernel[(scales.programs(tiles),)](
         x,
         *addends,
@@ -342,14 +345,14 @@ def _launch_forward(
         *scales,
         rows,
         h,
-        cdiv(h, group_size),
+        groups,
         eps,
         tiles,
         LAYER_NORM=layer_norm,
         ZERO_CENTERED=zero_centered,
         E5M2=out is not None and out.is_e5m2,
         ROOTS=keep and q.holds_roots,
-        EVEN=_is_even(rows, h, tile),
+        EVEN=even,
         **tile,
     )
     return maxima
@@ -373,17 +376,14 @@ def norm_backward_triton(
     their parameter gradients, and a second kernel the sums of the programs, in an order that depends on the
     shape alone."""
     rows, h = grad_y.shape
-    tile = _tile(h, group_size, BACKWARD_TILE, BACKWARD_ELEMENTS)
+    tile, tiles, groups, even = _tiles(rows, h, group_size, BACKWARD_TILE, BACKWARD_ELEMENTS)
     # without rows, one that stores zeros
-    programs = max(min(cdiv(rows, tile["ROWS"]), PROGRAMS), 1)
-
-    def empty(*shape):
-        return torch.empty(*shape, dtype=torch.float32, device=grad_y.device)
-
+    programs = min(tiles, PROGRAMS) or 1
+    fp32 = {"dtype": torch.float32, "device": grad_y.device}
     grad_x = torch.empty_like(grad_y) if needs_x else None
-    maxima = empty(programs) if needs_x else None
+    maxima = torch.empty(programs, **fp32) if needs_x else None
     count = needs_weight + needs_bias
-    parts = empty(count, programs, h) if count else None
+    parts = torch.empty(count, programs, h, **fp32) if count else None
     norm_backward_kernel[(programs,)](
         grad_y,
         grad_residual,
@@ -397,12 +397,12 @@ def norm_backward_triton(
         parts[-1] if needs_bias else None,
         rows,
         h,
-        cdiv(h, group_size),
+        groups,
         LAYER_NORM=layer_norm,
         ZERO_CENTERED=zero_centered,
         STAGES=BACKWARD_STAGES,
         ROOTS=q.holds_roots,
-        EVEN=_is_even(rows, h, tile),
+        EVEN=even,
         **tile,
     )
     if not count:
@@ -430,9 +430,8 @@ def norm_columns_triton(
     columns = empty_columns(rows, h, fmt, rstd.device)
     scale = torch.empty(1, dtype=torch.float32, device=rstd.device)
     width = max(COLUMNS_N, group_size)
-    # an empty tensor still has a scale
-    grid = max(cdiv(h, width), 1), max(cdiv(columns.shape[1], COLUMNS_M), 1)
-    norm_columns_kernel[grid](
+    down, across = tiling(columns.shape[1], h, COLUMNS_M, width)
+    norm_columns_kernel[across, down](
         q.codes.view(torch.uint8),
         q.exponent,
         rstd,
@@ -689,7 +688,7 @@ def norm_operands(
 
         def write(out, scales):
             # the first launch makes the sum, the second reads it
-            summed = addends if scales.finds_maxima else NO_ADDENDS
+            summed = addends if scales.maxima is None else NO_ADDENDS
             return _launch_forward(x, weight, bias, q, rstd, *options, out=out, scales=scales, addends=summed)
     else:
         if addends is not NO_ADDENDS:

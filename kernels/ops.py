@@ -17,7 +17,8 @@ def compilable(fake: Callable, mutates: tuple[str, ...] = ()) -> Callable[[Calla
 
     fake: same arguments, empty tensors of the right shapes, dtypes and devices. mutates: names of arguments
     that are written. Types are annotated as `torch.library.custom_op` wants them. The operator itself is
-    `function.op`, for `torch.library.opcheck`.
+    `function.op`, for `torch.library.opcheck`; the function, for callers that are never compiled,
+    `function.eager`.
     """
 
     def decorate(function: Callable) -> Callable:
@@ -29,7 +30,7 @@ def compilable(fake: Callable, mutates: tuple[str, ...] = ()) -> Callable[[Calla
         def call(*args):
             return op(*args) if torch.compiler.is_compiling() else function(*args)
 
-        call.op = op
+        call.op, call.eager = op, function
         return call
 
     return decorate

@@ -16,7 +16,7 @@ import triton.language as tl
 from coat_kernels.autograd import once_differentiable
 from coat_kernels.deferred import Attempt, Deferred, PredictedScale, Source, write_reference
 from coat_kernels.fp8 import cast, finite_or_nan, round_to, uses_kernels
-from coat_kernels.launch import PreparedKernel, cdiv, next_power_of_2
+from coat_kernels.launch import PreparedKernel, cdiv, next_power_of_2, tiling
 from coat_kernels.ops import compilable
 from coat_kernels.origin import with_maxima
 from coat_kernels.tensorwise import (
@@ -281,6 +281,7 @@ def rotate_qkv_operands_kernel(p_dq, p_dk, p_dv, p_cos, p_sin, p_rows, p_columns
             tl.store(p_maxima + tile, tl.max(b_most, axis=0))
 
 
+@functools.cache
 def _tile(d: int, r: int, heads: int) -> dict[str, int]:
     rest = next_power_of_2(d - r) if d > r else 0
     half = next_power_of_2(r // 2)
@@ -289,7 +290,8 @@ def _tile(d: int, r: int, heads: int) -> dict[str, int]:
 
 def _empty_qkv(mixed: torch.Tensor, groups: int, d: int):
     s, b, width = mixed.shape
-    return tuple(mixed.new_empty(s, b, n, d) for n in (width // d - 2 * groups, groups, groups))
+    q = mixed.new_empty(s, b, width // d - 2 * groups, d)
+    return q, mixed.new_empty(s, b, groups, d), mixed.new_empty(s, b, groups, d)
 
 
 def rotate_qkv_triton(mixed, cos, sin, groups: int, d: int):
@@ -306,7 +308,7 @@ def rotate_qkv_triton(mixed, cos, sin, groups: int, d: int):
 def rotate_qkv_backward_triton(dq, dk, dv, cos, sin):
     """`rotate_qkv_backward_reference` as a kernel, with one maximum for each tile."""
     s, b, groups, d = dk.shape
-    dq, dk, dv = (t if t.stride(3) == 1 else t.contiguous() for t in (dq, dk, dv))
+    dq, dk, dv = [t if t.stride(3) == 1 else t.contiguous() for t in (dq, dk, dv)]
     m = dq.shape[2] // groups
     heads = groups * (m + 2)
     grad = dq.new_empty(s, b, heads * d)
@@ -335,10 +337,11 @@ def _launch_operands(dq, dk, dv, cos, sin, out: Quantized, scales: Scales) -> to
     s, b, groups, d = dk.shape
     m = dq.shape[2] // groups
     heads, tokens = groups * (m + 2), s * b
-    down = cdiv(tokens, OPERANDS_TOKENS)
-    tiles = down * cdiv(heads, OPERANDS_HEADS)
-    maxima = torch.empty(tiles, dtype=torch.float32, device=dq.device) if scales.finds_maxima else None
-    sums = scales.finds_maxima and out.sums is not None
+    down, across = tiling(tokens, heads, OPERANDS_TOKENS, OPERANDS_HEADS)
+    tiles = down * across
+    first = scales.maxima is None
+    maxima = torch.empty(tiles, dtype=torch.float32, device=dq.device) if first else None
+    sums = first and out.sums is not None
     partial = out.sums.new_empty(down, heads * d) if sums else None
     rotate_qkv_operands_kernel[(scales.programs(tiles),)](
         dq,
@@ -356,7 +359,9 @@ def _launch_operands(dq, dk, dv, cos, sin, out: Quantized, scales: Scales) -> to
         heads,
         tokens + -tokens % ALIGNMENT,
         tiles,
-        *(stride for t in (dq, dk, dv) for stride in t.stride()[:3]),
+        *dq.stride()[:3],
+        *dk.stride()[:3],
+        *dv.stride()[:3],
         M=m,
         **_tile(d, cos.shape[1], OPERANDS_HEADS),
         TOKENS=OPERANDS_TOKENS,
@@ -371,7 +376,7 @@ def _launch_operands(dq, dk, dv, cos, sin, out: Quantized, scales: Scales) -> to
 
 def _deferred_backward(dq, dk, dv, cos, sin, scale: PredictedScale) -> Deferred:
     """The gradient of the projection's output, of which nothing is written now."""
-    dq, dk, dv = (t if t.stride(3) == 1 else t.contiguous() for t in (dq, dk, dv))
+    dq, dk, dv = [t if t.stride(3) == 1 else t.contiguous() for t in (dq, dk, dv)]
     s, b, groups, d = dk.shape
     width = (dq.shape[2] + 2 * groups) * d
 
@@ -385,7 +390,7 @@ def _deferred_backward(dq, dk, dv, cos, sin, scale: PredictedScale) -> Deferred:
 def rotate_qkv_backward_operands(dq, dk, dv, cos, sin, scale: PredictedScale, sums: bool) -> Quantized:
     """The gradient of the projection's output [s * b, width] as FP8 rows and columns alone, and the `sums` of
     its columns."""
-    dq, dk, dv = (t if t.stride(3) == 1 else t.contiguous() for t in (dq, dk, dv))
+    dq, dk, dv = [t if t.stride(3) == 1 else t.contiguous() for t in (dq, dk, dv)]
     s, b, groups, d = dk.shape
     width = (dq.shape[2] + 2 * groups) * d
     if uses_kernels(dq):
@@ -394,7 +399,7 @@ def rotate_qkv_backward_operands(dq, dk, dv, cos, sin, scale: PredictedScale, su
         grad, _ = rotate_qkv_backward_reference(dq, dk, dv, cos, sin)
         write = functools.partial(write_reference, grad.view(s * b, width), fmt=scale.fmt)
     attempt = Attempt(write, scale, s * b, width, dq.device, rows=True, columns=True, sums=sums)
-    return attempt.finish(None)[0]
+    return attempt.finish(None, finds_largest=False)[0]
 
 
 @compilable(lambda mixed, cos, sin, groups, d: _empty_qkv(mixed, groups, d))

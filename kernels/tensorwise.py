@@ -22,7 +22,7 @@ import triton
 import triton.language as tl
 
 from coat_kernels.fp8 import Fp8Format, finite_or_nan, fp8_format, to_fp8, to_fp8_words, uses_kernels
-from coat_kernels.launch import PreparedKernel, cdiv
+from coat_kernels.launch import PreparedKernel, cdiv, tiling
 from coat_kernels.ops import compilable
 from coat_kernels.origin import maxima_of
 
@@ -191,8 +191,9 @@ class Scales(NamedTuple):
     """The scales of a launch, FP32 [1] each, and the `maxima` that it gets, FP32 [count].
 
     The first of two launches quantizes with `predicted`, copies it to `used`, and finds maxima. The second
-    gets those, writes the largest to `largest`, the scale that belongs to it to `true` and `predicted`, and
-    the codes again if `used` is another. A launch that gets maxima and no prediction does all at once.
+    gets those, writes the largest to `largest` if asked for, the scale that belongs to it to `true` and
+    `predicted`, and the codes again if `used` is another. A launch that gets maxima and no prediction does
+    all at once.
     """
 
     predicted: torch.Tensor | None = None
@@ -203,17 +204,15 @@ class Scales(NamedTuple):
     true: torch.Tensor | None = None
 
     @property
-    def finds_maxima(self) -> bool:
-        return self.maxima is None
-
-    @property
     def corrects(self) -> bool:
         """Whether this is the second launch."""
         return self.maxima is not None and self.used is not None
 
     def programs(self, tiles: int) -> int:
         """Programs of a launch over `tiles`; each goes through those that `scale_and_tiles` tells it."""
-        return max(min(tiles, CORRECTING_PROGRAMS) if self.corrects else tiles, 1)
+        if tiles > CORRECTING_PROGRAMS and self.maxima is not None and self.used is not None:
+            return CORRECTING_PROGRAMS
+        return tiles or 1
 
 
 # of a launch that writes no codes
@@ -326,9 +325,10 @@ def empty_operands(
     m: int, n: int, fmt: Fp8Format, device: torch.device, rows: bool, columns: bool, sums: bool
 ) -> Quantized:
     """Uninitialised operands of [m, n], as asked for."""
+    dtype = fmt.dtype
     return Quantized(
-        torch.empty(m, n, dtype=fmt.dtype, device=device) if rows else None,
-        empty_columns(m, n, fmt, device) if columns else None,
+        torch.empty(m, n, dtype=dtype, device=device) if rows else None,
+        torch.empty(n, m + -m % ALIGNMENT, dtype=dtype, device=device) if columns else None,
         torch.empty(1, dtype=torch.float32, device=device),
         torch.empty(n, dtype=torch.float32, device=device) if sums else None,
     )
@@ -339,15 +339,16 @@ def launch_quantize(x: torch.Tensor, out: Quantized, scales: Scales) -> torch.Te
     but a second launch. Returns maxima if there were none."""
     m, n = x.shape
     by_columns = out.columns is not None or out.sums is not None
-    # an empty tensor still has a scale
     if by_columns:
         padded_m = m + -m % ALIGNMENT
         tile_m, tile_n = BOTH_TILE if out.rows is not None else COLUMNS_TILE
-        down = max(cdiv(padded_m, tile_m), 1)
-        tiles = down * max(cdiv(n, tile_n), 1)
+        down, across = tiling(padded_m, n, tile_m, tile_n)
+        tiles = down * across
     else:
-        tiles = max(cdiv(m * n, BLOCK), 1)
-    maxima = torch.empty(tiles, dtype=torch.float32, device=x.device) if scales.finds_maxima else None
+        tiles = cdiv(m * n, BLOCK) or 1
+    maxima = None
+    if scales.maxima is None:
+        maxima = torch.empty(tiles, dtype=torch.float32, device=x.device)
     rows = None if out.rows is None else out.rows.view(torch.uint8)
     if by_columns:
         partial = None

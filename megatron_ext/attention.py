@@ -246,14 +246,15 @@ class CoatSelfAttention(SelfAttention):
         config = self.config
         unusual = (
             args
-            or any(value is not None for name, value in kwargs.items() if name != "attention_bias")
+            or (kwargs and any(kwargs[name] is not None for name in kwargs if name != "attention_bias"))
             or torch.compiler.is_compiling()
             or config.rotary_interleaved
             or config.attention_output_gate
             or config.no_rope_freq
             or config.mrope_section
             or hasattr(config, "yarn_rotary_scaling_factor")
-            or any(not isinstance(norm, _NO_NORM) for norm in (self.q_layernorm, self.k_layernorm))
+            or not isinstance(self.q_layernorm, _NO_NORM)
+            or not isinstance(self.k_layernorm, _NO_NORM)
             or config.num_query_groups < self.world_size
         )
         if unusual:

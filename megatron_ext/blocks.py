@@ -56,38 +56,45 @@ class Parts(NamedTuple):
 def dense_parts(layer: torch.nn.Module) -> Parts | None:
     """The parts of a Megatron TransformerLayer, if they are COAT's own classes and nothing of the layer is to
     be recomputed, offloaded or replayed by itself."""
-    config, found = layer.config, {name: getattr(layer, name, None) for name in _KINDS}
-    if any(type(found[name]) is not kind for name, kind in _KINDS.items()):
-        return None
+    config, found = layer.config, layer._modules
+    # in plain loops and without lookups by `__getattr__`: it runs for each layer in each forward
+    for name, kind in _KINDS.items():
+        if type(found.get(name)) is not kind:
+            return None
     attention, mlp = found["self_attention"], found["mlp"]
+    in_attention, in_mlp = attention._modules, mlp._modules
     parts = Parts(
         found["input_layernorm"],
         attention,
-        attention.linear_qkv,
-        attention.linear_proj,
+        in_attention["linear_qkv"],
+        in_attention["linear_proj"],
         found["pre_mlp_layernorm"],
         mlp,
-        mlp.linear_fc1,
-        mlp.linear_fc2,
+        in_mlp["linear_fc1"],
+        in_mlp["linear_fc2"],
     )
     fits = (
         layer.self_attn_bda in _ADDITIONS
         and layer.mlp_bda in _ADDITIONS
         and type(parts.qkv) is type(parts.fc1) is CoatColumnParallelLinear
         and type(parts.proj) is type(parts.fc2) is CoatRowParallelLinear
-        and all(linear._in_fp8 and not linear.explicit_expert_comm for linear in parts.linears)
         and config.recompute_granularity != "selective"
         and config.cuda_graph_impl == "none"
         and not config.fine_grained_activation_offloading
         and not config.fp32_residual_connection
     )
-    return parts if fits else None
+    if not fits:
+        return None
+    for linear in parts.linears:
+        if not linear._in_fp8 or linear.explicit_expert_comm:
+            return None
+    return parts
 
 
 def _is_stock(module: torch.nn.Module) -> bool:
     """Whether calling `module` runs the forward of its class and nothing else, and all its own parameters are
-    trained. In plain loops: it runs for each module in each forward."""
-    own = vars(module)
+    trained."""
+    own = module.__dict__
     if "forward" in own:
         return False
     for name in _HOOKS:
@@ -107,20 +114,21 @@ def uses_blocks(layer: torch.nn.Module, parts: Parts, arguments: dict) -> bool:
     parameter is frozen.
     """
     x = arguments["hidden_states"]
-    return (
+    usual = (
         torch.is_grad_enabled()
         and not torch.compiler.is_compiling()
         and not torch.is_autocast_enabled(x.device.type)
         and not (layer.training and layer.hidden_dropout)
-        and all(value is None for name, value in arguments.items() if name not in _ARGUMENTS)
         and x.numel() > 0
         and x.dtype == layer.config.params_dtype
         and not _has_any_global_hook()
-        and all(_is_stock(module) for module in parts)
-        and all(
-            p is None or p.requires_grad for module in parts for p in vars(module)["_parameters"].values()
-        )
     )
+    if not usual:
+        return False
+    for name, value in arguments.items():
+        if value is not None and name not in _ARGUMENTS:
+            return False
+    return all(map(_is_stock, parts))
 
 
 def _recomputes(core: torch.nn.Module) -> bool:
@@ -154,9 +162,8 @@ def _run(
     tables: tuple[torch.Tensor, torch.Tensor],
     attention_mask: torch.Tensor | None,
 ) -> torch.Tensor:
-    attention, qkv, proj, fc1, fc2 = parts.attention, *parts.linears
+    norm, attention, qkv, proj, mlp_norm, mlp, fc1, fc2 = parts
     weight, options = qkv.options()
-    norm = parts.input_norm
     inputs = x, norm.weight, norm.bias, weight, qkv.bias, *tables
     how = {
         "norm": norm.options,
@@ -184,22 +191,21 @@ def _run(
     w_proj, proj_options = proj.options()
     w_fc1, fc1_options = fc1.options()
     w_fc2, fc2_options = fc2.options()
-    norm = parts.mlp_norm
     return mlp_block(
         o,
         residual,
         w_proj,
         proj.bias,
-        norm.weight,
-        norm.bias,
+        mlp_norm.weight,
+        mlp_norm.bias,
         w_fc1,
         fc1.bias,
         w_fc2,
         fc2.bias,
         origin=origin,
         proj=proj_options,
-        norm=norm.options,
+        norm=mlp_norm.options,
         fc1=fc1_options,
-        activation=parts.mlp.options,
+        activation=mlp.options,
         fc2=fc2_options,
     )

@@ -6,7 +6,7 @@ from megatron.core.activations import squared_relu
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
 
 from coat_kernels.activation import activation
-from coat_kernels.blocks import ActivationOptions
+from coat_kernels.blocks import ActivationOptions, activation_options
 from coat_kernels.deferred import PredictedScale
 
 from .hooks import after_pre_hooks
@@ -96,7 +96,7 @@ class CoatMLP(MLP):
     def options(self) -> ActivationOptions:
         """How the activation computes, for a fused block."""
         activations, gated = self._activations, self.config.gated_linear_unit
-        return ActivationOptions(self._kind, gated, activations.group_size, activations.saved_format)
+        return activation_options(self._kind, gated, activations.group_size, activations.saved_format)
 
     def forward(self, hidden_states, per_token_scale=None, **_) -> tuple[torch.Tensor, torch.Tensor | None]:
         """hidden_states [s, b, h] -> [s, b, h] and the bias that is still to be added, [h] or None; of an

@@ -5,7 +5,7 @@ all, and the residual additions behind and before them.
 import torch
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 
-from coat_kernels.blocks import NormOptions
+from coat_kernels.blocks import NormOptions, norm_options
 from coat_kernels.deferred import PredictedScale
 from coat_kernels.norm import layer_norm, rms_norm
 from coat_kernels.origin import take_stand_in, with_stand_in
@@ -50,7 +50,7 @@ class CoatNorm(torch.nn.Module):
     def options(self) -> NormOptions:
         """How it computes, for a fused block."""
         layer_norm = self.bias is not None
-        return NormOptions(self.eps, layer_norm, self.zero_centered, self.group_size, self.saved_format)
+        return norm_options(self.eps, layer_norm, self.zero_centered, self.group_size, self.saved_format)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x [..., hidden_size], BF16 or FP32 -> the same shape and dtype, carrying its origin."""
