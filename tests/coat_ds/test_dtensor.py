@@ -301,6 +301,8 @@ def test_shards_of_whole_groups_are_one_process_to_the_bit(four, kind):
             assert max(rel_rms(shards[name], held[name]) for name in held) < 1e-2
         else:
             assert others == losses and not differing(shards, held)
+            # the other replica's too
+            assert not differing(four[-1]["runs"][kind, 128, compressed][1][1], held)
 
 
 @pytest.mark.parametrize("kind", KINDS)
