@@ -33,6 +33,8 @@ from coat_kernels.tensorwise import (
 
 # tensors that a launch takes at most
 SLOTS = 4
+# numbers from one slot's scale to the next: cuBLASLt takes scales that lie at multiples of 16 bytes
+APART = tl.constexpr(4)
 
 
 def rows_together_reference(
@@ -77,7 +79,8 @@ def rows_together_kernel(p_x_0, p_x_1, p_x_2, p_x_3, p_rows_0, p_rows_1, p_rows_
                          SLOTS: tl.constexpr, CORRECTS: tl.constexpr, E5M2: tl.constexpr,
                          BLOCK: tl.constexpr):  # fmt: skip
     """Both launches of `Scales`. The first takes a program for each tile; CORRECTS, the second, the same
-    number for each slot. Behind `p_true`, a number a slot, lie the scales used, and maxima of all tiles."""
+    number for each slot. Behind the scales at `p_true`, APART, lie those used, a number a slot, and maxima of
+    all tiles."""
     tiles_0, tiles_1 = tl.cdiv(n_0, BLOCK), tl.cdiv(n_1, BLOCK)
     tiles_2, tiles_3 = tl.cdiv(n_2, BLOCK), tl.cdiv(n_3, BLOCK)
     first = tl.program_id(0)
@@ -92,11 +95,11 @@ def rows_together_kernel(p_x_0, p_x_1, p_x_2, p_x_3, p_rows_0, p_rows_1, p_rows_
     p_rows = of_slot(slot, p_rows_0, p_rows_1, p_rows_2, p_rows_3)
     p_predicted = of_slot(slot, p_predicted_0, p_predicted_1, p_predicted_2, p_predicted_3)
     n = of_slot(slot, n_0, n_1, n_2, n_3)
-    p_used = p_true + SLOTS + slot
-    p_maxima = p_true + 2 * SLOTS + start
+    p_used = p_true + APART * SLOTS + slot
+    p_maxima = p_true + (APART + 1) * SLOTS + start
     p_found = p_maxima if CORRECTS else None
-    scale, todo = scale_and_tiles(p_predicted, p_used, p_found, tiles, p_largest + slot, p_true + slot,
-                                  tiles, E5M2)  # fmt: skip
+    scale, todo = scale_and_tiles(p_predicted, p_used, p_found, tiles, p_largest + slot,
+                                  p_true + APART * slot, tiles, E5M2)  # fmt: skip
     for tile in range(first, todo, tl.num_programs(0)):
         o_x = tl.cast(tile, tl.int64) * BLOCK + tl.arange(0, BLOCK)
         b_x = tl.load(p_x + o_x, mask=o_x < n, other=0.0).to(tl.float32)
@@ -112,7 +115,7 @@ def columns_together_kernel(p_x_0, p_x_1, p_x_2, p_x_3, p_columns_0, p_columns_1
                             m_0, m_1, m_2, m_3, n_0, n_1, n_2, n_3,
                             ALIGNMENT: tl.constexpr, E5M2: tl.constexpr,
                             M: tl.constexpr, N: tl.constexpr):  # fmt: skip
-    """A program for each tile; a number a slot at `p_scale`."""
+    """A program for each tile; a scale for each slot at `p_scale`, APART."""
     tiles_0, tiles_1 = tl.cdiv(m_0, M) * tl.cdiv(n_0, N), tl.cdiv(m_1, M) * tl.cdiv(n_1, N)
     slot, start = slot_of(tl.program_id(0), tiles_0, tiles_1, tl.cdiv(m_2, M) * tl.cdiv(n_2, N))
     tile = tl.program_id(0) - start
@@ -123,7 +126,7 @@ def columns_together_kernel(p_x_0, p_x_1, p_x_2, p_x_3, p_columns_0, p_columns_1
     n = of_slot(slot, n_0, n_1, n_2, n_3)
     scale = tensor_scale(tl.load(p_largest), E5M2)
     # every program of a slot stores the same scale
-    tl.store(p_scale + slot, scale)
+    tl.store(p_scale + APART * slot, scale)
     across = tl.cdiv(n, N)
     o_word = (tile // across) * (M // 4) + tl.arange(0, M // 4)
     o_n = (tile % across) * N + tl.arange(0, N)
@@ -147,7 +150,7 @@ def rows_together_triton(
         tiles += cdiv(n, BLOCK)
     rows = [torch.empty(x.shape, dtype=fmt.dtype, device=device) for x in xs]
     # one after the other: the true scales, those used, maxima
-    numbers = torch.empty(2 * SLOTS + tiles, dtype=torch.float32, device=device)
+    numbers = torch.empty((APART.value + 1) * SLOTS + tiles, dtype=torch.float32, device=device)
     # by itself, because it is kept for backward
     largest = torch.empty(count, dtype=torch.float32, device=device)
     codes = [x.view(torch.uint8) for x in rows]
@@ -168,11 +171,15 @@ def rows_together_triton(
     constants = {"E5M2": fmt.is_e5m2, "BLOCK": BLOCK, "num_warps": 8}
     rows_together_kernel[(tiles,)](*args, SLOTS=SLOTS, CORRECTS=False, **constants)
     rows_together_kernel[CORRECTING_PROGRAMS, count](*args, SLOTS=SLOTS, CORRECTS=True, **constants)
-    scales = numbers[:count].chunk(count)
     return [
         (Quantized(x, None, scale), most)
-        for x, scale, most in zip(rows, scales, largest.chunk(count), strict=True)
+        for x, scale, most in zip(rows, _apart(numbers, count), largest.chunk(count), strict=True)
     ]
+
+
+def _apart(numbers: torch.Tensor, count: int) -> tuple[torch.Tensor, ...]:
+    """The first `count` scales of `numbers`, FP32 [1] each."""
+    return numbers.as_strided((count, 1), (APART.value, 1)).unbind(0)
 
 
 def columns_together_triton(
@@ -189,7 +196,7 @@ def columns_together_triton(
         words.append(columns[-1].view(torch.int32))
         heights.append(m)
         widths.append(n)
-    scales = torch.empty(len(xs), dtype=torch.float32, device=device)
+    scales = torch.empty(APART.value * len(xs), dtype=torch.float32, device=device)
     columns_together_kernel[(tiles,)](
         *xs,
         *xs[:1] * spare,
@@ -209,7 +216,7 @@ def columns_together_triton(
         num_warps=4,
     )
     return [
-        Quantized(None, codes, scale) for codes, scale in zip(columns, scales.chunk(len(xs)), strict=True)
+        Quantized(None, codes, scale) for codes, scale in zip(columns, _apart(scales, len(xs)), strict=True)
     ]
 
 

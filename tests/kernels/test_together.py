@@ -66,6 +66,8 @@ def test_each_tensor_is_quantized_as_if_alone(dtype, name, fmt, device):
             for other in (by_itself, expected):
                 check_same((*one[0], one[1]), (*other[0], other[1]))
             assert place.equal(one[0].scale)
+            # which cuBLASLt asks for
+            assert one[0].scale.data_ptr() % 16 == 0
     # always the same memory, as CUDA graphs want it
     assert all(p.on(device) is place for p, place in zip(predictions, places, strict=True))
     largest = [most for _, most in found]
@@ -73,6 +75,7 @@ def test_each_tensor_is_quantized_as_if_alone(dtype, name, fmt, device):
     for one, expected, x, most in zip(
         columns, together.columns_together_reference(xs, largest, fmt), xs, largest, strict=True
     ):
+        assert one.scale.data_ptr() % 16 == 0
         check_same(one, expected)
         check_same(one, tensorwise.quantize_tensor(x, most, fmt, rows=False, columns=True))
 
