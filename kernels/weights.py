@@ -113,16 +113,12 @@ class WeightCache:
     def _key_of(weight: torch.Tensor, fmt: Fp8Format) -> tuple:
         return _epoch, weight.data_ptr(), weight._version, weight.shape, weight.stride(), fmt
 
-    def prediction(self, fmt: Fp8Format) -> PredictedScale | None:
-        """Of the weight's scale in `fmt`, if scales are predicted."""
-        if self.predicts and self._predicted is None:
-            self._predicted = PredictedScale(fmt)
-        return self._predicted
-
     def _quantize(
         self, weight: torch.Tensor, fmt: Fp8Format, columns: bool = False
     ) -> tuple[Quantized, torch.Tensor]:
-        return fp8_operands(weight, fmt, columns=columns, predicted=self.prediction(fmt))
+        if self.predicts and self._predicted is None:
+            self._predicted = PredictedScale(fmt)
+        return fp8_operands(weight, fmt, columns=columns, predicted=self._predicted)
 
 
 # of any weight
