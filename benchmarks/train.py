@@ -343,7 +343,8 @@ def plot(rows: list[dict], path: Path) -> None:
         for row in shown:
             if tuple(row[name] for name in titles) != panel:
                 continue
-            color = f"C{list(SYSTEMS).index(row['system'])}"
+            # more systems than matplotlib's own ten colors
+            color = plt.colormaps["tab20"](list(SYSTEMS).index(row["system"]))
             at = (row["peak_mb"] / 1e3, row["tokens_per_s_gpu"])
             style = {"facecolors": "none"} if row["limited"] else {"facecolors": color}
             point = axes.scatter(*at, marker="o", edgecolors=color, **style)
