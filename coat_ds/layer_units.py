@@ -41,12 +41,6 @@ OTHERS = (
 )
 
 
-def reaches_its_weights(layer: torch.nn.Module, weight: torch.Tensor) -> bool:
-    """Whether all weights of `layer` are at hand while it runs, forward and backward, without a call of the
-    modules that own them: it is a unit, or `weight`, any one of them, is not ZeRO-3's."""
-    return not hasattr(weight, "ds_id") or getattr(layer, "zero3_unit", False)
-
-
 class LayerUnits:
     """The layers of `model` that are to be units of ZeRO-3, and why others are not.
 
