@@ -16,6 +16,7 @@ def register() -> None:
         from coat_ds.switch import register
 
         register()
+    # whatever it is, torch's import would fail with it
     except Exception as error:
         if os.environ.get("COAT_DISABLE") != "1" and os.environ.get("RANK", "0") == "0":
             logging.getLogger("coat_ds").warning(
@@ -32,5 +33,6 @@ def _source() -> str:
     try:
         noted = importlib.metadata.distribution("coat-train").read_text("direct_url.json")
         return f" (installed from {json.loads(noted)['url']})"
+    # a broken record must not break the line that says what is broken
     except Exception:
         return ""
