@@ -51,7 +51,7 @@ def build(config=None, activations=None, layers=2, spec=coat_layer_spec):
         spec,
         seq_length=S,
         vocab_size=VOCAB,
-        activations=ActivationsConfig(**(activations or {})),
+        activations=ActivationsConfig(**{"cuda_graphs": False} | (activations or {})),
         **(config or {}),
     )
     generator = torch.Generator().manual_seed(1)
