@@ -135,12 +135,16 @@ class WeightCache:
     def _key_of(weight: torch.Tensor, fmt: Fp8Format) -> tuple:
         return _epoch, weight.data_ptr(), weight._version, weight.shape, weight.stride(), fmt
 
+    def prediction(self, fmt: Fp8Format) -> PredictedScale | None:
+        """Of the weight's scale in `fmt`, if scales are predicted."""
+        if self.predicts and self._predicted is None:
+            self._predicted = PredictedScale(fmt)
+        return self._predicted
+
     def _quantize(
         self, weight: torch.Tensor, fmt: Fp8Format, columns: bool = False
     ) -> tuple[Quantized, torch.Tensor]:
-        if self.predicts and self._predicted is None:
-            self._predicted = PredictedScale(fmt)
-        return fp8_operands(weight, fmt, columns=columns, predicted=self._predicted)
+        return fp8_operands(weight, fmt, columns=columns, predicted=self.prediction(fmt))
 
 
 # of any weight
