@@ -125,6 +125,8 @@ SYSTEMS = {
     "BF16, layers as units": System(layer_units=True, asked_for=True),
     "TE FP8, layers as units": System(**_TE, layer_units=True, asked_for=True),
     "COAT, module by module": System({}, layer_units=False, asked_for=True),
+    "COAT, graphs": System({"activations": {"cuda_graphs": True}}, asked_for=True),
+    "COAT, no graphs": System({"activations": {"cuda_graphs": False}}, asked_for=True),
 }
 BY_DEFAULT = [name for name, system in SYSTEMS.items() if not system.asked_for]
 BF16_MASTERS = {"bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}
