@@ -35,13 +35,25 @@ class _Memory:
     """Where all graphs of one stream lie, and the buffers through which they are given their inputs."""
 
     def __init__(self, device: torch.device):
-        self.pool = torch.cuda.graph_pool_handle()
         # graphs are recorded on a stream of their own
         self.stream = torch.cuda.Stream(device)
+        self._number = torch.zeros(1, device=device)
+        # a pool does not outlive the last graph in it
+        self._anchor = self._record_next_to_nothing()
+        self.pool = self._anchor.pool()
         self._buffers: dict[Hashable, torch.Tensor] = {}
         self._announced: set[torch.Size] = set()
         # why nothing is recorded any more
         self.refusal: str | None = None
+
+    def _record_next_to_nothing(self) -> torch.cuda.CUDAGraph:
+        graph = torch.cuda.CUDAGraph()
+        self.stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self.stream):
+            graph.capture_begin(capture_error_mode="thread_local")
+            self._number.add_(1)
+            graph.capture_end()
+        return graph
 
     def buffer(self, use: str, like: torch.Tensor) -> torch.Tensor:
         """Memory for a tensor like `like`, the same for all graphs: it is read before the next one runs."""
@@ -56,6 +68,8 @@ class _Memory:
             return make()
         except RuntimeError as error:
             self.refusal = str(error)
+            # where recording fails, torch's random numbers still belong to the graph, until one is finished
+            self._record_next_to_nothing()
             logger.warning(
                 "layers could not be recorded as CUDA graphs and run without: %s. To silence this, set "
                 '"cuda_graphs": false in coat.activations.',

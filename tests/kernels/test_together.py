@@ -53,7 +53,7 @@ def check_same(actual, expected) -> None:
 def test_each_tensor_is_quantized_as_if_alone(dtype, name, fmt, device):
     xs = tensors(name, dtype, device)
     predictions = [PredictedScale(fmt) for _ in xs]
-    places = [prediction.on(device) for prediction in predictions]
+    places = [prediction.on(xs[0].device) for prediction in predictions]
     alone = [fp8_operands(x, fmt, predicted=PredictedScale(fmt)) for x in xs]
     reference = together.rows_together_reference(xs, fmt)
     # scales nobody predicted yet, right ones, and wrong ones, of all or of one
@@ -69,7 +69,7 @@ def test_each_tensor_is_quantized_as_if_alone(dtype, name, fmt, device):
             # which cuBLASLt asks for
             assert one[0].scale.data_ptr() % 16 == 0
     # always the same memory, as CUDA graphs want it
-    assert all(p.on(device) is place for p, place in zip(predictions, places, strict=True))
+    assert all(p.on(xs[0].device) is place for p, place in zip(predictions, places, strict=True))
     largest = [most for _, most in found]
     columns = together.columns_together(xs, largest, fmt)
     for one, expected, x, most in zip(
@@ -85,7 +85,7 @@ def test_right_predictions_leave_the_codes_alone(device, monkeypatch):
     xs = tensors("three", torch.bfloat16, device)
     predictions = [PredictedScale(E4M3) for _ in xs]
     together.rows_together(xs, predictions, E4M3)
-    predictions[1].on(device).fill_(2.0**40)
+    predictions[1].on(xs[0].device).fill_(2.0**40)
     launches = []
     kernel = together.rows_together_kernel
 
