@@ -3,12 +3,12 @@ them.
 
 A replay costs the CPU a few launches, however many kernels there are. It costs the GPU copies: inputs and
 results cross in buffers whose addresses the graphs know. What a forward keeps for its backward stays
-allocated from then on, as much as it takes anyway while a step is at its peak; everything else lies in one
-pool of memory, which the graphs of a stream use in turn.
+allocated from then on, as much as it takes anyway while a step is at its peak; the rest of its memory is
+shared with other graphs.
 
 A graph reads and writes addresses. It is replayed only while all of them are what they were when it was
-recorded, and between a forward and its backward only if nothing else was replayed over what that kept:
-otherwise the function runs as it is written, or is recorded again.
+recorded, and while that overwrites nothing that waits for a backward: otherwise the function runs as it is
+written, or is recorded again.
 """
 
 import functools
@@ -31,22 +31,41 @@ MOST_SHAPES = 2
 MOST_MOVES = 3
 
 
+class _Pool:
+    """Memory that graphs use in turn.
+
+    What a forward keeps for its backward is nobody else's from then on. But it may lie where graphs that were
+    recorded before have what they need while they run: those must not be replayed in between.
+    """
+
+    def __init__(self, record_little: Callable[[], torch.cuda.CUDAGraph]):
+        # a pool does not outlive the last graph in it
+        self._anchor = record_little()
+        self.handle = self._anchor.pool()
+        # graphs recorded so far
+        self.count = 0
+        # numbers of the forwards that wait for their backwards
+        self.in_flight: set[int] = set()
+
+    def allows(self, number: int) -> bool:
+        """Whether the graph of this number may be replayed now."""
+        return max(self.in_flight, default=-1) < number
+
+
 class _Memory:
-    """Where all graphs of one stream lie, and the buffers through which they are given their inputs."""
+    """What all graphs of one stream share."""
 
     def __init__(self, device: torch.device):
         # graphs are recorded on a stream of their own
         self.stream = torch.cuda.Stream(device)
         self._number = torch.zeros(1, device=device)
-        # a pool does not outlive the last graph in it
-        self._anchor = self._record_next_to_nothing()
-        self.pool = self._anchor.pool()
+        self._pools: list[_Pool] = []
         self._buffers: dict[Hashable, torch.Tensor] = {}
         self._announced: set[torch.Size] = set()
         # why nothing is recorded any more
         self.refusal: str | None = None
 
-    def _record_next_to_nothing(self) -> torch.cuda.CUDAGraph:
+    def _record_little(self) -> torch.cuda.CUDAGraph:
         graph = torch.cuda.CUDAGraph()
         self.stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self.stream):
@@ -55,8 +74,14 @@ class _Memory:
             graph.capture_end()
         return graph
 
+    def pool(self, index: int) -> _Pool:
+        """That of the layers' graphs for one micro-batch of those that are under way at a time."""
+        while len(self._pools) <= index:
+            self._pools.append(_Pool(self._record_little))
+        return self._pools[index]
+
     def buffer(self, use: str, like: torch.Tensor) -> torch.Tensor:
-        """Memory for a tensor like `like`, the same for all graphs: it is read before the next one runs."""
+        """Memory for a tensor like `like`, the same for all graphs: each reads it before the next runs."""
         key = use, like.shape, like.dtype
         if key not in self._buffers:
             self._buffers[key] = torch.empty_like(like, memory_format=torch.contiguous_format)
@@ -69,7 +94,7 @@ class _Memory:
         except RuntimeError as error:
             self.refusal = str(error)
             # where recording fails, torch's random numbers still belong to the graph, until one is finished
-            self._record_next_to_nothing()
+            self._record_little()
             logger.warning(
                 "layers could not be recorded as CUDA graphs and run without: %s. To silence this, set "
                 '"cuda_graphs": false in coat.activations.',
@@ -78,8 +103,8 @@ class _Memory:
             return None
 
     def announce(self, shape: torch.Size) -> None:
-        """Says once that layers with inputs of this shape are replayed."""
-        if shape not in self._announced:
+        """Says once that layers with inputs of this shape are replayed, if they are."""
+        if self.refusal is None and shape not in self._announced:
             self._announced.add(shape)
             logger.info("layers with inputs of shape %s run as CUDA graphs from now on", list(shape))
 
@@ -141,47 +166,57 @@ def _copied(x: torch.Tensor | None) -> torch.Tensor | None:
 class _Graph:
     """The kernels that `body()` launches. `results` is what it returned, which each replay writes again."""
 
-    def __init__(self, memory: _Memory, body: Callable[[], Sequence[torch.Tensor | None]]):
+    def __init__(self, memory: _Memory, pool: _Pool, body: Callable[[], Sequence[torch.Tensor | None]]):
         self._graph = torch.cuda.CUDAGraph()
         # while a graph is recorded, memory that nobody uses cannot be taken back
         torch.cuda.empty_cache()
         memory.stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(memory.stream):
             # other threads, such as one that loads data, may go on meanwhile
-            self._graph.capture_begin(pool=memory.pool, capture_error_mode="thread_local")
+            self._graph.capture_begin(pool=pool.handle, capture_error_mode="thread_local")
             try:
                 made = body()
             finally:
                 self._graph.capture_end()
         torch.cuda.current_stream().wait_stream(memory.stream)
         self.results = tuple(map(_borrow, made))
+        self.number = pool.count
+        pool.count += 1
 
     def replay(self) -> None:
         self._graph.replay()
 
 
 class _InFlight:
-    """Alive while a forward waits for its backward."""
+    """While it lives, a forward waits for its backward."""
 
-    __slots__ = ("__weakref__",)
+    def __init__(self, pool: _Pool, number: int):
+        self._pool, self._number = pool, number
+        pool.in_flight.add(number)
+
+    def __del__(self):
+        self._pool.in_flight.discard(self._number)
 
 
 class _Recording:
     """Both graphs of a function for inputs at certain addresses."""
 
     def __init__(
-        self, memory: _Memory, function: Callable, x: torch.Tensor, tensors: Sequence[torch.Tensor | None]
+        self,
+        memory: _Memory,
+        pool: _Pool,
+        function: Callable,
+        x: torch.Tensor,
+        tensors: Sequence[torch.Tensor | None],
     ):
-        self._memory = memory
-        self.x = memory.buffer("input", x)
+        self._memory, self._pool = memory, pool
+        self._x = memory.buffer("input", x)
         # of autograd's own here, on the same memory
         leaves = [None if t is None else t.detach().requires_grad_(t.requires_grad) for t in tensors]
-        self._inputs = [self.x.detach().requires_grad_(), *leaves]
-        self._forward = _Graph(self._memory, functools.partial(self._run, function))
+        self._inputs = [self._x.detach().requires_grad_(), *leaves]
+        self._forward = _Graph(memory, pool, functools.partial(self._run, function))
         self._backward: _Graph | None = None
-        self.grad: torch.Tensor | None = None
-        self._in_flight: Callable[[], _InFlight | None] = lambda: None
-        self.times = 0
+        self._grad: torch.Tensor | None = None
 
     def _run(self, function: Callable) -> tuple[torch.Tensor]:
         y = function(*self._inputs)
@@ -192,34 +227,34 @@ class _Recording:
     def _differentiate(self) -> list[torch.Tensor | None]:
         trained = [t for t in self._inputs if t is not None and t.requires_grad]
         # kept, so that no other graph takes the memory of what was saved
-        grads = torch.autograd.grad([self._edge], trained, [self.grad], retain_graph=True, allow_unused=True)
+        grads = torch.autograd.grad([self._edge], trained, [self._grad], retain_graph=True, allow_unused=True)
         found = iter(grads)
         return [next(found) if t is not None and t.requires_grad else None for t in self._inputs]
 
     @property
-    def is_free(self) -> bool:
-        """Whether no forward waits for its backward."""
-        return self._in_flight() is None
+    def is_ready(self) -> bool:
+        """Whether the forward may be replayed: nothing waits for a backward that it would overwrite."""
+        return self._pool.allows(self._forward.number)
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, _InFlight]:
         """The function's output, and what to hold until its backward has run."""
-        in_flight = _InFlight()
-        self._in_flight = weakref.ref(in_flight)
-        self.times += 1
-        self.x.copy_(x)
+        in_flight = _InFlight(self._pool, self._forward.number)
+        self._x.copy_(x)
         self._forward.replay()
         return _copied(self._forward.results[0]), in_flight
 
     def backward(self, grad: torch.Tensor) -> list[torch.Tensor | None]:
         """The gradients of x and the tensors."""
-        if self.grad is None:
-            self.grad = self._memory.buffer("gradient", grad)
-        self.grad.copy_(grad)
-        if self._backward is None:
-            self._backward = self._memory.record(lambda: _Graph(self._memory, self._differentiate))
-            if self._backward is None:
-                return self._differentiate()
+        if self._grad is None:
+            self._grad = self._memory.buffer("gradient", grad)
+        self._grad.copy_(grad)
+        if self._backward is None and self._memory.refusal is None:
+            self._backward = self._memory.record(
+                lambda: _Graph(self._memory, self._pool, self._differentiate)
+            )
             self._memory.announce(grad.shape)
+        if self._backward is None or not self._pool.allows(self._backward.number):
+            return self._differentiate()
         self._backward.replay()
         return [_copied(g) for g in self._backward.results]
 
@@ -228,19 +263,20 @@ class _Replay(torch.autograd.Function):
     @staticmethod
     def forward(ctx, recording, x, *tensors):
         y, ctx.in_flight = recording.forward(x)
-        ctx.recording, ctx.times = recording, recording.times
+        ctx.recording = recording
         return y
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad):
-        if ctx.times != ctx.recording.times:
+        if ctx.in_flight is None:
             raise RuntimeError(
-                "a layer that runs as a CUDA graph was run again before its backward was repeated. Call "
-                'backward() once, or set "cuda_graphs": false in coat.activations.'
+                "backward a second time through a layer that runs as a CUDA graph. Give the first backward "
+                "retain_graph=True."
             )
         grads = ctx.recording.backward(grad)
-        ctx.in_flight = None
+        if not torch._C._autograd._get_current_graph_task_keep_graph():
+            ctx.in_flight = None
         return None, *grads
 
 
@@ -303,9 +339,10 @@ class Graphs:
         place.calls += 1
         if place.calls <= WARM_UP:
             return function(x, *tensors)
-        recording = next((r for r in place.recordings if r.is_free), None)
+        recording = next((r for r in place.recordings if r.is_ready), None)
         if recording is None and len(place.recordings) < under_way:
-            recording = memory.record(lambda: _Recording(memory, function, x, tensors))
+            pool = memory.pool(len(place.recordings))
+            recording = memory.record(lambda: _Recording(memory, pool, function, x, tensors))
             place.recordings += [recording] * (recording is not None)
         if recording is None:
             return function(x, *tensors)

@@ -255,7 +255,8 @@ def test_weights_of_one_kind_are_quantized_in_one_launch(device, monkeypatch):
     for changed in (linear_options("scale"), linear_options("fp8"), no_prediction):
         model.linears["fc1"] = changed
         check_same(run(model, model.by_blocks, x, grad), expected)
-    model.linears["fc1"] = dataclasses.replace(options, formats=LinearFormats(forward=E5M2, backward=E4M3))
+    swapped = LinearFormats(forward=E5M2, backward=E4M3)
+    model.linears["fc1"] = dataclasses.replace(options, formats=swapped, grad_scale=PredictedScale(E4M3))
     assert not run(model, model.by_blocks, x, grad)["y"].equal(expected["y"])
     assert not launches
     # weights that lie in memory like no others
