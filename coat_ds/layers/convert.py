@@ -108,11 +108,13 @@ def _forwards(model: nn.Module, conversion: Conversion, may: Callable) -> Iterat
         kind = _kind_of(module)
         if kind is None:
             continue
-        reason = stays.get(id(module)) or (None if may(name, module) else "the filter")
-        built = None
-        if reason is None:
-            built, reason = _BUILDERS[kind](module, activations, projections)
-        if built is not None:
+        built, reason = _BUILDERS[kind](module, activations, projections)
+        if built is None and reason is None:
+            continue
+        barred = stays.get(id(module)) or (None if may(name, module) else "the filter")
+        if barred is not None:
+            conversion.leave(_COUNTED.get(kind, kind), name, barred)
+        elif built is not None:
             _require_dtype(name, module)
             conversion.take(built.kind, name)
             if isinstance(built, Fp8GatedFeedForward | experts.Fp8Experts):
@@ -120,7 +122,7 @@ def _forwards(model: nn.Module, conversion: Conversion, may: Callable) -> Iterat
             if isinstance(built, experts.Fp8Experts):
                 conversion.take("linear", name)
             yield built
-        elif reason is not None:
+        else:
             conversion.leave(_COUNTED.get(kind, kind), name, reason)
 
 
