@@ -38,6 +38,7 @@ from coat_kernels.residual import Addends
 from coat_kernels.rope import rotate_qkv_backward_operands, rotate_qkv_forward
 from coat_kernels.tensorwise import Quantized, transpose_codes
 from coat_kernels.together import columns_together, rows_together
+from coat_kernels.weights import WeightCache
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +89,7 @@ def _norm_backward(grad_y, grad_residual, kept, weight, bias, norm: NormOptions,
     return grad_x, grad_weight, grad_bias
 
 
-def _qkv_forward(x, norm_weight, norm_bias, weight, bias, cos, sin, norm, linear, groups, d):
+def _qkv_forward(x, norm_weight, norm_bias, weight, bias, cos, sin, norm, linear, *heads):
     """(q, k, v), and what is kept for backward."""
     rows = x.reshape(-1, x.shape[-1]).contiguous()
     y, largest_y, kept, rstd = norm_operands(
@@ -96,7 +97,7 @@ def _qkv_forward(x, norm_weight, norm_bias, weight, bias, cos, sin, norm, linear
     )
     w, largest_w = linear.cache.forward(weight, linear.formats.forward)
     mixed = multiply(y.rows, y.scale, w, bias, x.dtype, linear)
-    qkv = rotate_qkv_forward.eager(mixed.view(-1, x.shape[1], mixed.shape[1]), cos, sin, groups, d)
+    qkv = rotate_qkv_forward.eager(mixed.view(-1, x.shape[1], mixed.shape[1]), cos, sin, *heads)
     return qkv, (norm_weight, norm_bias, weight, bias, cos, sin, *kept, rstd, largest_y, largest_w)
 
 
@@ -109,22 +110,22 @@ def _normed_again(saved, norm: NormOptions, linear: LinearOptions) -> tuple[torc
     )  # fmt: skip
 
 
-def _qkv_again(columns, scale, saved, batch: int, dtype, linear: LinearOptions, groups: int, d: int):
+def _qkv_again(columns, scale, saved, batch: int, dtype, linear: LinearOptions, *heads):
     """(q, k, v) again, from the norm's output by columns."""
     _, _, weight, bias, cos, sin, codes, *_, largest_w = saved
     tokens, h = codes.shape
     rows = transpose_codes(columns)[:tokens, :h]
     w = linear.cache.rows(weight, largest_w, linear.formats.forward)
     mixed = multiply(rows, scale, w, bias, dtype, linear)
-    return rotate_qkv_forward.eager(mixed.view(-1, batch, mixed.shape[1]), cos, sin, groups, d)
+    return rotate_qkv_forward.eager(mixed.view(-1, batch, mixed.shape[1]), cos, sin, *heads)
 
 
-def _qkv_backward(dq, dk, dv, grad_residual, columns, saved, norm, linear, needs_x: bool):
+def _qkv_backward(dq, dk, dv, grad_residual, columns, saved, norm, linear, apart: bool, needs_x: bool):
     """The gradients of x, both parameters of the norm, weight and bias; `columns` and their scale as
     `_normed_again` gives them."""
     norm_weight, norm_bias, weight, bias, cos, sin, *kept, _, largest_w = saved
     # in a list, to leave it to the products, which free parts of it on the way
-    grad = [rotate_qkv_backward_operands(dq, dk, dv, cos, sin, linear.grad_scale, bias is not None)]
+    grad = [rotate_qkv_backward_operands(dq, dk, dv, cos, sin, linear.grad_scale, bias is not None, apart)]
     grad_bias = None if bias is None else grad[0].sums.to(bias.dtype)
     columns = gathered_columns(*columns, kept[0].shape[0], linear)
     w = [linear.cache.columns(weight, largest_w, linear.formats.forward)]
@@ -147,10 +148,10 @@ class _QkvBlock(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, dq, dk, dv, grad_residual):
-        saved, (norm, linear, *_) = ctx.saved_tensors, ctx.options
+        saved, (norm, linear, _, _, apart) = ctx.saved_tensors, ctx.options
         columns = _normed_again(saved, norm, linear)
         needs_x = ctx.needs_input_grad[0]
-        found = _qkv_backward(dq, dk, dv, grad_residual, columns, saved, norm, linear, needs_x)
+        found = _qkv_backward(dq, dk, dv, grad_residual, columns, saved, norm, linear, apart, needs_x)
         return *found, None, None, None
 
 
@@ -166,15 +167,15 @@ class _AttentionBlock(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, grad_o, grad_residual):
-        saved, (norm, linear, groups, d) = ctx.saved_tensors, ctx.options
+        saved, (norm, linear, *heads) = ctx.saved_tensors, ctx.options
         columns = _normed_again(saved, norm, linear)
-        qkv = _qkv_again(*columns, saved, ctx.batch, grad_o.dtype, linear, groups, d)
+        qkv = _qkv_again(*columns, saved, ctx.batch, grad_o.dtype, linear, *heads)
         with torch.enable_grad():
             qkv = tuple(t.requires_grad_() for t in qkv)
             grads = torch.autograd.grad(ctx.attend(*qkv), qkv, grad_o)
         del qkv
         needs_x = ctx.needs_input_grad[0]
-        found = _qkv_backward(*grads, grad_residual, columns, saved, norm, linear, needs_x)
+        found = _qkv_backward(*grads, grad_residual, columns, saved, norm, linear, heads[-1], needs_x)
         return *found, None, None, None, None
 
 
@@ -191,6 +192,7 @@ def qkv_block(
     linear: LinearOptions,
     groups: int,
     d: int,
+    apart: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Queries, keys and values of `x`, and `x` itself, to be read in its place by the residual addition.
 
@@ -201,11 +203,12 @@ def qkv_block(
         cos, sin: as of `rotate_qkv`.
         linear: with both scales given.
         groups, d: key-value groups on this rank, and channels of a head.
+        apart: in the projection's output all queries come first, then all keys, then all values.
 
     Returns q [s, b, groups * m, d], k and v [s, b, groups, d], under sequence parallelism of the whole
     sequence. What reads the returned x has its gradient added inside the norm's backward.
     """
-    options = norm, linear, groups, d
+    options = norm, linear, groups, d, apart
     return _QkvBlock.apply(x, norm_weight, norm_bias, weight, bias, cos, sin, options)
 
 
@@ -222,6 +225,7 @@ def attention_block(
     linear: LinearOptions,
     groups: int,
     d: int,
+    apart: bool = False,
     attend: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor],
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`qkv_block` and attention in one, which keeps nothing of queries, keys, values and attention's output.
@@ -231,7 +235,7 @@ def attention_block(
 
     Returns attention's output and x, to be read in its place by the residual addition.
     """
-    options = norm, linear, groups, d
+    options = norm, linear, groups, d, apart
     return _AttentionBlock.apply(x, norm_weight, norm_bias, weight, bias, cos, sin, options, attend)
 
 
@@ -242,10 +246,12 @@ def _summed(z: torch.Tensor, linear: LinearOptions) -> torch.Tensor:
 
 
 def _go_together(weights: tuple[torch.Tensor, ...], linears: tuple[LinearOptions, ...]) -> bool:
-    """Whether one launch may quantize the weights: nothing is kept of them, and they are of one kind."""
+    """Whether one launch may quantize the weights: each is one tensor, nothing is kept of it, and they are of
+    one kind."""
     for weight, linear in zip(weights, linears, strict=True):
         if (
-            linear.cache.keep != "none"
+            type(linear.cache) is not WeightCache
+            or linear.cache.keep != "none"
             or not linear.cache.predicts
             or linear.formats.forward.dtype != linears[0].formats.forward.dtype
             or weight.dtype != weights[0].dtype

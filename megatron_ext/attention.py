@@ -16,13 +16,13 @@ from megatron.core.transformer.enums import AttnBackend, AttnMaskType
 from megatron.core.transformer.identity_op import IdentityOp
 from torch.nn.attention import SDPBackend
 
+from coat_ds.layers.hooks import after_pre_hooks, before_hooks
 from coat_kernels.attention import BACKENDS, causal_attention
 from coat_kernels.deferred import PredictedScale
 from coat_kernels.groups import DEFAULT_FORMAT
 from coat_kernels.origin import note, noted
 from coat_kernels.rope import rotate_qkv
 
-from .hooks import after_pre_hooks, before_hooks
 from .linear import keep_bias
 from .settings import activations_of, formats_of
 

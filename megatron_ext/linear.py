@@ -11,6 +11,8 @@ import logging
 import torch
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 
+from coat_ds.layers.formats import formats
+from coat_ds.layers.hooks import after_pre_hooks
 from coat_kernels.autograd import once_differentiable
 from coat_kernels.deferred import PredictedScale
 from coat_kernels.linear import LinearOptions, fp8_linear
@@ -18,9 +20,8 @@ from coat_kernels.origin import maxima_of, origin_of, with_maxima
 from coat_kernels.parallel import TensorParallel
 from coat_kernels.weights import WeightCache
 
-from .hooks import after_pre_hooks
 from .options import layer_activations
-from .settings import activations_of, formats
+from .settings import activations_of
 
 logger = logging.getLogger(__name__)
 

@@ -5,11 +5,11 @@ import torch.nn.functional as F
 from megatron.core.activations import squared_relu
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
 
+from coat_ds.layers.hooks import after_pre_hooks
 from coat_kernels.activation import activation
 from coat_kernels.blocks import ActivationOptions, activation_options
 from coat_kernels.deferred import PredictedScale
 
-from .hooks import after_pre_hooks
 from .linear import CoatColumnParallelLinear, CoatRowParallelLinear, keep_bias
 from .settings import activations_of, formats_of
 

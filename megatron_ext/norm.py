@@ -5,13 +5,13 @@ all, and the residual additions behind and before them.
 import torch
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 
+from coat_ds.layers.hooks import before_hooks
 from coat_kernels.blocks import NormOptions, norm_options
 from coat_kernels.deferred import PredictedScale
 from coat_kernels.norm import layer_norm, rms_norm
 from coat_kernels.origin import take_stand_in, with_stand_in
 from coat_kernels.residual import deferred_add, may_defer_add
 
-from .hooks import before_hooks
 from .settings import activations_of, formats_of
 
 

@@ -1,7 +1,8 @@
 """How the block's `activations` reach the layers: as an attribute of Megatron's config."""
 
 from coat_ds.config import ActivationsConfig
-from coat_kernels.fp8 import fp8_format, set_emulation
+from coat_ds.layers.formats import formats
+from coat_kernels.fp8 import set_emulation
 from coat_kernels.linear import LinearFormats
 
 from . import options
@@ -23,15 +24,3 @@ def activations_of(config) -> ActivationsConfig:
 def formats_of(config) -> LinearFormats:
     """The FP8 formats of the linear layers."""
     return formats(activations_of(config))
-
-
-def formats(activations: ActivationsConfig, cancels: bool = False) -> LinearFormats:
-    """The FP8 formats of a linear layer. `cancels`: in its weight's gradient large terms cancel."""
-    fast_backward = activations.fast_accumulation == "all"
-    return LinearFormats(
-        fp8_format(activations.forward_format),
-        fp8_format(activations.backward_format),
-        fast_forward=activations.fast_accumulation != "none",
-        fast_input_grad=fast_backward,
-        fast_weight_grad=fast_backward and not cancels,
-    )

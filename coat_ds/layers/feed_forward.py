@@ -1,0 +1,107 @@
+"""Activations that keep their input in 8 bits and their output not at all, by themselves and in gated
+feed-forward layers.
+"""
+
+import torch
+
+from coat_ds.config import ActivationsConfig
+from coat_ds.layers.formats import formats
+from coat_ds.layers.hooks import after_pre_hooks, before_hooks
+from coat_ds.layers.merged_linear import MergedLinear, may_merge
+from coat_ds.layers.probe import GatedForm
+from coat_ds.layers.replaced import Replaced, replaced
+from coat_kernels.activation import activation
+from coat_kernels.blocks import ActivationOptions, activation_options
+from coat_kernels.deferred import PredictedScale
+from coat_kernels.linear import LinearOptions, fp8_linear
+from coat_kernels.origin import origin_of
+
+
+class _Activation(Replaced):
+    kind = "feed_forward"
+
+    def __init__(self, module: torch.nn.Module, activations: ActivationsConfig):
+        super().__init__(module)
+        self.kept = {"group_size": activations.group_size, "saved_format": activations.saved_format}
+        chosen = formats(activations)
+        self.y_scale, self.grad_scale = PredictedScale(chosen.forward), PredictedScale(chosen.backward)
+
+    def activate(self, x: torch.Tensor, function: str, gated: bool) -> torch.Tensor:
+        """What an activation makes of `x`. Output and gradient wait for FP8 products as long as nobody else
+        reads them."""
+        scales = {"y_scale": self.y_scale, "grad_scale": self.grad_scale}
+        scales = {name: None if scale.times_made else scale for name, scale in scales.items()}
+        return activation(x, function, gated=gated, **self.kept, **scales)
+
+
+class Fp8Activation(_Activation):
+    """The forward of an elementwise `function`, one of `coat_kernels.activation.KINDS`."""
+
+    def __init__(self, module: torch.nn.Module, activations: ActivationsConfig, function: str):
+        super().__init__(module, activations)
+        self.function = function
+
+    def __call__(self, input: torch.Tensor) -> torch.Tensor:
+        if not self.takes(input) or input.numel() == 0:
+            return self.stock(input)
+        dtype = self.dtype_of_output(input)
+        y = self.activate(input if dtype == input.dtype else input.to(dtype), self.function, gated=False)
+        before_hooks(self.module, y)
+        return y
+
+
+class Fp8GatedFeedForward(_Activation):
+    """The forward of down(a(gate(x)) * up(x)). Gate and up are one product where nobody can tell, else the
+    modules that are there: adapters and hooks stay."""
+
+    def __init__(self, module: torch.nn.Module, activations: ActivationsConfig, form: GatedForm):
+        super().__init__(module, activations)
+        self.form = form
+        self.both = None if form.up is None else MergedLinear(activations)
+
+    @property
+    def first(self) -> tuple[torch.nn.Module, ...]:
+        """The linear layers that read the input."""
+        form, modules = self.form, self.module._modules
+        return tuple(modules[name] for name in (form.gate, form.up) if name is not None)
+
+    @property
+    def down(self) -> torch.nn.Module:
+        return self.module._modules[self.form.down]
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        if not self.takes(x) or x.numel() == 0:
+            return self.stock(x)
+        after_pre_hooks(self.module, x)
+        return self.down(self.activate(self._both(x), self.form.kind, gated=True))
+
+    def first_options(self) -> tuple[torch.Tensor, torch.Tensor | None, LinearOptions]:
+        """Weight and bias of the product that reads the input, and how it multiplies, for a fused block."""
+        if self.both is not None:
+            return self.both.options(self.first)
+        (linear,) = self.first
+        return linear.weight, linear.bias, replaced(linear).options()
+
+    @property
+    def options(self) -> ActivationOptions:
+        """How the activation computes, for a fused block."""
+        return activation_options(self.form.kind, True, self.kept["group_size"], self.kept["saved_format"])
+
+    def _both(self, x: torch.Tensor) -> torch.Tensor:
+        """gate(x) | up(x)."""
+        first = self.first
+        if self.both is None:
+            return first[0](x)
+        if not may_merge(first):
+            return torch.cat([linear(x) for linear in first], -1)
+        weight, bias, options = self.both.options(first)
+        return fp8_linear(
+            x,
+            weight,
+            bias,
+            formats=options.formats,
+            origin=origin_of(x),
+            cache=options.cache,
+            x_scale=options.x_scale,
+            grad_scale=options.grad_scale,
+        )
