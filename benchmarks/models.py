@@ -2,9 +2,11 @@
 GPU the speed of layers as wide as those of real models, beside whoever else converts models.
 """
 
+import contextlib
 import gc
+import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import torch
@@ -149,6 +151,8 @@ def build(shape: Shape, layers: int, device: torch.device, quick: bool) -> torch
     if "text_config" in known:
         known["text_config"] |= fields
         known["vision_config"] |= {"num_hidden_layers": layers}
+        if quick:
+            known["vision_config"] |= {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4}
     else:
         known |= fields
     config = getattr(transformers, shape.config)(**known)
@@ -159,8 +163,21 @@ def build(shape: Shape, layers: int, device: torch.device, quick: bool) -> torch
 def _liger(model: torch.nn.Module) -> torch.nn.Module:
     from liger_kernel.transformers import _apply_liger_kernel_to_instance
 
-    _apply_liger_kernel_to_instance(model=model)
+    # its loss is of a head, which is not there
+    _apply_liger_kernel_to_instance(model=model, fused_linear_cross_entropy=False)
     return model
+
+
+@contextlib.contextmanager
+def _own_patches() -> Iterator[None]:
+    """What is put into transformers' modules meanwhile, as by Liger, is taken out again."""
+    modules = [m for name, m in sys.modules.items() if name.startswith("transformers.models.")]
+    before = [dict(vars(module)) for module in modules]
+    try:
+        yield
+    finally:
+        for module, names in zip(modules, before, strict=True):
+            vars(module).update(names)
 
 
 def _torchao(model: torch.nn.Module) -> torch.nn.Module:
@@ -190,14 +207,15 @@ def shape_row(name: str, system: str, arguments) -> dict:
     try:
         model = build(shape, layers, device, arguments.quick)
         inputs = shape.inputs(device, tokens)
-        converted = SYSTEMS[system](model)
+        with _own_patches():
+            converted = SYSTEMS[system](model)
 
-        def step():
-            hidden = converted(**inputs).last_hidden_state
-            hidden.backward(torch.ones_like(hidden))
-            model.zero_grad(set_to_none=True)
+            def step():
+                hidden = converted(**inputs).last_hidden_state
+                hidden.backward(torch.ones_like(hidden))
+                model.zero_grad(set_to_none=True)
 
-        timing = measure(step, *((1, 1) if arguments.quick else (5, 20)))
+            timing = measure(step, *((1, 1) if arguments.quick else (5, 20)))
     # a system that is not there, or that a model is not for, is a row too
     except Exception as error:
         return row | {"ms": float("nan"), "peak_gb": float("nan"), "note": reason(error)}

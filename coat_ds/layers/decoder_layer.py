@@ -16,7 +16,7 @@ from coat_ds.layers.attention import STATE
 from coat_ds.layers.feed_forward import Fp8GatedFeedForward
 from coat_ds.layers.merged_linear import MergedLinear, is_hooked, may_merge
 from coat_ds.layers.norm import Fp8Norm
-from coat_ds.layers.probe import Place, close, first_found, run, shadow
+from coat_ds.layers.probe import Place, close, first_found, linear_of, run, shadow
 from coat_ds.layers.replaced import Replaced, autocast_dtype, replaced
 from coat_kernels.attention import causal_attention, origin_in_groups
 from coat_kernels.blocks import attention_block, mlp_block, qkv_block
@@ -86,8 +86,7 @@ def _is_rotary(attention: nn.Module, place: Place) -> bool:
     small, sizes = {}, dict(zip(PROJECTIONS, (groups * m * d, groups * d, groups * d, h), strict=True))
     for i, (name, n) in enumerate(sizes.items()):
         k = groups * m * d if name == "o_proj" else h
-        small[name] = nn.Linear(k, n, bias=False, device=place.device)
-        small[name].weight = nn.Parameter(place.numbers(n, k, seed=i) / k**0.5)
+        small[name] = linear_of(place.numbers(n, k, seed=i) / k**0.5)
     like = shadow(attention, {}, small)
     like.__dict__.update(head_dim=d, num_key_value_groups=m, scaling=0.3)
     for name in ("num_heads", "num_attention_heads"):

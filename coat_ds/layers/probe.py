@@ -80,6 +80,13 @@ def run(module: nn.Module, x: torch.Tensor) -> torch.Tensor | None:
     return None
 
 
+def linear_of(weight: torch.Tensor) -> nn.Linear:
+    """A linear layer of this weight, for which no random number is drawn."""
+    linear = nn.Linear(*reversed(weight.shape), bias=False, device="meta")
+    linear.weight = nn.Parameter(weight)
+    return linear
+
+
 def close(y: torch.Tensor | None, expected: torch.Tensor) -> bool:
     if y is None or y.shape != expected.shape:
         return False
@@ -215,8 +222,7 @@ def _gated(module: nn.Module, gate: str, up: str | None, down: str, place: Place
         g, u = g.chunk(2, -1)
     small = {}
     for name, weight in weights.items():
-        small[name] = nn.Linear(*reversed(weight.shape), bias=False, device=place.device)
-        small[name].weight = nn.Parameter(weight)
+        small[name] = linear_of(weight)
     y = run(shadow(module, {}, {**module._modules, **small}), x)
     for kind in KINDS:
         if close(y, ((value_and_slope_reference(g, kind)[0] * u) @ weights[down].t())):
