@@ -125,10 +125,10 @@ def test_settings_of_products_change_no_answer(precision):
 
 
 def test_probing_leaves_the_generators_alone():
+    gated = Gated(32, 48, lambda m, x: m.w2(m.act(m.w1(x)) * m.w3(x)), nn.SiLU())
+    linear = nn.Linear(32, 48)
     state = torch.get_rng_state()
-    probe.gated_form(Gated(32, 48, lambda m, x: m.w2(m.act(m.w1(x)) * m.w3(x)), nn.SiLU()))
-    probe.norm_form(nn.LayerNorm(32))
-    probe.is_product(nn.Linear(32, 48), transposed=False)
+    assert probe.gated_form(gated) and probe.norm_form(nn.LayerNorm(32)) and probe.is_product(linear, False)
     assert torch.get_rng_state().equal(state)
 
 
