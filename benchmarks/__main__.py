@@ -16,6 +16,7 @@ from benchmarks import (  # noqa: F401  (they register themselves)
     layer,
     main_grad,
     megatron_step,
+    models,
     numerics,
     parallel,
     recompute,

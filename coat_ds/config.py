@@ -167,7 +167,8 @@ class OptimizerConfig(_Block):
 
 @dataclass(frozen=True, slots=True)
 class ActivationsConfig(_Block):
-    """How the layers save activations and in which formats they multiply. The model's layer spec takes it."""
+    """How the layers save activations and in which formats they multiply. The model's layer spec takes it,
+    and so does `coat_ds.convert`."""
 
     KEY: ClassVar[str] = "coat.activations"
 
@@ -193,8 +194,8 @@ class ActivationsConfig(_Block):
 
     weight_cache: str = _choice("none", WEIGHT_CACHES)
     """What is kept of quantized weights over the micro-batches of a step: nothing, their "scale", or "fp8",
-    two bytes a parameter, which saves quantizing them again. Who writes a weight through `.data` between
-    steps calls `coat_kernels.weights.invalidate_weight_caches()`."""
+    two bytes a parameter, which saves quantizing them again; of frozen ones, for good. Who writes a weight
+    through `.data` between steps calls `coat_kernels.weights.invalidate_weight_caches()`."""
 
     fast_accumulation: str = _choice("forward", FAST_ACCUMULATION)
     """Which FP8 products Hopper's tensor cores sum with fewer bits: the "forward" ones, "all" or "none". The
@@ -206,7 +207,8 @@ class ActivationsConfig(_Block):
     ZeRO-3, where weights move, nor with dropout or while activations are recomputed."""
 
     fallback: bool = False
-    """Keep a linear layer whose sizes FP8 products cannot take in BF16. False makes it an error."""
+    """Keep a linear layer whose sizes FP8 products cannot take in BF16. False makes it an error.
+    `coat_ds.convert` always keeps them."""
 
     emulate: bool = False
     """On a GPU without FP8, compute with the reference arithmetic: slow, and for looking only."""

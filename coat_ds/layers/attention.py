@@ -54,6 +54,21 @@ def register() -> None:
     AttentionMaskInterface.register(NAME, ALL_MASK_ATTENTION_FUNCTIONS[STOCK])
 
 
+def _own_storages(*heads: torch.Tensor) -> list[torch.Tensor]:
+    """`heads`, copied where they are part of a storage most of which would be kept for backward for nothing,
+    as values are of a fused projection whose queries and keys have been rotated."""
+    used: dict[int, int] = {}
+    for x in heads:
+        address = x.untyped_storage().data_ptr()
+        used[address] = used.get(address, 0) + x.nbytes
+
+    def wastes(x: torch.Tensor) -> bool:
+        storage = x.untyped_storage()
+        return x.requires_grad and storage.nbytes() > used[storage.data_ptr()]
+
+    return [x.clone(memory_format=torch.preserve_format) if wastes(x) else x for x in heads]
+
+
 def _is_plain_causal(module, query, key, mask, is_causal, rest) -> bool:
     """Whether transformers' own function would ask for causality over as many keys as queries."""
     if is_causal is None:
@@ -92,6 +107,8 @@ def coat_attention(
     # a model that shares the config of one that was converted; and the compiler, which sees no notes
     if kept is None or torch.compiler.is_compiling():
         return stock(), None
+    if kept.group_size is None:
+        query, key, value = _own_storages(query, key, value)
     how = {"group_size": kept.group_size, "saved_format": kept.saved_format, "batch_first": True}
     if attention_mask is not None and attention_mask.shape[-1:] == query.shape[-1:]:
         # an additive one could be taken for a head

@@ -222,6 +222,10 @@ def test_fp32_models_return_the_dtypes_of_the_stock_model(name, autocast):
     for _ in range(2):
         found, gradients = dtypes_of_outputs()
         # activations of gated layers are part of those
+        if name == "gemma3":
+            # what only products read is never written, in whatever dtype they take it
+            norms = [replaced(layer.input_layernorm) for layer in model.model.layers]
+            assert not any(norm.y_scale.times_made for norm in norms)
         assert {n: d for n, d in dtypes.items() if n in found} == found
         assert relative(gradients, expected) < fp8_bound(products)
 
