@@ -35,6 +35,7 @@ OTHER_NAMES = {
     "float32": ("fp32",),
 }
 ZERO3_LAYER_UNITS = ("auto", True, False)
+AUTO = 'Nobody fills in "auto" in this block: write the value, or drop the key for its default.'
 
 
 class CoatConfigError(ValueError):
@@ -45,7 +46,8 @@ def check_type(key: str, value: Any, expected: type) -> None:
     """Raises CoatConfigError unless `value` is of exactly the JSON type `expected` (true is no integer)."""
     if type(value) is not expected:
         name = {bool: "true or false", int: "an integer", str: "a string"}[expected]
-        raise CoatConfigError(f"{key}: expected {name}, found {value!r}. Correct the value or drop the key.")
+        way_out = AUTO if value == "auto" else "Correct the value or drop the key."
+        raise CoatConfigError(f"{key}: expected {name}, found {value!r}. {way_out}")
 
 
 def check_choice(key: str, value: Any, choices: tuple) -> None:
@@ -54,11 +56,13 @@ def check_choice(key: str, value: Any, choices: tuple) -> None:
         kind = "an integer, " if {type(c) for c in choices} == {int} else ""
         listed = ", ".join(repr(c) for c in choices)
         raise CoatConfigError(
-            f"{key}: expected {kind}one of {listed}; found {value!r}.{_did_you_mean(value, choices)}"
+            f"{key}: expected {kind}one of {listed}; found {value!r}."
+            + (f" {AUTO}" if value == "auto" else did_you_mean(value, choices))
         )
 
 
-def _did_you_mean(found: Any, known) -> str:
+def did_you_mean(found: Any, known: Iterable) -> str:
+    """A sentence that names the one of `known` which is likely meant, in front of it a space; or nothing."""
     known = [str(k) for k in known]
     close = difflib.get_close_matches(str(found), known, n=1)
     # what others call it
@@ -87,7 +91,7 @@ class _Block:
             if name not in known:
                 raise CoatConfigError(
                     f"{cls.KEY}.{name}: unknown key (value {block[name]!r}). Known keys: {', '.join(known)}."
-                    + (_did_you_mean(name, known) or " Drop it.")
+                    + (did_you_mean(name, known) or " Drop it.")
                 )
         return cls(
             **{
@@ -144,7 +148,8 @@ class OptimizerConfig(_Block):
 
     exp_avg_sq_rounding: str = _choice("auto", ROUNDINGS)
     """How the second moment is rounded. "auto": "log8" stochastically where beta2 is above 63/64, since it
-    would otherwise decay by less than half a code in a step, that is never; else to nearest."""
+    would otherwise decay by less than half a code in a step, that is never; else to nearest. Beside Hugging
+    Face's Trainer or Accelerate, which refuse the word "auto" here, leave the key out."""
 
     group_size: int = _choice(128, OPTIMIZER_GROUP_SIZES)
     """Consecutive elements that share one scale and one exponent."""
@@ -263,7 +268,8 @@ class CoatConfig(_Block):
     zero3_layer_units: str | bool = _choice("auto", ZERO3_LAYER_UNITS)
     """Whether ZeRO-3 gathers and releases a layer's weights together, which spares the host the hooks of its
     modules. "auto": of COAT layers; true: of Megatron's own and Hugging Face's too; false: of none. Layers
-    with frozen parameters are left out."""
+    with frozen parameters are left out. Hugging Face's Trainer and Accelerate refuse the word "auto" in any
+    block that is not theirs: leave the key out there."""
 
     @classmethod
     def from_dict(cls, block: Mapping[str, Any] | None) -> Self:

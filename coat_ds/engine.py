@@ -11,7 +11,7 @@ import torch
 from coat_ds import checkpointing, client, switch
 from coat_ds.config import CoatConfig, CoatConfigError, OptimizerConfig
 from coat_ds.grad_norm import batch_gradient_norms
-from coat_ds.host_config import check_place, idle_patterns, optimizer_section
+from coat_ds.host_config import check_place, idle_patterns, optimizer_section, stalling
 from coat_ds.layer_units import LayerUnits
 from coat_ds.module_hooks import lighten_module_hooks
 from coat_ds.narrow_grad import keep_gradients_narrow
@@ -32,10 +32,13 @@ OPTIMIZER_PARAMS: dict[str, tuple | None] = {
     "adam_w_mode": (True,),
     "amsgrad": (False,),
     "bias_correction": (True,),
-    # says at most how checkpoints are laid out (`stage0`)
-    "torch_adam": (True, False),
     "set_grad_none": (True, False),
+    # how it is implemented: "torch_adam" says at most how checkpoints are laid out (`stage0`)
+    "torch_adam": (True, False),
+    "fused": (True, False),
+    "foreach": (True, False),
 }
+IMPLEMENTATIONS = ("adam_w_mode", "torch_adam", "fused", "foreach")
 CONFIG_ARGS = ("deepspeed_config", "deepscale_config")
 # DeepSpeed's AdamW does not decay unless told to; torch's does
 DEFAULT_WEIGHT_DECAY = 0.0
@@ -286,8 +289,8 @@ def _client_optimizer(coat: CoatConfig, host: Mapping[str, Any], optimizer, mode
 
     names = {} if model is None else {p: name for name, p in model.named_parameters()}
     rule = functools.partial(_keeps_fp32_by_name, coat.optimizer.keep_fp32, names)
-    for pattern in idle_patterns(coat.optimizer.keep_fp32, names) if names else ():
-        _say(f"coat.optimizer.keep_fp32: {pattern!r} matches no parameter of this model", logging.WARNING)
+    for line in idle_patterns(coat.optimizer.keep_fp32, names) if names else ():
+        _say(line, logging.WARNING)
 
     own = {
         "keep_fp32": rule,
@@ -296,6 +299,8 @@ def _client_optimizer(coat: CoatConfig, host: Mapping[str, Any], optimizer, mode
     }
 
     def reported(built: CoatAdamW) -> CoatAdamW:
+        if line := stalling(built):
+            _say(line, logging.WARNING)
         if coat.report.states:
             _say(f"COAT: AdamW states of the whole model\n{_layout(built, names)}")
         return built
@@ -306,6 +311,10 @@ def _client_optimizer(coat: CoatConfig, host: Mapping[str, Any], optimizer, mode
     def build(model_parameters):
         if optimizer is not None:
             return converted(optimizer(model_parameters))
+        params = _section(_section(host, "optimizer"), "params")
+        if idle := [name for name in IMPLEMENTATIONS if name in params]:
+            listed = ", ".join(f"{name} {params[name]}" for name in idle)
+            _say(f"COAT: optimizer.params: {listed}: of no effect, CoatAdamW has one implementation")
         groups = parameter_groups(model_parameters, coat.optimizer)
         return reported(class_for(None)(groups, **own, **_optimizer_options(host)))
 
