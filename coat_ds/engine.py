@@ -17,7 +17,7 @@ from coat_ds.module_hooks import lighten_module_hooks
 from coat_ds.narrow_grad import keep_gradients_narrow
 from coat_ds.optimizer import LAYOUT, CoatAdamW, keeps_fp32, layout_table
 from coat_ds.partitions import link_partitions
-from coat_ds.report import report_saved
+from coat_ds.report import report_compressed, report_saved
 from coat_ds.shards import local
 from coat_ds.stage0 import translate_checkpoints
 from coat_ds.state import Moment, streaming
@@ -154,6 +154,7 @@ def finish(engine, coat: CoatConfig, units: LayerUnits) -> None:
         report_saved(engine.module, _say)
     if coat.checkpointing.compress:
         checkpointing.compress_inputs(engine.module, coat.checkpointing.group_size)
+        report_compressed(engine.module, _say, functools.partial(_say, level=logging.WARNING))
     _announce(engine, units)
 
 
@@ -550,8 +551,6 @@ def _announce(engine, units: LayerUnits) -> None:
             f"layers built for it save activations in {activations.saved_format} 1x{activations.group_size} "
             f"and multiply in {activations.forward_format}, gradients in {activations.backward_format}"
         )
-    if engine.coat.checkpointing.compress:
-        parts.append(f"checkpointed inputs kept in FP8 1x{engine.coat.checkpointing.group_size}")
     _say(f"COAT: {'; '.join(parts) or 'nothing enabled'}")
     if gathered := units.summary():
         _say(f"COAT: {gathered}")

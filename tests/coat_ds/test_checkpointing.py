@@ -228,7 +228,27 @@ def engines():
     handler.emit = lambda record: lines.append(record.getMessage())
     logger.addHandler(handler)
     out = {(stage, on): train(stage, on, lines) for stage in (1, 3) for on in (False, True)}
-    return out | {"pipeline": (pipeline(False), pipeline(True)), "each": each_its_own()}
+    out |= {"pipeline": (pipeline(False), pipeline(True)), "each": each_its_own()}
+    return out | {"nothing to compress": idle(lines)}
+
+
+def idle(lines):
+    """What is said of a block that compresses checkpoints, where the model makes none, and when."""
+    lines.clear()
+    config = {
+        "train_batch_size": 2,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
+        "coat": {"enabled": True, "checkpointing": {"compress": True}},
+    }
+    engine, *_ = coat_ds.initialize(model=torch.nn.Linear(WIDTH, WIDTH), config=config)
+    with contextlib.suppress(RuntimeError):
+        engine(torch.zeros(1, 1))
+    with torch.no_grad():
+        engine(torch.zeros(1, WIDTH))
+    early = [line for line in lines if "checkpoint" in line]
+    for _ in range(2):
+        engine(torch.zeros(1, WIDTH))
+    return early, [line for line in lines if "checkpoint" in line]
 
 
 def packed_in_groups_of() -> list[int | None]:
@@ -352,6 +372,20 @@ def test_engines(two, stage):
         if said:
             codes, plain = f"{4 * numel * (GROUP + 1) // GROUP:,}", f"{4 * numel * 2:,}"
             assert f"{codes} of checkpointed inputs in FP8 in place of {plain}" in said[0]
+            # gathered weights are not what ZeRO-3 keeps for backward
+            assert said[0] in rank[1, True][3]
+            (compressed,) = [line for line in lines if "checkpointed inputs are kept" in line]
+            assert (
+                f"4 checkpointed inputs are kept in FP8, in {codes} bytes in place of {plain}" in compressed
+            )
+
+
+def test_nothing_to_compress_is_said_once_and_not_before(two):
+    for number, rank in enumerate(two):
+        early, said = rank["nothing to compress"]
+        assert early == [] and len(said) == (number == 0)
+        assert all("coat.checkpointing.compress: found True" in line for line in said)
+        assert all("gradient_checkpointing" in line for line in said)
 
 
 def test_pipeline(two):
