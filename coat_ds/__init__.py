@@ -13,7 +13,7 @@ _HOMES = {
     "CoatConfigError": "coat_ds.config",
     "compressed_checkpoints": "coat_kernels.saved",
     "initialize": "coat_ds.engine",
-    "state_bytes": "coat_ds.engine",
+    "state_bytes": "coat_ds.status",
 }
 
 __all__ = [

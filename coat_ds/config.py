@@ -6,7 +6,7 @@ is the whole usual block; every field below has the value that it takes then.
 """
 
 import difflib
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any, ClassVar, Self
 
@@ -75,6 +75,8 @@ class _Block:
 
     __slots__ = ()
     KEY: ClassVar[str]
+    from_boolean: ClassVar[Callable[[bool], Self] | None] = None
+    """What true or false stands for, where it may stand for the object."""
 
     @classmethod
     def from_dict(cls, block: Mapping[str, Any]) -> Self:
@@ -82,6 +84,8 @@ class _Block:
 
         Raises CoatConfigError for unknown keys, wrong types and impossible values.
         """
+        if isinstance(block, bool) and cls.from_boolean is not None:
+            return cls.from_boolean(block)
         if not isinstance(block, Mapping):
             raise CoatConfigError(
                 f'{cls.KEY}: expected an object such as {{"enabled": true}}, found {block!r}. Use braces.'
@@ -171,7 +175,8 @@ class OptimizerConfig(_Block):
 
 @dataclass(frozen=True, slots=True)
 class ActivationsConfig(_Block):
-    """How the layers save activations and in which formats they multiply. The model's layer spec takes it."""
+    """How the layers save activations and in which formats they multiply. True or false may stand for the
+    object."""
 
     KEY: ClassVar[str] = "coat.activations"
 
@@ -210,6 +215,10 @@ class ActivationsConfig(_Block):
     emulate: bool = False
     """On a GPU without FP8, compute with the reference arithmetic: slow, and for looking only."""
 
+    @classmethod
+    def from_boolean(cls, value: bool) -> Self:
+        return cls(enabled=value)
+
 
 @dataclass(frozen=True, slots=True)
 class CheckpointingConfig(_Block):
@@ -238,10 +247,8 @@ class ReportConfig(_Block):
     what autograd saves, for that one forward."""
 
     @classmethod
-    def from_dict(cls, block: Mapping[str, Any] | bool) -> Self:
-        if isinstance(block, bool):
-            return cls(**{f.name: block for f in fields(cls)})
-        return super(ReportConfig, cls).from_dict(block)
+    def from_boolean(cls, value: bool) -> Self:
+        return cls(**{f.name: value for f in fields(cls)})
 
 
 @dataclass(frozen=True, slots=True)
@@ -252,6 +259,10 @@ class CoatConfig(_Block):
 
     enabled: bool = False
     """The switch. Without the block, or with false, nothing changes."""
+
+    require: bool = False
+    """Make it an error if activations are enabled and no linear layer of the model computes in FP8, which
+    otherwise is a warning."""
 
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     """FP8 optimizer states."""

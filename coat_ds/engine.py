@@ -4,7 +4,7 @@ import contextlib
 import functools
 import logging
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -13,14 +13,15 @@ from coat_ds.config import CoatConfig, CoatConfigError, OptimizerConfig
 from coat_ds.grad_norm import batch_gradient_norms
 from coat_ds.host_config import check_place, idle_patterns, optimizer_section, stalling
 from coat_ds.layer_units import LayerUnits
+from coat_ds.model_layers import Layers, layers_of, reach
 from coat_ds.module_hooks import lighten_module_hooks
 from coat_ds.narrow_grad import keep_gradients_narrow
 from coat_ds.optimizer import LAYOUT, CoatAdamW, keeps_fp32, layout_table
 from coat_ds.partitions import link_partitions
 from coat_ds.report import report_compressed, report_saved
-from coat_ds.shards import local
 from coat_ds.stage0 import translate_checkpoints
-from coat_ds.state import Moment, streaming
+from coat_ds.state import streaming
+from coat_ds.status import Status, idle_layers
 from coat_kernels.codecs import get_codec
 
 # what each key of "optimizer": {"params": ...} has to be to mean what CoatAdamW does; None: passed on
@@ -62,7 +63,7 @@ def initialize(
     """`deepspeed.initialize`: same arguments, same result (engine, optimizer, dataloader, scheduler).
 
     Without a `"coat"` block, or with a disabled one, this is `deepspeed.initialize`. With one, the
-    `"optimizer"` section (Adam or AdamW) makes a `CoatAdamW`, and `engine.coat` is the `CoatConfig`.
+    `"optimizer"` section (Adam or AdamW) makes a `CoatAdamW`, and `engine.coat` says what is (`Status`).
     The config that was given is not changed. An Adam or AdamW of torch or DeepSpeed given as `optimizer`
     becomes a `CoatAdamW`, the same object; a `CoatAdamW` is used as it is: the block's formats do not apply.
 
@@ -116,9 +117,17 @@ def check(host: Mapping[str, Any], optimizer: Any) -> CoatConfig:
     return coat
 
 
-def prepare(arguments: dict[str, Any]) -> tuple[CoatConfig, LayerUnits]:
-    """Before `DeepSpeedEngine` is built of `arguments`, by name: checks them, exchanges the optimizer, and
-    chooses the layers that are to be units of ZeRO-3.
+class Prepared(NamedTuple):
+    """What `finish` needs of `prepare`."""
+
+    coat: CoatConfig
+    layers: Layers
+    units: LayerUnits
+
+
+def prepare(arguments: dict[str, Any]) -> Prepared:
+    """Before `DeepSpeedEngine` is built of `arguments`, by name: checks them, exchanges the optimizer, has
+    the layers do what the block says, and chooses those that are to be units of ZeRO-3.
 
     Raises CoatConfigError for what cannot be honoured.
     """
@@ -131,14 +140,25 @@ def prepare(arguments: dict[str, Any]) -> tuple[CoatConfig, LayerUnits]:
         # DeepSpeed would otherwise refuse any optimizer but its own where states are offloaded
         config_class.zero_force_ds_cpu_optimizer = False
     model = arguments.get("model") if coat.enabled else None
-    return coat, LayerUnits(model, coat.zero3_layer_units, config_class.zero_config)
+    layers = (
+        Layers() if model is None else _prepare_layers(model, coat, "activations" in host.get("coat", {}))
+    )
+    return Prepared(coat, layers, LayerUnits(model, coat.zero3_layer_units, config_class.zero_config))
 
 
-def finish(engine, coat: CoatConfig, units: LayerUnits) -> None:
+def _prepare_layers(model: torch.nn.Module, coat: CoatConfig, said: bool) -> Layers:
+    reach(model, coat.activations, said)
+    layers = layers_of(model, "the model's own")
+    if line := idle_layers(coat, layers):
+        _say(line, logging.WARNING)
+    return layers
+
+
+def finish(engine, prepared: Prepared) -> None:
     """After `engine` was built of what `prepare` left."""
+    coat, layers, units = prepared
     if not coat.enabled:
         return
-    engine.coat = coat
     units.complete()
     _undo_at_the_end(engine, units)
     lighten_module_hooks(engine.module)
@@ -155,50 +175,8 @@ def finish(engine, coat: CoatConfig, units: LayerUnits) -> None:
     if coat.checkpointing.compress:
         checkpointing.compress_inputs(engine.module, coat.checkpointing.group_size)
         report_compressed(engine.module, _say, functools.partial(_say, level=logging.WARNING))
-    _announce(engine, units)
-
-
-def state_bytes(optimizer) -> dict[str, Any]:
-    """What the states of an optimizer hold on this rank.
-
-    optimizer: a torch optimizer, the wrapper that DeepSpeed puts around one, or a DeepSpeed engine.
-    Returns `bytes`, `parameters` (elements that have a state; ZeRO's padding included),
-    `bytes_per_parameter`, and `by_codec`: bytes by codec name, where plain tensors are named by dtype.
-    """
-    optimizer = _base_optimizer(optimizer)
-    by_codec: dict[str, int] = {}
-    parameters = 0
-    for p, state in optimizer.state.items():
-        parameters += local(p).numel()
-        for value in state.values():
-            value = local(value)
-            if isinstance(value, Moment):
-                held = [(piece.codec.name, piece.storage.nbytes) for piece in value.pieces]
-            elif isinstance(value, torch.Tensor):
-                held = [(str(value.dtype).removeprefix("torch."), value.nbytes)]
-            else:
-                continue
-            for name, size in held:
-                by_codec[name] = by_codec.get(name, 0) + size
-    total = sum(by_codec.values())
-    return {
-        "bytes": total,
-        "parameters": parameters,
-        "bytes_per_parameter": total / parameters if parameters else 0.0,
-        "by_codec": by_codec,
-    }
-
-
-def _base_optimizer(optimizer) -> torch.optim.Optimizer:
-    optimizer = getattr(optimizer, "basic_optimizer", optimizer)
-    while not isinstance(optimizer, torch.optim.Optimizer) and hasattr(optimizer, "optimizer"):
-        optimizer = optimizer.optimizer
-    if not isinstance(optimizer, torch.optim.Optimizer):
-        raise TypeError(
-            f"state_bytes: expected a torch optimizer, DeepSpeed's wrapper of one, or an engine; found "
-            f"{type(optimizer).__name__}."
-        )
-    return optimizer
+    engine.coat = Status(coat, layers, units, engine.basic_optimizer if coat.optimizer.enabled else None)
+    _say(str(engine.coat))
 
 
 def _load_config(args, config, config_params) -> dict[str, Any]:
@@ -537,23 +515,6 @@ def _undo_at_the_end(engine, units: LayerUnits) -> None:
         units.undo()
 
     engine.destroy = destroy_engine
-
-
-def _announce(engine, units: LayerUnits) -> None:
-    optimizer, activations = engine.coat.optimizer, engine.coat.activations
-    parts = []
-    if optimizer.enabled:
-        held = state_bytes(engine)
-        by_codec = ", ".join(f"{size:,} in {name}" for name, size in sorted(held["by_codec"].items()))
-        parts.append(f"AdamW states {held['bytes_per_parameter']:.3f} bytes per parameter ({by_codec})")
-    if activations.enabled:
-        parts.append(
-            f"layers built for it save activations in {activations.saved_format} 1x{activations.group_size} "
-            f"and multiply in {activations.forward_format}, gradients in {activations.backward_format}"
-        )
-    _say(f"COAT: {'; '.join(parts) or 'nothing enabled'}")
-    if gathered := units.summary():
-        _say(f"COAT: {gathered}")
 
 
 def _say(text: str, level: int = logging.INFO) -> None:

@@ -157,10 +157,10 @@ def _exchange(host: ModuleType) -> None:
         check_host(host)
         from coat_ds import engine
 
-        coat, units = engine.prepare(bound.arguments)
-        with units.building():
+        prepared = engine.prepare(bound.arguments)
+        with prepared.units.building():
             original(*bound.args, **bound.kwargs)
-        engine.finish(self, coat, units)
+        engine.finish(self, prepared)
 
     # itself, since whoever wraps this method may copy its attributes
     __init__.coat_method = __init__

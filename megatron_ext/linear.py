@@ -11,6 +11,8 @@ import logging
 import torch
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 
+from coat_ds.config import ActivationsConfig
+from coat_ds.model_layers import Part
 from coat_kernels.autograd import once_differentiable
 from coat_kernels.deferred import PredictedScale
 from coat_kernels.linear import LinearOptions, fp8_linear
@@ -20,7 +22,7 @@ from coat_kernels.weights import WeightCache
 
 from .hooks import after_pre_hooks
 from .options import layer_activations
-from .settings import activations_of, formats
+from .settings import TakesActivations, formats
 
 logger = logging.getLogger(__name__)
 
@@ -66,7 +68,7 @@ def _owned_by_megatron(weight: torch.Tensor) -> bool:
     )
 
 
-class _CoatLinear:
+class _CoatLinear(TakesActivations):
     """What both linears share, mixed in before Megatron's class.
 
     Raises ValueError at construction for what is not supported (sharded weights, deferred embedding
@@ -93,9 +95,10 @@ class _CoatLinear:
         # found by measuring: beside outliers of the input fewer bits cost this gradient 1.3 times its error,
         # and that of no other weight anything
         self._cancels = name == "qkv"
-        activations = activations_of(config)
-        self._in_fp8 = self._fits(name, activations.fallback)
-        self._take(activations)
+        self._name, self._quant_config = name, None
+        self.begin_with(config)
+        if not self._fits:
+            logger.warning("%s The layer stays as Megatron has it.", self._sizes_found())
         # what the producer of the input attached to it
         self._attached: dict = {}
 
@@ -104,11 +107,14 @@ class _CoatLinear:
 
         Raises CoatConfigError for a key or value that a linear layer has no use for.
         """
-        activations = layer_activations(quant_config, activations_of(self.config))
-        self._in_fp8 = self._in_fp8 and activations.enabled
-        self._take(activations)
+        self._quant_config = quant_config
+        self.take_activations(self.activations)
 
-    def _take(self, activations) -> None:
+    def take_activations(self, activations: ActivationsConfig) -> None:
+        super().take_activations(activations)
+        activations = layer_activations(self._quant_config, activations)
+        self._fits = self._is_aligned(activations.fallback)
+        self._in_fp8 = self._fits and activations.enabled
         if activations.weight_cache != "none" and self.config.cuda_graph_impl != "none":
             raise ValueError(
                 f'coat.activations.weight_cache: found "{activations.weight_cache}" beside --cuda-graph-impl '
@@ -143,36 +149,43 @@ class _CoatLinear:
             self._formats, cache, parallel, into, self._scales["x_scale"], self._scales["grad_scale"]
         )
 
+    def coat_part(self) -> Part:
+        if self._in_fp8:
+            forward, backward = self._formats.forward.name, self._formats.backward.name
+            return Part("linear", f"multiply in {forward}, gradients in {backward}")
+        why = "--te-precision-config-file" if self._fits else f"sizes that {_ALIGNMENT} does not divide"
+        return Part("linear", None, why)
+
     @property
     def cached_bytes(self) -> int:
         """Bytes of copies of the weight that are held now."""
         return self._cache.nbytes
 
-    def _fits(self, name: str, fallback: bool) -> bool:
-        """Whether this rank's part of the weight has sizes that FP8 products take."""
-        split = "output_size_per_partition" if self._by_output else "input_size_per_partition"
-        sizes = {"input": self.input_size, "output": self.output_size}
-        sizes["output" if self._by_output else "input"] = getattr(self, split)
-        if all(size % _ALIGNMENT == 0 for size in sizes.values()):
+    def _sizes(self) -> tuple[int, int]:
+        """Input and output size of this rank's part of the weight."""
+        if self._by_output:
+            return self.input_size, self.output_size_per_partition
+        return self.input_size_per_partition, self.output_size
+
+    def _is_aligned(self, fallback: bool) -> bool:
+        """Whether this rank's part of the weight has sizes that FP8 products take. Raises ValueError if not,
+        without `fallback`, on a GPU; the reference takes any."""
+        if all(size % _ALIGNMENT == 0 for size in self._sizes()):
             return True
-        if not (fallback or torch.cuda.is_available()):
-            return True
-        found = (
-            f"{name}: FP8 matrix products need sizes that are multiples of {_ALIGNMENT}, found "
-            f"{sizes['input']} -> {sizes['output']}"
-            + (
-                f" on each of {self.tp_group.size()} tensor-parallel ranks."
-                if self.tp_group.size() > 1
-                else "."
-            )
-        )
-        if not fallback:
+        if not fallback and torch.cuda.is_available():
             raise ValueError(
-                f"{found} Change {_SIZES.get(name, 'the sizes of the layer')}, or set "
+                f"{self._sizes_found()} Change {_SIZES.get(self._name, 'the sizes of the layer')}, or set "
                 '"activations": {"fallback": true} to keep this layer in BF16.'
             )
-        logger.warning("%s The layer stays as Megatron has it.", found)
-        return False
+        return not fallback
+
+    def _sizes_found(self) -> str:
+        ranks = self.tp_group.size()
+        return (
+            f"{self._name}: FP8 matrix products need sizes that are multiples of {_ALIGNMENT}, found "
+            + " -> ".join(map(str, self._sizes()))
+            + (f" on each of {ranks} tensor-parallel ranks." if ranks > 1 else ".")
+        )
 
     def forward(self, input_: torch.Tensor, *args, **kwargs):
         after_pre_hooks(self, input_)

@@ -86,7 +86,7 @@ def run_stage(stage, bf16, folder):
         "optimizer": optimizer is engine.optimizer and loader is None and scheduler is engine.lr_scheduler,
         "bytes": coat_ds.state_bytes(engine),
         "same_bytes": coat_ds.state_bytes(engine) == coat_ds.state_bytes(optimizer),
-        "coat": engine.coat,
+        "coat": engine.coat.config,
         "groups": [(g["exp_avg_format"], g["weight_decay"]) for g in engine.basic_optimizer.param_groups],
     }
     tag = f"stage{stage}-{bf16}"
