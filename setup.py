@@ -40,7 +40,7 @@ setup(
     description="FP8 AdamW states and FP8 saved activations for DeepSpeed and Megatron, without a fork",
     license="Apache-2.0",
     python_requires=">=3.11",
-    packages=["coat_kernels", "coat_kernels.codecs", "coat_ds", "megatron_ext"],
+    packages=["coat_kernels", "coat_kernels.codecs", "coat_ds", "coat_ds.layers", "megatron_ext"],
     py_modules=[AUTOLOAD],
     package_dir={"coat_kernels": "kernels"},
     entry_points={"torch.backends": [f"coat_ds = {AUTOLOAD}:register"]},

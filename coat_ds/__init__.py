@@ -12,8 +12,11 @@ _HOMES = {
     "CoatConfig": "coat_ds.config",
     "CoatConfigError": "coat_ds.config",
     "compressed_checkpoints": "coat_kernels.saved",
+    "conversion_of": "coat_ds.layers.convert",
+    "convert": "coat_ds.layers.convert",
     "initialize": "coat_ds.engine",
     "state_bytes": "coat_ds.status",
+    "unconvert": "coat_ds.layers.convert",
 }
 
 __all__ = [
@@ -21,9 +24,12 @@ __all__ = [
     "CoatConfig",
     "CoatConfigError",
     "compressed_checkpoints",
+    "conversion_of",
+    "convert",
     "initialize",
     "install",
     "state_bytes",
+    "unconvert",
     "uninstall",
 ]
 

@@ -8,6 +8,8 @@ nobody reads it for its scale; so does the gradient. a is one of
 - silu: x s(x), s(x) = 1 / (1 + exp(-x)); gated it is SwiGLU;
 - gelu: x (1 + erf(x / sqrt(2))) / 2; gated it is GEGLU;
 - gelu_tanh: x (1 + tanh(u)) / 2 = x s(2 u), u = sqrt(2 / pi) (x + 0.044715 x^3), which approximates gelu;
+- quick_gelu: x s(1.702 x), the older approximation of gelu;
+- relu: max(x, 0);
 - squared_relu: max(x, 0)^2 (So et al., arXiv 2109.08668).
 """
 
@@ -61,7 +63,7 @@ from coat_kernels.tensorwise import (
     to_tensor_words,
 )
 
-KINDS = ("silu", "gelu", "gelu_tanh", "squared_relu")
+KINDS = ("silu", "gelu", "gelu_tanh", "quick_gelu", "relu", "squared_relu")
 
 # rows and columns of a program's tile, and its warps
 FORWARD_ROWS, FORWARD_COLUMNS, FORWARD_WARPS = 8, 256, 4
@@ -79,6 +81,7 @@ SQRT_HALF = tl.constexpr(0.7071067811865476)
 NORMAL = tl.constexpr(0.3989422804014327)
 TWO_SQRT_2_OVER_PI = tl.constexpr(1.5957691216057308)
 CUBE = tl.constexpr(0.044715)
+QUICK = tl.constexpr(1.702)
 # beyond it tanh(u) is +-1 in FP32, and the cube would overflow
 FLAT = tl.constexpr(16.0)
 
@@ -95,7 +98,13 @@ def value_and_slope_reference(x: torch.Tensor, kind: str) -> tuple[torch.Tensor,
         s = torch.sigmoid(TWO_SQRT_2_OVER_PI.value * (x + CUBE.value * x * x * x))
         near = x.clamp(-FLAT.value, FLAT.value)
         return x * s, s + s * (1 - s) * TWO_SQRT_2_OVER_PI.value * (near + 3 * CUBE.value * near**3)
+    if kind == "quick_gelu":
+        s = torch.sigmoid(QUICK.value * x)
+        return x * s, s + x * s * (1 - s) * QUICK.value
     positive = torch.where(x < 0, 0, x)
+    if kind == "relu":
+        # NaN stays NaN
+        return positive, torch.where(x > 0, 1.0, 0 * positive)
     return positive * positive, 2 * positive
 
 
@@ -174,11 +183,19 @@ def value_and_slope(b_x, KIND: tl.constexpr):
         b_value = b_x * b_s
         b_turn = (b_near + b_near * b_near * b_near * (3.0 * CUBE)) * TWO_SQRT_2_OVER_PI
         b_slope = b_s + b_s * (1.0 - b_s) * b_turn
+    elif KIND == "quick_gelu":
+        b_s = sigmoid(b_x * QUICK)
+        b_value = b_x * b_s
+        b_slope = b_s + b_value * (1.0 - b_s) * QUICK
     else:
         # written so that NaN stays NaN
         b_positive = tl.where(b_x < 0.0, 0.0, b_x)
-        b_value = b_positive * b_positive
-        b_slope = 2.0 * b_positive
+        if KIND == "relu":
+            b_value = b_positive
+            b_slope = tl.where(b_x > 0.0, 1.0, b_positive * 0.0)
+        else:
+            b_value = b_positive * b_positive
+            b_slope = 2.0 * b_positive
     return b_value, b_slope
 
 

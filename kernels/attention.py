@@ -1,11 +1,12 @@
-"""Causal attention on torch's scaled_dot_product_attention, keeping q, k, v and its output as they are or in
-8 bits, 1 x G groups along the channels.
+"""Attention on torch's scaled_dot_product_attention, keeping q, k, v and its output as they are or in 8 bits,
+1 x G groups along the channels.
 
 The backward kernel is the backend's own; groups are widened to the input's dtype in front of it. The output
 carries its origin, what attention itself keeps of it, so that the projection behind it keeps no second copy.
 """
 
 import contextlib
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
@@ -25,13 +26,22 @@ BACKENDS = (
 )
 
 
-def _to_sequence(x: torch.Tensor) -> torch.Tensor:
-    """[b, n, s, d] as [s * b, n * d]; a view if memory is in that order already."""
-    return x.permute(2, 0, 1, 3).reshape(x.shape[2] * x.shape[0], -1)
+# of [b, n, s, d], as [tokens, channels]: the tokens of one position together, or those of one sequence
+_SEQUENCES_LAST, _BATCH_FIRST = (2, 0, 1, 3), (0, 2, 1, 3)
 
 
-def _columns(output: torch.Tensor, largest: torch.Tensor, fmt: Fp8Format) -> Quantized:
-    return quantize_tensor(_to_sequence(output).contiguous(), largest, fmt, rows=False, columns=True)
+def _to_tokens(x: torch.Tensor, order: tuple[int, ...]) -> torch.Tensor:
+    """[b, n, s, d] as [s * b, n * d] or [b * s, n * d]; a view if memory is in that order already."""
+    return x.permute(order).reshape(x.shape[0] * x.shape[2], -1)
+
+
+def _origin(output: torch.Tensor, order: tuple[int, ...]) -> Origin:
+    """The origin of an output that is kept as it is."""
+
+    def columns(output, largest, fmt: Fp8Format) -> Quantized:
+        return quantize_tensor(_to_tokens(output, order).contiguous(), largest, fmt, rows=False, columns=True)
+
+    return Origin((output.detach(),), columns)
 
 
 class _Compressed:
@@ -40,8 +50,16 @@ class _Compressed:
     Of nested hooks torch calls the innermost; those around (offloading, accounting) get the groups from here.
     """
 
-    def __init__(self, group_size: int, saved_format: str, shape: torch.Size, dtype: torch.dtype):
+    def __init__(
+        self,
+        group_size: int,
+        saved_format: str,
+        shape: torch.Size,
+        dtype: torch.dtype,
+        order: tuple[int, ...],
+    ):
         self.group_size, self.saved_format, self.dtype = group_size, saved_format, dtype
+        self.order, self.back = order, [order.index(i) for i in range(4)]
         outer = torch._C._autograd._top_saved_tensors_default_hooks(False)
         self.outer_pack, self.outer_unpack = outer or (lambda x: x, lambda x: x)
         # what attention keeps beside q, k, v and its output has fewer dimensions or channels
@@ -51,7 +69,7 @@ class _Compressed:
     def pack(self, x: torch.Tensor):
         if x.dim() != self.dims or x.shape[-1] != self.channels or x.dtype != self.dtype:
             return None, self.outer_pack(x)
-        kept = quantize_groups(_to_sequence(x).contiguous(), self.group_size, self.saved_format)
+        kept = quantize_groups(_to_tokens(x, self.order).contiguous(), self.group_size, self.saved_format)
         self.kept[x.data_ptr()] = kept
         return x.shape, [self.outer_pack(t) for t in kept]
 
@@ -59,9 +77,8 @@ class _Compressed:
         shape, kept = packed
         if shape is None:
             return self.outer_unpack(kept)
-        b, n, s, d = shape
         rows = dequantize_groups(Grouped(*map(self.outer_unpack, kept)), self.group_size, self.dtype)
-        return rows.view(s, b, n, d).permute(1, 2, 0, 3)
+        return rows.view([shape[i] for i in self.order]).permute(self.back)
 
     def origin_of(self, output: torch.Tensor) -> Origin | None:
         """What was kept of `output`, if autograd handed it over."""
@@ -90,6 +107,7 @@ def causal_attention(
     group_size: int | None = None,
     saved_format: str = DEFAULT_FORMAT,
     backends: tuple[SDPBackend, ...] = BACKENDS,
+    batch_first: bool = False,
 ) -> torch.Tensor:
     """Causal attention with grouped queries over whole sequences.
 
@@ -100,23 +118,48 @@ def causal_attention(
         group_size: keep q, k, v and the output in groups of this size; None keeps them as they are.
         saved_format: of the groups, one of `coat_kernels.groups.GROUP_FORMATS`.
         backends: of scaled_dot_product_attention, the first that works is taken. CPUs have their own.
+        batch_first: the first two dimensions of inputs and output are [b, s].
 
     Returns [s, b, n * d], carrying its origin.
     """
-    heads = [x.permute(1, 2, 0, 3) for x in (q, k, v)]
-    choice = sdpa_kernel(list(backends), set_priority=True) if q.is_cuda else contextlib.nullcontext()
-    keeps = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
+    order = _BATCH_FIRST if batch_first else _SEQUENCES_LAST
+    back = [order.index(i) for i in range(4)]
+    q, k, v = (x.permute(back) for x in (q, k, v))
+    with sdpa_kernel(list(backends), set_priority=True) if q.is_cuda else contextlib.nullcontext():
+        return kept_attention(
+            lambda: F.scaled_dot_product_attention(
+                q, k, v, dropout_p=dropout, is_causal=True, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
+            ),
+            (q, k, v),
+            group_size=group_size,
+            saved_format=saved_format,
+            batch_first=batch_first,
+        )
+
+
+def kept_attention(
+    attend: Callable[[], torch.Tensor],
+    qkv: tuple[torch.Tensor, ...],
+    *,
+    group_size: int | None = None,
+    saved_format: str = DEFAULT_FORMAT,
+    batch_first: bool = False,
+) -> torch.Tensor:
+    """The output [b, n, s, d] of attend(), any attention of `qkv` by torch's operations, as [s, b, n * d] or
+    [b, s, n * d], carrying its origin. What autograd keeps of tensors of that many channels is in groups, as
+    of `causal_attention`.
+    """
+    order = _BATCH_FIRST if batch_first else _SEQUENCES_LAST
+    keeps = torch.is_grad_enabled() and any(t.requires_grad for t in qkv)
     compressed = None
     hooks = contextlib.nullcontext()
     if keeps and group_size is not None:
-        compressed = _Compressed(group_size, saved_format, heads[0].shape, q.dtype)
+        compressed = _Compressed(group_size, saved_format, qkv[0].shape, qkv[0].dtype, order)
         hooks = torch.autograd.graph.saved_tensors_hooks(compressed.pack, compressed.unpack)
-    with choice, hooks:
-        output = F.scaled_dot_product_attention(
-            *heads, dropout_p=dropout, is_causal=True, scale=scale, enable_gqa=q.shape[2] != k.shape[2]
-        )
-    y = output.permute(2, 0, 1, 3).flatten(2)
+    with hooks:
+        output = attend()
+    y = output.permute(order).flatten(2)
     origin = None
     if keeps:
-        origin = compressed.origin_of(output) if compressed else Origin((output.detach(),), _columns)
+        origin = compressed.origin_of(output) if compressed else _origin(output, order)
     return with_origin(y, origin) if origin else y

@@ -52,6 +52,8 @@ class PredictedScale:
 
     def __init__(self, fmt: Fp8Format):
         self.fmt = fmt
+        # how often somebody else than an FP8 product read a tensor that waited for one
+        self.times_made = 0
         self._scales: dict[torch.device, torch.Tensor] = {}
 
     def on(self, device: torch.device) -> torch.Tensor:
@@ -175,6 +177,7 @@ class Source:
                 made = self._make(*self.inputs)
             self.release()
             self.made = made
+            self.prediction.times_made += 1
         return self.made
 
     def release(self) -> None:

@@ -3,9 +3,9 @@
 "none" keeps nothing: each forward and each backward quantizes again. "scale" keeps the largest magnitude,
 four bytes, and saves the pass that finds it. "fp8" keeps the codes in both layouts, two bytes a parameter.
 What is kept is valid for one parameter: the same object and memory, unchanged in the eyes of autograd, and no
-optimizer of torch has made a step since. Of a weight that was computed for one forward (masked, weight norm,
-parametrizations) nothing is kept: another may come to lie where it was. Without gradients (evaluation)
-nothing is kept and nothing kept is used.
+optimizer of torch has made a step since, unless the parameter is frozen. Of a weight that was computed for
+one forward (masked, weight norm, parametrizations) nothing is kept: another may come to lie where it was.
+Without gradients (evaluation) nothing is kept and nothing kept is used.
 
 Beside that a cache predicts the scale by the last one (deferred.py), which changes seldom, and never a code.
 """
@@ -24,14 +24,20 @@ from coat_kernels.tensorwise import Quantized, quantize_tensor
 WEIGHT_CACHES = ("none", "scale", "fp8")
 
 _counter = itertools.count(1)
-_epoch = 0
+# of trained parameters, and of frozen ones, which a step does not change
+_epoch = _epoch_of_frozen = 0
 
 
-def invalidate_weight_caches(*_) -> None:
+def invalidate_weight_caches() -> None:
     """Makes every layer read its weight again. Needed only after a weight was written through `.data` or
     another tensor that shares its memory, outside an optimizer's step: `p.copy_(...)` under `torch.no_grad()`
     is seen, `p.data.copy_(...)` is not.
     """
+    global _epoch, _epoch_of_frozen
+    _epoch = _epoch_of_frozen = next(_counter)
+
+
+def _after_step(*_) -> None:
     global _epoch
     _epoch = next(_counter)
 
@@ -39,7 +45,7 @@ def invalidate_weight_caches(*_) -> None:
 @functools.cache
 def _watch_optimizers() -> None:
     # ZeRO and Megatron write weights behind autograd's back, but after a step of a torch optimizer
-    register_optimizer_step_post_hook(invalidate_weight_caches)
+    register_optimizer_step_post_hook(_after_step)
 
 
 class WeightCache:
@@ -111,7 +117,8 @@ class WeightCache:
 
     @staticmethod
     def _key_of(weight: torch.Tensor, fmt: Fp8Format) -> tuple:
-        return _epoch, weight.data_ptr(), weight._version, weight.shape, weight.stride(), fmt
+        epoch = _epoch if weight.requires_grad else _epoch_of_frozen
+        return epoch, weight.data_ptr(), weight._version, weight.shape, weight.stride(), fmt
 
     def _quantize(
         self, weight: torch.Tensor, fmt: Fp8Format, columns: bool = False

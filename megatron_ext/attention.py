@@ -17,6 +17,8 @@ from megatron.core.transformer.identity_op import IdentityOp
 from torch.nn.attention import SDPBackend
 
 from coat_ds.config import ActivationsConfig
+from coat_ds.layers.formats import formats
+from coat_ds.layers.hooks import after_pre_hooks, before_hooks
 from coat_ds.model_layers import Part
 from coat_kernels.attention import BACKENDS, causal_attention
 from coat_kernels.deferred import PredictedScale
@@ -24,9 +26,8 @@ from coat_kernels.groups import DEFAULT_FORMAT
 from coat_kernels.origin import note, noted
 from coat_kernels.rope import rotate_qkv
 
-from .hooks import after_pre_hooks, before_hooks
 from .linear import keep_bias
-from .settings import TakesActivations, activations_of, formats, groups
+from .settings import TakesActivations, activations_of, groups
 
 logger = logging.getLogger(__name__)
 

@@ -12,6 +12,8 @@ import torch
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 
 from coat_ds.config import ActivationsConfig
+from coat_ds.layers.formats import formats
+from coat_ds.layers.hooks import after_pre_hooks
 from coat_ds.model_layers import Part
 from coat_kernels.autograd import once_differentiable
 from coat_kernels.deferred import PredictedScale
@@ -20,9 +22,8 @@ from coat_kernels.origin import maxima_of, origin_of, with_maxima
 from coat_kernels.parallel import TensorParallel
 from coat_kernels.weights import WeightCache
 
-from .hooks import after_pre_hooks
 from .options import layer_activations
-from .settings import TakesActivations, formats
+from .settings import TakesActivations
 
 logger = logging.getLogger(__name__)
 

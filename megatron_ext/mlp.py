@@ -6,14 +6,15 @@ from megatron.core.activations import squared_relu
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
 
 from coat_ds.config import ActivationsConfig
+from coat_ds.layers.formats import formats
+from coat_ds.layers.hooks import after_pre_hooks
 from coat_ds.model_layers import Part
 from coat_kernels.activation import activation
 from coat_kernels.blocks import ActivationOptions, activation_options
 from coat_kernels.deferred import PredictedScale
 
-from .hooks import after_pre_hooks
 from .linear import CoatColumnParallelLinear, CoatRowParallelLinear, keep_bias
-from .settings import TakesActivations, formats, groups
+from .settings import TakesActivations, groups
 
 
 def _kind_of(config) -> str:

@@ -6,6 +6,8 @@ import torch
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 
 from coat_ds.config import ActivationsConfig
+from coat_ds.layers.formats import formats
+from coat_ds.layers.hooks import before_hooks
 from coat_ds.model_layers import Part
 from coat_kernels.blocks import NormOptions, norm_options
 from coat_kernels.deferred import PredictedScale
@@ -13,8 +15,7 @@ from coat_kernels.norm import layer_norm, rms_norm
 from coat_kernels.origin import take_stand_in, with_stand_in
 from coat_kernels.residual import deferred_add, may_defer_add
 
-from .hooks import before_hooks
-from .settings import TakesActivations, formats, groups
+from .settings import TakesActivations, groups
 
 
 class CoatNorm(TakesActivations, torch.nn.Module):

@@ -2,8 +2,7 @@
 
 from coat_ds.config import ActivationsConfig
 from coat_ds.model_layers import Part
-from coat_kernels.fp8 import fp8_format, set_emulation
-from coat_kernels.linear import LinearFormats
+from coat_kernels.fp8 import set_emulation
 
 from . import options
 
@@ -47,15 +46,3 @@ class TakesActivations:
 def groups(activations: ActivationsConfig) -> str:
     """How activations are saved, for the log."""
     return f"kept in {activations.saved_format} 1x{activations.group_size}"
-
-
-def formats(activations: ActivationsConfig, cancels: bool = False) -> LinearFormats:
-    """The FP8 formats of a linear layer. `cancels`: in its weight's gradient large terms cancel."""
-    fast_backward = activations.fast_accumulation == "all"
-    return LinearFormats(
-        fp8_format(activations.forward_format),
-        fp8_format(activations.backward_format),
-        fast_forward=activations.fast_accumulation != "none",
-        fast_input_grad=fast_backward,
-        fast_weight_grad=fast_backward and not cancels,
-    )

@@ -10,7 +10,18 @@ from torch.nn.modules.module import _global_forward_hooks, _global_forward_pre_h
 from coat_kernels.origin import forget_notes
 
 # packages whose hooks leave the values of activations alone, or change them where autograd sees it
-_HOSTS = frozenset(("coat_ds", "deepspeed", "megatron", "megatron_ext", "torch", "transformer_engine"))
+_HOSTS = frozenset(
+    (
+        "accelerate",
+        "coat_ds",
+        "deepspeed",
+        "megatron",
+        "megatron_ext",
+        "torch",
+        "transformer_engine",
+        "transformers",
+    )
+)
 
 
 def after_pre_hooks(module: torch.nn.Module, x: torch.Tensor) -> None:

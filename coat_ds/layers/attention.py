@@ -1,0 +1,125 @@
+"""Attention of transformers' models through its AttentionInterface, saved in the format that the block says.
+
+"coat" is torch's scaled_dot_product_attention, where a model had "sdpa". Causal attention over whole
+sequences takes the fastest backend there is; any other (masks, packed sequences, sliding windows, decoding
+with a cache, attention in both directions) is what transformers makes of it. Both are saved in the same way,
+and the projection behind reads what attention has saved, instead of saving its input once more.
+"""
+
+import inspect
+from dataclasses import dataclass
+
+import torch
+
+from coat_ds.config import ActivationsConfig
+from coat_kernels.attention import causal_attention, kept_attention
+from coat_kernels.origin import Origin, note, noted, origin_of
+
+NAME = "coat"
+# of the implementations of transformers the one whose arithmetic it is
+STOCK = "sdpa"
+STATE = "coat_attention"
+
+
+@dataclass(frozen=True, slots=True)
+class KeptAttention:
+    """On a converted attention module, as its attribute `coat_attention`: how it saves q, k, v and the
+    output, in groups of `group_size` or as they are."""
+
+    group_size: int | None
+    saved_format: str
+
+
+def kept_attention_of(activations: ActivationsConfig) -> KeptAttention:
+    """What the block says of attention. "recompute" is of whole layers: by itself attention is saved."""
+    fmt = activations.attention_format
+    if fmt == "bf16":
+        return KeptAttention(None, activations.saved_format)
+    return KeptAttention(activations.group_size, activations.saved_format if fmt == "recompute" else fmt)
+
+
+def uses_interface(module: torch.nn.Module) -> bool:
+    """Whether the module's forward asks transformers which attention it takes."""
+    forward = inspect.unwrap(type(module).forward)
+    return "ALL_ATTENTION_FUNCTIONS" in getattr(getattr(forward, "__code__", None), "co_names", ())
+
+
+def register() -> None:
+    """Tells transformers of "coat"; may be called again."""
+    from transformers import AttentionInterface, AttentionMaskInterface
+    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+
+    AttentionInterface.register(NAME, coat_attention)
+    # the same masks, and none where the mask is causality itself
+    AttentionMaskInterface.register(NAME, ALL_MASK_ATTENTION_FUNCTIONS[STOCK])
+
+
+def _is_plain_causal(module, query, key, mask, is_causal, rest) -> bool:
+    """Whether transformers' own function would ask for causality over as many keys as queries."""
+    if is_causal is None:
+        is_causal = getattr(module, "is_causal", True)
+    return (
+        mask is None
+        and bool(is_causal)
+        and 1 < query.shape[2] == key.shape[2]
+        and query.shape[3] == key.shape[3]
+        and query.shape[1] % key.shape[1] == 0
+        and not any(rest.get(name) is not None for name in ("position_bias", "softcap", "cache"))
+    )
+
+
+def coat_attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    is_causal: bool | None = None,
+    **rest,
+) -> tuple[torch.Tensor, None]:
+    """query [b, n, s, d], key and value [b, groups, s, d] -> [b, s, n, d] and no weights, as transformers'
+    `sdpa_attention_forward`."""
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+    kept = module.__dict__.get(STATE)
+
+    def stock():
+        arguments = {"dropout": dropout, "scaling": scaling, "is_causal": is_causal, **rest}
+        return sdpa_attention_forward(module, query, key, value, attention_mask, **arguments)[0]
+
+    # a model that shares the config of one that was converted; and the compiler, which sees no notes
+    if kept is None or torch.compiler.is_compiling():
+        return stock(), None
+    how = {"group_size": kept.group_size, "saved_format": kept.saved_format, "batch_first": True}
+    if attention_mask is not None and attention_mask.shape[-1:] == query.shape[-1:]:
+        # an additive one could be taken for a head
+        how["group_size"] = None
+    if _is_plain_causal(module, query, key, attention_mask, is_causal, rest):
+        heads = [x.transpose(1, 2) for x in (query, key, value)]
+        y = causal_attention(*heads, scale=scaling, dropout=dropout, **how)
+    else:
+        y = kept_attention(lambda: stock().transpose(1, 2), (query, key, value), **how)
+    if (origin := origin_of(y)) is not None:
+        # the module reads it through views, which are other tensor objects
+        note(y if y._base is None else y._base, "attended", origin)
+    return y.view(*y.shape[:2], -1, value.shape[-1]), None
+
+
+def attended_origin(x: torch.Tensor) -> Origin | None:
+    """The origin of attention's output where `x` [..., n * d] is a view of it, row by row."""
+    base = x._base
+    if base is None or torch.compiler.is_compiling():
+        return None
+    origin = noted(base, "attended")
+    if (
+        origin is None
+        or x.numel() != base.numel()
+        or x.data_ptr() != base.data_ptr()
+        or not x.is_contiguous()
+    ):
+        return None
+    kept = origin.tensors[0]
+    width = kept.shape[1] * kept.shape[3] if kept.ndim == 4 else kept.shape[1]
+    return origin if x.shape[-1] == width else None

@@ -1,0 +1,262 @@
+"""`coat_ds.convert`: FP8 linear layers and 8-bit saved activations for a model that somebody else wrote."""
+
+import logging
+from collections.abc import Callable, Iterator, Mapping
+
+import torch
+from torch import nn
+
+from coat_ds.config import ActivationsConfig
+from coat_ds.layers import attention, experts, probe
+from coat_ds.layers.conversion import ATTRIBUTE, Conversion, conversion_of, holder_of
+from coat_ds.layers.feed_forward import Fp8Activation, Fp8GatedFeedForward
+from coat_ds.layers.linear import Fp8Linear
+from coat_ds.layers.norm import Fp8Norm
+from coat_ds.layers.replaced import DTYPES, Replaced, replaced
+from coat_kernels.fp8 import set_emulation
+from coat_kernels.tensorwise import ALIGNMENT
+
+__all__ = ["convert", "conversion_of", "unconvert"]
+
+logger = logging.getLogger(__name__)
+
+
+def convert(
+    model: nn.Module,
+    activations: ActivationsConfig | Mapping | None = None,
+    filter: Callable[[str, nn.Module], bool] | None = None,
+) -> nn.Module:
+    """Makes `model` multiply in FP8 and save its activations in 8 bits, in place; returns it.
+
+    Linear layers, norms, feed-forward layers and attention get another forward each, on the instance.
+    Classes, parameters, buffers and their names stay, so checkpoints are those of the stock model. What stays
+    as it is (heads, routers, sizes that FP8 products do not take) says `conversion_of(model)`. Evaluation
+    runs in FP8 too. `unconvert` gives the stock model back.
+
+    Args:
+        model: any module; of parameters in BF16, or in FP32, best under autocast to BF16.
+        activations: the block `coat.activations`, as an object or a mapping; the defaults without.
+        filter: filter(name, module) says whether a module may be converted.
+
+    Raises ValueError for parameters in FP16, CoatConfigError for options that cannot be, and RuntimeError if
+    the model was converted with other options.
+    """
+    if not isinstance(activations, ActivationsConfig):
+        activations = ActivationsConfig.from_dict({} if activations is None else activations)
+    if not activations.enabled:
+        return model
+    done = conversion_of(model)
+    if done is not None:
+        if done.activations != activations:
+            raise RuntimeError(
+                f"coat_ds.convert: the model was converted with {done.activations}, found {activations}. "
+                "Call coat_ds.unconvert(model) first."
+            )
+        return model
+    set_emulation(activations.emulate)
+    conversion = Conversion(activations)
+    forwards = list(_forwards(model, conversion, filter or (lambda name, module: True)))
+    # nothing is changed before everything is known to fit
+    for forward in forwards:
+        forward.install()
+    _convert_attention(model, conversion, filter)
+    model.__dict__[ATTRIBUTE] = conversion
+    logger.info("COAT: %s", conversion.summary())
+    return model
+
+
+def unconvert(model: nn.Module) -> nn.Module:
+    """Gives the stock model back, in place. A model that was not converted stays as it is.
+
+    Raises RuntimeError, before anything is changed, if somebody has put something else in the place of a
+    converted forward since.
+    """
+    holder = holder_of(model)
+    if holder is None:
+        return model
+    conversion = holder.__dict__[ATTRIBUTE]
+    modules = dict(holder.named_modules())
+    for kind, names in conversion.converted.items():
+        for name in names:
+            module = modules.get(name)
+            if kind != "attention" and module is not None and replaced(module) is None:
+                raise RuntimeError(
+                    f"coat_ds.unconvert: {name}: expected the forward that convert put there, found "
+                    f"{module.forward!r}. Undo what replaced it first."
+                )
+    for module in modules.values():
+        if (forward := replaced(module)) is not None:
+            forward.remove()
+        module.__dict__.pop(attention.STATE, None)
+    for config, before in conversion.configs:
+        if config._attn_implementation == attention.NAME:
+            config._attn_implementation_internal = before
+    del holder.__dict__[ATTRIBUTE]
+    return model
+
+
+def _forwards(model: nn.Module, conversion: Conversion, may: Callable) -> Iterator[Replaced]:
+    """The forwards that are to be put in place; notes on `conversion` what is done and what is left."""
+    activations, stays = conversion.activations, _what_stays(model)
+    projections = {
+        id(child) for m in model.modules() if attention.uses_interface(m) for child in m.children()
+    }
+    taken: set[int] = set()
+    for name, module in model.named_modules():
+        if id(module) in taken or replaced(module) is not None:
+            continue
+        kind = _kind_of(module)
+        if kind is None:
+            continue
+        built, reason = _BUILDERS[kind](module, activations, projections)
+        if built is None and reason is None:
+            continue
+        barred = stays.get(id(module)) or (None if may(name, module) else "the filter")
+        if barred is not None:
+            conversion.leave(_COUNTED.get(kind, kind), name, barred)
+        elif built is not None:
+            _require_dtype(name, module)
+            conversion.take(built.kind, name)
+            if isinstance(built, Fp8GatedFeedForward | experts.Fp8Experts):
+                taken.update(id(m) for m in module.modules() if not m._modules and not m._parameters)
+            if isinstance(built, experts.Fp8Experts):
+                conversion.take("linear", name)
+            yield built
+        else:
+            conversion.leave(_COUNTED.get(kind, kind), name, reason)
+
+
+_COUNTED = {"experts": "feed_forward", "activation": "feed_forward", "gated": "feed_forward"}
+
+
+def _kind_of(module: nn.Module) -> str | None:
+    """What the module looks like; whether it is that, its builder finds out."""
+    parameters, children = module._parameters, module._modules
+    if experts.is_experts(module):
+        return "experts"
+    weight = parameters.get("weight")
+    if weight is not None and not children and set(parameters) <= {"weight", "bias"}:
+        dims = len(probe.shape_of(weight))
+        if dims == 2 and (isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D"):
+            return "linear"
+        if dims == 1 and any(hasattr(module, eps) for eps in probe.EPS_NAMES):
+            return "norm"
+    elif children and not parameters:
+        return "gated"
+    elif not children and not parameters and not module._buffers and "Dropout" not in type(module).__name__:
+        return "activation"
+    return None
+
+
+def _what_stays(model: nn.Module) -> dict[int, str]:
+    """By id of a module, why it stays as it is whatever it computes."""
+    stays: dict[int, str] = {}
+    embeddings = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
+    for module in model.modules():
+        get_head = getattr(module, "get_output_embeddings", None)
+        if callable(get_head) and isinstance(head := _quietly(get_head), nn.Module):
+            stays[id(head)] = "the head"
+        if isinstance(module, nn.Linear) and id(module.weight) in embeddings:
+            stays[id(module)] = "the head"
+        children = module._modules
+        if "base_layer" in children:
+            for name, child in children.items():
+                if name != "base_layer" and child is not None:
+                    stays.update({id(m): "an adapter" for m in child.modules()})
+        if isinstance(module, nn.MultiheadAttention):
+            stays.update({id(m): "torch's MultiheadAttention multiplies by itself" for m in module.modules()})
+        if "experts" in children:
+            for child in children.values():
+                if isinstance(child, nn.Linear) and _chooses_among(child, children["experts"]):
+                    stays[id(child)] = "the router"
+    return stays
+
+
+def _quietly(get: Callable) -> nn.Module | None:
+    try:
+        return get()
+    except (AttributeError, NotImplementedError):
+        return None
+
+
+def _chooses_among(linear: nn.Linear, experts: nn.Module) -> bool:
+    """Whether there is one output for each expert."""
+    return linear.out_features in (len(experts._modules), getattr(experts, "num_experts", None))
+
+
+def _require_dtype(name: str, module: nn.Module) -> None:
+    if any(p.dtype == torch.float16 for p in module.parameters(recurse=False)):
+        raise ValueError(
+            f"coat_ds.convert: {name} holds FP16 parameters; converted layers compute in BF16 or FP32. Call "
+            "model.bfloat16(), or model.float() and autocast to torch.bfloat16."
+        )
+
+
+def _build_linear(module, activations, projections):
+    weight = module.weight
+    if weight.dtype not in (*DTYPES, torch.float16):
+        return None, f"a weight in {str(weight.dtype).removeprefix('torch.')}"
+    sizes = probe.shape_of(weight)
+    if any(size % ALIGNMENT or size == 0 for size in sizes):
+        return None, f"{' x '.join(map(str, sizes))}, not multiples of {ALIGNMENT}"
+    stock = "forward" not in module.__dict__ and type(module).forward is nn.Linear.forward
+    transposed = not isinstance(module, nn.Linear)
+    if not stock and not probe.is_product(module, transposed):
+        return None, f"{type(module).__name__} computes something else than a linear layer"
+    return Fp8Linear(module, activations, transposed, cancels=id(module) in projections), None
+
+
+def _build_norm(module, activations, projections):
+    form = probe.norm_form(module)
+    if form is None:
+        return None, f"{type(module).__name__} is neither RMSNorm nor LayerNorm"
+    return Fp8Norm(module, activations, form), None
+
+
+def _build_gated(module, activations, projections):
+    form = probe.gated_form(module)
+    return (None if form is None else Fp8GatedFeedForward(module, activations, form)), None
+
+
+def _build_activation(module, activations, projections):
+    kind = probe.activation_kind(module)
+    return (None if kind is None else Fp8Activation(module, activations, kind)), None
+
+
+def _build_experts(module, activations, projections):
+    reason = experts.why_not(module)
+    return (None, reason) if reason else (experts.Fp8Experts(module, activations), None)
+
+
+_BUILDERS = {
+    "linear": _build_linear,
+    "norm": _build_norm,
+    "gated": _build_gated,
+    "activation": _build_activation,
+    "experts": _build_experts,
+}
+
+
+def _convert_attention(model: nn.Module, conversion: Conversion, may: Callable | None) -> None:
+    """Has modules that ask transformers' AttentionInterface take "coat" where they took "sdpa"."""
+    kept = attention.kept_attention_of(conversion.activations)
+    configs: dict[int, tuple] = {}
+    for name, module in model.named_modules():
+        if not attention.uses_interface(module):
+            continue
+        config = getattr(module, "config", None)
+        found = getattr(config, "_attn_implementation", None)
+        if may is not None and not may(name, module):
+            conversion.leave("attention", name, "the filter")
+        elif found not in (attention.STOCK, attention.NAME):
+            conversion.leave("attention", name, f"its implementation is {found!r}, not {attention.STOCK!r}")
+        else:
+            module.__dict__[attention.STATE] = kept
+            conversion.take("attention", name)
+            configs[id(config)] = config, attention.STOCK
+    if configs:
+        attention.register()
+    # masks are made by what the models' configs name, which are the same objects
+    for config, before in configs.values():
+        config._attn_implementation_internal = attention.NAME
+        conversion.configs.append((config, before))

@@ -1,0 +1,100 @@
+"""Expert layers of transformers' models, one FP8 expert after another, in place of their forward."""
+
+import torch
+
+from coat_ds.config import ActivationsConfig
+from coat_ds.layers.formats import formats
+from coat_ds.layers.probe import activation_kind, shape_of
+from coat_ds.layers.replaced import Replaced
+from coat_kernels.activation import activation
+from coat_kernels.deferred import PredictedScale
+from coat_kernels.linear import fp8_linear
+from coat_kernels.origin import origin_of
+from coat_kernels.weights import WeightCache
+
+# experts run one after another: beyond this many, launching them takes longer than one grouped BF16 product
+MOST_EXPERTS = 16
+
+
+def is_experts(module: torch.nn.Module) -> bool:
+    """Whether it holds the weights of many experts, as transformers' expert layers do."""
+    weights = module._parameters.get("down_proj"), module._parameters.get("gate_up_proj")
+    return all(w is not None and len(shape_of(w)) == 3 for w in weights)
+
+
+def why_not(module: torch.nn.Module) -> str | None:
+    """Why an expert layer stays as it is; None if it can be converted."""
+    (count, h, f), (_, both, _) = shape_of(module.down_proj), shape_of(module.gate_up_proj)
+    apply_gate = getattr(type(module), "_apply_gate", None)
+    if count > MOST_EXPERTS:
+        return f"{count} experts, which one after another would be slower than a grouped BF16 product"
+    if set(module._parameters) != {"down_proj", "gate_up_proj"} or getattr(module, "is_transposed", False):
+        return "experts with biases or transposed weights"
+    if getattr(apply_gate, "__name__", None) != "_default_apply_gate" or both != 2 * f:
+        return "experts with a gate of their own"
+    if not getattr(module, "is_concatenated", True) or getattr(module, "has_post_expert_norm", False):
+        return "experts with interleaved weights or norms"
+    if activation_kind(module.act_fn) is None:
+        return "experts with an activation that there is no kernel for"
+    if h % 16 or f % 16:
+        return f"experts of {h} x {f}, not multiples of 16"
+    return None
+
+
+class Fp8Experts(Replaced):
+    """The forward of an expert layer: gate_up_proj [e, 2 f, h], down_proj [e, h, f] and an activation."""
+
+    kind = "feed_forward"
+
+    def __init__(self, module: torch.nn.Module, activations: ActivationsConfig):
+        super().__init__(module)
+        self.function = activation_kind(module.act_fn)
+        self.kept = {"group_size": activations.group_size, "saved_format": activations.saved_format}
+        chosen = formats(activations)
+        # each product of each expert has its own
+        self.linears = [
+            [
+                {
+                    "formats": chosen,
+                    "cache": WeightCache(activations.weight_cache),
+                    "x_scale": PredictedScale(chosen.forward),
+                    "grad_scale": PredictedScale(chosen.backward),
+                }
+                for _ in range(2)
+            ]
+            for _ in range(shape_of(module.down_proj)[0])
+        ]
+
+    def __call__(
+        self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+    ) -> torch.Tensor:
+        """hidden_states [t, h], the experts of each token and their weights [t, k] -> [t, h]."""
+        x, module = hidden_states, self.module
+        if getattr(module, "_is_expert_parallel", False) or not self.takes(x) or x.numel() == 0:
+            return self.stock(hidden_states, top_k_index, top_k_weights)
+        (tokens, k), count = top_k_index.shape, len(self.linears)
+        order = top_k_index.flatten().argsort(stable=True)
+        of_each = torch.bincount(top_k_index.flatten(), minlength=count).tolist()
+        # of views by unbind autograd stacks the gradients, once
+        experts = zip(
+            x[order // k].split(of_each),
+            module.gate_up_proj.unbind(),
+            module.down_proj.unbind(),
+            self.linears,
+            strict=True,
+        )
+        outputs = [self._expert(*expert) for expert in experts]
+        y = torch.cat(outputs)
+        back = torch.empty_like(order).index_copy_(0, order, torch.arange(len(order), device=order.device))
+        weighted = y[back].view(tokens, k, -1) * top_k_weights.unsqueeze(-1)
+        return weighted.sum(1).to(x.dtype)
+
+    def _expert(
+        self, x: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor, options: list
+    ) -> torch.Tensor:
+        both = fp8_linear(x, gate_up, **options[0])
+        if not both.numel():
+            # its weights still get gradients, of zeros
+            return fp8_linear(both[:, : both.shape[1] // 2], down, **options[1])
+        product = activation(both, self.function, gated=True, **self.kept)
+        return fp8_linear(product, down, origin=origin_of(product), **options[1])

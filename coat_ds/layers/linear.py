@@ -1,0 +1,53 @@
+"""x W^T + b with FP8 products, in place of the forward of a linear layer."""
+
+import torch
+
+from coat_ds.config import ActivationsConfig
+from coat_ds.layers.attention import attended_origin
+from coat_ds.layers.formats import formats
+from coat_ds.layers.hooks import after_pre_hooks
+from coat_ds.layers.replaced import Replaced
+from coat_kernels.deferred import PredictedScale
+from coat_kernels.linear import fp8_linear
+from coat_kernels.origin import origin_of
+from coat_kernels.weights import WeightCache
+
+
+class Fp8Linear(Replaced):
+    """The forward of torch's Linear, or with `transposed` weights [k, n] of transformers' Conv1D.
+
+    cancels: in the weight's gradient large terms cancel, as of an attention's projections.
+    """
+
+    kind = "linear"
+
+    def __init__(
+        self,
+        module: torch.nn.Module,
+        activations: ActivationsConfig,
+        transposed: bool = False,
+        cancels: bool = False,
+    ):
+        super().__init__(module)
+        self.transposed = transposed
+        self.formats = formats(activations, cancels)
+        self.cache = WeightCache(activations.weight_cache)
+        self.scales = {
+            "x_scale": PredictedScale(self.formats.forward),
+            "grad_scale": PredictedScale(self.formats.backward),
+        }
+
+    def __call__(self, input: torch.Tensor) -> torch.Tensor:
+        if not self.takes(input):
+            return self.stock(input)
+        module = self.module
+        after_pre_hooks(module, input)
+        return fp8_linear(
+            input,
+            module.weight.t() if self.transposed else module.weight,
+            module.bias,
+            formats=self.formats,
+            origin=origin_of(input) or attended_origin(input),
+            cache=self.cache,
+            **self.scales,
+        )

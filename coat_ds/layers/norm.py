@@ -1,0 +1,49 @@
+"""RMSNorm and LayerNorm that keep their input in 8 bits, in place of the forward of a norm."""
+
+import torch
+
+from coat_ds.config import ActivationsConfig
+from coat_ds.layers.formats import formats
+from coat_ds.layers.hooks import before_hooks
+from coat_ds.layers.probe import NormForm
+from coat_ds.layers.replaced import Replaced
+from coat_kernels.deferred import PredictedScale
+from coat_kernels.norm import layer_norm, rms_norm
+
+
+class Fp8Norm(Replaced):
+    """The forward of a norm that computes as `form` says.
+
+    Its output waits for the FP8 products behind it, which then never read BF16. Whether there are such, the
+    first forward shows: once somebody else has read the output, it is written at once.
+    """
+
+    kind = "norm"
+
+    def __init__(self, module: torch.nn.Module, activations: ActivationsConfig, form: NormForm):
+        super().__init__(module)
+        self.form = form
+        self.kept = {"group_size": activations.group_size, "saved_format": activations.saved_format}
+        self.y_scale = PredictedScale(formats(activations).forward)
+
+    def __call__(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        if not self.takes(hidden_states) or hidden_states.numel() == 0:
+            return self.stock(hidden_states)
+        module, form, dtype = self.module, self.form, self.dtype_of_output(hidden_states)
+        options = {
+            **self.kept,
+            "zero_centered": form.zero_centered,
+            "y_scale": None if self.y_scale.times_made else self.y_scale,
+        }
+        x = hidden_states
+        if dtype != x.dtype:
+            # the wider of the two keeps what the stock module computes with
+            x = x.to(torch.promote_types(dtype, x.dtype))
+        if form.layer_norm:
+            y = layer_norm(x, module.weight, module._parameters.get("bias"), form.eps, **options)
+        else:
+            y = rms_norm(x, module.weight, form.eps, **options)
+        if y.dtype != dtype:
+            y = y.to(dtype)
+        before_hooks(module, y)
+        return y

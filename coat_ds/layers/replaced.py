@@ -1,0 +1,72 @@
+"""What stands in a module's own attribute `forward` while the module is converted."""
+
+from typing import Any, ClassVar
+
+import torch
+
+# what the kernels read and write
+DTYPES = (torch.bfloat16, torch.float32)
+
+
+class Replaced:
+    """Computes what a module's stock forward computes, in FP8. Holds no parameter, and no tensor that counts.
+
+    Copies and pickles with its module: nothing in it is a function or depends on the process.
+    """
+
+    kind: ClassVar[str]
+
+    def __init__(self, module: torch.nn.Module):
+        self.module = module
+        # somebody's patch of this one instance, if there was one
+        self.before = module.__dict__.get("forward")
+        self._dtypes: dict[tuple, torch.dtype] = {}
+
+    def install(self) -> None:
+        self.module.forward = self
+
+    def remove(self) -> None:
+        if self.before is None:
+            del self.module.forward
+        else:
+            self.module.forward = self.before
+
+    def stock(self, *args, **kwargs) -> Any:
+        """What the module computed before it was converted."""
+        if self.before is not None:
+            return self.before(*args, **kwargs)
+        return type(self.module).forward(self.module, *args, **kwargs)
+
+    def takes(self, x: torch.Tensor) -> bool:
+        """Whether the kernels take `x`, under autocast as it will be. Raises TypeError for FP16."""
+        dtype = autocast_dtype(x) or x.dtype
+        if torch.float16 in (dtype, x.dtype):
+            raise TypeError(
+                f"{type(self.module).__name__}: converted layers compute in BF16 or FP32, found FP16. Train "
+                "in BF16 (model.bfloat16(), or autocast to torch.bfloat16), or call coat_ds.unconvert(model)."
+            )
+        return x.dtype in DTYPES
+
+    def dtype_of_output(self, x: torch.Tensor) -> torch.dtype:
+        """The dtype in which the stock module would return [..., n] of an input like `x` [..., n], which only
+        it knows: autocast and mixed dtypes have rules for each operation. It is asked once for each case."""
+        weight = getattr(self.module, "weight", None)
+        key = x.dtype, autocast_dtype(x), None if weight is None else weight.dtype
+        found = self._dtypes.get(key)
+        if found is None:
+            with torch.no_grad():
+                row = torch.zeros(1, x.shape[-1], dtype=x.dtype, device=x.device)
+                found = self._dtypes[key] = self.stock(row).dtype
+        return found
+
+
+def autocast_dtype(x: torch.Tensor) -> torch.dtype | None:
+    """The dtype that autocast has now where `x` is, None without."""
+    device = x.device.type
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+
+
+def replaced(module: torch.nn.Module) -> Replaced | None:
+    """What was put in place of the module's forward, if it is still there."""
+    found = module.__dict__.get("forward")
+    return found if isinstance(found, Replaced) else None

@@ -1,0 +1,372 @@
+"""What convert changes of a model, what it leaves, and how it gets along with whoever else changes models."""
+
+import copy
+import functools
+import io
+import types
+import warnings
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import coat_ds
+from benchmarks.families import FAMILIES
+from coat_ds.config import ActivationsConfig, CoatConfigError
+from coat_ds.layers.replaced import replaced
+from coat_kernels.weights import WeightCache
+from tests.coat_ds.layers.measures import fp8_bound, fp8_forward_bound, relative, run, saved_bytes
+from tests.util import rel_rms
+
+LLAMA = FAMILIES["llama"]
+
+
+@pytest.fixture(autouse=True)
+def quiet():
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+def same(found, expected):
+    assert found[0] == expected[0] and found[1].keys() == expected[1].keys()
+    for name, gradient in expected[1].items():
+        assert found[1][name].equal(gradient), name
+
+
+class Block(nn.Module):
+    """Plain torch."""
+
+    def __init__(self, width=64, norm=nn.RMSNorm, act=nn.SiLU, inner=128):
+        super().__init__()
+        self.norm, self.act = norm(width), act()
+        self.up, self.down = nn.Linear(width, inner), nn.Linear(inner, width)
+
+    def forward(self, x):
+        return x + self.down(self.act(self.up(self.norm(x))))
+
+
+def plain(norm=nn.RMSNorm, act=nn.SiLU, **sizes):
+    torch.manual_seed(0)
+    return nn.Sequential(*(Block(norm=norm, act=act, **sizes) for _ in range(2))).bfloat16()
+
+
+@pytest.mark.parametrize("norm", [nn.RMSNorm, functools.partial(nn.RMSNorm, eps=1e-3), nn.LayerNorm])
+@pytest.mark.parametrize("act", [nn.GELU, nn.ReLU, functools.partial(nn.GELU, approximate="tanh")])
+def test_plain_torch(norm, act):
+    stock = plain(norm, act)
+    model = coat_ds.convert(copy.deepcopy(stock))
+    assert coat_ds.conversion_of(model).converted["feed_forward"] == ["0.act", "1.act"]
+    assert coat_ds.conversion_of(model).summary() == (
+        "4 of 4 linear layers multiply in FP8, 2 of 2 norms save in 8 bits, 2 of 2 feed-forward activations "
+        "save in 8 bits"
+    )
+    x, grad = torch.randn(2, 3, 40, 64).bfloat16()
+    found, expected = ([m(x)] for m in (model, stock))
+    for m, outputs in ((model, found), (stock, expected)):
+        outputs += torch.autograd.grad(outputs[0], [*m.parameters()], grad)
+    # a ReLU's slope jumps: where the sign of its input is another, which is an error's part of a half turn of
+    # the circle, half of the slopes are wrong by one, and half of them are one
+    jumps = 0 if act is not nn.ReLU else 2 * fp8_forward_bound(1) / torch.pi
+    bound = (fp8_bound(4) ** 2 + 2 * jumps) ** 0.5
+    assert all(rel_rms(a, e) < bound for a, e in zip(found, expected, strict=True))
+
+
+def test_copies_and_pickles():
+    model, batch = LLAMA.build(), LLAMA.batch()
+    coat_ds.convert(model, {"attention_format": "sqrt8"})
+    expected = run(model, batch)
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    for other in (copy.deepcopy(model), torch.load(file, weights_only=False)):
+        assert coat_ds.conversion_of(other) == coat_ds.conversion_of(model)
+        for module in other.modules():
+            forward = replaced(module)
+            assert forward is None or forward.module is module
+        same(run(other, batch), expected)
+        coat_ds.unconvert(other)
+        assert other.config._attn_implementation == "sdpa"
+    # the copies' own
+    same(run(model, batch), expected)
+
+
+def test_twice_is_once_and_other_options_are_an_error():
+    model = coat_ds.convert(plain(), {"group_size": 32})
+    first = replaced(model[0].up)
+    assert coat_ds.convert(model, ActivationsConfig(group_size=32)) is model
+    assert replaced(model[0].up) is first
+    with pytest.raises(RuntimeError, match="group_size=32.* found .*group_size=16.*unconvert"):
+        coat_ds.convert(model)
+    with pytest.raises(CoatConfigError, match="group_sise"):
+        coat_ds.convert(plain(), {"group_sise": 32})
+    assert coat_ds.conversion_of(coat_ds.convert(plain(), {"enabled": False})) is None
+    assert coat_ds.unconvert(stock := plain()) is stock
+
+
+def test_the_filter_and_the_reasons():
+    model = coat_ds.convert(LLAMA.build(), filter=lambda name, module: "layers.0" not in name)
+    conversion = coat_ds.conversion_of(model)
+    assert conversion.left["model.layers.0.mlp.up_proj"] == "the filter"
+    assert len(conversion.converted["linear"]) == 7
+    assert conversion.summary().startswith(
+        "7 of 15 linear layers multiply in FP8, 3 of 5 norms save in 8 bits"
+    )
+    mixed = nn.ModuleDict(
+        {
+            "odd": nn.Linear(64, 72),
+            "batch": nn.BatchNorm1d(64),
+            "embed": nn.Embedding(128, 64),
+            "head": nn.Linear(64, 128, bias=False),
+            "attention": nn.MultiheadAttention(64, 4),
+            "wrapped": nn.ModuleDict(
+                {"base_layer": nn.Linear(64, 64), "a": nn.ModuleDict({"x": nn.Linear(64, 16)})}
+            ),
+            "bytes": nn.Linear(64, 64, dtype=torch.float64),
+        }
+    )
+    mixed["head"].weight = mixed["embed"].weight
+    coat_ds.convert(mixed)
+    assert coat_ds.conversion_of(mixed).converted["linear"] == ["wrapped.base_layer"]
+    assert coat_ds.conversion_of(mixed).left == {
+        "odd": "72 x 64, not multiples of 16",
+        "batch": "BatchNorm1d is neither RMSNorm nor LayerNorm",
+        "head": "the head",
+        "attention.out_proj": "torch's MultiheadAttention multiplies by itself",
+        "wrapped.a.x": "an adapter",
+        "bytes": "a weight in float64",
+    }
+
+
+def test_fp16_is_refused():
+    with pytest.raises(ValueError, match=r"0\.norm holds FP16 parameters.*bfloat16\(\)"):
+        coat_ds.convert(model := plain().half())
+    assert not any(map(replaced, model.modules())) and coat_ds.conversion_of(model) is None
+    model = coat_ds.convert(plain().float())
+    with pytest.raises(TypeError, match="found FP16"), torch.autocast("cpu", torch.float16):
+        model(torch.randn(4, 64))
+
+
+class Patched(nn.Module):
+    """A norm as somebody else's class computes it."""
+
+    def __init__(self, width, power=0.5):
+        super().__init__()
+        self.weight, self.eps, self.power = nn.Parameter(torch.ones(width)), 1e-6, power
+
+    def forward(self, x):
+        return x / (x.square().mean(-1, keepdim=True) + self.eps) ** self.power * self.weight
+
+
+def doubled(self, x):
+    return 2 * F.linear(x, self.weight, self.bias)
+
+
+def rewritten(self, x):
+    y = x @ self.weight.t()
+    return y if self.bias is None else y + self.bias
+
+
+def test_patched_forwards_are_known_by_what_they_compute():
+    model = plain(norm=Patched)
+    model[1].norm.power = 0.4
+    model[0].up.forward = types.MethodType(rewritten, model[0].up)
+    model[1].up.forward = types.MethodType(doubled, model[1].up)
+    coat_ds.convert(model)
+    conversion = coat_ds.conversion_of(model)
+    assert conversion.converted["norm"] == ["0.norm"]
+    assert conversion.converted["linear"] == ["0.up", "0.down", "1.down"]
+    assert conversion.left == {
+        "1.norm": "Patched is neither RMSNorm nor LayerNorm",
+        "1.up": "Linear computes something else than a linear layer",
+    }
+    coat_ds.unconvert(model)
+    assert model[0].up.forward.__func__ is rewritten and model[1].up.forward.__func__ is doubled
+
+
+def test_unconvert_does_not_undo_what_others_did_later():
+    model = coat_ds.convert(plain())
+    model[0].up.forward = types.MethodType(rewritten, model[0].up)
+    with pytest.raises(RuntimeError, match=r"unconvert: 0\.up: .*Undo what replaced it first"):
+        coat_ds.unconvert(model)
+    assert replaced(model[0].down) and coat_ds.conversion_of(model)
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "bert", "gemma3"])
+@pytest.mark.parametrize("autocast", [True, False], ids=["autocast", "fp32"])
+def test_fp32_models_return_the_dtypes_of_the_stock_model(name, autocast):
+    family = FAMILIES[name]
+    model, batch = family.build(torch.float32), family.batch()
+    dtypes = {}
+
+    def dtypes_of_outputs():
+        found = {}
+
+        def note(name, module, args, output):
+            if isinstance(output, torch.Tensor):
+                found[name] = output.dtype
+
+        hooks = [m.register_forward_hook(functools.partial(note, n)) for n, m in model.named_modules()]
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            loss = model(**batch).loss
+        model.zero_grad()
+        loss.backward()
+        for hook in hooks:
+            hook.remove()
+        return found, {n: p.grad.clone() for n, p in model.named_parameters()}
+
+    dtypes, expected = dtypes_of_outputs()
+    coat_ds.convert(model)
+    products = len(coat_ds.conversion_of(model).converted["linear"])
+    for _ in range(2):
+        found, gradients = dtypes_of_outputs()
+        # activations of gated layers are part of those
+        assert {n: d for n, d in dtypes.items() if n in found} == found
+        assert relative(gradients, expected) < fp8_bound(products)
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.parametrize("name", ["llama", "mixtral"])
+def test_gradient_checkpointing_changes_nothing(name, reentrant):
+    family, batch = FAMILIES[name], FAMILIES[name].batch()
+    losses = []
+    for checkpoints in (False, True):
+        model = coat_ds.convert(family.build())
+        if checkpoints:
+            model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for _ in range(3):
+            losses.append(run(model, batch))
+            optimizer.step()
+    for without, within in zip(losses[:3], losses[3:], strict=True):
+        same(within, without)
+
+
+def test_frozen_weights_save_no_input():
+    model = plain()
+    for block in model:
+        block.up.requires_grad_(False)
+        block.down.requires_grad_(False)
+        block.norm.requires_grad_(False)
+    x = torch.randn(64, 64).bfloat16().requires_grad_()
+    coat_ds.convert(model, {"weight_cache": "fp8"})
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+        y = model(x)
+    # inputs of norms and activations, in groups
+    wide = [t for t in kept if t.numel() >= x.numel() and not t.is_leaf]
+    assert all(t.dtype in (torch.int8, torch.uint8) or t.numel() == 64 * 128 for t in wide)
+    assert not any(t.dtype == torch.float8_e4m3fn for t in kept)
+    y.sum().backward()
+    assert x.grad is not None and all(p.grad is None for p in model.parameters())
+
+
+def test_frozen_weights_are_quantized_once(monkeypatch):
+    count = []
+    quantize = WeightCache._quantize
+    monkeypatch.setattr(WeightCache, "_quantize", lambda *a, **k: count.append(1) or quantize(*a, **k))
+    model = plain()
+    model[0].up.requires_grad_(False)
+    coat_ds.convert(model, {"weight_cache": "fp8"})
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
+    for _ in range(3):
+        model(torch.randn(8, 64).bfloat16()).sum().backward()
+        optimizer.step()
+    # three that are trained, in each step, and one that is not
+    assert len(count) == 3 * 3 + 1
+    before = model[0].up(torch.ones(1, 64).bfloat16())
+    with torch.no_grad():
+        model[0].up.weight.mul_(2)
+    bias = model[0].up.bias
+    assert rel_rms(model[0].up(torch.ones(1, 64).bfloat16()) - bias, 2 * (before - bias)) < 2**-6
+
+
+def test_a_frozen_tower_without_gradients():
+    family = FAMILIES["llava"]
+    model, batch = family.build(), family.batch()
+    model.model.vision_tower.requires_grad_(False)
+    stock = run(model, batch)
+    coat_ds.convert(model)
+    found = run(model, batch)
+    assert relative(found[1], stock[1]) < fp8_bound(len(coat_ds.conversion_of(model).converted["linear"]))
+    assert not any(name.startswith("model.vision_tower") for name in found[1])
+
+
+@pytest.mark.parametrize("before", [True, False], ids=["convert first", "peft first"])
+def test_lora(before):
+    peft = pytest.importorskip("peft")
+    lora = peft.LoraConfig(
+        r=16, target_modules=["q_proj", "v_proj", "gate_proj", "down_proj"], lora_dropout=0.0
+    )
+    model, batch = LLAMA.build(), LLAMA.batch()
+
+    def adapted(model):
+        torch.manual_seed(1)
+        model = peft.get_peft_model(model, lora)
+        for name, p in model.named_parameters():
+            if "lora_B" in name:
+                nn.init.normal_(p, std=0.02)
+        return model
+
+    stock = run(adapted(copy.deepcopy(model)), batch)
+    model = adapted(coat_ds.convert(model)) if before else coat_ds.convert(adapted(model))
+    conversion = coat_ds.conversion_of(model)
+    assert len(conversion.converted["linear"]) == 14 and len(conversion.converted["feed_forward"]) == 2
+    assert (
+        before
+        or conversion.left["base_model.model.model.layers.0.self_attn.q_proj.lora_A.default"] == "an adapter"
+    )
+    found = run(model, batch)
+    assert all("lora" in name for name in found[1])
+    assert relative(found[1], stock[1]) < fp8_bound(14)
+
+
+def test_a_model_that_shares_the_config_of_a_converted_one_is_stock():
+    import transformers
+
+    config = transformers.LlamaConfig(**LLAMA.fields)
+    models = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        models.append(transformers.LlamaForCausalLM(config).bfloat16())
+    batch = LLAMA.batch()
+    expected, bytes_before = run(models[1], batch), saved_bytes(models[1], batch)
+    coat_ds.convert(models[0], {"attention_format": "sqrt8"})
+    same(run(models[1], batch), expected)
+    assert saved_bytes(models[1], batch) == bytes_before
+
+
+@pytest.mark.parametrize("attention_format", ["bf16", "sqrt8"])
+def test_padding_and_packing(attention_format):
+    """Tokens see what the masks let them see, and padding changes nothing."""
+    model = LLAMA.build()
+    ids = LLAMA.batch(rows=2, tokens=48)["input_ids"]
+    stock, coat = copy.deepcopy(model), coat_ds.convert(model, {"attention_format": attention_format})
+    mask = torch.ones_like(ids)
+    mask[1, 30:] = 0
+    packed = {"input_ids": ids[:1], "position_ids": torch.cat((torch.arange(20), torch.arange(28)))[None]}
+    # transformers looks for packed sequences where there is no cache
+    packed["use_cache"] = False
+    for inputs in ({"input_ids": ids, "attention_mask": mask}, packed):
+        labels = inputs["input_ids"].masked_fill(inputs.get("attention_mask", torch.ones(1)) == 0, -100)
+        found, expected = run(coat, {**inputs, "labels": labels}), run(stock, {**inputs, "labels": labels})
+        assert relative(found[1], expected[1]) < fp8_bound(14)
+    with torch.no_grad():
+        apart = torch.cat([coat(ids[:1, :20]).logits, coat(ids[:1, 20:]).logits], 1)
+        assert rel_rms(coat(**packed).logits, apart) < fp8_bound(14) / 2
+
+
+def test_compiled_models_compute_the_same():
+    model = coat_ds.convert(plain())
+    x = torch.randn(16, 64).bfloat16()
+    y = model(x)
+    y.float().square().sum().backward()
+    expected = [y.detach(), *(p.grad.clone() for p in model.parameters())]
+    model.zero_grad()
+    torch.compiler.reset()
+    y = torch.compile(model, backend="aot_eager")(x)
+    y.float().square().sum().backward()
+    # what waits for a product in one is written in the other, and then saved in FP8 by the product
+    for found, wanted in zip([y, *(p.grad for p in model.parameters())], expected, strict=True):
+        assert rel_rms(found, wanted) < fp8_bound(2)

@@ -1,0 +1,137 @@
+"""transformers' families, converted: what they compute, what they save, and that they stay themselves.
+
+With COAT_HOSTILE_EXAMPLES, as `make hostile` sets it, every family also trains.
+"""
+
+import os
+import warnings
+
+import pytest
+import torch
+
+import coat_ds
+from benchmarks.families import FAMILIES, LAYERS
+from tests.coat_ds.layers.measures import fp8_bound, fp8_forward_bound, relative, run, saved_bytes
+
+LONG = "COAT_HOSTILE_EXAMPLES" in os.environ
+ALL = pytest.mark.parametrize("name", FAMILIES)
+
+
+@pytest.fixture(autouse=True)
+def quiet():
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+def exact(family):
+    """The same weights, rounded to BF16, in FP32."""
+    return family.build().float()
+
+
+@ALL
+def test_loss_and_gradients_are_off_by_what_fp8_explains(name):
+    family = FAMILIES[name]
+    reference, batch = exact(family), family.batch(dtype=torch.float32)
+    loss, expected = run(reference, batch)
+    with torch.no_grad():
+        spread = reference(**batch).logits.std().item()
+    model = coat_ds.convert(family.build())
+    found_loss, found = run(model, family.batch())
+    products = len(coat_ds.conversion_of(model).converted["linear"])
+    bound = fp8_bound(products)
+    whole = sum(g.square().sum() for g in expected.values()).sqrt()
+    assert bound / 10 < relative(found, expected) < bound
+    for parameter, gradient in expected.items():
+        # of one parameter large terms may cancel, as in the softmax's gradient: two such errors. Where all of
+        # it cancels (biases of keys) the error is what is left of gradients that are larger
+        size = max(gradient.norm(), 0.02 * whole)
+        assert (found[parameter] - gradient).norm() < 2 * bound * size, parameter
+    # the loss of a token is a difference of two logits, nearly: of their errors, and of its own rounding
+    assert abs(found_loss - loss) < 2**0.5 * fp8_forward_bound(products) * spread + 2**-8 * loss
+
+
+def per_layer(family, activations):
+    """A model with one layer more, less the model."""
+    sizes = []
+    for layers in (LAYERS, LAYERS + 1):
+        model = family.deeper(layers)
+        if activations is not None:
+            coat_ds.convert(model, activations)
+        # the first forward shows which outputs wait for a product
+        saved_bytes(model, family.batch())
+        sizes.append(saved_bytes(model, family.batch()))
+    return sizes[1] - sizes[0]
+
+
+@pytest.mark.parametrize("name", [name for name, family in FAMILIES.items() if family.like_llama])
+def test_bytes_saved_by_a_layer(name):
+    family = FAMILIES[name]
+    stock = per_layer(family, None)
+    assert per_layer(family, {}) <= 0.45 * stock
+    assert per_layer(family, {"attention_format": "sqrt8"}) <= 0.40 * stock
+
+
+@ALL
+def test_a_converted_model_stays_itself(name, tmp_path):
+    family, batch = FAMILIES[name], FAMILIES[name].batch()
+    model = family.build()
+    before = {key: value.clone() for key, value in model.state_dict().items()}
+    stock = run(model, batch)
+    inputs = {key: value for key, value in batch.items() if key != "labels"}
+    coat_ds.convert(model)
+    after = model.state_dict()
+    assert list(before) == list(after) and all(before[key].equal(after[key]) for key in before)
+    model.save_pretrained(tmp_path)
+    again = type(model).from_pretrained(tmp_path, dtype=torch.bfloat16)
+    assert coat_ds.conversion_of(again) is None
+    loaded = again.state_dict()
+    assert all(before[key].equal(loaded[key]) for key in before)
+    model.eval()
+    with torch.no_grad():
+        logits, plain = model(**inputs).logits.float(), again.eval()(**inputs).logits.float()
+    bound = fp8_forward_bound(len(coat_ds.conversion_of(model).converted["linear"]))
+    assert (logits - plain).norm() < bound * plain.norm()
+    if family.generates:
+        options = {"max_new_tokens": 4, "do_sample": False, "eos_token_id": None}
+        prompt = {k: v[:, :40] if k == "input_ids" else v for k, v in inputs.items()}
+        model.generation_config.pad_token_id = again.generation_config.pad_token_id = 0
+        ids = model.generate(**prompt, **options)
+        with torch.no_grad():
+            # each token is among the best ones of the stock model, up to FP8's noise in its logits
+            logits = again(**{**prompt, "input_ids": ids}).logits.float()[:, 39:-1]
+        chosen = logits.gather(2, ids[:, 40:, None])[..., 0]
+        assert (logits.amax(-1) - chosen < 4 * bound * logits.std()).all()
+    model.train()
+    coat_ds.unconvert(model)
+    loss, gradients = run(model, batch)
+    assert coat_ds.conversion_of(model) is None and not any("forward" in m.__dict__ for m in model.modules())
+    assert loss == stock[0] and all(g.equal(stock[1][n]) for n, g in gradients.items())
+
+
+def losses_of(family, steps, convert, seed=0):
+    model = family.build(seed=seed)
+    if convert:
+        coat_ds.convert(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
+    losses = []
+    for step in range(steps):
+        loss = model(**family.batch(seed=step, rows=4, tokens=32)).loss
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return sum(losses[-5:]) / 5, losses[0]
+
+
+@pytest.mark.parametrize("name", FAMILIES if LONG else ["llama"])
+def test_trains_as_bf16_within_what_seeds_change(name):
+    family = FAMILIES[name]
+    last = [losses_of(family, 50, False, seed)[0] for seed in range(4)]
+    found, first = losses_of(family, 50, True)
+    middle = sum(last) / 4
+    spread = (sum((loss - middle) ** 2 for loss in last) / 3) ** 0.5
+    assert found < first - 0.2
+    # three deviations of one more seed, and FP8's noise of less than a percent
+    assert abs(found - middle) < 3 * spread + 0.01 * middle
