@@ -181,7 +181,9 @@ class ActivationsConfig(_Block):
     KEY: ClassVar[str] = "coat.activations"
 
     enabled: bool = True
-    """Use the FP8 layers, where the model is made of them."""
+    """Have the layers compute in FP8: those that Megatron built by our spec, and any other model's linear
+    layers, norms, feed-forwards and attention, which are converted in place when the engine is built. False
+    leaves every layer as it is."""
 
     group_size: int = _choice(16, ACTIVATION_GROUP_SIZES)
     """Consecutive elements of a row that share one scale in a saved activation."""

@@ -13,7 +13,7 @@ from coat_ds.config import CoatConfig, CoatConfigError, OptimizerConfig
 from coat_ds.grad_norm import batch_gradient_norms
 from coat_ds.host_config import check_place, idle_patterns, optimizer_section, stalling
 from coat_ds.layer_units import LayerUnits
-from coat_ds.model_layers import Layers, layers_of, reach
+from coat_ds.model_layers import layers_of, prepare_layers, undo
 from coat_ds.module_hooks import lighten_module_hooks
 from coat_ds.narrow_grad import keep_gradients_narrow
 from coat_ds.optimizer import LAYOUT, CoatAdamW, keeps_fp32, layout_table
@@ -23,6 +23,7 @@ from coat_ds.stage0 import translate_checkpoints
 from coat_ds.state import streaming
 from coat_ds.status import Status, idle_layers
 from coat_kernels.codecs import get_codec
+from coat_kernels.weights import invalidate_weight_caches
 
 # what each key of "optimizer": {"params": ...} has to be to mean what CoatAdamW does; None: passed on
 OPTIMIZER_PARAMS: dict[str, tuple | None] = {
@@ -121,7 +122,8 @@ class Prepared(NamedTuple):
     """What `finish` needs of `prepare`."""
 
     coat: CoatConfig
-    layers: Layers
+    why: str
+    """Why linear layers stay that nobody makes for COAT."""
     units: LayerUnits
 
 
@@ -140,23 +142,27 @@ def prepare(arguments: dict[str, Any]) -> Prepared:
         # DeepSpeed would otherwise refuse any optimizer but its own where states are offloaded
         config_class.zero_force_ds_cpu_optimizer = False
     model = arguments.get("model") if coat.enabled else None
-    layers = (
-        Layers() if model is None else _prepare_layers(model, coat, "activations" in host.get("coat", {}))
-    )
-    return Prepared(coat, layers, LayerUnits(model, coat.zero3_layer_units, config_class.zero_config))
+    why = "" if model is None else _prepare_layers(model, coat, host)
+    return Prepared(coat, why, LayerUnits(model, coat.zero3_layer_units, config_class.zero_config))
 
 
-def _prepare_layers(model: torch.nn.Module, coat: CoatConfig, said: bool) -> Layers:
-    reach(model, coat.activations, said)
-    layers = layers_of(model, "the model's own")
-    if line := idle_layers(coat, layers):
-        _say(line, logging.WARNING)
-    return layers
+def _prepare_layers(model: torch.nn.Module, coat: CoatConfig, host: Mapping[str, Any]) -> str:
+    obstacle = None
+    if _section(host, "fp16").get("enabled"):
+        obstacle = "fp16.enabled is true, and converted layers compute in BF16 or FP32"
+    if _section(host, "bf16").get("enabled") and any(p.dtype == torch.float16 for p in model.parameters()):
+        # as DeepSpeed does next; layers in FP16 cannot be converted
+        model.bfloat16()
+    why = prepare_layers(model, coat.activations, "activations" in host.get("coat", {}), obstacle)
+    if coat.require:
+        # before the engine takes any memory
+        idle_layers(coat, layers_of(model, why))
+    return why
 
 
 def finish(engine, prepared: Prepared) -> None:
     """After `engine` was built of what `prepare` left."""
-    coat, layers, units = prepared
+    coat, why, units = prepared
     if not coat.enabled:
         return
     units.complete()
@@ -170,11 +176,16 @@ def finish(engine, prepared: Prepared) -> None:
         translate_checkpoints(engine.optimizer, getattr(engine.basic_optimizer, "apart_in_files", False))
         _guard_checkpoints(engine)
         _guard_offloading(engine)
+    if coat.activations.weight_cache != "none":
+        _invalidate_caches_on_load(engine)
     if coat.report.saved:
         report_saved(engine.module, _say)
     if coat.checkpointing.compress:
         checkpointing.compress_inputs(engine.module, coat.checkpointing.group_size)
         report_compressed(engine.module, _say, functools.partial(_say, level=logging.WARNING))
+    layers = layers_of(engine.module, why)
+    if line := idle_layers(coat, layers):
+        _say(line, logging.WARNING)
     engine.coat = Status(coat, layers, units, engine.basic_optimizer if coat.optimizer.enabled else None)
     _say(str(engine.coat))
 
@@ -432,6 +443,19 @@ def _guard_checkpoints(engine) -> None:
     engine.load_checkpoint, engine.save_checkpoint = load_checkpoint, save_checkpoint
 
 
+def _invalidate_caches_on_load(engine) -> None:
+    load = engine.load_checkpoint
+
+    @functools.wraps(load)
+    def load_checkpoint(*args, **kwargs):
+        result = load(*args, **kwargs)
+        # ZeRO writes weights behind autograd's back
+        invalidate_weight_caches()
+        return result
+
+    engine.load_checkpoint = load_checkpoint
+
+
 def _saves_by_torch(engine) -> bool:
     from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchCheckpointEngine
 
@@ -513,6 +537,10 @@ def _undo_at_the_end(engine, units: LayerUnits) -> None:
     def destroy_engine():
         destroy()
         units.undo()
+        try:
+            undo(engine.module)
+        except RuntimeError as error:
+            _say(f"COAT: layers stay converted: {error}", logging.WARNING)
 
     engine.destroy = destroy_engine
 

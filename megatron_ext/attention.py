@@ -19,7 +19,7 @@ from torch.nn.attention import SDPBackend
 from coat_ds.config import ActivationsConfig
 from coat_ds.layers.formats import formats
 from coat_ds.layers.hooks import after_pre_hooks, before_hooks
-from coat_ds.model_layers import Part
+from coat_ds.model_layers import Part, attended, grouped
 from coat_kernels.attention import BACKENDS, causal_attention
 from coat_kernels.deferred import PredictedScale
 from coat_kernels.groups import DEFAULT_FORMAT
@@ -27,7 +27,7 @@ from coat_kernels.origin import note, noted
 from coat_kernels.rope import rotate_qkv
 
 from .linear import keep_bias
-from .settings import TakesActivations, activations_of, groups
+from .settings import TakesActivations, activations_of
 
 logger = logging.getLogger(__name__)
 
@@ -199,12 +199,9 @@ class CoatCoreAttention(TakesActivations, SDPACoreAttention):
         self.saved_format = activations.saved_format if kept in ("bf16", "recompute") else kept
 
     def coat_part(self) -> Part:
-        kept = self.activations.attention_format
-        if kept == "bf16":
-            return Part("attention", "kept as it is")
         if self.recomputes:
-            return Part("attention", f"recomputed, its output {groups(self.activations)}")
-        return Part("attention", f"kept in {kept} 1x{self.group_size}")
+            return Part("attention", f"recompute their inputs, {grouped(self.activations)}")
+        return Part("attention", attended(self.activations))
 
     def forward(self, *args, **kwargs) -> torch.Tensor:
         if self.recomputes and torch.is_grad_enabled():

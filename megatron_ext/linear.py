@@ -14,7 +14,7 @@ from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParall
 from coat_ds.config import ActivationsConfig
 from coat_ds.layers.formats import formats
 from coat_ds.layers.hooks import after_pre_hooks
-from coat_ds.model_layers import Part
+from coat_ds.model_layers import Part, multiplied
 from coat_kernels.autograd import once_differentiable
 from coat_kernels.deferred import PredictedScale
 from coat_kernels.linear import LinearOptions, fp8_linear
@@ -152,8 +152,7 @@ class _CoatLinear(TakesActivations):
 
     def coat_part(self) -> Part:
         if self._in_fp8:
-            forward, backward = self._formats.forward.name, self._formats.backward.name
-            return Part("linear", f"multiply in {forward}, gradients in {backward}")
+            return Part("linear", multiplied(self._formats.forward.name, self._formats.backward.name))
         why = "--te-precision-config-file" if self._fits else f"sizes that {_ALIGNMENT} does not divide"
         return Part("linear", None, why)
 

@@ -8,13 +8,13 @@ from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from coat_ds.config import ActivationsConfig
 from coat_ds.layers.formats import formats
 from coat_ds.layers.hooks import after_pre_hooks
-from coat_ds.model_layers import Part
+from coat_ds.model_layers import Part, grouped
 from coat_kernels.activation import activation
 from coat_kernels.blocks import ActivationOptions, activation_options
 from coat_kernels.deferred import PredictedScale
 
 from .linear import CoatColumnParallelLinear, CoatRowParallelLinear, keep_bias
-from .settings import TakesActivations, groups
+from .settings import TakesActivations
 
 
 def _kind_of(config) -> str:
@@ -99,7 +99,7 @@ class CoatMLP(TakesActivations, MLP):
         }
 
     def coat_part(self) -> Part:
-        return Part("feed_forward", groups(self.activations))
+        return Part("feed_forward", grouped(self.activations))
 
     @property
     def options(self) -> ActivationOptions:

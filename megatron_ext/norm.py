@@ -8,14 +8,14 @@ from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from coat_ds.config import ActivationsConfig
 from coat_ds.layers.formats import formats
 from coat_ds.layers.hooks import before_hooks
-from coat_ds.model_layers import Part
+from coat_ds.model_layers import Part, grouped
 from coat_kernels.blocks import NormOptions, norm_options
 from coat_kernels.deferred import PredictedScale
 from coat_kernels.norm import layer_norm, rms_norm
 from coat_kernels.origin import take_stand_in, with_stand_in
 from coat_kernels.residual import deferred_add, may_defer_add
 
-from .settings import TakesActivations, groups
+from .settings import TakesActivations
 
 
 class CoatNorm(TakesActivations, torch.nn.Module):
@@ -53,7 +53,7 @@ class CoatNorm(TakesActivations, torch.nn.Module):
         self._y_scale = PredictedScale(formats(activations).forward)
 
     def coat_part(self) -> Part:
-        return Part("norm", groups(self.activations))
+        return Part("norm", grouped(self.activations))
 
     @property
     def options(self) -> NormOptions:

@@ -41,8 +41,3 @@ class TakesActivations:
     def coat_part(self) -> Part | None:
         """What the module does, for the log; None if its parts say it."""
         return None
-
-
-def groups(activations: ActivationsConfig) -> str:
-    """How activations are saved, for the log."""
-    return f"kept in {activations.saved_format} 1x{activations.group_size}"

@@ -196,6 +196,7 @@ def train(stage, compress, lines):
         "zero_optimization": {"stage": stage},
         "coat": {
             "enabled": True,
+            "activations": False,
             "checkpointing": {"compress": compress, "group_size": GROUP},
             "report": compress,
         },
@@ -238,7 +239,7 @@ def idle(lines):
     config = {
         "train_batch_size": 2,
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
-        "coat": {"enabled": True, "checkpointing": {"compress": True}},
+        "coat": {"enabled": True, "activations": False, "checkpointing": {"compress": True}},
     }
     engine, *_ = coat_ds.initialize(model=torch.nn.Linear(WIDTH, WIDTH), config=config)
     with contextlib.suppress(RuntimeError):
@@ -287,7 +288,11 @@ def each_its_own():
         config = {
             "train_batch_size": 2 * ROWS,
             "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
-            "coat": {"enabled": True, "checkpointing": {"compress": compress, "group_size": group_size}},
+            "coat": {
+                "enabled": True,
+                "activations": False,
+                "checkpointing": {"compress": compress, "group_size": group_size},
+            },
         }
         return coat_ds.initialize(model=model, config=config)[0]
 
@@ -346,7 +351,7 @@ def pipeline(compress):
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
         "zero_optimization": {"stage": 1},
         "pipeline": {"activation_checkpoint_interval": 1},
-        "coat": {"enabled": True, "checkpointing": {"compress": compress}},
+        "coat": {"enabled": True, "activations": False, "checkpointing": {"compress": compress}},
     }
     engine, *_ = coat_ds.initialize(model=model, config=config)
     generator = torch.Generator().manual_seed(1)

@@ -12,6 +12,7 @@ import torch
 import coat_ds
 from coat_ds import CoatConfigError
 from coat_ds.config import ActivationsConfig
+from coat_ds.model_layers import prepare_layers
 from tests.util import run_distributed
 
 S, VOCAB = 32, 64
@@ -99,7 +100,7 @@ def work(folder):
     for name, sizes in (("dense", DENSE), ("experts", EXPERTS)):
         for number, wanted in enumerate((OTHER, RECOMPUTE)):
             reached, built, default = gpt(**sizes), gpt(wanted, **sizes), gpt(**sizes)
-            coat_ds.model_layers.reach(reached, ActivationsConfig(**wanted), said=True)
+            prepare_layers(reached, ActivationsConfig(**wanted), said=True)
             grads = [gradients(m) for m in (reached, built, default)]
             equal = [[torch.equal(a, b) for a, b in zip(grads[0], g, strict=True)] for g in grads[1:]]
             out[name, number] = all(equal[0]), all(equal[1])
@@ -146,13 +147,13 @@ def test_engine_says_what_layers_are(found):
     layers, said = found["engine"]
     assert layers.count("linear") == (8, 9) and layers.made == {
         "linear": {"multiply in e4m3, gradients in e4m3": 8},
-        "norm": {"kept in e4m3 1x32": 4},
-        "feed_forward": {"kept in e4m3 1x32": 2},
-        "attention": {"kept in sqrt8 1x32": 2},
+        "norm": {"keep e4m3 1x32": 4},
+        "feed_forward": {"keep e4m3 1x32": 2},
+        "attention": {"keep sqrt8 1x32": 2},
     }
-    assert layers.left == {"linear": {"the model's own": ["output_layer"]}}
-    assert "8 of 9 linear layers in FP8; 8 linear layers: multiply in e4m3, gradients in e4m3" in said
-    assert "left 1 linear layers (output_layer): the model's own" in said
+    assert layers.left == {"output_layer": "the model's own"}
+    assert "8 of 9 linear layers in FP8; 8 linear layers multiply in e4m3, gradients in e4m3" in said
+    assert "left as they are 1 (output_layer): the model's own" in said
     ((level, line),) = found["lines"]
     assert level == "INFO" and line.endswith(said)
 
