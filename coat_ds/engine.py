@@ -23,7 +23,6 @@ from coat_ds.stage0 import translate_checkpoints
 from coat_ds.state import streaming
 from coat_ds.status import Status, idle_layers
 from coat_kernels.codecs import get_codec
-from coat_kernels.weights import invalidate_weight_caches
 
 # what each key of "optimizer": {"params": ...} has to be to mean what CoatAdamW does; None: passed on
 OPTIMIZER_PARAMS: dict[str, tuple | None] = {
@@ -176,8 +175,6 @@ def finish(engine, prepared: Prepared) -> None:
         translate_checkpoints(engine.optimizer, getattr(engine.basic_optimizer, "apart_in_files", False))
         _guard_checkpoints(engine)
         _guard_offloading(engine)
-    if coat.activations.weight_cache != "none":
-        _invalidate_caches_on_load(engine)
     if coat.report.saved:
         report_saved(engine.module, _say)
     if coat.checkpointing.compress:
@@ -441,19 +438,6 @@ def _guard_checkpoints(engine) -> None:
             return save(*args, **kwargs)
 
     engine.load_checkpoint, engine.save_checkpoint = load_checkpoint, save_checkpoint
-
-
-def _invalidate_caches_on_load(engine) -> None:
-    load = engine.load_checkpoint
-
-    @functools.wraps(load)
-    def load_checkpoint(*args, **kwargs):
-        result = load(*args, **kwargs)
-        # ZeRO writes weights behind autograd's back
-        invalidate_weight_caches()
-        return result
-
-    engine.load_checkpoint = load_checkpoint
 
 
 def _saves_by_torch(engine) -> bool:
