@@ -20,6 +20,8 @@ _TEXT = {
     "bos_token_id": 1,
     "eos_token_id": 2,
     "pad_token_id": 0,
+    # as Trainer has it; generate() asks for a cache itself
+    "use_cache": False,
 }
 _GROUPED = _TEXT | {"num_key_value_heads": 2}
 _WINDOW = {"sliding_window": 48}

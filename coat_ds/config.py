@@ -35,6 +35,7 @@ OTHER_NAMES = {
     "float32": ("fp32",),
 }
 ZERO3_LAYER_UNITS = ("auto", True, False)
+CUDA_GRAPHS = ("auto", True, False)
 AUTO = 'Nobody fills in "auto" in this block: write the value, or drop the key for its default.'
 
 
@@ -210,6 +211,11 @@ class ActivationsConfig(_Block):
     fast_accumulation: str = _choice("forward", FAST_ACCUMULATION)
     """Which FP8 products Hopper's tensor cores sum with fewer bits: the "forward" ones, "all" or "none". The
     gradient of linear_qkv's weight, in which large terms cancel, is always summed with all bits."""
+
+    cuda_graphs: str | bool = _choice("auto", CUDA_GRAPHS)
+    """Whether dense layers are recorded as CUDA graphs and replayed, which leaves the CPU next to nothing to
+    do. "auto": where the GPU would wait for it; true: wherever it is possible; false: nowhere. Never under
+    ZeRO-3, where weights move, nor with dropout or while activations are recomputed."""
 
     fallback: bool = False
     """Keep a linear layer whose sizes FP8 products cannot take in BF16. False makes it an error."""

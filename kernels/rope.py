@@ -1,10 +1,11 @@
 """Rotary positions (RoFormer, arXiv 2104.09864, equation 34, in halves) between a fused query-key-value
 projection and attention, in one pass each way.
 
-Of the projection's output [s, b, groups * (m + 2) * d], each group holds m query heads, a key and a value.
-Forward rotates queries and keys and writes the three apart. Backward takes their gradients in whatever layout
-attention left them, writes the gradient of the projection's output and finds its maxima on the way; or, where
-only an FP8 product reads that gradient, its operands.
+Of the projection's output [s, b, groups * (m + 2) * d], each group holds m query heads, a key and a value;
+or, if they lie `apart`, all queries come first, then all keys, then all values. Forward rotates queries and
+keys and writes the three to tensors of their own. Backward takes their gradients in whatever layout attention
+left them, writes the gradient of the projection's output and finds its maxima on the way; or, where only an
+FP8 product reads that gradient, its operands.
 """
 
 import functools
@@ -58,30 +59,51 @@ def rotate_back(grad: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> tor
     return torch.cat(((value + torch.cat((second, -first), -1)).to(grad.dtype), grad[..., r:]), -1)
 
 
-def rotate_qkv_reference(mixed, cos, sin, groups: int, d: int):
+def rotate_qkv_reference(mixed, cos, sin, groups: int, d: int, apart: bool = False):
     """mixed [s, b, groups * (m + 2) * d] -> q [s, b, groups * m, d], k and v [s, b, groups, d]."""
-    heads = mixed.unflatten(2, (groups, mixed.shape[2] // (groups * d), d))
-    q, k, v = (part.flatten(2, 3) for part in heads.split((heads.shape[3] - 2, 1, 1), dim=3))
+    if apart:
+        heads = mixed.unflatten(2, (-1, d))
+        q, k, v = heads.split((heads.shape[2] - 2 * groups, groups, groups), dim=2)
+    else:
+        heads = mixed.unflatten(2, (groups, mixed.shape[2] // (groups * d), d))
+        q, k, v = (part.flatten(2, 3) for part in heads.split((heads.shape[3] - 2, 1, 1), dim=3))
     return rotate(q, cos, sin), rotate(k, cos, sin), v.clone()
 
 
-def rotate_qkv_backward_reference(dq, dk, dv, cos, sin):
+def rotate_qkv_backward_reference(dq, dk, dv, cos, sin, apart: bool = False):
     """The gradients of `rotate_qkv_reference`'s results -> the gradient of mixed, its maxima."""
     s, b, groups, d = dk.shape
     dq, dk = rotate_back(dq, cos, sin), rotate_back(dk, cos, sin)
-    dq = dq.reshape(s, b, groups, dq.shape[2] // groups, d)
-    grad = torch.cat((dq, dk.unsqueeze(3), dv.unsqueeze(3)), 3).flatten(2)
+    if apart:
+        grad = torch.cat((dq, dk, dv), 2).flatten(2)
+    else:
+        dq = dq.reshape(s, b, groups, dq.shape[2] // groups, d)
+        grad = torch.cat((dq, dk.unsqueeze(3), dv.unsqueeze(3)), 3).flatten(2)
     return grad, maxima_reference(grad)
 
 
 @triton.jit
-def head_offsets(pid, heads, M: tl.constexpr, HEADS: tl.constexpr):
+def place_of_head(head, heads, M: tl.constexpr, APART: tl.constexpr):
+    """Of a head in the projection's order: its index among the queries, its group, and whether it is a query
+    and whether a key."""
+    if APART:
+        groups = heads // (M + 2)
+        query, behind = head, head - groups * M
+        # keys, then values
+        group, is_q, is_k = behind % groups, behind < 0, (behind >= 0) & (behind < groups)
+    else:
+        group, member = head // (M + 2), head % (M + 2)
+        query, is_q, is_k = group * M + member, member < M, member == M
+    return query, group, is_q, is_k
+
+
+@triton.jit
+def head_offsets(pid, heads, M: tl.constexpr, HEADS: tl.constexpr, APART: tl.constexpr):
     """Heads of a tile in the projection's order: index, query index, group, and which are q, k and v."""
     o_head = pid * HEADS + tl.arange(0, HEADS)
-    group, member = o_head // (M + 2), o_head % (M + 2)
+    o_query, o_group, m_q, m_k = place_of_head(o_head, heads, M, APART)
     m_head = o_head < heads
-    return (o_head, group * M + member, group, (member < M) & m_head, (member == M) & m_head,
-            (member == M + 1) & m_head)  # fmt: skip
+    return o_head, o_query, o_group, m_q & m_head, m_k & m_head, m_head & ~(m_q | m_k)
 
 
 @triton.jit
@@ -106,9 +128,9 @@ def load_heads(p_q, p_k, p_v, m_q, m_k, m_v, o_d, m_d):
 @triton.jit
 def rotate_qkv_kernel(p_mixed, p_cos, p_sin, p_q, p_k, p_v, batch, heads, groups,
                       M: tl.constexpr, D: tl.constexpr, R: tl.constexpr, HALF: tl.constexpr,
-                      REST: tl.constexpr, HEADS: tl.constexpr):  # fmt: skip
+                      REST: tl.constexpr, HEADS: tl.constexpr, APART: tl.constexpr):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
-    o_head, o_query, o_group, m_q, m_k, m_v = head_offsets(tl.program_id(1), heads, M, HEADS)
+    o_head, o_query, o_group, m_q, m_k, m_v = head_offsets(tl.program_id(1), heads, M, HEADS, APART)
     p_x = p_mixed + (token * heads + o_head[:, None]) * D
     p_q += (token * groups * M + o_query[:, None]) * D
     p_k += (token * groups + o_group[:, None]) * D
@@ -142,10 +164,10 @@ def turn_back(b_1, b_2, b_cos_1, b_sin_1, b_cos_2, b_sin_2):
 def rotate_qkv_backward_kernel(p_dq, p_dk, p_dv, p_cos, p_sin, p_grad, p_maxima, batch, heads,
                                q_s, q_b, q_n, k_s, k_b, k_n, v_s, v_b, v_n,
                                M: tl.constexpr, D: tl.constexpr, R: tl.constexpr, HALF: tl.constexpr,
-                               REST: tl.constexpr, HEADS: tl.constexpr):  # fmt: skip
+                               REST: tl.constexpr, HEADS: tl.constexpr, APART: tl.constexpr):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
     s, b = token // batch, token % batch
-    o_head, o_query, o_group, m_q, m_k, m_v = head_offsets(tl.program_id(1), heads, M, HEADS)
+    o_head, o_query, o_group, m_q, m_k, m_v = head_offsets(tl.program_id(1), heads, M, HEADS, APART)
     p_q = p_dq + s * q_s + b * q_b + o_query[:, None] * q_n
     p_k = p_dk + s * k_s + b * k_b + o_group[:, None] * k_n
     p_v = p_dv + s * v_s + b * v_b + o_group[:, None] * v_n
@@ -200,8 +222,8 @@ def rotate_qkv_operands_kernel(p_dq, p_dk, p_dv, p_cos, p_sin, p_rows, p_columns
                                tokens, batch, heads, padded, tiles,
                                q_s, q_b, q_n, k_s, k_b, k_n, v_s, v_b, v_n,
                                M: tl.constexpr, D: tl.constexpr, R: tl.constexpr, HALF: tl.constexpr,
-                               REST: tl.constexpr, HEADS: tl.constexpr, TOKENS: tl.constexpr,
-                               E5M2: tl.constexpr):  # fmt: skip
+                               REST: tl.constexpr, HEADS: tl.constexpr, APART: tl.constexpr,
+                               TOKENS: tl.constexpr, E5M2: tl.constexpr):  # fmt: skip
     """FP8 codes of the gradient by rows [tokens, heads * D] and columns, and sums of columns over the tokens
     of each tile, as asked for."""
     DTYPE: tl.constexpr = p_dq.dtype.element_ty
@@ -218,13 +240,12 @@ def rotate_qkv_operands_kernel(p_dq, p_dk, p_dv, p_cos, p_sin, p_rows, p_columns
         b_most = tl.zeros([TOKENS // 4], dtype=tl.float32)
         # the heads of a program read the same angles, which stay in the cache
         for head in range(first, tl.minimum(first + HEADS, heads)):
-            group, member = head // (M + 2), head % (M + 2)
-            is_q, is_k = member < M, member == M
+            query, group, is_q, is_k = place_of_head(head, heads, M, APART)
             p_x = tl.where(is_q, p_dq, tl.where(is_k, p_dk, p_dv))
             x_s = tl.where(is_q, q_s, tl.where(is_k, k_s, v_s)).to(tl.int64)
             x_b = tl.where(is_q, q_b, tl.where(is_k, k_b, v_b)).to(tl.int64)
             x_n = tl.where(is_q, q_n, tl.where(is_k, k_n, v_n)).to(tl.int64)
-            p_x += tl.where(is_q, group * M + member, group) * x_n
+            p_x += tl.where(is_q, query, group) * x_n
             b_words_1 = tl.zeros([TOKENS // 4, HALF], dtype=tl.int32)
             b_words_2 = tl.zeros([TOKENS // 4, HALF], dtype=tl.int32)
             b_words_3 = tl.zeros([TOKENS // 4, WIDTH], dtype=tl.int32)
@@ -282,10 +303,10 @@ def rotate_qkv_operands_kernel(p_dq, p_dk, p_dv, p_cos, p_sin, p_rows, p_columns
 
 
 @functools.cache
-def _tile(d: int, r: int, heads: int) -> dict[str, int]:
+def _tile(d: int, r: int, heads: int, apart: bool) -> dict[str, int]:
     rest = next_power_of_2(d - r) if d > r else 0
     half = next_power_of_2(r // 2)
-    return {"D": d, "R": r, "HALF": half, "REST": rest, "HEADS": heads}
+    return {"D": d, "R": r, "HALF": half, "REST": rest, "HEADS": heads, "APART": apart}
 
 
 def _empty_qkv(mixed: torch.Tensor, groups: int, d: int):
@@ -294,18 +315,28 @@ def _empty_qkv(mixed: torch.Tensor, groups: int, d: int):
     return q, mixed.new_empty(s, b, groups, d), mixed.new_empty(s, b, groups, d)
 
 
-def rotate_qkv_triton(mixed, cos, sin, groups: int, d: int):
+def rotate_qkv_triton(mixed, cos, sin, groups: int, d: int, apart: bool = False):
     """`rotate_qkv_reference` as a kernel; `mixed` is contiguous."""
     s, b, width = mixed.shape
     heads = width // d
     q, k, v = _empty_qkv(mixed, groups, d)
     rotate_qkv_kernel[s * b, cdiv(heads, HEADS)](
-        mixed, cos, sin, q, k, v, b, heads, groups, M=heads // groups - 2, **_tile(d, cos.shape[1], HEADS)
+        mixed,
+        cos,
+        sin,
+        q,
+        k,
+        v,
+        b,
+        heads,
+        groups,
+        M=heads // groups - 2,
+        **_tile(d, cos.shape[1], HEADS, apart),
     )
     return q, k, v
 
 
-def rotate_qkv_backward_triton(dq, dk, dv, cos, sin):
+def rotate_qkv_backward_triton(dq, dk, dv, cos, sin, apart: bool = False):
     """`rotate_qkv_backward_reference` as a kernel, with one maximum for each tile."""
     s, b, groups, d = dk.shape
     dq, dk, dv = [t if t.stride(3) == 1 else t.contiguous() for t in (dq, dk, dv)]
@@ -327,12 +358,14 @@ def rotate_qkv_backward_triton(dq, dk, dv, cos, sin):
         heads,
         *strides,
         M=m,
-        **_tile(d, cos.shape[1], BACKWARD_HEADS),
+        **_tile(d, cos.shape[1], BACKWARD_HEADS, apart),
     )
     return grad, maxima
 
 
-def _launch_operands(dq, dk, dv, cos, sin, out: Quantized, scales: Scales) -> torch.Tensor | None:
+def _launch_operands(
+    dq, dk, dv, cos, sin, out: Quantized, scales: Scales, apart: bool = False
+) -> torch.Tensor | None:
     """Writes the operands of the gradient; the first launch writes sums and returns maxima."""
     s, b, groups, d = dk.shape
     m = dq.shape[2] // groups
@@ -363,7 +396,7 @@ def _launch_operands(dq, dk, dv, cos, sin, out: Quantized, scales: Scales) -> to
         *dk.stride()[:3],
         *dv.stride()[:3],
         M=m,
-        **_tile(d, cos.shape[1], OPERANDS_HEADS),
+        **_tile(d, cos.shape[1], OPERANDS_HEADS, apart),
         TOKENS=OPERANDS_TOKENS,
         E5M2=out.is_e5m2,
         num_warps=OPERANDS_WARPS,
@@ -387,30 +420,33 @@ def _deferred_backward(dq, dk, dv, cos, sin, scale: PredictedScale) -> Deferred:
     return Deferred(source, (s, b, width))
 
 
-def rotate_qkv_backward_operands(dq, dk, dv, cos, sin, scale: PredictedScale, sums: bool) -> Quantized:
+def rotate_qkv_backward_operands(
+    dq, dk, dv, cos, sin, scale: PredictedScale, sums: bool, apart: bool = False
+) -> Quantized:
     """The gradient of the projection's output [s * b, width] as FP8 rows and columns alone, and the `sums` of
     its columns."""
     dq, dk, dv = [t if t.stride(3) == 1 else t.contiguous() for t in (dq, dk, dv)]
     s, b, groups, d = dk.shape
     width = (dq.shape[2] + 2 * groups) * d
     if uses_kernels(dq):
-        write = functools.partial(_launch_operands, dq, dk, dv, cos, sin)
+        write = functools.partial(_launch_operands, dq, dk, dv, cos, sin, apart=apart)
     else:
-        grad, _ = rotate_qkv_backward_reference(dq, dk, dv, cos, sin)
+        grad, _ = rotate_qkv_backward_reference(dq, dk, dv, cos, sin, apart)
         write = functools.partial(write_reference, grad.view(s * b, width), fmt=scale.fmt)
     attempt = Attempt(write, scale, s * b, width, dq.device, rows=True, columns=True, sums=sums)
     return attempt.finish(None, finds_largest=False)[0]
 
 
-@compilable(lambda mixed, cos, sin, groups, d: _empty_qkv(mixed, groups, d))
+@compilable(lambda mixed, cos, sin, groups, d, apart=False: _empty_qkv(mixed, groups, d))
 def rotate_qkv_forward(
-    mixed: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, groups: int, d: int
+    mixed: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, groups: int, d: int, apart: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """CUDA tensors take the kernel, others the reference."""
-    return (rotate_qkv_triton if uses_kernels(mixed) else rotate_qkv_reference)(mixed, cos, sin, groups, d)
+    run = rotate_qkv_triton if uses_kernels(mixed) else rotate_qkv_reference
+    return run(mixed, cos, sin, groups, d, apart)
 
 
-def _backward_fake(dq, dk, dv, cos, sin):
+def _backward_fake(dq, dk, dv, cos, sin, apart=False):
     s, b, groups, d = dk.shape
     programs = s * b * cdiv(dq.shape[2] + 2 * groups, BACKWARD_HEADS) if uses_kernels(dq) else 1
     maxima = dq.new_empty(programs, dtype=torch.float32)
@@ -419,11 +455,16 @@ def _backward_fake(dq, dk, dv, cos, sin):
 
 @compilable(_backward_fake)
 def rotate_qkv_backward(
-    dq: torch.Tensor, dk: torch.Tensor, dv: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
+    dq: torch.Tensor,
+    dk: torch.Tensor,
+    dv: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    apart: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """CUDA tensors take the kernel, others the reference."""
     backward = rotate_qkv_backward_triton if uses_kernels(dq) else rotate_qkv_backward_reference
-    return backward(dq, dk, dv, cos, sin)
+    return backward(dq, dk, dv, cos, sin, apart)
 
 
 class _RotateQKV(torch.autograd.Function):

@@ -266,10 +266,10 @@ def quantize_rows_kernel(p_x, p_rows, p_maxima, p_predicted, p_used, p_found, fo
 @PreparedKernel
 @triton.jit
 def quantize_columns_kernel(p_x, p_rows, p_columns, p_sums, p_maxima,
-                            p_predicted, p_used, p_found, found, p_largest, p_true, m, n, padded_m, tiles,
-                            E5M2: tl.constexpr, M: tl.constexpr, N: tl.constexpr):  # fmt: skip
-    """Codes by rows and by columns and, for each row of tiles, sums of columns, and for each tile its
-    maximum, as asked for."""
+                            p_predicted, p_used, p_found, found, p_largest, p_true, m, n, padded_m, pitch,
+                            tiles, E5M2: tl.constexpr, M: tl.constexpr, N: tl.constexpr):  # fmt: skip
+    """Codes by rows and by columns, `pitch` bytes from one column to the next, and, for each row of tiles,
+    sums of columns, and for each tile its maximum, as asked for."""
     scale, todo = scale_and_tiles(p_predicted, p_used, p_found, found, p_largest, p_true, tiles, E5M2)
     across = tl.maximum(tl.cdiv(n, N), 1)
     for tile in range(tl.program_id(0), todo, tl.num_programs(0)):
@@ -292,7 +292,7 @@ def quantize_columns_kernel(p_x, p_rows, p_columns, p_sums, p_maxima,
                 tl.store(p_rows + o_m[:, None] * n + o_n[None, :], b_codes, mask=m_x)
             b_words |= to_tensor_words(b_x, scale, E5M2) << (8 * i)
         if p_columns is not None:
-            store_words(p_columns, b_words, o_word, o_n, n, padded_m)
+            store_words(p_columns, b_words, o_word, o_n, n, padded_m, False, pitch)
         if p_sums is not None:
             p_part = p_sums + (tile // across).to(tl.int64) * n
             tl.store(p_part + o_n, tl.sum(b_sums, axis=0), mask=o_n < n)
@@ -301,15 +301,17 @@ def quantize_columns_kernel(p_x, p_rows, p_columns, p_sums, p_maxima,
 
 
 @triton.jit
-def store_words(p_columns, b_words, o_word, o_n, n, padded_m, EVEN: tl.constexpr = False):
-    """Stores codes of a tile transposed, into [n, padded_m] seen as words of four rows.
+def store_words(p_columns, b_words, o_word, o_n, n, padded_m, EVEN: tl.constexpr = False, pitch=None):
+    """Stores codes of a tile transposed, into [n, padded_m] seen as words of four rows; `pitch` bytes lie
+    between the starts of two, padded_m without it.
 
     b_words int32 [words, columns]: the codes of rows 4 w to 4 w + 3, the first in the lowest byte; 0 past the
     end. So the exchange between threads moves words, not bytes, of which each would take an instruction.
     EVEN: every tile lies inside.
     """
     words = padded_m // 4
-    p_words = p_columns + o_n.to(tl.int64)[:, None] * words + o_word[None, :]
+    step = words if pitch is None else pitch // 4
+    p_words = p_columns + o_n.to(tl.int64)[:, None] * step + o_word[None, :]
     if EVEN:
         tl.store(p_words, tl.trans(b_words))
     else:
@@ -336,7 +338,7 @@ def empty_operands(
 
 def launch_quantize(x: torch.Tensor, out: Quantized, scales: Scales) -> torch.Tensor | None:
     """Writes the operands of a contiguous `x` [m, n], all from one read of it: sums, in two stages, in any
-    but a second launch. Returns maxima if there were none."""
+    but a second launch. Returns maxima if there were none. Columns may be a part [n, m'] of longer ones."""
     m, n = x.shape
     by_columns = out.columns is not None or out.sums is not None
     if by_columns:
@@ -364,6 +366,7 @@ def launch_quantize(x: torch.Tensor, out: Quantized, scales: Scales) -> torch.Te
             m,
             n,
             padded_m,
+            padded_m if out.columns is None else out.columns.stride(0),
             tiles,
             E5M2=out.is_e5m2,
             M=tile_m,

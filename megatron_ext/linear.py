@@ -39,12 +39,11 @@ _SIZES = {
 
 
 class _IntoMainGrad(torch.autograd.Function):
-    """The weight itself, for a product that adds the weight's gradient to `weight.main_grad`. `replayed`: a
-    CUDA graph may run the backward."""
+    """The weight itself, for a product that adds the weight's gradient to `weight.main_grad`."""
 
     @staticmethod
-    def forward(ctx, weight, replayed):
-        ctx.weight, ctx.replayed = weight, replayed
+    def forward(ctx, weight):
+        ctx.weight = weight
         return weight.view_as(weight)
 
     @staticmethod
@@ -52,11 +51,10 @@ class _IntoMainGrad(torch.autograd.Function):
     def backward(ctx, grad):
         weight = ctx.weight
         weight.grad_added_to_main_grad = True
-        # Megatron's data parallel hook wants to see a gradient and then ignores it, or adds it if asked to. A
-        # graph's replay does not set the flag above: the hook then adds what it sees. Autograd would give an
-        # expanded tensor memory; by now that of the product's operands is free
-        adds = ctx.replayed or getattr(weight, "zero_out_wgrad", False)
-        return (torch.zeros_like if adds else torch.empty_like)(weight), None
+        # Megatron's data parallel hook wants to see a gradient and then ignores it, or adds it if asked to.
+        # Autograd would give an expanded tensor memory; by now that of the product's operands is free
+        adds = getattr(weight, "zero_out_wgrad", False)
+        return (torch.zeros_like if adds else torch.empty_like)(weight)
 
 
 def _owned_by_megatron(weight: torch.Tensor) -> bool:
@@ -73,7 +71,7 @@ class _CoatLinear(TakesActivations):
     """What both linears share, mixed in before Megatron's class.
 
     Raises ValueError at construction for what is not supported (sharded weights, deferred embedding
-    gradients, cached weights in CUDA graphs), and on a GPU for sizes a rank that are not multiples of 16,
+    gradients, Megatron's CUDA graphs), and on a GPU for sizes a rank that are not multiples of 16,
     unless `fallback` is set.
     """
 
@@ -88,6 +86,13 @@ class _CoatLinear(TakesActivations):
         for argument, found in unsupported.items():
             if found:
                 raise ValueError(f"{name}: {argument} is not supported by coat_layer_spec; remove it")
+        if config.cuda_graph_impl != "none":
+            # a replay would not tell Megatron's data parallel hooks which gradients are in main_grad already
+            raise ValueError(
+                f"{name}: --cuda-graph-impl {config.cuda_graph_impl} is not supported by coat_layer_spec. "
+                "Remove it: COAT layers record CUDA graphs of their own "
+                '(coat.activations.cuda_graphs, "auto" by default).'
+            )
         # Megatron's fusion needs apex's kernel; ours, which is asked for by `main_grad` alone, does not
         unfused = copy.copy(config)
         unfused.gradient_accumulation_fusion = False
@@ -116,12 +121,6 @@ class _CoatLinear(TakesActivations):
         activations = layer_activations(self._quant_config, activations)
         self._fits = self._is_aligned(activations.fallback)
         self._in_fp8 = self._fits and activations.enabled
-        if activations.weight_cache != "none" and self.config.cuda_graph_impl != "none":
-            raise ValueError(
-                f'coat.activations.weight_cache: found "{activations.weight_cache}" beside --cuda-graph-impl '
-                f"{self.config.cuda_graph_impl}. A graph replays what was kept when it was recorded and "
-                'would miss new weights: set weight_cache to "none", or remove --cuda-graph-impl.'
-            )
         self._formats = formats(activations, self._cancels)
         self._cache = WeightCache(activations.weight_cache)
         self._scales = {
@@ -136,7 +135,7 @@ class _CoatLinear(TakesActivations):
         if _owned_by_megatron(weight):
             # read in backward: Megatron may have put another one there by then
             into = functools.partial(getattr, weight, "main_grad")
-            weight = _IntoMainGrad.apply(weight, self.config.cuda_graph_impl != "none")
+            weight = _IntoMainGrad.apply(weight)
         parallel = None
         if self.tp_group.size() > 1:
             parallel = TensorParallel(
@@ -149,6 +148,12 @@ class _CoatLinear(TakesActivations):
         return weight, LinearOptions(
             self._formats, cache, parallel, into, self._scales["x_scale"], self._scales["grad_scale"]
         )
+
+    def addresses(self, options: LinearOptions) -> tuple[int, ...]:
+        """Of the memory that products with `options` use beside their tensors, for a CUDA graph."""
+        into = options.weight_grad_into
+        kept = options.cache.stay(self.weight, self._formats.forward)
+        return kept if into is None else (into().data_ptr(), *kept)
 
     def coat_part(self) -> Part:
         if self._in_fp8:
@@ -222,7 +227,7 @@ class _CoatLinear(TakesActivations):
         if torch.is_grad_enabled() and _owned_by_megatron(weight):
             # read in backward: Megatron may have put another one there by then
             into = functools.partial(getattr, weight, "main_grad")
-            weight = _IntoMainGrad.apply(weight, self.config.cuda_graph_impl != "none")
+            weight = _IntoMainGrad.apply(weight)
         if maxima is not None:
             with_maxima(input, maxima)
         return fp8_linear(

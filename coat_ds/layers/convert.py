@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from coat_ds.config import ActivationsConfig
-from coat_ds.layers import attention, experts, probe
+from coat_ds.layers import attention, decoder_layer, experts, probe
 from coat_ds.layers.conversion import ATTRIBUTE, Conversion, conversion_of, holder_of
 from coat_ds.layers.feed_forward import Fp8Activation, Fp8GatedFeedForward
 from coat_ds.layers.linear import Fp8Linear
@@ -60,6 +60,10 @@ def convert(
     for forward in forwards:
         forward.install()
     _convert_attention(model, conversion, filter)
+    for name, module in model.named_modules():
+        if replaced(module) is None and (parts := decoder_layer.parts_of(module)) is not None:
+            decoder_layer.Fp8DecoderLayer(module, activations, parts).install()
+            conversion.take("layer", name)
     model.__dict__[ATTRIBUTE] = conversion
     logger.info("COAT: %s", conversion.summary())
     return model

@@ -7,10 +7,14 @@ import torch
 from coat_ds.config import ActivationsConfig
 from coat_ds.layers.formats import formats
 from coat_ds.layers.hooks import after_pre_hooks, before_hooks
+from coat_ds.layers.merged_linear import MergedLinear, may_merge
 from coat_ds.layers.probe import GatedForm
-from coat_ds.layers.replaced import Replaced
+from coat_ds.layers.replaced import Replaced, replaced
 from coat_kernels.activation import activation
+from coat_kernels.blocks import ActivationOptions, activation_options
 from coat_kernels.deferred import PredictedScale
+from coat_kernels.linear import LinearOptions, fp8_linear
+from coat_kernels.origin import origin_of
 
 
 class _Activation(Replaced):
@@ -47,18 +51,57 @@ class Fp8Activation(_Activation):
 
 
 class Fp8GatedFeedForward(_Activation):
-    """The forward of down(a(gate(x)) * up(x)), over the modules that are there: adapters and hooks stay."""
+    """The forward of down(a(gate(x)) * up(x)). Gate and up are one product where nobody can tell, else the
+    modules that are there: adapters and hooks stay."""
 
     def __init__(self, module: torch.nn.Module, activations: ActivationsConfig, form: GatedForm):
         super().__init__(module, activations)
         self.form = form
+        self.both = None if form.up is None else MergedLinear(activations)
+
+    @property
+    def first(self) -> tuple[torch.nn.Module, ...]:
+        """The linear layers that read the input."""
+        form, modules = self.form, self.module._modules
+        return tuple(modules[name] for name in (form.gate, form.up) if name is not None)
+
+    @property
+    def down(self) -> torch.nn.Module:
+        return self.module._modules[self.form.down]
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        form, modules = self.form, self.module._modules
         if not self.takes(x) or x.numel() == 0:
             return self.stock(x)
         after_pre_hooks(self.module, x)
-        both = modules[form.gate](x)
-        if form.up is not None:
-            both = torch.cat((both, modules[form.up](x)), -1)
-        return modules[form.down](self.activate(both, form.kind, gated=True))
+        return self.down(self.activate(self._both(x), self.form.kind, gated=True))
+
+    def first_options(self) -> tuple[torch.Tensor, torch.Tensor | None, LinearOptions]:
+        """Weight and bias of the product that reads the input, and how it multiplies, for a fused block."""
+        if self.both is not None:
+            return self.both.options(self.first)
+        (linear,) = self.first
+        return linear.weight, linear.bias, replaced(linear).options()
+
+    @property
+    def options(self) -> ActivationOptions:
+        """How the activation computes, for a fused block."""
+        return activation_options(self.form.kind, True, self.kept["group_size"], self.kept["saved_format"])
+
+    def _both(self, x: torch.Tensor) -> torch.Tensor:
+        """gate(x) | up(x)."""
+        first = self.first
+        if self.both is None:
+            return first[0](x)
+        if not may_merge(first):
+            return torch.cat([linear(x) for linear in first], -1)
+        weight, bias, options = self.both.options(first)
+        return fp8_linear(
+            x,
+            weight,
+            bias,
+            formats=options.formats,
+            origin=origin_of(x),
+            cache=options.cache,
+            x_scale=options.x_scale,
+            grad_scale=options.grad_scale,
+        )

@@ -8,7 +8,7 @@ from coat_ds.layers.formats import formats
 from coat_ds.layers.hooks import after_pre_hooks
 from coat_ds.layers.replaced import Replaced
 from coat_kernels.deferred import PredictedScale
-from coat_kernels.linear import fp8_linear
+from coat_kernels.linear import LinearOptions, fp8_linear
 from coat_kernels.origin import origin_of
 from coat_kernels.weights import WeightCache
 
@@ -32,10 +32,17 @@ class Fp8Linear(Replaced):
         self.transposed = transposed
         self.formats = formats(activations, cancels)
         self.cache = WeightCache(activations.weight_cache)
-        self.scales = {
-            "x_scale": PredictedScale(self.formats.forward),
-            "grad_scale": PredictedScale(self.formats.backward),
-        }
+        self.x_scale = PredictedScale(self.formats.forward)
+        self.grad_scale = PredictedScale(self.formats.backward)
+
+    def options(self) -> LinearOptions:
+        """How it multiplies, for a fused block."""
+        return LinearOptions(
+            self.formats,
+            self.cache if self.cache.keep == "none" else self.cache.of(self.module.weight),
+            x_scale=self.x_scale,
+            grad_scale=self.grad_scale,
+        )
 
     def __call__(self, input: torch.Tensor) -> torch.Tensor:
         if not self.takes(input):
@@ -49,5 +56,6 @@ class Fp8Linear(Replaced):
             formats=self.formats,
             origin=origin_of(input) or attended_origin(input),
             cache=self.cache,
-            **self.scales,
+            x_scale=self.x_scale,
+            grad_scale=self.grad_scale,
         )

@@ -7,6 +7,7 @@ from coat_ds.layers.formats import formats
 from coat_ds.layers.hooks import before_hooks
 from coat_ds.layers.probe import NormForm
 from coat_ds.layers.replaced import Replaced
+from coat_kernels.blocks import NormOptions, norm_options
 from coat_kernels.deferred import PredictedScale
 from coat_kernels.norm import layer_norm, rms_norm
 
@@ -25,6 +26,14 @@ class Fp8Norm(Replaced):
         self.form = form
         self.kept = {"group_size": activations.group_size, "saved_format": activations.saved_format}
         self.y_scale = PredictedScale(formats(activations).forward)
+
+    @property
+    def options(self) -> NormOptions:
+        """How it computes, for a fused block."""
+        form, kept = self.form, self.kept
+        return norm_options(
+            form.eps, form.layer_norm, form.zero_centered, kept["group_size"], kept["saved_format"]
+        )
 
     def __call__(self, hidden_states: torch.Tensor) -> torch.Tensor:
         if not self.takes(hidden_states) or hidden_states.numel() == 0:

@@ -4,6 +4,8 @@ import pytest
 import torch
 
 from coat_kernels import rope
+from coat_kernels.deferred import PredictedScale
+from coat_kernels.fp8 import E5M2
 from coat_kernels.origin import maxima_of
 from tests.util import rel_rms
 
@@ -96,3 +98,31 @@ def test_operators_are_sound(device):
     torch.library.opcheck(rope.rotate_qkv_forward.op, (mixed, cos, sin, groups, d))
     q, k, v = rope.rotate_qkv(mixed, cos, sin, groups, d)
     torch.library.opcheck(rope.rotate_qkv_backward.op, (q, k, v, cos, sin))
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_heads_that_lie_apart(shape, device):
+    """The same bits as of groups one behind the other, in another order."""
+    mixed, cos, sin, groups, d = inputs(shape, device, torch.bfloat16)
+    s, b, m = *mixed.shape[:2], shape[3]
+    heads = torch.arange(groups * (m + 2), device=device).view(groups, m + 2)
+    order = torch.cat((heads[:, :m].flatten(), heads[:, m], heads[:, m + 1]))
+
+    def apart(x):
+        return x.view(s, b, -1, d)[:, :, order].flatten(2)
+
+    for forward in (rope.rotate_qkv_reference, rope.rotate_qkv_triton):
+        expected = forward(mixed, cos, sin, groups, d)
+        found = forward(apart(mixed), cos, sin, groups, d, True)
+        assert all(a.equal(e) for a, e in zip(found, expected, strict=True))
+    grads = [torch.randn_like(t.transpose(0, 2)).transpose(0, 2) for t in expected]
+    for backward in (rope.rotate_qkv_backward_reference, rope.rotate_qkv_backward_triton):
+        assert backward(*grads, cos, sin, True)[0].equal(apart(backward(*grads, cos, sin)[0]))
+    scale = PredictedScale(E5M2)
+    grads.extend((cos, sin))
+    rows, columns, _, sums = rope.rotate_qkv_backward_operands(*grads, scale, sums=True)
+    found = rope.rotate_qkv_backward_operands(*grads, scale, sums=True, apart=True)
+    assert found.rows.float().equal(apart(rows.float()).flatten(0, 1))
+    tokens = columns.shape[1]
+    assert found.columns.float().equal(columns.float().view(-1, d, tokens)[order].flatten(0, 1))
+    assert found.sums.equal(sums.view(-1, d)[order].flatten())

@@ -11,6 +11,8 @@ import torch
 
 import coat_ds
 from benchmarks.families import FAMILIES, LAYERS
+from coat_ds.layers import decoder_layer
+from coat_ds.layers.decoder_layer import Fp8DecoderLayer
 from tests.coat_ds.layers.measures import fp8_bound, fp8_forward_bound, relative, run, saved_bytes
 
 LONG = "COAT_HOSTILE_EXAMPLES" in os.environ
@@ -135,3 +137,65 @@ def test_trains_as_bf16_within_what_seeds_change(name):
     assert found < first - 0.2
     # three deviations of one more seed, and FP8's noise of less than a percent
     assert abs(found - middle) < 3 * spread + 0.01 * middle
+
+
+@pytest.mark.parametrize("attention_format", ["bf16", "sqrt8", "recompute"])
+@pytest.mark.parametrize("name", ["llama", "mistral", "qwen2"])
+def test_blocks_agree_with_the_modules(name, attention_format, monkeypatch):
+    family, batch = FAMILIES[name], FAMILIES[name].batch(tokens=32)
+    _, expected = run(exact(family), batch)
+    model = coat_ds.convert(family.build(), {"attention_format": attention_format})
+    assert coat_ds.conversion_of(model).converted["layer"] == ["model.layers.0", "model.layers.1"]
+    taken = []
+    by_blocks = Fp8DecoderLayer.by_blocks
+    monkeypatch.setattr(Fp8DecoderLayer, "by_blocks", lambda *a: taken.append(1) or by_blocks(*a))
+    loss, found = run(model, batch)
+    assert len(taken) == LAYERS
+    bound = fp8_bound(14)
+    errors = [relative(found, expected)]
+    with monkeypatch.context() as patch:
+        patch.setattr(decoder_layer, "uses_blocks", lambda *a: False)
+        other, gradients = run(model, batch)
+    errors.append(relative(gradients, expected))
+    # they share the inputs' codes, and differ by the scale of weights that are multiplied as one, and by
+    # rotations in FP32: two errors of the same size, neither larger than the other by more than a part
+    assert max(errors) < bound and abs(errors[0] - errors[1]) < bound / 10
+    assert relative(found, gradients) < sum(e**2 for e in errors) ** 0.5
+    assert abs(loss - other) < 2**-8 * loss
+
+
+def test_blocks_are_taken_where_nobody_can_tell(monkeypatch):
+    family, batch = FAMILIES["llama"], FAMILIES["llama"].batch()
+    taken = []
+    by_blocks = Fp8DecoderLayer.by_blocks
+    monkeypatch.setattr(Fp8DecoderLayer, "by_blocks", lambda *a: taken.append(1) or by_blocks(*a))
+
+    def blocks(model, **inputs):
+        taken.clear()
+        run(model, {**batch, **inputs})
+        return len(taken)
+
+    model = coat_ds.convert(family.build())
+    layers = model.model.layers
+    assert blocks(model) == 2
+    assert blocks(model, attention_mask=torch.ones_like(batch["input_ids"])) == 2
+    mask = torch.ones_like(batch["input_ids"])
+    mask[0, -8:] = 0
+    assert blocks(model, attention_mask=mask) == 0
+    assert blocks(model, use_cache=True) == 0
+    seen = []
+    hook = layers[0].self_attn.k_proj.register_forward_hook(lambda *a: seen.append(1))
+    assert blocks(model) == 1 and seen
+    hook.remove()
+    hook = layers[0].mlp.register_full_backward_hook(lambda *a: None)
+    assert blocks(model) == 1
+    hook.remove()
+    layers[1].mlp.down_proj.requires_grad_(False)
+    assert blocks(model) == 1
+    layers[1].mlp.down_proj.requires_grad_(True)
+    layers[0].self_attn.attention_dropout = 0.5
+    assert blocks(model) == 1
+    layers[0].self_attn.attention_dropout = 0.0
+    with torch.autocast("cpu", torch.bfloat16):
+        assert blocks(model) == 0
+    assert blocks(model) == 2

@@ -1,0 +1,224 @@
+"""A pre-norm decoder layer, as Llama's, by the fused blocks of `coat_kernels.blocks`: one product for the
+queries, keys and values, one for gate and up, and residual additions within the norms' passes.
+
+The blocks go past the forwards of the modules inside. They are taken where nobody can tell, which
+`uses_blocks` decides; else the layer's own forward calls its converted modules.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import nn
+
+from coat_ds.config import ActivationsConfig
+from coat_ds.layers.attention import STATE
+from coat_ds.layers.feed_forward import Fp8GatedFeedForward
+from coat_ds.layers.merged_linear import MergedLinear, is_hooked, may_merge
+from coat_ds.layers.norm import Fp8Norm
+from coat_ds.layers.probe import close, device_of, numbers, run, shadow
+from coat_ds.layers.replaced import Replaced, autocast_dtype, replaced
+from coat_kernels.attention import causal_attention, origin_in_groups
+from coat_kernels.blocks import attention_block, mlp_block, qkv_block
+from coat_kernels.groups import quantize_groups
+from coat_kernels.origin import note, noted, origin_of
+from coat_kernels.rope import rotate
+
+PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
+# of a layer's arguments those that may be there: what they say, the angles say too, or nobody asks here
+ARGUMENTS = ("position_embeddings", "position_ids", "cache_position", "use_cache")
+
+
+class Parts(NamedTuple):
+    """The modules of a layer whose work the blocks do."""
+
+    input_norm: nn.Module
+    attention: nn.Module
+    mlp_norm: nn.Module
+    mlp: nn.Module
+
+
+class _Times(nn.Module):
+    """Stands in the place of a part: something of its own that no other part computes."""
+
+    def __init__(self, power: int, weights: bool = False):
+        super().__init__()
+        self.power, self.weights = power, weights
+
+    def forward(self, hidden_states=None, *args, **kwargs):
+        y = hidden_states.sin() ** self.power
+        return (y, None) if self.weights else y
+
+
+def parts_of(layer: nn.Module) -> Parts | None:
+    """The parts of a layer that is x = x + attention(norm(x)); x + mlp(norm(x)), of a norm, an attention and
+    a gated feed-forward layer that were all converted; else None."""
+    children = {name: child for name, child in layer._modules.items() if child is not None}
+    norms = [child for child in children.values() if type(replaced(child)) is Fp8Norm]
+    mlps = [child for child in children.values() if type(replaced(child)) is Fp8GatedFeedForward]
+    attentions = [child for child in children.values() if STATE in child.__dict__]
+    if layer._parameters or [len(children), len(norms), len(mlps), len(attentions)] != [4, 2, 1, 1]:
+        return None
+    if set(attentions[0]._modules) != set(PROJECTIONS):
+        return None
+    names = {id(child): name for name, child in children.items()}
+    for first, second in (norms, norms[::-1]):
+        parts = Parts(first, attentions[0], second, mlps[0])
+        powers = (1, 2, 3, 4)
+        fakes = {
+            names[id(part)]: _Times(power, weights=part is parts.attention)
+            for part, power in zip(parts, powers, strict=True)
+        }
+        x = numbers(1, 3, 8, device=torch.device("cpu"))
+        norm1, attention, norm2, mlp = (fakes[names[id(part)]] for part in parts)
+        expected = x + attention(norm1(x))[0]
+        expected = expected + mlp(norm2(expected))
+        if close(run(shadow(layer, {}, fakes), x), expected) and _is_rotary(parts.attention):
+            return parts
+    return None
+
+
+def _is_rotary(attention: nn.Module) -> bool:
+    """Whether it is causal attention of queries and keys that turn as those of `coat_kernels.rope`."""
+    d, groups, m, h, s = 8, 2, 2, 16, 5
+    device = device_of(attention)
+    small, sizes = {}, dict(zip(PROJECTIONS, (groups * m * d, groups * d, groups * d, h), strict=True))
+    for i, (name, n) in enumerate(sizes.items()):
+        k = groups * m * d if name == "o_proj" else h
+        small[name] = nn.Linear(k, n, bias=False, device=device)
+        small[name].weight = nn.Parameter(numbers(n, k, device=device, seed=i) / k**0.5)
+    like = shadow(attention, {}, small)
+    like.__dict__.update(head_dim=d, num_key_value_groups=m, scaling=0.3)
+    for name in ("num_heads", "num_attention_heads"):
+        if name in like.__dict__:
+            like.__dict__[name] = groups * m
+    if "num_key_value_heads" in like.__dict__:
+        like.__dict__["num_key_value_heads"] = groups
+    angles = numbers(1, s, d // 2, device=device, seed=7)
+    cos, sin = (torch.cat((t, t), -1) for t in (angles.cos(), angles.sin()))
+    x = numbers(1, s, h, device=device, seed=8)
+
+    def attend(x):
+        return like(x, position_embeddings=(cos, sin), attention_mask=None)[0]
+
+    with torch.no_grad():
+        q, k, v = (small[name](x).view(s, 1, -1, d) for name in PROJECTIONS[:3])
+        o = causal_attention(rotate(q, cos[0], sin[0]), rotate(k, cos[0], sin[0]), v, scale=0.3)
+        expected = small["o_proj"](o).view(1, s, h)
+    return close(run(attend, x), expected.cpu())
+
+
+class Fp8DecoderLayer(Replaced):
+    """The forward of a layer of these parts, which were converted before."""
+
+    kind = "layer"
+
+    def __init__(self, module: nn.Module, activations: ActivationsConfig, parts: Parts):
+        super().__init__(module)
+        self.parts, self.recomputes = parts, activations.attention_format == "recompute"
+        self.qkv = MergedLinear(activations, cancels=True)
+
+    def __call__(self, hidden_states: torch.Tensor, *args, **kwargs):
+        if uses_blocks(self, hidden_states, args, kwargs):
+            return self.by_blocks(hidden_states, *kwargs["position_embeddings"])
+        return self.stock(hidden_states, *args, **kwargs)
+
+    @property
+    def projections(self) -> list[nn.Module]:
+        return [self.parts.attention._modules[name] for name in PROJECTIONS]
+
+    def by_blocks(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+        """x [b, s, h], cos and sin [1 or b, s, d] -> [b, s, h]."""
+        (norm, attention, mlp_norm, mlp), (b, s, h) = self.parts, x.shape
+        (*qkv, o), kept = self.projections, attention.__dict__[STATE]
+        weight, bias, linear = self.qkv.options(tuple(qkv))
+        d = attention.head_dim
+        # the blocks take tokens one by one: sequences of one batch, each with its own angles
+        inputs = x.reshape(b * s, 1, h), norm.weight, norm._parameters.get("bias"), weight, bias
+        tables = _by_token(cos, b), _by_token(sin, b)
+        groups = qkv[1].weight.shape[0] // d
+        how = {"norm": replaced(norm).options, "linear": linear, "groups": groups, "d": d, "apart": True}
+
+        def attend(*heads, **saved):
+            heads = (t.view(b, s, -1, d) for t in heads)
+            return causal_attention(*heads, scale=attention.scaling, batch_first=True, **saved)
+
+        if self.recomputes:
+            y, residual = attention_block(*inputs, *tables, **how, attend=attend)
+            groups = quantize_groups(y.detach().flatten(0, 1), kept.group_size, kept.saved_format)
+            origin = origin_in_groups(groups, kept.group_size, y.dtype)
+        else:
+            *heads, residual = qkv_block(*inputs, *tables, **how)
+            y = attend(*heads, group_size=kept.group_size, saved_format=kept.saved_format)
+            origin = origin_of(y)
+        feed_forward = replaced(mlp)
+        w_fc1, b_fc1, fc1 = feed_forward.first_options()
+        y = mlp_block(
+            y.reshape(b * s, 1, -1),
+            residual,
+            o.weight,
+            o.bias,
+            mlp_norm.weight,
+            mlp_norm._parameters.get("bias"),
+            w_fc1,
+            b_fc1,
+            feed_forward.down.weight,
+            feed_forward.down.bias,
+            origin=origin,
+            proj=replaced(o).options(),
+            norm=replaced(mlp_norm).options,
+            fc1=fc1,
+            activation=feed_forward.options,
+            fc2=replaced(feed_forward.down).options(),
+        )
+        return y.view(b, s, h)
+
+
+def _by_token(angles: torch.Tensor, batch: int) -> torch.Tensor:
+    """Cosines or sines [1 or b, s, d] as FP32 [b * s, d]; all layers of a forward are handed the same."""
+    name = f"of {batch} sequences"
+    found = noted(angles, name)
+    if found is None:
+        found = angles.detach().float().expand(batch, -1, -1).reshape(-1, angles.shape[-1])
+        note(angles, name, found)
+    return found
+
+
+def uses_blocks(layer: Fp8DecoderLayer, x: torch.Tensor, args: tuple, kwargs: dict) -> bool:
+    """Whether a forward of `layer` takes the blocks.
+
+    Not under autocast or torch.compile, with a mask, a cache or dropout, nor where a module inside has hooks,
+    an adapter or another forward than it was given, or a parameter is frozen or of another dtype. It must not
+    depend on whether there are gradients: reentrant checkpoints compute the forward without.
+    """
+    angles, attention = kwargs.get("position_embeddings"), layer.parts.attention
+    feed_forward = replaced(layer.parts.mlp)
+    usual = (
+        not args
+        and isinstance(angles, tuple)
+        and x.numel() > 0
+        and layer.takes(x)
+        and autocast_dtype(x) is None
+        and STATE in attention.__dict__
+        and "forward" not in attention.__dict__
+        and angles[0].shape[-1] == attention.head_dim
+        and not (attention.training and getattr(attention, "attention_dropout", 0))
+        and type(feed_forward) is Fp8GatedFeedForward
+    )
+    if not usual:
+        return False
+    for name, value in kwargs.items():
+        if value is not None and name not in ARGUMENTS:
+            return False
+    *qkv, o = layer.projections
+    if not (may_merge(tuple(qkv)) and may_merge(feed_forward.first) and may_merge((o,))):
+        return False
+    if not may_merge((feed_forward.down,)):
+        return False
+    for module in (*layer.parts, *qkv, o, *feed_forward.first, feed_forward.down):
+        if is_hooked(module) or not all(_trains(p, x.dtype) for p in module._parameters.values()):
+            return False
+    return all(type(replaced(norm)) is Fp8Norm for norm in (layer.parts.input_norm, layer.parts.mlp_norm))
+
+
+def _trains(parameter: nn.Parameter | None, dtype: torch.dtype) -> bool:
+    return parameter is None or (parameter.requires_grad and parameter.dtype == dtype)

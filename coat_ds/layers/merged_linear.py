@@ -1,0 +1,64 @@
+"""Linear layers that read the same input, multiplied as one."""
+
+import torch
+from torch import nn
+from torch.nn.modules.module import _has_any_global_hook
+
+from coat_ds.config import ActivationsConfig
+from coat_ds.layers.formats import formats
+from coat_ds.layers.linear import Fp8Linear
+from coat_ds.layers.replaced import replaced
+from coat_kernels.deferred import PredictedScale
+from coat_kernels.linear import LinearOptions
+from coat_kernels.merged import MergedCache, merged
+
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+
+def is_hooked(module: nn.Module) -> bool:
+    """Whether somebody has a hook on `module`, as ZeRO-3 has where it gathers weights module by module."""
+    own = module.__dict__
+    return any(own[name] for name in _HOOKS)
+
+
+def may_merge(linears: tuple[nn.Module, ...]) -> bool:
+    """Whether these layers can be multiplied as one: with the forwards that convert gave them, unhooked, of
+    one dtype, all with biases or none, all trained or all frozen."""
+    first = linears[0]
+    if torch.compiler.is_compiling() or _has_any_global_hook():
+        return False
+    for linear in linears:
+        forward = replaced(linear)
+        if type(forward) is not Fp8Linear or forward.transposed or is_hooked(linear):
+            return False
+        if (
+            linear.weight.dtype != first.weight.dtype
+            or linear.weight.requires_grad != first.weight.requires_grad
+            or (linear.bias is None) != (first.bias is None)
+        ):
+            return False
+    return True
+
+
+class MergedLinear:
+    """How layers multiply as one: what is predicted of their operands and kept of their weights."""
+
+    def __init__(self, activations: ActivationsConfig, cancels: bool = False):
+        self.formats = formats(activations, cancels)
+        self.cache = MergedCache(activations.weight_cache)
+        self.x_scale = PredictedScale(self.formats.forward)
+        self.grad_scale = PredictedScale(self.formats.backward)
+
+    def options(
+        self, linears: tuple[nn.Module, ...]
+    ) -> tuple[torch.Tensor, torch.Tensor | None, LinearOptions]:
+        """What stands for the weights of all, their biases, and how they multiply, for one product."""
+        weights = tuple(linear.weight for linear in linears)
+        biases = None if linears[0].bias is None else torch.cat([linear.bias for linear in linears])
+        options = LinearOptions(
+            self.formats,
+            self.cache.of(weights),
+            x_scale=self.x_scale,
+            grad_scale=self.grad_scale,
+        )
+        return merged(weights), biases, options

@@ -1,0 +1,138 @@
+"""One FP8 product with the weights of several layers, their rows one below the other.
+
+Layers that read the same input (queries, keys and values; gate and up) are one product with one matrix of
+codes, which has one scale. Each weight is quantized straight into its rows and columns of that matrix:
+nothing is ever put together in BF16. What autograd sees in the place of a joint weight is a tensor without
+memory, whose gradient goes to the weights in parts, as views.
+"""
+
+import functools
+import weakref
+from collections.abc import Sequence
+
+import torch
+
+from coat_kernels.autograd import once_differentiable
+from coat_kernels.deferred import Attempt, PredictedScale, fp8_operands
+from coat_kernels.fp8 import Fp8Format, uses_kernels
+from coat_kernels.tensorwise import Quantized, Scales, empty_operands, launch_quantize, quantize_tensor
+from coat_kernels.weights import WeightCache
+
+
+class _Merged(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, *weights):
+        ctx.rows = [w.shape[0] for w in weights]
+        return weights[0].new_zeros(()).expand(sum(ctx.rows), weights[0].shape[1])
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):
+        starts = [sum(ctx.rows[:i]) for i in range(len(ctx.rows))]
+        return tuple(grad.narrow(0, start, rows) for start, rows in zip(starts, ctx.rows, strict=True))
+
+
+def _parts(whole: Quantized, weights: Sequence[torch.Tensor]) -> list[Quantized]:
+    """Where the operands of each weight lie in those of all."""
+    parts, start = [], 0
+    for w in weights:
+        end = start + w.shape[0]
+        rows = None if whole.rows is None else whole.rows[start:end]
+        columns = None if whole.columns is None else whole.columns[:, start:end]
+        parts.append(Quantized(rows, columns, whole.scale))
+        start = end
+    return parts
+
+
+def _write(weights: Sequence[torch.Tensor], out: Quantized, scales: Scales) -> torch.Tensor | None:
+    """`launch_quantize` of each weight."""
+    parts = zip(weights, _parts(out, weights), strict=True)
+    maxima = [launch_quantize(w.detach().contiguous(), part, scales) for w, part in parts]
+    return None if scales.maxima is not None else torch.cat(maxima)
+
+
+def quantize_merged(
+    weights: Sequence[torch.Tensor], largest: torch.Tensor, fmt: Fp8Format, rows: bool, columns: bool
+) -> Quantized:
+    """`weights` [n_i, k], one below the other, whose largest magnitude is `largest`, as asked for. Each n_i
+    is a multiple of 16."""
+    if not uses_kernels(weights[0]):
+        return quantize_tensor(torch.cat([w.detach() for w in weights]), largest, fmt, rows, columns)
+    n, k = sum(w.shape[0] for w in weights), weights[0].shape[1]
+    out = empty_operands(n, k, fmt, weights[0].device, rows, columns, False)
+    _write(weights, out, Scales(None, None, largest, largest.numel(), None, out.scale))
+    return out
+
+
+class MergedCache(WeightCache):
+    """`WeightCache` of the weights of several layers that are multiplied as one; in the place of a weight its
+    methods take the tuple of them."""
+
+    def of(self, weights: tuple[torch.Tensor, ...]) -> "_Bound":
+        """What a layer keeps of these weights, for one product with `merged(weights)`."""
+        if self.keep == "none":
+            return _Bound(self, weights)
+        if not all(isinstance(w, torch.nn.Parameter) for w in weights):
+            return _Bound(_UNKEPT, weights)
+        owners = self._owner or ()
+        if len(owners) != len(weights) or any(o() is not w for o, w in zip(owners, weights, strict=True)):
+            self._owner, self._key, self._codes = [weakref.ref(w) for w in weights], None, None
+        return _Bound(self, weights)
+
+    @staticmethod
+    def _with(weights, largest: torch.Tensor, fmt: Fp8Format, rows: bool, columns: bool) -> Quantized:
+        return quantize_merged(weights, largest, fmt, rows, columns)
+
+    @staticmethod
+    def _key_of(weights, fmt: Fp8Format) -> tuple:
+        return tuple(WeightCache._key_of(w, fmt) for w in weights)
+
+    def _quantize(self, weights, fmt: Fp8Format, columns: bool = False) -> tuple[Quantized, torch.Tensor]:
+        if not uses_kernels(weights[0]):
+            return fp8_operands(torch.cat([w.detach() for w in weights]), fmt, columns=columns)
+        predicted = self._predicted or PredictedScale(fmt)
+        if self.predicts:
+            self._predicted = predicted
+        n, k = sum(w.shape[0] for w in weights), weights[0].shape[1]
+        write = functools.partial(_write, weights)
+        return Attempt(write, predicted, n, k, weights[0].device, True, columns).finish(None)
+
+
+class _Bound:
+    """A `MergedCache` with its weights, in the place of the `WeightCache` of a joint weight."""
+
+    def __init__(self, cache: MergedCache, weights: tuple[torch.Tensor, ...]):
+        self.cache, self.weights, self.keep = cache, weights, cache.keep
+        self.versions = [w._version for w in weights]
+
+    def of(self, weight: torch.Tensor) -> "_Bound":
+        return self
+
+    def forward(self, weight, fmt: Fp8Format, trains: bool = True) -> tuple[Quantized, torch.Tensor]:
+        return self.cache.forward(self.weights, fmt, trains)
+
+    def columns(self, weight, largest: torch.Tensor, fmt: Fp8Format) -> Quantized:
+        return self.cache.columns(self._unchanged(), largest, fmt)
+
+    def rows(self, weight, largest: torch.Tensor, fmt: Fp8Format) -> Quantized:
+        return self.cache.rows(self._unchanged(), largest, fmt)
+
+    def _unchanged(self) -> tuple[torch.Tensor, ...]:
+        for w, version in zip(self.weights, self.versions, strict=True):
+            if w._version != version:
+                raise RuntimeError(
+                    "one of the variables needed for gradient computation has been modified by an inplace "
+                    f"operation: a weight of {list(w.shape)} is at version {w._version}; expected version "
+                    f"{version}."
+                )
+        return self.weights
+
+
+# of weights that were computed for one forward
+_UNKEPT = MergedCache(predicts=False)
+
+
+def merged(weights: tuple[torch.Tensor, ...]) -> torch.Tensor:
+    """What stands in the place of `weights` [n_i, k], one below the other, in a product whose cache is
+    `MergedCache.of(weights)`: [sum of n_i, k] of zeros, without memory, with their gradients."""
+    return _Merged.apply(*weights)

@@ -1,0 +1,89 @@
+"""One product with several weights against the same product with their concatenation."""
+
+import pytest
+import torch
+
+from coat_kernels import merged as merging
+from coat_kernels.deferred import PredictedScale
+from coat_kernels.fp8 import E4M3, E5M2
+from coat_kernels.linear import fp8_linear
+from coat_kernels.merged import MergedCache, merged
+from coat_kernels.tensorwise import quantize_tensor_reference
+from coat_kernels.weights import invalidate_weight_caches
+
+ROWS, K, TOKENS = (48, 16, 32), 64, 24
+
+
+def weights_of(device, trained=True):
+    generator = torch.Generator().manual_seed(0)
+    # the largest of all is in the last
+    weights = [torch.randn(n, K, generator=generator) * (i + 1) for i, n in enumerate(ROWS)]
+    return tuple(torch.nn.Parameter(w.to(device, torch.bfloat16), requires_grad=trained) for w in weights)
+
+
+@pytest.fixture(params=[False, True], ids=["reference", "kernels"])
+def kernels(request, device, monkeypatch):
+    """On a GPU kernels are taken anyway."""
+    if request.param:
+        monkeypatch.setattr(merging, "uses_kernels", lambda x: True)
+
+
+@pytest.mark.parametrize("keep", ["none", "scale", "fp8"])
+def test_codes_are_those_of_the_whole(keep, kernels, device):
+    weights, cache = weights_of(device), MergedCache(keep)
+    for scale in (1.0, 2.0**30, None):
+        if scale and cache._predicted:
+            cache._predicted.on(device).fill_(scale)
+        whole = torch.cat([w.detach() for w in weights])
+        largest = whole.abs().amax().float().view(1)
+        expected = quantize_tensor_reference(whole, largest, E4M3, columns=True)
+        bound = cache.of(weights)
+        rows, found = bound.forward(None, E4M3)
+        columns = bound.columns(None, found, E4M3)
+        assert found.equal(largest)
+        for codes in (rows, columns, bound.rows(None, found, E4M3)):
+            assert codes.scale.equal(expected.scale)
+        assert rows.rows.float().equal(expected.rows.float())
+        assert columns.columns.float().equal(expected.columns.float())
+        assert (cache.nbytes > 0) == (keep != "none")
+        with torch.no_grad():
+            weights[1].mul_(300)
+
+
+def test_products_and_gradients_are_those_of_the_whole(device):
+    weights, x = weights_of(device), torch.randn(2, TOKENS, K, device=device).bfloat16()[0].requires_grad_()
+    grad = torch.randn(TOKENS, sum(ROWS), device=device).bfloat16()
+    scales = {"x_scale": PredictedScale(E4M3), "grad_scale": PredictedScale(E5M2)}
+    whole = torch.nn.Parameter(torch.cat([w.detach() for w in weights]))
+    expected = fp8_linear(x, whole, **scales)
+    grad_x, grad_w = torch.autograd.grad(expected, (x, whole), grad)
+    cache = MergedCache()
+    y = fp8_linear(x, merged(weights), cache=cache.of(weights), **scales)
+    found_x, *found = torch.autograd.grad(y, (x, *weights), grad)
+    assert y.equal(expected) and found_x.equal(grad_x)
+    assert torch.cat(found).equal(grad_w)
+    # parts of one product's output, which nobody has copied
+    assert len({g.untyped_storage().data_ptr() for g in found}) == 1
+    frozen = weights_of(device, trained=False)
+    y = fp8_linear(x, merged(frozen), cache=cache.of(frozen), **scales)
+    assert torch.autograd.grad(y, x, grad)[0].equal(grad_x)
+
+
+def test_a_weight_that_changes_before_backward_is_refused(device):
+    weights, x = weights_of(device), torch.randn(TOKENS, K, device=device).bfloat16().requires_grad_()
+    y = fp8_linear(x, merged(weights), cache=MergedCache().of(weights))
+    with torch.no_grad():
+        weights[2].add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.sum().backward()
+
+
+def test_what_is_kept_belongs_to_these_weights(device):
+    cache, weights = MergedCache("fp8"), weights_of(device)
+    first, _ = cache.of(weights).forward(None, E4M3)
+    assert cache.of(weights).forward(None, E4M3)[0] is first
+    others = weights_of(device)
+    assert cache.of(others).forward(None, E4M3)[0] is not first
+    second, _ = cache.of(others).forward(None, E4M3)
+    invalidate_weight_caches()
+    assert cache.of(others).forward(None, E4M3)[0] is not second
