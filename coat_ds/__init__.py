@@ -15,7 +15,7 @@ _HOMES = {
     "conversion_of": "coat_ds.layers.convert",
     "convert": "coat_ds.layers.convert",
     "initialize": "coat_ds.engine",
-    "state_bytes": "coat_ds.engine",
+    "state_bytes": "coat_ds.status",
     "unconvert": "coat_ds.layers.convert",
 }
 

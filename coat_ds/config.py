@@ -6,7 +6,7 @@ is the whole usual block; every field below has the value that it takes then.
 """
 
 import difflib
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any, ClassVar, Self
 
@@ -36,6 +36,7 @@ OTHER_NAMES = {
 }
 ZERO3_LAYER_UNITS = ("auto", True, False)
 CUDA_GRAPHS = ("auto", True, False)
+AUTO = 'Nobody fills in "auto" in this block: write the value, or drop the key for its default.'
 
 
 class CoatConfigError(ValueError):
@@ -46,7 +47,8 @@ def check_type(key: str, value: Any, expected: type) -> None:
     """Raises CoatConfigError unless `value` is of exactly the JSON type `expected` (true is no integer)."""
     if type(value) is not expected:
         name = {bool: "true or false", int: "an integer", str: "a string"}[expected]
-        raise CoatConfigError(f"{key}: expected {name}, found {value!r}. Correct the value or drop the key.")
+        way_out = AUTO if value == "auto" else "Correct the value or drop the key."
+        raise CoatConfigError(f"{key}: expected {name}, found {value!r}. {way_out}")
 
 
 def check_choice(key: str, value: Any, choices: tuple) -> None:
@@ -55,11 +57,13 @@ def check_choice(key: str, value: Any, choices: tuple) -> None:
         kind = "an integer, " if {type(c) for c in choices} == {int} else ""
         listed = ", ".join(repr(c) for c in choices)
         raise CoatConfigError(
-            f"{key}: expected {kind}one of {listed}; found {value!r}.{_did_you_mean(value, choices)}"
+            f"{key}: expected {kind}one of {listed}; found {value!r}."
+            + (f" {AUTO}" if value == "auto" else did_you_mean(value, choices))
         )
 
 
-def _did_you_mean(found: Any, known) -> str:
+def did_you_mean(found: Any, known: Iterable) -> str:
+    """A sentence that names the one of `known` which is likely meant, in front of it a space; or nothing."""
     known = [str(k) for k in known]
     close = difflib.get_close_matches(str(found), known, n=1)
     # what others call it
@@ -72,6 +76,8 @@ class _Block:
 
     __slots__ = ()
     KEY: ClassVar[str]
+    from_boolean: ClassVar[Callable[[bool], Self] | None] = None
+    """What true or false stands for, where it may stand for the object."""
 
     @classmethod
     def from_dict(cls, block: Mapping[str, Any]) -> Self:
@@ -79,6 +85,8 @@ class _Block:
 
         Raises CoatConfigError for unknown keys, wrong types and impossible values.
         """
+        if isinstance(block, bool) and cls.from_boolean is not None:
+            return cls.from_boolean(block)
         if not isinstance(block, Mapping):
             raise CoatConfigError(
                 f'{cls.KEY}: expected an object such as {{"enabled": true}}, found {block!r}. Use braces.'
@@ -88,7 +96,7 @@ class _Block:
             if name not in known:
                 raise CoatConfigError(
                     f"{cls.KEY}.{name}: unknown key (value {block[name]!r}). Known keys: {', '.join(known)}."
-                    + (_did_you_mean(name, known) or " Drop it.")
+                    + (did_you_mean(name, known) or " Drop it.")
                 )
         return cls(
             **{
@@ -145,7 +153,8 @@ class OptimizerConfig(_Block):
 
     exp_avg_sq_rounding: str = _choice("auto", ROUNDINGS)
     """How the second moment is rounded. "auto": "log8" stochastically where beta2 is above 63/64, since it
-    would otherwise decay by less than half a code in a step, that is never; else to nearest."""
+    would otherwise decay by less than half a code in a step, that is never; else to nearest. Beside Hugging
+    Face's Trainer or Accelerate, which refuse the word "auto" here, leave the key out."""
 
     group_size: int = _choice(128, OPTIMIZER_GROUP_SIZES)
     """Consecutive elements that share one scale and one exponent."""
@@ -167,13 +176,15 @@ class OptimizerConfig(_Block):
 
 @dataclass(frozen=True, slots=True)
 class ActivationsConfig(_Block):
-    """How the layers save activations and in which formats they multiply. The model's layer spec takes it,
-    and so does `coat_ds.convert`."""
+    """How layers save activations and in which formats they multiply: Megatron's under the layer spec, and
+    those that `coat_ds.convert` finds. True or false may stand for the object."""
 
     KEY: ClassVar[str] = "coat.activations"
 
     enabled: bool = True
-    """Use the FP8 layers, where the model is made of them."""
+    """Have the layers compute in FP8: those that Megatron built by our spec, and any other model's linear
+    layers, norms, feed-forwards and attention, which are converted in place when the engine is built. False
+    leaves every layer as it is."""
 
     group_size: int = _choice(16, ACTIVATION_GROUP_SIZES)
     """Consecutive elements of a row that share one scale in a saved activation."""
@@ -213,6 +224,10 @@ class ActivationsConfig(_Block):
     emulate: bool = False
     """On a GPU without FP8, compute with the reference arithmetic: slow, and for looking only."""
 
+    @classmethod
+    def from_boolean(cls, value: bool) -> Self:
+        return cls(enabled=value)
+
 
 @dataclass(frozen=True, slots=True)
 class CheckpointingConfig(_Block):
@@ -241,10 +256,8 @@ class ReportConfig(_Block):
     what autograd saves, for that one forward."""
 
     @classmethod
-    def from_dict(cls, block: Mapping[str, Any] | bool) -> Self:
-        if isinstance(block, bool):
-            return cls(**{f.name: block for f in fields(cls)})
-        return super(ReportConfig, cls).from_dict(block)
+    def from_boolean(cls, value: bool) -> Self:
+        return cls(**{f.name: value for f in fields(cls)})
 
 
 @dataclass(frozen=True, slots=True)
@@ -255,6 +268,10 @@ class CoatConfig(_Block):
 
     enabled: bool = False
     """The switch. Without the block, or with false, nothing changes."""
+
+    require: bool = False
+    """Make it an error if activations are enabled and no linear layer of the model computes in FP8, which
+    otherwise is a warning."""
 
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     """FP8 optimizer states."""
@@ -271,7 +288,8 @@ class CoatConfig(_Block):
     zero3_layer_units: str | bool = _choice("auto", ZERO3_LAYER_UNITS)
     """Whether ZeRO-3 gathers and releases a layer's weights together, which spares the host the hooks of its
     modules. "auto": of COAT layers; true: of Megatron's own and Hugging Face's too; false: of none. Layers
-    with frozen parameters are left out."""
+    with frozen parameters are left out. Hugging Face's Trainer and Accelerate refuse the word "auto" in any
+    block that is not theirs: leave the key out there."""
 
     @classmethod
     def from_dict(cls, block: Mapping[str, Any] | None) -> Self:

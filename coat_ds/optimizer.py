@@ -280,7 +280,6 @@ class CoatAdamW(torch.optim.Optimizer):
         for (device, dtype, _, _, group_size, has_remainder, has_copy, *_), bucket in buckets.items():
             scale = _product(grad_scale, scales[bucket[0][0]])
             m_codec, v_codec = (piece.codec for piece in bucket[0][1:])
-            rounding, beta2 = group["exp_avg_sq_rounding"], float(group["betas"][1])
             adamw_(
                 [_cut(contiguous[i], piece) for i, piece, _ in bucket],
                 [_cut(grads[i], piece) for i, piece, _ in bucket],
@@ -297,15 +296,14 @@ class CoatAdamW(torch.optim.Optimizer):
                 # a rate on another device would be waited for on every step
                 lr=group["lr"] if _is_on(group["lr"], device) else float(group["lr"]),
                 beta1=float(group["betas"][0]),
-                beta2=beta2,
+                beta2=float(group["betas"][1]),
                 eps=group["eps"],
                 weight_decay=group["weight_decay"],
                 maximize=group["maximize"],
                 grad_scale=None if scale is None else scale.to(device),
                 found_inf=None if found_inf is None else found_inf.to(device),
                 stochastic=dtype == torch.bfloat16 and group["bf16_params"] == "stochastic",
-                dither=rounding == "stochastic"
-                or (rounding == "auto" and v_codec.fine and 1 - beta2 < 1 / 64),
+                dither=rounds_stochastically(group, v_codec),
                 seed=self._seed,
                 compiled=self._compiled,
             )
@@ -565,6 +563,12 @@ def keeps_fp32(rule: Rule, name: str | None, p: torch.Tensor) -> bool:
     if callable(rule):
         return bool(rule(name, p))
     return name is not None and any(fnmatchcase(name.lower(), pattern.lower()) for pattern in rule)
+
+
+def rounds_stochastically(group: dict[str, Any], codec: Codec) -> bool:
+    """Whether second moments stored by `codec` are rounded stochastically in a parameter group."""
+    rounding, beta2 = group["exp_avg_sq_rounding"], float(group["betas"][1])
+    return rounding == "stochastic" or (rounding == "auto" and codec.fine and 1 - beta2 < 1 / 64)
 
 
 def _has_remainder(p: torch.Tensor, group: dict[str, Any]) -> bool:

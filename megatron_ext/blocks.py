@@ -22,7 +22,6 @@ from .attention import CoatCoreAttention, CoatSelfAttention
 from .linear import CoatColumnParallelLinear, CoatRowParallelLinear
 from .mlp import CoatMLP
 from .norm import CoatNorm, coat_bias_dropout_add, deferred_bias_dropout_add
-from .settings import activations_of
 
 _KINDS = {
     "input_layernorm": CoatNorm,
@@ -163,11 +162,9 @@ def forward_by_blocks(layer: torch.nn.Module, args: tuple, kwargs: dict) -> torc
     compute = functools.partial(_compute, parts, options, arguments.get("attention_mask"))
     if not uses_graphs(parts, x):
         return compute(x, *tables, *weights)
-    addresses = tuple(
-        a for linear, o in zip(parts.linears, options, strict=True) for a in linear.addresses(o)
-    )
+    uses = tuple(u for linear, o in zip(parts.linears, options, strict=True) for u in linear.uses(o))
     under_way = layer.config.pipeline_model_parallel_size
-    return layer.graphs.call(compute, x, (*tables, *weights), addresses, under_way)
+    return layer.graphs.call(compute, x, (*tables, *weights), uses, under_way)
 
 
 def uses_graphs(parts: Parts, x: torch.Tensor) -> bool:
@@ -179,12 +176,13 @@ def uses_graphs(parts: Parts, x: torch.Tensor) -> bool:
     """
     if not x.is_cuda:
         return False
-    core, wanted = parts.attention.core_attention, activations_of(parts.attention.config).cuda_graphs
+    core, wanted = parts.attention.core_attention, parts.attention.activations.cuda_graphs
     if not wanted or hasattr(parts.qkv.weight, "ds_id"):
         return False
     if wanted == "auto":
-        multiplied = sum(linear.weight.numel() for linear in parts.linears)
-        if x.shape[0] * x.shape[1] * multiplied > GRAPHED_WORK:
+        # under sequence parallelism x is this rank's part of what its weights are multiplied with
+        tokens = x.shape[0] * x.shape[1] * (parts.qkv.tp_group.size() if parts.qkv.sequence_parallel else 1)
+        if tokens * sum(linear.weight.numel() for linear in parts.linears) > GRAPHED_WORK:
             return False
     return type(core) is CoatCoreAttention and not (core.training and core.dropout) and _is_stock(core)
 

@@ -167,7 +167,7 @@ def engines():
             "train_batch_size": 2,
             "bf16": {"enabled": True},
             "zero_optimization": {"stage": stage},
-            "coat": {"enabled": True},
+            "coat": {"enabled": True, "activations": False},
         }
         engine, *_ = coat_ds.initialize(
             model=net,

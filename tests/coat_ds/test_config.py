@@ -14,6 +14,9 @@ def test_defaults():
     config = CoatConfig.from_dict({"enabled": True})
     assert config.optimizer == OptimizerConfig(True, "fp8_expanded", "fp8_expanded", "auto", 128, 4096)
     assert config.activations == ActivationsConfig(True, 16, "e4m3", "e5m2")
+    for value in (True, False):
+        given = CoatConfig.from_dict({"enabled": True, "activations": value}).activations
+        assert given == ActivationsConfig(enabled=value)
 
 
 def test_every_key():

@@ -38,7 +38,7 @@ def ds_config(stage, bf16, coat=True, **more):
         "gradient_clipping": 1.0,
         "zero_optimization": {"stage": stage},
         "bf16": {"enabled": bf16},
-        **({"coat": {"enabled": True}} if coat else {}),
+        **({"coat": {"enabled": True, "activations": False}} if coat else {}),
         **more,
     }
 
@@ -86,7 +86,7 @@ def run_stage(stage, bf16, folder):
         "optimizer": optimizer is engine.optimizer and loader is None and scheduler is engine.lr_scheduler,
         "bytes": coat_ds.state_bytes(engine),
         "same_bytes": coat_ds.state_bytes(engine) == coat_ds.state_bytes(optimizer),
-        "coat": engine.coat,
+        "coat": engine.coat.config,
         "groups": [(g["exp_avg_format"], g["weight_decay"]) for g in engine.basic_optimizer.param_groups],
     }
     tag = f"stage{stage}-{bf16}"
@@ -174,7 +174,10 @@ def client_optimizers():
             coat_ds.initialize(model=model(), optimizer=optimizer, config=config)
         except CoatConfigError as error:
             errors.append(str(error))
-    left_alone = {**ds_config(1, True), "coat": {"enabled": True, "optimizer": {"enabled": False}}}
+    left_alone = {
+        **ds_config(1, True),
+        "coat": {"enabled": True, "activations": False, "optimizer": {"enabled": False}},
+    }
     left_alone["optimizer"]["params"]["torch_adam"] = True
     other, *_ = coat_ds.initialize(model=model(), config=left_alone)
     return (
@@ -263,7 +266,7 @@ def test_what_is_built(one, two, stage):
             run = rank[stage, True]
             assert run["classes"] == ["CoatAdamW", True]
             assert run["optimizer"] and run["same_bytes"]
-            assert run["coat"] == CoatConfig.from_dict({"enabled": True})
+            assert run["coat"] == CoatConfig.from_dict({"enabled": True, "activations": False})
             assert run["groups"] == [("fp8_expanded", 0.1)]
             # warm-up over 4 steps has arrived
             assert run["lr"] == pytest.approx(2e-3)
