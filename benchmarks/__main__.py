@@ -24,6 +24,7 @@ from benchmarks import (  # noqa: F401  (they register themselves)
     state_error,
     step,
     train,
+    trainer,
     zero,
 )
 from benchmarks.harness import BENCHMARKS, Table
