@@ -324,7 +324,8 @@ class Graphs:
                 numbers, and keeps no reference to x for its backward.
             x: on a GPU. Without a gradient the function runs as it is written.
             tensors: parameters, what shares their memory, and constants; None is handed on.
-            uses: addresses of other memory that the function or its backward uses, and objects that own some.
+            uses: what else the function depends on: options, addresses of other memory that it or its
+                backward uses, and objects that own some.
             under_way: how many forwards of one shape may wait for their backwards at a time.
 
         Returns what the function does, in memory of its own.

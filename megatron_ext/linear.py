@@ -155,7 +155,7 @@ class _CoatLinear(TakesActivations):
         into = options.weight_grad_into
         kept = options.cache.stay(self.weight, self._formats.forward)
         address = None if into is None else into().data_ptr()
-        return options.cache, options.x_scale, options.grad_scale, address, *kept
+        return options.formats, options.cache, options.x_scale, options.grad_scale, address, *kept
 
     def coat_part(self) -> Part:
         if self._in_fp8:

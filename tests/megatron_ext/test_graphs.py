@@ -1,5 +1,7 @@
 """Layers replayed as CUDA graphs train as those that are launched kernel by kernel, to the bit."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
@@ -276,3 +278,16 @@ def test_where_graphs_are_taken_by_themselves(device):
         )
     parts.attention.core_attention.register_forward_hook(lambda *_: None)
     assert not uses_graphs(parts, x[:, None, None])
+
+
+def test_other_options_are_recorded_anew(device):
+    """As by an engine's block, after layers have run."""
+    layer, plain = recorded(device)
+    for one in (layer, plain):
+        for module in reversed(list(one.modules())):
+            if hasattr(module, "take_activations"):
+                module.take_activations(replace(module.activations, group_size=32, saved_format="e4m3"))
+    for x in inputs(device, WARM_UP + 2):
+        found = gradients(layer, *run(layer, x), x)
+        assert all(map(torch.equal, found, gradients(plain, *run(plain, x), x)))
+    assert layer.graphs.count == 1
