@@ -264,16 +264,14 @@ class _Replay(torch.autograd.Function):
     def forward(ctx, recording, x, *tensors):
         y, ctx.in_flight = recording.forward(x)
         ctx.recording = recording
+        # a replay reads them again: torch then tells of changes in between
+        ctx.save_for_backward(*tensors)
         return y
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad):
-        if ctx.in_flight is None:
-            raise RuntimeError(
-                "backward a second time through a layer that runs as a CUDA graph. Give the first backward "
-                "retain_graph=True."
-            )
+        ctx.saved_tensors  # noqa: B018
         grads = ctx.recording.backward(grad)
         if not torch._C._autograd._get_current_graph_task_keep_graph():
             ctx.in_flight = None

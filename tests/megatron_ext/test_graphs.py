@@ -1,5 +1,6 @@
 """Layers replayed as CUDA graphs train as those that are launched kernel by kernel, to the bit."""
 
+import gc
 from dataclasses import replace
 
 import pytest
@@ -207,6 +208,21 @@ def test_a_second_backward(device):
     assert all(map(torch.equal, gradients(layer, x, y, b), gradients(plain, *run(plain, a), b)))
     with pytest.raises(RuntimeError, match="retain_graph"):
         y.backward(b)
+
+
+def test_weights_changed_before_the_backward(device):
+    layer, _ = recorded(device)
+    x, *_ = inputs(device)
+    for parameter in layer.parameters():
+        leaf, y = run(layer, x)
+        assert type(y.grad_fn).__name__ == "_ReplayBackward"
+        with torch.no_grad():
+            parameter.add_(1)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            y.backward(x)
+        # the forward waits for its backward as long as anybody could call it
+        del leaf, y
+        gc.collect()
 
 
 def test_results_are_the_callers(device):
