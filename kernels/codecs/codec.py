@@ -29,6 +29,11 @@ class Storage(NamedTuple):
     def nbytes(self) -> int:
         return sum(t.numel() * t.element_size() for t in self)
 
+    def groups(self, first: int, last: int, group_size: int) -> "Storage":
+        """A view of the groups from `first` to `last`, exclusive."""
+        codes = self.codes[first * group_size : last * group_size]
+        return Storage(codes, self.scale[first:last], self.exponent[first:last])
+
 
 @dataclass(frozen=True, slots=True)
 class Codec:
@@ -61,6 +66,14 @@ class Codec:
     """Whether neighbouring codes are so close everywhere that rounding stochastically adds little noise."""
     signed: bool = True
     """Whether it stores negative values too, as a first moment needs; others become NaN."""
+    relative: bool = False
+    """Whether its values are exp_avg over the root of exp_avg_sq as that is stored (`Stored.roots`)."""
+    log_root_tile: Callable | None = None
+    """Of second moments that a relative code may stand beside: (codes, scale, exponent) -> log2(roots)."""
+
+    def stands_beside(self, exp_avg_sq: "Codec") -> bool:
+        """Whether it can store the first moment of a second one that is stored by `exp_avg_sq`."""
+        return not self.relative or exp_avg_sq.log_root_tile is not None
 
     def zeros(self, numel: int, group_size: int, device: torch.device | str) -> Storage:
         """A moment of zeros."""
@@ -72,18 +85,46 @@ class Codec:
             torch.full((groups if self.has_exponent else 0,), 255, dtype=torch.uint8, device=device),
         )
 
-    def encode(self, x: torch.Tensor, group_size: int, like: Storage | None = None) -> Storage:
-        """Stores `x` (any shape; taken as FP32, flat), to nearest. `like` supplies scale and exponent."""
+    def encode(
+        self, x: torch.Tensor, group_size: int, like: Storage | None = None, beside: "Stored | None" = None
+    ) -> Storage:
+        """Stores `x` (any shape; taken as FP32, flat), to nearest. `like` supplies scale and exponent.
+
+        beside: the second moment that a relative code is relative to; without it, roots are 1. Other codes
+        do not look at it.
+        """
         x = x.detach().reshape(-1).float()
+        if self.relative and beside is not None:
+            x = x / beside.roots(group_size)
         if x.is_cuda:
             return encode_kernel_launch(self, x, group_size, like)
         return encode_reference(self, x, group_size, like)
 
-    def decode(self, storage: Storage, group_size: int) -> torch.Tensor:
-        """The stored moment as FP32 [n]."""
-        if storage.codes.is_cuda:
-            return decode_kernel_launch(self, storage, group_size)
-        return decode_reference(self, storage, group_size)
+    def decode(self, storage: Storage, group_size: int, beside: "Stored | None" = None) -> torch.Tensor:
+        """The stored moment as FP32 [n]; `beside` as in `encode`."""
+        decode = decode_kernel_launch if storage.codes.is_cuda else decode_reference
+        x = decode(self, storage, group_size)
+        return x * beside.roots(group_size) if self.relative and beside is not None else x
+
+
+class Stored(NamedTuple):
+    """A stored second moment, which a relative first one stands beside."""
+
+    codec: Codec
+    storage: Storage
+
+    def roots(self, group_size: int) -> torch.Tensor:
+        """Positive, finite square roots of what is stored, FP32 [n].
+
+        Where that is zero or NaN, the root is that of the largest in the group, or 1 in a group without any:
+        the first moment is still there. What is below 2^-120 counts as 2^-120.
+        """
+        x = self.codec.decode(self.storage, group_size)
+        rows = _rows(x, group_size)
+        usable = (rows > 0) & rows.isfinite()
+        largest = torch.where(usable, rows, 0).amax(1, keepdim=True)
+        largest = torch.where(largest > 0, largest, 1)
+        return torch.where(usable, rows, largest).clamp_min(2.0**-120).sqrt().view(-1)[: x.numel()]
 
 
 def _rows(x: torch.Tensor, group_size: int) -> torch.Tensor:
@@ -220,7 +261,10 @@ def store_moment(b_x, b_dither, p_codes, p_scale, p_exponent, o_x, m_x, o_row, m
                  STATISTICS: tl.constexpr, TO_CODES: tl.constexpr, HAS_SCALE: tl.constexpr,
                  HAS_EXPONENT: tl.constexpr, E5M2: tl.constexpr, SIGNED: tl.constexpr,
                  DITHER: tl.constexpr, MASKED: tl.constexpr):  # fmt: skip
-    """Stores an FP32 tile [rows, group]; elements past the end must be zero. b_dither counts if DITHER."""
+    """Stores an FP32 tile [rows, group]; elements past the end must be zero. b_dither counts if DITHER.
+
+    Returns what was stored: codes, and scales and exponents [rows, 1].
+    """
     b_scale, b_exponent = STATISTICS(b_x, E5M2, SIGNED)
     b_codes = TO_CODES(b_x, b_scale[:, None], b_exponent[:, None], b_dither, E5M2, SIGNED, DITHER)
     store_tile(p_codes, o_x, cast(b_codes, p_codes.dtype.element_ty), m_x, MASKED)
@@ -228,6 +272,7 @@ def store_moment(b_x, b_dither, p_codes, p_scale, p_exponent, o_x, m_x, o_row, m
         store_scale(p_scale + o_row, b_scale, m_row, MASKED)
     if HAS_EXPONENT:
         store_exponent(p_exponent + o_row, b_exponent, m_row, MASKED)
+    return b_codes, b_scale[:, None], b_exponent[:, None]
 
 
 @triton.jit

@@ -92,6 +92,17 @@ def from_codes_tile(b_codes, b_scale, b_exponent, E5M2: tl.constexpr, SIGNED: tl
     return tl.where(b_codes == 255, float("nan"), b_x)
 
 
+@triton.jit
+def log_root_tile(b_codes, b_scale, b_exponent):
+    """log2 of `Stored.roots`."""
+    b_code = b_codes.to(tl.int32)
+    # neither zero nor NaN
+    b_usable = (b_code - 1).to(tl.uint32, bitcast=True) < 254
+    b_levels = tl.where(b_usable, b_code - 254, 0).to(tl.float32)
+    b_top = tl.where(b_scale > 0.0, 0.5 * log2_tile(b_scale), 0.0)
+    return tl.maximum(b_levels * (b_exponent.to(tl.float32) * (1.0 / 512.0)) + b_top, -60.0)
+
+
 CODECS = (
     Codec(
         "log8",
@@ -108,5 +119,6 @@ CODECS = (
         clamp_tile,
         fine=True,
         signed=False,
+        log_root_tile=log_root_tile,
     ),
 )
