@@ -21,6 +21,7 @@ import torch
 import triton
 import triton.language as tl
 
+from coat_kernels import adamw_cpu
 from coat_kernels.adamw_cpu import PIECE, adamw_compiled, compiled_can, compiled_step
 from coat_kernels.codecs.codec import (
     Codec,
@@ -45,9 +46,7 @@ CHUNKS = (2**14, 2**11, 2**8, 2**5)
 POINTERS, COLUMNS = 9, tl.constexpr(12)
 # a row of corrections: see corrections_of
 CORRECTIONS = tl.constexpr(3)
-# 2^32 times the fractions of the golden ratio and of the plastic number's inverse: multiples of them fill an
-# interval most evenly
-STEP_KEY, LANE_KEY = tl.constexpr(0x9E3779B1), tl.constexpr(0xC13FA9A9)
+STEP_KEY, LANE_KEY = tl.constexpr(adamw_cpu.STEP_KEY), tl.constexpr(adamw_cpu.LANE_KEY)
 TENSOR_KEY = tl.constexpr(0x85EBCA6B)
 # of an int32, as a number in (-1/2, 1/2)
 DITHER_UNIT = tl.constexpr((1 - 2**-23) * 2.0**-32)
