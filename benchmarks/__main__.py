@@ -21,6 +21,7 @@ from benchmarks import (  # noqa: F401  (they register themselves)
     recompute,
     report,
     state_error,
+    state_loop,
     step,
     train,
     zero,
