@@ -153,8 +153,8 @@ class OptimizerConfig(_Block):
     """Storage format of the first moment. "auto": "ratio8", its ratio to the root of the second, where that
     is stored as "log8"; else "fp8_expanded"."""
 
-    exp_avg_sq_format: str = _choice("fp8_expanded", CODECS)
-    """Storage format of the second moment, by name."""
+    exp_avg_sq_format: str = _choice("log8", CODECS)
+    """Storage format of the second moment. "fp8_expanded" is the paper's, of both moments."""
 
     exp_avg_sq_rounding: str = _choice("auto", ROUNDINGS)
     """How the second moment is rounded. "auto": "log8" stochastically where beta2 is above 63/64, since it
@@ -268,7 +268,7 @@ class CoatConfig(_Block):
     """The switch. Without the block, or with false, nothing changes."""
 
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
-    """FP8 optimizer states."""
+    """8-bit optimizer states."""
 
     activations: ActivationsConfig = field(default_factory=ActivationsConfig)
     """FP8 saved activations and FP8 linear layers."""

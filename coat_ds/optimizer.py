@@ -1,4 +1,4 @@
-"""AdamW whose moments are stored in FP8 with dynamic range expansion."""
+"""AdamW whose moments are stored in eight bits each."""
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Sequence
@@ -86,10 +86,13 @@ class CoatAdamW(torch.optim.Optimizer):
     capturable: keep `step` on the device, so that a step may be captured in a CUDA graph.
     amsgrad, foreach, differentiable, fused: only the default values are accepted.
     exp_avg_format, exp_avg_sq_format: storage of the two moments, by name (`coat_kernels.codecs.CODECS`).
+        "auto" is "ratio8" beside "log8", else "fp8_expanded". The paper's format is "fp8_expanded" for both.
     exp_avg_sq_rounding: "nearest", "stochastic", or "auto": stochastic for "log8" where 1 - beta2 is below
         1/64, else to nearest. A second moment decays by that part of itself in a step; where it is less than
         half the distance of two codes, rounding to nearest undoes the decay and the moment stays too large.
-        The codes of "log8" are close enough for stochastic rounding to cure this without much noise.
+        The codes of "log8" are close enough for stochastic rounding to cure this without much noise. What is
+        added before rounding is not random but goes through the interval with the steps, the same wherever
+        tensors are cut.
     group_size: elements that share one scale and one exponent: 64, 128 or 256.
     min_numel: tensors with fewer elements keep FP32 moments; 0 compresses everything.
     bf16_params: how BF16 parameters are updated. "exact": `state[p]["remainder"]`, int16, makes each one an
@@ -101,7 +104,7 @@ class CoatAdamW(torch.optim.Optimizer):
         replaced as a whole, `state[p]["remainder"].zero_()` makes that exact too.
     keep_fp32: which other tensors keep FP32 moments: patterns of names, for parameters given with names, or
         a function of (name or None, parameter).
-    seed: of stochastic rounding, which is the same on all ranks and in every run.
+    seed: of stochastic rounding of BF16 parameters, which is the same on all ranks and in every run.
     compiled: steps on the CPU run in C++, compiled when it is first needed: many times as fast as the PyTorch
         that they run in otherwise, and equal but for FP32 rounding.
     checkpoint_layout: what `state_dict` holds. "stock": FP32 moments, as `torch.optim.AdamW`'s does.
@@ -142,7 +145,7 @@ class CoatAdamW(torch.optim.Optimizer):
         differentiable: bool = False,
         fused: bool | None = None,
         exp_avg_format: str = "auto",
-        exp_avg_sq_format: str = "fp8_expanded",
+        exp_avg_sq_format: str = "log8",
         exp_avg_sq_rounding: str = "auto",
         group_size: int = 128,
         min_numel: int = 4096,

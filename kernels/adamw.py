@@ -31,9 +31,10 @@ from coat_kernels.codecs.codec import (
     load_moment,
     load_tile,
     store_moment,
+    store_scale,
     store_tile,
 )
-from coat_kernels.fast_math import fast_exp2, fast_reciprocal, fast_sqrt
+from coat_kernels.fast_math import fast_reciprocal, fast_sqrt
 from coat_kernels.fp8 import cast, widen
 
 # A program takes one tile of ROWS groups. With two warps for four rows of 128 the kernel runs at the speed of
@@ -229,7 +230,8 @@ def adamw_kernel(p_table, p_corrections, p_lr, p_grad_scale, p_found_inf, log2_t
                  M_SCALE: tl.constexpr, M_EXPONENT: tl.constexpr, M_E5M2: tl.constexpr,
                  V_FROM: tl.constexpr, V_STATISTICS: tl.constexpr, V_TO: tl.constexpr,
                  V_SCALE: tl.constexpr, V_EXPONENT: tl.constexpr, V_E5M2: tl.constexpr,
-                 V_LOG_ROOT: tl.constexpr, RELATIVE: tl.constexpr,
+                 V_ROOTS: tl.constexpr, V_LOG_ROOTS: tl.constexpr, M_RATIO: tl.constexpr,
+                 RELATIVE: tl.constexpr,
                  EXTRA: tl.constexpr, STOCHASTIC: tl.constexpr, DITHER: tl.constexpr, MAXIMIZE: tl.constexpr,
                  ALIGNED: tl.constexpr, MASKED: tl.constexpr, WHOLE: tl.constexpr,
                  ROWS: tl.constexpr, G: tl.constexpr):  # fmt: skip
@@ -291,7 +293,7 @@ def adamw_kernel(p_table, p_corrections, p_lr, p_grad_scale, p_found_inf, log2_t
         b_g = -b_g
     b_m = M_FROM(b_m_codes, b_m_scale, b_m_exponent, M_E5M2, True)
     if RELATIVE:
-        b_m *= fast_exp2(V_LOG_ROOT(b_v_codes, b_v_scale, b_v_exponent))
+        b_m *= V_ROOTS(b_v_codes, b_v_scale, b_v_exponent)
     b_v = V_FROM(b_v_codes, b_v_scale, b_v_exponent, V_E5M2, False)
     b_m += rate1 * (b_g - b_m)
     b_v += rate2 * (b_g * b_g - b_v)
@@ -320,9 +322,13 @@ def adamw_kernel(p_table, p_corrections, p_lr, p_grad_scale, p_found_inf, log2_t
         b_v, b_dither, p_v, p_v_scale, p_v_exponent, o_x, m_x, o_row, m_row,
         V_STATISTICS, V_TO, V_SCALE, V_EXPONENT, V_E5M2, False, DITHER, MASKED)  # fmt: skip
     if RELATIVE:
-        b_m *= fast_exp2(-V_LOG_ROOT(b_v_codes, b_v_scale, b_v_exponent))
-    store_moment(b_m, turn, p_m, p_m_scale, p_m_exponent, o_x, m_x, o_row, m_row,
-                 M_STATISTICS, M_TO, M_SCALE, M_EXPONENT, M_E5M2, True, RELATIVE, MASKED)  # fmt: skip
+        b_log_root = V_LOG_ROOTS(b_v_codes, b_v_scale, b_v_exponent)
+        b_m_codes, b_m_scale = M_RATIO(b_m, b_log_root, turn)
+        store_tile(p_m, o_x, b_m_codes, m_x, MASKED)
+        store_scale(p_m_scale + o_row, b_m_scale, m_row, MASKED)
+    else:
+        store_moment(b_m, 0.0, p_m, p_m_scale, p_m_exponent, o_x, m_x, o_row, m_row,
+                     M_STATISTICS, M_TO, M_SCALE, M_EXPONENT, M_E5M2, True, False, MASKED)  # fmt: skip
 
 
 def chunk_table(
@@ -480,7 +486,9 @@ def adamw_triton(
                 V_SCALE=exp_avg_sq_codec.has_scale,
                 V_EXPONENT=exp_avg_sq_codec.has_exponent,
                 V_E5M2=exp_avg_sq_codec.is_e5m2,
-                V_LOG_ROOT=exp_avg_sq_codec.log_root_tile,
+                V_ROOTS=exp_avg_sq_codec.roots_tile,
+                V_LOG_ROOTS=exp_avg_sq_codec.log_roots_tile,
+                M_RATIO=exp_avg_codec.ratio_tile,
                 RELATIVE=exp_avg_codec.relative,
                 EXTRA="remainder" if remainders else "weight" if weights else "none",
                 STOCHASTIC=stochastic,

@@ -167,25 +167,22 @@ struct Ratio {
 
     // of what is stored, as Stored.roots in codecs/codec.py
     static void roots(Stored<uint8_t> v, float* r, int n) {
-        const float half_step = static_cast<float>(*v.exponent) * (1.0f / 512.0f);
-        const float top = *v.scale > 0.0f ? 0.5f * floored_log2(*v.scale) : 0.0f;
+        const bool is_live = *v.scale > 0.0f;
+        const float half_step = is_live ? static_cast<float>(*v.exponent) * (1.0f / 512.0f) : 0.0f;
+        const float top = is_live ? 0.5f * floored_log2(*v.scale) : 0.0f;
 #pragma omp simd
-        for (int i = 0; i < n; i++) {
-            int code = v.codes[i], is_usable = -(static_cast<uint32_t>(code - 1) < 254u);
-            float log2_root = static_cast<float>((code - 254) & is_usable) * half_step + top;
-            r[i] = exp2_of(std::max(log2_root, -60.0f));
-        }
+        for (int i = 0; i < n; i++) r[i] = exp2_of(static_cast<float>(v.codes[i] - 254) * half_step + top);
     }
 
     static void load(Stored<Code> m, Stored<uint8_t> v, float* x, float* y, int n) {
         float r[LARGEST_GROUP];
         roots(v, r, n);
         const float half_step = static_cast<float>(*v.exponent) * (1.0f / 512.0f), largest = *v.scale;
-        const float scale = *m.scale;
+        const float unit = *m.scale * 6.98705923e-4f;  // 127^-1.5
 #pragma omp simd
         for (int i = 0; i < n; i++) {
-            float u = static_cast<float>(m.codes[i]) * (1.0f / 127.0f);
-            float value = u * std::sqrt(std::fabs(u)) * scale * r[i];
+            float u = static_cast<float>(m.codes[i]);
+            float value = u * std::sqrt(std::fabs(u)) * unit * r[i];
             x[i] = m.codes[i] == -128 ? NAN : value;
             float root = exp2_of(static_cast<float>(v.codes[i] - 254) * half_step);
             float square = largest * root * root;
@@ -237,19 +234,20 @@ struct Ratio {
             largest = std::max(largest, magnitude < 0x7f800000 ? magnitude : 0);
         }
         int32_t rounded = std::min((largest + 0x400) & ~0x7ff, 0x7f7ff800);
-        *m.scale = largest < 0x00800000 ? 0.0f : as<float>(rounded);
-        const float offset = log2_of(std::max(*m.scale, 0x1p-126f)) * (2.0f / 3.0f) - 6.9886847f;
+        *m.scale = as<float>(largest) < 0x1p-110f ? 0.0f : as<float>(rounded);
+        const float offset = 6.9886847f - log2_of(std::max(*m.scale, 0x1p-110f)) * (2.0f / 3.0f);
+        const int32_t is_dead = -(*m.scale == 0.0f);
         const float turn = dither_of(s.turns);
 #pragma omp simd
         for (int i = 0; i < n; i++) {
             int32_t bits = as<int32_t>(u[i]), magnitude = bits & 0x7fffffff;
-            float y = exp2_of(log2_of(as<float>(std::max(magnitude, 0x00800000))) * (2.0f / 3.0f) - offset);
+            float y = exp2_of(log2_of(as<float>(std::max(magnitude, 0x00800000))) * (2.0f / 3.0f) + offset);
             y = std::min(y, 127.0f);
-            y += y < 8.0f ? turn : 0.0f;
+            y += turn * std::min(std::max(8.5f - y, 0.0f), 1.0f);
             // adding 1.5 * 2^23 leaves the nearest integer, ties to even, in the lowest bits
             int32_t code = as<int32_t>(y + 12582912.0f) & 0xff;
             int32_t sign = bits >> 31;
-            int32_t is_zero = -(magnitude < 0x00800000), is_odd = -(magnitude >= 0x7f800000);
+            int32_t is_zero = -(magnitude < 0x00800000) | is_dead, is_odd = -(magnitude >= 0x7f800000);
             code = (code ^ sign) - sign;
             m.codes[i] = static_cast<int8_t>((is_odd & -128) | (~is_odd & ~is_zero & code));
         }

@@ -68,12 +68,18 @@ class Codec:
     """Whether it stores negative values too, as a first moment needs; others become NaN."""
     relative: bool = False
     """Whether its values are exp_avg over the root of exp_avg_sq as that is stored (`Stored.roots`)."""
-    log_root_tile: Callable | None = None
-    """Of second moments that a relative code may stand beside: (codes, scale, exponent) -> log2(roots)."""
+    log_roots: Callable | None = None
+    """Of second moments that a relative code may stand beside: (codes, scale, exponent) -> log2 of the roots
+    that the first moment is divided by; finite for every code."""
+    log_roots_tile: Callable | None = None
+    roots_tile: Callable | None = None
+    """The same arguments -> the roots themselves."""
+    ratio_tile: Callable | None = None
+    """Of relative codes, statistics and codes in one: (x, log2 of the roots, dither) -> (codes, scale)."""
 
     def stands_beside(self, exp_avg_sq: "Codec") -> bool:
         """Whether it can store the first moment of a second one that is stored by `exp_avg_sq`."""
-        return not self.relative or exp_avg_sq.log_root_tile is not None
+        return not self.relative or exp_avg_sq.log_roots is not None
 
     def zeros(self, numel: int, group_size: int, device: torch.device | str) -> Storage:
         """A moment of zeros."""
@@ -114,17 +120,12 @@ class Stored(NamedTuple):
     storage: Storage
 
     def roots(self, group_size: int) -> torch.Tensor:
-        """Positive, finite square roots of what is stored, FP32 [n].
-
-        Where that is zero or NaN, the root is that of the largest in the group, or 1 in a group without any:
-        the first moment is still there. What is below 2^-120 counts as 2^-120.
-        """
-        x = self.codec.decode(self.storage, group_size)
-        rows = _rows(x, group_size)
-        usable = (rows > 0) & rows.isfinite()
-        largest = torch.where(usable, rows, 0).amax(1, keepdim=True)
-        largest = torch.where(largest > 0, largest, 1)
-        return torch.where(usable, rows, largest).clamp_min(2.0**-120).sqrt().view(-1)[: x.numel()]
+        """Square roots of what is stored, FP32 [n]; positive and finite also where that is zero or NaN, since
+        the first moment is still there."""
+        codes = _rows(self.storage.codes, group_size)
+        scale, exponent = (_column(t, len(codes)) for t in self.storage[1:])
+        roots = torch.exp2(self.codec.log_roots(codes, scale, exponent))
+        return roots.view(-1)[: self.storage.codes.numel()]
 
 
 def _rows(x: torch.Tensor, group_size: int) -> torch.Tensor:

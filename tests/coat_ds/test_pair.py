@@ -46,8 +46,9 @@ def limit(m, second):
     return (largest * roots * (0.5 * (1 - (126 / 127) ** 1.5) + 2**-12)).view(m.shape)
 
 
-# writes that are several: each encodes the groups anew
-TIMES = {"rows": 7, "columns-by-iteration": 100}
+# writes that are several: each encodes the groups anew, and between two of them a group may be half zeros,
+# with ratios that are large
+TIMES = {"rows": 7 * 8, "columns-by-iteration": 100}
 
 
 def stored_of(*moments):
