@@ -40,8 +40,7 @@ class Piece(NamedTuple):
     storage: Storage
 
     def write_(self, storage: Storage, non_blocking: bool = False) -> None:
-        for old, new in zip(self.storage, storage, strict=True):
-            old.copy_(new, non_blocking=non_blocking)
+        _write(self.storage, storage, non_blocking)
 
 
 Pieces = tuple[Piece, ...]
@@ -540,13 +539,20 @@ def _overwrite(
     """Writes `made` over what is stored. If `other` is a first moment that is relative to this one, it is
     encoded anew: its values stay."""
     is_followed = other is not None and other.codec.relative and not old.codec.relative
-    kept = other.codec.decode(other.storage, group_size, old) if is_followed else None
-    for into, new in zip(old.storage, made, strict=True):
-        into.copy_(new, non_blocking=non_blocking)
-    if is_followed:
-        again = other.codec.encode(kept, group_size, beside=old)
-        for into, new in zip(other.storage, again, strict=True):
-            into.copy_(new)
+    if not is_followed:
+        _write(old.storage, made, non_blocking)
+        return
+    parts = zip(*(x.parts(group_size) for x in (old.storage, made, other.storage)), strict=True)
+    for (_, into), (_, new), (_, first) in parts:
+        second = Stored(old.codec, into)
+        kept = other.codec.decode(first, group_size, second)
+        _write(into, new, non_blocking)
+        _write(first, other.codec.encode(kept, group_size, beside=second))
+
+
+def _write(into: Storage, new: Storage, non_blocking: bool = False) -> None:
+    for old, t in zip(into, new, strict=True):
+        old.copy_(t, non_blocking=non_blocking)
 
 
 def _plain(x):

@@ -4,7 +4,7 @@ A moment of n elements is stored as n codes, in groups of consecutive elements o
 with at most an FP32 scale and an 8-bit exponent for each group.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -14,6 +14,8 @@ import triton.language as tl
 
 from coat_kernels.fp8 import INTERPRET, cast
 
+# elements of a part, of which a step in PyTorch makes several copies; a multiple of every group size
+AT_ONCE = 2**22
 # groups per program; a wider tile only lengthens the tail
 ROWS = 4
 
@@ -28,6 +30,12 @@ class Storage(NamedTuple):
     @property
     def nbytes(self) -> int:
         return sum(t.numel() * t.element_size() for t in self)
+
+    def parts(self, group_size: int) -> Iterator[tuple[slice, "Storage"]]:
+        """Elements, and a view of what is stored of them, a few million at a time."""
+        for begin in range(0, self.codes.numel(), AT_ONCE):
+            end = min(begin + AT_ONCE, self.codes.numel())
+            yield slice(begin, end), self.groups(begin // group_size, -(-end // group_size), group_size)
 
     def groups(self, first: int, last: int, group_size: int) -> "Storage":
         """A view of the groups from `first` to `last`, exclusive."""
@@ -101,7 +109,9 @@ class Codec:
         """
         x = x.detach().reshape(-1).float()
         if self.relative and beside is not None:
-            x = x / beside.roots(group_size)
+            x = x.clone()
+            for part, roots in beside.roots_in_parts(group_size):
+                x[part] /= roots
         if x.is_cuda:
             return encode_kernel_launch(self, x, group_size, like)
         return encode_reference(self, x, group_size, like)
@@ -110,7 +120,10 @@ class Codec:
         """The stored moment as FP32 [n]; `beside` as in `encode`."""
         decode = decode_kernel_launch if storage.codes.is_cuda else decode_reference
         x = decode(self, storage, group_size)
-        return x * beside.roots(group_size) if self.relative and beside is not None else x
+        if self.relative and beside is not None:
+            for part, roots in beside.roots_in_parts(group_size):
+                x[part] *= roots
+        return x
 
 
 class Stored(NamedTuple):
@@ -126,6 +139,11 @@ class Stored(NamedTuple):
         scale, exponent = (_column(t, len(codes)) for t in self.storage[1:])
         roots = torch.exp2(self.codec.log_roots(codes, scale, exponent))
         return roots.view(-1)[: self.storage.codes.numel()]
+
+    def roots_in_parts(self, group_size: int) -> Iterator[tuple[slice, torch.Tensor]]:
+        """Elements and their `roots`, part by part: a moment may be as large as the memory."""
+        for part, storage in self.storage.parts(group_size):
+            yield part, Stored(self.codec, storage).roots(group_size)
 
 
 def _rows(x: torch.Tensor, group_size: int) -> torch.Tensor:

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 
 from coat_ds import CoatAdamW
 from coat_ds.state import Moment, StoredMoment, _rebuild, paired
-from coat_kernels.codecs import Stored, get_codec
+from coat_kernels.codecs import Stored, codec, get_codec
 from tests.coat_ds.test_state import SHAPE, WRITES, values
 from tests.coat_ds.test_stored_moment import Written
 
@@ -116,6 +116,16 @@ def test_one_op_may_write_both(write):
     write(first, second)
     assert ((first.decode() - plain[0]).abs() <= limit(plain[0], second)).all()
     torch.testing.assert_close(second.decode(), plain[1], rtol=0.06, atol=0)
+
+
+def test_long_moments_are_taken_in_parts(monkeypatch):
+    expected = pair_of(*some_pair())
+    expected[1].mul_(3)
+    monkeypatch.setattr(codec, "AT_ONCE", 2 * GROUP)
+    first, second = pair_of(*some_pair())
+    second.mul_(3)
+    assert equal(stored_of(first, second), stored_of(*expected))
+    assert torch.equal(first.decode(), expected[0].decode())
 
 
 def test_odd_second_moments_leave_the_first():
