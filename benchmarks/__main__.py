@@ -22,6 +22,7 @@ from benchmarks import (  # noqa: F401  (they register themselves)
     recompute,
     report,
     state_error,
+    state_loop,
     step,
     train,
     trainer,
