@@ -124,9 +124,9 @@ def built(log, optimizer=None, params=None, block=None, size=64):
 def test_second_moments_that_cannot_decay(log):
     slow, key = {"betas": [0.9, 0.999]}, "coat.optimizer.exp_avg_sq_format: "
     for lines in (
-        built(log, params=slow),
-        built(log, params={"betas": [0.9, 0.985]}),
-        built(log, torch.optim.AdamW),
+        built(log, params=slow, block={"exp_avg_sq_format": "fp8_expanded"}),
+        built(log, params={"betas": [0.9, 0.985]}, block={"exp_avg_sq_format": "fp8_expanded"}),
+        built(log, torch.optim.AdamW, block={"exp_avg_sq_format": "fp8_expanded"}),
         built(log, params=slow, block={"exp_avg_sq_format": "bf16"}),
         built(log, params=slow, block={"exp_avg_sq_format": "log8", "exp_avg_sq_rounding": "nearest"}),
     ):
@@ -137,7 +137,8 @@ def test_second_moments_that_cannot_decay(log):
     for lines in (
         built(log, params={"betas": [0.9, 0.95]}),
         built(log, params={"betas": [0.9, 63 / 64]}),
-        built(log, params=slow, block={"exp_avg_sq_format": "log8"}),
+        built(log, params=slow),
+        built(log, torch.optim.AdamW),
         built(log, params=slow, block={"exp_avg_sq_format": "fp32"}),
         built(log, params={"betas": [0.9, 0.99]}, block={"exp_avg_sq_format": "bf16"}),
         # all of it keeps FP32 moments
