@@ -41,13 +41,15 @@ def convert(
         activations: the block `coat.activations`, as an object or a mapping; the defaults without.
         filter: filter(name, module) says whether a module may be converted.
 
-    Raises ValueError for parameters in FP16, CoatConfigError for options that cannot be, and RuntimeError if
-    the model was converted with other options.
+    Raises ValueError for a compiled model and for parameters in FP16, CoatConfigError for options that cannot
+    be, and RuntimeError if the model was converted with other options.
     """
     if not isinstance(activations, ActivationsConfig):
         activations = ActivationsConfig.from_dict({} if activations is None else activations)
     if not activations.enabled:
         return model
+    if "_orig_mod" in model._modules:
+        raise ValueError("coat_ds.convert: found a compiled model. Convert it first, then torch.compile it.")
     done = conversion_of(model)
     if done is not None:
         if done.activations != activations:

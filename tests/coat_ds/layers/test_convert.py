@@ -145,6 +145,16 @@ def test_the_filter_and_the_reasons():
     }
 
 
+def test_what_cannot_be_converted_is_refused():
+    compiled = torch.compile(plain())
+    with pytest.raises(ValueError, match="Convert it first"):
+        coat_ds.convert(compiled)
+    model = coat_ds.convert(plain())
+    # as nn.DataParallel's copies call it
+    with pytest.raises(RuntimeError, match="layer on cpu got an input on meta.*DistributedDataParallel"):
+        model[0].up(torch.empty(4, 64, device="meta", dtype=torch.bfloat16))
+
+
 def test_fp16_is_refused():
     with pytest.raises(ValueError, match=r"0\.norm holds FP16 parameters.*bfloat16\(\)"):
         coat_ds.convert(model := plain().half())
