@@ -52,7 +52,7 @@ setup(
         "megatron": ["megatron-core>=0.16.1,<0.20"],
         # what the entry point and the plots need beside the two hosts
         "launch": ["tokenizers", "tqdm", "matplotlib"],
-        # Trainer and Accelerate are hosts of the tests alone; with torch at hand they bring no other one
+        # Trainer, Accelerate, PEFT and TRL are hosts of the tests alone; beside torch they bring no other one
         "test": [
             "pytest",
             "pytest-xdist",
@@ -62,6 +62,8 @@ setup(
             "jsonschema",
             "transformers>=5",
             "accelerate>=1.10",
+            "peft>=0.19",
+            "trl>=1",
         ],
     },
 )

@@ -22,8 +22,10 @@ from benchmarks import (  # noqa: F401  (they register themselves)
     recompute,
     report,
     state_error,
+    state_loop,
     step,
     train,
+    trainer,
     zero,
 )
 from benchmarks.harness import BENCHMARKS, Table

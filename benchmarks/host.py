@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 import torch
 
-from benchmarks.decoder_layers import Layer, LayerShape, device, forget, random_weights
+from benchmarks.decoder_layers import Layer, LayerShape, device, forget, megatron_layer, random_weights
 from benchmarks.harness import Table, benchmark, gpu_spans, reason, synchronize
 from benchmarks.layer import rows
 from benchmarks.training import one_process
@@ -65,6 +65,36 @@ def launch_us(operation: Callable[[], object]) -> float:
     return min(found)
 
 
+def graphed(shape: LayerShape) -> Layer:
+    """Megatron's BF16 layer replayed as the CUDA graphs that torch records."""
+    plain = megatron_layer(shape)
+    x = torch.zeros(shape.sequence, shape.batch, shape.hidden, dtype=torch.bfloat16, device=device())
+
+    class Positioned(torch.nn.Module):
+        """The layer, called with hidden states alone."""
+
+        def __init__(self):
+            super().__init__()
+            self.layer = plain.module
+
+        def forward(self, x):
+            return plain.forward(x)
+
+    module = torch.cuda.make_graphed_callables(Positioned(), (x.requires_grad_(),))
+    return plain._replace(forward=module)
+
+
+def made() -> dict[str, Callable[[LayerShape], Layer]]:
+    """The rows of `python -m benchmarks layer`, and with and without graphs."""
+    ours = functools.partial(megatron_layer, spec="coat_layer_spec")
+    found = {name: make for name, make in rows().items() if "compile" not in name}
+    if torch.cuda.is_available():
+        found["BF16, graphs"] = graphed
+    found["ours, graphs"] = found.pop("ours")
+    found["ours, no graphs"] = functools.partial(ours, cuda_graphs=False)
+    return found
+
+
 def host_ms(layer: Layer, x: torch.Tensor, grad: torch.Tensor) -> tuple[float, float, float]:
     """Milliseconds until forward and backward are launched, and until both are computed; medians."""
     found = []
@@ -113,7 +143,7 @@ def options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--rows",
         nargs="+",
-        default=["BF16", "TE delayed", "ours"],
+        default=["BF16", "TE delayed", "ours, graphs", "ours, no graphs"],
         help="rows with one of these in their name (default: %(default)s)",
     )
     parser.add_argument("--profile", help="print where the time of this row goes")
@@ -137,8 +167,8 @@ def host(arguments, table: Table) -> None:
             generator = torch.Generator(device()).manual_seed(0)
             sizes = (shape.sequence, shape.batch, shape.hidden)
             x, grad = (torch.randn(sizes, generator=generator, device=device()).bfloat16() for _ in range(2))
-            for name, make in rows().items():
-                if not any(part in name for part in arguments.rows) or "compile" in name:
+            for name, make in made().items():
+                if not any(part in name for part in arguments.rows):
                     continue
                 row = {"what": name, "shape": shape_name}
                 try:

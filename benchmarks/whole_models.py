@@ -98,6 +98,8 @@ class System(NamedTuple):
     """DeepSpeed keeps masters and gradients in BF16."""
     layer_units: str | bool = "auto"
     """Of ZeRO-3, as the block has it; true also without COAT's layers and optimizer."""
+    zero: dict = {}
+    """Further keys of `zero_optimization`."""
     asked_for: bool = False
     """Whether it is measured by its name only."""
 
@@ -125,6 +127,9 @@ SYSTEMS = {
     "BF16, layers as units": System(layer_units=True, asked_for=True),
     "TE FP8, layers as units": System(**_TE, layer_units=True, asked_for=True),
     "COAT, module by module": System({}, layer_units=False, asked_for=True),
+    "COAT, quantized gathers": System({}, zero={"zero_quantized_weights": True}, asked_for=True),
+    "COAT, graphs": System({"activations": {"cuda_graphs": True}}, asked_for=True),
+    "COAT, no graphs": System({"activations": {"cuda_graphs": False}}, asked_for=True),
 }
 BY_DEFAULT = [name for name, system in SYSTEMS.items() if not system.asked_for]
 BF16_MASTERS = {"bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}
@@ -221,6 +226,7 @@ def host_config(job: Job, micro_batch: int) -> dict:
             "stage": WAYS[job.way].stage,
             "reduce_bucket_size": BUCKET,
             "allgather_bucket_size": BUCKET,
+            **system.zero,
         },
         "optimizer": {"type": "AdamW", "params": params},
         "coat": coat_section(system),

@@ -1,5 +1,5 @@
-"""COAT for DeepSpeed and plain PyTorch: AdamW whose moments are stored in FP8, switched on by a block of the
-JSON config, and FP8 layers for any model (`convert`).
+"""COAT for DeepSpeed and plain PyTorch: AdamW whose moments take eight bits each, switched on by a block of
+the JSON config, and FP8 layers for any model (`convert`).
 
 Importing this package imports neither DeepSpeed nor torch; its names are imported when they are used.
 """
@@ -16,7 +16,7 @@ _HOMES = {
     "conversion_of": "coat_ds.layers.convert",
     "convert": "coat_ds.layers.convert",
     "initialize": "coat_ds.engine",
-    "state_bytes": "coat_ds.engine",
+    "state_bytes": "coat_ds.status",
     "unconvert": "coat_ds.layers.convert",
 }
 

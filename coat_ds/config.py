@@ -6,11 +6,11 @@ is the whole usual block; every field below has the value that it takes then.
 """
 
 import difflib
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any, ClassVar, Self
 
-from coat_kernels.codecs import CODECS, SIGNED_CODECS
+from coat_kernels.codecs import CODECS, SIGNED_CODECS, first_codec
 from coat_kernels.fp8 import E4M3, E5M2
 from coat_kernels.groups import DEFAULT_FORMAT, GROUP_FORMATS
 from coat_kernels.saved import GROUP_SIZES as CHECKPOINT_GROUP_SIZES
@@ -23,6 +23,7 @@ ATTENTION_FORMATS = ("bf16", *GROUP_FORMATS, "recompute")
 FAST_ACCUMULATION = ("forward", "all", "none")
 BF16_PARAMS = ("exact", "stochastic", "nearest")
 CHECKPOINT_LAYOUTS = ("stock", "compressed")
+EXP_AVG_FORMATS = ("auto", *SIGNED_CODECS)
 ROUNDINGS = ("auto", "nearest", "stochastic")
 KEEP_FP32 = ("*norm*", "*bias*")
 OTHER_NAMES = {
@@ -35,6 +36,8 @@ OTHER_NAMES = {
     "float32": ("fp32",),
 }
 ZERO3_LAYER_UNITS = ("auto", True, False)
+CUDA_GRAPHS = ("auto", True, False)
+AUTO = 'Nobody fills in "auto" in this block: write the value, or drop the key for its default.'
 
 
 class CoatConfigError(ValueError):
@@ -45,7 +48,8 @@ def check_type(key: str, value: Any, expected: type) -> None:
     """Raises CoatConfigError unless `value` is of exactly the JSON type `expected` (true is no integer)."""
     if type(value) is not expected:
         name = {bool: "true or false", int: "an integer", str: "a string"}[expected]
-        raise CoatConfigError(f"{key}: expected {name}, found {value!r}. Correct the value or drop the key.")
+        way_out = AUTO if value == "auto" else "Correct the value or drop the key."
+        raise CoatConfigError(f"{key}: expected {name}, found {value!r}. {way_out}")
 
 
 def check_choice(key: str, value: Any, choices: tuple) -> None:
@@ -54,11 +58,25 @@ def check_choice(key: str, value: Any, choices: tuple) -> None:
         kind = "an integer, " if {type(c) for c in choices} == {int} else ""
         listed = ", ".join(repr(c) for c in choices)
         raise CoatConfigError(
-            f"{key}: expected {kind}one of {listed}; found {value!r}.{_did_you_mean(value, choices)}"
+            f"{key}: expected {kind}one of {listed}; found {value!r}."
+            + (f" {AUTO}" if value == "auto" else did_you_mean(value, choices))
         )
 
 
-def _did_you_mean(found: Any, known) -> str:
+def check_pair(key: str, exp_avg_format: str, exp_avg_sq_format: str) -> None:
+    """Raises CoatConfigError for two known formats that do not go together; `key` is put before each name."""
+    first = first_codec(exp_avg_format, CODECS[exp_avg_sq_format])
+    if not first.stands_beside(CODECS[exp_avg_sq_format]):
+        seconds = [name for name, codec in CODECS.items() if first.stands_beside(codec)]
+        raise CoatConfigError(
+            f"{key}exp_avg_format: {exp_avg_format!r} is relative to a second moment in "
+            f"{' or '.join(map(repr, seconds))}; found {key}exp_avg_sq_format {exp_avg_sq_format!r}. "
+            f"Take exp_avg_sq_format {seconds[0]!r}, or another exp_avg_format."
+        )
+
+
+def did_you_mean(found: Any, known: Iterable) -> str:
+    """A sentence that names the one of `known` which is likely meant, in front of it a space; or nothing."""
     known = [str(k) for k in known]
     close = difflib.get_close_matches(str(found), known, n=1)
     # what others call it
@@ -71,6 +89,8 @@ class _Block:
 
     __slots__ = ()
     KEY: ClassVar[str]
+    from_boolean: ClassVar[Callable[[bool], Self] | None] = None
+    """What true or false stands for, where it may stand for the object."""
 
     @classmethod
     def from_dict(cls, block: Mapping[str, Any]) -> Self:
@@ -78,6 +98,8 @@ class _Block:
 
         Raises CoatConfigError for unknown keys, wrong types and impossible values.
         """
+        if isinstance(block, bool) and cls.from_boolean is not None:
+            return cls.from_boolean(block)
         if not isinstance(block, Mapping):
             raise CoatConfigError(
                 f'{cls.KEY}: expected an object such as {{"enabled": true}}, found {block!r}. Use braces.'
@@ -87,7 +109,7 @@ class _Block:
             if name not in known:
                 raise CoatConfigError(
                     f"{cls.KEY}.{name}: unknown key (value {block[name]!r}). Known keys: {', '.join(known)}."
-                    + (_did_you_mean(name, known) or " Drop it.")
+                    + (did_you_mean(name, known) or " Drop it.")
                 )
         return cls(
             **{
@@ -136,15 +158,17 @@ class OptimizerConfig(_Block):
     enabled: bool = True
     """Build `CoatAdamW` from the `"optimizer"` section. False leaves the optimizer to DeepSpeed."""
 
-    exp_avg_format: str = _choice("fp8_expanded", SIGNED_CODECS)
-    """Storage format of the first moment, by name (`coat_kernels.codecs.SIGNED_CODECS`)."""
+    exp_avg_format: str = _choice("auto", EXP_AVG_FORMATS)
+    """Storage format of the first moment. "auto": "ratio8", its ratio to the root of the second, where that
+    is stored as "log8"; else "fp8_expanded"."""
 
-    exp_avg_sq_format: str = _choice("fp8_expanded", CODECS)
-    """Storage format of the second moment, by name."""
+    exp_avg_sq_format: str = _choice("log8", CODECS)
+    """Storage format of the second moment. "fp8_expanded" is the paper's, of both moments."""
 
     exp_avg_sq_rounding: str = _choice("auto", ROUNDINGS)
     """How the second moment is rounded. "auto": "log8" stochastically where beta2 is above 63/64, since it
-    would otherwise decay by less than half a code in a step, that is never; else to nearest."""
+    would otherwise decay by less than half a code in a step, that is never; else to nearest. Beside Hugging
+    Face's Trainer or Accelerate, which refuse the word "auto" here, leave the key out."""
 
     group_size: int = _choice(128, OPTIMIZER_GROUP_SIZES)
     """Consecutive elements that share one scale and one exponent."""
@@ -163,16 +187,23 @@ class OptimizerConfig(_Block):
     """What checkpoints hold. "stock": FP32 moments, as stock AdamW's do, which reads them. "compressed": the
     codes, a quarter of the bytes, which are read where `coat_ds` is installed."""
 
+    def __post_init__(self):
+        # a dataclass with slots is made anew, after which `super()` without arguments finds the old one
+        _Block.__post_init__(self)
+        check_pair(f"{self.KEY}.", self.exp_avg_format, self.exp_avg_sq_format)
+
 
 @dataclass(frozen=True, slots=True)
 class ActivationsConfig(_Block):
-    """How the layers save activations and in which formats they multiply. The model's layer spec takes it,
-    and so does `coat_ds.convert`."""
+    """How layers save activations and in which formats they multiply: Megatron's under the layer spec, and
+    those that `coat_ds.convert` finds. True or false may stand for the object."""
 
     KEY: ClassVar[str] = "coat.activations"
 
     enabled: bool = True
-    """Use the FP8 layers, where the model is made of them."""
+    """Have the layers compute in FP8: those that Megatron built by our spec, and any other model's linear
+    layers, norms, feed-forwards and attention, which are converted in place when the engine is built. False
+    leaves every layer as it is."""
 
     group_size: int = _choice(16, ACTIVATION_GROUP_SIZES)
     """Consecutive elements of a row that share one scale in a saved activation."""
@@ -200,12 +231,21 @@ class ActivationsConfig(_Block):
     """Which FP8 products Hopper's tensor cores sum with fewer bits: the "forward" ones, "all" or "none". The
     gradient of linear_qkv's weight, in which large terms cancel, is always summed with all bits."""
 
+    cuda_graphs: str | bool = _choice("auto", CUDA_GRAPHS)
+    """Whether dense layers are recorded as CUDA graphs and replayed, which leaves the CPU next to nothing to
+    do. "auto": where the GPU would wait for it; true: wherever it is possible; false: nowhere. Never under
+    ZeRO-3, where weights move, nor with dropout or while activations are recomputed."""
+
     fallback: bool = False
     """Keep a linear layer whose sizes FP8 products cannot take in BF16. False makes it an error.
     `coat_ds.convert` always keeps them."""
 
     emulate: bool = False
     """On a GPU without FP8, compute with the reference arithmetic: slow, and for looking only."""
+
+    @classmethod
+    def from_boolean(cls, value: bool) -> Self:
+        return cls(enabled=value)
 
 
 @dataclass(frozen=True, slots=True)
@@ -235,10 +275,8 @@ class ReportConfig(_Block):
     what autograd saves, for that one forward."""
 
     @classmethod
-    def from_dict(cls, block: Mapping[str, Any] | bool) -> Self:
-        if isinstance(block, bool):
-            return cls(**{f.name: block for f in fields(cls)})
-        return super(ReportConfig, cls).from_dict(block)
+    def from_boolean(cls, value: bool) -> Self:
+        return cls(**{f.name: value for f in fields(cls)})
 
 
 @dataclass(frozen=True, slots=True)
@@ -250,8 +288,12 @@ class CoatConfig(_Block):
     enabled: bool = False
     """The switch. Without the block, or with false, nothing changes."""
 
+    require: bool = False
+    """Make it an error if activations are enabled and no linear layer of the model computes in FP8, which
+    otherwise is a warning."""
+
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
-    """FP8 optimizer states."""
+    """8-bit optimizer states."""
 
     activations: ActivationsConfig = field(default_factory=ActivationsConfig)
     """FP8 saved activations and FP8 linear layers."""
@@ -265,7 +307,8 @@ class CoatConfig(_Block):
     zero3_layer_units: str | bool = _choice("auto", ZERO3_LAYER_UNITS)
     """Whether ZeRO-3 gathers and releases a layer's weights together, which spares the host the hooks of its
     modules. "auto": of COAT layers; true: of Megatron's own and Hugging Face's too; false: of none. Layers
-    with frozen parameters are left out."""
+    with frozen parameters are left out. Hugging Face's Trainer and Accelerate refuse the word "auto" in any
+    block that is not theirs: leave the key out there."""
 
     @classmethod
     def from_dict(cls, block: Mapping[str, Any] | None) -> Self:

@@ -4,23 +4,24 @@ import contextlib
 import functools
 import logging
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from coat_ds import checkpointing, client, switch
 from coat_ds.config import CoatConfig, CoatConfigError, OptimizerConfig
 from coat_ds.grad_norm import batch_gradient_norms
-from coat_ds.host_config import check_place, idle_patterns, optimizer_section
+from coat_ds.host_config import check_place, idle_patterns, optimizer_section, stalling
 from coat_ds.layer_units import LayerUnits
+from coat_ds.model_layers import layers_of, prepare_layers, undo
 from coat_ds.module_hooks import lighten_module_hooks
 from coat_ds.narrow_grad import keep_gradients_narrow
-from coat_ds.optimizer import LAYOUT, CoatAdamW, keeps_fp32, layout_table
+from coat_ds.optimizer import LAYOUT, CoatAdamW, codec_of, keeps_fp32, layout_table
 from coat_ds.partitions import link_partitions
-from coat_ds.report import report_saved
-from coat_ds.shards import local
+from coat_ds.report import report_compressed, report_saved
 from coat_ds.stage0 import translate_checkpoints
-from coat_ds.state import Moment, streaming
+from coat_ds.state import streaming
+from coat_ds.status import Status, idle_layers
 from coat_kernels.codecs import get_codec
 
 # what each key of "optimizer": {"params": ...} has to be to mean what CoatAdamW does; None: passed on
@@ -32,10 +33,13 @@ OPTIMIZER_PARAMS: dict[str, tuple | None] = {
     "adam_w_mode": (True,),
     "amsgrad": (False,),
     "bias_correction": (True,),
-    # says at most how checkpoints are laid out (`stage0`)
-    "torch_adam": (True, False),
     "set_grad_none": (True, False),
+    # how it is implemented: "torch_adam" says at most how checkpoints are laid out (`stage0`)
+    "torch_adam": (True, False),
+    "fused": (True, False),
+    "foreach": (True, False),
 }
+IMPLEMENTATIONS = ("adam_w_mode", "torch_adam", "fused", "foreach")
 CONFIG_ARGS = ("deepspeed_config", "deepscale_config")
 # DeepSpeed's AdamW does not decay unless told to; torch's does
 DEFAULT_WEIGHT_DECAY = 0.0
@@ -59,7 +63,7 @@ def initialize(
     """`deepspeed.initialize`: same arguments, same result (engine, optimizer, dataloader, scheduler).
 
     Without a `"coat"` block, or with a disabled one, this is `deepspeed.initialize`. With one, the
-    `"optimizer"` section (Adam or AdamW) makes a `CoatAdamW`, and `engine.coat` is the `CoatConfig`.
+    `"optimizer"` section (Adam or AdamW) makes a `CoatAdamW`, and `engine.coat` says what is (`Status`).
     The config that was given is not changed. An Adam or AdamW of torch or DeepSpeed given as `optimizer`
     becomes a `CoatAdamW`, the same object; a `CoatAdamW` is used as it is: the block's formats do not apply.
 
@@ -113,9 +117,18 @@ def check(host: Mapping[str, Any], optimizer: Any) -> CoatConfig:
     return coat
 
 
-def prepare(arguments: dict[str, Any]) -> tuple[CoatConfig, LayerUnits]:
-    """Before `DeepSpeedEngine` is built of `arguments`, by name: checks them, exchanges the optimizer, and
-    chooses the layers that are to be units of ZeRO-3.
+class Prepared(NamedTuple):
+    """What `finish` needs of `prepare`."""
+
+    coat: CoatConfig
+    why: str
+    """Why linear layers stay that nobody makes for COAT."""
+    units: LayerUnits
+
+
+def prepare(arguments: dict[str, Any]) -> Prepared:
+    """Before `DeepSpeedEngine` is built of `arguments`, by name: checks them, exchanges the optimizer, has
+    the layers do what the block says, and chooses those that are to be units of ZeRO-3.
 
     Raises CoatConfigError for what cannot be honoured.
     """
@@ -128,14 +141,29 @@ def prepare(arguments: dict[str, Any]) -> tuple[CoatConfig, LayerUnits]:
         # DeepSpeed would otherwise refuse any optimizer but its own where states are offloaded
         config_class.zero_force_ds_cpu_optimizer = False
     model = arguments.get("model") if coat.enabled else None
-    return coat, LayerUnits(model, coat.zero3_layer_units, config_class.zero_config)
+    why = "" if model is None else _prepare_layers(model, coat, host)
+    return Prepared(coat, why, LayerUnits(model, coat.zero3_layer_units, config_class.zero_config))
 
 
-def finish(engine, coat: CoatConfig, units: LayerUnits) -> None:
+def _prepare_layers(model: torch.nn.Module, coat: CoatConfig, host: Mapping[str, Any]) -> str:
+    obstacle = None
+    if _section(host, "fp16").get("enabled"):
+        obstacle = "fp16.enabled is true, and converted layers compute in BF16 or FP32"
+    if _section(host, "bf16").get("enabled") and any(p.dtype == torch.float16 for p in model.parameters()):
+        # as DeepSpeed does next; layers in FP16 cannot be converted
+        model.bfloat16()
+    why = prepare_layers(model, coat.activations, "activations" in host.get("coat", {}), obstacle)
+    if coat.require:
+        # before the engine takes any memory
+        idle_layers(coat, layers_of(model, why))
+    return why
+
+
+def finish(engine, prepared: Prepared) -> None:
     """After `engine` was built of what `prepare` left."""
+    coat, why, units = prepared
     if not coat.enabled:
         return
-    engine.coat = coat
     units.complete()
     _undo_at_the_end(engine, units)
     lighten_module_hooks(engine.module)
@@ -151,50 +179,12 @@ def finish(engine, coat: CoatConfig, units: LayerUnits) -> None:
         report_saved(engine.module, _say)
     if coat.checkpointing.compress:
         checkpointing.compress_inputs(engine.module, coat.checkpointing.group_size)
-    _announce(engine, units)
-
-
-def state_bytes(optimizer) -> dict[str, Any]:
-    """What the states of an optimizer hold on this rank.
-
-    optimizer: a torch optimizer, the wrapper that DeepSpeed puts around one, or a DeepSpeed engine.
-    Returns `bytes`, `parameters` (elements that have a state; ZeRO's padding included),
-    `bytes_per_parameter`, and `by_codec`: bytes by codec name, where plain tensors are named by dtype.
-    """
-    optimizer = _base_optimizer(optimizer)
-    by_codec: dict[str, int] = {}
-    parameters = 0
-    for p, state in optimizer.state.items():
-        parameters += local(p).numel()
-        for value in state.values():
-            value = local(value)
-            if isinstance(value, Moment):
-                held = [(piece.codec.name, piece.storage.nbytes) for piece in value.pieces]
-            elif isinstance(value, torch.Tensor):
-                held = [(str(value.dtype).removeprefix("torch."), value.nbytes)]
-            else:
-                continue
-            for name, size in held:
-                by_codec[name] = by_codec.get(name, 0) + size
-    total = sum(by_codec.values())
-    return {
-        "bytes": total,
-        "parameters": parameters,
-        "bytes_per_parameter": total / parameters if parameters else 0.0,
-        "by_codec": by_codec,
-    }
-
-
-def _base_optimizer(optimizer) -> torch.optim.Optimizer:
-    optimizer = getattr(optimizer, "basic_optimizer", optimizer)
-    while not isinstance(optimizer, torch.optim.Optimizer) and hasattr(optimizer, "optimizer"):
-        optimizer = optimizer.optimizer
-    if not isinstance(optimizer, torch.optim.Optimizer):
-        raise TypeError(
-            f"state_bytes: expected a torch optimizer, DeepSpeed's wrapper of one, or an engine; found "
-            f"{type(optimizer).__name__}."
-        )
-    return optimizer
+        report_compressed(engine.module, _say, functools.partial(_say, level=logging.WARNING))
+    layers = layers_of(engine.module, why)
+    if line := idle_layers(coat, layers):
+        _say(line, logging.WARNING)
+    engine.coat = Status(coat, layers, units, engine.basic_optimizer if coat.optimizer.enabled else None)
+    _say(str(engine.coat))
 
 
 def _load_config(args, config, config_params) -> dict[str, Any]:
@@ -286,8 +276,8 @@ def _client_optimizer(coat: CoatConfig, host: Mapping[str, Any], optimizer, mode
 
     names = {} if model is None else {p: name for name, p in model.named_parameters()}
     rule = functools.partial(_keeps_fp32_by_name, coat.optimizer.keep_fp32, names)
-    for pattern in idle_patterns(coat.optimizer.keep_fp32, names) if names else ():
-        _say(f"coat.optimizer.keep_fp32: {pattern!r} matches no parameter of this model", logging.WARNING)
+    for line in idle_patterns(coat.optimizer.keep_fp32, names) if names else ():
+        _say(line, logging.WARNING)
 
     own = {
         "keep_fp32": rule,
@@ -296,6 +286,8 @@ def _client_optimizer(coat: CoatConfig, host: Mapping[str, Any], optimizer, mode
     }
 
     def reported(built: CoatAdamW) -> CoatAdamW:
+        if line := stalling(built):
+            _say(line, logging.WARNING)
         if coat.report.states:
             _say(f"COAT: AdamW states of the whole model\n{_layout(built, names)}")
         return built
@@ -306,6 +298,10 @@ def _client_optimizer(coat: CoatConfig, host: Mapping[str, Any], optimizer, mode
     def build(model_parameters):
         if optimizer is not None:
             return converted(optimizer(model_parameters))
+        params = _section(_section(host, "optimizer"), "params")
+        if idle := [name for name in IMPLEMENTATIONS if name in params]:
+            listed = ", ".join(f"{name} {params[name]}" for name in idle)
+            _say(f"COAT: optimizer.params: {listed}: of no effect, CoatAdamW has one implementation")
         groups = parameter_groups(model_parameters, coat.optimizer)
         return reported(class_for(None)(groups, **own, **_optimizer_options(host)))
 
@@ -368,7 +364,7 @@ def _layout(optimizer: CoatAdamW, names: Mapping[torch.Tensor, str]) -> str:
     def codec(p, group, moment):
         # ZeRO-3 has emptied the tensor and noted its size
         kept = optimizer.keeps(p, group, getattr(p, "ds_numel", p.numel()))
-        return get_codec("fp32" if kept else group[f"{moment}_format"])
+        return get_codec("fp32") if kept else codec_of(group, moment)
 
     return layout_table(
         (
@@ -525,27 +521,12 @@ def _undo_at_the_end(engine, units: LayerUnits) -> None:
     def destroy_engine():
         destroy()
         units.undo()
+        try:
+            undo(engine.module)
+        except RuntimeError as error:
+            _say(f"COAT: layers stay converted: {error}", logging.WARNING)
 
     engine.destroy = destroy_engine
-
-
-def _announce(engine, units: LayerUnits) -> None:
-    optimizer, activations = engine.coat.optimizer, engine.coat.activations
-    parts = []
-    if optimizer.enabled:
-        held = state_bytes(engine)
-        by_codec = ", ".join(f"{size:,} in {name}" for name, size in sorted(held["by_codec"].items()))
-        parts.append(f"AdamW states {held['bytes_per_parameter']:.3f} bytes per parameter ({by_codec})")
-    if activations.enabled:
-        parts.append(
-            f"layers built for it save activations in {activations.saved_format} 1x{activations.group_size} "
-            f"and multiply in {activations.forward_format}, gradients in {activations.backward_format}"
-        )
-    if engine.coat.checkpointing.compress:
-        parts.append(f"checkpointed inputs kept in FP8 1x{engine.coat.checkpointing.group_size}")
-    _say(f"COAT: {'; '.join(parts) or 'nothing enabled'}")
-    if gathered := units.summary():
-        _say(f"COAT: {gathered}")
 
 
 def _say(text: str, level: int = logging.INFO) -> None:

@@ -21,7 +21,8 @@ whole unit's.
 DeepSpeed's nodes see positional arguments alone, and Megatron hands `hidden_states` over by name: in a unit
 it becomes positional. Without that, nothing is released in backward.
 
-A layer says that it can be a unit by an attribute `zero3_unit`, False, which is True while it is one.
+A layer says that it can be a unit by an attribute `zero3_unit`, False, which is True while it is one. Layers
+of Hugging Face's are taken too where they have been converted.
 """
 
 import contextlib
@@ -30,6 +31,7 @@ from collections.abc import Iterator
 
 import torch
 
+from coat_ds.layers.replaced import replaced
 from coat_kernels.saved import exchanged
 
 INPUT = "hidden_states"
@@ -146,7 +148,9 @@ def _is_layer(module: torch.nn.Module, wanted: str | bool) -> bool:
     if hasattr(module, "zero3_unit"):
         return True
     names = (f"{cls.__module__}.{cls.__qualname__}" for cls in type(module).__mro__)
-    return wanted is True and any(name in OTHERS for name in names)
+    if not any(name in OTHERS for name in names):
+        return False
+    return wanted is True or any(replaced(part) is not None for part in module.modules())
 
 
 def _users(model: torch.nn.Module) -> dict[torch.nn.Parameter, list[torch.nn.Module]]:

@@ -1,52 +1,112 @@
 """What an engine's first training forward keeps for backward, counted once."""
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 
 import torch
 
-from coat_kernels.saved import packed_bytes
+from coat_kernels.saved import MIN_NUMEL, alive_packed, packed_bytes
 
 
 def report_saved(module: torch.nn.Module, say: Callable[[str], None]) -> None:
     """Has `say` told, after the first forward pass of `module` with gradients, what it keeps for backward.
 
-    Counted are storages that autograd saves, once each, without parameters and buffers, and packed inputs of
-    checkpointed regions; inputs that DeepSpeed's checkpointing keeps as they are do not go through autograd.
+    Counted are storages that autograd saves, once each, without parameters and buffers, also those that
+    ZeRO-3 has gathered meanwhile, and packed inputs of checkpointed regions; inputs that DeepSpeed's
+    checkpointing keeps as they are do not go through autograd.
     """
-    existing = {t.untyped_storage().data_ptr() for t in (*module.parameters(), *module.buffers())}
-    kept: dict[int, torch.UntypedStorage] = {}
-    counting: list[torch.autograd.graph.saved_tensors_hooks] = []
+    params = list(module.parameters())
+    existing = {t.untyped_storage().data_ptr() for t in (*params, *module.buffers())}
+    gathers = any(hasattr(p, "ds_status") for p in params)
 
-    def pack(x: torch.Tensor) -> torch.Tensor:
-        storage = x.untyped_storage()
-        if storage.data_ptr() not in existing:
-            # held, so that no address is used twice
-            kept[storage.data_ptr()] = storage
-        # ZeRO-3 fills and empties the very parameter; what a node made itself it must not hold
-        return x if x.is_leaf else x.detach()
+    def is_weight(address: int) -> bool:
+        # ZeRO-3 puts gathered weights elsewhere each time
+        return address in existing or (
+            gathers and any(p.untyped_storage().data_ptr() == address for p in params)
+        )
 
-    @torch.compiler.disable
-    def enter(*_):
-        if torch.is_grad_enabled() and module.training:
-            counting.append(torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x))
-            counting[-1].__enter__()
+    @contextlib.contextmanager
+    def counting() -> Iterator[None]:
+        kept: dict[int, torch.UntypedStorage] = {}
 
-    @torch.compiler.disable
-    def leave(*_):
-        if not counting:
-            return
-        counting.pop().__exit__(None, None, None)
-        for handle in handles:
-            handle.remove()
+        def pack(x: torch.Tensor) -> torch.Tensor:
+            storage = x.untyped_storage()
+            address = storage.data_ptr()
+            if address not in kept and not is_weight(address):
+                # held, so that no address is used twice
+                kept[address] = storage
+            # ZeRO-3 fills and empties the very parameter; what a node made itself it must not hold
+            return x if x.is_leaf else x.detach()
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+            yield
         plain = sum(storage.nbytes() for storage in kept.values())
-        kept.clear()
         codes, instead_of = packed_bytes()
         say(
             f"COAT: the first forward keeps {plain + codes:,} bytes for backward: {plain:,} as they are, and "
             f"{codes:,} of checkpointed inputs in FP8 in place of {instead_of:,}"
         )
 
+    _around_first_forward(module, counting)
+
+
+def report_compressed(
+    module: torch.nn.Module, say: Callable[[str], None], warn: Callable[[str], None]
+) -> None:
+    """Has `say` told, after the first forward pass of `module` with gradients, how many inputs of
+    checkpointed regions it keeps in FP8, in how many bytes; `warn`, if there are none.
+    """
+
+    @contextlib.contextmanager
+    def comparing() -> Iterator[None]:
+        before = set(alive_packed())
+        yield
+        made = [packed for packed in alive_packed() if packed not in before]
+        if made:
+            codes, instead_of = (sum(getattr(p, name) for p in made) for name in ("nbytes", "plain_nbytes"))
+            say(
+                f"COAT: {len(made)} checkpointed inputs are kept in FP8, in {codes:,} bytes in place of "
+                f"{instead_of:,}"
+            )
+        else:
+            warn(
+                "coat.checkpointing.compress: found True, but the first forward has checkpointed no "
+                f"activation of {MIN_NUMEL:,} elements or more, so that nothing is compressed. Turn on the "
+                "model's activation checkpointing (Hugging Face: gradient_checkpointing; Megatron: "
+                "recompute_granularity), or drop the key."
+            )
+
+    _around_first_forward(module, comparing)
+
+
+def _around_first_forward(module: torch.nn.Module, context: Callable[[], AbstractContextManager]) -> None:
+    """Enters `context` for the first forward of `module` in training with gradients that comes to its end."""
+    entered: list[AbstractContextManager] = []
+
+    @torch.compiler.disable
+    def enter(*_):
+        if torch.is_grad_enabled() and module.training:
+            entered.append(context())
+            entered[-1].__enter__()
+
+    @torch.compiler.disable
+    def leave(_module, _args, output):
+        if not entered:
+            return
+        if output is None:
+            # it has failed: torch hands on what there is
+            entered.pop().__exit__(_Failed, _Failed(), None)
+            return
+        for handle in handles:
+            handle.remove()
+        entered.pop().__exit__(None, None, None)
+
     handles = [
         module.register_forward_pre_hook(enter),
         module.register_forward_hook(leave, always_call=True),
     ]
+
+
+class _Failed(Exception):
+    """The forward that was watched has not come to its end."""

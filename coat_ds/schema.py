@@ -9,7 +9,7 @@ import json
 from dataclasses import MISSING, Field, fields, is_dataclass
 from typing import Any
 
-from coat_ds.config import CoatConfig, ReportConfig
+from coat_ds.config import CoatConfig
 
 JSON_TYPES = {bool: "boolean", int: "integer", str: "string"}
 
@@ -42,7 +42,7 @@ def _block(cls: type) -> dict[str, Any]:
 def _property(f: Field) -> dict[str, Any]:
     if is_dataclass(f.type):
         block = _block(f.type)
-        return {"anyOf": [{"type": "boolean"}, block]} if f.type is ReportConfig else block
+        return {"anyOf": [{"type": "boolean"}, block]} if f.type.from_boolean else block
     if f.type in JSON_TYPES:
         made = {"type": JSON_TYPES[f.type]}
     elif "choices" in f.metadata:

@@ -127,15 +127,21 @@ def asks_for_coat(host_config: Any) -> bool:
     return "coat" in host_config or named or misplaced_block(host_config) is not None
 
 
-def misplaced_block(host_config: Mapping[str, Any]) -> str | None:
-    """The key of a block under another spelling, as "COAT", or in the `"optimizer"` section; None without."""
-    for key in host_config:
-        if key != "coat" and str(key).lower() == "coat":
-            return str(key)
-    section = host_config.get("optimizer")
-    for key in section if isinstance(section, Mapping) else ():
-        if str(key).lower() == "coat":
-            return f"optimizer.{key}"
+def misplaced_block(host_config: Mapping[str, Any], within: str = "") -> str | None:
+    """The path of a block under another spelling, as "COAT", or inside of a section; None without.
+
+    within: the path of `host_config` itself, with a dot behind it; empty for the whole config.
+    """
+    for key, value in host_config.items():
+        named = str(key).lower() == "coat"
+        if named and (within or key != "coat"):
+            return f"{within}{key}"
+        # what stands in the block itself is its own reader's to judge
+        found = (
+            misplaced_block(value, f"{within}{key}.") if isinstance(value, Mapping) and not named else None
+        )
+        if found is not None:
+            return found
     return None
 
 
@@ -151,10 +157,10 @@ def _exchange(host: ModuleType) -> None:
         check_host(host)
         from coat_ds import engine
 
-        coat, units = engine.prepare(bound.arguments)
-        with units.building():
+        prepared = engine.prepare(bound.arguments)
+        with prepared.units.building():
             original(*bound.args, **bound.kwargs)
-        engine.finish(self, coat, units)
+        engine.finish(self, prepared)
 
     # itself, since whoever wraps this method may copy its attributes
     __init__.coat_method = __init__

@@ -37,6 +37,8 @@ from coat_kernels.parallel import all_reduce
 from coat_kernels.residual import Addends
 from coat_kernels.rope import rotate_qkv_backward_operands, rotate_qkv_forward
 from coat_kernels.tensorwise import Quantized, transpose_codes
+from coat_kernels.together import columns_together, rows_together
+from coat_kernels.weights import WeightCache
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,11 +89,6 @@ def _norm_backward(grad_y, grad_residual, kept, weight, bias, norm: NormOptions,
     return grad_x, grad_weight, grad_bias
 
 
-def _by_columns(weight: torch.Tensor, largest: torch.Tensor, linear: LinearOptions) -> Quantized:
-    """A weight by columns, as in the forward that found its `largest` magnitude."""
-    return linear.cache.columns(weight, largest, linear.formats.forward)
-
-
 def _qkv_forward(x, norm_weight, norm_bias, weight, bias, cos, sin, norm, linear, *heads):
     """(q, k, v), and what is kept for backward."""
     rows = x.reshape(-1, x.shape[-1]).contiguous()
@@ -131,7 +128,7 @@ def _qkv_backward(dq, dk, dv, grad_residual, columns, saved, norm, linear, apart
     grad = [rotate_qkv_backward_operands(dq, dk, dv, cos, sin, linear.grad_scale, bias is not None, apart)]
     grad_bias = None if bias is None else grad[0].sums.to(bias.dtype)
     columns = gathered_columns(*columns, kept[0].shape[0], linear)
-    w = [_by_columns(weight, largest_w, linear)]
+    w = [linear.cache.columns(weight, largest_w, linear.formats.forward)]
     grad_y, grad_weight = multiply_backward(grad.pop(), weight, w.pop(), columns, grad_residual.dtype, linear)
     grad_x, grad_norm_weight, grad_norm_bias = _norm_backward(
         grad_y(), grad_residual, kept, norm_weight, norm_bias, norm, needs_x
@@ -248,6 +245,57 @@ def _summed(z: torch.Tensor, linear: LinearOptions) -> torch.Tensor:
     return all_reduce(z, parallel.group)() if parallel and not parallel.sequence else z
 
 
+def _go_together(weights: tuple[torch.Tensor, ...], linears: tuple[LinearOptions, ...]) -> bool:
+    """Whether one launch may quantize the weights: each is one tensor, nothing is kept of it, and they are of
+    one kind."""
+    for weight, linear in zip(weights, linears, strict=True):
+        if (
+            type(linear.cache) is not WeightCache
+            or linear.cache.keep != "none"
+            or not linear.cache.predicts
+            or linear.formats.forward.dtype != linears[0].formats.forward.dtype
+            or weight.dtype != weights[0].dtype
+        ):
+            return False
+    return True
+
+
+def _by_rows(
+    o: torch.Tensor, columns: bool, weights: tuple[torch.Tensor, ...], linears: tuple[LinearOptions, ...]
+) -> list[tuple[Quantized, torch.Tensor]]:
+    """The `weights` by rows and `o`, the input of the first, by rows and if asked for by `columns`, each with
+    its largest magnitude; in one launch as far as it may be."""
+    fmt, scale = linears[0].formats.forward, linears[0].x_scale
+    together = _go_together(weights, linears)
+    joins = together and not columns and type(o) is torch.Tensor and o.dtype == weights[0].dtype
+    if together:
+        xs = [weight.contiguous() for weight in weights]
+        predictions = [linear.cache.prediction(fmt) for linear in linears]
+        if joins:
+            xs.append(o.reshape(-1, o.shape[-1]).contiguous())
+            predictions.append(scale)
+        found = rows_together(xs, predictions, fmt)
+    else:
+        pairs = zip(weights, linears, strict=True)
+        found = [linear.cache.forward(weight, linear.formats.forward) for weight, linear in pairs]
+    if not joins:
+        found.append(fp8_operands(o, fmt, columns=columns, predicted=scale))
+    return found
+
+
+def _by_columns(
+    weights: tuple[torch.Tensor, ...], largest: tuple[torch.Tensor, ...], linears: tuple[LinearOptions, ...]
+) -> list[Quantized]:
+    """The `weights` by columns, with the magnitudes that `_by_rows` found."""
+    if _go_together(weights, linears):
+        xs = [weight.contiguous() for weight in weights]
+        return columns_together(xs, largest, linears[0].formats.forward)
+    return [
+        linear.cache.columns(weight, most, linear.formats.forward)
+        for weight, most, linear in zip(weights, largest, linears, strict=True)
+    ]
+
+
 class _MlpBlock(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -257,14 +305,13 @@ class _MlpBlock(torch.autograd.Function):
         h, dtype = residual.shape[-1], residual.dtype
         by_rows = residual.reshape(-1, h).contiguous()
 
-        operands, largest_o = fp8_operands(
-            o, proj.formats.forward, columns=origin is None, predicted=proj.x_scale
+        (rows_proj, largest_proj), (rows_fc1, largest_fc1), (rows_fc2, largest_fc2), (operands, largest_o) = (
+            _by_rows(o, origin is None, (w_proj, w_fc1, w_fc2), (proj, fc1, fc2))
         )
         # a bias is part of the product, unless products of several ranks are summed first
         bias, late_bias = (b_proj, None) if proj.parallel is None else (None, b_proj)
-        w, largest_proj = proj.cache.forward(w_proj, proj.formats.forward)
-        z = _summed(multiply(operands.rows, operands.scale, w, bias, dtype, proj), proj)
-        del w
+        z = _summed(multiply(operands.rows, operands.scale, rows_proj, bias, dtype, proj), proj)
+        del rows_proj
 
         # the norm's kernel makes the sum, and reads it no second time
         x = torch.empty_like(by_rows)
@@ -279,16 +326,14 @@ class _MlpBlock(torch.autograd.Function):
             Addends(by_rows, z, late_bias),
         )
         del z
-        w, largest_fc1 = fc1.cache.forward(w_fc1, fc1.formats.forward)
-        u = multiply(y.rows, y.scale, w, b_fc1, dtype, fc1)
-        del y, w
+        u = multiply(y.rows, y.scale, rows_fc1, b_fc1, dtype, fc1)
+        del y, rows_fc1
         p, largest_p, kept_u = activation_operands(
             u, activation.arithmetic, activation.saved_format, fc2.x_scale
         )
         del u
         bias, late_bias = (b_fc2, None) if fc2.parallel is None else (None, b_fc2)
-        w, largest_fc2 = fc2.cache.forward(w_fc2, fc2.formats.forward)
-        out = _summed(multiply(p.rows, p.scale, w, bias, dtype, fc2), fc2)
+        out = _summed(multiply(p.rows, p.scale, rows_fc2, bias, dtype, fc2), fc2)
         if late_bias is not None:
             out = out + late_bias
 
@@ -315,18 +360,14 @@ class _MlpBlock(torch.autograd.Function):
         dtype, tokens, arithmetic = grad.dtype, kept_x[0].shape[0], activation.arithmetic
 
         # operands are in lists, to leave them to the products, which free parts of them on the way
+        weights = _by_columns(
+            (w_proj, w_fc1, w_fc2), (largest_proj, largest_fc1, largest_fc2), (proj, fc1, fc2)
+        )
         operands = [quantized_grad(grad, fc2, sums=b_fc2 is not None and fc2.parallel is None)]
         grad_b_fc2 = _bias_grad(b_fc2, operands[0].sums, grad)
         columns = activation_columns.eager(*kept_u, largest_p, *arithmetic, fc2.formats.forward.name)
         columns = gathered_columns(*columns, tokens, fc2)
-        grad_p, grad_w_fc2 = multiply_backward(
-            operands.pop(),
-            w_fc2,
-            fc2.cache.columns(w_fc2, largest_fc2, fc2.formats.forward),
-            columns,
-            dtype,
-            fc2,
-        )
+        grad_p, grad_w_fc2 = multiply_backward(operands.pop(), w_fc2, weights.pop(), columns, dtype, fc2)
         del columns
 
         operands = [
@@ -346,14 +387,7 @@ class _MlpBlock(torch.autograd.Function):
             fc1.formats.forward.name,
         )
         columns = gathered_columns(*columns, tokens, fc1)
-        grad_y, grad_w_fc1 = multiply_backward(
-            operands.pop(),
-            w_fc1,
-            fc1.cache.columns(w_fc1, largest_fc1, fc1.formats.forward),
-            columns,
-            dtype,
-            fc1,
-        )
+        grad_y, grad_w_fc1 = multiply_backward(operands.pop(), w_fc1, weights.pop(), columns, dtype, fc1)
         del columns
         grad_x, grad_norm_weight, grad_norm_bias = _norm_backward(
             grad_y(), grad, kept_x, norm_weight, norm_bias, norm, True
@@ -366,14 +400,7 @@ class _MlpBlock(torch.autograd.Function):
         if ctx.columns_of_o is not None:
             columns = ctx.columns_of_o(*kept_o, proj.formats.forward)[1:3]
         columns = gathered_columns(*columns, tokens, proj)
-        grad_o, grad_w_proj = multiply_backward(
-            operands.pop(),
-            w_proj,
-            proj.cache.columns(w_proj, largest_proj, proj.formats.forward),
-            columns,
-            dtype,
-            proj,
-        )
+        grad_o, grad_w_proj = multiply_backward(operands.pop(), w_proj, weights.pop(), columns, dtype, proj)
         return (
             grad_o().view(ctx.shape), grad_x, grad_w_proj, grad_b_proj, grad_norm_weight, grad_norm_bias,
             grad_w_fc1, grad_b_fc1, grad_w_fc2, grad_b_fc2, None, None,

@@ -113,9 +113,14 @@ class Packed:
 _alive: weakref.WeakSet[Packed] = weakref.WeakSet()
 
 
+def alive_packed() -> list[Packed]:
+    """All packed tensors that are alive in this process."""
+    return list(_alive)
+
+
 def packed_bytes() -> tuple[int, int]:
     """Bytes of all packed tensors that are alive in this process, and of the tensors that they stand for."""
-    alive = list(_alive)
+    alive = alive_packed()
     return sum(p.nbytes for p in alive), sum(p.plain_nbytes for p in alive)
 
 

@@ -62,6 +62,8 @@ class WeightCache:
         self.keep, self.predicts = keep, predicts
         self._predicted: PredictedScale | None = None
         self._key, self._largest, self._codes = None, None, None
+        # whether what is kept is written where it was before
+        self._stays = False
         self._owner: weakref.ref[torch.nn.Parameter] | None = None
 
     def __deepcopy__(self, memo):
@@ -94,13 +96,33 @@ class WeightCache:
         key = self._key_of(weight, fmt)
         if key == self._key:
             return self._again(weight, self._largest, fmt, rows=True), self._largest
-        # the old copy goes before the new one is made
-        self._key, self._codes = None, None
-        codes, self._largest = self._quantize(weight, fmt, columns=self.keep == "fp8")
+        self._key = None
+        if not self._stays:
+            # the old copy goes before the new one is made
+            self._largest, self._codes = None, None
+        codes, largest = self._quantize(weight, fmt, columns=self.keep == "fp8")
+        if self._largest is None:
+            self._largest = largest
+        else:
+            self._largest.copy_(largest)
         if self.keep == "fp8":
-            self._codes = codes
+            if self._codes is None:
+                self._codes = codes
+            else:
+                for kept, new in zip(self._codes[:3], codes[:3], strict=True):
+                    kept.copy_(new)
+                codes = self._codes
         self._key = key
         return codes, self._largest
+
+    def stay(self, weight: torch.Tensor, fmt: Fp8Format) -> tuple[int, ...]:
+        """The addresses of what is kept of `weight`, for a CUDA graph: brought up to date, and from now on
+        written in place."""
+        if self.keep == "none":
+            return ()
+        self._stays = True
+        self.forward(weight, fmt)
+        return tuple(t.data_ptr() for t in (self._largest, *(self._codes or ())[:3]))
 
     def columns(self, weight: torch.Tensor, largest: torch.Tensor, fmt: Fp8Format) -> Quantized:
         """`weight` by columns, as in the forward that found `largest`."""
@@ -120,12 +142,16 @@ class WeightCache:
         epoch = _epoch if weight.requires_grad else _epoch_of_frozen
         return epoch, weight.data_ptr(), weight._version, weight.shape, weight.stride(), fmt
 
+    def prediction(self, fmt: Fp8Format) -> PredictedScale | None:
+        """Of the weight's scale in `fmt`, if scales are predicted."""
+        if self.predicts and self._predicted is None:
+            self._predicted = PredictedScale(fmt)
+        return self._predicted
+
     def _quantize(
         self, weight: torch.Tensor, fmt: Fp8Format, columns: bool = False
     ) -> tuple[Quantized, torch.Tensor]:
-        if self.predicts and self._predicted is None:
-            self._predicted = PredictedScale(fmt)
-        return fp8_operands(weight, fmt, columns=columns, predicted=self._predicted)
+        return fp8_operands(weight, fmt, columns=columns, predicted=self.prediction(fmt))
 
 
 # of any weight

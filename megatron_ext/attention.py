@@ -16,7 +16,10 @@ from megatron.core.transformer.enums import AttnBackend, AttnMaskType
 from megatron.core.transformer.identity_op import IdentityOp
 from torch.nn.attention import SDPBackend
 
+from coat_ds.config import ActivationsConfig
+from coat_ds.layers.formats import formats
 from coat_ds.layers.hooks import after_pre_hooks, before_hooks
+from coat_ds.model_layers import Part, attended, grouped
 from coat_kernels.attention import BACKENDS, causal_attention
 from coat_kernels.deferred import PredictedScale
 from coat_kernels.groups import DEFAULT_FORMAT
@@ -24,7 +27,7 @@ from coat_kernels.origin import note, noted
 from coat_kernels.rope import rotate_qkv
 
 from .linear import keep_bias
-from .settings import activations_of, formats_of
+from .settings import TakesActivations, activations_of
 
 logger = logging.getLogger(__name__)
 
@@ -56,13 +59,20 @@ def core_attention_of(config, own: type[torch.nn.Module]) -> type[torch.nn.Modul
             f"{found}, for which attention is Transformer Engine's, and that could not be imported. Remove "
             "--context-parallel-size, or install Transformer Engine: pip install transformer-engine[pytorch]."
         )
-    kept = activations_of(config).attention_format
-    if own is CoatCoreAttention and kept != "bf16":
-        raise ValueError(
-            f'{found}, for which attention is Transformer Engine\'s, and attention_format is "{kept}". Set '
-            '"activations": {"attention_format": "bf16"}, or remove --context-parallel-size.'
-        )
+    if own is CoatCoreAttention:
+        _check_context_parallel(config, activations_of(config))
     return TEDotProductAttention
+
+
+def _check_context_parallel(config, activations: ActivationsConfig) -> None:
+    """Raises ValueError for an `attention_format` that Transformer Engine's attention does not know."""
+    kept, size = activations.attention_format, config.context_parallel_size
+    if size > 1 and kept != "bf16":
+        raise ValueError(
+            f"--context-parallel-size is {size}, for which attention is Transformer Engine's, and "
+            f'attention_format is "{kept}". Set "activations": {{"attention_format": "bf16"}}, or remove '
+            "--context-parallel-size."
+        )
 
 
 def _own_storage(x: torch.Tensor) -> torch.Tensor:
@@ -168,7 +178,7 @@ class SDPACoreAttention(torch.nn.Module):
         )
 
 
-class CoatCoreAttention(SDPACoreAttention):
+class CoatCoreAttention(TakesActivations, SDPACoreAttention):
     """`SDPACoreAttention` that keeps its tensors in 8 bits if the block's `attention_format` says so.
 
     With "recompute" they are made again in backward and only the output is kept, in 8 bits, where the layer
@@ -179,12 +189,19 @@ class CoatCoreAttention(SDPACoreAttention):
 
     def __init__(self, config, *args, **kwargs):
         super().__init__(config, *args, **kwargs)
-        activations = activations_of(config)
+        self.begin_with(config)
+
+    def take_activations(self, activations: ActivationsConfig) -> None:
+        super().take_activations(activations)
         kept = activations.attention_format
-        if kept == "recompute":
-            self.recomputes, kept = True, activations.saved_format
-        if kept != "bf16":
-            self.group_size, self.saved_format = activations.group_size, kept
+        self.recomputes = kept == "recompute"
+        self.group_size = None if kept == "bf16" else activations.group_size
+        self.saved_format = activations.saved_format if kept in ("bf16", "recompute") else kept
+
+    def coat_part(self) -> Part:
+        if self.recomputes:
+            return Part("attention", f"recompute their inputs, {grouped(self.activations)}")
+        return Part("attention", attended(self.activations))
 
     def forward(self, *args, **kwargs) -> torch.Tensor:
         if self.recomputes and torch.is_grad_enabled():
@@ -201,7 +218,7 @@ def _say_that_nothing_is_recomputed() -> None:
     )
 
 
-class CoatSelfAttention(SelfAttention):
+class CoatSelfAttention(TakesActivations, SelfAttention):
     """Megatron's SelfAttention, in which plain rotary positions are applied to the fused projection's output
     in one pass. Where anything is unusual (inference, packed sequences, normed or gated queries, interleaved,
     scaled or multimodal rotary positions, a model under torch.compile) Megatron's own path is taken.
@@ -212,9 +229,14 @@ class CoatSelfAttention(SelfAttention):
     def __init__(self, config, *args, **kwargs):
         super().__init__(config, *args, **kwargs)
         keep_bias(self.linear_proj)
+        self.begin_with(config)
+
+    def take_activations(self, activations: ActivationsConfig) -> None:
+        super().take_activations(activations)
+        _check_context_parallel(self.config, activations)
         # what only an FP8 product reads is never written in BF16
         defers = getattr(self.linear_qkv, "_in_fp8", False)
-        self._grad_scale = PredictedScale(formats_of(config).backward) if defers else None
+        self._grad_scale = PredictedScale(formats(activations).backward) if defers else None
 
     def forward(self, hidden_states, attention_mask, *args, rotary_pos_emb=None, **kwargs):
         after_pre_hooks(self, hidden_states)

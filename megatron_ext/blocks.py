@@ -5,6 +5,7 @@ the modules inside a layer, so they are taken where nobody can tell: `dense_part
 `uses_blocks` in which forwards.
 """
 
+import functools
 from typing import NamedTuple
 
 import torch
@@ -14,6 +15,7 @@ from torch.nn.modules.module import _has_any_global_hook
 from coat_kernels.attention import origin_in_groups
 from coat_kernels.blocks import attention_block, mlp_block, qkv_block
 from coat_kernels.groups import quantize_groups
+from coat_kernels.linear import LinearOptions
 from coat_kernels.origin import origin_of
 
 from .attention import CoatCoreAttention, CoatSelfAttention
@@ -34,6 +36,10 @@ _ADDITIONS = (coat_bias_dropout_add, deferred_bias_dropout_add)
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 # of the layer's arguments those that may be there; callers give at most the first two by position
 _ARGUMENTS = ("hidden_states", "attention_mask", "rotary_pos_emb")
+
+# Tokens times parameters of a layer that an H200 computes, forward and backward, in the 3.5 ms that its CPU
+# takes to launch it. Beyond that graphs cost memory and gain nothing: they hold what is saved for backward.
+GRAPHED_WORK = 4e11
 
 
 class Parts(NamedTuple):
@@ -79,7 +85,6 @@ def dense_parts(layer: torch.nn.Module) -> Parts | None:
         and type(parts.qkv) is type(parts.fc1) is CoatColumnParallelLinear
         and type(parts.proj) is type(parts.fc2) is CoatRowParallelLinear
         and config.recompute_granularity != "selective"
-        and config.cuda_graph_impl == "none"
         and not config.fine_grained_activation_offloading
         and not config.fp32_residual_connection
     )
@@ -153,25 +158,74 @@ def forward_by_blocks(layer: torch.nn.Module, args: tuple, kwargs: dict) -> torc
     tables = parts.attention.tables_of(arguments.get("rotary_pos_emb"))
     if tables is None:
         return None
-    return _run(parts, arguments["hidden_states"], tables, arguments.get("attention_mask"))
+    x, (weights, options) = arguments["hidden_states"], _gathered(parts)
+    compute = functools.partial(_compute, parts, options, arguments.get("attention_mask"))
+    if not uses_graphs(parts, x):
+        return compute(x, *tables, *weights)
+    uses = _used(parts, options)
+    under_way = layer.config.pipeline_model_parallel_size
+    return layer.graphs.call(compute, x, (*tables, *weights), uses, under_way)
 
 
-def _run(
+def uses_graphs(parts: Parts, x: torch.Tensor) -> bool:
+    """Whether a layer that takes its blocks runs as CUDA graphs, as the block's `cuda_graphs` says.
+
+    Not where weights move, as under ZeRO-3, nor with dropout, nor with another attention than COAT's or hooks
+    on it. "auto": where the GPU would wait for the CPU, which launches a layer in a time that does not depend
+    on its size.
+    """
+    if not x.is_cuda:
+        return False
+    core, wanted = parts.attention.core_attention, parts.attention.activations.cuda_graphs
+    if not wanted or hasattr(parts.qkv.weight, "ds_id"):
+        return False
+    if wanted == "auto":
+        # under sequence parallelism x is this rank's part of what its weights are multiplied with
+        tokens = x.shape[0] * x.shape[1] * (parts.qkv.tp_group.size() if parts.qkv.sequence_parallel else 1)
+        if tokens * sum(linear.weight.numel() for linear in parts.linears) > GRAPHED_WORK:
+            return False
+    return type(core) is CoatCoreAttention and not (core.training and core.dropout) and _is_stock(core)
+
+
+def _used(parts: Parts, options: tuple[LinearOptions, ...]) -> tuple:
+    """What a graph of the layer depends on beside its tensors; what changes is recorded again."""
+    core = parts.attention.core_attention
+    found = [parts.input_norm.options, parts.mlp_norm.options, parts.mlp.options]
+    found += core.group_size, core.saved_format, core.recomputes
+    for linear, how in zip(parts.linears, options, strict=True):
+        found += linear.uses(how)
+    return tuple(found)
+
+
+def _gathered(parts: Parts) -> tuple[tuple, tuple]:
+    """The parameters of a layer in the order of `_compute`, and how its linears multiply."""
+    (w_qkv, qkv), (w_proj, proj), (w_fc1, fc1), (w_fc2, fc2) = (linear.options() for linear in parts.linears)
+    first, second = parts.input_norm, parts.mlp_norm
+    return (
+        first.weight, first.bias, w_qkv, parts.qkv.bias,
+        w_proj, parts.proj.bias, second.weight, second.bias, w_fc1, parts.fc1.bias, w_fc2, parts.fc2.bias,
+    ), (qkv, proj, fc1, fc2)  # fmt: skip
+
+
+def _compute(
     parts: Parts,
-    x: torch.Tensor,
-    tables: tuple[torch.Tensor, torch.Tensor],
+    options: tuple[LinearOptions, ...],
     attention_mask: torch.Tensor | None,
+    x: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    *weights: torch.Tensor | None,
 ) -> torch.Tensor:
-    norm, attention, qkv, proj, mlp_norm, mlp, fc1, fc2 = parts
-    weight, options = qkv.options()
-    inputs = x, norm.weight, norm.bias, weight, qkv.bias, *tables
+    """The layer's output [s, b, h] from its input and `weights`, as `_gathered` gives them."""
+    attention, core = parts.attention, parts.attention.core_attention
+    qkv, proj, fc1, fc2 = options
+    inputs = x, *weights[:4], cos, sin
     how = {
-        "norm": norm.options,
-        "linear": options,
+        "norm": parts.input_norm.options,
+        "linear": qkv,
         "groups": attention.num_query_groups_per_partition,
         "d": attention.hidden_size_per_attention_head,
     }
-    core = attention.core_attention
     if _recomputes(core):
         o, residual = attention_block(*inputs, **how, attend=core.attend)
         kept = quantize_groups(o.detach().flatten(0, 1), core.group_size, core.saved_format)
@@ -188,24 +242,14 @@ def _run(
             packed_seq_params=None,
         )
         origin = origin_of(o)
-    w_proj, proj_options = proj.options()
-    w_fc1, fc1_options = fc1.options()
-    w_fc2, fc2_options = fc2.options()
     return mlp_block(
         o,
         residual,
-        w_proj,
-        proj.bias,
-        mlp_norm.weight,
-        mlp_norm.bias,
-        w_fc1,
-        fc1.bias,
-        w_fc2,
-        fc2.bias,
+        *weights[4:],
         origin=origin,
-        proj=proj_options,
-        norm=mlp_norm.options,
-        fc1=fc1_options,
-        activation=mlp.options,
-        fc2=fc2_options,
+        proj=proj,
+        norm=parts.mlp_norm.options,
+        fc1=fc1,
+        activation=parts.mlp.options,
+        fc2=fc2,
     )

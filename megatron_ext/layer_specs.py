@@ -12,6 +12,8 @@ Transformer Engine's.
 
 from dataclasses import replace
 
+from coat_kernels.graphs import Graphs
+
 # the second is the first release that nobody has tried
 _OLDEST, _UNKNOWN = "0.16.1", "0.21"
 
@@ -120,6 +122,7 @@ class CoatTransformerLayer(TransformerLayer):
 
     def __init__(self, config, submodules=None, *args, **kwargs):
         super().__init__(config, coat_parts(config, _has_experts(config, *args, **kwargs)), *args, **kwargs)
+        self.graphs = Graphs()
 
     def forward(self, *args, **kwargs):
         y = forward_by_blocks(self, args, kwargs)
@@ -164,10 +167,9 @@ def coat_parts(config, experts: bool) -> TransformerLayerSubmodules:
 def _sum_may_wait(config, experts: bool) -> bool:
     """Whether the sum behind attention may wait for the norm behind it.
 
-    The norm in front of experts writes its output, a CUDA graph of half a layer ends between the two, and
-    offloading takes away what is to be added.
+    The norm in front of experts writes its output, and offloading takes away what is to be added.
     """
-    return not experts and config.cuda_graph_impl == "none" and not config.fine_grained_activation_offloading
+    return not experts and not config.fine_grained_activation_offloading
 
 
 replace_final_norm()

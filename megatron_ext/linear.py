@@ -11,8 +11,10 @@ import logging
 import torch
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 
+from coat_ds.config import ActivationsConfig
 from coat_ds.layers.formats import formats
 from coat_ds.layers.hooks import after_pre_hooks
+from coat_ds.model_layers import Part, multiplied
 from coat_kernels.autograd import once_differentiable
 from coat_kernels.deferred import PredictedScale
 from coat_kernels.linear import LinearOptions, fp8_linear
@@ -21,7 +23,7 @@ from coat_kernels.parallel import TensorParallel
 from coat_kernels.weights import WeightCache
 
 from .options import layer_activations
-from .settings import activations_of
+from .settings import TakesActivations
 
 logger = logging.getLogger(__name__)
 
@@ -37,12 +39,11 @@ _SIZES = {
 
 
 class _IntoMainGrad(torch.autograd.Function):
-    """The weight itself, for a product that adds the weight's gradient to `weight.main_grad`. `replayed`: a
-    CUDA graph may run the backward."""
+    """The weight itself, for a product that adds the weight's gradient to `weight.main_grad`."""
 
     @staticmethod
-    def forward(ctx, weight, replayed):
-        ctx.weight, ctx.replayed = weight, replayed
+    def forward(ctx, weight):
+        ctx.weight = weight
         return weight.view_as(weight)
 
     @staticmethod
@@ -50,11 +51,10 @@ class _IntoMainGrad(torch.autograd.Function):
     def backward(ctx, grad):
         weight = ctx.weight
         weight.grad_added_to_main_grad = True
-        # Megatron's data parallel hook wants to see a gradient and then ignores it, or adds it if asked to. A
-        # graph's replay does not set the flag above: the hook then adds what it sees. Autograd would give an
-        # expanded tensor memory; by now that of the product's operands is free
-        adds = ctx.replayed or getattr(weight, "zero_out_wgrad", False)
-        return (torch.zeros_like if adds else torch.empty_like)(weight), None
+        # Megatron's data parallel hook wants to see a gradient and then ignores it, or adds it if asked to.
+        # Autograd would give an expanded tensor memory; by now that of the product's operands is free
+        adds = getattr(weight, "zero_out_wgrad", False)
+        return (torch.zeros_like if adds else torch.empty_like)(weight)
 
 
 def _owned_by_megatron(weight: torch.Tensor) -> bool:
@@ -67,11 +67,11 @@ def _owned_by_megatron(weight: torch.Tensor) -> bool:
     )
 
 
-class _CoatLinear:
+class _CoatLinear(TakesActivations):
     """What both linears share, mixed in before Megatron's class.
 
     Raises ValueError at construction for what is not supported (sharded weights, deferred embedding
-    gradients, cached weights in CUDA graphs), and on a GPU for sizes a rank that are not multiples of 16,
+    gradients, Megatron's CUDA graphs), and on a GPU for sizes a rank that are not multiples of 16,
     unless `fallback` is set.
     """
 
@@ -86,6 +86,13 @@ class _CoatLinear:
         for argument, found in unsupported.items():
             if found:
                 raise ValueError(f"{name}: {argument} is not supported by coat_layer_spec; remove it")
+        if config.cuda_graph_impl != "none":
+            # a replay would not tell Megatron's data parallel hooks which gradients are in main_grad already
+            raise ValueError(
+                f"{name}: --cuda-graph-impl {config.cuda_graph_impl} is not supported by coat_layer_spec. "
+                "Remove it: COAT layers record CUDA graphs of their own "
+                '(coat.activations.cuda_graphs, "auto" by default).'
+            )
         # Megatron's fusion needs apex's kernel; ours, which is asked for by `main_grad` alone, does not
         unfused = copy.copy(config)
         unfused.gradient_accumulation_fusion = False
@@ -94,9 +101,10 @@ class _CoatLinear:
         # found by measuring: beside outliers of the input fewer bits cost this gradient 1.3 times its error,
         # and that of no other weight anything
         self._cancels = name == "qkv"
-        activations = activations_of(config)
-        self._in_fp8 = self._fits(name, activations.fallback)
-        self._take(activations)
+        self._name, self._quant_config = name, None
+        self.begin_with(config)
+        if not self._fits:
+            logger.warning("%s The layer stays as Megatron has it.", self._sizes_found())
         # what the producer of the input attached to it
         self._attached: dict = {}
 
@@ -105,17 +113,14 @@ class _CoatLinear:
 
         Raises CoatConfigError for a key or value that a linear layer has no use for.
         """
-        activations = layer_activations(quant_config, activations_of(self.config))
-        self._in_fp8 = self._in_fp8 and activations.enabled
-        self._take(activations)
+        self._quant_config = quant_config
+        self.take_activations(self.activations)
 
-    def _take(self, activations) -> None:
-        if activations.weight_cache != "none" and self.config.cuda_graph_impl != "none":
-            raise ValueError(
-                f'coat.activations.weight_cache: found "{activations.weight_cache}" beside --cuda-graph-impl '
-                f"{self.config.cuda_graph_impl}. A graph replays what was kept when it was recorded and "
-                'would miss new weights: set weight_cache to "none", or remove --cuda-graph-impl.'
-            )
+    def take_activations(self, activations: ActivationsConfig) -> None:
+        super().take_activations(activations)
+        activations = layer_activations(self._quant_config, activations)
+        self._fits = self._is_aligned(activations.fallback)
+        self._in_fp8 = self._fits and activations.enabled
         self._formats = formats(activations, self._cancels)
         self._cache = WeightCache(activations.weight_cache)
         self._scales = {
@@ -130,7 +135,7 @@ class _CoatLinear:
         if _owned_by_megatron(weight):
             # read in backward: Megatron may have put another one there by then
             into = functools.partial(getattr, weight, "main_grad")
-            weight = _IntoMainGrad.apply(weight, self.config.cuda_graph_impl != "none")
+            weight = _IntoMainGrad.apply(weight)
         parallel = None
         if self.tp_group.size() > 1:
             parallel = TensorParallel(
@@ -144,36 +149,50 @@ class _CoatLinear:
             self._formats, cache, parallel, into, self._scales["x_scale"], self._scales["grad_scale"]
         )
 
+    def uses(self, options: LinearOptions) -> tuple:
+        """What products with `options` use beside their tensors, as CUDA graphs want to know it
+        (`Graphs.call`)."""
+        into = options.weight_grad_into
+        kept = options.cache.stay(self.weight, self._formats.forward)
+        address = None if into is None else into().data_ptr()
+        return options.formats, options.cache, options.x_scale, options.grad_scale, address, *kept
+
+    def coat_part(self) -> Part:
+        if self._in_fp8:
+            return Part("linear", multiplied(self._formats.forward.name, self._formats.backward.name))
+        why = "--te-precision-config-file" if self._fits else f"sizes that {_ALIGNMENT} does not divide"
+        return Part("linear", None, why)
+
     @property
     def cached_bytes(self) -> int:
         """Bytes of copies of the weight that are held now."""
         return self._cache.nbytes
 
-    def _fits(self, name: str, fallback: bool) -> bool:
-        """Whether this rank's part of the weight has sizes that FP8 products take."""
-        split = "output_size_per_partition" if self._by_output else "input_size_per_partition"
-        sizes = {"input": self.input_size, "output": self.output_size}
-        sizes["output" if self._by_output else "input"] = getattr(self, split)
-        if all(size % _ALIGNMENT == 0 for size in sizes.values()):
+    def _sizes(self) -> tuple[int, int]:
+        """Input and output size of this rank's part of the weight."""
+        if self._by_output:
+            return self.input_size, self.output_size_per_partition
+        return self.input_size_per_partition, self.output_size
+
+    def _is_aligned(self, fallback: bool) -> bool:
+        """Whether this rank's part of the weight has sizes that FP8 products take. Raises ValueError if not,
+        without `fallback`, on a GPU; the reference takes any."""
+        if all(size % _ALIGNMENT == 0 for size in self._sizes()):
             return True
-        if not (fallback or torch.cuda.is_available()):
-            return True
-        found = (
-            f"{name}: FP8 matrix products need sizes that are multiples of {_ALIGNMENT}, found "
-            f"{sizes['input']} -> {sizes['output']}"
-            + (
-                f" on each of {self.tp_group.size()} tensor-parallel ranks."
-                if self.tp_group.size() > 1
-                else "."
-            )
-        )
-        if not fallback:
+        if not fallback and torch.cuda.is_available():
             raise ValueError(
-                f"{found} Change {_SIZES.get(name, 'the sizes of the layer')}, or set "
+                f"{self._sizes_found()} Change {_SIZES.get(self._name, 'the sizes of the layer')}, or set "
                 '"activations": {"fallback": true} to keep this layer in BF16.'
             )
-        logger.warning("%s The layer stays as Megatron has it.", found)
-        return False
+        return not fallback
+
+    def _sizes_found(self) -> str:
+        ranks = self.tp_group.size()
+        return (
+            f"{self._name}: FP8 matrix products need sizes that are multiples of {_ALIGNMENT}, found "
+            + " -> ".join(map(str, self._sizes()))
+            + (f" on each of {ranks} tensor-parallel ranks." if ranks > 1 else ".")
+        )
 
     def forward(self, input_: torch.Tensor, *args, **kwargs):
         after_pre_hooks(self, input_)
@@ -210,7 +229,7 @@ class _CoatLinear:
         if torch.is_grad_enabled() and _owned_by_megatron(weight):
             # read in backward: Megatron may have put another one there by then
             into = functools.partial(getattr, weight, "main_grad")
-            weight = _IntoMainGrad.apply(weight, self.config.cuda_graph_impl != "none")
+            weight = _IntoMainGrad.apply(weight)
         if maxima is not None:
             with_maxima(input, maxima)
         return fp8_linear(

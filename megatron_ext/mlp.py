@@ -5,13 +5,16 @@ import torch.nn.functional as F
 from megatron.core.activations import squared_relu
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
 
+from coat_ds.config import ActivationsConfig
+from coat_ds.layers.formats import formats
 from coat_ds.layers.hooks import after_pre_hooks
+from coat_ds.model_layers import Part, grouped
 from coat_kernels.activation import activation
 from coat_kernels.blocks import ActivationOptions, activation_options
 from coat_kernels.deferred import PredictedScale
 
 from .linear import CoatColumnParallelLinear, CoatRowParallelLinear, keep_bias
-from .settings import activations_of, formats_of
+from .settings import TakesActivations
 
 
 def _kind_of(config) -> str:
@@ -47,7 +50,7 @@ def fp8_linears() -> MLPSubmodules:
     return MLPSubmodules(linear_fc1=CoatColumnParallelLinear, linear_fc2=CoatRowParallelLinear)
 
 
-class CoatMLP(MLP):
+class CoatMLP(TakesActivations, MLP):
     """Megatron's MLP with FP8 linears; parameter names and checkpoints stay Megatron's.
 
     Can stand in a layer's `mlp` slot as it is. Raises ValueError at construction for an activation without a
@@ -80,22 +83,28 @@ class CoatMLP(MLP):
         mlp._complete()
 
     def _complete(self) -> None:
-        config = self.config
-        self._kind, self._activations = _kind_of(config), activations_of(config)
-        formats, fc1, fc2 = formats_of(config), self.linear_fc1, self.linear_fc2
+        self._kind = _kind_of(self.config)
         # Megatron hands fc1's bias to the activation; here the matrix product adds it
-        fc1.skip_bias_add = False
-        keep_bias(fc2)
+        self.linear_fc1.skip_bias_add = False
+        keep_bias(self.linear_fc2)
+        self.begin_with(self.config)
+
+    def take_activations(self, activations: ActivationsConfig) -> None:
+        super().take_activations(activations)
+        own = formats(activations)
         # what only an FP8 product reads is never written in BF16
         self._scales = {
-            "y_scale": PredictedScale(formats.forward) if _in_fp8(fc2) else None,
-            "grad_scale": PredictedScale(formats.backward) if _in_fp8(fc1) else None,
+            "y_scale": PredictedScale(own.forward) if _in_fp8(self.linear_fc2) else None,
+            "grad_scale": PredictedScale(own.backward) if _in_fp8(self.linear_fc1) else None,
         }
+
+    def coat_part(self) -> Part:
+        return Part("feed_forward", grouped(self.activations))
 
     @property
     def options(self) -> ActivationOptions:
         """How the activation computes, for a fused block."""
-        activations, gated = self._activations, self.config.gated_linear_unit
+        activations, gated = self.activations, self.config.gated_linear_unit
         return activation_options(self._kind, gated, activations.group_size, activations.saved_format)
 
     def forward(self, hidden_states, per_token_scale=None, **_) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -109,8 +118,8 @@ class CoatMLP(MLP):
                 intermediate,
                 self._kind,
                 gated=self.config.gated_linear_unit,
-                group_size=self._activations.group_size,
-                saved_format=self._activations.saved_format,
+                group_size=self.activations.group_size,
+                saved_format=self.activations.saved_format,
                 **self._scales,
             )
         else:

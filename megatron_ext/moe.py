@@ -14,6 +14,8 @@ from megatron.core.transformer.moe.experts import SequentialMLP
 from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
 from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
 
+from coat_ds.config import ActivationsConfig
+
 from .mlp import CoatMLP, fp8_linears
 from .norm import CoatNorm
 
@@ -42,8 +44,8 @@ def repair_router() -> None:
 class RoutedNorm(CoatNorm):
     """A `CoatNorm` in front of experts. Router and dispatcher read its output, which therefore is written."""
 
-    def __init__(self, *args, **kwargs):
-        super().__init__(*args, **kwargs)
+    def take_activations(self, activations: ActivationsConfig) -> None:
+        super().take_activations(activations)
         self._y_scale = None
 
 

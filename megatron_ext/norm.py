@@ -5,17 +5,20 @@ all, and the residual additions behind and before them.
 import torch
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 
+from coat_ds.config import ActivationsConfig
+from coat_ds.layers.formats import formats
 from coat_ds.layers.hooks import before_hooks
+from coat_ds.model_layers import Part, grouped
 from coat_kernels.blocks import NormOptions, norm_options
 from coat_kernels.deferred import PredictedScale
 from coat_kernels.norm import layer_norm, rms_norm
 from coat_kernels.origin import take_stand_in, with_stand_in
 from coat_kernels.residual import deferred_add, may_defer_add
 
-from .settings import activations_of, formats_of
+from .settings import TakesActivations
 
 
-class CoatNorm(torch.nn.Module):
+class CoatNorm(TakesActivations, torch.nn.Module):
     """RMSNorm or LayerNorm over `hidden_size`, as `config.normalization` says;
     `config.layernorm_zero_centered_gamma` means a weight of w + 1.
 
@@ -30,10 +33,7 @@ class CoatNorm(torch.nn.Module):
                 "Use one of them, or megatron_ext.layer_specs sdpa_layer_spec for BF16 layers."
             )
         self.eps = eps
-        activations = activations_of(config)
-        self.group_size, self.saved_format = activations.group_size, activations.saved_format
-        # what only FP8 products read is never written in BF16
-        self._y_scale = PredictedScale(formats_of(config).forward)
+        self.begin_with(config)
         self.zero_centered = config.layernorm_zero_centered_gamma
         device = "cpu" if config.use_cpu_initialization else torch.cuda.current_device()
         settings = {"dtype": config.params_dtype, "device": device}
@@ -45,6 +45,15 @@ class CoatNorm(torch.nn.Module):
         for parameter in self.parameters():
             # each rank sees its own part of the sequence: Megatron then sums this gradient over the ranks
             parameter.sequence_parallel = config.sequence_parallel
+
+    def take_activations(self, activations: ActivationsConfig) -> None:
+        super().take_activations(activations)
+        self.group_size, self.saved_format = activations.group_size, activations.saved_format
+        # what only FP8 products read is never written in BF16
+        self._y_scale = PredictedScale(formats(activations).forward)
+
+    def coat_part(self) -> Part:
+        return Part("norm", grouped(self.activations))
 
     @property
     def options(self) -> NormOptions:

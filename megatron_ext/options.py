@@ -44,6 +44,12 @@ def coat_config() -> CoatConfig:
     return _read(os.environ.get(VARIABLE))
 
 
+def named_file() -> str | None:
+    """The file that `COAT_CONFIG` names, as messages call it; None without the variable."""
+    path = os.environ.get(VARIABLE)
+    return None if path is None else f"{VARIABLE}={path}"
+
+
 @functools.cache
 def _read(path: str | None) -> CoatConfig:
     if path is None:

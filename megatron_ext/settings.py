@@ -1,26 +1,43 @@
 """How the block's `activations` reach the layers: as an attribute of Megatron's config."""
 
 from coat_ds.config import ActivationsConfig
-from coat_ds.layers.formats import formats
+from coat_ds.model_layers import Part
 from coat_kernels.fp8 import set_emulation
-from coat_kernels.linear import LinearFormats
 
 from . import options
 
 
-def set_activations(config, activations: ActivationsConfig) -> None:
-    """Notes `activations` on Megatron's TransformerConfig, before the model is built from it."""
-    config.coat_activations = activations
+def set_activations(config, activations: ActivationsConfig, by: str | None = "set_activations()") -> None:
+    """Notes `activations` on Megatron's TransformerConfig, before the model is built from it.
+
+    by: who chose them, for messages; None if they are the defaults that nobody asked for.
+    """
+    config.coat_activations, config.coat_activations_by = activations, by
     set_emulation(activations.emulate)
 
 
 def activations_of(config) -> ActivationsConfig:
     """What was noted on Megatron's config; if nothing was, as by `--spec` alone, what `COAT_CONFIG` says."""
     if not hasattr(config, "coat_activations"):
-        set_activations(config, options.activations())
+        set_activations(config, options.activations(), options.named_file())
     return config.coat_activations
 
 
-def formats_of(config) -> LinearFormats:
-    """The FP8 formats of the linear layers."""
-    return formats(activations_of(config))
+class TakesActivations:
+    """A module that `coat_ds.model_layers` finds, asks and tells. Mixed in before the host's class."""
+
+    activations: ActivationsConfig
+    told_by: str | None
+
+    def begin_with(self, config) -> None:
+        """Takes what was noted on Megatron's config."""
+        self.take_activations(activations_of(config))
+        self.told_by = config.coat_activations_by
+
+    def take_activations(self, activations: ActivationsConfig) -> None:
+        """Does from now on what `activations` say. Scales that were predicted are forgotten."""
+        self.activations = activations
+
+    def coat_part(self) -> Part | None:
+        """What the module does, for the log; None if its parts say it."""
+        return None

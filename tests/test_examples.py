@@ -7,19 +7,31 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
+ENVIRONMENT = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
 
 
 def torchrun(ranks, *args):
     done = subprocess.run(
         [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", *args],
         cwd=ROOT,
-        env={**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"},
+        env=ENVIRONMENT,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=300,
     )
     assert done.returncode == 0, done.stderr[-4000:]
     return done.stdout
+
+
+def test_trainer_under_deepspeed():
+    said = torchrun(1, "examples/trainer.py", "--steps=2")
+    assert "14 of 15 linear layers in FP8" in said and "'train_loss': " in said
+
+
+def test_trainer_without_deepspeed():
+    script = [sys.executable, "examples/trainer.py", "--plain", "--steps=2"]
+    done = subprocess.run(script, cwd=ROOT, env=ENVIRONMENT, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0 and "'train_loss': " in done.stdout, done.stderr[-4000:]
 
 
 def losses(said):

@@ -196,6 +196,7 @@ def train(stage, compress, lines):
         "zero_optimization": {"stage": stage},
         "coat": {
             "enabled": True,
+            "activations": False,
             "checkpointing": {"compress": compress, "group_size": GROUP},
             "report": compress,
         },
@@ -228,7 +229,27 @@ def engines():
     handler.emit = lambda record: lines.append(record.getMessage())
     logger.addHandler(handler)
     out = {(stage, on): train(stage, on, lines) for stage in (1, 3) for on in (False, True)}
-    return out | {"pipeline": (pipeline(False), pipeline(True)), "each": each_its_own()}
+    out |= {"pipeline": (pipeline(False), pipeline(True)), "each": each_its_own()}
+    return out | {"nothing to compress": idle(lines)}
+
+
+def idle(lines):
+    """What is said of a block that compresses checkpoints, where the model makes none, and when."""
+    lines.clear()
+    config = {
+        "train_batch_size": 2,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
+        "coat": {"enabled": True, "activations": False, "checkpointing": {"compress": True}},
+    }
+    engine, *_ = coat_ds.initialize(model=torch.nn.Linear(WIDTH, WIDTH), config=config)
+    with contextlib.suppress(RuntimeError):
+        engine(torch.zeros(1, 1))
+    with torch.no_grad():
+        engine(torch.zeros(1, WIDTH))
+    early = [line for line in lines if "checkpoint" in line]
+    for _ in range(2):
+        engine(torch.zeros(1, WIDTH))
+    return early, [line for line in lines if "checkpoint" in line]
 
 
 def packed_in_groups_of() -> list[int | None]:
@@ -267,7 +288,11 @@ def each_its_own():
         config = {
             "train_batch_size": 2 * ROWS,
             "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
-            "coat": {"enabled": True, "checkpointing": {"compress": compress, "group_size": group_size}},
+            "coat": {
+                "enabled": True,
+                "activations": False,
+                "checkpointing": {"compress": compress, "group_size": group_size},
+            },
         }
         return coat_ds.initialize(model=model, config=config)[0]
 
@@ -326,7 +351,7 @@ def pipeline(compress):
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
         "zero_optimization": {"stage": 1},
         "pipeline": {"activation_checkpoint_interval": 1},
-        "coat": {"enabled": True, "checkpointing": {"compress": compress}},
+        "coat": {"enabled": True, "activations": False, "checkpointing": {"compress": compress}},
     }
     engine, *_ = coat_ds.initialize(model=model, config=config)
     generator = torch.Generator().manual_seed(1)
@@ -352,6 +377,20 @@ def test_engines(two, stage):
         if said:
             codes, plain = f"{4 * numel * (GROUP + 1) // GROUP:,}", f"{4 * numel * 2:,}"
             assert f"{codes} of checkpointed inputs in FP8 in place of {plain}" in said[0]
+            # gathered weights are not what ZeRO-3 keeps for backward
+            assert said[0] in rank[1, True][3]
+            (compressed,) = [line for line in lines if "checkpointed inputs are kept" in line]
+            assert (
+                f"4 checkpointed inputs are kept in FP8, in {codes} bytes in place of {plain}" in compressed
+            )
+
+
+def test_nothing_to_compress_is_said_once_and_not_before(two):
+    for number, rank in enumerate(two):
+        early, said = rank["nothing to compress"]
+        assert early == [] and len(said) == (number == 0)
+        assert all("coat.checkpointing.compress: found True" in line for line in said)
+        assert all("gradient_checkpointing" in line for line in said)
 
 
 def test_pipeline(two):

@@ -90,7 +90,7 @@ def train(stage, dtype, shared):
         },
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
         dtype: {"enabled": True, **({"initial_scale_power": 4} if dtype == "fp16" else {})},
-        "coat": {"enabled": True, "report": False},
+        "coat": {"enabled": True, "activations": False, "report": False},
     }
     engine, *_ = coat_ds.initialize(model=model, model_parameters=model.parameters(), config=config)
     rank, given, poison = torch.distributed.get_rank(), [], None

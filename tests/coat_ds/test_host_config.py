@@ -37,6 +37,27 @@ MISTAKES = {
         {"optimizer": {**ADAMW, "coat": BLOCK}},
         ["optimizer.coat: ", "ignored", 'beside "optimizer"'],
     ),
+    "among the parameters": (
+        {"optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "Coat": BLOCK}}},
+        ["optimizer.params.Coat: ", "ignored", "at the top of the config"],
+    ),
+    "in any section": (
+        {"zero_optimization": {"stage": 1, "offload_optimizer": {"coat": BLOCK}}},
+        ["zero_optimization.offload_optimizer.coat: ", "ignored"],
+    ),
+    "one right, one wrong": (host(bf16={"coat": BLOCK}), ["bf16.coat: ", "ignored"]),
+    "auto in the block": (
+        host(coat={"enabled": "auto"}),
+        ["coat.enabled: ", "'auto'", "Nobody fills in", "drop the key"],
+    ),
+    "auto for a choice": (
+        host(coat={"enabled": True, "optimizer": {"group_size": "auto"}}),
+        ["coat.optimizer.group_size: ", "'auto'", "64, 128, 256", "Nobody fills in"],
+    ),
+    "another implementation's mode": (
+        params(lr=1e-3, adam_w_mode=False),
+        ["optimizer.params.adam_w_mode: ", "needs True", "found False"],
+    ),
 }
 
 
@@ -50,9 +71,16 @@ def test_mistakes(config, words):
 
 
 def test_what_is_no_mistake():
-    for values in ({"lr": 1}, {"lr": torch.tensor(1e-3)}, {"betas": (0.9, 0.95), "eps": 1e-8}, {}):
+    implementations = {"torch_adam": True, "fused": True, "foreach": False, "adam_w_mode": True}
+    for values in (
+        {"lr": 1},
+        {"lr": torch.tensor(1e-3)},
+        {"betas": (0.9, 0.95), "eps": 1e-8},
+        implementations,
+        {},
+    ):
         assert engine.check(params(**values), None).enabled
-    assert not switch.asks_for_coat({"optimizer": ADAMW, "Coatings": {}})
+    assert not switch.asks_for_coat({"optimizer": ADAMW, "Coatings": {}, "comms_logger": {"coats": 1}})
     # what others make of them is theirs to judge
     assert not engine.check({"optimizer": "AdamW"}, None).enabled
 
@@ -75,6 +103,54 @@ def test_patterns_that_match_nothing(log):
     engine._client_optimizer(coat, host(zero_optimization={"stage": 1}), None, model)
     assert [level for level, _ in log] == ["WARNING"]
     assert "coat.optimizer.keep_fp32: '*lm_haed*' matches no parameter" in log[0][1]
+    assert "Did you mean 'lm_head'?" in log[0][1]
+
+
+def built(log, optimizer=None, params=None, block=None, size=64):
+    """What is said when the optimizer is built for a matrix of `size` x `size`."""
+    coat = CoatConfig.from_dict({**BLOCK, "report": False, "optimizer": block or {}})
+    config = host(zero_optimization={"stage": 1})
+    config["optimizer"] = {"type": "AdamW", "params": params or {}}
+    model = torch.nn.Linear(size, size, bias=False)
+    given = optimizer and optimizer(model.parameters())
+    made = engine._client_optimizer(coat, config, given, model)
+    if given is None:
+        made(model.parameters())
+    lines = list(log)
+    log.clear()
+    return lines
+
+
+def test_second_moments_that_cannot_decay(log):
+    slow, key = {"betas": [0.9, 0.999]}, "coat.optimizer.exp_avg_sq_format: "
+    for lines in (
+        built(log, params=slow, block={"exp_avg_sq_format": "fp8_expanded"}),
+        built(log, params={"betas": [0.9, 0.985]}, block={"exp_avg_sq_format": "fp8_expanded"}),
+        built(log, torch.optim.AdamW, block={"exp_avg_sq_format": "fp8_expanded"}),
+        built(log, params=slow, block={"exp_avg_sq_format": "bf16"}),
+        built(log, params=slow, block={"exp_avg_sq_format": "log8", "exp_avg_sq_rounding": "nearest"}),
+    ):
+        ((level, line),) = lines
+        assert level == "WARNING" and key in line and "beta2 0.9" in line
+        assert "optimizer.params.betas" in line and "adam_beta2" in line
+    assert '"exp_avg_sq_rounding": "stochastic"' in line
+    for lines in (
+        built(log, params={"betas": [0.9, 0.95]}),
+        built(log, params={"betas": [0.9, 63 / 64]}),
+        built(log, params=slow),
+        built(log, torch.optim.AdamW),
+        built(log, params=slow, block={"exp_avg_sq_format": "fp32"}),
+        built(log, params={"betas": [0.9, 0.99]}, block={"exp_avg_sq_format": "bf16"}),
+        # all of it keeps FP32 moments
+        built(log, params=slow, size=32),
+    ):
+        assert not lines
+
+
+def test_names_of_implementations_get_a_line(log):
+    chosen = {"betas": [0.9, 0.95], "torch_adam": True, "fused": True, "adam_w_mode": True}
+    ((level, line),) = built(log, params=chosen)
+    assert level == "INFO" and "adam_w_mode True, torch_adam True, fused True: of no effect" in line
 
 
 def test_news_are_no_warnings(log, monkeypatch):

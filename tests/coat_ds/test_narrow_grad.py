@@ -94,7 +94,7 @@ def zero_steps(stage, dtype, narrow):
         "zero_optimization": {"stage": stage, "sub_group_size": 5000},
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "weight_decay": 0.1}},
         dtype: {"enabled": True, **({"initial_scale_power": 8} if dtype == "fp16" else {})},
-        "coat": {"enabled": True, "report": False, "optimizer": {"min_numel": 1}},
+        "coat": {"enabled": True, "activations": False, "report": False, "optimizer": {"min_numel": 1}},
     }
     try:
         engine, *_ = coat_ds.initialize(model=model, model_parameters=model.parameters(), config=config)

@@ -19,6 +19,8 @@ GOOD = [
     {"enabled": True, "report": True},
     {"enabled": True, "report": {"saved": True}},
     {"enabled": True, "activations": {"backward_format": "e4m3"}},
+    {"enabled": True, "activations": False, "require": False},
+    {"enabled": True, "activations": True, "require": True},
     *({"enabled": True, "zero3_layer_units": value} for value in ("auto", True, False)),
 ]
 BAD = [
@@ -27,6 +29,8 @@ BAD = [
     {"enabled": "true"},
     {"enabled": True, "optimiser": {}},
     {"enabled": True, "optimizer": True},
+    {"enabled": True, "require": "yes"},
+    {"enabled": True, "activations": "off"},
     {"enabled": True, "optimizer": {"exp_avg_format": "log8"}},
     {"enabled": True, "optimizer": {"min_numel": -1}},
     {"enabled": True, "optimizer": {"min_numel": "many"}},

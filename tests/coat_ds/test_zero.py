@@ -116,7 +116,11 @@ def ds_config(cell, coat=True):
         "zero_optimization": {"stage": cell["stage"], **cell["zero"]},
         "optimizer": {"type": "AdamW", "params": params if coat else {**params, "torch_adam": True}},
         **({} if cell["dtype"] == "fp32" else {cell["dtype"]: section}),
-        **({"coat": {"enabled": True, "optimizer": {"min_numel": 1000}}} if coat else {}),
+        **(
+            {"coat": {"enabled": True, "activations": False, "optimizer": {"min_numel": 1000}}}
+            if coat
+            else {}
+        ),
     }
 
 

@@ -10,12 +10,12 @@ import pytest
 import torch
 
 from coat_kernels import activation as act
-from coat_kernels import deferred, norm, rope, tensorwise
+from coat_kernels import blocks, deferred, norm, rope, tensorwise, together
 from coat_kernels.activation import activation
 from coat_kernels.blocks import ActivationOptions, NormOptions, mlp_block, qkv_block
 from coat_kernels.deferred import PredictedScale
 from coat_kernels.fp8 import E4M3, E5M2
-from coat_kernels.linear import LinearOptions, fp8_linear
+from coat_kernels.linear import LinearFormats, LinearOptions, fp8_linear
 from coat_kernels.norm import layer_norm, rms_norm
 from coat_kernels.origin import Origin, origin_of, with_origin
 from coat_kernels.rope import rotate_qkv
@@ -32,10 +32,11 @@ GROUPS, M, D, R = 2, 2, 16, 12
 def kernels(takes_kernels, monkeypatch):
     """With the references, and with the kernels, of which programs take several tiles."""
     if takes_kernels:
-        for module in (act, deferred, norm, rope, tensorwise):
+        for module in (act, deferred, norm, rope, tensorwise, together):
             monkeypatch.setattr(module, "uses_kernels", lambda x: True)
         monkeypatch.setattr(norm, "FORWARD_TILE", 1024)
-        monkeypatch.setattr(tensorwise, "CORRECTING_PROGRAMS", 3)
+        for module in (tensorwise, together):
+            monkeypatch.setattr(module, "CORRECTING_PROGRAMS", 3)
 
 
 def linear_options(cache: str = "none") -> LinearOptions:
@@ -169,7 +170,7 @@ def test_blocks_are_their_operations(llama, dtype, kernels, device):
     # with scales that nobody predicted yet, and with wrong ones
     for scale in (1.0, 2.0**40):
         for options in model.linears.values():
-            for predicted in (options.x_scale, options.grad_scale):
+            for predicted in (options.x_scale, options.grad_scale, options.cache.prediction(E4M3)):
                 predicted.on(device).fill_(scale)
         check_same(run(model, model.by_blocks, x, grad), expected)
 
@@ -230,6 +231,45 @@ def test_what_changes_between_forward_and_backward_is_refused(device):
             continue
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             y.backward(grad)
+
+
+def test_weights_of_one_kind_are_quantized_in_one_launch(device, monkeypatch):
+    """Those of the second block, with attention's output if that can be made again; kept ones, ones of other
+    types and formats each by itself, to the same bits."""
+    launches = []
+    for name in ("rows_together", "columns_together"):
+        original = getattr(blocks, name)
+
+        def counting(xs, *args, original=original):
+            launches.append(len(xs))
+            return original(xs, *args)
+
+        monkeypatch.setattr(blocks, name, counting)
+    model = Model(True, torch.bfloat16, device)
+    x, grad = inputs(device, torch.bfloat16)
+    expected = run(model, model.by_blocks, x, grad)
+    assert launches == [4, 3]
+    launches.clear()
+    options = model.linears["fc1"]
+    no_prediction = dataclasses.replace(options, cache=WeightCache(predicts=False))
+    for changed in (linear_options("scale"), linear_options("fp8"), no_prediction):
+        model.linears["fc1"] = changed
+        check_same(run(model, model.by_blocks, x, grad), expected)
+    swapped = LinearFormats(forward=E5M2, backward=E4M3)
+    model.linears["fc1"] = dataclasses.replace(options, formats=swapped, grad_scale=PredictedScale(E4M3))
+    assert not run(model, model.by_blocks, x, grad)["y"].equal(expected["y"])
+    assert not launches
+    # weights that lie in memory like no others
+    model.linears["fc1"] = options
+    model.weights["fc1"] = model.weights["fc1"].detach().t().contiguous().t().requires_grad_()
+    assert not model.weights["fc1"].is_contiguous()
+    check_same(run(model, model.by_blocks, x, grad), expected)
+    assert launches == [4, 3]
+    launches.clear()
+    # without an origin attention's output goes by rows and columns, by itself
+    gpt = Model(False, torch.float32, device)
+    run(gpt, gpt.by_blocks, *inputs(device, torch.float32))
+    assert launches == [3, 3]
 
 
 def test_double_backward_is_refused(device):

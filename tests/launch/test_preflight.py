@@ -73,8 +73,8 @@ def test_model_configs_are_refused(tmp_path, text, message):
     "config, message",
     [
         (
-            {"coat": {"enabled": True, "activations": True}},
-            "coat.activations: expected an object .* found True",
+            {"coat": {"enabled": True, "optimizer": True}},
+            "coat.optimizer: expected an object .* found True",
         ),
         ({"coat": True}, "coat: expected an object .* found True"),
     ],

@@ -51,7 +51,7 @@ def build(config=None, activations=None, layers=2, spec=coat_layer_spec):
         spec,
         seq_length=S,
         vocab_size=VOCAB,
-        activations=ActivationsConfig(**(activations or {})),
+        activations=ActivationsConfig(**{"cuda_graphs": False} | (activations or {})),
         **(config or {}),
     )
     generator = torch.Generator().manual_seed(1)
@@ -129,7 +129,7 @@ def test_recomputed_attention(variant, device, caplog):
         assert error <= other * (1 + 3 / (S * B) ** 0.5), (name, error, other)
     # q (H), k and v (H / 2 each) in groups of 16 with a byte each, and a number per head and token
     assert kept["sqrt8"] - kept["recompute"] >= 2 * H * 17 / 16
-    assert not caplog.records
+    assert "keep q, k, v" not in caplog.text
     take_modules(model)
     assert saved_bytes(model, lambda: model(*batch(device))).per_token_and_layer == kept["sqrt8"]
     assert "keep q, k, v" in caplog.text
@@ -241,7 +241,7 @@ def test_blocks_give_the_bits_of_the_modules_on_tensor_parallel_ranks():
 
 # Calls of Python and C functions and launches of kernels of one layer, forward and backward: what an eager
 # step costs the CPU. Lower them when you can; what raises them has to be worth it.
-CALLS = {"forward": (734, 21), "backward": (688, 27)}
+CALLS = {"forward": (616, 15), "backward": (659, 25)}
 
 
 @pytest.mark.usefixtures("megatron")

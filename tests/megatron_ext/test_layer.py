@@ -1,6 +1,5 @@
 """The COAT layer against Megatron's BF16 layer on the same weights: results, gradients, bytes, contracts."""
 
-import contextlib
 import weakref
 
 import pytest
@@ -291,18 +290,14 @@ def test_fast_sums_go_into_main_grad_unrounded(device, dtype):
     assert weight.grad.shape == weight.shape and weight.grad.dtype == weight.dtype
 
 
-@pytest.mark.parametrize("why", ["zero_out_wgrad", "graphs"])
-def test_a_gradient_that_is_added_again_is_zero(device, why, monkeypatch):
-    """Megatron adds what autograd returns as well where `zero_out_wgrad` is set, and where a CUDA graph's
-    replay does not say that `main_grad` has it already."""
+def test_a_gradient_that_is_added_again_is_zero(device, monkeypatch):
+    """Megatron adds what autograd returns as well where `zero_out_wgrad` is set."""
     empty_like = torch.empty_like
     monkeypatch.setattr(torch, "empty_like", lambda *args, **rest: empty_like(*args, **rest).fill_(1))
     model = build(coat_layer_spec)
     weight = model.decoder.layers[0].mlp.linear_fc1.weight
     weight.main_grad = torch.zeros_like(weight, dtype=torch.float32)
-    weight.grad_added_to_main_grad, weight.zero_out_wgrad = False, why == "zero_out_wgrad"
-    if why == "graphs":
-        model.config.cuda_graph_impl = "local"
+    weight.grad_added_to_main_grad, weight.zero_out_wgrad = False, True
     loss_and_grads(model, device)
     assert weight.grad.count_nonzero() == 0
     assert weight.main_grad.count_nonzero() > 0 and weight.grad_added_to_main_grad
@@ -435,15 +430,13 @@ def test_unsupported_options_are_named(overrides, text):
         build(coat_layer_spec, **overrides)
 
 
-@pytest.mark.parametrize("cache", ["none", "scale", "fp8"])
-def test_a_graph_would_never_see_new_weights_behind_a_cache(cache):
+def test_megatrons_own_graphs_are_refused():
     settings = config()
-    # Megatron records graphs with Transformer Engine's random states or on a GPU only
-    settings.cuda_graph_impl = "local"
-    set_activations(settings, ActivationsConfig(weight_cache=cache))
-    refused = pytest.raises(ValueError, match=f'weight_cache: found "{cache}" .*--cuda-graph-impl local')
-    with contextlib.nullcontext() if cache == "none" else refused:
-        linear(CoatColumnParallelLinear, outputs=32, settings=settings)
+    for implementation in ("local", "transformer_engine"):
+        # Megatron records graphs with Transformer Engine's random states or on a GPU only
+        settings.cuda_graph_impl = implementation
+        with pytest.raises(ValueError, match=f"--cuda-graph-impl {implementation} .*activations.cuda_graphs"):
+            linear(CoatColumnParallelLinear, outputs=32, settings=settings)
 
 
 GPT = {
@@ -541,7 +534,6 @@ def test_other_additions_are_megatrons(device, monkeypatch):
     "overrides",
     [
         {"num_moe_experts": 2},
-        {"cuda_graph_impl": "local"},
         # needs Transformer Engine to be built
         {"fine_grained_activation_offloading": True},
     ],

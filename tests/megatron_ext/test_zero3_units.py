@@ -77,11 +77,14 @@ def _freeze(model: nn.Module, part: str, trains: bool = False) -> nn.Module:
     return model
 
 
-def _llama() -> nn.Module:
+def _llama(checkpoints: bool = False) -> nn.Module:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     sizes = {"hidden_size": 64, "intermediate_size": 128, "vocab_size": VOCAB, "num_hidden_layers": LAYERS}
-    return LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=4, use_cache=False)).bfloat16()
+    model = LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=4, use_cache=False)).bfloat16()
+    if checkpoints:
+        model.gradient_checkpointing_enable({"use_reentrant": True})
+    return model
 
 
 def _tokens(seed: int) -> torch.Tensor:
@@ -171,8 +174,10 @@ CASES = {
     "Megatron's": Case(lambda: _gpt(False), wanted=True),
     "Megatron's, not asked for": Case(lambda: _gpt(False), units=0),
     "Megatron's hybrid": Case(lambda: _stack(False), wanted=True, units=4),
+    "Hugging Face's, converted": Case(_llama, _by_keyword),
+    "Hugging Face's, recomputed": Case(lambda: _llama(checkpoints=True), _by_keyword, coat=COMPRESS),
     # BF16 products keep the weights themselves, which ZeRO-3 empties: other bytes than at stage 1
-    "Hugging Face's": Case(_llama, _by_keyword, wanted=True, base=3),
+    "Hugging Face's": Case(_llama, _by_keyword, coat={"activations": False}, wanted=True, base=3),
 }  # fmt: skip
 FOUR_RANKS = ["small buckets"]
 
@@ -216,7 +221,7 @@ def _train(case: Case, stage: int, wanted: str | bool) -> dict:
     from deepspeed.utils import safe_get_full_grad
 
     said = []
-    with mock.patch("coat_ds.engine._say", said.append):
+    with mock.patch("coat_ds.engine._say", lambda text, level=None: said.append(text)):
         engine = _engine(case, stage, wanted)
     found = {"losses": [], "kept": [], "grads": None, "said": "\n".join(said)}
     for step in range(case.steps):

@@ -1,0 +1,249 @@
+"""The layers of a model as an engine finds them: what the block's `activations` make of them, and a count of
+what they are.
+
+Layers that are built for COAT, Megatron's, say of themselves what they do: each module has `coat_part()`. It
+takes other options by `take_activations(activations)`, has those of now as `activations`, and `told_by` says
+who chose them, None if nobody did. Models without such layers are converted (`coat_ds.layers`).
+"""
+
+import weakref
+from dataclasses import dataclass, field, fields
+from typing import NamedTuple
+
+from torch import nn
+
+from coat_ds.config import ActivationsConfig, CoatConfigError
+from coat_ds.layers.attention import STATE
+from coat_ds.layers.conversion import Conversion, holder_of
+from coat_ds.layers.convert import conversion_of, convert, unconvert
+from coat_ds.layers.replaced import replaced
+from coat_kernels.fp8 import set_emulation
+
+PLURALS = {
+    "linear": "linear layers",
+    "norm": "norms",
+    "feed_forward": "feed-forwards",
+    "attention": "attentions",
+    "layer": "layers",
+}
+# of names that stay, how many a line names
+NAMED = 3
+
+# models that an engine has converted, and not the user
+_of_engines: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+
+
+class Part(NamedTuple):
+    """What a module does: its kind, one of `PLURALS`, how, and where it stays as the host has it, why."""
+
+    kind: str
+    how: str | None
+    why: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Layers:
+    """How the layers of a model compute and what they keep for backward, counted from the modules."""
+
+    made: dict[str, dict[str, int]] = field(default_factory=dict)
+    """By kind, and by how they do it: the number of modules."""
+
+    found: dict[str, int] = field(default_factory=dict)
+    """By kind: all modules, with those that stay as the host has them."""
+
+    left: dict[str, str] = field(default_factory=dict)
+    """By name of a module: why it stays as the host has it."""
+
+    def count(self, kind: str) -> tuple[int, int]:
+        """Modules of a kind that are made for COAT, and all of them."""
+        return sum(self.made.get(kind, {}).values()), self.found.get(kind, 0)
+
+    def summary(self) -> str:
+        """One line."""
+        made, linears = self.count("linear")
+        parts = [f"{made} of {linears} linear layers in FP8"]
+        for kind, plural in PLURALS.items():
+            for how, number in sorted(self.made.get(kind, {}).items()):
+                parts.append(f"{number} {plural} {how}")
+        reasons: dict[str, list[str]] = {}
+        for name, why in self.left.items():
+            reasons.setdefault(why, []).append(name or "the model")
+        for why, names in reasons.items():
+            listed = ", ".join(names[:NAMED]) + (", ..." if len(names) > NAMED else "")
+            parts.append(f"left as they are {len(names)} ({listed}): {why}")
+        return "; ".join(parts)
+
+    def _take(self, name: str, part: Part) -> None:
+        self.found[part.kind] = self.found.get(part.kind, 0) + 1
+        if part.how is None:
+            self.left[name] = part.why
+        else:
+            counts = self.made.setdefault(part.kind, {})
+            counts[part.how] = counts.get(part.how, 0) + 1
+
+
+def layers_of(model: nn.Module, why: str) -> Layers:
+    """Counts the layers of `model`. why: what is said of linear layers that nobody has made for COAT."""
+    layers = Layers()
+    conversion = conversion_of(model)
+    converted = {} if conversion is None else _count_converted(layers, model, conversion)
+    for name, module in model.named_modules():
+        if hasattr(module, "coat_part"):
+            part = module.coat_part()
+        else:
+            part = Part("linear", None, why) if _is_linear(module) and name not in converted else None
+        if part is not None:
+            layers._take(name, part)
+    return layers
+
+
+def _count_converted(layers: Layers, model: nn.Module, conversion: Conversion) -> set[str]:
+    """Counts what is still converted; the names that `conversion` speaks of."""
+    holder = holder_of(model)
+    (prefix,) = (name and f"{name}." for name, module in model.named_modules() if module is holder)
+    modules = dict(holder.named_modules())
+    for kind, names in conversion.converted.items():
+        for name in names:
+            module = modules.get(name)
+            there = module is not None and (STATE in vars(module) or replaced(module) is not None)
+            how = _how(kind, conversion.activations) if there else None
+            layers._take(prefix + name, Part(kind, how, "exchanged since it was converted"))
+    for kind, found in conversion.found.items():
+        left = found - len(conversion.converted[kind])
+        layers.found[kind] = layers.found.get(kind, 0) + left
+    layers.left.update({prefix + name: why for name, why in conversion.left.items()})
+    spoken_of = {*conversion.left, *(n for names in conversion.converted.values() for n in names)}
+    return {prefix + name for name in spoken_of}
+
+
+def _how(kind: str, activations: ActivationsConfig) -> str:
+    """What converted modules of a kind do."""
+    if kind == "linear":
+        return multiplied(activations.forward_format, activations.backward_format)
+    if kind == "layer":
+        return "run as fused blocks"
+    return attended(activations) if kind == "attention" else grouped(activations)
+
+
+def multiplied(forward_format: str, backward_format: str) -> str:
+    """How linear layers compute, for the log."""
+    return f"multiply in {forward_format}, gradients in {backward_format}"
+
+
+def grouped(activations: ActivationsConfig) -> str:
+    """How activations are kept, for the log."""
+    return f"keep {activations.saved_format} 1x{activations.group_size}"
+
+
+def attended(activations: ActivationsConfig) -> str:
+    """How attention is kept, for the log."""
+    kept = activations.attention_format
+    if kept == "bf16":
+        return "keep BF16"
+    # by itself attention cannot recompute its inputs
+    fmt = activations.saved_format if kept == "recompute" else kept
+    return f"keep {fmt} 1x{activations.group_size}"
+
+
+def _is_linear(module: nn.Module) -> bool:
+    """Whether `module` multiplies by a matrix of its own: torch's linear layers, and other hosts'."""
+    weight = module._parameters.get("weight")
+    name = type(module).__name__
+    named = isinstance(module, nn.Linear) or name.endswith("Linear") or name == "Conv1D"
+    # ZeRO-3 has emptied the tensor and noted its shape
+    return named and weight is not None and len(getattr(weight, "ds_shape", weight.shape)) == 2
+
+
+def prepare_layers(
+    model: nn.Module, activations: ActivationsConfig, said: bool, obstacle: str | None = None
+) -> str:
+    """Has the layers of `model` do what the block says, in place; why those stay that nobody makes for COAT.
+
+    said: whether the block says something of activations; if not, layers that somebody has made for COAT
+        before stay as they were made, and others are converted all the same.
+    obstacle: why the host's config keeps a model from being converted.
+    Raises CoatConfigError for layers that somebody else told otherwise, if the block switches off layers that
+    the script asked for, and for what cannot be converted.
+    """
+    built = [(name, m) for name, m in model.named_modules() if hasattr(m, "take_activations")]
+    if built:
+        _tell(built, activations, said)
+        return "the model's own"
+    holder = holder_of(model)
+    if holder in _of_engines:
+        # of another block, perhaps
+        unconvert(holder)
+        _of_engines.discard(holder)
+        holder = None
+    if holder is not None:
+        _check_converted(conversion_of(holder).activations, activations, said)
+        return "not there when the model was converted"
+    if not activations.enabled:
+        return "coat.activations.enabled is false"
+    if obstacle is not None:
+        if said:
+            raise CoatConfigError(
+                f'coat.activations.enabled: found True, but {obstacle}. Set "activations" to false.'
+            )
+        return obstacle
+    try:
+        convert(model, activations)
+    except (ValueError, RuntimeError) as error:
+        raise CoatConfigError(
+            f'coat.activations.enabled: the model cannot be converted: {error} Or set "activations" to false.'
+        ) from error
+    if not conversion_of(model).found["linear"]:
+        # of Megatron's own layers, say, norms alone
+        unconvert(model)
+        return "of a kind that is not converted"
+    _of_engines.add(model)
+    return "not there when the model was converted"
+
+
+def undo(model: nn.Module) -> None:
+    """Gives back the layers of a model that an engine has converted.
+
+    Raises RuntimeError if somebody has put something else in their place since.
+    """
+    if model in _of_engines:
+        unconvert(model)
+        _of_engines.discard(model)
+
+
+def _tell(built: list[tuple[str, nn.Module]], activations: ActivationsConfig, said: bool) -> None:
+    """Has layers that were built for COAT do what the block says."""
+    if not activations.enabled:
+        raise CoatConfigError(
+            "coat.activations.enabled: found False, but the model was built of layers that compute in FP8 "
+            f"({built[0][0]} and {len(built) - 1} more modules). Build it with sdpa_layer_spec in place of "
+            "coat_layer_spec, or drop the key."
+        )
+    others = [(name, module) for name, module in built if said and module.activations != activations]
+    for name, module in others:
+        if module.told_by is not None:
+            key, found, wanted = _difference(module.activations, activations)
+            raise CoatConfigError(
+                f"coat.activations.{key}: found {wanted!r}, but {name} was built with {found!r}, as "
+                f"{module.told_by} says. Make them equal, or drop one of the two."
+            )
+    # what a module holds is asked by those around it
+    for _, module in reversed(others):
+        module.take_activations(activations)
+    if others:
+        set_emulation(activations.emulate)
+
+
+def _check_converted(found: ActivationsConfig, wanted: ActivationsConfig, said: bool) -> None:
+    """Raises CoatConfigError if the script has converted its model otherwise than the block says."""
+    if said and found != wanted:
+        key, has, says = _difference(found, wanted)
+        raise CoatConfigError(
+            f"coat.activations.{key}: found {says!r}, but the script has called coat_ds.convert with "
+            f"{has!r}. Make them equal, or drop one of the two."
+        )
+
+
+def _difference(found: ActivationsConfig, wanted: ActivationsConfig) -> tuple[str, object, object]:
+    """The first key in which two differ, and both values."""
+    pairs = ((f.name, getattr(found, f.name), getattr(wanted, f.name)) for f in fields(ActivationsConfig))
+    return next(pair for pair in pairs if pair[1] != pair[2])

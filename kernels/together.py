@@ -1,0 +1,240 @@
+"""Several tensors quantized in one launch, each with one scale of its own (tensorwise.py).
+
+Weights of a fused block are all there before it starts, and each is one launch to the CPU, however large it
+is. Codes are those that each tensor gets by itself.
+"""
+
+from collections.abc import Sequence
+
+import torch
+import triton
+import triton.language as tl
+
+from coat_kernels.deferred import PredictedScale
+from coat_kernels.fp8 import Fp8Format, uses_kernels
+from coat_kernels.launch import PreparedKernel, cdiv, tiling
+from coat_kernels.tensorwise import (
+    ALIGNMENT,
+    BLOCK,
+    COLUMNS_TILE,
+    CORRECTING_PROGRAMS,
+    Quantized,
+    empty_columns,
+    finite_max,
+    largest_of_maxima_reference,
+    maxima_reference,
+    quantize_tensor_reference,
+    scale_and_tiles,
+    store_words,
+    tensor_scale,
+    to_tensor_codes,
+    to_tensor_words,
+)
+
+# tensors that a launch takes at most
+SLOTS = 4
+# numbers from one slot's scale to the next: cuBLASLt takes scales that lie at multiples of 16 bytes
+APART = tl.constexpr(4)
+
+
+def rows_together_reference(
+    xs: Sequence[torch.Tensor], fmt: Fp8Format
+) -> list[tuple[Quantized, torch.Tensor]]:
+    """Each of `xs` [m, n] quantized by rows, and its largest magnitude, FP32 [1]."""
+    found = []
+    for x in xs:
+        largest = largest_of_maxima_reference(maxima_reference(x))
+        found.append((quantize_tensor_reference(x, largest, fmt), largest))
+    return found
+
+
+def columns_together_reference(
+    xs: Sequence[torch.Tensor], largest: Sequence[torch.Tensor], fmt: Fp8Format
+) -> list[Quantized]:
+    """Each of `xs` [m, n], whose largest magnitudes are `largest`, quantized by columns."""
+    pairs = zip(xs, largest, strict=True)
+    return [quantize_tensor_reference(x, most, fmt, rows=False, columns=True) for x, most in pairs]
+
+
+@triton.jit
+def of_slot(slot, a, b, c, d):
+    """That of the four scalars or pointers which belongs to `slot`."""
+    return tl.where(slot < 2, tl.where(slot == 0, a, b), tl.where(slot == 2, c, d))
+
+
+@triton.jit
+def slot_of(tile, tiles_0, tiles_1, tiles_2):
+    """The slot of a tile of all slots, one after the other, and the first tile of that slot."""
+    start_2 = tiles_0 + tiles_1
+    start_3 = start_2 + tiles_2
+    slot = (tile >= tiles_0).to(tl.int32) + (tile >= start_2).to(tl.int32) + (tile >= start_3).to(tl.int32)
+    return slot, of_slot(slot, 0, tiles_0, start_2, start_3)
+
+
+@PreparedKernel
+@triton.jit
+def rows_together_kernel(p_x_0, p_x_1, p_x_2, p_x_3, p_rows_0, p_rows_1, p_rows_2, p_rows_3,
+                         p_predicted_0, p_predicted_1, p_predicted_2, p_predicted_3,
+                         p_true, p_largest, n_0, n_1, n_2, n_3,
+                         SLOTS: tl.constexpr, CORRECTS: tl.constexpr, E5M2: tl.constexpr,
+                         BLOCK: tl.constexpr):  # fmt: skip
+    """Both launches of `Scales`. The first takes a program for each tile; CORRECTS, the second, the same
+    number for each slot. Behind the scales at `p_true`, APART, lie those used, a number a slot, and maxima of
+    all tiles."""
+    tiles_0, tiles_1 = tl.cdiv(n_0, BLOCK), tl.cdiv(n_1, BLOCK)
+    tiles_2, tiles_3 = tl.cdiv(n_2, BLOCK), tl.cdiv(n_3, BLOCK)
+    first = tl.program_id(0)
+    if CORRECTS:
+        slot = tl.program_id(1)
+        start = of_slot(slot, 0, tiles_0, tiles_0 + tiles_1, tiles_0 + tiles_1 + tiles_2)
+    else:
+        slot, start = slot_of(first, tiles_0, tiles_1, tiles_2)
+        first -= start
+    tiles = of_slot(slot, tiles_0, tiles_1, tiles_2, tiles_3)
+    p_x = of_slot(slot, p_x_0, p_x_1, p_x_2, p_x_3)
+    p_rows = of_slot(slot, p_rows_0, p_rows_1, p_rows_2, p_rows_3)
+    p_predicted = of_slot(slot, p_predicted_0, p_predicted_1, p_predicted_2, p_predicted_3)
+    n = of_slot(slot, n_0, n_1, n_2, n_3)
+    p_used = p_true + APART * SLOTS + slot
+    p_maxima = p_true + (APART + 1) * SLOTS + start
+    p_found = p_maxima if CORRECTS else None
+    scale, todo = scale_and_tiles(p_predicted, p_used, p_found, tiles, p_largest + slot,
+                                  p_true + APART * slot, tiles, E5M2)  # fmt: skip
+    for tile in range(first, todo, tl.num_programs(0)):
+        o_x = tl.cast(tile, tl.int64) * BLOCK + tl.arange(0, BLOCK)
+        b_x = tl.load(p_x + o_x, mask=o_x < n, other=0.0).to(tl.float32)
+        tl.store(p_rows + o_x, to_tensor_codes(b_x, scale, E5M2), mask=o_x < n)
+        if not CORRECTS:
+            tl.store(p_maxima + tile, finite_max(b_x))
+
+
+@PreparedKernel
+@triton.jit
+def columns_together_kernel(p_x_0, p_x_1, p_x_2, p_x_3, p_columns_0, p_columns_1, p_columns_2, p_columns_3,
+                            p_largest_0, p_largest_1, p_largest_2, p_largest_3, p_scale,
+                            m_0, m_1, m_2, m_3, n_0, n_1, n_2, n_3,
+                            ALIGNMENT: tl.constexpr, E5M2: tl.constexpr,
+                            M: tl.constexpr, N: tl.constexpr):  # fmt: skip
+    """A program for each tile; a scale for each slot at `p_scale`, APART."""
+    tiles_0, tiles_1 = tl.cdiv(m_0, M) * tl.cdiv(n_0, N), tl.cdiv(m_1, M) * tl.cdiv(n_1, N)
+    slot, start = slot_of(tl.program_id(0), tiles_0, tiles_1, tl.cdiv(m_2, M) * tl.cdiv(n_2, N))
+    tile = tl.program_id(0) - start
+    p_x = of_slot(slot, p_x_0, p_x_1, p_x_2, p_x_3)
+    p_columns = of_slot(slot, p_columns_0, p_columns_1, p_columns_2, p_columns_3)
+    p_largest = of_slot(slot, p_largest_0, p_largest_1, p_largest_2, p_largest_3)
+    m = of_slot(slot, m_0, m_1, m_2, m_3)
+    n = of_slot(slot, n_0, n_1, n_2, n_3)
+    scale = tensor_scale(tl.load(p_largest), E5M2)
+    # every program of a slot stores the same scale
+    tl.store(p_scale + APART * slot, scale)
+    across = tl.cdiv(n, N)
+    o_word = (tile // across) * (M // 4) + tl.arange(0, M // 4)
+    o_n = (tile % across) * N + tl.arange(0, N)
+    b_words = tl.zeros([M // 4, N], dtype=tl.int32)
+    for i in tl.static_range(4):
+        o_m = o_word.to(tl.int64) * 4 + i
+        m_x = (o_m[:, None] < m) & (o_n[None, :] < n)
+        b_x = tl.load(p_x + o_m[:, None] * n + o_n[None, :], mask=m_x, other=0.0).to(tl.float32)
+        b_words |= to_tensor_words(b_x, scale, E5M2) << (8 * i)
+    store_words(p_columns, b_words, o_word, o_n, n, tl.cdiv(m, ALIGNMENT) * ALIGNMENT)
+
+
+def rows_together_triton(
+    xs: Sequence[torch.Tensor], predictions: Sequence[PredictedScale], fmt: Fp8Format
+) -> list[tuple[Quantized, torch.Tensor]]:
+    """`rows_together_reference` as a kernel, with one read where the predicted scales are right."""
+    count, device, spare = len(xs), xs[0].device, SLOTS - len(xs)
+    sizes = [x.numel() for x in xs]
+    tiles = 0
+    for n in sizes:
+        tiles += cdiv(n, BLOCK)
+    rows = [torch.empty(x.shape, dtype=fmt.dtype, device=device) for x in xs]
+    # one after the other: the true scales, those used, maxima
+    numbers = torch.empty((APART.value + 1) * SLOTS + tiles, dtype=torch.float32, device=device)
+    # by itself, because it is kept for backward
+    largest = torch.empty(count, dtype=torch.float32, device=device)
+    codes = [x.view(torch.uint8) for x in rows]
+    predicted = [prediction.on(device) for prediction in predictions]
+    # slots that no program reads are like the first
+    args = (
+        *xs,
+        *xs[:1] * spare,
+        *codes,
+        *codes[:1] * spare,
+        *predicted,
+        *predicted[:1] * spare,
+        numbers,
+        largest,
+        *sizes,
+        *sizes[:1] * spare,
+    )
+    constants = {"E5M2": fmt.is_e5m2, "BLOCK": BLOCK, "num_warps": 8}
+    rows_together_kernel[(tiles,)](*args, SLOTS=SLOTS, CORRECTS=False, **constants)
+    rows_together_kernel[CORRECTING_PROGRAMS, count](*args, SLOTS=SLOTS, CORRECTS=True, **constants)
+    return [
+        (Quantized(x, None, scale), most)
+        for x, scale, most in zip(rows, _apart(numbers, count), largest.chunk(count), strict=True)
+    ]
+
+
+def _apart(numbers: torch.Tensor, count: int) -> tuple[torch.Tensor, ...]:
+    """The first `count` scales of `numbers`, FP32 [1] each."""
+    return numbers.as_strided((count, 1), (APART.value, 1)).unbind(0)
+
+
+def columns_together_triton(
+    xs: Sequence[torch.Tensor], largest: Sequence[torch.Tensor], fmt: Fp8Format
+) -> list[Quantized]:
+    """`columns_together_reference` as a kernel."""
+    device, (tile_m, tile_n), spare = xs[0].device, COLUMNS_TILE, SLOTS - len(xs)
+    tiles, columns, words, heights, widths = 0, [], [], [], []
+    for x in xs:
+        m, n = x.shape
+        down, across = tiling(m, n, tile_m, tile_n)
+        tiles += down * across
+        columns.append(empty_columns(m, n, fmt, device))
+        words.append(columns[-1].view(torch.int32))
+        heights.append(m)
+        widths.append(n)
+    scales = torch.empty(APART.value * len(xs), dtype=torch.float32, device=device)
+    columns_together_kernel[(tiles,)](
+        *xs,
+        *xs[:1] * spare,
+        *words,
+        *words[:1] * spare,
+        *largest,
+        *largest[:1] * spare,
+        scales,
+        *heights,
+        *heights[:1] * spare,
+        *widths,
+        *widths[:1] * spare,
+        ALIGNMENT=ALIGNMENT,
+        E5M2=fmt.is_e5m2,
+        M=tile_m,
+        N=tile_n,
+        num_warps=4,
+    )
+    return [
+        Quantized(None, codes, scale) for codes, scale in zip(columns, _apart(scales, len(xs)), strict=True)
+    ]
+
+
+def rows_together(
+    xs: Sequence[torch.Tensor], predictions: Sequence[PredictedScale], fmt: Fp8Format
+) -> list[tuple[Quantized, torch.Tensor]]:
+    """Each of `xs` quantized by rows, and its largest magnitude, FP32 [1].
+
+    xs: up to four, [m, n], contiguous, not empty, of one dtype and on one device. predictions: of their
+    scales, by which kernels quantize first.
+    """
+    if uses_kernels(xs[0]):
+        return rows_together_triton(xs, predictions, fmt)
+    return rows_together_reference(xs, fmt)
+
+
+def columns_together(
+    xs: Sequence[torch.Tensor], largest: Sequence[torch.Tensor], fmt: Fp8Format
+) -> list[Quantized]:
+    """Each of `xs`, as in `rows_together` with the magnitudes found there, quantized by columns."""
+    return (columns_together_triton if uses_kernels(xs[0]) else columns_together_reference)(xs, largest, fmt)

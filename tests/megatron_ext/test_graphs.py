@@ -1,0 +1,309 @@
+"""Layers replayed as CUDA graphs train as those that are launched kernel by kernel, to the bit."""
+
+import gc
+from dataclasses import replace
+
+import pytest
+import torch
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from torch.utils.checkpoint import checkpoint
+
+from coat_ds.config import ActivationsConfig
+from coat_kernels.graphs import MOST_MOVES, MOST_SHAPES, WARM_UP
+from coat_kernels.weights import invalidate_weight_caches
+from megatron_ext.blocks import GRAPHED_WORK, dense_parts, uses_graphs
+from megatron_ext.layer_specs import coat_layer_spec
+from megatron_ext.model import ModelShape, build_gpt
+from tests.megatron_ext.test_blocks import GPT, batch
+
+S, B, H, FFN, HEADS, VOCAB = 32, 2, 64, 96, 4, 64
+STEPS = 50
+
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("megatron")]
+
+
+def build(graphs, config=None, activations=None, layers=2):
+    return build_gpt(
+        ModelShape(layers, H, FFN, HEADS, 2),
+        coat_layer_spec,
+        seq_length=S,
+        vocab_size=VOCAB,
+        activations=ActivationsConfig(**{"cuda_graphs": graphs} | (activations or {})),
+        **(config or {}),
+    )
+
+
+def counts(model) -> list[int]:
+    return [layer.graphs.count for layer in model.decoder.layers]
+
+
+def step(model, optimizer, device, number: int) -> list[torch.Tensor]:
+    """The losses and gradients of one step. Steps differ in tokens, micro-batches, learning rate and in how
+    large gradients are, so that their scales change; some have a validation loss in between."""
+    found = []
+    optimizer.zero_grad()
+    for micro_batch in range(1 + number % 3):
+        generator = torch.Generator().manual_seed(100 * number + micro_batch)
+        tokens = torch.randint(0, VOCAB, (B, S), generator=generator).to(device)
+        positions = torch.arange(S, device=device).expand(B, S)
+        if number % 5 == 2:
+            with torch.no_grad():
+                found.append(model(tokens, positions, None, labels=tokens).float().mean())
+        loss = model(tokens, positions, None, labels=tokens).float().mean()
+        (loss * 8.0 ** (number % 7)).backward()
+        found.append(loss.detach())
+    found += [p.grad.clone() for p in model.parameters()]
+    for group in optimizer.param_groups:
+        group["lr"] = 1e-2 / (1 + number % 4)
+    optimizer.step()
+    return found
+
+
+@pytest.mark.parametrize(
+    "config, activations",
+    [
+        ({}, {}),
+        (GPT, {}),
+        ({}, {"weight_cache": "fp8"}),
+        ({}, {"attention_format": "sqrt8"}),
+        ({}, {"attention_format": "recompute"}),
+        ({"bf16": False}, {}),
+    ],
+    ids=["llama", "gpt", "cached", "8-bit attention", "recomputed attention", "fp32"],
+)
+def test_replays_train_as_launches_do(config, activations, device):
+    models = [build(graphs, config, activations) for graphs in (True, False)]
+    optimizers = [torch.optim.AdamW(model.parameters(), lr=1e-2) for model in models]
+    for number in range(STEPS):
+        replayed, launched = (
+            step(model, optimizer, device, number)
+            for model, optimizer in zip(models, optimizers, strict=True)
+        )
+        assert all(map(torch.equal, replayed, launched)), number
+    assert counts(models[0]) == [1, 1] and counts(models[1]) == [0, 0]
+    assert all(map(torch.equal, models[0].parameters(), models[1].parameters()))
+
+
+def test_replays_add_to_megatrons_gradients(device):
+    found = []
+    for graphs in (True, False):
+        model = build(graphs)
+        wrapped = DistributedDataParallel(
+            model.config,
+            DistributedDataParallelConfig(grad_reduce_in_fp32=True, overlap_grad_reduce=False),
+            model,
+        )
+        tokens, positions, mask = batch(device)
+        for _ in range(4):
+            wrapped.zero_grad_buffer()
+            for _ in range(2):
+                wrapped(tokens, positions, mask, labels=tokens).float().mean().backward()
+        assert counts(model) == [int(graphs)] * 2
+        found.append([p.main_grad.clone() for p in model.parameters()])
+    assert all(map(torch.equal, *found))
+
+
+def inputs(device, number=6, s=S):
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randn(s, B, H, generator=generator).bfloat16().to(device) for _ in range(number)]
+
+
+def run(layer, x):
+    x = x.clone().requires_grad_()
+    return x, layer(x, attention_mask=None)[0]
+
+
+def gradients(layer, x, y, grad, **how):
+    layer.zero_grad()
+    y.backward(grad, **how)
+    return [y.detach(), x.grad, *(p.grad for p in layer.parameters())]
+
+
+def recorded(device, **how):
+    """A layer with graphs and the same without; what it takes until there are graphs has been run."""
+    layers = [build(graphs, layers=1, **how).decoder.layers[0] for graphs in (True, False)]
+    for x in inputs(device, WARM_UP + 1):
+        gradients(layers[0], *run(layers[0], x), x)
+    assert layers[0].graphs.count == 1
+    return layers
+
+
+def test_forwards_under_way_at_a_time(device):
+    """The second is launched, unless the model says that several wait for their backwards."""
+    for under_way in (1, 2):
+        layer, plain = recorded(device)
+        layer.config.pipeline_model_parallel_size = under_way
+        a, b, *_ = inputs(device)
+        first, second = run(layer, a), run(layer, b)
+        assert type(first[1].grad_fn).__name__ == "_ReplayBackward"
+        assert (type(second[1].grad_fn).__name__ == "_ReplayBackward") == (under_way == 2)
+        # not in the order of the forwards
+        found = gradients(layer, *second, a) + gradients(layer, *first, b)
+        expected = gradients(plain, *run(plain, b), a) + gradients(plain, *run(plain, a), b)
+        assert all(map(torch.equal, found, expected))
+        assert layer.graphs.count == under_way
+
+
+@pytest.mark.parametrize("order", ["1F1B", "two shapes", "two stacks"])
+def test_nothing_that_waits_for_its_backward_is_overwritten(order, device):
+    """Layers in a row, of which several forwards are under way: as in a pipeline, with sequences of two
+    lengths at once, and as two models that take turns, of which the second was not there at first."""
+    stacks = []
+    for graphs in (True, False):
+        layers = [layer for _ in range(2) for layer in build(graphs, layers=2).decoder.layers]
+        for layer in layers:
+            layer.config.pipeline_model_parallel_size = 2 if order == "1F1B" else 1
+        stacks.append((layers[:2], layers[2:]) if order == "two stacks" else (layers, layers))
+    lengths = (16, 32) if order == "two shapes" else (32, 32)
+    found = []
+    for first, second in stacks:
+        for layer in (*first, *second):
+            layer.zero_grad()
+        results, waiting = [], []
+        for step in range(12):
+            for stack, s in zip((first, second), lengths, strict=True):
+                if order == "two stacks" and step < 4 and stack is second:
+                    continue
+                x = inputs(device, step + 1, s)[-1].requires_grad_()
+                y = x
+                for layer in stack:
+                    y = layer(y, attention_mask=None)[0]
+                waiting.append((x, y))
+                # the backward of the forward before the last
+                if order == "1F1B" and len(waiting) == 2:
+                    x, y = waiting.pop(0)
+                    y.backward(torch.ones_like(y))
+                    results += [y.detach(), x.grad]
+            if order != "1F1B":
+                # of the first forward first
+                for x, y in waiting:
+                    y.backward(torch.ones_like(y))
+                    results += [y.detach(), x.grad]
+                waiting.clear()
+        found.append(results + [p.grad for layer in (*first, *second) for p in layer.parameters()])
+        if first[0].graphs.count:
+            replayed = [layer.graphs.count for layer in (*first, *second)]
+    assert all(map(torch.equal, *found))
+    assert min(replayed) > 0
+
+
+def test_a_forward_without_a_backward(device):
+    layer, plain = recorded(device)
+    a, b, *_ = inputs(device)
+    dropped = run(layer, a)
+    del dropped
+    found = gradients(layer, *run(layer, b), a)
+    assert all(map(torch.equal, found, gradients(plain, *run(plain, b), a)))
+    assert layer.graphs.count == 1
+
+
+def test_a_second_backward(device):
+    layer, plain = recorded(device)
+    a, b, *_ = inputs(device)
+    x, y = run(layer, a)
+    y.backward(b, retain_graph=True)
+    other = run(layer, b)
+    assert type(other[1].grad_fn).__name__ != "_ReplayBackward"
+    x.grad = None
+    assert all(map(torch.equal, gradients(layer, x, y, b), gradients(plain, *run(plain, a), b)))
+    with pytest.raises(RuntimeError, match="retain_graph"):
+        y.backward(b)
+
+
+def test_weights_changed_before_the_backward(device):
+    layer, _ = recorded(device)
+    x, *_ = inputs(device)
+    for parameter in layer.parameters():
+        leaf, y = run(layer, x)
+        assert type(y.grad_fn).__name__ == "_ReplayBackward"
+        with torch.no_grad():
+            parameter.add_(1)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            y.backward(x)
+        # the forward waits for its backward as long as anybody could call it
+        del leaf, y
+        gc.collect()
+
+
+def test_results_are_the_callers(device):
+    """Outputs and gradients that somebody keeps are not what the next replay writes."""
+    layer, _ = recorded(device)
+    kept, copies = [], []
+    for x in inputs(device):
+        kept += gradients(layer, *run(layer, x), x)
+        copies += [t.clone() for t in kept[len(copies) :]]
+    assert all(map(torch.equal, kept, copies))
+
+
+def test_weights_that_move_are_recorded_again(device):
+    layer, plain = recorded(device)
+    for move in range(MOST_MOVES + 1):
+        for p in layer.parameters():
+            p.data = p.data.clone()
+        for x in inputs(device, WARM_UP + 1):
+            found = gradients(layer, *run(layer, x), x)
+            assert all(map(torch.equal, found, gradients(plain, *run(plain, x), x)))
+        assert layer.graphs.count == (move < MOST_MOVES)
+
+
+def test_a_graph_of_each_shape_up_to_a_limit(device):
+    layer, plain = (build(graphs, layers=1).decoder.layers[0] for graphs in (True, False))
+    for s in range(16, 16 * (MOST_SHAPES + 2), 16):
+        for x in inputs(device, WARM_UP + 1, s):
+            found = gradients(layer, *run(layer, x), x)
+            assert all(map(torch.equal, found, gradients(plain, *run(plain, x), x)))
+    assert layer.graphs.count == MOST_SHAPES
+
+
+def test_weights_written_behind_a_cache(device):
+    """A replay reads new codes, wherever they were made from."""
+    layer, plain = recorded(device, activations={"weight_cache": "fp8"})
+    x, *_ = inputs(device)
+    for a, b in zip(layer.parameters(), plain.parameters(), strict=True):
+        a.data.mul_(-3)
+        b.data.mul_(-3)
+    invalidate_weight_caches()
+    found = gradients(layer, *run(layer, x), x)
+    assert all(map(torch.equal, found, gradients(plain, *run(plain, x), x)))
+    assert layer.graphs.count == 1
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_what_is_recomputed_is_launched(reentrant, device):
+    layer, plain = (build(graphs, layers=1).decoder.layers[0] for graphs in (True, False))
+    for x in inputs(device):
+        leaf = x.clone().requires_grad_()
+        y = checkpoint(lambda h: layer(h, attention_mask=None)[0], leaf, use_reentrant=reentrant)
+        found = gradients(layer, leaf, y, x)
+        assert all(map(torch.equal, found, gradients(plain, *run(plain, x), x)))
+    assert layer.graphs.count == 0
+
+
+def test_where_graphs_are_taken_by_themselves(device):
+    layer = build("auto", layers=1).decoder.layers[0]
+    parts = dense_parts(layer)
+    numel = sum(linear.weight.numel() for linear in parts.linears)
+    tokens = int(GRAPHED_WORK) // numel
+    x = torch.empty(1, device=device)
+    assert uses_graphs(parts, x.expand(tokens, 1, H))
+    assert not uses_graphs(parts, x.expand(tokens + 1, 1, H))
+    for unusual in ({"attention_dropout": 0.1}, {"activations": {"cuda_graphs": False}}):
+        how = {"activations": unusual.pop("activations", None), "config": unusual}
+        assert not uses_graphs(
+            dense_parts(build("auto", layers=1, **how).decoder.layers[0]), x[:, None, None]
+        )
+    parts.attention.core_attention.register_forward_hook(lambda *_: None)
+    assert not uses_graphs(parts, x[:, None, None])
+
+
+def test_other_options_are_recorded_anew(device):
+    """As by an engine's block, after layers have run."""
+    layer, plain = recorded(device)
+    for one in (layer, plain):
+        for module in reversed(list(one.modules())):
+            if hasattr(module, "take_activations"):
+                module.take_activations(replace(module.activations, group_size=32, saved_format="e4m3"))
+    for x in inputs(device, WARM_UP + 2):
+        found = gradients(layer, *run(layer, x), x)
+        assert all(map(torch.equal, found, gradients(plain, *run(plain, x), x)))
+    assert layer.graphs.count == 1

@@ -1,0 +1,193 @@
+"""The block's `activations` in layers that a script built before the engine, and what is said of them."""
+
+import json
+import logging
+import os
+import warnings
+from unittest import mock
+
+import pytest
+import torch
+
+import coat_ds
+from coat_ds import CoatConfigError
+from coat_ds.config import ActivationsConfig
+from coat_ds.model_layers import prepare_layers
+from tests.util import run_distributed
+
+S, VOCAB = 32, 64
+OTHER = {"backward_format": "e4m3", "saved_format": "e4m3", "attention_format": "sqrt8", "group_size": 32}
+RECOMPUTE = {"attention_format": "recompute", "weight_cache": "fp8", "fast_accumulation": "none"}
+DENSE = {"num_layers": 2, "hidden_size": 64, "ffn_hidden_size": 128, "num_attention_heads": 4}
+EXPERTS = {
+    **DENSE,
+    "num_moe_experts": 2,
+    "moe_router_topk": 1,
+    "moe_router_pre_softmax": True,
+    "moe_layer_freq": [0, 1],
+}
+
+
+def gpt(told=None, **sizes):
+    """A model as a script of the user's builds it, which knows nothing of the block."""
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+    from megatron.core.transformer import TransformerConfig
+
+    from megatron_ext.layer_specs import coat_layer_spec
+    from megatron_ext.settings import set_activations
+
+    torch.manual_seed(0)
+    model_parallel_cuda_manual_seed(0)
+    config = TransformerConfig(
+        **(sizes or DENSE),
+        normalization="RMSNorm",
+        gated_linear_unit=True,
+        activation_func=torch.nn.functional.silu,
+        add_bias_linear=False,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        use_cpu_initialization=True,
+        bf16=True,
+        params_dtype=torch.bfloat16,
+        masked_softmax_fusion=False,
+    )
+    if told is not None:
+        set_activations(config, ActivationsConfig(**told))
+    options = {"vocab_size": VOCAB, "max_sequence_length": S, "position_embedding_type": "rope"}
+    return GPTModel(config, coat_layer_spec, **options).bfloat16()
+
+
+def gradients(model):
+    tokens = torch.randint(0, VOCAB, (2, S), generator=torch.Generator().manual_seed(1))
+    loss = model(tokens, torch.arange(S).expand(2, S), None, labels=tokens).mean()
+    loss.backward()
+    return [loss.detach(), *(p.grad for p in model.parameters() if p.grad is not None)]
+
+
+def engine_of(model, **block):
+    config = {
+        "train_batch_size": 1,
+        "bf16": {"enabled": True},
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "betas": [0.9, 0.95]}},
+        "coat": {"enabled": True, "report": False, **block},
+    }
+    return coat_ds.initialize(model=model, config=config)[0]
+
+
+def refused(model, **block):
+    try:
+        engine_of(model, **block)
+    except CoatConfigError as error:
+        return str(error)
+
+
+def work(folder):
+    warnings.simplefilter("ignore")
+    import deepspeed
+    from deepspeed.utils import logger
+
+    from megatron_ext import cpu, layer_specs, model
+    from megatron_ext.options import VARIABLE
+
+    cpu.enable()
+    deepspeed.init_distributed("gloo")
+    model.initialize_model_parallel()
+    lines, handler = [], logging.Handler(logging.INFO)
+    handler.emit = lambda record: lines.append((record.levelname, record.getMessage()))
+    logger.addHandler(handler)
+    out = {}
+    for name, sizes in (("dense", DENSE), ("experts", EXPERTS)):
+        for number, wanted in enumerate((OTHER, RECOMPUTE)):
+            reached, built, default = gpt(**sizes), gpt(wanted, **sizes), gpt(**sizes)
+            prepare_layers(reached, ActivationsConfig(**wanted), said=True)
+            grads = [gradients(m) for m in (reached, built, default)]
+            equal = [[torch.equal(a, b) for a, b in zip(grads[0], g, strict=True)] for g in grads[1:]]
+            out[name, number] = all(equal[0]), all(equal[1])
+
+    lines.clear()
+    out["engine"] = engine_of(gpt(), activations=OTHER).coat
+    out["engine"] = out["engine"].layers, str(out["engine"])
+    out["lines"] = [line for line in lines if "COAT:" in line[1]]
+    out["silent block"] = engine_of(gpt(OTHER)).coat.layers
+    out["told the same"] = engine_of(gpt(OTHER), activations=OTHER).coat.layers
+    out["told otherwise"] = refused(gpt(OTHER), activations={"saved_format": "sqrt8"})
+    out["switched off"] = refused(gpt(), activations=False)
+    path = os.path.join(folder, "coat.json")
+    with open(path, "w") as file:
+        json.dump({"coat": {"enabled": True, "activations": {"backward_format": "e4m3"}}}, file)
+    with mock.patch.dict(os.environ, {VARIABLE: path}):
+        out["file"] = refused(gpt(), activations={"backward_format": "e5m2"})
+        out["file, silent block"] = engine_of(gpt()).coat.layers
+
+    with mock.patch.object(layer_specs, "coat_layer_spec", layer_specs.sdpa_layer_spec):
+        lines.clear()
+        out["nothing"] = engine_of(gpt()).coat.layers
+        out["warned"] = [text for level, text in lines if level == "WARNING" and "coat.activations" in text]
+        out["required"] = refused(gpt(), require=True)
+        lines.clear()
+        out["not asked for"] = engine_of(gpt(), activations=False, require=True).coat
+        out["not asked for"] = str(out["not asked for"]), [text for level, text in lines if level != "INFO"]
+    return out
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory):
+    return run_distributed(work, 1, str(tmp_path_factory.mktemp("reach")))[0]
+
+
+@pytest.mark.parametrize("model", ["dense", "experts"])
+@pytest.mark.parametrize("wanted", [0, 1])
+def test_layers_do_what_they_would_if_they_had_been_built_so(found, model, wanted):
+    as_built, as_default = found[model, wanted]
+    assert as_built and not as_default
+
+
+def test_engine_says_what_layers_are(found):
+    layers, said = found["engine"]
+    assert layers.count("linear") == (8, 9) and layers.made == {
+        "linear": {"multiply in e4m3, gradients in e4m3": 8},
+        "norm": {"keep e4m3 1x32": 4},
+        "feed_forward": {"keep e4m3 1x32": 2},
+        "attention": {"keep sqrt8 1x32": 2},
+    }
+    assert layers.left == {"output_layer": "the model's own"}
+    assert "8 of 9 linear layers in FP8; 8 linear layers multiply in e4m3, gradients in e4m3" in said
+    assert "left as they are 1 (output_layer): the model's own" in said
+    ((level, line),) = found["lines"]
+    assert level == "INFO" and line.endswith(said)
+
+
+def test_a_block_that_says_nothing_leaves_layers_as_they_were_told(found):
+    assert found["silent block"] == found["told the same"] == found["engine"][0]
+    linears = found["file, silent block"].made["linear"]
+    assert linears == {"multiply in e4m3, gradients in e4m3": 8}
+
+
+@pytest.mark.parametrize(
+    "case, words",
+    [
+        ("told otherwise", ["coat.activations.group_size: found 16", "built with 32", "set_activations()"]),
+        (
+            "file",
+            [
+                "coat.activations.backward_format: found 'e5m2'",
+                "built with 'e4m3'",
+                "COAT_CONFIG=",
+                "coat.json",
+            ],
+        ),
+        ("switched off", ["coat.activations.enabled: found False", "sdpa_layer_spec"]),
+        ("required", ["coat.activations.enabled: found True", "0 of 9 linear layers in FP8", '"require"']),
+    ],
+)
+def test_conflicts_name_both_values(found, case, words):
+    assert all(word in found[case] for word in words), found[case]
+
+
+def test_no_layer_in_fp8_is_a_warning(found):
+    assert found["nothing"].count("linear") == (0, 9) and not found["nothing"].made
+    (line,) = found["warned"]
+    assert "0 of 9 linear layers in FP8" in line and '"activations" to false' in line
+    said, warnings = found["not asked for"]
+    assert "linear" not in said and not warnings
