@@ -122,14 +122,15 @@ def _forwards(model: nn.Module, conversion: Conversion, may: Callable) -> Iterat
         built, reason = _BUILDERS[kind](module, activations, projections)
         if built is None and reason is None:
             continue
+        if kind in ("gated", "experts"):
+            # which calls its activation, or what has replaced it does not
+            taken.update(id(m) for m in module.children() if _looks_elementwise(m))
         barred = stays.get(id(module)) or (None if may(name, module) else "the filter")
         if barred is not None:
             conversion.leave(_COUNTED.get(kind, kind), name, barred)
         elif built is not None:
             _require_dtype(name, module)
             conversion.take(built.kind, name)
-            if isinstance(built, Fp8GatedFeedForward | experts.Fp8Experts):
-                taken.update(id(m) for m in module.modules() if not m._modules and not m._parameters)
             if isinstance(built, experts.Fp8Experts):
                 conversion.take("linear", name)
             yield built
@@ -154,9 +155,14 @@ def _kind_of(module: nn.Module) -> str | None:
             return "norm"
     elif children and not parameters:
         return "gated"
-    elif not children and not parameters and not module._buffers and "Dropout" not in type(module).__name__:
+    elif _looks_elementwise(module):
         return "activation"
     return None
+
+
+def _looks_elementwise(module: nn.Module) -> bool:
+    empty = not (module._modules or module._parameters or module._buffers)
+    return empty and "Dropout" not in type(module).__name__
 
 
 def _what_stays(model: nn.Module) -> dict[int, str]:
@@ -232,7 +238,11 @@ def _build_norm(module, activations, projections):
 
 def _build_gated(module, activations, projections):
     form = probe.gated_form(module)
-    return (None if form is None else Fp8GatedFeedForward(module, activations, form)), None
+    if form is not None:
+        return Fp8GatedFeedForward(module, activations, form), None
+    if "forward" in module.__dict__ and any(map(_looks_elementwise, module.children())):
+        return None, "its forward was replaced by one that computes something else"
+    return None, None
 
 
 def _build_activation(module, activations, projections):
