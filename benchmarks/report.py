@@ -70,6 +70,7 @@ SECTIONS = [
         "`launch/pretrain_gpt.py --compare`, 200 steps; before the layers were rebuilt.",
     ),
     Section("layer", "A decoder layer"),
+    Section("models", "Models of transformers, converted"),
     Section("step", "Where a step goes"),
     Section("host", "The host's part of a layer"),
     Section("main_grad", "Weight gradients in FP32"),
