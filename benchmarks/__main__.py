@@ -16,13 +16,16 @@ from benchmarks import (  # noqa: F401  (they register themselves)
     layer,
     main_grad,
     megatron_step,
+    models,
     numerics,
     parallel,
     recompute,
     report,
     state_error,
+    state_loop,
     step,
     train,
+    trainer,
     zero,
 )
 from benchmarks.harness import BENCHMARKS, Table

@@ -52,8 +52,9 @@ def _peer(module: str, name: str, **more) -> Callable:
 
 
 FP32, BF16 = torch.float32, torch.bfloat16
-# two codes, and twice five bytes of metadata a group, read and written
-STATES = 2 * (2 + 2 * 5 / 128)
+# two codes, and nine bytes of metadata a group, read and written; the paper's have ten
+STATES, EXPANDED_STATES = 2 * (2 + 9 / 128), 2 * (2 + 10 / 128)
+EXPANDED = {"exp_avg_format": "fp8_expanded", "exp_avg_sq_format": "fp8_expanded"}
 
 
 class Case(NamedTuple):
@@ -70,11 +71,16 @@ def cases() -> dict[str, Case]:
     scale = {"grad_scale": torch.ones(1, device="cuda")}
     return {
         "ours": Case(ours, FP32, FP32, 8 + 4 + STATES),
-        "ours, log8 stochastic": Case(
-            functools.partial(ours, exp_avg_sq_format="log8", exp_avg_sq_rounding="stochastic"),
+        # as beta2 0.999 has it
+        "ours, dithered": Case(
+            functools.partial(ours, exp_avg_sq_rounding="stochastic"), FP32, FP32, 8 + 4 + STATES
+        ),
+        "ours, expanded": Case(functools.partial(ours, **EXPANDED), FP32, FP32, 8 + 4 + EXPANDED_STATES),
+        "ours, expanded, log8 dithered": Case(
+            functools.partial(ours, exp_avg_format="fp8_expanded", exp_avg_sq_rounding="stochastic"),
             FP32,
             FP32,
-            8 + 4 + STATES,
+            8 + 4 + EXPANDED_STATES,
         ),
         "ours, BF16 gradient": Case(ours, FP32, BF16, 8 + 2 + STATES),
         "ours, gradient scale": Case(ours, FP32, FP32, 8 + 4 + STATES, scale),

@@ -50,6 +50,18 @@ CHANGES = {"bf16-to-coat": (BF16, "coat"), "coat-to-bf16": ("coat", BF16)}
 # the most telling first, should there be time for some only
 RUNS = [f"{variant}-seed{seed}" for seed in (1, 2, 3) for variant in (BF16, "coat")]
 RUNS += [f"{kind}-seed1" for kind in (*list(VARIANTS)[2:], *CHANGES)]
+# what moments are stored in, activations in BF16: asked for by name, with beta2 0.95 and with 0.999
+_STORED = {
+    "coat-optimizer": {},
+    "coat-optimizer-paper": {"exp_avg_format": "fp8_expanded", "exp_avg_sq_format": "fp8_expanded"},
+    "coat-optimizer-fp32": {"exp_avg_format": "fp32", "exp_avg_sq_format": "fp32"},
+}
+LONG_MEMORY, LONG_BETAS = "-beta2-0.999", (0.9, 0.999)
+VARIANTS |= {
+    name + memory: System({"optimizer": formats, "activations": {"enabled": False}})
+    for name, formats in _STORED.items()
+    for memory in ("", LONG_MEMORY)
+}
 VALIDATIONS = 10
 # steps between two looks at the losses, for which the host has to wait
 LOOK = 20
@@ -146,7 +158,8 @@ def host_config(variant: str, recipe: Recipe, micro_batch: int) -> dict:
     from coat_ds import CoatConfig
     from launch.pretrain_gpt import use_torch_adamw
 
-    params = {"lr": recipe.lr, "betas": list(BETAS), "eps": EPS, "weight_decay": WEIGHT_DECAY}
+    betas = LONG_BETAS if variant.endswith(LONG_MEMORY) else BETAS
+    params = {"lr": recipe.lr, "betas": list(betas), "eps": EPS, "weight_decay": WEIGHT_DECAY}
     config = {
         "train_micro_batch_size_per_gpu": micro_batch,
         "train_batch_size": recipe.batch,
@@ -446,11 +459,12 @@ def converge(arguments, table: Table) -> None:
     """The 125M model on the text of installed packages: BF16 over seeds, COAT over seeds and in parts.
 
     12 layers, h 768, sequence 1024, 64 sequences a step, byte-pair tokenizer of 32,768 trained on the spot,
-    files held out by the hash of their content. AdamW 0.9, 0.95, weight decay 0.1 of matrices, clip 1.0, peak
-    6e-4 after a tenth of the steps, cosine to a tenth; BF16 weights and FP32 masters under ZeRO-1, on one
-    GPU. A seed decides weights and the order of the data. Runs with the same data and recipe that are
-    complete in benchmarks/results, beside --output or in --work are not made again; --minutes stops in the
-    middle of one, and the next call with the same --work goes on there, to the same bits. Columns:
+    files held out by the hash of their content. AdamW 0.9, 0.95, or 0.999 in runs named so, weight decay
+    0.1 of matrices, clip 1.0, peak 6e-4 after a tenth of the steps, cosine to a tenth; BF16 weights and
+    FP32 masters under ZeRO-1, on one GPU. A seed decides weights and the order of the data. Runs with the
+    same data and recipe that are complete in benchmarks/results, beside --output or in --work are not made
+    again; --minutes stops in the middle of one, and the next call with the same --work goes on there, to
+    the same bits. Columns:
     - val_loss_start, val_loss: of 512 held-out sequences, nats per token, by the layers that were trained;
     - to_bf16_mean, to_bf16_same_seed: relative distance to BF16's mean, and to BF16 of that seed;
     - train_s: without validations, with compiling kernels; tokens_per_s: median over twenty steps at a time,

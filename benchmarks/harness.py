@@ -25,7 +25,15 @@ class Benchmark(NamedTuple):
 
 
 # beside torch
-PACKAGES = ("triton", "deepspeed", "megatron-core", "transformer-engine", "torchao")
+PACKAGES = (
+    "triton",
+    "deepspeed",
+    "megatron-core",
+    "transformer-engine",
+    "torchao",
+    "transformers",
+    "liger-kernel",
+)
 BENCHMARKS: dict[str, Benchmark] = {}
 RESULTS = Path(__file__).parent / "results"
 

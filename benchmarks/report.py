@@ -79,6 +79,7 @@ SECTIONS = [
     Section("adamw", "The optimizer's step"),
     Section("adamw_cpu", "The optimizer's step on a CPU"),
     Section("state_error", "Errors of stored moments", where={"kind": "all"}),
+    Section("state_loop", "Errors of stored moments over many steps", where={"kind": "all"}),
     Section("numerics", "Errors of a layer"),
 ]
 NOT_MEASURED = (

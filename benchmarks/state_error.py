@@ -22,7 +22,7 @@ import torch
 
 from benchmarks.harness import Table, benchmark
 from benchmarks.training import BETAS, EPS, LARGE, SMALL, one_process, train_gpt
-from coat_kernels.codecs import expanded, get_codec
+from coat_kernels.codecs import Stored, expanded, get_codec
 
 GROUP_SIZE = 128
 PLAIN = ("fp8", "fp8")
@@ -36,6 +36,7 @@ PAIRS = (
     ("fp8_expanded", "fp8_expanded_e5m2"),
     ("fp8_expanded_e5m2", "fp8_expanded_e5m2"),
     ("fp8_expanded", "log8"),
+    ("ratio8", "log8"),
     ("fp8_expanded", "fp32"),
     ("fp32", "fp8_expanded"),
     ("fp32", "log8"),
@@ -78,12 +79,15 @@ def moments_of(model: torch.nn.Module, optimizer: torch.optim.Optimizer, steps: 
     ]
 
 
-def round_trip(name: str, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """`x` as the codec gives it back, and the k of its groups but those of zeros; empty if it has none."""
+def round_trip(
+    name: str, x: torch.Tensor, beside: Stored | None = None
+) -> tuple[torch.Tensor, torch.Tensor, Stored]:
+    """`x` as the codec gives it back, the k of its groups but those of zeros, empty if it has none, and what
+    is stored. beside: the second moment, if `x` is a first one."""
     codec = get_codec(name)
-    storage = codec.encode(x, GROUP_SIZE)
+    storage = codec.encode(x, GROUP_SIZE, beside=beside)
     k = storage.exponent[storage.scale > 0].float() / 16 if codec in expanded.CODECS else x.new_empty(0)
-    return codec.decode(storage, GROUP_SIZE), k
+    return codec.decode(storage, GROUP_SIZE, beside), k, Stored(codec, storage)
 
 
 class Tally:
@@ -113,7 +117,8 @@ def measure_pair(moments: list[Moments], pair: tuple[str, str]) -> Iterator[tupl
     """Kind and measures, for each kind of tensor and for all together."""
     tallies: dict[str, Tally] = defaultdict(Tally)
     for entry in moments:
-        (m, _), (v, k) = (round_trip(f, x) for f, x in zip(pair, entry[1:3], strict=True))
+        v, k, second = round_trip(pair[1], entry.exp_avg_sq)
+        m, *_ = round_trip(pair[0], entry.exp_avg, second)
         kept = (round_trip(PLAIN[1], entry.exp_avg_sq)[0] > 0) | (entry.exp_avg_sq == 0)
         expected, actual = entry.update(*entry[1:3]), entry.update(m, v)
         for kind in (entry.kind, "all"):

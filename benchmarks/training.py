@@ -1,7 +1,7 @@
 """A GPT of megatron-core that learns real text in this process: where realistic tensors come from."""
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
@@ -89,10 +89,16 @@ def loss_of(model: torch.nn.Module, batch: tuple[torch.Tensor, ...]) -> torch.Te
     return model(tokens, positions, None, labels=labels).mean()
 
 
-def train_gpt(setting: Setting, steps: int, seed: int = 1234) -> Trained:
+def train_gpt(
+    setting: Setting,
+    steps: int,
+    seed: int = 1234,
+    look: Callable[[torch.nn.Module, int], None] | None = None,
+) -> Trained:
     """Trains in FP32, with FP32 moments, on the standard library's sources.
 
-    The seed decides weights, the order of the text and what of it is held out.
+    The seed decides weights, the order of the text and what of it is held out. `look` is called before each
+    step, counted from 1, with the model and its clipped gradients.
     """
     from megatron_ext import layer_specs
     from megatron_ext.model import build_gpt, load_shape
@@ -116,6 +122,8 @@ def train_gpt(setting: Setting, steps: int, seed: int = 1234) -> Trained:
         optimizer.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        if look is not None:
+            look(model, step + 1)
         optimizer.step()
         schedule.step()
         if step % max(1, steps // 10) == 0 or step == steps - 1:

@@ -1,4 +1,4 @@
-"""COAT for DeepSpeed: AdamW whose moments are stored in FP8, switched on by a block of the JSON config.
+"""COAT for DeepSpeed: AdamW whose moments take eight bits each, switched on by a block of the JSON config.
 
 Importing this package imports neither DeepSpeed nor torch; its names are imported when they are used.
 """

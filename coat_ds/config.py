@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any, ClassVar, Self
 
-from coat_kernels.codecs import CODECS, SIGNED_CODECS
+from coat_kernels.codecs import CODECS, SIGNED_CODECS, first_codec
 from coat_kernels.fp8 import E4M3, E5M2
 from coat_kernels.groups import DEFAULT_FORMAT, GROUP_FORMATS
 from coat_kernels.saved import GROUP_SIZES as CHECKPOINT_GROUP_SIZES
@@ -23,6 +23,7 @@ ATTENTION_FORMATS = ("bf16", *GROUP_FORMATS, "recompute")
 FAST_ACCUMULATION = ("forward", "all", "none")
 BF16_PARAMS = ("exact", "stochastic", "nearest")
 CHECKPOINT_LAYOUTS = ("stock", "compressed")
+EXP_AVG_FORMATS = ("auto", *SIGNED_CODECS)
 ROUNDINGS = ("auto", "nearest", "stochastic")
 KEEP_FP32 = ("*norm*", "*bias*")
 OTHER_NAMES = {
@@ -59,6 +60,18 @@ def check_choice(key: str, value: Any, choices: tuple) -> None:
         raise CoatConfigError(
             f"{key}: expected {kind}one of {listed}; found {value!r}."
             + (f" {AUTO}" if value == "auto" else did_you_mean(value, choices))
+        )
+
+
+def check_pair(key: str, exp_avg_format: str, exp_avg_sq_format: str) -> None:
+    """Raises CoatConfigError for two known formats that do not go together; `key` is put before each name."""
+    first = first_codec(exp_avg_format, CODECS[exp_avg_sq_format])
+    if not first.stands_beside(CODECS[exp_avg_sq_format]):
+        seconds = [name for name, codec in CODECS.items() if first.stands_beside(codec)]
+        raise CoatConfigError(
+            f"{key}exp_avg_format: {exp_avg_format!r} is relative to a second moment in "
+            f"{' or '.join(map(repr, seconds))}; found {key}exp_avg_sq_format {exp_avg_sq_format!r}. "
+            f"Take exp_avg_sq_format {seconds[0]!r}, or another exp_avg_format."
         )
 
 
@@ -145,11 +158,12 @@ class OptimizerConfig(_Block):
     enabled: bool = True
     """Build `CoatAdamW` from the `"optimizer"` section. False leaves the optimizer to DeepSpeed."""
 
-    exp_avg_format: str = _choice("fp8_expanded", SIGNED_CODECS)
-    """Storage format of the first moment, by name (`coat_kernels.codecs.SIGNED_CODECS`)."""
+    exp_avg_format: str = _choice("auto", EXP_AVG_FORMATS)
+    """Storage format of the first moment. "auto": "ratio8", its ratio to the root of the second, where that
+    is stored as "log8"; else "fp8_expanded"."""
 
-    exp_avg_sq_format: str = _choice("fp8_expanded", CODECS)
-    """Storage format of the second moment, by name."""
+    exp_avg_sq_format: str = _choice("log8", CODECS)
+    """Storage format of the second moment. "fp8_expanded" is the paper's, of both moments."""
 
     exp_avg_sq_rounding: str = _choice("auto", ROUNDINGS)
     """How the second moment is rounded. "auto": "log8" stochastically where beta2 is above 63/64, since it
@@ -173,11 +187,16 @@ class OptimizerConfig(_Block):
     """What checkpoints hold. "stock": FP32 moments, as stock AdamW's do, which reads them. "compressed": the
     codes, a quarter of the bytes, which are read where `coat_ds` is installed."""
 
+    def __post_init__(self):
+        # a dataclass with slots is made anew, after which `super()` without arguments finds the old one
+        _Block.__post_init__(self)
+        check_pair(f"{self.KEY}.", self.exp_avg_format, self.exp_avg_sq_format)
+
 
 @dataclass(frozen=True, slots=True)
 class ActivationsConfig(_Block):
-    """How the layers save activations and in which formats they multiply. True or false may stand for the
-    object."""
+    """How layers save activations and in which formats they multiply: Megatron's under the layer spec, and
+    those that `coat_ds.convert` finds. True or false may stand for the object."""
 
     KEY: ClassVar[str] = "coat.activations"
 
@@ -205,8 +224,8 @@ class ActivationsConfig(_Block):
 
     weight_cache: str = _choice("none", WEIGHT_CACHES)
     """What is kept of quantized weights over the micro-batches of a step: nothing, their "scale", or "fp8",
-    two bytes a parameter, which saves quantizing them again. Who writes a weight through `.data` between
-    steps calls `coat_kernels.weights.invalidate_weight_caches()`."""
+    two bytes a parameter, which saves quantizing them again; of frozen ones, for good. Who writes a weight
+    through `.data` between steps calls `coat_kernels.weights.invalidate_weight_caches()`."""
 
     fast_accumulation: str = _choice("forward", FAST_ACCUMULATION)
     """Which FP8 products Hopper's tensor cores sum with fewer bits: the "forward" ones, "all" or "none". The
@@ -218,7 +237,8 @@ class ActivationsConfig(_Block):
     ZeRO-3, where weights move, nor with dropout or while activations are recomputed."""
 
     fallback: bool = False
-    """Keep a linear layer whose sizes FP8 products cannot take in BF16. False makes it an error."""
+    """Keep a linear layer whose sizes FP8 products cannot take in BF16. False makes it an error.
+    `coat_ds.convert` always keeps them."""
 
     emulate: bool = False
     """On a GPU without FP8, compute with the reference arithmetic: slow, and for looking only."""
@@ -273,7 +293,7 @@ class CoatConfig(_Block):
     otherwise is a warning."""
 
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
-    """FP8 optimizer states."""
+    """8-bit optimizer states."""
 
     activations: ActivationsConfig = field(default_factory=ActivationsConfig)
     """FP8 saved activations and FP8 linear layers."""

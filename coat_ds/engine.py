@@ -16,7 +16,7 @@ from coat_ds.layer_units import LayerUnits
 from coat_ds.model_layers import layers_of, prepare_layers, undo
 from coat_ds.module_hooks import lighten_module_hooks
 from coat_ds.narrow_grad import keep_gradients_narrow
-from coat_ds.optimizer import LAYOUT, CoatAdamW, keeps_fp32, layout_table
+from coat_ds.optimizer import LAYOUT, CoatAdamW, codec_of, keeps_fp32, layout_table
 from coat_ds.partitions import link_partitions
 from coat_ds.report import report_compressed, report_saved
 from coat_ds.stage0 import translate_checkpoints
@@ -364,7 +364,7 @@ def _layout(optimizer: CoatAdamW, names: Mapping[torch.Tensor, str]) -> str:
     def codec(p, group, moment):
         # ZeRO-3 has emptied the tensor and noted its size
         kept = optimizer.keeps(p, group, getattr(p, "ds_numel", p.numel()))
-        return get_codec("fp32" if kept else group[f"{moment}_format"])
+        return get_codec("fp32") if kept else codec_of(group, moment)
 
     return layout_table(
         (

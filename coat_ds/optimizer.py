@@ -1,4 +1,4 @@
-"""AdamW whose moments are stored in FP8 with dynamic range expansion."""
+"""AdamW whose moments are stored in eight bits each."""
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Sequence
@@ -14,16 +14,18 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from coat_ds.config import (
     BF16_PARAMS,
     CHECKPOINT_LAYOUTS,
+    EXP_AVG_FORMATS,
     KEEP_FP32,
     OPTIMIZER_GROUP_SIZES,
     ROUNDINGS,
     CoatConfigError,
     check_choice,
+    check_pair,
     check_type,
 )
 from coat_ds.narrow_grad import narrow_and_scale
 from coat_ds.shards import is_distributed, laid_out_like, local, shard_of
-from coat_ds.state import Layout, Moment, Piece
+from coat_ds.state import Layout, Moment, Piece, paired
 from coat_ds.state_dict import (
     check_groups,
     check_layout,
@@ -34,7 +36,7 @@ from coat_ds.state_dict import (
     take_states,
 )
 from coat_kernels.adamw import adamw_
-from coat_kernels.codecs import CODECS, SIGNED_CODECS, Codec, get_codec
+from coat_kernels.codecs import CODECS, Codec, first_codec, get_codec
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 PARAM_DTYPES = (torch.float32, torch.bfloat16)
@@ -84,10 +86,13 @@ class CoatAdamW(torch.optim.Optimizer):
     capturable: keep `step` on the device, so that a step may be captured in a CUDA graph.
     amsgrad, foreach, differentiable, fused: only the default values are accepted.
     exp_avg_format, exp_avg_sq_format: storage of the two moments, by name (`coat_kernels.codecs.CODECS`).
+        "auto" is "ratio8" beside "log8", else "fp8_expanded". The paper's format is "fp8_expanded" for both.
     exp_avg_sq_rounding: "nearest", "stochastic", or "auto": stochastic for "log8" where 1 - beta2 is below
         1/64, else to nearest. A second moment decays by that part of itself in a step; where it is less than
         half the distance of two codes, rounding to nearest undoes the decay and the moment stays too large.
-        The codes of "log8" are close enough for stochastic rounding to cure this without much noise.
+        The codes of "log8" are close enough for stochastic rounding to cure this without much noise. What is
+        added before rounding is not random but goes through the interval with the steps, the same wherever
+        tensors are cut.
     group_size: elements that share one scale and one exponent: 64, 128 or 256.
     min_numel: tensors with fewer elements keep FP32 moments; 0 compresses everything.
     bf16_params: how BF16 parameters are updated. "exact": `state[p]["remainder"]`, int16, makes each one an
@@ -99,7 +104,7 @@ class CoatAdamW(torch.optim.Optimizer):
         replaced as a whole, `state[p]["remainder"].zero_()` makes that exact too.
     keep_fp32: which other tensors keep FP32 moments: patterns of names, for parameters given with names, or
         a function of (name or None, parameter).
-    seed: of stochastic rounding, which is the same on all ranks and in every run.
+    seed: of stochastic rounding of BF16 parameters, which is the same on all ranks and in every run.
     compiled: steps on the CPU run in C++, compiled when it is first needed: many times as fast as the PyTorch
         that they run in otherwise, and equal but for FP32 rounding.
     checkpoint_layout: what `state_dict` holds. "stock": FP32 moments, as `torch.optim.AdamW`'s does.
@@ -139,8 +144,8 @@ class CoatAdamW(torch.optim.Optimizer):
         capturable: bool = False,
         differentiable: bool = False,
         fused: bool | None = None,
-        exp_avg_format: str = "fp8_expanded",
-        exp_avg_sq_format: str = "fp8_expanded",
+        exp_avg_format: str = "auto",
+        exp_avg_sq_format: str = "log8",
         exp_avg_sq_rounding: str = "auto",
         group_size: int = 128,
         min_numel: int = 4096,
@@ -332,10 +337,14 @@ class CoatAdamW(torch.optim.Optimizer):
         self._group_index[param] = group_index
         group = self.param_groups[group_index]
         state = self._ready_state(param, group)
-        for name in MOMENTS:
+        second = None
+        # the second first: the first may be relative to it
+        for name in reversed(MOMENTS):
             layout = self._layout_of(param, group, name)
             if state[name].arrangement != layout:
-                state[name] = state[name].rearranged(layout)
+                state[name] = state[name].rearranged(layout, second=second)
+            second = state[name]
+        self._pair(param)
 
     def init_states(self) -> None:
         """Creates what is missing of the states of all parameters, and encodes plain tensors among them."""
@@ -356,7 +365,8 @@ class CoatAdamW(torch.optim.Optimizer):
                 state["step"] = torch.tensor(float(step), dtype=torch.float32, device=p.device)
         else:
             state["step"] = int(step)
-        for name in MOMENTS:
+        # the second first: the first may be relative to it
+        for name in reversed(MOMENTS):
             value = state.get(name)
             if value is None:
                 layout = self._layout_of(p, group, name)
@@ -365,6 +375,7 @@ class CoatAdamW(torch.optim.Optimizer):
             elif not isinstance(local(value), Moment) or is_distributed(value) != is_distributed(p):
                 # a universal checkpoint's values arrive like this
                 self._take_moment(p, group, name, value)
+        self._pair(p)
         if not _has_remainder(p, group):
             # the parameter was of another type, or is rounded otherwise from now on
             state.pop("remainder", None)
@@ -377,9 +388,20 @@ class CoatAdamW(torch.optim.Optimizer):
     def _take_moment(self, p: torch.Tensor, group: dict[str, Any], name: str, values: torch.Tensor) -> None:
         """Puts FP32 values into the state, in the codes that they were decoded from if they were."""
         values, layout = shard_of(values, p).to(p.device), self._layout_of(p, group, name)
-        moment, exact = Moment.recovered(values, layout, group["group_size"])
+        second = local(self.state[p]["exp_avg_sq"]) if name == "exp_avg" else None
+        moment, exact = Moment.recovered(values, layout, group["group_size"], second)
         self.state[p][name] = laid_out_like(p, moment)
         self._count_arrival(exact)
+
+    def _pair(self, p: torch.Tensor) -> None:
+        """Has the moments of `p` know one another, if the first is relative to the second."""
+        state = self.state[p]
+        held = tuple(local(state[name]) for name in MOMENTS)
+        if held[0].pair is None and held[1].pair is None and not held[0].is_relative:
+            return
+        for name, old, new in zip(MOMENTS, held, paired(*held), strict=True):
+            if new is not old:
+                state[name] = laid_out_like(p, new)
 
     def _count_arrival(self, exact: bool) -> None:
         self._arrived["restored to the bit" if exact else "with groups encoded from FP32"] += 1
@@ -390,7 +412,7 @@ class CoatAdamW(torch.optim.Optimizer):
 
     def _layout_of(self, p: torch.Tensor, group: dict[str, Any], name: str) -> Layout:
         """First element and codec of each piece of a moment of `p`."""
-        codec, kept = get_codec(group[f"{name}_format"]), get_codec("fp32")
+        codec, kept = codec_of(group, name), get_codec("fp32")
         if p not in self._fragments:
             return ((0, kept if self.keeps(p, group) else codec),)
         begins = piece_begins(self._fragments[p], p.numel(), group["group_size"])
@@ -508,11 +530,14 @@ class CoatAdamW(torch.optim.Optimizer):
         remainder = state.pop("remainder", None)
         if is_remainder(remainder) and _has_remainder(p, group):
             state["remainder"] = laid_out_like(p, shard_of(remainder, p).to(p.device, copy=True))
-        for name in MOMENTS:
+        moment = None
+        # the second first: the first may be relative to it
+        for name in reversed(MOMENTS):
             layout = self._layout_of(p, group, name)
-            moment, exact = restored(loaded, index, name, layout, group["group_size"], p)
+            moment, exact = restored(loaded, index, name, layout, group["group_size"], p, moment)
             state[name] = laid_out_like(p, moment)
             self._count_arrival(exact)
+        self._pair(p)
 
 
 def piece_begins(fragments: Sequence[Fragment], numel: int, group_size: int) -> tuple[tuple[int, bool], ...]:
@@ -569,6 +594,12 @@ def rounds_stochastically(group: dict[str, Any], codec: Codec) -> bool:
     """Whether second moments stored by `codec` are rounded stochastically in a parameter group."""
     rounding, beta2 = group["exp_avg_sq_rounding"], float(group["betas"][1])
     return rounding == "stochastic" or (rounding == "auto" and codec.fine and 1 - beta2 < 1 / 64)
+
+
+def codec_of(group: dict[str, Any], name: str) -> Codec:
+    """In which a parameter group stores one of `MOMENTS`."""
+    second = get_codec(group["exp_avg_sq_format"])
+    return second if name == "exp_avg_sq" else first_codec(group["exp_avg_format"], second)
 
 
 def _has_remainder(p: torch.Tensor, group: dict[str, Any]) -> bool:
@@ -642,7 +673,8 @@ def _check_options(options: dict[str, Any]) -> None:
         raise ValueError(f"CoatAdamW: betas must be two numbers in [0, 1), found {betas!r}.")
     check_choice("CoatAdamW: exp_avg_sq_format", options["exp_avg_sq_format"], tuple(CODECS))
     # a format without signs would lose half of the first moment
-    check_choice("CoatAdamW: exp_avg_format", options["exp_avg_format"], tuple(SIGNED_CODECS))
+    check_choice("CoatAdamW: exp_avg_format", options["exp_avg_format"], EXP_AVG_FORMATS)
+    check_pair("CoatAdamW: ", options["exp_avg_format"], options["exp_avg_sq_format"])
     check_choice("CoatAdamW: group_size", options["group_size"], OPTIMIZER_GROUP_SIZES)
     check_choice("CoatAdamW: bf16_params", options["bf16_params"], BF16_PARAMS)
     check_choice("CoatAdamW: exp_avg_sq_rounding", options["exp_avg_sq_rounding"], ROUNDINGS)

@@ -13,7 +13,7 @@ import itertools
 import torch
 import torch.nn.functional as F
 
-from coat_kernels.codecs import Codec, Storage
+from coat_kernels.codecs import Codec, Storage, Stored
 
 # decoding on another device differs by a few FP32 roundings (2^-24) times at most 16, the largest 1 / k;
 # the nearest codes differ by 2^-4 / 16 at least. Anything between the two tells them apart.
@@ -27,9 +27,13 @@ RELATIVE, ABSOLUTE = 0.03, 2
 AT_ONCE = 2**22
 
 
-def recovered(codec: Codec, values: torch.Tensor, group_size: int) -> tuple[Storage, bool]:
+def recovered(
+    codec: Codec, values: torch.Tensor, group_size: int, beside: Stored | None = None
+) -> tuple[Storage, bool]:
     """`values` (any shape; taken as FP32, flat) as `codec` stores them, in the codes that decode to them if
     there are such.
+
+    beside: the second moment, recovered already, that a relative code is relative to.
 
     Returns also whether all groups do. Groups that were decoded on another device differ by FP32 roundings
     and get their codes all the same; others are encoded as new ones.
@@ -39,10 +43,19 @@ def recovered(codec: Codec, values: torch.Tensor, group_size: int) -> tuple[Stor
     for begin in range(0, values.numel(), AT_ONCE):
         part = values[begin : begin + AT_ONCE].float()
         rows = F.pad(part, (0, -part.numel() % group_size)).view(-1, group_size)
-        found, same = _recovered(codec, rows)
+        first = begin // group_size
+        if codec.relative:
+            second = beside and Stored(
+                beside.codec, beside.storage.groups(first, first + len(rows), group_size)
+            )
+            # encoding what it decoded gives its codes (codecs/ratio.py)
+            found = codec.encode(part, group_size, beside=second)
+            same = not _differences(codec.decode(found, group_size, second), part).any()
+        else:
+            found, same = _recovered(codec, rows)
         exact = exact and same
         stored.codes[begin : begin + AT_ONCE] = found.codes.view(-1)[: part.numel()]
-        groups = slice(begin // group_size, begin // group_size + len(rows))
+        groups = slice(first, first + len(rows))
         for old, new in zip(stored[1:], found[1:], strict=True):
             old[groups] = new
     return stored, exact
@@ -89,7 +102,11 @@ def _moved(codec: Codec, stored: Storage, groups: torch.Tensor, step: int) -> St
 
 def _errors(codec: Codec, storage: Storage, rows: torch.Tensor) -> torch.Tensor:
     """The largest relative error of each group, FP32 [groups]; infinite where one of two is zero or NaN."""
-    decoded = codec.decode(storage, rows.shape[1]).view_as(rows)
-    same = (decoded == rows) | (decoded.isnan() & ~rows.isfinite())
-    error = ((decoded - rows) / rows).abs().nan_to_num(torch.inf, torch.inf)
-    return torch.where(same, 0, error).amax(1)
+    return _differences(codec.decode(storage, rows.shape[1]).view_as(rows), rows).amax(1)
+
+
+def _differences(decoded: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    """Relative ones; infinite where one of two is zero or NaN."""
+    same = (decoded == values) | (decoded.isnan() & ~values.isfinite())
+    error = ((decoded - values) / values).abs().nan_to_num(torch.inf, torch.inf)
+    return torch.where(same, 0, error)

@@ -48,17 +48,24 @@ def _given(value: torch.Tensor, moment: Moment, layout: str) -> torch.Tensor:
         # where it is: ranks cannot gather over NCCL what is on the CPU
         return laid_out_like(value, moment.decode())
     if layout == "compressed":
-        return StoredMoment(moment.pieces, moment.group_size, moment.shape)
+        return StoredMoment(moment.pieces, moment.group_size, moment.shape, pair=moment.pair)
     # torch.save decodes it when it writes it
     return moment.detach() if is_streaming() else moment.decode().cpu()
 
 
 def restored(
-    loaded: dict[str, Any], index: Any, name: str, layout: Layout, group_size: int, param: torch.Tensor
+    loaded: dict[str, Any],
+    index: Any,
+    name: str,
+    layout: Layout,
+    group_size: int,
+    param: torch.Tensor,
+    second: Moment | None = None,
 ) -> tuple[Moment, bool]:
     """What this rank holds of a moment of a state dict, `param`'s, with the scales and exponents that it was
     saved with, if they are its own, or else those that are recovered from its values.
 
+    second: the second moment, restored already, if this is a first one, which may be relative to it.
     Returns also whether it is the saved one to the bit.
     """
     device = param.device
@@ -66,18 +73,19 @@ def restored(
     if isinstance(value, Moment):
         value = value.to(device, copy=True)
         same = (value.arrangement, value.group_size) == (layout, group_size)
-        return (value, True) if same else (value.rearranged(layout, group_size), False)
+        return (value, True) if same else (value.rearranged(layout, group_size, second), False)
     value = value.to(device=device, dtype=torch.float32)
-    moment, exact = Moment.zeros(value.shape, layout, group_size, device), True
-    for piece, like in zip(moment.pieces, _likes(moment, loaded.get("coat", {}), index, name), strict=True):
+    moment, exact = Moment.zeros(value.shape, layout, group_size, device).beside(second), True
+    likes = _likes(moment, loaded.get("coat", {}), index, name)
+    for (piece, beside), like in zip(moment.each_piece(), likes, strict=True):
         wanted = value.reshape(-1)[piece.begin : piece.end]
         if like is not None:
-            piece.write_(piece.codec.encode(wanted, group_size, like))
-            got = piece.codec.decode(piece.storage, group_size)
+            piece.write_(piece.codec.encode(wanted, group_size, like, beside))
+            got = piece.codec.decode(piece.storage, group_size, beside)
             # codes under another tensor's scales would be wrong in silence
             if torch.allclose(got, wanted, rtol=SAME_VALUE, atol=0, equal_nan=True):
                 continue
-        found, same = recovered(piece.codec, wanted, group_size)
+        found, same = recovered(piece.codec, wanted, group_size, beside)
         piece.write_(found)
         exact = exact and same
     return moment, exact

@@ -6,7 +6,10 @@ The same pass scales the gradient, writes a BF16 copy of the weight, and rounds 
 (with the 16 bits that FP32 has more) or stochastically.
 
 With beta2 near 1 a second moment decays by less than half a code in a step, and rounded to nearest it never
-would: it is then rounded stochastically ("dither").
+would: it is then rounded by a dither that goes through all thresholds in turn ("dither").
+
+A relative code (`codecs/ratio.py`) is decoded and encoded with the root of the second moment that is stored
+beside it: of the one that was read, and of the one that is written.
 """
 
 import functools
@@ -18,14 +21,17 @@ import torch
 import triton
 import triton.language as tl
 
+from coat_kernels import adamw_cpu
 from coat_kernels.adamw_cpu import PIECE, adamw_compiled, compiled_can, compiled_step
 from coat_kernels.codecs.codec import (
     Codec,
     Storage,
+    Stored,
     encode_reference,
     load_moment,
     load_tile,
     store_moment,
+    store_scale,
     store_tile,
 )
 from coat_kernels.fast_math import fast_reciprocal, fast_sqrt
@@ -41,12 +47,16 @@ CHUNKS = (2**14, 2**11, 2**8, 2**5)
 POINTERS, COLUMNS = 9, tl.constexpr(12)
 # a row of corrections: see corrections_of
 CORRECTIONS = tl.constexpr(3)
-STEP_KEY, TENSOR_KEY = tl.constexpr(0x9E3779B1), tl.constexpr(0x85EBCA6B)
+STEP_KEY, LANE_KEY = tl.constexpr(adamw_cpu.STEP_KEY), tl.constexpr(adamw_cpu.LANE_KEY)
+TENSOR_KEY = tl.constexpr(0x85EBCA6B)
+# of an int32, as a number in (-1/2, 1/2)
+DITHER_UNIT = tl.constexpr((1 - 2**-23) * 2.0**-32)
 TRITON_DTYPES = {
     torch.float32: tl.float32,
     torch.bfloat16: tl.bfloat16,
     torch.float16: tl.float16,
     torch.uint8: tl.uint8,
+    torch.int8: tl.int8,
 }
 
 
@@ -79,8 +89,8 @@ def join_master(weight: torch.Tensor, remainder: torch.Tensor) -> torch.Tensor:
 
 def noise_reference(
     seed: int, step: int, tensor: int, numel: int, device: torch.device | str
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Noise of each element, int32 in [0, 2^16), and FP32 in (-1/2, 1/2): halves of a 32-bit integer hash.
+) -> torch.Tensor:
+    """Noise of each element, int32 in [0, 2^16): half of a 32-bit integer hash.
 
     The hash (Wellons, lowbias32) is of the element's index, moved by seed, step and the tensor's index times
     odd constants: the same on every rank and in every run, and new on every step.
@@ -89,8 +99,18 @@ def noise_reference(
     x = (torch.arange(numel, dtype=torch.int64, device=device) + key) & 0xFFFFFFFF
     x = ((x ^ (x >> 16)) * 0x7FEB352D) & 0xFFFFFFFF
     x = ((x ^ (x >> 15)) * 0x846CA68B) & 0xFFFFFFFF
-    x = x ^ (x >> 16)
-    return (x >> 16).int(), ((x & 0xFFFF).float() - 32767.5) * 2.0**-16
+    return ((x ^ (x >> 16)) >> 16).int()
+
+
+def dither_reference(step: int, numel: int, group_size: int, device: torch.device | str) -> torch.Tensor:
+    """What is added, in steps of codes, to each element before it is rounded: FP32 [numel] in (-1/2, 1/2).
+
+    It is of the step and of the element's place in its group, so that codes are the same wherever tensors are
+    cut. From step to step it goes on by the golden ratio, which fills the interval more evenly than chance
+    would: rounding so, an element is right over few steps.
+    """
+    lane = torch.arange(numel, dtype=torch.int64, device=device) % group_size
+    return (step * STEP_KEY.value + lane * LANE_KEY.value).int().float() * DITHER_UNIT.value
 
 
 def round_stochastically(x: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
@@ -130,7 +150,7 @@ def adamw_reference(
     g = grad.reshape(-1).float()
     g = g if grad_scale is None else g * grad_scale
     g = -g if maximize else g
-    m = exp_avg_codec.decode(exp_avg, group_size)
+    m = exp_avg_codec.decode(exp_avg, group_size, Stored(exp_avg_sq_codec, exp_avg_sq))
     v = exp_avg_sq_codec.decode(exp_avg_sq, group_size)
     p = (param if remainder is None else join_master(param, remainder)).reshape(-1).float()
 
@@ -144,19 +164,25 @@ def adamw_reference(
         for old, new in zip((param, remainder), split_master(p), strict=True):
             old.copy_(new.view_as(old))
     elif stochastic:
-        noise, _ = noise_reference(seed, int(step), tensor, p.numel(), p.device)
+        noise = noise_reference(seed, int(step), tensor, p.numel(), p.device)
         param.copy_(round_stochastically(p, noise).view_as(param))
     else:
         param.copy_(p.view_as(param))
     if weight is not None:
         weight.copy_(p.view_as(weight))
-    shift = noise_reference(seed, int(step), tensor, p.numel(), p.device)[1] if dither else None
-    for codec, storage, moment, u in (
-        (exp_avg_codec, exp_avg, m, None),
-        (exp_avg_sq_codec, exp_avg_sq, v, shift),
-    ):
-        for old, new in zip(storage, encode_reference(codec, moment, group_size, dither=u), strict=True):
-            old.copy_(new)
+    shift = dither_reference(int(step), p.numel(), group_size, p.device) if dither else None
+    _overwrite(exp_avg_sq, encode_reference(exp_avg_sq_codec, v, group_size, dither=shift))
+    turn = None
+    if exp_avg_codec.relative:
+        m = m / Stored(exp_avg_sq_codec, exp_avg_sq).roots(group_size)
+        # one number for the whole step costs the kernel nothing
+        turn = dither_reference(int(step), 1, 1, m.device).expand_as(m)
+    _overwrite(exp_avg, encode_reference(exp_avg_codec, m, group_size, dither=turn))
+
+
+def _overwrite(storage: Storage, made: Storage) -> None:
+    for old, new in zip(storage, made, strict=True):
+        old.copy_(new)
 
 
 @triton.jit
@@ -190,8 +216,7 @@ def split_tile(b_master):
 
 
 @triton.jit
-def hash_tile(o_x):
-    b_x = o_x.to(tl.uint32)
+def hash_tile(b_x):
     b_x = (b_x ^ (b_x >> 16)) * 0x7FEB352D
     b_x = (b_x ^ (b_x >> 15)) * 0x846CA68B
     return b_x ^ (b_x >> 16)
@@ -205,6 +230,8 @@ def adamw_kernel(p_table, p_corrections, p_lr, p_grad_scale, p_found_inf, log2_t
                  M_SCALE: tl.constexpr, M_EXPONENT: tl.constexpr, M_E5M2: tl.constexpr,
                  V_FROM: tl.constexpr, V_STATISTICS: tl.constexpr, V_TO: tl.constexpr,
                  V_SCALE: tl.constexpr, V_EXPONENT: tl.constexpr, V_E5M2: tl.constexpr,
+                 V_ROOTS: tl.constexpr, V_LOG_ROOTS: tl.constexpr, M_RATIO: tl.constexpr,
+                 RELATIVE: tl.constexpr,
                  EXTRA: tl.constexpr, STOCHASTIC: tl.constexpr, DITHER: tl.constexpr, MAXIMIZE: tl.constexpr,
                  ALIGNED: tl.constexpr, MASKED: tl.constexpr, WHOLE: tl.constexpr,
                  ROWS: tl.constexpr, G: tl.constexpr):  # fmt: skip
@@ -250,18 +277,23 @@ def adamw_kernel(p_table, p_corrections, p_lr, p_grad_scale, p_found_inf, log2_t
         lr = tl.load(p_lr).to(tl.float32)
     step_size = lr * tl.load(p_corrections + CORRECTIONS * i_tensor)
     inverse_root = tl.load(p_corrections + CORRECTIONS * i_tensor + 1)
-    if STOCHASTIC or DITHER:
-        step = tl.load(p_corrections + CORRECTIONS * i_tensor + 2).to(tl.int64)
-        key = seed + step * STEP_KEY + i_tensor * TENSOR_KEY + tl.load(p_chunk + 11)
-        b_hash = hash_tile(o_x.to(tl.uint32) + key.to(tl.uint32))
-    b_dither = 0.0
+    b_dither, turn = 0.0, 0.0
+    if STOCHASTIC or DITHER or RELATIVE:
+        turns = tl.load(p_corrections + CORRECTIONS * i_tensor + 2).to(tl.int64) * STEP_KEY
+        turn = turns.to(tl.int32).to(tl.float32) * DITHER_UNIT
     if DITHER:
-        b_dither = ((b_hash & 0xFFFF).to(tl.float32) - 32767.5) * 2.0**-16
+        b_lane = tl.arange(0, G).to(tl.uint32) * LANE_KEY + turns.to(tl.uint32)
+        b_dither = (b_lane.to(tl.int32, bitcast=True).to(tl.float32) * DITHER_UNIT)[None, :]
+    if STOCHASTIC:
+        key = seed + turns + i_tensor * TENSOR_KEY + tl.load(p_chunk + 11)
+        b_noise = (hash_tile(o_x.to(tl.uint32) + key.to(tl.uint32)) >> 16).to(tl.int32)
     if p_grad_scale is not None:
         b_g *= tl.load(p_grad_scale)
     if MAXIMIZE:
         b_g = -b_g
     b_m = M_FROM(b_m_codes, b_m_scale, b_m_exponent, M_E5M2, True)
+    if RELATIVE:
+        b_m *= V_ROOTS(b_v_codes, b_v_scale, b_v_exponent)
     b_v = V_FROM(b_v_codes, b_v_scale, b_v_exponent, V_E5M2, False)
     b_m += rate1 * (b_g - b_m)
     b_v += rate2 * (b_g * b_g - b_v)
@@ -275,7 +307,7 @@ def adamw_kernel(p_table, p_corrections, p_lr, p_grad_scale, p_found_inf, log2_t
         store_tile(p_param, o_x, b_weight, m_x, MASKED)
         store_tile(p_remainder, o_x, b_remainder, m_x, MASKED)
     elif STOCHASTIC:
-        b_rounded = bf16_of_bits((b_p.to(tl.int32, bitcast=True) + (b_hash >> 16).to(tl.int32)) >> 16)
+        b_rounded = bf16_of_bits((b_p.to(tl.int32, bitcast=True) + b_noise) >> 16)
         store_tile(p_param, o_x, tl.where(b_p == b_p, b_rounded, cast(b_p, PARAM)), m_x, MASKED)
     else:
         store_tile(p_param, o_x, cast(b_p, PARAM), m_x, MASKED)
@@ -286,10 +318,17 @@ def adamw_kernel(p_table, p_corrections, p_lr, p_grad_scale, p_found_inf, log2_t
         # what lies past the end must not enter the statistics of the last group
         b_m = tl.where(m_x, b_m, 0.0)
         b_v = tl.where(m_x, b_v, 0.0)
-    store_moment(b_m, 0.0, p_m, p_m_scale, p_m_exponent, o_x, m_x, o_row, m_row,
-                 M_STATISTICS, M_TO, M_SCALE, M_EXPONENT, M_E5M2, True, False, MASKED)  # fmt: skip
-    store_moment(b_v, b_dither, p_v, p_v_scale, p_v_exponent, o_x, m_x, o_row, m_row,
-                 V_STATISTICS, V_TO, V_SCALE, V_EXPONENT, V_E5M2, False, DITHER, MASKED)  # fmt: skip
+    b_v_codes, b_v_scale, b_v_exponent = store_moment(
+        b_v, b_dither, p_v, p_v_scale, p_v_exponent, o_x, m_x, o_row, m_row,
+        V_STATISTICS, V_TO, V_SCALE, V_EXPONENT, V_E5M2, False, DITHER, MASKED)  # fmt: skip
+    if RELATIVE:
+        b_log_root = V_LOG_ROOTS(b_v_codes, b_v_scale, b_v_exponent)
+        b_m_codes, b_m_scale = M_RATIO(b_m, b_log_root, turn)
+        store_tile(p_m, o_x, b_m_codes, m_x, MASKED)
+        store_scale(p_m_scale + o_row, b_m_scale, m_row, MASKED)
+    else:
+        store_moment(b_m, 0.0, p_m, p_m_scale, p_m_exponent, o_x, m_x, o_row, m_row,
+                     M_STATISTICS, M_TO, M_SCALE, M_EXPONENT, M_E5M2, True, False, MASKED)  # fmt: skip
 
 
 def chunk_table(
@@ -447,6 +486,10 @@ def adamw_triton(
                 V_SCALE=exp_avg_sq_codec.has_scale,
                 V_EXPONENT=exp_avg_sq_codec.has_exponent,
                 V_E5M2=exp_avg_sq_codec.is_e5m2,
+                V_ROOTS=exp_avg_sq_codec.roots_tile,
+                V_LOG_ROOTS=exp_avg_sq_codec.log_roots_tile,
+                M_RATIO=exp_avg_codec.ratio_tile,
+                RELATIVE=exp_avg_codec.relative,
                 EXTRA="remainder" if remainders else "weight" if weights else "none",
                 STOCHASTIC=stochastic,
                 DITHER=dither,
@@ -487,8 +530,8 @@ def adamw_(
         grad_scale: FP32 tensor of one element on the device, by which gradients are multiplied.
         found_inf: the same; unless it holds zero, nothing is changed.
         stochastic: rounds BF16 parameters without remainders stochastically.
-        dither: rounds exp_avg_sq stochastically.
-        seed: of both, a number of 31 bits; every step, tensor and element has its own noise.
+        dither: rounds exp_avg_sq up or down in turn, `dither_reference`.
+        seed: of stochastic rounding, 31 bits; every step, tensor and element has its own noise.
         compiled: on the CPU, step in C++ where it can (`adamw_cpu`), equal but for FP32 rounding.
         options: codecs, group size and hyper-parameters, as `adamw_reference` has them.
 
@@ -520,11 +563,11 @@ def _in_pieces(param, grad, m, v, step, remainder, weight, *, group_size, seed=0
         return None if x is None else x.view(-1)[a:b]
 
     for a in range(0, param.numel(), PIECE):
-        b, g, h = a + PIECE, a // group_size, (a + PIECE) // group_size
+        b = a + PIECE
         adamw_reference(
             cut(param, a, b),
             cut(grad, a, b),
-            *(Storage(s.codes[a:b], s.scale[g:h], s.exponent[g:h]) for s in (m, v)),
+            *(s.groups(a // group_size, -(-b // group_size), group_size) for s in (m, v)),
             step,
             cut(remainder, a, b),
             cut(weight, a, b),

@@ -1,6 +1,6 @@
-// One AdamW step over moments stored by fp8_expanded, on CPUs; see adamw.py and codecs/expanded.py for what it
-// computes. Plain C++ without library headers: it compiles in a second. Every inner loop runs over one group
-// and vectorizes; groups are shared among threads.
+// One AdamW step over moments stored by fp8_expanded, or by ratio8 and log8, on CPUs; see adamw.py and
+// codecs/ for what it computes. Plain C++ without library headers: it compiles in a second. Every inner loop runs
+// over one group and vectorizes; groups are shared among threads.
 
 #include <algorithm>
 #include <cmath>
@@ -127,12 +127,135 @@ inline void encode(const float* x, uint8_t* codes, float* scale, uint8_t* expone
     }
 }
 
-struct Step {
-    float lr, beta1, beta2, eps, weight_decay, correction1, root_correction2, grad_scale;
+// of a group
+template <class Code>
+struct Stored {
+    Code* codes;
+    float* scale;
+    uint8_t* exponent;
 };
 
+struct Step {
+    // rates are 1 - beta, which FP32 would make of FP32 with few digits
+    float lr, rate1, beta2, rate2, eps, weight_decay, correction1, root_correction2, grad_scale;
+    uint32_t turns;  // the dither of the step, and what it changes by from element to element of a group
+    uint32_t lanes;
+    int dither;
+};
+
+inline float dither_of(uint32_t turns) {
+    return static_cast<float>(static_cast<int32_t>(turns)) * ((1.0f - 0x1p-23f) * 0x1p-32f);
+}
+
+// both moments each by itself
 template <bool M_E5M2, bool V_E5M2>
-void run(float* param, const float* grad, uint8_t* m_codes, float* m_scale, uint8_t* m_exponent,
+struct Expanded {
+    using Code = uint8_t;
+    static void load(Stored<Code> m, Stored<uint8_t> v, float* x, float* y, int n) {
+        decode<M_E5M2>(m.codes, *m.scale, *m.exponent, x, n);
+        decode<V_E5M2>(v.codes, *v.scale, *v.exponent, y, n);
+    }
+    static void store(const float* x, const float* y, Stored<Code> m, Stored<uint8_t> v, int n, const Step&) {
+        encode<M_E5M2>(x, m.codes, m.scale, m.exponent, n);
+        encode<V_E5M2>(y, v.codes, v.scale, v.exponent, n);
+    }
+};
+
+// log8, and ratio8 beside it
+struct Ratio {
+    using Code = int8_t;
+
+    // of what is stored, as Stored.roots in codecs/codec.py
+    static void roots(Stored<uint8_t> v, float* r, int n) {
+        const bool is_live = *v.scale > 0.0f;
+        const float half_step = is_live ? static_cast<float>(*v.exponent) * (1.0f / 512.0f) : 0.0f;
+        const float top = is_live ? 0.5f * floored_log2(*v.scale) : 0.0f;
+#pragma omp simd
+        for (int i = 0; i < n; i++) r[i] = exp2_of(static_cast<float>(v.codes[i] - 254) * half_step + top);
+    }
+
+    static void load(Stored<Code> m, Stored<uint8_t> v, float* x, float* y, int n) {
+        float r[LARGEST_GROUP];
+        roots(v, r, n);
+        const float half_step = static_cast<float>(*v.exponent) * (1.0f / 512.0f), largest = *v.scale;
+        const float unit = *m.scale * 6.98705923e-4f;  // 127^-1.5
+#pragma omp simd
+        for (int i = 0; i < n; i++) {
+            float u = static_cast<float>(m.codes[i]);
+            float value = u * std::sqrt(std::fabs(u)) * unit * r[i];
+            x[i] = m.codes[i] == -128 ? NAN : value;
+            float root = exp2_of(static_cast<float>(v.codes[i] - 254) * half_step);
+            float square = largest * root * root;
+            y[i] = v.codes[i] == 0 ? 0.0f : v.codes[i] == 255 ? NAN : square;
+        }
+    }
+
+    static void store_second(const float* y, Stored<uint8_t> v, int n, const Step& s) {
+        // as integers, what is negative lies below zero, and what is not finite above all that is
+        int32_t largest = 0, smallest = 0x7fffffff;
+#pragma omp simd reduction(max : largest) reduction(min : smallest)
+        for (int i = 0; i < n; i++) {
+            int32_t bits = as<int32_t>(y[i]);
+            bool usable = bits > 0 && bits < 0x7f800000;
+            largest = std::max(largest, usable ? bits : 0);
+            smallest = std::min(smallest, usable ? bits : 0x7fffffff);
+        }
+        const float log2_top = floored_log2(as<float>(largest));
+        float exponent = 255.0f;
+        if (largest > 0) {
+            float octaves = log2_top - floored_log2(as<float>(smallest));
+            exponent = std::min(std::floor(octaves * (256.0f / 253.0f)) + 1.0f, 255.0f);
+        }
+        *v.scale = as<float>(largest);
+        *v.exponent = static_cast<uint8_t>(exponent);
+        const float codes_per_octave = 256.0f / exponent, share = s.dither ? 1.0f : 0.0f;
+#pragma omp simd
+        for (int i = 0; i < n; i++) {
+            int32_t bits = as<int32_t>(y[i]);
+            float code = (floored_log2(y[i]) - log2_top) * codes_per_octave + 254.0f;
+            code = std::floor(code + share * dither_of(s.turns + s.lanes * i) + 0.5f);
+            int32_t whole = static_cast<int32_t>(std::min(std::max(code, 1.0f), 254.0f));
+            int32_t is_zero = -((bits & 0x7fffffff) == 0);
+            int32_t is_odd = -(static_cast<uint32_t>(bits) >= 0x7f800000u) & ~is_zero;
+            v.codes[i] = static_cast<uint8_t>((is_odd & 255) | (~is_odd & ~is_zero & whole));
+        }
+    }
+
+    static void store(const float* x, const float* y, Stored<Code> m, Stored<uint8_t> v, int n,
+                      const Step& s) {
+        store_second(y, v, n, s);
+        float u[LARGEST_GROUP];
+        roots(v, u, n);
+        int32_t largest = 0;
+#pragma omp simd reduction(max : largest)
+        for (int i = 0; i < n; i++) {
+            u[i] = x[i] / u[i];
+            int32_t magnitude = as<int32_t>(u[i]) & 0x7fffffff;
+            largest = std::max(largest, magnitude < 0x7f800000 ? magnitude : 0);
+        }
+        int32_t rounded = std::min((largest + 0x400) & ~0x7ff, 0x7f7ff800);
+        *m.scale = as<float>(largest) < 0x1p-110f ? 0.0f : as<float>(rounded);
+        const float offset = 6.9886847f - log2_of(std::max(*m.scale, 0x1p-110f)) * (2.0f / 3.0f);
+        const int32_t is_dead = -(*m.scale == 0.0f);
+        const float turn = dither_of(s.turns);
+#pragma omp simd
+        for (int i = 0; i < n; i++) {
+            int32_t bits = as<int32_t>(u[i]), magnitude = bits & 0x7fffffff;
+            float y = exp2_of(log2_of(as<float>(std::max(magnitude, 0x00800000))) * (2.0f / 3.0f) + offset);
+            y = std::min(y, 127.0f);
+            y += turn * std::min(std::max(8.5f - y, 0.0f), 1.0f);
+            // adding 1.5 * 2^23 leaves the nearest integer, ties to even, in the lowest bits
+            int32_t code = as<int32_t>(y + 12582912.0f) & 0xff;
+            int32_t sign = bits >> 31;
+            int32_t is_zero = -(magnitude < 0x00800000) | is_dead, is_odd = -(magnitude >= 0x7f800000);
+            code = (code ^ sign) - sign;
+            m.codes[i] = static_cast<int8_t>((is_odd & -128) | (~is_odd & ~is_zero & code));
+        }
+    }
+};
+
+template <class Pair>
+void run(float* param, const float* grad, void* m_codes, float* m_scale, uint8_t* m_exponent,
          uint8_t* v_codes, float* v_scale, uint8_t* v_exponent, int64_t numel, int64_t group, const Step s,
          int threads) {
     const float keep = 1.0f - s.lr * s.weight_decay, size = s.lr / s.correction1;
@@ -142,30 +265,33 @@ void run(float* param, const float* grad, uint8_t* m_codes, float* m_scale, uint
         float m[LARGEST_GROUP], v[LARGEST_GROUP];
         const int64_t first = g * group;
         const int n = static_cast<int>(std::min(group, numel - first));
-        decode<M_E5M2>(m_codes + first, m_scale[g], m_exponent[g], m, n);
-        decode<V_E5M2>(v_codes + first, v_scale[g], v_exponent[g], v, n);
+        using Code = typename Pair::Code;
+        Stored<Code> first_moment{static_cast<Code*>(m_codes) + first, m_scale + g, m_exponent + g};
+        Stored<uint8_t> second_moment{v_codes + first, v_scale + g, v_exponent + g};
+        Pair::load(first_moment, second_moment, m, v, n);
         float* p = param + first;
         const float* gradient = grad + first;
 #pragma omp simd
         for (int i = 0; i < n; i++) {
             float d = gradient[i] * s.grad_scale;
-            m[i] += (1.0f - s.beta1) * (d - m[i]);
-            v[i] = s.beta2 * v[i] + (1.0f - s.beta2) * d * d;
+            m[i] += s.rate1 * (d - m[i]);
+            v[i] = s.beta2 * v[i] + s.rate2 * d * d;
             p[i] = keep * p[i] - size * m[i] / (std::sqrt(v[i]) / s.root_correction2 + s.eps);
         }
-        encode<M_E5M2>(m, m_codes + first, m_scale + g, m_exponent + g, n);
-        encode<V_E5M2>(v, v_codes + first, v_scale + g, v_exponent + g, n);
+        Pair::store(m, v, first_moment, second_moment, n, s);
     }
 }
 
 }  // namespace
 
-extern "C" void adamw_step(float* param, const float* grad, uint8_t* m_codes, float* m_scale,
+// formats: 0 to 3 for fp8_expanded, of which 1 makes the first and 2 the second moment E5M2; 4 for ratio8 and
+// log8
+extern "C" void adamw_step(float* param, const float* grad, void* m_codes, float* m_scale,
                            uint8_t* m_exponent, uint8_t* v_codes, float* v_scale, uint8_t* v_exponent,
-                           int64_t numel, int64_t group, int m_e5m2, int v_e5m2, const Step* step,
-                           int threads) {
-    auto chosen = m_e5m2 ? (v_e5m2 ? run<true, true> : run<true, false>)
-                         : (v_e5m2 ? run<false, true> : run<false, false>);
-    chosen(param, grad, m_codes, m_scale, m_exponent, v_codes, v_scale, v_exponent, numel, group, *step,
-           threads);
+                           int64_t numel, int64_t group, int formats, const Step* step, int threads) {
+    constexpr decltype(&run<Ratio>) chosen[] = {run<Expanded<false, false>>, run<Expanded<true, false>>,
+                                                run<Expanded<false, true>>, run<Expanded<true, true>>,
+                                                run<Ratio>};
+    chosen[formats](param, grad, m_codes, m_scale, m_exponent, v_codes, v_scale, v_exponent, numel, group,
+                    *step, threads);
 }

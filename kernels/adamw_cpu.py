@@ -21,7 +21,12 @@ log = logging.getLogger(__name__)
 SOURCE = Path(__file__).with_suffix(".cpp")
 FLAGS = ["-O3", "-march=native", "-fopenmp", "-fno-math-errno", "-fno-trapping-math"]
 CPU_INFO = Path("/proc/cpuinfo")
-COMPILED = ("fp8_expanded", "fp8_expanded_e5m2")
+# pairs of formats, in the order of the numbers by which the C++ knows them
+_EXPANDED = ("fp8_expanded", "fp8_expanded_e5m2")
+COMPILED = (*((m, v) for v in _EXPANDED for m in _EXPANDED), ("ratio8", "log8"))
+# of the dither: 2^32 times the fractions of the golden ratio and of the plastic number's inverse, of which
+# multiples fill an interval most evenly
+STEP_KEY, LANE_KEY = 0x9E3779B1, 0xC13FA9A9
 # elements of a piece of PyTorch's step, whose dozen temporaries stay in the cache
 PIECE = 2**16
 
@@ -31,15 +36,16 @@ class Step(ctypes.Structure):
         (name, ctypes.c_float)
         for name in (
             "lr",
-            "beta1",
+            "rate1",
             "beta2",
+            "rate2",
             "eps",
             "weight_decay",
             "correction1",
             "root_correction2",
             "scale",
         )
-    ]
+    ] + [("turns", ctypes.c_uint32), ("lanes", ctypes.c_uint32), ("dither", ctypes.c_int)]
 
 
 def build_name() -> str:
@@ -68,8 +74,8 @@ def compiled_step() -> Callable | None:
         log.warning("AdamW steps on the CPU run in PyTorch, slowly: %s", str(error).splitlines()[0])
         return None
     step = ctypes.CDLL(library).adamw_step
-    step.argtypes = [ctypes.c_void_p] * 8 + [ctypes.c_int64] * 2 + [ctypes.c_int] * 2
-    step.argtypes += [ctypes.POINTER(Step), ctypes.c_int]
+    step.argtypes = [ctypes.c_void_p] * 8 + [ctypes.c_int64] * 2
+    step.argtypes += [ctypes.c_int, ctypes.POINTER(Step), ctypes.c_int]
     step.restype = None
     return step
 
@@ -85,7 +91,9 @@ def compiled_can(
 ) -> bool:
     """Whether the compiled step knows these types and options."""
     fp32 = param.dtype == grad.dtype == torch.float32 and param.device.type == "cpu"
-    return fp32 and not dither and exp_avg_codec.name in COMPILED and exp_avg_sq_codec.name in COMPILED
+    formats = exp_avg_codec.name, exp_avg_sq_codec.name
+    # only one of them is ever dithered unasked
+    return fp32 and formats in COMPILED and not (dither and formats[1] in _EXPANDED)
 
 
 def adamw_compiled(
@@ -106,17 +114,19 @@ def adamw_compiled(
     weight_decay: float,
     maximize: bool = False,
     grad_scale: torch.Tensor | None = None,
+    dither: bool = False,
     **_,
 ) -> None:
     """One step for one contiguous FP32 tensor with an FP32 gradient, on torch's number of threads."""
     scale = (1.0 if grad_scale is None else float(grad_scale)) * (-1 if maximize else 1)
-    options = Step(lr, beta1, beta2, eps, weight_decay, 1 - beta1**step, math.sqrt(1 - beta2**step), scale)
+    rates = lr, 1 - beta1, beta2, 1 - beta2, eps, weight_decay
+    corrections = 1 - beta1**step, math.sqrt(1 - beta2**step)
+    options = Step(*rates, *corrections, scale, int(step) * STEP_KEY & 0xFFFFFFFF, LANE_KEY, dither)
     function(
         *(t.data_ptr() for t in (param, grad, *exp_avg, *exp_avg_sq)),
         param.numel(),
         group_size,
-        exp_avg_codec.is_e5m2,
-        exp_avg_sq_codec.is_e5m2,
+        COMPILED.index((exp_avg_codec.name, exp_avg_sq_codec.name)),
         ctypes.byref(options),
         torch.get_num_threads(),
     )

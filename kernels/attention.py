@@ -7,6 +7,7 @@ carries its origin, what attention itself keeps of it, so that the projection be
 
 import contextlib
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -26,22 +27,33 @@ BACKENDS = (
 )
 
 
-# of [b, n, s, d], as [tokens, channels]: the tokens of one position together, or those of one sequence
-_SEQUENCES_LAST, _BATCH_FIRST = (2, 0, 1, 3), (0, 2, 1, 3)
+class _Order(NamedTuple):
+    """How [b, n, s, d] lies as [tokens, channels]: `there` permutes it so, `back` undoes that. columns: makes
+    an output that is kept as it is again, for an `Origin`."""
+
+    there: tuple[int, ...]
+    back: tuple[int, ...]
+    columns: Callable
 
 
-def _to_tokens(x: torch.Tensor, order: tuple[int, ...]) -> torch.Tensor:
+def _to_tokens(x: torch.Tensor, there: tuple[int, ...]) -> torch.Tensor:
     """[b, n, s, d] as [s * b, n * d] or [b * s, n * d]; a view if memory is in that order already."""
-    return x.permute(order).reshape(x.shape[0] * x.shape[2], -1)
+    return x.permute(there).reshape(x.shape[0] * x.shape[2], -1)
 
 
-def _origin(output: torch.Tensor, order: tuple[int, ...]) -> Origin:
-    """The origin of an output that is kept as it is."""
+def _columns_sequence_first(output: torch.Tensor, largest: torch.Tensor, fmt: Fp8Format) -> Quantized:
+    rows = _to_tokens(output, _SEQUENCE_FIRST.there).contiguous()
+    return quantize_tensor(rows, largest, fmt, rows=False, columns=True)
 
-    def columns(output, largest, fmt: Fp8Format) -> Quantized:
-        return quantize_tensor(_to_tokens(output, order).contiguous(), largest, fmt, rows=False, columns=True)
 
-    return Origin((output.detach(),), columns)
+def _columns_batch_first(output: torch.Tensor, largest: torch.Tensor, fmt: Fp8Format) -> Quantized:
+    rows = _to_tokens(output, _BATCH_FIRST.there).contiguous()
+    return quantize_tensor(rows, largest, fmt, rows=False, columns=True)
+
+
+# the tokens of one position together, or those of one sequence
+_SEQUENCE_FIRST = _Order((2, 0, 1, 3), (1, 2, 0, 3), _columns_sequence_first)
+_BATCH_FIRST = _Order((0, 2, 1, 3), (0, 2, 1, 3), _columns_batch_first)
 
 
 class _Compressed:
@@ -56,10 +68,10 @@ class _Compressed:
         saved_format: str,
         shape: torch.Size,
         dtype: torch.dtype,
-        order: tuple[int, ...],
+        order: _Order,
     ):
         self.group_size, self.saved_format, self.dtype = group_size, saved_format, dtype
-        self.order, self.back = order, [order.index(i) for i in range(4)]
+        self.order = order
         outer = torch._C._autograd._top_saved_tensors_default_hooks(False)
         self.outer_pack, self.outer_unpack = outer or (lambda x: x, lambda x: x)
         # what attention keeps beside q, k, v and its output has fewer dimensions or channels
@@ -69,7 +81,9 @@ class _Compressed:
     def pack(self, x: torch.Tensor):
         if x.dim() != self.dims or x.shape[-1] != self.channels or x.dtype != self.dtype:
             return None, self.outer_pack(x)
-        kept = quantize_groups(_to_tokens(x, self.order).contiguous(), self.group_size, self.saved_format)
+        kept = quantize_groups(
+            _to_tokens(x, self.order.there).contiguous(), self.group_size, self.saved_format
+        )
         self.kept[x.data_ptr()] = kept
         return x.shape, [self.outer_pack(t) for t in kept]
 
@@ -78,7 +92,7 @@ class _Compressed:
         if shape is None:
             return self.outer_unpack(kept)
         rows = dequantize_groups(Grouped(*map(self.outer_unpack, kept)), self.group_size, self.dtype)
-        return rows.view([shape[i] for i in self.order]).permute(self.back)
+        return rows.view([shape[i] for i in self.order.there]).permute(self.order.back)
 
     def origin_of(self, output: torch.Tensor) -> Origin | None:
         """What was kept of `output`, if autograd handed it over."""
@@ -122,44 +136,50 @@ def causal_attention(
 
     Returns [s, b, n * d], carrying its origin.
     """
-    order = _BATCH_FIRST if batch_first else _SEQUENCES_LAST
-    back = [order.index(i) for i in range(4)]
-    q, k, v = (x.permute(back) for x in (q, k, v))
-    with sdpa_kernel(list(backends), set_priority=True) if q.is_cuda else contextlib.nullcontext():
-        return kept_attention(
-            lambda: F.scaled_dot_product_attention(
-                q, k, v, dropout_p=dropout, is_causal=True, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
-            ),
-            (q, k, v),
-            group_size=group_size,
-            saved_format=saved_format,
-            batch_first=batch_first,
-        )
-
-
-def kept_attention(
-    attend: Callable[[], torch.Tensor],
-    qkv: tuple[torch.Tensor, ...],
-    *,
-    group_size: int | None = None,
-    saved_format: str = DEFAULT_FORMAT,
-    batch_first: bool = False,
-) -> torch.Tensor:
-    """The output [b, n, s, d] of attend(), any attention of `qkv` by torch's operations, as [s, b, n * d] or
-    [b, s, n * d], carrying its origin. What autograd keeps of tensors of that many channels is in groups, as
-    of `causal_attention`.
-    """
-    order = _BATCH_FIRST if batch_first else _SEQUENCES_LAST
-    keeps = torch.is_grad_enabled() and any(t.requires_grad for t in qkv)
+    order = _BATCH_FIRST if batch_first else _SEQUENCE_FIRST
+    heads = [x.permute(order.back) for x in (q, k, v)]
+    choice = sdpa_kernel(list(backends), set_priority=True) if q.is_cuda else contextlib.nullcontext()
+    keeps = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
     compressed = None
     hooks = contextlib.nullcontext()
     if keeps and group_size is not None:
-        compressed = _Compressed(group_size, saved_format, qkv[0].shape, qkv[0].dtype, order)
+        compressed = _Compressed(group_size, saved_format, heads[0].shape, q.dtype, order)
         hooks = torch.autograd.graph.saved_tensors_hooks(compressed.pack, compressed.unpack)
-    with hooks:
-        output = attend()
-    y = output.permute(order).flatten(2)
+    with choice, hooks:
+        output = F.scaled_dot_product_attention(
+            *heads, dropout_p=dropout, is_causal=True, scale=scale, enable_gqa=q.shape[2] != k.shape[2]
+        )
+    y = output.permute(order.there).flatten(2)
     origin = None
     if keeps:
-        origin = compressed.origin_of(output) if compressed else _origin(output, order)
+        origin = compressed.origin_of(output) if compressed else Origin((output.detach(),), order.columns)
+    return with_origin(y, origin) if origin else y
+
+
+def kept_attention(
+    attend: Callable[..., torch.Tensor],
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    group_size: int | None = None,
+    saved_format: str = DEFAULT_FORMAT,
+) -> torch.Tensor:
+    """What attend(q, k, v), any attention of heads [b, n, s, d] by torch's operations, makes of them, [b, n,
+    s, d], as [b, s, n * d], carrying its origin. What autograd keeps of tensors of that many channels is in
+    groups, as of `causal_attention`.
+    """
+    keeps = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
+    compressed = None
+    hooks = contextlib.nullcontext()
+    if keeps and group_size is not None:
+        compressed = _Compressed(group_size, saved_format, q.shape, q.dtype, _BATCH_FIRST)
+        hooks = torch.autograd.graph.saved_tensors_hooks(compressed.pack, compressed.unpack)
+    with hooks:
+        output = attend(q, k, v)
+    y = output.transpose(1, 2).flatten(2)
+    origin = None
+    if keeps:
+        whole = Origin((output.detach(),), _columns_batch_first)
+        origin = compressed.origin_of(output) if compressed else whole
     return with_origin(y, origin) if origin else y

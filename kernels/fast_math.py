@@ -40,6 +40,14 @@ def fast_sqrt(x):
 
 
 @triton.jit
+def saturate(x):
+    """Brought into [0, 1]: on its way out of an addition that costs nothing."""
+    if INTERPRET:
+        return tl.minimum(tl.maximum(x, 0.0), 1.0)
+    return tl.inline_asm_elementwise("cvt.sat.f32.f32 $0, $1;", "=f,f", [x], tl.float32, True, 1)
+
+
+@triton.jit
 def with_sign_of(b_abs, b_x):
     """The magnitudes `b_abs`, which have no sign yet, with the signs of `b_x`: one bit operation."""
     b_sign = b_x.to(tl.int32, bitcast=True) & -2147483648

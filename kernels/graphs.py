@@ -264,16 +264,14 @@ class _Replay(torch.autograd.Function):
     def forward(ctx, recording, x, *tensors):
         y, ctx.in_flight = recording.forward(x)
         ctx.recording = recording
+        # a replay reads them again: torch then tells of changes in between
+        ctx.save_for_backward(*tensors)
         return y
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad):
-        if ctx.in_flight is None:
-            raise RuntimeError(
-                "backward a second time through a layer that runs as a CUDA graph. Give the first backward "
-                "retain_graph=True."
-            )
+        ctx.saved_tensors  # noqa: B018
         grads = ctx.recording.backward(grad)
         if not torch._C._autograd._get_current_graph_task_keep_graph():
             ctx.in_flight = None
@@ -314,7 +312,7 @@ class Graphs:
         function: Callable[..., torch.Tensor],
         x: torch.Tensor,
         tensors: Sequence[torch.Tensor | None],
-        addresses: tuple[int, ...] = (),
+        uses: tuple[Hashable, ...] = (),
         under_way: int = 1,
     ) -> torch.Tensor:
         """function(x, *tensors), by a graph where that is possible.
@@ -324,7 +322,8 @@ class Graphs:
                 numbers, and keeps no reference to x for its backward.
             x: on a GPU. Without a gradient the function runs as it is written.
             tensors: parameters, what shares their memory, and constants; None is handed on.
-            addresses: of other memory that the function, or its backward, uses.
+            uses: what else the function depends on: options, addresses of other memory that it or its
+                backward uses, and objects that own some.
             under_way: how many forwards of one shape may wait for their backwards at a time.
 
         Returns what the function does, in memory of its own.
@@ -333,7 +332,7 @@ class Graphs:
             return function(x, *tensors)
         stream = torch.cuda.current_stream(x.device)
         memory = self._memory = _memory(x.device, stream.cuda_stream)
-        place = self._place((x.shape, x.dtype, memory), _addresses(tensors) + addresses)
+        place = self._place((x.shape, x.dtype, memory), _addresses(tensors) + uses)
         if place is None or memory.refusal is not None:
             return function(x, *tensors)
         place.calls += 1

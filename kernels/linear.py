@@ -126,7 +126,7 @@ def multiply_backward(
 
 class _Fp8Linear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, weight, bias, origin, options, trains):
+    def forward(ctx, x, weight, bias, origin, options, trains, dtype):
         trains_weight = ctx.needs_input_grad[1]
         keep = trains_weight and origin is None
         fmt = options.formats.forward
@@ -134,7 +134,7 @@ class _Fp8Linear(torch.autograd.Function):
             x, fmt, columns=keep, group=options.input_group, predicted=options.x_scale
         )
         w, largest_w = options.cache.forward(weight, fmt, trains)
-        y = multiply(rows, scale, w, bias, x.dtype, options)
+        y = multiply(rows, scale, w, bias, dtype, options)
         ctx.options, ctx.shape, ctx.dtype = options, x.shape, x.dtype
         ctx.bias_dtype = None if bias is None else bias.dtype
         ctx.columns = None
@@ -174,7 +174,7 @@ class _Fp8Linear(torch.autograd.Function):
             grad_x().view(ctx.shape) if needs_x else None,
             grad_w,
             sums.to(ctx.bias_dtype) if needs_bias else None,
-            *(None,) * 3,
+            *(None,) * 4,
         )
 
 
@@ -249,8 +249,8 @@ def fp8_linear(
             tensors, which saves a pass over each; the caller's, one each for every call site. Not used while
             a model is compiled.
 
-    Returns [..., N] in the dtype of x. Raises ValueError for shapes that do not belong together and, on CUDA,
-    if K or N is not a multiple of 16; RuntimeError on a GPU without FP8.
+    Returns [..., N] in the dtype of x, or autocast's. Raises ValueError for shapes that do not belong
+    together and, on CUDA, if K or N is not a multiple of 16; RuntimeError on a GPU without FP8.
     """
     require_fp8(x.device)
     out_features, in_features = weight.shape
@@ -263,20 +263,23 @@ def fp8_linear(
             f"FP8 matrix products need sizes that are multiples of {ALIGNMENT}, found a weight of "
             f"{out_features} x {in_features}. Change the layer's sizes or keep it in BF16."
         )
-    device = x.device.type
-    if torch.is_autocast_enabled(device) and x.dtype != torch.get_autocast_dtype(device):
-        maxima = maxima_of(x)
-        x = x.to(torch.get_autocast_dtype(device))
-        if maxima is not None:
-            with_maxima(x, maxima)
+    device, dtype = x.device.type, x.dtype
+    if torch.is_autocast_enabled(device) and dtype != torch.get_autocast_dtype(device):
+        dtype = torch.get_autocast_dtype(device)
+        # of a deferred one there are the codes of its own values, and nothing to be cast
+        if not (isinstance(x, Deferred) and x.is_pending):
+            maxima = maxima_of(x)
+            x = x.to(dtype)
+            if maxima is not None:
+                with_maxima(x, maxima)
     if cache is None or torch.compiler.is_compiling():
         cache = NO_CACHE
     elif cache.keep != "none":
         cache = cache.of(weight)
     if parallel is None and x.numel() == 0:
         # nothing to quantize, and no GPU multiplies it; gradients are of zeros
-        return F.linear(x, weight.to(x.dtype), None if bias is None else bias.to(x.dtype))
+        return F.linear(x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype))
     options = LinearOptions(
         formats or DEFAULT_FORMATS, cache, parallel, weight_grad_into, x_scale, grad_scale
     )
-    return _Fp8Linear.apply(x, weight, bias, origin, options, torch.is_grad_enabled())
+    return _Fp8Linear.apply(x, weight, bias, origin, options, torch.is_grad_enabled(), dtype)

@@ -47,7 +47,8 @@ def _parts(whole: Quantized, weights: Sequence[torch.Tensor]) -> list[Quantized]
 def _write(weights: Sequence[torch.Tensor], out: Quantized, scales: Scales) -> torch.Tensor | None:
     """`launch_quantize` of each weight."""
     parts = zip(weights, _parts(out, weights), strict=True)
-    maxima = [launch_quantize(w.detach().contiguous(), part, scales) for w, part in parts]
+    pitch = None if out.columns is None else out.columns.shape[1]
+    maxima = [launch_quantize(w.detach().contiguous(), part, scales, pitch) for w, part in parts]
     return None if scales.maxima is not None else torch.cat(maxima)
 
 
@@ -79,9 +80,10 @@ class MergedCache(WeightCache):
             self._owner, self._key, self._codes = [weakref.ref(w) for w in weights], None, None
         return _Bound(self, weights)
 
-    @staticmethod
-    def _with(weights, largest: torch.Tensor, fmt: Fp8Format, rows: bool, columns: bool) -> Quantized:
-        return quantize_merged(weights, largest, fmt, rows, columns)
+    def _again(self, weights, largest: torch.Tensor, fmt: Fp8Format, rows: bool) -> Quantized:
+        if self._codes is not None and self._key == self._key_of(weights, fmt):
+            return self._codes
+        return quantize_merged(weights, largest, fmt, rows, not rows)
 
     @staticmethod
     def _key_of(weights, fmt: Fp8Format) -> tuple:

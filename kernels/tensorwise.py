@@ -336,9 +336,12 @@ def empty_operands(
     )
 
 
-def launch_quantize(x: torch.Tensor, out: Quantized, scales: Scales) -> torch.Tensor | None:
+def launch_quantize(
+    x: torch.Tensor, out: Quantized, scales: Scales, pitch: int | None = None
+) -> torch.Tensor | None:
     """Writes the operands of a contiguous `x` [m, n], all from one read of it: sums, in two stages, in any
-    but a second launch. Returns maxima if there were none. Columns may be a part [n, m'] of longer ones."""
+    but a second launch. Returns maxima if there were none. Columns may be a part [n, m'] of longer ones,
+    `pitch` elements each."""
     m, n = x.shape
     by_columns = out.columns is not None or out.sums is not None
     if by_columns:
@@ -366,7 +369,7 @@ def launch_quantize(x: torch.Tensor, out: Quantized, scales: Scales) -> torch.Te
             m,
             n,
             padded_m,
-            padded_m if out.columns is None else out.columns.stride(0),
+            padded_m if pitch is None else pitch,
             tiles,
             E5M2=out.is_e5m2,
             M=tile_m,

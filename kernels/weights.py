@@ -95,7 +95,7 @@ class WeightCache:
             return self._quantize(weight, fmt)
         key = self._key_of(weight, fmt)
         if key == self._key:
-            return self._codes or self._with(weight, self._largest, fmt, True, False), self._largest
+            return self._again(weight, self._largest, fmt, rows=True), self._largest
         self._key = None
         if not self._stays:
             # the old copy goes before the new one is made
@@ -135,14 +135,7 @@ class WeightCache:
     def _again(self, weight: torch.Tensor, largest: torch.Tensor, fmt: Fp8Format, rows: bool) -> Quantized:
         if self._codes is not None and self._key == self._key_of(weight, fmt):
             return self._codes
-        return self._with(weight, largest, fmt, rows, not rows)
-
-    @staticmethod
-    def _with(
-        weight: torch.Tensor, largest: torch.Tensor, fmt: Fp8Format, rows: bool, columns: bool
-    ) -> Quantized:
-        """`weight` quantized as asked for, whose largest magnitude is known."""
-        return quantize_tensor(weight.contiguous(), largest, fmt, rows=rows, columns=columns)
+        return quantize_tensor(weight.contiguous(), largest, fmt, rows=rows, columns=not rows)
 
     @staticmethod
     def _key_of(weight: torch.Tensor, fmt: Fp8Format) -> tuple:

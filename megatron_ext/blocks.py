@@ -162,11 +162,9 @@ def forward_by_blocks(layer: torch.nn.Module, args: tuple, kwargs: dict) -> torc
     compute = functools.partial(_compute, parts, options, arguments.get("attention_mask"))
     if not uses_graphs(parts, x):
         return compute(x, *tables, *weights)
-    addresses = tuple(
-        a for linear, o in zip(parts.linears, options, strict=True) for a in linear.addresses(o)
-    )
+    uses = _used(parts, options)
     under_way = layer.config.pipeline_model_parallel_size
-    return layer.graphs.call(compute, x, (*tables, *weights), addresses, under_way)
+    return layer.graphs.call(compute, x, (*tables, *weights), uses, under_way)
 
 
 def uses_graphs(parts: Parts, x: torch.Tensor) -> bool:
@@ -182,10 +180,21 @@ def uses_graphs(parts: Parts, x: torch.Tensor) -> bool:
     if not wanted or hasattr(parts.qkv.weight, "ds_id"):
         return False
     if wanted == "auto":
-        multiplied = sum(linear.weight.numel() for linear in parts.linears)
-        if x.shape[0] * x.shape[1] * multiplied > GRAPHED_WORK:
+        # under sequence parallelism x is this rank's part of what its weights are multiplied with
+        tokens = x.shape[0] * x.shape[1] * (parts.qkv.tp_group.size() if parts.qkv.sequence_parallel else 1)
+        if tokens * sum(linear.weight.numel() for linear in parts.linears) > GRAPHED_WORK:
             return False
     return type(core) is CoatCoreAttention and not (core.training and core.dropout) and _is_stock(core)
+
+
+def _used(parts: Parts, options: tuple[LinearOptions, ...]) -> tuple:
+    """What a graph of the layer depends on beside its tensors; what changes is recorded again."""
+    core = parts.attention.core_attention
+    found = [parts.input_norm.options, parts.mlp_norm.options, parts.mlp.options]
+    found += core.group_size, core.saved_format, core.recomputes
+    for linear, how in zip(parts.linears, options, strict=True):
+        found += linear.uses(how)
+    return tuple(found)
 
 
 def _gathered(parts: Parts) -> tuple[tuple, tuple]:

@@ -149,11 +149,13 @@ class _CoatLinear(TakesActivations):
             self._formats, cache, parallel, into, self._scales["x_scale"], self._scales["grad_scale"]
         )
 
-    def addresses(self, options: LinearOptions) -> tuple[int, ...]:
-        """Of the memory that products with `options` use beside their tensors, for a CUDA graph."""
+    def uses(self, options: LinearOptions) -> tuple:
+        """What products with `options` use beside their tensors, as CUDA graphs want to know it
+        (`Graphs.call`)."""
         into = options.weight_grad_into
         kept = options.cache.stay(self.weight, self._formats.forward)
-        return kept if into is None else (into().data_ptr(), *kept)
+        address = None if into is None else into().data_ptr()
+        return options.formats, options.cache, options.x_scale, options.grad_scale, address, *kept
 
     def coat_part(self) -> Part:
         if self._in_fp8:

@@ -168,11 +168,12 @@ class MegatronAdamW(CoatAdamW, torch.optim.AdamW):
 
     def _load_state(self, p: torch.Tensor, group: dict[str, Any], loaded: dict[str, Any], index: int) -> None:
         state = self.state[p]
-        for name in MOMENTS:
+        # the second first: the first may be relative to it
+        for name in reversed(MOMENTS):
             value = state[name]
             if isinstance(value, Moment):
                 # the optimizer's own, handed back
-                state[name] = Moment(value.pieces, value.group_size, value.shape)
+                state[name] = Moment(value.pieces, value.group_size, value.shape, pair=value.pair)
             else:
                 self._take_moment(p, group, name, value)
         self._ready_state(p, group)

@@ -54,6 +54,21 @@ def register() -> None:
     AttentionMaskInterface.register(NAME, ALL_MASK_ATTENTION_FUNCTIONS[STOCK])
 
 
+def _own_storages(*heads: torch.Tensor) -> list[torch.Tensor]:
+    """`heads`, copied where they are part of a storage most of which would be kept for backward for nothing,
+    as values are of a fused projection whose queries and keys have been rotated."""
+    used: dict[int, int] = {}
+    for x in heads:
+        address = x.untyped_storage().data_ptr()
+        used[address] = used.get(address, 0) + x.nbytes
+
+    def wastes(x: torch.Tensor) -> bool:
+        storage = x.untyped_storage()
+        return x.requires_grad and storage.nbytes() > used[storage.data_ptr()]
+
+    return [x.clone(memory_format=torch.preserve_format) if wastes(x) else x for x in heads]
+
+
 def _is_plain_causal(module, query, key, mask, is_causal, rest) -> bool:
     """Whether transformers' own function would ask for causality over as many keys as queries."""
     if is_causal is None:
@@ -85,22 +100,24 @@ def coat_attention(
 
     kept = module.__dict__.get(STATE)
 
-    def stock():
+    def stock(*heads):
         arguments = {"dropout": dropout, "scaling": scaling, "is_causal": is_causal, **rest}
-        return sdpa_attention_forward(module, query, key, value, attention_mask, **arguments)[0]
+        return sdpa_attention_forward(module, *heads, attention_mask, **arguments)[0].transpose(1, 2)
 
     # a model that shares the config of one that was converted; and the compiler, which sees no notes
     if kept is None or torch.compiler.is_compiling():
-        return stock(), None
-    how = {"group_size": kept.group_size, "saved_format": kept.saved_format, "batch_first": True}
+        return stock(query, key, value).transpose(1, 2), None
+    if kept.group_size is None:
+        query, key, value = _own_storages(query, key, value)
+    how = {"group_size": kept.group_size, "saved_format": kept.saved_format}
     if attention_mask is not None and attention_mask.shape[-1:] == query.shape[-1:]:
         # an additive one could be taken for a head
         how["group_size"] = None
     if _is_plain_causal(module, query, key, attention_mask, is_causal, rest):
         heads = [x.transpose(1, 2) for x in (query, key, value)]
-        y = causal_attention(*heads, scale=scaling, dropout=dropout, **how)
+        y = causal_attention(*heads, scale=scaling, dropout=dropout, batch_first=True, **how)
     else:
-        y = kept_attention(lambda: stock().transpose(1, 2), (query, key, value), **how)
+        y = kept_attention(stock, query, key, value, **how)
     if (origin := origin_of(y)) is not None:
         # the module reads it through views, which are other tensor objects
         note(y if y._base is None else y._base, "attended", origin)

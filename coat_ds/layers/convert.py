@@ -18,6 +18,9 @@ from coat_kernels.tensorwise import ALIGNMENT
 
 __all__ = ["convert", "conversion_of", "unconvert"]
 
+# rows or columns of a weight, below which quantizing its input takes longer than the product
+LEAST = 32
+
 logger = logging.getLogger(__name__)
 
 
@@ -61,7 +64,9 @@ def convert(
         forward.install()
     _convert_attention(model, conversion, filter)
     for name, module in model.named_modules():
-        if replaced(module) is None and (parts := decoder_layer.parts_of(module)) is not None:
+        if replaced(module) is not None or (filter is not None and not filter(name, module)):
+            continue
+        if (parts := decoder_layer.parts_of(module)) is not None:
             decoder_layer.Fp8DecoderLayer(module, activations, parts).install()
             conversion.take("layer", name)
     model.__dict__[ATTRIBUTE] = conversion
@@ -163,6 +168,10 @@ def _what_stays(model: nn.Module) -> dict[int, str]:
         if isinstance(module, nn.Linear) and id(module.weight) in embeddings:
             stays[id(module)] = "the head"
         children = module._modules
+        if getattr(module, "base_model_prefix", None) in children:
+            # what transformers puts on top of a model, as for classification
+            heads = (child for child in children.values() if isinstance(child, nn.Linear))
+            stays.update({id(child): "the head" for child in heads})
         if "base_layer" in children:
             for name, child in children.items():
                 if name != "base_layer" and child is not None:
@@ -203,6 +212,8 @@ def _build_linear(module, activations, projections):
     sizes = probe.shape_of(weight)
     if any(size % ALIGNMENT or size == 0 for size in sizes):
         return None, f"{' x '.join(map(str, sizes))}, not multiples of {ALIGNMENT}"
+    if min(sizes) < LEAST:
+        return None, f"{' x '.join(map(str, sizes))}, too small to gain by FP8"
     stock = "forward" not in module.__dict__ and type(module).forward is nn.Linear.forward
     transposed = not isinstance(module, nn.Linear)
     if not stock and not probe.is_product(module, transposed):

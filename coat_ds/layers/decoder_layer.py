@@ -5,6 +5,7 @@ The blocks go past the forwards of the modules inside. They are taken where nobo
 `uses_blocks` decides; else the layer's own forward calls its converted modules.
 """
 
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -15,7 +16,7 @@ from coat_ds.layers.attention import STATE
 from coat_ds.layers.feed_forward import Fp8GatedFeedForward
 from coat_ds.layers.merged_linear import MergedLinear, is_hooked, may_merge
 from coat_ds.layers.norm import Fp8Norm
-from coat_ds.layers.probe import close, device_of, numbers, run, shadow
+from coat_ds.layers.probe import Place, close, first_found, linear_of, run, shadow
 from coat_ds.layers.replaced import Replaced, autocast_dtype, replaced
 from coat_kernels.attention import causal_attention, origin_in_groups
 from coat_kernels.blocks import attention_block, mlp_block, qkv_block
@@ -68,24 +69,24 @@ def parts_of(layer: nn.Module) -> Parts | None:
             names[id(part)]: _Times(power, weights=part is parts.attention)
             for part, power in zip(parts, powers, strict=True)
         }
-        x = numbers(1, 3, 8, device=torch.device("cpu"))
+        x = Place(torch.device("cpu"), torch.float32).numbers(1, 3, 8, seed=0)
         norm1, attention, norm2, mlp = (fakes[names[id(part)]] for part in parts)
         expected = x + attention(norm1(x))[0]
         expected = expected + mlp(norm2(expected))
-        if close(run(shadow(layer, {}, fakes), x), expected) and _is_rotary(parts.attention):
+        if close(run(shadow(layer, {}, fakes), x), expected) and first_found(
+            layer, partial(_is_rotary, parts.attention)
+        ):
             return parts
     return None
 
 
-def _is_rotary(attention: nn.Module) -> bool:
+def _is_rotary(attention: nn.Module, place: Place) -> bool:
     """Whether it is causal attention of queries and keys that turn as those of `coat_kernels.rope`."""
     d, groups, m, h, s = 8, 2, 2, 16, 5
-    device = device_of(attention)
     small, sizes = {}, dict(zip(PROJECTIONS, (groups * m * d, groups * d, groups * d, h), strict=True))
     for i, (name, n) in enumerate(sizes.items()):
         k = groups * m * d if name == "o_proj" else h
-        small[name] = nn.Linear(k, n, bias=False, device=device)
-        small[name].weight = nn.Parameter(numbers(n, k, device=device, seed=i) / k**0.5)
+        small[name] = linear_of(place.numbers(n, k, seed=i) / k**0.5)
     like = shadow(attention, {}, small)
     like.__dict__.update(head_dim=d, num_key_value_groups=m, scaling=0.3)
     for name in ("num_heads", "num_attention_heads"):
@@ -93,9 +94,9 @@ def _is_rotary(attention: nn.Module) -> bool:
             like.__dict__[name] = groups * m
     if "num_key_value_heads" in like.__dict__:
         like.__dict__["num_key_value_heads"] = groups
-    angles = numbers(1, s, d // 2, device=device, seed=7)
+    angles = place.numbers(1, s, d // 2, seed=7)
     cos, sin = (torch.cat((t, t), -1) for t in (angles.cos(), angles.sin()))
-    x = numbers(1, s, h, device=device, seed=8)
+    x = place.numbers(1, s, h, seed=8)
 
     def attend(x):
         return like(x, position_embeddings=(cos, sin), attention_mask=None)[0]
@@ -104,7 +105,7 @@ def _is_rotary(attention: nn.Module) -> bool:
         q, k, v = (small[name](x).view(s, 1, -1, d) for name in PROJECTIONS[:3])
         o = causal_attention(rotate(q, cos[0], sin[0]), rotate(k, cos[0], sin[0]), v, scale=0.3)
         expected = small["o_proj"](o).view(1, s, h)
-    return close(run(attend, x), expected.cpu())
+    return close(run(attend, x), expected)
 
 
 class Fp8DecoderLayer(Replaced):

@@ -6,7 +6,7 @@ from coat_ds.config import ActivationsConfig
 from coat_ds.layers.attention import attended_origin
 from coat_ds.layers.formats import formats
 from coat_ds.layers.hooks import after_pre_hooks
-from coat_ds.layers.replaced import Replaced
+from coat_ds.layers.replaced import Replaced, is_plain
 from coat_kernels.deferred import PredictedScale
 from coat_kernels.linear import LinearOptions, fp8_linear
 from coat_kernels.origin import origin_of
@@ -45,9 +45,9 @@ class Fp8Linear(Replaced):
         )
 
     def __call__(self, input: torch.Tensor) -> torch.Tensor:
-        if not self.takes(input):
-            return self.stock(input)
         module = self.module
+        if not (self.takes(input) and is_plain(module.weight)):
+            return self.stock(input)
         after_pre_hooks(module, input)
         return fp8_linear(
             input,

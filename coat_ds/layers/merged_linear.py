@@ -7,7 +7,7 @@ from torch.nn.modules.module import _has_any_global_hook
 from coat_ds.config import ActivationsConfig
 from coat_ds.layers.formats import formats
 from coat_ds.layers.linear import Fp8Linear
-from coat_ds.layers.replaced import replaced
+from coat_ds.layers.replaced import is_plain, replaced
 from coat_kernels.deferred import PredictedScale
 from coat_kernels.linear import LinearOptions
 from coat_kernels.merged import MergedCache, merged
@@ -32,7 +32,8 @@ def may_merge(linears: tuple[nn.Module, ...]) -> bool:
         if type(forward) is not Fp8Linear or forward.transposed or is_hooked(linear):
             return False
         if (
-            linear.weight.dtype != first.weight.dtype
+            not is_plain(linear.weight)
+            or linear.weight.dtype != first.weight.dtype
             or linear.weight.requires_grad != first.weight.requires_grad
             or (linear.bias is None) != (first.bias is None)
         ):

@@ -6,7 +6,7 @@ from coat_ds.config import ActivationsConfig
 from coat_ds.layers.formats import formats
 from coat_ds.layers.hooks import before_hooks
 from coat_ds.layers.probe import NormForm
-from coat_ds.layers.replaced import Replaced
+from coat_ds.layers.replaced import Replaced, is_plain
 from coat_kernels.blocks import NormOptions, norm_options
 from coat_kernels.deferred import PredictedScale
 from coat_kernels.norm import layer_norm, rms_norm
@@ -36,7 +36,7 @@ class Fp8Norm(Replaced):
         )
 
     def __call__(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        if not self.takes(hidden_states) or hidden_states.numel() == 0:
+        if not (self.takes(hidden_states) and is_plain(self.module.weight)) or hidden_states.numel() == 0:
             return self.stock(hidden_states)
         module, form, dtype = self.module, self.form, self.dtype_of_output(hidden_states)
         options = {

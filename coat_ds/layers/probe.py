@@ -6,15 +6,18 @@ ranks. A module whose forward was patched, on the instance or on the class, is r
 """
 
 import contextlib
+import functools
 import itertools
 import types
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import nn
 
 from coat_kernels.activation import KINDS, value_and_slope_reference
 
+T = TypeVar("T")
 EPS_NAMES = ("variance_epsilon", "eps", "epsilon", "norm_eps", "layer_norm_eps")
 # of FP32 results of the same formula in another order
 TOLERANCE = 1e-5
@@ -25,11 +28,31 @@ def shape_of(p: torch.Tensor) -> torch.Size:
     return torch.Size(getattr(p, "ds_shape", p.shape))
 
 
-def device_of(module: nn.Module) -> torch.device:
-    """Where to run a shadow: with the module, whose kernels may run nowhere else, or on the CPU."""
-    for p in module.parameters():
-        return p.device if p.device.type != "meta" else torch.device("cpu")
-    return torch.device("cpu")
+class Place(NamedTuple):
+    """Where to run a shadow."""
+
+    device: torch.device
+    dtype: torch.dtype
+
+    def numbers(self, *shape: int, seed: int) -> torch.Tensor:
+        """The same normal random numbers each time, whatever the global generators are at."""
+        x = torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+        return x.to(self.device, self.dtype)
+
+
+def places(module: nn.Module) -> list[Place]:
+    """First the CPU, in FP64, of which no setting takes bits; then, where a forward's kernels may run nowhere
+    else, the module's GPU."""
+    found = [Place(torch.device("cpu"), torch.float64)]
+    device = next((p.device for p in module.parameters()), found[0].device)
+    if device.type not in ("cpu", "meta"):
+        found.append(Place(device, torch.float32))
+    return found
+
+
+def first_found(module: nn.Module, find: Callable[[Place], T | None]) -> T | None:
+    """What find(place) finds where the module runs."""
+    return next((found for place in places(module) if (found := find(place))), None)
 
 
 def shadow(module: nn.Module, parameters: dict | None = None, children: dict | None = None) -> nn.Module:
@@ -48,26 +71,27 @@ def shadow(module: nn.Module, parameters: dict | None = None, children: dict | N
 
 
 def run(module: nn.Module, x: torch.Tensor) -> torch.Tensor | None:
-    """What `module` makes of `x`, FP32 on the CPU; None if it makes something else than one tensor."""
+    """What `module` makes of `x`, FP64 on the CPU; None if it makes something else than one tensor."""
     # whatever a foreign forward raises on a made-up input says that it is not what was expected
     with contextlib.suppress(Exception), torch.no_grad(), torch.autocast(x.device.type, enabled=False):
         y = module(x)
         if isinstance(y, torch.Tensor):
-            return y.float().cpu()
+            return y.double().cpu()
     return None
 
 
+def linear_of(weight: torch.Tensor) -> nn.Linear:
+    """A linear layer of this weight, for which no random number is drawn."""
+    linear = nn.Linear(*reversed(weight.shape), bias=False, device="meta")
+    linear.weight = nn.Parameter(weight)
+    return linear
+
+
 def close(y: torch.Tensor | None, expected: torch.Tensor) -> bool:
-    return (
-        y is not None
-        and y.shape == expected.shape
-        and bool((y - expected).abs().amax() <= TOLERANCE * expected.abs().amax())
-    )
-
-
-def numbers(*shape: int, device: torch.device, seed: int = 0) -> torch.Tensor:
-    """The same normal random numbers each time, whatever the global generators are at."""
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(device)
+    if y is None or y.shape != expected.shape:
+        return False
+    expected = expected.double().cpu()
+    return bool((y - expected).abs().amax() <= TOLERANCE * expected.abs().amax())
 
 
 class NormForm(NamedTuple):
@@ -90,16 +114,22 @@ def norm_form(module: nn.Module) -> NormForm | None:
         eps = next((e for e in (getattr(module, n, None) for n in EPS_NAMES) if isinstance(e, float)), None)
     if eps is None or (bias is not None and shape_of(bias) != shape_of(weight)):
         return None
-    h, device = shape_of(weight)[0], device_of(module)
-    w, b = 1 + numbers(h, device=device, seed=1) / 4, numbers(h, device=device, seed=2)
+    return first_found(module, lambda place: _norm_form(module, eps, place))
+
+
+def _norm_form(module: nn.Module, eps: float, place: Place) -> NormForm | None:
+    weight, bias = module._parameters["weight"], module._parameters.get("bias")
+    h = shape_of(weight)[0]
+    # whatever it computes in, FP32 or more
+    place = Place(place.device, torch.float32)
+    w, b = 1 + place.numbers(h, seed=1) / 4, place.numbers(h, seed=2)
     parameters = {"weight": nn.Parameter(w), "bias": None if bias is None else nn.Parameter(b)}
     like = shadow(module, {name: parameters[name] for name in module._parameters})
     # in the second row, eps is half of what is under the root
-    x = numbers(2, h, device=device, seed=3) * torch.tensor([[1.0], [eps**0.5]], device=device) + eps**0.5
+    x = place.numbers(2, h, seed=3)
+    x[1] *= eps**0.5
     y = run(like, x)
-    if y is None:
-        return None
-    x, w, b = x.cpu(), w.cpu(), 0 if bias is None else b.cpu()
+    x, w, b = x.double(), w.double(), 0 if bias is None else b.double()
     for layer_norm in (False, True):
         c = x - x.mean(1, keepdim=True) if layer_norm else x
         normed = c * torch.rsqrt(c.square().mean(1, keepdim=True) + eps)
@@ -125,17 +155,20 @@ def activation_kind(module: nn.Module | types.FunctionType) -> str | None:
 
 def is_product(module: nn.Module, transposed: bool) -> bool:
     """Whether `module` is x W^T + b, or x W + b if `transposed`, of its `weight` and `bias`."""
-    device, bias = device_of(module), module._parameters.get("bias")
-    inputs, outputs = 16, 24
-    w = numbers(*((inputs, outputs) if transposed else (outputs, inputs)), device=device, seed=1)
-    b = numbers(outputs, device=device, seed=2)
+    return bool(first_found(module, lambda place: _is_product(module, transposed, place)))
+
+
+def _is_product(module: nn.Module, transposed: bool, place: Place) -> bool:
+    bias, inputs, outputs = module._parameters.get("bias"), 16, 24
+    w = place.numbers(*((inputs, outputs) if transposed else (outputs, inputs)), seed=1)
+    b = place.numbers(outputs, seed=2)
     parameters = {"weight": nn.Parameter(w), "bias": None if bias is None else nn.Parameter(b)}
     like = shadow(module, {name: parameters[name] for name in module._parameters})
     # Conv1D's names of its sizes, one of which it reads
     like.__dict__.update(nx=inputs, nf=outputs)
-    x = numbers(3, inputs, device=device, seed=3)
+    x = place.numbers(3, inputs, seed=3)
     expected = x @ (w if transposed else w.t()) + (0 if bias is None else b)
-    return close(run(like, x), expected.cpu())
+    return close(run(like, x), expected)
 
 
 class GatedForm(NamedTuple):
@@ -160,37 +193,38 @@ def gated_form(module: nn.Module) -> GatedForm | None:
     sizes = {name: _sizes(m) for name, m in module._modules.items() if m is not None}
     linears = {name: pair for name, pair in sizes.items() if pair}
     for roles in itertools.permutations(linears):
-        found = None
         if len(roles) == 3:
-            found = _gated(module, linears, *roles)
+            gate, up, down = roles
         elif len(roles) == 2:
-            found = _gated(module, linears, roles[0], None, roles[1])
-        if found:
+            (gate, down), up = roles, None
+        else:
+            return None
+        f, h = linears[down]
+        if linears[gate] != (h, f if up else 2 * f) or (up and linears[up] != (h, f)):
+            continue
+        find = functools.partial(_gated, module, gate, up, down)
+        if found := first_found(module, find):
             return found
     return None
 
 
-def _gated(module: nn.Module, linears: dict, gate: str, up: str | None, down: str) -> GatedForm | None:
+def _gated(module: nn.Module, gate: str, up: str | None, down: str, place: Place) -> GatedForm | None:
     """The form of `module` if its children have these roles."""
-    f, h = linears[down]
-    if linears[gate] != (h, f if up else 2 * f) or (up and linears[up] != (h, f)):
-        return None
-    device, (small_h, small_f) = device_of(module), (16, 24)
-    x = numbers(3, small_h, device=device, seed=9)
-    weights = {down: numbers(small_h, small_f, device=device, seed=1) / small_f**0.5}
-    weights[gate] = numbers(small_f if up else 2 * small_f, small_h, device=device, seed=2) / small_h**0.5
+    h, f = 16, 24
+    x = place.numbers(3, h, seed=9)
+    weights = {down: place.numbers(h, f, seed=1) / f**0.5}
+    weights[gate] = place.numbers(f if up else 2 * f, h, seed=2) / h**0.5
     g, u = x @ weights[gate].t(), None
     if up:
-        weights[up] = numbers(small_f, small_h, device=device, seed=3) / small_h**0.5
+        weights[up] = place.numbers(f, h, seed=3) / h**0.5
         u = x @ weights[up].t()
     else:
         g, u = g.chunk(2, -1)
     small = {}
     for name, weight in weights.items():
-        small[name] = nn.Linear(*reversed(weight.shape), bias=False, device=device)
-        small[name].weight = nn.Parameter(weight)
+        small[name] = linear_of(weight)
     y = run(shadow(module, {}, {**module._modules, **small}), x)
     for kind in KINDS:
-        if close(y, ((value_and_slope_reference(g, kind)[0] * u) @ weights[down].t()).cpu()):
+        if close(y, ((value_and_slope_reference(g, kind)[0] * u) @ weights[down].t())):
             return GatedForm(gate, up, down, kind)
     return None

@@ -4,6 +4,9 @@ from typing import Any, ClassVar
 
 import torch
 
+from coat_kernels.deferred import Deferred
+
+_PLAIN = (torch.Tensor, torch.nn.Parameter, Deferred)
 # what the kernels read and write
 DTYPES = (torch.bfloat16, torch.float32)
 
@@ -45,7 +48,7 @@ class Replaced:
                 f"{type(self.module).__name__}: converted layers compute in BF16 or FP32, found FP16. Train "
                 "in BF16 (model.bfloat16(), or autocast to torch.bfloat16), or call coat_ds.unconvert(model)."
             )
-        return x.dtype in DTYPES
+        return x.dtype in DTYPES and is_plain(x)
 
     def dtype_of_output(self, x: torch.Tensor) -> torch.dtype:
         """The dtype in which the stock module would return [..., n] of an input like `x` [..., n], which only
@@ -58,6 +61,11 @@ class Replaced:
                 row = torch.zeros(1, x.shape[-1], dtype=x.dtype, device=x.device)
                 found = self._dtypes[key] = self.stock(row).dtype
         return found
+
+
+def is_plain(x: torch.Tensor) -> bool:
+    """Whether kernels can read it. They cannot read what tensor parallelism hands out (DTensor)."""
+    return type(x) in _PLAIN
 
 
 def autocast_dtype(x: torch.Tensor) -> torch.dtype | None:

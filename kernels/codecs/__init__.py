@@ -1,11 +1,21 @@
 """Storage formats of optimizer moments, by name. A new format is one file here and its entry below."""
 
-from coat_kernels.codecs import absmax, expanded, log, plain
-from coat_kernels.codecs.codec import Codec, Storage
+from coat_kernels.codecs import absmax, expanded, log, plain, ratio
+from coat_kernels.codecs.codec import Codec, Storage, Stored
 
-CODECS: dict[str, Codec] = {c.name: c for c in (*expanded.CODECS, *log.CODECS, *absmax.CODECS, *plain.CODECS)}
+CODECS: dict[str, Codec] = {
+    c.name: c for c in (*expanded.CODECS, *log.CODECS, *ratio.CODECS, *absmax.CODECS, *plain.CODECS)
+}
 # the formats that can hold a first moment
 SIGNED_CODECS: dict[str, Codec] = {name: codec for name, codec in CODECS.items() if codec.signed}
+
+
+def first_codec(name: str, second: Codec) -> Codec:
+    """The codec called `name` of a first moment that stands beside `second`. "auto" is "ratio8" where that
+    may stand there, and "fp8_expanded" elsewhere. Raises ValueError for an unknown one."""
+    if name == "auto":
+        name = "ratio8" if CODECS["ratio8"].stands_beside(second) else "fp8_expanded"
+    return get_codec(name)
 
 
 def get_codec(name: str) -> Codec:
@@ -15,4 +25,4 @@ def get_codec(name: str) -> Codec:
     return CODECS[name]
 
 
-__all__ = ["CODECS", "SIGNED_CODECS", "Codec", "Storage", "get_codec"]
+__all__ = ["CODECS", "SIGNED_CODECS", "Codec", "Storage", "Stored", "first_codec", "get_codec"]

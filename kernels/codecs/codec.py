@@ -4,7 +4,7 @@ A moment of n elements is stored as n codes, in groups of consecutive elements o
 with at most an FP32 scale and an 8-bit exponent for each group.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -14,6 +14,8 @@ import triton.language as tl
 
 from coat_kernels.fp8 import INTERPRET, cast
 
+# elements of a part, of which a step in PyTorch makes several copies; a multiple of every group size
+AT_ONCE = 2**22
 # groups per program; a wider tile only lengthens the tail
 ROWS = 4
 
@@ -28,6 +30,17 @@ class Storage(NamedTuple):
     @property
     def nbytes(self) -> int:
         return sum(t.numel() * t.element_size() for t in self)
+
+    def parts(self, group_size: int) -> Iterator[tuple[slice, "Storage"]]:
+        """Elements, and a view of what is stored of them, a few million at a time."""
+        for begin in range(0, self.codes.numel(), AT_ONCE):
+            end = min(begin + AT_ONCE, self.codes.numel())
+            yield slice(begin, end), self.groups(begin // group_size, -(-end // group_size), group_size)
+
+    def groups(self, first: int, last: int, group_size: int) -> "Storage":
+        """A view of the groups from `first` to `last`, exclusive."""
+        codes = self.codes[first * group_size : last * group_size]
+        return Storage(codes, self.scale[first:last], self.exponent[first:last])
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +74,20 @@ class Codec:
     """Whether neighbouring codes are so close everywhere that rounding stochastically adds little noise."""
     signed: bool = True
     """Whether it stores negative values too, as a first moment needs; others become NaN."""
+    relative: bool = False
+    """Whether its values are exp_avg over the root of exp_avg_sq as that is stored (`Stored.roots`)."""
+    log_roots: Callable | None = None
+    """Of second moments that a relative code may stand beside: (codes, scale, exponent) -> log2 of the roots
+    that the first moment is divided by; finite for every code."""
+    log_roots_tile: Callable | None = None
+    roots_tile: Callable | None = None
+    """The same arguments -> the roots themselves."""
+    ratio_tile: Callable | None = None
+    """Of relative codes, statistics and codes in one: (x, log2 of the roots, dither) -> (codes, scale)."""
+
+    def stands_beside(self, exp_avg_sq: "Codec") -> bool:
+        """Whether it can store the first moment of a second one that is stored by `exp_avg_sq`."""
+        return not self.relative or exp_avg_sq.log_roots is not None
 
     def zeros(self, numel: int, group_size: int, device: torch.device | str) -> Storage:
         """A moment of zeros."""
@@ -72,18 +99,51 @@ class Codec:
             torch.full((groups if self.has_exponent else 0,), 255, dtype=torch.uint8, device=device),
         )
 
-    def encode(self, x: torch.Tensor, group_size: int, like: Storage | None = None) -> Storage:
-        """Stores `x` (any shape; taken as FP32, flat), to nearest. `like` supplies scale and exponent."""
+    def encode(
+        self, x: torch.Tensor, group_size: int, like: Storage | None = None, beside: "Stored | None" = None
+    ) -> Storage:
+        """Stores `x` (any shape; taken as FP32, flat), to nearest. `like` supplies scale and exponent.
+
+        beside: the second moment that a relative code is relative to; without it, roots are 1. Other codes
+        do not look at it.
+        """
         x = x.detach().reshape(-1).float()
+        if self.relative and beside is not None:
+            x = x.clone()
+            for part, roots in beside.roots_in_parts(group_size):
+                x[part] /= roots
         if x.is_cuda:
             return encode_kernel_launch(self, x, group_size, like)
         return encode_reference(self, x, group_size, like)
 
-    def decode(self, storage: Storage, group_size: int) -> torch.Tensor:
-        """The stored moment as FP32 [n]."""
-        if storage.codes.is_cuda:
-            return decode_kernel_launch(self, storage, group_size)
-        return decode_reference(self, storage, group_size)
+    def decode(self, storage: Storage, group_size: int, beside: "Stored | None" = None) -> torch.Tensor:
+        """The stored moment as FP32 [n]; `beside` as in `encode`."""
+        decode = decode_kernel_launch if storage.codes.is_cuda else decode_reference
+        x = decode(self, storage, group_size)
+        if self.relative and beside is not None:
+            for part, roots in beside.roots_in_parts(group_size):
+                x[part] *= roots
+        return x
+
+
+class Stored(NamedTuple):
+    """A stored second moment, which a relative first one stands beside."""
+
+    codec: Codec
+    storage: Storage
+
+    def roots(self, group_size: int) -> torch.Tensor:
+        """Square roots of what is stored, FP32 [n]; positive and finite also where that is zero or NaN, since
+        the first moment is still there."""
+        codes = _rows(self.storage.codes, group_size)
+        scale, exponent = (_column(t, len(codes)) for t in self.storage[1:])
+        roots = torch.exp2(self.codec.log_roots(codes, scale, exponent))
+        return roots.view(-1)[: self.storage.codes.numel()]
+
+    def roots_in_parts(self, group_size: int) -> Iterator[tuple[slice, torch.Tensor]]:
+        """Elements and their `roots`, part by part: a moment may be as large as the memory."""
+        for part, storage in self.storage.parts(group_size):
+            yield part, Stored(self.codec, storage).roots(group_size)
 
 
 def _rows(x: torch.Tensor, group_size: int) -> torch.Tensor:
@@ -220,7 +280,10 @@ def store_moment(b_x, b_dither, p_codes, p_scale, p_exponent, o_x, m_x, o_row, m
                  STATISTICS: tl.constexpr, TO_CODES: tl.constexpr, HAS_SCALE: tl.constexpr,
                  HAS_EXPONENT: tl.constexpr, E5M2: tl.constexpr, SIGNED: tl.constexpr,
                  DITHER: tl.constexpr, MASKED: tl.constexpr):  # fmt: skip
-    """Stores an FP32 tile [rows, group]; elements past the end must be zero. b_dither counts if DITHER."""
+    """Stores an FP32 tile [rows, group]; elements past the end must be zero. b_dither counts if DITHER.
+
+    Returns what was stored: codes, and scales and exponents [rows, 1].
+    """
     b_scale, b_exponent = STATISTICS(b_x, E5M2, SIGNED)
     b_codes = TO_CODES(b_x, b_scale[:, None], b_exponent[:, None], b_dither, E5M2, SIGNED, DITHER)
     store_tile(p_codes, o_x, cast(b_codes, p_codes.dtype.element_ty), m_x, MASKED)
@@ -228,6 +291,7 @@ def store_moment(b_x, b_dither, p_codes, p_scale, p_exponent, o_x, m_x, o_row, m
         store_scale(p_scale + o_row, b_scale, m_row, MASKED)
     if HAS_EXPONENT:
         store_exponent(p_exponent + o_row, b_exponent, m_row, MASKED)
+    return b_codes, b_scale[:, None], b_exponent[:, None]
 
 
 @triton.jit

@@ -51,6 +51,12 @@ def from_codes(codes, scale, exponent):
     return torch.where(code == 255, torch.nan, x)
 
 
+def log_roots(codes, scale, exponent):
+    """Zero counts as the level below the lowest, NaN as the one above the highest; 0 in a group of zeros."""
+    half_step = torch.where(scale > 0, exponent.float() / 512, 0)
+    return (codes.float() - 254) * half_step + torch.where(scale > 0, _log2(scale) / 2, 0)
+
+
 @triton.jit
 def statistics_tile(b_x, E5M2: tl.constexpr, SIGNED: tl.constexpr):
     b_max, b_min = extremes_tile(b_x, SIGNED)
@@ -84,12 +90,39 @@ def clamp_tile(b_x, b_scale, b_exponent, E5M2: tl.constexpr, SIGNED: tl.constexp
 
 
 @triton.jit
+def half_steps_tile(b_scale, b_exponent):
+    """log2 of the root of a step, of each row; 0 in a group of zeros, whose roots are 1."""
+    return tl.where(b_scale > 0.0, b_exponent.to(tl.float32) * (1.0 / 512.0), 0.0)
+
+
+@triton.jit
+def levels_tile(b_codes, b_scale, b_exponent):
+    """The square roots of codes, of which the largest is 1: they themselves may be as small as 2^-250."""
+    return fast_exp2((b_codes.to(tl.float32) - 254.0) * half_steps_tile(b_scale, b_exponent))
+
+
+@triton.jit
 def from_codes_tile(b_codes, b_scale, b_exponent, E5M2: tl.constexpr, SIGNED: tl.constexpr):
-    b_code = b_codes.to(tl.float32)
-    # the square root of the factor, which itself may be as small as 2^-250
-    b_root = fast_exp2((b_code - 254.0) * (b_exponent.to(tl.float32) * (1.0 / 512.0)))
+    b_root = levels_tile(b_codes, b_scale, b_exponent)
     b_x = tl.where(b_codes == 0, 0.0, b_scale * b_root * b_root)
     return tl.where(b_codes == 255, float("nan"), b_x)
+
+
+@triton.jit
+def log_top_tile(b_scale):
+    return tl.where(b_scale > 0.0, 0.5 * log2_tile(b_scale), 0.0)
+
+
+@triton.jit
+def log_roots_tile(b_codes, b_scale, b_exponent):
+    b_level = b_codes.to(tl.float32) - 254.0
+    return b_level * half_steps_tile(b_scale, b_exponent) + log_top_tile(b_scale)
+
+
+@triton.jit
+def roots_tile(b_codes, b_scale, b_exponent):
+    # the levels are those of from_codes_tile: the compiler makes them once
+    return levels_tile(b_codes, b_scale, b_exponent) * fast_exp2(log_top_tile(b_scale))
 
 
 CODECS = (
@@ -108,5 +141,8 @@ CODECS = (
         clamp_tile,
         fine=True,
         signed=False,
+        log_roots=log_roots,
+        log_roots_tile=log_roots_tile,
+        roots_tile=roots_tile,
     ),
 )

@@ -92,3 +92,49 @@ def published_round_trip(x: torch.Tensor) -> torch.Tensor:
         t = (y / scale).clamp(-448, 448).to(torch.float8_e4m3fn).float() * scale
         out.append(torch.where(t < 0, -1.0, 1.0) * t.abs() ** (1 / k) * middle)
     return torch.cat(out)
+
+
+def ratio_bound(exact: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
+    """Largest error with which each element of a first moment may be stored as "ratio8" beside `second`, as
+    that is stored.
+
+    Half the distance of the two largest codes, (1 - (126 / 127)^(3/2)) / 2, of the group's largest ratio, of
+    which the scale is off by 2^-13 at most. It holds for parts of a group too, each with its own largest.
+    """
+    pad = -exact.numel() % GROUP
+    m, v = (
+        torch.nn.functional.pad(x.reshape(-1).double(), (0, pad)).view(-1, GROUP) for x in (exact, second)
+    )
+    usable = (v > 0) & v.isfinite()
+    # zero counts as a level less than the smallest, which are half an octave apart at most; alone, as one
+    smallest = torch.where(usable, v, torch.inf).amin(1, keepdim=True) / 2**0.5
+    roots = torch.where(usable, v, torch.where(smallest.isinf(), 1, smallest)).clamp_min(FLOOR / 2).sqrt()
+    ratio = (m / roots).abs().nan_to_num(0.0, 0.0, 0.0).amax(1, keepdim=True)
+    bound = ratio * roots * ((1 - (126 / 127) ** 1.5) / 2 + 2**-12) + 2.0**-110 * roots
+    return bound.view(-1)[: exact.numel()].view(exact.shape)
+
+
+def assert_ratio_faithful(stored: torch.Tensor, exact: torch.Tensor, second: torch.Tensor) -> None:
+    """Zeros stay, signs survive in what does not become zero, non-finite values show, errors are bounded."""
+    good = exact.isfinite()
+    assert stored[~good].isnan().all(), "a non-finite value is hidden"
+    assert stored[good].isfinite().all(), "a finite value was lost"
+    assert (stored[exact == 0] == 0).all(), "a zero became something else"
+    assert (stored[good] * exact[good].sign() >= 0).all(), "a sign was lost"
+    error, bound = (stored - exact).abs().double(), ratio_bound(exact, second)
+    assert (error <= bound)[good].all(), f"{(error / bound)[good].max():.3g} of the bound"
+
+
+def assert_second_faithful(stored: torch.Tensor, exact: torch.Tensor) -> None:
+    """As `assert_faithful`, of a second moment as "log8", to nearest: it is off by half a step, of which 253
+    span the group, each a whole number of 256ths of an octave."""
+    good = exact.isfinite() & (exact >= 0)
+    assert stored[~good].isnan().all(), "a value that no second moment has is hidden"
+    assert ((stored == 0) == (exact == 0))[good].all(), "a zero came or went"
+    groups = (x.reshape(-1).double().split(GROUP) for x in (stored, raised(exact.reshape(-1).double())))
+    for a, b in zip(*groups, strict=True):
+        live = b.isfinite() & (b > 0)
+        if live.any():
+            octaves = (b[live].log2().max() - b[live].log2().min()).item()
+            step = (math.floor(octaves * 256 / 253) + 1) / 256
+            assert ((a[live].log2() - b[live].log2()).abs() <= step / 2 + 2**-13).all()

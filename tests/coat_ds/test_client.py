@@ -97,7 +97,7 @@ def test_named_parameters_keep_their_names():
     assert optimizer.param_groups[0]["param_names"] == ["0.bias", "2.weight", "2.bias"]
     optimizer.init_states()
     kept = [optimizer.state[p]["exp_avg"].pieces[0].codec.name for p in optimizer.param_groups[0]["params"]]
-    assert kept == ["fp32", "fp8_expanded", "fp32"]
+    assert kept == ["fp32", "ratio8", "fp32"]
 
 
 def test_what_is_converted_is_freed():
@@ -197,7 +197,7 @@ def hosted(tmp_path_factory):
 def test_engines(hosted):
     for built, *_ in hosted:
         for (converted, same, held, rates), as_function in zip(built, (0, 1, 0, 0), strict=True):
-            assert converted and same and held == {"fp8_expanded", "fp32"}
+            assert converted and same and held == {"ratio8", "log8", "fp32"}
             expected = [1e-3] if as_function else [1e-3, 5e-4]
             assert rates == pytest.approx([lr * 0.7**3 for lr in expected])
 
@@ -288,7 +288,7 @@ def test_trainer(hosted):
     for _, own, section in hosted:
         for name, active, _, held, history, resumed in (own, section):
             assert (name, active) == ("CoatAdamW", True)
-            assert set(held["by_codec"]) == {"fp8_expanded", "fp32"}
+            assert set(held["by_codec"]) == {"ratio8", "log8", "fp32"}
             assert len(history) == 4 and history[2:] == resumed[2:]
         assert own[2] == [0.1, 0.0]
         # linear decay from 1e-2 over 4 steps: what each step was logged with

@@ -12,7 +12,7 @@ def test_defaults():
     assert CoatConfig.from_dict(None) == CoatConfig.from_dict({}) == CoatConfig()
     assert not CoatConfig().enabled
     config = CoatConfig.from_dict({"enabled": True})
-    assert config.optimizer == OptimizerConfig(True, "fp8_expanded", "fp8_expanded", "auto", 128, 4096)
+    assert config.optimizer == OptimizerConfig(True, "auto", "log8", "auto", 128, 4096)
     assert config.activations == ActivationsConfig(True, 16, "e4m3", "e5m2")
     for value in (True, False):
         given = CoatConfig.from_dict({"enabled": True, "activations": value}).activations

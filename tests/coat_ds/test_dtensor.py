@@ -344,7 +344,8 @@ def test_states_are_laid_out_like_the_parameter(four):
         assert out["arrivals"] == "18 restored to the bit" and not out["differing"]
     held = [out["state"]["bytes"] for out in four]
     assert sum(h["parameters"] for h in held) == sum(p.numel() for p in build().parameters())
-    assert {h["by_codec"]["fp8_expanded"] for h in held} == {2 * (32 * 256 + 5 * 64)}
+    assert {h["by_codec"]["ratio8"] for h in held} == {32 * 256 + 4 * 64}
+    assert {h["by_codec"]["log8"] for h in held} == {32 * 256 + 5 * 64}
 
 
 def test_a_full_state_dict_goes_to_another_mesh(four):

@@ -11,7 +11,12 @@ from coat_ds.optimizer import MOMENTS
 from coat_ds.recover import SAME_VALUE, recovered
 from coat_ds.state import Moment
 from coat_kernels.codecs import get_codec
-from tests.coat_ds.faithful import assert_faithful, published_round_trip
+from tests.coat_ds.faithful import (
+    assert_faithful,
+    assert_ratio_faithful,
+    assert_second_faithful,
+    published_round_trip,
+)
 from tests.util import rel_rms
 
 SHAPES = [(33, 70), (130,), (1,), (), (0,), (257,), (8, 4, 5)]
@@ -168,15 +173,15 @@ def test_small_tensors_keep_fp32_moments():
     optimizer = CoatAdamW(params)
     set_grads(params, 0)
     optimizer.step()
-    assert [optimizer.state[p]["exp_avg"].codec.name for p in params] == ["fp32", "fp8_expanded"]
+    assert [optimizer.state[p]["exp_avg"].codec.name for p in params] == ["fp32", "ratio8"]
     held = state_bytes(optimizer)
-    # 4095 FP32 numbers; 4096 codes and 32 groups of an FP32 scale and an 8-bit exponent; both twice
-    assert held["by_codec"] == {"fp32": 2 * 4 * 4095, "fp8_expanded": 2 * (4096 + 5 * 32)}
+    # twice 4095 FP32 numbers; twice 4096 codes, and 32 groups of two FP32 scales and an 8-bit exponent
+    assert held["by_codec"] == {"fp32": 2 * 4 * 4095, "ratio8": 4096 + 4 * 32, "log8": 4096 + 5 * 32}
     assert held["bytes"] == sum(held["by_codec"].values())
     assert held["parameters"] == 4095 + 4096
     big = CoatAdamW(params[1:])
     big.init_states()
-    assert state_bytes(big)["bytes_per_parameter"] == 2 + 2 * 5 / 128
+    assert state_bytes(big)["bytes_per_parameter"] == 2 + 9 / 128
     stock = torch.optim.AdamW(params)
     stock.step()
     assert state_bytes(stock)["bytes_per_parameter"] == pytest.approx(8, rel=1e-3)
@@ -224,11 +229,19 @@ def _fresh_moments(grad):
 )
 def test_stored_moments_are_faithful(grad):
     p = torch.nn.Parameter(torch.zeros_like(grad))
-    optimizer = CoatAdamW([p], min_numel=0, exp_avg_sq_rounding="nearest")
+    options = {"min_numel": 0, "exp_avg_sq_rounding": "nearest"}
+    optimizer = CoatAdamW([p], **options, exp_avg_sq_format="fp8_expanded")
     p.grad = grad.clone()
     optimizer.step()
-    for stored, exact in zip(optimizer.moments(p), _fresh_moments(grad), strict=True):
-        assert_faithful(stored, exact)
+    exact = _fresh_moments(grad)
+    for stored, expected in zip(optimizer.moments(p), exact, strict=True):
+        assert_faithful(stored, expected)
+    optimizer = CoatAdamW([p], **options)
+    optimizer.step()
+    first, second = optimizer.moments(p)
+    assert_second_faithful(second, exact[1])
+    # small codes are dithered, by less than half a step more: less than the largest one's
+    assert_ratio_faithful(first, exact[0], second)
 
 
 @pytest.mark.parametrize("grad", HAZARDS.values(), ids=HAZARDS)
@@ -335,9 +348,12 @@ def test_state_dict_has_the_stock_layout():
     metadata = ours["coat"]["moments"][0]["exp_avg"]
     assert (ours["coat"]["version"], metadata["group_size"]) == (2, 128)
     ((begin, codec, scale, exponent),) = metadata["pieces"]
-    assert (begin, codec) == (0, "fp8_expanded")
+    assert (begin, codec) == (0, "ratio8")
     groups = -(-params[0].numel() // 128)
     assert (scale.shape, scale.dtype) == ((groups,), torch.float32)
+    assert (exponent.shape, exponent.dtype) == ((0,), torch.uint8)
+    ((begin, codec, scale, exponent),) = ours["coat"]["moments"][0]["exp_avg_sq"]["pieces"]
+    assert (begin, codec, scale.shape) == (0, "log8", (groups,))
     assert (exponent.shape, exponent.dtype) == ((groups,), torch.uint8)
 
 
@@ -365,14 +381,15 @@ def test_we_go_on_from_a_torch_state_dict():
     optimizer.load_state_dict(through_file(stock.state_dict()))
     group = optimizer.param_groups[0]
     assert (group["lr"], group["weight_decay"]) == (2e-3, 0.3)
-    assert (group["exp_avg_format"], group["min_numel"], group["foreach"]) == ("fp8_expanded", 100, None)
+    assert (group["exp_avg_format"], group["min_numel"], group["foreach"]) == ("auto", 100, None)
     for p, q in zip(ours, theirs, strict=True):
-        for name, stored in zip(MOMENTS, optimizer.moments(p), strict=True):
-            exact = stock.state[q][name]
-            if p.numel() < 100:
-                assert torch.equal(stored, exact)
-            else:
-                assert_faithful(stored.contiguous(), exact.contiguous())
+        stored, exact = optimizer.moments(p), [stock.state[q][name] for name in MOMENTS]
+        if p.numel() < 100:
+            assert_equal(stored, exact)
+        else:
+            first, second = (x.contiguous() for x in stored)
+            assert_ratio_faithful(first, exact[0].contiguous(), second)
+            assert_second_faithful(second, exact[1].contiguous())
         assert optimizer.state[p]["step"] == 3
     set_grads(ours, 3)
     optimizer.step()
@@ -456,7 +473,7 @@ def test_changed_moments_are_not_forced_into_old_scales():
     for i, p in enumerate(params):
         exact = saved["state"][i]["exp_avg"]
         if p.numel() >= 100:
-            assert_faithful(optimizer.moments(p)[0], exact)
+            assert_ratio_faithful(optimizer.moments(p)[0], exact, optimizer.moments(p)[1])
         else:
             assert torch.equal(optimizer.moments(p)[0], exact)
 
@@ -569,12 +586,13 @@ def test_a_plain_tensor_in_the_state_is_encoded_by_the_next_step():
     _, expected = trained()
     others, given = expected.param_groups[0]["params"], []
     for p, q in zip(params, others, strict=True):
-        for name, moment in zip(MOMENTS, optimizer.moments(p), strict=True):
-            moment = moment + torch.rand_like(moment)
-            optimizer.state[p][name] = moment
-            assert torch.equal(optimizer.moments(p)[MOMENTS.index(name)], moment)
-            expected.state[q][name].copy_(moment)
-            given.append(moment)
+        moments = [moment + torch.rand_like(moment) for moment in optimizer.moments(p)]
+        # the second first: a first moment that is there before it is rounded once more
+        for i, name in reversed(list(enumerate(MOMENTS))):
+            optimizer.state[p][name] = moments[i]
+            assert torch.equal(optimizer.moments(p)[i], moments[i])
+            expected.state[q][name].copy_(moments[i])
+        given += moments
         optimizer.state[p]["step"] = torch.tensor(3.0)
     optimizer.init_states()
     both = (optimizer, params), (expected, others)

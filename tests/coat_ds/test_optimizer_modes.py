@@ -259,7 +259,7 @@ def test_which_tensors_keep_fp32_moments(device):
     names = ("embed.weight", "layers.0.norm.weight", "layers.0.bias", "layers.0.tiny", "head.weight")
     sizes = (5000, 5000, 5000, 100, 5000)
     named = list(zip(names, start(device, *sizes), strict=True))
-    compressed = "fp8_expanded"
+    compressed = "ratio8"
     assert formats(CoatAdamW(named)) == [compressed, "fp32", "fp32", "fp32", compressed]
     assert formats(CoatAdamW(named, keep_fp32=("HEAD.*",), min_numel=0)) == [compressed] * 4 + ["fp32"]
     # without names there is nothing to match
@@ -278,8 +278,8 @@ def test_layout_lists_every_kind_of_tensor_with_its_bytes(device):
     ]
     text = CoatAdamW(named).layout().splitlines()
     assert len(text) == 3
-    # two codes and twice five bytes for each of forty groups; twice FP32
-    assert text[1].split()[:4] == ["3", f"{3 * (2 * 5120 + 2 * 5 * 40):,}", "fp8_expanded", "fp8_expanded"]
+    # two codes, and four and five bytes for each of forty groups; twice FP32
+    assert text[1].split()[:4] == ["3", f"{3 * (2 * 5120 + 9 * 40):,}", "ratio8", "log8"]
     assert text[2].split()[:4] == ["3", "1,536", "fp32", "fp32"]
     assert text[1].endswith("[5120] layers.*.w")
 

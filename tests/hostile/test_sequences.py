@@ -19,7 +19,14 @@ from coat_kernels.codecs import SIGNED_CODECS, get_codec
 from tests.hostile.conftest import share
 
 BETAS, EPS = (0.9, 0.95), 1e-8
-FORMATS = [(m, v) for m in SIGNED_CODECS for v in ("fp32", "bf16", "fp8", "fp8_expanded", "log8")]
+# moments that are stored each by itself: of the others a write into one may round the other once more
+# (tests/coat_ds/test_pair.py)
+FORMATS = [
+    (name, v)
+    for name, codec in SIGNED_CODECS.items()
+    if not codec.relative
+    for v in ("fp32", "bf16", "fp8", "fp8_expanded", "log8")
+]
 VIEWS = {
     "itself": lambda x: x,
     "rows": lambda x: x[1:],

@@ -1,5 +1,7 @@
 """The fused step against torch.optim.AdamW, and the kernel against the reference."""
 
+import math
+
 import pytest
 import torch
 import triton
@@ -9,6 +11,7 @@ from coat_kernels import adamw
 from coat_kernels.adamw import (
     adamw_,
     adamw_reference,
+    dither_reference,
     join_master,
     join_tile,
     noise_reference,
@@ -17,12 +20,15 @@ from coat_kernels.adamw import (
     split_tile,
 )
 from coat_kernels.adamw import adamw_triton as adamw_list
-from coat_kernels.codecs import SIGNED_CODECS, get_codec
-from coat_kernels.codecs.codec import encode_reference
+from coat_kernels.codecs import CODECS, SIGNED_CODECS, get_codec
+from coat_kernels.codecs.codec import Stored, encode_reference
 from coat_kernels.fp8 import E4M3, E5M2
 from tests.kernels.inputs import wide
 from tests.util import rel_rms
 
+# every pair of formats that may store two moments, and those that are somebody's default
+PAIRS = [(m, v) for m in SIGNED_CODECS for v in CODECS if get_codec(m).stands_beside(get_codec(v))]
+DEFAULTS = [("fp8_expanded", "fp8_expanded"), ("fp8_expanded", "log8"), ("ratio8", "log8")]
 OPTIONS = {"group_size": 128, "lr": 1e-2, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.1}
 
 
@@ -34,6 +40,12 @@ def adamw_triton(param, grad, exp_avg, exp_avg_sq, step, **options):
 def states(m_name, v_name, n, device):
     codecs = {"exp_avg_codec": get_codec(m_name), "exp_avg_sq_codec": get_codec(v_name)}
     return codecs, [codec.zeros(n, 128, device) for codec in codecs.values()]
+
+
+def values_of(codecs, stored):
+    """Both moments as FP32."""
+    beside = Stored(codecs["exp_avg_sq_codec"], stored[1])
+    return [codec.decode(s, 128, beside) for codec, s in zip(codecs.values(), stored, strict=True)]
 
 
 @pytest.mark.parametrize("maximize", [False, True])
@@ -56,8 +68,8 @@ def test_reference_with_fp32_moments_is_torch_adamw(maximize):
 @pytest.mark.parametrize(
     "m_name,v_name,n",
     # every pair of formats ends mid-group, and two of them anywhere
-    [(m, v, 1000) for m in SIGNED_CODECS for v in ("fp8_expanded", "log8", "fp32")]
-    + [("fp8_expanded", v, n) for v in ("fp8_expanded", "log8") for n in (1, 127, 129, 128 * 5)],
+    [(m, v, 1000) for m, v in PAIRS if v in ("fp8_expanded", "log8", "fp32")]
+    + [(m, v, n) for m, v in DEFAULTS for n in (1, 127, 129, 128 * 5)],
 )
 def test_kernel_agrees_with_the_reference(m_name, v_name, n, device):
     """The first step and FP32 moments: approximate root and reciprocal, 2^-21, and the rounding of the
@@ -92,10 +104,10 @@ def test_kernel_takes_other_dtypes(param_dtype, grad_dtype, device):
 
 @pytest.mark.parametrize("run", [adamw_reference, adamw_triton])
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
-@pytest.mark.parametrize("v_name", ["fp8_expanded", "log8"])
-def test_bad_gradient_harms_only_its_own_element(v_name, run, bad, device):
-    codecs, good_state = states("fp8_expanded", v_name, 256, device)
-    _, bad_state = states("fp8_expanded", v_name, 256, device)
+@pytest.mark.parametrize("m_name,v_name", DEFAULTS)
+def test_bad_gradient_harms_only_its_own_element(m_name, v_name, run, bad, device):
+    codecs, good_state = states(m_name, v_name, 256, device)
+    _, bad_state = states(m_name, v_name, 256, device)
     start, grad = wide(256).to(device), wide(256).to(device)
     grad[7] = grad[8]
     good, hurt = start.clone(), start.clone()
@@ -105,21 +117,21 @@ def test_bad_gradient_harms_only_its_own_element(v_name, run, bad, device):
     run(hurt, broken, *bad_state, 1, **codecs, **OPTIONS)
     keep = torch.arange(256, device=device) != 7
     assert hurt[7].isnan() and hurt[keep].equal(good[keep])
-    for codec, a, b in zip(codecs.values(), good_state, bad_state, strict=True):
-        decoded = codec.decode(b, 128)
-        assert decoded[7].isnan() and decoded[keep].equal(codec.decode(a, 128)[keep])
+    for a, b in zip(values_of(codecs, good_state), values_of(codecs, bad_state), strict=True):
+        assert b[7].isnan() and b[keep].equal(a[keep])
 
 
 @pytest.mark.parametrize("run", [adamw_reference, adamw_triton])
-def test_first_step_without_gradient_only_decays(run, device):
+@pytest.mark.parametrize("m_name,v_name", DEFAULTS)
+def test_first_step_without_gradient_only_decays(m_name, v_name, run, device):
     """DeepSpeed's stage 0 steps once on zero gradients: zeros must stay zeros."""
-    codecs, state = states("fp8_expanded", "fp8_expanded", 300, device)
+    codecs, state = states(m_name, v_name, 300, device)
     start = wide(300).to(device)
     p = start.clone()
     run(p, torch.zeros_like(p), *state, 1, **codecs, **OPTIONS)
     assert rel_rms(p, start * (1 - 1e-3)) < 2**-23
-    for codec, storage in zip(codecs.values(), state, strict=True):
-        assert codec.decode(storage, 128).equal(torch.zeros_like(p))
+    for x in values_of(codecs, state):
+        assert x.equal(torch.zeros_like(p))
 
 
 def test_kernel_is_deterministic(device):
@@ -396,14 +408,11 @@ def test_steps_and_rate_on_the_device_are_those_of_the_host(device):
 
 def test_stochastic_rounding_is_unbiased_and_keyed_by_its_seed(device):
     x = torch.full((100_000,), 1 + 2**-9, device=device)  # a quarter of the way to the next BF16
-    noise, shift = noise_reference(3, 1, 0, x.numel(), x.device)
+    noise = noise_reference(3, 1, 0, x.numel(), x.device)
     rounded = round_stochastically(x, noise).float()
     assert set(rounded.unique().tolist()) == {1.0, 1 + 2**-7}
     # the share that goes up has mean 1/4 and deviation sqrt(3/16 / n): five of them
     assert abs((rounded > 1).float().mean().item() - 0.25) < 5 * (3 / 16 / x.numel()) ** 0.5
-    # uniform in (-1/2, 1/2): deviation sqrt(1/12 / n) of the mean, and independent of the other half
-    assert shift.abs().max() < 0.5 and abs(shift.mean().item()) < 5 * (1 / 12 / x.numel()) ** 0.5
-    assert abs((shift * (noise / 2**16 - 0.5)).mean().item()) < 5 * (1 / 144 / x.numel()) ** 0.5
     special = torch.tensor([torch.nan, torch.inf, -torch.inf, 0.0], device=device)
     torch.testing.assert_close(round_stochastically(special, noise[:4]).float(), special, equal_nan=True)
 
@@ -424,8 +433,7 @@ def test_dithered_codes_are_right_on_average(name):
     codec, n = get_codec(name), 400
     x = torch.logspace(-3, 0, 128)
     storage = encode_reference(codec, x, 128)
-    shifts = noise_reference(1, 1, 0, n * 128, "cpu")[1].view(n, 128)
-    shifts = torch.cat((shifts, torch.zeros(1, 128)))
+    shifts = torch.stack([*(dither_reference(step, 128, 128, "cpu") for step in range(n)), torch.zeros(128)])
     codes = torch.stack([encode_reference(codec, x, 128, dither=u).codes for u in shifts])
     if name == "log8":
         values, step = codes.float(), torch.ones(128)
@@ -441,6 +449,18 @@ def test_dithered_codes_are_right_on_average(name):
     assert error.max() < 5 * 0.5 / n**0.5 + 1 / 8 and error.mean() < 0.5 / n**0.5 + 1 / 64
     # to nearest the error is a quarter of a step on average
     assert ((values[n] - exact) / step).abs()[:-1].mean() > 0.2
+
+
+def test_dither_fills_the_interval_evenly_in_steps_and_in_groups():
+    """Of n numbers, spread so, each lies within log2(n) / n of its place, where chance would leave
+    1 / sqrt(n); and where a tensor is cut, each group has what it had."""
+    over_steps = torch.stack([dither_reference(step, 300, 128, "cpu") for step in range(1000, 1100)])
+    for x in (*over_steps.T[:128], *over_steps[:, :128]):
+        n = len(x)
+        places = (torch.arange(n) + 0.5) / n - 0.5
+        assert x.abs().max() < 0.5 and (x.sort().values - places).abs().max() < math.log2(n) / n
+    assert over_steps[:, 128:256].equal(over_steps[:, :128])
+    assert dither_reference(2**24, 128, 128, "cpu").unique().numel() == 128
 
 
 @pytest.mark.parametrize("name", ["fp8_expanded", "log8"])
@@ -467,8 +487,26 @@ def test_dither_lets_second_moments_decay_that_rounding_to_nearest_holds(name, d
     assert left[True] == pytest.approx(0.999**300, rel=5 * (0.3 / 4 / 1270) ** 0.5)
 
 
-@pytest.mark.parametrize("v_name", ["fp8_expanded", "fp8", "log8"])
-def test_stochastic_kernel_agrees_with_the_reference(v_name, device):
+def test_first_moments_without_gradient_vanish(device):
+    """Beside one that keeps the group's scale up: to nearest, codes below 8 would stay where they are, at a
+    hundredth of the largest and more, and the weight would go on moving."""
+    options = {**OPTIONS, "beta2": 0.999, "lr": 0.0}
+    codecs, (m, v) = states("ratio8", "log8", 128, device)
+    run = adamw_triton if device.type == "cuda" else adamw_reference
+    kept = torch.arange(128, device=device) > 0
+    for step in range(1, 121):
+        # of one sign, now and then larger
+        grad = torch.where(kept, torch.tensor(float(step <= 40), device=device), 1.0 + (step % 7 == 0))
+        run(torch.zeros(128, device=device), grad, m, v, step, **codecs, **options, dither=True)
+        first, second = values_of(codecs, (m, v))
+        if step == 40:
+            assert (first / second.sqrt() > 1).all()
+    # 80 steps leave 0.9^80, 0.0002, of it
+    assert (first[kept].abs() <= 0.001 * second[kept].sqrt()).all() and first[0] > second[0].sqrt()
+
+
+@pytest.mark.parametrize("m_name,v_name", [*DEFAULTS, ("fp8_expanded", "fp8")])
+def test_stochastic_kernel_agrees_with_the_reference(m_name, v_name, device):
     """The same noise decides, so only a value within rounding of its threshold may go the other way."""
     sizes = (300, 128 * 6)
     start = [(0.02 * torch.randn(n)).to(device, torch.bfloat16) for n in sizes]
@@ -476,7 +514,7 @@ def test_stochastic_kernel_agrees_with_the_reference(v_name, device):
     noisy = {"stochastic": True, "dither": True, "seed": 11}
     outcomes = []
     for by_kernel in (False, True):
-        codecs, _ = states("fp8_expanded", v_name, 1, device)
+        codecs, _ = states(m_name, v_name, 1, device)
         params = [p.clone() for p in start]
         ms, vs = ([codec.zeros(n, 128, device) for n in sizes] for codec in codecs.values())
         if by_kernel:

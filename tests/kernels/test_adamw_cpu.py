@@ -34,11 +34,13 @@ def run(compiled, m_name, v_name, group_size, numel, steps=5, odd=False, **more)
     return p, m, v
 
 
+SCALED = {"maximize": True, "grad_scale": torch.tensor([0.25])}
+CASES = [(*names, more) for names in COMPILED for more in ({}, SCALED)]
+CASES += [("ratio8", "log8", {"dither": True, "beta2": 0.999})]
+
+
 @pytest.mark.parametrize("group_size", [64, 128, 256])
-@pytest.mark.parametrize(("m_name", "v_name"), [(a, b) for a in COMPILED for b in COMPILED])
-@pytest.mark.parametrize(
-    "more", [{}, {"maximize": True, "grad_scale": torch.tensor([0.25])}], ids=["", "scaled"]
-)
+@pytest.mark.parametrize(("m_name", "v_name", "more"), CASES, ids=str)
 def test_compiled_is_the_reference(group_size, m_name, v_name, more):
     assert compiled_step() is not None
     (p, *moments), (q, *others) = (
@@ -73,11 +75,14 @@ def test_machines_that_share_a_cache_build_for_their_own_cpus(tmp_path, monkeypa
     assert adamw_cpu.build_name().startswith("coat_adamw_cpu_")
 
 
-def test_what_is_not_finite_stays_where_it_is():
-    (p, *moments), (q, *others) = (
-        run(compiled, "fp8_expanded", "fp8_expanded", 128, 1000, odd=True) for compiled in (True, False)
-    )
+@pytest.mark.parametrize("names", [("fp8_expanded", "fp8_expanded"), ("ratio8", "log8")])
+def test_what_is_not_finite_stays_where_it_is(names):
+    (p, *moments), (q, *others) = (run(compiled, *names, 128, 1000, odd=True) for compiled in (True, False))
     assert torch.equal(p.isnan(), q.isnan()) and p.isnan().sum() == 3
+    if names[0] == "ratio8":
+        assert all(torch.equal(a.codes, b.codes) for a, b in zip(moments, others, strict=True))
+        assert all((a.codes == nan).sum() == 3 for a, nan in zip(moments, (-128, 255), strict=True))
+        return
     for a, b in zip(moments, others, strict=True):
         # the sign of what is not a number has no meaning
         nan = (b.codes & 0x7F) == 0x7F

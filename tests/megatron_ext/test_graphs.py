@@ -1,5 +1,8 @@
 """Layers replayed as CUDA graphs train as those that are launched kernel by kernel, to the bit."""
 
+import gc
+from dataclasses import replace
+
 import pytest
 import torch
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
@@ -207,6 +210,21 @@ def test_a_second_backward(device):
         y.backward(b)
 
 
+def test_weights_changed_before_the_backward(device):
+    layer, _ = recorded(device)
+    x, *_ = inputs(device)
+    for parameter in layer.parameters():
+        leaf, y = run(layer, x)
+        assert type(y.grad_fn).__name__ == "_ReplayBackward"
+        with torch.no_grad():
+            parameter.add_(1)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            y.backward(x)
+        # the forward waits for its backward as long as anybody could call it
+        del leaf, y
+        gc.collect()
+
+
 def test_results_are_the_callers(device):
     """Outputs and gradients that somebody keeps are not what the next replay writes."""
     layer, _ = recorded(device)
@@ -276,3 +294,16 @@ def test_where_graphs_are_taken_by_themselves(device):
         )
     parts.attention.core_attention.register_forward_hook(lambda *_: None)
     assert not uses_graphs(parts, x[:, None, None])
+
+
+def test_other_options_are_recorded_anew(device):
+    """As by an engine's block, after layers have run."""
+    layer, plain = recorded(device)
+    for one in (layer, plain):
+        for module in reversed(list(one.modules())):
+            if hasattr(module, "take_activations"):
+                module.take_activations(replace(module.activations, group_size=32, saved_format="e4m3"))
+    for x in inputs(device, WARM_UP + 2):
+        found = gradients(layer, *run(layer, x), x)
+        assert all(map(torch.equal, found, gradients(plain, *run(plain, x), x)))
+    assert layer.graphs.count == 1

@@ -1,0 +1,36 @@
+"""Converted models are measured; the times themselves are not tested."""
+
+import argparse
+import sys
+import warnings
+
+import pytest
+
+from benchmarks.models import family_row, shape_row
+
+
+@pytest.fixture(autouse=True)
+def quiet():
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+def test_families():
+    llama, vit = (family_row(name, steps=2) for name in ("llama", "vit"))
+    assert (llama["linear"], llama["attention"], llama["layer"]) == ("14/15", "2/2", "2/2")
+    assert llama["COAT, 8-bit attention / BF16"] < llama["COAT / BF16"] < 0.45
+    assert abs(vit["COAT loss"] - vit["BF16 loss"]) < 0.1
+
+
+@pytest.mark.parametrize("shape", ["qwen3-8b", "vlm"])
+def test_shapes(shape):
+    arguments = argparse.Namespace(quick=True, layers=None)
+    row = shape_row(shape, "COAT, recomputed attention", arguments)
+    assert row["ms"] > 0 and row["note"] == ""
+
+
+def test_a_system_that_is_not_there_is_a_row_too(monkeypatch):
+    monkeypatch.setitem(sys.modules, "torchao", None)
+    row = shape_row("qwen3-8b", "torchao float8", argparse.Namespace(quick=True, layers=None))
+    assert row["ms"] != row["ms"] and "torchao" in row["note"]

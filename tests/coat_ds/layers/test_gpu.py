@@ -1,0 +1,93 @@
+"""Converted models on a GPU, where the kernels run: what they compute; both ways of a layer agree."""
+
+import warnings
+
+import pytest
+import torch
+
+import coat_ds
+from benchmarks.families import FAMILIES
+from coat_ds.layers import decoder_layer
+from tests.coat_ds.layers.measures import fp8_bound, relative, run, saved_bytes
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.fixture(autouse=True)
+def quiet():
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+def on_gpu(batch):
+    return {name: value.cuda() if isinstance(value, torch.Tensor) else value for name, value in batch.items()}
+
+
+@pytest.mark.parametrize("attention_format", ["bf16", "sqrt8", "recompute"])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_gradients(name, attention_format):
+    family = FAMILIES[name]
+    batch = on_gpu(family.batch())
+    _, expected = run(family.build().float().cuda(), on_gpu(family.batch(dtype=torch.float32)))
+    model = family.build().cuda()
+    stock_bytes = saved_bytes(model, batch)
+    coat_ds.convert(model, {"attention_format": attention_format})
+    bound = fp8_bound(len(coat_ds.conversion_of(model).converted["linear"]))
+    # the second time scales are predicted, and it is known which outputs wait for a product
+    for _ in range(2):
+        _, found = run(model, batch)
+        assert bound / 10 < relative(found, expected) < bound
+    assert saved_bytes(model, batch) < 0.8 * stock_bytes
+    if family.generates:
+        model.eval().generate(
+            batch["input_ids"][:, :33], max_new_tokens=4, eos_token_id=None, **_images(batch)
+        )
+
+
+def _images(batch):
+    return {"pixel_values": batch["pixel_values"]} if "pixel_values" in batch else {}
+
+
+@pytest.mark.parametrize("weight_cache", ["none", "scale", "fp8"])
+def test_blocks_agree_with_the_modules(weight_cache, monkeypatch):
+    family = FAMILIES["qwen2"]
+    batch = on_gpu(family.batch())
+    model = coat_ds.convert(family.build().cuda(), {"weight_cache": weight_cache})
+    loss, found = run(model, batch)
+    again, same = run(model, batch)
+    assert again == loss and all(same[name].equal(g) for name, g in found.items())
+    monkeypatch.setattr(decoder_layer, "uses_blocks", lambda *a: False)
+    other, gradients = run(model, batch)
+    assert relative(found, gradients) < fp8_bound(14) and abs(loss - other) < 2**-7 * loss
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "gemma3"])
+def test_fp32_under_autocast_and_compiled(name):
+    family = FAMILIES[name]
+    batch = on_gpu(family.batch())
+    model = family.build(torch.float32).cuda()
+    _, expected = run(model, batch)
+    coat_ds.convert(model)
+    bound = fp8_bound(len(coat_ds.conversion_of(model).converted["linear"]))
+    for forward in (model, torch.compile(model)):
+        model.zero_grad()
+        with torch.autocast("cuda", torch.bfloat16):
+            loss = forward(**batch).loss
+        loss.backward()
+        assert relative({n: p.grad for n, p in model.named_parameters()}, expected) < bound
+
+
+def test_ligers_forwards_are_known_by_what_they_compute():
+    liger = pytest.importorskip("liger_kernel.transformers")
+    family = FAMILIES["llama"]
+    batch = on_gpu(family.batch())
+    model = family.build().cuda()
+    _, expected = run(model, batch)
+    liger._apply_liger_kernel_to_instance(model=model, rope=False, fused_linear_cross_entropy=False)
+    coat_ds.convert(model)
+    conversion = coat_ds.conversion_of(model)
+    assert len(conversion.converted["norm"]) == 5 and len(conversion.converted["feed_forward"]) == 2
+    assert relative(run(model, batch)[1], expected) < fp8_bound(14)
+    coat_ds.unconvert(model)
+    assert model.model.norm.forward.__func__ is liger.rms_norm.LigerRMSNorm.forward

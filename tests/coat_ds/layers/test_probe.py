@@ -1,0 +1,159 @@
+"""What modules compute is found out, whatever they are called and wherever their parameters are."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from coat_ds.layers import decoder_layer, probe
+from coat_ds.layers.probe import GatedForm, NormForm
+
+transformers = pytest.importorskip("transformers")
+ACTIVATIONS = {
+    "gelu": "gelu",
+    "gelu_new": "gelu_tanh",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "quick_gelu": "quick_gelu",
+    "relu": "relu",
+    "relu2": "squared_relu",
+    "silu": "silu",
+    "tanh": None,
+    "relu6": None,
+    "leaky_relu": None,
+    "linear": None,
+}
+
+
+@pytest.mark.parametrize("name", ACTIVATIONS)
+def test_activations(name):
+    assert probe.activation_kind(transformers.activations.ACT2FN[name]) == ACTIVATIONS[name]
+
+
+def norms():
+    from transformers.models.gemma2.modeling_gemma2 import Gemma2RMSNorm
+    from transformers.models.llama.modeling_llama import LlamaRMSNorm
+    from transformers.models.t5.modeling_t5 import T5LayerNorm
+
+    class Centered(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight, self.bias = nn.Parameter(torch.zeros(32)), nn.Parameter(torch.zeros(32))
+            self.eps = 1e-4
+
+        def forward(self, x):
+            return F.layer_norm(x, x.shape[-1:], self.weight + 1, self.bias, self.eps)
+
+    class OtherEps(LlamaRMSNorm):
+        def forward(self, x):
+            return F.rms_norm(x, x.shape[-1:], self.weight, 2 * self.variance_epsilon)
+
+    class Rounded(LlamaRMSNorm):
+        def forward(self, x):
+            return super().forward(x).bfloat16().to(x.dtype)
+
+    return [
+        (LlamaRMSNorm(32, 1e-5), NormForm(False, False, 1e-5)),
+        (T5LayerNorm(32, 1e-6), NormForm(False, False, 1e-6)),
+        (Gemma2RMSNorm(32, 1e-6), NormForm(False, True, 1e-6)),
+        (nn.LayerNorm(32, 1e-3), NormForm(True, False, 1e-3)),
+        (nn.LayerNorm(32, bias=False), NormForm(True, False, 1e-5)),
+        (nn.RMSNorm(32), NormForm(False, False, torch.finfo(torch.float32).eps)),
+        (nn.RMSNorm(32, 1e-2), NormForm(False, False, 1e-2)),
+        (Centered(), NormForm(True, True, 1e-4)),
+        (OtherEps(32), None),
+        (Rounded(32), None),
+        (nn.LayerNorm(32, elementwise_affine=False), None),
+        (nn.GroupNorm(4, 32), None),
+        (nn.BatchNorm1d(32), None),
+    ]
+
+
+@pytest.mark.parametrize(("norm", "form"), norms(), ids=lambda x: type(x).__name__)
+def test_norms(norm, form):
+    assert probe.norm_form(norm.to("meta")) == form
+    assert all(p.device.type == "meta" for p in norm.parameters())
+
+
+class Gated(nn.Module):
+    def __init__(self, h, f, forward, act):
+        super().__init__()
+        self.w1, self.w2, self.w3 = nn.Linear(h, f), nn.Linear(f, h), nn.Linear(h, f)
+        self.act, self.how = act, forward
+
+    def forward(self, x):
+        return self.how(self, x)
+
+
+@pytest.mark.parametrize("sizes", [(32, 48), (32, 32)], ids=["wide", "square"])
+@pytest.mark.parametrize(("act", "kind"), [(nn.SiLU(), "silu"), (nn.GELU(), "gelu"), (nn.Tanh(), None)])
+def test_gated_feed_forwards_of_any_names(sizes, act, kind):
+    wanted = {
+        "w1 w3": lambda m, x: m.w2(m.act(m.w1(x)) * m.w3(x)),
+        "w3 w1": lambda m, x: m.w2(m.w1(x) * m.act(m.w3(x))),
+    }
+    for names, forward in wanted.items():
+        expected = GatedForm(*names.split(), "w2", kind) if kind else None
+        assert probe.gated_form(Gated(*sizes, forward, act)) == expected
+    others = [
+        lambda m, x: m.w2(m.act(m.w1(x)) * m.w3(x)) * 0.5,
+        lambda m, x: m.w2(m.act(m.w1(x)) + m.w3(x)),
+        lambda m, x: x + m.w2(m.act(m.w1(x)) * m.w3(x)),
+        lambda m, x: m.w2(m.act(m.w1(x)).clamp(max=0.5) * m.w3(x)),
+        lambda m, x: 1 / 0,
+    ]
+    for forward in others:
+        assert probe.gated_form(Gated(*sizes, forward, act)) is None
+
+
+def test_gate_and_up_in_one():
+    from transformers.models.phi3.modeling_phi3 import Phi3Config, Phi3MLP
+
+    mlp = Phi3MLP(Phi3Config(hidden_size=64, intermediate_size=96, pad_token_id=0))
+    assert probe.gated_form(mlp) == GatedForm("gate_up_proj", None, "down_proj", "silu")
+
+
+@pytest.mark.parametrize("precision", ["highest", "high", "medium"])
+def test_settings_of_products_change_no_answer(precision):
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision(precision)
+    try:
+        gated = Gated(32, 48, lambda m, x: m.w2(m.act(m.w1(x)) * m.w3(x)), nn.SiLU())
+        assert probe.gated_form(gated) is not None
+        assert probe.is_product(nn.Linear(32, 48), transposed=False)
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+def test_probing_leaves_the_generators_alone():
+    gated = Gated(32, 48, lambda m, x: m.w2(m.act(m.w1(x)) * m.w3(x)), nn.SiLU())
+    linear = nn.Linear(32, 48)
+    state = torch.get_rng_state()
+    assert probe.gated_form(gated) and probe.norm_form(nn.LayerNorm(32)) and probe.is_product(linear, False)
+    assert torch.get_rng_state().equal(state)
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt_neox", "qwen3", "granite", "olmo2"])
+def test_layers(name):
+    """Llama's is one; those with other residuals, other orders or multipliers are not."""
+    import coat_ds
+
+    sizes = {"vocab_size": 64, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 1}
+    heads = {"num_attention_heads": 4, "pad_token_id": 0, "attn_implementation": "sdpa"}
+    if name == "granite":
+        sizes["residual_multiplier"] = 0.3
+    config = transformers.AutoConfig.for_model(name, **sizes, **heads)
+    model = coat_ds.convert(transformers.AutoModelForCausalLM.from_config(config))
+    found = coat_ds.conversion_of(model).converted["layer"]
+    assert (len(found) == 1) == (name == "llama")
+    if name == "llama":
+        attention = model.model.layers[0].self_attn
+        place = probe.places(attention)[0]
+        assert decoder_layer._is_rotary(attention, place)
+
+        # positions that turn the other way
+        def turn(x, position_embeddings, **rest):
+            cos, sin = position_embeddings
+            return type(attention).forward(attention, x, (cos, -sin), **rest)
+
+        attention.forward = turn
+        assert not decoder_layer._is_rotary(attention, place)

@@ -1,0 +1,367 @@
+"""Two moments of which the first is stored relative to the second: each is a tensor of its own to a host."""
+
+import copy
+import io
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from coat_ds import CoatAdamW
+from coat_ds.state import Moment, StoredMoment, _rebuild, paired
+from coat_kernels.codecs import Stored, codec, get_codec
+from tests.coat_ds.test_state import SHAPE, WRITES, values
+from tests.coat_ds.test_stored_moment import Written
+
+RATIO, LOG, EXACT = (get_codec(name) for name in ("ratio8", "log8", "fp32"))
+GROUP, NUMEL = 64, torch.Size(SHAPE).numel()
+FORMATS = {"exp_avg_format": "ratio8", "exp_avg_sq_format": "log8", "min_numel": 0}
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+def pair_of(m, v, layouts=(RATIO, LOG)):
+    first, second = (Moment.zeros(m.shape, layout, GROUP, "cpu") for layout in layouts)
+    first, second = paired(first, second)
+    second.copy_(v)
+    first.copy_(m)
+    return first, second
+
+
+def some_pair(seed=0):
+    """Moments of a usual kind: v over four decades, |m| below its root; some are zero."""
+    v = torch.exp(2 * values(*SHAPE, seed=seed) - 20)
+    m = torch.tanh(values(*SHAPE, seed=seed + 1)) * v.sqrt()
+    m[:, 7::9], v[3, 5:60] = 0, 0
+    m[3, 5:60] = 0
+    return m, v
+
+
+def limit(m, second):
+    """Largest error of a first moment that is encoded once beside `second`: half the distance of the two
+    largest codes, 1 - (126 / 127)^(3/2), of the group's largest ratio, whose scale is off by 2^-13."""
+    group = second.group_size
+    roots = Stored(LOG, second.storage).roots(group)
+    u = F.pad((m.reshape(-1) / roots).nan_to_num(0.0, 0.0, 0.0), (0, -m.numel() % group)).view(-1, group)
+    largest = u.abs().amax(1).repeat_interleave(group)[: m.numel()]
+    return (largest * roots * (0.5 * (1 - (126 / 127) ** 1.5) + 2**-12)).view(m.shape)
+
+
+# writes that are several: each encodes the groups anew, and between two of them a group may be half zeros,
+# with ratios that are large
+TIMES = {"rows": 7 * 8, "columns-by-iteration": 100}
+
+
+def stored_of(*moments):
+    return [t.clone() for moment in moments for piece in moment.pieces for t in piece.storage]
+
+
+def equal(a, b):
+    return all(map(torch.equal, a, b))
+
+
+def test_both_are_stored_within_their_bounds():
+    m, v = some_pair()
+    first, second = pair_of(m, v)
+    assert ((first.decode() - m).abs() <= limit(m, second)).all()
+    alone = Moment.encoded(v, LOG, GROUP)
+    assert torch.equal(second.decode(), alone.decode())
+    held = sum(piece.storage.nbytes for moment in pair_of(*some_pair()) for piece in moment.pieces)
+    # two codes, and nine bytes for each of eleven groups; 2.07 bytes an element in groups of 128
+    assert held == 2 * 700 + 9 * 11
+    assert first.is_relative and "ratio8" in repr(first)
+
+
+@pytest.mark.parametrize("write", WRITES)
+def test_second_moments_are_written_and_first_ones_stay(write):
+    m, v = some_pair()
+    first, second = pair_of(m, v)
+    alone, before, codes = Moment.encoded(v, LOG, GROUP), first.decode(), stored_of(first)
+    old = stored_of(second)
+    WRITES[write](second)
+    WRITES[write](alone)
+    assert equal(stored_of(second), stored_of(alone))
+    assert ((first.decode() - before).abs() <= TIMES.get(write, 1) * limit(before, second)).all()
+    # groups of a second moment that stayed keep the codes of the first
+    changed = torch.zeros(NUMEL, dtype=torch.bool)
+    changed |= second.storage.codes != old[0]
+    for new, was in zip(second.storage[1:], old[1:], strict=True):
+        changed |= (new != was).repeat_interleave(GROUP)[:NUMEL]
+    changed = F.pad(changed, (0, -NUMEL % GROUP)).view(-1, GROUP).any(1).repeat_interleave(GROUP)[:NUMEL]
+    assert torch.equal(first.storage.codes[~changed], codes[0][~changed])
+
+
+# columns that are multiplied by up to 99, one after the other, have their errors multiplied too
+@pytest.mark.parametrize("write", sorted(WRITES.keys() - {"columns-by-iteration"}))
+def test_first_moments_are_written_and_second_ones_stay(write):
+    first, second = pair_of(*some_pair())
+    plain, kept = first.decode(), stored_of(second)
+    WRITES[write](plain)
+    WRITES[write](first)
+    assert equal(stored_of(second), kept)
+    assert ((first.decode() - plain).abs() <= TIMES.get(write, 1) * limit(plain, second)).all()
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda m, v: torch._foreach_mul_([m, v], 0.5),
+        lambda m, v: torch._foreach_mul_([v, m], 0.5),
+        lambda m, v: torch._foreach_copy_([m[2:], v[:, 3:]], [torch.ones(5, 100), torch.ones(7, 97)]),
+    ],
+)
+def test_one_op_may_write_both(write):
+    first, second = pair_of(*some_pair())
+    plain = first.decode(), second.decode()
+    write(*plain)
+    write(first, second)
+    assert ((first.decode() - plain[0]).abs() <= limit(plain[0], second)).all()
+    torch.testing.assert_close(second.decode(), plain[1], rtol=0.06, atol=0)
+
+
+def test_long_moments_are_taken_in_parts(monkeypatch):
+    expected = pair_of(*some_pair())
+    expected[1].mul_(3)
+    monkeypatch.setattr(codec, "AT_ONCE", 2 * GROUP)
+    first, second = pair_of(*some_pair())
+    second.mul_(3)
+    assert equal(stored_of(first, second), stored_of(*expected))
+    assert torch.equal(first.decode(), expected[0].decode())
+
+
+def test_odd_second_moments_leave_the_first():
+    """Reset to zero, NaN, negative, huge or tiny: what is stored of the first is what it was."""
+    for odd in (0.0, torch.nan, -1.0, torch.inf, 3e38, 1e-45):
+        for where in (slice(None), (slice(2, 5), slice(10, 40))):
+            first, second = pair_of(*some_pair())
+            before = first.decode()
+            second[where] = odd
+            assert ((first.decode() - before).abs() <= limit(before, second) + 1e-38).all(), odd
+
+
+def test_what_is_not_finite_shows_in_its_own_moment():
+    m, v = some_pair()
+    m[0, 0], m[0, 1], v[2, 2] = torch.nan, torch.inf, torch.nan
+    first, second = pair_of(m, v)
+    assert first.decode().isnan().nonzero().tolist() == [[0, 0], [0, 1]]
+    assert second.decode().isnan().nonzero().tolist() == [[2, 2]]
+
+
+@pytest.mark.parametrize(
+    "make",
+    [torch.clone, copy.deepcopy, lambda m: m.to("cpu", copy=True), lambda m: torch.empty_like(m).copy_(m)],
+    ids=["clone", "deepcopy", "to", "empty_like-copy"],
+)
+def test_copies_are_exact_and_stand_alone(make):
+    """As hosts make them to offload states: one at a time, and back one at a time."""
+    first, second = pair_of(*some_pair())
+    expected, codes = (first.decode(), second.decode()), stored_of(first, second)
+    made = make(first), make(second)
+    second.mul_(7)
+    first.zero_()
+    assert torch.equal(made[0].decode(), expected[0]) and torch.equal(made[1].decode(), expected[1])
+    assert all(isinstance(x, Moment) for x in made)
+    again = paired(*made)
+    assert equal(stored_of(*again), codes)
+    again[1].mul_(3)
+    assert ((again[0].decode() - expected[0]).abs() <= limit(expected[0], again[1])).all()
+    # who still holds a copy sees what became of it
+    assert torch.equal(made[0].decode(), again[0].decode())
+
+
+def test_a_copy_of_zeros_is_of_zeros():
+    first, _ = pair_of(*some_pair())
+    assert not torch.zeros_like(first).decode().any()
+    taken = torch.zeros_like(first).copy_(torch.ones(SHAPE))
+    # relative to nothing, the largest is 1 but for its scale
+    torch.testing.assert_close(taken.decode(), torch.ones(SHAPE), rtol=2**-12, atol=0)
+
+
+def test_copying_into_a_pair_keeps_its_second_moment():
+    source, target = pair_of(*some_pair()), pair_of(*some_pair(seed=5))
+    kept = stored_of(target[1])
+    target[0].copy_(source[0])
+    assert equal(stored_of(target[1]), kept)
+    wanted = source[0].decode()
+    assert ((target[0].decode() - wanted).abs() <= limit(wanted, target[1])).all()
+    # a second moment takes the codes as they are, and the first keeps what it was given
+    given = target[0].decode()
+    target[1].copy_(source[1])
+    assert equal(stored_of(target[1]), stored_of(source[1]))
+    assert ((target[0].decode() - given).abs() <= limit(given, target[1])).all()
+
+
+def test_pieces_of_several_formats():
+    numel = 2000
+    v = torch.exp(values(numel))
+    layouts = [((0, codec), (300, EXACT), (400, codec)) for codec in (RATIO, LOG)]
+    first, second = pair_of(values(numel), v, layouts)
+    before = first.decode()
+    second[250:1500] *= 9
+    torch.testing.assert_close(first.decode(), before, rtol=0.02, atol=0.02 * v.max().sqrt().item())
+    assert torch.equal(first.decode()[300:400], before[300:400])
+    assert torch.equal(second.rearranged(RATIO_TO := ((0, LOG),)).decode().isnan(), torch.zeros(numel) > 0)
+    other = second.rearranged(RATIO_TO)
+    moved = first.rearranged(((0, RATIO),), second=other)
+    torch.testing.assert_close(moved.decode(), first.decode(), rtol=0.02, atol=0.02 * v.max().sqrt().item())
+
+
+def trained(steps=3, numel=1000, **options):
+    torch.manual_seed(1)
+    p = torch.nn.Parameter(torch.randn(numel))
+    optimizer = CoatAdamW([p], **{**FORMATS, **options})
+    for _ in range(steps):
+        p.grad = torch.randn(numel) * torch.exp(torch.randn(numel) - 8)
+        optimizer.step()
+    return p, optimizer
+
+
+@pytest.mark.parametrize("names", [MOMENTS, MOMENTS[::-1], MOMENTS[:1], MOMENTS[1:]], ids=str)
+@pytest.mark.parametrize("kind", ["plain", "clone", "elsewhere"])
+def test_hosts_exchange_the_moments_of_a_state(names, kind):
+    """Both, in any order, or one; for FP32 tensors, for copies, or for another parameter's."""
+    p, optimizer = trained()
+    other, others = trained(steps=2)
+    wanted = dict(zip(MOMENTS, optimizer.moments(p), strict=True))
+    codes = stored_of(*(optimizer.state[p][name] for name in MOMENTS))
+    for name in names:
+        if kind == "plain":
+            optimizer.state[p][name] = wanted[name].clone()
+        elif kind == "clone":
+            optimizer.state[p][name] = optimizer.state[p][name].to("cpu", copy=True)
+        else:
+            wanted[name] = others.state[other][name].decode()
+            optimizer.state[p][name] = others.state[other][name].clone()
+    optimizer.init_states()
+    first, second = (optimizer.state[p][name] for name in MOMENTS)
+    assert first.pair is second.pair and first.pair.shared
+    if kind != "elsewhere":
+        assert equal(stored_of(first, second), codes)
+    assert torch.equal(second.decode(), wanted["exp_avg_sq"])
+    assert ((first.decode() - wanted["exp_avg"]).abs() <= limit(wanted["exp_avg"], second)).all()
+    # and they are a pair: writing one leaves the other
+    kept = first.decode()
+    second.mul_(4)
+    assert ((first.decode() - kept).abs() <= limit(kept, second)).all()
+    p.grad = torch.ones_like(p)
+    optimizer.step()
+    assert p.isfinite().all()
+
+
+def test_views_that_hosts_hold_see_an_exchange():
+    """DeepSpeed links parameters with narrow views of the flat states, and keeps them."""
+    p, optimizer = trained()
+    views = {name: optimizer.state[p][name].narrow(0, 100, 50) for name in MOMENTS}
+    optimizer.state[p]["exp_avg_sq"] = optimizer.moments(p)[1] * 9
+    optimizer.init_states()
+    first = optimizer.state[p]["exp_avg"]
+    assert torch.equal(views["exp_avg"].decode(), first.decode()[100:150])
+    views["exp_avg"].zero_()
+    assert not first.decode()[100:150].any()
+    p, optimizer = trained()
+    views = {name: optimizer.state[p][name].narrow(0, 100, 50) for name in MOMENTS}
+    taken, given = optimizer.state[p]["exp_avg"], optimizer.moments(p)[0] + 1e-6
+    was = taken.decode()
+    optimizer.state[p]["exp_avg"] = given
+    optimizer.init_states()
+    bound = limit(given, optimizer.state[p]["exp_avg_sq"])
+    views["exp_avg_sq"].mul_(100)
+    first, second = (optimizer.state[p][name] for name in MOMENTS)
+    assert torch.equal(second.decode()[100:150], views["exp_avg_sq"].decode())
+    assert ((first.decode() - given).abs() <= bound + limit(given, second)).all()
+    # what was taken out stays what it was, and may come back
+    assert (taken.decode() - was).abs().max() < 0.02 * was.abs().max()
+    optimizer.state[p]["exp_avg"] = taken
+    optimizer.init_states()
+    assert (optimizer.moments(p)[0] - was).abs().max() < 0.02 * was.abs().max()
+
+
+def test_a_format_that_is_not_relative_ends_the_pair():
+    p, optimizer = trained()
+    second = optimizer.moments(p)[1]
+    other = CoatAdamW([p], **{**FORMATS, "exp_avg_format": "fp8_expanded"})
+    other.load_state_dict(optimizer.state_dict())
+    state = other.state[p]
+    assert state["exp_avg"].codec.name == "fp8_expanded" and state["exp_avg_sq"].pair is None
+    assert torch.equal(other.moments(p)[1], second)
+
+
+@pytest.mark.parametrize("layout", ["stock", "compressed"])
+def test_resume_is_exact(layout):
+    p, optimizer = trained(checkpoint_layout=layout)
+    file = io.BytesIO()
+    torch.save({"model": p.detach(), "optimizer": optimizer.state_dict()}, file)
+    # both moments, the parameter and 9 bytes of each of 8 groups; a file's own bytes are some thousands
+    assert layout == "stock" or len(file.getvalue()) < 2 * 1000 + 4 * 1000 + 9 * 8 + 5000
+    file.seek(0)
+    with torch.serialization.safe_globals([_rebuild]):
+        saved = torch.load(file, weights_only=True)
+    q = torch.nn.Parameter(saved["model"])
+    resumed = CoatAdamW([q], **FORMATS)
+    resumed.load_state_dict(saved["optimizer"])
+    assert resumed.take_arrivals() == "2 restored to the bit"
+    for _ in range(3):
+        p.grad = torch.randn(1000)
+        q.grad = p.grad.clone()
+        optimizer.step()
+        resumed.step()
+    assert torch.equal(p, q)
+    assert equal(*(stored_of(*(o.state[x][n] for n in MOMENTS)) for o, x in ((optimizer, p), (resumed, q))))
+
+
+@pytest.mark.parametrize("old,new", [("fp8_expanded", "ratio8"), ("ratio8", "fp8_expanded")])
+def test_checkpoints_of_other_formats_load(old, new):
+    second = {"fp8_expanded": "fp8_expanded", "ratio8": "log8"}
+    options = [{"exp_avg_format": name, "exp_avg_sq_format": second[name]} for name in (old, new)]
+    p, optimizer = trained(**options[0])
+    q = torch.nn.Parameter(p.detach().clone())
+    other = CoatAdamW([q], **options[1], min_numel=0)
+    other.load_state_dict(optimizer.state_dict())
+    assert other.take_arrivals() == "2 with groups encoded from FP32"
+    for a, b, size in zip(optimizer.moments(p), other.moments(q), (1, 1), strict=True):
+        assert (a - b).norm() < 0.04 * size * a.norm()
+    q.grad = torch.ones_like(q)
+    other.step()
+
+
+BESIDE = ("log8", torch.zeros(300, dtype=torch.uint8), torch.ones(3), torch.ones(3, dtype=torch.uint8))
+HALF = (0, "ratio8", torch.zeros(300, dtype=torch.int8), torch.ones(3), torch.ones(0, dtype=torch.uint8))
+BAD = {
+    "a relative code alone": HALF,
+    "a second moment of another size": (*HALF, "log8", *(t[:2] for t in BESIDE[1:])),
+    "a second moment that it cannot be relative to": (*HALF, "fp8_expanded", *BESIDE[1:]),
+    "a second moment of an unknown codec": (*HALF, "log9", *BESIDE[1:]),
+    "a second moment beside a code that is none": (0, *BESIDE, *BESIDE),
+}
+
+
+@pytest.mark.parametrize("piece", BAD.values(), ids=BAD)
+def test_what_no_pair_was_written_as_is_refused(piece):
+    file = io.BytesIO()
+    torch.save(Written([piece], 128, (300,)), file)
+    file.seek(0)
+    with (
+        torch.serialization.safe_globals([_rebuild]),
+        pytest.raises(ValueError, match=r"stored moment: expected .*, found "),
+    ):
+        torch.load(file, weights_only=True)
+
+
+def test_a_file_may_hold_the_first_moment_alone():
+    first, second = pair_of(*some_pair())
+    file = io.BytesIO()
+    torch.save(StoredMoment(first.pieces, GROUP, first.shape, pair=first.pair), file)
+    second.mul_(2)
+    expected = pair_of(*some_pair())[0].decode()
+    file.seek(0)
+    with torch.serialization.safe_globals([_rebuild]):
+        assert torch.equal(torch.load(file, weights_only=True).decode(), expected)
+
+
+def test_formats_that_do_not_go_together_are_refused():
+    p = torch.nn.Parameter(torch.zeros(8))
+    with pytest.raises(ValueError, match="exp_avg_format: 'ratio8'.*'log8'.*'fp8_expanded'"):
+        CoatAdamW([p], exp_avg_format="ratio8", exp_avg_sq_format="fp8_expanded")
+    for second, first in (("log8", "ratio8"), ("fp8_expanded", "fp8_expanded"), ("fp32", "fp8_expanded")):
+        optimizer = CoatAdamW([p], exp_avg_sq_format=second, min_numel=0)
+        optimizer.init_states()
+        assert optimizer.state[p]["exp_avg"].codec.name == first
