@@ -362,7 +362,7 @@ def test_the_json_is_enough(two, name):
     for number, rank in enumerate(two):
         found = rank[name]
         assert WHOLE in found["coat"] and "2 feed-forwards keep sqrt8 1x16" in found["coat"]
-        assert "(lm_head): the head" in found["coat"] and "in fp8_expanded" in found["coat"]
+        assert "(lm_head): the head" in found["coat"] and "in log8" in found["coat"]
         assert len(found["losses"]) == STEPS and found["losses"][-1] < found["losses"][0] - 0.05
         # on rank 0 one line, and one of what is kept for backward
         said = [line for line in found["lines"] if "linear layers in FP8" in line]
@@ -392,7 +392,7 @@ def test_lora(two):
 def test_trainer_without_deepspeed(two):
     for rank in two:
         found = rank["without DeepSpeed"]
-        assert found["used"] and found["keys"] and {"fp8_expanded", "fp32"} == set(found["bytes"])
+        assert found["used"] and found["keys"] and {"ratio8", "log8", "fp32"} == set(found["bytes"])
         assert found["summary"].startswith("14 of 15 linear layers multiply in FP8")
         assert found["losses"] == pytest.approx(rank["Trainer"]["losses"], rel=2e-2)
 
