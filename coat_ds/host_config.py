@@ -102,8 +102,7 @@ def stalling(optimizer: CoatAdamW) -> str | None:
         way_out = '"exp_avg_sq_rounding": "stochastic"' if codec.fine else '"exp_avg_sq_format": "log8"'
         return (
             f"coat.optimizer.exp_avg_sq_format: found {name!r} beside beta2 {beta2:g}, above "
-            f"{1 - half:.6g}. Rounded to nearest, such a second moment never decays: in a small model the "
-            f"loss after 2,000 steps was 0.6 % off at beta2 0.999. Set {way_out} in coat.optimizer, or beta2 "
-            "to 0.95 (optimizer.params.betas; adam_beta2 of Hugging Face's Trainer)."
+            f"{1 - half:.6g}. Rounded to nearest, such a second moment never decays. Set {way_out} in "
+            "coat.optimizer, or beta2 to 0.95 (optimizer.params.betas; adam_beta2 of Hugging Face's Trainer)."
         )
     return None

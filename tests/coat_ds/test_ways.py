@@ -195,7 +195,7 @@ def without_deepspeed(folder):
     }
 
 
-def engine_of(stage, block, **more):
+def engine_of(stage, block, model=None, **more):
     config = {
         "train_batch_size": BATCH,
         "bf16": {"enabled": True},
@@ -204,7 +204,7 @@ def engine_of(stage, block, **more):
         "coat": block,
         **more,
     }
-    return coat_ds.initialize(model=llama(), config=config)[0]
+    return coat_ds.initialize(model=model or llama(), config=config)[0]
 
 
 def step(engine, number):
@@ -259,6 +259,37 @@ def cached(folder, **zero):
     return out
 
 
+def meetings():
+    """What an engine says where the script, or another engine, has converted the model before, and where it
+    cannot be converted."""
+    from coat_ds import CoatConfigError
+
+    def said(*given, **more):
+        try:
+            engine = engine_of(1, *given, **more)
+        except CoatConfigError as error:
+            return f"error: {error}"
+        return str(engine.coat)
+
+    e4m3, out = {**BLOCK, "activations": {"backward_format": "e4m3"}}, {}
+    own = coat_ds.convert(llama(), {"backward_format": "e4m3"})
+    out["the script's"] = said(BLOCK, own)
+    out["the script's, equal"] = said(e4m3, own)
+    out["the script's, other"] = said({**BLOCK, "activations": {"backward_format": "e5m2"}}, own)
+    out["the script's, off"] = said(STATES_ALONE, own)
+    shared = llama()
+    for name, block in (("first", BLOCK), ("second", e4m3), ("third", STATES_ALONE)):
+        out[f"{name} engine"] = said(block, shared)
+    fp16 = {"bf16": {"enabled": False}, "fp16": {"enabled": True}}
+    out["FP16"] = said(BLOCK, **fp16)
+    out["FP16, asked for"] = said({**BLOCK, "activations": True}, **fp16)
+    out["loaded in FP16"] = said(BLOCK, llama().half())
+    odd = torch.nn.Sequential(torch.nn.Linear(10, 10), torch.nn.Linear(10, 20))
+    out["odd sizes"] = said(BLOCK, odd)
+    out["odd sizes, required"] = said({**BLOCK, "require": True}, odd)
+    return out
+
+
 def fresh():
     """Accelerate's state is one for a process."""
     from accelerate.state import AcceleratorState
@@ -303,6 +334,9 @@ def work(folder):
             if isinstance(out[name], dict):
                 out[name]["lines"] = [line for line in lines if "COAT" in line or "coat." in line]
             fresh()
+        lines.clear()
+        out["meetings"] = meetings()
+        out["meetings"]["warned"] = [line for line in lines if "coat.activations" in line]
         out["stages"] = by_stages(lines)
         out["cached"] = [
             cached(f"{folder}/released", stage3_param_persistence_threshold=100),
@@ -328,7 +362,7 @@ def test_the_json_is_enough(two, name):
     for number, rank in enumerate(two):
         found = rank[name]
         assert WHOLE in found["coat"] and "2 feed-forwards keep sqrt8 1x16" in found["coat"]
-        assert "(lm_head): the head" in found["coat"] and "in fp8_expanded" in found["coat"]
+        assert "(lm_head): the head" in found["coat"] and "in log8" in found["coat"]
         assert len(found["losses"]) == STEPS and found["losses"][-1] < found["losses"][0] - 0.05
         # on rank 0 one line, and one of what is kept for backward
         said = [line for line in found["lines"] if "linear layers in FP8" in line]
@@ -358,7 +392,7 @@ def test_lora(two):
 def test_trainer_without_deepspeed(two):
     for rank in two:
         found = rank["without DeepSpeed"]
-        assert found["used"] and found["keys"] and {"fp8_expanded", "fp32"} == set(found["bytes"])
+        assert found["used"] and found["keys"] and {"ratio8", "log8", "fp32"} == set(found["bytes"])
         assert found["summary"].startswith("14 of 15 linear layers multiply in FP8")
         assert found["losses"] == pytest.approx(rank["Trainer"]["losses"], rel=2e-2)
 
@@ -391,3 +425,106 @@ def test_no_stale_codes_of_weights(two):
         for plain, with_codes in rank["cached"]:
             assert plain == with_codes
             assert plain[4:7] == plain[7:]
+
+
+MEETINGS = {
+    "the script's": ["14 of 15 linear layers in FP8", "gradients in e4m3"],
+    "the script's, equal": ["14 of 15 linear layers in FP8", "gradients in e4m3"],
+    "the script's, other": ["error: coat.activations.backward_format: found 'e5m2'", "convert with 'e4m3'"],
+    "the script's, off": ["error: coat.activations.enabled: found False", "coat_ds.convert with True"],
+    "first engine": ["14 of 15 linear layers in FP8", "gradients in e5m2"],
+    "second engine": ["14 of 15 linear layers in FP8", "gradients in e4m3"],
+    "third engine": ["AdamW states 2."],
+    "FP16": ["0 of 15 linear layers in FP8", "left as they are 15", "fp16.enabled is true"],
+    "FP16, asked for": ["error: coat.activations.enabled: found True, but fp16.enabled", "Set"],
+    "loaded in FP16": ["14 of 15 linear layers in FP8"],
+    "odd sizes": ["0 of 2 linear layers in FP8", "(0): 10 x 10, not multiples of 16"],
+    "odd sizes, required": ["error: coat.activations.enabled: found True, but 0 of 2", "require"],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", MEETINGS)
+def test_meetings(two, name):
+    for rank in two:
+        found = rank["meetings"][name]
+        assert all(word in found for word in MEETINGS[name]), found
+        assert name != "third engine" or "linear" not in found
+
+
+def test_no_layer_in_fp8_is_a_warning(two):
+    lines = two[0]["meetings"]["warned"]
+    assert len(lines) == 2 and not two[1]["meetings"]["warned"]
+    assert "0 of 15 linear layers" in lines[0] and "0 of 2 linear layers" in lines[1]
+    assert all('"require": true makes it an error' in line for line in lines)
+
+
+def work_long(folder):
+    warnings.simplefilter("ignore")
+    import deepspeed
+
+    deepspeed.init_distributed("gloo")
+    coat_ds.install()
+    out = {}
+    compress = {**BLOCK, "checkpointing": {"compress": True, "group_size": 16}}
+    with listening() as lines, contextlib.redirect_stdout(io.StringIO()):
+        for stage in (2, 3):
+            at = f"{folder}/{stage}"
+            runs = {
+                "whole": (BLOCK, {"save_strategy": "steps", "save_steps": 2}),
+                "resumed": (BLOCK, {"resume": f"{at}/checkpoint-2"}),
+                "evaluated": (BLOCK, {"eval_strategy": "steps", "eval_steps": 1}),
+            }
+            for reentrant, block in itertools.product((True, False), (BLOCK, compress)):
+                kwargs = {"use_reentrant": reentrant}
+                more = {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": kwargs}
+                runs["recomputed", reentrant, block is compress] = block, more
+            for name, (block, more) in runs.items():
+                lines.clear()
+                out[stage, name] = trainer(at, block, stage, **more)
+                out[stage, name]["lines"] = list(lines)
+                fresh()
+        model = llama()
+        trainer(f"{folder}/generates", BLOCK, 1, model=model)
+        start = Data()[0]["input_ids"][None, :8]
+        with torch.no_grad():
+            out["generated"] = model.eval().generate(
+                start, max_new_tokens=4, do_sample=False, attention_mask=torch.ones_like(start)
+            )
+            # without the cache of keys and values
+            logits = [model(out["generated"][:, :n], use_cache=False).logits[0, -1] for n in range(8, 12)]
+        out["expected"] = torch.stack([row.argmax() for row in logits])
+    return out
+
+
+@pytest.fixture(scope="module")
+def long_runs(tmp_path_factory):
+    return run_distributed(work_long, 2, str(tmp_path_factory.mktemp("long")))
+
+
+@long
+@pytest.mark.parametrize("stage", [2, 3])
+def test_resumed_and_evaluated_between_steps(long_runs, stage):
+    for rank in long_runs:
+        whole = rank[stage, "whole"]["losses"]
+        assert rank[stage, "resumed"]["losses"][-2:] == whole[-2:]
+        assert rank[stage, "evaluated"]["losses"] == whole
+
+
+@long
+@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_recomputed(long_runs, stage, reentrant):
+    for number, rank in enumerate(long_runs):
+        whole = rank[stage, "whole"]["losses"]
+        plain, compressed = (rank[stage, ("recomputed", reentrant, on)] for on in (False, True))
+        # a layer that runs again, with gradients, takes other ways to the same numbers
+        assert plain["losses"] == pytest.approx(whole, rel=1e-3)
+        assert compressed["losses"] == pytest.approx(whole, rel=1e-2)
+        said = [line for line in compressed["lines"] if "checkpointed inputs are kept in FP8" in line]
+        assert len(said) == (number == 0) and all("COAT: 2 checkpointed inputs" in line for line in said)
+
+
+@long
+def test_generates(long_runs):
+    for rank in long_runs:
+        assert rank["generated"][0, 8:].equal(rank["expected"])
