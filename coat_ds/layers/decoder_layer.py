@@ -10,11 +10,13 @@ from typing import NamedTuple
 
 import torch
 from torch import nn
+from torch.nn.modules.module import _has_any_global_hook
 
 from coat_ds.config import ActivationsConfig
 from coat_ds.layers.attention import STATE
 from coat_ds.layers.feed_forward import Fp8GatedFeedForward
-from coat_ds.layers.merged_linear import MergedLinear, is_hooked, may_merge
+from coat_ds.layers.linear import Fp8Linear
+from coat_ds.layers.merged_linear import MergedLinear, is_hooked
 from coat_ds.layers.norm import Fp8Norm
 from coat_ds.layers.probe import Place, close, first_found, linear_of, run, shadow
 from coat_ds.layers.replaced import Replaced, autocast_dtype, replaced
@@ -204,22 +206,38 @@ def uses_blocks(layer: Fp8DecoderLayer, x: torch.Tensor, args: tuple, kwargs: di
         and angles[0].shape[-1] == attention.head_dim
         and not (attention.training and getattr(attention, "attention_dropout", 0))
         and type(feed_forward) is Fp8GatedFeedForward
+        and not torch.compiler.is_compiling()
+        and not _has_any_global_hook()
     )
     if not usual:
         return False
     for name, value in kwargs.items():
         if value is not None and name not in ARGUMENTS:
             return False
-    *qkv, o = layer.projections
-    if not (may_merge(tuple(qkv)) and may_merge(feed_forward.first) and may_merge((o,))):
-        return False
-    if not may_merge((feed_forward.down,)):
-        return False
-    for module in (*layer.parts, *qkv, o, *feed_forward.first, feed_forward.down):
-        if is_hooked(module) or not all(_trains(p, x.dtype) for p in module._parameters.values()):
+    # in plain loops: it runs for each layer in each forward
+    inside, in_mlp, form = attention._modules, layer.parts.mlp._modules, feed_forward.form
+    q, k, v, o = [inside[name] for name in PROJECTIONS]
+    gate, down = in_mlp[form.gate], in_mlp[form.down]
+    up = gate if form.up is None else in_mlp[form.up]
+    for linear in (q, k, v, o, gate, up, down):
+        forward = linear.__dict__.get("forward")
+        if type(forward) is not Fp8Linear or forward.transposed:
             return False
-    return all(type(replaced(norm)) is Fp8Norm for norm in (layer.parts.input_norm, layer.parts.mlp_norm))
+    for norm in (layer.parts.input_norm, layer.parts.mlp_norm):
+        if type(norm.__dict__.get("forward")) is not Fp8Norm:
+            return False
+    for module in (*layer.parts, q, k, v, o, gate, up, down):
+        if not _is_ours(module, x.dtype):
+            return False
+    biases = [linear._parameters["bias"] is None for linear in (q, k, v, gate, up)]
+    return biases[0] == biases[1] == biases[2] and biases[3] == biases[4]
 
 
-def _trains(parameter: nn.Parameter | None, dtype: torch.dtype) -> bool:
-    return parameter is None or (parameter.requires_grad and parameter.dtype == dtype)
+def _is_ours(module: nn.Module, dtype: torch.dtype) -> bool:
+    """Whether nobody has a hook on `module`, and its own parameters are plain, trained and of `dtype`."""
+    if is_hooked(module):
+        return False
+    for p in module._parameters.values():
+        if p is not None and not (type(p) is nn.Parameter and p.requires_grad and p.dtype == dtype):
+            return False
+    return True

@@ -12,13 +12,12 @@ from coat_kernels.deferred import PredictedScale
 from coat_kernels.linear import LinearOptions
 from coat_kernels.merged import MergedCache, merged
 
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-
 
 def is_hooked(module: nn.Module) -> bool:
     """Whether somebody has a hook on `module`, as ZeRO-3 has where it gathers weights module by module."""
     own = module.__dict__
-    return any(own[name] for name in _HOOKS)
+    forward, backward = own["_forward_hooks"] or own["_forward_pre_hooks"], own["_backward_hooks"]
+    return bool(forward or backward or own["_backward_pre_hooks"])
 
 
 def may_merge(linears: tuple[nn.Module, ...]) -> bool:
