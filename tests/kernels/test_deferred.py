@@ -142,8 +142,9 @@ def layer(producer, deferred, weights=(True, True), between=lambda t: t, formats
 
 def test_results_never_depend_on_the_prediction(producer, kernels):
     expected = layer(producer, False)
-    # a right one is what the run before has left
-    for predicted in PREDICTIONS:
+    # a right one is what the run before has left; in the interpreter each costs 15 s, and the rest of
+    # PREDICTIONS is left to a test of plain tensors
+    for predicted in PREDICTIONS if producer.x.is_cuda else (2.0**-40, "right", torch.nan):
         if predicted != "right":
             for scale in producer.scales.values():
                 scale.on(producer.x.device).fill_(predicted)

@@ -57,7 +57,7 @@ def test_each_tensor_is_quantized_as_if_alone(dtype, name, fmt, device):
     alone = [fp8_operands(x, fmt, predicted=PredictedScale(fmt)) for x in xs]
     reference = together.rows_together_reference(xs, fmt)
     # scales nobody predicted yet, right ones, and wrong ones, of all or of one
-    for i, wrong in enumerate((None, None, 2.0**40, torch.nan, 0.0, 2.0**-40)):
+    for i, wrong in enumerate((None, None, 2.0**40, torch.nan)):
         if wrong is not None:
             for place in places[i % 2 :]:
                 place.fill_(wrong)
