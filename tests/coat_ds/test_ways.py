@@ -63,7 +63,7 @@ def arguments(cls, folder, deepspeed=None, **more):
         output_dir=str(folder),
         deepspeed=deepspeed,
         bf16=True,
-        use_cpu=True,
+        use_cpu=not torch.cuda.is_available(),
         max_steps=STEPS,
         per_device_train_batch_size=BATCH // torch.distributed.get_world_size(),
         learning_rate=5e-3,
@@ -210,6 +210,7 @@ def engine_of(stage, block, model=None, **more):
 def step(engine, number):
     rank, world = torch.distributed.get_rank(), torch.distributed.get_world_size()
     ids = torch.stack([Data()[number * BATCH + i]["input_ids"] for i in range(rank, BATCH, world)])
+    ids = ids.to(engine.device)
     loss = engine(input_ids=ids, labels=ids).loss
     engine.backward(loss)
     engine.step()
@@ -403,9 +404,37 @@ def test_auto_in_the_block(two):
         assert "`coat.enabled`" in rank["auto"] and "without `auto`" in rank["auto"]
 
 
+def work_gpu(folder):
+    warnings.simplefilter("ignore")
+    import deepspeed
+
+    deepspeed.init_distributed("nccl")
+    coat_ds.install()
+    with listening() as lines:
+        out = {"stages": by_stages(lines), "cached": [cached(folder, stage3_param_persistence_threshold=100)]}
+        lines.clear()
+        return out | {"Trainer": trainer(f"{folder}/trainer", BLOCK, 2), "lines": list(lines)}
+
+
+@pytest.mark.gpu
+def test_on_a_gpu(tmp_path):
+    ranks = run_distributed(work_gpu, 1, str(tmp_path), gpus=True)
+    for converted in (True, False):
+        check_stages(ranks, converted)
+    check_codes(ranks)
+    found = ranks[0]["Trainer"]
+    assert WHOLE in found["coat"] and found["losses"][-1] < found["losses"][0] - 0.05
+    layers, states = (ranks[0]["stages"][1, converted][0] for converted in (True, False))
+    assert layers == pytest.approx(states, rel=1e-2) and layers != states
+
+
 @pytest.mark.parametrize("converted", [True, False])
 def test_stages_agree(two, converted):
-    for number, rank in enumerate(two):
+    check_stages(two, converted)
+
+
+def check_stages(ranks, converted):
+    for number, rank in enumerate(ranks):
         base, kept, *_ = rank["stages"][1, converted]
         assert len(kept) == (number == 0)
         for stage in (0, 2, 3) if converted else (3,):
@@ -421,7 +450,11 @@ def test_stages_agree(two, converted):
 
 
 def test_no_stale_codes_of_weights(two):
-    for rank in two:
+    check_codes(two)
+
+
+def check_codes(ranks):
+    for rank in ranks:
         for plain, with_codes in rank["cached"]:
             assert plain == with_codes
             assert plain[4:7] == plain[7:]
