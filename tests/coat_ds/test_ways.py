@@ -234,6 +234,18 @@ def by_stages(lines):
     return out
 
 
+def partitioned():
+    """A model whose weights are partitioned while it is built, so that nobody can read them when it is
+    converted."""
+    import deepspeed
+
+    config = {"train_batch_size": BATCH, "bf16": {"enabled": True}, "zero_optimization": {"stage": 3}}
+    with deepspeed.zero.Init(config_dict_or_path=config):
+        model = llama()
+    engine = engine_of(3, BLOCK, model)
+    return {"losses": [step(engine, i) for i in range(STEPS)], "coat": str(engine.coat)}
+
+
 def cached(folder, **zero):
     """Losses without FP8 codes of weights kept over the two passes of a step, and with them: two steps, back
     to the checkpoint in the middle of the fourth, and on."""
@@ -339,6 +351,7 @@ def work(folder):
         out["meetings"] = meetings()
         out["meetings"]["warned"] = [line for line in lines if "coat.activations" in line]
         out["stages"] = by_stages(lines)
+        out["zero.Init"] = partitioned()
         out["cached"] = [
             cached(f"{folder}/released", stage3_param_persistence_threshold=100),
             # weights stay where they are in memory
@@ -447,6 +460,13 @@ def check_stages(ranks, converted):
             assert ("ZeRO-3 gathers 2 of 2 layers whole" in said) == (stage == 3 and converted)
         if kept and converted:
             assert kept != rank["stages"][1, False][1]
+
+
+def test_weights_partitioned_from_the_start(two):
+    for rank in two:
+        found = rank["zero.Init"]
+        assert WHOLE in found["coat"] and "ZeRO-3 gathers 2 of 2 layers whole" in found["coat"]
+        assert found["losses"][-1] < found["losses"][0] - 0.05
 
 
 def test_no_stale_codes_of_weights(two):
