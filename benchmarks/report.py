@@ -67,9 +67,12 @@ SECTIONS = [
     Section(
         "pretrain",
         "Short runs of the entry point",
-        "`launch/pretrain_gpt.py --compare`, 200 steps; before the layers were rebuilt.",
+        "`launch/pretrain_gpt.py --compare`.",
     ),
     Section("layer", "A decoder layer"),
+    Section("models", "Models of transformers, converted"),
+    Section("trainer", "Models of transformers under Trainer"),
+    Section("megatron_main", "Megatron-LM's own loop"),
     Section("step", "Where a step goes"),
     Section("host", "The host's part of a layer"),
     Section("main_grad", "Weight gradients in FP32"),

@@ -1,4 +1,5 @@
-"""COAT for DeepSpeed: AdamW whose moments take eight bits each, switched on by a block of the JSON config.
+"""COAT for DeepSpeed and plain PyTorch: AdamW whose moments take eight bits each, switched on by a block of
+the JSON config, and FP8 layers for any model (`convert`).
 
 Importing this package imports neither DeepSpeed nor torch; its names are imported when they are used.
 """

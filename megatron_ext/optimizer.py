@@ -134,8 +134,10 @@ class MegatronAdamW(CoatAdamW, torch.optim.AdamW):
                 old.copy_(new)
         else:
             p.copy_(master)
-        for name in MOMENTS:
+        # the second first: the first may be relative to it
+        for name in reversed(MOMENTS):
             self._take_moment(p, group, name, tensors[name])
+        self._pair(p)
 
     def state_dict(self) -> dict[str, Any]:
         """The layout of `torch.optim.AdamW`, and FusedAdam's step count if that is what Megatron looks for.

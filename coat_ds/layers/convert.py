@@ -41,13 +41,15 @@ def convert(
         activations: the block `coat.activations`, as an object or a mapping; the defaults without.
         filter: filter(name, module) says whether a module may be converted.
 
-    Raises ValueError for parameters in FP16, CoatConfigError for options that cannot be, and RuntimeError if
-    the model was converted with other options.
+    Raises ValueError for a compiled model and for parameters in FP16, CoatConfigError for options that cannot
+    be, and RuntimeError if the model was converted with other options.
     """
     if not isinstance(activations, ActivationsConfig):
         activations = ActivationsConfig.from_dict({} if activations is None else activations)
     if not activations.enabled:
         return model
+    if "_orig_mod" in model._modules:
+        raise ValueError("coat_ds.convert: found a compiled model. Convert it first, then torch.compile it.")
     done = conversion_of(model)
     if done is not None:
         if done.activations != activations:
@@ -120,14 +122,15 @@ def _forwards(model: nn.Module, conversion: Conversion, may: Callable) -> Iterat
         built, reason = _BUILDERS[kind](module, activations, projections)
         if built is None and reason is None:
             continue
+        if kind in ("gated", "experts"):
+            # which calls its activation, or what has replaced it does not
+            taken.update(id(m) for m in module.children() if _looks_elementwise(m))
         barred = stays.get(id(module)) or (None if may(name, module) else "the filter")
         if barred is not None:
             conversion.leave(_COUNTED.get(kind, kind), name, barred)
         elif built is not None:
             _require_dtype(name, module)
             conversion.take(built.kind, name)
-            if isinstance(built, Fp8GatedFeedForward | experts.Fp8Experts):
-                taken.update(id(m) for m in module.modules() if not m._modules and not m._parameters)
             if isinstance(built, experts.Fp8Experts):
                 conversion.take("linear", name)
             yield built
@@ -152,9 +155,14 @@ def _kind_of(module: nn.Module) -> str | None:
             return "norm"
     elif children and not parameters:
         return "gated"
-    elif not children and not parameters and not module._buffers and "Dropout" not in type(module).__name__:
+    elif _looks_elementwise(module):
         return "activation"
     return None
+
+
+def _looks_elementwise(module: nn.Module) -> bool:
+    empty = not (module._modules or module._parameters or module._buffers)
+    return empty and "Dropout" not in type(module).__name__
 
 
 def _what_stays(model: nn.Module) -> dict[int, str]:
@@ -230,7 +238,11 @@ def _build_norm(module, activations, projections):
 
 def _build_gated(module, activations, projections):
     form = probe.gated_form(module)
-    return (None if form is None else Fp8GatedFeedForward(module, activations, form)), None
+    if form is not None:
+        return Fp8GatedFeedForward(module, activations, form), None
+    if "forward" in module.__dict__ and any(map(_looks_elementwise, module.children())):
+        return None, "its forward was replaced by one that computes something else"
+    return None, None
 
 
 def _build_activation(module, activations, projections):

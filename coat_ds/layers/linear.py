@@ -46,6 +46,12 @@ class Fp8Linear(Replaced):
 
     def __call__(self, input: torch.Tensor) -> torch.Tensor:
         module = self.module
+        if input.device != module.weight.device:
+            raise RuntimeError(
+                f"a converted linear layer on {module.weight.device} got an input on {input.device}. "
+                "torch.nn.DataParallel cannot copy converted models to other devices: use "
+                "DistributedDataParallel, one process for each GPU."
+            )
         if not (self.takes(input) and is_plain(module.weight)):
             return self.stock(input)
         after_pre_hooks(module, input)

@@ -53,7 +53,8 @@ def full(engine):
 
 def tensors(engine):
     states = engine.basic_optimizer.state.values()
-    return [t for state in states for name in ("exp_avg", "exp_avg_sq") for t in state[name].stored()]
+    pieces = (piece for state in states for name in ("exp_avg", "exp_avg_sq") for piece in state[name].pieces)
+    return [t for piece in pieces for t in piece.storage]
 
 
 def train(run):

@@ -346,4 +346,5 @@ def test_more_than_two_to_the_31_elements():
         assert p[-300:].equal(small[-300:])
         assert (p[: 2**31] == p[0]).all() and p[0] == small[0]
     exp_avg = optimizer.state[p]["exp_avg"]
-    assert exp_avg[-1:].item() == pytest.approx(-0.1, rel=1e-6)
+    # a scale has 12 bits
+    assert exp_avg[-1:].item() == pytest.approx(-0.1, rel=2**-12)

@@ -151,10 +151,18 @@ def test_kernel_agrees_with_the_reference(name, n, device):
     for case, x in hard(n, codec.signed).items():
         x = x.to(device)
         expected, actual = encode_reference(codec, x, GROUP), encode_kernel_launch(codec, x, GROUP)
-        assert actual.scale.equal(expected.scale), case
+        tipped = actual.scale != expected.scale
+        if codec.relative:
+            # made of logarithms that are off by 2^-18, and rounded to 12 bits
+            torch.testing.assert_close(actual.scale, expected.scale, rtol=2**-11, atol=0, msg=case)
+            assert tipped.sum().item() <= 1, case
+        else:
+            assert not tipped.any(), case
         moved = actual.exponent.int() - expected.exponent.int()
         assert moved.abs().max().item() <= 1 if moved.numel() else True, case
-        same = (moved == 0).repeat_interleave(GROUP)[:n] if moved.numel() else torch.ones_like(x, dtype=bool)
+        alike = ~tipped if tipped.numel() else torch.ones_like(x, dtype=bool)
+        alike = alike & (moved == 0) if moved.numel() else alike
+        same = alike.repeat_interleave(GROUP)[:n] if tipped.numel() else alike
         a, e = (comparable(codec, s.codes) for s in (actual, expected))
         differ = (a[same] != e[same]) & ~(a[same].isnan() & e[same].isnan())
         assert differ.sum().item() <= max(0.005 * n, 1), case

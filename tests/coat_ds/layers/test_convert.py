@@ -145,6 +145,24 @@ def test_the_filter_and_the_reasons():
     }
 
 
+def test_many_experts_are_left_and_the_rest_converted():
+    model = coat_ds.convert(FAMILIES["qwen3_moe"].build(num_experts=32))
+    conversion = coat_ds.conversion_of(model)
+    assert conversion.left["model.layers.0.mlp.experts"].startswith("32 experts, which one after another")
+    assert len(conversion.converted["linear"]) == 8 and len(conversion.converted["norm"]) == 9
+    run(model, FAMILIES["qwen3_moe"].batch())
+
+
+def test_what_cannot_be_converted_is_refused():
+    compiled = torch.compile(plain())
+    with pytest.raises(ValueError, match="Convert it first"):
+        coat_ds.convert(compiled)
+    model = coat_ds.convert(plain())
+    # as nn.DataParallel's copies call it
+    with pytest.raises(RuntimeError, match="layer on cpu got an input on meta.*DistributedDataParallel"):
+        model[0].up(torch.empty(4, 64, device="meta", dtype=torch.bfloat16))
+
+
 def test_fp16_is_refused():
     with pytest.raises(ValueError, match=r"0\.norm holds FP16 parameters.*bfloat16\(\)"):
         coat_ds.convert(model := plain().half())
@@ -189,6 +207,16 @@ def test_patched_forwards_are_known_by_what_they_compute():
     }
     coat_ds.unconvert(model)
     assert model[0].up.forward.__func__ is rewritten and model[1].up.forward.__func__ is doubled
+
+
+def test_the_activation_of_a_replaced_forward_is_left():
+    model = LLAMA.build()
+    mlp = model.model.layers[0].mlp
+    mlp.forward = types.MethodType(lambda self, x: self.down_proj(self.up_proj(x).sinh()), mlp)
+    conversion = coat_ds.conversion_of(coat_ds.convert(model))
+    assert conversion.converted["feed_forward"] == ["model.layers.1.mlp"]
+    assert "computes something else" in conversion.left["model.layers.0.mlp"]
+    assert conversion.converted["layer"] == ["model.layers.1"]
 
 
 def test_unconvert_does_not_undo_what_others_did_later():
