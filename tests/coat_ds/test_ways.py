@@ -297,6 +297,7 @@ def meetings():
     out["FP16"] = said(BLOCK, **fp16)
     out["FP16, asked for"] = said({**BLOCK, "activations": True}, **fp16)
     out["loaded in FP16"] = said(BLOCK, llama().half())
+    out["recomputed"] = said({**BLOCK, "activations": {"attention_format": "recompute"}})
     odd = torch.nn.Sequential(torch.nn.Linear(10, 10), torch.nn.Linear(10, 20))
     out["odd sizes"] = said(BLOCK, odd)
     out["odd sizes, required"] = said({**BLOCK, "require": True}, odd)
@@ -491,6 +492,7 @@ MEETINGS = {
     "FP16": ["0 of 15 linear layers in FP8", "left as they are 15", "fp16.enabled is true"],
     "FP16, asked for": ["error: coat.activations.enabled: found True, but fp16.enabled", "Set"],
     "loaded in FP16": ["14 of 15 linear layers in FP8"],
+    "recomputed": ["2 attentions keep sqrt8 1x16, in fused blocks the output alone"],
     "odd sizes": ["0 of 2 linear layers in FP8", "(0): 10 x 10, not multiples of 16"],
     "odd sizes, required": ["error: coat.activations.enabled: found True, but 0 of 2", "require"],
 }  # fmt: skip
