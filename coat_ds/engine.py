@@ -11,7 +11,7 @@ import torch
 from coat_ds import checkpointing, client, switch
 from coat_ds.config import CoatConfig, CoatConfigError, OptimizerConfig
 from coat_ds.grad_norm import batch_gradient_norms
-from coat_ds.host_config import check_place, idle_patterns, optimizer_section, stalling
+from coat_ds.host_config import check_place, idle_patterns, no_conversion, optimizer_section, stalling
 from coat_ds.layer_units import LayerUnits
 from coat_ds.model_layers import layers_of, prepare_layers, undo
 from coat_ds.module_hooks import lighten_module_hooks
@@ -146,9 +146,9 @@ def prepare(arguments: dict[str, Any]) -> Prepared:
 
 
 def _prepare_layers(model: torch.nn.Module, coat: CoatConfig, host: Mapping[str, Any]) -> str:
-    obstacle = None
-    if _section(host, "fp16").get("enabled"):
-        obstacle = "fp16.enabled is true, and converted layers compute in BF16 or FP32"
+    from deepspeed.accelerator import get_accelerator
+
+    obstacle = no_conversion(host, coat.activations, torch.device(get_accelerator().current_device_name()))
     if _section(host, "bf16").get("enabled") and any(p.dtype == torch.float16 for p in model.parameters()):
         # as DeepSpeed does next; layers in FP16 cannot be converted
         model.bfloat16()

@@ -6,10 +6,11 @@ from typing import Any
 
 import torch
 
-from coat_ds.config import KEEP_FP32, CoatConfigError, did_you_mean
+from coat_ds.config import KEEP_FP32, ActivationsConfig, CoatConfigError, did_you_mean
 from coat_ds.optimizer import CoatAdamW, keeps_fp32, rounds_stochastically
 from coat_ds.switch import misplaced_block
 from coat_kernels.codecs import get_codec
+from coat_kernels.fp8 import capability, has_fp8_gemm
 
 EXAMPLE = '{"type": "AdamW", "params": {"lr": 1e-3}}'
 NUMBERS = ("lr", "eps", "weight_decay")
@@ -66,6 +67,19 @@ def _check_number(key: str, value: Any) -> None:
     else:
         way_out = "Write a number or drop the key."
     raise CoatConfigError(f"{key}: expected a number, found {value!r}. {way_out}")
+
+
+def no_conversion(
+    host: Mapping[str, Any], activations: ActivationsConfig, device: torch.device
+) -> str | None:
+    """Why no model can be converted under this config on this device; None if one can."""
+    fp16 = host.get("fp16")
+    if isinstance(fp16, Mapping) and fp16.get("enabled"):
+        return "fp16.enabled is true, and converted layers compute in BF16 or FP32"
+    if device.type == "cuda" and not activations.emulate and not has_fp8_gemm(device):
+        found = ".".join(map(str, capability(device)))
+        return f"this GPU has compute capability {found}, and FP8 products need 8.9"
+    return None
 
 
 def idle_patterns(patterns: Iterable[str], names: Mapping[torch.Tensor, str]) -> list[str]:

@@ -140,9 +140,10 @@ def attended(activations: ActivationsConfig) -> str:
     kept = activations.attention_format
     if kept == "bf16":
         return "keep BF16"
-    # by itself attention cannot recompute its inputs
-    fmt = activations.saved_format if kept == "recompute" else kept
-    return f"keep {fmt} 1x{activations.group_size}"
+    if kept == "recompute":
+        # by itself attention cannot recompute its inputs
+        return f"{grouped(activations)}, in fused blocks the output alone"
+    return f"keep {kept} 1x{activations.group_size}"
 
 
 def _is_linear(module: nn.Module) -> bool:

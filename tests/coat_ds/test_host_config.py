@@ -6,7 +6,9 @@ import pytest
 import torch
 from deepspeed.utils import logger
 
-from coat_ds import CoatConfig, CoatConfigError, engine, switch
+from coat_ds import CoatConfig, CoatConfigError, engine, host_config, switch
+from coat_ds.config import ActivationsConfig
+from coat_kernels import fp8
 
 BLOCK, ADAMW = {"enabled": True}, {"type": "AdamW", "params": {"lr": 1e-3}}
 
@@ -145,6 +147,19 @@ def test_second_moments_that_cannot_decay(log):
         built(log, params=slow, block=fp8, size=32),
     ):
         assert not lines
+
+
+def test_where_no_model_is_converted(monkeypatch):
+    """On a GPU without FP8 a block gives FP8 states, as before there were converted layers."""
+    gpu, usual = torch.device("cuda", 0), ActivationsConfig()
+    for found, reason in (((8, 0), "compute capability 8.0, and FP8 products need 8.9"), ((8, 9), None)):
+        for module in (fp8, host_config):
+            monkeypatch.setattr(module, "capability", lambda _, found=found: found)
+        said = host_config.no_conversion({}, usual, gpu)
+        assert said is None if reason is None else said.endswith(reason)
+        assert host_config.no_conversion({}, ActivationsConfig(emulate=True), gpu) is None
+        assert host_config.no_conversion({"fp16": {"enabled": False}}, usual, torch.device("cpu")) is None
+        assert "fp16.enabled" in host_config.no_conversion({"fp16": {"enabled": True}}, usual, gpu)
 
 
 def test_names_of_implementations_get_a_line(log):

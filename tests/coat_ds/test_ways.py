@@ -63,7 +63,7 @@ def arguments(cls, folder, deepspeed=None, **more):
         output_dir=str(folder),
         deepspeed=deepspeed,
         bf16=True,
-        use_cpu=True,
+        use_cpu=not torch.cuda.is_available(),
         max_steps=STEPS,
         per_device_train_batch_size=BATCH // torch.distributed.get_world_size(),
         learning_rate=5e-3,
@@ -210,6 +210,7 @@ def engine_of(stage, block, model=None, **more):
 def step(engine, number):
     rank, world = torch.distributed.get_rank(), torch.distributed.get_world_size()
     ids = torch.stack([Data()[number * BATCH + i]["input_ids"] for i in range(rank, BATCH, world)])
+    ids = ids.to(engine.device)
     loss = engine(input_ids=ids, labels=ids).loss
     engine.backward(loss)
     engine.step()
@@ -231,6 +232,18 @@ def by_stages(lines):
         engine.destroy()
         out[stage, block is BLOCK] += (converted, coat_ds.conversion_of(engine.module) is not None)
     return out
+
+
+def partitioned():
+    """A model whose weights are partitioned while it is built, so that nobody can read them when it is
+    converted."""
+    import deepspeed
+
+    config = {"train_batch_size": BATCH, "bf16": {"enabled": True}, "zero_optimization": {"stage": 3}}
+    with deepspeed.zero.Init(config_dict_or_path=config):
+        model = llama()
+    engine = engine_of(3, BLOCK, model)
+    return {"losses": [step(engine, i) for i in range(STEPS)], "coat": str(engine.coat)}
 
 
 def cached(folder, **zero):
@@ -284,6 +297,7 @@ def meetings():
     out["FP16"] = said(BLOCK, **fp16)
     out["FP16, asked for"] = said({**BLOCK, "activations": True}, **fp16)
     out["loaded in FP16"] = said(BLOCK, llama().half())
+    out["recomputed"] = said({**BLOCK, "activations": {"attention_format": "recompute"}})
     odd = torch.nn.Sequential(torch.nn.Linear(10, 10), torch.nn.Linear(10, 20))
     out["odd sizes"] = said(BLOCK, odd)
     out["odd sizes, required"] = said({**BLOCK, "require": True}, odd)
@@ -338,6 +352,7 @@ def work(folder):
         out["meetings"] = meetings()
         out["meetings"]["warned"] = [line for line in lines if "coat.activations" in line]
         out["stages"] = by_stages(lines)
+        out["zero.Init"] = partitioned()
         out["cached"] = [
             cached(f"{folder}/released", stage3_param_persistence_threshold=100),
             # weights stay where they are in memory
@@ -403,9 +418,37 @@ def test_auto_in_the_block(two):
         assert "`coat.enabled`" in rank["auto"] and "without `auto`" in rank["auto"]
 
 
+def work_gpu(folder):
+    warnings.simplefilter("ignore")
+    import deepspeed
+
+    deepspeed.init_distributed("nccl")
+    coat_ds.install()
+    with listening() as lines:
+        out = {"stages": by_stages(lines), "cached": [cached(folder, stage3_param_persistence_threshold=100)]}
+        lines.clear()
+        return out | {"Trainer": trainer(f"{folder}/trainer", BLOCK, 2), "lines": list(lines)}
+
+
+@pytest.mark.gpu
+def test_on_a_gpu(tmp_path):
+    ranks = run_distributed(work_gpu, 1, str(tmp_path), gpus=True)
+    for converted in (True, False):
+        check_stages(ranks, converted)
+    check_codes(ranks)
+    found = ranks[0]["Trainer"]
+    assert WHOLE in found["coat"] and found["losses"][-1] < found["losses"][0] - 0.05
+    layers, states = (ranks[0]["stages"][1, converted][0] for converted in (True, False))
+    assert layers == pytest.approx(states, rel=1e-2) and layers != states
+
+
 @pytest.mark.parametrize("converted", [True, False])
 def test_stages_agree(two, converted):
-    for number, rank in enumerate(two):
+    check_stages(two, converted)
+
+
+def check_stages(ranks, converted):
+    for number, rank in enumerate(ranks):
         base, kept, *_ = rank["stages"][1, converted]
         assert len(kept) == (number == 0)
         for stage in (0, 2, 3) if converted else (3,):
@@ -420,8 +463,19 @@ def test_stages_agree(two, converted):
             assert kept != rank["stages"][1, False][1]
 
 
-def test_no_stale_codes_of_weights(two):
+def test_weights_partitioned_from_the_start(two):
     for rank in two:
+        found = rank["zero.Init"]
+        assert WHOLE in found["coat"] and "ZeRO-3 gathers 2 of 2 layers whole" in found["coat"]
+        assert found["losses"][-1] < found["losses"][0] - 0.05
+
+
+def test_no_stale_codes_of_weights(two):
+    check_codes(two)
+
+
+def check_codes(ranks):
+    for rank in ranks:
         for plain, with_codes in rank["cached"]:
             assert plain == with_codes
             assert plain[4:7] == plain[7:]
@@ -438,6 +492,7 @@ MEETINGS = {
     "FP16": ["0 of 15 linear layers in FP8", "left as they are 15", "fp16.enabled is true"],
     "FP16, asked for": ["error: coat.activations.enabled: found True, but fp16.enabled", "Set"],
     "loaded in FP16": ["14 of 15 linear layers in FP8"],
+    "recomputed": ["2 attentions keep sqrt8 1x16, in fused blocks the output alone"],
     "odd sizes": ["0 of 2 linear layers in FP8", "(0): 10 x 10, not multiples of 16"],
     "odd sizes, required": ["error: coat.activations.enabled: found True, but 0 of 2", "require"],
 }  # fmt: skip
