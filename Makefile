@@ -32,6 +32,8 @@ quickstart: setup
 
 # one process a core; files stay whole, since tests of a file share runs
 PYTEST := -m pytest -n auto --dist loadfile
+# each with one thread: threads of several processes that wait for each other take a core each, five times as long
+test test-hostile test-hosts test-megatron: export OMP_NUM_THREADS := 1
 
 test: lint
 	$(BIN)/python $(PYTEST)

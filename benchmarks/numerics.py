@@ -222,6 +222,9 @@ def options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--steps", type=int, default=200, help="training steps before the layers are taken")
     parser.add_argument("--models", type=int, default=2, help="models, each from a seed of its own")
     parser.add_argument("--to", default=TE_CURRENT, choices=rows(), help="layer to compare the others with")
+    parser.add_argument(
+        "--layers", nargs="+", choices=rows(), default=list(rows()), help="rows (default: all)"
+    )
 
 
 @benchmark(needs_gpu=False, options=options)
@@ -261,6 +264,8 @@ def numerics(arguments, table: Table) -> None:
             exact = [exact_results(shape, sample) for sample in of_layers]
             errors: dict[str, list[list[Errors]]] = {}
             for name, make in rows().items():
+                if name not in arguments.layers:
+                    continue
                 try:
                     errors[name] = [
                         errors_of(make, shape, *pair) for pair in zip(of_layers, exact, strict=True)

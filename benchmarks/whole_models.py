@@ -9,7 +9,7 @@ output together, n heads, V vocabulary:
 | weights | 2 N; 2 N / D at stage 3 | same |
 | gradients | 2 N; 2 N / D at stages 2 and 3 | same |
 | masters | 4 N / D | same; as BF16 weights 2 N / D |
-| states | 8 N / D | (2 + 10 / 128) N / D |
+| states | 8 N / D | (2 + 9 / 128) N / D |
 | saved, a layer | t (2 (2 h + 2 h + a + 3 f) + 4 n) / T | t (17/16 (2 h + 2 f) + 2 a + 4 n) / T |
 | logits | 4 t V / T, and 4 h t / T before them | same |
 
@@ -37,7 +37,7 @@ BUCKET = 100_000_000
 # a rank that waits longer for another ends
 PATIENCE = timedelta(seconds=180)
 FP8_GROUPED = 1 + 1 / 16
-STATES = {False: 8, True: 2 + 10 / 128}
+STATES = {False: 8, True: 2 + 9 / 128}
 
 
 class Model(NamedTuple):

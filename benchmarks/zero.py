@@ -6,7 +6,7 @@ N parameters in BF16 on R ranks. The shard S is N at stage 0 and N / R elsewhere
 |---|---|---|---|
 | weights | 2 N; 2 S at stage 3 | same | same |
 | masters | 4 S | same | 2 S |
-| states | 8 S | 2.078 S | 4.078 S: 16 more bits of every master |
+| states | 8 S | 2.070 S | 4.070 S: 16 more bits of every master |
 | gradients | 2 N at stages 0 and 1, 2 S at 2 and 3 | same | same |
 
 Norms keep FP32 moments. After a step the gradients are gone, but at stage 3, where they have a buffer, beside
@@ -134,8 +134,8 @@ def predict(case: Case, compressed: int, kept: int, ranks: int, bucket: int) -> 
     total, shards = compressed + kept, ranks if case.stage else 1
     weights = 2 * total / (ranks if case.stage == 3 else 1)
     masters = (2 if case.has_bf16_masters else 4) * total / shards
-    # two codes, and a scale and an exponent of each
-    states = (2 + 2 * 5 / GROUP_SIZE) * compressed + 8 * kept if case.is_coat else 8 * total
+    # two codes, a scale of each, and an exponent of the second
+    states = (2 + 9 / GROUP_SIZE) * compressed + 8 * kept if case.is_coat else 8 * total
     states = (states + (2 * total if case.has_bf16_masters else 0)) / shards
     gradients = 2 * total / (ranks if case.stage >= 2 else 1)
     held = weights + masters + states + (gradients + 2 * bucket if case.stage == 3 else 0)

@@ -15,9 +15,9 @@ BESIDE = "ours, saved E4M3"
 def table(tmp_path_factory):
     """A tiny run, by data, layer and figure, and where its files are."""
     path = tmp_path_factory.mktemp("numerics") / "numerics.csv"
-    result = run(
-        "numerics", "--quick", "--steps", "2", "--models", "1", "--to", BESIDE, "--output", str(path)
-    )
+    size = "--quick", "--steps", "2", "--models", "1"
+    layers = "--layers", "BF16", "ours", BESIDE
+    result = run("numerics", *size, *layers, "--to", BESIDE, "--output", str(path))
     assert result.returncode == 0, result.stderr
     rows = list(csv.DictReader(path.open()))
     return {(row["data"], row["layer"], row["figure"]): row for row in rows}, path

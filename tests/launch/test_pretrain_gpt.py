@@ -62,9 +62,9 @@ def test_quickstart_at_a_reduced_size(tmp_path):
     assert coat["val_loss"] == pytest.approx(bf16["val_loss"], rel=0.02)
     # AdamW keeps two FP32 moments, and "step" for each tensor
     assert 8.0 <= bf16["state_bytes_per_param"] < 8.01
-    # two codes and two times five bytes of metadata per 128 elements, and FP32 moments for the norms' weights
+    # two codes, four and five bytes of metadata per 128 elements, and FP32 moments for the norms' weights
     parameters, norms = 2 * (384 * 64) + 2 * (64 * 128 + 64 * 64 + 256 * 64 + 128 * 64), 5 * 64
-    expected = 2 + 2 * 5 / 128 + (8 - 2 - 2 * 5 / 128) * norms / (parameters + norms)
+    expected = 2 + 9 / 128 + (8 - 2 - 9 / 128) * norms / (parameters + norms)
     assert coat["state_bytes_per_param"] == pytest.approx(expected, rel=2e-3)
     assert coat["saved_bytes_per_token_layer"] < 0.6 * bf16["saved_bytes_per_token_layer"]
     assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")

@@ -168,7 +168,8 @@ CASES = {
     "hybrid": Case(_stack, units=4),
     "frozen embedding": Case(lambda: _freeze(_gpt(), "embedding")),
     "frozen part": Case(lambda: _freeze(_gpt(), "decoder.layers.0.mlp.linear_fc1"), units=1),
-    "frozen later": Case(_gpt, after=_freeze_and_back, steps=4),
+    # at stage 1 the border between ranks cuts a group of the moments in two
+    "frozen later": Case(_gpt, after=_freeze_and_back, steps=4, base=3),
     "offload": Case(_gpt, zero=OFFLOAD, base=3),
     "secondary partitions": Case(_gpt, zero={"zero_hpz_partition_size": 2}),
     "Megatron's": Case(lambda: _gpt(False), wanted=True),
