@@ -50,9 +50,9 @@ def saved_by_a_layer(family: Family, activations: dict | None) -> float:
     return (sizes[1] - sizes[0]) / tokens.numel()
 
 
-def loss_after(family: Family, steps: int, activations: dict | None) -> float:
-    """The mean loss of the last fifth of `steps`."""
-    model = family.build()
+def losses_of(family: Family, steps: int, activations: dict | None, seed: int = 0) -> list[float]:
+    """The loss of each step of a small run; `seed` is of the weights."""
+    model = family.build(seed=seed)
     if activations is not None:
         coat_ds.convert(model, activations)
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
@@ -64,7 +64,12 @@ def loss_after(family: Family, steps: int, activations: dict | None) -> float:
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.item())
-    last = losses[-max(steps // 5, 1) :]
+    return losses
+
+
+def loss_after(family: Family, steps: int, activations: dict | None) -> float:
+    """The mean loss of the last fifth of `steps`."""
+    last = losses_of(family, steps, activations)[-max(steps // 5, 1) :]
     return sum(last) / len(last)
 
 

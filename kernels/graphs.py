@@ -271,6 +271,7 @@ class _Replay(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, grad):
+        # raises where one was changed, or where they were freed by a backward before
         ctx.saved_tensors  # noqa: B018
         grads = ctx.recording.backward(grad)
         if not torch._C._autograd._get_current_graph_task_keep_graph():
@@ -293,6 +294,7 @@ class Graphs:
 
     def __init__(self):
         self._places: dict[Hashable, _Place] = {}
+        # kept alive between calls
         self._memory: _Memory | None = None
         self._moves = 0
 

@@ -196,6 +196,7 @@ def _what_stays(model: nn.Module) -> dict[int, str]:
 def _quietly(get: Callable) -> nn.Module | None:
     try:
         return get()
+    # a transformers model without a head has the method all the same, and raises one or the other
     except (AttributeError, NotImplementedError):
         return None
 

@@ -4,7 +4,6 @@ import copy
 import functools
 import io
 import types
-import warnings
 
 import pytest
 import torch
@@ -20,13 +19,6 @@ from tests.coat_ds.layers.measures import fp8_bound, fp8_forward_bound, relative
 from tests.util import rel_rms
 
 LLAMA = FAMILIES["llama"]
-
-
-@pytest.fixture(autouse=True)
-def quiet():
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        yield
 
 
 def same(found, expected):

@@ -4,26 +4,19 @@ With COAT_HOSTILE_EXAMPLES, as `make hostile` sets it, every family also trains.
 """
 
 import os
-import warnings
 
 import pytest
 import torch
 
 import coat_ds
 from benchmarks.families import FAMILIES, LAYERS
+from benchmarks.models import losses_of
 from coat_ds.layers import decoder_layer
 from coat_ds.layers.decoder_layer import Fp8DecoderLayer
 from tests.coat_ds.layers.measures import fp8_bound, fp8_forward_bound, relative, run, saved_bytes
 
 LONG = "COAT_HOSTILE_EXAMPLES" in os.environ
 ALL = pytest.mark.parametrize("name", FAMILIES)
-
-
-@pytest.fixture(autouse=True)
-def quiet():
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        yield
 
 
 def exact(family):
@@ -111,30 +104,15 @@ def test_a_converted_model_stays_itself(name, tmp_path):
     assert loss == stock[0] and all(g.equal(stock[1][n]) for n, g in gradients.items())
 
 
-def losses_of(family, steps, convert, seed=0):
-    model = family.build(seed=seed)
-    if convert:
-        coat_ds.convert(model)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
-    losses = []
-    for step in range(steps):
-        loss = model(**family.batch(seed=step, rows=4, tokens=32)).loss
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    return sum(losses[-5:]) / 5, losses[0]
-
-
 @pytest.mark.parametrize("name", FAMILIES if LONG else ["llama"])
 def test_trains_as_bf16_within_what_seeds_change(name):
     family = FAMILIES[name]
-    last = [losses_of(family, 50, False, seed)[0] for seed in range(4)]
-    found, first = losses_of(family, 50, True)
+    last = [sum(losses_of(family, 50, None, seed)[-5:]) / 5 for seed in range(4)]
+    losses = losses_of(family, 50, {})
+    found = sum(losses[-5:]) / 5
     middle = sum(last) / 4
     spread = (sum((loss - middle) ** 2 for loss in last) / 3) ** 0.5
-    assert found < first - 0.2
+    assert found < losses[0] - 0.2
     # three deviations of one more seed, and FP8's noise of less than a percent
     assert abs(found - middle) < 3 * spread + 0.01 * middle
 

@@ -1,7 +1,5 @@
 """Converted models on a GPU, where the kernels run: what they compute; both ways of a layer agree."""
 
-import warnings
-
 import pytest
 import torch
 
@@ -11,13 +9,6 @@ from coat_ds.layers import decoder_layer
 from tests.coat_ds.layers.measures import fp8_bound, relative, run, saved_bytes
 
 pytestmark = pytest.mark.gpu
-
-
-@pytest.fixture(autouse=True)
-def quiet():
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        yield
 
 
 def on_gpu(batch):
