@@ -36,9 +36,12 @@ from launch.report import MetricsWriter, atomic_write, read_metrics, write_summa
 BF16 = "bf16"
 # plain FP8 in place of dynamic range expansion
 _PLAIN = {"exp_avg_format": "fp8", "exp_avg_sq_format": "fp8"}
+# the paper's format of both moments
+_PAPER = {"exp_avg_format": "fp8_expanded", "exp_avg_sq_format": "fp8_expanded"}
 VARIANTS = {
     BF16: SYSTEMS["BF16"],
     "coat": SYSTEMS["COAT"],
+    "coat-paper": System({"optimizer": _PAPER}),
     "coat-optimizer": System({"activations": {"enabled": False}}),
     "coat-activations": System({"optimizer": {"enabled": False}}),
     "coat-no-expansion": System({"optimizer": _PLAIN}),
@@ -53,7 +56,7 @@ RUNS += [f"{kind}-seed1" for kind in (*list(VARIANTS)[2:], *CHANGES)]
 # what moments are stored in, activations in BF16: asked for by name, with beta2 0.95 and with 0.999
 _STORED = {
     "coat-optimizer": {},
-    "coat-optimizer-paper": {"exp_avg_format": "fp8_expanded", "exp_avg_sq_format": "fp8_expanded"},
+    "coat-optimizer-paper": _PAPER,
     "coat-optimizer-fp32": {"exp_avg_format": "fp32", "exp_avg_sq_format": "fp32"},
 }
 LONG_MEMORY, LONG_BETAS = "-beta2-0.999", (0.9, 0.999)
