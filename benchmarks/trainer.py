@@ -129,13 +129,14 @@ def trainer(arguments, table: Table) -> None:
     """A whole model of transformers under its unmodified Trainer with DeepSpeed; random weights and tokens.
 
     Each system is processes of its own; what differs is the block in the DeepSpeed JSON, or Trainer's
-    `use_liger_kernel`. Milliseconds are a step's, the median; the peak is rank 0's.
+    `use_liger_kernel`. Milliseconds are a step's, the median; the peak is rank 0's. order: which of the
+    call's processes it was; the first one of a fresh machine is up to a tenth slower.
     """
     quick = {"layers": 2, "sequence": 64, "steps": 2} if arguments.quick else {}
     names = ("shape", "stage", "layers", "micro_batch", "sequence", "steps")
     common = {name: getattr(arguments, name) for name in names} | quick
-    for system in arguments.systems:
-        row = {"system": system, "gpus": arguments.gpus, **common}
+    for order, system in enumerate(arguments.systems, 1):
+        row = {"system": system, "order": order, "gpus": arguments.gpus, **common}
         with tempfile.TemporaryDirectory() as folder:
             settings = common | {"system": system, "folder": folder, "quick": bool(quick)}
             command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]

@@ -11,8 +11,8 @@ from tests.util import run_distributed
 
 RANKS = 2
 NAMES = [f"{kind}-{stage}" for kind in ("bf16", "master32", "master16") for stage in (1, 2, 3)]
-# two codes, and a scale and an exponent of each in a group of 128
-COMPRESSED = 2 + 2 * 5 / 128
+# two codes; in a group of 128 the first moment's scale, and the second's with its exponent
+COMPRESSED = 2 + (4 + 5) / 128
 
 pytestmark = [
     pytest.mark.gpu,
