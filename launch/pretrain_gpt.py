@@ -620,7 +620,7 @@ class Trainer:
         import coat_ds
 
         if self.device.type == "cuda":
-            peak, kind = torch.cuda.max_memory_allocated(), "GPU allocator"
+            peak, kind = torch.cuda.max_memory_allocated(), report.GPU_PEAK
         else:
             # Linux counts in KiB
             peak, kind = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024, "process"
@@ -737,7 +737,7 @@ def conclude(output: Path) -> None:
     report.write_summary(output / "summary.json", summary)
     print(f"\n{report.comparison_table(summary)}\n")
     try:
-        report.plot_losses(report.read_metrics(output / "metrics.jsonl"), output / "loss.png")
+        report.plot_runs(report.read_metrics(output / "metrics.jsonl"), summary, output / "loss.png")
         print(f"metrics.jsonl, loss.png and summary.json are in {output}")
     except ModuleNotFoundError as error:
         print(f"metrics.jsonl and summary.json are in {output}; for loss.png: pip install {error.name}")

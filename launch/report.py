@@ -6,6 +6,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from statistics import fmean
 
 from tqdm import tqdm
 
@@ -13,13 +14,21 @@ from launch.json_file import read_object
 
 # rows of the comparison, the key in summary.json first
 _ROWS = (
-    ("val_loss_start", "validation loss at the start", "{:.4f}"),
-    ("val_loss", "validation loss", "{:.4f}"),
     ("state_bytes_per_param", "optimizer state, bytes per parameter", "{:.3f}"),
     ("saved_bytes_per_token_layer", "saved for backward, bytes per token and layer", "{:,.0f}"),
-    ("peak_bytes", "peak memory ({peak_kind}), MiB", None),
+    ("peak_bytes", "peak memory (GPU allocator), MiB", None),
     ("tokens_per_s", "tokens per second", "{:,.0f}"),
+    ("val_loss_start", "validation loss at the start", "{:.4f}"),
+    ("val_loss", "validation loss", "{:.4f}"),
 )
+# those that mean something on a GPU only, and `peak_kind` there
+_OF_GPUS, GPU_PEAK = ("peak_bytes", "tokens_per_s"), "GPU allocator"
+_BARS = (
+    ("state_bytes_per_param", "optimizer state,\nbytes per parameter"),
+    ("saved_bytes_per_token_layer", "saved for backward,\nbytes per token and layer"),
+)
+# training losses are shown as means of so many steps
+_SMOOTHED = 10
 
 
 class OutputError(RuntimeError):
@@ -128,8 +137,8 @@ def read_metrics(path: str | os.PathLike) -> list[dict]:
     return records
 
 
-def plot_losses(metrics: list[dict], path: str | os.PathLike) -> None:
-    """Training loss as thin lines and validation loss as marked ones, one colour for each run."""
+def plot_runs(metrics: list[dict], summary: Mapping[str, Mapping], path: str | os.PathLike) -> None:
+    """The losses of all runs; what each stores, as bars; of two runs, how far their losses are apart."""
     import io
 
     import matplotlib
@@ -137,21 +146,71 @@ def plot_losses(metrics: list[dict], path: str | os.PathLike) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    figure, axes = pyplot.subplots(figsize=(8, 5), layout="constrained")
-    for index, run in enumerate(dict.fromkeys(record["run"] for record in metrics)):
-        for key, style in (("loss", {"linewidth": 0.8, "alpha": 0.6}), ("val_loss", {"marker": "o"})):
-            points = [(r["step"], r[key]) for r in metrics if r["run"] == run and key in r]
-            if points:
-                label = f"{run.upper()} {'training' if key == 'loss' else 'validation'}"
-                axes.plot(*zip(*points, strict=True), color=f"C{index}", label=label, **style)
-    axes.set(xlabel="step", ylabel="loss (nats per token)")
-    axes.grid(alpha=0.3)
-    if axes.lines:
-        axes.legend()
+    runs = list(dict.fromkeys(record["run"] for record in metrics))
+    above, below = (key for key, _ in _BARS)
+    layout = [["losses", above], ["apart" if len(runs) == 2 else "losses", below]]
+    figure, panels = pyplot.subplot_mosaic(
+        layout, figsize=(10, 6), width_ratios=(3, 1), height_ratios=(3, 2), layout="constrained"
+    )
+    _draw_losses(panels["losses"], metrics, runs)
+    if len(runs) == 2:
+        _draw_distance(panels["apart"], metrics, runs)
+    for key, title in _BARS:
+        axes = panels[key]
+        for index, run in enumerate(run for run in runs if run in summary):
+            bar = axes.bar(run.upper(), summary[run][key], color=f"C{index}")
+            axes.bar_label(bar, fmt="{:,.4g}")
+        axes.set_title(title, fontsize="medium")
+        axes.margins(y=0.15)
+        axes.set_yticks([])
     image = io.BytesIO()
     figure.savefig(image, dpi=120)
     pyplot.close(figure)
     atomic_write(path, image.getvalue())
+
+
+def _points(metrics: list[dict], run: str, key: str) -> dict[int, float]:
+    return {record["step"]: record[key] for record in metrics if record["run"] == run and key in record}
+
+
+def _means(values: list[float]) -> list[float]:
+    """Of the last `_SMOOTHED` values up to each."""
+    return [fmean(values[max(0, i + 1 - _SMOOTHED) : i + 1]) for i in range(len(values))]
+
+
+def _draw_losses(axes, metrics: list[dict], runs: list[str]) -> None:
+    for index, run in enumerate(runs):
+        losses, validations = _points(metrics, run, "loss"), _points(metrics, run, "val_loss")
+        color, dashed = f"C{index}", "--" if index else "-"
+        if losses:
+            label = f"{run.upper()} training, mean of {_SMOOTHED} steps"
+            axes.plot(list(losses), _means(list(losses.values())), dashed, color=color, lw=1, label=label)
+        if validations:
+            points = list(validations), list(validations.values())
+            axes.plot(
+                *points, "o", color=color, mfc="none" if index else color, label=f"{run.upper()} validation"
+            )
+    axes.set(xlabel="step", ylabel="loss, nats per token")
+    axes.grid(alpha=0.3)
+    if axes.lines:
+        axes.legend()
+
+
+def _draw_distance(axes, metrics: list[dict], runs: list[str]) -> None:
+    """The second run's training loss less the first's, both of the same batches; behind it how much the first's
+    scatters by itself from batch to batch, taken from the second half of the run."""
+    first, second = (_points(metrics, run, "loss") for run in runs)
+    steps = [step for step in first if step in second]
+    if len(steps) > 2 * _SMOOTHED:
+        values = [first[step] for step in steps]
+        rest = [value - mean for value, mean in zip(values, _means(values), strict=True)][len(steps) // 2 :]
+        scatter = fmean(r * r for r in rest) ** 0.5 / _SMOOTHED**0.5
+        axes.axhspan(-scatter, scatter, color="0.85", label=f"{runs[0].upper()}'s own scatter")
+    apart = _means([second[step] - first[step] for step in steps])
+    axes.plot(steps, apart, color="C1", label=f"{runs[1].upper()} less {runs[0].upper()}, same batches")
+    axes.axhline(0, color="0.5", lw=0.5)
+    axes.set(xlabel="step", ylabel="nats")
+    axes.legend(fontsize="small")
 
 
 def write_summary(path: str | os.PathLike, summary: Mapping[str, Mapping]) -> None:
@@ -177,13 +236,12 @@ def comparison_table(summary: Mapping[str, Mapping]) -> str:
     """The runs side by side, with the last over the first where there are two."""
     runs = list(summary)
     rows = [["", *(run.upper() for run in runs), *(["ratio"] if len(runs) == 2 else [])]]
+    on_gpu = all(summary[run]["peak_kind"] == GPU_PEAK for run in runs)
     for key, title, form in _ROWS:
+        if key in _OF_GPUS and not on_gpu:
+            continue
         values = [summary[run][key] for run in runs]
-        if key == "peak_bytes":
-            title = title.format(peak_kind=summary[runs[0]]["peak_kind"])
-            cells = [f"{value / 2**20:,.0f}" for value in values]
-        else:
-            cells = [form.format(value) for value in values]
+        cells = [f"{v / 2**20:,.0f}" if key == "peak_bytes" else form.format(v) for v in values]
         if len(runs) == 2:
             cells.append(f"{values[1] / values[0]:.3f}" if values[0] else "-")
         rows.append([title, *cells])
@@ -193,6 +251,8 @@ def comparison_table(summary: Mapping[str, Mapping]) -> str:
         for row in rows
     ]
     lines.insert(1, "-" * len(lines[0]))
+    if not on_gpu:
+        lines += ["", "Speed and peak memory are shown on a GPU: on a CPU they say nothing about COAT."]
     return "\n".join(lines)
 
 
@@ -211,11 +271,11 @@ class Progress:
         )
 
     def update(self, *, loss: float, tokens_per_s: float, memory_bytes: int | None = None) -> None:
-        """One more step done. `memory_bytes` is shown where there is a GPU."""
+        """One more step done. Speed is shown beside `memory_bytes`, which is of a GPU."""
         self._step += 1
-        shown = f"loss {loss:.4f}, {tokens_per_s:,.0f} tokens/s"
+        shown = f"loss {loss:.4f}"
         if memory_bytes is not None:
-            shown += f", {memory_bytes / 2**30:.2f} GiB"
+            shown += f", {tokens_per_s:,.0f} tokens/s, {memory_bytes / 2**30:.2f} GiB"
         if self._bar is not None:
             self._bar.set_postfix_str(shown, refresh=False)
             self._bar.update()

@@ -14,7 +14,7 @@ SUMMARY = {
         "state_bytes_per_param": state,
         "saved_bytes_per_token_layer": saved,
         "peak_bytes": peak,
-        "peak_kind": "process RSS",
+        "peak_kind": report.GPU_PEAK,
         "tokens_per_s": 1000.0,
     }
     for run, loss, state, saved, peak in (
@@ -51,15 +51,38 @@ def test_metrics_survive_a_crash_and_a_resume(tmp_path):
     assert [r["run"] for r in report.read_metrics(path)] == ["bf16"]
 
 
-def test_plot(tmp_path):
-    metrics = [{"run": r, "step": s, "loss": 5.0 - s} for r in ("bf16", "coat") for s in range(3)]
+def drawn(monkeypatch, metrics, summary, path):
+    """The figure that is written to `path`, by its panels' names."""
+    from matplotlib import pyplot
+
+    figures = []
+    monkeypatch.setattr(pyplot, "close", figures.append)
+    report.plot_runs(metrics, summary, path)
+    assert path.read_bytes().startswith(b"\x89PNG")
+    return {axes.get_label(): axes for axes in figures[0].axes}
+
+
+def test_plot(tmp_path, monkeypatch):
+    steps = range(40)
+    metrics = [{"run": "bf16", "step": s, "loss": 5.0 + (-1) ** s} for s in steps]
+    metrics += [{"run": "coat", "step": s, "loss": 5.5 + (-1) ** s} for s in steps]
     metrics += [{"run": "bf16", "step": 2, "val_loss": 3.0}]
-    report.plot_losses(metrics, tmp_path / "loss.png")
-    data = (tmp_path / "loss.png").read_bytes()
-    assert data.startswith(b"\x89PNG") and len(data) > 5000
+    panels = drawn(monkeypatch, metrics, SUMMARY, tmp_path / "both.png")
+    # the second run lies half a nat above, on every batch, whatever the batch does to both
+    apart = panels["apart"].lines[0].get_ydata()
+    assert apart == pytest.approx([0.5] * len(steps))
+    # a mean of ten losses that scatter by one
+    band = panels["apart"].patches[0].get_extents().transformed(panels["apart"].transData.inverted())
+    assert [band.y0, band.y1] == pytest.approx([-(10**-0.5), 10**-0.5])
+    heights = [bar.get_height() for bar in panels["state_bytes_per_param"].patches]
+    assert heights == [8.0, 2.1]
+    training, validation = panels["losses"].lines[:2]
+    assert training.get_ydata()[-1] == pytest.approx(5.0) and list(validation.get_ydata()) == [3.0]
+
+    alone = drawn(monkeypatch, metrics[:40], {"bf16": SUMMARY["bf16"]}, tmp_path / "one.png")
+    assert "apart" not in alone and len(alone["saved_bytes_per_token_layer"].patches) == 1
     # a run that was stopped before its first step still gives a picture
-    report.plot_losses([], tmp_path / "empty.png")
-    assert (tmp_path / "empty.png").read_bytes().startswith(b"\x89PNG")
+    drawn(monkeypatch, [], {}, tmp_path / "empty.png")
 
 
 def test_summary_and_table(tmp_path):
@@ -71,9 +94,16 @@ def test_summary_and_table(tmp_path):
     assert cells["validation loss"] == ["2.0000", "2.0100", "1.005"]
     assert cells["optimizer state, bytes per parameter"] == ["8.000", "2.100", "0.263"]
     assert cells["saved for backward, bytes per token and layer"] == ["4,000", "2,000", "0.500"]
-    assert cells["peak memory (process RSS), MiB"] == ["1,024", "512", "0.500"]
+    assert cells["peak memory (GPU allocator), MiB"] == ["1,024", "512", "0.500"]
     assert len({len(line) for line in lines}) == 1
     assert "ratio" not in report.comparison_table({"coat": SUMMARY["coat"]})
+
+
+def test_a_cpu_shows_neither_speed_nor_peak():
+    summary = {run: {**found, "peak_kind": "process"} for run, found in SUMMARY.items()}
+    table = report.comparison_table(summary)
+    assert "validation loss " in table and "saved for backward" in table
+    assert "MiB" not in table and "tokens per second" not in table and "shown on a GPU" in table
 
 
 def test_atomic_write_keeps_the_old_file_when_the_disk_is_full(tmp_path):
