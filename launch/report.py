@@ -197,8 +197,8 @@ def _draw_losses(axes, metrics: list[dict], runs: list[str]) -> None:
 
 
 def _draw_distance(axes, metrics: list[dict], runs: list[str]) -> None:
-    """The second run's training loss less the first's, both of the same batches; behind it how much the first's
-    scatters by itself from batch to batch, taken from the second half of the run."""
+    """The second run's training loss less the first's, both of the same batches; behind it how much the
+    first's scatters by itself from batch to batch, taken from the second half of the run."""
     first, second = (_points(metrics, run, "loss") for run in runs)
     steps = [step for step in first if step in second]
     if len(steps) > 2 * _SMOOTHED:
