@@ -433,7 +433,6 @@ def attack_checkpoints(where: str) -> dict[str, int]:
     from megatron_ext import cpu
 
     cpu.enable()
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
     torch.manual_seed(0)
     config = {

@@ -27,9 +27,6 @@ def _setup():
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     import deepspeed
 
-    if device.type == "cpu":
-        # every rank would compile DeepSpeed's shared-memory collectives; gloo does the same
-        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     deepspeed.init_distributed("nccl" if device.type == "cuda" else "gloo")
     return device
 
