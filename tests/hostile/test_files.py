@@ -427,8 +427,6 @@ LAYOUT = {"data_parallel_size": 1, "tensor_parallel_size": 1, "zero_stage": 1}
 
 def attack_checkpoints(where: str) -> dict[str, int]:
     """One rank with an engine saves once; then it meets what becomes of the files. Counts what came of it."""
-    import deepspeed
-
     import coat_ds
     from megatron_ext import cpu
 
