@@ -17,6 +17,10 @@ if not GPU:
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
 
 from tests.hosts import TEST_ALL  # noqa: E402
+from tests.interpreter import patch_language_once  # noqa: E402
+
+if not GPU:
+    patch_language_once()
 
 LEFT_OUT = "left to make test-all: "
 

@@ -2,7 +2,13 @@
 
 import contextlib
 import importlib
+import os
 import sys
+
+from tests.interpreter import patch_language_once
+
+if os.environ.get("TRITON_INTERPRET") == "1":
+    patch_language_once()
 
 # Megatron takes Transformer Engine's norms wherever it is, and they need a GPU
 sys.modules["transformer_engine"] = None
