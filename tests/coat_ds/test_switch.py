@@ -25,8 +25,11 @@ import json, sys
 import torch
 
 before = sorted(name for name in sys.modules if name.startswith(("coat_", "deepspeed")))
+import deepspeed
 from deepspeed import initialize
 
+# it would be compiled first
+deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
 section = {"type": "AdamW", "params": {"lr": 1e-3}}
 configs = {
     "block": {"coat": {"enabled": True}, "optimizer": section},
