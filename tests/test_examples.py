@@ -25,9 +25,7 @@ def torchrun(ranks, *args):
     return done.stdout
 
 
-@pytest.mark.long(
-    "DeepSpeed compiles its collectives for CPUs, which an unmodified script cannot be kept from"
-)
+@pytest.mark.long("an unmodified script, for which DeepSpeed compiles its collectives")
 def test_trainer_under_deepspeed():
     said = torchrun(1, "examples/trainer.py", "--steps=2")
     assert "14 of 15 linear layers in FP8" in said and "'train_loss': " in said
