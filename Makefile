@@ -1,4 +1,5 @@
-# Two targets do everything on a bare machine: `make quickstart` and `make test`.
+# Two targets do everything on a bare machine: `make quickstart` and `make test`. `make check` is what to run
+# between edits, `make test-all` what to run before a release; tests/README.md says what is where.
 
 PYTHON ?= python3
 VENV := .venv
@@ -15,7 +16,7 @@ HOSTS ?= 0.18.9
 PYTHON312 ?= python3.12
 MEGATRON := .venv-megatron-0.19.2
 
-.PHONY: setup quickstart test test-hostile test-hosts test-megatron test-megatron-main lint format clean
+.PHONY: setup quickstart check test test-all test-hostile test-hosts test-megatron test-megatron-main lint format clean
 
 setup: $(VENV)/.done
 
@@ -32,11 +33,26 @@ quickstart: setup
 
 # one process a core; files stay whole, since tests of a file share runs
 PYTEST := -m pytest -n auto --dist loadfile
+CHECKED := $(addprefix tests/,kernels/test_codecs.py kernels/test_fp8.py kernels/test_tensorwise.py \
+	kernels/test_matmul.py kernels/test_linear.py kernels/test_adamw_cpu.py coat_ds/test_config.py \
+	coat_ds/test_schema.py coat_ds/test_host_config.py coat_ds/test_contracts.py coat_ds/test_state.py \
+	megatron_ext/test_options.py megatron_ext/test_contracts.py launch/test_configs.py benchmarks/test_report.py)
 # each with one thread: threads of several processes that wait for each other take a core each, five times as long
-test test-hostile test-hosts test-megatron: export OMP_NUM_THREADS := 1
+check test test-all test-hostile test-hosts test-megatron: export OMP_NUM_THREADS := 1
 
+# references, configs and contracts with the frameworks: at most 90 seconds on two cores
+check: lint
+	$(BIN)/python $(PYTEST) $(CHECKED)
+
+# everything that protects: at most six minutes on two cores
 test: lint
-	$(BIN)/python $(PYTEST)
+	$(BIN)/python $(PYTEST) --durations=30
+
+# what is left out of `test` too, with the other versions of the frameworks: about an hour and a half
+test-all: export COAT_TEST_ALL := 1
+test-all: lint
+	$(BIN)/python $(PYTEST) --durations=30
+	$(MAKE) test-hosts test-megatron test-hostile
 
 # the property-based tests with 100,000 inputs, about an hour on two cores
 test-hostile: setup

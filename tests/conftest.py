@@ -1,5 +1,11 @@
-"""Without a GPU the Triton kernels run in Triton's interpreter, chosen before they are defined."""
+"""Without a GPU the Triton kernels run in Triton's interpreter, chosen before they are defined.
 
+`make test` leaves out what the markers `long` and `pairwise` name, and says at its end how much and why;
+`make test-all` runs that too.
+"""
+
+import collections
+import itertools
 import os
 
 import pytest
@@ -10,13 +16,57 @@ if not GPU:
     os.environ["TRITON_INTERPRET"] = "1"
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
 
+from tests.hosts import TEST_ALL  # noqa: E402
+from tests.interpreter import patch_language_once  # noqa: E402
+
+if not GPU:
+    patch_language_once()
+
+LEFT_OUT = "left to make test-all: "
+
+
+def pairwise(rows: list[tuple]) -> set[int]:
+    """Numbers of as few of `rows` as a greedy choice takes to hold every pair of values that is in any row.
+
+    Of rows that add as many pairs the first is taken: the choice is the same every time.
+    """
+    places = list(itertools.combinations(range(len(rows[0])), 2)) or [(0, 0)]
+    pairs = [{(i, j, row[i], row[j]) for i, j in places} for row in rows]
+    missing, chosen = set().union(*pairs), set()
+    while missing:
+        best = max(range(len(rows)), key=lambda n: len(pairs[n] & missing))
+        chosen.add(best)
+        missing -= pairs[best]
+    return chosen
+
 
 def pytest_collection_modifyitems(items):
-    if not GPU:
-        skip = pytest.mark.skip(reason="needs a CUDA GPU of compute capability 8.9 or newer")
-        for item in items:
-            if "gpu" in item.keywords:
-                item.add_marker(skip)
+    products = collections.defaultdict(list)
+    for item in items:
+        if not GPU and "gpu" in item.keywords:
+            reason = "needs a CUDA GPU of compute capability 8.9 or newer"
+            item.add_marker(pytest.mark.skip(reason=reason))
+        if TEST_ALL:
+            continue
+        for mark in item.iter_markers("long"):
+            item.add_marker(pytest.mark.skip(reason=LEFT_OUT + mark.args[0]))
+        if item.get_closest_marker("pairwise"):
+            products[item.path, item.originalname].append(item)
+    for tests in products.values():
+        names = list(tests[0].callspec.params)
+        kept = pairwise([tuple(test.callspec.indices[name] for name in names) for test in tests])
+        for number, test in enumerate(tests):
+            if number not in kept:
+                test.add_marker(pytest.mark.skip(reason=LEFT_OUT + "the product beyond every pair of values"))
+
+
+def pytest_terminal_summary(terminalreporter):
+    skipped = (report.longrepr[2] for report in terminalreporter.stats.get("skipped", []))
+    reasons = collections.Counter(reason.split(LEFT_OUT)[1] for reason in skipped if LEFT_OUT in reason)
+    if reasons:
+        terminalreporter.section(f"{reasons.total()} tests are left to make test-all")
+        for reason, number in reasons.most_common():
+            terminalreporter.line(f"{number:5}  {reason}")
 
 
 @pytest.fixture(scope="session")

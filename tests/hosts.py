@@ -1,8 +1,13 @@
-"""What stock DeepSpeed 0.18 lacks to run on the machines that test it. Later versions need nothing."""
+"""What the machines that test it need of stock DeepSpeed: repairs of 0.18, and no compiler's minutes."""
 
 import importlib.metadata
+import os
 
 import torch
+from torch.optim.adamw import adamw
+
+# as make test-all sets it; without it tests try fewer inputs and leave out what takes long
+TEST_ALL = os.environ.get("COAT_TEST_ALL") == "1"
 
 
 def repair_old_deepspeed() -> None:
@@ -29,3 +34,39 @@ def repair_old_deepspeed() -> None:
     DeepSpeedZeroOptimizer.step = torch.no_grad()(DeepSpeedZeroOptimizer.step)
     if get_accelerator().Stream is None:
         type(get_accelerator()).Stream = lambda self, device=None: None
+
+
+class TorchAdam:
+    """What DeepSpeed's C++ for CPUs offers its optimizers, by torch."""
+
+    def create_adam(self, *_):
+        pass
+
+    destroy_adam = create_adam
+
+    def adam_update(
+        self, _, step, lr, beta1, beta2, eps, weight_decay, correction, param, grad, exp_avg, exp_avg_sq
+    ):
+        lists, counts = [[t] for t in (param, grad, exp_avg, exp_avg_sq)], [torch.tensor(step - 1.0)]
+        with torch.no_grad():
+            adamw(
+                *(*lists, [], counts), amsgrad=False, maximize=False, foreach=False,
+                beta1=beta1, beta2=beta2, lr=lr, weight_decay=weight_decay, eps=eps,
+            )  # fmt: skip
+
+    def multi_tensor_adam(self, _, __, lists, lr, beta1, beta2, eps, step, ___, correction, weight_decay):
+        for grad, param, *moments in zip(*lists, strict=True):
+            options = lr, beta1, beta2, eps, weight_decay, correction
+            self.adam_update(None, step, *options, param, grad, *moments)
+
+
+def without_compilation() -> None:
+    """Unless everything is tested, DeepSpeed's optimizers for CPUs compute by torch: compiling takes minutes.
+
+    What makes their states, counts steps, saves and loads is DeepSpeed's in either case.
+    """
+    from deepspeed.ops import op_builder
+
+    if not TEST_ALL:
+        for builder in (op_builder.CPUAdamBuilder, op_builder.FusedAdamBuilder):
+            builder.load = lambda self: TorchAdam()

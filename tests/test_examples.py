@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).resolve().parents[1]
 ENVIRONMENT = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
 
@@ -23,6 +25,7 @@ def torchrun(ranks, *args):
     return done.stdout
 
 
+@pytest.mark.long("an unmodified script, for which DeepSpeed compiles its collectives")
 def test_trainer_under_deepspeed():
     said = torchrun(1, "examples/trainer.py", "--steps=2")
     assert "14 of 15 linear layers in FP8" in said and "'train_loss': " in said

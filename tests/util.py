@@ -1,5 +1,6 @@
 """The one error metric, and a way to run a function in several processes."""
 
+import multiprocessing
 import os
 import socket
 import sys
@@ -30,7 +31,14 @@ def free_port() -> int:
         return s.getsockname()[1]
 
 
-def _worker(rank, fn, world_size, port, folder, gpus, args):
+# without a GPU ranks are forked from a server that has imported this
+PRELOADED = ["tests.preloaded", "tests.util"]
+
+
+def _worker(rank, fn, world_size, port, folder, gpus, environment, args):
+    # a forked rank starts with the server's
+    os.environ.clear()
+    os.environ.update(environment)
     os.environ.update(
         RANK=str(rank),
         LOCAL_RANK=str(rank),
@@ -44,7 +52,6 @@ def _worker(rank, fn, world_size, port, folder, gpus, args):
     if gpus:
         torch.cuda.set_device(rank)
     else:
-        os.environ["DS_ACCELERATOR"] = "cpu"
         # Megatron takes Transformer Engine's norms wherever it is, and they need a GPU
         sys.modules["transformer_engine"] = None
     repair_old_deepspeed()
@@ -60,14 +67,18 @@ def _worker(rank, fn, world_size, port, folder, gpus, args):
         dist.destroy_process_group()
 
 
-def run_distributed(fn, world_size: int, *args, gpus: bool = False) -> list:
-    """Calls `fn(*args)` in `world_size` fresh processes with torchrun's environment; the results by rank.
+def run_distributed(fn, world_size: int, *args, gpus: bool = False, fresh: bool = False) -> list:
+    """Calls `fn(*args)` in `world_size` processes with torchrun's environment; the results by rank.
 
     `fn` must be importable (a module-level function) and initialises its own process group, which ends with
     the process. The processes see no GPU, so that they are ranks on a CPU everywhere; with `gpus`, each has a
-    GPU of its own.
+    GPU of its own. They are forked from a server that has imported the frameworks, but with `gpus` or
+    `fresh`: then they import everything themselves, in the order that `fn` does it in.
     """
-    hidden = {} if gpus else {"CUDA_VISIBLE_DEVICES": ""}
+    hidden = {} if gpus else {"CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu"}
+    multiprocessing.get_context("forkserver").set_forkserver_preload(PRELOADED)
     with tempfile.TemporaryDirectory() as folder, mock.patch.dict(os.environ, hidden):
-        mp.spawn(_worker, (fn, world_size, free_port(), folder, gpus, args), nprocs=world_size)
+        args = (fn, world_size, free_port(), folder, gpus, dict(os.environ), args)
+        method = "spawn" if gpus or fresh else "forkserver"
+        mp.start_processes(_worker, args, nprocs=world_size, start_method=method)
         return [torch.load(os.path.join(folder, f"{r}.pt"), weights_only=False) for r in range(world_size)]

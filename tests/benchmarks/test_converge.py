@@ -48,6 +48,7 @@ def trained(work, converge_on):
     return converge_on(work, work / "converge.csv", "--runs", *TRAINED)
 
 
+@pytest.mark.long("a benchmark's dry run")
 def test_runs_learn_alike_and_a_change_goes_on_where_the_other_stopped(work, trained):
     _, rows = trained
     rows = {f"{row['run']}-seed{row['seed']}": row for row in rows}
@@ -74,6 +75,7 @@ def test_runs_learn_alike_and_a_change_goes_on_where_the_other_stopped(work, tra
     assert (work / "converge.png").stat().st_size > 0
 
 
+@pytest.mark.long("a benchmark's dry run")
 def test_a_run_in_parts_gives_the_bits_of_one_piece_and_is_not_made_again(work, trained, converge_on):
     parts = work / "parts"
     # no time at all: one step
@@ -90,6 +92,7 @@ def test_a_run_in_parts_gives_the_bits_of_one_piece_and_is_not_made_again(work, 
     assert not list((parts / "work").glob("runs-*/checkpoints/coat-seed1"))
 
 
+@pytest.mark.long("a benchmark's dry run")
 def test_runs_made_apart_are_collected(work, trained, tmp_path):
     shutil.copytree(work / "converge", tmp_path / "converge")
     table = Table("converge", tmp_path / "converge.csv")
@@ -99,6 +102,7 @@ def test_runs_made_apart_are_collected(work, trained, tmp_path):
     assert (tmp_path / "converge.png").stat().st_size > 0
 
 
+@pytest.mark.long("a benchmark's dry run")
 def test_other_recipes_do_not_share_a_folder(work, trained, text):
     paths = ["--text", str(text), "--work", str(work / "work"), "--output", str(work / "converge.csv")]
     result = run("converge", "--quick", *paths, "--tokens", "1000")

@@ -2,12 +2,14 @@
 
 import csv
 
+import pytest
 import torch
 
 from benchmarks import host
 from tests.benchmarks.test_harness import run
 
 
+@pytest.mark.long("a benchmark's dry run")
 def test_layers_and_what_they_are_made_of(tmp_path):
     path = tmp_path / "host.csv"
     names = ["BF16", "ours, cache fp8"]

@@ -15,6 +15,7 @@ def rows_of(path):
     return list(csv.DictReader(path.open()))
 
 
+@pytest.mark.long("a benchmark's dry run")
 def test_every_rank_of_zero_holds_what_is_predicted(tmp_path):
     path = tmp_path / "zero.csv"
     result = run("zero", "--quick", "--steps", "3", "--output", str(path))
@@ -48,6 +49,7 @@ def test_a_case_of_zero_that_fails_leaves_the_others_standing(monkeypatch):
     assert "stage" in rows[1][0]["note"] and rows[0][0]["loss"] == rows[2][0]["loss"]
 
 
+@pytest.mark.long("a benchmark's dry run")
 def test_checkpoints_are_counted(tmp_path):
     path = tmp_path / "checkpointing.csv"
     result = run("checkpointing", "--quick", "--output", str(path))

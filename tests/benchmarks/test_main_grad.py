@@ -2,6 +2,7 @@
 
 import csv
 
+import pytest
 import torch
 
 from tests.benchmarks.test_harness import run
@@ -9,6 +10,7 @@ from tests.benchmarks.test_harness import run
 ON_GPU = torch.cuda.is_available()
 
 
+@pytest.mark.long("a benchmark's dry run")
 def test_every_way_adds_the_product(tmp_path):
     path = tmp_path / "main_grad.csv"
     result = run("main_grad", "--quick", "--output", str(path))

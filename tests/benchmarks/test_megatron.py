@@ -8,6 +8,7 @@ from tests.benchmarks.test_harness import run
 from tests.benchmarks.test_hosts import rows_of
 
 
+@pytest.mark.long("a benchmark's dry run")
 def test_recompute_is_counted(tmp_path):
     path = tmp_path / "recompute.csv"
     result = run("recompute", "--quick", "--output", str(path))
@@ -26,6 +27,7 @@ def test_recompute_is_counted(tmp_path):
     assert path.with_suffix(".png").stat().st_size > 0
 
 
+@pytest.mark.long("a benchmark's dry run")
 @pytest.mark.skipif(torch.cuda.is_available(), reason="gradients and weights in the allocator's pages")
 def test_states_of_a_megatron_step_are_counted(tmp_path):
     path = tmp_path / "megatron_step.csv"

@@ -23,6 +23,7 @@ def table(tmp_path_factory):
     return {(row["data"], row["layer"], row["figure"]): row for row in rows}, path
 
 
+@pytest.mark.long("a benchmark's dry run")
 def test_errors_are_those_of_the_formats_on_three_kinds_of_data(table):
     rows, path = table
     for data in ("trained", "outliers", "random"):
@@ -32,6 +33,7 @@ def test_errors_are_those_of_the_formats_on_three_kinds_of_data(table):
     assert path.with_suffix(".png").stat().st_size > 0
 
 
+@pytest.mark.long("a benchmark's dry run")
 def test_ratios_have_standard_errors(table):
     rows, path = table
     for data in ("trained", "outliers", "random"):

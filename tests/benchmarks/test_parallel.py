@@ -12,6 +12,7 @@ from tests.benchmarks.test_harness import run
 LAYERS = 1
 
 
+@pytest.mark.long("a benchmark's dry run")
 @pytest.mark.skipif(torch.cuda.device_count() == 1, reason="needs 2 GPUs or none")
 def test_messages_are_counted(tmp_path):
     path = tmp_path / "parallel.csv"

@@ -38,6 +38,7 @@ def test_messages_that_run_beside_kernels_are_counted_apart():
     assert rows["products"]["ms"] == 2.5 and rows["products"]["launches"] == 2
 
 
+@pytest.mark.long("a benchmark's dry run")
 @pytest.mark.skipif(torch.cuda.device_count() == 1, reason="two ranks need two GPUs, or none")
 def test_two_ranks_and_two_systems(tmp_path):
     path = tmp_path / "step.csv"

@@ -104,6 +104,7 @@ def measured(tmp_path_factory):
     return path, arguments, read_rows(path)
 
 
+@pytest.mark.long("a benchmark's dry run")
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a dry run, for machines without a GPU")
 def test_a_dry_run_counts_what_is_predicted(measured):
     path, _, rows = measured
@@ -149,6 +150,7 @@ def test_the_whole_is_extrapolated_from_rows_of_one_micro_batch():
     assert extrapolate("llama2-13b", "zero3", "COAT", 4, 2, rows) is None
 
 
+@pytest.mark.long("a benchmark's dry run")
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a dry run, for machines without a GPU")
 def test_rows_stay_and_what_cannot_run_is_one(measured):
     path, arguments, rows = measured

@@ -25,8 +25,11 @@ import json, sys
 import torch
 
 before = sorted(name for name in sys.modules if name.startswith(("coat_", "deepspeed")))
+import deepspeed
 from deepspeed import initialize
 
+# it would be compiled first
+deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
 section = {"type": "AdamW", "params": {"lr": 1e-3}}
 configs = {
     "block": {"coat": {"enabled": True}, "optimizer": section},
@@ -209,9 +212,12 @@ print("RESULT " + json.dumps(found))
 
 
 def by_hand():
+    import deepspeed
     from deepspeed import initialize
     from deepspeed.runtime.engine import DeepSpeedEngine
 
+    # it would be compiled first
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     original = vars(DeepSpeedEngine)["__init__"]
     out = {"installed": [switch.is_installed()]}
 
@@ -267,7 +273,7 @@ def by_hand():
 def test_install_and_uninstall():
     # where the project is installed by pip, torch would register it
     with mock.patch.dict(os.environ, {switch.DISABLE: "1"}):
-        out = run_distributed(by_hand, 1)[0]
+        out = run_distributed(by_hand, 1, fresh=True)[0]
     assert (out["before"], out["after"], out["within"]) == ("AdamW", "CoatAdamW", "CoatAdamW")
     assert out["undone"] == ("AdamW", True) and out["original"] and out["on_top"] == "CoatAdamW"
     assert out["installed"] == [False, True]

@@ -1,14 +1,12 @@
 """The ways in which people train: Hugging Face's Trainer, Accelerate, TRL, PEFT, DeepSpeed itself, for real.
 
-What is COAT's stands in the JSON, or, without DeepSpeed, in two lines. COAT_LONG_WAYS=1 also runs what takes
-minutes.
+What is COAT's stands in the JSON, or, without DeepSpeed, in two lines.
 """
 
 import contextlib
 import io
 import itertools
 import logging
-import os
 import warnings
 
 import pytest
@@ -17,8 +15,7 @@ import torch
 import coat_ds
 from tests.util import run_distributed
 
-LONG = os.environ.get("COAT_LONG_WAYS") == "1"
-long = pytest.mark.skipif(not LONG, reason="COAT_LONG_WAYS=1 runs it")
+long = pytest.mark.long("trains the Trainer 14 times, resumed, evaluated and recomputed")
 
 VOCAB, LENGTH, STEPS, BATCH = 64, 32, 4, 4
 BLOCK = {"enabled": True, "report": {"states": False, "saved": True}}

@@ -427,13 +427,10 @@ LAYOUT = {"data_parallel_size": 1, "tensor_parallel_size": 1, "zero_stage": 1}
 
 def attack_checkpoints(where: str) -> dict[str, int]:
     """One rank with an engine saves once; then it meets what becomes of the files. Counts what came of it."""
-    import deepspeed
-
     import coat_ds
     from megatron_ext import cpu
 
     cpu.enable()
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
     torch.manual_seed(0)
     config = {

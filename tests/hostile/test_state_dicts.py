@@ -15,6 +15,7 @@ from coat_ds.optimizer import MOMENTS
 from coat_kernels.codecs import SIGNED_CODECS, Stored, get_codec
 from tests.coat_ds.faithful import assert_faithful
 from tests.hostile.conftest import share
+from tests.hosts import without_compilation
 
 SHAPES = [(1,), (5,), (130,), (300,), (5, 33), (20, 30)]
 CPU = cpuinfo.get_cpu_info()
@@ -46,6 +47,7 @@ def optimizer_of(kind, params, rng):
         return getattr(torch.optim, kind)(params, **options)
     import deepspeed.ops.adam as adam
 
+    without_compilation()
     # asking the machine what it is takes a second each time
     with mock.patch("cpuinfo.get_cpu_info", return_value=CPU):
         return getattr(adam, kind)(params, **options)

@@ -149,7 +149,7 @@ def test_kernel_is_deterministic(device):
 def test_list_is_what_its_tensors_are_one_by_one(device, monkeypatch):
     """Sizes that end mid-group, nothing at all, several chunks of either size; steps of their own."""
     monkeypatch.setattr(adamw, "CHUNKS", (8, 2))
-    sizes, steps = (128 * 4 * 19 + 5, 0, 1, 4096, 130), [3, 1, 7, 2, 1]
+    sizes, steps = (128 * 19 + 5, 0, 1, 1024, 130), [3, 1, 7, 2, 1]
     runs = []
     for together in (True, False):
         torch.manual_seed(1)
@@ -222,7 +222,7 @@ def join_and_split(weight, remainder):
     """By the kernel's own functions; a power of two of elements."""
     master = torch.empty_like(weight, dtype=torch.float32)
     out = torch.empty_like(weight), torch.empty_like(remainder)
-    n = min(weight.numel(), 1024)
+    n = min(weight.numel(), 2**14)
     join_and_split_kernel[(weight.numel() // n,)](weight, remainder, master, *out, N=n)
     return master, *out
 

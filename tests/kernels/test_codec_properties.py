@@ -14,6 +14,7 @@ from coat_kernels.codecs.codec import (
     encode_kernel_launch,
     encode_reference,
 )
+from tests.hosts import TEST_ALL
 from tests.kernels.test_codecs import GROUP, comparable, log2_error_bound
 
 EIGHT_BIT = [name for name, codec in CODECS.items() if codec.dtype == torch.uint8]
@@ -47,13 +48,16 @@ def vectors(draw) -> torch.Tensor:
 
 
 def for_any_input(check):
-    """Runs `check(codec, x, encode, decode)` on many inputs by reference, on a few by the kernels."""
+    """Runs `check(codec, x, encode, decode)` on many inputs by reference, on a few by the kernels; on more of
+    both by `make test-all`."""
 
     @pytest.mark.parametrize("run", list(RUNS))
     def test(name, run, device):
         codec, (encode, decode) = get_codec(name), RUNS[run]
 
-        @settings(max_examples=200 if run == "reference" else 20, derandomize=True, deadline=None)
+        number = (200 if run == "reference" else 20) if TEST_ALL else (100 if run == "reference" else 8)
+
+        @settings(max_examples=number, derandomize=True, deadline=None)
         @given(vectors(), st.data())
         def examples(x, data):
             x = (x if codec.signed else x.abs()).to(device)

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from coat_kernels import groups
+from tests.hosts import TEST_ALL
 from tests.kernels.inputs import ROUNDING, SHAPES, hard, wide
 from tests.util import rel_rms
 
@@ -14,7 +15,9 @@ FORMATS = pytest.mark.parametrize("fmt", groups.GROUP_FORMATS)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("group_size", [16, 32])
 def test_group_kernel_equals_the_reference_bit_for_bit(shape, group_size, fmt, device):
-    for x in (wide(*shape), *(v.view(1, -1) for v in hard(shape[0] * shape[1]).values())):
+    # a row of many tiles takes the interpreter long
+    width = shape[0] * shape[1] if TEST_ALL else min(shape[0] * shape[1], 300)
+    for x in (wide(*shape), *(v.view(1, -1) for v in hard(width).values())):
         x = x.to(device).bfloat16()
         expected = groups.quantize_groups_reference(x, group_size, fmt)
         actual = groups.quantize_groups_triton(x, group_size, fmt)

@@ -64,6 +64,7 @@ def inputs(shape, biased, layer_norm, device, dtype=torch.bfloat16):
     return *addends, branch_bias, weight, norm_bias if layer_norm else None
 
 
+@pytest.mark.pairwise
 @LAYER_NORM
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_is_the_plain_addition(shape, layer_norm, device, kernels):

@@ -12,6 +12,7 @@ from tests.util import rel_rms
 FORMATS = pytest.mark.parametrize("fmt", [E4M3, E5M2], ids=lambda f: f.name)
 
 
+@pytest.mark.pairwise
 @FORMATS
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])

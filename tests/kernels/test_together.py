@@ -47,6 +47,7 @@ def check_same(actual, expected) -> None:
             torch.testing.assert_close(a.float(), e.float(), rtol=0, atol=0, equal_nan=True)
 
 
+@pytest.mark.pairwise
 @FORMATS
 @pytest.mark.parametrize("name", TENSORS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)

@@ -10,16 +10,9 @@ from pathlib import Path
 from unittest import mock
 
 from tests.launch import faulty
-from tests.util import free_port
+from tests.util import PRELOADED, free_port
 
 HIDDEN = {"CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
-PRELOADED = [
-    "deepspeed",
-    "megatron.core.models.gpt",
-    "coat_ds.engine",
-    "megatron_ext.model",
-    "matplotlib.pyplot",
-]
 
 
 @dataclass(frozen=True)
@@ -33,7 +26,7 @@ class Ended:
 def run_ranks(argv, folder: Path, *, ranks: int = 1, faults: dict | None = None) -> Ended:
     """Runs the entry point; when a rank fails the others are killed, as launchers do."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([*PRELOADED, __name__])
+    context.set_forkserver_preload(PRELOADED)
     with mock.patch.dict(os.environ, HIDDEN):
         environment = {"WORLD_SIZE": ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
         processes = [

@@ -19,6 +19,8 @@ from tests.launch.ranks import HIDDEN, run_ranks
 from tests.launch.test_faults import measured
 from tests.util import free_port
 
+pytestmark = pytest.mark.long("hosts of real network namespaces, sshd, Open MPI and Slurm")
+
 ROOT = Path(cluster.__file__).parents[1]
 ADDRESSES = ("10.99.7.1", "10.99.7.2")
 NAMES = ("coat0", "coat1")

@@ -16,6 +16,7 @@ import torch
 
 from launch import checkpoints, output_lock, pretrain_gpt, report
 from tests.coat_ds.test_checkpoints import rounded_again
+from tests.hosts import TEST_ALL
 from tests.launch.ranks import HIDDEN, run_ranks
 
 ROOT = Path(pretrain_gpt.__file__).parents[1]
@@ -107,7 +108,7 @@ def test_kill_during_save(tmp_path, train, whole):
     """All ranks die at ever later points of a save; the run then goes to its end as if nothing had been."""
     folder = tmp_path / "run/coat/checkpoints"
     points = [{"kill_in_save": [0, file]} for file in (0, 1)]
-    points += [{"kill_at_event": [f"{folder}/", index]} for index in range(12)]
+    points += [{"kill_at_event": [f"{folder}/", index]} for index in range(0, 12, 1 if TEST_ALL else 3)]
     seen, before = set(), -1
     for point in points:
         ended = train("--resume", "--keep-checkpoints", 1, **point)
@@ -338,14 +339,15 @@ def test_resume_at_half_and_double_the_size(tmp_path, train, whole, ranks):
 
 
 # checkpoint_layout, ZeRO stage, where the optimizer is: each pair of values of any two of them that there is
+LONG = pytest.mark.long("ZeRO's stages with the other layout of checkpoints, in two ranks and in one")
 CELLS = [
-    ("stock", 0, "none"),
+    pytest.param("stock", 0, "none", marks=LONG),
     ("compressed", 0, "none"),
     ("stock", 1, "cpu"),
-    ("compressed", 1, "none"),
+    pytest.param("compressed", 1, "none", marks=LONG),
     ("stock", 2, "none"),
-    ("compressed", 2, "cpu"),
-    ("stock", 3, "cpu"),
+    pytest.param("compressed", 2, "cpu", marks=LONG),
+    pytest.param("stock", 3, "cpu", marks=LONG),
     ("compressed", 3, "none"),
 ]
 

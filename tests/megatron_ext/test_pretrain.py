@@ -18,7 +18,10 @@ import pytest
 from tests.util import free_port
 
 MEGATRON = os.environ.get("MEGATRON_PATH", "")
-pytestmark = pytest.mark.skipif(not MEGATRON, reason="MEGATRON_PATH names no checkout of Megatron-LM")
+pytestmark = [
+    pytest.mark.skipif(not MEGATRON, reason="MEGATRON_PATH names no checkout of Megatron-LM"),
+    pytest.mark.long("Megatron-LM's scripts"),
+]
 ROOT = Path(__file__).parents[2]
 
 # without dropout: on a CPU it shares its random state with data loaders, which draw from it when they start

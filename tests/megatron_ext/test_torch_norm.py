@@ -71,7 +71,7 @@ def _run(folder):
 )
 @pytest.mark.parametrize("kind", ["another", "without kernels", "with kernels"])
 def test_apex_is_told_by_its_contents(tmp_path, kind):
-    found = run_distributed(_run, 1, _package(tmp_path, kind))[0]
+    found = run_distributed(_run, 1, _package(tmp_path, kind), fresh=True)[0]
     # Megatron takes whatever is called apex
     assert found["megatron"]
     assert found["megatron's"] == "FusedLayerNorm"

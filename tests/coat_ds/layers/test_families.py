@@ -1,9 +1,4 @@
-"""transformers' families, converted: what they compute, what they save, and that they stay themselves.
-
-With COAT_HOSTILE_EXAMPLES, as `make hostile` sets it, every family also trains.
-"""
-
-import os
+"""transformers' families, converted: what they compute, what they save, and that they stay themselves."""
 
 import pytest
 import torch
@@ -15,7 +10,6 @@ from coat_ds.layers import decoder_layer
 from coat_ds.layers.decoder_layer import Fp8DecoderLayer
 from tests.coat_ds.layers.measures import fp8_bound, fp8_forward_bound, relative, run, saved_bytes
 
-LONG = "COAT_HOSTILE_EXAMPLES" in os.environ
 ALL = pytest.mark.parametrize("name", FAMILIES)
 
 
@@ -104,7 +98,10 @@ def test_a_converted_model_stays_itself(name, tmp_path):
     assert loss == stock[0] and all(g.equal(stock[1][n]) for n, g in gradients.items())
 
 
-@pytest.mark.parametrize("name", FAMILIES if LONG else ["llama"])
+long = pytest.mark.long("trains every family five times")
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[] if n == "llama" else long) for n in FAMILIES])
 def test_trains_as_bf16_within_what_seeds_change(name):
     family = FAMILIES[name]
     last = [sum(losses_of(family, 50, None, seed)[-5:]) / 5 for seed in range(4)]

@@ -1,0 +1,215 @@
+"""Twenty mistakes, each made in a copy of the tree, and whether the tests see it.
+
+    python -m tests.mutations          # all of them, one after the other
+    python -m tests.mutations 3 12     # some
+
+Prints a table. Fails if a mistake was not seen, or if its text is no longer there once. Files are found by
+the text, wherever they lie. It takes minutes, so nothing runs it by itself.
+"""
+
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).resolve().parents[1]
+ROOMS = ("kernels", "coat_ds", "megatron_ext")
+FAILED = 1
+
+
+class Mutation(NamedTuple):
+    """`old`, which is in the rooms once, becomes `new`; `tests` are arguments of pytest below `tests/`."""
+
+    what: str
+    old: str
+    new: str
+    tests: str
+
+
+MUTATIONS = (
+    Mutation(
+        "wrong beta: the second moment takes the first's",
+        "b_v += rate2 * (b_g * b_g - b_v)",
+        "b_v += rate1 * (b_g * b_g - b_v)",
+        "kernels/test_adamw.py -k kernel_agrees",
+    ),
+    Mutation(
+        "wrong bias correction: no root",
+        "1 / math.sqrt(1 - beta2**t), t)",
+        "1 / (1 - beta2**t), t)",
+        "kernels/test_adamw.py -k kernel_agrees",
+    ),
+    Mutation(
+        "wrong sign: weights grow instead of decaying",
+        'b_p -= tl.where(tl.abs(b_p) < float("inf"),',
+        'b_p += tl.where(tl.abs(b_p) < float("inf"),',
+        "kernels/test_adamw.py -k decays",
+    ),
+    Mutation(
+        "off by one: a master on a tie is split the other way",
+        "(b_bits + 0x8000) >> 16, (b_bits >> 16) | 0x40",
+        "(b_bits + 0x7FFF) >> 16, (b_bits >> 16) | 0x40",
+        "kernels/test_adamw.py -k special_weights",
+    ),
+    Mutation(
+        "gate and up swapped in backward",
+        "    return b_x, b_up\n",
+        "    return b_up, b_x\n",
+        "kernels/test_activation.py -k kernels_agree_with",
+    ),
+    Mutation(
+        "a norm without epsilon",
+        "tl.sum(b_x * b_x, axis=1) / h + eps)",
+        "tl.sum(b_x * b_x, axis=1) / h)",
+        "kernels/test_norm.py -k hard_inputs",
+    ),
+    Mutation(
+        "wrong sign in the rotation's backward",
+        "b_2 * b_cos_2 - b_1 * b_sin_1",
+        "b_2 * b_cos_2 + b_1 * b_sin_1",
+        "kernels/test_rope.py",
+    ),
+    Mutation(
+        "lost check: infinity counts for a tensor's scale",
+        'tl.where(b_abs < float("inf"), b_abs, 0.0)), axis=0)',
+        "b_abs), axis=0)",
+        "kernels/test_tensorwise.py -k bit_for_bit",
+    ),
+    Mutation(
+        "missing clamp: subnormal scales",
+        "e.clamp_min(-126)",
+        "e",
+        "kernels/test_tensorwise.py -k scales",
+    ),
+    Mutation(
+        "off by half a level in the logarithmic code",
+        "b_offset = 254.5 - log2_tile(b_scale)",
+        "b_offset = 254.0 - log2_tile(b_scale)",
+        "kernels/test_codecs.py -k 'agrees and log8'",
+    ),
+    Mutation(
+        "stale cache: changes of a weight are not seen",
+        "weight.data_ptr(), weight._version,",
+        "weight.data_ptr(), 0,",
+        "kernels/test_weights.py",
+    ),
+    Mutation(
+        "stale cache: steps of an optimizer are not seen",
+        "    global _epoch\n    _epoch = next(_counter)",
+        "    global _epoch",
+        "kernels/test_weights.py",
+    ),
+    Mutation(
+        "dropped all-reduce: ranks do not agree on a scale",
+        "    dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)\n",
+        "",
+        "kernels/test_parallel.py",
+    ),
+    Mutation(
+        "dropped all-reduce of the gradient of a column-parallel layer's input",
+        "return all_reduce(grad_x, parallel.group)",
+        "return lambda: grad_x",
+        "megatron_ext/test_parallel.py",
+    ),
+    Mutation(
+        "missing group: norms of tensor-parallel parameters count like those of others",
+        "kind = is_model_parallel_parameter(p), getattr(p, PIPE_REPLICATED, False)",
+        "kind = getattr(p, PIPE_REPLICATED, False)",
+        "megatron_ext/test_mpu.py",
+    ),
+    Mutation(
+        "missing group: context-parallel ranks are not data-parallel",
+        "_data_parallel_group(with_context_parallel=True)",
+        "_data_parallel_group(with_context_parallel=False)",
+        "megatron_ext/test_mpu.py",
+    ),
+    Mutation(
+        "dropped all-reduce: norms drift apart under sequence parallelism",
+        "        dist.all_reduce(total, group=group)\n",
+        "",
+        "megatron_ext/test_data_parallel.py",
+    ),
+    Mutation(
+        "an unscaled gradient: of two factors the last counts",
+        "self.scale * factor",
+        "factor",
+        "coat_ds/test_narrow_grad.py",
+    ),
+    Mutation(
+        "wrong offset: ZeRO-3's parts lie where the next rank's do",
+        "share * torch.distributed.get_rank(p.ds_process_group)",
+        "share * (1 + torch.distributed.get_rank(p.ds_process_group))",
+        "coat_ds/test_checkpoints.py -k groups_follow",
+    ),
+    Mutation(
+        "wrong order: the first moment is taken before the one that it is relative to",
+        "for name in reversed(MOMENTS):\n            self._take_moment(p, group, name, tensors[name])",
+        "for name in MOMENTS:\n            self._take_moment(p, group, name, tensors[name])",
+        "megatron_ext/test_optimizer.py",
+    ),
+)
+
+
+def place_of(text: str, tree: Path) -> Path:
+    """The one file of the rooms that holds `text`; LookupError unless that is once."""
+    files = [
+        path for room in ROOMS for path in sorted((tree / room).rglob("*.py")) if text in path.read_text()
+    ]
+    if len(files) != 1 or files[0].read_text().count(text) != 1:
+        raise LookupError(f"expected once in {', '.join(ROOMS)}, found in {files}: {text}")
+    return files[0]
+
+
+def outcome(mutation: Mutation, tree: Path) -> str:
+    """What the tests say with the mistake, which is undone afterwards."""
+    path = place_of(mutation.old, tree)
+    right = path.read_text()
+    path.write_text(right.replace(mutation.old, mutation.new))
+    environment = {
+        **os.environ,
+        # before what is installed
+        "PYTHONPATH": str(tree),
+        "OMP_NUM_THREADS": "1",
+        # a file is changed back within a second, and keeps its size
+        "PYTHONDONTWRITEBYTECODE": "1",
+    }
+    file, *picked = shlex.split(mutation.tests)
+    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", f"tests/{file}", *picked]
+    try:
+        done = subprocess.run(command, cwd=tree, env=environment, capture_output=True, text=True)
+    finally:
+        path.write_text(right)
+    if done.returncode == FAILED:
+        return "caught"
+    return (
+        "NOT CAUGHT"
+        if done.returncode == 0
+        else f"pytest ended with {done.returncode}: {done.stdout[-2000:]}"
+    )
+
+
+def main() -> None:
+    numbers = [int(word) for word in sys.argv[1:]] or range(1, len(MUTATIONS) + 1)
+    with tempfile.TemporaryDirectory() as folder:
+        tree = Path(folder) / "tree"
+        shutil.copytree(ROOT, tree, ignore=shutil.ignore_patterns(".*", "results", "runs", "__pycache__"))
+        # the name that the folder is installed by
+        (tree / "coat_kernels").symlink_to("kernels")
+        for mutation in MUTATIONS:
+            place_of(mutation.old, tree)
+        outcomes = []
+        print("| | mistake | tests | |\n|---|---|---|---|")
+        for number in numbers:
+            mutation = MUTATIONS[number - 1]
+            outcomes.append(outcome(mutation, tree))
+            print(f"| {number} | {mutation.what} | `{mutation.tests}` | {outcomes[-1]} |", flush=True)
+    if set(outcomes) != {"caught"}:
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,36 @@
+"""What ranks without a GPU import, once: the server that forks them loads this file."""
+
+import contextlib
+import importlib
+import os
+import sys
+
+from tests.interpreter import patch_language_once
+
+if os.environ.get("TRITON_INTERPRET") == "1":
+    patch_language_once()
+
+# Megatron takes Transformer Engine's norms wherever it is, and they need a GPU
+sys.modules["transformer_engine"] = None
+
+# in the environments of other versions not all of them are there
+for name in (
+    "deepspeed",
+    "coat_ds.engine",
+    "megatron.core.models.gpt",
+    "megatron_ext.model",
+    "megatron_ext.layer_specs",
+    "transformers.trainer",
+    "transformers.models.llama.modeling_llama",
+    "matplotlib.pyplot",
+):
+    with contextlib.suppress(ImportError):
+        importlib.import_module(name)
+
+with contextlib.suppress(ImportError):
+    import deepspeed
+
+    # every machine would compile DeepSpeed's shared-memory collectives first; gloo does the same
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    # DeepSpeed asks for a CPU with FP16 instructions; torch computes it on any
+    deepspeed.accelerator.get_accelerator().is_fp16_supported = lambda: True
