@@ -159,7 +159,8 @@ def test_gathers_follow_deepspeeds_limits():
     small_stay = replay(modules, none._replace(persistence=50))
     assert small_stay[1].weights == 0 and small_stay[3].weights == 90
     ahead = replay(modules, none._replace(prefetch=60))
-    assert ahead[1].weights == 50 and ahead[1].buffers == 20 + 90
+    # two came together, of which the second is not yet asked for; a third is on its way
+    assert ahead[1] == (50 + 20, 50 + 20 + 90)
     capped = replay(modules, none._replace(prefetch=60, max_live=100))
     assert max(sum(g) for g in capped) < max(sum(g) for g in ahead)
 
