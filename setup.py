@@ -53,7 +53,7 @@ setup(
     },
     cmdclass={"editable_wheel": EditableWheel},
     package_data={"coat_kernels": ["*.cpp"]},
-    install_requires=["torch>=2.11", "triton>=3.6; platform_system == 'Linux'", "numpy"],
+    install_requires=["torch>=2.11", "packaging", "triton>=3.6; platform_system == 'Linux'", "numpy"],
     extras_require={
         "deepspeed": ["deepspeed>=0.18.9,<0.20"],
         "megatron": ["megatron-core>=0.16.1,<0.20"],

@@ -1,7 +1,7 @@
 """The least time that a step can take: products at the rates of products, everything else at that of a copy.
 
 A step waits for the products of its layers and its head, for attention, for the bytes that all other
-kernels read and write, for the optimizer, and for messages that nothing covers. Nothing else is counted: no
+kernels read and write, for the optimizer, and for messages. Nothing else is counted: no
 launches, no kernel's own losses. On an H200 the GPU was busy for 3 to 25 % longer with COAT, and for 20 to
 40 % longer with Megatron's own BF16 layers, which are not fused (benchmarks/results/train_*.csv, compute_ms).
 Steps that the CPU cannot launch in time, and ZeRO-3's small ones, take up to twice as long.
@@ -64,6 +64,10 @@ GPUS = {
         source="as the H200, of the same cores; the copy by the data sheets' bandwidths, 3.35 and 4.8 TB/s",
     ),
 }
+# bytes a second between a GPU and the CPU: 0.8 of PCIe 5 x16's 64 GB/s, by the data sheet
+HOST_LINK = 51 * GB
+# seconds an element of AdamW on 16 cores: 7.1 ns of one (benchmarks/results/adamw_cpu.csv)
+CPU_STEP = 7.1e-9 / 16
 # bytes an element that the optimizer's step moves beside states and masters, which it reads and writes
 _GRADIENT, _WEIGHT = 2, 2
 
@@ -78,7 +82,6 @@ class Time:
     """Of all other kernels of the layers and the head."""
     optimizer: float
     messages: float
-    """That nothing covers."""
     bubble: float
     """In which a stage of a pipeline waits for others."""
 
@@ -125,18 +128,16 @@ def step_time(sizes: Sizes, layout: Layout, system: System, gpu: Gpu) -> Time:
     moved = layers * (tokens * _layer_traffic(sizes, layout, system) + _weight_traffic(sizes, layout, system))
     # logits: to FP32 and back, their exponentials and sums
     moved += tokens * sizes.vocabulary / tensor * (2 + 4 + 4 + 4 + 4 + 2) / layout.pipeline
-    exposed, behind = _messages(sizes, layout, system)
     compute = count * (products + attention + moved / gpu.copy)
-    # ZeRO-3 gathers beside products
-    messages = count * exposed / gpu.link + max(0.0, count * behind / gpu.link - compute)
+    messages = count * _messages(sizes, layout) / gpu.link
     stepped = sizes.parameters / (tensor * layout.pipeline) / (layout.data if layout.stage else 1)
     per_element = 2 * system.state_bytes() + (4 if system.bf16_masters else 8) + _GRADIENT + _WEIGHT
     if system.optimizer != "coat":
         # BF16 gradients are made FP32 first
         per_element += 2 + 4 + 4
-    optimizer = (
-        0.0 if system.offload or layout.optimizer_device == "cpu" else stepped * per_element / gpu.copy
-    )
+    optimizer = stepped * per_element / gpu.copy
+    if system.offload or layout.optimizer_device == "cpu":
+        optimizer = stepped * ((_GRADIENT + _WEIGHT) / HOST_LINK + CPU_STEP)
     bubble = (layout.pipeline - 1) / count * compute
     times = (count * products, count * attention, count * moved / gpu.copy, optimizer, messages, bubble)
     return Time(*(1e3 * seconds for seconds in times))
@@ -180,21 +181,22 @@ def _weight_traffic(sizes: Sizes, layout: Layout, system: System) -> float:
     return 2 * (2 + 1) * sizes.layer_matrices / layout.tensor / share
 
 
-def _messages(sizes: Sizes, layout: Layout, system: System) -> tuple[float, float]:
-    """Bytes that a GPU sends for a micro-batch: while nothing else runs, and beside computation."""
+def _messages(sizes: Sizes, layout: Layout) -> float:
+    """Bytes that a GPU sends for a micro-batch. Of none is it counted that it may go beside computation: as
+    measured, even at stage 3 hardly any of its time is hidden."""
     numel = 2 * sizes.parameters / (layout.tensor * layout.pipeline)
     others = (layout.data - 1) / layout.data
-    exposed = behind = 0.0
+    found = 0.0
     if layout.tensor > 1:
         # four gathers and four reductions of hidden states, and two gathers for gradients of weights
         hidden = 2 * layout.tokens * sizes.hidden * (layout.tensor - 1) / layout.tensor
-        exposed += 10 * sizes.layers / layout.pipeline * hidden
+        found += 10 * sizes.layers / layout.pipeline * hidden
     if layout.stage == 3:
         gathered = 0.5 if layout.quantized_gathers else 1.0
-        behind += (2 * gathered + 1) * numel * others
+        found += (2 * gathered + 1) * numel * others
     elif layout.stage == 2:
         # reduced each micro-batch; weights once a step
-        exposed += (1 + 1 / layout.accumulation) * numel * others
+        found += (1 + 1 / layout.accumulation) * numel * others
     else:
-        exposed += 2 * numel * others / layout.accumulation
-    return exposed, behind
+        found += 2 * numel * others / layout.accumulation
+    return found
