@@ -4,6 +4,7 @@ import argparse
 import importlib
 import importlib.metadata
 import importlib.util
+import os
 import sys
 from collections.abc import Sequence
 
@@ -49,7 +50,13 @@ def main(words: Sequence[str] | None = None) -> int:
         print(text(), end="")
         return 0
     try:
-        return importlib.import_module(f"coat_ds.{arguments.command}.command").run(arguments)
+        code = importlib.import_module(f"coat_ds.{arguments.command}.command").run(arguments)
+        sys.stdout.flush()
+        return code
+    except BrokenPipeError:
+        # of `| head`; Python would complain of it once more at its end
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
     # PlanError and CoatConfigError are; what else is a defect keeps its traceback
     except ValueError as error:
         if type(error) is ValueError:
