@@ -40,13 +40,20 @@ setup(
     description="FP8 AdamW states and FP8 saved activations for DeepSpeed and Megatron, without a fork",
     license="Apache-2.0",
     python_requires=">=3.11",
-    packages=["coat_kernels", "coat_kernels.codecs", "coat_ds", "coat_ds.layers", "megatron_ext"],
+    packages=[
+        *("coat_kernels", "coat_kernels.codecs"),
+        *("coat_ds", "coat_ds.doctor", "coat_ds.layers", "coat_ds.plan"),
+        "megatron_ext",
+    ],
     py_modules=[AUTOLOAD],
     package_dir={"coat_kernels": "kernels"},
-    entry_points={"torch.backends": [f"coat_ds = {AUTOLOAD}:register"]},
+    entry_points={
+        "torch.backends": [f"coat_ds = {AUTOLOAD}:register"],
+        "console_scripts": ["coat = coat_ds.cli:main"],
+    },
     cmdclass={"editable_wheel": EditableWheel},
     package_data={"coat_kernels": ["*.cpp"]},
-    install_requires=["torch>=2.11", "triton>=3.6; platform_system == 'Linux'", "numpy"],
+    install_requires=["torch>=2.11", "packaging", "triton>=3.6; platform_system == 'Linux'", "numpy"],
     extras_require={
         "deepspeed": ["deepspeed>=0.18.9,<0.20"],
         "megatron": ["megatron-core>=0.16.1,<0.20"],

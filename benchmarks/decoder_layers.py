@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 
 from benchmarks.harness import relative_rms
+from coat_ds.plan import Sizes
 
 EPS = 1e-5
 ROTARY_BASE = 10000
@@ -50,6 +51,19 @@ class LayerShape:
     def fc1(self) -> int:
         """Columns before the activation function."""
         return 2 * self.ffn if self.llama else self.ffn
+
+    def sizes(self, layers: int = 1, vocabulary: int = 1) -> Sizes:
+        """Of a model of such layers."""
+        return Sizes(
+            layers=layers,
+            hidden=self.hidden,
+            ffn=self.ffn,
+            heads=self.heads,
+            groups=self.groups,
+            head_dim=self.head_dim,
+            vocabulary=vocabulary,
+            gated=self.llama,
+        )
 
 
 def device() -> torch.device:

@@ -26,7 +26,9 @@ from benchmarks.decoder_layers import (
     transformer_engine_layer,
 )
 from benchmarks.harness import Table, Timing, benchmark, mark, measure, milliseconds, reason, synchronize
-from benchmarks.training import FASTEST, one_process
+from benchmarks.training import one_process
+from coat_ds.plan import layer_flops
+from coat_ds.plan.systems import FASTEST
 
 SHAPES = {
     "llama-2-7b": LayerShape(4096, 11008, 32, 32, batch=4, sequence=2048),
@@ -171,8 +173,7 @@ def traffic(shape: LayerShape) -> float:
 
 def flops(shape: LayerShape) -> float:
     """Of the layer's own products, forward and backward, attention's over the half that causality leaves."""
-    linear = shape.hidden * (shape.qkv + shape.hidden + shape.fc1) + shape.ffn * shape.hidden
-    return 6 * shape.tokens * (linear + shape.sequence * shape.hidden)
+    return layer_flops(shape.sizes(), shape.batch, shape.sequence)
 
 
 def saved_by_python(y: torch.Tensor) -> Iterator[torch.Tensor]:

@@ -25,7 +25,8 @@ from benchmarks.decoder_layers import (
     transformer_engine_layer,
 )
 from benchmarks.harness import Table, benchmark, reason
-from benchmarks.training import FASTEST, LARGE, SMALL, Setting, loss_of, one_process, train_gpt
+from benchmarks.training import LARGE, SMALL, Setting, loss_of, one_process, train_gpt
+from coat_ds.plan.systems import FASTEST
 
 TE_CURRENT = "TE current"
 # what a row of the table shows, beside ratios to another layer

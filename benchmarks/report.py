@@ -55,12 +55,14 @@ SECTIONS = [
     Section(
         "train_plan",
         "Memory on paper",
-        "Predicted by the table at the top of benchmarks/whole_models.py; none of it was measured. "
-        "`bf16_to_this`: how many times less than BF16.",
+        "Predicted as by `coat plan` (coat_ds/plan/memory.py); none of it was measured. A role's column "
+        "is the most that it takes at any moment, `all` the peak. `bf16_to_this`: how many times less than "
+        "BF16.",
         columns=(
             *_CASE,
             *("weights_predicted_mb", "gradients_predicted_mb", "masters_predicted_mb"),
             *("states_predicted_mb", "saved_predicted_mb", "logits_predicted_mb", "copies_predicted_mb"),
+            *("gathered_predicted_mb", "buffers_predicted_mb", "temporaries_predicted_mb"),
             *("all_predicted_mb", "bf16_to_this"),
         ),
     ),

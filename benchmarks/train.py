@@ -44,6 +44,7 @@ from benchmarks.whole_models import (
     forward,
     masters_of,
     predict,
+    predicted_columns,
     random_batches,
     start,
     train_step,
@@ -277,8 +278,7 @@ def published(row: dict, gpus: int) -> dict:
     if peak := next((value for part, value in PEAK_FLOPS.items() if part in name), None):
         made["mfu"] = model.flops(layers, micro_batch) / way.tensor / seconds / peak
     expected = predict(model, layers, way, gpus, SYSTEMS[row["system"]], micro_batch)
-    made |= {f"{part}_predicted_mb": value / 1e6 for part, value in expected._asdict().items()}
-    made["all_predicted_mb"] = sum(expected) / 1e6
+    made |= predicted_columns(expected)
     return {name: value for name, value in made.items() if value == value}
 
 
@@ -311,9 +311,9 @@ def extrapolate(
         return whole | {"extrapolated_from": f"{n0} and {n1} layers"} | linear
 
     def planned(count: int) -> float:
-        return sum(predict(MODELS[model], count, WAYS[way], gpus, SYSTEMS[system], micro_batch)) / 1e6
+        return predict(MODELS[model], count, WAYS[way], gpus, SYSTEMS[system], micro_batch).peak.total / 1e6
 
-    if SYSTEMS[system].package or not high["peak_mb"]:
+    if not high["peak_mb"]:
         return None
     peak = high["peak_mb"] + planned(layers) - planned(n1)
     return whole | {"extrapolated_from": f"{n1} layers and the plan", "peak_mb": peak}
@@ -389,8 +389,6 @@ def plan(jobs: list[Job], gpus: int, micro_batches: list[int], table: Table) -> 
     for job in jobs:
         for micro_batch in micro_batches:
             model, way = MODELS[job.model], WAYS[job.way]
-            if SYSTEMS[job.system].package:
-                continue
             expected = predict(model, job.layers, way, gpus, SYSTEMS[job.system], micro_batch)
             baseline = predict(model, job.layers, way, gpus, SYSTEMS["BF16"], micro_batch)
             table.add(
@@ -400,9 +398,8 @@ def plan(jobs: list[Job], gpus: int, micro_batches: list[int], table: Table) -> 
                 system=job.system,
                 layers=job.layers,
                 micro_batch=micro_batch,
-                **{f"{part}_predicted_mb": value / 1e6 for part, value in expected._asdict().items()},
-                all_predicted_mb=sum(expected) / 1e6,
-                bf16_to_this=sum(baseline) / sum(expected),
+                **predicted_columns(expected),
+                bf16_to_this=baseline.peak.total / expected.peak.total,
             )
 
 
@@ -448,7 +445,8 @@ def train(arguments, table: Table) -> None:
     - between_steps_mb, after_X_mb, X_peak_mb: held before a step; held after forward, backward and step over
       that (after backward these are the gradients); the peak during each, all included. In 10^6 bytes, as
       requested from the allocator;
-    - X_predicted_mb, all_predicted_mb: by the table at the top of benchmarks/whole_models.py;
+    - X_predicted_mb, all_predicted_mb: the most that a role takes at any moment of a step, and the peak of
+      all together, as `coat plan` has them (coat_ds/plan/memory.py); before 2026-11-22 a sum of roles;
     - extrapolated_from: the row was not measured, but lies on the line through two numbers of layers; or is
       the peak with one number, and what is predicted for the layers that lack.
     Without a GPU, or with --quick, a tiny model; without a GPU no peaks, no search, and times mean nothing.

@@ -15,9 +15,6 @@ from launch.data import Split, load_corpus, padded_vocab_size
 CONFIGS = Path(__file__).parents[1] / "configs"
 LR, BETAS, EPS, WEIGHT_DECAY = 1e-3, (0.9, 0.95), 1e-8, 0.1
 WARMUP_STEPS = 20
-# the activations of a COAT block that take the least time; E4M3 makes up for sums with fewer bits
-# (benchmarks/numerics.py)
-FASTEST = {"weight_cache": "fp8", "fast_accumulation": "all", "backward_format": "e4m3"}
 
 
 class Setting(NamedTuple):

@@ -1,25 +1,5 @@
-"""What is trained end to end: models of 7 to 13 billion parameters, over GPUs, by one system or another.
+"""What is trained end to end: models of 7 to 13 billion parameters, over GPUs, by one system or another."""
 
-Predicted bytes on one GPU, of N parameters whose matrices tensor parallelism of T splits, over D = GPUs / T
-data-parallel ranks; t tokens in a micro-batch, h hidden, f feed-forward, a columns of q, k, v and attention's
-output together, n heads, V vocabulary:
-
-| | BF16 | COAT |
-|---|---|---|
-| weights | 2 N; 2 N / D at stage 3 | same |
-| gradients | 2 N; 2 N / D at stages 2 and 3 | same |
-| masters | 4 N / D | same; as BF16 weights 2 N / D |
-| states | 8 N / D | (2 + 9 / 128) N / D |
-| saved, a layer | t (2 (2 h + 2 h + a + 3 f) + 4 n) / T | t (17/16 (2 h + 2 f) + 2 a + 4 n) / T |
-| logits | 4 t V / T, and 4 h t / T before them | same |
-
-With the feed-forward recomputed 3 f falls out, with attention kept in FP8 2 a becomes 17/16 a, with FP8
-weights cached there are two copies of the layers' matrices, 2 M / T. Sequence parallelism is what divides h
-by T.
-"""
-
-import dataclasses
-import math
 import os
 from datetime import timedelta
 from typing import NamedTuple
@@ -27,8 +7,10 @@ from typing import NamedTuple
 import torch
 
 from benchmarks.decoder_layers import LayerShape, device
-from benchmarks.layer import flops
-from benchmarks.training import BETAS, FASTEST, join, loss_of
+from benchmarks.training import BETAS, join, loss_of
+from coat_ds import plan
+from coat_ds.config import CoatConfig
+from coat_ds.plan.systems import FASTEST
 from launch.data import Batch
 
 # different batches, so that scales predicted from the last pass are not always right
@@ -36,8 +18,6 @@ BATCHES = 4
 BUCKET = 100_000_000
 # a rank that waits longer for another ends
 PATIENCE = timedelta(seconds=180)
-FP8_GROUPED = 1 + 1 / 16
-STATES = {False: 8, True: 2 + 9 / 128}
 
 
 class Model(NamedTuple):
@@ -48,21 +28,13 @@ class Model(NamedTuple):
     vocabulary: int
     rotary_base: int = 10000
 
-    def matrices(self, layers: int) -> int:
-        """Parameters in matrices, embeddings included."""
-        x = self.layer
-        return (
-            layers * (x.hidden * (x.qkv + x.hidden + x.fc1) + x.ffn * x.hidden)
-            + 2 * self.vocabulary * x.hidden
-        )
-
-    def norms(self, layers: int) -> int:
-        return (2 * layers + 1) * self.layer.hidden
+    def sizes(self, layers: int) -> plan.Sizes:
+        """With so many layers."""
+        return self.layer.sizes(layers, self.vocabulary)
 
     def flops(self, layers: int, micro_batch: int) -> float:
         """Of forward and backward; attention's halved by causality, recomputation not counted."""
-        shape = dataclasses.replace(self.layer, batch=micro_batch)
-        return layers * flops(shape) + 6 * shape.tokens * shape.hidden * self.vocabulary
+        return plan.flops(self.sizes(layers), micro_batch, self.layer.sequence)
 
 
 MODELS = {
@@ -102,6 +74,19 @@ class System(NamedTuple):
     """Further keys of `zero_optimization`."""
     asked_for: bool = False
     """Whether it is measured by its name only."""
+
+    def planned(self) -> plan.System:
+        """As `coat plan` knows it."""
+        layers = "bf16" if self.coat is None else "coat"
+        return plan.System(
+            name="",
+            layers="transformer_engine" if self.package else layers,
+            optimizer="transformer_engine" if self.fp8_moments else {"bf16": "adamw"}.get(layers, layers),
+            coat=CoatConfig.from_dict({"enabled": True, **(self.coat or {})}),
+            bf16_masters=self.bf16_masters,
+            recompute="mlp" if "recompute_modules" in self.config else "none",
+            layer_units=None if self.layer_units == "auto" else self.layer_units,
+        )
 
 
 _TE = {"config": {"fp8": "hybrid", "fp8_recipe": "delayed"}, "package": "transformer_engine"}
@@ -150,50 +135,36 @@ class Job(NamedTuple):
         return (self.model, self.way, self.system, self.layers)
 
 
-class Predicted(NamedTuple):
-    """Bytes on one GPU."""
-
-    weights: float
-    gradients: float
-    masters: float
-    states: float
-    saved: float
-    logits: float
-    copies: float
-    """Of weights, in FP8."""
-
-
-def predict(model: Model, layers: int, way: Way, gpus: int, system: System, micro_batch: int) -> Predicted:
-    """By the table at the top; TransformerEngine's layers keep more than is known here: NaN."""
-    x, tensor, data = model.layer, way.tensor, gpus // way.tensor
-    compressed, kept = model.matrices(layers) / tensor, model.norms(layers)
-    total, tokens = compressed + kept, micro_batch * x.sequence
-    # q, k, v, the output and, for each head, a number of its softmax
-    attention = 2 * (x.qkv + x.hidden) + 4 * x.heads
-    if system.package:
-        per_token = math.nan
-    elif system.coat is None:
-        product = 0 if "recompute_modules" in system.config else 3 * x.ffn
-        per_token = 2 * (4 * x.hidden + product) + attention
-    else:
-        attention = {
-            "bf16": attention,
-            "sqrt8": FP8_GROUPED * (x.qkv + x.hidden) + 4 * x.heads,
-            "recompute": FP8_GROUPED * x.hidden,
-        }[system.coat.get("activations", {}).get("attention_format", "bf16")]
-        per_token = FP8_GROUPED * (2 * x.hidden + 2 * x.ffn) + attention
-    coat = system.coat is not None
-    cached = coat and system.coat.get("activations", {}).get("weight_cache") == "fp8"
-    return Predicted(
-        weights=2 * total / (data if way.stage == 3 else 1),
-        gradients=2 * total / (data if way.stage >= 2 else 1),
-        masters=(2 if system.bf16_masters else 4) * total / data,
-        states=(STATES[coat or system.fp8_moments] * compressed + 8 * kept) / data,
-        saved=layers * tokens * per_token / tensor,
-        logits=tokens * (4 * model.vocabulary + 4 * x.hidden) / tensor,
-        # by rows for forward, by columns for backward
-        copies=2 * (model.matrices(layers) - model.matrices(0)) / tensor if cached else 0,
+def planned(
+    model: Model, layers: int, way: Way, gpus: int, system: System, micro_batch: int
+) -> tuple[plan.Sizes, plan.Layout, plan.System]:
+    """What is trained, as `coat plan` takes it."""
+    layout = plan.Layout(
+        micro_batch=micro_batch,
+        sequence=model.layer.sequence,
+        gpus=gpus,
+        stage=way.stage,
+        tensor=way.tensor,
+        reduce_bucket=BUCKET,
+        quantized_gathers=system.zero.get("zero_quantized_weights", False),
     )
+    return model.sizes(layers), layout, system.planned()
+
+
+def predict(
+    model: Model, layers: int, way: Way, gpus: int, system: System, micro_batch: int
+) -> plan.Prediction:
+    """Bytes of a step on the fullest GPU."""
+    return plan.predict(*planned(model, layers, way, gpus, system, micro_batch))
+
+
+def predicted_columns(found: plan.Prediction) -> dict[str, float]:
+    """Of a table, in 10^6 bytes: the most that each role takes, and the peak of all."""
+    most = {
+        f"{role}_predicted_mb": max(getattr(moment, role) for moment in found.moments) / 1e6
+        for role in plan.ROLES
+    }
+    return most | {"all_predicted_mb": found.peak.total / 1e6}
 
 
 def bf16_section(system: System) -> dict:
@@ -256,7 +227,6 @@ def start(rank: int, gpus: int, way: str, folder: str) -> None:
 
 def build_model(job: Job) -> torch.nn.Module:
     """Megatron's GPTModel on this rank's device, with random weights that are drawn there."""
-    from coat_ds import CoatConfig
     from megatron_ext import layer_specs
     from megatron_ext.model import ModelShape, build_gpt
 

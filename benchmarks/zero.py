@@ -33,9 +33,10 @@ from benchmarks.decoder_layers import LayerShape, TorchLayer, device
 from benchmarks.harness import Table, benchmark, mark, milliseconds, reason, synchronize
 from benchmarks.memory import held_bytes, peak_bytes
 from benchmarks.training import join
+from coat_ds.plan.memory import stepped_bytes
+from coat_ds.plan.systems import System, coat
 
 WARMUP = 2
-GROUP_SIZE = 128
 # a rank that waits longer for another ends, and with it the row
 PATIENCE = timedelta(seconds=60)
 
@@ -133,10 +134,8 @@ def predict(case: Case, compressed: int, kept: int, ranks: int, bucket: int) -> 
     """By the table above; `compressed` and `kept` parameters, of which COAT keeps FP32 moments."""
     total, shards = compressed + kept, ranks if case.stage else 1
     weights = 2 * total / (ranks if case.stage == 3 else 1)
-    masters = (2 if case.has_bf16_masters else 4) * total / shards
-    # two codes, a scale of each, and an exponent of the second
-    states = (2 + 9 / GROUP_SIZE) * compressed + 8 * kept if case.is_coat else 8 * total
-    states = (states + (2 * total if case.has_bf16_masters else 0)) / shards
+    system = coat("COAT", bf16_masters=case.has_bf16_masters) if case.is_coat else System(name="stock")
+    masters, states = stepped_bytes(compressed / shards, kept / shards, system)
     gradients = 2 * total / (ranks if case.stage >= 2 else 1)
     held = weights + masters + states + (gradients + 2 * bucket if case.stage == 3 else 0)
     return Predicted(weights, masters, states, gradients, held)

@@ -1,7 +1,6 @@
 """What the nodes have to have in common before training starts on them: see `launch.cluster`."""
 
 import hashlib
-import importlib.metadata
 import json
 import os
 import shlex
@@ -16,14 +15,13 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
+from coat_ds.doctor import machine  # noqa: E402
+from coat_ds.doctor.packages import PYTHON, versions  # noqa: E402
 from launch.cluster import ClusterError, Settings, parameter_count  # noqa: E402
 from launch.json_file import read_object  # noqa: E402
 
-PACKAGES = ("torch", "deepspeed", "megatron-core", "triton", "coat-train")
+PACKAGES = (PYTHON, "torch", "deepspeed", "megatron-core", "triton", "coat-train")
 ROOMS = ("kernels", "coat_ds", "megatron_ext", "launch")
-# BF16 weights, FP32 masters and moments of a parameter in a checkpoint; a new one is whole before an old goes
-CHECKPOINT_BYTES, CHECKPOINTS = 2 + 4 + 8, 2
-FP8_CAPABILITY = (8, 9)
 # what starts the ranks, and how to get it
 TOOLS = {
     "pdsh": ("pdsh", "install the package pdsh"),
@@ -55,18 +53,13 @@ def check(settings: Settings, env: dict[str, str]) -> None:
 
 def report(settings: Settings, token: str = "") -> dict:
     """What this node is, for `problems`; plain values."""
-    import torch
-
     output = Path(settings.output)
-    standing = next(path for path in (output, *output.parents) if path.exists())
-    cuda = torch.cuda.is_available()
-    count = torch.cuda.device_count() if cuda else 0
     return {
         "host": socket.gethostname(),
-        "versions": {"python": sys.version.split()[0], **{name: _version(name) for name in PACKAGES}},
+        "versions": versions(PACKAGES),
         "sources": _sources(),
-        "gpus": [[torch.cuda.get_device_name(i), *torch.cuda.get_device_capability(i)] for i in range(count)],
-        "free_bytes": shutil.disk_usage(standing).free,
+        "gpus": machine.gpus(),
+        "free_bytes": machine.free_bytes(output),
         "sees_token": not token or (output / token).is_file(),
         "mpirun": _mpirun(),
         "interfaces": [name for _, name in socket.if_nameindex()],
@@ -79,7 +72,6 @@ def problems(settings: Settings, reports: list[dict]) -> list[str]:
     out, first = [], reports[0]
     fp8 = _asks_for_fp8(settings.deepspeed_config)
     parameters = parameter_count(settings.shape(), 2**17)
-    needed = CHECKPOINTS * CHECKPOINT_BYTES * parameters
     for node in reports:
         host = node["host"]
         for name, version in node["versions"].items():
@@ -101,18 +93,12 @@ def problems(settings: Settings, reports: list[dict]) -> list[str]:
                 f"{host}: {len(node['gpus'])} GPUs, GPUS_PER_NODE asks for {settings.gpus_per_node}. Lower "
                 "it, or check CUDA_VISIBLE_DEVICES there"
             )
-        for gpu, *capability in node["gpus"]:
-            if fp8 and tuple(capability) < FP8_CAPABILITY:
-                out.append(
-                    f"{host}: {gpu} has compute capability {capability[0]}.{capability[1]}, FP8 needs 8.9. "
-                    'Set coat.activations.enabled to false in the DeepSpeed JSON, or "emulate" to true'
-                )
+        for gpu in node["gpus"]:
+            if fp8 and (why := machine.without_fp8(*gpu)) is not None:
+                out.append(f"{host}: {why}")
                 break
-        if node["free_bytes"] < needed:
-            out.append(
-                f"{host}: {node['free_bytes'] / 2**30:.1f} GiB are free in {settings.output}, two "
-                f"checkpoints take {needed / 2**30:.1f}. Make room, or set OUTPUT to another folder"
-            )
+        if (why := machine.too_little_room(settings.output, node["free_bytes"], parameters)) is not None:
+            out.append(f"{host}: {why}. Make room, or set OUTPUT to another folder")
         if not node["sees_token"]:
             out.append(
                 f"{host}: does not see {settings.output} of {first['host']}. Set OUTPUT to a folder that "
@@ -281,13 +267,6 @@ def _asks_for_fp8(path: str) -> bool:
     except ValueError as error:
         raise ClusterError(f"DEEPSPEED_CONFIG {path}: {error}") from error
     return coat.enabled and coat.activations.enabled and not coat.activations.emulate
-
-
-def _version(package: str) -> str | None:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
 
 
 def _mpirun() -> str:

@@ -1,0 +1,82 @@
+"""The command `coat`: plan, doctor, schema, train."""
+
+import argparse
+import importlib
+import importlib.metadata
+import importlib.util
+import os
+import sys
+from collections.abc import Sequence
+
+PACKAGE = "coat-train"
+# the training entry point as a module
+TRAINING = "coat_launch.pretrain_gpt"
+
+
+def version() -> str:
+    """Of the installed package."""
+    try:
+        return importlib.metadata.version(PACKAGE)
+    except importlib.metadata.PackageNotFoundError:
+        return "not installed (run from a checkout)"
+
+
+def parser() -> argparse.ArgumentParser:
+    made = argparse.ArgumentParser(prog="coat", description="FP8 optimizer states and activations.")
+    made.add_argument("--version", action="version", version=f"coat {version()}")
+    commands = made.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    plan = commands.add_parser("plan", help="memory, time and what fits, before anything is allocated")
+    doctor = commands.add_parser("doctor", help="whether this machine and these packages are fit for it")
+    commands.add_parser("schema", help="print the JSON schema of the coat block")
+    # its options are the training script's own, --help too
+    commands.add_parser("train", help="train a GPT: hands its arguments on", add_help=False)
+    from coat_ds.doctor.command import add_options as doctor_options
+    from coat_ds.plan.command import add_options as plan_options
+
+    plan_options(plan)
+    doctor_options(doctor)
+    return made
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    """The exit code: 0, 1 for problems found, 2 for what was asked wrongly."""
+    words = list(sys.argv[1:] if words is None else words)
+    if words[:1] == ["train"]:
+        return _train(words[1:])
+    arguments = parser().parse_args(words)
+    if arguments.command == "schema":
+        from coat_ds.schema import text
+
+        print(text(), end="")
+        return 0
+    try:
+        code = importlib.import_module(f"coat_ds.{arguments.command}.command").run(arguments)
+        sys.stdout.flush()
+        return code
+    except BrokenPipeError:
+        # of `| head`; Python would complain of it once more at its end
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    # PlanError and CoatConfigError are; what else is a defect keeps its traceback
+    except ValueError as error:
+        if type(error) is ValueError:
+            raise
+        print(f"coat {arguments.command}: {error}", file=sys.stderr)
+        return 2
+
+
+def _train(words: list[str]) -> int:
+    """Runs the training script in this process, as `python -m` does."""
+    if importlib.util.find_spec(TRAINING.partition(".")[0]) is None:
+        print(
+            f"coat train: {TRAINING} is not installed here. Run launch/pretrain_gpt.py of a checkout with "
+            "the same arguments.",
+            file=sys.stderr,
+        )
+        return 2
+    importlib.import_module(TRAINING).main(words)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,75 @@
+"""`coat doctor`: one page on whether this machine and its packages are fit."""
+
+import argparse
+import json
+from collections import Counter
+
+from coat_ds.doctor import dry_run, machine, packages, switches
+from coat_ds.doctor.finding import PROBLEM, Finding
+from coat_ds.plan.command import read_object, read_sizes
+from coat_ds.plan.sizes import PlanError
+
+EPILOG = """exit code: 0 without problems, whatever could not be checked; 1 with problems; 2 for wrong options
+example:
+  coat doctor --deepspeed ds.json --model config.json --folder runs"""
+MARKS = {"ok": "ok", "warning": "warning", "problem": "PROBLEM", "unknown": "-"}
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.epilog = EPILOG
+    add = parser.add_argument
+    add("--deepspeed", metavar="JSON", help="DeepSpeed's config: what its block would do to the model")
+    add("--model", metavar="JSON", help="config.json of Hugging Face's, or a file of configs/model_*.json")
+    add("--vocabulary", type=int, help="where the model's file names none")
+    add("--gpus", type=int, default=1, help="all of them, for the predicted peak (default: 1)")
+    add("--sequence", type=int, default=2048, help="tokens of a sequence, for it (default: 2048)")
+    add("--folder", help="of checkpoints: whether there is room (default: this one)")
+    add("--json", action="store_true", help="print the findings as JSON")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Prints what was found; 1 if anything is a problem. Raises PlanError for files that cannot be read."""
+    config = read_object(arguments.deepspeed) if arguments.deepspeed else None
+    parts = {"packages": packages.check(), "switch": [switches.check()]}
+    values = read_object(arguments.model) if arguments.model else None
+    parameters = None if values is None else read_sizes(values, arguments.vocabulary).parameters
+    parts["machine"] = machine.check(arguments.folder, parameters)
+    if config is not None:
+        parts["model"] = _model(config, values, arguments)
+    problems = sum(f.state == PROBLEM for findings in parts.values() for f in findings)
+    if arguments.json:
+        plain = {name: [f._asdict() for f in findings] for name, findings in parts.items()}
+        print(json.dumps({"healthy": not problems, "problems": problems, **plain}, indent=2))
+    else:
+        print(_page(parts))
+    return 1 if problems else 0
+
+
+def _model(config: dict, values: dict | None, arguments) -> list[Finding]:
+    if values is None:
+        raise PlanError("--deepspeed: a model is needed beside it. Give --model and its config.json.")
+    if "model_type" not in values:
+        text = (
+            "needs a config.json of Hugging Face's, with model_type; Megatron's models say it when they start"
+        )
+        return [Finding(dry_run.NAME, "unknown", text)]
+    return dry_run.check(config, dry_run.build(values), arguments.gpus, arguments.sequence)
+
+
+def _page(parts: dict[str, list[Finding]]) -> str:
+    findings = [finding for part in parts.values() for finding in part]
+    width = max(len(finding.check) for finding in findings)
+    mark = max(len(text) for text in MARKS.values())
+    lines = []
+    for name, part in parts.items():
+        lines.append(name)
+        lines += [f"  {MARKS[f.state]:{mark}}  {f.check:{width}}  {f.text}" for f in part]
+    counts = Counter(finding.state for finding in findings)
+    lines.append("")
+    verdict = "healthy" if not counts["problem"] else "not healthy"
+    lines.append(
+        f"{verdict}: {counts['ok']} ok, {counts['warning']} warnings, {counts['problem']} problems, "
+        f"{counts['unknown']} not checked (-)"
+    )
+    return "\n".join(lines)

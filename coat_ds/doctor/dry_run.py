@@ -1,0 +1,120 @@
+"""What a DeepSpeed JSON would do to a model, on the meta device: nothing is allocated."""
+
+from collections.abc import Mapping
+
+import torch
+
+from coat_ds.config import CoatConfig, CoatConfigError
+from coat_ds.doctor.finding import OK, PROBLEM, UNKNOWN, WARNING, Finding
+from coat_ds.plan import PlanError, predict
+from coat_ds.plan import layout as layouts
+from coat_ds.plan import sizes as readers
+from coat_ds.plan.command import configured
+from coat_ds.plan.systems import System
+
+NAME = "dry run"
+# of a peak: what saves less is not worth a change of arithmetic
+LEAST = 0.05
+
+
+def build(config: Mapping) -> torch.nn.Module:
+    """The causal language model of a Hugging Face config, on the meta device, in BF16.
+
+    Raises PlanError where transformers is missing or does not know it.
+    """
+    try:
+        import transformers
+    except ImportError as error:
+        raise PlanError(
+            "model: transformers, which builds it, is not installed. pip install transformers"
+        ) from error
+    fields = dict(config)
+    try:
+        made = transformers.AutoConfig.for_model(fields.pop("model_type", ""), **fields)
+        with torch.device("meta"):
+            return transformers.AutoModelForCausalLM.from_config(made, dtype=torch.bfloat16)
+    except (ValueError, KeyError) as error:
+        first = str(error).strip().splitlines()[0]
+        raise PlanError(f"model: transformers cannot build it ({first}). Correct model_type.") from error
+
+
+def check(config: Mapping, model: torch.nn.Module, gpus: int, sequence: int) -> list[Finding]:
+    """How many layers compute how, the states' bytes a parameter, and the predicted peak.
+
+    model: on the meta device; it is left as it was. gpus, sequence: as of `coat_ds.plan.Layout`.
+    """
+    from coat_ds.model_layers import layers_of, prepare_layers, undo
+    from coat_ds.optimizer import keeps_fp32
+
+    if "coat" not in config:
+        return [
+            Finding(
+                NAME, WARNING, 'the JSON has no coat block: nothing changes. Add "coat": {"enabled": true}'
+            )
+        ]
+    try:
+        block = CoatConfig.from_dict(config["coat"])
+    except CoatConfigError as error:
+        return [Finding(NAME, PROBLEM, str(error))]
+    if not block.enabled:
+        return [Finding(NAME, WARNING, "coat.enabled is false: nothing changes. Set it to true")]
+    try:
+        why = prepare_layers(model, block.activations, "activations" in config["coat"])
+    except CoatConfigError as error:
+        return [Finding(NAME, PROBLEM, str(error))]
+    layers = layers_of(model, why)
+    made, linears = layers.count("linear")
+    details = {"made": layers.made, "found": layers.found, "left": layers.left}
+    undo(model)
+    out = []
+    if block.activations.enabled and not made:
+        text = f"FP8 saves nothing: none of {linears} linear layers would compute in it. {layers.summary()}"
+        out.append(Finding("layers", PROBLEM, text, details))
+    else:
+        out.append(Finding("layers", OK, layers.summary(), details))
+    out.append(_states(block, model, keeps_fp32))
+    return [*out, _peak(config, model, gpus, sequence)]
+
+
+def _states(block: CoatConfig, model: torch.nn.Module, keeps_fp32) -> Finding:
+    from coat_ds.plan.systems import FP32_MOMENTS, moment_bytes
+
+    if not block.optimizer.enabled:
+        return Finding(
+            "states", WARNING, "coat.optimizer.enabled is false: moments stay FP32, 8 bytes a parameter"
+        )
+    options, kept, total = block.optimizer, 0, 0
+    for name, p in model.named_parameters():
+        total += p.numel()
+        small = p.numel() < options.min_numel
+        kept += p.numel() * (small or keeps_fp32(options.keep_fp32, name, p))
+    mean = (moment_bytes(options) * (total - kept) + FP32_MOMENTS * kept) / total
+    details = {"parameters": total, "kept_fp32": kept, "bytes_per_parameter": mean}
+    text = f"{mean:.3f} bytes a parameter in place of 8; {kept:,} of {total:,} parameters keep FP32 moments"
+    if mean > 0.5 * FP32_MOMENTS:
+        return Finding("states", WARNING, f"{text}. Look at coat.optimizer.keep_fp32 and min_numel", details)
+    return Finding("states", OK, text, details)
+
+
+def _peak(config: Mapping, model: torch.nn.Module, gpus: int, sequence: int) -> Finding:
+    try:
+        sizes = readers.from_module(model)
+        layout = layouts.from_deepspeed(config, gpus=gpus, sequence=sequence)
+    except PlanError as error:
+        return Finding("peak", UNKNOWN, f"cannot be predicted: {error}")
+    before = predict(sizes, layout, System(name="BF16")).peak
+    after = predict(sizes, layout, configured(config)).peak
+    saved = 1 - after.total / before.total
+    text = (
+        f"predicted {before.total / 1e9:.1f} GB in BF16, {after.total / 1e9:.1f} GB with the block, on "
+        f"{gpus} GPU{'s' * (gpus > 1)} with {layout.micro_batch} x {layout.sequence} tokens (more: coat plan)"
+    )
+    details = {"before_bytes": before.total, "after_bytes": after.total}
+    if saved < LEAST:
+        largest = max(
+            ("weights", "masters", "gradients", "logits", "gathered", "buffers"),
+            key=lambda r: getattr(after, r),
+        )
+        text += f". That saves next to nothing: most are {largest}, which COAT does not make smaller"
+        return Finding("peak", WARNING, text, details)
+    return Finding("peak", OK, text, details)

@@ -1,0 +1,229 @@
+"""GPUs, links, memory and disks, tried with small work."""
+
+import shutil
+import subprocess
+import time
+from pathlib import Path
+
+import torch
+
+from coat_ds.doctor.finding import OK, PROBLEM, UNKNOWN, WARNING, Finding
+from coat_kernels.fp8 import E4M3
+from coat_kernels.groups import quantize_groups, quantize_groups_reference
+from coat_kernels.matmul import scaled_matmul, scaled_matmul_reference
+
+FP8_CAPABILITY = (8, 9)
+NO_GPU = "cannot be checked: there is no GPU here"
+# BF16 weights, FP32 masters and moments of a parameter in a checkpoint; a new one is whole before an old goes
+CHECKPOINT_BYTES, CHECKPOINTS = 2 + 4 + 8, 2
+# of a product of FP8 codes: rounding of its result to BF16, and Hopper's sums, which keep about 14 bits
+TOLERANCE = 2**-7
+# bytes a second below which a link is slower than any that GPUs for training have
+SLOW_LINK, SLOW_HOST = 15e9, 5e9
+MOVED = 256 * 2**20
+
+
+def gpus() -> list[list]:
+    """Name, and both numbers of the compute capability, of each GPU."""
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    return [[torch.cuda.get_device_name(i), *torch.cuda.get_device_capability(i)] for i in range(count)]
+
+
+def without_fp8(name: str, *capability: int) -> str | None:
+    """Why a GPU cannot multiply FP8, and the way out; None if it can."""
+    if tuple(capability) >= FP8_CAPABILITY:
+        return None
+    return (
+        f"{name} has compute capability {capability[0]}.{capability[1]}, FP8 needs 8.9. Set "
+        'coat.activations.enabled to false in the DeepSpeed JSON, or "emulate" to true'
+    )
+
+
+def free_bytes(folder: str | Path) -> int:
+    """Where a folder is, or will be."""
+    path = Path(folder).absolute()
+    standing = next(p for p in (path, *path.parents) if p.exists())
+    return shutil.disk_usage(standing).free
+
+
+def too_little_room(folder: str | Path, free: int, parameters: int) -> str | None:
+    """Why a folder of `free` bytes cannot take the checkpoints of a model; None if it can."""
+    needed = CHECKPOINTS * CHECKPOINT_BYTES * parameters
+    if free >= needed:
+        return None
+    return f"{free / 2**30:.1f} GiB are free in {folder}, two checkpoints take {needed / 2**30:.1f}"
+
+
+def check(folder: str | None, parameters: int | None) -> list[Finding]:
+    """All of this machine. parameters: of a model whose checkpoints `folder` has to take."""
+    return [
+        *check_gpus(),
+        check_product(),
+        check_triton(),
+        *check_links(),
+        check_pinned_memory(),
+        check_disk(folder or ".", parameters),
+    ]
+
+
+def check_gpus() -> list[Finding]:
+    found = gpus()
+    if not found:
+        why = "torch is built without CUDA" if torch.version.cuda is None else "torch sees none"
+        return [Finding("GPUs", UNKNOWN, f"none: {why}. FP8 runs in its reference arithmetic, slowly")]
+    driver = _driver()
+    out = []
+    for index, (name, *capability) in enumerate(found):
+        memory = torch.cuda.get_device_properties(index).total_memory
+        details = {"name": name, "capability": capability, "bytes": memory, "driver": driver}
+        if (why := without_fp8(name, *capability)) is not None:
+            out.append(Finding(f"GPU {index}", PROBLEM, why, details))
+        else:
+            text = (
+                f"{name}, {memory / 1e9:.1f} GB, capability {capability[0]}.{capability[1]}, driver {driver}"
+            )
+            out.append(Finding(f"GPU {index}", OK, text, details))
+    if len({name for name, *_ in found}) > 1:
+        out.append(Finding("GPUs", WARNING, "of several kinds: every step waits for the slowest"))
+    return out
+
+
+def check_product(device: str = "cuda") -> Finding:
+    """One small FP8 product beside the same in FP32."""
+    name = "FP8 product"
+    if device == "cuda" and not torch.cuda.is_available():
+        return Finding(name, UNKNOWN, NO_GPU)
+    if device == "cuda" and without_fp8(*gpus()[0]):
+        return Finding(name, UNKNOWN, "cannot be checked: the GPU has none")
+    generator = torch.Generator().manual_seed(0)
+    a, b = (torch.randn(n, 256, generator=generator).to(device, E4M3.dtype) for n in (128, 64))
+    scales = torch.tensor([0.5], device=device), torch.tensor([2.0], device=device)
+    try:
+        y = scaled_matmul(a, b, *scales, None, torch.bfloat16, False)
+    except RuntimeError as error:
+        return Finding(name, PROBLEM, f"fails: {_line(error)}. Update the driver, or torch and its cuBLAS")
+    expected = scaled_matmul_reference(a, b, *scales, torch.float32)
+    error = ((y.float() - expected).norm() / expected.norm()).item()
+    # a NaN is no small error
+    if not error < TOLERANCE:
+        return Finding(
+            name,
+            PROBLEM,
+            f"is off by {error:.2g} of its size, {TOLERANCE:.2g} is rounding. Update torch and its cuBLAS",
+            {"error": error},
+        )
+    return Finding(name, OK, f"right: off by {error:.1g}, as rounding is", {"error": error})
+
+
+def check_triton() -> Finding:
+    """One of the kernels, compiled and run, beside its reference."""
+    name = "Triton"
+    if not torch.cuda.is_available():
+        return Finding(name, UNKNOWN, NO_GPU)
+    x = torch.randn(64, 256, generator=torch.Generator().manual_seed(0)).to("cuda", torch.bfloat16)
+    start = time.perf_counter()
+    # Triton raises errors of many kinds, of the compiler, ptxas and the driver
+    try:
+        found = quantize_groups(x, 16)
+        torch.cuda.synchronize()
+    except Exception as error:
+        return Finding(
+            name,
+            PROBLEM,
+            f"cannot compile: {_line(error)}. It needs a C compiler on PATH and the driver's libcuda; remove "
+            "~/.triton/cache if it is of another version",
+        )
+    expected = quantize_groups_reference(x.cpu(), 16)
+    if not all(torch.equal(a.cpu(), b) for a, b in zip(found, expected, strict=True)):
+        return Finding(name, PROBLEM, "computes something else than the reference. Install triton again")
+    return Finding(name, OK, f"compiles and computes what it should ({time.perf_counter() - start:.1f} s)")
+
+
+def check_links() -> list[Finding]:
+    """NCCL, and what goes between the first GPU and each other."""
+    if not torch.cuda.is_available():
+        return [Finding("NCCL", UNKNOWN, NO_GPU)]
+    if not torch.distributed.is_nccl_available():
+        return [Finding("NCCL", PROBLEM, "torch is built without it. Install torch from its own index")]
+    version = ".".join(map(str, torch.cuda.nccl.version()))
+    count = torch.cuda.device_count()
+    if count == 1:
+        return [Finding("NCCL", OK, f"{version}; there is one GPU, so no link to try", {"version": version})]
+    try:
+        summed = [torch.full((1024,), float(i), device=f"cuda:{i}") for i in range(count)]
+        torch.cuda.nccl.all_reduce(summed)
+        right = all(bool((t == count * (count - 1) / 2).all()) for t in summed)
+    except RuntimeError as error:
+        text = f"{version} fails: {_line(error)}. NCCL_DEBUG=INFO says more"
+        return [Finding("NCCL", PROBLEM, text, {"version": version})]
+    text = f"{version}, sums over {count} GPUs " + (
+        "are right" if right else "are wrong. Install torch again"
+    )
+    out = [Finding("NCCL", OK if right else PROBLEM, text, {"version": version})]
+    rates = {f"0-{i}": _rate("cuda:0", f"cuda:{i}") for i in range(1, count)}
+    slowest = min(rates, key=rates.get)
+    text = f"slowest link {slowest}: {rates[slowest] / 1e9:.0f} GB/s"
+    if slow := rates[slowest] < SLOW_LINK:
+        text += ". These GPUs have no NVLink: prefer ZeRO-1 and larger micro-batches to ZeRO-3"
+    return [*out, Finding("links", WARNING if slow else OK, text, {"bytes_per_second": rates})]
+
+
+def check_pinned_memory() -> Finding:
+    """Which offload needs."""
+    name = "pinned memory"
+    if not torch.cuda.is_available():
+        return Finding(name, UNKNOWN, NO_GPU)
+    try:
+        host = torch.empty(MOVED, dtype=torch.uint8, pin_memory=True)
+    except RuntimeError as error:
+        return Finding(
+            name, PROBLEM, f"none: {_line(error)}. Raise `ulimit -l`, or set pin_memory of offloads to false"
+        )
+    rate = _rate(host, "cuda:0")
+    state = WARNING if rate < SLOW_HOST else OK
+    return Finding(name, state, f"to the GPU {rate / 1e9:.0f} GB/s", {"bytes_per_second": rate})
+
+
+def check_disk(folder: str, parameters: int | None) -> Finding:
+    free = free_bytes(folder)
+    details = {"folder": str(folder), "free_bytes": free}
+    if parameters is None:
+        text = f"{free / 2**30:.1f} GiB are free in {folder}; give --model to know whether that is enough"
+        return Finding("disk", OK, text, details)
+    if (why := too_little_room(folder, free, parameters)) is not None:
+        return Finding("disk", PROBLEM, f"{why}. Make room, or give another --folder", details)
+    return Finding(
+        "disk", OK, f"{free / 2**30:.1f} GiB are free in {folder}, enough for checkpoints", details
+    )
+
+
+def _rate(source: str | torch.Tensor, target: str) -> float:
+    """Bytes a second from a device, or from a tensor of the CPU's, to another device."""
+    if isinstance(source, str):
+        source = torch.empty(MOVED, dtype=torch.uint8, device=source)
+    to = torch.empty(MOVED, dtype=torch.uint8, device=target)
+    # the first one sets the way up
+    for _ in range(2):
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        to.copy_(source, non_blocking=True)
+        torch.cuda.synchronize(to.device)
+        seconds = time.perf_counter() - start
+    return MOVED / seconds
+
+
+def _driver() -> str:
+    try:
+        done = subprocess.run(
+            ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"],
+            capture_output=True,
+            text=True,
+            timeout=30,
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return "unknown"
+    return (done.stdout.split() or ["unknown"])[0]
+
+
+def _line(error: BaseException) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0][:160]

@@ -1,0 +1,164 @@
+"""Versions of packages against those that were tested, and combinations that are known to fail."""
+
+import importlib.metadata
+import importlib.util
+import platform
+from collections.abc import Iterable, Mapping
+from typing import NamedTuple
+
+from packaging.specifiers import SpecifierSet
+from packaging.version import Version
+
+from coat_ds.doctor.finding import OK, PROBLEM, UNKNOWN, WARNING, Finding
+
+
+class Tested(NamedTuple):
+    """What may be installed, and what tests and benchmarks ran with."""
+
+    accepted: str
+    tested: str
+    needed: bool = False
+
+
+PYTHON = "python"
+# in the order in which they are shown
+PACKAGES = {
+    PYTHON: Tested(">=3.11", ">=3.11,<3.13", needed=True),
+    "coat-train": Tested(">=0", ">=0"),
+    "torch": Tested(">=2.11", ">=2.11,<2.14", needed=True),
+    "triton": Tested(">=3.6", ">=3.6,<3.10"),
+    "deepspeed": Tested(">=0.18.9,<0.20", "==0.18.9,==0.19.8"),
+    "megatron-core": Tested(">=0.16.1,<0.20", "==0.16.1,==0.19.2"),
+    "transformers": Tested(">=5", ">=5,<6"),
+    "accelerate": Tested(">=1.10", ">=1.10,<2"),
+    "peft": Tested(">=0.19", ">=0.19,<1"),
+    "trl": Tested(">=1", ">=1,<2"),
+    "transformer-engine": Tested(">=2", "==2.12.*"),
+}
+
+
+class KnownBad(NamedTuple):
+    """A combination of versions under which something fails."""
+
+    versions: dict[str, str]
+    """Specifiers by package; all have to fit."""
+    state: str
+    text: str
+    issue: str = ""
+    """Where its host's people know of it."""
+
+
+KNOWN_BAD = (
+    KnownBad(
+        {"deepspeed": "<0.19", "torch": ">=2.13"},
+        PROBLEM,
+        "the step of ZeRO 1 and 2 fails on more than one GPU. Take deepspeed>=0.19, or torch<2.13",
+    ),
+    KnownBad(
+        {"deepspeed": "<0.19"},
+        WARNING,
+        "in a pipeline all stages but the last divide their gradients by the micro-batches twice. Take "
+        "deepspeed>=0.19 for pipelines",
+    ),
+    KnownBad(
+        {"deepspeed": ">=0.19.2,<0.20"},
+        WARNING,
+        "ZeRO-3 leaves frozen parameters gathered: count them whole in memory, or use stage 2 for LoRA",
+        "DeepSpeed #8148",
+    ),
+    KnownBad(
+        {"deepspeed": ">=0.18.9,<0.20", "transformers": ">=5"},
+        WARNING,
+        "Trainer cannot resume from a universal checkpoint. Resume with as many GPUs as the checkpoint has",
+        "DeepSpeed #6470",
+    ),
+    KnownBad(
+        {"megatron-core": ">=0.16", "transformer-engine": ">=2"},
+        WARNING,
+        "CUDA graphs of TransformerEngine's FP8 layers may give NaN after some steps; COAT's are others",
+        "Megatron-LM #5966",
+    ),
+    KnownBad(
+        {"megatron-core": ">=0.16", "deepspeed": ">=0.18"},
+        WARNING,
+        "DeepSpeed does not sum gradients of norms under sequence parallelism. Pass megatron_ext.mpu to "
+        "deepspeed.initialize, as launch/pretrain_gpt.py does",
+        "DeepSpeed #7339",
+    ),
+)
+
+
+def versions(names: Iterable[str] = PACKAGES) -> dict[str, str | None]:
+    """Of installed packages, None of those that are not there."""
+    return {name: _version(name) for name in names}
+
+
+def _version(name: str) -> str | None:
+    if name == PYTHON:
+        return platform.python_version()
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def check(installed: Mapping[str, str | None] | None = None) -> list[Finding]:
+    """A finding for each package, and for each known failure of what is `installed`, by default here."""
+    installed = versions() if installed is None else installed
+    found = [_of_package(name, known, installed.get(name)) for name, known in PACKAGES.items()]
+    for bad in KNOWN_BAD:
+        if all(_is_in(installed.get(name), wanted) for name, wanted in bad.versions.items()):
+            together = " with ".join(f"{name} {installed[name]}" for name in bad.versions)
+            issue = f" ({bad.issue})" if bad.issue else ""
+            found.append(
+                Finding("known failure", bad.state, f"{together}: {bad.text}{issue}", {"issue": bad.issue})
+            )
+    if _is_other_apex():
+        found.append(
+            Finding(
+                "apex",
+                WARNING,
+                "the installed apex is not NVIDIA's but another project of that name. pip uninstall apex",
+            )
+        )
+    return found
+
+
+def _of_package(name: str, known: Tested, version: str | None) -> Finding:
+    details = {"version": version, "accepted": known.accepted, "tested": known.tested}
+    if version is None:
+        if known.needed:
+            return Finding(name, PROBLEM, f"not installed. pip install '{name}{known.accepted}'", details)
+        return Finding(name, UNKNOWN, "not installed; needed by those alone who use it", details)
+    if not _is_in(version, known.accepted):
+        text = f"{version} found, {known.accepted} is needed. pip install '{name}{known.accepted}'"
+        return Finding(name, PROBLEM, text, details)
+    if not _was_tested(version, known.tested):
+        return Finding(name, WARNING, f"{version}, not tested; tested: {known.tested}", details)
+    return Finding(name, OK, version, details)
+
+
+def _is_in(version: str | None, specifier: str) -> bool:
+    if version is None:
+        return False
+    # builds such as 2.13.0+cpu, and pre-releases
+    return SpecifierSet(specifier).contains(Version(version).public, prereleases=True)
+
+
+def _was_tested(version: str, tested: str) -> bool:
+    """Exact versions stand for themselves, each; bounds belong together."""
+    if tested.startswith("=="):
+        return any(_is_in(version, exact) for exact in tested.split(","))
+    return _is_in(version, tested)
+
+
+def _is_other_apex() -> bool:
+    spec = importlib.util.find_spec("apex")
+    if spec is None:
+        return False
+    parts = (importlib.util.find_spec(f"apex.{part}") for part in ("multi_tensor_apply", "optimizers"))
+    try:
+        return not all(parts)
+    # a package of another make may fail when it is imported
+    except ImportError:
+        return True

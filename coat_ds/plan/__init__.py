@@ -1,0 +1,26 @@
+"""What training takes before anything is allocated: bytes by role, time at best, and what fits a GPU."""
+
+from coat_ds.plan.layout import Layout
+from coat_ds.plan.memory import ROLES, Memory, Prediction, predict
+from coat_ds.plan.roofline import GPUS, Gpu, Time, flops, gpu_called, layer_flops, step_time
+from coat_ds.plan.sizes import PlanError, Sizes
+from coat_ds.plan.systems import System, rungs
+
+__all__ = [
+    "GPUS",
+    "Gpu",
+    "Layout",
+    "Memory",
+    "PlanError",
+    "Prediction",
+    "ROLES",
+    "Sizes",
+    "System",
+    "Time",
+    "flops",
+    "gpu_called",
+    "layer_flops",
+    "predict",
+    "rungs",
+    "step_time",
+]

@@ -1,0 +1,137 @@
+"""How systems compare on a GPU, the largest micro-batch of each, and the fastest that fits."""
+
+import dataclasses
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from coat_ds.plan.layout import Layout
+from coat_ds.plan.memory import Prediction, predict
+from coat_ds.plan.roofline import Gpu, Time, step_time
+from coat_ds.plan.sizes import PlanError, Sizes
+from coat_ds.plan.systems import System
+
+# beyond that nothing gets faster
+MOST = 1024
+# speeds that differ by less are one: the roofline is no nearer
+SAME_SPEED = 0.01
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """A system on a layout."""
+
+    system: System
+    layout: Layout
+    prediction: Prediction
+    time: Time
+    largest: int
+    """The largest micro-batch that fits, 0 if none does."""
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Of a GPU, at best."""
+        layout = self.layout
+        return 1e3 * layout.tokens * layout.accumulation * layout.data / layout.gpus / self.time.total
+
+
+def goes_with(system: System, layout: Layout) -> bool:
+    """Whether a host can do it."""
+    if layout.host == "megatron":
+        return not system.offload and not system.bf16_masters
+    if (system.offload or system.bf16_masters) and layout.stage == 0:
+        return False
+    return not (system.bf16_masters and layout.optimizer_device == "cpu")
+
+
+def largest_micro_batch(sizes: Sizes, layout: Layout, system: System, limit: float) -> int:
+    """The most sequences of which a step's peak is within `limit` bytes; 0 if one is too many."""
+
+    def fits(micro_batch: int) -> bool:
+        return (
+            predict(sizes, dataclasses.replace(layout, micro_batch=micro_batch), system).peak.total <= limit
+        )
+
+    low, high = 0, 1
+    while high <= MOST and fits(high):
+        low, high = high, 2 * high
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low
+
+
+def compare(
+    sizes: Sizes, layout: Layout, systems: Iterable[System], gpu: Gpu, limit: float | None = None
+) -> list[Choice]:
+    """Each system that goes with the layout, at its micro-batch; `limit` is in bytes, the GPU's without."""
+    limit = gpu.memory if limit is None else limit
+    return [
+        Choice(
+            system,
+            layout,
+            predict(sizes, layout, system),
+            step_time(sizes, layout, system, gpu),
+            largest_micro_batch(sizes, layout, system, limit),
+        )
+        for system in systems
+        if goes_with(system, layout)
+    ]
+
+
+def fastest(
+    sizes: Sizes, layouts: Iterable[Layout], systems: Iterable[System], gpu: Gpu, limit: float, grow: bool
+) -> Choice:
+    """The system, layout and, if it may `grow`, micro-batch of most tokens a second within `limit` bytes.
+
+    Of those that are as fast the first: layouts and systems are expected in order of preference. Raises
+    PlanError if nothing fits.
+    """
+    found, nearest = [], None
+    for layout in layouts:
+        for system in systems:
+            if not goes_with(system, layout):
+                continue
+            if grow:
+                layout = dataclasses.replace(
+                    layout, micro_batch=largest_micro_batch(sizes, layout, system, limit) or 1
+                )
+            choice = Choice(
+                system,
+                layout,
+                predict(sizes, layout, system),
+                step_time(sizes, layout, system, gpu),
+                layout.micro_batch,
+            )
+            total = choice.prediction.peak.total
+            if total <= limit:
+                found.append(choice)
+            elif nearest is None or total < nearest.prediction.peak.total:
+                nearest = choice
+    if not found:
+        raise PlanError(
+            f"fit: nothing fits into {limit / 1e9:.1f} GB: {nearest.system.name} at stage "
+            f"{nearest.layout.stage} takes {nearest.prediction.peak.total / 1e9:.1f} GB with a micro-batch "
+            f"of {nearest.layout.micro_batch}. Give more GPUs, a tensor parallel size or shorter sequences."
+        )
+    most = max(choice.tokens_per_second for choice in found)
+    return next(choice for choice in found if choice.tokens_per_second >= (1 - SAME_SPEED) * most)
+
+
+def deepspeed_json(choice: Choice, base: dict | None = None) -> dict:
+    """The DeepSpeed JSON of a choice: `base` with what it changes."""
+    base, block = dict(base or {}), choice.system.block()
+    zero = {**base.get("zero_optimization", {}), "stage": choice.layout.stage}
+    if choice.system.offload:
+        zero["offload_optimizer"] = {"device": "cpu", "pin_memory": True}
+    base.setdefault("optimizer", {"type": "AdamW", "params": {"lr": 1e-4, "betas": [0.9, 0.95]}})
+    base.pop("train_batch_size", None)
+    base.pop("coat", None)
+    # an object of the base has keys of its own beside
+    bf16 = {**base.get("bf16", {}), **block.pop("bf16")}
+    return base | {
+        "train_micro_batch_size_per_gpu": choice.layout.micro_batch,
+        "gradient_accumulation_steps": choice.layout.accumulation,
+        "bf16": bf16,
+        "zero_optimization": zero,
+        **block,
+    }

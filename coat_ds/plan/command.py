@@ -1,0 +1,268 @@
+"""`coat plan`: what training takes, before anything is allocated."""
+
+import argparse
+import dataclasses
+import json
+import re
+from collections.abc import Mapping
+from pathlib import Path
+
+from coat_ds.config import CoatConfig
+from coat_ds.plan import advice, layout, sizes
+from coat_ds.plan.layout import Layout
+from coat_ds.plan.memory import ROLES
+from coat_ds.plan.roofline import GPUS, Gpu, gpu_called
+from coat_ds.plan.sizes import PlanError, Sizes
+from coat_ds.plan.systems import System, rungs
+
+UNITS = {"": 1e9, "gb": 1e9, "gib": 2**30}
+AS_CONFIGURED = "as the JSON says"
+EPILOG = """examples:
+  coat plan config.json --gpus 2 --deepspeed ds.json
+  coat plan config.json --gpus 8 --fit 80GB
+  coat plan configs/model_llama2_7b.json --vocabulary 32000 --stage 2 --picture plan.png
+  coat plan --gpus 8 --megatron --num-layers 32 --hidden-size 4096 ..."""
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.epilog = EPILOG
+    add = parser.add_argument
+    add("model", nargs="?", help="config.json of Hugging Face's, or a file of configs/model_*.json")
+    add("--deepspeed", metavar="JSON", help="DeepSpeed's config: stage, buckets, offload, micro-batch, block")
+    add("--megatron", nargs=argparse.REMAINDER, help="Megatron's arguments, as the last option")
+    add("--gpu", default="h100", help=f"kind of GPU, of {', '.join(GPUS)} (default: %(default)s)")
+    add("--gpus", type=int, default=1, help="all of them (default: 1)")
+    add("--memory", metavar="GB", help="of a GPU, for torch's allocator (default: all of it but 3 GB)")
+    add("--micro-batch", type=int, help="sequences (default: the JSON's, or 1)")
+    add("--sequence", type=int, help="tokens of a sequence (default: 2048, or Megatron's)")
+    add("--vocabulary", type=int, help="where the model's file names none")
+    add("--stage", type=int, choices=range(4), help="of ZeRO (default: the JSON's, or 2)")
+    add("--tensor", type=int, help="tensor parallel size")
+    add("--pipeline", type=int, help="pipeline parallel size")
+    add("--accumulation", type=int, help="micro-batches of a step")
+    add("--fit", metavar="GB", help="recommend the fastest that fits, as 80GB, and print its JSON")
+    add("--picture", metavar="PNG", help="draw the bars")
+    add("--json", action="store_true", help="print everything as JSON")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Prints the plan; 0. Raises PlanError, CoatConfigError or ValueError for what cannot be planned."""
+    config = read_object(arguments.deepspeed) if arguments.deepspeed else None
+    model, spread = _spread(arguments, config)
+    gpu = gpu_called(arguments.gpu)
+    limit = _bytes("--memory", arguments.memory) if arguments.memory else gpu.memory
+    if arguments.fit:
+        limit = _bytes("--fit", arguments.fit)
+    systems = list(rungs().values())
+    if config and "coat" in config:
+        systems.append(configured(config))
+    choices = advice.compare(model, spread, systems, gpu, limit)
+    best = _best(arguments, config, model, spread, gpu, limit) if arguments.fit else None
+    title = _title(model, spread, gpu)
+    if arguments.picture:
+        from coat_ds.plan.picture import draw
+
+        draw(choices, title, limit, arguments.picture)
+    pasted = None if best is None else _pasted(best, config)
+    if arguments.json:
+        print(json.dumps(_as_json(model, spread, gpu, limit, choices, best, pasted), indent=2))
+        return 0
+    print(title)
+    print()
+    print(_table(choices, limit))
+    print()
+    for line in _notes(spread, gpu, limit, choices):
+        print(line)
+    if arguments.picture:
+        print(f"picture: {arguments.picture}")
+    if best is not None:
+        print()
+        print(_recommendation(best, limit))
+        print(pasted)
+    return 0
+
+
+def _spread(arguments: argparse.Namespace, config: dict | None) -> tuple[Sizes, Layout]:
+    given = {
+        "micro_batch": arguments.micro_batch,
+        "sequence": arguments.sequence,
+        "stage": arguments.stage,
+        "tensor": arguments.tensor,
+        "pipeline": arguments.pipeline,
+        "accumulation": arguments.accumulation,
+    }
+    rest = {name: value for name, value in given.items() if value is not None} | {"gpus": arguments.gpus}
+    if arguments.megatron is not None:
+        if arguments.model or config:
+            raise PlanError("--megatron: its arguments describe model and layout. Drop the files beside it.")
+        model, said = sizes.from_megatron(arguments.megatron)
+        return model, layout.from_megatron(said, **rest)
+    if arguments.model is None:
+        raise PlanError("model: none given. Name a config.json, or give --megatron and its arguments.")
+    values = read_object(arguments.model)
+    try:
+        model = read_sizes(values, arguments.vocabulary)
+    except PlanError as error:
+        raise PlanError(f"{arguments.model}: {error}") from None
+    if config is not None:
+        return model, layout.from_deepspeed(config, **rest)
+    return model, Layout(**{"stage": 2} | rest)
+
+
+def read_sizes(values: Mapping, vocabulary: int | None) -> Sizes:
+    """Of Hugging Face's config.json or a file of configs/model_*.json."""
+    if "num_layers" in values and "num_query_groups" in values:
+        return sizes.from_shape(values, vocabulary)
+    if vocabulary is not None:
+        values = {**values, "vocab_size": vocabulary}
+    return sizes.from_transformers(values)
+
+
+def configured(config: Mapping) -> System:
+    """What a DeepSpeed JSON with a block asks for."""
+    block = CoatConfig.from_dict(config["coat"])
+    bf16 = config.get("bf16") or {}
+    if not block.enabled:
+        return System(name=AS_CONFIGURED)
+    return System(
+        name=AS_CONFIGURED,
+        layers="coat" if block.activations.enabled else "bf16",
+        optimizer="coat" if block.optimizer.enabled else "adamw",
+        coat=block,
+        bf16_masters=bool(bf16.get("bf16_master_weights_and_grads")),
+        recompute="full" if block.checkpointing.compress else "none",
+    )
+
+
+def _best(arguments, config, model: Sizes, spread: Layout, gpu: Gpu, limit: float) -> advice.Choice:
+    """Over the stages of ZeRO and micro-batches that nobody has fixed."""
+    fixed = arguments.stage is not None or config is not None or spread.host == "megatron"
+    stages = [spread.stage] if fixed or spread.pipeline > 1 else [1, 2, 3]
+    layouts = [dataclasses.replace(spread, stage=stage) for stage in stages]
+    grow = arguments.micro_batch is None
+    return advice.fastest(model, layouts, list(rungs().values()), gpu, limit, grow)
+
+
+def _title(model: Sizes, spread: Layout, gpu: Gpu) -> str:
+    parallel = "".join(
+        f", {name} {size}"
+        for name, size in (("tensor", spread.tensor), ("pipeline", spread.pipeline))
+        if size > 1
+    )
+    zero = f"ZeRO-{spread.stage}" if spread.host == "deepspeed" else "Megatron"
+    return (
+        f"{model.parameters / 1e9:.2f}B parameters, {spread.gpus} x {gpu.name}, {zero}{parallel}, "
+        f"micro-batch {spread.micro_batch} x {spread.sequence} tokens"
+    )
+
+
+def _table(choices: list[advice.Choice], limit: float) -> str:
+    """Bytes at the peak by role, in 10^9."""
+    used = [role for role in ROLES if any(getattr(c.prediction.peak, role) >= 5e6 for c in choices)]
+    head = ["GB", *used, "peak", "of step's", "largest", "ms", "tokens/s"]
+    rows = [head]
+    for choice in choices:
+        peak = choice.prediction.peak
+        parts = [f"{getattr(peak, role) / 1e9:.1f}" if getattr(peak, role) >= 5e6 else "" for role in used]
+        over = " !" if peak.total > limit else ""
+        rows.append(
+            [
+                choice.system.name,
+                *parts,
+                f"{peak.total / 1e9:.1f}{over}",
+                peak.moment,
+                str(choice.largest),
+                f"{choice.time.total:,.0f}",
+                f"{choice.tokens_per_second:,.0f}",
+            ]
+        )
+    widths = [max(len(row[column]) for row in rows) for column in range(len(head))]
+    lines = []
+    for row in rows:
+        cells = [cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True)]
+        lines.append("  ".join([row[0].ljust(widths[0]), *cells]).rstrip())
+    return "\n".join(lines)
+
+
+def _notes(spread: Layout, gpu: Gpu, limit: float, choices: list[advice.Choice]) -> list[str]:
+    lines = [
+        f"peak: of the fullest GPU, at that moment of a step; ! is beyond {limit / 1e9:.1f} GB. largest: "
+        "micro-batch within that, with",
+        "  PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True. ms and tokens/s and GPU: the roofline, at best.",
+        f"rates: {gpu.source}.",
+    ]
+    if on_host := max(choice.prediction.host for choice in choices):
+        lines.append(f"offload: up to {on_host / 1e9:.1f} GB of the CPU's memory for each GPU.")
+    if any(choice.system.recompute == "full" for choice in choices):
+        lines.append("recompute: with gradient checkpointing of whole layers switched on in the script.")
+    return lines
+
+
+def _recommendation(best: advice.Choice, limit: float) -> str:
+    peak = best.prediction.peak
+    return (
+        f"fastest within {limit / 1e9:.1f} GB: {best.system.name}, micro-batch {best.layout.micro_batch}, "
+        f"{peak.total / 1e9:.1f} GB, at best {best.tokens_per_second:,.0f} tokens/s and GPU"
+    )
+
+
+def _pasted(best: advice.Choice, config: dict | None) -> str:
+    if best.layout.host == "deepspeed":
+        return json.dumps(advice.deepspeed_json(best, config), indent=2)
+    words = f"--micro-batch-size {best.layout.micro_batch}"
+    if best.system.recompute == "full":
+        words += " --recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
+    if best.system.layers != "coat":
+        return words
+    module = "with_checkpoints" if best.system.coat.checkpointing.compress else "with_optimizer"
+    block = json.dumps({"coat": best.system.block()["coat"]}, indent=2)
+    words += f" --spec megatron_ext.{module} coat_layer_spec"
+    return f"{words}\nand in the file that COAT_CONFIG names\n{block}"
+
+
+def _as_json(model, spread, gpu, limit, choices, best, pasted) -> dict:
+    def of(choice: advice.Choice) -> dict:
+        return {
+            "system": choice.system.name,
+            "stage": choice.layout.stage,
+            "micro_batch": choice.layout.micro_batch,
+            "peak_bytes": round(choice.prediction.peak.total),
+            "peak_moment": choice.prediction.peak.moment,
+            "roles": {role: round(getattr(choice.prediction.peak, role)) for role in ROLES},
+            "moments": {memory.moment: round(memory.total) for memory in choice.prediction.moments},
+            "host_bytes": round(choice.prediction.host),
+            "largest_micro_batch": choice.largest,
+            "milliseconds": dataclasses.asdict(choice.time) | {"total": choice.time.total},
+            "tokens_per_second_and_gpu": choice.tokens_per_second,
+        }
+
+    found = {
+        "model": dataclasses.asdict(model) | {"parameters": model.parameters},
+        "layout": dataclasses.asdict(spread) | {"limits": spread.limits._asdict()},
+        "gpu": dataclasses.asdict(gpu),
+        "limit_bytes": limit,
+        "systems": [of(choice) for choice in choices],
+    }
+    if best is not None:
+        found["recommended"] = of(best) | {"paste": pasted}
+    return found
+
+
+def _bytes(option: str, text: str) -> float:
+    match = re.fullmatch(r"\s*([0-9]*\.?[0-9]+)\s*([a-z]*)\s*", text.lower())
+    if match is None or match[2] not in UNITS or not float(match[1]):
+        raise PlanError(f"{option}: expected a size such as 80GB or 79.6GiB, found {text!r}. Correct it.")
+    return float(match[1]) * UNITS[match[2]]
+
+
+def read_object(path: str) -> dict:
+    """The JSON object in a file. Raises PlanError for whatever else is there."""
+    try:
+        value = json.loads(Path(path).read_bytes())
+    except (OSError, ValueError) as error:
+        why = error.strerror if isinstance(error, OSError) else f"not a JSON file ({error})"
+        raise PlanError(f"{path}: {why}. Give a JSON file that can be read.") from None
+    if not isinstance(value, dict):
+        raise PlanError(f"{path}: expected a JSON object, found {type(value).__name__}. Use braces.")
+    return value

@@ -1,0 +1,173 @@
+"""How training is spread over GPUs, as a DeepSpeed JSON or Megatron's arguments say it."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from coat_ds.plan.gathers import Limits
+from coat_ds.plan.sizes import PlanError
+
+HOSTS = ("deepspeed", "megatron")
+DEVICES = ("gpu", "cpu")
+# DeepSpeed's own
+BUCKET, SUB_GROUP = 500_000_000, 1_000_000_000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layout:
+    """Sizes of a training step on each GPU, and who has which part of the model.
+
+    Raises PlanError for what cannot be spread so.
+    """
+
+    micro_batch: int = 1
+    """Sequences of a forward pass on a GPU (on the GPUs that share a model, with tensor parallelism)."""
+    sequence: int = 2048
+    """Tokens of a sequence."""
+    gpus: int = 1
+    """All of them."""
+    stage: int = 1
+    """Of ZeRO; with Megatron 1 is the distributed optimizer, 0 without it."""
+    tensor: int = 1
+    """Tensor parallel size."""
+    pipeline: int = 1
+    """Pipeline parallel size."""
+    sequence_parallel: bool = True
+    """Activations between tensor parallel products are split, too."""
+    accumulation: int = 1
+    """Micro-batches of a step."""
+    host: str = "deepspeed"
+    fp32_gradients: bool = False
+    """Megatron adds gradients up in FP32."""
+    optimizer_device: str = "gpu"
+    """Of masters and states; "cpu" is DeepSpeed's `offload_optimizer`."""
+    parameter_device: str = "gpu"
+    """Of ZeRO-3's parts of the weights; "cpu" is DeepSpeed's `offload_param`."""
+    reduce_bucket: int = BUCKET
+    """Elements of gradients that are reduced together."""
+    overlap: bool | None = None
+    """Whether gradients are reduced beside backward. None is DeepSpeed's own: at stage 3 alone."""
+    sub_group: int = SUB_GROUP
+    """Elements that ZeRO-3 steps together."""
+    prefetch: int | None = None
+    """Elements that ZeRO-3 gathers ahead. None is DeepSpeed's own, and where layers are units a layer."""
+    limits: Limits = field(default_factory=Limits)
+    """The others of ZeRO-3's gathers."""
+    quantized_gathers: bool = False
+    """Weights are gathered in 8 bits (`zero_quantized_weights`)."""
+
+    def __post_init__(self):
+        for name in (
+            "micro_batch",
+            "sequence",
+            "gpus",
+            "tensor",
+            "pipeline",
+            "accumulation",
+            "reduce_bucket",
+        ):
+            value = getattr(self, name)
+            if type(value) is not int or value < 1:
+                raise PlanError(f"{name}: expected a whole number above 0, found {value!r}. Correct it.")
+        for name, choices in (
+            ("stage", (0, 1, 2, 3)),
+            ("host", HOSTS),
+            ("optimizer_device", DEVICES),
+            ("parameter_device", DEVICES),
+        ):
+            if getattr(self, name) not in choices:
+                raise PlanError(f"{name}: expected one of {choices}, found {getattr(self, name)!r}.")
+        if self.gpus % (self.tensor * self.pipeline):
+            raise PlanError(
+                f"gpus: {self.gpus} is no multiple of tensor times pipeline parallel size, "
+                f"{self.tensor} x {self.pipeline}. Change one of them."
+            )
+        if self.stage == 3 and self.pipeline > 1 or self.host == "megatron" and self.stage > 1:
+            raise PlanError(f"stage: {self.stage} does not go with {self.host} and pipeline {self.pipeline}.")
+        if self.parameter_device == "cpu" and self.stage != 3:
+            raise PlanError('parameter_device: "cpu" is for stage 3 alone. Set the stage to 3, or drop it.')
+
+    @property
+    def data(self) -> int:
+        """Data parallel size."""
+        return self.gpus // (self.tensor * self.pipeline)
+
+    @property
+    def tokens(self) -> int:
+        """Of a micro-batch."""
+        return self.micro_batch * self.sequence
+
+    @property
+    def between(self) -> int:
+        """By how much activations between tensor parallel products are split."""
+        return self.tensor if self.sequence_parallel else 1
+
+
+def from_deepspeed(config: Mapping, **rest) -> Layout:
+    """Of a DeepSpeed JSON, with what it does not say as further fields of `Layout` in `rest`.
+
+    What `rest` gives goes before the JSON. Raises PlanError for values that say nothing, "auto" for one.
+    """
+    zero = _object(config, "zero_optimization")
+    found: dict = {"stage": _number(zero, "zero_optimization.", "stage", 0)}
+    for ours, theirs in (
+        ("reduce_bucket", "reduce_bucket_size"),
+        ("sub_group", "sub_group_size"),
+        ("prefetch", "stage3_prefetch_bucket_size"),
+    ):
+        # Trainer fills in sizes of this order
+        if theirs in zero and zero[theirs] != "auto":
+            found[ours] = _number(zero, "zero_optimization.", theirs, None)
+    limits = {
+        ours: _number(zero, "zero_optimization.", theirs, None)
+        for ours, theirs in (
+            ("max_live", "stage3_max_live_parameters"),
+            ("max_reuse", "stage3_max_reuse_distance"),
+            ("persistence", "stage3_param_persistence_threshold"),
+        )
+        if zero.get(theirs, "auto") != "auto"
+    }
+    found |= {"limits": Limits(**limits), "quantized_gathers": bool(zero.get("zero_quantized_weights"))}
+    if isinstance(zero.get("overlap_comm"), bool):
+        found["overlap"] = zero["overlap_comm"]
+    for ours, theirs in (("optimizer_device", "offload_optimizer"), ("parameter_device", "offload_param")):
+        if (device := (zero.get(theirs) or {}).get("device", "none")) != "none":
+            # what goes on to a disk goes past the CPU's memory
+            found[ours] = "cpu"
+            if device not in ("cpu", "nvme"):
+                raise PlanError(f"zero_optimization.{theirs}.device: expected cpu or nvme, found {device!r}.")
+    for ours, theirs in (
+        ("micro_batch", "train_micro_batch_size_per_gpu"),
+        ("accumulation", "gradient_accumulation_steps"),
+    ):
+        if config.get(theirs, "auto") != "auto":
+            found[ours] = _number(config, "", theirs, None)
+    return Layout(**found | rest)
+
+
+def from_megatron(said: Mapping, **rest) -> Layout:
+    """Of what `sizes.from_megatron` found, with what it does not say in `rest`."""
+    said = dict(said)
+    total = said.pop("global_batch", None)
+    layout = Layout(**said | rest)
+    if total is None:
+        return layout
+    at_once = layout.micro_batch * layout.data
+    if total % at_once:
+        raise PlanError(
+            f"--global-batch-size: {total} is no multiple of {at_once}, which are computed at once."
+        )
+    return Layout(**said | rest | {"accumulation": total // at_once})
+
+
+def _object(config: Mapping, key: str) -> Mapping:
+    value = config.get(key, {})
+    if not isinstance(value, Mapping):
+        raise PlanError(f"{key}: expected an object, found {value!r}. Use braces.")
+    return value
+
+
+def _number(values: Mapping, prefix: str, key: str, default: int | None) -> int:
+    value = values.get(key, default)
+    if type(value) not in (int, float) or value != int(value) or value < 0:
+        raise PlanError(f"{prefix}{key}: expected a whole number, found {value!r}. Write the number.")
+    return int(value)

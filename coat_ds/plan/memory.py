@@ -1,0 +1,401 @@
+"""Bytes on a GPU by what they are for, at each moment of a training step that may be the peak.
+
+Of N parameters a GPU has N' = N / (tensor x pipeline), over D data parallel GPUs; S is the part of them that
+it steps, N' / D under ZeRO. t tokens in a micro-batch, T the tensor parallel size, L layers; h hidden
+channels, f of the feed-forward layer, u in front of its activation (2 f where it is gated), a of q, k and v,
+o of attention's output, n heads, V vocabulary. g = 17/16 is a byte and a group's share of its scale.
+
+Held between steps:
+
+| | bytes |
+|---|---|
+| weights | 2 N'; 2 N' / D at stage 3 |
+| masters | 4 S; 2 S in BF16 |
+| states | 8 S; about 2.07 S with COAT, norms aside |
+| FP8 copies | 2 bytes an element of the layers' matrices, where they are cached |
+| gradients | at stage 3 a buffer of 2 S; Megatron's own, of 2 or 4 N' |
+| buffers | torch's cuBLAS workspaces; at stage 3 the bucket; what sequence parallelism gathers, 2 t h |
+
+Saved for backward by a layer, a token:
+
+| | BF16, Megatron's | TransformerEngine FP8 | COAT |
+|---|---|---|---|
+| inputs of norms | 4 h | 4 h | 2 g h |
+| inputs of products | 2 (2 h + o + f) | 2 h + o + f | none but attention's |
+| attention | 2 (a + o) + 4 n | 2 (a + o) + 4 n | the same; g (a + o) + 4 n; g o if made again |
+| activation | 2 u | 2 u | g u |
+
+A step's moments, beside what is held, saved activations and ZeRO-3's gathered weights:
+
+- loss: logits in BF16 and FP32, 6 t V / T, and the inputs of the last norm and of the head;
+- head: the gradient of its matrix, 2 V h / T, and with it, at stage 2, the bucket and the buffer of 2 S;
+- layers, from the last to the first: gradients of hidden states and of the activation, 2 (h + u) t and with
+  FP8 copies as much for products, while saved activations go and gathered weights come;
+- gradients (stage 1): all of N' in BF16, and the copy of the part that is stepped, 2 S;
+- step: that part flat, 2 S, and in FP32, 4 S, which COAT does without.
+"""
+
+import dataclasses
+from dataclasses import dataclass
+
+from coat_ds.plan.gathers import Gathered, replay
+from coat_ds.plan.layout import Layout
+from coat_ds.plan.sizes import Sizes
+from coat_ds.plan.systems import FP32_MOMENTS, System
+
+ROLES = (
+    "weights",
+    "gradients",
+    "masters",
+    "states",
+    "saved",
+    "logits",
+    "gathered",
+    "buffers",
+    "copies",
+    "graphs",
+    "temporaries",
+)
+# torch gives cuBLAS 8 x 4 MiB on Hopper for each thread that multiplies: forward's and backward's
+WORKSPACES = 2 * 8 * 4 * 2**20
+BF16, FP32 = 2, 4
+# tensors that a recorded layer's graphs are handed over in: its input, and two gradients
+GRAPH_BUFFERS = 3
+# an FP8 copy of weights for forward, one for backward
+COPIES = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """Bytes on the fullest GPU at a moment, by role."""
+
+    moment: str
+    """"loss", "head", "layers", "gradients" or "step"."""
+    weights: float = 0
+    gradients: float = 0
+    masters: float = 0
+    states: float = 0
+    saved: float = 0
+    """Activations of layers that backward needs."""
+    logits: float = 0
+    """And what the head keeps beside."""
+    gathered: float = 0
+    """ZeRO-3's whole weights."""
+    buffers: float = 0
+    """Of messages and products."""
+    copies: float = 0
+    """Of weights in FP8."""
+    graphs: float = 0
+    """What layers that are recorded as CUDA graphs hold: what they save, and their inputs."""
+    temporaries: float = 0
+    """Of the products, kernels and the optimizer's step that run at that moment."""
+
+    @property
+    def total(self) -> float:
+        return sum(getattr(self, role) for role in ROLES)
+
+
+@dataclass(frozen=True, slots=True)
+class Prediction:
+    """What a step takes on the fullest GPU."""
+
+    moments: tuple[Memory, ...]
+    host: float
+    """Bytes of masters and states (and parts of weights) in the CPU's memory, for each GPU."""
+
+    @property
+    def peak(self) -> Memory:
+        return max(self.moments, key=lambda memory: memory.total)
+
+
+def predict(sizes: Sizes, layout: Layout, system: System) -> Prediction:
+    """Bytes of a step. With pipeline parallelism the fullest of the first and the last stage."""
+    if layout.pipeline == 1:
+        return _Stage(sizes, layout, system, True, True).predict()
+    ends = (_Stage(sizes, layout, system, first, not first) for first in (True, False))
+    return max((stage.predict() for stage in ends), key=lambda found: found.peak.total)
+
+
+def stepped_bytes(compressed: float, kept: float, system: System) -> tuple[float, float]:
+    """Bytes of the masters and of the states of so many elements, of which `kept` keep FP32 moments."""
+    numel = compressed + kept
+    states = system.state_bytes() * compressed + FP32_MOMENTS * kept
+    if not system.bf16_masters:
+        return FP32 * numel, states
+    # 16 more bits of each master
+    exact = system.optimizer == "coat" and system.coat.optimizer.bf16_params == "exact"
+    return BF16 * numel, states + exact * 2 * numel
+
+
+def saved_per_token(sizes: Sizes, layout: Layout, system: System) -> float:
+    """Bytes that a layer keeps for backward for a token on a GPU, tables of positions aside."""
+    t, between = layout.tensor, layout.between
+    if system.recompute == "full":
+        return _input_per_token(sizes, system) / between
+    h, f, u, o = sizes.hidden, sizes.ffn, sizes.fc1, sizes.queries
+    # the norms' deviations
+    kept, attention = 2 * FP32 / between, BF16 * (sizes.qkv + o) + FP32 * sizes.heads
+    if system.layers == "coat":
+        activations = system.coat.activations
+        grouped = 1 + 1 / activations.group_size
+        if activations.attention_format == "recompute":
+            attention = grouped * o
+        elif activations.attention_format != "bf16":
+            attention = grouped * (sizes.qkv + o) + FP32 * sizes.heads
+        inputs = 2 * h / between + (f + o) / t if system.keeps_inputs else 0
+        return kept + grouped * (2 * h / between + u / t) + attention / t + inputs
+    if system.layers == "transformer_engine":
+        return kept + (2 * BF16 * h + 2 * h) / between + (o + f + BF16 * u + attention) / t
+    if sizes.maker == "transformers":
+        # norms keep FP32 inputs and what they multiply their weight with; the activation's own output, too
+        norms, feed_forward = 2 * (FP32 + 2 * BF16) * h, BF16 * (u + (1 + sizes.gated) * f)
+    else:
+        norms, feed_forward = 2 * 2 * BF16 * h, BF16 * (u + f)
+    if system.recompute == "mlp":
+        feed_forward = 0
+    return kept + norms / between + (feed_forward + attention) / t
+
+
+def _input_per_token(sizes: Sizes, system: System) -> float:
+    """Bytes of a layer's input, where the layer is made again."""
+    compressed = system.coat.checkpointing
+    if system.layers == "coat" and compressed.compress:
+        return sizes.hidden * (1 + FP32 / compressed.group_size)
+    return BF16 * sizes.hidden
+
+
+class _Stage:
+    """One stage of a pipeline, or the whole model."""
+
+    def __init__(self, sizes: Sizes, layout: Layout, system: System, first: bool, last: bool):
+        self.sizes, self.layout, self.system = sizes, layout, system
+        self.first, self.last = first, last
+        tensor, h = layout.tensor, sizes.hidden
+        self.layers = -(-sizes.layers // layout.pipeline)
+        self.matrices = self.layers * sizes.layer_matrices / tensor
+        tables = 1 if sizes.tied and first and last else first + last
+        self.norms = 2 * self.layers * h + h * last
+        other = sizes.other_parameters / layout.pipeline / tensor
+        self.parameters = self.matrices + tables * sizes.table / tensor + self.norms + other
+        self.part = self.parameters / layout.data if layout.stage else self.parameters
+        self.on_cpu = system.offload or layout.optimizer_device == "cpu"
+        # 1F1B: as many micro-batches are under way in the first stage as there are stages
+        self.under_way = min(layout.accumulation, layout.pipeline) if first and not last else 1
+
+    def predict(self) -> Prediction:
+        held = self._held()
+        moments = [*self._backward(held), self._step(held)]
+        if self.last:
+            moments.insert(0, self._loss(held))
+        return Prediction(tuple(moments), self._on_host())
+
+    def _at(self, moment: str, held: dict, **more: float) -> Memory:
+        return Memory(moment, **{role: held.get(role, 0) + more.get(role, 0) for role in ROLES})
+
+    def _states(self) -> tuple[float, float]:
+        """Bytes of masters and of states, wherever they are."""
+        share = self.part / self.parameters
+        return stepped_bytes((self.parameters - self.norms) * share, self.norms * share, self.system)
+
+    def _held(self) -> dict[str, float]:
+        layout, system = self.layout, self.system
+        masters, states = (0, 0) if self.on_cpu else self._states()
+        weights = BF16 * self.parameters
+        if layout.stage == 3:
+            weights = 0 if layout.parameter_device == "cpu" else weights / layout.data
+            weights += BF16 * self.norms
+        held = {"weights": weights, "masters": masters, "states": states, "buffers": WORKSPACES}
+        if layout.tensor > 1 and layout.sequence_parallel:
+            held["buffers"] += BF16 * layout.tokens * self.sizes.hidden
+        if layout.host == "megatron":
+            held["gradients"] = (FP32 if layout.fp32_gradients else BF16) * self.parameters
+        elif layout.stage == 3:
+            held["gradients"] = 0 if self.on_cpu else BF16 * self.part
+            held["buffers"] += self._buckets()
+        if system.caches_weights:
+            held["copies"] = COPIES * self.matrices
+        if self._has_graphs():
+            held["graphs"] = self._saved() + GRAPH_BUFFERS * self._hidden()
+        return held
+
+    def _on_host(self) -> float:
+        layout = self.layout
+        found = sum(self._states()) if self.on_cpu else 0
+        if layout.parameter_device == "cpu":
+            found += BF16 * self.part
+        return found
+
+    def _has_graphs(self) -> bool:
+        system, layout = self.system, self.layout
+        # "auto" records layers that are too small to be planned
+        wanted = system.coat.activations.cuda_graphs is True
+        return system.layers == "coat" and wanted and layout.stage < 3 and system.recompute == "none"
+
+    def _buckets(self) -> float:
+        """Of gradients that are reduced together, two where that overlaps with backward."""
+        overlaps = self.layout.stage == 3 if self.layout.overlap is None else self.layout.overlap
+        two = overlaps and self.layout.stage < 3
+        return BF16 * self.layout.reduce_bucket * (1 + two)
+
+    def _hidden(self) -> float:
+        """Bytes of hidden states between layers."""
+        return BF16 * self.layout.tokens * self.sizes.hidden / self.layout.between
+
+    def _saved(self) -> float:
+        """Bytes that the layers keep of a micro-batch."""
+        sizes, layout, system = self.sizes, self.layout, self.system
+        found = self.layers * layout.tokens * saved_per_token(sizes, layout, system)
+        # cosine and sine, in FP32 once for all; Megatron's own layers make them for queries and for keys
+        positions = layout.sequence * sizes.head_dim * 2
+        own = system.layers != "coat" and sizes.maker == "megatron" and system.recompute != "full"
+        return found + (self.layers * 2 * BF16 * positions if own else FP32 * positions)
+
+    def _head(self) -> tuple[float, float, float]:
+        """Bytes that the head keeps; and beside those what its forward and its backward take."""
+        logits = self.layout.tokens * self.sizes.vocabulary / self.layout.tensor
+        if self.sizes.maker == "transformers":
+            # logarithms of FP32 logits, beside both kinds of logits; backward has two gradients of them
+            return 4 * self._hidden() + 4 * logits, 6 * logits, 8 * logits
+        more = self._hidden() if self.system.layers == "coat" else 0
+        return 2 * self._hidden() + 4 * logits, 2 * logits + more, 2 * logits
+
+    def _gathered(self) -> list[Gathered]:
+        """While each module runs, forward and then backward: elements."""
+        sizes, layout, system = self.sizes, self.layout, self.system
+        layer = [[n / layout.tensor if n > sizes.hidden else n for n in m] for m in sizes.layer_modules()]
+        if system.has_units:
+            layer = [[n for module in layer for n in module]]
+        prefetch = layout.prefetch
+        if prefetch is None:
+            prefetch = layout.limits.prefetch
+            if system.has_units:
+                prefetch = max(prefetch, sum(layer[0]))
+        limits = layout.limits._replace(prefetch=prefetch)
+        table = sizes.table / layout.tensor
+        self._modules_of_layer = len(layer)
+        return replay([[table], *(self.layers * layer), [sizes.hidden], [table]], limits)
+
+    def _gathered_bytes(self, gathered: Gathered) -> float:
+        # quantized, the buffer has codes of 8 bits beside what they are decoded to
+        buffers = BF16 + 1 if self.layout.quantized_gathers else BF16
+        return BF16 * gathered.weights + buffers * gathered.buffers
+
+    def _saved_now(self) -> float:
+        return 0 if self._has_graphs() else self.under_way * self._saved()
+
+    def _loss(self, held: dict) -> Memory:
+        keeps, forward, backward = self._head()
+        gathered = 0
+        if self.layout.stage == 3 and self.layout.data > 1:
+            replayed = self._gathered()
+            gathered = self._gathered_bytes(replayed[len(replayed) // 2 - 1])
+        logits = keeps + max(forward, backward)
+        return self._at("loss", held, saved=self._saved_now(), logits=logits, gathered=gathered)
+
+    def _temporaries(self) -> float:
+        """Bytes of gradients within a layer, at the activation, where they are largest, over what goes."""
+        sizes, layout, system = self.sizes, self.layout, self.system
+        wide = (BF16 * sizes.fc1) * layout.tokens / layout.tensor
+        if system.layers != "bf16":
+            # the product's gradient, and the activation's in FP8 by rows and by columns
+            wide += BF16 * sizes.ffn * layout.tokens / layout.tensor
+        elif sizes.maker == "transformers":
+            # of the activation's output and of its other factor
+            wide += BF16 * sizes.ffn * layout.tokens / layout.tensor
+        found = self._hidden() + wide
+        if system.recompute != "none":
+            whole = dataclasses.replace(system, recompute="none")
+            found += layout.tokens * saved_per_token(sizes, layout, whole)
+        elif system.layers == "coat" and system.coat.activations.attention_format == "recompute":
+            # at attention: made again, and their gradients
+            again = 2 * BF16 * (sizes.qkv + sizes.queries) * layout.tokens / layout.tensor
+            found = max(found, self._hidden() + again)
+        if self._has_graphs():
+            # the graphs' own memory; results cross in buffers
+            found = self._hidden() + BF16 * self.matrices / self.layers
+        return found
+
+    def _backward(self, held: dict) -> list[Memory]:
+        layout, stage = self.layout, self.layout.stage
+        deepspeed = layout.host == "deepspeed"
+        saved, temporaries, hidden = self._saved_now(), self._temporaries(), self._hidden()
+        head = BF16 * self.sizes.table / layout.tensor if self.last else 0
+        # what is reduced as backward goes needs its bucket, and the part that stays
+        reduced = {"gradients": 0 if self.on_cpu else BF16 * self.part, "buffers": self._buckets()}
+        while_going = reduced if deepspeed and stage == 2 else {}
+        moments = []
+        if self.last:
+            own = dict(while_going)
+            if deepspeed:
+                own["gradients"] = own.get("gradients", 0) + head
+            moments.append(self._at("head", held, saved=saved, temporaries=hidden, **own))
+        if stage == 3 and layout.data > 1:
+            moments.append(self._layers_of_stage_3(held, saved, temporaries))
+        else:
+            moments.append(self._at("layers", held, saved=saved, temporaries=temporaries, **while_going))
+        if deepspeed and stage < 2:
+            gradients, buffers = BF16 * self.parameters, 0.0
+            if stage == 1:
+                # reduced behind backward: what goes first into the bucket leaves room for it
+                buffers = self._buckets() - BF16 * self._moved_first()
+                gradients += BF16 * self.part
+            more = {"gradients": gradients, "buffers": buffers}
+            moments.append(self._at("gradients", held, temporaries=hidden if stage == 0 else 0, **more))
+        return moments
+
+    def _moved_first(self) -> float:
+        """Elements of gradients that fill the first bucket: none if the first is too large for it."""
+        sizes, tensor = self.sizes, self.layout.tensor
+        moved, modules = 0.0, self.layers * [n for m in sizes.layer_modules() for n in m if n > sizes.hidden]
+        for numel in [*([sizes.table] if self.first else []), *modules]:
+            if moved + numel / tensor > self.layout.reduce_bucket:
+                break
+            moved += numel / tensor
+        return moved
+
+    def _layers_of_stage_3(self, held: dict, saved: float, temporaries: float) -> Memory:
+        replayed = self._gathered()
+        # behind the head and the last norm
+        start = len(replayed) // 2 + 2
+        moments = []
+        for layer in range(self.layers):
+            first = start + layer * self._modules_of_layer
+            most = max(map(self._gathered_bytes, replayed[first : first + self._modules_of_layer]))
+            left = saved * (self.layers - layer) / self.layers
+            moments.append(self._at("layers", held, saved=left, gathered=most, temporaries=temporaries))
+        return max(moments, key=lambda memory: memory.total)
+
+    def _step(self, held: dict) -> Memory:
+        layout, system = self.layout, self.system
+        if layout.host == "megatron" or self.on_cpu:
+            return self._at("step", held)
+        part = self.part
+        if layout.stage == 3:
+            part = self._stepped_together()
+        gradients = BF16 * part if layout.stage in (1, 2) else 0
+        if layout.stage == 0:
+            gradients = BF16 * self.parameters
+        flat = BF16 * part if layout.stage else 0
+        wide = 0 if system.optimizer == "coat" or system.bf16_masters else FP32 * part
+        if system.optimizer == "transformer_engine":
+            # both moments in FP32; what was flat is gone by then
+            flat, wide = 0, 3 * FP32 * part
+        return self._at("step", held, gradients=gradients, temporaries=flat + wide)
+
+    def _stepped_together(self) -> float:
+        """Elements of this GPU's part that ZeRO-3 steps at once: whole parameters until there are enough."""
+        sizes, layout = self.sizes, self.layout
+        layer = [n for module in sizes.layer_modules() for n in module if n > sizes.hidden]
+        numels = [sizes.table, *(self.layers * layer), sizes.table]
+        found = 0.0
+        for numel in numels:
+            found += numel / layout.tensor / layout.data
+            if found >= layout.sub_group:
+                break
+        return found
+
+
+def _replaced(system: System, **fields) -> System:
+    import dataclasses
+
+    return dataclasses.replace(system, **fields)

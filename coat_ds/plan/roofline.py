@@ -1,0 +1,202 @@
+"""The least time that a step can take: products at the rates of products, everything else at that of a copy.
+
+A step waits for the products of its layers and its head, for attention, for the bytes that all other
+kernels read and write, for the optimizer, and for messages. Nothing else is counted: no
+launches, no kernel's own losses. On an H200 the GPU was busy for 3 to 25 % longer with COAT, and for 20 to
+40 % longer with Megatron's own BF16 layers, which are not fused (benchmarks/results/train_*.csv, compute_ms).
+Steps that the CPU cannot launch in time, and ZeRO-3's small ones, take up to twice as long.
+"""
+
+from dataclasses import dataclass
+
+from coat_ds.plan.layout import Layout
+from coat_ds.plan.memory import saved_per_token
+from coat_ds.plan.sizes import PlanError, Sizes
+from coat_ds.plan.systems import System
+from coat_kernels.groups import GROUP_FORMATS
+
+GB = 1e9
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gpu:
+    """What a GPU can do: operations and bytes a second."""
+
+    name: str
+    memory: float
+    """Bytes that torch's allocator can have: all but what CUDA and NCCL take, 3 x 10^9."""
+    bf16: float
+    """Of BF16 products, two operations for each multiplication."""
+    fp8: float
+    """Of FP8 products with a scale a tensor."""
+    attention: float
+    """Of causal attention, forward and backward."""
+    copy: float
+    """Bytes that a copy reads and writes."""
+    link: float
+    """Bytes that a GPU sends to others of its host in messages that all take part in."""
+    source: str
+    """Where the rates are from."""
+
+
+# Products of a 7B layer, 8192 rows: BF16 660 to 790 TFLOP/s, FP8 1210 to 1380; attention of 4 x 32 heads x
+# 2048 x 128, 4.81e11 operations, in 1.23 ms by cuDNN; a copy at 4.28 TB/s of the data sheet's 4.8
+_H200 = Gpu(
+    name="H200",
+    memory=150.1 * GB - 3 * GB,
+    bf16=725e12,
+    fp8=1295e12,
+    attention=4.81e11 / 1.23e-3,
+    copy=4.28e12,
+    link=360 * GB,
+    source="measured on an H200 (torch 2.11, CUDA 13.0); link: 0.8 of the data sheet's 450 GB/s",
+)
+GPUS = {
+    "h200": _H200,
+    "h100": Gpu(
+        name="H100",
+        memory=85.0 * GB - 3 * GB,
+        bf16=_H200.bf16,
+        fp8=_H200.fp8,
+        attention=_H200.attention,
+        copy=_H200.copy * 3.35 / 4.8,
+        link=_H200.link,
+        source="as the H200, of the same cores; the copy by the data sheets' bandwidths, 3.35 and 4.8 TB/s",
+    ),
+}
+# bytes a second between a GPU and the CPU: 0.8 of PCIe 5 x16's 64 GB/s, by the data sheet
+HOST_LINK = 51 * GB
+# seconds an element of AdamW on 16 cores: 7.1 ns of one (benchmarks/results/adamw_cpu.csv)
+CPU_STEP = 7.1e-9 / 16
+# bytes an element that the optimizer's step moves beside states and masters, which it reads and writes
+_GRADIENT, _WEIGHT = 2, 2
+
+
+@dataclass(frozen=True, slots=True)
+class Time:
+    """Milliseconds of a step on a GPU, of all its micro-batches."""
+
+    products: float
+    attention: float
+    bytes: float
+    """Of all other kernels of the layers and the head."""
+    optimizer: float
+    messages: float
+    bubble: float
+    """In which a stage of a pipeline waits for others."""
+
+    @property
+    def total(self) -> float:
+        return self.products + self.attention + self.bytes + self.optimizer + self.messages + self.bubble
+
+
+def gpu_called(name: str) -> Gpu:
+    """The GPU whose name is in `name`. Raises PlanError for one whose rates are not known."""
+    for key, gpu in GPUS.items():
+        if key in name.lower():
+            return gpu
+    raise PlanError(f"gpu: found {name!r}; rates are known of {' and '.join(GPUS)}. Name one of these.")
+
+
+def layer_flops(sizes: Sizes, batch: int, sequence: int) -> float:
+    """Of a layer's products, forward and backward, attention's over the half that causality leaves."""
+    return 6 * batch * sequence * (sizes.layer_matrices + sequence * sizes.queries)
+
+
+def flops(sizes: Sizes, batch: int, sequence: int) -> float:
+    """Of forward and backward of the whole model; recomputation not counted."""
+    return sizes.layers * layer_flops(sizes, batch, sequence) + 6 * batch * sequence * sizes.table
+
+
+def step_time(sizes: Sizes, layout: Layout, system: System, gpu: Gpu) -> Time:
+    """Of a step that all micro-batches make."""
+    tensor, tokens, count = layout.tensor, layout.tokens, layout.accumulation
+    layers = sizes.layers / layout.pipeline
+    # forward, and two products in backward; what is made again is forward once more
+    passes = {"none": 3, "full": 4, "mlp": 3 + sizes.hidden * sizes.fc1 / sizes.layer_matrices}[
+        system.recompute
+    ]
+    attended = 3.5 if system.recompute != "full" else 4.5
+    matrices, attends = sizes.layer_matrices, system.coat.activations.attention_format
+    if system.layers == "coat" and attends == "recompute":
+        passes += sizes.hidden * sizes.qkv / matrices
+        attended += 1
+    rate = gpu.bf16 if system.layers == "bf16" else gpu.fp8
+    products = layers * passes * 2 * tokens * matrices / tensor / rate
+    products += 6 * tokens * sizes.table / tensor / gpu.bf16 / layout.pipeline
+    attention = layers * attended * 2 * tokens * layout.sequence * sizes.queries / tensor / gpu.attention
+    moved = layers * (tokens * _layer_traffic(sizes, layout, system) + _weight_traffic(sizes, layout, system))
+    # logits: to FP32 and back, their exponentials and sums
+    moved += tokens * sizes.vocabulary / tensor * (2 + 4 + 4 + 4 + 4 + 2) / layout.pipeline
+    compute = count * (products + attention + moved / gpu.copy)
+    messages = count * _messages(sizes, layout) / gpu.link
+    stepped = sizes.parameters / (tensor * layout.pipeline) / (layout.data if layout.stage else 1)
+    per_element = 2 * system.state_bytes() + (4 if system.bf16_masters else 8) + _GRADIENT + _WEIGHT
+    if system.optimizer != "coat":
+        # BF16 gradients are made FP32 first
+        per_element += 2 + 4 + 4
+    optimizer = stepped * per_element / gpu.copy
+    if system.offload or layout.optimizer_device == "cpu":
+        optimizer = stepped * ((_GRADIENT + _WEIGHT) / HOST_LINK + CPU_STEP)
+    bubble = (layout.pipeline - 1) / count * compute
+    times = (count * products, count * attention, count * moved / gpu.copy, optimizer, messages, bubble)
+    return Time(*(1e3 * seconds for seconds in times))
+
+
+def _layer_traffic(sizes: Sizes, layout: Layout, system: System) -> float:
+    """Bytes that a layer's kernels read and write for a token, forward and backward, but for products."""
+    between, tensor = layout.between, layout.tensor
+    h, f, u, a, o = sizes.hidden / between, sizes.ffn, sizes.fc1, sizes.qkv, sizes.queries
+    f, u, a, o = (n / tensor for n in (f, u, a, o))
+    positions = 2 * 2 * 2 * a
+    if system.layers == "bf16":
+        # norms read x and write y; backward reads x, the gradient and the residual's, and writes one
+        norms, additions = 2 * (2 + 2) * h + 2 * (3 * 2 + 2) * h, 2 * 3 * 2 * h
+        activation = 2 * (u + f) + 2 * (u + f + u)
+        found = norms + additions + activation + positions
+    else:
+        saved = saved_per_token(sizes, layout, system)
+        # what is kept is written once and read once, or twice where it is made again and differentiated
+        kept = 3 * saved
+        # each input of a product is written in FP8, and by columns again in backward
+        inputs = 4 * (2 * h + f + o)
+        # gradients are read in BF16, and written in FP8 by rows and by columns
+        gradients = (2 + 2) * (a + u + 2 * h)
+        norms = 2 * 2 * 2 * h + 2 * 4 * 2 * h
+        activation = 2 * u + 2 * f
+        found = kept + inputs + gradients + norms + activation + positions
+        if system.layers == "coat" and system.coat.activations.attention_format in GROUP_FORMATS:
+            # read to be made 8 bits, and written to be BF16 again
+            found += 2 * 2 * (a + o)
+    if system.recompute == "full":
+        found *= 4 / 3
+    return found
+
+
+def _weight_traffic(sizes: Sizes, layout: Layout, system: System) -> float:
+    """Bytes of making a layer's weights FP8, by rows and by columns, in each micro-batch."""
+    if system.layers == "bf16":
+        return 0
+    share = layout.accumulation if system.caches_weights else 1
+    return 2 * (2 + 1) * sizes.layer_matrices / layout.tensor / share
+
+
+def _messages(sizes: Sizes, layout: Layout) -> float:
+    """Bytes that a GPU sends for a micro-batch. Of none is it counted that it may go beside computation: as
+    measured, even at stage 3 hardly any of its time is hidden."""
+    numel = 2 * sizes.parameters / (layout.tensor * layout.pipeline)
+    others = (layout.data - 1) / layout.data
+    found = 0.0
+    if layout.tensor > 1:
+        # four gathers and four reductions of hidden states, and two gathers for gradients of weights
+        hidden = 2 * layout.tokens * sizes.hidden * (layout.tensor - 1) / layout.tensor
+        found += 10 * sizes.layers / layout.pipeline * hidden
+    if layout.stage == 3:
+        gathered = 0.5 if layout.quantized_gathers else 1.0
+        found += (2 * gathered + 1) * numel * others
+    elif layout.stage == 2:
+        # reduced each micro-batch; weights once a step
+        found += (1 + 1 / layout.accumulation) * numel * others
+    else:
+        found += 2 * numel * others / layout.accumulation
+    return found

@@ -1,0 +1,262 @@
+"""The sizes of a model, read from whatever describes it."""
+
+import argparse
+import dataclasses
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+MAKERS = ("megatron", "transformers")
+# what others call a size
+_TRANSFORMERS = {
+    "layers": ("num_hidden_layers", "n_layer"),
+    "hidden": ("hidden_size", "n_embd"),
+    "ffn": ("intermediate_size", "n_inner"),
+    "heads": ("num_attention_heads", "n_head"),
+    "vocabulary": ("vocab_size",),
+}
+_MEGATRON = {
+    "layers": "num_layers",
+    "hidden": "hidden_size",
+    "ffn": "ffn_hidden_size",
+    "heads": "num_attention_heads",
+}
+_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "num_moe_experts")
+# model types of transformers whose feed-forward is one product, an activation, one product
+_UNGATED = ("gpt2", "gpt_neox", "opt", "gptj", "phi")
+# a model whose parameters are further than this from what its config's sizes give is of another kind
+TOLERANCE = 0.02
+
+
+class PlanError(ValueError):
+    """What cannot be planned. The message names the key, the value found and the way out."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sizes:
+    """A dense decoder-only transformer.
+
+    Raises PlanError for a size that is not a whole number above 0.
+    """
+
+    layers: int
+    hidden: int
+    """Channels of the residual stream."""
+    ffn: int
+    """Channels between the two products of a feed-forward layer."""
+    heads: int
+    """Query heads."""
+    groups: int
+    """Key and value heads."""
+    head_dim: int
+    vocabulary: int
+    gated: bool = True
+    """The feed-forward layer's first product has twice `ffn` columns, as SwiGLU's."""
+    tied: bool = False
+    """Embedding and head are one matrix."""
+    maker: str = "megatron"
+    """Whose layers BF16 is: "megatron" (megatron-core's) or "transformers" (Hugging Face's)."""
+    other_parameters: int = 0
+    """Beside what the sizes above give: biases, positions, norms of queries and keys."""
+
+    def __post_init__(self):
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if (
+                field.type is int
+                and field.name != "other_parameters"
+                and (type(value) is not int or value < 1)
+            ):
+                raise PlanError(
+                    f"{field.name}: expected a whole number above 0, found {value!r}. Correct it."
+                )
+
+    @property
+    def queries(self) -> int:
+        """Channels of all query heads, and of attention's output."""
+        return self.heads * self.head_dim
+
+    @property
+    def qkv(self) -> int:
+        """Channels of queries, keys and values together."""
+        return (self.heads + 2 * self.groups) * self.head_dim
+
+    @property
+    def fc1(self) -> int:
+        """Columns in front of the activation function."""
+        return (1 + self.gated) * self.ffn
+
+    @property
+    def layer_matrices(self) -> int:
+        """Elements of a layer's matrices."""
+        return self.hidden * (self.qkv + self.queries + self.fc1 + self.ffn)
+
+    @property
+    def table(self) -> int:
+        """Elements of the embedding, and of the head."""
+        return self.vocabulary * self.hidden
+
+    @property
+    def parameters(self) -> int:
+        tables = self.table * (1 if self.tied else 2)
+        norms = (2 * self.layers + 1) * self.hidden
+        return self.layers * self.layer_matrices + tables + norms + self.other_parameters
+
+    def layer_modules(self) -> list[list[int]]:
+        """Elements of the parameters of a layer's modules, in the order in which forward uses them."""
+        h = self.hidden
+        if self.maker == "megatron":
+            attention, first = [[h * self.qkv]], [[h * self.fc1]]
+        else:
+            kv = h * self.groups * self.head_dim
+            attention, first = [[h * self.queries], [kv], [kv]], [[h * self.ffn]] * (1 + self.gated)
+        return [[h], *attention, [self.queries * h], [h], *first, [self.ffn * h]]
+
+
+def from_shape(values: Mapping, vocabulary: int | None) -> Sizes:
+    """Of a file of configs/ (`num_layers`, `hidden_size`, ...), which names no vocabulary."""
+    if vocabulary is None:
+        raise PlanError("vocabulary: a file of sizes names none. Give --vocabulary, 32000 for Llama-2.")
+    sizes = {name: _whole(values, key) for name, key in _MEGATRON.items()}
+    untied = values.get("untie_embeddings_and_output_weights", True)
+    groups = values.get("num_query_groups") or sizes["heads"]
+    return _checked(**sizes, groups=groups, head_dim=None, vocabulary=vocabulary, tied=not untied)
+
+
+def from_transformers(config: Mapping) -> Sizes:
+    """Of a config.json of Hugging Face's."""
+    if "text_config" in config:
+        config = config["text_config"]
+    _refuse_experts(config)
+    found = {}
+    for name, keys in _TRANSFORMERS.items():
+        key = next((k for k in keys if config.get(k) is not None), keys[0])
+        if key == "n_inner" or name == "ffn" and config.get(key) is None and "n_embd" in config:
+            found[name] = config.get("n_inner") or 4 * found["hidden"]
+        else:
+            found[name] = _whole(config, key)
+    return _checked(
+        **found,
+        groups=config.get("num_key_value_heads") or found["heads"],
+        head_dim=config.get("head_dim"),
+        gated=config.get("model_type") not in _UNGATED,
+        tied=bool(config.get("tie_word_embeddings", "n_embd" in config)),
+        maker="transformers",
+    )
+
+
+def from_megatron(arguments: Sequence[str]) -> tuple[Sizes, dict]:
+    """Of Megatron-LM's arguments, as its scripts take them; the sizes, and what they say of the layout.
+
+    Raises PlanError for arguments without which nothing can be said. Those that do not matter are passed.
+    """
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    for name in (
+        *("num-layers", "hidden-size", "ffn-hidden-size", "num-attention-heads", "num-query-groups"),
+        *("kv-channels", "vocab-size", "make-vocab-size-divisible-by", "seq-length", "micro-batch-size"),
+        *("global-batch-size", "tensor-model-parallel-size", "pipeline-model-parallel-size", "num-experts"),
+        *("padded-vocab-size",),
+    ):
+        parser.add_argument(f"--{name}", type=int)
+    for name in ("swiglu", "untie-embeddings-and-output-weights", "sequence-parallel"):
+        parser.add_argument(f"--{name}", action="store_true")
+    for name in ("use-distributed-optimizer", "grad-reduce-in-bf16"):
+        parser.add_argument(f"--{name}", action="store_true")
+    try:
+        found, _ = parser.parse_known_args(list(arguments))
+    except argparse.ArgumentError as error:
+        raise PlanError(f"Megatron's arguments: {error}. Correct it.") from None
+    values = vars(found)
+    _refuse_experts({"num_experts": found.num_experts})
+    vocabulary = found.padded_vocab_size or found.vocab_size
+    if vocabulary is None:
+        raise PlanError("--vocab-size: not among Megatron's arguments. Add it: the tokenizer's, padded.")
+    if found.padded_vocab_size is None:
+        multiple = (found.make_vocab_size_divisible_by or 128) * (found.tensor_model_parallel_size or 1)
+        vocabulary = -(-vocabulary // multiple) * multiple
+    # Megatron's own default
+    if found.ffn_hidden_size is None and found.hidden_size is not None:
+        values["ffn_hidden_size"] = 4 * found.hidden_size
+    sizes = {}
+    for name, key in _MEGATRON.items():
+        if values[key] is None:
+            raise PlanError(f"--{key.replace('_', '-')}: not among Megatron's arguments. Add it.")
+        sizes[name] = values[key]
+    model = _checked(
+        **sizes,
+        groups=found.num_query_groups or found.num_attention_heads,
+        head_dim=found.kv_channels,
+        vocabulary=vocabulary,
+        gated=found.swiglu,
+        tied=not found.untie_embeddings_and_output_weights,
+    )
+    tensor, pipeline = found.tensor_model_parallel_size or 1, found.pipeline_model_parallel_size or 1
+    layout = {
+        "host": "megatron",
+        "stage": 1 if found.use_distributed_optimizer else 0,
+        "tensor": tensor,
+        "pipeline": pipeline,
+        "sequence_parallel": found.sequence_parallel,
+        "fp32_gradients": not found.grad_reduce_in_bf16,
+        "micro_batch": found.micro_batch_size,
+        "sequence": found.seq_length,
+        "global_batch": found.global_batch_size,
+    }
+    return model, {name: value for name, value in layout.items() if value is not None}
+
+
+def from_module(model) -> Sizes:
+    """Of a model that was built, on the meta device for one: transformers' or megatron-core's.
+
+    What its config does not say, biases for one, is what its parameters are more. Raises PlanError for a
+    model without a config, or of another kind than its config's sizes give.
+    """
+    config = getattr(model, "config", None)
+    numel = sum(getattr(p, "ds_numel", p.numel()) for p in model.parameters())
+    if hasattr(config, "to_dict"):
+        sizes = from_transformers(config.to_dict())
+    elif hasattr(config, "num_layers"):
+        _refuse_experts(vars(config))
+        sizes = _checked(
+            **{name: getattr(config, key) for name, key in _MEGATRON.items()},
+            groups=config.num_query_groups,
+            head_dim=config.kv_channels,
+            vocabulary=getattr(model, "vocab_size", None),
+            gated=config.gated_linear_unit,
+            tied=getattr(model, "share_embeddings_and_output_weights", False),
+        )
+    else:
+        raise PlanError(
+            f"{type(model).__name__}: expected a model of transformers or megatron-core, which has its sizes "
+            'in "config". Hand over a Sizes instead.'
+        )
+    if abs(numel - sizes.parameters) > TOLERANCE * numel:
+        raise PlanError(
+            f"{type(model).__name__}: has {numel:,} parameters, a dense decoder of its config's sizes has "
+            f"{sizes.parameters:,}. Only dense decoders can be planned; hand over a Sizes instead."
+        )
+    return dataclasses.replace(sizes, other_parameters=max(0, numel - sizes.parameters))
+
+
+def _checked(*, head_dim: int | None, heads: int, hidden: int, **sizes) -> Sizes:
+    if head_dim is None:
+        if hidden % heads:
+            raise PlanError(f"heads: {heads} does not divide hidden, {hidden}. Correct one of the two.")
+        head_dim = hidden // heads
+    return Sizes(head_dim=head_dim, heads=heads, hidden=hidden, **sizes)
+
+
+def _whole(values: Mapping, key: str) -> int:
+    value = values.get(key)
+    if type(value) is not int or value < 1:
+        found = "none" if value is None else repr(value)
+        raise PlanError(f"{key}: expected a whole number above 0, found {found}. Add it to the model's file.")
+    return value
+
+
+def _refuse_experts(values: Mapping) -> None:
+    for key in _EXPERTS:
+        if (values.get(key) or 1) > 1:
+            raise PlanError(
+                f"{key}: found {values[key]}, and mixtures of experts are not planned. Plan a dense model of "
+                "as many active channels for its activations."
+            )

@@ -1,0 +1,129 @@
+"""What computes the layers and steps the weights: BF16, TransformerEngine's FP8, and COAT's rungs."""
+
+import dataclasses
+import functools
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from coat_ds.config import CoatConfig, OptimizerConfig
+from coat_kernels.codecs import CODECS, first_codec
+
+LAYERS = ("bf16", "transformer_engine", "coat")
+OPTIMIZERS = ("adamw", "coat", "transformer_engine")
+RECOMPUTES = ("none", "mlp", "full")
+# bytes a parameter of TransformerEngine's moments in FP8: of both, each with the transposed copy that its
+# tensors hold
+_TE_MOMENTS = 4
+# bytes of FP32 moments
+FP32_MOMENTS = 8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class System:
+    """Layers, optimizer, and what is recomputed."""
+
+    name: str
+    layers: str = "bf16"
+    optimizer: str = "adamw"
+    coat: CoatConfig = CoatConfig()
+    """The block, where layers or optimizer are COAT's."""
+    bf16_masters: bool = False
+    """DeepSpeed keeps masters and gradients in BF16, and COAT steps them without more bits."""
+    recompute: str = "none"
+    """"full": of each layer its input is kept; "mlp": the feed-forward layer alone is made again."""
+    offload: bool = False
+    """DeepSpeed keeps masters and states in the CPU's memory."""
+    layer_units: bool | None = None
+    """Whether ZeRO-3 gathers layers whole. None: as the block has it, of COAT's layers."""
+    keeps_inputs: bool = False
+    """Linear layers keep their inputs in FP8, since they do not see what made them."""
+
+    @property
+    def has_units(self) -> bool:
+        if self.layer_units is not None:
+            return self.layer_units
+        wanted = self.coat.zero3_layer_units
+        return self.layers == "coat" if wanted == "auto" else wanted
+
+    @property
+    def caches_weights(self) -> bool:
+        """FP8 copies of weights are kept, by rows and by columns."""
+        cached = self.layers == "coat" and self.coat.activations.weight_cache == "fp8"
+        return cached or self.layers == "transformer_engine"
+
+    def state_bytes(self) -> float:
+        """Bytes an element of what is compressed; the rest keeps FP32 moments."""
+        if self.optimizer == "coat":
+            return moment_bytes(self.coat.optimizer)
+        return _TE_MOMENTS if self.optimizer == "transformer_engine" else FP32_MOMENTS
+
+    def block(self) -> dict:
+        """The keys of a DeepSpeed JSON that make this system, but for batch and stage of ZeRO."""
+        found: dict = {"bf16": {"enabled": True}}
+        if self.bf16_masters:
+            found["bf16"] |= {"bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}
+        if self.layers == "coat" or self.optimizer == "coat":
+            found["coat"] = {"enabled": True} | differences(self.coat)
+        return found
+
+
+def differences(block) -> dict:
+    """The keys of a block that do not have their defaults, as JSON."""
+    found = {}
+    for field in dataclasses.fields(block):
+        value = getattr(block, field.name)
+        if dataclasses.is_dataclass(value):
+            value = differences(value)
+            if value:
+                found[field.name] = value
+        elif value != field.default and field.name != "enabled":
+            found[field.name] = list(value) if isinstance(value, tuple) else value
+        elif field.name == "enabled" and field.default is True and value is False:
+            found[field.name] = False
+    return found
+
+
+def moment_bytes(optimizer: OptimizerConfig) -> float:
+    """Bytes an element of both moments, as the block stores them, groups' scales included."""
+    if not optimizer.enabled:
+        return FP32_MOMENTS
+    second = CODECS[optimizer.exp_avg_sq_format]
+    first = first_codec(optimizer.exp_avg_format, second)
+    size = optimizer.group_size
+    return sum(codec.zeros(size, size, "cpu").nbytes for codec in (first, second)) / size
+
+
+def coat(name: str, block: Mapping | None = None, **fields) -> System:
+    """A system of COAT's layers and optimizer, with a block of these keys beside `enabled`."""
+    config = CoatConfig.from_dict({"enabled": True, **(block or {})})
+    return System(
+        name=name,
+        layers="coat" if config.activations.enabled else "bf16",
+        optimizer="coat" if config.optimizer.enabled else "adamw",
+        coat=config,
+        **fields,
+    )
+
+
+# gradients in E4M3 make up for sums with fewer bits
+FASTEST = {"weight_cache": "fp8", "fast_accumulation": "all", "backward_format": "e4m3"}
+_STOCHASTIC = {"optimizer": {"bf16_params": "stochastic"}}
+
+
+@functools.cache
+def rungs() -> dict[str, System]:
+    """BF16, with and without recomputation, and what COAT offers, by name."""
+    eight_bits = {"activations": {"attention_format": "sqrt8"}}
+    recomputed = {"activations": {"attention_format": "recompute"}}
+    found = (
+        System(name="BF16"),
+        System(name="BF16, recompute", recompute="full"),
+        coat("COAT"),
+        coat("COAT, fastest", {"activations": FASTEST}),
+        coat("COAT, 8-bit attention", eight_bits),
+        coat("COAT, recomputed attention", recomputed),
+        coat("COAT, smallest", recomputed | _STOCHASTIC, bf16_masters=True),
+        coat("COAT, recompute", {"checkpointing": {"compress": True}}, recompute="full"),
+        coat("COAT, offload", recomputed, offload=True),
+    )
+    return {system.name: system for system in found}

@@ -1,0 +1,210 @@
+"""The command `coat`, as users call it."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from coat_ds import CoatConfig, cli
+from coat_ds.plan import advice, gpu_called
+from coat_ds.plan.command import read_sizes
+from coat_ds.plan.layout import Layout
+from coat_ds.plan.systems import rungs
+
+ROOT = Path(__file__).parents[2]
+SHAPE = ["configs/model_llama2_7b.json", "--vocabulary", "32000"]
+CONFIG = {
+    "model_type": "llama",
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "vocab_size": 128256,
+}
+
+
+@pytest.fixture(autouse=True)
+def at_root(monkeypatch):
+    monkeypatch.chdir(ROOT)
+
+
+def said(capsys, *words: str, code: int = 0) -> str:
+    assert cli.main(list(words)) == code, capsys.readouterr()
+    out, error = capsys.readouterr()
+    return error if code == 2 else out
+
+
+def plain(capsys, *words: str, code: int = 0) -> dict:
+    return json.loads(said(capsys, *words, "--json", code=code))
+
+
+def test_in_a_process_of_its_own(tmp_path):
+    """Without a message of torch's or DeepSpeed's on the way, and without importing either host."""
+    code = "import sys; from coat_ds.cli import main; main(['plan', *sys.argv[1:]]); "
+    code += "assert not {'deepspeed', 'megatron', 'transformers'} & sys.modules.keys()"
+    words = [sys.executable, "-c", code, *SHAPE]
+    done = subprocess.run(words, capture_output=True, text=True, cwd=ROOT, env={**os.environ, "RANK": "1"})
+    assert done.returncode == 0 and done.stderr == "", done.stderr
+    assert done.stdout.startswith("6.74B parameters, 1 x H100, ZeRO-2, micro-batch 1 x 2048 tokens")
+
+
+def test_version_and_schema(capsys):
+    with pytest.raises(SystemExit) as end:
+        cli.main(["--version"])
+    assert end.value.code == 0 and capsys.readouterr().out.startswith("coat ")
+    assert said(capsys, "schema") == (ROOT / "configs/coat.schema.json").read_text()
+
+
+def test_train_says_where_it_is_missing(capsys, monkeypatch):
+    monkeypatch.setattr(cli, "TRAINING", "no_such_room.pretrain_gpt")
+    text = said(capsys, "train", "--help", code=2)
+    assert "no_such_room.pretrain_gpt is not installed here. Run launch/pretrain_gpt.py" in text
+
+
+def test_train_hands_its_arguments_on(monkeypatch, tmp_path):
+    (tmp_path / "room_of_training.py").write_text(
+        "def main(argv):\n    open('words', 'w').write(repr(argv))\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(cli, "TRAINING", "room_of_training")
+    assert cli.main(["train", "--steps", "3", "--json"]) == 0
+    assert (tmp_path / "words").read_text() == "['--steps', '3', '--json']"
+
+
+def test_a_plan_of_every_rung(capsys):
+    found = plain(capsys, "plan", *SHAPE, "--gpus", "2", "--micro-batch", "4", "--gpu", "h200")
+    systems = {system["system"]: system for system in found["systems"]}
+    assert systems.keys() == rungs().keys() and found["model"]["parameters"] == 6_738_415_616
+    for system in systems.values():
+        assert sum(system["roles"].values()) == pytest.approx(system["peak_bytes"], abs=20)
+        assert system["moments"][system["peak_moment"]] == max(system["moments"].values())
+    # measured (train_7b_2gpu.csv; there buckets are of 1e8 elements)
+    assert systems["COAT"]["peak_bytes"] - 8e8 == pytest.approx(58.617e9, rel=0.01)
+    smaller = ("COAT", "COAT, 8-bit attention", "COAT, recomputed attention", "COAT, smallest")
+    peaks = [systems[name]["peak_bytes"] for name in ("BF16", *smaller)]
+    assert peaks == sorted(peaks, reverse=True)
+    assert systems["COAT, offload"]["host_bytes"] == pytest.approx((4 + 2.07) * 6.738e9 / 2, rel=0.001)
+    assert systems["COAT, recompute"]["roles"]["saved"] < systems["COAT"]["roles"]["saved"]
+
+
+def test_the_largest_micro_batch_is_the_measured_one():
+    """Of llama2-7b on two H200s within 80 GB (train_7b_2gpu.csv): 8 under ZeRO-2, 22 under TP 2."""
+    model = read_sizes(json.loads((ROOT / SHAPE[0]).read_text()), 32000)
+    for layout, largest in (
+        (Layout(gpus=2, stage=2, reduce_bucket=10**8), 8),
+        (Layout(gpus=2, stage=1, tensor=2, reduce_bucket=10**8), 22),
+    ):
+        assert advice.largest_micro_batch(model, layout, rungs()["COAT"], 80e9) == largest
+    assert advice.largest_micro_batch(model, layout, rungs()["BF16"], 10e9) == 0
+
+
+def test_the_recommendation_fits_and_can_be_pasted(capsys, tmp_path):
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(CONFIG))
+    found = plain(capsys, "plan", str(path), "--gpus", "8", "--sequence", "4096", "--fit", "80GB")
+    best = found["recommended"]
+    assert best["peak_bytes"] <= 80e9 and best["micro_batch"] == best["largest_micro_batch"]
+    pasted = json.loads(best["paste"])
+    assert pasted["train_micro_batch_size_per_gpu"] == best["micro_batch"]
+    assert pasted["zero_optimization"]["stage"] == best["stage"]
+    assert CoatConfig.from_dict(pasted["coat"]).enabled
+    # one sequence more does not fit
+    (tmp_path / "ds.json").write_text(json.dumps(pasted))
+    words = ["plan", str(path), "--gpus", "8", "--sequence", "4096", "--deepspeed", str(tmp_path / "ds.json")]
+    again = plain(capsys, *words, "--memory", "80")["systems"][-1]
+    assert again["system"] == "as the JSON says" and again["peak_bytes"] == best["peak_bytes"]
+    assert again["largest_micro_batch"] == best["micro_batch"]
+
+
+def test_a_json_keeps_what_the_plan_does_not_change():
+    model = read_sizes(CONFIG, None)
+    systems = [rungs()["COAT, offload"], rungs()["COAT, smallest"]]
+    base = {
+        "gradient_clipping": 1.0,
+        "zero_optimization": {"stage": 1, "reduce_bucket_size": 10**8},
+        "coat": {"enabled": True, "require": True},
+        "train_batch_size": 512,
+    }
+    made = [
+        advice.deepspeed_json(choice, base)
+        for choice in advice.compare(model, Layout(gpus=8, stage=2), systems, gpu_called("h100"))
+    ]
+    assert made[0]["zero_optimization"] == {
+        "stage": 2,
+        "reduce_bucket_size": 10**8,
+        "offload_optimizer": {"device": "cpu", "pin_memory": True},
+    }
+    assert made[1]["bf16"]["bf16_master_weights_and_grads"] and made[1]["gradient_clipping"] == 1.0
+    for config in made:
+        assert "train_batch_size" not in config and "require" not in config["coat"]
+        assert CoatConfig.from_dict(config["coat"]).activations.attention_format == "recompute"
+    assert base["zero_optimization"]["stage"] == 1
+
+
+def test_megatrons_arguments(capsys):
+    words = (
+        "--num-layers 8 --hidden-size 2048 --ffn-hidden-size 5632 --num-attention-heads 16 --seq-length 2048"
+    )
+    words += " --micro-batch-size 2 --vocab-size 32000 --swiglu --tensor-model-parallel-size 2 --bf16"
+    text = said(capsys, "plan", "--gpus", "4", "--fit", "40GB", "--megatron", *words.split())
+    assert "4 x H100, Megatron, tensor 2, micro-batch 2 x 2048 tokens" in text
+    assert "--spec megatron_ext.with_optimizer coat_layer_spec" in text and "offload" not in text
+
+
+def test_the_picture_is_drawn(capsys, tmp_path):
+    path = tmp_path / "plan.png"
+    assert f"picture: {path}" in said(capsys, "plan", *SHAPE, "--picture", str(path))
+    content = path.read_bytes()
+    assert content.startswith(b"\x89PNG") and len(content) > 20_000
+
+
+def test_without_matplotlib_the_picture_is_refused(capsys, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    text = said(capsys, "plan", *SHAPE, "--picture", str(tmp_path / "plan.png"), code=2)
+    assert "picture: matplotlib is not installed. pip install matplotlib" in text
+
+
+@pytest.mark.parametrize(
+    "words, message",
+    [
+        (["no.json"], "coat plan: no.json: No such file or directory"),
+        ([], "model: none given. Name a config.json"),
+        (["configs/model_llama2_7b.json"], "configs/model_llama2_7b.json: vocabulary: .* Give --vocabulary"),
+        ([*SHAPE, "--fit", "80 apples"], "--fit: expected a size such as 80GB or 79.6GiB, found '80 apples'"),
+        ([*SHAPE, "--gpu", "a100"], "gpu: found 'a100'; rates are known of h200 and h100"),
+        ([*SHAPE, "--gpus", "3", "--tensor", "2"], "gpus: 3 is no multiple"),
+        ([*SHAPE, "--fit", "5GB"], "fit: nothing fits into 5.0 GB: .* Give more GPUs"),
+        ([*SHAPE, "--deepspeed", "README.md"], "README.md: not a JSON file"),
+        ([*SHAPE, "--megatron", "--num-layers", "2"], "--megatron: .* Drop the files beside it"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_what_is_asked_wrongly_is_named(capsys, words, message):
+    assert re.search(message, said(capsys, "plan", *words, code=2))
+
+
+def test_doctor_ends_by_what_is_wrong_and_not_by_what_is_missing(capsys, tmp_path, monkeypatch):
+    found = plain(capsys, "doctor", "--folder", str(tmp_path))
+    assert found["healthy"] and found["problems"] == 0
+    page = said(capsys, "doctor", "--folder", str(tmp_path))
+    assert page.splitlines()[-1].startswith("healthy: ") and "PROBLEM" not in page
+    monkeypatch.setenv("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")
+    page = said(capsys, "doctor", "--folder", str(tmp_path), code=1)
+    assert "PROBLEM" in page and "not healthy" in page.splitlines()[-1]
+
+
+def test_doctor_looks_at_a_model(capsys, tmp_path):
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(CONFIG | {"num_hidden_layers": 1, "vocab_size": 512}))
+    words = ["doctor", "--deepspeed", "configs/ds_zero2_coat.json", "--folder", str(tmp_path)]
+    found = plain(capsys, *words, "--model", str(path))
+    assert {finding["check"] for finding in found["model"]} == {"layers", "states", "peak"}
+    assert "a model is needed beside it" in said(capsys, *words, code=2)
+    found = plain(capsys, *words, "--model", "configs/model_quickstart.json", "--vocabulary", "512")
+    assert found["model"][0]["state"] == "unknown"

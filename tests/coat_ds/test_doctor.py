@@ -1,0 +1,193 @@
+"""`coat doctor`: what it says of versions, of this machine, and of what a JSON would do to a model."""
+
+import json
+
+import pytest
+import torch
+
+from coat_ds.doctor import OK, PROBLEM, UNKNOWN, WARNING, dry_run, machine, packages, switches
+from coat_ds.plan import PlanError
+from coat_kernels import matmul
+
+LLAMA = {
+    "model_type": "llama",
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 512,
+}
+GOOD = {
+    "python": "3.11.9",
+    "coat-train": "0.1.0",
+    "torch": "2.11.0+cu130",
+    "triton": "3.6.0",
+    "deepspeed": "0.18.9",
+    "megatron-core": None,
+}
+
+
+def by_check(findings) -> dict:
+    return {finding.check: finding for finding in findings}
+
+
+def test_tested_versions_are_fine():
+    found = by_check(packages.check(GOOD))
+    for name in ("python", "torch", "triton", "deepspeed"):
+        assert found[name].state == OK, found[name]
+    assert found["megatron-core"].state == UNKNOWN
+    # what is installed here is what tests run with
+    assert not [f for f in packages.check() if f.state == PROBLEM]
+
+
+@pytest.mark.parametrize(
+    "change, check, state, text",
+    [
+        ({"torch": "2.10.1"}, "torch", PROBLEM, r"2.10.1 found, >=2.11 is needed. pip install 'torch>=2.11'"),
+        ({"torch": None}, "torch", PROBLEM, "not installed. pip install"),
+        ({"torch": "2.15.0"}, "torch", WARNING, "2.15.0, not tested; tested: >=2.11,<2.14"),
+        ({"deepspeed": "0.20.0"}, "deepspeed", PROBLEM, "<0.20 is needed"),
+        ({"deepspeed": "0.19.1"}, "deepspeed", WARNING, "not tested; tested: ==0.18.9,==0.19.8"),
+        (
+            {"torch": "2.13.0"},
+            "known failure",
+            PROBLEM,
+            "deepspeed 0.18.9 with torch 2.13.0: the step of ZeRO",
+        ),
+        ({"deepspeed": "0.19.8"}, "known failure", WARNING, "DeepSpeed #8148"),
+    ],
+    ids=lambda value: str(value) if isinstance(value, dict) else "",
+)
+def test_other_versions_are_named_with_the_way_out(change, check, state, text):
+    found = [f for f in packages.check(GOOD | change) if f.check == check and f.state == state]
+    assert any(text in f.text for f in found), found
+
+
+def test_known_failures_are_of_the_versions_that_have_them():
+    texts = " ".join(f.text for f in packages.check(GOOD | {"deepspeed": "0.19.8", "torch": "2.13.0"}))
+    assert "the step of ZeRO 1 and 2" not in texts
+    assert packages.versions(["no-such-package", "torch"]) == {
+        "no-such-package": None,
+        "torch": packages.versions(["torch"])["torch"],
+    }
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="of machines without a GPU")
+def test_without_a_gpu_nothing_is_claimed(tmp_path):
+    found = by_check(machine.check(str(tmp_path), None))
+    for name in ("GPUs", "FP8 product", "Triton", "NCCL", "pinned memory"):
+        assert found[name].state == UNKNOWN, found[name]
+    assert found["disk"].state == OK
+
+
+@pytest.mark.gpu
+def test_a_gpu_with_fp8_is_healthy(tmp_path):
+    found = machine.check(str(tmp_path), None)
+    assert not [finding for finding in found if finding.state in (PROBLEM, UNKNOWN)], found
+    assert by_check(found)["FP8 product"].details["error"] > 0
+
+
+def test_a_wrong_product_is_a_problem(monkeypatch):
+    assert machine.check_product("cpu").state == OK
+    right = matmul.scaled_matmul
+    for wrong in (
+        lambda *a: right(*a) * 1.02,
+        lambda *a: torch.full_like(right(*a), torch.nan),
+        lambda *a: right(*a).flip(0),
+    ):
+        monkeypatch.setattr(machine, "scaled_matmul", wrong)
+        found = machine.check_product("cpu")
+        assert found.state == PROBLEM and "of its size" in found.text
+
+    def fails(*_):
+        raise RuntimeError("CUBLAS_STATUS_NOT_SUPPORTED")
+
+    monkeypatch.setattr(machine, "scaled_matmul", fails)
+    assert "CUBLAS_STATUS_NOT_SUPPORTED" in machine.check_product("cpu").text
+
+
+def test_room_for_checkpoints(tmp_path):
+    assert machine.check_disk(tmp_path / "to/come", 1000).state == OK
+    found = machine.check_disk(tmp_path, 10**15)
+    assert found.state == PROBLEM and "two checkpoints take" in found.text and "--folder" in found.text
+    assert machine.too_little_room("x", 27, 1) and not machine.too_little_room("x", 28, 1)
+
+
+def test_old_gpus_are_told_apart():
+    assert machine.without_fp8("H100", 9, 0) is None and machine.without_fp8("L4", 8, 9) is None
+    assert "A100 has compute capability 8.0, FP8 needs 8.9" in machine.without_fp8("A100", 8, 0)
+
+
+def test_switches(monkeypatch):
+    assert switches.check().state in (OK, UNKNOWN)
+    monkeypatch.setenv("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")
+    assert switches.check().state == PROBLEM
+    monkeypatch.setenv("COAT_DISABLE", "1")
+    found = switches.check()
+    assert found.state == WARNING and "COAT_DISABLE=1" in found.text
+
+
+def dry(config: dict, **model) -> dict:
+    return by_check(dry_run.check(config, dry_run.build(LLAMA | model), gpus=2, sequence=128))
+
+
+def config(block: dict | None) -> dict:
+    made = {"zero_optimization": {"stage": 2, "reduce_bucket_size": 10**5}}
+    return made if block is None else made | {"coat": block}
+
+
+def test_a_dry_run_counts_layers_states_and_bytes():
+    found = dry(config({"enabled": True}))
+    assert {finding.state for finding in found.values()} == {OK}
+    assert "14 of 15 linear layers in FP8" in found["layers"].text and "the head" in found["layers"].text
+    kept = 5 * 256
+    assert found["states"].details["kept_fp32"] == kept
+    total = found["states"].details["parameters"]
+    expected = ((2 + 9 / 128) * (total - kept) + 8 * kept) / total
+    assert found["states"].details["bytes_per_parameter"] == pytest.approx(expected)
+    assert found["peak"].details["after_bytes"] < found["peak"].details["before_bytes"]
+
+
+def test_a_dry_run_leaves_the_model_as_it_was():
+    model = dry_run.build(LLAMA)
+    before = {name: type(module).forward for name, module in model.named_modules()}
+    dry_run.check(config({"enabled": True}), model, 1, 128)
+    assert before == {name: type(module).forward for name, module in model.named_modules()}
+    assert not [name for name, module in model.named_modules() if "forward" in vars(module)]
+    assert all(p.is_meta for p in model.parameters())
+
+
+@pytest.mark.parametrize(
+    "block, model, check, state, text",
+    [
+        (None, {}, "dry run", WARNING, "no coat block"),
+        ({"enabled": False}, {}, "dry run", WARNING, "coat.enabled is false"),
+        ({"enabled": True, "activation": {}}, {}, "dry run", PROBLEM, "coat.activation: unknown key"),
+        ({"enabled": True, "optimizer": {"enabled": False}}, {}, "states", WARNING, "8 bytes a parameter"),
+        (
+            {"enabled": True, "optimizer": {"keep_fp32": ["*"]}},
+            {},
+            "states",
+            WARNING,
+            "8.000 bytes a parameter in place of 8",
+        ),
+        (
+            {"enabled": True},
+            {"hidden_size": 24, "intermediate_size": 24, "num_attention_heads": 2, "num_key_value_heads": 2},
+            "layers",
+            PROBLEM,
+            "FP8 saves nothing: none of 15",
+        ),
+    ],
+    ids=str,
+)
+def test_a_dry_run_says_why_nothing_is_saved(block, model, check, state, text):
+    found = dry(config(block), **model)[check]
+    assert found.state == state and text in found.text, found
+
+
+def test_models_that_cannot_be_built_are_named():
+    with pytest.raises(PlanError, match="model: transformers cannot build it"):
+        dry_run.build(LLAMA | {"model_type": "lama"})
+    json.dumps([f._asdict() for f in dry_run.check(config({"enabled": True}), dry_run.build(LLAMA), 1, 128)])

@@ -1,0 +1,241 @@
+"""`coat plan`: what it predicts beside what was measured, what it reads, recommends and refuses."""
+
+import csv
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+
+from benchmarks.train import read_rows
+from benchmarks.whole_models import MODELS, SYSTEMS, WAYS, planned
+from coat_ds import plan
+from coat_ds.plan import Layout, PlanError, Sizes, gathers, layout, rungs, sizes
+from coat_ds.plan.gathers import Limits, replay
+
+ROOT = Path(__file__).parents[2]
+RESULTS = ROOT / "benchmarks/results"
+# of peaks
+BOUND = 0.03
+
+# What the code of a row's commit did otherwise: fields of layout and system for COAT under ZeRO-3. Before
+# da81a66 no more was gathered ahead than DeepSpeed's default, before 1edb649 layers were no units, and at
+# da9ec18 linear layers behind ZeRO-3's hooks did not see what had made their inputs.
+THEN = {
+    "da9ec18": ({}, {"layer_units": False, "keeps_inputs": True}),
+    "9851d86": ({}, {"layer_units": False}),
+    "1edb649": ({"prefetch": 50_000_000}, {}),
+    "515274f": ({"prefetch": 50_000_000}, {}),
+}
+# rows that nothing can predict, and why
+UNPREDICTED = {
+    ("train_13b_4gpu", "zero3", "COAT", 40, 2): "extrapolated: layers of da9ec18, and those of 1edb649 added",
+    ("train_7b_2gpu", "zero2", "TE FP8, FP8 moments", 32, 4): "its loss is not finite, so no step was made",
+}
+
+
+def measured() -> dict[tuple, dict]:
+    """Rows with a peak, by file and case; of cases that were measured again, all."""
+    found = {}
+    for path in sorted(RESULTS.glob("train_*.csv")):
+        for number, row in enumerate(read_rows(path)):
+            if "peak_mb" in row:
+                case = (path.stem, row["way"], row["system"], row["layers"], row["micro_batch"])
+                found[(*case, row["commit"][:7], number)] = row
+    return found
+
+
+def of_row(row: dict) -> tuple[Sizes, Layout, plan.System]:
+    model, way, system = MODELS[row["model"]], WAYS[row["way"]], SYSTEMS[row["system"]]
+    parts = planned(model, row["layers"], way, row["gpus"], system, row["micro_batch"])
+    of_layout, of_system = THEN.get(row["commit"][:7], ({}, {}))
+    if way.stage < 3 or system.coat is None:
+        return parts
+    return parts[0], dataclasses.replace(parts[1], **of_layout), dataclasses.replace(parts[2], **of_system)
+
+
+ROWS = measured()
+
+
+def test_all_that_was_measured_is_looked_at():
+    assert len(ROWS) >= 75
+    known = {key[:5] for key in ROWS}
+    assert UNPREDICTED.keys() <= known
+
+
+@pytest.mark.parametrize("key", [key for key in ROWS if key[:5] not in UNPREDICTED], ids=str)
+def test_the_peak_is_within_three_per_cent(key):
+    row = ROWS[key]
+    found = plan.predict(*of_row(row)).peak.total / 1e6
+    assert found == pytest.approx(row["peak_mb"], rel=BOUND)
+
+
+def test_most_peaks_are_within_half_a_per_cent():
+    """The bound of three leaves room for what a commit forgot to free; physics is nearer."""
+    errors = sorted(
+        abs(plan.predict(*of_row(row)).peak.total / 1e6 / row["peak_mb"] - 1)
+        for key, row in ROWS.items()
+        if key[:5] not in UNPREDICTED
+    )
+    assert errors[int(0.9 * len(errors))] < 0.005
+
+
+def test_each_phase_is_predicted_where_it_was_measured():
+    """Forward's peak and the step's, not the largest of all alone."""
+    looked = 0
+    for key, row in ROWS.items():
+        if key[:5] in UNPREDICTED or "forward_peak_mb" not in row or row["commit"][:7] == "1edb649":
+            continue
+        moments = {moment.moment: moment.total / 1e6 for moment in plan.predict(*of_row(row)).moments}
+        if "module by module" not in row["system"]:
+            assert moments["loss"] == pytest.approx(row["forward_peak_mb"], rel=0.01), key
+            looked += 1
+        # at da9ec18 COAT's gradients were FP32 in ZeRO-3's step, and 515274f kept inputs of layers
+        if row["commit"][:7] not in ("da9ec18", "515274f"):
+            assert moments["step"] == pytest.approx(row["step_peak_mb"], rel=0.01), key
+    assert looked > 40
+
+
+def test_what_made_no_step_fits_but_for_the_step():
+    (row,) = (r for key, r in ROWS.items() if key[2] == "TE FP8, FP8 moments" and key[1] == "zero2")
+    assert row["note"] == "the loss is not finite"
+    moments = plan.predict(*of_row(row)).moments
+    found = max(moment.total for moment in moments if moment.moment != "step") / 1e6
+    assert found == pytest.approx(row["peak_mb"], rel=0.005)
+
+
+def test_a_model_of_transformers_under_trainer():
+    """The first rank, whose part of the gradients is the first layers': not what the head's rank has."""
+    model = sizes.from_transformers(
+        {
+            "num_hidden_layers": 32,
+            "hidden_size": 4096,
+            "intermediate_size": 14336,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 8,
+            "vocab_size": 128256,
+        }
+    )
+    for row in read_rows(RESULTS / "trainer.csv"):
+        assert model.parameters == row["parameters"]
+        spread = Layout(micro_batch=row["micro_batch"], sequence=row["sequence"], gpus=row["gpus"], stage=2)
+        moments = plan.predict(model, spread, rungs()[row["system"]]).moments
+        found = max(m.total for m in moments if m.moment in ("loss", "step")) / 1e6
+        assert found == pytest.approx(row["peak_mb"], rel=BOUND), row["system"]
+
+
+def test_megatrons_own_loop():
+    """Its first step, in MiB; BF16."""
+    with (RESULTS / "megatron_main.csv").open(newline="") as file:
+        row = next(row for row in csv.DictReader(file) if row["system"] == "BF16")
+    model, said = sizes.from_megatron(row["command"].split())
+    found = plan.predict(model, layout.from_megatron(said, gpus=4), rungs()["BF16"]).peak.total
+    assert found / 2**20 == pytest.approx(float(row["peak_mib_after_first"]), rel=BOUND)
+
+
+def test_no_gpu_was_busy_for_less_than_the_roofline():
+    looked = 0
+    for key, row in ROWS.items():
+        if "compute_ms" not in row or key[:5] in UNPREDICTED:
+            continue
+        time = plan.step_time(*of_row(row), plan.GPUS["h200"])
+        busy = time.products + time.attention + time.bytes + time.optimizer
+        assert 0.1 * row["compute_ms"] < busy < row["compute_ms"], key
+        assert time.total < row["ms"], key
+        if row["way"] in ("zero1", "zero2") and row["system"].startswith("COAT"):
+            assert busy > 0.8 * row["compute_ms"], key
+        looked += 1
+    assert looked > 30
+
+
+def test_gathers_follow_deepspeeds_limits():
+    layer = [50, 20, 90, 40]
+    modules = [[30], *[[n] for n in 6 * layer], [60]]
+    none = Limits(prefetch=0, max_live=10**9, max_reuse=0, persistence=0)
+    # each module's own weights, and nothing else
+    assert [sum(g) for g in replay(modules, none)] == [m[0] for m in modules + modules[::-1]]
+    everything = Limits(prefetch=0, max_live=10**9, max_reuse=10**9, persistence=0)
+    assert replay(modules, everything)[len(modules) - 1].weights == 30 + 6 * 200 + 60
+    small_stay = replay(modules, none._replace(persistence=50))
+    assert small_stay[1].weights == 0 and small_stay[3].weights == 90
+    ahead = replay(modules, none._replace(prefetch=60))
+    # two came together, of which the second is not yet asked for; a third is on its way
+    assert ahead[1] == (50 + 20, 50 + 20 + 90)
+    capped = replay(modules, none._replace(prefetch=60, max_live=100))
+    assert max(sum(g) for g in capped) < max(sum(g) for g in ahead)
+
+
+def test_sizes_are_read_from_what_people_have():
+    from_file = sizes.from_shape(json.loads((ROOT / "configs/model_llama2_7b.json").read_text()), 32000)
+    assert from_file.parameters == 6_738_415_616
+    gpt2 = {"model_type": "gpt2", "n_embd": 768, "n_layer": 12, "n_head": 12, "vocab_size": 50257}
+    assert sizes.from_transformers(gpt2).tied and not sizes.from_transformers(gpt2).gated
+    assert sizes.from_transformers(gpt2).ffn == 3072
+    words = "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --vocab-size 1000 --swiglu --bf16"
+    model, said = sizes.from_megatron(f"{words} --tensor-model-parallel-size 2".split())
+    assert model.vocabulary == 1024 and model.ffn == 256 and said["tensor"] == 2
+
+
+def test_a_model_on_the_meta_device_is_counted():
+    torch = pytest.importorskip("torch")
+    transformers = pytest.importorskip("transformers")
+    config = transformers.Qwen2Config(
+        hidden_size=64,
+        intermediate_size=160,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        vocab_size=512,
+    )
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(config)
+    found = sizes.from_module(model)
+    assert found.parameters == sum(p.numel() for p in model.parameters())
+    # biases of queries, keys and values
+    assert found.other_parameters == 2 * (64 + 2 * 32)
+    with pytest.raises(PlanError, match='Linear: expected a model .* in "config"'):
+        sizes.from_module(torch.nn.Linear(2, 2))
+
+
+def test_a_deepspeed_json_is_read():
+    config = json.loads((ROOT / "configs/ds_zero2_offload_coat.json").read_text())
+    found = layout.from_deepspeed(config, gpus=4, sequence=128)
+    assert (found.stage, found.micro_batch, found.optimizer_device) == (2, 4, "cpu")
+    config["zero_optimization"] |= {"stage": 3, "stage3_prefetch_bucket_size": 1e6, "overlap_comm": False}
+    found = layout.from_deepspeed(config, gpus=4, micro_batch=1)
+    assert (found.prefetch, found.overlap, found.micro_batch) == (10**6, False, 1)
+
+
+@pytest.mark.parametrize(
+    "call, message",
+    [
+        (lambda: Layout(gpus=6, tensor=4), "gpus: 6 is no multiple of tensor times pipeline"),
+        (lambda: Layout(stage=4), r"stage: expected one of \(0, 1, 2, 3\), found 4"),
+        (lambda: Layout(stage=3, pipeline=2, gpus=2), "stage: 3 does not go with .* pipeline 2"),
+        (lambda: Layout(micro_batch=0), "micro_batch: expected a whole number above 0, found 0"),
+        (lambda: Layout(parameter_device="cpu"), "parameter_device: .* Set the stage to 3"),
+        (lambda: layout.from_deepspeed({"zero_optimization": 3}), "zero_optimization: expected an object"),
+        (
+            lambda: layout.from_deepspeed({"zero_optimization": {"stage": "2"}}),
+            "zero_optimization.stage: expected a whole number, found '2'",
+        ),
+        (lambda: sizes.from_transformers({"hidden_size": 64}), "num_hidden_layers: .* found none"),
+        (
+            lambda: sizes.from_transformers({"num_local_experts": 8}),
+            "num_local_experts: found 8, and mixtures",
+        ),
+        (lambda: sizes.from_shape({}, None), "vocabulary: .* Give --vocabulary"),
+        (lambda: sizes.from_megatron(["--num-layers", "2"]), "--vocab-size: not among"),
+        (lambda: sizes.from_megatron(["--num-layers", "two"]), "invalid int value: 'two'"),
+        (lambda: plan.gpu_called("A100"), "gpu: found 'A100'; rates are known of h200 and h100"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_what_cannot_be_planned_is_named(call, message):
+    with pytest.raises(PlanError, match=message):
+        call()
+
+
+def test_modules_of_this_room_import_no_host():
+    text = "".join(path.read_text() for path in Path(gathers.__file__).parent.glob("*.py"))
+    assert "import deepspeed" not in text and "import megatron" not in text
