@@ -6,11 +6,12 @@ import hashlib
 import zipfile
 from pathlib import Path
 
-from setuptools import setup
+from setuptools import find_packages, setup
 from setuptools.command.editable_wheel import editable_wheel
 
 # torch loads it at the end of its import, which must not fail where a clone was moved or removed
 AUTOLOAD = "coat_autoload"
+KERNELS = [f"coat_kernels.{room}" for room in find_packages("kernels")]
 
 
 class EditableWheel(editable_wheel):
@@ -40,12 +41,12 @@ setup(
     description="FP8 AdamW states and FP8 saved activations for DeepSpeed and Megatron, without a fork",
     license="Apache-2.0",
     python_requires=">=3.11",
-    packages=["coat_kernels", "coat_kernels.codecs", "coat_ds", "coat_ds.layers", "megatron_ext"],
+    packages=["coat_kernels", *KERNELS, "coat_ds", "coat_ds.layers", "megatron_ext"],
     py_modules=[AUTOLOAD],
     package_dir={"coat_kernels": "kernels"},
     entry_points={"torch.backends": [f"coat_ds = {AUTOLOAD}:register"]},
     cmdclass={"editable_wheel": EditableWheel},
-    package_data={"coat_kernels": ["*.cpp"]},
+    package_data={"coat_kernels.adamw": ["*.cpp"]},
     install_requires=["torch>=2.11", "triton>=3.6; platform_system == 'Linux'", "numpy"],
     extras_require={
         "deepspeed": ["deepspeed>=0.18.9,<0.20"],

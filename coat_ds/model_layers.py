@@ -17,7 +17,7 @@ from coat_ds.layers.attention import STATE
 from coat_ds.layers.conversion import Conversion, holder_of
 from coat_ds.layers.convert import conversion_of, convert, unconvert
 from coat_ds.layers.replaced import replaced
-from coat_kernels.fp8 import set_emulation
+from coat_kernels.device import set_emulation
 
 PLURALS = {
     "linear": "linear layers",

@@ -3,12 +3,6 @@
 A `Deferred` tensor is, to everyone who looks, the BF16 or FP32 tensor that its producer would have written.
 What it holds is how to make it: a product takes its FP8 operands, and a bias the sums of its columns, written
 by the producer's own kernel; any other operation makes the tensor first.
-
-Scales are just in time, hence not known while the producer runs. It quantizes with the scale that the same
-tensor of the same module had last time, finds the largest magnitude on its way, and is launched a second time
-with that: its programs return at once if the scale was right, and else write the codes again. So the codes
-never depend on the prediction, only the time does. Scales lie a factor of two or more apart: few change.
-A tensor that exists, a weight too, is quantized in the same way: with one read of it.
 """
 
 import functools
@@ -20,111 +14,23 @@ import torch.distributed as dist
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from coat_kernels.autograd import once_differentiable
-from coat_kernels.fp8 import Fp8Format, uses_kernels
+from coat_kernels.device import uses_kernels
+from coat_kernels.fp8 import Fp8Format
 from coat_kernels.origin import maxima_of
 from coat_kernels.parallel import largest_of_all
-from coat_kernels.tensorwise import (
-    FEW_MAXIMA,
+from coat_kernels.tensorwise.predicted import Attempt, PredictedScale, write_reference
+from coat_kernels.tensorwise.quantize import (
     Quantized,
-    Scales,
-    empty_operands,
-    largest_magnitude,
-    largest_of_maxima,
-    largest_of_maxima_reference,
     launch_quantize,
-    maxima_reference,
     quantize_tensor,
     quantize_tensor_triton,
-    tensor_scale_reference,
-    to_tensor_codes_reference,
-    transpose_codes,
-    transpose_codes_reference,
 )
+from coat_kernels.tensorwise.scale import largest_magnitude
+from coat_kernels.tensorwise.transpose import transpose_codes
 
 aten = torch.ops.aten
-
-
-class PredictedScale:
-    """The scale that one tensor of a module had last time, to quantize it with in `fmt`.
-
-    Belongs to the module; copies and checkpoints start anew. Calls that share one run in one stream.
-    """
-
-    def __init__(self, fmt: Fp8Format):
-        self.fmt = fmt
-        # how often somebody else than an FP8 product read a tensor that waited for one
-        self.times_made = 0
-        self._scales: dict[torch.device, torch.Tensor] = {}
-
-    def on(self, device: torch.device) -> torch.Tensor:
-        """The scale, FP32 [1], in place: always the same memory, as CUDA graphs want it."""
-        try:
-            return self._scales[device]
-        except KeyError:
-            # what is trained later cannot write into an inference tensor
-            with torch.inference_mode(False):
-                scale = self._scales[device] = torch.ones(1, device=device)
-            return scale
-
-    def __deepcopy__(self, memo):
-        return type(self)(self.fmt)
-
-    def __reduce__(self):
-        return type(self), (self.fmt,)
-
-
-def write_reference(x: torch.Tensor, out: Quantized, scales: Scales, fmt: Fp8Format) -> torch.Tensor | None:
-    """What a producer of `x` [m, n] does in each launch; the first one returns maxima, and writes sums."""
-    if not scales.corrects:
-        scales.used.copy_(scales.predicted)
-        if out.sums is not None:
-            torch.sum(x, 0, dtype=torch.float32, out=out.sums)
-    else:
-        largest = largest_of_maxima_reference(scales.maxima)
-        if scales.largest is not None:
-            scales.largest.copy_(largest)
-        scales.true.copy_(tensor_scale_reference(largest, fmt))
-        scales.predicted.copy_(scales.true)
-        if scales.used.equal(scales.true):
-            return None
-    codes = to_tensor_codes_reference(x, scales.predicted, fmt)
-    if out.rows is not None:
-        out.rows.copy_(codes)
-    if out.columns is not None:
-        out.columns.copy_(transpose_codes_reference(codes))
-    return None if scales.corrects else maxima_reference(x)
-
-
-class Attempt:
-    """FP8 operands of [m, n] written with a predicted scale. `write(out, scales)` launches their producer."""
-
-    def __init__(
-        self,
-        write: Callable[[Quantized, Scales], torch.Tensor | None],
-        prediction: PredictedScale,
-        m: int,
-        n: int,
-        device: torch.device,
-        rows: bool = True,
-        columns: bool = False,
-        sums: bool = False,
-    ):
-        self.write = write
-        self.predicted = prediction.on(device)
-        self.out = empty_operands(m, n, prediction.fmt, device, rows, columns, sums)
-        self.used = torch.empty_like(self.out.scale)
-        self.maxima = write(self.out, Scales(self.predicted, self.used))
-
-    def finish(
-        self, group: dist.ProcessGroup | None, finds_largest: bool = True
-    ) -> tuple[Quantized, torch.Tensor | None]:
-        """The operands, right now, and if asked for the largest magnitude, over the ranks of `group`."""
-        out, maxima = self.out, self.maxima
-        largest = torch.empty_like(self.used) if finds_largest else None
-        if group is not None:
-            maxima = largest_of_all(largest_of_maxima(maxima), group)
-        self.write(out, Scales(self.predicted, self.used, maxima, maxima.numel(), largest, out.scale))
-        return out, largest
+# up to so many maxima, every program of a launch over all tiles may read them all
+FEW_MAXIMA = 1024
 
 
 class Source:

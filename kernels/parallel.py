@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from coat_kernels.tensorwise import ALIGNMENT
+from coat_kernels.fp8 import ALIGNMENT
 
 # what codes are copied in where they come in whole ones
 WORD = torch.int64

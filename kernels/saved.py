@@ -29,13 +29,8 @@ import torch
 import torch.utils.checkpoint
 from torch.autograd.graph import saved_tensors_hooks
 
-from coat_kernels.groups import (
-    Grouped,
-    dequantize_groups_reference,
-    dequantize_groups_triton,
-    quantize_groups_reference,
-    quantize_groups_triton,
-)
+from coat_kernels.groups.kernels import dequantize_groups_triton, quantize_groups_triton
+from coat_kernels.groups.reference import Grouped, dequantize_groups_reference, quantize_groups_reference
 from coat_kernels.origin import note, noted
 
 GROUP_SIZES = (16, 32, 64, 128)
@@ -243,19 +238,6 @@ def replace_once(owner: Any, name: str, make: Callable[[Any], Any]) -> None:
             made = make(found)
             made.coat_original = found
             setattr(owner, name, made)
-
-
-@contextlib.contextmanager
-def exchanged(owner: Any, **names: Any) -> Iterator[None]:
-    """Sets attributes of `owner` and puts the old ones back at the end."""
-    old = {name: getattr(owner, name) for name in names}
-    for name, value in names.items():
-        setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        for name, value in old.items():
-            setattr(owner, name, value)
 
 
 @contextlib.contextmanager

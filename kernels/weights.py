@@ -17,9 +17,10 @@ import weakref
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from coat_kernels.deferred import PredictedScale, fp8_operands
+from coat_kernels.deferred import fp8_operands
 from coat_kernels.fp8 import Fp8Format
-from coat_kernels.tensorwise import Quantized, quantize_tensor
+from coat_kernels.tensorwise.predicted import PredictedScale
+from coat_kernels.tensorwise.quantize import Quantized, quantize_tensor
 
 WEIGHT_CACHES = ("none", "scale", "fp8")
 

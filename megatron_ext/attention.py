@@ -21,10 +21,10 @@ from coat_ds.layers.formats import formats
 from coat_ds.layers.hooks import after_pre_hooks, before_hooks
 from coat_ds.model_layers import Part, attended, grouped
 from coat_kernels.attention import BACKENDS, causal_attention
-from coat_kernels.deferred import PredictedScale
 from coat_kernels.groups import DEFAULT_FORMAT
 from coat_kernels.origin import note, noted
 from coat_kernels.rope import rotate_qkv
+from coat_kernels.tensorwise import PredictedScale
 
 from .linear import keep_bias
 from .settings import TakesActivations, activations_of

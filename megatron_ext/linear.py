@@ -16,10 +16,10 @@ from coat_ds.layers.formats import formats
 from coat_ds.layers.hooks import after_pre_hooks
 from coat_ds.model_layers import Part, multiplied
 from coat_kernels.autograd import once_differentiable
-from coat_kernels.deferred import PredictedScale
 from coat_kernels.linear import LinearOptions, fp8_linear
 from coat_kernels.origin import maxima_of, origin_of, with_maxima
 from coat_kernels.parallel import TensorParallel
+from coat_kernels.tensorwise import PredictedScale
 from coat_kernels.weights import WeightCache
 
 from .options import layer_activations

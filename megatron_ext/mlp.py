@@ -11,7 +11,7 @@ from coat_ds.layers.hooks import after_pre_hooks
 from coat_ds.model_layers import Part, grouped
 from coat_kernels.activation import activation
 from coat_kernels.blocks import ActivationOptions, activation_options
-from coat_kernels.deferred import PredictedScale
+from coat_kernels.tensorwise import PredictedScale
 
 from .linear import CoatColumnParallelLinear, CoatRowParallelLinear, keep_bias
 from .settings import TakesActivations

@@ -10,10 +10,9 @@ from coat_ds.layers.formats import formats
 from coat_ds.layers.hooks import before_hooks
 from coat_ds.model_layers import Part, grouped
 from coat_kernels.blocks import NormOptions, norm_options
-from coat_kernels.deferred import PredictedScale
-from coat_kernels.norm import layer_norm, rms_norm
+from coat_kernels.norm import deferred_add, layer_norm, may_defer_add, rms_norm
 from coat_kernels.origin import take_stand_in, with_stand_in
-from coat_kernels.residual import deferred_add, may_defer_add
+from coat_kernels.tensorwise import PredictedScale
 
 from .settings import TakesActivations
 

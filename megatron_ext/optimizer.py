@@ -36,7 +36,7 @@ from coat_ds.optimizer import LAYOUT, MOMENTS, CoatAdamW, Fragment, keeps_fp32
 from coat_ds.state import Moment
 from coat_ds.state_dict import take_states
 from coat_kernels.adamw import join_master, split_master
-from coat_kernels.saved import exchanged
+from coat_kernels.exchange import exchanged
 
 logger = logging.getLogger(__name__)
 

@@ -2,7 +2,7 @@
 
 from coat_ds.config import ActivationsConfig
 from coat_ds.model_layers import Part
-from coat_kernels.fp8 import set_emulation
+from coat_kernels.device import set_emulation
 
 from . import options
 

@@ -13,8 +13,8 @@ from coat_ds.layers.feed_forward import Fp8Activation, Fp8GatedFeedForward
 from coat_ds.layers.linear import Fp8Linear
 from coat_ds.layers.norm import Fp8Norm
 from coat_ds.layers.replaced import DTYPES, Replaced, replaced
-from coat_kernels.fp8 import set_emulation
-from coat_kernels.tensorwise import ALIGNMENT
+from coat_kernels.device import set_emulation
+from coat_kernels.fp8 import ALIGNMENT
 
 __all__ = ["convert", "conversion_of", "unconvert"]
 

@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 
 from coat_kernels.fp8 import INTERPRET, cast
+from coat_kernels.tiles import load_tile, store_tile
 
 # elements of a part, of which a step in PyTorch makes several copies; a multiple of every group size
 AT_ONCE = 2**22
@@ -204,21 +205,6 @@ def extremes_tile(b_x, SIGNED: tl.constexpr):
 def unclamped_tile(b_x, b_scale, b_exponent, E5M2: tl.constexpr, SIGNED: tl.constexpr):
     """The `clamp_tile` of codecs whose codes saturate by themselves."""
     return b_x
-
-
-@triton.jit
-def load_tile(p_x, o_x, m_x, MASKED: tl.constexpr):
-    if MASKED:
-        return tl.load(p_x + o_x, mask=m_x, other=0)
-    return tl.load(p_x + o_x)
-
-
-@triton.jit
-def store_tile(p_x, o_x, b_x, m_x, MASKED: tl.constexpr):
-    if MASKED:
-        tl.store(p_x + o_x, b_x, mask=m_x)
-    else:
-        tl.store(p_x + o_x, b_x)
 
 
 @triton.jit

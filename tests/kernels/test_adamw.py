@@ -148,7 +148,7 @@ def test_kernel_is_deterministic(device):
 
 def test_list_is_what_its_tensors_are_one_by_one(device, monkeypatch):
     """Sizes that end mid-group, nothing at all, several chunks of either size; steps of their own."""
-    monkeypatch.setattr(adamw, "CHUNKS", (8, 2))
+    monkeypatch.setattr(adamw.chunks, "CHUNKS", (8, 2))
     sizes, steps = (128 * 4 * 19 + 5, 0, 1, 4096, 130), [3, 1, 7, 2, 1]
     runs = []
     for together in (True, False):

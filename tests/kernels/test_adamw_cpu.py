@@ -3,9 +3,8 @@
 import pytest
 import torch
 
-from coat_kernels import adamw_cpu
-from coat_kernels.adamw import adamw_
-from coat_kernels.adamw_cpu import COMPILED, PIECE, compiled_step
+from coat_kernels.adamw import COMPILED, PIECE, adamw_, compiled_step
+from coat_kernels.adamw import cpu as adamw_cpu
 from coat_kernels.codecs import get_codec
 from tests.util import rel_rms
 

@@ -3,12 +3,10 @@
 import pytest
 import torch
 
-from coat_kernels import merged as merging
-from coat_kernels.deferred import PredictedScale
 from coat_kernels.fp8 import E4M3, E5M2
-from coat_kernels.linear import fp8_linear
-from coat_kernels.merged import MergedCache, merged
-from coat_kernels.tensorwise import quantize_tensor_reference
+from coat_kernels.linear import MergedCache, fp8_linear, merged
+from coat_kernels.linear import merge as merging
+from coat_kernels.tensorwise import PredictedScale, quantize_tensor_reference
 from coat_kernels.weights import invalidate_weight_caches
 
 ROWS, K, TOKENS = (48, 16, 32), 64, 24

@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from coat_kernels import rope
-from coat_kernels.deferred import PredictedScale
 from coat_kernels.fp8 import E5M2
 from coat_kernels.origin import maxima_of
+from coat_kernels.tensorwise import PredictedScale
 from tests.util import rel_rms
 
 # tokens, batch, groups, queries in a group, channels, rotated channels

@@ -32,7 +32,7 @@ def work(monkeypatch):
 @pytest.fixture
 def kernels(takes_kernels, monkeypatch):
     if takes_kernels:
-        for module in (deferred, tensorwise):
+        for module in (deferred, tensorwise.scale, tensorwise.quantize, tensorwise.transpose):
             monkeypatch.setattr(module, "uses_kernels", lambda x: True)
 
 

@@ -13,7 +13,7 @@ from megatron.core.activations import squared_relu
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 
 from coat_ds.config import ActivationsConfig
-from coat_kernels.launch import PreparedKernel
+from coat_kernels.prepared import PreparedKernel
 from megatron_ext.attention import _say_that_nothing_is_recomputed
 from megatron_ext.layer_specs import coat_layer_spec, sdpa_layer_spec
 from megatron_ext.ledger import saved_bytes

@@ -11,12 +11,11 @@ from megatron.core.distributed import DistributedDataParallel, DistributedDataPa
 from megatron.core.transformer import TransformerConfig
 
 from coat_ds.config import ActivationsConfig
-from coat_kernels import linear as linear_kernels
-from coat_kernels import residual
 from coat_kernels.deferred import Deferred, Source
 from coat_kernels.linear import LinearFormats
+from coat_kernels.linear import op as linear_kernels
+from coat_kernels.norm import is_deferred_sum, residual
 from coat_kernels.origin import origin_of, take_stand_in
-from coat_kernels.residual import is_deferred_sum
 from megatron_ext.layer_specs import coat_layer_spec, coat_parts, sdpa_layer_spec
 from megatron_ext.ledger import cached_weight_bytes, saved_bytes
 from megatron_ext.linear import CoatColumnParallelLinear, CoatRowParallelLinear

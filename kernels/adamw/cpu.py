@@ -15,6 +15,7 @@ from pathlib import Path
 
 import torch
 
+from coat_kernels.adamw.reference import LANE_KEY, STEP_KEY
 from coat_kernels.codecs.codec import Codec, Storage
 
 log = logging.getLogger(__name__)
@@ -24,11 +25,6 @@ CPU_INFO = Path("/proc/cpuinfo")
 # pairs of formats, in the order of the numbers by which the C++ knows them
 _EXPANDED = ("fp8_expanded", "fp8_expanded_e5m2")
 COMPILED = (*((m, v) for v in _EXPANDED for m in _EXPANDED), ("ratio8", "log8"))
-# of the dither: 2^32 times the fractions of the golden ratio and of the plastic number's inverse, of which
-# multiples fill an interval most evenly
-STEP_KEY, LANE_KEY = 0x9E3779B1, 0xC13FA9A9
-# elements of a piece of PyTorch's step, whose dozen temporaries stay in the cache
-PIECE = 2**16
 
 
 class Step(ctypes.Structure):
@@ -121,7 +117,9 @@ def adamw_compiled(
     scale = (1.0 if grad_scale is None else float(grad_scale)) * (-1 if maximize else 1)
     rates = lr, 1 - beta1, beta2, 1 - beta2, eps, weight_decay
     corrections = 1 - beta1**step, math.sqrt(1 - beta2**step)
-    options = Step(*rates, *corrections, scale, int(step) * STEP_KEY & 0xFFFFFFFF, LANE_KEY, dither)
+    options = Step(
+        *rates, *corrections, scale, int(step) * STEP_KEY.value & 0xFFFFFFFF, LANE_KEY.value, dither
+    )
     function(
         *(t.data_ptr() for t in (param, grad, *exp_avg, *exp_avg_sq)),
         param.numel(),

@@ -1,12 +1,4 @@
-"""Rotary positions (RoFormer, arXiv 2104.09864, equation 34, in halves) between a fused query-key-value
-projection and attention, in one pass each way.
-
-Of the projection's output [s, b, groups * (m + 2) * d], each group holds m query heads, a key and a value;
-or, if they lie `apart`, all queries come first, then all keys, then all values. Forward rotates queries and
-keys and writes the three to tensors of their own. Backward takes their gradients in whatever layout attention
-left them, writes the gradient of the projection's output and finds its maxima on the way; or, where only an
-FP8 product reads that gradient, its operands.
-"""
+"""Rotary positions in one pass each way."""
 
 import functools
 
@@ -14,72 +6,18 @@ import torch
 import triton
 import triton.language as tl
 
-from coat_kernels.autograd import once_differentiable
-from coat_kernels.deferred import Attempt, Deferred, PredictedScale, Source, write_reference
-from coat_kernels.fp8 import cast, finite_or_nan, round_to, uses_kernels
-from coat_kernels.launch import PreparedKernel, cdiv, next_power_of_2, tiling
-from coat_kernels.ops import compilable
-from coat_kernels.origin import with_maxima
-from coat_kernels.tensorwise import (
-    ALIGNMENT,
-    Quantized,
-    Scales,
-    finite_max,
-    maxima_reference,
-    scale_and_tiles,
-    store_words,
-    to_tensor_codes,
-    to_tensor_words,
-)
+from coat_kernels.fp8 import ALIGNMENT, cast, round_to
+from coat_kernels.prepared import PreparedKernel, cdiv, next_power_of_2, tiling
+from coat_kernels.tensorwise.quantize import Quantized, to_tensor_codes, to_tensor_words
+from coat_kernels.tensorwise.scale import Scales, scale_and_tiles
+from coat_kernels.tensorwise.transpose import store_words
+from coat_kernels.tiles import finite_abs, finite_max
 
 # heads of a program's tile, forward and backward
 HEADS, BACKWARD_HEADS = 8, 16
 # tokens, a multiple of 16, and heads of a program that writes FP8 operands, its warps, and its registers a
 # thread: with these, four programs fit on a multiprocessor; left alone, one that sums takes up to 189
 OPERANDS_TOKENS, OPERANDS_HEADS, OPERANDS_WARPS, OPERANDS_REGISTERS = 64, 8, 4, 128
-
-
-def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Rotates the first r channels of x [s, b, heads, d] by the angles of cos, sin [s, r], FP32."""
-    if cos.shape[1] == 0:
-        return x.clone()
-    first, second = x[..., : cos.shape[1]].float().chunk(2, dim=-1)
-    cos, sin = cos[:, None, None], sin[:, None, None]
-    turned = torch.cat((first, second), -1) * cos + torch.cat((-second, first), -1) * sin
-    return torch.cat((turned.to(x.dtype), x[..., cos.shape[-1] :]), -1)
-
-
-def rotate_back(grad: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """The gradient of `rotate`'s input from that of its output."""
-    r = cos.shape[1]
-    if r == 0:
-        return grad
-    value, crossed = (grad[..., :r].float() * t[:, None, None] for t in (cos, sin))
-    first, second = crossed.chunk(2, dim=-1)
-    return torch.cat(((value + torch.cat((second, -first), -1)).to(grad.dtype), grad[..., r:]), -1)
-
-
-def rotate_qkv_reference(mixed, cos, sin, groups: int, d: int, apart: bool = False):
-    """mixed [s, b, groups * (m + 2) * d] -> q [s, b, groups * m, d], k and v [s, b, groups, d]."""
-    if apart:
-        heads = mixed.unflatten(2, (-1, d))
-        q, k, v = heads.split((heads.shape[2] - 2 * groups, groups, groups), dim=2)
-    else:
-        heads = mixed.unflatten(2, (groups, mixed.shape[2] // (groups * d), d))
-        q, k, v = (part.flatten(2, 3) for part in heads.split((heads.shape[3] - 2, 1, 1), dim=3))
-    return rotate(q, cos, sin), rotate(k, cos, sin), v.clone()
-
-
-def rotate_qkv_backward_reference(dq, dk, dv, cos, sin, apart: bool = False):
-    """The gradients of `rotate_qkv_reference`'s results -> the gradient of mixed, its maxima."""
-    s, b, groups, d = dk.shape
-    dq, dk = rotate_back(dq, cos, sin), rotate_back(dk, cos, sin)
-    if apart:
-        grad = torch.cat((dq, dk, dv), 2).flatten(2)
-    else:
-        dq = dq.reshape(s, b, groups, dq.shape[2] // groups, d)
-        grad = torch.cat((dq, dk.unsqueeze(3), dv.unsqueeze(3)), 3).flatten(2)
-    return grad, maxima_reference(grad)
 
 
 @triton.jit
@@ -209,12 +147,6 @@ def store_codes(b_grad, b_words, p_rows, o_row, o_channel, m_x, scale, i, DTYPE:
     return b_words | (to_tensor_words(b_rounded, scale, E5M2) << (8 * i))
 
 
-@triton.jit
-def finite_abs(b_grad, DTYPE: tl.constexpr):
-    """Magnitudes of what would be stored; NaN, which maxima pass over, where not finite."""
-    return tl.abs(finite_or_nan(round_to(b_grad, DTYPE)))
-
-
 @PreparedKernel
 @triton.jit
 def rotate_qkv_operands_kernel(p_dq, p_dk, p_dv, p_cos, p_sin, p_rows, p_columns, p_sums, p_maxima,
@@ -268,7 +200,7 @@ def rotate_qkv_operands_kernel(p_dq, p_dk, p_dv, p_cos, p_sin, p_rows, p_columns
                 b_cos_2 = tl.load(p_cos + p_table + R // 2, mask=m_turns, other=1.0)
                 b_sin_2 = tl.load(p_sin + p_table + R // 2, mask=m_turns, other=0.0)
                 b_1, b_2 = turn_back(b_1, b_2, b_cos_1, b_sin_1, b_cos_2, b_sin_2)
-                b_abs = tl.maximum(finite_abs(b_1, DTYPE), finite_abs(b_2, DTYPE))
+                b_abs = tl.maximum(finite_abs(round_to(b_1, DTYPE)), finite_abs(round_to(b_2, DTYPE)))
                 b_most = tl.maximum(b_most, tl.max(b_abs, axis=1))
                 if p_sums is not None:
                     b_sums_1 += round_to(b_1, DTYPE)
@@ -280,7 +212,7 @@ def rotate_qkv_operands_kernel(p_dq, p_dk, p_dv, p_cos, p_sin, p_rows, p_columns
                 if REST > 0:
                     m_x = m_token[:, None] & (o_rest < D)[None, :]
                     b_3 = tl.load(p_x + o_x[:, None] + o_rest[None, :], mask=m_x, other=0.0).to(tl.float32)
-                    b_most = tl.maximum(b_most, tl.max(finite_abs(b_3, DTYPE), axis=1))
+                    b_most = tl.maximum(b_most, tl.max(finite_abs(round_to(b_3, DTYPE)), axis=1))
                     if p_sums is not None:
                         b_sums_3 += b_3
                     b_words_3 = store_codes(b_3, b_words_3, p_rows, o_row, o_rest, m_x, scale, i, DTYPE, E5M2)
@@ -309,7 +241,7 @@ def _tile(d: int, r: int, heads: int, apart: bool) -> dict[str, int]:
     return {"D": d, "R": r, "HALF": half, "REST": rest, "HEADS": heads, "APART": apart}
 
 
-def _empty_qkv(mixed: torch.Tensor, groups: int, d: int):
+def empty_qkv(mixed: torch.Tensor, groups: int, d: int):
     s, b, width = mixed.shape
     q = mixed.new_empty(s, b, width // d - 2 * groups, d)
     return q, mixed.new_empty(s, b, groups, d), mixed.new_empty(s, b, groups, d)
@@ -319,7 +251,7 @@ def rotate_qkv_triton(mixed, cos, sin, groups: int, d: int, apart: bool = False)
     """`rotate_qkv_reference` as a kernel; `mixed` is contiguous."""
     s, b, width = mixed.shape
     heads = width // d
-    q, k, v = _empty_qkv(mixed, groups, d)
+    q, k, v = empty_qkv(mixed, groups, d)
     rotate_qkv_kernel[s * b, cdiv(heads, HEADS)](
         mixed,
         cos,
@@ -363,7 +295,7 @@ def rotate_qkv_backward_triton(dq, dk, dv, cos, sin, apart: bool = False):
     return grad, maxima
 
 
-def _launch_operands(
+def launch_operands(
     dq, dk, dv, cos, sin, out: Quantized, scales: Scales, apart: bool = False
 ) -> torch.Tensor | None:
     """Writes the operands of the gradient; the first launch writes sums and returns maxima."""
@@ -405,116 +337,3 @@ def _launch_operands(
     if partial is not None:
         torch.sum(partial, 0, out=out.sums)
     return maxima
-
-
-def _deferred_backward(dq, dk, dv, cos, sin, scale: PredictedScale) -> Deferred:
-    """The gradient of the projection's output, of which nothing is written now."""
-    dq, dk, dv = [t if t.stride(3) == 1 else t.contiguous() for t in (dq, dk, dv)]
-    s, b, groups, d = dk.shape
-    width = (dq.shape[2] + 2 * groups) * d
-
-    def make(*inputs):
-        return rotate_qkv_backward(*inputs)[0].view(s * b, width)
-
-    source = Source((dq, dk, dv, cos, sin), make, _launch_operands, scale, (s * b, width), dq.dtype)
-    return Deferred(source, (s, b, width))
-
-
-def rotate_qkv_backward_operands(
-    dq, dk, dv, cos, sin, scale: PredictedScale, sums: bool, apart: bool = False
-) -> Quantized:
-    """The gradient of the projection's output [s * b, width] as FP8 rows and columns alone, and the `sums` of
-    its columns."""
-    dq, dk, dv = [t if t.stride(3) == 1 else t.contiguous() for t in (dq, dk, dv)]
-    s, b, groups, d = dk.shape
-    width = (dq.shape[2] + 2 * groups) * d
-    if uses_kernels(dq):
-        write = functools.partial(_launch_operands, dq, dk, dv, cos, sin, apart=apart)
-    else:
-        grad, _ = rotate_qkv_backward_reference(dq, dk, dv, cos, sin, apart)
-        write = functools.partial(write_reference, grad.view(s * b, width), fmt=scale.fmt)
-    attempt = Attempt(write, scale, s * b, width, dq.device, rows=True, columns=True, sums=sums)
-    return attempt.finish(None, finds_largest=False)[0]
-
-
-@compilable(lambda mixed, cos, sin, groups, d, apart=False: _empty_qkv(mixed, groups, d))
-def rotate_qkv_forward(
-    mixed: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, groups: int, d: int, apart: bool = False
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """CUDA tensors take the kernel, others the reference."""
-    run = rotate_qkv_triton if uses_kernels(mixed) else rotate_qkv_reference
-    return run(mixed, cos, sin, groups, d, apart)
-
-
-def _backward_fake(dq, dk, dv, cos, sin, apart=False):
-    s, b, groups, d = dk.shape
-    programs = s * b * cdiv(dq.shape[2] + 2 * groups, BACKWARD_HEADS) if uses_kernels(dq) else 1
-    maxima = dq.new_empty(programs, dtype=torch.float32)
-    return dq.new_empty(s, b, (dq.shape[2] + 2 * groups) * d), maxima
-
-
-@compilable(_backward_fake)
-def rotate_qkv_backward(
-    dq: torch.Tensor,
-    dk: torch.Tensor,
-    dv: torch.Tensor,
-    cos: torch.Tensor,
-    sin: torch.Tensor,
-    apart: bool = False,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """CUDA tensors take the kernel, others the reference."""
-    backward = rotate_qkv_backward_triton if uses_kernels(dq) else rotate_qkv_backward_reference
-    return backward(dq, dk, dv, cos, sin, apart)
-
-
-class _RotateQKV(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, mixed, cos, sin, groups, d, grad_scale):
-        ctx.save_for_backward(cos, sin)
-        ctx.grad_scale = grad_scale
-        return rotate_qkv_forward(mixed.contiguous(), cos, sin, groups, d)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, dq, dk, dv):
-        nothing = (None,) * 5
-        if ctx.grad_scale is not None and not torch.compiler.is_compiling():
-            return _deferred_backward(dq, dk, dv, *ctx.saved_tensors, ctx.grad_scale), *nothing
-        grad, maxima = rotate_qkv_backward(dq, dk, dv, *ctx.saved_tensors)
-        return with_maxima(grad, maxima), *nothing
-
-
-def rotate_qkv(
-    mixed: torch.Tensor,
-    cos: torch.Tensor,
-    sin: torch.Tensor,
-    groups: int,
-    d: int,
-    *,
-    grad_scale: PredictedScale | None = None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Splits the output of a fused projection and rotates its queries and keys.
-
-    mixed [s, b, groups * (m + 2) * d] in BF16 or FP32: in each group m queries, a key and a value;
-    cos, sin: FP32 [s, r], r even and at most d: channel i turns with channel i + r / 2, others stay; with r 0
-    (and any s) it only splits;
-    grad_scale: defer the gradient of mixed, which then goes straight into the FP8 products of the projection;
-    the caller's, one for every call site. Not used while a model is compiled.
-    Returns q [s, b, groups * m, d], k and v [s, b, groups, d]. Kept for backward are cos and sin.
-    Raises ValueError for shapes that do not belong together.
-    """
-    s, b, width = mixed.shape
-    r = cos.shape[-1]
-    if cos.shape != sin.shape or cos.ndim != 2 or (r and cos.shape[0] != s) or r % 2 or r > d:
-        raise ValueError(
-            f"rotate_qkv: expected cosines and sines of shape [{s}, r], r even and at most {d}; found "
-            f"{list(cos.shape)} and {list(sin.shape)}"
-        )
-    if width % (groups * d) or width < 3 * groups * d:
-        raise ValueError(
-            f"rotate_qkv: expected a multiple of {groups} groups x {d} channels, at least three times that; "
-            f"found {width} columns"
-        )
-    if torch.compiler.is_compiling():
-        grad_scale = None
-    return _RotateQKV.apply(mixed, cos, sin, groups, d, grad_scale)

@@ -13,22 +13,15 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from coat_kernels.autograd import once_differentiable
-from coat_kernels.deferred import Deferred, PredictedScale, fp8_operands, holders, holders_in_backward
-from coat_kernels.fp8 import E4M3, E5M2, Fp8Format, require_fp8, uses_kernels
-from coat_kernels.matmul import accumulate_matmul, scaled_matmul
+from coat_kernels.deferred import Deferred, fp8_operands, holders, holders_in_backward
+from coat_kernels.device import require_fp8, uses_kernels
+from coat_kernels.fp8 import ALIGNMENT, E4M3, E5M2, Fp8Format
+from coat_kernels.linear.matmul import accumulate_matmul, scaled_matmul
 from coat_kernels.origin import Origin, maxima_of, with_maxima
-from coat_kernels.parallel import (
-    TensorParallel,
-    all_reduce,
-    gather_columns,
-    gather_rows,
-    reduce_scatter,
-)
-from coat_kernels.tensorwise import (
-    ALIGNMENT,
-    Quantized,
-    transpose_codes,
-)
+from coat_kernels.parallel import TensorParallel, all_reduce, gather_columns, gather_rows, reduce_scatter
+from coat_kernels.tensorwise.predicted import PredictedScale
+from coat_kernels.tensorwise.quantize import Quantized
+from coat_kernels.tensorwise.transpose import transpose_codes
 from coat_kernels.weights import NO_CACHE, WeightCache
 
 

@@ -1,4 +1,4 @@
-"""FP8 matrix products: into a tensor of their own, or added to one that is there.
+"""An FP8 matrix product that adds to a tensor that is there, and an addition of two types.
 
 Weight gradients are summed over micro-batches in FP32. Added by the product itself, they are neither rounded
 to BF16 nor written and read once more. The kernel that does so sums within the tensor cores, which on Hopper
@@ -12,9 +12,8 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from coat_kernels.fp8 import INTERPRET, capability, cast, uses_kernels, widen
-from coat_kernels.launch import PreparedKernel, cdiv, on_device_of
-from coat_kernels.ops import compilable
+from coat_kernels.fp8 import INTERPRET, cast, widen
+from coat_kernels.prepared import PreparedKernel, cdiv, on_device_of
 
 # of `out`, and of the dimension that is summed at a time
 N_TILE, K_TILE, T_TILE = 128, 256, 128
@@ -24,44 +23,6 @@ GROUP = 8
 TILES_PER_PROCESSOR = 2
 # elements of a program that adds
 BLOCK = 4096
-
-
-def scaled_matmul_reference(
-    a: torch.Tensor, b: torch.Tensor, scale_a: torch.Tensor, scale_b: torch.Tensor, dtype: torch.dtype
-) -> torch.Tensor:
-    """`a` [m, k] times `b` [n, k] transposed, both FP8, accumulated in FP32, rounded once to `dtype`."""
-    with torch.autocast(a.device.type, enabled=False):
-        return ((a.float() @ b.float().t()) * (scale_a * scale_b)).to(dtype)
-
-
-@compilable(
-    lambda a, b, scale_a, scale_b, bias, dtype, fast: a.new_empty(a.shape[0], b.shape[0], dtype=dtype)
-)
-def scaled_matmul(
-    a: torch.Tensor,
-    b: torch.Tensor,
-    scale_a: torch.Tensor,
-    scale_b: torch.Tensor,
-    bias: torch.Tensor | None,
-    dtype: torch.dtype,
-    fast: bool,
-) -> torch.Tensor:
-    """`scaled_matmul_reference` plus `bias` [n], on CUDA by cuBLASLt; `fast` as in `LinearFormats`."""
-    kernels = uses_kernels(a)
-    in_epilogue = kernels and bias is not None and bias.dtype == dtype == torch.bfloat16
-    if kernels:
-        epilogue = bias if in_epilogue else None
-        y = torch._scaled_mm(a, b.t(), scale_a, scale_b, bias=epilogue, out_dtype=dtype, use_fast_accum=fast)
-    else:
-        y = scaled_matmul_reference(a, b, scale_a, scale_b, dtype)
-    return y if bias is None or in_epilogue else y.add_(bias)
-
-
-def accumulate_matmul_reference(
-    a: torch.Tensor, b: torch.Tensor, scale_a: torch.Tensor, scale_b: torch.Tensor, out: torch.Tensor
-) -> None:
-    """Adds `a` [n, t] times `b` [k, t] transposed, both FP8, to `out` [n, k], FP32."""
-    out.add_(scaled_matmul_reference(a, b, scale_a, scale_b, torch.float32))
 
 
 @triton.jit
@@ -157,48 +118,3 @@ def add_kernel(p_out, p_x, n, BLOCK: tl.constexpr):
 def add_triton(out: torch.Tensor, x: torch.Tensor) -> None:
     """`out.add_(x)`, bit for bit, of contiguous tensors of one shape; torch is slower where types differ."""
     add_kernel[(cdiv(out.numel(), BLOCK),)](out, x, out.numel(), BLOCK=BLOCK, num_warps=8)
-
-
-def add_into(out: torch.Tensor, x: torch.Tensor) -> None:
-    """Adds `x` to `out` of the same shape, of any floating-point types; on CUDA by the kernel."""
-    if uses_kernels(out) and out.is_contiguous():
-        add_triton(out, x)
-    else:
-        out.add_(x)
-
-
-def _adds_itself(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> bool:
-    """Whether the product is added to `out` without being written."""
-    if out.dtype != torch.float32 or not uses_kernels(a):
-        return out.dtype == torch.float32
-    tiles = cdiv(a.shape[0], N_TILE) * cdiv(b.shape[0], K_TILE)
-    return (
-        capability(out.device)[0] == 9
-        and tiles >= TILES_PER_PROCESSOR * multiprocessors(out.device)
-        and a.shape[1] > 0
-        and out.is_contiguous()
-        # parameters that Megatron packs behind one of odd size
-        and out.data_ptr() % 16 == 0
-    )
-
-
-@compilable(lambda *_: None, mutates=("out",))
-def accumulate_matmul(
-    a: torch.Tensor,
-    b: torch.Tensor,
-    scale_a: torch.Tensor,
-    scale_b: torch.Tensor,
-    out: torch.Tensor,
-    dtype: torch.dtype,
-    fast: bool,
-) -> None:
-    """`accumulate_matmul_reference` to `out` of any floating-point type; `fast` as in `LinearFormats`.
-
-    With fast sums, Hopper adds large products to FP32 as they leave the tensor cores. All others are rounded
-    to `dtype` first.
-    """
-    if fast and _adds_itself(a, b, out):
-        accumulate = accumulate_matmul_triton if uses_kernels(a) else accumulate_matmul_reference
-        accumulate(a, b, scale_a, scale_b, out)
-    else:
-        add_into(out, scaled_matmul(a, b, scale_a, scale_b, None, dtype, fast))

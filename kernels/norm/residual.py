@@ -12,9 +12,11 @@ import triton
 import triton.language as tl
 
 from coat_kernels.autograd import once_differentiable
-from coat_kernels.codecs.codec import load_tile
-from coat_kernels.deferred import Deferred, PredictedScale, Source
-from coat_kernels.fp8 import round_to, uses_kernels, widen
+from coat_kernels.deferred import Deferred, Source
+from coat_kernels.device import uses_kernels
+from coat_kernels.fp8 import round_to, widen
+from coat_kernels.tensorwise.predicted import PredictedScale
+from coat_kernels.tiles import load_tile
 
 # elements of the smallest sum that waits: the norm finds a smaller one in the cache (50 MB on an H200), so
 # that no pass is saved, and deferring takes the host 20 us

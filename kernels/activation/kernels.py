@@ -1,17 +1,4 @@
-"""Activations, plain and gated (Shazeer, arXiv 2002.05202, section 2), that keep their input in 8 bits, 1 x
-G groups.
-
-y = a(x), or a(gate) * up of x = gate | up. Neither a(gate) nor the product is kept: backward makes them
-again. The output carries its origin, so that the projection behind it keeps nothing, and its maxima, so that
-nobody reads it for its scale; so does the gradient. a is one of
-
-- silu: x s(x), s(x) = 1 / (1 + exp(-x)); gated it is SwiGLU;
-- gelu: x (1 + erf(x / sqrt(2))) / 2; gated it is GEGLU;
-- gelu_tanh: x (1 + tanh(u)) / 2 = x s(2 u), u = sqrt(2 / pi) (x + 0.044715 x^3), which approximates gelu;
-- quick_gelu: x s(1.702 x), the older approximation of gelu;
-- relu: max(x, 0);
-- squared_relu: max(x, 0)^2 (So et al., arXiv 2109.08668).
-"""
+"""The activations' kernels and their launchers."""
 
 import functools
 
@@ -19,51 +6,16 @@ import torch
 import triton
 import triton.language as tl
 
-from coat_kernels.autograd import once_differentiable
-from coat_kernels.codecs.codec import load_tile, store_tile
-from coat_kernels.deferred import Attempt, Deferred, PredictedScale, Source, write_reference
+from coat_kernels.activation.reference import CUBE, FLAT, NORMAL, QUICK, SQRT_HALF, TWO_SQRT_2_OVER_PI
 from coat_kernels.fast_math import fast_exp2, fast_reciprocal
-from coat_kernels.fp8 import (
-    Fp8Format,
-    cast,
-    finite_or_nan,
-    fp8_format,
-    require_fp8,
-    round_to,
-    uses_kernels,
-    widen,
-)
-from coat_kernels.group_tiles import (
-    load_group_tile,
-    store_group_tile,
-    stored_max,
-    tile_mask,
-)
-from coat_kernels.groups import (
-    DEFAULT_FORMAT,
-    GROUP_FORMATS,
-    Grouped,
-    dequantize_groups_reference,
-    quantize_groups_reference,
-)
-from coat_kernels.launch import PreparedKernel, cdiv, tiling
-from coat_kernels.ops import compilable
-from coat_kernels.origin import Origin, with_maxima, with_origin
-from coat_kernels.tensorwise import (
-    ALIGNMENT,
-    NO_SCALES,
-    Quantized,
-    Scales,
-    empty_columns,
-    quantize_tensor_reference,
-    scale_and_tiles,
-    store_words,
-    tensor_scale,
-    to_tensor_codes,
-    to_tensor_words,
-)
-
-KINDS = ("silu", "gelu", "gelu_tanh", "quick_gelu", "relu", "squared_relu")
+from coat_kernels.fp8 import ALIGNMENT, Fp8Format, cast, round_to, widen
+from coat_kernels.groups.kernels import load_group_tile, store_group_tile
+from coat_kernels.groups.reference import GROUP_FORMATS, Grouped
+from coat_kernels.prepared import PreparedKernel, cdiv, tiling
+from coat_kernels.tensorwise.quantize import Quantized, to_tensor_codes, to_tensor_words
+from coat_kernels.tensorwise.scale import NO_SCALES, Scales, scale_and_tiles, tensor_scale
+from coat_kernels.tensorwise.transpose import empty_columns, store_words
+from coat_kernels.tiles import finite_abs, load_tile, store_tile, stored_max, tile_mask
 
 # rows and columns of a program's tile, and its warps
 FORWARD_ROWS, FORWARD_COLUMNS, FORWARD_WARPS = 8, 256, 4
@@ -74,90 +26,7 @@ OPERANDS_ROWS, OPERANDS_COLUMNS, OPERANDS_WARPS = 32, 128, 4
 COLUMNS_M, COLUMNS_N, COLUMNS_WARPS = 32, 256, 4
 # rows of which a program of backward adds up its columns, where they are asked for
 SUMMED_ROWS = 128
-
 LOG2_E = tl.constexpr(1.4426950408889634)
-SQRT_HALF = tl.constexpr(0.7071067811865476)
-# the density of a normal distribution at 0
-NORMAL = tl.constexpr(0.3989422804014327)
-TWO_SQRT_2_OVER_PI = tl.constexpr(1.5957691216057308)
-CUBE = tl.constexpr(0.044715)
-QUICK = tl.constexpr(1.702)
-# beyond it tanh(u) is +-1 in FP32, and the cube would overflow
-FLAT = tl.constexpr(16.0)
-
-
-def value_and_slope_reference(x: torch.Tensor, kind: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """a(x) and a'(x)."""
-    if kind == "silu":
-        s = x.sigmoid()
-        return x * s, s + x * s * (1 - s)
-    if kind == "gelu":
-        below = 0.5 + 0.5 * torch.erf(x * SQRT_HALF.value)
-        return x * below, below + x * NORMAL.value * torch.exp(-0.5 * x * x)
-    if kind == "gelu_tanh":
-        s = torch.sigmoid(TWO_SQRT_2_OVER_PI.value * (x + CUBE.value * x * x * x))
-        near = x.clamp(-FLAT.value, FLAT.value)
-        return x * s, s + s * (1 - s) * TWO_SQRT_2_OVER_PI.value * (near + 3 * CUBE.value * near**3)
-    if kind == "quick_gelu":
-        s = torch.sigmoid(QUICK.value * x)
-        return x * s, s + x * s * (1 - s) * QUICK.value
-    positive = torch.where(x < 0, 0, x)
-    if kind == "relu":
-        # NaN stays NaN
-        return positive, torch.where(x > 0, 1.0, 0 * positive)
-    return positive * positive, 2 * positive
-
-
-def _parts(x: torch.Tensor, gated: bool) -> tuple[torch.Tensor, ...]:
-    return x.chunk(2, dim=1) if gated else (x,)
-
-
-def _dequantize(q: Grouped, gated: bool, group_size: int) -> list[torch.Tensor]:
-    parts = zip(_parts(q.codes, gated), _parts(q.exponent, gated), strict=True)
-    return [dequantize_groups_reference(Grouped(*part), group_size) for part in parts]
-
-
-def row_maxima(y: torch.Tensor) -> torch.Tensor:
-    """The largest finite magnitudes of rows, FP32."""
-    return torch.where(y.isfinite(), y.float().abs(), 0).amax(1)
-
-
-def activation_forward_reference(x, kind: str, gated: bool, group_size: int, keep: str | None):
-    """x [rows, f or 2 f] -> (y [rows, f] in x's dtype, maxima of y, x kept in the format called `keep`,
-    groups of gate before groups of up; None where that is None)."""
-    parts = _parts(x, gated)
-    y, _ = value_and_slope_reference(parts[0].float(), kind)
-    if gated:
-        y = y * parts[1].float()
-    y = y.to(x.dtype)
-    if not keep:
-        return y, row_maxima(y), None
-    kept = [quantize_groups_reference(part, group_size, keep) for part in parts]
-    return y, row_maxima(y), Grouped(*(torch.cat(tensors, dim=1) for tensors in zip(*kept, strict=True)))
-
-
-def activation_backward_reference(grad_y, q: Grouped, kind: str, gated: bool, group_size: int):
-    """grad_y [rows, f] -> (grad of x in grad_y's dtype, its maxima)."""
-    parts = _dequantize(q, gated, group_size)
-    value, slope = value_and_slope_reference(parts[0], kind)
-    grad = grad_y.float()
-    if gated:
-        grad_x = torch.cat((grad * slope * parts[1], grad * value), dim=1)
-    else:
-        grad_x = grad * slope
-    grad_x = grad_x.to(grad_y.dtype)
-    return grad_x, row_maxima(grad_x)
-
-
-def activation_columns_reference(
-    q: Grouped, largest, kind: str, gated: bool, group_size: int, fmt: Fp8Format
-) -> Quantized:
-    """y again, from the kept input, as FP8 columns with the scale of `largest`."""
-    parts = _dequantize(q, gated, group_size)
-    y, _ = value_and_slope_reference(parts[0], kind)
-    if gated:
-        y = y * parts[1]
-    return quantize_tensor_reference(y, largest, fmt, rows=False, columns=True)
 
 
 @triton.jit
@@ -250,12 +119,6 @@ def load_parts(p_codes, p_exponent, o_row, column, rows, f, groups, PARTS: tl.co
     else:
         b_up = b_x
     return b_x, b_up
-
-
-@triton.jit
-def finite_abs(b_x):
-    """The magnitudes of an FP32 tile; NaN, which maxima pass over, where not finite."""
-    return tl.abs(finite_or_nan(b_x))
 
 
 @PreparedKernel
@@ -361,7 +224,7 @@ def activation_columns_kernel(p_codes, p_exponent, p_largest, p_columns, p_scale
     store_words(p_columns, b_words, o_word, o_f, f, padded_rows, EVEN)
 
 
-def _empty_kept(rows: int, f: int, gated: bool, group_size: int, fmt: str, device: torch.device) -> Grouped:
+def empty_kept(rows: int, f: int, gated: bool, group_size: int, fmt: str, device: torch.device) -> Grouped:
     """Uninitialised storage for one or two parts, each of which has groups of its own."""
     parts = 1 + gated
     return Grouped(
@@ -381,11 +244,11 @@ def activation_forward_triton(x, kind: str, gated: bool, group_size: int, keep: 
     """`activation_forward_reference` in one pass over x; one maximum for each tile."""
     rows, f = x.shape[0], x.shape[1] // (1 + gated)
     y = torch.empty(rows, f, dtype=x.dtype, device=x.device)
-    q = _empty_kept(rows, f, gated, group_size, keep, x.device) if keep else None
-    return y, _launch_forward(x, q, kind, gated, group_size, y=y), q
+    q = empty_kept(rows, f, gated, group_size, keep, x.device) if keep else None
+    return y, launch_forward(x, q, kind, gated, group_size, y=y), q
 
 
-def _launch_forward(
+def launch_forward(
     x,
     q: Grouped | None,
     kind: str,
@@ -429,10 +292,10 @@ def _launch_forward(
 def activation_backward_triton(grad_y, q: Grouped, kind: str, gated: bool, group_size: int):
     """`activation_backward_reference` in one pass; one maximum for each tile."""
     grad_x = torch.empty(q.codes.shape, dtype=grad_y.dtype, device=grad_y.device)
-    return grad_x, _launch_backward(grad_y, q, kind, gated, group_size, grad_x=grad_x)
+    return grad_x, launch_backward(grad_y, q, kind, gated, group_size, grad_x=grad_x)
 
 
-def _launch_backward(
+def launch_backward(
     grad_y,
     q: Grouped,
     kind: str,
@@ -517,224 +380,3 @@ def activation_columns_triton(
         num_warps=COLUMNS_WARPS,
     )
     return Quantized(None, columns, scale)
-
-
-def _none(like: torch.Tensor) -> torch.Tensor:
-    """What an operator returns, which cannot return None."""
-    return torch.empty(0, dtype=torch.float32, device=like.device)
-
-
-def _maxima_fake(y: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
-    tiles = cdiv(y.shape[0], rows) * cdiv(y.shape[1], columns)
-    return y.new_empty(tiles if uses_kernels(y) else y.shape[0], dtype=torch.float32)
-
-
-def _forward_fake(x, kind, gated, group_size, keep):
-    rows, f = x.shape[0], x.shape[1] // (1 + gated)
-    y = x.new_empty(rows, f)
-    maxima = _maxima_fake(y, FORWARD_ROWS, FORWARD_COLUMNS)
-    if not keep:
-        return y, maxima, _none(x), _none(x)
-    return y, maxima, *_empty_kept(rows, f, gated, group_size, keep, x.device)
-
-
-@compilable(_forward_fake)
-def activation_forward(
-    x: torch.Tensor, kind: str, gated: bool, group_size: int, keep: str | None
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(y, maxima, codes, exponent) of a contiguous x; where `keep` is None, the last two are empty."""
-    forward = activation_forward_triton if uses_kernels(x) else activation_forward_reference
-    y, maxima, q = forward(x, kind, gated, group_size, keep)
-    return (y, maxima, *q) if keep else (y, maxima, _none(x), _none(x))
-
-
-def _backward_fake(grad_y, codes, exponent, kind, gated, group_size):
-    return grad_y.new_empty(codes.shape), _maxima_fake(grad_y, BACKWARD_ROWS, BACKWARD_COLUMNS)
-
-
-@compilable(_backward_fake)
-def activation_backward(
-    grad_y: torch.Tensor,
-    codes: torch.Tensor,
-    exponent: torch.Tensor,
-    kind: str,
-    gated: bool,
-    group_size: int,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """(grad of x, its maxima) of a contiguous grad_y."""
-    backward = activation_backward_triton if uses_kernels(grad_y) else activation_backward_reference
-    return backward(grad_y, Grouped(codes, exponent), kind, gated, group_size)
-
-
-def _columns_fake(codes, exponent, largest, kind, gated, group_size, fmt):
-    rows, f = codes.shape[0], codes.shape[1] // (1 + gated)
-    return empty_columns(rows, f, fp8_format(fmt), codes.device), largest.new_empty(1)
-
-
-@compilable(_columns_fake)
-def activation_columns(
-    codes: torch.Tensor,
-    exponent: torch.Tensor,
-    largest: torch.Tensor,
-    kind: str,
-    gated: bool,
-    group_size: int,
-    fmt: str,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """(columns, scale) of y, made again."""
-    make = activation_columns_triton if uses_kernels(codes) else activation_columns_reference
-    q = Grouped(codes, exponent)
-    made = make(q, largest, kind, gated, group_size, fp8_format(fmt))
-    return made.columns, made.scale
-
-
-class _Activation(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, kind, gated, group_size, keep, y_scale, grad_scale):
-        rows, options = x.reshape(-1, x.shape[-1]).contiguous(), (kind, gated, group_size)
-        shape = *x.shape[:-1], x.shape[-1] // (1 + gated)
-        if y_scale is None:
-            y, maxima, *kept = activation_forward(rows, *options, keep)
-            # an alias, not a view: autograd would let nobody change that in place
-            y = y.view(shape).detach()
-            ctx.mark_non_differentiable(*kept, maxima)
-        else:
-            source, kept = _deferred_forward(rows, options, keep, y_scale)
-            y, maxima = Deferred(source, shape), None
-            ctx.mark_non_differentiable(*kept)
-        ctx.options, ctx.shape, ctx.grad_scale = options, x.shape, grad_scale
-        ctx.save_for_backward(*kept)
-        ctx.set_materialize_grads(False)
-        return y, maxima, *kept
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, grad_y, *_):
-        if grad_y is None:
-            return (None,) * 7
-        grads = grad_y.reshape(-1, grad_y.shape[-1]).contiguous()
-        if ctx.grad_scale is None or torch.compiler.is_compiling():
-            grad_x, maxima = activation_backward(grads, *ctx.saved_tensors, *ctx.options)
-            grad_x = with_maxima(grad_x.view(ctx.shape), maxima)
-        else:
-            grad_x = Deferred(
-                _deferred_backward(grads, ctx.saved_tensors, ctx.options, ctx.grad_scale), ctx.shape
-            )
-        return grad_x, *(None,) * 6
-
-
-def _deferred_forward(
-    x: torch.Tensor, options: tuple, keep: str, scale: PredictedScale
-) -> tuple[Source, Grouped]:
-    """y, of which only FP8 rows are written now, and what is kept of x."""
-    kind, gated, group_size = options
-    shape = x.shape[0], x.shape[1] // (1 + gated)
-
-    def make(x):
-        return activation_forward(x, *options, None)[0]
-
-    if uses_kernels(x):
-        kept = _empty_kept(*shape, gated, group_size, keep, x.device)
-    else:
-        *_, kept = activation_forward_reference(x, *options, keep)
-
-    def write(x, out, scales):
-        return _launch_forward(x, kept, *options, out=out, scales=scales)
-
-    return Source((x,), make, write, scale, shape, x.dtype, at_once=True), kept
-
-
-def _deferred_backward(grad_y: torch.Tensor, kept: tuple, options: tuple, scale: PredictedScale) -> Source:
-    """The gradient of x, of which nothing is written now."""
-
-    def make(*inputs):
-        return activation_backward(*inputs, *options)[0]
-
-    def write(grad_y, codes, exponent, out, scales):
-        return _launch_backward(grad_y, Grouped(codes, exponent), *options, out=out, scales=scales)
-
-    return Source((grad_y, *kept), make, write, scale, tuple(kept[0].shape), grad_y.dtype)
-
-
-def activation_operands(
-    x: torch.Tensor, options: tuple[str, bool, int], keep: str, scale: PredictedScale
-) -> tuple[Quantized, torch.Tensor, Grouped]:
-    """The activation's output as FP8 rows alone, at once: (operands, the largest magnitude, the kept input).
-
-    x [rows, f or 2 f], contiguous. options: kind, gated, group_size.
-    """
-    rows, f = x.shape[0], x.shape[1] // (1 + options[1])
-    if uses_kernels(x):
-        kept = _empty_kept(rows, f, *options[1:], keep, x.device)
-
-        def write(out, scales):
-            return _launch_forward(x, kept, *options, out=out, scales=scales)
-    else:
-        y, _, kept = activation_forward_reference(x, *options, keep)
-        write = functools.partial(write_reference, y, fmt=scale.fmt)
-    return *Attempt(write, scale, rows, f, x.device).finish(None), kept
-
-
-def activation_backward_operands(
-    grad_y: torch.Tensor, q: Grouped, options: tuple[str, bool, int], scale: PredictedScale, sums: bool
-) -> Quantized:
-    """The gradient of the activation's input as FP8 rows and columns alone, and the `sums` of its columns.
-
-    grad_y [rows, f], contiguous; q: the kept input. options: kind, gated, group_size.
-    """
-    if uses_kernels(grad_y):
-
-        def write(out, scales):
-            return _launch_backward(grad_y, q, *options, out=out, scales=scales)
-    else:
-        grad_x, _ = activation_backward_reference(grad_y, q, *options)
-        write = functools.partial(write_reference, grad_x, fmt=scale.fmt)
-    attempt = Attempt(write, scale, *q.codes.shape, grad_y.device, rows=True, columns=True, sums=sums)
-    return attempt.finish(None, finds_largest=False)[0]
-
-
-def activation(
-    x: torch.Tensor,
-    kind: str,
-    *,
-    gated: bool,
-    group_size: int = 16,
-    saved_format: str = DEFAULT_FORMAT,
-    y_scale: PredictedScale | None = None,
-    grad_scale: PredictedScale | None = None,
-) -> torch.Tensor:
-    """a(x) of `x` [..., f], or if `gated` a(gate) * up of `x` [..., 2 f], gate before up.
-
-    Args:
-        x: BF16 or FP32. Kept for backward in groups of `group_size`.
-        kind: a, one of `KINDS`.
-        group_size: 16, 32, 64 or 128.
-        saved_format: one of `coat_kernels.groups.GROUP_FORMATS`.
-        y_scale, grad_scale: defer the output, and the gradient of x, which then go straight into the FP8
-            product behind them; the caller's, one each for every call site. It pays where only such a product
-            reads them. Not used while nothing is trained or a model is compiled.
-
-    Returns [..., f] in x's dtype, carrying its maxima and, where x has a gradient, its origin. Raises
-    ValueError for an unknown kind, and if gate and up are not of equal size.
-    """
-    require_fp8(x.device)
-    if kind not in KINDS:
-        raise ValueError(f"activation: expected one of {', '.join(KINDS)}; found {kind!r}")
-    if gated and x.shape[-1] % 2:
-        raise ValueError(f"activation: expected gate and up side by side, found {x.shape[-1]} columns")
-    if not (torch.is_grad_enabled() and x.requires_grad):
-        rows = x.reshape(-1, x.shape[-1]).contiguous()
-        y, maxima, *_ = activation_forward(rows, kind, gated, group_size, None)
-        return with_maxima(y.view(*x.shape[:-1], y.shape[1]), maxima)
-    if torch.compiler.is_compiling():
-        y_scale = grad_scale = None
-    y, maxima, codes, exponent = _Activation.apply(
-        x, kind, gated, group_size, saved_format, y_scale, grad_scale
-    )
-
-    def columns(codes, exponent, largest, fmt: Fp8Format) -> Quantized:
-        made = activation_columns(codes, exponent, largest, kind, gated, group_size, fmt.name)
-        return Quantized(None, *made)
-
-    y = with_origin(y, Origin((codes, exponent), columns))
-    return y if maxima is None else with_maxima(y, maxima)

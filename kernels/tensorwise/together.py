@@ -1,4 +1,4 @@
-"""Several tensors quantized in one launch, each with one scale of its own (tensorwise.py).
+"""Several tensors quantized in one launch, each with one scale of its own.
 
 Weights of a fused block are all there before it starts, and each is one launch to the CPU, however large it
 is. Codes are those that each tensor gets by itself.
@@ -10,26 +10,26 @@ import torch
 import triton
 import triton.language as tl
 
-from coat_kernels.deferred import PredictedScale
-from coat_kernels.fp8 import Fp8Format, uses_kernels
-from coat_kernels.launch import PreparedKernel, cdiv, tiling
-from coat_kernels.tensorwise import (
-    ALIGNMENT,
-    BLOCK,
-    COLUMNS_TILE,
-    CORRECTING_PROGRAMS,
+from coat_kernels.device import uses_kernels
+from coat_kernels.fp8 import ALIGNMENT, Fp8Format
+from coat_kernels.prepared import PreparedKernel, cdiv, tiling
+from coat_kernels.tensorwise.predicted import PredictedScale
+from coat_kernels.tensorwise.quantize import (
     Quantized,
-    empty_columns,
-    finite_max,
-    largest_of_maxima_reference,
-    maxima_reference,
     quantize_tensor_reference,
-    scale_and_tiles,
-    store_words,
-    tensor_scale,
     to_tensor_codes,
     to_tensor_words,
 )
+from coat_kernels.tensorwise.scale import (
+    BLOCK,
+    CORRECTING_PROGRAMS,
+    largest_of_maxima_reference,
+    maxima_reference,
+    scale_and_tiles,
+    tensor_scale,
+)
+from coat_kernels.tensorwise.transpose import COLUMNS_TILE, empty_columns, store_words
+from coat_kernels.tiles import finite_max
 
 # tensors that a launch takes at most
 SLOTS = 4

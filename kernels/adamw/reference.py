@@ -1,0 +1,151 @@
+"""AdamW (Loshchilov & Hutter, arXiv 1711.05101, algorithm 2) over stored moments, in plain PyTorch.
+
+The update uses the fresh FP32 moments; only what is stored is rounded. The same pass scales the gradient,
+writes a BF16 copy of the weight, and rounds BF16 parameters exactly (with the 16 bits that FP32 has more) or
+stochastically.
+
+With beta2 near 1 a second moment decays by less than half a code in a step, and rounded to nearest it never
+would: it is then rounded by a dither that goes through all thresholds in turn ("dither").
+
+A relative code (`codecs/ratio.py`) is decoded and encoded with the root of the second moment that is stored
+beside it: of the one that was read, and of the one that is written.
+"""
+
+import math
+
+import torch
+import triton.language as tl
+
+from coat_kernels.codecs.codec import Codec, Storage, Stored, encode_reference
+
+# of the dither: 2^32 times the fractions of the golden ratio and of the plastic number's inverse, of which
+# multiples fill an interval most evenly
+STEP_KEY, LANE_KEY = tl.constexpr(0x9E3779B1), tl.constexpr(0xC13FA9A9)
+TENSOR_KEY = tl.constexpr(0x85EBCA6B)
+# of an int32, as a number in (-1/2, 1/2)
+DITHER_UNIT = tl.constexpr((1 - 2**-23) * 2.0**-32)
+
+
+def split_master(master: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """An FP32 master as a BF16 weight and the int16 remainder that makes it exact again.
+
+    The weight is the nearest BF16 (halves away from zero); its bits, shifted, plus the signed remainder are
+    the master's. Where the weight is infinite, so is the master from now on; NaN stays NaN, of any payload.
+    """
+    bits = master.contiguous().view(torch.int32)
+    # rounding would carry a NaN into its sign, and truncation may leave an infinity
+    weight = torch.where(master.isnan(), (bits >> 16) | 0x40, (bits + 0x8000) >> 16)
+    remainder = torch.where((weight & 0x7FFF) >= 0x7F80, 0, bits)
+    return weight.to(torch.int16).view(torch.bfloat16), remainder.to(torch.int16)
+
+
+def join_master(weight: torch.Tensor, remainder: torch.Tensor) -> torch.Tensor:
+    """The FP32 master of a BF16 weight and its remainder.
+
+    Exact for every pair that `split_master` makes. Somebody may have edited the weight since: of the other
+    pairs, which are zeros with a negative remainder and what is not finite, the weight alone counts. So for
+    all 2^32 pairs the master rounds to the weight that can be seen. An edited weight that might have had its
+    remainder cannot be told from one that has it: it keeps it, at most half a BF16 step.
+    """
+    upper, lower = weight.view(torch.int16).int(), remainder.int()
+    magnitude = upper & 0x7FFF
+    is_alone = (magnitude >= 0x7F80) | ((magnitude == 0) & (lower < 0))
+    return ((upper << 16) + torch.where(is_alone, 0, lower)).view(torch.float32)
+
+
+def noise_reference(
+    seed: int, step: int, tensor: int, numel: int, device: torch.device | str
+) -> torch.Tensor:
+    """Noise of each element, int32 in [0, 2^16): half of a 32-bit integer hash.
+
+    The hash (Wellons, lowbias32) is of the element's index, moved by seed, step and the tensor's index times
+    odd constants: the same on every rank and in every run, and new on every step.
+    """
+    key = seed + step * STEP_KEY.value + tensor * TENSOR_KEY.value
+    x = (torch.arange(numel, dtype=torch.int64, device=device) + key) & 0xFFFFFFFF
+    x = ((x ^ (x >> 16)) * 0x7FEB352D) & 0xFFFFFFFF
+    x = ((x ^ (x >> 15)) * 0x846CA68B) & 0xFFFFFFFF
+    return ((x ^ (x >> 16)) >> 16).int()
+
+
+def dither_reference(step: int, numel: int, group_size: int, device: torch.device | str) -> torch.Tensor:
+    """What is added, in steps of codes, to each element before it is rounded: FP32 [numel] in (-1/2, 1/2).
+
+    It is of the step and of the element's place in its group, so that codes are the same wherever tensors are
+    cut. From step to step it goes on by the golden ratio, which fills the interval more evenly than chance
+    would: rounding so, an element is right over few steps.
+    """
+    lane = torch.arange(numel, dtype=torch.int64, device=device) % group_size
+    return (step * STEP_KEY.value + lane * LANE_KEY.value).int().float() * DITHER_UNIT.value
+
+
+def round_stochastically(x: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
+    """FP32 as BF16, up with the probability of what truncation would drop; NaN stays NaN."""
+    bits = (x.view(torch.int32) + noise) >> 16
+    return torch.where(x.isnan(), torch.nan, bits.to(torch.int16).view(torch.bfloat16))
+
+
+def adamw_reference(
+    param: torch.Tensor,
+    grad: torch.Tensor,
+    exp_avg: Storage,
+    exp_avg_sq: Storage,
+    step: float,
+    remainder: torch.Tensor | None = None,
+    weight: torch.Tensor | None = None,
+    *,
+    exp_avg_codec: Codec,
+    exp_avg_sq_codec: Codec,
+    group_size: int,
+    lr: float,
+    beta1: float,
+    beta2: float,
+    eps: float,
+    weight_decay: float,
+    maximize: bool = False,
+    grad_scale: torch.Tensor | None = None,
+    stochastic: bool = False,
+    dither: bool = False,
+    seed: int = 0,
+    tensor: int = 0,
+) -> None:
+    """One step for one tensor in plain PyTorch, operation by operation as `torch.optim.AdamW` does it.
+
+    `stochastic` is of BF16 parameters, `dither` of exp_avg_sq; `tensor` is the index in `adamw_`'s lists.
+    """
+    g = grad.reshape(-1).float()
+    g = g if grad_scale is None else g * grad_scale
+    g = -g if maximize else g
+    m = exp_avg_codec.decode(exp_avg, group_size, Stored(exp_avg_sq_codec, exp_avg_sq))
+    v = exp_avg_sq_codec.decode(exp_avg_sq, group_size)
+    p = (param if remainder is None else join_master(param, remainder)).reshape(-1).float()
+
+    p = p * (1 - lr * weight_decay)
+    m.lerp_(g, 1 - beta1)
+    v.mul_(beta2).addcmul_(g, g, value=1 - beta2)
+    denominator = (v.sqrt() / math.sqrt(1 - beta2**step)).add_(eps)
+    p.addcdiv_(m, denominator, value=-lr / (1 - beta1**step))
+
+    if remainder is not None:
+        for old, new in zip((param, remainder), split_master(p), strict=True):
+            old.copy_(new.view_as(old))
+    elif stochastic:
+        noise = noise_reference(seed, int(step), tensor, p.numel(), p.device)
+        param.copy_(round_stochastically(p, noise).view_as(param))
+    else:
+        param.copy_(p.view_as(param))
+    if weight is not None:
+        weight.copy_(p.view_as(weight))
+    shift = dither_reference(int(step), p.numel(), group_size, p.device) if dither else None
+    _overwrite(exp_avg_sq, encode_reference(exp_avg_sq_codec, v, group_size, dither=shift))
+    turn = None
+    if exp_avg_codec.relative:
+        m = m / Stored(exp_avg_sq_codec, exp_avg_sq).roots(group_size)
+        # one number for the whole step costs the kernel nothing
+        turn = dither_reference(int(step), 1, 1, m.device).expand_as(m)
+    _overwrite(exp_avg, encode_reference(exp_avg_codec, m, group_size, dither=turn))
+
+
+def _overwrite(storage: Storage, made: Storage) -> None:
+    for old, new in zip(storage, made, strict=True):
+        old.copy_(new)
