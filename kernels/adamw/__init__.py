@@ -6,6 +6,7 @@ cpu.py compiles the step. step.py is what optimizers call.
 
 from coat_kernels.adamw.cpu import COMPILED, compiled_step
 from coat_kernels.adamw.kernel import join_tile, split_tile
+from coat_kernels.adamw.options import AdamWOptions
 from coat_kernels.adamw.reference import (
     adamw_reference,
     dither_reference,
@@ -17,6 +18,7 @@ from coat_kernels.adamw.reference import (
 from coat_kernels.adamw.step import PIECE, adamw_, adamw_triton
 
 __all__ = [
+    "AdamWOptions",
     "COMPILED",
     "PIECE",
     "adamw_",

@@ -1,13 +1,13 @@
 """Tensors cut into chunks, which the kernel finds in a table on the device."""
 
 import functools
-import math
 from collections.abc import Sequence
 
 import numpy as np
 import torch
 
 from coat_kernels.adamw.kernel import COLUMNS, POINTERS, ROWS
+from coat_kernels.adamw.options import AdamWOptions
 
 # Tensors are cut into chunks of so many tiles, powers of two, each size in a launch of its own. The larger
 # the chunk, the longer the multiprocessors find its row of the table in their caches.
@@ -81,12 +81,25 @@ def launches(
     return out, torch.cuda.current_stream(device).record_event() if device.type == "cuda" else None
 
 
+def arrived(
+    tables: list[tuple[torch.Tensor, int]], uploaded: torch.cuda.Event | None, device: torch.device
+) -> list[tuple[torch.Tensor, int]]:
+    """The tables of `launches`, for the current stream to read once they have arrived."""
+    if uploaded is not None and not torch.cuda.is_current_stream_capturing():
+        stream = torch.cuda.current_stream(device)
+        # another stream may have asked for them first, and may give them up first
+        stream.wait_event(uploaded)
+        for table, _ in tables:
+            table.record_stream(stream)
+    return tables
+
+
 def corrections_of(
-    steps: Sequence[float] | torch.Tensor, beta1: float, beta2: float, device: torch.device
+    steps: Sequence[float] | torch.Tensor, options: AdamWOptions, device: torch.device
 ) -> torch.Tensor:
     """1 / (1 - beta1^t), 1 / sqrt(1 - beta2^t) and t of each tensor, FP32 [tensors, CORRECTIONS]."""
     if isinstance(steps, torch.Tensor):
-        t = steps.double()
+        t, beta1, beta2 = steps.double(), options.beta1, options.beta2
         return torch.stack((1 / (1 - beta1**t), (1 - beta2**t).rsqrt(), t), dim=1).float()
-    rows = [(1 / (1 - beta1**t), 1 / math.sqrt(1 - beta2**t), t) for t in steps]
+    rows = [(*(1 / c for c in options.bias_corrections(t)), t) for t in steps]
     return _upload(np.array(rows, dtype=np.float32), device)

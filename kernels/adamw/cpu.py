@@ -8,15 +8,15 @@ import ctypes
 import functools
 import hashlib
 import logging
-import math
 import platform
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
 
+from coat_kernels.adamw.options import AdamWOptions
 from coat_kernels.adamw.reference import LANE_KEY, STEP_KEY
-from coat_kernels.codecs.codec import Codec, Storage
+from coat_kernels.codecs.codec import Storage
 
 log = logging.getLogger(__name__)
 SOURCE = Path(__file__).with_suffix(".cpp")
@@ -76,20 +76,12 @@ def compiled_step() -> Callable | None:
     return step
 
 
-def compiled_can(
-    param: torch.Tensor,
-    grad: torch.Tensor,
-    *,
-    exp_avg_codec: Codec,
-    exp_avg_sq_codec: Codec,
-    dither: bool = False,
-    **_,
-) -> bool:
+def compiled_can(param: torch.Tensor, grad: torch.Tensor, options: AdamWOptions) -> bool:
     """Whether the compiled step knows these types and options."""
     fp32 = param.dtype == grad.dtype == torch.float32 and param.device.type == "cpu"
-    formats = exp_avg_codec.name, exp_avg_sq_codec.name
+    formats = options.exp_avg_codec.name, options.exp_avg_sq_codec.name
     # only one of them is ever dithered unasked
-    return fp32 and formats in COMPILED and not (dither and formats[1] in _EXPANDED)
+    return fp32 and formats in COMPILED and not (options.dither and formats[1] in _EXPANDED)
 
 
 def adamw_compiled(
@@ -99,32 +91,20 @@ def adamw_compiled(
     exp_avg: Storage,
     exp_avg_sq: Storage,
     step: float,
-    *,
-    exp_avg_codec: Codec,
-    exp_avg_sq_codec: Codec,
-    group_size: int,
-    lr: float,
-    beta1: float,
-    beta2: float,
-    eps: float,
-    weight_decay: float,
-    maximize: bool = False,
+    options: AdamWOptions,
     grad_scale: torch.Tensor | None = None,
-    dither: bool = False,
-    **_,
 ) -> None:
     """One step for one contiguous FP32 tensor with an FP32 gradient, on torch's number of threads."""
-    scale = (1.0 if grad_scale is None else float(grad_scale)) * (-1 if maximize else 1)
-    rates = lr, 1 - beta1, beta2, 1 - beta2, eps, weight_decay
-    corrections = 1 - beta1**step, math.sqrt(1 - beta2**step)
-    options = Step(
-        *rates, *corrections, scale, int(step) * STEP_KEY.value & 0xFFFFFFFF, LANE_KEY.value, dither
-    )
+    scale = (1.0 if grad_scale is None else float(grad_scale)) * (-1 if options.maximize else 1)
+    beta1, beta2 = options.beta1, options.beta2
+    rates = options.lr, 1 - beta1, beta2, 1 - beta2, options.eps, options.weight_decay
+    turns = int(step) * STEP_KEY.value & 0xFFFFFFFF
+    numbers = Step(*rates, *options.bias_corrections(step), scale, turns, LANE_KEY.value, options.dither)
     function(
         *(t.data_ptr() for t in (param, grad, *exp_avg, *exp_avg_sq)),
         param.numel(),
-        group_size,
-        COMPILED.index((exp_avg_codec.name, exp_avg_sq_codec.name)),
-        ctypes.byref(options),
+        options.group_size,
+        COMPILED.index((options.exp_avg_codec.name, options.exp_avg_sq_codec.name)),
+        ctypes.byref(numbers),
         torch.get_num_threads(),
     )

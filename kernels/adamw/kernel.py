@@ -58,18 +58,31 @@ def hash_tile(b_x):
 
 
 @triton.jit(do_not_specialize=["log2_tiles", "seed"])
-def adamw_kernel(p_table, p_corrections, p_lr, p_grad_scale, p_found_inf, log2_tiles, seed,
-                 lr, weight_decay, rate1, rate2, eps,
-                 PARAM: tl.constexpr, GRAD: tl.constexpr, M_CODES: tl.constexpr, V_CODES: tl.constexpr,
-                 M_FROM: tl.constexpr, M_STATISTICS: tl.constexpr, M_TO: tl.constexpr,
-                 M_SCALE: tl.constexpr, M_EXPONENT: tl.constexpr, M_E5M2: tl.constexpr,
-                 V_FROM: tl.constexpr, V_STATISTICS: tl.constexpr, V_TO: tl.constexpr,
-                 V_SCALE: tl.constexpr, V_EXPONENT: tl.constexpr, V_E5M2: tl.constexpr,
-                 V_ROOTS: tl.constexpr, V_LOG_ROOTS: tl.constexpr, M_RATIO: tl.constexpr,
-                 RELATIVE: tl.constexpr,
-                 EXTRA: tl.constexpr, STOCHASTIC: tl.constexpr, DITHER: tl.constexpr, MAXIMIZE: tl.constexpr,
-                 ALIGNED: tl.constexpr, MASKED: tl.constexpr, WHOLE: tl.constexpr,
-                 ROWS: tl.constexpr, G: tl.constexpr):  # fmt: skip
+def adamw_kernel(
+    # where the tensors are, and what differs between them: see `chunks.py`
+    p_table, p_corrections,
+    # on the device, each may be None
+    p_lr, p_grad_scale, p_found_inf,
+    # tiles of a chunk, and the seed of stochastic rounding
+    log2_tiles, seed,
+    # hyper-parameters; rate1 and rate2 are 1 - beta
+    lr, weight_decay, rate1, rate2, eps,
+    # types of the parameter, the gradient and the codes of both moments
+    PARAM: tl.constexpr, GRAD: tl.constexpr, M_CODES: tl.constexpr, V_CODES: tl.constexpr,
+    # the codec of exp_avg: its tile functions, and what it stores of a group
+    M_FROM: tl.constexpr, M_STATISTICS: tl.constexpr, M_TO: tl.constexpr,
+    M_SCALE: tl.constexpr, M_EXPONENT: tl.constexpr, M_E5M2: tl.constexpr,
+    # the same of exp_avg_sq
+    V_FROM: tl.constexpr, V_STATISTICS: tl.constexpr, V_TO: tl.constexpr,
+    V_SCALE: tl.constexpr, V_EXPONENT: tl.constexpr, V_E5M2: tl.constexpr,
+    # of an exp_avg that is stored relative to the root of exp_avg_sq
+    V_ROOTS: tl.constexpr, V_LOG_ROOTS: tl.constexpr, M_RATIO: tl.constexpr, RELATIVE: tl.constexpr,
+    # EXTRA: "remainder", "weight" or "none", what the table's last pointer is
+    EXTRA: tl.constexpr, STOCHASTIC: tl.constexpr, DITHER: tl.constexpr, MAXIMIZE: tl.constexpr,
+    # ALIGNED: tensors begin at multiples of 16 bytes; MASKED: the last tile of a tensor; WHOLE: full chunks
+    ALIGNED: tl.constexpr, MASKED: tl.constexpr, WHOLE: tl.constexpr,
+    ROWS: tl.constexpr, G: tl.constexpr,
+):  # fmt: skip
     # one row of the table holds all that a program needs: look-ups that wait for one another cost time
     pid = tl.program_id(0)
     i_tile = pid & ((1 << log2_tiles) - 1)

@@ -11,12 +11,11 @@ A relative code (`codecs/ratio.py`) is decoded and encoded with the root of the 
 beside it: of the one that was read, and of the one that is written.
 """
 
-import math
-
 import torch
 import triton.language as tl
 
-from coat_kernels.codecs.codec import Codec, Storage, Stored, encode_reference
+from coat_kernels.adamw.options import AdamWOptions
+from coat_kernels.codecs.codec import Storage, Stored, encode_reference
 
 # of the dither: 2^32 times the fractions of the golden ratio and of the plastic number's inverse, of which
 # multiples fill an interval most evenly
@@ -91,59 +90,51 @@ def adamw_reference(
     exp_avg: Storage,
     exp_avg_sq: Storage,
     step: float,
+    options: AdamWOptions,
     remainder: torch.Tensor | None = None,
     weight: torch.Tensor | None = None,
     *,
-    exp_avg_codec: Codec,
-    exp_avg_sq_codec: Codec,
-    group_size: int,
-    lr: float,
-    beta1: float,
-    beta2: float,
-    eps: float,
-    weight_decay: float,
-    maximize: bool = False,
     grad_scale: torch.Tensor | None = None,
-    stochastic: bool = False,
-    dither: bool = False,
-    seed: int = 0,
     tensor: int = 0,
 ) -> None:
     """One step for one tensor in plain PyTorch, operation by operation as `torch.optim.AdamW` does it.
 
-    `stochastic` is of BF16 parameters, `dither` of exp_avg_sq; `tensor` is the index in `adamw_`'s lists.
+    `tensor` is the index in `adamw_`'s lists.
     """
+    m_codec, v_codec, group_size = options.exp_avg_codec, options.exp_avg_sq_codec, options.group_size
+    lr, beta1, beta2 = options.lr, options.beta1, options.beta2
+    correction1, root_correction2 = options.bias_corrections(step)
     g = grad.reshape(-1).float()
     g = g if grad_scale is None else g * grad_scale
-    g = -g if maximize else g
-    m = exp_avg_codec.decode(exp_avg, group_size, Stored(exp_avg_sq_codec, exp_avg_sq))
-    v = exp_avg_sq_codec.decode(exp_avg_sq, group_size)
+    g = -g if options.maximize else g
+    m = m_codec.decode(exp_avg, group_size, Stored(v_codec, exp_avg_sq))
+    v = v_codec.decode(exp_avg_sq, group_size)
     p = (param if remainder is None else join_master(param, remainder)).reshape(-1).float()
 
-    p = p * (1 - lr * weight_decay)
+    p = p * (1 - lr * options.weight_decay)
     m.lerp_(g, 1 - beta1)
     v.mul_(beta2).addcmul_(g, g, value=1 - beta2)
-    denominator = (v.sqrt() / math.sqrt(1 - beta2**step)).add_(eps)
-    p.addcdiv_(m, denominator, value=-lr / (1 - beta1**step))
+    denominator = (v.sqrt() / root_correction2).add_(options.eps)
+    p.addcdiv_(m, denominator, value=-lr / correction1)
 
     if remainder is not None:
         for old, new in zip((param, remainder), split_master(p), strict=True):
             old.copy_(new.view_as(old))
-    elif stochastic:
-        noise = noise_reference(seed, int(step), tensor, p.numel(), p.device)
+    elif options.stochastic:
+        noise = noise_reference(options.seed, int(step), tensor, p.numel(), p.device)
         param.copy_(round_stochastically(p, noise).view_as(param))
     else:
         param.copy_(p.view_as(param))
     if weight is not None:
         weight.copy_(p.view_as(weight))
-    shift = dither_reference(int(step), p.numel(), group_size, p.device) if dither else None
-    _overwrite(exp_avg_sq, encode_reference(exp_avg_sq_codec, v, group_size, dither=shift))
+    shift = dither_reference(int(step), p.numel(), group_size, p.device) if options.dither else None
+    _overwrite(exp_avg_sq, encode_reference(v_codec, v, group_size, dither=shift))
     turn = None
-    if exp_avg_codec.relative:
-        m = m / Stored(exp_avg_sq_codec, exp_avg_sq).roots(group_size)
+    if m_codec.relative:
+        m = m / Stored(v_codec, exp_avg_sq).roots(group_size)
         # one number for the whole step costs the kernel nothing
         turn = dither_reference(int(step), 1, 1, m.device).expand_as(m)
-    _overwrite(exp_avg, encode_reference(exp_avg_codec, m, group_size, dither=turn))
+    _overwrite(exp_avg, encode_reference(m_codec, m, group_size, dither=turn))
 
 
 def _overwrite(storage: Storage, made: Storage) -> None:
