@@ -17,7 +17,6 @@ from coat_ds.layers.attention import STATE
 from coat_ds.layers.conversion import Conversion, holder_of
 from coat_ds.layers.convert import conversion_of, convert, unconvert
 from coat_ds.layers.replaced import replaced
-from coat_kernels.device import set_emulation
 
 PLURALS = {
     "linear": "linear layers",
@@ -230,8 +229,6 @@ def _tell(built: list[tuple[str, nn.Module]], activations: ActivationsConfig, sa
     # what a module holds is asked by those around it
     for _, module in reversed(others):
         module.take_activations(activations)
-    if others:
-        set_emulation(activations.emulate)
 
 
 def _check_converted(found: ActivationsConfig, wanted: ActivationsConfig, said: bool) -> None:

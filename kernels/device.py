@@ -16,23 +16,22 @@ def has_fp8_gemm(device: torch.device) -> bool:
     return device.type == "cuda" and capability(device) >= (8, 9)
 
 
-_emulating = False
+@functools.cache
+def _has_fp8(index: int) -> bool:
+    """`has_fp8_gemm` of a GPU by its index, for who asks often."""
+    return has_fp8_gemm(torch.device("cuda", index))
 
 
-def set_emulation(enabled: bool) -> None:
-    """Whether GPUs run the reference arithmetic, as CPUs do, instead of the kernels."""
-    global _emulating
-    _emulating = enabled
+def uses_kernels(x: torch.Tensor, fp8: bool = True) -> bool:
+    """Whether an op on `x` takes its Triton kernel: on a GPU, if `fp8` one that has FP8 instructions.
+    Otherwise it takes its reference."""
+    return x.is_cuda and (not fp8 or _has_fp8(x.get_device()))
 
 
-def uses_kernels(x: torch.Tensor) -> bool:
-    """Whether an op on `x` takes its kernel; otherwise it takes its reference."""
-    return x.is_cuda and not _emulating
-
-
-def require_fp8(device: torch.device) -> None:
-    """Raises RuntimeError where `device` is a GPU without FP8. CPUs pass: they run the reference."""
-    if device.type == "cuda" and not _emulating and not has_fp8_gemm(device):
+def require_fp8(device: torch.device, emulate: bool = False) -> None:
+    """Raises RuntimeError where `device` is a GPU without FP8, unless its references may `emulate` it. CPUs
+    pass."""
+    if device.type == "cuda" and not emulate and not has_fp8_gemm(device):
         major, minor = capability(device)
         raise RuntimeError(
             f"FP8 needs a GPU of compute capability 8.9 or newer, found {torch.cuda.get_device_name(device)} "

@@ -29,8 +29,8 @@ import torch
 import torch.utils.checkpoint
 from torch.autograd.graph import saved_tensors_hooks
 
-from coat_kernels.groups.kernels import dequantize_groups_triton, quantize_groups_triton
-from coat_kernels.groups.reference import Grouped, dequantize_groups_reference, quantize_groups_reference
+from coat_kernels.groups.op import dequantize_groups, quantize_groups
+from coat_kernels.groups.reference import Grouped
 from coat_kernels.origin import note, noted
 
 GROUP_SIZES = (16, 32, 64, 128)
@@ -75,8 +75,7 @@ class Packed:
             flat = torch.nn.functional.pad(flat, (0, padding))
         # a power of two of at least a group, that divides them all
         rows = flat.view(-1, math.gcd(flat.numel(), ROW))
-        quantize = quantize_groups_triton if x.is_cuda else quantize_groups_reference
-        self.codes, self.exponent = quantize(rows, group_size, "e4m3")
+        self.codes, self.exponent = quantize_groups(rows, group_size, "e4m3")
         _alive.add(self)
 
     def with_codes(self, codes: torch.Tensor, exponent: torch.Tensor) -> Self:
@@ -97,11 +96,7 @@ class Packed:
 
     def unpack(self) -> torch.Tensor:
         """The tensor again: shape, strides and dtype of the one that was packed."""
-        grouped = Grouped(self.codes, self.exponent)
-        if self.codes.is_cuda:
-            x = dequantize_groups_triton(grouped, self.group_size, self.dtype)
-        else:
-            x = dequantize_groups_reference(grouped, self.group_size).to(self.dtype)
+        x = dequantize_groups(Grouped(self.codes, self.exponent), self.group_size, self.dtype)
         return x.as_strided(self.shape, self.stride)
 
 

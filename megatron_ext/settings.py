@@ -2,7 +2,6 @@
 
 from coat_ds.config import ActivationsConfig
 from coat_ds.model_layers import Part
-from coat_kernels.device import set_emulation
 
 from . import options
 
@@ -13,7 +12,6 @@ def set_activations(config, activations: ActivationsConfig, by: str | None = "se
     by: who chose them, for messages; None if they are the defaults that nobody asked for.
     """
     config.coat_activations, config.coat_activations_by = activations, by
-    set_emulation(activations.emulate)
 
 
 def activations_of(config) -> ActivationsConfig:

@@ -13,6 +13,7 @@ from coat_kernels.adamw.kernel import ROWS, WARPS, adamw_kernel
 from coat_kernels.adamw.options import AdamWOptions
 from coat_kernels.adamw.reference import adamw_reference
 from coat_kernels.codecs.codec import Storage
+from coat_kernels.device import uses_kernels
 
 # elements of a piece of PyTorch's step, whose dozen temporaries stay in the cache
 PIECE = 2**16
@@ -141,7 +142,7 @@ def adamw_(
 
     CUDA tensors take the kernel and never wait for the device, others the reference, in pieces.
     """
-    if params and params[0].is_cuda:
+    if params and uses_kernels(params[0], fp8=False):
         lists = (params, grads, exp_avgs, exp_avg_sqs, steps, options, remainders, weights)
         adamw_triton(*lists, grad_scale=grad_scale, found_inf=found_inf)
         return

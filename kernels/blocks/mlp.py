@@ -9,6 +9,7 @@ from coat_kernels.autograd import once_differentiable
 from coat_kernels.blocks.options import ActivationOptions, NormOptions
 from coat_kernels.blocks.qkv import _norm_backward
 from coat_kernels.deferred import fp8_operands
+from coat_kernels.device import require_fp8
 from coat_kernels.groups.reference import Grouped
 from coat_kernels.linear.op import (
     LinearOptions,
@@ -235,6 +236,8 @@ def mlp_block(
 
     Returns [s, b, h] in the residual's dtype.
     """
+    if o.is_cuda:
+        require_fp8(o.device, proj.formats.emulate)
     return _MlpBlock.apply(
         o, residual, w_proj, b_proj, norm_weight, norm_bias, w_fc1, b_fc1, w_fc2, b_fc2,
         origin, (proj, norm, fc1, activation, fc2),

@@ -8,6 +8,7 @@ import torch
 
 from coat_kernels.autograd import once_differentiable
 from coat_kernels.blocks.options import NormOptions
+from coat_kernels.device import require_fp8
 from coat_kernels.groups.reference import Grouped
 from coat_kernels.linear.op import LinearOptions, gathered_columns, multiply, multiply_backward
 from coat_kernels.norm.op import norm_columns, norm_gradients, norm_operands
@@ -149,6 +150,8 @@ def qkv_block(
     Returns q [s, b, groups * m, d], k and v [s, b, groups, d], under sequence parallelism of the whole
     sequence. What reads the returned x has its gradient added inside the norm's backward.
     """
+    if x.is_cuda:
+        require_fp8(x.device, linear.formats.emulate)
     options = norm, linear, groups, d, apart
     return _QkvBlock.apply(x, norm_weight, norm_bias, weight, bias, cos, sin, options)
 
@@ -176,5 +179,7 @@ def attention_block(
 
     Returns attention's output and x, to be read in its place by the residual addition.
     """
+    if x.is_cuda:
+        require_fp8(x.device, linear.formats.emulate)
     options = norm, linear, groups, d, apart
     return _AttentionBlock.apply(x, norm_weight, norm_bias, weight, bias, cos, sin, options, attend)

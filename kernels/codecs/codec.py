@@ -12,6 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
+from coat_kernels.device import uses_kernels
 from coat_kernels.fp8 import INTERPRET, cast
 from coat_kernels.tiles import load_tile, store_tile
 
@@ -113,13 +114,13 @@ class Codec:
             x = x.clone()
             for part, roots in beside.roots_in_parts(group_size):
                 x[part] /= roots
-        if x.is_cuda:
+        if uses_kernels(x, fp8=False):
             return encode_kernel_launch(self, x, group_size, like)
         return encode_reference(self, x, group_size, like)
 
     def decode(self, storage: Storage, group_size: int, beside: "Stored | None" = None) -> torch.Tensor:
         """The stored moment as FP32 [n]; `beside` as in `encode`."""
-        decode = decode_kernel_launch if storage.codes.is_cuda else decode_reference
+        decode = decode_kernel_launch if uses_kernels(storage.codes, fp8=False) else decode_reference
         x = decode(self, storage, group_size)
         if self.relative and beside is not None:
             for part, roots in beside.roots_in_parts(group_size):

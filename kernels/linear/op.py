@@ -28,7 +28,8 @@ from coat_kernels.weights import NO_CACHE, WeightCache
 @dataclass(frozen=True, slots=True)
 class LinearFormats:
     """FP8 formats of the forward operands (input, weight) and of the output's gradient, and whether their
-    products accumulate fast: with fewer bits, on GPUs that know the difference (Hopper).
+    products accumulate fast: with fewer bits, on GPUs that know the difference (Hopper). `emulate` allows
+    GPUs without FP8, which take the references: slow, and for looking only.
     """
 
     forward: Fp8Format = E4M3
@@ -36,6 +37,7 @@ class LinearFormats:
     fast_forward: bool = True
     fast_input_grad: bool = False
     fast_weight_grad: bool = False
+    emulate: bool = False
 
 
 DEFAULT_FORMATS = LinearFormats()
@@ -243,9 +245,11 @@ def fp8_linear(
             a model is compiled.
 
     Returns [..., N] in the dtype of x, or autocast's. Raises ValueError for shapes that do not belong
-    together and, on CUDA, if K or N is not a multiple of 16; RuntimeError on a GPU without FP8.
+    together and, on CUDA, if K or N is not a multiple of 16; RuntimeError on a GPU without FP8 that
+    `formats` does not emulate.
     """
-    require_fp8(x.device)
+    formats = formats or DEFAULT_FORMATS
+    require_fp8(x.device, formats.emulate)
     out_features, in_features = weight.shape
     if x.shape[-1] != in_features:
         raise ValueError(f"fp8_linear: the weight takes {in_features} columns, x has {x.shape[-1]}")
@@ -272,7 +276,5 @@ def fp8_linear(
     if parallel is None and x.numel() == 0:
         # nothing to quantize, and no GPU multiplies it; gradients are of zeros
         return F.linear(x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype))
-    options = LinearOptions(
-        formats or DEFAULT_FORMATS, cache, parallel, weight_grad_into, x_scale, grad_scale
-    )
+    options = LinearOptions(formats, cache, parallel, weight_grad_into, x_scale, grad_scale)
     return _Fp8Linear.apply(x, weight, bias, origin, options, torch.is_grad_enabled(), dtype)
