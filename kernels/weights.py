@@ -1,7 +1,7 @@
 """FP8 copies of weights, kept over the micro-batches of one optimizer step.
 
-"none" keeps nothing: each forward and each backward quantizes again. "scale" keeps the largest magnitude,
-four bytes, and saves the pass that finds it. "fp8" keeps the codes in both layouts, two bytes a parameter.
+"none" keeps nothing: each forward and each backward quantizes again. "fp8" keeps the codes in both layouts,
+two bytes a parameter.
 What is kept is valid for one parameter: the same object and memory, unchanged in the eyes of autograd, and no
 optimizer of torch has made a step since, unless the parameter is frozen. Of a weight that was computed for
 one forward (masked, weight norm, parametrizations) nothing is kept: another may come to lie where it was.
@@ -22,7 +22,7 @@ from coat_kernels.fp8 import Fp8Format
 from coat_kernels.tensorwise.predicted import PredictedScale
 from coat_kernels.tensorwise.quantize import Quantized, quantize_tensor
 
-WEIGHT_CACHES = ("none", "scale", "fp8")
+WEIGHT_CACHES = ("none", "fp8")
 
 _counter = itertools.count(1)
 # of trained parameters, and of frozen ones, which a step does not change
@@ -96,25 +96,20 @@ class WeightCache:
             return self._quantize(weight, fmt)
         key = self._key_of(weight, fmt)
         if key == self._key:
-            return self._again(weight, self._largest, fmt, rows=True), self._largest
+            return self._codes, self._largest
         self._key = None
         if not self._stays:
             # the old copy goes before the new one is made
             self._largest, self._codes = None, None
-        codes, largest = self._quantize(weight, fmt, columns=self.keep == "fp8")
-        if self._largest is None:
-            self._largest = largest
+        codes, largest = self._quantize(weight, fmt, columns=True)
+        if self._codes is None:
+            self._codes, self._largest = codes, largest
         else:
             self._largest.copy_(largest)
-        if self.keep == "fp8":
-            if self._codes is None:
-                self._codes = codes
-            else:
-                for kept, new in zip(self._codes[:3], codes[:3], strict=True):
-                    kept.copy_(new)
-                codes = self._codes
+            for kept, new in zip(self._codes[:3], codes[:3], strict=True):
+                kept.copy_(new)
         self._key = key
-        return codes, self._largest
+        return self._codes, self._largest
 
     def stay(self, weight: torch.Tensor, fmt: Fp8Format) -> tuple[int, ...]:
         """The addresses of what is kept of `weight`, for a CUDA graph: brought up to date, and from now on
@@ -123,7 +118,7 @@ class WeightCache:
             return ()
         self._stays = True
         self.forward(weight, fmt)
-        return tuple(t.data_ptr() for t in (self._largest, *(self._codes or ())[:3]))
+        return tuple(t.data_ptr() for t in (self._largest, *self._codes[:3]))
 
     def columns(self, weight: torch.Tensor, largest: torch.Tensor, fmt: Fp8Format) -> Quantized:
         """`weight` by columns, as in the forward that found `largest`."""

@@ -221,7 +221,7 @@ def _say_that_nothing_is_recomputed() -> None:
 class CoatSelfAttention(TakesActivations, SelfAttention):
     """Megatron's SelfAttention, in which plain rotary positions are applied to the fused projection's output
     in one pass. Where anything is unusual (inference, packed sequences, normed or gated queries, interleaved,
-    scaled or multimodal rotary positions, a model under torch.compile) Megatron's own path is taken.
+    scaled, partial or multimodal rotary positions, a model under torch.compile) Megatron's own path is taken.
     """
 
     _tables = None
@@ -263,7 +263,7 @@ class CoatSelfAttention(TakesActivations, SelfAttention):
         )
 
     def tables_of(self, angles, args=(), kwargs=_NO_ARGUMENTS) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """Cosines and sines [s, r] of rotary angles [s, 1, 1, r], empty ones without; None where this layer,
+        """Cosines and sines [s, d] of rotary angles [s, 1, 1, d], empty ones without; None where this layer,
         the angles or the other arguments of forward are unusual."""
         config = self.config
         unusual = (
@@ -281,10 +281,14 @@ class CoatSelfAttention(TakesActivations, SelfAttention):
         )
         if unusual:
             return None
-        if angles is None:
+        d = self.hidden_size_per_attention_head
+        if angles is None and d % 2 == 0:
             nothing = torch.empty(0, 0, device=self.linear_qkv.weight.device)
             return nothing, nothing
-        if not isinstance(angles, torch.Tensor) or angles.numel() != angles.shape[0] * angles.shape[-1]:
+        # of partial rotary positions some channels stay
+        if not isinstance(angles, torch.Tensor) or angles.shape[-1] != d:
+            return None
+        if angles.numel() != angles.shape[0] * d:
             return None
         # all layers of a forward are handed the same tensor
         tables = noted(angles, "tables")

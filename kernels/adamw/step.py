@@ -7,7 +7,8 @@ import numpy as np
 import torch
 import triton.language as tl
 
-from coat_kernels.adamw.chunks import CHUNKS, arrived, corrections_of, launches
+from coat_kernels.adamw import chunks
+from coat_kernels.adamw.chunks import arrived, corrections_of, launches
 from coat_kernels.adamw.cpu import adamw_compiled, compiled_can, compiled_step
 from coat_kernels.adamw.kernel import ROWS, WARPS, adamw_kernel
 from coat_kernels.adamw.options import AdamWOptions
@@ -107,7 +108,7 @@ def adamw_triton(
                 # subnormal roots count as zero, and zero moments must not divide by zero
                 eps=max(options.eps, 2.0**-120),
                 MASKED=tiles == 1,
-                WHOLE=tiles not in (CHUNKS[-1], 1),
+                WHOLE=tiles not in (chunks.CHUNKS[-1], 1),
                 num_warps=WARPS,
                 **constants,
             )

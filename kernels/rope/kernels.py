@@ -62,11 +62,22 @@ def load_heads(p_q, p_k, p_v, m_q, m_k, m_v, o_d, m_d):
     return b_x
 
 
+@triton.jit
+def load_tables(p_cos, p_sin, o_table, m_turns, D: tl.constexpr):
+    """Cosines and sines of the first channels and of those that they turn with; where nothing turns, of an
+    angle of 0."""
+    b_cos_1 = tl.load(p_cos + o_table, mask=m_turns, other=1.0)
+    b_sin_1 = tl.load(p_sin + o_table, mask=m_turns, other=0.0)
+    b_cos_2 = tl.load(p_cos + o_table + D // 2, mask=m_turns, other=1.0)
+    b_sin_2 = tl.load(p_sin + o_table + D // 2, mask=m_turns, other=0.0)
+    return b_cos_1, b_sin_1, b_cos_2, b_sin_2
+
+
 @PreparedKernel
 @triton.jit
 def rotate_qkv_kernel(p_mixed, p_cos, p_sin, p_q, p_k, p_v, batch, heads, groups,
-                      M: tl.constexpr, D: tl.constexpr, R: tl.constexpr, HALF: tl.constexpr,
-                      REST: tl.constexpr, HEADS: tl.constexpr, APART: tl.constexpr):  # fmt: skip
+                      M: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr, TURNS: tl.constexpr,
+                      HEADS: tl.constexpr, APART: tl.constexpr):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
     o_head, o_query, o_group, m_q, m_k, m_v = head_offsets(tl.program_id(1), heads, M, HEADS, APART)
     p_x = p_mixed + (token * heads + o_head[:, None]) * D
@@ -75,21 +86,16 @@ def rotate_qkv_kernel(p_mixed, p_cos, p_sin, p_q, p_k, p_v, batch, heads, groups
     p_v += (token * groups + o_group[:, None]) * D
     m_head = (o_head < heads)[:, None]
     o_half = tl.arange(0, HALF)
-    m_half = o_half < R // 2
-    m_turns = (m_q | m_k)[:, None] & m_half[None, :]
-    p_table = (token // batch) * R + o_half[None, :]
+    m_half = o_half < D // 2
     b_1 = tl.load(p_x + o_half[None, :], mask=m_head & m_half[None, :], other=0.0).to(tl.float32)
-    b_2 = tl.load(p_x + o_half[None, :] + R // 2, mask=m_head & m_half[None, :], other=0.0).to(tl.float32)
-    b_cos_1 = tl.load(p_cos + p_table, mask=m_turns, other=1.0)
-    b_sin_1 = tl.load(p_sin + p_table, mask=m_turns, other=0.0)
-    b_cos_2 = tl.load(p_cos + p_table + R // 2, mask=m_turns, other=1.0)
-    b_sin_2 = tl.load(p_sin + p_table + R // 2, mask=m_turns, other=0.0)
-    store_heads(b_1 * b_cos_1 - b_2 * b_sin_1, p_q, p_k, p_v, m_q, m_k, m_v, o_half, m_half)
-    store_heads(b_2 * b_cos_2 + b_1 * b_sin_2, p_q, p_k, p_v, m_q, m_k, m_v, o_half + R // 2, m_half)
-    if REST > 0:
-        o_rest = R + tl.arange(0, REST)
-        b_rest = tl.load(p_x + o_rest[None, :], mask=m_head & (o_rest < D)[None, :], other=0.0)
-        store_heads(b_rest.to(tl.float32), p_q, p_k, p_v, m_q, m_k, m_v, o_rest, o_rest < D)
+    b_2 = tl.load(p_x + o_half[None, :] + D // 2, mask=m_head & m_half[None, :], other=0.0).to(tl.float32)
+    if TURNS:
+        o_table = (token // batch) * D + o_half[None, :]
+        m_turns = (m_q | m_k)[:, None] & m_half[None, :]
+        b_cos_1, b_sin_1, b_cos_2, b_sin_2 = load_tables(p_cos, p_sin, o_table, m_turns, D)
+        b_1, b_2 = b_1 * b_cos_1 - b_2 * b_sin_1, b_2 * b_cos_2 + b_1 * b_sin_2
+    store_heads(b_1, p_q, p_k, p_v, m_q, m_k, m_v, o_half, m_half)
+    store_heads(b_2, p_q, p_k, p_v, m_q, m_k, m_v, o_half + D // 2, m_half)
 
 
 @triton.jit
@@ -101,8 +107,8 @@ def turn_back(b_1, b_2, b_cos_1, b_sin_1, b_cos_2, b_sin_2):
 @triton.jit
 def rotate_qkv_backward_kernel(p_dq, p_dk, p_dv, p_cos, p_sin, p_grad, p_maxima, batch, heads,
                                q_s, q_b, q_n, k_s, k_b, k_n, v_s, v_b, v_n,
-                               M: tl.constexpr, D: tl.constexpr, R: tl.constexpr, HALF: tl.constexpr,
-                               REST: tl.constexpr, HEADS: tl.constexpr, APART: tl.constexpr):  # fmt: skip
+                               M: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr, TURNS: tl.constexpr,
+                               HEADS: tl.constexpr, APART: tl.constexpr):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
     s, b = token // batch, token % batch
     o_head, o_query, o_group, m_q, m_k, m_v = head_offsets(tl.program_id(1), heads, M, HEADS, APART)
@@ -112,27 +118,18 @@ def rotate_qkv_backward_kernel(p_dq, p_dk, p_dv, p_cos, p_sin, p_grad, p_maxima,
     p_out = p_grad + (token * heads + o_head[:, None]) * D
     m_head = (o_head < heads)[:, None]
     o_half = tl.arange(0, HALF)
-    m_half = o_half < R // 2
-    m_turns = (m_q | m_k)[:, None] & m_half[None, :]
-    p_table = s * R + o_half[None, :]
+    m_half = o_half < D // 2
     b_1 = load_heads(p_q, p_k, p_v, m_q, m_k, m_v, o_half, m_half)
-    b_2 = load_heads(p_q, p_k, p_v, m_q, m_k, m_v, o_half + R // 2, m_half)
-    b_cos_1 = tl.load(p_cos + p_table, mask=m_turns, other=1.0)
-    b_sin_1 = tl.load(p_sin + p_table, mask=m_turns, other=0.0)
-    b_cos_2 = tl.load(p_cos + p_table + R // 2, mask=m_turns, other=1.0)
-    b_sin_2 = tl.load(p_sin + p_table + R // 2, mask=m_turns, other=0.0)
-    b_grad_1, b_grad_2 = turn_back(b_1, b_2, b_cos_1, b_sin_1, b_cos_2, b_sin_2)
-    b_grad_1 = cast(b_grad_1, p_grad.dtype.element_ty)
-    b_grad_2 = cast(b_grad_2, p_grad.dtype.element_ty)
-    tl.store(p_out + o_half[None, :], b_grad_1, mask=m_head & m_half[None, :])
-    tl.store(p_out + o_half[None, :] + R // 2, b_grad_2, mask=m_head & m_half[None, :])
-    largest = tl.maximum(finite_max(b_grad_1), finite_max(b_grad_2))
-    if REST > 0:
-        o_rest = R + tl.arange(0, REST)
-        b_rest = load_heads(p_q, p_k, p_v, m_q, m_k, m_v, o_rest, o_rest < D)
-        b_rest = cast(b_rest, p_grad.dtype.element_ty)
-        tl.store(p_out + o_rest[None, :], b_rest, mask=m_head & (o_rest < D)[None, :])
-        largest = tl.maximum(largest, finite_max(b_rest))
+    b_2 = load_heads(p_q, p_k, p_v, m_q, m_k, m_v, o_half + D // 2, m_half)
+    if TURNS:
+        m_turns = (m_q | m_k)[:, None] & m_half[None, :]
+        b_cos_1, b_sin_1, b_cos_2, b_sin_2 = load_tables(p_cos, p_sin, s * D + o_half[None, :], m_turns, D)
+        b_1, b_2 = turn_back(b_1, b_2, b_cos_1, b_sin_1, b_cos_2, b_sin_2)
+    b_1 = cast(b_1, p_grad.dtype.element_ty)
+    b_2 = cast(b_2, p_grad.dtype.element_ty)
+    tl.store(p_out + o_half[None, :], b_1, mask=m_head & m_half[None, :])
+    tl.store(p_out + o_half[None, :] + D // 2, b_2, mask=m_head & m_half[None, :])
+    largest = tl.maximum(finite_max(b_1), finite_max(b_2))
     tl.store(p_maxima + token * tl.num_programs(1) + tl.program_id(1), largest)
 
 
@@ -153,8 +150,8 @@ def rotate_qkv_operands_kernel(p_dq, p_dk, p_dv, p_cos, p_sin, p_rows, p_columns
                                p_predicted, p_used, p_found, found, p_largest, p_true,
                                tokens, batch, heads, padded, tiles,
                                q_s, q_b, q_n, k_s, k_b, k_n, v_s, v_b, v_n,
-                               M: tl.constexpr, D: tl.constexpr, R: tl.constexpr, HALF: tl.constexpr,
-                               REST: tl.constexpr, HEADS: tl.constexpr, APART: tl.constexpr,
+                               M: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr,
+                               TURNS: tl.constexpr, HEADS: tl.constexpr, APART: tl.constexpr,
                                TOKENS: tl.constexpr, E5M2: tl.constexpr):  # fmt: skip
     """FP8 codes of the gradient by rows [tokens, heads * D] and columns, and sums of columns over the tokens
     of each tile, as asked for."""
@@ -162,10 +159,7 @@ def rotate_qkv_operands_kernel(p_dq, p_dk, p_dv, p_cos, p_sin, p_rows, p_columns
     scale, todo = scale_and_tiles(p_predicted, p_used, p_found, found, p_largest, p_true, tiles, E5M2)
     across = tl.cdiv(heads, HEADS)
     o_half = tl.arange(0, HALF)
-    m_half = o_half < R // 2
-    # a dimension of zero elements cannot be
-    WIDTH: tl.constexpr = REST if REST > 0 else 1
-    o_rest = R + tl.arange(0, WIDTH)
+    m_half = o_half < D // 2
     for tile in range(tl.program_id(0), todo, tl.num_programs(0)):
         o_word = (tile // across) * (TOKENS // 4) + tl.arange(0, TOKENS // 4)
         first = tile % across * HEADS
@@ -180,26 +174,22 @@ def rotate_qkv_operands_kernel(p_dq, p_dk, p_dv, p_cos, p_sin, p_rows, p_columns
             p_x += tl.where(is_q, query, group) * x_n
             b_words_1 = tl.zeros([TOKENS // 4, HALF], dtype=tl.int32)
             b_words_2 = tl.zeros([TOKENS // 4, HALF], dtype=tl.int32)
-            b_words_3 = tl.zeros([TOKENS // 4, WIDTH], dtype=tl.int32)
             b_sums_1 = tl.zeros([TOKENS // 4, HALF], dtype=tl.float32)
             b_sums_2 = tl.zeros([TOKENS // 4, HALF], dtype=tl.float32)
-            b_sums_3 = tl.zeros([TOKENS // 4, WIDTH], dtype=tl.float32)
             for i in tl.static_range(4):
                 o_token = o_word * 4 + i
                 m_token = o_token < tokens
                 o_s = o_token // batch
                 o_x = o_s * x_s + (o_token % batch) * x_b
                 m_x = m_token[:, None] & m_half[None, :]
-                m_turns = m_x & (is_q | is_k)
                 b_1 = tl.load(p_x + o_x[:, None] + o_half[None, :], mask=m_x, other=0.0).to(tl.float32)
-                b_2 = tl.load(p_x + o_x[:, None] + (R // 2 + o_half)[None, :], mask=m_x, other=0.0)
+                b_2 = tl.load(p_x + o_x[:, None] + (D // 2 + o_half)[None, :], mask=m_x, other=0.0)
                 b_2 = b_2.to(tl.float32)
-                p_table = o_s[:, None] * R + o_half[None, :]
-                b_cos_1 = tl.load(p_cos + p_table, mask=m_turns, other=1.0)
-                b_sin_1 = tl.load(p_sin + p_table, mask=m_turns, other=0.0)
-                b_cos_2 = tl.load(p_cos + p_table + R // 2, mask=m_turns, other=1.0)
-                b_sin_2 = tl.load(p_sin + p_table + R // 2, mask=m_turns, other=0.0)
-                b_1, b_2 = turn_back(b_1, b_2, b_cos_1, b_sin_1, b_cos_2, b_sin_2)
+                if TURNS:
+                    o_table = o_s[:, None] * D + o_half[None, :]
+                    m_turns = m_x & (is_q | is_k)
+                    b_cos_1, b_sin_1, b_cos_2, b_sin_2 = load_tables(p_cos, p_sin, o_table, m_turns, D)
+                    b_1, b_2 = turn_back(b_1, b_2, b_cos_1, b_sin_1, b_cos_2, b_sin_2)
                 b_abs = tl.maximum(finite_abs(round_to(b_1, DTYPE)), finite_abs(round_to(b_2, DTYPE)))
                 b_most = tl.maximum(b_most, tl.max(b_abs, axis=1))
                 if p_sums is not None:
@@ -207,38 +197,26 @@ def rotate_qkv_operands_kernel(p_dq, p_dk, p_dv, p_cos, p_sin, p_rows, p_columns
                     b_sums_2 += round_to(b_2, DTYPE)
                 o_row = (o_token.to(tl.int64) * heads + head) * D
                 b_words_1 = store_codes(b_1, b_words_1, p_rows, o_row, o_half, m_x, scale, i, DTYPE, E5M2)
-                b_words_2 = store_codes(b_2, b_words_2, p_rows, o_row, R // 2 + o_half, m_x, scale, i, DTYPE,
+                b_words_2 = store_codes(b_2, b_words_2, p_rows, o_row, D // 2 + o_half, m_x, scale, i, DTYPE,
                                         E5M2)  # fmt: skip
-                if REST > 0:
-                    m_x = m_token[:, None] & (o_rest < D)[None, :]
-                    b_3 = tl.load(p_x + o_x[:, None] + o_rest[None, :], mask=m_x, other=0.0).to(tl.float32)
-                    b_most = tl.maximum(b_most, tl.max(finite_abs(round_to(b_3, DTYPE)), axis=1))
-                    if p_sums is not None:
-                        b_sums_3 += b_3
-                    b_words_3 = store_codes(b_3, b_words_3, p_rows, o_row, o_rest, m_x, scale, i, DTYPE, E5M2)
             if p_columns is not None:
                 p_head = p_columns + tl.cast(head * D, tl.int64) * (padded // 4)
                 o_channel = o_half.to(tl.int64)
-                store_words(p_head, b_words_1, o_word, o_channel, R // 2, padded, False)
-                p_second = p_head + (R // 2) * (padded // 4)
-                store_words(p_second, b_words_2, o_word, o_channel, R // 2, padded, False)
-                if REST > 0:
-                    store_words(p_head, b_words_3, o_word, o_rest.to(tl.int64), D, padded, False)
+                store_words(p_head, b_words_1, o_word, o_channel, D // 2, padded, False)
+                p_second = p_head + (D // 2) * (padded // 4)
+                store_words(p_second, b_words_2, o_word, o_channel, D // 2, padded, False)
             if p_sums is not None:
                 p_head_sums = p_sums + ((tile // across).to(tl.int64) * heads + head) * D
                 tl.store(p_head_sums + o_half, tl.sum(b_sums_1, axis=0), mask=m_half)
-                tl.store(p_head_sums + R // 2 + o_half, tl.sum(b_sums_2, axis=0), mask=m_half)
-                if REST > 0:
-                    tl.store(p_head_sums + o_rest, tl.sum(b_sums_3, axis=0), mask=o_rest < D)
+                tl.store(p_head_sums + D // 2 + o_half, tl.sum(b_sums_2, axis=0), mask=m_half)
         if p_maxima is not None:
             tl.store(p_maxima + tile, tl.max(b_most, axis=0))
 
 
 @functools.cache
 def _tile(d: int, r: int, heads: int, apart: bool) -> dict[str, int]:
-    rest = next_power_of_2(d - r) if d > r else 0
-    half = next_power_of_2(r // 2)
-    return {"D": d, "R": r, "HALF": half, "REST": rest, "HEADS": heads, "APART": apart}
+    """Of heads of `d` channels, of which `r` turn: all or none."""
+    return {"D": d, "HALF": next_power_of_2(d // 2), "TURNS": r > 0, "HEADS": heads, "APART": apart}
 
 
 def empty_qkv(mixed: torch.Tensor, groups: int, d: int):

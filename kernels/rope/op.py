@@ -115,8 +115,8 @@ def rotate_qkv(
     """Splits the output of a fused projection and rotates its queries and keys.
 
     mixed [s, b, groups * (m + 2) * d] in BF16 or FP32: in each group m queries, a key and a value;
-    cos, sin: FP32 [s, r], r even and at most d: channel i turns with channel i + r / 2, others stay; with r 0
-    (and any s) it only splits;
+    cos, sin: FP32 [s, d], d even: channel i turns with channel i + d / 2; or [any, 0]: it only splits. For
+    rotary positions of some of the channels there is no kernel: split and rotate by torch's operations;
     grad_scale: defer the gradient of mixed, which then goes straight into the FP8 products of the projection;
     the caller's, one for every call site. Not used while a model is compiled.
     Returns q [s, b, groups * m, d], k and v [s, b, groups, d]. Kept for backward are cos and sin.
@@ -124,10 +124,10 @@ def rotate_qkv(
     """
     s, b, width = mixed.shape
     r = cos.shape[-1]
-    if cos.shape != sin.shape or cos.ndim != 2 or (r and cos.shape[0] != s) or r % 2 or r > d:
+    if cos.shape != sin.shape or cos.ndim != 2 or (r and cos.shape != (s, d)) or d % 2:
         raise ValueError(
-            f"rotate_qkv: expected cosines and sines of shape [{s}, r], r even and at most {d}; found "
-            f"{list(cos.shape)} and {list(sin.shape)}"
+            f"rotate_qkv: expected cosines and sines of shape [{s}, {d}], of an even number of channels, or "
+            f"[any, 0]; found {list(cos.shape)} and {list(sin.shape)}"
         )
     if width % (groups * d) or width < 3 * groups * d:
         raise ValueError(

@@ -13,23 +13,21 @@ from coat_kernels.tensorwise.scale import maxima_reference
 
 
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Rotates the first r channels of x [s, b, heads, d] by the angles of cos, sin [s, r], FP32."""
+    """Rotates x [s, b, heads, d] by the angles of cos, sin [s, d], FP32; by none if those are [s, 0]."""
     if cos.shape[1] == 0:
         return x.clone()
-    first, second = x[..., : cos.shape[1]].float().chunk(2, dim=-1)
+    first, second = x.float().chunk(2, dim=-1)
     cos, sin = cos[:, None, None], sin[:, None, None]
-    turned = torch.cat((first, second), -1) * cos + torch.cat((-second, first), -1) * sin
-    return torch.cat((turned.to(x.dtype), x[..., cos.shape[-1] :]), -1)
+    return (torch.cat((first, second), -1) * cos + torch.cat((-second, first), -1) * sin).to(x.dtype)
 
 
 def rotate_back(grad: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
     """The gradient of `rotate`'s input from that of its output."""
-    r = cos.shape[1]
-    if r == 0:
+    if cos.shape[1] == 0:
         return grad
-    value, crossed = (grad[..., :r].float() * t[:, None, None] for t in (cos, sin))
+    value, crossed = (grad.float() * t[:, None, None] for t in (cos, sin))
     first, second = crossed.chunk(2, dim=-1)
-    return torch.cat(((value + torch.cat((second, -first), -1)).to(grad.dtype), grad[..., r:]), -1)
+    return (value + torch.cat((second, -first), -1)).to(grad.dtype)
 
 
 def rotate_qkv_reference(mixed, cos, sin, groups: int, d: int, apart: bool = False):

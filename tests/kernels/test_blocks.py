@@ -260,7 +260,7 @@ def test_weights_of_one_kind_are_quantized_in_one_launch(device, monkeypatch):
     launches.clear()
     options = model.linears["fc1"]
     no_prediction = dataclasses.replace(options, cache=WeightCache(predicts=False))
-    for changed in (linear_options("scale"), linear_options("fp8"), no_prediction):
+    for changed in (linear_options("fp8"), no_prediction):
         model.linears["fc1"] = changed
         check_same(run(model, model.by_blocks, x, grad), expected)
     swapped = LinearFormats(forward=E5M2, backward=E4M3)

@@ -80,7 +80,7 @@ class Rotation:
     """The same for rotary positions, which defer their input's gradient alone."""
 
     # tokens, batch, groups, queries in a group, channels, rotated channels
-    def __init__(self, device, shape=(7, 3, 2, 2, 16, 12)):
+    def __init__(self, device, shape=(7, 3, 2, 2, 16, 16)):
         s, b, groups, m, d, r = shape
         self.x = torch.randn(s, b, groups * (m + 2) * d, device=device, dtype=torch.bfloat16)
         angles = torch.rand(s, r // 2, device=device).repeat(1, 2)
@@ -270,7 +270,7 @@ def test_frozen_weights(producer, weights, kernels):
 SUMMED = {
     "gated": lambda device: Activation(device, (4, 10)),
     "plain": lambda device: Activation(device, (4, 10), gated=False),
-    "rotation": lambda device: Rotation(device, (2, 10, 1, 1, 16, 12)),
+    "rotation": lambda device: Rotation(device, (2, 10, 1, 1, 16, 16)),
     "no rotation": lambda device: Rotation(device, (2, 10, 1, 1, 16, 0)),
 }
 

@@ -185,6 +185,9 @@ def test_forwards_that_take_the_modules(device):
     dropping = build({"hidden_dropout": 0.5}, layers=1).decoder.layers[0]
     assert "MlpBlock" not in node(dropping, device)
     assert "MlpBlock" in node(dropping.eval(), device)
+    # of partial rotary positions Megatron rotates
+    half = torch.zeros(S, 1, 1, H // HEADS // 2, device=device)
+    assert "MlpBlock" not in node(layer, device, rotary_pos_emb=half)
     for name in ("qk_layernorm", "rotary_interleaved"):
         assert "MlpBlock" not in node(build({name: True}, layers=1).decoder.layers[0], device), name
 
