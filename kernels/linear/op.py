@@ -213,6 +213,20 @@ def _sum_over_ranks(grad_x: torch.Tensor, parallel: TensorParallel | None):
     return lambda: grad_x
 
 
+def _check_sizes(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+    """Raises ValueError for shapes that do not belong together, or that FP8 GEMMs do not take."""
+    out_features, in_features = weight.shape
+    if x.shape[-1] != in_features:
+        raise ValueError(f"fp8_linear: the weight takes {in_features} columns, x has {x.shape[-1]}")
+    if bias is not None and bias.shape != weight.shape[:1]:
+        raise ValueError(f"fp8_linear: the bias has shape {list(bias.shape)}, of {out_features} outputs")
+    if uses_kernels(x) and (out_features % ALIGNMENT or in_features % ALIGNMENT):
+        raise ValueError(
+            f"FP8 matrix products need sizes that are multiples of {ALIGNMENT}, found a weight of "
+            f"{out_features} x {in_features}. Change the layer's sizes or keep it in BF16."
+        )
+
+
 def fp8_linear(
     x: torch.Tensor,
     weight: torch.Tensor,
@@ -250,16 +264,7 @@ def fp8_linear(
     """
     formats = formats or DEFAULT_FORMATS
     require_fp8(x.device, formats.emulate)
-    out_features, in_features = weight.shape
-    if x.shape[-1] != in_features:
-        raise ValueError(f"fp8_linear: the weight takes {in_features} columns, x has {x.shape[-1]}")
-    if bias is not None and bias.shape != weight.shape[:1]:
-        raise ValueError(f"fp8_linear: the bias has shape {list(bias.shape)}, of {out_features} outputs")
-    if uses_kernels(x) and (out_features % ALIGNMENT or in_features % ALIGNMENT):
-        raise ValueError(
-            f"FP8 matrix products need sizes that are multiples of {ALIGNMENT}, found a weight of "
-            f"{out_features} x {in_features}. Change the layer's sizes or keep it in BF16."
-        )
+    _check_sizes(x, weight, bias)
     device, dtype = x.device.type, x.dtype
     if torch.is_autocast_enabled(device) and dtype != torch.get_autocast_dtype(device):
         dtype = torch.get_autocast_dtype(device)
