@@ -1,8 +1,8 @@
-"""BF16 tensors that never exist, because only an FP8 product reads them.
+"""BF16 tensors that are never written, because only an FP8 GEMM reads them.
 
-A `Deferred` tensor is, to everyone who looks, the BF16 or FP32 tensor that its producer would have written.
-What it holds is how to make it: a product takes its FP8 operands, and a bias the sums of its columns, written
-by the producer's own kernel; any other operation makes the tensor first.
+To everyone who looks, a `Deferred` tensor is the BF16 or FP32 tensor that its producer would have written. It
+holds how to compute that tensor. A GEMM takes its FP8 operands, and a bias the sums of its columns, both
+written by the producer's own kernel. Any other operation computes the tensor first.
 """
 
 import functools
@@ -29,17 +29,17 @@ from coat_kernels.tensorwise.scale import largest_magnitude
 from coat_kernels.tensorwise.transpose import transpose_codes
 
 aten = torch.ops.aten
-# up to so many maxima, every program of a launch over all tiles may read them all
+# with at most this many maxima, each program of a launch over all tiles reads them all
 FEW_MAXIMA = 1024
 
 
 class Source:
-    """What a deferred tensor [m, n] is made from, shared by its views.
+    """What a deferred tensor [m, n] is computed from, shared by its views.
 
-    inputs: tensors that must stay as they are
+    inputs: tensors that must not change
     make(*inputs): the tensor [m, n], as the producer would have written it
     write(*inputs, out, scales): launches the producer on CUDA, as `write_reference`
-    at_once: the producer is launched here, for operands by rows and no sums, and not when they are asked for
+    at_once: eager: quantize now (row-major, no column sums), not at first use
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class Source:
         self.prediction, self.shape = prediction, shape
         self.dtype, self.device = dtype, inputs[0].device
         self.made: torch.Tensor | None = None
-        # how often its memory was given to somebody who may write into it unseen
+        # how often its memory was handed out to code that may write into it unseen
         self.times_exposed = 0
         self._attempt = self._try(inputs, True, False, False) if at_once else None
         self._finished = None
@@ -77,7 +77,7 @@ class Source:
         return self._inputs
 
     def value(self) -> torch.Tensor:
-        """The tensor itself [m, n], made once."""
+        """The tensor itself [m, n], computed once."""
         if self.made is None:
             with torch.no_grad():
                 made = self._make(*self.inputs)
@@ -87,7 +87,7 @@ class Source:
         return self.made
 
     def release(self) -> None:
-        """Lets go of everything the tensor could be made from."""
+        """Drops everything the tensor could be computed from."""
         self._inputs = self._attempt = self._finished = self._make = self._write = None
 
     def _try(self, inputs: tuple[torch.Tensor, ...], rows: bool, columns: bool, sums: bool) -> Attempt:
@@ -104,8 +104,9 @@ class Source:
     def operands(
         self, rows: bool, columns: bool, group: dist.ProcessGroup | None, sums: bool
     ) -> tuple[Quantized, torch.Tensor] | None:
-        """As `fp8_operands`; None for what was not made at once: sums, or for another group than before."""
-        # also asks whether they are still the same
+        """As `fp8_operands`. None where the eager launch did not compute what is asked for: column sums, or
+        the scale of another group."""
+        # also checks that they have not changed
         inputs = self.inputs
         if self._attempt is None:
             return self._try(inputs, rows, columns, sums).finish(group)
@@ -121,9 +122,9 @@ class Source:
 
 
 class Deferred(torch.Tensor):
-    """A tensor of `source`'s values in `shape`, which is made when an operation reads it.
+    """A tensor of `source`'s values in `shape`, which is computed when an operation reads it.
 
-    Detaching and viewing keep it deferred. Whatever an operation writes into it, it has.
+    Detached tensors and views stay deferred. What an operation writes into it, it holds.
     """
 
     __torch_function__ = torch._C._disabled_torch_function_impl
@@ -139,11 +140,11 @@ class Deferred(torch.Tensor):
 
     @property
     def is_pending(self) -> bool:
-        """Whether the tensor has not been made."""
+        """Whether the tensor has not been computed yet."""
         return self.source.made is None
 
     def plain(self) -> torch.Tensor:
-        """The values, outside of autograd, in this tensor's own memory from now on."""
+        """The values, outside of autograd. From now on they are this tensor's own memory."""
         return self.source.value().view(self.shape)
 
     @classmethod
@@ -155,7 +156,7 @@ class Deferred(torch.Tensor):
         leaves, spec = tree_flatten((args, kwargs or {}))
         made = [(x, x.plain() if isinstance(x, cls) else x) for x in leaves]
         args, kwargs = tree_unflatten([plain for _, plain in made], spec)
-        # what an operation in place returns is what it was called on
+        # an in-place operation returns the tensor that it was called on
         owner = {id(plain): x for x, plain in made if x is not plain}
         return tree_map(lambda x: owner.get(id(x), x), func(*args, **kwargs))
 
@@ -220,9 +221,11 @@ def fp8_operands(
     sums: bool = False,
     predicted: PredictedScale | None = None,
 ) -> tuple[Quantized, torch.Tensor]:
-    """`x` [..., n], as [m, n], quantized by rows and by columns as asked for, and its largest magnitude, FP32
-    [1], over the ranks of `group`: from its producer where it is deferred. `sums` of columns are this rank's.
-    Where nobody knows its maxima, kernels take the scale that is `predicted`, if that is one of `fmt`.
+    """`x` [..., n], as [m, n], quantized row-major and column-major as asked for, and its amax, FP32 [1],
+    over the ranks of `group`.
+
+    A deferred `x` is quantized by its producer. `sums` of columns are those of this rank. Where no maxima are
+    noted, kernels quantize with the scale that is `predicted`, if that is a scale of `fmt`.
     """
     n = x.shape[-1]
     if isinstance(x, Deferred):
@@ -252,7 +255,7 @@ def holders(x: Deferred) -> int:
 
 
 class _Probe(torch.autograd.Function):
-    """Passes a deferred gradient from `make` on, and counts the holders of the one that it gets."""
+    """Passes a deferred gradient from `make` on, and counts the holders of the gradient that it receives."""
 
     @staticmethod
     def forward(ctx, x, make, found):

@@ -7,7 +7,7 @@ import torch
 
 @functools.cache
 def capability(device: torch.device) -> tuple[int, int]:
-    """The compute capability of a GPU, of which torch asks CUDA each time."""
+    """The compute capability of a GPU, cached because torch asks CUDA each time."""
     return torch.cuda.get_device_capability(device)
 
 
@@ -18,7 +18,7 @@ def has_fp8_gemm(device: torch.device) -> bool:
 
 @functools.cache
 def _has_fp8(index: int) -> bool:
-    """`has_fp8_gemm` of a GPU by its index, for who asks often."""
+    """`has_fp8_gemm` of a GPU by its index, for frequent callers."""
     return has_fp8_gemm(torch.device("cuda", index))
 
 
@@ -29,8 +29,8 @@ def uses_kernels(x: torch.Tensor, fp8: bool = True) -> bool:
 
 
 def require_fp8(device: torch.device, emulate: bool = False) -> None:
-    """Raises RuntimeError where `device` is a GPU without FP8, unless its references may `emulate` it. CPUs
-    pass."""
+    """Raises RuntimeError where `device` is a GPU without FP8, unless the references may `emulate` it. CPUs
+    pass: they take the references."""
     if device.type == "cuda" and not emulate and not has_fp8_gemm(device):
         major, minor = capability(device)
         raise RuntimeError(

@@ -182,5 +182,5 @@ def widen(b_x):
     return b_x.to(tl.float32)
 
 
-# scaled matrix products contract over multiples of 16
+# FP8 GEMMs sum over multiples of 16 elements
 ALIGNMENT = 16

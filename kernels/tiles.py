@@ -1,4 +1,4 @@
-"""Reading and writing tiles in kernels, and the largest magnitudes of tiles."""
+"""Reading and writing tiles in kernels, and the amax of tiles."""
 
 import triton
 import triton.language as tl
@@ -28,23 +28,23 @@ def tile_mask(o_row, o_column, rows, columns):
 
 @triton.jit
 def finite_abs(b_x):
-    """The magnitudes of an FP32 tile; NaN, which maxima pass over, where not finite."""
+    """The magnitudes of an FP32 tile; NaN, which tl.maximum ignores, where a value is not finite."""
     return tl.abs(finite_or_nan(b_x))
 
 
 @triton.jit
 def finite_max(b_x):
-    """The largest finite magnitude of a tile, FP32."""
+    """The amax of a tile, FP32."""
     b_abs = tl.abs(b_x.to(tl.float32))
     return tl.max(tl.ravel(tl.where(b_abs < float("inf"), b_abs, 0.0)), axis=0)
 
 
 @triton.jit
 def stored_max(b_x, DTYPE: tl.constexpr):
-    """The largest finite magnitude of an FP32 tile once it is rounded to DTYPE, FP32.
+    """The amax of an FP32 tile after rounding to DTYPE, FP32.
 
-    It is the rounded maximum, since rounding keeps the order, and saves reading rounded values back. What is
-    finite in FP32 and not in BF16 counts as BF16's largest.
+    Rounding keeps the order, so the rounded amax is the amax of the rounded values. A value that is finite in
+    FP32 but not in BF16 counts as BF16's largest.
     """
     largest = widen(cast(finite_max(b_x), DTYPE))
     return tl.minimum(largest, 3.3895313892515355e38) if DTYPE == tl.bfloat16 else largest

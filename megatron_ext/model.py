@@ -137,7 +137,7 @@ def _settings(shape: ModelShape, bf16: bool) -> dict[str, Any]:
         add_bias_linear=False,
         hidden_dropout=0.0,
         attention_dropout=0.0,
-        # stock layers then keep gate and up once, and not SiLU's output as well
+        # stock layers then save gate and up once, and not SiLU's output as well
         bias_activation_fusion=True,
         # needs kernels that are not part of megatron-core
         masked_softmax_fusion=False,

@@ -20,11 +20,11 @@ from coat_kernels.tiles import finite_abs, load_tile, store_tile, stored_max, ti
 # rows and columns of a program's tile, and its warps
 FORWARD_ROWS, FORWARD_COLUMNS, FORWARD_WARPS = 8, 256, 4
 BACKWARD_ROWS, BACKWARD_COLUMNS, BACKWARD_WARPS = 4, 256, 4
-# the same of a program of backward that writes columns too; rows are a multiple of 16
+# the same of a program of backward that writes column-major codes too; rows are a multiple of 16
 OPERANDS_ROWS, OPERANDS_COLUMNS, OPERANDS_WARPS = 32, 128, 4
-# the same of a program that writes columns alone
+# the same of a program that writes column-major codes only
 COLUMNS_M, COLUMNS_N, COLUMNS_WARPS = 32, 256, 4
-# rows of which a program of backward adds up its columns, where they are asked for
+# rows whose columns one program of backward sums, where sums are asked for
 SUMMED_ROWS = 128
 LOG2_E = tl.constexpr(1.4426950408889634)
 
@@ -76,7 +76,7 @@ def activation_forward_kernel(p_x, p_y, p_rows, p_codes, p_exponent, p_maxima,
                               KIND: tl.constexpr, PARTS: tl.constexpr,
                               E5M2: tl.constexpr, ROOTS: tl.constexpr, EVEN: tl.constexpr,
                               ROWS: tl.constexpr, COLUMNS: tl.constexpr, G: tl.constexpr):  # fmt: skip
-    """y itself, or its FP8 codes by rows; what is kept and maxima where asked for."""
+    """Writes y itself, or its row-major FP8 codes; also what is saved and maxima where asked for."""
     DTYPE: tl.constexpr = p_x.dtype.element_ty
     scale, todo = scale_and_tiles(p_predicted, p_used, p_found, found, p_largest, p_true, tiles, E5M2)
     across = tl.cdiv(f, COLUMNS)
@@ -97,7 +97,7 @@ def activation_forward_kernel(p_x, p_y, p_rows, p_codes, p_exponent, p_maxima,
         else:
             store_tile(p_rows, o_y, to_tensor_codes(round_to(b_y, DTYPE), scale, E5M2), m_x, not EVEN)
         if p_maxima is not None:
-            # a(0) is 0: what is masked does not count
+            # a(0) is 0: masked elements do not count
             tl.store(p_maxima + tile, stored_max(b_y, DTYPE))
         if p_codes is not None:
             store_group_tile(b_x, p_codes, p_exponent, o_row, column, rows, f, PARTS * f, PARTS * groups,
@@ -110,7 +110,7 @@ def activation_forward_kernel(p_x, p_y, p_rows, p_codes, p_exponent, p_maxima,
 @triton.jit
 def load_parts(p_codes, p_exponent, o_row, column, rows, f, groups, PARTS: tl.constexpr,
                COLUMNS: tl.constexpr, ROOTS: tl.constexpr, G: tl.constexpr, EVEN: tl.constexpr):  # fmt: skip
-    """The kept gate and up; twice the same where nothing is gated."""
+    """The saved gate and up; the same tile twice where nothing is gated."""
     b_x = load_group_tile(p_codes, p_exponent, o_row, column, rows, f, PARTS * f, PARTS * groups,
                           COLUMNS, ROOTS, G, EVEN)  # fmt: skip
     if PARTS == 2:
@@ -129,8 +129,9 @@ def activation_backward_kernel(p_grad_y, p_codes, p_exponent, p_grad_x, p_rows, 
                                KIND: tl.constexpr, PARTS: tl.constexpr, E5M2: tl.constexpr,
                                ROOTS: tl.constexpr, EVEN: tl.constexpr, ROWS: tl.constexpr,
                                COLUMNS: tl.constexpr, G: tl.constexpr):  # fmt: skip
-    """The gradient itself, or its FP8 codes by rows and columns as asked for. For sums of columns, over the
-    rows of each program, their number is a multiple of `across`: each then stays in its columns."""
+    """Writes the gradient itself, or its row-major and column-major FP8 codes as asked for. Each program sums
+    columns over its rows: the number of programs is then a multiple of `across`, so that each stays in its
+    columns."""
     DTYPE: tl.constexpr = p_grad_y.dtype.element_ty
     # columns are transposed in words of four rows
     TURNS: tl.constexpr = 1 if p_columns is None else 4
@@ -157,7 +158,7 @@ def activation_backward_kernel(p_grad_y, p_codes, p_exponent, p_grad_x, p_rows, 
             b_grad_x = b_grad * b_slope
             if PARTS == 2:
                 b_grad_x *= b_up
-            # the gradients of what is masked are 0
+            # the gradients of masked elements are 0
             if p_sums is not None:
                 b_sums += round_to(b_grad_x, DTYPE)
             b_most = tl.maximum(b_most, finite_abs(b_grad_x))
@@ -189,7 +190,7 @@ def activation_backward_kernel(p_grad_y, p_codes, p_exponent, p_grad_x, p_rows, 
 @triton.jit
 def store_rows(b_x, p_x, p_rows, o_x, m_x, scale, DTYPE: tl.constexpr, E5M2: tl.constexpr,
                EVEN: tl.constexpr):  # fmt: skip
-    """Stores an FP32 tile as it is or as codes, as far as asked for. Returns the codes as int32."""
+    """Stores an FP32 tile as it is or as row-major codes, as asked for. Returns the codes as int32."""
     b_rounded = round_to(b_x, DTYPE)
     if p_x is not None:
         store_tile(p_x, o_x, cast(b_x, DTYPE), m_x, not EVEN)
@@ -235,7 +236,7 @@ def empty_kept(rows: int, f: int, gated: bool, group_size: int, fmt: str, device
 
 @functools.lru_cache(maxsize=1024)
 def _tiles(rows: int, f: int, m: int, n: int, group_size: int) -> tuple[int, int, int]:
-    """Tiles of m x n elements in [rows, f], of those side by side, and groups side by side."""
+    """The number of m x n tiles in [rows, f], of those side by side, and of groups side by side."""
     across = cdiv(f, n)
     return cdiv(rows, m) * across, across, cdiv(f, group_size)
 
@@ -258,7 +259,7 @@ def launch_forward(
     out: Quantized | None = None,
     scales: Scales = NO_SCALES,
 ) -> torch.Tensor | None:
-    """Writes y or, with `scales`, its operands by rows; in the first launch also q, and returns maxima."""
+    """Writes y or, with `scales`, its row-major codes. The first launch also writes q and returns maxima."""
     rows, f = x.shape[0], x.shape[1] // (1 + gated)
     tiles, _, groups = _tiles(rows, f, FORWARD_ROWS, FORWARD_COLUMNS, group_size)
     first = scales.maxima is None
@@ -305,7 +306,8 @@ def launch_backward(
     out: Quantized | None = None,
     scales: Scales = NO_SCALES,
 ) -> torch.Tensor | None:
-    """Writes grad_x or, with `scales`, its operands; the first launch writes sums and returns maxima."""
+    """Writes grad_x or, with `scales`, its codes. The first launch also writes column sums and returns
+    maxima."""
     rows, f = grad_y.shape
     m, n, warps = BACKWARD_ROWS, BACKWARD_COLUMNS, BACKWARD_WARPS
     if out is not None and out.columns is not None:

@@ -1,7 +1,7 @@
 """The activations as operations of autograd.
 
-The output carries its origin, so that the projection behind it keeps nothing, and its maxima, so that nobody
-reads it for its scale; so does the gradient.
+The output carries its origin, so that the projection behind it saves nothing, and its maxima, so that nobody
+reads it for its scale. The gradient carries its maxima too.
 """
 
 import functools
@@ -94,7 +94,7 @@ def activation_columns(
     group_size: int,
     fmt: str,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(columns, scale) of y, made again."""
+    """(column-major codes, scale) of y, recomputed."""
     make = activation_columns_triton if uses_kernels(codes) else activation_columns_reference
     q = Grouped(codes, exponent)
     made = make(q, largest, kind, gated, group_size, fp8_format(fmt))
@@ -108,7 +108,7 @@ class _Activation(torch.autograd.Function):
         shape = *x.shape[:-1], x.shape[-1] // (1 + gated)
         if y_scale is None:
             y, maxima, *kept = activation_forward(rows, *options, keep)
-            # an alias, not a view: autograd would let nobody change that in place
+            # detach(): autograd forbids in-place operations on a view that a function returns
             y = y.view(shape).detach()
             ctx.mark_non_differentiable(*kept, maxima)
         else:
@@ -139,7 +139,7 @@ class _Activation(torch.autograd.Function):
 def _deferred_forward(
     x: torch.Tensor, options: tuple, keep: str, scale: PredictedScale
 ) -> tuple[Source, Grouped]:
-    """y, of which only FP8 rows are written now, and what is kept of x."""
+    """y, of which only row-major FP8 codes are written now, and what is saved of x."""
     kind, gated, group_size = options
     shape = x.shape[0], x.shape[1] // (1 + gated)
 
@@ -172,9 +172,11 @@ def _deferred_backward(grad_y: torch.Tensor, kept: tuple, options: tuple, scale:
 def activation_operands(
     x: torch.Tensor, options: tuple[str, bool, int], keep: str, scale: PredictedScale
 ) -> tuple[Quantized, torch.Tensor, Grouped]:
-    """The activation's output as FP8 rows alone, at once: (operands, the largest magnitude, the kept input).
+    """The activation's output as row-major FP8 codes only, quantized now: (operands, the amax, the saved
+    input).
 
-    x [rows, f or 2 f], contiguous. options: kind, gated, group_size.
+    x [rows, f or 2 f], contiguous.
+    options: kind, gated, group_size.
     """
     rows, f = x.shape[0], x.shape[1] // (1 + options[1])
     if uses_kernels(x):
@@ -191,9 +193,12 @@ def activation_operands(
 def activation_backward_operands(
     grad_y: torch.Tensor, q: Grouped, options: tuple[str, bool, int], scale: PredictedScale, sums: bool
 ) -> Quantized:
-    """The gradient of the activation's input as FP8 rows and columns alone, and the `sums` of its columns.
+    """The gradient of the activation's input as row-major and column-major FP8 codes only, and its column
+    `sums`.
 
-    grad_y [rows, f], contiguous; q: the kept input. options: kind, gated, group_size.
+    grad_y [rows, f], contiguous.
+    q: the saved input.
+    options: kind, gated, group_size.
     """
     if uses_kernels(grad_y):
 
@@ -219,12 +224,12 @@ def activation(
     """a(x) of `x` [..., f], or if `gated` a(gate) * up of `x` [..., 2 f], gate before up.
 
     Args:
-        x: BF16 or FP32. Kept for backward in groups of `group_size`.
+        x: BF16 or FP32. Saved for backward in groups of `group_size`.
         kind: a, one of `KINDS`.
         group_size: 16, 32, 64 or 128.
         saved_format: one of `coat_kernels.groups.GROUP_FORMATS`.
         y_scale, grad_scale: defer the output, and the gradient of x, which then go straight into the FP8
-            product behind them; the caller's, one each for every call site. It pays where only such a product
+            GEMM behind them; the caller's, one each for every call site. It pays where only such a GEMM
             reads them. Not used while nothing is trained or a model is compiled.
 
     Returns [..., f] in x's dtype, carrying its maxima and, where x has a gradient, its origin. Raises

@@ -1,8 +1,8 @@
-"""Activations, plain and gated (Shazeer, arXiv 2002.05202, section 2), that keep their input in 8 bits, 1 x
-G groups.
+"""Activations, plain and gated (Shazeer, arXiv 2002.05202, section 2), that save their input in 8 bits, in 1
+x G groups.
 
-y = a(x), or a(gate) * up of x = gate | up. Neither a(gate) nor the product is kept: backward makes them
-again. a is one of
+y = a(x), or a(gate) * up of x = gate | up. Neither a(gate) nor y is saved: backward recomputes them. a is one
+of
 
 - silu: x s(x), s(x) = 1 / (1 + exp(-x)); gated it is SwiGLU;
 - gelu: x (1 + erf(x / sqrt(2))) / 2; gated it is GEGLU;
@@ -92,7 +92,7 @@ def activation_backward_reference(grad_y, q: Grouped, kind: str, gated: bool, gr
 def activation_columns_reference(
     q: Grouped, largest, kind: str, gated: bool, group_size: int, fmt: Fp8Format
 ) -> Quantized:
-    """y again, from the kept input, as FP8 columns with the scale of `largest`."""
+    """y, recomputed from the saved input, as column-major FP8 codes with the scale of the amax `largest`."""
     parts = _dequantize(q, gated, group_size)
     y, _ = value_and_slope_reference(parts[0], kind)
     if gated:

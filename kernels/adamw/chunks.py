@@ -1,4 +1,4 @@
-"""Tensors cut into chunks, which the kernel finds in a table on the device."""
+"""Cuts tensors into chunks, which the kernel finds in a table on the device."""
 
 import functools
 from collections.abc import Sequence
@@ -9,8 +9,8 @@ import torch
 from coat_kernels.adamw.kernel import COLUMNS, POINTERS, ROWS
 from coat_kernels.adamw.options import AdamWOptions
 
-# Tensors are cut into chunks of so many tiles, powers of two, each size in a launch of its own. The larger
-# the chunk, the longer the multiprocessors find its row of the table in their caches.
+# Tensors are cut into chunks of so many tiles, powers of two, with one launch for each size. The larger the
+# chunk, the longer multiprocessors find its row of the table in their caches.
 CHUNKS = (2**14, 2**11, 2**8, 2**5)
 
 
@@ -52,10 +52,11 @@ def launches(
     group_size: int,
     device: torch.device,
 ) -> tuple[list[tuple[torch.Tensor, int]], torch.cuda.Event | None]:
-    """The tables, on the device, of all chunks of each size, largest first, with the tiles in a chunk; and
-    the event of their arrival.
+    """The tables, on the device, of the chunks of each size, largest first, each with the tiles of a chunk;
+    and the event of their upload.
 
-    Remembered for tensors that stay where they are: their steps upload nothing, and CUDA graphs hold them.
+    Cached for tensors that keep their addresses: later steps upload nothing, and CUDA graphs can hold the
+    tables.
     """
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         raise RuntimeError(
@@ -63,7 +64,7 @@ def launches(
             "with gradients that stay in place: zero_grad(set_to_none=False)."
         )
     table = np.frombuffer(pointers, dtype=np.int64).reshape(-1, POINTERS)
-    # all but scales and exponents have an element for each of the group's
+    # scales and exponents have one element a group, the others one for each of its elements
     elements = np.where(np.isin(np.arange(POINTERS), (3, 4, 6, 7)), 1, group_size)
     group_bytes = elements * np.array(element_bytes, dtype=np.int64)
     remaining = np.array(numels, dtype=np.int64)
@@ -71,7 +72,8 @@ def launches(
     tile = ROWS * group_size
     out = []
     for tiles in (*CHUNKS, 1):
-        # the smallest chunks take all full tiles that are left, then single tiles the ends of the tensors
+        # the smallest chunks take all full tiles that are left; then single tiles take the ends of the
+        # tensors
         unit = {CHUNKS[-1]: tile, 1: 1}.get(tiles, tiles * tile)
         part = remaining // unit * unit
         chunks = chunk_table(table, group_bytes, done, part, group_size, tiles)
@@ -87,7 +89,7 @@ def arrived(
     """The tables of `launches`, for the current stream to read once they have arrived."""
     if uploaded is not None and not torch.cuda.is_current_stream_capturing():
         stream = torch.cuda.current_stream(device)
-        # another stream may have asked for them first, and may give them up first
+        # another stream may have uploaded them, and may free them first
         stream.wait_event(uploaded)
         for table, _ in tables:
             table.record_stream(stream)

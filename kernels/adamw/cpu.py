@@ -1,7 +1,7 @@
-"""The AdamW step for tensors on the CPU, where hosts offload states to.
+"""The AdamW step for tensors on the CPU, where DeepSpeed offloads states to.
 
-It is C++ that is compiled when it is first needed, as DeepSpeed's own CPU optimizers are. Where there is no
-compiler, steps run in PyTorch, in pieces that stay in the cache.
+It is C++ that is compiled when it is first needed, as DeepSpeed's own CPU optimizers are. Without a compiler,
+steps run in PyTorch, in pieces that stay in the cache.
 """
 
 import ctypes
@@ -22,7 +22,7 @@ log = logging.getLogger(__name__)
 SOURCE = Path(__file__).with_suffix(".cpp")
 FLAGS = ["-O3", "-march=native", "-fopenmp", "-fno-math-errno", "-fno-trapping-math"]
 CPU_INFO = Path("/proc/cpuinfo")
-# pairs of formats, in the order of the numbers by which the C++ knows them
+# pairs of formats; the C++ knows them by their position
 _EXPANDED = ("fp8_expanded", "fp8_expanded_e5m2")
 COMPILED = (*((m, v) for v in _EXPANDED for m in _EXPANDED), ("ratio8", "log8"))
 
@@ -45,7 +45,8 @@ class Step(ctypes.Structure):
 
 
 def build_name() -> str:
-    """Of the library in torch's cache, which machines may share: its instructions are those of one CPU."""
+    """The library's name in torch's cache, which machines may share. It depends on the CPU, since the code is
+    compiled for its instructions."""
     kinds = ("model name", "flags", "Features", "CPU implementer", "CPU part")
     lines = CPU_INFO.read_text().splitlines() if CPU_INFO.exists() else [platform.processor()]
     kind = sorted({line for line in lines if line.split("\t")[0].strip() in kinds}) or lines
@@ -80,7 +81,7 @@ def compiled_can(param: torch.Tensor, grad: torch.Tensor, options: AdamWOptions)
     """Whether the compiled step knows these types and options."""
     fp32 = param.dtype == grad.dtype == torch.float32 and param.device.type == "cpu"
     formats = options.exp_avg_codec.name, options.exp_avg_sq_codec.name
-    # only one of them is ever dithered unasked
+    # of the compiled pairs only ratio8 with log8 is dithered by default
     return fp32 and formats in COMPILED and not (options.dither and formats[1] in _EXPANDED)
 
 

@@ -16,7 +16,7 @@ from coat_kernels.tiles import load_tile, store_tile
 ROWS, WARPS = 4, 2
 # columns of the table: pointers, elements that remain, the tensor's index, the first element
 POINTERS, COLUMNS = 9, tl.constexpr(12)
-# a row of corrections: see corrections_of
+# columns of a row of corrections (`corrections_of`)
 CORRECTIONS = tl.constexpr(3)
 
 
@@ -83,7 +83,7 @@ def adamw_kernel(
     ALIGNED: tl.constexpr, MASKED: tl.constexpr, WHOLE: tl.constexpr,
     ROWS: tl.constexpr, G: tl.constexpr,
 ):  # fmt: skip
-    # one row of the table holds all that a program needs: look-ups that wait for one another cost time
+    # one row of the table holds all that a program needs: dependent look-ups cost time
     pid = tl.program_id(0)
     i_tile = pid & ((1 << log2_tiles) - 1)
     p_chunk = p_table + (pid >> log2_tiles) * COLUMNS
@@ -99,12 +99,12 @@ def adamw_kernel(
     i_tensor = tl.load(p_chunk + 10)
     if not WHOLE and i_tile * (ROWS * G) >= n:
         return
-    # nested: without a pointer the load must not be compiled
+    # nested: without a pointer there must be no load to compile
     if p_found_inf is not None:  # noqa: SIM102
         if tl.load(p_found_inf) != 0.0:
             return
 
-    # within a chunk offsets fit 32 bits: its pointers have taken the rest
+    # within a chunk offsets fit 32 bits: the table's pointers hold the rest
     o_row = i_tile * ROWS + tl.arange(0, ROWS)
     o_x = o_row[:, None] * G + tl.arange(0, G)[None, :]
     m_x, m_row = o_x < n, o_row * G < n
@@ -118,8 +118,8 @@ def adamw_kernel(
                                                      M_SCALE, M_EXPONENT, MASKED)  # fmt: skip
     b_v_codes, b_v_scale, b_v_exponent = load_moment(p_v, p_v_scale, p_v_exponent, o_x, m_x, o_row, m_row,
                                                      V_SCALE, V_EXPONENT, MASKED)  # fmt: skip
-    # nothing is shared: the barrier keeps the assembler from moving loads down into the arithmetic, where
-    # they are waited for (2.23 ms without it, 2.08 with, 2^29 parameters on an H200)
+    # the barrier protects nothing: it keeps the assembler from moving loads down to their first use, where
+    # they would be waited for (2.23 ms without it, 2.08 with, 2^29 parameters on an H200)
     tl.debug_barrier()
     if p_lr is not None:
         lr = tl.load(p_lr).to(tl.float32)
@@ -146,8 +146,8 @@ def adamw_kernel(
     b_m += rate1 * (b_g - b_m)
     b_v += rate2 * (b_g * b_g - b_v)
     b_update = b_m * fast_reciprocal(fast_sqrt(b_v) * inverse_root + eps)
-    # in this order FP32 keeps a decay that 1 - lr * weight_decay would round away; infinity less infinity
-    # would be NaN
+    # decay first, so that FP32 keeps a decay that 1 - lr * weight_decay would round away; infinity minus
+    # infinity would be NaN
     b_p -= tl.where(tl.abs(b_p) < float("inf"), (lr * weight_decay) * b_p, 0.0)
     b_p -= step_size * b_update
     if EXTRA == "remainder":
@@ -163,7 +163,7 @@ def adamw_kernel(
         p_weight = load_pointer(p_chunk, 8, tl.bfloat16, ALIGNED)
         store_tile(p_weight, o_x, cast(b_p, tl.bfloat16), m_x, MASKED)
     if MASKED:
-        # what lies past the end must not enter the statistics of the last group
+        # elements past the end must not enter the statistics of the last group
         b_m = tl.where(m_x, b_m, 0.0)
         b_v = tl.where(m_x, b_v, 0.0)
     b_v_codes, b_v_scale, b_v_exponent = store_moment(

@@ -1,14 +1,14 @@
 """AdamW (Loshchilov & Hutter, arXiv 1711.05101, algorithm 2) over stored moments, in plain PyTorch.
 
 The update uses the fresh FP32 moments; only what is stored is rounded. The same pass scales the gradient,
-writes a BF16 copy of the weight, and rounds BF16 parameters exactly (with the 16 bits that FP32 has more) or
-stochastically.
+writes a BF16 copy of the weight, and updates BF16 parameters exactly (with a remainder of 16 bits that makes
+an FP32 master) or with stochastic rounding.
 
-With beta2 near 1 a second moment decays by less than half a code in a step, and rounded to nearest it never
-would: it is then rounded by a dither that goes through all thresholds in turn ("dither").
+With beta2 near 1 a second moment decays by less than half a code in a step. Rounded to nearest it would never
+decay, so it is rounded with a dither that steps through all thresholds ("dither").
 
-A relative code (`codecs/ratio.py`) is decoded and encoded with the root of the second moment that is stored
-beside it: of the one that was read, and of the one that is written.
+A relative code (`codecs/ratio.py`) is decoded and encoded with the root of the second moment stored beside
+it: decoded with the old one, encoded with the new one.
 """
 
 import torch
@@ -17,11 +17,11 @@ import triton.language as tl
 from coat_kernels.adamw.options import AdamWOptions
 from coat_kernels.codecs.codec import Storage, Stored, encode_reference
 
-# of the dither: 2^32 times the fractions of the golden ratio and of the plastic number's inverse, of which
+# dither: 2^32 times the fractional parts of the golden ratio and of the plastic number's inverse, whose
 # multiples fill an interval most evenly
 STEP_KEY, LANE_KEY = tl.constexpr(0x9E3779B1), tl.constexpr(0xC13FA9A9)
 TENSOR_KEY = tl.constexpr(0x85EBCA6B)
-# of an int32, as a number in (-1/2, 1/2)
+# scales an int32 to (-1/2, 1/2)
 DITHER_UNIT = tl.constexpr((1 - 2**-23) * 2.0**-32)
 
 
@@ -41,10 +41,10 @@ def split_master(master: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 def join_master(weight: torch.Tensor, remainder: torch.Tensor) -> torch.Tensor:
     """The FP32 master of a BF16 weight and its remainder.
 
-    Exact for every pair that `split_master` makes. Somebody may have edited the weight since: of the other
-    pairs, which are zeros with a negative remainder and what is not finite, the weight alone counts. So for
-    all 2^32 pairs the master rounds to the weight that can be seen. An edited weight that might have had its
-    remainder cannot be told from one that has it: it keeps it, at most half a BF16 step.
+    Exact for every pair that `split_master` gives. Somebody may have edited the weight since. In pairs that
+    `split_master` cannot give, zeros with a negative remainder and non-finite weights, the weight alone
+    counts. So for all 2^32 pairs the master rounds to the visible weight. An edited weight that could have
+    this remainder cannot be told from an unedited one, and keeps it: at most half a BF16 step.
     """
     upper, lower = weight.view(torch.int16).int(), remainder.int()
     magnitude = upper & 0x7FFF
@@ -58,7 +58,7 @@ def noise_reference(
     """Noise of each element, int32 in [0, 2^16): half of a 32-bit integer hash.
 
     The hash (Wellons, lowbias32) is of the element's index, moved by seed, step and the tensor's index times
-    odd constants: the same on every rank and in every run, and new on every step.
+    odd constants. It is the same on every rank and in every run, and new on every step.
     """
     key = seed + step * STEP_KEY.value + tensor * TENSOR_KEY.value
     x = (torch.arange(numel, dtype=torch.int64, device=device) + key) & 0xFFFFFFFF
@@ -70,9 +70,9 @@ def noise_reference(
 def dither_reference(step: int, numel: int, group_size: int, device: torch.device | str) -> torch.Tensor:
     """What is added, in steps of codes, to each element before it is rounded: FP32 [numel] in (-1/2, 1/2).
 
-    It is of the step and of the element's place in its group, so that codes are the same wherever tensors are
-    cut. From step to step it goes on by the golden ratio, which fills the interval more evenly than chance
-    would: rounding so, an element is right over few steps.
+    It depends on the step and on the element's place in its group, so codes do not depend on where tensors
+    are cut. From step to step it advances by the golden ratio, which fills the interval more evenly than
+    random numbers: after few steps an element is right on average.
     """
     lane = torch.arange(numel, dtype=torch.int64, device=device) % group_size
     return (step * STEP_KEY.value + lane * LANE_KEY.value).int().float() * DITHER_UNIT.value
@@ -132,7 +132,7 @@ def adamw_reference(
     turn = None
     if m_codec.relative:
         m = m / Stored(v_codec, exp_avg_sq).roots(group_size)
-        # one number for the whole step costs the kernel nothing
+        # one number for the whole step, which costs the kernel nothing
         turn = dither_reference(int(step), 1, 1, m.device).expand_as(m)
     _overwrite(exp_avg, encode_reference(m_codec, m, group_size, dither=turn))
 

@@ -175,7 +175,7 @@ def _in_pieces(param, grad, m, v, step, options: AdamWOptions, remainder, weight
             cut(grad, a, b),
             *(s.groups(a // group_size, -(-b // group_size), group_size) for s in (m, v)),
             step,
-            # the noise of an element is of its place in the tensor
+            # the noise of an element depends on its place in the tensor
             replace(options, seed=options.seed + a),
             cut(remainder, a, b),
             cut(weight, a, b),

@@ -1,17 +1,17 @@
 """The dense transformer layer as two fused blocks around attention, one autograd function each.
 
     qkv_block         norm, qkv projection, rotary positions
-    attention_block   the same and attention, made again in backward: it keeps the norm's input alone
+    attention_block   the same and attention, recomputed in backward: it saves the norm's input alone
     mlp_block         output projection, residual addition, norm, fc1, activation, fc2, residual addition
 
-Each is a flat sequence of launches, forward and backward. What passes between two of them is a local
-variable: activations that only an FP8 product reads exist as FP8 codes alone. Kept for backward are the
-norms' inputs, the activation's input and what attention keeps of its output, each once and in 8 bits; the
-rest is made again.
+Each is a flat sequence of launches, forward and backward. What passes between two launches is a local
+variable. Activations that only an FP8 GEMM reads exist as FP8 codes alone. Saved for backward are the norms'
+inputs, the activation's input and what attention saves of its output, each once and in 8 bits. The rest is
+recomputed.
 
 The arithmetic is that of the same operations one by one (`norm`, `linear`, `rope`, `activation`), to the bit.
-The blocks want every parameter to be trained; what else they do not do, such as dropout between the
-operations, is for those.
+The blocks need every parameter to be trained. Whatever else they lack, such as dropout between the
+operations, takes those single operations.
 """
 
 from coat_kernels.blocks.mlp import mlp_block

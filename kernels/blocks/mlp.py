@@ -1,6 +1,5 @@
 """Behind attention: output projection, residual addition, norm, fc1, activation, fc2 and residual addition in
-one autograd function.
-"""
+one autograd function."""
 
 import torch
 
@@ -28,14 +27,14 @@ from coat_kernels.weights import WeightCache
 
 
 def _summed(z: torch.Tensor, linear: LinearOptions) -> torch.Tensor:
-    """A row-parallel product summed over the ranks, where that is not done by a reduce-scatter."""
+    """The output of a row-parallel GEMM, all-reduced over the ranks unless a reduce-scatter has summed it."""
     parallel = linear.parallel
     return all_reduce(z, parallel.group)() if parallel and not parallel.sequence else z
 
 
 def _go_together(weights: tuple[torch.Tensor, ...], linears: tuple[LinearOptions, ...]) -> bool:
-    """Whether one launch may quantize the weights: each is one tensor, nothing is kept of it, and they are of
-    one kind."""
+    """Whether one launch may quantize all the weights: each is a single tensor of which nothing is cached,
+    and they have one format and one dtype."""
     for weight, linear in zip(weights, linears, strict=True):
         if (
             type(linear.cache) is not WeightCache
@@ -51,8 +50,8 @@ def _go_together(weights: tuple[torch.Tensor, ...], linears: tuple[LinearOptions
 def _by_rows(
     o: torch.Tensor, columns: bool, weights: tuple[torch.Tensor, ...], linears: tuple[LinearOptions, ...]
 ) -> list[tuple[Quantized, torch.Tensor]]:
-    """The `weights` by rows and `o`, the input of the first, by rows and if asked for by `columns`, each with
-    its largest magnitude; in one launch as far as it may be."""
+    """The row-major `weights`, and `o`, the input of the first GEMM, row-major and if asked for column-major;
+    each with its amax. They share one launch where they can."""
     fmt, scale = linears[0].formats.forward, linears[0].x_scale
     together = _go_together(weights, linears)
     joins = together and not columns and type(o) is torch.Tensor and o.dtype == weights[0].dtype
@@ -74,7 +73,7 @@ def _by_rows(
 def _by_columns(
     weights: tuple[torch.Tensor, ...], largest: tuple[torch.Tensor, ...], linears: tuple[LinearOptions, ...]
 ) -> list[Quantized]:
-    """The `weights` by columns, with the magnitudes that `_by_rows` found."""
+    """The column-major `weights`, with the amaxes that `_by_rows` found."""
     if _go_together(weights, linears):
         xs = [weight.contiguous() for weight in weights]
         return columns_together(xs, largest, linears[0].formats.forward)
@@ -96,12 +95,12 @@ class _MlpBlock(torch.autograd.Function):
         (rows_proj, largest_proj), (rows_fc1, largest_fc1), (rows_fc2, largest_fc2), (operands, largest_o) = (
             _by_rows(o, origin is None, (w_proj, w_fc1, w_fc2), (proj, fc1, fc2))
         )
-        # a bias is part of the product, unless products of several ranks are summed first
+        # the GEMM adds the bias, unless the outputs of several ranks are summed first
         bias, late_bias = (b_proj, None) if proj.parallel is None else (None, b_proj)
         z = _summed(multiply(operands.rows, operands.scale, rows_proj, bias, dtype, proj), proj)
         del rows_proj
 
-        # the norm's kernel makes the sum, and reads it no second time
+        # the norm's kernel computes the sum, so that no other pass reads it
         x = torch.empty_like(by_rows)
         y, largest_y, kept_x, rstd = norm_operands(
             x,
@@ -129,7 +128,8 @@ class _MlpBlock(torch.autograd.Function):
         if origin is None:
             ctx.columns_of_o, kept_o = None, (operands.columns, operands.scale)
         else:
-            # its tensors are saved, which lets go of them behind backward, and not held by the node
+            # the origin's tensors are saved, so that autograd frees them after backward; the node does not
+            # hold them
             ctx.columns_of_o, kept_o = origin.columns, (*origin.tensors, largest_o)
         ctx.save_for_backward(
             w_proj, b_proj, norm_weight, norm_bias, w_fc1, b_fc1, w_fc2, b_fc2,
@@ -147,7 +147,7 @@ class _MlpBlock(torch.autograd.Function):
         proj, norm, fc1, activation, fc2 = ctx.options
         dtype, tokens, arithmetic = grad.dtype, kept_x[0].shape[0], activation.arithmetic
 
-        # operands are in lists, to leave them to the products, which free parts of them on the way
+        # operands are in lists, so that the GEMMs can free parts of them on the way
         weights = _by_columns(
             (w_proj, w_fc1, w_fc2), (largest_proj, largest_fc1, largest_fc2), (proj, fc1, fc2)
         )
@@ -198,7 +198,8 @@ class _MlpBlock(torch.autograd.Function):
 def _bias_grad(
     bias: torch.Tensor | None, sums: torch.Tensor | None, grad: torch.Tensor
 ) -> torch.Tensor | None:
-    """Of the bias of a row-parallel product, from the sums of the gradient's columns if there are any."""
+    """The gradient of a row-parallel layer's bias, from the column sums of the output's gradient where those
+    exist."""
     if bias is None:
         return None
     return grad.sum_to_size(bias.shape) if sums is None else sums.to(bias.dtype)
@@ -231,7 +232,7 @@ def mlp_block(
         w_proj, w_fc1, w_fc2: [h, n], [f or 2 f, h], [h, f]: this rank's parts; biases as long as the first
             dimension, or None. Where several ranks hold parts, biases of proj and fc2 are added behind the
             sum over the ranks.
-        origin: how to make o again; without it o is kept by columns in FP8.
+        origin: how to recompute o; without it o is kept column-major in FP8.
         proj, fc1, fc2: with both scales given.
 
     Returns [s, b, h] in the residual's dtype.

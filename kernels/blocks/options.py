@@ -33,6 +33,6 @@ class ActivationOptions:
         return self.kind, self.gated, self.group_size
 
 
-# the same object for the same values: layers ask in each forward
+# cached, since layers ask for the same object in each forward
 norm_options = functools.lru_cache(NormOptions)
 activation_options = functools.lru_cache(ActivationOptions)

@@ -1,6 +1,5 @@
-"""In front of attention: norm, qkv projection and rotary positions in one autograd function, with attention
-inside or not.
-"""
+"""In front of attention: norm, qkv projection and rotary positions in one autograd function, with or without
+attention."""
 
 from collections.abc import Callable
 
@@ -18,8 +17,8 @@ from coat_kernels.tensorwise.transpose import transpose_codes
 
 
 def _norm_backward(grad_y, grad_residual, kept, weight, bias, norm: NormOptions, needs_x: bool):
-    """The gradients of x, with its maxima noted, of the weight, and of the bias, or None, from those of y
-    [rows, h] and of the residual [s, b, h]."""
+    """The gradients of x, with its maxima noted, of the weight, and of the bias or None, from the gradients
+    of y [rows, h] and of the residual [s, b, h]."""
     residual = grad_residual.reshape(grad_y.shape).contiguous()
     codes, exponent, rstd = kept
     options = norm.layer_norm, norm.zero_centered, norm.group_size
@@ -32,7 +31,7 @@ def _norm_backward(grad_y, grad_residual, kept, weight, bias, norm: NormOptions,
 
 
 def _qkv_forward(x, norm_weight, norm_bias, weight, bias, cos, sin, norm, linear, *heads):
-    """(q, k, v), and what is kept for backward."""
+    """(q, k, v), and what is saved for backward."""
     rows = x.reshape(-1, x.shape[-1]).contiguous()
     y, largest_y, kept, rstd = norm_operands(
         rows, norm_weight, norm_bias, norm.arithmetic, norm.saved_format, linear.x_scale, linear.input_group
@@ -44,7 +43,7 @@ def _qkv_forward(x, norm_weight, norm_bias, weight, bias, cos, sin, norm, linear
 
 
 def _normed_again(saved, norm: NormOptions, linear: LinearOptions) -> tuple[torch.Tensor, torch.Tensor]:
-    """The output of the norm in front of `linear` by columns, from what is kept, and its scale."""
+    """The norm's output in front of `linear`, recomputed column-major, and its scale."""
     norm_weight, norm_bias, *_, codes, exponent, rstd, largest_y, _ = saved
     return norm_columns.eager(
         codes, exponent, rstd, norm_weight, norm_bias, largest_y, norm.zero_centered, norm.group_size,
@@ -53,7 +52,7 @@ def _normed_again(saved, norm: NormOptions, linear: LinearOptions) -> tuple[torc
 
 
 def _qkv_again(columns, scale, saved, batch: int, dtype, linear: LinearOptions, *heads):
-    """(q, k, v) again, from the norm's output by columns."""
+    """(q, k, v), recomputed from the column-major output of the norm."""
     _, _, weight, bias, cos, sin, codes, *_, largest_w = saved
     tokens, h = codes.shape
     rows = transpose_codes(columns)[:tokens, :h]
@@ -63,10 +62,10 @@ def _qkv_again(columns, scale, saved, batch: int, dtype, linear: LinearOptions, 
 
 
 def _qkv_backward(dq, dk, dv, grad_residual, columns, saved, norm, linear, apart: bool, needs_x: bool):
-    """The gradients of x, both parameters of the norm, weight and bias; `columns` and their scale as
-    `_normed_again` gives them."""
+    """The gradients of x, of both parameters of the norm, of weight and of bias. `columns`: the norm's output
+    and its scale, from `_normed_again`."""
     norm_weight, norm_bias, weight, bias, cos, sin, *kept, _, largest_w = saved
-    # in a list, to leave it to the products, which free parts of it on the way
+    # in a list, so that the GEMMs can free parts of it on the way
     grad = [rotate_qkv_backward_operands(dq, dk, dv, cos, sin, linear.grad_scale, bias is not None, apart)]
     grad_bias = None if bias is None else grad[0].sums.to(bias.dtype)
     columns = gathered_columns(*columns, kept[0].shape[0], linear)
@@ -172,12 +171,12 @@ def attention_block(
     apart: bool = False,
     attend: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor],
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`qkv_block` and attention in one, which keeps nothing of queries, keys, values and attention's output.
+    """`qkv_block` and attention in one, which saves nothing of queries, keys, values and attention's output.
 
-    Backward makes queries, keys and values again from what is kept of x, by one more product, and runs
-    attention again. attend(q, k, v) is attention; it has to give the same each time: no dropout.
+    Backward recomputes queries, keys and values from what is saved of x, by one more GEMM, and runs attention
+    again. attend(q, k, v) is attention; it must give the same result each time, so no dropout.
 
-    Returns attention's output and x, to be read in its place by the residual addition.
+    Returns attention's output, and x for the residual addition to read in its place.
     """
     if x.is_cuda:
         require_fp8(x.device, linear.formats.emulate)

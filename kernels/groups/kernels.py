@@ -1,7 +1,7 @@
-"""Groups of 1 x G in kernels: by themselves, or as tiles that other kernels read and write on their way.
+"""Groups of 1 x G in kernels: by themselves, and as tiles that other kernels read and write.
 
-A tile's rows are `o_row`, its first column is `column`, a multiple of G. Of an EVEN tensor every tile lies
-inside; otherwise what lies past `rows` and `columns` is masked, and reads as zero. `stride_x` and
+A tile's rows are `o_row`; its first column is `column`, a multiple of G. EVEN: every tile lies inside the
+tensor. Otherwise elements past `rows` and `columns` are masked, and read as zero. `stride_x` and
 `stride_exponent` are elements from row to row.
 """
 
@@ -21,14 +21,14 @@ def quantize_groups_tile(b_x, ROOTS: tl.constexpr, G: tl.constexpr):
     """An FP32 tile [rows, columns] as (bytes of codes, exponent [rows, columns / G])."""
     ROWS: tl.constexpr = b_x.shape[0]
     COLUMNS: tl.constexpr = b_x.shape[1]
-    # the exponent and the mantissa's bits of the format's largest magnitude
+    # exponent and mantissa bits of the format's largest magnitude
     POWER: tl.constexpr = 13 if ROOTS else 8
     LIMIT: tl.constexpr = 0x7E0000 if ROOTS else 0x600000
     b_groups = tl.reshape(b_x, [ROWS, COLUMNS // G, G])
-    # NaN where not finite, in one instruction; maxima pass it over, and the codes keep it
+    # NaN where not finite, in one instruction; maxima ignore it, and the codes keep it
     b_groups += b_groups * 0.0
     b_max = tl.maximum(tl.max(tl.abs(b_groups), axis=2), 0.0)
-    # the exponent of the largest magnitude, off its bits
+    # the exponent of the amax, from its bits
     b_bits = b_max.to(tl.int32, bitcast=True)
     b_exponent = (b_bits >> 23) - POWER + ((b_bits & 0x7FFFFF) > LIMIT).to(tl.int32)
     b_exponent = tl.maximum(b_exponent, 1)

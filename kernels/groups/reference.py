@@ -1,14 +1,13 @@
 """Eight bits an element in groups of 1 x G along the last dimension, each with a power-of-two scale.
 
-This is how activations are kept for the backward of non-linear layers (COAT, section 5.1: mixed
-granularity). The stored exponent e, scale = 2^(e - 127), takes 1/G of a byte per element; it is the smallest
-that keeps the group's largest finite magnitude within the format, and at least 1. An element x is stored as
-one of, with y = x / scale,
+Activations are saved so for the backward of non-linear layers (COAT, section 5.1: mixed granularity). The
+stored exponent e, scale = 2^(e - 127), takes 1/G of a byte an element. It is the smallest that keeps the
+group's amax within the format, and at least 1. With y = x / scale an element x is stored as one of
 
-- e4m3: y rounded to FP8, as the paper has it. A power-of-two scale loses nothing in a floating-point format.
-- sqrt8: c = sign(y) round(sqrt(|y|)), an integer of which c |c| is y again. Its steps grow with the root of a
-  value, where FP8's grow with the value itself: a Gaussian comes back within 0.7 % (relative RMS) instead of
-  2.7, and beside an outlier of 1000 an element of 1 within 14 %, where plain integers would lose it.
+- e4m3: y rounded to FP8, as in the paper. A power-of-two scale loses nothing in a floating-point format.
+- sqrt8: c = sign(y) round(sqrt(|y|)), an integer; c |c| gives y back. Its steps grow with the root of a
+  value, FP8's with the value itself. A Gaussian comes back within 0.7 % (relative RMS) instead of 2.7. Beside
+  an outlier of 1000, an element of 1 comes back within 14 %; plain integers would lose it.
 """
 
 from dataclasses import dataclass
@@ -23,7 +22,7 @@ from coat_kernels.prepared import cdiv
 
 @dataclass(frozen=True, slots=True)
 class GroupFormat:
-    """How elements are stored: `max` is the largest magnitude, over the scale, that is not saturated."""
+    """A storage format. `max` is the largest magnitude, divided by the scale, that does not saturate."""
 
     name: str
     dtype: torch.dtype
@@ -31,28 +30,27 @@ class GroupFormat:
 
 
 GROUP_FORMATS = {
-    # beyond 127.5^2 a root would round to 128
+    # the root of more than 127.5^2 would round to 128
     "sqrt8": GroupFormat("sqrt8", torch.int8, 16256.0),
     "e4m3": GroupFormat("e4m3", E4M3.dtype, E4M3.max),
 }
 DEFAULT_FORMAT = "sqrt8"
-# what sqrt8 stores for NaN and infinities
+# the sqrt8 code of NaN and infinities
 NAN_CODE = tl.constexpr(-128)
-# roots half way between two integers go up, whatever the last bits of a fast square root are
+# rounds roots half way between two integers up, whatever the last bits of a fast square root are
 TIES_UP = tl.constexpr(1 + 2.0**-20)
 
 
 class Grouped(NamedTuple):
-    """`codes` [rows, columns], whose dtype tells the format: int8 or FP8; `exponent` uint8
-    [rows, ceil(columns / G)], scale = 2^(exponent - 127).
-    """
+    """`codes` [rows, columns], int8 for sqrt8 or FP8; `exponent` uint8 [rows, ceil(columns / G)], scale =
+    2^(exponent - 127)."""
 
     codes: torch.Tensor
     exponent: torch.Tensor
 
     @property
     def holds_roots(self) -> bool:
-        """The flag by which the kernels choose between the two formats."""
+        """Whether the codes are sqrt8: the flag by which the kernels choose."""
         return self.codes.dtype == torch.int8
 
 
@@ -66,7 +64,7 @@ def quantize_groups_reference(x: torch.Tensor, group_size: int, fmt: str = DEFAU
     groups, form = _split(x.float(), group_size), GROUP_FORMATS[fmt]
     largest = torch.where(groups.isfinite(), groups.abs(), 0).amax(2)
     mantissa, power = torch.frexp(largest)
-    # `power - m` suffices up to the mantissa of fmt.max, one more is needed beyond
+    # `power - m` suffices up to the mantissa of fmt.max; a larger mantissa needs one more
     limit, m = torch.frexp(torch.tensor(form.max))
     exponent = power - m + (mantissa > limit) + 127
     exponent = torch.where(largest > 0, exponent, 1).clamp(1, 254)

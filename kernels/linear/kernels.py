@@ -1,8 +1,8 @@
-"""An FP8 matrix product that adds to a tensor that is there, and an addition of two types.
+"""An FP8 GEMM that adds its result to a tensor, and an addition of two dtypes.
 
-Weight gradients are summed over micro-batches in FP32. Added by the product itself, they are neither rounded
-to BF16 nor written and read once more. The kernel that does so sums within the tensor cores, which on Hopper
-keep about 14 bits; where sums must keep more, cuBLASLt's product and a pass that adds it are faster.
+Weight gradients are summed over micro-batches in FP32. A GEMM that adds to the sum does not round its result
+to BF16, nor write and read it once more. This kernel accumulates inside the tensor cores, which on Hopper
+keep about 14 bits. Where accumulation must keep more, cuBLASLt's GEMM and a separate addition are faster.
 """
 
 import functools
@@ -15,13 +15,13 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from coat_kernels.fp8 import INTERPRET, cast, widen
 from coat_kernels.prepared import PreparedKernel, cdiv, on_device_of
 
-# of `out`, and of the dimension that is summed at a time
+# tile sizes of `out`, and of the dimension that is summed
 N_TILE, K_TILE, T_TILE = 128, 256, 128
-# rows of tiles that neighbours in time share
+# so many rows of tiles are processed together, to share operands in the cache
 GROUP = 8
-# what a multiprocessor has to have before small tiles of cuBLASLt's, which spread further, are not better
+# with fewer tiles for each multiprocessor, cuBLASLt's smaller tiles are faster
 TILES_PER_PROCESSOR = 2
-# elements of a program that adds
+# elements of one program of the addition
 BLOCK = 4096
 
 
@@ -30,13 +30,13 @@ def accumulate_kernel(d_a, d_b, d_out, p_scale_a, p_scale_b, n, k, t, PROGRAMS: 
                       N: tl.constexpr, K: tl.constexpr, T: tl.constexpr,
                       GROUP: tl.constexpr):  # fmt: skip
     """The descriptors' blocks are [N, T], [K, T] and [N, K // 4]; PROGRAMS go over the tiles of `out`."""
-    # without it the path around the loop makes ptxas wait for every instruction of the products (C7515)
+    # without this, the path around the loop makes ptxas wait after every MMA (C7515)
     tl.assume(t > 0)
     scale = tl.load(p_scale_a) * tl.load(p_scale_b)
     down = tl.cdiv(n, N)
     across = tl.cdiv(k, K)
     for tile in tl.range(tl.program_id(0), down * across, PROGRAMS, flatten=True):
-        # a group of rows goes column by column
+        # within a group of rows of tiles, go column by column
         first = tile // (GROUP * across) * GROUP
         height = tl.minimum(down - first, GROUP)
         o_n = (first + tile % (GROUP * across) % height) * N
@@ -44,7 +44,7 @@ def accumulate_kernel(d_a, d_b, d_out, p_scale_a, p_scale_b, n, k, t, PROGRAMS: 
         b_sum = tl.zeros((N, K), dtype=tl.float32)
         for o_t in tl.range(0, t, T):
             b_sum = tl.dot(d_a.load([o_n, o_t]), d_b.load([o_k, o_t]).T, b_sum)
-        # leaves in four parts, to need less shared memory beside the next tile's operands
+        # stored in four parts, to need less shared memory beside the next tile's operands
         b_left, b_right = halves(b_sum * scale, N, K)
         b_0, b_1 = halves(b_left, N, K // 2)
         b_2, b_3 = halves(b_right, N, K // 2)
@@ -62,9 +62,9 @@ def halves(b_x, N: tl.constexpr, K: tl.constexpr):
 
 @triton.jit
 def reduce_add(d_out, o_n, o_k, b_x):
-    """Adds a tile in the L2 cache; what lies past the end is left out."""
+    """Adds a tile in the L2 cache; elements past the end are left out."""
     if INTERPRET:
-        # which lacks the reduction
+        # the interpreter lacks the reduction
         d_out.store([o_n, o_k], d_out.load([o_n, o_k]) + b_x)
     else:
         d_out.atomic_add([o_n, o_k], b_x)
@@ -72,7 +72,7 @@ def reduce_add(d_out, o_n, o_k, b_x):
 
 @functools.cache
 def multiprocessors(device: torch.device) -> int:
-    """Those of a GPU; the interpreter is one."""
+    """The multiprocessors of a GPU; the interpreter counts as one."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
 
 

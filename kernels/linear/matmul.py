@@ -1,4 +1,4 @@
-"""FP8 matrix products: into a tensor of their own, or added to one that is there."""
+"""FP8 GEMMs: into a new tensor, or added to an existing one."""
 
 import torch
 
@@ -48,7 +48,7 @@ def add_into(out: torch.Tensor, x: torch.Tensor) -> None:
 
 
 def _adds_itself(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> bool:
-    """Whether the product is added to `out` without being written."""
+    """Whether the GEMM adds to `out` without writing its result elsewhere first."""
     if out.dtype != torch.float32 or not uses_kernels(a):
         return out.dtype == torch.float32
     tiles = cdiv(a.shape[0], N_TILE) * cdiv(b.shape[0], K_TILE)
@@ -57,7 +57,7 @@ def _adds_itself(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> bool:
         and tiles >= TILES_PER_PROCESSOR * multiprocessors(out.device)
         and a.shape[1] > 0
         and out.is_contiguous()
-        # parameters that Megatron packs behind one of odd size
+        # Megatron may pack a parameter behind one of odd size
         and out.data_ptr() % 16 == 0
     )
 
@@ -72,10 +72,10 @@ def accumulate_matmul(
     dtype: torch.dtype,
     fast: bool,
 ) -> None:
-    """`accumulate_matmul_reference` to `out` of any floating-point type; `fast` as in `LinearFormats`.
+    """`accumulate_matmul_reference` to `out` of any floating-point dtype; `fast` as in `LinearFormats`.
 
-    With fast sums, Hopper adds large products to FP32 as they leave the tensor cores. All others are rounded
-    to `dtype` first.
+    With fast accumulation, Hopper adds large results to FP32 straight from the tensor cores. All other
+    results are rounded to `dtype` first.
     """
     if fast and _adds_itself(a, b, out):
         accumulate = accumulate_matmul_triton if uses_kernels(a) else accumulate_matmul_reference

@@ -1,4 +1,4 @@
-"""FP8 matrix products in plain PyTorch."""
+"""FP8 GEMMs in plain PyTorch."""
 
 import torch
 

@@ -16,17 +16,17 @@ from coat_kernels.tensorwise.scale import NO_SCALES, Scales, scale_and_tiles, te
 from coat_kernels.tensorwise.transpose import empty_columns, store_words
 from coat_kernels.tiles import finite_abs, load_tile, store_tile, stored_max, tile_mask
 
-# least elements of a program's tile, and elements of a thread, as far as warps go
+# at least so many elements in a program's tile, and so many a thread, up to MAX_WARPS
 FORWARD_TILE, FORWARD_ELEMENTS = 4096, 32
 BACKWARD_TILE, BACKWARD_ELEMENTS = 4096, 16
 MAX_WARPS = 16
-# backward programs, each of which goes through many tiles: two for each multiprocessor of an H200
+# programs of the backward, each of which loops over many tiles: two for each multiprocessor of an H200
 PROGRAMS = 264
-# tiles of which backward has loads in flight
+# tiles whose loads are in flight in backward
 BACKWARD_STAGES = 3
-# programs of backward and columns that a program of the sums behind it takes at a time
+# partial sums and columns that a program of the summing kernel takes at a time
 SUMS_PROGRAMS, SUMS_N = 64, 32
-# rows and columns of a program that writes columns
+# tile of a program that writes column-major codes
 COLUMNS_M, COLUMNS_N, COLUMNS_WARPS = 64, 128, 4
 
 
@@ -44,7 +44,8 @@ def norm_forward_kernel(p_x, p_residual, p_branch, p_branch_bias, p_weight, p_bi
                         LAYER_NORM: tl.constexpr, ZERO_CENTERED: tl.constexpr, E5M2: tl.constexpr,
                         ROOTS: tl.constexpr, EVEN: tl.constexpr, ROWS: tl.constexpr, H: tl.constexpr,
                         G: tl.constexpr):  # fmt: skip
-    """y itself, or its FP8 codes by rows; x, if it is a sum, what is kept and maxima where asked for."""
+    """Writes y itself, or its row-major FP8 codes; also x, if it is a sum, and what is saved and maxima where
+    asked for."""
     DTYPE: tl.constexpr = p_x.dtype.element_ty
     scale, todo = scale_and_tiles(p_predicted, p_used, p_found, found, p_largest, p_true, tiles, E5M2)
     o_h = tl.arange(0, H)
@@ -89,7 +90,7 @@ def norm_backward_kernel(p_grad_y, p_grad_residual, p_codes, p_exponent, p_rstd,
     b_gamma = load_gamma(p_weight, o_h, o_h < h, ZERO_CENTERED, EVEN)[None, :]
     b_grad_weight = tl.zeros([ROWS, H], dtype=tl.float32)
     b_grad_bias = tl.zeros([ROWS, H], dtype=tl.float32)
-    # maxima of eight, which one thread holds; over the warps they are reduced once, at the end
+    # maxima of eight elements, which one thread holds; they are reduced over the warps once, at the end
     b_largest = tl.zeros([ROWS, H // 8], dtype=tl.float32)
     for tile in tl.range(pid, tl.cdiv(rows, ROWS), tl.num_programs(0), num_stages=STAGES):
         o_row = tile * ROWS + tl.arange(0, ROWS)
@@ -174,7 +175,7 @@ def norm_columns_kernel(p_codes, p_exponent, p_rstd, p_weight, p_bias, p_largest
 
 @functools.cache
 def _tile(h: int, group_size: int, least: int, elements: int) -> dict:
-    """What a launch over tiles of whole rows needs: `least` elements in one, `elements` a thread."""
+    """The tile of a launch over whole rows: at least `least` elements, and `elements` a thread."""
     width = max(next_power_of_2(h), group_size)
     height = max(least // width, 1)
     warps = height * width // (32 * elements)
@@ -183,7 +184,7 @@ def _tile(h: int, group_size: int, least: int, elements: int) -> dict:
 
 @functools.lru_cache(maxsize=1024)
 def _tiles(rows: int, h: int, group_size: int, least: int, elements: int) -> tuple[dict, int, int, bool]:
-    """`_tile`, how many there are, groups of a row, and whether all tiles lie inside."""
+    """`_tile`, the number of tiles, groups in a row, and whether all tiles lie inside."""
     tile = _tile(h, group_size, least, elements)
     return tile, cdiv(rows, tile["ROWS"]), cdiv(h, group_size), tile["H"] == h and rows % tile["ROWS"] == 0
 
@@ -230,8 +231,8 @@ def launch_forward(
     scales: Scales = NO_SCALES,
     addends: Addends = NO_ADDENDS,
 ) -> torch.Tensor | None:
-    """Writes y or, with `scales`, its operand by rows; in the first launch also q and rstd, and returns
-    maxima. Where x is the sum of `addends` it is written, too."""
+    """Writes y or, with `scales`, its row-major codes. The first launch also writes q and rstd and returns
+    maxima. Where x is the sum of `addends`, it is written too."""
     rows, h = x.shape
     tile, tiles, groups, even = _tiles(rows, h, group_size, FORWARD_TILE, FORWARD_ELEMENTS)
     first = scales.maxima is None
@@ -278,8 +279,8 @@ def norm_backward_triton(
     needs_bias: bool = True,
     in_weights_dtype: bool = False,
 ):
-    """`norm_backward_reference`, None for what is not needed; each program goes through many rows and sums
-    their parameter gradients, and a second kernel the sums of the programs, in an order that depends on the
+    """`norm_backward_reference`; None for what is not needed. Each program loops over many rows and sums
+    their parameter gradients. A second kernel sums those of the programs, in an order that depends on the
     shape alone."""
     rows, h = grad_y.shape
     tile, tiles, groups, even = _tiles(rows, h, group_size, BACKWARD_TILE, BACKWARD_ELEMENTS)

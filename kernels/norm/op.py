@@ -1,8 +1,8 @@
 """The norms as operations of autograd.
 
-The output carries its origin, so that a linear layer behind it keeps nothing, and its maxima, so that nobody
-reads it for its scale; so does the gradient. An input that is a deferred sum (residual.py) is made on the
-way.
+The output carries its origin, so that a linear layer behind it saves nothing, and its maxima, so that nobody
+reads it for its scale. The gradient carries its maxima too. An input that is a deferred sum (residual.py) is
+computed in the same pass.
 """
 
 import functools
@@ -118,9 +118,8 @@ def norm_backward(
 def norm_gradients(
     grad_y, grad_residual, q: Grouped, rstd, weight, bias, options: tuple[bool, bool, int], needs_x: bool
 ):
-    """As `norm_backward_reference`, with the gradients of weight and bias in the dtypes of those; None for
-    the bias if that is None, and for x if it is not needed. options: layer_norm, zero_centered, group_size.
-    """
+    """As `norm_backward_reference`, with the gradients of weight and bias in their dtypes; None for an absent
+    bias, and for x if it is not needed. options: layer_norm, zero_centered, group_size."""
     kept = grad_y, grad_residual, q, rstd, weight
     if uses_kernels(grad_y):
         same = bias is None or bias.dtype == weight.dtype
@@ -148,7 +147,7 @@ def norm_columns(
     group_size: int,
     fmt: str,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(columns, scale) of y, made again."""
+    """(column-major codes, scale) of y, recomputed."""
     make = norm_columns_triton if uses_kernels(codes) else norm_columns_reference
     q = Grouped(codes, exponent)
     made = make(q, rstd, weight, bias, largest, zero_centered, group_size, fp8_format(fmt))
@@ -160,14 +159,14 @@ class _Norm(torch.autograd.Function):
     def forward(ctx, x, weight, bias, eps, layer_norm, zero_centered, group_size, keep, residual, y_scale):
         options = eps, layer_norm, zero_centered, group_size
         if y_scale is not None and is_deferred_sum(x) and uses_kernels(x):
-            # this memory is where the kernel makes it
+            # the kernel writes the sum here
             addends, value = x.source.addends, torch.empty(x.shape, dtype=x.dtype, device=x.device)
         else:
             addends, value = NO_ADDENDS, _plain(x)
         rows = value.reshape(-1, x.shape[-1]).contiguous()
         if y_scale is None:
             y, maxima, *kept = norm_forward(rows, weight, bias, *options, keep)
-            # an alias, not a view: autograd would let nobody change that in place
+            # detach(): autograd forbids in-place operations on a view that a function returns
             y = y.view(x.shape).detach()
             ctx.mark_non_differentiable(*kept, maxima)
         else:
@@ -180,8 +179,8 @@ class _Norm(torch.autograd.Function):
         ctx.bias_dtype = None if bias is None else bias.dtype
         ctx.save_for_backward(weight, *kept)
         ctx.set_materialize_grads(False)
-        # an alias, not a view: autograd would refuse what is added to it in place. Last, since torch 2.11's
-        # compiler counts outputs that are not differentiable without those that are None before them
+        # detach(): autograd forbids in-place adds on a returned view. Keep it last: torch 2.11 miscounts
+        # non-differentiable outputs after a None.
         return y, maxima, *kept, value.detach() if residual else None
 
     @staticmethod
@@ -221,7 +220,8 @@ def _deferred_forward(
     scale: PredictedScale,
     addends: Addends,
 ) -> tuple[Source, Grouped, torch.Tensor]:
-    """y, of which only FP8 rows are written now, and what is kept of x, the sum of `addends` if there are."""
+    """y, of which only row-major FP8 codes are written now, and what is saved of x, which is the sum of
+    `addends` if there are any."""
     parameters = (weight,) if bias is None else (weight, bias.detach())
 
     def make(x, weight, bias=None):
@@ -232,7 +232,7 @@ def _deferred_forward(
         *parameters, out, scales = rest
         weight, bias = parameters if len(parameters) == 2 else (*parameters, None)
         maxima = launch_forward(x, weight, bias, q, rstd, *options, out=out, scales=scales, addends=addends)
-        # x exists from now on, and they need not
+        # x exists from now on, so the addends can be freed
         addends = NO_ADDENDS
         return maxima
 
@@ -253,17 +253,17 @@ def norm_operands(
     group: dist.ProcessGroup | None = None,
     addends: Addends = NO_ADDENDS,
 ) -> tuple[Quantized, torch.Tensor, Grouped, torch.Tensor]:
-    """The norm's output as FP8 rows alone, at once: (operands, the largest magnitude over the ranks of
-    `group`, the kept input, rstd).
+    """The norm's output as row-major FP8 codes only, quantized now: (operands, the amax over the ranks of
+    `group`, the saved input, rstd).
 
-    x [rows, h], contiguous; where it is the sum of `addends` it is memory that the sum is written to.
+    x [rows, h], contiguous; where it is the sum of `addends`, the sum is written to its memory.
     options: eps, layer_norm, zero_centered, group_size.
     """
     if uses_kernels(x):
         q, rstd = empty_kept(x, options[-1], keep)
 
         def write(out, scales):
-            # the first launch makes the sum, the second reads it
+            # the first launch writes the sum, the second reads it
             summed = addends if scales.maxima is None else NO_ADDENDS
             return launch_forward(x, weight, bias, q, rstd, *options, out=out, scales=scales, addends=summed)
     else:
@@ -342,8 +342,8 @@ def rms_norm(
         saved_format: one of `coat_kernels.groups.GROUP_FORMATS`.
         residual: also return x, handed through this node in the same memory: what reads it instead of x has
             its gradient added inside this norm's backward, which saves a pass.
-        y_scale: defer y, which then goes straight into the FP8 products behind it; the caller's, one for
-            every call site. It pays where only such products read y. Not used while nothing is trained or a
+        y_scale: defer y, which then goes straight into the FP8 GEMMs behind it; the caller's, one for
+            every call site. It pays where only such GEMMs read y. Not used while nothing is trained or a
             model is compiled.
 
     Returns y, in x's shape and dtype, carrying its maxima and, where something is trained, its origin; with

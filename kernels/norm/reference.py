@@ -1,9 +1,9 @@
 """RMSNorm (Zhang & Sennrich, arXiv 1910.07467, equation 4) and LayerNorm (Ba et al., arXiv 1607.06450,
-equation 3) that keep their input in 8 bits, 1 x G groups.
+equation 3) that save their input in 8 bits, in 1 x G groups.
 
-y = c * rstd * w + b, rstd = 1 / sqrt(mean(c^2) + eps); c is x for RMSNorm and x - mean(x) for LayerNorm; with
-zero-centered gamma the weight is w + 1. Forward uses c as it comes; backward uses what is kept of it, which a
-large mean costs no precision.
+y = c * rstd * w + b, rstd = 1 / sqrt(mean(c^2) + eps). c is x for RMSNorm and x - mean(x) for LayerNorm; with
+zero-centered gamma the weight is w + 1. Forward uses c itself, backward the saved c. A large mean costs that
+no precision.
 """
 
 import torch
@@ -68,7 +68,7 @@ def norm_backward_reference(
 def norm_columns_reference(
     q: Grouped, rstd, weight, bias, largest, zero_centered: bool, group_size: int, fmt: Fp8Format
 ) -> Quantized:
-    """y again, from the kept input, as FP8 columns with the scale of `largest`."""
+    """y, recomputed from the saved input, as column-major FP8 codes with the scale of the amax `largest`."""
     normed = dequantize_groups_reference(q, group_size) * rstd[:, None]
     y = _affine(normed, weight, bias, zero_centered)
     return quantize_tensor_reference(y, largest, fmt, rows=False, columns=True)

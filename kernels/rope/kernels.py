@@ -15,15 +15,15 @@ from coat_kernels.tiles import finite_abs, finite_max
 
 # heads of a program's tile, forward and backward
 HEADS, BACKWARD_HEADS = 8, 16
-# tokens, a multiple of 16, and heads of a program that writes FP8 operands, its warps, and its registers a
-# thread: with these, four programs fit on a multiprocessor; left alone, one that sums takes up to 189
+# tokens, a multiple of 16, heads and warps of a program that writes FP8 codes, and its registers a thread:
+# with 128, four programs fit on a multiprocessor; without a limit, one that sums takes up to 189
 OPERANDS_TOKENS, OPERANDS_HEADS, OPERANDS_WARPS, OPERANDS_REGISTERS = 64, 8, 4, 128
 
 
 @triton.jit
 def place_of_head(head, heads, M: tl.constexpr, APART: tl.constexpr):
-    """Of a head in the projection's order: its index among the queries, its group, and whether it is a query
-    and whether a key."""
+    """Where a head of the projection's order belongs: its index among the queries, its group, whether it is a
+    query, and whether a key."""
     if APART:
         groups = heads // (M + 2)
         query, behind = head, head - groups * M
@@ -64,8 +64,8 @@ def load_heads(p_q, p_k, p_v, m_q, m_k, m_v, o_d, m_d):
 
 @triton.jit
 def load_tables(p_cos, p_sin, o_table, m_turns, D: tl.constexpr):
-    """Cosines and sines of the first channels and of those that they turn with; where nothing turns, of an
-    angle of 0."""
+    """Cosines and sines of the first half of the channels and of their partners; masked channels get an angle
+    of 0."""
     b_cos_1 = tl.load(p_cos + o_table, mask=m_turns, other=1.0)
     b_sin_1 = tl.load(p_sin + o_table, mask=m_turns, other=0.0)
     b_cos_2 = tl.load(p_cos + o_table + D // 2, mask=m_turns, other=1.0)
@@ -136,7 +136,7 @@ def rotate_qkv_backward_kernel(p_dq, p_dk, p_dv, p_cos, p_sin, p_grad, p_maxima,
 @triton.jit
 def store_codes(b_grad, b_words, p_rows, o_row, o_channel, m_x, scale, i, DTYPE: tl.constexpr,
                 E5M2: tl.constexpr):  # fmt: skip
-    """Stores a tile of FP8 codes by rows if asked for, and adds it to words of four rows."""
+    """Stores a tile of row-major FP8 codes if asked for, and adds it to words of four rows."""
     b_rounded = round_to(b_grad, DTYPE)
     if p_rows is not None:
         b_codes = to_tensor_codes(b_rounded, scale, E5M2)
@@ -153,8 +153,8 @@ def rotate_qkv_operands_kernel(p_dq, p_dk, p_dv, p_cos, p_sin, p_rows, p_columns
                                M: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr,
                                TURNS: tl.constexpr, HEADS: tl.constexpr, APART: tl.constexpr,
                                TOKENS: tl.constexpr, E5M2: tl.constexpr):  # fmt: skip
-    """FP8 codes of the gradient by rows [tokens, heads * D] and columns, and sums of columns over the tokens
-    of each tile, as asked for."""
+    """Writes row-major [tokens, heads * D] and column-major FP8 codes of the gradient, and column sums over
+    the tokens of each tile, as asked for."""
     DTYPE: tl.constexpr = p_dq.dtype.element_ty
     scale, todo = scale_and_tiles(p_predicted, p_used, p_found, found, p_largest, p_true, tiles, E5M2)
     across = tl.cdiv(heads, HEADS)
@@ -215,7 +215,7 @@ def rotate_qkv_operands_kernel(p_dq, p_dk, p_dv, p_cos, p_sin, p_rows, p_columns
 
 @functools.cache
 def _tile(d: int, r: int, heads: int, apart: bool) -> dict[str, int]:
-    """Of heads of `d` channels, of which `r` turn: all or none."""
+    """Constants for heads of `d` channels, of which `r` rotate: all or none."""
     return {"D": d, "HALF": next_power_of_2(d // 2), "TURNS": r > 0, "HEADS": heads, "APART": apart}
 
 
@@ -276,7 +276,7 @@ def rotate_qkv_backward_triton(dq, dk, dv, cos, sin, apart: bool = False):
 def launch_operands(
     dq, dk, dv, cos, sin, out: Quantized, scales: Scales, apart: bool = False
 ) -> torch.Tensor | None:
-    """Writes the operands of the gradient; the first launch writes sums and returns maxima."""
+    """Writes the FP8 codes of the gradient. The first launch also writes column sums and returns maxima."""
     s, b, groups, d = dk.shape
     m = dq.shape[2] // groups
     heads, tokens = groups * (m + 2), s * b

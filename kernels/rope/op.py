@@ -1,7 +1,7 @@
 """Rotary positions as an operation of autograd.
 
-Backward finds the maxima of the gradient on the way; or, where only an FP8 product reads that gradient, it
-writes its operands.
+Backward finds the maxima of the gradient on the way. Where only an FP8 GEMM reads the gradient, it writes FP8
+codes instead.
 """
 
 import functools
@@ -42,8 +42,8 @@ def _deferred_backward(dq, dk, dv, cos, sin, scale: PredictedScale) -> Deferred:
 def rotate_qkv_backward_operands(
     dq, dk, dv, cos, sin, scale: PredictedScale, sums: bool, apart: bool = False
 ) -> Quantized:
-    """The gradient of the projection's output [s * b, width] as FP8 rows and columns alone, and the `sums` of
-    its columns."""
+    """The gradient of the projection's output [s * b, width] as row-major and column-major FP8 codes only,
+    and its column `sums`."""
     dq, dk, dv = [t if t.stride(3) == 1 else t.contiguous() for t in (dq, dk, dv)]
     s, b, groups, d = dk.shape
     width = (dq.shape[2] + 2 * groups) * d
@@ -117,9 +117,9 @@ def rotate_qkv(
     mixed [s, b, groups * (m + 2) * d] in BF16 or FP32: in each group m queries, a key and a value;
     cos, sin: FP32 [s, d], d even: channel i turns with channel i + d / 2; or [any, 0]: it only splits. For
     rotary positions of some of the channels there is no kernel: split and rotate by torch's operations;
-    grad_scale: defer the gradient of mixed, which then goes straight into the FP8 products of the projection;
+    grad_scale: defer the gradient of mixed, which then goes straight into the FP8 GEMMs of the projection;
     the caller's, one for every call site. Not used while a model is compiled.
-    Returns q [s, b, groups * m, d], k and v [s, b, groups, d]. Kept for backward are cos and sin.
+    Returns q [s, b, groups * m, d], k and v [s, b, groups, d]. Saved for backward are cos and sin.
     Raises ValueError for shapes that do not belong together.
     """
     s, b, width = mixed.shape

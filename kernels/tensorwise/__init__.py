@@ -1,6 +1,7 @@
 """FP8 with one scale per tensor, as FP8 GEMMs take it.
 
-scale.py finds the scale, quantize.py writes codes, transpose.py turns them, predicted.py quantizes before the
+The amax of a tensor is its largest finite magnitude; its maxima are the amaxes of its parts. scale.py finds
+them and the scale, quantize.py writes codes, transpose.py transposes them, predicted.py quantizes before the
 scale is known, and together.py quantizes several tensors in one launch.
 """
 

@@ -1,10 +1,10 @@
 """Quantizing with a predicted scale.
 
-Scales are just in time, hence not known while the producer runs. It quantizes with the scale that the same
-tensor of the same module had last time, finds the largest magnitude on its way, and is launched a second time
-with that: its programs return at once if the scale was right, and else write the codes again. So the codes
-never depend on the prediction, only the time does. Scales lie a factor of two or more apart: few change.
-A tensor that exists, a weight too, is quantized in the same way: with one read of it.
+Scales are just in time, so they are not known while the producer runs. It quantizes with the scale that the
+same tensor of the same module had last time, and finds the amax on the way. A second launch gets that amax.
+If the scale was right, its programs return at once; else they write the codes again. So the prediction
+changes time, never a code. Scales lie a factor of two or more apart and seldom change. A tensor that exists,
+such as a weight, is quantized in the same way, with one read of it.
 """
 
 from collections.abc import Callable
@@ -28,21 +28,21 @@ from coat_kernels.tensorwise.transpose import transpose_codes_reference
 class PredictedScale:
     """The scale that one tensor of a module had last time, to quantize it with in `fmt`.
 
-    Belongs to the module; copies and checkpoints start anew. Calls that share one run in one stream.
+    It belongs to the module; copies and checkpoints start anew. Calls that share one must run in one stream.
     """
 
     def __init__(self, fmt: Fp8Format):
         self.fmt = fmt
-        # how often somebody else than an FP8 product read a tensor that waited for one
+        # how often a deferred tensor was computed because something else than an FP8 GEMM read it
         self.times_made = 0
         self._scales: dict[torch.device, torch.Tensor] = {}
 
     def on(self, device: torch.device) -> torch.Tensor:
-        """The scale, FP32 [1], in place: always the same memory, as CUDA graphs want it."""
+        """The scale, FP32 [1], always at the same address, as CUDA graphs need it."""
         try:
             return self._scales[device]
         except KeyError:
-            # what is trained later cannot write into an inference tensor
+            # training later writes to it, and could not write into an inference tensor
             with torch.inference_mode(False):
                 scale = self._scales[device] = torch.ones(1, device=device)
             return scale
@@ -55,7 +55,8 @@ class PredictedScale:
 
 
 def write_reference(x: torch.Tensor, out: Quantized, scales: Scales, fmt: Fp8Format) -> torch.Tensor | None:
-    """What a producer of `x` [m, n] does in each launch; the first one returns maxima, and writes sums."""
+    """What a producer of `x` [m, n] does in each launch. The first launch returns maxima and writes column
+    sums."""
     if not scales.corrects:
         scales.used.copy_(scales.predicted)
         if out.sums is not None:
@@ -77,7 +78,7 @@ def write_reference(x: torch.Tensor, out: Quantized, scales: Scales, fmt: Fp8For
 
 
 class Attempt:
-    """FP8 operands of [m, n] written with a predicted scale. `write(out, scales)` launches their producer."""
+    """FP8 operands of [m, n] with a predicted scale. `write(out, scales)` launches their producer."""
 
     def __init__(
         self,
@@ -99,7 +100,7 @@ class Attempt:
     def finish(
         self, group: dist.ProcessGroup | None, finds_largest: bool = True
     ) -> tuple[Quantized, torch.Tensor | None]:
-        """The operands, right now, and if asked for the largest magnitude, over the ranks of `group`."""
+        """The operands with the right scale, and if asked for the amax, over the ranks of `group`."""
         out, maxima = self.out, self.maxima
         largest = torch.empty_like(self.used) if finds_largest else None
         if group is not None:

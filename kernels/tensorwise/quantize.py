@@ -1,4 +1,4 @@
-"""Tensors as FP8 codes with one scale, by rows and by columns."""
+"""Tensors as FP8 codes with one scale, row-major and column-major."""
 
 from typing import NamedTuple
 
@@ -22,10 +22,10 @@ from coat_kernels.tiles import finite_abs, finite_max
 
 
 class Quantized(NamedTuple):
-    """Codes [m, n] or None, their transpose [n, m'] or None, the scale, FP32 [1], and the sums of the columns
-    before they were quantized, FP32 [n], or None.
+    """A tensor [m, n] as FP8 codes: row-major [m, n] or None, column-major (the transpose) [n, m'] or None,
+    the scale, FP32 [1], and the column sums before quantizing, FP32 [n], or None.
 
-    m' is m rounded up to a multiple of 16, the rest zeros: it is a dimension that products contract over.
+    m' is m rounded up to a multiple of 16 and padded with zeros, since GEMMs sum over it.
     """
 
     rows: torch.Tensor | None
@@ -47,7 +47,7 @@ def quantize_tensor_reference(
     columns: bool = False,
     sums: bool = False,
 ) -> Quantized:
-    """`x` [m, n] whose largest magnitude is `largest`, by rows and by columns, and summed, as asked for."""
+    """`x` [m, n] whose amax is `largest`, row-major and column-major, and summed, as asked for."""
     scale = tensor_scale_reference(largest, fmt)
     codes = to_tensor_codes_reference(x, scale, fmt)
     return Quantized(
@@ -95,8 +95,8 @@ def quantize_rows_kernel(p_x, p_rows, p_maxima, p_predicted, p_used, p_found, fo
 def quantize_columns_kernel(p_x, p_rows, p_columns, p_sums, p_maxima,
                             p_predicted, p_used, p_found, found, p_largest, p_true, m, n, padded_m, pitch,
                             tiles, E5M2: tl.constexpr, M: tl.constexpr, N: tl.constexpr):  # fmt: skip
-    """Codes by rows and by columns, `pitch` bytes from one column to the next, and, for each row of tiles,
-    sums of columns, and for each tile its maximum, as asked for."""
+    """Row-major and column-major codes, column sums for each row of tiles, and the amax of each tile, as
+    asked for. `pitch`: bytes from one column to the next."""
     scale, todo = scale_and_tiles(p_predicted, p_used, p_found, found, p_largest, p_true, tiles, E5M2)
     across = tl.maximum(tl.cdiv(n, N), 1)
     for tile in range(tl.program_id(0), todo, tl.num_programs(0)):
@@ -142,9 +142,9 @@ def empty_operands(
 def launch_quantize(
     x: torch.Tensor, out: Quantized, scales: Scales, pitch: int | None = None
 ) -> torch.Tensor | None:
-    """Writes the operands of a contiguous `x` [m, n], all from one read of it: sums, in two stages, in any
-    but a second launch. Returns maxima if there were none. Columns may be a part [n, m'] of longer ones,
-    `pitch` elements each."""
+    """Quantizes a contiguous `x` [m, n] with one read of it. The first launch also writes column sums, in two
+    stages. Returns maxima if `scales` has none. Columns may be a part [n, m'] of longer ones, `pitch`
+    elements each."""
     m, n = x.shape
     by_columns = out.columns is not None or out.sums is not None
     if by_columns:
@@ -197,8 +197,8 @@ def quantize_tensor_triton(
     sums: bool = False,
     largest: torch.Tensor | None = None,
 ) -> Quantized:
-    """`quantize_tensor_reference` as a kernel: codes bit for bit, sums in two stages. Of many `maxima` it
-    takes the largest, which goes to `largest` if there is one."""
+    """`quantize_tensor_reference` as a kernel: the same codes bit for bit, sums in two stages. The amax is
+    the largest of `maxima`; it is written to `largest` if that is given."""
     out = empty_operands(*x.shape, fmt, x.device, rows, columns, sums)
     launch_quantize(x, out, Scales(None, None, maxima, maxima.numel(), largest, out.scale))
     return out
@@ -226,7 +226,7 @@ def _quantize_fake(x, largest, fmt, rows, columns, sums):
 def quantize_codes(
     x: torch.Tensor, largest: torch.Tensor, fmt: str, rows: bool, columns: bool, sums: bool
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """CUDA tensors take the kernel, others the reference; what is not wanted is an empty tensor."""
+    """CUDA tensors take the kernel, others the reference. What is not asked for is an empty tensor."""
     quantize = quantize_tensor_triton if uses_kernels(x) else quantize_tensor_reference
     by_rows, by_columns, scale, summed = quantize(x, largest, fp8_format(fmt), rows, columns, sums)
     fmt = fp8_format(fmt)
@@ -246,7 +246,7 @@ def quantize_tensor(
     columns: bool = False,
     sums: bool = False,
 ) -> Quantized:
-    """`x` [m, n], contiguous, whose largest magnitude is `largest`, by rows and by columns, and its columns'
+    """`x` [m, n], contiguous, whose amax is `largest`, row-major and column-major, and its columns'
     `sums`, as asked for."""
     if not torch.compiler.is_compiling():
         quantize = quantize_tensor_triton if uses_kernels(x) else quantize_tensor_reference

@@ -1,18 +1,17 @@
-"""FP8 with one scale per tensor, just in time, as FP8 matrix products take it.
+"""The amax of a tensor, and the scale that follows from it.
 
-The scale comes in two stages (COAT, section 5.2: group scaling): maxima of parts of the tensor, written
-by the kernel that produces it or, where there is none, by a pass of their own; then the maximum of those.
-value = code * scale. The scale is 2^e over the format's largest magnitude, so 8/7 of a power of two, and
-depends on the largest finite magnitude alone:
+The amax is found in two stages (COAT, section 5.2: group scaling): maxima of parts of the tensor, written by
+the kernel that produces it or else by a pass of their own; then the largest of those. value = code * scale.
+The scale is 2^e over the format's largest magnitude, so 8/7 of a power of two, and depends on the amax alone:
 
-- E4M3: the smallest e with largest <= 2^e. A scale that changes seldom can be predicted, and costs a
-  floating-point format no precision, only up to one binade at the lower end of its range. It is no power of
-  two because BF16 values, of 8 bits, would then lie half way between two codes, of 4, once in 16 times: that
-  makes the error of rounding 1.004 times as large.
-- E5M2, whose normal numbers span 30 binades: e is also rounded up to one of every four. Gradients seldom need
-  them all.
+- E4M3: the smallest e with amax <= 2^e. Such a scale seldom changes, so it can be predicted. It costs no
+  precision, only up to one binade at the lower end of the range. Scale 8/7·2^e: with 2^e one BF16 value in 16
+  ties between two E4M3 codes, 0.4 % more error.
+- E5M2, whose normal numbers span 30 binades: e is also rounded up to a multiple of four. Gradients seldom
+  need the whole range.
 
-Zero tensors have scale 1, and its exponent is at least -126: scales and their inverses are normal numbers.
+A zero tensor has scale 1. The scale's exponent is at least -126: scales and their inverses are normal
+numbers.
 """
 
 from typing import NamedTuple
@@ -28,22 +27,22 @@ from coat_kernels.origin import maxima_of
 from coat_kernels.prepared import PreparedKernel, cdiv
 from coat_kernels.tiles import finite_max
 
-# elements of a program that goes along memory
+# elements of a program of a pass along memory
 BLOCK = 16384
-# programs of a second launch, one for each multiprocessor of an H200: every one reads all maxima
+# programs of a second launch, one for each multiprocessor of an H200; each reads all maxima
 CORRECTING_PROGRAMS = 132
 # maxima that a program reads at a time
 FOUND = tl.constexpr(4096)
 
 
 def maxima_reference(x: torch.Tensor) -> torch.Tensor:
-    """Largest finite magnitudes of the parts of `x` (any shape), FP32; here the whole is one part."""
+    """The maxima of `x` (any shape), FP32; here the whole tensor is one part."""
     magnitude = x.float().abs()
     return largest_of_maxima_reference(torch.where(magnitude.isfinite(), magnitude, 0))
 
 
 def row_maxima(y: torch.Tensor) -> torch.Tensor:
-    """The largest finite magnitudes of rows, FP32."""
+    """The amax of each row, FP32."""
     return torch.where(y.isfinite(), y.float().abs(), 0).amax(1)
 
 
@@ -91,12 +90,12 @@ def largest_of_maxima(maxima: torch.Tensor) -> torch.Tensor:
 
 @compilable(lambda x: x.new_empty(1, dtype=torch.float32))
 def largest_of(x: torch.Tensor) -> torch.Tensor:
-    """The largest finite magnitude of a contiguous tensor, FP32 [1], by a pass over it."""
+    """The amax of a contiguous tensor, FP32 [1], by a pass over it."""
     return largest_of_maxima(maxima_triton(x) if uses_kernels(x) else maxima_reference(x))
 
 
 def largest_magnitude(x: torch.Tensor) -> torch.Tensor:
-    """The largest finite magnitude of `x`, FP32 [1]; from its producer's maxima where there are any."""
+    """The amax of `x`, FP32 [1]; from its producer's maxima where there are any."""
     if x.numel() == 0:
         return torch.zeros(1, dtype=torch.float32, device=x.device)
     maxima = maxima_of(x)
@@ -104,7 +103,7 @@ def largest_magnitude(x: torch.Tensor) -> torch.Tensor:
 
 
 def tensor_scale_reference(largest: torch.Tensor, fmt: Fp8Format) -> torch.Tensor:
-    """The scale of a tensor whose largest magnitude is `largest`, FP32 [1]."""
+    """The scale of a tensor whose amax is `largest`, FP32 [1]."""
     mantissa, power = torch.frexp(largest)
     # both formats' largest magnitude is 7/8 * 2^m, and a power of two has mantissa 1/2
     _, m = torch.frexp(torch.tensor(fmt.max))
@@ -117,7 +116,7 @@ def tensor_scale_reference(largest: torch.Tensor, fmt: Fp8Format) -> torch.Tenso
 @triton.jit
 def tensor_scale(largest, E5M2: tl.constexpr):
     """`tensor_scale_reference` of a scalar."""
-    # 127 + the scale's exponent, off that of the largest magnitude
+    # 127 + the scale's exponent, from the bits of the amax
     bits = largest.to(tl.int32, bitcast=True)
     exponent = (bits >> 23) - (16 if E5M2 else 9) + ((bits & 0x7FFFFF) > 0).to(tl.int32)
     if E5M2:
@@ -129,12 +128,11 @@ def tensor_scale(largest, E5M2: tl.constexpr):
 
 
 class Scales(NamedTuple):
-    """The scales of a launch, FP32 [1] each, and the `maxima` that it gets, FP32 [count].
+    """The scales of a launch, FP32 [1] each, and the `maxima` that it reads, FP32 [count].
 
     The first of two launches quantizes with `predicted`, copies it to `used`, and finds maxima. The second
-    gets those, writes the largest to `largest` if asked for, the scale that belongs to it to `true` and
-    `predicted`, and the codes again if `used` is another. A launch that gets maxima and no prediction does
-    all at once.
+    reads those. It writes the amax to `largest` if asked for, its scale to `true` and `predicted`, and the
+    codes again if `used` differs. A launch with maxima but no prediction does everything at once.
     """
 
     predicted: torch.Tensor | None = None
@@ -150,7 +148,7 @@ class Scales(NamedTuple):
         return self.maxima is not None and self.used is not None
 
     def programs(self, tiles: int) -> int:
-        """Programs of a launch over `tiles`; each goes through those that `scale_and_tiles` tells it."""
+        """Programs of a launch over `tiles`; each loops over those that `scale_and_tiles` gives it."""
         if tiles > CORRECTING_PROGRAMS and self.maxima is not None and self.used is not None:
             return CORRECTING_PROGRAMS
         return tiles or 1
@@ -162,11 +160,11 @@ NO_SCALES = Scales()
 
 @triton.jit
 def scale_and_tiles(p_predicted, p_used, p_found, found, p_largest, p_true, tiles, E5M2: tl.constexpr):
-    """The scale of a launch, and how many tiles it has to write. Every program stores the same."""
+    """The scale of a launch, and how many tiles it writes. Every program stores the same scale."""
     todo = tiles
     if p_found is not None:
         if found == 1:
-            # which the compiler knows
+            # known at compile time: no loop
             largest = tl.load(p_found)
         else:
             b_largest = tl.zeros([FOUND], dtype=tl.float32)

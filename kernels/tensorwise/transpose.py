@@ -1,4 +1,4 @@
-"""Codes by columns: the transpose that FP8 products want of an operand."""
+"""Column-major codes: the transpose of an operand, which FP8 GEMMs sum along."""
 
 import torch
 import triton
@@ -8,17 +8,17 @@ from coat_kernels.device import uses_kernels
 from coat_kernels.fp8 import ALIGNMENT, Fp8Format
 from coat_kernels.prepared import PreparedKernel, cdiv
 
-# rows and columns of a program that transposes, and of one that also writes rows
+# tile of a program that transposes
 COLUMNS_TILE, BOTH_TILE = (128, 128), (64, 128)
 
 
 @triton.jit
 def store_words(p_columns, b_words, o_word, o_n, n, padded_m, EVEN: tl.constexpr = False, pitch=None):
-    """Stores codes of a tile transposed, into [n, padded_m] seen as words of four rows; `pitch` bytes lie
-    between the starts of two, padded_m without it.
+    """Stores the codes of a tile transposed, into [n, padded_m] seen as words of four rows. `pitch`: bytes
+    between the starts of two columns, padded_m by default.
 
     b_words int32 [words, columns]: the codes of rows 4 w to 4 w + 3, the first in the lowest byte; 0 past the
-    end. So the exchange between threads moves words, not bytes, of which each would take an instruction.
+    end. Threads exchange whole words, since each byte would take an instruction.
     EVEN: every tile lies inside.
     """
     words = padded_m // 4
@@ -50,7 +50,7 @@ def transpose_kernel(p_rows, p_columns, m, n, padded_m, M: tl.constexpr, N: tl.c
 
 
 def transpose_codes_reference(codes: torch.Tensor) -> torch.Tensor:
-    """Codes [m, n] by columns, [n, m'], as in `Quantized`."""
+    """Codes [m, n] as column-major ones, [n, m'], as in `Quantized`."""
     m, n = codes.shape
     columns = torch.zeros(n, m + -m % ALIGNMENT, dtype=codes.dtype, device=codes.device)
     columns[:, :m] = codes.t()
@@ -70,5 +70,5 @@ def transpose_codes_triton(codes: torch.Tensor) -> torch.Tensor:
 
 
 def transpose_codes(codes: torch.Tensor) -> torch.Tensor:
-    """Codes [m, n], contiguous, by columns; on CUDA by the kernel."""
+    """Contiguous codes [m, n] as column-major ones; on CUDA by the kernel."""
     return (transpose_codes_triton if uses_kernels(codes) else transpose_codes_reference)(codes)
