@@ -250,9 +250,9 @@ def compressed_checkpoints(group_size: int = 128, modules: Iterable[ModuleType] 
     if group_size not in GROUP_SIZES:
         listed = ", ".join(map(str, GROUP_SIZES))
         raise ValueError(f"compressed_checkpoints: group_size must be one of {listed}; found {group_size!r}.")
-    host = torch.utils.checkpoint
-    replace_once(host, "_checkpoint_without_reentrant_generator", _packing_generator)
-    for module in (host, *modules):
+    stock = torch.utils.checkpoint
+    replace_once(stock, "_checkpoint_without_reentrant_generator", _packing_generator)
+    for module in (stock, *modules):
         replace_once(module, "CheckpointFunction", packing_function)
     size = open_group_size.set(group_size)
     # a generator that an exception left is closed later than this

@@ -40,8 +40,8 @@ def chunk_table(
 
 
 def _upload(array: np.ndarray, device: torch.device) -> torch.Tensor:
-    host = torch.from_numpy(array)
-    return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host
+    on_cpu = torch.from_numpy(array)
+    return on_cpu.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else on_cpu
 
 
 @functools.lru_cache(maxsize=8)
