@@ -6,11 +6,12 @@ import hashlib
 import zipfile
 from pathlib import Path
 
-from setuptools import setup
+from setuptools import find_packages, setup
 from setuptools.command.editable_wheel import editable_wheel
 
 # torch loads it at the end of its import, which must not fail where a clone was moved or removed
 AUTOLOAD = "coat_autoload"
+KERNELS = [f"coat_kernels.{room}" for room in find_packages("kernels")]
 
 
 class EditableWheel(editable_wheel):
@@ -41,7 +42,7 @@ setup(
     license="Apache-2.0",
     python_requires=">=3.11",
     packages=[
-        *("coat_kernels", "coat_kernels.codecs"),
+        *("coat_kernels", *KERNELS),
         *("coat_ds", "coat_ds.doctor", "coat_ds.layers", "coat_ds.plan"),
         "megatron_ext",
     ],
@@ -52,7 +53,7 @@ setup(
         "console_scripts": ["coat = coat_ds.cli:main"],
     },
     cmdclass={"editable_wheel": EditableWheel},
-    package_data={"coat_kernels": ["*.cpp"]},
+    package_data={"coat_kernels.adamw": ["*.cpp"]},
     install_requires=["torch>=2.11", "packaging", "triton>=3.6; platform_system == 'Linux'", "numpy"],
     extras_require={
         "deepspeed": ["deepspeed>=0.18.9,<0.20"],

@@ -15,7 +15,8 @@ from benchmarks.decoder_layers import Layer, LayerShape, device, forget, megatro
 from benchmarks.harness import Table, benchmark, gpu_spans, reason, synchronize
 from benchmarks.layer import rows
 from benchmarks.training import one_process
-from coat_kernels import fp8, tensorwise
+from coat_kernels import tensorwise
+from coat_kernels.device import uses_kernels
 
 SHAPES = {
     "llama": LayerShape(256, 704, 4, 4, batch=1, sequence=256),
@@ -46,7 +47,7 @@ def operations() -> dict[str, Callable[[], object]]:
         "an autograd.Function": functools.partial(Nothing.apply, fp32.clone().requires_grad_()),
         "an addition": lambda: fp32.add_(1.0),
     }
-    if fp8.uses_kernels(fp32):
+    if uses_kernels(fp32):
         found["a Triton kernel"] = functools.partial(tensorwise.largest_triton, fp32)
         multiply = functools.partial(torch._scaled_mm, codes, codes.t(), one, one, out_dtype=torch.bfloat16)
         found["an FP8 product"] = multiply

@@ -72,7 +72,7 @@ def rows() -> dict[str, Callable[[LayerShape], Layer]]:
     made["ours, saved E4M3"] = functools.partial(ours, saved_format="e4m3")
     made["ours, 8-bit attention"] = functools.partial(ours, attention_format="sqrt8")
     made["ours, recomputed attention"] = functools.partial(ours, attention_format="recompute")
-    for cache in ("none", "scale", "fp8"):
+    for cache in ("none", "fp8"):
         made[f"ours, cache {cache}"] = functools.partial(ours, weight_cache=cache)
     made["ours, fastest"] = functools.partial(ours, **FASTEST)
     return made

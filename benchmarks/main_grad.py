@@ -7,8 +7,8 @@ import torch
 
 from benchmarks.decoder_layers import device
 from benchmarks.harness import Table, Timing, benchmark, measure, relative_rms
-from coat_kernels import matmul
 from coat_kernels.fp8 import E4M3, E5M2, Fp8Format
+from coat_kernels.linear import matmul
 from coat_kernels.tensorwise import largest_magnitude, quantize_tensor
 
 TOKENS = 8192

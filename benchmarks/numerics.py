@@ -74,7 +74,6 @@ def rows() -> dict[str, Callable[[LayerShape], Layer]]:
         "ours, both E4M3": functools.partial(ours, saved_format="e4m3", backward_format="e4m3"),
         "ours, 8-bit attention": functools.partial(ours, attention_format="sqrt8"),
         "ours, recomputed attention": functools.partial(ours, attention_format="recompute"),
-        "ours, E4M3 attention": functools.partial(ours, attention_format="e4m3"),
     }
 
 

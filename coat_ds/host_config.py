@@ -10,7 +10,7 @@ from coat_ds.config import KEEP_FP32, ActivationsConfig, CoatConfigError, did_yo
 from coat_ds.optimizer import CoatAdamW, keeps_fp32, rounds_stochastically
 from coat_ds.switch import misplaced_block
 from coat_kernels.codecs import get_codec
-from coat_kernels.fp8 import capability, has_fp8_gemm
+from coat_kernels.device import capability, has_fp8_gemm
 
 EXAMPLE = '{"type": "AdamW", "params": {"lr": 1e-3}}'
 NUMBERS = ("lr", "eps", "weight_decay")

@@ -32,7 +32,7 @@ from collections.abc import Iterator
 import torch
 
 from coat_ds.layers.replaced import replaced
-from coat_kernels.saved import exchanged
+from coat_kernels.exchange import exchanged
 
 INPUT = "hidden_states"
 # those that say nothing, with the classes derived from them: Megatron's, and Hugging Face's layers

@@ -17,7 +17,7 @@ from coat_ds.layers.attention import STATE
 from coat_ds.layers.conversion import Conversion, holder_of
 from coat_ds.layers.convert import conversion_of, convert, unconvert
 from coat_ds.layers.replaced import replaced
-from coat_kernels.fp8 import set_emulation
+from coat_kernels.fp8 import E4M3
 
 PLURALS = {
     "linear": "linear layers",
@@ -119,7 +119,7 @@ def _count_converted(layers: Layers, model: nn.Module, conversion: Conversion) -
 def _how(kind: str, activations: ActivationsConfig) -> str:
     """What converted modules of a kind do."""
     if kind == "linear":
-        return multiplied(activations.forward_format, activations.backward_format)
+        return multiplied(E4M3.name, activations.backward_format)
     if kind == "layer":
         return "run as fused blocks"
     return attended(activations) if kind == "attention" else grouped(activations)
@@ -230,8 +230,6 @@ def _tell(built: list[tuple[str, nn.Module]], activations: ActivationsConfig, sa
     # what a module holds is asked by those around it
     for _, module in reversed(others):
         module.take_activations(activations)
-    if others:
-        set_emulation(activations.emulate)
 
 
 def _check_converted(found: ActivationsConfig, wanted: ActivationsConfig, said: bool) -> None:

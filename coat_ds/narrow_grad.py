@@ -10,7 +10,7 @@ import functools
 import torch
 from torch.utils._pytree import tree_map
 
-from coat_kernels.saved import exchanged
+from coat_kernels.exchange import exchanged
 
 aten = torch.ops.aten
 

@@ -35,7 +35,7 @@ from coat_ds.state_dict import (
     steps_of,
     take_states,
 )
-from coat_kernels.adamw import adamw_
+from coat_kernels.adamw import AdamWOptions, adamw_
 from coat_kernels.codecs import CODECS, Codec, first_codec, get_codec
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -291,25 +291,27 @@ class CoatAdamW(torch.optim.Optimizer):
                 [piece.storage for _, piece, _ in bucket],
                 [piece.storage for _, _, piece in bucket],
                 _gather([steps[i] for i, *_ in bucket]),
+                AdamWOptions(
+                    exp_avg_codec=m_codec,
+                    exp_avg_sq_codec=v_codec,
+                    group_size=group_size,
+                    # a rate on another device would be waited for on every step
+                    lr=group["lr"] if _is_on(group["lr"], device) else float(group["lr"]),
+                    beta1=float(group["betas"][0]),
+                    beta2=float(group["betas"][1]),
+                    eps=group["eps"],
+                    weight_decay=group["weight_decay"],
+                    maximize=group["maximize"],
+                    stochastic=dtype == torch.bfloat16 and group["bf16_params"] == "stochastic",
+                    dither=rounds_stochastically(group, v_codec),
+                    seed=self._seed,
+                ),
                 [_cut(local(states[i]["remainder"]), piece) for i, piece, _ in bucket]
                 if has_remainder
                 else None,
                 [_cut(self._copies[params[i]], piece) for i, piece, _ in bucket] if has_copy else None,
-                exp_avg_codec=m_codec,
-                exp_avg_sq_codec=v_codec,
-                group_size=group_size,
-                # a rate on another device would be waited for on every step
-                lr=group["lr"] if _is_on(group["lr"], device) else float(group["lr"]),
-                beta1=float(group["betas"][0]),
-                beta2=float(group["betas"][1]),
-                eps=group["eps"],
-                weight_decay=group["weight_decay"],
-                maximize=group["maximize"],
                 grad_scale=None if scale is None else scale.to(device),
                 found_inf=None if found_inf is None else found_inf.to(device),
-                stochastic=dtype == torch.bfloat16 and group["bf16_params"] == "stochastic",
-                dither=rounds_stochastically(group, v_codec),
-                seed=self._seed,
                 compiled=self._compiled,
             )
         for shard, updated in zip(held, contiguous, strict=True):

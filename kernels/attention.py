@@ -1,8 +1,9 @@
-"""Attention on torch's scaled_dot_product_attention, keeping q, k, v and its output as they are or in 8 bits,
-1 x G groups along the channels.
+"""Attention on torch's scaled_dot_product_attention that saves q, k, v and its output as they are or in 8
+bits, in 1 x G groups along the channels.
 
-The backward kernel is the backend's own; groups are widened to the input's dtype in front of it. The output
-carries its origin, what attention itself keeps of it, so that the projection behind it keeps no second copy.
+The backward kernel is the backend's own; groups are converted back to the input's dtype before it. The output
+carries its origin, which is what attention itself saves of it, so that the projection behind it saves no
+second copy.
 """
 
 import contextlib
@@ -14,9 +15,10 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from coat_kernels.fp8 import Fp8Format
-from coat_kernels.groups import DEFAULT_FORMAT, Grouped, dequantize_groups, quantize_groups
+from coat_kernels.groups.op import dequantize_groups, quantize_groups
+from coat_kernels.groups.reference import DEFAULT_FORMAT, Grouped
 from coat_kernels.origin import Origin, with_origin
-from coat_kernels.tensorwise import Quantized, quantize_tensor
+from coat_kernels.tensorwise.quantize import Quantized, quantize_tensor
 
 # in the order of their speed on Hopper
 BACKENDS = (
@@ -28,8 +30,8 @@ BACKENDS = (
 
 
 class _Order(NamedTuple):
-    """How [b, n, s, d] lies as [tokens, channels]: `there` permutes it so, `back` undoes that. columns: makes
-    an output that is kept as it is again, for an `Origin`."""
+    """How [b, n, s, d] lies as [tokens, channels]: `there` permutes it so, `back` undoes that. columns:
+    recomputes an output that is saved as it is, for an `Origin`."""
 
     there: tuple[int, ...]
     back: tuple[int, ...]
@@ -57,9 +59,10 @@ _BATCH_FIRST = _Order((0, 2, 1, 3), (0, 2, 1, 3), _columns_batch_first)
 
 
 class _Compressed:
-    """Hooks that keep the large tensors of one attention as groups.
+    """Hooks that save the large tensors of one attention as groups.
 
-    Of nested hooks torch calls the innermost; those around (offloading, accounting) get the groups from here.
+    torch calls only the innermost of nested hooks. The outer ones (offloading, accounting) get the groups
+    from here.
     """
 
     def __init__(
@@ -74,7 +77,7 @@ class _Compressed:
         self.order = order
         outer = torch._C._autograd._top_saved_tensors_default_hooks(False)
         self.outer_pack, self.outer_unpack = outer or (lambda x: x, lambda x: x)
-        # what attention keeps beside q, k, v and its output has fewer dimensions or channels
+        # what else attention saves has fewer dimensions or channels
         self.dims, self.channels = len(shape), shape[-1]
         self.kept: dict[int, Grouped] = {}
 
@@ -165,10 +168,9 @@ def kept_attention(
     group_size: int | None = None,
     saved_format: str = DEFAULT_FORMAT,
 ) -> torch.Tensor:
-    """What attend(q, k, v), any attention of heads [b, n, s, d] by torch's operations, makes of them, [b, n,
-    s, d], as [b, s, n * d], carrying its origin. What autograd keeps of tensors of that many channels is in
-    groups, as of `causal_attention`.
-    """
+    """The output [b, s, n * d] of attend(q, k, v), any attention of heads [b, n, s, d] by torch's operations
+    that gives [b, n, s, d]. It carries its origin. Tensors of that many channels are saved in groups, as in
+    `causal_attention`."""
     keeps = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
     compressed = None
     hooks = contextlib.nullcontext()

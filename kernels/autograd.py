@@ -1,4 +1,4 @@
-"""What torch's own operations refuse to autograd's users, refused for ours too."""
+"""Refuses second derivatives, as torch's own operations do where they have none."""
 
 import functools
 from collections.abc import Callable
@@ -12,10 +12,11 @@ _TWICE = (
 
 
 def once_differentiable(backward: Callable) -> Callable:
-    """`backward` of an `autograd.Function`, whose results raise RuntimeError when they are differentiated.
+    """Makes the results of an `autograd.Function`'s `backward` raise RuntimeError when they are
+    differentiated.
 
-    Unlike torch's decorator of that name also where the incoming gradient is a constant: the results still
-    depend on what forward kept. And it enters no context where no graph is made, which is nearly always.
+    Unlike torch's decorator of that name it also does so where the incoming gradient is a constant, since the
+    results still depend on what forward saved. Without create_graph, the usual case, it enters no context.
     """
 
     @functools.wraps(backward)
@@ -26,7 +27,7 @@ def once_differentiable(backward: Callable) -> Callable:
             found = backward(ctx, *grads)
         several = found if isinstance(found, tuple) else (found,)
         refuse = torch._C._functions.DelayedError(_TWICE, len(several))
-        # a node is made only of what requires gradients
+        # the error needs tensors that require gradients
         refused = refuse(*(None if t is None else t.detach().requires_grad_() for t in several))
         return refused if isinstance(found, tuple) else refused[0]
 

@@ -1,14 +1,8 @@
-"""BF16 tensors that never exist, because only an FP8 product reads them.
+"""BF16 tensors that are never written, because only an FP8 GEMM reads them.
 
-A `Deferred` tensor is, to everyone who looks, the BF16 or FP32 tensor that its producer would have written.
-What it holds is how to make it: a product takes its FP8 operands, and a bias the sums of its columns, written
-by the producer's own kernel; any other operation makes the tensor first.
-
-Scales are just in time, hence not known while the producer runs. It quantizes with the scale that the same
-tensor of the same module had last time, finds the largest magnitude on its way, and is launched a second time
-with that: its programs return at once if the scale was right, and else write the codes again. So the codes
-never depend on the prediction, only the time does. Scales lie a factor of two or more apart: few change.
-A tensor that exists, a weight too, is quantized in the same way: with one read of it.
+To everyone who looks, a `Deferred` tensor is the BF16 or FP32 tensor that its producer would have written. It
+holds how to compute that tensor. A GEMM takes its FP8 operands, and a bias the sums of its columns, both
+written by the producer's own kernel. Any other operation computes the tensor first.
 """
 
 import functools
@@ -20,120 +14,32 @@ import torch.distributed as dist
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from coat_kernels.autograd import once_differentiable
-from coat_kernels.fp8 import Fp8Format, uses_kernels
+from coat_kernels.device import uses_kernels
+from coat_kernels.fp8 import Fp8Format
 from coat_kernels.origin import maxima_of
 from coat_kernels.parallel import largest_of_all
-from coat_kernels.tensorwise import (
-    FEW_MAXIMA,
+from coat_kernels.tensorwise.predicted import Attempt, PredictedScale, write_reference
+from coat_kernels.tensorwise.quantize import (
     Quantized,
-    Scales,
-    empty_operands,
-    largest_magnitude,
-    largest_of_maxima,
-    largest_of_maxima_reference,
     launch_quantize,
-    maxima_reference,
     quantize_tensor,
     quantize_tensor_triton,
-    tensor_scale_reference,
-    to_tensor_codes_reference,
-    transpose_codes,
-    transpose_codes_reference,
 )
+from coat_kernels.tensorwise.scale import largest_magnitude
+from coat_kernels.tensorwise.transpose import transpose_codes
 
 aten = torch.ops.aten
-
-
-class PredictedScale:
-    """The scale that one tensor of a module had last time, to quantize it with in `fmt`.
-
-    Belongs to the module; copies and checkpoints start anew. Calls that share one run in one stream.
-    """
-
-    def __init__(self, fmt: Fp8Format):
-        self.fmt = fmt
-        # how often somebody else than an FP8 product read a tensor that waited for one
-        self.times_made = 0
-        self._scales: dict[torch.device, torch.Tensor] = {}
-
-    def on(self, device: torch.device) -> torch.Tensor:
-        """The scale, FP32 [1], in place: always the same memory, as CUDA graphs want it."""
-        try:
-            return self._scales[device]
-        except KeyError:
-            # what is trained later cannot write into an inference tensor
-            with torch.inference_mode(False):
-                scale = self._scales[device] = torch.ones(1, device=device)
-            return scale
-
-    def __deepcopy__(self, memo):
-        return type(self)(self.fmt)
-
-    def __reduce__(self):
-        return type(self), (self.fmt,)
-
-
-def write_reference(x: torch.Tensor, out: Quantized, scales: Scales, fmt: Fp8Format) -> torch.Tensor | None:
-    """What a producer of `x` [m, n] does in each launch; the first one returns maxima, and writes sums."""
-    if not scales.corrects:
-        scales.used.copy_(scales.predicted)
-        if out.sums is not None:
-            torch.sum(x, 0, dtype=torch.float32, out=out.sums)
-    else:
-        largest = largest_of_maxima_reference(scales.maxima)
-        if scales.largest is not None:
-            scales.largest.copy_(largest)
-        scales.true.copy_(tensor_scale_reference(largest, fmt))
-        scales.predicted.copy_(scales.true)
-        if scales.used.equal(scales.true):
-            return None
-    codes = to_tensor_codes_reference(x, scales.predicted, fmt)
-    if out.rows is not None:
-        out.rows.copy_(codes)
-    if out.columns is not None:
-        out.columns.copy_(transpose_codes_reference(codes))
-    return None if scales.corrects else maxima_reference(x)
-
-
-class Attempt:
-    """FP8 operands of [m, n] written with a predicted scale. `write(out, scales)` launches their producer."""
-
-    def __init__(
-        self,
-        write: Callable[[Quantized, Scales], torch.Tensor | None],
-        prediction: PredictedScale,
-        m: int,
-        n: int,
-        device: torch.device,
-        rows: bool = True,
-        columns: bool = False,
-        sums: bool = False,
-    ):
-        self.write = write
-        self.predicted = prediction.on(device)
-        self.out = empty_operands(m, n, prediction.fmt, device, rows, columns, sums)
-        self.used = torch.empty_like(self.out.scale)
-        self.maxima = write(self.out, Scales(self.predicted, self.used))
-
-    def finish(
-        self, group: dist.ProcessGroup | None, finds_largest: bool = True
-    ) -> tuple[Quantized, torch.Tensor | None]:
-        """The operands, right now, and if asked for the largest magnitude, over the ranks of `group`."""
-        out, maxima = self.out, self.maxima
-        largest = torch.empty_like(self.used) if finds_largest else None
-        if group is not None:
-            maxima = largest_of_all(largest_of_maxima(maxima), group)
-        self.write(out, Scales(self.predicted, self.used, maxima, maxima.numel(), largest, out.scale))
-        return out, largest
+# with at most this many maxima, each program of a launch over all tiles reads them all
+FEW_MAXIMA = 1024
 
 
 class Source:
-    """What a deferred tensor [m, n] is made from, shared by its views.
+    """What a deferred tensor [m, n] is computed from, shared by its views.
 
-    inputs: tensors that must stay as they are
+    inputs: tensors that must not change
     make(*inputs): the tensor [m, n], as the producer would have written it
     write(*inputs, out, scales): launches the producer on CUDA, as `write_reference`
-    at_once: the producer is launched here, for operands by rows and no sums, and not when they are asked for
+    at_once: eager: quantize now (row-major, no column sums), not at first use
     """
 
     def __init__(
@@ -151,7 +57,7 @@ class Source:
         self.prediction, self.shape = prediction, shape
         self.dtype, self.device = dtype, inputs[0].device
         self.made: torch.Tensor | None = None
-        # how often its memory was given to somebody who may write into it unseen
+        # how often its memory was handed out to code that may write into it unseen
         self.times_exposed = 0
         self._attempt = self._try(inputs, True, False, False) if at_once else None
         self._finished = None
@@ -171,7 +77,7 @@ class Source:
         return self._inputs
 
     def value(self) -> torch.Tensor:
-        """The tensor itself [m, n], made once."""
+        """The tensor itself [m, n], computed once."""
         if self.made is None:
             with torch.no_grad():
                 made = self._make(*self.inputs)
@@ -181,7 +87,7 @@ class Source:
         return self.made
 
     def release(self) -> None:
-        """Lets go of everything the tensor could be made from."""
+        """Drops everything the tensor could be computed from."""
         self._inputs = self._attempt = self._finished = self._make = self._write = None
 
     def _try(self, inputs: tuple[torch.Tensor, ...], rows: bool, columns: bool, sums: bool) -> Attempt:
@@ -198,8 +104,9 @@ class Source:
     def operands(
         self, rows: bool, columns: bool, group: dist.ProcessGroup | None, sums: bool
     ) -> tuple[Quantized, torch.Tensor] | None:
-        """As `fp8_operands`; None for what was not made at once: sums, or for another group than before."""
-        # also asks whether they are still the same
+        """As `fp8_operands`. None where the eager launch did not compute what is asked for: column sums, or
+        the scale of another group."""
+        # also checks that they have not changed
         inputs = self.inputs
         if self._attempt is None:
             return self._try(inputs, rows, columns, sums).finish(group)
@@ -215,9 +122,9 @@ class Source:
 
 
 class Deferred(torch.Tensor):
-    """A tensor of `source`'s values in `shape`, which is made when an operation reads it.
+    """A tensor of `source`'s values in `shape`, which is computed when an operation reads it.
 
-    Detaching and viewing keep it deferred. Whatever an operation writes into it, it has.
+    Detached tensors and views stay deferred. What an operation writes into it, it holds.
     """
 
     __torch_function__ = torch._C._disabled_torch_function_impl
@@ -233,11 +140,11 @@ class Deferred(torch.Tensor):
 
     @property
     def is_pending(self) -> bool:
-        """Whether the tensor has not been made."""
+        """Whether the tensor has not been computed yet."""
         return self.source.made is None
 
     def plain(self) -> torch.Tensor:
-        """The values, outside of autograd, in this tensor's own memory from now on."""
+        """The values, outside of autograd. From now on they are this tensor's own memory."""
         return self.source.value().view(self.shape)
 
     @classmethod
@@ -249,7 +156,7 @@ class Deferred(torch.Tensor):
         leaves, spec = tree_flatten((args, kwargs or {}))
         made = [(x, x.plain() if isinstance(x, cls) else x) for x in leaves]
         args, kwargs = tree_unflatten([plain for _, plain in made], spec)
-        # what an operation in place returns is what it was called on
+        # an in-place operation returns the tensor that it was called on
         owner = {id(plain): x for x, plain in made if x is not plain}
         return tree_map(lambda x: owner.get(id(x), x), func(*args, **kwargs))
 
@@ -314,9 +221,11 @@ def fp8_operands(
     sums: bool = False,
     predicted: PredictedScale | None = None,
 ) -> tuple[Quantized, torch.Tensor]:
-    """`x` [..., n], as [m, n], quantized by rows and by columns as asked for, and its largest magnitude, FP32
-    [1], over the ranks of `group`: from its producer where it is deferred. `sums` of columns are this rank's.
-    Where nobody knows its maxima, kernels take the scale that is `predicted`, if that is one of `fmt`.
+    """`x` [..., n], as [m, n], quantized row-major and column-major as asked for, and its amax, FP32 [1],
+    over the ranks of `group`.
+
+    A deferred `x` is quantized by its producer. `sums` of columns are those of this rank. Where no maxima are
+    noted, kernels quantize with the scale that is `predicted`, if that is a scale of `fmt`.
     """
     n = x.shape[-1]
     if isinstance(x, Deferred):
@@ -346,7 +255,7 @@ def holders(x: Deferred) -> int:
 
 
 class _Probe(torch.autograd.Function):
-    """Passes a deferred gradient from `make` on, and counts the holders of the one that it gets."""
+    """Passes a deferred gradient from `make` on, and counts the holders of the gradient that it receives."""
 
     @staticmethod
     def forward(ctx, x, make, found):

@@ -1,4 +1,4 @@
-"""The two 8-bit floating-point formats: how values are rounded into them, and which devices multiply them.
+"""The two 8-bit floating-point formats, and how values are rounded into them.
 
 Rules kept by every quantizer of this package:
 - rounding is to nearest, ties to even, and saturates at the format's largest magnitude;
@@ -7,7 +7,6 @@ Rules kept by every quantizer of this package:
 - zero is stored as zero.
 """
 
-import functools
 from dataclasses import dataclass
 
 import torch
@@ -42,42 +41,6 @@ def fp8_format(name: str) -> Fp8Format:
         if known.name == name:
             return known
     raise ValueError(f"FP8 format: expected 'e4m3' or 'e5m2', found {name!r}")
-
-
-@functools.cache
-def capability(device: torch.device) -> tuple[int, int]:
-    """The compute capability of a GPU, of which torch asks CUDA each time."""
-    return torch.cuda.get_device_capability(device)
-
-
-def has_fp8_gemm(device: torch.device) -> bool:
-    """Whether `device` multiplies FP8 in hardware: compute capability 8.9 (Ada) or newer."""
-    return device.type == "cuda" and capability(device) >= (8, 9)
-
-
-_emulating = False
-
-
-def set_emulation(enabled: bool) -> None:
-    """Whether GPUs run the reference arithmetic, as CPUs do, instead of the kernels."""
-    global _emulating
-    _emulating = enabled
-
-
-def uses_kernels(x: torch.Tensor) -> bool:
-    """Whether an op on `x` takes its kernel; otherwise it takes its reference."""
-    return x.is_cuda and not _emulating
-
-
-def require_fp8(device: torch.device) -> None:
-    """Raises RuntimeError where `device` is a GPU without FP8. CPUs pass: they run the reference."""
-    if device.type == "cuda" and not _emulating and not has_fp8_gemm(device):
-        major, minor = capability(device)
-        raise RuntimeError(
-            f"FP8 needs a GPU of compute capability 8.9 or newer, found {torch.cuda.get_device_name(device)} "
-            f'with {major}.{minor}. Use such a GPU, set "coat": {{"enabled": false}}, or, to look at the '
-            'arithmetic only, "activations": {"emulate": true}.'
-        )
 
 
 def round_to_fp8(x: torch.Tensor, fmt: Fp8Format) -> torch.Tensor:
@@ -217,3 +180,7 @@ def widen(b_x):
     if INTERPRET and b_x.dtype == tl.bfloat16:
         return (b_x.to(tl.int16, bitcast=True).to(tl.int32) << 16).to(tl.float32, bitcast=True)
     return b_x.to(tl.float32)
+
+
+# FP8 GEMMs sum over multiples of 16 elements
+ALIGNMENT = 16

@@ -2,13 +2,12 @@
 them.
 
 A replay costs the CPU a few launches, however many kernels there are. It costs the GPU copies: inputs and
-results cross in buffers whose addresses the graphs know. What a forward keeps for its backward stays
-allocated from then on, as much as it takes anyway while a step is at its peak; the rest of its memory is
-shared with other graphs.
+results pass through buffers whose addresses the graphs know. What a forward saves for its backward stays
+allocated, as much as a step takes at its peak anyway. The rest of its memory is shared with other graphs.
 
-A graph reads and writes addresses. It is replayed only while all of them are what they were when it was
-recorded, and while that overwrites nothing that waits for a backward: otherwise the function runs as it is
-written, or is recorded again.
+A graph reads and writes fixed addresses. It is replayed only while all of them are those that were recorded,
+and while the replay overwrites nothing that still waits for a backward. Otherwise the function runs eagerly,
+or is recorded again.
 """
 
 import functools
@@ -23,19 +22,19 @@ from coat_kernels.autograd import once_differentiable
 
 logger = logging.getLogger(__name__)
 
-# calls that run as written before a graph is recorded: they compile, and find scales
+# eager calls before a graph is recorded: they compile kernels and find scales
 WARM_UP = 2
-# shapes of one function, each of which holds what its backward needs
+# shapes of one function; each holds what its backward needs
 MOST_SHAPES = 2
-# how often addresses may change, as when states are offloaded, before graphs of a function are given up
+# after so many changes of addresses, as by offloading of states, graphs of a function are given up
 MOST_MOVES = 3
 
 
 class _Pool:
     """Memory that graphs use in turn.
 
-    What a forward keeps for its backward is nobody else's from then on. But it may lie where graphs that were
-    recorded before have what they need while they run: those must not be replayed in between.
+    What a forward saves for its backward belongs to it alone from then on. But it may lie where graphs that
+    were recorded earlier have their temporaries: those must not be replayed in between.
     """
 
     def __init__(self, record_little: Callable[[], torch.cuda.CUDAGraph]):
@@ -75,20 +74,20 @@ class _Memory:
         return graph
 
     def pool(self, index: int) -> _Pool:
-        """That of the layers' graphs for one micro-batch of those that are under way at a time."""
+        """The pool for micro-batch `index` of those that are in flight at a time."""
         while len(self._pools) <= index:
             self._pools.append(_Pool(self._record_little))
         return self._pools[index]
 
     def buffer(self, use: str, like: torch.Tensor) -> torch.Tensor:
-        """Memory for a tensor like `like`, the same for all graphs: each reads it before the next runs."""
+        """A buffer for a tensor like `like`, shared by all graphs: each reads it before the next runs."""
         key = use, like.shape, like.dtype
         if key not in self._buffers:
             self._buffers[key] = torch.empty_like(like, memory_format=torch.contiguous_format)
         return self._buffers[key]
 
     def record(self, make: Callable[[], "_Recording | _Graph"]):
-        """make(), or None if that fails: nothing is recorded from then on."""
+        """make(), or None if it fails; then nothing is recorded any more."""
         try:
             return make()
         except RuntimeError as error:
@@ -103,13 +102,13 @@ class _Memory:
             return None
 
     def announce(self, shape: torch.Size) -> None:
-        """Says once that layers with inputs of this shape are replayed, if they are."""
+        """Logs once that layers with inputs of this shape are replayed, if they are."""
         if self.refusal is None and shape not in self._announced:
             self._announced.add(shape)
             logger.info("layers with inputs of shape %s run as CUDA graphs from now on", list(shape))
 
 
-# of a device and stream, as long as a module uses it
+# by device and stream, alive as long as a module uses them
 _memories: weakref.WeakValueDictionary[tuple, _Memory] = weakref.WeakValueDictionary()
 
 
@@ -121,8 +120,8 @@ def _memory(device: torch.device, stream: int) -> _Memory:
 
 
 def _is_watched() -> bool:
-    """Whether somebody takes what is saved for backward, as checkpointing and offloading do, this is a
-    forward that is made again within a backward, or a larger graph is being recorded."""
+    """Whether saved tensors are hooked (checkpointing, offloading), or this forward is recomputed inside a
+    backward, or a larger graph is being recorded."""
     return (
         torch._C._current_graph_task_id() != -1
         or torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
@@ -147,8 +146,8 @@ class _Borrowed:
 
 
 def _borrow(x: torch.Tensor | None) -> torch.Tensor | None:
-    """A tensor on the memory of `x`, which may be given to the next graph. One that takes no memory, as zeros
-    that were expanded do not, is made anew."""
+    """A tensor on the memory of `x`, which may be given to the next graph. An expanded tensor of zeros, which
+    takes no memory, is built anew."""
     if x is None:
         return None
     if x.numel() > 1 and not any(x.stride()):
@@ -159,7 +158,7 @@ def _borrow(x: torch.Tensor | None) -> torch.Tensor | None:
 
 
 def _copied(x: torch.Tensor | None) -> torch.Tensor | None:
-    """The values that a replay left in `x`, before the next one writes there."""
+    """A copy of what a replay left in `x`, before the next replay writes there."""
     return x if x is None or not any(x.stride()) else x.clone()
 
 
@@ -168,7 +167,7 @@ class _Graph:
 
     def __init__(self, memory: _Memory, pool: _Pool, body: Callable[[], Sequence[torch.Tensor | None]]):
         self._graph = torch.cuda.CUDAGraph()
-        # while a graph is recorded, memory that nobody uses cannot be taken back
+        # while a graph is recorded, unused memory cannot be freed
         torch.cuda.empty_cache()
         memory.stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(memory.stream):
@@ -211,7 +210,7 @@ class _Recording:
     ):
         self._memory, self._pool = memory, pool
         self._x = memory.buffer("input", x)
-        # of autograd's own here, on the same memory
+        # leaves of a graph of their own, on the same memory
         leaves = [None if t is None else t.detach().requires_grad_(t.requires_grad) for t in tensors]
         self._inputs = [self._x.detach().requires_grad_(), *leaves]
         self._forward = _Graph(memory, pool, functools.partial(self._run, function))
@@ -264,7 +263,7 @@ class _Replay(torch.autograd.Function):
     def forward(ctx, recording, x, *tensors):
         y, ctx.in_flight = recording.forward(x)
         ctx.recording = recording
-        # a replay reads them again: torch then tells of changes in between
+        # a replay reads them again; torch raises if one was changed in between
         ctx.save_for_backward(*tensors)
         return y
 
@@ -280,7 +279,7 @@ class _Replay(torch.autograd.Function):
 
 
 class _Place:
-    """A function's calls with inputs of one shape, and the graphs recorded of them."""
+    """The calls of a function with inputs of one shape, and the graphs recorded of them."""
 
     def __init__(self, where: Hashable):
         # the addresses that graphs know
@@ -350,7 +349,8 @@ class Graphs:
         return _Replay.apply(recording, x, *tensors)
 
     def _place(self, key: Hashable, where: Hashable) -> _Place | None:
-        """Of calls with `key`; None if there are too many others, or memory that moves all the time."""
+        """The place of calls with `key`; None if there are too many others, or if addresses change all the
+        time."""
         place = self._places.get(key)
         if place is None:
             if len(self._places) == MOST_SHAPES:

@@ -34,3 +34,8 @@ def compilable(fake: Callable, mutates: tuple[str, ...] = ()) -> Callable[[Calla
         return call
 
     return decorate
+
+
+def nothing(like: torch.Tensor) -> torch.Tensor:
+    """What an operator returns in the place of None, which it cannot return."""
+    return torch.empty(0, dtype=torch.float32, device=like.device)

@@ -1,15 +1,16 @@
-"""What a tensor's producer knows about it, told to whoever takes it: notes on the tensor object.
+"""What a tensor's producer knows about it, noted on the tensor object for whoever reads it.
 
-- An `Origin` says how to make the tensor again. A norm keeps its input for its own backward; the linear
-  layer behind it would keep the norm's output as well. With the origin it keeps nothing.
-- Maxima: the largest magnitudes of parts of a tensor, activation or gradient, which its producer found while
-  writing it. Whoever quantizes the tensor need not read it for its scale.
-- A stand-in: the tensor itself, handed through a node of autograd that would otherwise get one gradient less.
+- An `Origin` says how to recompute the tensor. A norm saves its input for its own backward; the linear layer
+  behind it would save the norm's output as well. With the origin it saves nothing.
+- Maxima: the amax of each part of a tensor, found by its producer while writing it. Whoever quantizes the
+  tensor need not read it for its scale.
+- A stand-in: the norm's pass-through of x. The residual add reads it, so both gradients of x meet in the
+  norm's backward.
 
-An operation in between loses all of them, one in place or other memory behind the same object voids them,
-which costs memory or time and is never wrong. Nothing is noted while a model is compiled, and nothing on
-inference tensors, which do not count changes. Nobody sees who writes into a plain tensor through `.data`:
-where a user's hook might, `forget_notes`.
+An operation between producer and reader loses all notes. An in-place operation, or new memory behind the same
+object, makes them void. A lost note costs memory or time; the result is the same. Nothing is noted while a
+model is compiled, nor on inference tensors, which do not count changes. A write into a plain tensor through
+`.data` cannot be seen: where a user's hook might do that, call `forget_notes`.
 """
 
 import weakref
@@ -21,9 +22,11 @@ import torch
 
 
 class Origin(NamedTuple):
-    """`columns(*tensors, largest, fmt)` gives the tensor [m, n] again, up to the rounding of what is kept, as
-    `Quantized` columns with the scale that belongs to the largest magnitude `largest`; others saturate.
-    watched: tensors that it is made from beside those, which users may change, and their versions.
+    """How to recompute a tensor [m, n].
+
+    `columns(*tensors, largest, fmt)` gives it, up to the rounding of what was saved, as column-major
+    `Quantized` codes with the scale of the amax `largest`; larger values saturate.
+    watched: other tensors that it is computed from, which users may change, and their versions.
     """
 
     tensors: tuple[torch.Tensor, ...]
@@ -32,28 +35,30 @@ class Origin(NamedTuple):
 
 
 class _Notes(dict):
-    """By name: what is noted, and the `_state` of the tensor at that time. `of_leaf`: of a leaf as well."""
+    """By name: a note, and the `_state` of the tensor when it was made. `of_leaf`: whether one of the tensors
+    that share these notes is a leaf."""
 
     of_leaf = False
 
     def __reduce__(self):
-        # saved and copied tensors are without notes; every reader of checkpoints knows this class
+        # saved and copied tensors carry no notes; every reader of checkpoints knows this class
         return OrderedDict, ()
 
 
 def _state(x: torch.Tensor) -> tuple[int, int]:
-    """What changes with the values of `x`."""
+    """What changes when the values of `x` change."""
     if type(x) is torch.Tensor:
         return x._version, x.data_ptr()
     try:
-        # a deferred tensor has no memory, or others know where it is
+        # a deferred tensor has no memory, unless it was handed out
         return x._version, x.source.times_exposed
     except AttributeError:
         return x._version, 0
 
 
 def note(x: torch.Tensor, name: str, value: Any) -> torch.Tensor:
-    """`x` itself; `noted` gives `value` as long as this very tensor object is what it is now."""
+    """Notes `value` on `x` and returns `x`. `noted` gives the value as long as this tensor object keeps its
+    memory and version."""
     if not torch.compiler.is_compiling() and not x.is_inference():
         _notes(x)[name] = value, _state(x)
     return x
@@ -83,10 +88,10 @@ def _notes(x: torch.Tensor) -> _Notes:
 
 
 def share_notes(x: torch.Tensor, alias: torch.Tensor) -> torch.Tensor:
-    """`alias`, another tensor object of the memory and the version counter of `x`, to whose gradient `x`'s is
-    equal: from now on what is noted on one of the two is noted on both.
+    """Makes `alias`, another tensor object of the same memory and version counter, share the notes of `x`.
+    The gradients of the two must be equal.
 
-    Except for a leaf, since there might be a stand-in among the notes (`with_stand_in`).
+    A stand-in on a leaf is held weakly (`with_stand_in`).
     """
     alias.coat_notes = notes = _notes(x)
     notes.of_leaf = notes.of_leaf or (x.is_leaf and x.requires_grad)
@@ -111,7 +116,7 @@ def origin_of(x: torch.Tensor) -> Origin | None:
 
 
 def with_maxima(x: torch.Tensor, maxima: torch.Tensor) -> torch.Tensor:
-    """`x` itself; `maxima`, FP32, are the largest finite magnitudes of its parts."""
+    """`x` itself; `maxima`, FP32, are the amax of each of its parts."""
     return note(x, "maxima", maxima)
 
 
@@ -121,10 +126,10 @@ def maxima_of(x: torch.Tensor) -> torch.Tensor | None:
 
 
 def with_stand_in(x: torch.Tensor, stand_in: torch.Tensor, holder: torch.Tensor) -> torch.Tensor:
-    """`x` itself; who reads `stand_in` in its place reads the same values.
+    """`x` itself. Whoever reads `stand_in` in its place reads the same values.
 
-    A leaf has it for the life of `holder` only, another tensor of its graph: that graph ends in the leaf, and
-    the two would keep each other alive for ever if nobody took it.
+    On a leaf the note lives only as long as `holder`, another tensor of the graph. The graph ends in the
+    leaf, so the two would otherwise keep each other alive for ever if nobody took the stand-in.
     """
     if not ((x.is_leaf and x.requires_grad) or _notes(x).of_leaf):
         return note(x, "stand_in", stand_in)
@@ -133,7 +138,7 @@ def with_stand_in(x: torch.Tensor, stand_in: torch.Tensor, holder: torch.Tensor)
 
 
 def take_stand_in(x: torch.Tensor) -> torch.Tensor:
-    """What is to be read in place of `x`, once: whoever asks next gets `x`."""
+    """What to read in place of `x`. It is given once: the next caller gets `x`."""
     stand_in = noted(x, "stand_in")
     if stand_in is None:
         return x

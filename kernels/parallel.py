@@ -1,10 +1,10 @@
-"""What a linear layer that is split over a tensor-parallel group sends: FP8 codes, partial sums, magnitudes.
+"""What a linear layer that is split over a tensor-parallel group sends: FP8 codes, partial sums, amaxes.
 
-Ranks agree on a scale only where their codes meet in one operand, the ones gathered under sequence
-parallelism. Products with other operands are sums over the ranks, each with the scales of its own parts; and
-since scales are powers of two apart, the rounding of normal numbers is that of the whole tensor's scale.
+Ranks agree on a scale only where their codes meet in one operand: the all-gathered ones of sequence
+parallelism. Other GEMMs give sums over the ranks, each rank with the scales of its own operands. Scales are
+powers of two apart, so normal numbers are rounded as with the whole tensor's scale.
 
-Every function takes the process group and is called by all of its ranks in the same order.
+Every function takes the process group, and all of its ranks call it in the same order.
 """
 
 from collections.abc import Callable
@@ -13,9 +13,9 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from coat_kernels.tensorwise import ALIGNMENT
+from coat_kernels.fp8 import ALIGNMENT
 
-# what codes are copied in where they come in whole ones
+# codes are copied in words of this type where their number allows
 WORD = torch.int64
 
 
@@ -45,13 +45,13 @@ class TensorParallel:
 
 
 def largest_of_all(largest: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """The largest of the ranks' magnitudes, FP32 [1], in place."""
+    """The amax over all ranks from that of each, FP32 [1], in place."""
     dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
     return largest
 
 
 def gather_rows(codes: torch.Tensor, group: dist.ProcessGroup) -> Callable[[], torch.Tensor]:
-    """Starts gathering `codes` [m, n] of all ranks; the result waits for them: [ranks * m, n]."""
+    """Starts the all-gather of `codes` [m, n]. The function that it returns waits for [ranks * m, n]."""
     m, n = codes.shape
     gathered = torch.empty(group.size() * m, n, dtype=codes.dtype, device=codes.device)
     # as bytes: not every backend knows FP8
@@ -66,16 +66,15 @@ def gather_rows(codes: torch.Tensor, group: dist.ProcessGroup) -> Callable[[], t
 
 
 def gather_columns(codes: torch.Tensor, m: int, group: dist.ProcessGroup) -> Callable[[], torch.Tensor]:
-    """Starts gathering columns [n, m padded] of all ranks; the result waits for them and joins them along the
-    tokens: [n, ranks * m padded].
-    """
+    """Starts the all-gather of column-major codes [n, m padded]. The function that it returns waits for them
+    and joins them along the tokens: [n, ranks * m padded]."""
     n, wait_for_rows = codes.shape[0], gather_rows(codes, group)
     ranks, length = group.size(), m * codes.element_size()
 
     def wait() -> torch.Tensor:
         total = ranks * m
         joined = torch.empty(n, total + -total % ALIGNMENT, dtype=codes.dtype, device=codes.device)
-        # a copy of single bytes takes six times as long
+        # copying single bytes takes six times as long
         word = torch.uint8 if length % WORD.itemsize else WORD
         words = length // word.itemsize
         parts = wait_for_rows().view(word).view(ranks, n, -1)[:, :, :words]
@@ -88,7 +87,8 @@ def gather_columns(codes: torch.Tensor, m: int, group: dist.ProcessGroup) -> Cal
 
 
 def reduce_scatter(x: torch.Tensor, group: dist.ProcessGroup) -> Callable[[], torch.Tensor]:
-    """Starts summing `x` [ranks * m, n] over the ranks; the result waits for this rank's part, [m, n]."""
+    """Starts the reduce-scatter of `x` [ranks * m, n]. The function that it returns waits for this rank's
+    part, [m, n]."""
     part = torch.empty(x.shape[0] // group.size(), x.shape[1], dtype=x.dtype, device=x.device)
     work = dist.reduce_scatter_tensor(part, x, group=group, async_op=True)
 
@@ -100,7 +100,7 @@ def reduce_scatter(x: torch.Tensor, group: dist.ProcessGroup) -> Callable[[], to
 
 
 def all_reduce(x: torch.Tensor, group: dist.ProcessGroup) -> Callable[[], torch.Tensor]:
-    """Starts summing `x` over the ranks, in place; the result waits for it."""
+    """Starts the all-reduce of `x`, in place. The function that it returns waits for it."""
     work = dist.all_reduce(x, group=group, async_op=True)
 
     def wait() -> torch.Tensor:

@@ -1,17 +1,20 @@
-"""Activations that autograd keeps, in FP8: half the bytes of BF16, a quarter of FP32's.
+"""Activations that autograd saves, in FP8: half the bytes of BF16, a quarter of FP32's.
 
-Activation checkpointing keeps the inputs of a region and computes the region again in backward.
-`compressed_checkpoints` has `torch.utils.checkpoint` keep them as FP8 codes with a scale for each group of G
-elements. The forward pass is not touched; backward recomputes from inputs that are off by at most 2^-4 of
-themselves (E4M3 has 3 bits behind the point), or by 2^-17 of the largest of the group where they are below
-2^-13 of it. Inputs that E4M3 holds exactly give the same gradients bit for bit.
+Activation checkpointing saves the inputs of a region and recomputes the region in backward.
+`compressed_checkpoints` has `torch.utils.checkpoint` save them as FP8 codes with one scale for each group of
+G elements. The forward pass does not change. Backward recomputes from inputs that are off by at most 2^-4 of
+themselves (E4M3 has 3 mantissa bits), or by 2^-17 of the group's amax where they are below 2^-13 of it.
+Inputs that E4M3 holds exactly give the same gradients bit for bit.
 
-What is kept goes through `torch.autograd.graph.saved_tensors_hooks`, set around the saving of the inputs
-alone: around a whole forward they would also meet what the loss keeps, which FP8 is too coarse for. Under
-such hooks autograd does not see that a tensor was changed in place before backward, so they compare versions
-themselves. The two names by which `torch.utils.checkpoint` saves inputs are replaced once, when the first
-context opens, wherever a model has `checkpoint` from; what stands there asks which context is open in its own
-thread, and without one does what torch does. Regions inside `torch.compile` keep their inputs as they are.
+Inputs are packed by `torch.autograd.graph.saved_tensors_hooks`, set only while the inputs are saved: around a
+whole forward the hooks would also pack what the loss saves, which FP8 is too coarse for. Under such hooks
+autograd does not notice that a tensor was changed in place before backward, so the hooks compare versions
+themselves.
+
+The two functions by which `torch.utils.checkpoint` saves inputs are patched once, when the first context
+opens, so it does not matter where a model imported `checkpoint` from. The patch looks up the context that is
+open in its own thread, and without one does what torch does. Regions inside `torch.compile` save their inputs
+unchanged.
 """
 
 import contextlib
@@ -29,31 +32,26 @@ import torch
 import torch.utils.checkpoint
 from torch.autograd.graph import saved_tensors_hooks
 
-from coat_kernels.groups import (
-    Grouped,
-    dequantize_groups_reference,
-    dequantize_groups_triton,
-    quantize_groups_reference,
-    quantize_groups_triton,
-)
+from coat_kernels.groups.op import dequantize_groups, quantize_groups
+from coat_kernels.groups.reference import Grouped
 from coat_kernels.origin import note, noted
 
 GROUP_SIZES = (16, 32, 64, 128)
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-# below this the codes' own bookkeeping outweighs what they save
+# smaller tensors would save less than the bookkeeping of their codes takes
 MIN_NUMEL = 4096
 # elements in a row of the kernels' tiles
 ROW = 1024
 
 # group size of the `compressed_checkpoints` that is open in this thread or task
 open_group_size: ContextVar[int | None] = ContextVar("open_group_size", default=None)
-# inputs of a region within a region are the outer one's to compute again, not to be kept
+# the inputs of a region inside a region are recomputed by the outer one, not saved
 in_region: ContextVar[bool] = ContextVar("in_region", default=False)
 _replacing = threading.Lock()
 
 
 def compressing() -> int | None:
-    """The group size in which a region that starts here keeps its inputs; None if they stay as they are."""
+    """The group size for the inputs of a region that starts here; None if they are saved unchanged."""
     return None if in_region.get() else open_group_size.get()
 
 
@@ -78,10 +76,9 @@ class Packed:
         flat = x.as_strided((x.numel(),), (1,))
         if padding := -flat.numel() % group_size:
             flat = torch.nn.functional.pad(flat, (0, padding))
-        # a power of two of at least a group, that divides them all
+        # rows of a power of two of elements, of whole groups, that divides the tensor
         rows = flat.view(-1, math.gcd(flat.numel(), ROW))
-        quantize = quantize_groups_triton if x.is_cuda else quantize_groups_reference
-        self.codes, self.exponent = quantize(rows, group_size, "e4m3")
+        self.codes, self.exponent = quantize_groups(rows, group_size, "e4m3")
         _alive.add(self)
 
     def with_codes(self, codes: torch.Tensor, exponent: torch.Tensor) -> Self:
@@ -102,11 +99,7 @@ class Packed:
 
     def unpack(self) -> torch.Tensor:
         """The tensor again: shape, strides and dtype of the one that was packed."""
-        grouped = Grouped(self.codes, self.exponent)
-        if self.codes.is_cuda:
-            x = dequantize_groups_triton(grouped, self.group_size, self.dtype)
-        else:
-            x = dequantize_groups_reference(grouped, self.group_size).to(self.dtype)
+        x = dequantize_groups(Grouped(self.codes, self.exponent), self.group_size, self.dtype)
         return x.as_strided(self.shape, self.stride)
 
 
@@ -125,9 +118,8 @@ def packed_bytes() -> tuple[int, int]:
 
 
 def is_activation(x: Any) -> bool:
-    """Whether `x` is a floating activation of decent size: what autograd computed, so that nothing else than
-    the graph keeps it. No parameter, no view of one, no mask, table or input.
-    """
+    """Whether `x` is a floating-point activation of at least `MIN_NUMEL` elements that autograd computed, so
+    that only the graph keeps it alive. A parameter, a view of one, a mask, a table or an input is none."""
     return (
         type(x) is torch.Tensor
         and x.dtype in DTYPES
@@ -140,7 +132,8 @@ def is_activation(x: Any) -> bool:
 
 
 def packed(x: torch.Tensor, group_size: int) -> Packed:
-    """`x` packed; once for all who keep this very tensor, such as decoder layers the output of an encoder."""
+    """`x` packed. It is packed once, even if several regions save the same tensor, as decoder layers do with
+    an encoder's output."""
     reference = noted(x, "packed")
     found = reference and reference()
     if found is None or found.group_size != group_size:
@@ -150,7 +143,7 @@ def packed(x: torch.Tensor, group_size: int) -> Packed:
 
 
 def saved_in_fp8(group_size: int) -> saved_tensors_hooks:
-    """A context in which autograd keeps activations (`is_activation`) packed, the rest as it is.
+    """A context in which autograd saves activations (`is_activation`) packed, and the rest unchanged.
 
     Backward raises RuntimeError, as without it, if one of them has been changed in place since.
     """
@@ -176,7 +169,7 @@ def saved_in_fp8(group_size: int) -> saved_tensors_hooks:
 
 
 def _version_counter(x: torch.Tensor) -> torch.Tensor:
-    """A tensor without memory whose version is that of `x`, also after `x` is gone but for its aliases."""
+    """A tensor without memory that shares the version counter of `x`, and keeps only that alive."""
     counter = x.detach()
     counter.data = x.new_empty(0)
     return counter
@@ -192,7 +185,8 @@ def _inside() -> Iterator[None]:
 
 
 def region(function: Callable) -> Callable:
-    """`function`, the content of a checkpointed region, so that it knows when it runs and runs again."""
+    """`function`, the content of a recomputed region, marked so that regions inside it know that they are
+    inside."""
 
     def run(*args, **kwargs):
         with _inside():
@@ -205,10 +199,9 @@ def region(function: Callable) -> Callable:
 def packing_function(
     cls: type[torch.autograd.Function], group_size: int | None = None
 ) -> type[torch.autograd.Function]:
-    """A checkpoint function whose `save_for_backward` packs, in groups of `group_size` or, without that, as
-    the open `compressed_checkpoints` says: a subclass of `cls`, whose first argument is the region, run
-    without gradients, so that nothing but its inputs is saved.
-    """
+    """A subclass of the checkpoint function `cls` whose `save_for_backward` packs, in groups of `group_size`,
+    or else as the open `compressed_checkpoints` says. The first argument of `cls` is the region, which runs
+    without gradients, so that only its inputs are saved."""
 
     def apply(_, function, *args):
         size = compressing() if group_size is None or in_region.get() else group_size
@@ -234,9 +227,8 @@ def _packing_generator(generator):
 
 
 def replace_once(owner: Any, name: str, make: Callable[[Any], Any]) -> None:
-    """Puts what `make` makes of an attribute of `owner` in its place, with the old one as `coat_original`,
-    unless that has been done.
-    """
+    """Replaces an attribute of `owner` by `make(attribute)`, which keeps the old one as `coat_original`. Does
+    nothing the second time."""
     with _replacing:
         found = getattr(owner, name)
         if not hasattr(found, "coat_original"):
@@ -246,37 +238,24 @@ def replace_once(owner: Any, name: str, make: Callable[[Any], Any]) -> None:
 
 
 @contextlib.contextmanager
-def exchanged(owner: Any, **names: Any) -> Iterator[None]:
-    """Sets attributes of `owner` and puts the old ones back at the end."""
-    old = {name: getattr(owner, name) for name in names}
-    for name, value in names.items():
-        setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        for name, value in old.items():
-            setattr(owner, name, value)
-
-
-@contextlib.contextmanager
 def compressed_checkpoints(group_size: int = 128, modules: Iterable[ModuleType] = ()) -> Iterator[None]:
-    """A context for a forward pass, in which `torch.utils.checkpoint` (reentrant or not) keeps inputs in FP8.
+    """A context for a forward pass, in which `torch.utils.checkpoint` (reentrant or not) saves inputs in FP8.
 
-    Backward need not be inside. It holds for this thread, or task, alone, and ends with any exception.
+    Backward may run outside of it. It holds for this thread, or task, alone, and ends with any exception.
     group_size: elements that share a scale: 16, 32, 64 or 128.
-    modules: others, beside torch's, with a `CheckpointFunction` that keeps its inputs by `save_for_backward`.
+    modules: others, beside torch's, with a `CheckpointFunction` that saves its inputs by `save_for_backward`.
 
     Raises ValueError for another group size.
     """
     if group_size not in GROUP_SIZES:
         listed = ", ".join(map(str, GROUP_SIZES))
         raise ValueError(f"compressed_checkpoints: group_size must be one of {listed}; found {group_size!r}.")
-    host = torch.utils.checkpoint
-    replace_once(host, "_checkpoint_without_reentrant_generator", _packing_generator)
-    for module in (host, *modules):
+    stock = torch.utils.checkpoint
+    replace_once(stock, "_checkpoint_without_reentrant_generator", _packing_generator)
+    for module in (stock, *modules):
         replace_once(module, "CheckpointFunction", packing_function)
     size = open_group_size.set(group_size)
-    # the generator of a region that was left by an exception is closed later than this
+    # a generator that an exception left is closed later than this
     inside = in_region.set(in_region.get())
     try:
         yield

@@ -1,13 +1,15 @@
 """FP8 copies of weights, kept over the micro-batches of one optimizer step.
 
-"none" keeps nothing: each forward and each backward quantizes again. "scale" keeps the largest magnitude,
-four bytes, and saves the pass that finds it. "fp8" keeps the codes in both layouts, two bytes a parameter.
-What is kept is valid for one parameter: the same object and memory, unchanged in the eyes of autograd, and no
-optimizer of torch has made a step since, unless the parameter is frozen. Of a weight that was computed for
-one forward (masked, weight norm, parametrizations) nothing is kept: another may come to lie where it was.
-Without gradients (evaluation) nothing is kept and nothing kept is used.
+"none" keeps nothing: each forward and each backward quantizes the weight. "fp8" keeps the codes in both
+layouts, two bytes a parameter.
 
-Beside that a cache predicts the scale by the last one (deferred.py), which changes seldom, and never a code.
+A copy is valid for one parameter: the same object and memory, unchanged as autograd counts changes, and no
+step of a torch optimizer since, unless the parameter is frozen. Of a weight that was computed for one forward
+(masked, weight norm, parametrizations) nothing is kept, since another may later lie at the same address.
+Without gradients (evaluation) nothing is kept, and no copy is used.
+
+A cache also predicts the scale from the last one (`tensorwise/predicted.py`). The prediction changes time,
+never a code.
 """
 
 import functools
@@ -17,14 +19,15 @@ import weakref
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from coat_kernels.deferred import PredictedScale, fp8_operands
+from coat_kernels.deferred import fp8_operands
 from coat_kernels.fp8 import Fp8Format
-from coat_kernels.tensorwise import Quantized, quantize_tensor
+from coat_kernels.tensorwise.predicted import PredictedScale
+from coat_kernels.tensorwise.quantize import Quantized, quantize_tensor
 
-WEIGHT_CACHES = ("none", "scale", "fp8")
+WEIGHT_CACHES = ("none", "fp8")
 
 _counter = itertools.count(1)
-# of trained parameters, and of frozen ones, which a step does not change
+# epochs of trained parameters, and of frozen ones, which a step does not change
 _epoch = _epoch_of_frozen = 0
 
 
@@ -49,7 +52,8 @@ def _watch_optimizers() -> None:
 
 
 class WeightCache:
-    """What one layer keeps of its weight; `keep` is one of `WEIGHT_CACHES`. `predicts`: also its last scale.
+    """What one layer keeps of its weight: `keep` is one of `WEIGHT_CACHES`. `predicts`: it also remembers the
+    last scale.
 
     Raises ValueError for another value of `keep`.
     """
@@ -62,7 +66,7 @@ class WeightCache:
         self.keep, self.predicts = keep, predicts
         self._predicted: PredictedScale | None = None
         self._key, self._largest, self._codes = None, None, None
-        # whether what is kept is written where it was before
+        # whether copies are written in place, because a CUDA graph knows their addresses
         self._stays = False
         self._owner: weakref.ref[torch.nn.Parameter] | None = None
 
@@ -79,7 +83,7 @@ class WeightCache:
         return sum(t.nbytes for t in held if t is not None)
 
     def of(self, weight: torch.Tensor) -> "WeightCache":
-        """What may keep something of this weight: this, of a parameter or a view of one, else `NO_CACHE`."""
+        """The cache to use for this weight: this one for a parameter or a view of one, else `NO_CACHE`."""
         owner = weight if weight._base is None else weight._base
         if not isinstance(owner, torch.nn.Parameter):
             return NO_CACHE
@@ -90,46 +94,41 @@ class WeightCache:
     def forward(
         self, weight: torch.Tensor, fmt: Fp8Format, trains: bool = True
     ) -> tuple[Quantized, torch.Tensor]:
-        """`weight` [n, k] by rows, and its largest magnitude. `trains`: a backward may follow."""
+        """`weight` [n, k] row-major, and its amax. `trains`: a backward may follow."""
         if self.keep == "none" or not trains:
             return self._quantize(weight, fmt)
         key = self._key_of(weight, fmt)
         if key == self._key:
-            return self._again(weight, self._largest, fmt, rows=True), self._largest
+            return self._codes, self._largest
         self._key = None
         if not self._stays:
-            # the old copy goes before the new one is made
+            # free the old copy before the new one is made
             self._largest, self._codes = None, None
-        codes, largest = self._quantize(weight, fmt, columns=self.keep == "fp8")
-        if self._largest is None:
-            self._largest = largest
+        codes, largest = self._quantize(weight, fmt, columns=True)
+        if self._codes is None:
+            self._codes, self._largest = codes, largest
         else:
             self._largest.copy_(largest)
-        if self.keep == "fp8":
-            if self._codes is None:
-                self._codes = codes
-            else:
-                for kept, new in zip(self._codes[:3], codes[:3], strict=True):
-                    kept.copy_(new)
-                codes = self._codes
+            for kept, new in zip(self._codes[:3], codes[:3], strict=True):
+                kept.copy_(new)
         self._key = key
-        return codes, self._largest
+        return self._codes, self._largest
 
     def stay(self, weight: torch.Tensor, fmt: Fp8Format) -> tuple[int, ...]:
-        """The addresses of what is kept of `weight`, for a CUDA graph: brought up to date, and from now on
-        written in place."""
+        """The addresses of the copies of `weight`, for a CUDA graph. They are brought up to date, and from
+        now on written in place."""
         if self.keep == "none":
             return ()
         self._stays = True
         self.forward(weight, fmt)
-        return tuple(t.data_ptr() for t in (self._largest, *(self._codes or ())[:3]))
+        return tuple(t.data_ptr() for t in (self._largest, *self._codes[:3]))
 
     def columns(self, weight: torch.Tensor, largest: torch.Tensor, fmt: Fp8Format) -> Quantized:
-        """`weight` by columns, as in the forward that found `largest`."""
+        """`weight` column-major, as in the forward that found `largest`."""
         return self._again(weight, largest, fmt, rows=False)
 
     def rows(self, weight: torch.Tensor, largest: torch.Tensor, fmt: Fp8Format) -> Quantized:
-        """`weight` by rows, as in the forward that found `largest`."""
+        """`weight` row-major, as in the forward that found `largest`."""
         return self._again(weight, largest, fmt, rows=True)
 
     def _again(self, weight: torch.Tensor, largest: torch.Tensor, fmt: Fp8Format, rows: bool) -> Quantized:
@@ -143,7 +142,7 @@ class WeightCache:
         return epoch, weight.data_ptr(), weight._version, weight.shape, weight.stride(), fmt
 
     def prediction(self, fmt: Fp8Format) -> PredictedScale | None:
-        """Of the weight's scale in `fmt`, if scales are predicted."""
+        """The prediction of the weight's scale in `fmt`; None if scales are not predicted."""
         if self.predicts and self._predicted is None:
             self._predicted = PredictedScale(fmt)
         return self._predicted
@@ -154,5 +153,5 @@ class WeightCache:
         return fp8_operands(weight, fmt, columns=columns, predicted=self.prediction(fmt))
 
 
-# of any weight
+# for weights that are not kept
 NO_CACHE = WeightCache(predicts=False)

@@ -1,7 +1,7 @@
 """Causal attention on `torch.nn.functional.scaled_dot_product_attention` for Megatron's core-attention slot,
-and self-attention whose rotary positions take one pass.
+and self-attention with rotary positions in one pass.
 
-Megatron's own `DotProductAttention` keeps the whole matrix of scores for backward. This one keeps q, k, v,
+Megatron's own `DotProductAttention` saves the whole matrix of scores for backward. This one saves q, k, v,
 the output and one FP32 number per row; under the COAT spec, by configuration, in 8 bits.
 """
 
@@ -21,10 +21,10 @@ from coat_ds.layers.formats import formats
 from coat_ds.layers.hooks import after_pre_hooks, before_hooks
 from coat_ds.model_layers import Part, attended, grouped
 from coat_kernels.attention import BACKENDS, causal_attention
-from coat_kernels.deferred import PredictedScale
 from coat_kernels.groups import DEFAULT_FORMAT
 from coat_kernels.origin import note, noted
 from coat_kernels.rope import rotate_qkv
+from coat_kernels.tensorwise import PredictedScale
 
 from .linear import keep_bias
 from .settings import TakesActivations, activations_of
@@ -76,7 +76,7 @@ def _check_context_parallel(config, activations: ActivationsConfig) -> None:
 
 
 def _own_storage(x: torch.Tensor) -> torch.Tensor:
-    """`x`, copied if it is part of a larger storage, all of which would be kept for backward."""
+    """`x`, copied if it is part of a larger storage, all of which would stay alive until backward."""
     if x.untyped_storage().nbytes() == x.nbytes:
         return x
     return x.clone(memory_format=torch.contiguous_format)
@@ -85,12 +85,12 @@ def _own_storage(x: torch.Tensor) -> torch.Tensor:
 class SDPACoreAttention(torch.nn.Module):
     """Causal core attention with grouped queries, dropout and `softmax_scale`, over whole sequences.
 
-    The output carries an `Origin`, the tensor attention itself keeps, so that the projection behind it
-    keeps no second copy.
+    The output carries an `Origin`, the tensor that attention itself saves, so that the projection behind it
+    saves no second copy.
     Raises ValueError at construction for a mask that is not causal or a context-parallel size above 1.
     """
 
-    # how q, k, v and the output are kept: in groups of this size, or as they are
+    # how q, k, v and the output are saved: in groups of this size, or as they are
     group_size: int | None = None
     saved_format = DEFAULT_FORMAT
 
@@ -122,7 +122,7 @@ class SDPACoreAttention(torch.nn.Module):
                 )
         _require_causal(attn_mask_type)
         self.dropout = config.attention_dropout if attention_dropout is None else attention_dropout
-        # apply_query_key_layer_scaling needs nothing: what it divides scores by, softmax multiplies back
+        # apply_query_key_layer_scaling needs nothing: softmax multiplies back what it divides scores by
         self.softmax_scale = softmax_scale
         self.backends = _BACKENDS[getattr(config, "attention_backend", AttnBackend.auto)]
 
@@ -156,7 +156,7 @@ class SDPACoreAttention(torch.nn.Module):
                 f"SDPACoreAttention: {query.shape[0]} queries and {key.shape[0]} keys, expected as many: "
                 "decoding with a key-value cache is not supported"
             )
-        # compressed copies have storages of their own
+        # compressed copies have their own storages
         qkv = (query, key, value) if self.group_size else map(_own_storage, (query, key, value))
         y = self.attend(*qkv, group_size=self.group_size)
         before_hooks(self, y)
@@ -165,7 +165,7 @@ class SDPACoreAttention(torch.nn.Module):
     def attend(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, group_size: int | None = None
     ) -> torch.Tensor:
-        """Attention itself, keeping its tensors in groups of `group_size` or as they are."""
+        """Attention itself, which saves its tensors in groups of `group_size` or as they are."""
         return causal_attention(
             q,
             k,
@@ -179,10 +179,10 @@ class SDPACoreAttention(torch.nn.Module):
 
 
 class CoatCoreAttention(TakesActivations, SDPACoreAttention):
-    """`SDPACoreAttention` that keeps its tensors in 8 bits if the block's `attention_format` says so.
+    """`SDPACoreAttention` that saves its tensors in 8 bits if the block's `attention_format` says so.
 
-    With "recompute" they are made again in backward and only the output is kept, in 8 bits, where the layer
-    takes its fused blocks (`blocks.py`); where its modules run one by one all of them are kept in 8 bits.
+    With "recompute" q, k and v are recomputed in backward, and only the output is saved, in 8 bits. That
+    takes the fused blocks (`blocks.py`); where the modules run one by one, all four are saved in 8 bits.
     """
 
     recomputes = False
@@ -221,7 +221,7 @@ def _say_that_nothing_is_recomputed() -> None:
 class CoatSelfAttention(TakesActivations, SelfAttention):
     """Megatron's SelfAttention, in which plain rotary positions are applied to the fused projection's output
     in one pass. Where anything is unusual (inference, packed sequences, normed or gated queries, interleaved,
-    scaled or multimodal rotary positions, a model under torch.compile) Megatron's own path is taken.
+    scaled, partial or multimodal rotary positions, a model under torch.compile) Megatron's own path is taken.
     """
 
     _tables = None
@@ -234,7 +234,7 @@ class CoatSelfAttention(TakesActivations, SelfAttention):
     def take_activations(self, activations: ActivationsConfig) -> None:
         super().take_activations(activations)
         _check_context_parallel(self.config, activations)
-        # what only an FP8 product reads is never written in BF16
+        # a gradient that only an FP8 GEMM reads is never written in BF16
         defers = getattr(self.linear_qkv, "_in_fp8", False)
         self._grad_scale = PredictedScale(formats(activations).backward) if defers else None
 
@@ -263,7 +263,7 @@ class CoatSelfAttention(TakesActivations, SelfAttention):
         )
 
     def tables_of(self, angles, args=(), kwargs=_NO_ARGUMENTS) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """Cosines and sines [s, r] of rotary angles [s, 1, 1, r], empty ones without; None where this layer,
+        """Cosines and sines [s, d] of rotary angles [s, 1, 1, d], empty ones without; None where this layer,
         the angles or the other arguments of forward are unusual."""
         config = self.config
         unusual = (
@@ -281,15 +281,20 @@ class CoatSelfAttention(TakesActivations, SelfAttention):
         )
         if unusual:
             return None
-        if angles is None:
+        d = self.hidden_size_per_attention_head
+        if angles is None and d % 2 == 0:
             nothing = torch.empty(0, 0, device=self.linear_qkv.weight.device)
             return nothing, nothing
-        if not isinstance(angles, torch.Tensor) or angles.numel() != angles.shape[0] * angles.shape[-1]:
+        # partial rotary positions leave some channels as they are
+        if not isinstance(angles, torch.Tensor) or angles.shape[-1] != d:
+            return None
+        if angles.numel() != angles.shape[0] * d:
             return None
         # all layers of a forward are handed the same tensor
         tables = noted(angles, "tables")
         if tables is None:
-            # Megatron keeps the angles of an inference for training, whose backward needs ordinary tables
+            # Megatron keeps the angles of an inference for training, whose backward needs tables that are no
+            # inference tensors
             with torch.inference_mode(False):
                 flat = angles.detach().flatten(1).float()
                 tables = flat.cos(), flat.sin()

@@ -1,7 +1,7 @@
-"""Which way a COAT layer takes: the two fused blocks around attention, or its modules one by one.
+"""Which path a COAT layer takes: the two fused blocks around attention, or its modules one by one.
 
-The blocks compute what the modules do, to the bit, in a fraction of the CPU time. They go past the forward of
-the modules inside a layer, so they are taken where nobody can tell: `dense_parts` says of which layers, and
+The blocks compute what the modules do, to the bit, in a fraction of the CPU time. They skip the forward of
+the modules inside a layer, so they are taken only where nobody can tell: `dense_parts` says for which layers,
 `uses_blocks` in which forwards.
 """
 
@@ -34,16 +34,16 @@ _KINDS = {
 }
 _ADDITIONS = (coat_bias_dropout_add, deferred_bias_dropout_add)
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-# of the layer's arguments those that may be there; callers give at most the first two by position
+# arguments of the layer that may be given; callers give at most the first two by position
 _ARGUMENTS = ("hidden_states", "attention_mask", "rotary_pos_emb")
 
-# Tokens times parameters of a layer that an H200 computes, forward and backward, in the 3.5 ms that its CPU
-# takes to launch it. Beyond that graphs cost memory and gain nothing: they hold what is saved for backward.
+# Tokens times parameters of a layer whose forward and backward take an H200 the 3.5 ms that its CPU needs for
+# the launches. Larger layers gain nothing from graphs, which hold what is saved for backward.
 GRAPHED_WORK = 4e11
 
 
 class Parts(NamedTuple):
-    """The modules of a dense layer whose work the blocks do."""
+    """The modules of a dense layer that the blocks replace."""
 
     input_norm: CoatNorm
     attention: CoatSelfAttention
@@ -137,7 +137,8 @@ def uses_blocks(layer: torch.nn.Module, parts: Parts, arguments: dict) -> bool:
 
 
 def _recomputes(core: torch.nn.Module) -> bool:
-    """Whether attention is made again in backward: where that is wanted, nothing dropped and nobody looks."""
+    """Whether attention is recomputed in backward: if the config says so, nothing is dropped and nobody hooks
+    it."""
     return (
         type(core) is CoatCoreAttention
         and core.recomputes
@@ -170,9 +171,9 @@ def forward_by_blocks(layer: torch.nn.Module, args: tuple, kwargs: dict) -> torc
 def uses_graphs(parts: Parts, x: torch.Tensor) -> bool:
     """Whether a layer that takes its blocks runs as CUDA graphs, as the block's `cuda_graphs` says.
 
-    Not where weights move, as under ZeRO-3, nor with dropout, nor with another attention than COAT's or hooks
-    on it. "auto": where the GPU would wait for the CPU, which launches a layer in a time that does not depend
-    on its size.
+    Not where weights move, as under ZeRO-3, nor with dropout, nor with hooks on attention or another
+    attention than COAT's. "auto": only where the GPU would wait for the CPU, whose time for a layer does not
+    depend on the layer's size.
     """
     if not x.is_cuda:
         return False
@@ -180,7 +181,7 @@ def uses_graphs(parts: Parts, x: torch.Tensor) -> bool:
     if not wanted or hasattr(parts.qkv.weight, "ds_id"):
         return False
     if wanted == "auto":
-        # under sequence parallelism x is this rank's part of what its weights are multiplied with
+        # under sequence parallelism x holds this rank's tokens; the GEMMs take those of all ranks
         tokens = x.shape[0] * x.shape[1] * (parts.qkv.tp_group.size() if parts.qkv.sequence_parallel else 1)
         if tokens * sum(linear.weight.numel() for linear in parts.linears) > GRAPHED_WORK:
             return False
@@ -188,7 +189,7 @@ def uses_graphs(parts: Parts, x: torch.Tensor) -> bool:
 
 
 def _used(parts: Parts, options: tuple[LinearOptions, ...]) -> tuple:
-    """What a graph of the layer depends on beside its tensors; what changes is recorded again."""
+    """What a graph of the layer depends on beside its tensors. A change is recorded again."""
     core = parts.attention.core_attention
     found = [parts.input_norm.options, parts.mlp_norm.options, parts.mlp.options]
     found += core.group_size, core.saved_format, core.recomputes

@@ -1,18 +1,18 @@
 """Lets Megatron run where there is no GPU, with gloo in the place of NCCL: for quickstarts and tests.
 
-Megatron asks `torch.cuda` where it is, which random state to fork and when to wait, without asking first
-whether there is a GPU. `enable()` gives these questions CPU answers; `disable()` takes them back.
+Megatron asks `torch.cuda` for its device, its random states and its streams without checking that there is a
+GPU. `enable()` patches these functions with CPU answers; `disable()` undoes that.
 
-Replaced are: `torch.cuda.current_device` and `current_stream` (the CPU's only ones), `torch.cuda.synchronize`
-(nothing to wait for), the CUDA random states (the CPU's), Megatron's own reader and writer of those, and
-torch.compile's switch (compiling Megatron's small fused functions takes longer than a CPU run).
-This covers process groups, building a model, forward, backward and Megatron's data parallel wrapper. Its
-schedules and optimizers name `device="cuda"` literally, and context parallelism pins memory: inside
-`no_cuda()` such tensors are ordinary ones of the CPU.
+Patched are: `torch.cuda.current_device` and `current_stream` (the CPU's), `torch.cuda.synchronize` (nothing
+to wait for), the CUDA random states (the CPU's), Megatron's own reader and writer of those, and
+torch.compile's switch (compiling Megatron's small fused functions takes longer than a CPU run). This covers
+process groups, building a model, forward, backward and Megatron's data parallel wrapper. Its schedules and
+optimizers name `device="cuda"` literally, and context parallelism pins memory: inside `no_cuda()` such
+tensors are ordinary ones on the CPU.
 
 Megatron-LM's own scripts refuse to start without a GPU. `python -m megatron_ext.cpu pretrain_gpt.py ...`, or
-`torchrun -m megatron_ext.cpu pretrain_gpt.py ...`, runs one as it is, with `--distributed-backend gloo` among
-its arguments, and tells it that there is a GPU for each process, of 16 GiB of which nothing is in use.
+`torchrun -m megatron_ext.cpu pretrain_gpt.py ...`, runs one unchanged, with `--distributed-backend gloo`
+among its arguments. It tells the script that each process has an idle GPU of 16 GiB.
 """
 
 import contextlib
@@ -30,7 +30,7 @@ from torch.overrides import TorchFunctionMode
 
 logger = logging.getLogger(__name__)
 
-# (owner, attribute, the original), in the order of replacement; empty while disabled
+# (owner, attribute, the original), in the order of patching; empty while disabled
 _replaced: list[tuple[object, str, object]] = []
 _announced = False
 
@@ -41,12 +41,12 @@ def _replace(owner: object, name: str, value: object) -> None:
 
 
 def enabled() -> bool:
-    """Whether the replacements are in place."""
+    """Whether the patches are in place."""
     return bool(_replaced)
 
 
 def enable() -> bool:
-    """Replaces what keeps Megatron off a CPU; does nothing where there is a GPU. Returns `enabled()`."""
+    """Patches what keeps Megatron off a CPU; does nothing where there is a GPU. Returns `enabled()`."""
     global _announced
     if _replaced or torch.cuda.is_available():
         return enabled()
@@ -112,7 +112,7 @@ class _Nothing:
 
 
 def _pretend() -> None:
-    """Answers to what Megatron-LM's scripts ask of a GPU; `disable()` takes them back too."""
+    """Patches what Megatron-LM's scripts ask of a GPU; `disable()` undoes this too."""
     gib = 2**30
     properties = SimpleNamespace(name="CPU", major=9, minor=0, total_memory=16 * gib, multi_processor_count=1)
     answers = {
@@ -154,7 +154,7 @@ def run_script(path: str, arguments: Sequence[str] = ()) -> None:
 
 
 if __name__ == "__main__":
-    # the module by its name, whose state others see, and not this copy of it
+    # the imported module, whose state others see, and not this copy of it
     from megatron_ext import cpu
 
     cpu.run_script(sys.argv[1], sys.argv[2:])

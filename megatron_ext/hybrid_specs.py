@@ -47,7 +47,7 @@ class AttentionLayer(TransformerLayer):
 
     def __init__(self, config, submodules=None, *args, parts: Callable, **kwargs):
         whole = parts(config, experts=False)
-        # of a whole layer the sum may wait for the norm behind it; here there is none, as behind the MLP
+        # in a whole layer the sum may wait for the norm behind it; here, as behind the MLP, there is none
         own = replace(whole, self_attn_bda=whole.mlp_bda, **_NO_MLP)
         super().__init__(config, own, *args, **kwargs)
         _declare(self, parts)

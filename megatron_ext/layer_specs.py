@@ -1,20 +1,20 @@
 """Layer specs for `--spec megatron_ext.layer_specs <name>` and for `GPTModel(config, <spec>, ...)`.
 
-`coat_layer_spec`: linear layers compute in FP8 and keep 8 bits for backward, except attention.
+`coat_layer_spec`: linear layers compute in FP8, and what is saved for backward has 8 bits, except attention.
 `sdpa_layer_spec`: Megatron's own layer on scaled_dot_product_attention: the BF16 layer to compare with.
 
 Each is one module-level ModuleSpec, the only form that every supported Megatron accepts. Its layer class
-derives the parts from `config` by rewriting Megatron's own local spec, so that both follow Megatron's
-arguments and versions, and dense layers and layers with experts come from the same spec. The final norm stays
-Megatron's, made to work where it would not (`torch_norm.py`). Under context parallelism core attention is
-Transformer Engine's.
+derives the parts from `config` by rewriting Megatron's own local spec. So both follow Megatron's arguments
+and versions, and one spec gives dense layers and layers with experts. The final norm stays Megatron's,
+patched where it would fail (`torch_norm.py`). Under context parallelism core attention is Transformer
+Engine's.
 """
 
 from dataclasses import replace
 
 from coat_kernels.graphs import Graphs
 
-# the second is the first release that nobody has tried
+# the second is the first release that has not been tried
 _OLDEST, _UNKNOWN = "0.16.1", "0.21"
 
 try:
@@ -165,9 +165,9 @@ def coat_parts(config, experts: bool) -> TransformerLayerSubmodules:
 
 
 def _sum_may_wait(config, experts: bool) -> bool:
-    """Whether the sum behind attention may wait for the norm behind it.
+    """Whether the sum behind attention may be left to the norm behind it.
 
-    The norm in front of experts writes its output, and offloading takes away what is to be added.
+    The norm in front of experts has to write its output, and offloading takes the addends away.
     """
     return not experts and not config.fine_grained_activation_offloading
 

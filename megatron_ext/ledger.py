@@ -1,4 +1,4 @@
-"""How many bytes decoder layers keep, for backward and of their weights, counted, not estimated."""
+"""Counts the bytes that decoder layers save for backward, and those of their cached weights."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ class SavedBytes:
 
 
 def saved_bytes(model: torch.nn.Module | Iterable[torch.nn.Module], run: Callable[[], object]) -> SavedBytes:
-    """Counts the bytes that the decoder layers keep for backward during `run()`, one forward.
+    """Counts the bytes that the decoder layers save for backward during `run()`, one forward.
 
     `model` is a GPTModel or the layers themselves, each called with hidden states [s, b, h]. A storage counts
     once and whole, however many layers or views keep it: tables and masks shared by all layers count once.

@@ -1,6 +1,6 @@
-"""Megatron's parallel linear layers with FP8 matrix products and FP8 inputs kept for backward.
+"""Megatron's parallel linear layers with FP8 GEMMs and FP8 inputs saved for backward.
 
-They are Megatron's classes with another product inside: weights, names, initialisation and checkpoints stay
+They are Megatron's classes with another GEMM inside: weights, names, initialisation and checkpoints stay
 Megatron's, and a stock checkpoint loads.
 """
 
@@ -16,10 +16,10 @@ from coat_ds.layers.formats import formats
 from coat_ds.layers.hooks import after_pre_hooks
 from coat_ds.model_layers import Part, multiplied
 from coat_kernels.autograd import once_differentiable
-from coat_kernels.deferred import PredictedScale
 from coat_kernels.linear import LinearOptions, fp8_linear
 from coat_kernels.origin import maxima_of, origin_of, with_maxima
 from coat_kernels.parallel import TensorParallel
+from coat_kernels.tensorwise import PredictedScale
 from coat_kernels.weights import WeightCache
 
 from .options import layer_activations
@@ -27,7 +27,7 @@ from .settings import TakesActivations
 
 logger = logging.getLogger(__name__)
 
-# cuBLASLt's FP8 products want rows of whole 16-byte words
+# cuBLASLt's FP8 GEMMs want rows of whole 16-byte words
 _ALIGNMENT = 16
 # which of Megatron's arguments decide the sizes of each layer
 _SIZES = {
@@ -39,7 +39,7 @@ _SIZES = {
 
 
 class _IntoMainGrad(torch.autograd.Function):
-    """The weight itself, for a product that adds the weight's gradient to `weight.main_grad`."""
+    """The weight itself, for a wgrad GEMM that adds to `weight.main_grad`."""
 
     @staticmethod
     def forward(ctx, weight):
@@ -52,7 +52,8 @@ class _IntoMainGrad(torch.autograd.Function):
         weight = ctx.weight
         weight.grad_added_to_main_grad = True
         # Megatron's data parallel hook wants to see a gradient and then ignores it, or adds it if asked to.
-        # Autograd would give an expanded tensor memory; by now that of the product's operands is free
+        # Return a real tensor: autograd would materialise an expanded one anyway, and the operands are freed
+        # by now.
         adds = getattr(weight, "zero_out_wgrad", False)
         return (torch.zeros_like if adds else torch.empty_like)(weight)
 
@@ -93,19 +94,19 @@ class _CoatLinear(TakesActivations):
                 "Remove it: COAT layers record CUDA graphs of their own "
                 '(coat.activations.cuda_graphs, "auto" by default).'
             )
-        # Megatron's fusion needs apex's kernel; ours, which is asked for by `main_grad` alone, does not
+        # Megatron's fusion needs apex's kernel; ours does not, and looks at `main_grad` alone
         unfused = copy.copy(config)
         unfused.gradient_accumulation_fusion = False
         super().__init__(input_size, output_size, config=unfused, **kwargs)
         self.config = config
-        # found by measuring: beside outliers of the input fewer bits cost this gradient 1.3 times its error,
-        # and that of no other weight anything
+        # measured: beside outliers of the input, fast accumulation gives this gradient 1.3 times the error,
+        # and that of no other weight any more
         self._cancels = name == "qkv"
         self._name, self._quant_config = name, None
         self.begin_with(config)
         if not self._fits:
             logger.warning("%s The layer stays as Megatron has it.", self._sizes_found())
-        # what the producer of the input attached to it
+        # the input's notes, for `_forward_impl`
         self._attached: dict = {}
 
     def finish_init(self, quant_config) -> None:
@@ -129,8 +130,8 @@ class _CoatLinear(TakesActivations):
         }
 
     def options(self) -> tuple[torch.Tensor, LinearOptions]:
-        """The weight and how it multiplies, for a fused block: with the ranks of this layer, and the gradient
-        going where Megatron wants it."""
+        """The weight and how it multiplies, for a fused block: with this layer's ranks, and with the weight's
+        gradient going where Megatron wants it."""
         weight, into = self.weight, None
         if _owned_by_megatron(weight):
             # read in backward: Megatron may have put another one there by then
@@ -150,8 +151,7 @@ class _CoatLinear(TakesActivations):
         )
 
     def uses(self, options: LinearOptions) -> tuple:
-        """What products with `options` use beside their tensors, as CUDA graphs want to know it
-        (`Graphs.call`)."""
+        """What GEMMs with `options` use beside their tensors, for CUDA graphs (`Graphs.call`)."""
         into = options.weight_grad_into
         kept = options.cache.stay(self.weight, self._formats.forward)
         address = None if into is None else into().data_ptr()
@@ -175,7 +175,7 @@ class _CoatLinear(TakesActivations):
         return self.input_size_per_partition, self.output_size
 
     def _is_aligned(self, fallback: bool) -> bool:
-        """Whether this rank's part of the weight has sizes that FP8 products take. Raises ValueError if not,
+        """Whether this rank's part of the weight has sizes that FP8 GEMMs take. Raises ValueError if not,
         without `fallback`, on a GPU; the reference takes any."""
         if all(size % _ALIGNMENT == 0 for size in self._sizes()):
             return True
@@ -248,7 +248,7 @@ class _CoatLinear(TakesActivations):
 class CoatColumnParallelLinear(_CoatLinear, ColumnParallelLinear):
     """Megatron's ColumnParallelLinear (linear_qkv, linear_fc1) in FP8, with the same arguments and names.
 
-    Under sequence parallelism its input is gathered in FP8.
+    Under sequence parallelism its input is all-gathered in FP8.
     """
 
     _by_output = True
@@ -257,7 +257,7 @@ class CoatColumnParallelLinear(_CoatLinear, ColumnParallelLinear):
 class CoatRowParallelLinear(_CoatLinear, RowParallelLinear):
     """Megatron's RowParallelLinear (linear_proj, linear_fc2) in FP8, with the same arguments and names.
 
-    Under sequence parallelism the gradient of its output is gathered in FP8.
+    Under sequence parallelism the gradient of its output is all-gathered in FP8.
     """
 
     _by_output = False
@@ -265,12 +265,12 @@ class CoatRowParallelLinear(_CoatLinear, RowParallelLinear):
     def forward(self, input_: torch.Tensor):
         whole = self.tp_group.size() == 1
         scatters = self.sequence_parallel and not whole and not self.explicit_expert_comm
-        # Megatron adds the bias behind the sum over the ranks; the product of a whole weight can add it
+        # Megatron adds the bias after the sum over the ranks; the GEMM of a whole weight can add it
         bias = self.bias if whole and not self.skip_bias_add else None
         if not (self._in_fp8 and input_.numel() and (scatters or whole)):
             return super().forward(input_)
         after_pre_hooks(self, input_)
-        # the sum over the ranks belongs to the product: its backward gathers what it quantized
+        # the reduce-scatter belongs to the GEMM: its backward all-gathers what it quantized
         parallel = TensorParallel(self.tp_group, by_output=False, sequence=True) if scatters else None
         output = self._product(input_, self.weight, bias, parallel, origin_of(input_))
         if bias is not None or self.bias is None:
@@ -279,9 +279,8 @@ class CoatRowParallelLinear(_CoatLinear, RowParallelLinear):
 
 
 def keep_bias(linear: torch.nn.Module) -> None:
-    """Has a row-parallel layer that holds the whole weight add its bias in its product, instead of leaving it
-    to Megatron's bias-dropout-add, so that the pass that quantizes the gradient also sums the bias's.
-    """
+    """Lets a row-parallel layer that holds the whole weight add its bias in its GEMM, not in Megatron's
+    bias-dropout-add. The pass that quantizes the gradient then also sums the bias's gradient."""
     if isinstance(linear, CoatRowParallelLinear) and linear.tp_group.size() == 1:
         # Megatron's experts insist on the opposite
         linear.skip_bias_add = linear.explicit_expert_comm

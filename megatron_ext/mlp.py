@@ -1,4 +1,4 @@
-"""Megatron's feed-forward layer keeping the input of its activation in 8 bits and the output not at all."""
+"""Megatron's feed-forward layer. It saves the input of its activation in 8 bits, and not its output."""
 
 import torch
 import torch.nn.functional as F
@@ -11,14 +11,14 @@ from coat_ds.layers.hooks import after_pre_hooks
 from coat_ds.model_layers import Part, grouped
 from coat_kernels.activation import activation
 from coat_kernels.blocks import ActivationOptions, activation_options
-from coat_kernels.deferred import PredictedScale
+from coat_kernels.tensorwise import PredictedScale
 
 from .linear import CoatColumnParallelLinear, CoatRowParallelLinear, keep_bias
 from .settings import TakesActivations
 
 
 def _kind_of(config) -> str:
-    """The name of the activation in `coat_kernels.activation`; ValueError for what there is no kernel for."""
+    """The activation's name in `coat_kernels.activation`. Raises ValueError where there is no kernel."""
     unsupported = {
         "activation_func_clamp_value is set (leave it unset)": config.activation_func_clamp_value is not None,
         "glu_linear_offset is not 0 (leave it unset)": config.glu_linear_offset != 0,
@@ -78,13 +78,13 @@ class CoatMLP(TakesActivations, MLP):
 
     @classmethod
     def take_over(cls, mlp: MLP) -> None:
-        """Makes an MLP of Megatron's a CoatMLP where Megatron names the class itself."""
+        """Turns an MLP of Megatron's into a CoatMLP, where Megatron hard-codes the class."""
         mlp.__class__ = cls
         mlp._complete()
 
     def _complete(self) -> None:
         self._kind = _kind_of(self.config)
-        # Megatron hands fc1's bias to the activation; here the matrix product adds it
+        # Megatron hands fc1's bias to the activation; here the GEMM adds it
         self.linear_fc1.skip_bias_add = False
         keep_bias(self.linear_fc2)
         self.begin_with(self.config)
@@ -92,7 +92,7 @@ class CoatMLP(TakesActivations, MLP):
     def take_activations(self, activations: ActivationsConfig) -> None:
         super().take_activations(activations)
         own = formats(activations)
-        # what only an FP8 product reads is never written in BF16
+        # what only an FP8 GEMM reads is never written in BF16
         self._scales = {
             "y_scale": PredictedScale(own.forward) if _in_fp8(self.linear_fc2) else None,
             "grad_scale": PredictedScale(own.backward) if _in_fp8(self.linear_fc1) else None,
@@ -128,7 +128,8 @@ class CoatMLP(TakesActivations, MLP):
         output, bias = self.linear_fc2(product)
         if per_token_scale is None:
             return output, bias
-        # Megatron weights what fc2 takes, which is the same; so what fc2 takes can be made again
+        # Scaling fc2's output by the router weight equals scaling its input (fc2 is linear) and keeps that
+        # input recomputable.
         if bias is not None:
             output = output + bias
         return (output * per_token_scale.unsqueeze(-1)).to(output.dtype), None

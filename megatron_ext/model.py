@@ -8,6 +8,7 @@ import dataclasses
 import json
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -120,6 +121,36 @@ def initialize_model_parallel(
     model_parallel_cuda_manual_seed(seed)
 
 
+def _settings(shape: ModelShape, bf16: bool) -> dict[str, Any]:
+    """Fields of Megatron's TransformerConfig for a Llama-like model of `shape` on this rank."""
+    dtype = torch.bfloat16 if bf16 else torch.float32
+    return dict(
+        num_layers=shape.num_layers,
+        hidden_size=shape.hidden_size,
+        ffn_hidden_size=shape.ffn_hidden_size,
+        num_attention_heads=shape.num_attention_heads,
+        num_query_groups=shape.num_query_groups,
+        layernorm_epsilon=shape.layernorm_epsilon,
+        normalization="RMSNorm",
+        gated_linear_unit=True,
+        activation_func=F.silu,
+        add_bias_linear=False,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        # stock layers then save gate and up once, and not SiLU's output as well
+        bias_activation_fusion=True,
+        # needs kernels that are not part of megatron-core
+        masked_softmax_fusion=False,
+        tensor_model_parallel_size=parallel_state.get_tensor_model_parallel_world_size(),
+        pipeline_model_parallel_size=parallel_state.get_pipeline_model_parallel_world_size(),
+        context_parallel_size=parallel_state.get_context_parallel_world_size(),
+        use_cpu_initialization=True,
+        bf16=bf16,
+        params_dtype=dtype,
+        pipeline_dtype=dtype,
+    )
+
+
 def build_gpt(
     shape: ModelShape,
     spec: ModuleSpec,
@@ -147,33 +178,8 @@ def build_gpt(
             f"vocab_size: {vocab_size} does not divide by the tensor-parallel size, {tp_size}; pad it"
         )
     dtype = torch.bfloat16 if bf16 else torch.float32
-    settings = dict(
-        num_layers=shape.num_layers,
-        hidden_size=shape.hidden_size,
-        ffn_hidden_size=shape.ffn_hidden_size,
-        num_attention_heads=shape.num_attention_heads,
-        num_query_groups=shape.num_query_groups,
-        layernorm_epsilon=shape.layernorm_epsilon,
-        normalization="RMSNorm",
-        gated_linear_unit=True,
-        activation_func=F.silu,
-        add_bias_linear=False,
-        hidden_dropout=0.0,
-        attention_dropout=0.0,
-        # stock layers then keep gate and up once, and not SiLU's output as well
-        bias_activation_fusion=True,
-        # needs kernels that are not part of megatron-core
-        masked_softmax_fusion=False,
-        tensor_model_parallel_size=tp_size,
-        pipeline_model_parallel_size=parallel_state.get_pipeline_model_parallel_world_size(),
-        context_parallel_size=parallel_state.get_context_parallel_world_size(),
-        use_cpu_initialization=True,
-        bf16=bf16,
-        params_dtype=dtype,
-        pipeline_dtype=dtype,
-    )
     torch.manual_seed(seed)
-    transformer_config = TransformerConfig(**(settings | config))
+    transformer_config = TransformerConfig(**(_settings(shape, bf16) | config))
     set_activations(transformer_config, activations or ActivationsConfig())
     model = GPTModel(
         transformer_config,

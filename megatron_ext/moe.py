@@ -1,8 +1,8 @@
 """Megatron's mixture of experts with FP8 experts, routed ones and shared ones.
 
 The router, the dispatcher and every name in a checkpoint stay Megatron's. Experts run one after another;
-those of `--moe-grouped-gemm` are Transformer Engine's, in BF16. The scale of an expert's tensor is that of
-this rank's part: a maximum over the ranks would be one more message for each of many small products.
+those of `--moe-grouped-gemm` are Transformer Engine's, in BF16. An expert's tensor has the scale of this
+rank's part: agreeing on one would be an all-reduce for each of many small GEMMs.
 """
 
 import logging
@@ -36,13 +36,13 @@ def repair_router() -> None:
     May be called again.
     """
     if not hasattr(moe_utils, "te_general_gemm"):
-        # None stands for a product by torch, there as in later versions
+        # None stands for torch's GEMM, as in later versions
         moe_utils.te_general_gemm = None
         logger.info("set %s.te_general_gemm to None", moe_utils.__name__)
 
 
 class RoutedNorm(CoatNorm):
-    """A `CoatNorm` in front of experts. Router and dispatcher read its output, which therefore is written."""
+    """A `CoatNorm` in front of experts. Router and dispatcher read its output, so it is written."""
 
     def take_activations(self, activations: ActivationsConfig) -> None:
         super().take_activations(activations)
@@ -68,7 +68,7 @@ class CoatSharedExpertMLP(SharedExpertMLP, CoatMLP):
 class CoatMoELayer(MoELayer):
     """Megatron's MoELayer with FP8 experts; can stand in a layer's `mlp` slot as it is.
 
-    Raises ValueError at construction for grouped products without Transformer Engine, and for shared experts
+    Raises ValueError at construction for grouped GEMMs without Transformer Engine, and for shared experts
     that overlap with the dispatcher.
     """
 

@@ -72,10 +72,11 @@ def get_model_parallel_rank() -> int:
 
 def sum_shared_gradients(model: torch.nn.Module) -> list[str]:
     """Sums gradients over the tensor-parallel ranks where each rank sees only its part of the data: those of
-    parameters that Megatron marks `sequence_parallel`, and of norms of queries and keys. To be called once,
-    before `deepspeed.initialize`, which never does this: norm weights would drift apart in silence.
+    parameters that Megatron marks `sequence_parallel`, and of norms of queries and keys.
 
-    Megatron's own training loop does it by itself. Returns the names of the parameters; empty with one rank.
+    Call it once, before `deepspeed.initialize`, which never does this: norm weights would drift apart in
+    silence. Megatron's own training loop does it by itself. Returns the names of the parameters; empty with
+    one rank.
     Raises ValueError for a model whose ranks hold different experts, whose gradients DeepSpeed would average.
     """
     for name, parameter in model.named_parameters():

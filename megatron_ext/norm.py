@@ -1,6 +1,5 @@
-"""RMSNorm and LayerNorm for Megatron's norm slots, which keep their input in 8 bits and their output not at
-all, and the residual additions behind and before them.
-"""
+"""RMSNorm and LayerNorm for Megatron's norm slots, which save their input in 8 bits and their output not at
+all, and the residual additions before and after them."""
 
 import torch
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
@@ -10,10 +9,9 @@ from coat_ds.layers.formats import formats
 from coat_ds.layers.hooks import before_hooks
 from coat_ds.model_layers import Part, grouped
 from coat_kernels.blocks import NormOptions, norm_options
-from coat_kernels.deferred import PredictedScale
-from coat_kernels.norm import layer_norm, rms_norm
+from coat_kernels.norm import deferred_add, layer_norm, may_defer_add, rms_norm
 from coat_kernels.origin import take_stand_in, with_stand_in
-from coat_kernels.residual import deferred_add, may_defer_add
+from coat_kernels.tensorwise import PredictedScale
 
 from .settings import TakesActivations
 
@@ -49,7 +47,7 @@ class CoatNorm(TakesActivations, torch.nn.Module):
     def take_activations(self, activations: ActivationsConfig) -> None:
         super().take_activations(activations)
         self.group_size, self.saved_format = activations.group_size, activations.saved_format
-        # what only FP8 products read is never written in BF16
+        # what only FP8 GEMMs read is never written in BF16
         self._y_scale = PredictedScale(formats(activations).forward)
 
     def coat_part(self) -> Part:
@@ -76,8 +74,8 @@ class CoatNorm(TakesActivations, torch.nn.Module):
         else:
             y = layer_norm(x, self.weight, self.bias, self.eps, **options)
         if adds:
-            # Megatron adds x itself to the branch behind this norm: through this node, so that the sum of its
-            # two gradients is made in the norm's backward and not by another pass
+            # Megatron adds x to the branch behind this norm. It reads x through this node, so that both
+            # gradients of x meet in the norm's backward, without another pass.
             y, handed_on = y
             with_stand_in(x, handed_on, y)
         before_hooks(self, y)
@@ -88,7 +86,7 @@ class CoatNorm(TakesActivations, torch.nn.Module):
 
 
 def coat_bias_dropout_add(training: bool, fused: bool):
-    """Megatron's bias-dropout-add, whose residual takes its way through the norm in front of the branch."""
+    """Megatron's bias-dropout-add, which reads the residual through the norm in front of the branch."""
     stock = get_bias_dropout_add(training, fused)
 
     def bias_dropout_add(x_with_bias, residual, prob):
@@ -98,7 +96,7 @@ def coat_bias_dropout_add(training: bool, fused: bool):
 
 
 def deferred_bias_dropout_add(training: bool, fused: bool):
-    """`coat_bias_dropout_add` in front of a `CoatNorm`: if nothing is dropped, its pass makes the sum."""
+    """`coat_bias_dropout_add` in front of a `CoatNorm`: without dropout, the norm's pass computes the sum."""
     stock = get_bias_dropout_add(training, fused)
 
     def bias_dropout_add(x_with_bias, residual, prob):

@@ -1,16 +1,16 @@
 """`CoatAdamW` behind Megatron's own optimizers: the distributed one, with and without
 `--use-precision-aware-optimizer`, and those that are not distributed.
 
-Megatron builds its Adam from globals of `megatron.core.optimizer` and has no other way in. `install()` puts a
-function around the one that reads them, for whose duration they name the class below, and around the two
-methods by which every format of distributed checkpoints reads and writes an optimizer's state: they hand out
-and take FP32 tensors of the shard's shape, on the CPU, made one at a time. So checkpoints are those of stock
-AdamW, to be loaded by it and loaded from it, at any size; and since moments are recovered to the bit from
-their values (`coat_ds/recover.py`), a run goes on as if it had not been interrupted.
+Megatron builds its Adam from globals of `megatron.core.optimizer` and offers no other way in. `install()`
+patches the function that reads those globals: while it runs, they name the class below. It also patches the
+two methods by which every format of distributed checkpoints reads and writes an optimizer's state. They give
+and take FP32 tensors of the shard's shape, on the CPU, one at a time. So checkpoints are those of stock
+AdamW, in both directions and at any size. Moments are recovered to the bit from their values
+(`coat_ds/recover.py`), so a run goes on as if it had not been interrupted.
 
 With our optimizer the precision-aware one needs no Transformer Engine: Megatron's check for it passes. And a
-distributed optimizer without Transformer Engine or apex can load its checkpoint, which stock AdamW cannot: it
-asks for the step count of a state that is not there yet. Ours always is.
+distributed optimizer without Transformer Engine or apex can load its checkpoint. Stock AdamW cannot, since
+Megatron asks for the step count of a state that does not exist yet; ours always exists.
 """
 
 import contextlib
@@ -36,7 +36,7 @@ from coat_ds.optimizer import LAYOUT, MOMENTS, CoatAdamW, Fragment, keeps_fp32
 from coat_ds.state import Moment
 from coat_ds.state_dict import take_states
 from coat_kernels.adamw import join_master, split_master
-from coat_kernels.saved import exchanged
+from coat_kernels.exchange import exchanged
 
 logger = logging.getLogger(__name__)
 
@@ -106,17 +106,15 @@ class MegatronAdamW(CoatAdamW, torch.optim.AdamW):
                 p.grad = None
 
     def link(self, groups: Iterable[tuple[int, torch.Tensor, Fragment]], distributed: bool) -> None:
-        """Says what of the model's parameters this optimizer holds (the group, the tensor, and where it lies
-        in the parameter) and creates the states.
-        """
+        """Says which parts of the model's parameters this optimizer holds (the group, the tensor, and its
+        place in the parameter), and creates the states."""
         self._distributed = distributed
         for index, p, fragment in groups:
             self.set_fragments(p, [fragment], index)
 
     def tensors_of(self, p: torch.Tensor) -> dict[str, torch.Tensor]:
-        """`param`, `exp_avg` and `exp_avg_sq` of `p`, FP32 and of its shape: the parameter itself if it is
-        FP32, what has to be made on the CPU.
-        """
+        """`param`, `exp_avg` and `exp_avg_sq` of `p`, FP32 and of its shape. An FP32 parameter is returned
+        itself; the rest is computed and lies on the CPU."""
         state = self.state[p]
         param = join_master(p, state["remainder"]).cpu() if "remainder" in state else p
         return {

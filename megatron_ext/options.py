@@ -4,7 +4,7 @@ What is wanted is the module of the spec:
 
     --spec megatron_ext.layer_specs coat_layer_spec        FP8 layers
     --spec megatron_ext.with_optimizer coat_layer_spec     and FP8 optimizer states
-    --spec megatron_ext.with_checkpoints coat_layer_spec   and FP8 activation checkpoints
+    --spec megatron_ext.with_checkpoints coat_layer_spec   and FP8 inputs of recompute
 
 For the hybrid stack it is `coat_hybrid_stack_spec`, in megatron_ext.hybrid_specs and the last two.
 
@@ -12,8 +12,8 @@ How is the block of a DeepSpeed config, in the JSON file that the environment va
 
     {"coat": {"enabled": true, "activations": {"weight_cache": "fp8"}}}
 
-With `checkpointing.compress` the second module compresses checkpoints too. What single linear layers do
-otherwise stands in the file of Megatron's `--te-precision-config-file`:
+With `checkpointing.compress` the second module compresses the inputs of recompute too. What single linear
+layers do differently stands in the file of Megatron's `--te-precision-config-file`:
 
     configs: {wide: {coat: {backward_format: e4m3}}, plain: {coat: {enabled: false}}}
     matchers:
@@ -88,9 +88,9 @@ def _read(path: str | None) -> CoatConfig:
 
 
 def activations() -> ActivationsConfig:
-    """What layers do that nobody told anything else.
+    """The settings of layers that were told nothing else.
 
-    Raises CoatConfigError if the file asks for what the module of the spec has not brought.
+    Raises CoatConfigError if the file asks for what the spec's module has not installed.
     """
     from . import recompute
 
@@ -132,10 +132,10 @@ def layer_activations(quant_config: Any, base: ActivationsConfig) -> Activations
 
 
 def install(*, optimizer: bool = False, checkpoints: bool = False) -> None:
-    """Puts in place what a spec's module stands for; for such modules to call when they are imported.
+    """Installs what a spec's module stands for. Such modules call it when they are imported.
 
-    Raises CoatConfigError for what the file of `COAT_CONFIG` asks otherwise, RuntimeError for a Megatron that
-    it does not fit.
+    Raises CoatConfigError if the file of `COAT_CONFIG` asks otherwise, RuntimeError for a Megatron that it
+    does not fit.
     """
     from . import optimizer as optimizer_seam
     from . import recompute

@@ -1,11 +1,11 @@
-"""FP8 inputs of what Megatron recomputes: `--recompute-granularity full`, uniform or block, and the modules
+"""FP8 inputs for what Megatron recomputes: `--recompute-granularity full`, uniform or block, and the modules
 core_attn, mlp, moe and shared_experts of selective recompute.
 
-Megatron's `tensor_parallel.checkpoint` looks up the class that keeps the inputs, `CheckpointFunction`, in its
-module. `install()` puts a subclass of it there, around whose saving `coat_kernels.saved` packs activations:
-half of BF16's bytes. The forward pass stays what it is, and so do the random states, which Megatron keeps and
-replays itself; backward computes from inputs rounded to E4M3. With `--distribute-saved-activations` each
-tensor-parallel rank keeps the codes of its share.
+Megatron's `tensor_parallel.checkpoint` looks up the class that saves the inputs, `CheckpointFunction`, in its
+module. `install()` patches that name with a subclass that packs activations (`coat_kernels.saved`) while they
+are saved: half of BF16's bytes. The forward pass does not change, nor do the random states, which Megatron
+saves and replays itself. Backward recomputes from inputs rounded to E4M3. With
+`--distribute-saved-activations` each tensor-parallel rank saves the codes of its share.
 """
 
 import inspect
@@ -26,13 +26,13 @@ _original: type[torch.autograd.Function] | None = None
 
 
 def installed() -> bool:
-    """Whether Megatron keeps inputs in FP8."""
+    """Whether Megatron saves inputs in FP8."""
     return _original is not None
 
 
 def install(group_size: int = 128) -> None:
-    """From now on Megatron's checkpoints keep their inputs in FP8 groups of `group_size`: 16, 32, 64 or 128;
-    does nothing a second time.
+    """From now on Megatron's recompute saves inputs in FP8 groups of `group_size`: 16, 32, 64 or 128. Does
+    nothing a second time.
 
     Raises ValueError for another group size, RuntimeError if this Megatron is not as expected.
     """

@@ -2,7 +2,6 @@
 
 from coat_ds.config import ActivationsConfig
 from coat_ds.model_layers import Part
-from coat_kernels.fp8 import set_emulation
 
 from . import options
 
@@ -13,18 +12,17 @@ def set_activations(config, activations: ActivationsConfig, by: str | None = "se
     by: who chose them, for messages; None if they are the defaults that nobody asked for.
     """
     config.coat_activations, config.coat_activations_by = activations, by
-    set_emulation(activations.emulate)
 
 
 def activations_of(config) -> ActivationsConfig:
-    """What was noted on Megatron's config; if nothing was, as by `--spec` alone, what `COAT_CONFIG` says."""
+    """What was noted on Megatron's config; else, as with `--spec` alone, what `COAT_CONFIG` says."""
     if not hasattr(config, "coat_activations"):
         set_activations(config, options.activations(), options.named_file())
     return config.coat_activations
 
 
 class TakesActivations:
-    """A module that `coat_ds.model_layers` finds, asks and tells. Mixed in before the host's class."""
+    """A module that `coat_ds.model_layers` finds, asks and tells. Mixed in before Megatron's class."""
 
     activations: ActivationsConfig
     told_by: str | None
@@ -35,7 +33,7 @@ class TakesActivations:
         self.told_by = config.coat_activations_by
 
     def take_activations(self, activations: ActivationsConfig) -> None:
-        """Does from now on what `activations` say. Scales that were predicted are forgotten."""
+        """Does from now on what `activations` say. Predicted scales are forgotten."""
         self.activations = activations
 
     def coat_part(self) -> Part | None:

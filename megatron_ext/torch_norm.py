@@ -64,10 +64,11 @@ _replaced: list[tuple[ModuleType, str, type]] = []
 
 
 def replace_final_norm(module: ModuleType = transformer_block, name: str = "LayerNormImpl") -> None:
-    """Makes the final norm of Megatron's blocks of layers a `LocalNorm` where there is no Transformer Engine.
+    """Patches the final norm of Megatron's blocks of layers with `LocalNorm` where there is no Transformer
+    Engine.
 
-    There is no other way in: a block takes the class from a global of its `module`. A norm by Transformer
-    Engine, or one that somebody else put there, stays. May be called again.
+    There is no other way in: a block takes the class from a global of its `module`. A norm of Transformer
+    Engine's, or one that somebody else put there, stays. May be called again.
     Raises RuntimeError if this Megatron has no such global.
     """
     found = getattr(module, name, None)

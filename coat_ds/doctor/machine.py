@@ -10,7 +10,7 @@ import torch
 from coat_ds.doctor.finding import OK, PROBLEM, UNKNOWN, WARNING, Finding
 from coat_kernels.fp8 import E4M3
 from coat_kernels.groups import quantize_groups, quantize_groups_reference
-from coat_kernels.matmul import scaled_matmul, scaled_matmul_reference
+from coat_kernels.linear import scaled_matmul, scaled_matmul_reference
 
 FP8_CAPABILITY = (8, 9)
 NO_GPU = "cannot be checked: there is no GPU here"

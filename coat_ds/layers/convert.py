@@ -13,8 +13,7 @@ from coat_ds.layers.feed_forward import Fp8Activation, Fp8GatedFeedForward
 from coat_ds.layers.linear import Fp8Linear
 from coat_ds.layers.norm import Fp8Norm
 from coat_ds.layers.replaced import DTYPES, Replaced, replaced
-from coat_kernels.fp8 import set_emulation
-from coat_kernels.tensorwise import ALIGNMENT
+from coat_kernels.fp8 import ALIGNMENT
 
 __all__ = ["convert", "conversion_of", "unconvert"]
 
@@ -58,7 +57,6 @@ def convert(
                 "Call coat_ds.unconvert(model) first."
             )
         return model
-    set_emulation(activations.emulate)
     conversion = Conversion(activations)
     forwards = list(_forwards(model, conversion, filter or (lambda name, module: True)))
     # nothing is changed before everything is known to fit

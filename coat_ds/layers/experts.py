@@ -7,9 +7,9 @@ from coat_ds.layers.formats import formats
 from coat_ds.layers.probe import activation_kind, shape_of
 from coat_ds.layers.replaced import Replaced
 from coat_kernels.activation import activation
-from coat_kernels.deferred import PredictedScale
 from coat_kernels.linear import fp8_linear
 from coat_kernels.origin import origin_of
+from coat_kernels.tensorwise import PredictedScale
 from coat_kernels.weights import WeightCache
 
 # experts run one after another: beyond this many, launching them takes longer than one grouped BF16 product

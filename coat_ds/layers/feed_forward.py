@@ -12,9 +12,9 @@ from coat_ds.layers.probe import GatedForm
 from coat_ds.layers.replaced import Replaced, replaced
 from coat_kernels.activation import activation
 from coat_kernels.blocks import ActivationOptions, activation_options
-from coat_kernels.deferred import PredictedScale
 from coat_kernels.linear import LinearOptions, fp8_linear
 from coat_kernels.origin import origin_of
+from coat_kernels.tensorwise import PredictedScale
 
 
 class _Activation(Replaced):

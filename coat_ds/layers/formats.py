@@ -1,7 +1,7 @@
 """What the block's `activations` mean for the layers."""
 
 from coat_ds.config import ActivationsConfig
-from coat_kernels.fp8 import fp8_format
+from coat_kernels.fp8 import E4M3, fp8_format
 from coat_kernels.linear import LinearFormats
 
 
@@ -9,9 +9,10 @@ def formats(activations: ActivationsConfig, cancels: bool = False) -> LinearForm
     """The FP8 formats of a linear layer. `cancels`: in its weight's gradient large terms cancel."""
     fast_backward = activations.fast_accumulation == "all"
     return LinearFormats(
-        fp8_format(activations.forward_format),
+        E4M3,
         fp8_format(activations.backward_format),
         fast_forward=activations.fast_accumulation != "none",
         fast_input_grad=fast_backward,
         fast_weight_grad=fast_backward and not cancels,
+        emulate=activations.emulate,
     )

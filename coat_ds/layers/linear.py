@@ -7,9 +7,9 @@ from coat_ds.layers.attention import attended_origin
 from coat_ds.layers.formats import formats
 from coat_ds.layers.hooks import after_pre_hooks
 from coat_ds.layers.replaced import Replaced, is_plain
-from coat_kernels.deferred import PredictedScale
 from coat_kernels.linear import LinearOptions, fp8_linear
 from coat_kernels.origin import origin_of
+from coat_kernels.tensorwise import PredictedScale
 from coat_kernels.weights import WeightCache
 
 

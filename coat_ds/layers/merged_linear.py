@@ -8,9 +8,8 @@ from coat_ds.config import ActivationsConfig
 from coat_ds.layers.formats import formats
 from coat_ds.layers.linear import Fp8Linear
 from coat_ds.layers.replaced import is_plain, replaced
-from coat_kernels.deferred import PredictedScale
-from coat_kernels.linear import LinearOptions
-from coat_kernels.merged import MergedCache, merged
+from coat_kernels.linear import LinearOptions, MergedCache, merged
+from coat_kernels.tensorwise import PredictedScale
 
 
 def is_hooked(module: nn.Module) -> bool:

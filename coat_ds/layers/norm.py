@@ -8,8 +8,8 @@ from coat_ds.layers.hooks import before_hooks
 from coat_ds.layers.probe import NormForm
 from coat_ds.layers.replaced import Replaced, is_plain
 from coat_kernels.blocks import NormOptions, norm_options
-from coat_kernels.deferred import PredictedScale
 from coat_kernels.norm import layer_norm, rms_norm
+from coat_kernels.tensorwise import PredictedScale
 
 
 class Fp8Norm(Replaced):

@@ -12,9 +12,11 @@ import torch
 import triton
 import triton.language as tl
 
+from coat_kernels.device import uses_kernels
 from coat_kernels.fp8 import INTERPRET, cast
+from coat_kernels.tiles import load_tile, store_tile
 
-# elements of a part, of which a step in PyTorch makes several copies; a multiple of every group size
+# elements of a part, of which a PyTorch step makes several copies; a multiple of every group size
 AT_ONCE = 2**22
 # groups per program; a wider tile only lengthens the tail
 ROWS = 4
@@ -47,11 +49,11 @@ class Storage(NamedTuple):
 class Codec:
     """A storage format: its layout, its reference functions and its Triton tile functions.
 
-    Reference functions work on FP32 groups [rows, group_size], scale [rows, 1] and exponent [rows, 1]
-    (uint8); the last group is padded with zeros. Tile functions do the same on a tile inside a kernel,
-    but statistics are one value a row, [rows]; their last arguments are the flags E5M2, SIGNED for a first
-    moment, which has signs, and, for `to_codes_tile`, DITHER. That function may rely on the statistics being
-    those of the very values; `clamp_tile` makes that true of others.
+    Reference functions take FP32 groups [rows, group_size], scale [rows, 1] and exponent [rows, 1] (uint8);
+    the last group is padded with zeros. Tile functions do the same on a tile inside a kernel, with one value
+    of statistics a row, [rows]. Their last arguments are the flags E5M2, SIGNED for a first moment, which has
+    signs, and, for `to_codes_tile`, DITHER. `to_codes_tile` may rely on statistics of the same values; for
+    statistics of others, `clamp_tile` brings the values into their range first.
     """
 
     name: str
@@ -112,13 +114,13 @@ class Codec:
             x = x.clone()
             for part, roots in beside.roots_in_parts(group_size):
                 x[part] /= roots
-        if x.is_cuda:
+        if uses_kernels(x, fp8=False):
             return encode_kernel_launch(self, x, group_size, like)
         return encode_reference(self, x, group_size, like)
 
     def decode(self, storage: Storage, group_size: int, beside: "Stored | None" = None) -> torch.Tensor:
         """The stored moment as FP32 [n]; `beside` as in `encode`."""
-        decode = decode_kernel_launch if storage.codes.is_cuda else decode_reference
+        decode = decode_kernel_launch if uses_kernels(storage.codes, fp8=False) else decode_reference
         x = decode(self, storage, group_size)
         if self.relative and beside is not None:
             for part, roots in beside.roots_in_parts(group_size):
@@ -133,8 +135,8 @@ class Stored(NamedTuple):
     storage: Storage
 
     def roots(self, group_size: int) -> torch.Tensor:
-        """Square roots of what is stored, FP32 [n]; positive and finite also where that is zero or NaN, since
-        the first moment is still there."""
+        """Square roots of what is stored, FP32 [n]. They are positive and finite even where that is zero or
+        NaN, since the first moment is divided by them."""
         codes = _rows(self.storage.codes, group_size)
         scale, exponent = (_column(t, len(codes)) for t in self.storage[1:])
         roots = torch.exp2(self.codec.log_roots(codes, scale, exponent))
@@ -188,9 +190,9 @@ def decode_reference(codec: Codec, storage: Storage, group_size: int) -> torch.T
 def extremes_tile(b_x, SIGNED: tl.constexpr):
     """Largest and smallest non-zero finite magnitude of each row, FP32 [rows]; both zero in a row of zeros.
 
-    Magnitudes order as their bit patterns do. Adding one exponent step turns what is not finite negative, out
-    of the maximum; taking one off makes zero the largest unsigned, out of the minimum. Without SIGNED the
-    patterns of negative values drop out of both likewise.
+    Magnitudes order as their bit patterns do. Adding one exponent step makes non-finite values negative, out
+    of the maximum. Subtracting one makes zero the largest unsigned number, out of the minimum. Without SIGNED
+    the patterns of negative values drop out in the same way.
     """
     b_bits = b_x.to(tl.int32, bitcast=True)
     if SIGNED:
@@ -207,24 +209,9 @@ def unclamped_tile(b_x, b_scale, b_exponent, E5M2: tl.constexpr, SIGNED: tl.cons
 
 
 @triton.jit
-def load_tile(p_x, o_x, m_x, MASKED: tl.constexpr):
-    if MASKED:
-        return tl.load(p_x + o_x, mask=m_x, other=0)
-    return tl.load(p_x + o_x)
-
-
-@triton.jit
-def store_tile(p_x, o_x, b_x, m_x, MASKED: tl.constexpr):
-    if MASKED:
-        tl.store(p_x + o_x, b_x, mask=m_x)
-    else:
-        tl.store(p_x + o_x, b_x)
-
-
-@triton.jit
 def load_rows(p_values, o_row, m_row, MASKED: tl.constexpr):
     if MASKED:
-        # past the end any valid scale and exponent do
+        # past the end, any valid scale and exponent will do
         return tl.load(p_values + o_row, mask=m_row, other=1)
     return tl.load(p_values + o_row)
 

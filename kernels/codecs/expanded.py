@@ -1,18 +1,18 @@
 """FP8 with dynamic range expansion (COAT, arXiv 2410.19313, section 4.1, equations 2 to 4).
 
-A group of moments spans far less than an FP8 format can: its magnitudes are raised to a power k that
-stretches them over the whole range before rounding, and the root is taken on the way back. With M the
-group's largest and m its smallest non-zero magnitude,
+A group of moments spans far less than an FP8 format can. Its magnitudes are raised to a power k that
+stretches them over the whole range before rounding; the root is taken on the way back. With M the group's
+largest and m its smallest non-zero magnitude,
 
     code = max * (|x| / M)^k,    |x| = M * (code / max)^(1/k),    k = log2(max^2 / 2) / log2(M / m).
 
-The square root of M * m in the published code cancels out of these, so two numbers a group suffice:
-M, and k rounded down to sixteenths and clamped to [1/16, 255/16], which is one byte. The clamp makes
-constant groups, groups of one element and groups of zeros exact rather than infinite.
+The square root of M * m in the published code cancels out of these, so two numbers a group suffice: M, and k
+rounded down to sixteenths and clamped to [1/16, 255/16], which is one byte. The clamp makes constant groups,
+groups of one element and groups of zeros exact rather than infinite.
 
-No value but zero becomes zero: a second moment that did would let its first moment blow up. Magnitudes
-below 2^-120 therefore count as 2^-120, whose root is a billionth of a billionth; what is above is at
-least max / (max^2 / 2) after stretching, which is more than the smallest code.
+No value but zero becomes zero: a second moment that did would let its first moment blow up. Magnitudes below
+2^-120 therefore count as 2^-120, whose root is a billionth of a billionth. Larger ones are stretched to at
+least max / (max^2 / 2), which is more than the smallest code.
 """
 
 import math
@@ -92,7 +92,7 @@ def to_codes_tile(b_x, b_scale, b_exponent, b_dither,
     b_y = fast_exp2(b_k * log2_tile(tl.abs(b_x)) + b_offset)
     if DITHER:
         b_y = dither_tile(b_y, b_dither, 1.0 - fast_reciprocal(b_k), E5M2)
-    # infinity times zero is NaN, and so is NaN; to the rest this adds nothing
+    # adds NaN to what is not finite (infinity times zero is NaN), and nothing to the rest
     b_y = tl.where(b_x == 0.0, 0.0, b_y) + b_x * 0.0
     if SIGNED:
         b_y = with_sign_of(b_y, b_x)

@@ -1,15 +1,15 @@
 """A code for second moments with evenly spaced logarithms, in all 256 codes: there is no sign to store.
 
-FP8 spends half of its codes on signs that a second moment does not have, and stretches what is left by a
-power. Here a group's magnitudes, from its largest M down to its smallest non-zero m, lie on 254 levels
+FP8 spends half of its codes on signs that a second moment does not have, and stretches the rest by a power.
+Here a group's magnitudes, from its largest M down to its smallest non-zero m, lie on 254 levels
 
     x = M * 2^(-step * (254 - code)),    step = log2(M / m) / 253,
 
-so that each value is off by half a step of the logarithm at most. Code 0 is zero, code 255 is NaN: what is
-not finite, and negative values, which no second moment has. The step is rounded up to the next 256th and
-stored as a byte, 1 to 251; 255 marks a group of zeros. M is stored as FP32, the same five bytes a group as
-with dynamic range expansion, and the same rules hold: the largest value is exact, no value but zero becomes
-zero, and magnitudes below 2^-120 count as 2^-120.
+so that each value is off by at most half a step of the logarithm. Code 0 is zero. Code 255 is NaN, for values
+that are not finite and for negative ones, which no second moment has. The step is rounded up to the next
+256th and stored as a byte, 1 to 251; 255 marks a group of zeros. M is stored as FP32, the same five bytes a
+group as with dynamic range expansion, and the same rules hold: the largest value is exact, no value but zero
+becomes zero, and magnitudes below 2^-120 count as 2^-120.
 """
 
 import torch

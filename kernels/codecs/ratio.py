@@ -1,21 +1,22 @@
-"""A code for first moments that stores what they are to the root of the second moment.
+"""A code for first moments that stores their ratio to the root of the second moment.
 
 The ratio of exp_avg to the root of exp_avg_sq is Adam's update, but for its bias corrections. Over a group it
-spans far less than the moments do, and it is bounded: few levels hold it well. With r the root of the second
-moment *as that is stored*, u = exp_avg / r and U the group's largest |u|,
+spans far less than the moments do, and it is bounded, so few levels hold it well. With r the root of the
+second moment *as it is stored*, u = exp_avg / r and U the group's largest |u|,
 
     code = round(127 (|u| / U)^(2/3)),    exp_avg = U r (code / 127)^(3/2),
 
-in int8, with the sign. What rounding does to r cancels out: the same number divides and multiplies. 2/3 is as
-good as the best exponent to 0.01 % (benchmarks/LOG.md, 2026-11-22), and its inverse takes a square root only.
+in int8, with the sign. The rounding of r cancels out, since the same number divides and multiplies. The
+exponent 2/3 is as good as the best one to 0.01 % (benchmarks/LOG.md, 2026-11-22), and its inverse needs only
+a square root.
 
-U is kept in FP32, rounded to a mantissa of 12 bits: decoded values then give the very same codes again,
-whatever FP32 rounding came in between. -128 is NaN. Zero stays zero; what is below a 4,000th of the largest
-becomes zero, which a first moment may. One of more than 2^128 roots is NaN, as an infinite one is.
+U is kept in FP32, rounded to a mantissa of 12 bits: decoded values then give the same codes again, whatever
+FP32 rounding came in between. -128 is NaN. Zero stays zero. Values below a 4,000th of the largest become
+zero, which a first moment may. A value of more than 2^128 roots is NaN, as an infinite one is.
 
-A moment that gets no gradient shrinks by a tenth in a step. Small codes are so far apart that, to nearest, it
-never would: codes below 8 are dithered, all those of a step by the same number, which costs the kernel next
-to nothing. Larger codes are to nearest.
+A moment without gradients shrinks by a tenth in a step. Small codes are so far apart that rounding to nearest
+would stop this: codes below 8 are dithered, all those of a step by the same number, which costs the kernel
+next to nothing. Larger codes are rounded to nearest.
 """
 
 import math
@@ -28,9 +29,9 @@ from coat_kernels.codecs.codec import Codec
 from coat_kernels.fast_math import fast_exp2, fast_log2, fast_sqrt, saturate, with_sign_of
 
 POWER, LOG2_LEVELS = tl.constexpr(2 / 3), tl.constexpr(math.log2(127))
-# what is smaller counts as zero: the product of a scale and this would be subnormal
+# smaller scales count as zero: their product with UNIT would be subnormal
 SMALLEST, UNIT = tl.constexpr(2.0**-110), tl.constexpr(127**-1.5)
-# codes of at most 7 are dithered wholly, of 9 not at all
+# codes up to 7 get the full dither, codes from 9 on none
 UNDITHERED = tl.constexpr(8.5)
 
 

@@ -13,7 +13,7 @@ def test_defaults():
     assert not CoatConfig().enabled
     config = CoatConfig.from_dict({"enabled": True})
     assert config.optimizer == OptimizerConfig(True, "auto", "log8", "auto", 128, 4096)
-    assert config.activations == ActivationsConfig(True, 16, "e4m3", "e5m2")
+    assert config.activations == ActivationsConfig(True, 16, "e5m2")
     for value in (True, False):
         given = CoatConfig.from_dict({"enabled": True, "activations": value}).activations
         assert given == ActivationsConfig(enabled=value)
@@ -32,7 +32,6 @@ def test_every_key():
         "activations": {
             "enabled": False,
             "group_size": 32,
-            "forward_format": "e4m3",
             "backward_format": "e4m3",
         },
     }
@@ -84,17 +83,27 @@ def test_every_key():
         pytest.param(
             {"enabled": True, "activations": {"forward_format": "e5m2"}},
             ["coat.activations.forward_format", "'e5m2'", "'e4m3'"],
-            id="no-product-of-two-e5m2",
+            id="removed-key",
         ),
         pytest.param(
-            {"enabled": True, "activations": {"forward_format": "E4M3"}},
-            ["coat.activations.forward_format", "'E4M3'", "'e4m3'"],
+            {"enabled": True, "activations": {"backward_format": "E4M3"}},
+            ["coat.activations.backward_format", "'E4M3'", "'e4m3'"],
             id="fp8-format",
         ),
         pytest.param(
             {"enabled": True, "activations": {"weight_cache": True}},
-            ["coat.activations.weight_cache", "True", "'none', 'scale', 'fp8'"],
+            ["coat.activations.weight_cache", "True", "'none', 'fp8'"],
             id="boolean-choice",
+        ),
+        pytest.param(
+            {"enabled": True, "activations": {"weight_cache": "scale"}},
+            ["coat.activations.weight_cache", "'scale'", "removed", "'none'", "'fp8'"],
+            id="removed-weight-cache",
+        ),
+        pytest.param(
+            {"enabled": True, "activations": {"attention_format": "e4m3"}},
+            ["coat.activations.attention_format", "'e4m3'", "removed", "'sqrt8'"],
+            id="removed-attention-format",
         ),
         pytest.param(
             {"enabled": True, "activations": {"saved_format": "fp8"}},

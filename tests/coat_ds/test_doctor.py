@@ -7,7 +7,7 @@ import torch
 
 from coat_ds.doctor import OK, PROBLEM, UNKNOWN, WARNING, dry_run, machine, packages, switches
 from coat_ds.plan import PlanError
-from coat_kernels import matmul
+from coat_kernels.linear import matmul
 
 LLAMA = {
     "model_type": "llama",

@@ -8,7 +8,7 @@ from deepspeed.utils import logger
 
 from coat_ds import CoatConfig, CoatConfigError, engine, host_config, switch
 from coat_ds.config import ActivationsConfig
-from coat_kernels import fp8
+from coat_kernels import device
 
 BLOCK, ADAMW = {"enabled": True}, {"type": "AdamW", "params": {"lr": 1e-3}}
 
@@ -153,7 +153,7 @@ def test_where_no_model_is_converted(monkeypatch):
     """On a GPU without FP8 a block gives FP8 states, as before there were converted layers."""
     gpu, usual = torch.device("cuda", 0), ActivationsConfig()
     for found, reason in (((8, 0), "compute capability 8.0, and FP8 products need 8.9"), ((8, 9), None)):
-        for module in (fp8, host_config):
+        for module in (device, host_config):
             monkeypatch.setattr(module, "capability", lambda _, found=found: found)
         said = host_config.no_conversion({}, usual, gpu)
         assert said is None if reason is None else said.endswith(reason)

@@ -1,6 +1,10 @@
 """Inputs that have broken quantizers before."""
 
+import dataclasses
+
 import torch
+
+from coat_kernels.adamw import AdamWOptions
 
 SIZES = (1, 127, 128, 129, 1000)
 SHAPES = ((1, 1), (3, 16), (5, 33), (13, 300), (130, 96))
@@ -73,3 +77,14 @@ def hard(n: int, signed: bool = True) -> dict[str, torch.Tensor]:
         "broken": broken,
     }
     return cases if signed else {case: x.abs() for case, x in cases.items()}
+
+
+def with_options(step):
+    """`step`, one of those that take `AdamWOptions`, with the options as keywords beside its own."""
+    names = {f.name for f in dataclasses.fields(AdamWOptions)}
+
+    def call(*tensors, **keywords):
+        options = AdamWOptions(**{name: keywords.pop(name) for name in names & keywords.keys()})
+        return step(*tensors, options=options, **keywords)
+
+    return call

@@ -117,9 +117,9 @@ def check_kernels(x, grad, kind, gated, group_size, keep):
 def test_kernels_agree_with_the_references(shape, gated, device, monkeypatch):
     # the interpreter computes what is masked too: tiles not much larger than the tensors
     for name, rows in (("FORWARD_ROWS", 32), ("BACKWARD_ROWS", 32), ("COLUMNS_M", 32)):
-        monkeypatch.setattr(act, name, rows)
+        monkeypatch.setattr(act.kernels, name, rows)
     for name in ("FORWARD_COLUMNS", "BACKWARD_COLUMNS", "COLUMNS_N"):
-        monkeypatch.setattr(act, name, 128)
+        monkeypatch.setattr(act.kernels, name, 128)
     rows, f = shape
     # two formulas with each shape, each formula with shapes of every sort
     first = (SHAPES.index(shape) + gated) % 2
@@ -154,10 +154,10 @@ def test_kernels_agree_on_hard_inputs(case, kind, gated, device):
 def test_full_tiles_and_the_last_of_them(gated, device, monkeypatch):
     """Programs without masks, and a tensor of several tiles that end anywhere."""
     for name in ("FORWARD", "BACKWARD"):
-        monkeypatch.setattr(act, f"{name}_ROWS", 4)
-        monkeypatch.setattr(act, f"{name}_COLUMNS", 32)
-    monkeypatch.setattr(act, "COLUMNS_M", 16)
-    monkeypatch.setattr(act, "COLUMNS_N", 32)
+        monkeypatch.setattr(act.kernels, f"{name}_ROWS", 4)
+        monkeypatch.setattr(act.kernels, f"{name}_COLUMNS", 32)
+    monkeypatch.setattr(act.kernels, "COLUMNS_M", 16)
+    monkeypatch.setattr(act.kernels, "COLUMNS_N", 32)
     for rows, f in ((16, 64), (17, 72)):
         x, grad = torch.randn(rows, (1 + gated) * f, device=device), torch.randn(rows, f, device=device)
         check_kernels(x, grad, "silu", gated, 16, "sqrt8")

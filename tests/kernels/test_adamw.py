@@ -9,8 +9,6 @@ import triton.language as tl
 
 from coat_kernels import adamw
 from coat_kernels.adamw import (
-    adamw_,
-    adamw_reference,
     dither_reference,
     join_master,
     join_tile,
@@ -19,13 +17,15 @@ from coat_kernels.adamw import (
     split_master,
     split_tile,
 )
-from coat_kernels.adamw import adamw_triton as adamw_list
 from coat_kernels.codecs import CODECS, SIGNED_CODECS, get_codec
 from coat_kernels.codecs.codec import Stored, encode_reference
 from coat_kernels.fp8 import E4M3, E5M2
-from tests.kernels.inputs import wide
+from tests.kernels.inputs import wide, with_options
 from tests.util import rel_rms
 
+adamw_, adamw_list, adamw_reference = map(
+    with_options, (adamw.adamw_, adamw.adamw_triton, adamw.adamw_reference)
+)
 # every pair of formats that may store two moments, and those that are somebody's default
 PAIRS = [(m, v) for m in SIGNED_CODECS for v in CODECS if get_codec(m).stands_beside(get_codec(v))]
 DEFAULTS = [("fp8_expanded", "fp8_expanded"), ("fp8_expanded", "log8"), ("ratio8", "log8")]
@@ -148,7 +148,7 @@ def test_kernel_is_deterministic(device):
 
 def test_list_is_what_its_tensors_are_one_by_one(device, monkeypatch):
     """Sizes that end mid-group, nothing at all, several chunks of either size; steps of their own."""
-    monkeypatch.setattr(adamw, "CHUNKS", (8, 2))
+    monkeypatch.setattr(adamw.chunks, "CHUNKS", (8, 2))
     sizes, steps = (128 * 19 + 5, 0, 1, 1024, 130), [3, 1, 7, 2, 1]
     runs = []
     for together in (True, False):

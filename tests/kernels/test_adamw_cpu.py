@@ -3,12 +3,14 @@
 import pytest
 import torch
 
-from coat_kernels import adamw_cpu
-from coat_kernels.adamw import adamw_
-from coat_kernels.adamw_cpu import COMPILED, PIECE, compiled_step
+from coat_kernels import adamw
+from coat_kernels.adamw import COMPILED, PIECE, compiled_step
+from coat_kernels.adamw import cpu as adamw_cpu
 from coat_kernels.codecs import get_codec
+from tests.kernels.inputs import with_options
 from tests.util import rel_rms
 
+adamw_ = with_options(adamw.adamw_)
 OPTIONS = {"lr": 1e-2, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.1}
 
 
@@ -101,8 +103,7 @@ def test_other_types_and_options_take_the_reference():
 
 def test_pieces_are_the_whole():
     """A tensor of several pieces has the noise and the groups of one."""
-    from coat_kernels.adamw import adamw_reference
-
+    adamw_reference = with_options(adamw.adamw_reference)
     numel, codec = PIECE + 1000, get_codec("log8")
     m_codec = get_codec("fp8_expanded")
     outcomes = []

@@ -10,16 +10,15 @@ import pytest
 import torch
 
 from coat_kernels import activation as act
-from coat_kernels import blocks, deferred, norm, rope, tensorwise, together
+from coat_kernels import blocks, deferred, norm, rope, tensorwise
 from coat_kernels.activation import activation
 from coat_kernels.blocks import ActivationOptions, NormOptions, mlp_block, qkv_block
-from coat_kernels.deferred import PredictedScale
 from coat_kernels.fp8 import E4M3, E5M2
 from coat_kernels.linear import LinearFormats, LinearOptions, fp8_linear
 from coat_kernels.norm import layer_norm, rms_norm
 from coat_kernels.origin import Origin, origin_of, with_origin
 from coat_kernels.rope import rotate_qkv
-from coat_kernels.tensorwise import quantize_tensor
+from coat_kernels.tensorwise import PredictedScale, quantize_tensor, together
 from coat_kernels.weights import WeightCache
 from tests.util import rel_rms
 
@@ -32,10 +31,19 @@ GROUPS, M, D, R = 2, 2, 16, 12
 def kernels(takes_kernels, monkeypatch):
     """With the references, and with the kernels, of which programs take several tiles."""
     if takes_kernels:
-        for module in (act, deferred, norm, rope, tensorwise, together):
+        for module in (
+            act.op,
+            deferred,
+            norm.op,
+            rope.op,
+            tensorwise.scale,
+            tensorwise.quantize,
+            tensorwise.transpose,
+            together,
+        ):
             monkeypatch.setattr(module, "uses_kernels", lambda x: True)
-        monkeypatch.setattr(norm, "FORWARD_TILE", 1024)
-        for module in (tensorwise, together):
+        monkeypatch.setattr(norm.kernels, "FORWARD_TILE", 1024)
+        for module in (tensorwise.scale, together):
             monkeypatch.setattr(module, "CORRECTING_PROGRAMS", 3)
 
 
@@ -238,13 +246,13 @@ def test_weights_of_one_kind_are_quantized_in_one_launch(device, monkeypatch):
     types and formats each by itself, to the same bits."""
     launches = []
     for name in ("rows_together", "columns_together"):
-        original = getattr(blocks, name)
+        original = getattr(blocks.mlp, name)
 
         def counting(xs, *args, original=original):
             launches.append(len(xs))
             return original(xs, *args)
 
-        monkeypatch.setattr(blocks, name, counting)
+        monkeypatch.setattr(blocks.mlp, name, counting)
     model = Model(True, torch.bfloat16, device)
     x, grad = inputs(device, torch.bfloat16)
     expected = run(model, model.by_blocks, x, grad)
@@ -252,7 +260,7 @@ def test_weights_of_one_kind_are_quantized_in_one_launch(device, monkeypatch):
     launches.clear()
     options = model.linears["fc1"]
     no_prediction = dataclasses.replace(options, cache=WeightCache(predicts=False))
-    for changed in (linear_options("scale"), linear_options("fp8"), no_prediction):
+    for changed in (linear_options("fp8"), no_prediction):
         model.linears["fc1"] = changed
         check_same(run(model, model.by_blocks, x, grad), expected)
     swapped = LinearFormats(forward=E5M2, backward=E4M3)

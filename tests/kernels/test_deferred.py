@@ -10,11 +10,13 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from coat_kernels import activation as act
-from coat_kernels import deferred, linear, norm, residual, rope, tensorwise
-from coat_kernels.deferred import Deferred, PredictedScale, fp8_operands
+from coat_kernels import deferred, linear, norm, rope, tensorwise
+from coat_kernels.deferred import Deferred, fp8_operands
 from coat_kernels.fp8 import E4M3, E5M2
 from coat_kernels.linear import LinearFormats, fp8_linear
+from coat_kernels.norm import residual
 from coat_kernels.origin import origin_of, with_maxima
+from coat_kernels.tensorwise import PredictedScale
 from tests.kernels.inputs import check_sums, hard
 from tests.util import rel_rms
 
@@ -23,16 +25,24 @@ from tests.util import rel_rms
 def kernels(takes_kernels, monkeypatch):
     """With the references, and with the kernels, of which programs take several tiles that end anywhere."""
     if takes_kernels:
-        for module in (act, deferred, norm, rope, tensorwise):
+        for module in (
+            act.op,
+            deferred,
+            norm.op,
+            rope.op,
+            tensorwise.scale,
+            tensorwise.quantize,
+            tensorwise.transpose,
+        ):
             monkeypatch.setattr(module, "uses_kernels", lambda x: True)
         for tile in ("FORWARD", "BACKWARD", "OPERANDS"):
-            monkeypatch.setattr(act, f"{tile}_ROWS", 16)
-            monkeypatch.setattr(act, f"{tile}_COLUMNS", 32)
-        monkeypatch.setattr(act, "SUMMED_ROWS", 32)
-        monkeypatch.setattr(norm, "FORWARD_TILE", 1024)
-        monkeypatch.setattr(rope, "OPERANDS_TOKENS", 8)
-        monkeypatch.setattr(rope, "OPERANDS_HEADS", 3)
-        monkeypatch.setattr(tensorwise, "CORRECTING_PROGRAMS", 3)
+            monkeypatch.setattr(act.kernels, f"{tile}_ROWS", 16)
+            monkeypatch.setattr(act.kernels, f"{tile}_COLUMNS", 32)
+        monkeypatch.setattr(act.kernels, "SUMMED_ROWS", 32)
+        monkeypatch.setattr(norm.kernels, "FORWARD_TILE", 1024)
+        monkeypatch.setattr(rope.kernels, "OPERANDS_TOKENS", 8)
+        monkeypatch.setattr(rope.kernels, "OPERANDS_HEADS", 3)
+        monkeypatch.setattr(tensorwise.scale, "CORRECTING_PROGRAMS", 3)
 
 
 class Activation:
@@ -70,7 +80,7 @@ class Rotation:
     """The same for rotary positions, which defer their input's gradient alone."""
 
     # tokens, batch, groups, queries in a group, channels, rotated channels
-    def __init__(self, device, shape=(3, 3, 1, 2, 16, 12)):
+    def __init__(self, device, shape=(3, 3, 1, 2, 16, 16)):
         s, b, groups, m, d, r = shape
         self.x = torch.randn(s, b, groups * (m + 2) * d, device=device, dtype=torch.bfloat16)
         angles = torch.rand(s, r // 2, device=device).repeat(1, 2)
@@ -159,9 +169,11 @@ LAYOUTS = pytest.mark.parametrize("layouts", [(True, False), (False, True), (Tru
 @pytest.fixture
 def small_tiles(monkeypatch):
     """Quantizing kernels have several tiles, which end anywhere."""
-    monkeypatch.setattr(tensorwise, "BLOCK", 64)
-    monkeypatch.setattr(tensorwise, "COLUMNS_TILE", (32, 16))
-    monkeypatch.setattr(tensorwise, "BOTH_TILE", (16, 32))
+    for module in (tensorwise.scale, tensorwise.quantize):
+        monkeypatch.setattr(module, "BLOCK", 64)
+    for module in (tensorwise.transpose, tensorwise.quantize):
+        monkeypatch.setattr(module, "COLUMNS_TILE", (32, 16))
+    monkeypatch.setattr(tensorwise.quantize, "BOTH_TILE", (16, 32))
 
 
 @pytest.mark.pairwise
@@ -208,19 +220,19 @@ def test_a_right_prediction_leaves_the_codes_alone(layouts, small_tiles, device)
 
 def test_maxima_that_are_known_save_the_prediction(small_tiles, device, monkeypatch):
     """Few are read by the launch that quantizes, of many the largest is found first."""
-    for module in (deferred, tensorwise):
+    for module in (deferred, tensorwise.scale, tensorwise.quantize, tensorwise.transpose):
         monkeypatch.setattr(module, "uses_kernels", lambda x: True)
     monkeypatch.setattr(deferred, "Attempt", None)
     reduced = []
     largest_triton = tensorwise.largest_triton
     monkeypatch.setattr(
-        tensorwise, "largest_triton", lambda maxima: reduced.append(maxima) or largest_triton(maxima)
+        tensorwise.scale, "largest_triton", lambda maxima: reduced.append(maxima) or largest_triton(maxima)
     )
     scale = PredictedScale(E5M2)
     x = torch.randn(50, 40, device=device)
     for few in (50, 49):
         monkeypatch.setattr(deferred, "FEW_MAXIMA", few)
-        maxima = norm.row_maxima(x)
+        maxima = tensorwise.row_maxima(x)
         out, largest = fp8_operands(with_maxima(x, maxima), E5M2, columns=True, predicted=scale)
         assert len(reduced) == (few < len(maxima))
         assert largest.equal(maxima.amax(0, keepdim=True))
@@ -236,9 +248,11 @@ def test_a_right_prediction_writes_once(name, monkeypatch):
     producer = PRODUCERS[name](torch.device("cpu"))
     layer(producer, True)
     written = []
-    codes = deferred.to_tensor_codes_reference
+    codes = tensorwise.predicted.to_tensor_codes_reference
     monkeypatch.setattr(
-        deferred, "to_tensor_codes_reference", lambda x, *rest: written.append(x) or codes(x, *rest)
+        tensorwise.predicted,
+        "to_tensor_codes_reference",
+        lambda x, *rest: written.append(x) or codes(x, *rest),
     )
     layer(producer, True)
     assert len(written) == len(producer.scales)
@@ -258,7 +272,7 @@ def test_frozen_weights(producer, weights, kernels):
 SUMMED = {
     "gated": lambda device: Activation(device, (4, 10)),
     "plain": lambda device: Activation(device, (4, 10), gated=False),
-    "rotation": lambda device: Rotation(device, (2, 10, 1, 1, 16, 12)),
+    "rotation": lambda device: Rotation(device, (2, 10, 1, 1, 16, 16)),
     "no rotation": lambda device: Rotation(device, (2, 10, 1, 1, 16, 0)),
 }
 
@@ -266,8 +280,8 @@ SUMMED = {
 @pytest.mark.parametrize("name", SUMMED)
 def test_sums_of_a_gradient(name, kernels, device, monkeypatch):
     """Whatever was predicted, with whatever layouts, of whatever values; the gradient is not made."""
-    monkeypatch.setattr(rope, "OPERANDS_TOKENS", 16)
-    monkeypatch.setattr(rope, "OPERANDS_HEADS", 2)
+    monkeypatch.setattr(rope.kernels, "OPERANDS_TOKENS", 16)
+    monkeypatch.setattr(rope.kernels, "OPERANDS_HEADS", 2)
     producer = SUMMED[name](device)
     x = producer.input()
     y, plain = producer(x), producer(x, False)
@@ -481,7 +495,7 @@ def test_memory_is_let_go(producer, monkeypatch):
         init(self, inputs, *rest, **options)
 
     taken = []
-    product = linear.scaled_matmul
+    product = linear.op.scaled_matmul
 
     def matmul(*args):
         taken.append([ref() is None for ref in sources])
@@ -489,7 +503,7 @@ def test_memory_is_let_go(producer, monkeypatch):
 
     deferred.holders_in_backward(producer.x.device)
     monkeypatch.setattr(deferred.Source, "__init__", watch)
-    monkeypatch.setattr(linear, "scaled_matmul", matmul)
+    monkeypatch.setattr(linear.op, "scaled_matmul", matmul)
     layer(producer, True)
     assert len(sources) == len(producer.scales) and all(ref() is None for ref in sources)
     # the last two products are those of the first layer's backward

@@ -12,7 +12,7 @@ from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import CUDABackend
 
 from coat_kernels import tensorwise
-from coat_kernels.launch import PreparedKernel, cdiv, next_power_of_2, on_device_of, signature_of
+from coat_kernels.prepared import PreparedKernel, cdiv, next_power_of_2, on_device_of, signature_of
 
 
 def test_integers_are_tritons():

@@ -5,7 +5,6 @@ import torch
 import torch.nn.functional as F
 
 from coat_kernels import deferred, linear, tensorwise
-from coat_kernels.deferred import PredictedScale
 from coat_kernels.fp8 import E4M3, E5M2
 from coat_kernels.linear import LinearFormats, fp8_linear
 from coat_kernels.origin import (
@@ -18,7 +17,7 @@ from coat_kernels.origin import (
     with_origin,
     with_stand_in,
 )
-from coat_kernels.tensorwise import quantize_tensor
+from coat_kernels.tensorwise import PredictedScale, quantize_tensor
 from coat_kernels.weights import WeightCache
 from tests.kernels.inputs import E4M3_RMS, E5M2_RMS, check_sums
 from tests.util import rel_rms
@@ -82,8 +81,8 @@ def test_frozen_weight_or_input_costs_no_product(device, monkeypatch):
     """LoRA's frozen weights have no weight gradient, a first layer no input gradient."""
     x, weight = leaves(torch.randn(16, 32), torch.randn(32, 32), device=device)
     products = []
-    product = linear.scaled_matmul
-    monkeypatch.setattr(linear, "scaled_matmul", lambda *args: products.append(args) or product(*args))
+    product = linear.op.scaled_matmul
+    monkeypatch.setattr(linear.op, "scaled_matmul", lambda *args: products.append(args) or product(*args))
     for inputs in ((x, weight.detach()), (x.detach(), weight)):
         products.clear()
         fp8_linear(*inputs).sum().backward()
@@ -155,7 +154,7 @@ def test_maxima_of_the_producers_are_used(device, monkeypatch):
     with_maxima(grad, grad.abs().float().amax(1))
     read = []
     largest_of = tensorwise.largest_of
-    monkeypatch.setattr(tensorwise, "largest_of", lambda t: read.append(t) or largest_of(t))
+    monkeypatch.setattr(tensorwise.scale, "largest_of", lambda t: read.append(t) or largest_of(t))
     y = fp8_linear(x, weight)
     for a, e in zip(torch.autograd.grad(y, [x, weight], grad), expected, strict=True):
         assert a.equal(e)
@@ -166,7 +165,7 @@ def test_maxima_of_the_producers_are_used(device, monkeypatch):
 def test_predicted_scales_change_no_bit(compiled, device, monkeypatch):
     """Whatever the tensors of the last time were like. Kernels then read nothing for its scale alone."""
     if not compiled:
-        for module in (deferred, tensorwise):
+        for module in (deferred, tensorwise.scale, tensorwise.quantize, tensorwise.transpose):
             monkeypatch.setattr(module, "uses_kernels", lambda x: True)
     scales = {"x_scale": PredictedScale(E4M3), "grad_scale": PredictedScale(E5M2), "cache": WeightCache()}
     x, weight, bias = leaves(torch.randn(33, 64), torch.randn(48, 64), torch.randn(48), device=device)
@@ -182,7 +181,7 @@ def test_predicted_scales_change_no_bit(compiled, device, monkeypatch):
         expected = y, *gradients(y, factor * grad, (x, weight, bias))
         with monkeypatch.context() as patch:
             if not compiled:
-                patch.setattr(tensorwise, "largest_of", None)
+                patch.setattr(tensorwise.scale, "largest_of", None)
             y = predicting(factor * x, factor * weight, bias)
             found = y, *gradients(y, factor * grad, (x, weight, bias))
         for a, e in zip(found, expected, strict=True):

@@ -166,8 +166,8 @@ def test_kernels_agree_on_hard_inputs(case, layer_norm, device):
 @LAYER_NORM
 def test_a_row_of_many_tiles_and_programs(layer_norm, device, monkeypatch):
     """Backward programs go through several tiles of rows each, the last not full."""
-    monkeypatch.setattr(norm, "PROGRAMS", 3)
-    monkeypatch.setattr(norm, "BACKWARD_TILE", 256)
+    monkeypatch.setattr(norm.kernels, "PROGRAMS", 3)
+    monkeypatch.setattr(norm.kernels, "BACKWARD_TILE", 256)
     x, grad, grad_residual = torch.randn(3, 29, 128, device=device)
     weight, bias = torch.randn(2, 128, device=device)
     check_kernels(x, grad, grad_residual, weight, bias, layer_norm, False, 128, "sqrt8")

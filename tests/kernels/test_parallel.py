@@ -36,7 +36,8 @@ def agreed_operands(device):
     results = {}
     for known in ("nothing", "prediction", "maxima"):
         for kernels in (False, True):
-            deferred.uses_kernels = tensorwise.uses_kernels = lambda x, kernels=kernels: kernels
+            for module in (deferred, tensorwise.scale, tensorwise.quantize, tensorwise.transpose):
+                module.uses_kernels = lambda x, kernels=kernels: kernels
             x = part_of(dist.get_rank()).to(device)
             predicted = deferred.PredictedScale(E4M3) if known == "prediction" else None
             if known == "maxima":

@@ -5,12 +5,13 @@ import weakref
 import pytest
 import torch
 
-from coat_kernels import deferred, norm, residual, tensorwise
-from coat_kernels.deferred import Deferred, PredictedScale, fp8_operands
+from coat_kernels import deferred, norm, tensorwise
+from coat_kernels.deferred import Deferred, fp8_operands
 from coat_kernels.fp8 import E4M3
 from coat_kernels.groups import Grouped, dequantize_groups_reference
+from coat_kernels.norm import deferred_add, is_deferred_sum, may_defer_add, residual, residual_add_reference
 from coat_kernels.origin import origin_of
-from coat_kernels.residual import deferred_add, is_deferred_sum, may_defer_add, residual_add_reference
+from coat_kernels.tensorwise import PredictedScale
 from tests.kernels.inputs import SHAPES, hard, wide
 from tests.kernels.test_norm import EPS, KERNEL_RMS, LAYER_NORM, apply, close, same
 from tests.util import rel_rms
@@ -20,10 +21,10 @@ from tests.util import rel_rms
 def kernels(takes_kernels, monkeypatch):
     """With the references, and with the kernels, in which nobody else may make a sum."""
     if takes_kernels:
-        for module in (norm, deferred):
+        for module in (norm.op, deferred):
             monkeypatch.setattr(module, "uses_kernels", lambda x: True)
-        monkeypatch.setattr(norm, "FORWARD_TILE", 1024)
-        monkeypatch.setattr(tensorwise, "CORRECTING_PROGRAMS", 3)
+        monkeypatch.setattr(norm.kernels, "FORWARD_TILE", 1024)
+        monkeypatch.setattr(tensorwise.scale, "CORRECTING_PROGRAMS", 3)
         monkeypatch.setattr(residual, "residual_add_reference", None)
     return takes_kernels
 
@@ -117,14 +118,14 @@ def test_lets_go_of_what_is_added(device, kernels):
 
 def test_whoever_reads_first_makes_it(device, monkeypatch):
     """Reading before the norm and after it, in norms that take a tensor that exists, in any order."""
-    launch = norm._launch_forward
+    launch = norm.op.launch_forward
 
     def launch_with_tensors(x, *args, **options):
         assert type(x) is torch.Tensor
         return launch(x, *args, **options)
 
-    monkeypatch.setattr(norm, "_launch_forward", launch_with_tensors)
-    for module in (norm, deferred):
+    monkeypatch.setattr(norm.op, "launch_forward", launch_with_tensors)
+    for module in (norm.op, deferred):
         monkeypatch.setattr(module, "uses_kernels", lambda x: True)
     residual_, branch, _, weight, _ = inputs((6, 48), False, False, device)
     residual_.requires_grad_()

@@ -4,16 +4,16 @@ import pytest
 import torch
 
 from coat_kernels import rope
-from coat_kernels.deferred import PredictedScale
 from coat_kernels.fp8 import E5M2
 from coat_kernels.origin import maxima_of
+from coat_kernels.tensorwise import PredictedScale
 from tests.util import rel_rms
 
-# tokens, batch, groups, queries in a group, channels, rotated channels
+# tokens, batch, groups, queries in a group, channels, rotated channels: all or none
 SHAPES = [
-    (1, 1, 1, 1, 4, 2),
+    (1, 1, 1, 1, 4, 4),
     (5, 2, 3, 1, 16, 16),
-    (7, 3, 2, 4, 20, 12),
+    (7, 3, 2, 4, 20, 20),
     (4, 1, 5, 3, 6, 6),
     (3, 2, 2, 2, 8, 0),
 ]

@@ -11,7 +11,7 @@ from coat_kernels.linear import fp8_linear
 from coat_kernels.tensorwise import quantize_tensor_reference
 from coat_kernels.weights import WeightCache, invalidate_weight_caches
 
-KEEP = pytest.mark.parametrize("keep", ["scale", "fp8"])
+KEEP = pytest.mark.parametrize("keep", ["fp8"])
 
 
 @pytest.fixture
@@ -32,7 +32,7 @@ def work(monkeypatch):
 @pytest.fixture
 def kernels(takes_kernels, monkeypatch):
     if takes_kernels:
-        for module in (deferred, tensorwise):
+        for module in (deferred, tensorwise.scale, tensorwise.quantize, tensorwise.transpose):
             monkeypatch.setattr(module, "uses_kernels", lambda x: True)
 
 
@@ -42,7 +42,7 @@ def layer(device):
     return x, weight
 
 
-@pytest.mark.parametrize("keep, passes", [("none", (3, 3)), ("scale", (1, 5)), ("fp8", (1, 0))])
+@pytest.mark.parametrize("keep, passes", [("none", (3, 3)), ("fp8", (1, 0))])
 def test_passes_and_bytes_of_three_micro_batches(keep, passes, work, device):
     x, weight = layer(device)
     cache = WeightCache(keep)
@@ -50,7 +50,7 @@ def test_passes_and_bytes_of_three_micro_batches(keep, passes, work, device):
         fp8_linear(x, weight, cache=cache).sum().backward()
     assert tuple(work.values()) == passes
     # the scale twice beside the codes: as the largest magnitude and as quotient
-    assert cache.nbytes == {"none": 0, "scale": 4, "fp8": 2 * weight.numel() + 8}[keep]
+    assert cache.nbytes == {"none": 0, "fp8": 2 * weight.numel() + 8}[keep]
 
 
 def by_optimizer(weight):
@@ -138,7 +138,7 @@ def test_another_view_of_a_parameter(keep, device):
     assert cache.nbytes > 0
 
 
-@pytest.mark.parametrize("keep", ["none", "scale", "fp8"])
+@pytest.mark.parametrize("keep", ["none", "fp8"])
 def test_codes_do_not_depend_on_what_was_predicted(keep, kernels, device):
     """The scale of the last time is right, too large, too small, or of another format."""
     _, weight = layer(device)
@@ -198,13 +198,13 @@ def test_copies_start_empty(device):
 
 
 def test_unknown_value_is_refused():
-    with pytest.raises(ValueError, match="weight_cache: expected one of none, scale, fp8; found 'bf16'"):
+    with pytest.raises(ValueError, match="weight_cache: expected one of none, fp8; found 'bf16'"):
         WeightCache("bf16")
 
 
 def test_cached_columns_are_those_of_the_forward(device):
     _, weight = layer(device)
-    for keep in ("none", "scale", "fp8"):
+    for keep in ("none", "fp8"):
         cache = WeightCache(keep)
         rows, largest = cache.forward(weight, E4M3)
         columns = cache.columns(weight, largest, E4M3)

@@ -13,7 +13,7 @@ from megatron.core.activations import squared_relu
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 
 from coat_ds.config import ActivationsConfig
-from coat_kernels.launch import PreparedKernel
+from coat_kernels.prepared import PreparedKernel
 from megatron_ext.attention import _say_that_nothing_is_recomputed
 from megatron_ext.layer_specs import coat_layer_spec, sdpa_layer_spec
 from megatron_ext.ledger import saved_bytes
@@ -185,6 +185,9 @@ def test_forwards_that_take_the_modules(device):
     dropping = build({"hidden_dropout": 0.5}, layers=1).decoder.layers[0]
     assert "MlpBlock" not in node(dropping, device)
     assert "MlpBlock" in node(dropping.eval(), device)
+    # of partial rotary positions Megatron rotates
+    half = torch.zeros(S, 1, 1, H // HEADS // 2, device=device)
+    assert "MlpBlock" not in node(layer, device, rotary_pos_emb=half)
     for name in ("qk_layernorm", "rotary_interleaved"):
         assert "MlpBlock" not in node(build({name: True}, layers=1).decoder.layers[0], device), name
 

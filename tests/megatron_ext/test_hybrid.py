@@ -110,7 +110,7 @@ def test_two_ranks_train_as_one(runs, pattern):
     ids=["coat", "sdpa"],
 )
 def test_equals_gpt_model(megatron, layers, stack, config):
-    gpt = _gpt(layers, activations=ActivationsConfig(attention_format="e4m3"), **config)
+    gpt = _gpt(layers, activations=ActivationsConfig(attention_format="sqrt8"), **config)
     hybrid = _hybrid("*E*E" if config else "*-*-", gpt, stack)
 
     def name_in_gpt(name):

@@ -123,7 +123,7 @@ def _train_as_if_fused(folder):
     from megatron.core import optimizer as host
     from megatron.core.optimizer import distrib_optimizer
 
-    from coat_kernels.saved import exchanged
+    from coat_kernels.exchange import exchanged
     from megatron_ext import optimizer
 
     optimizer.uninstall()

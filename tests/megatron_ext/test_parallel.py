@@ -25,7 +25,8 @@ VARIANTS = {"llama": LLAMA, "gpt": GPT}
 @contextlib.contextmanager
 def without_rounding():
     """Makes FP8 codes and kept groups FP32 numbers: what is left is the arithmetic of the layers."""
-    from coat_kernels import fp8, groups
+    from coat_kernels import fp8
+    from coat_kernels.groups import reference as groups
 
     formats = [(fmt, fmt.dtype) for fmt in (fp8.E4M3, fp8.E5M2, *groups.GROUP_FORMATS.values())]
     rounded = groups.round_to_fp8
@@ -71,7 +72,7 @@ def _watch(record, order):
     """Notes (kind, bytes of an element, elements of a rank) of each gather, scatter and agreement on a
     magnitude, and in which order messages start, are waited for, and FP8 products are computed.
     """
-    from coat_kernels import linear
+    from coat_kernels.linear import op as linear
 
     def watched(call, kind, own):
         def collective(*args, async_op=False, **kwargs):

@@ -1,8 +1,8 @@
-"""A linear layer whose three matrix products run in FP8 and which keeps its input in FP8.
+"""A linear layer whose three GEMMs run in FP8 and which saves its input in FP8.
 
-Each operand has one just-in-time scale (COAT, section 5). FP8 products want both operands contiguous along
-the dimension that is summed, so an operand is written in the layout of its product: the input also transposed
-for the weight gradient, and kept only so.
+Each operand has one just-in-time scale (COAT, section 5). FP8 GEMMs want both operands contiguous along the
+dimension that is summed, so each operand is written in the layout of its GEMM. The input is also written
+column-major, for the wgrad GEMM, and only that copy is saved.
 """
 
 from collections.abc import Callable
@@ -13,29 +13,24 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from coat_kernels.autograd import once_differentiable
-from coat_kernels.deferred import Deferred, PredictedScale, fp8_operands, holders, holders_in_backward
-from coat_kernels.fp8 import E4M3, E5M2, Fp8Format, require_fp8, uses_kernels
-from coat_kernels.matmul import accumulate_matmul, scaled_matmul
+from coat_kernels.deferred import Deferred, fp8_operands, holders, holders_in_backward
+from coat_kernels.device import require_fp8, uses_kernels
+from coat_kernels.fp8 import ALIGNMENT, E4M3, E5M2, Fp8Format
+from coat_kernels.linear.matmul import accumulate_matmul, scaled_matmul
 from coat_kernels.origin import Origin, maxima_of, with_maxima
-from coat_kernels.parallel import (
-    TensorParallel,
-    all_reduce,
-    gather_columns,
-    gather_rows,
-    reduce_scatter,
-)
-from coat_kernels.tensorwise import (
-    ALIGNMENT,
-    Quantized,
-    transpose_codes,
-)
+from coat_kernels.parallel import TensorParallel, all_reduce, gather_columns, gather_rows, reduce_scatter
+from coat_kernels.tensorwise.predicted import PredictedScale
+from coat_kernels.tensorwise.quantize import Quantized
+from coat_kernels.tensorwise.transpose import transpose_codes
 from coat_kernels.weights import NO_CACHE, WeightCache
 
 
 @dataclass(frozen=True, slots=True)
 class LinearFormats:
-    """FP8 formats of the forward operands (input, weight) and of the output's gradient, and whether their
-    products accumulate fast: with fewer bits, on GPUs that know the difference (Hopper).
+    """FP8 formats of the forward operands (input, weight) and of the output's gradient, and which GEMMs
+    accumulate fast: with fewer bits, on GPUs that offer the choice (Hopper).
+
+    emulate: GPUs without FP8 are allowed and take the references: slow, and for looking only.
     """
 
     forward: Fp8Format = E4M3
@@ -43,6 +38,7 @@ class LinearFormats:
     fast_forward: bool = True
     fast_input_grad: bool = False
     fast_weight_grad: bool = False
+    emulate: bool = False
 
 
 DEFAULT_FORMATS = LinearFormats()
@@ -73,8 +69,8 @@ def multiply(
     dtype: torch.dtype,
     options: LinearOptions,
 ) -> torch.Tensor:
-    """The forward product of FP8 `rows` [m, k] with their `scale` and a weight quantized by rows: [m, n] in
-    `dtype`, of the tokens that `options.parallel` says."""
+    """The forward GEMM of row-major FP8 `rows` [m, k] with their `scale` and a row-major weight: [m, n] in
+    `dtype`, for the tokens that `options.parallel` says."""
     parallel = options.parallel
     if parallel and parallel.gathers_input:
         rows = gather_rows(rows, parallel.group)()
@@ -90,12 +86,14 @@ def multiply_backward(
     dtype: torch.dtype,
     options: LinearOptions,
 ) -> tuple[Callable[[], torch.Tensor] | None, torch.Tensor | None]:
-    """The two backward products of `grad`, quantized by rows and by columns as they are needed.
+    """The dgrad and wgrad GEMMs of `grad`, quantized row-major and column-major as they are needed.
 
-    w: the weight quantized by columns; None where the input needs no gradient. columns: gives the input of
-    all tokens by columns, and its scale; None where the weight needs no gradient. Returns a function that
-    waits for the gradient of the input, [m, k] in `dtype`, and the gradient of the weight. To have `grad` and
-    `w` freed on the way the caller must not hold them.
+    w: the column-major weight; None where the input needs no gradient.
+    columns: gives the column-major input of all tokens, and its scale; None where the weight needs no
+        gradient.
+
+    Returns a function that waits for the gradient of the input, [m, k] in `dtype`, and the gradient of the
+    weight. The caller must not hold `grad` and `w`, so that they are freed on the way.
     """
     formats, grad_x, grad_w = options.formats, None, None
     grad_rows, grad_columns, grad_scale, _ = grad
@@ -104,7 +102,7 @@ def multiply_backward(
         grad_x = scaled_matmul(
             grad_rows, w.columns, grad_scale, w.scale, None, dtype, formats.fast_input_grad
         )
-        # large, and done with before the weight's gradient takes their place
+        # large and no longer needed: free them before the weight's gradient is allocated
         del grad_rows, w
         grad_x = _sum_over_ranks(grad_x, options.parallel)
     if columns is not None:
@@ -119,7 +117,7 @@ def multiply_backward(
                     f"weight_grad_into: expected shape {list(weight.shape)}, found {list(into.shape)}"
                 )
             accumulate_matmul(*operands, into, weight.dtype, fast)
-            # of the shape that autograd wants, without its memory
+            # the shape that autograd wants, without memory
             grad_w = weight.new_zeros(()).expand(weight.shape)
     return grad_x, grad_w
 
@@ -144,7 +142,7 @@ class _Fp8Linear(torch.autograd.Function):
         elif trains_weight:
             ctx.columns, kept = origin.columns, (*origin.tensors, largest_x)
         ctx.save_for_backward(weight, largest_w, *kept)
-        # an alias, not a view: autograd would let nobody change that in place
+        # detach(): autograd forbids in-place operations on a view that a function returns
         return y.view(-1, *x.shape[1:-1], y.shape[-1]).detach()
 
     @staticmethod
@@ -155,11 +153,11 @@ class _Fp8Linear(torch.autograd.Function):
         needs_x, needs_w, needs_bias = needs
         grad_x = grad_w = sums = None
         if needs_x or needs_w:
-            # in a list, to leave it to the products, which free parts of it on the way
+            # in a list, so that the GEMMs can free parts of it on the way
             grad = [quantized_grad(grad_y, options, *needs)]
             sums = grad[0].sums
             if isinstance(grad_y, Deferred) and holders(grad_y) == holders_in_backward(grad_y.device):
-                # autograd holds on to it until this function returns, and nobody else will ask for it
+                # autograd holds it until this function returns, and nobody else will read it
                 grad_y.source.release()
             columns = None
             if needs_w:
@@ -179,7 +177,7 @@ class _Fp8Linear(torch.autograd.Function):
 
 
 def _columns_of_input(ctx, kept, fmt: Fp8Format):
-    """A function that gives the input of all tokens by columns, and its scale."""
+    """A function that gives the column-major input of all tokens, and its scale."""
     columns, scale = kept if ctx.columns is None else ctx.columns(*kept, fmt)[1:3]
     return gathered_columns(columns, scale, ctx.shape[:-1].numel(), ctx.options)
 
@@ -187,8 +185,8 @@ def _columns_of_input(ctx, kept, fmt: Fp8Format):
 def gathered_columns(
     columns: torch.Tensor, scale: torch.Tensor, m: int, options: LinearOptions
 ) -> Callable[[], tuple[torch.Tensor, torch.Tensor]]:
-    """A function that gives an input of `m` tokens a rank by columns for `multiply_backward`; what ranks
-    gather is on its way from now on."""
+    """A function that gives the column-major input of `m` tokens a rank for `multiply_backward`. An
+    all-gather, where one is needed, starts now."""
     parallel = options.parallel
     if parallel is None or not parallel.gathers_input:
         return lambda: (columns, scale)
@@ -199,8 +197,8 @@ def gathered_columns(
 def quantized_grad(
     grad_y: torch.Tensor, options: LinearOptions, rows: bool = True, columns: bool = True, sums: bool = False
 ) -> Quantized:
-    """The gradient of this rank's output columns for all tokens, quantized as asked for, and summed over this
-    rank's tokens."""
+    """The gradient of this rank's output columns for all tokens, quantized as asked for, and its column sums
+    over this rank's tokens."""
     fmt, parallel, predicted = options.formats.backward, options.parallel, options.grad_scale
     if not (parallel and parallel.scatters_output):
         return fp8_operands(grad_y, fmt, rows, columns, sums=sums, predicted=predicted)[0]
@@ -210,12 +208,27 @@ def quantized_grad(
 
 
 def _sum_over_ranks(grad_x: torch.Tensor, parallel: TensorParallel | None):
-    """A function that gives the gradient of this rank's input from what its weight contributes."""
+    """A function that waits for the gradient of this rank's input, summed over the ranks where they hold
+    parts of the weight."""
     if parallel and parallel.gathers_input:
         return reduce_scatter(grad_x, parallel.group)
     if parallel and parallel.by_output and parallel.reduce_grad:
         return all_reduce(grad_x, parallel.group)
     return lambda: grad_x
+
+
+def _check_sizes(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+    """Raises ValueError for shapes that do not belong together, or that FP8 GEMMs do not take."""
+    out_features, in_features = weight.shape
+    if x.shape[-1] != in_features:
+        raise ValueError(f"fp8_linear: the weight takes {in_features} columns, x has {x.shape[-1]}")
+    if bias is not None and bias.shape != weight.shape[:1]:
+        raise ValueError(f"fp8_linear: the bias has shape {list(bias.shape)}, of {out_features} outputs")
+    if uses_kernels(x) and (out_features % ALIGNMENT or in_features % ALIGNMENT):
+        raise ValueError(
+            f"FP8 matrix products need sizes that are multiples of {ALIGNMENT}, found a weight of "
+            f"{out_features} x {in_features}. Change the layer's sizes or keep it in BF16."
+        )
 
 
 def fp8_linear(
@@ -231,17 +244,17 @@ def fp8_linear(
     x_scale: PredictedScale | None = None,
     grad_scale: PredictedScale | None = None,
 ) -> torch.Tensor:
-    """x W^T + b with FP8 matrix products.
+    """x W^T + b with FP8 GEMMs.
 
     Args:
         x: [..., K], BF16 or FP32; under autocast it is cast to autocast's dtype, as by torch's own linear.
         weight: [N, K]; kept by reference for backward, not copied.
         bias: [N] or None. Its gradient is summed in FP32, by the kernel that quantizes the output's gradient.
         formats: the FP8 formats; E4M3 forward and E5M2 backward by default.
-        origin: how to make x again in backward; without it x is kept as FP8 and one FP32 scale.
+        origin: how to recompute x in backward; without it x is kept as FP8 and one FP32 scale.
         cache: what the caller keeps of the quantized weight; nothing by default.
-        parallel: how the layer is split over ranks. What it gathers has one scale on all ranks; of anything
-            else each rank's part has its own. Partial sums of a layer that is split by input are left to the
+        parallel: how the layer is split over ranks. What it all-gathers has one scale on all ranks; any other
+            tensor has one on each rank. Partial sums of a layer that is split by input are left to the
             caller, except under sequence parallelism, where the first dimension is that of the tokens.
         weight_grad_into: gives, in backward, the tensor [N, K], of any floating-point type, to which the
             weight's gradient is added. Autograd gets zeros that take no memory.
@@ -250,23 +263,16 @@ def fp8_linear(
             a model is compiled.
 
     Returns [..., N] in the dtype of x, or autocast's. Raises ValueError for shapes that do not belong
-    together and, on CUDA, if K or N is not a multiple of 16; RuntimeError on a GPU without FP8.
+    together and, on CUDA, if K or N is not a multiple of 16; RuntimeError on a GPU without FP8 that
+    `formats` does not emulate.
     """
-    require_fp8(x.device)
-    out_features, in_features = weight.shape
-    if x.shape[-1] != in_features:
-        raise ValueError(f"fp8_linear: the weight takes {in_features} columns, x has {x.shape[-1]}")
-    if bias is not None and bias.shape != weight.shape[:1]:
-        raise ValueError(f"fp8_linear: the bias has shape {list(bias.shape)}, of {out_features} outputs")
-    if uses_kernels(x) and (out_features % ALIGNMENT or in_features % ALIGNMENT):
-        raise ValueError(
-            f"FP8 matrix products need sizes that are multiples of {ALIGNMENT}, found a weight of "
-            f"{out_features} x {in_features}. Change the layer's sizes or keep it in BF16."
-        )
+    formats = formats or DEFAULT_FORMATS
+    require_fp8(x.device, formats.emulate)
+    _check_sizes(x, weight, bias)
     device, dtype = x.device.type, x.dtype
     if torch.is_autocast_enabled(device) and dtype != torch.get_autocast_dtype(device):
         dtype = torch.get_autocast_dtype(device)
-        # of a deferred one there are the codes of its own values, and nothing to be cast
+        # a deferred tensor gives the codes of its own values; there is nothing to cast
         if not (isinstance(x, Deferred) and x.is_pending):
             maxima = maxima_of(x)
             x = x.to(dtype)
@@ -277,9 +283,7 @@ def fp8_linear(
     elif cache.keep != "none":
         cache = cache.of(weight)
     if parallel is None and x.numel() == 0:
-        # nothing to quantize, and no GPU multiplies it; gradients are of zeros
+        # nothing to quantize, and GPUs refuse empty GEMMs; the gradients are zeros
         return F.linear(x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype))
-    options = LinearOptions(
-        formats or DEFAULT_FORMATS, cache, parallel, weight_grad_into, x_scale, grad_scale
-    )
+    options = LinearOptions(formats, cache, parallel, weight_grad_into, x_scale, grad_scale)
     return _Fp8Linear.apply(x, weight, bias, origin, options, torch.is_grad_enabled(), dtype)

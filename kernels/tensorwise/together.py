@@ -1,7 +1,7 @@
-"""Several tensors quantized in one launch, each with one scale of its own (tensorwise.py).
+"""Several tensors quantized in one launch, each with its own scale.
 
-Weights of a fused block are all there before it starts, and each is one launch to the CPU, however large it
-is. Codes are those that each tensor gets by itself.
+The weights of a fused block are all there before it starts, and for the CPU each launch costs the same,
+however large the weight is. The codes are those that each tensor gets by itself.
 """
 
 from collections.abc import Sequence
@@ -10,37 +10,37 @@ import torch
 import triton
 import triton.language as tl
 
-from coat_kernels.deferred import PredictedScale
-from coat_kernels.fp8 import Fp8Format, uses_kernels
-from coat_kernels.launch import PreparedKernel, cdiv, tiling
-from coat_kernels.tensorwise import (
-    ALIGNMENT,
-    BLOCK,
-    COLUMNS_TILE,
-    CORRECTING_PROGRAMS,
+from coat_kernels.device import uses_kernels
+from coat_kernels.fp8 import ALIGNMENT, Fp8Format
+from coat_kernels.prepared import PreparedKernel, cdiv, tiling
+from coat_kernels.tensorwise.predicted import PredictedScale
+from coat_kernels.tensorwise.quantize import (
     Quantized,
-    empty_columns,
-    finite_max,
-    largest_of_maxima_reference,
-    maxima_reference,
     quantize_tensor_reference,
-    scale_and_tiles,
-    store_words,
-    tensor_scale,
     to_tensor_codes,
     to_tensor_words,
 )
+from coat_kernels.tensorwise.scale import (
+    BLOCK,
+    CORRECTING_PROGRAMS,
+    largest_of_maxima_reference,
+    maxima_reference,
+    scale_and_tiles,
+    tensor_scale,
+)
+from coat_kernels.tensorwise.transpose import COLUMNS_TILE, empty_columns, store_words
+from coat_kernels.tiles import finite_max
 
 # tensors that a launch takes at most
 SLOTS = 4
-# numbers from one slot's scale to the next: cuBLASLt takes scales that lie at multiples of 16 bytes
+# numbers between the scales of two slots: cuBLASLt wants scales at multiples of 16 bytes
 APART = tl.constexpr(4)
 
 
 def rows_together_reference(
     xs: Sequence[torch.Tensor], fmt: Fp8Format
 ) -> list[tuple[Quantized, torch.Tensor]]:
-    """Each of `xs` [m, n] quantized by rows, and its largest magnitude, FP32 [1]."""
+    """Each of `xs` [m, n] quantized row-major, and its amax, FP32 [1]."""
     found = []
     for x in xs:
         largest = largest_of_maxima_reference(maxima_reference(x))
@@ -51,20 +51,21 @@ def rows_together_reference(
 def columns_together_reference(
     xs: Sequence[torch.Tensor], largest: Sequence[torch.Tensor], fmt: Fp8Format
 ) -> list[Quantized]:
-    """Each of `xs` [m, n], whose largest magnitudes are `largest`, quantized by columns."""
+    """Each of `xs` [m, n], whose amaxes are `largest`, quantized column-major."""
     pairs = zip(xs, largest, strict=True)
     return [quantize_tensor_reference(x, most, fmt, rows=False, columns=True) for x, most in pairs]
 
 
 @triton.jit
 def of_slot(slot, a, b, c, d):
-    """That of the four scalars or pointers which belongs to `slot`."""
+    """The one of four scalars or pointers that belongs to `slot`."""
     return tl.where(slot < 2, tl.where(slot == 0, a, b), tl.where(slot == 2, c, d))
 
 
 @triton.jit
 def slot_of(tile, tiles_0, tiles_1, tiles_2):
-    """The slot of a tile of all slots, one after the other, and the first tile of that slot."""
+    """The slot of a tile, when the tiles of all slots are counted one after the other, and the first tile of
+    that slot."""
     start_2 = tiles_0 + tiles_1
     start_3 = start_2 + tiles_2
     slot = (tile >= tiles_0).to(tl.int32) + (tile >= start_2).to(tl.int32) + (tile >= start_3).to(tl.int32)
@@ -79,8 +80,8 @@ def rows_together_kernel(p_x_0, p_x_1, p_x_2, p_x_3, p_rows_0, p_rows_1, p_rows_
                          SLOTS: tl.constexpr, CORRECTS: tl.constexpr, E5M2: tl.constexpr,
                          BLOCK: tl.constexpr):  # fmt: skip
     """Both launches of `Scales`. The first takes a program for each tile; CORRECTS, the second, the same
-    number for each slot. Behind the scales at `p_true`, APART, lie those used, a number a slot, and maxima of
-    all tiles."""
+    number for each slot. At `p_true` lie the true scales, APART numbers from each other, then the used ones,
+    one a slot, then the maxima of all tiles."""
     tiles_0, tiles_1 = tl.cdiv(n_0, BLOCK), tl.cdiv(n_1, BLOCK)
     tiles_2, tiles_3 = tl.cdiv(n_2, BLOCK), tl.cdiv(n_3, BLOCK)
     first = tl.program_id(0)
@@ -115,7 +116,7 @@ def columns_together_kernel(p_x_0, p_x_1, p_x_2, p_x_3, p_columns_0, p_columns_1
                             m_0, m_1, m_2, m_3, n_0, n_1, n_2, n_3,
                             ALIGNMENT: tl.constexpr, E5M2: tl.constexpr,
                             M: tl.constexpr, N: tl.constexpr):  # fmt: skip
-    """A program for each tile; a scale for each slot at `p_scale`, APART."""
+    """A program for each tile. The scales of the slots lie at `p_scale`, APART numbers from each other."""
     tiles_0, tiles_1 = tl.cdiv(m_0, M) * tl.cdiv(n_0, N), tl.cdiv(m_1, M) * tl.cdiv(n_1, N)
     slot, start = slot_of(tl.program_id(0), tiles_0, tiles_1, tl.cdiv(m_2, M) * tl.cdiv(n_2, N))
     tile = tl.program_id(0) - start
@@ -149,13 +150,13 @@ def rows_together_triton(
     for n in sizes:
         tiles += cdiv(n, BLOCK)
     rows = [torch.empty(x.shape, dtype=fmt.dtype, device=device) for x in xs]
-    # one after the other: the true scales, those used, maxima
+    # in one tensor: the true scales, those used, the maxima
     numbers = torch.empty((APART.value + 1) * SLOTS + tiles, dtype=torch.float32, device=device)
-    # by itself, because it is kept for backward
+    # by itself, because it is saved for backward
     largest = torch.empty(count, dtype=torch.float32, device=device)
     codes = [x.view(torch.uint8) for x in rows]
     predicted = [prediction.on(device) for prediction in predictions]
-    # slots that no program reads are like the first
+    # unused slots repeat the first
     args = (
         *xs,
         *xs[:1] * spare,
@@ -223,7 +224,7 @@ def columns_together_triton(
 def rows_together(
     xs: Sequence[torch.Tensor], predictions: Sequence[PredictedScale], fmt: Fp8Format
 ) -> list[tuple[Quantized, torch.Tensor]]:
-    """Each of `xs` quantized by rows, and its largest magnitude, FP32 [1].
+    """Each of `xs` quantized row-major, and its amax, FP32 [1].
 
     xs: up to four, [m, n], contiguous, not empty, of one dtype and on one device. predictions: of their
     scales, by which kernels quantize first.
@@ -236,5 +237,5 @@ def rows_together(
 def columns_together(
     xs: Sequence[torch.Tensor], largest: Sequence[torch.Tensor], fmt: Fp8Format
 ) -> list[Quantized]:
-    """Each of `xs`, as in `rows_together` with the magnitudes found there, quantized by columns."""
+    """Each of `xs`, as in `rows_together` with the magnitudes found there, quantized column-major."""
     return (columns_together_triton if uses_kernels(xs[0]) else columns_together_reference)(xs, largest, fmt)

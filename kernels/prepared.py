@@ -40,11 +40,12 @@ def on_device_of(x: torch.Tensor) -> contextlib.AbstractContextManager:
 
 
 def signature_of(args: tuple) -> tuple[list, list]:
-    """What decides which compiled kernel takes `args`, and what is handed to it: of tensors their addresses.
+    """What decides which compiled kernel takes `args`, and the values that it is called with: of tensors
+    their addresses.
 
-    args: None, booleans, numbers and tensors. The key is finer than what triton specialises for, never
-    coarser: of a tensor its dtype, its device and whether it begins at a multiple of 16 bytes; of an integer
-    whether it is 1 or a multiple of 16, beyond 32 bits its value; of a float that it is one.
+    args: None, booleans, numbers and tensors. The key is at least as fine as triton's specialization: of a
+        tensor its dtype, its device and whether its address is a multiple of 16; of an integer whether it is
+        1 or a multiple of 16, and beyond 32 bits its value; of a float only its type.
     """
     key, values = [], []
     for a in args:
@@ -67,12 +68,13 @@ def signature_of(args: tuple) -> tuple[list, list]:
 
 
 class PreparedKernel:
-    """A kernel of triton's, launched as `kernel[grid](*args, **constants)`: arguments by position, as in
-    `signature_of`, the first a tensor, on whose device it runs; constexprs and options by name.
+    """A triton kernel, launched as `kernel[grid](*args, **constants)`. Arguments are given by position, as in
+    `signature_of`; the first is a tensor, on whose device the kernel runs. Constexprs and options are given
+    by name.
 
-    The first launch with a signature is triton's own, which compiles. All launches are where kernels are
-    interpreted, on GPUs that are not NVIDIA's, and while somebody, such as a profiler, has hooks on launches.
-    What is changed of triton's settings later does not reach signatures that were met before.
+    The first launch with a signature is triton's own, which compiles. So is every launch in the interpreter,
+    on GPUs that are not NVIDIA's, and while a profiler or others have hooks on launches. Later changes of
+    triton's settings do not reach signatures that were launched before.
     """
 
     def __init__(self, function):
@@ -90,7 +92,7 @@ class PreparedKernel:
         if device < 0 or not self._is_compiled:
             self.function[grid](*args, **constants)
             return
-        # torch.cuda.current_device() asks first whether CUDA is there
+        # torch.cuda.current_device() first checks that CUDA is there
         if device != torch.accelerator.current_device_index():
             with torch.cuda.device(device):
                 self._launch(grid, *args, **constants)
@@ -108,8 +110,8 @@ class PreparedKernel:
         run(x, y, z, stream_of(device), function, metadata, None, None, None, *values, *rest)
 
     def _prepare(self, compiled, count: int, constants: dict) -> tuple:
-        """What a launch of `compiled`, given `count` arguments, calls; `constants` come in one order always,
-        since they are told apart by their values alone."""
+        """What a launch of `compiled` with `count` arguments calls. `constants` always come in one order,
+        since only their values are compared."""
         names = self._names = self._names or tuple(constants)
         if tuple(constants) != names:
             raise TypeError(

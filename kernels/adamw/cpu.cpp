@@ -1,5 +1,5 @@
-// One AdamW step over moments stored by fp8_expanded, or by ratio8 and log8, on CPUs; see adamw.py and
-// codecs/ for what it computes. Plain C++ without library headers: it compiles in a second. Every inner loop runs
+// One AdamW step over moments stored by fp8_expanded, or by ratio8 and log8, on CPUs; see reference.py
+// and ../codecs/ for what it computes. Plain C++ without library headers: it compiles in a second. Every inner loop runs
 // over one group and vectorizes; groups are shared among threads.
 
 #include <algorithm>

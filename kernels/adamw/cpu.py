@@ -1,34 +1,30 @@
-"""The AdamW step for tensors on the CPU, where hosts offload states to.
+"""The AdamW step for tensors on the CPU, where DeepSpeed offloads states to.
 
-It is C++ that is compiled when it is first needed, as DeepSpeed's own CPU optimizers are. Where there is no
-compiler, steps run in PyTorch, in pieces that stay in the cache.
+It is C++ that is compiled when it is first needed, as DeepSpeed's own CPU optimizers are. Without a compiler,
+steps run in PyTorch, in pieces that stay in the cache.
 """
 
 import ctypes
 import functools
 import hashlib
 import logging
-import math
 import platform
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
 
-from coat_kernels.codecs.codec import Codec, Storage
+from coat_kernels.adamw.options import AdamWOptions
+from coat_kernels.adamw.reference import LANE_KEY, STEP_KEY
+from coat_kernels.codecs.codec import Storage
 
 log = logging.getLogger(__name__)
 SOURCE = Path(__file__).with_suffix(".cpp")
 FLAGS = ["-O3", "-march=native", "-fopenmp", "-fno-math-errno", "-fno-trapping-math"]
 CPU_INFO = Path("/proc/cpuinfo")
-# pairs of formats, in the order of the numbers by which the C++ knows them
+# pairs of formats; the C++ knows them by their position
 _EXPANDED = ("fp8_expanded", "fp8_expanded_e5m2")
 COMPILED = (*((m, v) for v in _EXPANDED for m in _EXPANDED), ("ratio8", "log8"))
-# of the dither: 2^32 times the fractions of the golden ratio and of the plastic number's inverse, of which
-# multiples fill an interval most evenly
-STEP_KEY, LANE_KEY = 0x9E3779B1, 0xC13FA9A9
-# elements of a piece of PyTorch's step, whose dozen temporaries stay in the cache
-PIECE = 2**16
 
 
 class Step(ctypes.Structure):
@@ -49,7 +45,8 @@ class Step(ctypes.Structure):
 
 
 def build_name() -> str:
-    """Of the library in torch's cache, which machines may share: its instructions are those of one CPU."""
+    """The library's name in torch's cache, which machines may share. It depends on the CPU, since the code is
+    compiled for its instructions."""
     kinds = ("model name", "flags", "Features", "CPU implementer", "CPU part")
     lines = CPU_INFO.read_text().splitlines() if CPU_INFO.exists() else [platform.processor()]
     kind = sorted({line for line in lines if line.split("\t")[0].strip() in kinds}) or lines
@@ -80,20 +77,12 @@ def compiled_step() -> Callable | None:
     return step
 
 
-def compiled_can(
-    param: torch.Tensor,
-    grad: torch.Tensor,
-    *,
-    exp_avg_codec: Codec,
-    exp_avg_sq_codec: Codec,
-    dither: bool = False,
-    **_,
-) -> bool:
+def compiled_can(param: torch.Tensor, grad: torch.Tensor, options: AdamWOptions) -> bool:
     """Whether the compiled step knows these types and options."""
     fp32 = param.dtype == grad.dtype == torch.float32 and param.device.type == "cpu"
-    formats = exp_avg_codec.name, exp_avg_sq_codec.name
-    # only one of them is ever dithered unasked
-    return fp32 and formats in COMPILED and not (dither and formats[1] in _EXPANDED)
+    formats = options.exp_avg_codec.name, options.exp_avg_sq_codec.name
+    # of the compiled pairs only ratio8 with log8 is dithered by default
+    return fp32 and formats in COMPILED and not (options.dither and formats[1] in _EXPANDED)
 
 
 def adamw_compiled(
@@ -103,30 +92,20 @@ def adamw_compiled(
     exp_avg: Storage,
     exp_avg_sq: Storage,
     step: float,
-    *,
-    exp_avg_codec: Codec,
-    exp_avg_sq_codec: Codec,
-    group_size: int,
-    lr: float,
-    beta1: float,
-    beta2: float,
-    eps: float,
-    weight_decay: float,
-    maximize: bool = False,
+    options: AdamWOptions,
     grad_scale: torch.Tensor | None = None,
-    dither: bool = False,
-    **_,
 ) -> None:
     """One step for one contiguous FP32 tensor with an FP32 gradient, on torch's number of threads."""
-    scale = (1.0 if grad_scale is None else float(grad_scale)) * (-1 if maximize else 1)
-    rates = lr, 1 - beta1, beta2, 1 - beta2, eps, weight_decay
-    corrections = 1 - beta1**step, math.sqrt(1 - beta2**step)
-    options = Step(*rates, *corrections, scale, int(step) * STEP_KEY & 0xFFFFFFFF, LANE_KEY, dither)
+    scale = (1.0 if grad_scale is None else float(grad_scale)) * (-1 if options.maximize else 1)
+    beta1, beta2 = options.beta1, options.beta2
+    rates = options.lr, 1 - beta1, beta2, 1 - beta2, options.eps, options.weight_decay
+    turns = int(step) * STEP_KEY.value & 0xFFFFFFFF
+    numbers = Step(*rates, *options.bias_corrections(step), scale, turns, LANE_KEY.value, options.dither)
     function(
         *(t.data_ptr() for t in (param, grad, *exp_avg, *exp_avg_sq)),
         param.numel(),
-        group_size,
-        COMPILED.index((exp_avg_codec.name, exp_avg_sq_codec.name)),
-        ctypes.byref(options),
+        options.group_size,
+        COMPILED.index((options.exp_avg_codec.name, options.exp_avg_sq_codec.name)),
+        ctypes.byref(numbers),
         torch.get_num_threads(),
     )

@@ -1,9 +1,9 @@
-"""One FP8 product with the weights of several layers, their rows one below the other.
+"""One FP8 GEMM with the weights of several layers, stacked along the rows.
 
-Layers that read the same input (queries, keys and values; gate and up) are one product with one matrix of
-codes, which has one scale. Each weight is quantized straight into its rows and columns of that matrix:
-nothing is ever put together in BF16. What autograd sees in the place of a joint weight is a tensor without
-memory, whose gradient goes to the weights in parts, as views.
+Layers that read the same input (queries, keys and values; gate and up) become one GEMM with one matrix of
+codes, which has one scale. Each weight is quantized straight into its rows and columns of that matrix, so
+nothing is concatenated in BF16. Autograd sees, in place of a joint weight, a tensor without memory, whose
+gradient is handed to the weights as views.
 """
 
 import functools
@@ -13,9 +13,12 @@ from collections.abc import Sequence
 import torch
 
 from coat_kernels.autograd import once_differentiable
-from coat_kernels.deferred import Attempt, PredictedScale, fp8_operands
-from coat_kernels.fp8 import Fp8Format, uses_kernels
-from coat_kernels.tensorwise import Quantized, Scales, empty_operands, launch_quantize, quantize_tensor
+from coat_kernels.deferred import fp8_operands
+from coat_kernels.device import uses_kernels
+from coat_kernels.fp8 import Fp8Format
+from coat_kernels.tensorwise.predicted import Attempt, PredictedScale
+from coat_kernels.tensorwise.quantize import Quantized, empty_operands, launch_quantize, quantize_tensor
+from coat_kernels.tensorwise.scale import Scales
 from coat_kernels.weights import WeightCache
 
 
@@ -55,8 +58,8 @@ def _write(weights: Sequence[torch.Tensor], out: Quantized, scales: Scales) -> t
 def quantize_merged(
     weights: Sequence[torch.Tensor], largest: torch.Tensor, fmt: Fp8Format, rows: bool, columns: bool
 ) -> Quantized:
-    """`weights` [n_i, k], one below the other, whose largest magnitude is `largest`, as asked for. Each n_i
-    is a multiple of 16."""
+    """`weights` [n_i, k], stacked, whose amax is `largest`, quantized as asked for. Each n_i is a multiple of
+    16."""
     if not uses_kernels(weights[0]):
         return quantize_tensor(torch.cat([w.detach() for w in weights]), largest, fmt, rows, columns)
     n, k = sum(w.shape[0] for w in weights), weights[0].shape[1]
@@ -66,11 +69,11 @@ def quantize_merged(
 
 
 class MergedCache(WeightCache):
-    """`WeightCache` of the weights of several layers that are multiplied as one; in the place of a weight its
-    methods take the tuple of them."""
+    """`WeightCache` for the weights of several layers that share one GEMM. Its methods take the tuple of
+    weights in place of one weight."""
 
     def of(self, weights: tuple[torch.Tensor, ...]) -> "_Bound":
-        """What a layer keeps of these weights, for one product with `merged(weights)`."""
+        """The cache with these weights, for one GEMM with `merged(weights)`."""
         if self.keep == "none":
             return _Bound(self, weights)
         if not all(isinstance(w, torch.nn.Parameter) for w in weights):
@@ -101,7 +104,7 @@ class MergedCache(WeightCache):
 
 
 class _Bound:
-    """A `MergedCache` with its weights, in the place of the `WeightCache` of a joint weight."""
+    """A `MergedCache` with its weights, used in place of the `WeightCache` of a joint weight."""
 
     def __init__(self, cache: MergedCache, weights: tuple[torch.Tensor, ...]):
         self.cache, self.weights, self.keep = cache, weights, cache.keep
@@ -130,11 +133,11 @@ class _Bound:
         return self.weights
 
 
-# of weights that were computed for one forward
+# for weights that were computed for one forward
 _UNKEPT = MergedCache(predicts=False)
 
 
 def merged(weights: tuple[torch.Tensor, ...]) -> torch.Tensor:
-    """What stands in the place of `weights` [n_i, k], one below the other, in a product whose cache is
-    `MergedCache.of(weights)`: [sum of n_i, k] of zeros, without memory, with their gradients."""
+    """The stand-in for `weights` [n_i, k], stacked, in a GEMM whose cache is `MergedCache.of(weights)`: [sum
+    of n_i, k] of zeros without memory, whose gradient goes to the weights."""
     return _Merged.apply(*weights)

@@ -1,8 +1,8 @@
 """The residual addition, residual + (branch + bias), left to the norm that reads the sum.
 
-By itself it is a pass that writes the sum, and the norm's reads it again. A deferred sum is made by the norm:
-its kernel reads what is added, writes the sum, and goes on with what it has just rounded. Any other operation
-makes the sum first.
+By itself it is a pass that writes the sum, which the norm then reads. A deferred sum is computed by the norm:
+its kernel reads the addends, writes the sum, and goes on with the rounded values. Any other operation
+computes the sum first.
 """
 
 from typing import NamedTuple
@@ -12,12 +12,14 @@ import triton
 import triton.language as tl
 
 from coat_kernels.autograd import once_differentiable
-from coat_kernels.codecs.codec import load_tile
-from coat_kernels.deferred import Deferred, PredictedScale, Source
-from coat_kernels.fp8 import round_to, uses_kernels, widen
+from coat_kernels.deferred import Deferred, Source
+from coat_kernels.device import uses_kernels
+from coat_kernels.fp8 import round_to, widen
+from coat_kernels.tensorwise.predicted import PredictedScale
+from coat_kernels.tiles import load_tile
 
-# elements of the smallest sum that waits: the norm finds a smaller one in the cache (50 MB on an H200), so
-# that no pass is saved, and deferring takes the host 20 us
+# smaller sums do not wait: the norm finds them in the cache (50 MB on an H200), so deferring saves no pass
+# and takes 20 us of CPU time
 WAITS_FROM = 1 << 24
 
 
@@ -29,7 +31,7 @@ class Addends(NamedTuple):
     bias: torch.Tensor | None = None
 
 
-# of a tensor that exists
+# for a tensor that exists
 NO_ADDENDS = Addends(None, None)
 
 
@@ -51,12 +53,12 @@ def residual_add_tile(p_residual, p_branch, p_bias, o_x, m_x, o_h, m_h, EVEN: tl
 
 
 class Sum(Source):
-    """What a deferred sum is made from."""
+    """What a deferred sum is computed from."""
 
     def __init__(self, addends: Addends):
         inputs = tuple(t for t in addends if t is not None)
         residual = addends.residual
-        # no product reads a sum, so there is no scale to predict
+        # no GEMM reads a sum, so there is no scale to predict
         no_scale = PredictedScale(None)
         super().__init__(
             inputs, residual_add_reference, None, no_scale, tuple(residual.shape), residual.dtype
@@ -67,13 +69,13 @@ class Sum(Source):
         return Addends(*self.inputs)
 
     def fill(self, made: torch.Tensor) -> None:
-        """Takes the sum [m, n] that a kernel has made of the addends, and lets go of those."""
+        """Takes the sum [m, n] that a kernel has computed, and frees the addends."""
         self.release()
         self.made = made
 
 
 def is_deferred_sum(x: torch.Tensor) -> bool:
-    """Whether `x` is a sum that nobody has made yet."""
+    """Whether `x` is a sum that has not been computed yet."""
     return isinstance(x, Deferred) and x.is_pending and isinstance(x.source, Sum)
 
 
@@ -96,7 +98,7 @@ class _ResidualAdd(torch.autograd.Function):
 
 
 def may_defer_add(residual: torch.Tensor, branch: torch.Tensor, bias: torch.Tensor | None = None) -> bool:
-    """Whether `deferred_add` takes these tensors: of one dtype, something is trained, no model compiled; and,
+    """Whether `deferred_add` takes these tensors: one dtype, something is trained, no model is compiled; and,
     on CUDA, whether it pays."""
     tensors = [t for t in (residual, branch, bias) if t is not None]
     return (
@@ -113,7 +115,8 @@ def may_defer_add(residual: torch.Tensor, branch: torch.Tensor, bias: torch.Tens
 def deferred_add(
     residual: torch.Tensor, branch: torch.Tensor, bias: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """residual + (branch + bias), made when read: on CUDA, by a norm that defers its output, in its pass.
+    """residual + (branch + bias), computed when it is read: on CUDA by a norm that defers its output, in the
+    norm's pass.
 
     residual, branch: [..., n]; bias: [n] or None; as `may_defer_add` wants them. They are kept until then.
     Reading raises RuntimeError if one was modified in between.

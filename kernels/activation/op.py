@@ -1,0 +1,257 @@
+"""The activations as operations of autograd.
+
+The output carries its origin, so that the projection behind it saves nothing, and its maxima, so that nobody
+reads it for its scale. The gradient carries its maxima too.
+"""
+
+import functools
+
+import torch
+
+from coat_kernels.activation import kernels
+from coat_kernels.activation.kernels import (
+    activation_backward_triton,
+    activation_columns_triton,
+    activation_forward_triton,
+    empty_kept,
+    launch_backward,
+    launch_forward,
+)
+from coat_kernels.activation.reference import (
+    KINDS,
+    activation_backward_reference,
+    activation_columns_reference,
+    activation_forward_reference,
+)
+from coat_kernels.autograd import once_differentiable
+from coat_kernels.deferred import Deferred, Source
+from coat_kernels.device import uses_kernels
+from coat_kernels.fp8 import Fp8Format, fp8_format
+from coat_kernels.groups.reference import DEFAULT_FORMAT, Grouped
+from coat_kernels.ops import compilable, nothing
+from coat_kernels.origin import Origin, with_maxima, with_origin
+from coat_kernels.prepared import cdiv
+from coat_kernels.tensorwise.predicted import Attempt, PredictedScale, write_reference
+from coat_kernels.tensorwise.quantize import Quantized
+from coat_kernels.tensorwise.transpose import empty_columns
+
+
+def _maxima_fake(y: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
+    tiles = cdiv(y.shape[0], rows) * cdiv(y.shape[1], columns)
+    return y.new_empty(tiles if uses_kernels(y) else y.shape[0], dtype=torch.float32)
+
+
+def _forward_fake(x, kind, gated, group_size, keep):
+    rows, f = x.shape[0], x.shape[1] // (1 + gated)
+    y = x.new_empty(rows, f)
+    maxima = _maxima_fake(y, kernels.FORWARD_ROWS, kernels.FORWARD_COLUMNS)
+    if not keep:
+        return y, maxima, nothing(x), nothing(x)
+    return y, maxima, *empty_kept(rows, f, gated, group_size, keep, x.device)
+
+
+@compilable(_forward_fake)
+def activation_forward(
+    x: torch.Tensor, kind: str, gated: bool, group_size: int, keep: str | None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(y, maxima, codes, exponent) of a contiguous x; where `keep` is None, the last two are empty."""
+    forward = activation_forward_triton if uses_kernels(x) else activation_forward_reference
+    y, maxima, q = forward(x, kind, gated, group_size, keep)
+    return (y, maxima, *q) if keep else (y, maxima, nothing(x), nothing(x))
+
+
+def _backward_fake(grad_y, codes, exponent, kind, gated, group_size):
+    maxima = _maxima_fake(grad_y, kernels.BACKWARD_ROWS, kernels.BACKWARD_COLUMNS)
+    return grad_y.new_empty(codes.shape), maxima
+
+
+@compilable(_backward_fake)
+def activation_backward(
+    grad_y: torch.Tensor,
+    codes: torch.Tensor,
+    exponent: torch.Tensor,
+    kind: str,
+    gated: bool,
+    group_size: int,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(grad of x, its maxima) of a contiguous grad_y."""
+    backward = activation_backward_triton if uses_kernels(grad_y) else activation_backward_reference
+    return backward(grad_y, Grouped(codes, exponent), kind, gated, group_size)
+
+
+def _columns_fake(codes, exponent, largest, kind, gated, group_size, fmt):
+    rows, f = codes.shape[0], codes.shape[1] // (1 + gated)
+    return empty_columns(rows, f, fp8_format(fmt), codes.device), largest.new_empty(1)
+
+
+@compilable(_columns_fake)
+def activation_columns(
+    codes: torch.Tensor,
+    exponent: torch.Tensor,
+    largest: torch.Tensor,
+    kind: str,
+    gated: bool,
+    group_size: int,
+    fmt: str,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(column-major codes, scale) of y, recomputed."""
+    make = activation_columns_triton if uses_kernels(codes) else activation_columns_reference
+    q = Grouped(codes, exponent)
+    made = make(q, largest, kind, gated, group_size, fp8_format(fmt))
+    return made.columns, made.scale
+
+
+class _Activation(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, kind, gated, group_size, keep, y_scale, grad_scale):
+        rows, options = x.reshape(-1, x.shape[-1]).contiguous(), (kind, gated, group_size)
+        shape = *x.shape[:-1], x.shape[-1] // (1 + gated)
+        if y_scale is None:
+            y, maxima, *kept = activation_forward(rows, *options, keep)
+            # detach(): autograd forbids in-place operations on a view that a function returns
+            y = y.view(shape).detach()
+            ctx.mark_non_differentiable(*kept, maxima)
+        else:
+            source, kept = _deferred_forward(rows, options, keep, y_scale)
+            y, maxima = Deferred(source, shape), None
+            ctx.mark_non_differentiable(*kept)
+        ctx.options, ctx.shape, ctx.grad_scale = options, x.shape, grad_scale
+        ctx.save_for_backward(*kept)
+        ctx.set_materialize_grads(False)
+        return y, maxima, *kept
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad_y, *_):
+        if grad_y is None:
+            return (None,) * 7
+        grads = grad_y.reshape(-1, grad_y.shape[-1]).contiguous()
+        if ctx.grad_scale is None or torch.compiler.is_compiling():
+            grad_x, maxima = activation_backward(grads, *ctx.saved_tensors, *ctx.options)
+            grad_x = with_maxima(grad_x.view(ctx.shape), maxima)
+        else:
+            grad_x = Deferred(
+                _deferred_backward(grads, ctx.saved_tensors, ctx.options, ctx.grad_scale), ctx.shape
+            )
+        return grad_x, *(None,) * 6
+
+
+def _deferred_forward(
+    x: torch.Tensor, options: tuple, keep: str, scale: PredictedScale
+) -> tuple[Source, Grouped]:
+    """y, of which only row-major FP8 codes are written now, and what is saved of x."""
+    kind, gated, group_size = options
+    shape = x.shape[0], x.shape[1] // (1 + gated)
+
+    def make(x):
+        return activation_forward(x, *options, None)[0]
+
+    if uses_kernels(x):
+        kept = empty_kept(*shape, gated, group_size, keep, x.device)
+    else:
+        *_, kept = activation_forward_reference(x, *options, keep)
+
+    def write(x, out, scales):
+        return launch_forward(x, kept, *options, out=out, scales=scales)
+
+    return Source((x,), make, write, scale, shape, x.dtype, at_once=True), kept
+
+
+def _deferred_backward(grad_y: torch.Tensor, kept: tuple, options: tuple, scale: PredictedScale) -> Source:
+    """The gradient of x, of which nothing is written now."""
+
+    def make(*inputs):
+        return activation_backward(*inputs, *options)[0]
+
+    def write(grad_y, codes, exponent, out, scales):
+        return launch_backward(grad_y, Grouped(codes, exponent), *options, out=out, scales=scales)
+
+    return Source((grad_y, *kept), make, write, scale, tuple(kept[0].shape), grad_y.dtype)
+
+
+def activation_operands(
+    x: torch.Tensor, options: tuple[str, bool, int], keep: str, scale: PredictedScale
+) -> tuple[Quantized, torch.Tensor, Grouped]:
+    """The activation's output as row-major FP8 codes only, quantized now: (operands, the amax, the saved
+    input).
+
+    x [rows, f or 2 f], contiguous.
+    options: kind, gated, group_size.
+    """
+    rows, f = x.shape[0], x.shape[1] // (1 + options[1])
+    if uses_kernels(x):
+        kept = empty_kept(rows, f, *options[1:], keep, x.device)
+
+        def write(out, scales):
+            return launch_forward(x, kept, *options, out=out, scales=scales)
+    else:
+        y, _, kept = activation_forward_reference(x, *options, keep)
+        write = functools.partial(write_reference, y, fmt=scale.fmt)
+    return *Attempt(write, scale, rows, f, x.device).finish(None), kept
+
+
+def activation_backward_operands(
+    grad_y: torch.Tensor, q: Grouped, options: tuple[str, bool, int], scale: PredictedScale, sums: bool
+) -> Quantized:
+    """The gradient of the activation's input as row-major and column-major FP8 codes only, and its column
+    `sums`.
+
+    grad_y [rows, f], contiguous.
+    q: the saved input.
+    options: kind, gated, group_size.
+    """
+    if uses_kernels(grad_y):
+
+        def write(out, scales):
+            return launch_backward(grad_y, q, *options, out=out, scales=scales)
+    else:
+        grad_x, _ = activation_backward_reference(grad_y, q, *options)
+        write = functools.partial(write_reference, grad_x, fmt=scale.fmt)
+    attempt = Attempt(write, scale, *q.codes.shape, grad_y.device, rows=True, columns=True, sums=sums)
+    return attempt.finish(None, finds_largest=False)[0]
+
+
+def activation(
+    x: torch.Tensor,
+    kind: str,
+    *,
+    gated: bool,
+    group_size: int = 16,
+    saved_format: str = DEFAULT_FORMAT,
+    y_scale: PredictedScale | None = None,
+    grad_scale: PredictedScale | None = None,
+) -> torch.Tensor:
+    """a(x) of `x` [..., f], or if `gated` a(gate) * up of `x` [..., 2 f], gate before up.
+
+    Args:
+        x: BF16 or FP32. Saved for backward in groups of `group_size`.
+        kind: a, one of `KINDS`.
+        group_size: 16, 32, 64 or 128.
+        saved_format: one of `coat_kernels.groups.GROUP_FORMATS`.
+        y_scale, grad_scale: defer the output, and the gradient of x, which then go straight into the FP8
+            GEMM behind them; the caller's, one each for every call site. It pays where only such a GEMM
+            reads them. Not used while nothing is trained or a model is compiled.
+
+    Returns [..., f] in x's dtype, carrying its maxima and, where x has a gradient, its origin. Raises
+    ValueError for an unknown kind, and if gate and up are not of equal size.
+    """
+    if kind not in KINDS:
+        raise ValueError(f"activation: expected one of {', '.join(KINDS)}; found {kind!r}")
+    if gated and x.shape[-1] % 2:
+        raise ValueError(f"activation: expected gate and up side by side, found {x.shape[-1]} columns")
+    if not (torch.is_grad_enabled() and x.requires_grad):
+        rows = x.reshape(-1, x.shape[-1]).contiguous()
+        y, maxima, *_ = activation_forward(rows, kind, gated, group_size, None)
+        return with_maxima(y.view(*x.shape[:-1], y.shape[1]), maxima)
+    if torch.compiler.is_compiling():
+        y_scale = grad_scale = None
+    y, maxima, codes, exponent = _Activation.apply(
+        x, kind, gated, group_size, saved_format, y_scale, grad_scale
+    )
+
+    def columns(codes, exponent, largest, fmt: Fp8Format) -> Quantized:
+        made = activation_columns(codes, exponent, largest, kind, gated, group_size, fmt.name)
+        return Quantized(None, *made)
+
+    y = with_origin(y, Origin((codes, exponent), columns))
+    return y if maxima is None else with_maxima(y, maxima)

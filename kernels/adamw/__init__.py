@@ -1,0 +1,35 @@
+"""AdamW over stored moments, in one pass.
+
+reference.py says what is computed. On a GPU kernel.py reads tensors in the chunks of chunks.py; on the CPU
+cpu.py compiles the step. step.py is what optimizers call.
+"""
+
+from coat_kernels.adamw.cpu import COMPILED, compiled_step
+from coat_kernels.adamw.kernel import join_tile, split_tile
+from coat_kernels.adamw.options import AdamWOptions
+from coat_kernels.adamw.reference import (
+    adamw_reference,
+    dither_reference,
+    join_master,
+    noise_reference,
+    round_stochastically,
+    split_master,
+)
+from coat_kernels.adamw.step import PIECE, adamw_, adamw_triton
+
+__all__ = [
+    "AdamWOptions",
+    "COMPILED",
+    "PIECE",
+    "adamw_",
+    "adamw_reference",
+    "adamw_triton",
+    "compiled_step",
+    "dither_reference",
+    "join_master",
+    "join_tile",
+    "noise_reference",
+    "round_stochastically",
+    "split_master",
+    "split_tile",
+]

@@ -1,0 +1,107 @@
+"""Cuts tensors into chunks, which the kernel finds in a table on the device."""
+
+import functools
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from coat_kernels.adamw.kernel import COLUMNS, POINTERS, ROWS
+from coat_kernels.adamw.options import AdamWOptions
+
+# Tensors are cut into chunks of so many tiles, powers of two, with one launch for each size. The larger the
+# chunk, the longer multiprocessors find its row of the table in their caches.
+CHUNKS = (2**14, 2**11, 2**8, 2**5)
+
+
+def chunk_table(
+    pointers: np.ndarray,
+    group_bytes: np.ndarray,
+    first: np.ndarray,
+    numels: np.ndarray,
+    group_size: int,
+    tiles: int,
+) -> np.ndarray:
+    """Cuts `numels` elements of each tensor, from `first` on, into chunks of `tiles` tiles.
+
+    Returns int64 [chunks, COLUMNS]. A row holds the tensor's `pointers` (parameter, gradient, both storages
+    and the extra tensor, [tensors, POINTERS]) moved to the chunk's start by `group_bytes` [POINTERS] a group,
+    the elements that remain from there, the tensor's index and the chunk's first element.
+    """
+    chunk = tiles * ROWS * group_size
+    chunks = -(-numels // chunk)
+    tensor = np.repeat(np.arange(len(chunks)), chunks)
+    within = (np.arange(len(tensor)) - np.repeat(np.cumsum(chunks) - chunks, chunks)) * chunk
+    start = first[tensor] + within
+    table = np.empty((len(tensor), COLUMNS.value), dtype=np.int64)
+    table[:, :POINTERS] = pointers[tensor] + (start // group_size)[:, None] * group_bytes
+    table[:, POINTERS:] = np.stack((numels[tensor] - within, tensor, start), axis=1)
+    return table
+
+
+def _upload(array: np.ndarray, device: torch.device) -> torch.Tensor:
+    on_cpu = torch.from_numpy(array)
+    return on_cpu.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else on_cpu
+
+
+@functools.lru_cache(maxsize=8)
+def launches(
+    pointers: bytes,
+    element_bytes: tuple[int, ...],
+    numels: tuple[int, ...],
+    group_size: int,
+    device: torch.device,
+) -> tuple[list[tuple[torch.Tensor, int]], torch.cuda.Event | None]:
+    """The tables, on the device, of the chunks of each size, largest first, each with the tiles of a chunk;
+    and the event of their upload.
+
+    Cached for tensors that keep their addresses: later steps upload nothing, and CUDA graphs can hold the
+    tables.
+    """
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        raise RuntimeError(
+            "CoatAdamW: a step captured in a CUDA graph must have run before on the same tensors. Warm up "
+            "with gradients that stay in place: zero_grad(set_to_none=False)."
+        )
+    table = np.frombuffer(pointers, dtype=np.int64).reshape(-1, POINTERS)
+    # scales and exponents have one element a group, the others one for each of its elements
+    elements = np.where(np.isin(np.arange(POINTERS), (3, 4, 6, 7)), 1, group_size)
+    group_bytes = elements * np.array(element_bytes, dtype=np.int64)
+    remaining = np.array(numels, dtype=np.int64)
+    done = np.zeros_like(remaining)
+    tile = ROWS * group_size
+    out = []
+    for tiles in (*CHUNKS, 1):
+        # the smallest chunks take all full tiles that are left; then single tiles take the ends of the
+        # tensors
+        unit = {CHUNKS[-1]: tile, 1: 1}.get(tiles, tiles * tile)
+        part = remaining // unit * unit
+        chunks = chunk_table(table, group_bytes, done, part, group_size, tiles)
+        if len(chunks):
+            out.append((_upload(chunks, device), tiles))
+        done, remaining = done + part, remaining - part
+    return out, torch.cuda.current_stream(device).record_event() if device.type == "cuda" else None
+
+
+def arrived(
+    tables: list[tuple[torch.Tensor, int]], uploaded: torch.cuda.Event | None, device: torch.device
+) -> list[tuple[torch.Tensor, int]]:
+    """The tables of `launches`, for the current stream to read once they have arrived."""
+    if uploaded is not None and not torch.cuda.is_current_stream_capturing():
+        stream = torch.cuda.current_stream(device)
+        # another stream may have uploaded them, and may free them first
+        stream.wait_event(uploaded)
+        for table, _ in tables:
+            table.record_stream(stream)
+    return tables
+
+
+def corrections_of(
+    steps: Sequence[float] | torch.Tensor, options: AdamWOptions, device: torch.device
+) -> torch.Tensor:
+    """1 / (1 - beta1^t), 1 / sqrt(1 - beta2^t) and t of each tensor, FP32 [tensors, CORRECTIONS]."""
+    if isinstance(steps, torch.Tensor):
+        t, beta1, beta2 = steps.double(), options.beta1, options.beta2
+        return torch.stack((1 / (1 - beta1**t), (1 - beta2**t).rsqrt(), t), dim=1).float()
+    rows = [(*(1 / c for c in options.bias_corrections(t)), t) for t in steps]
+    return _upload(np.array(rows, dtype=np.float32), device)

@@ -1,0 +1,184 @@
+"""One AdamW step for lists of tensors."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+import torch
+import triton.language as tl
+
+from coat_kernels.adamw import chunks
+from coat_kernels.adamw.chunks import arrived, corrections_of, launches
+from coat_kernels.adamw.cpu import adamw_compiled, compiled_can, compiled_step
+from coat_kernels.adamw.kernel import ROWS, WARPS, adamw_kernel
+from coat_kernels.adamw.options import AdamWOptions
+from coat_kernels.adamw.reference import adamw_reference
+from coat_kernels.codecs.codec import Storage
+from coat_kernels.device import uses_kernels
+
+# elements of a piece of PyTorch's step, whose dozen temporaries stay in the cache
+PIECE = 2**16
+TRITON_DTYPES = {
+    torch.float32: tl.float32,
+    torch.bfloat16: tl.bfloat16,
+    torch.float16: tl.float16,
+    torch.uint8: tl.uint8,
+    torch.int8: tl.int8,
+}
+
+
+def constants_of(options: AdamWOptions, extra: str) -> dict[str, object]:
+    """The kernel's constants that are the same in all launches of a step. extra: "remainder", "weight" or
+    "none"."""
+    m, v = options.exp_avg_codec, options.exp_avg_sq_codec
+    return {
+        "M_CODES": TRITON_DTYPES[m.dtype],
+        "M_FROM": m.from_codes_tile,
+        "M_STATISTICS": m.statistics_tile,
+        "M_TO": m.to_codes_tile,
+        "M_SCALE": m.has_scale,
+        "M_EXPONENT": m.has_exponent,
+        "M_E5M2": m.is_e5m2,
+        "V_CODES": TRITON_DTYPES[v.dtype],
+        "V_FROM": v.from_codes_tile,
+        "V_STATISTICS": v.statistics_tile,
+        "V_TO": v.to_codes_tile,
+        "V_SCALE": v.has_scale,
+        "V_EXPONENT": v.has_exponent,
+        "V_E5M2": v.is_e5m2,
+        "RELATIVE": m.relative,
+        "M_RATIO": m.ratio_tile,
+        "V_ROOTS": v.roots_tile,
+        "V_LOG_ROOTS": v.log_roots_tile,
+        "EXTRA": extra,
+        "STOCHASTIC": options.stochastic,
+        "DITHER": options.dither,
+        "MAXIMIZE": options.maximize,
+        "ROWS": ROWS,
+        "G": options.group_size,
+    }
+
+
+def adamw_triton(
+    params: Sequence[torch.Tensor],
+    grads: Sequence[torch.Tensor],
+    exp_avgs: Sequence[Storage],
+    exp_avg_sqs: Sequence[Storage],
+    steps: Sequence[float] | torch.Tensor,
+    options: AdamWOptions,
+    remainders: Sequence[torch.Tensor] | None = None,
+    weights: Sequence[torch.Tensor] | None = None,
+    *,
+    grad_scale: torch.Tensor | None = None,
+    found_inf: torch.Tensor | None = None,
+) -> None:
+    """`adamw_` on CUDA, or in the interpreter.
+
+    At most five launches, however many tensors there are: one for each size of chunks, and one, the only one
+    with masks, for the last tile of each tensor.
+    """
+    device, lr = params[0].device, options.lr
+    extra = remainders or weights or params
+    tensors = [
+        (p, g, *m, *v, e) for p, g, m, v, e in zip(params, grads, exp_avgs, exp_avg_sqs, extra, strict=True)
+    ]
+    pointers = np.array([[t.data_ptr() for t in row] for row in tensors], dtype=np.int64)
+    element_bytes = tuple(t.element_size() for t in tensors[0])
+    numels = tuple(p.numel() for p in params)
+    corrections = corrections_of(steps, options, device)
+    uploaded = launches(pointers.tobytes(), element_bytes, numels, options.group_size, device)
+    constants = constants_of(options, "remainder" if remainders else "weight" if weights else "none")
+    constants |= {"PARAM": TRITON_DTYPES[params[0].dtype], "GRAD": TRITON_DTYPES[grads[0].dtype]}
+    # views into flat buffers may start anywhere
+    constants["ALIGNED"] = not (pointers[:, (0, 1, 2, 5, 8)] % 16).any()
+    for table, tiles in arrived(*uploaded, device):
+        with torch.cuda.device_of(params[0]):
+            adamw_kernel[(len(table) * tiles,)](
+                table,
+                corrections,
+                lr if isinstance(lr, torch.Tensor) else None,
+                grad_scale,
+                found_inf,
+                tiles.bit_length() - 1,
+                options.seed,
+                lr=0.0 if isinstance(lr, torch.Tensor) else lr,
+                weight_decay=options.weight_decay,
+                rate1=1 - options.beta1,
+                rate2=1 - options.beta2,
+                # subnormal roots count as zero, and zero moments must not divide by zero
+                eps=max(options.eps, 2.0**-120),
+                MASKED=tiles == 1,
+                WHOLE=tiles not in (chunks.CHUNKS[-1], 1),
+                num_warps=WARPS,
+                **constants,
+            )
+
+
+@torch.no_grad()
+def adamw_(
+    params: Sequence[torch.Tensor],
+    grads: Sequence[torch.Tensor],
+    exp_avgs: Sequence[Storage],
+    exp_avg_sqs: Sequence[Storage],
+    steps: Sequence[float] | torch.Tensor,
+    options: AdamWOptions,
+    remainders: Sequence[torch.Tensor] | None = None,
+    weights: Sequence[torch.Tensor] | None = None,
+    *,
+    grad_scale: torch.Tensor | None = None,
+    found_inf: torch.Tensor | None = None,
+    compiled: bool = False,
+) -> None:
+    """One AdamW step in place for every tensor of the lists.
+
+    Args:
+        params: FP32 or BF16, contiguous, of one type and one device.
+        grads: FP32, BF16 or FP16, contiguous, of one type.
+        steps: counts from 1, of each tensor, as numbers or as one FP32 tensor on the device.
+        remainders: int16, for BF16 parameters: the 16 bits that make each of them an exact FP32 master.
+        weights: BF16, for FP32 parameters: copies to be written too.
+        grad_scale: FP32 tensor of one element on the device, by which gradients are multiplied.
+        found_inf: the same; unless it holds zero, nothing is changed.
+        compiled: on the CPU, step in C++ where it can (`cpu.py`), equal but for FP32 rounding.
+
+    CUDA tensors take the kernel and never wait for the device, others the reference, in pieces.
+    """
+    if params and uses_kernels(params[0], fp8=False):
+        lists = (params, grads, exp_avgs, exp_avg_sqs, steps, options, remainders, weights)
+        adamw_triton(*lists, grad_scale=grad_scale, found_inf=found_inf)
+        return
+    if found_inf is not None and found_inf.item():
+        return
+    options = replace(options, lr=float(options.lr))
+    nothing = [None] * len(params)
+    lists = (params, grads, exp_avgs, exp_avg_sqs, steps, remainders or nothing, weights or nothing)
+    function = compiled_step() if compiled else None
+    for i, (param, grad, m, v, step, remainder, weight) in enumerate(zip(*lists, strict=True)):
+        plain = remainder is None and weight is None
+        if function is not None and plain and compiled_can(param, grad, options):
+            adamw_compiled(function, param, grad, m, v, float(step), options, grad_scale)
+        else:
+            _in_pieces(param, grad, m, v, float(step), options, remainder, weight, grad_scale, i)
+
+
+def _in_pieces(param, grad, m, v, step, options: AdamWOptions, remainder, weight, grad_scale, tensor) -> None:
+    """`adamw_reference` on one piece of the tensor after another: its temporaries stay in the cache."""
+    group_size = options.group_size
+
+    def cut(x, a, b):
+        return None if x is None else x.view(-1)[a:b]
+
+    for a in range(0, param.numel(), PIECE):
+        b = a + PIECE
+        adamw_reference(
+            cut(param, a, b),
+            cut(grad, a, b),
+            *(s.groups(a // group_size, -(-b // group_size), group_size) for s in (m, v)),
+            step,
+            # the noise of an element depends on its place in the tensor
+            replace(options, seed=options.seed + a),
+            cut(remainder, a, b),
+            cut(weight, a, b),
+            grad_scale=grad_scale,
+            tensor=tensor,
+        )

@@ -1,0 +1,29 @@
+"""The dense transformer layer as two fused blocks around attention, one autograd function each.
+
+    qkv_block         norm, qkv projection, rotary positions
+    attention_block   the same and attention, recomputed in backward: it saves the norm's input alone
+    mlp_block         output projection, residual addition, norm, fc1, activation, fc2, residual addition
+
+Each is a flat sequence of launches, forward and backward. What passes between two launches is a local
+variable. Activations that only an FP8 GEMM reads exist as FP8 codes alone. Saved for backward are the norms'
+inputs, the activation's input and what attention saves of its output, each once and in 8 bits. The rest is
+recomputed.
+
+The arithmetic is that of the same operations one by one (`norm`, `linear`, `rope`, `activation`), to the bit.
+The blocks need every parameter to be trained. Whatever else they lack, such as dropout between the
+operations, takes those single operations.
+"""
+
+from coat_kernels.blocks.mlp import mlp_block
+from coat_kernels.blocks.options import ActivationOptions, NormOptions, activation_options, norm_options
+from coat_kernels.blocks.qkv import attention_block, qkv_block
+
+__all__ = [
+    "ActivationOptions",
+    "NormOptions",
+    "activation_options",
+    "attention_block",
+    "mlp_block",
+    "norm_options",
+    "qkv_block",
+]

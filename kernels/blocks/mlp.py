@@ -1,0 +1,245 @@
+"""Behind attention: output projection, residual addition, norm, fc1, activation, fc2 and residual addition in
+one autograd function."""
+
+import torch
+
+from coat_kernels.activation.op import activation_backward_operands, activation_columns, activation_operands
+from coat_kernels.autograd import once_differentiable
+from coat_kernels.blocks.options import ActivationOptions, NormOptions
+from coat_kernels.blocks.qkv import _norm_backward
+from coat_kernels.deferred import fp8_operands
+from coat_kernels.device import require_fp8
+from coat_kernels.groups.reference import Grouped
+from coat_kernels.linear.op import (
+    LinearOptions,
+    gathered_columns,
+    multiply,
+    multiply_backward,
+    quantized_grad,
+)
+from coat_kernels.norm.op import norm_columns, norm_operands
+from coat_kernels.norm.residual import Addends
+from coat_kernels.origin import Origin
+from coat_kernels.parallel import all_reduce
+from coat_kernels.tensorwise.quantize import Quantized
+from coat_kernels.tensorwise.together import columns_together, rows_together
+from coat_kernels.weights import WeightCache
+
+
+def _summed(z: torch.Tensor, linear: LinearOptions) -> torch.Tensor:
+    """The output of a row-parallel GEMM, all-reduced over the ranks unless a reduce-scatter has summed it."""
+    parallel = linear.parallel
+    return all_reduce(z, parallel.group)() if parallel and not parallel.sequence else z
+
+
+def _go_together(weights: tuple[torch.Tensor, ...], linears: tuple[LinearOptions, ...]) -> bool:
+    """Whether one launch may quantize all the weights: each is a single tensor of which nothing is cached,
+    and they have one format and one dtype."""
+    for weight, linear in zip(weights, linears, strict=True):
+        if (
+            type(linear.cache) is not WeightCache
+            or linear.cache.keep != "none"
+            or not linear.cache.predicts
+            or linear.formats.forward.dtype != linears[0].formats.forward.dtype
+            or weight.dtype != weights[0].dtype
+        ):
+            return False
+    return True
+
+
+def _by_rows(
+    o: torch.Tensor, columns: bool, weights: tuple[torch.Tensor, ...], linears: tuple[LinearOptions, ...]
+) -> list[tuple[Quantized, torch.Tensor]]:
+    """The row-major `weights`, and `o`, the input of the first GEMM, row-major and if asked for column-major;
+    each with its amax. They share one launch where they can."""
+    fmt, scale = linears[0].formats.forward, linears[0].x_scale
+    together = _go_together(weights, linears)
+    joins = together and not columns and type(o) is torch.Tensor and o.dtype == weights[0].dtype
+    if together:
+        xs = [weight.contiguous() for weight in weights]
+        predictions = [linear.cache.prediction(fmt) for linear in linears]
+        if joins:
+            xs.append(o.reshape(-1, o.shape[-1]).contiguous())
+            predictions.append(scale)
+        found = rows_together(xs, predictions, fmt)
+    else:
+        pairs = zip(weights, linears, strict=True)
+        found = [linear.cache.forward(weight, linear.formats.forward) for weight, linear in pairs]
+    if not joins:
+        found.append(fp8_operands(o, fmt, columns=columns, predicted=scale))
+    return found
+
+
+def _by_columns(
+    weights: tuple[torch.Tensor, ...], largest: tuple[torch.Tensor, ...], linears: tuple[LinearOptions, ...]
+) -> list[Quantized]:
+    """The column-major `weights`, with the amaxes that `_by_rows` found."""
+    if _go_together(weights, linears):
+        xs = [weight.contiguous() for weight in weights]
+        return columns_together(xs, largest, linears[0].formats.forward)
+    return [
+        linear.cache.columns(weight, most, linear.formats.forward)
+        for weight, most, linear in zip(weights, largest, linears, strict=True)
+    ]
+
+
+class _MlpBlock(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx, o, residual, w_proj, b_proj, norm_weight, norm_bias, w_fc1, b_fc1, w_fc2, b_fc2, origin, options
+    ):
+        proj, norm, fc1, activation, fc2 = options
+        h, dtype = residual.shape[-1], residual.dtype
+        by_rows = residual.reshape(-1, h).contiguous()
+
+        (rows_proj, largest_proj), (rows_fc1, largest_fc1), (rows_fc2, largest_fc2), (operands, largest_o) = (
+            _by_rows(o, origin is None, (w_proj, w_fc1, w_fc2), (proj, fc1, fc2))
+        )
+        # the GEMM adds the bias, unless the outputs of several ranks are summed first
+        bias, late_bias = (b_proj, None) if proj.parallel is None else (None, b_proj)
+        z = _summed(multiply(operands.rows, operands.scale, rows_proj, bias, dtype, proj), proj)
+        del rows_proj
+
+        # the norm's kernel computes the sum, so that no other pass reads it
+        x = torch.empty_like(by_rows)
+        y, largest_y, kept_x, rstd = norm_operands(
+            x,
+            norm_weight,
+            norm_bias,
+            norm.arithmetic,
+            norm.saved_format,
+            fc1.x_scale,
+            fc1.input_group,
+            Addends(by_rows, z, late_bias),
+        )
+        del z
+        u = multiply(y.rows, y.scale, rows_fc1, b_fc1, dtype, fc1)
+        del y, rows_fc1
+        p, largest_p, kept_u = activation_operands(
+            u, activation.arithmetic, activation.saved_format, fc2.x_scale
+        )
+        del u
+        bias, late_bias = (b_fc2, None) if fc2.parallel is None else (None, b_fc2)
+        out = _summed(multiply(p.rows, p.scale, rows_fc2, bias, dtype, fc2), fc2)
+        if late_bias is not None:
+            out = out + late_bias
+
+        ctx.options, ctx.shape = options, o.shape
+        if origin is None:
+            ctx.columns_of_o, kept_o = None, (operands.columns, operands.scale)
+        else:
+            # the origin's tensors are saved, so that autograd frees them after backward; the node does not
+            # hold them
+            ctx.columns_of_o, kept_o = origin.columns, (*origin.tensors, largest_o)
+        ctx.save_for_backward(
+            w_proj, b_proj, norm_weight, norm_bias, w_fc1, b_fc1, w_fc2, b_fc2,
+            largest_proj, largest_y, largest_fc1, largest_p, largest_fc2, *kept_x, rstd, *kept_u, *kept_o,
+        )  # fmt: skip
+        return x.view(residual.shape) + out.view(residual.shape)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):
+        (w_proj, b_proj, norm_weight, norm_bias, w_fc1, b_fc1, w_fc2, b_fc2,
+         largest_proj, largest_y, largest_fc1, largest_p, largest_fc2, *kept) = ctx.saved_tensors  # fmt: skip
+        kept_x, kept_u, kept_o = kept[:3], kept[3:5], kept[5:]
+        del kept
+        proj, norm, fc1, activation, fc2 = ctx.options
+        dtype, tokens, arithmetic = grad.dtype, kept_x[0].shape[0], activation.arithmetic
+
+        # operands are in lists, so that the GEMMs can free parts of them on the way
+        weights = _by_columns(
+            (w_proj, w_fc1, w_fc2), (largest_proj, largest_fc1, largest_fc2), (proj, fc1, fc2)
+        )
+        operands = [quantized_grad(grad, fc2, sums=b_fc2 is not None and fc2.parallel is None)]
+        grad_b_fc2 = _bias_grad(b_fc2, operands[0].sums, grad)
+        columns = activation_columns.eager(*kept_u, largest_p, *arithmetic, fc2.formats.forward.name)
+        columns = gathered_columns(*columns, tokens, fc2)
+        grad_p, grad_w_fc2 = multiply_backward(operands.pop(), w_fc2, weights.pop(), columns, dtype, fc2)
+        del columns
+
+        operands = [
+            activation_backward_operands(
+                grad_p(), Grouped(*kept_u), arithmetic, fc1.grad_scale, b_fc1 is not None
+            )
+        ]
+        del grad_p
+        grad_b_fc1 = None if b_fc1 is None else operands[0].sums.to(b_fc1.dtype)
+        columns = norm_columns.eager(
+            *kept_x,
+            norm_weight,
+            norm_bias,
+            largest_y,
+            norm.zero_centered,
+            norm.group_size,
+            fc1.formats.forward.name,
+        )
+        columns = gathered_columns(*columns, tokens, fc1)
+        grad_y, grad_w_fc1 = multiply_backward(operands.pop(), w_fc1, weights.pop(), columns, dtype, fc1)
+        del columns
+        grad_x, grad_norm_weight, grad_norm_bias = _norm_backward(
+            grad_y(), grad, kept_x, norm_weight, norm_bias, norm, True
+        )
+        del grad_y
+
+        operands = [quantized_grad(grad_x, proj, sums=b_proj is not None and proj.parallel is None)]
+        grad_b_proj = _bias_grad(b_proj, operands[0].sums, grad_x)
+        columns = kept_o
+        if ctx.columns_of_o is not None:
+            columns = ctx.columns_of_o(*kept_o, proj.formats.forward)[1:3]
+        columns = gathered_columns(*columns, tokens, proj)
+        grad_o, grad_w_proj = multiply_backward(operands.pop(), w_proj, weights.pop(), columns, dtype, proj)
+        return (
+            grad_o().view(ctx.shape), grad_x, grad_w_proj, grad_b_proj, grad_norm_weight, grad_norm_bias,
+            grad_w_fc1, grad_b_fc1, grad_w_fc2, grad_b_fc2, None, None,
+        )  # fmt: skip
+
+
+def _bias_grad(
+    bias: torch.Tensor | None, sums: torch.Tensor | None, grad: torch.Tensor
+) -> torch.Tensor | None:
+    """The gradient of a row-parallel layer's bias, from the column sums of the output's gradient where those
+    exist."""
+    if bias is None:
+        return None
+    return grad.sum_to_size(bias.shape) if sums is None else sums.to(bias.dtype)
+
+
+def mlp_block(
+    o: torch.Tensor,
+    residual: torch.Tensor,
+    w_proj: torch.Tensor,
+    b_proj: torch.Tensor | None,
+    norm_weight: torch.Tensor,
+    norm_bias: torch.Tensor | None,
+    w_fc1: torch.Tensor,
+    b_fc1: torch.Tensor | None,
+    w_fc2: torch.Tensor,
+    b_fc2: torch.Tensor | None,
+    *,
+    origin: Origin | None,
+    proj: LinearOptions,
+    norm: NormOptions,
+    fc1: LinearOptions,
+    activation: ActivationOptions,
+    fc2: LinearOptions,
+) -> torch.Tensor:
+    """The layer from attention's output on: x = residual + proj(o); x + fc2(a(fc1(norm(x)))).
+
+    Args:
+        o: [s, b, n], attention's output; of the whole sequence under sequence parallelism.
+        residual: [s, b, h], of the dtype of o.
+        w_proj, w_fc1, w_fc2: [h, n], [f or 2 f, h], [h, f]: this rank's parts; biases as long as the first
+            dimension, or None. Where several ranks hold parts, biases of proj and fc2 are added behind the
+            sum over the ranks.
+        origin: how to recompute o; without it o is kept column-major in FP8.
+        proj, fc1, fc2: with both scales given.
+
+    Returns [s, b, h] in the residual's dtype.
+    """
+    if o.is_cuda:
+        require_fp8(o.device, proj.formats.emulate)
+    return _MlpBlock.apply(
+        o, residual, w_proj, b_proj, norm_weight, norm_bias, w_fc1, b_fc1, w_fc2, b_fc2,
+        origin, (proj, norm, fc1, activation, fc2),
+    )  # fmt: skip

@@ -1,0 +1,40 @@
+"""Whether an op takes its Triton kernel or its reference."""
+
+import functools
+
+import torch
+
+
+@functools.cache
+def capability(device: torch.device) -> tuple[int, int]:
+    """The compute capability of a GPU, cached because torch asks CUDA each time."""
+    return torch.cuda.get_device_capability(device)
+
+
+def has_fp8_gemm(device: torch.device) -> bool:
+    """Whether `device` multiplies FP8 in hardware: compute capability 8.9 (Ada) or newer."""
+    return device.type == "cuda" and capability(device) >= (8, 9)
+
+
+@functools.cache
+def _has_fp8(index: int) -> bool:
+    """`has_fp8_gemm` of a GPU by its index, for frequent callers."""
+    return has_fp8_gemm(torch.device("cuda", index))
+
+
+def uses_kernels(x: torch.Tensor, fp8: bool = True) -> bool:
+    """Whether an op on `x` takes its Triton kernel: on a GPU, if `fp8` one that has FP8 instructions.
+    Otherwise it takes its reference."""
+    return x.is_cuda and (not fp8 or _has_fp8(x.get_device()))
+
+
+def require_fp8(device: torch.device, emulate: bool = False) -> None:
+    """Raises RuntimeError where `device` is a GPU without FP8, unless the references may `emulate` it. CPUs
+    pass: they take the references."""
+    if device.type == "cuda" and not emulate and not has_fp8_gemm(device):
+        major, minor = capability(device)
+        raise RuntimeError(
+            f"FP8 needs a GPU of compute capability 8.9 or newer, found {torch.cuda.get_device_name(device)} "
+            f'with {major}.{minor}. Use such a GPU, set "coat": {{"enabled": false}}, or, to look at the '
+            'arithmetic only, "activations": {"emulate": true}.'
+        )

@@ -1,0 +1,31 @@
+"""Eight bits an element in groups of 1 x G, each with a power-of-two scale: how activations are kept.
+
+reference.py says what is stored, kernels.py stores it on a GPU and gives other kernels tiles of it, op.py
+takes one of the two.
+"""
+
+from coat_kernels.groups.kernels import dequantize_groups_triton, quantize_groups_triton
+from coat_kernels.groups.op import dequantize_groups, quantize_groups
+from coat_kernels.groups.reference import (
+    DEFAULT_FORMAT,
+    GROUP_FORMATS,
+    Grouped,
+    GroupFormat,
+    dequantize_groups_reference,
+    empty_grouped,
+    quantize_groups_reference,
+)
+
+__all__ = [
+    "DEFAULT_FORMAT",
+    "GROUP_FORMATS",
+    "GroupFormat",
+    "Grouped",
+    "dequantize_groups",
+    "dequantize_groups_reference",
+    "dequantize_groups_triton",
+    "empty_grouped",
+    "quantize_groups",
+    "quantize_groups_reference",
+    "quantize_groups_triton",
+]

@@ -1,0 +1,363 @@
+"""The norms' kernels and their launchers."""
+
+import functools
+
+import torch
+import triton
+import triton.language as tl
+
+from coat_kernels.fp8 import Fp8Format, cast, round_to, widen
+from coat_kernels.groups.kernels import load_group_tile, store_group_tile
+from coat_kernels.groups.reference import Grouped, empty_grouped
+from coat_kernels.norm.residual import NO_ADDENDS, Addends, residual_add_tile
+from coat_kernels.prepared import PreparedKernel, cdiv, next_power_of_2, tiling
+from coat_kernels.tensorwise.quantize import Quantized, to_tensor_codes, to_tensor_words
+from coat_kernels.tensorwise.scale import NO_SCALES, Scales, scale_and_tiles, tensor_scale
+from coat_kernels.tensorwise.transpose import empty_columns, store_words
+from coat_kernels.tiles import finite_abs, load_tile, store_tile, stored_max, tile_mask
+
+# at least so many elements in a program's tile, and so many a thread, up to MAX_WARPS
+FORWARD_TILE, FORWARD_ELEMENTS = 4096, 32
+BACKWARD_TILE, BACKWARD_ELEMENTS = 4096, 16
+MAX_WARPS = 16
+# programs of the backward, each of which loops over many tiles: two for each multiprocessor of an H200
+PROGRAMS = 264
+# tiles whose loads are in flight in backward
+BACKWARD_STAGES = 3
+# partial sums and columns that a program of the summing kernel takes at a time
+SUMS_PROGRAMS, SUMS_N = 64, 32
+# tile of a program that writes column-major codes
+COLUMNS_M, COLUMNS_N, COLUMNS_WARPS = 64, 128, 4
+
+
+@triton.jit
+def load_gamma(p_weight, o_h, m_h, ZERO_CENTERED: tl.constexpr, EVEN: tl.constexpr):
+    b_weight = widen(load_tile(p_weight, o_h, m_h, not EVEN))
+    return b_weight + 1.0 if ZERO_CENTERED else b_weight
+
+
+@PreparedKernel
+@triton.jit
+def norm_forward_kernel(p_x, p_residual, p_branch, p_branch_bias, p_weight, p_bias, p_y, p_rows, p_codes,
+                        p_exponent, p_rstd, p_maxima, p_predicted, p_used, p_found, found, p_largest,
+                        p_true, rows, h, groups, eps, tiles,
+                        LAYER_NORM: tl.constexpr, ZERO_CENTERED: tl.constexpr, E5M2: tl.constexpr,
+                        ROOTS: tl.constexpr, EVEN: tl.constexpr, ROWS: tl.constexpr, H: tl.constexpr,
+                        G: tl.constexpr):  # fmt: skip
+    """Writes y itself, or its row-major FP8 codes; also x, if it is a sum, and what is saved and maxima where
+    asked for."""
+    DTYPE: tl.constexpr = p_x.dtype.element_ty
+    scale, todo = scale_and_tiles(p_predicted, p_used, p_found, found, p_largest, p_true, tiles, E5M2)
+    o_h = tl.arange(0, H)
+    for tile in range(tl.program_id(0), todo, tl.num_programs(0)):
+        o_row = tl.cast(tile, tl.int64) * ROWS + tl.arange(0, ROWS)
+        m_x = tile_mask(o_row, o_h, rows, h)
+        o_x = o_row[:, None] * h + o_h[None, :]
+        if p_branch is None:
+            b_x = widen(load_tile(p_x, o_x, m_x, not EVEN))
+        else:
+            b_x = residual_add_tile(p_residual, p_branch, p_branch_bias, o_x, m_x, o_h, o_h < h, EVEN)
+            store_tile(p_x, o_x, cast(b_x, DTYPE), m_x, not EVEN)
+        b_gamma = load_gamma(p_weight, o_h, o_h < h, ZERO_CENTERED, EVEN)
+        if LAYER_NORM:
+            b_x -= (tl.sum(b_x, axis=1) / h)[:, None]
+            if not EVEN:
+                b_x = tl.where(m_x, b_x, 0.0)
+        b_rstd = tl.rsqrt(tl.sum(b_x * b_x, axis=1) / h + eps)
+        b_y = b_x * b_rstd[:, None] * b_gamma[None, :]
+        if p_bias is not None:
+            b_y += widen(load_tile(p_bias, o_h, o_h < h, not EVEN))[None, :]
+        if p_y is not None:
+            store_tile(p_y, o_x, cast(b_y, DTYPE), m_x, not EVEN)
+        else:
+            store_tile(p_rows, o_x, to_tensor_codes(round_to(b_y, DTYPE), scale, E5M2), m_x, not EVEN)
+        if p_maxima is not None:
+            tl.store(p_maxima + tile, stored_max(b_y if EVEN else tl.where(m_x, b_y, 0.0), DTYPE))
+        if p_codes is not None:
+            tl.store(p_rstd + o_row, b_rstd, mask=o_row < rows)
+            store_group_tile(b_x, p_codes, p_exponent, o_row, 0, rows, h, h, groups, ROOTS, G, EVEN)
+
+
+@PreparedKernel
+@triton.jit
+def norm_backward_kernel(p_grad_y, p_grad_residual, p_codes, p_exponent, p_rstd, p_weight,
+                         p_grad_x, p_maxima, p_grad_weight, p_grad_bias, rows, h, groups,
+                         LAYER_NORM: tl.constexpr, ZERO_CENTERED: tl.constexpr, ROOTS: tl.constexpr,
+                         EVEN: tl.constexpr, ROWS: tl.constexpr, H: tl.constexpr, G: tl.constexpr,
+                         STAGES: tl.constexpr):  # fmt: skip
+    pid = tl.program_id(0).to(tl.int64)
+    o_h = tl.arange(0, H)
+    b_gamma = load_gamma(p_weight, o_h, o_h < h, ZERO_CENTERED, EVEN)[None, :]
+    b_grad_weight = tl.zeros([ROWS, H], dtype=tl.float32)
+    b_grad_bias = tl.zeros([ROWS, H], dtype=tl.float32)
+    # maxima of eight elements, which one thread holds; they are reduced over the warps once, at the end
+    b_largest = tl.zeros([ROWS, H // 8], dtype=tl.float32)
+    for tile in tl.range(pid, tl.cdiv(rows, ROWS), tl.num_programs(0), num_stages=STAGES):
+        o_row = tile * ROWS + tl.arange(0, ROWS)
+        m_x = tile_mask(o_row, o_h, rows, h)
+        o_x = o_row[:, None] * h + o_h[None, :]
+        b_rstd = tl.load(p_rstd + o_row, mask=o_row < rows, other=0.0)[:, None]
+        b_x = load_group_tile(p_codes, p_exponent, o_row, 0, rows, h, h, groups, H, ROOTS, G, EVEN)
+        b_grad = widen(load_tile(p_grad_y, o_x, m_x, not EVEN))
+        b_normed = b_x * b_rstd
+        if p_grad_x is not None:
+            b_scaled = b_grad * b_gamma
+            b_grad_x = b_scaled - b_normed * (tl.sum(b_scaled * b_normed, axis=1) / h)[:, None]
+            if LAYER_NORM:
+                b_grad_x -= (tl.sum(b_scaled, axis=1) / h)[:, None]
+            b_grad_x *= b_rstd
+            if p_grad_residual is not None:
+                b_grad_x += widen(load_tile(p_grad_residual, o_x, m_x, not EVEN))
+            store_tile(p_grad_x, o_x, cast(b_grad_x, p_grad_x.dtype.element_ty), m_x, not EVEN)
+            b_abs = finite_abs(b_grad_x)
+            if not EVEN:
+                b_abs = tl.where(m_x, b_abs, 0.0)
+            b_largest = tl.maximum(b_largest, tl.max(tl.reshape(b_abs, [ROWS, H // 8, 8]), axis=2))
+        if p_grad_weight is not None:
+            b_grad_weight += b_grad * b_normed
+        if p_grad_bias is not None:
+            b_grad_bias += b_grad
+    o_partial = pid * h + o_h
+    if p_grad_x is not None:
+        tl.store(p_maxima + pid, stored_max(b_largest, p_grad_x.dtype.element_ty))
+    if p_grad_weight is not None:
+        store_tile(p_grad_weight, o_partial, tl.sum(b_grad_weight, axis=0), o_h < h, not EVEN)
+    if p_grad_bias is not None:
+        store_tile(p_grad_bias, o_partial, tl.sum(b_grad_bias, axis=0), o_h < h, not EVEN)
+
+
+@PreparedKernel
+@triton.jit
+def norm_sums_kernel(p_parts, p_first, p_second, programs, h, PROGRAMS: tl.constexpr, N: tl.constexpr):
+    """Sums [h] of the `programs` rows of one part, or of two."""
+    o_h = tl.program_id(0) * N + tl.arange(0, N)
+    p_part = p_parts + tl.program_id(1).to(tl.int64) * programs * h
+    b_sum = tl.zeros([PROGRAMS, N], dtype=tl.float32)
+    for start in range(0, programs, PROGRAMS):
+        o_program = start + tl.arange(0, PROGRAMS)
+        m_part = (o_program[:, None] < programs) & (o_h[None, :] < h)
+        b_sum += tl.load(p_part + o_program[:, None] * h + o_h[None, :], mask=m_part, other=0.0)
+    b_sum = cast(tl.sum(b_sum, axis=0), p_first.dtype.element_ty)
+    p_sums = p_first
+    if p_second is not None:
+        p_sums = tl.where(tl.program_id(1) == 0, p_first, p_second)
+    tl.store(p_sums + o_h, b_sum, mask=o_h < h)
+
+
+@PreparedKernel
+@triton.jit
+def norm_columns_kernel(p_codes, p_exponent, p_rstd, p_weight, p_bias, p_largest, p_columns, p_scale,
+                        rows, h, groups, padded_rows,
+                        ZERO_CENTERED: tl.constexpr, E5M2: tl.constexpr, ROOTS: tl.constexpr,
+                        EVEN: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
+                        G: tl.constexpr):  # fmt: skip
+    scale = tensor_scale(tl.load(p_largest), E5M2)
+    # every program stores the same scale
+    tl.store(p_scale, scale)
+    o_word = tl.program_id(1) * (M // 4) + tl.arange(0, M // 4)
+    column = tl.program_id(0) * N
+    o_h = column + tl.arange(0, N)
+    b_gamma = load_gamma(p_weight, o_h, o_h < h, ZERO_CENTERED, EVEN)[None, :]
+    if p_bias is not None:
+        b_bias = widen(load_tile(p_bias, o_h, o_h < h, not EVEN))[None, :]
+    b_words = tl.zeros([M // 4, N], dtype=tl.int32)
+    for i in tl.static_range(4):
+        o_row = o_word.to(tl.int64) * 4 + i
+        b_x = load_group_tile(p_codes, p_exponent, o_row, column, rows, h, h, groups, N, ROOTS, G, EVEN)
+        b_y = b_x * load_tile(p_rstd, o_row, o_row < rows, not EVEN)[:, None] * b_gamma
+        if p_bias is not None:
+            b_y += b_bias
+            if not EVEN:
+                b_y = tl.where(o_row[:, None] < rows, b_y, 0.0)
+        b_words |= to_tensor_words(b_y, scale, E5M2) << (8 * i)
+    store_words(p_columns, b_words, o_word, o_h.to(tl.int64), h, padded_rows, EVEN)
+
+
+@functools.cache
+def _tile(h: int, group_size: int, least: int, elements: int) -> dict:
+    """The tile of a launch over whole rows: at least `least` elements, and `elements` a thread."""
+    width = max(next_power_of_2(h), group_size)
+    height = max(least // width, 1)
+    warps = height * width // (32 * elements)
+    return {"ROWS": height, "H": width, "G": group_size, "num_warps": min(max(warps, 1), MAX_WARPS)}
+
+
+@functools.lru_cache(maxsize=1024)
+def _tiles(rows: int, h: int, group_size: int, least: int, elements: int) -> tuple[dict, int, int, bool]:
+    """`_tile`, the number of tiles, groups in a row, and whether all tiles lie inside."""
+    tile = _tile(h, group_size, least, elements)
+    return tile, cdiv(rows, tile["ROWS"]), cdiv(h, group_size), tile["H"] == h and rows % tile["ROWS"] == 0
+
+
+def forward_programs(rows: int, h: int, group_size: int) -> int:
+    """Programs of the forward, each of which finds one maximum."""
+    return cdiv(rows, _tile(h, group_size, FORWARD_TILE, FORWARD_ELEMENTS)["ROWS"])
+
+
+def backward_programs(rows: int, h: int, group_size: int) -> int:
+    """Programs of the backward, each of which finds one maximum; without rows, one that stores zeros."""
+    tiles = cdiv(rows, _tile(h, group_size, BACKWARD_TILE, BACKWARD_ELEMENTS)["ROWS"])
+    return max(min(tiles, PROGRAMS), 1)
+
+
+def norm_forward_triton(
+    x, weight, bias, eps: float, layer_norm: bool, zero_centered: bool, group_size: int, keep: str | None
+):
+    """`norm_forward_reference` in one pass over x; one maximum for each program."""
+    y = torch.empty_like(x)
+    q, rstd = empty_kept(x, group_size, keep) if keep else (None, None)
+    options = eps, layer_norm, zero_centered, group_size
+    return y, launch_forward(x, weight, bias, q, rstd, *options, y=y), q, rstd
+
+
+def empty_kept(x: torch.Tensor, group_size: int, fmt: str) -> tuple[Grouped, torch.Tensor]:
+    """Uninitialised storage for the kept input and rstd."""
+    rstd = torch.empty(x.shape[0], dtype=torch.float32, device=x.device)
+    return empty_grouped(*x.shape, group_size, fmt, x.device), rstd
+
+
+def launch_forward(
+    x,
+    weight,
+    bias,
+    q: Grouped | None,
+    rstd,
+    eps: float,
+    layer_norm: bool,
+    zero_centered: bool,
+    group_size: int,
+    y: torch.Tensor | None = None,
+    out: Quantized | None = None,
+    scales: Scales = NO_SCALES,
+    addends: Addends = NO_ADDENDS,
+) -> torch.Tensor | None:
+    """Writes y or, with `scales`, its row-major codes. The first launch also writes q and rstd and returns
+    maxima. Where x is the sum of `addends`, it is written too."""
+    rows, h = x.shape
+    tile, tiles, groups, even = _tiles(rows, h, group_size, FORWARD_TILE, FORWARD_ELEMENTS)
+    first = scales.maxima is None
+    maxima = torch.empty(tiles, dtype=torch.float32, device=x.device) if first else None
+    keep = first and q is not None
+    norm_forward_kernel[(scales.programs(tiles),)](
+        x,
+        *addends,
+        weight,
+        bias,
+        y,
+        out.rows.view(torch.uint8) if out else None,
+        q.codes.view(torch.uint8) if keep else None,
+        q.exponent if keep else None,
+        rstd if keep else None,
+        maxima,
+        *scales,
+        rows,
+        h,
+        groups,
+        eps,
+        tiles,
+        LAYER_NORM=layer_norm,
+        ZERO_CENTERED=zero_centered,
+        E5M2=out is not None and out.is_e5m2,
+        ROOTS=keep and q.holds_roots,
+        EVEN=even,
+        **tile,
+    )
+    return maxima
+
+
+def norm_backward_triton(
+    grad_y,
+    grad_residual,
+    q: Grouped,
+    rstd,
+    weight,
+    layer_norm: bool,
+    zero_centered: bool,
+    group_size: int,
+    needs_x: bool = True,
+    needs_weight: bool = True,
+    needs_bias: bool = True,
+    in_weights_dtype: bool = False,
+):
+    """`norm_backward_reference`; None for what is not needed. Each program loops over many rows and sums
+    their parameter gradients. A second kernel sums those of the programs, in an order that depends on the
+    shape alone."""
+    rows, h = grad_y.shape
+    tile, tiles, groups, even = _tiles(rows, h, group_size, BACKWARD_TILE, BACKWARD_ELEMENTS)
+    # without rows, one that stores zeros
+    programs = min(tiles, PROGRAMS) or 1
+    fp32 = {"dtype": torch.float32, "device": grad_y.device}
+    grad_x = torch.empty_like(grad_y) if needs_x else None
+    maxima = torch.empty(programs, **fp32) if needs_x else None
+    count = needs_weight + needs_bias
+    parts = torch.empty(count, programs, h, **fp32) if count else None
+    norm_backward_kernel[(programs,)](
+        grad_y,
+        grad_residual,
+        q.codes.view(torch.uint8),
+        q.exponent,
+        rstd,
+        weight,
+        grad_x,
+        maxima,
+        parts[0] if needs_weight else None,
+        parts[-1] if needs_bias else None,
+        rows,
+        h,
+        groups,
+        LAYER_NORM=layer_norm,
+        ZERO_CENTERED=zero_centered,
+        STAGES=BACKWARD_STAGES,
+        ROOTS=q.holds_roots,
+        EVEN=even,
+        **tile,
+    )
+    if not count:
+        return grad_x, maxima, None, None
+    dtype = weight.dtype if in_weights_dtype else torch.float32
+    sums = [torch.empty(h, dtype=dtype, device=grad_y.device) for _ in range(count)]
+    norm_sums_kernel[cdiv(h, SUMS_N), count](
+        parts,
+        sums[0],
+        sums[1] if count == 2 else None,
+        programs,
+        h,
+        PROGRAMS=SUMS_PROGRAMS,
+        N=SUMS_N,
+        num_warps=4,
+    )
+    return grad_x, maxima, sums[0] if needs_weight else None, sums[-1] if needs_bias else None
+
+
+def norm_columns_triton(
+    q: Grouped, rstd, weight, bias, largest, zero_centered: bool, group_size: int, fmt: Fp8Format
+) -> Quantized:
+    """`norm_columns_reference` in one kernel."""
+    rows, h = q.codes.shape
+    columns = empty_columns(rows, h, fmt, rstd.device)
+    scale = torch.empty(1, dtype=torch.float32, device=rstd.device)
+    width = max(COLUMNS_N, group_size)
+    down, across = tiling(columns.shape[1], h, COLUMNS_M, width)
+    norm_columns_kernel[across, down](
+        q.codes.view(torch.uint8),
+        q.exponent,
+        rstd,
+        weight,
+        bias,
+        largest,
+        columns.view(torch.int32),
+        scale,
+        rows,
+        h,
+        cdiv(h, group_size),
+        columns.shape[1],
+        ZERO_CENTERED=zero_centered,
+        E5M2=fmt.is_e5m2,
+        ROOTS=q.holds_roots,
+        EVEN=h % width == 0 and rows % COLUMNS_M == 0,
+        M=COLUMNS_M,
+        N=width,
+        G=group_size,
+        num_warps=COLUMNS_WARPS,
+    )
+    return Quantized(None, columns, scale)

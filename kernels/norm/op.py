@@ -1,0 +1,368 @@
+"""The norms as operations of autograd.
+
+The output carries its origin, so that a linear layer behind it saves nothing, and its maxima, so that nobody
+reads it for its scale. The gradient carries its maxima too. An input that is a deferred sum (residual.py) is
+computed in the same pass.
+"""
+
+import functools
+
+import torch
+import torch.distributed as dist
+
+from coat_kernels.autograd import once_differentiable
+from coat_kernels.deferred import Deferred, Source
+from coat_kernels.device import uses_kernels
+from coat_kernels.fp8 import Fp8Format, fp8_format
+from coat_kernels.groups.reference import DEFAULT_FORMAT, Grouped, empty_grouped
+from coat_kernels.norm.kernels import (
+    backward_programs,
+    empty_kept,
+    forward_programs,
+    launch_forward,
+    norm_backward_triton,
+    norm_columns_triton,
+    norm_forward_triton,
+)
+from coat_kernels.norm.reference import (
+    norm_backward_reference,
+    norm_columns_reference,
+    norm_forward_reference,
+)
+from coat_kernels.norm.residual import NO_ADDENDS, Addends, is_deferred_sum, residual_add_reference
+from coat_kernels.ops import compilable, nothing
+from coat_kernels.origin import Origin, with_maxima, with_origin
+from coat_kernels.tensorwise.predicted import Attempt, PredictedScale, write_reference
+from coat_kernels.tensorwise.quantize import Quantized
+from coat_kernels.tensorwise.transpose import empty_columns
+
+
+def _forward_fake(x, weight, bias, eps, layer_norm, zero_centered, group_size, keep):
+    rows, h = x.shape
+    maxima = x.new_empty(
+        forward_programs(rows, int(h), group_size) if uses_kernels(x) else rows, dtype=torch.float32
+    )
+    if not keep:
+        return torch.empty_like(x), maxima, nothing(x), nothing(x), nothing(x)
+    q = empty_grouped(rows, h, group_size, keep, x.device)
+    return torch.empty_like(x), maxima, *q, x.new_empty(rows, dtype=torch.float32)
+
+
+@compilable(_forward_fake)
+def norm_forward(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    eps: float,
+    layer_norm: bool,
+    zero_centered: bool,
+    group_size: int,
+    keep: str | None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(y, maxima, codes, exponent, rstd); where `keep` is None, the last three are empty. x is contiguous."""
+    forward = norm_forward_triton if uses_kernels(x) else norm_forward_reference
+    y, maxima, q, rstd = forward(x, weight, bias, eps, layer_norm, zero_centered, group_size, keep)
+    return (y, maxima, *q, rstd) if keep else (y, maxima, nothing(x), nothing(x), nothing(x))
+
+
+def _backward_fake(
+    grad_y,
+    grad_residual,
+    codes,
+    exponent,
+    rstd,
+    weight,
+    layer_norm,
+    zero_centered,
+    group_size,
+    needs_x,
+    needs_weight,
+    needs_bias,
+):
+    rows, h = grad_y.shape
+    programs = backward_programs(rows, int(h), group_size) if uses_kernels(grad_y) else rows
+    return (
+        torch.empty_like(grad_y) if needs_x else nothing(grad_y),
+        rstd.new_empty(programs) if needs_x else nothing(grad_y),
+        rstd.new_empty(h) if needs_weight else nothing(grad_y),
+        rstd.new_empty(h) if needs_bias else nothing(grad_y),
+    )
+
+
+@compilable(_backward_fake)
+def norm_backward(
+    grad_y: torch.Tensor,
+    grad_residual: torch.Tensor | None,
+    codes: torch.Tensor,
+    exponent: torch.Tensor,
+    rstd: torch.Tensor,
+    weight: torch.Tensor,
+    layer_norm: bool,
+    zero_centered: bool,
+    group_size: int,
+    needs_x: bool,
+    needs_weight: bool,
+    needs_bias: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(grad_x, maxima, grad_weight, grad_bias), empty where not needed; gradients are contiguous."""
+    kept = grad_y, grad_residual, Grouped(codes, exponent), rstd, weight
+    options = layer_norm, zero_centered, group_size
+    needs = needs_x, needs_x, needs_weight, needs_bias
+    if uses_kernels(grad_y):
+        found = norm_backward_triton(*kept, *options, *needs[1:])
+    else:
+        found = norm_backward_reference(*kept, *options)
+    return tuple(f if need else nothing(grad_y) for f, need in zip(found, needs, strict=True))
+
+
+def norm_gradients(
+    grad_y, grad_residual, q: Grouped, rstd, weight, bias, options: tuple[bool, bool, int], needs_x: bool
+):
+    """As `norm_backward_reference`, with the gradients of weight and bias in their dtypes; None for an absent
+    bias, and for x if it is not needed. options: layer_norm, zero_centered, group_size."""
+    kept = grad_y, grad_residual, q, rstd, weight
+    if uses_kernels(grad_y):
+        same = bias is None or bias.dtype == weight.dtype
+        found = norm_backward_triton(*kept, *options, needs_x, True, bias is not None, same)
+    else:
+        found = norm_backward_reference(*kept, *options)
+    grad_x, maxima, grad_weight, grad_bias = found
+    grad_bias = None if bias is None else grad_bias.to(bias.dtype)
+    return grad_x if needs_x else None, maxima, grad_weight.to(weight.dtype), grad_bias
+
+
+def _columns_fake(codes, exponent, rstd, weight, bias, largest, zero_centered, group_size, fmt):
+    return empty_columns(*codes.shape, fp8_format(fmt), codes.device), largest.new_empty(1)
+
+
+@compilable(_columns_fake)
+def norm_columns(
+    codes: torch.Tensor,
+    exponent: torch.Tensor,
+    rstd: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    largest: torch.Tensor,
+    zero_centered: bool,
+    group_size: int,
+    fmt: str,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(column-major codes, scale) of y, recomputed."""
+    make = norm_columns_triton if uses_kernels(codes) else norm_columns_reference
+    q = Grouped(codes, exponent)
+    made = make(q, rstd, weight, bias, largest, zero_centered, group_size, fp8_format(fmt))
+    return made.columns, made.scale
+
+
+class _Norm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight, bias, eps, layer_norm, zero_centered, group_size, keep, residual, y_scale):
+        options = eps, layer_norm, zero_centered, group_size
+        if y_scale is not None and is_deferred_sum(x) and uses_kernels(x):
+            # the kernel writes the sum here
+            addends, value = x.source.addends, torch.empty(x.shape, dtype=x.dtype, device=x.device)
+        else:
+            addends, value = NO_ADDENDS, _plain(x)
+        rows = value.reshape(-1, x.shape[-1]).contiguous()
+        if y_scale is None:
+            y, maxima, *kept = norm_forward(rows, weight, bias, *options, keep)
+            # detach(): autograd forbids in-place operations on a view that a function returns
+            y = y.view(x.shape).detach()
+            ctx.mark_non_differentiable(*kept, maxima)
+        else:
+            source, q, rstd = _deferred_forward(rows, weight.detach(), bias, options, keep, y_scale, addends)
+            y, maxima, kept = Deferred(source, x.shape), None, (*q, rstd)
+            ctx.mark_non_differentiable(*kept)
+        if addends is not NO_ADDENDS:
+            x.source.fill(rows)
+        ctx.options = layer_norm, zero_centered, group_size
+        ctx.bias_dtype = None if bias is None else bias.dtype
+        ctx.save_for_backward(weight, *kept)
+        ctx.set_materialize_grads(False)
+        # detach(): autograd forbids in-place adds on a returned view. Keep it last: torch 2.11 miscounts
+        # non-differentiable outputs after a None.
+        return y, maxima, *kept, value.detach() if residual else None
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad_y, *rest):
+        grad_residual = rest[-1]
+        needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
+        nothing = (None,) * 7
+        if grad_y is None:
+            return grad_residual if needs_x else None, None, None, *nothing
+        weight, *kept = ctx.saved_tensors
+        h = grad_y.shape[-1]
+        grad_x, maxima, grad_weight, grad_bias = norm_backward(
+            grad_y.reshape(-1, h).contiguous(),
+            None if grad_residual is None else grad_residual.reshape(-1, h).contiguous(),
+            *kept,
+            weight,
+            *ctx.options,
+            needs_x,
+            needs_weight,
+            needs_bias,
+        )
+        return (
+            with_maxima(grad_x.view(grad_y.shape), maxima) if needs_x else None,
+            grad_weight.to(weight.dtype) if needs_weight else None,
+            grad_bias.to(ctx.bias_dtype) if needs_bias else None,
+            *nothing,
+        )
+
+
+def _deferred_forward(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    options: tuple,
+    keep: str,
+    scale: PredictedScale,
+    addends: Addends,
+) -> tuple[Source, Grouped, torch.Tensor]:
+    """y, of which only row-major FP8 codes are written now, and what is saved of x, which is the sum of
+    `addends` if there are any."""
+    parameters = (weight,) if bias is None else (weight, bias.detach())
+
+    def make(x, weight, bias=None):
+        return norm_forward(x, weight, bias, *options, None)[0]
+
+    def write(x, *rest):
+        nonlocal addends
+        *parameters, out, scales = rest
+        weight, bias = parameters if len(parameters) == 2 else (*parameters, None)
+        maxima = launch_forward(x, weight, bias, q, rstd, *options, out=out, scales=scales, addends=addends)
+        # x exists from now on, so the addends can be freed
+        addends = NO_ADDENDS
+        return maxima
+
+    if uses_kernels(x):
+        q, rstd = empty_kept(x, options[-1], keep)
+    else:
+        *_, q, rstd = norm_forward_reference(x, weight, bias, *options, keep)
+    return Source((x, *parameters), make, write, scale, tuple(x.shape), x.dtype, at_once=True), q, rstd
+
+
+def norm_operands(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    options: tuple[float, bool, bool, int],
+    keep: str,
+    scale: PredictedScale,
+    group: dist.ProcessGroup | None = None,
+    addends: Addends = NO_ADDENDS,
+) -> tuple[Quantized, torch.Tensor, Grouped, torch.Tensor]:
+    """The norm's output as row-major FP8 codes only, quantized now: (operands, the amax over the ranks of
+    `group`, the saved input, rstd).
+
+    x [rows, h], contiguous; where it is the sum of `addends`, the sum is written to its memory.
+    options: eps, layer_norm, zero_centered, group_size.
+    """
+    if uses_kernels(x):
+        q, rstd = empty_kept(x, options[-1], keep)
+
+        def write(out, scales):
+            # the first launch writes the sum, the second reads it
+            summed = addends if scales.maxima is None else NO_ADDENDS
+            return launch_forward(x, weight, bias, q, rstd, *options, out=out, scales=scales, addends=summed)
+    else:
+        if addends is not NO_ADDENDS:
+            x.copy_(residual_add_reference(*addends))
+        y, _, q, rstd = norm_forward_reference(x, weight, bias, *options, keep)
+        write = functools.partial(write_reference, y, fmt=scale.fmt)
+    operands, largest = Attempt(write, scale, *x.shape, x.device).finish(group)
+    return operands, largest, q, rstd
+
+
+def _plain(x: torch.Tensor) -> torch.Tensor:
+    return x.plain() if isinstance(x, Deferred) else x
+
+
+def _norm(x, weight, bias, eps, layer_norm, zero_centered, group_size, keep, residual, y_scale):
+    width = x.shape[-1:]
+    if weight.shape != width or (bias is not None and bias.shape != width):
+        found = "" if bias is None else f", the bias {list(bias.shape)}"
+        raise ValueError(
+            f"norm: x has shape {list(x.shape)} and the weight {list(weight.shape)}{found}; expected one "
+            "element of weight and bias for each column of x"
+        )
+    options = eps, layer_norm, zero_centered, group_size
+    inputs = (x, weight) if bias is None else (x, weight, bias)
+    if not (torch.is_grad_enabled() and any(t.requires_grad for t in inputs)):
+        rows = _plain(x).reshape(-1, x.shape[-1]).contiguous()
+        y, maxima, *_ = norm_forward(rows, weight, bias, *options, None)
+        y = with_maxima(y.view(x.shape), maxima)
+        return (y, x) if residual else y
+    if torch.compiler.is_compiling():
+        y_scale = None
+    y, maxima, codes, exponent, rstd, handed_on = _Norm.apply(
+        x, weight, bias, *options, keep, residual, y_scale
+    )
+    parameters = weight.detach(), None if bias is None else bias.detach()
+    watched = ((parameters[0], weight._version),)
+    if bias is not None:
+        watched = *watched, (parameters[1], bias._version)
+
+    def columns(codes, exponent, rstd, largest, fmt: Fp8Format) -> Quantized:
+        for t, version in watched:
+            if t._version != version:
+                raise RuntimeError(
+                    "one of the variables needed for gradient computation has been modified by an inplace "
+                    "operation: a weight or bias of a norm, of which a linear layer makes its input again, "
+                    f"{t.dtype} {list(t.shape)}, is at version {t._version}; expected version {version}."
+                )
+        kept = codes, exponent, rstd, *parameters
+        return Quantized(None, *norm_columns(*kept, largest, zero_centered, group_size, fmt.name))
+
+    y = with_origin(y, Origin((codes, exponent, rstd), columns, watched))
+    if maxima is not None:
+        y = with_maxima(y, maxima)
+    return (y, handed_on) if residual else y
+
+
+def rms_norm(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    *,
+    zero_centered: bool = False,
+    group_size: int = 16,
+    saved_format: str = DEFAULT_FORMAT,
+    residual: bool = False,
+    y_scale: PredictedScale | None = None,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """RMSNorm over the last dimension, keeping x in groups of `group_size` and rstd in FP32.
+
+    Args:
+        x: [..., h], BF16 or FP32; where y is deferred, a deferred sum is made in the same pass.
+        weight: [h], BF16 or FP32.
+        zero_centered: the weight is w + 1.
+        group_size: 16, 32, 64 or 128.
+        saved_format: one of `coat_kernels.groups.GROUP_FORMATS`.
+        residual: also return x, handed through this node in the same memory: what reads it instead of x has
+            its gradient added inside this norm's backward, which saves a pass.
+        y_scale: defer y, which then goes straight into the FP8 GEMMs behind it; the caller's, one for
+            every call site. It pays where only such GEMMs read y. Not used while nothing is trained or a
+            model is compiled.
+
+    Returns y, in x's shape and dtype, carrying its maxima and, where something is trained, its origin; with
+    `residual` (y, x). Raises ValueError for a weight of another width than x.
+    """
+    return _norm(x, weight, None, eps, False, zero_centered, group_size, saved_format, residual, y_scale)
+
+
+def layer_norm(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    eps: float,
+    *,
+    zero_centered: bool = False,
+    group_size: int = 16,
+    saved_format: str = DEFAULT_FORMAT,
+    residual: bool = False,
+    y_scale: PredictedScale | None = None,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """LayerNorm over the last dimension, keeping x - mean(x); otherwise as `rms_norm`. bias: [h] or None."""
+    return _norm(x, weight, bias, eps, True, zero_centered, group_size, saved_format, residual, y_scale)

@@ -1,0 +1,139 @@
+"""Rotary positions as an operation of autograd.
+
+Backward finds the maxima of the gradient on the way. Where only an FP8 GEMM reads the gradient, it writes FP8
+codes instead.
+"""
+
+import functools
+
+import torch
+
+from coat_kernels.autograd import once_differentiable
+from coat_kernels.deferred import Deferred, Source
+from coat_kernels.device import uses_kernels
+from coat_kernels.ops import compilable
+from coat_kernels.origin import with_maxima
+from coat_kernels.prepared import cdiv
+from coat_kernels.rope import kernels
+from coat_kernels.rope.kernels import (
+    empty_qkv,
+    launch_operands,
+    rotate_qkv_backward_triton,
+    rotate_qkv_triton,
+)
+from coat_kernels.rope.reference import rotate_qkv_backward_reference, rotate_qkv_reference
+from coat_kernels.tensorwise.predicted import Attempt, PredictedScale, write_reference
+from coat_kernels.tensorwise.quantize import Quantized
+
+
+def _deferred_backward(dq, dk, dv, cos, sin, scale: PredictedScale) -> Deferred:
+    """The gradient of the projection's output, of which nothing is written now."""
+    dq, dk, dv = [t if t.stride(3) == 1 else t.contiguous() for t in (dq, dk, dv)]
+    s, b, groups, d = dk.shape
+    width = (dq.shape[2] + 2 * groups) * d
+
+    def make(*inputs):
+        return rotate_qkv_backward(*inputs)[0].view(s * b, width)
+
+    source = Source((dq, dk, dv, cos, sin), make, launch_operands, scale, (s * b, width), dq.dtype)
+    return Deferred(source, (s, b, width))
+
+
+def rotate_qkv_backward_operands(
+    dq, dk, dv, cos, sin, scale: PredictedScale, sums: bool, apart: bool = False
+) -> Quantized:
+    """The gradient of the projection's output [s * b, width] as row-major and column-major FP8 codes only,
+    and its column `sums`."""
+    dq, dk, dv = [t if t.stride(3) == 1 else t.contiguous() for t in (dq, dk, dv)]
+    s, b, groups, d = dk.shape
+    width = (dq.shape[2] + 2 * groups) * d
+    if uses_kernels(dq):
+        write = functools.partial(launch_operands, dq, dk, dv, cos, sin, apart=apart)
+    else:
+        grad, _ = rotate_qkv_backward_reference(dq, dk, dv, cos, sin, apart)
+        write = functools.partial(write_reference, grad.view(s * b, width), fmt=scale.fmt)
+    attempt = Attempt(write, scale, s * b, width, dq.device, rows=True, columns=True, sums=sums)
+    return attempt.finish(None, finds_largest=False)[0]
+
+
+@compilable(lambda mixed, cos, sin, groups, d, apart=False: empty_qkv(mixed, groups, d))
+def rotate_qkv_forward(
+    mixed: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, groups: int, d: int, apart: bool = False
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """CUDA tensors take the kernel, others the reference."""
+    run = rotate_qkv_triton if uses_kernels(mixed) else rotate_qkv_reference
+    return run(mixed, cos, sin, groups, d, apart)
+
+
+def _backward_fake(dq, dk, dv, cos, sin, apart=False):
+    s, b, groups, d = dk.shape
+    programs = s * b * cdiv(dq.shape[2] + 2 * groups, kernels.BACKWARD_HEADS) if uses_kernels(dq) else 1
+    maxima = dq.new_empty(programs, dtype=torch.float32)
+    return dq.new_empty(s, b, (dq.shape[2] + 2 * groups) * d), maxima
+
+
+@compilable(_backward_fake)
+def rotate_qkv_backward(
+    dq: torch.Tensor,
+    dk: torch.Tensor,
+    dv: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    apart: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """CUDA tensors take the kernel, others the reference."""
+    backward = rotate_qkv_backward_triton if uses_kernels(dq) else rotate_qkv_backward_reference
+    return backward(dq, dk, dv, cos, sin, apart)
+
+
+class _RotateQKV(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, mixed, cos, sin, groups, d, grad_scale):
+        ctx.save_for_backward(cos, sin)
+        ctx.grad_scale = grad_scale
+        return rotate_qkv_forward(mixed.contiguous(), cos, sin, groups, d)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dq, dk, dv):
+        nothing = (None,) * 5
+        if ctx.grad_scale is not None and not torch.compiler.is_compiling():
+            return _deferred_backward(dq, dk, dv, *ctx.saved_tensors, ctx.grad_scale), *nothing
+        grad, maxima = rotate_qkv_backward(dq, dk, dv, *ctx.saved_tensors)
+        return with_maxima(grad, maxima), *nothing
+
+
+def rotate_qkv(
+    mixed: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    groups: int,
+    d: int,
+    *,
+    grad_scale: PredictedScale | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Splits the output of a fused projection and rotates its queries and keys.
+
+    mixed [s, b, groups * (m + 2) * d] in BF16 or FP32: in each group m queries, a key and a value;
+    cos, sin: FP32 [s, d], d even: channel i turns with channel i + d / 2; or [any, 0]: it only splits. For
+    rotary positions of some of the channels there is no kernel: split and rotate by torch's operations;
+    grad_scale: defer the gradient of mixed, which then goes straight into the FP8 GEMMs of the projection;
+    the caller's, one for every call site. Not used while a model is compiled.
+    Returns q [s, b, groups * m, d], k and v [s, b, groups, d]. Saved for backward are cos and sin.
+    Raises ValueError for shapes that do not belong together.
+    """
+    s, b, width = mixed.shape
+    r = cos.shape[-1]
+    if cos.shape != sin.shape or cos.ndim != 2 or (r and cos.shape != (s, d)) or d % 2:
+        raise ValueError(
+            f"rotate_qkv: expected cosines and sines of shape [{s}, {d}], of an even number of channels, or "
+            f"[any, 0]; found {list(cos.shape)} and {list(sin.shape)}"
+        )
+    if width % (groups * d) or width < 3 * groups * d:
+        raise ValueError(
+            f"rotate_qkv: expected a multiple of {groups} groups x {d} channels, at least three times that; "
+            f"found {width} columns"
+        )
+    if torch.compiler.is_compiling():
+        grad_scale = None
+    return _RotateQKV.apply(mixed, cos, sin, groups, d, grad_scale)

@@ -1,0 +1,53 @@
+"""Rotary positions (RoFormer, arXiv 2104.09864, equation 34, in halves) between a fused query-key-value
+projection and attention.
+
+Of the projection's output [s, b, groups * (m + 2) * d], each group holds m query heads, a key and a value;
+or, if they lie `apart`, all queries come first, then all keys, then all values. Forward rotates queries and
+keys and writes the three to tensors of their own. Backward takes their gradients in whatever layout attention
+left them, and gives the gradient of the projection's output.
+"""
+
+import torch
+
+from coat_kernels.tensorwise.scale import maxima_reference
+
+
+def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """Rotates x [s, b, heads, d] by the angles of cos, sin [s, d], FP32; by none if those are [s, 0]."""
+    if cos.shape[1] == 0:
+        return x.clone()
+    first, second = x.float().chunk(2, dim=-1)
+    cos, sin = cos[:, None, None], sin[:, None, None]
+    return (torch.cat((first, second), -1) * cos + torch.cat((-second, first), -1) * sin).to(x.dtype)
+
+
+def rotate_back(grad: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """The gradient of `rotate`'s input from that of its output."""
+    if cos.shape[1] == 0:
+        return grad
+    value, crossed = (grad.float() * t[:, None, None] for t in (cos, sin))
+    first, second = crossed.chunk(2, dim=-1)
+    return (value + torch.cat((second, -first), -1)).to(grad.dtype)
+
+
+def rotate_qkv_reference(mixed, cos, sin, groups: int, d: int, apart: bool = False):
+    """mixed [s, b, groups * (m + 2) * d] -> q [s, b, groups * m, d], k and v [s, b, groups, d]."""
+    if apart:
+        heads = mixed.unflatten(2, (-1, d))
+        q, k, v = heads.split((heads.shape[2] - 2 * groups, groups, groups), dim=2)
+    else:
+        heads = mixed.unflatten(2, (groups, mixed.shape[2] // (groups * d), d))
+        q, k, v = (part.flatten(2, 3) for part in heads.split((heads.shape[3] - 2, 1, 1), dim=3))
+    return rotate(q, cos, sin), rotate(k, cos, sin), v.clone()
+
+
+def rotate_qkv_backward_reference(dq, dk, dv, cos, sin, apart: bool = False):
+    """The gradients of `rotate_qkv_reference`'s results -> the gradient of mixed, its maxima."""
+    s, b, groups, d = dk.shape
+    dq, dk = rotate_back(dq, cos, sin), rotate_back(dk, cos, sin)
+    if apart:
+        grad = torch.cat((dq, dk, dv), 2).flatten(2)
+    else:
+        dq = dq.reshape(s, b, groups, dq.shape[2] // groups, d)
+        grad = torch.cat((dq, dk.unsqueeze(3), dv.unsqueeze(3)), 3).flatten(2)
+    return grad, maxima_reference(grad)

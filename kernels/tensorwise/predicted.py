@@ -1,0 +1,109 @@
+"""Quantizing with a predicted scale.
+
+Scales are just in time, so they are not known while the producer runs. It quantizes with the scale that the
+same tensor of the same module had last time, and finds the amax on the way. A second launch gets that amax.
+If the scale was right, its programs return at once; else they write the codes again. So the prediction
+changes time, never a code. Scales lie a factor of two or more apart and seldom change. A tensor that exists,
+such as a weight, is quantized in the same way, with one read of it.
+"""
+
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+
+from coat_kernels.fp8 import Fp8Format
+from coat_kernels.parallel import largest_of_all
+from coat_kernels.tensorwise.quantize import Quantized, empty_operands, to_tensor_codes_reference
+from coat_kernels.tensorwise.scale import (
+    Scales,
+    largest_of_maxima,
+    largest_of_maxima_reference,
+    maxima_reference,
+    tensor_scale_reference,
+)
+from coat_kernels.tensorwise.transpose import transpose_codes_reference
+
+
+class PredictedScale:
+    """The scale that one tensor of a module had last time, to quantize it with in `fmt`.
+
+    It belongs to the module; copies and checkpoints start anew. Calls that share one must run in one stream.
+    """
+
+    def __init__(self, fmt: Fp8Format):
+        self.fmt = fmt
+        # how often a deferred tensor was computed because something else than an FP8 GEMM read it
+        self.times_made = 0
+        self._scales: dict[torch.device, torch.Tensor] = {}
+
+    def on(self, device: torch.device) -> torch.Tensor:
+        """The scale, FP32 [1], always at the same address, as CUDA graphs need it."""
+        try:
+            return self._scales[device]
+        except KeyError:
+            # training later writes to it, and could not write into an inference tensor
+            with torch.inference_mode(False):
+                scale = self._scales[device] = torch.ones(1, device=device)
+            return scale
+
+    def __deepcopy__(self, memo):
+        return type(self)(self.fmt)
+
+    def __reduce__(self):
+        return type(self), (self.fmt,)
+
+
+def write_reference(x: torch.Tensor, out: Quantized, scales: Scales, fmt: Fp8Format) -> torch.Tensor | None:
+    """What a producer of `x` [m, n] does in each launch. The first launch returns maxima and writes column
+    sums."""
+    if not scales.corrects:
+        scales.used.copy_(scales.predicted)
+        if out.sums is not None:
+            torch.sum(x, 0, dtype=torch.float32, out=out.sums)
+    else:
+        largest = largest_of_maxima_reference(scales.maxima)
+        if scales.largest is not None:
+            scales.largest.copy_(largest)
+        scales.true.copy_(tensor_scale_reference(largest, fmt))
+        scales.predicted.copy_(scales.true)
+        if scales.used.equal(scales.true):
+            return None
+    codes = to_tensor_codes_reference(x, scales.predicted, fmt)
+    if out.rows is not None:
+        out.rows.copy_(codes)
+    if out.columns is not None:
+        out.columns.copy_(transpose_codes_reference(codes))
+    return None if scales.corrects else maxima_reference(x)
+
+
+class Attempt:
+    """FP8 operands of [m, n] with a predicted scale. `write(out, scales)` launches their producer."""
+
+    def __init__(
+        self,
+        write: Callable[[Quantized, Scales], torch.Tensor | None],
+        prediction: PredictedScale,
+        m: int,
+        n: int,
+        device: torch.device,
+        rows: bool = True,
+        columns: bool = False,
+        sums: bool = False,
+    ):
+        self.write = write
+        self.predicted = prediction.on(device)
+        self.out = empty_operands(m, n, prediction.fmt, device, rows, columns, sums)
+        self.used = torch.empty_like(self.out.scale)
+        self.maxima = write(self.out, Scales(self.predicted, self.used))
+
+    def finish(
+        self, group: dist.ProcessGroup | None, finds_largest: bool = True
+    ) -> tuple[Quantized, torch.Tensor | None]:
+        """The operands with the right scale, and if asked for the amax, over the ranks of `group`."""
+        out, maxima = self.out, self.maxima
+        largest = torch.empty_like(self.used) if finds_largest else None
+        if group is not None:
+            maxima = largest_of_all(largest_of_maxima(maxima), group)
+        self.write(out, Scales(self.predicted, self.used, maxima, maxima.numel(), largest, out.scale))
+        return out, largest

@@ -1,0 +1,35 @@
+"""Which GPUs take the kernels, and which are refused."""
+
+import pytest
+import torch
+
+from coat_kernels import device as devices
+
+GPU = torch.device("cuda", 0)
+
+
+@pytest.mark.parametrize("found", [(8, 0), (8, 6), (8, 9), (9, 0)])
+def test_a_gpu_without_fp8_is_refused_unless_emulated(found, monkeypatch):
+    monkeypatch.setattr(devices, "capability", lambda device: found)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a GPU")
+    assert devices.has_fp8_gemm(GPU) == (found >= (8, 9))
+    devices.require_fp8(torch.device("cpu"))
+    devices.require_fp8(GPU, emulate=True)
+    if found >= (8, 9):
+        devices.require_fp8(GPU)
+    else:
+        with pytest.raises(RuntimeError, match=rf"8.9 or newer, found a GPU with 8.{found[1]}.*emulate"):
+            devices.require_fp8(GPU)
+
+
+def test_tensors_on_the_cpu_take_the_references():
+    x = torch.zeros(1)
+    assert not devices.uses_kernels(x) and not devices.uses_kernels(x, fp8=False)
+
+
+@pytest.mark.gpu
+def test_kernels_that_need_fp8_are_taken_where_it_is(device, monkeypatch):
+    x = torch.zeros(1, device=device)
+    assert devices.uses_kernels(x) and devices.uses_kernels(x, fp8=False)
+    monkeypatch.setattr(devices, "_has_fp8", lambda index: False)
+    assert not devices.uses_kernels(x) and devices.uses_kernels(x, fp8=False)
