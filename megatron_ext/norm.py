@@ -8,7 +8,7 @@ from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from coat_ds.config import ActivationsConfig
 from coat_ds.layers.formats import formats
 from coat_ds.layers.hooks import before_hooks
-from coat_ds.model_layers import Part, grouped
+from coat_ds.layers.inventory import Part, grouped
 from coat_kernels.blocks import NormOptions, norm_options
 from coat_kernels.deferred import PredictedScale
 from coat_kernels.norm import layer_norm, rms_norm

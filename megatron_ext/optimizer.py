@@ -6,7 +6,7 @@ function around the one that reads them, for whose duration they name the class 
 methods by which every format of distributed checkpoints reads and writes an optimizer's state: they hand out
 and take FP32 tensors of the shard's shape, on the CPU, made one at a time. So checkpoints are those of stock
 AdamW, to be loaded by it and loaded from it, at any size; and since moments are recovered to the bit from
-their values (`coat_ds/recover.py`), a run goes on as if it had not been interrupted.
+their values (`coat_ds/optim/recover.py`), a run goes on as if it had not been interrupted.
 
 With our optimizer the precision-aware one needs no Transformer Engine: Megatron's check for it passes. And a
 distributed optimizer without Transformer Engine or apex can load its checkpoint, which stock AdamW cannot: it
@@ -32,9 +32,11 @@ from megatron.core.utils import get_te_version, log_single_rank
 
 from coat_ds import state_bytes
 from coat_ds.config import CoatConfig, CoatConfigError
-from coat_ds.optimizer import LAYOUT, MOMENTS, CoatAdamW, Fragment, keeps_fp32
-from coat_ds.state import Moment
-from coat_ds.state_dict import take_states
+from coat_ds.optim.fragments import Fragment
+from coat_ds.optim.moment import Moment
+from coat_ds.optim.optimizer import CoatAdamW
+from coat_ds.optim.options import LAYOUT, MOMENTS, keeps_fp32
+from coat_ds.optim.state_dict import take_states
 from coat_kernels.adamw import join_master, split_master
 from coat_kernels.saved import exchanged
 

@@ -1,7 +1,7 @@
 """How the block's `activations` reach the layers: as an attribute of Megatron's config."""
 
 from coat_ds.config import ActivationsConfig
-from coat_ds.model_layers import Part
+from coat_ds.layers.inventory import Part
 from coat_kernels.fp8 import set_emulation
 
 from . import options
@@ -24,7 +24,7 @@ def activations_of(config) -> ActivationsConfig:
 
 
 class TakesActivations:
-    """A module that `coat_ds.model_layers` finds, asks and tells. Mixed in before the host's class."""
+    """A module that `coat_ds.zero.model_layers` finds, asks and tells. Mixed in before the host's class."""
 
     activations: ActivationsConfig
     told_by: str | None

@@ -16,7 +16,7 @@ HIDDEN = {"CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS"
 PRELOADED = [
     "deepspeed",
     "megatron.core.models.gpt",
-    "coat_ds.engine",
+    "coat_ds.zero.engine",
     "megatron_ext.model",
     "matplotlib.pyplot",
 ]

@@ -8,9 +8,9 @@ nothing else.
 `pip install` makes `coat_autoload` an entry point of `torch.backends`, a group that torch loads at the end of
 its own import, and that calls `register`. It puts a finder in front of `sys.meta_path`, which waits for
 `deepspeed.runtime.engine` and goes away. So a Python that does not import torch runs none of this, and one
-that does imports this file, which needs nothing but the standard library: 0.3 ms for the import and less
-than 1 ms in all, measured on a server's core, of torch's own 1.2 s. The rest of `coat_ds` is imported when an
-engine with a block is built.
+that does imports this file and `block`, which need nothing but the standard library: less than 1 ms in all,
+measured on a server's core, of torch's own 1.2 s. The rest of `coat_ds` is imported when an engine with a
+block is built.
 
 `COAT_DISABLE=1` in the environment keeps `register` from doing anything but saying that a block is ignored,
 `TORCH_DEVICE_BACKEND_AUTOLOAD=0`, torch's own switch, from being called; `install` and `coat_ds.initialize`
@@ -24,13 +24,14 @@ import inspect
 import logging
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from types import ModuleType
 from typing import Any
 
+from coat_ds.zero.block import asks_for_coat
+
 HOST = "deepspeed.runtime.engine"
 DISABLE = "COAT_DISABLE"
-OPTIMIZER_TYPE = "CoatAdamW"
 # arguments of DeepSpeedEngine.__init__ that are relied on
 ARGUMENTS = ("model", "optimizer", "config_class")
 
@@ -117,34 +118,6 @@ def check_host(host: ModuleType) -> None:
         )
 
 
-def asks_for_coat(host_config: Any) -> bool:
-    """Whether a DeepSpeed config has a `"coat"` block, wherever it is, or names our optimizer."""
-    if not isinstance(host_config, Mapping):
-        return False
-    section = host_config.get("optimizer")
-    kind = section.get("type") if isinstance(section, Mapping) else None
-    named = str(kind).lower() == OPTIMIZER_TYPE.lower()
-    return "coat" in host_config or named or misplaced_block(host_config) is not None
-
-
-def misplaced_block(host_config: Mapping[str, Any], within: str = "") -> str | None:
-    """The path of a block under another spelling, as "COAT", or inside of a section; None without.
-
-    within: the path of `host_config` itself, with a dot behind it; empty for the whole config.
-    """
-    for key, value in host_config.items():
-        named = str(key).lower() == "coat"
-        if named and (within or key != "coat"):
-            return f"{within}{key}"
-        # what stands in the block itself is its own reader's to judge
-        found = (
-            misplaced_block(value, f"{within}{key}.") if isinstance(value, Mapping) and not named else None
-        )
-        if found is not None:
-            return found
-    return None
-
-
 def _exchange(host: ModuleType) -> None:
     original = host.DeepSpeedEngine.__init__
 
@@ -155,7 +128,7 @@ def _exchange(host: ModuleType) -> None:
         if not asks_for_coat(host_config):
             return original(self, *args, **kwargs)
         check_host(host)
-        from coat_ds import engine
+        from coat_ds.zero import engine
 
         prepared = engine.prepare(bound.arguments)
         with prepared.units.building():

@@ -4,7 +4,8 @@ from collections.abc import Iterator
 
 import torch
 
-from coat_ds.optimizer import CoatAdamW, Fragment
+from coat_ds.optim.fragments import Fragment
+from coat_ds.optim.optimizer import CoatAdamW
 
 
 def link_partitions(wrapper, optimizer: CoatAdamW) -> None:

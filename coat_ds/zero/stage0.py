@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from coat_ds.state import Moment
+from coat_ds.optim.moment import Moment
 
 FLAT, APART, STATES = "fp32_groups_flat", "fp32_groups", "optimizer_state_dict"
 # what FP16_UnfusedOptimizer reads in BF16 too

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 
 from coat_ds.config import CoatConfigError, OptimizerConfig
-from coat_ds.optimizer import LAYOUT, CoatAdamW
+from coat_ds.optim.optimizer import CoatAdamW
+from coat_ds.optim.options import LAYOUT
 
 # by name, since DeepSpeed's need not be importable; exactly these, since a subclass may step otherwise
 KINDS = {
