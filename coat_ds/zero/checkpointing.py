@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from coat_ds.config import CoatConfigError
+from coat_ds.patches import Patch
 from coat_kernels.saved import (
     Packed,
     compressed_checkpoints,
@@ -27,9 +28,19 @@ from coat_kernels.saved import (
     is_activation,
     packed,
     region,
-    replace_once,
 )
 
+CHECKPOINT = Patch(
+    "recompute",
+    "deepspeed",
+    "deepspeed.runtime.activation_checkpointing.checkpointing:CheckpointFunction",
+    "inputs of recomputed regions are kept in FP8 while a module with the block runs forward",
+    parameters=("ctx", "run_function", "all_outputs", "args"),
+    method="forward",
+    expected="a class that checkpoint() looks up, with forward",
+    used_by="checkpoint",
+    way_out="or drop coat.checkpointing.compress",
+)
 CONTIGUOUS = (
     "its buffers are of the activations' own type, and FP8 codes are not kept in them. Drop the key, or set "
     "coat.checkpointing.compress to false."
@@ -71,7 +82,7 @@ def compressed(group_size: int) -> Iterator[None]:
     """
     from deepspeed.runtime.activation_checkpointing import checkpointing as host
 
-    replace_once(host, "CheckpointFunction", functools.partial(_packing_function, host))
+    CHECKPOINT.apply(functools.partial(_packing_function, host))
     with compressed_checkpoints(group_size):
         yield
 

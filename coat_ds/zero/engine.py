@@ -2,7 +2,7 @@
 
 import functools
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -10,6 +10,7 @@ import torch
 from coat_ds.config import CoatConfig
 from coat_ds.layers.inventory import layers_of
 from coat_ds.optim.optimizer import CoatAdamW
+from coat_ds.patches import Patch
 from coat_ds.saved_bytes import report_compressed, report_saved
 from coat_ds.zero import checkpointing
 from coat_ds.zero.build import let_zero_accept, optimizer_for_engine
@@ -24,6 +25,14 @@ from coat_ds.zero.module_hooks import lighten_module_hooks
 from coat_ds.zero.partitions import link_partitions
 from coat_ds.zero.stage0 import translate_checkpoints
 from coat_ds.zero.status import Status, idle_layers
+
+DESTROY = Patch(
+    "end of an engine",
+    "deepspeed",
+    "deepspeed.runtime.engine:DeepSpeedEngine.destroy",
+    "converted layers are given back",
+    parameters=(),
+)
 
 
 class Prepared(NamedTuple):
@@ -97,15 +106,16 @@ def finish(engine, prepared: Prepared) -> None:
 
 
 def _undo_at_the_end(engine, units: LayerUnits) -> None:
-    destroy = engine.destroy
+    def make(destroy: Callable) -> Callable:
+        @functools.wraps(destroy)
+        def destroy_engine():
+            destroy()
+            units.undo()
+            try:
+                undo(engine.module)
+            except RuntimeError as error:
+                say(f"COAT: layers stay converted: {error}", logging.WARNING)
 
-    @functools.wraps(destroy)
-    def destroy_engine():
-        destroy()
-        units.undo()
-        try:
-            undo(engine.module)
-        except RuntimeError as error:
-            say(f"COAT: layers stay converted: {error}", logging.WARNING)
+        return destroy_engine
 
-    engine.destroy = destroy_engine
+    DESTROY.apply(make, on=engine)

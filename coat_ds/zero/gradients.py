@@ -1,11 +1,35 @@
 """Gradients that ZeRO hands to the optimizer in 16 bits."""
 
 import functools
+from collections.abc import Callable
 
 import torch
 
 from coat_ds.optim.narrow_grad import NarrowGrad
-from coat_kernels.saved import exchanged
+from coat_ds.patches import Patch
+
+_WHY = "gradients stay in 16 bits on their way to the optimizer"
+PARTITION = Patch(
+    "16-bit gradients",
+    "deepspeed",
+    "deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer._get_preflattened_grad_partition",
+    _WHY,
+    parameters=("group_idx",),
+    optional=True,
+)
+PREPARE = Patch(
+    "16-bit gradients",
+    "deepspeed",
+    "deepspeed.runtime.zero.stage3:DeepSpeedZeroOptimizer_Stage3._prepare_fp32_grad_for_sub_group",
+    _WHY,
+)
+FLATTEN = Patch(
+    "16-bit gradients",
+    "deepspeed",
+    "deepspeed.runtime.zero.stage3:DeepSpeedZeroOptimizer_Stage3.flatten",
+    "the flat tensor of a step's gradients is a NarrowGrad",
+    instance=True,
+)
 
 
 def keep_gradients_narrow(wrapper) -> None:
@@ -15,11 +39,13 @@ def keep_gradients_narrow(wrapper) -> None:
     masters' type. DeepSpeed 0.18 does not ask, and makes FP32.
     """
     if hasattr(wrapper, "_prepare_fp32_grad_for_sub_group"):
-        _in_stage3(wrapper)
+        PREPARE.apply(lambda prepare: _narrow_sub_group(wrapper, prepare), on=wrapper)
         return
-    ask = getattr(wrapper, "_get_preflattened_grad_partition", None)
-    if ask is None:
-        return
+    if hasattr(wrapper, "_get_preflattened_grad_partition"):
+        PARTITION.apply(lambda ask: _narrow_partition(wrapper, ask), on=wrapper)
+
+
+def _narrow_partition(wrapper, ask: Callable) -> Callable:
     from deepspeed import comm as dist
 
     @functools.wraps(ask)
@@ -33,20 +59,23 @@ def keep_gradients_narrow(wrapper) -> None:
                 flat = wrapper.flatten(grads)
         return _as_wide_as(wrapper.single_partition_of_fp32_groups[group], flat)
 
-    wrapper._get_preflattened_grad_partition = partition
+    return partition
 
 
-def _in_stage3(wrapper) -> None:
+def _narrow_sub_group(wrapper, prepare: Callable) -> Callable:
     """Its step flattens the gradients of a part of the parameters and then has them in the masters' type."""
-    prepare = wrapper._prepare_fp32_grad_for_sub_group
 
     @functools.wraps(prepare)
     def prepare_narrow(part: int) -> None:
-        master, flatten = wrapper.fp32_partitioned_groups_flat[part], wrapper.flatten
-        with exchanged(wrapper, flatten=lambda gradients: _as_wide_as(master, flatten(gradients))):
+        master = wrapper.fp32_partitioned_groups_flat[part]
+
+        def narrow(flatten: Callable) -> Callable:
+            return lambda gradients: _as_wide_as(master, flatten(gradients))
+
+        with FLATTEN.applied(narrow, on=wrapper):
             prepare(part)
 
-    wrapper._prepare_fp32_grad_for_sub_group = prepare_narrow
+    return prepare_narrow
 
 
 def _as_wide_as(master: torch.Tensor, flat: torch.Tensor) -> torch.Tensor:

@@ -2,12 +2,50 @@
 
 import contextlib
 import functools
+from collections.abc import Callable, Iterator
 
 import torch
 
 from coat_ds.optim.optimizer import CoatAdamW
 from coat_ds.optim.streaming import streaming
+from coat_ds.patches import Patch
+from coat_ds.zero.grad_norm import STAGE_1_AND_2, STAGE_3
 from coat_ds.zero.log import say
+
+_ENGINE = "deepspeed.runtime.engine:DeepSpeedEngine"
+LOAD = Patch(
+    "checkpoints",
+    "deepspeed",
+    f"{_ENGINE}.load_checkpoint",
+    "states are linked to parameters after a load, and keep this optimizer's formats",
+    parameters=("load_dir", "tag", "..."),
+)
+SAVE = Patch(
+    "checkpoints",
+    "deepspeed",
+    f"{_ENGINE}.save_checkpoint",
+    "moments are decoded one at a time while a file is written",
+    parameters=("save_dir", "tag", "..."),
+)
+(OFFLOAD, RELOAD), (OFFLOAD_3, RELOAD_3) = (
+    (
+        Patch(
+            "offloading",
+            "deepspeed",
+            f"{wrapper}.offload_states",
+            "states are moved as they are stored",
+            parameters=("include", "device", "pin_memory", "non_blocking"),
+        ),
+        Patch(
+            "offloading",
+            "deepspeed",
+            f"{wrapper}.reload_states",
+            "states are moved as they are stored",
+            parameters=("non_blocking",),
+        ),
+    )
+    for wrapper in (STAGE_1_AND_2, STAGE_3)
+)
 
 
 def link_states(engine) -> None:
@@ -23,8 +61,12 @@ def link_states(engine) -> None:
 
 
 def guard_checkpoints(engine) -> None:
-    load, save = engine.load_checkpoint, engine.save_checkpoint
+    """Has `engine` restore the codes of a checkpoint, and write states one at a time."""
+    LOAD.apply(lambda load: _loading(engine, load), on=engine)
+    SAVE.apply(lambda save: _saving(engine, save), on=engine)
 
+
+def _loading(engine, load: Callable) -> Callable:
     @functools.wraps(load)
     def load_checkpoint(*args, **kwargs):
         # a universal checkpoint brings options of the parameter groups that it was saved with
@@ -40,12 +82,16 @@ def guard_checkpoints(engine) -> None:
         say(f"COAT: moments of the checkpoint: {arrived or 'none was loaded'}")
         return result
 
+    return load_checkpoint
+
+
+def _saving(engine, save: Callable) -> Callable:
     @functools.wraps(save)
     def save_checkpoint(*args, **kwargs):
         with streaming() if _saves_by_torch(engine) else contextlib.nullcontext():
             return save(*args, **kwargs)
 
-    engine.load_checkpoint, engine.save_checkpoint = load_checkpoint, save_checkpoint
+    return save_checkpoint
 
 
 def _saves_by_torch(engine) -> bool:
@@ -60,27 +106,18 @@ def guard_offloading(engine) -> None:
 
     By itself DeepSpeed pins an FP32 tensor in place of a moment, and ZeRO-3 moves FusedAdam's states alone.
     """
-    from deepspeed.accelerator import get_accelerator
-    from deepspeed.ops.adam import FusedAdam
-    from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum
-
     wrapper = engine.optimizer
     if not hasattr(wrapper, "offload_states"):
         return
-    offload, reload = wrapper.offload_states, wrapper.reload_states
-    states = OffloadStateTypeEnum.optim_states
-    # passes for what ZeRO-3 asks for, and has nothing to be moved
-    empty = FusedAdam.__new__(FusedAdam)
-    empty.state = {}
+    offload, reload = (OFFLOAD, RELOAD) if hasattr(wrapper, "bit16_groups") else (OFFLOAD_3, RELOAD_3)
+    offload.apply(lambda original: _offloading(engine, original), on=wrapper)
+    reload.apply(lambda original: _reloading(engine, original), on=wrapper)
 
-    @contextlib.contextmanager
-    def without_states():
-        optimizer, wrapper.optimizer = wrapper.optimizer, empty
-        empty.param_groups = optimizer.param_groups
-        try:
-            yield
-        finally:
-            wrapper.optimizer = optimizer
+
+def _offloading(engine, offload: Callable) -> Callable:
+    from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum
+
+    wrapper, states = engine.optimizer, OffloadStateTypeEnum.optim_states
 
     @functools.wraps(offload)
     def offload_states(include=None, device=None, pin_memory=True, non_blocking=False):
@@ -88,23 +125,47 @@ def guard_offloading(engine) -> None:
         given |= {} if device is None else {"device": device}
         if states not in wrapper.offloaded_states and (include is None or states in include):
             _move_states(engine.basic_optimizer, "cpu", pin_memory, non_blocking)
-        with without_states():
+        with _without_states(wrapper):
             offload(**given)
         link_states(engine)
+
+    return offload_states
+
+
+def _reloading(engine, reload: Callable) -> Callable:
+    from deepspeed.accelerator import get_accelerator
+    from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum
+
+    wrapper, states = engine.optimizer, OffloadStateTypeEnum.optim_states
 
     @functools.wraps(reload)
     def reload_states(non_blocking=False):
         moved = []
         if states in wrapper.offloaded_states:
             device = get_accelerator().current_device_name()
-            # a copy that is under way still reads what is on the host; DeepSpeed waits for it
+            # a copy that is under way still reads what is in the CPU's memory; DeepSpeed waits for it
             moved = _move_states(engine.basic_optimizer, device, False, non_blocking)
-        with without_states():
+        with _without_states(wrapper):
             reload(non_blocking=non_blocking)
         del moved
         link_states(engine)
 
-    wrapper.offload_states, wrapper.reload_states = offload_states, reload_states
+    return reload_states
+
+
+@contextlib.contextmanager
+def _without_states(wrapper) -> Iterator[None]:
+    """Within it `wrapper` finds an optimizer of the kind that ZeRO-3 asks for, with nothing to be moved."""
+    from deepspeed.ops.adam import FusedAdam
+
+    empty = FusedAdam.__new__(FusedAdam)
+    empty.state = {}
+    optimizer, wrapper.optimizer = wrapper.optimizer, empty
+    empty.param_groups = optimizer.param_groups
+    try:
+        yield
+    finally:
+        wrapper.optimizer = optimizer
 
 
 def _move_states(

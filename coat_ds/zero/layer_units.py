@@ -27,12 +27,12 @@ of Hugging Face's are taken too where they have been converted.
 
 import contextlib
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 
 from coat_ds.layers.replaced import replaced
-from coat_kernels.saved import exchanged
+from coat_ds.patches import Patch
 
 INPUT = "hidden_states"
 # those that say nothing, with the classes derived from them: Megatron's, and Hugging Face's layers
@@ -40,6 +40,15 @@ OTHERS = (
     "megatron.core.transformer.transformer_layer.TransformerLayer",
     "megatron.core.ssm.mamba_layer.MambaLayer",
     "transformers.modeling_layers.GradientCheckpointingLayer",
+)
+
+
+HOOKS = Patch(
+    "units of ZeRO-3",
+    "deepspeed",
+    "deepspeed.runtime.zero.stage3:DeepSpeedZeroOptimizer_Stage3.create_reduce_and_remove_grad_hooks",
+    "while an engine is built: gradients of a unit are reduced one by one",
+    parameters=(),
 )
 
 
@@ -182,17 +191,17 @@ def _input_first(layer: torch.nn.Module, args: tuple, kwargs: dict) -> tuple[tup
 @contextlib.contextmanager
 def _gradients_one_by_one(units) -> Iterator[None]:
     """Has a ZeRO-3 optimizer that is built meanwhile reduce each gradient of `units` when it is there."""
-    from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3 as host
 
-    create = host.create_reduce_and_remove_grad_hooks
+    def make(create: Callable) -> Callable:
+        @functools.wraps(create)
+        def create_hooks(wrapper):
+            for unit in units:
+                for p in unit.parameters():
+                    # by which it tells a leaf's parameters from others
+                    vars(p).pop("ds_z3_leaf_module", None)
+            create(wrapper)
 
-    @functools.wraps(create)
-    def create_hooks(wrapper):
-        for unit in units:
-            for p in unit.parameters():
-                # by which it tells a leaf's parameters from others
-                vars(p).pop("ds_z3_leaf_module", None)
-        create(wrapper)
+        return create_hooks
 
-    with exchanged(host, create_reduce_and_remove_grad_hooks=create_hooks):
+    with HOOKS.applied(make):
         yield

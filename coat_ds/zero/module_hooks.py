@@ -8,14 +8,25 @@ pays for nodes, though only those with weights of their own have something to ga
 layers nobody makes units.
 """
 
+import functools
 import inspect
 
 import torch
 
+from coat_ds.patches import Patch
 from coat_kernels.origin import share_notes
 
 # where DeepSpeed's hooks look up the functions of a module
-NODES = ("pre_bwd_fn", "post_bwd_fn")
+NODES = tuple(
+    Patch(
+        "ZeRO-3's nodes",
+        "deepspeed",
+        f"deepspeed.runtime.zero.parameter_offload:DeepSpeedZeRoOffload.{name}",
+        "notes on tensors survive ZeRO-3's hooks, and modules without weights need no nodes",
+        instance=True,
+    )
+    for name in ("pre_bwd_fn", "post_bwd_fn")
+)
 
 
 class _Node:
@@ -53,7 +64,6 @@ def lighten_module_hooks(model: torch.nn.Module) -> None:
     """
     only_weights = all(p.requires_grad for p in model.parameters())
     for module in model.modules():
-        for name in NODES:
-            function = vars(module).get(name)
-            if function is not None and not isinstance(function, _Node):
-                setattr(module, name, _Node(module, function, only_weights))
+        for node in NODES:
+            if node.attribute in vars(module):
+                node.apply(functools.partial(_Node, module, only_weights=only_weights), on=module)

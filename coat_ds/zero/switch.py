@@ -8,9 +8,8 @@ nothing else.
 `pip install` makes `coat_autoload` an entry point of `torch.backends`, a group that torch loads at the end of
 its own import, and that calls `register`. It puts a finder in front of `sys.meta_path`, which waits for
 `deepspeed.runtime.engine` and goes away. So a Python that does not import torch runs none of this, and one
-that does imports this file and `block`, which need nothing but the standard library: less than 1 ms in all,
-measured on a server's core, of torch's own 1.2 s. The rest of `coat_ds` is imported when an engine with a
-block is built.
+that does imports this file, `block` and `patches`, which need nothing but the standard library: 2 ms in all,
+of torch's own 1.2 s. The rest of `coat_ds` is imported when an engine with a block is built.
 
 `COAT_DISABLE=1` in the environment keeps `register` from doing anything but saying that a block is ignored,
 `TORCH_DEVICE_BACKEND_AUTOLOAD=0`, torch's own switch, from being called; `install` and `coat_ds.initialize`
@@ -25,15 +24,26 @@ import logging
 import os
 import sys
 from collections.abc import Callable, Iterator
-from types import ModuleType
-from typing import Any
 
+from coat_ds.patches import Patch
 from coat_ds.zero.block import asks_for_coat
 
-HOST = "deepspeed.runtime.engine"
+ENGINE_MODULE = "deepspeed.runtime.engine"
 DISABLE = "COAT_DISABLE"
-# arguments of DeepSpeedEngine.__init__ that are relied on
-ARGUMENTS = ("model", "optimizer", "config_class")
+ENGINE = Patch(
+    "switch",
+    "deepspeed",
+    f"{ENGINE_MODULE}:DeepSpeedEngine.__init__",
+    "engines honour the coat block; coat_ds.uninstall() undoes it",
+    keywords=("model", "optimizer", "config_class"),
+    way_out="or drop the coat block",
+)
+DISABLED = Patch(
+    f"{DISABLE}=1",
+    "deepspeed",
+    f"{ENGINE_MODULE}:DeepSpeedEngine.__init__",
+    "engines say that their coat block is ignored",
+)
 
 _log = logging.getLogger("coat_ds")
 
@@ -44,12 +54,10 @@ def install() -> None:
     If DeepSpeed is not imported yet, this happens when it is.
     Raises RuntimeError if the installed DeepSpeed is not one that this was written for.
     """
-    host = sys.modules.get(HOST)
-    if host is None:
-        _wait(_exchange)
-    elif not is_installed():
-        check_host(host)
-        _exchange(host)
+    if ENGINE_MODULE in sys.modules:
+        ENGINE.apply(_honouring)
+    else:
+        _wait(ENGINE, _honouring)
 
 
 def uninstall() -> None:
@@ -58,27 +66,12 @@ def uninstall() -> None:
     Raises RuntimeError if somebody else has exchanged the same method since.
     """
     sys.meta_path[:] = [finder for finder in sys.meta_path if not isinstance(finder, _Finder)]
-    if not is_installed():
-        return
-    cls = sys.modules[HOST].DeepSpeedEngine
-    if not _is_ours(cls.__init__):
-        raise RuntimeError(
-            f"uninstall: {HOST}.DeepSpeedEngine.__init__ was exchanged again after coat_ds.install(). Undo "
-            "that first."
-        )
-    cls.__init__ = cls.__init__.__wrapped__
+    ENGINE.remove()
 
 
 def is_installed() -> bool:
     """Whether the engines of the imported DeepSpeed honour the block."""
-    method = getattr(getattr(sys.modules.get(HOST), "DeepSpeedEngine", None), "__init__", None)
-    while method is not None and not _is_ours(method):
-        method = getattr(method, "__wrapped__", None)
-    return method is not None
-
-
-def _is_ours(method: Any) -> bool:
-    return getattr(method, "coat_method", None) is method
+    return ENGINE.is_applied()
 
 
 @contextlib.contextmanager
@@ -96,38 +89,23 @@ def installed() -> Iterator[None]:
 
 def register() -> None:
     """What `coat_autoload` calls at the end of torch's import."""
-    host = sys.modules.get(HOST)
-    if os.environ.get(DISABLE) != "1":
-        _wait(_exchange) if host is None else _exchange(host)
-    elif host is not None:
-        _say_disabled(host)
-    elif not any(isinstance(finder, _Finder) for finder in sys.meta_path):
-        _wait(_say_disabled)
+    disabled = os.environ.get(DISABLE) == "1"
+    patch, make = (DISABLED, _saying_so) if disabled else (ENGINE, _honouring)
+    if ENGINE_MODULE in sys.modules:
+        patch.apply(make, checked=False)
+    elif not disabled or not any(isinstance(finder, _Finder) for finder in sys.meta_path):
+        _wait(patch, make)
 
 
-def check_host(host: ModuleType) -> None:
-    """Raises RuntimeError unless `DeepSpeedEngine.__init__` takes the arguments that are relied on."""
-    found = inspect.signature(host.DeepSpeedEngine.__init__).parameters
-    missing = [name for name in ARGUMENTS if name not in found]
-    if missing:
-        from deepspeed import __version__
-
-        raise RuntimeError(
-            f"coat_ds: DeepSpeedEngine.__init__ of DeepSpeed {__version__} has no argument "
-            f"{', '.join(missing)}. Install deepspeed>=0.18.9,<0.20, or drop the coat block."
-        )
-
-
-def _exchange(host: ModuleType) -> None:
-    original = host.DeepSpeedEngine.__init__
+def _honouring(original: Callable) -> Callable:
+    """The constructor of an engine that honours the block."""
 
     @functools.wraps(original)
     def __init__(self, *args, **kwargs):
         bound = inspect.signature(original).bind(self, *args, **kwargs)
-        host_config = getattr(bound.arguments.get("config_class"), "_param_dict", None)
-        if not asks_for_coat(host_config):
+        if not asks_for_coat(getattr(bound.arguments.get("config_class"), "_param_dict", None)):
             return original(self, *args, **kwargs)
-        check_host(host)
+        ENGINE.check()
         from coat_ds.zero import engine
 
         prepared = engine.prepare(bound.arguments)
@@ -135,15 +113,11 @@ def _exchange(host: ModuleType) -> None:
             original(*bound.args, **bound.kwargs)
         engine.finish(self, prepared)
 
-    # itself, since whoever wraps this method may copy its attributes
-    __init__.coat_method = __init__
-    host.DeepSpeedEngine.__init__ = __init__
-    _log.info("%s.DeepSpeedEngine honours the coat block now; coat_ds.uninstall() undoes it", HOST)
+    return __init__
 
 
-def _say_disabled(host: ModuleType) -> None:
-    """Has every engine that is built say so if its config has a block, and do nothing else."""
-    original = host.DeepSpeedEngine.__init__
+def _saying_so(original: Callable) -> Callable:
+    """The constructor of an engine that says that its block is ignored, and does nothing else."""
 
     @functools.wraps(original)
     def __init__(self, *args, **kwargs):
@@ -154,22 +128,22 @@ def _say_disabled(host: ModuleType) -> None:
                 _log.warning("the coat block is ignored, for %s=1 is set. Unset it to use COAT", DISABLE)
         return original(self, *args, **kwargs)
 
-    host.DeepSpeedEngine.__init__ = __init__
+    return __init__
 
 
-def _wait(action: Callable[[ModuleType], None]) -> None:
+def _wait(patch: Patch, make: Callable[[Callable], Callable]) -> None:
     sys.meta_path[:] = [finder for finder in sys.meta_path if not isinstance(finder, _Finder)]
-    sys.meta_path.insert(0, _Finder(action))
+    sys.meta_path.insert(0, _Finder(patch, make))
 
 
 class _Finder:
-    """Waits for `HOST` to be imported and exchanges its method then, by `action`."""
+    """Waits for `ENGINE_MODULE` to be imported and applies a patch then."""
 
-    def __init__(self, action: Callable[[ModuleType], None]):
-        self._action = action
+    def __init__(self, patch: Patch, make: Callable[[Callable], Callable]):
+        self._patch, self._make = patch, make
 
     def find_spec(self, name, path=None, target=None):
-        if name != HOST:
+        if name != ENGINE_MODULE:
             return None
         sys.meta_path.remove(self)
         spec = importlib.util.find_spec(name)
@@ -181,7 +155,7 @@ class _Finder:
             execute(module)
             # a DeepSpeed that is not as expected is an error where there is a block, not here
             if hasattr(module, "DeepSpeedEngine"):
-                self._action(module)
+                self._patch.apply(self._make, checked=False)
 
         spec.loader.exec_module = exec_module
         return spec
