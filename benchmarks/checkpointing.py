@@ -34,7 +34,7 @@ def cases() -> dict[str, Case]:
     from deepspeed import checkpointing as deepspeed_checkpointing
 
     from coat_ds import compressed_checkpoints
-    from coat_ds.zero.checkpointing import compressed
+    from coat_ds.zero.recompute import compressed
 
     by_torch = functools.partial(torch.utils.checkpoint.checkpoint, use_reentrant=False)
     group_size = 128

@@ -38,7 +38,7 @@ DECLARED_IN = (
     "coat_ds.zero.stage0",
     "coat_ds.zero.module_hooks",
     "coat_ds.zero.layer_units",
-    "coat_ds.zero.checkpointing",
+    "coat_ds.zero.recompute",
     "megatron_ext.optimizer",
     "megatron_ext.recompute",
     "megatron_ext.torch_norm",

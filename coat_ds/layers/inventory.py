@@ -26,7 +26,7 @@ NAMED = 3
 
 
 class Part(NamedTuple):
-    """What a module does: its kind, one of `PLURALS`, how, and where it stays as the host has it, why."""
+    """What a module does: its kind, one of `PLURALS`, how, and why if it stays as the framework made it."""
 
     kind: str
     how: str | None
@@ -41,10 +41,10 @@ class Layers:
     """By kind, and by how they do it: the number of modules."""
 
     found: dict[str, int] = field(default_factory=dict)
-    """By kind: all modules, with those that stay as the host has them."""
+    """By kind: all modules, with those that stay as the framework made them."""
 
     left: dict[str, str] = field(default_factory=dict)
-    """By name of a module: why it stays as the host has it."""
+    """By name of a module: why it stays as the framework made it."""
 
     def count(self, kind: str) -> tuple[int, int]:
         """Modules of a kind that are made for COAT, and all of them."""
@@ -139,7 +139,7 @@ def attended(activations: ActivationsConfig) -> str:
 
 
 def _is_linear(module: nn.Module) -> bool:
-    """Whether `module` multiplies by a matrix of its own: torch's linear layers, and other hosts'."""
+    """Whether `module` multiplies by a matrix of its own: torch's linear layers, and other frameworks'."""
     weight = module._parameters.get("weight")
     name = type(module).__name__
     named = isinstance(module, nn.Linear) or name.endswith("Linear") or name == "Conv1D"

@@ -1,12 +1,12 @@
 """What stands in `optimizer.state[p]["exp_avg"]`: an FP32 tensor to everyone who looks, codes inside.
 
-Hosts link, trim, convert and offload any state tensor of the parameter's shape. A state that lied about
-its shape or its values would be corrupted in silence, so `Moment` tells the truth: it has the moment's
-shape, is FP32, reads as the moment's values, and quantizes what is written into it.
+Frameworks link, trim, convert and offload any state tensor of the parameter's shape. They would corrupt a
+state in silence if its shape or its values were not those of the moment. So `Moment` has the moment's shape,
+is FP32, reads as the moment's values, and quantizes what is written into it.
 
-A relative code stores exp_avg over the root of exp_avg_sq as that is stored. The two moments of a parameter
-then share a `Pair`: the first is decoded beside the second, and when the second is written, by whatever view,
-the first is encoded anew, so that its values stay.
+A relative code stores exp_avg divided by the square root of the stored exp_avg_sq. The two moments of a
+parameter then share a `Pair`. The first is decoded with the help of the second. When the second is written,
+through any view, the first is encoded anew, so that its values stay.
 """
 
 import itertools

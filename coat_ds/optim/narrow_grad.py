@@ -1,8 +1,8 @@
 """Gradients that look FP32 and are BF16 or FP16 underneath.
 
-ZeRO copies a rank's gradients to FP32 for the step, beside all that training holds: 4 bytes a parameter of
-the partition (stages 1 and 2), often the peak, or of a part of it (3). CoatAdamW's kernels widen and scale
-what they read, to the same bits.
+ZeRO copies a rank's gradients to FP32 for the step: 4 bytes per parameter of the partition (stages 1 and 2),
+often the peak of memory, or of a part of it (stage 3). CoatAdamW's kernels need no copy: they widen and scale
+gradients while they read them, to the same bits.
 """
 
 import torch

@@ -144,7 +144,7 @@ class CoatAdamW(torch.optim.Optimizer):
         self._group_index: dict[torch.Tensor, int] = {}
         self._kept: set[torch.Tensor] = set()
         self._copies: dict[torch.Tensor, torch.Tensor] = {}
-        # by name: a subclass for a host may have another optimizer class behind this one
+        # by name: in a subclass, DeepSpeed's FusedAdam may follow this class in the MRO
         torch.optim.Optimizer.__init__(self, params, defaults)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -225,14 +225,12 @@ class CoatAdamW(torch.optim.Optimizer):
         return loss
 
     def set_fragments(self, param: torch.Tensor, fragments: Iterable[Fragment], group_index: int) -> None:
-        """Says of which parameters `param`, a flat partition of the kind that ZeRO makes, is composed, and
-        creates its states.
+        """Notes what `param`, a flat partition such as ZeRO makes, is composed of, and creates its states.
 
-        Groups of its moments are counted from the first element of each parameter, wherever the partition
-        starts and whatever precedes the parameter in it: after the same gradients the codes and metadata of a
-        group are the same bits at any number of ranks. Of a group that a border between two ranks cuts, each
-        rank holds a part, which is a group of its own there. Moments that exist are encoded again, if
-        their groups change.
+        Groups of moments start at the first element of each parameter, wherever it lies in the partition. So
+        the codes of a group are the same bits at any number of ranks. Where a border between two ranks cuts a
+        group, each rank holds its part as a group of its own. Existing moments are encoded again if their
+        groups change.
 
         fragments: what `param` holds, ascending by start; elements between and after them are padding.
         group_index: the parameter group; ZeRO-3 puts `param` into it during a step only.

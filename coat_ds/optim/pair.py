@@ -10,8 +10,8 @@ from coat_kernels.codecs import Stored
 def paired(first: Moment, second: Moment) -> tuple[Moment, Moment]:
     """Both moments of a parameter, whole and in equal pieces, as a pair if the first is relative.
 
-    Themselves, if nothing has to be done. Where either was exchanged for another, the first one's codes are
-    made relative to the second that now stands beside it; its values stay.
+    Returns them as they are if they are a pair already. If either was replaced by another moment, the first
+    one is encoded anew, relative to the present second one; its values stay.
     """
     if not first.is_relative:
         if second.pair is None:

@@ -31,7 +31,7 @@ Layout = Codec | Sequence[tuple[int, Codec]]
 class Pair:
     """What is stored of two moments of which the first is relative to the second.
 
-    All views of either hold it: they see it when a moment is exchanged for another.
+    All views of either moment hold the pair, and so notice when a moment is replaced by another.
     """
 
     first: Pieces

@@ -107,10 +107,10 @@ def _layout(optimizer: CoatAdamW, names: Mapping[torch.Tensor, str]) -> str:
 
 @functools.cache
 def _fused_adam_class(apart: bool) -> type[CoatAdamW]:
-    """CoatAdamW as a subclass of DeepSpeed's FusedAdam, of which it uses nothing.
+    """CoatAdamW as a subclass of DeepSpeed's FusedAdam; it uses nothing of it.
 
-    By `isinstance(optimizer, FusedAdam)` stage 0 chooses the wrapper that flattens parameters; the other
-    wrapper computes a wrong gradient norm under tensor parallelism.
+    Stage 0 takes the wrapper that flattens parameters if the optimizer is a FusedAdam. The other wrapper
+    computes a wrong gradient norm under tensor parallelism.
     apart: whether checkpoints are laid out as that other wrapper's.
     """
     from deepspeed.ops.adam import FusedAdam

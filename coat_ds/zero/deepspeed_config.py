@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from coat_ds.config import ActivationsConfig, CoatConfig, CoatConfigError
-from coat_ds.zero import checkpointing, convert_optimizer
+from coat_ds.zero import convert_optimizer, recompute
 from coat_ds.zero.block import OPTIMIZER_TYPE, misplaced_block
 from coat_kernels.fp8 import capability, has_fp8_gemm
 
@@ -55,7 +55,7 @@ def check(config: Mapping[str, Any], optimizer: Any) -> CoatConfig:
         else:
             convert_optimizer.check(optimizer)
     if coat.enabled and coat.checkpointing.compress:
-        checkpointing.check_host_config(config)
+        recompute.check_config(config)
     return coat
 
 

@@ -12,7 +12,7 @@ from coat_ds.layers.inventory import layers_of
 from coat_ds.optim.optimizer import CoatAdamW
 from coat_ds.patches import Patch
 from coat_ds.saved_bytes import report_compressed, report_saved
-from coat_ds.zero import checkpointing
+from coat_ds.zero import recompute
 from coat_ds.zero.build import let_zero_accept, optimizer_for_engine
 from coat_ds.zero.deepspeed_config import check, no_conversion, section
 from coat_ds.zero.grad_norm import batch_gradient_norms
@@ -96,7 +96,7 @@ def finish(engine, prepared: Prepared) -> None:
     if coat.report.saved:
         report_saved(engine.module, say)
     if coat.checkpointing.compress:
-        checkpointing.compress_inputs(engine.module, coat.checkpointing.group_size)
+        recompute.compress_inputs(engine.module, coat.checkpointing.group_size)
         report_compressed(engine.module, say, functools.partial(say, level=logging.WARNING))
     layers = layers_of(engine.module, why)
     if line := idle_layers(coat, layers):

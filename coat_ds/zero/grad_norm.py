@@ -1,7 +1,7 @@
 """The norm of ZeRO's gradients, and whether one is inf or NaN, by one operation over all of them.
 
-DeepSpeed looks at one gradient after the other, in about ten launches each, and copies it to FP64: the GPU
-waits for the host, and moves ten times the bytes.
+DeepSpeed reads one gradient after the other, in about ten launches each, and copies it to FP64: the GPU waits
+for the CPU, and moves ten times the bytes.
 """
 
 import functools
@@ -45,8 +45,8 @@ def batch_gradient_norms(wrapper) -> None:
 
     wrapper: what DeepSpeed put around the optimizer. One without such methods is left alone, and so are
     gradients on the CPU under offloading.
-    Which gradients count, and the sums over ranks, stay DeepSpeed's: its own method is given the norms of
-    those that it treats alike as if they were one gradient. The result differs by the order of sums in FP64.
+    DeepSpeed still filters and reduces: its own method gets one vector of norms for each kind of parameter
+    in place of the gradients. The result differs by the order of sums in FP64.
     """
     if not hasattr(wrapper, "get_grad_norm_direct"):
         return

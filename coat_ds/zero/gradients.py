@@ -35,8 +35,8 @@ FLATTEN = Patch(
 def keep_gradients_narrow(wrapper) -> None:
     """Has a DeepSpeed optimizer of ZeRO 1, 2 or 3 hand its gradients over as they are.
 
-    The step of ZeRO 1 and 2 asks for what is flat already before it makes a flat tensor and has that in the
-    masters' type. DeepSpeed 0.18 does not ask, and makes FP32.
+    The step of ZeRO 1 and 2 first calls `_get_preflattened_grad_partition`. Here it returns the 16-bit
+    gradients, so that DeepSpeed makes no FP32 copy. DeepSpeed 0.18 has no such method and makes the copy.
     """
     if hasattr(wrapper, "_prepare_fp32_grad_for_sub_group"):
         PREPARE.apply(lambda prepare: _narrow_sub_group(wrapper, prepare), on=wrapper)
@@ -63,7 +63,7 @@ def _narrow_partition(wrapper, ask: Callable) -> Callable:
 
 
 def _narrow_sub_group(wrapper, prepare: Callable) -> Callable:
-    """Its step flattens the gradients of a part of the parameters and then has them in the masters' type."""
+    """Stage 3 flattens the gradients of a part of the parameters, then casts them to the masters' type."""
 
     @functools.wraps(prepare)
     def prepare_narrow(part: int) -> None:

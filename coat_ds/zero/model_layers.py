@@ -26,7 +26,7 @@ def prepare_layers(
 
     said: whether the block says something of activations; if not, layers that somebody has made for COAT
         before stay as they were made, and others are converted all the same.
-    obstacle: why the host's config keeps a model from being converted.
+    obstacle: why the DeepSpeed config keeps a model from being converted.
     Raises CoatConfigError for layers that somebody else told otherwise, if the block switches off layers that
     the script asked for, and for what cannot be converted.
     """

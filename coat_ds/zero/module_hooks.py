@@ -1,11 +1,14 @@
-"""What ZeRO-3's hooks take from layers that are no units (`layer_units`), given back.
+"""ZeRO-3's hooks of layers that are no units (`layer_units`): notes on tensors survive, and modules without
+weights are passed by.
 
-Stage 3 hands the inputs and outputs of every module through nodes of autograd, which gather its weights for
-backward and release them again. Behind a node a tensor is another object, without the notes of
-`coat_kernels.origin`: a linear layer behind a norm would keep its input. In a unit there are no nodes between
-modules; layers with frozen parameters, and all with `zero3_layer_units` false, need this. And every module
-pays for nodes, though only those with weights of their own have something to gather: that is for models whose
-layers nobody makes units.
+Stage 3 passes the inputs and outputs of every module through autograd nodes, which gather its weights for
+backward and release them again. A node returns another tensor object, without the notes of
+`coat_kernels.origin`. Without the note a linear layer behind a norm would save its input once more. We copy
+the notes behind each node. And every module pays the CPU time of its nodes, though only modules with weights
+have something to gather: the others get none.
+
+Units have no nodes between their modules. Layers with frozen parameters need this, and all layers if
+`zero3_layer_units` is false.
 """
 
 import functools
@@ -30,13 +33,13 @@ NODES = tuple(
 
 
 class _Node:
-    """A function of DeepSpeed's behind which tensors of `module` keep their notes; with `only_weights`, left
-    out where the module has none to gather.
+    """A node of DeepSpeed's that copies the notes of tensors of `module`. With `only_weights` it does nothing
+    where the module has no weights to gather.
     """
 
     def __init__(self, module: torch.nn.Module, function: type[torch.autograd.Function], only_weights: bool):
         self.module, self.function, self.only_weights = module, function, only_weights
-        # torch asks for it in each call, and makes it anew unless it is noted
+        # torch asks for the signature in each call, and computes it each time unless it is stored
         function.forward.__signature__ = inspect.signature(function.forward)
 
     def apply(self, x: torch.Tensor) -> torch.Tensor:
@@ -57,10 +60,10 @@ def _has_weights(module: torch.nn.Module) -> bool:
 
 
 def lighten_module_hooks(model: torch.nn.Module) -> None:
-    """Has ZeRO-3's hooks of `model`, if there are any, hand notes on and pass by modules without weights.
+    """Patches the nodes of ZeRO-3's hooks of `model`, if there are any.
 
-    Where something is frozen every module keeps its nodes: frozen weights that a recomputed forward gathers
-    are released by DeepSpeed behind the module whose backward runs, with or without weights of its own.
+    Where a parameter is frozen every module keeps its nodes: DeepSpeed releases frozen weights that a
+    recomputed forward has gathered after the backward of any module, with or without weights.
     """
     only_weights = all(p.requires_grad for p in model.parameters())
     for module in model.modules():

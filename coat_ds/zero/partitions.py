@@ -1,4 +1,4 @@
-"""Which parts of which parameters the flat tensors hold that DeepSpeed gives to the optimizer."""
+"""DeepSpeed gives flat tensors to the optimizer: which parts of which parameters each holds."""
 
 from collections.abc import Iterator
 

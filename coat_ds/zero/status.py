@@ -1,4 +1,4 @@
-"""What COAT does in an engine: `engine.coat`, of which the log speaks."""
+"""What COAT does in an engine: `engine.coat`. The log shows it."""
 
 from dataclasses import dataclass
 from typing import Any
