@@ -3,8 +3,8 @@
 `deepspeed.checkpointing.checkpoint` keeps the inputs of a region in an attribute of its autograd context.
 Autograd's hooks do not see them there. It looks up the class that does so, `CheckpointFunction`, in its
 module. A patch puts a subclass there. It does what DeepSpeed's class does, unless a module with the block
-runs forward in the same thread. Then it marks the inputs `no_checkpointing`, so that DeepSpeed neither partitions nor
-offloads them, and keeps codes in their place:
+runs forward in the same thread. Then it marks the inputs `no_checkpointing`, so that DeepSpeed neither
+partitions nor offloads them, and keeps codes in their place:
 
 - under `partition_activations` the codes of this rank's share alone; gathering them is half of the traffic
 - under `cpu_checkpointing` the codes in CPU memory, copied on the stream that computes
