@@ -21,7 +21,7 @@ PLURALS = {
     "attention": "attentions",
     "layer": "layers",
 }
-# of names that stay, how many a line names
+# how many names of modules that stay a line shows
 NAMED = 3
 
 
@@ -75,7 +75,7 @@ class Layers:
 
 
 def layers_of(model: nn.Module, why: str) -> Layers:
-    """Counts the layers of `model`. why: what is said of linear layers that nobody has made for COAT."""
+    """Counts the layers of `model`. why: the reason given for linear layers that stay as they are."""
     layers = Layers()
     conversion = conversion_of(model)
     converted = {} if conversion is None else _count_converted(layers, model, conversion)

@@ -40,7 +40,7 @@ class Prepared(NamedTuple):
 
     coat: CoatConfig
     why: str
-    """Why linear layers stay that nobody makes for COAT."""
+    """Why linear layers that stay as they are do."""
     units: LayerUnits
 
 

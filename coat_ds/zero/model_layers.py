@@ -22,10 +22,10 @@ _of_engines: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 def prepare_layers(
     model: nn.Module, activations: ActivationsConfig, said: bool, obstacle: str | None = None
 ) -> str:
-    """Has the layers of `model` do what the block says, in place; why those stay that nobody makes for COAT.
+    """Has the layers of `model` do what the block says, in place. Returns why linear layers that stay do.
 
-    said: whether the block says something of activations; if not, layers that somebody has made for COAT
-        before stay as they were made, and others are converted all the same.
+    said: whether the block has a key `activations`. Without it, layers that were built or converted for COAT
+        before keep their options; others are converted all the same.
     obstacle: why the DeepSpeed config keeps a model from being converted.
     Raises CoatConfigError for layers that somebody else told otherwise, if the block switches off layers that
     the script asked for, and for what cannot be converted.
