@@ -34,7 +34,7 @@ def cases() -> dict[str, Case]:
     from deepspeed import checkpointing as deepspeed_checkpointing
 
     from coat_ds import compressed_checkpoints
-    from coat_ds.checkpointing import compressed
+    from coat_ds.zero.recompute import compressed
 
     by_torch = functools.partial(torch.utils.checkpoint.checkpoint, use_reentrant=False)
     group_size = 128
@@ -145,7 +145,7 @@ def checkpointing(arguments, table: Table) -> None:
     """24 decoder layers of plain torch, each checkpointed by torch or DeepSpeed, kept in BF16 or FP8.
 
     h 2048, 4 x 2048 tokens, BF16; torch's checkpointing is the non-reentrant one. FP8: E4M3 in groups of 128
-    by coat_ds.compressed_checkpoints, or by coat_ds.checkpointing under DeepSpeed. Columns:
+    by coat_ds.compressed_checkpoints, or by coat_ds.zero.recompute under DeepSpeed. Columns:
     - kept_mb, bytes_per_token_and_layer, kept_h: allocated after a forward over that before, without the
       output; in 10^6 bytes, and per token and layer in bytes and in bytes per element of h;
     - peak_mb: of both passes over what is held before them, weights and their gradients;

@@ -6,17 +6,17 @@ Importing this package imports neither DeepSpeed nor torch; its names are import
 
 import importlib
 
-from coat_ds.switch import install, uninstall
+from coat_ds.zero.switch import install, uninstall
 
 _HOMES = {
-    "CoatAdamW": "coat_ds.optimizer",
+    "CoatAdamW": "coat_ds.optim.optimizer",
     "CoatConfig": "coat_ds.config",
     "CoatConfigError": "coat_ds.config",
     "compressed_checkpoints": "coat_kernels.saved",
     "conversion_of": "coat_ds.layers.convert",
     "convert": "coat_ds.layers.convert",
-    "initialize": "coat_ds.engine",
-    "state_bytes": "coat_ds.status",
+    "initialize": "coat_ds.zero.initialize",
+    "state_bytes": "coat_ds.optim.accounting",
     "unconvert": "coat_ds.layers.convert",
 }
 

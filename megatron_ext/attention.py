@@ -19,7 +19,7 @@ from torch.nn.attention import SDPBackend
 from coat_ds.config import ActivationsConfig
 from coat_ds.layers.formats import formats
 from coat_ds.layers.hooks import after_pre_hooks, before_hooks
-from coat_ds.model_layers import Part, attended, grouped
+from coat_ds.layers.inventory import Part, attended, grouped
 from coat_kernels.attention import BACKENDS, causal_attention
 from coat_kernels.groups import DEFAULT_FORMAT
 from coat_kernels.origin import note, noted

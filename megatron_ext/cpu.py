@@ -16,67 +16,105 @@ among its arguments. It tells the script that each process has an idle GPU of 16
 """
 
 import contextlib
-import importlib
 import logging
 import os
 import runpy
 import sys
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from types import SimpleNamespace
+from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
 
+from coat_ds.patches import Patch
+
 logger = logging.getLogger(__name__)
 
-# (owner, attribute, the original), in the order of patching; empty while disabled
-_replaced: list[tuple[object, str, object]] = []
-_announced = False
+_WHAT = "Megatron on a CPU"
+_WHY = "Megatron asks it without asking first whether there is a GPU"
+_RANDOM = "megatron.core.tensor_parallel.random"
 
 
-def _replace(owner: object, name: str, value: object) -> None:
-    _replaced.append((owner, name, getattr(owner, name)))
-    setattr(owner, name, value)
+def _answers() -> dict[Patch, Any]:
+    """What each question is answered on a CPU."""
+    device = torch.device("cpu")
+    get, set_ = torch.random.get_rng_state, torch.random.set_rng_state
+    return dict(
+        zip(
+            ON_CPU,
+            (
+                lambda: device,
+                lambda device=None: torch.cpu.current_stream(),
+                lambda device=None: None,
+                lambda seed: torch.random.manual_seed(seed),
+                lambda device=None: get(),
+                lambda state, device=None: set_(state),
+                lambda *args, **kwargs: get(),
+                lambda state, *args, **kwargs: set_(state),
+                True,
+            ),
+            strict=True,
+        )
+    )
+
+
+ON_CPU = (
+    *(
+        Patch(_WHAT, "torch", f"torch.cuda:{name}", _WHY, parameters=parameters)
+        for name, parameters in (
+            ("current_device", ()),
+            ("current_stream", ("device",)),
+            ("synchronize", ("device",)),
+            ("manual_seed", ("seed",)),
+            ("get_rng_state", ("device",)),
+            ("set_rng_state", ("new_state", "device")),
+        )
+    ),
+    *(
+        Patch(_WHAT, "megatron-core", f"{_RANDOM}:{name}", _WHY, parameters=(*parameters, "..."))
+        for name, parameters in (
+            ("_get_cuda_rng_state", ("device",)),
+            ("_set_cuda_rng_state", ("new_state", "device")),
+        )
+    ),
+    Patch(
+        _WHAT,
+        "torch",
+        "torch._dynamo.config:disable",
+        "compiling Megatron's small functions takes longer than a CPU run",
+        expected="a switch",
+    ),
+)
 
 
 def enabled() -> bool:
     """Whether the patches are in place."""
-    return bool(_replaced)
+    return ON_CPU[0].is_applied()
+
+
+_announced = False
 
 
 def enable() -> bool:
     """Patches what keeps Megatron off a CPU; does nothing where there is a GPU. Returns `enabled()`."""
     global _announced
-    if _replaced or torch.cuda.is_available():
+    if enabled() or torch.cuda.is_available():
         return enabled()
-
-    from megatron.core.tensor_parallel import random
-    from torch import _dynamo
-
-    device = torch.device("cpu")
-    _replace(torch.cuda, "current_device", lambda: device)
-    _replace(torch.cuda, "current_stream", lambda device=None: torch.cpu.current_stream())
-    _replace(torch.cuda, "synchronize", lambda device=None: None)
-    _replace(torch.cuda, "manual_seed", lambda seed: torch.random.manual_seed(seed))
-    _replace(torch.cuda, "get_rng_state", lambda device=None: torch.random.get_rng_state())
-    _replace(torch.cuda, "set_rng_state", lambda state, device=None: torch.random.set_rng_state(state))
-    _replace(random, "_get_cuda_rng_state", lambda *args, **kwargs: torch.random.get_rng_state())
-    _replace(random, "_set_cuda_rng_state", lambda state, *args, **kwargs: torch.random.set_rng_state(state))
-    _replace(_dynamo.config, "disable", True)
-
+    for patch, answer in _answers().items():
+        patch.apply(lambda _, answer=answer: answer)
     if not _announced:
         _announced = True
-        names = ", ".join(f"{getattr(owner, '__name__', owner)}.{name}" for owner, name, _ in _replaced)
+        names = ", ".join(patch.symbol for patch in ON_CPU)
         logger.warning("no GPU found: Megatron runs on the CPU. Replaced: %s", names)
     return True
 
 
 def disable() -> None:
     """Puts everything back as it was before `enable()`."""
-    while _replaced:
-        owner, name, original = _replaced.pop()
-        setattr(owner, name, original)
+    for patch in (*reversed(IN_SCRIPTS), *reversed(ON_CPU)):
+        patch.remove()
 
 
 class _NoCuda(TorchFunctionMode):
@@ -111,8 +149,11 @@ class _Nothing:
         return lambda *args, **kwargs: None
 
 
-def _pretend() -> None:
-    """Patches what Megatron-LM's scripts ask of a GPU; `disable()` undoes this too."""
+_SCRIPTS = "Megatron-LM's scripts on a CPU"
+
+
+def _pretended() -> dict[str, Any]:
+    """What `torch.cuda` answers to Megatron-LM's scripts, by name of the function."""
     gib = 2**30
     properties = SimpleNamespace(name="CPU", major=9, minor=0, total_memory=16 * gib, multi_processor_count=1)
     answers = {
@@ -129,16 +170,46 @@ def _pretend() -> None:
         **dict.fromkeys(("memory_reserved", "max_memory_reserved", "device_memory_used"), 0),
         "stream": contextlib.nullcontext(),
     }
-    for name, answer in answers.items():
-        _replace(torch.cuda, name, lambda *args, _answer=answer, **kwargs: _answer)
-    for name in ("Stream", "Event"):
-        _replace(torch.cuda, name, _Nothing)
-    _replace(torch.cuda, "current_stream", lambda device=None: _Nothing())
-    # data loaders would pin memory for it
-    _replace(torch.accelerator, "is_available", lambda: False)
-    # asks the CUDA compiler for its version; gone since 0.17
+    functions = {name: _answering(answer) for name, answer in answers.items()}
+    classes = dict.fromkeys(("Stream", "Event"), _Nothing)
+    return functions | classes | {"current_stream": lambda device=None: _Nothing()}
+
+
+def _answering(answer: Any) -> Callable:
+    return lambda *args, **kwargs: answer
+
+
+IN_SCRIPTS = (
+    *(
+        Patch(_SCRIPTS, "torch", f"torch.cuda:{name}", "Megatron-LM's scripts refuse to start without a GPU")
+        for name in _pretended()
+    ),
+    Patch(
+        _SCRIPTS,
+        "torch",
+        "torch.accelerator:is_available",
+        "data loaders would pin memory for it",
+        parameters=(),
+    ),
+    Patch(
+        _SCRIPTS,
+        "megatron-core",
+        "megatron.legacy.fused_kernels:load",
+        "asks the CUDA compiler for its version; gone since 0.17",
+        parameters=("args",),
+        optional=True,
+    ),
+)
+
+
+def _pretend() -> None:
+    """Answers to what Megatron-LM's scripts ask of a GPU; `disable()` takes them back too."""
+    *on_cuda, accelerator, fused_kernels = IN_SCRIPTS
+    for patch, answer in zip(on_cuda, _pretended().values(), strict=True):
+        patch.apply(lambda _, answer=answer: answer)
+    accelerator.apply(lambda _: lambda: False)
     with contextlib.suppress(ImportError):
-        _replace(importlib.import_module("megatron.legacy.fused_kernels"), "load", lambda args: None)
+        fused_kernels.apply(lambda _: lambda args: None)
 
 
 def run_script(path: str, arguments: Sequence[str] = ()) -> None:

@@ -117,7 +117,7 @@ class CoatTransformerLayer(TransformerLayer):
     Raises ValueError at construction for what its parts do not support, naming the argument to change.
     """
 
-    # under DeepSpeed's ZeRO-3 (`coat_ds.layer_units`)
+    # under DeepSpeed's ZeRO-3 (`coat_ds.zero.layer_units`)
     zero3_unit = False
 
     def __init__(self, config, submodules=None, *args, **kwargs):

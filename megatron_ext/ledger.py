@@ -5,6 +5,8 @@ from dataclasses import dataclass
 
 import torch
 
+from coat_ds.saved_bytes import SavedStorages
+
 
 @dataclass(frozen=True, slots=True)
 class SavedBytes:
@@ -33,23 +35,15 @@ def saved_bytes(model: torch.nn.Module | Iterable[torch.nn.Module], run: Callabl
         for module in ([model] if isinstance(model, torch.nn.Module) else layers)
         for tensor in (*module.parameters(), *module.buffers())
     }
-    # the storages are kept alive, so that no address is used twice
-    kept: dict[int, torch.UntypedStorage] = {}
+    saved = SavedStorages(existing.__contains__)
     tokens: list[int] = []
     hooks = None
-
-    def pack(tensor):
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in existing:
-            kept[storage.data_ptr()] = storage
-        # not the tensor itself: an output kept by its own node would never be freed
-        return tensor.detach()
 
     def enter(module, args, kwargs):
         nonlocal hooks
         hidden_states = args[0] if args else kwargs["hidden_states"]
         tokens.append(hidden_states.shape[0] * hidden_states.shape[1])
-        hooks = torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)
+        hooks = saved.counting()
         hooks.__enter__()
 
     def leave(module, args, output):
@@ -66,7 +60,7 @@ def saved_bytes(model: torch.nn.Module | Iterable[torch.nn.Module], run: Callabl
         raise ValueError(
             "saved_bytes: run() called none of the layers; hand over a forward of this very model"
         )
-    return SavedBytes(sum(s.nbytes() for s in kept.values()), len(layers), tokens[0])
+    return SavedBytes(saved.nbytes, len(layers), tokens[0])
 
 
 def cached_weight_bytes(model: torch.nn.Module) -> int:

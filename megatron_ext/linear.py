@@ -14,7 +14,7 @@ from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParall
 from coat_ds.config import ActivationsConfig
 from coat_ds.layers.formats import formats
 from coat_ds.layers.hooks import after_pre_hooks
-from coat_ds.model_layers import Part, multiplied
+from coat_ds.layers.inventory import Part, multiplied
 from coat_kernels.autograd import once_differentiable
 from coat_kernels.linear import LinearOptions, fp8_linear
 from coat_kernels.origin import maxima_of, origin_of, with_maxima

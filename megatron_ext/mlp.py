@@ -8,7 +8,7 @@ from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from coat_ds.config import ActivationsConfig
 from coat_ds.layers.formats import formats
 from coat_ds.layers.hooks import after_pre_hooks
-from coat_ds.model_layers import Part, grouped
+from coat_ds.layers.inventory import Part, grouped
 from coat_kernels.activation import activation
 from coat_kernels.blocks import ActivationOptions, activation_options
 from coat_kernels.tensorwise import PredictedScale

@@ -7,7 +7,7 @@ from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from coat_ds.config import ActivationsConfig
 from coat_ds.layers.formats import formats
 from coat_ds.layers.hooks import before_hooks
-from coat_ds.model_layers import Part, grouped
+from coat_ds.layers.inventory import Part, grouped
 from coat_kernels.blocks import NormOptions, norm_options
 from coat_kernels.norm import deferred_add, layer_norm, may_defer_add, rms_norm
 from coat_kernels.origin import take_stand_in, with_stand_in

@@ -6,7 +6,7 @@ patches the function that reads those globals: while it runs, they name the clas
 two methods by which every format of distributed checkpoints reads and writes an optimizer's state. They give
 and take FP32 tensors of the shard's shape, on the CPU, one at a time. So checkpoints are those of stock
 AdamW, in both directions and at any size. Moments are recovered to the bit from their values
-(`coat_ds/recover.py`), so a run goes on as if it had not been interrupted.
+(`coat_ds/optim/recover.py`), so a run goes on as if it had not been interrupted.
 
 With our optimizer the precision-aware one needs no Transformer Engine: Megatron's check for it passes. And a
 distributed optimizer without Transformer Engine or apex can load its checkpoint. Stock AdamW cannot, since
@@ -15,28 +15,25 @@ Megatron asks for the step count of a state that does not exist yet; ours always
 
 import contextlib
 import functools
-import importlib
-import inspect
 import itertools
 import logging
 from collections.abc import Callable, Iterable, Iterator
-from types import ModuleType
 from typing import Any
 
 import torch
-from megatron import core
-from megatron.core.optimizer import optimizer_config
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import FP32Optimizer, MegatronOptimizer
 from megatron.core.utils import get_te_version, log_single_rank
 
 from coat_ds import state_bytes
 from coat_ds.config import CoatConfig, CoatConfigError
-from coat_ds.optimizer import LAYOUT, MOMENTS, CoatAdamW, Fragment, keeps_fp32
-from coat_ds.state import Moment
-from coat_ds.state_dict import take_states
+from coat_ds.optim.fragments import Fragment
+from coat_ds.optim.moment import Moment
+from coat_ds.optim.optimizer import CoatAdamW
+from coat_ds.optim.options import LAYOUT, MOMENTS, keeps_fp32
+from coat_ds.optim.state_dict import take_states
+from coat_ds.patches import Patch, require
 from coat_kernels.adamw import join_master, split_master
-from coat_kernels.exchange import exchanged
 
 logger = logging.getLogger(__name__)
 
@@ -238,47 +235,53 @@ def _check_host(host: Any) -> None:
             )
 
 
-_NEEDS = "megatron_ext.with_optimizer needs 0.16.1 to 0.19."
 _MODULE = "megatron.core.optimizer"
-_GLOBALS = ("Adam", "USING_PYTORCH_OPTIMIZER")
-# what is used, and its first parameters
-_BUILD = ("_get_megatron_optimizer_based_on_param_groups", "config", "model_chunks")
-_GET = ("DistributedOptimizer._get_main_param_and_optimizer_states", "self", "model_param")
-_SET = ("DistributedOptimizer._set_main_param_and_optimizer_states", "self", "model_param", "tensors")
-_RANGE = ("DistributedOptimizer._get_model_param_range_map", "self", "param")
-_POST_INIT = ("OptimizerConfig.__post_init__", "self")
+_WAY_OUT = "or take the spec from megatron_ext.layer_specs"
+_patch = functools.partial(Patch, "Megatron's optimizer", "megatron-core", way_out=_WAY_OUT)
 
-# (owner, attribute, the original), in the order of replacement; empty while not installed
-_replaced: list[tuple[object, str, object]] = []
+_DISTRIBUTED = f"{_MODULE}.distrib_optimizer:DistributedOptimizer"
+BUILD = _patch(
+    f"{_MODULE}:_get_megatron_optimizer_based_on_param_groups",
+    "CoatAdamW behind Megatron's optimizers",
+    parameters=("config", "model_chunks", "..."),
+)
+GET = _patch(
+    f"{_DISTRIBUTED}._get_main_param_and_optimizer_states",
+    "checkpoints are written as stock AdamW's",
+    parameters=("model_param",),
+)
+SET = _patch(
+    f"{_DISTRIBUTED}._set_main_param_and_optimizer_states",
+    "checkpoints of stock AdamW are read",
+    parameters=("model_param", "tensors"),
+)
+POST_INIT = _patch(
+    f"{_MODULE}.optimizer_config:OptimizerConfig.__post_init__",
+    "--use-precision-aware-optimizer needs no Transformer Engine",
+    parameters=(),
+)
+# while an optimizer is built, or a config is checked
+ADAM, IS_TORCH = (
+    _patch(f"{_MODULE}:{name}", "Megatron's adam is CoatAdamW", expected="a global of that name")
+    for name in ("Adam", "USING_PYTORCH_OPTIMIZER")
+)
+VERSION, VERSION_OF_CONFIG = (
+    _patch(f"{module}:is_te_min_version", "an absent Transformer Engine has no version")
+    for module in (_MODULE, f"{_MODULE}.optimizer_config")
+)
+INSTALLED = (BUILD, GET, SET, POST_INIT)
 
 
-def _found(path: str, *parameters: str) -> tuple[object, str, Callable]:
-    """Owner, name and function of `path`; RuntimeError if it is not there or has other parameters."""
-    owner = importlib.import_module(_MODULE)
-    *owners, name = path.split(".")
-    function = None
-    with contextlib.suppress(AttributeError):
-        owner = functools.reduce(getattr, owners, owner)
-        function = getattr(owner, name)
-    found = tuple(inspect.signature(function).parameters) if callable(function) else ()
-    if found[: len(parameters)] != parameters:
-        raise RuntimeError(
-            f"{_MODULE}.{path}: expected a function of ({', '.join(parameters)}), found "
-            f"({', '.join(found)}) in megatron-core {core.__version__}. {_NEEDS}"
-        )
-    return owner, name, function
-
-
-def _without_te(module: ModuleType) -> contextlib.AbstractContextManager:
-    """A context in which `module` may ask for the version of an absent Transformer Engine; 0.16 fails."""
+def _without_te(patch: Patch) -> contextlib.AbstractContextManager:
+    """A context in which a module may ask for the version of an absent Transformer Engine; 0.16 fails."""
     if get_te_version() is not None:
         return contextlib.nullcontext()
-    return exchanged(module, is_te_min_version=lambda *args, **kwargs: False)
+    return patch.applied(lambda _: lambda *args, **kwargs: False)
 
 
 def installed() -> bool:
     """Whether Megatron builds our optimizer."""
-    return bool(_replaced)
+    return BUILD.is_applied()
 
 
 def install(coat: CoatConfig | None = None) -> None:
@@ -286,73 +289,76 @@ def install(coat: CoatConfig | None = None) -> None:
 
     Raises RuntimeError, before anything is changed, if this Megatron is not as expected.
     """
-    if _replaced:
+    if installed():
         return
     coat = coat or CoatConfig(enabled=True)
-    host, build_name, build = _found(*_BUILD)
-    owner, get_name, get = _found(*_GET)
-    _, set_name, set_ = _found(*_SET)
-    _found(*_RANGE)
-    settings, init_name, post_init = _found(*_POST_INIT)
-    for name in _GLOBALS:
-        if not hasattr(host, name):
-            raise RuntimeError(
-                f"{_MODULE}.{name}: expected a global of that name, found none in megatron-core "
-                f"{core.__version__}. {_NEEDS}"
-            )
+    for patch in (*INSTALLED, ADAM, IS_TORCH):
+        patch.check()
+    require("megatron-core", f"{_DISTRIBUTED}._get_model_param_range_map", ("param",), _WAY_OUT)
     options = {name: getattr(coat.optimizer, name) for name in LAYOUT}
-    adam = functools.partial(MegatronAdamW, counts_in_groups=not host.USING_PYTORCH_OPTIMIZER, **options)
+    adam = functools.partial(MegatronAdamW, counts_in_groups=not IS_TORCH.original(), **options)
 
+    BUILD.apply(functools.partial(_building, coat, adam))
+    GET.apply(_getting)
+    SET.apply(_setting)
+    POST_INIT.apply(_checking)
+
+
+def _building(coat: CoatConfig, adam: Callable, build: Callable) -> Callable:
     @functools.wraps(build)
     def coat_build(config, model_chunks, *args, **kwargs):
         _check_host(config)
-        with _without_te(host), exchanged(host, Adam=adam, USING_PYTORCH_OPTIMIZER=False):
+        with _without_te(VERSION), ADAM.applied(lambda _: adam), IS_TORCH.applied(lambda _: False):
             built = build(config, model_chunks, *args, **kwargs)
         if isinstance(built, MegatronOptimizer):
             _link(built, model_chunks, coat)
         return built
 
-    def held(self, model_param):
-        group, order = self.model_param_group_index_map[model_param]
-        group = self.optimizer.param_groups[group]
-        return group["params"][order], group
+    return coat_build
 
+
+def _held(optimizer: DistributedOptimizer, model_param: torch.Tensor) -> tuple[torch.Tensor, dict[str, Any]]:
+    """What an optimizer holds of a parameter of the model, and its group."""
+    group, order = optimizer.model_param_group_index_map[model_param]
+    group = optimizer.optimizer.param_groups[group]
+    return group["params"][order], group
+
+
+def _getting(get: Callable) -> Callable:
     @functools.wraps(get)
     def coat_get(self, model_param):
         if not isinstance(self.optimizer, MegatronAdamW):
             return get(self, model_param)
-        return self.optimizer.tensors_of(held(self, model_param)[0])
+        return self.optimizer.tensors_of(_held(self, model_param)[0])
 
+    return coat_get
+
+
+def _setting(set_: Callable) -> Callable:
     @functools.wraps(set_)
     def coat_set(self, model_param, tensors):
         if not isinstance(self.optimizer, MegatronAdamW):
             return set_(self, model_param, tensors)
-        self.optimizer.take_tensors(*held(self, model_param), tensors)
+        self.optimizer.take_tensors(*_held(self, model_param), tensors)
 
+    return coat_set
+
+
+def _checking(post_init: Callable) -> Callable:
     @functools.wraps(post_init)
     def coat_post_init(self):
         try:
-            with _without_te(optimizer_config):
+            with _without_te(VERSION_OF_CONFIG):
                 post_init(self)
         except RuntimeError as error:
             # the last of its checks, without Transformer Engine
             if "FusedAdam" not in str(error):
                 raise
 
-    for where, name, new in (
-        (host, build_name, coat_build),
-        (owner, get_name, coat_get),
-        (owner, set_name, coat_set),
-        (settings, init_name, coat_post_init),
-    ):
-        _replaced.append((where, name, getattr(where, name)))
-        setattr(where, name, new)
-    names = ", ".join(f"{getattr(where, '__name__', where)}.{name}" for where, name, _ in _replaced)
-    logger.info("COAT optimizer: replaced %s", names)
+    return coat_post_init
 
 
 def uninstall() -> None:
     """Undoes `install`. Optimizers that were built stay what they are."""
-    while _replaced:
-        where, name, original = _replaced.pop()
-        setattr(where, name, original)
+    for patch in reversed(INSTALLED):
+        patch.remove()

@@ -8,26 +8,27 @@ saves and replays itself. Backward recomputes from inputs rounded to E4M3. With
 `--distribute-saved-activations` each tensor-parallel rank saves the codes of its share.
 """
 
-import inspect
-import logging
+import functools
 
-import torch
-from megatron import core
-from megatron.core.tensor_parallel import random
-
+from coat_ds.patches import Patch
 from coat_kernels.saved import GROUP_SIZES, packing_function
 
-logger = logging.getLogger(__name__)
-
-_NAME = "CheckpointFunction"
-_PARAMETERS = ["ctx", "run_function", "distribute_saved_activations", "args"]
-
-_original: type[torch.autograd.Function] | None = None
+CHECKPOINT = Patch(
+    "Megatron's recompute",
+    "megatron-core",
+    "megatron.core.tensor_parallel.random:CheckpointFunction",
+    "inputs of recomputed regions are kept in FP8",
+    parameters=("ctx", "run_function", "distribute_saved_activations", "args"),
+    method="forward",
+    expected="a class that checkpoint() looks up, with forward",
+    used_by="checkpoint",
+    way_out="or drop coat.checkpointing.compress",
+)
 
 
 def installed() -> bool:
     """Whether Megatron saves inputs in FP8."""
-    return _original is not None
+    return CHECKPOINT.is_applied()
 
 
 def install(group_size: int = 128) -> None:
@@ -36,28 +37,12 @@ def install(group_size: int = 128) -> None:
 
     Raises ValueError for another group size, RuntimeError if this Megatron is not as expected.
     """
-    global _original
     if group_size not in GROUP_SIZES:
         listed = ", ".join(map(str, GROUP_SIZES))
         raise ValueError(f"recompute.install: group_size must be one of {listed}; found {group_size!r}")
-    if _original is not None:
-        return
-    cls = getattr(random, _NAME, None)
-    found = list(inspect.signature(cls.forward).parameters) if isinstance(cls, type) else None
-    if found != _PARAMETERS or _NAME not in random.checkpoint.__code__.co_names:
-        raise RuntimeError(
-            f"{random.__name__}.{_NAME}: expected a class that checkpoint() looks up, with forward"
-            f"({', '.join(_PARAMETERS)}); found {found} in megatron-core {core.__version__}. Drop "
-            "coat.checkpointing.compress, or use 0.16.1 to 0.19."
-        )
-    _original = cls
-    setattr(random, _NAME, packing_function(cls, group_size))
-    logger.info("COAT checkpoints: replaced %s.%s", random.__name__, _NAME)
+    CHECKPOINT.apply(functools.partial(packing_function, group_size=group_size))
 
 
 def uninstall() -> None:
     """Undoes `install`."""
-    global _original
-    if _original is not None:
-        setattr(random, _NAME, _original)
-        _original = None
+    CHECKPOINT.remove()

@@ -1,7 +1,7 @@
 """How the block's `activations` reach the layers: as an attribute of Megatron's config."""
 
 from coat_ds.config import ActivationsConfig
-from coat_ds.model_layers import Part
+from coat_ds.layers.inventory import Part
 
 from . import options
 
@@ -22,7 +22,7 @@ def activations_of(config) -> ActivationsConfig:
 
 
 class TakesActivations:
-    """A module that `coat_ds.model_layers` finds, asks and tells. Mixed in before Megatron's class."""
+    """A module that `coat_ds.zero.model_layers` finds, asks and tells. Mixed in before Megatron's class."""
 
     activations: ActivationsConfig
     told_by: str | None

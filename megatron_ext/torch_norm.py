@@ -8,8 +8,6 @@ is not NVIDIA's, has no kernels, or the model wants RMSNorm.
 """
 
 import importlib.util
-import inspect
-import logging
 from types import ModuleType
 
 import torch
@@ -18,7 +16,7 @@ from megatron.core.fusions.fused_layer_norm import HAVE_FUSED_LAYER_NORM, FusedL
 from megatron.core.transformer import transformer_block
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
 
-logger = logging.getLogger(__name__)
+from coat_ds.patches import Patch, all_declared, declared
 
 
 def apex_has_layer_norm() -> bool:
@@ -60,7 +58,20 @@ def local_norm(found: type) -> type:
     return LocalNorm if found in without_te else found
 
 
-_replaced: list[tuple[ModuleType, str, type]] = []
+def _final_norm(module: ModuleType, name: str) -> Patch:
+    """The patch of the global from which the blocks of `module` take the class of their final norm."""
+    what, target = "Megatron's final norm", f"{module.__name__}:{name}"
+    return declared(what, target) or Patch(
+        what,
+        "megatron-core",
+        target,
+        "norms that run without Transformer Engine, also under sequence parallelism",
+        expected="the class of the final norm",
+        used_by="",
+    )
+
+
+FINAL_NORM = _final_norm(transformer_block, "LayerNormImpl")
 
 
 def replace_final_norm(module: ModuleType = transformer_block, name: str = "LayerNormImpl") -> None:
@@ -71,22 +82,13 @@ def replace_final_norm(module: ModuleType = transformer_block, name: str = "Laye
     Engine's, or one that somebody else put there, stays. May be called again.
     Raises RuntimeError if this Megatron has no such global.
     """
-    found = getattr(module, name, None)
-    if found is None or name not in inspect.getsource(module):
-        raise RuntimeError(
-            f"{module.__name__}.{name}: expected the class of the final norm, found nothing. Use a supported "
-            "version of megatron-core."
-        )
-    if local_norm(found) is not found:
-        _replaced.append((module, name, found))
-        setattr(module, name, LocalNorm)
-        kind = "apex's LayerNorm or torch's RMSNorm" if apex_has_layer_norm() else "torch's"
-        logger.info("replaced %s.%s by %s, %s", module.__name__, name, LocalNorm.__name__, kind)
+    patch = _final_norm(module, name)
+    patch.check()
+    if local_norm(patch.original()) is not patch.original():
+        patch.apply(local_norm)
 
 
 def restore_final_norm() -> None:
     """Undoes every `replace_final_norm`."""
-    while _replaced:
-        module, name, found = _replaced.pop()
-        if getattr(module, name) is LocalNorm:
-            setattr(module, name, found)
+    for patch in all_declared(FINAL_NORM.name):
+        patch.remove()

@@ -16,7 +16,7 @@ sys.modules["transformer_engine"] = None
 # in the environments of other versions not all of them are there
 for name in (
     "deepspeed",
-    "coat_ds.engine",
+    "coat_ds.zero.engine",
     "megatron.core.models.gpt",
     "megatron_ext.model",
     "megatron_ext.layer_specs",

@@ -55,8 +55,8 @@ def register() -> None:
 
 
 def _own_storages(*heads: torch.Tensor) -> list[torch.Tensor]:
-    """`heads`, copied where they are part of a storage most of which would be kept for backward for nothing,
-    as values are of a fused projection whose queries and keys have been rotated."""
+    """`heads`, copied where backward would keep a much larger storage for them. The values of a fused
+    projection are such a part of a storage: queries and keys have been rotated into new ones."""
     used: dict[int, int] = {}
     for x in heads:
         address = x.untyped_storage().data_ptr()

@@ -15,7 +15,7 @@ _NAMES = {
     "attention": ("attention saves", "attentions save", "in {attention}"),
     "layer": ("layer runs", "layers run", "as fused blocks"),
 }
-# of names that stay, how many the line names
+# how many names of modules that stay a line shows
 NAMED = 4
 
 ATTRIBUTE = "coat_conversion"

@@ -1,8 +1,8 @@
 """A pre-norm decoder layer, as Llama's, by the fused blocks of `coat_kernels.blocks`: one product for the
 queries, keys and values, one for gate and up, and residual additions within the norms' passes.
 
-The blocks go past the forwards of the modules inside. They are taken where nobody can tell, which
-`uses_blocks` decides; else the layer's own forward calls its converted modules.
+The blocks bypass the forwards of the modules inside. `uses_blocks` allows them only where nobody can notice;
+otherwise the layer's own forward calls its converted modules.
 """
 
 from functools import partial
@@ -27,7 +27,7 @@ from coat_kernels.origin import note, noted, origin_of
 from coat_kernels.rope import rotate
 
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
-# of a layer's arguments those that may be there: what they say, the angles say too, or nobody asks here
+# arguments that a layer may get: the angles say the same, or nothing here needs them
 ARGUMENTS = ("position_embeddings", "position_ids", "cache_position", "use_cache")
 
 
@@ -41,7 +41,7 @@ class Parts(NamedTuple):
 
 
 class _Times(nn.Module):
-    """Stands in the place of a part: something of its own that no other part computes."""
+    """A stand-in for a part of a layer: each computes something that no other one does."""
 
     def __init__(self, power: int, weights: bool = False):
         super().__init__()

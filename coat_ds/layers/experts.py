@@ -51,7 +51,7 @@ class Fp8Experts(Replaced):
         self.function = activation_kind(module.act_fn)
         self.kept = {"group_size": activations.group_size, "saved_format": activations.saved_format}
         chosen = formats(activations)
-        # each product of each expert has its own
+        # each GEMM of each expert has scales and a cache of its own
         self.linears = [
             [
                 {
@@ -75,7 +75,7 @@ class Fp8Experts(Replaced):
         (tokens, k), count = top_k_index.shape, len(self.linears)
         order = top_k_index.flatten().argsort(stable=True)
         of_each = torch.bincount(top_k_index.flatten(), minlength=count).tolist()
-        # of views by unbind autograd stacks the gradients, once
+        # autograd stacks the gradients of unbind's views once
         experts = zip(
             x[order // k].split(of_each),
             module.gate_up_proj.unbind(),
@@ -94,7 +94,7 @@ class Fp8Experts(Replaced):
     ) -> torch.Tensor:
         both = fp8_linear(x, gate_up, **options[0])
         if not both.numel():
-            # its weights still get gradients, of zeros
+            # an expert without tokens: its weights still get gradients, which are zero
             return fp8_linear(both[:, : both.shape[1] // 2], down, **options[1])
         product = activation(both, self.function, gated=True, **self.kept)
         return fp8_linear(product, down, origin=origin_of(product), **options[1])

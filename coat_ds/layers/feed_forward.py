@@ -51,8 +51,8 @@ class Fp8Activation(_Activation):
 
 
 class Fp8GatedFeedForward(_Activation):
-    """The forward of down(a(gate(x)) * up(x)). Gate and up are one product where nobody can tell, else the
-    modules that are there: adapters and hooks stay."""
+    """The forward of down(a(gate(x)) * up(x)). Gate and up are one GEMM where nobody can notice.
+    Otherwise their modules are called, so that adapters and hooks work."""
 
     def __init__(self, module: torch.nn.Module, activations: ActivationsConfig, form: GatedForm):
         super().__init__(module, activations)

@@ -1,7 +1,8 @@
 """Notes on tensors (`coat_kernels.origin`) where hooks of users see the tensors.
 
-A hook may write into a tensor through `.data`, which neither its version nor its address tells. A deferred
-tensor notices; of a plain one the notes are dropped where a module has hooks that are not a host's own.
+A hook may write into a tensor through `.data`, which changes neither its version nor its address. A deferred
+tensor notices this. The notes on a plain tensor are dropped where a module has hooks of somebody else than a
+framework.
 """
 
 import torch
@@ -10,7 +11,7 @@ from torch.nn.modules.module import _global_forward_hooks, _global_forward_pre_h
 from coat_kernels.origin import forget_notes
 
 # packages whose hooks leave the values of activations alone, or change them where autograd sees it
-_HOSTS = frozenset(
+_FRAMEWORKS = frozenset(
     (
         "accelerate",
         "coat_ds",
@@ -41,6 +42,6 @@ def _forget(x: torch.Tensor, *registered: dict) -> None:
         return
     for hooks in registered:
         for hook in hooks.values():
-            if (getattr(hook, "__module__", None) or "").partition(".")[0] not in _HOSTS:
+            if (getattr(hook, "__module__", None) or "").partition(".")[0] not in _FRAMEWORKS:
                 forget_notes(x)
                 return

@@ -15,8 +15,8 @@ from coat_kernels.tensorwise import PredictedScale
 class Fp8Norm(Replaced):
     """The forward of a norm that computes as `form` says.
 
-    Its output waits for the FP8 products behind it, which then never read BF16. Whether there are such, the
-    first forward shows: once somebody else has read the output, it is written at once.
+    The output is quantized when the FP8 GEMM behind the norm asks for it, so that nothing reads BF16. If the
+    first forward shows that something else reads the output, it is written in BF16 at once from then on.
     """
 
     kind = "norm"

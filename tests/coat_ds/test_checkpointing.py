@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import coat_ds
-from coat_ds.checkpointing import compressed
+from coat_ds.zero.recompute import compressed
 from coat_kernels.origin import noted
 from coat_kernels.saved import packed_bytes
 from tests.util import rel_rms, run_distributed

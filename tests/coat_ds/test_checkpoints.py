@@ -15,8 +15,8 @@ import torch
 from torch import nn
 
 import coat_ds
-from coat_ds.partitions import partitions
-from coat_ds.state import Moment
+from coat_ds.optim.moment import Moment
+from coat_ds.zero.partitions import partitions
 from tests.coat_ds.faithful import assert_faithful, assert_ratio_faithful
 from tests.coat_ds.test_zero import (
     FP8_BOUND,

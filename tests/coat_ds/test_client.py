@@ -10,8 +10,9 @@ import torch
 from torch.optim import lr_scheduler
 
 import coat_ds
-from coat_ds import CoatAdamW, CoatConfigError, client
+from coat_ds import CoatAdamW, CoatConfigError
 from coat_ds.config import OptimizerConfig
+from coat_ds.zero.convert_optimizer import check, convert_
 from tests.util import run_distributed
 
 STEPS = 6
@@ -46,7 +47,7 @@ def trained(config, make_scheduler, convert=True):
     optimizer.register_step_post_hook(lambda *_: calls.append(1))
     listed, dicts = optimizer.param_groups, [*optimizer.param_groups]
     if convert:
-        assert client.convert_(optimizer, config, keep_fp32=KEEP) is optimizer
+        assert convert_(optimizer, config, keep_fp32=KEEP) is optimizer
         assert optimizer.param_groups is listed and all(a is b for a, b in zip(listed, dicts, strict=True))
     seen = []
     with warnings.catch_warnings():
@@ -79,21 +80,21 @@ def test_formats_come_from_the_block_and_groups_win():
     net = model()
     optimizer = torch.optim.AdamW([{**groups(net)[0], "group_size": 64}, groups(net)[1]])
     net[2].weight.requires_grad_(False)
-    client.convert_(optimizer, OptimizerConfig(exp_avg_format="fp8"), keep_fp32=KEEP)
+    convert_(optimizer, OptimizerConfig(exp_avg_format="fp8"), keep_fp32=KEEP)
     optimizer.init_states()
     assert [g["group_size"] for g in optimizer.param_groups] == [64, 128]
     assert optimizer.param_groups[0]["params"] == [net[0].weight]
     moment = optimizer.state[net[0].weight]["exp_avg"]
     assert {piece.codec.name for piece in moment.pieces} == {"fp8"}
     again = optimizer.state[net[0].weight]
-    assert client.convert_(optimizer, OptimizerConfig(), keep_fp32=KEEP).state[net[0].weight] is again
+    assert convert_(optimizer, OptimizerConfig(), keep_fp32=KEEP).state[net[0].weight] is again
 
 
 def test_named_parameters_keep_their_names():
     net = model()
     net[0].weight.requires_grad_(False)
     optimizer = torch.optim.AdamW(net.named_parameters())
-    client.convert_(optimizer, OptimizerConfig(min_numel=0), keep_fp32=KEEP)
+    convert_(optimizer, OptimizerConfig(min_numel=0), keep_fp32=KEEP)
     assert optimizer.param_groups[0]["param_names"] == ["0.bias", "2.weight", "2.bias"]
     optimizer.init_states()
     kept = [optimizer.state[p]["exp_avg"].pieces[0].codec.name for p in optimizer.param_groups[0]["params"]]
@@ -102,7 +103,7 @@ def test_named_parameters_keep_their_names():
 
 def test_what_is_converted_is_freed():
     net = model()
-    optimizer = client.convert_(torch.optim.AdamW(net.parameters()), OptimizerConfig(), keep_fp32=KEEP)
+    optimizer = convert_(torch.optim.AdamW(net.parameters()), OptimizerConfig(), keep_fp32=KEEP)
     lr_scheduler.ConstantLR(optimizer)
     gc.collect()
     gc.disable()
@@ -147,13 +148,13 @@ def replaced(params):
 )
 def test_refused(make, words):
     with pytest.raises(CoatConfigError) as error:
-        client.convert_(make(model().parameters()), OptimizerConfig(), keep_fp32=KEEP)
+        convert_(make(model().parameters()), OptimizerConfig(), keep_fp32=KEEP)
     for word in (*words, "coat.optimizer.enabled", "coat_ds.CoatAdamW"):
         assert word in str(error.value)
 
 
 def test_adam_without_decay_is_converted():
-    client.check(torch.optim.Adam(model().parameters()))
+    check(torch.optim.Adam(model().parameters()))
 
 
 def engines():

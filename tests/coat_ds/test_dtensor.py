@@ -26,8 +26,8 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.testing._internal.two_tensor import TwoTensor
 
 import coat_ds
-from coat_ds.optimizer import MOMENTS
-from coat_ds.status import state_bytes
+from coat_ds.optim.accounting import state_bytes
+from coat_ds.optim.options import MOMENTS
 from tests.util import rel_rms, run_distributed
 
 FP32 = {"exp_avg_format": "fp32", "exp_avg_sq_format": "fp32"}

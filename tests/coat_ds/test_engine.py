@@ -12,7 +12,8 @@ import torch
 import coat_ds
 from coat_ds import CoatAdamW, CoatConfig, CoatConfigError
 from coat_ds.config import OptimizerConfig
-from coat_ds.engine import check_host_config, parameter_groups
+from coat_ds.zero.build import parameter_groups
+from coat_ds.zero.deepspeed_config import check_deepspeed_config
 from tests.coat_ds.faithful import assert_ratio_faithful, assert_second_faithful
 from tests.util import run_distributed
 
@@ -403,7 +404,7 @@ def test_bad_configs(host, words):
 
 
 def test_harmless_sections_pass():
-    check_host_config(
+    check_deepspeed_config(
         {
             "zero_optimization": {"stage": 1, "offload_optimizer": {"device": "cpu", "ratio": 1.0}},
             "fp16": {"enabled": True},

@@ -9,7 +9,7 @@ from packaging.version import Version
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from coat_ds.grad_norm import _norms
+from coat_ds.zero.grad_norm import _norms
 from tests.util import run_distributed
 
 # before, DeepSpeed did not look for inf and NaN in BF16, nor align parameters

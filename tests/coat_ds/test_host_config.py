@@ -6,8 +6,11 @@ import pytest
 import torch
 from deepspeed.utils import logger
 
-from coat_ds import CoatConfig, CoatConfigError, engine, host_config, switch
+from coat_ds import CoatConfig, CoatConfigError
 from coat_ds.config import ActivationsConfig
+from coat_ds.zero import block, build, deepspeed_config
+from coat_ds.zero.deepspeed_config import no_conversion
+from coat_ds.zero.log import say
 from coat_kernels import device
 
 BLOCK, ADAMW = {"enabled": True}, {"type": "AdamW", "params": {"lr": 1e-3}}
@@ -66,9 +69,9 @@ MISTAKES = {
 @pytest.mark.parametrize("config, words", MISTAKES.values(), ids=MISTAKES)
 def test_mistakes(config, words):
     # an engine would come to this check
-    assert switch.asks_for_coat(config)
+    assert block.asks_for_coat(config)
     with pytest.raises(CoatConfigError) as error:
-        engine.check(config, None)
+        deepspeed_config.check(config, None)
     assert all(word in str(error.value) for word in words), error.value
 
 
@@ -81,10 +84,10 @@ def test_what_is_no_mistake():
         implementations,
         {},
     ):
-        assert engine.check(params(**values), None).enabled
-    assert not switch.asks_for_coat({"optimizer": ADAMW, "Coatings": {}, "comms_logger": {"coats": 1}})
+        assert deepspeed_config.check(params(**values), None).enabled
+    assert not block.asks_for_coat({"optimizer": ADAMW, "Coatings": {}, "comms_logger": {"coats": 1}})
     # what others make of them is theirs to judge
-    assert not engine.check({"optimizer": "AdamW"}, None).enabled
+    assert not deepspeed_config.check({"optimizer": "AdamW"}, None).enabled
 
 
 @pytest.fixture
@@ -102,7 +105,7 @@ def test_patterns_that_match_nothing(log):
         {**BLOCK, "optimizer": {"keep_fp32": ["*lm_haed*", "LM_HEAD*", "*norm*", "*bias*"]}}
     )
     model = torch.nn.ModuleDict({"lm_head": torch.nn.Linear(4, 4, bias=False)})
-    engine._client_optimizer(coat, host(zero_optimization={"stage": 1}), None, model)
+    build.optimizer_for_engine(coat, host(zero_optimization={"stage": 1}), None, model)
     assert [level for level, _ in log] == ["WARNING"]
     assert "coat.optimizer.keep_fp32: '*lm_haed*' matches no parameter" in log[0][1]
     assert "Did you mean 'lm_head'?" in log[0][1]
@@ -115,7 +118,7 @@ def built(log, optimizer=None, params=None, block=None, size=64):
     config["optimizer"] = {"type": "AdamW", "params": params or {}}
     model = torch.nn.Linear(size, size, bias=False)
     given = optimizer and optimizer(model.parameters())
-    made = engine._client_optimizer(coat, config, given, model)
+    made = build.optimizer_for_engine(coat, config, given, model)
     if given is None:
         made(model.parameters())
     lines = list(log)
@@ -153,13 +156,13 @@ def test_where_no_model_is_converted(monkeypatch):
     """On a GPU without FP8 a block gives FP8 states, as before there were converted layers."""
     gpu, usual = torch.device("cuda", 0), ActivationsConfig()
     for found, reason in (((8, 0), "compute capability 8.0, and FP8 products need 8.9"), ((8, 9), None)):
-        for module in (device, host_config):
+        for module in (device, deepspeed_config):
             monkeypatch.setattr(module, "capability", lambda _, found=found: found)
-        said = host_config.no_conversion({}, usual, gpu)
+        said = no_conversion({}, usual, gpu)
         assert said is None if reason is None else said.endswith(reason)
-        assert host_config.no_conversion({}, ActivationsConfig(emulate=True), gpu) is None
-        assert host_config.no_conversion({"fp16": {"enabled": False}}, usual, torch.device("cpu")) is None
-        assert "fp16.enabled" in host_config.no_conversion({"fp16": {"enabled": True}}, usual, gpu)
+        assert no_conversion({}, ActivationsConfig(emulate=True), gpu) is None
+        assert no_conversion({"fp16": {"enabled": False}}, usual, torch.device("cpu")) is None
+        assert "fp16.enabled" in no_conversion({"fp16": {"enabled": True}}, usual, gpu)
 
 
 def test_names_of_implementations_get_a_line(log):
@@ -171,11 +174,11 @@ def test_names_of_implementations_get_a_line(log):
 def test_news_are_no_warnings(log, monkeypatch):
     """They are shown where DeepSpeed shows warnings alone, and hidden with those."""
     monkeypatch.setattr(logger, "level", logging.WARNING)
-    engine._say("COAT: news")
-    engine._say("beware", logging.WARNING)
+    say("COAT: news")
+    say("beware", logging.WARNING)
     monkeypatch.setattr(logger, "level", logging.ERROR)
     logger._cache.clear()
-    engine._say("COAT: more news")
+    say("COAT: more news")
     logger._cache.clear()
     assert [level for level, _ in log] == ["INFO", "WARNING"]
     assert log[0][1].endswith("COAT: news")

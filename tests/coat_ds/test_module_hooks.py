@@ -139,7 +139,7 @@ def _worker():
     torch.distributed.init_process_group("gloo")
     runs = {"ours": _run(False), "frozen": _run(True)}
     compiled = [_compiled()]
-    with mock.patch("coat_ds.engine.lighten_module_hooks"):
+    with mock.patch("coat_ds.zero.engine.lighten_module_hooks"):
         runs |= {"stock": _run(False), "stock frozen": _run(True)}
         return {"runs": runs, "compiled": [*compiled, _compiled()]}
 

@@ -7,7 +7,7 @@ import torch
 from packaging.version import Version
 
 from coat_ds import CoatAdamW
-from coat_ds.narrow_grad import NarrowGrad, narrow_and_scale
+from coat_ds.optim.narrow_grad import NarrowGrad, narrow_and_scale
 from tests.util import run_distributed
 
 N = 5000
@@ -72,7 +72,7 @@ def zero_steps(stage, dtype, narrow):
     import deepspeed
 
     import coat_ds
-    from coat_ds import engine as hooks
+    from coat_ds.zero import engine as hooks
 
     deepspeed.init_distributed("gloo")
     kept = hooks.keep_gradients_narrow

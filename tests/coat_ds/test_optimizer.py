@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from coat_ds import CoatAdamW, state_bytes
-from coat_ds.optimizer import MOMENTS
-from coat_ds.recover import SAME_VALUE, recovered
-from coat_ds.state import Moment
+from coat_ds.optim.moment import Moment
+from coat_ds.optim.options import MOMENTS
+from coat_ds.optim.recover import SAME_VALUE, recovered
 from coat_kernels.codecs import get_codec
 from tests.coat_ds.faithful import (
     assert_faithful,
@@ -315,7 +315,7 @@ def test_resume_is_bit_exact(exp_avg_format):
     saved = through_file(optimizer.state_dict())
     resumed_params = [torch.nn.Parameter(p.detach().clone()) for p in params]
     resumed = CoatAdamW(resumed_params, min_numel=100, exp_avg_format=exp_avg_format, lr=7.0)
-    with mock.patch("coat_ds.state_dict.recovered", wraps=recovered) as searched:
+    with mock.patch("coat_ds.optim.state_dict.recovered", wraps=recovered) as searched:
         resumed.load_state_dict(saved)
     # the scales that were saved are taken, nothing is searched
     assert not any(call.args[0].has_scale for call in searched.call_args_list)

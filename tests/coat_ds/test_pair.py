@@ -8,7 +8,9 @@ import torch
 import torch.nn.functional as F
 
 from coat_ds import CoatAdamW
-from coat_ds.state import Moment, StoredMoment, _rebuild, paired
+from coat_ds.optim.moment import Moment
+from coat_ds.optim.pair import paired
+from coat_ds.optim.stored_moment import StoredMoment, _rebuild
 from coat_kernels.codecs import Stored, codec, get_codec
 from tests.coat_ds.test_state import SHAPE, WRITES, values
 from tests.coat_ds.test_stored_moment import Written

@@ -5,9 +5,9 @@ from unittest import mock
 import pytest
 import torch
 
-from coat_ds import recover
-from coat_ds.recover import recovered
-from coat_ds.state import Moment
+from coat_ds.optim import recover
+from coat_ds.optim.moment import Moment
+from coat_ds.optim.recover import recovered
 from coat_kernels.codecs import CODECS
 from coat_kernels.codecs.codec import encode_reference
 

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from coat_ds.state import Moment
+from coat_ds.optim.moment import Moment
 from coat_kernels.codecs import get_codec
 from tests.coat_ds.faithful import assert_faithful
 

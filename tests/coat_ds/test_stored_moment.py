@@ -5,7 +5,8 @@ import io
 import pytest
 import torch
 
-from coat_ds.state import Moment, StoredMoment, _rebuild
+from coat_ds.optim.moment import Moment
+from coat_ds.optim.stored_moment import StoredMoment, _rebuild
 from coat_kernels.codecs import get_codec
 
 CODES, SCALE, EXPONENT = torch.zeros(300, dtype=torch.uint8), torch.ones(3), torch.ones(3, dtype=torch.uint8)

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import coat_ds
-from coat_ds import switch
+from coat_ds.zero import switch
 from tests.util import free_port, run_distributed
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -49,7 +49,7 @@ for name in sys.argv[1:]:
         out[name] = [type(engine.basic_optimizer).__name__, hasattr(engine, "coat")]
     except AssertionError as error:
         out[name] = str(error)
-    out["heavy"] = out.get("heavy", []) + ["coat_ds.engine" in sys.modules]
+    out["heavy"] = out.get("heavy", []) + ["coat_ds.zero.engine" in sys.modules]
 print("RESULT " + json.dumps(out))
 """
 
@@ -111,7 +111,8 @@ def test_an_unmodified_script_after_pip_install(site):
     assert out["none"] == out["off"] == ["AdamW", False]
     assert out["block"] == out["type"] == out["client"] == ["CoatAdamW", True]
     # `import torch` brings the switch and nothing else; an engine without a block does not either
-    assert out["imported"] == ["coat_autoload", "coat_ds", "coat_ds.switch"]
+    switch = ["coat_ds.zero", "coat_ds.zero.block", "coat_ds.zero.switch"]
+    assert out["imported"] == ["coat_autoload", "coat_ds", "coat_ds.patches", *switch]
     assert out["heavy"] == [False, True, True, True, True]
 
 
@@ -134,7 +135,7 @@ def test_an_interpreter_without_torch_loads_nothing(site):
 
 IMPORT = """
 import torch, sys
-print([type(finder).__module__ for finder in sys.meta_path].count("coat_ds.switch"))
+print([type(finder).__module__ for finder in sys.meta_path].count("coat_ds.zero.switch"))
 """
 
 
@@ -161,10 +162,10 @@ def test_torch_imports_where_the_clone_was_moved(python, tmp_path):
 
 def test_torch_imports_where_the_package_is_not_whole(site, python, tmp_path):
     shutil.copytree(site, tmp_path / "site")
-    (tmp_path / "site/coat_ds/switch.py").unlink()
+    (tmp_path / "site/coat_ds/zero/switch.py").unlink()
     said, waiting = imports(python, tmp_path, PYTHONPATH=str(tmp_path / "site"))
-    assert waiting == "0" and said.count("\n") == 1 and "No module named 'coat_ds.switch'" in said
-    (tmp_path / "site/coat_ds/switch.py").write_text("def register(:")
+    assert waiting == "0" and said.count("\n") == 1 and "No module named 'coat_ds.zero.switch'" in said
+    (tmp_path / "site/coat_ds/zero/switch.py").write_text("def register(:")
     said, _ = imports(python, tmp_path, PYTHONPATH=str(tmp_path / "site"))
     assert said.count("\n") == 1 and "SyntaxError" in said
 
@@ -194,7 +195,7 @@ def test_a_finder_waits_for_deepspeed(site):
     code = """
 import sys, json
 import coat_ds
-from coat_ds import switch
+from coat_ds.zero import switch
 coat_ds.install()
 coat_ds.install()
 found = [sum(isinstance(f, switch._Finder) for f in sys.meta_path)]

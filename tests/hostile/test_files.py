@@ -231,7 +231,7 @@ BLOCK = {
 @tries()
 @given(json_files({**HOST, "coat": BLOCK}))
 def test_deepspeed_configs(folder, data):
-    from coat_ds import engine
+    from coat_ds.zero import deepspeed_config
 
     path = folder / "ds.json"
     path.write_bytes(data)
@@ -241,7 +241,7 @@ def test_deepspeed_configs(folder, data):
         pretrain_gpt.set_batch_sizes(
             dict(config), argparse.Namespace(micro_batch_size=None, global_batch_size=None), 1
         )
-        coat = engine.check(config, None)
+        coat = deepspeed_config.check(config, None)
     except pretrain_gpt.LaunchError as error:
         assert str(path) in str(error) or "train_" in str(error) or "gradient_acc" in str(error), error
         return
@@ -564,7 +564,7 @@ class Moved:
         self.arguments = arguments
 
     def __reduce__(self):
-        from coat_ds.state import _rebuild
+        from coat_ds.optim.stored_moment import _rebuild
 
         return _rebuild, self.arguments
 

@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from coat_ds import CoatAdamW
-from coat_ds.optimizer import MOMENTS
+from coat_ds.optim.options import MOMENTS
 from coat_kernels.adamw import join_master
 from coat_kernels.codecs import SIGNED_CODECS, get_codec
 from tests.hostile.conftest import share

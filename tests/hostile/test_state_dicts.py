@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from coat_ds import CoatAdamW
-from coat_ds.optimizer import MOMENTS
+from coat_ds.optim.options import MOMENTS
 from coat_kernels.codecs import SIGNED_CODECS, Stored, get_codec
 from tests.coat_ds.faithful import assert_faithful
 from tests.hostile.conftest import share

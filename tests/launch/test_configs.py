@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from coat_ds import CoatConfigError
-from coat_ds.engine import check
+from coat_ds.zero.deepspeed_config import check
 from launch import cluster
 from tests.util import run_distributed
 

@@ -12,7 +12,7 @@ import torch
 import coat_ds
 from coat_ds import CoatConfigError
 from coat_ds.config import ActivationsConfig
-from coat_ds.model_layers import prepare_layers
+from coat_ds.zero.model_layers import prepare_layers
 from tests.util import run_distributed
 
 S, VOCAB = 32, 64

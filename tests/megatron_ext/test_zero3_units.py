@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from coat_ds.config import ActivationsConfig
-from coat_ds.layer_units import LayerUnits
+from coat_ds.zero.layer_units import LayerUnits
 from tests.megatron_ext.test_hybrid import EXPERTS, _hybrid
 from tests.util import run_distributed
 
@@ -222,7 +222,7 @@ def _train(case: Case, stage: int, wanted: str | bool) -> dict:
     from deepspeed.utils import safe_get_full_grad
 
     said = []
-    with mock.patch("coat_ds.engine._say", lambda text, level=None: said.append(text)):
+    with mock.patch("coat_ds.zero.engine.say", lambda text, level=None: said.append(text)):
         engine = _engine(case, stage, wanted)
     found = {"losses": [], "kept": [], "grads": None, "said": "\n".join(said)}
     for step in range(case.steps):

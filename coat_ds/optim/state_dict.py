@@ -6,12 +6,15 @@ from typing import Any
 
 import torch
 
-from coat_ds.recover import SAME_VALUE, recovered
-from coat_ds.shards import is_distributed, laid_out_like, local, shard_of
-from coat_ds.state import Layout, Moment, StoredMoment, is_streaming
+from coat_ds.optim.moment import Moment
+from coat_ds.optim.options import LAYOUT, MOMENTS, STOCK_SWITCHES, check_options
+from coat_ds.optim.pieces import Layout
+from coat_ds.optim.recover import SAME_VALUE, recovered
+from coat_ds.optim.shards import is_distributed, laid_out_like, local, shard_of
+from coat_ds.optim.stored_moment import StoredMoment
+from coat_ds.optim.streaming import is_streaming
 from coat_kernels.codecs import Storage
 
-MOMENTS = ("exp_avg", "exp_avg_sq")
 METADATA_VERSION = 2
 # what a parameter group of another Adam may ask for, and no step of CoatAdamW does
 REFUSED = {"amsgrad": True, "bias_correction": False, "adam_w_mode": False}
@@ -112,7 +115,20 @@ def _likes(moment: Moment, coat: Any, index: Any, name: str) -> Iterator[Storage
             yield None
 
 
-def check_layout(state_dict: dict[str, Any]) -> None:
+def check_loaded(state_dict: dict[str, Any], groups: list[dict[str, Any]], defaults: dict[str, Any]) -> None:
+    """Raises ValueError for a state dict that an optimizer of these groups and defaults cannot load."""
+    _check_layout(state_dict)
+    for i, group in enumerate(state_dict["param_groups"]):
+        kept = {k: v for k, v in group.items() if k not in LAYOUT and k not in STOCK_SWITCHES}
+        try:
+            check_options({**defaults, **kept})
+        except ValueError as error:
+            raise ValueError(f"load_state_dict: parameter group {i}: {error}") from None
+    check_groups(state_dict["param_groups"])
+    _check_states(state_dict, groups)
+
+
+def _check_layout(state_dict: dict[str, Any]) -> None:
     """Raises ValueError for what is no optimizer's state dict."""
     states, groups = state_dict.get("state"), state_dict.get("param_groups")
     if not isinstance(states, dict) or not all(isinstance(entry, dict) for entry in states.values()):
@@ -178,7 +194,7 @@ def steps_of(group: dict[str, Any], states: dict[Any, dict[str, Any]]) -> dict[A
     return dict.fromkeys(steps, max(int(group["step"]), *steps.values(), 0))
 
 
-def check_states(state_dict: dict[str, Any], groups: list[dict[str, Any]]) -> None:
+def _check_states(state_dict: dict[str, Any], groups: list[dict[str, Any]]) -> None:
     """Raises ValueError for a state that does not fit its parameter, before anything is changed."""
     saved = state_dict["param_groups"]
     if [len(g["params"]) for g in saved] != [len(g["params"]) for g in groups]:

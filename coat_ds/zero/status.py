@@ -1,4 +1,4 @@
-"""What COAT does in an engine: `engine.coat`, of which the log speaks."""
+"""What COAT does in an engine: `engine.coat`. The log shows it."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -6,10 +6,9 @@ from typing import Any
 import torch
 
 from coat_ds.config import CoatConfig, CoatConfigError
-from coat_ds.layer_units import LayerUnits
-from coat_ds.model_layers import Layers
-from coat_ds.shards import local
-from coat_ds.state import Moment
+from coat_ds.layers.inventory import Layers
+from coat_ds.optim.accounting import state_bytes
+from coat_ds.zero.layer_units import LayerUnits
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,46 +59,3 @@ def idle_layers(coat: CoatConfig, layers: Layers) -> str | None:
             f'{line} "require": true makes this an error: set it to false, or "activations" to false.'
         )
     return f'{line} Set "activations" to false if that is meant; "require": true makes it an error.'
-
-
-def state_bytes(optimizer) -> dict[str, Any]:
-    """What the states of an optimizer hold on this rank.
-
-    optimizer: a torch optimizer, the wrapper that DeepSpeed puts around one, or a DeepSpeed engine.
-    Returns `bytes`, `parameters` (elements that have a state; ZeRO's padding included),
-    `bytes_per_parameter`, and `by_codec`: bytes by codec name, where plain tensors are named by dtype.
-    """
-    optimizer = _base_optimizer(optimizer)
-    by_codec: dict[str, int] = {}
-    parameters = 0
-    for p, state in optimizer.state.items():
-        parameters += local(p).numel()
-        for value in state.values():
-            value = local(value)
-            if isinstance(value, Moment):
-                held = [(piece.codec.name, piece.storage.nbytes) for piece in value.pieces]
-            elif isinstance(value, torch.Tensor):
-                held = [(str(value.dtype).removeprefix("torch."), value.nbytes)]
-            else:
-                continue
-            for name, size in held:
-                by_codec[name] = by_codec.get(name, 0) + size
-    total = sum(by_codec.values())
-    return {
-        "bytes": total,
-        "parameters": parameters,
-        "bytes_per_parameter": total / parameters if parameters else 0.0,
-        "by_codec": by_codec,
-    }
-
-
-def _base_optimizer(optimizer) -> torch.optim.Optimizer:
-    optimizer = getattr(optimizer, "basic_optimizer", optimizer)
-    while not isinstance(optimizer, torch.optim.Optimizer) and hasattr(optimizer, "optimizer"):
-        optimizer = optimizer.optimizer
-    if not isinstance(optimizer, torch.optim.Optimizer):
-        raise TypeError(
-            f"state_bytes: expected a torch optimizer, DeepSpeed's wrapper of one, or an engine; found "
-            f"{type(optimizer).__name__}."
-        )
-    return optimizer

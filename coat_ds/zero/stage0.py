@@ -8,16 +8,32 @@ wrote. Engines with COAT read both, and write what the same config would write w
 import copy
 import functools
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
-from coat_ds.state import Moment
+from coat_ds.optim.moment import Moment
+from coat_ds.patches import Patch
 
 FLAT, APART, STATES = "fp32_groups_flat", "fp32_groups", "optimizer_state_dict"
 # what FP16_UnfusedOptimizer reads in BF16 too
 NO_LOSS_SCALE = {"dynamic_loss_scale": False, "cur_scale": 1.0, "cur_iter": 0}
+
+
+SAVE, LOAD = (
+    Patch(
+        "stage 0",
+        "deepspeed",
+        f"deepspeed.runtime.fp16.fused_optimizer:FP16_Optimizer.{method}",
+        "checkpoints in the layout of either of stage 0's wrappers",
+        parameters=parameters,
+    )
+    for method, parameters in (
+        ("state_dict", ()),
+        ("load_state_dict", ("state_dict", "load_optimizer_states")),
+    )
+)
 
 
 def translate_checkpoints(wrapper, apart: bool) -> None:
@@ -27,23 +43,29 @@ def translate_checkpoints(wrapper, apart: bool) -> None:
     """
     if not (hasattr(wrapper, FLAT) or hasattr(wrapper, APART)):
         return
-    save, load = wrapper.state_dict, wrapper.load_state_dict
     params = wrapper.fp16_groups
 
-    @functools.wraps(save)
-    def state_dict() -> dict[str, Any]:
-        packed = save()
-        return taken_apart(packed, params) if apart and FLAT in packed else packed
+    def saving(save: Callable) -> Callable:
+        @functools.wraps(save)
+        def state_dict() -> dict[str, Any]:
+            packed = save()
+            return taken_apart(packed, params) if apart and FLAT in packed else packed
 
-    @functools.wraps(load)
-    def load_state_dict(packed: dict[str, Any], *args, **kwargs):
-        if hasattr(wrapper, FLAT) and APART in packed:
-            packed = {"clip_grad": wrapper.clip_grad, **put_together(packed, params)}
-        elif hasattr(wrapper, APART) and FLAT in packed:
-            packed = taken_apart(packed, params)
-        return load(packed, *args, **kwargs)
+        return state_dict
 
-    wrapper.state_dict, wrapper.load_state_dict = state_dict, load_state_dict
+    def loading(load: Callable) -> Callable:
+        @functools.wraps(load)
+        def load_state_dict(packed: dict[str, Any], *args, **kwargs):
+            if hasattr(wrapper, FLAT) and APART in packed:
+                packed = {"clip_grad": wrapper.clip_grad, **put_together(packed, params)}
+            elif hasattr(wrapper, APART) and FLAT in packed:
+                packed = taken_apart(packed, params)
+            return load(packed, *args, **kwargs)
+
+        return load_state_dict
+
+    SAVE.apply(saving, on=wrapper)
+    LOAD.apply(loading, on=wrapper)
 
 
 def taken_apart(packed: dict[str, Any], params: Sequence[list[torch.Tensor]]) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""What an engine's first training forward keeps for backward, counted once."""
+"""What is kept for backward, counted: the storages that autograd saves."""
 
 import contextlib
 from collections.abc import Callable, Iterator
@@ -7,6 +7,35 @@ from contextlib import AbstractContextManager
 import torch
 
 from coat_kernels.saved import MIN_NUMEL, alive_packed, packed_bytes
+
+
+class SavedStorages:
+    """The storages that autograd saves within `counting`, each once and whole.
+
+    is_left_out: says of the address of a storage that it does not count, as a weight's.
+    """
+
+    def __init__(self, is_left_out: Callable[[int], bool]):
+        self._is_left_out = is_left_out
+        # held, so that no address is used twice
+        self._kept: dict[int, torch.UntypedStorage] = {}
+
+    @property
+    def nbytes(self) -> int:
+        return sum(storage.nbytes() for storage in self._kept.values())
+
+    def counting(self) -> AbstractContextManager:
+        """A context for a forward pass, or a part of one."""
+        return torch.autograd.graph.saved_tensors_hooks(self._pack, lambda x: x)
+
+    def _pack(self, x: torch.Tensor) -> torch.Tensor:
+        storage = x.untyped_storage()
+        address = storage.data_ptr()
+        if address not in self._kept and not self._is_left_out(address):
+            self._kept[address] = storage
+        # a leaf as it is: ZeRO-3 fills and empties the parameter itself. No other tensor: one that is kept by
+        # the node that made it would never be freed
+        return x if x.is_leaf else x.detach()
 
 
 def report_saved(module: torch.nn.Module, say: Callable[[str], None]) -> None:
@@ -28,20 +57,10 @@ def report_saved(module: torch.nn.Module, say: Callable[[str], None]) -> None:
 
     @contextlib.contextmanager
     def counting() -> Iterator[None]:
-        kept: dict[int, torch.UntypedStorage] = {}
-
-        def pack(x: torch.Tensor) -> torch.Tensor:
-            storage = x.untyped_storage()
-            address = storage.data_ptr()
-            if address not in kept and not is_weight(address):
-                # held, so that no address is used twice
-                kept[address] = storage
-            # ZeRO-3 fills and empties the very parameter; what a node made itself it must not hold
-            return x if x.is_leaf else x.detach()
-
-        with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+        saved = SavedStorages(is_weight)
+        with saved.counting():
             yield
-        plain = sum(storage.nbytes() for storage in kept.values())
+        plain = saved.nbytes
         codes, instead_of = packed_bytes()
         say(
             f"COAT: the first forward keeps {plain + codes:,} bytes for backward: {plain:,} as they are, and "

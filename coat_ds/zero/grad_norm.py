@@ -1,13 +1,37 @@
 """The norm of ZeRO's gradients, and whether one is inf or NaN, by one operation over all of them.
 
-DeepSpeed looks at one gradient after the other, in about ten launches each, and copies it to FP64: the GPU
-waits for the host, and moves ten times the bytes.
+DeepSpeed reads one gradient after the other, in about ten launches each, and copies it to FP64: the GPU waits
+for the CPU, and moves ten times the bytes.
 """
 
 import functools
+from collections.abc import Callable
 
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
+
+from coat_ds.patches import Patch
+
+STAGE_1_AND_2 = "deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer"
+STAGE_3 = "deepspeed.runtime.zero.stage3:DeepSpeedZeroOptimizer_Stage3"
+NORM, NORM_STAGE_3 = (
+    Patch(
+        "gradient norm",
+        "deepspeed",
+        f"{wrapper}.get_grad_norm_direct",
+        "the norm of all gradients of a parameter group by one operation",
+        parameters=parameters,
+    )
+    # DeepSpeed's profiling hides the signatures of stage 3
+    for wrapper, parameters in ((STAGE_1_AND_2, ("gradients", "params", "norm_type")), (STAGE_3, None))
+)
+OVERFLOW = Patch(
+    "gradient norm",
+    "deepspeed",
+    f"{STAGE_1_AND_2}.has_overflow_partitioned_grads_serial",
+    "gradients are read once for their norm and for inf and NaN",
+    parameters=(),
+)
 
 
 def _norms(gradients: list[torch.Tensor]) -> list[torch.Tensor]:
@@ -21,17 +45,25 @@ def batch_gradient_norms(wrapper) -> None:
 
     wrapper: what DeepSpeed put around the optimizer. One without such methods is left alone, and so are
     gradients on the CPU under offloading.
-    Which gradients count, and the sums over ranks, stay DeepSpeed's: its own method is given the norms of
-    those that it treats alike as if they were one gradient. The result differs by the order of sums in FP64.
+    DeepSpeed still filters and reduces: its own method gets one vector of norms for each kind of parameter
+    in place of the gradients. The result differs by the order of sums in FP64.
     """
-    ask = getattr(wrapper, "get_grad_norm_direct", None)
-    if ask is None:
+    if not hasattr(wrapper, "get_grad_norm_direct"):
         return
-    from deepspeed.runtime.constants import PIPE_REPLICATED
-    from deepspeed.runtime.utils import is_model_parallel_parameter
-
     # what the check has read of each gradient, for the norm: a step asks for one right after the other
     known = WeakTensorKeyDictionary()
+    if not hasattr(wrapper, "bit16_groups"):
+        # ZeRO-3 checks its flat buffer
+        NORM_STAGE_3.apply(lambda ask: _norm_by_kinds(ask, known), on=wrapper)
+        return
+    NORM.apply(lambda ask: _norm_by_kinds(ask, known), on=wrapper)
+    OVERFLOW.apply(lambda look: _overflow_and_norms(wrapper, look, known), on=wrapper)
+
+
+def _norm_by_kinds(ask: Callable, known: WeakTensorKeyDictionary) -> Callable:
+    """DeepSpeed's `ask` for a norm, given one vector of norms for each kind of parameter."""
+    from deepspeed.runtime.constants import PIPE_REPLICATED
+    from deepspeed.runtime.utils import is_model_parallel_parameter
 
     @functools.wraps(ask)
     def norm(gradients, params, norm_type=2):
@@ -51,11 +83,11 @@ def batch_gradient_norms(wrapper) -> None:
             [torch.stack(found) for _, found in alike.values()], [*(p for p, _ in alike.values()), *params]
         )
 
-    wrapper.get_grad_norm_direct = norm
-    if not hasattr(wrapper, "bit16_groups"):
-        # ZeRO-3 checks its flat buffer
-        return
-    look = wrapper.has_overflow_partitioned_grads_serial
+    return norm
+
+
+def _overflow_and_norms(wrapper, look: Callable, known: WeakTensorKeyDictionary) -> Callable:
+    """DeepSpeed's `look` for inf and NaN, by norms that it leaves in `known`."""
 
     @functools.wraps(look)
     def has_overflow() -> torch.Tensor:
@@ -67,4 +99,4 @@ def batch_gradient_norms(wrapper) -> None:
         known.update(zip(gradients, norms, strict=True))
         return ~torch.stack(norms).isfinite().all().reshape(1)
 
-    wrapper.has_overflow_partitioned_grads_serial = has_overflow
+    return has_overflow

@@ -1,12 +1,13 @@
-"""DeepSpeed's activation checkpointing with inputs kept in FP8, beside torch's (`coat_kernels.saved`).
+"""FP8 inputs of what DeepSpeed recomputes, beside what torch does (`coat_kernels.saved`).
 
-`deepspeed.checkpointing.checkpoint` keeps inputs in an attribute of its autograd context, where autograd's
-hooks do not see them, and looks up the class that does so, `CheckpointFunction`, in its module. A subclass
-of it is put there, once, which does what DeepSpeed's does unless a module with the block runs forward in the
-same thread. Then it marks the inputs `no_checkpointing`, upon which DeepSpeed neither partitions nor offloads
-them, and keeps codes in their place: of this rank's share alone under `partition_activations` (gathered as
-codes, half of the traffic), and on the host under `cpu_checkpointing` (copied as codes, on the stream that
-computes).
+`deepspeed.checkpointing.checkpoint` keeps the inputs of a region in an attribute of its autograd context.
+Autograd's hooks do not see them there. It looks up the class that does so, `CheckpointFunction`, in its
+module. A patch puts a subclass there. It does what DeepSpeed's class does, unless a module with the block
+runs forward in the same thread. Then it marks the inputs `no_checkpointing`, so that DeepSpeed neither
+partitions nor offloads them, and keeps codes in their place:
+
+- under `partition_activations` the codes of this rank's share alone; gathering them is half of the traffic
+- under `cpu_checkpointing` the codes in CPU memory, copied on the stream that computes
 
 `non_reentrant_checkpoint` keeps inputs in a closure that nobody else reaches. It is left as it is.
 """
@@ -20,6 +21,7 @@ from typing import Any
 import torch
 
 from coat_ds.config import CoatConfigError
+from coat_ds.patches import Patch
 from coat_kernels.saved import (
     Packed,
     compressed_checkpoints,
@@ -27,20 +29,30 @@ from coat_kernels.saved import (
     is_activation,
     packed,
     region,
-    replace_once,
 )
 
+CHECKPOINT = Patch(
+    "recompute",
+    "deepspeed",
+    "deepspeed.runtime.activation_checkpointing.checkpointing:CheckpointFunction",
+    "inputs of recomputed regions are kept in FP8 while a module with the block runs forward",
+    parameters=("ctx", "run_function", "all_outputs", "args"),
+    method="forward",
+    expected="a class that checkpoint() looks up, with forward",
+    used_by="checkpoint",
+    way_out="or drop coat.checkpointing.compress",
+)
 CONTIGUOUS = (
     "its buffers are of the activations' own type, and FP8 codes are not kept in them. Drop the key, or set "
     "coat.checkpointing.compress to false."
 )
 
 
-def check_host_config(host: Mapping[str, Any]) -> None:
+def check_config(config: Mapping[str, Any]) -> None:
     """Raises CoatConfigError where `coat.checkpointing.compress` would have no effect."""
 
     def found(section: str, key: str) -> Any:
-        block = host.get(section)
+        block = config.get(section)
         return block.get(key) if isinstance(block, Mapping) else None
 
     if found("activation_checkpointing", "contiguous_memory_optimization"):
@@ -69,9 +81,9 @@ def compressed(group_size: int) -> Iterator[None]:
 
     Raises CoatConfigError, from `checkpoint`, if DeepSpeed's contiguous buffers were configured.
     """
-    from deepspeed.runtime.activation_checkpointing import checkpointing as host
+    from deepspeed.runtime.activation_checkpointing import checkpointing as deepspeed
 
-    replace_once(host, "CheckpointFunction", functools.partial(_packing_function, host))
+    CHECKPOINT.apply(functools.partial(_packing_function, deepspeed))
     with compressed_checkpoints(group_size):
         yield
 
@@ -92,7 +104,7 @@ def _in_compressed(forward: Callable, group_size: int, *args, **kwargs):
         return forward(*args, **kwargs)
 
 
-def _packing_function(host: ModuleType, base: type) -> type:
+def _packing_function(deepspeed: ModuleType, base: type) -> type:
     class CheckpointFunction(base):
         __doc__ = base.__doc__
 
@@ -101,11 +113,11 @@ def _packing_function(host: ModuleType, base: type) -> type:
             group_size = compressing()
             if group_size is None:
                 return base.forward(ctx, run_function, all_outputs, *args)
-            if host.CONTIGUOUS_CHECKPOINTING:
+            if deepspeed.CONTIGUOUS_CHECKPOINTING:
                 raise CoatConfigError(
                     f"deepspeed.checkpointing.configure(contiguous_checkpointing=True): {CONTIGUOUS}"
                 )
-            chosen = {id(x): x for x in args if _is_kept(host, x)}
+            chosen = {id(x): x for x in args if _is_kept(deepspeed, x)}
             for x in chosen.values():
                 x.no_checkpointing = True
             try:
@@ -113,44 +125,44 @@ def _packing_function(host: ModuleType, base: type) -> type:
             finally:
                 for x in chosen.values():
                     del x.no_checkpointing
-            stand_ins = {key: _stand_in(host, x, group_size) for key, x in chosen.items()}
+            stand_ins = {key: _stand_in(deepspeed, x, group_size) for key, x in chosen.items()}
             ctx.deepspeed_saved_tensors = tuple(stand_ins.get(id(t), t) for t in ctx.deepspeed_saved_tensors)
             return outputs
 
     return CheckpointFunction
 
 
-def _shares(host: ModuleType) -> int:
-    return host.mp_size if host.PARTITION_ACTIVATIONS else 1
+def _shares(deepspeed: ModuleType) -> int:
+    return deepspeed.mp_size if deepspeed.PARTITION_ACTIVATIONS else 1
 
 
-def _is_kept(host: ModuleType, x: Any) -> bool:
+def _is_kept(deepspeed: ModuleType, x: Any) -> bool:
     """Whether `x` is kept in FP8; DeepSpeed refuses tensors that do not divide among the ranks."""
-    return is_activation(x) and not hasattr(x, "no_checkpointing") and x.numel() % _shares(host) == 0
+    return is_activation(x) and not hasattr(x, "no_checkpointing") and x.numel() % _shares(deepspeed) == 0
 
 
-def _stand_in(host: ModuleType, x: torch.Tensor, group_size: int) -> torch.Tensor:
+def _stand_in(deepspeed: ModuleType, x: torch.Tensor, group_size: int) -> torch.Tensor:
     """An empty tensor that DeepSpeed fills in backward with what `saved_data.to(device)` gives."""
     empty = torch.empty(0, dtype=x.dtype, device=x.device, requires_grad=True)
-    empty.saved_data = _Kept(host, x, group_size)
+    empty.saved_data = _Kept(deepspeed, x, group_size)
     # whole when it is filled: not to be gathered again
     empty.no_checkpointing = True
     return empty
 
 
 class _Kept:
-    """An input as codes: this rank's share of it if activations are partitioned, on the host if asked for."""
+    """An input as codes: this rank's share if activations are partitioned; in CPU memory if asked for."""
 
-    def __init__(self, host: ModuleType, x: torch.Tensor, group_size: int):
-        self.shape, self.group, self.shares = x.shape, host.mp_group, _shares(host)
+    def __init__(self, deepspeed: ModuleType, x: torch.Tensor, group_size: int):
+        self.shape, self.group, self.shares = x.shape, deepspeed.mp_group, _shares(deepspeed)
         if self.shares == 1:
             self.packed = packed(x, group_size)
         else:
             flat = x.detach().reshape(-1)
             share = flat.numel() // self.shares
-            self.packed = Packed(flat.narrow(0, share * host.mp_rank, share), group_size)
-        if host.CPU_CHECKPOINT:
-            self.packed = self.packed.with_codes(*map(_on_host, (self.packed.codes, self.packed.exponent)))
+            self.packed = Packed(flat.narrow(0, share * deepspeed.mp_rank, share), group_size)
+        if deepspeed.CPU_CHECKPOINT:
+            self.packed = self.packed.with_codes(*map(_on_cpu, (self.packed.codes, self.packed.exponent)))
 
     def to(self, device: torch.device) -> torch.Tensor:
         """The input again, on `device`; a collective call if activations are partitioned."""
@@ -172,7 +184,7 @@ class _Kept:
         return whole.chunk(self.shares)
 
 
-def _on_host(t: torch.Tensor) -> torch.Tensor:
+def _on_cpu(t: torch.Tensor) -> torch.Tensor:
     # on the compute stream, as the copy back will be: nobody has to wait
-    host = torch.empty(t.shape, dtype=t.dtype, pin_memory=t.is_cuda)
-    return host.copy_(t, non_blocking=True)
+    copy = torch.empty(t.shape, dtype=t.dtype, pin_memory=t.is_cuda)
+    return copy.copy_(t, non_blocking=True)

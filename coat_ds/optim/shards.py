@@ -1,4 +1,4 @@
-"""DTensors, of which each rank holds a shard: FSDP2's parameters, tensor parallelism's, and both at once."""
+"""DTensors: each rank holds a shard. FSDP2 makes them, tensor parallelism does, or both at once."""
 
 import sys
 from typing import Any
@@ -24,8 +24,9 @@ def local(x: Any) -> Any:
 
 
 def laid_out_like(p: torch.Tensor, held: torch.Tensor) -> torch.Tensor:
-    """The tensor, laid out over ranks like `p`, of which this rank holds `held`, contiguous and of the shape
-    of its shard of `p`; `held` itself if `p` is not distributed.
+    """A DTensor with the layout of `p` whose local shard is `held`; `held` itself if `p` is no DTensor.
+
+    held: contiguous, of the shape of this rank's shard of `p`.
     """
     if not is_distributed(p):
         return held

@@ -2,10 +2,9 @@
 
 Checkpoints of Megatron and DeepSpeed's universal ones hold moments as FP32 tensors and nothing beside them.
 Encoding decoded values again does not give the same codes: the exponent of a group comes from its smallest
-magnitude, which the first encoding rounded. But that rounding moves it by a few steps at most, and its
-largest magnitude is stored as it is. So the steps around are tried, and the one that gives the very same
-values again is the right one: it is what was stored, or stands for the same numbers, which is all that the
-next step reads.
+magnitude, which the first encoding has rounded. That rounding moves the exponent by a few steps at most, and
+the largest magnitude is stored exactly. So `recovered` tries the neighbouring exponents and takes the one
+that decodes to the same values. It is the stored one, or one that stands for the same numbers.
 """
 
 import itertools

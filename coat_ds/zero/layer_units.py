@@ -1,45 +1,54 @@
 """Whole layers as ZeRO-3's units, in place of each of their modules.
 
-Stage 3 puts hooks and nodes of autograd around every module. For the small modules of a layer they cost the
-host more than the modules themselves. A unit has one pair of nodes: its weights are gathered when it begins
+Stage 3 puts hooks and autograd nodes around every module. For the small modules of a layer these take more
+CPU time than the modules themselves. A unit has one pair of nodes: its weights are gathered when it begins
 and released when it ends, forward and backward.
 
-A leaf module of DeepSpeed's is nearly that. The mark of one keeps hooks out of a layer's parts while the
-engine is built. Then it is taken off again, and the layer's parameters are registered as its own, "external"
-ones:
+DeepSpeed's leaf modules are nearly that. We mark a layer as a leaf while the engine is built, which keeps
+hooks away from its parts. Then we remove the mark and register the layer's parameters as its own "external"
+ones, because a leaf has two faults:
 
-- Of a leaf DeepSpeed reduces all gradients in one hook behind its backward. If the layer ran forward twice,
-  or nothing asks for the gradient of its input, they are not there yet. In a unit each is reduced when it is
-  there, as those of other modules are, and none is held until the layer ends.
-- What DeepSpeed keeps gathered for a use to come it finds among the parameters that following modules own;
-  those of a leaf's parts are not among them. Embeddings would stay gathered until the step ends.
+- DeepSpeed reduces all gradients of a leaf in one hook after its backward. If the layer ran forward twice, or
+  nothing needs the gradient of its input, they are not complete then. In a unit each gradient is reduced when
+  it is ready, as in other modules, and none is held until the layer ends.
+- DeepSpeed keeps parameters gathered that a following module owns. It does not see the parameters of a leaf's
+  parts. Embeddings would stay gathered until the step ends.
 
-DeepSpeed gathers ahead of use until `stage3_prefetch_bucket_size` elements are under way: by default a
-quarter of a large layer, and the GPU waits for the rest. Where the config leaves that size open, it is a
-whole unit's.
+DeepSpeed prefetches until `stage3_prefetch_bucket_size` elements are under way: by default a quarter of a
+large layer, and the GPU waits for the rest. Where the config does not set this size, we set it to a whole
+unit's.
 
-DeepSpeed's nodes see positional arguments alone, and Megatron hands `hidden_states` over by name: in a unit
-it becomes positional. Without that, nothing is released in backward.
+DeepSpeed's nodes see positional arguments only, and Megatron passes `hidden_states` by name. A unit makes it
+positional; otherwise nothing would be released in backward.
 
-A layer says that it can be a unit by an attribute `zero3_unit`, False, which is True while it is one. Layers
-of Hugging Face's are taken too where they have been converted.
+A layer says that it can be a unit by an attribute `zero3_unit`, False; it is True while the layer is a unit.
+Converted layers of Hugging Face's models are units too.
 """
 
 import contextlib
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 
 from coat_ds.layers.replaced import replaced
-from coat_kernels.exchange import exchanged
+from coat_ds.patches import Patch
 
 INPUT = "hidden_states"
-# those that say nothing, with the classes derived from them: Megatron's, and Hugging Face's layers
+# layers without that attribute, with the classes derived from them: Megatron's, and Hugging Face's
 OTHERS = (
     "megatron.core.transformer.transformer_layer.TransformerLayer",
     "megatron.core.ssm.mamba_layer.MambaLayer",
     "transformers.modeling_layers.GradientCheckpointingLayer",
+)
+
+
+HOOKS = Patch(
+    "units of ZeRO-3",
+    "deepspeed",
+    "deepspeed.runtime.zero.stage3:DeepSpeedZeroOptimizer_Stage3.create_reduce_and_remove_grad_hooks",
+    "while an engine is built: gradients of a unit are reduced one by one",
+    parameters=(),
 )
 
 
@@ -182,17 +191,17 @@ def _input_first(layer: torch.nn.Module, args: tuple, kwargs: dict) -> tuple[tup
 @contextlib.contextmanager
 def _gradients_one_by_one(units) -> Iterator[None]:
     """Has a ZeRO-3 optimizer that is built meanwhile reduce each gradient of `units` when it is there."""
-    from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3 as host
 
-    create = host.create_reduce_and_remove_grad_hooks
+    def make(create: Callable) -> Callable:
+        @functools.wraps(create)
+        def create_hooks(wrapper):
+            for unit in units:
+                for p in unit.parameters():
+                    # the mark by which DeepSpeed knows a leaf's parameters
+                    vars(p).pop("ds_z3_leaf_module", None)
+            create(wrapper)
 
-    @functools.wraps(create)
-    def create_hooks(wrapper):
-        for unit in units:
-            for p in unit.parameters():
-                # by which it tells a leaf's parameters from others
-                vars(p).pop("ds_z3_leaf_module", None)
-        create(wrapper)
+        return create_hooks
 
-    with exchanged(host, create_reduce_and_remove_grad_hooks=create_hooks):
+    with HOOKS.applied(make):
         yield

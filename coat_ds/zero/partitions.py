@@ -1,10 +1,11 @@
-"""Which parts of which parameters the flat tensors hold that DeepSpeed gives to the optimizer."""
+"""DeepSpeed gives flat tensors to the optimizer: which parts of which parameters each holds."""
 
 from collections.abc import Iterator
 
 import torch
 
-from coat_ds.optimizer import CoatAdamW, Fragment
+from coat_ds.optim.fragments import Fragment
+from coat_ds.optim.optimizer import CoatAdamW
 
 
 def link_partitions(wrapper, optimizer: CoatAdamW) -> None:

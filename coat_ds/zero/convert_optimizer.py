@@ -9,7 +9,8 @@ from typing import Any
 import torch
 
 from coat_ds.config import CoatConfigError, OptimizerConfig
-from coat_ds.optimizer import LAYOUT, CoatAdamW
+from coat_ds.optim.optimizer import CoatAdamW
+from coat_ds.optim.options import LAYOUT
 
 # by name, since DeepSpeed's need not be importable; exactly these, since a subclass may step otherwise
 KINDS = {
@@ -86,7 +87,7 @@ def convert_(
     made.defaults.update(
         {k: v for k, v in optimizer.defaults.items() if k in made.defaults and k not in SWITCHES}
     )
-    # the very dicts: DeepSpeed's optimizers share them with the one that they were made of
+    # the same dict objects: DeepSpeed's optimizers share them with the one they were made from
     for group, own in zip(optimizer.param_groups, made.param_groups, strict=True):
         group.clear()
         group.update(own)

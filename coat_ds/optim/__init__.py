@@ -1,0 +1,21 @@
+"""AdamW whose moments are stored in eight bits each, for any framework.
+
+    optimizer.py     CoatAdamW
+    options.py       its options: names, choices, what they mean for a moment
+    checks.py        what a step refuses
+    step.py          the update of one parameter group by `coat_kernels.adamw`
+    fragments.py     flat partitions that are composed of parts of parameters
+    moment.py        what stands in `state[p]`: an FP32 tensor to whoever looks, codes inside
+    tensor.py        how operations of torch on it are carried out
+    pieces.py        what is stored: codes, scales, exponents
+    pair.py          a first moment that is stored relative to the second one
+    stored_moment.py moments that are written to files as they are stored
+    streaming.py     moments that are decoded one by one while a file is written
+    state_dict.py    state dicts: what is written, and how it is restored
+    recover.py       codes recovered from FP32 values
+    narrow_grad.py   gradients that look FP32 and are BF16 or FP16
+    shards.py        DTensors
+    accounting.py    bytes of states
+
+Nothing here imports DeepSpeed, Megatron or their adapters.
+"""

@@ -1,0 +1,70 @@
+"""What moments are stored as, and in how many bytes."""
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+
+from coat_ds.optim.moment import Moment
+from coat_ds.optim.shards import local
+from coat_kernels.codecs import Codec
+
+
+def layout_table(tensors: Iterable[tuple[str, Sequence[int], Codec, Codec, int]]) -> str:
+    """A text table of (name, shape, codec of exp_avg, codec of exp_avg_sq, group size); equal rows, up to the
+    numbers in the name, are counted.
+    """
+    rows: dict[tuple, list[int]] = {}
+    for name, shape, *codecs, group_size in tensors:
+        numel = torch.Size(shape).numel()
+        size = sum(codec.zeros(numel, group_size, "meta").nbytes for codec in codecs)
+        kind = ".".join("*" if part.isdigit() else part for part in name.split("."))
+        row = rows.setdefault((kind, tuple(shape), *(codec.name for codec in codecs)), [0, 0])
+        row[0], row[1] = row[0] + 1, row[1] + size
+    lines = [f"{'tensors':>7}  {'bytes':>15}  {'exp_avg':<18} {'exp_avg_sq':<18} shape, name"]
+    for (kind, shape, m, v), (count, size) in rows.items():
+        lines.append(f"{count:>7}  {size:>15,}  {m:<18} {v:<18} {list(shape)} {kind}".rstrip())
+    return "\n".join(lines)
+
+
+def state_bytes(optimizer) -> dict[str, Any]:
+    """What the states of an optimizer hold on this rank.
+
+    optimizer: a torch optimizer, the wrapper that DeepSpeed puts around one, or a DeepSpeed engine.
+    Returns `bytes`, `parameters` (elements that have a state; ZeRO's padding included),
+    `bytes_per_parameter`, and `by_codec`: bytes by codec name, where plain tensors are named by dtype.
+    """
+    optimizer = _base_optimizer(optimizer)
+    by_codec: dict[str, int] = {}
+    parameters = 0
+    for p, state in optimizer.state.items():
+        parameters += local(p).numel()
+        for value in state.values():
+            value = local(value)
+            if isinstance(value, Moment):
+                held = [(piece.codec.name, piece.storage.nbytes) for piece in value.pieces]
+            elif isinstance(value, torch.Tensor):
+                held = [(str(value.dtype).removeprefix("torch."), value.nbytes)]
+            else:
+                continue
+            for name, size in held:
+                by_codec[name] = by_codec.get(name, 0) + size
+    total = sum(by_codec.values())
+    return {
+        "bytes": total,
+        "parameters": parameters,
+        "bytes_per_parameter": total / parameters if parameters else 0.0,
+        "by_codec": by_codec,
+    }
+
+
+def _base_optimizer(optimizer) -> torch.optim.Optimizer:
+    optimizer = getattr(optimizer, "basic_optimizer", optimizer)
+    while not isinstance(optimizer, torch.optim.Optimizer) and hasattr(optimizer, "optimizer"):
+        optimizer = optimizer.optimizer
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise TypeError(
+            f"state_bytes: expected a torch optimizer, DeepSpeed's wrapper of one, or an engine; found "
+            f"{type(optimizer).__name__}."
+        )
+    return optimizer

@@ -1,0 +1,61 @@
+"""What a step of `CoatAdamW` refuses, before anything is changed."""
+
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from coat_ds.optim.moment import Moment
+from coat_ds.optim.options import MOMENTS
+from coat_ds.optim.shards import is_distributed, local
+
+PARAM_DTYPES = (torch.float32, torch.bfloat16)
+GRAD_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def check_tensors(p: torch.Tensor, state: dict[str, Any]) -> None:
+    """Raises TypeError or ValueError for a parameter, gradient or state that the step cannot handle."""
+    grad = p.grad
+    what = f"CoatAdamW: a parameter of shape {tuple(p.shape)} on {p.device}"
+    if is_distributed(p) != is_distributed(grad):
+        raise TypeError(
+            f"{what} is a {type(p).__name__}, its gradient a {type(grad).__name__}. Make both DTensors, or "
+            "none."
+        )
+    if is_traceable_wrapper_subclass(local(p)):
+        raise TypeError(
+            f"{what} is a {type(local(p)).__name__}, which holds its values elsewhere. Give the optimizer a "
+            "plain tensor, or a DTensor of plain shards."
+        )
+    if grad.layout is not torch.strided or p.layout is not torch.strided:
+        raise TypeError(
+            f"{what} has a gradient of layout {grad.layout}. Use a dense gradient, as with "
+            "torch.nn.Embedding(sparse=False)."
+        )
+    if p.dtype not in PARAM_DTYPES:
+        raise TypeError(
+            f"{what} is {p.dtype}; expected FP32 or BF16. Give the optimizer FP32 master weights."
+        )
+    if grad.dtype not in GRAD_DTYPES:
+        raise TypeError(f"{what} has a {grad.dtype} gradient; expected FP32, BF16 or FP16. Cast it first.")
+    if grad.shape != p.shape or grad.device != p.device:
+        raise ValueError(
+            f"{what} has a gradient of shape {tuple(grad.shape)} on {grad.device}. Give it the parameter's "
+            "shape and device."
+        )
+    for name in MOMENTS:
+        moment = state.get(name)
+        if moment is not None and moment.shape != p.shape:
+            raise ValueError(
+                f"{what} has {name} of shape {tuple(moment.shape)}. Give it the parameter's shape."
+            )
+        if is_distributed(moment) and is_distributed(p) and moment.placements != p.placements:
+            raise ValueError(
+                f"{what} has {name} laid out as {moment.placements}, itself as {p.placements}. Redistribute "
+                "parameters before the first step, or load the optimizer's state dict again."
+            )
+        if isinstance(local(moment), Moment) and moment.device != p.device:
+            raise ValueError(
+                f"{what} has {name} on {moment.device}. Move the model before the first step, or load the "
+                "optimizer's state dict again."
+            )

@@ -1,0 +1,42 @@
+"""Flat partitions, as ZeRO makes them, that are composed of parts of parameters."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+
+class Fragment(NamedTuple):
+    """What a flat partition holds of one of the model's parameters."""
+
+    start: int
+    """Its first element in the partition."""
+    numel: int
+    offset: int
+    """Its first element in the parameter."""
+    kept: bool
+    """Whether the parameter keeps FP32 moments."""
+
+
+def piece_begins(fragments: Sequence[Fragment], numel: int, group_size: int) -> tuple[tuple[int, bool], ...]:
+    """First element of each piece of a partition of `numel` elements, and whether it keeps FP32 moments.
+
+    A piece goes on over as many fragments as start at a whole group of it.
+    """
+    begins: list[tuple[int, bool]] = []
+
+    def begin(at: int, kept: bool) -> None:
+        if not begins or begins[-1][1] != kept or (not kept and (at - begins[-1][0]) % group_size):
+            begins.append((at, kept))
+
+    end, kept = 0, True
+    for start, size, offset, kept in fragments:
+        if start > end:
+            begin(end, kept)
+        begin(start, kept)
+        # the part of a group that the fragment starts with
+        head = -offset % group_size
+        if 0 < head < size:
+            begin(start + head, kept)
+        end = start + size
+    if end < numel or not begins:
+        begin(end, kept)
+    return tuple(begins)

@@ -1,0 +1,358 @@
+"""What stands in `optimizer.state[p]["exp_avg"]`: an FP32 tensor to everyone who looks, codes inside.
+
+Frameworks link, trim, convert and offload any state tensor of the parameter's shape. They would corrupt a
+state in silence if its shape or its values were not those of the moment. So `Moment` has the moment's shape,
+is FP32, reads as the moment's values, and quantizes what is written into it.
+
+A relative code stores exp_avg divided by the square root of the stored exp_avg_sq. The two moments of a
+parameter then share a `Pair`. The first is decoded with the help of the second. When the second is written,
+through any view, the first is encoded anew, so that its values stay.
+"""
+
+import itertools
+from bisect import bisect_right
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from typing import Self
+
+import torch
+
+from coat_ds.optim.pieces import Layout, Pair, Piece, Pieces, made_of, only_groups, overwrite
+from coat_ds.optim.recover import recovered
+from coat_ds.optim.shards import laid_out_like, local
+from coat_ds.optim.streaming import DecodedStorage, is_streaming
+from coat_ds.optim.tensor import StoredTensor, differ
+from coat_kernels.codecs import Codec, Storage, Stored
+
+aten = torch.ops.aten
+
+
+class Moment(StoredTensor):
+    """An FP32 tensor that is stored by codecs. A window of consecutive elements of its pieces.
+
+    Views of it, of any kind, write through: those of consecutive elements are windows, others `MomentView`s.
+    `copy_` encodes; `clone`, `to`, `zeros_like`, `empty_like`, `pin_memory` and `deepcopy` of a whole moment
+    stay compressed. Any other op works on the decoded FP32 values and, if it is an in-place op, encodes the
+    groups that it changed. Pickling gives a plain FP32 CPU tensor.
+
+    pieces: what is stored, one after the other: codes [n], and scale and exponent [ceil(n / group_size)] or
+        empty; no group crosses from one piece into the next
+    start, shape: the window, in elements of all pieces
+    pair: of this moment and the other one of the same parameter, where one of them is relative
+    """
+
+    @staticmethod
+    def __new__(cls, pieces: Pieces, group_size: int, shape, start: int = 0, pair: Pair | None = None):
+        return torch.Tensor._make_wrapper_subclass(
+            cls, tuple(shape), dtype=torch.float32, device=pieces[0].storage.codes.device
+        )
+
+    def __init__(self, pieces: Pieces, group_size: int, shape, start: int = 0, pair: Pair | None = None):
+        self.pieces, self.group_size, self.start, self.pair = pieces, group_size, start, pair
+
+    @classmethod
+    def zeros(cls, shape, layout: Layout, group_size: int, device: torch.device | str) -> Self:
+        """A moment of zeros."""
+        shape = torch.Size(shape)
+        layout = ((0, layout),) if isinstance(layout, Codec) else layout
+        ends = (*(begin for begin, _ in layout[1:]), shape.numel())
+        pieces = tuple(
+            Piece(begin, end, codec, codec.zeros(end - begin, group_size, device))
+            for (begin, codec), end in zip(layout, ends, strict=True)
+        )
+        return cls(pieces, group_size, shape)
+
+    @classmethod
+    def encoded(cls, x: torch.Tensor, layout: Layout, group_size: int) -> Self:
+        """`x` (any shape, floating point) as a moment on the same device."""
+        return cls.zeros(x.shape, layout, group_size, x.device).encode_(x)
+
+    @classmethod
+    def recovered(
+        cls, x: torch.Tensor, layout: Layout, group_size: int, second: "Moment | None" = None
+    ) -> tuple[Self, bool]:
+        """`encoded`, but in the codes that decode to `x` where there are such; and whether all groups do.
+
+        second: the second moment, if this is a first one that may be relative to it.
+        """
+        moment, exact = cls.zeros(x.shape, layout, group_size, x.device).beside(second), True
+        for piece, beside in moment.each_piece():
+            values = x.reshape(-1)[piece.begin : piece.end]
+            found, same = recovered(piece.codec, values, group_size, beside)
+            piece.write_(found)
+            exact = exact and same
+        return moment, exact
+
+    def beside(self, second: "Moment | None") -> Self:
+        """What is stored here, as a first moment that is relative to `second`, if its codes are of that kind.
+
+        `second` does not know of it: that is `paired`'s.
+        """
+        if second is None or not self.is_relative:
+            return self
+        return type(self)(
+            self.pieces, self.group_size, self.shape, pair=Pair(self.pieces, second.pieces, shared=True)
+        )
+
+    @property
+    def is_relative(self) -> bool:
+        """Whether any of its codes is relative to a second moment."""
+        return any(piece.codec.relative for piece in self.pieces)
+
+    def each_piece(self) -> Iterator[tuple[Piece, Stored | None]]:
+        """Its pieces, with what is stored of the other moment of a pair."""
+        other = None if self.pair is None else self.pair.other(self.pieces)
+        for i, piece in enumerate(self.pieces):
+            yield piece, None if other is None else Stored(other[i].codec, other[i].storage)
+
+    @property
+    def arrangement(self) -> tuple[tuple[int, Codec], ...]:
+        """First element and codec of each piece."""
+        return tuple((piece.begin, piece.codec) for piece in self.pieces)
+
+    @property
+    def storage(self) -> Storage:
+        """What is stored of a moment in one piece."""
+        (piece,) = self.pieces
+        return piece.storage
+
+    @property
+    def codec(self) -> Codec:
+        """The codec of a moment in one piece."""
+        (piece,) = self.pieces
+        return piece.codec
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether this is all of its pieces, not a part."""
+        return self.numel() == self.pieces[-1].end
+
+    def decode(self) -> torch.Tensor:
+        if self.is_whole and len(self.pieces) == 1:
+            ((piece, other),) = self.each_piece()
+            return piece.codec.decode(piece.storage, self.group_size, other).view(self.shape)
+        x = torch.empty(self.numel(), dtype=torch.float32, device=self.device)
+        for codec, part, other, within, where in self._parts():
+            x[where] = codec.decode(part, self.group_size, other)[within]
+        return x.view(self.shape)
+
+    def encode_(self, x: torch.Tensor, changed: torch.Tensor | None = None) -> Self:
+        """Writes `x` (same number of elements, any floating point) into what is stored.
+
+        changed: bool, flat; groups in which it is False everywhere stay as they are stored.
+        """
+        x = x.reshape(-1)
+        for codec, part, other, within, where in self._parts():
+            values = x[where]
+            if values.numel() < part.codes.numel():
+                # the neighbours in the first and the last group are encoded again with the new values
+                whole = codec.decode(part, self.group_size, other)
+                whole[within] = values
+                values = whole
+            made = codec.encode(values, self.group_size, beside=other)
+            if changed is not None:
+                touched = torch.zeros(values.numel(), dtype=torch.bool, device=x.device)
+                touched[within] = changed[where]
+                made = only_groups(part, made, touched, self.group_size)
+            overwrite(Stored(codec, part), made, other, self.group_size)
+        return self
+
+    @property
+    def base(self) -> Self:
+        """Itself, as a `MomentView` has what it is a view of."""
+        return self
+
+    def replay(self, flat: torch.Tensor) -> torch.Tensor:
+        """The view that this is of the elements that it has."""
+        return flat.view(self.shape)
+
+    def rearranged(
+        self, layout: Layout, group_size: int | None = None, second: "Moment | None" = None
+    ) -> Self:
+        """The same values, but for a rounding, in other pieces or groups; converted one by one.
+
+        second: as in `recovered`.
+        """
+        moment = (
+            type(self).zeros(self.shape, layout, group_size or self.group_size, self.device).beside(second)
+        )
+        for begin, end, *_ in moment.pieces:
+            moment.window((end - begin,), begin).encode_(self.window((end - begin,), begin).decode())
+        return moment
+
+    def _parts(self) -> Iterator[tuple[Codec, Storage, Stored | None, slice, slice]]:
+        """What holds the window: of each piece a part in whole groups, the same part of the other moment of a
+        pair, where in this part the window is, and where in the window this part.
+        """
+        stop = self.start + self.numel()
+        first = bisect_right(self.pieces, self.start, key=lambda piece: piece.begin) - 1
+        for (begin, end, codec, storage), other in itertools.islice(self.each_piece(), first, None):
+            low, high = max(begin, self.start), min(end, stop)
+            if low >= high:
+                return
+            g, h = (low - begin) // self.group_size, -(-(high - begin) // self.group_size)
+            part = storage.groups(g, h, self.group_size)
+            if other is not None:
+                other = Stored(other.codec, other.storage.groups(g, h, self.group_size))
+            a = begin + g * self.group_size
+            yield codec, part, other, slice(low - a, high - a), slice(low - self.start, high - self.start)
+
+    def window(self, shape, offset: int = 0) -> Self:
+        return type(self)(self.pieces, self.group_size, shape, self.start + offset, self.pair)
+
+    def view_of(self, replay: Callable[[torch.Tensor], torch.Tensor], like: torch.Tensor) -> StoredTensor:
+        """The view `replay` of this window; `like`: the same view of a plain tensor."""
+        if like.is_contiguous() and like.dtype == torch.float32:
+            return self.window(like.shape, like.storage_offset())
+        return MomentView(self, replay, like)
+
+    def _like(self, make) -> Self:
+        """A whole moment of the same shape that stores `make` of each tensor that this one does.
+
+        A relative first moment takes along a copy of what it is relative to.
+        """
+        pieces, pair = made_of(self.pieces, make), None
+        if self.is_relative and self.pair is not None:
+            pair = Pair(pieces, made_of(self.pair.second, make), shared=False)
+        return type(self)(pieces, self.group_size, self.shape, pair=pair)
+
+    def stored(self) -> Iterator[torch.Tensor]:
+        """All tensors that are stored, with those that a copy took along."""
+        own = self.pair is None or self.pair.shared
+        pieces = self.pieces if own else self.pieces + self.pair.second
+        return itertools.chain.from_iterable(piece.storage for piece in pieces)
+
+    def __repr__(self):
+        codecs = ", ".join(dict.fromkeys(piece.codec.name for piece in self.pieces))
+        return f"Moment(shape={tuple(self.shape)}, codec={codecs}, device={self.device})"
+
+    def __reduce_ex__(self, protocol):
+        if not is_streaming():
+            return self.decode().cpu().__reduce_ex__(protocol)
+        storage = torch.storage.TypedStorage(
+            wrap_storage=DecodedStorage(self), dtype=self.dtype, _internal=True
+        )
+        # where the file says that the values are
+        storage._fake_device = "cpu"
+        arguments = (storage, 0, tuple(self.shape), self.stride(), False, OrderedDict())
+        return torch._utils._rebuild_tensor_v2, arguments
+
+    def share_memory_(self) -> Self:
+        for t in self.stored():
+            t.share_memory_()
+        return self
+
+
+class MomentView(StoredTensor):
+    """A view of a moment whose elements are not consecutive: a column, every second row, a transpose.
+
+    It reads as the values and writes through; what is written is encoded with the groups that it is in.
+
+    base: the window that it is a view of
+    replay: gives the same view of a plain tensor of the elements of `base`, flat
+    like: the view of such a tensor, of which shape, strides and type are taken
+    """
+
+    @staticmethod
+    def __new__(cls, base: Moment, replay: Callable[[torch.Tensor], torch.Tensor], like: torch.Tensor):
+        return torch.Tensor._make_wrapper_subclass(
+            cls,
+            like.shape,
+            strides=like.stride(),
+            storage_offset=like.storage_offset(),
+            dtype=like.dtype,
+            device=base.device,
+        )
+
+    def __init__(self, base: Moment, replay: Callable[[torch.Tensor], torch.Tensor], like: torch.Tensor):
+        self.base, self.replay = base, replay
+
+    def decode(self) -> torch.Tensor:
+        return self.replay(self.base.decode().view(-1))
+
+    def __repr__(self):
+        return f"MomentView(shape={tuple(self.shape)}, strides={self.stride()}, of={self.base!r})"
+
+
+def as_plain(value: torch.Tensor | None, p: torch.Tensor) -> torch.Tensor:
+    """A moment of `p` as a plain FP32 tensor, or a DTensor of those; zeros if there is none yet."""
+    if value is None:
+        return laid_out_like(p, torch.zeros(local(p).shape, device=p.device))
+    held = local(value)
+    return laid_out_like(p, held.decode()) if isinstance(held, Moment) else value.float()
+
+
+def _plain(x):
+    return x.decode() if isinstance(x, StoredTensor) else x
+
+
+def _clone(x, *, memory_format=None):
+    return x._like(torch.clone) if x.is_whole else NotImplemented
+
+
+def _to_copy(x, *, dtype=None, device=None, non_blocking=False, **rest):
+    if not x.is_whole or dtype not in (None, torch.float32) or rest.get("pin_memory"):
+        return NotImplemented
+    return x._like(lambda t: t.to(device=device, non_blocking=non_blocking, copy=True))
+
+
+def _new_like(make):
+    def handler(x, *, dtype=None, device=None, pin_memory=False, **rest):
+        if not x.is_whole or dtype not in (None, torch.float32):
+            return NotImplemented
+        return x._like(lambda t: make(t, device=device, pin_memory=pin_memory or False))
+
+    return handler
+
+
+def _zeros_like(x, *, dtype=None, device=None, pin_memory=False, **rest):
+    if not x.is_whole or dtype not in (None, torch.float32) or pin_memory:
+        return NotImplemented
+    made = Moment.zeros(x.shape, x.arrangement, x.group_size, device or x.device)
+    if x.is_relative and x.pair is not None:
+        second = tuple(
+            piece._replace(storage=piece.codec.zeros(piece.end - piece.begin, x.group_size, made.device))
+            for piece in x.pair.second
+        )
+        made.pair = Pair(made.pieces, second, shared=False)
+    return made
+
+
+def _copy_(x, source, non_blocking=False):
+    same = isinstance(source, Moment) and (source.arrangement, source.group_size) == (
+        x.arrangement,
+        x.group_size,
+    )
+    if same and x.is_whole and source.is_whole and source.shape == x.shape and _may_take_codes(x, source):
+        if x.is_relative and x.pair is not None:
+            for old, new in zip(x.pair.second, source.pair.second, strict=True):
+                old.write_(new.storage, non_blocking)
+        for (piece, other), (*_, new) in zip(x.each_piece(), source.pieces, strict=True):
+            overwrite(Stored(piece.codec, piece.storage), new, other, x.group_size, non_blocking)
+        return x
+    values = _plain(source).to(x.device, torch.float32).expand(x.shape)
+    # writing what is there leaves the codes as they are
+    return x.encode_(values, differ(values.reshape(-1), x.decode().view(-1)))
+
+
+def _may_take_codes(x: Moment, source: Moment) -> bool:
+    """Whether the codes of `source` mean the same in `x`, which is stored in the same way."""
+    if not x.is_relative:
+        return True
+    if x.pair is None or source.pair is None:
+        return x.pair is source.pair
+    codecs, others = ([piece.codec for piece in pieces] for pieces in (x.pair.second, source.pair.second))
+    return not x.pair.shared and codecs == others
+
+
+Moment.handlers = {
+    aten.clone.default: _clone,
+    aten._to_copy.default: _to_copy,
+    aten.empty_like.default: _new_like(torch.empty_like),
+    aten.zeros_like.default: _zeros_like,
+    aten.copy_.default: _copy_,
+    aten.is_pinned.default: lambda x, device=None: all(t.is_pinned() for t in x.stored() if t.numel()),
+    aten._pin_memory.default: lambda x, device=None: (
+        x._like(lambda t: t.pin_memory()) if x.is_whole else NotImplemented
+    ),
+}

@@ -1,0 +1,434 @@
+"""AdamW whose moments are stored in eight bits each."""
+
+from collections import Counter
+from collections.abc import Callable, Iterable
+from itertools import repeat
+from typing import Any
+
+import torch
+
+from coat_ds.config import CHECKPOINT_LAYOUTS, KEEP_FP32, check_choice
+from coat_ds.optim.accounting import layout_table
+from coat_ds.optim.checks import check_tensors
+from coat_ds.optim.fragments import Fragment, piece_begins
+from coat_ds.optim.moment import Moment, as_plain
+from coat_ds.optim.options import (
+    LAYOUT,
+    MOMENTS,
+    STOCK_SWITCHES,
+    Rule,
+    check_names,
+    check_options,
+    codec_of,
+    has_remainder,
+    keeps_fp32,
+)
+from coat_ds.optim.pair import paired
+from coat_ds.optim.pieces import Layout
+from coat_ds.optim.shards import is_distributed, laid_out_like, local, shard_of
+from coat_ds.optim.state_dict import (
+    check_groups,
+    check_loaded,
+    is_remainder,
+    restored,
+    steps_of,
+    take_states,
+)
+from coat_ds.optim.step import Scaling, is_on, update_group
+from coat_kernels.codecs import get_codec
+
+
+class CoatAdamW(torch.optim.Optimizer):
+    """`torch.optim.AdamW` with compressed moments: same arguments, same update, computed in FP32.
+
+    params: parameters, named parameters or parameter groups; updated in place; FP32 or BF16, any shape and
+        strides. Gradients are FP32, BF16 or FP16.
+    lr, betas, eps, weight_decay, maximize: as in `torch.optim.AdamW`; an lr on the device is read there.
+    capturable: keep `step` on the device, so that a step may be captured in a CUDA graph.
+    amsgrad, foreach, differentiable, fused: only the default values are accepted.
+    exp_avg_format, exp_avg_sq_format: storage of the two moments, by name (`coat_kernels.codecs.CODECS`).
+        "auto" is "ratio8" beside "log8", else "fp8_expanded". The paper's format is "fp8_expanded" for both.
+    exp_avg_sq_rounding: "nearest", "stochastic", or "auto": stochastic for "log8" where 1 - beta2 is below
+        1/64, else to nearest. A second moment decays by that part of itself in a step; where it is less than
+        half the distance of two codes, rounding to nearest undoes the decay and the moment stays too large.
+        The codes of "log8" are close enough for stochastic rounding to cure this without much noise. What is
+        added before rounding is not random but goes through the interval with the steps, the same wherever
+        tensors are cut.
+    group_size: elements that share one scale and one exponent: 64, 128 or 256.
+    min_numel: tensors with fewer elements keep FP32 moments; 0 compresses everything.
+    bf16_params: how BF16 parameters are updated. "exact": `state[p]["remainder"]`, int16, makes each one an
+        FP32 master, the bits of which are those of an FP32 run. "stochastic": rounded up with the probability
+        of what is dropped. "nearest": as `torch.optim.AdamW` does, losing updates below half a BF16 step.
+        Weights may be edited between steps. "exact" then goes on from what they show, but for at most half a
+        BF16 step that the remainder adds, since masks and clamps, which write all weights and change few,
+        must not cost the others theirs; zeros and what is not finite count exactly. After weights were
+        replaced as a whole, `state[p]["remainder"].zero_()` makes that exact too.
+    keep_fp32: which other tensors keep FP32 moments: patterns of names, for parameters given with names, or
+        a function of (name or None, parameter).
+    seed: of stochastic rounding of BF16 parameters, which is the same on all ranks and in every run.
+    compiled: steps on the CPU run in C++, compiled when it is first needed: many times as fast as the PyTorch
+        that they run in otherwise, and equal but for FP32 rounding.
+    checkpoint_layout: what `state_dict` holds. "stock": FP32 moments, as `torch.optim.AdamW`'s does.
+        "compressed": what is stored, 2.1 bytes a parameter instead of 8, which is read where `coat_ds` is.
+
+    All of them except the implementation switches, keep_fp32, seed, checkpoint_layout and compiled may differ
+    between parameter groups.
+    Parameters may be DTensors (FSDP2's `fully_shard`, HSDP, tensor parallelism): each rank steps its shard.
+    Moments are DTensors laid out like the parameter then, and so they are in `state_dict`, in FP32, which
+    `torch.distributed.checkpoint` reads and writes at any number of ranks. `min_numel` and `keep_fp32` are
+    about the whole parameter. Groups are counted from the start of each shard: the codes are the same at any
+    number of ranks if shards are whole groups, as where dimension 0 is cut and its rows have a multiple of
+    `group_size` elements. Of others a group that is cut elsewhere is encoded once more when it is loaded, and
+    its moments then differ by the format's rounding.
+    `state[p]` holds `step` (an int; where a gradient scaler or `capturable` needs it, an FP32 tensor on the
+    device) and the `Moment`s `exp_avg` and `exp_avg_sq`. A plain tensor that someone puts in a moment's place
+    is encoded by the next step. `torch.amp.GradScaler`'s flag of non-finite gradients skips the step on the
+    device.
+
+    Raises ValueError for values that `torch.optim.AdamW` rejects too, and for an unknown format or size.
+    """
+
+    # GradScaler then leaves scale and flag to `step`, as attributes grad_scale and found_inf
+    _step_supports_amp_scaling = True
+
+    def __init__(
+        self,
+        params: Iterable,
+        lr: float | torch.Tensor = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+        amsgrad: bool = False,
+        *,
+        maximize: bool = False,
+        foreach: bool | None = None,
+        capturable: bool = False,
+        differentiable: bool = False,
+        fused: bool | None = None,
+        exp_avg_format: str = "auto",
+        exp_avg_sq_format: str = "log8",
+        exp_avg_sq_rounding: str = "auto",
+        group_size: int = 128,
+        min_numel: int = 4096,
+        bf16_params: str = "exact",
+        keep_fp32: Rule = KEEP_FP32,
+        seed: int = 0,
+        checkpoint_layout: str = "stock",
+        compiled: bool = False,
+    ):
+        defaults = {
+            "lr": lr,
+            "betas": tuple(betas) if isinstance(betas, list) else betas,
+            "eps": eps,
+            "weight_decay": weight_decay,
+            "maximize": maximize,
+            **STOCK_SWITCHES,
+            "amsgrad": amsgrad,
+            "foreach": foreach,
+            "capturable": capturable,
+            "differentiable": differentiable,
+            "fused": fused,
+            "exp_avg_format": exp_avg_format,
+            "exp_avg_sq_format": exp_avg_sq_format,
+            "exp_avg_sq_rounding": exp_avg_sq_rounding,
+            "group_size": group_size,
+            "min_numel": min_numel,
+            "bf16_params": bf16_params,
+        }
+        check_options(defaults)
+        check_choice("CoatAdamW: checkpoint_layout", checkpoint_layout, CHECKPOINT_LAYOUTS)
+        self._keep_fp32, self._seed, self._checkpoint_layout = keep_fp32, seed, checkpoint_layout
+        self._compiled = compiled
+        self._fragments: dict[torch.Tensor, tuple[Fragment, ...]] = {}
+        self._arrived: Counter[str] = Counter()
+        self._group_index: dict[torch.Tensor, int] = {}
+        self._kept: set[torch.Tensor] = set()
+        self._copies: dict[torch.Tensor, torch.Tensor] = {}
+        # by name: in a subclass, DeepSpeed's FusedAdam may follow this class in the MRO
+        torch.optim.Optimizer.__init__(self, params, defaults)
+
+    def __getstate__(self) -> dict[str, Any]:
+        own = ("_keep_fp32", "_seed", "_checkpoint_layout", "_compiled", "_fragments", "_group_index")
+        own += ("_arrived", "_kept", "_copies")
+        return {**super().__getstate__(), **{name: getattr(self, name) for name in own}}
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As in `torch.optim.Optimizer`; the group may set every option of the constructor."""
+        if isinstance(param_group, dict):
+            check_names(param_group, self.defaults)
+            check_options({**self.defaults, **param_group})
+        torch.optim.Optimizer.add_param_group(self, param_group)
+        group = self.param_groups[-1]
+        if self._checkpoint_layout == "compressed" and any(map(is_distributed, group["params"])):
+            raise ValueError(
+                "CoatAdamW: checkpoint_layout='compressed' cannot be cut for another number of ranks, as "
+                "checkpoints of DTensors are. Take 'stock'."
+            )
+        for name, p in zip(group.get("param_names", repeat(None)), group["params"], strict=False):
+            if keeps_fp32(self._keep_fp32, name, p):
+                self._kept.add(p)
+
+    def copy_weight(self, param: torch.Tensor, copy: torch.Tensor) -> None:
+        """From now on every step also writes `param`, which is FP32, to `copy`, rounded to BF16, in one pass.
+
+        Raises ValueError unless `copy` is contiguous BF16 of the same shape on the same device.
+        """
+        if (copy.dtype, param.dtype) != (torch.bfloat16, torch.float32) or not copy.is_contiguous():
+            raise ValueError(
+                f"copy_weight: expected a contiguous BF16 copy of an FP32 parameter, found {copy.dtype} of "
+                f"{param.dtype}."
+            )
+        held, copied = local(param), local(copy)
+        if copied.shape != held.shape or copied.device != held.device:
+            raise ValueError(
+                f"copy_weight: the copy is {tuple(copied.shape)} on {copied.device}, the parameter "
+                f"{tuple(held.shape)} on {held.device}. Give it the parameter's shape and device."
+            )
+        self._copies[param] = copied
+
+    @torch._disable_dynamo
+    @torch.no_grad()
+    def step(
+        self, closure: Callable[[], float] | None = None, *, grad_scale: torch.Tensor | None = None
+    ) -> float | None:
+        """One step; returns the loss of `closure`.
+
+        grad_scale: FP32 tensor of one element, such as a clip coefficient, by which gradients are multiplied
+        while they are read; on the device, and never waited for.
+
+        Raises TypeError or ValueError, before anything is changed, for parameters and gradients of a type,
+        shape or device that it cannot handle.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        found_inf = getattr(self, "found_inf", None)
+        scaler_scale = getattr(self, "grad_scale", None)
+        if is_distributed(grad_scale):
+            # a norm of sharded gradients is summed over ranks here
+            grad_scale = grad_scale.full_tensor()
+        if scaler_scale is not None:
+            inverse = 1 / scaler_scale.float()
+            grad_scale = inverse if grad_scale is None else grad_scale * inverse
+        work = [(group, [p for p in group["params"] if p.grad is not None]) for group in self.param_groups]
+        for _, params in work:
+            for p in params:
+                check_tensors(p, self.state.get(p, {}))
+        for group, params in work:
+            counted = found_inf is not None
+            states = [self._ready_state(p, group, count_on_device=counted) for p in params]
+            scaling = Scaling(grad_scale, found_inf)
+            update_group(
+                group, params, states, self._copies, scaling, seed=self._seed, compiled=self._compiled
+            )
+        return loss
+
+    def set_fragments(self, param: torch.Tensor, fragments: Iterable[Fragment], group_index: int) -> None:
+        """Notes what `param`, a flat partition such as ZeRO makes, is composed of, and creates its states.
+
+        Groups of moments start at the first element of each parameter, wherever it lies in the partition. So
+        the codes of a group are the same bits at any number of ranks. Where a border between two ranks cuts a
+        group, each rank holds its part as a group of its own. Existing moments are encoded again if their
+        groups change.
+
+        fragments: what `param` holds, ascending by start; elements between and after them are padding.
+        group_index: the parameter group; ZeRO-3 puts `param` into it during a step only.
+        """
+        self._fragments[param] = tuple(fragments)
+        self._group_index[param] = group_index
+        group = self.param_groups[group_index]
+        state = self._ready_state(param, group)
+        second = None
+        # the second first: the first may be relative to it
+        for name in reversed(MOMENTS):
+            layout = self._layout_of(param, group, name)
+            if state[name].arrangement != layout:
+                state[name] = state[name].rearranged(layout, second=second)
+            second = state[name]
+        self._pair(param)
+
+    def init_states(self) -> None:
+        """Creates what is missing of the states of all parameters, and encodes plain tensors among them."""
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.requires_grad:
+                    self._ready_state(p, group)
+        for p, group_index in self._group_index.items():
+            self._ready_state(p, self.param_groups[group_index])
+
+    def _ready_state(
+        self, p: torch.Tensor, group: dict[str, Any], count_on_device: bool = False
+    ) -> dict[str, Any]:
+        state = self.state[p]
+        step = state.get("step", 0)
+        if group["capturable"] or count_on_device:
+            if not is_on(step, p.device):
+                state["step"] = torch.tensor(float(step), dtype=torch.float32, device=p.device)
+        else:
+            state["step"] = int(step)
+        # the second first: the first may be relative to it
+        for name in reversed(MOMENTS):
+            value = state.get(name)
+            if value is None:
+                layout = self._layout_of(p, group, name)
+                moment = Moment.zeros(local(p).shape, layout, group["group_size"], p.device)
+                state[name] = laid_out_like(p, moment)
+            elif not isinstance(local(value), Moment) or is_distributed(value) != is_distributed(p):
+                # a universal checkpoint's values arrive like this
+                self._take_moment(p, group, name, value)
+        self._pair(p)
+        if not has_remainder(p, group):
+            # the parameter was of another type, or is rounded otherwise from now on
+            state.pop("remainder", None)
+        elif "remainder" not in state:
+            # zero: what the parameter holds is taken to be the master
+            remainder = torch.zeros(local(p).shape, dtype=torch.int16, device=p.device)
+            state["remainder"] = laid_out_like(p, remainder)
+        return state
+
+    def _take_moment(self, p: torch.Tensor, group: dict[str, Any], name: str, values: torch.Tensor) -> None:
+        """Puts FP32 values into the state, in the codes that they were decoded from if they were."""
+        values, layout = shard_of(values, p).to(p.device), self._layout_of(p, group, name)
+        second = local(self.state[p]["exp_avg_sq"]) if name == "exp_avg" else None
+        moment, exact = Moment.recovered(values, layout, group["group_size"], second)
+        self.state[p][name] = laid_out_like(p, moment)
+        self._count_arrival(exact)
+
+    def _pair(self, p: torch.Tensor) -> None:
+        """Has the moments of `p` know one another, if the first is relative to the second."""
+        state = self.state[p]
+        held = tuple(local(state[name]) for name in MOMENTS)
+        if held[0].pair is None and held[1].pair is None and not held[0].is_relative:
+            return
+        for name, old, new in zip(MOMENTS, held, paired(*held), strict=True):
+            if new is not old:
+                state[name] = laid_out_like(p, new)
+
+    def _count_arrival(self, exact: bool) -> None:
+        self._arrived["restored to the bit" if exact else "with groups encoded from FP32"] += 1
+
+    def keeps(self, p: torch.Tensor, group: dict[str, Any], numel: int | None = None) -> bool:
+        """Whether `p`, of `numel` elements if they are elsewhere now, keeps FP32 moments in `group`."""
+        return (p.numel() if numel is None else numel) < group["min_numel"] or p in self._kept
+
+    def _layout_of(self, p: torch.Tensor, group: dict[str, Any], name: str) -> Layout:
+        """First element and codec of each piece of a moment of `p`."""
+        codec, kept = codec_of(group, name), get_codec("fp32")
+        if p not in self._fragments:
+            return ((0, kept if self.keeps(p, group) else codec),)
+        begins = piece_begins(self._fragments[p], p.numel(), group["group_size"])
+        return tuple((begin, kept if is_kept else codec) for begin, is_kept in begins)
+
+    def layout(self) -> str:
+        """A table of how the moments of each tensor are stored, with their bytes, of a DTensor those of all
+        shards; equal rows are counted.
+        """
+        return layout_table(
+            (name, p.shape, *(codec for _, codec in codecs), group["group_size"])
+            for group in self.param_groups
+            for name, p in zip(group.get("param_names", repeat("")), group["params"], strict=False)
+            for codecs in zip(*(self._layout_of(p, group, moment) for moment in MOMENTS), strict=True)
+        )
+
+    def moments(self, param: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Both moments of `param` as plain FP32 tensors of its shape, DTensors if it is one; zeros before the
+        first step.
+
+        Raises ValueError for a tensor that this optimizer does not hold.
+        """
+        if not any(param is p for group in self.param_groups for p in group["params"]):
+            raise ValueError(
+                f"moments: a tensor of shape {tuple(param.shape)} is none of this optimizer's parameters. "
+                "ZeRO's are flat partitions: use deepspeed.utils.safe_get_full_optimizer_state(param, name)."
+            )
+        exp_avg, exp_avg_sq = (self.state.get(param, {}).get(name) for name in MOMENTS)
+        return as_plain(exp_avg, param), as_plain(exp_avg_sq, param)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The layout of `torch.optim.AdamW`, with FP32 moments on the CPU, and how they were stored.
+
+        The latter, under `"coat"`, lets `load_state_dict` restore the very same codes. One tensor is
+        decoded at a time. With the compressed `checkpoint_layout` moments are given as they are stored.
+        Moments of DTensors are FP32 DTensors on the parameter's device, for as long as the dict is held.
+        """
+        return take_states(super().state_dict(), self._checkpoint_layout)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Loads this class's state dict, with the same codes if the values are the saved ones, or that of
+        `torch.optim.AdamW` of any version, or of DeepSpeed's FusedAdam or DeepSpeedCPUAdam, whose moments
+        are encoded.
+
+        The formats, group size and `min_numel` of this optimizer stay as they are, and so do options that
+        the other optimizer does not have.
+        Raises ValueError, before anything is changed, if the state dict does not fit the parameters or comes
+        from an optimizer whose steps are others.
+        """
+        own = self.layout_options()
+        loaded = {}
+
+        # torch would cast the moments to the parameters' type and hold all of them in FP32 at once:
+        # it gets the parameter groups, with every hook in its place, and the states are loaded here
+        def keep_states(_, incoming):
+            check_loaded(incoming, self.param_groups, self.defaults)
+            loaded.update(incoming)
+            return {**incoming, "state": {}}
+
+        def load_states(_):
+            self.restore_layout_options(own)
+            self._load_states(loaded)
+
+        hooks = (
+            self.register_load_state_dict_pre_hook(keep_states),
+            self.register_load_state_dict_post_hook(load_states, prepend=True),
+        )
+        try:
+            super().load_state_dict(state_dict)
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def take_arrivals(self) -> str:
+        """What became of the moments that were loaded or put into the state since the last call."""
+        said = ", ".join(f"{count} {how}" for how, count in self._arrived.items())
+        self._arrived.clear()
+        return said
+
+    def layout_options(self) -> list[dict[str, Any]]:
+        """The options of each parameter group, for `restore_layout_options`."""
+        return [{name: group[name] for name in self.defaults} for group in self.param_groups]
+
+    def restore_layout_options(self, options: list[dict[str, Any]]) -> None:
+        """Puts back of what `layout_options` gave the options that belong to the optimizer and not to a
+        checkpoint, and those that the checkpoint did not have.
+
+        Raises ValueError if the groups are now of an optimizer whose steps are others.
+        """
+        check_groups(self.param_groups)
+        for group, own in zip(self.param_groups, options, strict=True):
+            group |= {k: v for k, v in own.items() if k in LAYOUT or k in STOCK_SWITCHES or k not in group}
+            # FusedAdam's; here every state counts its own
+            group.pop("step", None)
+
+    def _load_states(self, loaded: dict[str, Any]) -> None:
+        for group, saved in zip(self.param_groups, loaded["param_groups"], strict=True):
+            steps = steps_of(saved, loaded["state"])
+            for p, index in zip(group["params"], saved["params"], strict=True):
+                if entry := loaded["state"].get(index):
+                    self.state[p] = {**entry, "step": steps[index]}
+                    self._load_state(p, group, loaded, index)
+
+    def _load_state(self, p: torch.Tensor, group: dict[str, Any], loaded: dict[str, Any], index: int) -> None:
+        """Puts into the state of `p`, which holds the loaded entry `index`, tensors of its own."""
+        state = self.state[p]
+        remainder = state.pop("remainder", None)
+        if is_remainder(remainder) and has_remainder(p, group):
+            state["remainder"] = laid_out_like(p, shard_of(remainder, p).to(p.device, copy=True))
+        moment = None
+        # the second first: the first may be relative to it
+        for name in reversed(MOMENTS):
+            layout = self._layout_of(p, group, name)
+            moment, exact = restored(loaded, index, name, layout, group["group_size"], p, moment)
+            state[name] = laid_out_like(p, moment)
+            self._count_arrival(exact)
+        self._pair(p)

@@ -1,0 +1,113 @@
+"""The options of `CoatAdamW`: which there are, which values they take, and what they say of a moment."""
+
+from collections.abc import Callable, Sequence
+from difflib import get_close_matches
+from fnmatch import fnmatchcase
+from numbers import Real
+from typing import Any
+
+import torch
+
+from coat_ds.config import (
+    BF16_PARAMS,
+    EXP_AVG_FORMATS,
+    OPTIMIZER_GROUP_SIZES,
+    ROUNDINGS,
+    CoatConfigError,
+    check_choice,
+    check_pair,
+    check_type,
+)
+from coat_kernels.codecs import CODECS, Codec, first_codec, get_codec
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+Rule = Sequence[str] | Callable[[str | None, torch.Tensor], bool]
+# the implementation switches of torch.optim.AdamW and DeepSpeed's, which have one implementation here; they
+# stand in the parameter groups all the same, so that a state dict is one for each of those
+STOCK_SWITCHES: dict[str, Any] = {
+    "amsgrad": False,
+    "foreach": None,
+    "differentiable": False,
+    "fused": None,
+    "decoupled_weight_decay": True,
+    "bias_correction": True,
+}
+# belong to the optimizer and not to a checkpoint: a loaded state dict leaves them as they are
+LAYOUT = (
+    "exp_avg_format",
+    "exp_avg_sq_format",
+    "exp_avg_sq_rounding",
+    "group_size",
+    "min_numel",
+    "bf16_params",
+)
+
+
+def keeps_fp32(rule: Rule, name: str | None, p: torch.Tensor) -> bool:
+    """Whether `rule`, patterns of names or a function of name and parameter, keeps FP32 moments for `p`."""
+    if callable(rule):
+        return bool(rule(name, p))
+    return name is not None and any(fnmatchcase(name.lower(), pattern.lower()) for pattern in rule)
+
+
+def rounds_stochastically(group: dict[str, Any], codec: Codec) -> bool:
+    """Whether second moments stored by `codec` are rounded stochastically in a parameter group."""
+    rounding, beta2 = group["exp_avg_sq_rounding"], float(group["betas"][1])
+    return rounding == "stochastic" or (rounding == "auto" and codec.fine and 1 - beta2 < 1 / 64)
+
+
+def codec_of(group: dict[str, Any], name: str) -> Codec:
+    """In which a parameter group stores one of `MOMENTS`."""
+    second = get_codec(group["exp_avg_sq_format"])
+    return second if name == "exp_avg_sq" else first_codec(group["exp_avg_format"], second)
+
+
+def has_remainder(p: torch.Tensor, group: dict[str, Any]) -> bool:
+    """Whether 16 bits in the state make `p`, which is BF16, an FP32 master."""
+    return p.dtype == torch.bfloat16 and group["bf16_params"] == "exact"
+
+
+def check_names(group: dict[str, Any], known: dict[str, Any]) -> None:
+    """Raises ValueError for an option that is nearly one of the known ones.
+
+    Others are somebody's notes: schedulers' initial_lr, DeepSpeed's name and moe, Megatron's lr_mult.
+    """
+    for name in group.keys() - known.keys() - {"params", "param_names"}:
+        meant = get_close_matches(str(name).lower(), ("params", *known), n=1, cutoff=0.85)
+        if meant:
+            raise ValueError(
+                f"CoatAdamW: a parameter group has {name!r}, which is no option. Did you mean {meant[0]!r}? "
+                "Name notes of your own otherwise."
+            )
+
+
+def check_options(options: dict[str, Any]) -> None:
+    """Raises ValueError for options that `CoatAdamW` cannot honour."""
+    for name, only in STOCK_SWITCHES.items():
+        value = options[name]
+        # foreach=False and fused=False ask for the plain loop, which is what any of them means here
+        if value != only and not (only is None and value is False):
+            raise ValueError(f"CoatAdamW: {name}={value!r} is not supported. Leave it at {only!r}.")
+    lr, betas = options["lr"], options["betas"]
+    if isinstance(lr, torch.Tensor) and lr.numel() != 1:
+        raise ValueError(f"CoatAdamW: a tensor lr must have 1 element, found shape {tuple(lr.shape)}.")
+    for name in ("lr", "eps", "weight_decay"):
+        if not (_is_number(options[name]) and options[name] >= 0):
+            raise ValueError(f"CoatAdamW: {name} must be a number, 0 or more, found {options[name]!r}.")
+    is_pair = isinstance(betas, tuple | list) and len(betas) == 2
+    if not is_pair or not all(_is_number(beta) and 0 <= beta < 1 for beta in betas):
+        raise ValueError(f"CoatAdamW: betas must be two numbers in [0, 1), found {betas!r}.")
+    check_choice("CoatAdamW: exp_avg_sq_format", options["exp_avg_sq_format"], tuple(CODECS))
+    # a format without signs would lose half of the first moment
+    check_choice("CoatAdamW: exp_avg_format", options["exp_avg_format"], EXP_AVG_FORMATS)
+    check_pair("CoatAdamW: ", options["exp_avg_format"], options["exp_avg_sq_format"])
+    check_choice("CoatAdamW: group_size", options["group_size"], OPTIMIZER_GROUP_SIZES)
+    check_choice("CoatAdamW: bf16_params", options["bf16_params"], BF16_PARAMS)
+    check_choice("CoatAdamW: exp_avg_sq_rounding", options["exp_avg_sq_rounding"], ROUNDINGS)
+    check_type("CoatAdamW: min_numel", options["min_numel"], int)
+    if options["min_numel"] < 0:
+        raise CoatConfigError(f"CoatAdamW: min_numel must be 0 or more, found {options['min_numel']}.")
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, Real) or (isinstance(value, torch.Tensor) and value.numel() == 1)

@@ -1,0 +1,51 @@
+"""Two moments of a parameter of which the first is stored relative to the second."""
+
+import torch
+
+from coat_ds.optim.moment import Moment
+from coat_ds.optim.pieces import Pair
+from coat_kernels.codecs import Stored
+
+
+def paired(first: Moment, second: Moment) -> tuple[Moment, Moment]:
+    """Both moments of a parameter, whole and in equal pieces, as a pair if the first is relative.
+
+    Returns them as they are if they are a pair already. If either was replaced by another moment, the first
+    one is encoded anew, relative to the present second one; its values stay.
+    """
+    if not first.is_relative:
+        if second.pair is None:
+            return first, second
+        return first, Moment(second.pieces, second.group_size, second.shape)
+    own, pair = first.pair, second.pair
+    if own is not None and own is pair and own.other(first.pieces) is second.pieces:
+        return first, second
+    for (piece, old), (_, _, codec, storage) in zip(first.each_piece(), second.pieces, strict=True):
+        new = Stored(codec, storage)
+        if piece.codec.relative and not (old and _is_same(old, new)):
+            values = piece.codec.decode(piece.storage, first.group_size, old)
+            piece.write_(piece.codec.encode(values, first.group_size, beside=new))
+    own = own if own is not None and own.first is first.pieces else Pair(first.pieces, (), shared=True)
+    # views of the second moment hold its pair, and have to see the new first one
+    pair = pair if pair is not None and pair.second is second.pieces else own
+    if pair.first is not first.pieces:
+        _set_free(pair, first.group_size)
+    for x in (own, pair):
+        x.first, x.second, x.shared = first.pieces, second.pieces, True
+    return tuple(Moment(x.pieces, x.group_size, x.shape, pair=pair) for x in (first, second))
+
+
+def _set_free(pair: Pair, group_size: int) -> None:
+    """Encodes the first moment of a pair relative to nothing, as it is read once it is in no pair."""
+    for piece, other in zip(pair.first, pair.second, strict=True):
+        if piece.codec.relative:
+            values = piece.codec.decode(piece.storage, group_size, Stored(other.codec, other.storage))
+            piece.write_(piece.codec.encode(values, group_size))
+
+
+def _is_same(a: Stored, b: Stored) -> bool:
+    """Whether two stored moments are the same bits, or the same tensors."""
+    if a.codec is not b.codec:
+        return False
+    pairs = list(zip(a.storage, b.storage, strict=True))
+    return all(x is y for x, y in pairs) or all(x.device == y.device and torch.equal(x, y) for x, y in pairs)

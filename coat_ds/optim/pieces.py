@@ -1,0 +1,81 @@
+"""What is stored of a moment: pieces of codes with their scales and exponents."""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+
+from coat_kernels.codecs import Codec, Storage, Stored
+
+
+class Piece(NamedTuple):
+    """Elements `begin` to `end`, exclusive, of a flat moment, in groups that are counted from `begin`."""
+
+    begin: int
+    end: int
+    codec: Codec
+    storage: Storage
+
+    def write_(self, storage: Storage, non_blocking: bool = False) -> None:
+        write(self.storage, storage, non_blocking)
+
+
+Pieces = tuple[Piece, ...]
+# one codec for all elements, or the first element and the codec of each piece, ascending from 0
+Layout = Codec | Sequence[tuple[int, Codec]]
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class Pair:
+    """What is stored of two moments of which the first is relative to the second.
+
+    All views of either moment hold the pair, and so notice when a moment is replaced by another.
+    """
+
+    first: Pieces
+    second: Pieces
+    shared: bool
+    """Whether `second` is a moment's. Otherwise it is a copy, of the first one's own."""
+
+    def other(self, pieces: Pieces) -> Pieces | None:
+        """What is stored of the other moment; None for pieces that are in the pair no more."""
+        return self.second if pieces is self.first else self.first if pieces is self.second else None
+
+
+def made_of(pieces: Pieces, make: Callable[[torch.Tensor], torch.Tensor]) -> Pieces:
+    """Pieces that store `make` of each tensor."""
+    return tuple(piece._replace(storage=Storage(*map(make, piece.storage))) for piece in pieces)
+
+
+def overwrite(
+    old: Stored, made: Storage, other: Stored | None, group_size: int, non_blocking: bool = False
+) -> None:
+    """Writes `made` over what is stored. If `other` is a first moment that is relative to this one, it is
+    encoded anew: its values stay."""
+    is_followed = other is not None and other.codec.relative and not old.codec.relative
+    if not is_followed:
+        write(old.storage, made, non_blocking)
+        return
+    parts = zip(*(x.parts(group_size) for x in (old.storage, made, other.storage)), strict=True)
+    for (_, into), (_, new), (_, first) in parts:
+        second = Stored(old.codec, into)
+        kept = other.codec.decode(first, group_size, second)
+        write(into, new, non_blocking)
+        write(first, other.codec.encode(kept, group_size, beside=second))
+
+
+def write(into: Storage, new: Storage, non_blocking: bool = False) -> None:
+    for old, t in zip(into, new, strict=True):
+        old.copy_(t, non_blocking=non_blocking)
+
+
+def only_groups(old: Storage, new: Storage, touched: torch.Tensor, group_size: int) -> Storage:
+    """`new`, but `old` where a group has no element that is `touched`."""
+    groups = F.pad(touched, (0, -touched.numel() % group_size)).view(-1, group_size).any(1)
+    elements = groups.repeat_interleave(group_size)[: touched.numel()]
+    return Storage(
+        torch.where(elements, new.codes, old.codes),
+        *(torch.where(groups, n, o) if n.numel() else n for n, o in zip(new[1:], old[1:], strict=True)),
+    )

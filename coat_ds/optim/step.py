@@ -1,0 +1,164 @@
+"""The update of one parameter group of `CoatAdamW`, by `coat_kernels.adamw`."""
+
+from collections import defaultdict
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+
+from coat_ds.optim.narrow_grad import narrow_and_scale
+from coat_ds.optim.options import MOMENTS, rounds_stochastically
+from coat_ds.optim.pieces import Piece
+from coat_ds.optim.shards import local, shard_of
+from coat_kernels.adamw import AdamWOptions, adamw_
+
+
+class Scaling(NamedTuple):
+    """What gradients are multiplied by while they are read, and the flag that skips the step; on a device."""
+
+    grad_scale: torch.Tensor | None
+    found_inf: torch.Tensor | None
+
+
+class _Operands(NamedTuple):
+    """What a launch reads and writes of one piece of a parameter."""
+
+    param: torch.Tensor
+    grad: torch.Tensor
+    exp_avg: Piece
+    exp_avg_sq: Piece
+    step: int | torch.Tensor
+    remainder: torch.Tensor | None
+    copy: torch.Tensor | None
+
+
+def update_group(
+    group: dict[str, Any],
+    params: list[torch.Tensor],
+    states: list[dict[str, Any]],
+    copies: Mapping[torch.Tensor, torch.Tensor],
+    scaling: Scaling,
+    *,
+    seed: int,
+    compiled: bool,
+) -> None:
+    """One step of `params`, which all have gradients, in place.
+
+    states: what the optimizer holds of each parameter, ready for the step.
+    copies: BF16 copies of parameters, written along with them.
+    seed, compiled: as in `CoatAdamW`.
+    """
+    held = [local(p) for p in params]
+    contiguous = [shard.contiguous() for shard in held]
+    read = [narrow_and_scale(shard_of(p.grad, p)) for p in params]
+    steps = _count(states, scaling.found_inf)
+    # tensors of a bucket are of the same kind and go into one launch
+    buckets: dict[tuple, list[_Operands]] = defaultdict(list)
+    scale_of: dict[int, torch.Tensor | None] = {}
+    for p, param, (grad, scale), state, step in zip(params, contiguous, read, states, steps, strict=True):
+        if not grad.numel():
+            # a rank may hold nothing of a DTensor
+            continue
+        grad, remainder, copy = grad.contiguous(), state.get("remainder"), copies.get(p)
+        remainder = None if remainder is None else local(remainder)
+        m, v = (local(state[name]) for name in MOMENTS)
+        scale_of[id(scale)] = scale
+        key = (
+            p.device,
+            p.dtype,
+            grad.dtype,
+            id(scale),
+            m.group_size,
+            remainder is not None,
+            copy is not None,
+        )
+        for first, second in zip(m.pieces, v.pieces, strict=True):
+            cut = (_cut(x, first) for x in (param, grad))
+            beside = (None if x is None else _cut(x, first) for x in (remainder, copy))
+            buckets[*key, first.codec.name, second.codec.name].append(
+                _Operands(*cut, first, second, step, *beside)
+            )
+    for (_, _, _, scale, group_size, *_), bucket in buckets.items():
+        scaled = scaling._replace(grad_scale=_product(scaling.grad_scale, scale_of[scale]))
+        _launch(group, bucket, scaled, group_size, seed, compiled)
+    for shard, updated in zip(held, contiguous, strict=True):
+        if updated is not shard:
+            shard.copy_(updated)
+    # a kernel writes behind autograd's back: a graph that saved the old values has to notice
+    torch.autograd.graph.increment_version(
+        [*params, *(x for x, p in zip(held, params, strict=True) if x is not p)]
+    )
+
+
+def _launch(
+    group: dict[str, Any],
+    bucket: list[_Operands],
+    scaling: Scaling,
+    group_size: int,
+    seed: int,
+    compiled: bool,
+) -> None:
+    """Steps pieces of one device, of the same types and codecs."""
+    first = bucket[0]
+    device, second_codec = first.param.device, first.exp_avg_sq.codec
+    scale, found_inf = scaling
+    adamw_(
+        [x.param for x in bucket],
+        [x.grad for x in bucket],
+        [x.exp_avg.storage for x in bucket],
+        [x.exp_avg_sq.storage for x in bucket],
+        _gather([x.step for x in bucket]),
+        AdamWOptions(
+            exp_avg_codec=first.exp_avg.codec,
+            exp_avg_sq_codec=second_codec,
+            group_size=group_size,
+            # a rate on another device would be waited for on every step
+            lr=group["lr"] if is_on(group["lr"], device) else float(group["lr"]),
+            beta1=float(group["betas"][0]),
+            beta2=float(group["betas"][1]),
+            eps=group["eps"],
+            weight_decay=group["weight_decay"],
+            maximize=group["maximize"],
+            stochastic=first.param.dtype == torch.bfloat16 and group["bf16_params"] == "stochastic",
+            dither=rounds_stochastically(group, second_codec),
+            seed=seed,
+        ),
+        None if first.remainder is None else [x.remainder for x in bucket],
+        None if first.copy is None else [x.copy for x in bucket],
+        grad_scale=None if scale is None else scale.to(device),
+        found_inf=None if found_inf is None else found_inf.to(device),
+        compiled=compiled,
+    )
+
+
+def is_on(value: Any, device: torch.device) -> bool:
+    return isinstance(value, torch.Tensor) and value.device == device
+
+
+def _cut(x: torch.Tensor, piece: Piece) -> torch.Tensor:
+    return x if piece.end - piece.begin == x.numel() else x.view(-1)[piece.begin : piece.end]
+
+
+def _count(states: list[dict[str, Any]], found_inf: torch.Tensor | None) -> list[int] | list[torch.Tensor]:
+    """Advances every `step`, unless the flag says that this one is skipped, and returns them."""
+    on_device = [state["step"] for state in states if isinstance(state["step"], torch.Tensor)]
+    for state in states:
+        if not isinstance(state["step"], torch.Tensor):
+            state["step"] += 1
+    if not on_device:
+        return [state["step"] for state in states]
+    torch._foreach_add_(on_device, 1.0)
+    if found_inf is None:
+        return on_device
+    counts = list(torch.stack(on_device).unbind())
+    torch._foreach_sub_(on_device, (found_inf.to(counts[0].device) != 0).float().reshape(()))
+    return counts
+
+
+def _gather(steps: list[int] | list[torch.Tensor]) -> list[int] | torch.Tensor:
+    return torch.stack(steps) if isinstance(steps[0], torch.Tensor) else steps
+
+
+def _product(a: torch.Tensor | None, b: torch.Tensor | None) -> torch.Tensor | None:
+    """Of two factors, of which None is 1."""
+    return b if a is None else a if b is None else a.to(b.device) * b

@@ -1,0 +1,100 @@
+"""Moments that go into a file as they are stored: the checkpoint layout "compressed"."""
+
+import math
+
+import torch
+
+from coat_ds.config import OPTIMIZER_GROUP_SIZES
+from coat_ds.optim.moment import Moment
+from coat_ds.optim.pieces import Pair, Piece
+from coat_kernels.codecs import CODECS, Storage, Stored
+
+
+class StoredMoment(Moment):
+    """A moment that is pickled as it is stored, and comes back as a `Moment`. Needs `coat_ds` to be read."""
+
+    def __reduce_ex__(self, protocol):
+        moment = self if self.is_whole else self.clone()
+        if not isinstance(moment, StoredMoment):
+            return moment.__reduce_ex__(protocol)
+        if moment.is_relative and moment.pair is None:
+            return moment.decode().cpu().__reduce_ex__(protocol)
+        pieces = [
+            (
+                piece.begin,
+                piece.codec.name,
+                *piece.storage,
+                # the same tensors as the second moment's, of which a file holds one copy
+                *((beside.codec.name, *beside.storage) if piece.codec.relative else ()),
+            )
+            for piece, beside in moment.each_piece()
+        ]
+        return _rebuild, (pieces, moment.group_size, tuple(moment.shape))
+
+
+def _rebuild(pieces: list[tuple], group_size: int, shape: tuple[int, ...]) -> Moment:
+    """The moment of a pickled `StoredMoment`. Raises ValueError for anything that it would not write.
+
+    Readers of data only, such as `torch.load(weights_only=True)`, may be told to call this function: what
+    the file says is not to be trusted.
+    """
+    sizes = OPTIMIZER_GROUP_SIZES
+    _expect(type(group_size) is int and group_size in sizes, f"one of the group sizes {sizes}", group_size)
+    _expect(type(shape) is tuple and all(type(n) is int and n >= 0 for n in shape), "a shape", shape)
+    _expect(type(pieces) is list and pieces, "a list of pieces", pieces)
+    made, second, end = [], [], 0
+    for piece in pieces:
+        is_piece = type(piece) is tuple and len(piece) in (5, 9)
+        _expect(is_piece, "first element, codec and three tensors, of one moment or of two", piece)
+        begin = piece[0]
+        _expect(type(begin) is int and begin == end, f"a piece from element {end}", begin)
+        codec, storage = _rebuild_stored(piece[1:5], group_size, None)
+        end += storage.codes.numel()
+        made.append(Piece(begin, end, codec, storage))
+        if codec.relative:
+            beside = _rebuild_stored(piece[5:], group_size, storage.codes.numel())
+            _expect(codec.stands_beside(beside.codec), f"a second moment for {codec.name}", beside.codec.name)
+            second.append(Piece(begin, end, *beside))
+        else:
+            _expect(len(piece) == 5, f"one moment, as {codec.name} needs", piece)
+            second.append(made[-1])
+    _expect(math.prod(shape) == end, f"a shape of {end} elements", shape)
+    devices = {t.device for piece in (*made, *second) for t in piece.storage}
+    _expect(len(devices) == 1, "all tensors on one device", devices)
+    moment = Moment(tuple(made), group_size, shape)
+    if moment.is_relative:
+        moment.pair = Pair(moment.pieces, tuple(second), shared=False)
+    return moment
+
+
+# the name that stands in files, of earlier versions too
+_rebuild.__module__ = "coat_ds.state"
+
+
+def _rebuild_stored(said: tuple, group_size: int, numel: int | None) -> Stored:
+    """One moment of a piece; of `numel` elements, or of any number."""
+    _expect(len(said) == 4, "a codec and three tensors", said)
+    name, *tensors = said
+    _expect(type(name) is str and name in CODECS, f"one of {', '.join(CODECS)}", name)
+    codec, storage = CODECS[name], Storage(*tensors)
+    # the size of the codes is looked at once they are known to be a tensor
+    _expect_vector("codes", storage.codes, codec.dtype, numel)
+    groups = -(-storage.codes.numel() // group_size)
+    _expect_vector("scale", storage.scale, torch.float32, groups if codec.has_scale else 0)
+    _expect_vector("exponent", storage.exponent, torch.uint8, groups if codec.has_exponent else 0)
+    return Stored(codec, storage)
+
+
+def _expect(holds: object, expected: str, found: object) -> None:
+    if not holds:
+        shown = " ".join(str(found).split())[:200]
+        raise ValueError(f"stored moment: expected {expected}, found {shown}")
+
+
+def _expect_vector(name: str, t: object, dtype: torch.dtype, numel: int | None) -> None:
+    wanted = f"{name} as a contiguous vector of {dtype}" + ("" if numel is None else f" of {numel} elements")
+    _expect(type(t) is torch.Tensor and t.layout == torch.strided and not t.is_meta, wanted, type(t))
+    # a tensor of stride 0 would need far more memory than its file has bytes
+    found = f"{t.dtype}, shape {tuple(t.shape)}, stride {t.stride()}"
+    _expect(t.dtype == dtype and t.dim() == 1 and t.is_contiguous(), wanted, found)
+    _expect(numel is None or t.numel() == numel, wanted, found)

@@ -1,0 +1,375 @@
+"""Patches: the attributes of frameworks that this project exchanges for its own, where there is no other way.
+
+Each is declared once, as a `Patch`. When it is applied, the framework's signature is checked against what the
+patch relies on; applying it again does nothing; the original stays reachable; one line is logged; `remove`
+undoes it.
+
+    python -m coat_ds.patches
+
+lists all of them and checks them against the installed frameworks. This file needs nothing but the standard
+library, since it is imported along with torch.
+"""
+
+import contextlib
+import importlib
+import importlib.metadata
+import inspect
+import logging
+import sys
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from types import ModuleType
+from typing import Any, NamedTuple
+
+SUPPORTED = {
+    "deepspeed": "Install deepspeed>=0.18.9,<0.20",
+    "megatron-core": "Install megatron-core>=0.16.1,<0.20",
+    "torch": "Install torch>=2.11,<2.14",
+}
+# by name: this file is below all of them, and Megatron's adapter may not be importable
+DECLARED_IN = (
+    "coat_ds.zero.switch",
+    "coat_ds.zero.engine",
+    "coat_ds.zero.guards",
+    "coat_ds.zero.gradients",
+    "coat_ds.zero.grad_norm",
+    "coat_ds.zero.stage0",
+    "coat_ds.zero.module_hooks",
+    "coat_ds.zero.layer_units",
+    "coat_ds.zero.recompute",
+    "megatron_ext.optimizer",
+    "megatron_ext.recompute",
+    "megatron_ext.torch_norm",
+    "megatron_ext.cpu",
+)
+# where an object that is patched holds its records
+RECORDS = "_coat_patches"
+
+
+class _ABSENT:
+    """No attribute: a class, which copies as itself."""
+
+
+_declared: dict[tuple[str, str], "Patch"] = {}
+_lock = threading.RLock()
+_log = logging.getLogger("coat_ds")
+
+
+class PatchError(RuntimeError):
+    """A framework is not what a patch was written for. The message names its version, the symbol, what was
+    expected and what was found."""
+
+
+class Record(NamedTuple):
+    """A patch that is applied."""
+
+    before: Any
+    """What the owner itself had under the name; `_ABSENT` if the attribute came from a class."""
+    original: Any
+    replacement: Any
+
+
+@dataclass(eq=False)
+class Patch:
+    """One attribute of a framework, and what is relied on when it is exchanged.
+
+    A patch is of the whole process, or, where `on` is given, of one object: an engine, an optimizer. Objects
+    hold their records themselves, so that nothing outlives them.
+    """
+
+    name: str
+    """What it belongs to. Several patches may share it."""
+    framework: str
+    """The distribution, a key of `SUPPORTED`."""
+    target: str
+    """module:path. Of a patch on objects the path is that of the class's attribute."""
+    why: str
+    """What it is for."""
+    parameters: tuple[str, ...] | None = None
+    """Of the function's signature, without self; "..." at the end stands for any others. None: any."""
+    keywords: tuple[str, ...] = ()
+    """Parameters that have to be somewhere in the signature."""
+    method: str = ""
+    """The method that has this signature, where the attribute is a class."""
+    expected: str = "a function"
+    """What the attribute is, for messages."""
+    used_by: str | None = None
+    """Path of the function or class that looks the name up when it runs; "" for the module."""
+    instance: bool = False
+    """The attribute is none of the class that the target names, which sets or reads it on objects."""
+    optional: bool = False
+    """Some supported versions do not have it, and need no patch."""
+    way_out: str = ""
+    """How to do without the patch, for messages."""
+
+    _record: Record | None = field(default=None, init=False, repr=False)
+    _objects: weakref.WeakSet = field(default_factory=weakref.WeakSet, init=False, repr=False)
+    _said: bool = field(default=False, init=False, repr=False)
+
+    def __post_init__(self):
+        _declared[self.name, self.target] = self
+
+    @property
+    def attribute(self) -> str:
+        return self.target.rpartition(":")[2].rpartition(".")[2]
+
+    @property
+    def symbol(self) -> str:
+        return self.target.replace(":", ".")
+
+    def owner(self) -> Any:
+        """The module or class that has the attribute, imported. Raises PatchError if there is none."""
+        module, _, path = self.target.partition(":")
+        owner = importlib.import_module(module)
+        for part in path.split(".")[:-1]:
+            owner = getattr(owner, part, _ABSENT)
+            if owner is _ABSENT:
+                raise self._error("nothing")
+        return owner
+
+    def check(self, on: Any = None) -> None:
+        """Raises PatchError unless the framework, or `on`, has what is relied on."""
+        if self.instance and on is None:
+            if self.attribute not in _source(self.owner()):
+                raise self._error("a class that does not name it")
+            return
+        owner = self.owner() if on is None else on
+        found = getattr(owner, self.attribute, _ABSENT)
+        if found is _ABSENT:
+            raise self._error("nothing")
+        self._check_signature(found)
+        if self.used_by is not None:
+            module = sys.modules[self.target.partition(":")[0]]
+            user = _follow(module, self.used_by)
+            if user is _ABSENT or self.attribute not in _source(user):
+                raise self._error(f"that {self.used_by or module.__name__} does not look it up")
+
+    def _check_signature(self, found: Any) -> None:
+        if self.parameters is None and not self.keywords:
+            return
+        function = getattr(found, self.method, None) if self.method else found
+        if not callable(function):
+            raise self._error(f"{found!r}")
+        names = tuple(name for name in inspect.signature(function).parameters if name != "self")
+        wanted = ("...",) if self.parameters is None else self.parameters
+        begins = wanted[-1:] == ("...",) and names[: len(wanted) - 1] == wanted[:-1]
+        if not (begins or names == wanted) or not set(self.keywords) <= set(names):
+            raise self._error(f"({', '.join(names)})")
+
+    def _error(self, found: str) -> PatchError:
+        expected = self.expected
+        if self.parameters is not None:
+            expected += f" of ({', '.join(self.parameters)})"
+        if self.keywords:
+            expected += f" that takes {', '.join(self.keywords)}"
+        way_out = f", {self.way_out}" if self.way_out else ""
+        return PatchError(
+            f"{self.symbol}: expected {expected}, found {found} in {self.framework} "
+            f"{_version(self.framework)}. {SUPPORTED[self.framework]}{way_out}."
+        )
+
+    def is_applied(self, on: Any = None) -> bool:
+        """Whether it is in place, also under something that somebody has wrapped around it since."""
+        return self._find(on) is not None
+
+    def _find(self, on: Any = None) -> Record | None:
+        record = self._record if on is None else vars(on).get(RECORDS, {}).get(self)
+        if record is None:
+            return None
+        owner = _follow_imported(self.target) if on is None else on
+        found = getattr(owner, self.attribute, None)
+        while found is not None and found is not record.replacement:
+            found = getattr(found, "__wrapped__", None)
+        return None if found is None else record
+
+    def original(self, on: Any = None) -> Any:
+        """What the framework has, whether it is patched or not."""
+        if (record := self._find(on)) is not None:
+            return record.original
+        return getattr(self.owner() if on is None else on, self.attribute)
+
+    def apply(self, make: Callable[[Any], Any], on: Any = None, checked: bool = True) -> bool:
+        """Puts `make(original)` in the original's place; False if that has been done before.
+
+        on: the object that is patched; the framework's own module or class if there is none.
+        checked: False, if `check` is called later.
+        Raises PatchError, before anything is changed, if the framework is not as expected.
+        """
+        if self.is_applied(on):
+            return False
+        with _lock:
+            if self.is_applied(on):
+                return False
+            if checked:
+                self.check(on)
+            owner = self.owner() if on is None else on
+            original = getattr(owner, self.attribute)
+            record = Record(vars(owner).get(self.attribute, _ABSENT), original, make(original))
+            setattr(owner, self.attribute, record.replacement)
+            if on is None:
+                self._record = record
+            else:
+                vars(on).setdefault(RECORDS, {})[self] = record
+                self._objects.add(on)
+        if not self._said and _log.isEnabledFor(logging.INFO):
+            version = _version(self.framework)
+            _log.info("COAT: patched %s of %s %s: %s", self.symbol, self.framework, version, self.why)
+        self._said = True
+        return True
+
+    def remove(self, on: Any = None) -> bool:
+        """Puts the original back; False if the patch is not in place.
+
+        Raises RuntimeError if somebody has wrapped the patch since.
+        """
+        with _lock:
+            record, owner = self._find(on), _follow_imported(self.target) if on is None else on
+            if record is not None and getattr(owner, self.attribute) is not record.replacement:
+                raise RuntimeError(f"{self.symbol}: was exchanged again after COAT's patch. Undo that first.")
+            self._forget(on)
+            if record is None:
+                return False
+            if record.before is not _ABSENT:
+                setattr(owner, self.attribute, record.before)
+            elif isinstance(owner, ModuleType):
+                # a module that computes its attributes, as torch's configs
+                setattr(owner, self.attribute, record.original)
+            else:
+                delattr(owner, self.attribute)
+            return True
+
+    def _forget(self, on: Any) -> None:
+        if on is None:
+            self._record = None
+            return
+        self._objects.discard(on)
+        records = vars(on).get(RECORDS, {})
+        records.pop(self, None)
+        if not records:
+            vars(on).pop(RECORDS, None)
+
+    @contextlib.contextmanager
+    def applied(self, make: Callable[[Any], Any], on: Any = None) -> Iterator[None]:
+        """`apply` for a while."""
+        done = self.apply(make, on)
+        try:
+            yield
+        finally:
+            if done:
+                self.remove(on)
+
+    def __deepcopy__(self, memo):
+        # records of objects are copied with them
+        return self
+
+
+class _Requirement(Patch):
+    """What is called and not exchanged: in no table."""
+
+    def __post_init__(self):
+        pass
+
+
+def require(framework: str, target: str, parameters: tuple[str, ...], way_out: str = "") -> None:
+    """Raises PatchError unless a framework has a function of these parameters, which is called as it is."""
+    _Requirement("", framework, target, "", parameters=parameters, way_out=way_out).check()
+
+
+def declared(name: str, target: str) -> Patch | None:
+    """The patch of that name and target, if there is one."""
+    return _declared.get((name, target))
+
+
+def all_declared(name: str) -> list[Patch]:
+    """The patches that share a name."""
+    return [patch for patch in _declared.values() if patch.name == name]
+
+
+def remove(on: Any) -> None:
+    """Undoes all patches of one object, the last one first."""
+    for patch in reversed(list(vars(on).get(RECORDS, {}))):
+        patch.remove(on)
+
+
+class Row(NamedTuple):
+    """What `table` says of one patch."""
+
+    name: str
+    target: str
+    framework: str
+    """With its version, or "not installed"."""
+    applied: bool
+    why: str
+    """What it is for; if it does not fit the installed framework, why not."""
+
+
+def table() -> list[Row]:
+    """All patches, applied or not. Imports the frameworks that are installed."""
+    rows, missing = [], []
+    for module in DECLARED_IN:
+        try:
+            importlib.import_module(module)
+        except ImportError as error:
+            missing.append(Row(module, "", "not installed", False, f"cannot be imported: {error}"))
+    for patch in list(_declared.values()):
+        version = _version(patch.framework)
+        applied = patch.is_applied() or len(patch._objects) > 0
+        why = patch.why if applied or version == "not installed" else _obstacle(patch) or patch.why
+        rows.append(Row(patch.name, patch.symbol, f"{patch.framework} {version}", applied, why))
+    return rows + missing
+
+
+def _obstacle(patch: Patch) -> str:
+    """Why a patch would not be applied to the installed framework; nothing if it would."""
+    try:
+        patch.check()
+    except (ImportError, PatchError) as error:
+        return "not in this version, which needs no patch" if patch.optional else str(error)
+    return ""
+
+
+def text(rows: Sequence[Row]) -> str:
+    """The table as text, one line for each patch."""
+    shown = [(r.name, r.target, r.framework, "yes" if r.applied else "no", r.why) for r in rows]
+    shown.insert(0, ("patch", "of", "framework", "applied", "why"))
+    widths = [max(map(len, column)) for column in list(zip(*shown, strict=True))[:-1]]
+    return "\n".join(
+        "  ".join([*(cell.ljust(width) for cell, width in zip(row, widths, strict=False)), row[-1]])
+        for row in shown
+    )
+
+
+def _version(distribution: str) -> str:
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return "not installed"
+
+
+def _follow(owner: Any, path: str) -> Any:
+    for part in filter(None, path.split(".")):
+        owner = getattr(owner, part, _ABSENT)
+    return owner
+
+
+def _follow_imported(target: str) -> Any:
+    """The owner of the attribute, `_ABSENT` if its module is not imported."""
+    module, _, path = target.partition(":")
+    return _follow(sys.modules.get(module, _ABSENT), path.rpartition(".")[0])
+
+
+def _source(x: Any) -> str:
+    """The source of a module, class or function."""
+    try:
+        return inspect.getsource(inspect.unwrap(x) if callable(x) else x)
+    except (OSError, TypeError):
+        return ""
+
+
+if __name__ == "__main__":
+    # the module by its name, with which patches are declared, and not this copy of it
+    from coat_ds import patches
+
+    print(patches.text(patches.table()))

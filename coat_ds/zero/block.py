@@ -1,0 +1,34 @@
+"""Where the `"coat"` block is in a DeepSpeed config. Needs nothing but the standard library."""
+
+from collections.abc import Mapping
+from typing import Any
+
+OPTIMIZER_TYPE = "CoatAdamW"
+
+
+def asks_for_coat(config: Any) -> bool:
+    """Whether a DeepSpeed config has a `"coat"` block, wherever it is, or names our optimizer."""
+    if not isinstance(config, Mapping):
+        return False
+    section = config.get("optimizer")
+    kind = section.get("type") if isinstance(section, Mapping) else None
+    named = str(kind).lower() == OPTIMIZER_TYPE.lower()
+    return "coat" in config or named or misplaced_block(config) is not None
+
+
+def misplaced_block(config: Mapping[str, Any], within: str = "") -> str | None:
+    """The path of a block under another spelling, as "COAT", or inside of a section; None without.
+
+    within: the path of `config` itself, with a dot behind it; empty for the whole config.
+    """
+    for key, value in config.items():
+        named = str(key).lower() == "coat"
+        if named and (within or key != "coat"):
+            return f"{within}{key}"
+        # what stands in the block itself is its own reader's to judge
+        found = (
+            misplaced_block(value, f"{within}{key}.") if isinstance(value, Mapping) and not named else None
+        )
+        if found is not None:
+            return found
+    return None

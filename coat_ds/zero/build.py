@@ -1,0 +1,168 @@
+"""The optimizer that a DeepSpeed engine with the block is given."""
+
+import functools
+import logging
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+
+from coat_ds.config import KEEP_FP32, CoatConfig, OptimizerConfig, did_you_mean
+from coat_ds.optim.accounting import layout_table
+from coat_ds.optim.optimizer import CoatAdamW
+from coat_ds.optim.options import LAYOUT, codec_of, keeps_fp32, rounds_stochastically
+from coat_ds.zero import convert_optimizer
+from coat_ds.zero.deepspeed_config import IMPLEMENTATIONS, optimizer_options, section
+from coat_ds.zero.log import say
+from coat_kernels.codecs import get_codec
+
+
+def optimizer_for_engine(
+    coat: CoatConfig, config: Mapping[str, Any], optimizer: Any, model: torch.nn.Module | None
+):
+    """What DeepSpeed is given as `optimizer`: the user's, converted, or a function that builds one."""
+    torch_adam = section(section(config, "optimizer"), "params").get("torch_adam", False)
+
+    def class_for(given: torch.optim.Optimizer | None) -> type[CoatAdamW]:
+        # DeepSpeed picks its stage-0 wrapper by the optimizer's class
+        if section(config, "zero_optimization").get("stage", 0):
+            return CoatAdamW
+        is_torch = torch_adam if given is None else type(given).__module__.startswith("torch.")
+        apart = is_torch and coat.optimizer.checkpoint_layout == "stock"
+        return _fused_adam_class(apart)
+
+    names = {} if model is None else {p: name for name, p in model.named_parameters()}
+    rule = functools.partial(_keeps_fp32_by_name, coat.optimizer.keep_fp32, names)
+    for line in idle_patterns(coat.optimizer.keep_fp32, names) if names else ():
+        say(line, logging.WARNING)
+
+    own = {
+        "keep_fp32": rule,
+        "checkpoint_layout": coat.optimizer.checkpoint_layout,
+        "compiled": section(section(config, "zero_optimization"), "offload_optimizer").get("device") == "cpu",
+    }
+
+    def reported(built: CoatAdamW) -> CoatAdamW:
+        if line := stalling(built):
+            say(line, logging.WARNING)
+        if coat.report.states:
+            say(f"COAT: AdamW states of the whole model\n{_layout(built, names)}")
+        return built
+
+    def converted(given: torch.optim.Optimizer) -> CoatAdamW:
+        return reported(convert_optimizer.convert_(given, coat.optimizer, class_for(given), **own))
+
+    def build(model_parameters):
+        if optimizer is not None:
+            return converted(optimizer(model_parameters))
+        params = section(section(config, "optimizer"), "params")
+        if idle := [name for name in IMPLEMENTATIONS if name in params]:
+            listed = ", ".join(f"{name} {params[name]}" for name in idle)
+            say(f"COAT: optimizer.params: {listed}: of no effect, CoatAdamW has one implementation")
+        groups = parameter_groups(model_parameters, coat.optimizer)
+        return reported(class_for(None)(groups, **own, **optimizer_options(config)))
+
+    return converted(optimizer) if isinstance(optimizer, torch.optim.Optimizer) else build
+
+
+def parameter_groups(model_parameters: Iterable, config: OptimizerConfig) -> list[dict[str, Any]]:
+    """The same parameter groups with the options of `config`, which their own win over.
+
+    Frozen parameters, which ZeRO ignores, are left out.
+    model_parameters: parameters or parameter groups.
+    """
+    model_parameters = list(model_parameters)
+    if not all(isinstance(item, dict) for item in model_parameters):
+        model_parameters = [{"params": model_parameters}]
+    options = {name: getattr(config, name) for name in LAYOUT}
+    groups = [
+        {**options, **group, "params": [p for p in group["params"] if p.requires_grad]}
+        for group in model_parameters
+    ]
+    return [group for group in groups if group["params"]]
+
+
+def _keeps_fp32_by_name(patterns: tuple[str, ...], names: Mapping[torch.Tensor, str], _, p) -> bool:
+    return keeps_fp32(patterns, names.get(p), p)
+
+
+def _layout(optimizer: CoatAdamW, names: Mapping[torch.Tensor, str]) -> str:
+    def codec(p, group, moment):
+        # ZeRO-3 has emptied the tensor and noted its size
+        kept = optimizer.keeps(p, group, getattr(p, "ds_numel", p.numel()))
+        return get_codec("fp32") if kept else codec_of(group, moment)
+
+    return layout_table(
+        (
+            names.get(p, ""),
+            getattr(p, "ds_shape", p.shape),
+            codec(p, group, "exp_avg"),
+            codec(p, group, "exp_avg_sq"),
+            group["group_size"],
+        )
+        for group in optimizer.param_groups
+        for p in group["params"]
+    )
+
+
+@functools.cache
+def _fused_adam_class(apart: bool) -> type[CoatAdamW]:
+    """CoatAdamW as a subclass of DeepSpeed's FusedAdam; it uses nothing of it.
+
+    Stage 0 takes the wrapper that flattens parameters if the optimizer is a FusedAdam. The other wrapper
+    computes a wrong gradient norm under tensor parallelism.
+    apart: whether checkpoints are laid out as that other wrapper's.
+    """
+    from deepspeed.ops.adam import FusedAdam
+
+    members = {"__doc__": CoatAdamW.__doc__, "zero_grad": torch.optim.Optimizer.zero_grad}
+    members["apart_in_files"] = apart
+    return type("CoatAdamW", (CoatAdamW, FusedAdam), members)
+
+
+def let_zero_accept(cls: type) -> None:
+    """Adds `cls` to the optimizers that ZeRO was tested with. May be called again."""
+    from deepspeed.runtime.zero import utils
+
+    if cls not in utils.ZERO_SUPPORTED_OPTIMIZERS:
+        utils.ZERO_SUPPORTED_OPTIMIZERS.append(cls)
+
+
+def idle_patterns(patterns: Iterable[str], names: Mapping[torch.Tensor, str]) -> list[str]:
+    """A line for each pattern of `keep_fp32` that matches no name, but for those of the default."""
+    return [
+        f"coat.optimizer.keep_fp32: {pattern!r} matches no parameter of this model: everything keeps the "
+        f"format it would have without it.{_nearest_name(pattern, names.values())} Correct it or drop it."
+        for pattern in patterns
+        if pattern not in KEEP_FP32 and not any(keeps_fp32((pattern,), names[p], p) for p in names)
+    ]
+
+
+def _nearest_name(pattern: str, names: Iterable[str]) -> str:
+    """The part of a parameter's name that a mistyped pattern likely means, as a question; or nothing."""
+    parts = {part for name in names for part in name.split(".") if not part.isdigit()}
+    return did_you_mean(pattern.replace("*", "").replace("?", "").strip("."), sorted(parts))
+
+
+def stalling(optimizer: CoatAdamW) -> str | None:
+    """A line if second moments of a parameter group cannot decay; None if all can.
+
+    A moment decays by 1 - beta2 of itself in a step. Where that is less than half the distance of two codes,
+    rounding to nearest undoes it, and the moment stays as large as it ever was.
+    """
+    for group in optimizer.param_groups:
+        name, beta2 = group["exp_avg_sq_format"], float(group["betas"][1])
+        codec = get_codec(name)
+        # half the distance of two numbers, of themselves: up to 2^-8 in BF16, at least 1/64 in 8 bits
+        half = {torch.float32: 0.0, torch.bfloat16: 2**-8}.get(codec.dtype, 1 / 64)
+        if 1 - beta2 >= half or rounds_stochastically(group, codec):
+            continue
+        if all(optimizer.keeps(p, group, getattr(p, "ds_numel", p.numel())) for p in group["params"]):
+            continue
+        way_out = '"exp_avg_sq_rounding": "stochastic"' if codec.fine else '"exp_avg_sq_format": "log8"'
+        return (
+            f"coat.optimizer.exp_avg_sq_format: found {name!r} beside beta2 {beta2:g}, above "
+            f"{1 - half:.6g}. Rounded to nearest, such a second moment never decays. Set {way_out} in "
+            "coat.optimizer, or beta2 to 0.95 (optimizer.params.betas; adam_beta2 of Hugging Face's Trainer)."
+        )
+    return None

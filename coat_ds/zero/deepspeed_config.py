@@ -1,0 +1,229 @@
+"""What a DeepSpeed config has to be beside the `"coat"` block, as far as the block relies on it."""
+
+from collections.abc import Mapping
+from numbers import Real
+from typing import Any
+
+import torch
+
+from coat_ds.config import ActivationsConfig, CoatConfig, CoatConfigError
+from coat_ds.zero import convert_optimizer, recompute
+from coat_ds.zero.block import OPTIMIZER_TYPE, misplaced_block
+from coat_kernels.device import capability, has_fp8_gemm
+
+EXAMPLE = '{"type": "AdamW", "params": {"lr": 1e-3}}'
+NUMBERS = ("lr", "eps", "weight_decay")
+# what each key of "optimizer": {"params": ...} has to be to mean what CoatAdamW does; None: passed on
+OPTIMIZER_PARAMS: dict[str, tuple | None] = {
+    "lr": None,
+    "betas": None,
+    "eps": None,
+    "weight_decay": None,
+    "adam_w_mode": (True,),
+    "amsgrad": (False,),
+    "bias_correction": (True,),
+    "set_grad_none": (True, False),
+    # how it is implemented: "torch_adam" says at most how checkpoints are laid out (`stage0`)
+    "torch_adam": (True, False),
+    "fused": (True, False),
+    "foreach": (True, False),
+}
+IMPLEMENTATIONS = ("adam_w_mode", "torch_adam", "fused", "foreach")
+# DeepSpeed's AdamW does not decay unless told to; torch's does
+DEFAULT_WEIGHT_DECAY = 0.0
+
+
+def check(config: Mapping[str, Any], optimizer: Any) -> CoatConfig:
+    """What a DeepSpeed config asks of COAT; disabled if nothing.
+
+    optimizer: the optimizer argument, or None.
+    Raises CoatConfigError for what cannot be honoured.
+    """
+    check_place(config)
+    ours = str(section(config, "optimizer").get("type")).lower() == OPTIMIZER_TYPE.lower()
+    coat = CoatConfig.from_dict({"enabled": True} if ours and "coat" not in config else config.get("coat"))
+    if ours and not (coat.enabled and coat.optimizer.enabled):
+        key = "coat.optimizer.enabled" if coat.enabled else "coat.enabled"
+        raise CoatConfigError(
+            f'{key}: found False beside "optimizer": {{"type": "{OPTIMIZER_TYPE}"}}. Set it to true, '
+            'or the type to "AdamW".'
+        )
+    if coat.enabled and coat.optimizer.enabled:
+        check_deepspeed_config(config)
+        if optimizer is None:
+            optimizer_options(config)
+        else:
+            convert_optimizer.check(optimizer)
+    if coat.enabled and coat.checkpointing.compress:
+        recompute.check_config(config)
+    return coat
+
+
+def check_place(config: Mapping[str, Any]) -> None:
+    """Raises CoatConfigError for a block where nobody looks for it."""
+    key = misplaced_block(config)
+    if key is not None:
+        raise CoatConfigError(
+            f'{key}: found a block there, which would be ignored. Write "coat", in small letters, at the top '
+            'of the config, beside "optimizer", not in it.'
+        )
+
+
+def section(config: Mapping[str, Any], key: str) -> Mapping[str, Any]:
+    """A section of the config; empty if there is none, or something else in its place."""
+    value = config.get(key)
+    return value if isinstance(value, Mapping) else {}
+
+
+def _refuse(key: str, found: Any, why: str, way_out: str = "Drop the key"):
+    raise CoatConfigError(f"{key}: found {found!r}; {why}. {way_out} or set coat.optimizer.enabled to false.")
+
+
+def check_deepspeed_config(config: Mapping[str, Any]) -> None:
+    """Raises CoatConfigError where DeepSpeed would drive CoatAdamW in a way that is not known to be right."""
+    _check_zero(section(config, "zero_optimization"))
+    _check_precision(config)
+
+
+def _check_zero(zero: Mapping[str, Any]) -> None:
+    offload = section(zero, "offload_optimizer")
+    device, ratio = offload.get("device", "none"), offload.get("ratio", 1.0)
+    if device not in ("none", "cpu"):
+        _refuse(
+            "zero_optimization.offload_optimizer.device",
+            device,
+            "CoatAdamW's states, a quarter of stock AdamW's, can be offloaded to the CPU only",
+            'Use "cpu"',
+        )
+    if device == "cpu" and ratio != 1.0:
+        _refuse(
+            "zero_optimization.offload_optimizer.ratio", ratio, "DeepSpeedCPUAdam alone can step in parts"
+        )
+    for key in ("zenflow", "super_offload"):
+        if zero.get(key):
+            _refuse(f"zero_optimization.{key}", zero[key], "CoatAdamW does not work with it")
+    if zero.get("elastic_checkpoint"):
+        _refuse(
+            "zero_optimization.elastic_checkpoint",
+            True,
+            "DeepSpeed reads such checkpoints at the same size only, and not those of AdamW",
+            "Use universal checkpoints",
+        )
+
+
+def _check_precision(config: Mapping[str, Any]) -> None:
+    zero, bf16, fp16 = (section(config, key) for key in ("zero_optimization", "bf16", "fp16"))
+    if bf16.get("bf16_master_weights_and_grads"):
+        if not bf16.get("bf16_optimizer_states"):
+            _refuse(
+                "bf16.bf16_master_weights_and_grads",
+                True,
+                "without bf16.bf16_optimizer_states DeepSpeed takes DeepSpeedCPUAdam only",
+                "Set bf16.bf16_optimizer_states to true too",
+            )
+        if section(zero, "offload_optimizer").get("device") == "cpu" or zero.get("cpu_offload"):
+            _refuse(
+                "bf16.bf16_master_weights_and_grads",
+                True,
+                "with zero_optimization.offload_optimizer DeepSpeed takes DeepSpeedCPUAdam only",
+                "Drop one of the two",
+            )
+    if fp16.get("fp16_master_weights_and_grads"):
+        _refuse("fp16.fp16_master_weights_and_grads", True, "DeepSpeed takes DeepSpeedCPUAdam only with it")
+    if section(config, "amp").get("enabled"):
+        _refuse("amp.enabled", True, "apex would cast CoatAdamW's states", 'Use "bf16": {"enabled": true}')
+    autocast = section(config, "torch_autocast")
+    if autocast.get("enabled") and autocast.get("dtype") in ("float16", "fp16", "half"):
+        _refuse(
+            "torch_autocast.dtype",
+            autocast["dtype"],
+            "DeepSpeed advances its loss scaler once for each parameter group",
+            'Use "bfloat16", or "fp16": {"enabled": true},',
+        )
+
+
+def optimizer_section(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """The `"optimizer"` section. Raises CoatConfigError for one of another form than DeepSpeed's."""
+    found = config.get("optimizer")
+    if found is None:
+        return None
+    if not isinstance(found, Mapping):
+        raise CoatConfigError(
+            f"optimizer: expected an object such as {EXAMPLE}, found {found!r}. Use braces."
+        )
+    params = found.get("params")
+    if params is None:
+        return found
+    if not isinstance(params, Mapping):
+        raise CoatConfigError(
+            f'optimizer.params: expected an object such as {{"lr": 1e-3}}, found {params!r}. Use braces.'
+        )
+    for name in NUMBERS:
+        if name in params:
+            _check_number(f"optimizer.params.{name}", params[name])
+    if "betas" in params:
+        betas = params["betas"]
+        if not isinstance(betas, list | tuple) or len(betas) != 2:
+            raise CoatConfigError(
+                f"optimizer.params.betas: expected two numbers such as [0.9, 0.95], found {betas!r}. Correct "
+                "them or drop the key."
+            )
+        for beta in betas:
+            _check_number("optimizer.params.betas", beta)
+    return found
+
+
+def _check_number(key: str, value: Any) -> None:
+    if isinstance(value, Real | torch.Tensor) and not isinstance(value, bool):
+        return
+    if value == "auto":
+        way_out = 'Only Hugging Face\'s Trainer fills in "auto"; write a number.'
+    elif isinstance(value, str):
+        way_out = "Leave the quotes out."
+    else:
+        way_out = "Write a number or drop the key."
+    raise CoatConfigError(f"{key}: expected a number, found {value!r}. {way_out}")
+
+
+def optimizer_options(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The constructor's arguments from the `"optimizer"` section."""
+    found = optimizer_section(config)
+    if found is None:
+        raise CoatConfigError(
+            'coat.optimizer.enabled: there is neither an "optimizer" section nor an optimizer argument. Add '
+            '"optimizer": {"type": "AdamW", "params": {"lr": ...}} or set coat.optimizer.enabled to false.'
+        )
+    kind = found.get("type")
+    if str(kind).lower() not in ("adam", "adamw", OPTIMIZER_TYPE.lower()):
+        raise CoatConfigError(
+            f'optimizer.type: expected "AdamW" or "Adam", found {kind!r}. Use one of them or set '
+            "coat.optimizer.enabled to false."
+        )
+    params = found.get("params") or {}
+    for name, value in params.items():
+        if name not in OPTIMIZER_PARAMS:
+            raise CoatConfigError(
+                f"optimizer.params.{name}: CoatAdamW has no such option (value {value!r}). Known: "
+                f"{', '.join(OPTIMIZER_PARAMS)}. Drop it."
+            )
+        accepted = OPTIMIZER_PARAMS[name]
+        if accepted is not None and value not in accepted:
+            raise CoatConfigError(
+                f"optimizer.params.{name}: CoatAdamW needs {accepted[0]!r}, found {value!r}. Drop it or set "
+                "coat.optimizer.enabled to false."
+            )
+    passed = {name: value for name, value in params.items() if OPTIMIZER_PARAMS[name] is None}
+    return {"weight_decay": DEFAULT_WEIGHT_DECAY, **passed}
+
+
+def no_conversion(
+    config: Mapping[str, Any], activations: ActivationsConfig, device: torch.device
+) -> str | None:
+    """Why no model can be converted under this config on this device; None if one can."""
+    fp16 = config.get("fp16")
+    if isinstance(fp16, Mapping) and fp16.get("enabled"):
+        return "fp16.enabled is true, and converted layers compute in BF16 or FP32"
+    if device.type == "cuda" and not activations.emulate and not has_fp8_gemm(device):
+        found = ".".join(map(str, capability(device)))
+        return f"this GPU has compute capability {found}, and FP8 products need 8.9"
+    return None

@@ -1,0 +1,121 @@
+"""What is done before and after a DeepSpeed engine with the `"coat"` block is built."""
+
+import functools
+import logging
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+
+from coat_ds.config import CoatConfig
+from coat_ds.layers.inventory import layers_of
+from coat_ds.optim.optimizer import CoatAdamW
+from coat_ds.patches import Patch
+from coat_ds.saved_bytes import report_compressed, report_saved
+from coat_ds.zero import recompute
+from coat_ds.zero.build import let_zero_accept, optimizer_for_engine
+from coat_ds.zero.deepspeed_config import check, no_conversion, section
+from coat_ds.zero.grad_norm import batch_gradient_norms
+from coat_ds.zero.gradients import keep_gradients_narrow
+from coat_ds.zero.guards import guard_checkpoints, guard_offloading, link_states
+from coat_ds.zero.layer_units import LayerUnits
+from coat_ds.zero.log import say
+from coat_ds.zero.model_layers import prepare_layers, undo
+from coat_ds.zero.module_hooks import lighten_module_hooks
+from coat_ds.zero.partitions import link_partitions
+from coat_ds.zero.stage0 import translate_checkpoints
+from coat_ds.zero.status import Status, idle_layers
+
+DESTROY = Patch(
+    "end of an engine",
+    "deepspeed",
+    "deepspeed.runtime.engine:DeepSpeedEngine.destroy",
+    "converted layers are given back",
+    parameters=(),
+)
+
+
+class Prepared(NamedTuple):
+    """What `finish` needs of `prepare`."""
+
+    coat: CoatConfig
+    why: str
+    """Why linear layers that stay as they are do."""
+    units: LayerUnits
+
+
+def prepare(arguments: dict[str, Any]) -> Prepared:
+    """Before `DeepSpeedEngine` is built of `arguments`, by name: checks them, exchanges the optimizer, has
+    the layers do what the block says, and chooses those that are to be units of ZeRO-3.
+
+    Raises CoatConfigError for what cannot be honoured.
+    """
+    config_class = arguments["config_class"]
+    config, optimizer = config_class._param_dict, arguments.get("optimizer")
+    coat = check(config, optimizer)
+    if coat.enabled and coat.optimizer.enabled:
+        let_zero_accept(CoatAdamW)
+        arguments["optimizer"] = optimizer_for_engine(coat, config, optimizer, arguments.get("model"))
+        # DeepSpeed would otherwise refuse any optimizer but its own where states are offloaded
+        config_class.zero_force_ds_cpu_optimizer = False
+    model = arguments.get("model") if coat.enabled else None
+    why = "" if model is None else _prepare_layers(model, coat, config)
+    return Prepared(coat, why, LayerUnits(model, coat.zero3_layer_units, config_class.zero_config))
+
+
+def _prepare_layers(model: torch.nn.Module, coat: CoatConfig, config: Mapping[str, Any]) -> str:
+    from deepspeed.accelerator import get_accelerator
+
+    obstacle = no_conversion(config, coat.activations, torch.device(get_accelerator().current_device_name()))
+    if section(config, "bf16").get("enabled") and any(p.dtype == torch.float16 for p in model.parameters()):
+        # as DeepSpeed does next; layers in FP16 cannot be converted
+        model.bfloat16()
+    why = prepare_layers(model, coat.activations, "activations" in config.get("coat", {}), obstacle)
+    if coat.require:
+        # before the engine takes any memory
+        idle_layers(coat, layers_of(model, why))
+    return why
+
+
+def finish(engine, prepared: Prepared) -> None:
+    """After `engine` was built of what `prepare` left."""
+    coat, why, units = prepared
+    if not coat.enabled:
+        return
+    units.complete()
+    _undo_at_the_end(engine, units)
+    lighten_module_hooks(engine.module)
+    if coat.optimizer.enabled:
+        link_partitions(engine.optimizer, engine.basic_optimizer)
+        keep_gradients_narrow(engine.optimizer)
+        batch_gradient_norms(engine.optimizer)
+        link_states(engine)
+        translate_checkpoints(engine.optimizer, getattr(engine.basic_optimizer, "apart_in_files", False))
+        guard_checkpoints(engine)
+        guard_offloading(engine)
+    if coat.report.saved:
+        report_saved(engine.module, say)
+    if coat.checkpointing.compress:
+        recompute.compress_inputs(engine.module, coat.checkpointing.group_size)
+        report_compressed(engine.module, say, functools.partial(say, level=logging.WARNING))
+    layers = layers_of(engine.module, why)
+    if line := idle_layers(coat, layers):
+        say(line, logging.WARNING)
+    engine.coat = Status(coat, layers, units, engine.basic_optimizer if coat.optimizer.enabled else None)
+    say(str(engine.coat))
+
+
+def _undo_at_the_end(engine, units: LayerUnits) -> None:
+    def make(destroy: Callable) -> Callable:
+        @functools.wraps(destroy)
+        def destroy_engine():
+            destroy()
+            units.undo()
+            try:
+                undo(engine.module)
+            except RuntimeError as error:
+                say(f"COAT: layers stay converted: {error}", logging.WARNING)
+
+        return destroy_engine
+
+    DESTROY.apply(make, on=engine)

@@ -1,0 +1,82 @@
+"""Gradients that ZeRO hands to the optimizer in 16 bits."""
+
+import functools
+from collections.abc import Callable
+
+import torch
+
+from coat_ds.optim.narrow_grad import NarrowGrad
+from coat_ds.patches import Patch
+
+_WHY = "gradients stay in 16 bits on their way to the optimizer"
+PARTITION = Patch(
+    "16-bit gradients",
+    "deepspeed",
+    "deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer._get_preflattened_grad_partition",
+    _WHY,
+    parameters=("group_idx",),
+    optional=True,
+)
+PREPARE = Patch(
+    "16-bit gradients",
+    "deepspeed",
+    "deepspeed.runtime.zero.stage3:DeepSpeedZeroOptimizer_Stage3._prepare_fp32_grad_for_sub_group",
+    _WHY,
+)
+FLATTEN = Patch(
+    "16-bit gradients",
+    "deepspeed",
+    "deepspeed.runtime.zero.stage3:DeepSpeedZeroOptimizer_Stage3.flatten",
+    "the flat tensor of a step's gradients is a NarrowGrad",
+    instance=True,
+)
+
+
+def keep_gradients_narrow(wrapper) -> None:
+    """Has a DeepSpeed optimizer of ZeRO 1, 2 or 3 hand its gradients over as they are.
+
+    The step of ZeRO 1 and 2 first calls `_get_preflattened_grad_partition`. Here it returns the 16-bit
+    gradients, so that DeepSpeed makes no FP32 copy. DeepSpeed 0.18 has no such method and makes the copy.
+    """
+    if hasattr(wrapper, "_prepare_fp32_grad_for_sub_group"):
+        PREPARE.apply(lambda prepare: _narrow_sub_group(wrapper, prepare), on=wrapper)
+        return
+    if hasattr(wrapper, "_get_preflattened_grad_partition"):
+        PARTITION.apply(lambda ask: _narrow_partition(wrapper, ask), on=wrapper)
+
+
+def _narrow_partition(wrapper, ask: Callable) -> Callable:
+    from deepspeed import comm as dist
+
+    @functools.wraps(ask)
+    def partition(group: int) -> torch.Tensor | None:
+        flat = ask(group)
+        if flat is None:
+            grads, ranks = wrapper.averaged_gradients[group], wrapper.real_dp_process_group[group]
+            if dist.get_rank(group=ranks) == dist.get_world_size(group=ranks) - 1:
+                flat = wrapper.flatten_dense_tensors_aligned(grads, int(wrapper.partition_size[group]))
+            else:
+                flat = wrapper.flatten(grads)
+        return _as_wide_as(wrapper.single_partition_of_fp32_groups[group], flat)
+
+    return partition
+
+
+def _narrow_sub_group(wrapper, prepare: Callable) -> Callable:
+    """Stage 3 flattens the gradients of a part of the parameters, then casts them to the masters' type."""
+
+    @functools.wraps(prepare)
+    def prepare_narrow(part: int) -> None:
+        master = wrapper.fp32_partitioned_groups_flat[part]
+
+        def narrow(flatten: Callable) -> Callable:
+            return lambda gradients: _as_wide_as(master, flatten(gradients))
+
+        with FLATTEN.applied(narrow, on=wrapper):
+            prepare(part)
+
+    return prepare_narrow
+
+
+def _as_wide_as(master: torch.Tensor, flat: torch.Tensor) -> torch.Tensor:
+    return NarrowGrad.of(flat) if flat.dtype != master.dtype == torch.float32 else flat

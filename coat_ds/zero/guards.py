@@ -1,0 +1,183 @@
+"""What DeepSpeed does with an optimizer's states beside stepping: checkpoints and offloading."""
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
+
+import torch
+
+from coat_ds.optim.optimizer import CoatAdamW
+from coat_ds.optim.streaming import streaming
+from coat_ds.patches import Patch
+from coat_ds.zero.grad_norm import STAGE_1_AND_2, STAGE_3
+from coat_ds.zero.log import say
+
+_ENGINE = "deepspeed.runtime.engine:DeepSpeedEngine"
+LOAD = Patch(
+    "checkpoints",
+    "deepspeed",
+    f"{_ENGINE}.load_checkpoint",
+    "states are linked to parameters after a load, and keep this optimizer's formats",
+    parameters=("load_dir", "tag", "..."),
+)
+SAVE = Patch(
+    "checkpoints",
+    "deepspeed",
+    f"{_ENGINE}.save_checkpoint",
+    "moments are decoded one at a time while a file is written",
+    parameters=("save_dir", "tag", "..."),
+)
+(OFFLOAD, RELOAD), (OFFLOAD_3, RELOAD_3) = (
+    (
+        Patch(
+            "offloading",
+            "deepspeed",
+            f"{wrapper}.offload_states",
+            "states are moved as they are stored",
+            parameters=("include", "device", "pin_memory", "non_blocking"),
+        ),
+        Patch(
+            "offloading",
+            "deepspeed",
+            f"{wrapper}.reload_states",
+            "states are moved as they are stored",
+            parameters=("non_blocking",),
+        ),
+    )
+    for wrapper in (STAGE_1_AND_2, STAGE_3)
+)
+
+
+def link_states(engine) -> None:
+    """Creates all states, and links them to the model's parameters where ZeRO does that.
+
+    DeepSpeed links once, after the first parameter group's first step: states made later, and those of a
+    checkpoint, would never be found by `safe_get_full_optimizer_state`.
+    """
+    engine.basic_optimizer.init_states()
+    if hasattr(engine.optimizer, "_lazy_init_hp_params_optimizer_state"):
+        engine.optimizer._hp_optimizer_states_linked = False
+        engine.optimizer._lazy_init_hp_params_optimizer_state()
+
+
+def guard_checkpoints(engine) -> None:
+    """Has `engine` restore the codes of a checkpoint, and write states one at a time."""
+    LOAD.apply(lambda load: _loading(engine, load), on=engine)
+    SAVE.apply(lambda save: _saving(engine, save), on=engine)
+
+
+def _loading(engine, load: Callable) -> Callable:
+    @functools.wraps(load)
+    def load_checkpoint(*args, **kwargs):
+        # a universal checkpoint brings options of the parameter groups that it was saved with
+        own = engine.basic_optimizer.layout_options()
+        engine.basic_optimizer.take_arrivals()
+        result = load(*args, **kwargs)
+        engine.basic_optimizer.restore_layout_options(own)
+        if hasattr(engine.optimizer, "_link_all_hp_params"):
+            # a universal load of 0.18 leaves parameters linked to copies of a moment instead of their masters
+            engine.optimizer._link_all_hp_params()
+        link_states(engine)
+        arrived = engine.basic_optimizer.take_arrivals()
+        say(f"COAT: moments of the checkpoint: {arrived or 'none was loaded'}")
+        return result
+
+    return load_checkpoint
+
+
+def _saving(engine, save: Callable) -> Callable:
+    @functools.wraps(save)
+    def save_checkpoint(*args, **kwargs):
+        with streaming() if _saves_by_torch(engine) else contextlib.nullcontext():
+            return save(*args, **kwargs)
+
+    return save_checkpoint
+
+
+def _saves_by_torch(engine) -> bool:
+    from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchCheckpointEngine
+
+    saver = engine.checkpoint_engine
+    return type(saver) is TorchCheckpointEngine and saver.zipfile_serialization
+
+
+def guard_offloading(engine) -> None:
+    """Lets `offload_states` and `reload_states` move the states as they are stored.
+
+    By itself DeepSpeed pins an FP32 tensor in place of a moment, and ZeRO-3 moves FusedAdam's states alone.
+    """
+    wrapper = engine.optimizer
+    if not hasattr(wrapper, "offload_states"):
+        return
+    offload, reload = (OFFLOAD, RELOAD) if hasattr(wrapper, "bit16_groups") else (OFFLOAD_3, RELOAD_3)
+    offload.apply(lambda original: _offloading(engine, original), on=wrapper)
+    reload.apply(lambda original: _reloading(engine, original), on=wrapper)
+
+
+def _offloading(engine, offload: Callable) -> Callable:
+    from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum
+
+    wrapper, states = engine.optimizer, OffloadStateTypeEnum.optim_states
+
+    @functools.wraps(offload)
+    def offload_states(include=None, device=None, pin_memory=True, non_blocking=False):
+        given = {"include": include, "pin_memory": pin_memory, "non_blocking": non_blocking}
+        given |= {} if device is None else {"device": device}
+        if states not in wrapper.offloaded_states and (include is None or states in include):
+            _move_states(engine.basic_optimizer, "cpu", pin_memory, non_blocking)
+        with _without_states(wrapper):
+            offload(**given)
+        link_states(engine)
+
+    return offload_states
+
+
+def _reloading(engine, reload: Callable) -> Callable:
+    from deepspeed.accelerator import get_accelerator
+    from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum
+
+    wrapper, states = engine.optimizer, OffloadStateTypeEnum.optim_states
+
+    @functools.wraps(reload)
+    def reload_states(non_blocking=False):
+        moved = []
+        if states in wrapper.offloaded_states:
+            device = get_accelerator().current_device_name()
+            # a copy that is under way still reads what is in the CPU's memory; DeepSpeed waits for it
+            moved = _move_states(engine.basic_optimizer, device, False, non_blocking)
+        with _without_states(wrapper):
+            reload(non_blocking=non_blocking)
+        del moved
+        link_states(engine)
+
+    return reload_states
+
+
+@contextlib.contextmanager
+def _without_states(wrapper) -> Iterator[None]:
+    """Within it `wrapper` finds an optimizer of the kind that ZeRO-3 asks for, with nothing to be moved."""
+    from deepspeed.ops.adam import FusedAdam
+
+    empty = FusedAdam.__new__(FusedAdam)
+    empty.state = {}
+    optimizer, wrapper.optimizer = wrapper.optimizer, empty
+    empty.param_groups = optimizer.param_groups
+    try:
+        yield
+    finally:
+        wrapper.optimizer = optimizer
+
+
+def _move_states(
+    optimizer: CoatAdamW, device: str, pin_memory: bool, non_blocking: bool
+) -> list[torch.Tensor]:
+    """Puts all states on `device`, into pinned memory if they come from a GPU; returns what they were."""
+    moved = []
+    for state in optimizer.state.values():
+        for name, value in state.items():
+            if isinstance(value, torch.Tensor):
+                moved.append(value)
+                pinned = pin_memory and value.device.type != "cpu"
+                target = torch.empty_like(value, device=device, pin_memory=pinned)
+                state[name] = target.copy_(value, non_blocking=non_blocking)
+    return moved

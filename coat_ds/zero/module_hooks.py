@@ -1,0 +1,72 @@
+"""ZeRO-3's hooks of layers that are no units (`layer_units`): notes on tensors survive, and modules without
+weights are passed by.
+
+Stage 3 passes the inputs and outputs of every module through autograd nodes, which gather its weights for
+backward and release them again. A node returns another tensor object, without the notes of
+`coat_kernels.origin`. Without the note a linear layer behind a norm would save its input once more. We copy
+the notes behind each node. And every module pays the CPU time of its nodes, though only modules with weights
+have something to gather: the others get none.
+
+Units have no nodes between their modules. Layers with frozen parameters need this, and all layers if
+`zero3_layer_units` is false.
+"""
+
+import functools
+import inspect
+
+import torch
+
+from coat_ds.patches import Patch
+from coat_kernels.origin import share_notes
+
+# where DeepSpeed's hooks look up the functions of a module
+NODES = tuple(
+    Patch(
+        "ZeRO-3's nodes",
+        "deepspeed",
+        f"deepspeed.runtime.zero.parameter_offload:DeepSpeedZeRoOffload.{name}",
+        "notes on tensors survive ZeRO-3's hooks, and modules without weights need no nodes",
+        instance=True,
+    )
+    for name in ("pre_bwd_fn", "post_bwd_fn")
+)
+
+
+class _Node:
+    """A node of DeepSpeed's that copies the notes of tensors of `module`. With `only_weights` it does nothing
+    where the module has no weights to gather.
+    """
+
+    def __init__(self, module: torch.nn.Module, function: type[torch.autograd.Function], only_weights: bool):
+        self.module, self.function, self.only_weights = module, function, only_weights
+        # torch asks for the signature in each call, and computes it each time unless it is stored
+        function.forward.__signature__ = inspect.signature(function.forward)
+
+    def apply(self, x: torch.Tensor) -> torch.Tensor:
+        if torch.compiler.is_compiling():
+            return self.function.apply(x)
+        if self.only_weights and not _has_weights(self.module):
+            return x
+        y = self.function.apply(x)
+        # weights change behind autograd's back
+        return y if isinstance(x, torch.nn.Parameter) else share_notes(x, y)
+
+
+def _has_weights(module: torch.nn.Module) -> bool:
+    """Whether DeepSpeed gathers anything for this very module: weights of its own, of others that it has been
+    found to use, or those of all its parts."""
+    own = vars(module)
+    return bool(own["_parameters"] or own.get("_external_params") or own.get("_z3_leaf"))
+
+
+def lighten_module_hooks(model: torch.nn.Module) -> None:
+    """Patches the nodes of ZeRO-3's hooks of `model`, if there are any.
+
+    Where a parameter is frozen every module keeps its nodes: DeepSpeed releases frozen weights that a
+    recomputed forward has gathered after the backward of any module, with or without weights.
+    """
+    only_weights = all(p.requires_grad for p in model.parameters())
+    for module in model.modules():
+        for node in NODES:
+            if node.attribute in vars(module):
+                node.apply(functools.partial(_Node, module, only_weights=only_weights), on=module)

@@ -1,0 +1,225 @@
+"""What the project exchanges in frameworks: found, checked, undone, against the real packages."""
+
+import copy
+import logging
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from coat_ds import patches
+from coat_ds.patches import RECORDS, Patch, PatchError, _declared
+from tests.util import run_distributed
+
+ENGINE = "deepspeed.runtime.engine:DeepSpeedEngine"
+NORM = "deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer.get_grad_norm_direct"
+
+
+@pytest.fixture
+def declare():
+    """Makes patches that are in no table when the test is over, nor in place."""
+    before = dict(_declared)
+
+    def make(target, **options):
+        return Patch("test", options.pop("framework", "deepspeed"), target, "for the test", **options)
+
+    yield make
+    for key in _declared.keys() - before.keys():
+        _declared.pop(key).remove()
+
+
+class Other:
+    def extra_repr(self, more):
+        return more
+
+
+def doubling(original):
+    return lambda *args: 2 * original(*args)
+
+
+def test_every_patch_fits_the_installed_frameworks():
+    rows = patches.table()
+    assert len({(row.name, row.target) for row in rows}) == len(rows) > 50
+    for row in rows:
+        assert row.target and "expected" not in row.why and "cannot be imported" not in row.why, row
+    # each of the places that used to keep a list of its own
+    names = {row.name for row in rows}
+    assert names >= {"switch", "gradient norm", "16-bit gradients", "checkpoints", "offloading", "stage 0"}
+    assert names >= {"ZeRO-3's nodes", "units of ZeRO-3", "recompute", "end of an engine"}
+    assert names >= {"Megatron's optimizer", "Megatron's recompute", "Megatron's final norm"}
+    assert names >= {"Megatron on a CPU", "Megatron-LM's scripts on a CPU"}
+
+
+def test_the_command_lists_them():
+    done = subprocess.run(
+        [sys.executable, "-m", "coat_ds.patches"], capture_output=True, text=True, check=True
+    )
+    head, *lines = done.stdout.splitlines()
+    assert head.split() == ["patch", "of", "framework", "applied", "why"]
+    assert any(line.startswith("switch") and "DeepSpeedEngine.__init__" in line for line in lines)
+    assert any("megatron.core.optimizer.Adam" in line for line in lines)
+
+
+def test_apply_once_and_remove(declare, caplog):
+    from deepspeed.runtime import utils
+
+    original = utils.ensure_directory_exists
+    patch = declare("deepspeed.runtime.utils:ensure_directory_exists", parameters=("filename",))
+    with caplog.at_level(logging.INFO, "coat_ds"):
+        for _ in range(2):
+            assert patch.apply(lambda found: lambda filename: found)
+            assert not patch.apply(lambda found: None), "made a second time"
+            assert patch.is_applied() and patch.original() is original
+            assert utils.ensure_directory_exists("") is original
+            assert any(r.applied for r in patches.table() if r.name == "test")
+            assert patch.remove() and not patch.remove()
+            assert utils.ensure_directory_exists is original and not patch.is_applied()
+    (record,) = [r for r in caplog.records if r.name == "coat_ds"]
+    said = record.getMessage()
+    assert "deepspeed.runtime.utils.ensure_directory_exists" in said and "for the test" in said
+
+
+@pytest.mark.parametrize(
+    ("target", "options", "found"),
+    [
+        (NORM, {"parameters": ("gradients", "params")}, "(gradients, params, norm_type)"),
+        (NORM, {"parameters": ("params", "...")}, "(gradients, params, norm_type)"),
+        (NORM, {"keywords": ("scale",)}, "(gradients, params, norm_type)"),
+        (f"{ENGINE}.there_is_no_such_method", {}, "nothing"),
+        ("deepspeed.runtime.engine:NoEngine.step", {}, "nothing"),
+        (f"{ENGINE}.step", {"used_by": "split_half_float_double_sparse"}, "does not look it up"),
+        (f"{ENGINE}.there_is_no_such_name", {"instance": True}, "does not name it"),
+    ],
+    ids=str,
+)
+def test_an_unexpected_framework_is_an_error_before_anything_changes(declare, target, options, found):
+    import deepspeed
+
+    patch = declare(target, **options, way_out="or do without")
+    with pytest.raises(PatchError) as error:
+        patch.apply(lambda original: pytest.fail("made"))
+    said = str(error.value)
+    for part in (target.replace(":", "."), "expected", found, deepspeed.__version__, "or do without"):
+        assert part in said, said
+    assert not patch.is_applied() and (RuntimeError in type(error.value).__mro__)
+    # the table says the same
+    (row,) = (r for r in patches.table() if r.name == "test")
+    assert row.why == said and not row.applied
+    with pytest.raises(PatchError):
+        patches.require("deepspeed", NORM, ("params",))
+    assert len([r for r in patches.table() if r.target == NORM.replace(":", ".")]) <= 2
+
+
+def test_parameters_that_fit(declare):
+    for options in (
+        {"parameters": ("gradients", "params", "norm_type")},
+        {"parameters": ("gradients", "...")},
+        {"keywords": ("params", "norm_type")},
+        {},
+    ):
+        declare(NORM, **options).check()
+    from megatron.core.tensor_parallel import random
+
+    names = ("ctx", "run_function", "distribute_saved_activations", "args")
+    target = f"{random.__name__}:CheckpointFunction"
+    options = {"framework": "megatron-core", "method": "forward", "used_by": "checkpoint"}
+    declare(target, parameters=names, **options).check()
+    with pytest.raises(PatchError, match="megatron-core"):
+        declare(target, parameters=names[:-1], **options).check()
+
+
+def test_what_a_class_inherits_and_what_is_no_function(declare):
+    from deepspeed.runtime.pipe.engine import PipelineEngine
+
+    patch = declare("deepspeed.runtime.pipe.engine:PipelineEngine.zero_grad")
+    assert "zero_grad" not in vars(PipelineEngine)
+    with patch.applied(lambda original: lambda self: None):
+        assert "zero_grad" in vars(PipelineEngine)
+    assert "zero_grad" not in vars(PipelineEngine)
+    switch, was = torch._dynamo.config, torch._dynamo.config.disable
+    with declare("torch._dynamo.config:disable", framework="torch").applied(lambda was: not was):
+        assert switch.disable is not was
+    assert switch.disable is was
+
+
+def test_somebody_elses_patch_on_top_is_not_torn_out(declare):
+    import functools
+
+    from deepspeed.runtime import utils
+
+    patch = declare("deepspeed.runtime.utils:ensure_directory_exists")
+    patch.apply(lambda original: functools.wraps(original)(lambda filename: original(filename)))
+    ours = utils.ensure_directory_exists
+    utils.ensure_directory_exists = functools.wraps(ours)(lambda filename: ours(filename))
+    assert patch.is_applied() and not patch.apply(lambda original: None)
+    with pytest.raises(RuntimeError, match="ensure_directory_exists: was exchanged again"):
+        patch.remove()
+    utils.ensure_directory_exists = ours
+    assert patch.remove()
+    # what has taken the place of ours altogether stays
+    original = utils.ensure_directory_exists
+    patch.apply(lambda original: lambda filename: None)
+    utils.ensure_directory_exists = other = lambda filename: 1
+    assert not patch.is_applied() and not patch.remove() and utils.ensure_directory_exists is other
+    utils.ensure_directory_exists = original
+
+
+def test_an_object_and_its_copy(declare):
+    patch = declare(f"{ENGINE}.extra_repr", parameters=())
+    one, other = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)
+    before = set(vars(one))
+    assert patch.apply(lambda original: lambda: "ours", on=one) and not patch.apply(None, on=one)
+    assert one.extra_repr() == "ours" and other.extra_repr() != "ours"
+    assert patch.is_applied(one) and not patch.is_applied(other) and not patch.is_applied()
+    assert patch.original(one)() == other.extra_repr()
+    assert copy.deepcopy(one).extra_repr() == "ours" and patch.is_applied(copy.deepcopy(one))
+    patches.remove(one)
+    assert one.extra_repr() == other.extra_repr() and set(vars(one)) == before
+    # what an object itself had comes back, and a patch does not keep its object
+    one.extra_repr = mine = lambda: "mine"
+    patch.apply(doubling, on=one)
+    assert one.extra_repr() == "minemine" and patch.remove(one) and one.extra_repr is mine
+    with pytest.raises(PatchError, match="expected"):
+        patch.apply(doubling, on=Other())
+
+
+def build():
+    """One engine of stage 1: what is patched, and what is left when that is undone."""
+    import deepspeed
+
+    import coat_ds
+
+    config = {
+        "train_batch_size": 1,
+        "bf16": {"enabled": True},
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
+        "zero_optimization": {"stage": 1},
+        "coat": {"enabled": True, "activations": False, "report": False},
+    }
+    plain = {k: v for k, v in config.items() if k != "coat"}
+    # not compiled for this
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    deepspeed.init_distributed("gloo")
+    stock = deepspeed.initialize(model=torch.nn.Linear(64, 64), config=plain)[0]
+    engine = coat_ds.initialize(model=torch.nn.Linear(64, 64), config=config)[0]
+    found = sorted(p.attribute for on in (engine, engine.optimizer) for p in vars(on)[RECORDS])
+    table = sorted({row.target for row in patches.table() if row.applied})
+    for on in (engine, engine.optimizer):
+        patches.remove(on)
+    same = [
+        vars(on).get(name) is None
+        for on, name in ((engine, "load_checkpoint"), (engine.optimizer, "get_grad_norm_direct"))
+    ]
+    left = RECORDS in vars(engine) or RECORDS in vars(engine.optimizer) or RECORDS in vars(stock)
+    after = sorted({row.target for row in patches.table() if row.applied})
+    return found, table, same, left, after
+
+
+def test_an_engine_is_patched_alone():
+    found, table, same, left, after = run_distributed(build, 1)[0]
+    assert {"destroy", "load_checkpoint", "save_checkpoint", "get_grad_norm_direct"} <= set(found)
+    assert {"offload_states", "reload_states", "has_overflow_partitioned_grads_serial"} <= set(found)
+    assert any(target.endswith("DeepSpeedZeroOptimizer.offload_states") for target in table)
+    assert not any("stage3" in target for target in table)
+    assert all(same) and not left and not any("DeepSpeedZero" in target for target in after)
