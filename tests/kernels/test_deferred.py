@@ -231,7 +231,7 @@ def test_maxima_that_are_known_save_the_prediction(small_tiles, device, monkeypa
     x = torch.randn(50, 40, device=device)
     for few in (50, 49):
         monkeypatch.setattr(deferred, "FEW_MAXIMA", few)
-        maxima = norm.row_maxima(x)
+        maxima = tensorwise.row_maxima(x)
         out, largest = fp8_operands(with_maxima(x, maxima), E5M2, columns=True, predicted=scale)
         assert len(reduced) == (few < len(maxima))
         assert largest.equal(maxima.amax(0, keepdim=True))
