@@ -37,7 +37,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--micro-batch", type=int, help="sequences (default: the JSON's, or 1)")
     add("--sequence", type=int, help="tokens of a sequence (default: 2048, or Megatron's)")
     add("--vocabulary", type=int, help="where the model's file names none")
-    add("--stage", type=int, choices=range(4), help="of ZeRO (default: the JSON's, or 2)")
+    add("--stage", type=int, choices=range(4), help="of ZeRO (default: the JSON's, or 2; 1 with a pipeline)")
     add("--tensor", type=int, help="tensor parallel size")
     add("--pipeline", type=int, help="pipeline parallel size")
     add("--accumulation", type=int, help="micro-batches of a step")
@@ -106,8 +106,8 @@ def _spread(arguments: argparse.Namespace, config: dict | None) -> tuple[Sizes, 
     except PlanError as error:
         raise PlanError(f"{arguments.model}: {error}") from None
     if config is not None:
-        return model, layout.from_deepspeed(config, **rest)
-    return model, Layout(**{"stage": 2} | rest)
+        return model, layout.from_deepspeed(config, model.hidden, **rest)
+    return model, Layout(**{"stage": 1 if (arguments.pipeline or 1) > 1 else 2} | rest)
 
 
 def read_sizes(values: Mapping, vocabulary: int | None) -> Sizes:

@@ -101,7 +101,7 @@ class Prediction:
 
     moments: tuple[Memory, ...]
     host: float
-    """Bytes of masters and states (and parts of weights) in the CPU's memory, for each GPU."""
+    """Bytes in the CPU's memory for each GPU: of masters, states and gradients, and of parts of weights."""
 
     @property
     def peak(self) -> Memory:
@@ -220,7 +220,8 @@ class _Stage:
 
     def _on_host(self) -> float:
         layout = self.layout
-        found = sum(self._states()) if self.on_cpu else 0
+        # and gradients in FP32
+        found = sum(self._states()) + FP32 * self.part if self.on_cpu else 0
         if layout.parameter_device == "cpu":
             found += BF16 * self.part
         return found
@@ -338,7 +339,7 @@ class _Stage:
             if stage == 1:
                 # reduced behind backward: what goes first into the bucket leaves room for it
                 buffers = self._buckets() - BF16 * self._moved_first()
-                gradients += BF16 * self.part
+                gradients += 0 if self.on_cpu else BF16 * self.part
             more = {"gradients": gradients, "buffers": buffers}
             moments.append(self._at("gradients", held, temporaries=hidden if stage == 0 else 0, **more))
         return moments

@@ -193,6 +193,9 @@ def test_a_model_on_the_meta_device_is_counted():
     assert found.parameters == sum(p.numel() for p in model.parameters())
     # biases of queries, keys and values
     assert found.other_parameters == 2 * (64 + 2 * 32)
+    # as the package's description has it
+    spread = layout.from_deepspeed({"zero_optimization": {"stage": 2}}, gpus=8, sequence=4096)
+    assert plan.predict(found, spread, rungs()["COAT"]).peak.total > 2 * found.parameters
     with pytest.raises(PlanError, match='Linear: expected a model .* in "config"'):
         sizes.from_module(torch.nn.Linear(2, 2))
 
@@ -202,7 +205,9 @@ def test_a_deepspeed_json_is_read():
     found = layout.from_deepspeed(config, gpus=4, sequence=128)
     assert (found.stage, found.micro_batch, found.optimizer_device) == (2, 4, "cpu")
     config["zero_optimization"] |= {"stage": 3, "stage3_prefetch_bucket_size": 1e6, "overlap_comm": False}
-    found = layout.from_deepspeed(config, gpus=4, micro_batch=1)
+    config["zero_optimization"]["reduce_bucket_size"] = "auto"
+    found = layout.from_deepspeed(config, 64, gpus=4, micro_batch=1)
+    assert found.reduce_bucket == 64 * 64
     assert (found.prefetch, found.overlap, found.micro_batch) == (10**6, False, 1)
 
 
@@ -211,7 +216,14 @@ def test_a_deepspeed_json_is_read():
     [
         (lambda: Layout(gpus=6, tensor=4), "gpus: 6 is no multiple of tensor times pipeline"),
         (lambda: Layout(stage=4), r"stage: expected one of \(0, 1, 2, 3\), found 4"),
-        (lambda: Layout(stage=3, pipeline=2, gpus=2), "stage: 3 does not go with .* pipeline 2"),
+        (
+            lambda: Layout(stage=2, pipeline=2, gpus=2),
+            "stage: 2 does not go with .* pipeline of 2. Set it to 1",
+        ),
+        (
+            lambda: layout.from_deepspeed({"zero_optimization": {"reduce_bucket_size": "auto"}}),
+            'zero_optimization.reduce_bucket_size: "auto" needs the size of a model',
+        ),
         (lambda: Layout(micro_batch=0), "micro_batch: expected a whole number above 0, found 0"),
         (lambda: Layout(parameter_device="cpu"), "parameter_device: .* Set the stage to 3"),
         (lambda: layout.from_deepspeed({"zero_optimization": 3}), "zero_optimization: expected an object"),
