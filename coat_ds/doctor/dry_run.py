@@ -99,7 +99,7 @@ def _states(block: CoatConfig, model: torch.nn.Module, keeps_fp32) -> Finding:
 def _peak(config: Mapping, model: torch.nn.Module, gpus: int, sequence: int) -> Finding:
     try:
         sizes = readers.from_module(model)
-        layout = layouts.from_deepspeed(config, gpus=gpus, sequence=sequence)
+        layout = layouts.from_deepspeed(config, sizes.hidden, gpus=gpus, sequence=sequence)
     except PlanError as error:
         return Finding("peak", UNKNOWN, f"cannot be predicted: {error}")
     before = predict(sizes, layout, System(name="BF16")).peak

@@ -1,4 +1,13 @@
-"""What training takes before anything is allocated: bytes by role, time at best, and what fits a GPU."""
+"""What training takes before anything is allocated: bytes by role, time at best, and what fits a GPU.
+
+from coat_ds import plan
+from coat_ds.plan import layout, sizes
+
+with torch.device("meta"):
+    model = AutoModelForCausalLM.from_config(config)
+spread = layout.from_deepspeed(ds_config, gpus=8, sequence=4096)
+plan.predict(sizes.from_module(model), spread, plan.rungs()["COAT"]).peak.total  # bytes
+"""
 
 from coat_ds.plan.layout import Layout
 from coat_ds.plan.memory import ROLES, Memory, Prediction, predict

@@ -37,7 +37,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--micro-batch", type=int, help="sequences (default: the JSON's, or 1)")
     add("--sequence", type=int, help="tokens of a sequence (default: 2048, or Megatron's)")
     add("--vocabulary", type=int, help="where the model's file names none")
-    add("--stage", type=int, choices=range(4), help="of ZeRO (default: the JSON's, or 2)")
+    add("--stage", type=int, choices=range(4), help="of ZeRO (default: the JSON's, or 2; 1 with a pipeline)")
     add("--tensor", type=int, help="tensor parallel size")
     add("--pipeline", type=int, help="pipeline parallel size")
     add("--accumulation", type=int, help="micro-batches of a step")
@@ -72,7 +72,7 @@ def run(arguments: argparse.Namespace) -> int:
     print()
     print(_table(choices, limit))
     print()
-    for line in _notes(spread, gpu, limit, choices):
+    for line in _notes(model, spread, gpu, limit, choices):
         print(line)
     if arguments.picture:
         print(f"picture: {arguments.picture}")
@@ -106,8 +106,8 @@ def _spread(arguments: argparse.Namespace, config: dict | None) -> tuple[Sizes, 
     except PlanError as error:
         raise PlanError(f"{arguments.model}: {error}") from None
     if config is not None:
-        return model, layout.from_deepspeed(config, **rest)
-    return model, Layout(**{"stage": 2} | rest)
+        return model, layout.from_deepspeed(config, model.hidden, **rest)
+    return model, Layout(**{"stage": 1 if (arguments.pipeline or 1) > 1 else 2} | rest)
 
 
 def read_sizes(values: Mapping, vocabulary: int | None) -> Sizes:
@@ -185,13 +185,18 @@ def _table(choices: list[advice.Choice], limit: float) -> str:
     return "\n".join(lines)
 
 
-def _notes(spread: Layout, gpu: Gpu, limit: float, choices: list[advice.Choice]) -> list[str]:
+def _notes(model: Sizes, spread: Layout, gpu: Gpu, limit: float, choices: list[advice.Choice]) -> list[str]:
     lines = [
         f"peak: of the fullest GPU, at that moment of a step; ! is beyond {limit / 1e9:.1f} GB. largest: "
         "micro-batch within that, with",
         "  PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True. ms and tokens/s and GPU: the roofline, at best.",
         f"rates: {gpu.source}.",
     ]
+    if not model.counted:
+        lines.append(
+            "layers of this model type were not counted: what they save is taken for Llama's. BF16 may be"
+        )
+        lines.append("  off by tens of per cent of what is saved, COAT by a few.")
     if on_host := max(choice.prediction.host for choice in choices):
         lines.append(f"offload: up to {on_host / 1e9:.1f} GB of the CPU's memory for each GPU.")
     if any(choice.system.recompute == "full" for choice in choices):

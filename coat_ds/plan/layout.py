@@ -8,6 +8,12 @@ from coat_ds.plan.sizes import PlanError
 
 HOSTS = ("deepspeed", "megatron")
 DEVICES = ("gpu", "cpu")
+# what Trainer and Accelerate make of "auto", from the model's channels
+_FILLED_IN = {
+    "reduce_bucket_size": lambda hidden: hidden * hidden,
+    "stage3_prefetch_bucket_size": lambda hidden: int(0.9 * hidden * hidden),
+    "stage3_param_persistence_threshold": lambda hidden: 10 * hidden,
+}
 # DeepSpeed's own
 BUCKET, SUB_GROUP = 500_000_000, 1_000_000_000
 
@@ -81,8 +87,11 @@ class Layout:
                 f"gpus: {self.gpus} is no multiple of tensor times pipeline parallel size, "
                 f"{self.tensor} x {self.pipeline}. Change one of them."
             )
-        if self.stage == 3 and self.pipeline > 1 or self.host == "megatron" and self.stage > 1:
-            raise PlanError(f"stage: {self.stage} does not go with {self.host} and pipeline {self.pipeline}.")
+        if self.stage > 1 and (self.pipeline > 1 or self.host == "megatron"):
+            raise PlanError(
+                f"stage: {self.stage} does not go with {self.host} and a pipeline of {self.pipeline}. Set "
+                "it to 1."
+            )
         if self.parameter_device == "cpu" and self.stage != 3:
             raise PlanError('parameter_device: "cpu" is for stage 3 alone. Set the stage to 3, or drop it.')
 
@@ -102,20 +111,25 @@ class Layout:
         return self.tensor if self.sequence_parallel else 1
 
 
-def from_deepspeed(config: Mapping, **rest) -> Layout:
+def from_deepspeed(config: Mapping, hidden: int | None = None, **rest) -> Layout:
     """Of a DeepSpeed JSON, with what it does not say as further fields of `Layout` in `rest`.
 
-    What `rest` gives goes before the JSON. Raises PlanError for values that say nothing, "auto" for one.
+    What `rest` gives goes before the JSON. hidden: the model's channels, from which Trainer and Accelerate
+    fill in "auto" for the sizes of ZeRO's buckets. Raises PlanError for values that cannot be honoured.
     """
-    zero = _object(config, "zero_optimization")
+    zero = dict(_object(config, "zero_optimization"))
+    for key, filled_in in _FILLED_IN.items():
+        if zero.get(key) == "auto":
+            if hidden is None:
+                raise PlanError(f'zero_optimization.{key}: "auto" needs the size of a model. Write a number.')
+            zero[key] = filled_in(hidden)
     found: dict = {"stage": _number(zero, "zero_optimization.", "stage", 0)}
     for ours, theirs in (
         ("reduce_bucket", "reduce_bucket_size"),
         ("sub_group", "sub_group_size"),
         ("prefetch", "stage3_prefetch_bucket_size"),
     ):
-        # Trainer fills in sizes of this order
-        if theirs in zero and zero[theirs] != "auto":
+        if theirs in zero:
             found[ours] = _number(zero, "zero_optimization.", theirs, None)
     limits = {
         ours: _number(zero, "zero_optimization.", theirs, None)
@@ -124,7 +138,7 @@ def from_deepspeed(config: Mapping, **rest) -> Layout:
             ("max_reuse", "stage3_max_reuse_distance"),
             ("persistence", "stage3_param_persistence_threshold"),
         )
-        if zero.get(theirs, "auto") != "auto"
+        if theirs in zero
     }
     found |= {"limits": Limits(**limits), "quantized_gathers": bool(zero.get("zero_quantized_weights"))}
     if isinstance(zero.get("overlap_comm"), bool):

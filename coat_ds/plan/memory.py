@@ -101,7 +101,7 @@ class Prediction:
 
     moments: tuple[Memory, ...]
     host: float
-    """Bytes of masters and states (and parts of weights) in the CPU's memory, for each GPU."""
+    """Bytes in the CPU's memory for each GPU: of masters, states and gradients, and of parts of weights."""
 
     @property
     def peak(self) -> Memory:
@@ -135,20 +135,25 @@ def saved_per_token(sizes: Sizes, layout: Layout, system: System) -> float:
     h, f, u, o = sizes.hidden, sizes.ffn, sizes.fc1, sizes.queries
     # the norms' deviations
     kept, attention = 2 * FP32 / between, BF16 * (sizes.qkv + o) + FP32 * sizes.heads
+    # of queries and keys, where each head is normed
+    normed = (sizes.heads + sizes.groups) * sizes.head_dim if sizes.head_norms else 0
+    kept += FP32 * normed / sizes.head_dim / t
     if system.layers == "coat":
         activations = system.coat.activations
         grouped = 1 + 1 / activations.group_size
-        if activations.attention_format == "recompute":
+        # only fused blocks make attention's inputs again, and those have no such norms
+        if activations.attention_format == "recompute" and not normed:
             attention = grouped * o
         elif activations.attention_format != "bf16":
             attention = grouped * (sizes.qkv + o) + FP32 * sizes.heads
         inputs = 2 * h / between + (f + o) / t if system.keeps_inputs else 0
-        return kept + grouped * (2 * h / between + u / t) + attention / t + inputs
+        return kept + grouped * (2 * h / between + (u + normed) / t) + attention / t + inputs
     if system.layers == "transformer_engine":
         return kept + (2 * BF16 * h + 2 * h) / between + (o + f + BF16 * u + attention) / t
     if sizes.maker == "transformers":
         # norms keep FP32 inputs and what they multiply their weight with; the activation's own output, too
         norms, feed_forward = 2 * (FP32 + 2 * BF16) * h, BF16 * (u + (1 + sizes.gated) * f)
+        attention += (FP32 + BF16) * normed
     else:
         norms, feed_forward = 2 * 2 * BF16 * h, BF16 * (u + f)
     if system.recompute == "mlp":
@@ -220,7 +225,8 @@ class _Stage:
 
     def _on_host(self) -> float:
         layout = self.layout
-        found = sum(self._states()) if self.on_cpu else 0
+        # and gradients in FP32
+        found = sum(self._states()) + FP32 * self.part if self.on_cpu else 0
         if layout.parameter_device == "cpu":
             found += BF16 * self.part
         return found
@@ -338,7 +344,7 @@ class _Stage:
             if stage == 1:
                 # reduced behind backward: what goes first into the bucket leaves room for it
                 buffers = self._buckets() - BF16 * self._moved_first()
-                gradients += BF16 * self.part
+                gradients += 0 if self.on_cpu else BF16 * self.part
             more = {"gradients": gradients, "buffers": buffers}
             moments.append(self._at("gradients", held, temporaries=hidden if stage == 0 else 0, **more))
         return moments

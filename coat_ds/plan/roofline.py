@@ -48,8 +48,8 @@ _H200 = Gpu(
     fp8=1295e12,
     attention=4.81e11 / 1.23e-3,
     copy=4.28e12,
-    link=360 * GB,
-    source="measured on an H200 (torch 2.11, CUDA 13.0); link: 0.8 of the data sheet's 450 GB/s",
+    link=368 * GB,
+    source="measured on H200s (torch 2.11, CUDA 13.0); link: a copy between two, 368 GB/s",
 )
 GPUS = {
     "h200": _H200,
@@ -64,8 +64,8 @@ GPUS = {
         source="as the H200, of the same cores; the copy by the data sheets' bandwidths, 3.35 and 4.8 TB/s",
     ),
 }
-# bytes a second between a GPU and the CPU: 0.8 of PCIe 5 x16's 64 GB/s, by the data sheet
-HOST_LINK = 51 * GB
+# bytes a second between a GPU and the CPU, as measured from pinned memory to an H200
+HOST_LINK = 55 * GB
 # seconds an element of AdamW on 16 cores: 7.1 ns of one (benchmarks/results/adamw_cpu.csv)
 CPU_STEP = 7.1e-9 / 16
 # bytes an element that the optimizer's step moves beside states and masters, which it reads and writes

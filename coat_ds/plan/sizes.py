@@ -23,6 +23,9 @@ _MEGATRON = {
 _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "num_moe_experts")
 # model types of transformers whose feed-forward is one product, an activation, one product
 _UNGATED = ("gpt2", "gpt_neox", "opt", "gptj", "phi")
+# those whose saved activations tests count
+_COUNTED = ("llama", "mistral", "qwen2", "qwen3")
+_HEAD_NORMS = ("qwen3",)
 # a model whose parameters are further than this from what its config's sizes give is of another kind
 TOLERANCE = 0.02
 
@@ -53,6 +56,10 @@ class Sizes:
     """The feed-forward layer's first product has twice `ffn` columns, as SwiGLU's."""
     tied: bool = False
     """Embedding and head are one matrix."""
+    head_norms: bool = False
+    """Queries and keys are normed, head by head."""
+    counted: bool = True
+    """What layers of this kind save in BF16 was counted. Else they are taken for Llama's."""
     maker: str = "megatron"
     """Whose layers BF16 is: "megatron" (megatron-core's) or "transformers" (Hugging Face's)."""
     other_parameters: int = 0
@@ -139,6 +146,8 @@ def from_transformers(config: Mapping) -> Sizes:
         groups=config.get("num_key_value_heads") or found["heads"],
         head_dim=config.get("head_dim"),
         gated=config.get("model_type") not in _UNGATED,
+        head_norms=config.get("model_type") in _HEAD_NORMS,
+        counted=config.get("model_type", "llama") in _COUNTED,
         tied=bool(config.get("tie_word_embeddings", "n_embd" in config)),
         maker="transformers",
     )

@@ -6,12 +6,16 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
+import transformers
 
 from benchmarks.train import read_rows
 from benchmarks.whole_models import MODELS, SYSTEMS, WAYS, planned
-from coat_ds import plan
+from coat_ds import cli, convert, plan
 from coat_ds.plan import Layout, PlanError, Sizes, gathers, layout, rungs, sizes
 from coat_ds.plan.gathers import Limits, replay
+from coat_ds.plan.memory import saved_per_token
+from coat_ds.plan.systems import coat
 
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "benchmarks/results"
@@ -177,8 +181,6 @@ def test_sizes_are_read_from_what_people_have():
 
 
 def test_a_model_on_the_meta_device_is_counted():
-    torch = pytest.importorskip("torch")
-    transformers = pytest.importorskip("transformers")
     config = transformers.Qwen2Config(
         hidden_size=64,
         intermediate_size=160,
@@ -193,8 +195,90 @@ def test_a_model_on_the_meta_device_is_counted():
     assert found.parameters == sum(p.numel() for p in model.parameters())
     # biases of queries, keys and values
     assert found.other_parameters == 2 * (64 + 2 * 32)
+    # as the package's description has it
+    spread = layout.from_deepspeed({"zero_optimization": {"stage": 2}}, gpus=8, sequence=4096)
+    assert plan.predict(found, spread, rungs()["COAT"]).peak.total > 2 * found.parameters
     with pytest.raises(PlanError, match='Linear: expected a model .* in "config"'):
         sizes.from_module(torch.nn.Linear(2, 2))
+
+
+FAMILIES = {
+    "llama": ("LlamaConfig", {}),
+    "llama without groups": ("LlamaConfig", {"num_key_value_heads": 4}),
+    "mistral": ("MistralConfig", {"head_dim": 64}),
+    "qwen2": ("Qwen2Config", {}),
+    "qwen3": ("Qwen3Config", {"head_dim": 64}),
+}
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize(
+    "activations",
+    [None, {}, {"attention_format": "sqrt8"}, {"attention_format": "recompute"}],
+    ids=["BF16", "COAT", "8-bit attention", "recomputed attention"],
+)
+def test_saved_bytes_are_what_autograd_saves(name, activations):
+    """A layer's, a token: what a third layer adds to what two save."""
+    saved = []
+    for layers in (2, 3):
+        model = small_model(name, layers)
+        if activations is not None:
+            convert(model, activations)
+        saved.append(saved_by_autograd(model))
+    found = sizes.from_module(model)
+    assert found.counted
+    if activations is None:
+        system = rungs()["BF16"]
+    else:
+        system = coat("COAT", {"activations": activations})
+    predicted = saved_per_token(found, Layout(), system)
+    # a layer's scales and joined biases are a few bytes beside
+    assert (saved[1] - saved[0]) / TOKENS == pytest.approx(predicted, rel=0.005)
+
+
+TOKENS = 128
+
+
+def small_model(name: str, layers: int):
+    kind, fields = FAMILIES[name]
+    config = getattr(transformers, kind)(
+        **{
+            "hidden_size": 256,
+            "intermediate_size": 512,
+            "num_hidden_layers": layers,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "vocab_size": 512,
+            **fields,
+        }
+    )
+    return transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+
+
+def saved_by_autograd(model) -> int:
+    """Bytes of all storages, once each, but for weights."""
+    weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    # alive, so that no address is used twice
+    kept = {}
+
+    def pack(tensor):
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in weights:
+            kept[storage.data_ptr()] = storage
+        return tensor.detach()
+
+    tokens = torch.randint(512, (2, TOKENS // 2))
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        model(input_ids=tokens, labels=tokens, use_cache=False)
+    return sum(storage.nbytes() for storage in kept.values())
+
+
+def test_layers_that_were_not_counted_say_so(tmp_path, capsys):
+    gpt2 = {"model_type": "gpt2", "n_embd": 768, "n_layer": 12, "n_head": 12, "vocab_size": 50257}
+    assert not sizes.from_transformers(gpt2).counted
+    (tmp_path / "config.json").write_text(json.dumps(gpt2))
+    assert cli.main(["plan", str(tmp_path / "config.json")]) == 0
+    assert "layers of this model type were not counted" in capsys.readouterr().out
 
 
 def test_a_deepspeed_json_is_read():
@@ -202,7 +286,9 @@ def test_a_deepspeed_json_is_read():
     found = layout.from_deepspeed(config, gpus=4, sequence=128)
     assert (found.stage, found.micro_batch, found.optimizer_device) == (2, 4, "cpu")
     config["zero_optimization"] |= {"stage": 3, "stage3_prefetch_bucket_size": 1e6, "overlap_comm": False}
-    found = layout.from_deepspeed(config, gpus=4, micro_batch=1)
+    config["zero_optimization"]["reduce_bucket_size"] = "auto"
+    found = layout.from_deepspeed(config, 64, gpus=4, micro_batch=1)
+    assert found.reduce_bucket == 64 * 64
     assert (found.prefetch, found.overlap, found.micro_batch) == (10**6, False, 1)
 
 
@@ -211,7 +297,14 @@ def test_a_deepspeed_json_is_read():
     [
         (lambda: Layout(gpus=6, tensor=4), "gpus: 6 is no multiple of tensor times pipeline"),
         (lambda: Layout(stage=4), r"stage: expected one of \(0, 1, 2, 3\), found 4"),
-        (lambda: Layout(stage=3, pipeline=2, gpus=2), "stage: 3 does not go with .* pipeline 2"),
+        (
+            lambda: Layout(stage=2, pipeline=2, gpus=2),
+            "stage: 2 does not go with .* pipeline of 2. Set it to 1",
+        ),
+        (
+            lambda: layout.from_deepspeed({"zero_optimization": {"reduce_bucket_size": "auto"}}),
+            'zero_optimization.reduce_bucket_size: "auto" needs the size of a model',
+        ),
         (lambda: Layout(micro_batch=0), "micro_batch: expected a whole number above 0, found 0"),
         (lambda: Layout(parameter_device="cpu"), "parameter_device: .* Set the stage to 3"),
         (lambda: layout.from_deepspeed({"zero_optimization": 3}), "zero_optimization: expected an object"),
