@@ -43,8 +43,9 @@ def check(config: Mapping, model: torch.nn.Module, gpus: int, sequence: int) -> 
 
     model: on the meta device; it is left as it was. gpus, sequence: as of `coat_ds.plan.Layout`.
     """
+    from coat_ds.layers.inventory import layers_of
     from coat_ds.optim.options import keeps_fp32
-    from coat_ds.zero.model_layers import layers_of, prepare_layers, undo
+    from coat_ds.zero.model_layers import prepare_layers, undo
 
     if "coat" not in config:
         return [
