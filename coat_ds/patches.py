@@ -369,7 +369,6 @@ def _source(x: Any) -> str:
 
 
 if __name__ == "__main__":
-    # the module by its name, with which patches are declared, and not this copy of it
-    from coat_ds import patches
-
+    # the module by its name, by which patches are declared, and not this copy of it
+    patches = importlib.import_module("coat_ds.patches")
     print(patches.text(patches.table()))

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 
 from coat_ds.optim.narrow_grad import narrow_and_scale
-from coat_ds.optim.options import MOMENTS, rounds_stochastically
+from coat_ds.optim.options import rounds_stochastically
 from coat_ds.optim.pieces import Piece
 from coat_ds.optim.shards import local, shard_of
 from coat_kernels.adamw import AdamWOptions, adamw_
@@ -52,34 +52,12 @@ def update_group(
     contiguous = [shard.contiguous() for shard in held]
     read = [narrow_and_scale(shard_of(p.grad, p)) for p in params]
     steps = _count(states, scaling.found_inf)
-    # tensors of a bucket are of the same kind and go into one launch
-    buckets: dict[tuple, list[_Operands]] = defaultdict(list)
-    scale_of: dict[int, torch.Tensor | None] = {}
-    for p, param, (grad, scale), state, step in zip(params, contiguous, read, states, steps, strict=True):
-        if not grad.numel():
-            # a rank may hold nothing of a DTensor
-            continue
-        grad, remainder, copy = grad.contiguous(), state.get("remainder"), copies.get(p)
-        remainder = None if remainder is None else local(remainder)
-        m, v = (local(state[name]) for name in MOMENTS)
-        scale_of[id(scale)] = scale
-        key = (
-            p.device,
-            p.dtype,
-            grad.dtype,
-            id(scale),
-            m.group_size,
-            remainder is not None,
-            copy is not None,
-        )
-        for first, second in zip(m.pieces, v.pieces, strict=True):
-            cut = (_cut(x, first) for x in (param, grad))
-            beside = (None if x is None else _cut(x, first) for x in (remainder, copy))
-            buckets[*key, first.codec.name, second.codec.name].append(
-                _Operands(*cut, first, second, step, *beside)
-            )
-    for (_, _, _, scale, group_size, *_), bucket in buckets.items():
-        scaled = scaling._replace(grad_scale=_product(scaling.grad_scale, scale_of[scale]))
+    scales = {id(scale): scale for _, scale in read}
+    grads = [grad for grad, _ in read]
+    kinds = [id(scale) for _, scale in read]
+    for key, bucket in _buckets(params, contiguous, grads, kinds, states, steps, copies).items():
+        kind, group_size, *_ = key
+        scaled = scaling._replace(grad_scale=_product(scaling.grad_scale, scales[kind]))
         _launch(group, bucket, scaled, group_size, seed, compiled)
     for shard, updated in zip(held, contiguous, strict=True):
         if updated is not shard:
@@ -88,6 +66,42 @@ def update_group(
     torch.autograd.graph.increment_version(
         [*params, *(x for x, p in zip(held, params, strict=True) if x is not p)]
     )
+
+
+def _buckets(
+    params: list[torch.Tensor],
+    contiguous: list[torch.Tensor],
+    grads: list[torch.Tensor],
+    kinds: list[int],
+    states: list[dict[str, Any]],
+    steps: list[int] | list[torch.Tensor],
+    copies: Mapping[torch.Tensor, torch.Tensor],
+) -> dict[tuple, list[_Operands]]:
+    """Pieces that can go into one launch, by what they have in common: `kinds`, the group size, and more."""
+    buckets: dict[tuple, list[_Operands]] = defaultdict(list)
+    for p, param, grad, kind, state, step in zip(
+        params, contiguous, grads, kinds, states, steps, strict=True
+    ):
+        if not grad.numel():
+            # a rank may hold nothing of a DTensor
+            continue
+        grad, remainder, copy = grad.contiguous(), state.get("remainder"), copies.get(p)
+        m, v = local(state["exp_avg"]), local(state["exp_avg_sq"])
+        if remainder is not None:
+            remainder = local(remainder)
+        key = kind, m.group_size, p.device, p.dtype, grad.dtype, remainder is not None, copy is not None
+        for first, second in zip(m.pieces, v.pieces, strict=True):
+            operands = _Operands(
+                _cut(param, first),
+                _cut(grad, first),
+                first,
+                second,
+                step,
+                None if remainder is None else _cut(remainder, first),
+                None if copy is None else _cut(copy, first),
+            )
+            buckets[*key, first.codec.name, second.codec.name].append(operands)
+    return buckets
 
 
 def _launch(
