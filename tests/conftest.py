@@ -5,6 +5,7 @@
 """
 
 import collections
+import gc
 import itertools
 import os
 
@@ -53,11 +54,22 @@ def pytest_collection_modifyitems(items):
         if item.get_closest_marker("pairwise"):
             products[item.path, item.originalname].append(item)
     for tests in products.values():
-        names = list(tests[0].callspec.params)
-        kept = pairwise([tuple(test.callspec.indices[name] for name in names) for test in tests])
+        # a value is the same object in each of its tests
+        kept = pairwise([tuple(map(id, test.callspec.params.values())) for test in tests])
         for number, test in enumerate(tests):
             if number not in kept:
                 test.add_marker(pytest.mark.skip(reason=LEFT_OUT + "the product beyond every pair of values"))
+
+
+def pytest_collection_finish():
+    # what is imported by now stays: collections of garbage need not look at it
+    gc.collect()
+    gc.freeze()
+
+
+def pytest_unconfigure():
+    # some libraries count what is left of theirs at the end
+    gc.unfreeze()
 
 
 def pytest_terminal_summary(terminalreporter):

@@ -1,6 +1,7 @@
 """What ranks without a GPU import, once: the server that forks them loads this file."""
 
 import contextlib
+import gc
 import importlib
 import os
 import sys
@@ -34,3 +35,7 @@ with contextlib.suppress(ImportError):
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     # DeepSpeed asks for a CPU with FP16 instructions; torch computes it on any
     deepspeed.accelerator.get_accelerator().is_fp16_supported = lambda: True
+
+# DeepSpeed collects garbage with every engine: it need not look at what has been imported
+gc.collect()
+gc.freeze()

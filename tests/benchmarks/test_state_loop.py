@@ -9,6 +9,7 @@ from benchmarks.state_loop import BETA2, cases, dynamic_map
 from tests.benchmarks.test_harness import run
 
 
+@pytest.mark.long("a benchmark's dry run")
 def test_every_code_has_a_row_for_each_beta2_and_kind_of_matrix(tmp_path):
     path = tmp_path / "state_loop.csv"
     result = run("state_loop", "--quick", "--output", str(path))

@@ -165,6 +165,7 @@ def test_rows_stay_and_what_cannot_run_is_one(measured):
         assert again[row["system"], row["layers"]].get("ms") == row.get("ms")
 
 
+@pytest.mark.long("a benchmark's dry run")
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a dry run, for machines without a GPU")
 def test_a_case_that_fails_leaves_the_others_standing(monkeypatch):
     # negative: no process gets as far as a model

@@ -28,7 +28,8 @@ def run_ranks(argv, folder: Path, *, ranks: int = 1, faults: dict | None = None)
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)
     with mock.patch.dict(os.environ, HIDDEN):
-        environment = {"WORLD_SIZE": ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
+        address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
+        environment = {**os.environ, **address, "WORLD_SIZE": ranks}
         processes = [
             context.Process(
                 target=_rank,
@@ -67,7 +68,9 @@ def _printed(folder: Path, ranks: int) -> str:
 
 
 def _rank(environment: dict, folder: Path, faults: dict, argv: list[str]) -> None:
-    os.environ.update({name: str(value) for name, value in {**environment, **HIDDEN}.items()})
+    # until now it was the server's
+    os.environ.clear()
+    os.environ.update({name: str(value) for name, value in environment.items()})
     log = os.open(folder / f"rank{environment['RANK']}.log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(log, 1)
     os.dup2(log, 2)

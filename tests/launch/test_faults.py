@@ -16,7 +16,6 @@ import torch
 
 from launch import checkpoints, output_lock, pretrain_gpt, report
 from tests.coat_ds.test_checkpoints import rounded_again
-from tests.hosts import TEST_ALL
 from tests.launch.ranks import HIDDEN, run_ranks
 
 ROOT = Path(pretrain_gpt.__file__).parents[1]
@@ -108,7 +107,7 @@ def test_kill_during_save(tmp_path, train, whole):
     """All ranks die at ever later points of a save; the run then goes to its end as if nothing had been."""
     folder = tmp_path / "run/coat/checkpoints"
     points = [{"kill_in_save": [0, file]} for file in (0, 1)]
-    points += [{"kill_at_event": [f"{folder}/", index]} for index in range(0, 12, 1 if TEST_ALL else 3)]
+    points += [{"kill_at_event": [f"{folder}/", index]} for index in range(12)]
     seen, before = set(), -1
     for point in points:
         ended = train("--resume", "--keep-checkpoints", 1, **point)

@@ -1,4 +1,4 @@
-"""The entry point as its users start it: through the command line, in processes of its own."""
+"""The entry point as its users start it: through the command line, or in ranks that are forked."""
 
 import functools
 import json
@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from launch import pretrain_gpt, report
+from tests.launch.ranks import run_ranks
 
 ROOT = Path(pretrain_gpt.__file__).parents[1]
 TINY_SIZES = {
@@ -42,6 +43,14 @@ def pretrain(*arguments, processes: int = 0, env: dict = ENV) -> subprocess.Comp
     return subprocess.run(
         command(*arguments, processes=processes), env=env, capture_output=True, text=True, timeout=300
     )
+
+
+def forked(folder: Path, *arguments, ranks: int = 1) -> subprocess.CompletedProcess:
+    """As `pretrain`, of ranks on the CPU; both streams are what any rank has printed."""
+    folder.mkdir(parents=True, exist_ok=True)
+    ended = run_ranks([*TINY, *arguments, "--output", folder], folder, ranks=ranks)
+    code = next((code for code in ended.codes if code), 0)
+    return subprocess.CompletedProcess(arguments, code, ended.text, ended.text)
 
 
 def losses(folder, key="loss"):
@@ -79,35 +88,24 @@ def test_quickstart_at_a_reduced_size(tmp_path):
 
 
 def test_save_and_resume(tmp_path):
-    arguments = [
-        "--variant",
-        "coat",
-        "--steps",
-        6,
-        "--save-interval",
-        3,
-        "--eval-interval",
-        3,
-        "--output",
-        tmp_path,
-    ]
-    done = pretrain(*arguments)
-    assert done.returncode == 0, done.stdout + done.stderr
+    arguments = ["--variant", "coat", "--steps", 6, "--save-interval", 3, "--eval-interval", 3]
+    done = forked(tmp_path, *arguments)
+    assert done.returncode == 0, done.stdout
     whole, whole_validation = losses(tmp_path), losses(tmp_path, "val_loss")
     folder = tmp_path / "coat/checkpoints"
     assert (folder / "latest").read_text() == "step6"
     shutil.rmtree(folder / "step6")
-    done = pretrain(*arguments, "--load")
-    assert done.returncode == 0, done.stdout + done.stderr
+    done = forked(tmp_path, *arguments, "--load")
+    assert done.returncode == 0, done.stdout
     assert "step 4/6" in done.stdout and "step 3/6" not in done.stdout
     # not a bit of a difference: states come back with their exact metadata
     assert losses(tmp_path) == whole and losses(tmp_path, "val_loss") == whole_validation
     assert set(whole) == set(range(1, 7)) and set(whole_validation) == {0, 3, 6}
 
-    done = pretrain(*arguments, "--load", "--seed", 5)
+    done = forked(tmp_path, *arguments, "--load", "--seed", 5)
     assert done.returncode == 1 and "made with seed 1234, found 5" in done.stderr
     assert "Traceback" not in done.stderr
-    done = pretrain("--steps", 6, "--output", tmp_path, "--load", tmp_path)
+    done = forked(tmp_path, "--steps", 6, "--load", tmp_path)
     assert done.returncode == 1 and f"error: --load {tmp_path}: no checkpoint there" in done.stderr
 
 
@@ -135,12 +133,10 @@ def test_more_ranks_than_gpus_is_said(tmp_path):
 @pytest.mark.parametrize("variant", ["bf16", "coat"])
 def test_two_ranks_give_the_losses_of_one(tmp_path, variant):
     arguments = ["--variant", variant, "--steps", 5, "--global-batch-size", 8]
-    # there may be one GPU or none: the ranks are on the CPU
-    hidden = {**ENV, "CUDA_VISIBLE_DEVICES": ""}
-    for processes in (0, 2):
-        done = pretrain(*arguments, "--output", tmp_path / str(processes), processes=processes, env=hidden)
-        assert done.returncode == 0, done.stdout + done.stderr
-    one, two = losses(tmp_path / "0"), losses(tmp_path / "2")
+    for ranks in (1, 2):
+        done = forked(tmp_path / str(ranks), *arguments, ranks=ranks)
+        assert done.returncode == 0, done.stdout
+    one, two = losses(tmp_path / "1"), losses(tmp_path / "2")
     # the first loss sees the same samples and weights; later ones see gradients that were summed in another
     # order in BF16 (2**-9 relative each), which Adam turns into different small steps
     # With COAT two ranks also put other samples together in a pass, which then share FP8 scales: FP8 moves
@@ -152,10 +148,9 @@ def test_two_ranks_give_the_losses_of_one(tmp_path, variant):
 
 def test_two_tensor_parallel_ranks_resume_to_the_bit(tmp_path):
     arguments = ["--tensor-model-parallel-size", 2, "--sequence-parallel", "--steps", 4, "--save-interval", 2]
-    arguments += ["--micro-batch-size", 2, "--output", tmp_path]
-    hidden = {**ENV, "CUDA_VISIBLE_DEVICES": ""}
-    done = pretrain(*arguments, processes=2, env=hidden)
-    assert done.returncode == 0, done.stdout + done.stderr
+    arguments += ["--micro-batch-size", 2]
+    done = forked(tmp_path, *arguments, ranks=2)
+    assert done.returncode == 0, done.stdout
     whole = losses(tmp_path)
     # both ranks see the same samples: one of data
     assert "2 x 64 tokens a step" in done.stdout and whole[4] < whole[1]
@@ -170,8 +165,8 @@ def test_two_tensor_parallel_ranks_resume_to_the_bit(tmp_path):
     assert len(norms) == 5 and all(torch.equal(first[name], second[name]) for name in norms)
     # a run does not write over what lies ahead of it
     shutil.rmtree(half.with_name("step4"))
-    done = pretrain(*arguments, "--load", half, processes=2, env=hidden)
-    assert done.returncode == 0, done.stdout + done.stderr
+    done = forked(tmp_path, *arguments, "--load", half, ranks=2)
+    assert done.returncode == 0, done.stdout
     assert "step 3/4" in done.stdout and losses(tmp_path) == whole
 
 
