@@ -18,12 +18,14 @@ _HOMES = {
     "initialize": "coat_ds.engine",
     "state_bytes": "coat_ds.status",
     "unconvert": "coat_ds.layers.convert",
+    "__version__": "coat_ds.versions",
 }
 
 __all__ = [
     "CoatAdamW",
     "CoatConfig",
     "CoatConfigError",
+    "__version__",
     "compressed_checkpoints",
     "conversion_of",
     "convert",

@@ -111,9 +111,11 @@ def check_host(host: ModuleType) -> None:
     if missing:
         from deepspeed import __version__
 
+        from coat_ds.versions import DEEPSPEED
+
         raise RuntimeError(
             f"coat_ds: DeepSpeedEngine.__init__ of DeepSpeed {__version__} has no argument "
-            f"{', '.join(missing)}. Install deepspeed>=0.18.9,<0.20, or drop the coat block."
+            f"{', '.join(missing)}. Install deepspeed{DEEPSPEED}, or drop the coat block."
         )
 
 

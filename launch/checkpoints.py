@@ -33,8 +33,8 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
-from launch.json_file import read_object
-from launch.report import OutputError, atomic_write
+from coat_launch.json_file import read_object
+from coat_launch.report import OutputError, atomic_write
 
 MANIFEST = "manifest.json"
 # the key of the manifest's own sum

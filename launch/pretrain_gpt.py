@@ -33,13 +33,10 @@ from pathlib import Path
 
 import torch
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
-
-from launch import checkpoints, report  # noqa: E402
-from launch.data import Corpus, DataError, Split, load_corpus, padded_vocab_size  # noqa: E402
-from launch.json_file import read_object  # noqa: E402
-from launch.output_lock import OutputLock  # noqa: E402
+from coat_launch import checkpoints, config_path, report
+from coat_launch.data import Corpus, DataError, Split, load_corpus, padded_vocab_size
+from coat_launch.json_file import read_object
+from coat_launch.output_lock import OutputLock
 
 RUNS = ("bf16", "coat")
 # of the DeepSpeed JSON, changed or looked at here
@@ -78,7 +75,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
     add = parser.add_argument_group("model").add_argument
-    add("--model-config", default=ROOT / "configs/model_quickstart.json", help="JSON file with the shape")
+    add("--model-config", default=config_path("model_quickstart.json"), help="JSON file with the shape")
     for flag in SHAPE_FLAGS:
         add("--" + flag.replace("_", "-"), type=positive, help="in place of the model config's")
 
@@ -128,7 +125,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         help="after which a rank that does not answer, of a lost host, ends the run (default %(default)s)",
     )
     add("--seed", type=int, default=1234, help="weights, order and split of the data (default %(default)s)")
-    add("--deepspeed-config", default=ROOT / "configs/ds_zero1_coat.json", help="DeepSpeed JSON")
+    add("--deepspeed-config", default=config_path("ds_zero1_coat.json"), help="DeepSpeed JSON")
     # not --run, which torchrun takes for an abbreviation of its own
     add("--variant", choices=RUNS, help="override the JSON: bf16 disables the coat block")
     add("--compare", action="store_true", help="both runs, one after the other, and a table")

@@ -10,7 +10,7 @@ from statistics import fmean
 
 from tqdm import tqdm
 
-from launch.json_file import read_object
+from coat_launch.json_file import read_object
 
 # rows of the comparison, the key in summary.json first
 _ROWS = (

@@ -17,8 +17,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from coat_ds import CoatConfig, CoatConfigError
-from launch import checkpoints, cluster, output_lock, preflight, pretrain_gpt, report
-from launch.data import DataError, Tokenizer, load_corpus
+from coat_launch import checkpoints, output_lock, preflight, pretrain_gpt, report
+from coat_launch.data import DataError, Tokenizer, load_corpus
+from coat_launch.settings import KINDS, ClusterError, Settings
 from tests.hostile.conftest import EXAMPLES, share
 from tests.util import run_distributed
 
@@ -271,8 +272,8 @@ def test_model_configs(folder, data):
         assert str(path) in str(error)
     try:
         env = {"MODEL_CONFIG": str(path), "GPUS_PER_NODE": "2", "TENSOR_SIZE": "2", "OUTPUT": str(folder)}
-        cluster.Settings.from_environment("torchrun", env)
-    except cluster.ClusterError as error:
+        Settings.from_environment("torchrun", env)
+    except ClusterError as error:
         assert str(path) in str(error)
     if shape is not None:
         assert json.loads(data).items() <= dataclasses.asdict(shape).items()
@@ -293,8 +294,8 @@ def test_hostfiles(folder, data):
     path.write_bytes(data)
     try:
         env = {"HOSTFILE": str(path), "OUTPUT": str(folder), "GPUS_PER_NODE": "1"}
-        hosts = cluster.Settings.from_environment("deepspeed", env).hosts
-    except cluster.ClusterError as error:
+        hosts = Settings.from_environment("deepspeed", env).hosts
+    except ClusterError as error:
         assert str(path) in str(error)
         return
     assert hosts and all(
@@ -309,7 +310,7 @@ VARIABLES += ["SLURM_NNODES", "SLURM_NODEID", "MODEL_CONFIG", "HOSTFILE", "INTER
 
 @tries()
 @given(
-    st.sampled_from(cluster.KINDS),
+    st.sampled_from(KINDS),
     st.dictionaries(
         st.sampled_from(VARIABLES),
         st.one_of(
@@ -321,8 +322,8 @@ VARIABLES += ["SLURM_NNODES", "SLURM_NODEID", "MODEL_CONFIG", "HOSTFILE", "INTER
 def test_variables(folder, kind, env):
     env = {name: value.replace("\0", "") for name, value in env.items()}
     try:
-        found = cluster.Settings.from_environment(kind, {"OUTPUT": str(folder), "MEGATRON_PATH": "/m", **env})
-    except cluster.ClusterError as error:
+        found = Settings.from_environment(kind, {"OUTPUT": str(folder), "MEGATRON_PATH": "/m", **env})
+    except ClusterError as error:
         assert any(name in str(error) for name in (*env, "NODES", "MASTER_ADDR", "HOSTFILE")), error
         return
     assert 0 < found.master_port < 2**16 and 0 <= found.node_rank < found.nodes
@@ -348,8 +349,8 @@ def test_preflight(folder, data):
     path.write_bytes(data)
     env = {"OUTPUT": str(folder), "DEEPSPEED_CONFIG": str(path), "GPUS_PER_NODE": "1"}
     try:
-        found = preflight.problems(cluster.Settings.from_environment("torchrun", env), [NODE])
-    except cluster.ClusterError as error:
+        found = preflight.problems(Settings.from_environment("torchrun", env), [NODE])
+    except ClusterError as error:
         assert str(path) in str(error)
         return
     assert len(found) <= 1

@@ -14,9 +14,7 @@ from pathlib import Path
 
 import torch
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-
-from launch import data, pretrain_gpt  # noqa: E402
+from coat_launch import data, pretrain_gpt
 
 # what changes a folder, with the path first
 FILE_EVENTS = ("os.mkdir", "open", "os.rename", "os.remove", "os.rmdir")
@@ -103,7 +101,7 @@ def record(folder: str) -> None:
     """Writes the samples of each step, by rank, and masters and moments when they are saved or loaded."""
     from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 
-    from launch import checkpoints
+    from coat_launch import checkpoints
 
     batch, load, save = data.Split.batch, checkpoints.load, checkpoints.save
 

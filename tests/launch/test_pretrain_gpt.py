@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from launch import pretrain_gpt, report
+from coat_launch import pretrain_gpt, report
 
 ROOT = Path(pretrain_gpt.__file__).parents[1]
 TINY_SIZES = {
