@@ -13,12 +13,13 @@ import pytest
 from deepspeed.launcher import runner
 from torch.distributed.elastic.utils import macros
 
-from coat_launch import cluster, preflight, pretrain_gpt
+from coat_launch import preflight
+from coat_launch.args import parse_args
 from coat_launch.commands import check_handed_on
 from coat_launch.settings import ClusterError, Settings
 from tests.util import free_port
 
-ROOT = Path(cluster.__file__).parents[1]
+ROOT = Path(preflight.__file__).parents[1]
 
 
 def settings(tmp_path, kind="torchrun", **variables) -> Settings:
@@ -183,7 +184,7 @@ def test_dry_run_prints_what_each_node_runs(tmp_path):
         assert f"--rdzv-conf=is_host={int(rank == 0)}" in words and "--nproc-per-node=4" in words
         script = words.index(str(ROOT / "launch/pretrain_gpt.py"))
         # as torchrun's agents do
-        args = pretrain_gpt.parse_args(macros.substitute(words[script + 1 :], "0"))
+        args = parse_args(macros.substitute(words[script + 1 :], "0"))
         assert args.data == [str(data), "/c"] and args.resume and args.lr == 0.5
         assert args.output == str(tmp_path / "o u t")
     hostfile = tmp_path / "hosts"
