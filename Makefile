@@ -20,7 +20,7 @@ MEGATRON := .venv-megatron-0.19.2
 
 setup: $(VENV)/.done
 
-$(VENV)/.done: setup.py
+$(VENV)/.done: setup.py coat_ds/versions.py
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --upgrade pip
 	$(BIN)/pip install --quiet "$(TORCH)" numpy wheel "setuptools>=77"
@@ -62,7 +62,7 @@ test-hosts: $(HOSTS:%=.venv-deepspeed-%/.done)
 	set -e; for host in $(HOSTS); do TORCH_EXTENSIONS_DIR=$(CURDIR)/.venv-deepspeed-$$host/extensions \
 		.venv-deepspeed-$$host/bin/python $(PYTEST) tests/coat_ds; done
 
-.venv-deepspeed-%/.done: setup.py | setup
+.venv-deepspeed-%/.done: setup.py coat_ds/versions.py | setup
 	$(PYTHON) -m venv $(@D)
 	$(@D)/bin/pip install --quiet --upgrade pip
 	$(@D)/bin/pip install --quiet "torch==$$($(BIN)/python -c 'import torch; print(torch.__version__.split("+")[0])')" \
@@ -78,7 +78,7 @@ test-megatron-main: $(MEGATRON)/.done
 		{ echo "MEGATRON_PATH: expected a checkout of Megatron-LM, found '$(MEGATRON_PATH)'"; exit 1; }
 	PYTHONPATH="$(MEGATRON_PATH)" $(MEGATRON)/bin/python -m pytest tests/megatron_ext/test_contracts.py
 
-.venv-megatron-%/.done: setup.py | setup
+.venv-megatron-%/.done: setup.py coat_ds/versions.py | setup
 	$(PYTHON312) -m venv $(@D)
 	$(@D)/bin/pip install --quiet --upgrade pip
 	$(@D)/bin/pip install --quiet "torch==$$($(BIN)/python -c 'import torch; print(torch.__version__.split("+")[0])')" \

@@ -1,8 +1,11 @@
-"""Packaging. The folder `kernels/` is imported as `coat_kernels`: a top-level package called
-`kernels` would overwrite Hugging Face's package of that name."""
+"""Packaging. Two folders have another name as packages, since other projects have a top-level package of
+their name: `kernels/` is imported as `coat_kernels`, `launch/` as `coat_launch`. `configs/` ships inside the
+latter, as `coat_launch.configs`.
+"""
 
 import base64
 import hashlib
+import runpy
 import zipfile
 from pathlib import Path
 
@@ -11,7 +14,14 @@ from setuptools.command.editable_wheel import editable_wheel
 
 # torch loads it at the end of its import, which must not fail where a clone was moved or removed
 AUTOLOAD = "coat_autoload"
-KERNELS = [f"coat_kernels.{room}" for room in find_packages("kernels")]
+FOLDERS = {
+    "coat_kernels": "kernels",
+    "coat_ds": "coat_ds",
+    "megatron_ext": "megatron_ext",
+    "coat_launch": "launch",
+}
+CONFIGS = "coat_launch.configs"
+VERSIONS = runpy.run_path("coat_ds/versions.py")
 
 
 class EditableWheel(editable_wheel):
@@ -35,32 +45,46 @@ def add_file(wheel: Path, name: str, content: bytes) -> None:
             archive.writestr(info, held)
 
 
+def packages() -> list[str]:
+    inner = [f"{name}.{part}" for name, folder in FOLDERS.items() for part in find_packages(folder)]
+    return [*FOLDERS, *inner, CONFIGS]
+
+
 setup(
     name="coat-train",
-    version="0.1.0",
+    version=VERSIONS["__version__"],
     description="FP8 AdamW states and FP8 saved activations for DeepSpeed and Megatron, without a fork",
+    long_description=Path("README.md").read_text(encoding="utf-8"),
+    long_description_content_type="text/markdown",
     license="Apache-2.0",
-    python_requires=">=3.11",
-    packages=[
-        *("coat_kernels", *KERNELS),
-        *("coat_ds", "coat_ds.doctor", "coat_ds.layers", "coat_ds.optim", "coat_ds.plan", "coat_ds.zero"),
-        "megatron_ext",
+    classifiers=[
+        "Development Status :: 4 - Beta",
+        "Intended Audience :: Developers",
+        "Intended Audience :: Science/Research",
+        "Operating System :: POSIX :: Linux",
+        "Programming Language :: Python :: 3 :: Only",
+        "Programming Language :: Python :: 3.11",
+        "Programming Language :: Python :: 3.12",
+        "Topic :: Scientific/Engineering :: Artificial Intelligence",
+        "Typing :: Typed",
     ],
+    python_requires=">=3.11",
+    packages=packages(),
     py_modules=[AUTOLOAD],
-    package_dir={"coat_kernels": "kernels"},
+    package_dir={**FOLDERS, CONFIGS: "configs"},
     entry_points={
         "torch.backends": [f"coat_ds = {AUTOLOAD}:register"],
         "console_scripts": ["coat = coat_ds.cli:main"],
     },
     cmdclass={"editable_wheel": EditableWheel},
-    package_data={"coat_kernels.adamw": ["*.cpp"]},
+    package_data={"": ["*.cpp", "py.typed"], CONFIGS: ["*.json"]},
     install_requires=["torch>=2.11", "packaging", "triton>=3.6; platform_system == 'Linux'", "numpy"],
     extras_require={
-        "deepspeed": ["deepspeed>=0.18.9,<0.20"],
-        "megatron": ["megatron-core>=0.16.1,<0.20"],
-        # what the entry point and the plots need beside the two hosts
+        "deepspeed": [f"deepspeed{VERSIONS['DEEPSPEED']}"],
+        "megatron": [f"megatron-core{VERSIONS['MEGATRON_CORE']}"],
+        # what the entry point and the plots need beside the two frameworks
         "launch": ["tokenizers", "tqdm", "matplotlib"],
-        # Trainer, Accelerate, PEFT and TRL are hosts of the tests alone; beside torch they bring no other one
+        # Trainer, Accelerate, PEFT and TRL are for the tests alone; beside torch they bring no framework
         "test": [
             "pytest",
             "pytest-xdist",

@@ -30,8 +30,8 @@ from benchmarks.harness import RESULTS, Table, benchmark, reason, synchronize
 from benchmarks.training import BETAS, CONFIGS, EPS, WEIGHT_DECAY, loss_of
 from benchmarks.whole_models import SYSTEMS, System, bf16_section, coat_section
 from benchmarks.zero import PATIENCE
-from launch.data import padded_vocab_size
-from launch.report import MetricsWriter, atomic_write, read_metrics, write_summary
+from coat_launch.data import padded_vocab_size
+from coat_launch.report import MetricsWriter, atomic_write, read_metrics, write_summary
 
 BF16 = "bf16"
 # plain FP8 in place of dynamic range expansion
@@ -159,7 +159,7 @@ class Progress(NamedTuple):
 def host_config(variant: str, recipe: Recipe, micro_batch: int) -> dict:
     """The DeepSpeed JSON."""
     from coat_ds import CoatConfig
-    from launch.pretrain_gpt import use_torch_adamw
+    from coat_launch.deepspeed_config import use_torch_adamw
 
     betas = LONG_BETAS if variant.endswith(LONG_MEMORY) else BETAS
     params = {"lr": recipe.lr, "betas": list(betas), "eps": EPS, "weight_decay": WEIGHT_DECAY}
@@ -182,7 +182,7 @@ def host_config(variant: str, recipe: Recipe, micro_batch: int) -> dict:
 def build_engine(run: Run, variant: str, setup: Setup, vocab_size: int):
     """A DeepSpeed engine around megatron-core's GPTModel, as `launch/pretrain_gpt.py` makes them."""
     import coat_ds
-    from launch.pretrain_gpt import parameter_groups, warmup_cosine
+    from coat_launch.model import parameter_groups, warmup_cosine
     from megatron_ext import layer_specs, mpu
     from megatron_ext.model import build_gpt, load_shape
 
@@ -476,7 +476,7 @@ def converge(arguments, table: Table) -> None:
     - manifest, tokenizer: the hashes of the list of files, which stays in --work, and of the tokenizer.
     Without a GPU, or with --quick, the quickstart's model for a few steps. On a CPU there are no peaks.
     """
-    from launch.pretrain_gpt import start_process_group
+    from coat_launch.process_group import start_process_group
     from megatron_ext.model import initialize_model_parallel
 
     started, output = time.monotonic(), table.path.with_suffix("")

@@ -28,7 +28,7 @@ from benchmarks.whole_models import (
     start,
     train_step,
 )
-from launch.data import Batch
+from coat_launch.split import Batch
 
 WARMUP, REPEATS = (4, 6) if torch.cuda.is_available() else (1, 2)
 # by what names of kernels hold, the first that fits; any other kernel is of a kind of its own

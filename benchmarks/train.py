@@ -49,7 +49,7 @@ from benchmarks.whole_models import (
     start,
     train_step,
 )
-from launch.data import Batch
+from coat_launch.split import Batch
 
 WARMUP = 3
 # dense BF16 products, by what the name of the device holds; FP8 rows are rated by the same figure

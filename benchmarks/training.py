@@ -10,7 +10,8 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from launch.data import Split, load_corpus, padded_vocab_size
+from coat_launch.data import load_corpus, padded_vocab_size
+from coat_launch.split import Split
 
 CONFIGS = Path(__file__).parents[1] / "configs"
 LR, BETAS, EPS, WEIGHT_DECAY = 1e-3, (0.9, 0.95), 1e-8, 0.1
@@ -80,7 +81,7 @@ def join(rank: int, ranks: int, folder: str, patience: timedelta) -> None:
 
 
 def loss_of(model: torch.nn.Module, batch: tuple[torch.Tensor, ...]) -> torch.Tensor:
-    """Mean loss of a batch of `launch.data`."""
+    """Mean loss of a batch of `coat_launch.split`."""
     device = next(model.parameters()).device
     tokens, labels, _, positions = (t.to(device) for t in batch)
     return model(tokens, positions, None, labels=labels).mean()

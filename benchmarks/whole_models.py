@@ -11,7 +11,7 @@ from benchmarks.training import BETAS, join, loss_of
 from coat_ds import plan
 from coat_ds.config import CoatConfig
 from coat_ds.plan.systems import FASTEST
-from launch.data import Batch
+from coat_launch.split import Batch
 
 # different batches, so that scales predicted from the last pass are not always right
 BATCHES = 4
@@ -260,7 +260,7 @@ def build_model(job: Job) -> torch.nn.Module:
 
 def build_engine(job: Job, micro_batch: int, model: torch.nn.Module):
     import coat_ds
-    from launch.pretrain_gpt import parameter_groups
+    from coat_launch.model import parameter_groups
     from megatron_ext import mpu
 
     groups, optimizer = parameter_groups(model), None

@@ -18,12 +18,14 @@ _HOMES = {
     "initialize": "coat_ds.zero.initialize",
     "state_bytes": "coat_ds.optim.accounting",
     "unconvert": "coat_ds.layers.convert",
+    "__version__": "coat_ds.versions",
 }
 
 __all__ = [
     "CoatAdamW",
     "CoatConfig",
     "CoatConfigError",
+    "__version__",
     "compressed_checkpoints",
     "conversion_of",
     "convert",

@@ -23,9 +23,11 @@ from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any, NamedTuple
 
+from coat_ds.versions import DEEPSPEED, MEGATRON_CORE
+
 SUPPORTED = {
-    "deepspeed": "Install deepspeed>=0.18.9,<0.20",
-    "megatron-core": "Install megatron-core>=0.16.1,<0.20",
+    "deepspeed": f"Install deepspeed{DEEPSPEED}",
+    "megatron-core": f"Install megatron-core{MEGATRON_CORE}",
     "torch": "Install torch>=2.11,<2.14",
 }
 # by name: this file is below all of them, and Megatron's adapter may not be importable

@@ -1,1 +1,8 @@
-"""Training entry points."""
+"""Pretraining and its launchers, imported as `coat_launch`."""
+
+import importlib.resources
+
+
+def config_path(name: str) -> str:
+    """The file of that name in `configs/`, in a clone as in an installed wheel."""
+    return str(importlib.resources.files("coat_launch.configs") / name)

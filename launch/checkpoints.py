@@ -10,7 +10,7 @@ A checkpoint is written under another name, read back, and renamed; only then `l
 go. So at any moment a name without a suffix is a whole checkpoint, whichever process dies when. No two saves
 write under the same name. The folder has to be one that all ranks see.
 
-Nothing in a checkpoint is executed: torch reads tensors, plain containers and the types in `_host_types`.
+Nothing in a checkpoint is executed: torch reads tensors, plain containers, the types in `_framework_types`.
 """
 
 import argparse
@@ -33,8 +33,8 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
-from launch.json_file import read_object
-from launch.report import OutputError, atomic_write
+from coat_launch.json_file import read_object
+from coat_launch.report import OutputError, atomic_write
 
 MANIFEST = "manifest.json"
 # the key of the manifest's own sum
@@ -323,11 +323,11 @@ def reading(path: Path) -> Iterator[None]:
 def _data_only() -> Iterator[None]:
     """Within, every `torch.load` of DeepSpeed, which asks for pickles, reads data only."""
     forced = mock.patch.dict(os.environ, TORCH_FORCE_WEIGHTS_ONLY_LOAD="1")
-    with forced, torch.serialization.safe_globals(_host_types()):
+    with forced, torch.serialization.safe_globals(_framework_types()):
         yield
 
 
-def _host_types() -> list[Callable]:
+def _framework_types() -> list[Callable]:
     """What stands in DeepSpeed's and COAT's files besides tensors and containers."""
     from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
     from deepspeed.runtime.zero.config import ZeroStageEnum

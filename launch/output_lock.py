@@ -26,7 +26,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from launch.report import OutputError, writing
+from coat_launch.report import OutputError, writing
 
 NAME = "run.lock"
 # of a job that Slurm has put back into the queue: its id stays, this counts

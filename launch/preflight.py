@@ -1,6 +1,7 @@
-"""What the nodes have to have in common before training starts on them: see `launch.cluster`."""
+"""What the nodes have to have in common before training starts on them: see `coat_launch.cluster`."""
 
 import hashlib
+import importlib.util
 import json
 import os
 import shlex
@@ -12,16 +13,13 @@ import uuid
 from datetime import timedelta
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
-
-from coat_ds.doctor import machine  # noqa: E402
-from coat_ds.doctor.packages import PYTHON, versions  # noqa: E402
-from launch.cluster import ClusterError, Settings, parameter_count  # noqa: E402
-from launch.json_file import read_object  # noqa: E402
+from coat_ds.doctor import machine
+from coat_ds.doctor.packages import PYTHON, versions
+from coat_launch.json_file import read_object
+from coat_launch.settings import ClusterError, Settings, parameter_count
 
 PACKAGES = (PYTHON, "torch", "deepspeed", "megatron-core", "triton", "coat-train")
-ROOMS = ("kernels", "coat_ds", "megatron_ext", "launch")
+ROOMS = ("coat_kernels", "coat_ds", "megatron_ext", "coat_launch")
 # what starts the ranks, and how to get it
 TOOLS = {
     "pdsh": ("pdsh", "install the package pdsh"),
@@ -153,8 +151,8 @@ def reports_by_ssh(settings: Settings, env: dict[str, str]) -> list[dict]:
             if done.returncode:
                 raise ClusterError(
                     f"{host}: cannot be asked by ssh ({_last_line(done.stderr)}). `ssh {host} "
-                    f"{sys.executable} -V` has to work without a password, and this project has to lie at "
-                    "the same path there"
+                    f"{sys.executable} -V` has to work without a password, and this project has to be "
+                    "installed for it there, at the same path as here"
                 )
             out.append({**json.loads(done.stdout.splitlines()[-1]), "host": host})
     return out
@@ -172,15 +170,15 @@ def reports_by_srun(settings: Settings) -> list[dict]:
         tasks = "\n".join(line for line in done.stderr.splitlines() if not line.startswith("srun:"))
         raise ClusterError(
             f"{' '.join(settings.hosts)}: cannot be asked by srun ({_last_line(tasks or done.stderr)}). "
-            f"`srun {' '.join(nodes)} {sys.executable} -V` has to work here, and this project has to lie at "
-            "the same path on every node"
+            f"`srun {' '.join(nodes)} {sys.executable} -V` has to work here, and this project has to be "
+            "installed for it on every node, at the same path"
         )
     last = dict(line.strip().partition(": ")[::2] for line in done.stdout.splitlines())
     return [{**json.loads(last[str(task)]), "host": host} for task, host in enumerate(settings.hosts)]
 
 
 def _asking(settings: Settings, token: str) -> list[str]:
-    return [sys.executable, str(ROOT / "launch/preflight.py"), settings.output, token]
+    return [sys.executable, "-m", "coat_launch.preflight", settings.output, token]
 
 
 def _run(command: list[str]) -> subprocess.CompletedProcess:
@@ -278,8 +276,10 @@ def _mpirun() -> str:
 
 def _sources() -> str:
     digest = hashlib.sha256()
-    for path in sorted(p for room in ROOMS for p in (ROOT / room).rglob("*.py")):
-        digest.update(f"{path.relative_to(ROOT)}\0".encode() + path.read_bytes())
+    for room in ROOMS:
+        folder = Path(importlib.util.find_spec(room).origin).parent
+        for path in sorted(folder.rglob("*.py")):
+            digest.update(f"{room}/{path.relative_to(folder)}\0".encode() + path.read_bytes())
     return digest.hexdigest()
 
 

@@ -8,9 +8,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from statistics import fmean
 
-from tqdm import tqdm
-
-from launch.json_file import read_object
+from coat_launch.json_file import read_object
 
 # rows of the comparison, the key in summary.json first
 _ROWS = (
@@ -263,12 +261,11 @@ class Progress:
         self._stream = stream if stream is not None else sys.stdout
         self._total, self._step, self._description = total, initial, description
         self._every = max(1, (total - initial) // 20)
-        terminal = self._stream.isatty()
-        self._bar = (
-            tqdm(total=total, initial=initial, desc=description, unit="step", file=self._stream)
-            if terminal
-            else None
-        )
+        self._bar = None
+        if self._stream.isatty():
+            from tqdm import tqdm
+
+            self._bar = tqdm(total=total, initial=initial, desc=description, unit="step", file=self._stream)
 
     def update(self, *, loss: float, tokens_per_s: float, memory_bytes: int | None = None) -> None:
         """One more step done. Speed is shown beside `memory_bytes`, which is of a GPU."""

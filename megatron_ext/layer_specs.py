@@ -12,10 +12,8 @@ Engine's.
 
 from dataclasses import replace
 
+from coat_ds.versions import MEGATRON_CORE
 from coat_kernels.graphs import Graphs
-
-# the second is the first release that has not been tried
-_OLDEST, _UNKNOWN = "0.16.1", "0.21"
 
 try:
     from megatron import core
@@ -38,13 +36,14 @@ try:
 except ImportError as error:
     # Megatron 0.16 logs an ImportError of a spec's module and goes on without the spec
     raise RuntimeError(
-        f"megatron_ext.layer_specs could not be imported: {error}. It needs megatron-core {_OLDEST} or newer "
+        f"megatron_ext.layer_specs could not be imported: {error}. It needs megatron-core "
+        f"{MEGATRON_CORE.oldest} or newer "
         'and this project installed beside it: pip install "coat-train[megatron]".'
     ) from error
-if not Version(_OLDEST) <= Version(core.__version__) < Version(_UNKNOWN):
+if not Version(MEGATRON_CORE.oldest) <= Version(core.__version__) < Version(MEGATRON_CORE.untried):
     raise RuntimeError(
-        f"megatron_ext.layer_specs needs megatron-core {_OLDEST} or newer and older than {_UNKNOWN}, found "
-        f"{core.__version__}"
+        f"megatron_ext.layer_specs needs megatron-core {MEGATRON_CORE.oldest} or newer and older than "
+        f"{MEGATRON_CORE.untried}, found {core.__version__}"
     )
 
 

@@ -10,6 +10,7 @@ from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
 from coat_ds.doctor.finding import OK, PROBLEM, UNKNOWN, WARNING, Finding
+from coat_ds.versions import DEEPSPEED, MEGATRON_CORE
 
 
 class Tested(NamedTuple):
@@ -27,8 +28,8 @@ PACKAGES = {
     "coat-train": Tested(">=0", ">=0"),
     "torch": Tested(">=2.11", ">=2.11,<2.14", needed=True),
     "triton": Tested(">=3.6", ">=3.6,<3.10"),
-    "deepspeed": Tested(">=0.18.9,<0.20", "==0.18.9,==0.19.8"),
-    "megatron-core": Tested(">=0.16.1,<0.20", "==0.16.1,==0.19.2"),
+    "deepspeed": Tested(str(DEEPSPEED), "==0.18.9,==0.19.8"),
+    "megatron-core": Tested(str(MEGATRON_CORE), "==0.16.1,==0.19.2"),
     "transformers": Tested(">=5", ">=5,<6"),
     "accelerate": Tested(">=1.10", ">=1.10,<2"),
     "peft": Tested(">=0.19", ">=0.19,<1"),

@@ -9,7 +9,7 @@ import pytest
 
 from benchmarks import converge, corpus
 from benchmarks.harness import Table
-from launch.report import read_metrics
+from coat_launch.report import read_metrics
 from tests.benchmarks.test_harness import run
 
 TRAINED = ["bf16-seed1", "coat-seed1", "bf16-to-coat-seed1"]

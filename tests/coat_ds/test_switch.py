@@ -56,7 +56,7 @@ print("RESULT " + json.dumps(out))
 
 def clone(source):
     files = ("setup.py", "pyproject.toml", "README.md", "coat_autoload.py")
-    for name in (*files, "kernels", "coat_ds", "megatron_ext"):
+    for name in (*files, "kernels", "coat_ds", "megatron_ext", "launch", "configs"):
         copy = shutil.copytree if (ROOT / name).is_dir() else shutil.copy
         copy(ROOT / name, source / name)
     return str(source)

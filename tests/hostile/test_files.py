@@ -17,12 +17,18 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from coat_ds import CoatConfig, CoatConfigError
-from launch import checkpoints, cluster, output_lock, preflight, pretrain_gpt, report
-from launch.data import DataError, Tokenizer, load_corpus
+from coat_launch import checkpoints, output_lock, preflight, pretrain_gpt, report
+from coat_launch.args import SHAPE_FLAGS
+from coat_launch.data import load_corpus
+from coat_launch.deepspeed_config import read_deepspeed_config, set_batch_sizes
+from coat_launch.errors import DataError, LaunchError
+from coat_launch.model import load_model_shape
+from coat_launch.settings import KINDS, ClusterError, Settings
+from coat_launch.tokenizer import Tokenizer
 from tests.hostile.conftest import EXAMPLES, share
 from tests.util import run_distributed
 
-ROOT = Path(pretrain_gpt.__file__).parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 NUMBERS = [0, 1, 2, 3, 255, 2**31 - 1, 2**31, 2**32 - 1, 2**62, 2**63, 2**64 - 1]
 
 
@@ -237,12 +243,10 @@ def test_deepspeed_configs(folder, data):
     path.write_bytes(data)
     args = argparse.Namespace(deepspeed_config=str(path), variant=None, lr=1e-3)
     try:
-        config = pretrain_gpt.read_host_config(args)
-        pretrain_gpt.set_batch_sizes(
-            dict(config), argparse.Namespace(micro_batch_size=None, global_batch_size=None), 1
-        )
+        config = read_deepspeed_config(args)
+        set_batch_sizes(dict(config), argparse.Namespace(micro_batch_size=None, global_batch_size=None), 1)
         coat = deepspeed_config.check(config, None)
-    except pretrain_gpt.LaunchError as error:
+    except LaunchError as error:
         assert str(path) in str(error) or "train_" in str(error) or "gradient_acc" in str(error), error
         return
     except CoatConfigError as error:
@@ -263,16 +267,16 @@ SHAPE = json.loads((ROOT / "configs/model_quickstart.json").read_text())
 def test_model_configs(folder, data):
     path = folder / "model.json"
     path.write_bytes(data)
-    flags = dict.fromkeys(pretrain_gpt.SHAPE_FLAGS)
+    flags = dict.fromkeys(SHAPE_FLAGS)
     shape = None
     try:
-        shape = pretrain_gpt.load_model_shape(argparse.Namespace(model_config=str(path), **flags))
-    except pretrain_gpt.LaunchError as error:
+        shape = load_model_shape(argparse.Namespace(model_config=str(path), **flags))
+    except LaunchError as error:
         assert str(path) in str(error)
     try:
         env = {"MODEL_CONFIG": str(path), "GPUS_PER_NODE": "2", "TENSOR_SIZE": "2", "OUTPUT": str(folder)}
-        cluster.Settings.from_environment("torchrun", env)
-    except cluster.ClusterError as error:
+        Settings.from_environment("torchrun", env)
+    except ClusterError as error:
         assert str(path) in str(error)
     if shape is not None:
         assert json.loads(data).items() <= dataclasses.asdict(shape).items()
@@ -293,8 +297,8 @@ def test_hostfiles(folder, data):
     path.write_bytes(data)
     try:
         env = {"HOSTFILE": str(path), "OUTPUT": str(folder), "GPUS_PER_NODE": "1"}
-        hosts = cluster.Settings.from_environment("deepspeed", env).hosts
-    except cluster.ClusterError as error:
+        hosts = Settings.from_environment("deepspeed", env).hosts
+    except ClusterError as error:
         assert str(path) in str(error)
         return
     assert hosts and all(
@@ -309,7 +313,7 @@ VARIABLES += ["SLURM_NNODES", "SLURM_NODEID", "MODEL_CONFIG", "HOSTFILE", "INTER
 
 @tries()
 @given(
-    st.sampled_from(cluster.KINDS),
+    st.sampled_from(KINDS),
     st.dictionaries(
         st.sampled_from(VARIABLES),
         st.one_of(
@@ -321,8 +325,8 @@ VARIABLES += ["SLURM_NNODES", "SLURM_NODEID", "MODEL_CONFIG", "HOSTFILE", "INTER
 def test_variables(folder, kind, env):
     env = {name: value.replace("\0", "") for name, value in env.items()}
     try:
-        found = cluster.Settings.from_environment(kind, {"OUTPUT": str(folder), "MEGATRON_PATH": "/m", **env})
-    except cluster.ClusterError as error:
+        found = Settings.from_environment(kind, {"OUTPUT": str(folder), "MEGATRON_PATH": "/m", **env})
+    except ClusterError as error:
         assert any(name in str(error) for name in (*env, "NODES", "MASTER_ADDR", "HOSTFILE")), error
         return
     assert 0 < found.master_port < 2**16 and 0 <= found.node_rank < found.nodes
@@ -348,8 +352,8 @@ def test_preflight(folder, data):
     path.write_bytes(data)
     env = {"OUTPUT": str(folder), "DEEPSPEED_CONFIG": str(path), "GPUS_PER_NODE": "1"}
     try:
-        found = preflight.problems(cluster.Settings.from_environment("torchrun", env), [NODE])
-    except cluster.ClusterError as error:
+        found = preflight.problems(Settings.from_environment("torchrun", env), [NODE])
+    except ClusterError as error:
         assert str(path) in str(error)
         return
     assert len(found) <= 1

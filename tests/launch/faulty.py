@@ -14,9 +14,9 @@ from pathlib import Path
 
 import torch
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-
-from launch import data, pretrain_gpt  # noqa: E402
+from coat_launch import checkpoints, pretrain_gpt
+from coat_launch.split import Split
+from coat_launch.trainer import Trainer
 
 # what changes a folder, with the path first
 FILE_EVENTS = ("os.mkdir", "open", "os.rename", "os.remove", "os.rmdir")
@@ -60,7 +60,7 @@ def nan_at_steps(rank: int, first: int, last: int) -> None:
 
 def _before_loss(change) -> None:
     """`change(trainer, loss)` gives the loss of every micro-batch that is trained on."""
-    train_step, plain = pretrain_gpt.Trainer._train_step, pretrain_gpt.Trainer._loss
+    train_step, plain = Trainer._train_step, Trainer._loss
 
     def changed(trainer):
         trainer._loss = lambda model, batch: change(trainer, plain(model, batch))
@@ -69,7 +69,7 @@ def _before_loss(change) -> None:
         finally:
             del trainer._loss
 
-    pretrain_gpt.Trainer._train_step = changed
+    Trainer._train_step = changed
 
 
 def kill_in_save(rank: int, file: int) -> None:
@@ -103,9 +103,7 @@ def record(folder: str) -> None:
     """Writes the samples of each step, by rank, and masters and moments when they are saved or loaded."""
     from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 
-    from launch import checkpoints
-
-    batch, load, save = data.Split.batch, checkpoints.load, checkpoints.save
+    batch, load, save = Split.batch, checkpoints.load, checkpoints.save
 
     def states(engine) -> list:
         return [
@@ -116,7 +114,7 @@ def record(folder: str) -> None:
             for p in engine.module.parameters()
         ]
 
-    train_step, now = pretrain_gpt.Trainer._train_step, []
+    train_step, now = Trainer._train_step, []
 
     def timed(trainer):
         now[:] = [trainer.step + 1]
@@ -145,8 +143,8 @@ def record(folder: str) -> None:
             torch.save(found, f"{folder}/loaded{state['step']}")
         return state
 
-    pretrain_gpt.Trainer._train_step = timed
-    data.Split.batch, checkpoints.load, checkpoints.save = noted, loaded, saved
+    Trainer._train_step = timed
+    Split.batch, checkpoints.load, checkpoints.save = noted, loaded, saved
 
 
 def main(faults: dict, argv: list[str]) -> None:

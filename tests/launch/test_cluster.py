@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from launch import cluster
+from coat_launch import cluster
 from tests.launch.ranks import HIDDEN, run_ranks
 from tests.launch.test_faults import measured
 from tests.util import free_port

@@ -9,10 +9,11 @@ import torch
 
 from coat_ds import CoatConfigError
 from coat_ds.zero.deepspeed_config import check
-from launch import cluster
+from coat_launch import config_path
+from coat_launch.settings import Settings, parameter_count
 from tests.util import run_distributed
 
-CONFIGS = Path(cluster.__file__).parents[1] / "configs"
+CONFIGS = Path(config_path("coat.schema.json")).parent
 DEEPSPEED = {
     "ds_zero1_coat": (1, None),
     "ds_zero2_coat": (2, None),
@@ -79,14 +80,14 @@ def test_models_have_the_published_sizes():
     (found,) = run_distributed(build_all, 1)
     for name, (vocab, published) in MODELS.items():
         shape = json.loads((CONFIGS / f"model_{name}.json").read_text())
-        assert found[name] == (published or found[name]) == cluster.parameter_count(shape, vocab), name
+        assert found[name] == (published or found[name]) == parameter_count(shape, vocab), name
 
 
 def test_plan_of_70b_divides(monkeypatch):
     monkeypatch.chdir(CONFIGS.parent)
     lines = (CONFIGS / "cluster_70b.env").read_text().splitlines()
     env = dict(line.split("=") for line in lines if not line.startswith("#"))
-    settings = cluster.Settings.from_environment(
+    settings = Settings.from_environment(
         "megatron", {**env, "MEGATRON_PATH": "/megatron", "MASTER_ADDR": "node0"}
     )
     assert settings.world_size == 64 and settings.shape()["hidden_size"] == 8192

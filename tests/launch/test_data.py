@@ -6,7 +6,9 @@ import tokenizers
 import torch
 from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
-from launch.data import DataError, Tokenizer, load_corpus, padded_vocab_size
+from coat_launch.data import load_corpus, padded_vocab_size
+from coat_launch.errors import DataError
+from coat_launch.tokenizer import Tokenizer
 
 END = 256
 
@@ -155,7 +157,7 @@ def test_jsonl(tmp_path):
 
 
 def test_blocks_do_not_cut_lines_or_characters(tmp_path, monkeypatch):
-    monkeypatch.setattr("launch.data._BLOCK_BYTES", 7)
+    monkeypatch.setattr("coat_launch.text.BLOCK_BYTES", 7)
     text = "äöü ßßß\n" * 50 + "ünfinished"
     (tmp_path / "a.txt").write_text(text, "utf-8")
     corpus = load_corpus([tmp_path / "a.txt"], seq_length=1, seed=0)

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from launch import checkpoints, output_lock, pretrain_gpt, report
+from coat_launch import checkpoints, output_lock, pretrain_gpt, report
 from tests.coat_ds.test_checkpoints import rounded_again
 from tests.launch.ranks import HIDDEN, run_ranks
 

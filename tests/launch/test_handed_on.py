@@ -20,7 +20,8 @@ from hypothesis import strategies as st
 from torch.distributed import run as torchrun
 from torch.distributed.elastic.utils import macros
 
-from launch import cluster, preflight
+from coat_launch import cluster, preflight
+from coat_launch.settings import Settings
 
 ROOT = Path(cluster.__file__).parents[1]
 EXAMPLES = int(os.environ.get("COAT_HOSTILE_EXAMPLES", 8))
@@ -231,7 +232,7 @@ def test_values_arrive_or_are_refused(bench, script, output, data, value, extra)
         at = words.index("--data-path" if kind == "megatron" else "--data") + 1
         assert words[at : at + len(paths)] == [f"./{p}" if p.startswith("-") else p for p in paths]
     assert found["NCCL_NOTE"] == value
-    assert found["PYTHONPATH"].startswith(f"{ROOT}:") and found["PYTHONPATH"].endswith("/p")
+    assert found["PYTHONPATH"] == ("/megatron:/p" if kind == "megatron" else "/p")
 
 
 @given(output=names, value=texts)
@@ -254,10 +255,10 @@ def test_questions_by_ssh_arrive(bench, output, value):
         mock.patch.object(sys, "executable", str(bench / "python")),
         mock.patch.object(preflight, "_run", run),
     ):
-        preflight.reports_by_ssh(cluster.Settings.from_environment("deepspeed", env), env)
+        preflight.reports_by_ssh(Settings.from_environment("deepspeed", env), env)
     assert len(asked) == 2
     for words, found in asked:
-        assert words[:2] == [str(ROOT / "launch/preflight.py"), env["OUTPUT"]]
+        assert words[:3] == ["-m", "coat_launch.preflight", env["OUTPUT"]]
         assert (found["OUTPUT"], found["PYTHONPATH"]) == (env["OUTPUT"], value)
 
 

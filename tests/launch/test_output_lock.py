@@ -10,16 +10,16 @@ from pathlib import Path
 
 import pytest
 
-from launch import output_lock
-from launch.output_lock import NAME, OutputLock, Owner
-from launch.report import OutputError
+from coat_launch import output_lock
+from coat_launch.output_lock import NAME, OutputLock, Owner
+from coat_launch.report import OutputError
 
 ROOT = Path(output_lock.__file__).parents[1]
 # takes the lock, says so or why not, and waits for an end of its input
 TAKE = """
 import sys
-from launch.output_lock import OutputLock
-from launch.report import OutputError
+from coat_launch.output_lock import OutputLock
+from coat_launch.report import OutputError
 lock = OutputLock(sys.argv[1])
 try:
     lock.take(lambda text: print(text, flush=True))

@@ -13,11 +13,13 @@ import pytest
 from deepspeed.launcher import runner
 from torch.distributed.elastic.utils import macros
 
-from launch import cluster, preflight, pretrain_gpt
-from launch.cluster import ClusterError, Settings
+from coat_launch import preflight
+from coat_launch.args import parse_args
+from coat_launch.commands import check_handed_on
+from coat_launch.settings import ClusterError, Settings
 from tests.util import free_port
 
-ROOT = Path(cluster.__file__).parents[1]
+ROOT = Path(preflight.__file__).parents[1]
 
 
 def settings(tmp_path, kind="torchrun", **variables) -> Settings:
@@ -182,7 +184,7 @@ def test_dry_run_prints_what_each_node_runs(tmp_path):
         assert f"--rdzv-conf=is_host={int(rank == 0)}" in words and "--nproc-per-node=4" in words
         script = words.index(str(ROOT / "launch/pretrain_gpt.py"))
         # as torchrun's agents do
-        args = pretrain_gpt.parse_args(macros.substitute(words[script + 1 :], "0"))
+        args = parse_args(macros.substitute(words[script + 1 :], "0"))
         assert args.data == [str(data), "/c"] and args.resume and args.lr == 0.5
         assert args.output == str(tmp_path / "o u t")
     hostfile = tmp_path / "hosts"
@@ -242,17 +244,17 @@ def test_values_that_the_launcher_would_change_are_refused(tmp_path, launcher):
         for env, own in (({"PYTHONPATH": value}, {}), ({}, {"OWN": value})):
             if changed:
                 with pytest.raises(ClusterError) as refused:
-                    cluster.check_handed_on(mine, env, own, [])
+                    check_handed_on(mine, env, own, [])
                 assert f"by LAUNCHER={launcher}, for {character!r} in it" in str(refused.value)
             else:
-                cluster.check_handed_on(mine, env, own, [])
-        cluster.check_handed_on(mine, {"LS_COLORS": value}, {}, [])
+                check_handed_on(mine, env, own, [])
+        check_handed_on(mine, {"LS_COLORS": value}, {}, [])
 
 
 def test_two_nodes_compare_themselves_through_the_store(tmp_path):
     """Real processes; the second has another version of this project."""
     code = (
-        "import json, sys; from launch import preflight; from launch.cluster import *\n"
+        "import json, sys; from coat_launch import preflight; from coat_launch.settings import *\n"
         "s = Settings.from_environment('torchrun', json.loads(sys.argv[1]))\n"
         "r = preflight.report\n"
         "preflight.report = lambda *a: r(*a) | ({'sources': 'x', 'host': 'b'} if s.node_rank else {})\n"

@@ -14,7 +14,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from launch import pretrain_gpt, report
+from coat_launch import pretrain_gpt, report
+from coat_launch.deepspeed_config import set_batch_sizes
+from coat_launch.errors import LaunchError
+from coat_launch.model import warmup_cosine
+from coat_launch.process_group import read_ranks
 from tests.launch.ranks import run_ranks
 
 ROOT = Path(pretrain_gpt.__file__).parents[1]
@@ -264,19 +268,17 @@ def test_config_errors(tmp_path, capsys):
 def test_batch_sizes():
     none = Namespace(micro_batch_size=None, global_batch_size=None)
     config = {"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 3}
-    assert pretrain_gpt.set_batch_sizes(config, none, ranks=4) == (2, 24)
+    assert set_batch_sizes(config, none, ranks=4) == (2, 24)
     given = Namespace(micro_batch_size=2, global_batch_size=16)
-    assert pretrain_gpt.set_batch_sizes({}, given, ranks=2) == (2, 16)
+    assert set_batch_sizes({}, given, ranks=2) == (2, 16)
     config = {"train_batch_size": 64}
-    assert pretrain_gpt.set_batch_sizes(config, none, ranks=2) == (4, 64)
+    assert set_batch_sizes(config, none, ranks=2) == (4, 64)
     assert config["gradient_accumulation_steps"] == 8
-    assert pretrain_gpt.set_batch_sizes({"train_micro_batch_size_per_gpu": "auto"}, none, ranks=1) == (4, 4)
-    with pytest.raises(pretrain_gpt.LaunchError, match="train_batch_size: expected a whole number above 0"):
-        pretrain_gpt.set_batch_sizes({"train_batch_size": 0}, none, ranks=3)
-    with pytest.raises(
-        pretrain_gpt.LaunchError, match="64 is not a multiple of --micro-batch-size 4 times 3"
-    ):
-        pretrain_gpt.set_batch_sizes({"train_batch_size": 64}, none, ranks=3)
+    assert set_batch_sizes({"train_micro_batch_size_per_gpu": "auto"}, none, ranks=1) == (4, 4)
+    with pytest.raises(LaunchError, match="train_batch_size: expected a whole number above 0"):
+        set_batch_sizes({"train_batch_size": 0}, none, ranks=3)
+    with pytest.raises(LaunchError, match="64 is not a multiple of --micro-batch-size 4 times 3"):
+        set_batch_sizes({"train_batch_size": 64}, none, ranks=3)
 
 
 def test_ranks_of_other_launchers():
@@ -288,7 +290,7 @@ def test_ranks_of_other_launchers():
     torchrun = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2"}
 
     def ranks(**env):
-        pretrain_gpt.read_ranks(env)
+        read_ranks(env)
         return tuple(env.get(name) for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"))
 
     assert ranks(**mpi, **address) == ranks(**mpi, **slurm, **address) == ("5", "1", "8")
@@ -296,19 +298,17 @@ def test_ranks_of_other_launchers():
     assert ranks(**slurm, **torchrun) == ("0", "0", "2")
     assert ranks(**alone) == ranks(**alone, SLURM_STEP_NUM_TASKS="1") == (None, None, None)
     for env in (mpi, slurm):
-        with pytest.raises(pretrain_gpt.LaunchError, match="MASTER_ADDR: not set, but this is one of"):
+        with pytest.raises(LaunchError, match="MASTER_ADDR: not set, but this is one of"):
             ranks(**env)
-        with pytest.raises(pretrain_gpt.LaunchError, match="MASTER_PORT: not set, but this is one of"):
+        with pytest.raises(LaunchError, match="MASTER_PORT: not set, but this is one of"):
             ranks(**env, MASTER_ADDR="a")
     for port in ("99999999", "a", "0", "", "9" * 5000):
-        with pytest.raises(
-            pretrain_gpt.LaunchError, match="MASTER_PORT: expected a number from 1 to 65535, f"
-        ):
+        with pytest.raises(LaunchError, match="MASTER_PORT: expected a number from 1 to 65535, f"):
             ranks(**torchrun, MASTER_ADDR="a", MASTER_PORT=port)
 
 
 def test_schedule():
-    factors = [pretrain_gpt.warmup_cosine(step, warmup=10, total=110) for step in range(112)]
+    factors = [warmup_cosine(step, warmup=10, total=110) for step in range(112)]
     assert factors[0] == 0.1 and factors[9] == 1.0 == factors[10]
     assert factors[60] == pytest.approx(0.55) and factors[110] == factors[111] == pytest.approx(0.1)
-    assert pretrain_gpt.warmup_cosine(0, warmup=0, total=1) == 1.0
+    assert warmup_cosine(0, warmup=0, total=1) == 1.0

@@ -5,7 +5,7 @@ import resource
 
 import pytest
 
-from launch import report
+from coat_launch import report
 
 SUMMARY = {
     run: {

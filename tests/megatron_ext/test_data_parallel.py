@@ -105,7 +105,7 @@ split_cases = pytest.mark.parametrize(
 def _engine(tp, sequence_parallel, stage, rounds, sums):
     """As launch/pretrain_gpt.py makes it; norms have compressed moments too."""
     import coat_ds
-    from launch.pretrain_gpt import parameter_groups
+    from coat_launch.model import parameter_groups
     from megatron_ext import mpu
 
     model = _model(tp, sequence_parallel, bf16=rounds)

@@ -1,0 +1,21 @@
+"""This project's version, and the versions of the frameworks that it works with. Nobody else says them:
+setup.py reads this file, and the checks import it.
+"""
+
+from typing import NamedTuple
+
+__version__ = "0.1.0"
+
+
+class Supported(NamedTuple):
+    """The oldest release that works, and the first that nobody has tried. As a string ">=oldest,<untried"."""
+
+    oldest: str
+    untried: str
+
+    def __str__(self) -> str:
+        return f">={self.oldest},<{self.untried}"
+
+
+DEEPSPEED = Supported("0.18.9", "0.20")
+MEGATRON_CORE = Supported("0.16.1", "0.21")

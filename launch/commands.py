@@ -1,0 +1,254 @@
+"""What a node runs: the command, its environment, and what DeepSpeed's launcher would change of both."""
+
+import fcntl
+import os
+import re
+import shlex
+import socket
+import struct
+import sys
+from pathlib import Path
+
+from coat_launch.settings import ClusterError, Settings
+
+# this project's scripts
+HERE = Path(__file__).resolve().parent
+# beginnings of the names of variables that DeepSpeed's launcher hands to other nodes by itself
+HANDED_ON = ("MLFLOW", "PYTHON", "MV2", "UCX", "NCCL")
+# characters of variables that do not reach the ranks as they are. DeepSpeed quotes all but a few for a shell,
+# which is not there with two of the launchers, and srun cuts at commas. With pdsh there is one, but the file
+# of variables has a line for each, of which DeepSpeed strips the ends.
+SPOILT = {
+    "openmpi": r"[^\w@%+=:,./-]",
+    "slurm": r"[^\w@%+=:./-]",
+    "pdsh": r"[\r\n]|^\s|\s$",
+}
+# what DeepSpeed puts into pdsh's command without quotes, though a shell reads it and pdsh expands "%"
+UNQUOTED = r"[\w@+=:,./-]+"
+
+
+def environment(settings: Settings, env: dict[str, str]) -> dict[str, str]:
+    """The variables that a node's processes get besides what they have."""
+    out = {"OMP_NUM_THREADS": env.get("OMP_NUM_THREADS", "1")}
+    # the store of torch 2.13's agents outlives a restart, and gloo then waits for ranks that are gone
+    out["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
+    if settings.megatron_path:
+        paths = [settings.megatron_path, *filter(None, [env.get("PYTHONPATH")])]
+        out["PYTHONPATH"] = os.pathsep.join(paths)
+    if settings.interface:
+        out["NCCL_SOCKET_IFNAME"] = out["GLOO_SOCKET_IFNAME"] = settings.interface
+    if settings.kind == "deepspeed":
+        # neither mpirun nor srun tells the ranks
+        out |= {"MASTER_ADDR": settings.master_addr, "MASTER_PORT": str(settings.master_port)}
+    if settings.tensor_size > 1:
+        # kernels run in the order of their launch
+        out["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
+    return out
+
+
+def check_handed_on(settings: Settings, env: dict[str, str], own: dict[str, str], words: list[str]) -> None:
+    """Raises ClusterError for a value that DeepSpeed's launcher would change on its way to the ranks.
+
+    env, own: the environment's variables, and those that are set besides.
+    words: the arguments of the training script.
+    """
+    if not settings.hosts:
+        return
+
+    def refuse(name: str, value: str, found: str, way_out: str) -> None:
+        raise ClusterError(
+            f"{name}: {value!r} would not reach the ranks as it is by LAUNCHER={settings.launcher}, for "
+            f"{found!r} in it. {way_out}"
+        )
+
+    others = {"openmpi": "LAUNCHER=pdsh", "slurm": "launch/slurm.sbatch", "pdsh": "LAUNCHER=openmpi"}
+    elsewhere = f"Leave that out, or use {others[settings.launcher]}"
+    for name, value in _handed_on(env, own).items():
+        if spoilt := re.search(SPOILT[settings.launcher], value):
+            refuse(name, value, spoilt[0], elsewhere)
+    if settings.launcher == "openmpi" and ":" in words:
+        refuse(
+            "argument of the training script", ":", ":", "mpirun takes it for the start of another program"
+        )
+    if settings.launcher == "pdsh":
+        for name, value in (("folder to start in", os.getcwd()), ("PYTHON", sys.executable)):
+            if not re.fullmatch(UNQUOTED, value):
+                spoilt = next(c for c in value if not re.fullmatch(UNQUOTED, c))
+                refuse(name, value, spoilt, elsewhere)
+        for name in _handed_on(env, own):
+            if not name.isidentifier():
+                refuse("variable", name, next(c for c in name if not f"_{c}".isidentifier()), elsewhere)
+
+
+def _handed_on(env: dict[str, str], own: dict[str, str]) -> dict[str, str]:
+    """The variables that DeepSpeed's launcher sets on other nodes."""
+    return {name: value for name, value in env.items() if name.startswith(HANDED_ON)} | own
+
+
+def _for_pdsh(word: str) -> str:
+    """What becomes `word` on its way through DeepSpeed's launcher, pdsh and the shell at the other end."""
+    word = word.replace("%", "%%")
+    # DeepSpeed puts double quotes around an argument with a blank, and escapes none but those in it
+    return re.sub(r"([\\$`])", r"\\\1", word) if " " in word else shlex.quote(word)
+
+
+def _for_torchrun(word: str) -> str:
+    # torchrun fills "$local_rank" in, and so makes one "$" of two
+    return word.replace("$", "$$")
+
+
+def command(settings: Settings, node_rank: int, extra: list[str]) -> list[str]:
+    """What starts training on a node; with `deepspeed`, on the node that starts all.
+
+    extra: arguments of the training script, after those made here.
+    """
+    script = script_words(settings, extra)
+    if settings.kind == "deepspeed":
+        if settings.hosts and settings.launcher == "pdsh":
+            # of the script's own path DeepSpeed quotes nothing
+            script = [shlex.quote(script[0].replace("%", "%%")), *map(_for_pdsh, script[1:])]
+        if settings.hosts:
+            places = [f"--hostfile={settings.hostfile}", "--force_multi", f"--launcher={settings.launcher}"]
+            # preflight has reached all of them, under Slurm not by ssh
+            places.append("--no_ssh_check")
+            if words := _launcher_arguments(settings):
+                places.append(f"--launcher_args={shlex.join(words)}")
+        else:
+            places = [f"--num_gpus={settings.gpus_per_node}"]
+        return [
+            *(sys.executable, "-m", "deepspeed.launcher.runner"),
+            *places,
+            f"--master_addr={settings.master_addr}",
+            f"--master_port={settings.master_port}",
+            *script,
+        ]
+    # what the interface's address is on another node is not known here
+    address = _address(settings.interface) if node_rank == settings.node_rank else None
+    return [
+        *(sys.executable, "-m", "torch.distributed.run"),
+        f"--nnodes={settings.nodes}",
+        f"--nproc-per-node={settings.gpus_per_node}",
+        "--rdzv-backend=c10d",
+        f"--rdzv-endpoint={settings.master_addr}:{settings.master_port}",
+        f"--rdzv-id={settings.job}",
+        f"--rdzv-conf=is_host={int(node_rank == 0)}",
+        f"--max-restarts={settings.max_restarts}",
+        *([f"--local-addr={address}"] if address else []),
+        *map(_for_torchrun, script),
+    ]
+
+
+def script_words(settings: Settings, extra: list[str]) -> list[str]:
+    """The training script and its arguments, as every rank should see them."""
+    if settings.kind == "megatron":
+        return [f"{settings.megatron_path}/pretrain_gpt.py", *_megatron_arguments(settings), *extra]
+    return [str(HERE / "pretrain_gpt.py"), *_pretrain_arguments(settings), *extra]
+
+
+def _launcher_arguments(s: Settings) -> list[str]:
+    """What mpirun and srun get besides what DeepSpeed gives them."""
+    if s.launcher == "openmpi":
+        # ranks fill a node before the next; mpirun would bind each with all its threads to one core
+        places = ["--map-by", "slot", "--bind-to", "none"]
+        # of the daemons, for MPI itself is not used
+        return places + (["--mca", "oob_tcp_if_include", s.interface] if s.interface else [])
+    if s.launcher == "slurm":
+        # the first node is MASTER_ADDR; srun would let ranks wait for one that has failed, and with
+        # --kill-on-bad-exit would kill those that are about to leave like it, after a checkpoint
+        nodes = [f"--nodes={s.nodes}", f"--nodelist={','.join(s.hosts)}"]
+        return [*nodes, f"--ntasks-per-node={s.gpus_per_node}", "--wait=60"]
+    return []
+
+
+def _pretrain_arguments(s: Settings) -> list[str]:
+    return [
+        f"--model-config={s.model_config}",
+        f"--deepspeed-config={s.deepspeed_config}",
+        *(["--data", *s.data] if s.data else []),
+        *([f"--tokenizer={s.tokenizer}"] if s.tokenizer else []),
+        f"--seq-length={s.seq_length}",
+        f"--steps={s.steps}",
+        f"--tensor-model-parallel-size={s.tensor_size}",
+        f"--output={s.output}",
+        f"--save-interval={s.save_interval}",
+        "--resume",
+    ]
+
+
+def _megatron_arguments(s: Settings) -> list[str]:
+    shape = s.shape()
+    flags = {
+        "num-layers": shape["num_layers"],
+        "hidden-size": shape["hidden_size"],
+        "ffn-hidden-size": shape["ffn_hidden_size"],
+        "num-attention-heads": shape["num_attention_heads"],
+        "num-query-groups": shape["num_query_groups"],
+        "rotary-base": shape.get("rotary_base", 10000),
+        "norm-epsilon": shape.get("layernorm_epsilon", 1e-5),
+        "normalization": "RMSNorm",
+        "position-embedding-type": "rope",
+        "attention-dropout": 0,
+        "hidden-dropout": 0,
+        "seq-length": s.seq_length,
+        "max-position-embeddings": s.seq_length,
+        "tensor-model-parallel-size": s.tensor_size,
+        "pipeline-model-parallel-size": s.pipeline_size,
+        "train-iters": s.steps,
+        "eval-interval": s.save_interval,
+        "save-interval": s.save_interval,
+        "save": f"{s.output}/megatron",
+        "load": f"{s.output}/megatron",
+        "micro-batch-size": 1,
+        "lr": 3e-4,
+        "log-interval": 1,
+    }
+    switches = ["bf16", "swiglu", "disable-bias-linear", "group-query-attention", "use-distributed-optimizer"]
+    switches += ["no-gradient-accumulation-fusion", "no-rope-fusion", "exit-signal-handler"]
+    if shape.get("untie_embeddings_and_output_weights", True):
+        switches.append("untie-embeddings-and-output-weights")
+    if s.tensor_size > 1:
+        switches.append("sequence-parallel")
+    if s.data:
+        data = ["--data-path", *s.data]
+        data += ["--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", s.tokenizer or ""]
+    else:
+        data = ["--mock-data", "--tokenizer-type", "NullTokenizer", "--vocab-size", "8191"]
+    return [
+        *(item for name, value in flags.items() for item in (f"--{name}", str(value))),
+        *(f"--{name}" for name in switches),
+        *data,
+        *("--spec", s.spec, "coat_layer_spec"),
+    ]
+
+
+def _address(interface: str | None) -> str | None:
+    """The interface's IPv4 address on this node; None for no interface or one without."""
+    if interface is None:
+        return None
+    siocgifaddr = 0x8915
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            answer = fcntl.ioctl(probe, siocgifaddr, struct.pack("256s", interface.encode()[:15]))
+        except OSError:
+            return None
+    return socket.inet_ntoa(answer[20:24])
+
+
+def write_for_deepspeed(settings: Settings, env: dict[str, str], own: dict[str, str]) -> str:
+    """Writes hostfile and variables. DeepSpeed hands a few of its own choice to other nodes, and this file's,
+    which win over them: so all are in it.
+    """
+    path = Path(settings.output) / "deepspeed_env"
+    variables = _handed_on(env, own)
+    if settings.launcher == "pdsh":
+        # DeepSpeed puts double quotes around what is not plain, and escapes nothing
+        quoted = {name: re.sub(r'([\\$`"])', r"\\\1", value) for name, value in variables.items()}
+        variables = {name: value.replace("%", "%%") for name, value in quoted.items()}
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("".join(f"{name}={value}\n" for name, value in variables.items()))
+        slots = settings.gpus_per_node
+        Path(settings.hostfile).write_text("".join(f"{host} slots={slots}\n" for host in settings.hosts))
+    except (OSError, UnicodeEncodeError) as error:
+        raise ClusterError(f"OUTPUT {settings.output}: cannot write {path.name} there ({error})") from error
+    return str(path)

@@ -1,0 +1,79 @@
+"""The DeepSpeed JSON, with what arguments change in it."""
+
+import argparse
+from pathlib import Path
+
+from coat_launch.errors import LaunchError
+from coat_launch.json_file import read_object
+
+# changed or looked at here
+SECTIONS = ("optimizer", "zero_optimization", "checkpoint")
+
+
+def read_deepspeed_config(args: argparse.Namespace) -> dict:
+    """The DeepSpeed JSON with what `--variant` and `--lr` change."""
+    path = Path(args.deepspeed_config)
+    try:
+        config = read_object(path)
+    except ValueError as error:
+        raise LaunchError(f"--deepspeed-config {path}: {error}") from error
+    for key in SECTIONS:
+        if not isinstance(config.get(key, {}), dict):
+            raise LaunchError(
+                f"--deepspeed-config {path}: {key}: expected an object in braces, found {config[key]!r}"
+            )
+    params = config.get("optimizer", {}).get("params")
+    if not isinstance(params, dict | None):
+        raise LaunchError(
+            f"--deepspeed-config {path}: optimizer.params: expected an object in braces, found {params!r}"
+        )
+    if not _enabled(config, "bf16"):
+        raise LaunchError(
+            f'--deepspeed-config {path}: expected "bf16": {{"enabled": true}}, the model is BF16'
+        )
+    if args.variant == "bf16":
+        config["coat"] = {"enabled": False}
+    elif args.variant == "coat" and not _enabled(config, "coat"):
+        raise LaunchError(f'--deepspeed-config {path}: a COAT run needs "coat": {{"enabled": true}}')
+    if args.lr is not None:
+        optimizer = config.setdefault("optimizer", {"type": "AdamW"})
+        optimizer["params"] = {**(params or {}), "lr": args.lr}
+    return config
+
+
+def _enabled(config: dict, block: str) -> bool:
+    return isinstance(config.get(block), dict) and config[block].get("enabled") is True
+
+
+def set_batch_sizes(config: dict, args: argparse.Namespace, ranks: int) -> tuple[int, int]:
+    """Writes micro and global batch size into the config, arguments before JSON; returns both."""
+
+    def configured(key: str, default: int) -> int:
+        value = config.get(key, "auto")
+        if value != "auto" and (type(value) is not int or value < 1):
+            raise LaunchError(
+                f"{key}: expected a whole number above 0 in the DeepSpeed JSON, found {value!r}"
+            )
+        return default if value == "auto" else value
+
+    micro = args.micro_batch_size or configured("train_micro_batch_size_per_gpu", 4)
+    steps = configured("gradient_accumulation_steps", 1)
+    total = args.global_batch_size or configured("train_batch_size", micro * ranks * steps)
+    if total % (micro * ranks):
+        raise LaunchError(
+            f"--global-batch-size: {total} is not a multiple of --micro-batch-size {micro} times {ranks} "
+            "data-parallel ranks"
+        )
+    config.update(
+        train_micro_batch_size_per_gpu=micro,
+        train_batch_size=total,
+        gradient_accumulation_steps=total // (micro * ranks),
+    )
+    return micro, total
+
+
+def use_torch_adamw(config: dict) -> None:
+    """Without COAT, AdamW is torch's fused one: DeepSpeed's keeps the same states and wants a compiler."""
+    optimizer = config.get("optimizer", {})
+    if str(optimizer.get("type")).lower() in ("adam", "adamw"):
+        optimizer["params"] = {**(optimizer.get("params") or {}), "torch_adam": True, "fused": True}

@@ -1,0 +1,67 @@
+"""The model that is trained, its groups of parameters and their learning rate."""
+
+import argparse
+import dataclasses
+import math
+
+import torch
+
+from coat_launch.args import SHAPE_FLAGS
+from coat_launch.checkpoints import leave_out_empty_states
+from coat_launch.data import padded_vocab_size
+from coat_launch.errors import LaunchError
+
+
+def load_model_shape(args: argparse.Namespace):
+    from megatron_ext.model import load_shape
+
+    try:
+        shape = load_shape(args.model_config)
+        return dataclasses.replace(
+            shape, **{f: v for f in SHAPE_FLAGS if (v := getattr(args, f)) is not None}
+        )
+    except (OSError, ValueError, RecursionError) as error:
+        raise LaunchError(f"--model-config {args.model_config}: {error}") from error
+
+
+def build_model(args: argparse.Namespace, shape, coat, vocab_size: int) -> torch.nn.Module:
+    """A GPTModel of megatron-core with COAT's layers, or with Megatron's own where these are off.
+
+    shape, coat: a `megatron_ext.model.ModelShape` and a `coat_ds.CoatConfig`.
+    Raises LaunchError for a shape that cannot be built.
+    """
+    from megatron_ext import layer_specs, mpu
+    from megatron_ext.model import build_gpt
+
+    fp8_layers = coat.enabled and coat.activations.enabled
+    try:
+        model = build_gpt(
+            shape,
+            layer_specs.coat_layer_spec if fp8_layers else layer_specs.sdpa_layer_spec,
+            seq_length=args.seq_length,
+            vocab_size=padded_vocab_size(vocab_size, 128 * args.tensor_model_parallel_size),
+            seed=args.seed,
+            activations=coat.activations,
+            sequence_parallel=args.sequence_parallel,
+        )
+    except ValueError as error:
+        raise LaunchError(str(error)) from error
+    mpu.sum_shared_gradients(model)
+    leave_out_empty_states(model)
+    return model
+
+
+def parameter_groups(model: torch.nn.Module) -> list[dict]:
+    """Weight decay for matrices only, as usual for GPTs."""
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    return [
+        {"params": [p for p in parameters if p.dim() > 1]},
+        {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
+    ]
+
+
+def warmup_cosine(step: int, *, warmup: int, total: int) -> float:
+    """Factor of the peak learning rate: linear to 1, then half a cosine down to 0.1."""
+    if step < warmup:
+        return (step + 1) / warmup
+    return 0.55 + 0.45 * math.cos(math.pi * min(1.0, (step - warmup) / max(1, total - warmup)))

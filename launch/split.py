@@ -1,0 +1,131 @@
+"""Documents to batches: laid end to end and cut into sequences.
+
+Every epoch visits all sequences once, in an order that depends on the seed alone. A batch is a pure function
+of how many samples were consumed before it, so a run resumes from that one number and sees the same data on
+any number of data-parallel ranks.
+"""
+
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from coat_launch.errors import DataError
+
+
+class Batch(NamedTuple):
+    """All int64, on the CPU, of shape [batch, sequence]; `labels` is `tokens` one position further."""
+
+    tokens: torch.Tensor
+    labels: torch.Tensor
+    loss_mask: torch.Tensor
+    position_ids: torch.Tensor
+
+
+class Split:
+    """Documents of one part of the corpus, laid end to end and cut into samples of `seq_length + 1` tokens.
+
+    Neighbouring samples share one token, so that each token is a label once.
+    """
+
+    def __init__(self, sources, documents: np.ndarray, *, seq_length: int, vocab_size: int, seed: int):
+        """`documents` is int64 [n, 3]: which of `sources`, first token, number of tokens."""
+        self._sources = sources
+        self._documents = documents
+        self._ends = np.cumsum(documents[:, 2])
+        self._seq_length, self._vocab_size, self._seed = seq_length, vocab_size, seed
+        self._order = (-1, np.empty(0, np.int64))
+
+    def __len__(self) -> int:
+        """Number of samples in one epoch."""
+        return max(0, (self.num_tokens - 1) // self._seq_length)
+
+    @property
+    def num_tokens(self) -> int:
+        return int(self._ends[-1]) if len(self._ends) else 0
+
+    def sample(self, index: int) -> np.ndarray:
+        """Tokens of the sample at `index`, in the order of the documents: int64 [seq_length + 1]."""
+        out, pieces = np.empty(self._seq_length + 1, np.int64), []
+        position, filled = index * self._seq_length, 0
+        document = int(np.searchsorted(self._ends, position, side="right"))
+        while filled < len(out):
+            source, start, length = self._documents[document]
+            inside = position + filled - (self._ends[document] - length)
+            count = min(int(length - inside), len(out) - filled)
+            out[filled : filled + count] = self._sources[source][start + inside : start + inside + count]
+            pieces.append((filled, self._sources[source], start + inside))
+            filled, document = filled + count, document + 1
+        if out.max() >= self._vocab_size or out.min() < 0:
+            bad = int(np.flatnonzero((out < 0) | (out >= self._vocab_size))[0])
+            begin, source, first = next(piece for piece in reversed(pieces) if piece[0] <= bad)
+            # tokenised text has no ids but the tokenizer's
+            raise DataError(
+                f"--data {source.prefix}, token {first + bad - begin}: token id {out[bad]}, but the "
+                f"vocabulary has {self._vocab_size} ids: give the tokenizer the data was made with "
+                "(--tokenizer), or its size (--vocab-size)"
+            )
+        return out
+
+    def batch(self, positions: Iterable[int]) -> Batch:
+        """The samples at these places of the endless shuffled sequence of epochs."""
+        tokens = torch.from_numpy(np.stack([self.sample(self._shuffled(p)) for p in positions]))
+        inputs, labels = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+        position_ids = torch.arange(self._seq_length).expand_as(inputs).contiguous()
+        return Batch(inputs, labels, torch.ones_like(inputs), position_ids)
+
+    def micro_batches(
+        self, consumed: int, *, global_batch_size: int, micro_batch_size: int, rank: int = 0, ranks: int = 1
+    ) -> Iterator[Batch]:
+        """This rank's share of the global batch that follows `consumed` samples.
+
+        The global batch is the samples `consumed` to `consumed + global_batch_size`, whatever the number of
+        ranks; sample i of it belongs to rank i % ranks.
+        """
+        if global_batch_size % (micro_batch_size * ranks):
+            raise DataError(
+                f"--global-batch-size {global_batch_size} is not a multiple of --micro-batch-size "
+                f"{micro_batch_size} times {ranks} data-parallel ranks"
+            )
+        mine = range(consumed + rank, consumed + global_batch_size, ranks)
+        for first in range(0, len(mine), micro_batch_size):
+            yield self.batch(mine[first : first + micro_batch_size])
+
+    def _shuffled(self, position: int) -> int:
+        epoch, place = divmod(position, len(self))
+        if self._order[0] != epoch:
+            order = np.arange(len(self), dtype=np.uint32 if len(self) < 2**32 else np.int64)
+            np.random.default_rng([self._seed, epoch]).shuffle(order)
+            self._order = (epoch, order)
+        return int(self._order[1][place])
+
+
+def document_table(source: int, starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+    """Rows for `Split` of the documents that are not empty."""
+    return np.stack([np.full_like(starts, source), starts, lengths], 1)[lengths > 0]
+
+
+def hold_out(
+    documents: np.ndarray, share: float, seed: int, seq_length: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """Training and validation documents, each in the original order.
+
+    In an order drawn from the seed, documents go to the validation part until it has its share of the tokens
+    and at least one sequence. A lone document is cut in two instead.
+    """
+    lengths = documents[:, 2]
+    total = int(lengths.sum())
+    wanted = max(int(total * share), seq_length + 1)
+    if len(documents) == 1:
+        source, start, length = documents[0]
+        kept = max(0, length - wanted)
+        return np.array([[source, start, kept]]), np.array([[source, start + kept, length - kept]])
+
+    order = np.random.default_rng(seed).permutation(len(documents))
+    # a document that is most of the corpus would leave nothing to train on
+    order = order[np.argsort(lengths[order] * 2 > total, kind="stable")]
+    count = 1 + int(np.searchsorted(np.cumsum(lengths[order]), wanted))
+    held = np.zeros(len(documents), bool)
+    held[order[: min(count, len(documents) - 1)]] = True
+    return documents[~held], documents[held]

@@ -1,0 +1,373 @@
+"""A training run: engine and data, steps, validation, checkpoints, and what is measured."""
+
+import argparse
+import datetime
+import functools
+import math
+import os
+import resource
+import signal
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from coat_launch import checkpoints, report
+from coat_launch.args import MAX_FAILURES
+from coat_launch.data import Corpus, Split, load_corpus
+from coat_launch.deepspeed_config import read_deepspeed_config, set_batch_sizes, use_torch_adamw
+from coat_launch.errors import LaunchError
+from coat_launch.model import build_model, load_model_shape, parameter_groups, warmup_cosine
+from coat_launch.output_lock import OutputLock
+from coat_launch.process_group import start_process_group
+
+# the first steps allocate and warm caches up
+WARM_STEPS = 3
+
+
+class Stopped(Exception):
+    """A signal asked for an end; a checkpoint was saved."""
+
+
+class Signals:
+    """Notes SIGTERM and SIGUSR1, which schedulers send before they end a job."""
+
+    def __init__(self):
+        self.received = False
+        for number in (signal.SIGTERM, signal.SIGUSR1):
+            signal.signal(number, self._note)
+
+    def _note(self, number, frame):
+        self.received = True
+
+
+class Trainer:
+    """One run: the engine, its data and what is measured."""
+
+    def __init__(self, args: argparse.Namespace, lock: OutputLock):
+        """`lock` is taken by rank 0."""
+        self.args, self._lock = args, lock
+        self.config = read_deepspeed_config(args)
+        if args.tensor_model_parallel_size > 1:
+            # kernels run in the order of their launch: what is sent starts before the product that hides it
+            os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+
+        from coat_ds import CoatConfig
+
+        coat = CoatConfig.from_dict(self.config.get("coat"))
+        self.run = "coat" if coat.enabled else "bf16"
+        shape = load_model_shape(args)
+        self.corpus: Corpus = load_corpus(
+            args.data,
+            seq_length=args.seq_length,
+            seed=args.seed,
+            tokenizer=args.tokenizer,
+            vocab_size=args.vocab_size,
+        )
+        self._join_ranks()
+        self.micro_batch_size, self.global_batch_size = set_batch_sizes(self.config, args, self.ranks)
+        model = build_model(args, shape, coat, self.corpus.vocab_size)
+        self.saved_bytes = self._measure_saved_bytes(model)
+        if not coat.enabled:
+            use_torch_adamw(self.config)
+        checkpoint = self._find_checkpoint()
+        if checkpoint is not None and checkpoint.layout != self.layout:
+            self.config.setdefault("checkpoint", {})["load_universal"] = True
+        self.engine = self._make_engine(model)
+        self.step, self.val_loss_start = 0, None
+        # of rank 0, while it trains
+        self._metrics, self._progress = None, None
+        self.resumed = checkpoint is not None
+        if self.resumed:
+            self._load(checkpoint)
+
+    def _join_ranks(self) -> None:
+        """Starts the process groups and takes the lock; nothing is written before."""
+        args, timeout = self.args, datetime.timedelta(seconds=self.args.distributed_timeout)
+        self.device = start_process_group(timeout)
+        self._on_main(lambda: self._lock.take(functools.partial(print, flush=True)))
+        world, tp_size = torch.distributed.get_world_size(), args.tensor_model_parallel_size
+        if world % tp_size:
+            raise LaunchError(
+                f"--tensor-model-parallel-size: {tp_size} does not divide the {world} processes"
+            )
+        from megatron_ext import mpu
+        from megatron_ext.model import initialize_model_parallel
+
+        initialize_model_parallel(
+            tp_size,
+            seed=args.seed,
+            distributed_timeout_minutes=timeout / datetime.timedelta(minutes=1),
+        )
+        self.group, self.rank = mpu.get_data_parallel_group(), mpu.get_data_parallel_rank()
+        self.ranks, self.is_main = mpu.get_data_parallel_world_size(), torch.distributed.get_rank() == 0
+
+    def _measure_saved_bytes(self, model: torch.nn.Module) -> float:
+        """Bytes that a layer saves for backward, per token, by a pass over the first batch."""
+        from megatron_ext.ledger import saved_bytes
+
+        first = next(self._batches(self.corpus.train, 0))
+        saved = saved_bytes(model, lambda: self._loss(model, first))
+        if self.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats()
+        # of whole sequences, of which a layer may see a part
+        return saved.total / (saved.layers * first.tokens.numel())
+
+    def _make_engine(self, model: torch.nn.Module):
+        import coat_ds
+        from megatron_ext import mpu
+
+        schedule = functools.partial(warmup_cosine, warmup=self.args.warmup_steps, total=self.args.steps)
+        own_schedule = "scheduler" not in self.config
+        engine, *_ = coat_ds.initialize(
+            model=model,
+            model_parameters=parameter_groups(model),
+            lr_scheduler=(lambda o: torch.optim.lr_scheduler.LambdaLR(o, schedule)) if own_schedule else None,
+            mpu=mpu,
+            config=self.config,
+        )
+        return engine
+
+    @property
+    def folder(self) -> Path:
+        return Path(self.args.output) / self.run
+
+    @property
+    def checkpoint_folder(self) -> Path:
+        return self.folder / "checkpoints"
+
+    def train(self, signals: Signals) -> dict:
+        """Trains to the last step; returns what summary.json holds of a run.
+
+        Raises Stopped where a signal came on any rank, once a checkpoint is saved.
+        """
+        args = self.args
+        if self.is_main:
+            self._metrics = report.MetricsWriter(
+                Path(args.output) / "metrics.jsonl", self.run, self.step if self.resumed else None
+            )
+            self._progress = report.Progress(args.steps, self.step, self.run)
+            self._progress.say(self._describe())
+        try:
+            val_loss, speeds = self._train_to_the_end(signals)
+        finally:
+            if self.is_main:
+                self._metrics.close()
+                self._progress.close()
+        if val_loss is None:
+            raise LaunchError(
+                f"--load: the checkpoint is at step {self.step}, --steps {args.steps} asks for no more"
+            )
+        return self._summary(val_loss, speeds)
+
+    def _train_to_the_end(self, signals: Signals) -> tuple[float | None, list[float]]:
+        """The last validation loss, None if there was nothing to do; the tokens per second of each step."""
+        args, val_loss, speeds, failures = self.args, None, [], 0
+        if self.val_loss_start is None:
+            self.val_loss_start = val_loss = self._validate()
+        while self.step < args.steps:
+            started = time.perf_counter()
+            loss = self._train_step()
+            speeds.append(self.global_batch_size * args.seq_length / (time.perf_counter() - started))
+            self.step += 1
+            failures = self._record_step(loss, speeds[-1], failures)
+            last = self.step == args.steps
+            if last or self.step % args.eval_interval == 0:
+                val_loss = self._validate()
+            stopping = self._any_rank(signals.received) and not last
+            if stopping or (args.save_interval and (last or self.step % args.save_interval == 0)):
+                self._save()
+            if stopping:
+                raise Stopped(f"stopped by a signal after step {self.step}, saved; go on with --resume")
+        if val_loss is None and args.resume:
+            # the run before was ended between its last checkpoint and its summary
+            val_loss = self._validate()
+        return val_loss, speeds
+
+    def _record_step(self, loss: float, speed: float, failures: int) -> int:
+        """`failures` is the number of steps in a row, up to the one before, that were not finite; returns it
+        for this one. Raises LaunchError where training has diverged.
+        """
+        # collective under tensor parallelism; None where DeepSpeed was told not to compute it
+        norm = self.engine.get_global_grad_norm()
+        finite = math.isfinite(loss) and (norm is None or math.isfinite(norm))
+        failures = 0 if finite else failures + 1
+        applied = self.engine.was_step_applied()
+        lost = not math.isfinite(loss) and (applied or self.args.non_finite == "stop")
+        if lost or failures == MAX_FAILURES:
+            raise LaunchError(
+                f"training diverged: loss {loss} at step {self.step}, loss or gradients not finite "
+                f"in the last {failures} steps; lower --lr or raise --warmup-steps"
+            )
+        if self.is_main:
+            values = {"lr": self.engine.get_lr()[0], "tokens_per_s": speed}
+            if math.isfinite(loss):
+                values["loss"] = loss
+            if finite and norm is not None:
+                values["grad_norm"] = float(norm)
+            if not finite:
+                done = "applied" if applied else "skipped"
+                values[done] = 1
+                self._progress.say(f"step {self.step} {done}: loss {loss}, norm of the gradients {norm}")
+            memory = torch.cuda.memory_allocated() if self.device.type == "cuda" else None
+            self._metrics.write(self.step, **values)
+            self._progress.update(loss=loss, tokens_per_s=speed, memory_bytes=memory)
+        return failures
+
+    def _batches(self, split: Split, consumed: int):
+        for batch in split.micro_batches(
+            consumed,
+            global_batch_size=self.global_batch_size,
+            micro_batch_size=self.micro_batch_size,
+            rank=self.rank,
+            ranks=self.ranks,
+        ):
+            yield type(batch)(*(tensor.to(self.device) for tensor in batch))
+
+    @staticmethod
+    def _loss(model, batch) -> torch.Tensor:
+        """Mean over the tokens, in nats, FP32."""
+        losses = model(batch.tokens, batch.position_ids, None, labels=batch.labels)
+        return (losses * batch.loss_mask).sum() / batch.loss_mask.sum()
+
+    def _mean(self, losses: list[torch.Tensor]) -> float:
+        """Over micro-batches and data-parallel ranks."""
+        mean = torch.stack(losses).mean()
+        torch.distributed.all_reduce(mean, group=self.group)
+        return mean.item() / self.ranks
+
+    @staticmethod
+    def _on_main(action: Callable[[], object]) -> None:
+        """Does it on rank 0. An OutputError ends all ranks."""
+
+        def reason() -> str | None:
+            try:
+                action()
+            except report.OutputError as error:
+                return str(error)
+            return None
+
+        if (why := checkpoints.from_main(reason)) is not None:
+            raise report.OutputError(why)
+
+    def _any_rank(self, flag: bool) -> bool:
+        flags = torch.tensor(int(flag), device=self.device)
+        torch.distributed.all_reduce(flags, torch.distributed.ReduceOp.MAX)
+        return bool(flags.item())
+
+    def _train_step(self) -> float:
+        losses = []
+        for batch in self._batches(self.corpus.train, self.step * self.global_batch_size):
+            loss = self._loss(self.engine, batch)
+            self.engine.backward(loss)
+            self.engine.step()
+            losses.append(loss.detach())
+        return self._mean(losses)
+
+    def _validate(self) -> float:
+        """Validation loss on the same held-out sequences every time."""
+        self.engine.eval()
+        with torch.no_grad():
+            losses = [
+                self._loss(self.engine, batch)
+                for index in range(self.args.eval_batches)
+                for batch in self._batches(self.corpus.validation, index * self.global_batch_size)
+            ]
+        self.engine.train()
+        val_loss = self._mean(losses)
+        if self.is_main:
+            self._metrics.write(self.step, val_loss=val_loss)
+            self._progress.say(f"validation loss {val_loss:.4f} after {self.step} steps")
+        return val_loss
+
+    def _data_identity(self) -> dict:
+        """What has to be the same for the data to go on where they stopped."""
+        return {
+            "seed": self.args.seed,
+            "seq-length": self.args.seq_length,
+            "global-batch-size": self.global_batch_size,
+            "training tokens": self.corpus.train.num_tokens,
+        }
+
+    @property
+    def layout(self) -> checkpoints.Layout:
+        stage = self.config.get("zero_optimization", {}).get("stage", 0)
+        tensor_ranks = torch.distributed.get_world_size() // self.ranks
+        return checkpoints.Layout(self.ranks, tensor_ranks, stage)
+
+    def _save(self) -> None:
+        state = {"step": self.step, "val_loss_start": self.val_loss_start, "data": self._data_identity()}
+        keep = self.args.keep_checkpoints
+        self._on_main(self._lock.check)
+        checkpoints.save(self.engine, self.checkpoint_folder, self.step, self.layout, state, keep=keep)
+
+    def _find_checkpoint(self) -> checkpoints.Checkpoint | None:
+        """The checkpoint to go on from. Refuses to let an older run's checkpoints pass for this one's."""
+        found, folder = None, Path(self.args.load or self.checkpoint_folder)
+        if self.args.resume or self.args.load is not None:
+            found = checkpoints.find(folder, set_aside=folder.resolve() == self.checkpoint_folder.resolve())
+        if found is None and self.args.load is not None:
+            raise LaunchError(
+                f"--load {folder}: no checkpoint there (none with a {checkpoints.MANIFEST}); drop --load to "
+                "start"
+            )
+        newest = checkpoints.newest(self.checkpoint_folder)
+        if newest is not None and (found is None or newest.resolve() != found.path.resolve()):
+            raise LaunchError(
+                f"--output {self.args.output}: {newest} is there, from an earlier run: go on from it with "
+                "--resume, remove it, or choose another folder"
+            )
+        return found
+
+    def _load(self, checkpoint: checkpoints.Checkpoint) -> None:
+        from coat_kernels.weights import invalidate_weight_caches
+
+        state = checkpoints.load(self.engine, checkpoint, self.layout, self.checkpoint_folder)
+        # the pass that measured saved_bytes has seen other weights
+        invalidate_weight_caches()
+        now = self._data_identity()
+        with checkpoints.reading(checkpoint.path):
+            data = {key: state["data"][key] for key in now}
+            self.step, self.val_loss_start = state["step"], float(state["val_loss_start"])
+            if self.step != checkpoint.step:
+                raise ValueError(f"the files are of step {self.step}")
+        for key, value in now.items():
+            if data[key] != value:
+                raise LaunchError(
+                    f"--load {checkpoint.path}: the checkpoint was made with {key} {data[key]}, found "
+                    f"{value}: the data would not go on where they stopped"
+                )
+        if self.is_main:
+            print(f"{self.run}: going on from {checkpoint.path}", flush=True)
+
+    def _describe(self) -> str:
+        kind = torch.cuda.get_device_name() if self.device.type == "cuda" else "CPU"
+        parameters = sum(p.numel() for p in self.engine.module.parameters())
+        return (
+            f"{parameters:,} parameters on {torch.distributed.get_world_size()} x {kind}, "
+            f"ZeRO stage {self.engine.zero_optimization_stage()}, "
+            f"{self.global_batch_size} x {self.args.seq_length} tokens a step"
+        )
+
+    def _summary(self, val_loss: float, speeds: list[float]) -> dict:
+        import coat_ds
+
+        if self.device.type == "cuda":
+            peak, kind = torch.cuda.max_memory_allocated(), report.GPU_PEAK
+        else:
+            # Linux counts in KiB
+            peak, kind = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024, "process"
+        largest = torch.tensor(peak, device=self.device)
+        torch.distributed.all_reduce(largest, torch.distributed.ReduceOp.MAX)
+        return {
+            "val_loss_start": self.val_loss_start,
+            "val_loss": val_loss,
+            "state_bytes_per_param": coat_ds.state_bytes(self.engine)["bytes_per_parameter"],
+            "saved_bytes_per_token_layer": self.saved_bytes,
+            "peak_bytes": largest.item(),
+            "peak_kind": kind,
+            "tokens_per_s": statistics.median(speeds[WARM_STEPS:] or speeds or [0.0]),
+            "steps": self.step,
+        }

@@ -1,0 +1,128 @@
+"""The wheel: made from the sdist, it holds all sources, and works where the repository is not."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tarfile
+import zipfile
+from email.parser import Parser
+from pathlib import Path
+
+import pytest
+
+import coat_ds
+from coat_ds.versions import DEEPSPEED, MEGATRON_CORE
+
+ROOT = Path(__file__).resolve().parents[2]
+FOLDERS = {
+    "coat_ds": "coat_ds",
+    "coat_kernels": "kernels",
+    "coat_launch": "launch",
+    "coat_launch/configs": "configs",
+    "megatron_ext": "megatron_ext",
+}
+FILES = ("setup.py", "pyproject.toml", "README.md", "LICENSE", "coat_autoload.py")
+# scripts for a clone, and their variables: `python -m coat_launch.cluster` is what they start
+LEFT_OUT = (".sh", ".sbatch", ".env")
+
+INSIDE = """
+import importlib.resources, json
+import coat_ds, coat_kernels, coat_launch, megatron_ext
+from coat_launch import config_path
+configs = importlib.resources.files("coat_launch.configs")
+print("RESULT " + json.dumps({
+    "version": coat_ds.__version__,
+    "folders": [module.__file__ for module in (coat_ds, coat_kernels, coat_launch, megatron_ext)],
+    "schema": json.loads((configs / "coat.schema.json").read_text()),
+    "config": json.loads(open(config_path("ds_zero1_coat.json")).read()),
+}))
+"""
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory) -> Path:
+    """Made from an sdist, as a package index's users get it where no wheel fits; not in the clone."""
+    folder = tmp_path_factory.mktemp("package")
+    for name in FOLDERS.values():
+        shutil.copytree(ROOT / name, folder / "clone" / name, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in FILES:
+        shutil.copy(ROOT / name, folder / "clone" / name)
+    code = f"from setuptools import build_meta; build_meta.build_sdist({str(folder)!r})"
+    subprocess.run([sys.executable, "-c", code], cwd=folder / "clone", check=True, capture_output=True)
+    (sdist,) = folder.glob("*.tar.gz")
+    with tarfile.open(sdist) as archive:
+        archive.extractall(folder, filter="data")
+    source = folder / sdist.name.removesuffix(".tar.gz")
+    command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation"]
+    subprocess.run([*command, "--wheel-dir", str(folder), str(source)], check=True)
+    (made,) = folder.glob("*.whl")
+    return made
+
+
+@pytest.fixture(scope="module")
+def site(wheel, tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("site")
+    command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(folder)]
+    subprocess.run([*command, str(wheel)], check=True)
+    return folder
+
+
+def python(*words, cwd: Path, paths: tuple = (), code: int = 0) -> subprocess.CompletedProcess:
+    """Runs without the repository: -S leaves out the file by which its editable install is found."""
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, (*paths, sysconfig.get_path("purelib"))))}
+    done = subprocess.run(
+        [sys.executable, "-S", *map(str, words)], cwd=cwd, env=env, capture_output=True, text=True
+    )
+    assert done.returncode == code, done.stdout + done.stderr
+    return done
+
+
+def test_wheel_holds_all_sources_and_nothing_else(wheel):
+    expected = {"coat_autoload.py"}
+    for package, folder in FOLDERS.items():
+        for path in (ROOT / folder).rglob("*"):
+            if path.is_file() and "__pycache__" not in path.parts and path.suffix not in LEFT_OUT:
+                expected.add(f"{package}/{path.relative_to(ROOT / folder)}")
+    names = set(zipfile.ZipFile(wheel).namelist())
+    assert {name for name in names if ".dist-info/" not in name} == expected
+    assert {
+        f"{package}/py.typed" for package in ("coat_ds", "coat_kernels", "coat_launch", "megatron_ext")
+    } <= names
+
+
+def test_metadata(wheel):
+    with zipfile.ZipFile(wheel) as archive:
+        (name,) = (name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))
+        metadata = Parser().parsestr(archive.read(name).decode())
+    assert metadata["Version"] == coat_ds.__version__
+    assert metadata["Description-Content-Type"] == "text/markdown"
+    assert metadata.get_payload().strip() == (ROOT / "README.md").read_text().strip()
+    assert "Typing :: Typed" in metadata.get_all("Classifier")
+    # the order of the two bounds is the build's
+    needed = {frozenset(line.replace(";", ",").split(",")[:2]) for line in metadata.get_all("Requires-Dist")}
+    for framework, supported in (("deepspeed", DEEPSPEED), ("megatron-core", MEGATRON_CORE)):
+        assert {f"{framework}<{supported.untried}", f">={supported.oldest}"} in needed
+
+
+def test_works_without_the_repository(site, tmp_path):
+    done = python("-c", INSIDE, cwd=tmp_path, paths=(site,))
+    found = json.loads(done.stdout.rpartition("RESULT ")[2])
+    assert all(Path(path).is_relative_to(site) for path in found["folders"])
+    assert found["version"] == coat_ds.__version__
+    for key, name in (("schema", "coat.schema.json"), ("config", "ds_zero1_coat.json")):
+        assert found[key] == json.loads((ROOT / "configs" / name).read_text())
+    said = python("-m", "coat_launch.pretrain_gpt", "--help", cwd=tmp_path, paths=(site,)).stdout
+    assert "--deepspeed-config" in said
+    dry_run = python("-m", "coat_launch.cluster", "torchrun", "--dry-run", cwd=tmp_path, paths=(site,)).stdout
+    assert f"{site}/coat_launch/pretrain_gpt.py" in dry_run
+
+
+@pytest.mark.parametrize("script", ["pretrain_gpt.py", "cluster.py"])
+def test_scripts_say_what_to_do_where_nothing_is_installed(tmp_path, script):
+    said = python(ROOT / "launch" / script, cwd=tmp_path, code=1).stderr
+    (line,) = said.splitlines()
+    assert line.startswith(f"error: coat_launch is not installed for {sys.executable}: run `make setup`")
+    assert line.endswith(f"or `pip install -e {ROOT}`")
