@@ -164,11 +164,8 @@ def place_of(text: str, tree: Path) -> Path:
     return files[0]
 
 
-def outcome(mutation: Mutation, tree: Path) -> str:
-    """What the tests say with the mistake, which is undone afterwards."""
-    path = place_of(mutation.old, tree)
-    right = path.read_text()
-    path.write_text(right.replace(mutation.old, mutation.new))
+def run(tests: str, tree: Path) -> tuple[int, str]:
+    """The exit code of pytest, and its first failure."""
     environment = {
         **os.environ,
         # before what is installed
@@ -177,37 +174,48 @@ def outcome(mutation: Mutation, tree: Path) -> str:
         # a file is changed back within a second, and keeps its size
         "PYTHONDONTWRITEBYTECODE": "1",
     }
-    file, *picked = shlex.split(mutation.tests)
+    file, *picked = shlex.split(tests)
     command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", f"tests/{file}", *picked]
+    done = subprocess.run(command, cwd=tree, env=environment, capture_output=True, text=True)
+    failures = [line for line in done.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))]
+    return done.returncode, failures[0] if failures else done.stdout[-2000:] + done.stderr[-2000:]
+
+
+def outcome(mutation: Mutation, tree: Path) -> str:
+    """What the tests say with the mistake, which is undone afterwards."""
+    path = place_of(mutation.old, tree)
+    right = path.read_text()
+    path.write_text(right.replace(mutation.old, mutation.new))
     try:
-        done = subprocess.run(command, cwd=tree, env=environment, capture_output=True, text=True)
+        code, said = run(mutation.tests, tree)
     finally:
         path.write_text(right)
-    if done.returncode == FAILED:
-        return "caught"
-    return (
-        "NOT CAUGHT"
-        if done.returncode == 0
-        else f"pytest ended with {done.returncode}: {done.stdout[-2000:]}"
-    )
+    if code == FAILED:
+        return f"caught: {said.split('::')[1].split(' - ')[0]}"
+    return "NOT CAUGHT" if code == 0 else f"pytest ended with {code}: {said}"
 
 
 def main() -> None:
     numbers = [int(word) for word in sys.argv[1:]] or range(1, len(MUTATIONS) + 1)
+    chosen = {number: MUTATIONS[number - 1] for number in numbers}
     with tempfile.TemporaryDirectory() as folder:
         tree = Path(folder) / "tree"
-        shutil.copytree(ROOT, tree, ignore=shutil.ignore_patterns(".*", "results", "runs", "__pycache__"))
+        shutil.copytree(ROOT, tree, ignore=shutil.ignore_patterns(".*", "runs", "__pycache__"))
         # the name that the folder is installed by
         (tree / "coat_kernels").symlink_to("kernels")
         for mutation in MUTATIONS:
             place_of(mutation.old, tree)
+        # in the copy the tests pass while nothing is wrong
+        for tests in dict.fromkeys(mutation.tests for mutation in chosen.values()):
+            code, said = run(tests, tree)
+            if code:
+                sys.exit(f"{tests}: fails without a mistake: {said}")
         outcomes = []
         print("| | mistake | tests | |\n|---|---|---|---|")
-        for number in numbers:
-            mutation = MUTATIONS[number - 1]
+        for number, mutation in chosen.items():
             outcomes.append(outcome(mutation, tree))
             print(f"| {number} | {mutation.what} | `{mutation.tests}` | {outcomes[-1]} |", flush=True)
-    if set(outcomes) != {"caught"}:
+    if not all(found.startswith("caught") for found in outcomes):
         sys.exit(1)
 
 
