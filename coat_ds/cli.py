@@ -74,6 +74,8 @@ def _train(words: list[str]) -> int:
             file=sys.stderr,
         )
         return 2
+    # argparse calls the program by this name
+    sys.argv[0] = "coat train"
     importlib.import_module(TRAINING).main(words)
     return 0
 
