@@ -151,6 +151,7 @@ def test_a_dry_run_counts_layers_states_and_bytes():
 
 def test_a_dry_run_leaves_the_model_as_it_was():
     model = dry_run.build(LLAMA)
+    assert {p.device.type for p in model.parameters()} == {"meta"}
     before = {name: type(module).forward for name, module in model.named_modules()}
     dry_run.check(config({"enabled": True}), model, 1, 128)
     assert before == {name: type(module).forward for name, module in model.named_modules()}

@@ -24,7 +24,7 @@ from tests.util import rel_rms
 
 # tokens end in the middle of words of 16 and of every tile, channels in the middle of groups of 32
 S, B, H, F = 5, 2, 48, 80
-GROUPS, M, D, R = 2, 2, 16, 12
+GROUPS, M, D, R = 2, 2, 16, 16
 
 
 @pytest.fixture
