@@ -52,6 +52,7 @@ setup(
         "megatron": ["megatron-core>=0.16.1,<0.20"],
         # what the entry point and the plots need beside the two hosts
         "launch": ["tokenizers", "tqdm", "matplotlib"],
+        "docs": ["mkdocs==1.6.1", "mkdocs-material==9.8.1", "pymdown-extensions==13.1"],
         # Trainer, Accelerate, PEFT and TRL are hosts of the tests alone; beside torch they bring no other one
         "test": [
             "pytest",
