@@ -70,7 +70,7 @@ test-megatron-main: $(MEGATRON)/.done
 	DS_BUILD_OPS=0 $(@D)/bin/pip install --quiet --no-build-isolation "megatron-core==$*" -e ".[deepspeed,test]"
 	touch $@
 
-# warnings are errors, a link that leads nowhere among them
+# warnings are errors, a link that leads nowhere among them; with --quiet they would be neither
 docs: setup
 	$(BIN)/pip install --quiet --no-build-isolation -e ".[docs]"
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
