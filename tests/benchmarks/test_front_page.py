@@ -1,4 +1,4 @@
-"""The README's figures are of one run; tests/test_readme.py says whether they are the committed results'."""
+"""The README's table is that of the committed results, and compares what one run measured."""
 
 import csv
 import shutil
@@ -28,6 +28,15 @@ def change(path, system, **values):
         writer = csv.DictWriter(file, rows[0])
         writer.writeheader()
         writer.writerows(rows)
+
+
+def test_the_committed_table_is_that_of_the_committed_files():
+    readme = front_page.README.read_text()
+    assert front_page.filled(readme, RESULTS) == readme, "run python -m benchmarks report"
+    changed = readme.replace("| COAT | ", "| COAT | 1", 1)
+    assert changed != readme and front_page.filled(changed, RESULTS) == readme
+    with pytest.raises(ValueError, match="README.md: expected a line"):
+        front_page.filled(readme.replace(front_page.END, ""), RESULTS)
 
 
 def test_table_follows_the_results(results):
