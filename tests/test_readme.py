@@ -133,7 +133,8 @@ def test_megatron_command_trains():
     command += [f"--master-port={free_port()}", "-m", "megatron_ext.cpu", f"{MEGATRON}/pretrain_gpt.py"]
     # Megatron compiles with the python3 and python3-config of the path
     path = [str(Path(sys.executable).parent), sysconfig.get_config_var("BINDIR"), os.environ["PATH"]]
-    environment = {"PATH": os.pathsep.join(path), "PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "ignore"}
+    packages = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    environment = {"PATH": os.pathsep.join(path), "PYTHONPATH": packages, "PYTHONWARNINGS": "ignore"}
     environment |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
     done = subprocess.run(
         [*command, *megatron_command(), *SMALL.split()],
