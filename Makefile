@@ -16,7 +16,7 @@ HOSTS ?= 0.18.9
 PYTHON312 ?= python3.12
 MEGATRON := .venv-megatron-0.19.2
 
-.PHONY: setup quickstart check test test-all test-hostile test-hosts test-megatron test-megatron-main lint format clean
+.PHONY: setup quickstart check test test-all docs test-hostile test-hosts test-megatron test-megatron-main lint format clean
 
 setup: $(VENV)/.done
 
@@ -85,6 +85,11 @@ test-megatron-main: $(MEGATRON)/.done
 		numpy wheel "setuptools>=77"
 	DS_BUILD_OPS=0 $(@D)/bin/pip install --quiet --no-build-isolation "megatron-core==$*" -e ".[deepspeed,test]"
 	touch $@
+
+# warnings are errors, a link that leads nowhere among them; with --quiet they would be neither
+docs: setup
+	$(BIN)/pip install --quiet --no-build-isolation -e ".[docs]"
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 lint: setup
 	$(BIN)/ruff check .

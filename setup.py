@@ -84,6 +84,7 @@ setup(
         "megatron": [f"megatron-core{VERSIONS['MEGATRON_CORE']}"],
         # what the entry point and the plots need beside the two frameworks
         "launch": ["tokenizers", "tqdm", "matplotlib"],
+        "docs": ["mkdocs==1.6.1", "mkdocs-material==9.8.1", "pymdown-extensions==13.1"],
         # Trainer, Accelerate, PEFT and TRL are for the tests alone; beside torch they bring no framework
         "test": [
             "pytest",

@@ -6,7 +6,7 @@ from collections import defaultdict
 from pathlib import Path
 from typing import NamedTuple
 
-from benchmarks import converge, train
+from benchmarks import converge, front_page, train
 from benchmarks.harness import BENCHMARKS, RESULTS, benchmark
 from benchmarks.train import read_rows
 
@@ -229,7 +229,7 @@ def build(results: Path) -> str:
     lines = [
         "# Results",
         "",
-        "Made by `python -m benchmarks report` from the files in [results](results); nothing is written by "
+        "Made by `python -m benchmarks report` from the files in `benchmarks/results`; nothing is written by "
         "hand. Sizes in `mb` are 10^6 bytes.",
         "",
     ]
@@ -251,7 +251,8 @@ def build(results: Path) -> str:
 def report(arguments, _) -> None:
     """RESULTS.md from the files in benchmarks/results: tables, plots, conditions, and what is missing.
 
-    The same files give the same page. The plot of all whole models, results/train_all.png, is drawn anew.
+    The same files give the same page. Without --output the README's table and picture are made as well. The
+    plot of all whole models, results/train_all.png, is drawn anew.
     """
     rows = [
         row
@@ -264,3 +265,6 @@ def report(arguments, _) -> None:
     page = arguments.output or PAGE
     page.write_text(build(RESULTS))
     print(f"wrote {page}")
+    if arguments.output is None:
+        front_page.write(RESULTS)
+        print(f"wrote {front_page.README} and {front_page.PICTURE}")

@@ -25,6 +25,36 @@ def torchrun(ranks, *args):
     return done.stdout
 
 
+def python(*args):
+    done = subprocess.run(
+        [sys.executable, *args], cwd=ROOT, env=ENVIRONMENT, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    return done.stdout
+
+
+def losses(said):
+    return {int(step): float(loss) for step, loss in re.findall(r"^step (\d+) loss (\S+)$", said, re.M)}
+
+
+def state_bytes(said):
+    return float(re.search(r"bytes of states per parameter: (\S+)", said)[1].rstrip(","))
+
+
+def test_every_example_is_in_the_readme_and_tested():
+    scripts = {path.name for path in (ROOT / "examples").glob("*.py")}
+    assert scripts == set(re.findall(r"\(examples/(\w+\.py)\)", (ROOT / "README.md").read_text()))
+    assert scripts == set(re.findall(r"\"examples/(\w+\.py)\"", Path(__file__).read_text()))
+
+
+def test_deepspeed():
+    said = torchrun(1, "examples/deepspeed_json.py", "--steps=8")
+    assert "5 of 5 linear layers in FP8" in said and "bytes per parameter" in said
+    found = losses(said)
+    # from about ln 256
+    assert list(found) == [*range(1, 9)] and 5 < found[1] < 6.2 and found[8] < found[1] - 0.5
+
+
 @pytest.mark.long("an unmodified script, for which DeepSpeed compiles its collectives")
 def test_trainer_under_deepspeed():
     said = torchrun(1, "examples/trainer.py", "--steps=2")
@@ -32,13 +62,24 @@ def test_trainer_under_deepspeed():
 
 
 def test_trainer_without_deepspeed():
-    script = [sys.executable, "examples/trainer.py", "--plain", "--steps=2"]
-    done = subprocess.run(script, cwd=ROOT, env=ENVIRONMENT, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0 and "'train_loss': " in done.stdout, done.stderr[-4000:]
+    assert "'train_loss': " in python("examples/trainer.py", "--plain", "--steps=2")
 
 
-def losses(said):
-    return {int(step): float(loss) for step, loss in re.findall(r"^step (\d+) loss (\S+)$", said, re.M)}
+def test_megatron():
+    said = python("examples/megatron_gpt.py", "--steps=8")
+    found = losses(said)
+    assert 5 < found[1] < 6.2 and found[8] < found[1] - 0.5
+    # codes of both moments, and 16 bits that make BF16 weights masters
+    assert 4 < state_bytes(said) < 4.2
+
+
+def test_optimizer():
+    said = python("examples/optimizer.py", "--steps=100")
+    ours, stock = map(float, re.search(r"last loss: CoatAdamW (\S+), AdamW (\S+)", said).groups())
+    assert 2 < state_bytes(said) < 2.2
+    # not the same bits, nearly the same loss
+    assert ours != stock and abs(ours / stock - 1) < 0.01
+    assert said.endswith("from AdamW's own state: torch.float32\n")
 
 
 def test_fsdp2_resumes_at_another_number_of_ranks(tmp_path):

@@ -1,0 +1,86 @@
+"""The page of the `"coat"` block, made from its dataclasses.
+
+python docs/configuration.py > docs/configuration.md
+"""
+
+import json
+
+from coat_ds.schema import schema
+
+HEAD = """\
+# Configuration
+
+<!-- made by: python docs/configuration.py > docs/configuration.md -->
+
+The `"coat"` block stands in a DeepSpeed JSON config. Megatron reads the same block from the JSON file that
+the environment variable `COAT_CONFIG` names. `coat_ds.convert(model, {...})` takes what stands under
+`activations`.
+
+Everything but `enabled` may be left out. The whole block, each key with its default:
+
+```json
+{example}
+```
+
+Unknown keys, wrong types and combinations that cannot work are errors. They name the key, the value and the
+way out, before any memory is allocated. Hugging Face's Trainer and Accelerate refuse the word `"auto"` in any
+block that is not theirs: leave such keys out there.
+
+Editors check and complete the block by its JSON schema, [coat.schema.json](../configs/coat.schema.json).
+"""
+
+
+def parts(block: dict, path: str = "coat") -> list[tuple[str, dict]]:
+    """The block and the blocks in it, each with its path."""
+    found = [(path, block)]
+    for name, described in block["properties"].items():
+        inner = next((d for d in described.get("anyOf", [described]) if "properties" in d), None)
+        if inner is not None:
+            found += parts(inner, f"{path}.{name}")
+    return found
+
+
+def example(block: dict) -> dict:
+    values = {}
+    for name, described in block["properties"].items():
+        inner = next((d for d in described.get("anyOf", [described]) if "properties" in d), None)
+        values[name] = described["default"] if inner is None else example(inner)
+    return values
+
+
+def section(path: str, block: dict) -> list[str]:
+    lines = [f"## `{path}`", "", block["description"].replace("\n", " "), ""]
+    lines += ["| key | default | values | meaning |", "|---|---|---|---|"]
+    for name, described in block["properties"].items():
+        if "default" not in described:
+            where = f"{path}.{name}"
+            lines.append(f"| `{name}` | | [object](#{where.replace('.', '')}) | {described_as(described)} |")
+            continue
+        if "enum" in described:
+            values = ", ".join(f"`{json.dumps(value)}`" for value in described["enum"])
+        else:
+            values = described["type"] + (
+                f", {described['minimum']} or more" if "minimum" in described else ""
+            )
+        default = json.dumps(list(d) if isinstance(d := described["default"], tuple) else d)
+        lines.append(f"| `{name}` | `{default}` | {values} | {described['description']} |")
+    return [*lines, ""]
+
+
+def described_as(described: dict) -> str:
+    boolean = " `true` or `false` may stand for it." if "anyOf" in described else ""
+    return described["description"] + boolean
+
+
+def text() -> str:
+    """What stands in docs/configuration.md."""
+    block = schema()["properties"]["coat"]
+    whole = json.dumps({"coat": example(block) | {"enabled": True}}, indent=2)
+    lines = [HEAD.replace("{example}", whole)]
+    for path, inner in parts(block):
+        lines += section(path, inner)
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    print(text(), end="")

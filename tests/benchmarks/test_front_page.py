@@ -1,0 +1,68 @@
+"""The README's table is that of the committed results, and compares what one run measured."""
+
+import csv
+import shutil
+
+import pytest
+
+from benchmarks import front_page
+from benchmarks.harness import RESULTS
+
+
+@pytest.fixture
+def results(tmp_path):
+    for name in (front_page.MODELS, front_page.LOSSES):
+        shutil.copy(RESULTS / name, tmp_path)
+    return tmp_path
+
+
+def change(path, system, **values):
+    """Rewrites the row at equal micro-batch of a system; without values, leaves it out."""
+    with path.open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    found = [r for r in rows if (r["system"], r["way"], r["limited"]) == (system, front_page.WAY, "False")]
+    for row in found:
+        rows.remove(row) if not values else row.update(values)
+    assert found
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, rows[0])
+        writer.writeheader()
+        writer.writerows(rows)
+
+
+def test_the_committed_table_is_that_of_the_committed_files():
+    readme = front_page.README.read_text()
+    assert front_page.filled(readme, RESULTS) == readme, "run python -m benchmarks report"
+    changed = readme.replace("| COAT | ", "| COAT | 1", 1)
+    assert changed != readme and front_page.filled(changed, RESULTS) == readme
+    with pytest.raises(ValueError, match="README.md: expected a line"):
+        front_page.filled(readme.replace(front_page.END, ""), RESULTS)
+
+
+def test_table_follows_the_results(results):
+    change(results / front_page.MODELS, "COAT", peak_mb="47969.7", tokens_per_s_gpu="21104.3")
+    table = front_page.table(results)
+    assert "| COAT | 48.0 GB (0.50×) | 21,104 (2.00×) | 8 sequences: " in table
+    assert "| BF16 | 95.9 GB (1.00×) | 10,552 (1.00×) | does not fit | 1.4818 (3 seeds: " in table
+
+
+def test_rows_of_several_runs_are_not_compared(results):
+    change(results / front_page.MODELS, "COAT", commit="0000000")
+    with pytest.raises(ValueError, match="of several runs"):
+        front_page.table(results)
+
+
+def test_a_missing_system_is_named(results):
+    change(results / front_page.MODELS, "TE FP8")
+    with pytest.raises(ValueError, match="expected rows of TE FP8 with way zero2, found none"):
+        front_page.table(results)
+
+
+def test_picture_is_drawn_anew(results):
+    pictures = [results / f"{name}.png" for name in ("before", "same", "after")]
+    for path in pictures[:2]:
+        front_page.plot(results, path)
+    change(results / front_page.MODELS, "COAT", tokens_per_s_gpu="9000")
+    front_page.plot(results, pictures[2])
+    before, same, after = (path.read_bytes() for path in pictures)
+    assert before == same != after

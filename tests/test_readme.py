@@ -1,0 +1,149 @@
+"""What the README shows, copied out of it and run."""
+
+import copy
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.util import free_port, run_distributed
+
+ROOT = Path(__file__).resolve().parents[1]
+README = (ROOT / "README.md").read_text()
+MEGATRON = os.environ.get("MEGATRON_PATH", "")
+
+
+def block(language: str) -> str:
+    """The README's only block of code in `language`."""
+    (found,) = re.findall(rf"^```{language}\n(.*?)^```$", README, re.M | re.S)
+    return found
+
+
+def sides(diff: str) -> tuple[str, str]:
+    """What a diff changes, and into what."""
+    lines = diff.splitlines()
+    return tuple("\n".join(line[1:] for line in lines if line[0] != other) for other in "+-")
+
+
+def test_is_short_and_its_links_lead_somewhere():
+    assert len(README.splitlines()) <= 120
+    targets = re.findall(r"\]\((?!https?:)([^)#]+)\)", README)
+    assert len(targets) > 10
+    assert [target for target in targets if not (ROOT / target).exists()] == []
+
+
+def under_deepspeed(config: str) -> dict:
+    """What DeepSpeed's engine has of COAT under a config, and the losses of three steps."""
+    import deepspeed
+
+    torch.manual_seed(0)
+    linear = [torch.nn.Linear(64, 64) for _ in range(2)]
+    model = torch.nn.Sequential(linear[0], torch.nn.SiLU(), linear[1])
+    engine, *_ = deepspeed.initialize(model=model, config=json.loads(config))
+    x = torch.randn(4, 64, dtype=torch.bfloat16)
+    losses = []
+    for _ in range(3):
+        loss = (engine(x) - x).float().square().mean()
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.item())
+    optimizer = type(engine.basic_optimizer).__name__
+    return {"optimizer": optimizer, "losses": losses, "coat": str(engine.coat)}
+
+
+def hugging_face(lines: str) -> dict:
+    """What the lines make of a tiny Llama, its Trainer and its data."""
+    from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
+
+    import coat_ds
+
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=64, **sizes))
+    keys = list(model.state_dict())
+    args = TrainingArguments(
+        output_dir="unused", max_steps=2, save_strategy="no", bf16=True, use_cpu=True, report_to=[]
+    )
+    ids = torch.arange(32) % 7
+    names = {"model": model, "args": args, "data": 16 * [{"input_ids": ids, "labels": ids}]}
+    names["Trainer"] = Trainer
+    exec(lines, names)
+    before = copy.deepcopy(model.state_dict())
+    names["trainer"].train()
+    moved = sum(not torch.equal(before[key], value) for key, value in model.state_dict().items())
+    return {
+        "summary": coat_ds.conversion_of(model).summary(),
+        "bytes": coat_ds.state_bytes(names["optimizer"])["bytes_per_parameter"],
+        "names stay": list(model.state_dict()) == keys,
+        "moved": moved / len(keys),
+    }
+
+
+def run_blocks(config: str, lines: str) -> tuple[dict, dict]:
+    return under_deepspeed(config), hugging_face(lines)
+
+
+def test_json_and_hugging_face_lines_run():
+    stock, ours = sides(block("diff"))
+    ((engine, trainer),) = run_distributed(run_blocks, 1, ours, block("python"))
+    assert json.loads(ours) == json.loads(stock) | {"coat": {"enabled": True}}
+    assert engine["optimizer"] == "CoatAdamW" and "2 of 2 linear layers in FP8" in engine["coat"]
+    assert engine["losses"][2] < engine["losses"][0]
+    # all but the head
+    assert "14 of 15 linear layers" in trainer["summary"]
+    assert trainer["bytes"] < 2.3 and trainer["names stay"] and trainer["moved"] == 1
+
+
+def megatron_command() -> list[str]:
+    words = shlex.split(block("bash").replace("\\\n", " "))
+    return words[words.index("pretrain_gpt.py") + 1 :]
+
+
+SPEC = """
+import sys
+from megatron.core.transformer.spec_utils import ModuleSpec, import_module
+from megatron_ext import optimizer
+assert isinstance(import_module(sys.argv[1:]), ModuleSpec) and optimizer.installed()
+"""
+
+
+def test_megatron_finds_the_spec():
+    words = megatron_command()
+    at = words.index("--spec")
+    subprocess.run([sys.executable, "-c", SPEC, *words[at + 1 : at + 3]], check=True, timeout=120, cwd=ROOT)
+
+
+# what makes the command's 7B model small enough for a CPU: of two arguments Megatron takes the last
+SMALL = """
+    --num-layers 2 --hidden-size 64 --ffn-hidden-size 128 --num-attention-heads 4 --seq-length 32
+    --max-position-embeddings 32 --vocab-size 127 --micro-batch-size 1 --global-batch-size 2 --train-iters 2
+    --log-interval 1 --distributed-backend gloo
+"""
+
+
+@pytest.mark.skipif(not MEGATRON, reason="MEGATRON_PATH names no checkout of Megatron-LM")
+def test_megatron_command_trains():
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2"]
+    command += [f"--master-port={free_port()}", "-m", "megatron_ext.cpu", f"{MEGATRON}/pretrain_gpt.py"]
+    # Megatron compiles with the python3 and python3-config of the path
+    path = [str(Path(sys.executable).parent), sysconfig.get_config_var("BINDIR"), os.environ["PATH"]]
+    packages = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    environment = {"PATH": os.pathsep.join(path), "PYTHONPATH": packages, "PYTHONWARNINGS": "ignore"}
+    environment |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
+    done = subprocess.run(
+        [*command, *megatron_command(), *SMALL.split()],
+        env=os.environ | environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stdout[-6000:]
+    assert re.findall(r"iteration +(\d+)/.*?lm loss: ", done.stdout) == ["1", "2"]
+    assert "COAT: AdamW states" in done.stdout
