@@ -25,7 +25,6 @@ __all__ = [
     "CoatAdamW",
     "CoatConfig",
     "CoatConfigError",
-    "__version__",
     "compressed_checkpoints",
     "conversion_of",
     "convert",

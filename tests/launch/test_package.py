@@ -28,6 +28,8 @@ FILES = ("setup.py", "pyproject.toml", "README.md", "LICENSE", "coat_autoload.py
 # scripts for a clone, and their variables: `python -m coat_launch.cluster` is what they start
 LEFT_OUT = (".sh", ".sbatch", ".env")
 
+LONG = pytest.mark.long("builds and installs a wheel")
+
 INSIDE = """
 import importlib.resources, json
 import coat_ds, coat_kernels, coat_launch, megatron_ext
@@ -80,6 +82,7 @@ def python(*words, cwd: Path, paths: tuple = (), code: int = 0) -> subprocess.Co
     return done
 
 
+@LONG
 def test_wheel_holds_all_sources_and_nothing_else(wheel):
     expected = {"coat_autoload.py"}
     for package, folder in FOLDERS.items():
@@ -93,6 +96,7 @@ def test_wheel_holds_all_sources_and_nothing_else(wheel):
     } <= names
 
 
+@LONG
 def test_metadata(wheel):
     with zipfile.ZipFile(wheel) as archive:
         (name,) = (name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))
@@ -107,6 +111,7 @@ def test_metadata(wheel):
         assert {f"{framework}<{supported.untried}", f">={supported.oldest}"} in needed
 
 
+@LONG
 def test_works_without_the_repository(site, tmp_path):
     done = python("-c", INSIDE, cwd=tmp_path, paths=(site,))
     found = json.loads(done.stdout.rpartition("RESULT ")[2])
