@@ -18,7 +18,8 @@ from coat_launch.tokenizer import Tokenizer
 
 BLOCK_BYTES = 1 << 20
 _STDLIB_BYTES = 4 << 20
-_STDLIB_SKIPPED = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
+# encodings: tables, of which a batch alone would make the loss jump
+_STDLIB_SKIPPED = {"encodings", "test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
 # escapes of JSON that are no characters by themselves
 _HALVES = re.compile("[\ud800-\udfff]")
 
