@@ -47,6 +47,7 @@ def test_every_example_is_in_the_readme_and_tested():
     assert scripts == set(re.findall(r"\"examples/(\w+\.py)\"", Path(__file__).read_text()))
 
 
+@pytest.mark.long("an unmodified script, for which DeepSpeed compiles its collectives")
 def test_deepspeed():
     said = torchrun(1, "examples/deepspeed_json.py", "--steps=8")
     assert "5 of 5 linear layers in FP8" in said and "bytes per parameter" in said

@@ -127,6 +127,7 @@ SMALL = """
 """
 
 
+@pytest.mark.long("Megatron-LM's own script")
 @pytest.mark.skipif(not MEGATRON, reason="MEGATRON_PATH names no checkout of Megatron-LM")
 def test_megatron_command_trains():
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2"]
