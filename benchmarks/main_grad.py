@@ -5,8 +5,10 @@ from functools import partial
 
 import torch
 
-from benchmarks.decoder_layers import device
-from benchmarks.harness import Table, Timing, benchmark, measure, relative_rms
+from benchmarks.common.environment import device
+from benchmarks.common.errors import relative_rms
+from benchmarks.common.harness import Table, benchmark
+from benchmarks.common.timing import Timing, measure
 from coat_kernels.fp8 import E4M3, E5M2, Fp8Format
 from coat_kernels.linear import matmul
 from coat_kernels.tensorwise import largest_magnitude, quantize_tensor

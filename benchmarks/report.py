@@ -6,9 +6,9 @@ from collections import defaultdict
 from pathlib import Path
 from typing import NamedTuple
 
-from benchmarks import converge, train
-from benchmarks.harness import BENCHMARKS, RESULTS, benchmark
-from benchmarks.train import read_rows
+from benchmarks.common.harness import BENCHMARKS, RESULTS, benchmark, read_rows
+from benchmarks.converge.table import summary
+from benchmarks.train.plots import plot
 
 PAGE = RESULTS.parent / "RESULTS.md"
 SHARED = (
@@ -135,7 +135,7 @@ def conditions(rows: list[dict]) -> list[str]:
 
 def converged(rows: list[dict]) -> list[str]:
     """Losses over seeds, and the sentence that they come down to."""
-    found = converge.summary(rows)
+    found = summary(rows)
     lines = ["Validation loss over the seeds of each kind of run:", "", *markdown(found)]
     by_run = {row["run"]: row for row in found}
     if {"bf16", "coat"} <= by_run.keys():
@@ -260,7 +260,7 @@ def report(arguments, _) -> None:
         for row in read_rows(path)
     ]
     if rows:
-        train.plot(rows, RESULTS / "train_all.png")
+        plot(rows, RESULTS / "train_all.png")
     page = arguments.output or PAGE
     page.write_text(build(RESULTS))
     print(f"wrote {page}")

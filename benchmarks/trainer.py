@@ -13,8 +13,9 @@ from pathlib import Path
 import torch
 
 import coat_ds
-from benchmarks.harness import Table, benchmark, synchronize
-from benchmarks.models import SHAPES
+from benchmarks.common.families import SHAPES
+from benchmarks.common.harness import Table, benchmark
+from benchmarks.common.timing import synchronize
 
 ROOT = Path(__file__).parents[1]
 # steps that are not timed: the first compile, and DeepSpeed makes its states in them
