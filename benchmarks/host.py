@@ -1,4 +1,4 @@
-"""What the host does for a decoder layer: time and launches, where the GPU has next to nothing to do."""
+"""CPU time of a decoder layer and its launches, at a size where the GPU has next to nothing to do."""
 
 import argparse
 import cProfile
@@ -56,7 +56,7 @@ def operations() -> dict[str, Callable[[], object]]:
 
 
 def launch_us(operation: Callable[[], object]) -> float:
-    """Microseconds of the host for one call; the lowest of some, since whatever disturbs only adds."""
+    """CPU microseconds of one call; the lowest of some, since whatever disturbs only adds."""
     found = []
     for _ in range(WARMUP):
         synchronize()
@@ -170,9 +170,9 @@ def options(parser: argparse.ArgumentParser) -> None:
 
 @benchmark(needs_gpu=False, options=options)
 def host(arguments, table: Table) -> None:
-    """The host's time for one decoder layer of h 256 and 256 tokens, and for what layers are made of.
+    """CPU time of one decoder layer of h 256 and 256 tokens, and of what layers are made of.
 
-    A layer whose GPU time is below these waits for the host: small models, and large ones over many
+    A layer whose GPU time is below these waits for the CPU: small models, and large ones over many
     tensor-parallel ranks. The layers are those of `python -m benchmarks layer`. Columns:
     - us: of one launch, or one call that launches nothing;
     - forward_ms, backward_ms: until all is launched; both_ms: until it is computed too; medians;

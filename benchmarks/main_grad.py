@@ -1,4 +1,4 @@
-"""FP8 weight gradients that are summed in FP32: by a pass behind the product, or by the product itself."""
+"""FP8 weight gradients that are summed in FP32: by a pass behind the GEMM, or by the GEMM itself."""
 
 from collections.abc import Callable
 from functools import partial
@@ -51,8 +51,8 @@ def error(way: Callable, main: torch.Tensor, expected: torch.Tensor) -> float:
 def main_grad(arguments, table: Table) -> None:
     """Weight gradients from FP8 operands into FP32 `main_grad`: the weights of Llama-2-7B, 8192 tokens.
 
-    `ours` is what a layer does; with fast sums, on Hopper, the product adds itself. `to_add` is the time over
-    that of the product to BF16 and torch's `add_`; `error` the relative RMS of what is added, against sums in
+    `ours` is what a layer does; with fast sums, on Hopper, the GEMM adds itself. `to_add` is the time over
+    that of the GEMM to BF16 and torch's `add_`; `error` the relative RMS of what is added, against sums in
     FP32; `peak_mb` what a call adds to the memory in use, in 10^6 bytes. Without a GPU, or with --quick: a
     tiny weight, and times that mean nothing.
     """

@@ -14,6 +14,7 @@ from benchmarks.common.families import FAMILIES, LAYERS, SHAPES, Family, Shape, 
 from benchmarks.common.harness import Table, benchmark, reason
 from benchmarks.common.memory import release
 from benchmarks.common.timing import measure
+from coat_ds.saved_bytes import SavedStorages
 
 TOKENS = 8192
 COAT = {"COAT": {}, "COAT, 8-bit attention": {"attention_format": "sqrt8"}}
@@ -22,18 +23,10 @@ COAT = {"COAT": {}, "COAT, 8-bit attention": {"attention_format": "sqrt8"}}
 def saved_bytes(model: torch.nn.Module, batch: dict) -> int:
     """Bytes of storages that autograd keeps of a forward, without parameters and buffers."""
     own = {t.untyped_storage().data_ptr() for t in (*model.parameters(), *model.buffers())}
-    kept = {}
-
-    def pack(x):
-        kept[x.untyped_storage().data_ptr()] = x.untyped_storage()
-        return x
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
-        # alive while the storages are counted
-        output = model(**batch)
-    found = sum(storage.nbytes() for address, storage in kept.items() if address not in own)
-    del output
-    return found
+    saved = SavedStorages(own.__contains__)
+    with saved.counting():
+        model(**batch)
+    return saved.nbytes
 
 
 def saved_by_a_layer(family: Family, activations: dict | None) -> float:
@@ -43,7 +36,7 @@ def saved_by_a_layer(family: Family, activations: dict | None) -> float:
         model = family.deeper(layers)
         if activations is not None:
             coat_ds.convert(model, activations)
-        # the first forward shows which outputs wait for an FP8 product
+        # the first forward shows which outputs feed an FP8 GEMM
         saved_bytes(model, batch)
         sizes.append(saved_bytes(model, batch))
     tokens = batch["input_ids"] if "input_ids" in batch else batch["pixel_values"][:, 0, ::8, ::8]

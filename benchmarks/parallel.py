@@ -26,7 +26,7 @@ from benchmarks.common.timing import Timing, mark, measure, milliseconds, synchr
 
 RANKS = 2
 WARMUP = 3
-# passes timed at each visit of a round, after one that is not: the host runs ahead of the device by then
+# passes timed at each visit of a round, after one that is not: the CPU runs ahead of the GPU by then
 VISIT = 3
 
 
@@ -337,7 +337,7 @@ def parallel(arguments, table: Table) -> None:
     - peak_mb: of forward and backward over what is held between them; weights_mb: of this rank;
     - gather_mb, sum_mb: what a rank sends in one forward and backward, counted, by rings: gathers of
       activations and gradients, and sums (all-reduce, or reduce-scatter);
-    - amax_count: reductions of a largest magnitude;
+    - amax_count: all-reduces of an amax;
     - gather_ms, sum_ms, amax_ms: all of these messages one after the other while nothing else runs;
     - ms, forward_ms, backward_ms: medians by device events.
     Without a GPU, or with --quick: a tiny shape; without a GPU gloo, no peaks, and times that mean nothing.

@@ -246,14 +246,14 @@ def plot_stack(rows: list[dict], path: Path) -> None:
 def checkpointing(arguments, table: Table) -> None:
     """24 decoder layers of plain torch, each recomputed by torch or DeepSpeed, inputs kept in BF16 or FP8.
 
-    h 2048, 4 x 2048 tokens, BF16; torch's checkpointing is the non-reentrant one. FP8: E4M3 in groups of 128
+    h 2048, 4 x 2048 tokens, BF16; torch's recompute is the non-reentrant one. FP8: E4M3 in groups of 128
     by coat_ds.compressed_checkpoints, or by coat_ds.zero.recompute under DeepSpeed. Columns:
     - kept_mb, bytes_per_token_and_layer, kept_h: allocated after a forward over that before, without the
       output; in 10^6 bytes, and per token and layer in bytes and in bytes per element of h;
     - peak_mb: of both passes over what is held before them, weights and their gradients;
     - ms, ms_p20, ms_p80: forward and backward, median and percentiles, by device events;
     - grad_error, worst_grad_error: relative RMS error of all gradients together and of the worst tensor,
-      against those without checkpointing. Rows without FP8 show what the order of sums does.
+      against those without recompute. Rows without FP8 show what the order of sums does.
     Without a GPU, or with --quick, 3 layers of h 128. On a CPU there are no peaks, times mean nothing, and
     the random state of each region counts as kept.
     """

@@ -1,4 +1,4 @@
-"""Where a training step's time goes: what the host launches when, and what the GPU does."""
+"""Where a training step's time goes: what the CPU has launched when, and what the GPU does."""
 
 import argparse
 import statistics
@@ -49,7 +49,7 @@ def kind_of(kernel: str) -> str:
 
 
 def launched(engine, batch: Batch) -> tuple[float, ...]:
-    """Milliseconds until the host has launched forward, backward and the optimizer, each from the last on,
+    """Milliseconds until the CPU has launched forward, backward and the optimizer, each from the last on,
     and until all of it is done."""
     dist.barrier()
     synchronize()
@@ -113,13 +113,13 @@ def options(parser: argparse.ArgumentParser) -> None:
 
 @benchmark(needs_gpu=False, options=options)
 def step(arguments, table: Table) -> None:
-    """Where a step of `python -m benchmarks train` goes: the host's launches, and the GPU's kernels by kind.
+    """Where a step of `python -m benchmarks train` goes: the CPU's launches, and the GPU's kernels by kind.
 
-    Rank 0's. A step that takes as long as the host launches waits for the host. Rows of each system:
-    - step: median, all ranks beginning together; host: X: until the host has launched that part, which
+    Rank 0's. A step that takes as long as its launches waits for the CPU. Rows of each system:
+    - step: median, all ranks beginning together; host: X: CPU time until that part is launched, which
       includes where it waits for a result;
     - GPU: anything, anything but messages: of another step, in which the GPU did so, and how many kernels,
-      copies and messages that were (under torch's profiler, which slows the host);
+      copies and messages that were (under torch's profiler, which slows the CPU); products are GEMMs;
     - the kinds of these, the longest first; messages last as long as other ranks make them wait.
     Without a GPU, or with --quick, a tiny model; without a GPU no kernels, and times mean nothing.
     """

@@ -210,7 +210,7 @@ def run_case(case: Case, size: Size, steps: int) -> dict[str, float]:
 
 
 def warm_up(size: Size) -> None:
-    """Products take a workspace for good, which is no row's memory."""
+    """GEMMs take a workspace for good, which is no row's memory."""
     with torch.device(device()):
         model = GPT(size._replace(layers=1)).bfloat16()
         model(torch.zeros(1, size.shape.sequence + 1, dtype=torch.long)).backward()

@@ -97,7 +97,7 @@ def result_of(layer: Layer, x: torch.Tensor, grad: torch.Tensor) -> Result:
 
 
 def random_weights(like: dict[str, torch.Tensor], seed: int = 0) -> dict[str, torch.Tensor]:
-    """Normal, so that products with normal inputs of h columns are of size 1; norms' weights around 1."""
+    """Normal, so that GEMMs with normal inputs of h columns are of size 1; norms' weights around 1."""
     generator = torch.Generator(device()).manual_seed(seed)
     deviation = like["input_layernorm.weight"].numel() ** -0.5
     return {

@@ -183,7 +183,7 @@ def coat_section(system: System) -> dict:
     return {"enabled": False}
 
 
-def host_config(job: Job, micro_batch: int) -> dict:
+def deepspeed_config(job: Job, micro_batch: int) -> dict:
     """The DeepSpeed JSON."""
     system = SYSTEMS[job.system]
     params = {"lr": 1e-4, "betas": list(BETAS), "weight_decay": 0.1}
@@ -211,7 +211,7 @@ def host_config(job: Job, micro_batch: int) -> dict:
 
 def start(place: Rank, way: str) -> None:
     """Makes this process one of its ranks, as the way has it."""
-    # for the overlap of Megatron's messages with products; ZeRO's would wait behind kernels
+    # for the overlap of Megatron's collectives with GEMMs; ZeRO's would wait behind kernels
     if WAYS[way].tensor > 1:
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     # nothing fails for holes in memory
@@ -280,7 +280,7 @@ def build_engine(job: Job, micro_batch: int, model: torch.nn.Module):
         optimizer=optimizer,
         model_parameters=None if optimizer else groups,
         mpu=mpu,
-        config=host_config(job, micro_batch),
+        config=deepspeed_config(job, micro_batch),
     )
     return engine
 

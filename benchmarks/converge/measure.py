@@ -34,7 +34,7 @@ class Progress(NamedTuple):
     """Bytes over what was held before the model."""
 
 
-def host_config(variant: str, recipe: Recipe, micro_batch: int) -> dict:
+def deepspeed_config(variant: str, recipe: Recipe, micro_batch: int) -> dict:
     """The DeepSpeed JSON."""
     from coat_ds import CoatConfig
     from launch.pretrain_gpt import use_torch_adamw
@@ -65,7 +65,7 @@ def build_engine(run: Run, variant: str, setup: Setup, vocab_size: int):
     from megatron_ext.model import build_gpt, load_shape
 
     recipe = setup.recipe
-    config = host_config(variant, recipe, setup.micro_batch)
+    config = deepspeed_config(variant, recipe, setup.micro_batch)
     coat = coat_ds.CoatConfig.from_dict(config["coat"])
     model = build_gpt(
         load_shape(recipe.shape_file),
@@ -115,7 +115,7 @@ def train_phase(
 
     def look() -> float:
         """Writes what was seen of the last steps down; returns the seconds that they took."""
-        # the host waits for the device here
+        # the CPU waits for the GPU here
         last = seen[-1][1].item()
         elapsed = time.perf_counter() - started
         speed = len(seen) * recipe.batch * recipe.seq_length / elapsed

@@ -115,14 +115,14 @@ def layer(arguments, table: Table) -> None:
 
     All rows have the same weights and inputs and take attention from the same backend. Visits to the rows
     are interleaved; each lasts until the clock of that row has settled, as in a long run. Columns:
-    - ms, forward_ms, backward_ms: medians by device events; host_ms: what the host needs to launch both;
+    - ms, forward_ms, backward_ms: medians by device events; host_ms: CPU time to launch both;
     - to_compile: ms over that of plain torch in BF16 under torch.compile;
     - saved_mb, saved_h: memory allocated after a forward over that before, without the output and copies of
       weights, in 10^6 bytes and in h bytes per token. The input is not counted, whoever keeps it;
     - weights_mb: copies of weights and buffers held between passes or made by a forward for its backward;
     - peak_mb: peak of both passes over what is held between them; gradients of all weights are in it;
-    - tflops: of the layer's own products, attention's halved by causality;
-    - floor_share: the floor over ms. Floor: the twelve FP8 products (one scale per tensor, fast
+    - tflops: of the layer's own GEMMs, attention's halved by causality;
+    - floor_share: the floor over ms. Floor: the twelve FP8 GEMMs (one scale per tensor, fast
       accumulation), attention by the same backend, each measured alone, and `traffic()` at a copy's speed;
     - y_error, worst_grad_error: relative RMS against Megatron's BF16 layer, residuals taken out. A layer
       whose output is further off than rounding explains is not timed.

@@ -16,7 +16,7 @@ FP8_GROUPED = 1 + 1 / 16
 
 
 def gemm_ms(shape: LayerShape) -> float:
-    """The twelve FP8 products of the four linear layers, one scale per tensor, fast accumulation."""
+    """The twelve FP8 GEMMs of the four linear layers, one scale per tensor, fast accumulation."""
     fp8 = functools.partial(torch.Tensor.to, dtype=torch.float8_e4m3fn)
     one = torch.ones((), device=device())
     linears = ((shape.hidden, shape.qkv), (shape.hidden, shape.hidden))
@@ -36,10 +36,10 @@ def gemm_ms(shape: LayerShape) -> float:
 
 
 def traffic(shape: LayerShape) -> float:
-    """Bytes that must be moved outside of products and attention, with weights quantized already.
+    """Bytes that must be moved outside of GEMMs and attention, with weights quantized already.
 
     Per token, with BF16 activations (2 bytes), FP8 operands (1) and FP8 kept in groups of 16 (17/16). A
-    scale is known before its tensor is written, rotary positions are part of attention, biases of products.
+    scale is known before its tensor is written, rotary positions are part of attention, biases of GEMMs.
     """
     h, f, fc1, kept = shape.hidden, shape.ffn, shape.fc1, FP8_GROUPED
     forward = (
@@ -55,9 +55,9 @@ def traffic(shape: LayerShape) -> float:
         + 4 * h + 2 * h
     )  # fmt: skip
     backward = (
-        # the gradient to operands of two products
+        # the gradient to operands of two GEMMs
         2 * h + 2 * h
-        # activation: gradient and what was kept; operands of two products, rebuilt operand of the third
+        # activation: gradient and what was kept; operands of two GEMMs, rebuilt operand of the third
         + 2 * f + kept * fc1 + 2 * fc1 + f
         # norm: gradient, what was kept, the residual's gradient; sum as BF16 and operands, rebuilt operand
         + (2 + kept + 2) * h + (2 + 2) * h + h
@@ -72,7 +72,7 @@ def traffic(shape: LayerShape) -> float:
 
 
 def flops(shape: LayerShape) -> float:
-    """Of the layer's own products, forward and backward, attention's over the half that causality leaves."""
+    """Of the layer's own GEMMs, forward and backward, attention's over the half that causality leaves."""
     return layer_flops(shape.sizes(), shape.batch, shape.sequence)
 
 
