@@ -54,7 +54,7 @@ def run_ranks(
             context = mp.spawn(_write_rows, (main, ranks, folder, arguments), nprocs=ranks, join=False)
             while not context.join(timeout=1):
                 read()
-        except Exception as error:
+        except (mp.ProcessRaisedException, mp.ProcessExitedException) as error:
             print(error, flush=True)
             # the last line of a rank's traceback, or how it ended
             failure = str(error).strip().splitlines()[-1][:160]
