@@ -10,7 +10,7 @@ from benchmarks.common.environment import device
 from benchmarks.common.shapes import Stack
 from launch.data import Batch, Split, load_corpus, padded_vocab_size
 
-CONFIGS = Path(__file__).parents[1] / "configs"
+CONFIGS = Path(__file__).parents[2] / "configs"
 LR, BETAS, EPS, WEIGHT_DECAY = 1e-3, (0.9, 0.95), 1e-8, 0.1
 WARMUP_STEPS = 20
 # small, so that layers are what counts
