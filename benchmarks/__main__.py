@@ -9,8 +9,6 @@ import torch
 
 from benchmarks import (  # noqa: F401  (they register themselves)
     adamw,
-    adamw_cpu,
-    checkpointing,
     converge,
     host,
     layer,
@@ -28,7 +26,7 @@ from benchmarks import (  # noqa: F401  (they register themselves)
     trainer,
     zero,
 )
-from benchmarks.harness import BENCHMARKS, Table
+from benchmarks.common.harness import BENCHMARKS, Table
 
 
 def main() -> None:

@@ -5,9 +5,8 @@ from pathlib import Path
 import matplotlib.pyplot as plt
 from matplotlib.ticker import MaxNLocator
 
-from benchmarks import converge
-from benchmarks.harness import RESULTS
-from benchmarks.train import read_rows
+from benchmarks.common.harness import RESULTS, read_rows
+from benchmarks.converge.table import summary
 
 README = RESULTS.parents[1] / "README.md"
 PICTURE = RESULTS.parents[1] / "docs/images/memory_and_speed.png"
@@ -55,7 +54,7 @@ def largest(results: Path, system: str) -> str:
 
 def loss(results: Path, run: str | None) -> str:
     """Validation loss of the small model: the mean over seeds, and their spread."""
-    found = {row["run"]: row for row in converge.summary(read_rows(results / LOSSES))}
+    found = {row["run"]: row for row in summary(read_rows(results / LOSSES))}
     if run not in found:
         return "not measured"
     row = found[run]

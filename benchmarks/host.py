@@ -1,9 +1,8 @@
-"""What the host does for a decoder layer: time and launches, where the GPU has next to nothing to do."""
+"""CPU time of a decoder layer and its launches, at a size where the GPU has next to nothing to do."""
 
 import argparse
 import cProfile
 import functools
-import gc
 import pstats
 import statistics
 import time
@@ -11,10 +10,12 @@ from collections.abc import Callable
 
 import torch
 
-from benchmarks.decoder_layers import Layer, LayerShape, device, forget, megatron_layer, random_weights
-from benchmarks.harness import Table, benchmark, gpu_spans, reason, synchronize
-from benchmarks.layer import rows
-from benchmarks.training import one_process
+from benchmarks.common.environment import device
+from benchmarks.common.harness import Table, benchmark, row_or_note
+from benchmarks.common.layers import Layer, forget, layer_makers, megatron_layer, random_weights
+from benchmarks.common.shapes import LayerShape
+from benchmarks.common.spawn import one_process
+from benchmarks.common.timing import gpu_spans, synchronize
 from coat_kernels import tensorwise
 from coat_kernels.device import uses_kernels
 
@@ -55,7 +56,7 @@ def operations() -> dict[str, Callable[[], object]]:
 
 
 def launch_us(operation: Callable[[], object]) -> float:
-    """Microseconds of the host for one call; the lowest of some, since whatever disturbs only adds."""
+    """CPU microseconds of one call; the lowest of some, since whatever disturbs only adds."""
     found = []
     for _ in range(WARMUP):
         synchronize()
@@ -88,7 +89,7 @@ def graphed(shape: LayerShape) -> Layer:
 def made() -> dict[str, Callable[[LayerShape], Layer]]:
     """The rows of `python -m benchmarks layer`, and with and without graphs."""
     ours = functools.partial(megatron_layer, spec="coat_layer_spec")
-    found = {name: make for name, make in rows().items() if "compile" not in name}
+    found = {name: make for name, make in layer_makers().items() if "compile" not in name}
     if torch.cuda.is_available():
         found["BF16, graphs"] = graphed
     found["ours, graphs"] = found.pop("ours")
@@ -96,7 +97,7 @@ def made() -> dict[str, Callable[[LayerShape], Layer]]:
     return found
 
 
-def host_ms(layer: Layer, x: torch.Tensor, grad: torch.Tensor) -> tuple[float, float, float]:
+def cpu_ms(layer: Layer, x: torch.Tensor, grad: torch.Tensor) -> tuple[float, float, float]:
     """Milliseconds until forward and backward are launched, and until both are computed; medians."""
     found = []
     for _ in range(WARMUP + REPEATS):
@@ -140,6 +141,23 @@ def show_profile(layer: Layer, x: torch.Tensor, grad: torch.Tensor) -> None:
         pstats.Stats(profile).strip_dirs().sort_stats("tottime").print_stats(30)
 
 
+def layer_row(make: Callable[[LayerShape], Layer], shape: LayerShape, profiled: bool) -> dict[str, float]:
+    """Measures of one layer; `profiled`: where Python spends its time is printed too."""
+    generator = torch.Generator(device()).manual_seed(0)
+    sizes = (shape.sequence, shape.batch, shape.hidden)
+    x, grad = (torch.randn(sizes, generator=generator, device=device()).bfloat16() for _ in range(2))
+    layer = make(shape)
+    layer.load(random_weights(layer.parameters()))
+    own = layer.transpose(grad)
+    forward, backward, both = cpu_ms(layer, x, own)
+    row: dict[str, float] = {"forward_ms": forward, "backward_ms": backward, "both_ms": both}
+    if torch.cuda.is_available():
+        row["kernels"] = kernels(layer, x, own)
+    if profiled:
+        show_profile(layer, x, own)
+    return row
+
+
 def options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--rows",
@@ -152,9 +170,9 @@ def options(parser: argparse.ArgumentParser) -> None:
 
 @benchmark(needs_gpu=False, options=options)
 def host(arguments, table: Table) -> None:
-    """The host's time for one decoder layer of h 256 and 256 tokens, and for what layers are made of.
+    """CPU time of one decoder layer of h 256 and 256 tokens, and of what layers are made of.
 
-    A layer whose GPU time is below these waits for the host: small models, and large ones over many
+    A layer whose GPU time is below these waits for the CPU: small models, and large ones over many
     tensor-parallel ranks. The layers are those of `python -m benchmarks layer`. Columns:
     - us: of one launch, or one call that launches nothing;
     - forward_ms, backward_ms: until all is launched; both_ms: until it is computed too; medians;
@@ -165,26 +183,8 @@ def host(arguments, table: Table) -> None:
         table.add(what=name, us=launch_us(operation))
     with one_process():
         for shape_name, shape in SHAPES.items():
-            generator = torch.Generator(device()).manual_seed(0)
-            sizes = (shape.sequence, shape.batch, shape.hidden)
-            x, grad = (torch.randn(sizes, generator=generator, device=device()).bfloat16() for _ in range(2))
             for name, make in made().items():
-                if not any(part in name for part in arguments.rows):
-                    continue
-                row = {"what": name, "shape": shape_name}
-                try:
-                    layer = make(shape)
-                    layer.load(random_weights(layer.parameters()))
-                    own = layer.transpose(grad)
-                    forward, backward, both = host_ms(layer, x, own)
-                    row |= {"forward_ms": forward, "backward_ms": backward, "both_ms": both}
-                    if torch.cuda.is_available():
-                        row["kernels"] = kernels(layer, x, own)
-                    if name == arguments.profile:
-                        show_profile(layer, x, own)
-                # whatever a peer stumbles over, the others go on
-                except Exception as error:
-                    row["note"] = reason(error)
-                table.add(**row)
-                forget()
-                gc.collect()
+                if any(part in name for part in arguments.rows):
+                    row = row_or_note(functools.partial(layer_row, make, shape, name == arguments.profile))
+                    table.add(what=name, shape=shape_name, **row)
+                    forget()

@@ -1,12 +1,14 @@
-"""FP8 weight gradients that are summed in FP32: by a pass behind the product, or by the product itself."""
+"""FP8 weight gradients that are summed in FP32: by a pass behind the GEMM, or by the GEMM itself."""
 
 from collections.abc import Callable
 from functools import partial
 
 import torch
 
-from benchmarks.decoder_layers import device
-from benchmarks.harness import Table, Timing, benchmark, measure, relative_rms
+from benchmarks.common.environment import device
+from benchmarks.common.errors import relative_rms
+from benchmarks.common.harness import Table, benchmark
+from benchmarks.common.timing import Timing, measure
 from coat_kernels.fp8 import E4M3, E5M2, Fp8Format
 from coat_kernels.linear import matmul
 from coat_kernels.tensorwise import largest_magnitude, quantize_tensor
@@ -49,8 +51,8 @@ def error(way: Callable, main: torch.Tensor, expected: torch.Tensor) -> float:
 def main_grad(arguments, table: Table) -> None:
     """Weight gradients from FP8 operands into FP32 `main_grad`: the weights of Llama-2-7B, 8192 tokens.
 
-    `ours` is what a layer does; with fast sums, on Hopper, the product adds itself. `to_add` is the time over
-    that of the product to BF16 and torch's `add_`; `error` the relative RMS of what is added, against sums in
+    `ours` is what a layer does; with fast sums, on Hopper, the GEMM adds itself. `to_add` is the time over
+    that of the GEMM to BF16 and torch's `add_`; `error` the relative RMS of what is added, against sums in
     FP32; `peak_mb` what a call adds to the memory in use, in 10^6 bytes. Without a GPU, or with --quick: a
     tiny weight, and times that mean nothing.
     """

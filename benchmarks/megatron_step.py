@@ -1,15 +1,17 @@
 """A step of Megatron's own loop: data parallel wrapper and distributed optimizer, with each Adam inside."""
 
-import gc
+import functools
 from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 
-from benchmarks.harness import Table, benchmark, measure, reason
-from benchmarks.memory import held_bytes
-from benchmarks.recompute import LARGE, SMALL, VOCABULARY, Size
-from benchmarks.training import one_process
+from benchmarks.common.harness import Table, benchmark, row_or_note
+from benchmarks.common.memory import held_bytes, release
+from benchmarks.common.shapes import SMALL_STACK, STACK, Stack
+from benchmarks.common.spawn import one_process
+from benchmarks.common.timing import measure
+from benchmarks.common.training import loss_of, stack_gpt
 
 PRECISION_AWARE = {"use_precision_aware_optimizer": True}
 
@@ -32,45 +34,39 @@ CASES = {
 }
 
 
-def _parts(size: Size, config: dict) -> tuple[Callable[[], None], Callable[[], None], torch.optim.Optimizer]:
+def _parts(
+    stack: Stack, config: dict
+) -> tuple[Callable[[], None], Callable[[], None], torch.optim.Optimizer]:
     """Forward and backward of a fresh model, the optimizer's step, and the optimizer inside."""
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 
-    from megatron_ext.layer_specs import coat_layer_spec
-    from megatron_ext.model import ModelShape, build_gpt
-
-    shape = ModelShape(size.layers, size.hidden, size.ffn, size.heads, size.heads)
-    model = build_gpt(shape, coat_layer_spec, seq_length=size.sequence, vocab_size=VOCABULARY).train()
-    device = next(model.parameters()).device
+    model, batch = stack_gpt(stack, "coat_layer_spec")
     settings = DistributedDataParallelConfig(use_distributed_optimizer=True, grad_reduce_in_fp32=True)
     wrapped = DistributedDataParallel(model.config, settings, model)
     common = {"optimizer": "adam", "lr": 1e-4, "weight_decay": 0.1, "clip_grad": 1.0, "bf16": True}
     optimizer = get_megatron_optimizer(
         OptimizerConfig(**common, use_distributed_optimizer=True, **config), [wrapped]
     )
-    generator = torch.Generator().manual_seed(0)
-    tokens = torch.randint(0, VOCABULARY, (size.batch, size.sequence), generator=generator).to(device)
-    positions = torch.arange(size.sequence, device=device).expand_as(tokens)
 
     def passes() -> None:
         wrapped.zero_grad_buffer()
         optimizer.zero_grad()
-        wrapped(tokens, positions, None, labels=tokens).mean().backward()
+        loss_of(wrapped, batch).backward()
         wrapped.finish_grad_sync()
 
     return passes, lambda: optimizer.step(), optimizer.optimizer
 
 
-def _run(case: Case, size: Size, warmup: int, repeats: int) -> dict:
+def _run(case: Case, stack: Stack, warmup: int, repeats: int) -> dict:
     from megatron_ext import optimizer as seam
 
-    gc.collect()
+    release()
     before = held_bytes()
     if case.ours:
         seam.install()
     try:
-        passes, step, adam = _parts(size, case.config)
+        passes, step, adam = _parts(stack, case.config)
         parameters = sum(p.numel() for group in adam.param_groups for p in group["params"])
         passes()
         stepping = measure(step, warmup, repeats)
@@ -107,15 +103,9 @@ def megatron_step(arguments, table: Table) -> None:
     from megatron_ext import cpu
 
     small = arguments.quick or not torch.cuda.is_available()
-    size = SMALL if small else LARGE
+    stack = SMALL_STACK if small else STACK
     with one_process(), cpu.no_cuda():
         for name, case in CASES.items():
-            try:
-                row = _run(case, size, *((0, 1) if small else (3, 20)))
-            # one that fails, as without TransformerEngine, leaves the others standing
-            except Exception as error:
-                row = {"note": reason(error)}
+            # one fails without TransformerEngine
+            row = row_or_note(functools.partial(_run, case, stack, *((0, 1) if small else (3, 20))))
             table.add(optimizer=name, **row)
-            gc.collect()
-            if torch.cuda.is_available():
-                torch.cuda.empty_cache()

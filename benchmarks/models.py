@@ -3,17 +3,18 @@ GPU the speed of layers as wide as those of real models, beside whoever else con
 """
 
 import contextlib
-import gc
 import sys
 import warnings
 from collections.abc import Callable, Iterator
-from typing import NamedTuple
 
 import torch
 
 import coat_ds
-from benchmarks.families import FAMILIES, LAYERS, Family
-from benchmarks.harness import Table, benchmark, measure, reason
+from benchmarks.common.families import FAMILIES, LAYERS, SHAPES, Family, Shape, losses_of
+from benchmarks.common.harness import Table, benchmark, reason
+from benchmarks.common.memory import release
+from benchmarks.common.timing import measure
+from coat_ds.saved_bytes import SavedStorages
 
 TOKENS = 8192
 COAT = {"COAT": {}, "COAT, 8-bit attention": {"attention_format": "sqrt8"}}
@@ -22,18 +23,10 @@ COAT = {"COAT": {}, "COAT, 8-bit attention": {"attention_format": "sqrt8"}}
 def saved_bytes(model: torch.nn.Module, batch: dict) -> int:
     """Bytes of storages that autograd keeps of a forward, without parameters and buffers."""
     own = {t.untyped_storage().data_ptr() for t in (*model.parameters(), *model.buffers())}
-    kept = {}
-
-    def pack(x):
-        kept[x.untyped_storage().data_ptr()] = x.untyped_storage()
-        return x
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
-        # alive while the storages are counted
-        output = model(**batch)
-    found = sum(storage.nbytes() for address, storage in kept.items() if address not in own)
-    del output
-    return found
+    saved = SavedStorages(own.__contains__)
+    with saved.counting():
+        model(**batch)
+    return saved.nbytes
 
 
 def saved_by_a_layer(family: Family, activations: dict | None) -> float:
@@ -43,28 +36,11 @@ def saved_by_a_layer(family: Family, activations: dict | None) -> float:
         model = family.deeper(layers)
         if activations is not None:
             coat_ds.convert(model, activations)
-        # the first forward shows which outputs wait for an FP8 product
+        # the first forward shows which outputs feed an FP8 GEMM
         saved_bytes(model, batch)
         sizes.append(saved_bytes(model, batch))
     tokens = batch["input_ids"] if "input_ids" in batch else batch["pixel_values"][:, 0, ::8, ::8]
     return (sizes[1] - sizes[0]) / tokens.numel()
-
-
-def losses_of(family: Family, steps: int, activations: dict | None, seed: int = 0) -> list[float]:
-    """The loss of each step of a small run; `seed` is of the weights."""
-    model = family.build(seed=seed)
-    if activations is not None:
-        coat_ds.convert(model, activations)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
-    losses = []
-    for step in range(steps):
-        loss = model(**family.batch(seed=step, rows=4, tokens=32)).loss
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    return losses
 
 
 def loss_after(family: Family, steps: int, activations: dict | None) -> float:
@@ -87,62 +63,6 @@ def family_row(name: str, steps: int) -> dict:
         "BF16 loss": loss_after(family, steps, None),
         "COAT loss": loss_after(family, steps, {}),
     }
-
-
-class Shape(NamedTuple):
-    """A model as wide as a real one, of few layers, without a head."""
-
-    config: str
-    fields: dict
-    inputs: Callable[[torch.device, int], dict]
-    layers: int = 4
-
-
-def _tokens(device: torch.device, tokens: int) -> dict:
-    ids = torch.randint(0, 1000, (max(tokens // 4096, 1), min(tokens, 4096)), device=device)
-    return {"input_ids": ids, "use_cache": False}
-
-
-def _with_images(device: torch.device, tokens: int) -> dict:
-    found = _tokens(device, tokens)
-    rows, patches = len(found["input_ids"]), 576
-    found["input_ids"][:, :patches] = 32000
-    pixels = torch.randn(rows, 3, 336, 336, device=device, dtype=torch.bfloat16)
-    return found | {"pixel_values": pixels}
-
-
-_LLAMA3 = {
-    "hidden_size": 4096,
-    "intermediate_size": 14336,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "vocab_size": 32064,
-    "max_position_embeddings": 8192,
-    "pad_token_id": 0,
-}
-_VISION = {
-    "model_type": "clip_vision_model",
-    "hidden_size": 1024,
-    "intermediate_size": 4096,
-    "num_attention_heads": 16,
-    "image_size": 336,
-    "patch_size": 14,
-}
-SHAPES = {
-    "llama3-8b": Shape("LlamaConfig", _LLAMA3, _tokens),
-    "qwen3-8b": Shape("Qwen3Config", _LLAMA3 | {"intermediate_size": 12288, "head_dim": 128}, _tokens),
-    "vlm": Shape(
-        "LlavaConfig",
-        {
-            "vision_config": _VISION,
-            "text_config": {"model_type": "llama"} | _LLAMA3,
-            "image_token_index": 32000,
-            "vision_feature_select_strategy": "default",
-            "vision_feature_layer": -1,
-        },
-        _with_images,
-    ),
-}
 
 
 def build(shape: Shape, layers: int, device: torch.device, quick: bool) -> torch.nn.Module:
@@ -254,6 +174,4 @@ def models(arguments, table: Table) -> None:
             for system in arguments.systems:
                 table.add(**shape_row(name, system, arguments))
                 torch.compiler.reset()
-                gc.collect()
-                if torch.cuda.is_available():
-                    torch.cuda.empty_cache()
+                release()

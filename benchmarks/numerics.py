@@ -12,11 +12,11 @@ import matplotlib.pyplot as plt
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from benchmarks.decoder_layers import (
+from benchmarks.common.environment import device
+from benchmarks.common.harness import Table, benchmark, reason
+from benchmarks.common.layers import (
     Layer,
-    LayerShape,
     Result,
-    device,
     forget,
     megatron_layer,
     random_weights,
@@ -24,8 +24,10 @@ from benchmarks.decoder_layers import (
     torch_layer,
     transformer_engine_layer,
 )
-from benchmarks.harness import Table, benchmark, reason
-from benchmarks.training import LARGE, SMALL, Setting, loss_of, one_process, train_gpt
+from benchmarks.common.plot import save
+from benchmarks.common.shapes import LayerShape
+from benchmarks.common.spawn import one_process
+from benchmarks.common.training import LARGE, SMALL, Setting, loss_of, train_gpt
 from coat_ds.plan.systems import FASTEST
 
 TE_CURRENT = "TE current"
@@ -159,6 +161,29 @@ def errors_of(
     return [{k.split(".")[-2] if "." in k else k: errors[k] for k in tensors} for errors in found]
 
 
+def errors_by_layer(
+    data: str, shape: LayerShape, samples: list[Sample], chosen: list[str], table: Table
+) -> dict[str, list[list[Errors]]]:
+    """Of each chosen layer, for every sample and batch; adds their root mean squares to the table."""
+    exact = [exact_results(shape, sample) for sample in samples]
+    errors: dict[str, list[list[Errors]]] = {}
+    for name, make in rows().items():
+        if name not in chosen:
+            continue
+        try:
+            errors[name] = [errors_of(make, shape, *pair) for pair in zip(samples, exact, strict=True)]
+        # whatever a peer stumbles over, the others go on
+        except Exception as error:
+            if name == "BF16":
+                raise
+            table.add(data=data, layer=name, note=reason(error))
+            continue
+        finally:
+            forget()
+        table.add(data=data, layer=name, figure=ERROR, **root_mean_squares(errors[name]))
+    return errors
+
+
 def root_mean_squares(errors: list[list[Errors]]) -> Errors:
     """Over layers and their batches."""
     flat = [of_batch for of_layer in errors for of_batch in of_layer]
@@ -214,8 +239,7 @@ def plot(rows: list[dict], path: Path) -> None:
             axes.set(title=data, ylabel=kind if kind == ERROR else f"error, {kind}", **properties)
             axes.grid(axis="y")
         panels[0].legend(loc="upper left", bbox_to_anchor=(1, 1), fontsize="small")
-        canvas.savefig(file, dpi=120)
-        plt.close(canvas)
+        save(canvas, file)
 
 
 def options(parser: argparse.ArgumentParser) -> None:
@@ -248,12 +272,13 @@ def numerics(arguments, table: Table) -> None:
       alike in all layers of one size, such as a norm's largest output, is not averaged out.
     """
     small = arguments.quick or not torch.cuda.is_available()
-    # training, where layers come from, is most of the time; nothing that is compared has FP32 products
+    setting, seeds = (SMALL if small else LARGE), range(SEED, SEED + arguments.models)
+    # training, where layers come from, is most of the time; nothing that is compared has FP32 GEMMs
     torch.set_float32_matmul_precision("high")
     with one_process():
         trained: list[Sample] = []
-        for seed in range(SEED, SEED + arguments.models):
-            shape, of_model = trained_samples(SMALL if small else LARGE, arguments.steps, seed)
+        for seed in seeds:
+            shape, of_model = trained_samples(setting, arguments.steps, seed)
             trained += of_model
         samples = {
             "trained": trained,
@@ -261,29 +286,11 @@ def numerics(arguments, table: Table) -> None:
             "random": [random_sample(sample, seed) for seed, sample in enumerate(trained)],
         }
         for data, of_layers in samples.items():
-            exact = [exact_results(shape, sample) for sample in of_layers]
-            errors: dict[str, list[list[Errors]]] = {}
-            for name, make in rows().items():
-                if name not in arguments.layers:
-                    continue
-                try:
-                    errors[name] = [
-                        errors_of(make, shape, *pair) for pair in zip(of_layers, exact, strict=True)
-                    ]
-                # whatever a peer stumbles over, the others go on
-                except Exception as error:
-                    if name == "BF16":
-                        raise
-                    table.add(data=data, layer=name, note=reason(error))
-                    continue
-                finally:
-                    forget()
-                table.add(data=data, layer=name, figure=ERROR, **root_mean_squares(errors[name]))
+            errors = errors_by_layer(data, shape, of_layers, arguments.layers, table)
             if (others := errors.pop(arguments.to, None)) is None:
                 continue
             for name, own in errors.items():
                 ratios, deviations = mean_ratios(own, others)
                 table.add(data=data, layer=name, figure=TO + arguments.to, **ratios)
                 table.add(data=data, layer=name, figure=STANDARD_ERROR, **deviations)
-    table.path.parent.mkdir(parents=True, exist_ok=True)
     plot(table.rows, table.path.with_suffix(".png"))

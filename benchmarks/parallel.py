@@ -1,44 +1,33 @@
 """Decoder layers over two tensor-parallel ranks, Megatron's BF16 ones and COAT's: time, memory, messages."""
 
 import argparse
-import contextlib
 import functools
 import gc
-import json
 import os
-import tempfile
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
 import matplotlib.pyplot as plt
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from benchmarks.decoder_layers import LayerShape, device
-from benchmarks.harness import (
-    Table,
-    Timing,
-    benchmark,
-    mark,
-    measure,
-    milliseconds,
-    reason,
-    relative_rms,
-    synchronize,
-)
-from benchmarks.layer import SHAPES
-from benchmarks.memory import held_bytes, peak_bytes
-from benchmarks.zero import PATIENCE
+from benchmarks.common.environment import device
+from benchmarks.common.errors import relative_rms
+from benchmarks.common.harness import Table, benchmark, reason
+from benchmarks.common.layers import REFERENCE
+from benchmarks.common.memory import held_bytes, peak_bytes, release
+from benchmarks.common.plot import save
+from benchmarks.common.shapes import LAYERS, LayerShape
+from benchmarks.common.spawn import Rank, join, run_ranks
+from benchmarks.common.timing import Timing, mark, measure, milliseconds, synchronize
 
 RANKS = 2
 WARMUP = 3
-# passes timed at each visit of a round, after one that is not: the host runs ahead of the device by then
+# passes timed at each visit of a round, after one that is not: the CPU runs ahead of the GPU by then
 VISIT = 3
-REFERENCE = "BF16"
 
 
 class Case(NamedTuple):
@@ -279,30 +268,17 @@ def run_split(split: tuple[int, bool], shape: LayerShape, layers: int, rounds: i
     return list(rows.values())
 
 
-def rank_main(rank: int, shape: LayerShape, layers: int, rounds: int, folder: str) -> None:
-    """All rows; the first rank writes a line of JSON for each."""
+def measure_splits(place: Rank, shape: LayerShape, layers: int, rounds: int) -> Iterator[dict]:
+    """All rows; the same on every rank."""
     from megatron_ext import cpu
 
-    # what is sent starts before the product that hides it
+    # what is sent starts before the GEMM that hides it
     os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
-    on_gpu = torch.cuda.is_available()
-    if on_gpu:
-        torch.cuda.set_device(rank)
-    else:
-        torch.set_num_threads(1)
-        cpu.enable()
-    store = dist.FileStore(os.path.join(folder, "store"), RANKS)
-    backend = "nccl" if on_gpu else "gloo"
-    dist.init_process_group(backend, store=store, rank=rank, world_size=RANKS, timeout=PATIENCE)
-    with open(os.path.join(folder, "rows.jsonl"), "w") if rank == 0 else contextlib.nullcontext() as lines:
-        for split in SPLITS:
-            for row in run_split(split, shape, layers, rounds):
-                if rank == 0:
-                    print(json.dumps(row), file=lines, flush=True)
-            gc.collect()
-            if on_gpu:
-                torch.cuda.empty_cache()
-    dist.destroy_process_group()
+    cpu.enable()
+    join(place)
+    for split in SPLITS:
+        yield from run_split(split, shape, layers, rounds)
+        release()
 
 
 def plot(rows: list[dict], path: Path) -> None:
@@ -339,8 +315,7 @@ def plot(rows: list[dict], path: Path) -> None:
     axes[2].legend(fontsize="small")
     axes[0].set_yticks(places, labels)
     axes[0].invert_yaxis()
-    figure.savefig(path, dpi=120)
-    plt.close(figure)
+    save(figure, path)
 
 
 def options(parser: argparse.ArgumentParser) -> None:
@@ -362,7 +337,7 @@ def parallel(arguments, table: Table) -> None:
     - peak_mb: of forward and backward over what is held between them; weights_mb: of this rank;
     - gather_mb, sum_mb: what a rank sends in one forward and backward, counted, by rings: gathers of
       activations and gradients, and sums (all-reduce, or reduce-scatter);
-    - amax_count: reductions of a largest magnitude;
+    - amax_count: all-reduces of an amax;
     - gather_ms, sum_ms, amax_ms: all of these messages one after the other while nothing else runs;
     - ms, forward_ms, backward_ms: medians by device events.
     Without a GPU, or with --quick: a tiny shape; without a GPU gloo, no peaks, and times that mean nothing.
@@ -371,18 +346,10 @@ def parallel(arguments, table: Table) -> None:
     if on_gpu and torch.cuda.device_count() < RANKS:
         table.add(note=f"needs {RANKS} GPUs, found {torch.cuda.device_count()}")
         return
-    shape = SHAPES["tiny" if arguments.quick or not on_gpu else "llama-2-7b"]
-    with tempfile.TemporaryDirectory() as folder:
-        failure = None
-        try:
-            mp.spawn(rank_main, (shape, arguments.layers, arguments.rounds, folder), nprocs=RANKS)
-        except Exception as error:
-            failure = str(error).strip().splitlines()[-1][:160]
-            print(error, flush=True)
-        lines = Path(folder, "rows.jsonl")
-        for line in lines.read_text().splitlines() if lines.exists() else []:
-            table.add(**json.loads(line))
+    shape = LAYERS["tiny" if arguments.quick or not on_gpu else "llama-2-7b"]
+    rows, failure = run_ranks(measure_splits, RANKS, shape, arguments.layers, arguments.rounds)
+    for row in rows[0]:
+        table.add(**row)
     if failure:
         table.add(note=failure)
-    table.path.parent.mkdir(parents=True, exist_ok=True)
     plot(table.rows, table.path.with_suffix(".png"))

@@ -6,9 +6,10 @@ from collections import defaultdict
 from pathlib import Path
 from typing import NamedTuple
 
-from benchmarks import converge, front_page, train
-from benchmarks.harness import BENCHMARKS, RESULTS, benchmark
-from benchmarks.train import read_rows
+from benchmarks import front_page
+from benchmarks.common.harness import BENCHMARKS, RESULTS, benchmark, read_rows
+from benchmarks.converge.table import summary
+from benchmarks.train.plots import plot
 
 PAGE = RESULTS.parent / "RESULTS.md"
 SHARED = (
@@ -76,11 +77,11 @@ SECTIONS = [
     Section("trainer", "Models of transformers under Trainer"),
     Section("megatron_main", "Megatron-LM's own loop"),
     Section("step", "Where a step goes"),
-    Section("host", "The host's part of a layer"),
+    Section("host", "CPU time of a layer"),
     Section("main_grad", "Weight gradients in FP32"),
     Section("parallel", "Tensor and sequence parallel layers"),
     Section("zero", "ZeRO", where={"rank": 0}),
-    Section("checkpointing", "Checkpointed layers"),
+    Section("checkpointing", "Recompute by torch and by DeepSpeed"),
     Section("adamw", "The optimizer's step"),
     Section("adamw_cpu", "The optimizer's step on a CPU"),
     Section("state_error", "Errors of stored moments", where={"kind": "all"}),
@@ -135,7 +136,7 @@ def conditions(rows: list[dict]) -> list[str]:
 
 def converged(rows: list[dict]) -> list[str]:
     """Losses over seeds, and the sentence that they come down to."""
-    found = converge.summary(rows)
+    found = summary(rows)
     lines = ["Validation loss over the seeds of each kind of run:", "", *markdown(found)]
     by_run = {row["run"]: row for row in found}
     if {"bf16", "coat"} <= by_run.keys():
@@ -261,7 +262,7 @@ def report(arguments, _) -> None:
         for row in read_rows(path)
     ]
     if rows:
-        train.plot(rows, RESULTS / "train_all.png")
+        plot(rows, RESULTS / "train_all.png")
     page = arguments.output or PAGE
     page.write_text(build(RESULTS))
     print(f"wrote {page}")

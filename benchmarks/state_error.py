@@ -20,8 +20,10 @@ from typing import NamedTuple
 import matplotlib.pyplot as plt
 import torch
 
-from benchmarks.harness import Table, benchmark
-from benchmarks.training import BETAS, EPS, LARGE, SMALL, one_process, train_gpt
+from benchmarks.common.harness import Table, benchmark
+from benchmarks.common.plot import save
+from benchmarks.common.spawn import one_process
+from benchmarks.common.training import BETAS, EPS, KINDS, LARGE, SMALL, kind_of, train_gpt
 from coat_kernels.codecs import Stored, expanded, get_codec
 
 GROUP_SIZE = 128
@@ -43,14 +45,6 @@ PAIRS = (
     ("bf16", "bf16"),
     ("fp32", "fp32"),
 )
-# what a parameter's name holds, by kind; norms are named after what they precede, so they are asked for first
-KINDS = {
-    "norm": "norm",
-    "word_embeddings": "embedding",
-    "output_layer": "head",
-    "attention": "attention",
-    "mlp": "MLP",
-}
 
 
 class Moments(NamedTuple):
@@ -71,7 +65,7 @@ def moments_of(model: torch.nn.Module, optimizer: torch.optim.Optimizer, steps: 
     """The moments of every parameter after `steps` steps."""
     return [
         Moments(
-            next(kind for part, kind in KINDS.items() if part in name),
+            kind_of(name),
             *(optimizer.state[p][k].flatten() for k in ("exp_avg", "exp_avg_sq")),
             steps,
         )
@@ -151,7 +145,7 @@ def plot(rows: list[dict], path: Path) -> None:
         f"Storing both moments in groups of {GROUP_SIZE} (where plain FP8 flushes no second moment)"
     )
     axes.legend(title="exp_avg, exp_avg_sq", loc="center left", bbox_to_anchor=(1, 0.5), fontsize="small")
-    figure.savefig(path, dpi=120)
+    save(figure, path)
 
 
 @benchmark(needs_gpu=False)
@@ -168,5 +162,4 @@ def state_error(arguments, table: Table) -> None:
             ratio = row["kept"] / plain.setdefault(kind, row["kept"])
             row.update(kept_rms_ratio=ratio, kept_mse_ratio=ratio**2)
             table.add(m=m, v=v, kind=kind, **row)
-    table.path.parent.mkdir(parents=True, exist_ok=True)
     plot(table.rows, table.path.with_suffix(".png"))

@@ -21,9 +21,9 @@ from typing import NamedTuple
 
 import torch
 
-from benchmarks.harness import Table, benchmark
-from benchmarks.state_error import KINDS
-from benchmarks.training import BETAS, EPS, LARGE, SMALL, one_process, train_gpt
+from benchmarks.common.harness import Table, benchmark
+from benchmarks.common.spawn import one_process
+from benchmarks.common.training import BETAS, EPS, LARGE, SMALL, kind_of, train_gpt
 from coat_kernels.adamw import dither_reference
 from coat_kernels.codecs import Codec, Stored, get_codec
 from coat_kernels.codecs.codec import encode_reference
@@ -146,9 +146,8 @@ def follow(model: torch.nn.Module) -> dict[torch.nn.Parameter, Followed]:
             continue
         blocks = torch.randperm(p.numel() // BLOCK, generator=generator)[:BLOCKS].sort().values
         where = (blocks[:, None] * BLOCK + torch.arange(BLOCK)).view(-1).to(p.device)
-        kind = next(kind for part, kind in KINDS.items() if part in name)
         zeros = {b: (torch.zeros(where.numel(), device=p.device),) * 2 for b in BETA2}
-        found[p] = Followed(kind, where, zeros)
+        found[p] = Followed(kind_of(name), where, zeros)
     return found
 
 

@@ -1,21 +1,20 @@
-"""Where a training step's time goes: what the host launches when, and what the GPU does."""
+"""Where a training step's time goes: what the CPU has launched when, and what the GPU does."""
 
 import argparse
-import gc
-import json
 import statistics
-import tempfile
 import time
 from collections import defaultdict
-from pathlib import Path
+from collections.abc import Iterator
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 
-from benchmarks.decoder_layers import forget
-from benchmarks.harness import Span, Table, benchmark, covered_ms, gpu_spans, is_message, synchronize
-from benchmarks.whole_models import (
+from benchmarks.common.harness import Table, benchmark
+from benchmarks.common.layers import forget
+from benchmarks.common.memory import release
+from benchmarks.common.spawn import Rank, run_ranks
+from benchmarks.common.timing import Span, covered_ms, gpu_spans, is_message, synchronize
+from benchmarks.common.whole_models import (
     BATCHES,
     MODELS,
     SYSTEMS,
@@ -50,7 +49,7 @@ def kind_of(kernel: str) -> str:
 
 
 def launched(engine, batch: Batch) -> tuple[float, ...]:
-    """Milliseconds until the host has launched forward, backward and the optimizer, each from the last on,
+    """Milliseconds until the CPU has launched forward, backward and the optimizer, each from the last on,
     and until all of it is done."""
     dist.barrier()
     synchronize()
@@ -83,28 +82,23 @@ def rows_of(times: list[tuple[float, ...]], spans: list[Span]) -> list[dict]:
     return rows + [{"what": kind, "ms": sum(us) / 1e3, "launches": len(us)} for kind, us in ordered]
 
 
-def rank_main(rank: int, gpus: int, jobs: list[Job], folder: str) -> None:
-    """Measures system after system; rank 0 writes lines of JSON."""
-    start(rank, gpus, jobs[0].way, folder)
-    with Path(folder, f"{rank}.jsonl").open("w") as lines:
-        for job in jobs:
-            torch.manual_seed(0)
-            batches = random_batches(job, job.micro_batch)
-            engine = build_engine(job, job.micro_batch, build_model(job))
-            for i in range(WARMUP):
-                train_step(engine, batches[i % BATCHES])
-            times = [launched(engine, batches[i % BATCHES]) for i in range(REPEATS)]
-            spans = gpu_spans(lambda engine=engine, batches=batches: train_step(engine, batches[0]))
-            identity = job._asdict() | {"gpus": gpus}
-            for row in rows_of(times, spans):
-                print(json.dumps(identity | row), file=lines, flush=True)
-            engine.destroy()
-            del engine, batches
-            forget()
-            gc.collect()
-            if torch.cuda.is_available():
-                torch.cuda.empty_cache()
-    dist.destroy_process_group()
+def measure(place: Rank, jobs: list[Job]) -> Iterator[dict]:
+    """The rows of this rank, system after system."""
+    start(place, jobs[0].way)
+    for job in jobs:
+        torch.manual_seed(0)
+        batches = random_batches(job, job.micro_batch)
+        engine = build_engine(job, job.micro_batch, build_model(job))
+        for i in range(WARMUP):
+            train_step(engine, batches[i % BATCHES])
+        times = [launched(engine, batches[i % BATCHES]) for i in range(REPEATS)]
+        spans = gpu_spans(lambda engine=engine, batches=batches: train_step(engine, batches[0]))
+        for row in rows_of(times, spans):
+            yield job._asdict() | {"gpus": place.ranks} | row
+        engine.destroy()
+        del engine, batches
+        forget()
+        release()
 
 
 def options(parser: argparse.ArgumentParser) -> None:
@@ -119,13 +113,13 @@ def options(parser: argparse.ArgumentParser) -> None:
 
 @benchmark(needs_gpu=False, options=options)
 def step(arguments, table: Table) -> None:
-    """Where a step of `python -m benchmarks train` goes: the host's launches, and the GPU's kernels by kind.
+    """Where a step of `python -m benchmarks train` goes: the CPU's launches, and the GPU's kernels by kind.
 
-    Rank 0's. A step that takes as long as the host launches waits for the host. Rows of each system:
-    - step: median, all ranks beginning together; host: X: until the host has launched that part, which
+    Rank 0's. A step that takes as long as its launches waits for the CPU. Rows of each system:
+    - step: median, all ranks beginning together; host: X: CPU time until that part is launched, which
       includes where it waits for a result;
     - GPU: anything, anything but messages: of another step, in which the GPU did so, and how many kernels,
-      copies and messages that were (under torch's profiler, which slows the host);
+      copies and messages that were (under torch's profiler, which slows the CPU); products are GEMMs;
     - the kinds of these, the longest first; messages last as long as other ranks make them wait.
     Without a GPU, or with --quick, a tiny model; without a GPU no kernels, and times mean nothing.
     """
@@ -144,11 +138,9 @@ def step(arguments, table: Table) -> None:
         )
         for system in arguments.systems
     ]
-    with tempfile.TemporaryDirectory() as folder:
-        try:
-            mp.spawn(rank_main, (arguments.gpus, jobs, folder), nprocs=arguments.gpus)
-        finally:
-            # what was measured before a rank failed stays
-            lines = Path(folder, "0.jsonl")
-            for line in lines.read_text().splitlines() if lines.exists() else []:
-                table.add(**json.loads(line))
+    rows, failure = run_ranks(measure, arguments.gpus, jobs)
+    for row in rows[0]:
+        table.add(**row)
+    # what was measured before stays
+    if failure:
+        raise SystemExit(failure)

@@ -13,8 +13,10 @@ from pathlib import Path
 import torch
 
 import coat_ds
-from benchmarks.harness import Table, benchmark, synchronize
-from benchmarks.models import SHAPES
+from benchmarks.common.environment import device
+from benchmarks.common.families import SHAPES
+from benchmarks.common.harness import Table, benchmark
+from benchmarks.common.timing import synchronize
 
 ROOT = Path(__file__).parents[1]
 # steps that are not timed: the first compile, and DeepSpeed makes its states in them
@@ -46,6 +48,50 @@ class _Tokens(torch.utils.data.Dataset):
         return {"input_ids": ids, "labels": ids}
 
 
+def _training_arguments(settings: dict):
+    import transformers
+
+    block, further = SYSTEMS[settings["system"]]
+    params = {"lr": "auto", "betas": "auto", "weight_decay": "auto", "torch_adam": True}
+    config = {
+        "train_micro_batch_size_per_gpu": "auto",
+        "gradient_clipping": "auto",
+        "bf16": {"enabled": "auto"},
+        "zero_optimization": {"stage": settings["stage"]},
+        "optimizer": {"type": "AdamW", "params": params},
+        **block,
+    }
+    return transformers.TrainingArguments(
+        output_dir=settings["folder"],
+        max_steps=settings["steps"] + WARMUP,
+        per_device_train_batch_size=settings["micro_batch"],
+        deepspeed=config,
+        bf16=True,
+        learning_rate=1e-4,
+        adam_beta2=0.95,
+        save_strategy="no",
+        logging_steps=1,
+        report_to=[],
+        disable_tqdm=True,
+        use_cpu=not torch.cuda.is_available(),
+        **further,
+    )
+
+
+def _model(settings: dict) -> torch.nn.Module:
+    """With random weights, the same on every rank."""
+    import transformers
+
+    fields = dict(SHAPES[settings["shape"]].fields)
+    fields |= {"num_hidden_layers": settings["layers"], "vocab_size": VOCABULARY, "use_cache": False}
+    if settings["quick"]:
+        fields |= QUICK | {"vocab_size": 512, "head_dim": 16}
+    shape = getattr(transformers, SHAPES[settings["shape"]].config)(**fields)
+    torch.manual_seed(0)
+    with device():
+        return transformers.AutoModelForCausalLM.from_config(shape, dtype=torch.bfloat16)
+
+
 def run_rank(settings: dict) -> None:
     """Trains on this rank; the first writes what it found to a file."""
     import transformers
@@ -61,44 +107,13 @@ def run_rank(settings: dict) -> None:
 
     # what the entry point does where the package is installed; a checkout may be on the path alone
     coat_ds.install()
-    block, arguments = SYSTEMS[settings["system"]]
-    zero = {"stage": settings["stage"]}
-    params = {"lr": "auto", "betas": "auto", "weight_decay": "auto", "torch_adam": True}
-    config = {
-        "train_micro_batch_size_per_gpu": "auto",
-        "gradient_clipping": "auto",
-        "bf16": {"enabled": "auto"},
-        "zero_optimization": zero,
-        "optimizer": {"type": "AdamW", "params": params},
-        **block,
-    }
-    arguments = transformers.TrainingArguments(
-        output_dir=settings["folder"],
-        max_steps=settings["steps"] + WARMUP,
-        per_device_train_batch_size=settings["micro_batch"],
-        deepspeed=config,
-        bf16=True,
-        learning_rate=1e-4,
-        adam_beta2=0.95,
-        save_strategy="no",
-        logging_steps=1,
-        report_to=[],
-        disable_tqdm=True,
-        use_cpu=not on_gpu,
-        **arguments,
-    )
-    fields = dict(SHAPES[settings["shape"]].fields)
-    fields |= {"num_hidden_layers": settings["layers"], "vocab_size": VOCABULARY, "use_cache": False}
-    if settings["quick"]:
-        fields |= QUICK | {"vocab_size": 512, "head_dim": 16}
-    shape = getattr(transformers, SHAPES[settings["shape"]].config)(**fields)
-    torch.manual_seed(0)
-    with torch.device("cuda" if on_gpu else "cpu"):
-        model = transformers.AutoModelForCausalLM.from_config(shape, dtype=torch.bfloat16)
+    # first: transformers builds the model as its DeepSpeed config says
+    arguments = _training_arguments(settings)
+    model = _model(settings)
     trainer = transformers.Trainer(
         model=model,
         args=arguments,
-        train_dataset=_Tokens(settings["sequence"], fields["vocab_size"]),
+        train_dataset=_Tokens(settings["sequence"], model.config.vocab_size),
         callbacks=[Clock()],
     )
     trainer.train()

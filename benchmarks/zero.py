@@ -14,31 +14,28 @@ a bucket of 2 bytes an element.
 """
 
 import argparse
-import gc
-import json
-import os
 import statistics
-import tempfile
-from datetime import timedelta
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
 import matplotlib.pyplot as plt
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 import torch.nn.functional as F
 
-from benchmarks.decoder_layers import LayerShape, TorchLayer, device
-from benchmarks.harness import Table, benchmark, mark, milliseconds, reason, synchronize
-from benchmarks.memory import held_bytes, peak_bytes
-from benchmarks.training import join
+from benchmarks.common.environment import device
+from benchmarks.common.harness import Table, benchmark, reason
+from benchmarks.common.layers import TorchLayer
+from benchmarks.common.memory import held_bytes, peak_bytes, release
+from benchmarks.common.plot import save
+from benchmarks.common.shapes import LayerShape
+from benchmarks.common.spawn import Rank, join_deepspeed, run_ranks
+from benchmarks.common.timing import mark, milliseconds, synchronize
 from coat_ds.plan.memory import stepped_bytes
 from coat_ds.plan.systems import System, coat
 
 WARMUP = 2
-# a rank that waits longer for another ends, and with it the row
-PATIENCE = timedelta(seconds=60)
 
 
 class Size(NamedTuple):
@@ -213,57 +210,40 @@ def run_case(case: Case, size: Size, steps: int) -> dict[str, float]:
 
 
 def warm_up(size: Size) -> None:
-    """Products take a workspace for good, which is no row's memory."""
+    """GEMMs take a workspace for good, which is no row's memory."""
     with torch.device(device()):
         model = GPT(size._replace(layers=1)).bfloat16()
         model(torch.zeros(1, size.shape.sequence + 1, dtype=torch.long)).backward()
 
 
-def rank_main(rank: int, ranks: int, cases: list[Case], size: Size, steps: int, folder: str) -> None:
-    """Runs the cases on one rank and writes a line of JSON for each; ends at the first that fails."""
-    on_gpu = torch.cuda.is_available()
-    join(rank, ranks, folder, PATIENCE)
+def measure(place: Rank, cases: list[Case], size: Size, steps: int) -> Iterator[dict]:
+    """This rank's row of each case; ends at the first that fails."""
+    join_deepspeed(place)
     warm_up(size)
-    with open(os.path.join(folder, f"{rank}.jsonl"), "w") as lines:
-        for case in cases:
-            gc.collect()
-            if on_gpu:
-                torch.cuda.empty_cache()
-            try:
-                row = run_case(case, size, steps)
-            except Exception as error:
-                print(json.dumps({"note": reason(error)}), file=lines, flush=True)
-                # the others may wait for this rank: all start again behind this case
-                raise
-            print(json.dumps(row), file=lines, flush=True)
-            if rank == 0:
-                print(f"stage {case.stage}, {case.optimizer}: {row}", flush=True)
-    dist.destroy_process_group()
+    for case in cases:
+        release()
+        try:
+            row = run_case(case, size, steps)
+        except Exception as error:
+            yield {"note": reason(error)}
+            # the others may wait for this rank: all start again behind this case
+            raise
+        yield row
+        if place.rank == 0:
+            print(f"stage {case.stage}, {case.optimizer}: {row}", flush=True)
 
 
 def run_cases(cases: list[Case], ranks: int, size: Size, steps: int) -> list[list[dict]]:
     """Rows of the cases, by rank. Processes are started once, and again behind each case that fails."""
     done: list[list[dict]] = []
     while len(done) < len(cases):
-        with tempfile.TemporaryDirectory() as folder:
-            failure = "no row"
-            try:
-                mp.spawn(rank_main, (ranks, cases[len(done) :], size, steps, folder), nprocs=ranks)
-            except Exception as error:
-                # the last line of a rank's traceback, or how it ended
-                failure = str(error).strip().splitlines()[-1][:160]
-                print(error, flush=True)
-            paths = [Path(folder, f"{rank}.jsonl") for rank in range(ranks)]
-            written = [
-                [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-                for path in paths
-            ]
+        written, failure = run_ranks(measure, ranks, cases[len(done) :], size, steps)
         finished = 0
         while all(len(rows) > finished and "note" not in rows[finished] for rows in written):
             done.append([rows[finished] for rows in written])
             finished += 1
         if len(done) < len(cases):
-            missing = {"note": failure}
+            missing = {"note": failure or "no row"}
             done.append([rows[finished] if len(rows) > finished else missing for rows in written])
     return done
 
@@ -293,8 +273,7 @@ def plot(rows: list[dict], path: Path) -> None:
         axes.bar(0, 0, color=color, label=f"states, {name}")
     axes.set_xlim(1, place + 0.6)
     axes.legend(fontsize="small")
-    figure.savefig(path, dpi=120)
-    plt.close(figure)
+    save(figure, path)
 
 
 def options(parser: argparse.ArgumentParser) -> None:
@@ -330,5 +309,4 @@ def zero(arguments, table: Table) -> None:
                 if case.stage in stock:
                     row = row | {"loss_to_stock": row["loss"] / stock[case.stage] - 1}
             table.add(stage=case.stage, optimizer=case.optimizer, ranks=ranks, rank=rank, **row)
-    table.path.parent.mkdir(parents=True, exist_ok=True)
     plot(table.rows, table.path.with_suffix(".png"))

@@ -5,8 +5,18 @@ Importing this package imports neither DeepSpeed nor torch; its names are import
 """
 
 import importlib
+from typing import TYPE_CHECKING
 
 from coat_ds.zero.switch import install, uninstall
+
+if TYPE_CHECKING:
+    # what type checkers see of the names below
+    from coat_ds.config import CoatConfig, CoatConfigError
+    from coat_ds.layers.convert import conversion_of, convert, unconvert
+    from coat_ds.optim.accounting import state_bytes
+    from coat_ds.optim.optimizer import CoatAdamW
+    from coat_ds.zero.initialize import initialize
+    from coat_kernels.saved import compressed_checkpoints
 
 _HOMES = {
     "CoatAdamW": "coat_ds.optim.optimizer",

@@ -6,7 +6,7 @@ is the whole usual block; every field below has the value that it takes then.
 """
 
 import difflib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any, ClassVar, Self
 
@@ -84,15 +84,20 @@ def did_you_mean(found: Any, known: Iterable) -> str:
     return f" Did you mean {close[0]!r}?" if close else ""
 
 
+@dataclass(frozen=True)
 class _Block:
     """A JSON object that a frozen dataclass describes; `KEY` is its path in the config."""
 
     __slots__ = ()
     KEY: ClassVar[str]
-    from_boolean: ClassVar[Callable[[bool], Self] | None] = None
-    """What true or false stands for, where it may stand for the object."""
+    OR_BOOLEAN: ClassVar[bool] = False
+    """Whether true or false may stand for the object; `from_boolean` says for what."""
     REMOVED: ClassVar[Mapping[str | tuple[str, str], str]] = {}
     """Keys, and values of keys, that were removed, and what to do now."""
+
+    @classmethod
+    def from_boolean(cls, value: bool) -> Self:
+        raise NotImplementedError(f"{cls.KEY} is no boolean")
 
     @classmethod
     def from_dict(cls, block: Mapping[str, Any]) -> Self:
@@ -100,13 +105,13 @@ class _Block:
 
         Raises CoatConfigError for unknown keys, wrong types and impossible values.
         """
-        if isinstance(block, bool) and cls.from_boolean is not None:
+        if isinstance(block, bool) and cls.OR_BOOLEAN:
             return cls.from_boolean(block)
         if not isinstance(block, Mapping):
             raise CoatConfigError(
                 f'{cls.KEY}: expected an object such as {{"enabled": true}}, found {block!r}. Use braces.'
             )
-        known = {f.name: f.type for f in fields(cls)}
+        known: dict[str, Any] = {f.name: f.type for f in fields(cls)}
         for name in block:
             if name in cls.REMOVED:
                 raise CoatConfigError(
@@ -209,6 +214,7 @@ class ActivationsConfig(_Block):
     those that `coat_ds.convert` finds. True or false may stand for the object."""
 
     KEY: ClassVar[str] = "coat.activations"
+    OR_BOOLEAN: ClassVar[bool] = True
     REMOVED: ClassVar[Mapping[str | tuple[str, str], str]] = {
         "forward_format": "Activations and weights are always multiplied in 'e4m3'. Drop the key.",
         ("weight_cache", "scale"): "It saved no time. Write 'none', or 'fp8' for two bytes a parameter.",
@@ -278,6 +284,7 @@ class ReportConfig(_Block):
     """What rank 0 logs once, beside the line that COAT is active. True or false may stand for the object."""
 
     KEY: ClassVar[str] = "coat.report"
+    OR_BOOLEAN: ClassVar[bool] = True
 
     states: bool = True
     """When the optimizer is built: a table of tensors, with the formats and bytes of their moments."""
@@ -321,6 +328,10 @@ class CoatConfig(_Block):
     each module. "auto": of COAT and converted layers; true: of Megatron's own and Hugging Face's too; false:
     of none. Layers with frozen parameters are left out. Hugging Face's Trainer and Accelerate refuse the word
     "auto" in any block that is not theirs: leave the key out there."""
+
+    @classmethod
+    def from_boolean(cls, value: bool) -> Self:
+        raise NotImplementedError(f"{cls.KEY} is no boolean")
 
     @classmethod
     def from_dict(cls, block: Mapping[str, Any] | None) -> Self:

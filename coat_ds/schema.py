@@ -42,7 +42,7 @@ def _block(cls: type) -> dict[str, Any]:
 def _property(f: Field) -> dict[str, Any]:
     if is_dataclass(f.type):
         block = _block(f.type)
-        return {"anyOf": [{"type": "boolean"}, block]} if f.type.from_boolean else block
+        return {"anyOf": [{"type": "boolean"}, block]} if f.type.OR_BOOLEAN else block
     if f.type in JSON_TYPES:
         made = {"type": JSON_TYPES[f.type]}
     elif "choices" in f.metadata:

@@ -29,7 +29,9 @@ def saved_bytes(model: torch.nn.Module | Iterable[torch.nn.Module], run: Callabl
     Parameters and buffers do not count. Seen is what goes through autograd's `save_for_backward`.
     Raises ValueError if `run` calls none of the layers.
     """
-    layers = list(model.decoder.layers if isinstance(model, torch.nn.Module) else model)
+    layers = list(
+        model.get_submodule("decoder.layers").children() if isinstance(model, torch.nn.Module) else model
+    )
     existing = {
         tensor.untyped_storage().data_ptr()
         for module in ([model] if isinstance(model, torch.nn.Module) else layers)

@@ -85,9 +85,10 @@ def load_shape(path: str | Path) -> ModelShape:
                 raise ValueError(f"{path}: key {name!r} is missing")
             continue
         # a JSON integer is a fine float; True is not a fine integer
-        accepted = (int, float) if field.type is float else (field.type,)
+        wanted: Any = field.type
+        accepted = (int, float) if wanted is float else (wanted,)
         if type(values[name]) not in accepted:
-            raise ValueError(f"{path}: {name} must be {field.type.__name__}, found {values[name]!r}")
+            raise ValueError(f"{path}: {name} must be {wanted.__name__}, found {values[name]!r}")
     try:
         return ModelShape(**values)
     except ValueError as error:

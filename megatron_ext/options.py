@@ -69,7 +69,7 @@ def _read(path: str | None) -> CoatConfig:
         config = CoatConfig.from_dict(content["coat"])
     except CoatConfigError as error:
         raise CoatConfigError(f"{where}: {error}") from None
-    for key, found, wanted, why in (
+    for key, value, wanted, why in (
         ("enabled", config.enabled, True, "--spec asks for it"),
         ("report.saved", config.report.saved, False, "Megatron's loop does not count what is saved"),
         (
@@ -80,9 +80,9 @@ def _read(path: str | None) -> CoatConfig:
         ),
         ("zero3_layer_units", config.zero3_layer_units, "auto", "ZeRO-3 is DeepSpeed's"),
     ):
-        if found != wanted:
+        if value != wanted:
             raise CoatConfigError(
-                f"{where}: coat.{key}: expected {json.dumps(wanted)}, found {json.dumps(found)}: {why}."
+                f"{where}: coat.{key}: expected {json.dumps(wanted)}, found {json.dumps(value)}: {why}."
             )
     return config
 

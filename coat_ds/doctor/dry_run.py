@@ -32,10 +32,12 @@ def build(config: Mapping) -> torch.nn.Module:
     try:
         made = transformers.AutoConfig.for_model(fields.pop("model_type", ""), **fields)
         with torch.device("meta"):
-            return transformers.AutoModelForCausalLM.from_config(made, dtype=torch.bfloat16)
+            model = transformers.AutoModelForCausalLM.from_config(made, dtype=torch.bfloat16)
     except (ValueError, KeyError) as error:
         first = str(error).strip().splitlines()[0]
         raise PlanError(f"model: transformers cannot build it ({first}). Correct model_type.") from error
+    # torch's context misses functions that somebody, such as DeepSpeed, had exchanged when it was first used
+    return model.to("meta")
 
 
 def check(config: Mapping, model: torch.nn.Module, gpus: int, sequence: int) -> list[Finding]:

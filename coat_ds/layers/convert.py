@@ -184,9 +184,9 @@ def _what_stays(model: nn.Module) -> dict[int, str]:
                     stays.update({id(m): "an adapter" for m in child.modules()})
         if isinstance(module, nn.MultiheadAttention):
             stays.update({id(m): "torch's MultiheadAttention multiplies by itself" for m in module.modules()})
-        if "experts" in children:
+        if (experts := children.get("experts")) is not None:
             for child in children.values():
-                if isinstance(child, nn.Linear) and _chooses_among(child, children["experts"]):
+                if isinstance(child, nn.Linear) and _chooses_among(child, experts):
                     stays[id(child)] = "the router"
     return stays
 

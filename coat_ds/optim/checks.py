@@ -13,9 +13,15 @@ PARAM_DTYPES = (torch.float32, torch.bfloat16)
 GRAD_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
+def grad_of(p: torch.Tensor) -> torch.Tensor:
+    """The gradient of a parameter that has one."""
+    assert p.grad is not None
+    return p.grad
+
+
 def check_tensors(p: torch.Tensor, state: dict[str, Any]) -> None:
     """Raises TypeError or ValueError for a parameter, gradient or state that the step cannot handle."""
-    grad = p.grad
+    grad = grad_of(p)
     what = f"CoatAdamW: a parameter of shape {tuple(p.shape)} on {p.device}"
     if is_distributed(p) != is_distributed(grad):
         raise TypeError(
@@ -44,7 +50,7 @@ def check_tensors(p: torch.Tensor, state: dict[str, Any]) -> None:
             "shape and device."
         )
     for name in MOMENTS:
-        moment = state.get(name)
+        moment: Any = state.get(name)
         if moment is not None and moment.shape != p.shape:
             raise ValueError(
                 f"{what} has {name} of shape {tuple(moment.shape)}. Give it the parameter's shape."

@@ -203,7 +203,7 @@ class Moment(StoredTensor):
     def view_of(self, replay: Callable[[torch.Tensor], torch.Tensor], like: torch.Tensor) -> StoredTensor:
         """The view `replay` of this window; `like`: the same view of a plain tensor."""
         if like.is_contiguous() and like.dtype == torch.float32:
-            return self.window(like.shape, like.storage_offset())
+            return self.window(like.shape, int(like.storage_offset()))
         return MomentView(self, replay, like)
 
     def _like(self, make) -> Self:
@@ -218,8 +218,8 @@ class Moment(StoredTensor):
 
     def stored(self) -> Iterator[torch.Tensor]:
         """All tensors that are stored, with those that a copy took along."""
-        own = self.pair is None or self.pair.shared
-        pieces = self.pieces if own else self.pieces + self.pair.second
+        copied = () if self.pair is None or self.pair.shared else self.pair.second
+        pieces = self.pieces + copied
         return itertools.chain.from_iterable(piece.storage for piece in pieces)
 
     def __repr__(self):

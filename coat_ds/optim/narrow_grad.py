@@ -15,24 +15,23 @@ class _Content:
     """What a narrow gradient and what is detached from it share."""
 
     def __init__(self, narrow: torch.Tensor):
-        self.narrow = narrow
+        # narrow, and FP32 once an operation wanted it so
+        self.values, self.is_wide = narrow, False
         # by which it is multiplied, FP32 of one element, or None
         self.scale: torch.Tensor | None = None
-        # the gradient in FP32, once an operation wanted it
-        self.wide: torch.Tensor | None = None
 
     def multiply(self, factor: torch.Tensor | float) -> None:
         if not isinstance(factor, torch.Tensor):
-            factor = torch.full((), factor, dtype=torch.float32, device=self.narrow.device)
+            factor = torch.full((), factor, dtype=torch.float32, device=self.values.device)
         self.scale = factor.float() if self.scale is None else self.scale * factor
 
     def widen(self) -> torch.Tensor:
-        if self.wide is None:
-            self.wide = self.narrow.float()
+        if not self.is_wide:
+            self.values, self.is_wide = self.values.float(), True
             if self.scale is not None:
-                self.wide *= self.scale
-            self.narrow = self.scale = None
-        return self.wide
+                self.values *= self.scale
+                self.scale = None
+        return self.values
 
 
 class NarrowGrad(torch.Tensor):
@@ -41,11 +40,12 @@ class NarrowGrad(torch.Tensor):
     Multiplying it in place by one number is put off to the step; any other operation makes it FP32 first.
     """
 
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    # torch's own way to have no such hook, which its types do not know
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @staticmethod
     def __new__(cls, content: _Content):
-        held = content.wide if content.narrow is None else content.narrow
+        held = content.values
         return torch.Tensor._make_wrapper_subclass(
             cls, held.shape, strides=held.stride(), dtype=torch.float32, device=held.device
         )
@@ -60,7 +60,7 @@ class NarrowGrad(torch.Tensor):
     @classmethod
     def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
         content = args[0]._content if isinstance(args[0], cls) else None
-        if content is not None and content.narrow is not None:
+        if content is not None and not content.is_wide:
             if func is aten.detach.default:
                 return cls(content)
             if func in (aten.mul_.Scalar, aten.mul_.Tensor) and _is_number(args[1]):
@@ -72,7 +72,7 @@ class NarrowGrad(torch.Tensor):
 
         result = func(*tree_map(plain, args), **tree_map(plain, kwargs or {}))
         # what changes its first argument returns it
-        return args[0] if content is not None and result is content.wide else result
+        return args[0] if content is not None and result is content.values else result
 
     def __repr__(self):
         return f"NarrowGrad({tuple(self.shape)})"
@@ -87,4 +87,4 @@ def narrow_and_scale(grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | N
     if not isinstance(grad, NarrowGrad):
         return grad, None
     content = grad._content
-    return (content.wide, None) if content.narrow is None else (content.narrow, content.scale)
+    return content.values, content.scale

@@ -148,8 +148,15 @@ class CoatAdamW(torch.optim.Optimizer):
         torch.optim.Optimizer.__init__(self, params, defaults)
 
     def __getstate__(self) -> dict[str, Any]:
-        own = ("_keep_fp32", "_seed", "_checkpoint_layout", "_compiled", "_fragments", "_group_index")
-        own += ("_arrived", "_kept", "_copies")
+        own: tuple[str, ...] = (
+            "_keep_fp32",
+            "_seed",
+            "_checkpoint_layout",
+            "_compiled",
+            "_fragments",
+            "_group_index",
+        )
+        own += ("_group_index", "_arrived", "_kept", "_copies")
         return {**super().__getstate__(), **{name: getattr(self, name) for name in own}}
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -188,7 +195,8 @@ class CoatAdamW(torch.optim.Optimizer):
 
     @torch._disable_dynamo
     @torch.no_grad()
-    def step(
+    # torch's two overloads have no keyword
+    def step(  # type: ignore[override]
         self, closure: Callable[[], float] | None = None, *, grad_scale: torch.Tensor | None = None
     ) -> float | None:
         """One step; returns the loss of `closure`.

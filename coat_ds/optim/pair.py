@@ -32,7 +32,11 @@ def paired(first: Moment, second: Moment) -> tuple[Moment, Moment]:
         _set_free(pair, first.group_size)
     for x in (own, pair):
         x.first, x.second, x.shared = first.pieces, second.pieces, True
-    return tuple(Moment(x.pieces, x.group_size, x.shape, pair=pair) for x in (first, second))
+
+    def joined(x: Moment) -> Moment:
+        return Moment(x.pieces, x.group_size, x.shape, pair=pair)
+
+    return joined(first), joined(second)
 
 
 def _set_free(pair: Pair, group_size: int) -> None:

@@ -54,8 +54,7 @@ def overwrite(
 ) -> None:
     """Writes `made` over what is stored. If `other` is a first moment that is relative to this one, it is
     encoded anew: its values stay."""
-    is_followed = other is not None and other.codec.relative and not old.codec.relative
-    if not is_followed:
+    if other is None or not other.codec.relative or old.codec.relative:
         write(old.storage, made, non_blocking)
         return
     parts = zip(*(x.parts(group_size) for x in (old.storage, made, other.storage)), strict=True)

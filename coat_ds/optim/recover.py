@@ -67,7 +67,9 @@ def _recovered(codec: Codec, rows: torch.Tensor) -> tuple[Storage, bool]:
     first, reach = Storage(*(t.clone() for t in best)), _reach(codec, best, len(rows))
     errors = _errors(codec, best, rows)
     # the nearest first, up and down
-    for step in (sign * distance for distance in itertools.count(1) for sign in (1, -1)):
+    steps = (sign * distance for distance in itertools.count(1) for sign in (1, -1))
+    while True:
+        step = next(steps)
         left = ((errors > 0) & (reach >= abs(step))).nonzero().squeeze(1)
         if not left.numel():
             return best, not errors.any()

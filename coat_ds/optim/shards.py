@@ -1,12 +1,15 @@
 """DTensors: each rank holds a shard. FSDP2 makes them, tensor parallelism does, or both at once."""
 
 import sys
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
 
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
 
-def is_distributed(x: object) -> bool:
+
+def is_distributed(x: object) -> "TypeGuard[DTensor]":
     """Whether it is a DTensor."""
     # whoever has one has imported this, which takes longer than the rest of the optimizer
     api = sys.modules.get("torch.distributed.tensor")
@@ -18,7 +21,7 @@ def local(x: Any) -> Any:
     if not is_distributed(x):
         return x
     with torch.no_grad():
-        held = x.to_local()
+        held: Any = x.to_local()
     # a collective that is still under way
     return held.wait() if type(held).__name__ == "AsyncCollectiveTensor" else held
 

@@ -25,7 +25,8 @@ def take_states(packed: dict[str, Any], layout: str) -> dict[str, Any]:
 
     Under `"coat"` stand the scales and exponents of moments that are given as FP32 values.
     """
-    state, stored = {}, {}
+    state: dict[Any, dict[str, Any]] = {}
+    stored: dict[Any, dict[str, Any]] = {}
     for index, entry in packed["state"].items():
         state[index] = dict(entry)
         stored[index] = {}
@@ -74,9 +75,9 @@ def restored(
     device = param.device
     value = shard_of(loaded["state"][index][name], param)
     if isinstance(value, Moment):
-        value = value.to(device, copy=True)
-        same = (value.arrangement, value.group_size) == (layout, group_size)
-        return (value, True) if same else (value.rearranged(layout, group_size, second), False)
+        held: Any = value.to(device, copy=True)
+        same = (held.arrangement, held.group_size) == (layout, group_size)
+        return (held, True) if same else (held.rearranged(layout, group_size, second), False)
     value = value.to(device=device, dtype=torch.float32)
     moment, exact = Moment.zeros(value.shape, layout, group_size, device).beside(second), True
     likes = _likes(moment, loaded.get("coat", {}), index, name)

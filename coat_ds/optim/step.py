@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from coat_ds.optim.checks import grad_of
 from coat_ds.optim.narrow_grad import narrow_and_scale
 from coat_ds.optim.options import rounds_stochastically
 from coat_ds.optim.pieces import Piece
@@ -50,7 +51,7 @@ def update_group(
     """
     held = [local(p) for p in params]
     contiguous = [shard.contiguous() for shard in held]
-    read = [narrow_and_scale(shard_of(p.grad, p)) for p in params]
+    read = [narrow_and_scale(shard_of(grad_of(p), p)) for p in params]
     steps = _count(states, scaling.found_inf)
     scales = {id(scale): scale for _, scale in read}
     grads = [grad for grad, _ in read]
@@ -165,12 +166,15 @@ def _count(states: list[dict[str, Any]], found_inf: torch.Tensor | None) -> list
     if found_inf is None:
         return on_device
     counts = list(torch.stack(on_device).unbind())
-    torch._foreach_sub_(on_device, (found_inf.to(counts[0].device) != 0).float().reshape(()))
+    skipped = (found_inf.to(counts[0].device) != 0).float().reshape(())
+    # without alpha torch reads the flag as a number, for which it waits for the GPU
+    torch._foreach_add_(on_device, skipped, alpha=-1.0)
     return counts
 
 
-def _gather(steps: list[int] | list[torch.Tensor]) -> list[int] | torch.Tensor:
-    return torch.stack(steps) if isinstance(steps[0], torch.Tensor) else steps
+def _gather(steps: list[int | torch.Tensor]) -> list[int] | torch.Tensor:
+    on_device = [step for step in steps if isinstance(step, torch.Tensor)]
+    return torch.stack(on_device) if on_device else [step for step in steps if isinstance(step, int)]
 
 
 def _product(a: torch.Tensor | None, b: torch.Tensor | None) -> torch.Tensor | None:

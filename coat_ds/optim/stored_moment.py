@@ -1,6 +1,7 @@
 """Moments that go into a file as they are stored: the checkpoint layout "compressed"."""
 
 import math
+from typing import Any
 
 import torch
 
@@ -91,7 +92,7 @@ def _expect(holds: object, expected: str, found: object) -> None:
         raise ValueError(f"stored moment: expected {expected}, found {shown}")
 
 
-def _expect_vector(name: str, t: object, dtype: torch.dtype, numel: int | None) -> None:
+def _expect_vector(name: str, t: Any, dtype: torch.dtype, numel: int | None) -> None:
     wanted = f"{name} as a contiguous vector of {dtype}" + ("" if numel is None else f" of {numel} elements")
     _expect(type(t) is torch.Tensor and t.layout == torch.strided and not t.is_meta, wanted, type(t))
     # a tensor of stride 0 would need far more memory than its file has bytes

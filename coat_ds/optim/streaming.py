@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from typing import Any
 
 import torch
 
@@ -32,8 +33,11 @@ class DecodedStorage(torch.UntypedStorage):
     after the other.
     """
 
+    _moment: Any
+
     def __new__(cls, moment: torch.Tensor):
-        storage = super().__new__(cls, 4 * moment.numel(), device="meta")
+        # torch's types know no arguments of it
+        storage = super().__new__(cls, 4 * moment.numel(), device="meta")  # type: ignore[call-arg]
         storage._moment = moment
         return storage
 

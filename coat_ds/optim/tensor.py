@@ -1,7 +1,7 @@
 """Tensors whose values are stored as codes, and how operations of torch on them are carried out."""
 
 from collections.abc import Callable
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar
 
 import torch
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
@@ -16,14 +16,15 @@ class StoredTensor(torch.Tensor):
     """Operations that need not decode: called with the operation's arguments, or NotImplemented."""
     # DeepSpeed's NVMe swapper must not take it for an FP32 buffer
     swappable = False
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    # torch's own way to have no such hook, which its types do not know
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     def decode(self) -> torch.Tensor:
         """The values as a plain tensor of the same shape, type and device."""
         raise NotImplementedError
 
     @property
-    def data(self) -> Self:
+    def data(self) -> torch.Tensor:
         """Another view of what is stored."""
         return self.detach()
 
@@ -76,7 +77,7 @@ def _is_view(func) -> bool:
     return any(r.alias_info is not None and not r.alias_info.is_write for r in func._schema.returns)
 
 
-def _views(func, x: StoredTensor, *args, **kwargs):
+def _views(func, x: Any, *args, **kwargs):
     """Windows where the elements are consecutive, else views, one or a list of them."""
     base, inner = x.base, x.replay
     if func is aten.as_strided.default:

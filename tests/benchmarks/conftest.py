@@ -6,7 +6,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 @pytest.fixture(scope="package")
 def megatron():
-    from benchmarks.training import one_process
+    from benchmarks.common.spawn import one_process
 
     with one_process(), sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]):
         yield

@@ -7,8 +7,9 @@ import shutil
 import numpy as np
 import pytest
 
-from benchmarks import converge, corpus
-from benchmarks.harness import Table
+from benchmarks.common.harness import Table
+from benchmarks.converge import corpus, recipe
+from benchmarks.converge.table import publish, summary
 from coat_launch.report import read_metrics
 from tests.benchmarks.test_harness import run
 
@@ -65,7 +66,7 @@ def test_runs_learn_alike_and_a_change_goes_on_where_the_other_stopped(work, tra
     states = [float(rows[name]["state_bytes_per_param"]) for name in TRAINED]
     assert states[0] == pytest.approx(8, rel=1e-3) and states[1] == states[2] < 2.1
     before, after = (lines(work / "converge", name) for name in (TRAINED[0], TRAINED[2]))
-    half = converge.TINY.steps // 2
+    half = recipe.TINY.steps // 2
     assert all(before[key]["run"] for key in before)
     for step in range(1, half + 1):
         assert after[step, True]["loss"] == before[step, True]["loss"]
@@ -96,7 +97,7 @@ def test_a_run_in_parts_gives_the_bits_of_one_piece_and_is_not_made_again(work, 
 def test_runs_made_apart_are_collected(work, trained, tmp_path):
     shutil.copytree(work / "converge", tmp_path / "converge")
     table = Table("converge", tmp_path / "converge.csv")
-    converge.publish(tmp_path / "converge", table)
+    publish(tmp_path / "converge", table)
     table.write()
     assert list(csv.DictReader((tmp_path / "converge.csv").open())) == trained[1]
     assert (tmp_path / "converge.png").stat().st_size > 0
@@ -111,20 +112,20 @@ def test_other_recipes_do_not_share_a_folder(work, trained, text):
 
 
 def test_names_of_runs():
-    parsed = converge.Run.parse("coat-no-expansion-seed12")
+    parsed = recipe.Run.parse("coat-no-expansion-seed12")
     assert parsed == ("coat-no-expansion", ("coat-no-expansion",), 12)
-    assert converge.Run.parse("bf16").name == "bf16-seed1"
-    assert [converge.Run.parse("coat-to-bf16").phase(step, 5) for step in (0, 2, 3, 4)] == [
+    assert recipe.Run.parse("bf16").name == "bf16-seed1"
+    assert [recipe.Run.parse("coat-to-bf16").phase(step, 5) for step in (0, 2, 3, 4)] == [
         ("coat", 3), ("coat", 3), ("bf16", 5), ("bf16", 5)
     ]  # fmt: skip
     with pytest.raises(ValueError, match="--runs coat-nothing: expected one of bf16, coat"):
-        converge.Run.parse("coat-nothing")
+        recipe.Run.parse("coat-nothing")
 
 
 def test_the_summary_is_over_seeds():
     rows = [{"run": "bf16", "val_loss": 2.0}, {"run": "bf16", "val_loss": 2.2}]
     rows += [{"run": "coat", "val_loss": 2.205}, {"run": "coat-no-expansion", "val_loss": "nan"}]
-    bf16, coat, broken = converge.summary(rows)
+    bf16, coat, broken = summary(rows)
     assert (bf16["lowest"], bf16["highest"], bf16["to_bf16"]) == (2.0, 2.2, 0)
     assert coat["to_bf16"] == pytest.approx(0.05)
     assert math.isnan(broken["to_bf16"])

@@ -6,7 +6,7 @@ import shutil
 import pytest
 
 from benchmarks import front_page
-from benchmarks.harness import RESULTS
+from benchmarks.common.harness import RESULTS
 
 
 @pytest.fixture

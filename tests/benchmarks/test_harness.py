@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from benchmarks import __main__  # noqa: F401  (fills the registry)
-from benchmarks.harness import BENCHMARKS, RESULTS, Span, Table, covered_ms, gpu_spans
+from benchmarks.common.harness import BENCHMARKS, RESULTS, Table
+from benchmarks.common.timing import Span, covered_ms, gpu_spans
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from benchmarks import zero
-from benchmarks.checkpointing import SMALL
+from benchmarks.common.shapes import SMALL_STACK
 from tests.benchmarks.test_harness import run
 from tests.coat_ds.test_zero import FP8_BOUND, TOLERANCE
 
@@ -62,7 +62,9 @@ def test_checkpoints_are_counted(tmp_path):
     for host in ("torch", "DeepSpeed"):
         assert kept[host] < kept["none"] / 2
         # of two bytes an element remain one and one in 128
-        assert kept[host] - kept[f"{host}, FP8"] == pytest.approx((1 - 1 / 128) * SMALL.hidden, rel=1e-3)
+        assert kept[host] - kept[f"{host}, FP8"] == pytest.approx(
+            (1 - 1 / 128) * SMALL_STACK.layer.hidden, rel=1e-3
+        )
         # backward computes from inputs that are off by 2^-4 of themselves at most
         assert error[host] < 2**-9 < error[f"{host}, FP8"] < 2**-4
     assert path.with_suffix(".png").stat().st_size > 0

@@ -7,16 +7,21 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks import layer as benchmark
-from benchmarks.decoder_layers import (
+from benchmarks.common.harness import Table
+from benchmarks.common.layers import (
+    REFERENCE,
     Layer,
+    layer_makers,
     megatron_layer,
     qkv_rows,
     random_weights,
     result_of,
     torch_layer,
 )
-from benchmarks.harness import Table
-from benchmarks.layer import REFERENCE, SHAPES, TINY, flops, run_shape, weight_copies
+from benchmarks.common.shapes import LAYERS, TINY
+from benchmarks.layer import run_shape
+from benchmarks.layer.floor import flops
+from benchmarks.layer.measure import weight_copies
 from tests.benchmarks.test_harness import run
 
 
@@ -29,7 +34,7 @@ def inputs(shape, device):
 @pytest.mark.usefixtures("megatron")
 @pytest.mark.parametrize("name", TINY)
 def test_makers_agree_with_exact_arithmetic(device, name):
-    shape = SHAPES[name]
+    shape = LAYERS[name]
     exact = torch_layer(shape, dtype=torch.float64)
     weights = {k: w.bfloat16() for k, w in random_weights(megatron_layer(shape).parameters()).items()}
     exact.load(weights)
@@ -49,7 +54,7 @@ def test_makers_agree_with_exact_arithmetic(device, name):
 
 
 def test_weights_that_do_not_fit_are_refused():
-    layer = torch_layer(SHAPES["tiny"])
+    layer = torch_layer(LAYERS["tiny"])
     weights = random_weights(layer.parameters())
     with pytest.raises(ValueError, match="the layer has no extra"):
         layer.load(weights | {"extra": torch.ones(1)})
@@ -60,7 +65,7 @@ def test_weights_that_do_not_fit_are_refused():
 
 @pytest.mark.parametrize("name", TINY)
 def test_flops_are_those_of_the_products(device, name):
-    shape = SHAPES[name]
+    shape = LAYERS[name]
     layer = torch_layer(shape, dtype=torch.float32)
     x = torch.randn(shape.batch, shape.sequence, shape.hidden, device=device, requires_grad=True)
     with FlopCounterMode(display=False) as counter:
@@ -105,9 +110,9 @@ def test_wrong_and_broken_layers_are_not_timed(monkeypatch, tmp_path):
         raise NotImplementedError("no such\nkernel")
 
     made = {REFERENCE: megatron_layer, "BF16 wrong": wrong, "BF16 broken": broken}
-    monkeypatch.setattr(benchmark, "rows", lambda: made | {"not chosen": broken})
+    monkeypatch.setattr(benchmark, "layer_makers", lambda: made | {"not chosen": broken})
     table = Table("layer", tmp_path / "layer.csv")
-    run_shape("tiny", SHAPES["tiny"], 1, table, ["wrong", "broken"])
+    run_shape("tiny", LAYERS["tiny"], 1, table, ["wrong", "broken"])
     rows = {row["layer"]: row for row in table.rows}
     assert rows.keys() == {"floor", REFERENCE, "BF16 wrong", "BF16 broken"}
     assert "ms" not in rows["BF16 wrong"] and "from the reference's" in rows["BF16 wrong"]["note"]
@@ -120,7 +125,7 @@ def test_a_run_writes_a_row_for_every_maker_and_a_plot(tmp_path):
     result = run("layer", "--shape", "tiny", "--rounds", "1", "--output", str(path))
     assert result.returncode == 0, result.stderr
     rows = {row["layer"]: row for row in csv.DictReader(path.open())}
-    assert rows.keys() == {"floor", *benchmark.rows()}
+    assert rows.keys() == {"floor", *layer_makers()}
     for name, row in rows.items():
         assert bool(row["ms"]) != bool(row["note"]), name
     saved = {name: float(rows[name]["saved_h"]) for name in (REFERENCE, "ours")}

@@ -6,17 +6,18 @@ import pytest
 import torch
 
 from benchmarks import parallel
-from benchmarks.layer import GATE, SHAPES
+from benchmarks.common.shapes import LAYERS
+from benchmarks.layer import GATE
 from tests.benchmarks.test_harness import run
 
-LAYERS = 1
+COUNT = 1
 
 
 @pytest.mark.long("a benchmark's dry run")
 @pytest.mark.skipif(torch.cuda.device_count() == 1, reason="needs 2 GPUs or none")
 def test_messages_are_counted(tmp_path):
     path = tmp_path / "parallel.csv"
-    result = run("parallel", "--quick", "--rounds", "1", "--layers", str(LAYERS), "--output", str(path))
+    result = run("parallel", "--quick", "--rounds", "1", "--layers", str(COUNT), "--output", str(path))
     assert result.returncode == 0, result.stderr
     rows = {
         (int(row["tensor_parallel"]), row["sequence_parallel"] == "True", row["layer"]): row
@@ -28,8 +29,8 @@ def test_messages_are_counted(tmp_path):
         assert float(coat["saved_mb"]) < float(bf16["saved_mb"]) / 2
         assert float(coat["sum_mb"]) == float(bf16["sum_mb"])
         assert int(float(bf16["amax_count"])) == 0
-    shape = SHAPES["tiny"]
-    size = 2 * shape.tokens * shape.hidden * LAYERS / 1e6
+    shape = LAYERS["tiny"]
+    size = 2 * shape.tokens * shape.hidden * COUNT / 1e6
     # four sums over two ranks, each sending as much as it has: of two outputs and of two gradients
     assert float(rows[2, False, "BF16"]["sum_mb"]) == pytest.approx(4 * size)
     assert all(float(rows[2, False, layer]["gather_mb"]) == 0 for layer in ("BF16", "COAT"))

@@ -9,7 +9,7 @@ from benchmarks import (
     __main__,  # noqa: F401  (fills the registry)
     report,
 )
-from benchmarks.harness import RESULTS
+from benchmarks.common.harness import RESULTS
 
 ENVIRONMENT = {
     "date": "2026-11-21", "device": "H200", "cuda": "13.0", "torch": "2.11", "triton": "3.6", "commit": "abc",

@@ -5,7 +5,7 @@ import csv
 import pytest
 import torch
 
-from benchmarks.harness import Span
+from benchmarks.common.timing import Span
 from benchmarks.step import kind_of, rows_of
 from tests.benchmarks.test_harness import run
 

@@ -5,9 +5,11 @@ import math
 import pytest
 import torch
 
-from benchmarks import train
-from benchmarks.train import Case, extrapolate, identity, next_case, read_rows
-from benchmarks.whole_models import BY_DEFAULT, MODELS, SYSTEMS, WAYS, Job, coat_section, predict
+from benchmarks.common.harness import read_rows
+from benchmarks.common.whole_models import BY_DEFAULT, MODELS, SYSTEMS, WAYS, Job, coat_section, predict
+from benchmarks.train.measure import run_jobs
+from benchmarks.train.search import Case, identity, next_case
+from benchmarks.train.table import extrapolate
 from coat_ds import CoatConfig
 from coat_ds.plan import ROLES
 from tests.benchmarks.test_harness import run
@@ -50,7 +52,7 @@ def test_what_never_fits_is_a_row_and_ends():
 
 
 def test_after_an_equal_batch_that_is_too_large_smaller_ones_are_tried():
-    equal = identity(train.Case(JOB, 4, False))
+    equal = identity(Case(JOB, 4, False))
     rows = [equal | {"note": "OutOfMemoryError: CUDA out of memory"}]
     assert next_case([JOB], rows, 80e9) == (JOB, 2, True)
     rows = [equal | {"note": "ImportError: no such package"}]
@@ -59,7 +61,7 @@ def test_after_an_equal_batch_that_is_too_large_smaller_ones_are_tried():
 
 def test_jobs_are_told_apart():
     other = JOB._replace(system="COAT")
-    rows = [identity(train.Case(JOB, 4, False)) | {"peak_mb": 1.0, "between_steps_mb": 1.0}]
+    rows = [identity(Case(JOB, 4, False)) | {"peak_mb": 1.0, "between_steps_mb": 1.0}]
     assert next_case([JOB, other], rows, None) == (other, 4, False)
 
 
@@ -172,7 +174,7 @@ def test_a_case_that_fails_leaves_the_others_standing(monkeypatch):
     jobs = [Job("tiny", "tp2", system, layers, 2) for system, layers in (("BF16", 0), ("COAT", 1))]
     rows, added = [], []
     settings = {"limit": None, "steps": 1, "deadline": math.inf}
-    train.run_jobs(jobs, rows, 2, settings, added.append)
+    run_jobs(jobs, rows, 2, settings, added.append)
     assert rows == added and [row["layers"] for row in rows] == [0, 1]
     assert rows[0]["note"] and "ms" in rows[1]
     # two norms and the last one are whole on both ranks

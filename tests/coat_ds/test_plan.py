@@ -9,8 +9,8 @@ import pytest
 import torch
 import transformers
 
-from benchmarks.train import read_rows
-from benchmarks.whole_models import MODELS, SYSTEMS, WAYS, planned
+from benchmarks.common.harness import read_rows
+from benchmarks.common.whole_models import MODELS, SYSTEMS, WAYS, planned
 from coat_ds import cli, convert, plan
 from coat_ds.plan import Layout, PlanError, Sizes, gathers, layout, rungs, sizes
 from coat_ds.plan.gathers import Limits, replay

@@ -112,7 +112,7 @@ def test_an_unmodified_script_after_pip_install(site):
     assert out["block"] == out["type"] == out["client"] == ["CoatAdamW", True]
     # `import torch` brings the switch and nothing else; an engine without a block does not either
     switch = ["coat_ds.zero", "coat_ds.zero.block", "coat_ds.zero.switch"]
-    assert out["imported"] == ["coat_autoload", "coat_ds", "coat_ds.patches", *switch]
+    assert out["imported"] == ["coat_autoload", "coat_ds", "coat_ds.patches", "coat_ds.versions", *switch]
     assert out["heavy"] == [False, True, True, True, True]
 
 

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import coat_ds
-from benchmarks.families import FAMILIES
+from benchmarks.common.families import FAMILIES
 from coat_ds.config import ActivationsConfig, CoatConfigError
 from coat_ds.layers.replaced import replaced
 from coat_kernels.weights import WeightCache

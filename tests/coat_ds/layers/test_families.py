@@ -4,8 +4,7 @@ import pytest
 import torch
 
 import coat_ds
-from benchmarks.families import FAMILIES, LAYERS
-from benchmarks.models import losses_of
+from benchmarks.common.families import FAMILIES, LAYERS, losses_of
 from coat_ds.layers import decoder_layer
 from coat_ds.layers.decoder_layer import Fp8DecoderLayer
 from tests.coat_ds.layers.measures import fp8_bound, fp8_forward_bound, relative, run, saved_bytes

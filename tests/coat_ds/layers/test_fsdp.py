@@ -9,7 +9,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import coat_ds
-from benchmarks.families import FAMILIES
+from benchmarks.common.families import FAMILIES
 from tests.util import run_distributed
 
 LLAMA = FAMILIES["llama"]

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import coat_ds
-from benchmarks.families import FAMILIES
+from benchmarks.common.families import FAMILIES
 from coat_ds.layers import decoder_layer
 from tests.coat_ds.layers.measures import fp8_bound, relative, run, saved_bytes
 

@@ -13,61 +13,16 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
-from benchmarks.harness import relative_rms
-from coat_ds.plan import Sizes
+from benchmarks.common.attention import attention
+from benchmarks.common.environment import device
+from benchmarks.common.errors import relative_rms
+from benchmarks.common.shapes import LayerShape
+from coat_ds.plan.systems import FASTEST
 
+# the layer that errors are measured against, and the one that speed is
+REFERENCE, DENOMINATOR = "BF16", "BF16 torch.compile"
 EPS = 1e-5
 ROTARY_BASE = 10000
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class LayerShape:
-    """Sizes of a decoder layer and of what it is run on."""
-
-    hidden: int
-    ffn: int
-    heads: int
-    groups: int
-    """Key and value heads."""
-    batch: int
-    sequence: int
-    llama: bool = True
-    """RMSNorm, SwiGLU, rotary positions, no biases. Else LayerNorm, GELU (tanh) and biases, no positions."""
-
-    @property
-    def tokens(self) -> int:
-        return self.batch * self.sequence
-
-    @property
-    def head_dim(self) -> int:
-        return self.hidden // self.heads
-
-    @property
-    def qkv(self) -> int:
-        """Columns of queries, keys and values together."""
-        return (self.heads + 2 * self.groups) * self.head_dim
-
-    @property
-    def fc1(self) -> int:
-        """Columns before the activation function."""
-        return 2 * self.ffn if self.llama else self.ffn
-
-    def sizes(self, layers: int = 1, vocabulary: int = 1) -> Sizes:
-        """Of a model of such layers."""
-        return Sizes(
-            layers=layers,
-            hidden=self.hidden,
-            ffn=self.ffn,
-            heads=self.heads,
-            groups=self.groups,
-            head_dim=self.head_dim,
-            vocabulary=vocabulary,
-            gated=self.llama,
-        )
-
-
-def device() -> torch.device:
-    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 class Layer(NamedTuple):
@@ -142,7 +97,7 @@ def result_of(layer: Layer, x: torch.Tensor, grad: torch.Tensor) -> Result:
 
 
 def random_weights(like: dict[str, torch.Tensor], seed: int = 0) -> dict[str, torch.Tensor]:
-    """Normal, so that products with normal inputs of h columns are of size 1; norms' weights around 1."""
+    """Normal, so that GEMMs with normal inputs of h columns are of size 1; norms' weights around 1."""
     generator = torch.Generator(device()).manual_seed(seed)
     deviation = like["input_layernorm.weight"].numel() ** -0.5
     return {
@@ -192,20 +147,6 @@ def rotary_angles(shape: LayerShape) -> torch.Tensor:
     channels = torch.arange(0, shape.head_dim, 2, device=device()) / shape.head_dim
     angles = torch.outer(torch.arange(shape.sequence, device=device()), ROTARY_BASE**-channels)
     return torch.cat((angles, angles), dim=1)[:, None, None]
-
-
-def attention(
-    qkv: torch.Tensor, shape: LayerShape, rotate: Callable[[torch.Tensor], torch.Tensor]
-) -> torch.Tensor:
-    """Causal self-attention, [b, s, q | k | v] -> [b, s, h]; `rotate` gives positions to [b, s, n, d]."""
-    heads = qkv.unflatten(-1, (-1, shape.head_dim))
-    q, k, v = heads.split((shape.heads, shape.groups, shape.groups), dim=2)
-    if shape.llama:
-        # v in a storage of its own: as a view it would keep all of qkv beside the rotated q and k
-        q, k, v = rotate(q), rotate(k), v.contiguous()
-    q, k, v = (t.transpose(1, 2) for t in (q, k, v))
-    y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=shape.groups != shape.heads)
-    return y.transpose(1, 2).flatten(2)
 
 
 class TorchLayer(torch.nn.Module):
@@ -312,6 +253,33 @@ def transformer_engine_layer(shape: LayerShape, recipe: str | None = None, cache
         "mlp.fc2_": "mlp.linear_fc2.",
     }
     return Layer(module, forward, batch_first=True, qkv_rows=qkv_rows(shape), names=names)
+
+
+def layer_makers() -> dict[str, Callable[[LayerShape], Layer]]:
+    """How each layer that is compared is made, by name; the reference comes first."""
+    ours = functools.partial(megatron_layer, spec="coat_layer_spec")
+    te = transformer_engine_layer
+    made = {
+        REFERENCE: megatron_layer,
+        DENOMINATOR: functools.partial(torch_layer, compiled=True),
+        "torchao tensorwise": functools.partial(torch_layer, compiled=True, float8=True),
+        "TE BF16": te,
+    }
+    for name, recipe in {
+        "delayed": "DelayedScaling",
+        "current": "Float8CurrentScaling",
+        "blockwise": "Float8BlockScaling",
+    }.items():
+        made[f"TE {name}"] = functools.partial(te, recipe=recipe)
+        made[f"TE {name}, cached"] = functools.partial(te, recipe=recipe, cached=True)
+    made["ours"] = ours
+    made["ours, saved E4M3"] = functools.partial(ours, saved_format="e4m3")
+    made["ours, 8-bit attention"] = functools.partial(ours, attention_format="sqrt8")
+    made["ours, recomputed attention"] = functools.partial(ours, attention_format="recompute")
+    for cache in ("none", "fp8"):
+        made[f"ours, cache {cache}"] = functools.partial(ours, weight_cache=cache)
+    made["ours, fastest"] = functools.partial(ours, **FASTEST)
+    return made
 
 
 def forget() -> None:

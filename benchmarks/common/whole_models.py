@@ -1,13 +1,14 @@
 """What is trained end to end: models of 7 to 13 billion parameters, over GPUs, by one system or another."""
 
 import os
-from datetime import timedelta
 from typing import NamedTuple
 
 import torch
 
-from benchmarks.decoder_layers import LayerShape, device
-from benchmarks.training import BETAS, join, loss_of
+from benchmarks.common.environment import device
+from benchmarks.common.shapes import LAYERS, LayerShape
+from benchmarks.common.spawn import Rank, join_deepspeed
+from benchmarks.common.training import BETAS, loss_of
 from coat_ds import plan
 from coat_ds.config import CoatConfig
 from coat_ds.plan.systems import FASTEST
@@ -16,8 +17,6 @@ from coat_launch.split import Batch
 # different batches, so that scales predicted from the last pass are not always right
 BATCHES = 4
 BUCKET = 100_000_000
-# a rank that waits longer for another ends
-PATIENCE = timedelta(seconds=180)
 
 
 class Model(NamedTuple):
@@ -38,8 +37,8 @@ class Model(NamedTuple):
 
 
 MODELS = {
-    "llama2-7b": Model(LayerShape(4096, 11008, 32, 32, batch=4, sequence=2048), 32, 32000),
-    "llama3-8b": Model(LayerShape(4096, 14336, 32, 8, batch=1, sequence=8192), 32, 128256, 500000),
+    "llama2-7b": Model(LAYERS["llama-2-7b"], 32, 32000),
+    "llama3-8b": Model(LAYERS["llama-3-8b"], 32, 128256, 500000),
     "llama2-13b": Model(LayerShape(5120, 13824, 40, 40, batch=2, sequence=2048), 40, 32000),
     "tiny": Model(LayerShape(64, 128, 4, 2, batch=2, sequence=64), 2, 512),
 }
@@ -184,7 +183,7 @@ def coat_section(system: System) -> dict:
     return {"enabled": False}
 
 
-def host_config(job: Job, micro_batch: int) -> dict:
+def deepspeed_config(job: Job, micro_batch: int) -> dict:
     """The DeepSpeed JSON."""
     system = SYSTEMS[job.system]
     params = {"lr": 1e-4, "betas": list(BETAS), "weight_decay": 0.1}
@@ -210,14 +209,14 @@ def host_config(job: Job, micro_batch: int) -> dict:
     return config
 
 
-def start(rank: int, gpus: int, way: str, folder: str) -> None:
-    """Makes this process a rank of `gpus`, as the way has it; all meet in `folder`."""
-    # for the overlap of Megatron's messages with products; ZeRO's would wait behind kernels
+def start(place: Rank, way: str) -> None:
+    """Makes this process one of its ranks, as the way has it."""
+    # for the overlap of Megatron's collectives with GEMMs; ZeRO's would wait behind kernels
     if WAYS[way].tensor > 1:
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     # nothing fails for holes in memory
     os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
-    join(rank, gpus, folder, PATIENCE)
+    join_deepspeed(place)
     from megatron_ext import cpu
     from megatron_ext.model import initialize_model_parallel
 
@@ -281,7 +280,7 @@ def build_engine(job: Job, micro_batch: int, model: torch.nn.Module):
         optimizer=optimizer,
         model_parameters=None if optimizer else groups,
         mpu=mpu,
-        config=host_config(job, micro_batch),
+        config=deepspeed_config(job, micro_batch),
     )
     return engine
 

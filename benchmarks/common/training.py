@@ -1,21 +1,30 @@
 """A GPT of megatron-core that learns real text in this process: where realistic tensors come from."""
 
-import os
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from datetime import timedelta
+from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
-import torch.distributed as dist
 
+from benchmarks.common.environment import device
+from benchmarks.common.shapes import Stack
 from coat_launch.data import load_corpus, padded_vocab_size
-from coat_launch.split import Split
+from coat_launch.split import Batch, Split
 
-CONFIGS = Path(__file__).parents[1] / "configs"
+CONFIGS = Path(__file__).parents[2] / "configs"
 LR, BETAS, EPS, WEIGHT_DECAY = 1e-3, (0.9, 0.95), 1e-8, 0.1
 WARMUP_STEPS = 20
+# small, so that layers are what counts
+STACK_VOCABULARY = 1024
+
+# what a parameter's name holds, by kind; norms are named after what they precede, so they are asked for first
+KINDS = {
+    "norm": "norm",
+    "word_embeddings": "embedding",
+    "output_layer": "head",
+    "attention": "attention",
+    "mlp": "MLP",
+}
 
 
 class Setting(NamedTuple):
@@ -35,49 +44,6 @@ class Trained(NamedTuple):
     optimizer: torch.optim.Optimizer
     held_out: Split
     """Text that it has not seen."""
-
-
-@contextmanager
-def one_process() -> Iterator[None]:
-    """Megatron's process groups for this process alone; on a CPU, with what lets Megatron run there."""
-    # the other benchmarks do without Megatron
-    from megatron.core import parallel_state
-
-    from megatron_ext import cpu
-    from megatron_ext.model import initialize_model_parallel
-
-    cpu.enable()
-    dist.init_process_group(store=dist.HashStore(), rank=0, world_size=1)
-    initialize_model_parallel()
-    try:
-        yield
-    finally:
-        parallel_state.destroy_model_parallel()
-        dist.destroy_process_group()
-        cpu.disable()
-
-
-def join(rank: int, ranks: int, folder: str, patience: timedelta) -> None:
-    """Makes this process one of `ranks` under DeepSpeed, on a GPU of its own if there are any. They meet in
-    `folder`; one that waits for another longer than `patience` ends."""
-    on_gpu = torch.cuda.is_available()
-    os.environ.update(
-        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_WORLD_SIZE=str(ranks)
-    )
-    if on_gpu:
-        torch.cuda.set_device(rank)
-    else:
-        os.environ["DS_ACCELERATOR"] = "cpu"
-        torch.set_num_threads(1)
-    import deepspeed
-
-    if not on_gpu:
-        # every rank would compile DeepSpeed's shared-memory collectives; gloo does the same
-        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    backend = "nccl" if on_gpu else "gloo"
-    store = dist.FileStore(os.path.join(folder, "store"), ranks)
-    dist.init_process_group(backend, store=store, rank=rank, world_size=ranks, timeout=patience)
-    deepspeed.init_distributed(backend)
 
 
 def loss_of(model: torch.nn.Module, batch: tuple[torch.Tensor, ...]) -> torch.Tensor:
@@ -127,3 +93,30 @@ def train_gpt(
         if step % max(1, steps // 10) == 0 or step == steps - 1:
             print(f"step {step + 1} of {steps}: loss {loss.item():.4f}", flush=True)
     return Trained(model, optimizer, corpus.validation)
+
+
+def kind_of(name: str) -> str:
+    """Of a parameter of such a GPT: one of the values of KINDS."""
+    return next(kind for part, kind in KINDS.items() if part in name)
+
+
+def stack_gpt(stack: Stack, spec: str, **config: object) -> tuple[torch.nn.Module, Batch]:
+    """Megatron's GPTModel of a stack by a spec of `megatron_ext.layer_specs`, and random tokens for it.
+
+    `config`: further fields of Megatron's TransformerConfig.
+    """
+    from megatron_ext import layer_specs
+    from megatron_ext.model import ModelShape, build_gpt
+
+    x = stack.layer
+    model = build_gpt(
+        ModelShape(stack.layers, x.hidden, x.ffn, x.heads, x.groups),
+        getattr(layer_specs, spec),
+        seq_length=x.sequence,
+        vocab_size=STACK_VOCABULARY,
+        **config,
+    ).train()
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randint(STACK_VOCABULARY, (x.batch, x.sequence), generator=generator).to(device())
+    positions = torch.arange(x.sequence, device=device()).expand_as(tokens)
+    return model, Batch(tokens, tokens, torch.ones_like(tokens), positions)

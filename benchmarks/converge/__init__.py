@@ -1,0 +1,133 @@
+"""The loss of BF16 and of COAT on real text, over seeds and parts of COAT, at equal steps.
+
+A run is named after what is trained and its seed: `bf16-seed2`, `coat-optimizer-seed1`; without a seed it is
+number 1. `bf16-to-coat` and `coat-to-bf16` change over half-way, through a checkpoint. Each run leaves two
+files in a folder beside the table: `NAME.jsonl` with a line for each step, and, when it is complete,
+`NAME.json`. Runs with the same data and recipe that are complete there, or in `benchmarks/results`, are not
+made again.
+"""
+
+import argparse
+import hashlib
+import json
+import math
+import time
+import traceback
+from pathlib import Path
+
+import torch
+
+from benchmarks.common.harness import RESULTS, Table, benchmark, reason
+from benchmarks.common.spawn import PATIENCE
+from benchmarks.converge import corpus
+from benchmarks.converge.measure import make_run
+from benchmarks.converge.recipe import FULL, RUNS, TINY, Run, Setup, conditions_of
+from benchmarks.converge.table import carry, complete_runs, differences, publish
+
+
+def options(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--runs", nargs="+", default=RUNS, help="in this order; default: " + " ".join(RUNS))
+    add("--tokens", type=float, help="in a run (default 1.5e8)")
+    add("--minutes", type=float, default=math.inf, help="stop then, to go on at the next call")
+    add("--micro-batch", type=int, help="sequences in a pass (default: all of a step, 64)")
+    add("--work", type=Path, default=Path("runs/converge"), help="token ids, unfinished runs, checkpoints")
+    add("--text", type=Path, nargs="+", help="folders of text in place of the installed packages")
+    add("--collect", action="store_true", help="train nothing: table and plot of the runs beside --output")
+
+
+@benchmark(needs_gpu=False, options=options)
+def converge(arguments, table: Table) -> None:
+    """The 125M model on the text of installed packages: BF16 over seeds, COAT over seeds and in parts.
+
+    12 layers, h 768, sequence 1024, 64 sequences a step, byte-pair tokenizer of 32,768 trained on the spot,
+    files held out by the hash of their content. AdamW 0.9, 0.95, or 0.999 in runs named so, weight decay
+    0.1 of matrices, clip 1.0, peak 6e-4 after a tenth of the steps, cosine to a tenth; BF16 weights and
+    FP32 masters under ZeRO-1, on one GPU. A seed decides weights and the order of the data. Runs with the
+    same data and recipe that are complete in benchmarks/results, beside --output or in --work are not made
+    again; --minutes stops in the middle of one, and the next call with the same --work goes on there, to
+    the same bits. Columns:
+    - val_loss_start, val_loss: of 512 held-out sequences, nats per token, by the layers that were trained;
+    - to_bf16_mean, to_bf16_same_seed: relative distance to BF16's mean, and to BF16 of that seed;
+    - train_s: without validations, with compiling kernels; tokens_per_s: median over twenty steps at a time,
+      with reading the data; peak_mb: over what was held before the model, in 10^6 bytes;
+    - saved_bytes_per_token_layer: kept for backward by the layers; state_bytes_per_param: of the optimizer;
+    - manifest, tokenizer: the hashes of the list of files, which stays in --work, and of the tokenizer.
+    Without a GPU, or with --quick, the quickstart's model for a few steps. On a CPU there are no peaks.
+    """
+    started, output = time.monotonic(), table.path.with_suffix("")
+    if arguments.collect:
+        publish(output, table)
+        return
+    runs = [Run.parse(name) for name in arguments.runs]
+    setup, conditions = prepared(arguments, output, started)
+    known = complete_runs([output, RESULTS / output.name, setup.runs], conditions)
+    known |= train_missing(runs, known, setup, conditions, output, table)
+    for stem in known.values():
+        carry(stem, output)
+    publish(output, table)
+
+
+def prepared(arguments, output: Path, started: float) -> tuple[Setup, dict[str, object]]:
+    """The text, tokenized, the folders, and what all runs share.
+
+    Raises SystemExit if `output` holds runs that cannot be compared, or there is too little text.
+    """
+    recipe = TINY if arguments.quick or not torch.cuda.is_available() else FULL
+    if arguments.tokens is not None:
+        recipe = recipe._replace(tokens=int(arguments.tokens))
+    micro_batch = arguments.micro_batch or recipe.batch
+    if recipe.batch % micro_batch:
+        raise SystemExit(
+            f"--micro-batch: {micro_batch} does not divide the {recipe.batch} sequences of a step"
+        )
+    work = arguments.work
+    roots = arguments.text or corpus.installed_roots()
+    data = work / f"text-{corpus.name_of(roots, recipe.vocabulary, recipe.text)}"
+    try:
+        corpus.prepare(data, roots, recipe.vocabulary, recipe.text)
+        conditions = conditions_of(recipe, micro_batch, data)
+    except ValueError as error:
+        raise SystemExit(str(error)) from error
+    print(f"text ready after {time.monotonic() - started:.0f} s in {data}", flush=True)
+    print("  ".join(f"{k} {v}" for k, v in conditions.items()), flush=True)
+    output.mkdir(parents=True, exist_ok=True)
+    if others := [path for path in output.glob("*.json") if differences(path, conditions)]:
+        raise SystemExit(
+            f"{others[0]} was made with other {', '.join(differences(others[0], conditions))}: what cannot "
+            "be compared would share a folder, give another with --output"
+        )
+    digest = hashlib.sha256(json.dumps(conditions, sort_keys=True).encode()).hexdigest()[:8]
+    setup = Setup(recipe, micro_batch, data, work / f"runs-{digest}", started + 60 * arguments.minutes)
+    setup.runs.mkdir(exist_ok=True)
+    return setup, conditions
+
+
+def train_missing(
+    runs: list[Run], known: dict[str, Path], setup: Setup, conditions: dict, output: Path, table: Table
+) -> dict[str, Path]:
+    """Makes the runs that are not known until time is over; returns those that are complete now."""
+    from coat_launch.process_group import start_process_group
+    from megatron_ext.model import initialize_model_parallel
+
+    start_process_group(PATIENCE)
+    initialize_model_parallel()
+    made: dict[str, Path] = {}
+    started_one = False
+    for run in runs:
+        if run.name in known or run.name in made:
+            print(f"{run.name}: complete in {(known | made)[run.name].parent}", flush=True)
+        elif started_one and time.monotonic() > setup.deadline:
+            print(f"{run.name}: no time left", flush=True)
+        else:
+            started_one = True
+            try:
+                if make_run(run, setup, conditions, table.environment):
+                    made[run.name] = setup.runs / run.name
+            # one that fails leaves the others standing
+            except Exception as error:
+                traceback.print_exc()
+                print(f"{run.name}: {reason(error)}", flush=True)
+            carry(setup.runs / run.name, output)
+    torch.distributed.destroy_process_group()
+    return made

@@ -1,0 +1,249 @@
+"""A run: trained, validated, stopped and resumed."""
+
+import functools
+import json
+import math
+import shutil
+import statistics
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from benchmarks.common.memory import release
+from benchmarks.common.timing import synchronize
+from benchmarks.common.training import BETAS, EPS, WEIGHT_DECAY, loss_of
+from benchmarks.common.whole_models import bf16_section, coat_section
+from benchmarks.converge import corpus
+from benchmarks.converge.recipe import LONG_BETAS, LONG_MEMORY, VALIDATIONS, VARIANTS, Recipe, Run, Setup
+from coat_launch.data import padded_vocab_size
+from coat_launch.report import MetricsWriter, atomic_write, read_metrics, write_summary
+
+# steps between two looks at the losses, which wait for the GPU
+LOOK = 20
+
+
+class Progress(NamedTuple):
+    """Of an unfinished run; lies in its checkpoint."""
+
+    step: int = 0
+    seconds: float = 0.0
+    """Spent on training, without validations."""
+    peak: int = 0
+    """Bytes over what was held before the model."""
+
+
+def deepspeed_config(variant: str, recipe: Recipe, micro_batch: int) -> dict:
+    """The DeepSpeed JSON."""
+    from coat_ds import CoatConfig
+    from coat_launch.deepspeed_config import use_torch_adamw
+
+    betas = LONG_BETAS if variant.endswith(LONG_MEMORY) else BETAS
+    params = {"lr": recipe.lr, "betas": list(betas), "eps": EPS, "weight_decay": WEIGHT_DECAY}
+    config = {
+        "train_micro_batch_size_per_gpu": micro_batch,
+        "train_batch_size": recipe.batch,
+        "gradient_clipping": recipe.clip,
+        "steps_per_print": 10**9,
+        "bf16": bf16_section(VARIANTS[variant]),
+        "zero_optimization": {"stage": 1},
+        "optimizer": {"type": "AdamW", "params": params},
+        "coat": coat_section(VARIANTS[variant]),
+    }
+    coat = CoatConfig.from_dict(config["coat"])
+    if not (coat.enabled and coat.optimizer.enabled):
+        use_torch_adamw(config)
+    return config
+
+
+def build_engine(run: Run, variant: str, setup: Setup, vocab_size: int):
+    """A DeepSpeed engine around megatron-core's GPTModel, as `launch/pretrain_gpt.py` makes them."""
+    import coat_ds
+    from coat_launch.model import parameter_groups, warmup_cosine
+    from megatron_ext import layer_specs, mpu
+    from megatron_ext.model import build_gpt, load_shape
+
+    recipe = setup.recipe
+    config = deepspeed_config(variant, recipe, setup.micro_batch)
+    coat = coat_ds.CoatConfig.from_dict(config["coat"])
+    model = build_gpt(
+        load_shape(recipe.shape_file),
+        layer_specs.coat_layer_spec
+        if coat.enabled and coat.activations.enabled
+        else layer_specs.sdpa_layer_spec,
+        seq_length=recipe.seq_length,
+        vocab_size=padded_vocab_size(vocab_size),
+        seed=run.seed,
+        activations=coat.activations,
+    )
+    schedule = functools.partial(warmup_cosine, warmup=int(recipe.warmup * recipe.steps), total=recipe.steps)
+    engine, *_ = coat_ds.initialize(
+        model=model,
+        model_parameters=parameter_groups(model),
+        lr_scheduler=lambda optimizer: torch.optim.lr_scheduler.LambdaLR(optimizer, schedule),
+        mpu=mpu,
+        config=config,
+    )
+    return engine
+
+
+def validate(engine, text: corpus.TokenizedText, setup: Setup) -> float:
+    """Mean loss, in nats per token, of the same held-out sequences every time."""
+    count = min(setup.recipe.held_out, len(text.held_out))
+    engine.eval()
+    with torch.no_grad():
+        sums = [
+            loss_of(engine, text.held_out.batch(range(first, last))) * (last - first)
+            for first in range(0, count, setup.micro_batch)
+            for last in [min(first + setup.micro_batch, count)]
+        ]
+    engine.train()
+    return torch.stack(sums).sum().item() / count
+
+
+def train_phase(
+    engine, text: corpus.TokenizedText, setup: Setup, progress: Progress, until: int, metrics: MetricsWriter
+) -> Progress:
+    """Trains until a step or the deadline, whichever comes first, but one step at least.
+
+    Raises ArithmeticError if the loss is not finite.
+    """
+    recipe, steps = setup.recipe, setup.recipe.steps
+    every = max(1, steps // VALIDATIONS)
+    step, seconds, seen, started = progress.step, progress.seconds, [], time.perf_counter()
+
+    def look() -> float:
+        """Writes what was seen of the last steps down; returns the seconds that they took."""
+        # the CPU waits for the GPU here
+        last = seen[-1][1].item()
+        elapsed = time.perf_counter() - started
+        speed = len(seen) * recipe.batch * recipe.seq_length / elapsed
+        for at, loss, norm in seen:
+            if not math.isfinite(loss):
+                raise ArithmeticError(f"the loss is {loss.item()} at step {at}")
+            more = {"tokens_per_s": round(speed)} if at == step else {}
+            metrics.write(at, loss=round(loss.item(), 5), grad_norm=round(float(norm), 5), **more)
+        print(f"step {step} of {steps}: loss {last:.4f}, {speed:,.0f} tokens/s", flush=True)
+        seen.clear()
+        return elapsed
+
+    while step < until:
+        losses = []
+        batches = text.train.micro_batches(
+            step * recipe.batch, global_batch_size=recipe.batch, micro_batch_size=setup.micro_batch
+        )
+        for batch in batches:
+            loss = loss_of(engine, batch)
+            engine.backward(loss)
+            engine.step()
+            losses.append(loss.detach())
+        step += 1
+        seen.append((step, torch.stack(losses).mean(), engine.get_global_grad_norm()))
+        late = time.monotonic() > setup.deadline
+        if step % every == 0 or step == until or late or len(seen) == LOOK:
+            seconds += look()
+            if step % every == 0 or step == steps:
+                val_loss = validate(engine, text, setup)
+                metrics.write(step, val_loss=round(val_loss, 5))
+                print(f"step {step} of {steps}: validation loss {val_loss:.4f}", flush=True)
+            started = time.perf_counter()
+        if late:
+            break
+    return Progress(step, seconds, progress.peak)
+
+
+def saved_by_layers(engine, text: corpus.TokenizedText, setup: Setup) -> float:
+    """Bytes per token and layer, of one forward without a backward."""
+    from megatron_ext.ledger import saved_bytes
+
+    batch = text.train.batch(range(setup.micro_batch))
+    return saved_bytes(engine.module, lambda: loss_of(engine.module, batch)).per_token_and_layer
+
+
+def make_run(run: Run, setup: Setup, conditions: dict, environment: dict) -> bool:
+    """Goes on with a run until it is complete or time is over; returns whether it is complete.
+
+    A run whose loss is not finite is complete, and has a `note`.
+    """
+    recipe = setup.recipe
+    checkpoints = setup.runs / "checkpoints" / run.name
+    latest = checkpoints / "progress.json"
+    progress = Progress(**json.loads(latest.read_text())) if latest.exists() else Progress()
+    metrics = MetricsWriter(setup.runs / f"{run.name}.jsonl", run.name, progress.step or None)
+    result: dict[str, object] = {}
+    try:
+        while progress.step < recipe.steps and not result:
+            progress, result = make_phase(run, setup, progress, metrics, checkpoints)
+            if time.monotonic() > setup.deadline and progress.step < recipe.steps and not result:
+                print(f"{run.name}: time is over after step {progress.step} of {recipe.steps}", flush=True)
+                return False
+    finally:
+        metrics.close()
+    result |= summary_of(setup.runs / f"{run.name}.jsonl", progress, "note" not in result)
+    write_summary(
+        setup.runs / f"{run.name}.json",
+        {"conditions": conditions, "result": result, "environment": environment},
+    )
+    shutil.rmtree(checkpoints, ignore_errors=True)
+    return True
+
+
+def make_phase(
+    run: Run, setup: Setup, progress: Progress, metrics: MetricsWriter, checkpoints: Path
+) -> tuple[Progress, dict[str, object]]:
+    """Trains with one engine until its variant or time ends, and leaves a checkpoint.
+
+    Returns what is known of the whole run, if this was its end or its loss is not finite.
+    """
+    import coat_ds
+
+    variant, until = run.phase(progress.step, setup.recipe.steps)
+    print(f"{run.name}: {variant} from step {progress.step} of {setup.recipe.steps}", flush=True)
+    release()
+    on_gpu = torch.cuda.is_available()
+    before = torch.cuda.memory_allocated() if on_gpu else 0
+    text = corpus.load(setup.data, setup.recipe.seq_length, run.seed)
+    engine = build_engine(run, variant, setup, text.vocab_size)
+    if progress.step:
+        engine.load_checkpoint(str(checkpoints))
+    else:
+        metrics.write(0, val_loss=round(validate(engine, text, setup), 5))
+    if on_gpu:
+        torch.cuda.reset_peak_memory_stats()
+    result: dict[str, object] = {}
+    try:
+        progress = train_phase(engine, text, setup, progress, until, metrics)
+    except ArithmeticError as error:
+        result["note"] = f"{variant}: {error}"
+    synchronize()
+    peak = torch.cuda.max_memory_allocated() - before if on_gpu else 0
+    progress = progress._replace(peak=max(progress.peak, peak))
+    if progress.step == setup.recipe.steps:
+        result["saved_bytes_per_token_layer"] = saved_by_layers(engine, text, setup)
+        result["state_bytes_per_param"] = coat_ds.state_bytes(engine)["bytes_per_parameter"]
+        result["parameters"] = sum(p.numel() for p in engine.module.parameters())
+    elif not result:
+        latest = checkpoints / "progress.json"
+        # the marker goes first and comes last: a checkpoint that was cut off by a crash is none
+        latest.unlink(missing_ok=True)
+        engine.save_checkpoint(str(checkpoints), tag="last")
+        atomic_write(latest, json.dumps(progress._asdict()).encode())
+    engine.destroy()
+    del engine
+    release()
+    return progress, result
+
+
+def summary_of(lines: Path, progress: Progress, finite: bool) -> dict[str, float]:
+    """Figures of a complete run, from what it wrote of its steps."""
+    records = read_metrics(lines)
+    validations = [record["val_loss"] for record in records if "val_loss" in record]
+    speeds = [record["tokens_per_s"] for record in records if "tokens_per_s" in record]
+    return {
+        "val_loss_start": validations[0],
+        "val_loss": validations[-1] if finite else math.nan,
+        "train_s": progress.seconds,
+        "tokens_per_s": statistics.median(speeds) if speeds else math.nan,
+        "peak_mb": progress.peak / 1e6,
+    }

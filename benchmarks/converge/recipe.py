@@ -1,0 +1,119 @@
+"""What is trained: variants, runs and their names, and what makes runs comparable."""
+
+import re
+from pathlib import Path
+from typing import NamedTuple
+
+from benchmarks.common.training import CONFIGS
+from benchmarks.common.whole_models import SYSTEMS, System
+from benchmarks.converge import corpus
+
+BF16 = "bf16"
+# plain FP8 in place of dynamic range expansion
+_PLAIN = {"exp_avg_format": "fp8", "exp_avg_sq_format": "fp8"}
+# the paper's format of both moments
+_PAPER = {"exp_avg_format": "fp8_expanded", "exp_avg_sq_format": "fp8_expanded"}
+VARIANTS = {
+    BF16: SYSTEMS["BF16"],
+    "coat": SYSTEMS["COAT"],
+    "coat-paper": System({"optimizer": _PAPER}),
+    "coat-optimizer": System({"activations": {"enabled": False}}),
+    "coat-activations": System({"optimizer": {"enabled": False}}),
+    "coat-no-expansion": System({"optimizer": _PLAIN}),
+    "coat-fastest": SYSTEMS["COAT, fastest"],
+    "coat-smallest": SYSTEMS["COAT, smallest"],
+}
+# from one to the other after half of the steps
+CHANGES = {"bf16-to-coat": (BF16, "coat"), "coat-to-bf16": ("coat", BF16)}
+# the most telling first, should there be time for some only
+RUNS = [f"{variant}-seed{seed}" for seed in (1, 2, 3) for variant in (BF16, "coat")]
+RUNS += [f"{kind}-seed1" for kind in (*list(VARIANTS)[2:], *CHANGES)]
+# what moments are stored in, activations in BF16: asked for by name, with beta2 0.95 and with 0.999
+_STORED = {
+    "coat-optimizer": {},
+    "coat-optimizer-paper": _PAPER,
+    "coat-optimizer-fp32": {"exp_avg_format": "fp32", "exp_avg_sq_format": "fp32"},
+}
+LONG_MEMORY, LONG_BETAS = "-beta2-0.999", (0.9, 0.999)
+VARIANTS |= {
+    name + memory: System({"optimizer": formats, "activations": {"enabled": False}})
+    for name, formats in _STORED.items()
+    for memory in ("", LONG_MEMORY)
+}
+VALIDATIONS = 10
+
+
+class Recipe(NamedTuple):
+    """What is trained, and how."""
+
+    shape_file: Path
+    vocabulary: int
+    seq_length: int
+    batch: int
+    """Sequences in a step."""
+    held_out: int
+    """Sequences in a validation."""
+    tokens: int
+    """In a run, rounded up to whole steps."""
+    text: int
+    """Bytes of text at most."""
+    lr: float
+    clip: float = 1.0
+    warmup: float = 0.1
+    """Share of the steps; then half a cosine down to a tenth."""
+
+    @property
+    def steps(self) -> int:
+        return -(-self.tokens // (self.batch * self.seq_length))
+
+
+FULL = Recipe(
+    CONFIGS / "model_125m.json", 32768, 1024, 64, held_out=512, tokens=150_000_000, text=1 << 30, lr=6e-4
+)
+TINY = Recipe(CONFIGS / "model_quickstart.json", 512, 32, 4, held_out=8, tokens=768, text=2 << 20, lr=2e-3)
+
+
+class Run(NamedTuple):
+    kind: str
+    variants: tuple[str, ...]
+    """One after the other, for equal shares of the steps."""
+    seed: int
+
+    @classmethod
+    def parse(cls, name: str) -> "Run":
+        """Raises ValueError, naming the known ones, for a name that is none."""
+        stem, seed = re.fullmatch(r"(.+?)(?:-seed(\d+))?", name).groups()
+        if stem not in VARIANTS and stem not in CHANGES:
+            known = ", ".join([*VARIANTS, *CHANGES])
+            raise ValueError(f"--runs {name}: expected one of {known}, with or without -seedN behind it")
+        return cls(stem, CHANGES.get(stem, (stem,)), int(seed or 1))
+
+    @property
+    def name(self) -> str:
+        return f"{self.kind}-seed{self.seed}"
+
+    def phase(self, step: int, steps: int) -> tuple[str, int]:
+        """What is trained after `step` steps, and the step at which that ends."""
+        count = len(self.variants)
+        index = min(step * count // steps, count - 1)
+        return self.variants[index], -(-(index + 1) * steps // count)
+
+
+class Setup(NamedTuple):
+    """What is the same for all runs of a call."""
+
+    recipe: Recipe
+    micro_batch: int
+    data: Path
+    """Folder that `corpus.prepare` made."""
+    runs: Path
+    """Where unfinished runs stay: their lines, and checkpoints of their own."""
+    deadline: float
+    """By `time.monotonic`."""
+
+
+def conditions_of(recipe: Recipe, micro_batch: int, data: Path) -> dict[str, object]:
+    """What runs have to share to be compared."""
+    shape = {"shape_file": recipe.shape_file.name}
+    identity = corpus.load(data, recipe.seq_length, 0).identity
+    return recipe._asdict() | shape | {"micro_batch": micro_batch} | identity

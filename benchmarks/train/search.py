@@ -1,0 +1,69 @@
+"""Which case is measured next, up to each system's largest micro-batch."""
+
+import math
+from typing import NamedTuple
+
+from benchmarks.common.whole_models import Job
+
+# runs at most in a search for the largest micro-batch
+TRIES = 5
+# of a row: what tells it from others
+IDENTITY = ("model", "way", "system", "layers", "micro_batch", "limited")
+
+
+class Case(NamedTuple):
+    """One row."""
+
+    job: Job
+    micro_batch: int
+    limited: bool
+    """Whether the allocator may take no more than the limit."""
+
+
+def is_of(row: dict, job: Job) -> bool:
+    return tuple(row.get(name) for name in ("model", "way", "system", "layers")) == job.key
+
+
+def next_case(jobs: list[Job], rows: list[dict], limit: float | None) -> Case | None:
+    """What is to be measured after `rows`; with a `limit`, in bytes, also each job's largest micro-batch."""
+    for job in jobs:
+        mine = [row for row in rows if is_of(row, job)]
+        equal = [row for row in mine if not row["limited"] and row["micro_batch"] == job.micro_batch]
+        if not equal:
+            return Case(job, job.micro_batch, False)
+        if limit is not None and (size := _next_size(equal[0], mine, limit)):
+            return Case(job, size, True)
+    return None
+
+
+def _next_size(equal: dict, rows: list[dict], limit: float) -> int | None:
+    """The micro-batch to try next in the search for the largest; None if it was found, or cannot be.
+
+    The peak is a line over the micro-batch: through what is held between steps at first, then through the
+    two largest that were measured.
+    """
+    if "out of memory" not in equal.get("note", "out of memory"):
+        return None
+    tried = [row for row in rows if row["limited"]]
+    fits = {row["micro_batch"]: 1e6 * row["peak_mb"] for row in tried if "peak_mb" in row}
+    fails = [row["micro_batch"] for row in tried if "peak_mb" not in row]
+    largest, refused = max(fits, default=0), min(fails, default=math.inf)
+    if len(tried) >= TRIES or largest + 1 >= refused:
+        return None
+    if "peak_mb" not in equal:
+        # nothing is known but that it is too large, whatever the limit
+        guess = min(refused, equal["micro_batch"]) // 2
+        return max(guess, largest + 1) if guess else None
+    points = {0: 1e6 * equal["between_steps_mb"], equal["micro_batch"]: 1e6 * equal["peak_mb"], **fits}
+    (m0, y0), (m1, y1) = sorted(points.items())[-2:]
+    slope = max((y1 - y0) / (m1 - m0), 1.0)
+    if largest and fits[largest] + slope > limit:
+        return None
+    guess = m1 + int((limit - y1) // slope)
+    return int(min(max(guess, largest + 1), refused - 1))
+
+
+def identity(case: Case) -> dict:
+    """What tells the row of a case from others."""
+    names = dict(zip(("model", "way", "system", "layers"), case.job.key, strict=True))
+    return names | {"micro_batch": case.micro_batch, "limited": case.limited}
