@@ -43,7 +43,8 @@ setup(
     python_requires=">=3.11",
     packages=[
         *("coat_kernels", *KERNELS),
-        *("coat_ds", "coat_ds.doctor", "coat_ds.layers", "coat_ds.optim", "coat_ds.plan", "coat_ds.watch", "coat_ds.zero"),
+        *("coat_ds", "coat_ds.doctor", "coat_ds.layers", "coat_ds.optim", "coat_ds.plan"),
+        *("coat_ds.watch", "coat_ds.zero"),
         "megatron_ext",
     ],
     py_modules=[AUTOLOAD],
