@@ -40,7 +40,7 @@ class Callback(TrainerCallback):
                     "one to the Trainer as `optimizers`, or add the coat block to its DeepSpeed config."
                 )
             self._watch, self._is_own = Watch(model, optimizer, self.config), True
-        self._watch.outs.append(self._log)
+        self._watch.add(self._log)
 
     def on_step_end(self, args, state, control, **kwargs) -> None:
         if self._is_own:

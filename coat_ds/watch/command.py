@@ -121,7 +121,7 @@ def draw(readings: Sequence[Reading], folder: Path) -> list[Path]:
     axis.stackplot(steps, [[r.memory.get(role, 0) / 1e6 for r in readings] for role in roles], labels=roles)
     axis.set(xlabel="step", ylabel="MB of rank 0", ylim=(0, None))
     axis.spines[["top", "right"]].set_visible(False)
-    axis.legend(fontsize=8, frameon=False, loc="lower left")
+    figure.legend(fontsize=8, frameon=False, loc="outside right upper")
     memory = folder / "memory.png"
     figure.savefig(memory, dpi=110)
     plt.close(figure)

@@ -45,6 +45,7 @@ class Watch:
     model: whose layers are watched; converted, built for COAT, or stock.
     optimizer: the CoatAdamW, of named parameters or of those of `model`; None without one.
     config: the block `coat.watch`, as an object or a mapping.
+    outs: the same on all ranks; rank 0 calls them.
     places: gives what the optimizer's tensors hold, where they are not the model's parameters.
     masters: gives FP32 masters that are neither weights nor states.
     process_group: of ranks that hold the same model: sums are over all of them. None: this process alone,
@@ -86,15 +87,27 @@ class Watch:
         self._saved_bytes = 0
         self._pending: _Pending | None = None
         self._inside: list = []
-        self._handles = [
-            model.register_forward_pre_hook(self._before_forward),
-            model.register_forward_hook(self._after_forward, always_call=True),
-        ]
+        self._handles: list = []
+        self._listen()
 
     @property
     def is_active(self) -> bool:
         """Whether anything is measured: every some steps, and somebody wants to know."""
         return self.config.every > 0 and bool(self.outs or self.config.act != "off")
+
+    def add(self, out: Out) -> None:
+        """Has readings given to `out` too. Call it on every rank; rank 0 calls `out`."""
+        self.outs.append(out)
+        self._listen()
+
+    def _listen(self) -> None:
+        """Puts hooks on the model, once, if anything is to be measured."""
+        if self.is_active and not self._handles:
+            before, after = _Hook(self._before_forward), _Hook(self._after_forward)
+            self._handles = [
+                self.model.register_forward_pre_hook(before),
+                self.model.register_forward_hook(after, always_call=True),
+            ]
 
     @torch.compiler.disable
     def _before_forward(self, module: torch.nn.Module, *_) -> None:
@@ -133,12 +146,11 @@ class Watch:
         sums = [found, counter.sums]
         shapes = [(len(self._names), states.SUMS), (len(counter.index), codes.SUMS)]
         device = next(self.model.parameters()).device
-        both = torch.cat(
-            [
-                torch.zeros(shape, dtype=torch.float64, device=device).view(-1) if x is None else x.view(-1)
-                for x, shape in zip(sums, shapes, strict=True)
-            ]
-        )
+        parts = [
+            torch.zeros(shape, dtype=torch.float64, device=device) if part is None else part.to(device)
+            for part, shape in zip(sums, shapes, strict=True)
+        ]
+        both = torch.cat([part.view(-1) for part in parts])
         if dist.is_available() and dist.is_initialized():
             dist.all_reduce(both, group=self._process_group)
         arrived = None
@@ -198,6 +210,23 @@ class Watch:
         for name in list(self.fallback.layers):
             for forward in self.fallback.linears(name):
                 forward.paused = False
+
+
+class _Hook:
+    """A hook on the model. Copies of the model, and what is read from a file, are not watched."""
+
+    def __init__(self, function: Callable[..., None]):
+        self.function = function
+
+    def __call__(self, *args) -> None:
+        self.function(*args)
+
+    def __reduce__(self):
+        return _Hook, (_nothing,)
+
+
+def _nothing(*args) -> None:
+    pass
 
 
 def _own_places(optimizer: CoatAdamW, names: Mapping[str, torch.Tensor]) -> Places:

@@ -70,7 +70,7 @@ def watched_run(stage, folder):
     monitors = {"csv_monitor": {"enabled": True, "output_path": f"{folder}/csv", "job_name": "run"}}
     engine = engine_of(llama(), stage, {"every": 2, "folder": folder}, **monitors)
     seen = []
-    engine.coat.watch.outs.append(seen.append)
+    engine.coat.watch.add(seen.append)
     losses = train(engine, 7)
     held = sum(p.nbytes for p in llama().parameters())
     found = {"last": engine.coat.watch.last, "states": engine.coat.states["bytes"], "weights": held}

@@ -1,5 +1,6 @@
 """Where readings go, and what `coat watch` says of them."""
 
+import copy
 import json
 
 import pytest
@@ -11,6 +12,7 @@ from coat_ds.config import WatchConfig
 from coat_ds.watch import Watch, jsonl, writer
 from coat_ds.watch.fallback import Fallback
 from coat_ds.watch.outs import Reading, read
+from coat_kernels import watching
 from tests.util import run_distributed
 
 
@@ -98,11 +100,24 @@ def test_a_plain_loop(tmp_path):
     assert not made._forward_pre_hooks and not made._forward_hooks
 
 
+def test_copies_of_a_model_are_not_watched(tmp_path):
+    made = coat_ds.convert(model().bfloat16())
+    watch = Watch(made, CoatAdamW(made.named_parameters()), {"every": 1, "folder": str(tmp_path)})
+    torch.save(made, tmp_path / "model.pt")
+    for other in (copy.deepcopy(made), torch.load(tmp_path / "model.pt", weights_only=False)):
+        other(torch.ones(16, 64, dtype=torch.bfloat16)).sum().backward()
+        assert watch._counter is None
+    made(torch.ones(16, 64, dtype=torch.bfloat16)).sum().backward()
+    assert watch._counter is not None
+    watch.close()
+    assert watching.observer() is None
+
+
 @pytest.mark.parametrize("config", [{"every": 0, "folder": "x"}, {"every": 1}])
 def test_nothing_is_measured_where_nobody_wants_it(config):
     made = coat_ds.convert(model().bfloat16())
     watch = Watch(made, CoatAdamW(made.named_parameters()), config)
-    assert not watch.is_active
+    assert not watch.is_active and not made._forward_pre_hooks
     made(torch.ones(16, 64, dtype=torch.bfloat16)).sum().backward()
     assert watch._counter is None
     watch.end_step()
@@ -165,7 +180,7 @@ def two_ranks():
     }
     engine, *_ = coat_ds.initialize(model=model(), config=config)
     seen = []
-    engine.coat.watch.outs.append(seen.append)
+    engine.coat.watch.add(seen.append)
     rank = torch.distributed.get_rank()
     for step in range(3):
         # rank 0 reads zeros
