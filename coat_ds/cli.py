@@ -1,4 +1,4 @@
-"""The command `coat`: plan, doctor, schema, train."""
+"""The command `coat`: plan, doctor, watch, schema, train."""
 
 import argparse
 import importlib
@@ -27,14 +27,17 @@ def parser() -> argparse.ArgumentParser:
     commands = made.add_subparsers(dest="command", required=True, metavar="COMMAND")
     plan = commands.add_parser("plan", help="memory, time and what fits, before anything is allocated")
     doctor = commands.add_parser("doctor", help="whether this machine and these packages are fit for it")
+    watch = commands.add_parser("watch", help="what a run's readings say, as a table and pictures")
     commands.add_parser("schema", help="print the JSON schema of the coat block")
     # its options are the training script's own, --help too
     commands.add_parser("train", help="train a GPT: hands its arguments on", add_help=False)
     from coat_ds.doctor.command import add_options as doctor_options
     from coat_ds.plan.command import add_options as plan_options
+    from coat_ds.watch.command import add_options as watch_options
 
     plan_options(plan)
     doctor_options(doctor)
+    watch_options(watch)
     return made
 
 

@@ -35,6 +35,7 @@ OTHER_NAMES = {
     "bfloat16": ("bf16",),
     "float32": ("fp32",),
 }
+WATCH_ACTS = ("off", "warn", "act")
 ZERO3_LAYER_UNITS = ("auto", True, False)
 CUDA_GRAPHS = ("auto", True, False)
 AUTO = 'Nobody fills in "auto" in this block: write the value, or drop the key for its default.'
@@ -45,9 +46,10 @@ class CoatConfigError(ValueError):
 
 
 def check_type(key: str, value: Any, expected: type) -> None:
-    """Raises CoatConfigError unless `value` is of exactly the JSON type `expected` (true is no integer)."""
-    if type(value) is not expected:
-        name = {bool: "true or false", int: "an integer", str: "a string"}[expected]
+    """Raises CoatConfigError unless `value` is of exactly the JSON type `expected` (true is no integer; 1
+    is a float)."""
+    if type(value) is not expected and not (expected is float and type(value) is int):
+        name = {bool: "true or false", int: "an integer", float: "a number", str: "a string"}[expected]
         way_out = AUTO if value == "auto" else "Correct the value or drop the key."
         raise CoatConfigError(f"{key}: expected {name}, found {value!r}. {way_out}")
 
@@ -141,7 +143,7 @@ class _Block:
                         f"{key}: found {value!r}, which was removed. {self.REMOVED[f.name, value]}"
                     )
                 check_choice(key, value, f.metadata["choices"])
-            elif f.type in (bool, int):
+            elif f.type in (bool, int, float, str):
                 check_type(key, value, f.type)
                 minimum = f.metadata.get("minimum")
                 if minimum is not None and value < minimum:
@@ -299,6 +301,39 @@ class ReportConfig(_Block):
 
 
 @dataclass(frozen=True, slots=True)
+class WatchConfig(_Block):
+    """What is measured while a model trains (`coat_ds.watch`). Readings go to DeepSpeed's monitors, where any
+    is enabled, and to `folder`. True stands for the defaults, false for `"every": 0`."""
+
+    KEY: ClassVar[str] = "coat.watch"
+
+    every: int = field(default=100, metadata={"minimum": 0})
+    """Steps from one reading to the next. 0: none. Nothing is measured either where nobody takes the readings
+    and `act` is "off"."""
+
+    folder: str = ""
+    """The folder in which rank 0 appends each reading to watch.jsonl, for `coat watch`. Empty: no file."""
+
+    act: str = _choice("off", WATCH_ACTS)
+    """What follows where a linear layer or the moments of a tensor pass a limit in `readings` readings in a
+    row. "warn": a line in the log. "act": the layer computes in BF16 from then on, the moments are kept in
+    FP32; checkpoints remember it."""
+
+    readings: int = field(default=3, metadata={"minimum": 1})
+    """Readings in a row."""
+
+    update_error: float = field(default=0.5, metadata={"minimum": 0})
+    """The limit of a tensor's update error, 0.5 being half of the update's root mean square."""
+
+    flushed: float = field(default=0.5, metadata={"minimum": 0})
+    """The limit of the share of a layer's inputs, or of its gradients, whose FP8 codes are zero."""
+
+    @classmethod
+    def from_boolean(cls, value: bool) -> Self:
+        return cls() if value else cls(every=0)
+
+
+@dataclass(frozen=True, slots=True)
 class CoatConfig(_Block):
     """The whole block."""
 
@@ -322,6 +357,9 @@ class CoatConfig(_Block):
 
     report: ReportConfig = field(default_factory=ReportConfig)
     """What is said about bytes."""
+
+    watch: WatchConfig = field(default_factory=WatchConfig)
+    """What is measured while it trains, and what follows."""
 
     zero3_layer_units: str | bool = _choice("auto", ZERO3_LAYER_UNITS)
     """Whether ZeRO-3 gathers and releases a layer's weights together, which saves the CPU time of hooks on

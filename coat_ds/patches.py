@@ -41,6 +41,7 @@ DECLARED_IN = (
     "coat_ds.zero.module_hooks",
     "coat_ds.zero.layer_units",
     "coat_ds.zero.recompute",
+    "coat_ds.zero.watch",
     "megatron_ext.optimizer",
     "megatron_ext.recompute",
     "megatron_ext.torch_norm",

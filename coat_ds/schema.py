@@ -11,7 +11,7 @@ from typing import Any
 
 from coat_ds.config import CoatConfig
 
-JSON_TYPES = {bool: "boolean", int: "integer", str: "string"}
+JSON_TYPES = {bool: "boolean", int: "integer", float: "number", str: "string"}
 
 
 def schema() -> dict[str, Any]:

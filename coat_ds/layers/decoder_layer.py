@@ -15,7 +15,7 @@ from torch.nn.modules.module import _has_any_global_hook
 from coat_ds.config import ActivationsConfig
 from coat_ds.layers.attention import STATE
 from coat_ds.layers.feed_forward import Fp8GatedFeedForward
-from coat_ds.layers.linear import Fp8Linear
+from coat_ds.layers.linear import is_fused
 from coat_ds.layers.merged_linear import MergedLinear, is_hooked
 from coat_ds.layers.norm import Fp8Norm
 from coat_ds.layers.probe import Place, close, first_found, linear_of, run, shadow
@@ -220,8 +220,7 @@ def uses_blocks(layer: Fp8DecoderLayer, x: torch.Tensor, args: tuple, kwargs: di
     gate, down = in_mlp[form.gate], in_mlp[form.down]
     up = gate if form.up is None else in_mlp[form.up]
     for linear in (q, k, v, o, gate, up, down):
-        forward = linear.__dict__.get("forward")
-        if type(forward) is not Fp8Linear or forward.transposed:
+        if not is_fused(linear.__dict__.get("forward")):
             return False
     for norm in (layer.parts.input_norm, layer.parts.mlp_norm):
         if type(norm.__dict__.get("forward")) is not Fp8Norm:

@@ -20,6 +20,8 @@ class Fp8Linear(Replaced):
     """
 
     kind = "linear"
+    # whether the stock forward runs in its place, as `coat_ds.watch` may decide
+    paused = False
 
     def __init__(
         self,
@@ -52,7 +54,7 @@ class Fp8Linear(Replaced):
                 "torch.nn.DataParallel cannot copy converted models to other devices: use "
                 "DistributedDataParallel, one process for each GPU."
             )
-        if not (self.takes(input) and is_plain(module.weight)):
+        if self.paused or not (self.takes(input) and is_plain(module.weight)):
             return self.stock(input)
         after_pre_hooks(module, input)
         return fp8_linear(
@@ -65,3 +67,8 @@ class Fp8Linear(Replaced):
             x_scale=self.x_scale,
             grad_scale=self.grad_scale,
         )
+
+
+def is_fused(forward: object) -> bool:
+    """Whether a module's forward is one whose work a fused block or a joint product may do."""
+    return type(forward) is Fp8Linear and not forward.transposed and not forward.paused

@@ -6,7 +6,7 @@ from torch.nn.modules.module import _has_any_global_hook
 
 from coat_ds.config import ActivationsConfig
 from coat_ds.layers.formats import formats
-from coat_ds.layers.linear import Fp8Linear
+from coat_ds.layers.linear import is_fused
 from coat_ds.layers.replaced import is_plain, replaced
 from coat_kernels.linear import LinearOptions, MergedCache, merged
 from coat_kernels.tensorwise import PredictedScale
@@ -27,7 +27,7 @@ def may_merge(linears: tuple[nn.Module, ...]) -> bool:
         return False
     for linear in linears:
         forward = replaced(linear)
-        if type(forward) is not Fp8Linear or forward.transposed or is_hooked(linear):
+        if not is_fused(forward) or is_hooked(linear):
             return False
         if (
             not is_plain(linear.weight)

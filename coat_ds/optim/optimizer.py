@@ -246,15 +246,8 @@ class CoatAdamW(torch.optim.Optimizer):
         self._fragments[param] = tuple(fragments)
         self._group_index[param] = group_index
         group = self.param_groups[group_index]
-        state = self._ready_state(param, group)
-        second = None
-        # the second first: the first may be relative to it
-        for name in reversed(MOMENTS):
-            layout = self._layout_of(param, group, name)
-            if state[name].arrangement != layout:
-                state[name] = state[name].rearranged(layout, second=second)
-            second = state[name]
-        self._pair(param)
+        self._ready_state(param, group)
+        self._arrange(param, group)
 
     def init_states(self) -> None:
         """Creates what is missing of the states of all parameters, and encodes plain tensors among them."""
@@ -319,6 +312,27 @@ class CoatAdamW(torch.optim.Optimizer):
     def keeps(self, p: torch.Tensor, group: dict[str, Any], numel: int | None = None) -> bool:
         """Whether `p`, of `numel` elements if they are elsewhere now, keeps FP32 moments in `group`."""
         return (p.numel() if numel is None else numel) < group["min_numel"] or p in self._kept
+
+    def keep(self, p: torch.Tensor, whether: bool = True) -> None:
+        """Has `p` keep FP32 moments from now on, or no more; those that exist are converted. Of parameters
+        that are part of a flat partition only the choice is noted: `set_fragments` then takes it up."""
+        (self._kept.add if whether else self._kept.discard)(p)
+        group = next((g for g in self.param_groups if any(p is own for own in g["params"])), None)
+        if group is None or "exp_avg" not in self.state.get(p, {}):
+            return
+        self._arrange(p, group)
+
+    def _arrange(self, p: torch.Tensor, group: dict[str, Any]) -> None:
+        """Brings the moments of `p` into the layout that they are to have."""
+        state, second = self.state[p], None
+        # the second first: the first may be relative to it
+        for name in reversed(MOMENTS):
+            layout, held = self._layout_of(p, group, name), local(state[name])
+            if held.arrangement != layout:
+                held = held.rearranged(layout, second=second)
+                state[name] = laid_out_like(p, held)
+            second = held
+        self._pair(p)
 
     def _layout_of(self, p: torch.Tensor, group: dict[str, Any], name: str) -> Layout:
         """First element and codec of each piece of a moment of `p`."""

@@ -25,6 +25,7 @@ from coat_ds.zero.module_hooks import lighten_module_hooks
 from coat_ds.zero.partitions import link_partitions
 from coat_ds.zero.stage0 import translate_checkpoints
 from coat_ds.zero.status import Status, idle_layers
+from coat_ds.zero.watch import watch_engine
 
 DESTROY = Patch(
     "end of an engine",
@@ -101,7 +102,9 @@ def finish(engine, prepared: Prepared) -> None:
     layers = layers_of(engine.module, why)
     if line := idle_layers(coat, layers):
         say(line, logging.WARNING)
-    engine.coat = Status(coat, layers, units, engine.basic_optimizer if coat.optimizer.enabled else None)
+    watch = watch_engine(engine, coat.watch, coat.optimizer.enabled)
+    optimizer = engine.basic_optimizer if coat.optimizer.enabled else None
+    engine.coat = Status(coat, layers, units, optimizer, watch)
     say(str(engine.coat))
 
 
@@ -109,6 +112,8 @@ def _undo_at_the_end(engine, units: LayerUnits) -> None:
     def make(destroy: Callable) -> Callable:
         @functools.wraps(destroy)
         def destroy_engine():
+            if engine.coat.watch is not None:
+                engine.coat.watch.close()
             destroy()
             units.undo()
             try:

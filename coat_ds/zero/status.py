@@ -8,6 +8,7 @@ import torch
 from coat_ds.config import CoatConfig, CoatConfigError
 from coat_ds.layers.inventory import Layers
 from coat_ds.optim.accounting import state_bytes
+from coat_ds.watch.watch import Watch
 from coat_ds.zero.layer_units import LayerUnits
 
 
@@ -26,6 +27,9 @@ class Status:
 
     optimizer: torch.optim.Optimizer | None
     """The CoatAdamW inside of DeepSpeed's wrappers; None if the block leaves the optimizer to DeepSpeed."""
+
+    watch: Watch | None
+    """What measures it; None where nothing does."""
 
     @property
     def states(self) -> dict[str, Any] | None:

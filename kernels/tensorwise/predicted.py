@@ -23,6 +23,7 @@ from coat_kernels.tensorwise.scale import (
     tensor_scale_reference,
 )
 from coat_kernels.tensorwise.transpose import transpose_codes_reference
+from coat_kernels.watching import observer
 
 
 class PredictedScale:
@@ -91,7 +92,7 @@ class Attempt:
         columns: bool = False,
         sums: bool = False,
     ):
-        self.write = write
+        self.write, self.prediction = write, prediction
         self.predicted = prediction.on(device)
         self.out = empty_operands(m, n, prediction.fmt, device, rows, columns, sums)
         self.used = torch.empty_like(self.out.scale)
@@ -106,4 +107,6 @@ class Attempt:
         if group is not None:
             maxima = largest_of_all(largest_of_maxima(maxima), group)
         self.write(out, Scales(self.predicted, self.used, maxima, maxima.numel(), largest, out.scale))
+        if (watching := observer()) is not None:
+            watching.predicted(self.prediction, self.used, out.scale)
         return out, largest

@@ -22,6 +22,7 @@ GOOD = [
     {"enabled": True, "activations": False, "require": False},
     {"enabled": True, "activations": True, "require": True},
     *({"enabled": True, "zero3_layer_units": value} for value in ("auto", True, False)),
+    *({"enabled": True, "watch": value} for value in (True, {"every": 0}, {"act": "act", "flushed": 1})),
 ]
 BAD = [
     True,
@@ -42,6 +43,7 @@ BAD = [
     {"enabled": True, "report": "yes"},
     {"enabled": True, "report": {"states": 1}},
     *({"enabled": True, "zero3_layer_units": value} for value in ("yes", 1, None)),
+    *({"enabled": True, "watch": value} for value in (100, {"every": 0.5}, {"flushed": "1"}, {"act": True})),
 ]
 
 

@@ -1,0 +1,58 @@
+"""Readings in what Hugging Face's Trainer logs. transformers is imported with this file."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from transformers import Trainer, TrainerCallback
+
+from coat_ds.config import WatchConfig
+from coat_ds.optim.optimizer import CoatAdamW
+from coat_ds.watch.outs import Reading
+from coat_ds.watch.watch import Watch
+
+
+class Callback(TrainerCallback):
+    """Logs each reading by `trainer.log`, so to wherever the Trainer reports.
+
+        trainer.add_callback(coat_ds.watch.Callback(trainer))
+
+    Under DeepSpeed with the block, `coat.watch` says how; otherwise `config` does. What is numbered by steps
+    is the log's: a reading is of one step earlier, which it names as coat/step.
+
+    Raises ValueError, when training begins, if the model's optimizer is no CoatAdamW.
+    """
+
+    def __init__(self, trainer: Trainer, config: WatchConfig | Mapping[str, Any] | None = None):
+        self.trainer, self.config = trainer, config
+        self._watch: Watch | None = None
+        self._is_own = False
+
+    def on_train_begin(self, args, state, control, model=None, optimizer=None, **kwargs) -> None:
+        engine = getattr(self.trainer, "deepspeed", None)
+        coat = getattr(engine, "coat", None)
+        if coat is not None and coat.watch is not None:
+            self._watch = coat.watch
+        else:
+            optimizer = getattr(optimizer, "optimizer", optimizer)
+            if not isinstance(optimizer, CoatAdamW):
+                raise ValueError(
+                    f"coat_ds.watch.Callback: expected a CoatAdamW, found {type(optimizer).__name__}. Give "
+                    "one to the Trainer as `optimizers`, or add the coat block to its DeepSpeed config."
+                )
+            self._watch, self._is_own = Watch(model, optimizer, self.config), True
+        self._watch.add(self._log)
+
+    def on_step_end(self, args, state, control, **kwargs) -> None:
+        if self._is_own:
+            self._watch.end_step()
+
+    def on_train_end(self, args, state, control, **kwargs) -> None:
+        if self._watch is None:
+            return
+        if self._is_own:
+            self._watch.close()
+        self._watch.outs.remove(self._log)
+        self._watch = None
+
+    def _log(self, reading: Reading) -> None:
+        self.trainer.log({"coat/step": reading.step, **reading.flat()})

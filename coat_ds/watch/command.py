@@ -1,0 +1,128 @@
+"""`coat watch RUN`: a run's readings as a short table and as pictures."""
+
+import argparse
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+from coat_ds.config import CoatConfigError
+from coat_ds.watch.outs import FILE, Reading, read
+
+# of which a large number is bad news: what the table and the pictures show
+FIGURES = {
+    "update_error": "error of the update, relative RMS",
+    "stalled": "decay of second moments that rounding undid",
+    "underflowed": "second moments too small for their code",
+    "input_flushed": "FP8 inputs that are zero",
+    "gradient_flushed": "FP8 gradients that are zero",
+    "saved_flushed": "saved activations that are zero",
+    "input_saturated": "FP8 inputs of the largest code",
+    "gradient_saturated": "FP8 gradients of the largest code",
+    "saved_saturated": "saved activations of the largest code",
+    "wrong_scales": "scales predicted wrongly",
+}
+# layer groups of a picture that have a name in its legend
+NAMED = 6
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("run", help=f"the folder of coat.watch.folder, or its {FILE}")
+    parser.add_argument("--pictures", metavar="FOLDER", help="write PNGs there (default: the run's folder)")
+    parser.add_argument("--no-pictures", action="store_true", help="print the table alone")
+    parser.add_argument("--json", action="store_true", help="print the last reading as JSON, draw nothing")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Prints the table and draws; 0. Raises CoatConfigError where there is no reading, or no matplotlib."""
+    try:
+        readings = read(arguments.run)
+    except (FileNotFoundError, ValueError) as error:
+        raise CoatConfigError(
+            f"RUN: expected a folder with {FILE}, which coat.watch.folder names; found {arguments.run!r}: "
+            f"{error}"
+        ) from error
+    if arguments.json:
+        print(json.dumps(readings[-1]._asdict()))
+        return 0
+    print(table(readings))
+    if not arguments.no_pictures:
+        path = Path(arguments.run)
+        folder = Path(arguments.pictures or (path if path.is_dir() else path.parent))
+        for written in draw(readings, folder):
+            print(f"wrote {written}")
+    return 0
+
+
+def table(readings: Sequence[Reading]) -> str:
+    """Of each figure the last reading's worst layer group, and the worst of all readings; and the bytes."""
+    last = readings[-1]
+    lines = [
+        f"{len(readings)} readings, steps {readings[0].step} to {last.step}",
+        f"{'figure':<20}{'last':>8}{'worst':>8}{'in step':>9}  layer group of the last",
+    ]
+    for figure in FIGURES:
+        now = [(found[figure], group) for group, found in last.groups.items() if figure in found]
+        ever = [
+            (found[figure], -reading.step)
+            for reading in readings
+            for found in reading.groups.values()
+            if figure in found
+        ]
+        if ever:
+            value, group = max(now, default=(float("nan"), ""))
+            worst, step = max(ever)
+            lines.append(f"{figure:<20}{value:>8.2%}{worst:>8.2%}{-step:>9}  {group}")
+    sizes = ", ".join(f"{role} {size / 1e6:,.1f}" for role, size in last.memory.items())
+    lines.append(f"MB of rank 0: {sizes}")
+    lines.append(f"fallen back: {', '.join(last.fallen) or 'nothing'}")
+    return "\n".join(lines)
+
+
+def draw(readings: Sequence[Reading], folder: Path) -> list[Path]:
+    """Writes errors.png, a plot of each figure over the steps, and memory.png, the bytes by role.
+
+    Raises CoatConfigError where matplotlib is not installed.
+    """
+    try:
+        import matplotlib
+
+        matplotlib.use("agg")
+        import matplotlib.pyplot as plt
+    except ImportError as error:
+        raise CoatConfigError(
+            "pictures: matplotlib is not installed. pip install matplotlib, or say --no-pictures."
+        ) from error
+    folder.mkdir(parents=True, exist_ok=True)
+    steps = [reading.step for reading in readings]
+    shown = [f for f in FIGURES if any(f in g for r in readings for g in r.groups.values())]
+    rows = -(-max(len(shown), 1) // 2)
+    figure, axes = plt.subplots(rows, 2, figsize=(12, 2.7 * rows), layout="constrained", squeeze=False)
+    for name, axis in zip(shown, axes.flat, strict=False):
+        groups = dict.fromkeys(g for r in readings for g, found in r.groups.items() if name in found)
+        lines = {g: [r.groups.get(g, {}).get(name, float("nan")) for r in readings] for g in groups}
+        # the worst have a colour and a name, the others are seen to be there
+        order = sorted(lines, key=lambda g: max((v for v in lines[g] if v == v), default=0.0), reverse=True)
+        for group in reversed(order[NAMED:]):
+            axis.plot(steps, [100 * v for v in lines[group]], color="#d5d9de", linewidth=0.8)
+        for group in order[:NAMED]:
+            axis.plot(steps, [100 * v for v in lines[group]], marker=".", linewidth=1.2, label=group)
+        axis.set_title(FIGURES[name], size=10)
+        axis.set(xlabel="step", ylabel="%", ylim=(0, None))
+        axis.spines[["top", "right"]].set_visible(False)
+        axis.legend(fontsize=6, frameon=False)
+    for axis in list(axes.flat)[len(shown) :]:
+        axis.set_visible(False)
+    errors = folder / "errors.png"
+    figure.savefig(errors, dpi=110)
+    plt.close(figure)
+
+    figure, axis = plt.subplots(figsize=(7, 3.5), layout="constrained")
+    roles = list(readings[-1].memory)
+    axis.stackplot(steps, [[r.memory.get(role, 0) / 1e6 for r in readings] for role in roles], labels=roles)
+    axis.set(xlabel="step", ylabel="MB of rank 0", ylim=(0, None))
+    axis.spines[["top", "right"]].set_visible(False)
+    figure.legend(fontsize=8, frameon=False, loc="outside right upper")
+    memory = folder / "memory.png"
+    figure.savefig(memory, dpi=110)
+    plt.close(figure)
+    return [errors, memory]

@@ -1,0 +1,45 @@
+"""Bytes that this rank holds, by role."""
+
+from collections.abc import Iterable
+
+import torch
+
+from coat_ds.layers.replaced import replaced
+from coat_ds.optim.accounting import state_bytes
+from coat_ds.optim.optimizer import CoatAdamW
+from coat_kernels.weights import WeightCache
+
+
+def held_bytes(
+    model: torch.nn.Module, optimizer: CoatAdamW | None, masters: Iterable[torch.Tensor]
+) -> dict[str, int]:
+    """`weights`: parameters, under ZeRO-3 this rank's shares, and buffers; `masters`, but for those that are
+    the weights themselves; `states`: the optimizer's; `fp8_copies`: kept quantized weights."""
+    weights = [getattr(p, "ds_tensor", p) for p in model.parameters()] + list(model.buffers())
+    counted: set[int] = set()
+    roles = {"weights": _bytes(weights, counted), "masters": _bytes(masters, counted)}
+    roles["states"] = 0 if optimizer is None else state_bytes(optimizer)["bytes"]
+    roles["fp8_copies"] = sum(cache.nbytes for cache in _caches(model))
+    return roles
+
+
+def _bytes(tensors: Iterable[torch.Tensor], counted: set[int]) -> int:
+    """Bytes of the tensors' elements, once of those that share an address."""
+    total = 0
+    for t in tensors:
+        t = t.to_local() if hasattr(t, "to_local") else t
+        if t.data_ptr() not in counted:
+            counted.add(t.data_ptr())
+            total += t.nbytes
+    return total
+
+
+def _caches(model: torch.nn.Module) -> set[WeightCache]:
+    found = set()
+    for module in model.modules():
+        for holder in (module, replaced(module)):
+            for value in () if holder is None else vars(holder).values():
+                value = getattr(value, "cache", value)
+                if isinstance(value, WeightCache):
+                    found.add(value)
+    return found

@@ -1,0 +1,254 @@
+"""When things are measured, and how the numbers come home.
+
+In a step that is watched sums are made on the device. They are summed over the ranks and copied to the CPU
+behind the step, and read at the end of the next one, when they have long arrived. Other steps cost one
+function call for each forward.
+"""
+
+import logging
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from coat_ds.config import WatchConfig
+from coat_ds.optim.optimizer import CoatAdamW
+from coat_ds.watch import codes, states
+from coat_ds.watch.codes import Blocks, CodeCounter, SavedCodes
+from coat_ds.watch.fallback import Fallback, keeper
+from coat_ds.watch.memory import held_bytes
+from coat_ds.watch.outs import Out, Reading, grouped, jsonl
+from coat_ds.watch.states import Places, StateSampler
+from coat_kernels import watching
+
+logger = logging.getLogger("coat_ds")
+
+
+class _Pending(NamedTuple):
+    """A reading that is on its way from the device."""
+
+    step: int
+    samples: int
+    states: torch.Tensor
+    codes: torch.Tensor
+    memory: dict[str, int]
+    arrived: torch.cuda.Event | None
+
+
+class Watch:
+    """Takes a reading every `config.every` steps, and gives it to `outs`, functions of a `Reading`.
+
+    A reading begins with the first training forward of a step and ends with `end_step`, which the training
+    loop calls after each step.
+
+    model: whose layers are watched; converted, built for COAT, or stock.
+    optimizer: the CoatAdamW, of named parameters or of those of `model`; None without one.
+    config: the block `coat.watch`, as an object or a mapping.
+    outs: the same on all ranks; rank 0 calls them.
+    places: gives what the optimizer's tensors hold, where they are not the model's parameters.
+    masters: gives FP32 masters that are neither weights nor states.
+    process_group: of ranks that hold the same model: sums are over all of them. None: this process alone,
+        unless `torch.distributed` runs, then all.
+    steps_done: gives the number of steps that were taken before; by default they are counted here.
+    relink: has moments arranged anew where `places` is given.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        optimizer: CoatAdamW | None,
+        config: WatchConfig | Mapping[str, Any] | None = None,
+        outs: Iterable[Out] = (),
+        *,
+        places: Callable[[], Places] | None = None,
+        masters: Callable[[], Iterable[torch.Tensor]] = tuple,
+        process_group: dist.ProcessGroup | None = None,
+        steps_done: Callable[[], int] | None = None,
+        samples_done: Callable[[], int] = int,
+        relink: Callable[[], None] = lambda: None,
+        say: Callable[[str, int], None] | None = None,
+    ):
+        if not isinstance(config, WatchConfig):
+            config = WatchConfig.from_dict({} if config is None else config)
+        self.model, self.optimizer, self.config = model, optimizer, config
+        self.outs = [*outs, *([jsonl(config.folder)] if config.folder else ())]
+        self.last: Reading | None = None
+        names = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        self._names = list(names)
+        self._sampler = None
+        if optimizer is not None:
+            self._sampler = StateSampler(optimizer, names, places or (lambda: _own_places(optimizer, names)))
+        self._masters, self._process_group, self._samples_done = masters, process_group, samples_done
+        self._steps, self._steps_done = 0, steps_done or (lambda: self._steps)
+        keep = keeper(optimizer, names, relink)
+        self.fallback = Fallback(model, config, keep, say or (lambda line, level: logger.log(level, line)))
+        self._counter: CodeCounter | None = None
+        self._saved_bytes = 0
+        self._pending: _Pending | None = None
+        self._inside: list = []
+        self._handles: list = []
+        self._listen()
+
+    @property
+    def is_active(self) -> bool:
+        """Whether anything is measured: every some steps, and somebody wants to know."""
+        return self.config.every > 0 and bool(self.outs or self.config.act != "off")
+
+    def add(self, out: Out) -> None:
+        """Has readings given to `out` too. Call it on every rank; rank 0 calls `out`."""
+        self.outs.append(out)
+        self._listen()
+
+    def _listen(self) -> None:
+        """Puts hooks on the model, once, if anything is to be measured."""
+        if self.is_active and not self._handles:
+            before, after = _Hook(self._before_forward), _Hook(self._after_forward)
+            self._handles = [
+                self.model.register_forward_pre_hook(before),
+                self.model.register_forward_hook(after, always_call=True),
+            ]
+
+    @torch.compiler.disable
+    def _before_forward(self, module: torch.nn.Module, *_) -> None:
+        if not self.is_active or self._counter is not None:
+            return
+        if (self._steps_done() + 1) % self.config.every or not (module.training and torch.is_grad_enabled()):
+            return
+        self._counter = CodeCounter(module)
+        if self._sampler is not None:
+            self._sampler.open()
+        watching.observe(self._counter)
+        saved = SavedCodes(self._counter, _is_weight(module))
+        context = saved.counting()
+        context.__enter__()
+        self._inside = [saved, Blocks(saved), context]
+
+    @torch.compiler.disable
+    def _after_forward(self, *_) -> None:
+        if self._inside:
+            saved, blocks, context = self._inside
+            self._inside = []
+            context.__exit__(None, None, None)
+            blocks.close()
+            # what holds the storages ends here: backward frees them as ever
+            self._saved_bytes = saved.nbytes
+
+    def end_step(self) -> None:
+        """After each step of the optimizer, on every rank: ends a reading, or takes in the one before."""
+        self._steps += 1
+        self._take_in()
+        if self._counter is None:
+            return
+        counter, self._counter = self._counter, None
+        watching.observe(None)
+        found = None if self._sampler is None else self._sampler.close()
+        sums = [found, counter.sums]
+        shapes = [(len(self._names), states.SUMS), (len(counter.index), codes.SUMS)]
+        device = next(self.model.parameters()).device
+        parts = [
+            torch.zeros(shape, dtype=torch.float64, device=device) if part is None else part.to(device)
+            for part, shape in zip(sums, shapes, strict=True)
+        ]
+        both = torch.cat([part.view(-1) for part in parts])
+        if dist.is_available() and dist.is_initialized():
+            dist.all_reduce(both, group=self._process_group)
+        arrived = None
+        if both.is_cuda:
+            home = torch.empty(both.shape, dtype=both.dtype, pin_memory=True)
+            home.copy_(both, non_blocking=True)
+            arrived = torch.cuda.Event()
+            arrived.record()
+            both = home
+        cut = shapes[0][0] * shapes[0][1]
+        memory = held_bytes(self.model, self.optimizer, self._masters()) | {"saved": self._saved_bytes}
+        self._layers = list(counter.index)
+        self._pending = _Pending(
+            self._steps_done(),
+            self._samples_done(),
+            both[:cut].view(shapes[0]),
+            both[cut:].view(shapes[1]),
+            memory,
+            arrived,
+        )
+
+    def _take_in(self) -> None:
+        pending, self._pending = self._pending, None
+        if pending is None:
+            return
+        if pending.arrived is not None:
+            pending.arrived.synchronize()
+        fallen = sorted(self.fallback.layers + self.fallback.states)
+        by_state = dict(zip(self._names, pending.states.tolist(), strict=True))
+        by_layer = dict(zip(self._layers, pending.codes.tolist(), strict=True))
+        groups: dict[str, dict[str, float]] = {}
+        for rows, figures in ((by_state, states.figures), (by_layer, codes.figures)):
+            for group, names in grouped(rows).items():
+                if found := figures([sum(x) for x in zip(*(rows[n] for n in names), strict=True)]):
+                    groups[group] = groups.get(group, {}) | found
+        self.last = Reading(pending.step, pending.samples, groups, pending.memory, fallen)
+        if not dist.is_initialized() or dist.get_rank() == 0:
+            for out in self.outs:
+                out(self.last)
+        self.fallback.judge(
+            pending.step,
+            {name: states.figures(row) for name, row in by_state.items()},
+            {name: codes.figures(row) for name, row in by_layer.items()},
+        )
+
+    def close(self) -> None:
+        """Takes in what is on its way and ends watching. The layers are what they were; moments stay."""
+        self._after_forward()
+        self._take_in()
+        if self._counter is not None:
+            self._counter = None
+            watching.observe(None)
+            if self._sampler is not None:
+                self._sampler.close()
+        for handle in self._handles:
+            handle.remove()
+        for name in list(self.fallback.layers):
+            for forward in self.fallback.linears(name):
+                forward.paused = False
+
+
+class _Hook:
+    """A hook on the model. Copies of the model, and what is read from a file, are not watched."""
+
+    def __init__(self, function: Callable[..., None]):
+        self.function = function
+
+    def __call__(self, *args) -> None:
+        self.function(*args)
+
+    def __reduce__(self):
+        return _Hook, (_nothing,)
+
+
+def _nothing(*args) -> None:
+    pass
+
+
+def _own_places(optimizer: CoatAdamW, names: Mapping[str, torch.Tensor]) -> Places:
+    """Where each of the optimizer's tensors is one of the model's parameters."""
+    named = {p: name for name, p in names.items()}
+    return {
+        p: [(named[p], 0, optimizer.state[p]["exp_avg"].numel() if p in optimizer.state else p.numel())]
+        for group in optimizer.param_groups
+        for p in group["params"]
+        if p in named
+    }
+
+
+def _is_weight(module: torch.nn.Module) -> Callable[[int], bool]:
+    """Says of a storage's address whether a parameter or a buffer is there."""
+    tensors = [*module.parameters(), *module.buffers()]
+    existing = {t.untyped_storage().data_ptr() for t in tensors}
+    gathers = any(hasattr(p, "ds_status") for p in tensors)
+
+    def is_weight(address: int) -> bool:
+        return address in existing or (
+            gathers and any(p.untyped_storage().data_ptr() == address for p in tensors)
+        )
+
+    return is_weight

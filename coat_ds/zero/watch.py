@@ -1,0 +1,138 @@
+"""`coat_ds.watch` in a DeepSpeed engine: when a step is over, what its flat tensors hold, its monitors, and
+what its checkpoints remember."""
+
+import functools
+import json
+import logging
+from collections.abc import Callable
+from pathlib import Path
+
+from coat_ds.config import WatchConfig
+from coat_ds.patches import Patch
+from coat_ds.watch.outs import monitor
+from coat_ds.watch.states import Places
+from coat_ds.watch.watch import Watch
+from coat_ds.zero.guards import link_states
+from coat_ds.zero.log import say
+from coat_ds.zero.partitions import link_partitions, partitions
+
+_ENGINE = "deepspeed.runtime.engine:DeepSpeedEngine"
+STEP = Patch(
+    "watch",
+    "deepspeed",
+    f"{_ENGINE}.step",
+    "a reading ends with a step",
+    parameters=("lr_kwargs",),
+)
+SAVE = Patch(
+    "watch",
+    "deepspeed",
+    f"{_ENGINE}.save_checkpoint",
+    "what has fallen back is kept beside the states",
+    parameters=("save_dir", "tag", "..."),
+)
+LOAD = Patch(
+    "watch",
+    "deepspeed",
+    f"{_ENGINE}.load_checkpoint",
+    "what had fallen back does so before states are loaded",
+    parameters=("load_dir", "tag", "..."),
+)
+FILE = "coat_watch.json"
+
+
+def watch_engine(engine, config: WatchConfig, with_optimizer: bool) -> Watch | None:
+    """Watches `engine`, which has its layers and its optimizer by now. None where nothing is to be measured:
+    "every" is 0, or a pipeline engine runs steps of its own."""
+    if not config.every or hasattr(engine, "train_batch"):
+        return None
+    optimizer = engine.basic_optimizer if with_optimizer else None
+    names = {p: name for name, p in engine.module.named_parameters()}
+
+    def places() -> Places:
+        found = {
+            p: [(names[p], 0, p.numel())] for g in optimizer.param_groups for p in g["params"] if p in names
+        }
+        for _, flat, placed in partitions(engine.optimizer, len(optimizer.param_groups)):
+            found[flat] = [(names[p], start, numel) for p, start, numel, _ in placed if p in names]
+        return found
+
+    def masters():
+        groups = len(optimizer.param_groups) if optimizer is not None else 0
+        return [flat for _, flat, _ in partitions(engine.optimizer, groups)] if groups else ()
+
+    def relink() -> None:
+        link_partitions(engine.optimizer, optimizer)
+        link_states(engine)
+
+    watch = Watch(
+        engine.module,
+        optimizer,
+        config,
+        [monitor(engine.monitor)] if engine.monitor.enabled else (),
+        places=places,
+        masters=masters,
+        process_group=engine.data_parallel_group,
+        steps_done=lambda: engine.global_steps,
+        samples_done=lambda: engine.global_samples,
+        relink=relink,
+        say=say,
+    )
+    STEP.apply(lambda step: _stepping(engine, watch, step), on=engine)
+    SAVE.apply(lambda save: _saving(engine, watch, save), on=engine)
+    LOAD.apply(lambda load: _loading(watch, load), on=engine)
+    return watch
+
+
+def _stepping(engine, watch: Watch, step: Callable) -> Callable:
+    @functools.wraps(step)
+    def stepping(*args, **kwargs):
+        before = engine.global_steps
+        result = step(*args, **kwargs)
+        if engine.global_steps != before:
+            watch.end_step()
+        return result
+
+    return stepping
+
+
+def _saving(engine, watch: Watch, save: Callable) -> Callable:
+    @functools.wraps(save)
+    def save_checkpoint(save_dir, tag=None, *args, **kwargs):
+        name = f"global_step{engine.global_steps}" if tag is None else str(tag)
+        result = save(save_dir, tag, *args, **kwargs)
+        if engine.global_rank == 0 and any(watch.fallback.state().values()):
+            (Path(save_dir) / name / FILE).write_text(json.dumps(watch.fallback.state(), indent=2) + "\n")
+        return result
+
+    return save_checkpoint
+
+
+def _loading(watch: Watch, load: Callable) -> Callable:
+    @functools.wraps(load)
+    def load_checkpoint(load_dir, tag=None, *args, **kwargs):
+        state = _remembered(load_dir, tag)
+        names = [name for kind in state.values() for name in kind]
+        if names and watch.config.act != "act":
+            say(
+                f"COAT: the checkpoint's run had {', '.join(names)} fall back, and this one does not: "
+                f"coat.watch.act is {watch.config.act!r}.",
+                logging.WARNING,
+            )
+            state = {}
+        # before the load, so that FP32 moments meet moments in FP32
+        watch.fallback.restore(state)
+        if names and state:
+            say(f"COAT: as in the checkpoint's run, these have fallen back: {', '.join(names)}")
+        return load(load_dir, tag, *args, **kwargs)
+
+    return load_checkpoint
+
+
+def _remembered(folder: str, tag: str | None) -> dict[str, list[str]]:
+    """What had fallen back in the run that wrote a checkpoint; nothing of one that says nothing."""
+    latest = Path(folder) / "latest"
+    if tag is None and latest.is_file():
+        tag = latest.read_text().strip()
+    path = Path(folder) / str(tag) / FILE
+    return json.loads(path.read_text()) if path.is_file() else {}

@@ -1,0 +1,161 @@
+"""Codes are counted where they are made, under the names of their layers, and put in by hand."""
+
+import pytest
+import torch
+
+import coat_ds
+from coat_ds.watch import codes
+from coat_ds.watch.codes import Blocks, CodeCounter, SavedCodes, figures
+from coat_kernels import watching
+from coat_kernels.groups import quantize_groups
+from coat_kernels.tensorwise import PredictedScale
+
+
+def figures_of(counter, name):
+    return figures(counter.sums[counter.index[name]].tolist())
+
+
+@pytest.fixture
+def observed():
+    """Observes a model with what it makes."""
+
+    def start(model):
+        counter = CodeCounter(model)
+        watching.observe(counter)
+        return counter
+
+    yield start
+    watching.observe(None)
+
+
+def linear():
+    torch.manual_seed(0)
+    return coat_ds.convert(torch.nn.Sequential(torch.nn.Linear(64, 32, bias=False)).bfloat16())
+
+
+def test_flushed_and_saturated_codes_of_a_linear_layer(observed):
+    model = linear()
+    counter = observed(model)
+    x = torch.ones(16, 64, dtype=torch.bfloat16, requires_grad=True)
+    with torch.no_grad():
+        # 448 / 2^10 is the amax's code: 2^-10 of the smallest subnormal is lost
+        x[:, :16] = 2.0**-30
+        x[0] = 0
+    y = model(x)
+    grad = torch.full_like(y, 2.0**-3)
+    grad[:4] = 2.0**-100
+    grad[4, 0] = float("inf")
+    y.backward(grad)
+    found = figures_of(counter, "0")
+    assert found["input_flushed"] == (15 * 16 + 64) / (16 * 64)
+    assert found["input_saturated"] == 15 * 48 / (16 * 64)
+    assert found["gradient_flushed"] == 4 / 16
+    # E5M2's largest code is for a power of four: 2^-3 is below it. Infinity is NaN.
+    assert found["gradient_saturated"] == 1 / (16 * 32)
+
+
+def test_nobody_is_told_when_nothing_is_watched():
+    model = linear()
+    assert watching.observer() is None
+    model(torch.ones(16, 64, dtype=torch.bfloat16)).sum().backward()
+
+
+@pytest.mark.parametrize("fmt, largest", [("sqrt8", 127), ("e4m3", None)])
+def test_saved_codes_in_groups(fmt, largest):
+    counter = CodeCounter(linear())
+    x = torch.full((4, 64), 2.0**-40)
+    # a group of zeros does not count; of the others, one element is large and 15 are lost
+    x[:, ::16] = 1.0
+    x[0] = 0
+    q = quantize_groups(x, 16, fmt)
+    saved = SavedCodes(counter, lambda address: False)
+    with saved.counting():
+        kept = Keeps.apply(torch.ones(2, requires_grad=True), *q)
+    found = figures_of(counter, "other")
+    assert found["saved_flushed"] == 15 / 16
+    top = q.codes[1:].float().abs().max()
+    assert found["saved_saturated"] == (1 / 16 if top == (largest or 448) else 0)
+    assert saved.nbytes == q.codes.nbytes + q.exponent.nbytes
+    del kept
+
+
+class Keeps(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, *kept):
+        ctx.save_for_backward(*kept)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad, None, None
+
+
+def test_codes_of_a_long_tensor_are_sampled(monkeypatch):
+    monkeypatch.setattr(codes, "SAMPLE", 256)
+    x = torch.zeros(64, 64, dtype=torch.float8_e4m3fn)
+    assert codes.sampled(x).shape == (4, 64)
+    assert codes.sampled(x[:1]).shape == (1, 64)
+    assert codes.sampled(x[:0]).shape == (0, 64)
+
+
+def test_wrong_predictions():
+    model = linear()
+    counter = CodeCounter(model)
+    scale = model[0].forward.x_scale
+    for used in (1.0, 2.0, 2.0, 4.0):
+        counter.predicted(scale, torch.tensor([used]), torch.tensor([2.0]))
+    counter.predicted(PredictedScale(None), torch.tensor([1.0]), torch.tensor([1.0]))
+    assert figures_of(counter, "0") == {"wrong_scales": 0.5}
+    assert figures_of(counter, "other") == {"wrong_scales": 0.0}
+
+
+def llama():
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=64, num_key_value_heads=2, use_cache=False, **sizes))
+    return coat_ds.convert(model.bfloat16())
+
+
+def test_a_llama_names_all_of_its_products(observed):
+    """By fused blocks. No product is told under the name of another, and none is missed."""
+    model = llama()
+    ids = torch.arange(32).view(1, 32)
+    model(ids, labels=ids).loss.backward()
+    counter = observed(model)
+    saved = SavedCodes(counter, lambda address: False)
+    blocks = Blocks(saved)
+    with saved.counting():
+        loss = model(ids, labels=ids).loss
+    blocks.close()
+    loss.backward()
+    names = [name for name in counter.index if "input_flushed" in figures_of(counter, name)]
+    expected = [
+        f"model.layers.{i}.{part}"
+        for i in range(2)
+        for part in ("qkv", "self_attn.o_proj", "mlp.both", "mlp.down_proj")
+    ]
+    assert sorted(names) == sorted(expected)
+    for name in names:
+        found = figures_of(counter, name)
+        assert 0 <= found["input_flushed"] < 0.1 and "gradient_flushed" in found, (name, found)
+        # the same batch again: all predictions of what is made by kernels of ours hold
+        assert found.get("wrong_scales", 0.0) == 0.0, name
+    for i in range(2):
+        assert figures_of(counter, f"model.layers.{i}")["saved_flushed"] < 0.05
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
+
+
+def test_predictions_are_wrong_once_the_scale_jumps(observed):
+    model = llama()
+    ids = torch.arange(32).view(1, 32)
+    model(ids, labels=ids).loss.backward()
+    counter = observed(model)
+    with torch.no_grad():
+        for layer in model.model.layers:
+            layer.post_attention_layernorm.weight.mul_(64)
+    model(ids, labels=ids).loss.backward()
+    # the input's was wrong, the gradient's right
+    assert figures_of(counter, "model.layers.0.mlp.both")["wrong_scales"] == 0.5
+    assert figures_of(counter, "model.layers.0.qkv")["wrong_scales"] == 0.0

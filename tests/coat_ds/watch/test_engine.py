@@ -1,0 +1,247 @@
+"""A converted Llama that trains under DeepSpeed and is watched; an outlier feature, and what is done about
+it.
+
+One spawn of one process serves most tests.
+"""
+
+import csv
+import functools
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+
+import coat_ds
+from coat_ds.watch.outs import read
+from tests.util import run_distributed
+
+VOCABULARY, LENGTH, BATCH, STEPS = 64, 32, 4, 40
+
+
+def llama():
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
+    config = LlamaConfig(vocab_size=VOCABULARY, num_key_value_heads=2, use_cache=False, **sizes)
+    return LlamaForCausalLM(config).bfloat16()
+
+
+def engine_of(model, stage, watch, **more):
+    config = {
+        "train_micro_batch_size_per_gpu": BATCH,
+        "optimizer": {"type": "AdamW", "params": {"lr": 3e-3, "betas": [0.9, 0.95]}},
+        "bf16": {"enabled": True},
+        "zero_optimization": {"stage": stage},
+        "coat": {"enabled": True, "optimizer": {"min_numel": 0}, "watch": watch},
+        **more,
+    }
+    return coat_ds.initialize(model=model, config=config)[0]
+
+
+def train(engine, steps, first=0):
+    losses = []
+    for step in range(first, first + steps):
+        ids = (torch.arange(LENGTH) * (1 + step % 3) + 8 * torch.arange(BATCH)[:, None]) % VOCABULARY
+        loss = engine(ids, labels=ids).loss
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.item())
+    return losses
+
+
+def inject(model):
+    """An outlier feature: in each layer one channel of what down_proj reads is so large that FP8 loses all
+    others. Its weights make up for it and are not trained, so that in BF16 it does no harm."""
+    factor = 2.0**20
+    for layer in model.model.layers:
+        up, down = layer.mlp.up_proj.weight, layer.mlp.down_proj.weight
+        with torch.no_grad():
+            up[3] *= factor
+            down[:, 3] /= factor
+        up.register_hook(lambda grad: grad.index_fill(0, torch.tensor([3]), 0))
+        down.register_hook(lambda grad: grad.index_fill(1, torch.tensor([3]), 0))
+    return model
+
+
+def watched_run(stage, folder):
+    monitors = {"csv_monitor": {"enabled": True, "output_path": f"{folder}/csv", "job_name": "run"}}
+    engine = engine_of(llama(), stage, {"every": 2, "folder": folder}, **monitors)
+    seen = []
+    engine.coat.watch.add(seen.append)
+    losses = train(engine, 7)
+    held = sum(p.nbytes for p in llama().parameters())
+    found = {"last": engine.coat.watch.last, "states": engine.coat.states["bytes"], "weights": held}
+    hooked = [n for n, m in engine.module.named_modules() if n and (m._forward_pre_hooks or m._forward_hooks)]
+    engine.destroy()
+    plain = engine_of(llama(), stage, False)
+    same = train(plain, 7) == losses
+    assert plain.coat.watch is None
+    plain.destroy()
+    return found | {"steps": [r.step for r in seen], "same": same, "hooked": hooked}
+
+
+def outlier_run(folder, act):
+    """A run with outliers in BF16, or in FP8 where `act` says what is done, and its checkpoints."""
+    said = []
+    watch = {"every": 2, "readings": 2, "act": "off" if act == "bf16" else act, "folder": f"{folder}/{act}"}
+    block = {"enabled": True, "optimizer": {"min_numel": 0}, "activations": act != "bf16", "watch": watch}
+    engine = engine_of(inject(llama()), 1, watch, coat=block)
+    fallback = engine.coat.watch.fallback
+    fallback._say = lambda line, level: said.append(line)
+    losses = train(engine, STEPS if act != "warn" else 6)
+    found = {"losses": losses, "said": said, "state": fallback.state(), "last": engine.coat.watch.last}
+    if act != "act":
+        engine.destroy()
+        return found
+    engine.save_checkpoint(folder, tag="outlier")
+    after = train(engine, 3, first=STEPS)
+    engine.destroy()
+    resumed = engine_of(inject(llama()), 1, watch)
+    resumed.load_checkpoint(folder, tag="outlier")
+    fallback, forward = resumed.coat.watch.fallback, resumed.module.model.layers[0].mlp.down_proj.forward
+    found |= {"resumed": fallback.state(), "paused": forward.paused}
+    found["equal"] = train(resumed, 3, first=STEPS) == after
+    # and back again
+    fallback.restore({})
+    found["undone"] = fallback.state(), forward.paused
+    resumed.destroy()
+    off = engine_of(llama(), 1, {"every": 2, "act": "off"})
+    off.load_checkpoint(folder, tag="outlier")
+    found["not taken"] = off.coat.watch.fallback.state()
+    off.destroy()
+    return found
+
+
+def states_run(folder, stage):
+    """The moments of one tensor go to FP32, with a limit that any error passes."""
+    watch = {"every": 1, "readings": 2, "act": "act", "update_error": 1e-6, "folder": folder}
+    engine = engine_of(llama(), stage, watch)
+    train(engine, 1)
+    before = engine.coat.states["by_codec"]
+    train(engine, 3, first=1)
+    after = engine.coat.states["by_codec"]
+    engine.save_checkpoint(folder, tag="states")
+    moments = full_states(engine)
+    losses = train(engine, 2, first=4)
+    fallen = engine.coat.watch.fallback.state()
+    engine.destroy()
+    resumed = engine_of(llama(), stage, watch)
+    resumed.load_checkpoint(folder, tag="states")
+    same = all(map(torch.equal, full_states(resumed), moments))
+    found = {"before": before, "after": after, "fallen": fallen, "same": same}
+    found["resumed"] = resumed.coat.states["by_codec"]
+    found["equal"] = train(resumed, 2, first=4) == losses
+    resumed.coat.watch.fallback.restore({})
+    found["undone"] = resumed.coat.states["by_codec"]
+    found["goes on"] = train(resumed, 1, first=6)
+    resumed.destroy()
+    return found
+
+
+def full_states(engine):
+    from deepspeed.utils import safe_get_full_optimizer_state
+
+    return [
+        safe_get_full_optimizer_state(p, name).clone()
+        for p in engine.module.parameters()
+        for name in ("exp_avg", "exp_avg_sq")
+    ]
+
+
+def everything(folder):
+    found = {("watched", stage): watched_run(stage, f"{folder}/{stage}") for stage in (0, 1, 3)}
+    found |= {
+        ("outlier", act): outlier_run(f"{folder}/outlier", act) for act in ("bf16", "off", "warn", "act")
+    }
+    found |= {("states", stage): states_run(f"{folder}/states{stage}", stage) for stage in (1, 3)}
+    return found
+
+
+@functools.cache
+def results(folder):
+    return run_distributed(everything, 1, folder)[0]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return str(tmp_path_factory.mktemp("watch"))
+
+
+@pytest.mark.parametrize("stage", [0, 1, 3])
+def test_readings_in_a_run(folder, stage):
+    found = results(folder)["watched", stage]
+    assert found["steps"] == [2, 4, 6]
+    assert found["same"], "watching changed what is computed"
+    last = found["last"]
+    group = last.groups["model.layers.*.self_attn.q_proj.weight"]
+    assert 1e-3 < group["update_error"] < 0.05 and group["stalled"] < 0.2 and group["underflowed"] == 0
+    assert "update_error" not in last.groups.get("model.norm.weight", {}), "it keeps FP32 moments"
+    layer = last.groups["model.layers.*.mlp.down_proj"]
+    assert set(layer) >= {"input_flushed", "gradient_flushed", "input_saturated", "gradient_saturated"}
+    assert last.groups["model.layers.*"]["saved_flushed"] < 0.01
+    assert last.memory["weights"] == found["weights"] + 8 * 4
+    assert last.memory["states"] == found["states"]
+    assert last.memory["masters"] >= 2 * found["weights"]
+    assert last.memory["saved"] > 0 and last.memory["fp8_copies"] == 0
+    assert last.fallen == []
+
+
+def test_readings_arrive_in_the_file_and_in_deepspeeds_monitors(folder):
+    last = results(folder)["watched", 1]["last"]
+    readings = read(Path(folder) / "1")
+    assert [r.step for r in readings] == [2, 4, 6] and readings[-1] == last
+    written = {path.stem: path for path in (Path(folder) / "1/csv/run").glob("coat_*.csv")}
+    assert len(written) == len(last.flat())
+    rows = list(csv.reader(written["coat_bytes_states"].open()))
+    assert [row[0] for row in rows[1:]] == ["8", "16", "24"], "samples seen"
+    assert float(rows[-1][1]) == last.memory["states"]
+
+
+NOTHING = {"layers": [], "states": []}
+
+
+def test_an_outlier_is_seen_and_the_run_is_saved(folder):
+    bf16, off, warn, act = (results(folder)["outlier", how] for how in ("bf16", "off", "warn", "act"))
+    fallen = [f"model.layers.{i}.mlp.{part}" for i in range(2) for part in ("both", "down_proj")]
+    for run in (off, warn):
+        assert run["last"].groups["model.layers.*.mlp.down_proj"]["input_flushed"] > 0.9
+        assert run["state"] == NOTHING and run["last"].fallen == []
+    assert off["said"] == []
+    # the second reading is of step 4, and is taken in at the end of step 5
+    lines = {"warn": "would have it fall back", "act": "computes in BF16 from now on"}
+    for run, end in ((warn, lines["warn"]), (act, lines["act"])):
+        assert len(run["said"]) == len(fallen)
+        for name, line in zip(fallen, run["said"], strict=True):
+            assert (
+                line.startswith(f"COAT: step 4: {name}: ") and end in line and "2 readings in a row" in line
+            )
+    assert act["state"] == {"layers": fallen, "states": []} and act["last"].fallen == fallen
+    assert warn["losses"] == off["losses"][:6]
+    assert act["losses"][:5] == off["losses"][:5]
+    # what FP8 loses comes back, nearly all of it
+    reached = {how: sum(run["losses"][-6:]) / 6 for how, run in (("bf16", bf16), ("off", off), ("act", act))}
+    assert reached["off"] > reached["bf16"] + 0.2
+    assert reached["act"] < reached["bf16"] + (reached["off"] - reached["bf16"]) / 3
+
+
+def test_the_checkpoint_remembers_and_the_way_back(folder):
+    act = results(folder)["outlier", "act"]
+    assert act["resumed"] == act["state"] and act["paused"] and act["equal"]
+    assert act["undone"] == (NOTHING, False)
+    assert act["not taken"] == NOTHING
+    held = json.loads((Path(folder) / "outlier/outlier/coat_watch.json").read_text())
+    assert held == act["state"]
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_states_go_to_fp32_and_come_back(folder, stage):
+    found = results(folder)["states", stage]
+    assert set(found["before"]) == {"fp32", "log8", "ratio8"}
+    assert set(found["after"]) == {"fp32"}
+    assert "model.layers.0.self_attn.q_proj.weight" in found["fallen"]["states"]
+    assert found["fallen"]["layers"] == []
+    assert found["same"] and found["equal"] and found["resumed"] == found["after"]
+    assert found["undone"] == found["before"] and all(map(math.isfinite, found["goes on"]))

@@ -1,0 +1,238 @@
+"""Where readings go, and what `coat watch` says of them."""
+
+import copy
+import json
+
+import pytest
+import torch
+
+import coat_ds
+from coat_ds import CoatAdamW, CoatConfig, CoatConfigError, cli
+from coat_ds.config import WatchConfig
+from coat_ds.watch import Watch, jsonl, writer
+from coat_ds.watch.fallback import Fallback
+from coat_ds.watch.outs import Reading, read
+from coat_kernels import watching
+from tests.util import run_distributed
+
+
+def reading(step, error):
+    groups = {"layers.*.weight": {"update_error": error, "stalled": 0.25}, "layers.*": {"input_flushed": 0.5}}
+    return Reading(step, 8 * step, groups, {"weights": 4_000_000, "saved": 1_500_000}, [])
+
+
+@pytest.fixture
+def run(tmp_path):
+    write = jsonl(tmp_path / "run")
+    # step 4 is run again after a checkpoint is loaded
+    for step, error in ((2, 0.01), (4, 0.9), (4, 0.03), (6, 0.02)):
+        write(reading(step, error))
+    return tmp_path / "run"
+
+
+def test_the_command_prints_a_table_and_draws(run, capsys):
+    assert cli.main(["watch", str(run)]) == 0
+    out = capsys.readouterr().out
+    first, _, *rows = out.splitlines()
+    assert first == "3 readings, steps 2 to 6"
+    assert rows[0].split() == ["update_error", "2.00%", "3.00%", "4", "layers.*.weight"]
+    assert rows[1].split() == ["stalled", "25.00%", "25.00%", "2", "layers.*.weight"]
+    assert rows[2].split() == ["input_flushed", "50.00%", "50.00%", "2", "layers.*"]
+    assert rows[3] == "MB of rank 0: weights 4.0, saved 1.5" and rows[4] == "fallen back: nothing"
+    for name in ("errors.png", "memory.png"):
+        written = run / name
+        assert f"wrote {written}" in out and written.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+
+
+def test_the_command_as_json_and_elsewhere(run, tmp_path, capsys):
+    assert cli.main(["watch", str(run), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == reading(6, 0.02)._asdict()
+    assert cli.main(["watch", str(run / "watch.jsonl"), "--pictures", str(tmp_path / "new")]) == 0
+    assert sorted(p.name for p in (tmp_path / "new").iterdir()) == ["errors.png", "memory.png"]
+    assert not (run / "errors.png").exists()
+
+
+@pytest.mark.parametrize("content", [None, "", "{}\n", "no\n"])
+def test_the_command_says_what_is_missing(tmp_path, capsys, content):
+    if content is not None:
+        (tmp_path / "watch.jsonl").write_text(content)
+    assert cli.main(["watch", str(tmp_path)]) == 2
+    error = capsys.readouterr().err
+    assert "RUN: expected a folder with watch.jsonl, which coat.watch.folder names" in error
+
+
+def test_writers_as_megatrons():
+    scalars, logged = [], []
+
+    class Board:
+        def add_scalar(self, *args):
+            scalars.append(args)
+
+    class Wandb:
+        def log(self, numbers, step):
+            logged.append((step, numbers))
+
+    writer(Board(), Wandb())(reading(6, 0.02))
+    writer()(reading(6, 0.02))
+    numbers = reading(6, 0.02).flat()
+    assert numbers["coat/update_error/layers.*.weight"] == 0.02 and numbers["coat/bytes/saved"] == 1.5e6
+    assert logged == [(6, numbers)] and scalars == [(name, value, 6) for name, value in numbers.items()]
+
+
+def model():
+    torch.manual_seed(0)
+    return torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 64))
+
+
+def test_a_plain_loop(tmp_path):
+    made = coat_ds.convert(model().bfloat16())
+    optimizer = CoatAdamW(made.named_parameters(), min_numel=0)
+    watch = Watch(made, optimizer, {"every": 3, "folder": str(tmp_path)})
+    for _ in range(10):
+        made(torch.ones(16, 64, dtype=torch.bfloat16)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        watch.end_step()
+    assert [r.step for r in read(tmp_path)] == [3, 6, 9]
+    watch.close()
+    groups = read(tmp_path)[-1].groups
+    assert set(groups) == {"*.weight", "*"} and 0 < groups["*.weight"]["update_error"] < 0.1
+    assert not made._forward_pre_hooks and not made._forward_hooks
+
+
+def test_copies_of_a_model_are_not_watched(tmp_path):
+    made = coat_ds.convert(model().bfloat16())
+    watch = Watch(made, CoatAdamW(made.named_parameters()), {"every": 1, "folder": str(tmp_path)})
+    torch.save(made, tmp_path / "model.pt")
+    for other in (copy.deepcopy(made), torch.load(tmp_path / "model.pt", weights_only=False)):
+        other(torch.ones(16, 64, dtype=torch.bfloat16)).sum().backward()
+        assert watch._counter is None
+    made(torch.ones(16, 64, dtype=torch.bfloat16)).sum().backward()
+    assert watch._counter is not None
+    watch.close()
+    assert watching.observer() is None
+
+
+@pytest.mark.parametrize("config", [{"every": 0, "folder": "x"}, {"every": 1}])
+def test_nothing_is_measured_where_nobody_wants_it(config):
+    made = coat_ds.convert(model().bfloat16())
+    watch = Watch(made, CoatAdamW(made.named_parameters()), config)
+    assert not watch.is_active and not made._forward_pre_hooks
+    made(torch.ones(16, 64, dtype=torch.bfloat16)).sum().backward()
+    assert watch._counter is None
+    watch.end_step()
+    assert watch.last is None
+
+
+def test_a_limit_is_passed_in_readings_in_a_row():
+    kept, said = [], []
+    config = WatchConfig(act="act", readings=2, update_error=0.1)
+    fallback = Fallback(
+        model(), config, lambda *args: kept.append(args), lambda line, level: said.append(line)
+    )
+    for step, error in enumerate((0.2, 0.05, 0.2, float("nan"), 0.2, 0.3, 0.4), 1):
+        fallback.judge(step, {"0.weight": {"update_error": error}, "1.weight": {"update_error": 0.1}}, {})
+    assert kept == [("0.weight", True)] and fallback.state() == {"layers": [], "states": ["0.weight"]}
+    (line,) = said
+    assert line == (
+        "COAT: step 6: 0.weight: the update's error was 0.3, above 0.1, 2 readings in a row: it keeps FP32 "
+        "moments from now on"
+    )
+    fallback.restore({"layers": [], "states": []})
+    assert kept[1:] == [("0.weight", False)]
+
+
+@pytest.mark.parametrize(
+    "block, message",
+    [
+        ({"every": -1}, "coat.watch.every: expected 0 or more, found -1"),
+        ({"every": 1.5}, "coat.watch.every: expected an integer, found 1.5"),
+        (
+            {"act": "Act"},
+            "coat.watch.act: expected one of 'off', 'warn', 'act'; found 'Act'. Did you mean 'act'",
+        ),
+        ({"folder": 3}, "coat.watch.folder: expected a string, found 3"),
+        ({"flushed": "much"}, "coat.watch.flushed: expected a number, found 'much'"),
+        ({"evry": 3}, "coat.watch.evry: unknown key"),
+    ],
+)
+def test_a_wrong_block_says_so(block, message):
+    with pytest.raises(CoatConfigError) as error:
+        CoatConfig.from_dict({"enabled": True, "watch": block})
+    assert message in str(error.value)
+
+
+def test_booleans_and_defaults():
+    assert CoatConfig.from_dict({"enabled": True}).watch == WatchConfig()
+    assert CoatConfig.from_dict({"enabled": True, "watch": True}).watch.every == 100
+    assert CoatConfig.from_dict({"enabled": True, "watch": False}).watch.every == 0
+    assert WatchConfig(flushed=1).flushed == 1
+
+
+def two_ranks():
+    """Each rank holds half of the optimizer's partition, and its own half of the batch."""
+    config = {
+        "train_batch_size": 8,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
+        "bf16": {"enabled": True},
+        "zero_optimization": {"stage": 2},
+        "coat": {"enabled": True, "optimizer": {"min_numel": 0}, "watch": {"every": 1}},
+    }
+    engine, *_ = coat_ds.initialize(model=model(), config=config)
+    seen = []
+    engine.coat.watch.add(seen.append)
+    rank = torch.distributed.get_rank()
+    for step in range(3):
+        # rank 0 reads zeros
+        x = torch.full((4, 64), float(rank * (step + 1)), dtype=torch.bfloat16)
+        engine.backward(engine(x).float().square().mean())
+        engine.step()
+    last = engine.coat.watch.last
+    engine.destroy()
+    return last.groups, len(seen)
+
+
+def test_sums_are_over_all_ranks():
+    (first, written), (second, unwritten) = run_distributed(two_ranks, 2)
+    assert first == second
+    assert (written, unwritten) == (3, 0)
+    # both layers are one group: the first reads zeros on one rank, the second its biases
+    assert first["*"]["input_flushed"] == pytest.approx(0.25, abs=0.01)
+    assert 0 < first["*.weight"]["update_error"] < 0.1
+
+
+def test_trainer_logs_readings(tmp_path):
+    from transformers import Trainer, TrainingArguments
+
+    from coat_ds.watch import Callback
+    from tests.coat_ds.watch.test_engine import llama
+
+    made = coat_ds.convert(llama())
+    rows = [(torch.arange(32) + i) % 64 for i in range(32)]
+    data = [{"input_ids": row, "labels": row} for row in rows]
+    arguments = TrainingArguments(
+        str(tmp_path),
+        max_steps=5,
+        per_device_train_batch_size=4,
+        report_to=[],
+        use_cpu=True,
+        logging_steps=100,
+    )
+    optimizer = CoatAdamW(made.named_parameters(), min_numel=0)
+    schedule = torch.optim.lr_scheduler.ConstantLR(optimizer, 1.0)
+    trainer = Trainer(made, arguments, train_dataset=data, optimizers=(optimizer, schedule))
+    trainer.add_callback(Callback(trainer, {"every": 2}))
+    trainer.train()
+    logged = [entry for entry in trainer.state.log_history if "coat/step" in entry]
+    assert [entry["coat/step"] for entry in logged] == [2, 4]
+    name = "coat/update_error/model.layers.*.mlp.up_proj.weight"
+    assert all(0 < entry[name] < 0.1 for entry in logged)
+    assert logged[-1]["coat/bytes/states"] == coat_ds.state_bytes(optimizer)["bytes"]
+
+
+def test_trainer_without_our_optimizer():
+    from coat_ds.watch import Callback
+
+    callback = Callback(object())
+    with pytest.raises(ValueError, match="expected a CoatAdamW, found AdamW"):
+        callback.on_train_begin(None, None, None, model(), torch.optim.AdamW(model().parameters()))
