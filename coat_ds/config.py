@@ -306,6 +306,7 @@ class WatchConfig(_Block):
     is enabled, and to `folder`. True stands for the defaults, false for `"every": 0`."""
 
     KEY: ClassVar[str] = "coat.watch"
+    OR_BOOLEAN: ClassVar[bool] = True
 
     every: int = field(default=100, metadata={"minimum": 0})
     """Steps from one reading to the next. 0: none. Nothing is measured either where nobody takes the readings

@@ -17,20 +17,21 @@ class Observer(Protocol):
         """An operand was first quantized with the scale `used`; `true` is the right one, FP32 [1] each."""
 
 
-_observer: Observer | None = None
+current: Observer | None = None
+"""Who is told, or nobody. Asked before `observer`, which costs a call, in code that runs for each product."""
 
 
 def observe(observer: Observer | None) -> None:
     """From now on tells `observer`, or nobody."""
-    global _observer
-    _observer = observer
+    global current
+    current = observer
 
 
 def observer() -> Observer | None:
     """Who is to be told now. Nobody while a model is compiled or a CUDA graph is recorded, which would repeat
     it on every step."""
-    if _observer is None or torch.compiler.is_compiling():
+    if current is None or torch.compiler.is_compiling():
         return None
     if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
         return None
-    return _observer
+    return current

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
+from coat_kernels import watching
 from coat_kernels.autograd import once_differentiable
 from coat_kernels.deferred import Deferred, fp8_operands, holders, holders_in_backward
 from coat_kernels.device import require_fp8, uses_kernels
@@ -22,7 +23,6 @@ from coat_kernels.parallel import TensorParallel, all_reduce, gather_columns, ga
 from coat_kernels.tensorwise.predicted import PredictedScale
 from coat_kernels.tensorwise.quantize import Quantized
 from coat_kernels.tensorwise.transpose import transpose_codes
-from coat_kernels.watching import observer
 from coat_kernels.weights import NO_CACHE, WeightCache
 
 
@@ -73,8 +73,8 @@ def multiply(
     """The forward GEMM of row-major FP8 `rows` [m, k] with their `scale` and a row-major weight: [m, n] in
     `dtype`, for the tokens that `options.parallel` says."""
     parallel = options.parallel
-    if (watching := observer()) is not None:
-        watching.codes("input", options.x_scale, rows)
+    if watching.current is not None and (observer := watching.observer()) is not None:
+        observer.codes("input", options.x_scale, rows)
     if parallel and parallel.gathers_input:
         rows = gather_rows(rows, parallel.group)()
     y = scaled_matmul(rows, w.rows, scale, w.scale, bias, dtype, options.formats.fast_forward)
@@ -101,8 +101,12 @@ def multiply_backward(
     formats, grad_x, grad_w = options.formats, None, None
     grad_rows, grad_columns, grad_scale, _ = grad
     del grad
-    if grad_rows is not None and (watching := observer()) is not None:
-        watching.codes("gradient", options.grad_scale, grad_rows)
+    if (
+        watching.current is not None
+        and grad_rows is not None
+        and (observer := watching.observer()) is not None
+    ):
+        observer.codes("gradient", options.grad_scale, grad_rows)
     if w is not None:
         grad_x = scaled_matmul(
             grad_rows, w.columns, grad_scale, w.scale, None, dtype, formats.fast_input_grad
