@@ -91,10 +91,10 @@ SECTIONS = [
 NOT_MEASURED = (
     "Nothing above 8 GPUs, nor on more than one node.",
     "Nothing above 125M parameters or 240 million tokens (three seeds: 150 million) to convergence.",
-    "Nothing of 13B with all its layers, and nothing of it over tensor parallelism.",
+    "13B over tensor parallelism.",
     "Nothing on a data set that others use.",
-    "Largest micro-batches but under ZeRO-2 and, of BF16 and COAT, over TP 2.",
-    "Where a step under ZeRO-3 goes, and steps of whole models by kind of kernel.",
+    'Largest micro-batches under ZeRO-1, and of "smallest" and of TransformerEngine but under ZeRO-2.',
+    'Convergence with the states\' default format over several seeds, and of "smallest".',
     "No GPU but the H200; 80 GB are a limit that torch's allocator was given, not another GPU.",
     "No downstream task: losses are of held-out text of the same kind.",
 )

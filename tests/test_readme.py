@@ -58,7 +58,7 @@ def under_deepspeed(config: str) -> dict:
     return {"optimizer": optimizer, "losses": losses, "coat": str(engine.coat)}
 
 
-def hugging_face(lines: str) -> dict:
+def hugging_face(lines: str, folder: str) -> dict:
     """What the lines make of a tiny Llama, its Trainer and its data."""
     from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
@@ -68,7 +68,7 @@ def hugging_face(lines: str) -> dict:
     model = LlamaForCausalLM(LlamaConfig(vocab_size=64, **sizes))
     keys = list(model.state_dict())
     args = TrainingArguments(
-        output_dir="unused", max_steps=2, save_strategy="no", bf16=True, use_cpu=True, report_to=[]
+        output_dir=folder, max_steps=2, save_strategy="no", bf16=True, use_cpu=True, report_to=[]
     )
     ids = torch.arange(32) % 7
     names = {"model": model, "args": args, "data": 16 * [{"input_ids": ids, "labels": ids}]}
@@ -85,13 +85,13 @@ def hugging_face(lines: str) -> dict:
     }
 
 
-def run_blocks(config: str, lines: str) -> tuple[dict, dict]:
-    return under_deepspeed(config), hugging_face(lines)
+def run_blocks(config: str, lines: str, folder: str) -> tuple[dict, dict]:
+    return under_deepspeed(config), hugging_face(lines, folder)
 
 
-def test_json_and_hugging_face_lines_run():
+def test_json_and_hugging_face_lines_run(tmp_path):
     stock, ours = sides(block("diff"))
-    ((engine, trainer),) = run_distributed(run_blocks, 1, ours, block("python"))
+    ((engine, trainer),) = run_distributed(run_blocks, 1, ours, block("python"), str(tmp_path))
     assert json.loads(ours) == json.loads(stock) | {"coat": {"enabled": True}}
     assert engine["optimizer"] == "CoatAdamW" and "2 of 2 linear layers in FP8" in engine["coat"]
     assert engine["losses"][2] < engine["losses"][0]

@@ -4,6 +4,7 @@ One spawn of two processes serves all tests of training and checkpoints.
 """
 
 import os
+from unittest import mock
 
 import pytest
 import torch
@@ -123,14 +124,13 @@ def _train_as_if_fused(folder):
     from megatron.core import optimizer as host
     from megatron.core.optimizer import distrib_optimizer
 
-    from coat_kernels.exchange import exchanged
     from megatron_ext import optimizer
 
     optimizer.uninstall()
     sharding, results = "dp_reshardable", []
     with (
-        exchanged(host, USING_PYTORCH_OPTIMIZER=False),
-        exchanged(distrib_optimizer, HAVE_APEX_OR_TE=True, USING_TE_OPTIMIZER=True),
+        mock.patch.multiple(host, USING_PYTORCH_OPTIMIZER=False),
+        mock.patch.multiple(distrib_optimizer, HAVE_APEX_OR_TE=True, USING_TE_OPTIMIZER=True),
     ):
         optimizer.install(CoatConfig(enabled=True))
         for mode in ("distributed", "plain"):
