@@ -99,6 +99,7 @@ class _Block:
 
     @classmethod
     def from_boolean(cls, value: bool) -> Self:
+        """What true and false stand for, where `OR_BOOLEAN` says that they do: nobody asks others."""
         raise NotImplementedError(f"{cls.KEY} is no boolean")
 
     @classmethod
@@ -367,10 +368,6 @@ class CoatConfig(_Block):
     each module. "auto": of COAT and converted layers; true: of Megatron's own and Hugging Face's too; false:
     of none. Layers with frozen parameters are left out. Hugging Face's Trainer and Accelerate refuse the word
     "auto" in any block that is not theirs: leave the key out there."""
-
-    @classmethod
-    def from_boolean(cls, value: bool) -> Self:
-        raise NotImplementedError(f"{cls.KEY} is no boolean")
 
     @classmethod
     def from_dict(cls, block: Mapping[str, Any] | None) -> Self:

@@ -122,7 +122,7 @@ def rungs() -> dict[str, System]:
         coat("COAT, fastest", {"activations": FASTEST}),
         coat("COAT, 8-bit attention", eight_bits),
         coat("COAT, recomputed attention", recomputed),
-        coat("COAT, smallest", recomputed | _STOCHASTIC, bf16_masters=True),
+        coat("COAT, smallest, recomputed attention", recomputed | _STOCHASTIC, bf16_masters=True),
         coat("COAT, recompute", {"checkpointing": {"compress": True}}, recompute="full"),
         coat("COAT, offload", recomputed, offload=True),
     )
