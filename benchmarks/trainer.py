@@ -145,7 +145,7 @@ def trainer(arguments, table: Table) -> None:
 
     Each system is processes of its own; what differs is the block in the DeepSpeed JSON, or Trainer's
     `use_liger_kernel`. Milliseconds are a step's, the median; the peak is rank 0's. order: which of the
-    call's processes it was; the first one of a fresh machine is up to a tenth slower.
+    call's processes it was; COAT's was up to a tenth slower where it came first.
     """
     quick = {"layers": 2, "sequence": 64, "steps": 2} if arguments.quick else {}
     names = ("shape", "stage", "layers", "micro_batch", "sequence", "steps")
