@@ -47,10 +47,13 @@ DEFAULT_FORMATS = LinearFormats()
 
 @dataclass(frozen=True, slots=True)
 class LinearOptions:
-    """How a linear layer multiplies: everything but its tensors. Fields as the arguments of `fp8_linear`."""
+    """How a linear layer multiplies: everything but its tensors. Fields as the arguments of `fp8_linear`.
 
-    formats: LinearFormats = DEFAULT_FORMATS
-    cache: WeightCache = NO_CACHE
+    torch.compile of torch 2.11 cannot make one whose fields have objects for defaults.
+    """
+
+    formats: LinearFormats
+    cache: WeightCache
     parallel: TensorParallel | None = None
     weight_grad_into: Callable[[], torch.Tensor] | None = None
     x_scale: PredictedScale | None = None

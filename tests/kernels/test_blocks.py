@@ -49,7 +49,10 @@ def kernels(takes_kernels, monkeypatch):
 
 def linear_options(cache: str = "none") -> LinearOptions:
     return LinearOptions(
-        cache=WeightCache(cache), x_scale=PredictedScale(E4M3), grad_scale=PredictedScale(E5M2)
+        LinearFormats(),
+        WeightCache(cache),
+        x_scale=PredictedScale(E4M3),
+        grad_scale=PredictedScale(E5M2),
     )
 
 

@@ -1,12 +1,14 @@
 """The FP8 linear layer: results and gradients, what it keeps, what it refuses."""
 
+import dataclasses
+
 import pytest
 import torch
 import torch.nn.functional as F
 
 from coat_kernels import deferred, linear, tensorwise
 from coat_kernels.fp8 import E4M3, E5M2
-from coat_kernels.linear import LinearFormats, fp8_linear
+from coat_kernels.linear import LinearFormats, LinearOptions, fp8_linear
 from coat_kernels.origin import (
     Origin,
     maxima_of,
@@ -272,6 +274,12 @@ def test_no_grad_keeps_nothing_and_equals_training(device):
     with torch.no_grad():
         z = fp8_linear(x, weight)
     assert z.grad_fn is None and z.equal(y)
+
+
+def test_compiled_calls_can_make_options():
+    """torch.compile of torch 2.11 makes a dataclass only where its defaults are constants."""
+    defaults = {field.default for field in dataclasses.fields(LinearOptions)}
+    assert defaults == {None, dataclasses.MISSING}
 
 
 def test_compiled_equals_eager(device):

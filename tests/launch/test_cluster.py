@@ -14,14 +14,13 @@ from pathlib import Path
 
 import pytest
 
-from coat_launch import cluster
 from tests.launch.ranks import HIDDEN, run_ranks
 from tests.launch.test_faults import measured
 from tests.util import free_port
 
 pytestmark = pytest.mark.long("hosts of real network namespaces, sshd, Open MPI and Slurm")
 
-ROOT = Path(cluster.__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 ADDRESSES = ("10.99.7.1", "10.99.7.2")
 NAMES = ("coat0", "coat1")
 # both ends of the cable have the name that hosts' interfaces have

@@ -18,7 +18,7 @@ from coat_launch import checkpoints, output_lock, pretrain_gpt, report
 from tests.coat_ds.test_checkpoints import rounded_again
 from tests.launch.ranks import HIDDEN, run_ranks
 
-ROOT = Path(pretrain_gpt.__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 SIZES = {
     "--num-layers": 1,
     "--hidden-size": 64,

@@ -23,7 +23,7 @@ from torch.distributed.elastic.utils import macros
 from coat_launch import cluster, preflight
 from coat_launch.settings import Settings
 
-ROOT = Path(cluster.__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 EXAMPLES = int(os.environ.get("COAT_HOSTILE_EXAMPLES", 8))
 NASTY = [
     "price$5",

@@ -10,11 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from coat_launch import output_lock
 from coat_launch.output_lock import NAME, OutputLock, Owner
 from coat_launch.report import OutputError
 
-ROOT = Path(output_lock.__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 # takes the lock, says so or why not, and waits for an end of its input
 TAKE = """
 import sys

@@ -21,7 +21,7 @@ from coat_launch.model import warmup_cosine
 from coat_launch.process_group import read_ranks
 from tests.launch.ranks import run_ranks
 
-ROOT = Path(pretrain_gpt.__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 TINY_SIZES = {
     "--num-layers": 2,
     "--hidden-size": 64,
