@@ -3,6 +3,7 @@
 import argparse
 import inspect
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -29,7 +30,7 @@ from benchmarks import (  # noqa: F401  (they register themselves)
 from benchmarks.common.harness import BENCHMARKS, Table
 
 
-def main() -> None:
+def main(words: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
     names = parser.add_subparsers(dest="name", required=True, metavar="NAME", help="what to measure")
     for name, known in sorted(BENCHMARKS.items()):
@@ -45,7 +46,7 @@ def main() -> None:
         sub.add_argument("--quick", action="store_true", help="small sizes, to see that it runs")
         if known.options is not None:
             known.options(sub)
-    arguments = parser.parse_args()
+    arguments = parser.parse_args(words)
     chosen = BENCHMARKS[arguments.name]
     if chosen.needs_gpu and not torch.cuda.is_available():
         sys.exit(f"benchmarks {arguments.name}: needs a CUDA GPU, found none")

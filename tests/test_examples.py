@@ -85,13 +85,12 @@ def test_optimizer():
 
 def test_fsdp2_resumes_at_another_number_of_ranks(tmp_path):
     script = "examples/fsdp2.py"
-    whole = losses(torchrun(2, script, "--steps=6", f"--checkpoint={tmp_path}/whole"))
+    whole = losses(torchrun(1, script, "--steps=6", f"--checkpoint={tmp_path}/whole"))
     said = torchrun(2, script, "--steps=4", f"--checkpoint={tmp_path}/cut")
     assert re.search(r"^rank 0 holds 2\.\d+ bytes of AdamW states per parameter$", said, re.M)
-    assert losses(said) == {step: whole[step] for step in range(1, 5)}
-    assert whole[4] < whole[1] - 0.3
     resumed = losses(torchrun(1, script, "--steps=6", "--resume", f"--checkpoint={tmp_path}/cut"))
-    assert list(resumed) == [5, 6]
+    assert list(losses(said)) == [1, 2, 3, 4] and list(resumed) == [5, 6]
+    assert whole[4] < whole[1] - 0.3
     # gathered weights are BF16, and two ranks sum their gradients
-    for step, loss in resumed.items():
+    for step, loss in {**losses(said), **resumed}.items():
         assert abs(loss - whole[step]) < 1e-3

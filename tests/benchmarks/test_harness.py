@@ -1,6 +1,8 @@
 """The registry, the entry point and the table; nothing here is timed."""
 
+import contextlib
 import csv
+import io
 import subprocess
 import sys
 import time
@@ -9,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import __main__  # noqa: F401  (fills the registry)
+from benchmarks.__main__ import main
 from benchmarks.common.harness import BENCHMARKS, RESULTS, Table
 from benchmarks.common.timing import Span, covered_ms, gpu_spans
 
@@ -21,20 +23,33 @@ def run(*arguments):
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
 
 
+def run_here(*arguments):
+    """The same within this process: for what starts no training and changes nothing, without the imports."""
+    out, err = io.StringIO(), io.StringIO()
+    code = 0
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        try:
+            main(arguments)
+        except SystemExit as end:
+            code = end.code if isinstance(end.code, int) else 1
+            err.write("" if isinstance(end.code, int) else str(end.code))
+    return subprocess.CompletedProcess(arguments, code, out.getvalue(), err.getvalue())
+
+
 def test_every_benchmark_says_what_it_measures():
     assert {"adamw", "layer", "numerics", "state_error"} <= set(BENCHMARKS)
     assert all(chosen.run.__doc__ for chosen in BENCHMARKS.values())
 
 
 def test_unknown_names_list_the_known_ones():
-    result = run("nothing")
+    result = run_here("nothing")
     assert result.returncode == 2 and "adamw" in result.stderr
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="for machines without a GPU")
 def test_without_a_gpu_the_reason_is_given_and_nothing_is_written():
     before = (RESULTS / "adamw.csv").read_text()
-    result = run("adamw")
+    result = run_here("adamw")
     assert result.returncode == 1 and "needs a CUDA GPU, found none" in result.stderr
     assert (RESULTS / "adamw.csv").read_text() == before
 

@@ -7,7 +7,7 @@ import torch
 
 from benchmarks.common.timing import Span
 from benchmarks.step import kind_of, rows_of
-from tests.benchmarks.test_harness import run
+from tests.benchmarks.test_harness import run, run_here
 
 
 @pytest.mark.parametrize(
@@ -53,5 +53,5 @@ def test_two_ranks_and_two_systems(tmp_path):
 
 
 def test_ranks_that_do_not_fit_are_refused(tmp_path):
-    result = run("step", "--gpus", "3", "--output", str(tmp_path / "step.csv"))
+    result = run_here("step", "--gpus", "3", "--output", str(tmp_path / "step.csv"))
     assert result.returncode == 1 and "--way tp2: 2 does not divide --gpus 3" in result.stderr

@@ -12,7 +12,7 @@ from benchmarks.train.search import Case, identity, next_case
 from benchmarks.train.table import extrapolate
 from coat_ds import CoatConfig
 from coat_ds.plan import ROLES
-from tests.benchmarks.test_harness import run
+from tests.benchmarks.test_harness import run, run_here
 
 JOB = Job("llama2-7b", "zero2", "BF16", 32, 4)
 
@@ -198,7 +198,7 @@ def test_systems_say_what_zero3_takes_for_units():
 def test_a_plan_needs_nothing(tmp_path):
     path = tmp_path / "plan.csv"
     arguments = ["--plan", "--model", "llama2-13b", "--ways", "zero3", "tp4", "--gpus", "8"]
-    result = run("train", *arguments, "--micro-batch", "1", "2", "--output", str(path))
+    result = run_here("train", *arguments, "--micro-batch", "1", "2", "--output", str(path))
     assert result.returncode == 0, result.stderr
     rows = read_rows(path)
     assert {row["system"] for row in rows} == set(BY_DEFAULT) and len(rows) == 2 * 2 * len(BY_DEFAULT)
@@ -210,5 +210,5 @@ def test_a_plan_needs_nothing(tmp_path):
         copied = row["system"] == "COAT, fastest" or SYSTEMS[row["system"]].package
         cached = 2 * 12687.8 / (4 if row["way"] == "tp4" else 1) if copied else 0
         assert row["copies_predicted_mb"] == pytest.approx(cached, rel=1e-4)
-    result = run("train", "--plan", "--ways", "tp4", "--gpus", "2", "--output", str(path))
+    result = run_here("train", "--plan", "--ways", "tp4", "--gpus", "2", "--output", str(path))
     assert result.returncode == 1 and "--ways tp4: 4 does not divide --gpus 2" in result.stderr

@@ -85,12 +85,16 @@ def saved(folder: Path) -> set[str]:
     }
 
 
-def test_killed_rank_is_started_again(tmp_path, corpus, whole):
-    """kill -9 of one rank at a random step; torchrun starts all again, and they resume by themselves."""
+@pytest.mark.parametrize(
+    "ranks", [1, pytest.param(2, marks=pytest.mark.long("the same with a second rank to end and start"))]
+)
+def test_killed_rank_is_started_again(tmp_path, corpus, whole, ranks):
+    """kill -9 of the last rank at a random step; torchrun starts all again, and they resume by themselves."""
     step = random.Random(20261121).randrange(3, 9)
     done = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-        + ["--max-restarts=1", str(ROOT / "tests/launch/faulty.py"), json.dumps({"kill_at_step": [1, step]})]
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+        + ["--max-restarts=1", str(ROOT / "tests/launch/faulty.py")]
+        + [json.dumps({"kill_at_step": [ranks - 1, step]})]
         + [*ARGUMENTS, "--data", str(corpus), "--output", str(tmp_path / "run"), "--resume"],
         # with the store that torch 2.13 shares between lives, the second one waits for addresses of the first
         env={**os.environ, **HIDDEN, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"},
@@ -100,7 +104,7 @@ def test_killed_rank_is_started_again(tmp_path, corpus, whole):
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert f"going on from {tmp_path}/run/coat/checkpoints/step{(step - 1) // 2 * 2}" in done.stdout
-    assert measured(tmp_path) == measured(whole[2])
+    assert measured(tmp_path) == measured(whole[ranks])
 
 
 def test_kill_during_save(tmp_path, train, whole):
