@@ -249,17 +249,16 @@ def store_exponent(p_rows, b_exponent, m_row, MASKED: tl.constexpr):
 
 
 @triton.jit
-def load_moment(p_codes, p_scale, p_exponent, o_x, m_x, o_row, m_row,
-                HAS_SCALE: tl.constexpr, HAS_EXPONENT: tl.constexpr, MASKED: tl.constexpr):  # fmt: skip
-    """A tile [rows, group] of codes with its scales and exponents [rows, 1], still to be decoded."""
-    b_codes = load_tile(p_codes, o_x, m_x, MASKED)
+def load_metadata(p_scale, p_exponent, o_row, m_row,
+                  HAS_SCALE: tl.constexpr, HAS_EXPONENT: tl.constexpr, MASKED: tl.constexpr):  # fmt: skip
+    """The scales and exponents [rows, 1] of a tile."""
     b_scale = 0.0
     b_exponent = 0
     if HAS_SCALE:
         b_scale = load_rows(p_scale, o_row, m_row, MASKED)[:, None]
     if HAS_EXPONENT:
         b_exponent = load_rows(p_exponent, o_row, m_row, MASKED)[:, None]
-    return b_codes, b_scale, b_exponent
+    return b_scale, b_exponent
 
 
 @triton.jit
@@ -312,8 +311,8 @@ def decode_kernel(p_codes, p_scale, p_exponent, p_x, n,
     o_row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     o_x = o_row[:, None] * G + tl.arange(0, G)[None, :]
     m_x, m_row = o_x < n, o_row * G < n
-    b_codes, b_scale, b_exponent = load_moment(p_codes, p_scale, p_exponent, o_x, m_x, o_row, m_row,
-                                               HAS_SCALE, HAS_EXPONENT, True)  # fmt: skip
+    b_codes = load_tile(p_codes, o_x, m_x, True)
+    b_scale, b_exponent = load_metadata(p_scale, p_exponent, o_row, m_row, HAS_SCALE, HAS_EXPONENT, True)
     b_x = FROM_CODES(b_codes, b_scale, b_exponent, E5M2, True)
     tl.store(p_x + o_x, b_x, mask=m_x)
 
