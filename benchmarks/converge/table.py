@@ -27,6 +27,11 @@ def complete_runs(folders: list[Path], conditions: dict) -> dict[str, Path]:
     return found
 
 
+def beside(stem: Path, suffix: str) -> Path:
+    """The file of a run: `stem` with `suffix` behind it. Names of runs have dots in them."""
+    return stem.with_name(stem.name + suffix)
+
+
 def differences(path: Path, conditions: dict) -> list[str]:
     """Conditions in which a complete run differs from these."""
     made = json.loads(path.read_text())["conditions"]
@@ -35,7 +40,7 @@ def differences(path: Path, conditions: dict) -> list[str]:
 
 def rows_of(runs: dict[str, Path]) -> list[dict]:
     """A row for each complete run, in the order of RUNS, beside BF16."""
-    results = {name: json.loads(path.with_suffix(".json").read_text()) for name, path in runs.items()}
+    results = {name: json.loads(beside(path, ".json").read_text()) for name, path in runs.items()}
     loss = {name: found["result"]["val_loss"] for name, found in results.items()}
     baseline = [value for name, value in loss.items() if Run.parse(name).kind == BF16]
     rows = []
@@ -81,9 +86,9 @@ def plot(runs: dict[str, Path], path: Path) -> None:
     colors = {kind: f"C{i}" for i, kind in enumerate([*VARIANTS, *CHANGES])}
     curves = {}
     for name, stem in runs.items():
-        batch = json.loads(stem.with_suffix(".json").read_text())["conditions"]
+        batch = json.loads(beside(stem, ".json").read_text())["conditions"]
         per_step = batch["batch"] * batch["seq_length"] / 1e6
-        lines = [r for r in read_metrics(stem.with_suffix(".jsonl")) if "val_loss" in r]
+        lines = [r for r in read_metrics(beside(stem, ".jsonl")) if "val_loss" in r]
         curves[name] = {per_step * r["step"]: r["val_loss"] for r in lines}
     figure, panels = plt.subplots(1, 2, figsize=(12, 4.5), layout="constrained")
     drawn = set()
@@ -121,6 +126,6 @@ def publish(folder: Path, table: Table) -> None:
 def carry(stem: Path, folder: Path) -> None:
     """Copies a run's files, complete or not, into a folder."""
     for suffix in (".jsonl", ".json"):
-        source, target = stem.with_suffix(suffix), folder / (stem.name + suffix)
+        source, target = beside(stem, suffix), beside(folder / stem.name, suffix)
         if source.exists() and not (target.exists() and target.samefile(source)):
             shutil.copyfile(source, target)

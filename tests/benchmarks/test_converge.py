@@ -9,7 +9,7 @@ import pytest
 
 from benchmarks.common.harness import Table
 from benchmarks.converge import corpus, recipe
-from benchmarks.converge.table import publish, summary
+from benchmarks.converge.table import carry, complete_runs, publish, summary
 from coat_launch.report import read_metrics
 from tests.benchmarks.test_harness import run
 
@@ -120,6 +120,19 @@ def test_names_of_runs():
     ]  # fmt: skip
     with pytest.raises(ValueError, match="--runs coat-nothing: expected one of bf16, coat"):
         recipe.Run.parse("coat-nothing")
+
+
+def test_files_of_runs_with_dots_in_their_names_are_found(tmp_path):
+    for folder in ("work", "out"):
+        (tmp_path / folder).mkdir()
+    names = [f"coat-optimizer-beta2-0.999-seed{seed}" for seed in (1, 2)]
+    for name in names:
+        (tmp_path / f"work/{name}.jsonl").write_text(name)
+        (tmp_path / f"work/{name}.json").write_text('{"conditions": {}}')
+        carry(tmp_path / "work" / name, tmp_path / "out")
+        assert (tmp_path / f"out/{name}.jsonl").read_text() == name
+    runs = complete_runs([tmp_path / "out"], {})
+    assert runs == {name: tmp_path / "out" / name for name in names}
 
 
 def test_the_summary_is_over_seeds():
