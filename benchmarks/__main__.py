@@ -20,17 +20,20 @@ from benchmarks import (  # noqa: F401  (they register themselves)
     parallel,
     recompute,
     report,
+    reproduce,
     state_error,
     state_loop,
     step,
     train,
     trainer,
+    verify,
     zero,
 )
 from benchmarks.common.harness import BENCHMARKS, Table
 
 
-def main(words: Sequence[str] | None = None) -> None:
+def build_parser() -> argparse.ArgumentParser:
+    """Of the command line; a command of its own for each benchmark."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
     names = parser.add_subparsers(dest="name", required=True, metavar="NAME", help="what to measure")
     for name, known in sorted(BENCHMARKS.items()):
@@ -46,7 +49,11 @@ def main(words: Sequence[str] | None = None) -> None:
         sub.add_argument("--quick", action="store_true", help="small sizes, to see that it runs")
         if known.options is not None:
             known.options(sub)
-    arguments = parser.parse_args(words)
+    return parser
+
+
+def main(words: Sequence[str] | None = None) -> None:
+    arguments = build_parser().parse_args(words)
     chosen = BENCHMARKS[arguments.name]
     if chosen.needs_gpu and not torch.cuda.is_available():
         sys.exit(f"benchmarks {arguments.name}: needs a CUDA GPU, found none")

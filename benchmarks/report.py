@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from benchmarks import front_page
 from benchmarks.common.harness import BENCHMARKS, RESULTS, benchmark, read_rows
-from benchmarks.converge.table import summary
+from benchmarks.converge.table import claims, summary
 from benchmarks.train.plots import plot
 
 PAGE = RESULTS.parent / "RESULTS.md"
@@ -87,6 +87,8 @@ SECTIONS = [
     Section("state_error", "Errors of stored moments", where={"kind": "all"}),
     Section("state_loop", "Errors of stored moments over many steps", where={"kind": "all"}),
     Section("numerics", "Errors of a layer"),
+    Section("reproduce", "Beside the paper"),
+    Section("verify", "Headline figures, measured again"),
 ]
 NOT_MEASURED = (
     "Nothing above 8 GPUs, nor on more than one node.",
@@ -135,21 +137,10 @@ def conditions(rows: list[dict]) -> list[str]:
 
 
 def converged(rows: list[dict]) -> list[str]:
-    """Losses over seeds, and the sentence that they come down to."""
-    found = summary(rows)
-    lines = ["Validation loss over the seeds of each kind of run:", "", *markdown(found)]
-    by_run = {row["run"]: row for row in found}
-    if {"bf16", "coat"} <= by_run.keys():
-        bf16, coat = by_run["bf16"], by_run["coat"]
-        inside = bf16["lowest"] <= coat["val_loss"] <= bf16["highest"]
-        lines += [
-            f"COAT's mean is {100 * coat['to_bf16']:+.2f} % from BF16's, and lies "
-            f"{'inside' if inside else 'outside'} the spread of BF16's seeds, which is "
-            f"{100 * (bf16['highest'] / bf16['lowest'] - 1):.2f} % wide (goal: inside, or at most 0.3 % "
-            "above).",
-            "",
-        ]
-    return lines
+    """Losses over seeds, and what is claimed of them."""
+    lines = ["Validation loss over the seeds of each kind of run:", "", *markdown(summary(rows))]
+    first, *more = claims(rows) or [""]
+    return lines + ([first, "", *(f"- {text}" for text in more), ""] if first else [])
 
 
 def compared(rows: list[dict]) -> list[str]:

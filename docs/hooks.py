@@ -8,7 +8,8 @@ from pathlib import Path
 from mkdocs.structure.files import File
 
 ROOT = Path(__file__).resolve().parents[1]
-OUTSIDE = ("CONTRIBUTING.md", "benchmarks/*.md", "benchmarks/results/*", "examples/*.py", "configs/*.json")
+OUTSIDE = ("CONTRIBUTING.md", "benchmarks/*.md", "benchmarks/*.csv", "benchmarks/results/*", "examples/*.py")
+OUTSIDE += ("configs/*.json",)
 
 
 def on_files(files, config):

@@ -56,10 +56,16 @@ LAYERS = {
     "llama-2-7b": LayerShape(4096, 11008, 32, 32, batch=4, sequence=2048),
     "llama-3-8b": LayerShape(4096, 14336, 32, 8, batch=1, sequence=8192),
     "gpt": LayerShape(4096, 16384, 32, 32, batch=4, sequence=2048, llama=False),
+    # of the paper's table of layers, beside llama-2-7b; it does not name the feed-forward's width
+    "paper-h2048-s2048": LayerShape(2048, 5504, 16, 16, batch=4, sequence=2048),
+    "paper-h2048-s4096": LayerShape(2048, 5504, 16, 16, batch=4, sequence=4096),
+    "paper-h4096-s4096": LayerShape(4096, 11008, 32, 32, batch=4, sequence=4096),
     "tiny": LayerShape(128, 352, 4, 2, batch=2, sequence=48),
     "tiny-gpt": LayerShape(128, 512, 4, 4, batch=2, sequence=48, llama=False),
 }
 TINY = ("tiny", "tiny-gpt")
+# measured where no shape is named
+BY_DEFAULT = ("llama-2-7b", "llama-3-8b", "gpt")
 
 
 class Stack(NamedTuple):

@@ -40,6 +40,9 @@ MODELS = {
     "llama2-7b": Model(LAYERS["llama-2-7b"], 32, 32000),
     "llama3-8b": Model(LAYERS["llama-3-8b"], 32, 128256, 500000),
     "llama2-13b": Model(LayerShape(5120, 13824, 40, 40, batch=2, sequence=2048), 40, 32000),
+    # of the paper's rows that no other has
+    "llama2-13b-1k": Model(LayerShape(5120, 13824, 40, 40, batch=1, sequence=1024), 40, 32000),
+    "llama-30b": Model(LayerShape(6656, 17920, 52, 52, batch=1, sequence=2048), 60, 32000),
     "tiny": Model(LayerShape(64, 128, 4, 2, batch=2, sequence=64), 2, 512),
 }
 

@@ -1,4 +1,4 @@
-"""The loss of BF16 and of COAT on real text, over seeds and parts of COAT, at equal steps.
+"""The loss of BF16 and of COAT on real text, over seeds, parts of COAT and sizes of models, at equal steps.
 
 A run is named after what is trained and its seed: `bf16-seed2`, `coat-optimizer-seed1`; without a seed it is
 number 1. `bf16-to-coat` and `coat-to-bf16` change over half-way, through a checkpoint. Each run leaves two
@@ -11,6 +11,8 @@ import argparse
 import hashlib
 import json
 import math
+import multiprocessing
+import os
 import time
 import traceback
 from pathlib import Path
@@ -21,16 +23,22 @@ from benchmarks.common.harness import RESULTS, Table, benchmark, reason
 from benchmarks.common.spawn import PATIENCE
 from benchmarks.converge import corpus
 from benchmarks.converge.measure import make_run
-from benchmarks.converge.recipe import FULL, RUNS, TINY, Run, Setup, conditions_of
+from benchmarks.converge.recipe import CONFIGURATIONS, RECIPES, RUNS, TINY, Run, Setup, conditions_of
 from benchmarks.converge.table import carry, complete_runs, differences, publish
 
 
 def options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("--runs", nargs="+", default=RUNS, help="in this order; default: " + " ".join(RUNS))
-    add("--tokens", type=float, help="in a run (default 1.5e8)")
+    add("--recipe", choices=RECIPES, default="125m", help="model, batch and text (default: %(default)s)")
+    add(
+        "--runs",
+        nargs="+",
+        help=f"in this order; default: {' '.join(RUNS)}; of 1b: {' '.join(CONFIGURATIONS)}",
+    )
+    add("--gpus", type=int, default=1, help="as many runs side by side, each on a GPU of its own")
+    add("--tokens", type=float, help="in a run (default 1.5e8, of 1b 1e8)")
     add("--minutes", type=float, default=math.inf, help="stop then, to go on at the next call")
-    add("--micro-batch", type=int, help="sequences in a pass (default: all of a step, 64)")
+    add("--micro-batch", type=int, help="sequences in a pass (default: all of a step, 64; of 1b 16)")
     add("--work", type=Path, default=Path("runs/converge"), help="token ids, unfinished runs, checkpoints")
     add("--text", type=Path, nargs="+", help="folders of text in place of the installed packages")
     add("--collect", action="store_true", help="train nothing: table and plot of the runs beside --output")
@@ -38,16 +46,18 @@ def options(parser: argparse.ArgumentParser) -> None:
 
 @benchmark(needs_gpu=False, options=options)
 def converge(arguments, table: Table) -> None:
-    """The 125M model on the text of installed packages: BF16 over seeds, COAT over seeds and in parts.
+    """GPTs on the text of installed packages: BF16 over seeds, COAT over seeds and in parts.
 
-    12 layers, h 768, sequence 1024, 64 sequences a step, byte-pair tokenizer of 32,768 trained on the spot,
-    files held out by the hash of their content. AdamW 0.9, 0.95, or 0.999 in runs named so, weight decay
-    0.1 of matrices, clip 1.0, peak 6e-4 after a tenth of the steps, cosine to a tenth; BF16 weights and
-    FP32 masters under ZeRO-1, on one GPU. A seed decides weights and the order of the data. Runs with the
+    Recipe 125m: 12 layers, h 768, sequence 1024, peak 6e-4; 1b: 16 layers, h 2048, f 8192, 8 groups of 32
+    heads, tied, sequence 2048, peak 3e-4. 64 sequences a step, byte-pair tokenizer of 32,768 trained on the
+    spot, files held out by the hash of their content. AdamW 0.9, 0.95, or 0.999 in runs named so, weight
+    decay 0.1 of matrices, clip 1.0, peak after a tenth of the steps, cosine to a tenth; BF16 weights and FP32
+    masters under ZeRO-1, a run on one GPU. A seed decides weights and the order of the data. Runs with the
     same data and recipe that are complete in benchmarks/results, beside --output or in --work are not made
-    again; --minutes stops in the middle of one, and the next call with the same --work goes on there, to
-    the same bits. Columns:
-    - val_loss_start, val_loss: of 512 held-out sequences, nats per token, by the layers that were trained;
+    again; --minutes stops in the middle of one, and the next call with the same --work goes on there, to the
+    same bits. In the end it says of each kind of run whether what is claimed of COAT holds: a mean that is
+    not above the spread of BF16's seeds, and at most 0.01 nat above their mean. Columns:
+    - val_loss_start, val_loss: of 524,288 held-out tokens, nats per token, by the layers that were trained;
     - to_bf16_mean, to_bf16_same_seed: relative distance to BF16's mean, and to BF16 of that seed;
     - train_s: without validations, with compiling kernels; tokens_per_s: median over twenty steps at a time,
       with reading the data; peak_mb: over what was held before the model, in 10^6 bytes;
@@ -59,10 +69,15 @@ def converge(arguments, table: Table) -> None:
     if arguments.collect:
         publish(output, table)
         return
-    runs = [Run.parse(name) for name in arguments.runs]
+    names = arguments.runs or (RUNS if arguments.recipe == "125m" else CONFIGURATIONS)
+    runs = {run.name: run for run in map(Run.parse, names)}
     setup, conditions = prepared(arguments, output, started)
     known = complete_runs([output, RESULTS / output.name, setup.runs], conditions)
-    known |= train_missing(runs, known, setup, conditions, output, table)
+    for name in runs.keys() & known.keys():
+        print(f"{name}: complete in {known[name].parent}", flush=True)
+    missing = [run for name, run in runs.items() if name not in known]
+    train_side_by_side(missing, arguments.gpus, setup, conditions, table.environment)
+    known |= complete_runs([setup.runs], conditions)
     for stem in known.values():
         carry(stem, output)
     publish(output, table)
@@ -73,20 +88,21 @@ def prepared(arguments, output: Path, started: float) -> tuple[Setup, dict[str, 
 
     Raises SystemExit if `output` holds runs that cannot be compared, or there is too little text.
     """
-    recipe = TINY if arguments.quick or not torch.cuda.is_available() else FULL
+    recipe = TINY if arguments.quick or not torch.cuda.is_available() else RECIPES[arguments.recipe]
     if arguments.tokens is not None:
         recipe = recipe._replace(tokens=int(arguments.tokens))
-    micro_batch = arguments.micro_batch or recipe.batch
-    if recipe.batch % micro_batch:
+    if arguments.micro_batch is not None:
+        recipe = recipe._replace(micro_batch=arguments.micro_batch)
+    if recipe.batch % recipe.micro_batch:
         raise SystemExit(
-            f"--micro-batch: {micro_batch} does not divide the {recipe.batch} sequences of a step"
+            f"--micro-batch: {recipe.micro_batch} does not divide the {recipe.batch} sequences of a step"
         )
     work = arguments.work
     roots = arguments.text or corpus.installed_roots()
     data = work / f"text-{corpus.name_of(roots, recipe.vocabulary, recipe.text)}"
     try:
         corpus.prepare(data, roots, recipe.vocabulary, recipe.text)
-        conditions = conditions_of(recipe, micro_batch, data)
+        conditions = conditions_of(recipe, data)
     except ValueError as error:
         raise SystemExit(str(error)) from error
     print(f"text ready after {time.monotonic() - started:.0f} s in {data}", flush=True)
@@ -98,36 +114,53 @@ def prepared(arguments, output: Path, started: float) -> tuple[Setup, dict[str, 
             "be compared would share a folder, give another with --output"
         )
     digest = hashlib.sha256(json.dumps(conditions, sort_keys=True).encode()).hexdigest()[:8]
-    setup = Setup(recipe, micro_batch, data, work / f"runs-{digest}", started + 60 * arguments.minutes)
+    setup = Setup(recipe, data, work / f"runs-{digest}", output, started + 60 * arguments.minutes)
     setup.runs.mkdir(exist_ok=True)
     return setup, conditions
 
 
-def train_missing(
-    runs: list[Run], known: dict[str, Path], setup: Setup, conditions: dict, output: Path, table: Table
-) -> dict[str, Path]:
-    """Makes the runs that are not known until time is over; returns those that are complete now."""
+def train_side_by_side(runs: list[Run], gpus: int, setup: Setup, conditions: dict, environment: dict) -> None:
+    """Makes runs until they are complete or time is over; several GPUs take their shares of them in turn.
+
+    Raises SystemExit if there are not so many GPUs.
+    """
+    if gpus == 1:
+        train_each(runs, setup, conditions, environment)
+        return
+    visible = [str(gpu) for gpu in range(torch.cuda.device_count() or gpus)]
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(visible)).split(",")
+    if len(visible) < gpus:
+        raise SystemExit(f"--gpus {gpus}: found {len(visible)}")
+    context, processes = multiprocessing.get_context("spawn"), []
+    for first in range(gpus):
+        # each process sees one GPU, and that from before it imports torch
+        os.environ["CUDA_VISIBLE_DEVICES"] = visible[first]
+        share = (runs[first::gpus], setup, conditions, environment)
+        processes.append(context.Process(target=train_each, args=share))
+        processes[-1].start()
+    os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(visible)
+    for process in processes:
+        process.join()
+
+
+def train_each(runs: list[Run], setup: Setup, conditions: dict, environment: dict) -> None:
+    """Makes one run after another until time is over; the first goes one step at least."""
     from coat_launch.process_group import start_process_group
     from megatron_ext.model import initialize_model_parallel
 
+    if not runs:
+        return
     start_process_group(PATIENCE)
     initialize_model_parallel()
-    made: dict[str, Path] = {}
-    started_one = False
-    for run in runs:
-        if run.name in known or run.name in made:
-            print(f"{run.name}: complete in {(known | made)[run.name].parent}", flush=True)
-        elif started_one and time.monotonic() > setup.deadline:
+    for number, run in enumerate(runs):
+        if number and time.monotonic() > setup.deadline:
             print(f"{run.name}: no time left", flush=True)
-        else:
-            started_one = True
-            try:
-                if make_run(run, setup, conditions, table.environment):
-                    made[run.name] = setup.runs / run.name
-            # one that fails leaves the others standing
-            except Exception as error:
-                traceback.print_exc()
-                print(f"{run.name}: {reason(error)}", flush=True)
-            carry(setup.runs / run.name, output)
+            continue
+        try:
+            make_run(run, setup, conditions, environment)
+        # one that fails leaves the others standing
+        except Exception as error:
+            traceback.print_exc()
+            print(f"{run.name}: {reason(error)}", flush=True)
+        carry(setup.runs / run.name, setup.output)
     torch.distributed.destroy_process_group()
-    return made

@@ -34,7 +34,7 @@ class Progress(NamedTuple):
     """Bytes over what was held before the model."""
 
 
-def deepspeed_config(variant: str, recipe: Recipe, micro_batch: int) -> dict:
+def deepspeed_config(variant: str, recipe: Recipe) -> dict:
     """The DeepSpeed JSON."""
     from coat_ds import CoatConfig
     from coat_launch.deepspeed_config import use_torch_adamw
@@ -42,7 +42,7 @@ def deepspeed_config(variant: str, recipe: Recipe, micro_batch: int) -> dict:
     betas = LONG_BETAS if variant.endswith(LONG_MEMORY) else BETAS
     params = {"lr": recipe.lr, "betas": list(betas), "eps": EPS, "weight_decay": WEIGHT_DECAY}
     config = {
-        "train_micro_batch_size_per_gpu": micro_batch,
+        "train_micro_batch_size_per_gpu": recipe.micro_batch,
         "train_batch_size": recipe.batch,
         "gradient_clipping": recipe.clip,
         "steps_per_print": 10**9,
@@ -65,7 +65,7 @@ def build_engine(run: Run, variant: str, setup: Setup, vocab_size: int):
     from megatron_ext.model import build_gpt, load_shape
 
     recipe = setup.recipe
-    config = deepspeed_config(variant, recipe, setup.micro_batch)
+    config = deepspeed_config(variant, recipe)
     coat = coat_ds.CoatConfig.from_dict(config["coat"])
     model = build_gpt(
         load_shape(recipe.shape_file),
@@ -90,20 +90,26 @@ def build_engine(run: Run, variant: str, setup: Setup, vocab_size: int):
 
 def validate(engine, text: corpus.TokenizedText, setup: Setup) -> float:
     """Mean loss, in nats per token, of the same held-out sequences every time."""
-    count = min(setup.recipe.held_out, len(text.held_out))
+    count, size = min(setup.recipe.held_out, len(text.held_out)), setup.recipe.micro_batch
     engine.eval()
     with torch.no_grad():
         sums = [
             loss_of(engine, text.held_out.batch(range(first, last))) * (last - first)
-            for first in range(0, count, setup.micro_batch)
-            for last in [min(first + setup.micro_batch, count)]
+            for first in range(0, count, size)
+            for last in [min(first + size, count)]
         ]
     engine.train()
     return torch.stack(sums).sum().item() / count
 
 
 def train_phase(
-    engine, text: corpus.TokenizedText, setup: Setup, progress: Progress, until: int, metrics: MetricsWriter
+    run: Run,
+    engine,
+    text: corpus.TokenizedText,
+    setup: Setup,
+    progress: Progress,
+    until: int,
+    metrics: MetricsWriter,
 ) -> Progress:
     """Trains until a step or the deadline, whichever comes first, but one step at least.
 
@@ -124,14 +130,14 @@ def train_phase(
                 raise ArithmeticError(f"the loss is {loss.item()} at step {at}")
             more = {"tokens_per_s": round(speed)} if at == step else {}
             metrics.write(at, loss=round(loss.item(), 5), grad_norm=round(float(norm), 5), **more)
-        print(f"step {step} of {steps}: loss {last:.4f}, {speed:,.0f} tokens/s", flush=True)
+        print(f"{run.name}: step {step} of {steps}: loss {last:.4f}, {speed:,.0f} tokens/s", flush=True)
         seen.clear()
         return elapsed
 
     while step < until:
         losses = []
         batches = text.train.micro_batches(
-            step * recipe.batch, global_batch_size=recipe.batch, micro_batch_size=setup.micro_batch
+            step * recipe.batch, global_batch_size=recipe.batch, micro_batch_size=recipe.micro_batch
         )
         for batch in batches:
             loss = loss_of(engine, batch)
@@ -146,7 +152,7 @@ def train_phase(
             if step % every == 0 or step == steps:
                 val_loss = validate(engine, text, setup)
                 metrics.write(step, val_loss=round(val_loss, 5))
-                print(f"step {step} of {steps}: validation loss {val_loss:.4f}", flush=True)
+                print(f"{run.name}: step {step} of {steps}: validation loss {val_loss:.4f}", flush=True)
             started = time.perf_counter()
         if late:
             break
@@ -157,7 +163,7 @@ def saved_by_layers(engine, text: corpus.TokenizedText, setup: Setup) -> float:
     """Bytes per token and layer, of one forward without a backward."""
     from megatron_ext.ledger import saved_bytes
 
-    batch = text.train.batch(range(setup.micro_batch))
+    batch = text.train.batch(range(setup.recipe.micro_batch))
     return saved_bytes(engine.module, lambda: loss_of(engine.module, batch)).per_token_and_layer
 
 
@@ -213,7 +219,7 @@ def make_phase(
         torch.cuda.reset_peak_memory_stats()
     result: dict[str, object] = {}
     try:
-        progress = train_phase(engine, text, setup, progress, until, metrics)
+        progress = train_phase(run, engine, text, setup, progress, until, metrics)
     except ArithmeticError as error:
         result["note"] = f"{variant}: {error}"
     synchronize()

@@ -28,6 +28,8 @@ CHANGES = {"bf16-to-coat": (BF16, "coat"), "coat-to-bf16": ("coat", BF16)}
 # the most telling first, should there be time for some only
 RUNS = [f"{variant}-seed{seed}" for seed in (1, 2, 3) for variant in (BF16, "coat")]
 RUNS += [f"{kind}-seed1" for kind in (*list(VARIANTS)[2:], *CHANGES)]
+# of larger models
+CONFIGURATIONS = [BF16, "coat", "coat-fastest", "coat-smallest"]
 # what moments are stored in, activations in BF16: asked for by name, with beta2 0.95 and with 0.999
 _STORED = {
     "coat-optimizer": {},
@@ -51,6 +53,8 @@ class Recipe(NamedTuple):
     seq_length: int
     batch: int
     """Sequences in a step."""
+    micro_batch: int
+    """Sequences in a pass."""
     held_out: int
     """Sequences in a validation."""
     tokens: int
@@ -67,10 +71,41 @@ class Recipe(NamedTuple):
         return -(-self.tokens // (self.batch * self.seq_length))
 
 
-FULL = Recipe(
-    CONFIGS / "model_125m.json", 32768, 1024, 64, held_out=512, tokens=150_000_000, text=1 << 30, lr=6e-4
+RECIPES = {
+    "125m": Recipe(
+        CONFIGS / "model_125m.json",
+        vocabulary=32768,
+        seq_length=1024,
+        batch=64,
+        micro_batch=64,
+        held_out=512,
+        tokens=150_000_000,
+        text=1 << 30,
+        lr=6e-4,
+    ),
+    "1b": Recipe(
+        CONFIGS / "model_1b.json",
+        vocabulary=32768,
+        seq_length=2048,
+        batch=64,
+        micro_batch=16,
+        held_out=256,
+        tokens=100_000_000,
+        text=8 << 30,
+        lr=3e-4,
+    ),
+}
+TINY = Recipe(
+    CONFIGS / "model_quickstart.json",
+    vocabulary=512,
+    seq_length=32,
+    batch=4,
+    micro_batch=4,
+    held_out=8,
+    tokens=768,
+    text=2 << 20,
+    lr=2e-3,
 )
-TINY = Recipe(CONFIGS / "model_quickstart.json", 512, 32, 4, held_out=8, tokens=768, text=2 << 20, lr=2e-3)
 
 
 class Run(NamedTuple):
@@ -103,17 +138,18 @@ class Setup(NamedTuple):
     """What is the same for all runs of a call."""
 
     recipe: Recipe
-    micro_batch: int
     data: Path
     """Folder that `corpus.prepare` made."""
     runs: Path
     """Where unfinished runs stay: their lines, and checkpoints of their own."""
+    output: Path
+    """Folder that gets the files of each run."""
     deadline: float
     """By `time.monotonic`."""
 
 
-def conditions_of(recipe: Recipe, micro_batch: int, data: Path) -> dict[str, object]:
+def conditions_of(recipe: Recipe, data: Path) -> dict[str, object]:
     """What runs have to share to be compared."""
     shape = {"shape_file": recipe.shape_file.name}
     identity = corpus.load(data, recipe.seq_length, 0).identity
-    return recipe._asdict() | shape | {"micro_batch": micro_batch} | identity
+    return recipe._asdict() | shape | identity

@@ -5,7 +5,9 @@ import math
 import shutil
 import statistics
 from collections import defaultdict
+from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import matplotlib.pyplot as plt
 
@@ -13,6 +15,9 @@ from benchmarks.common.harness import Table
 from benchmarks.common.plot import save
 from benchmarks.converge.recipe import BF16, CHANGES, RUNS, VARIANTS, Recipe, Run
 from coat_launch.report import read_metrics
+
+# nats that COAT's mean loss may be above BF16's
+CLAIM = 0.01
 
 
 def complete_runs(folders: list[Path], conditions: dict) -> dict[str, Path]:
@@ -81,6 +86,49 @@ def summary(rows: list[dict]) -> list[dict]:
     ]
 
 
+class Distance(NamedTuple):
+    """Of a mean of losses from the mean and from the range of others, in nats."""
+
+    mean: float
+    base: float
+    nats: float
+    above: float
+    """Over the highest of the others; 0 within their range and below it."""
+
+
+def distance(losses: Sequence[float], others: Sequence[float]) -> Distance:
+    """Of the mean of `losses`; NaN among them stays NaN."""
+    mean, base = statistics.mean(losses), statistics.mean(others)
+    return Distance(mean, base, mean - base, 0.0 if mean <= max(others) else mean - max(others))
+
+
+def claims(rows: list[dict]) -> list[str]:
+    """Of each kind of run but BF16, whether what is claimed of COAT holds; nothing without runs of BF16."""
+    losses: dict[str, list[float]] = defaultdict(list)
+    for row in rows:
+        losses[row["run"]].append(float(row["val_loss"]))
+    others = losses.pop(BF16, [])
+    if not others or not losses:
+        return []
+    spread = f"{min(others):.4f} to {max(others):.4f}" if len(others) > 1 else "none"
+    said = [
+        f"Claimed: not above the spread of BF16's seeds, and at most {CLAIM:g} nat above their mean, "
+        f"{statistics.mean(others):.4f}. Spread of {_seeds(others)}: {spread}."
+    ]
+    for kind, values in losses.items():
+        to = distance(values, others)
+        # one seed has no spread
+        above = to.above if len(others) > 1 else 0.0
+        holds = "holds" if to.nats <= CLAIM and above == 0 else "does not hold"
+        beyond = f", {above:.4f} above the spread" if above else ""
+        said.append(f"{kind}, {_seeds(values)}: {to.mean:.4f}, {to.nats:+.4f} nat{beyond}: {holds}.")
+    return said
+
+
+def _seeds(values: Sequence[float]) -> str:
+    return f"{len(values)} seed{'s' * (len(values) > 1)}"
+
+
 def plot(runs: dict[str, Path], path: Path) -> None:
     """Validation losses over tokens, and their distance to BF16 of the same seed."""
     colors = {kind: f"C{i}" for i, kind in enumerate([*VARIANTS, *CHANGES])}
@@ -119,6 +167,7 @@ def publish(folder: Path, table: Table) -> None:
         table.add(**row)
     for row in summary(rows):
         print("  ".join(f"{k} {v:.5g}" if isinstance(v, float) else f"{k} {v}" for k, v in row.items()))
+    print(*claims(rows), sep="\n")
     if rows:
         plot(runs, table.path.with_suffix(".png"))
 

@@ -11,7 +11,7 @@ from benchmarks.common.environment import device
 from benchmarks.common.harness import Table, benchmark, reason
 from benchmarks.common.layers import DENOMINATOR, REFERENCE, forget, layer_makers
 from benchmarks.common.memory import release
-from benchmarks.common.shapes import LAYERS, TINY, LayerShape
+from benchmarks.common.shapes import BY_DEFAULT, LAYERS, TINY, LayerShape
 from benchmarks.common.spawn import one_process
 from benchmarks.common.timing import Timing
 from benchmarks.layer.floor import floor_of, flops
@@ -102,7 +102,7 @@ def add_times(name: str, shape: LayerShape, measured: dict[str, Row], floor: flo
 
 
 def options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--shape", nargs="+", choices=LAYERS, help="all but the tiny ones by default")
+    parser.add_argument("--shape", nargs="+", choices=LAYERS, help="(default: " + " ".join(BY_DEFAULT) + ")")
     parser.add_argument("--rounds", type=int, default=4, help=f"visits of each row, of {VISIT} timed passes")
     parser.add_argument(
         "--rows", nargs="+", help="only rows with one of these in their name, and the reference"
@@ -128,8 +128,9 @@ def layer(arguments, table: Table) -> None:
       whose output is further off than rounding explains is not timed.
     Without a GPU, or with --quick: tiny shapes. On a CPU times mean nothing and the input counts as saved.
     """
-    small = arguments.quick or not torch.cuda.is_available()
-    names = arguments.shape or [name for name in LAYERS if (name in TINY) == small]
+    names = arguments.shape or (BY_DEFAULT if torch.cuda.is_available() else TINY)
+    if arguments.quick:
+        names = TINY
     with one_process():
         for name in names:
             run_shape(name, LAYERS[name], arguments.rounds, table, arguments.rows)

@@ -9,7 +9,7 @@ import pytest
 
 from benchmarks.common.harness import Table
 from benchmarks.converge import corpus, recipe
-from benchmarks.converge.table import carry, complete_runs, publish, summary
+from benchmarks.converge.table import carry, claims, complete_runs, publish, summary
 from coat_launch.report import read_metrics
 from tests.benchmarks.test_harness import run
 
@@ -94,6 +94,20 @@ def test_a_run_in_parts_gives_the_bits_of_one_piece_and_is_not_made_again(work, 
 
 
 @pytest.mark.long("a benchmark's dry run")
+def test_runs_side_by_side_are_those_one_after_another(work, trained, converge_on, tmp_path):
+    output = tmp_path / "converge.csv"
+    out, rows = converge_on(tmp_path, output, "--gpus", "2", "--recipe", "1b", "--runs", *TRAINED)
+    assert [row["val_loss"] for row in rows] == [row["val_loss"] for row in trained[1]]
+    for name in TRAINED:
+        assert lines(tmp_path / "converge", name) == lines(work / "converge", name)
+    starts = [line for line in out.splitlines() if " from step 0 of" in line]
+    assert sorted(starts[:2]) == [
+        f"{n}-seed1: {n} from step 0 of {recipe.TINY.steps}" for n in ("bf16", "coat")
+    ]
+    assert "coat, 1 seed: " in out and "Claimed: not above the spread" in out
+
+
+@pytest.mark.long("a benchmark's dry run")
 def test_runs_made_apart_are_collected(work, trained, tmp_path):
     shutil.copytree(work / "converge", tmp_path / "converge")
     table = Table("converge", tmp_path / "converge.csv")
@@ -142,6 +156,28 @@ def test_the_summary_is_over_seeds():
     assert (bf16["lowest"], bf16["highest"], bf16["to_bf16"]) == (2.0, 2.2, 0)
     assert coat["to_bf16"] == pytest.approx(0.05)
     assert math.isnan(broken["to_bf16"])
+
+
+@pytest.mark.parametrize(
+    "seeds, losses, holds",
+    [
+        ((2.0, 2.02), (2.015,), True),
+        # above the highest; near it, and far from the mean; one seed, which has no spread; diverged
+        ((2.0, 2.01), (2.011,), False),
+        ((2.0, 2.04), (2.031,), False),
+        ((2.0,), (2.009,), True),
+        ((2.0,), (2.011,), False),
+        ((2.0, 2.02), (1.9, 1.95), True),
+        ((2.0, 2.02), (float("nan"),), False),
+    ],
+)
+def test_what_is_claimed_of_losses(seeds, losses, holds):
+    rows = [{"run": "bf16", "val_loss": v} for v in seeds] + [{"run": "coat", "val_loss": v} for v in losses]
+    first, said = claims(rows)
+    assert said.startswith(f"coat, {len(losses)} seed") and said.endswith(
+        ": holds." if holds else "not hold."
+    )
+    assert claims(rows[: len(seeds)]) == claims(rows[len(seeds) :]) == []
 
 
 @pytest.fixture(scope="module")

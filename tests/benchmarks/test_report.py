@@ -49,8 +49,8 @@ def test_files_find_their_section(tmp_path, name, section):
     assert report.section_of(tmp_path / "unknown.csv") is None
 
 
-def test_convergence_is_summed_up_in_a_sentence(tmp_path):
-    losses = {"bf16": (2.0, 2.2), "coat": (2.205,)}
+def test_what_is_claimed_of_convergence_is_checked(tmp_path):
+    losses = {"bf16": (2.0, 2.01), "coat": (2.013,), "coat-fastest": (2.009, 2.003)}
     rows = [
         {"run": kind, "seed": s, "val_loss": v}
         for kind, values in losses.items()
@@ -58,9 +58,9 @@ def test_convergence_is_summed_up_in_a_sentence(tmp_path):
     ]
     write(tmp_path / "converge.csv", rows)
     page = report.build(tmp_path)
-    assert (
-        "COAT's mean is +5.00 % from BF16's, and lies outside the spread" in page and "10.00 % wide" in page
-    )
+    assert "at most 0.01 nat above their mean, 2.0050. Spread of 2 seeds: 2.0000 to 2.0100." in page
+    assert "- coat, 1 seed: 2.0130, +0.0080 nat, 0.0030 above the spread: does not hold." in page
+    assert "- coat-fastest, 2 seeds: 2.0060, +0.0010 nat: holds." in page
 
 
 def test_whole_models_are_compared_and_failures_listed(tmp_path):

@@ -1,0 +1,213 @@
+"""The headline figures are those that are stored; the gate tells what holds from what does not."""
+
+import csv
+import re
+import shlex
+import shutil
+import sys
+import time
+
+import pytest
+import torch
+
+from benchmarks import reproduce, verify
+from benchmarks.__main__ import build_parser, main
+from benchmarks.common.commands import ROOT, Commands, NotRunnable, check_machine
+from benchmarks.common.harness import BENCHMARKS, RESULTS, read_rows
+from tests.benchmarks.test_harness import run
+
+SPEED = next(one for one in verify.load() if one.name == "7b-zero2-speed")
+LOSS = next(one for one in verify.load() if one.name == "converge-nats")
+MEMORY = next(one for one in verify.load() if one.name == "7b-zero2-80gb-bf16")
+
+
+def test_every_headline_figure_is_stored_and_every_page_says_it():
+    verdicts = {one.name: verify.check_stored(one) for one in verify.load()}
+    assert {name: verdict for name, verdict in verdicts.items() if verdict.result != "pass"} == {}
+
+
+# systems by the words above the columns of docs/performance.md
+SYSTEMS = {
+    "BF16": "BF16",
+    "BF16, feed-forward recomputed": "BF16, MLP recomputed",
+    "TransformerEngine FP8": "TE FP8",
+    "COAT": "COAT",
+    "COAT, smallest": "COAT, smallest",
+}
+
+
+def test_every_cell_of_the_whole_models_is_a_stored_row():
+    stored = {
+        (row["system"], f"{row['tokens_per_s_gpu']:.0f}", f"{row['peak_mb'] / 1e3:.1f}")
+        for path in RESULTS.glob("train_*.csv")
+        for row in read_rows(path)
+        if "tokens_per_s_gpu" in row
+    }
+    text = (ROOT / "docs/performance.md").read_text().split("## Whole models")[1].split("\n\n")[1]
+    head, _, *lines = ([cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines())
+    cells = 0
+    for name, *line in lines:
+        for title, cell in zip(head[1:], line, strict=True):
+            for tokens, peak in re.findall(r"([\d,]+); ([\d.]+)", cell):
+                cells += 1
+                assert (SYSTEMS[title], tokens.replace(",", ""), peak) in stored, (name, title, cell)
+    assert cells > 30
+
+
+def change(path, pick, **values):
+    with path.open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    for row in rows:
+        if all(row[k] == v for k, v in pick.items()):
+            row.update(values)
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, rows[0])
+        writer.writeheader()
+        writer.writerows(rows)
+
+
+def test_another_stored_figure_or_another_page_fails(tmp_path):
+    shutil.copy(RESULTS / SPEED.file, tmp_path)
+    (tmp_path / "docs").mkdir()
+    for page in ("README.md", "docs/performance.md"):
+        shutil.copy(ROOT / page, tmp_path / page)
+    assert verify.check_stored(SPEED, tmp_path, tmp_path).result == "pass"
+    readme = (tmp_path / "README.md").read_text()
+    (tmp_path / "README.md").write_text(readme.replace("(1.64×)", "(1.65×)"))
+    verdict = verify.check_stored(SPEED, tmp_path, tmp_path)
+    assert verdict.result == "fail" and "README.md does not say '| 17,320 (1.64×) |'" in verdict.reason
+    pick = {"way": "zero2", "system": "COAT", "limited": "False"}
+    change(tmp_path / SPEED.file, pick, tokens_per_s_gpu="17400.0")
+    assert "has another" in verify.check_stored(SPEED, tmp_path, tmp_path).reason
+    (tmp_path / SPEED.file).unlink()
+    assert "no row with way=zero2" in verify.check_stored(SPEED, tmp_path, tmp_path).reason
+
+
+@pytest.mark.parametrize(
+    "one, found, result",
+    [
+        (SPEED, 1.641 * 0.971, "pass"),
+        (SPEED, 1.641 * 0.969, "fail"),
+        (SPEED, 1.9, "pass"),
+        (SPEED._replace(better=""), 1.9, "fail"),
+        (SPEED._replace(better="less"), 1.9, "fail"),
+        (SPEED, float("nan"), "fail"),
+        (LOSS, 0.0099, "pass"),
+        (LOSS, 0.0101, "fail"),
+        (LOSS, -0.02, "pass"),
+        (MEMORY, "out of memory", "pass"),
+        (MEMORY, "no note: it ran", "fail"),
+    ],
+)
+def test_a_figure_may_be_off_by_its_tolerance_and_better(one, found, result):
+    assert verify.judged(one, found).result == result
+
+
+def test_figures_are_taken_from_the_rows_that_are_named():
+    def row(system, limited, micro_batch, **figures):
+        return {"way": "zero2", "system": system, "limited": limited, "micro_batch": micro_batch} | figures
+
+    oom = "torch.OutOfMemoryError: CUDA out of memory"
+    rows = [row("BF16", False, 4, tokens_per_s_gpu=100.0), row("COAT", False, 4, tokens_per_s_gpu=150.0)]
+    rows += [row("COAT", True, size, tokens_per_s_gpu=10.0 * size) for size in (7, 8)]
+    rows += [row("COAT", True, 9, note=oom), row("BF16", True, 1, note=oom)]
+    assert verify.figures(SPEED, rows) == (1.5, 150.0, 100.0)
+    assert verify.figures(MEMORY, rows)[0] == "out of memory"
+    largest = next(one for one in verify.load() if one.name == "7b-zero2-80gb-micro-batch")
+    assert verify.figures(largest, rows)[0] == 8
+    with pytest.raises(LookupError, match="expected one row with .*, found 2"):
+        verify.figures(SPEED, [*rows, rows[0]])
+    rows[0] = row("BF16", False, 4, note=oom)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        verify.figures(SPEED, rows)
+    rows[0] = row("BF16", False, 4, note="transformer_engine is not installed")
+    with pytest.raises(NotRunnable, match="not installed"):
+        verify.figures(SPEED, rows)
+    losses = [{"run": "bf16", "val_loss": v} for v in (1.0, 1.2)] + [{"run": "coat", "val_loss": 1.25}]
+    assert verify.figures(LOSS, losses)[0] == pytest.approx(0.15)
+    assert verify.figures(LOSS._replace(how="above"), losses)[0] == pytest.approx(0.05)
+
+
+@pytest.mark.parametrize(
+    "column, value, said",
+    [
+        ("how", "guess", "how 'guess'"),
+        ("expected", "much", "'much'"),
+        ("tolerance", "3 GB", "a number and %"),
+    ],
+)
+def test_a_line_that_cannot_be_is_named(tmp_path, column, value, said):
+    path = tmp_path / "expected_results.csv"
+    shutil.copy(verify.EXPECTED, path)
+    change(path, {"name": SPEED.name}, **{column: value})
+    with pytest.raises(ValueError, match=f"line 2 .{SPEED.name}.: .*{said}"):
+        verify.load(path)
+
+
+def test_commands_are_those_of_the_benchmarks():
+    parser = build_parser()
+    commands = {one.command for one in verify.load()}
+    commands |= {line["command"] for line in reproduce.load() if "command" in line}
+    known = [shlex.split(command) for command in commands]
+    known = [words for words in known if words[0] in BENCHMARKS]
+    assert len(known) > 20
+    for words in known:
+        parser.parse_args([*words, "--output", "x.csv", "--quick"])
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="for machines without a GPU")
+def test_what_cannot_run_here_says_why(tmp_path, monkeypatch, capsys):
+    with pytest.raises(NotRunnable, match="needs 2 GPUs, found 0"):
+        check_machine(2)
+    check_machine(0)
+    late = Commands(tmp_path, time.monotonic() - 1, False)
+    with pytest.raises(NotRunnable, match="no time left"):
+        late.rows("layer")
+    with pytest.raises(NotRunnable, match="run it by hand: torchrun"):
+        late.rows("torchrun x")
+    command = ["benchmarks", "verify", "--only", "layer-7b", "--output", str(tmp_path / "verify.csv")]
+    monkeypatch.setattr(sys, "argv", command)
+    with pytest.raises(SystemExit, match="1"):
+        main()
+    assert "0 pass, 0 fail, 9 not runnable here" in capsys.readouterr().out
+    rows = read_rows(tmp_path / "verify.csv")
+    assert {(row["result"], row["reason"]) for row in rows} == {("not runnable", "needs 1 GPU, found 0")}
+    with pytest.raises(SystemExit, match="--only nothing: expected the start of one of"):
+        verify.chosen(["nothing"])
+
+
+@pytest.mark.long("a benchmark's dry run")
+def test_a_figure_is_measured_again_once(tmp_path):
+    arguments = ("verify", "--only", "hf-saved", "--work", str(tmp_path), "--output", str(tmp_path / "v.csv"))
+    for measured in (True, False):
+        result = run(*arguments)
+        assert result.returncode == 0 and "1 pass, 0 fail" in result.stdout, result.stdout
+        assert ("measured before" in result.stdout) != measured
+
+
+def test_the_paper_stands_beside_what_was_measured(tmp_path):
+    lines = [line for line in reproduce.load() if (line["table"], line["gpus"]) == ("7", "2")][:3]
+    rows = [
+        {"system": "BF16", "limited": False, "peak_mb": 70e3, "states_mb": 26e3, "saved_mb": 20e3},
+        {"system": "BF16", "limited": True, "micro_batch": 2, "tokens_per_s_gpu": 6e3},
+        {"system": "TE FP8", "limited": False, "note": "transformer_engine is not installed"},
+        {"system": "COAT", "limited": False, "peak_mb": 42e3, "states_mb": 7e3, "saved_mb": 9e3},
+        {"system": "COAT", "limited": True, "micro_batch": 8, "tokens_per_s_gpu": 18e3},
+        {"system": "COAT", "limited": True, "micro_batch": 9, "note": "out of memory"},
+    ]
+
+    class Measured:
+        quick = True
+
+        def rows(self, command):
+            return rows
+
+    made = [row for line in lines for row in reproduce.compared(line, Measured())]
+    reproduce.add_ratios(made)
+    found = {(row["system"], row["figure"]): row for row in made}
+    speed = found["COAT", "tokens_per_s_gpu"]
+    assert (speed["paper"], speed["here"], speed["here_to_bf16"]) == ("11351", 18e3, 3.0)
+    assert speed["paper_to_bf16"] == 11351 / 6130
+    assert found["COAT", "largest_micro_batch"]["here"] == 8
+    assert found["BF16", "peak_mb"]["paper"] == "out of memory" and found["BF16", "peak_mb"]["here"] == 70e3
+    assert found["TransformerEngine", "peak_mb"]["reason"] == "transformer_engine is not installed"
