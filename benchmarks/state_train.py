@@ -31,7 +31,7 @@ from torch.nn.utils import parameters_to_vector, vector_to_parameters
 from benchmarks.common.harness import Table, benchmark
 from benchmarks.common.pairs import paired
 from benchmarks.common.spawn import one_process
-from benchmarks.common.state_codes import cases
+from benchmarks.common.state_codes import Code, cases
 from benchmarks.common.training import BETAS, EPS, SMALL, WEIGHT_DECAY, loss_of
 from coat_kernels.adamw.reference import noise_reference, round_stochastically
 from coat_launch.data import Corpus, load_corpus, padded_vocab_size
@@ -100,7 +100,7 @@ class Arm(NamedTuple):
     masters: str
 
 
-FP32 = "fp32, fp32"
+FP32, FP32_BYTES = "fp32, fp32", 8
 BASELINE = Arm(FP32, "exact")
 ARMS = {
     "baseline": [BASELINE],
@@ -120,6 +120,35 @@ class State:
     exp_avg: torch.Tensor
     exp_avg_sq: torch.Tensor
     step: int = 0
+
+
+def update(
+    state: State,
+    g: torch.Tensor,
+    lr: float,
+    *,
+    beta2: float,
+    masters: Masters = MASTERS["exact"],
+    code: Code | None = None,
+    coded: int,
+) -> None:
+    """A step of AdamW by gradients `g`; what it keeps are new tensors.
+
+    code: of the moments of the first `coded` elements, FP32 without one. They alone decay.
+    """
+    beta1 = BETAS[0]
+    state.step += 1
+    m = state.exp_avg.lerp(g, 1 - beta1)
+    v = state.exp_avg_sq * beta2 + (1 - beta2) * g * g
+    scale = lr / (1 - beta1**state.step) / ((v / (1 - beta2**state.step)).sqrt() + EPS)
+    p = state.weights - scale * m
+    p[:coded] -= lr * WEIGHT_DECAY * state.weights[:coded]
+    state.weights = masters.kept(p, state.step)
+    if masters.feedback:
+        m += (1 - 1 / beta1) * (p - state.weights) / scale
+    if code is not None:
+        m[:coded], v[:coded] = code(m[:coded], v[:coded], state.step)
+    state.exp_avg, state.exp_avg_sq = m, v
 
 
 class Trial:
@@ -160,6 +189,8 @@ class Trial:
         return state
 
     def train(self, phase: Phase, state: State, arm: Arm) -> None:
+        code = None if arm.moments == FP32 else self.cases[arm.moments].code
+        kept = {"masters": MASTERS[arm.masters], "code": code, "coded": self.matrices}
         self.show(state)
         for i in range(1, phase.steps + 1):
             batch = range(state.step * BATCH, (state.step + 1) * BATCH)
@@ -167,32 +198,16 @@ class Trial:
             torch.nn.utils.clip_grad_norm_(self.parameters, 1.0)
             g = torch.cat([p.grad.view(-1) for p in self.parameters])
             self.model.zero_grad()
-            self.update(state, g, phase.lr_of(i), arm)
+            update(state, g, phase.lr_of(i), beta2=self.beta2, **kept)
             self.show(state)
 
     def show(self, state: State) -> None:
         """Gives the model a state's weights, in BF16."""
         vector_to_parameters(nearest(state.weights), self.parameters)
 
-    def update(self, state: State, g: torch.Tensor, lr: float, arm: Arm) -> None:
-        """A step of AdamW by gradients `g`; what it keeps are new tensors."""
-        beta1, beta2, n, masters = BETAS[0], self.beta2, self.matrices, MASTERS[arm.masters]
-        state.step += 1
-        m = state.exp_avg.lerp(g, 1 - beta1)
-        v = state.exp_avg_sq * beta2 + (1 - beta2) * g * g
-        scale = lr / (1 - beta1**state.step) / ((v / (1 - beta2**state.step)).sqrt() + EPS)
-        p = state.weights - scale * m
-        p[:n] -= lr * WEIGHT_DECAY * state.weights[:n]
-        state.weights = masters.kept(p, state.step)
-        if masters.feedback:
-            m += (1 - 1 / beta1) * (p - state.weights) / scale
-        if arm.moments != FP32:
-            m[:n], v[:n] = self.cases[arm.moments].code(m[:n], v[:n], state.step)
-        state.exp_avg, state.exp_avg_sq = m, v
-
     def moment_bytes(self, arm: Arm) -> float:
         """A parameter."""
-        return 8 if arm.moments == FP32 else self.cases[arm.moments].bytes
+        return FP32_BYTES if arm.moments == FP32 else self.cases[arm.moments].bytes
 
     @torch.no_grad()
     def val_loss(self, state: State) -> float:
@@ -204,7 +219,8 @@ class Trial:
 
 def summary(rows: list[dict]) -> list[dict]:
     """Each arm beside FP32 moments and exact masters of the same seeds."""
-    return paired(rows, ("phase", "beta2"), Arm._fields, BASELINE)
+    by, baseline = (*Arm._fields, "bytes"), (*BASELINE, FP32_BYTES + MASTERS[BASELINE.masters].bytes)
+    return paired(rows, ("phase", "steps", "beta2"), by, baseline)
 
 
 def options(parser) -> None:
@@ -216,7 +232,11 @@ def options(parser) -> None:
 
 @benchmark(needs_gpu=False, options=options)
 def state_train(arguments, table: Table) -> None:
-    """Losses of a small GPT with each code of moments and each way to keep weights, over seeds."""
+    """Losses of a small GPT with each code of moments and each way to keep weights, over seeds.
+
+    `to_baseline`: validation loss less that of FP32 moments and exact masters of the same seed, mean over
+    seeds; `error`: its standard error; `bytes`: moments and masters, a parameter. The file has single runs.
+    """
     phases, seeds = PHASES, arguments.seeds
     if arguments.quick:
         phases, seeds = {name: phase._replace(steps=2) for name, phase in PHASES.items()}, 1
