@@ -90,7 +90,7 @@ def narrow(v_bits: int, dither: bool) -> Code:
     """First moments in 4 bits, second ones in `v_bits`.
 
     First: fifteen powers of the ratio to the root of the stored second moment. 32 share a scale of 8 bits, in
-    steps of a sixteenth of an octave. All are dithered: to nearest none of so few codes would ever decay.
+    steps of a sixteenth of an octave. All are dithered: to nearest no code below 7 would ever decay.
     Second: even logarithms in groups of 128.
     """
 
