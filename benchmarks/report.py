@@ -3,10 +3,11 @@
 import inspect
 import re
 from collections import defaultdict
+from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
-from benchmarks import front_page
+from benchmarks import front_page, pretrain_states, state_train
 from benchmarks.common.harness import BENCHMARKS, RESULTS, benchmark, read_rows
 from benchmarks.converge.table import claims, summary
 from benchmarks.train.plots import plot
@@ -30,6 +31,8 @@ class Section(NamedTuple):
     """Those shown, where there are many; the rest is in the file."""
     where: dict[str, object] = {}
     """Rows shown, by the value of columns."""
+    over_seeds: Callable[[list[dict]], list[dict]] | None = None
+    """What is shown in place of the rows of single runs."""
 
 
 _CASE = ("model", "way", "gpus", "system", "layers", "micro_batch")
@@ -86,6 +89,8 @@ SECTIONS = [
     Section("adamw_cpu", "The optimizer's step on a CPU"),
     Section("state_error", "Errors of stored moments", where={"kind": "all"}),
     Section("state_loop", "Errors of stored moments over many steps", where={"kind": "all"}),
+    Section("state_train", "Losses with stored moments and weights", over_seeds=state_train.summary),
+    Section("pretrain_states", "Losses of the quickstart", over_seeds=pretrain_states.summary),
     Section("numerics", "Errors of a layer"),
     Section("reproduce", "Beside the paper"),
     Section("verify", "Headline figures, measured again"),
@@ -96,7 +101,7 @@ NOT_MEASURED = (
     "13B over tensor parallelism.",
     "Nothing on a data set that others use.",
     'Largest micro-batches under ZeRO-1, and of "smallest" and of TransformerEngine but under ZeRO-2.',
-    'Convergence with the states\' default format over several seeds, and of "smallest".',
+    'Convergence with the states\' default format over seeds, and of "smallest", above 1M parameters.',
     "No GPU but the H200; 80 GB are a limit that torch's allocator was given, not another GPU.",
     "No downstream task: losses are of held-out text of the same kind.",
 )
@@ -194,10 +199,11 @@ def body(section: Section, paths: list[Path], plots: list[Path]) -> list[str]:
             lines += converged(rows)
         if section.name == "train":
             lines += compared(rows)
-        shown = [row for row in rows if all(row.get(k) == v for k, v in section.where.items())]
+        rows_of_arms = section.over_seeds(rows) if section.over_seeds else rows
+        shown = [row for row in rows_of_arms if all(row.get(k) == v for k, v in section.where.items())]
         if section.where:
             lines += [f"Rows with {', '.join(f'{k} {v}' for k, v in section.where.items())}.", ""]
-        names = section.columns or [k for k in dict.fromkeys(k for row in rows for k in row)]
+        names = section.columns or [k for k in dict.fromkeys(k for row in shown for k in row)]
         lines += markdown(shown, [name for name in names if name not in CONDITIONS])
         lines += conditions(rows)
         lines += [line for plot in plots if plot.stem == path.stem for line in _embed(plot)]

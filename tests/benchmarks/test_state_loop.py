@@ -5,7 +5,8 @@ import csv
 import pytest
 import torch
 
-from benchmarks.state_loop import BETA2, cases, dynamic_map
+from benchmarks.common.state_codes import cases, dynamic_map
+from benchmarks.state_loop import BETA2
 from tests.benchmarks.test_harness import run
 
 
