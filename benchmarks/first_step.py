@@ -2,6 +2,7 @@
 
 import argparse
 import os
+import resource
 import shutil
 import subprocess
 import sys
@@ -29,9 +30,12 @@ def options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS), metavar="WAY")
 
 
-def timed(command: list, environment: dict, folder: Path) -> float:
-    """Seconds of a command. Raises RuntimeError with the last line that it wrote if it fails."""
-    start = time.perf_counter()
+def timed(command: list, environment: dict, folder: Path) -> tuple[float, float]:
+    """Seconds of a command, and processor seconds.
+
+    Raises RuntimeError with the end of what it wrote if it fails.
+    """
+    start, before = time.perf_counter(), processor_seconds()
     done = subprocess.run(
         list(map(str, command)),
         cwd=folder,
@@ -42,7 +46,13 @@ def timed(command: list, environment: dict, folder: Path) -> float:
     )
     if done.returncode:
         raise RuntimeError(f"{command[0]} ended with {done.returncode}: {done.stdout.strip()[-150:]}")
-    return time.perf_counter() - start
+    return time.perf_counter() - start, processor_seconds() - before
+
+
+def processor_seconds() -> float:
+    """Of all commands so far."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
 
 
 def measure(way: str, torch: str, folder: Path) -> dict:
@@ -57,14 +67,17 @@ def measure(way: str, torch: str, folder: Path) -> dict:
     environment |= {"PATH": path, "TORCH_EXTENSIONS_DIR": str(folder / "extensions")}
     timed([sys.executable, "-m", "venv", venv], environment, folder)
     row = {"way": way, "installed": wanted, "script": " ".join(script)}
-    row["torch_s"] = timed(["pip", "install", torch], environment, clone)
-    row["coat_s"] = timed(["pip", "install", wanted], environment, clone)
-    row["first_step_s"] = timed([*script, "--steps", "1"], environment, clone)
+    commands = {
+        "torch": ["pip", "install", torch],
+        "coat": ["pip", "install", wanted],
+        "first_step": [*script, "--steps", "1"],
+    }
+    for name, command in commands.items():
+        row[f"{name}_s"], row[f"{name}_cpu_s"] = timed(command, environment, clone)
     freeze = subprocess.run(
         ["pip", "freeze"], env=environment, cwd=clone, capture_output=True, text=True, check=True
     ).stdout
     versions = dict(line.split("==") for line in freeze.splitlines() if "==" in line)
-    row["minutes"] = sum(row[name] for name in ("torch_s", "coat_s", "first_step_s")) / 60
     # of the new environment, in place of this one's
     return row | {name.replace("-", "_"): versions.get(name, "absent") for name in SHOWN}
 
@@ -77,7 +90,8 @@ def first_step(arguments, table: Table) -> None:
     - first_step_s: the example with --steps 1, until it has ended. On a CPU DeepSpeed compiles its
       collectives in it, once on each machine.
 
-    What is installed is the commit, by `git archive`, as in a clone. Each environment is removed again.
+    Those with cpu are processor seconds, which do not count what else the machine was doing. What is
+    installed is the commit, by `git archive`, as in a clone. Each environment is removed again.
     """
     for way in arguments.ways:
         folder = Path(tempfile.mkdtemp(prefix="coat_first_step_"))
