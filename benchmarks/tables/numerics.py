@@ -81,6 +81,23 @@ def errors(results: Results) -> str:
     )
 
 
+@block("numerics.md", "stored once")
+def stored_once(results: Results) -> str:
+    codes = {
+        ("ratio8", "log8"): "`ratio8`, `log8` (default)",
+        ("fp8_expanded", "log8"): "`fp8_expanded`, `log8`",
+        ("fp8_expanded", "fp8_expanded"): "`fp8_expanded` (the paper's)",
+        ("fp8", "fp8"): "`fp8`",
+        ("fp8_e5m2", "fp8_e5m2"): "`fp8_e5m2`",
+        ("bf16", "bf16"): "`bf16`",
+    }
+    rows = (results.row("state_error.csv", m=m, v=v, kind="all") for m, v in codes)
+    names = ("exp_avg", "root", "update")
+    lines = ([*(percent(row[name], 1) for name in names)] for row in rows)
+    head = ["", "first moment", "root of the second", "update"]
+    return table(head, *([name, *line] for name, line in zip(codes.values(), lines, strict=True)))
+
+
 @block("numerics.md", "many steps")
 def many_steps(results: Results) -> str:
     codes = {

@@ -70,3 +70,17 @@ def first_step(results: Results) -> str:
         table(["seconds (processor seconds)", "installed", "torch", "COAT", "first step"], *lines)
         + f"\nTwo CPU cores that did other work too, {measured}: `python -m benchmarks first_step`.\n"
     )
+
+
+@block("deepspeed.md", "offload")
+def offload(results: Results) -> str:
+    ours, theirs = (
+        results.row("adamw_cpu.csv", optimizer=name) for name in ("ours, C++", "DeepSpeedCPUAdam")
+    )
+    return (
+        "**Offload.** Offloaded steps run in C++, which is compiled when it is first needed: "
+        f"{ours['ns_per_parameter']:.1f} ns per parameter on {ours['threads']} CPU cores, beside "
+        f"{theirs['ns_per_parameter']:.1f} of DeepSpeedCPUAdam, in {ours['state_bytes_per_parameter']:.2f} "
+        f"bytes of state instead of {theirs['state_bytes_per_parameter']:.0f} "
+        "(`python -m benchmarks adamw_cpu`).\n"
+    )

@@ -12,7 +12,7 @@ from benchmarks.tables.performance import tensor_parallel_runs
 
 # what was measured, but for sizes that somebody chose
 FIGURE = re.compile(
-    r"\d (?:ms|MB|tokens per second|TFLOP/s)\b|\d(?:\.\d+)? times (?:as|faster|less)|\d\.\d (?:%|GB)"
+    r"\d (?:ns|ms|MB|tokens per second|TFLOP/s)\b|\d(?:\.\d+)? times (?:as|faster|less)|\d\.\d (?:%|GB)"
 )
 BLOCK = re.compile(r"<!-- begin: .*?<!-- end -->|^```.*?^```", re.S | re.M)
 # of other sources: DeepSpeed's bug, and arithmetic that the page shows
