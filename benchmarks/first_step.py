@@ -17,8 +17,7 @@ TORCHRUN = ("torchrun", "--standalone", "--nproc-per-node", "1")
 # what docs/install.md says to install, and what the page of each way says to run
 WAYS = {
     "DeepSpeed": (".[deepspeed]", (*TORCHRUN, "examples/deepspeed_json.py")),
-    "Trainer, DeepSpeed": (".[deepspeed,huggingface]", (*TORCHRUN, "examples/trainer.py")),
-    "Trainer": (".[huggingface]", ("python", "examples/trainer.py", "--plain")),
+    "Hugging Face's Trainer": (".[huggingface]", ("python", "examples/trainer.py", "--plain")),
     "PyTorch, FSDP2": (".", (*TORCHRUN, "examples/fsdp2.py")),
     "Megatron": (".[megatron]", ("python", "examples/megatron_gpt.py")),
 }
@@ -102,3 +101,5 @@ def first_step(arguments, table: Table) -> None:
         finally:
             shutil.rmtree(folder)
         table.add(**row)
+        # of hours, perhaps, on a busy machine
+        table.write()

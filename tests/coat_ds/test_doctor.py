@@ -188,6 +188,21 @@ def test_a_dry_run_says_why_nothing_is_saved(block, model, check, state, text):
     assert found.state == state and text in found.text, found
 
 
+def test_a_dry_run_reads_the_json_as_the_engine_would():
+    offload = {"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "nvme"}}}
+    for wrong, text in (
+        ({"COAT": {"enabled": True}}, "COAT: found a block there"),
+        ({"coat": {"enabled": True}} | offload, "offload_optimizer.device: found 'nvme'"),
+        ({"coat": {"enabled": True}, "optimizer": {"type": "Lamb"}}, "optimizer.type: "),
+    ):
+        found = dry(wrong)["dry run"]
+        assert found.state == PROBLEM and text in found.text, found
+    # what Trainer fills in
+    trainer = {"optimizer": {"type": "AdamW", "params": {"lr": "auto", "betas": "auto"}}}
+    for right in (config({"enabled": True}), config({"enabled": True}) | trainer):
+        assert "dry run" not in dry(right)
+
+
 def test_models_that_cannot_be_built_are_named():
     with pytest.raises(PlanError, match="model: transformers cannot build it"):
         dry_run.build(LLAMA | {"model_type": "lama"})
