@@ -114,6 +114,13 @@ def test_room_for_checkpoints(tmp_path):
     assert machine.too_little_room("x", 27, 1) and not machine.too_little_room("x", 28, 1)
 
 
+def test_a_missing_compiler_is_named(monkeypatch):
+    monkeypatch.delenv("CXX", raising=False)
+    monkeypatch.setenv("PATH", "")
+    found = machine.check_compiler()
+    assert found.state == WARNING and "install g++" in found.text
+
+
 def test_old_gpus_are_told_apart():
     assert machine.without_fp8("H100", 9, 0) is None and machine.without_fp8("L4", 8, 9) is None
     assert "A100 has compute capability 8.0, FP8 needs 8.9" in machine.without_fp8("A100", 8, 0)
