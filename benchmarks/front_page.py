@@ -7,10 +7,10 @@ from matplotlib.ticker import MaxNLocator
 
 from benchmarks.common.harness import RESULTS, read_rows
 from benchmarks.converge.table import summary
+from benchmarks.tables import filled
 
 README = RESULTS.parents[1] / "README.md"
 PICTURE = RESULTS.parents[1] / "docs/images/memory_and_speed.png"
-BEGIN, END = "<!-- begin: python -m benchmarks report -->\n", "<!-- end -->"
 
 MODELS, WAY, LOSSES = "train_7b_2gpu.csv", "zero2", "converge.csv"
 # a system of the whole models: its name here, its color, its runs to convergence
@@ -90,13 +90,9 @@ def table(results: Path) -> str:
     return "\n".join(lines) + "\n"
 
 
-def filled(readme: str, results: Path) -> str:
+def page(readme: str, results: Path) -> str:
     """The README with the table of `results` between its marks. Raises ValueError if they are missing."""
-    before, begin, rest = readme.partition(BEGIN)
-    _, end, after = rest.partition(END)
-    if not begin or not end:
-        raise ValueError(f"README.md: expected a line {BEGIN.strip()!r} and, behind it, {END!r}")
-    return before + begin + table(results) + end + after
+    return filled(readme, {"front page": table(results)}, README.name)
 
 
 def plot(results: Path, path: Path) -> None:
@@ -149,5 +145,5 @@ def plot(results: Path, path: Path) -> None:
 
 def write(results: Path) -> None:
     """Fills the README's table and draws its picture."""
-    README.write_text(filled(README.read_text(), results))
+    README.write_text(page(README.read_text(), results))
     plot(results, PICTURE)

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
-from benchmarks import front_page, pretrain_states, state_train
+from benchmarks import front_page, pretrain_states, state_train, tables
 from benchmarks.common.harness import BENCHMARKS, RESULTS, benchmark, read_rows
 from benchmarks.converge.table import claims, summary
 from benchmarks.train.plots import plot
@@ -85,6 +85,7 @@ SECTIONS = [
     Section("parallel", "Tensor and sequence parallel layers"),
     Section("zero", "ZeRO", where={"rank": 0}),
     Section("checkpointing", "Recompute by torch and by DeepSpeed"),
+    Section("first_step", "From an empty environment to the first step"),
     Section("adamw", "The optimizer's step"),
     Section("adamw_cpu", "The optimizer's step on a CPU"),
     Section("state_error", "Errors of stored moments", where={"kind": "all"}),
@@ -249,8 +250,8 @@ def build(results: Path) -> str:
 def report(arguments, _) -> None:
     """RESULTS.md from the files in benchmarks/results: tables, plots, conditions, and what is missing.
 
-    The same files give the same page. Without --output the README's table and picture are made as well. The
-    plot of all whole models, results/train_all.png, is drawn anew.
+    The same files give the same page. Without --output the README's table and picture and the tables
+    of docs/ are made as well. The plot of all whole models, results/train_all.png, is drawn anew.
     """
     rows = [
         row
@@ -265,4 +266,6 @@ def report(arguments, _) -> None:
     print(f"wrote {page}")
     if arguments.output is None:
         front_page.write(RESULTS)
-        print(f"wrote {front_page.README} and {front_page.PICTURE}")
+        tables.write()
+        pages = ", ".join(map(str, tables.BLOCKS))
+        print(f"wrote {front_page.README}, {front_page.PICTURE}, and the tables of docs/: {pages}")

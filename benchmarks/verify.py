@@ -10,15 +10,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
-from benchmarks.common.commands import ROOT, Commands, NotRunnable, check_machine, value_of
+from benchmarks.common.commands import Commands, NotRunnable, check_machine, value_of
 from benchmarks.common.harness import RESULTS, Table, benchmark, read_rows
 from benchmarks.converge.table import distance
 from benchmarks.report import markdown
 
 EXPECTED = Path(__file__).parent / "expected_results.csv"
 HOW = ("ratio", "largest", "difference", "above", "note")
-# between what is said in one place and in another
-AND = " && "
 
 
 class Expectation(NamedTuple):
@@ -37,7 +35,6 @@ class Expectation(NamedTuple):
     gpu: str
     gb: float
     command: str
-    said: str
 
 
 class Verdict(NamedTuple):
@@ -156,16 +153,11 @@ def told(check: Callable[..., Verdict]) -> Callable[..., Verdict]:
 
 
 @told
-def check_stored(one: Expectation, results: Path = RESULTS, pages: Path = ROOT) -> Verdict:
-    """Whether the stored rows give the expected figure, and the pages say what the stored rows say."""
-    found, this, base = figures(one, read_rows(results / one.file))
+def check_stored(one: Expectation, results: Path = RESULTS) -> Verdict:
+    """Whether the stored rows give the expected figure."""
+    found = figures(one, read_rows(results / one.file))[0]
     if not rounded(one, found):
         return Verdict("fail", found, f"{one.file} has another")
-    for said in filter(None, one.said.split(AND)):
-        page, text = said.split(": ", 1)
-        text = text.format(figure=found, this=this, base=base)
-        if text not in (pages / page).read_text():
-            return Verdict("fail", found, f"{page} does not say {text!r}")
     return Verdict("pass", found)
 
 
@@ -200,7 +192,7 @@ def chosen(only: list[str] | None) -> list[Expectation]:
 
 def options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("--stored", action="store_true", help="benchmarks/results and the pages alone; measures nothing")
+    add("--stored", action="store_true", help="benchmarks/results alone; measures nothing")
     add("--only", nargs="+", metavar="NAME", help="only these, or those that begin so")
     add("--minutes", type=float, default=math.inf, help="start no command after that")
     add("--work", type=Path, help="folder of measurements; those that it holds are not made again")
@@ -211,16 +203,15 @@ def verify(arguments, table: Table) -> None:
     """The headline figures, expected_results.csv: measured again here, as far as the machine allows.
 
     Says pass, fail or not runnable of each, the most telling first; the exit status is 1 if one fails or none
-    could be measured. With --stored it checks instead that each is what benchmarks/results hold, and that
-    README and docs say what these hold. Columns of expected_results.csv:
+    could be measured. With --stored it checks instead that each is what benchmarks/results hold, of which the
+    tables of README and docs are made. Columns of expected_results.csv:
     - expected, tolerance, better: the figure, by how many % or nat it may be off, and whether less or more is
       better, so passes too;
     - how: ratio of a column in the row to that in the base, or the row's own without a base; the largest over
       rows that ran; difference of means; by how much the mean is above all of the base; note: the row
       failed, and says so;
     - rows, base: `column=value; column=value`; file: where they are stored;
-    - gpus, gpu, gb: how many, what their name holds, and 10^9 bytes of each; command: what measures it;
-    - said: `PAGE: TEXT`, with {figure}, {this} and {base}; `&&` stands between several.
+    - gpus, gpu, gb: how many, what their name holds, and 10^9 bytes of each; command: what measures it.
     """
     deadline = time.monotonic() + 60 * arguments.minutes
     shown, rows = [], chosen(arguments.only)

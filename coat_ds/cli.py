@@ -24,7 +24,7 @@ def version() -> str:
 def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(prog="coat", description="FP8 optimizer states and activations.")
     made.add_argument("--version", action="version", version=f"coat {version()}")
-    commands = made.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    commands = made.add_subparsers(dest="command", metavar="COMMAND")
     plan = commands.add_parser("plan", help="memory, time and what fits, before anything is allocated")
     doctor = commands.add_parser("doctor", help="whether this machine and these packages are fit for it")
     watch = commands.add_parser("watch", help="what a run's readings say, as a table and pictures")
@@ -47,6 +47,9 @@ def main(words: Sequence[str] | None = None) -> int:
     if words[:1] == ["train"]:
         return _train(words[1:])
     arguments = parser().parse_args(words)
+    if arguments.command is None:
+        parser().print_help(sys.stderr)
+        return 2
     if arguments.command == "schema":
         from coat_ds.schema import text
 

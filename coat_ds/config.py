@@ -61,7 +61,7 @@ def check_choice(key: str, value: Any, choices: tuple) -> None:
         listed = ", ".join(repr(c) for c in choices)
         raise CoatConfigError(
             f"{key}: expected {kind}one of {listed}; found {value!r}."
-            + (f" {AUTO}" if value == "auto" else did_you_mean(value, choices))
+            + (f" {AUTO}" if value == "auto" else did_you_mean(value, choices) or " Take one of them.")
         )
 
 
@@ -80,7 +80,7 @@ def check_pair(key: str, exp_avg_format: str, exp_avg_sq_format: str) -> None:
 def did_you_mean(found: Any, known: Iterable) -> str:
     """A sentence that names the one of `known` which is likely meant, in front of it a space; or nothing."""
     known = [str(k) for k in known]
-    close = difflib.get_close_matches(str(found), known, n=1)
+    close = difflib.get_close_matches(str(found).lower(), known, n=1)
     # what others call it
     close = close or [name for name in OTHER_NAMES.get(str(found).lower(), ()) if name in known][:1]
     return f" Did you mean {close[0]!r}?" if close else ""
@@ -151,6 +151,12 @@ class _Block:
                     raise CoatConfigError(f"{key}: expected {minimum} or more, found {value}. Correct it.")
             else:
                 object.__setattr__(self, f.name, _patterns(key, value))
+
+
+def difference(found: _Block, wanted: _Block) -> tuple[str, Any, Any]:
+    """The first key in which two blocks of one kind differ, and both values."""
+    pairs = ((f.name, getattr(found, f.name), getattr(wanted, f.name)) for f in fields(found))
+    return next(pair for pair in pairs if pair[1] != pair[2])
 
 
 def _patterns(key: str, value: Any) -> tuple[str, ...]:

@@ -19,3 +19,6 @@ class Supported(NamedTuple):
 
 DEEPSPEED = Supported("0.18.9", "0.20")
 MEGATRON_CORE = Supported("0.16.1", "0.21")
+# specifiers: newer ones than were tried are taken too
+TRANSFORMERS = ">=5"
+ACCELERATE = ">=1.10"

@@ -120,7 +120,7 @@ def _find_sources(paths: Iterable[Path]) -> tuple[list[Path], list[Path]]:
         elif file_of(path, ".idx").exists() or file_of(path, ".bin").exists():
             prefixes.append(path)
         else:
-            raise DataError(f"--data {path}: no such file, folder or indexed dataset")
+            raise DataError(f"--data {path}: no such file, folder or indexed dataset. Correct the path.")
     return texts, prefixes
 
 

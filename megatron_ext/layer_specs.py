@@ -43,7 +43,7 @@ except ImportError as error:
 if not Version(MEGATRON_CORE.oldest) <= Version(core.__version__) < Version(MEGATRON_CORE.untried):
     raise RuntimeError(
         f"megatron_ext.layer_specs needs megatron-core {MEGATRON_CORE.oldest} or newer and older than "
-        f"{MEGATRON_CORE.untried}, found {core.__version__}"
+        f'{MEGATRON_CORE.untried}, found {core.__version__}. pip install "coat-train[megatron]" brings one.'
     )
 
 

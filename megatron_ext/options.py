@@ -58,7 +58,10 @@ def _read(path: str | None) -> CoatConfig:
     try:
         content = json.loads(Path(path).read_text())
     except (OSError, ValueError) as error:
-        raise CoatConfigError(f'{where}: expected a JSON file with a "coat" block: {error}') from None
+        why = error.strerror if isinstance(error, OSError) else error
+        raise CoatConfigError(
+            f'{where}: expected a JSON file with a "coat" block ({why}). Correct the path or the file.'
+        ) from None
     if not isinstance(content, Mapping) or set(content) != {"coat"}:
         found = ", ".join(map(repr, content)) if isinstance(content, Mapping) else repr(content)
         raise CoatConfigError(
@@ -82,7 +85,8 @@ def _read(path: str | None) -> CoatConfig:
     ):
         if value != wanted:
             raise CoatConfigError(
-                f"{where}: coat.{key}: expected {json.dumps(wanted)}, found {json.dumps(value)}: {why}."
+                f"{where}: coat.{key}: expected {json.dumps(wanted)}, found {json.dumps(value)}: {why}. "
+                f"Write {json.dumps(wanted)}."
             )
     return config
 

@@ -39,8 +39,8 @@ MUTATIONS = (
     ),
     Mutation(
         "wrong bias correction: no root",
-        "1 / math.sqrt(1 - beta2**t), t)",
-        "1 / (1 - beta2**t), t)",
+        "math.sqrt(1 - self.beta2**step)",
+        "1 - self.beta2**step",
         "kernels/test_adamw.py -k kernel_agrees",
     ),
     Mutation(

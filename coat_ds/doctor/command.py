@@ -68,8 +68,6 @@ def _page(parts: dict[str, list[Finding]]) -> str:
     counts = Counter(finding.state for finding in findings)
     lines.append("")
     verdict = "healthy" if not counts["problem"] else "not healthy"
-    lines.append(
-        f"{verdict}: {counts['ok']} ok, {counts['warning']} warnings, {counts['problem']} problems, "
-        f"{counts['unknown']} not checked (-)"
-    )
+    found = ", ".join(f"{counts[name]} {name}{'s' * (counts[name] != 1)}" for name in ("warning", "problem"))
+    lines.append(f"{verdict}: {counts['ok']} ok, {found}, {counts['unknown']} not checked (-)")
     return "\n".join(lines)

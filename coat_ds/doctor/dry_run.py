@@ -47,22 +47,23 @@ def check(config: Mapping, model: torch.nn.Module, gpus: int, sequence: int) -> 
     """
     from coat_ds.layers.inventory import layers_of
     from coat_ds.optim.options import keeps_fp32
+    from coat_ds.zero.block import asks_for_coat
     from coat_ds.zero.model_layers import prepare_layers, undo
 
-    if "coat" not in config:
+    if not asks_for_coat(config):
         return [
             Finding(
                 NAME, WARNING, 'the JSON has no coat block: nothing changes. Add "coat": {"enabled": true}'
             )
         ]
     try:
-        block = CoatConfig.from_dict(config["coat"])
+        block = _read(config)
     except CoatConfigError as error:
         return [Finding(NAME, PROBLEM, str(error))]
     if not block.enabled:
         return [Finding(NAME, WARNING, "coat.enabled is false: nothing changes. Set it to true")]
     try:
-        why = prepare_layers(model, block.activations, "activations" in config["coat"])
+        why = prepare_layers(model, block.activations, "activations" in config.get("coat", {}))
     except CoatConfigError as error:
         return [Finding(NAME, PROBLEM, str(error))]
     layers = layers_of(model, why)
@@ -77,6 +78,19 @@ def check(config: Mapping, model: torch.nn.Module, gpus: int, sequence: int) -> 
         out.append(Finding("layers", OK, layers.summary(), details))
     out.append(_states(block, model, keeps_fp32))
     return [*out, _peak(config, model, gpus, sequence)]
+
+
+def _read(config: Mapping) -> CoatConfig:
+    """The block as DeepSpeed's engine would read it. Raises CoatConfigError as that does.
+
+    What Hugging Face's Trainer fills in is left to it: the optimizer, and "auto" among its parameters.
+    """
+    from coat_ds.zero import deepspeed_config
+
+    optimizer = config.get("optimizer", {"type": "AdamW"})
+    if isinstance(optimizer, Mapping) and isinstance(params := optimizer.get("params"), Mapping):
+        optimizer = {**optimizer, "params": {k: v for k, v in params.items() if v != "auto"}}
+    return deepspeed_config.check({**config, "optimizer": optimizer}, None)
 
 
 def _states(block: CoatConfig, model: torch.nn.Module, keeps_fp32) -> Finding:

@@ -1,5 +1,6 @@
 """GPUs, links, memory and disks, tried with small work."""
 
+import os
 import shutil
 import subprocess
 import time
@@ -59,6 +60,7 @@ def check(folder: str | None, parameters: int | None) -> list[Finding]:
     return [
         *check_gpus(),
         check_product(),
+        check_compiler(),
         check_triton(),
         *check_links(),
         check_pinned_memory(),
@@ -113,6 +115,16 @@ def check_product(device: str = "cuda") -> Finding:
             {"error": error},
         )
     return Finding(name, OK, f"right: off by {error:.1g}, as rounding is", {"error": error})
+
+
+def check_compiler() -> Finding:
+    """Which Triton needs, and DeepSpeed: on a CPU for its collectives, elsewhere for offload."""
+    name = "C++ compiler"
+    found = os.environ.get("CXX") or shutil.which("c++") or shutil.which("g++")
+    if found is None:
+        text = "none on PATH. Triton and DeepSpeed compile when they are first used: install g++"
+        return Finding(name, WARNING, text)
+    return Finding(name, OK, found, {"path": found})
 
 
 def check_triton() -> Finding:

@@ -10,7 +10,7 @@ from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
 from coat_ds.doctor.finding import OK, PROBLEM, UNKNOWN, WARNING, Finding
-from coat_ds.versions import DEEPSPEED, MEGATRON_CORE
+from coat_ds.versions import ACCELERATE, DEEPSPEED, MEGATRON_CORE, TRANSFORMERS
 
 
 class Tested(NamedTuple):
@@ -30,8 +30,8 @@ PACKAGES = {
     "triton": Tested(">=3.6", ">=3.6,<3.10"),
     "deepspeed": Tested(str(DEEPSPEED), "==0.18.9,==0.19.8"),
     "megatron-core": Tested(str(MEGATRON_CORE), "==0.16.1,==0.19.2"),
-    "transformers": Tested(">=5", ">=5,<6"),
-    "accelerate": Tested(">=1.10", ">=1.10,<2"),
+    "transformers": Tested(TRANSFORMERS, ">=5,<6"),
+    "accelerate": Tested(ACCELERATE, ">=1.10,<2"),
     "peft": Tested(">=0.19", ">=0.19,<1"),
     "trl": Tested(">=1", ">=1,<2"),
     "transformer-engine": Tested(">=2", "==2.12.*"),

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 import torch
 from torch import nn
 
-from coat_ds.config import ActivationsConfig
+from coat_ds.config import ActivationsConfig, difference
 from coat_ds.layers import attention, decoder_layer, experts, probe
 from coat_ds.layers.conversion import ATTRIBUTE, Conversion, conversion_of, holder_of
 from coat_ds.layers.feed_forward import Fp8Activation, Fp8GatedFeedForward
@@ -52,9 +52,10 @@ def convert(
     done = conversion_of(model)
     if done is not None:
         if done.activations != activations:
+            key, had, found = difference(done.activations, activations)
             raise RuntimeError(
-                f"coat_ds.convert: the model was converted with {done.activations}, found {activations}. "
-                "Call coat_ds.unconvert(model) first."
+                f"coat_ds.convert: {key}: found {found!r}, but the model was converted with {had!r}. Call "
+                "coat_ds.unconvert(model) first."
             )
         return model
     conversion = Conversion(activations)

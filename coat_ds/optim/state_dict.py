@@ -207,7 +207,10 @@ def _check_states(state_dict: dict[str, Any], groups: list[dict[str, Any]]) -> N
         if not entry:
             continue
         if "max_exp_avg_sq" in entry:
-            raise ValueError("load_state_dict: the state is amsgrad's, which CoatAdamW does not support.")
+            raise ValueError(
+                "load_state_dict: the state is amsgrad's, which CoatAdamW does not support. Go "
+                "on with AdamW, or load a checkpoint without it."
+            )
         missing = [k for k in (*MOMENTS, *(() if is_counted else ("step",))) if k not in entry]
         if missing:
             raise ValueError(

@@ -36,11 +36,13 @@ def run(arguments: argparse.Namespace) -> int:
     """Prints the table and draws; 0. Raises CoatConfigError where there is no reading, or no matplotlib."""
     try:
         readings = read(arguments.run)
-    except (FileNotFoundError, ValueError) as error:
+    except FileNotFoundError:
         raise CoatConfigError(
-            f"RUN: expected a folder with {FILE}, which coat.watch.folder names; found {arguments.run!r}: "
-            f"{error}"
-        ) from error
+            f"RUN: expected a folder with {FILE}, found none in {arguments.run!r}. Name the folder that "
+            "coat.watch.folder names; without it a run writes no readings."
+        ) from None
+    except ValueError as error:
+        raise CoatConfigError(f"RUN: {error}. Correct the file, or name another run.") from error
     if arguments.json:
         print(json.dumps(readings[-1]._asdict()))
         return 0

@@ -33,9 +33,19 @@ def initialize(
     The config that was given is not changed. An Adam or AdamW of torch or DeepSpeed given as `optimizer`
     becomes a `CoatAdamW`, the same object; a `CoatAdamW` is used as it is: the block's formats do not apply.
 
-    Raises CoatConfigError for a block or a combination that cannot be honoured, before anything is built.
+    Raises CoatConfigError for a block or a combination that cannot be honoured, before anything is built,
+    and ModuleNotFoundError without DeepSpeed.
     """
-    import deepspeed
+    try:
+        import deepspeed
+    except ModuleNotFoundError as error:
+        if error.name != "deepspeed":
+            raise
+        raise ModuleNotFoundError(
+            'coat_ds.initialize: DeepSpeed is not installed. pip install "coat-train[deepspeed]"; without '
+            "DeepSpeed take coat_ds.convert and coat_ds.CoatAdamW.",
+            name="deepspeed",
+        ) from None
 
     check(_load_config(args, config, config_params), optimizer)
     with switch.installed():

@@ -6,11 +6,10 @@ converted (`coat_ds.layers`).
 """
 
 import weakref
-from dataclasses import fields
 
 from torch import nn
 
-from coat_ds.config import ActivationsConfig, CoatConfigError
+from coat_ds.config import ActivationsConfig, CoatConfigError, difference
 from coat_ds.layers.conversion import conversion_of, holder_of
 from coat_ds.layers.convert import convert, unconvert
 
@@ -85,7 +84,7 @@ def _tell(built: list[tuple[str, nn.Module]], activations: ActivationsConfig, sa
     others = [(name, module) for name, module in built if said and module.activations != activations]
     for name, module in others:
         if module.told_by is not None:
-            key, found, wanted = _difference(module.activations, activations)
+            key, found, wanted = difference(module.activations, activations)
             raise CoatConfigError(
                 f"coat.activations.{key}: found {wanted!r}, but {name} was built with {found!r}, as "
                 f"{module.told_by} says. Make them equal, or drop one of the two."
@@ -98,14 +97,8 @@ def _tell(built: list[tuple[str, nn.Module]], activations: ActivationsConfig, sa
 def _check_converted(found: ActivationsConfig, wanted: ActivationsConfig, said: bool) -> None:
     """Raises CoatConfigError if the script has converted its model otherwise than the block says."""
     if said and found != wanted:
-        key, has, says = _difference(found, wanted)
+        key, has, says = difference(found, wanted)
         raise CoatConfigError(
             f"coat.activations.{key}: found {says!r}, but the script has called coat_ds.convert with "
             f"{has!r}. Make them equal, or drop one of the two."
         )
-
-
-def _difference(found: ActivationsConfig, wanted: ActivationsConfig) -> tuple[str, object, object]:
-    """The first key in which two differ, and both values."""
-    pairs = ((f.name, getattr(found, f.name), getattr(wanted, f.name)) for f in fields(ActivationsConfig))
-    return next(pair for pair in pairs if pair[1] != pair[2])

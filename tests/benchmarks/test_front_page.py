@@ -32,11 +32,11 @@ def change(path, system, **values):
 
 def test_the_committed_table_is_that_of_the_committed_files():
     readme = front_page.README.read_text()
-    assert front_page.filled(readme, RESULTS) == readme, "run python -m benchmarks report"
+    assert front_page.page(readme, RESULTS) == readme, "run python -m benchmarks report"
     changed = readme.replace("| COAT | ", "| COAT | 1", 1)
-    assert changed != readme and front_page.filled(changed, RESULTS) == readme
-    with pytest.raises(ValueError, match="README.md: expected a line"):
-        front_page.filled(readme.replace(front_page.END, ""), RESULTS)
+    assert changed != readme and front_page.page(changed, RESULTS) == readme
+    with pytest.raises(ValueError, match="README.md: expected '<!-- end -->' behind"):
+        front_page.page(readme.replace("<!-- end -->", ""), RESULTS)
 
 
 def test_table_follows_the_results(results):

@@ -1,7 +1,6 @@
 """The headline figures are those that are stored; the gate tells what holds from what does not."""
 
 import csv
-import re
 import shlex
 import shutil
 import sys
@@ -12,7 +11,7 @@ import torch
 
 from benchmarks import reproduce, verify
 from benchmarks.__main__ import build_parser, main
-from benchmarks.common.commands import ROOT, Commands, NotRunnable, check_machine
+from benchmarks.common.commands import Commands, NotRunnable, check_machine
 from benchmarks.common.harness import BENCHMARKS, RESULTS, read_rows
 from tests.benchmarks.test_harness import run
 
@@ -21,37 +20,9 @@ LOSS = next(one for one in verify.load() if one.name == "converge-nats")
 MEMORY = next(one for one in verify.load() if one.name == "7b-zero2-80gb-bf16")
 
 
-def test_every_headline_figure_is_stored_and_every_page_says_it():
+def test_every_headline_figure_is_stored():
     verdicts = {one.name: verify.check_stored(one) for one in verify.load()}
     assert {name: verdict for name, verdict in verdicts.items() if verdict.result != "pass"} == {}
-
-
-# systems by the words above the columns of docs/performance.md
-SYSTEMS = {
-    "BF16": "BF16",
-    "BF16, feed-forward recomputed": "BF16, MLP recomputed",
-    "TransformerEngine FP8": "TE FP8",
-    "COAT": "COAT",
-    "COAT, smallest": "COAT, smallest",
-}
-
-
-def test_every_cell_of_the_whole_models_is_a_stored_row():
-    stored = {
-        (row["system"], f"{row['tokens_per_s_gpu']:.0f}", f"{row['peak_mb'] / 1e3:.1f}")
-        for path in RESULTS.glob("train_*.csv")
-        for row in read_rows(path)
-        if "tokens_per_s_gpu" in row
-    }
-    text = (ROOT / "docs/performance.md").read_text().split("## Whole models")[1].split("\n\n")[1]
-    head, _, *lines = ([cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines())
-    cells = 0
-    for name, *line in lines:
-        for title, cell in zip(head[1:], line, strict=True):
-            for tokens, peak in re.findall(r"([\d,]+); ([\d.]+)", cell):
-                cells += 1
-                assert (SYSTEMS[title], tokens.replace(",", ""), peak) in stored, (name, title, cell)
-    assert cells > 30
 
 
 def change(path, pick, **values):
@@ -66,21 +37,14 @@ def change(path, pick, **values):
         writer.writerows(rows)
 
 
-def test_another_stored_figure_or_another_page_fails(tmp_path):
+def test_another_stored_figure_fails(tmp_path):
     shutil.copy(RESULTS / SPEED.file, tmp_path)
-    (tmp_path / "docs").mkdir()
-    for page in ("README.md", "docs/performance.md"):
-        shutil.copy(ROOT / page, tmp_path / page)
-    assert verify.check_stored(SPEED, tmp_path, tmp_path).result == "pass"
-    readme = (tmp_path / "README.md").read_text()
-    (tmp_path / "README.md").write_text(readme.replace("(1.64×)", "(1.65×)"))
-    verdict = verify.check_stored(SPEED, tmp_path, tmp_path)
-    assert verdict.result == "fail" and "README.md does not say '| 17,320 (1.64×) |'" in verdict.reason
+    assert verify.check_stored(SPEED, tmp_path).result == "pass"
     pick = {"way": "zero2", "system": "COAT", "limited": "False"}
     change(tmp_path / SPEED.file, pick, tokens_per_s_gpu="17400.0")
-    assert "has another" in verify.check_stored(SPEED, tmp_path, tmp_path).reason
+    assert "has another" in verify.check_stored(SPEED, tmp_path).reason
     (tmp_path / SPEED.file).unlink()
-    assert "no row with way=zero2" in verify.check_stored(SPEED, tmp_path, tmp_path).reason
+    assert "no row with way=zero2" in verify.check_stored(SPEED, tmp_path).reason
 
 
 @pytest.mark.parametrize(

@@ -44,94 +44,24 @@ def test_every_key():
 
 
 @pytest.mark.parametrize(
-    ("block", "words"),
+    ("block", "said"),
     [
-        pytest.param({"enabled": True, "optimiser": {}}, ["coat.optimiser", "optimizer"], id="unknown"),
-        pytest.param({"enabled": True, "x": 1}, ["coat.x", "1", "activations", "Drop"], id="nothing-near"),
-        pytest.param(
-            {"enabled": True, "optimizer": {"groupsize": 128}},
-            ["coat.optimizer.groupsize", "128", "Did you mean 'group_size'"],
-            id="unknown-inside",
-        ),
-        pytest.param({"enabled": "true"}, ["coat.enabled", "'true'", "true or false"], id="string-boolean"),
-        pytest.param({"enabled": 1}, ["coat.enabled", "1", "true or false"], id="integer-boolean"),
-        pytest.param(
-            {"enabled": True, "optimizer": {"min_numel": True}},
-            ["coat.optimizer.min_numel", "True", "an integer"],
-            id="boolean-integer",
-        ),
-        pytest.param(
-            {"enabled": True, "optimizer": {"min_numel": -1}},
-            ["coat.optimizer.min_numel", "-1", "0 or more"],
-            id="negative",
-        ),
-        pytest.param(
-            {"enabled": True, "optimizer": {"group_size": 100}},
-            ["coat.optimizer.group_size", "100", "64, 128, 256"],
-            id="group-size",
-        ),
-        pytest.param(
-            {"enabled": True, "optimizer": {"group_size": 128.0}},
-            ["coat.optimizer.group_size", "128.0", "an integer"],
-            id="float-integer",
-        ),
-        pytest.param(
-            {"enabled": True, "optimizer": {"exp_avg_format": "fp8_expand"}},
-            ["coat.optimizer.exp_avg_format", "'fp8_expand'", "Did you mean 'fp8_expanded'"],
-            id="format",
-        ),
-        pytest.param(
-            {"enabled": True, "activations": {"forward_format": "e5m2"}},
-            ["coat.activations.forward_format", "'e5m2'", "'e4m3'"],
-            id="removed-key",
-        ),
-        pytest.param(
-            {"enabled": True, "activations": {"backward_format": "E4M3"}},
-            ["coat.activations.backward_format", "'E4M3'", "'e4m3'"],
-            id="fp8-format",
-        ),
-        pytest.param(
-            {"enabled": True, "activations": {"weight_cache": True}},
-            ["coat.activations.weight_cache", "True", "'none', 'fp8'"],
-            id="boolean-choice",
-        ),
-        pytest.param(
+        ({"enabled": 1}, "coat.enabled: expected true or false, found 1"),
+        ({"enabled": True, "optimizer": {"min_numel": True}}, "min_numel: expected an integer, found True"),
+        ({"enabled": True, "optimizer": {"group_size": 128.0}}, "expected an integer, one of .*found 128.0"),
+        ({"enabled": True, "activations": {"backward_format": "E4M3"}}, "found 'E4M3'. Did you mean 'e4m3'"),
+        (
             {"enabled": True, "activations": {"weight_cache": "scale"}},
-            ["coat.activations.weight_cache", "'scale'", "removed", "'none'", "'fp8'"],
-            id="removed-weight-cache",
+            "found 'scale', which was removed.*'none'",
         ),
-        pytest.param(
-            {"enabled": True, "activations": {"attention_format": "e4m3"}},
-            ["coat.activations.attention_format", "'e4m3'", "removed", "'sqrt8'"],
-            id="removed-attention-format",
-        ),
-        pytest.param(
-            {"enabled": True, "activations": {"saved_format": "fp8"}},
-            ["coat.activations.saved_format", "'fp8'", "'sqrt8', 'e4m3'", "Did you mean 'e4m3'"],
-            id="other-name",
-        ),
-        pytest.param(
-            {"enabled": True, "activations": {"group_size": 0}},
-            ["coat.activations.group_size", "16, 32"],
-            id="activation-group-size",
-        ),
-        pytest.param(
-            {"enabled": True, "optimizer": True}, ["coat.optimizer", "True", "object"], id="no-object"
-        ),
-        pytest.param(True, ["coat", "True", "object"], id="no-object-at-all"),
-        pytest.param(
-            {"enabled": True, "zero3_layer_units": 1},
-            ["coat.zero3_layer_units", "found 1", "'auto', True, False"],
-            id="word-or-boolean",
-        ),
-        pytest.param({"optimizer": {}}, ["coat.enabled", "missing", "optimizer"], id="enabled-missing"),
+        ({"enabled": True, "zero3_layer_units": 1}, "zero3_layer_units: .*'auto', True, False; found 1"),
     ],
+    ids=str,
 )
-def test_errors_name_key_value_and_way_out(block, words):
-    with pytest.raises(CoatConfigError) as error:
+def test_values_of_nearly_the_right_kind_are_refused(block, said):
+    """Messages for the rest: tests/test_mistakes.py."""
+    with pytest.raises(CoatConfigError, match=said) as error:
         CoatConfig.from_dict(block)
-    for word in words:
-        assert word in str(error.value)
     assert isinstance(error.value, ValueError)
 
 

@@ -114,6 +114,13 @@ def test_room_for_checkpoints(tmp_path):
     assert machine.too_little_room("x", 27, 1) and not machine.too_little_room("x", 28, 1)
 
 
+def test_a_missing_compiler_is_named(monkeypatch):
+    monkeypatch.delenv("CXX", raising=False)
+    monkeypatch.setenv("PATH", "")
+    found = machine.check_compiler()
+    assert found.state == WARNING and "install g++" in found.text
+
+
 def test_old_gpus_are_told_apart():
     assert machine.without_fp8("H100", 9, 0) is None and machine.without_fp8("L4", 8, 9) is None
     assert "A100 has compute capability 8.0, FP8 needs 8.9" in machine.without_fp8("A100", 8, 0)
@@ -186,6 +193,21 @@ def test_a_dry_run_leaves_the_model_as_it_was():
 def test_a_dry_run_says_why_nothing_is_saved(block, model, check, state, text):
     found = dry(config(block), **model)[check]
     assert found.state == state and text in found.text, found
+
+
+def test_a_dry_run_reads_the_json_as_the_engine_would():
+    offload = {"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "nvme"}}}
+    for wrong, text in (
+        ({"COAT": {"enabled": True}}, "COAT: found a block there"),
+        ({"coat": {"enabled": True}} | offload, "offload_optimizer.device: found 'nvme'"),
+        ({"coat": {"enabled": True}, "optimizer": {"type": "Lamb"}}, "optimizer.type: "),
+    ):
+        found = dry(wrong)["dry run"]
+        assert found.state == PROBLEM and text in found.text, found
+    # what Trainer fills in
+    trainer = {"optimizer": {"type": "AdamW", "params": {"lr": "auto", "betas": "auto"}}}
+    for right in (config({"enabled": True}), config({"enabled": True}) | trainer):
+        assert "dry run" not in dry(right)
 
 
 def test_models_that_cannot_be_built_are_named():

@@ -25,54 +25,41 @@ def params(**values) -> dict:
 
 
 MISTAKES = {
-    "a name for the section": (host(optimizer="AdamW"), ["optimizer: ", "'AdamW'", '{"type": "AdamW"']),
-    "a list for the section": (host(optimizer=["AdamW"]), ["optimizer: ", "['AdamW']", "Use braces"]),
+    "a list for the section": (host(optimizer=["AdamW"]), "optimizer: .*'AdamW'.*Use braces"),
     "a list for params": (
         host(optimizer={"type": "AdamW", "params": [["lr", 1]]}),
-        ["optimizer.params: ", "[['lr', 1]]", '{"lr": 1e-3}'],
+        r"optimizer\.params: .*\{\"lr\": 1e-3\}.*'lr', 1",
     ),
-    "auto": (params(lr="auto"), ["optimizer.params.lr: ", "'auto'", "Hugging Face", "write a number"]),
-    "quotes": (params(lr="1e-3"), ["optimizer.params.lr: ", "'1e-3'", "Leave the quotes out"]),
-    "true": (params(weight_decay=True), ["optimizer.params.weight_decay: ", "True", "Write a number"]),
-    "nothing": (params(eps=None), ["optimizer.params.eps: ", "None", "drop the key"]),
-    "one beta": (params(betas=0.9), ["optimizer.params.betas: ", "0.9", "[0.9, 0.95]"]),
-    "betas in quotes": (params(betas=["0.9", 0.95]), ["optimizer.params.betas: ", "'0.9'", "quotes"]),
-    "capitals": ({"COAT": BLOCK}, ["COAT: ", "ignored", 'Write "coat"']),
-    "in the optimizer": (
-        {"optimizer": {**ADAMW, "coat": BLOCK}},
-        ["optimizer.coat: ", "ignored", 'beside "optimizer"'],
-    ),
+    "true": (params(weight_decay=True), "optimizer.params.weight_decay: .*True.*Write a number"),
+    "nothing": (params(eps=None), "optimizer.params.eps: .*None.*drop the key"),
+    "betas in quotes": (params(betas=["0.9", 0.95]), "optimizer.params.betas: .*'0.9'.*quotes"),
     "among the parameters": (
         {"optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "Coat": BLOCK}}},
-        ["optimizer.params.Coat: ", "ignored", "at the top of the config"],
+        "optimizer.params.Coat: .*ignored.*at the top of the config",
     ),
     "in any section": (
         {"zero_optimization": {"stage": 1, "offload_optimizer": {"coat": BLOCK}}},
-        ["zero_optimization.offload_optimizer.coat: ", "ignored"],
+        "zero_optimization.offload_optimizer.coat: .*ignored",
     ),
-    "one right, one wrong": (host(bf16={"coat": BLOCK}), ["bf16.coat: ", "ignored"]),
-    "auto in the block": (
-        host(coat={"enabled": "auto"}),
-        ["coat.enabled: ", "'auto'", "Nobody fills in", "drop the key"],
-    ),
+    "one right, one wrong": (host(bf16={"coat": BLOCK}), "bf16.coat: .*ignored"),
     "auto for a choice": (
         host(coat={"enabled": True, "optimizer": {"group_size": "auto"}}),
-        ["coat.optimizer.group_size: ", "'auto'", "64, 128, 256", "Nobody fills in"],
+        "coat.optimizer.group_size: .*64, 128, 256.*'auto'.*Nobody fills in",
     ),
     "another implementation's mode": (
         params(lr=1e-3, adam_w_mode=False),
-        ["optimizer.params.adam_w_mode: ", "needs True", "found False"],
+        "optimizer.params.adam_w_mode: .*needs True, found False",
     ),
 }
 
 
-@pytest.mark.parametrize("config, words", MISTAKES.values(), ids=MISTAKES)
-def test_mistakes(config, words):
+@pytest.mark.parametrize("config, said", MISTAKES.values(), ids=MISTAKES)
+def test_mistakes(config, said):
+    """The more usual ones: tests/test_mistakes.py."""
     # an engine would come to this check
     assert block.asks_for_coat(config)
-    with pytest.raises(CoatConfigError) as error:
+    with pytest.raises(CoatConfigError, match=said):
         deepspeed_config.check(config, None)
-    assert all(word in str(error.value) for word in words), error.value
 
 
 def test_what_is_no_mistake():

@@ -420,7 +420,6 @@ def test_linear_bias(device, cls, skip_bias_add):
             "--context-parallel-size",
             marks=pytest.mark.skipif(HAVE_TE, reason="Transformer Engine's attention supports it"),
         ),
-        ({"recompute_granularity": "selective", "recompute_modules": ["layernorm"]}, "--recompute-modules"),
     ],
     ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
 )
@@ -597,20 +596,6 @@ def test_biases_sum_gradients_that_are_never_written(device, monkeypatch):
             assert rel_rms(stock[name], written[name]) <= bound, name
     # what is behind fc2's bias is the residual addition
     assert rel_rms(found["mlp.linear_fc2.bias"], grad.float().sum((0, 1))) < 2**-9
-
-
-@pytest.mark.parametrize(
-    ("field", "value", "text"),
-    [
-        ("fp8", "hybrid", "--fp8-format"),
-        ("multi_latent_attention", True, "--multi-latent-attention"),
-    ],
-)
-def test_unsupported_layers_are_named(field, value, text):
-    settings = config()
-    setattr(settings, field, value)
-    with pytest.raises(ValueError, match=text):
-        coat_layer_spec.module(settings)
 
 
 @pytest.mark.parametrize(

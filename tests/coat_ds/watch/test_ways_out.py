@@ -52,13 +52,13 @@ def test_the_command_as_json_and_elsewhere(run, tmp_path, capsys):
     assert not (run / "errors.png").exists()
 
 
-@pytest.mark.parametrize("content", [None, "", "{}\n", "no\n"])
-def test_the_command_says_what_is_missing(tmp_path, capsys, content):
-    if content is not None:
-        (tmp_path / "watch.jsonl").write_text(content)
+@pytest.mark.parametrize("content", ["", "{}\n", "no\n"])
+def test_the_command_says_what_is_wrong_in_the_file(tmp_path, capsys, content):
+    (tmp_path / "watch.jsonl").write_text(content)
     assert cli.main(["watch", str(tmp_path)]) == 2
     error = capsys.readouterr().err
-    assert "RUN: expected a folder with watch.jsonl, which coat.watch.folder names" in error
+    # no file: tests/test_mistakes.py
+    assert f"RUN: {tmp_path}/watch.jsonl: " in error and "Correct the file" in error
 
 
 def test_writers_as_megatrons():

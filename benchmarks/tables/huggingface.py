@@ -1,0 +1,71 @@
+"""Tables of docs/huggingface.md."""
+
+from benchmarks.tables.blocks import Results, block, gb, table
+
+
+@block("huggingface.md", "gains")
+def gains(results: Results) -> str:
+    lines = []
+    for shape, title in (("llama3-8b", "Llama-3-8B"), ("qwen3-8b", "Qwen3-8B")):
+        rows = {r["system"]: r for r in results.rows("models_gpu.csv", shape=shape)}
+        cells = (f"{rows[s]['ms']:.1f}; {rows[s]['peak_gb']:.1f}" for s in ("BF16", "BF16, Liger", "COAT"))
+        lines.append([f"{rows['BF16']['layers']} layers of {title}, 8,192 tokens", *cells])
+    return table(["one H200: ms; peak GB above the weights", "BF16", "BF16, Liger", "COAT"], *lines)
+
+
+@block("huggingface.md", "trainer")
+def trainer(results: Results) -> str:
+    rows = results.rows("trainer.csv")
+    first, ordinals = rows[0], ("", "first", "second", "third")
+    names = dict.fromkeys(row["system"] for row in rows)
+    lines = [
+        [r["system"], ordinals[r["order"]], f"{r['ms']:.0f}", f"{r['tokens_per_s_gpu']:,.0f}", gb(r)]
+        for name in ("BF16", *(name for name in names if name != "BF16"))
+        for r in rows
+        if r["system"] == name
+    ]
+    title = (
+        f"Llama-3-8B under Trainer, ZeRO-{first['stage']}, {first['gpus']} × H200, {first['micro_batch']} × "
+        f"{first['sequence']} tokens"
+    )
+    return table([title, "process of its call", "ms a step", "tokens per second and GPU", "peak GB"], *lines)
+
+
+FAMILIES = {
+    "llama": "Llama",
+    "qwen2": "Qwen2",
+    "mistral": "Mistral, sliding window",
+    "qwen3": "Qwen3",
+    "gemma2": "Gemma 2, eager attention",
+    "gemma3": "Gemma 3",
+    "phi3": "Phi-3",
+    "llava": "LLaVA, image and text layers",
+    "gpt2": "GPT-2",
+    "gpt_neox": "GPT-NeoX",
+    "opt": "OPT",
+    "mixtral": "Mixtral, 4 experts",
+    "qwen3_moe": "Qwen3-MoE, 4 experts",
+    "bert": "BERT",
+    "vit": "ViT",
+    "siglip": "SigLIP",
+}
+
+
+@block("huggingface.md", "families")
+def families(results: Results) -> str:
+    rows = {row["family"]: row for row in results.rows("models.csv")}
+    if rows.keys() != FAMILIES.keys():
+        raise ValueError(f"models.csv: expected the families {', '.join(FAMILIES)}; found {', '.join(rows)}")
+    lines = [
+        [
+            name,
+            f"{rows[family]['BF16 bytes']:,.0f}",
+            f"{rows[family]['COAT / BF16']:.2f}×",
+            f"{rows[family]['COAT, 8-bit attention / BF16']:.2f}×",
+        ]
+        for family, name in FAMILIES.items()
+    ]
+    return table(
+        ["saved by the layers of a small model, bytes a token", "BF16", "COAT", "COAT, 8-bit attention"],
+        *lines,
+    )

@@ -1,0 +1,195 @@
+"""Tables of docs/numerics.md."""
+
+import statistics
+
+import torch
+
+from benchmarks.common.pairs import paired
+from benchmarks.state_train import MASTERS
+from benchmarks.tables.blocks import Results, between, block, bullets, percent, table
+from coat_kernels.groups import dequantize_groups_reference, quantize_groups_reference
+
+
+@block("numerics.md", "saved formats")
+def saved_formats(_: Results) -> str:
+    """By the references, of a million normal values."""
+    x = torch.randn(1024, 1024, generator=torch.Generator().manual_seed(0))
+
+    def error(name: str) -> str:
+        codes = quantize_groups_reference(x, 16, name)
+        return percent(((dequantize_groups_reference(codes, 16) - x).norm() / x.norm()).item(), 1)
+
+    return table(
+        ["`saved_format`", "what it is", "error of normal values, RMS"],
+        ["`sqrt8` (default)", "signed integers whose squares are the values", error("sqrt8")],
+        ["`e4m3`", "the paper's FP8; more room for outliers in a group", error("e4m3")],
+    )
+
+
+@block("numerics.md", "kept of a layer")
+def kept(results: Results) -> str:
+    rows = {row["layer"]: row for row in results.rows("layer_7b.csv")}
+    said = ("BF16", "BF16"), ("TransformerEngine FP8", "TE delayed"), ("COAT", "ours")
+    sizes = ", ".join(f"{name} {rows[layer]['saved_h']:.1f}" for name, layer in said)
+    return f"What is kept of a layer, in units of h bytes per token (Llama-2-7B): {sizes}.\n"
+
+
+@block("numerics.md", "attention formats")
+def attention_formats(results: Results) -> str:
+    rows = {row["layer"]: row for row in results.rows("layer_7b_blocks.csv")}
+
+    def error(name: str) -> str:
+        found = results.row("numerics.csv", data="trained", layer=name, figure="RMS error")
+        return f"{found['linear_qkv']:.2f}"
+
+    shown = (
+        ("`bf16` (default)", "ours", error("ours")),
+        ("`sqrt8`", "ours, 8-bit attention", error("ours, 8-bit attention")),
+        (
+            "`recompute`: saves the output alone, makes the others again",
+            "ours, recomputed attention",
+            "as with `bf16`",
+        ),
+    )
+    return table(
+        ["", "h bytes", "ms of the layer", "error of `linear_qkv`'s gradient"],
+        *([name, f"{rows[row]['saved_h']:.1f}", f"{rows[row]['ms']:.1f}", said] for name, row, said in shown),
+    )
+
+
+OPERATIONS = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
+
+
+@block("numerics.md", "errors of a layer")
+def errors(results: Results) -> str:
+    def ratios(layer: str, data: str, names: tuple[str, ...] = OPERATIONS) -> list[float]:
+        row = results.row("numerics.csv", data=data, layer=layer, figure="to TE current")
+        return [row[name] for name in names]
+
+    def output(data: str) -> str:
+        spread = results.row("numerics.csv", data=data, layer="ours", figure="standard error")["y"]
+        return f"{ratios('ours', data, ('y',))[0]:.3f} ± {spread:.3f}"
+
+    def gradients(layer: str) -> str:
+        trained, outliers = (between(ratios(layer, data), "{:.2f}") for data in ("trained", "outliers"))
+        return f"{trained} times, {outliers} beside outliers"
+
+    return bullets(
+        f"Output: {output('trained')} times over the layers of partly trained models, {output('outliers')} "
+        "beside outliers.",
+        f"Gradients of the linear layers' weights, E5M2 as in both: {gradients('ours')}.",
+        f'With `"backward_format": "e4m3"`: {gradients("ours, gradients E4M3")}.',
+        f'With `"fast_accumulation": "all"`: {gradients("ours, all fast")}.',
+    )
+
+
+@block("numerics.md", "stored once")
+def stored_once(results: Results) -> str:
+    codes = {
+        ("ratio8", "log8"): "`ratio8`, `log8` (default)",
+        ("fp8_expanded", "log8"): "`fp8_expanded`, `log8`",
+        ("fp8_expanded", "fp8_expanded"): "`fp8_expanded` (the paper's)",
+        ("fp8", "fp8"): "`fp8`",
+        ("fp8_e5m2", "fp8_e5m2"): "`fp8_e5m2`",
+        ("bf16", "bf16"): "`bf16`",
+    }
+    rows = (results.row("state_error.csv", m=m, v=v, kind="all") for m, v in codes)
+    names = ("exp_avg", "root", "update")
+    lines = ([*(percent(row[name], 1) for name in names)] for row in rows)
+    head = ["", "first moment", "root of the second", "update"]
+    return table(head, *([name, *line] for name, line in zip(codes.values(), lines, strict=True)))
+
+
+@block("numerics.md", "many steps")
+def many_steps(results: Results) -> str:
+    codes = {
+        "ratio8, log8": "`ratio8`, `log8` (default)",
+        "fp8_expanded, fp8_expanded": "`fp8_expanded` (the paper's)",
+        "FlashOptim": "FlashOptim's",
+        "bitsandbytes 8-bit": "bitsandbytes' 8 bits",
+        "bf16, bf16": "BF16 to nearest",
+        "ratio4, log6": "an experiment: 4 bits, and logarithms in 6",
+    }
+    betas = (0.95, 0.99, 0.999)
+    lines = []
+    for code, name in codes.items():
+        rows = [results.row("state_loop.csv", code=code, kind="all", beta2=beta) for beta in betas]
+        errors = (percent(row["applied"], 1) for row in rows)
+        lines.append([name, f"{rows[0]['bytes']:.2f}", *errors, percent(rows[-1]["stalled"], 1)])
+    head = ["", "bytes", *(f"β2 {beta}" for beta in betas)]
+    return table([*head, f"second moments off by more than a third, at {betas[-1]}"], *lines)
+
+
+@block("numerics.md", "masters")
+def masters(results: Results) -> str:
+    """Paired by seed; beside FP32 moments unless a name says otherwise."""
+    rows = results.rows("state_train.csv")
+    arms = {
+        ("fp32, fp32", "exact"): "`exact`",
+        ("fp32, fp32", "stochastic"): "`stochastic`",
+        ("ratio8, log8", "stochastic"): "`stochastic`, with the default states",
+        ("fp32, fp32", "nearest"): "`nearest`",
+        ("fp32, fp32", "nearest, to exp_avg"): "`nearest`, what is lost added to the first moment (ECO)",
+    }
+    apart = {
+        (row["phase"], row["moments"], row["masters"]): row
+        for row in paired(rows, ("phase",), ("moments", "masters"), next(iter(arms)))
+    }
+
+    def cell(phase: str, arm: tuple[str, str]) -> str:
+        row = apart[phase, *arm]
+        if arm == next(iter(arms)):
+            return "0"
+        return f"{1e3 * row['to_baseline']:+.2f} ± {1e3 * row['error']:.2f}"
+
+    phases = {
+        phase: {row["steps"] for row in rows if row["phase"] == phase} for phase in ("quickstart", "tail")
+    }
+    ((start,), (tail,)) = phases.values()
+    head = f"{start:.0f} steps from the start", f"{tail:.0f} more at rates down to a thousandth"
+    lines = (
+        [name, f"{MASTERS[arm[1]].bytes:g}", *(cell(phase, arm) for phase in phases)]
+        for arm, name in arms.items()
+    )
+    return table(["", "bytes beside the weight", *head], *lines)
+
+
+@block("numerics.md", "convergence")
+def convergence(results: Results) -> str:
+    def losses(file: str, run: str) -> list[float]:
+        return [row["val_loss"] for row in results.rows(file, run=run)]
+
+    base = statistics.mean(losses("converge.csv", "bf16"))
+
+    def line(name: str, run: str) -> list[str]:
+        found = losses("converge.csv", run)
+        mean, seeds = statistics.mean(found), len(found)
+        spread = f" ({min(found):.4f} to {max(found):.4f})" if seeds > 1 else ""
+        beside = "" if run == "bf16" else f"{100 * (mean / base - 1):+.2f} %"
+        return [name, str(seeds), f"{mean:.4f}{spread}", beside]
+
+    long, ours = (losses("converge_long.csv", run)[-1] for run in ("bf16", "coat"))
+    tokens = [
+        results.row(f, run=r)["tokens"] for f, r in (("converge.csv", "bf16"), ("converge_long.csv", "bf16"))
+    ]
+    late = "val_loss_step_684"
+    states, fp32 = (
+        results.rows("converge_beta2.csv", run=f"coat-optimizer{kind}-beta2-0.999") for kind in ("", "-fp32")
+    )
+    beta2 = [statistics.mean(row[late] for row in rows) for rows in (states, fp32)]
+    return (
+        table(
+            [f"{tokens[0] / 1e6:.0f} million tokens", "seeds", "validation loss", "to BF16's mean"],
+            line("BF16", "bf16"),
+            line("COAT with the paper's states (`fp8_expanded`)", "coat-paper"),
+            line("COAT with today's default states (`ratio8`, `log8`)", "coat"),
+            line("from BF16 to COAT in the middle, the paper's states", "bf16-to-coat"),
+            line("from COAT to BF16 in the middle, the paper's states", "coat-to-bf16"),
+            line('"fastest", the paper\'s states', "coat-fastest"),
+        )
+        + f"\nOver {tokens[1] / 1e6:.0f} million tokens, one seed and the paper's states: BF16 {long:.4f}, "
+        f"COAT {ours:.4f} ({100 * (ours / long - 1):+.2f} %).\n\nAt β2 0.999 and activations in BF16, "
+        f"{late.rpartition('_')[2]} of {states[0]['steps']:.0f} steps and {len(states)} seeds: today's "
+        f"states {beta2[0]:.4f}, FP32 moments {beta2[1]:.4f}; single pairs are "
+        f"{between([a[late] - b[late] for a, b in zip(states, fp32, strict=True)], '{:+.3f}')} apart.\n"
+    )

@@ -1,0 +1,86 @@
+"""Tables of the pages that have one each."""
+
+from benchmarks.tables.blocks import Results, block, table
+
+
+@block("optimizer.md", "memory and time")
+def memory_and_time(results: Results) -> str:
+    rows = {row["optimizer"]: row for row in results.rows("adamw_states.csv", params="flat")}
+    states = [results.row("converge.csv", run=run)["state_bytes_per_param"] for run in ("bf16", "coat")]
+    copied = rows["copy"]["ms"]
+    return table(
+        ["", "AdamW", "COAT"],
+        [
+            "states, bytes per parameter (125M model, norms in FP32 included)",
+            *(f"{size:.3f}" for size in states),
+        ],
+        [
+            f"step, 2^29 FP32 parameters, one H200, ms (a copy of as many bytes as COAT's: {copied:.2f})",
+            *(f"{rows[name]['ms']:.2f}" for name in ("torch fused", "ours")),
+        ],
+        [
+            "more memory in the step, MB",
+            *(f"{rows[name]['peak_mb']:.3f}" for name in ("torch fused", "ours")),
+        ],
+    )
+
+
+@block("megatron.md", "the optimizer")
+def megatrons_optimizer(results: Results) -> str:
+    names = {
+        "Megatron's Adam": "TE FusedAdam",
+        "Megatron's Adam, precision aware, FP8 states": "TE FusedAdam, FP8 states",
+        "COAT": "COAT",
+        "COAT, precision aware": "COAT, precision aware",
+    }
+    rows = [results.row("megatron_step.csv", optimizer=name) for name in names]
+    return table(
+        [f"{rows[0]['parameters'] / 1e9:.2f} billion parameters, one H200", *names.values()],
+        ["step, ms", *(f"{r['step_ms']:.3g}" for r in rows)],
+        [
+            "held with weights, FP32 gradients and masters, bytes per parameter",
+            *(f"{r['held_bytes_per_parameter']:.1f}" for r in rows),
+        ],
+        [
+            "more in the step, bytes per parameter",
+            *(f"{r['step_peak_bytes_per_parameter']:.1f}" for r in rows),
+        ],
+    )
+
+
+@block("install.md", "first step")
+def first_step(results: Results) -> str:
+    rows = results.rows("first_step.csv")
+    parts = ("torch", "coat", "first_step")
+    lines = [
+        [
+            r["way"],
+            f"`{r['installed']}`",
+            *(f"{r[f'{part}_s']:.0f} ({r[f'{part}_cpu_s']:.0f})" for part in parts),
+        ]
+        for r in rows
+    ]
+    versions = ", ".join(
+        f"{name.replace('_', '-')} {found[0]}"
+        for name in ("torch", "deepspeed", "megatron_core", "transformers")
+        if (found := [r[name] for r in rows if r[name] != "absent"])
+    )
+    measured = f"{rows[0]['date']}, commit {rows[0]['commit']}, {versions}"
+    return (
+        table(["seconds (processor seconds)", "installed", "torch", "COAT", "first step"], *lines)
+        + f"\nTwo CPU cores that did other work too, {measured}: `python -m benchmarks first_step`.\n"
+    )
+
+
+@block("deepspeed.md", "offload")
+def offload(results: Results) -> str:
+    ours, theirs = (
+        results.row("adamw_cpu.csv", optimizer=name) for name in ("ours, C++", "DeepSpeedCPUAdam")
+    )
+    return (
+        "**Offload.** Offloaded steps run in C++, which is compiled when it is first needed: "
+        f"{ours['ns_per_parameter']:.1f} ns per parameter on {ours['threads']} CPU cores, beside "
+        f"{theirs['ns_per_parameter']:.1f} of DeepSpeedCPUAdam, in {ours['state_bytes_per_parameter']:.2f} "
+        f"bytes of state instead of {theirs['state_bytes_per_parameter']:.0f} "
+        "(`python -m benchmarks adamw_cpu`).\n"
+    )
