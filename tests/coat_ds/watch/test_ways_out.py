@@ -38,7 +38,7 @@ def test_the_command_prints_a_table_and_draws(run, capsys):
     assert rows[0].split() == ["update_error", "2.00%", "3.00%", "4", "layers.*.weight"]
     assert rows[1].split() == ["stalled", "25.00%", "25.00%", "2", "layers.*.weight"]
     assert rows[2].split() == ["input_flushed", "50.00%", "50.00%", "2", "layers.*"]
-    assert rows[3] == "MB of rank 0: weights 4.0, saved 1.5" and rows[4] == "fallen back: nothing"
+    assert rows[3] == "MB of one rank: weights 4.0, saved 1.5" and rows[4] == "fallen back: nothing"
     for name in ("errors.png", "memory.png"):
         written = run / name
         assert f"wrote {written}" in out and written.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
