@@ -24,6 +24,7 @@ from benchmarks import (  # noqa: F401  (they register themselves)
     step,
     train,
     trainer,
+    watch,
     zero,
 )
 from benchmarks.common.harness import BENCHMARKS, Table

@@ -77,6 +77,7 @@ SECTIONS = [
     Section("trainer", "Models of transformers under Trainer"),
     Section("megatron_main", "Megatron-LM's own loop"),
     Section("step", "Where a step goes"),
+    Section("watch", "Watching a run"),
     Section("host", "CPU time of a layer"),
     Section("main_grad", "Weight gradients in FP32"),
     Section("parallel", "Tensor and sequence parallel layers"),
