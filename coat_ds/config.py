@@ -315,8 +315,8 @@ class WatchConfig(_Block):
     and `act` is "off"."""
 
     folder: str = ""
-    """The folder in which one rank, DeepSpeed's first or Megatron's last, appends each reading to watch.jsonl,
-    for `coat watch`. Empty: no file."""
+    """The folder in which one rank, DeepSpeed's first or Megatron's last, appends each reading to
+    watch.jsonl, for `coat watch`. Empty: no file."""
 
     act: str = _choice("off", WATCH_ACTS)
     """What follows where a linear layer or the moments of a tensor pass a limit in `readings` readings in a

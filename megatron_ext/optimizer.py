@@ -370,6 +370,6 @@ def _checking(post_init: Callable) -> Callable:
 
 
 def uninstall() -> None:
-    """Undoes `install`. Optimizers that were built stay what they are."""
+    """Undoes `install`, but for `watch.install`. Optimizers that were built stay what they are."""
     for patch in reversed(INSTALLED):
         patch.remove()

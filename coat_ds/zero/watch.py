@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 
-from coat_ds.config import WatchConfig
+from coat_ds.config import CoatConfigError, WatchConfig
 from coat_ds.patches import Patch
 from coat_ds.watch.outs import monitor
 from coat_ds.watch.states import Places
@@ -42,8 +42,19 @@ FILE = "coat_watch.json"
 
 def watch_engine(engine, config: WatchConfig, with_optimizer: bool) -> Watch | None:
     """Watches `engine`, which has its layers and its optimizer by now. None where nothing is to be measured:
-    "every" is 0, or a pipeline engine runs steps of its own."""
-    if not config.every or hasattr(engine, "train_batch"):
+    "every" is 0, or a pipeline engine runs steps of its own.
+
+    Raises CoatConfigError where a pipeline engine cannot do what `config` asks for.
+    """
+    if not config.every:
+        return None
+    if hasattr(engine, "train_batch"):
+        for key, unset in (("folder", ""), ("act", "off")):
+            if getattr(config, key) != unset:
+                raise CoatConfigError(
+                    f"coat.watch.{key}: found {getattr(config, key)!r}, but DeepSpeed's pipeline engine is "
+                    'not watched. Set "watch": false, or build the model without PipelineModule.'
+                )
         return None
     optimizer = engine.basic_optimizer if with_optimizer else None
     names = {p: name for name, p in engine.module.named_parameters()}

@@ -295,7 +295,10 @@ def test_seam_comes_and_goes(megatron):
     from megatron.core import optimizer as host
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
-    from megatron_ext import optimizer
+    from megatron_ext import optimizer, watch
+
+    # below it, and stays
+    watch.install()
 
     def places():
         owners = [vars(o) for o in (host, host.OptimizerConfig, DistributedOptimizer)]
