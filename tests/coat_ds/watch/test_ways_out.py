@@ -169,6 +169,21 @@ def test_booleans_and_defaults():
     assert WatchConfig(flushed=1).flushed == 1
 
 
+@pytest.mark.parametrize("watch, key", [({"act": "warn"}, "act"), ({"folder": "x"}, "folder"), ({}, None)])
+def test_an_engine_that_is_not_watched_says_so(watch, key):
+    from coat_ds.zero.watch import watch_engine
+
+    class PipelineEngine:
+        def train_batch(self):
+            pass
+
+    if key is None:
+        assert watch_engine(PipelineEngine(), WatchConfig(), True) is None
+        return
+    with pytest.raises(CoatConfigError, match=f"coat.watch.{key}: found .*pipeline engine"):
+        watch_engine(PipelineEngine(), WatchConfig(**watch), True)
+
+
 def two_ranks():
     """Each rank holds half of the optimizer's partition, and its own half of the batch."""
     config = {
