@@ -25,6 +25,7 @@ from megatron.core.optimizer import ChainedOptimizer, MegatronOptimizer
 from megatron.core.utils import log_single_rank
 
 from coat_ds.config import CoatConfigError, WatchConfig
+from coat_ds.optim.optimizer import CoatAdamW
 from coat_ds.patches import Patch
 from coat_ds.watch.outs import writer
 from coat_ds.watch.states import Places
@@ -119,9 +120,10 @@ def watch_optimizer(chain: ChainedOptimizer, config: WatchConfig) -> Watch | Non
             if model_param is named.get(name):
                 optimizer.keep(own, whether)
 
+    optimizers = [part.optimizer for part in ours]
     watch = Watch(
         model,
-        [part.optimizer for part in ours],
+        optimizers,
         config,
         _writers(),
         forwards=model.chunks,
@@ -129,7 +131,7 @@ def watch_optimizer(chain: ChainedOptimizer, config: WatchConfig) -> Watch | Non
         masters=lambda: [own for _, p, own in held() if not _shares_memory(own, p)],
         union=_union,
         rank=dist.get_world_size() - 1,
-        steps_done=_steps_of(chain),
+        steps_done=_steps_of(optimizers),
         samples_done=_samples_done,
         keep=keep,
         say=_say,
@@ -219,17 +221,16 @@ def _writers() -> list[Callable]:
     return [writer(host.get_tensorboard_writer(), host.get_wandb_writer())]
 
 
-def _steps_of(chain: ChainedOptimizer) -> Callable[[], int] | None:
-    """Gives the number of steps that were taken: Megatron-LM's count, or else that of our optimizer, which
+def _steps_of(optimizers: Iterable[CoatAdamW]) -> Callable[[], int] | None:
+    """Gives the number of steps that were taken: Megatron-LM's count, or else that of our optimizers, which
     goes on with a checkpoint. None where there is neither."""
     host = _megatron_lm()
     if host is not None:
         return lambda: getattr(host.get_args(), "curr_iteration", 0)
-    for part in chain.chained_optimizers:
-        states = getattr(part.optimizer, "state", {})
-        for state in states.values():
-            if "exp_avg" in state and isinstance(state.get("step"), int):
-                return lambda states=states: next(iter(states.values()))["step"]
+    for optimizer in optimizers:
+        if optimizer.state:
+            # looked up each time: loading puts others in their place
+            return lambda: int(next(iter(optimizer.state.values()))["step"])
     return None
 
 

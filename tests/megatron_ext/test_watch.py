@@ -148,6 +148,8 @@ def states(folder):
     again = Learner(watch).load(f"{folder}/checkpoint", "fully_reshardable")
     result["resumed"] = again.watch.fallback.state(), again.codecs
     result["equal"] = again.steps(4, 5) == losses
+    again.watch.take_in()
+    result["goes on at"] = again.watch.last.step
     again.watch.fallback.restore({})
     result["undone"] = again.codecs
     # a run that does not ask for it takes nothing over
@@ -351,6 +353,7 @@ def test_states_go_to_fp32_and_come_back(ranks):
         assert found["fallen"] == ranks[0]["states"]["fallen"] and found["fallen"]["layers"] == []
         assert "decoder.layers.1.mlp.linear_fc2.weight" in found["fallen"]["states"]
         assert found["resumed"] == (found["fallen"], {"fp32"}) and found["equal"]
+        assert found["goes on at"] == 6
         assert found["undone"] == found["before"]
         assert found["not taken"] == (NOTHING, found["before"])
 
