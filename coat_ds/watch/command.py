@@ -69,9 +69,10 @@ def table(readings: Sequence[Reading]) -> str:
             if figure in found
         ]
         if ever:
-            value, group = max(now, default=(float("nan"), ""))
+            value, group = max(now, default=(None, "none has it"))
+            shown = "-" if value is None else f"{value:.2%}"
             worst, step = max(ever)
-            lines.append(f"{figure:<20}{value:>8.2%}{worst:>8.2%}{-step:>9}  {group}")
+            lines.append(f"{figure:<20}{shown:>8}{worst:>8.2%}{-step:>9}  {group}")
     sizes = ", ".join(f"{role} {size / 1e6:,.1f}" for role, size in last.memory.items())
     lines.append(f"MB of one rank: {sizes}")
     lines.append(f"fallen back: {', '.join(last.fallen) or 'nothing'}")

@@ -44,6 +44,14 @@ def test_the_command_prints_a_table_and_draws(run, capsys):
         assert f"wrote {written}" in out and written.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
 
 
+def test_the_command_says_what_the_last_reading_lacks(run, capsys):
+    # as `wrong_scales` of layers that have all fallen back
+    jsonl(run)(Reading(8, 64, {"layers.*.weight": {"stalled": 0.25}}, {}, ["layers.0"]))
+    assert cli.main(["watch", str(run), "--no-pictures"]) == 0
+    _, _, *rows = capsys.readouterr().out.splitlines()
+    assert rows[0].split() == ["update_error", "-", "3.00%", "4", "none", "has", "it"]
+
+
 def test_the_command_as_json_and_elsewhere(run, tmp_path, capsys):
     assert cli.main(["watch", str(run), "--json"]) == 0
     assert json.loads(capsys.readouterr().out) == reading(6, 0.02)._asdict()
