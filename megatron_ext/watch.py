@@ -35,9 +35,7 @@ from . import options
 
 logger = logging.getLogger(__name__)
 
-_patch = functools.partial(
-    Patch, "watch of Megatron", "megatron-core", way_out='or set "watch": false in the block'
-)
+_patch = functools.partial(Patch, "watch of Megatron", "megatron-core")
 _OPTIMIZER = "megatron.core.optimizer"
 _CHAIN = f"{_OPTIMIZER}.optimizer:ChainedOptimizer"
 _PART = f"{_OPTIMIZER}.optimizer:MegatronOptimizer"
