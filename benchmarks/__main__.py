@@ -30,6 +30,7 @@ from benchmarks import (  # noqa: F401  (they register themselves)
     train,
     trainer,
     verify,
+    watch,
     zero,
 )
 from benchmarks.common.harness import BENCHMARKS, Table

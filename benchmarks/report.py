@@ -80,6 +80,7 @@ SECTIONS = [
     Section("trainer", "Models of transformers under Trainer"),
     Section("megatron_main", "Megatron-LM's own loop"),
     Section("step", "Where a step goes"),
+    Section("watch", "Watching a run"),
     Section("host", "CPU time of a layer"),
     Section("main_grad", "Weight gradients in FP32"),
     Section("parallel", "Tensor and sequence parallel layers"),
@@ -102,7 +103,7 @@ NOT_MEASURED = (
     "13B over tensor parallelism.",
     "Nothing on a data set that others use.",
     'Largest micro-batches under ZeRO-1, and of "smallest" and of TransformerEngine but under ZeRO-2.',
-    'Convergence with the states\' default format over seeds, and of "smallest", above 1M parameters.',
+    'Convergence of "smallest" above 1M parameters, and at beta2 0.999 beyond 50 million tokens.',
     "No GPU but the H200; 80 GB are a limit that torch's allocator was given, not another GPU.",
     "No downstream task: losses are of held-out text of the same kind.",
 )

@@ -310,7 +310,8 @@ class ReportConfig(_Block):
 @dataclass(frozen=True, slots=True)
 class WatchConfig(_Block):
     """What is measured while a model trains (`coat_ds.watch`). Readings go to DeepSpeed's monitors, where any
-    is enabled, and to `folder`. True stands for the defaults, false for `"every": 0`."""
+    is enabled, or to Megatron-LM's writers, and to `folder`. True stands for the defaults, false for
+    `"every": 0`."""
 
     KEY: ClassVar[str] = "coat.watch"
     OR_BOOLEAN: ClassVar[bool] = True
@@ -320,7 +321,8 @@ class WatchConfig(_Block):
     and `act` is "off"."""
 
     folder: str = ""
-    """The folder in which rank 0 appends each reading to watch.jsonl, for `coat watch`. Empty: no file."""
+    """The folder in which one rank, DeepSpeed's first or Megatron's last, appends each reading to
+    watch.jsonl, for `coat watch`. Empty: no file."""
 
     act: str = _choice("off", WATCH_ACTS)
     """What follows where a linear layer or the moments of a tensor pass a limit in `readings` readings in a

@@ -45,6 +45,7 @@ DECLARED_IN = (
     "megatron_ext.optimizer",
     "megatron_ext.recompute",
     "megatron_ext.torch_norm",
+    "megatron_ext.watch",
     "megatron_ext.cpu",
 )
 # where an object that is patched holds its records

@@ -308,6 +308,11 @@ class Graphs:
         """How many forwards have been recorded, and can be replayed now."""
         return sum(len(place.recordings) for place in self._places.values())
 
+    def clear(self) -> None:
+        """Drops what was recorded, with its memory. No forward may wait for its backward."""
+        self._places.clear()
+        self._moves = 0
+
     def call(
         self,
         function: Callable[..., torch.Tensor],

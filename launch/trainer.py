@@ -1,6 +1,7 @@
 """A training run: engine and data, steps, validation, checkpoints, and what is measured."""
 
 import argparse
+import dataclasses
 import datetime
 import functools
 import math
@@ -14,6 +15,7 @@ from pathlib import Path
 
 import torch
 
+from coat_ds.watch.outs import FILE
 from coat_launch import checkpoints, report
 from coat_launch.args import MAX_FAILURES
 from coat_launch.data import Corpus, Split, load_corpus
@@ -58,6 +60,12 @@ class Trainer:
 
         coat = CoatConfig.from_dict(self.config.get("coat"))
         self.run = "coat" if coat.enabled else "bf16"
+        # readings, unless the block says where, are in the run's folder, for `coat watch`
+        self._readings = None
+        if coat.enabled and coat.watch.every and not coat.watch.folder:
+            found = dataclasses.asdict(coat.watch) | {"folder": str(self.folder)}
+            self.config["coat"] = {**self.config["coat"], "watch": found}
+            self._readings = self.folder / FILE
         shape = load_model_shape(args)
         self.corpus: Corpus = load_corpus(
             args.data,
@@ -145,6 +153,9 @@ class Trainer:
         """
         args = self.args
         if self.is_main:
+            if self._readings is not None and not self.resumed:
+                # of an earlier run
+                self._readings.unlink(missing_ok=True)
             self._metrics = report.MetricsWriter(
                 Path(args.output) / "metrics.jsonl", self.run, self.step if self.resumed else None
             )

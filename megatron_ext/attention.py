@@ -234,9 +234,7 @@ class CoatSelfAttention(TakesActivations, SelfAttention):
     def take_activations(self, activations: ActivationsConfig) -> None:
         super().take_activations(activations)
         _check_context_parallel(self.config, activations)
-        # a gradient that only an FP8 GEMM reads is never written in BF16
-        defers = getattr(self.linear_qkv, "_in_fp8", False)
-        self._grad_scale = PredictedScale(formats(activations).backward) if defers else None
+        self._grad_scale = PredictedScale(formats(activations).backward)
 
     def forward(self, hidden_states, attention_mask, *args, rotary_pos_emb=None, **kwargs):
         after_pre_hooks(self, hidden_states)
@@ -254,12 +252,14 @@ class CoatSelfAttention(TakesActivations, SelfAttention):
         if self._tables is None:
             return super().get_query_key_value_tensors(hidden_states, *args, **kwargs)
         mixed, _ = self.linear_qkv(hidden_states)
+        # a gradient that only an FP8 GEMM reads is never written in BF16
+        defers = getattr(self.linear_qkv, "_in_fp8", False)
         return rotate_qkv(
             mixed,
             *self._tables,
             self.num_query_groups_per_partition,
             self.hidden_size_per_attention_head,
-            grad_scale=self._grad_scale,
+            grad_scale=self._grad_scale if defers else None,
         )
 
     def tables_of(self, angles, args=(), kwargs=_NO_ARGUMENTS) -> tuple[torch.Tensor, torch.Tensor] | None:

@@ -159,6 +159,7 @@ def _pretended() -> dict[str, Any]:
     answers = {
         "is_available": True,
         "is_initialized": True,
+        "is_current_stream_capturing": False,
         "device_count": int(os.environ.get("LOCAL_WORLD_SIZE", 1)),
         "get_device_name": properties.name,
         "get_device_capability": (properties.major, properties.minor),

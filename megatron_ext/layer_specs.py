@@ -33,6 +33,7 @@ try:
     from .moe import CoatMoELayer, RoutedNorm, is_moe_layer, repair_router
     from .norm import CoatNorm, coat_bias_dropout_add, deferred_bias_dropout_add
     from .torch_norm import local_norm, replace_final_norm
+    from .watch import install as watch_optimizers
 except ImportError as error:
     # Megatron 0.16 logs an ImportError of a spec's module and goes on without the spec
     raise RuntimeError(
@@ -172,5 +173,6 @@ def _sum_may_wait(config, experts: bool) -> bool:
 
 
 replace_final_norm()
+watch_optimizers()
 coat_layer_spec = ModuleSpec(module=CoatTransformerLayer, submodules=TransformerLayerSubmodules())
 sdpa_layer_spec = ModuleSpec(module=SDPATransformerLayer, submodules=TransformerLayerSubmodules())

@@ -77,6 +77,7 @@ class _CoatLinear(TakesActivations):
     """
 
     _by_output: bool
+    _paused = False
 
     def __init__(self, input_size: int, output_size: int, *, config, **kwargs):
         name = kwargs.get("tp_comm_buffer_name") or "linear"
@@ -121,13 +122,22 @@ class _CoatLinear(TakesActivations):
         super().take_activations(activations)
         activations = layer_activations(self._quant_config, activations)
         self._fits = self._is_aligned(activations.fallback)
-        self._in_fp8 = self._fits and activations.enabled
+        self._in_fp8 = self._fits and activations.enabled and not self._paused
         self._formats = formats(activations, self._cancels)
         self._cache = WeightCache(activations.weight_cache)
-        self._scales = {
-            "x_scale": PredictedScale(self._formats.forward),
-            "grad_scale": PredictedScale(self._formats.backward),
-        }
+        self._x_scale = PredictedScale(self._formats.forward)
+        self._grad_scale = PredictedScale(self._formats.backward)
+
+    @property
+    def paused(self) -> bool:
+        """Whether it computes in BF16 for now, as `coat_ds.watch` may decide. Kept FP8 copies of the weight
+        and predicted scales are forgotten with each change. All ranks have to agree."""
+        return self._paused
+
+    @paused.setter
+    def paused(self, whether: bool) -> None:
+        self._paused = whether
+        self.take_activations(self.activations)
 
     def options(self) -> tuple[torch.Tensor, LinearOptions]:
         """The weight and how it multiplies, for a fused block: with this layer's ranks, and with the weight's
@@ -146,9 +156,7 @@ class _CoatLinear(TakesActivations):
                 self._by_output and self.allreduce_dgrad,
             )
         cache = self._cache if self._cache.keep == "none" else self._cache.of(weight)
-        return weight, LinearOptions(
-            self._formats, cache, parallel, into, self._scales["x_scale"], self._scales["grad_scale"]
-        )
+        return weight, LinearOptions(self._formats, cache, parallel, into, self._x_scale, self._grad_scale)
 
     def uses(self, options: LinearOptions) -> tuple:
         """What GEMMs with `options` use beside their tensors, for CUDA graphs (`Graphs.call`)."""
@@ -161,6 +169,8 @@ class _CoatLinear(TakesActivations):
         if self._in_fp8:
             return Part("linear", multiplied(self._formats.forward.name, self._formats.backward.name))
         why = "--te-precision-config-file" if self._fits else f"sizes that {_ALIGNMENT} does not divide"
+        if self._paused:
+            why = "fallen back, by coat.watch"
         return Part("linear", None, why)
 
     @property
@@ -241,7 +251,8 @@ class _CoatLinear(TakesActivations):
             cache=self._cache,
             parallel=parallel,
             weight_grad_into=into,
-            **self._scales,
+            x_scale=self._x_scale,
+            grad_scale=self._grad_scale,
         )
 
 

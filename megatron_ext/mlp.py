@@ -92,11 +92,7 @@ class CoatMLP(TakesActivations, MLP):
     def take_activations(self, activations: ActivationsConfig) -> None:
         super().take_activations(activations)
         own = formats(activations)
-        # what only an FP8 GEMM reads is never written in BF16
-        self._scales = {
-            "y_scale": PredictedScale(own.forward) if _in_fp8(self.linear_fc2) else None,
-            "grad_scale": PredictedScale(own.backward) if _in_fp8(self.linear_fc1) else None,
-        }
+        self._y_scale, self._grad_scale = PredictedScale(own.forward), PredictedScale(own.backward)
 
     def coat_part(self) -> Part:
         return Part("feed_forward", grouped(self.activations))
@@ -120,7 +116,9 @@ class CoatMLP(TakesActivations, MLP):
                 gated=self.config.gated_linear_unit,
                 group_size=self.activations.group_size,
                 saved_format=self.activations.saved_format,
-                **self._scales,
+                # what only an FP8 GEMM reads is never written in BF16
+                y_scale=self._y_scale if _in_fp8(self.linear_fc2) else None,
+                grad_scale=self._grad_scale if _in_fp8(self.linear_fc1) else None,
             )
         else:
             # an expert without tokens: its weights still get gradients, of zeros

@@ -35,6 +35,8 @@ from coat_ds.optim.state_dict import take_states
 from coat_ds.patches import Patch, require
 from coat_kernels.adamw import join_master, split_master
 
+from . import watch
+
 logger = logging.getLogger(__name__)
 
 
@@ -109,6 +111,11 @@ class MegatronAdamW(CoatAdamW, torch.optim.AdamW):
         for index, p, fragment in groups:
             self.set_fragments(p, [fragment], index)
 
+    def keep(self, p: torch.Tensor, whether: bool = True) -> None:
+        """As `CoatAdamW.keep`. `p` is a tensor that this optimizer holds, and `link` has spoken of."""
+        (fragment,) = self._fragments[p]
+        self.set_fragments(p, [fragment._replace(kept=whether)], self._group_index[p])
+
     def tensors_of(self, p: torch.Tensor) -> dict[str, torch.Tensor]:
         """`param`, `exp_avg` and `exp_avg_sq` of `p`, FP32 and of its shape. An FP32 parameter is returned
         itself; the rest is computed and lies on the CPU."""
@@ -176,7 +183,7 @@ class MegatronAdamW(CoatAdamW, torch.optim.AdamW):
         self._ready_state(p, group)
 
 
-def _linked(host: MegatronOptimizer) -> Iterator[tuple[int, torch.Tensor, torch.Tensor, int]]:
+def linked(host: MegatronOptimizer) -> Iterator[tuple[int, torch.Tensor, torch.Tensor, int]]:
     """Group, parameter of the model, what the optimizer holds of it, and the latter's first element in it."""
     if isinstance(host, DistributedOptimizer):
         for model_param, (group, order) in host.model_param_group_index_map.items():
@@ -203,8 +210,9 @@ def _link(host: MegatronOptimizer, model_chunks: Iterable[torch.nn.Module], conf
         return
     named = itertools.chain.from_iterable(chunk.named_parameters() for chunk in model_chunks)
     names = {p: name for name, p in named}
+    host.coat_config = config
     placed = []
-    for index, model_param, held, offset in _linked(host):
+    for index, model_param, held, offset in linked(host):
         if held.dtype not in (torch.float32, torch.bfloat16):
             raise CoatConfigError(
                 f"--use-precision-aware-optimizer: found {held.dtype} parameters, expected BF16; use --bf16, "
@@ -292,6 +300,8 @@ def install(coat: CoatConfig | None = None) -> None:
     if installed():
         return
     coat = coat or CoatConfig(enabled=True)
+    # below this one, so that each can be undone without the other
+    watch.install()
     for patch in (*INSTALLED, ADAM, IS_TORCH):
         patch.check()
     require("megatron-core", f"{_DISTRIBUTED}._get_model_param_range_map", ("param",), _WAY_OUT)
@@ -308,6 +318,7 @@ def _building(coat: CoatConfig, adam: Callable, build: Callable) -> Callable:
     @functools.wraps(build)
     def coat_build(config, model_chunks, *args, **kwargs):
         _check_host(config)
+        watch.check_host(model_chunks, coat.watch)
         with _without_te(VERSION), ADAM.applied(lambda _: adam), IS_TORCH.applied(lambda _: False):
             built = build(config, model_chunks, *args, **kwargs)
         if isinstance(built, MegatronOptimizer):
@@ -359,6 +370,6 @@ def _checking(post_init: Callable) -> Callable:
 
 
 def uninstall() -> None:
-    """Undoes `install`. Optimizers that were built stay what they are."""
+    """Undoes `install`, but for `watch.install`. Optimizers that were built stay what they are."""
     for patch in reversed(INSTALLED):
         patch.remove()

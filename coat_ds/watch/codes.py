@@ -1,15 +1,16 @@
 """FP8 codes of linear layers and codes of saved activations, counted in a step that is watched.
 
-- flushed: the share of zero codes. An exact zero counts too: only codes exist by then.
+- flushed: the share of zero codes. An exact zero counts too: by then there are only codes.
 - saturated: the share of codes of the format's largest magnitude, or of NaN and infinity. A scale follows its
   tensor's largest magnitude, so that a few such codes are usual and many are not.
 - wrong scales: the share of operands whose predicted scale was wrong, so that they were written twice
 
-Of a tensor at most `SAMPLE` codes are looked at, in rows that are evenly spread. The observer sees only what
-Python runs: a layer that is replayed as a CUDA graph counts nothing.
+Of a tensor about `SAMPLE` codes are looked at, in rows that are evenly spread. The observer sees only what
+Python runs. Layers that are replayed as CUDA graphs run in Python in the first forward that is watched, whose
+saved tensors are hooked, and in its backward; what they replay in other micro-batches is not counted.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -21,6 +22,8 @@ from coat_ds.saved_bytes import SavedStorages
 from coat_kernels.tensorwise import PredictedScale
 
 SAMPLE = 2**20
+# the row of what no layer is known for
+OTHER = "other"
 # of each layer: codes, zeros and the largest, of inputs, of gradients and of saved activations; predictions
 # and wrong ones
 ROLES = {"input": 0, "gradient": 3, "saved": 6}
@@ -33,16 +36,19 @@ LARGEST = {torch.float8_e4m3fn: 0x7E, torch.float8_e5m2: 0x7B}
 class CodeCounter:
     """Counts what `coat_kernels.watching` tells, by layer. Sums lie on the device of the codes.
 
-    names: of layers, each known by its scales: those of linear layers and of other producers, and blocks.
+    A layer is known by its scales: those of linear layers and of other producers. Blocks are layers, too.
+
+    names: of the rows of the sums, where other ranks hold other layers; by default `layer_names(model)`.
     """
 
-    def __init__(self, model: nn.Module):
+    def __init__(self, model: nn.Module, names: Sequence[str] | None = None):
         scales = dict(_scales_of(model))
         self.blocks = dict(_blocks_of(model))
         self._names = {id(scale): name for scale, name in scales.items()}
         # kept, so that no other object gets their ids
         self._scales = scales
-        names = [*dict.fromkeys(scales.values()), *self.blocks, "other"]
+        if names is None:
+            names = _rows(scales.values(), self.blocks)
         self.index = {name: i for i, name in enumerate(names)}
         self.sums: torch.Tensor | None = None
 
@@ -56,7 +62,7 @@ class CodeCounter:
     @torch.no_grad()
     def codes(self, role: str, prediction: Any, codes: torch.Tensor) -> None:
         """As `coat_kernels.watching.Observer`."""
-        name = self._names.get(id(prediction), "other")
+        name = self._names.get(id(prediction), OTHER)
         magnitude = sampled(codes).view(torch.uint8) & 0x7F
         largest = magnitude >= LARGEST[codes.dtype]
         numbers = magnitude.numel(), (magnitude == 0).sum(), largest.sum()
@@ -65,7 +71,7 @@ class CodeCounter:
     @torch.no_grad()
     def predicted(self, prediction: Any, used: torch.Tensor, true: torch.Tensor) -> None:
         """As `coat_kernels.watching.Observer`."""
-        name = self._names.get(id(prediction), "other")
+        name = self._names.get(id(prediction), OTHER)
         self._add(name, PREDICTIONS, (1, (used != true).sum()), used.device)
 
     @torch.no_grad()
@@ -89,7 +95,7 @@ class SavedCodes(SavedStorages):
 
     def __init__(self, counter: CodeCounter, is_left_out):
         super().__init__(is_left_out)
-        self.counter, self.block, self._codes = counter, "other", None
+        self.counter, self.block, self._codes = counter, OTHER, None
 
     def _pack(self, x: torch.Tensor) -> torch.Tensor:
         codes, self._codes = self._codes, None
@@ -99,6 +105,15 @@ class SavedCodes(SavedStorages):
             # a group's exponent is saved behind its codes
             self.counter.saved(self.block, codes, x.detach())
         return super()._pack(x)
+
+
+def layer_names(model: nn.Module) -> list[str]:
+    """The layers of `model` that are counted one by one, and "other" for all others."""
+    return _rows((name for _, name in _scales_of(model)), (name for name, _ in _blocks_of(model)))
+
+
+def _rows(layers: Iterable[str], blocks: Iterable[str]) -> list[str]:
+    return list(dict.fromkeys((*layers, *blocks, OTHER)))
 
 
 def sampled(codes: torch.Tensor) -> torch.Tensor:
@@ -138,12 +153,14 @@ def _inside(value: Any, path: str) -> Iterator[tuple[PredictedScale, str]]:
 
 def _blocks_of(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """The members of lists of modules, as a model's layers are, but for lists within them."""
+    modules = list(model.named_modules())
+    names = {module: name for name, module in modules}
     taken: list[str] = []
-    for name, module in model.named_modules():
+    for name, module in modules:
         if isinstance(module, nn.ModuleList) and not any(name.startswith(f"{t}.") for t in taken):
             taken.append(name)
-            for child, block in module.named_children():
-                yield f"{name}.{child}", block
+            for block in module:
+                yield names[block], block
 
 
 class Blocks:
@@ -165,7 +182,7 @@ def _enter(saved: SavedCodes, name: str, *_) -> None:
 
 
 def _leave(saved: SavedCodes, *_) -> None:
-    saved.block = "other"
+    saved.block = OTHER
 
 
 def figures(sums: Sequence[float]) -> dict[str, float]:

@@ -71,11 +71,12 @@ def table(readings: Sequence[Reading]) -> str:
             if figure in found
         ]
         if ever:
-            value, group = max(now, default=(float("nan"), ""))
+            value, group = max(now, default=(None, "none has it"))
+            shown = "-" if value is None else f"{value:.2%}"
             worst, step = max(ever)
-            lines.append(f"{figure:<20}{value:>8.2%}{worst:>8.2%}{-step:>9}  {group}")
+            lines.append(f"{figure:<20}{shown:>8}{worst:>8.2%}{-step:>9}  {group}")
     sizes = ", ".join(f"{role} {size / 1e6:,.1f}" for role, size in last.memory.items())
-    lines.append(f"MB of rank 0: {sizes}")
+    lines.append(f"MB of one rank: {sizes}")
     lines.append(f"fallen back: {', '.join(last.fallen) or 'nothing'}")
     return "\n".join(lines)
 
@@ -121,7 +122,7 @@ def draw(readings: Sequence[Reading], folder: Path) -> list[Path]:
     figure, axis = plt.subplots(figsize=(7, 3.5), layout="constrained")
     roles = list(readings[-1].memory)
     axis.stackplot(steps, [[r.memory.get(role, 0) / 1e6 for r in readings] for role in roles], labels=roles)
-    axis.set(xlabel="step", ylabel="MB of rank 0", ylim=(0, None))
+    axis.set(xlabel="step", ylabel="MB of one rank", ylim=(0, None))
     axis.spines[["top", "right"]].set_visible(False)
     figure.legend(fontsize=8, frameon=False, loc="outside right upper")
     memory = folder / "memory.png"

@@ -2,14 +2,14 @@
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
+from typing import Any
 
-import torch
 from torch import nn
 
 from coat_ds.config import WatchConfig
-from coat_ds.layers.linear import Fp8Linear
 from coat_ds.layers.replaced import replaced
+from coat_kernels.graphs import Graphs
 
 ROLES = ("input_flushed", "gradient_flushed")
 
@@ -17,9 +17,14 @@ ROLES = ("input_flushed", "gradient_flushed")
 class Fallback:
     """Counts readings in a row that pass a limit, and acts.
 
+    All ranks are given the same figures, so that they decide the same.
+
     keep: keep(name, whether) has the optimizer keep a tensor's moments in FP32, or no more.
     say: takes a line for the log, and its level.
     """
+
+    elsewhere: Collection[str]
+    """Names of layers that can fall back on some rank, where ranks hold different ones."""
 
     def __init__(
         self,
@@ -29,6 +34,7 @@ class Fallback:
         say: Callable[[str, int], None],
     ):
         self.model, self.config, self._keep, self._say = model, config, keep, say
+        self.elsewhere = ()
         self._over: Counter[str] = Counter()
         self.layers: list[str] = []
         self.states: list[str] = []
@@ -59,8 +65,8 @@ class Fallback:
         if self.config.act == "warn":
             self._say(f'{said}. "act": "act" in coat.watch would have it fall back.', logging.WARNING)
             return
-        if kind == "layers" and not self.linears(name):
-            self._say(f"{said}. It is no converted linear layer and stays as it is.", logging.WARNING)
+        if kind == "layers" and name not in self.elsewhere and not self.linears(name):
+            self._say(f"{said}. It is no linear layer of COAT's and stays as it is.", logging.WARNING)
             return
         self._set(kind, name, True)
         to = "computes in BF16" if kind == "layers" else "keeps FP32 moments"
@@ -72,15 +78,23 @@ class Fallback:
         else:
             for forward in self.linears(name):
                 forward.paused = falls
+            self._drop_graphs(name)
         names = getattr(self, kind)
         names.append(name) if falls else names.remove(name)
 
-    def linears(self, name: str) -> list[Fp8Linear]:
-        """The converted linear layers that a reading's layer stands for: itself, or those of a joint
-        product."""
+    def _drop_graphs(self, name: str) -> None:
+        """Drops the CUDA graphs of all modules around a layer: they replay what it did before."""
+        for outer, module in self.model.named_modules():
+            graphs = vars(module).get("graphs")
+            if isinstance(graphs, Graphs) and f"{name}.".startswith(f"{outer}." if outer else ""):
+                graphs.clear()
+
+    def linears(self, name: str) -> list[Any]:
+        """What can be `paused` of a reading's layer: a module that was built for COAT, or what stands in for
+        the forward of a converted one, or of each of those in a joint product."""
         modules = dict(self.model.named_modules())
         if name in modules:
-            forwards = [replaced(modules[name])]
+            forwards = [modules[name], replaced(modules[name])]
         else:
             # a joint product, named after what holds it
             holder, _, attribute = name.rpartition(".")
@@ -91,11 +105,28 @@ class Fallback:
                 forwards = [replaced(linear) for linear in forward.first]
             else:
                 forwards = []
-        return [forward for forward in forwards if type(forward) is Fp8Linear]
+        return [forward for forward in forwards if hasattr(forward, "paused")]
 
     def state(self) -> dict[str, list[str]]:
         """What has fallen back, for a checkpoint."""
         return {"layers": list(self.layers), "states": list(self.states)}
+
+    def resume(self, state: Mapping[str, Iterable[str]]) -> None:
+        """As `restore`, of what a checkpoint says, if the config lets this run fall back; and says so. Call
+        it before states are loaded, so that FP32 moments meet moments in FP32."""
+        names = [name for kind in state.values() for name in kind]
+        if names and self.config.act != "act":
+            self._say(
+                f"COAT: the checkpoint's run had {', '.join(names)} fall back, and this one does not: "
+                f"coat.watch.act is {self.config.act!r}.",
+                logging.WARNING,
+            )
+            state = {}
+        self.restore(state)
+        if names and state:
+            self._say(
+                f"COAT: as in the checkpoint's run, these have fallen back: {', '.join(names)}", logging.INFO
+            )
 
     def restore(self, state: Mapping[str, Iterable[str]]) -> None:
         """Makes what has fallen back what `state` says; nothing, of an empty one."""
@@ -106,13 +137,3 @@ class Fallback:
                 self._set(kind, name, False)
             for name in [n for n in wanted if n not in getattr(self, kind)]:
                 self._set(kind, name, True)
-
-
-def keeper(optimizer, names: Mapping[str, torch.Tensor], relink: Callable[[], None]):
-    """The `keep` of a `Fallback`. relink: has the optimizer arrange its moments anew."""
-
-    def keep(name: str, whether: bool) -> None:
-        optimizer.keep(names[name], whether)
-        relink()
-
-    return keep

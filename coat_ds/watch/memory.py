@@ -11,14 +11,14 @@ from coat_kernels.weights import WeightCache
 
 
 def held_bytes(
-    model: torch.nn.Module, optimizer: CoatAdamW | None, masters: Iterable[torch.Tensor]
+    model: torch.nn.Module, optimizers: Iterable[CoatAdamW], masters: Iterable[torch.Tensor]
 ) -> dict[str, int]:
     """`weights`: parameters, under ZeRO-3 this rank's shares, and buffers; `masters`, but for those that are
-    the weights themselves; `states`: the optimizer's; `fp8_copies`: kept quantized weights."""
+    the weights themselves; `states`: the optimizers'; `fp8_copies`: kept quantized weights."""
     weights = [getattr(p, "ds_tensor", p) for p in model.parameters()] + list(model.buffers())
     counted: set[int] = set()
     roles = {"weights": _bytes(weights, counted), "masters": _bytes(masters, counted)}
-    roles["states"] = 0 if optimizer is None else state_bytes(optimizer)["bytes"]
+    roles["states"] = sum(state_bytes(optimizer)["bytes"] for optimizer in optimizers)
     roles["fp8_copies"] = sum(cache.nbytes for cache in _caches(model))
     return roles
 

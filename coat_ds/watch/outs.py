@@ -1,4 +1,4 @@
-"""Where readings go. An out is a function of one reading; rank 0 calls it."""
+"""Where readings go. An out is a function of one reading; one rank calls it, as a rule rank 0."""
 
 import json
 from collections.abc import Callable, Iterable
@@ -18,7 +18,7 @@ class Reading(NamedTuple):
     groups: dict[str, dict[str, float]]
     """By layer group, the names of tensors and layers with `*` for numbers: figures by name."""
     memory: dict[str, int]
-    """Bytes of rank 0 by role."""
+    """Bytes by role, of the rank that gives out readings."""
     fallen: list[str]
     """Layers in BF16 and tensors with FP32 moments, by the fallback, before this reading."""
 

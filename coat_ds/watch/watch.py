@@ -1,12 +1,13 @@
 """When things are measured, and how the numbers come home.
 
-In a step that is watched sums are made on the device. They are summed over the ranks and copied to the CPU
-behind the step, and read at the end of the next one, when they have long arrived. Other steps cost one
-function call for each forward.
+In a step that is watched sums are made on the device. They are summed over the ranks by one all-reduce and
+copied to the CPU behind the step, and read at the end of the next one, when they have long arrived. Other
+steps cost one function call for each forward.
 """
 
+import functools
 import logging
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -15,8 +16,8 @@ import torch.distributed as dist
 from coat_ds.config import WatchConfig
 from coat_ds.optim.optimizer import CoatAdamW
 from coat_ds.watch import codes, states
-from coat_ds.watch.codes import Blocks, CodeCounter, SavedCodes
-from coat_ds.watch.fallback import Fallback, keeper
+from coat_ds.watch.codes import Blocks, CodeCounter, SavedCodes, layer_names
+from coat_ds.watch.fallback import Fallback
 from coat_ds.watch.memory import held_bytes
 from coat_ds.watch.outs import Out, Reading, grouped, jsonl
 from coat_ds.watch.states import Places, StateSampler
@@ -30,6 +31,8 @@ class _Pending(NamedTuple):
 
     step: int
     samples: int
+    layers: list[str]
+    """The names of the rows of `codes`."""
     states: torch.Tensor
     codes: torch.Tensor
     memory: dict[str, int]
@@ -43,47 +46,64 @@ class Watch:
     loop calls after each step.
 
     model: whose layers are watched; converted, built for COAT, or stock.
-    optimizer: the CoatAdamW, of named parameters or of those of `model`; None without one.
+    optimizer: the CoatAdamW, of named parameters or of those of `model`; several of them; None without one.
     config: the block `coat.watch`, as an object or a mapping.
-    outs: the same on all ranks; rank 0 calls them.
+    outs: the same on all ranks; `rank` calls them.
+    forwards: what is called in place of `model`, where that only names parts that run by themselves.
     places: gives what the optimizer's tensors hold, where they are not the model's parameters.
     masters: gives FP32 masters that are neither weights nor states.
-    process_group: of ranks that hold the same model: sums are over all of them. None: this process alone,
-        unless `torch.distributed` runs, then all.
+    process_group: of ranks that hold the same model, or parts of it: sums are over all of them. None: this
+        process alone, unless `torch.distributed` runs, then all.
+    union: gives the names on all ranks from those on this one, where ranks hold different parts.
+    rank: calls `outs`, and its bytes are those of a reading.
     steps_done: gives the number of steps that were taken before; by default they are counted here.
-    relink: has moments arranged anew where `places` is given.
+    samples_done: gives the number of sequences that were seen; by default nobody counts them.
+    keep: keep(name, whether) has moments kept in FP32, or no more, where `places` is given.
+    say: takes a line for the log, and its level; by default each rank logs it.
     """
 
     def __init__(
         self,
         model: torch.nn.Module,
-        optimizer: CoatAdamW | None,
+        optimizer: CoatAdamW | Sequence[CoatAdamW] | None,
         config: WatchConfig | Mapping[str, Any] | None = None,
         outs: Iterable[Out] = (),
         *,
+        forwards: Iterable[torch.nn.Module] = (),
         places: Callable[[], Places] | None = None,
         masters: Callable[[], Iterable[torch.Tensor]] = tuple,
         process_group: dist.ProcessGroup | None = None,
+        union: Callable[[list[str]], list[str]] | None = None,
+        rank: int = 0,
         steps_done: Callable[[], int] | None = None,
         samples_done: Callable[[], int] = int,
-        relink: Callable[[], None] = lambda: None,
+        keep: Callable[[str, bool], None] | None = None,
         say: Callable[[str, int], None] | None = None,
     ):
         if not isinstance(config, WatchConfig):
             config = WatchConfig.from_dict({} if config is None else config)
-        self.model, self.optimizer, self.config = model, optimizer, config
+        optimizers = [optimizer] if isinstance(optimizer, CoatAdamW) else list(optimizer or ())
+        self.model, self.optimizers, self.config = model, optimizers, config
         self.outs = [*outs, *([jsonl(config.folder)] if config.folder else ())]
         self.last: Reading | None = None
-        names = {name: p for name, p in model.named_parameters() if p.requires_grad}
-        self._names = list(names)
-        self._sampler = None
-        if optimizer is not None:
-            self._sampler = StateSampler(optimizer, names, places or (lambda: _own_places(optimizer, names)))
+        self._forwards, self._rank = list(forwards) or [model], rank
+        own = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        self._names, self._union = list(own), union
+        # of a converted model some come with its first forward
+        self._layers: list[str] | None = None
+        self._places = places or functools.partial(_own_places, optimizers, own)
+        self._samplers: list[StateSampler] = []
         self._masters, self._process_group, self._samples_done = masters, process_group, samples_done
         self._steps, self._steps_done = 0, steps_done or (lambda: self._steps)
-        keep = keeper(optimizer, names, relink)
-        self.fallback = Fallback(model, config, keep, say or (lambda line, level: logger.log(level, line)))
+        self.fallback = Fallback(
+            model,
+            config,
+            keep or functools.partial(_keep, optimizers, own),
+            say or (lambda line, level: logger.log(level, line)),
+        )
         self._counter: CodeCounter | None = None
+        # that of the reading which has begun
+        self._step = 0
         self._saved_bytes = 0
         self._pending: _Pending | None = None
         self._inside: list = []
@@ -96,30 +116,35 @@ class Watch:
         return self.config.every > 0 and bool(self.outs or self.config.act != "off")
 
     def add(self, out: Out) -> None:
-        """Has readings given to `out` too. Call it on every rank; rank 0 calls `out`."""
+        """Has readings given to `out` too. Call it on every rank; one rank calls `out`."""
         self.outs.append(out)
         self._listen()
 
     def _listen(self) -> None:
         """Puts hooks on the model, once, if anything is to be measured."""
         if self.is_active and not self._handles:
+            if self._union is not None:
+                own = layer_names(self.model)
+                self._names, self._layers = self._union(self._names), self._union(own)
+                self.fallback.elsewhere = self._union([name for name in own if self.fallback.linears(name)])
+            self._samplers = [StateSampler(o, self._names, self._places) for o in self.optimizers]
             before, after = _Hook(self._before_forward), _Hook(self._after_forward)
-            self._handles = [
-                self.model.register_forward_pre_hook(before),
-                self.model.register_forward_hook(after, always_call=True),
-            ]
+            for module in self._forwards:
+                self._handles.append(module.register_forward_pre_hook(before))
+                self._handles.append(module.register_forward_hook(after, always_call=True))
 
     @torch.compiler.disable
     def _before_forward(self, module: torch.nn.Module, *_) -> None:
         if not self.is_active or self._counter is not None:
             return
-        if (self._steps_done() + 1) % self.config.every or not (module.training and torch.is_grad_enabled()):
+        step = self._steps_done() + 1
+        if step % self.config.every or not (module.training and torch.is_grad_enabled()):
             return
-        self._counter = CodeCounter(module)
-        if self._sampler is not None:
-            self._sampler.open()
+        self._step, self._counter = step, CodeCounter(self.model, self._layers)
+        for sampler in self._samplers:
+            sampler.open()
         watching.observe(self._counter)
-        saved = SavedCodes(self._counter, _is_weight(module))
+        saved = SavedCodes(self._counter, _is_weight(self.model))
         context = saved.counting()
         context.__enter__()
         self._inside = [saved, Blocks(saved), context]
@@ -137,21 +162,21 @@ class Watch:
     def end_step(self) -> None:
         """After each step of the optimizer, on every rank: ends a reading, or takes in the one before."""
         self._steps += 1
-        self._take_in()
+        self.take_in()
         if self._counter is None:
             return
         counter, self._counter = self._counter, None
         watching.observe(None)
-        found = None if self._sampler is None else self._sampler.close()
-        sums = [found, counter.sums]
         shapes = [(len(self._names), states.SUMS), (len(counter.index), codes.SUMS)]
         device = next(self.model.parameters()).device
-        parts = [
-            torch.zeros(shape, dtype=torch.float64, device=device) if part is None else part.to(device)
-            for part, shape in zip(sums, shapes, strict=True)
-        ]
-        both = torch.cat([part.view(-1) for part in parts])
-        if dist.is_available() and dist.is_initialized():
+        whole = [torch.zeros(shape, dtype=torch.float64, device=device) for shape in shapes]
+        for total, found in ((whole[0], s.close()) for s in self._samplers):
+            if found is not None:
+                total += found.to(device)
+        if counter.sums is not None:
+            whole[1] += counter.sums.to(device)
+        both = torch.cat([part.view(-1) for part in whole])
+        if _runs_distributed():
             dist.all_reduce(both, group=self._process_group)
         arrived = None
         if both.is_cuda:
@@ -161,18 +186,20 @@ class Watch:
             arrived.record()
             both = home
         cut = shapes[0][0] * shapes[0][1]
-        memory = held_bytes(self.model, self.optimizer, self._masters()) | {"saved": self._saved_bytes}
-        self._layers = list(counter.index)
+        memory = held_bytes(self.model, self.optimizers, self._masters()) | {"saved": self._saved_bytes}
         self._pending = _Pending(
-            self._steps_done(),
+            self._step,
             self._samples_done(),
+            list(counter.index),
             both[:cut].view(shapes[0]),
             both[cut:].view(shapes[1]),
             memory,
             arrived,
         )
 
-    def _take_in(self) -> None:
+    def take_in(self) -> None:
+        """Takes in the reading that is on its way, if there is one: outs are given it, the fallback judges.
+        `end_step` does so one step later. Call it on every rank before a checkpoint is saved."""
         pending, self._pending = self._pending, None
         if pending is None:
             return
@@ -180,14 +207,14 @@ class Watch:
             pending.arrived.synchronize()
         fallen = sorted(self.fallback.layers + self.fallback.states)
         by_state = dict(zip(self._names, pending.states.tolist(), strict=True))
-        by_layer = dict(zip(self._layers, pending.codes.tolist(), strict=True))
+        by_layer = dict(zip(pending.layers, pending.codes.tolist(), strict=True))
         groups: dict[str, dict[str, float]] = {}
         for rows, figures in ((by_state, states.figures), (by_layer, codes.figures)):
             for group, names in grouped(rows).items():
                 if found := figures([sum(x) for x in zip(*(rows[n] for n in names), strict=True)]):
                     groups[group] = groups.get(group, {}) | found
         self.last = Reading(pending.step, pending.samples, groups, pending.memory, fallen)
-        if not dist.is_initialized() or dist.get_rank() == 0:
+        if not _runs_distributed() or dist.get_rank() == self._rank:
             for out in self.outs:
                 out(self.last)
         self.fallback.judge(
@@ -199,12 +226,12 @@ class Watch:
     def close(self) -> None:
         """Takes in what is on its way and ends watching. The layers are what they were; moments stay."""
         self._after_forward()
-        self._take_in()
+        self.take_in()
         if self._counter is not None:
             self._counter = None
             watching.observe(None)
-            if self._sampler is not None:
-                self._sampler.close()
+            for sampler in self._samplers:
+                sampler.close()
         for handle in self._handles:
             handle.remove()
         for name in list(self.fallback.layers):
@@ -229,15 +256,28 @@ def _nothing(*args) -> None:
     pass
 
 
-def _own_places(optimizer: CoatAdamW, names: Mapping[str, torch.Tensor]) -> Places:
-    """Where each of the optimizer's tensors is one of the model's parameters."""
+def _runs_distributed() -> bool:
+    return dist.is_available() and dist.is_initialized()
+
+
+def _own_places(optimizers: Iterable[CoatAdamW], names: Mapping[str, torch.Tensor]) -> Places:
+    """Where each of the optimizers' tensors is one of the model's parameters."""
     named = {p: name for name, p in names.items()}
     return {
         p: [(named[p], 0, optimizer.state[p]["exp_avg"].numel() if p in optimizer.state else p.numel())]
+        for optimizer in optimizers
         for group in optimizer.param_groups
         for p in group["params"]
         if p in named
     }
+
+
+def _keep(
+    optimizers: Iterable[CoatAdamW], names: Mapping[str, torch.Tensor], name: str, whether: bool
+) -> None:
+    """`keep` of optimizers that hold the model's parameters themselves."""
+    for optimizer in optimizers:
+        optimizer.keep(names[name], whether)
 
 
 def _is_weight(module: torch.nn.Module) -> Callable[[int], bool]:

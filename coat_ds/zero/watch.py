@@ -3,11 +3,10 @@ what its checkpoints remember."""
 
 import functools
 import json
-import logging
 from collections.abc import Callable
 from pathlib import Path
 
-from coat_ds.config import WatchConfig
+from coat_ds.config import CoatConfigError, WatchConfig
 from coat_ds.patches import Patch
 from coat_ds.watch.outs import monitor
 from coat_ds.watch.states import Places
@@ -43,8 +42,19 @@ FILE = "coat_watch.json"
 
 def watch_engine(engine, config: WatchConfig, with_optimizer: bool) -> Watch | None:
     """Watches `engine`, which has its layers and its optimizer by now. None where nothing is to be measured:
-    "every" is 0, or a pipeline engine runs steps of its own."""
-    if not config.every or hasattr(engine, "train_batch"):
+    "every" is 0, or a pipeline engine runs steps of its own.
+
+    Raises CoatConfigError where a pipeline engine cannot do what `config` asks for.
+    """
+    if not config.every:
+        return None
+    if hasattr(engine, "train_batch"):
+        for key, unset in (("folder", ""), ("act", "off")):
+            if getattr(config, key) != unset:
+                raise CoatConfigError(
+                    f"coat.watch.{key}: found {getattr(config, key)!r}, but DeepSpeed's pipeline engine is "
+                    'not watched. Set "watch": false, or build the model without PipelineModule.'
+                )
         return None
     optimizer = engine.basic_optimizer if with_optimizer else None
     names = {p: name for name, p in engine.module.named_parameters()}
@@ -61,7 +71,10 @@ def watch_engine(engine, config: WatchConfig, with_optimizer: bool) -> Watch | N
         groups = len(optimizer.param_groups) if optimizer is not None else 0
         return [flat for _, flat, _ in partitions(engine.optimizer, groups)] if groups else ()
 
-    def relink() -> None:
+    named = {name: p for p, name in names.items()}
+
+    def keep(name: str, whether: bool) -> None:
+        optimizer.keep(named[name], whether)
         link_partitions(engine.optimizer, optimizer)
         link_states(engine)
 
@@ -72,10 +85,9 @@ def watch_engine(engine, config: WatchConfig, with_optimizer: bool) -> Watch | N
         [monitor(engine.monitor)] if engine.monitor.enabled else (),
         places=places,
         masters=masters,
-        process_group=engine.data_parallel_group,
         steps_done=lambda: engine.global_steps,
         samples_done=lambda: engine.global_samples,
-        relink=relink,
+        keep=keep,
         say=say,
     )
     STEP.apply(lambda step: _stepping(engine, watch, step), on=engine)
@@ -100,6 +112,7 @@ def _saving(engine, watch: Watch, save: Callable) -> Callable:
     @functools.wraps(save)
     def save_checkpoint(save_dir, tag=None, *args, **kwargs):
         name = f"global_step{engine.global_steps}" if tag is None else str(tag)
+        watch.take_in()
         result = save(save_dir, tag, *args, **kwargs)
         if engine.global_rank == 0 and any(watch.fallback.state().values()):
             (Path(save_dir) / name / FILE).write_text(json.dumps(watch.fallback.state(), indent=2) + "\n")
@@ -111,19 +124,7 @@ def _saving(engine, watch: Watch, save: Callable) -> Callable:
 def _loading(watch: Watch, load: Callable) -> Callable:
     @functools.wraps(load)
     def load_checkpoint(load_dir, tag=None, *args, **kwargs):
-        state = _remembered(load_dir, tag)
-        names = [name for kind in state.values() for name in kind]
-        if names and watch.config.act != "act":
-            say(
-                f"COAT: the checkpoint's run had {', '.join(names)} fall back, and this one does not: "
-                f"coat.watch.act is {watch.config.act!r}.",
-                logging.WARNING,
-            )
-            state = {}
-        # before the load, so that FP32 moments meet moments in FP32
-        watch.fallback.restore(state)
-        if names and state:
-            say(f"COAT: as in the checkpoint's run, these have fallen back: {', '.join(names)}")
+        watch.fallback.resume(_remembered(load_dir, tag))
         return load(load_dir, tag, *args, **kwargs)
 
     return load_checkpoint

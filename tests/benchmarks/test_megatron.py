@@ -1,4 +1,4 @@
-"""The benchmarks of Megatron's recompute and of its step count what is there; nothing here is timed."""
+"""Benchmarks of Megatron's recompute, step and watching count what is there; nothing here is timed."""
 
 import pytest
 import torch
@@ -39,3 +39,14 @@ def test_states_of_a_megatron_step_are_counted(tmp_path):
     # weights 2, gradients 4, masters 4 or 2 beside the weights, moments 8 or 2.08; norms keep 8
     for name, expected in {"Megatron's Adam": 18, "COAT": 12.08, "COAT, precision aware": 10.08}.items():
         assert expected < held[name] < expected + 0.1, name
+
+
+@pytest.mark.long("a benchmark's dry run")
+def test_readings_are_taken_where_they_are_asked_for(tmp_path):
+    path = tmp_path / "watch.csv"
+    result = run("watch", "--quick", "--output", str(path))
+    assert result.returncode == 0, result.stderr
+    off, seldom, always = rows_of(path)
+    assert [int(row["every"]) for row in (off, seldom, always)] == [0, 4, 1]
+    assert int(off["figures"]) == 0 < int(seldom["figures"]) == int(always["figures"])
+    assert always["cost"] and not seldom["cost"]

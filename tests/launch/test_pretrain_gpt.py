@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from coat_ds.watch.outs import read
 from coat_launch import pretrain_gpt, report
 from coat_launch.deepspeed_config import set_batch_sizes
 from coat_launch.errors import LaunchError
@@ -152,7 +153,10 @@ def test_two_ranks_give_the_losses_of_one(tmp_path, variant):
 
 def test_two_tensor_parallel_ranks_resume_to_the_bit(tmp_path):
     arguments = ["--tensor-model-parallel-size", 2, "--sequence-parallel", "--steps", 4, "--save-interval", 2]
-    arguments += ["--micro-batch-size", 2]
+    config = json.loads((ROOT / "configs/ds_zero1_coat.json").read_text())
+    config["coat"]["watch"] = {"every": 2}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    arguments += ["--micro-batch-size", 2, "--deepspeed-config", tmp_path / "config.json"]
     done = forked(tmp_path, *arguments, ranks=2)
     assert done.returncode == 0, done.stdout
     whole = losses(tmp_path)
@@ -165,6 +169,10 @@ def test_two_tensor_parallel_ranks_resume_to_the_bit(tmp_path):
     first, second = (
         torch.load(half.with_name("step4") / part, weights_only=False)["module"] for part in parts
     )
+    # each checkpoint has taken in the reading of its step; readings are in the run's folder
+    readings = read(tmp_path / "coat")
+    assert [reading.step for reading in readings] == [2, 4]
+    assert "input_flushed" in readings[0].groups["decoder.layers.*.mlp.linear_fc1"]
     norms = [name for name in first if "layernorm" in name]
     assert len(norms) == 5 and all(torch.equal(first[name], second[name]) for name in norms)
     # a run does not write over what lies ahead of it
@@ -172,6 +180,7 @@ def test_two_tensor_parallel_ranks_resume_to_the_bit(tmp_path):
     done = forked(tmp_path, *arguments, "--load", half, ranks=2)
     assert done.returncode == 0, done.stdout
     assert "step 3/4" in done.stdout and losses(tmp_path) == whole
+    assert [reading.groups for reading in read(tmp_path / "coat")] == [r.groups for r in readings]
 
 
 def test_interrupt_keeps_the_metrics(tmp_path):

@@ -579,7 +579,7 @@ def test_biases_sum_gradients_that_are_never_written(device, monkeypatch):
         linear.register_forward_hook(watch)
     found = gradients_of(layer, x, grad)
     assert seen == [Deferred, Deferred] and not made
-    layer.mlp._scales["grad_scale"] = layer.self_attention._grad_scale = None
+    layer.mlp._grad_scale = layer.self_attention._grad_scale = None
     written = gradients_of(layer, x, grad)
     for linear in (layer.mlp.linear_fc2, layer.self_attention.linear_proj):
         assert not linear.skip_bias_add

@@ -36,17 +36,21 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 class Trainer:
-    """A tiny GPT, Megatron's data parallel wrapper and one of its optimizers, on a CPU."""
+    """A tiny GPT, Megatron's data parallel wrapper and one of its optimizers, on a CPU.
 
-    def __init__(self, mode):
+    layers: "sdpa" or "coat". config: of Megatron's TransformerConfig.
+    """
+
+    def __init__(self, mode, layers="sdpa", **config):
         from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
         from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 
-        from megatron_ext.layer_specs import sdpa_layer_spec
+        from megatron_ext import layer_specs
         from megatron_ext.model import ModelShape, build_gpt
 
         shape = ModelShape(LAYERS, H, FFN, HEADS, HEADS)
-        model = build_gpt(shape, sdpa_layer_spec, seq_length=S, vocab_size=VOCAB)
+        spec = getattr(layer_specs, f"{layers}_layer_spec")
+        model = build_gpt(shape, spec, seq_length=S, vocab_size=VOCAB, **config)
         distributed = MODES[mode].get("use_distributed_optimizer", False)
         settings = DistributedDataParallelConfig(
             use_distributed_optimizer=distributed, grad_reduce_in_fp32=True
@@ -61,8 +65,7 @@ class Trainer:
 
         losses = []
         for number in numbers:
-            seed = 10 * number + parallel_state.get_data_parallel_rank()
-            tokens = torch.randint(0, VOCAB, (B, S), generator=torch.Generator().manual_seed(seed))
+            tokens = self.tokens(number, parallel_state.get_data_parallel_rank())
             self.model.zero_grad_buffer()
             self.optimizer.zero_grad()
             loss = self.model(tokens, torch.arange(S).expand(B, S), None, labels=tokens).mean()
@@ -71,6 +74,11 @@ class Trainer:
             self.optimizer.step()
             losses.append(loss.item())
         return losses
+
+    @staticmethod
+    def tokens(number, rank):
+        generator = torch.Generator().manual_seed(10 * number + rank)
+        return torch.randint(0, VOCAB, (B, S), generator=generator)
 
     def _sharded(self, sharding, is_loading=False):
         from megatron.core import parallel_state
@@ -287,7 +295,10 @@ def test_seam_comes_and_goes(megatron):
     from megatron.core import optimizer as host
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
-    from megatron_ext import optimizer
+    from megatron_ext import optimizer, watch
+
+    # below it, and stays
+    watch.install()
 
     def places():
         owners = [vars(o) for o in (host, host.OptimizerConfig, DistributedOptimizer)]

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from coat_ds.watch.outs import read
 from tests.util import free_port
 
 MEGATRON = os.environ.get("MEGATRON_PATH", "")
@@ -170,6 +171,33 @@ def test_options_reach_the_run(tmp_path):
     assert logged[END][0] < logged[1][0] - 0.5
     # a group of 64 costs 2 + 10 / 64 bytes, norms in FP32 and masters' 16 bits beside it
     assert re.search(r"COAT: AdamW states 4\.1\d\d bytes per parameter", output)
+
+
+def test_readings_reach_the_writers_and_the_fallback_the_checkpoint(tmp_path):
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    # any flushed code passes the limit
+    limits = {"act": "act", "readings": 1, "flushed": 1e-9}
+    block = {"enabled": True, "optimizer": {"min_numel": 0}}
+    block["watch"] = {"every": SAVED, "folder": str(tmp_path / "readings"), **limits}
+    (tmp_path / "coat.json").write_text(json.dumps({"coat": block}))
+    options = {"variables": {"COAT_CONFIG": str(tmp_path / "coat.json")}, "processes": 2, **DISTRIBUTED}
+    options["tensorboard_dir"] = tmp_path / "board"
+    folder = tmp_path / "checkpoint"
+    logged, output = pretrain("gpt", save=folder, save_interval=SAVED, **options)
+    assert "decoder.layers.1.mlp.linear_fc2: the share of flushed codes was" in output
+    (folder / "latest_checkpointed_iteration.txt").write_text(str(SAVED))
+    again, output = pretrain("gpt", load=folder, **options)
+    assert "COAT: as in the checkpoint's run, these have fallen back: decoder.layers.0" in output
+    # to the bit, as in `test_goes_on_to_the_bit`
+    assert (again[3], again[4][1], again[5]) == (logged[3], logged[4][1], logged[5])
+    readings = read(tmp_path / "readings")
+    assert [(reading.step, reading.samples) for reading in readings] == [(2, 8), (4, 16)]
+    board = EventAccumulator(str(tmp_path / "board"))
+    board.Reload()
+    for name, value in readings[-1].flat().items():
+        assert board.Scalars(name)[-1].step == 4 and board.Scalars(name)[-1].value == pytest.approx(value)
 
 
 def test_errors_name_the_file_and_the_key(tmp_path):

@@ -38,10 +38,18 @@ def test_the_command_prints_a_table_and_draws(run, capsys):
     assert rows[0].split() == ["update_error", "2.00%", "3.00%", "4", "layers.*.weight"]
     assert rows[1].split() == ["stalled", "25.00%", "25.00%", "2", "layers.*.weight"]
     assert rows[2].split() == ["input_flushed", "50.00%", "50.00%", "2", "layers.*"]
-    assert rows[3] == "MB of rank 0: weights 4.0, saved 1.5" and rows[4] == "fallen back: nothing"
+    assert rows[3] == "MB of one rank: weights 4.0, saved 1.5" and rows[4] == "fallen back: nothing"
     for name in ("errors.png", "memory.png"):
         written = run / name
         assert f"wrote {written}" in out and written.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+
+
+def test_the_command_says_what_the_last_reading_lacks(run, capsys):
+    # as `wrong_scales` of layers that have all fallen back
+    jsonl(run)(Reading(8, 64, {"layers.*.weight": {"stalled": 0.25}}, {}, ["layers.0"]))
+    assert cli.main(["watch", str(run), "--no-pictures"]) == 0
+    _, _, *rows = capsys.readouterr().out.splitlines()
+    assert rows[0].split() == ["update_error", "-", "3.00%", "4", "none", "has", "it"]
 
 
 def test_the_command_as_json_and_elsewhere(run, tmp_path, capsys):
@@ -167,6 +175,21 @@ def test_booleans_and_defaults():
     assert CoatConfig.from_dict({"enabled": True, "watch": True}).watch.every == 100
     assert CoatConfig.from_dict({"enabled": True, "watch": False}).watch.every == 0
     assert WatchConfig(flushed=1).flushed == 1
+
+
+@pytest.mark.parametrize("watch, key", [({"act": "warn"}, "act"), ({"folder": "x"}, "folder"), ({}, None)])
+def test_an_engine_that_is_not_watched_says_so(watch, key):
+    from coat_ds.zero.watch import watch_engine
+
+    class PipelineEngine:
+        def train_batch(self):
+            pass
+
+    if key is None:
+        assert watch_engine(PipelineEngine(), WatchConfig(), True) is None
+        return
+    with pytest.raises(CoatConfigError, match=f"coat.watch.{key}: found .*pipeline engine"):
+        watch_engine(PipelineEngine(), WatchConfig(**watch), True)
 
 
 def two_ranks():

@@ -1,0 +1,401 @@
+"""Megatron's training watched: readings, the fallback of layers and of states, and that all ranks agree.
+
+One spawn of two processes serves most tests.
+"""
+
+import types
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from coat_ds import state_bytes
+from coat_ds.config import CoatConfig, CoatConfigError
+from coat_ds.watch.outs import read
+from tests.megatron_ext.test_optimizer import FFN, S, Trainer
+from tests.util import run_distributed
+
+INJECTED, STEPS = 9, 24
+# an outlier feature: so large that FP8 loses all others
+FACTOR = 2.0**20
+NOTHING = {"layers": [], "states": []}
+
+
+class Learner(Trainer):
+    """Trains on what can be learned. In each layer one channel of what fc2 reads is not trained, so that it
+    can become an outlier."""
+
+    def __init__(self, watch, **options):
+        from megatron.core import parallel_state
+
+        from megatron_ext import optimizer
+
+        block = {"enabled": True, "report": False, "optimizer": {"min_numel": 0}, "watch": watch}
+        optimizer.uninstall()
+        optimizer.install(CoatConfig.from_dict(block))
+        super().__init__("distributed", "coat", **options)
+        up, self._fixed = FFN // parallel_state.get_tensor_model_parallel_world_size() + 3, []
+        for layer in self.model.module.decoder.layers:
+            fc1, fc2 = layer.mlp.linear_fc1.weight, layer.mlp.linear_fc2.weight
+            self._fixed += [(fc1, up), (fc2, (slice(None), 3))]
+        self.watch = self.optimizer.coat_watch
+        for group in self.inner.param_groups:
+            group["lr"] = 5e-3
+
+    def inject(self):
+        """Makes the channel an outlier; in BF16 the model computes what it did."""
+        for (fc1, up), (fc2, column) in zip(self._fixed[::2], self._fixed[1::2], strict=True):
+            with torch.no_grad():
+                fc1[up] *= FACTOR
+                fc2[column] /= FACTOR
+        self.optimizer.reload_model_params()
+
+    @staticmethod
+    def tokens(number, rank):
+        return (torch.arange(S) * (1 + number % 3) + 8 * torch.arange(4)[:, None] + 32 * rank) % 64
+
+    def loss(self, number):
+        from megatron.core import parallel_state
+
+        tokens = self.tokens(number, parallel_state.get_data_parallel_rank())
+        return self.model(tokens, torch.arange(S).expand_as(tokens), None, labels=tokens).mean()
+
+    def steps(self, *numbers):
+        from megatron.core.distributed import finalize_model_grads
+
+        losses = []
+        for number in numbers:
+            self.model.zero_grad_buffer()
+            self.optimizer.zero_grad()
+            loss = self.loss(number)
+            loss.backward()
+            finalize_model_grads([self.model])
+            for p, where in self._fixed:
+                p.main_grad[where] = 0
+            self.optimizer.step()
+            losses.append(loss.item())
+        return losses
+
+    @property
+    def codecs(self):
+        """Storage formats of the second moments that this rank holds."""
+        states = self.inner.state.values()
+        return {piece.codec.name for s in states for piece in s["exp_avg_sq"].pieces}
+
+
+class Counts(TorchDispatchMode):
+    """Operations, and values read back to the host, under the mode."""
+
+    def __init__(self):
+        super().__init__()
+        self.ops = self.reads = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.ops += 1
+        self.reads += func is torch.ops.aten._local_scalar_dense.default
+        return func(*args, **(kwargs or {}))
+
+
+def counted(trainer, number):
+    """Operations, reads and all-reduces of the step of this number."""
+    reduces, all_reduce = [], dist.all_reduce
+
+    def count(*args, **kwargs):
+        reduces.append(args)
+        return all_reduce(*args, **kwargs)
+
+    dist.all_reduce = count
+    try:
+        with Counts() as counts:
+            trainer.steps(number)
+    finally:
+        dist.all_reduce = all_reduce
+    return counts.ops, counts.reads, len(reduces)
+
+
+def watched(folder):
+    """Two data-parallel ranks whose optimizer is distributed."""
+    plain = Learner(False)
+    assert plain.watch is None
+    runs = {"plain": plain.steps(*range(5))}
+    unwatched = [counted(plain, number) for number in (5, 6, 7)]
+    trainer = Learner({"every": 7, "folder": folder})
+    hooks = len(trainer.model.module._forward_pre_hooks)
+    losses = trainer.steps(*range(5))
+    # step 7, of number 6, is watched, and taken in behind step 8
+    steps = [counted(trainer, number) for number in (5, 6, 7)]
+    last = trainer.watch.last
+    trainer.watch.close()
+    return runs | {
+        "watched": losses,
+        "hooked": hooks,
+        "counts": (unwatched, steps),
+        "last": last,
+        "states": state_bytes(trainer.inner)["bytes"],
+    }
+
+
+def states(folder):
+    """The moments of all tensors go to FP32, by a limit that any error passes."""
+    watch = {"every": 1, "readings": 2, "act": "act", "update_error": 1e-6, "folder": folder}
+    trainer = Learner(watch)
+    before = trainer.codecs
+    trainer.steps(*range(4))
+    result = {"before": before, "after": trainer.codecs, "fallen": trainer.watch.fallback.state()}
+    trainer.save(f"{folder}/checkpoint", "fully_reshardable")
+    losses = trainer.steps(4, 5)
+    again = Learner(watch).load(f"{folder}/checkpoint", "fully_reshardable")
+    result["resumed"] = again.watch.fallback.state(), again.codecs
+    result["equal"] = again.steps(4, 5) == losses
+    again.watch.take_in()
+    result["goes on at"] = again.watch.last.step
+    again.watch.fallback.restore({})
+    result["undone"] = again.codecs
+    # a run that does not ask for it takes nothing over
+    other = Learner({"every": 1, "act": "warn"}).load(f"{folder}/checkpoint", "fully_reshardable")
+    result["not taken"] = other.watch.fallback.state(), other.codecs
+    return result
+
+
+def outlier(folder, sizes):
+    """Two tensor-parallel ranks with sequence parallelism: without the outlier, with it, and with the
+    fallback."""
+    from megatron.core import parallel_state
+
+    from coat_kernels.graphs import _Place
+    from megatron_ext.model import initialize_model_parallel
+
+    watch = {"every": 1, "readings": 2, "folder": folder}
+    before, after = range(INJECTED), range(INJECTED, STEPS)
+    result = {"none": Learner(watch, **sizes).steps(*before, *after)}
+    off = Learner(watch, **sizes)
+    result["off"] = off.steps(*before)
+    off.inject()
+    result["off"] += off.steps(*after)
+    acting = watch | {"act": "act"}
+    trainer = Learner(acting, **sizes)
+    fallback, graphs = trainer.watch.fallback, trainer.model.module.decoder.layers[0].graphs
+    graphs._places["recorded"] = _Place(None)
+    losses = trainer.steps(*before)
+    result["early"] = fallback.state(), len(graphs._places)
+    trainer.inject()
+    result["act"] = losses + trainer.steps(*after)
+    result |= {"fallen": fallback.state(), "last": trainer.watch.last, "graphs": len(graphs._places)}
+    result["in fp8"] = [m._in_fp8 for m in trainer.model.modules() if hasattr(m, "_in_fp8")]
+    trainer.save(f"{folder}/checkpoint", "fully_reshardable")
+    more = trainer.steps(STEPS, STEPS + 1)
+    again = Learner(acting, **sizes)
+    again.load(f"{folder}/checkpoint", "fully_reshardable")
+    linear = again.model.module.decoder.layers[0].mlp.linear_fc2
+    result["resumed"] = again.watch.fallback.state(), linear.paused, linear.coat_part().why
+    result["equal"] = again.steps(STEPS, STEPS + 1) == more
+    again.watch.fallback.restore({})
+    result["undone"] = linear.paused, linear._in_fp8
+    # the same weights in FP8 and in BF16
+    result["of the same"] = again.loss(0).item(), trainer.loss(0).item()
+    # at other sizes the names are the same
+    parallel_state.destroy_model_parallel()
+    initialize_model_parallel()
+    other = Learner(acting).load(f"{folder}/checkpoint", "fully_reshardable")
+    result["elsewhere"] = other.watch.fallback.state()
+    return result
+
+
+def pipeline(folder):
+    """Two stages of one layer: each rank knows the other's, too."""
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+
+    watch = {"every": 1, "readings": 1, "act": "act", "flushed": 0.0, "update_error": 1e9, "folder": folder}
+    trainer = Learner(watch)
+
+    def forward_step(batches, model):
+        tokens = next(batches)
+        positions = torch.arange(S).expand_as(tokens)
+        return model(tokens, positions, None, labels=tokens), lambda y: (y.mean(), {})
+
+    for number in range(2):
+        trainer.model.zero_grad_buffer()
+        get_forward_backward_func()(
+            forward_step_func=forward_step,
+            data_iterator=iter([Learner.tokens(number, 0)] * 2),
+            model=trainer.model,
+            num_microbatches=2,
+            seq_length=S,
+            micro_batch_size=4,
+        )
+        trainer.model.finish_grad_sync()
+        trainer.optimizer.step()
+    return trainer.watch.last.groups, sorted(trainer.watch._layers), trainer.watch.fallback.state()
+
+
+def refused():
+    """What says so: an option that cannot be honoured."""
+    from megatron_ext.watch import check_host
+
+    chunk = types.SimpleNamespace(ddp_config=types.SimpleNamespace(use_megatron_fsdp=True))
+    assert not check_host([chunk], CoatConfig.from_dict({"enabled": True}).watch)
+    try:
+        check_host([chunk], CoatConfig.from_dict({"enabled": True, "watch": {"act": "act"}}).watch)
+    except CoatConfigError as error:
+        return str(error)
+
+
+def everything(folder):
+    from megatron.core import parallel_state
+
+    from megatron_ext import cpu
+    from megatron_ext.model import initialize_model_parallel
+
+    cpu.enable()
+    dist.init_process_group("gloo")
+    result = {"refused": refused()}
+    with cpu.no_cuda():
+        initialize_model_parallel()
+        result |= {"watched": watched(f"{folder}/watched"), "states": states(f"{folder}/states")}
+        parallel_state.destroy_model_parallel()
+        initialize_model_parallel(2)
+        result["outlier"] = outlier(f"{folder}/outlier", {"sequence_parallel": True})
+        parallel_state.destroy_model_parallel()
+        initialize_model_parallel(pipeline_model_parallel_size=2)
+        result["pipeline"] = pipeline(f"{folder}/pipeline")
+        parallel_state.destroy_model_parallel()
+    return result
+
+
+def under_deepspeed():
+    """Losses under ZeRO-3, whose units are whole layers, and figures of a layer that has fallen back."""
+    import deepspeed
+
+    import coat_ds
+    from coat_launch.model import parameter_groups
+    from megatron_ext import cpu, mpu
+    from megatron_ext.layer_specs import coat_layer_spec
+    from megatron_ext.model import ModelShape, build_gpt, initialize_model_parallel
+
+    cpu.enable()
+    deepspeed.init_distributed("gloo")
+    initialize_model_parallel()
+    model = build_gpt(ModelShape(1, 64, FFN, 4, 2), coat_layer_spec, seq_length=S, vocab_size=64)
+    config = {
+        "train_micro_batch_size_per_gpu": 4,
+        "optimizer": {"type": "AdamW", "params": {"lr": 5e-3}},
+        "bf16": {"enabled": True},
+        "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},
+        "coat": {"enabled": True, "report": False, "watch": {"every": 1, "act": "act"}},
+    }
+    engine, *_ = coat_ds.initialize(
+        model=model, model_parameters=parameter_groups(model), mpu=mpu, config=config
+    )
+    watch, losses, names = engine.coat.watch, [], ["decoder.layers.0.mlp.linear_fc1"]
+    for step in range(6):
+        if step in (2, 4):
+            watch.fallback.restore({"layers": names if step == 2 else []})
+        tokens = Learner.tokens(step, 0)
+        loss = engine(tokens, torch.arange(S).expand_as(tokens), None, labels=tokens).mean()
+        engine.backward(loss)
+        engine.step()
+        watch.take_in()
+        counted = "decoder.layers.*.mlp.linear_fc1" in watch.last.groups
+        losses.append((loss.item(), counted))
+    return losses
+
+
+def test_megatrons_layers_fall_back_under_deepspeed():
+    (losses,) = run_distributed(under_deepspeed, 1)
+    # in BF16 it has no codes
+    assert [counted for _, counted in losses] == [True, True, False, False, True, True]
+    assert losses[-1][0] < losses[0][0] - 0.5
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return str(tmp_path_factory.mktemp("watch"))
+
+
+@pytest.fixture(scope="module")
+def ranks(folder):
+    return run_distributed(everything, 2, folder)
+
+
+def test_readings_are_the_same_on_all_ranks_and_change_nothing(ranks, folder):
+    first, second = (rank["watched"] for rank in ranks)
+    assert first["plain"] == first["watched"] and second["plain"] == second["watched"]
+    assert first["last"].groups == second["last"].groups and first["last"].step == 7
+    groups = second["last"].groups
+    states = groups["decoder.layers.*.mlp.linear_fc1.weight"]
+    assert 1e-3 < states["update_error"] < 0.05 and states["underflowed"] == 0
+    layer = groups["decoder.layers.*.self_attention.linear_qkv"]
+    assert set(layer) >= {"input_flushed", "gradient_flushed", "input_saturated", "gradient_saturated"}
+    assert groups["decoder.layers.*"]["saved_flushed"] < 0.01
+    assert not any("other" in group or "_scale" in group for group in groups)
+    # the last rank's, as Megatron-LM's own numbers are
+    (written,) = read(f"{folder}/watched")
+    assert written == second["last"]
+    memory = written.memory
+    assert memory["states"] == second["states"] and memory["saved"] > 0
+    assert memory["masters"] == pytest.approx(memory["weights"], rel=0.01), "FP32, of half of them"
+
+
+def test_a_step_without_a_reading_costs_nothing(ranks):
+    for rank in ranks:
+        unwatched, (before, at, behind) = rank["watched"]["counts"]
+        assert rank["watched"]["hooked"] == 1
+        assert before == unwatched[0] and behind == unwatched[2]
+        # the reading: one more all-reduce, and nothing is read back
+        assert at[1:] == (unwatched[1][1], unwatched[1][2] + 1) and at[0] > unwatched[1][0]
+
+
+def test_states_go_to_fp32_and_come_back(ranks):
+    for rank in ranks:
+        found = rank["states"]
+        assert found["before"] == {"fp32", "log8"} and found["after"] == {"fp32"}
+        assert found["fallen"] == ranks[0]["states"]["fallen"] and found["fallen"]["layers"] == []
+        assert "decoder.layers.1.mlp.linear_fc2.weight" in found["fallen"]["states"]
+        assert found["resumed"] == (found["fallen"], {"fp32"}) and found["equal"]
+        assert found["goes on at"] == 6
+        assert found["undone"] == found["before"]
+        assert found["not taken"] == (NOTHING, found["before"])
+
+
+def test_an_outlier_is_seen_and_the_run_is_saved(ranks):
+    for rank in ranks:
+        found = rank["outlier"]
+        fallen = found["fallen"]
+        assert fallen == {
+            "layers": [f"decoder.layers.{i}.mlp.linear_fc{j}" for i in (0, 1) for j in (1, 2)],
+            "states": [],
+        }
+        assert found["last"].fallen == fallen["layers"] and found["in fp8"].count(False) == 4
+        assert found["early"] == (NOTHING, 1) and found["graphs"] == 0, (
+            "they replay what the layer did before"
+        )
+        # the second reading that passes is of the second step with it, and is taken in behind the third
+        assert found["act"][: INJECTED + 3] == found["off"][: INJECTED + 3]
+        lost = {how: sum(found[how][-6:]) - sum(found["none"][-6:]) for how in ("off", "act")}
+        # the rest of it was lost in these three steps
+        assert lost["off"] > 0.5 and lost["act"] < 0.6 * lost["off"], lost
+        in_fp8, in_bf16 = found["of the same"]
+        assert in_fp8 > in_bf16 + 0.1
+
+
+def test_the_checkpoint_remembers_and_the_way_back(ranks):
+    for rank in ranks:
+        found = rank["outlier"]
+        assert found["resumed"] == (found["fallen"], True, "fallen back, by coat.watch") and found["equal"]
+        assert found["undone"] == (False, True)
+        assert found["elsewhere"] == found["fallen"]
+
+
+def test_stages_of_a_pipeline_agree(ranks):
+    (first, layers, fallen), second = (rank["pipeline"] for rank in ranks)
+    assert second == (first, layers, fallen)
+    assert {f"decoder.layers.{i}.mlp.linear_fc2" for i in range(2)} <= set(layers)
+    assert {"embedding.word_embeddings.weight", "output_layer.weight"} <= set(first)
+    # of both stages
+    assert {name.split(".")[2] for name in fallen["layers"]} == {"0", "1"}
+
+
+def test_what_cannot_be_watched_is_refused(ranks):
+    for rank in ranks:
+        assert rank["refused"].startswith("coat.watch.act: found 'act' beside --use-megatron-fsdp")
