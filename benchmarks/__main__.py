@@ -10,6 +10,7 @@ import torch
 from benchmarks import (  # noqa: F401  (they register themselves)
     adamw,
     converge,
+    finetune,
     host,
     layer,
     main_grad,
@@ -24,6 +25,7 @@ from benchmarks import (  # noqa: F401  (they register themselves)
     step,
     train,
     trainer,
+    vlm,
     zero,
 )
 from benchmarks.common.harness import BENCHMARKS, Table

@@ -20,19 +20,32 @@ import torch
 from benchmarks.common.harness import RESULTS, Table, benchmark, reason
 from benchmarks.common.spawn import PATIENCE
 from benchmarks.converge import corpus
-from benchmarks.converge.measure import make_run
-from benchmarks.converge.recipe import FULL, RUNS, TINY, Run, Setup, conditions_of
+from benchmarks.converge.measure import PRETRAINING, make_run
+from benchmarks.converge.recipe import FULL, RUNS, TINY, Recipe, Run, Setup, Task, conditions_of
 from benchmarks.converge.table import carry, complete_runs, differences, publish
 
 
 def options(parser: argparse.ArgumentParser) -> None:
+    run_options(parser, RUNS, FULL, f"all of a step, {FULL.batch}", "runs/converge")
+    text_options(parser)
+
+
+def text_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--text", type=Path, nargs="+", help="folders of text in place of the installed packages"
+    )
+
+
+def run_options(
+    parser: argparse.ArgumentParser, runs: list[str], full: Recipe, micro_batch: str, work: str
+) -> None:
+    """Of benchmarks that make runs; the values are defaults."""
     add = parser.add_argument
-    add("--runs", nargs="+", default=RUNS, help="in this order; default: " + " ".join(RUNS))
-    add("--tokens", type=float, help="in a run (default 1.5e8)")
+    add("--runs", nargs="+", default=runs, help="in this order; default: " + " ".join(runs))
+    add("--tokens", type=float, help=f"in a run (default {full.tokens:.2g})")
     add("--minutes", type=float, default=math.inf, help="stop then, to go on at the next call")
-    add("--micro-batch", type=int, help="sequences in a pass (default: all of a step, 64)")
-    add("--work", type=Path, default=Path("runs/converge"), help="token ids, unfinished runs, checkpoints")
-    add("--text", type=Path, nargs="+", help="folders of text in place of the installed packages")
+    add("--micro-batch", type=int, help=f"sequences in a pass (default: {micro_batch})")
+    add("--work", type=Path, default=Path(work), help="data, unfinished runs, checkpoints")
     add("--collect", action="store_true", help="train nothing: table and plot of the runs beside --output")
 
 
@@ -60,20 +73,45 @@ def converge(arguments, table: Table) -> None:
         publish(output, table)
         return
     runs = [Run.parse(name) for name in arguments.runs]
-    setup, conditions = prepared(arguments, output, started)
+    recipe = TINY if arguments.quick or not torch.cuda.is_available() else FULL
+    data, identity = prepare_text(arguments, recipe)
+    print(f"text ready after {time.monotonic() - started:.0f} s in {data}", flush=True)
+    setup, conditions = prepared(arguments, PRETRAINING, recipe, data, identity, output, started)
+    make_runs(runs, setup, conditions, output, table)
+    publish(output, table)
+
+
+def make_runs(runs: list[Run], setup: Setup, conditions: dict, output: Path, table: Table) -> None:
+    """Makes those that are complete nowhere, and collects in `output` all that are complete."""
     known = complete_runs([output, RESULTS / output.name, setup.runs], conditions)
     known |= train_missing(runs, known, setup, conditions, output, table)
     for stem in known.values():
         carry(stem, output)
-    publish(output, table)
 
 
-def prepared(arguments, output: Path, started: float) -> tuple[Setup, dict[str, object]]:
-    """The text, tokenized, the folders, and what all runs share.
+def prepare_text(arguments, recipe: Recipe, tokenizer: str | None = None) -> tuple[Path, dict[str, object]]:
+    """The folder of the text as token ids, and its identity.
 
-    Raises SystemExit if `output` holds runs that cannot be compared, or there is too little text.
+    tokenizer: the content of a tokenizer.json; without one, the recipe's is trained.
+    Raises SystemExit if there is too little text.
     """
-    recipe = TINY if arguments.quick or not torch.cuda.is_available() else FULL
+    roots = arguments.text or corpus.installed_roots()
+    wanted = roots, recipe.vocabulary, recipe.text, tokenizer
+    data = arguments.work / f"text-{corpus.name_of(*wanted)}"
+    try:
+        corpus.prepare(data, *wanted)
+        return data, corpus.load(data, recipe.seq_length, 0).identity
+    except ValueError as error:
+        raise SystemExit(str(error)) from error
+
+
+def prepared(
+    arguments, task: Task, recipe: Recipe, data: Path, identity: dict, output: Path, started: float
+) -> tuple[Setup, dict[str, object]]:
+    """The folders, and what all runs share: the recipe and the identity of what they start from.
+
+    Raises SystemExit if `output` holds runs that cannot be compared.
+    """
     if arguments.tokens is not None:
         recipe = recipe._replace(tokens=int(arguments.tokens))
     micro_batch = arguments.micro_batch or recipe.batch
@@ -81,15 +119,7 @@ def prepared(arguments, output: Path, started: float) -> tuple[Setup, dict[str, 
         raise SystemExit(
             f"--micro-batch: {micro_batch} does not divide the {recipe.batch} sequences of a step"
         )
-    work = arguments.work
-    roots = arguments.text or corpus.installed_roots()
-    data = work / f"text-{corpus.name_of(roots, recipe.vocabulary, recipe.text)}"
-    try:
-        corpus.prepare(data, roots, recipe.vocabulary, recipe.text)
-        conditions = conditions_of(recipe, micro_batch, data)
-    except ValueError as error:
-        raise SystemExit(str(error)) from error
-    print(f"text ready after {time.monotonic() - started:.0f} s in {data}", flush=True)
+    conditions = conditions_of(recipe, micro_batch) | identity
     print("  ".join(f"{k} {v}" for k, v in conditions.items()), flush=True)
     output.mkdir(parents=True, exist_ok=True)
     if others := [path for path in output.glob("*.json") if differences(path, conditions)]:
@@ -98,8 +128,9 @@ def prepared(arguments, output: Path, started: float) -> tuple[Setup, dict[str, 
             "be compared would share a folder, give another with --output"
         )
     digest = hashlib.sha256(json.dumps(conditions, sort_keys=True).encode()).hexdigest()[:8]
-    setup = Setup(recipe, micro_batch, data, work / f"runs-{digest}", started + 60 * arguments.minutes)
-    setup.runs.mkdir(exist_ok=True)
+    deadline = started + 60 * arguments.minutes
+    setup = Setup(task, recipe, micro_batch, data, arguments.work / f"runs-{digest}", deadline)
+    setup.runs.mkdir(parents=True, exist_ok=True)
     return setup, conditions
 
 
