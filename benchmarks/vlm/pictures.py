@@ -8,8 +8,6 @@ import json
 import shutil
 import tempfile
 from collections.abc import Iterable, Iterator
-from concurrent.futures import ProcessPoolExecutor
-from multiprocessing import get_context
 from pathlib import Path
 from typing import NamedTuple
 
@@ -24,8 +22,6 @@ PATCH, QUESTION, ZERO = 0, 1, 2
 VOCABULARY = 32
 # one number in so many is held out
 HELD_OUT = 16
-# rendered at a time
-BLOCK = 1024
 
 
 class PictureBatch(NamedTuple):
@@ -85,14 +81,14 @@ def load(folder: Path, sizes: Sizes, seed: int) -> PictureData:
     return PictureData(Pictures(folder, "train", sizes, seed), Pictures(folder, "held_out", sizes, 0))
 
 
-def render(sizes: Sizes, part: str, block: int, count: int) -> tuple[np.ndarray, np.ndarray]:
+def render(sizes: Sizes, part: str, count: int) -> tuple[np.ndarray, np.ndarray]:
     """`count` pictures, uint8 [count, image, image], and their digits, uint8 [count, digits].
 
     Each is a number of as many digits in a random size at a random place, and the same on every call.
     """
     from PIL import Image, ImageDraw, ImageFont
 
-    rng = np.random.default_rng([part == "held_out", block])
+    rng = np.random.default_rng(int(part == "held_out"))
     fonts = [ImageFont.load_default(size) for size in sizes.fonts]
     pixels = np.empty((count, sizes.image, sizes.image), np.uint8)
     digits = np.empty((count, sizes.digits), np.uint8)
@@ -112,19 +108,14 @@ def render(sizes: Sizes, part: str, block: int, count: int) -> tuple[np.ndarray,
 
 
 def prepare(folder: Path, sizes: Sizes) -> None:
-    """Renders what `load` reads, all or nothing, by all cores; does nothing if it is there."""
+    """Renders what `load` reads, all or nothing; does nothing if it is there."""
     if folder.exists():
         return
     folder.parent.mkdir(parents=True, exist_ok=True)
     part = Path(tempfile.mkdtemp(dir=folder.parent))
-    # a process that has CUDA must not be forked
-    with ProcessPoolExecutor(mp_context=get_context("spawn")) as pool:
-        for name, count in (("train", sizes.train), ("held_out", sizes.held_out)):
-            counts = [min(BLOCK, count - first) for first in range(0, count, BLOCK)]
-            blocks = range(len(counts))
-            made = list(pool.map(render, [sizes] * len(counts), [name] * len(counts), blocks, counts))
-            for values, kind in zip(zip(*made, strict=True), ("pixels", "digits"), strict=True):
-                np.save(part / f"{name}_{kind}.npy", np.concatenate(values))
+    for name, count in (("train", sizes.train), ("held_out", sizes.held_out)):
+        for values, kind in zip(render(sizes, name, count), ("pixels", "digits"), strict=True):
+            np.save(part / f"{name}_{kind}.npy", values)
     try:
         part.rename(folder)
     except OSError:
