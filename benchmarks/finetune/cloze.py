@@ -20,9 +20,12 @@ from benchmarks.converge.corpus import END_OF_DOCUMENT
 CANDIDATES = 4
 # tokens of a question, and questions in a pass
 LENGTH, BATCH = 64, 32
-# of prose, also inside code: words, commas, and a last word of four letters or more
-BEGIN, WORDS, LAST = r"(?:^|(?<=[.!?:] )|(?<=\"))", r"[A-Z][a-z]+(?:,? [A-Za-z'-]+){7,30}", r"[a-z]{4,}"
-SENTENCE = re.compile(rf"{BEGIN}({WORDS}) ({LAST})\.(?= |$)")
+# what comments begin lines with
+MARK = re.compile(r"(?m)^[ \t]*(?:#+:?|//+|\*+)(?=[ \t])")
+# five words or more, with names of code among them, and a last one of three letters or more
+BEGIN = r"(?:^|(?<=[.!?:] )|(?<=\"))"
+WORDS = r"[A-Z][a-z]*(?:,? [\w'`()/<>=.:-]*\w[)`']*){4,30}"
+SENTENCE = re.compile(rf"{BEGIN}({WORDS}),? ([a-z]{{3,}})\.(?= |$)")
 
 
 class Question(NamedTuple):
@@ -43,7 +46,7 @@ class Rows(NamedTuple):
 
 def sentences(text: str) -> list[tuple[str, str]]:
     """Sentences of a file, each with its last word apart."""
-    paragraphs = (" ".join(part.split()) for part in re.split(r"\n\s*\n", text))
+    paragraphs = (" ".join(part.split()) for part in re.split(r"\n\s*\n", MARK.sub("", text)))
     return [match.groups() for part in paragraphs for match in SENTENCE.finditer(part)]
 
 

@@ -101,12 +101,16 @@ def test_a_folder_of_transformers_gives_its_weights(tiny, text, tmp_path):
 
 
 def test_sentences_are_found_in_prose_and_in_code():
-    docstring = PROSE.replace("for many", "for\n    many")
-    code = f'def f():\n    """{docstring}\n\n    x = 1. Not a sentence\n    """\n'
-    for found in (cloze.sentences(PROSE), cloze.sentences(code)):
+    wrapped = PROSE.replace("for many", "for\n    many")
+    docstring = f'def f():\n    """{wrapped}\n\n    x = 1. Not a sentence\n    """\n'
+    comment = f"x = 1\n\n    # {wrapped.replace('    ', '    # ')}\n    y = 2\n"
+    for found in map(cloze.sentences, (PROSE, docstring, comment)):
         assert len(found) == 10
         assert found[0] == ("The white house of the old man stood for many years beside the", "river")
-    assert cloze.sentences("It is short. In the year 1999 some of them went home to the old village.") == []
+    assert cloze.sentences("It is short. And what of it ends with an x.") == []
+    assert cloze.sentences("It calls `f(x)`, and returns y=1.5 or nothing.") == [
+        ("It calls `f(x)`, and returns y=1.5 or", "nothing")
+    ]
 
 
 def test_questions_are_the_same_every_time():
