@@ -67,11 +67,11 @@ def read(path: Path) -> Pretrained:
     if not path.exists():
         raise ValueError(f"--weights {path}: expected a GGUF file or a folder of transformers, found nothing")
     where = (path.parent, {"gguf_file": path.name}) if path.is_file() else (path, {})
-    # newer releases would keep a GGUF file's weights packed, which cannot be trained
-    packed = {"quantization_config": transformers.GgufConfig(dequantize=True)} if path.is_file() else {}
-    model = transformers.AutoModelForCausalLM.from_pretrained(
-        where[0], dtype=torch.bfloat16, **where[1], **packed
-    )
+    options = where[1]
+    if path.is_file() and hasattr(transformers, "GgufConfig"):
+        # newer releases would keep the weights packed, which cannot be trained
+        options = options | {"quantization_config": transformers.GgufConfig(dequantize=True)}
+    model = transformers.AutoModelForCausalLM.from_pretrained(where[0], dtype=torch.bfloat16, **options)
     tokenizer = transformers.AutoTokenizer.from_pretrained(where[0], **where[1])
     config = model.config
     # the weights are plain ones now
