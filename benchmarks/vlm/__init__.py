@@ -41,7 +41,7 @@ def options(parser: argparse.ArgumentParser) -> None:
 def vlm(arguments, table: Table) -> None:
     """A small LLaVA of transformers that learns to read numbers in pictures: BF16 and COAT.
 
-    SigLIP's tower (6 layers, h 384), a projector and Llama's decoder (6 layers, h 512), random weights, 30M
+    SigLIP's tower (6 layers, h 384), a projector and Llama's decoder (6 layers, h 512), random weights, 32M
     parameters. Pictures of 64 x 64 with a number of five digits in Pillow's font, in a random size at a
     random place; 64 patches, a question and the digits make 69 tokens; 256 pictures a step, 2,000 steps. No
     held-out number is in a training picture. The engine is DeepSpeed's, ZeRO-1, BF16 weights and FP32
