@@ -97,6 +97,7 @@ setup(
             "check-jsonschema",
             "mypy",
             "jsonschema",
+            "pillow",
             "peft>=0.19",
             "trl>=1",
         ],

@@ -11,6 +11,7 @@ import torch
 from benchmarks import (  # noqa: F401  (they register themselves)
     adamw,
     converge,
+    finetune,
     first_step,
     host,
     layer,
@@ -30,6 +31,7 @@ from benchmarks import (  # noqa: F401  (they register themselves)
     train,
     trainer,
     verify,
+    vlm,
     watch,
     zero,
 )

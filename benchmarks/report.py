@@ -10,6 +10,7 @@ from typing import NamedTuple
 from benchmarks import front_page, pretrain_states, state_train, tables
 from benchmarks.common.harness import BENCHMARKS, RESULTS, benchmark, read_rows
 from benchmarks.converge.table import claims, summary
+from benchmarks.finetune.table import summary as finetuned
 from benchmarks.train.plots import plot
 
 PAGE = RESULTS.parent / "RESULTS.md"
@@ -44,6 +45,25 @@ SECTIONS = [
             *("run", "seed", "tokens", "steps", "val_loss_start", "val_loss"),
             *("to_bf16_mean", "to_bf16_same_seed", "train_s", "tokens_per_s", "peak_mb"),
             *("state_bytes_per_param", "saved_bytes_per_token_layer", "note"),
+        ),
+    ),
+    Section(
+        "finetune",
+        "Fine-tuning a pretrained model",
+        columns=(
+            *("path", "system", "seed", "tokens", "steps", "val_loss_start", "val_loss"),
+            *("over_bf16_same_seed", "cloze_start", "cloze", "questions", "train_s", "tokens_per_s"),
+            *("peak_mb", "state_bytes_per_param", "saved_bytes_per_token_layer", "note"),
+        ),
+    ),
+    Section(
+        "vlm",
+        "A vision-language model",
+        columns=(
+            *("run", "seed", "steps", "val_loss_start", "val_loss", "exact", "digits", "train_s"),
+            *("tokens_per_s", "peak_mb", "state_bytes_per_param", "tower_saved_bytes_per_token_layer"),
+            *("decoder_saved_bytes_per_token_layer", "tower_replaced", "projector_replaced"),
+            *("decoder_replaced", "left", "note"),
         ),
     ),
     Section(
@@ -199,6 +219,8 @@ def body(section: Section, paths: list[Path], plots: list[Path]) -> list[str]:
         lines += [f"### [{path.name}](results/{path.name})", ""]
         if section.name == "converge":
             lines += converged(rows)
+        if section.name == "finetune":
+            lines += ["Over the seeds of each path and system:", "", *markdown(finetuned(rows))]
         if section.name == "train":
             lines += compared(rows)
         rows_of_arms = section.over_seeds(rows) if section.over_seeds else rows

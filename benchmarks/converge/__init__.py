@@ -22,25 +22,45 @@ import torch
 from benchmarks.common.harness import RESULTS, Table, benchmark, reason
 from benchmarks.common.spawn import PATIENCE
 from benchmarks.converge import corpus
-from benchmarks.converge.measure import make_run
-from benchmarks.converge.recipe import CONFIGURATIONS, RECIPES, RUNS, TINY, Run, Setup, conditions_of
+from benchmarks.converge.measure import PRETRAINING, make_run
+from benchmarks.converge.recipe import (
+    CONFIGURATIONS,
+    RECIPES,
+    RUNS,
+    TINY,
+    Recipe,
+    Run,
+    Setup,
+    Task,
+    conditions_of,
+)
 from benchmarks.converge.table import carry, complete_runs, differences, publish
 
 
 def options(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
-    add("--recipe", choices=RECIPES, default="125m", help="model, batch and text (default: %(default)s)")
-    add(
-        "--runs",
-        nargs="+",
-        help=f"in this order; default: {' '.join(RUNS)}; of 1b: {' '.join(CONFIGURATIONS)}",
+    parser.add_argument(
+        "--recipe", choices=RECIPES, default="125m", help="model, batch and text (default: %(default)s)"
     )
+    runs = f"{' '.join(RUNS)}; of 1b: {' '.join(CONFIGURATIONS)}"
+    run_options(parser, runs, "1.5e8, of 1b 1e8", "all of a step, 64; of 1b 16", "runs/converge")
+    text_options(parser)
+
+
+def text_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--text", type=Path, nargs="+", help="folders of text in place of the installed packages"
+    )
+
+
+def run_options(parser: argparse.ArgumentParser, runs: str, tokens: str, micro_batch: str, work: str) -> None:
+    """Of benchmarks that make runs, with what the help says of defaults; `work` is one."""
+    add = parser.add_argument
+    add("--runs", nargs="+", help=f"in this order; default: {runs}")
     add("--gpus", type=int, default=1, help="as many runs side by side, each on a GPU of its own")
-    add("--tokens", type=float, help="in a run (default 1.5e8, of 1b 1e8)")
+    add("--tokens", type=float, help=f"in a run (default {tokens})")
     add("--minutes", type=float, default=math.inf, help="stop then, to go on at the next call")
-    add("--micro-batch", type=int, help="sequences in a pass (default: all of a step, 64; of 1b 16)")
-    add("--work", type=Path, default=Path("runs/converge"), help="token ids, unfinished runs, checkpoints")
-    add("--text", type=Path, nargs="+", help="folders of text in place of the installed packages")
+    add("--micro-batch", type=int, help=f"sequences in a pass (default: {micro_batch})")
+    add("--work", type=Path, default=Path(work), help="data, unfinished runs, checkpoints")
     add("--collect", action="store_true", help="train nothing: table and plot of the runs beside --output")
 
 
@@ -70,25 +90,50 @@ def converge(arguments, table: Table) -> None:
         publish(output, table)
         return
     names = arguments.runs or (RUNS if arguments.recipe == "125m" else CONFIGURATIONS)
-    runs = {run.name: run for run in map(Run.parse, names)}
-    setup, conditions = prepared(arguments, output, started)
-    known = complete_runs([output, RESULTS / output.name, setup.runs], conditions)
-    for name in runs.keys() & known.keys():
-        print(f"{name}: complete in {known[name].parent}", flush=True)
-    missing = [run for name, run in runs.items() if name not in known]
-    train_side_by_side(missing, arguments.gpus, setup, conditions, table.environment)
-    known |= complete_runs([setup.runs], conditions)
-    for stem in known.values():
-        carry(stem, output)
+    recipe = TINY if arguments.quick or not torch.cuda.is_available() else RECIPES[arguments.recipe]
+    data, identity = prepare_text(arguments, recipe)
+    print(f"text ready after {time.monotonic() - started:.0f} s in {data}", flush=True)
+    setup, conditions = prepared(arguments, PRETRAINING, recipe, data, identity, output, started)
+    make_runs([Run.parse(name) for name in names], arguments.gpus, setup, conditions, table.environment)
     publish(output, table)
 
 
-def prepared(arguments, output: Path, started: float) -> tuple[Setup, dict[str, object]]:
-    """The text, tokenized, the folders, and what all runs share.
+def make_runs(runs: list[Run], gpus: int, setup: Setup, conditions: dict, environment: dict) -> None:
+    """Makes those that are complete nowhere, and collects in `setup.output` all that are complete."""
+    named, output = {run.name: run for run in runs}, setup.output
+    known = complete_runs([output, RESULTS / output.name, setup.runs], conditions)
+    for name in named.keys() & known.keys():
+        print(f"{name}: complete in {known[name].parent}", flush=True)
+    missing = [run for name, run in named.items() if name not in known]
+    train_side_by_side(missing, gpus, setup, conditions, environment)
+    known |= complete_runs([setup.runs], conditions)
+    for stem in known.values():
+        carry(stem, output)
 
-    Raises SystemExit if `output` holds runs that cannot be compared, or there is too little text.
+
+def prepare_text(arguments, recipe: Recipe, tokenizer: str | None = None) -> tuple[Path, dict[str, object]]:
+    """The folder of the text as token ids, and its identity.
+
+    tokenizer: the content of a tokenizer.json; without one, the recipe's is trained.
+    Raises SystemExit if there is too little text.
     """
-    recipe = TINY if arguments.quick or not torch.cuda.is_available() else RECIPES[arguments.recipe]
+    roots = arguments.text or corpus.installed_roots()
+    wanted = roots, recipe.vocabulary, recipe.text, tokenizer
+    data = arguments.work / f"text-{corpus.name_of(*wanted)}"
+    try:
+        corpus.prepare(data, *wanted)
+        return data, corpus.load(data, recipe.seq_length, 0).identity
+    except ValueError as error:
+        raise SystemExit(str(error)) from error
+
+
+def prepared(
+    arguments, task: Task, recipe: Recipe, data: Path, identity: dict, output: Path, started: float
+) -> tuple[Setup, dict[str, object]]:
+    """The folders, and what all runs share: the recipe and the identity of what they start from.
+
+    Raises SystemExit if `output` holds runs that cannot be compared.
+    """
     if arguments.tokens is not None:
         recipe = recipe._replace(tokens=int(arguments.tokens))
     if arguments.micro_batch is not None:
@@ -97,15 +142,7 @@ def prepared(arguments, output: Path, started: float) -> tuple[Setup, dict[str, 
         raise SystemExit(
             f"--micro-batch: {recipe.micro_batch} does not divide the {recipe.batch} sequences of a step"
         )
-    work = arguments.work
-    roots = arguments.text or corpus.installed_roots()
-    data = work / f"text-{corpus.name_of(roots, recipe.vocabulary, recipe.text)}"
-    try:
-        corpus.prepare(data, roots, recipe.vocabulary, recipe.text)
-        conditions = conditions_of(recipe, data)
-    except ValueError as error:
-        raise SystemExit(str(error)) from error
-    print(f"text ready after {time.monotonic() - started:.0f} s in {data}", flush=True)
+    conditions = conditions_of(recipe) | identity
     print("  ".join(f"{k} {v}" for k, v in conditions.items()), flush=True)
     output.mkdir(parents=True, exist_ok=True)
     if others := [path for path in output.glob("*.json") if differences(path, conditions)]:
@@ -114,8 +151,9 @@ def prepared(arguments, output: Path, started: float) -> tuple[Setup, dict[str, 
             "be compared would share a folder, give another with --output"
         )
     digest = hashlib.sha256(json.dumps(conditions, sort_keys=True).encode()).hexdigest()[:8]
-    setup = Setup(recipe, data, work / f"runs-{digest}", output, started + 60 * arguments.minutes)
-    setup.runs.mkdir(exist_ok=True)
+    deadline = started + 60 * arguments.minutes
+    setup = Setup(task, recipe, data, arguments.work / f"runs-{digest}", output, deadline)
+    setup.runs.mkdir(parents=True, exist_ok=True)
     return setup, conditions
 
 

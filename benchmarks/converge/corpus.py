@@ -120,14 +120,20 @@ def _encode(texts: Sequence[str], path: Path) -> list[np.ndarray]:
     return ids
 
 
-def name_of(roots: Sequence[Path], vocab_size: int, limit: int) -> str:
+def name_of(roots: Sequence[Path], vocab_size: int, limit: int, tokenizer: str | None = None) -> str:
     """A name for the folder of what `prepare` makes of these arguments."""
-    return hashlib.sha256(repr((list(map(str, roots)), vocab_size, limit)).encode()).hexdigest()[:8]
+    given = [list(map(str, roots)), vocab_size, limit]
+    if tokenizer is not None:
+        given.append(hashlib.sha256(tokenizer.encode()).hexdigest())
+    return hashlib.sha256(repr(tuple(given)).encode()).hexdigest()[:8]
 
 
-def prepare(folder: Path, roots: Sequence[Path], vocab_size: int, limit: int) -> None:
+def prepare(
+    folder: Path, roots: Sequence[Path], vocab_size: int, limit: int, tokenizer: str | None = None
+) -> None:
     """Makes `folder` with manifest, tokenizer and token ids, all or nothing; does nothing if it is there.
 
+    tokenizer: the content of a tokenizer.json; without one, one of `vocab_size` ids is trained.
     Raises ValueError if the roots hold too little text to train on and hold out.
     """
     if folder.exists():
@@ -149,7 +155,10 @@ def prepare(folder: Path, roots: Sequence[Path], vocab_size: int, limit: int) ->
         writer.writerow(("path", "bytes", "sha256", "part"))
         for name, chosen in parts.items():
             writer.writerows((d.path, len(d.text.encode()), d.digest, name) for d in chosen)
-    train_tokenizer([d.text for d in parts["train"]], vocab_size, part / "tokenizer.json")
+    if tokenizer is None:
+        train_tokenizer([d.text for d in parts["train"]], vocab_size, part / "tokenizer.json")
+    else:
+        (part / "tokenizer.json").write_text(tokenizer)
     for name, chosen in parts.items():
         ids = _encode([d.text for d in chosen], part / "tokenizer.json")
         np.save(part / f"{name}.npy", np.concatenate(ids))

@@ -16,7 +16,16 @@ from benchmarks.common.timing import synchronize
 from benchmarks.common.training import BETAS, EPS, WEIGHT_DECAY, loss_of
 from benchmarks.common.whole_models import bf16_section, coat_section
 from benchmarks.converge import corpus
-from benchmarks.converge.recipe import LONG_BETAS, LONG_MEMORY, VALIDATIONS, VARIANTS, Recipe, Run, Setup
+from benchmarks.converge.recipe import (
+    LONG_BETAS,
+    LONG_MEMORY,
+    VALIDATIONS,
+    VARIANTS,
+    Recipe,
+    Run,
+    Setup,
+    Task,
+)
 from coat_launch.data import padded_vocab_size
 from coat_launch.report import MetricsWriter, atomic_write, read_metrics, write_summary
 
@@ -57,26 +66,42 @@ def deepspeed_config(variant: str, recipe: Recipe) -> dict:
     return config
 
 
-def build_engine(run: Run, variant: str, setup: Setup, vocab_size: int):
-    """A DeepSpeed engine around megatron-core's GPTModel, as `launch/pretrain_gpt.py` makes them."""
-    import coat_ds
-    from coat_launch.model import parameter_groups, warmup_cosine
-    from megatron_ext import layer_specs, mpu
-    from megatron_ext.model import build_gpt, load_shape
+def load_text(setup: Setup, seed: int) -> corpus.TokenizedText:
+    return corpus.load(setup.data, setup.recipe.seq_length, seed)
 
-    recipe = setup.recipe
-    config = deepspeed_config(variant, recipe)
-    coat = coat_ds.CoatConfig.from_dict(config["coat"])
-    model = build_gpt(
-        load_shape(recipe.shape_file),
+
+def build_gpt_of_recipe(setup: Setup, run: Run, coat, text: corpus.TokenizedText) -> torch.nn.Module:
+    from megatron_ext.model import load_shape
+
+    return gpt_of(load_shape(setup.recipe.shape_file), setup, run, coat, text.vocab_size)
+
+
+def gpt_of(shape, setup: Setup, run: Run, coat, vocab_size: int) -> torch.nn.Module:
+    """megatron-core's GPTModel of a `ModelShape` as `launch/pretrain_gpt.py` makes it."""
+    from megatron_ext import layer_specs
+    from megatron_ext.model import build_gpt
+
+    return build_gpt(
+        shape,
         layer_specs.coat_layer_spec
         if coat.enabled and coat.activations.enabled
         else layer_specs.sdpa_layer_spec,
-        seq_length=recipe.seq_length,
+        seq_length=setup.recipe.seq_length,
         vocab_size=padded_vocab_size(vocab_size),
         seed=run.seed,
         activations=coat.activations,
     )
+
+
+def build_engine(run: Run, variant: str, setup: Setup, data):
+    """A DeepSpeed engine around the task's model."""
+    import coat_ds
+    from coat_launch.model import parameter_groups, warmup_cosine
+    from megatron_ext import mpu
+
+    recipe = setup.recipe
+    config = deepspeed_config(variant, recipe)
+    model = setup.task.build(setup, run, coat_ds.CoatConfig.from_dict(config["coat"]), data)
     schedule = functools.partial(warmup_cosine, warmup=int(recipe.warmup * recipe.steps), total=recipe.steps)
     engine, *_ = coat_ds.initialize(
         model=model,
@@ -88,24 +113,25 @@ def build_engine(run: Run, variant: str, setup: Setup, vocab_size: int):
     return engine
 
 
-def validate(engine, text: corpus.TokenizedText, setup: Setup) -> float:
-    """Mean loss, in nats per token, of the same held-out sequences every time."""
-    count, size = min(setup.recipe.held_out, len(text.held_out)), setup.recipe.micro_batch
+def validate(engine, data, setup: Setup, step: int) -> dict[str, float]:
+    """Mean loss, in nats per token, of the same held-out sequences every time, and the scores."""
+    count, size = min(setup.recipe.held_out, len(data.held_out)), setup.recipe.micro_batch
     engine.eval()
     with torch.no_grad():
         sums = [
-            loss_of(engine, text.held_out.batch(range(first, last))) * (last - first)
+            setup.task.loss(engine, data.held_out.batch(range(first, last))) * (last - first)
             for first in range(0, count, size)
             for last in [min(first + size, count)]
         ]
+        scores = setup.task.scores(setup, engine, data, step)
     engine.train()
-    return torch.stack(sums).sum().item() / count
+    return {"val_loss": round(torch.stack(sums).sum().item() / count, 5), **scores}
 
 
 def train_phase(
     run: Run,
     engine,
-    text: corpus.TokenizedText,
+    data,
     setup: Setup,
     progress: Progress,
     until: int,
@@ -136,11 +162,11 @@ def train_phase(
 
     while step < until:
         losses = []
-        batches = text.train.micro_batches(
+        batches = data.train.micro_batches(
             step * recipe.batch, global_batch_size=recipe.batch, micro_batch_size=recipe.micro_batch
         )
         for batch in batches:
-            loss = loss_of(engine, batch)
+            loss = setup.task.loss(engine, batch)
             engine.backward(loss)
             engine.step()
             losses.append(loss.detach())
@@ -150,21 +176,24 @@ def train_phase(
         if step % every == 0 or step == until or late or len(seen) == LOOK:
             seconds += look()
             if step % every == 0 or step == steps:
-                val_loss = validate(engine, text, setup)
-                metrics.write(step, val_loss=round(val_loss, 5))
-                print(f"{run.name}: step {step} of {steps}: validation loss {val_loss:.4f}", flush=True)
+                found = validate(engine, data, setup, step)
+                metrics.write(step, **found)
+                print(
+                    f"{run.name}: step {step} of {steps}: validation loss {found['val_loss']:.4f}", flush=True
+                )
             started = time.perf_counter()
         if late:
             break
     return Progress(step, seconds, progress.peak)
 
 
-def saved_by_layers(engine, text: corpus.TokenizedText, setup: Setup) -> float:
-    """Bytes per token and layer, of one forward without a backward."""
+def saved_by_layers(model: torch.nn.Module, batch) -> dict[str, float]:
+    """What the layers keep of one forward without a backward; they are the model's first list of modules."""
     from megatron_ext.ledger import saved_bytes
 
-    batch = text.train.batch(range(setup.recipe.micro_batch))
-    return saved_bytes(engine.module, lambda: loss_of(engine.module, batch)).per_token_and_layer
+    layers = next(m for m in model.modules() if isinstance(m, torch.nn.ModuleList))
+    saved = saved_bytes(list(layers), lambda: loss_of(model, batch))
+    return {"saved_bytes_per_token_layer": saved.per_token_and_layer}
 
 
 def make_run(run: Run, setup: Setup, conditions: dict, environment: dict) -> bool:
@@ -209,24 +238,24 @@ def make_phase(
     release()
     on_gpu = torch.cuda.is_available()
     before = torch.cuda.memory_allocated() if on_gpu else 0
-    text = corpus.load(setup.data, setup.recipe.seq_length, run.seed)
-    engine = build_engine(run, variant, setup, text.vocab_size)
+    data = setup.task.load(setup, run.seed)
+    engine = build_engine(run, variant, setup, data)
     if progress.step:
         engine.load_checkpoint(str(checkpoints))
     else:
-        metrics.write(0, val_loss=round(validate(engine, text, setup), 5))
+        metrics.write(0, **validate(engine, data, setup, 0))
     if on_gpu:
         torch.cuda.reset_peak_memory_stats()
     result: dict[str, object] = {}
     try:
-        progress = train_phase(run, engine, text, setup, progress, until, metrics)
+        progress = train_phase(run, engine, data, setup, progress, until, metrics)
     except ArithmeticError as error:
         result["note"] = f"{variant}: {error}"
     synchronize()
     peak = torch.cuda.max_memory_allocated() - before if on_gpu else 0
     progress = progress._replace(peak=max(progress.peak, peak))
     if progress.step == setup.recipe.steps:
-        result["saved_bytes_per_token_layer"] = saved_by_layers(engine, text, setup)
+        result |= setup.task.facts(engine.module, data.train.batch(range(setup.recipe.micro_batch)))
         result["state_bytes_per_param"] = coat_ds.state_bytes(engine)["bytes_per_parameter"]
         result["parameters"] = sum(p.numel() for p in engine.module.parameters())
     elif not result:
@@ -244,12 +273,18 @@ def make_phase(
 def summary_of(lines: Path, progress: Progress, finite: bool) -> dict[str, float]:
     """Figures of a complete run, from what it wrote of its steps."""
     records = read_metrics(lines)
-    validations = [record["val_loss"] for record in records if "val_loss" in record]
+    first, *_, last = [record for record in records if "val_loss" in record]
+    scores = [name for name in first if name not in ("run", "step", "val_loss")]
     speeds = [record["tokens_per_s"] for record in records if "tokens_per_s" in record]
     return {
-        "val_loss_start": validations[0],
-        "val_loss": validations[-1] if finite else math.nan,
+        "val_loss_start": first["val_loss"],
+        "val_loss": last["val_loss"] if finite else math.nan,
+        **{f"{name}_start": first[name] for name in scores},
+        **{name: last[name] if finite else math.nan for name in scores},
         "train_s": progress.seconds,
         "tokens_per_s": statistics.median(speeds) if speeds else math.nan,
         "peak_mb": progress.peak / 1e6,
     }
+
+
+PRETRAINING = Task(build_gpt_of_recipe, load_text, loss_of, saved_by_layers)

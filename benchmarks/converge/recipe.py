@@ -1,12 +1,14 @@
 """What is trained: variants, runs and their names, and what makes runs comparable."""
 
 import re
+from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+import torch
 
 from benchmarks.common.training import CONFIGS
 from benchmarks.common.whole_models import SYSTEMS, System
-from benchmarks.converge import corpus
 
 BF16 = "bf16"
 # plain FP8 in place of dynamic range expansion
@@ -42,13 +44,15 @@ VARIANTS |= {
     for name, formats in _STORED.items()
     for memory in ("", LONG_MEMORY)
 }
+VARIANTS["coat-recomputed-attention"] = SYSTEMS["COAT, recomputed attention"]
 VALIDATIONS = 10
 
 
 class Recipe(NamedTuple):
     """What is trained, and how."""
 
-    shape_file: Path
+    shape_file: Path | None
+    """Of a model that is made from one."""
     vocabulary: int
     seq_length: int
     batch: int
@@ -134,12 +138,35 @@ class Run(NamedTuple):
         return self.variants[index], -(-(index + 1) * steps // count)
 
 
+def no_scores(setup, model, data, step: int) -> dict[str, float]:
+    return {}
+
+
+class Task(NamedTuple):
+    """What a run trains, on what, and what it is judged by; `setup` is a `Setup`.
+
+    Other processes get it: its functions are those of modules, or partial ones of them.
+    """
+
+    build: Callable[..., torch.nn.Module]
+    """build(setup, run, coat, data): the model; a `coat_ds.CoatConfig` says which layers it is to have."""
+    load: Callable[..., Any]
+    """load(setup, seed): data as `corpus.TokenizedText` has it; the seed decides the order alone."""
+    loss: Callable[..., torch.Tensor]
+    """loss(model, batch): the mean over a batch of the data."""
+    facts: Callable[..., dict[str, object]]
+    """facts(model, batch): of a model that was trained, by names of columns."""
+    scores: Callable[..., dict[str, float]] = no_scores
+    """scores(setup, model, data, step): of a model in evaluation, with each validation."""
+
+
 class Setup(NamedTuple):
     """What is the same for all runs of a call."""
 
+    task: Task
     recipe: Recipe
     data: Path
-    """Folder that `corpus.prepare` made."""
+    """Folder of the data, as `corpus.prepare` makes it."""
     runs: Path
     """Where unfinished runs stay: their lines, and checkpoints of their own."""
     output: Path
@@ -148,8 +175,6 @@ class Setup(NamedTuple):
     """By `time.monotonic`."""
 
 
-def conditions_of(recipe: Recipe, data: Path) -> dict[str, object]:
-    """What runs have to share to be compared."""
-    shape = {"shape_file": recipe.shape_file.name}
-    identity = corpus.load(data, recipe.seq_length, 0).identity
-    return recipe._asdict() | shape | identity
+def conditions_of(recipe: Recipe) -> dict[str, object]:
+    """What runs have to share to be compared, beside their data."""
+    return recipe._asdict() | {"shape_file": recipe.shape_file and recipe.shape_file.name}

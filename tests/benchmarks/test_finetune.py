@@ -1,0 +1,198 @@
+"""Pretrained weights mean the same on both paths, the task can tell, and the dry run trains both."""
+
+import argparse
+import csv
+
+import pytest
+import torch
+
+from benchmarks import finetune as benchmark
+from benchmarks.converge import prepare_text
+from benchmarks.finetune import cloze, pretrained
+from benchmarks.finetune.table import parse, summary
+from coat_ds import CoatConfig
+from coat_launch.split import Batch
+from tests.benchmarks.test_harness import run
+
+ENDINGS = ("river", "mountain", "village", "garden", "harbour")
+PROSE = "".join(
+    f"The {color} house of the old man stood for many years beside the {end}. "
+    for color in ("white", "brown")
+    for end in ENDINGS
+)
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory):
+    root = tmp_path_factory.mktemp("text")
+    for i in range(100):
+        (root / f"{i:03}.md").write_text(
+            f"Chapter {i}\n\n{PROSE.replace('old', f'old number {chr(97 + i % 26)}')}\n"
+        )
+    return root
+
+
+@pytest.fixture(scope="module")
+def tiny():
+    return pretrained.tiny()
+
+
+def batch_of(tiny, rows=2, tokens=48):
+    generator = torch.Generator().manual_seed(1)
+    ids = torch.randint(tiny.config.vocab_size, (rows, tokens + 1), generator=generator)
+    positions = torch.arange(tokens).expand(rows, -1)
+    tokens, labels = ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
+    return Batch(tokens, labels, torch.ones_like(positions), positions)
+
+
+def megatron_of(weights):
+    setup = argparse.Namespace(recipe=benchmark.QUICK)
+    text = argparse.Namespace(vocab_size=weights.config.vocab_size)
+    off = CoatConfig.from_dict({"enabled": False})
+    return pretrained.build(weights, setup, parse("megatron-bf16"), off, text)
+
+
+def test_both_paths_compute_the_same(megatron, tiny):
+    batch = batch_of(tiny)
+    theirs, ours = pretrained.hugging_face(tiny), megatron_of(tiny)
+    with torch.no_grad():
+        expected = theirs.float()(batch.tokens, None, None, labels=batch.labels)
+        found = ours.float()(batch.tokens, batch.position_ids, None, labels=batch.labels)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+    # transformers' own loss is the mean of these
+    labels = {"labels": batch.labels, "shift_labels": batch.labels}
+    assert theirs.model(input_ids=batch.tokens, **labels).loss.item() == pytest.approx(expected.mean().item())
+
+
+def test_weights_that_do_not_fit_are_named(megatron, tiny):
+    model = megatron_of(tiny)
+    lacking = {name: w for name, w in tiny.weights.items() if "layers.1" not in name}
+    with pytest.raises(KeyError, match="model.layers.1"):
+        pretrained.load_megatron(model, tiny._replace(weights=lacking))
+    short = tiny.weights | {"model.embed_tokens.weight": tiny.weights["model.embed_tokens.weight"][:256]}
+    with pytest.raises(ValueError, match=r"word_embeddings.weight: expected \(512, 64\), found \(256, 64\)"):
+        pretrained.load_megatron(model, tiny._replace(weights=short))
+    with pytest.raises(ValueError, match="the tokenizer has 600 ids, the embedding 512"):
+        pretrained.build(tiny, None, parse("hf-bf16"), None, argparse.Namespace(vocab_size=600))
+
+
+def test_a_folder_of_transformers_gives_its_weights(tiny, text, tmp_path):
+    import transformers
+
+    arguments = argparse.Namespace(text=[text], work=tmp_path)
+    data, _ = prepare_text(arguments, benchmark.QUICK)
+    model = transformers.LlamaForCausalLM(tiny.config).to(torch.bfloat16)
+    model.load_state_dict(tiny.weights)
+    model.save_pretrained(tmp_path / "folder")
+    transformers.PreTrainedTokenizerFast(tokenizer_file=str(data / "tokenizer.json")).save_pretrained(
+        tmp_path / "folder"
+    )
+    found = pretrained.read(tmp_path / "folder")
+    assert found.digest == tiny.digest and found.config.num_key_value_heads == 2
+    # its own tokenizer gives the same ids
+    again, _ = prepare_text(arguments, benchmark.QUICK, found.tokenizer)
+    assert again != data and (again / "train.npy").read_bytes() == (data / "train.npy").read_bytes()
+    with pytest.raises(ValueError, match="expected a GGUF file or a folder of transformers, found nothing"):
+        pretrained.read(tmp_path / "nothing")
+    model.config.attention_bias = True
+    model.config.save_pretrained(tmp_path / "folder")
+    with pytest.raises(ValueError, match="attention_bias: expected False, found True"):
+        pretrained.read(tmp_path / "folder")
+
+
+def test_sentences_are_found_in_prose_and_in_code():
+    wrapped = PROSE.replace("for many", "for\n    many")
+    docstring = f'def f():\n    """{wrapped}\n\n    x = 1. Not a sentence\n    """\n'
+    comment = f"x = 1\n\n    # {wrapped.replace('    ', '    # ')}\n    y = 2\n"
+    for found in map(cloze.sentences, (PROSE, docstring, comment)):
+        assert len(found) == 10
+        assert found[0] == ("The white house of the old man stood for many years beside the", "river")
+    assert cloze.sentences("It is short. And what of it ends with an x.") == []
+    assert cloze.sentences("It calls `f(x)`, and returns y=1.5 or nothing.") == [
+        ("It calls `f(x)`, and returns y=1.5 or", "nothing")
+    ]
+
+
+def test_questions_are_the_same_every_time():
+    first, again = (cloze.questions_of(iter([PROSE, "", PROSE])) for _ in range(2))
+    assert first == again and len(first) == 10
+    for question in first:
+        assert len(set(question.candidates)) == cloze.CANDIDATES
+        assert f"{question.sentence} {question.candidates[0]}." in PROSE
+        assert set(question.candidates) <= set(ENDINGS)
+
+
+@pytest.mark.parametrize("knows", [True, False])
+def test_a_model_that_knows_the_words_is_right(text, tmp_path, knows):
+    data, _ = prepare_text(argparse.Namespace(text=[text], work=tmp_path), benchmark.QUICK)
+    rows = cloze.rows_of(data, 6)
+    assert len(rows.tokens) == 6 * cloze.CANDIDATES
+
+    class Oracle(torch.nn.Linear):
+        """Finds tokens of first candidates likelier than others, or less likely."""
+
+        def forward(self, tokens, positions, mask, *, labels):
+            right = torch.arange(len(tokens)) % cloze.CANDIDATES == 0
+            # what is not of a candidate does not count
+            noise = 1e3 * (1 - rows.counts.float()) * torch.rand(labels.shape)
+            return noise + (right[:, None] != knows).float()
+
+    assert cloze.accuracy(Oracle(1, 1), rows) == float(knows)
+
+
+def test_text_without_sentences_is_said(text, tmp_path):
+    (tmp_path / "text").mkdir()
+    for i in range(100):
+        (tmp_path / "text" / f"{i}.py").write_text(f"x = {i}\n" * 50)
+    arguments = argparse.Namespace(text=[tmp_path / "text"], work=tmp_path)
+    data, _ = prepare_text(arguments, benchmark.QUICK)
+    with pytest.raises(ValueError, match="no sentences of prose in the held-out files"):
+        cloze.rows_of(data, 6)
+
+
+def test_names_of_runs():
+    assert parse("hf-coat-fastest-seed2") == ("hf-coat-fastest", ("coat-fastest",), 2)
+    assert parse("megatron-bf16").name == "megatron-bf16-seed1"
+    assert len(set(benchmark.RUNS)) == 30 and all(parse(name).name == name for name in benchmark.RUNS)
+    for name in ("coat-seed1", "hf-coat-nothing", "hf-bf16-seedx"):
+        with pytest.raises(ValueError, match=f"--runs {name}: expected hf- or megatron-, one of bf16, coat"):
+            parse(name)
+
+
+def test_the_summary_is_over_seeds_of_a_path():
+    row = {"path": "hf", "system": "bf16", "val_loss": 2.0, "cloze_start": 0.5, "cloze": 0.6}
+    rows = [row, row | {"val_loss": 2.2}, row | {"system": "coat", "val_loss": 2.105}]
+    rows.append(row | {"path": "megatron", "system": "coat"})
+    bf16, coat, other = summary(rows)
+    assert (bf16["seeds"], bf16["lowest"], bf16["highest"]) == (2, 2.0, 2.2)
+    assert coat["nats_over_bf16"] == pytest.approx(0.005) and "nats_over_bf16" not in other
+
+
+@pytest.mark.long("a benchmark's dry run")
+def test_the_dry_run(text, tmp_path):
+    paths = [
+        "--text",
+        str(text),
+        "--work",
+        str(tmp_path / "work"),
+        "--output",
+        str(tmp_path / "finetune.csv"),
+    ]
+    names = ["hf-bf16", "hf-coat", "megatron-bf16", "megatron-coat"]
+    result = run("finetune", "--quick", *map(str, paths), "--runs", *names)
+    assert result.returncode == 0, result.stderr
+    rows = {f"{r['path']}-{r['system']}": r for r in csv.DictReader((tmp_path / "finetune.csv").open())}
+    assert list(rows) == names
+    for row in rows.values():
+        assert float(row["val_loss"]) < float(row["val_loss_start"]) - 0.01
+        assert 0 <= float(row["cloze"]) <= 1 and int(row["questions"]) > 0
+        assert row["weights"] == rows["hf-bf16"]["weights"]
+    learned = float(rows["hf-bf16"]["val_loss_start"]) - float(rows["hf-bf16"]["val_loss"])
+    starts = [float(row["val_loss_start"]) for row in rows.values()]
+    assert max(starts) - min(starts) < 2**-4 * learned
+    for path in ("hf", "megatron"):
+        bf16, coat = rows[f"{path}-bf16"], rows[f"{path}-coat"]
+        assert 0 < abs(float(coat["over_bf16_same_seed"])) < 2**-4 * learned
+        assert float(coat["saved_bytes_per_token_layer"]) < 0.4 * float(bf16["saved_bytes_per_token_layer"])
+        assert float(coat["state_bytes_per_param"]) < 3 < float(bf16["state_bytes_per_param"])
+    assert (tmp_path / "finetune.png").stat().st_size > 0
