@@ -119,6 +119,8 @@ def watch_optimizer(chain: ChainedOptimizer, config: WatchConfig) -> Watch | Non
                 optimizer.keep(own, whether)
 
     optimizers = [part.optimizer for part in ours]
+    # Megatron-LM counts steps; in a loop of one's own the watch does
+    host = _megatron_lm()
     watch = Watch(
         model,
         optimizers,
@@ -129,7 +131,7 @@ def watch_optimizer(chain: ChainedOptimizer, config: WatchConfig) -> Watch | Non
         masters=lambda: [own for _, p, own in held() if not _shares_memory(own, p)],
         union=_union,
         rank=dist.get_world_size() - 1,
-        steps_done=_steps_of(optimizers),
+        steps_done=None if host is None else lambda: getattr(host.get_args(), "curr_iteration", 0),
         samples_done=_samples_done,
         keep=keep,
         say=_say,
@@ -172,9 +174,19 @@ def _loading(watch: Watch, load: Callable) -> Callable:
     @functools.wraps(load)
     def coat_load_state_dict(state_dict):
         watch.fallback.resume(state_dict.get(KEY, {}))
-        return load({key: value for key, value in state_dict.items() if key != KEY})
+        result = load({key: value for key, value in state_dict.items() if key != KEY})
+        watch.go_on_from(_steps_taken(watch.optimizers))
+        return result
 
     return coat_load_state_dict
+
+
+def _steps_taken(optimizers: Iterable[CoatAdamW]) -> int:
+    """The most steps that an optimizer on any rank has taken: some ranks may hold no state."""
+    states = itertools.chain.from_iterable(optimizer.state.values() for optimizer in optimizers)
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, max((int(state["step"]) for state in states), default=0))
+    return max(found)
 
 
 def _shares_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
@@ -217,19 +229,6 @@ def _writers() -> list[Callable]:
     if not (getattr(args, "tensorboard_dir", None) or getattr(args, "wandb_project", None)):
         return []
     return [writer(host.get_tensorboard_writer(), host.get_wandb_writer())]
-
-
-def _steps_of(optimizers: Iterable[CoatAdamW]) -> Callable[[], int] | None:
-    """Gives the number of steps that were taken: Megatron-LM's count, or else that of our optimizers, which
-    goes on with a checkpoint. None where there is neither."""
-    host = _megatron_lm()
-    if host is not None:
-        return lambda: getattr(host.get_args(), "curr_iteration", 0)
-    for optimizer in optimizers:
-        if optimizer.state:
-            # looked up each time: loading puts others in their place
-            return lambda: int(next(iter(optimizer.state.values()))["step"])
-    return None
 
 
 def _samples_done() -> int:

@@ -159,6 +159,10 @@ class Watch:
             # what holds the storages ends here: backward frees them as ever
             self._saved_bytes = saved.nbytes
 
+    def go_on_from(self, steps: int) -> None:
+        """Counts on from a checkpoint's number of steps, the same on all ranks, where steps are counted here."""
+        self._steps = steps
+
     def end_step(self) -> None:
         """After each step of the optimizer, on every rank: ends a reading, or takes in the one before."""
         self._steps += 1
