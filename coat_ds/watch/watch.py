@@ -160,7 +160,7 @@ class Watch:
             self._saved_bytes = saved.nbytes
 
     def go_on_from(self, steps: int) -> None:
-        """Counts on from a checkpoint's number of steps, the same on all ranks, where steps are counted here."""
+        """Counts on from a checkpoint's number of steps, which is the same on all ranks."""
         self._steps = steps
 
     def end_step(self) -> None:

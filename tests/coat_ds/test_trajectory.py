@@ -44,7 +44,8 @@ def final_loss(optimizer_class, context: int = 1, **options) -> float:
 @pytest.mark.parametrize(
     "beta2,formats",
     [
-        (0.95, ("fp8_expanded", "log8")),
+        # log8 is the next test's
+        (0.95, ("fp8_expanded",)),
         pytest.param(0.999, ("fp8_expanded",), marks=pytest.mark.long("4,000 steps with another beta2")),
     ],
 )

@@ -16,7 +16,7 @@ from tests.util import rel_rms, run_distributed
 
 S, B, VOCAB, LAYERS, MICRO_BATCHES = 32, 2, 64, 2, 2
 H, FFN, HEADS, GROUPS = 64, 96, 4, 2
-STEPS, SAVED_AT = 10, 7
+STEPS, SAVED_AT = 8, 6
 
 
 def _setup():

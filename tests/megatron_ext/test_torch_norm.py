@@ -69,7 +69,14 @@ def _run(folder):
     any(importlib.util.find_spec(name) for name in ("transformer_engine", "fused_layer_norm_cuda")),
     reason="Transformer Engine or apex is here",
 )
-@pytest.mark.parametrize("kind", ["another", "without kernels", "with kernels"])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        pytest.param("another", marks=pytest.mark.long("as apex without kernels")),
+        "without kernels",
+        "with kernels",
+    ],
+)
 def test_apex_is_told_by_its_contents(tmp_path, kind):
     found = run_distributed(_run, 1, _package(tmp_path, kind), fresh=True)[0]
     # Megatron takes whatever is called apex
