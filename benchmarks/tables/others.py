@@ -68,7 +68,7 @@ def first_step(results: Results) -> str:
     measured = f"{rows[0]['date']}, commit {rows[0]['commit']}, {versions}"
     return (
         table(["seconds (processor seconds)", "installed", "torch", "COAT", "first step"], *lines)
-        + f"\nTwo CPU cores that did other work too, {measured}: `python -m benchmarks first_step`.\n"
+        + f"\nTwo CPU cores, {measured}: `python -m benchmarks first_step`.\n"
     )
 
 
