@@ -179,7 +179,7 @@ def test_the_dry_run(text, tmp_path):
         str(tmp_path / "finetune.csv"),
     ]
     names = ["hf-bf16", "hf-coat", "megatron-bf16", "megatron-coat"]
-    result = run("finetune", "--quick", *map(str, paths), "--runs", *names)
+    result = run("finetune", "--quick", *map(str, paths), "--gpus", "2", "--runs", *names)
     assert result.returncode == 0, result.stderr
     rows = {f"{r['path']}-{r['system']}": r for r in csv.DictReader((tmp_path / "finetune.csv").open())}
     assert list(rows) == names
