@@ -25,7 +25,8 @@ for name in (
     "transformers.models.llama.modeling_llama",
     "matplotlib.pyplot",
 ):
-    with contextlib.suppress(ImportError):
+    # Megatron's adapter says with a RuntimeError that Megatron is not there
+    with contextlib.suppress(ImportError, RuntimeError):
         importlib.import_module(name)
 
 with contextlib.suppress(ImportError):
