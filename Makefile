@@ -69,7 +69,7 @@ test-hosts: $(HOSTS:%=.venv-deepspeed-%/.done)
 	$(@D)/bin/pip install --quiet --upgrade pip
 	$(@D)/bin/pip install --quiet "torch==$$($(BIN)/python -c 'import torch; print(torch.__version__.split("+")[0])')" \
 		numpy wheel "setuptools>=77"
-	DS_BUILD_OPS=0 $(@D)/bin/pip install --quiet --no-build-isolation "deepspeed==$*" -e ".[test]"
+	DS_BUILD_OPS=0 $(@D)/bin/pip install --quiet --no-build-isolation "deepspeed==$*" -e ".[test,launch]"
 	touch $@
 
 test-megatron: $(MEGATRON)/.done

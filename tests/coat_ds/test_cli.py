@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from coat_ds import CoatConfig, cli
+from coat_ds.doctor import PROBLEM, packages
 from coat_ds.plan import advice, gpu_called
 from coat_ds.plan.command import read_sizes
 from coat_ds.plan.layout import Layout
@@ -184,6 +185,12 @@ def test_files_beside_megatrons_arguments_are_refused(capsys):
     assert "Drop the files beside it" in text
 
 
+healthy = pytest.mark.skipif(
+    any(finding.state == PROBLEM for finding in packages.check()), reason="versions with a known failure"
+)
+
+
+@healthy
 def test_doctor_ends_by_what_is_wrong_and_not_by_what_is_missing(capsys, tmp_path, monkeypatch):
     found = plain(capsys, "doctor", "--folder", str(tmp_path))
     assert found["healthy"] and found["problems"] == 0
@@ -194,6 +201,7 @@ def test_doctor_ends_by_what_is_wrong_and_not_by_what_is_missing(capsys, tmp_pat
     assert "PROBLEM" in page and "not healthy" in page.splitlines()[-1]
 
 
+@healthy
 def test_doctor_looks_at_a_model(capsys, tmp_path):
     path = tmp_path / "config.json"
     path.write_text(json.dumps(CONFIG | {"num_hidden_layers": 1, "vocab_size": 512}))

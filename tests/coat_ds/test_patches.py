@@ -1,6 +1,7 @@
 """What the project exchanges in frameworks: found, checked, undone, against the real packages."""
 
 import copy
+import importlib.util
 import logging
 import subprocess
 import sys
@@ -38,6 +39,12 @@ def doubling(original):
     return lambda *args: 2 * original(*args)
 
 
+beside_megatron = pytest.mark.skipif(
+    importlib.util.find_spec("megatron") is None, reason="Megatron is not installed"
+)
+
+
+@beside_megatron
 def test_every_patch_fits_the_installed_frameworks():
     rows = patches.table()
     assert len({(row.name, row.target) for row in rows}) == len(rows) > 50
@@ -51,6 +58,7 @@ def test_every_patch_fits_the_installed_frameworks():
     assert names >= {"Megatron on a CPU", "Megatron-LM's scripts on a CPU"}
 
 
+@beside_megatron
 def test_the_command_lists_them():
     done = subprocess.run(
         [sys.executable, "-m", "coat_ds.patches"], capture_output=True, text=True, check=True
@@ -111,6 +119,7 @@ def test_an_unexpected_framework_is_an_error_before_anything_changes(declare, ta
     assert len([r for r in patches.table() if r.target == NORM.replace(":", ".")]) <= 2
 
 
+@beside_megatron
 def test_parameters_that_fit(declare):
     for options in (
         {"parameters": ("gradients", "params", "norm_type")},
