@@ -6,6 +6,7 @@ Only `make test-all` compiles that for minutes: in `make test` torch's AdamW tak
 everything around it, which makes the states and counts the steps, is DeepSpeed's.
 """
 
+import importlib.metadata
 import warnings
 
 import pytest
@@ -39,6 +40,7 @@ ROWS = [
     ("DeepSpeedCPUAdam", 2, "bf16", True),
 ]
 STEPS = 3
+OLD = importlib.metadata.version("deepspeed").startswith("0.18.")
 
 
 def start(peer, stage, dtype, universal, coat):
@@ -144,6 +146,8 @@ def gpu(tmp_path_factory):
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: "-".join(map(str, row)))
 @pytest.mark.parametrize("where", ["cpu", pytest.param("gpu", marks=pytest.mark.gpu)])
 def test_checkpoints_go_both_ways(where, row, request):
+    if OLD and row[3] and row[1] in (1, 2):
+        pytest.skip("DeepSpeed 0.18 names other masters after loading its own universal checkpoint, too")
     outcome = request.getfixturevalue(where)[row]
     (stock, steps, expected), (coat, coat_steps, losses), (back, back_steps, again) = outcome
     # FusedAdam counts the steps of a group in the state of one of its parameters
