@@ -129,15 +129,21 @@ def _seeds(values: Sequence[float]) -> str:
     return f"{len(values)} seed{'s' * (len(values) > 1)}"
 
 
+def curves_of(runs: dict[str, Path]) -> dict[str, dict[float, float]]:
+    """The validation losses of each run, by 10^6 tokens."""
+    curves = {}
+    for name, stem in runs.items():
+        made = json.loads(beside(stem, ".json").read_text())["conditions"]
+        per_step = made["batch"] * made["seq_length"] / 1e6
+        lines = [r for r in read_metrics(beside(stem, ".jsonl")) if "val_loss" in r]
+        curves[name] = {per_step * r["step"]: r["val_loss"] for r in lines}
+    return curves
+
+
 def plot(runs: dict[str, Path], path: Path) -> None:
     """Validation losses over tokens, and their distance to BF16 of the same seed."""
     colors = {kind: f"C{i}" for i, kind in enumerate([*VARIANTS, *CHANGES])}
-    curves = {}
-    for name, stem in runs.items():
-        batch = json.loads(beside(stem, ".json").read_text())["conditions"]
-        per_step = batch["batch"] * batch["seq_length"] / 1e6
-        lines = [r for r in read_metrics(beside(stem, ".jsonl")) if "val_loss" in r]
-        curves[name] = {per_step * r["step"]: r["val_loss"] for r in lines}
+    curves = curves_of(runs)
     figure, panels = plt.subplots(1, 2, figsize=(12, 4.5), layout="constrained")
     drawn = set()
     for name, curve in curves.items():

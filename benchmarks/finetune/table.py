@@ -10,7 +10,7 @@ import matplotlib.pyplot as plt
 from benchmarks.common.harness import Table
 from benchmarks.common.plot import save
 from benchmarks.converge.recipe import BF16, Recipe, Run
-from coat_launch.report import read_metrics
+from benchmarks.converge.table import beside, curves_of
 
 # what is compared, as `benchmarks.converge.recipe.VARIANTS` calls it
 SYSTEMS = (BF16, "coat", "coat-fastest", "coat-smallest", "coat-recomputed-attention")
@@ -30,7 +30,7 @@ def parse(name: str) -> Run:
 
 def rows_of(runs: dict[str, Path]) -> list[dict]:
     """A row for each complete run, by path, system and seed, beside BF16 on the same path."""
-    found = {name: json.loads(path.with_suffix(".json").read_text()) for name, path in runs.items()}
+    found = {name: json.loads(beside(path, ".json").read_text()) for name, path in runs.items()}
 
     def place(name: str) -> tuple:
         run = parse(name)
@@ -75,12 +75,7 @@ def plot(runs: dict[str, Path], path: Path) -> None:
     figure, panels = plt.subplots(
         len(paths), 3, figsize=(14, 4 * len(paths)), layout="constrained", squeeze=False
     )
-    curves = {}
-    for name, stem in runs.items():
-        made = json.loads(stem.with_suffix(".json").read_text())["conditions"]
-        per_step = made["batch"] * made["seq_length"] / 1e6
-        lines = [r for r in read_metrics(stem.with_suffix(".jsonl")) if "val_loss" in r]
-        curves[name] = {per_step * r["step"]: r["val_loss"] for r in lines}
+    curves = curves_of(runs)
     for axes, way in zip(panels, paths, strict=True):
         drawn = set()
         for name, curve in curves.items():

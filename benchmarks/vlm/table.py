@@ -8,7 +8,7 @@ import matplotlib.pyplot as plt
 from benchmarks.common.harness import Table
 from benchmarks.common.plot import save
 from benchmarks.converge.recipe import Run
-from benchmarks.converge.table import rows_of
+from benchmarks.converge.table import beside, rows_of
 from coat_launch.report import read_metrics
 
 PANELS = {
@@ -25,8 +25,8 @@ def plot(runs: dict[str, Path], path: Path) -> None:
     drawn = set()
     for name, stem in runs.items():
         kind = Run.parse(name).kind
-        batch = json.loads(stem.with_suffix(".json").read_text())["conditions"]["batch"]
-        records = read_metrics(stem.with_suffix(".jsonl"))
+        batch = json.loads(beside(stem, ".json").read_text())["conditions"]["batch"]
+        records = read_metrics(beside(stem, ".jsonl"))
         label = {} if kind in drawn else {"label": kind}
         drawn.add(kind)
         for axes, key in zip(panels, PANELS, strict=True):
