@@ -1,7 +1,9 @@
 """The one error metric, and a way to run a function in several processes."""
 
+import contextlib
 import multiprocessing
 import os
+import random
 import socket
 import sys
 import tempfile
@@ -26,9 +28,16 @@ def rel_rms(actual: torch.Tensor, expected: torch.Tensor) -> float:
 
 
 def free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return s.getsockname()[1]
+    """A TCP port of this machine that nobody else is given before it is used.
+
+    It lies below the range from which systems take ports for connections (Linux: from 32768). The generator
+    is the system's, since tests seed the others.
+    """
+    while True:
+        port = random.SystemRandom().randrange(16384, 32768)
+        with contextlib.suppress(OSError), socket.socket() as s:
+            s.bind(("127.0.0.1", port))
+            return port
 
 
 # without a GPU ranks are forked from a server that has imported this

@@ -2,7 +2,7 @@
 
     faulty.py '{"kill_at_step": [1, 5]}' --steps 8 ...
 
-A fault happens in the first life of a process only, not after torchrun has started it again.
+torchrun starts a process that has ended again, with the same arguments: `once` names what happens once only.
 """
 
 import hashlib
@@ -26,9 +26,17 @@ def die() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def kill_at_step(rank: int, step: int) -> None:
-    """kill -9 in the middle of a step."""
-    _before_loss(lambda trainer, loss: die() if (trainer.rank, trainer.step + 1) == (rank, step) else loss)
+def kill_at_step(rank: int, step: int, once: str = "") -> None:
+    """kill -9 in the middle of a step; with `once`, a path, only while there is no such file."""
+
+    def kill(trainer, loss):
+        if (trainer.rank, trainer.step + 1) == (rank, step) and not (once and os.path.exists(once)):
+            if once:
+                Path(once).touch()
+            die()
+        return loss
+
+    _before_loss(kill)
 
 
 def signal_at_step(rank: int, step: int, number: int) -> None:
@@ -148,9 +156,8 @@ def record(folder: str) -> None:
 
 
 def main(faults: dict, argv: list[str]) -> None:
-    if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0":
-        for name, arguments in faults.items():
-            globals()[name](*arguments)
+    for name, arguments in faults.items():
+        globals()[name](*arguments)
     pretrain_gpt.main(argv)
 
 

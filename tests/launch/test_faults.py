@@ -93,8 +93,9 @@ def test_killed_rank_is_started_again(tmp_path, corpus, whole, ranks):
     step = random.Random(20261121).randrange(3, 9)
     done = subprocess.run(
         [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-        + ["--max-restarts=1", str(ROOT / "tests/launch/faulty.py")]
-        + [json.dumps({"kill_at_step": [ranks - 1, step]})]
+        # a rank's store listens on a port that torchrun found free: another process may take it first
+        + ["--max-restarts=3", str(ROOT / "tests/launch/faulty.py")]
+        + [json.dumps({"kill_at_step": [ranks - 1, step, str(tmp_path / "killed")]})]
         + [*ARGUMENTS, "--data", str(corpus), "--output", str(tmp_path / "run"), "--resume"],
         # with the store that torch 2.13 shares between lives, the second one waits for addresses of the first
         env={**os.environ, **HIDDEN, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"},
@@ -102,8 +103,10 @@ def test_killed_rank_is_started_again(tmp_path, corpus, whole, ranks):
         text=True,
         timeout=300,
     )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert f"going on from {tmp_path}/run/coat/checkpoints/step{(step - 1) // 2 * 2}" in done.stdout
+    text = done.stdout + done.stderr
+    assert done.returncode == 0, text
+    assert (tmp_path / "killed").exists(), text
+    assert f"going on from {tmp_path}/run/coat/checkpoints/step{(step - 1) // 2 * 2}" in done.stdout, text
     assert measured(tmp_path) == measured(whole[ranks])
 
 
