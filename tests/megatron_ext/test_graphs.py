@@ -8,7 +8,8 @@ import torch
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from torch.utils.checkpoint import checkpoint
 
-from coat_ds.config import ActivationsConfig
+from coat_ds.config import ActivationsConfig, WatchConfig
+from coat_ds.watch.fallback import Fallback
 from coat_kernels.graphs import MOST_MOVES, MOST_SHAPES, WARM_UP
 from coat_kernels.weights import invalidate_weight_caches
 from megatron_ext.blocks import GRAPHED_WORK, dense_parts, uses_graphs
@@ -307,3 +308,23 @@ def test_other_options_are_recorded_anew(device):
         found = gradients(layer, *run(layer, x), x)
         assert all(map(torch.equal, found, gradients(plain, *run(plain, x), x)))
     assert layer.graphs.count == 1
+
+
+def test_a_layer_that_falls_back_is_recorded_anew(device):
+    """The old graph would go on multiplying in FP8. The way back drops the new one."""
+    layer, plain = recorded(device)
+    fallbacks = [
+        Fallback(one, WatchConfig(act="act"), lambda *_: None, lambda *_: None) for one in (layer, plain)
+    ]
+    in_fp8 = gradients(plain, *run(plain, inputs(device)[0]), inputs(device)[0])
+    for fallen in (["mlp.linear_fc2"], []):
+        for fallback in fallbacks:
+            fallback.restore({"layers": fallen})
+        assert layer.graphs.count == 0
+        assert [one.mlp.linear_fc2.paused for one in (layer, plain)] == [bool(fallen)] * 2
+        for x in inputs(device, WARM_UP + 2):
+            found = gradients(layer, *run(layer, x), x)
+            assert all(map(torch.equal, found, gradients(plain, *run(plain, x), x)))
+        assert layer.graphs.count == 1
+        found = gradients(layer, *run(layer, inputs(device)[0]), inputs(device)[0])
+        assert all(map(torch.equal, found, in_fp8)) == (not fallen)
