@@ -8,7 +8,9 @@ Phases:
 - quickstart: its learning rates and steps, 2e-3 down to a tenth;
 - long: the same, more steps;
 - tail: goes on from `long` with FP32 moments and exact masters, of the same seed, at learning rates that end
-  at a thousandth of the quickstart's, where an update is far less than a step of a BF16 weight.
+  at a thousandth of the quickstart's, where an update is far less than a step of a BF16 weight;
+- plateau: goes on from `long` in the same way, for as long as second moments with beta2 0.999 remember, at
+  learning rates so low that a difference grows little.
 
 Ways to keep weights, all with the same BF16 weights for forward and backward:
 
@@ -60,7 +62,10 @@ PHASES = {
     "quickstart": Phase(120, 2e-3, 2e-4),
     "long": Phase(300, 2e-3, 2e-4),
     "tail": Phase(200, 2e-4, 2e-6, after="long"),
+    "plateau": Phase(1500, 2e-4, 2e-5, after="long"),
 }
+# the last one takes three times as long as these
+SHORT_PHASES = list(PHASES)[:3]
 
 
 class Masters(NamedTuple):
@@ -104,7 +109,8 @@ FP32, FP32_BYTES = "fp32, fp32", 8
 BASELINE = Arm(FP32, "exact")
 ARMS = {
     "baseline": [BASELINE],
-    "moments": [Arm(moments, "exact") for moments in ("ratio8, log8", "ratio4, log8", "ratio4, log6")],
+    "moments": [Arm(moments, "exact") for moments in ("ratio8, log8", "fp8_expanded, fp8_expanded")],
+    "four bits": [Arm(moments, "exact") for moments in ("ratio4, log8", "ratio4, log6")],
     "masters": [
         *(Arm(FP32, masters) for masters in list(MASTERS)[1:]),
         Arm("ratio8, log8", "stochastic"),
@@ -225,7 +231,7 @@ def summary(rows: list[dict]) -> list[dict]:
 
 def options(parser) -> None:
     parser.add_argument("--seeds", type=int, default=5, help="how many, from 1 on (default %(default)s)")
-    parser.add_argument("--phases", nargs="+", choices=PHASES, default=list(PHASES))
+    parser.add_argument("--phases", nargs="+", choices=PHASES, default=SHORT_PHASES)
     parser.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS), help="what differs")
     parser.add_argument("--beta2", type=float, default=BETAS[1], help="(default %(default)s)")
 
