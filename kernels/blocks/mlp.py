@@ -148,9 +148,7 @@ class _MlpBlock(torch.autograd.Function):
         dtype, tokens, arithmetic = grad.dtype, kept_x[0].shape[0], activation.arithmetic
 
         # operands are in lists, so that the GEMMs can free parts of them on the way
-        weights = _by_columns(
-            (w_proj, w_fc1, w_fc2), (largest_proj, largest_fc1, largest_fc2), (proj, fc1, fc2)
-        )
+        weights = [fc2.cache.columns(w_fc2, largest_fc2, fc2.formats.forward)]
         operands = [quantized_grad(grad, fc2, sums=b_fc2 is not None and fc2.parallel is None)]
         grad_b_fc2 = _bias_grad(b_fc2, operands[0].sums, grad)
         columns = activation_columns.eager(*kept_u, largest_p, *arithmetic, fc2.formats.forward.name)
@@ -164,6 +162,8 @@ class _MlpBlock(torch.autograd.Function):
             )
         ]
         del grad_p
+        # not with fc2's: memory is at its peak until here
+        weights = _by_columns((w_proj, w_fc1), (largest_proj, largest_fc1), (proj, fc1))
         grad_b_fc1 = None if b_fc1 is None else operands[0].sums.to(b_fc1.dtype)
         columns = norm_columns.eager(
             *kept_x,
