@@ -101,5 +101,3 @@ def first_step(arguments, table: Table) -> None:
         finally:
             shutil.rmtree(folder)
         table.add(**row)
-        # of hours, perhaps, on a busy machine
-        table.write()

@@ -226,8 +226,6 @@ def verify(arguments, table: Table) -> None:
             if arguments.stored and not arguments.output:
                 continue
             table.add(**shown[-1])
-            # what follows may be cut off
-            table.write()
     print("", *markdown(shown), sep="\n")
     results = [row["result"] for row in shown]
     counts = ", ".join(f"{results.count(kind)} {kind}" for kind in ("pass", "fail", "not runnable"))

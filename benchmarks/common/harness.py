@@ -1,6 +1,7 @@
 """One registry and one table format."""
 
 import csv
+import io
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -8,6 +9,7 @@ from typing import NamedTuple
 
 from benchmarks.common.environment import environment
 from benchmarks.common.memory import release
+from coat_launch.report import atomic_write
 
 
 class Benchmark(NamedTuple):
@@ -75,7 +77,10 @@ def read_rows(path: Path) -> list[dict]:
 
 
 class Table:
-    """Rows that are printed as they come and written to one CSV file, headed by the environment."""
+    """Rows that are printed as they come and written to one CSV file, headed by the environment.
+
+    The file has each row at once: whoever ends a benchmark keeps what was measured.
+    """
 
     def __init__(self, name: str, path: Path | None):
         self.environment, self.name = environment(), name
@@ -84,21 +89,25 @@ class Table:
         print("  ".join(f"{k} {v}" for k, v in self.environment.items()), flush=True)
 
     def add(self, **row: object) -> None:
+        """Prints a row and writes the file."""
         self.rows.append(row)
         shown = (f"{v:.4g}" if isinstance(v, float) else str(v) for v in row.values())
         if len(self.rows) == 1 or list(row) != list(self.rows[-2]):
             print("  ".join(f"{k:>14}" for k in row), flush=True)
         print("  ".join(f"{v:>14}" for v in shown), flush=True)
+        self.write()
 
     def write(self) -> None:
-        """Writes what rows there are; one that was measured earlier brings its own environment."""
+        """Writes what rows there are, which may have changed; one that was measured earlier brings its own
+        environment."""
         if not self.rows:
             return
         own = [k for row in self.rows for k in row if k not in self.environment]
         columns = [*dict.fromkeys(own), *self.environment]
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        with self.path.open("w", newline="") as file:
-            writer = csv.DictWriter(file, columns)
-            writer.writeheader()
-            for row in self.rows:
-                writer.writerow(row if "date" in row else self.environment | row)
+        text = io.StringIO(newline="")
+        writer = csv.DictWriter(text, columns)
+        writer.writeheader()
+        for row in self.rows:
+            writer.writerow(row if "date" in row else self.environment | row)
+        atomic_write(self.path, text.getvalue().encode())

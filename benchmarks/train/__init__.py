@@ -112,8 +112,6 @@ def measure_all(jobs: list[Job], gpus: int, arguments, table: Table) -> None:
 
     def add(row: dict) -> None:
         table.add(**published(row, gpus))
-        # what follows may be cut off
-        table.write()
 
     for job in jobs:
         package = SYSTEMS[job.system].package

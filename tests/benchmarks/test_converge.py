@@ -112,7 +112,6 @@ def test_runs_made_apart_are_collected(work, trained, tmp_path):
     shutil.copytree(work / "converge", tmp_path / "converge")
     table = Table("converge", tmp_path / "converge.csv")
     publish(tmp_path / "converge", table)
-    table.write()
     assert list(csv.DictReader((tmp_path / "converge.csv").open())) == trained[1]
     assert (tmp_path / "converge.png").stat().st_size > 0
 
