@@ -310,8 +310,9 @@ def test_other_options_are_recorded_anew(device):
     assert layer.graphs.count == 1
 
 
-def test_a_layer_that_falls_back_is_recorded_anew(device):
-    """The old graph would go on multiplying in FP8. The way back drops the new one."""
+def test_a_layer_that_falls_back_and_returns_is_recorded_anew(device):
+    """What was recorded would go on multiplying in FP8. With a linear layer in BF16 there are no blocks to
+    record; the way back records them again."""
     layer, plain = recorded(device)
     fallbacks = [
         Fallback(one, WatchConfig(act="act"), lambda *_: None, lambda *_: None) for one in (layer, plain)
@@ -325,6 +326,6 @@ def test_a_layer_that_falls_back_is_recorded_anew(device):
         for x in inputs(device, WARM_UP + 2):
             found = gradients(layer, *run(layer, x), x)
             assert all(map(torch.equal, found, gradients(plain, *run(plain, x), x)))
-        assert layer.graphs.count == 1
+        assert layer.graphs.count == int(not fallen)
         found = gradients(layer, *run(layer, inputs(device)[0]), inputs(device)[0])
         assert all(map(torch.equal, found, in_fp8)) == (not fallen)
