@@ -14,6 +14,8 @@ import pytest
 
 from tests.util import run_distributed
 
+pytestmark = pytest.mark.early
+
 ROOT = Path(__file__).resolve().parents[1]
 ENVIRONMENT = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
 

@@ -15,6 +15,8 @@ import coat_ds
 from tests.coat_ds.ways import BLOCK, STEPS, Data, by_stages, cached, fresh, listening, llama, trainer, work
 from tests.util import run_distributed
 
+pytestmark = pytest.mark.early
+
 long = pytest.mark.long("trains the Trainer 14 times, resumed, evaluated and recomputed")
 
 

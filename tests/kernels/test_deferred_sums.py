@@ -10,6 +10,8 @@ from coat_kernels.linear import fp8_linear
 from tests.kernels.inputs import check_sums, hard
 from tests.kernels.producers import Activation, Rotation, Seen, same
 
+pytestmark = pytest.mark.early
+
 # of which tiles and the rows that are summed end anywhere
 SUMMED = {
     "gated": lambda device: Activation(device, (4, 10)),

@@ -15,6 +15,8 @@ from coat_kernels.tensorwise import PredictedScale
 from tests.kernels.inputs import check_sums, hard
 from tests.kernels.producers import PRODUCERS, layer, same
 
+pytestmark = pytest.mark.early
+
 
 def test_results_never_depend_on_the_prediction(producer, kernels):
     expected = layer(producer, False)

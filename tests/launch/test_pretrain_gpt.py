@@ -22,6 +22,8 @@ from coat_launch.model import warmup_cosine
 from coat_launch.process_group import read_ranks
 from tests.launch.ranks import run_ranks
 
+pytestmark = pytest.mark.early
+
 ROOT = Path(__file__).parents[2]
 TINY_SIZES = {
     "--num-layers": 2,

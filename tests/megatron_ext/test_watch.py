@@ -16,6 +16,8 @@ from coat_ds.watch.outs import read
 from tests.megatron_ext.test_optimizer import FFN, S, Trainer
 from tests.util import run_distributed
 
+pytestmark = pytest.mark.early
+
 INJECTED, STEPS = 3, 18
 # an outlier feature: so large that FP8 loses all others
 FACTOR = 2.0**20
