@@ -32,8 +32,8 @@ quickstart: setup
 	$(BIN)/python launch/pretrain_gpt.py --model-config configs/model_quickstart.json \
 		--deepspeed-config configs/ds_zero1_coat.json --compare --output runs/quickstart
 
-# one process a core; files stay whole, since tests of a file share runs
-PYTEST := -m pytest -n auto --dist loadfile
+# one process a core; files stay whole, since tests of a file share runs, and start in the order of conftest.py
+PYTEST := -m pytest -n auto --dist loadfile --no-loadscope-reorder
 CHECKED := $(addprefix tests/,kernels/test_codecs.py kernels/test_fp8.py kernels/test_tensorwise.py \
 	kernels/test_matmul.py kernels/test_linear.py kernels/test_adamw_cpu.py coat_ds/test_config.py \
 	coat_ds/test_schema.py coat_ds/test_host_config.py coat_ds/test_contracts.py coat_ds/test_state.py \
@@ -41,6 +41,8 @@ CHECKED := $(addprefix tests/,kernels/test_codecs.py kernels/test_fp8.py kernels
 	benchmarks/test_front_page.py benchmarks/test_tables.py benchmarks/test_verify.py test_docs.py test_mistakes.py)
 # each with one thread: threads of several processes that wait for each other take a core each, five times as long
 check test test-all test-hostile test-hosts test-megatron: export OMP_NUM_THREADS := 1
+# a hundred processes import the project: only the first compiles it
+check test test-all test-hostile test-hosts test-megatron: export PYTHONDONTWRITEBYTECODE :=
 
 # type hints, references, configs and contracts with the frameworks: at most 90 seconds on two cores
 check: lint types

@@ -42,6 +42,8 @@ def pairwise(rows: list[tuple]) -> set[int]:
 
 
 def pytest_collection_modifyitems(items):
+    # with --no-loadscope-reorder files start in this order, and a long one that started last would end alone
+    items.sort(key=lambda item: item.get_closest_marker("early") is None)
     products = collections.defaultdict(list)
     for item in items:
         if not GPU and "gpu" in item.keywords:

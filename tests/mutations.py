@@ -53,7 +53,7 @@ MUTATIONS = (
         "off by one: a master on a tie is split the other way",
         "(b_bits + 0x8000) >> 16, (b_bits >> 16) | 0x40",
         "(b_bits + 0x7FFF) >> 16, (b_bits >> 16) | 0x40",
-        "kernels/test_adamw.py -k special_weights",
+        "kernels/test_adamw_masters.py -k special_weights",
     ),
     Mutation(
         "gate and up swapped in backward",

@@ -116,7 +116,7 @@ assert isinstance(import_module(sys.argv[1:]), ModuleSpec) and optimizer.install
 def test_megatron_finds_the_spec():
     words = megatron_command()
     at = words.index("--spec")
-    subprocess.run([sys.executable, "-c", SPEC, *words[at + 1 : at + 3]], check=True, timeout=120, cwd=ROOT)
+    subprocess.run([sys.executable, "-c", SPEC, *words[at + 1 : at + 3]], check=True, timeout=300, cwd=ROOT)
 
 
 # what makes the command's 7B model small enough for a CPU: of two arguments Megatron takes the last

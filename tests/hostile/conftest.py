@@ -1,6 +1,9 @@
-"""How many inputs the property-based tests of this folder try, all together."""
+"""How many inputs the property-based tests of this folder try, all together, and where their files are."""
 
 import os
+from pathlib import Path
+
+import pytest
 
 # `make test-hostile` asks for 100,000; what `make test` tries takes seconds
 EXAMPLES = int(os.environ.get("COAT_HOSTILE_EXAMPLES", "300"))
@@ -9,3 +12,8 @@ EXAMPLES = int(os.environ.get("COAT_HOSTILE_EXAMPLES", "300"))
 def share(part: float) -> int:
     """The number of inputs of a test that takes `part` of all."""
     return max(1, round(part * EXAMPLES))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    return tmp_path_factory.mktemp("hostile")

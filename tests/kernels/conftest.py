@@ -1,7 +1,12 @@
-"""Freshly allocated memory is poisoned, so that an element no kernel writes is seen."""
+"""Freshly allocated memory is poisoned, so that an element no kernel writes is seen; producers that defer."""
 
 import pytest
 import torch
+
+from coat_kernels import activation as act
+from coat_kernels import deferred, norm, rope, tensorwise
+from coat_kernels.norm import residual
+from tests.kernels.producers import PRODUCERS, Addition
 
 
 @pytest.fixture(autouse=True)
@@ -31,3 +36,39 @@ def takes_kernels(request, device):
     if not request.param and device.type == "cuda":
         pytest.skip("a GPU takes the kernels")
     return request.param
+
+
+@pytest.fixture
+def kernels(takes_kernels, monkeypatch):
+    """With the references, and with the kernels, of which programs take several tiles that end anywhere."""
+    if takes_kernels:
+        for module in (
+            act.op,
+            deferred,
+            norm.op,
+            rope.op,
+            tensorwise.scale,
+            tensorwise.quantize,
+            tensorwise.transpose,
+        ):
+            monkeypatch.setattr(module, "uses_kernels", lambda x: True)
+        for tile in ("FORWARD", "BACKWARD", "OPERANDS"):
+            monkeypatch.setattr(act.kernels, f"{tile}_ROWS", 16)
+            monkeypatch.setattr(act.kernels, f"{tile}_COLUMNS", 32)
+        monkeypatch.setattr(act.kernels, "SUMMED_ROWS", 32)
+        monkeypatch.setattr(norm.kernels, "FORWARD_TILE", 1024)
+        monkeypatch.setattr(rope.kernels, "OPERANDS_TOKENS", 8)
+        monkeypatch.setattr(rope.kernels, "OPERANDS_HEADS", 3)
+        monkeypatch.setattr(tensorwise.scale, "CORRECTING_PROGRAMS", 3)
+
+
+@pytest.fixture(params=PRODUCERS)
+def producer(request, device):
+    return PRODUCERS[request.param](device)
+
+
+@pytest.fixture(params=["activation", "norm", "addition"])
+def output(request, device, monkeypatch):
+    """A producer that defers its output."""
+    monkeypatch.setattr(residual, "WAITS_FROM", 0)
+    return (PRODUCERS | {"addition": Addition})[request.param](device)

@@ -256,7 +256,7 @@ def test_masks_and_nested_regions(reentrant, inner, backward_inside):
 def test_each_thread_has_its_own(reentrant):
     """Three at the same time, each in the middle of its forward while the others open theirs or leave it."""
     sizes, kept = (16, None, 128), {}
-    together = threading.Barrier(len(sizes), timeout=60)
+    together = threading.Barrier(len(sizes), timeout=300)
 
     def run(size):
         with compressed_checkpoints(size) if size else contextlib.nullcontext():

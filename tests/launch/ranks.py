@@ -52,9 +52,9 @@ def run_ranks(argv, folder: Path, *, ranks: int = 1, faults: dict | None = None)
             for r in [r for r, p in waiting.items() if p.sentinel in done]:
                 waiting.pop(r).join()
                 codes[r] = processes[r].exitcode
-        # ranks that leave for the same reason do so together
+        # ranks that leave for the same reason do so together; those that a killed one has left may wait on
         for r, process in list(waiting.items()):
-            process.join(5)
+            process.join(5 if any((code or 0) < 0 for code in codes) else 60)
             codes[r] = process.exitcode
     finally:
         for process in waiting.values():

@@ -18,6 +18,8 @@ from coat_launch import checkpoints, output_lock, pretrain_gpt, report
 from tests.coat_ds.test_checkpoints import rounded_again
 from tests.launch.ranks import HIDDEN, run_ranks
 
+pytestmark = pytest.mark.early
+
 ROOT = Path(__file__).parents[2]
 SIZES = {
     "--num-layers": 1,

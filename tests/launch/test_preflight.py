@@ -282,7 +282,7 @@ def test_two_nodes_compare_themselves_through_the_store(tmp_path):
         for r in (0, 1)
     ]
     for process in processes:
-        out, _ = process.communicate(timeout=100)
+        out, _ = process.communicate(timeout=400)
         assert (
             out.splitlines()[0] == "the cluster is not ready:" and "b: this project's sources differ" in out
         )

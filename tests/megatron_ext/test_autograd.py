@@ -13,7 +13,7 @@ from coat_kernels.origin import maxima_of, share_notes
 from megatron_ext.layer_specs import coat_layer_spec
 from megatron_ext.ledger import cached_weight_bytes
 from megatron_ext.norm import CoatNorm
-from tests.megatron_ext.test_layer import GPT, LINEARS, B, H, S, batch, build, config, loss_and_grads
+from tests.megatron_ext.layers import GPT, LINEARS, B, H, S, batch, build, config, loss_and_grads
 
 pytestmark = pytest.mark.usefixtures("megatron")
 

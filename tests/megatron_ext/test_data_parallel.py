@@ -14,9 +14,11 @@ from tests.hosts import TEST_ALL
 from tests.megatron_ext.test_parallel import whole, without_rounding
 from tests.util import rel_rms, run_distributed
 
+pytestmark = pytest.mark.early
+
 S, B, VOCAB, LAYERS, MICRO_BATCHES = 32, 2, 64, 2, 2
 H, FFN, HEADS, GROUPS = 64, 96, 4, 2
-STEPS, SAVED_AT = 8, 6
+STEPS, SAVED_AT = 6, 4
 
 
 def _setup():
@@ -116,7 +118,7 @@ def _engine(tp, sequence_parallel, stage, rounds, sums):
         "train_micro_batch_size_per_gpu": B,
         "gradient_accumulation_steps": MICRO_BATCHES,
         "gradient_clipping": 1.0,
-        "optimizer": {"type": "AdamW", "params": {"lr": 2e-3, "weight_decay": 0.1}},
+        "optimizer": {"type": "AdamW", "params": {"lr": 3e-3, "weight_decay": 0.1}},
         "zero_optimization": {"stage": stage},
         "coat": {
             "enabled": True,

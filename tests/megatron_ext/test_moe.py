@@ -13,7 +13,7 @@ from coat_kernels.deferred import Deferred
 from megatron_ext.layer_specs import _has_experts, coat_layer_spec
 from megatron_ext.model import ModelShape, build_gpt
 from megatron_ext.moe import is_moe_layer
-from tests.megatron_ext.test_layer import rounding_error
+from tests.megatron_ext.layers import rounding_error
 from tests.megatron_ext.test_parallel import without_rounding
 from tests.util import rel_rms, run_distributed
 

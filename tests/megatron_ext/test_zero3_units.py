@@ -17,6 +17,8 @@ from tests.hosts import TEST_ALL
 from tests.megatron_ext.test_hybrid import EXPERTS, _hybrid
 from tests.util import run_distributed
 
+pytestmark = pytest.mark.early
+
 S, B, VOCAB, LAYERS = 32, 2, 64, 2
 # no weight of these models stays gathered but norms
 GATHERED = {"stage3_param_persistence_threshold": 100, "stage3_max_live_parameters": 0}

@@ -1,0 +1,252 @@
+"""CoatAdamW's state dicts: resumed to the bit, exchanged with other optimizers, or refused."""
+
+import copy
+from unittest import mock
+
+import pytest
+import torch
+
+from coat_ds import CoatAdamW
+from coat_ds.optim.options import MOMENTS
+from coat_ds.optim.recover import recovered
+from tests.coat_ds.faithful import assert_ratio_faithful, assert_second_faithful
+from tests.coat_ds.optimizers import (
+    FP32,
+    SHAPES,
+    assert_equal,
+    codes,
+    parameters,
+    set_grads,
+    through_file,
+    trained,
+)
+from tests.util import rel_rms
+
+
+@pytest.mark.parametrize("exp_avg_format", ["fp8_expanded", "fp8_expanded_e5m2", "fp8", "bf16", "fp32"])
+def test_resume_is_bit_exact(exp_avg_format):
+    params, optimizer = trained(exp_avg_format=exp_avg_format)
+    saved = through_file(optimizer.state_dict())
+    resumed_params = [torch.nn.Parameter(p.detach().clone()) for p in params]
+    resumed = CoatAdamW(resumed_params, min_numel=100, exp_avg_format=exp_avg_format, lr=7.0)
+    with mock.patch("coat_ds.optim.state_dict.recovered", wraps=recovered) as searched:
+        resumed.load_state_dict(saved)
+    # the scales that were saved are taken, nothing is searched
+    assert not any(call.args[0].has_scale for call in searched.call_args_list)
+    assert_equal(codes(resumed), codes(optimizer))
+    assert resumed.param_groups[0]["lr"] == optimizer.param_groups[0]["lr"]
+    for step in range(3, 6):
+        for ps, o in ((params, optimizer), (resumed_params, resumed)):
+            set_grads(ps, step)
+            o.step()
+    assert_equal(resumed_params, params)
+    assert_equal(codes(resumed), codes(optimizer))
+
+
+def test_state_dict_has_the_stock_layout():
+    params, optimizer = trained()
+    set_grads(params, 9)
+    stock = torch.optim.AdamW(params)
+    stock.step()
+    ours, theirs = optimizer.state_dict(), stock.state_dict()
+    assert ours.keys() - theirs.keys() == {"coat"}
+    assert ours["state"].keys() == theirs["state"].keys()
+    for index, entry in theirs["state"].items():
+        assert ours["state"][index].keys() == entry.keys()
+        for name, value in entry.items():
+            mine = ours["state"][index][name]
+            assert type(mine) is torch.Tensor and mine.device.type == "cpu"
+            assert (mine.shape, mine.dtype) == (value.shape, value.dtype)
+    for group, own in zip(theirs["param_groups"], ours["param_groups"], strict=True):
+        assert group.keys() <= own.keys() and own["params"] == group["params"]
+    metadata = ours["coat"]["moments"][0]["exp_avg"]
+    assert (ours["coat"]["version"], metadata["group_size"]) == (2, 128)
+    ((begin, codec, scale, exponent),) = metadata["pieces"]
+    assert (begin, codec) == (0, "ratio8")
+    groups = -(-params[0].numel() // 128)
+    assert (scale.shape, scale.dtype) == ((groups,), torch.float32)
+    assert (exponent.shape, exponent.dtype) == ((0,), torch.uint8)
+    ((begin, codec, scale, exponent),) = ours["coat"]["moments"][0]["exp_avg_sq"]["pieces"]
+    assert (begin, codec, scale.shape) == (0, "log8", (groups,))
+    assert (exponent.shape, exponent.dtype) == ((groups,), torch.uint8)
+
+
+def test_torch_adamw_goes_on_from_our_state_dict():
+    params, optimizer = trained()
+    theirs = [torch.nn.Parameter(p.detach().clone()) for p in params]
+    stock = torch.optim.AdamW(theirs, lr=7.0, foreach=False)
+    stock.load_state_dict(through_file(optimizer.state_dict()))
+    set_grads(params, 3)
+    set_grads(theirs, 3)
+    optimizer.step()
+    stock.step()
+    # one step from the same moments is the same step
+    assert_equal(theirs, params)
+
+
+def test_we_go_on_from_a_torch_state_dict():
+    theirs = parameters()
+    stock = torch.optim.AdamW(theirs, lr=2e-3, weight_decay=0.3, foreach=True)
+    for step in range(3):
+        set_grads(theirs, step)
+        stock.step()
+    ours = [torch.nn.Parameter(p.detach().clone()) for p in theirs]
+    optimizer = CoatAdamW(ours, min_numel=100)
+    optimizer.load_state_dict(through_file(stock.state_dict()))
+    group = optimizer.param_groups[0]
+    assert (group["lr"], group["weight_decay"]) == (2e-3, 0.3)
+    assert (group["exp_avg_format"], group["min_numel"], group["foreach"]) == ("auto", 100, None)
+    for p, q in zip(ours, theirs, strict=True):
+        stored, exact = optimizer.moments(p), [stock.state[q][name] for name in MOMENTS]
+        if p.numel() < 100:
+            assert_equal(stored, exact)
+        else:
+            first, second = (x.contiguous() for x in stored)
+            assert_ratio_faithful(first, exact[0].contiguous(), second)
+            assert_second_faithful(second, exact[1].contiguous())
+        assert optimizer.state[p]["step"] == 3
+    set_grads(ours, 3)
+    optimizer.step()
+
+
+# the options of a parameter group that versions of torch, DeepSpeed and NVIDIA's libraries write
+FIRST = ("lr", "betas", "eps", "weight_decay", "params")
+GROUP_KEYS = {
+    "torch 1.0": (*FIRST, "amsgrad"),
+    "torch 1.12": (*FIRST, "amsgrad", "maximize", "foreach", "capturable"),
+    "torch 2.0": (*FIRST, "amsgrad", "maximize", "foreach", "capturable", "differentiable", "fused"),
+    "DeepSpeedCPUAdam": (*FIRST, "amsgrad", "bias_correction"),
+    "FusedAdam": (*FIRST, "bias_correction", "step"),
+    "FusedAdam that counts in groups": (*FIRST, "bias_correction", "step"),
+}
+
+
+@pytest.mark.parametrize("kind", GROUP_KEYS)
+def test_options_that_others_do_not_have_stay(kind):
+    theirs = parameters()
+    stock = torch.optim.AdamW(theirs, lr=2e-3, weight_decay=0.3)
+    for step in range(3):
+        set_grads(theirs, step)
+        stock.step()
+    saved = copy.deepcopy(stock.state_dict())
+    (group,) = saved["param_groups"]
+    counts = "counts" in kind
+    group |= {"bias_correction": True, "step": 3 if counts else 0}
+    for key in group.keys() - set(GROUP_KEYS[kind]):
+        del group[key]
+    for index, entry in saved["state"].items():
+        entry["step"] = int(entry["step"])
+        if counts:
+            del entry["step"]
+        elif kind == "FusedAdam":
+            # DeepSpeed's counts in the state of the last parameter alone
+            entry["step"] = 3 if index == max(saved["state"]) else 0
+    ours, expected = ([torch.nn.Parameter(p.detach().clone()) for p in theirs] for _ in range(2))
+    optimizer, other = (
+        CoatAdamW(params, **FP32, maximize=True, capturable=True) for params in (ours, expected)
+    )
+    optimizer.load_state_dict(through_file(saved))
+    other.load_state_dict(stock.state_dict())
+    (own,), (full,) = optimizer.param_groups, other.param_groups
+    assert own.keys() == full.keys() == {*optimizer.defaults, "params"}
+    assert (own["lr"], own["weight_decay"], own["bias_correction"]) == (2e-3, 0.3, True)
+    for name in ("maximize", "capturable"):
+        assert own[name] == (name not in GROUP_KEYS[kind])
+    assert [int(optimizer.state[p]["step"]) for p in ours] == [3] * len(ours)
+    own["maximize"] = False
+    set_grads(ours, 3)
+    set_grads(expected, 3)
+    optimizer.step()
+    other.step()
+    assert_equal(ours, expected)
+    assert optimizer.state_dict()["param_groups"][0]["bias_correction"] is True
+
+
+@pytest.mark.parametrize(
+    "key,value",
+    [("amsgrad", True), ("bias_correction", False), ("adam_w_mode", 0), ("decoupled_weight_decay", False)],
+)
+def test_steps_that_would_be_others_are_refused(key, value):
+    params, optimizer = trained()
+    saved = optimizer.state_dict()
+    saved["param_groups"][0][key] = value
+    before, rates = codes(optimizer), [g["lr"] for g in optimizer.param_groups]
+    saved["param_groups"][0]["lr"] = 5.0
+    with pytest.raises(ValueError, match=f"parameter group 0 has {key}={value!r}"):
+        optimizer.load_state_dict(saved)
+    assert_equal(before, codes(optimizer))
+    assert rates == [g["lr"] for g in optimizer.param_groups]
+
+
+def test_changed_moments_are_not_forced_into_old_scales():
+    params, optimizer = trained()
+    saved = optimizer.state_dict()
+    for entry in saved["state"].values():
+        entry["exp_avg"].mul_(1000)
+    optimizer.load_state_dict(saved)
+    for i, p in enumerate(params):
+        exact = saved["state"][i]["exp_avg"]
+        if p.numel() >= 100:
+            assert_ratio_faithful(optimizer.moments(p)[0], exact, optimizer.moments(p)[1])
+        else:
+            assert torch.equal(optimizer.moments(p)[0], exact)
+
+
+@pytest.mark.parametrize("change", ["version", "format", "group-size", "trimmed", "missing"])
+def test_metadata_that_does_not_fit_is_ignored(change):
+    """And where the format and the groups are the saved ones, codes are found again without it."""
+    params, optimizer = trained()
+    saved, options = optimizer.state_dict(), {"min_numel": 100}
+    match change:
+        case "version":
+            saved["coat"]["version"] = 3
+        case "format":
+            options["exp_avg_format"] = "fp8_expanded_e5m2"
+        case "group-size":
+            options["group_size"] = 64
+        case "trimmed":
+            for moments in saved["coat"]["moments"].values():
+                for metadata in moments.values():
+                    metadata["pieces"] = [
+                        (*piece[:2], piece[2][:1], piece[3]) for piece in metadata["pieces"]
+                    ]
+        case "missing":
+            del saved["coat"]
+    resumed = CoatAdamW(parameters(), **options)
+    resumed.load_state_dict(saved)
+    if change not in ("format", "group-size"):
+        assert_equal(codes(resumed), codes(optimizer))
+    for p, q in zip(params, resumed.param_groups[0]["params"], strict=True):
+        for a, b in zip(optimizer.moments(p), resumed.moments(q), strict=True):
+            # one more encoding; E5M2, the coarsest here, rounds by 2^-3 at most, over k >= 1
+            assert p.numel() == 0 or rel_rms(b, a) < 2**-3
+
+
+def test_load_errors_come_first():
+    _, optimizer = trained()
+    before, good = codes(optimizer), optimizer.state_dict()
+
+    def broken(change):
+        state_dict = copy.deepcopy(good)
+        change(state_dict)
+        return state_dict
+
+    for change, message in (
+        (lambda d: d["param_groups"].append(d["param_groups"][0]), "different number of parameter groups"),
+        (lambda d: d["param_groups"][0]["params"].pop(), "doesn't match the size of optimizer's group"),
+        (lambda d: d["state"][0].update(exp_avg=torch.zeros(5)), r"exp_avg of parameter 0 is \(5,\)"),
+        (lambda d: d["state"][0].update(max_exp_avg_sq=torch.zeros(5)), "amsgrad"),
+        (lambda d: d["state"][1].pop("exp_avg_sq"), "no exp_avg_sq, but step, exp_avg"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            optimizer.load_state_dict(broken(change))
+        assert_equal(codes(optimizer), before)
+
+
+def test_load_hooks_see_the_whole_state():
+    _, optimizer = trained()
+    seen = []
+    optimizer.register_load_state_dict_pre_hook(lambda o, d: seen.append(len(d["state"])))
+    optimizer.register_load_state_dict_post_hook(lambda o: seen.append(len(o.state)))
+    optimizer.load_state_dict(optimizer.state_dict())
+    assert seen == [len(SHAPES) + 1] * 2

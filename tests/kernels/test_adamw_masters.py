@@ -1,0 +1,180 @@
+"""FP32 masters as BF16 weights and 16-bit remainders, and the step on them."""
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+
+from coat_kernels.adamw import join_master, join_tile, split_master, split_tile
+from tests.kernels.inputs import wide
+from tests.kernels.steps import OPTIONS, adamw_, adamw_list, gradients, run_list, states
+
+
+def from_bits(bits, device="cpu"):
+    return torch.as_tensor(bits, device=device).to(torch.int32).view(torch.float32)
+
+
+def test_master_splits_and_joins_exactly():
+    special = torch.tensor([0.0, -0.0, 1e-45, -1e-38, 3.39e38, -3.39e38, torch.inf, -torch.inf])
+    master = torch.cat((wide(10_000, sigma=20.0), special))
+    weight, remainder = split_master(master)
+    assert join_master(weight, remainder).view(torch.int32).equal(master.view(torch.int32))
+    finite = master.abs() < 3.3e38
+    # the nearest BF16; a tie, which has 16 zero bits but the first, may go to the other side
+    away = weight[finite] != master[finite].bfloat16()
+    assert (master[finite][away].view(torch.int32) & 0xFFFF == 0x8000).all()
+
+
+@triton.jit
+def join_and_split_kernel(p_weight, p_remainder, p_master, p_weight_out, p_remainder_out, N: tl.constexpr):
+    o_x = tl.program_id(0).to(tl.int64) * N + tl.arange(0, N)
+    b_master = join_tile(tl.load(p_weight + o_x), tl.load(p_remainder + o_x))
+    b_weight, b_remainder = split_tile(b_master)
+    tl.store(p_master + o_x, b_master)
+    tl.store(p_weight_out + o_x, b_weight)
+    tl.store(p_remainder_out + o_x, b_remainder)
+
+
+def join_and_split(weight, remainder):
+    """By the kernel's own functions; a power of two of elements."""
+    master = torch.empty_like(weight, dtype=torch.float32)
+    out = torch.empty_like(weight), torch.empty_like(remainder)
+    n = min(weight.numel(), 2**14)
+    join_and_split_kernel[(weight.numel() // n,)](weight, remainder, master, *out, N=n)
+    return master, *out
+
+
+def assert_pairs_are_right(weight, remainder, by_kernel=True):
+    """Every pair with the same weight after a round trip, every pair that a split makes the same pair; by the
+    reference, and by the kernel's functions."""
+    master = join_master(weight, remainder)
+    again = split_master(master)
+    if by_kernel:
+        for got, expected in zip(join_and_split(weight, remainder), (master, *again), strict=True):
+            assert got.view(torch.uint8).equal(expected.view(torch.uint8))
+    nan = weight.isnan()
+    # bit by bit: -0 is not 0; of a NaN only its quiet bit may change
+    assert (
+        again[0].view(torch.int16)
+        == torch.where(nan, weight.view(torch.int16) | 0x40, weight.view(torch.int16))
+    ).all()
+    assert master.isnan().equal(nan) and master.isinf().equal(weight.isinf())
+    alone = ~weight.isfinite() | ((weight == 0) & (remainder < 0))
+    assert again[1].equal(torch.where(alone, 0, remainder))
+    # no jump: at most half a step, 2^-9 of what is normal and 2^-134 of what is not
+    off = (master.double() - weight.double()).abs().nan_to_num(0.0, 0.0, 0.0)
+    assert (off <= (weight.double().abs().nan_to_num(0.0, 0.0, 0.0) * 2.0**-8).clamp_min(2.0**-134)).all()
+
+
+def pairs(first, weights, device):
+    """All remainders of each of `weights` weights from the bits `first` on."""
+    bits = torch.arange(first, first + weights, dtype=torch.int32, device=device).to(torch.int16)
+    remainders = torch.arange(-(2**15), 2**15, dtype=torch.int16, device=device)
+    weight = bits.view(torch.bfloat16).repeat_interleave(2**16)
+    return weight, remainders.repeat(weights)
+
+
+# around zero, the smallest normal, one, the largest, infinity and NaN, of either sign
+SPECIAL_WEIGHTS = [s + b for s in (0, 0x8000) for b in (0, 0x007F, 0x3F7F, 0x7F7E, 0x7F80, 0x7FBF, 0x7FFE)]
+
+
+@pytest.mark.parametrize("first", SPECIAL_WEIGHTS, ids=hex)
+def test_special_weights_with_every_remainder(first, device):
+    assert_pairs_are_right(*pairs(first, 2, device))
+
+
+@pytest.mark.gpu
+def test_every_weight_with_every_remainder(device):
+    for first in range(0, 2**16, 2**9):
+        assert_pairs_are_right(*pairs(first, 2**9, device))
+
+
+def test_masters_that_no_finite_weight_rounds_to(device):
+    """Above the largest BF16 a master is infinite as its weight is; a NaN of any payload and sign is NaN."""
+    nan = [0x7F800001, 0x7F80FFFF, 0x7FC00000, 0x7FFF7FFF, 0x7FFF8000, 0x7FFFFFFF]
+    for sign in (0, 2**31):
+        huge = from_bits([sign + 0x7F7F8000, sign + 0x7F7FFFFF, sign + 0x7F800000], device)
+        weight, remainder = split_master(huge)
+        assert weight.float().equal(from_bits([sign + 0x7F800000] * 3, device)) and not remainder.any()
+        weight, remainder = split_master(from_bits([sign + bits for bits in nan], device))
+        assert weight.isnan().all() and join_master(weight, remainder).isnan().all()
+        assert (weight.signbit() == bool(sign)).all()
+
+
+@pytest.mark.parametrize("run", [adamw_, adamw_list])
+@pytest.mark.parametrize("mode", ["exact", "stochastic"])
+def test_a_bad_gradient_shows_in_the_bf16_weight(run, mode, device):
+    """CUDA's own NaN has all bits set, and so have others here."""
+    bad = [0x7FFFFFFF, -1, 0x7F800001, 0x7FC00000, 0x7F800000, -0x00800000]
+    grad = torch.cat((from_bits(bad, device), torch.ones(250, device=device)))
+    weight = torch.ones(256, device=device, dtype=torch.bfloat16)
+    more = (
+        {"stochastic": True}
+        if mode == "stochastic"
+        else {"remainders": [torch.zeros(256, dtype=torch.int16, device=device)]}
+    )
+    run_list(run, [weight], [[grad]] * 3, device, **more)
+    assert weight[:6].isnan().all() and weight[6:].isfinite().all()
+
+
+@pytest.mark.parametrize("run", [adamw_, adamw_list])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_infinite_weights_stay_infinite(run, dtype, device):
+    """As in torch.optim.AdamW: masks are made of them."""
+    weight = torch.tensor([torch.inf, -torch.inf] * 128, device=device, dtype=dtype)
+    start = weight.clone()
+    more = (
+        {"remainders": [torch.full((256,), -7, dtype=torch.int16, device=device)]}
+        if dtype == torch.bfloat16
+        else {}
+    )
+    run_list(run, [weight], gradients((256,), device), device, **more)
+    assert weight.equal(start)
+
+
+@pytest.mark.parametrize("run", [adamw_, adamw_list])
+def test_weights_edited_between_steps_keep_their_fp32_run(run, device):
+    """A mask after each step: what it leaves is the FP32 run to the bit, what it sets to zero moves on."""
+    mask = torch.arange(300, device=device) % 3 > 0
+    master, grads = 0.02 * torch.randn(300, device=device), gradients((300,), device)
+    weight, remainder = split_master(master)
+    codecs, _ = states("fp32", "fp32", 1, device)
+    runs = [[codec.zeros(300, 128, device) for codec in codecs.values()] for _ in range(2)]
+    for step, (grad,) in enumerate(grads, 1):
+        for p, (m, v), more in ((master, runs[0], {}), (weight, runs[1], {"remainders": [remainder]})):
+            run([p], [grad], [m], [v], [step], **codecs, **OPTIONS, **more)
+            assert (p != 0).all()
+            # multiplied, as users do: half of the zeros are negative
+            p.mul_(mask)
+    assert weight.equal(split_master(master)[0]) and (weight == 0).sum() == 100
+    assert join_master(weight, remainder)[mask].equal(master[mask])
+    edits = {"clamp": lambda p: p.clamp_(-0.01, 0.01), "other": lambda p: p.copy_(torch.randn_like(p))}
+    for edit in edits.values():
+        edit(weight)
+        seen = weight.clone()
+        run(
+            [weight],
+            [torch.zeros_like(grad)],
+            *([s] for s in runs[1]),
+            [4],
+            **codecs,
+            **{**OPTIONS, "lr": 0.0},
+            remainders=[remainder],
+        )
+        assert weight.equal(seen)
+
+
+@pytest.mark.parametrize("run", [adamw_, adamw_list])
+def test_remainders_make_bf16_parameters_the_fp32_run_bit_for_bit(run, device):
+    if run is adamw_ and device.type == "cuda":
+        pytest.skip("adamw_ is the kernel there, which the other case runs")
+    sizes = (300, 128 * 6)
+    start = [0.02 * torch.randn(n, device=device) for n in sizes]
+    grads = gradients(sizes, device)
+    masters = [p.clone() for p in start]
+    fp32 = run_list(run, masters, grads, device)
+    weights, remainders = [list(t) for t in zip(*(split_master(p) for p in start), strict=True)]
+    split = run_list(run, weights, grads, device, remainders=remainders)
+    for p, w, r in zip(masters, weights, remainders, strict=True):
+        assert join_master(w, r).equal(p)
+    assert all(a.equal(b) for a, b in zip(fp32, split, strict=True))

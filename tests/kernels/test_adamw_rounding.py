@@ -1,0 +1,147 @@
+"""Stochastic rounding of weights and dithered codes of moments."""
+
+import math
+
+import pytest
+import torch
+
+from coat_kernels.adamw import dither_reference, noise_reference, round_stochastically
+from coat_kernels.codecs import get_codec
+from coat_kernels.codecs.codec import encode_reference
+from coat_kernels.fp8 import E4M3, E5M2
+from tests.kernels.inputs import wide
+from tests.kernels.steps import (
+    DEFAULTS,
+    OPTIONS,
+    adamw_list,
+    adamw_reference,
+    adamw_triton,
+    gradients,
+    run_list,
+    states,
+    values_of,
+)
+from tests.util import rel_rms
+
+
+def test_stochastic_rounding_is_unbiased_and_keyed_by_its_seed(device):
+    x = torch.full((100_000,), 1 + 2**-9, device=device)  # a quarter of the way to the next BF16
+    noise = noise_reference(3, 1, 0, x.numel(), x.device)
+    rounded = round_stochastically(x, noise).float()
+    assert set(rounded.unique().tolist()) == {1.0, 1 + 2**-7}
+    # the share that goes up has mean 1/4 and deviation sqrt(3/16 / n): five of them
+    assert abs((rounded > 1).float().mean().item() - 0.25) < 5 * (3 / 16 / x.numel()) ** 0.5
+    special = torch.tensor([torch.nan, torch.inf, -torch.inf, 0.0], device=device)
+    torch.testing.assert_close(round_stochastically(special, noise[:4]).float(), special, equal_nan=True)
+
+    sizes, runs = (300, 128 * 6), []
+    for seed in (5, 5, 6):
+        torch.manual_seed(0)
+        params = [(0.02 * torch.randn(n)).to(device, torch.bfloat16) for n in sizes]
+        run_list(adamw_list, params, gradients(sizes, device), device, stochastic=True, seed=seed)
+        runs.append(params)
+    assert all(a.equal(b) for a, b in zip(runs[0], runs[1], strict=True))
+    assert not runs[0][1].equal(runs[2][1])
+
+
+@pytest.mark.parametrize("name", ["fp8_expanded", "fp8_expanded_e5m2", "fp8", "log8"])
+def test_dithered_codes_are_right_on_average(name):
+    """The mean of n roundings deviates from the value by at most 1/2 / sqrt(n) steps: five of that. Just over
+    a power of two, where steps double, the lower half reaches into finer ones: an eighth of a step."""
+    codec, n = get_codec(name), 400
+    x = torch.logspace(-3, 0, 128)
+    storage = encode_reference(codec, x, 128)
+    shifts = torch.stack([*(dither_reference(step, 128, 128, "cpu") for step in range(n)), torch.zeros(128)])
+    codes = torch.stack([encode_reference(codec, x, 128, dither=u).codes for u in shifts])
+    if name == "log8":
+        values, step = codes.float(), torch.ones(128)
+        exact = 254 + x.log2() * 256 / storage.exponent.float()
+    else:
+        fmt = E5M2 if codec.is_e5m2 else E4M3
+        values = codes.view(fmt.dtype).float()
+        power = storage.exponent.float() / 16 if codec.has_exponent else 1
+        exact = fmt.max * (x / x.max()) ** power
+        step = torch.exp2(exact.log2().floor() - (2 if codec.is_e5m2 else 3)).clamp_min(fmt.tiny)
+    # the largest is exact to nearest, and cannot be rounded up
+    error = ((values[:n].mean(0) - exact) / step).abs()[:-1]
+    assert error.max() < 5 * 0.5 / n**0.5 + 1 / 8 and error.mean() < 0.5 / n**0.5 + 1 / 64
+    # to nearest the error is a quarter of a step on average
+    assert ((values[n] - exact) / step).abs()[:-1].mean() > 0.2
+
+
+def test_dither_fills_the_interval_evenly_in_steps_and_in_groups():
+    """Of n numbers, spread so, each lies within log2(n) / n of its place, where chance would leave
+    1 / sqrt(n); and where a tensor is cut, each group has what it had."""
+    over_steps = torch.stack([dither_reference(step, 300, 128, "cpu") for step in range(1000, 1100)])
+    for x in (*over_steps.T[:128], *over_steps[:, :128]):
+        n = len(x)
+        places = (torch.arange(n) + 0.5) / n - 0.5
+        assert x.abs().max() < 0.5 and (x.sort().values - places).abs().max() < math.log2(n) / n
+    assert over_steps[:, 128:256].equal(over_steps[:, :128])
+    assert dither_reference(2**24, 128, 128, "cpu").unique().numel() == 128
+
+
+@pytest.mark.parametrize("name", ["fp8_expanded", "log8"])
+def test_dither_lets_second_moments_decay_that_rounding_to_nearest_holds(name, device):
+    """One element of each group keeps its maximum up; the others, without gradients, decay to beta2^t."""
+    options = {**OPTIONS, "beta2": 0.999, "lr": 0.0}
+    left = {}
+    for dither in (False, True):
+        codecs, (m, v) = states("fp8_expanded", name, 1280, device)
+        codec = codecs["exp_avg_sq_codec"]
+        start = wide(1280, sigma=0.5).abs().to(device)
+        grad = torch.zeros(1280, device=device)
+        grad[::128] = 10.0
+        start[::128] = 100.0
+        for old, new in zip(v, codec.encode(start, 128), strict=True):
+            old.copy_(new)
+        run = adamw_triton if device.type == "cuda" else adamw_reference
+        for step in range(1, 301):
+            run(torch.zeros_like(start), grad, m, v, step, **codecs, **options, dither=dither)
+        kept = torch.arange(1280, device=device) % 128 != 0
+        left[dither] = (codec.decode(v, 128) / start)[kept].mean().item()
+    assert left[False] > 0.95
+    # 300 steps of 0.1 % in codes a quarter apart at most: 1270 walks of variance 0.3 / 4, five deviations
+    assert left[True] == pytest.approx(0.999**300, rel=5 * (0.3 / 4 / 1270) ** 0.5)
+
+
+def test_first_moments_without_gradient_vanish(device):
+    """Beside one that keeps the group's scale up: to nearest, codes below 8 would stay where they are, at a
+    hundredth of the largest and more, and the weight would go on moving."""
+    options = {**OPTIONS, "beta2": 0.999, "lr": 0.0}
+    codecs, (m, v) = states("ratio8", "log8", 128, device)
+    run = adamw_triton if device.type == "cuda" else adamw_reference
+    kept = torch.arange(128, device=device) > 0
+    for step in range(1, 121):
+        # of one sign, now and then larger
+        grad = torch.where(kept, torch.tensor(float(step <= 40), device=device), 1.0 + (step % 7 == 0))
+        run(torch.zeros(128, device=device), grad, m, v, step, **codecs, **options, dither=True)
+        first, second = values_of(codecs, (m, v))
+        if step == 40:
+            assert (first / second.sqrt() > 1).all()
+    # 80 steps leave 0.9^80, 0.0002, of it
+    assert (first[kept].abs() <= 0.001 * second[kept].sqrt()).all() and first[0] > second[0].sqrt()
+
+
+@pytest.mark.parametrize("m_name,v_name", [*DEFAULTS, ("fp8_expanded", "fp8")])
+def test_stochastic_kernel_agrees_with_the_reference(m_name, v_name, device):
+    """The same noise decides, so only a value within rounding of its threshold may go the other way."""
+    sizes = (300, 128 * 6)
+    start = [(0.02 * torch.randn(n)).to(device, torch.bfloat16) for n in sizes]
+    grads = gradients(sizes, device, steps=1)[0]
+    noisy = {"stochastic": True, "dither": True, "seed": 11}
+    outcomes = []
+    for by_kernel in (False, True):
+        codecs, _ = states(m_name, v_name, 1, device)
+        params = [p.clone() for p in start]
+        ms, vs = ([codec.zeros(n, 128, device) for n in sizes] for codec in codecs.values())
+        if by_kernel:
+            adamw_list(params, grads, ms, vs, [1, 2], **codecs, **OPTIONS, **noisy)
+        else:
+            for i, tensors in enumerate(zip(params, grads, ms, vs, [1, 2], strict=True)):
+                adamw_reference(*tensors, **codecs, **OPTIONS, **noisy, tensor=i)
+        outcomes.append((params, [v.codes for v in vs]))
+    for expected, actual in zip(*outcomes, strict=True):
+        for a, e in zip(actual, expected, strict=True):
+            assert (a != e).float().mean() < 0.01
+            assert rel_rms(a, e) < 2**-7

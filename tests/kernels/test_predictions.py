@@ -1,0 +1,137 @@
+"""Codes written by a scale that was predicted: the same as by the right one, whatever the prediction."""
+
+import copy
+import functools
+import pickle
+
+import pytest
+import torch
+
+from coat_kernels import deferred, tensorwise
+from coat_kernels.deferred import fp8_operands
+from coat_kernels.fp8 import E4M3, E5M2
+from coat_kernels.origin import with_maxima
+from coat_kernels.tensorwise import PredictedScale
+from tests.kernels.inputs import check_sums, hard
+from tests.kernels.producers import PRODUCERS, layer, same
+
+pytestmark = pytest.mark.early
+
+
+def test_results_never_depend_on_the_prediction(producer, kernels):
+    expected = layer(producer, False)
+    # a right one is what the run before has left; in the interpreter each costs 2 s, and the rest of
+    # PREDICTIONS is left to a test of plain tensors
+    for predicted in PREDICTIONS if producer.x.is_cuda else (2.0**-40, "right", torch.nan):
+        if predicted != "right":
+            for scale in producer.scales.values():
+                scale.on(producer.x.device).fill_(predicted)
+        for a, e in zip(layer(producer, True), expected, strict=True):
+            same(a, e)
+
+
+PREDICTIONS = (2.0**-40, "right", 2.0**40, torch.nan, 0.0, torch.inf)
+LAYOUTS = pytest.mark.parametrize("layouts", [(True, False), (False, True), (True, True)], ids=str)
+
+
+@pytest.fixture
+def small_tiles(monkeypatch):
+    """Quantizing kernels have several tiles, which end anywhere."""
+    for module in (tensorwise.scale, tensorwise.quantize):
+        monkeypatch.setattr(module, "BLOCK", 64)
+    for module in (tensorwise.transpose, tensorwise.quantize):
+        monkeypatch.setattr(module, "COLUMNS_TILE", (32, 16))
+    monkeypatch.setattr(tensorwise.quantize, "BOTH_TILE", (16, 32))
+
+
+@pytest.mark.pairwise
+@LAYOUTS
+@pytest.mark.parametrize("fmt", [E4M3, E5M2], ids=lambda f: f.name)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_codes_of_a_plain_tensor_never_depend_on_the_prediction(
+    dtype, fmt, layouts, kernels, small_tiles, device
+):
+    scale = PredictedScale(fmt)
+    broken = torch.stack([*hard(40).values()])
+    for x in (torch.randn(3, 7, 40), broken):
+        x = x.to(device, dtype)
+        flat = x.flatten(0, -2)
+        largest = tensorwise.largest_magnitude(flat)
+        expected = tensorwise.quantize_tensor_reference(flat, largest, fmt, *layouts, sums=True)
+        for i, predicted in enumerate(PREDICTIONS):
+            if predicted != "right":
+                scale.on(device).fill_(predicted)
+            out, found = fp8_operands(x, fmt, *layouts, sums=i % 3 == 0, predicted=scale)
+            assert found.equal(largest)
+            for a, e in zip(out[:3], expected[:3], strict=True):
+                assert a is e is None or not same(a, e)
+            assert scale.on(device).equal(expected.scale) or deferred.uses_kernels is not kernels
+            if i % 3 == 0:
+                check_sums(out.sums, flat)
+
+
+@LAYOUTS
+def test_a_right_prediction_leaves_the_codes_alone(layouts, small_tiles, device):
+    """What the first launch has written is seen to be there behind the second one."""
+    x = torch.randn(50, 40, device=device)
+    scale = PredictedScale(E4M3)
+    for written in (True, False):
+        write = functools.partial(tensorwise.launch_quantize, x)
+        attempt = deferred.Attempt(write, scale, 50, 40, device, *layouts)
+        codes = next(t for t in attempt.out if t is not None).view(torch.uint8)
+        kept = codes.clone()
+        codes.zero_()
+        attempt.finish(None)
+        assert codes.any() == written
+        assert written or kept.any()
+
+
+def test_maxima_that_are_known_save_the_prediction(small_tiles, device, monkeypatch):
+    """Few are read by the launch that quantizes, of many the largest is found first."""
+    for module in (deferred, tensorwise.scale, tensorwise.quantize, tensorwise.transpose):
+        monkeypatch.setattr(module, "uses_kernels", lambda x: True)
+    monkeypatch.setattr(deferred, "Attempt", None)
+    reduced = []
+    largest_triton = tensorwise.largest_triton
+    monkeypatch.setattr(
+        tensorwise.scale, "largest_triton", lambda maxima: reduced.append(maxima) or largest_triton(maxima)
+    )
+    scale = PredictedScale(E5M2)
+    x = torch.randn(50, 40, device=device)
+    for few in (50, 49):
+        monkeypatch.setattr(deferred, "FEW_MAXIMA", few)
+        maxima = tensorwise.row_maxima(x)
+        out, largest = fp8_operands(with_maxima(x, maxima), E5M2, columns=True, predicted=scale)
+        assert len(reduced) == (few < len(maxima))
+        assert largest.equal(maxima.amax(0, keepdim=True))
+        for a, e in zip(
+            out, tensorwise.quantize_tensor_reference(x, largest, E5M2, columns=True), strict=True
+        ):
+            assert a is e is None or not same(a, e)
+
+
+@pytest.mark.parametrize("name", PRODUCERS)
+def test_a_right_prediction_writes_once(name, monkeypatch):
+    # the reference is counted, so on a CPU
+    producer = PRODUCERS[name](torch.device("cpu"))
+    layer(producer, True)
+    written = []
+    codes = tensorwise.predicted.to_tensor_codes_reference
+    monkeypatch.setattr(
+        tensorwise.predicted,
+        "to_tensor_codes_reference",
+        lambda x, *rest: written.append(x) or codes(x, *rest),
+    )
+    layer(producer, True)
+    assert len(written) == len(producer.scales)
+    next(iter(producer.scales.values())).on(producer.x.device).fill_(1e-3)
+    layer(producer, True)
+    assert len(written) == 2 * len(producer.scales) + 1
+
+
+def test_predictions_are_not_copied():
+    scale = PredictedScale(E4M3)
+    scale.on(torch.device("cpu")).fill_(3)
+    for other in (copy.deepcopy(scale), pickle.loads(pickle.dumps(scale))):
+        assert other.fmt == E4M3
+        assert other.on(torch.device("cpu")) == 1

@@ -1,0 +1,63 @@
+"""Tiny models whose layers are tested, and what they are compared by."""
+
+import torch
+import torch.nn.functional as F
+from megatron.core.transformer import TransformerConfig
+
+from megatron_ext.linear import CoatColumnParallelLinear, CoatRowParallelLinear
+from megatron_ext.model import ModelShape, build_gpt
+from tests.util import rel_rms
+
+LINEARS = (CoatColumnParallelLinear, CoatRowParallelLinear)
+S, B, VOCAB = 64, 2, 256
+H, FFN, HEADS = 128, 352, 4
+D = H // HEADS
+
+
+def build(spec, groups=2, layers=1, **config):
+    return build_gpt(
+        ModelShape(layers, H, FFN, HEADS, groups), spec, seq_length=S, vocab_size=VOCAB, **config
+    )
+
+
+def batch(device):
+    tokens = torch.randint(0, VOCAB, (B, S), generator=torch.Generator().manual_seed(5)).to(device)
+    return tokens, torch.arange(S, device=device).expand(B, S), None
+
+
+def rounding_error(dtype: torch.dtype, device) -> float:
+    """Relative RMS error of a Gaussian rounded to an FP8 format with one scale: 0.026 and 0.053."""
+    x = torch.randn(1 << 18, generator=torch.Generator().manual_seed(0)).to(device)
+    scale = x.abs().max() / torch.finfo(dtype).max
+    return rel_rms((x / scale).to(dtype).float() * scale, x)
+
+
+def loss_and_grads(model, device):
+    model.zero_grad()
+    loss = model(*batch(device), labels=batch(device)[0]).mean()
+    loss.backward()
+    return loss.detach(), {name: p.grad for name, p in model.named_parameters()}
+
+
+def config(**overrides) -> TransformerConfig:
+    settings = dict(
+        num_layers=1,
+        hidden_size=H,
+        ffn_hidden_size=FFN,
+        num_attention_heads=HEADS,
+        normalization="RMSNorm",
+        gated_linear_unit=True,
+        activation_func=F.silu,
+        add_bias_linear=False,
+        use_cpu_initialization=True,
+        params_dtype=torch.bfloat16,
+    )
+    return TransformerConfig(**(settings | overrides))
+
+
+GPT = {
+    "normalization": "LayerNorm",
+    "activation_func": F.gelu,
+    "gated_linear_unit": False,
+    "add_bias_linear": True,
+}

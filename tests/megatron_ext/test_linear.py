@@ -1,0 +1,194 @@
+"""Megatron's parallel linear layers in FP8: gradients that go into main_grad, biases, sizes and options."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from megatron.core import parallel_state
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+
+from coat_ds.config import ActivationsConfig
+from coat_kernels.linear import LinearFormats
+from coat_kernels.linear import op as linear_kernels
+from megatron_ext.layer_specs import coat_layer_spec
+from megatron_ext.linear import CoatColumnParallelLinear, CoatRowParallelLinear
+from megatron_ext.settings import set_activations
+from tests.megatron_ext.layers import B, H, S, batch, build, config, loss_and_grads, rounding_error
+from tests.util import rel_rms
+
+pytestmark = pytest.mark.usefixtures("megatron")
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_gradients_go_into_megatrons_main_grad(device, overlap):
+    model = build(coat_layer_spec)
+    _, expected = loss_and_grads(model, device)
+    model.zero_grad()
+    ddp = DistributedDataParallel(
+        config=model.config,
+        ddp_config=DistributedDataParallelConfig(grad_reduce_in_fp32=True, overlap_grad_reduce=overlap),
+        module=model,
+    )
+    for passes in (1, 2):
+        ddp.zero_grad_buffer()
+        for i in range(passes):
+            with ddp.no_sync() if i + 1 < passes else torch.enable_grad():
+                ddp(*batch(device), labels=batch(device)[0]).mean().backward()
+        ddp.finish_grad_sync()
+        for name, parameter in model.named_parameters():
+            assert parameter.grad is None
+            assert parameter.main_grad.dtype == torch.float32
+            # added once a pass, not once by us and again by Megatron
+            assert torch.equal(parameter.main_grad, passes * expected[name].float()), name
+        for module in (
+            m for m in model.modules() if isinstance(m, CoatColumnParallelLinear | CoatRowParallelLinear)
+        ):
+            assert module.weight.grad_added_to_main_grad
+
+
+@pytest.mark.parametrize("which", ["forward", "all", "none"])
+def test_which_products_are_summed_with_fewer_bits(device, monkeypatch, which):
+    multiply, fast = linear_kernels.scaled_matmul, []
+
+    def noting(*operands):
+        fast.append(operands[-1])
+        return multiply(*operands)
+
+    monkeypatch.setattr(linear_kernels, "scaled_matmul", noting)
+    loss_and_grads(build(coat_layer_spec, activations=ActivationsConfig(fast_accumulation=which)), device)
+    # qkv, proj, fc1, fc2; then from fc2 on the gradients of the input and the weight
+    assert fast == [which != "none"] * 4 + [which == "all"] * 7 + [False]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_fast_sums_go_into_main_grad_unrounded(device, dtype):
+    model = build(coat_layer_spec)
+    weight = model.decoder.layers[0].mlp.linear_fc1.weight
+    model.decoder.layers[0].mlp.linear_fc1._formats = LinearFormats(fast_weight_grad=True)
+    _, expected = loss_and_grads(model, device)
+    model.zero_grad()
+    weight.main_grad, weight.grad_added_to_main_grad = torch.zeros_like(weight, dtype=dtype), False
+    loss = model(*batch(device), labels=batch(device)[0]).mean()
+    # Megatron may hand out other buffers between forward and backward
+    first, weight.main_grad = weight.main_grad, torch.zeros_like(weight, dtype=dtype)
+    loss.backward()
+    (fc1,) = (grad for name, grad in expected.items() if name.endswith("linear_fc1.weight"))
+    assert first.count_nonzero() == 0
+    assert weight.main_grad.bfloat16().equal(fc1)
+    # a GPU's kernel would be too large for this one
+    unrounded = dtype == torch.float32 and device.type == "cpu"
+    assert weight.main_grad.equal(fc1.to(dtype)) != unrounded
+    assert weight.grad.shape == weight.shape and weight.grad.dtype == weight.dtype
+
+
+def test_a_gradient_that_is_added_again_is_zero(device, monkeypatch):
+    """Megatron adds what autograd returns as well where `zero_out_wgrad` is set."""
+    empty_like = torch.empty_like
+    monkeypatch.setattr(torch, "empty_like", lambda *args, **rest: empty_like(*args, **rest).fill_(1))
+    model = build(coat_layer_spec)
+    weight = model.decoder.layers[0].mlp.linear_fc1.weight
+    weight.main_grad = torch.zeros_like(weight, dtype=torch.float32)
+    weight.grad_added_to_main_grad, weight.zero_out_wgrad = False, True
+    loss_and_grads(model, device)
+    assert weight.grad.count_nonzero() == 0
+    assert weight.main_grad.count_nonzero() > 0 and weight.grad_added_to_main_grad
+
+
+def test_gradient_accumulation_fusion_needs_no_apex(device):
+    results = []
+    for fused in (False, True):
+        settings = config(gradient_accumulation_fusion=fused, hidden_dropout=0.0, attention_dropout=0.0)
+        torch.manual_seed(0)
+        layer = coat_layer_spec.module(settings, layer_number=1).to(device)
+        x, grad = torch.randn(2, S, B, H, dtype=torch.bfloat16, device=device)
+        weights = {n: p for n, p in layer.named_parameters() if "linear" in n}
+        for weight in weights.values() if fused else ():
+            weight.main_grad = torch.zeros_like(weight, dtype=torch.float32)
+            weight.grad_added_to_main_grad = False
+        for _ in range(2):
+            layer.zero_grad()
+            layer(x.requires_grad_(), attention_mask=None)[0].backward(grad)
+        results.append({n: p.main_grad if fused else p.grad for n, p in weights.items()})
+        assert layer.mlp.linear_fc1.config is settings
+    once, twice = results
+    assert len(twice) == 4 and all(torch.equal(twice[n], 2 * once[n].float()) for n in twice)
+
+
+def linear(cls, inputs=H, outputs=H, name="qkv", settings=None, **kwargs):
+    settings = settings or config()
+    extra = {"input_is_parallel": True} if cls is CoatRowParallelLinear else {}
+    return cls(
+        inputs,
+        outputs,
+        config=settings,
+        init_method=settings.init_method,
+        bias=kwargs.pop("bias", False),
+        skip_bias_add=kwargs.pop("skip_bias_add", False),
+        tp_comm_buffer_name=name,
+        tp_group=parallel_state.get_tensor_model_parallel_group(),
+        **extra,
+    )
+
+
+@pytest.mark.parametrize("cls", [CoatColumnParallelLinear, CoatRowParallelLinear])
+@pytest.mark.parametrize("skip_bias_add", [False, True])
+def test_linear_bias(device, cls, skip_bias_add):
+    torch.manual_seed(0)
+    module = linear(cls, outputs=32, bias=True, skip_bias_add=skip_bias_add).to(device)
+    module.bias.data.normal_()
+    x = torch.randn(64, 2, H, dtype=torch.bfloat16, device=device)
+    y, bias = module(x)
+    assert (bias is module.bias) if skip_bias_add else (bias is None)
+    expected = x.float() @ module.weight.float().t() + (0 if skip_bias_add else module.bias.float())
+    # two operands rounded to E4M3, and the result to BF16; three deviations of so many samples on top
+    bound = (2 * rounding_error(torch.float8_e4m3fn, device) ** 2 + 2**-16) ** 0.5
+    assert rel_rms(y, expected) < bound * (1 + 3 / y.numel() ** 0.5)
+
+
+def test_megatrons_own_graphs_are_refused():
+    settings = config()
+    for implementation in ("local", "transformer_engine"):
+        # Megatron records graphs with Transformer Engine's random states or on a GPU only
+        settings.cuda_graph_impl = implementation
+        with pytest.raises(ValueError, match=f"--cuda-graph-impl {implementation} .*activations.cuda_graphs"):
+            linear(CoatColumnParallelLinear, outputs=32, settings=settings)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "text"),
+    [
+        ("defer_embedding_wgrad_compute", True, "fc1: --defer-embedding-wgrad-compute"),
+        ("gtp_weight_remat_size", 2, "fc1: --tensor-parallel-num-weight-shards"),
+    ],
+)
+def test_unsupported_linear_options_are_named(field, value, text):
+    settings = config()
+    setattr(settings, field, value)
+    with pytest.raises(ValueError, match=text):
+        linear(CoatColumnParallelLinear, name="fc1", settings=settings)
+
+
+def test_sizes_a_gpu_cannot_multiply_are_named(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    linear(CoatColumnParallelLinear, outputs=24)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    for name, argument in (
+        ("fc1", "--ffn-hidden-size"),
+        ("qkv", "--num-query-groups"),
+        ("proj", "--kv-channels"),
+    ):
+        with pytest.raises(ValueError, match=f"{name}: .*multiples of 16, found 128 -> 24.*{argument}"):
+            linear(CoatColumnParallelLinear, outputs=24, name=name)
+    with pytest.raises(ValueError, match="fc2: .*found 40 -> 128.*--ffn-hidden-size"):
+        linear(CoatRowParallelLinear, inputs=40, name="fc2")
+
+
+def test_fallback_keeps_such_a_layer_as_megatron_has_it(device, caplog):
+    settings = config()
+    set_activations(settings, ActivationsConfig(fallback=True))
+    module = linear(CoatRowParallelLinear, inputs=40, name="fc2", settings=settings).to(device)
+    assert "fc2: FP8 matrix products need sizes that are multiples of 16, found 40 -> 128" in caplog.text
+    x = torch.randn(4, 2, 40, dtype=torch.bfloat16, device=device, requires_grad=True)
+    y, _ = module(x)
+    torch.testing.assert_close(y, F.linear(x, module.weight), rtol=0, atol=0)
+    y.sum().backward()
+    assert module.weight.grad is not None

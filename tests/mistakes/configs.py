@@ -1,0 +1,170 @@
+"""Mistakes in a DeepSpeed JSON: in its block, and around it."""
+
+import torch
+
+from tests.mistakes.makers import ADAMW, BLOCK, Mistake, beside, block, engine, params, without_deepspeed
+
+MISTAKES = {
+    'The `"coat"` block': [
+        Mistake("a misspelt key", block(optimiser={}), ("coat.optimiser: ", "Did you mean 'optimizer'")),
+        Mistake(
+            "a misspelt key of an inner block",
+            block(optimizer={"groupsize": 128}),
+            ("coat.optimizer.groupsize: ", "(value 128)", "Known keys", "Did you mean 'group_size'"),
+        ),
+        Mistake("a key that means nothing", block(x=1), ("coat.x: unknown key (value 1)", "Drop it")),
+        Mistake(
+            "no `enabled`", engine({"coat": {"optimizer": {}}}), ("coat.enabled: missing", 'Add "enabled"')
+        ),
+        Mistake(
+            "`true` in place of the block", engine({"coat": True}), ("coat: ", "found True", "Use braces")
+        ),
+        Mistake(
+            "`true` in place of an object",
+            block(optimizer=True),
+            ("coat.optimizer: ", "found True", "braces"),
+        ),
+        Mistake("a boolean in quotes", block(enabled="true"), ("coat.enabled: ", "true or false", "'true'")),
+        Mistake('`"auto"`', block(enabled="auto"), ("coat.enabled: ", "Nobody fills in", "drop the key")),
+        Mistake(
+            "a group size that is none",
+            block(optimizer={"group_size": 100}),
+            ("coat.optimizer.group_size: ", "64, 128, 256", "found 100"),
+        ),
+        Mistake(
+            "a group size of activations for moments",
+            block(activations={"group_size": 256}),
+            ("coat.activations.group_size: ", "16, 32, 64, 128", "found 256"),
+        ),
+        Mistake(
+            "a negative number", block(optimizer={"min_numel": -1}), ("min_numel: ", "0 or more", "found -1")
+        ),
+        Mistake(
+            "a misspelt format",
+            block(optimizer={"exp_avg_format": "fp8_expand"}),
+            ("coat.optimizer.exp_avg_format: ", "found 'fp8_expand'", "Did you mean 'fp8_expanded'"),
+        ),
+        Mistake(
+            "another library's name of a format",
+            block(activations={"saved_format": "fp8"}),
+            ("coat.activations.saved_format: ", "'sqrt8', 'e4m3'", "found 'fp8'", "Did you mean 'e4m3'"),
+        ),
+        Mistake(
+            "formats of moments that do not go together",
+            block(optimizer={"exp_avg_format": "ratio8", "exp_avg_sq_format": "fp8_expanded"}),
+            (
+                "coat.optimizer.exp_avg_format: ",
+                "found coat.optimizer.exp_avg_sq_format",
+                "Take exp_avg_sq_format",
+            ),
+        ),
+        Mistake(
+            "a boolean for a choice",
+            block(activations={"weight_cache": True}),
+            ("coat.activations.weight_cache: ", "'none', 'fp8'", "found True"),
+        ),
+        Mistake(
+            "a key of an earlier version",
+            block(activations={"forward_format": "e5m2"}),
+            ("coat.activations.forward_format: ", "found 'e5m2'", "was removed", "Drop the key"),
+        ),
+        Mistake(
+            "a value of an earlier version",
+            block(activations={"attention_format": "e4m3"}),
+            ("coat.activations.attention_format: ", "found 'e4m3'", "was removed", "Write 'sqrt8'"),
+        ),
+        Mistake(
+            "one pattern in place of a list",
+            block(optimizer={"keep_fp32": "*norm*"}),
+            ("coat.optimizer.keep_fp32: ", "a list of name patterns", "found '*norm*'"),
+        ),
+    ],
+    "The DeepSpeed JSON around it": [
+        Mistake("the block in capitals", engine({"COAT": BLOCK}), ("COAT: ", "ignored", 'Write "coat"')),
+        Mistake(
+            'the block inside `"optimizer"`',
+            engine({"optimizer": {**ADAMW, "coat": BLOCK}}),
+            ("optimizer.coat: ", "ignored", 'beside "optimizer"'),
+        ),
+        Mistake(
+            "a learning rate in quotes", params(lr="1e-3"), ("params.lr: ", "'1e-3'", "Leave the quotes out")
+        ),
+        Mistake(
+            '`"lr": "auto"` without Trainer', params(lr="auto"), ("params.lr: ", "'auto'", "write a number")
+        ),
+        Mistake("one beta", params(lr=1e-3, betas=0.9), ("params.betas: ", "[0.9, 0.95]", "found 0.9")),
+        Mistake(
+            "the optimizer's name alone",
+            beside(optimizer="AdamW"),
+            ("optimizer: ", '{"type": "AdamW"', "found 'AdamW'", "Use braces"),
+        ),
+        Mistake(
+            "another optimizer",
+            beside(optimizer={"type": "Lamb", "params": {"lr": 1e-3}}),
+            ("optimizer.type: ", '"AdamW" or "Adam"', "found 'Lamb'", "coat.optimizer.enabled to false"),
+        ),
+        Mistake(
+            "an option that AdamW does not have",
+            params(lr=1e-3, momentum=0.9),
+            ("optimizer.params.momentum: ", "(value 0.9)", "Known: lr, betas", "Drop it"),
+        ),
+        Mistake(
+            "AMSGrad",
+            params(lr=1e-3, amsgrad=True),
+            ("params.amsgrad: ", "needs False, found True", "Drop it"),
+        ),
+        Mistake(
+            "no optimizer", engine({"coat": BLOCK}), ('neither an "optimizer" section nor', 'Add "optimizer"')
+        ),
+        Mistake(
+            "another optimizer as argument of `initialize`",
+            engine({"coat": BLOCK}, torch.optim.SGD([torch.zeros(1)])),
+            ("found torch.optim.sgd.SGD", "pass a coat_ds.CoatAdamW"),
+        ),
+        Mistake(
+            "offload to NVMe",
+            beside(zero_optimization={"stage": 3, "offload_optimizer": {"device": "nvme"}}),
+            ("offload_optimizer.device: found 'nvme'", "to the CPU only", 'Use "cpu"'),
+        ),
+        Mistake(
+            "offload in parts",
+            beside(zero_optimization={"stage": 1, "offload_optimizer": {"device": "cpu", "ratio": 0.5}}),
+            ("offload_optimizer.ratio: found 0.5", "Drop the key"),
+        ),
+        Mistake(
+            "offload with BF16 masters",
+            beside(
+                bf16={"enabled": True, "bf16_master_weights_and_grads": True, "bf16_optimizer_states": True},
+                zero_optimization={"stage": 1, "offload_optimizer": {"device": "cpu"}},
+            ),
+            ("bf16.bf16_master_weights_and_grads: found True", "Drop one of the two"),
+        ),
+        Mistake(
+            "BF16 masters without BF16 states",
+            beside(bf16={"enabled": True, "bf16_master_weights_and_grads": True}),
+            ("bf16.bf16_master_weights_and_grads: ", "Set bf16.bf16_optimizer_states to true too"),
+        ),
+        Mistake("apex's amp", beside(amp={"enabled": True}), ("amp.enabled: found True", 'Use "bf16"')),
+        Mistake(
+            "checkpoints that cannot be read back",
+            beside(zero_optimization={"stage": 1, "elastic_checkpoint": True}),
+            ("zero_optimization.elastic_checkpoint: ", "Use universal checkpoints"),
+        ),
+        Mistake(
+            "compressed recompute with contiguous buffers",
+            engine(
+                {
+                    "coat": BLOCK | {"checkpointing": {"compress": True}},
+                    "optimizer": ADAMW,
+                    "activation_checkpointing": {"contiguous_memory_optimization": True},
+                }
+            ),
+            ("activation_checkpointing.contiguous_memory_optimization: found True", "Drop the key"),
+        ),
+        Mistake(
+            "DeepSpeed is not installed",
+            without_deepspeed,
+            ("not installed", "pip install", "coat_ds.convert"),
+        ),
+    ],
+}

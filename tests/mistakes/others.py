@@ -1,0 +1,216 @@
+"""Mistakes with models, the optimizer, Megatron, versions and the command `coat`."""
+
+import torch
+
+import coat_ds
+from coat_ds import CoatAdamW
+from tests.mistakes.makers import (
+    ADAMW,
+    BLOCK,
+    Mistake,
+    coat,
+    converted,
+    doctor,
+    engine_on_an_old_gpu,
+    in_a_folder,
+    megatron,
+    nothing_in_fp8,
+    on_an_old_gpu,
+    optimizer,
+    other_megatron,
+    saved_by_a_smaller_model,
+    saved_with_amsgrad,
+    spec,
+    stepped,
+)
+
+LLAMA = ("configs/model_llama2_7b.json", "--vocabulary", "32000")
+TRAIN = ("train", "--model-config", "configs/model_quickstart.json", "--output", "{folder}/run")
+HALF = torch.nn.Sequential(torch.nn.Linear(64, 64)).half()
+TWICE = torch.nn.Sequential(torch.nn.Linear(64, 64))
+MISTAKES = {
+    "Models and GPUs": [
+        Mistake(
+            "a GPU without FP8, and layers of Megatron's or of `convert`",
+            on_an_old_gpu,
+            ("8.9 or newer, found NVIDIA A100 with 8.0", '"activations": {"emulate": true}'),
+        ),
+        Mistake(
+            "the same under DeepSpeed, where the block asks for FP8 layers",
+            engine_on_an_old_gpu,
+            ("coat.activations.enabled: found True", "capability 8.0", 'Set "activations" to false'),
+        ),
+        Mistake(
+            '`"require": true`, and nothing can compute in FP8',
+            nothing_in_fp8,
+            ("coat.activations.enabled: found True", "0 of 1 linear layers in FP8", "set it to false"),
+        ),
+        Mistake("a model in FP16", converted(HALF), ("convert: 0 holds FP16 parameters", "model.bfloat16()")),
+        Mistake(
+            "a model that is compiled already",
+            lambda folder: coat_ds.convert(torch.compile(torch.nn.Linear(64, 64))),
+            ("found a compiled model", "Convert it first"),
+        ),
+        Mistake(
+            "a model that was converted with other options",
+            converted(TWICE, TWICE, group_size=32),
+            ("convert: group_size: found 32", "converted with 16", "coat_ds.unconvert(model) first"),
+        ),
+    ],
+    "`CoatAdamW`": [
+        Mistake(
+            "an option that is not AdamW's",
+            optimizer(amsgrad=True),
+            ("amsgrad=True is not supported", "Leave it"),
+        ),
+        Mistake(
+            "a learning rate that is no number", optimizer(lr="1e-3"), ("lr must be a number", "found '1e-3'")
+        ),
+        Mistake(
+            "a group size that is none", optimizer(group_size=32), ("group_size: ", "64, 128, 256; found 32")
+        ),
+        Mistake(
+            "a misspelt option of a parameter group",
+            lambda folder: CoatAdamW([{"params": [torch.nn.Parameter(torch.zeros(3))], "weight_decy": 0.1}]),
+            ("'weight_decy', which is no option", "Did you mean 'weight_decay'"),
+        ),
+        Mistake(
+            "parameters in FP64",
+            lambda folder: stepped(
+                torch.nn.Parameter(torch.zeros(3, dtype=torch.float64)), torch.ones(3, dtype=torch.float64)
+            ),
+            ("shape (3,)", "torch.float64; expected FP32 or BF16", "FP32 master weights"),
+        ),
+        Mistake(
+            "sparse gradients",
+            lambda folder: stepped(torch.nn.Parameter(torch.zeros(3)), torch.ones(3).to_sparse()),
+            ("gradient of layout torch.sparse_coo", "Use a dense gradient"),
+        ),
+        Mistake(
+            "a checkpoint of another model",
+            saved_by_a_smaller_model,
+            ("exp_avg of parameter 0 is (200,), the parameter (300,)", "the same model"),
+        ),
+        Mistake(
+            "a checkpoint of AMSGrad",
+            saved_with_amsgrad,
+            ("amsgrad=True", "does not support", "Go on with that one"),
+        ),
+    ],
+    "Megatron": [
+        Mistake(
+            "a file that is not there",
+            megatron(None),
+            ("COAT_CONFIG=coat.json: ", "No such file", "Correct the path"),
+        ),
+        Mistake("a file that is no JSON", megatron("{"), ("COAT_CONFIG=", "expected a JSON file")),
+        Mistake(
+            "a whole DeepSpeed JSON",
+            megatron({"coat": BLOCK, "optimizer": ADAMW}),
+            ("COAT_CONFIG=", 'the key "coat" alone', "found 'coat', 'optimizer'"),
+        ),
+        Mistake(
+            "a misspelt key of the block",
+            megatron({"coat": BLOCK | {"activation": {}}}),
+            ("COAT_CONFIG=", "coat.activation: unknown key", "Did you mean 'activations'"),
+        ),
+        Mistake(
+            "FP8 switched off beside FP8 layers",
+            megatron({"coat": BLOCK | {"activations": False}}),
+            ("COAT_CONFIG", "coat.activations.enabled: found false", "take sdpa_layer_spec"),
+        ),
+        Mistake(
+            "compressed recompute without its spec",
+            megatron({"coat": BLOCK | {"checkpointing": {"compress": True}}}),
+            ("coat.checkpointing.compress: found true", "megatron_ext.with_checkpoints"),
+        ),
+        Mistake(
+            "what only DeepSpeed has",
+            megatron({"coat": BLOCK | {"zero3_layer_units": True}}),
+            ('coat.zero3_layer_units: expected "auto", found true', "ZeRO-3 is DeepSpeed's", 'Write "auto"'),
+        ),
+        Mistake("`--fp8-format hybrid`", spec(fp8="hybrid"), ("--fp8-format", "its own FP8", "remove it")),
+        Mistake(
+            "`--multi-latent-attention`", spec(multi_latent_attention=True), ("--multi-latent", "remove it")
+        ),
+        Mistake(
+            "recompute of norms",
+            spec(recompute_granularity="selective", recompute_modules=["layernorm"]),
+            ("'layernorm' saves nothing", "Remove it from --recompute-modules"),
+        ),
+        Mistake(
+            "a megatron-core of another age",
+            other_megatron,
+            ("0.16.1 or newer and older than 0.21, found 0.15.0", "pip install"),
+        ),
+    ],
+    "Versions, as `coat doctor` says": [
+        Mistake(
+            "an old torch", doctor(torch="2.8.0"), ("torch: 2.8.0 found, >=2.11 is needed", "pip install")
+        ),
+        Mistake(
+            "an old DeepSpeed",
+            doctor(deepspeed="0.17.0"),
+            ("deepspeed: 0.17.0 found, >=0.18.9", "pip install"),
+        ),
+        Mistake(
+            "two versions that do not go together",
+            doctor(deepspeed="0.18.9"),
+            ("deepspeed 0.18.9 with torch 2.13.0", "Take deepspeed>=0.19, or torch<2.13"),
+        ),
+    ],
+    "The command `coat`": [
+        Mistake(
+            "a file that is not there", coat("plan", "no.json"), ("no.json: No such file", "Give a JSON file")
+        ),
+        Mistake(
+            "a file that is no JSON",
+            coat("plan", *LLAMA, "--deepspeed", "README.md"),
+            ("README.md: not a JSON file", "Give a JSON file"),
+        ),
+        Mistake("no model", coat("plan"), ("model: none given", "Name a config.json")),
+        Mistake(
+            "no vocabulary", coat("plan", LLAMA[0]), ("vocabulary: ", "Give --vocabulary, 32000 for Llama-2")
+        ),
+        Mistake(
+            "a size without a unit",
+            coat("plan", *LLAMA, "--fit", "80 apples"),
+            ("--fit: ", "80GB", "'80 apples'"),
+        ),
+        Mistake(
+            "a GPU without known rates",
+            coat("plan", *LLAMA, "--gpu", "a100"),
+            ("found 'a100'", "h200 and h100"),
+        ),
+        Mistake(
+            "GPUs that do not divide",
+            coat("plan", *LLAMA, "--gpus", "3", "--tensor", "2"),
+            ("gpus: 3 is no",),
+        ),
+        Mistake(
+            "too little memory",
+            coat("plan", *LLAMA, "--fit", "5GB"),
+            ("nothing fits into 5.0 GB", "Give more"),
+        ),
+        Mistake(
+            "a JSON without a model",
+            in_a_folder("ds.json", "{}", "doctor", "--deepspeed", "{folder}/ds.json"),
+            ("--deepspeed: a model is needed beside it", "Give --model"),
+        ),
+        Mistake(
+            "a folder without readings",
+            coat("watch", "{folder}"),
+            ("RUN: ", "watch.jsonl", "coat.watch.folder"),
+        ),
+        Mistake(
+            "text that is not there",
+            coat(*TRAIN, "--data", "nowhere"),
+            ("--data nowhere: no such file", "Correct the path"),
+        ),
+        Mistake(
+            "an output that cannot be written",
+            in_a_folder("file", "", *TRAIN[:-1], "{folder}/file"),
+            ("cannot", "choose another folder with --output"),
+        ),
+    ],
+}
