@@ -124,20 +124,22 @@ def _forwards(model: nn.Module, conversion: Conversion, may: Callable) -> Iterat
         if kind in ("gated", "experts"):
             # which calls its activation, or what has replaced it does not
             taken.update(id(m) for m in module.children() if _looks_elementwise(m))
-        barred = stays.get(id(module)) or (None if may(name, module) else "the filter")
-        if barred is not None:
-            conversion.leave(_COUNTED.get(kind, kind), name, barred)
-        elif built is not None:
+        reason = stays.get(id(module)) or (None if may(name, module) else "the filter") or reason
+        if reason is None:
             _require_dtype(name, module)
-            conversion.take(built.kind, name)
-            if isinstance(built, experts.Fp8Experts):
-                conversion.take("linear", name)
             yield built
-        else:
-            conversion.leave(_COUNTED.get(kind, kind), name, reason)
+        for counted in _COUNTED.get(kind, (kind,)):
+            if reason is None:
+                conversion.take(counted, name)
+            else:
+                conversion.leave(counted, name, reason)
 
 
-_COUNTED = {"experts": "feed_forward", "activation": "feed_forward", "gated": "feed_forward"}
+_COUNTED = {
+    "experts": ("feed_forward", "linear"),
+    "activation": ("feed_forward",),
+    "gated": ("feed_forward",),
+}
 
 
 def _kind_of(module: nn.Module) -> str | None:
@@ -187,8 +189,11 @@ def _what_stays(model: nn.Module) -> dict[int, str]:
             stays.update({id(m): "torch's MultiheadAttention multiplies by itself" for m in module.modules()})
         if (experts := children.get("experts")) is not None:
             for child in children.values():
-                if isinstance(child, nn.Linear) and _chooses_among(child, experts):
-                    stays[id(child)] = "the router"
+                # by itself, or in a module of its own
+                inside = [] if child in (None, experts) else child.modules()
+                linears = [m for m in inside if isinstance(m, nn.Linear)]
+                if len(linears) == 1 and _chooses_among(linears[0], experts):
+                    stays[id(linears[0])] = "the router"
     return stays
 
 
