@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
 import torch
 from torch import nn
@@ -92,9 +93,10 @@ def unconvert(model: nn.Module) -> nn.Module:
         module.__dict__.pop(ATTRIBUTE, None)
         if (forward := replaced(module)) is not None:
             forward.remove()
-        attended = module.__dict__.pop(attention.STATE, None) is not None
-        if attended and module.config._attn_implementation == attention.NAME:
-            module.config._attn_implementation_internal = attention.STOCK
+        if module.__dict__.pop(attention.STATE, None) is not None:
+            config: Any = module.config
+            if config._attn_implementation == attention.NAME:
+                config._attn_implementation_internal = attention.STOCK
     return model
 
 
@@ -278,7 +280,7 @@ _BUILDERS = {
 def _convert_attention(model: nn.Module, conversion: Conversion, may: Callable | None) -> None:
     """Has modules that ask transformers' AttentionInterface take "coat" where they took "sdpa"."""
     kept = attention.kept_attention_of(conversion.activations)
-    configs = {}
+    configs: dict[int, Any] = {}
     for name, module in model.named_modules():
         if not attention.uses_interface(module):
             continue
