@@ -1,7 +1,6 @@
 """What `convert` did to a model."""
 
 from dataclasses import dataclass, field
-from typing import Any
 
 from torch import nn
 
@@ -34,8 +33,6 @@ class Conversion:
     left: dict[str, str] = field(default_factory=dict)
     # how many of a kind there are, with those that stayed
     found: dict[str, int] = field(default_factory=lambda: dict.fromkeys(KINDS, 0))
-    # of transformers: the configs that name another attention now, and which they named
-    configs: list[tuple[Any, str]] = field(default_factory=list, repr=False)
 
     def take(self, kind: str, name: str) -> None:
         self.found[kind] += 1
@@ -64,7 +61,7 @@ class Conversion:
 
     def __setstate__(self, state: dict) -> None:
         self.__dict__.update(state)
-        if self.configs:
+        if self.converted["attention"]:
             # a copy that another process has read
             from coat_ds.layers.attention import register
 

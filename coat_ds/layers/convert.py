@@ -2,13 +2,14 @@
 
 import logging
 from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
 import torch
 from torch import nn
 
 from coat_ds.config import ActivationsConfig, difference
 from coat_ds.layers import attention, decoder_layer, experts, probe
-from coat_ds.layers.conversion import ATTRIBUTE, Conversion, conversion_of, holder_of
+from coat_ds.layers.conversion import ATTRIBUTE, Conversion, conversion_of
 from coat_ds.layers.feed_forward import Fp8Activation, Fp8GatedFeedForward
 from coat_ds.layers.linear import Fp8Linear
 from coat_ds.layers.norm import Fp8Norm
@@ -58,6 +59,8 @@ def convert(
                 "coat_ds.unconvert(model) first."
             )
         return model
+    # a part of a model that was converted before, as what PEFT's merge_and_unload returns
+    unconvert(model)
     conversion = Conversion(activations)
     forwards = list(_forwards(model, conversion, filter or (lambda name, module: True)))
     # nothing is changed before everything is known to fit
@@ -78,15 +81,29 @@ def convert(
 def unconvert(model: nn.Module) -> nn.Module:
     """Gives the stock model back, in place. A model that was not converted stays as it is.
 
+    `model` may also hold models that were converted, or be a part of one, as what PEFT's `merge_and_unload`
+    returns.
     Raises RuntimeError, before anything is changed, if somebody has put something else in the place of a
     converted forward since.
     """
-    holder = holder_of(model)
-    if holder is None:
-        return model
-    conversion = holder.__dict__[ATTRIBUTE]
+    holders = [m for m in model.modules() if ATTRIBUTE in m.__dict__]
+    for holder in holders:
+        _check_forwards(holder)
+    for module in model.modules():
+        module.__dict__.pop(ATTRIBUTE, None)
+        if (forward := replaced(module)) is not None:
+            forward.remove()
+        if module.__dict__.pop(attention.STATE, None) is not None:
+            config: Any = module.config
+            if config._attn_implementation == attention.NAME:
+                config._attn_implementation_internal = attention.STOCK
+    return model
+
+
+def _check_forwards(holder: nn.Module) -> None:
+    """Raises RuntimeError unless what convert put in the place of forwards is still there."""
     modules = dict(holder.named_modules())
-    for kind, names in conversion.converted.items():
+    for kind, names in holder.__dict__[ATTRIBUTE].converted.items():
         for name in names:
             module = modules.get(name)
             if kind != "attention" and module is not None and replaced(module) is None:
@@ -94,15 +111,6 @@ def unconvert(model: nn.Module) -> nn.Module:
                     f"coat_ds.unconvert: {name}: expected the forward that convert put there, found "
                     f"{module.forward!r}. Undo what replaced it first."
                 )
-    for module in modules.values():
-        if (forward := replaced(module)) is not None:
-            forward.remove()
-        module.__dict__.pop(attention.STATE, None)
-    for config, before in conversion.configs:
-        if config._attn_implementation == attention.NAME:
-            config._attn_implementation_internal = before
-    del holder.__dict__[ATTRIBUTE]
-    return model
 
 
 def _forwards(model: nn.Module, conversion: Conversion, may: Callable) -> Iterator[Replaced]:
@@ -124,20 +132,22 @@ def _forwards(model: nn.Module, conversion: Conversion, may: Callable) -> Iterat
         if kind in ("gated", "experts"):
             # which calls its activation, or what has replaced it does not
             taken.update(id(m) for m in module.children() if _looks_elementwise(m))
-        barred = stays.get(id(module)) or (None if may(name, module) else "the filter")
-        if barred is not None:
-            conversion.leave(_COUNTED.get(kind, kind), name, barred)
-        elif built is not None:
+        reason = stays.get(id(module)) or (None if may(name, module) else "the filter") or reason
+        if reason is None:
             _require_dtype(name, module)
-            conversion.take(built.kind, name)
-            if isinstance(built, experts.Fp8Experts):
-                conversion.take("linear", name)
             yield built
-        else:
-            conversion.leave(_COUNTED.get(kind, kind), name, reason)
+        for counted in _COUNTED.get(kind, (kind,)):
+            if reason is None:
+                conversion.take(counted, name)
+            else:
+                conversion.leave(counted, name, reason)
 
 
-_COUNTED = {"experts": "feed_forward", "activation": "feed_forward", "gated": "feed_forward"}
+_COUNTED = {
+    "experts": ("feed_forward", "linear"),
+    "activation": ("feed_forward",),
+    "gated": ("feed_forward",),
+}
 
 
 def _kind_of(module: nn.Module) -> str | None:
@@ -187,8 +197,11 @@ def _what_stays(model: nn.Module) -> dict[int, str]:
             stays.update({id(m): "torch's MultiheadAttention multiplies by itself" for m in module.modules()})
         if (experts := children.get("experts")) is not None:
             for child in children.values():
-                if isinstance(child, nn.Linear) and _chooses_among(child, experts):
-                    stays[id(child)] = "the router"
+                # by itself, or in a module of its own
+                inside = [] if child in (None, experts) else child.modules()
+                linears = [m for m in inside if isinstance(m, nn.Linear)]
+                if len(linears) == 1 and _chooses_among(linears[0], experts):
+                    stays[id(linears[0])] = "the router"
     return stays
 
 
@@ -267,7 +280,7 @@ _BUILDERS = {
 def _convert_attention(model: nn.Module, conversion: Conversion, may: Callable | None) -> None:
     """Has modules that ask transformers' AttentionInterface take "coat" where they took "sdpa"."""
     kept = attention.kept_attention_of(conversion.activations)
-    configs: dict[int, tuple] = {}
+    configs: dict[int, Any] = {}
     for name, module in model.named_modules():
         if not attention.uses_interface(module):
             continue
@@ -280,10 +293,9 @@ def _convert_attention(model: nn.Module, conversion: Conversion, may: Callable |
         else:
             module.__dict__[attention.STATE] = kept
             conversion.take("attention", name)
-            configs[id(config)] = config, attention.STOCK
+            configs[id(config)] = config
     if configs:
         attention.register()
     # masks are made by what the models' configs name, which are the same objects
-    for config, before in configs.values():
+    for config in configs.values():
         config._attn_implementation_internal = attention.NAME
-        conversion.configs.append((config, before))

@@ -7,6 +7,7 @@ ranks. A module whose forward was patched, on the instance or on the class, is r
 
 import contextlib
 import functools
+import inspect
 import itertools
 import types
 from collections.abc import Callable
@@ -80,6 +81,17 @@ def run(module: nn.Module, x: torch.Tensor) -> torch.Tensor | None:
     return None
 
 
+def takes_one_input(module: nn.Module) -> bool:
+    """Whether its forward has no second argument, such as a gate: running it without does not show what it
+    makes of one."""
+    try:
+        _, *more = inspect.signature(module.forward).parameters.values()
+    except (TypeError, ValueError):
+        # written in another language, or without any argument
+        return False
+    return all(p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in more)
+
+
 def linear_of(weight: torch.Tensor) -> nn.Linear:
     """A linear layer of this weight, for which no random number is drawn."""
     linear = nn.Linear(*reversed(weight.shape), bias=False, device="meta")
@@ -114,6 +126,8 @@ def norm_form(module: nn.Module) -> NormForm | None:
         eps = next((e for e in (getattr(module, n, None) for n in EPS_NAMES) if isinstance(e, float)), None)
     if eps is None or (bias is not None and shape_of(bias) != shape_of(weight)):
         return None
+    if not takes_one_input(module):
+        return None
     return first_found(module, lambda place: _norm_form(module, eps, place))
 
 
@@ -143,7 +157,9 @@ def _norm_form(module: nn.Module, eps: float, place: Place) -> NormForm | None:
 
 def activation_kind(module: nn.Module | types.FunctionType) -> str | None:
     """The name in `coat_kernels.activation` of the elementwise function that `module` is, else None."""
-    if isinstance(module, nn.Module) and (module._modules or module._parameters):
+    if isinstance(module, nn.Module) and (
+        module._modules or module._parameters or not takes_one_input(module)
+    ):
         return None
     x = torch.linspace(-8, 8, 513)[None]
     y = run(module, x)
@@ -188,7 +204,7 @@ def _sizes(module: nn.Module) -> tuple[int, int] | None:
 
 def gated_form(module: nn.Module) -> GatedForm | None:
     """The children of `module` if it is down(a(gate(x)) * up(x)), with a known a, else None."""
-    if module._parameters or not 2 <= len(module._modules) <= 5:
+    if module._parameters or not 2 <= len(module._modules) <= 5 or not takes_one_input(module):
         return None
     sizes = {name: _sizes(m) for name, m in module._modules.items() if m is not None}
     linears = {name: pair for name, pair in sizes.items() if pair}

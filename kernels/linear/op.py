@@ -298,4 +298,6 @@ def fp8_linear(
         # nothing to quantize, and GPUs refuse empty GEMMs; the gradients are zeros
         return F.linear(x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype))
     options = LinearOptions(formats, cache, parallel, weight_grad_into, x_scale, grad_scale)
-    return _Fp8Linear.apply(x, weight, bias, origin, options, torch.is_grad_enabled(), dtype)
+    tokens = x if x.ndim > 1 else x[None]
+    y = _Fp8Linear.apply(tokens, weight, bias, origin, options, torch.is_grad_enabled(), dtype)
+    return y if x.ndim > 1 else y[0]

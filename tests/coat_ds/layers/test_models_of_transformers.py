@@ -1,0 +1,79 @@
+"""Modules of transformers' models that look like those that are converted, and are not."""
+
+import pytest
+import torch
+
+import coat_ds
+from tests.coat_ds.layers.measures import fp8_forward_bound
+from tests.util import rel_rms
+
+transformers = pytest.importorskip("transformers")
+
+SIZES = {
+    "vocab_size": 64,
+    "hidden_size": 64,
+    "intermediate_size": 64,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "use_cache": False,
+}
+
+
+def build(family, **fields):
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{family}Config")(**SIZES, **fields)
+    return getattr(transformers, f"{family}ForCausalLM")(config).bfloat16().train()
+
+
+class Gated(torch.nn.Module):
+    """As the layers of Mamba-2, Zamba 2, Bamba, Falcon-H1, Granite 4 and Nemotron-H do."""
+
+    def __init__(self):
+        super().__init__()
+        from transformers.models.falcon_h1.modeling_falcon_h1 import FalconH1RMSNormGated
+
+        self.norm = FalconH1RMSNormGated(64)
+        self.out_proj = torch.nn.Linear(64, 64)
+
+    def forward(self, x, gate):
+        return self.out_proj(self.norm(x, gate))
+
+
+def test_a_norm_that_takes_a_gate_is_left():
+    """Without its gate it is RMSNorm."""
+    torch.manual_seed(0)
+    model, inputs = Gated().bfloat16(), torch.randn(2, 4, 8, 64).bfloat16()
+    expected = model(*inputs)
+    conversion = coat_ds.conversion_of(coat_ds.convert(model))
+    assert conversion.left == {"norm": "FalconH1RMSNormGated is neither RMSNorm nor LayerNorm"}
+    assert rel_rms(model(*inputs), expected) < fp8_forward_bound(1)
+
+
+def test_experts_that_are_left_count_as_a_linear_layer():
+    """As those do that are converted: most weights of the model are theirs."""
+    model = coat_ds.convert(build("GptOss", num_local_experts=4))
+    conversion = coat_ds.conversion_of(model)
+    assert conversion.left["model.layers.0.mlp.experts"] == "experts with biases or transposed weights"
+    assert conversion.summary().startswith("4 of 6 linear layers multiply in FP8")
+    assert conversion.found["feed_forward"] == 1
+
+
+def test_a_router_in_a_module_of_its_own_is_left():
+    model = coat_ds.convert(build("HunYuanMoEV1", num_experts=32, moe_topk=2))
+    conversion = coat_ds.conversion_of(model)
+    assert conversion.left["model.layers.0.mlp.gate.wg"] == "the router"
+    # the shared expert's
+    assert "model.layers.0.mlp.shared_mlp.down_proj" in conversion.converted["linear"]
+
+
+def test_one_token_without_a_batch():
+    linear = torch.nn.Linear(64, 64).bfloat16()
+    tokens = torch.randn(2, 64).bfloat16()
+    model = coat_ds.convert(torch.nn.Sequential(linear))
+    alone = tokens[0].clone().requires_grad_()
+    y = model(alone)
+    assert y.shape == (64,) and y.equal(model(tokens[:1])[0])
+    y.sum().backward()
+    assert alone.grad.shape == (64,) and linear.bias.grad.equal(torch.ones_like(linear.bias))

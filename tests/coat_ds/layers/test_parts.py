@@ -1,0 +1,42 @@
+"""Models of which a part was converted, and parts of converted models."""
+
+import pytest
+import torch
+from torch import nn
+
+import coat_ds
+from benchmarks.common.families import FAMILIES
+from coat_ds.layers.replaced import replaced
+
+LLAMA = FAMILIES["llama"]
+
+
+def test_an_adapter_that_is_merged_leaves_a_part_that_can_be_given_back():
+    """`merge_and_unload` takes the model out of the wrapper that was converted."""
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(r=16, target_modules=["q_proj", "down_proj"], init_lora_weights=False)
+    model, batch = LLAMA.build(), LLAMA.batch()
+    merged = coat_ds.convert(peft.get_peft_model(model, config)).merge_and_unload()
+    assert merged is model and replaced(merged.model.layers[0].mlp) is not None
+    stock = LLAMA.build()
+    stock.load_state_dict(merged.state_dict())
+    with torch.no_grad():
+        expected, fp8 = stock(**batch).loss, merged(**batch).loss
+        assert fp8 != expected
+        # converted again it is told of as a whole
+        assert len(coat_ds.conversion_of(coat_ds.convert(merged)).converted["linear"]) == 14
+        assert merged(**batch).loss == fp8
+        again = coat_ds.convert(peft.get_peft_model(LLAMA.build(), config)).merge_and_unload()
+        again.load_state_dict(stock.state_dict())
+        assert coat_ds.unconvert(again)(**batch).loss == expected
+    assert not any(map(replaced, again.modules())) and again.config._attn_implementation == "sdpa"
+
+
+def test_parts_that_were_converted_one_by_one_are_given_back_together():
+    model = nn.Sequential(nn.Linear(64, 64), nn.Sequential(nn.Linear(64, 64)), nn.Linear(64, 64))
+    for part in model:
+        coat_ds.convert(part)
+    assert all(replaced(m) for m in model.modules() if isinstance(m, nn.Linear))
+    coat_ds.unconvert(model)
+    assert not any(map(replaced, model.modules()))
+    assert all(coat_ds.conversion_of(part) is None for part in model)
