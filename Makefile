@@ -5,7 +5,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 # A machine without a GPU takes the CPU build of torch; elsewhere plain torch brings CUDA's packages.
-TORCH ?= $(if $(shell command -v nvidia-smi),torch>=2.11$(,)<2.14,torch==2.13.0)
+TORCH ?= $(if $(shell command -v nvidia-smi),torch>=2.11$(,)<2.16,torch==2.13.0)
 , := ,
 
 # the other DeepSpeed that is supported, tested in an environment of its own with the same torch; the two

@@ -79,7 +79,12 @@ setup(
     },
     cmdclass={"editable_wheel": EditableWheel},
     package_data={"": ["*.cpp", "py.typed"], CONFIGS: ["*.json"]},
-    install_requires=["torch>=2.11", "packaging", "triton>=3.6; platform_system == 'Linux'", "numpy"],
+    install_requires=[
+        f"torch>={VERSIONS['TORCH'].oldest}",
+        "packaging",
+        "triton>=3.6; platform_system == 'Linux'",
+        "numpy",
+    ],
     extras_require={
         "deepspeed": [f"deepspeed{VERSIONS['DEEPSPEED']}"],
         "megatron": [f"megatron-core{VERSIONS['MEGATRON_CORE']}"],

@@ -23,12 +23,12 @@ from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any, NamedTuple
 
-from coat_ds.versions import DEEPSPEED, MEGATRON_CORE
+from coat_ds.versions import DEEPSPEED, MEGATRON_CORE, TORCH
 
 SUPPORTED = {
     "deepspeed": f"Install deepspeed{DEEPSPEED}",
     "megatron-core": f"Install megatron-core{MEGATRON_CORE}",
-    "torch": "Install torch>=2.11,<2.14",
+    "torch": f"Install torch{TORCH}",
 }
 # by name: this file is below all of them, and Megatron's adapter may not be importable
 DECLARED_IN = (

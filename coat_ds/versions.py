@@ -19,6 +19,7 @@ class Supported(NamedTuple):
 
 DEEPSPEED = Supported("0.18.9", "0.20")
 MEGATRON_CORE = Supported("0.16.1", "0.21")
+TORCH = Supported("2.11", "2.16")
 # specifiers: newer ones than were tried are taken too
 TRANSFORMERS = ">=5"
 ACCELERATE = ">=1.10"

@@ -226,6 +226,12 @@ def _packing_generator(generator):
     return packing
 
 
+def generator_name() -> str:
+    """What `torch.utils.checkpoint.checkpoint` calls unless it is reentrant, which torch 2.14 renamed."""
+    name = "_checkpoint_without_reentrant_generator"
+    return f"{name}_impl" if hasattr(torch.utils.checkpoint, f"{name}_impl") else name
+
+
 def replace_once(owner: Any, name: str, make: Callable[[Any], Any]) -> None:
     """Replaces an attribute of `owner` by `make(attribute)`, which keeps the old one as `coat_original`. Does
     nothing the second time."""
@@ -251,7 +257,7 @@ def compressed_checkpoints(group_size: int = 128, modules: Iterable[ModuleType] 
         listed = ", ".join(map(str, GROUP_SIZES))
         raise ValueError(f"compressed_checkpoints: group_size must be one of {listed}; found {group_size!r}.")
     stock = torch.utils.checkpoint
-    replace_once(stock, "_checkpoint_without_reentrant_generator", _packing_generator)
+    replace_once(stock, generator_name(), _packing_generator)
     for module in (stock, *modules):
         replace_once(module, "CheckpointFunction", packing_function)
     size = open_group_size.set(group_size)

@@ -10,7 +10,7 @@ from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
 from coat_ds.doctor.finding import OK, PROBLEM, UNKNOWN, WARNING, Finding
-from coat_ds.versions import ACCELERATE, DEEPSPEED, MEGATRON_CORE, TRANSFORMERS
+from coat_ds.versions import ACCELERATE, DEEPSPEED, MEGATRON_CORE, TORCH, TRANSFORMERS
 
 
 class Tested(NamedTuple):
@@ -26,7 +26,7 @@ PYTHON = "python"
 PACKAGES = {
     PYTHON: Tested(">=3.11", ">=3.11,<3.13", needed=True),
     "coat-train": Tested(">=0", ">=0"),
-    "torch": Tested(">=2.11", ">=2.11,<2.14", needed=True),
+    "torch": Tested(f">={TORCH.oldest}", str(TORCH), needed=True),
     "triton": Tested(">=3.6", ">=3.6,<3.10"),
     "deepspeed": Tested(str(DEEPSPEED), "==0.18.9,==0.19.8"),
     "megatron-core": Tested(str(MEGATRON_CORE), "==0.16.1,==0.19.2"),

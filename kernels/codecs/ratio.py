@@ -72,7 +72,8 @@ def codes_tile(b_log2, b_x, b_scale, b_dither, DITHER: tl.constexpr):
     b_offset = tl.where(b_scale > 0.0, LOG2_LEVELS - fast_log2(b_scale) * POWER, float("-inf"))
     b_y = fast_exp2(b_log2 * POWER + b_offset)
     if DITHER:
-        b_y += b_dither * saturate(UNDITHERED - b_y)
+        # not `-`, whose result in the interpreter is a constexpr, which triton before 3.9 cannot handle
+        b_y += b_dither * saturate(tl.sub(UNDITHERED, b_y))
     # adding 1.5 * 2^23 leaves the nearest integer, ties to even, in the lowest bits
     b_code = (with_sign_of(b_y, b_x) + 12582912.0).to(tl.int32, bitcast=True)
     return tl.where(tl.abs(b_x) < float("inf"), b_code, -128).to(tl.int8)

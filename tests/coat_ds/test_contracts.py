@@ -11,6 +11,7 @@ import warnings
 import pytest
 import torch
 
+from coat_kernels.saved import generator_name
 from tests.util import run_distributed
 
 # module, name in it, arguments that are passed by name or position; None where only the name is used
@@ -121,7 +122,7 @@ NAMES = {
     "reentrant": ("torch.utils.checkpoint", "CheckpointFunction.apply", None),
     "not reentrant": (
         "torch.utils.checkpoint",
-        "_checkpoint_without_reentrant_generator",
+        generator_name(),
         ["fn", "preserve_rng_state"],
     ),
     "norms of many tensors": ("torch", "_foreach_norm", None),
@@ -145,12 +146,10 @@ def test_name(what):
 
 def test_torch_looks_its_checkpoint_functions_up_when_it_calls_them():
     """They are exchanged in the module; a `checkpoint` that was imported before has to find the new ones."""
-    names = (
-        torch.utils.checkpoint.checkpoint.__wrapped__.__code__.co_names
-        if hasattr(torch.utils.checkpoint.checkpoint, "__wrapped__")
-        else torch.utils.checkpoint.checkpoint.__code__.co_names
-    )
-    assert {"CheckpointFunction", "_checkpoint_without_reentrant_generator"} <= set(names)
+    stock = torch.utils.checkpoint
+    # since torch 2.14 `checkpoint` only hands its arguments on
+    calls = getattr(stock, "_checkpoint_impl", None) or inspect.unwrap(stock.checkpoint)
+    assert {"CheckpointFunction", generator_name()} <= set(calls.__code__.co_names)
 
 
 def test_deepspeed_looks_its_checkpoint_function_up_when_it_calls_it():

@@ -46,7 +46,7 @@ def test_tested_versions_are_fine():
     [
         ({"torch": "2.10.1"}, "torch", PROBLEM, r"2.10.1 found, >=2.11 is needed. pip install 'torch>=2.11'"),
         ({"torch": None}, "torch", PROBLEM, "not installed. pip install"),
-        ({"torch": "2.15.0"}, "torch", WARNING, "2.15.0, not tested; tested: >=2.11,<2.14"),
+        ({"torch": "2.16.0"}, "torch", WARNING, "2.16.0, not tested; tested: >=2.11,<2.16"),
         ({"deepspeed": "0.20.0"}, "deepspeed", PROBLEM, "<0.20 is needed"),
         ({"deepspeed": "0.19.1"}, "deepspeed", WARNING, "not tested; tested: ==0.18.9,==0.19.8"),
         (
