@@ -148,15 +148,8 @@ class CoatAdamW(torch.optim.Optimizer):
         torch.optim.Optimizer.__init__(self, params, defaults)
 
     def __getstate__(self) -> dict[str, Any]:
-        own: tuple[str, ...] = (
-            "_keep_fp32",
-            "_seed",
-            "_checkpoint_layout",
-            "_compiled",
-            "_fragments",
-            "_group_index",
-        )
-        own += ("_group_index", "_arrived", "_kept", "_copies")
+        own = ["_keep_fp32", "_seed", "_checkpoint_layout", "_compiled", "_fragments", "_group_index"]
+        own += ["_arrived", "_kept", "_copies"]
         return {**super().__getstate__(), **{name: getattr(self, name) for name in own}}
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
