@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from benchmarks.common.commands import Commands, NotRunnable, check_machine
+from benchmarks.common.commands import Commands, Needs, NotRunnable
 from benchmarks.common.harness import Table, benchmark
 from benchmarks.report import markdown
 
@@ -58,9 +58,7 @@ def compared(line: dict[str, str], commands: Commands) -> Iterator[dict]:
     why, found = line.get("why", ""), {}
     try:
         if "command" in line:
-            if not commands.quick:
-                check_machine(int(line["gpus"]))
-            found = measured(line, commands.rows(line["command"]))
+            found = measured(line, commands.rows(line["command"], Needs(int(line["gpus"]))))
     except (NotRunnable, RuntimeError) as error:
         why = str(error)
     for column in columns:
@@ -121,12 +119,16 @@ def reproduce(arguments, table: Table) -> None:
     known = sorted({line["table"] for line in lines})
     if unknown := set(arguments.tables or known) - set(known):
         raise SystemExit(f"--tables {' '.join(sorted(unknown))}: expected some of {', '.join(known)}")
-    with tempfile.TemporaryDirectory() as temporary:
-        commands = Commands(arguments.work or Path(temporary), deadline, arguments.quick)
-        for line in lines:
-            if arguments.tables is None or line["table"] in arguments.tables:
-                table.rows += compared(line, commands)
-                add_ratios(table.rows)
-                # what follows may be cut off
-                table.write()
+    chosen = [line for line in lines if arguments.tables is None or line["table"] in arguments.tables]
+    with (
+        tempfile.TemporaryDirectory() as temporary,
+        Commands(arguments.work or Path(temporary), deadline, arguments.quick) as commands,
+    ):
+        wanted = (line for line in chosen if "command" in line)
+        commands.want_all((line["command"], Needs(int(line["gpus"]))) for line in wanted)
+        for line in chosen:
+            table.rows += compared(line, commands)
+            add_ratios(table.rows)
+            # what follows may be cut off
+            table.write()
     print("", *markdown(table.rows), sep="\n")

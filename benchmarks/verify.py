@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
-from benchmarks.common.commands import Commands, NotRunnable, check_machine, value_of
+from benchmarks.common.commands import Commands, Needs, NotRunnable, value_of
 from benchmarks.common.harness import RESULTS, Table, benchmark, read_rows
 from benchmarks.converge.table import distance
 from benchmarks.report import markdown
@@ -35,6 +35,10 @@ class Expectation(NamedTuple):
     gpu: str
     gb: float
     command: str
+
+    @property
+    def needs(self) -> Needs:
+        return Needs(self.gpus, self.gpu, self.gb)
 
 
 class Verdict(NamedTuple):
@@ -164,9 +168,7 @@ def check_stored(one: Expectation, results: Path = RESULTS) -> Verdict:
 @told
 def check_again(one: Expectation, commands: Commands) -> Verdict:
     """Whether a new measurement gives the expected figure."""
-    if not commands.quick:
-        check_machine(one.gpus, one.gpu, one.gb)
-    rows = commands.rows(one.command)
+    rows = commands.rows(one.command, one.needs)
     if commands.quick:
         raise NotRunnable(f"a dry run: {len(rows)} rows")
     try:
@@ -215,17 +217,20 @@ def verify(arguments, table: Table) -> None:
     """
     deadline = time.monotonic() + 60 * arguments.minutes
     shown, rows = [], chosen(arguments.only)
-    with tempfile.TemporaryDirectory() as temporary:
-        commands = Commands(arguments.work or Path(temporary), deadline, arguments.quick)
+    with (
+        tempfile.TemporaryDirectory() as temporary,
+        Commands(arguments.work or Path(temporary), deadline, arguments.quick) as commands,
+    ):
+        if not arguments.stored:
+            commands.want_all((one.command, one.needs) for one in rows)
         for one in rows:
             verdict = check_stored(one) if arguments.stored else check_again(one, commands)
             shown.append({"name": one.name, "result": verdict.result})
             shown[-1] |= {"found": verdict.found, "expected": one.expected, "tolerance": one.tolerance}
             shown[-1] |= {"reason": verdict.reason}
             # what is stored is no measurement
-            if arguments.stored and not arguments.output:
-                continue
-            table.add(**shown[-1])
+            if not arguments.stored or arguments.output:
+                table.add(**shown[-1])
     print("", *markdown(shown), sep="\n")
     results = [row["result"] for row in shown]
     counts = ", ".join(f"{results.count(kind)} {kind}" for kind in ("pass", "fail", "not runnable"))

@@ -28,6 +28,14 @@ def device() -> torch.device:
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
+def visible_gpus() -> list[str]:
+    """As CUDA_VISIBLE_DEVICES names them; none without a GPU."""
+    if not torch.cuda.is_available():
+        return []
+    found = ",".join(map(str, range(torch.cuda.device_count())))
+    return os.environ.get("CUDA_VISIBLE_DEVICES", found).split(",")
+
+
 def version(package: str) -> str:
     try:
         return importlib.metadata.version(package)

@@ -19,6 +19,7 @@ from pathlib import Path
 
 import torch
 
+from benchmarks.common.environment import visible_gpus
 from benchmarks.common.harness import RESULTS, Table, benchmark, reason
 from benchmarks.common.spawn import PATIENCE
 from benchmarks.converge import corpus
@@ -165,8 +166,7 @@ def train_side_by_side(runs: list[Run], gpus: int, setup: Setup, conditions: dic
     if gpus == 1:
         train_each(runs, setup, conditions, environment)
         return
-    visible = [str(gpu) for gpu in range(torch.cuda.device_count() or gpus)]
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(visible)).split(",")
+    visible = visible_gpus() or [str(number) for number in range(gpus)]
     if len(visible) < gpus:
         raise SystemExit(f"--gpus {gpus}: found {len(visible)}")
     context, processes = multiprocessing.get_context("spawn"), []

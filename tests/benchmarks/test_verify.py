@@ -1,6 +1,7 @@
 """The headline figures are those that are stored; the gate tells what holds from what does not."""
 
 import csv
+import math
 import shlex
 import shutil
 import sys
@@ -11,7 +12,8 @@ import torch
 
 from benchmarks import reproduce, verify
 from benchmarks.__main__ import build_parser, main
-from benchmarks.common.commands import Commands, NotRunnable, check_machine
+from benchmarks.common import commands
+from benchmarks.common.commands import Commands, Needs, NotRunnable, check_machine
 from benchmarks.common.harness import BENCHMARKS, RESULTS, read_rows
 from tests.benchmarks.test_harness import run
 
@@ -110,9 +112,9 @@ def test_a_line_that_cannot_be_is_named(tmp_path, column, value, said):
 
 def test_commands_are_those_of_the_benchmarks():
     parser = build_parser()
-    commands = {one.command for one in verify.load()}
-    commands |= {line["command"] for line in reproduce.load() if "command" in line}
-    known = [shlex.split(command) for command in commands]
+    lines = {one.command for one in verify.load()}
+    lines |= {line["command"] for line in reproduce.load() if "command" in line}
+    known = [shlex.split(command) for command in lines]
     known = [words for words in known if words[0] in BENCHMARKS]
     assert len(known) > 20
     for words in known:
@@ -122,13 +124,13 @@ def test_commands_are_those_of_the_benchmarks():
 @pytest.mark.skipif(torch.cuda.is_available(), reason="for machines without a GPU")
 def test_what_cannot_run_here_says_why(tmp_path, monkeypatch, capsys):
     with pytest.raises(NotRunnable, match="needs 2 GPUs, found 0"):
-        check_machine(2)
-    check_machine(0)
+        check_machine(Needs(2))
+    check_machine(Needs(0))
     late = Commands(tmp_path, time.monotonic() - 1, False)
     with pytest.raises(NotRunnable, match="no time left"):
-        late.rows("layer")
+        late.rows("state_loop", Needs(0))
     with pytest.raises(NotRunnable, match="run it by hand: torchrun"):
-        late.rows("torchrun x")
+        late.rows("torchrun x", Needs(0))
     command = ["benchmarks", "verify", "--only", "layer-7b", "--output", str(tmp_path / "verify.csv")]
     monkeypatch.setattr(sys, "argv", command)
     with pytest.raises(SystemExit, match="1"):
@@ -138,6 +140,57 @@ def test_what_cannot_run_here_says_why(tmp_path, monkeypatch, capsys):
     assert {(row["result"], row["reason"]) for row in rows} == {("not runnable", "needs 1 GPU, found 0")}
     with pytest.raises(SystemExit, match="--only nothing: expected the start of one of"):
         verify.chosen(["nothing"])
+
+
+# a benchmark that says where it ran, and when
+MEASURE = """
+import csv, os, sys, time
+begin, gpus, path = time.time(), os.environ["CUDA_VISIBLE_DEVICES"], sys.argv[-1]
+time.sleep(1)
+if "fail" in sys.argv:
+    open(path, "w").write("gpus,begin,end\\n0,1,2\\n")
+    sys.exit("it broke")
+with open(path, "w") as file:
+    csv.writer(file).writerows([("gpus", "begin", "end"), ("GPUs " + gpus, begin, time.time())])
+"""
+
+
+def commands_of(folder, gpus, monkeypatch):
+    script = folder / "measure.py"
+    script.write_text(MEASURE)
+    monkeypatch.setattr(commands, "PROGRAM", (sys.executable, str(script)))
+    monkeypatch.setattr(commands, "visible_gpus", lambda: [str(gpu) for gpu in range(gpus)])
+    # small sizes, for which no GPU is needed
+    return Commands(folder / "work", math.inf, True)
+
+
+def test_gpus_are_filled_and_a_command_of_many_gets_its_turn(tmp_path, monkeypatch):
+    wanted = {"layer 1": 1, "layer 2": 1, "zero": 2, "layer 3": 1}
+    with commands_of(tmp_path, 2, monkeypatch) as measured:
+        measured.want_all((command, Needs(gpus)) for command, gpus in wanted.items())
+        rows = {command: measured.rows(command, Needs(gpus))[0] for command, gpus in wanted.items()}
+    first, second, both, last = rows.values()
+    assert {first["gpus"], second["gpus"]} == {"GPUs 0", "GPUs 1"}
+    assert max(first["begin"], second["begin"]) < min(first["end"], second["end"])
+    assert sorted(both["gpus"].removeprefix("GPUs ").split(",")) == ["0", "1"]
+    assert max(first["end"], second["end"]) <= both["begin"] and both["end"] <= last["begin"]
+    # a next call takes what is there
+    with commands_of(tmp_path, 2, monkeypatch) as again:
+        assert again.rows("layer 1", Needs(1)) == [first]
+
+
+def test_a_part_of_a_measurement_is_not_taken_for_the_whole(tmp_path, monkeypatch):
+    with commands_of(tmp_path, 1, monkeypatch) as measured:
+        with pytest.raises(RuntimeError, match="exit status 1: it broke"):
+            measured.rows("layer fail", Needs(1))
+        measured.want("layer 1", Needs(1))
+        # one that the machine ends in the middle leaves rows behind, too
+        measured._advance()
+        (process,) = measured.running.values()
+    assert process.popen.returncode
+    assert {path.suffix for path in (tmp_path / "work").iterdir()} == {".part", ".log"}
+    with commands_of(tmp_path, 1, monkeypatch) as again, pytest.raises(RuntimeError, match="it broke"):
+        again.rows("layer fail", Needs(1))
 
 
 @pytest.mark.long("a benchmark's dry run")
@@ -163,7 +216,7 @@ def test_the_paper_stands_beside_what_was_measured(tmp_path):
     class Measured:
         quick = True
 
-        def rows(self, command):
+        def rows(self, command, needs):
             return rows
 
     made = [row for line in lines for row in reproduce.compared(line, Measured())]
