@@ -295,8 +295,9 @@ def fp8_linear(
     elif cache.keep != "none":
         cache = cache.of(weight)
     if parallel is None and x.numel() == 0:
-        # nothing to quantize, and GPUs refuse empty GEMMs; the gradients are zeros
-        return F.linear(x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype))
+        # nothing to quantize, and GPUs refuse empty GEMMs; the gradients are zeros. Backward keeps a copy: a
+        # view, as of an expert's tokens, would keep all that it is a part of
+        return F.linear(x.to(dtype, copy=True), weight.to(dtype), None if bias is None else bias.to(dtype))
     options = LinearOptions(formats, cache, parallel, weight_grad_into, x_scale, grad_scale)
     tokens = x if x.ndim > 1 else x[None]
     y = _Fp8Linear.apply(tokens, weight, bias, origin, options, torch.is_grad_enabled(), dtype)

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 import coat_ds
+from coat_ds.saved_bytes import SavedStorages
 from tests.coat_ds.layers.measures import fp8_forward_bound
 from tests.util import rel_rms
 
@@ -49,6 +50,24 @@ def test_a_norm_that_takes_a_gate_is_left():
     conversion = coat_ds.conversion_of(coat_ds.convert(model))
     assert conversion.left == {"norm": "FalconH1RMSNormGated is neither RMSNorm nor LayerNorm"}
     assert rel_rms(model(*inputs), expected) < fp8_forward_bound(1)
+
+
+def test_an_expert_without_tokens_keeps_nothing_for_backward():
+    """Its input is a view of all experts' tokens."""
+    model = coat_ds.convert(build("Mixtral", num_local_experts=4, num_experts_per_tok=1))
+    experts = model.model.layers[0].mlp.experts
+
+    def kept(chosen):
+        saved = SavedStorages(lambda address: False)
+        x, weights = torch.randn(64, 64, dtype=torch.bfloat16, requires_grad=True), torch.ones(64, 1)
+        with saved.counting():
+            experts(x, chosen.view(64, 1), weights)
+        return saved.nbytes
+
+    everyone, three = torch.arange(64) % 4, torch.arange(64) % 4
+    three[three == 3] = 2
+    # less by the scales of an expert
+    assert kept(three) <= kept(everyone)
 
 
 def test_experts_that_are_left_count_as_a_linear_layer():
