@@ -197,6 +197,13 @@ def _notes(model: Sizes, spread: Layout, gpu: Gpu, limit: float, choices: list[a
             "layers of this model type were not counted: what they save is taken for Llama's. BF16 may be"
         )
         lines.append("  off by tens of per cent of what is saved, COAT by a few.")
+    if model.experts is not None:
+        where = "multiply in FP8" if model.experts.converted else "stay in BF16"
+        lines.append(
+            f"experts: {model.experts.count} in a layer, {model.experts.used} for a token, without expert "
+            f"parallelism; under COAT they {where}."
+        )
+        lines.append("  No peak of a model with experts was measured.")
     if on_host := max(choice.prediction.host for choice in choices):
         lines.append(f"offload: up to {on_host / 1e9:.1f} GB of the CPU's memory for each GPU.")
     if any(choice.system.recompute == "full" for choice in choices):

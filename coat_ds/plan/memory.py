@@ -25,12 +25,17 @@ Saved for backward by a layer, a token:
 | attention | 2 (a + o) + 4 n | 2 (a + o) + 4 n | the same; g (a + o) + 4 n; g o if made again |
 | activation | 2 u | 2 u | g u |
 
+Of e experts in place of the feed-forward a token takes k. Each of these keeps 2 (2 h + 4 f), with COAT
+2 g f + 3 h where it converts them; then the router's input is kept, too, 2 h. Probabilities and orders take
+4 e + 32 k.
+
 A step's moments, beside what is held, saved activations and ZeRO-3's gathered weights:
 
 - loss: logits in BF16 and FP32, 6 t V / T, and the inputs of the last norm and of the head;
 - head: the gradient of its matrix, 2 V h / T, and with it, at stage 2, the bucket and the buffer of 2 S;
 - layers, from the last to the first: gradients of hidden states and of the activation, 2 (h + u) t and with
-  FP8 copies as much for products, while saved activations go and gathered weights come;
+  FP8 copies as much for products, while saved activations go and gathered weights come; of experts also
+  those of all weights of a layer, which are one tensor a product;
 - gradients (stage 1): all of N' in BF16, and the copy of the part that is stepped, 2 S;
 - step: that part flat, 2 S, and in FP32, 4 S, which COAT does without.
 """
@@ -58,7 +63,7 @@ ROLES = (
 )
 # torch gives cuBLAS 8 x 4 MiB on Hopper for each thread that multiplies: forward's and backward's
 WORKSPACES = 2 * 8 * 4 * 2**20
-BF16, FP32 = 2, 4
+BF16, FP32, INT64 = 2, 4, 8
 # tensors that a recorded layer's graphs are handed over in: its input, and two gradients
 GRAPH_BUFFERS = 3
 # an FP8 copy of weights for forward, one for backward
@@ -142,12 +147,13 @@ def saved_per_token(sizes: Sizes, layout: Layout, system: System) -> float:
         activations = system.coat.activations
         grouped = 1 + 1 / activations.group_size
         # only fused blocks make attention's inputs again, and those have no such norms
-        if activations.attention_format == "recompute" and not normed:
+        if activations.attention_format == "recompute" and not normed and not sizes.experts:
             attention = grouped * o
         elif activations.attention_format != "bf16":
             attention = grouped * (sizes.qkv + o) + FP32 * sizes.heads
+        feed_forward = sizes.mean(grouped * u, _of_experts(sizes, grouped))
         inputs = 2 * h / between + (f + o) / t if system.keeps_inputs else 0
-        return kept + grouped * (2 * h / between + (u + normed) / t) + attention / t + inputs
+        return kept + grouped * (2 * h / between + normed / t) + (feed_forward + attention) / t + inputs
     if system.layers == "transformer_engine":
         return kept + (2 * BF16 * h + 2 * h) / between + (o + f + BF16 * u + attention) / t
     if sizes.maker == "transformers":
@@ -158,7 +164,26 @@ def saved_per_token(sizes: Sizes, layout: Layout, system: System) -> float:
         norms, feed_forward = 2 * 2 * BF16 * h, BF16 * (u + f)
     if system.recompute == "mlp":
         feed_forward = 0
-    return kept + norms / between + (feed_forward + attention) / t
+    return kept + norms / between + (sizes.mean(feed_forward, _of_experts(sizes)) + attention) / t
+
+
+def _of_experts(sizes: Sizes, grouped: float | None = None) -> float:
+    """Bytes that a layer's experts and router keep for a token. `grouped`: COAT's of a code."""
+    if sizes.experts is None:
+        return 0
+    experts, h = sizes.experts, sizes.hidden
+    # all probabilities, and the order that tokens are brought into
+    routing = FP32 * experts.count + 4 * INT64 * experts.used
+    # input, output, gate and up, the activation's output and the product
+    stock = BF16 * experts.used * (2 * h + 4 * experts.ffn)
+    if grouped is None:
+        return routing + stock + BF16 * 4 * experts.shared
+    # the router reads the norm's output, which others make again
+    routing += BF16 * h + grouped * 2 * experts.shared
+    if not experts.converted:
+        return routing + stock
+    # inputs in FP8, and outputs, which are weighted
+    return routing + experts.used * (grouped * 2 * experts.ffn + h + BF16 * h)
 
 
 def _input_per_token(sizes: Sizes, system: System) -> float:
@@ -177,6 +202,8 @@ class _Stage:
         self.first, self.last = first, last
         tensor, h = layout.tensor, sizes.hidden
         self.layers = -(-sizes.layers // layout.pipeline)
+        stack = sizes.stack()
+        self.stack = stack[: self.layers] if first else stack[-self.layers :]
         self.matrices = self.layers * sizes.layer_matrices / tensor
         tables = 1 if sizes.tied and first and last else first + last
         self.norms = 2 * self.layers * h + h * last
@@ -203,7 +230,7 @@ class _Stage:
         return stepped_bytes((self.parameters - self.norms) * share, self.norms * share, self.system)
 
     def _held(self) -> dict[str, float]:
-        layout, system = self.layout, self.system
+        sizes, layout, system = self.sizes, self.layout, self.system
         masters, states = (0, 0) if self.on_cpu else self._states()
         weights = BF16 * self.parameters
         if layout.stage == 3:
@@ -211,14 +238,14 @@ class _Stage:
             weights += BF16 * self.norms
         held = {"weights": weights, "masters": masters, "states": states, "buffers": WORKSPACES}
         if layout.tensor > 1 and layout.sequence_parallel:
-            held["buffers"] += BF16 * layout.tokens * self.sizes.hidden
+            held["buffers"] += BF16 * layout.tokens * sizes.hidden
         if layout.host == "megatron":
             held["gradients"] = (FP32 if layout.fp32_gradients else BF16) * self.parameters
         elif layout.stage == 3:
             held["gradients"] = 0 if self.on_cpu else BF16 * self.part
             held["buffers"] += self._buckets()
         if system.caches_weights:
-            held["copies"] = COPIES * self.matrices
+            held["copies"] = COPIES * self.layers * sizes.converted_matrices / layout.tensor
         if self._has_graphs():
             held["graphs"] = self._saved() + GRAPH_BUFFERS * self._hidden()
         return held
@@ -268,18 +295,21 @@ class _Stage:
     def _gathered(self) -> list[Gathered]:
         """While each module runs, forward and then backward: elements."""
         sizes, layout, system = self.sizes, self.layout, self.system
-        layer = [[n / layout.tensor if n > sizes.hidden else n for n in m] for m in sizes.layer_modules()]
+        layers = [
+            [[n / layout.tensor if n > sizes.hidden else n for n in m] for m in layer] for layer in self.stack
+        ]
         if system.has_units:
-            layer = [[n for module in layer for n in module]]
+            layers = [[[n for module in layer for n in module]] for layer in layers]
         prefetch = layout.prefetch
         if prefetch is None:
             prefetch = layout.limits.prefetch
             if system.has_units:
-                prefetch = max(prefetch, sum(layer[0]))
+                prefetch = max(prefetch, *(sum(layer[0]) for layer in layers))
         limits = layout.limits._replace(prefetch=prefetch)
         table = sizes.table / layout.tensor
-        self._modules_of_layer = len(layer)
-        return replay([[table], *(self.layers * layer), [sizes.hidden], [table]], limits)
+        self._modules_of_layers = [len(layer) for layer in layers]
+        modules = [module for layer in layers for module in layer]
+        return replay([[table], *modules, [sizes.hidden], [table]], limits)
 
     def _gathered_bytes(self, gathered: Gathered) -> float:
         # quantized, the buffer has codes of 8 bits beside what they are decoded to
@@ -308,7 +338,7 @@ class _Stage:
         elif sizes.maker == "transformers":
             # of the activation's output and of its other factor
             wide += BF16 * sizes.ffn * layout.tokens / layout.tensor
-        found = self._hidden() + wide
+        found = self._hidden() + max(wide, self._of_experts_backward())
         if system.recompute != "none":
             whole = dataclasses.replace(system, recompute="none")
             found += layout.tokens * saved_per_token(sizes, layout, whole)
@@ -320,6 +350,18 @@ class _Stage:
             # the graphs' own memory; results cross in buffers
             found = self._hidden() + BF16 * self.matrices / self.layers
         return found
+
+    def _of_experts_backward(self) -> float:
+        """Bytes of gradients of a layer's experts: of gate and up, of their input, and of all their weights,
+        which are one tensor for each product."""
+        sizes, layout, experts = self.sizes, self.layout, self.sizes.experts
+        if experts is None:
+            return 0
+        activations = layout.tokens * experts.used * (2 * experts.ffn + sizes.hidden)
+        # COAT's come expert by expert, and gate's and up's are then put together
+        copies = 1 + 2 / 3 * (self.system.layers == "coat" and experts.converted)
+        weights = copies * 3 * experts.count * experts.ffn * sizes.hidden
+        return BF16 * (activations + weights) / layout.tensor
 
     def _backward(self, held: dict) -> list[Memory]:
         layout, stage = self.layout, self.layout.stage
@@ -352,21 +394,25 @@ class _Stage:
     def _moved_first(self) -> float:
         """Elements of gradients that fill the first bucket: none if the first is too large for it."""
         sizes, tensor = self.sizes, self.layout.tensor
-        moved, modules = 0.0, self.layers * [n for m in sizes.layer_modules() for n in m if n > sizes.hidden]
-        for numel in [*([sizes.table] if self.first else []), *modules]:
+        moved = 0.0
+        for numel in [*([sizes.table] if self.first else []), *self._large()]:
             if moved + numel / tensor > self.layout.reduce_bucket:
                 break
             moved += numel / tensor
         return moved
+
+    def _large(self) -> list[int]:
+        """Elements of the layers' matrices, in order."""
+        return [n for layer in self.stack for module in layer for n in module if n > self.sizes.hidden]
 
     def _layers_of_stage_3(self, held: dict, saved: float, temporaries: float) -> Memory:
         replayed = self._gathered()
         # behind the head and the last norm
         start = len(replayed) // 2 + 2
         moments = []
-        for layer in range(self.layers):
-            first = start + layer * self._modules_of_layer
-            most = max(map(self._gathered_bytes, replayed[first : first + self._modules_of_layer]))
+        for layer, modules in enumerate(reversed(self._modules_of_layers)):
+            most = max(map(self._gathered_bytes, replayed[start : start + modules]))
+            start += modules
             left = saved * (self.layers - layer) / self.layers
             moments.append(self._at("layers", held, saved=left, gathered=most, temporaries=temporaries))
         return max(moments, key=lambda memory: memory.total)
@@ -391,17 +437,9 @@ class _Stage:
     def _stepped_together(self) -> float:
         """Elements of this GPU's part that ZeRO-3 steps at once: whole parameters until there are enough."""
         sizes, layout = self.sizes, self.layout
-        layer = [n for module in sizes.layer_modules() for n in module if n > sizes.hidden]
-        numels = [sizes.table, *(self.layers * layer), sizes.table]
         found = 0.0
-        for numel in numels:
+        for numel in [sizes.table, *self._large(), sizes.table]:
             found += numel / layout.tensor / layout.data
             if found >= layout.sub_group:
                 break
         return found
-
-
-def _replaced(system: System, **fields) -> System:
-    import dataclasses
-
-    return dataclasses.replace(system, **fields)

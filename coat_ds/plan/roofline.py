@@ -100,7 +100,7 @@ def gpu_called(name: str) -> Gpu:
 
 def layer_flops(sizes: Sizes, batch: int, sequence: int) -> float:
     """Of a layer's products, forward and backward, attention's over the half that causality leaves."""
-    return 6 * batch * sequence * (sizes.layer_matrices + sequence * sizes.queries)
+    return 6 * batch * sequence * (sizes.layer_products + sequence * sizes.queries)
 
 
 def flops(sizes: Sizes, batch: int, sequence: int) -> float:
@@ -117,12 +117,14 @@ def step_time(sizes: Sizes, layout: Layout, system: System, gpu: Gpu) -> Time:
         system.recompute
     ]
     attended = 3.5 if system.recompute != "full" else 4.5
-    matrices, attends = sizes.layer_matrices, system.coat.activations.attention_format
+    matrices, attends = sizes.layer_products, system.coat.activations.attention_format
     if system.layers == "coat" and attends == "recompute":
         passes += sizes.hidden * sizes.qkv / matrices
         attended += 1
-    rate = gpu.bf16 if system.layers == "bf16" else gpu.fp8
-    products = layers * passes * 2 * tokens * matrices / tensor / rate
+    in_fp8 = 0 if system.layers == "bf16" else sizes.converted_products
+    # seconds for each token, times the rate of a product
+    taken = in_fp8 / gpu.fp8 + (matrices - in_fp8) / gpu.bf16
+    products = layers * passes * 2 * tokens * taken / tensor
     products += 6 * tokens * sizes.table / tensor / gpu.bf16 / layout.pipeline
     attention = layers * attended * 2 * tokens * layout.sequence * sizes.queries / tensor / gpu.attention
     moved = layers * (tokens * _layer_traffic(sizes, layout, system) + _weight_traffic(sizes, layout, system))
@@ -146,7 +148,8 @@ def step_time(sizes: Sizes, layout: Layout, system: System, gpu: Gpu) -> Time:
 def _layer_traffic(sizes: Sizes, layout: Layout, system: System) -> float:
     """Bytes that a layer's kernels read and write for a token, forward and backward, but for products."""
     between, tensor = layout.between, layout.tensor
-    h, f, u, a, o = sizes.hidden / between, sizes.ffn, sizes.fc1, sizes.qkv, sizes.queries
+    h, f, a, o = sizes.hidden / between, sizes.active_ffn, sizes.qkv, sizes.queries
+    u = (1 + sizes.gated) * f
     f, u, a, o = (n / tensor for n in (f, u, a, o))
     positions = 2 * 2 * 2 * a
     if system.layers == "bf16":
@@ -168,6 +171,9 @@ def _layer_traffic(sizes: Sizes, layout: Layout, system: System) -> float:
         if system.layers == "coat" and system.coat.activations.attention_format in GROUP_FORMATS:
             # read to be made 8 bits, and written to be BF16 again
             found += 2 * 2 * (a + o)
+    if sizes.experts is not None:
+        # tokens are brought into the experts' order and back, and their outputs weighted; the gradients, too
+        found += sizes.mean(0, 2 * 3 * 2 * sizes.experts.used * sizes.hidden)
     if system.recompute == "full":
         found *= 4 / 3
     return found
@@ -178,7 +184,7 @@ def _weight_traffic(sizes: Sizes, layout: Layout, system: System) -> float:
     if system.layers == "bf16":
         return 0
     share = layout.accumulation if system.caches_weights else 1
-    return 2 * (2 + 1) * sizes.layer_matrices / layout.tensor / share
+    return 2 * (2 + 1) * sizes.converted_matrices / layout.tensor / share
 
 
 def _messages(sizes: Sizes, layout: Layout) -> float:

@@ -5,6 +5,9 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from coat_ds.layers.experts import MOST_EXPERTS
+from coat_ds.plan.experts import Experts
+
 MAKERS = ("megatron", "transformers")
 # what others call a size
 _TRANSFORMERS = {
@@ -21,11 +24,21 @@ _MEGATRON = {
     "heads": "num_attention_heads",
 }
 _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "num_moe_experts")
+# mixtures whose layers are attention, a router and gated experts, as Mixtral's
+_MIXTURES = (
+    *("mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "flex_olmo", "phimoe", "granitemoe"),
+    *("glm4_moe", "minimax_m2", "solar_open", "gpt_oss"),
+)
+# whose experts have biases or gates of their own, which COAT leaves as they are
+_LEFT = ("gpt_oss",)
+# what a config calls experts that every token takes, by number and by channels
+_SHARED, _SHARED_FFN = ("n_shared_experts", "num_shared_experts"), "shared_expert_intermediate_size"
+_ATTENTION = ("full_attention", "sliding_attention")
 # model types of transformers whose feed-forward is one product, an activation, one product
 _UNGATED = ("gpt2", "gpt_neox", "opt", "gptj", "phi")
 # those whose saved activations tests count
-_COUNTED = ("llama", "mistral", "qwen2", "qwen3")
-_HEAD_NORMS = ("qwen3",)
+_COUNTED = ("llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe")
+_HEAD_NORMS = ("qwen3", "qwen3_moe")
 # a model whose parameters are further than this from what its config's sizes give is of another kind
 TOLERANCE = 0.02
 
@@ -36,7 +49,7 @@ class PlanError(ValueError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sizes:
-    """A dense decoder-only transformer.
+    """A decoder-only transformer.
 
     Raises PlanError for a size that is not a whole number above 0.
     """
@@ -64,6 +77,8 @@ class Sizes:
     """Whose layers BF16 is: "megatron" (megatron-core's) or "transformers" (Hugging Face's)."""
     other_parameters: int = 0
     """Beside what the sizes above give: biases, positions, norms of queries and keys."""
+    experts: Experts | None = None
+    """In place of feed-forward layers of `ffn`, in the layers that have them."""
 
     def __post_init__(self):
         for field in dataclasses.fields(self):
@@ -93,9 +108,51 @@ class Sizes:
         return (1 + self.gated) * self.ffn
 
     @property
-    def layer_matrices(self) -> int:
-        """Elements of a layer's matrices."""
-        return self.hidden * (self.qkv + self.queries + self.fc1 + self.ffn)
+    def attention_matrices(self) -> int:
+        """Elements of the matrices of a layer's attention."""
+        return self.hidden * (self.qkv + self.queries)
+
+    @property
+    def feed_forward_matrices(self) -> int:
+        """Of a feed-forward layer without experts."""
+        return self.hidden * (self.fc1 + self.ffn)
+
+    def mean(self, dense: float, sparse: float) -> float:
+        """The mean over the layers of what is `dense` in one without experts, `sparse` in one with them."""
+        if self.experts is None:
+            return dense
+        share = self.experts.layers / self.layers
+        return (1 - share) * dense + share * sparse
+
+    @property
+    def layer_matrices(self) -> float:
+        """Elements of a layer's matrices, mean over the layers."""
+        sparse = self.experts.matrices(self.hidden) if self.experts else 0
+        return self.attention_matrices + self.mean(self.feed_forward_matrices, sparse)
+
+    @property
+    def converted_matrices(self) -> float:
+        """Those of them that COAT multiplies in FP8."""
+        sparse = self.experts.converted_matrices(self.hidden) if self.experts else 0
+        return self.attention_matrices + self.mean(self.feed_forward_matrices, sparse)
+
+    @property
+    def layer_products(self) -> float:
+        """Those that a token is multiplied with."""
+        sparse = self.experts.products(self.hidden) if self.experts else 0
+        return self.attention_matrices + self.mean(self.feed_forward_matrices, sparse)
+
+    @property
+    def converted_products(self) -> float:
+        """Those that a token is multiplied with in FP8, by COAT."""
+        sparse = self.experts.converted_products(self.hidden) if self.experts else 0
+        return self.attention_matrices + self.mean(self.feed_forward_matrices, sparse)
+
+    @property
+    def active_ffn(self) -> float:
+        """Channels between the products of a feed-forward layer that a token takes."""
+        sparse = self.experts.used * self.experts.ffn + self.experts.shared if self.experts else 0
+        return self.mean(self.ffn, sparse)
 
     @property
     def table(self) -> int:
@@ -106,17 +163,21 @@ class Sizes:
     def parameters(self) -> int:
         tables = self.table * (1 if self.tied else 2)
         norms = (2 * self.layers + 1) * self.hidden
-        return self.layers * self.layer_matrices + tables + norms + self.other_parameters
+        return round(self.layers * self.layer_matrices) + tables + norms + self.other_parameters
 
-    def layer_modules(self) -> list[list[int]]:
-        """Elements of the parameters of a layer's modules, in the order in which forward uses them."""
-        h = self.hidden
+    def stack(self) -> list[list[list[int]]]:
+        """Elements of the parameters of each layer's modules, in the order in which forward uses them."""
+        h, sparse = self.hidden, self.experts.layers if self.experts else 0
         if self.maker == "megatron":
             attention, first = [[h * self.qkv]], [[h * self.fc1]]
         else:
             kv = h * self.groups * self.head_dim
             attention, first = [[h * self.queries], [kv], [kv]], [[h * self.ffn]] * (1 + self.gated)
-        return [[h], *attention, [self.queries * h], [h], *first, [self.ffn * h]]
+        front = [[h], *attention, [self.queries * h], [h]]
+        found = (self.layers - sparse) * [[*front, *first, [self.ffn * h]]]
+        if self.experts is not None:
+            found += sparse * [[*front, *self.experts.modules(h)]]
+        return found
 
 
 def from_shape(values: Mapping, vocabulary: int | None) -> Sizes:
@@ -133,16 +194,20 @@ def from_transformers(config: Mapping) -> Sizes:
     """Of a config.json of Hugging Face's."""
     if "text_config" in config:
         config = config["text_config"]
-    _refuse_experts(config)
+    _refuse_layers(config)
     found = {}
     for name, keys in _TRANSFORMERS.items():
         key = next((k for k in keys if config.get(k) is not None), keys[0])
         if key == "n_inner" or name == "ffn" and config.get(key) is None and "n_embd" in config:
             found[name] = config.get("n_inner") or 4 * found["hidden"]
+        elif name == "ffn" and config.get(key) is None and "moe_intermediate_size" in config:
+            # all layers have experts
+            found[name] = _whole(config, "moe_intermediate_size")
         else:
             found[name] = _whole(config, key)
     return _checked(
         **found,
+        experts=_experts(config, found["layers"]),
         groups=config.get("num_key_value_heads") or found["heads"],
         head_dim=config.get("head_dim"),
         gated=config.get("model_type") not in _UNGATED,
@@ -240,8 +305,8 @@ def from_module(model) -> Sizes:
         )
     if abs(numel - sizes.parameters) > TOLERANCE * numel:
         raise PlanError(
-            f"{type(model).__name__}: has {numel:,} parameters, a dense decoder of its config's sizes has "
-            f"{sizes.parameters:,}. Only dense decoders can be planned; hand over a Sizes instead."
+            f"{type(model).__name__}: has {numel:,} parameters, a decoder of its config's sizes has "
+            f"{sizes.parameters:,}. Hand over a Sizes instead."
         )
     return dataclasses.replace(sizes, other_parameters=max(0, numel - sizes.parameters))
 
@@ -254,8 +319,60 @@ def _checked(*, head_dim: int | None, heads: int, hidden: int, **sizes) -> Sizes
     return Sizes(head_dim=head_dim, heads=heads, hidden=hidden, **sizes)
 
 
+def _experts(config: Mapping, layers: int) -> Experts | None:
+    """Of a config.json; None for a dense model."""
+    key = next((key for key in _EXPERTS if (config.get(key) or 1) > 1), None)
+    if key is None:
+        return None
+    kind = config.get("model_type")
+    if kind not in _MIXTURES:
+        raise PlanError(
+            f"{key}: found {config[key]} in a config of model_type {kind!r}, and of mixtures of experts only "
+            f"{', '.join(_MIXTURES)} are planned. Hand over a Sizes with Experts."
+        )
+    count, used = _whole(config, key), _whole(config, "num_experts_per_tok")
+    if used > count:
+        raise PlanError(f"num_experts_per_tok: expected at most {count}, found {used}. Correct it.")
+    ffn = _whole(
+        config, "moe_intermediate_size" if "moe_intermediate_size" in config else "intermediate_size"
+    )
+    shared = next((config[name] * ffn for name in _SHARED if config.get(name)), 0)
+    shared = config.get(_SHARED_FFN) or shared
+    # every so manieth layer has experts, and some are named that have none
+    step, named = config.get("decoder_sparse_step") or 1, config.get("mlp_only_layers") or ()
+    dense = {i for i in range(layers) if i < (config.get("first_k_dense_replace") or 0) or (i + 1) % step}
+    return Experts(
+        count=count,
+        used=used,
+        ffn=ffn,
+        layers=layers - len(dense | set(named)),
+        shared=shared,
+        converted=count <= MOST_EXPERTS and kind not in _LEFT,
+    )
+
+
+def _refuse_layers(config: Mapping) -> None:
+    """Raises PlanError for what is no decoder, or has layers beside attention and feed-forward."""
+    if config.get("is_encoder_decoder"):
+        raise PlanError("is_encoder_decoder: found true, and only decoders are planned. Name one's config.")
+    kinds = set(config.get("layer_types") or ()) - set(_ATTENTION)
+    if kinds:
+        raise PlanError(
+            f"layer_types: found {min(kinds)!r}, and only layers with {' or '.join(_ATTENTION)} are planned."
+        )
+    if config.get("kv_lora_rank"):
+        raise PlanError(
+            f"kv_lora_rank: found {config['kv_lora_rank']}, and multi-latent attention is not planned."
+        )
+
+
 def _whole(values: Mapping, key: str) -> int:
     value = values.get(key)
+    if value is None and "model_type" in values:
+        raise PlanError(
+            f"{key}: found none in a config of model_type {values['model_type']!r}. Only decoders can be "
+            "planned, whose config names its sizes as Llama's or GPT-2's does."
+        )
     if type(value) is not int or value < 1:
         found = "none" if value is None else repr(value)
         raise PlanError(f"{key}: expected a whole number above 0, found {found}. Add it to the model's file.")
@@ -266,6 +383,6 @@ def _refuse_experts(values: Mapping) -> None:
     for key in _EXPERTS:
         if (values.get(key) or 1) > 1:
             raise PlanError(
-                f"{key}: found {values[key]}, and mixtures of experts are not planned. Plan a dense model of "
-                "as many active channels for its activations."
+                f"{key}: found {values[key]}, and Megatron's mixtures of experts are not planned. Plan a "
+                "dense model of as many active channels for its activations."
             )
