@@ -148,6 +148,13 @@ FAMILIES = {
         _GROUPED
         | {"head_dim": 32, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": HIDDEN},
     ),
+    # more experts than multiply one by one
+    "qwen3_moe_grouped": Family(
+        "Qwen3MoeConfig",
+        "Qwen3MoeForCausalLM",
+        _GROUPED
+        | {"head_dim": 32, "num_experts": 24, "num_experts_per_tok": 4, "moe_intermediate_size": HIDDEN // 2},
+    ),
     "bert": Family(
         "BertConfig",
         "BertForMaskedLM",
@@ -243,6 +250,13 @@ _VISION = {
 SHAPES = {
     "llama3-8b": Shape("LlamaConfig", _LLAMA3, _tokens),
     "qwen3-8b": Shape("Qwen3Config", _LLAMA3 | {"intermediate_size": 12288, "head_dim": 128}, _tokens),
+    "qwen3-30b": Shape(
+        "Qwen3MoeConfig",
+        _LLAMA3
+        | {"hidden_size": 2048, "num_key_value_heads": 4, "head_dim": 128}
+        | {"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768},
+        _tokens,
+    ),
     "vlm": Shape(
         "LlavaConfig",
         {

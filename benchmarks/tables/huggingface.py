@@ -45,6 +45,7 @@ FAMILIES = {
     "opt": "OPT",
     "mixtral": "Mixtral, 4 experts",
     "qwen3_moe": "Qwen3-MoE, 4 experts",
+    "qwen3_moe_grouped": "Qwen3-MoE, 24 experts",
     "bert": "BERT",
     "vit": "ViT",
     "siglip": "SigLIP",

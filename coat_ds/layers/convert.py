@@ -137,10 +137,11 @@ def _forwards(model: nn.Module, conversion: Conversion, may: Callable) -> Iterat
             _require_dtype(name, module)
             yield built
         for counted in _COUNTED.get(kind, (kind,)):
-            if reason is None:
+            why = reason or built.left.get(counted)
+            if why is None:
                 conversion.take(counted, name)
             else:
-                conversion.leave(counted, name, reason)
+                conversion.leave(counted, name, why)
 
 
 _COUNTED = {
@@ -264,8 +265,8 @@ def _build_activation(module, activations, projections):
 
 
 def _build_experts(module, activations, projections):
-    reason = experts.why_not(module)
-    return (None, reason) if reason else (experts.Fp8Experts(module, activations), None)
+    reason = experts.why_not(module, activations.group_size)
+    return (None, reason) if reason else (experts.forward_of(module, activations), None)
 
 
 _BUILDERS = {

@@ -1,4 +1,7 @@
-"""Expert layers of transformers' models, one FP8 expert after another, in place of their forward."""
+"""Expert layers of transformers' models: few experts one after another in FP8, many in one grouped product.
+
+That product is BF16. Both save 8 bits in front of the activation.
+"""
 
 import torch
 
@@ -7,6 +10,7 @@ from coat_ds.layers.formats import formats
 from coat_ds.layers.probe import activation_kind, shape_of
 from coat_ds.layers.replaced import Replaced
 from coat_kernels.activation import activation
+from coat_kernels.experts import grouped_experts
 from coat_kernels.linear import fp8_linear
 from coat_kernels.origin import origin_of
 from coat_kernels.tensorwise import PredictedScale
@@ -22,12 +26,10 @@ def is_experts(module: torch.nn.Module) -> bool:
     return all(w is not None and len(shape_of(w)) == 3 for w in weights)
 
 
-def why_not(module: torch.nn.Module) -> str | None:
-    """Why an expert layer stays as it is; None if it can be converted."""
+def why_not(module: torch.nn.Module, group_size: int) -> str | None:
+    """Why an expert layer stays as it is; None if it can be converted. group_size: of what is saved."""
     (count, h, f), (_, both, _) = shape_of(module.down_proj), shape_of(module.gate_up_proj)
     apply_gate = getattr(type(module), "_apply_gate", None)
-    if count > MOST_EXPERTS:
-        return f"{count} experts, which one after another would be slower than a grouped BF16 product"
     if set(module._parameters) != {"down_proj", "gate_up_proj"} or getattr(module, "is_transposed", False):
         return "experts with biases or transposed weights"
     if getattr(apply_gate, "__name__", None) != "_default_apply_gate" or both != 2 * f:
@@ -36,12 +38,20 @@ def why_not(module: torch.nn.Module) -> str | None:
         return "experts with interleaved weights or norms"
     if activation_kind(module.act_fn) is None:
         return "experts with an activation that there is no kernel for"
-    if h % 16 or f % 16:
-        return f"experts of {h} x {f}, not multiples of 16"
+    # the grouped product's activation is made again from whole groups
+    multiple = group_size if count > MOST_EXPERTS else 16
+    if h % 16 or f % multiple:
+        return f"experts of {h} x {f}, not multiples of 16 and {multiple}"
     return None
 
 
-class Fp8Experts(Replaced):
+def forward_of(module: torch.nn.Module, activations: ActivationsConfig) -> "_Experts":
+    """What takes the place of the forward of an expert layer that can be converted."""
+    many = shape_of(module.down_proj)[0] > MOST_EXPERTS
+    return (GroupedExperts if many else Fp8Experts)(module, activations)
+
+
+class _Experts(Replaced):
     """The forward of an expert layer: gate_up_proj [e, 2 f, h], down_proj [e, h, f] and an activation."""
 
     kind = "feed_forward"
@@ -50,6 +60,43 @@ class Fp8Experts(Replaced):
         super().__init__(module)
         self.function = activation_kind(module.act_fn)
         self.kept = {"group_size": activations.group_size, "saved_format": activations.saved_format}
+
+    def takes(self, x: torch.Tensor) -> bool:
+        """Expert parallel layers hand out experts that a rank does not have."""
+        there = not getattr(self.module, "_is_expert_parallel", False)
+        return there and x.numel() > 0 and super().takes(x)
+
+
+class GroupedExperts(_Experts):
+    """All experts in one grouped product, in BF16."""
+
+    def __init__(self, module: torch.nn.Module, activations: ActivationsConfig):
+        super().__init__(module, activations)
+        count = shape_of(module.down_proj)[0]
+        reason = f"{count} experts multiply in one grouped BF16 product, faster than one by one in FP8"
+        self.left = {"linear": reason}
+
+    def takes(self, x: torch.Tensor) -> bool:
+        dtypes = {x.dtype, self.module.gate_up_proj.dtype, self.module.down_proj.dtype}
+        return dtypes == {torch.bfloat16} and super().takes(x)
+
+    def __call__(
+        self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+    ) -> torch.Tensor:
+        """hidden_states [t, h], the experts of each token and their weights [t, k] -> [t, h]."""
+        if not self.takes(hidden_states):
+            return self.stock(hidden_states, top_k_index, top_k_weights)
+        weights = self.module.gate_up_proj, self.module.down_proj
+        return grouped_experts(
+            hidden_states, top_k_index, top_k_weights, *weights, self.function, **self.kept
+        )
+
+
+class Fp8Experts(_Experts):
+    """One expert after another, in FP8."""
+
+    def __init__(self, module: torch.nn.Module, activations: ActivationsConfig):
+        super().__init__(module, activations)
         chosen = formats(activations)
         # each GEMM of each expert has scales and a cache of its own
         self.linears = [
@@ -70,7 +117,7 @@ class Fp8Experts(Replaced):
     ) -> torch.Tensor:
         """hidden_states [t, h], the experts of each token and their weights [t, k] -> [t, h]."""
         x, module = hidden_states, self.module
-        if getattr(module, "_is_expert_parallel", False) or not self.takes(x) or x.numel() == 0:
+        if not self.takes(x):
             return self.stock(hidden_states, top_k_index, top_k_weights)
         (tokens, k), count = top_k_index.shape, len(self.linears)
         order = top_k_index.flatten().argsort(stable=True)

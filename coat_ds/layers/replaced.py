@@ -23,6 +23,8 @@ class Replaced:
         self.module = module
         # somebody's patch of this one instance, if there was one
         self.before = module.__dict__.get("forward")
+        # by kind: what it leaves as it was, and why
+        self.left: dict[str, str] = {}
         self._dtypes: dict[tuple, torch.dtype] = {}
 
     def install(self) -> None:

@@ -198,7 +198,11 @@ def _notes(model: Sizes, spread: Layout, gpu: Gpu, limit: float, choices: list[a
         )
         lines.append("  off by tens of per cent of what is saved, COAT by a few.")
     if model.experts is not None:
-        where = "multiply in FP8" if model.experts.converted else "stay in BF16"
+        where = {
+            "fp8": "multiply in FP8",
+            "grouped": "multiply in BF16 and save 8 bits",
+            "stock": "stay as they are",
+        }[model.experts.converted]
         lines.append(
             f"experts: {model.experts.count} in a layer, {model.experts.used} for a token, without expert "
             f"parallelism; under COAT they {where}."

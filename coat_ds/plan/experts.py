@@ -20,8 +20,9 @@ class Experts:
     """Layers that have experts: the last ones."""
     shared: int = 0
     """Channels of what every token takes beside them."""
-    converted: bool = True
-    """COAT multiplies them in FP8. Else they stay as they are, in one grouped BF16 product."""
+    converted: str = "fp8"
+    """What COAT makes of them: one after another in "fp8"; "grouped", one BF16 product that saves 8 bits; or
+    "stock", left as they are."""
 
     def matrices(self, h: int) -> int:
         """Of a layer's feed-forward, the router's included."""
@@ -29,7 +30,7 @@ class Experts:
 
     def converted_matrices(self, h: int) -> int:
         """Those of them that COAT multiplies in FP8."""
-        return h * _PRODUCTS * (self.count * self.ffn * self.converted + self.shared)
+        return h * _PRODUCTS * (self.count * self.ffn * (self.converted == "fp8") + self.shared)
 
     def products(self, h: int) -> int:
         """Those that a token is multiplied with."""
@@ -37,7 +38,7 @@ class Experts:
 
     def converted_products(self, h: int) -> int:
         """Those that a token is multiplied with in FP8."""
-        return h * _PRODUCTS * (self.used * self.ffn * self.converted + self.shared)
+        return h * _PRODUCTS * (self.used * self.ffn * (self.converted == "fp8") + self.shared)
 
     def modules(self, h: int) -> list[list[int]]:
         """Elements of parameters by module: router, experts, what is shared."""

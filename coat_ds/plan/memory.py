@@ -25,9 +25,9 @@ Saved for backward by a layer, a token:
 | attention | 2 (a + o) + 4 n | 2 (a + o) + 4 n | the same; g (a + o) + 4 n; g o if made again |
 | activation | 2 u | 2 u | g u |
 
-Of e experts in place of the feed-forward a token takes k. Each of these keeps 2 (2 h + 4 f), with COAT
-2 g f + 3 h where it converts them; then the router's input is kept, too, 2 h. Probabilities and orders take
-4 e + 32 k.
+Of e experts in place of the feed-forward a token takes k. Each of these keeps 2 (2 h + 4 f), with COAT 2 g f
+in a grouped product and 3 h more one by one; then the router's input is kept, too, 2 h. Probabilities and
+orders take 4 e + 32 k, in a grouped product with COAT 4 e + 16 k.
 
 A step's moments, beside what is held, saved activations and ZeRO-3's gathered weights:
 
@@ -172,18 +172,20 @@ def _of_experts(sizes: Sizes, grouped: float | None = None) -> float:
     if sizes.experts is None:
         return 0
     experts, h = sizes.experts, sizes.hidden
-    # all probabilities, and the order that tokens are brought into
-    routing = FP32 * experts.count + 4 * INT64 * experts.used
+    # all probabilities, and the order that tokens are brought into, which most keep in several ways
+    ways = 2 if grouped is not None and experts.converted == "grouped" else 4
+    routing = FP32 * experts.count + ways * INT64 * experts.used
     # input, output, gate and up, the activation's output and the product
     stock = BF16 * experts.used * (2 * h + 4 * experts.ffn)
     if grouped is None:
         return routing + stock + BF16 * 4 * experts.shared
     # the router reads the norm's output, which others make again
     routing += BF16 * h + grouped * 2 * experts.shared
-    if not experts.converted:
+    if experts.converted == "stock":
         return routing + stock
-    # inputs in FP8, and outputs, which are weighted
-    return routing + experts.used * (grouped * 2 * experts.ffn + h + BF16 * h)
+    routing += experts.used * grouped * 2 * experts.ffn
+    # one by one: inputs in FP8, and outputs, which are weighted
+    return routing + experts.used * (experts.converted == "fp8") * (1 + BF16) * h
 
 
 def _input_per_token(sizes: Sizes, system: System) -> float:
@@ -359,7 +361,7 @@ class _Stage:
             return 0
         activations = layout.tokens * experts.used * (2 * experts.ffn + sizes.hidden)
         # COAT's come expert by expert, and gate's and up's are then put together
-        copies = 1 + 2 / 3 * (self.system.layers == "coat" and experts.converted)
+        copies = 1 + 2 / 3 * (self.system.layers == "coat" and experts.converted == "fp8")
         weights = copies * 3 * experts.count * experts.ffn * sizes.hidden
         return BF16 * (activations + weights) / layout.tensor
 

@@ -347,7 +347,7 @@ def _experts(config: Mapping, layers: int) -> Experts | None:
         ffn=ffn,
         layers=layers - len(dense | set(named)),
         shared=shared,
-        converted=count <= MOST_EXPERTS and kind not in _LEFT,
+        converted="stock" if kind in _LEFT else "fp8" if count <= MOST_EXPERTS else "grouped",
     )
 
 

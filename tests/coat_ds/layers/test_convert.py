@@ -13,6 +13,7 @@ from torch import nn
 import coat_ds
 from benchmarks.common.families import FAMILIES
 from coat_ds.config import ActivationsConfig, CoatConfigError
+from coat_ds.layers.inventory import layers_of
 from coat_ds.layers.replaced import replaced
 from coat_kernels.weights import WeightCache
 from tests.coat_ds.layers.measures import fp8_bound, fp8_forward_bound, relative, run, saved_bytes
@@ -137,12 +138,22 @@ def test_the_filter_and_the_reasons():
     }
 
 
-def test_many_experts_are_left_and_the_rest_converted():
-    model = coat_ds.convert(FAMILIES["qwen3_moe"].build(num_experts=32))
+def test_many_experts_save_8_bits_and_multiply_in_bf16():
+    family = FAMILIES["qwen3_moe_grouped"]
+    model = coat_ds.convert(family.build())
     conversion = coat_ds.conversion_of(model)
-    assert conversion.left["model.layers.0.mlp.experts"].startswith("32 experts, which one after another")
+    name = "model.layers.0.mlp.experts"
+    assert conversion.left[name].startswith("24 experts multiply in one grouped BF16 product")
+    assert name in conversion.converted["feed_forward"] and name not in conversion.converted["linear"]
     assert len(conversion.converted["linear"]) == 8 and len(conversion.converted["norm"]) == 9
-    run(model, FAMILIES["qwen3_moe"].batch())
+    assert "2 feed-forwards keep sqrt8 1x16" in layers_of(model, "").summary()
+
+
+def test_groups_that_do_not_divide_experts_leave_them():
+    model = coat_ds.convert(FAMILIES["qwen3_moe_grouped"].build(), {"group_size": 128})
+    left = coat_ds.conversion_of(model).left["model.layers.0.mlp.experts"]
+    assert left == "experts of 128 x 64, not multiples of 16 and 128"
+    run(model, FAMILIES["qwen3_moe_grouped"].batch())
 
 
 def test_what_cannot_be_converted_is_refused():

@@ -60,6 +60,12 @@ def test_bytes_saved_by_a_layer(name):
     assert per_layer(family, {"attention_format": "sqrt8"}) <= 0.40 * stock
 
 
+def test_bytes_saved_by_many_experts():
+    """Of eight tensors that the experts of a token keep in BF16, two are left, in 8 bits."""
+    family = FAMILIES["qwen3_moe_grouped"]
+    assert per_layer(family, {}) <= 0.35 * per_layer(family, None)
+
+
 @ALL
 def test_a_converted_model_stays_itself(name, tmp_path):
     family, batch = FAMILIES[name], FAMILIES[name].batch()
