@@ -11,6 +11,7 @@ from coat_ds.zero.switch import install, uninstall
 
 if TYPE_CHECKING:
     # what type checkers see of the names below
+    from coat_ds import plan, watch
     from coat_ds.config import CoatConfig, CoatConfigError
     from coat_ds.layers.convert import conversion_of, convert, unconvert
     from coat_ds.optim.accounting import state_bytes
@@ -30,6 +31,8 @@ _HOMES = {
     "unconvert": "coat_ds.layers.convert",
     "__version__": "coat_ds.versions",
 }
+# that are used as attributes
+_ROOMS = ("plan", "watch")
 
 __all__ = [
     "CoatAdamW",
@@ -40,13 +43,17 @@ __all__ = [
     "convert",
     "initialize",
     "install",
+    "plan",
     "state_bytes",
     "unconvert",
     "uninstall",
+    "watch",
 ]
 
 
 def __getattr__(name: str):
+    if name in _ROOMS:
+        return importlib.import_module(f"{__name__}.{name}")
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value = getattr(importlib.import_module(_HOMES[name]), name)

@@ -284,7 +284,12 @@ def test_install_and_uninstall():
 
 def test_names_of_the_package():
     for name in coat_ds.__all__:
-        assert getattr(coat_ds, name).__name__ == name
+        assert getattr(coat_ds, name).__name__.rpartition(".")[2] == name
     assert set(coat_ds.__all__) <= set(dir(coat_ds))
     with pytest.raises(AttributeError, match="nothing_of_ours"):
         _ = coat_ds.nothing_of_ours
+
+
+def test_rooms_are_attributes_as_the_docs_use_them():
+    code = "import coat_ds, sys; assert 'torch' not in sys.modules; coat_ds.watch.Watch, coat_ds.plan.rungs()"
+    subprocess.run([sys.executable, "-c", code], check=True)
