@@ -58,21 +58,30 @@ def under_deepspeed(config: str) -> dict:
     return {"optimizer": optimizer, "losses": losses, "coat": str(engine.coat)}
 
 
-def hugging_face(lines: str, folder: str) -> dict:
-    """What the lines make of a tiny Llama, its Trainer and its data."""
+def names_of_examples(folder: str) -> dict:
+    """What the Python of the pages takes for granted: a tiny Llama, Trainer and its arguments, data."""
     from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
     import coat_ds
 
     sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
     model = LlamaForCausalLM(LlamaConfig(vocab_size=64, **sizes))
-    keys = list(model.state_dict())
     args = TrainingArguments(
         output_dir=folder, max_steps=2, save_strategy="no", bf16=True, use_cpu=True, report_to=[]
     )
     ids = torch.arange(32) % 7
-    names = {"model": model, "args": args, "data": 16 * [{"input_ids": ids, "labels": ids}]}
-    names["Trainer"] = Trainer
+    data = 16 * [{"input_ids": ids, "labels": ids}]
+    return {"coat_ds": coat_ds, "Trainer": Trainer, "model": model, "args": args, "data": data}
+
+
+def hugging_face(lines: str, folder: str) -> dict:
+    """What the lines make of the model."""
+    import coat_ds
+
+    names = names_of_examples(folder)
+    # the lines import it themselves
+    del names["coat_ds"]
+    model, keys = names["model"], list(names["model"].state_dict())
     exec(lines, names)
     before = copy.deepcopy(model.state_dict())
     names["trainer"].train()
@@ -87,6 +96,27 @@ def hugging_face(lines: str, folder: str) -> dict:
 
 def run_blocks(config: str, lines: str, folder: str) -> tuple[dict, dict]:
     return under_deepspeed(config), hugging_face(lines, folder)
+
+
+def run_each(blocks: list[str], folder: str) -> list[str]:
+    """Runs each block by itself, and the Trainer that it makes; the optimizers that were made."""
+    made = []
+    for lines in blocks:
+        names = names_of_examples(folder)
+        exec(lines, names)
+        optimizer = names.get("optimizer")
+        if (trainer := names.get("trainer")) is not None:
+            trainer.train()
+            optimizer = trainer.optimizer.optimizer
+        made.append(type(optimizer).__name__)
+    return made
+
+
+def test_python_of_the_pages_runs(tmp_path):
+    pages = [path.read_text() for path in sorted((ROOT / "docs").glob("*.md"))]
+    blocks = [block for page in pages for block in re.findall(r"^```python\n(.*?)^```$", page, re.M | re.S)]
+    (made,) = run_distributed(run_each, 1, blocks, str(tmp_path))
+    assert len(blocks) >= 3 and made == len(blocks) * ["CoatAdamW"]
 
 
 def test_json_and_hugging_face_lines_run(tmp_path):
