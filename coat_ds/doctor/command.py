@@ -33,10 +33,17 @@ def run(arguments: argparse.Namespace) -> int:
     config = read_object(arguments.deepspeed) if arguments.deepspeed else None
     parts = {"packages": packages.check(), "switch": [switches.check()]}
     values = read_object(arguments.model) if arguments.model else None
-    parameters = None if values is None else read_sizes(values, arguments.vocabulary).parameters
+    if config is not None and values is None:
+        raise PlanError("--deepspeed: a model is needed beside it. Give --model and its config.json.")
+    model = None
+    if values is not None and "model_type" in values:
+        model = dry_run.build(values)
+        parameters = sum(p.numel() for p in model.parameters())
+    else:
+        parameters = None if values is None else read_sizes(values, arguments.vocabulary).parameters
     parts["machine"] = machine.check(arguments.folder, parameters)
     if config is not None:
-        parts["model"] = _model(config, values, arguments)
+        parts["model"] = _model(config, model, arguments)
     problems = sum(f.state == PROBLEM for findings in parts.values() for f in findings)
     if arguments.json:
         plain = {name: [f._asdict() for f in findings] for name, findings in parts.items()}
@@ -46,15 +53,13 @@ def run(arguments: argparse.Namespace) -> int:
     return 1 if problems else 0
 
 
-def _model(config: dict, values: dict | None, arguments) -> list[Finding]:
-    if values is None:
-        raise PlanError("--deepspeed: a model is needed beside it. Give --model and its config.json.")
-    if "model_type" not in values:
+def _model(config: dict, model, arguments) -> list[Finding]:
+    if model is None:
         text = (
             "needs a config.json of Hugging Face's, with model_type; Megatron's models say it when they start"
         )
         return [Finding(dry_run.NAME, "unknown", text)]
-    return dry_run.check(config, dry_run.build(values), arguments.gpus, arguments.sequence)
+    return dry_run.check(config, model, arguments.gpus, arguments.sequence)
 
 
 def _page(parts: dict[str, list[Finding]]) -> str:

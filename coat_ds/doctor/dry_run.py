@@ -18,7 +18,8 @@ LEAST = 0.05
 
 
 def build(config: Mapping) -> torch.nn.Module:
-    """The causal language model of a Hugging Face config, on the meta device, in BF16.
+    """The model of a Hugging Face config, on the meta device, in BF16: of the class that its `architectures`
+    name, or a causal language model.
 
     Raises PlanError where transformers is missing or does not know it.
     """
@@ -31,13 +32,19 @@ def build(config: Mapping) -> torch.nn.Module:
     fields = dict(config)
     try:
         made = transformers.AutoConfig.for_model(fields.pop("model_type", ""), **fields)
+        kind = next(
+            (k for name in made.architectures or () if (k := getattr(transformers, name, None))), None
+        )
         with torch.device("meta"):
-            model = transformers.AutoModelForCausalLM.from_config(made, dtype=torch.bfloat16)
-    except (ValueError, KeyError) as error:
+            model = kind(made) if kind else transformers.AutoModelForCausalLM.from_config(made)
+    # whatever the classes of a foreign config raise
+    except Exception as error:
         first = str(error).strip().splitlines()[0]
-        raise PlanError(f"model: transformers cannot build it ({first}). Correct model_type.") from error
+        raise PlanError(
+            f"model: transformers cannot build it ({first}). Correct model_type, or what it names."
+        ) from error
     # torch's context misses functions that somebody, such as DeepSpeed, had exchanged when it was first used
-    return model.to("meta")
+    return model.to("meta", torch.bfloat16)
 
 
 def check(config: Mapping, model: torch.nn.Module, gpus: int, sequence: int) -> list[Finding]:

@@ -192,6 +192,8 @@ def _notes(model: Sizes, spread: Layout, gpu: Gpu, limit: float, choices: list[a
         "  PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True. ms and tokens/s and GPU: the roofline, at best.",
         f"rates: {gpu.source}.",
     ]
+    if model.beside:
+        lines.append(f"not planned, and on top of all this: what {', '.join(model.beside)} describes.")
     if not model.counted:
         lines.append(
             "layers of this model type were not counted: what they save is taken for Llama's. BF16 may be"

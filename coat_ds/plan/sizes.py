@@ -33,6 +33,8 @@ _MIXTURES = (
 _LEFT = ("gpt_oss",)
 # what a config calls experts that every token takes, by number and by channels
 _SHARED, _SHARED_FFN = ("n_shared_experts", "num_shared_experts"), "shared_expert_intermediate_size"
+# of what a config describes with such a name, these are not other parts of the model
+_NO_PARTS = ("text_config", "quantization_config", "generation_config")
 _ATTENTION = ("full_attention", "sliding_attention")
 # model types of transformers whose feed-forward is one product, an activation, one product
 _UNGATED = ("gpt2", "gpt_neox", "opt", "gptj", "phi")
@@ -77,6 +79,8 @@ class Sizes:
     """Whose layers BF16 is: "megatron" (megatron-core's) or "transformers" (Hugging Face's)."""
     other_parameters: int = 0
     """Beside what the sizes above give: biases, positions, norms of queries and keys."""
+    beside: tuple[str, ...] = ()
+    """Other parts of the model, as its config calls them, which are not planned."""
     experts: Experts | None = None
     """In place of feed-forward layers of `ffn`, in the layers that have them."""
 
@@ -192,7 +196,9 @@ def from_shape(values: Mapping, vocabulary: int | None) -> Sizes:
 
 def from_transformers(config: Mapping) -> Sizes:
     """Of a config.json of Hugging Face's."""
+    beside: tuple[str, ...] = ()
     if "text_config" in config:
+        beside = tuple(name for name in config if name.endswith("_config") and name not in _NO_PARTS)
         config = config["text_config"]
     _refuse_layers(config)
     found = {}
@@ -215,6 +221,7 @@ def from_transformers(config: Mapping) -> Sizes:
         counted=config.get("model_type", "llama") in _COUNTED,
         tied=bool(config.get("tie_word_embeddings", "n_embd" in config)),
         maker="transformers",
+        beside=beside,
     )
 
 

@@ -5,6 +5,7 @@ import json
 import pytest
 import torch
 
+from coat_ds import cli
 from coat_ds.doctor import OK, PROBLEM, UNKNOWN, WARNING, dry_run, machine, packages, switches
 from coat_ds.plan import PlanError
 from coat_kernels.linear import matmul
@@ -210,7 +211,54 @@ def test_a_dry_run_reads_the_json_as_the_engine_would():
         assert "dry run" not in dry(right)
 
 
+OTHERS = {
+    "encoder and decoder": {
+        "model_type": "t5",
+        "architectures": ["T5ForConditionalGeneration"],
+        "is_encoder_decoder": True,
+        "d_model": 64,
+        "d_ff": 128,
+        "num_layers": 1,
+        "num_heads": 4,
+        "d_kv": 16,
+        "vocab_size": 512,
+    },
+    "pictures": {
+        "model_type": "vit",
+        "architectures": ["ViTForImageClassification"],
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+    },
+    "pictures and text": {
+        "model_type": "llava",
+        "architectures": ["LlavaForConditionalGeneration"],
+        "text_config": LLAMA,
+        "vision_config": LLAMA | {"model_type": "clip_vision_model", "image_size": 32, "patch_size": 8},
+    },
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_what_cannot_be_planned_has_a_dry_run(name, tmp_path, capsys):
+    """Layers and states are counted; only the peak of what is no decoder cannot be predicted."""
+    (tmp_path / "config.json").write_text(json.dumps(OTHERS[name]))
+    (tmp_path / "ds.json").write_text(json.dumps(config({"enabled": True})))
+    files = [
+        f"--{kind}={tmp_path / file}" for kind, file in (("deepspeed", "ds.json"), ("model", "config.json"))
+    ]
+    cli.main(["doctor", "--json", f"--folder={tmp_path}", *files])
+    found = {f["check"]: f for f in json.loads(capsys.readouterr().out)["model"]}
+    assert found["layers"]["state"] == found["states"]["state"] == OK
+    assert found["layers"]["details"]["made"]["linear"] and found["peak"]["text"].startswith(
+        "cannot be predicted"
+    )
+
+
 def test_models_that_cannot_be_built_are_named():
     with pytest.raises(PlanError, match="model: transformers cannot build it"):
         dry_run.build(LLAMA | {"model_type": "lama"})
+    with pytest.raises(PlanError, match="transformers cannot build it .*hidden_size"):
+        dry_run.build(LLAMA | {"hidden_size": "many"})
     json.dumps([f._asdict() for f in dry_run.check(config({"enabled": True}), dry_run.build(LLAMA), 1, 128)])
