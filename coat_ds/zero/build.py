@@ -12,7 +12,7 @@ from coat_ds.optim.accounting import layout_table
 from coat_ds.optim.optimizer import CoatAdamW
 from coat_ds.optim.options import LAYOUT, codec_of, keeps_fp32, rounds_stochastically
 from coat_ds.zero import convert_optimizer
-from coat_ds.zero.deepspeed_config import IMPLEMENTATIONS, optimizer_options, section
+from coat_ds.zero.deepspeed_config import IMPLEMENTATIONS, offloads, optimizer_options, section, stage_of
 from coat_ds.zero.log import say
 from coat_kernels.codecs import get_codec
 
@@ -25,7 +25,7 @@ def optimizer_for_engine(
 
     def class_for(given: torch.optim.Optimizer | None) -> type[CoatAdamW]:
         # DeepSpeed picks its stage-0 wrapper by the optimizer's class
-        if section(config, "zero_optimization").get("stage", 0):
+        if stage_of(config):
             return CoatAdamW
         is_torch = torch_adam if given is None else type(given).__module__.startswith("torch.")
         apart = is_torch and coat.optimizer.checkpoint_layout == "stock"
@@ -39,7 +39,7 @@ def optimizer_for_engine(
     own = {
         "keep_fp32": rule,
         "checkpoint_layout": coat.optimizer.checkpoint_layout,
-        "compiled": section(section(config, "zero_optimization"), "offload_optimizer").get("device") == "cpu",
+        "compiled": offloads(config),
     }
 
     def reported(built: CoatAdamW) -> CoatAdamW:
