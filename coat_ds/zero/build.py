@@ -59,7 +59,7 @@ def optimizer_for_engine(
         if idle := [name for name in IMPLEMENTATIONS if name in params]:
             listed = ", ".join(f"{name} {params[name]}" for name in idle)
             say(f"COAT: optimizer.params: {listed}: of no effect, CoatAdamW has one implementation")
-        groups = parameter_groups(model_parameters, coat.optimizer)
+        groups = parameter_groups(_with_expert_groups(model_parameters), coat.optimizer)
         return reported(class_for(None)(groups, **own, **optimizer_options(config)))
 
     return converted(optimizer) if isinstance(optimizer, torch.optim.Optimizer) else build
@@ -80,6 +80,18 @@ def parameter_groups(model_parameters: Iterable, config: OptimizerConfig) -> lis
         for group in model_parameters
     ]
     return [group for group in groups if group["params"]]
+
+
+def _with_expert_groups(model_parameters: Iterable) -> list:
+    """The same, with parameter groups for the experts of DeepSpeed's MoE, which ZeRO asks for.
+
+    Where DeepSpeed builds the optimizer, it makes them itself.
+    """
+    from deepspeed.moe.utils import configure_moe_param_groups, is_moe_param
+
+    listed = list(model_parameters)
+    params = [p for item in listed for p in (item["params"] if isinstance(item, dict) else [item])]
+    return configure_moe_param_groups(listed) if any(map(is_moe_param, params)) else listed
 
 
 def _keeps_fp32_by_name(patterns: tuple[str, ...], names: Mapping[torch.Tensor, str], _, p) -> bool:
