@@ -90,7 +90,8 @@ def _is_rotary(attention: nn.Module, place: Place) -> bool:
         k = groups * m * d if name == "o_proj" else h
         small[name] = linear_of(place.numbers(n, k, seed=i) / k**0.5)
     like = shadow(attention, {}, small)
-    like.__dict__.update(head_dim=d, num_key_value_groups=m, scaling=0.3)
+    # dropout of the scores is asked for in each forward
+    like.__dict__.update(head_dim=d, num_key_value_groups=m, scaling=0.3, attention_dropout=0.0)
     for name in ("num_heads", "num_attention_heads"):
         if name in like.__dict__:
             like.__dict__[name] = groups * m
