@@ -54,6 +54,16 @@ def register() -> None:
     AttentionMaskInterface.register(NAME, ALL_MASK_ATTENTION_FUNCTIONS[STOCK])
 
 
+def is_transformers_own() -> bool:
+    """Whether attention is what transformers and we have registered. DeepSpeed's Ulysses puts functions in
+    their places that hand heads on between ranks: whoever goes around them attends to a rank's part alone."""
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    stock, ours = ALL_ATTENTION_FUNCTIONS[STOCK], ALL_ATTENTION_FUNCTIONS[NAME]
+    return stock is sdpa_attention_forward and ours is coat_attention
+
+
 def _own_storages(*heads: torch.Tensor) -> list[torch.Tensor]:
     """`heads`, copied where backward would keep a much larger storage for them. The values of a fused
     projection are such a part of a storage: queries and keys have been rotated into new ones."""
@@ -97,11 +107,14 @@ def coat_attention(
     """query [b, n, s, d], key and value [b, groups, s, d] -> [b, s, n, d] and no weights, as transformers'
     `sdpa_attention_forward`."""
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-    kept = module.__dict__.get(STATE)
+    kept, registered = module.__dict__.get(STATE), ALL_ATTENTION_FUNCTIONS[STOCK]
+    arguments = {"dropout": dropout, "scaling": scaling, "is_causal": is_causal, **rest}
+    if registered is not sdpa_attention_forward:
+        return registered(module, query, key, value, attention_mask, **arguments)
 
     def stock(*heads):
-        arguments = {"dropout": dropout, "scaling": scaling, "is_causal": is_causal, **rest}
         return sdpa_attention_forward(module, *heads, attention_mask, **arguments)[0].transpose(1, 2)
 
     # a model that shares the config of one that was converted; and the compiler, which sees no notes

@@ -182,14 +182,15 @@ def _what_stays(model: nn.Module) -> dict[int, str]:
     for module in model.modules():
         get_head = getattr(module, "get_output_embeddings", None)
         if callable(get_head) and isinstance(head := _quietly(get_head), nn.Module):
-            stays[id(head)] = "the head"
+            # with what PEFT has put around it
+            stays.update({id(m): "the head" for m in head.modules()})
         if isinstance(module, nn.Linear) and id(module.weight) in embeddings:
             stays[id(module)] = "the head"
         children = module._modules
         if getattr(module, "base_model_prefix", None) in children:
             # what transformers puts on top of a model, as for classification
-            heads = (child for child in children.values() if isinstance(child, nn.Linear))
-            stays.update({id(child): "the head" for child in heads})
+            heads = (child for child in children.values() if child is not None and _is_linear(child))
+            stays.update({id(m): "the head" for head in heads for m in head.modules()})
         if "base_layer" in children:
             for name, child in children.items():
                 if name != "base_layer" and child is not None:
@@ -204,6 +205,12 @@ def _what_stays(model: nn.Module) -> dict[int, str]:
                 if len(linears) == 1 and _chooses_among(linears[0], experts):
                     stays[id(linears[0])] = "the router"
     return stays
+
+
+def _is_linear(module: nn.Module) -> bool:
+    """Whether it is a linear layer, or what PEFT has put around one."""
+    inside = module._modules
+    return isinstance(inside.get("original_module") or inside.get("base_layer") or module, nn.Linear)
 
 
 def _quietly(get: Callable) -> nn.Module | None:

@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn.modules.module import _has_any_global_hook
 
 from coat_ds.config import ActivationsConfig
-from coat_ds.layers.attention import STATE
+from coat_ds.layers.attention import STATE, is_transformers_own
 from coat_ds.layers.feed_forward import Fp8GatedFeedForward
 from coat_ds.layers.linear import is_fused
 from coat_ds.layers.merged_linear import MergedLinear, is_hooked
@@ -90,7 +90,8 @@ def _is_rotary(attention: nn.Module, place: Place) -> bool:
         k = groups * m * d if name == "o_proj" else h
         small[name] = linear_of(place.numbers(n, k, seed=i) / k**0.5)
     like = shadow(attention, {}, small)
-    like.__dict__.update(head_dim=d, num_key_value_groups=m, scaling=0.3)
+    # dropout of the scores is asked for in each forward
+    like.__dict__.update(head_dim=d, num_key_value_groups=m, scaling=0.3, attention_dropout=0.0)
     for name in ("num_heads", "num_attention_heads"):
         if name in like.__dict__:
             like.__dict__[name] = groups * m
@@ -189,9 +190,10 @@ def _by_token(angles: torch.Tensor, batch: int) -> torch.Tensor:
 def uses_blocks(layer: Fp8DecoderLayer, x: torch.Tensor, args: tuple, kwargs: dict) -> bool:
     """Whether a forward of `layer` takes the blocks.
 
-    Not under autocast or torch.compile, with a mask, a cache or dropout, nor where a module inside has hooks,
-    an adapter or another forward than it was given, or a parameter is frozen or of another dtype. It must not
-    depend on whether there are gradients: reentrant checkpoints compute the forward without.
+    Not under autocast or torch.compile, with a mask, a cache, dropout or somebody else's attention, nor where
+    a module inside has hooks, an adapter or another forward than it was given, or a parameter is frozen or of
+    another dtype. It must not depend on whether there are gradients: reentrant checkpoints compute the
+    forward without.
     """
     angles, attention = kwargs.get("position_embeddings"), layer.parts.attention
     feed_forward = replaced(layer.parts.mlp)
@@ -208,6 +210,7 @@ def uses_blocks(layer: Fp8DecoderLayer, x: torch.Tensor, args: tuple, kwargs: di
         and type(feed_forward) is Fp8GatedFeedForward
         and not torch.compiler.is_compiling()
         and not _has_any_global_hook()
+        and is_transformers_own()
     )
     if not usual:
         return False

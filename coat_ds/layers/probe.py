@@ -6,6 +6,7 @@ ranks. A module whose forward was patched, on the instance or on the class, is r
 """
 
 import contextlib
+import copy
 import functools
 import inspect
 import itertools
@@ -57,24 +58,38 @@ def first_found(module: nn.Module, find: Callable[[Place], T | None]) -> T | Non
 
 
 def shadow(module: nn.Module, parameters: dict | None = None, children: dict | None = None) -> nn.Module:
-    """A module like `module`, in evaluation, with other parameters and children and without hooks."""
-    copy = object.__new__(type(module))
-    fresh = nn.Module().__dict__
-    copy.__dict__.update({**module.__dict__, **{k: v for k, v in fresh.items() if k != "training"}})
-    copy._parameters = dict(parameters or {})
-    copy._buffers = dict(module._buffers)
-    copy._modules = dict(module._modules if children is None else children)
-    copy.__dict__["training"] = False
+    """A module like `module`, with other parameters and children and without hooks. It trains: a model that
+    was just loaded does not, and hides its dropout."""
+    like = object.__new__(type(module))
+    like.__dict__.update({**module.__dict__, **nn.Module().__dict__})
+    like._parameters = dict(parameters or {})
+    like._buffers = dict(module._buffers)
+    children = module._modules if children is None else children
+    like._modules = {name: child and _training(child) for name, child in children.items()}
+    if "gradient_checkpointing" in like.__dict__:
+        like.__dict__["gradient_checkpointing"] = False
     own = module.__dict__.get("forward")
     if isinstance(own, types.MethodType) and own.__self__ is module:
-        copy.__dict__["forward"] = types.MethodType(own.__func__, copy)
-    return copy
+        like.__dict__["forward"] = types.MethodType(own.__func__, like)
+    return like
+
+
+def _training(module: nn.Module) -> nn.Module:
+    """`module`, or where it does not train, a copy of it that does."""
+    if module.training:
+        return module
+    copied = copy.copy(module)
+    copied.__dict__["training"] = True
+    copied._modules = {name: child and _training(child) for name, child in module._modules.items()}
+    return copied
 
 
 def run(module: nn.Module, x: torch.Tensor) -> torch.Tensor | None:
     """What `module` makes of `x`, FP64 on the CPU; None if it makes something else than one tensor."""
     # whatever a foreign forward raises on a made-up input says that it is not what was expected
-    with contextlib.suppress(Exception), torch.no_grad(), torch.autocast(x.device.type, enabled=False):
+    device, gpus = x.device.type, [] if x.device.type == "cpu" else [x.device]
+    kept = torch.random.fork_rng(gpus, device_type=device)
+    with contextlib.suppress(Exception), torch.no_grad(), torch.autocast(device, enabled=False), kept:
         y = module(x)
         if isinstance(y, torch.Tensor):
             return y.double().cpu()
@@ -162,7 +177,7 @@ def activation_kind(module: nn.Module | types.FunctionType) -> str | None:
     ):
         return None
     x = torch.linspace(-8, 8, 513)[None]
-    y = run(module, x)
+    y = run(shadow(module) if isinstance(module, nn.Module) else module, x)
     for kind in KINDS:
         if close(y, value_and_slope_reference(x, kind)[0]):
             return kind

@@ -143,14 +143,21 @@ class CoatAdamW(torch.optim.Optimizer):
         self._arrived: Counter[str] = Counter()
         self._group_index: dict[torch.Tensor, int] = {}
         self._kept: set[torch.Tensor] = set()
+        # asked about by their names, whatever the answer
+        self._named: set[torch.Tensor] = set()
         self._copies: dict[torch.Tensor, torch.Tensor] = {}
         # by name: in a subclass, DeepSpeed's FusedAdam may follow this class in the MRO
         torch.optim.Optimizer.__init__(self, params, defaults)
 
     def __getstate__(self) -> dict[str, Any]:
         own = ["_keep_fp32", "_seed", "_checkpoint_layout", "_compiled", "_fragments", "_group_index"]
-        own += ["_arrived", "_kept", "_copies"]
+        own += ["_arrived", "_kept", "_named", "_copies"]
         return {**super().__getstate__(), **{name: getattr(self, name) for name in own}}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        # an optimizer of an earlier version has been asked about all that it holds
+        held = {p for group in state["param_groups"] for p in group["params"]}
+        torch.optim.Optimizer.__setstate__(self, {"_named": held, **state})
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As in `torch.optim.Optimizer`; the group may set every option of the constructor."""
@@ -164,9 +171,15 @@ class CoatAdamW(torch.optim.Optimizer):
                 "CoatAdamW: checkpoint_layout='compressed' cannot be cut for another number of ranks, as "
                 "checkpoints of DTensors are. Take 'stock'."
             )
+        self._ask_names(group)
+
+    def _ask_names(self, group: dict[str, Any]) -> None:
+        """Notes which of the group's parameters keep FP32 moments by their names."""
         for name, p in zip(group.get("param_names", repeat(None)), group["params"], strict=False):
-            if keeps_fp32(self._keep_fp32, name, p):
-                self._kept.add(p)
+            if p not in self._named:
+                self._named.add(p)
+                if keeps_fp32(self._keep_fp32, name, p):
+                    self._kept.add(p)
 
     def copy_weight(self, param: torch.Tensor, copy: torch.Tensor) -> None:
         """From now on every step also writes `param`, which is FP32, to `copy`, rounded to BF16, in one pass.
@@ -255,6 +268,9 @@ class CoatAdamW(torch.optim.Optimizer):
         self, p: torch.Tensor, group: dict[str, Any], count_on_device: bool = False
     ) -> dict[str, Any]:
         state = self.state[p]
+        if p not in self._named and p not in self._fragments:
+            # Accelerate exchanges the parameters that it was handed over for DTensors
+            self._ask_names(group)
         step = state.get("step", 0)
         if group["capturable"] or count_on_device:
             if not is_on(step, p.device):

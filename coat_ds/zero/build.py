@@ -12,7 +12,7 @@ from coat_ds.optim.accounting import layout_table
 from coat_ds.optim.optimizer import CoatAdamW
 from coat_ds.optim.options import LAYOUT, codec_of, keeps_fp32, rounds_stochastically
 from coat_ds.zero import convert_optimizer
-from coat_ds.zero.deepspeed_config import IMPLEMENTATIONS, optimizer_options, section
+from coat_ds.zero.deepspeed_config import IMPLEMENTATIONS, offloads, optimizer_options, section, stage_of
 from coat_ds.zero.log import say
 from coat_kernels.codecs import get_codec
 
@@ -25,7 +25,7 @@ def optimizer_for_engine(
 
     def class_for(given: torch.optim.Optimizer | None) -> type[CoatAdamW]:
         # DeepSpeed picks its stage-0 wrapper by the optimizer's class
-        if section(config, "zero_optimization").get("stage", 0):
+        if stage_of(config):
             return CoatAdamW
         is_torch = torch_adam if given is None else type(given).__module__.startswith("torch.")
         apart = is_torch and coat.optimizer.checkpoint_layout == "stock"
@@ -39,7 +39,7 @@ def optimizer_for_engine(
     own = {
         "keep_fp32": rule,
         "checkpoint_layout": coat.optimizer.checkpoint_layout,
-        "compiled": section(section(config, "zero_optimization"), "offload_optimizer").get("device") == "cpu",
+        "compiled": offloads(config),
     }
 
     def reported(built: CoatAdamW) -> CoatAdamW:
@@ -59,7 +59,7 @@ def optimizer_for_engine(
         if idle := [name for name in IMPLEMENTATIONS if name in params]:
             listed = ", ".join(f"{name} {params[name]}" for name in idle)
             say(f"COAT: optimizer.params: {listed}: of no effect, CoatAdamW has one implementation")
-        groups = parameter_groups(model_parameters, coat.optimizer)
+        groups = parameter_groups(_with_expert_groups(model_parameters), coat.optimizer)
         return reported(class_for(None)(groups, **own, **optimizer_options(config)))
 
     return converted(optimizer) if isinstance(optimizer, torch.optim.Optimizer) else build
@@ -80,6 +80,18 @@ def parameter_groups(model_parameters: Iterable, config: OptimizerConfig) -> lis
         for group in model_parameters
     ]
     return [group for group in groups if group["params"]]
+
+
+def _with_expert_groups(model_parameters: Iterable) -> list:
+    """The same, with parameter groups for the experts of DeepSpeed's MoE, which ZeRO asks for.
+
+    Where DeepSpeed builds the optimizer, it makes them itself.
+    """
+    from deepspeed.moe.utils import configure_moe_param_groups, is_moe_param
+
+    listed = list(model_parameters)
+    params = [p for item in listed for p in (item["params"] if isinstance(item, dict) else [item])]
+    return configure_moe_param_groups(listed) if any(map(is_moe_param, params)) else listed
 
 
 def _keeps_fp32_by_name(patterns: tuple[str, ...], names: Mapping[torch.Tensor, str], _, p) -> bool:

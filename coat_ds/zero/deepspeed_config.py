@@ -1,6 +1,7 @@
 """What a DeepSpeed config has to be beside the `"coat"` block, as far as the block relies on it."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from numbers import Real
 from typing import Any
 
@@ -34,7 +35,8 @@ DEFAULT_WEIGHT_DECAY = 0.0
 
 
 def check(config: Mapping[str, Any], optimizer: Any) -> CoatConfig:
-    """What a DeepSpeed config asks of COAT; disabled if nothing.
+    """What a DeepSpeed config asks of COAT; disabled if nothing. An engine without an optimizer, as of TRL's
+    reference models, has FP8 layers alone, and is not watched.
 
     optimizer: the optimizer argument, or None.
     Raises CoatConfigError for what cannot be honoured.
@@ -47,6 +49,13 @@ def check(config: Mapping[str, Any], optimizer: Any) -> CoatConfig:
         raise CoatConfigError(
             f'{key}: found False beside "optimizer": {{"type": "{OPTIMIZER_TYPE}"}}. Set it to true, '
             'or the type to "AdamW".'
+        )
+    if coat.enabled and optimizer is None and not has_optimizer(config):
+        coat = replace(
+            coat,
+            optimizer=replace(coat.optimizer, enabled=False),
+            report=replace(coat.report, saved=False),
+            watch=replace(coat.watch, every=0),
         )
     if coat.enabled and coat.optimizer.enabled:
         check_deepspeed_config(config)
@@ -75,6 +84,19 @@ def section(config: Mapping[str, Any], key: str) -> Mapping[str, Any]:
     return value if isinstance(value, Mapping) else {}
 
 
+def stage_of(config: Mapping[str, Any]) -> int:
+    """The stage of ZeRO; `true` in place of the section is DeepSpeed's old way to ask for the first."""
+    if config.get("zero_optimization") is True:
+        return 1
+    return section(config, "zero_optimization").get("stage", 0)
+
+
+def offloads(config: Mapping[str, Any]) -> bool:
+    """Whether states are on the CPU, by the key of today or by DeepSpeed's old one."""
+    zero = section(config, "zero_optimization")
+    return section(zero, "offload_optimizer").get("device") == "cpu" or bool(zero.get("cpu_offload"))
+
+
 def _refuse(key: str, found: Any, why: str, way_out: str = "Drop the key"):
     raise CoatConfigError(f"{key}: found {found!r}; {why}. {way_out} or set coat.optimizer.enabled to false.")
 
@@ -83,6 +105,10 @@ def check_deepspeed_config(config: Mapping[str, Any]) -> None:
     """Raises CoatConfigError where DeepSpeed would drive CoatAdamW in a way that is not known to be right."""
     _check_zero(section(config, "zero_optimization"))
     _check_precision(config)
+    if section(config, "optimizer").get("legacy_fusion") and not stage_of(config):
+        _refuse(
+            "optimizer.legacy_fusion", True, "DeepSpeed passes gradients that way to apex's FusedAdam alone"
+        )
 
 
 def _check_zero(zero: Mapping[str, Any]) -> None:
@@ -99,9 +125,10 @@ def _check_zero(zero: Mapping[str, Any]) -> None:
         _refuse(
             "zero_optimization.offload_optimizer.ratio", ratio, "DeepSpeedCPUAdam alone can step in parts"
         )
-    for key in ("zenflow", "super_offload"):
-        if zero.get(key):
-            _refuse(f"zero_optimization.{key}", zero[key], "CoatAdamW does not work with it")
+    if offload.get("super_offload"):
+        _refuse("zero_optimization.offload_optimizer.super_offload", True, "its steps are DeepSpeedCPUAdam's")
+    if zero.get("zenflow"):
+        _refuse("zero_optimization.zenflow", zero["zenflow"], "CoatAdamW does not work with it")
     if zero.get("elastic_checkpoint"):
         _refuse(
             "zero_optimization.elastic_checkpoint",
@@ -112,7 +139,7 @@ def _check_zero(zero: Mapping[str, Any]) -> None:
 
 
 def _check_precision(config: Mapping[str, Any]) -> None:
-    zero, bf16, fp16 = (section(config, key) for key in ("zero_optimization", "bf16", "fp16"))
+    bf16, fp16 = (section(config, key) for key in ("bf16", "fp16"))
     if bf16.get("bf16_master_weights_and_grads"):
         if not bf16.get("bf16_optimizer_states"):
             _refuse(
@@ -121,7 +148,7 @@ def _check_precision(config: Mapping[str, Any]) -> None:
                 "without bf16.bf16_optimizer_states DeepSpeed takes DeepSpeedCPUAdam only",
                 "Set bf16.bf16_optimizer_states to true too",
             )
-        if section(zero, "offload_optimizer").get("device") == "cpu" or zero.get("cpu_offload"):
+        if offloads(config):
             _refuse(
                 "bf16.bf16_master_weights_and_grads",
                 True,
@@ -142,11 +169,14 @@ def _check_precision(config: Mapping[str, Any]) -> None:
         )
 
 
-def optimizer_section(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
+def has_optimizer(config: Mapping[str, Any]) -> bool:
+    """Whether the config names an optimizer. DeepSpeed takes `{"type": null}` for none."""
+    return config.get("optimizer") not in (None, {"type": None})
+
+
+def optimizer_section(config: Mapping[str, Any]) -> Mapping[str, Any]:
     """The `"optimizer"` section. Raises CoatConfigError for one of another form than DeepSpeed's."""
     found = config.get("optimizer")
-    if found is None:
-        return None
     if not isinstance(found, Mapping):
         raise CoatConfigError(
             f"optimizer: expected an object such as {EXAMPLE}, found {found!r}. Use braces."
@@ -188,11 +218,6 @@ def _check_number(key: str, value: Any) -> None:
 def optimizer_options(config: Mapping[str, Any]) -> dict[str, Any]:
     """The constructor's arguments from the `"optimizer"` section."""
     found = optimizer_section(config)
-    if found is None:
-        raise CoatConfigError(
-            'coat.optimizer.enabled: there is neither an "optimizer" section nor an optimizer argument. Add '
-            '"optimizer": {"type": "AdamW", "params": {"lr": ...}} or set coat.optimizer.enabled to false.'
-        )
     kind = found.get("type")
     if str(kind).lower() not in ("adam", "adamw", OPTIMIZER_TYPE.lower()):
         raise CoatConfigError(

@@ -14,7 +14,7 @@ from coat_ds.patches import Patch
 from coat_ds.saved_bytes import report_compressed, report_saved
 from coat_ds.zero import recompute
 from coat_ds.zero.build import let_zero_accept, optimizer_for_engine
-from coat_ds.zero.deepspeed_config import check, no_conversion, section
+from coat_ds.zero.deepspeed_config import check, has_optimizer, no_conversion, section
 from coat_ds.zero.grad_norm import batch_gradient_norms
 from coat_ds.zero.gradients import keep_gradients_narrow
 from coat_ds.zero.guards import guard_checkpoints, guard_offloading, link_states
@@ -54,6 +54,8 @@ def prepare(arguments: dict[str, Any]) -> Prepared:
     config_class = arguments["config_class"]
     config, optimizer = config_class._param_dict, arguments.get("optimizer")
     coat = check(config, optimizer)
+    if coat.enabled and optimizer is None and not has_optimizer(config):
+        say('COAT: found neither an "optimizer" section nor an optimizer argument: FP8 layers alone')
     if coat.enabled and coat.optimizer.enabled:
         let_zero_accept(CoatAdamW)
         arguments["optimizer"] = optimizer_for_engine(coat, config, optimizer, arguments.get("model"))

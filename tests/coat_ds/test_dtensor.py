@@ -406,3 +406,30 @@ def test_shards_on_a_gpu_and_offloaded_ones(tmp_path):
     for (losses, devices, changed), device in zip(runs, ("cuda", "cpu"), strict=True):
         assert losses == pytest.approx(alone, rel=1e-4)
         assert devices == {device} and not changed
+
+
+def prepared_by_accelerate():
+    """States of an optimizer that Accelerate's FSDP2 was given beside the model. Norms are large enough to be
+    compressed."""
+    from accelerate import Accelerator
+    from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
+
+    dist.init_process_group("gloo")
+    plugin = FullyShardedDataParallelPlugin(fsdp_version=2, auto_wrap_policy="no_wrap")
+    accelerator = Accelerator(cpu=True)
+    # which it takes for GPUs alone
+    accelerator.state._shared_state.update(distributed_type=DistributedType.FSDP, fsdp_plugin=plugin)
+    accelerator.state.distributed_type = DistributedType.FSDP
+    net = build()
+    net, optimizer = accelerator.prepare(net, coat(net, min_numel=16, keep_fp32=("*norm*",)))
+    train(net, optimizer, range(2))
+    found = optimizer.optimizer
+    sharded = all(isinstance(p, DTensor) for group in found.param_groups for p in group["params"])
+    return sharded, coat_ds.state_bytes(found)["by_codec"]["fp32"]
+
+
+def test_names_survive_accelerates_exchange_of_parameters():
+    """It puts DTensors in the place of what the optimizer was given."""
+    pytest.importorskip("accelerate")
+    # half of a norm of 128 weights
+    assert run_distributed(prepared_by_accelerate, 2) == [(True, 64 * 8)] * 2

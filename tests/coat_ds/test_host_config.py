@@ -6,7 +6,7 @@ import pytest
 import torch
 from deepspeed.utils import logger
 
-from coat_ds import CoatConfig, CoatConfigError
+from coat_ds import CoatAdamW, CoatConfig, CoatConfigError
 from coat_ds.config import ActivationsConfig
 from coat_ds.zero import block, build, deepspeed_config
 from coat_ds.zero.deepspeed_config import no_conversion
@@ -75,6 +75,23 @@ def test_what_is_no_mistake():
     assert not block.asks_for_coat({"optimizer": ADAMW, "Coatings": {}, "comms_logger": {"coats": 1}})
     # what others make of them is theirs to judge
     assert not deepspeed_config.check({"optimizer": "AdamW"}, None).enabled
+
+
+@pytest.mark.parametrize(
+    ("zero", "stage", "compiled"),
+    [
+        (True, 1, False),
+        ({"stage": 2, "cpu_offload": True}, 2, True),
+        ({"stage": 1, "offload_optimizer": {"device": "cpu"}}, 1, True),
+        ({"stage": 0}, 0, False),
+    ],
+)
+def test_sections_of_old_configs(zero, stage, compiled):
+    """The class of the optimizer is that of the stage, and offloaded steps are compiled."""
+    coat = CoatConfig.from_dict({**BLOCK, "report": False})
+    make = build.optimizer_for_engine(coat, host(zero_optimization=zero), None, None)
+    made = make([torch.nn.Parameter(torch.zeros(64))])
+    assert (type(made) is CoatAdamW) == bool(stage) and made._compiled == compiled
 
 
 @pytest.fixture

@@ -6,6 +6,7 @@ What is COAT's stands in the JSON, or, without DeepSpeed, in two lines.
 import contextlib
 import io
 import itertools
+import math
 import warnings
 
 import pytest
@@ -61,6 +62,15 @@ def test_lora(two):
         assert "14 of 43 linear layers in FP8" in found["coat"]
         assert sum("lora_" in name for name in found["left"]) == 28
         assert found["losses"][-1] < found["losses"][0]
+
+
+def test_reference_models(two):
+    """In FP8 too: the policy is the reference until its first step, to the bit."""
+    for rank in two:
+        found = rank["DPO"]
+        assert found["losses"][0] == pytest.approx(math.log(2), abs=1e-6)
+        assert found["losses"][-1] < 0.6
+        assert WHOLE in found["coat"] and found["reference"].startswith("COAT: 14 of 15 linear layers")
 
 
 def test_trainer_without_deepspeed(two):

@@ -109,27 +109,52 @@ def lora(folder):
     return trainer(folder, BLOCK, 1, model=model) | {"trains": trains}
 
 
-def sft(folder, **more):
-    """TRL with words that its tokenizer splits."""
-    from datasets import Dataset
+def tokenizer():
+    """Of words w0, w1, ..."""
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
-    from trl import SFTConfig, SFTTrainer
 
     words = {f"w{i}": i for i in range(VOCAB - 2)} | {"<unk>": VOCAB - 2, "<end>": VOCAB - 1}
     split = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
     split.pre_tokenizer = pre_tokenizers.Whitespace()
-    tokenizer = PreTrainedTokenizerFast(
+    return PreTrainedTokenizerFast(
         tokenizer_object=split, unk_token="<unk>", eos_token="<end>", pad_token="<end>"
     )
+
+
+def sft(folder, **more):
+    """TRL with words that its tokenizer splits."""
+    from datasets import Dataset
+    from trl import SFTConfig, SFTTrainer
+
     texts = [" ".join(f"w{(i + j) % 50}" for j in range(10 + i % 20)) for i in range(32)]
     run = SFTTrainer(
         model=llama(),
         args=arguments(SFTConfig, folder, host_config(2, BLOCK), max_length=LENGTH, **more),
         train_dataset=Dataset.from_dict({"text": texts}),
-        processing_class=tokenizer,
+        processing_class=tokenizer(),
     )
     return trained(run)
+
+
+def dpo(folder):
+    """TRL and ZeRO-3 with a reference model, whose engine has no optimizer."""
+    from datasets import Dataset
+    from trl import DPOConfig, DPOTrainer
+
+    def texts(step):
+        return [" ".join(f"w{(i + step * j) % 50}" for j in range(6 + i % 9)) for i in range(16)]
+
+    # counting what is saved hides ZeRO-3's parameters from TRL's kernel
+    block = {**BLOCK, "report": False}
+    run = DPOTrainer(
+        model=llama(),
+        ref_model=llama(),
+        args=arguments(DPOConfig, folder, host_config(3, block), max_length=LENGTH),
+        train_dataset=Dataset.from_dict({"prompt": texts(1), "chosen": texts(2), "rejected": texts(3)}),
+        processing_class=tokenizer(),
+    )
+    return trained(run) | {"reference": str(run.ref_model.coat)}
 
 
 def accelerated(block, stage=3):
@@ -328,6 +353,7 @@ def work(folder):
         "Trainer with sections": lambda: with_sections(f"{folder}/sections"),
         "LoRA": lambda: lora(f"{folder}/lora"),
         "SFT": lambda: sft(f"{folder}/sft"),
+        "DPO": lambda: dpo(f"{folder}/dpo"),
         "Accelerate": lambda: accelerated(BLOCK),
         "auto": refusal_of_auto,
     }  # fmt: skip

@@ -114,9 +114,6 @@ MISTAKES = {
             ("params.amsgrad: ", "needs False, found True", "Drop it"),
         ),
         Mistake(
-            "no optimizer", engine({"coat": BLOCK}), ('neither an "optimizer" section nor', 'Add "optimizer"')
-        ),
-        Mistake(
             "another optimizer as argument of `initialize`",
             engine({"coat": BLOCK}, torch.optim.SGD([torch.zeros(1)])),
             ("found torch.optim.sgd.SGD", "pass a coat_ds.CoatAdamW"),

@@ -363,6 +363,24 @@ def test_lora(before):
     assert relative(found[1], stock[1]) < fp8_bound(14)
 
 
+@pytest.mark.parametrize("kind", ["lora_A", "modules_to_save"])
+def test_heads_within_pefts_wrappers_stay(kind):
+    peft = pytest.importorskip("peft")
+    transformers = pytest.importorskip("transformers")
+    causal = LLAMA.build()
+    classifier = transformers.LlamaForSequenceClassification(
+        causal.config.__class__(**LLAMA.fields, num_labels=32)
+    )
+    for model, head in ((causal, "lm_head"), (classifier.bfloat16(), "score")):
+        options = {"target_modules": ["q_proj", head]} if kind == "lora_A" else {"modules_to_save": [head]}
+        wrapped = peft.get_peft_model(
+            model, peft.LoraConfig(r=8, **{"target_modules": ["q_proj"], **options})
+        )
+        coat_ds.convert(wrapped)
+        inside = [m for name, m in wrapped.named_modules() if head in name and isinstance(m, nn.Linear)]
+        assert len(inside) >= 2 and not any(map(replaced, inside))
+
+
 def test_a_model_that_shares_the_config_of_a_converted_one_is_stock():
     import transformers
 

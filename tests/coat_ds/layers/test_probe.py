@@ -132,6 +132,31 @@ def test_probing_leaves_the_generators_alone():
     assert torch.get_rng_state().equal(state)
 
 
+@pytest.mark.parametrize("rate", [0.1, 0.0])
+def test_dropout_is_seen_in_models_that_do_not_train_yet(rate):
+    """As from_pretrained returns them. Dropout of a module of its own, and of a function."""
+    from transformers.models.t5.modeling_t5 import T5Config, T5DenseGatedActDense
+
+    import coat_ds
+
+    sizes = {"d_model": 32, "d_ff": 48, "feed_forward_proj": "gated-gelu"}
+    mlp = T5DenseGatedActDense(T5Config(**sizes, dropout_rate=rate)).eval()
+    sizes = {"vocab_size": 64, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 1}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "pad_token_id": 0}
+    rates = {"attention_dropout": 0.1, "residual_dropout": rate, "attn_implementation": "sdpa"}
+    config = transformers.AutoConfig.for_model("seed_oss", **sizes, **heads, **rates)
+    model = transformers.AutoModelForCausalLM.from_config(config).eval()
+    state = torch.get_rng_state()
+    assert (probe.gated_form(mlp) is None) == bool(rate) and not mlp.dropout.training
+    coat_ds.convert(model)
+    assert torch.get_rng_state().equal(state)
+    assert len(coat_ds.conversion_of(model).converted["layer"]) == (not rate)
+    # who trains drops in every forward
+    ids, trained = torch.arange(64)[None], model.bfloat16().train().model.layers[0].mlp
+    x = torch.randn(1, 4, 64).bfloat16()
+    assert trained(x).equal(trained(x)) == (not rate) and model(ids).logits.isfinite().all()
+
+
 @pytest.mark.parametrize("name", ["llama", "gpt_neox", "qwen3", "granite", "olmo2"])
 def test_layers(name):
     """Llama's is one; those with other residuals, other orders or multipliers are not."""
