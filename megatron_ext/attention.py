@@ -5,12 +5,14 @@ Megatron's own `DotProductAttention` saves the whole matrix of scores for backwa
 the output and one FP32 number per row; under the COAT spec, by configuration, in 8 bits.
 """
 
+import contextlib
 import functools
 import logging
 from collections.abc import Mapping
 from types import MappingProxyType
 
 import torch
+from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.enums import AttnBackend, AttnMaskType
 from megatron.core.transformer.identity_op import IdentityOp
@@ -26,6 +28,7 @@ from coat_kernels.origin import note, noted
 from coat_kernels.rope import rotate_qkv
 from coat_kernels.tensorwise import PredictedScale
 
+from . import options
 from .linear import keep_bias
 from .settings import TakesActivations, activations_of
 
@@ -114,14 +117,22 @@ class SDPACoreAttention(torch.nn.Module):
             )
         if attention_type != "self":
             raise ValueError(f"SDPACoreAttention: attention_type must be 'self', found {attention_type!r}")
-        for option in ("window_size", "softmax_type"):
+        for option in ("window_size", "softmax_type", "qk_clip", "log_max_attention_logit"):
             value = getattr(config, option, None)
-            if value not in (None, "vanilla"):
+            if value not in (None, False, "vanilla"):
                 raise ValueError(
                     f"SDPACoreAttention: {option} is {value!r}, which is not supported; leave it unset"
                 )
+        host = options.megatron_lm()
+        if host is not None and getattr(host.get_args(), "reset_attention_mask", False):
+            raise ValueError(
+                "SDPACoreAttention: --reset-attention-mask is not supported, tokens attend to earlier "
+                "documents of their sequence; remove it"
+            )
         _require_causal(attn_mask_type)
         self.dropout = config.attention_dropout if attention_dropout is None else attention_dropout
+        # each tensor-parallel rank drops other scores; under sequence parallelism Megatron's block sees to it
+        self._draws_by_rank = not config.sequence_parallel
         # apply_query_key_layer_scaling needs nothing: softmax multiplies back what it divides scores by
         self.softmax_scale = softmax_scale
         self.backends = _BACKENDS[getattr(config, "attention_backend", AttnBackend.auto)]
@@ -166,16 +177,19 @@ class SDPACoreAttention(torch.nn.Module):
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, group_size: int | None = None
     ) -> torch.Tensor:
         """Attention itself, which saves its tensors in groups of `group_size` or as they are."""
-        return causal_attention(
-            q,
-            k,
-            v,
-            scale=self.softmax_scale,
-            dropout=self.dropout if self.training else 0.0,
-            group_size=group_size,
-            saved_format=self.saved_format,
-            backends=self.backends,
-        )
+        dropout = self.dropout if self.training else 0.0
+        draws = dropout and self._draws_by_rank
+        with get_cuda_rng_tracker().fork() if draws else contextlib.nullcontext():
+            return causal_attention(
+                q,
+                k,
+                v,
+                scale=self.softmax_scale,
+                dropout=dropout,
+                group_size=group_size,
+                saved_format=self.saved_format,
+                backends=self.backends,
+            )
 
 
 class CoatCoreAttention(TakesActivations, SDPACoreAttention):

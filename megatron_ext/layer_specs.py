@@ -12,6 +12,8 @@ Engine's.
 
 from dataclasses import replace
 
+import torch
+
 from coat_ds.versions import MEGATRON_CORE
 from coat_kernels.graphs import Graphs
 
@@ -54,6 +56,10 @@ def _local_parts(config, experts: bool) -> TransformerLayerSubmodules:
         "--multi-latent-attention": config.multi_latent_attention,
         "--fp8-format (coat_layer_spec brings its own FP8, without Transformer Engine)": config.fp8,
         "--fp4-format": getattr(config, "fp4", None),
+        # Megatron chooses other specs for these, which `--spec` takes the place of
+        "--experimental-attention-variant": config.experimental_attention_variant,
+        "--heterogeneous-layers-config-path": config.heterogeneous_block_specs,
+        "--kitchen-config-file or --kitchen-recipe-number": config.use_kitchen,
     }
     for argument, found in unsupported.items():
         if found:
@@ -146,6 +152,16 @@ def coat_parts(config, experts: bool) -> TransformerLayerSubmodules:
         raise ValueError(
             "coat_layer_spec: recomputing 'layernorm' saves nothing, the outputs of norms are not kept. "
             "Remove it from --recompute-modules."
+        )
+    if config.first_last_layers_bf16:
+        raise ValueError(
+            "coat_layer_spec: --first-last-layers-bf16 is about Megatron's own FP8. Remove it, and name the "
+            'layers in --te-precision-config-file, with {"coat": {"enabled": false}}.'
+        )
+    if config.params_dtype == torch.float16:
+        raise ValueError(
+            "coat_layer_spec: --fp16 is not supported, layers compute in BF16 or FP32. Use --bf16, or "
+            "sdpa_layer_spec for Megatron's own layers."
         )
     parts = _with_attention(
         _local_parts(config, experts),

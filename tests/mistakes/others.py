@@ -134,6 +134,23 @@ MISTAKES = {
             "`--multi-latent-attention`", spec(multi_latent_attention=True), ("--multi-latent", "remove it")
         ),
         Mistake(
+            "`--experimental-attention-variant`",
+            spec(experimental_attention_variant="gated_delta_net"),
+            ("--experimental-attention-variant", "remove it"),
+        ),
+        Mistake(
+            "layers of different kinds",
+            spec(heterogeneous_block_specs=True),
+            ("--heterogeneous-layers-config-path", "remove it"),
+        ),
+        Mistake("kitchen", spec(use_kitchen=True), ("--kitchen-config-file", "remove it")),
+        Mistake(
+            "`--first-last-layers-bf16`",
+            spec(first_last_layers_bf16=True),
+            ("--first-last-layers-bf16", "Megatron's own FP8", "--te-precision-config-file"),
+        ),
+        Mistake("`--fp16`", spec(params_dtype=torch.float16), ("--fp16", "BF16 or FP32", "Use --bf16")),
+        Mistake(
             "recompute of norms",
             spec(recompute_granularity="selective", recompute_modules=["layernorm"]),
             ("'layernorm' saves nothing", "Remove it from --recompute-modules"),
