@@ -5,7 +5,6 @@ Megatron's own `DotProductAttention` saves the whole matrix of scores for backwa
 the output and one FP32 number per row; under the COAT spec, by configuration, in 8 bits.
 """
 
-import contextlib
 import functools
 import logging
 from collections.abc import Mapping
@@ -132,7 +131,7 @@ class SDPACoreAttention(torch.nn.Module):
         _require_causal(attn_mask_type)
         self.dropout = config.attention_dropout if attention_dropout is None else attention_dropout
         # each tensor-parallel rank drops other scores; under sequence parallelism Megatron's block sees to it
-        self._draws_by_rank = not config.sequence_parallel
+        self._draws_by_rank = self.dropout > 0 and not config.sequence_parallel
         # apply_query_key_layer_scaling needs nothing: softmax multiplies back what it divides scores by
         self.softmax_scale = softmax_scale
         self.backends = _BACKENDS[getattr(config, "attention_backend", AttnBackend.auto)]
@@ -169,7 +168,11 @@ class SDPACoreAttention(torch.nn.Module):
             )
         # compressed copies have their own storages
         qkv = (query, key, value) if self.group_size else map(_own_storage, (query, key, value))
-        y = self.attend(*qkv, group_size=self.group_size)
+        if self.training and self._draws_by_rank:
+            with get_cuda_rng_tracker().fork():
+                y = self.attend(*qkv, group_size=self.group_size)
+        else:
+            y = self.attend(*qkv, group_size=self.group_size)
         before_hooks(self, y)
         return y
 
@@ -177,19 +180,16 @@ class SDPACoreAttention(torch.nn.Module):
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, group_size: int | None = None
     ) -> torch.Tensor:
         """Attention itself, which saves its tensors in groups of `group_size` or as they are."""
-        dropout = self.dropout if self.training else 0.0
-        draws = dropout and self._draws_by_rank
-        with get_cuda_rng_tracker().fork() if draws else contextlib.nullcontext():
-            return causal_attention(
-                q,
-                k,
-                v,
-                scale=self.softmax_scale,
-                dropout=dropout,
-                group_size=group_size,
-                saved_format=self.saved_format,
-                backends=self.backends,
-            )
+        return causal_attention(
+            q,
+            k,
+            v,
+            scale=self.softmax_scale,
+            dropout=self.dropout if self.training else 0.0,
+            group_size=group_size,
+            saved_format=self.saved_format,
+            backends=self.backends,
+        )
 
 
 class CoatCoreAttention(TakesActivations, SDPACoreAttention):
