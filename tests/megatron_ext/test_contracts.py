@@ -14,6 +14,7 @@ from megatron_ext.model import ModelShape, build_gpt
 
 # names that are read or called, and the parameters that are given by name
 NAMES: dict[str, str] = {
+    "distributed.DistributedDataParallel._make_forward_pre_hook": "",
     "extensions.transformer_engine.HAVE_TE": "",
     "extensions.transformer_engine.TENorm": "",
     "fusions.fused_bias_dropout.get_bias_dropout_add": "training fused",
