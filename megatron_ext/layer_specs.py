@@ -60,6 +60,7 @@ def _local_parts(config, experts: bool) -> TransformerLayerSubmodules:
         "--experimental-attention-variant": config.experimental_attention_variant,
         "--heterogeneous-layers-config-path": config.heterogeneous_block_specs,
         "--kitchen-config-file or --kitchen-recipe-number": config.use_kitchen,
+        "--batch-invariant-mode": config.batch_invariant_mode,
     }
     for argument, found in unsupported.items():
         if found:

@@ -143,6 +143,9 @@ MISTAKES = {
             spec(heterogeneous_block_specs=True),
             ("--heterogeneous-layers-config-path", "remove it"),
         ),
+        Mistake(
+            "`--batch-invariant-mode`", spec(batch_invariant_mode=True), ("--batch-invariant", "remove it")
+        ),
         Mistake("kitchen", spec(use_kitchen=True), ("--kitchen-config-file", "remove it")),
         Mistake(
             "`--first-last-layers-bf16`",
