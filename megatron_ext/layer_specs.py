@@ -56,9 +56,6 @@ def _local_parts(config, experts: bool) -> TransformerLayerSubmodules:
         "--multi-latent-attention": config.multi_latent_attention,
         "--fp8-format (coat_layer_spec brings its own FP8, without Transformer Engine)": config.fp8,
         "--fp4-format": getattr(config, "fp4", None),
-        # Megatron chooses other specs for these, which `--spec` takes the place of
-        "--experimental-attention-variant": config.experimental_attention_variant,
-        "--heterogeneous-layers-config-path": config.heterogeneous_block_specs,
         "--kitchen-config-file or --kitchen-recipe-number": config.use_kitchen,
         "--batch-invariant-mode": config.batch_invariant_mode,
     }
@@ -111,10 +108,24 @@ def _has_experts(
     return is_moe_layer(config, layer_number - 1 + offset)
 
 
+def _check_layers(config) -> None:
+    """Raises ValueError where Megatron would choose layers of other kinds, which `--spec` takes the place of.
+
+    In the hybrid stack the pattern chooses them.
+    """
+    for argument, found in {
+        "--experimental-attention-variant": config.experimental_attention_variant,
+        "--heterogeneous-layers-config-path": config.heterogeneous_block_specs,
+    }.items():
+        if found:
+            raise ValueError(f"megatron_ext.layer_specs: {argument} is not supported; remove it")
+
+
 class SDPATransformerLayer(TransformerLayer):
     """Megatron's own local layer with `SDPACoreAttention` as its core attention."""
 
     def __init__(self, config, submodules=None, *args, **kwargs):
+        _check_layers(config)
         super().__init__(config, sdpa_parts(config, _has_experts(config, *args, **kwargs)), *args, **kwargs)
 
 
@@ -128,6 +139,7 @@ class CoatTransformerLayer(TransformerLayer):
     zero3_unit = False
 
     def __init__(self, config, submodules=None, *args, **kwargs):
+        _check_layers(config)
         super().__init__(config, coat_parts(config, _has_experts(config, *args, **kwargs)), *args, **kwargs)
         self.graphs = Graphs()
 

@@ -13,6 +13,7 @@ from tests.mistakes.makers import (
     doctor,
     engine_on_an_old_gpu,
     in_a_folder,
+    layer,
     megatron,
     nothing_in_fp8,
     on_an_old_gpu,
@@ -135,12 +136,12 @@ MISTAKES = {
         ),
         Mistake(
             "`--experimental-attention-variant`",
-            spec(experimental_attention_variant="gated_delta_net"),
+            layer(experimental_attention_variant="gated_delta_net"),
             ("--experimental-attention-variant", "remove it"),
         ),
         Mistake(
             "layers of different kinds",
-            spec(heterogeneous_block_specs=True),
+            layer(heterogeneous_block_specs=True),
             ("--heterogeneous-layers-config-path", "remove it"),
         ),
         Mistake(
