@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 
 import torch
+from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.enums import AttnBackend, AttnMaskType
 from megatron.core.transformer.identity_op import IdentityOp
@@ -26,6 +27,7 @@ from coat_kernels.origin import note, noted
 from coat_kernels.rope import rotate_qkv
 from coat_kernels.tensorwise import PredictedScale
 
+from . import options
 from .linear import keep_bias
 from .settings import TakesActivations, activations_of
 
@@ -114,14 +116,22 @@ class SDPACoreAttention(torch.nn.Module):
             )
         if attention_type != "self":
             raise ValueError(f"SDPACoreAttention: attention_type must be 'self', found {attention_type!r}")
-        for option in ("window_size", "softmax_type"):
+        for option in ("window_size", "softmax_type", "qk_clip", "log_max_attention_logit"):
             value = getattr(config, option, None)
-            if value not in (None, "vanilla"):
+            if value not in (None, False, "vanilla"):
                 raise ValueError(
                     f"SDPACoreAttention: {option} is {value!r}, which is not supported; leave it unset"
                 )
+        host = options.megatron_lm()
+        if host is not None and getattr(host.get_args(), "reset_attention_mask", False):
+            raise ValueError(
+                "SDPACoreAttention: --reset-attention-mask is not supported, tokens attend to earlier "
+                "documents of their sequence; remove it"
+            )
         _require_causal(attn_mask_type)
         self.dropout = config.attention_dropout if attention_dropout is None else attention_dropout
+        # each tensor-parallel rank drops other scores; under sequence parallelism Megatron's block sees to it
+        self._draws_by_rank = self.dropout > 0 and not config.sequence_parallel
         # apply_query_key_layer_scaling needs nothing: softmax multiplies back what it divides scores by
         self.softmax_scale = softmax_scale
         self.backends = _BACKENDS[getattr(config, "attention_backend", AttnBackend.auto)]
@@ -158,7 +168,11 @@ class SDPACoreAttention(torch.nn.Module):
             )
         # compressed copies have their own storages
         qkv = (query, key, value) if self.group_size else map(_own_storage, (query, key, value))
-        y = self.attend(*qkv, group_size=self.group_size)
+        if self.training and self._draws_by_rank:
+            with get_cuda_rng_tracker().fork():
+                y = self.attend(*qkv, group_size=self.group_size)
+        else:
+            y = self.attend(*qkv, group_size=self.group_size)
         before_hooks(self, y)
         return y
 

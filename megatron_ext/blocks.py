@@ -6,9 +6,11 @@ the modules inside a layer, so they are taken only where nobody can tell: `dense
 """
 
 import functools
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
+from megatron.core.distributed import DistributedDataParallel
 from megatron.core.transformer.identity_op import IdentityFuncOp, IdentityOp
 from torch.nn.modules.module import _has_any_global_hook
 
@@ -33,7 +35,9 @@ _KINDS = {
     "mlp": CoatMLP,
 }
 _ADDITIONS = (coat_bias_dropout_add, deferred_bias_dropout_add)
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_HOOKS = ("_forward_hooks", "_backward_hooks", "_backward_pre_hooks")
+# under --overlap-param-gather each module has a hook that waits for its own parameters
+_WAITS = f"{DistributedDataParallel._make_forward_pre_hook.__qualname__}.<locals>."
 # arguments of the layer that may be given; callers give at most the first two by position
 _ARGUMENTS = ("hidden_states", "attention_mask", "rotary_pos_emb")
 
@@ -96,15 +100,21 @@ def dense_parts(layer: torch.nn.Module) -> Parts | None:
     return parts
 
 
+def _waits(hook: Callable) -> bool:
+    return getattr(hook, "__qualname__", "").startswith(_WAITS)
+
+
 def _is_stock(module: torch.nn.Module) -> bool:
-    """Whether calling `module` runs the forward of its class and nothing else, and all its own parameters are
-    trained."""
+    """Whether calling `module` runs the forward of its class and nothing else but what `_wait_for_parameters`
+    does, and all its own parameters are trained."""
     own = module.__dict__
     if "forward" in own:
         return False
     for name in _HOOKS:
         if own[name]:
             return False
+    if own["_forward_pre_hooks"] and not all(map(_waits, own["_forward_pre_hooks"].values())):
+        return False
     for parameter in own["_parameters"].values():
         if parameter is not None and not parameter.requires_grad:
             return False
@@ -136,6 +146,12 @@ def uses_blocks(layer: torch.nn.Module, parts: Parts, arguments: dict) -> bool:
     return all(map(_is_stock, parts))
 
 
+def _wait_for_parameters(module: torch.nn.Module) -> None:
+    """Runs the hooks with which Megatron awaits gathered parameters, since the module is not called."""
+    for hook in module._forward_pre_hooks.values():
+        hook(module, ())
+
+
 def _recomputes(core: torch.nn.Module) -> bool:
     """Whether attention is recomputed in backward: if the config says so, nothing is dropped and nobody hooks
     it."""
@@ -159,6 +175,9 @@ def forward_by_blocks(layer: torch.nn.Module, args: tuple, kwargs: dict) -> torc
     tables = parts.attention.tables_of(arguments.get("rotary_pos_emb"))
     if tables is None:
         return None
+    for module in parts:
+        if module._forward_pre_hooks:
+            _wait_for_parameters(module)
     x, (weights, options) = arguments["hidden_states"], _gathered(parts)
     compute = functools.partial(_compute, parts, options, arguments.get("attention_mask"))
     if not uses_graphs(parts, x):

@@ -12,6 +12,8 @@ Engine's.
 
 from dataclasses import replace
 
+import torch
+
 from coat_ds.versions import MEGATRON_CORE
 from coat_kernels.graphs import Graphs
 
@@ -54,6 +56,8 @@ def _local_parts(config, experts: bool) -> TransformerLayerSubmodules:
         "--multi-latent-attention": config.multi_latent_attention,
         "--fp8-format (coat_layer_spec brings its own FP8, without Transformer Engine)": config.fp8,
         "--fp4-format": getattr(config, "fp4", None),
+        "--kitchen-config-file or --kitchen-recipe-number": config.use_kitchen,
+        "--batch-invariant-mode": config.batch_invariant_mode,
     }
     for argument, found in unsupported.items():
         if found:
@@ -104,10 +108,24 @@ def _has_experts(
     return is_moe_layer(config, layer_number - 1 + offset)
 
 
+def _check_layers(config) -> None:
+    """Raises ValueError where Megatron would choose layers of other kinds, which `--spec` takes the place of.
+
+    In the hybrid stack the pattern chooses them.
+    """
+    for argument, found in {
+        "--experimental-attention-variant": config.experimental_attention_variant,
+        "--heterogeneous-layers-config-path": config.heterogeneous_block_specs,
+    }.items():
+        if found:
+            raise ValueError(f"megatron_ext.layer_specs: {argument} is not supported; remove it")
+
+
 class SDPATransformerLayer(TransformerLayer):
     """Megatron's own local layer with `SDPACoreAttention` as its core attention."""
 
     def __init__(self, config, submodules=None, *args, **kwargs):
+        _check_layers(config)
         super().__init__(config, sdpa_parts(config, _has_experts(config, *args, **kwargs)), *args, **kwargs)
 
 
@@ -121,6 +139,7 @@ class CoatTransformerLayer(TransformerLayer):
     zero3_unit = False
 
     def __init__(self, config, submodules=None, *args, **kwargs):
+        _check_layers(config)
         super().__init__(config, coat_parts(config, _has_experts(config, *args, **kwargs)), *args, **kwargs)
         self.graphs = Graphs()
 
@@ -146,6 +165,16 @@ def coat_parts(config, experts: bool) -> TransformerLayerSubmodules:
         raise ValueError(
             "coat_layer_spec: recomputing 'layernorm' saves nothing, the outputs of norms are not kept. "
             "Remove it from --recompute-modules."
+        )
+    if config.first_last_layers_bf16:
+        raise ValueError(
+            "coat_layer_spec: --first-last-layers-bf16 is about Megatron's own FP8. Remove it, and name the "
+            'layers in --te-precision-config-file, with {"coat": {"enabled": false}}.'
+        )
+    if config.params_dtype == torch.float16:
+        raise ValueError(
+            "coat_layer_spec: --fp16 is not supported, layers compute in BF16 or FP32. Use --bf16, or "
+            "sdpa_layer_spec for Megatron's own layers."
         )
     parts = _with_attention(
         _local_parts(config, experts),

@@ -81,8 +81,10 @@ class _CoatLinear(TakesActivations):
 
     def __init__(self, input_size: int, output_size: int, *, config, **kwargs):
         name = kwargs.get("tp_comm_buffer_name") or "linear"
+        shards, of_experts = (getattr(config, f"{kind}gtp_weight_remat_size", 1) for kind in ("", "expert_"))
         unsupported = {
-            "--tensor-parallel-num-weight-shards above 1": getattr(config, "gtp_weight_remat_size", 1) > 1,
+            "--tensor-parallel-num-weight-shards above 1": shards > 1,
+            "--expert-tensor-parallel-num-weight-shards above 1": of_experts > 1,
             "--defer-embedding-wgrad-compute": config.defer_embedding_wgrad_compute,
         }
         for argument, found in unsupported.items():

@@ -230,11 +230,14 @@ def _link(host: MegatronOptimizer, model_chunks: Iterable[torch.nn.Module], conf
     log_single_rank(logger, logging.WARNING, said)
 
 
-def _check_host(host: Any) -> None:
-    """Raises CoatConfigError for a Megatron OptimizerConfig that asks for another optimizer."""
+def _check_host(host: Any, model_chunks: Iterable[torch.nn.Module]) -> None:
+    """Raises CoatConfigError for a Megatron OptimizerConfig that asks for another optimizer, and for a model
+    whose optimizer would hold nothing that is known here."""
+    fsdp = any(getattr(chunk.ddp_config, "use_megatron_fsdp", False) for chunk in model_chunks)
     for argument, found in {
         f"--optimizer {host.optimizer}": host.optimizer != "adam",
         "--optimizer-cpu-offload": host.optimizer_cpu_offload,
+        "--use-megatron-fsdp": fsdp,
     }.items():
         if found:
             raise CoatConfigError(
@@ -317,8 +320,7 @@ def install(coat: CoatConfig | None = None) -> None:
 def _building(coat: CoatConfig, adam: Callable, build: Callable) -> Callable:
     @functools.wraps(build)
     def coat_build(config, model_chunks, *args, **kwargs):
-        _check_host(config)
-        watch.check_host(model_chunks, coat.watch)
+        _check_host(config, model_chunks)
         with _without_te(VERSION), ADAM.applied(lambda _: adam), IS_TORCH.applied(lambda _: False):
             built = build(config, model_chunks, *args, **kwargs)
         if isinstance(built, MegatronOptimizer):

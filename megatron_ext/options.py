@@ -25,6 +25,7 @@ import dataclasses
 import functools
 import json
 import os
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -48,6 +49,12 @@ def named_file() -> str | None:
     """The file that `COAT_CONFIG` names, as messages call it; None without the variable."""
     path = os.environ.get(VARIABLE)
     return None if path is None else f"{VARIABLE}={path}"
+
+
+def megatron_lm() -> Any:
+    """The global variables of Megatron-LM's scripts, if one of them runs."""
+    found = sys.modules.get("megatron.training.global_vars")
+    return found if found is not None and getattr(found, "_GLOBAL_ARGS", None) is not None else None
 
 
 @functools.cache

@@ -14,7 +14,6 @@ fall back together. What has fallen back stands beside the first optimizer's sta
 import functools
 import itertools
 import logging
-import sys
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -120,7 +119,7 @@ def watch_optimizer(chain: ChainedOptimizer, config: WatchConfig) -> Watch | Non
 
     optimizers = [part.optimizer for part in ours]
     # Megatron-LM counts steps; in a loop of one's own the watch does
-    host = _megatron_lm()
+    host = options.megatron_lm()
     watch = Watch(
         model,
         optimizers,
@@ -213,16 +212,10 @@ def _union(names: list[str]) -> list[str]:
     return list(dict.fromkeys(itertools.chain.from_iterable(found)))
 
 
-def _megatron_lm() -> Any:
-    """The global variables of Megatron-LM's scripts, if one of them runs."""
-    found = sys.modules.get("megatron.training.global_vars")
-    return found if found is not None and getattr(found, "_GLOBAL_ARGS", None) is not None else None
-
-
 def _writers() -> list[Callable]:
     """What gives readings to Megatron-LM's writers, on all ranks if its arguments name any: the last rank has
     them."""
-    host = _megatron_lm()
+    host = options.megatron_lm()
     if host is None:
         return []
     args = host.get_args()
@@ -232,7 +225,7 @@ def _writers() -> list[Callable]:
 
 
 def _samples_done() -> int:
-    host = _megatron_lm()
+    host = options.megatron_lm()
     # Megatron-LM counts them behind the step
     return 0 if host is None else host.get_args().consumed_train_samples + get_current_global_batch_size()
 

@@ -96,6 +96,24 @@ def test_dropout_only_in_training(device):
     torch.testing.assert_close(module.eval()(q, k, v), exact, rtol=0, atol=0)
 
 
+def test_dropout_draws_from_the_ranks_own_random_state(device):
+    # tensor-parallel ranks share the other one: they would drop the same scores of different heads
+    mask = torch.ones(S, S, dtype=torch.bool, device=device).triu(1)[None, None]
+    random = torch.cuda.get_rng_state if device.type == "cuda" else torch.get_rng_state
+    for cls in (SDPACoreAttention, DotProductAttention):
+        _, q, k, v = qkv(device)
+        module, before = attention(cls, attention_dropout=0.5), random()
+        assert not module(q, k, v, mask).equal(module(q, k, v, mask))
+        assert random().equal(before), cls
+
+
+@pytest.mark.parametrize("option", ["qk_clip", "log_max_attention_logit"])
+def test_the_largest_logit_is_not_measured(option):
+    # without the error Megatron's loop would end in an AttributeError behind the first step
+    with pytest.raises(ValueError, match=f"{option} is True"):
+        attention(**{option: True})
+
+
 def test_says_what_it_does_not_support(device):
     _, q, k, v = qkv(device)
     module = attention()

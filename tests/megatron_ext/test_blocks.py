@@ -214,6 +214,21 @@ def test_gradients_go_into_megatrons_buffers(device):
     assert all(torch.equal(blocks[name], grad) for name, grad in modules.items())
 
 
+@pytest.mark.usefixtures("megatron")
+def test_blocks_wait_for_gathered_parameters(device):
+    model = build()
+    overlaps = {"overlap_grad_reduce": True, "overlap_param_gather": True}
+    settings = DistributedDataParallelConfig(use_distributed_optimizer=True, bucket_size=20_000, **overlaps)
+    wrapped = DistributedDataParallel(model.config, settings, model)
+    layer = model.decoder.layers[0]
+    assert len(wrapped.bucket_groups) > 2 and layer.mlp.linear_fc1._forward_pre_hooks
+    assert not any(group.param_gather_dispatched for group in wrapped.bucket_groups)
+    assert "MlpBlock" in node(layer, device)
+    own = {wrapped.param_to_bucket_group[p] for p in layer.parameters()}
+    assert len(own) > 1 and all(group.param_gather_dispatched for group in own)
+    assert all(group.param_gather_handle is None for group in own)
+
+
 def _ranks():
     """Losses and gradients of two tensor-parallel ranks, by blocks and by modules."""
     from megatron_ext import cpu

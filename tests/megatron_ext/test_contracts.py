@@ -14,6 +14,7 @@ from megatron_ext.model import ModelShape, build_gpt
 
 # names that are read or called, and the parameters that are given by name
 NAMES: dict[str, str] = {
+    "distributed.DistributedDataParallel._make_forward_pre_hook": "",
     "extensions.transformer_engine.HAVE_TE": "",
     "extensions.transformer_engine.TENorm": "",
     "fusions.fused_bias_dropout.get_bias_dropout_add": "training fused",
@@ -40,6 +41,7 @@ NAMES: dict[str, str] = {
     # replaced on a CPU
     "tensor_parallel.random._get_cuda_rng_state": "",
     "tensor_parallel.random._set_cuda_rng_state": "",
+    "tensor_parallel.get_cuda_rng_tracker": "",
     "transformer.attention.SelfAttention.forward": "self hidden_states attention_mask rotary_pos_emb",
     "transformer.attention.SelfAttention.get_query_key_value_tensors": "self hidden_states",
     "transformer.enums.AttnBackend.auto": "",
@@ -70,13 +72,14 @@ FIELDS: dict[str, str] = {
 }
 CONFIG = (
     "activation_func activation_func_clamp_value activation_func_fp8_input_store add_bias_linear "
-    "attention_backend attention_dropout attention_output_gate bias_activation_fusion "
-    "context_parallel_size cuda_graph_impl defer_embedding_wgrad_compute ffn_hidden_size fp8 "
-    "gated_linear_unit glu_linear_offset hidden_size layernorm_epsilon layernorm_zero_centered_gamma "
+    "attention_backend attention_dropout attention_output_gate batch_invariant_mode bias_activation_fusion "
+    "context_parallel_size cuda_graph_impl defer_embedding_wgrad_compute experimental_attention_variant "
+    "ffn_hidden_size first_last_layers_bf16 fp8 gated_linear_unit glu_linear_offset "
+    "heterogeneous_block_specs hidden_size layernorm_epsilon layernorm_zero_centered_gamma "
     "moe_ffn_hidden_size moe_grouped_gemm moe_layer_freq moe_shared_expert_overlap mrope_section "
     "multi_latent_attention no_rope_freq normalization num_moe_experts num_query_groups params_dtype "
     "qk_l2_norm qk_layernorm recompute_granularity recompute_modules rotary_interleaved sequence_parallel "
-    "use_cpu_initialization use_te_activation_func"
+    "use_cpu_initialization use_kitchen use_te_activation_func"
 )
 
 

@@ -150,3 +150,13 @@ def test_final_norm_is_put_back():
     assert hybrid_block.TENorm is LocalNorm
     with pytest.raises(RuntimeError, match="NoNorm: expected the class of the final norm"):
         replace_final_norm(hybrid_block, "NoNorm")
+
+
+def test_a_variant_of_attention_is_another_letter(megatron):
+    from megatron_ext.hybrid_specs import coat_parts
+    from tests.megatron_ext.layers import config
+
+    settings = config()
+    settings.experimental_attention_variant = "gdn2"
+    # that of 'G': GPTModel's layers would be of this kind, those of '*' are not
+    assert coat_parts(settings, experts=False).self_attention

@@ -343,10 +343,12 @@ def test_unknown_megatron_is_refused_before_anything_changes(megatron, monkeypat
         ({"optimizer_cpu_offload": True}, "--optimizer-cpu-offload"),
         ({"exp_avg_dtype": torch.bfloat16}, "--exp-avg-dtype"),
         ({"main_params_dtype": torch.float16}, "--main-params-dtype"),
+        ({"use_megatron_fsdp": True}, "--use-megatron-fsdp: not supported by megatron_ext.with_optimizer"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_contradictions_are_errors(megatron, options, named):
+    options = dict(options)
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 
@@ -360,6 +362,8 @@ def test_contradictions_are_errors(megatron, options, named):
         settings = DistributedDataParallelConfig(use_distributed_optimizer=True)
         with cpu.no_cuda(), pytest.raises(CoatConfigError, match=named):
             wrapped = DistributedDataParallel(model.config, settings, model)
+            # Megatron's FSDP itself needs a GPU; the optimizer asks for this alone
+            settings.use_megatron_fsdp = options.pop("use_megatron_fsdp", False)
             common = {"use_distributed_optimizer": True, "use_precision_aware_optimizer": True}
             config = OptimizerConfig(**({"optimizer": "adam", "lr": 1e-3, "bf16": True} | common | options))
             get_megatron_optimizer(config, [wrapped])

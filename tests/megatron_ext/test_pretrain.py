@@ -205,3 +205,8 @@ def test_errors_name_the_file_and_the_key(tmp_path):
     path.write_text('{"coat": {"enabled": true, "optimizer": {"group_sise": 64}}}')
     _, output = pretrain("gpt", variables={"COAT_CONFIG": str(path)}, check=False)
     assert f"COAT_CONFIG={path}: coat.optimizer.group_sise: unknown key" in output
+
+
+def test_masks_that_attention_would_not_read_are_refused():
+    _, output = pretrain("gpt", check=False, reset_attention_mask="")
+    assert "--reset-attention-mask is not supported" in output

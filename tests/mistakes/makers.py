@@ -162,18 +162,33 @@ def spec(**arguments) -> Callable[[Path], object]:
     """The parts of the spec's layer, from Megatron's own config with these fields."""
 
     def run(folder: Path) -> None:
-        from megatron.core.transformer import TransformerConfig
-
         from megatron_ext.layer_specs import coat_parts
 
-        settings = TransformerConfig(num_layers=1, hidden_size=64, num_attention_heads=4)
-        for name, value in arguments.items():
-            # not to its constructor, which asks for Transformer Engine
-            assert hasattr(settings, name)
-            setattr(settings, name, value)
-        coat_parts(settings, experts=False)
+        coat_parts(_megatron_config(arguments), experts=False)
 
     return run
+
+
+def layer(**arguments) -> Callable[[Path], object]:
+    """The spec's layer itself, from the same."""
+
+    def run(folder: Path) -> None:
+        from megatron_ext.layer_specs import coat_layer_spec
+
+        coat_layer_spec.module(_megatron_config(arguments))
+
+    return run
+
+
+def _megatron_config(arguments: dict[str, object]):
+    from megatron.core.transformer import TransformerConfig
+
+    settings = TransformerConfig(num_layers=1, hidden_size=64, num_attention_heads=4)
+    for name, value in arguments.items():
+        # not to its constructor, which asks for Transformer Engine
+        assert hasattr(settings, name)
+        setattr(settings, name, value)
+    return settings
 
 
 def other_megatron(folder: Path) -> None:

@@ -13,6 +13,7 @@ from tests.mistakes.makers import (
     doctor,
     engine_on_an_old_gpu,
     in_a_folder,
+    layer,
     megatron,
     nothing_in_fp8,
     on_an_old_gpu,
@@ -133,6 +134,26 @@ MISTAKES = {
         Mistake(
             "`--multi-latent-attention`", spec(multi_latent_attention=True), ("--multi-latent", "remove it")
         ),
+        Mistake(
+            "`--experimental-attention-variant`",
+            layer(experimental_attention_variant="gated_delta_net"),
+            ("--experimental-attention-variant", "remove it"),
+        ),
+        Mistake(
+            "layers of different kinds",
+            layer(heterogeneous_block_specs=True),
+            ("--heterogeneous-layers-config-path", "remove it"),
+        ),
+        Mistake(
+            "`--batch-invariant-mode`", spec(batch_invariant_mode=True), ("--batch-invariant", "remove it")
+        ),
+        Mistake("kitchen", spec(use_kitchen=True), ("--kitchen-config-file", "remove it")),
+        Mistake(
+            "`--first-last-layers-bf16`",
+            spec(first_last_layers_bf16=True),
+            ("--first-last-layers-bf16", "Megatron's own FP8", "--te-precision-config-file"),
+        ),
+        Mistake("`--fp16`", spec(params_dtype=torch.float16), ("--fp16", "BF16 or FP32", "Use --bf16")),
         Mistake(
             "recompute of norms",
             spec(recompute_granularity="selective", recompute_modules=["layernorm"]),
