@@ -201,7 +201,7 @@ def test_tensors_of_every_kind_in_one_step(bf16_params, device, monkeypatch):
     monkeypatch.setattr(adamw_step, "uses_kernels", lambda *_, **__: True)
 
     def made():
-        params = start(device, 300, 700, 500, 900, 800)
+        params = start(device, 300, 700, 750, 900, 800)
         params[1] = torch.nn.Parameter(params[1].detach().bfloat16())
         params[2].grad_dtype = None
         set_grads(params, 0)

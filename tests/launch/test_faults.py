@@ -406,3 +406,19 @@ def test_loss_that_is_not_finite(tmp_path, train, whole):
     # the weights and the schedule stood still
     assert other[4]["val_loss"] == pytest.approx(other[2]["loss"], abs=1)
     assert [other[step]["lr"] for step in (5, 6)] == [one[step]["lr"] for step in (3, 4)]
+
+
+def test_failures_without_end_stop_a_run(tmp_path, train):
+    ended = train("--non-finite", "skip", "--steps", 20, nan_at_steps=[0, 2, 20])
+    assert ended.codes == [1] and "Traceback" not in ended.text
+    assert "training diverged: loss nan at step 11" in ended.text and "in the last 10 steps" in ended.text
+    assert [step for step, found in measured(tmp_path).items() if "skipped" in found] == [*range(2, 11)]
+
+
+def test_each_step_has_a_batch_of_its_own(tmp_path, train):
+    """With weights that stay, a loss says which batch it is of."""
+    ended = train("--lr", 0)
+    assert ended.codes == [0], ended.text
+    found = measured(tmp_path)
+    assert len({found[step]["loss"] for step in range(1, 9)}) == 8
+    assert len({found[step]["val_loss"] for step in (0, 4, 8)}) == 1
