@@ -1,12 +1,14 @@
 """Mistakes beside the block: messages name the key, what was found and the way out."""
 
+import inspect
 import logging
 
 import pytest
 import torch
+from deepspeed.ops.adam import FusedAdam
 from deepspeed.utils import logger
 
-from coat_ds import CoatConfig, CoatConfigError
+from coat_ds import CoatAdamW, CoatConfig, CoatConfigError
 from coat_ds.config import ActivationsConfig
 from coat_ds.zero import block, build, deepspeed_config
 from coat_ds.zero.deepspeed_config import no_conversion
@@ -150,6 +152,16 @@ def test_where_no_model_is_converted(monkeypatch):
         assert no_conversion({}, ActivationsConfig(emulate=True), gpu) is None
         assert no_conversion({"fp16": {"enabled": False}}, usual, torch.device("cpu")) is None
         assert "fp16.enabled" in no_conversion({"fp16": {"enabled": True}}, usual, gpu)
+
+
+@pytest.mark.parametrize("torch_adam, stock", [(False, FusedAdam), (True, torch.optim.AdamW)])
+def test_weights_decay_as_without_the_block(torch_adam, stock):
+    """By what the optimizer that DeepSpeed would build does unless told."""
+    made = [torch.nn.Parameter(torch.zeros(3))]
+    for given in ({}, {"weight_decay": 0.3}):
+        options = deepspeed_config.optimizer_options(params(lr=1e-3, torch_adam=torch_adam, **given))
+        expected = given.get("weight_decay", inspect.signature(stock).parameters["weight_decay"].default)
+        assert CoatAdamW(made, **options).param_groups[0]["weight_decay"] == expected
 
 
 def test_names_of_implementations_get_a_line(log):
