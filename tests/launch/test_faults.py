@@ -1,6 +1,7 @@
 """What ends or damages a run, and what the next one makes of it: the same losses, to the bit."""
 
 import contextlib
+import datetime
 import hashlib
 import json
 import os
@@ -14,9 +15,12 @@ from pathlib import Path
 import pytest
 import torch
 
+import coat_ds
 from coat_launch import checkpoints, output_lock, pretrain_gpt, report
+from coat_launch.process_group import start_process_group
 from tests.coat_ds.test_checkpoints import rounded_again
 from tests.launch.ranks import HIDDEN, run_ranks
+from tests.util import run_distributed
 
 pytestmark = pytest.mark.early
 
@@ -422,3 +426,29 @@ def test_each_step_has_a_batch_of_its_own(tmp_path, train):
     found = measured(tmp_path)
     assert len({found[step]["loss"] for step in range(1, 9)}) == 8
     assert len({found[step]["val_loss"] for step in (0, 4, 8)}) == 1
+
+
+def draws(folder):
+    """Random numbers behind a save, and behind the load of it after others were drawn."""
+    from megatron_ext.model import initialize_model_parallel
+
+    start_process_group(datetime.timedelta(seconds=60))
+    initialize_model_parallel(1, seed=1234)
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "bf16": {"enabled": True},
+        "zero_optimization": {"stage": 1},
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
+        "coat": {"enabled": True},
+    }
+    engine, *_ = coat_ds.initialize(model=torch.nn.Linear(64, 64), config=config)
+    layout = checkpoints.Layout(1, 1, 1)
+    checkpoints.save(engine, folder, 1, layout, {})
+    saved = torch.rand(5)
+    checkpoints.load(engine, checkpoints.find(folder), layout, folder)
+    return saved, torch.rand(5)
+
+
+def test_random_numbers_go_on(tmp_path):
+    ((saved, loaded),) = run_distributed(draws, 1, tmp_path)
+    assert torch.equal(saved, loaded)
