@@ -3,6 +3,7 @@
 import argparse
 from pathlib import Path
 
+from coat_ds.zero.deepspeed_config import DEFAULT_WEIGHT_DECAY
 from coat_launch.errors import LaunchError
 from coat_launch.json_file import read_object
 
@@ -73,7 +74,11 @@ def set_batch_sizes(config: dict, args: argparse.Namespace, ranks: int) -> tuple
 
 
 def use_torch_adamw(config: dict) -> None:
-    """Without COAT, AdamW is torch's fused one: DeepSpeed's keeps the same states and wants a compiler."""
+    """Without COAT, AdamW is torch's fused one: DeepSpeed's keeps the same states and wants a compiler.
+
+    Weights decay by DeepSpeed's default all the same, as with COAT.
+    """
     optimizer = config.get("optimizer", {})
     if str(optimizer.get("type")).lower() in ("adam", "adamw"):
-        optimizer["params"] = {**(optimizer.get("params") or {}), "torch_adam": True, "fused": True}
+        params = {"weight_decay": DEFAULT_WEIGHT_DECAY, **(optimizer.get("params") or {})}
+        optimizer["params"] = {**params, "torch_adam": True, "fused": True}

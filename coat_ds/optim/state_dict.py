@@ -16,6 +16,8 @@ from coat_ds.optim.streaming import is_streaming
 from coat_kernels.codecs import Storage
 
 METADATA_VERSION = 2
+# the kernels' dither counts no further
+MOST_STEPS = 2**31 - 1
 # what a parameter group of another Adam may ask for, and no step of CoatAdamW does
 REFUSED = {"amsgrad": True, "bias_correction": False, "adam_w_mode": False}
 
@@ -163,9 +165,10 @@ def _said(value: Any) -> str:
 
 def _check_step(step: Any, of_what: str) -> None:
     is_number = isinstance(step, int | float) or (isinstance(step, torch.Tensor) and step.numel() == 1)
-    if not is_number or not (float(step) >= 0 and float(step).is_integer()):
+    if not is_number or not (0 <= float(step) <= MOST_STEPS and float(step).is_integer()):
         raise ValueError(
-            f"load_state_dict: the step of {of_what} is {_said(step)}. Expected a whole number, 0 or more."
+            f"load_state_dict: the step of {of_what} is {_said(step)}. Expected a whole number from 0 to "
+            f"{MOST_STEPS}."
         )
 
 

@@ -24,13 +24,14 @@ OPTIMIZER_PARAMS: dict[str, tuple | None] = {
     "amsgrad": (False,),
     "bias_correction": (True,),
     "set_grad_none": (True, False),
-    # how it is implemented: "torch_adam" says at most how checkpoints are laid out (`stage0`)
+    # how it is implemented: "torch_adam" says at most how checkpoints are laid out (`stage0`), and how much
+    # weights decay without "weight_decay"
     "torch_adam": (True, False),
     "fused": (True, False),
     "foreach": (True, False),
 }
 IMPLEMENTATIONS = ("adam_w_mode", "torch_adam", "fused", "foreach")
-# DeepSpeed's AdamW does not decay unless told to; torch's does
+# DeepSpeed's AdamW does not decay unless told to; torch's does, as CoatAdamW
 DEFAULT_WEIGHT_DECAY = 0.0
 
 
@@ -238,7 +239,8 @@ def optimizer_options(config: Mapping[str, Any]) -> dict[str, Any]:
                 "coat.optimizer.enabled to false."
             )
     passed = {name: value for name, value in params.items() if OPTIMIZER_PARAMS[name] is None}
-    return {"weight_decay": DEFAULT_WEIGHT_DECAY, **passed}
+    default = {} if params.get("torch_adam") else {"weight_decay": DEFAULT_WEIGHT_DECAY}
+    return {**default, **passed}
 
 
 def no_conversion(

@@ -9,6 +9,7 @@ import logging
 import os
 import warnings
 import weakref
+import zipfile
 
 import pytest
 import torch
@@ -451,3 +452,22 @@ def test_host_functions_see_values(phases, stage):
             for found, wanted in pairs:
                 assert type(found) is torch.Tensor and found.dtype == torch.float32
                 assert_groups_faithful(found, wanted, cuts=len(phase) - 1)
+
+
+def in_pytorchs_older_format(folder):
+    """States, and what a file that was written without zip holds of them."""
+    config = ds_config(RUNS["stage1"], True) | {"checkpoint": {"checkpoint_serialization": False}}
+    engines = [coat_ds.initialize(model=Given(), config=config)[0] for _ in range(2)]
+    for step in range(2):
+        engines[0].backward(engines[0](step))
+        engines[0].step()
+    engines[0].save_checkpoint(folder, tag="older")
+    engines[1].load_checkpoint(folder, tag="older")
+    return [[t.clone() for _, *states in full_states(engine) for t in states] for engine in engines]
+
+
+def test_files_in_pytorchs_older_format_hold_the_states(tmp_path):
+    """`torch.save` asks for all values at once there: none may be left to it."""
+    ((saved, loaded),) = run_distributed(in_pytorchs_older_format, 1, str(tmp_path))
+    assert len(saved) > 6 and all(map(torch.equal, saved, loaded))
+    assert not zipfile.is_zipfile(next(tmp_path.glob("older/*optim_states.pt")))

@@ -152,6 +152,11 @@ def test_a_json_keeps_what_the_plan_does_not_change():
     assert base["zero_optimization"]["stage"] == 1
 
 
+def test_sizes_of_memory_have_their_units(capsys):
+    for text, size in (("2GiB", 2**31), ("2gb", 2e9), ("2", 2e9), ("79.5 GB", 79.5e9)):
+        assert plain(capsys, "plan", *SHAPE, "--memory", text)["limit_bytes"] == size
+
+
 def test_megatrons_arguments(capsys):
     words = (
         "--num-layers 8 --hidden-size 2048 --ffn-hidden-size 5632 --num-attention-heads 16 --seq-length 2048"
@@ -208,5 +213,7 @@ def test_doctor_looks_at_a_model(capsys, tmp_path):
     words = ["doctor", "--deepspeed", "configs/ds_zero2_coat.json", "--folder", str(tmp_path)]
     found = plain(capsys, *words, "--model", str(path))
     assert {finding["check"] for finding in found["model"]} == {"layers", "states", "peak"}
+    found = plain(capsys, *words, "--model", str(path), "--gpus", "2", "--sequence", "256")
+    assert "on 2 GPUs with 4 x 256 tokens" in found["model"][-1]["text"]
     found = plain(capsys, *words, "--model", "configs/model_quickstart.json", "--vocabulary", "512")
     assert found["model"][0]["state"] == "unknown"

@@ -90,6 +90,13 @@ def test_formats_come_from_the_block_and_groups_win():
     assert convert_(optimizer, OptimizerConfig(), keep_fp32=KEEP).state[net[0].weight] is again
 
 
+def test_groups_that_are_added_later_have_the_defaults():
+    net, given = model(), {"lr": 3e-4, "betas": (0.8, 0.9), "eps": 1e-6, "weight_decay": 0.3}
+    optimizer = convert_(torch.optim.AdamW(net[0].parameters(), **given), OptimizerConfig(), keep_fp32=KEEP)
+    optimizer.add_param_group({"params": net[2].parameters()})
+    assert given.items() <= optimizer.param_groups[1].items()
+
+
 def test_named_parameters_keep_their_names():
     net = model()
     net[0].weight.requires_grad_(False)

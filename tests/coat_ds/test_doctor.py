@@ -1,6 +1,8 @@
 """`coat doctor`: what it says of versions, of this machine, and of what a JSON would do to a model."""
 
 import json
+import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -127,6 +129,33 @@ def test_old_gpus_are_told_apart():
     assert "A100 has compute capability 8.0, FP8 needs 8.9" in machine.without_fp8("A100", 8, 0)
 
 
+def test_what_a_machine_of_several_gpus_is_told(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda i: SimpleNamespace(total_memory=80e9))
+    kinds = ["NVIDIA H100", 9, 0], ["NVIDIA H200", 9, 0], ["NVIDIA A100", 8, 0]
+    for found, states in (
+        (kinds[:1] * 2, {"GPU 0": OK, "GPU 1": OK}),
+        (kinds[:2], {"GPU 0": OK, "GPU 1": OK, "GPUs": WARNING}),
+        (kinds[2:], {"GPU 0": PROBLEM}),
+    ):
+        monkeypatch.setattr(machine, "gpus", lambda found=found: found)
+        assert {finding.check: finding.state for finding in machine.check_gpus()} == states
+
+
+def test_another_project_called_apex_is_named(monkeypatch, tmp_path):
+    for name in ("nvidias", "others"):
+        folder = tmp_path / name / "apex"
+        for part in ("", "multi_tensor_apply", "optimizers") if name == "nvidias" else ("",):
+            (folder / part).mkdir(parents=True, exist_ok=True)
+            (folder / part / "__init__.py").touch()
+        with monkeypatch.context() as patch:
+            patch.syspath_prepend(folder.parent)
+            found = by_check(packages.check(GOOD)).get("apex")
+            assert (found is None) == (name == "nvidias")
+        for module in [module for module in sys.modules if module.partition(".")[0] == "apex"]:
+            del sys.modules[module]
+    assert found.state == WARNING and "pip uninstall apex" in found.text
+
+
 def test_switches(monkeypatch):
     assert switches.check().state in (OK, UNKNOWN)
     monkeypatch.setenv("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")
@@ -187,6 +216,13 @@ def test_a_dry_run_leaves_the_model_as_it_was():
             "layers",
             PROBLEM,
             "FP8 saves nothing: none of 15",
+        ),
+        (
+            {"enabled": True, "activations": False, "optimizer": {"enabled": False}},
+            {},
+            "peak",
+            WARNING,
+            "That saves next to nothing: most are ",
         ),
     ],
     ids=str,

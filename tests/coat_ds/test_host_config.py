@@ -1,9 +1,11 @@
 """Mistakes beside the block: messages name the key, what was found and the way out."""
 
+import inspect
 import logging
 
 import pytest
 import torch
+from deepspeed.ops.adam import FusedAdam
 from deepspeed.utils import logger
 
 from coat_ds import CoatAdamW, CoatConfig, CoatConfigError
@@ -12,6 +14,7 @@ from coat_ds.zero import block, build, deepspeed_config
 from coat_ds.zero.deepspeed_config import no_conversion
 from coat_ds.zero.log import say
 from coat_kernels import device
+from coat_kernels.adamw import step
 
 BLOCK, ADAMW = {"enabled": True}, {"type": "AdamW", "params": {"lr": 1e-3}}
 
@@ -167,6 +170,30 @@ def test_where_no_model_is_converted(monkeypatch):
         assert no_conversion({}, ActivationsConfig(emulate=True), gpu) is None
         assert no_conversion({"fp16": {"enabled": False}}, usual, torch.device("cpu")) is None
         assert "fp16.enabled" in no_conversion({"fp16": {"enabled": True}}, usual, gpu)
+
+
+@pytest.mark.parametrize("torch_adam, stock", [(False, FusedAdam), (True, torch.optim.AdamW)])
+def test_weights_decay_as_without_the_block(torch_adam, stock):
+    """By what the optimizer that DeepSpeed would build does unless told."""
+    made = [torch.nn.Parameter(torch.zeros(3))]
+    for given in ({}, {"weight_decay": 0.3}):
+        options = deepspeed_config.optimizer_options(params(lr=1e-3, torch_adam=torch_adam, **given))
+        expected = given.get("weight_decay", inspect.signature(stock).parameters["weight_decay"].default)
+        assert CoatAdamW(made, **options).param_groups[0]["weight_decay"] == expected
+
+
+@pytest.mark.parametrize(
+    "zero", [{}, {"offload_optimizer": {"device": "cpu"}}], ids=["on a GPU", "offloaded"]
+)
+def test_offloaded_states_are_stepped_in_cpp(zero, monkeypatch):
+    stepped, compiled = [], step.adamw_compiled
+    monkeypatch.setattr(step, "adamw_compiled", lambda *given: stepped.append(given) or compiled(*given))
+    model = torch.nn.Linear(96, 96, bias=False)
+    config = host(zero_optimization={"stage": 2, **zero})
+    made = build.optimizer_for_engine(CoatConfig.from_dict(BLOCK), config, None, model)(model.parameters())
+    model.weight.grad = torch.randn(96, 96)
+    made.step()
+    assert len(stepped) == bool(zero)
 
 
 def test_names_of_implementations_get_a_line(log):

@@ -14,6 +14,7 @@ import torch
 
 import coat_ds
 from coat_ds import CoatAdamW
+from coat_ds.zero import stage0
 from tests.coat_ds.faithful import assert_ratio_faithful, assert_second_faithful
 from tests.coat_ds.test_checkpoints import full_states, to_universal
 from tests.coat_ds.test_zero import (
@@ -170,3 +171,23 @@ def test_bf16_masters_that_the_host_zeroes_move_on(where, request):
         assert not zeros.any()
         # an update is about the learning rate; a remainder of zero would be below 1e-40
         assert after.isfinite().all() and (after.abs() > 1e-5).float().mean() > 0.99
+
+
+def test_the_most_steps_count_where_one_master_takes_the_place_of_several():
+    """A parameter that had no gradient at first has made fewer."""
+    params = [torch.nn.Parameter(torch.full((n,), float(n))) for n in (3, 5)]
+    stock = torch.optim.AdamW(params)
+    for _ in params:
+        params[1].grad = torch.ones(5)
+        stock.step()
+        params[0].grad = torch.ones(3)
+    packed = {stage0.STATES: stock.state_dict(), stage0.APART: [[p.detach() for p in params]]}
+    joined = stage0.put_together(packed, [params])
+    (state,) = joined[stage0.STATES]["state"].values()
+    assert int(state["step"]) == 2 and state["exp_avg"].shape == (8,)
+    assert torch.equal(joined[stage0.FLAT][0], torch.cat([p.detach() for p in params]))
+    # and back: each its part
+    apart = stage0.taken_apart(joined, [params])
+    assert all(map(torch.equal, apart[stage0.APART][0], packed[stage0.APART][0]))
+    moments = [entry["exp_avg"] for entry in apart[stage0.STATES]["state"].values()]
+    assert all(map(torch.equal, moments, (stock.state[p]["exp_avg"] for p in params)))

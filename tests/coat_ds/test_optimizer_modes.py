@@ -7,6 +7,7 @@ import torch
 
 from coat_ds import CoatAdamW
 from coat_kernels.adamw import join_master, split_master
+from coat_kernels.adamw import step as adamw_step
 
 # a power of two is the same rate in FP32 and FP64
 OPTIONS = {"lr": 2.0**-10, "betas": (0.9, 0.95), "weight_decay": 0.1}
@@ -179,11 +180,47 @@ def test_copies_are_written_in_the_same_pass(device):
 def test_clip_coefficient_is_applied_in_the_step(device):
     params, clipped = start(device, 300, 5000), start(device, 300, 5000)
     first, second = CoatAdamW(params, **OPTIONS), CoatAdamW(clipped, **OPTIONS)
-    set_grads(params, 0)
-    set_grads(clipped, 0, scale=4.0)
-    first.step()
-    second.step(grad_scale=torch.tensor(0.25, device=device))
-    assert all_equal(params, clipped) and all_equal(state_of(first), state_of(second))
+    scaler = torch.amp.GradScaler(device.type, init_scale=8.0)
+    scaler.scale(torch.ones(1, device=device))
+    coefficient = torch.tensor(0.25, device=device)
+    for scale, step in (
+        (4.0, lambda: second.step(grad_scale=coefficient)),
+        # beside the scaler's own factor
+        (32.0, lambda: scaler.step(second, grad_scale=coefficient)),
+    ):
+        set_grads(params, 0)
+        set_grads(clipped, 0, scale=scale)
+        first.step()
+        step()
+        assert all_equal(params, clipped) and all_equal(state_of(first), state_of(second))
+
+
+@pytest.mark.parametrize("bf16_params", ["exact", "nearest"])
+def test_tensors_of_every_kind_in_one_step(bf16_params, device, monkeypatch):
+    """A launch takes tensors of one kind. Of several kinds each is stepped as it would be alone."""
+    monkeypatch.setattr(adamw_step, "uses_kernels", lambda *_, **__: True)
+
+    def made():
+        params = start(device, 300, 700, 750, 900, 800)
+        params[1] = torch.nn.Parameter(params[1].detach().bfloat16())
+        params[2].grad_dtype = None
+        set_grads(params, 0)
+        params[2].grad = params[2].grad.bfloat16()
+        return params, torch.empty_like(params[3], dtype=torch.bfloat16)
+
+    def stepped(optimizer, params, copies):
+        for p in params:
+            if len(p) == 900:
+                optimizer.copy_weight(p, copies)
+        optimizer.step()
+
+    (together, first), (alone, second) = made(), made()
+    options = {**OPTIONS, "min_numel": 600, "bf16_params": bf16_params}
+    stepped(CoatAdamW(together, **options), together, first)
+    for p in alone:
+        stepped(CoatAdamW([p], **options), [p], second)
+    assert all_equal([*together, first], [*alone, second])
+    assert not all_equal(together[:1], start(device, 300))
 
 
 def test_grad_scaler_skips_a_bad_step_and_counts_only_good_ones(device):
@@ -268,6 +305,24 @@ def test_which_tensors_keep_fp32_moments(device):
         named, keep_fp32=lambda name, p: p.numel() == 100 or name == "embed.weight", min_numel=0
     )
     assert formats(by_size) == ["fp32", compressed, compressed, "fp32", compressed]
+
+
+def test_moments_that_exist_go_to_fp32_and_back(device):
+    (p,) = params = start(device, 5000)
+    optimizer = CoatAdamW(params, **OPTIONS)
+    train(params, optimizer)
+    codecs, values = [x.codec for x in moments_of(optimizer, p)], optimizer.moments(p)
+    optimizer.keep(p)
+    assert [x.codec.name for x in moments_of(optimizer, p)] == ["fp32", "fp32"]
+    assert all_equal(optimizer.moments(p), values)
+    optimizer.keep(p, False)
+    assert [x.codec for x in moments_of(optimizer, p)] == codecs
+    for found, expected in zip(optimizer.moments(p), values, strict=True):
+        torch.testing.assert_close(found, expected, rtol=0.1, atol=1e-6)
+
+
+def moments_of(optimizer, p):
+    return [optimizer.state[p][name] for name in ("exp_avg", "exp_avg_sq")]
 
 
 def test_layout_lists_every_kind_of_tensor_with_its_bytes(device):

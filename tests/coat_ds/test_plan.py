@@ -12,9 +12,10 @@ import transformers
 from benchmarks.common.harness import read_rows
 from benchmarks.common.whole_models import MODELS, SYSTEMS, WAYS, planned
 from coat_ds import cli, convert, plan
-from coat_ds.plan import Layout, PlanError, Sizes, gathers, layout, rungs, sizes
+from coat_ds.plan import Layout, PlanError, Sizes, advice, gathers, layout, rungs, sizes
 from coat_ds.plan.gathers import Limits, replay
 from coat_ds.plan.memory import saved_per_token
+from coat_ds.plan.roofline import flops
 from coat_ds.plan.systems import coat
 
 ROOT = Path(__file__).parents[2]
@@ -152,6 +153,64 @@ def test_no_gpu_was_busy_for_less_than_the_roofline():
     assert looked > 30
 
 
+SMALL = Sizes(layers=2, hidden=64, ffn=128, heads=4, groups=2, head_dim=16, vocabulary=512)
+# a thousand operations or bytes a second: times in milliseconds are counts
+COUNTING = dataclasses.replace(
+    plan.GPUS["h200"], **dict.fromkeys(("bf16", "fp8", "attention", "copy", "link"), 1e3)
+)
+
+
+def counts(system: str = "BF16", **spread):
+    return plan.step_time(SMALL, Layout(sequence=8, **spread), rungs()[system], COUNTING)
+
+
+def test_operations_and_bytes_of_a_step_are_those_on_paper():
+    matrices, table, n = 64 * (128 + 64 + 256 + 128), 512 * 64, SMALL.parameters
+    assert n == 2 * matrices + 2 * table + 5 * 64
+    # two operations an element and token forward, four backward; attention's scores and sums over half of the
+    # keys forward, and two and a half times that backward
+    assert counts().products == pytest.approx(6 * 8 * (2 * matrices + table))
+    assert counts().attention == pytest.approx(3.5 * 2 * 2 * 8 * 8 * 64)
+    assert flops(SMALL, 1, 8) == pytest.approx(counts().products + 2 * 6 * 8 * 8 * 64)
+    assert counts(accumulation=4).products == pytest.approx(4 * counts().products)
+    # moments and masters are read and written, gradients read, weights written; BF16 gradients are first FP32
+    states = 2 * (2 + 9 / 128) + 8 + 4
+    assert counts("COAT", stage=0, gpus=4).optimizer == pytest.approx(n * states)
+    assert counts("COAT", gpus=4).optimizer == pytest.approx(n / 4 * states)
+    assert counts(gpus=4).optimizer == pytest.approx(n / 4 * (16 + 8 + 4 + 10))
+
+
+def test_messages_of_a_step_are_those_on_paper():
+    """What a GPU of four sends: three quarters of what is gathered, and of what is reduced."""
+    whole = 2 * SMALL.parameters * 3 / 4
+    for stage, accumulation, times in ((1, 1, 2), (1, 4, 2), (2, 1, 2), (2, 4, 5), (3, 1, 3), (3, 4, 12)):
+        found = counts(gpus=4, stage=stage, accumulation=accumulation).messages
+        assert found == pytest.approx(times * whole), (stage, accumulation)
+    assert counts(gpus=4, stage=3, quantized_gathers=True).messages == pytest.approx(2 * whole)
+    # five exchanges a layer forward and five backward, of half of the hidden states; and half of the model
+    hidden = 2 * 8 * 64 / 2
+    expected = 10 * 2 * hidden + 2 * (2 * SMALL.parameters / 2) / 2
+    assert counts(gpus=4, tensor=2, stage=1).messages == pytest.approx(expected)
+
+
+def test_stages_of_a_pipeline_wait_and_hold():
+    found = counts(gpus=2, pipeline=2, stage=1, accumulation=4)
+    assert found.bubble == pytest.approx((found.products + found.attention + found.bytes) / 4)
+    # the first stage, fuller than the last with its few logits, holds as many micro-batches as stages
+    model, system = dataclasses.replace(SMALL, vocabulary=16), rungs()["BF16"]
+    one, two = (
+        plan.predict(model, Layout(gpus=2, pipeline=2, sequence=8192, accumulation=count), system).peak.saved
+        for count in (1, 4)
+    )
+    assert two == pytest.approx(2 * one)
+
+
+def test_tokens_a_second_are_a_gpus():
+    spread = Layout(gpus=4, tensor=2, stage=1, micro_batch=3, sequence=8, accumulation=2)
+    (choice,) = advice.compare(SMALL, spread, [rungs()["BF16"]], COUNTING)
+    assert choice.tokens_per_second == pytest.approx(3 * 8 * 2 * 2 / 4 / (choice.time.total / 1e3))
+
+
 def test_gathers_follow_deepspeeds_limits():
     layer = [50, 20, 90, 40]
     modules = [[30], *[[n] for n in 6 * layer], [60]]
@@ -175,9 +234,10 @@ def test_sizes_are_read_from_what_people_have():
     gpt2 = {"model_type": "gpt2", "n_embd": 768, "n_layer": 12, "n_head": 12, "vocab_size": 50257}
     assert sizes.from_transformers(gpt2).tied and not sizes.from_transformers(gpt2).gated
     assert sizes.from_transformers(gpt2).ffn == 3072
-    words = "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --vocab-size 1000 --swiglu --bf16"
+    words = "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --vocab-size 1100 --swiglu --bf16"
     model, said = sizes.from_megatron(f"{words} --tensor-model-parallel-size 2".split())
-    assert model.vocabulary == 1024 and model.ffn == 256 and said["tensor"] == 2
+    # a multiple of 128 on each rank
+    assert model.vocabulary == 1280 and model.ffn == 256 and said["tensor"] == 2
 
 
 def test_a_model_on_the_meta_device_is_counted():
@@ -358,6 +418,9 @@ def test_a_deepspeed_json_is_read():
     found = layout.from_deepspeed(config, 64, gpus=4, micro_batch=1)
     assert found.reduce_bucket == 64 * 64
     assert (found.prefetch, found.overlap, found.micro_batch) == (10**6, False, 1)
+    assert found.parameter_device == "gpu"
+    config = json.loads((ROOT / "configs/ds_zero3_offload_coat.json").read_text())
+    assert layout.from_deepspeed(config).parameter_device == "cpu"
 
 
 NAMES = {

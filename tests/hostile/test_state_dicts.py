@@ -135,7 +135,7 @@ def damages(rng):
     moment, other = rng.choice(MOMENTS), rng.choice(["lr", "eps", "weight_decay"])
     numbers = [None, "x", -1.0, torch.nan, [1], torch.zeros(2), {}]
     pairs = [None, 0.9, (0.9,), (0.9, 1.5), ("x", 0.9), (0.9, torch.nan)]
-    steps = [None, "x", torch.nan, -1, torch.tensor(-3.0), torch.zeros(2), 2.5, torch.inf, 2**70, [1]]
+    steps = [None, "x", torch.nan, -1, torch.tensor(-3.0), torch.zeros(2), 2.5, torch.inf, 2**31, 2**70, [1]]
     tensors = [torch.zeros(()), torch.zeros(3, 3, 3), torch.zeros(0), torch.ones(5, dtype=torch.int64)]
     tensors += [torch.zeros(5, dtype=torch.complex64), torch.zeros(5).to_sparse()]
     values = [None, "x", [1.0], {}, 3, object(), *tensors]

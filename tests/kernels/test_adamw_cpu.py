@@ -92,7 +92,12 @@ def test_what_is_not_finite_stays_where_it_is(names):
 
 
 def test_other_types_and_options_take_the_reference():
-    for m_name, v_name, more in (("fp8", "fp8_expanded", {}), ("fp8_expanded", "log8", {"dither": True})):
+    for m_name, v_name, more in (
+        ("fp8", "fp8_expanded", {}),
+        ("fp8_expanded", "log8", {"dither": True}),
+        # compiled without dither only
+        ("fp8_expanded", "fp8_expanded", {"dither": True}),
+    ):
         (p, *moments), (q, *others) = (
             run(compiled, m_name, v_name, 128, 1000, **more) for compiled in (True, False)
         )

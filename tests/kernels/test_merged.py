@@ -82,6 +82,13 @@ def test_what_is_kept_belongs_to_these_weights(device):
     assert cache.of(weights).forward(None, E4M3)[0] is first
     others = weights_of(device)
     assert cache.of(others).forward(None, E4M3)[0] is not first
+    # a backward comes later than the forward with other weights
+    smaller = tuple(torch.nn.Parameter(w / 300) for w in weights)
+    bound = cache.of(smaller)
+    kept, largest = bound.forward(None, E4M3)
+    cache.of(others).forward(None, E4M3)
+    for codes in (bound.columns(None, largest, E4M3), bound.rows(None, largest, E4M3)):
+        assert codes.scale.equal(kept.scale)
     second, _ = cache.of(others).forward(None, E4M3)
     invalidate_weight_caches()
     assert cache.of(others).forward(None, E4M3)[0] is not second

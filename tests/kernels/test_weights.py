@@ -209,3 +209,18 @@ def test_cached_columns_are_those_of_the_forward(device):
         rows, largest = cache.forward(weight, E4M3)
         columns = cache.columns(weight, largest, E4M3)
         assert columns.columns.t().float().equal(rows.rows.float()) and columns.scale.equal(rows.scale)
+
+
+def test_copies_that_a_graph_knows_are_written_in_place(kernels, device):
+    _, weight = layer(device)
+    cache = WeightCache("fp8")
+    places = cache.stay(weight, E4M3)
+    with torch.no_grad():
+        weight.mul_(300)
+    assert cache.stay(weight, E4M3) == places
+    found, largest = cache.forward(weight, E4M3)
+    expected, _ = WeightCache("fp8").forward(weight, E4M3)
+    assert tuple(t.data_ptr() for t in (largest, *found[:3])) == places
+    assert largest == weight.abs().max() and found.scale.equal(expected.scale)
+    assert found.rows.float().equal(expected.rows.float())
+    assert found.columns.float().equal(expected.columns.float())

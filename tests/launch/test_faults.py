@@ -1,6 +1,7 @@
 """What ends or damages a run, and what the next one makes of it: the same losses, to the bit."""
 
 import contextlib
+import datetime
 import hashlib
 import json
 import os
@@ -14,9 +15,12 @@ from pathlib import Path
 import pytest
 import torch
 
+import coat_ds
 from coat_launch import checkpoints, output_lock, pretrain_gpt, report
+from coat_launch.process_group import start_process_group
 from tests.coat_ds.test_checkpoints import rounded_again
 from tests.launch.ranks import HIDDEN, run_ranks
+from tests.util import run_distributed
 
 pytestmark = pytest.mark.early
 
@@ -406,3 +410,45 @@ def test_loss_that_is_not_finite(tmp_path, train, whole):
     # the weights and the schedule stood still
     assert other[4]["val_loss"] == pytest.approx(other[2]["loss"], abs=1)
     assert [other[step]["lr"] for step in (5, 6)] == [one[step]["lr"] for step in (3, 4)]
+
+
+def test_failures_without_end_stop_a_run(tmp_path, train):
+    ended = train("--non-finite", "skip", "--steps", 20, nan_at_steps=[0, 2, 20])
+    assert ended.codes == [1] and "Traceback" not in ended.text
+    assert "training diverged: loss nan at step 11" in ended.text and "in the last 10 steps" in ended.text
+    assert [step for step, found in measured(tmp_path).items() if "skipped" in found] == [*range(2, 11)]
+
+
+def test_each_step_has_a_batch_of_its_own(tmp_path, train):
+    """With weights that stay, a loss says which batch it is of."""
+    ended = train("--lr", 0)
+    assert ended.codes == [0], ended.text
+    found = measured(tmp_path)
+    assert len({found[step]["loss"] for step in range(1, 9)}) == 8
+    assert len({found[step]["val_loss"] for step in (0, 4, 8)}) == 1
+
+
+def draws(folder):
+    """Random numbers behind a save, and behind the load of it after others were drawn."""
+    from megatron_ext.model import initialize_model_parallel
+
+    start_process_group(datetime.timedelta(seconds=60))
+    initialize_model_parallel(1, seed=1234)
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "bf16": {"enabled": True},
+        "zero_optimization": {"stage": 1},
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
+        "coat": {"enabled": True},
+    }
+    engine, *_ = coat_ds.initialize(model=torch.nn.Linear(64, 64), config=config)
+    layout = checkpoints.Layout(1, 1, 1)
+    checkpoints.save(engine, folder, 1, layout, {})
+    saved = torch.rand(5)
+    checkpoints.load(engine, checkpoints.find(folder), layout, folder)
+    return saved, torch.rand(5)
+
+
+def test_random_numbers_go_on(tmp_path):
+    ((saved, loaded),) = run_distributed(draws, 1, tmp_path)
+    assert torch.equal(saved, loaded)

@@ -15,8 +15,9 @@ import pytest
 import torch
 
 from coat_ds.watch.outs import read
+from coat_ds.zero.deepspeed_config import optimizer_options
 from coat_launch import pretrain_gpt, report
-from coat_launch.deepspeed_config import set_batch_sizes
+from coat_launch.deepspeed_config import set_batch_sizes, use_torch_adamw
 from coat_launch.errors import LaunchError
 from coat_launch.model import warmup_cosine
 from coat_launch.process_group import read_ranks
@@ -290,6 +291,17 @@ def test_batch_sizes():
         set_batch_sizes({"train_batch_size": 0}, none, ranks=3)
     with pytest.raises(LaunchError, match="64 is not a multiple of --micro-batch-size 4 times 3"):
         set_batch_sizes({"train_batch_size": 64}, none, ranks=3)
+
+
+@pytest.mark.parametrize("given", [{}, {"weight_decay": 0.3}])
+def test_weights_of_both_runs_decay_alike(given):
+    config = {"optimizer": {"type": "AdamW", "params": {"lr": 1e-3, **given}}}
+    coat = optimizer_options(config)
+    use_torch_adamw(config)
+    # what DeepSpeed takes for itself
+    bf16 = {key: value for key, value in config["optimizer"]["params"].items() if key != "torch_adam"}
+    built = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(3))], **bf16)
+    assert built.param_groups[0]["weight_decay"] == coat["weight_decay"]
 
 
 def test_ranks_of_other_launchers():

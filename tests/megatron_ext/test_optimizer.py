@@ -335,6 +335,29 @@ def test_unknown_megatron_is_refused_before_anything_changes(megatron, monkeypat
     assert not optimizer.installed()
 
 
+def test_small_tensors_keep_fp32_moments(megatron):
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+
+    from megatron_ext import cpu, optimizer
+    from megatron_ext.layer_specs import sdpa_layer_spec
+    from megatron_ext.model import ModelShape, build_gpt
+
+    block = {"enabled": True, "optimizer": {"min_numel": 600, "keep_fp32": []}, "watch": False}
+    optimizer.install(CoatConfig.from_dict(block))
+    try:
+        model = build_gpt(ModelShape(1, 32, 48, 2, 2), sdpa_layer_spec, seq_length=S, vocab_size=16)
+        settings = DistributedDataParallelConfig(use_distributed_optimizer=True)
+        with cpu.no_cuda():
+            wrapped = DistributedDataParallel(model.config, settings, model)
+            config = OptimizerConfig(optimizer="adam", lr=1e-3, bf16=True, use_distributed_optimizer=True)
+            (part,) = get_megatron_optimizer(config, [wrapped]).chained_optimizers
+    finally:
+        optimizer.uninstall()
+    found = {(p.numel() < 600, state["exp_avg"].codec.name) for p, state in part.optimizer.state.items()}
+    assert found == {(True, "fp32"), (False, "ratio8")}
+
+
 @pytest.mark.parametrize(
     "options, named",
     [

@@ -94,6 +94,20 @@ def test_modules_of_specs_bring_what_they_are_named_for():
     subprocess.run([sys.executable, "-c", IMPORTS], check=True, timeout=300)
 
 
+def test_compressed_recompute_comes_with_the_optimizer_if_the_file_says_so(file):
+    from megatron_ext import optimizer, recompute
+
+    for compress in (False, True):
+        file({"coat": {"enabled": True, "checkpointing": {"compress": compress}}})
+        try:
+            options.install(optimizer=True)
+            assert optimizer.installed() and recompute.installed() == compress
+            assert options.activations().enabled
+        finally:
+            recompute.uninstall()
+            optimizer.uninstall()
+
+
 def _precision(content, **matchers):
     from megatron.core.quantization.quant_config import RecipeConfig
 

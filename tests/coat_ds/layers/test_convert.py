@@ -15,6 +15,8 @@ from benchmarks.common.families import FAMILIES
 from coat_ds.config import ActivationsConfig, CoatConfigError
 from coat_ds.layers.inventory import layers_of
 from coat_ds.layers.replaced import replaced
+from coat_kernels import deferred, tensorwise
+from coat_kernels.linear import op as products
 from coat_kernels.weights import WeightCache
 from tests.coat_ds.layers.measures import fp8_bound, fp8_forward_bound, relative, run, saved_bytes
 from tests.util import rel_rms
@@ -43,6 +45,32 @@ class Block(nn.Module):
 def plain(norm=nn.RMSNorm, act=nn.SiLU, **sizes):
     torch.manual_seed(0)
     return nn.Sequential(*(Block(norm=norm, act=act, **sizes) for _ in range(2))).bfloat16()
+
+
+@pytest.mark.parametrize("which", ["forward", "all", "none"])
+def test_which_products_are_summed_with_fewer_bits(which, monkeypatch):
+    multiply, fast = products.scaled_matmul, []
+
+    def noting(*operands):
+        fast.append(operands[-1])
+        return multiply(*operands)
+
+    monkeypatch.setattr(products, "scaled_matmul", noting)
+    coat_ds.convert(LLAMA.build(), {"fast_accumulation": which})(**LLAMA.batch()).loss.backward()
+    # of two layers; backward of an input and of a weight: down, gate and up, then attention's projections
+    every = which == "all"
+    assert fast == [which != "none"] * 8 + 2 * [*[every] * 5, False, every, False]
+
+
+def test_input_and_gradient_have_predictions_of_their_own(monkeypatch):
+    for module in (deferred, tensorwise.scale, tensorwise.quantize, tensorwise.transpose):
+        monkeypatch.setattr(module, "uses_kernels", lambda x: True)
+    model = coat_ds.convert(nn.Linear(64, 32, bias=False).bfloat16())
+    x = torch.full((16, 64), 3.0, dtype=torch.bfloat16)
+    model(x).backward(torch.full((16, 32), 2.0**-20, dtype=torch.bfloat16))
+    for scale, values in ((model.forward.x_scale, x), (model.forward.grad_scale, torch.tensor(2.0**-20))):
+        largest = values.float().max().view(1)
+        assert scale.on(x.device).equal(tensorwise.tensor_scale_reference(largest, scale.fmt))
 
 
 @pytest.mark.parametrize("norm", [nn.RMSNorm, functools.partial(nn.RMSNorm, eps=1e-3), nn.LayerNorm])

@@ -54,6 +54,17 @@ def test_flushed_and_saturated_codes_of_a_linear_layer(observed):
     assert found["gradient_saturated"] == 1 / (16 * 32)
 
 
+@pytest.mark.parametrize(
+    "dtype, largest, next_largest", [(torch.float8_e4m3fn, 448, 416), (torch.float8_e5m2, 57344, 49152)]
+)
+def test_the_largest_code_and_what_is_not_finite_are_saturated(dtype, largest, next_largest):
+    model = linear()
+    counter = CodeCounter(model)
+    values = [[largest, -largest, next_largest, -next_largest, float("nan"), 1, 0, -0.0]]
+    counter.codes("gradient", model[0].forward.grad_scale, torch.tensor(values).to(dtype))
+    assert figures_of(counter, "0") == {"gradient_flushed": 2 / 8, "gradient_saturated": 3 / 8}
+
+
 def test_nobody_is_told_when_nothing_is_watched():
     model = linear()
     assert watching.observer() is None

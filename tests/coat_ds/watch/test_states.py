@@ -121,6 +121,21 @@ def test_only_whole_groups_of_each_tensor_are_taken():
     assert sums[:, 5].tolist() == [0, 11 * 128, 3 * 128]
 
 
+def test_a_gradient_scaler_changes_no_figure():
+    found = []
+    for scale in (1.0, 8.0):
+        made, p = optimizer()
+        put(made, p, torch.full(SHAPE, 0.5), torch.rand(*SHAPE, generator=torch.Generator().manual_seed(1)))
+        sampler = StateSampler(made, ["w"], lambda p=p: {p: [("w", 0, p.numel())]})
+        scaler = torch.amp.GradScaler("cpu", init_scale=scale)
+        scaler.scale(torch.ones(1))
+        p.grad = scale * torch.randn(*SHAPE, generator=torch.Generator().manual_seed(2))
+        sampler.open()
+        scaler.step(made)
+        found.append(sampler.close())
+    assert found[0][0, 1] > 0 and torch.equal(*found)
+
+
 def test_a_step_that_is_skipped_counts_nothing():
     made, p = optimizer()
     put(made, p, torch.randn(*SHAPE), torch.rand(*SHAPE))

@@ -5,14 +5,17 @@ import json
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 import coat_ds
 from coat_ds import CoatAdamW, CoatConfig, CoatConfigError, cli
 from coat_ds.config import WatchConfig
 from coat_ds.watch import Watch, jsonl, writer
 from coat_ds.watch.fallback import Fallback
+from coat_ds.watch.memory import held_bytes
 from coat_ds.watch.outs import Reading, read
 from coat_kernels import watching
+from coat_kernels.graphs import Graphs, _Place
 from tests.util import run_distributed
 
 
@@ -148,6 +151,31 @@ def test_a_limit_is_passed_in_readings_in_a_row():
     )
     fallback.restore({"layers": [], "states": []})
     assert kept[1:] == [("0.weight", False)]
+    # counted anew
+    for step in (8, 9):
+        assert len(kept) == 2
+        fallback.judge(step, {"0.weight": {"update_error": 0.2}}, {})
+    assert kept[2:] == [("0.weight", True)]
+
+
+def test_a_layer_that_falls_back_computes_in_bf16_until_watching_ends():
+    made = coat_ds.convert(torch.nn.Sequential(model(), model()).bfloat16())
+    # recorded layers replay what they did before
+    for layer in made:
+        layer.graphs = Graphs()
+        layer.graphs._places["a shape"] = _Place("addresses")
+        layer.graphs._places["a shape"].recordings.append("a recording")
+    config = {"every": 1, "act": "act", "readings": 1, "folder": ""}
+    watch = Watch(made, CoatAdamW(made.named_parameters()), config)
+    x = torch.randn(16, 64, dtype=torch.bfloat16)
+    before = made(x)
+    watch.fallback.judge(1, {}, {"1.0": {"input_flushed": 1.0}})
+    assert [layer.graphs.count for layer in made] == [1, 0]
+    linear = made[1][0]
+    y = made[0](x)
+    assert linear(y).equal(F.linear(y, linear.weight, linear.bias)) and not made(x).equal(before)
+    watch.close()
+    assert made(x).equal(before)
 
 
 @pytest.mark.parametrize(
@@ -222,6 +250,37 @@ def test_sums_are_over_all_ranks():
     # both layers are one group: the first reads zeros on one rank, the second its biases
     assert first["*"]["input_flushed"] == pytest.approx(0.25, abs=0.01)
     assert 0 < first["*.weight"]["update_error"] < 0.1
+
+
+def by_themselves():
+    """Ranks that train models of their own, each a group."""
+    torch.distributed.init_process_group("gloo")
+    groups = [torch.distributed.new_group([rank]) for rank in range(2)]
+    rank = torch.distributed.get_rank()
+    made = coat_ds.convert(model().bfloat16())
+    optimizer = CoatAdamW(made.named_parameters())
+    watch = Watch(made, optimizer, {"every": 1, "act": "warn"}, process_group=groups[rank])
+    made(torch.full((16, 64), float(rank), dtype=torch.bfloat16)).sum().backward()
+    optimizer.step()
+    watch.end_step()
+    watch.take_in()
+    return watch.last.groups["*"]["input_flushed"]
+
+
+def test_sums_are_over_the_ranks_of_a_group():
+    # of the two layers' inputs one is zero, or none
+    assert run_distributed(by_themselves, 2) == [pytest.approx(0.5, abs=0.02), pytest.approx(0, abs=0.02)]
+
+
+def test_copies_of_weights_are_counted():
+    from tests.coat_ds.watch.test_engine import llama
+
+    made = coat_ds.convert(llama(), {"weight_cache": "fp8"})
+    ids = torch.arange(32).view(1, 32)
+    made(ids, labels=ids).loss.backward()
+    linears = [made.get_submodule(name).weight for name in coat_ds.conversion_of(made).converted["linear"]]
+    # by rows and by columns; and the scale twice, of four products in each of two layers
+    assert held_bytes(made, [], [])["fp8_copies"] == 2 * sum(w.numel() for w in linears) + 8 * 4 * 2
 
 
 def test_trainer_logs_readings(tmp_path):
