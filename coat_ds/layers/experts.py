@@ -73,23 +73,20 @@ class GroupedExperts(_Experts):
     def __init__(self, module: torch.nn.Module, activations: ActivationsConfig):
         super().__init__(module, activations)
         count = shape_of(module.down_proj)[0]
-        reason = f"{count} experts multiply in one grouped BF16 product, faster than one by one in FP8"
+        reason = f"{count} experts multiply in one grouped BF16 product"
         self.left = {"linear": reason}
-
-    def takes(self, x: torch.Tensor) -> bool:
-        dtypes = {x.dtype, self.module.gate_up_proj.dtype, self.module.down_proj.dtype}
-        return dtypes == {torch.bfloat16} and super().takes(x)
 
     def __call__(
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
     ) -> torch.Tensor:
         """hidden_states [t, h], the experts of each token and their weights [t, k] -> [t, h]."""
-        if not self.takes(hidden_states):
+        x, module = hidden_states, self.module
+        if not self.takes(x):
             return self.stock(hidden_states, top_k_index, top_k_weights)
-        weights = self.module.gate_up_proj, self.module.down_proj
-        return grouped_experts(
-            hidden_states, top_k_index, top_k_weights, *weights, self.function, **self.kept
-        )
+        # as FP8 layers, whatever the parameters are kept in
+        x, *weights = (t.to(torch.bfloat16) for t in (x, module.gate_up_proj, module.down_proj))
+        y = grouped_experts(x, top_k_index, top_k_weights, *weights, self.function, **self.kept)
+        return y.to(hidden_states.dtype)
 
 
 class Fp8Experts(_Experts):

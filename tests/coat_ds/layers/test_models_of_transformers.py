@@ -5,7 +5,7 @@ import torch
 
 import coat_ds
 from coat_ds.saved_bytes import SavedStorages
-from tests.coat_ds.layers.measures import fp8_forward_bound
+from tests.coat_ds.layers.measures import fp8_bound, fp8_forward_bound
 from tests.util import rel_rms
 
 transformers = pytest.importorskip("transformers")
@@ -68,6 +68,25 @@ def test_an_expert_without_tokens_keeps_nothing_for_backward():
     three[three == 3] = 2
     # less by the scales of an expert
     assert kept(three) <= kept(everyone)
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+def test_many_experts_of_an_fp32_model_multiply_in_bf16(autocast):
+    def run(model):
+        ids = torch.arange(128).view(2, 64) % 61
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            loss = model(input_ids=ids, labels=ids).loss
+        loss.backward()
+        return loss.item(), model.model.layers[0].mlp.experts.gate_up_proj.grad.clone()
+
+    # all experts of a token, so that no rounding chooses others
+    model = build("Qwen3Moe", num_experts=20, num_experts_per_tok=20, moe_intermediate_size=32).float()
+    loss, expected = run(model)
+    model.zero_grad()
+    coat_ds.convert(model)
+    found_loss, found = run(model)
+    assert found.dtype == torch.float32 and 1e-3 < rel_rms(found, expected) < fp8_bound(4)
+    assert abs(found_loss - loss) < 0.01 * loss
 
 
 def test_experts_that_are_left_count_as_a_linear_layer():
