@@ -6,7 +6,10 @@ with a cache, attention in both directions) is what transformers makes of it. Bo
 and the projection behind reads what attention has saved, instead of saving its input once more.
 """
 
+import functools
 import inspect
+import re
+import sys
 from dataclasses import dataclass
 
 import torch
@@ -42,6 +45,21 @@ def uses_interface(module: torch.nn.Module) -> bool:
     """Whether the module's forward asks transformers which attention it takes."""
     forward = inspect.unwrap(type(module).forward)
     return "ALL_ATTENTION_FUNCTIONS" in getattr(getattr(forward, "__code__", None), "co_names", ())
+
+
+def asks_for_stock(module: torch.nn.Module) -> bool:
+    """Whether the code of its model compares the implementation with "sdpa", as Gemma 4's, which would take
+    another path for any other name."""
+    return _compares(type(module).__module__)
+
+
+@functools.cache
+def _compares(name: str) -> bool:
+    try:
+        source = inspect.getsource(sys.modules[name])
+    except (OSError, TypeError, KeyError):
+        return False
+    return re.search(rf"_attn_implementation\s*[!=]=\s*[\"']{STOCK}[\"']", source) is not None
 
 
 def register() -> None:

@@ -298,6 +298,8 @@ def _convert_attention(model: nn.Module, conversion: Conversion, may: Callable |
             conversion.leave("attention", name, "the filter")
         elif found not in (attention.STOCK, attention.NAME):
             conversion.leave("attention", name, f"its implementation is {found!r}, not {attention.STOCK!r}")
+        elif attention.asks_for_stock(module):
+            conversion.leave("attention", name, f"its model asks for {attention.STOCK!r} by name")
         else:
             module.__dict__[attention.STATE] = kept
             conversion.take("attention", name)

@@ -115,3 +115,18 @@ def test_one_token_without_a_batch():
     assert y.shape == (64,) and y.equal(model(tokens[:1])[0])
     y.sum().backward()
     assert alone.grad.shape == (64,) and linear.bias.grad.equal(torch.ones_like(linear.bias))
+
+
+def test_a_model_that_asks_for_its_attention_by_name_keeps_it():
+    """Gemma 4 computes the last tokens alone in layers that share keys, but not with "sdpa"."""
+    shared = {"num_kv_shared_layers": 1, "layer_types": ["full_attention"] * 2, "global_head_dim": 32}
+    per_layer = {"vocab_size_per_layer_input": 64, "hidden_size_per_layer_input": 32}
+    config = transformers.Gemma4TextConfig(**{**SIZES, "num_hidden_layers": 2}, **shared, **per_layer)
+    torch.manual_seed(0)
+    model, ids = transformers.Gemma4ForCausalLM(config).bfloat16().eval(), torch.arange(3, 27)[None]
+    conversion = coat_ds.conversion_of(coat_ds.convert(model))
+    assert conversion.left["model.layers.0.self_attn"] == "its model asks for 'sdpa' by name"
+    assert len(conversion.converted["linear"]) > 14
+    with torch.no_grad():
+        every, last = (model(input_ids=ids, use_cache=True, logits_to_keep=n).logits for n in (0, 4))
+    assert rel_rms(last, every[:, -4:]) < fp8_forward_bound(2)
