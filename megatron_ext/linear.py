@@ -86,6 +86,7 @@ class _CoatLinear(TakesActivations):
             "--tensor-parallel-num-weight-shards above 1": shards > 1,
             "--expert-tensor-parallel-num-weight-shards above 1": of_experts > 1,
             "--defer-embedding-wgrad-compute": config.defer_embedding_wgrad_compute,
+            "--delay-wgrad-compute": config.delay_wgrad_compute,
         }
         for argument, found in unsupported.items():
             if found:

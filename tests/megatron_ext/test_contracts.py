@@ -73,9 +73,9 @@ FIELDS: dict[str, str] = {
 CONFIG = (
     "activation_func activation_func_clamp_value activation_func_fp8_input_store add_bias_linear "
     "attention_backend attention_dropout attention_output_gate batch_invariant_mode bias_activation_fusion "
-    "context_parallel_size cuda_graph_impl defer_embedding_wgrad_compute experimental_attention_variant "
-    "ffn_hidden_size first_last_layers_bf16 fp8 gated_linear_unit glu_linear_offset "
-    "heterogeneous_block_specs hidden_size layernorm_epsilon layernorm_zero_centered_gamma "
+    "context_parallel_size cuda_graph_impl defer_embedding_wgrad_compute delay_wgrad_compute "
+    "experimental_attention_variant ffn_hidden_size first_last_layers_bf16 fp8 gated_linear_unit "
+    "glu_linear_offset heterogeneous_block_specs hidden_size layernorm_epsilon layernorm_zero_centered_gamma "
     "moe_ffn_hidden_size moe_grouped_gemm moe_layer_freq moe_shared_expert_overlap mrope_section "
     "multi_latent_attention no_rope_freq normalization num_moe_experts num_query_groups params_dtype "
     "qk_l2_norm qk_layernorm recompute_granularity recompute_modules rotary_interleaved sequence_parallel "

@@ -157,6 +157,7 @@ def test_megatrons_own_graphs_are_refused():
     ("field", "value", "text"),
     [
         ("defer_embedding_wgrad_compute", True, "fc1: --defer-embedding-wgrad-compute"),
+        ("delay_wgrad_compute", True, "fc1: --delay-wgrad-compute"),
         ("gtp_weight_remat_size", 2, "fc1: --tensor-parallel-num-weight-shards"),
         ("expert_gtp_weight_remat_size", 2, "fc1: --expert-tensor-parallel-num-weight-shards"),
     ],
