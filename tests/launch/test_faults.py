@@ -167,6 +167,13 @@ def test_sigterm_of_one_process(tmp_path, train, whole):
     assert measured(tmp_path) == measured(whole[1])
 
 
+def test_signal_of_one_of_two_ranks_stops_both(tmp_path, train):
+    arguments = ["--save-interval", 100, "--distributed-timeout", 30]
+    ended = train(*arguments, ranks=2, signal_at_step=[1, 5, signal.SIGUSR1])
+    assert ended.codes == [pretrain_gpt.STOPPED] * 2, ended.text
+    assert saved(tmp_path) == {"step5"}
+
+
 def test_two_runs_of_one_output(tmp_path, train, whole):
     """The second is refused on all its ranks and changes nothing; a killed one leaves the output to it."""
     ended = train(kill_at_step=[0, 5])
