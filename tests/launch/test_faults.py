@@ -234,6 +234,21 @@ def test_disk_full_during_save(tmp_path, train, whole):
         assert not list(folder.glob("*.partial"))
 
 
+def test_what_was_written_is_read_back(tmp_path):
+    """What the disk has made something else of is no checkpoint."""
+    file, values = tmp_path / "states.pt", torch.arange(1000)
+    torch.save({"values": values}, file)
+    assert checkpoints._read_back(file)["bytes"] == file.stat().st_size
+    content = bytearray(file.read_bytes())
+    content[content.index(values.numpy().tobytes()) + 4000] ^= 4
+    file.write_bytes(content)
+    with (
+        pytest.raises(report.OutputError, match="read back with another checksum"),
+        checkpoints._writing(tmp_path),
+    ):
+        checkpoints._read_back(file)
+
+
 def test_damaged_checkpoints(tmp_path, train, whole):
     """One flipped bit in the newest, a short file in the one before, a manifest that is none in the third."""
     shutil.copytree(whole[1] / "run", tmp_path / "run")
