@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from coat_kernels import norm
 from coat_kernels.fp8 import E4M3, E5M2
 from coat_kernels.groups import Grouped, dequantize_groups_reference
+from coat_kernels.linear import fp8_linear
 from coat_kernels.origin import maxima_of, origin_of, with_maxima
 from coat_kernels.tensorwise import quantize_tensor_reference
 from tests.kernels.inputs import E4M3_RMS, ROUNDING, SHAPES, hard, wide
@@ -273,6 +274,22 @@ def test_maxima_travel_with_the_gradient(device):
     ((grad, maxima),) = Look.seen
     assert maxima.amax() == grad.float().abs().amax()
     assert maxima_of(with_maxima(grad, maxima)) is maxima and maxima_of(grad.add_(1)) is None
+
+
+@LAYER_NORM
+@pytest.mark.parametrize("changed", ["weight", "bias"])
+def test_an_output_is_not_made_again_of_what_has_changed(layer_norm, changed, device):
+    """The linear layer behind the norm keeps its input, and its weight's gradient is that of the forward."""
+    parameters = {name: torch.ones(64, device=device, requires_grad=True) for name in ("weight", "bias")}
+    x = torch.randn(16, 64, device=device, requires_grad=True)
+    y, w = apply(x, *parameters.values(), layer_norm), torch.randn(32, 64, device=device, requires_grad=True)
+    used = changed == "weight" or layer_norm
+    with torch.no_grad():
+        parameters[changed].mul_(2)
+    assert (origin_of(y) is None) == used
+    (found,) = torch.autograd.grad(fp8_linear(y, w, origin=origin_of(y)).sum(), w)
+    (expected,) = torch.autograd.grad(fp8_linear(y.detach(), w).sum(), w)
+    assert rel_rms(found, expected) < 0.1
 
 
 @LAYER_NORM

@@ -167,6 +167,13 @@ def test_sigterm_of_one_process(tmp_path, train, whole):
     assert measured(tmp_path) == measured(whole[1])
 
 
+def test_signal_of_one_of_two_ranks_stops_both(tmp_path, train):
+    arguments = ["--save-interval", 100, "--distributed-timeout", 30]
+    ended = train(*arguments, ranks=2, signal_at_step=[1, 5, signal.SIGUSR1])
+    assert ended.codes == [pretrain_gpt.STOPPED] * 2, ended.text
+    assert saved(tmp_path) == {"step5"}
+
+
 def test_two_runs_of_one_output(tmp_path, train, whole):
     """The second is refused on all its ranks and changes nothing; a killed one leaves the output to it."""
     ended = train(kill_at_step=[0, 5])
@@ -225,6 +232,21 @@ def test_disk_full_during_save(tmp_path, train, whole):
         assert ended.codes == [0], ended.text
         assert measured(tmp_path) == measured(whole[1]) and saved(tmp_path) == {"step8"}
         assert not list(folder.glob("*.partial"))
+
+
+def test_what_was_written_is_read_back(tmp_path):
+    """What the disk has made something else of is no checkpoint."""
+    file, values = tmp_path / "states.pt", torch.arange(1000)
+    torch.save({"values": values}, file)
+    assert checkpoints._read_back(file)["bytes"] == file.stat().st_size
+    content = bytearray(file.read_bytes())
+    content[content.index(values.numpy().tobytes()) + 4000] ^= 4
+    file.write_bytes(content)
+    with (
+        pytest.raises(report.OutputError, match="read back with another checksum"),
+        checkpoints._writing(tmp_path),
+    ):
+        checkpoints._read_back(file)
 
 
 def test_damaged_checkpoints(tmp_path, train, whole):

@@ -401,3 +401,21 @@ def test_stages_of_a_pipeline_agree(ranks):
 def test_what_cannot_be_watched_is_refused(ranks):
     for rank in ranks:
         assert rank["refused"].startswith("coat.watch.act: found 'act' beside --use-megatron-fsdp")
+
+
+def steps_counted():
+    """Of two ranks one holds no part of the model's states, as where there are more ranks than tensors."""
+    from coat_ds import CoatAdamW
+    from megatron_ext import watch
+
+    dist.init_process_group("gloo")
+    p = torch.nn.Parameter(torch.zeros(300))
+    optimizer = CoatAdamW([p])
+    for _ in range(3 if dist.get_rank() else 0):
+        p.grad = torch.ones(300)
+        optimizer.step()
+    return watch._steps_taken([optimizer])
+
+
+def test_ranks_without_states_count_as_the_others():
+    assert run_distributed(steps_counted, 2) == [3, 3]
