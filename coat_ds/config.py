@@ -256,7 +256,8 @@ class ActivationsConfig(_Block):
 
     fast_accumulation: str = _choice("forward", FAST_ACCUMULATION)
     """Which FP8 products Hopper's tensor cores sum with fewer bits: the "forward" ones, "all" or "none". The
-    gradient of linear_qkv's weight, in which large terms cancel, is always summed with all bits."""
+    gradient of the weight of queries, keys and values, in which large terms cancel, is always summed with all
+    bits; in models that `convert` changed that of attention's output, too."""
 
     cuda_graphs: str | bool = _choice("auto", CUDA_GRAPHS)
     """Whether dense layers are recorded as CUDA graphs and replayed, which leaves the CPU next to nothing to
