@@ -7,14 +7,17 @@ front of the second product, out = sum_k down_k(w_k a_k), where their gradient i
 Stock layers keep all of these in BF16, for each expert that a token takes.
 """
 
+from collections.abc import Callable
+from typing import NamedTuple
+
 import torch
 import torch.nn.functional as F
 
 from coat_kernels.activation import KINDS
 from coat_kernels.activation.op import activation_backward, activation_forward
-from coat_kernels.activation.reference import value_and_slope_reference
 from coat_kernels.autograd import once_differentiable
-from coat_kernels.groups import DEFAULT_FORMAT, Grouped, dequantize_groups
+from coat_kernels.groups import DEFAULT_FORMAT, Grouped, dequantize_groups, quantize_groups
+from coat_kernels.ops import nothing
 
 
 def experts_reference(
@@ -23,15 +26,18 @@ def experts_reference(
     weights: torch.Tensor,
     gate_up: torch.Tensor,
     down: torch.Tensor,
-    kind: str,
+    gate: Callable[[torch.Tensor], torch.Tensor],
+    gate_up_bias: torch.Tensor | float = 0.0,
+    down_bias: torch.Tensor | float = 0.0,
 ) -> torch.Tensor:
-    """`grouped_experts` expert by expert, differentiable, in the precision of `x`; nothing is rounded."""
-    y = torch.zeros_like(x)
-    for expert in range(len(gate_up)):
+    """`grouped_experts` expert by expert, differentiable, in the precision of `x`; nothing is rounded.
+    `gate` is of torch's operations."""
+    y, count = torch.zeros_like(x), len(gate_up)
+    first, second = (b if isinstance(b, torch.Tensor) else count * [b] for b in (gate_up_bias, down_bias))
+    for expert in range(count):
         token, place = (chosen == expert).nonzero(as_tuple=True)
-        gate, up = (x[token] @ gate_up[expert].T).chunk(2, dim=1)
-        a = value_and_slope_reference(gate, kind)[0] * up
-        y = y.index_add(0, token, weights[token, place, None] * (a @ down[expert].T))
+        rows = gate(x[token] @ gate_up[expert].T + first[expert]) @ down[expert].T + second[expert]
+        y = y.index_add(0, token, weights[token, place, None] * rows)
     return y
 
 
@@ -51,48 +57,91 @@ def _to_tokens(rows: torch.Tensor, order: torch.Tensor, tokens: int) -> torch.Te
     return rows[back].view(tokens, -1, rows.shape[1]).sum(1)
 
 
+class KernelGate(NamedTuple):
+    """a(gate) * up of gate | up by the kernels; `kind` is a, one of `coat_kernels.activation.KINDS`."""
+
+    kind: str
+    group_size: int = 16
+    saved_format: str = DEFAULT_FORMAT
+
+    def forward(self, both: torch.Tensor, trained: bool) -> tuple[torch.Tensor, ...]:
+        """both [rows, 2 f] -> what the gate makes of it, [rows, f], and what is saved: codes and exponents,
+        empty unless `trained`."""
+        keep = self.saved_format if trained else None
+        a, _, codes, exponent = activation_forward(both, self.kind, True, self.group_size, keep)
+        return a, codes, exponent
+
+    def again(self, codes: torch.Tensor, exponent: torch.Tensor) -> tuple[torch.Tensor, Callable]:
+        """[rows, f] once more, in BF16, and a function of its gradient that gives that of `both`."""
+        options = self.kind, True, self.group_size
+        both = dequantize_groups(Grouped(codes, exponent), self.group_size, torch.bfloat16)
+        a = activation_forward(both, *options, None)[0]
+        return a, lambda grad: activation_backward(grad, codes, exponent, *options)[0]
+
+
+class OwnGate(NamedTuple):
+    """As `KernelGate`, but what `function`, of torch's operations, makes of both."""
+
+    function: Callable[[torch.Tensor], torch.Tensor]
+    group_size: int = 16
+    saved_format: str = DEFAULT_FORMAT
+
+    def forward(self, both: torch.Tensor, trained: bool) -> tuple[torch.Tensor, ...]:
+        kept = quantize_groups(both, self.group_size, self.saved_format) if trained else 2 * (nothing(both),)
+        return self.function(both).to(both.dtype), *kept
+
+    def again(self, codes: torch.Tensor, exponent: torch.Tensor) -> tuple[torch.Tensor, Callable]:
+        both = dequantize_groups(Grouped(codes, exponent), self.group_size, torch.bfloat16).requires_grad_()
+        with torch.enable_grad():
+            a = self.function(both).to(both.dtype)
+        return a.detach(), lambda grad: torch.autograd.grad(a, both, grad)[0]
+
+
+def _times(rows: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    """`rows` [n, m], each times its weight [n, 1], in the dtype of `rows`. FP32 weights make no FP32 copy."""
+    return torch.mul(rows, w, out=torch.empty_like(rows))
+
+
 class _GroupedExperts(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, weights, gate_up, down, chosen, options, keep):
-        order, ends = _order(chosen, len(gate_up))
-        both = F.grouped_mm(x[order // chosen.shape[1]], gate_up.transpose(1, 2), offs=ends)
-        a, _, codes, exponent = activation_forward(both, *options, keep)
+    def forward(ctx, x, weights, gate_up, down, bias, order, ends, gate, trained):
+        both = F.grouped_mm(x[order // weights.shape[1]], gate_up.transpose(1, 2), offs=ends)
+        if bias is not None:
+            both += bias
+        a, *kept = gate.forward(both, trained)
         del both
-        a.mul_(weights.flatten()[order, None])
+        a = _times(a, weights.flatten()[order, None])
         y = _to_tokens(F.grouped_mm(a, down.transpose(1, 2), offs=ends), order, len(x))
-        ctx.save_for_backward(x, weights, gate_up, down, order, ends, codes, exponent)
-        ctx.options = options
+        ctx.save_for_backward(x, weights, gate_up, down, order, ends, *kept)
+        ctx.gate = gate
         return y
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad_y):
-        x, weights, gate_up, down, order, ends, codes, exponent = ctx.saved_tensors
-        kind, gated, group_size = ctx.options
-        needs_x, needs_weights, needs_gate_up, needs_down = ctx.needs_input_grad[:4]
+        x, weights, gate_up, down, order, ends, *kept = ctx.saved_tensors
+        needs_x, needs_weights, needs_gate_up, needs_down, needs_bias = ctx.needs_input_grad[:5]
         token, w = order // weights.shape[1], weights.flatten()[order, None]
         grad_rows = grad_y[token]
         grad_a = F.grouped_mm(grad_rows, down, offs=ends)
-        grad_x = grad_weights = grad_gate_up = grad_down = None
-        if needs_weights or needs_down:
-            both = dequantize_groups(Grouped(codes, exponent), group_size, x.dtype)
-            a = activation_forward(both, kind, gated, group_size, None)[0]
-            del both
-            if needs_weights:
-                of_rows = (grad_a * a).sum(1, dtype=torch.float32)
-                grad_weights = torch.empty_like(of_rows).index_copy_(0, order, of_rows)
-                grad_weights = grad_weights.view_as(weights).to(weights.dtype)
-            if needs_down:
-                grad_down = F.grouped_mm(grad_rows.T, a.mul_(w), offs=ends)
-            del a
-        del grad_rows
-        if needs_x or needs_gate_up:
-            grad_both, _ = activation_backward(grad_a.mul_(w), codes, exponent, *ctx.options)
+        grad_x = grad_weights = grad_gate_up = grad_down = grad_both = None
+        a, through = ctx.gate.again(*kept)
+        if needs_weights:
+            of_rows = (grad_a * a).sum(1, dtype=torch.float32)
+            grad_weights = torch.empty_like(of_rows).index_copy_(0, order, of_rows)
+            grad_weights = grad_weights.view_as(weights).to(weights.dtype)
+        if needs_down:
+            grad_down = F.grouped_mm(grad_rows.T, _times(a, w), offs=ends)
+        del a, grad_rows
+        if needs_x or needs_gate_up or needs_bias:
+            grad_both = through(_times(grad_a, w))
+            del grad_a
             if needs_gate_up:
                 grad_gate_up = F.grouped_mm(grad_both.T, x[token], offs=ends)
             if needs_x:
                 grad_x = _to_tokens(F.grouped_mm(grad_both, gate_up, offs=ends), order, len(x))
-        return grad_x, grad_weights, grad_gate_up, grad_down, None, None, None
+        grad_bias = grad_both if needs_bias else None
+        return grad_x, grad_weights, grad_gate_up, grad_down, grad_bias, None, None, None, None
 
 
 def grouped_experts(
@@ -101,28 +150,28 @@ def grouped_experts(
     weights: torch.Tensor,
     gate_up: torch.Tensor,
     down: torch.Tensor,
-    kind: str,
+    gate: KernelGate | OwnGate,
     *,
-    group_size: int = 16,
-    saved_format: str = DEFAULT_FORMAT,
+    gate_up_bias: torch.Tensor | None = None,
+    down_bias: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """sum_k w_k down_k(a(gate_k(x)) * up_k(x)) over the experts k that each token takes.
+    """sum_k w_k down_k(gate(gate_up_k(x))) over the experts k that each token takes.
 
     Args:
         x: [t, h], BF16.
         chosen: the experts of each token, int64 [t, k].
         weights: their weights, [t, k], FP32 or BF16.
-        gate_up: [e, 2 f, h], BF16; gate's rows before up's.
-        down: [e, h, f], BF16.
-        kind: a, one of `coat_kernels.activation.KINDS`.
-        group_size, saved_format: of what is saved in front of the activation; as in `activation`.
+        gate_up: [e, 2 f, h], BF16, any strides; where the kernels are the gate, gate's rows before up's.
+        down: [e, h, f], BF16, any strides.
+        gate: what makes [rows, f] of [rows, 2 f], and how that is saved.
+        gate_up_bias, down_bias: [e, 2 f] and [e, h], or None.
 
     Returns [t, h] in BF16. Backward saves 2 k f bytes a token, with their scales, and x. Gradients of weights
-    and of `down` are of an activation computed from these. Raises ValueError for an unknown kind, for another
+    and of `down` are of what the gate makes of these. Raises ValueError for an unknown kind, for another
     dtype, for sizes that do not belong together, and where f is not whole groups.
     """
-    if kind not in KINDS:
-        raise ValueError(f"grouped_experts: expected one of {', '.join(KINDS)}; found {kind!r}")
+    if isinstance(gate, KernelGate) and gate.kind not in KINDS:
+        raise ValueError(f"grouped_experts: expected one of {', '.join(KINDS)}; found {gate.kind!r}")
     if {x.dtype, gate_up.dtype, down.dtype} != {torch.bfloat16}:
         raise ValueError(
             f"grouped_experts: expected BF16, found {x.dtype} and weights in {gate_up.dtype}, {down.dtype}"
@@ -131,11 +180,18 @@ def grouped_experts(
     f = both // 2
     expected = [(e, 2 * f, h), (e, h, f), (t, h), (t, k)]
     found = [tuple(part.shape) for part in (gate_up, down, x, weights)]
-    if found != expected or f % group_size:
+    if found != expected or f % gate.group_size:
         raise ValueError(
             "grouped_experts: expected gate_up [e, 2 f, h], down [e, h, f], x [t, h] and weights [t, k], "
-            f"with f in groups of {group_size}; found {found} with chosen {(t, k)}"
+            f"with f in groups of {gate.group_size}; found {found} with chosen {(t, k)}"
         )
-    trained = torch.is_grad_enabled() and any(p.requires_grad for p in (x, weights, gate_up, down))
-    keep = saved_format if trained else None
-    return _GroupedExperts.apply(x, weights, gate_up, down, chosen, (kind, True, group_size), keep)
+    order, ends = _order(chosen, e)
+    bias = None if gate_up_bias is None else gate_up_bias.to(x.dtype)[chosen.flatten()[order]]
+    inputs = x, weights, gate_up, down, bias
+    trained = torch.is_grad_enabled() and any(p is not None and p.requires_grad for p in inputs)
+    y = _GroupedExperts.apply(*inputs, order, ends, gate, trained)
+    if down_bias is None:
+        return y
+    # sum_k w_k b_k as a product with each token's weights of all experts
+    of_all = torch.zeros(t, e, dtype=x.dtype, device=x.device).scatter(1, chosen, weights.to(x.dtype))
+    return torch.addmm(y, of_all, down_bias.to(x.dtype))

@@ -10,7 +10,7 @@ from coat_ds.layers.formats import formats
 from coat_ds.layers.probe import activation_kind, shape_of
 from coat_ds.layers.replaced import Replaced
 from coat_kernels.activation import activation
-from coat_kernels.experts import grouped_experts
+from coat_kernels.experts import KernelGate, OwnGate, grouped_experts
 from coat_kernels.linear import fp8_linear
 from coat_kernels.origin import origin_of
 from coat_kernels.tensorwise import PredictedScale
@@ -26,20 +26,39 @@ def is_experts(module: torch.nn.Module) -> bool:
     return all(w is not None and len(shape_of(w)) == 3 for w in weights)
 
 
+def _sizes(module: torch.nn.Module) -> tuple[int, int, int, int]:
+    """Experts, h, f, and the columns in front of the gate."""
+    count, *down = shape_of(module.down_proj)
+    _, *both = shape_of(module.gate_up_proj)
+    h, f = reversed(down) if module.is_transposed else down
+    return count, h, f, both[1] if module.is_transposed else both[0]
+
+
+def _kind(module: torch.nn.Module) -> str | None:
+    """The kernels' name of its activation, if gate and up lie side by side and nothing else is computed."""
+    stock_gate = type(module)._apply_gate.__name__ == "_default_apply_gate"
+    return activation_kind(module.act_fn) if stock_gate and module.is_concatenated else None
+
+
+def _runs_one_by_one(module: torch.nn.Module) -> bool:
+    plain = not module.has_bias and not module.is_transposed and _kind(module) is not None
+    return plain and _sizes(module)[0] <= MOST_EXPERTS
+
+
 def why_not(module: torch.nn.Module, group_size: int) -> str | None:
     """Why an expert layer stays as it is; None if it can be converted. group_size: of what is saved."""
-    (count, h, f), (_, both, _) = shape_of(module.down_proj), shape_of(module.gate_up_proj)
-    apply_gate = getattr(type(module), "_apply_gate", None)
-    if set(module._parameters) != {"down_proj", "gate_up_proj"} or getattr(module, "is_transposed", False):
-        return "experts with biases or transposed weights"
-    if getattr(apply_gate, "__name__", None) != "_default_apply_gate" or both != 2 * f:
-        return "experts with a gate of their own"
-    if not getattr(module, "is_concatenated", True) or getattr(module, "has_post_expert_norm", False):
-        return "experts with interleaved weights or norms"
-    if activation_kind(module.act_fn) is None:
-        return "experts with an activation that there is no kernel for"
-    # the grouped product's activation is made again from whole groups
-    multiple = group_size if count > MOST_EXPERTS else 16
+    if not hasattr(type(module), "_apply_gate") or not getattr(module, "has_gate", False):
+        return "experts with a forward of their own"
+    names = {"down_proj", "gate_up_proj"}
+    if set(module._parameters) != names | ({f"{n}_bias" for n in names} if module.has_bias else set()):
+        return "experts with other weights than two products have"
+    if module.has_post_expert_norm:
+        return "experts with norms"
+    _, h, f, both = _sizes(module)
+    if both != 2 * f:
+        return "experts whose gate does not halve"
+    # what the gate makes is made again from whole groups
+    multiple = 16 if _runs_one_by_one(module) else group_size
     if h % 16 or f % multiple:
         return f"experts of {h} x {f}, not multiples of 16 and {multiple}"
     return None
@@ -47,18 +66,17 @@ def why_not(module: torch.nn.Module, group_size: int) -> str | None:
 
 def forward_of(module: torch.nn.Module, activations: ActivationsConfig) -> "_Experts":
     """What takes the place of the forward of an expert layer that can be converted."""
-    many = shape_of(module.down_proj)[0] > MOST_EXPERTS
-    return (GroupedExperts if many else Fp8Experts)(module, activations)
+    return (Fp8Experts if _runs_one_by_one(module) else GroupedExperts)(module, activations)
 
 
 class _Experts(Replaced):
-    """The forward of an expert layer: gate_up_proj [e, 2 f, h], down_proj [e, h, f] and an activation."""
+    """The forward of an expert layer: gate_up_proj [e, 2 f, h], down_proj [e, h, f] and a gate."""
 
     kind = "feed_forward"
 
     def __init__(self, module: torch.nn.Module, activations: ActivationsConfig):
         super().__init__(module)
-        self.function = activation_kind(module.act_fn)
+        self.function = _kind(module)
         self.kept = {"group_size": activations.group_size, "saved_format": activations.saved_format}
 
     def takes(self, x: torch.Tensor) -> bool:
@@ -68,24 +86,32 @@ class _Experts(Replaced):
 
 
 class GroupedExperts(_Experts):
-    """All experts in one grouped product, in BF16."""
+    """All experts in one grouped product, in BF16, with biases, transposed weights and gates of their own."""
 
     def __init__(self, module: torch.nn.Module, activations: ActivationsConfig):
         super().__init__(module, activations)
-        count = shape_of(module.down_proj)[0]
-        reason = f"{count} experts multiply in one grouped BF16 product"
-        self.left = {"linear": reason}
+        self.left = {"linear": f"{_sizes(module)[0]} experts multiply in one grouped BF16 product"}
 
     def __call__(
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
     ) -> torch.Tensor:
         """hidden_states [t, h], the experts of each token and their weights [t, k] -> [t, h]."""
         x, module = hidden_states, self.module
-        if not self.takes(x):
+        # the compiler cannot follow a gate that is differentiated in backward
+        compiles = self.function is None and torch.compiler.is_compiling()
+        if compiles or not self.takes(x):
             return self.stock(hidden_states, top_k_index, top_k_weights)
+        gate = OwnGate(module._apply_gate, **self.kept)
+        if self.function is not None:
+            gate = KernelGate(self.function, **self.kept)
+        biases = {}
+        if module.has_bias:
+            biases = {"gate_up_bias": module.gate_up_proj_bias, "down_bias": module.down_proj_bias}
         # as FP8 layers, whatever the parameters are kept in
         x, *weights = (t.to(torch.bfloat16) for t in (x, module.gate_up_proj, module.down_proj))
-        y = grouped_experts(x, top_k_index, top_k_weights, *weights, self.function, **self.kept)
+        if module.is_transposed:
+            weights = [weight.transpose(1, 2) for weight in weights]
+        y = grouped_experts(x, top_k_index, top_k_weights, *weights, gate, **biases)
         return y.to(hidden_states.dtype)
 
 

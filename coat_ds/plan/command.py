@@ -200,11 +200,7 @@ def _notes(model: Sizes, spread: Layout, gpu: Gpu, limit: float, choices: list[a
         )
         lines.append("  off by tens of per cent of what is saved, COAT by a few.")
     if model.experts is not None:
-        where = {
-            "fp8": "multiply in FP8",
-            "grouped": "multiply in BF16 and save 8 bits",
-            "stock": "stay as they are",
-        }[model.experts.converted]
+        where = "multiply in BF16 and save 8 bits" if model.experts.grouped else "multiply in FP8"
         lines.append(
             f"experts: {model.experts.count} in a layer, {model.experts.used} for a token, without expert "
             f"parallelism; under COAT they {where}."

@@ -20,9 +20,8 @@ class Experts:
     """Layers that have experts: the last ones."""
     shared: int = 0
     """Channels of what every token takes beside them."""
-    converted: str = "fp8"
-    """What COAT makes of them: one after another in "fp8"; "grouped", one BF16 product that saves 8 bits; or
-    "stock", left as they are."""
+    grouped: bool = False
+    """COAT multiplies them in one grouped BF16 product. Else one after another in FP8."""
 
     def matrices(self, h: int) -> int:
         """Of a layer's feed-forward, the router's included."""
@@ -30,7 +29,7 @@ class Experts:
 
     def converted_matrices(self, h: int) -> int:
         """Those of them that COAT multiplies in FP8."""
-        return h * _PRODUCTS * (self.count * self.ffn * (self.converted == "fp8") + self.shared)
+        return h * _PRODUCTS * (self.count * self.ffn * (not self.grouped) + self.shared)
 
     def products(self, h: int) -> int:
         """Those that a token is multiplied with."""
@@ -38,7 +37,7 @@ class Experts:
 
     def converted_products(self, h: int) -> int:
         """Those that a token is multiplied with in FP8."""
-        return h * _PRODUCTS * (self.used * self.ffn * (self.converted == "fp8") + self.shared)
+        return h * _PRODUCTS * (self.used * self.ffn * (not self.grouped) + self.shared)
 
     def modules(self, h: int) -> list[list[int]]:
         """Elements of parameters by module: router, experts, what is shared."""

@@ -173,19 +173,16 @@ def _of_experts(sizes: Sizes, grouped: float | None = None) -> float:
         return 0
     experts, h = sizes.experts, sizes.hidden
     # all probabilities, and the order that tokens are brought into, which most keep in several ways
-    ways = 2 if grouped is not None and experts.converted == "grouped" else 4
+    ways = 2 if grouped is not None and experts.grouped else 4
     routing = FP32 * experts.count + ways * INT64 * experts.used
-    # input, output, gate and up, the activation's output and the product
-    stock = BF16 * experts.used * (2 * h + 4 * experts.ffn)
     if grouped is None:
-        return routing + stock + BF16 * 4 * experts.shared
+        # input, output, gate and up, the activation's output and the product
+        return routing + BF16 * experts.used * (2 * h + 4 * experts.ffn) + BF16 * 4 * experts.shared
     # the router reads the norm's output, which others make again
     routing += BF16 * h + grouped * 2 * experts.shared
-    if experts.converted == "stock":
-        return routing + stock
-    routing += experts.used * grouped * 2 * experts.ffn
     # one by one: inputs in FP8, and outputs, which are weighted
-    return routing + experts.used * (experts.converted == "fp8") * (1 + BF16) * h
+    others = 0 if experts.grouped else (1 + BF16) * h
+    return routing + experts.used * (grouped * 2 * experts.ffn + others)
 
 
 def _input_per_token(sizes: Sizes, system: System) -> float:
@@ -361,7 +358,7 @@ class _Stage:
             return 0
         activations = layout.tokens * experts.used * (2 * experts.ffn + sizes.hidden)
         # COAT's come expert by expert, and gate's and up's are then put together
-        copies = 1 + 2 / 3 * (self.system.layers == "coat" and experts.converted == "fp8")
+        copies = 1 + 2 / 3 * (self.system.layers == "coat" and not experts.grouped)
         weights = copies * 3 * experts.count * experts.ffn * sizes.hidden
         return BF16 * (activations + weights) / layout.tensor
 

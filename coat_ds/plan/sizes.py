@@ -29,8 +29,8 @@ _MIXTURES = (
     *("mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "flex_olmo", "phimoe", "granitemoe"),
     *("glm4_moe", "minimax_m2", "solar_open", "gpt_oss"),
 )
-# whose experts have biases or gates of their own, which COAT leaves as they are
-_LEFT = ("gpt_oss",)
+# whose experts have biases and gates of their own, which no FP8 product takes
+_OWN_GATES = ("gpt_oss",)
 # what a config calls experts that every token takes, by number and by channels
 _SHARED, _SHARED_FFN = ("n_shared_experts", "num_shared_experts"), "shared_expert_intermediate_size"
 # of what a config describes with such a name, these are not other parts of the model
@@ -354,7 +354,7 @@ def _experts(config: Mapping, layers: int) -> Experts | None:
         ffn=ffn,
         layers=layers - len(dense | set(named)),
         shared=shared,
-        converted="stock" if kind in _LEFT else "fp8" if count <= MOST_EXPERTS else "grouped",
+        grouped=count > MOST_EXPERTS or kind in _OWN_GATES,
     )
 
 

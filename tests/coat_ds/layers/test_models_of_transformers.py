@@ -1,5 +1,7 @@
 """Modules of transformers' models that look like those that are converted, and are not."""
 
+import copy
+
 import pytest
 import torch
 
@@ -70,6 +72,37 @@ def test_an_expert_without_tokens_keeps_nothing_for_backward():
     assert kept(three) <= kept(everyone)
 
 
+def test_experts_with_biases_and_a_gate_of_their_own():
+    """GPT-OSS's, interleaved, clamped and transposed; also in a copy, and where the model is compiled."""
+    ids = torch.arange(128).view(2, 64) % 61
+
+    def run(model):
+        model.zero_grad()
+        loss = model(input_ids=ids, labels=ids).loss
+        loss.backward()
+        return loss.item(), {n: p.grad.clone() for n, p in model.named_parameters() if "experts" in n}
+
+    # all experts of a token, so that no rounding chooses others
+    model = build("GptOss", num_local_experts=4, num_experts_per_tok=4)
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            if "experts" in name:
+                p.normal_(std=0.1)
+    loss, expected = run(model)
+    assert len(expected) == 4
+    coat_ds.convert(model)
+    conversion = coat_ds.conversion_of(model)
+    assert conversion.converted["feed_forward"] == ["model.layers.0.mlp.experts"]
+    for found_loss, found in (
+        run(model),
+        run(copy.deepcopy(model)),
+        run(torch.compile(model, backend="eager")),
+    ):
+        assert abs(found_loss - loss) < 0.01 * loss
+        for (name, gradient), own in zip(expected.items(), found.values(), strict=True):
+            assert rel_rms(own, gradient) < fp8_bound(4), name
+
+
 @pytest.mark.parametrize("autocast", [False, True])
 def test_many_experts_of_an_fp32_model_multiply_in_bf16(autocast):
     def run(model):
@@ -91,9 +124,9 @@ def test_many_experts_of_an_fp32_model_multiply_in_bf16(autocast):
 
 def test_experts_that_are_left_count_as_a_linear_layer():
     """As those do that are converted: most weights of the model are theirs."""
-    model = coat_ds.convert(build("GptOss", num_local_experts=4))
+    model = coat_ds.convert(build("GptOss", num_local_experts=4), {"group_size": 128})
     conversion = coat_ds.conversion_of(model)
-    assert conversion.left["model.layers.0.mlp.experts"] == "experts with biases or transposed weights"
+    assert conversion.left["model.layers.0.mlp.experts"] == "experts of 64 x 64, not multiples of 16 and 128"
     assert conversion.summary().startswith("4 of 6 linear layers multiply in FP8")
     assert conversion.found["feed_forward"] == 1
 
