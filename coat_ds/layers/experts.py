@@ -8,7 +8,7 @@ import torch
 from coat_ds.config import ActivationsConfig
 from coat_ds.layers.formats import formats
 from coat_ds.layers.probe import activation_kind, shape_of
-from coat_ds.layers.replaced import Replaced
+from coat_ds.layers.replaced import Replaced, is_plain
 from coat_kernels.activation import activation
 from coat_kernels.experts import KernelGate, OwnGate, grouped_experts
 from coat_kernels.linear import fp8_linear
@@ -16,6 +16,14 @@ from coat_kernels.origin import origin_of
 from coat_kernels.tensorwise import PredictedScale
 from coat_kernels.weights import WeightCache
 
+# what transformers says of a class of experts; older releases say it where it is otherwise
+_TRAITS = {
+    "has_gate": True,
+    "has_bias": False,
+    "has_post_expert_norm": False,
+    "is_transposed": False,
+    "is_concatenated": True,
+}
 # experts run one after another: beyond this many, launching them takes longer than one grouped BF16 product
 MOST_EXPERTS = 16
 
@@ -26,33 +34,39 @@ def is_experts(module: torch.nn.Module) -> bool:
     return all(w is not None and len(shape_of(w)) == 3 for w in weights)
 
 
+def _is(module: torch.nn.Module, trait: str) -> bool:
+    return getattr(module, trait, _TRAITS[trait])
+
+
 def _sizes(module: torch.nn.Module) -> tuple[int, int, int, int]:
     """Experts, h, f, and the columns in front of the gate."""
     count, *down = shape_of(module.down_proj)
     _, *both = shape_of(module.gate_up_proj)
-    h, f = reversed(down) if module.is_transposed else down
-    return count, h, f, both[1] if module.is_transposed else both[0]
+    h, f = reversed(down) if _is(module, "is_transposed") else down
+    return count, h, f, both[1] if _is(module, "is_transposed") else both[0]
 
 
 def _kind(module: torch.nn.Module) -> str | None:
     """The kernels' name of its activation, if gate and up lie side by side and nothing else is computed."""
     stock_gate = type(module)._apply_gate.__name__ == "_default_apply_gate"
-    return activation_kind(module.act_fn) if stock_gate and module.is_concatenated else None
+    return activation_kind(module.act_fn) if stock_gate and _is(module, "is_concatenated") else None
 
 
 def _runs_one_by_one(module: torch.nn.Module) -> bool:
-    plain = not module.has_bias and not module.is_transposed and _kind(module) is not None
+    plain = not _is(module, "has_bias") and not _is(module, "is_transposed") and _kind(module) is not None
     return plain and _sizes(module)[0] <= MOST_EXPERTS
 
 
 def why_not(module: torch.nn.Module, group_size: int) -> str | None:
     """Why an expert layer stays as it is; None if it can be converted. group_size: of what is saved."""
-    if not hasattr(type(module), "_apply_gate") or not getattr(module, "has_gate", False):
+    if not hasattr(type(module), "_apply_gate") or not _is(module, "has_gate"):
         return "experts with a forward of their own"
     names = {"down_proj", "gate_up_proj"}
-    if set(module._parameters) != names | ({f"{n}_bias" for n in names} if module.has_bias else set()):
+    if _is(module, "has_bias"):
+        names |= {f"{name}_bias" for name in names}
+    if set(module._parameters) != names:
         return "experts with other weights than two products have"
-    if module.has_post_expert_norm:
+    if _is(module, "has_post_expert_norm"):
         return "experts with norms"
     _, h, f, both = _sizes(module)
     if both != 2 * f:
@@ -80,9 +94,12 @@ class _Experts(Replaced):
         self.kept = {"group_size": activations.group_size, "saved_format": activations.saved_format}
 
     def takes(self, x: torch.Tensor) -> bool:
-        """Expert parallel layers hand out experts that a rank does not have."""
-        there = not getattr(self.module, "_is_expert_parallel", False)
-        return there and x.numel() > 0 and super().takes(x)
+        """Expert parallel layers hand out experts that a rank does not have; tensor parallel ones hold a part
+        of each."""
+        module = self.module
+        whole = not getattr(module, "_is_expert_parallel", False)
+        whole = whole and is_plain(module.gate_up_proj) and is_plain(module.down_proj)
+        return whole and x.numel() > 0 and super().takes(x)
 
 
 class GroupedExperts(_Experts):
@@ -105,11 +122,11 @@ class GroupedExperts(_Experts):
         if self.function is not None:
             gate = KernelGate(self.function, **self.kept)
         biases = {}
-        if module.has_bias:
+        if _is(module, "has_bias"):
             biases = {"gate_up_bias": module.gate_up_proj_bias, "down_bias": module.down_proj_bias}
         # as FP8 layers, whatever the parameters are kept in
         x, *weights = (t.to(torch.bfloat16) for t in (x, module.gate_up_proj, module.down_proj))
-        if module.is_transposed:
+        if _is(module, "is_transposed"):
             weights = [weight.transpose(1, 2) for weight in weights]
         y = grouped_experts(x, top_k_index, top_k_weights, *weights, gate, **biases)
         return y.to(hidden_states.dtype)
