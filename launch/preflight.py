@@ -107,7 +107,8 @@ def problems(settings: Settings, reports: list[dict]) -> list[str]:
             )
         if not node["sees_megatron"]:
             out.append(
-                f"{host}: MEGATRON_PATH: no {SCRIPT} in {settings.megatron_path}. Name a checkout of Megatron-LM"
+                f"{host}: MEGATRON_PATH: no {SCRIPT} in {settings.megatron_path}. Name a checkout of "
+                "Megatron-LM"
             )
         if settings.hosts and settings.launcher == "openmpi":
             if not node["mpirun"].startswith("mpirun (Open MPI)"):
