@@ -52,7 +52,7 @@ check: lint types
 test: lint
 	$(BIN)/python $(PYTEST) --durations=30
 
-# what is left out of `test` too, with the other versions of the frameworks: about an hour and a half
+# what is left out of `test` too, with the other versions of the frameworks: about two hours
 test-all: export COAT_TEST_ALL := 1
 test-all: lint
 	$(BIN)/python $(PYTEST) --durations=30

@@ -24,6 +24,8 @@ FAST_ACCUMULATION = ("forward", "all", "none")
 BF16_PARAMS = ("exact", "stochastic", "nearest")
 CHECKPOINT_LAYOUTS = ("stock", "compressed")
 EXP_AVG_FORMATS = ("auto", *SIGNED_CODECS)
+# a ratio to the second moment says nothing of the second moment itself
+EXP_AVG_SQ_FORMATS = tuple(name for name, codec in CODECS.items() if not codec.relative)
 ROUNDINGS = ("auto", "nearest", "stochastic")
 KEEP_FP32 = ("*norm*", "*bias*")
 OTHER_NAMES = {
@@ -186,7 +188,7 @@ class OptimizerConfig(_Block):
     """Storage format of the first moment. "auto": "ratio8", its ratio to the root of the second, where that
     is stored as "log8"; else "fp8_expanded"."""
 
-    exp_avg_sq_format: str = _choice("log8", CODECS)
+    exp_avg_sq_format: str = _choice("log8", EXP_AVG_SQ_FORMATS)
     """Storage format of the second moment. "fp8_expanded" is the paper's, of both moments."""
 
     exp_avg_sq_rounding: str = _choice("auto", ROUNDINGS)

@@ -69,6 +69,6 @@ for step in range(args.steps):
     optimizer.step()
     optimizer.zero_grad()
     print(f"step {step + 1} loss {loss.item():.6f}")
-# two of them make FP32 masters of the BF16 weights
-print(f"bytes of states per parameter: {coat_ds.state_bytes(optimizer)['bytes_per_parameter']:.3f}")
+found = coat_ds.state_bytes(optimizer)["bytes_per_parameter"]
+print(f"bytes of states per parameter: {found:.3f}, two of them to make FP32 masters of the BF16 weights")
 dist.destroy_process_group()

@@ -26,6 +26,8 @@ TOOLS = {
     "openmpi": ("mpirun", "install Open MPI, of which no Python package is needed"),
     "slurm": ("srun", "install Slurm's client"),
 }
+# of Megatron-LM
+SCRIPT = "pretrain_gpt.py"
 # seconds that nodes wait for each other's reports
 PATIENCE = 300
 
@@ -59,6 +61,7 @@ def report(settings: Settings, token: str = "") -> dict:
         "gpus": machine.gpus(),
         "free_bytes": machine.free_bytes(output),
         "sees_token": not token or (output / token).is_file(),
+        "sees_megatron": settings.kind != "megatron" or Path(settings.megatron_path, SCRIPT).is_file(),
         "mpirun": _mpirun(),
         "interfaces": [name for _, name in socket.if_nameindex()],
         "nccl": {name: value for name, value in sorted(os.environ.items()) if name.startswith("NCCL_")},
@@ -101,6 +104,11 @@ def problems(settings: Settings, reports: list[dict]) -> list[str]:
             out.append(
                 f"{host}: does not see {settings.output} of {first['host']}. Set OUTPUT to a folder that "
                 "all nodes share: every rank writes its part of a checkpoint there"
+            )
+        if not node["sees_megatron"]:
+            out.append(
+                f"{host}: MEGATRON_PATH: no {SCRIPT} in {settings.megatron_path}. Name a checkout of "
+                "Megatron-LM"
             )
         if settings.hosts and settings.launcher == "openmpi":
             if not node["mpirun"].startswith("mpirun (Open MPI)"):

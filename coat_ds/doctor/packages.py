@@ -82,8 +82,8 @@ KNOWN_BAD = (
     KnownBad(
         {"megatron-core": ">=0.16", "deepspeed": ">=0.18"},
         WARNING,
-        "DeepSpeed does not sum gradients of norms under sequence parallelism. Pass megatron_ext.mpu to "
-        "deepspeed.initialize, as launch/pretrain_gpt.py does",
+        "DeepSpeed does not sum gradients of norms under sequence parallelism. Call "
+        "megatron_ext.mpu.sum_shared_gradients(model) before deepspeed.initialize, as coat train does",
         "DeepSpeed #7339",
     ),
 )

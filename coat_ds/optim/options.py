@@ -11,6 +11,7 @@ import torch
 from coat_ds.config import (
     BF16_PARAMS,
     EXP_AVG_FORMATS,
+    EXP_AVG_SQ_FORMATS,
     OPTIMIZER_GROUP_SIZES,
     ROUNDINGS,
     CoatConfigError,
@@ -18,7 +19,7 @@ from coat_ds.config import (
     check_pair,
     check_type,
 )
-from coat_kernels.codecs import CODECS, Codec, first_codec, get_codec
+from coat_kernels.codecs import Codec, first_codec, get_codec
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 Rule = Sequence[str] | Callable[[str | None, torch.Tensor], bool]
@@ -97,7 +98,7 @@ def check_options(options: dict[str, Any]) -> None:
     is_pair = isinstance(betas, tuple | list) and len(betas) == 2
     if not is_pair or not all(_is_number(beta) and 0 <= beta < 1 for beta in betas):
         raise ValueError(f"CoatAdamW: betas must be two numbers in [0, 1), found {betas!r}.")
-    check_choice("CoatAdamW: exp_avg_sq_format", options["exp_avg_sq_format"], tuple(CODECS))
+    check_choice("CoatAdamW: exp_avg_sq_format", options["exp_avg_sq_format"], EXP_AVG_SQ_FORMATS)
     # a format without signs would lose half of the first moment
     check_choice("CoatAdamW: exp_avg_format", options["exp_avg_format"], EXP_AVG_FORMATS)
     check_pair("CoatAdamW: ", options["exp_avg_format"], options["exp_avg_sq_format"])

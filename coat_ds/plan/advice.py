@@ -87,14 +87,11 @@ def fastest(
     PlanError if nothing fits.
     """
     found, nearest = [], None
-    for layout in layouts:
+    for given in layouts:
         for system in systems:
-            if not goes_with(system, layout):
+            if not goes_with(system, given):
                 continue
-            if grow:
-                layout = dataclasses.replace(
-                    layout, micro_batch=largest_micro_batch(sizes, layout, system, limit) or 1
-                )
+            layout = given.grown(largest_micro_batch(sizes, given, system, limit) or 1) if grow else given
             choice = Choice(
                 system,
                 layout,

@@ -1,7 +1,7 @@
 """How training is spread over GPUs, as a DeepSpeed JSON or Megatron's arguments say it."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from coat_ds.plan.gathers import Limits
 from coat_ds.plan.sizes import PlanError
@@ -41,6 +41,8 @@ class Layout:
     """Activations between tensor parallel products are split, too."""
     accumulation: int = 1
     """Micro-batches of a step."""
+    global_batch: int | None = None
+    """Sequences of a step on all GPUs, where they are fixed: accumulation follows from them."""
     host: str = "deepspeed"
     fp32_gradients: bool = False
     """Megatron adds gradients up in FP32."""
@@ -105,6 +107,14 @@ class Layout:
         """Of a micro-batch."""
         return self.micro_batch * self.sequence
 
+    def grown(self, most: int) -> "Layout":
+        """With the largest micro-batch up to `most` that divides the global batch, where that is fixed."""
+        if self.global_batch is None:
+            return replace(self, micro_batch=most)
+        sequences = self.global_batch // self.data
+        size = max(n for n in range(1, most + 1) if sequences % n == 0)
+        return replace(self, micro_batch=size, accumulation=sequences // size)
+
     @property
     def between(self) -> int:
         """By how much activations between tensor parallel products are split."""
@@ -160,9 +170,8 @@ def from_deepspeed(config: Mapping, hidden: int | None = None, **rest) -> Layout
 
 def from_megatron(said: Mapping, **rest) -> Layout:
     """Of what `sizes.from_megatron` found, with what it does not say in `rest`."""
-    said = dict(said)
-    total = said.pop("global_batch", None)
     layout = Layout(**said | rest)
+    total = layout.global_batch
     if total is None:
         return layout
     at_once = layout.micro_batch * layout.data
@@ -170,7 +179,7 @@ def from_megatron(said: Mapping, **rest) -> Layout:
         raise PlanError(
             f"--global-batch-size: {total} is no multiple of {at_once}, which are computed at once."
         )
-    return Layout(**said | rest | {"accumulation": total // at_once})
+    return replace(layout, accumulation=total // at_once)
 
 
 def _object(config: Mapping, key: str) -> Mapping:

@@ -167,6 +167,17 @@ def test_megatrons_arguments(capsys):
     assert "--spec megatron_ext.with_optimizer coat_layer_spec" in text and "offload" not in text
 
 
+def test_fit_keeps_megatrons_global_batch(capsys):
+    """Megatron refuses micro-batches that do not divide it."""
+    words = "--num-layers 32 --hidden-size 4096 --num-attention-heads 32 --vocab-size 32000 --seq-length 2048"
+    words += " --tensor-model-parallel-size 2 --micro-batch-size 4 --global-batch-size 96"
+    text = said(capsys, "plan", "--gpus", "8", "--fit", "80GB", "--json", "--megatron", *words.split())
+    best = json.loads(text)["recommended"]
+    # 24 sequences for each of 4 replicas; 16 at once would fit
+    assert best["micro_batch"] == 12 and "--micro-batch-size 12 " in best["paste"]
+    assert said(capsys, "plan", "--gpus", "8", "--megatron", *words.split(), "--micro-batch-size", "12")
+
+
 def test_the_picture_is_drawn(capsys, tmp_path):
     path = tmp_path / "plan.png"
     assert f"picture: {path}" in said(capsys, "plan", *SHAPE, "--picture", str(path))

@@ -136,6 +136,7 @@ NODE = {
     "gpus": [["old", 8, 0]],
     "free_bytes": 2**50,
     "sees_token": True,
+    "sees_megatron": True,
     "mpirun": "none",
     "interfaces": ["lo"],
     "nccl": {},

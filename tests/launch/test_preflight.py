@@ -98,6 +98,17 @@ def test_old_gpus_may_have_fp8_states(tmp_path, good):
         assert len(preflight.problems(settings(tmp_path, DEEPSPEED_CONFIG=str(path)), [old])) == problems
 
 
+def test_a_checkout_without_the_script_is_refused(tmp_path):
+    """torchrun would end in its own traceback, which names no variable."""
+    megatron = settings(tmp_path, "megatron", MEGATRON_PATH=str(tmp_path))
+    with pytest.raises(
+        ClusterError, match=f"MEGATRON_PATH: no pretrain_gpt.py in {tmp_path}. Name a checkout"
+    ):
+        preflight.check(megatron, {})
+    (tmp_path / "pretrain_gpt.py").touch()
+    preflight.check(megatron, {})
+
+
 def test_hostfiles(tmp_path):
     path = tmp_path / "hosts"
 
@@ -144,6 +155,7 @@ def test_nodes_that_fit_have_no_problems(tmp_path, good):
         ({"gpus": []}, "b: 0 GPUs, a has 1. Leave one out"),
         ({"gpus": [["V100", 7, 0]]}, "b: V100 has compute capability 7.0, FP8 needs 8.9"),
         ({"free_bytes": 2**20}, "b: 0.0 GiB are free in"),
+        ({"sees_megatron": False}, "b: MEGATRON_PATH: no pretrain_gpt.py in "),
         ({"sees_token": False}, "b: does not see"),
         ({"interfaces": ["eth1"]}, "b: no network interface lo, there are eth1. Set INTERFACE"),
         ({"nccl": {"NCCL_IB_DISABLE": "1"}}, "b: NCCL_IB_DISABLE is 1, on a it is unset. Set it to the same"),

@@ -59,6 +59,11 @@ MISTAKES = {
             ),
         ),
         Mistake(
+            "a format of first moments for second ones",
+            block(optimizer={"exp_avg_sq_format": "ratio8"}),
+            ("coat.optimizer.exp_avg_sq_format: ", "'log8'", "found 'ratio8'"),
+        ),
+        Mistake(
             "a boolean for a choice",
             block(activations={"weight_cache": True}),
             ("coat.activations.weight_cache: ", "'none', 'fp8'", "found True"),
