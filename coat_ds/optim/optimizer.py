@@ -381,7 +381,8 @@ class CoatAdamW(torch.optim.Optimizer):
 
         The latter, under `"coat"`, lets `load_state_dict` restore the very same codes. One tensor is
         decoded at a time. With the compressed `checkpoint_layout` moments are given as they are stored.
-        Moments of DTensors are FP32 DTensors on the parameter's device, for as long as the dict is held.
+        Moments of DTensors are FP32 DTensors on the parameter's device, for as long as the dict is held;
+        remainders of BF16 ones are int32 there.
         """
         return take_states(super().state_dict(), self._checkpoint_layout)
 
@@ -454,7 +455,8 @@ class CoatAdamW(torch.optim.Optimizer):
         state = self.state[p]
         remainder = state.pop("remainder", None)
         if is_remainder(remainder) and has_remainder(p, group):
-            state["remainder"] = laid_out_like(p, shard_of(remainder, p).to(p.device, copy=True))
+            held = shard_of(remainder, p).to(p.device, torch.int16, copy=True)
+            state["remainder"] = laid_out_like(p, held)
         moment = None
         # the second first: the first may be relative to it
         for name in reversed(MOMENTS):

@@ -101,6 +101,12 @@ def moments(net, optimizer):
     return found
 
 
+def remainders(net, optimizer):
+    """Whole, in a type that ranks can gather, by name."""
+    states = {name: optimizer.state[p] for name, p in net.named_parameters()}
+    return {name: whole(s["remainder"].int()) for name, s in states.items() if "remainder" in s}
+
+
 def differing(ours, others):
     return [name for name in ours if not torch.equal(ours[name], others[name])]
 
@@ -216,15 +222,20 @@ def resume(folder, name, kind, form, stock=False):
 
 
 def check_full():
-    """What a full state dict, which rank 0 alone has, changes on its way to another mesh."""
-    net, other = sharded(build()), sharded(build(), "hsdp")
-    optimizer, again = coat(net), coat(other)
-    train(net, optimizer, range(2))
-    states = get_optimizer_state_dict(
-        net, optimizer, options=StateDictOptions(full_state_dict=True, cpu_offload=True)
-    )
-    set_optimizer_state_dict(other, again, states if dist.get_rank() == 0 else {}, options=FULL)
-    return differing(moments(net, optimizer), moments(other, again))
+    """What a full state dict, which rank 0 alone has, changes on its way to another mesh, of moments and of
+    BF16 parameters' remainders."""
+    changed = []
+    for dtype in (torch.float32, torch.bfloat16):
+        net, other = sharded(build(dtype=dtype)), sharded(build(dtype=dtype), "hsdp")
+        optimizer, again = coat(net), coat(other)
+        train(net, optimizer, range(2))
+        states = get_optimizer_state_dict(
+            net, optimizer, options=StateDictOptions(full_state_dict=True, cpu_offload=True)
+        )
+        set_optimizer_state_dict(other, again, states if dist.get_rank() == 0 else {}, options=FULL)
+        changed += differing(moments(net, optimizer), moments(other, again))
+        changed += differing(remainders(net, optimizer), remainders(other, again))
+    return changed
 
 
 def check_refused():
