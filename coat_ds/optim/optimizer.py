@@ -9,7 +9,7 @@ import torch
 
 from coat_ds.config import CHECKPOINT_LAYOUTS, KEEP_FP32, check_choice
 from coat_ds.optim.accounting import layout_table
-from coat_ds.optim.checks import check_tensors
+from coat_ds.optim.checks import check_can_keep_remainder, check_tensors
 from coat_ds.optim.fragments import Fragment, piece_begins
 from coat_ds.optim.moment import Moment, as_plain
 from coat_ds.optim.options import (
@@ -292,6 +292,7 @@ class CoatAdamW(torch.optim.Optimizer):
             # the parameter was of another type, or is rounded otherwise from now on
             state.pop("remainder", None)
         elif "remainder" not in state:
+            check_can_keep_remainder(p)
             # zero: what the parameter holds is taken to be the master
             remainder = torch.zeros(local(p).shape, dtype=torch.int16, device=p.device)
             state["remainder"] = laid_out_like(p, remainder)
