@@ -29,6 +29,8 @@ from coat_kernels.rope import rotate
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
 # arguments that a layer may get: the angles say the same, or nothing here needs them
 ARGUMENTS = ("position_embeddings", "position_ids", "cache_position", "use_cache")
+# where transformers notes on a layer how its forward is to be checkpointed
+CHECKPOINT = "_gradient_checkpointing_func"
 
 
 class Parts(NamedTuple):
@@ -122,9 +124,13 @@ class Fp8DecoderLayer(Replaced):
         self.qkv = MergedLinear(activations, cancels=True)
 
     def __call__(self, hidden_states: torch.Tensor, *args, **kwargs):
-        if uses_blocks(self, hidden_states, args, kwargs):
-            return self.by_blocks(hidden_states, *kwargs["position_embeddings"])
-        return self.stock(hidden_states, *args, **kwargs)
+        if not uses_blocks(self, hidden_states, args, kwargs):
+            return self.stock(hidden_states, *args, **kwargs)
+        cos, sin = kwargs["position_embeddings"]
+        if checkpoints_in_forward(self.module):
+            # the angles are not arguments, of which reentrant checkpoints make other tensors, without notes
+            return getattr(self.module, CHECKPOINT)(partial(self.by_blocks, cos=cos, sin=sin), hidden_states)
+        return self.by_blocks(hidden_states, cos, sin)
 
     @property
     def projections(self) -> list[nn.Module]:
@@ -175,6 +181,13 @@ class Fp8DecoderLayer(Replaced):
             fc2=replaced(feed_forward.down).options(),
         )
         return y.view(b, s, h)
+
+
+def checkpoints_in_forward(layer: nn.Module) -> bool:
+    """Whether the layer's own forward, in whose place the blocks run, would checkpoint itself. Older versions
+    of transformers do so in `__call__`, where a checkpoint is open by now."""
+    is_on = layer.training and getattr(layer, "gradient_checkpointing", False)
+    return is_on and type(layer).__call__ is nn.Module.__call__ and hasattr(layer, CHECKPOINT)
 
 
 def _by_token(angles: torch.Tensor, batch: int) -> torch.Tensor:

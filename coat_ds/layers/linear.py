@@ -6,7 +6,8 @@ from coat_ds.config import ActivationsConfig
 from coat_ds.layers.attention import attended_origin
 from coat_ds.layers.formats import formats
 from coat_ds.layers.hooks import after_pre_hooks
-from coat_ds.layers.replaced import Replaced, is_plain
+from coat_ds.layers.replaced import Replaced, is_plain, warn_of_tensor_parallelism
+from coat_ds.optim.shards import is_distributed
 from coat_kernels.linear import LinearOptions, fp8_linear
 from coat_kernels.origin import origin_of
 from coat_kernels.tensorwise import PredictedScale
@@ -55,6 +56,8 @@ class Fp8Linear(Replaced):
                 "DistributedDataParallel, one process for each GPU."
             )
         if self.paused or not (self.takes(input) and is_plain(module.weight)):
+            if is_distributed(module.weight) and not torch.compiler.is_compiling():
+                warn_of_tensor_parallelism()
             return self.stock(input)
         after_pre_hooks(module, input)
         return fp8_linear(

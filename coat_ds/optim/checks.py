@@ -65,3 +65,12 @@ def check_tensors(p: torch.Tensor, state: dict[str, Any]) -> None:
                 f"{what} has {name} on {moment.device}. Move the model before the first step, or load the "
                 "optimizer's state dict again."
             )
+
+
+def check_can_keep_remainder(p: torch.Tensor) -> None:
+    """Raises TypeError for a parameter that FSDP1 cuts, which has one type for all states that it saves."""
+    if getattr(p, "_fsdp_flattened", False):
+        raise TypeError(
+            "CoatAdamW: FullyShardedDataParallel cannot save what bf16_params='exact' keeps of BF16 "
+            "parameters. Use fully_shard, FP32 parameters with MixedPrecision, or bf16_params='stochastic'."
+        )

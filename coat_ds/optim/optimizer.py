@@ -9,7 +9,7 @@ import torch
 
 from coat_ds.config import CHECKPOINT_LAYOUTS, KEEP_FP32, check_choice
 from coat_ds.optim.accounting import layout_table
-from coat_ds.optim.checks import check_tensors
+from coat_ds.optim.checks import check_can_keep_remainder, check_tensors
 from coat_ds.optim.fragments import Fragment, piece_begins
 from coat_ds.optim.moment import Moment, as_plain
 from coat_ds.optim.options import (
@@ -292,6 +292,7 @@ class CoatAdamW(torch.optim.Optimizer):
             # the parameter was of another type, or is rounded otherwise from now on
             state.pop("remainder", None)
         elif "remainder" not in state:
+            check_can_keep_remainder(p)
             # zero: what the parameter holds is taken to be the master
             remainder = torch.zeros(local(p).shape, dtype=torch.int16, device=p.device)
             state["remainder"] = laid_out_like(p, remainder)
@@ -381,7 +382,8 @@ class CoatAdamW(torch.optim.Optimizer):
 
         The latter, under `"coat"`, lets `load_state_dict` restore the very same codes. One tensor is
         decoded at a time. With the compressed `checkpoint_layout` moments are given as they are stored.
-        Moments of DTensors are FP32 DTensors on the parameter's device, for as long as the dict is held.
+        Moments of DTensors are FP32 DTensors on the parameter's device, for as long as the dict is held;
+        remainders of BF16 ones are int32 there.
         """
         return take_states(super().state_dict(), self._checkpoint_layout)
 
@@ -454,7 +456,8 @@ class CoatAdamW(torch.optim.Optimizer):
         state = self.state[p]
         remainder = state.pop("remainder", None)
         if is_remainder(remainder) and has_remainder(p, group):
-            state["remainder"] = laid_out_like(p, shard_of(remainder, p).to(p.device, copy=True))
+            held = shard_of(remainder, p).to(p.device, torch.int16, copy=True)
+            state["remainder"] = laid_out_like(p, held)
         moment = None
         # the second first: the first may be relative to it
         for name in reversed(MOMENTS):

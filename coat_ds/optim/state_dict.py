@@ -46,6 +46,9 @@ def take_states(packed: dict[str, Any], layout: str) -> dict[str, Any]:
                     }
             elif name == "step":
                 state[index][name] = torch.tensor(float(value), dtype=torch.float32)
+            elif name == "remainder" and is_distributed(value):
+                # neither NCCL nor gloo carries int16 from rank to rank
+                state[index][name] = value.to(torch.int32)
     return {**packed, "state": state, "coat": {"version": METADATA_VERSION, "moments": stored}}
 
 
@@ -156,7 +159,7 @@ def _check_layout(state_dict: dict[str, Any]) -> None:
 
 def is_remainder(value: Any) -> bool:
     """Whether it is one still: other optimizers cast it as they cast moments, and step without it."""
-    return isinstance(value, torch.Tensor) and value.dtype == torch.int16
+    return isinstance(value, torch.Tensor) and value.dtype in (torch.int16, torch.int32)
 
 
 def _said(value: Any) -> str:

@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_state_dict,
 )
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.testing._internal.two_tensor import TwoTensor
@@ -99,6 +99,12 @@ def moments(net, optimizer):
             assert isinstance(moment, DTensor) == isinstance(p, DTensor)
             found[f"{name}.{kind}"] = whole(moment).cpu()
     return found
+
+
+def remainders(net, optimizer):
+    """Whole, in a type that ranks can gather, by name."""
+    states = {name: optimizer.state[p] for name, p in net.named_parameters()}
+    return {name: whole(s["remainder"].int()) for name, s in states.items() if "remainder" in s}
 
 
 def differing(ours, others):
@@ -216,15 +222,20 @@ def resume(folder, name, kind, form, stock=False):
 
 
 def check_full():
-    """What a full state dict, which rank 0 alone has, changes on its way to another mesh."""
-    net, other = sharded(build()), sharded(build(), "hsdp")
-    optimizer, again = coat(net), coat(other)
-    train(net, optimizer, range(2))
-    states = get_optimizer_state_dict(
-        net, optimizer, options=StateDictOptions(full_state_dict=True, cpu_offload=True)
-    )
-    set_optimizer_state_dict(other, again, states if dist.get_rank() == 0 else {}, options=FULL)
-    return differing(moments(net, optimizer), moments(other, again))
+    """What a full state dict, which rank 0 alone has, changes on its way to another mesh, of moments and of
+    BF16 parameters' remainders."""
+    changed = []
+    for dtype in (torch.float32, torch.bfloat16):
+        net, other = sharded(build(dtype=dtype)), sharded(build(dtype=dtype), "hsdp")
+        optimizer, again = coat(net), coat(other)
+        train(net, optimizer, range(2))
+        states = get_optimizer_state_dict(
+            net, optimizer, options=StateDictOptions(full_state_dict=True, cpu_offload=True)
+        )
+        set_optimizer_state_dict(other, again, states if dist.get_rank() == 0 else {}, options=FULL)
+        changed += differing(moments(net, optimizer), moments(other, again))
+        changed += differing(remainders(net, optimizer), remainders(other, again))
+    return changed
 
 
 def check_refused():
@@ -433,3 +444,37 @@ def test_names_survive_accelerates_exchange_of_parameters():
     pytest.importorskip("accelerate")
     # half of a norm of 128 weights
     assert run_distributed(prepared_by_accelerate, 2) == [(True, 64 * 8)] * 2
+
+
+def stepped_under_fsdp1():
+    """What is said of BF16 parameters with remainders, and what became of others' moments when loaded."""
+    start()
+    out = []
+    for whole_parameters in (True, False):
+        for dtype, options in (
+            (torch.bfloat16, {}),
+            (torch.bfloat16, {"bf16_params": "stochastic"}),
+            (None, {}),
+        ):
+            wrapped = FullyShardedDataParallel(
+                build(dtype=dtype or torch.float32),
+                use_orig_params=whole_parameters,
+                device_id=torch.device("cpu"),
+            )
+            optimizer = coat(wrapped, **options)
+            try:
+                train(wrapped, optimizer, range(2))
+                states = get_optimizer_state_dict(wrapped, optimizer)
+                set_optimizer_state_dict(wrapped, optimizer, states)
+                out.append(optimizer.take_arrivals().partition(" ")[2])
+            except TypeError as error:
+                out.append(str(error))
+    return out
+
+
+def test_fsdp1_saves_fp32_parameters_and_refuses_remainders():
+    """It ended in "Expected dtype == info.dtype" where a checkpoint was written."""
+    for said in run_distributed(stepped_under_fsdp1, 2):
+        for refused, *saved in (said[:3], said[3:]):
+            assert "cannot save what bf16_params='exact' keeps" in refused
+            assert saved == ["restored to the bit"] * 2
