@@ -403,8 +403,6 @@ def test_resume_of_every_layout_and_stage(tmp_path, train, layout, stage, device
     if device == "cpu":
         config["zero_optimization"]["offload_optimizer"] = {"device": "cpu"}
     config["coat"]["optimizer"] = {"checkpoint_layout": layout}
-    # what is kept of weights from before the load is not theirs
-    config["coat"]["activations"] = {"weight_cache": "fp8"}
     path = tmp_path / "ds.json"
     path.write_text(json.dumps(config))
     arguments = ["--deepspeed-config", path, "--steps", 4, "--resume"]
