@@ -1,6 +1,7 @@
 """The convergence benchmark trains, stops and goes on, and tells apart what cannot be compared."""
 
 import csv
+import json
 import math
 import shutil
 
@@ -9,7 +10,7 @@ import pytest
 
 from benchmarks.common.harness import Table
 from benchmarks.converge import corpus, recipe
-from benchmarks.converge.table import carry, claims, complete_runs, publish, summary
+from benchmarks.converge.table import carry, claims, complete_runs, curves_of, publish, rows_of, summary
 from coat_launch.report import read_metrics
 from tests.benchmarks.test_harness import run
 
@@ -144,8 +145,25 @@ def test_files_of_runs_with_dots_in_their_names_are_found(tmp_path):
         (tmp_path / f"work/{name}.json").write_text('{"conditions": {}}')
         carry(tmp_path / "work" / name, tmp_path / "out")
         assert (tmp_path / f"out/{name}.jsonl").read_text() == name
-    runs = complete_runs([tmp_path / "out"], {})
+    # the first folder's
+    runs = complete_runs([tmp_path / "out", tmp_path / "work"], {})
     assert runs == {name: tmp_path / "out" / name for name in names}
+
+
+def test_a_run_stands_beside_bf16_of_its_seed(tmp_path):
+    losses = {"bf16-seed1": 2.0, "bf16-seed2": 2.4, "coat-seed2": 2.1}
+    for name, loss in losses.items():
+        made = {"conditions": {**recipe.TINY._asdict(), "shape_file": None}, "environment": {}}
+        (tmp_path / f"{name}.json").write_text(json.dumps({**made, "result": {"val_loss": loss}}))
+        (tmp_path / f"{name}.jsonl").write_text(
+            json.dumps({"run": "coat", "step": 3, "val_loss": loss}) + "\n"
+        )
+    runs = complete_runs([tmp_path], {})
+    row = rows_of(runs)[-1]
+    assert row["run"] == "coat" and row["steps"] == recipe.TINY.steps
+    assert row["to_bf16_same_seed"] == 2.1 / 2.4 - 1
+    assert row["to_bf16_mean"] == pytest.approx(2.1 / 2.2 - 1)
+    assert curves_of(runs)["coat-seed2"] == {recipe.TINY.batch * recipe.TINY.seq_length / 1e6 * 3: 2.1}
 
 
 def test_the_summary_is_over_seeds():

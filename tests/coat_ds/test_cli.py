@@ -125,6 +125,10 @@ def test_the_recommendation_fits_and_can_be_pasted(capsys, tmp_path):
     again = plain(capsys, *words, "--memory", "80")["systems"][-1]
     assert again["system"] == "as the JSON says" and again["peak_bytes"] == best["peak_bytes"]
     assert again["largest_micro_batch"] == best["micro_batch"]
+    # the JSON's stage stays
+    other = 1 if best["stage"] > 1 else 3
+    (tmp_path / "ds.json").write_text(json.dumps({"zero_optimization": {"stage": other}}))
+    assert plain(capsys, *words, "--fit", "80GB")["recommended"]["stage"] == other
 
 
 def test_a_json_keeps_what_the_plan_does_not_change():
@@ -132,6 +136,7 @@ def test_a_json_keeps_what_the_plan_does_not_change():
     systems = [rungs()["COAT, offload"], rungs()["COAT, smallest, recomputed attention"]]
     base = {
         "gradient_clipping": 1.0,
+        "bf16": {"enabled": True, "check_grad_overflow": True},
         "zero_optimization": {"stage": 1, "reduce_bucket_size": 10**8},
         "coat": {"enabled": True, "require": True},
         "train_batch_size": 512,
@@ -147,6 +152,7 @@ def test_a_json_keeps_what_the_plan_does_not_change():
     }
     assert made[1]["bf16"]["bf16_master_weights_and_grads"] and made[1]["gradient_clipping"] == 1.0
     for config in made:
+        assert config["bf16"]["check_grad_overflow"]
         assert "train_batch_size" not in config and "require" not in config["coat"]
         assert CoatConfig.from_dict(config["coat"]).activations.attention_format == "recompute"
     assert base["zero_optimization"]["stage"] == 1

@@ -218,6 +218,13 @@ def test_a_dry_run_leaves_the_model_as_it_was():
             "8.000 bytes a parameter in place of 8",
         ),
         (
+            {"enabled": True, "optimizer": {"min_numel": 10**9}},
+            {},
+            "states",
+            WARNING,
+            "8.000 bytes a parameter in place of 8",
+        ),
+        (
             {"enabled": True},
             {"hidden_size": 24, "intermediate_size": 24, "num_attention_heads": 2, "num_key_value_heads": 2},
             "layers",

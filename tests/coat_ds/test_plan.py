@@ -13,6 +13,7 @@ from benchmarks.common.harness import read_rows
 from benchmarks.common.whole_models import MODELS, SYSTEMS, WAYS, planned
 from coat_ds import cli, convert, plan
 from coat_ds.plan import Layout, PlanError, Sizes, advice, gathers, layout, rungs, sizes
+from coat_ds.plan.command import configured
 from coat_ds.plan.gathers import Limits, replay
 from coat_ds.plan.memory import saved_per_token
 from coat_ds.plan.roofline import flops
@@ -238,6 +239,12 @@ def test_sizes_are_read_from_what_people_have():
     model, said = sizes.from_megatron(f"{words} --tensor-model-parallel-size 2".split())
     # a multiple of 128 on each rank
     assert model.vocabulary == 1280 and model.ffn == 256 and said["tensor"] == 2
+    assert layout.from_megatron(said, gpus=4).between == 1
+    words += " --sequence-parallel --micro-batch-size 2 --global-batch-size 16"
+    found = layout.from_megatron(
+        sizes.from_megatron(f"{words} --tensor-model-parallel-size 2".split())[1], gpus=4
+    )
+    assert (found.between, found.accumulation) == (2, 4)
 
 
 def test_a_model_on_the_meta_device_is_counted():
@@ -350,7 +357,7 @@ def saved_by_autograd(model) -> int:
 MIXTURES = {
     "Mixtral": {},
     "Qwen2Moe": {},
-    "Qwen3Moe": {"mlp_only_layers": [1]},
+    "Qwen3Moe": {"decoder_sparse_step": 2, "mlp_only_layers": [1]},
     "Olmoe": {},
     "FlexOlmo": {},
     "Phimoe": {},
@@ -377,6 +384,29 @@ def test_the_parameters_of_a_mixture_are_those_of_the_model(name):
     assert in_layers == pytest.approx(sum(p.numel() for p in layers.parameters()), rel=2e-3)
     sparse = [any(n.endswith("gate_up_proj") for n, _ in layer.named_parameters()) for layer in layers]
     assert found.experts.layers == sum(sparse)
+
+
+@pytest.mark.parametrize("count, converted", [(16, "fp8"), (17, "grouped")])
+def test_operations_and_weights_of_a_mixture_are_those_on_paper(count, converted):
+    """One of two layers has experts, of 64 x 32, of which a token takes two and what is shared."""
+    named = {
+        "model_type": "qwen2_moe",
+        "num_experts": count,
+        "num_experts_per_tok": 2,
+        "decoder_sparse_step": 2,
+    }
+    named |= {"moe_intermediate_size": 32, "shared_expert_intermediate_size": 48}
+    named["num_key_value_heads"] = 2
+    model = sizes.from_transformers({**NAMES, **named})
+    assert model.experts.converted == converted
+    attention, dense, shared, router = 64 * (128 + 64), 3 * 64 * 128, 3 * 64 * 48, 64 * count
+    fp8 = converted == "fp8"
+    rest = 2 * attention + dense + shared
+    assert 2 * model.converted_products == rest + fp8 * 2 * 3 * 64 * 32
+    assert 2 * model.layer_products == rest + 2 * 3 * 64 * 32 + router
+    assert 2 * model.converted_matrices == rest + fp8 * count * 3 * 64 * 32
+    assert 2 * model.layer_matrices == rest + count * 3 * 64 * 32 + router
+    assert 2 * model.active_ffn == 128 + 2 * 32 + 48
 
 
 def test_a_mixture_is_planned(tmp_path, capsys):
@@ -418,9 +448,27 @@ def test_a_deepspeed_json_is_read():
     found = layout.from_deepspeed(config, 64, gpus=4, micro_batch=1)
     assert found.reduce_bucket == 64 * 64
     assert (found.prefetch, found.overlap, found.micro_batch) == (10**6, False, 1)
-    assert found.parameter_device == "gpu"
+    assert found.parameter_device == "gpu" and found.limits == Limits()
+    keys = "stage3_max_live_parameters", "stage3_max_reuse_distance", "stage3_param_persistence_threshold"
+    config["zero_optimization"] |= dict(zip(keys, (30, 20, 10), strict=True))
+    assert layout.from_deepspeed(config, 64).limits == Limits(max_live=30, max_reuse=20, persistence=10)
     config = json.loads((ROOT / "configs/ds_zero3_offload_coat.json").read_text())
     assert layout.from_deepspeed(config).parameter_device == "cpu"
+
+
+def test_a_block_says_what_is_planned():
+    block = {"enabled": True, "optimizer": {"enabled": False}, "checkpointing": {"compress": True}}
+    found = configured({"coat": block})
+    assert (found.layers, found.optimizer, found.recompute) == ("coat", "adamw", "full")
+    found = configured(
+        {"coat": {"enabled": True, "activations": False}, "bf16": {"bf16_master_weights_and_grads": True}}
+    )
+    assert (found.layers, found.optimizer, found.recompute, found.bf16_masters) == (
+        "bf16",
+        "coat",
+        "none",
+        True,
+    )
 
 
 NAMES = {

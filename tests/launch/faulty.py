@@ -108,7 +108,8 @@ def kill_at_event(folder: str, index: int) -> None:
 
 
 def record(folder: str) -> None:
-    """Writes the samples of each step, by rank, and masters and moments when they are saved or loaded."""
+    """Writes the samples of each step, by rank, and masters and moments when they are saved or loaded, and
+    then the decay of weights."""
     from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 
     batch, load, save = Split.batch, checkpoints.load, checkpoints.save
@@ -147,8 +148,10 @@ def record(folder: str) -> None:
     def loaded(engine, *args):
         state = load(engine, *args)
         found = states(engine)
+        decays = [group["weight_decay"] for group in engine.optimizer.param_groups]
         if int(os.environ["RANK"]) == 0:
             torch.save(found, f"{folder}/loaded{state['step']}")
+            torch.save(decays, f"{folder}/decays{state['step']}")
         return state
 
     Trainer._train_step = timed

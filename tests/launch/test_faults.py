@@ -250,9 +250,16 @@ def test_what_was_written_is_read_back(tmp_path):
 
 
 def test_damaged_checkpoints(tmp_path, train, whole):
-    """One flipped bit in the newest, a short file in the one before, a manifest that is none in the third."""
+    """A folder renamed by hand, a manifest with another step, one without a file that is there, one flipped
+    bit in the newest, a short file in the one before, a manifest that is none in the third."""
     shutil.copytree(whole[1] / "run", tmp_path / "run")
     folder = tmp_path / "run/coat/checkpoints"
+    for name in ("step9", "step10", "step12"):
+        shutil.copytree(folder / "step2", folder / name)
+    manifest = json.loads((folder / "step2/manifest.json").read_text())
+    (folder / "step10/manifest.json").write_text(json.dumps({**manifest, "step": 10}))
+    less = {"step": 12, "layout": manifest["layout"], "files": {}}
+    (folder / "step12/manifest.json").write_text(json.dumps(checkpoints.sealed(less)))
     model, optimizer = "mp_rank_00_model_states.pt", "bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt"
     with (folder / "step8" / model).open("r+b") as file:
         file.seek(random.Random(3).randrange(os.path.getsize(file.name)))
@@ -263,13 +270,16 @@ def test_damaged_checkpoints(tmp_path, train, whole):
     (folder / "step4/manifest.json").write_text("{")
     ended = train("--resume")
     assert ended.codes == [0], ended.text
+    assert "step9 is damaged: manifest.json is of step 2" in ended.text
+    assert "step10 is damaged: manifest.json is not what was written" in ended.text
+    assert f"step12 is damaged: manifest.json has no {optimizer}" in ended.text
     assert f"step8 is damaged: {model} has another SHA-256. The one before it is used" in ended.text
     assert f"step6 is damaged: {optimizer} has 1000 bytes instead of" in ended.text
     assert "step4 is damaged: manifest.json cannot be read" in ended.text
     assert f"going on from {folder}/step2" in ended.text
     assert measured(tmp_path) == measured(whole[1])
     # what is damaged is kept for a look, under names that no run takes for checkpoints
-    assert {p.name for p in folder.glob("*.damaged")} == {"step8.damaged", "step6.damaged", "step4.damaged"}
+    assert {p.name for p in folder.glob("*.damaged")} == {f"step{n}.damaged" for n in (4, 6, 8, 9, 10, 12)}
     assert saved(tmp_path) == {"step2", "step4", "step6", "step8"}
 
     for path in folder.glob("step*/*.pt"):
@@ -405,11 +415,13 @@ def test_resume_of_every_layout_and_stage(tmp_path, train, layout, stage, device
 
     shutil.rmtree(tmp_path / "run")
     (tmp_path / "copy").rename(tmp_path / "run")
-    ended = train(*arguments)
+    ended = train(*arguments, record=[str(tmp_path)])
     if stage == 0:
         assert ended.codes == [1] and "data_parallel_size=2" in ended.text and "Traceback" not in ended.text
         return
     assert ended.codes == [0], ended.text
+    matrices, others = torch.load(tmp_path / "decays2")
+    assert matrices > 0 and others == 0
     for step, values in measured(tmp_path).items():
         # as in test_two_ranks_give_the_losses_of_one
         close = {"loss": 3e-4 if step == 3 else 5e-3, "lr": 0} if step in (3, 4) else {}

@@ -105,6 +105,7 @@ def test_locks_left_behind(tmp_path, changes, monkeypatch):
 UNKNOWN = {
     "another machine": {"host": "node7", "boot": "other"},
     "a container of this machine": {"pids": "pid:[1]"},
+    "another node of this job": {"host": "node7", "boot": "other", "job": "7", "restarts": 1},
     "another job of another machine": {"host": "node7", "boot": "other", "job": "8", "restarts": 0},
 }
 

@@ -118,6 +118,8 @@ def test_hostfiles(tmp_path):
 
     found = read("# mine\nnode-a slots=8\n\nnode-b slots=8 # the second\n")
     assert found.hosts == ("node-a", "node-b") and found.nodes == 2 and found.master_addr == "node-a"
+    one = settings(tmp_path, "deepspeed", HOSTFILE=str(path), NODES="1")
+    assert one.hosts == ("node-a",)
     # the second would be an option of ssh
     for wrong in ("node-a\n", "-oProxyCommand=id slots=8\n", "a slots=8\na slots=8\n", "a;id slots=8\n"):
         with pytest.raises(ClusterError, match="expected lines 'host slots=n'"):
@@ -143,7 +145,14 @@ def good(tmp_path_factory):
 def test_nodes_that_fit_have_no_problems(tmp_path, good):
     assert preflight.problems(settings(tmp_path), [good]) == []
     two = settings(tmp_path, NODES="2", MASTER_ADDR="a")
-    assert preflight.problems(two, [good, {**deepcopy(good), "host": "b"}]) == []
+    other = {**deepcopy(good), "host": "b"}
+    assert preflight.problems(two, [good, other]) == []
+    # all interfaces but these; and the only one that a single node needs
+    all_but = [{**node, "nccl": {"NCCL_SOCKET_IFNAME": "^docker0,virbr"}} for node in (good, other)]
+    assert preflight.problems(two, all_but) == []
+    assert preflight.problems(settings(tmp_path, INTERFACE="lo"), [good]) == []
+    (line,) = preflight.problems(two, [{**good, "nccl": {"NCCL_P2P_DISABLE": "1"}}, other])
+    assert line.startswith("b: NCCL_P2P_DISABLE is unset, on a it is 1")
 
 
 @pytest.mark.parametrize(

@@ -185,6 +185,12 @@ def test_forwards_that_take_the_modules(device):
     dropping = build({"hidden_dropout": 0.5}, layers=1).decoder.layers[0]
     assert "MlpBlock" not in node(dropping, device)
     assert "MlpBlock" in node(dropping.eval(), device)
+    # attention that drops out gives another result when it is run again
+    config, activations = {"attention_dropout": 0.5}, {"attention_format": "recompute"}
+    dropping = build(config, activations, layers=1).decoder.layers[0]
+    for recomputes in (False, True):
+        behind = dropping.train(not recomputes)(x, attention_mask=None)[0].grad_fn.next_functions
+        assert any("AttentionBlock" in type(f).__name__ for f, _ in behind) == recomputes
     # of partial rotary positions Megatron rotates
     half = torch.zeros(S, 1, 1, H // HEADS // 2, device=device)
     assert "MlpBlock" not in node(layer, device, rotary_pos_emb=half)

@@ -103,6 +103,29 @@ def test_experts_with_biases_and_a_gate_of_their_own():
             assert rel_rms(own, gradient) < fp8_bound(4), name
 
 
+@pytest.mark.parametrize("count", [4, 20])
+def test_experts_save_as_the_block_says(count):
+    def gradient(**activations):
+        config = {"num_local_experts": count, "num_experts_per_tok": 2}
+        experts = coat_ds.convert(build("Mixtral", **config), activations).model.layers[0].mlp.experts
+        x = torch.randn(64, 64, generator=torch.Generator().manual_seed(1)).bfloat16()
+        chosen = torch.stack((torch.arange(64) % count, torch.arange(1, 65) % count), 1)
+        experts(x, chosen, torch.full((64, 2), 0.5)).float().square().sum().backward()
+        return experts.down_proj.grad
+
+    first = gradient()
+    for changed in ({"saved_format": "e4m3"}, {"group_size": 32}):
+        assert 1e-4 < rel_rms(gradient(**changed), first) < fp8_bound(2), changed
+
+
+def test_attention_is_dropped_out_while_a_model_trains():
+    model = coat_ds.convert(build("Llama", attention_dropout=0.5))
+    ids = torch.arange(48).view(2, 24)
+    assert not model(ids).logits.equal(model(ids).logits)
+    model.eval()
+    assert model(ids).logits.equal(model(ids).logits)
+
+
 @pytest.mark.parametrize("autocast", [False, True])
 def test_many_experts_of_an_fp32_model_multiply_in_bf16(autocast):
     def run(model):

@@ -8,6 +8,7 @@ import csv
 import functools
 import json
 import math
+import types
 from pathlib import Path
 
 import pytest
@@ -69,9 +70,21 @@ def inject(model):
 def watched_run(stage, folder):
     monitors = {"csv_monitor": {"enabled": True, "output_path": f"{folder}/csv", "job_name": "run"}}
     engine = engine_of(llama(), stage, {"every": 2, "folder": folder}, **monitors)
-    seen = []
+    seen, logged, outs = [], [], engine.coat.watch.outs
     engine.coat.watch.add(seen.append)
-    losses = train(engine, 7)
+    before = list(outs)
+    # Trainer's callback takes the engine's watch, which it neither steps nor ends
+    from coat_ds.watch import Callback
+
+    callback = Callback(types.SimpleNamespace(deepspeed=engine, log=logged.append))
+    callback.on_train_begin(None, None, None)
+    losses = []
+    for step in range(5):
+        losses += train(engine, 1, first=step)
+        callback.on_step_end(None, None, None)
+    callback.on_train_end(None, None, None)
+    assert outs == before and [entry["coat/step"] for entry in logged] == [2, 4]
+    losses += train(engine, 2, first=5)
     held = sum(p.nbytes for p in llama().parameters())
     found = {"last": engine.coat.watch.last, "states": engine.coat.states["bytes"], "weights": held}
     hooked = [n for n, m in engine.module.named_modules() if n and (m._forward_pre_hooks or m._forward_hooks)]

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 import coat_ds
 from coat_ds import CoatAdamW, CoatConfig, CoatConfigError, cli
 from coat_ds.config import WatchConfig
+from coat_ds.layers.replaced import replaced
 from coat_ds.watch import Watch, jsonl, writer
 from coat_ds.watch.fallback import Fallback
 from coat_ds.watch.memory import held_bytes
@@ -178,6 +179,22 @@ def test_a_layer_that_falls_back_computes_in_bf16_until_watching_ends():
     assert made(x).equal(before)
 
 
+def test_all_layers_of_a_joint_product_fall_back():
+    from tests.coat_ds.watch.test_engine import llama
+
+    made = coat_ds.convert(llama())
+    watch = Watch(
+        made, CoatAdamW(made.named_parameters()), {"every": 1, "act": "act", "readings": 1, "folder": ""}
+    )
+    layer = made.model.layers[0]
+    watch.fallback.judge(1, {}, {"model.layers.0.qkv": {"input_flushed": 1.0}})
+    projections = {layer.self_attn.q_proj, layer.self_attn.k_proj, layer.self_attn.v_proj}
+    assert {m for m in made.modules() if getattr(replaced(m), "paused", False)} == projections
+    watch.fallback.judge(2, {}, {"model.layers.0.mlp.both": {"gradient_flushed": 1.0}})
+    both = {layer.mlp.gate_proj, layer.mlp.up_proj}
+    assert {m for m in made.modules() if getattr(replaced(m), "paused", False)} == projections | both
+
+
 @pytest.mark.parametrize(
     "block, message",
     [
@@ -280,7 +297,10 @@ def test_copies_of_weights_are_counted():
     made(ids, labels=ids).loss.backward()
     linears = [made.get_submodule(name).weight for name in coat_ds.conversion_of(made).converted["linear"]]
     # by rows and by columns; and the scale twice, of four products in each of two layers
-    assert held_bytes(made, [], [])["fp8_copies"] == 2 * sum(w.numel() for w in linears) + 8 * 4 * 2
+    held = held_bytes(made, [], [*made.parameters(), torch.zeros(5)])
+    assert held["fp8_copies"] == 2 * sum(w.numel() for w in linears) + 8 * 4 * 2
+    # a weight that is its own master is no other
+    assert held["weights"] > 2 * 4 * 64 * 64 and held["masters"] == 5 * 4
 
 
 def test_trainer_logs_readings(tmp_path):
@@ -307,6 +327,9 @@ def test_trainer_logs_readings(tmp_path):
     trainer.train()
     logged = [entry for entry in trainer.state.log_history if "coat/step" in entry]
     assert [entry["coat/step"] for entry in logged] == [2, 4]
+    # it has ended
+    assert not [m for m in made.modules() if m._forward_hooks or m._forward_pre_hooks]
+    assert not optimizer._optimizer_step_post_hooks
     name = "coat/update_error/model.layers.*.mlp.up_proj.weight"
     assert all(0 < entry[name] < 0.1 for entry in logged)
     assert logged[-1]["coat/bytes/states"] == coat_ds.state_bytes(optimizer)["bytes"]
