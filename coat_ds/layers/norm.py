@@ -1,5 +1,7 @@
 """RMSNorm and LayerNorm that keep their input in 8 bits, in place of the forward of a norm."""
 
+import sys
+
 import torch
 
 from coat_ds.config import ActivationsConfig
@@ -10,6 +12,12 @@ from coat_ds.layers.replaced import Replaced, is_plain
 from coat_kernels.blocks import NormOptions, norm_options
 from coat_kernels.norm import layer_norm, rms_norm
 from coat_kernels.tensorwise import PredictedScale
+
+
+def is_unit_of_fsdp(module: torch.nn.Module) -> bool:
+    """Whether FSDP2 gathers it by itself. Whoever uses it has imported its module."""
+    api = sys.modules.get("torch.distributed.fsdp")
+    return api is not None and isinstance(module, api.FSDPModule)
 
 
 class Fp8Norm(Replaced):
@@ -48,10 +56,14 @@ class Fp8Norm(Replaced):
         if dtype != x.dtype:
             # the wider of the two keeps what the stock module computes with
             x = x.to(torch.promote_types(dtype, x.dtype))
+        weight, bias = module.weight, module._parameters.get("bias")
+        if is_unit_of_fsdp(module):
+            # whose weights are freed behind this forward, and whoever reads y makes it, or its codes, of them
+            weight, bias = weight.clone(), None if bias is None else bias.clone()
         if form.layer_norm:
-            y = layer_norm(x, module.weight, module._parameters.get("bias"), form.eps, **options)
+            y = layer_norm(x, weight, bias, form.eps, **options)
         else:
-            y = rms_norm(x, module.weight, form.eps, **options)
+            y = rms_norm(x, weight, form.eps, **options)
         if y.dtype != dtype:
             y = y.to(dtype)
         before_hooks(module, y)

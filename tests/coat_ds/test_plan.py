@@ -386,8 +386,8 @@ def test_the_parameters_of_a_mixture_are_those_of_the_model(name):
     assert found.experts.layers == sum(sparse)
 
 
-@pytest.mark.parametrize("count, converted", [(16, "fp8"), (17, "grouped")])
-def test_operations_and_weights_of_a_mixture_are_those_on_paper(count, converted):
+@pytest.mark.parametrize("count, grouped", [(16, False), (17, True)])
+def test_operations_and_weights_of_a_mixture_are_those_on_paper(count, grouped):
     """One of two layers has experts, of 64 x 32, of which a token takes two and what is shared."""
     named = {
         "model_type": "qwen2_moe",
@@ -398,9 +398,9 @@ def test_operations_and_weights_of_a_mixture_are_those_on_paper(count, converted
     named |= {"moe_intermediate_size": 32, "shared_expert_intermediate_size": 48}
     named["num_key_value_heads"] = 2
     model = sizes.from_transformers({**NAMES, **named})
-    assert model.experts.converted == converted
+    assert model.experts.grouped == grouped
     attention, dense, shared, router = 64 * (128 + 64), 3 * 64 * 128, 3 * 64 * 48, 64 * count
-    fp8 = converted == "fp8"
+    fp8 = not grouped
     rest = 2 * attention + dense + shared
     assert 2 * model.converted_products == rest + fp8 * 2 * 3 * 64 * 32
     assert 2 * model.layer_products == rest + 2 * 3 * 64 * 32 + router

@@ -13,7 +13,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 import coat_ds
 from benchmarks.common.families import FAMILIES
-from tests.util import run_distributed
+from tests.util import rel_rms, run_distributed
 
 LLAMA = FAMILIES["llama"]
 
@@ -80,6 +80,31 @@ def warnings_under_tensor_parallelism():
 def test_tensor_parallel_layers_say_that_they_are_as_before():
     (counts, said), (_, silent) = run_distributed(warnings_under_tensor_parallelism, 2)
     assert counts == [0, 1] and "weights are DTensors in forward" in said[0] and not silent
+
+
+def gradients_where_each_module_is_a_unit():
+    """Of a converted model in one process, and of both ranks."""
+    dist.init_process_group("gloo")
+    found, mesh = [], init_device_mesh("cpu", (2,))
+    for sharded in (False, True):
+        torch.manual_seed(0)
+        parts = nn.RMSNorm(64), nn.Linear(64, 64), nn.LayerNorm(64), nn.GELU(), nn.Linear(64, 64)
+        net = coat_ds.convert(nn.Sequential(*parts).bfloat16())
+        if sharded:
+            for part in (*parts, net):
+                fully_shard(part, mesh=mesh)
+        net(torch.randn(32, 64).bfloat16()).float().square().mean().backward()
+        grads = [p.grad.full_tensor() if sharded else p.grad for p in net.parameters()]
+        found.append([grad.clone() for grad in grads])
+    return found
+
+
+def test_norms_that_are_gathered_by_themselves():
+    """Their weights are freed before linear layers read their outputs."""
+    for alone, together in run_distributed(gradients_where_each_module_is_a_unit, 2):
+        for expected, gradient in zip(alone, together, strict=True):
+            # linear layers behind FSDP's hooks save their inputs by themselves, in FP8
+            assert rel_rms(gradient, expected) < 2**-4
 
 
 def check(ranks):
