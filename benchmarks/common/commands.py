@@ -56,9 +56,13 @@ class Process(NamedTuple):
 
     popen: subprocess.Popen
     log: Path
-    places: int
     gpus: list[str]
     started: float
+
+    @property
+    def places(self) -> int:
+        """Without a GPU one."""
+        return max(1, len(self.gpus))
 
 
 class Commands:
@@ -171,7 +175,7 @@ class Commands:
             options = [*options, "--quick"]
         words = [*PROGRAM, name, *options, "--output", str(path)]
         gpus, self.gpus = self.gpus[:places], self.gpus[places:]
-        # a traceback comes last, as it did
+        # so that a traceback is the last that a log holds
         env = os.environ | {"PYTHONUNBUFFERED": "1"}
         env |= {"CUDA_VISIBLE_DEVICES": ",".join(gpus)} if gpus else {}
         where = f"on GPU {', '.join(gpus)}" if gpus else "here"
@@ -180,7 +184,7 @@ class Commands:
         print(f"\n{shlex.join(words[1:])}\nruns {where}, prints to {log}", flush=True)
         with log.open("w") as file:
             popen = subprocess.Popen(words, cwd=ROOT, env=env, stdout=file, stderr=subprocess.STDOUT)
-        self.running[command] = Process(popen, log, places, gpus, time.monotonic())
+        self.running[command] = Process(popen, log, gpus, time.monotonic())
         return places
 
     def _ended(self, command: str, process: Process) -> str:
