@@ -291,22 +291,24 @@ class _Stage:
         more = self._hidden() if self.system.layers == "coat" else 0
         return 2 * self._hidden() + 4 * logits, 2 * logits + more, 2 * logits
 
+    def _gathered_together(self) -> list[list[list[float]]]:
+        """Elements of what ZeRO-3 gathers at once, by layer: of each module, or of the whole layer."""
+        sizes, tensor = self.sizes, self.layout.tensor
+        layers = [[[n / tensor if n > sizes.hidden else n for n in m] for m in layer] for layer in self.stack]
+        if self.system.has_units:
+            return [[[n for module in layer for n in module]] for layer in layers]
+        return layers
+
     def _gathered(self) -> list[Gathered]:
         """While each module runs, forward and then backward: elements."""
-        sizes, layout, system = self.sizes, self.layout, self.system
-        layers = [
-            [[n / layout.tensor if n > sizes.hidden else n for n in m] for m in layer] for layer in self.stack
-        ]
-        if system.has_units:
-            layers = [[[n for module in layer for n in module]] for layer in layers]
+        sizes, layout, layers = self.sizes, self.layout, self._gathered_together()
         prefetch = layout.prefetch
         if prefetch is None:
             prefetch = layout.limits.prefetch
-            if system.has_units:
+            if self.system.has_units:
                 prefetch = max(prefetch, *(sum(layer[0]) for layer in layers))
         limits = layout.limits._replace(prefetch=prefetch)
         table = sizes.table / layout.tensor
-        self._modules_of_layers = [len(layer) for layer in layers]
         modules = [module for layer in layers for module in layer]
         return replay([[table], *modules, [sizes.hidden], [table]], limits)
 
@@ -409,7 +411,7 @@ class _Stage:
         # behind the head and the last norm
         start = len(replayed) // 2 + 2
         moments = []
-        for layer, modules in enumerate(reversed(self._modules_of_layers)):
+        for layer, modules in enumerate(map(len, reversed(self._gathered_together()))):
             most = max(map(self._gathered_bytes, replayed[start : start + modules]))
             start += modules
             left = saved * (self.layers - layer) / self.layers

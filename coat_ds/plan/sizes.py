@@ -2,7 +2,7 @@
 
 import argparse
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from coat_ds.layers.experts import MOST_EXPERTS
@@ -128,29 +128,30 @@ class Sizes:
         share = self.experts.layers / self.layers
         return (1 - share) * dense + share * sparse
 
+    def _of_a_layer(self, of_experts: Callable[[Experts, int], int]) -> float:
+        """Elements of a layer's attention and feed-forward, mean over the layers."""
+        sparse = of_experts(self.experts, self.hidden) if self.experts else 0
+        return self.attention_matrices + self.mean(self.feed_forward_matrices, sparse)
+
     @property
     def layer_matrices(self) -> float:
         """Elements of a layer's matrices, mean over the layers."""
-        sparse = self.experts.matrices(self.hidden) if self.experts else 0
-        return self.attention_matrices + self.mean(self.feed_forward_matrices, sparse)
+        return self._of_a_layer(Experts.matrices)
 
     @property
     def converted_matrices(self) -> float:
         """Those of them that COAT multiplies in FP8."""
-        sparse = self.experts.converted_matrices(self.hidden) if self.experts else 0
-        return self.attention_matrices + self.mean(self.feed_forward_matrices, sparse)
+        return self._of_a_layer(Experts.converted_matrices)
 
     @property
     def layer_products(self) -> float:
         """Those that a token is multiplied with."""
-        sparse = self.experts.products(self.hidden) if self.experts else 0
-        return self.attention_matrices + self.mean(self.feed_forward_matrices, sparse)
+        return self._of_a_layer(Experts.products)
 
     @property
     def converted_products(self) -> float:
         """Those that a token is multiplied with in FP8, by COAT."""
-        sparse = self.experts.converted_products(self.hidden) if self.experts else 0
-        return self.attention_matrices + self.mean(self.feed_forward_matrices, sparse)
+        return self._of_a_layer(Experts.converted_products)
 
     @property
     def active_ffn(self) -> float:
