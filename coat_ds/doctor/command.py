@@ -35,12 +35,7 @@ def run(arguments: argparse.Namespace) -> int:
     values = read_object(arguments.model) if arguments.model else None
     if config is not None and values is None:
         raise PlanError("--deepspeed: a model is needed beside it. Give --model and its config.json.")
-    model = None
-    if values is not None and "model_type" in values:
-        model = dry_run.build(values)
-        parameters = sum(p.numel() for p in model.parameters())
-    else:
-        parameters = None if values is None else read_sizes(values, arguments.vocabulary).parameters
+    model, parameters = (None, None) if values is None else _described(values, config is not None, arguments)
     parts["machine"] = machine.check(arguments.folder, parameters)
     if config is not None:
         parts["model"] = _model(config, model, arguments)
@@ -51,6 +46,19 @@ def run(arguments: argparse.Namespace) -> int:
     else:
         print(_page(parts))
     return 1 if problems else 0
+
+
+def _described(values: dict, needs_model: bool, arguments) -> tuple:
+    """The model of a config.json, None where it is not needed, or is Megatron's; and its parameters."""
+    if not needs_model or "model_type" not in values:
+        try:
+            return None, read_sizes(values, arguments.vocabulary).parameters
+        # what cannot be planned can be built, and counted
+        except PlanError:
+            if "model_type" not in values:
+                raise
+    built = dry_run.build(values)
+    return built, sum(p.numel() for p in built.parameters())
 
 
 def _model(config: dict, model, arguments) -> list[Finding]:

@@ -158,6 +158,7 @@ def test_another_project_called_apex_is_named(monkeypatch, tmp_path):
             patch.syspath_prepend(folder.parent)
             found = by_check(packages.check(GOOD)).get("apex")
             assert (found is None) == (name == "nvidias")
+        # the next one would be taken from there, whatever the path says
         for module in [module for module in sys.modules if module.partition(".")[0] == "apex"]:
             del sys.modules[module]
     assert found.state == WARNING and "pip uninstall apex" in found.text
@@ -304,6 +305,14 @@ def test_what_cannot_be_planned_has_a_dry_run(name, tmp_path, capsys):
     assert found["layers"]["details"]["made"]["linear"] and found["peak"]["text"].startswith(
         "cannot be predicted"
     )
+
+
+def test_room_for_a_decoders_checkpoints_needs_no_transformers(tmp_path, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
+    cli.main(["doctor", "--json", f"--folder={tmp_path}", f"--model={tmp_path / 'config.json'}"])
+    found = {f["check"]: f for f in json.loads(capsys.readouterr().out)["machine"]}
+    assert found["disk"]["state"] == OK and "enough for checkpoints" in found["disk"]["text"]
 
 
 def test_models_that_cannot_be_built_are_named():
