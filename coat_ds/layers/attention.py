@@ -57,6 +57,7 @@ def asks_for_stock(module: torch.nn.Module) -> bool:
 def _compares(name: str) -> bool:
     try:
         source = inspect.getsource(sys.modules[name])
+    # a model that was typed into a notebook or compiled has no source, and is none of transformers'
     except (OSError, TypeError, KeyError):
         return False
     return re.search(rf"_attn_implementation\s*[!=]=\s*[\"']{STOCK}[\"']", source) is not None
