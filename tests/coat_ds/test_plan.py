@@ -1,4 +1,4 @@
-"""`coat plan`: what it predicts beside what was measured, what it reads, recommends and refuses."""
+"""`coat plan`: what it predicts beside what was measured and what stands on paper, and layouts it reads."""
 
 import csv
 import dataclasses
@@ -6,18 +6,14 @@ import json
 from pathlib import Path
 
 import pytest
-import torch
-import transformers
 
 from benchmarks.common.harness import read_rows
 from benchmarks.common.whole_models import MODELS, SYSTEMS, WAYS, planned
-from coat_ds import cli, convert, plan
-from coat_ds.plan import Layout, PlanError, Sizes, advice, gathers, layout, rungs, sizes
+from coat_ds import plan
+from coat_ds.plan import Layout, Sizes, advice, gathers, layout, rungs, sizes
 from coat_ds.plan.command import configured
 from coat_ds.plan.gathers import Limits, replay
-from coat_ds.plan.memory import saved_per_token
 from coat_ds.plan.roofline import flops
-from coat_ds.plan.systems import coat
 
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "benchmarks/results"
@@ -229,216 +225,6 @@ def test_gathers_follow_deepspeeds_limits():
     assert max(sum(g) for g in capped) < max(sum(g) for g in ahead)
 
 
-def test_sizes_are_read_from_what_people_have():
-    from_file = sizes.from_shape(json.loads((ROOT / "configs/model_llama2_7b.json").read_text()), 32000)
-    assert from_file.parameters == 6_738_415_616
-    gpt2 = {"model_type": "gpt2", "n_embd": 768, "n_layer": 12, "n_head": 12, "vocab_size": 50257}
-    assert sizes.from_transformers(gpt2).tied and not sizes.from_transformers(gpt2).gated
-    assert sizes.from_transformers(gpt2).ffn == 3072
-    words = "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --vocab-size 1100 --swiglu --bf16"
-    model, said = sizes.from_megatron(f"{words} --tensor-model-parallel-size 2".split())
-    # a multiple of 128 on each rank
-    assert model.vocabulary == 1280 and model.ffn == 256 and said["tensor"] == 2
-    assert layout.from_megatron(said, gpus=4).between == 1
-    words += " --sequence-parallel --micro-batch-size 2 --global-batch-size 16"
-    found = layout.from_megatron(
-        sizes.from_megatron(f"{words} --tensor-model-parallel-size 2".split())[1], gpus=4
-    )
-    assert (found.between, found.accumulation) == (2, 4)
-
-
-def test_a_model_on_the_meta_device_is_counted():
-    config = transformers.Qwen2Config(
-        hidden_size=64,
-        intermediate_size=160,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        vocab_size=512,
-    )
-    with torch.device("meta"):
-        model = transformers.AutoModelForCausalLM.from_config(config)
-    found = sizes.from_module(model)
-    assert found.parameters == sum(p.numel() for p in model.parameters())
-    # biases of queries, keys and values
-    assert found.other_parameters == 2 * (64 + 2 * 32)
-    # as the package's description has it
-    spread = layout.from_deepspeed({"zero_optimization": {"stage": 2}}, gpus=8, sequence=4096)
-    assert plan.predict(found, spread, rungs()["COAT"]).peak.total > 2 * found.parameters
-    with pytest.raises(PlanError, match='Linear: expected a model .* in "config"'):
-        sizes.from_module(torch.nn.Linear(2, 2))
-
-
-FAMILIES = {
-    "llama": ("LlamaConfig", {}),
-    "llama without groups": ("LlamaConfig", {"num_key_value_heads": 4}),
-    "mistral": ("MistralConfig", {"head_dim": 64}),
-    "qwen2": ("Qwen2Config", {}),
-    "qwen3": ("Qwen3Config", {"head_dim": 64}),
-    "mixtral": ("MixtralConfig", {"num_local_experts": 4, "num_experts_per_tok": 2}),
-    # more than COAT converts
-    "qwen3 with experts": (
-        "Qwen3MoeConfig",
-        {"num_experts": 20, "num_experts_per_tok": 3, "moe_intermediate_size": 128, "head_dim": 64},
-    ),
-    "every other layer with experts": (
-        "Qwen3MoeConfig",
-        {"num_experts": 8, "moe_intermediate_size": 128, "decoder_sparse_step": 2, "head_dim": 64},
-    ),
-}
-
-
-@pytest.mark.parametrize("name", FAMILIES)
-@pytest.mark.parametrize(
-    "activations",
-    [None, {}, {"attention_format": "sqrt8"}, {"attention_format": "recompute"}],
-    ids=["BF16", "COAT", "8-bit attention", "recomputed attention"],
-)
-def test_saved_bytes_are_what_autograd_saves(name, activations):
-    """A layer's, a token: what two layers add to what two save."""
-    saved = []
-    for layers in (2, 4):
-        model = small_model(name, layers)
-        if activations is not None:
-            convert(model, activations)
-        saved.append(saved_by_autograd(model))
-    found = sizes.from_module(model)
-    assert found.counted
-    if activations is None:
-        system = rungs()["BF16"]
-    else:
-        system = coat("COAT", {"activations": activations})
-    predicted = saved_per_token(found, Layout(), system)
-    # a layer's scales and joined biases are a few bytes beside
-    bound = 0.005 * predicted
-    if activations is not None and found.experts is not None and not found.experts.grouped:
-        # each expert's FP8 input is padded to 16 tokens
-        bound += 16 * found.experts.count * found.hidden / TOKENS
-    assert abs((saved[1] - saved[0]) / TOKENS / 2 - predicted) < bound
-
-
-TOKENS = 128
-
-
-def small_model(name: str, layers: int):
-    kind, fields = FAMILIES[name]
-    config = getattr(transformers, kind)(
-        **{
-            "hidden_size": 256,
-            "intermediate_size": 512,
-            "num_hidden_layers": layers,
-            "num_attention_heads": 4,
-            "num_key_value_heads": 2,
-            "vocab_size": 512,
-            **fields,
-        }
-    )
-    return transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-
-
-def saved_by_autograd(model) -> int:
-    """Bytes of all storages, once each, but for weights."""
-    weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
-    # alive, so that no address is used twice
-    kept = {}
-
-    def pack(tensor):
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in weights:
-            kept[storage.data_ptr()] = storage
-        return tensor.detach()
-
-    tokens = torch.randint(512, (2, TOKENS // 2))
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        model(input_ids=tokens, labels=tokens, use_cache=False)
-    return sum(storage.nbytes() for storage in kept.values())
-
-
-MIXTURES = {
-    "Mixtral": {},
-    "Qwen2Moe": {},
-    "Qwen3Moe": {"decoder_sparse_step": 2, "mlp_only_layers": [1]},
-    "Olmoe": {},
-    "FlexOlmo": {},
-    "Phimoe": {},
-    "GraniteMoe": {},
-    "Glm4Moe": {"first_k_dense_replace": 2, "head_dim": 128},
-    "MiniMaxM2": {},
-    "SolarOpen": {},
-    "GptOss": {},
-}
-
-
-@pytest.mark.parametrize("name", MIXTURES)
-def test_the_parameters_of_a_mixture_are_those_of_the_model(name):
-    config = getattr(transformers, f"{name}Config")(num_hidden_layers=4, **MIXTURES[name])
-    with torch.device("meta"):
-        model = transformers.AutoModelForCausalLM.from_config(config)
-    found = sizes.from_transformers(config.to_dict())
-    exact = sum(p.numel() for p in model.parameters())
-    # biases and norms of queries and keys
-    assert 0 <= exact - found.parameters < 2e-3 * exact
-    assert sizes.from_module(model).parameters == exact
-    layers = model.model.layers
-    in_layers = sum(n for layer in found.stack() for module in layer for n in module)
-    assert in_layers == pytest.approx(sum(p.numel() for p in layers.parameters()), rel=2e-3)
-    sparse = [any(n.endswith("gate_up_proj") for n, _ in layer.named_parameters()) for layer in layers]
-    assert found.experts.layers == sum(sparse)
-
-
-@pytest.mark.parametrize("count, grouped", [(16, False), (17, True)])
-def test_operations_and_weights_of_a_mixture_are_those_on_paper(count, grouped):
-    """One of two layers has experts, of 64 x 32, of which a token takes two and what is shared."""
-    named = {
-        "model_type": "qwen2_moe",
-        "num_experts": count,
-        "num_experts_per_tok": 2,
-        "decoder_sparse_step": 2,
-    }
-    named |= {"moe_intermediate_size": 32, "shared_expert_intermediate_size": 48}
-    named["num_key_value_heads"] = 2
-    model = sizes.from_transformers({**NAMES, **named})
-    assert model.experts.grouped == grouped
-    attention, dense, shared, router = 64 * (128 + 64), 3 * 64 * 128, 3 * 64 * 48, 64 * count
-    fp8 = not grouped
-    rest = 2 * attention + dense + shared
-    assert 2 * model.converted_products == rest + fp8 * 2 * 3 * 64 * 32
-    assert 2 * model.layer_products == rest + 2 * 3 * 64 * 32 + router
-    assert 2 * model.converted_matrices == rest + fp8 * count * 3 * 64 * 32
-    assert 2 * model.layer_matrices == rest + count * 3 * 64 * 32 + router
-    assert 2 * model.active_ffn == 128 + 2 * 32 + 48
-
-
-def test_a_mixture_is_planned(tmp_path, capsys):
-    config = transformers.MixtralConfig(architectures=["MixtralForCausalLM"])
-    (tmp_path / "config.json").write_text(json.dumps(config.to_dict(), default=str))
-    words = ["plan", str(tmp_path / "config.json"), "--gpus", "16", "--gpu", "h200", "--stage", "3"]
-    assert cli.main(words) == 0
-    out = capsys.readouterr().out
-    assert out.startswith("46.70B parameters, 16 x H200, ZeRO-3")
-    assert "experts: 8 in a layer, 2 for a token, without expert parallelism; under COAT they mult" in out
-
-
-def test_parts_that_are_not_planned_are_named(tmp_path, capsys):
-    whole = {
-        "model_type": "llava",
-        "text_config": NAMES,
-        "vision_config": NAMES,
-        "projector_hidden_act": "gelu",
-    }
-    (tmp_path / "config.json").write_text(json.dumps(whole))
-    assert cli.main(["plan", str(tmp_path / "config.json")]) == 0
-    assert "not planned, and on top of all this: what vision_config describes" in capsys.readouterr().out
-
-
-def test_layers_that_were_not_counted_say_so(tmp_path, capsys):
-    gpt2 = {"model_type": "gpt2", "n_embd": 768, "n_layer": 12, "n_head": 12, "vocab_size": 50257}
-    assert not sizes.from_transformers(gpt2).counted
-    (tmp_path / "config.json").write_text(json.dumps(gpt2))
-    assert cli.main(["plan", str(tmp_path / "config.json")]) == 0
-    assert "layers of this model type were not counted" in capsys.readouterr().out
-
-
 def test_a_deepspeed_json_is_read():
     config = json.loads((ROOT / "configs/ds_zero2_offload_coat.json").read_text())
     found = layout.from_deepspeed(config, gpus=4, sequence=128)
@@ -469,64 +255,6 @@ def test_a_block_says_what_is_planned():
         "none",
         True,
     )
-
-
-NAMES = {
-    "num_hidden_layers": 2,
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_attention_heads": 4,
-    "vocab_size": 100,
-}
-WORDS = ["--num-layers", "2", "--hidden-size", "64", "--num-attention-heads", "4", "--vocab-size", "1000"]
-
-
-@pytest.mark.parametrize(
-    "call, message",
-    [
-        (lambda: Layout(stage=4), r"stage: expected one of \(0, 1, 2, 3\), found 4"),
-        (
-            lambda: Layout(stage=2, pipeline=2, gpus=2),
-            "stage: 2 does not go with .* pipeline of 2. Set it to 1",
-        ),
-        (
-            lambda: layout.from_deepspeed({"zero_optimization": {"reduce_bucket_size": "auto"}}),
-            'zero_optimization.reduce_bucket_size: "auto" needs the size of a model',
-        ),
-        (lambda: Layout(micro_batch=0), "micro_batch: expected a whole number above 0, found 0"),
-        (lambda: Layout(parameter_device="cpu"), "parameter_device: .* Set the stage to 3"),
-        (lambda: layout.from_deepspeed({"zero_optimization": 3}), "zero_optimization: expected an object"),
-        (
-            lambda: layout.from_deepspeed({"zero_optimization": {"stage": "2"}}),
-            "zero_optimization.stage: expected a whole number, found '2'",
-        ),
-        (lambda: sizes.from_transformers({"hidden_size": 64}), "num_hidden_layers: .* found none"),
-        (
-            lambda: sizes.from_transformers({**NAMES, "model_type": "jamba", "num_local_experts": 8}),
-            "num_local_experts: found 8 in a config of model_type 'jamba', and of mixtures",
-        ),
-        (
-            lambda: sizes.from_transformers({"model_type": "vit", "num_hidden_layers": 2}),
-            "hidden_size: found none in a config of model_type 'vit'. Only decoders",
-        ),
-        (lambda: sizes.from_transformers({"is_encoder_decoder": True}), "is_encoder_decoder: found true"),
-        (
-            lambda: sizes.from_transformers({**NAMES, "layer_types": ["linear_attention"]}),
-            "layer_types: found 'linear_attention'",
-        ),
-        (lambda: sizes.from_transformers({**NAMES, "kv_lora_rank": 64}), "multi-latent attention"),
-        (
-            lambda: sizes.from_megatron([*WORDS, "--num-experts", "8"]),
-            "num_experts: found 8, and Megatron's mixtures",
-        ),
-        (lambda: sizes.from_megatron(["--num-layers", "2"]), "--vocab-size: not among"),
-        (lambda: sizes.from_megatron(["--num-layers", "two"]), "invalid int value: 'two'"),
-    ],
-    ids=lambda value: value if isinstance(value, str) else "",
-)
-def test_what_cannot_be_planned_is_named(call, message):
-    with pytest.raises(PlanError, match=message):
-        call()
 
 
 def test_modules_of_this_room_import_no_host():
