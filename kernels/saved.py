@@ -4,7 +4,8 @@ Activation checkpointing saves the inputs of a region and recomputes the region 
 `compressed_checkpoints` has `torch.utils.checkpoint` save them as FP8 codes with one scale for each group of
 G elements. The forward pass does not change. Backward recomputes from inputs that are off by at most 2^-4 of
 themselves (E4M3 has 3 mantissa bits), or by 2^-17 of the group's amax where they are below 2^-13 of it.
-Inputs that E4M3 holds exactly give the same gradients bit for bit.
+Inputs that E4M3 holds exactly give the same gradients bit for bit. Routers of experts choose what they
+chose in the forward pass (`choices.py`).
 
 Inputs are packed by `torch.autograd.graph.saved_tensors_hooks`, set only while the inputs are saved: around a
 whole forward the hooks would also pack what the loss saves, which FP8 is too coarse for. Under such hooks
@@ -32,6 +33,7 @@ import torch
 import torch.utils.checkpoint
 from torch.autograd.graph import saved_tensors_hooks
 
+from coat_kernels.choices import Choices
 from coat_kernels.groups.op import dequantize_groups, quantize_groups
 from coat_kernels.groups.reference import Grouped
 from coat_kernels.origin import note, noted
@@ -184,12 +186,13 @@ def _inside() -> Iterator[None]:
         in_region.reset(token)
 
 
-def region(function: Callable) -> Callable:
+def region(function: Callable, choices: Choices | None = None) -> Callable:
     """`function`, the content of a recomputed region, marked so that regions inside it know that they are
-    inside."""
+    inside. Routers choose what they chose in the first run, or else in the first of `choices`."""
+    choices = Choices() if choices is None else choices
 
     def run(*args, **kwargs):
-        with _inside():
+        with _inside(), choices:
             return function(*args, **kwargs)
 
     return run
@@ -219,9 +222,11 @@ def _packing_generator(generator):
         size = compressing()
         if size is None:
             return (yield from generator(function, *args, **kwargs))
+        choices = Choices()
         # inputs are saved at the start; what the region saves goes to torch's own hooks, on top of these
-        with saved_in_fp8(size), _inside():
-            return (yield from generator(region(function), *args, **kwargs))
+        with saved_in_fp8(size), _inside(), choices:
+            # runs the region's forward itself
+            return (yield from generator(region(function, choices), *args, **kwargs))
 
     return packing
 

@@ -15,9 +15,16 @@ CASES = {
     "block": {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 1},
     "core_attn": {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]},
     "mlp": {"recompute_granularity": "selective", "recompute_modules": ["mlp"]},
+    "experts": {
+        "recompute_granularity": "full",
+        "recompute_method": "uniform",
+        "recompute_num_layers": 1,
+        "num_moe_experts": 8,
+        "moe_router_topk": 2,
+    },
 }
 # inputs of S * B * H elements that are kept: of both layers, of one, q, k and v of both, norms' outputs
-KEPT = {"uniform": 2, "block": 1, "core_attn": 6, "mlp": 2}
+KEPT = {"uniform": 2, "block": 1, "core_attn": 6, "mlp": 2, "experts": 2}
 
 
 @pytest.fixture

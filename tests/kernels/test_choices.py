@@ -1,0 +1,132 @@
+"""Routers choose the same experts where a region is recomputed from rounded inputs."""
+
+import functools
+
+import pytest
+import torch
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+from coat_kernels.choices import Choices
+from coat_kernels.saved import compressed_checkpoints, packed
+
+TOKENS, WIDTH, EXPERTS, TAKEN = 512, 64, 8, 2
+GROUP = 64
+reentrant = pytest.mark.parametrize("reentrant", [True, False], ids=["reentrant", "hooks"])
+
+
+class Mixture(torch.nn.Module):
+    """Experts one after another, so that what is saved has a shape of each expert's tokens."""
+
+    def __init__(self, device, choose):
+        super().__init__()
+        torch.manual_seed(1)
+        self.gate = torch.nn.Linear(WIDTH, EXPERTS, bias=False, device=device)
+        self.experts = torch.nn.ModuleList(
+            torch.nn.Linear(WIDTH, WIDTH, device=device) for _ in range(EXPERTS)
+        )
+        self.choose = choose
+        self.taken: list[torch.Tensor] = []
+
+    def forward(self, x, indices=None):
+        logits = self.gate(x)
+        if indices is None:
+            weights, indices = self.choose(logits)
+        else:
+            weights = logits.gather(-1, indices)
+        self.taken.append(indices)
+        out = x
+        for number, expert in enumerate(self.experts):
+            token, which = (indices == number).nonzero(as_tuple=True)
+            taken = expert(x[token]).relu() * weights[token, which, None]
+            out = out.index_add(0, token, taken)
+        return out
+
+
+def _by_argmax(logits):
+    indices = torch.argmax(logits, -1, keepdim=True)
+    return logits.gather(-1, indices), indices
+
+
+CHOOSE = {
+    "topk": lambda logits: torch.topk(logits, TAKEN, dim=-1),
+    "method": lambda logits: logits.topk(k=TAKEN, sorted=False),
+    "argmax": _by_argmax,
+}
+
+
+def _gradients(net, leaf, y, upstream):
+    net.zero_grad()
+    leaf.grad = None
+    y.backward(upstream)
+    return [leaf.grad, *(p.grad.clone() for p in net.parameters())]
+
+
+@reentrant
+@pytest.mark.parametrize("choose", CHOOSE)
+def test_gradients_are_those_of_the_rounded_inputs_with_the_first_choices(device, reentrant, choose):
+    """Bit for bit. Rounding alone would send some tokens elsewhere."""
+    net = Mixture(device, CHOOSE[choose])
+    x = torch.randn(TOKENS, WIDTH, generator=torch.Generator().manual_seed(2)).to(device)
+    upstream = torch.randn(TOKENS, WIDTH, generator=torch.Generator().manual_seed(3)).to(device)
+    leaf = x.clone().requires_grad_()
+    h = leaf * 1
+    with compressed_checkpoints(GROUP):
+        y = checkpoint(net, h, use_reentrant=reentrant)
+    assert torch.equal(y, net(x))
+    first = net.taken[0]
+    rounded = packed(h, GROUP).unpack().detach().requires_grad_()
+    found = _gradients(net, leaf, y, upstream)
+    assert torch.equal(net.taken[-1], first)
+    net(rounded)
+    assert not torch.equal(net.taken[-1], first)
+    expected = _gradients(net, rounded, net(rounded, first), upstream)
+    for a, b in zip(found, expected, strict=True):
+        assert torch.equal(a, b)
+
+
+def test_selective_checkpointing_counts_the_same_operations(device):
+    def policy(context, op, *args, **kwargs):
+        saved = op is torch.ops.aten.addmm.default
+        return CheckpointPolicy.MUST_SAVE if saved else CheckpointPolicy.PREFER_RECOMPUTE
+
+    net = Mixture(device, CHOOSE["topk"])
+    leaf = torch.randn(TOKENS, WIDTH, device=device, requires_grad=True)
+    contexts = functools.partial(create_selective_checkpoint_contexts, policy)
+    with compressed_checkpoints(GROUP):
+        y = checkpoint(net, leaf * 1, use_reentrant=False, context_fn=contexts)
+    y.sum().backward()
+    assert torch.equal(net.taken[-1], net.taken[0])
+
+
+@reentrant
+def test_two_backward_passes_and_an_error_between(device, reentrant):
+    """A forward that failed leaves nothing behind for the next one."""
+    net = Mixture(device, CHOOSE["topk"])
+    leaf = torch.randn(TOKENS, WIDTH, device=device, requires_grad=True)
+
+    def failing(x):
+        net(x)
+        raise MemoryError
+
+    with compressed_checkpoints(GROUP):
+        with pytest.raises(MemoryError):
+            checkpoint(failing, leaf * 1, use_reentrant=reentrant)
+        y = checkpoint(net, leaf * 1, use_reentrant=reentrant)
+    y.sum().backward(retain_graph=True)
+    first = [p.grad.clone() for p in net.parameters()]
+    y.sum().backward()
+    for parameter, gradient in zip(net.parameters(), first, strict=True):
+        assert torch.equal(parameter.grad, 2 * gradient)
+    assert all(torch.equal(taken, net.taken[-1]) for taken in net.taken[1:])
+
+
+def test_values_and_gradients_are_topks_own(device):
+    x = torch.randn(5, 7, device=device, requires_grad=True)
+    for arguments in ({"k": 3}, {"k": 2, "dim": 0}, {"k": 2, "largest": False}):
+        plain = torch.topk(x, **arguments)
+        with Choices():
+            found = torch.topk(x, **arguments)
+        assert torch.equal(found.values, plain.values) and torch.equal(found.indices, plain.indices)
+        upstream = torch.randn_like(plain.values)
+        one, other = (torch.autograd.grad(y.values, x, upstream)[0] for y in (plain, found))
+        assert torch.equal(one, other)
