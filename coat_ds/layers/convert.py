@@ -42,7 +42,7 @@ def convert(
         filter: filter(name, module) says whether a module may be converted.
 
     Raises ValueError for a compiled model and for parameters in FP16, CoatConfigError for options that cannot
-    be, and RuntimeError if the model was converted with other options.
+    be, and RuntimeError if the model was converted with other options, or a part of it alone.
     """
     if not isinstance(activations, ActivationsConfig):
         activations = ActivationsConfig.from_dict({} if activations is None else activations)
@@ -57,6 +57,12 @@ def convert(
             raise RuntimeError(
                 f"coat_ds.convert: {key}: found {found!r}, but the model was converted with {had!r}. Call "
                 "coat_ds.unconvert(model) first."
+            )
+        if others := _outside(model, activations):
+            raise RuntimeError(
+                f"coat_ds.convert: a part of the model was converted before, other linear layers were not "
+                f"({len(others)}, such as {others[0]!r}). Call coat_ds.unconvert(model) first; `filter` says "
+                "what is to stay as it is."
             )
         return model
     # a part of a model that was converted before, as what PEFT's merge_and_unload returns
@@ -98,6 +104,16 @@ def unconvert(model: nn.Module) -> nn.Module:
             if config._attn_implementation == attention.NAME:
                 config._attn_implementation_internal = attention.STOCK
     return model
+
+
+def _outside(model: nn.Module, activations: ActivationsConfig) -> list[str]:
+    """Names of the linear layers outside the converted parts of `model` that could be converted."""
+    parts = [m for m in model.modules() if ATTRIBUTE in m.__dict__]
+    inside = {id(m) for part in parts for m in part.modules()}
+    conversion = Conversion(activations)
+    # forwards are built, and not installed
+    list(_forwards(model, conversion, lambda name, module: id(module) not in inside))
+    return conversion.converted["linear"]
 
 
 def _check_forwards(holder: nn.Module) -> None:

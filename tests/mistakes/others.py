@@ -29,6 +29,7 @@ LLAMA = ("configs/model_llama2_7b.json", "--vocabulary", "32000")
 TRAIN = ("train", "--model-config", "configs/model_quickstart.json", "--output", "{folder}/run")
 HALF = torch.nn.Sequential(torch.nn.Linear(64, 64)).half()
 TWICE = torch.nn.Sequential(torch.nn.Linear(64, 64))
+PAIR = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 64))
 MISTAKES = {
     "Models and GPUs": [
         Mistake(
@@ -56,6 +57,11 @@ MISTAKES = {
             "a model that was converted with other options",
             converted(TWICE, TWICE, group_size=32),
             ("convert: group_size: found 32", "converted with 16", "coat_ds.unconvert(model) first"),
+        ),
+        Mistake(
+            "a model of which a part was converted",
+            converted(PAIR[0], PAIR),
+            ("other linear layers were not (1, such as '1')", "coat_ds.unconvert(model) first", "`filter`"),
         ),
     ],
     "`CoatAdamW`": [

@@ -40,3 +40,16 @@ def test_parts_that_were_converted_one_by_one_are_given_back_together():
     coat_ds.unconvert(model)
     assert not any(map(replaced, model.modules()))
     assert all(coat_ds.conversion_of(part) is None for part in model)
+
+
+def test_a_model_of_which_a_part_was_converted_is_refused():
+    """What is around a converted model may hold heads and adapters, which stay."""
+    model = LLAMA.build()
+    coat_ds.convert(model.model.layers[0])
+    with pytest.raises(RuntimeError, match=r"7, such as 'model\.layers\.1\.self_attn\.q_proj'"):
+        coat_ds.convert(model)
+    assert coat_ds.convert(model.model.layers[1]) is model.model.layers[1]
+    # the head is all that is left
+    assert coat_ds.convert(model) is model
+    around = nn.ModuleDict({"model": coat_ds.convert(LLAMA.build()), "value": nn.Linear(64, 1)}).bfloat16()
+    assert coat_ds.convert(around) is around
