@@ -17,10 +17,13 @@ def load_model_shape(args: argparse.Namespace):
 
     try:
         shape = load_shape(args.model_config)
+    except ValueError as error:
+        raise LaunchError(f"--model-config {error}") from error
+    try:
         return dataclasses.replace(
             shape, **{f: v for f in SHAPE_FLAGS if (v := getattr(args, f)) is not None}
         )
-    except (OSError, ValueError, RecursionError) as error:
+    except ValueError as error:
         raise LaunchError(f"--model-config {args.model_config}: {error}") from error
 
 

@@ -67,12 +67,14 @@ class ModelShape:
 def load_shape(path: str | Path) -> ModelShape:
     """Reads a `ModelShape` from a JSON object whose keys are its fields.
 
-    Raises ValueError, naming file and key, for an unknown or missing key, a value of another type, or sizes
-    that do not go together.
+    Raises ValueError, naming file and key, for a file that cannot be read, an unknown or missing key, a value
+    of another type, or sizes that do not go together.
     """
     try:
-        values = json.loads(Path(path).read_text())
-    except json.JSONDecodeError as error:
+        values = json.loads(Path(path).read_bytes())
+    except OSError as error:
+        raise ValueError(f"{path}: cannot be read ({error.strerror})") from None
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{path}: not a JSON file: {error}") from None
     if not isinstance(values, dict):
         raise ValueError(f"{path}: expected a JSON object, found {type(values).__name__}")

@@ -261,7 +261,7 @@ def test_config_errors(tmp_path, capsys):
     assert 'a COAT run needs "coat": {"enabled": true}' in text(
         "--deepspeed-config", disabled, "--variant", "coat"
     )
-    assert "--model-config none.json" in text("--model-config", "none.json")
+    assert "--model-config none.json: cannot be read (No such file" in text("--model-config", "none.json")
     (tmp_path / "model.json").write_text('{"layers": 2}')
     assert "unknown key 'layers'" in text("--model-config", tmp_path / "model.json")
     assert "num_query_groups: 3 does not divide" in text("--num-query-groups", 3)
