@@ -14,6 +14,7 @@ from coat_ds.layers.feed_forward import Fp8Activation, Fp8GatedFeedForward
 from coat_ds.layers.linear import Fp8Linear
 from coat_ds.layers.norm import Fp8Norm
 from coat_ds.layers.replaced import DTYPES, Replaced, replaced
+from coat_ds.optim.shards import is_distributed
 from coat_kernels.fp8 import ALIGNMENT
 
 __all__ = ["convert", "conversion_of", "unconvert"]
@@ -78,7 +79,11 @@ def convert(
             continue
         if (parts := decoder_layer.parts_of(module)) is not None:
             decoder_layer.Fp8DecoderLayer(module, activations, parts).install()
-            conversion.take("layer", name)
+            if other := decoder_layer.not_fused(parts):
+                # an adapter that may be merged later
+                conversion.leave("layer", name, f"its {other} is not converted")
+            else:
+                conversion.take("layer", name)
     model.__dict__[ATTRIBUTE] = conversion
     logger.info("COAT: %s", conversion.summary())
     return model
@@ -261,6 +266,8 @@ def _build_linear(module, activations, projections):
         return None, f"{' x '.join(map(str, sizes))}, too small to gain by FP8"
     stock = "forward" not in module.__dict__ and type(module).forward is nn.Linear.forward
     transposed = not isinstance(module, nn.Linear)
+    if not stock and is_distributed(weight):
+        return None, "transformers' tensor parallelism has split it"
     if not stock and not probe.is_product(module, transposed):
         return None, f"{type(module).__name__} computes something else than a linear layer"
     return Fp8Linear(module, activations, transposed, cancels=id(module) in projections), None

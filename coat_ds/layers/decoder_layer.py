@@ -84,6 +84,16 @@ def parts_of(layer: nn.Module) -> Parts | None:
     return None
 
 
+def not_fused(parts: Parts) -> str | None:
+    """The name of a linear layer of these parts whose work no block could do now, if there is one."""
+    linears = {name: parts.attention._modules[name] for name in PROJECTIONS}
+    form = replaced(parts.mlp).form
+    linears |= {
+        name: parts.mlp._modules[name] for name in (form.gate, form.up, form.down) if name is not None
+    }
+    return next((name for name, linear in linears.items() if not is_fused(replaced(linear))), None)
+
+
 def _is_rotary(attention: nn.Module, place: Place) -> bool:
     """Whether it is causal attention of queries and keys that turn as those of `coat_kernels.rope`."""
     d, groups, m, h, s = 8, 2, 2, 16, 5

@@ -1,14 +1,17 @@
 """RMSNorm and LayerNorm that keep their input in 8 bits, in place of the forward of a norm."""
 
+import functools
 import sys
 
 import torch
 
 from coat_ds.config import ActivationsConfig
+from coat_ds.layers import tensor_parallel
 from coat_ds.layers.formats import formats
 from coat_ds.layers.hooks import before_hooks
 from coat_ds.layers.probe import NormForm
-from coat_ds.layers.replaced import Replaced, is_plain
+from coat_ds.layers.replaced import DTYPES, Replaced, is_plain
+from coat_ds.optim.shards import is_distributed
 from coat_kernels.blocks import NormOptions, norm_options
 from coat_kernels.norm import layer_norm, rms_norm
 from coat_kernels.tensorwise import PredictedScale
@@ -44,27 +47,45 @@ class Fp8Norm(Replaced):
         )
 
     def __call__(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        if not (self.takes(hidden_states) and is_plain(self.module.weight)) or hidden_states.numel() == 0:
+        module, takes = self.module, self.takes(hidden_states)
+        weight, bias = module.weight, module._parameters.get("bias")
+        if hidden_states.numel() == 0:
             return self.stock(hidden_states)
-        module, form, dtype = self.module, self.form, self.dtype_of_output(hidden_states)
-        options = {
-            **self.kept,
-            "zero_centered": form.zero_centered,
-            "y_scale": None if self.y_scale.times_made else self.y_scale,
-        }
-        x = hidden_states
+        if is_distributed(hidden_states) and hidden_states.dtype in DTYPES:
+            dtype = self.dtype_of_output(hidden_states)
+            # what is gathered next is read in BF16
+            norm = functools.partial(self._normed, dtype=dtype, y_scale=None)
+            y = tensor_parallel.normed(hidden_states, weight, bias, norm=norm)
+            return self.stock(hidden_states) if y is None else y
+        if not (takes and is_plain(weight)):
+            return self.stock(hidden_states)
+        y_scale = None if self.y_scale.times_made else self.y_scale
+        y = self._normed(
+            hidden_states, weight, bias, dtype=self.dtype_of_output(hidden_states), y_scale=y_scale
+        )
+        before_hooks(module, y)
+        return y
+
+    def _normed(
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        *,
+        dtype: torch.dtype,
+        y_scale: PredictedScale | None,
+    ) -> torch.Tensor:
+        """x [..., n] -> [..., n] in `dtype`."""
+        form = self.form
+        options = {**self.kept, "zero_centered": form.zero_centered, "y_scale": y_scale}
         if dtype != x.dtype:
             # the wider of the two keeps what the stock module computes with
             x = x.to(torch.promote_types(dtype, x.dtype))
-        weight, bias = module.weight, module._parameters.get("bias")
-        if is_unit_of_fsdp(module):
+        if is_unit_of_fsdp(self.module):
             # whose weights are freed behind this forward, and whoever reads y makes it, or its codes, of them
             weight, bias = weight.clone(), None if bias is None else bias.clone()
         if form.layer_norm:
             y = layer_norm(x, weight, bias, form.eps, **options)
         else:
             y = rms_norm(x, weight, form.eps, **options)
-        if y.dtype != dtype:
-            y = y.to(dtype)
-        before_hooks(module, y)
-        return y
+        return y if y.dtype == dtype else y.to(dtype)

@@ -1,14 +1,11 @@
 """What stands in a module's own attribute `forward` while the module is converted."""
 
-import functools
-import logging
 from typing import Any, ClassVar
 
 import torch
 
+from coat_ds.optim.shards import is_distributed
 from coat_kernels.deferred import Deferred
-
-logger = logging.getLogger(__name__)
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter, Deferred)
 # what the kernels read and write
@@ -64,7 +61,10 @@ class Replaced:
         found = self._dtypes.get(key)
         if found is None:
             with torch.no_grad():
-                row = torch.zeros(1, x.shape[-1], dtype=x.dtype, device=x.device)
+                if is_distributed(x):
+                    row = x.new_zeros(1, x.shape[-1])
+                else:
+                    row = torch.zeros(1, x.shape[-1], dtype=x.dtype, device=x.device)
                 found = self._dtypes[key] = self.stock(row).dtype
         return found
 
@@ -72,17 +72,6 @@ class Replaced:
 def is_plain(x: torch.Tensor) -> bool:
     """Whether kernels can read it. They cannot read what tensor parallelism hands out (DTensor)."""
     return type(x) in _PLAIN
-
-
-@functools.cache
-def warn_of_tensor_parallelism() -> None:
-    """Says once, on rank 0, that layers with distributed weights compute as before they were converted."""
-    if torch.distributed.get_rank() == 0:
-        logger.warning(
-            "COAT: weights are DTensors in forward, as under torch's tensor parallelism. Their linear layers "
-            "multiply as before they were converted, not in FP8. To have FP8, shard by fully_shard alone, or "
-            "use Megatron's layers."
-        )
 
 
 def autocast_dtype(x: torch.Tensor) -> torch.dtype | None:

@@ -1,6 +1,5 @@
 """Converted models under FSDP2 train as in one process, and read no codes of a weight that has changed."""
 
-import logging
 import warnings
 
 import pytest
@@ -9,7 +8,6 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import coat_ds
 from benchmarks.common.families import FAMILIES
@@ -55,31 +53,6 @@ def losses_of_ranks(device):
     assert len(coat_ds.conversion_of(model).converted["linear"]) == 14
     out["sharded first"] = train(model, device)
     return out
-
-
-def warnings_under_tensor_parallelism():
-    """What was logged in two forwards, after FSDP2 and after tensor parallelism."""
-    dist.init_process_group("gloo")
-    said, mesh = [], init_device_mesh("cpu", (2,))
-    handler = logging.Handler(logging.WARNING)
-    handler.emit = lambda record: said.append(record.getMessage())
-    logging.getLogger("coat_ds").addHandler(handler)
-    counts = []
-    for prepare in (
-        lambda net: fully_shard(net, mesh=mesh),
-        lambda net: parallelize_module(net, mesh, {"0": ColwiseParallel(), "1": RowwiseParallel()}),
-    ):
-        net = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)).bfloat16()
-        prepare(coat_ds.convert(net))
-        for _ in range(2):
-            net(torch.ones(4, 64).bfloat16())
-        counts.append(len(said))
-    return counts, said
-
-
-def test_tensor_parallel_layers_say_that_they_are_as_before():
-    (counts, said), (_, silent) = run_distributed(warnings_under_tensor_parallelism, 2)
-    assert counts == [0, 1] and "weights are DTensors in forward" in said[0] and not silent
 
 
 def gradients_where_each_module_is_a_unit():

@@ -1,0 +1,287 @@
+"""Converted models under torch's tensor parallelism, of two ranks, and with FSDP2 of four."""
+
+import logging
+import warnings
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_module
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+
+import coat_ds
+from benchmarks.common.families import FAMILIES
+from coat_kernels.linear import fp8_linear
+from tests.coat_ds.layers.measures import fp8_bound, relative, run
+from tests.util import rel_rms, run_distributed
+
+LLAMA = FAMILIES["llama"]
+ROWS, COLUMNS = ColwiseParallel, RowwiseParallel
+STYLES = {name: ROWS for name in ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")}
+STYLES |= {name: COLUMNS for name in ("o_proj", "down_proj")}
+
+
+def split(model, mesh):
+    for layer in model.model.layers:
+        names = [name for name, _ in layer.named_modules()]
+        styles = {name: STYLES.get(name.rpartition(".")[2]) for name in names}
+        parallelize_module(layer, mesh, {name: style() for name, style in styles.items() if style})
+    return model
+
+
+def whole(gradients):
+    return {n: g.full_tensor() if isinstance(g, DTensor) else g for n, g in gradients.items()}
+
+
+def kept_bytes(model, batch):
+    """Of what autograd keeps of a forward on this rank, without parameters."""
+    own = {id(p._local_tensor if isinstance(p, DTensor) else p) for p in model.parameters()}
+    kept = {}
+
+    def pack(x):
+        held = x._local_tensor if isinstance(x, DTensor) else x
+        if id(held) not in own and not x.is_leaf:
+            kept[held.untyped_storage().data_ptr()] = held.untyped_storage().nbytes()
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+        model(**batch)
+    return sum(kept.values())
+
+
+def llama():
+    """Loss, gradients and kept bytes: stock and alone, and in two parts stock and converted."""
+    warnings.simplefilter("ignore")
+    dist.init_process_group("gloo")
+    mesh, batch = init_device_mesh("cpu", (2,)), LLAMA.batch()
+    found = {"alone": run(LLAMA.build(), batch)}
+    for name in ("stock", "converted", "split first"):
+        model = LLAMA.build()
+        if name == "converted":
+            coat_ds.convert(model)
+        split(model, mesh)
+        if name == "split first":
+            coat_ds.convert(model)
+        kept = kept_bytes(model, batch)
+        loss, gradients = run(model, batch)
+        found[name] = loss, whole(gradients), kept
+    return found
+
+
+def test_a_model_in_two_parts():
+    for found in run_distributed(llama, 2):
+        (loss, expected), (_, _, stock), (other, gradients, kept) = list(found.values())[:3]
+        assert abs(other - loss) < 2**-8 * loss
+        assert 2**-6 < relative(gradients, expected) < fp8_bound(14)
+        assert found["split first"][0] == other and found["split first"][2] == kept
+        assert all(g.equal(gradients[n]) for n, g in found["split first"][1].items())
+        # norms, and products behind them, keep one code for what BF16 keeps three or four times
+        assert kept < 0.6 * stock
+
+
+class Net(nn.Module):
+    def __init__(self, norm=None, bias=True):
+        super().__init__()
+        torch.manual_seed(0)
+        self.norm = norm
+        self.up, self.down = nn.Linear(64, 96, bias), nn.Linear(96, 64, bias)
+        self.bfloat16()
+        for p in self.parameters():
+            nn.init.normal_(p, std=0.2)
+
+    def forward(self, x):
+        x = x if self.norm is None else self.norm(x)
+        return self.down(self.up(x).relu())
+
+
+def tokens(rows=32, seed=1):
+    return torch.randn(2, rows, 64, generator=torch.Generator().manual_seed(seed)).bfloat16()
+
+
+def products():
+    """Output, gradients of the input and of the parameters."""
+    dist.init_process_group("gloo")
+    found, mesh = [], init_device_mesh("cpu", (2,))
+    for bias in (True, False):
+        net = parallelize_module(coat_ds.convert(Net(bias=bias)), mesh, {"up": ROWS(), "down": COLUMNS()})
+        x = tokens().requires_grad_()
+        y = net(x)
+        y.backward(torch.ones_like(y))
+        found.append((y.detach(), x.grad, whole({n: p.grad for n, p in net.named_parameters()})))
+    return found
+
+
+@pytest.mark.parametrize("bias", [0, 1], ids=["bias", "none"])
+def test_each_rank_multiplies_its_part_in_fp8(bias):
+    """As if the parts were layers of one process, whose outputs are joined, or summed in BF16."""
+    net, x = Net(bias=not bias), tokens().requires_grad_()
+    parts = [
+        fp8_linear(x, up, None if bias else one).relu()
+        for up, one in zip(
+            net.up.weight.chunk(2), (None, None) if bias else net.up.bias.chunk(2), strict=True
+        )
+    ]
+    sums = [fp8_linear(part, down) for part, down in zip(parts, net.down.weight.chunk(2, 1), strict=True)]
+    expected = sums[0] + sums[1]
+    expected = expected if bias else expected + net.down.bias
+    expected.backward(torch.ones_like(expected))
+    for found in run_distributed(products, 2):
+        y, gradient, gradients = found[bias]
+        # half of the second bias is added to each part, and rounded
+        assert rel_rms(y, expected) < 2**-8 if not bias else torch.equal(y, expected)
+        # of either rank's part of the output; sums of two are rounded once
+        assert rel_rms(gradient, x.grad) < 2**-8
+        for name, p in net.named_parameters():
+            assert rel_rms(gradients[name], p.grad) < 2**-8, name
+
+
+NORMS = {"rms": nn.RMSNorm, "layer": nn.LayerNorm}
+
+
+def sequence_parallel():
+    """Of each norm in one process and in two, with the tokens of each rank: output, gradients, kept bytes."""
+    dist.init_process_group("gloo")
+    found, mesh, rank = {}, init_device_mesh("cpu", (2,)), dist.get_rank()
+    for name, norm in NORMS.items():
+        for parts in (1, 2):
+            net, x = coat_ds.convert(Net(norm(64))), tokens()
+            if parts == 2:
+                styles = {
+                    "norm": SequenceParallel(),
+                    "up": ColwiseParallel(input_layouts=Shard(1)),
+                    "down": RowwiseParallel(output_layouts=Shard(1)),
+                }
+                net = parallelize_module(net, mesh, styles)
+                x = x.chunk(2, 1)[rank].contiguous()
+            kinds = []
+            x.requires_grad_()
+            with torch.autograd.graph.saved_tensors_hooks(lambda t: kinds.append(t.dtype) or t, lambda t: t):  # noqa: B023
+                y = net(x)
+            y.backward(torch.ones_like(y))
+            gradients = whole({n: p.grad for n, p in net.named_parameters()})
+            found[name, parts] = y.detach(), x.grad, gradients, kinds
+    return found
+
+
+@pytest.mark.parametrize("name", NORMS)
+def test_norms_of_parts_of_the_sequence(name):
+    ranks = run_distributed(sequence_parallel, 2)
+    y, gradient, gradients, _ = ranks[0][name, 1]
+    found = [rank[name, 2] for rank in ranks]
+    # two products in parts, each with scales of its own, differ as two roundings to FP8 do
+    bound = 2**0.5 * fp8_bound(2)
+    assert rel_rms(torch.cat([f[0] for f in found], 1), y) < bound
+    assert rel_rms(torch.cat([f[1] for f in found], 1), gradient) < bound
+    for _, _, one, kinds in found:
+        for parameter, expected in gradients.items():
+            assert rel_rms(one[parameter], expected) < bound, parameter
+        # the norm keeps its input in 8 bits, and no BF16 tensor
+        assert torch.int8 in kinds
+
+
+def train(model, optimizer, batches):
+    losses = []
+    for batch in batches:
+        loss = model(**batch).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def with_fsdp():
+    warnings.simplefilter("ignore")
+    dist.init_process_group("gloo")
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    losses = []
+    for parts in (False, True):
+        model = coat_ds.convert(LLAMA.build())
+        if parts:
+            split(model, mesh["tp"])
+            for layer in model.model.layers:
+                fully_shard(layer, mesh=mesh["dp"])
+            fully_shard(model, mesh=mesh["dp"])
+        optimizer = coat_ds.CoatAdamW(model.named_parameters(), lr=4e-3, min_numel=0)
+        losses.append(train(model, optimizer, [LLAMA.batch(seed=step, tokens=32) for step in range(4)]))
+    return losses
+
+
+def test_beside_fsdp():
+    for alone, parts in run_distributed(with_fsdp, 4):
+        assert alone[-1] < alone[0] - 0.1
+        for found, expected in zip(parts, alone, strict=True):
+            assert abs(found - expected) < 2**-6 * expected
+
+
+def _sharded(net, mesh):
+    return fully_shard(net, mesh=mesh)
+
+
+def _in_parts(net, mesh):
+    return parallelize_module(net, mesh, {"0": ROWS(), "1": COLUMNS()})
+
+
+def _replicated(net, mesh):
+    net = distribute_module(net, mesh)
+    return lambda x: net(DTensor.from_local(x, mesh, [Replicate()]))
+
+
+# outputs of the first layer, what is done to the model, and the reason that is given
+CASES = {
+    "sharded": (64, _sharded, None),
+    "in parts": (64, _in_parts, None),
+    "too small": (48, _in_parts, "a rank's part is 24 x 64, not multiples of 16"),
+    "replicated": (64, _replicated, "they are laid out as"),
+}
+
+
+def warned():
+    """The warnings of two forwards of each case."""
+    dist.init_process_group("gloo")
+    found, mesh = {}, init_device_mesh("cpu", (2,))
+    handler, x = logging.Handler(logging.WARNING), torch.ones(4, 64).bfloat16()
+    logging.getLogger("coat_ds").addHandler(handler)
+    for name, (outputs, prepare, _) in CASES.items():
+        found[name] = said = []
+        handler.emit = lambda record: said.append(record.getMessage())  # noqa: B023
+        layers = nn.Linear(64, outputs, bias=False), nn.Linear(outputs, 64, bias=False)
+        net = prepare(coat_ds.convert(nn.Sequential(*layers).bfloat16()), mesh)
+        for _ in range(2):
+            net(x)
+    return found
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_layers_that_compute_as_before_say_why(name):
+    first, other = run_distributed(warned, 2)
+    reason = CASES[name][2]
+    assert not other[name] and len(first[name]) <= 2
+    assert bool(first[name]) == (reason is not None)
+    assert all("multiply as before they were converted" in line for line in first[name])
+    assert reason is None or reason in first[name][0]
+
+
+def of_transformers():
+    """What is left of a layer that transformers has split (`tp_plan`), with its forward in its place."""
+    from transformers.distributed.tensor_parallel import ColwiseParallel
+
+    dist.init_process_group("gloo")
+    layer, style, mesh = nn.Linear(64, 64, bias=False), ColwiseParallel(), init_device_mesh("cpu", (2,))
+    style.shard_param(layer, "weight", mesh)
+    net = coat_ds.convert(nn.Sequential(style.install_forward(layer.bfloat16(), mesh)))
+    assert net(tokens()).shape[-1] == 32
+    return coat_ds.conversion_of(net).left
+
+
+def test_layers_that_transformers_has_split_stay():
+    for left in run_distributed(of_transformers, 2):
+        assert left == {"0": "transformers' tensor parallelism has split it"}
