@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from coat_ds.config import ActivationsConfig, difference
-from coat_ds.layers import attention, decoder_layer, experts, probe
+from coat_ds.layers import attention, autotp, decoder_layer, experts, probe
 from coat_ds.layers.conversion import ATTRIBUTE, Conversion, conversion_of
 from coat_ds.layers.feed_forward import Fp8Activation, Fp8GatedFeedForward
 from coat_ds.layers.linear import Fp8Linear
@@ -100,6 +100,19 @@ def unconvert(model: nn.Module) -> nn.Module:
     holders = [m for m in model.modules() if ATTRIBUTE in m.__dict__]
     for holder in holders:
         _check_forwards(holder)
+    _give_back(model)
+    return model
+
+
+def convert_again(model: nn.Module) -> None:
+    """Converts a model of which a framework has exchanged modules since."""
+    conversion = conversion_of(model)
+    assert conversion is not None
+    _give_back(model)
+    convert(model, conversion.activations)
+
+
+def _give_back(model: nn.Module) -> None:
     for module in model.modules():
         module.__dict__.pop(ATTRIBUTE, None)
         if (forward := replaced(module)) is not None:
@@ -108,7 +121,6 @@ def unconvert(model: nn.Module) -> nn.Module:
             config: Any = module.config
             if config._attn_implementation == attention.NAME:
                 config._attn_implementation_internal = attention.STOCK
-    return model
 
 
 def _outside(model: nn.Module, activations: ActivationsConfig) -> list[str]:
@@ -180,7 +192,7 @@ def _kind_of(module: nn.Module) -> str | None:
     weight = parameters.get("weight")
     if weight is not None and not children and set(parameters) <= {"weight", "bias"}:
         dims = len(probe.shape_of(weight))
-        if dims == 2 and (isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D"):
+        if dims == 2 and _multiplies(module):
             return "linear"
         if dims == 1 and any(hasattr(module, eps) for eps in probe.EPS_NAMES):
             return "norm"
@@ -189,6 +201,10 @@ def _kind_of(module: nn.Module) -> str | None:
     elif _looks_elementwise(module):
         return "activation"
     return None
+
+
+def _multiplies(module: nn.Module) -> bool:
+    return isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D" or autotp.is_autotp(module)
 
 
 def _looks_elementwise(module: nn.Module) -> bool:
@@ -264,6 +280,10 @@ def _build_linear(module, activations, projections):
         return None, f"{' x '.join(map(str, sizes))}, not multiples of {ALIGNMENT}"
     if min(sizes) < LEAST:
         return None, f"{' x '.join(map(str, sizes))}, too small to gain by FP8"
+    if autotp.is_autotp(module):
+        reason = autotp.why_not(module)
+        cancels = id(module) in projections
+        return None if reason else autotp.AutoTPLinear(module, activations, cancels=cancels), reason
     stock = "forward" not in module.__dict__ and type(module).forward is nn.Linear.forward
     transposed = not isinstance(module, nn.Linear)
     if not stock and is_distributed(weight):

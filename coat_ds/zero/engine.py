@@ -20,7 +20,7 @@ from coat_ds.zero.gradients import keep_gradients_narrow
 from coat_ds.zero.guards import guard_checkpoints, guard_offloading, link_states
 from coat_ds.zero.layer_units import LayerUnits
 from coat_ds.zero.log import say
-from coat_ds.zero.model_layers import prepare_layers, undo
+from coat_ds.zero.model_layers import prepare_layers, take_exchanged, undo
 from coat_ds.zero.module_hooks import lighten_module_hooks
 from coat_ds.zero.partitions import link_partitions
 from coat_ds.zero.stage0 import translate_checkpoints
@@ -85,6 +85,7 @@ def finish(engine, prepared: Prepared) -> None:
     coat, why, units = prepared
     if not coat.enabled:
         return
+    take_exchanged(engine.module)
     units.complete()
     _undo_at_the_end(engine, units)
     lighten_module_hooks(engine.module)

@@ -10,8 +10,9 @@ import weakref
 from torch import nn
 
 from coat_ds.config import ActivationsConfig, CoatConfigError, difference
+from coat_ds.layers.autotp import is_autotp
 from coat_ds.layers.conversion import conversion_of, holder_of
-from coat_ds.layers.convert import convert, unconvert
+from coat_ds.layers.convert import convert, convert_again, unconvert
 
 # models that an engine has converted, and not the user
 _of_engines: weakref.WeakSet[nn.Module] = weakref.WeakSet()
@@ -61,6 +62,12 @@ def prepare_layers(
         return "of a kind that is not converted"
     _of_engines.add(model)
     return "not there when the model was converted"
+
+
+def take_exchanged(model: nn.Module) -> None:
+    """Converts what AutoTP has put in the place of linear layers that an engine has converted."""
+    if model in _of_engines and any(map(is_autotp, model.modules())):
+        convert_again(model)
 
 
 def undo(model: nn.Module) -> None:

@@ -19,8 +19,8 @@ from torch.distributed.tensor.parallel import (
 
 import coat_ds
 from benchmarks.common.families import FAMILIES
-from coat_kernels.linear import fp8_linear
 from tests.coat_ds.layers.measures import fp8_bound, relative, run
+from tests.coat_ds.layers.parts import Net, in_two_parts, tokens
 from tests.util import rel_rms, run_distributed
 
 LLAMA = FAMILIES["llama"]
@@ -87,25 +87,6 @@ def test_a_model_in_two_parts():
         assert kept < 0.6 * stock
 
 
-class Net(nn.Module):
-    def __init__(self, norm=None, bias=True):
-        super().__init__()
-        torch.manual_seed(0)
-        self.norm = norm
-        self.up, self.down = nn.Linear(64, 96, bias), nn.Linear(96, 64, bias)
-        self.bfloat16()
-        for p in self.parameters():
-            nn.init.normal_(p, std=0.2)
-
-    def forward(self, x):
-        x = x if self.norm is None else self.norm(x)
-        return self.down(self.up(x).relu())
-
-
-def tokens(rows=32, seed=1):
-    return torch.randn(2, rows, 64, generator=torch.Generator().manual_seed(seed)).bfloat16()
-
-
 def products():
     """Output, gradients of the input and of the parameters."""
     dist.init_process_group("gloo")
@@ -122,23 +103,13 @@ def products():
 @pytest.mark.parametrize("bias", [0, 1], ids=["bias", "none"])
 def test_each_rank_multiplies_its_part_in_fp8(bias):
     """As if the parts were layers of one process, whose outputs are joined, or summed in BF16."""
-    net, x = Net(bias=not bias), tokens().requires_grad_()
-    parts = [
-        fp8_linear(x, up, None if bias else one).relu()
-        for up, one in zip(
-            net.up.weight.chunk(2), (None, None) if bias else net.up.bias.chunk(2), strict=True
-        )
-    ]
-    sums = [fp8_linear(part, down) for part, down in zip(parts, net.down.weight.chunk(2, 1), strict=True)]
-    expected = sums[0] + sums[1]
-    expected = expected if bias else expected + net.down.bias
-    expected.backward(torch.ones_like(expected))
+    net, expected, input_grad = in_two_parts(not bias)
     for found in run_distributed(products, 2):
         y, gradient, gradients = found[bias]
         # half of the second bias is added to each part, and rounded
         assert rel_rms(y, expected) < 2**-8 if not bias else torch.equal(y, expected)
         # of either rank's part of the output; sums of two are rounded once
-        assert rel_rms(gradient, x.grad) < 2**-8
+        assert rel_rms(gradient, input_grad) < 2**-8
         for name, p in net.named_parameters():
             assert rel_rms(gradients[name], p.grad) < 2**-8, name
 

@@ -1,0 +1,108 @@
+"""DeepSpeed's tensor parallelism for models of transformers (AutoTP), in two processes."""
+
+import warnings
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import coat_ds
+from benchmarks.common.families import FAMILIES
+from coat_ds.layers.autotp import is_autotp
+from coat_ds.layers.replaced import replaced
+from tests.coat_ds.layers.parts import Net, in_two_parts, tokens
+from tests.util import rel_rms, run_distributed
+
+LLAMA = FAMILIES["llama"]
+
+
+def products():
+    """Output, gradients of the input and of this rank's parameters; what is left of layers of other kinds."""
+    from deepspeed import init_distributed
+    from deepspeed.module_inject import layers
+
+    init_distributed("gloo", verbose=False)
+    layers.set_autotp_mode(training=True)
+    group, found = dist.group.WORLD, []
+    for bias in (True, False):
+        net = Net(bias=bias)
+        net.up = layers.LinearLayer(net.up, mp_group=group)
+        net.down = layers.LinearAllreduce(net.down, mp_group=group)
+        coat_ds.convert(net)
+        x = tokens().requires_grad_()
+        y = net(x)
+        y.backward(torch.ones_like(y))
+        found.append((y.detach(), x.grad, {n: p.grad for n, p in net.named_parameters()}))
+    net = Net()
+    net.up = layers.LinearLayer(net.up, mp_group=group, gather_output=True)
+    gathered = coat_ds.conversion_of(coat_ds.convert(net)).left
+    layers.LinearLayer.tp_overlap_comm = True
+    net = Net()
+    net.up = layers.LinearLayer(net.up, mp_group=group)
+    return found, gathered, coat_ds.conversion_of(coat_ds.convert(net)).left
+
+
+@pytest.fixture(scope="module")
+def ranks():
+    return run_distributed(products, 2)
+
+
+@pytest.mark.parametrize("bias", [True, False], ids=["bias", "none"])
+def test_each_rank_multiplies_its_part_in_fp8(ranks, bias):
+    net, expected, input_grad = in_two_parts(bias)
+    parts = {"up.weight": 0, "up.bias": 0, "down.weight": 1}
+    for rank, (found, *_) in enumerate(ranks):
+        y, gradient, gradients = found[not bias]
+        assert torch.equal(y, expected)
+        # sums of two, rounded once
+        assert rel_rms(gradient, input_grad) < 2**-8
+        for name, p in net.named_parameters():
+            grad = p.grad.chunk(2, parts[name])[rank] if name in parts else p.grad
+            assert rel_rms(gradients[name], grad) < 2**-8, name
+
+
+def test_layers_that_exchange_more_stay(ranks):
+    for _, gathered, overlapped in ranks:
+        assert gathered == {"up": "AutoTP gathers its output"}
+        assert overlapped == {"up": "tensor_parallel.tp_overlap_comm multiplies by itself"}
+
+
+def train(coat):
+    import deepspeed
+
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "bf16": {"enabled": True},
+        "zero_optimization": {"stage": 1},
+        "tensor_parallel": {"autotp_size": 2},
+        "optimizer": {"type": "AdamW", "params": {"lr": 4e-3}},
+        "coat": {"enabled": coat, "optimizer": {"min_numel": 0}},
+    }
+    engine = deepspeed.initialize(model=LLAMA.build(), config=config)[0]
+    losses = []
+    for step in range(4):
+        loss = engine(**LLAMA.batch(seed=step, tokens=32)).loss
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.item())
+    layers = engine.coat.layers.count("linear") if coat else None
+    split = [replaced(m) is not None for m in engine.module.modules() if is_autotp(m)]
+    engine.destroy()
+    left = [m for m in engine.module.modules() if replaced(m)]
+    return losses, layers, split, left
+
+
+def of_engines():
+    warnings.simplefilter("ignore")
+    dist.init_process_group("gloo")
+    return train(False), train(True)
+
+
+def test_the_json_is_enough():
+    for (expected, *_), (losses, layers, split, left) in run_distributed(of_engines, 2):
+        # the head is of a class of its own
+        assert layers == (14, 15) and split == [True] * 14 + [False] and not left
+        # FP8's noise of a loss: less than a percent
+        assert losses != expected
+        for found, loss in zip(losses, expected, strict=True):
+            assert abs(found - loss) < 2**-7 * loss
