@@ -5,7 +5,7 @@ holds: a part of a linear layer's weight, quantized with a scale of its own, or 
 """
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -47,6 +47,7 @@ def multiplied(module: torch.nn.Module, x: "DTensor", product: Product) -> "DTen
 
     weight, bias = module.weight, module.bias
     by_rows = weight.placements[0] == Shard(0)
+    _wait(x)
     # where each rank computes other outputs, the gradient of the input is a sum over ranks
     held = x.to_local(grad_placements=[Partial()] if by_rows else None)
     origin = _origin(module, held)
@@ -78,7 +79,15 @@ def normed(x: "DTensor", *weights: "DTensor | None", norm: Callable[..., torch.T
         # each rank sums over its own tokens
         grad = [Partial()] if split else None
         held.append(None if weight is None else weight.to_local(grad_placements=grad))
+    _wait(x)
     return _whole(norm(x.to_local(), *held), x, tuple(x.placements), x.shape)
+
+
+def _wait(x: "DTensor") -> None:
+    """Waits for the collective that may still be writing what this rank holds; kernels cannot."""
+    held: Any = x._local_tensor
+    if type(held).__name__ == "AsyncCollectiveTensor":
+        x._local_tensor = held.wait()
 
 
 def _whole(y: torch.Tensor, like: "DTensor", placements: tuple, shape: torch.Size) -> "DTensor":
