@@ -121,7 +121,7 @@ NORMS = {"rms": nn.RMSNorm, "layer": nn.LayerNorm}
 
 def sequence_parallel():
     """Of each norm in one process and in two, with the tokens of each rank: output, gradients, and the dtypes
-    that are kept. What is multiplied was gathered, and has to be there before a kernel reads it."""
+    that are kept. What is multiplied is gathered meanwhile, and has to be there before a kernel reads it."""
     dist.init_process_group("gloo")
     product = Fp8Linear._product
 
@@ -136,12 +136,12 @@ def sequence_parallel():
             net, x = coat_ds.convert(Net(norm(64))), tokens()
             if parts == 2:
                 styles = {
-                    "norm": SequenceParallel(),
-                    "up": ColwiseParallel(input_layouts=Shard(1)),
-                    "down": RowwiseParallel(output_layouts=Shard(1)),
+                    "norm": SequenceParallel(sequence_dim=0),
+                    "up": ColwiseParallel(input_layouts=Shard(0)),
+                    "down": RowwiseParallel(output_layouts=Shard(0)),
                 }
                 net = parallelize_module(net, mesh, styles)
-                x = x.chunk(2, 1)[rank].contiguous()
+                x = x.chunk(2)[rank].contiguous()
             kinds = []
             x.requires_grad_()
             with torch.autograd.graph.saved_tensors_hooks(lambda t: kinds.append(t.dtype) or t, lambda t: t):  # noqa: B023
@@ -159,8 +159,8 @@ def test_norms_of_parts_of_the_sequence(name):
     found = [rank[name, 2] for rank in ranks]
     # two products in parts, each with scales of its own, differ as two roundings to FP8 do
     bound = 2**0.5 * fp8_bound(2)
-    assert rel_rms(torch.cat([f[0] for f in found], 1), y) < bound
-    assert rel_rms(torch.cat([f[1] for f in found], 1), gradient) < bound
+    assert rel_rms(torch.cat([f[0] for f in found]), y) < bound
+    assert rel_rms(torch.cat([f[1] for f in found]), gradient) < bound
     for _, _, one, kinds in found:
         for parameter, expected in gradients.items():
             assert rel_rms(one[parameter], expected) < bound, parameter
