@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from coat_kernels.activation import KINDS
 from coat_kernels.activation.op import activation_backward, activation_forward
 from coat_kernels.autograd import once_differentiable
+from coat_kernels.device import capability
 from coat_kernels.groups import DEFAULT_FORMAT, Grouped, dequantize_groups, quantize_groups
 from coat_kernels.ops import nothing
 
@@ -64,6 +65,20 @@ def _to_tokens(rows: torch.Tensor, order: torch.Tensor | None, tokens: int) -> t
         return rows
     back = torch.empty_like(order).index_copy_(0, order, torch.arange(len(order), device=order.device))
     return rows[back].view(tokens, -1, rows.shape[1]).sum(1)
+
+
+def _loses_groups(device: torch.device) -> bool:
+    """Whether a sum over an expert's rows is not written where it has none: Blackwell, PyTorch #172439."""
+    return device.type == "cuda" and capability(device) >= (10, 0)
+
+
+def _over_rows(a: torch.Tensor, b: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+    """The products over each expert's rows of `a` [m, rows] and `b` [rows, l]: [e, m, l]."""
+    product = F.grouped_mm(a, b, offs=ends)
+    if _loses_groups(a.device):
+        empty = ends.diff(prepend=ends.new_zeros(1)) == 0
+        product.masked_fill_(empty[:, None, None], 0)
+    return product
 
 
 class KernelGate(NamedTuple):
@@ -154,7 +169,7 @@ class _GroupedExperts(torch.autograd.Function):
                 grad_weights = torch.empty_like(grad_weights).index_copy_(0, order, grad_weights)
             grad_weights = grad_weights.view_as(weights).to(weights.dtype)
         if needs_down:
-            grad_down = F.grouped_mm(grad_rows.T, _times(a, w), offs=ends)
+            grad_down = _over_rows(grad_rows.T, _times(a, w), ends)
         del a, grad_rows
         if needs_x or needs_gate_up or needs_bias:
             grad_both = through(_times(grad_a, w))
@@ -164,7 +179,7 @@ class _GroupedExperts(torch.autograd.Function):
                     rows = dequantize_groups(Grouped(*of_x), ctx.gate.group_size, grad_both.dtype)
                 else:
                     rows = of_x[0][token]
-                grad_gate_up = F.grouped_mm(grad_both.T, rows, offs=ends)
+                grad_gate_up = _over_rows(grad_both.T, rows, ends)
                 del rows
             if needs_x:
                 grad_x = _to_tokens(F.grouped_mm(grad_both, gate_up, offs=ends), order, len(grad_y))

@@ -135,6 +135,24 @@ def test_rows_in_order_with_biases_and_a_gate_of_torchs_operations(weights_in, d
     compare(chosen, tensors, OwnGate(gate), gate, function=permuted)
 
 
+def test_experts_without_rows_where_products_leave_them_out(device, monkeypatch):
+    """As Blackwell's do."""
+    chosen, tensors = inputs(device, IN_ORDER)
+    grad, product = torch.randn(T, HIDDEN, device=device).bfloat16(), F.grouped_mm
+    _, expected = run(permuted, chosen, tensors, grad, KernelGate("silu"))
+
+    def unwritten(a, b, *, offs):
+        out = product(a, b, offs=offs)
+        if b.ndim == 2:
+            out[offs.diff(prepend=offs.new_zeros(1)) == 0] = torch.nan
+        return out
+
+    monkeypatch.setattr(F, "grouped_mm", unwritten)
+    monkeypatch.setattr("coat_kernels.experts._loses_groups", lambda device: True)
+    _, found = run(permuted, chosen, tensors, grad, KernelGate("silu"))
+    assert all(found[name].equal(expected[name]) for name in tensors)
+
+
 @pytest.mark.parametrize("gate", [KernelGate("silu"), OwnGate(own)], ids=["kernels", "own"])
 @pytest.mark.parametrize("biases", [False, True])
 def test_without_rows_gradients_are_zero(gate, biases, device):
