@@ -1,10 +1,12 @@
-"""Gated experts, of which each token takes a few: all in one grouped BF16 product each way, saved in 8 bits.
+"""Experts, of which each token takes a few: all in one grouped BF16 product each way, saved in 8 bits.
 
-For backward the layer keeps what is in front of the activation, in groups of 8 bits, and its input, which the
-router behind the same norm keeps anyway. The input is brought into the experts' order again, the activation's
-output is computed again, and the output of the experts is not needed: the router's weights are applied in
-front of the second product, out = sum_k down_k(w_k a_k), where their gradient is that of w_k a_k times a_k.
-Stock layers keep all of these in BF16, for each expert that a token takes.
+For backward the layer keeps what is in front of the activation, in groups of 8 bits, and its input. Tokens
+(`grouped_experts`) are kept as they are, since the router behind the same norm keeps them anyway, and are
+brought into the experts' order again. Rows that are in that order already (`permuted_experts`) are kept by
+nobody else: in groups of 8 bits, too. The activation's output is computed again, and the output of the
+experts is not needed: the router's weights are applied in front of the second product,
+out = sum_k down_k(w_k a_k), where their gradient is that of w_k a_k times a_k. Stock layers keep all of these
+in BF16, for each expert that a token takes.
 """
 
 from collections.abc import Callable
@@ -16,6 +18,7 @@ import torch.nn.functional as F
 from coat_kernels.activation import KINDS
 from coat_kernels.activation.op import activation_backward, activation_forward
 from coat_kernels.autograd import once_differentiable
+from coat_kernels.device import capability
 from coat_kernels.groups import DEFAULT_FORMAT, Grouped, dequantize_groups, quantize_groups
 from coat_kernels.ops import nothing
 
@@ -51,40 +54,66 @@ def _order(chosen: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor
     return order, torch.searchsorted(by_expert, experts, right=True, out_int32=True)
 
 
-def _to_tokens(rows: torch.Tensor, order: torch.Tensor, tokens: int) -> torch.Tensor:
+def _to_rows(x: torch.Tensor, places: torch.Tensor | None) -> torch.Tensor:
+    """`x` [t, ...] at `places`, of which the experts' order is made; None if it is in that order already."""
+    return x.contiguous() if places is None else x[places]
+
+
+def _to_tokens(rows: torch.Tensor, order: torch.Tensor | None, tokens: int) -> torch.Tensor:
     """The sums over each token's experts of `rows` [t k, h], which are in the experts' order: [t, h]."""
+    if order is None:
+        return rows
     back = torch.empty_like(order).index_copy_(0, order, torch.arange(len(order), device=order.device))
     return rows[back].view(tokens, -1, rows.shape[1]).sum(1)
 
 
+def _loses_groups(device: torch.device) -> bool:
+    """Whether a sum over an expert's rows is not written where it has none: Blackwell, PyTorch #172439."""
+    return device.type == "cuda" and capability(device) >= (10, 0)
+
+
+def _over_rows(a: torch.Tensor, b: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+    """The products over each expert's rows of `a` [m, rows] and `b` [rows, l]: [e, m, l]."""
+    product = F.grouped_mm(a, b, offs=ends)
+    if _loses_groups(a.device):
+        empty = ends.diff(prepend=ends.new_zeros(1)) == 0
+        product.masked_fill_(empty[:, None, None], 0)
+    return product
+
+
 class KernelGate(NamedTuple):
-    """a(gate) * up of gate | up by the kernels; `kind` is a, one of `coat_kernels.activation.KINDS`."""
+    """a(gate) * up of gate | up by the kernels; `kind` is a, one of `coat_kernels.activation.KINDS`.
+
+    gated: False: a(x), of which there is no up. Then 2 f stands for f below.
+    """
 
     kind: str
     group_size: int = 16
     saved_format: str = DEFAULT_FORMAT
+    gated: bool = True
 
     def forward(self, both: torch.Tensor, trained: bool) -> tuple[torch.Tensor, ...]:
         """both [rows, 2 f] -> what the gate makes of it, [rows, f], and what is saved: codes and exponents,
         empty unless `trained`."""
         keep = self.saved_format if trained else None
-        a, _, codes, exponent = activation_forward(both, self.kind, True, self.group_size, keep)
+        a, _, codes, exponent = activation_forward(both, self.kind, self.gated, self.group_size, keep)
         return a, codes, exponent
 
     def again(self, codes: torch.Tensor, exponent: torch.Tensor) -> tuple[torch.Tensor, Callable]:
         """[rows, f] once more, in BF16, and a function of its gradient that gives that of `both`."""
-        options = self.kind, True, self.group_size
+        options = self.kind, self.gated, self.group_size
         both = dequantize_groups(Grouped(codes, exponent), self.group_size, torch.bfloat16)
         a = activation_forward(both, *options, None)[0]
         return a, lambda grad: activation_backward(grad, codes, exponent, *options)[0]
 
 
 class OwnGate(NamedTuple):
-    """As `KernelGate`, but what `function`, of torch's operations, makes of both."""
+    """As `KernelGate`, but what `function`, of torch's operations, makes of both. gated: it halves them."""
 
     function: Callable[[torch.Tensor], torch.Tensor]
     group_size: int = 16
     saved_format: str = DEFAULT_FORMAT
+    gated: bool = True
 
     def forward(self, both: torch.Tensor, trained: bool) -> tuple[torch.Tensor, ...]:
         kept = quantize_groups(both, self.group_size, self.saved_format) if trained else 2 * (nothing(both),)
@@ -105,43 +134,72 @@ def _times(rows: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
 class _GroupedExperts(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weights, gate_up, down, bias, order, ends, gate, trained):
-        both = F.grouped_mm(x[order // weights.shape[1]], gate_up.transpose(1, 2), offs=ends)
+        token = None if order is None else order // weights.shape[1]
+        both = F.grouped_mm(_to_rows(x, token), gate_up.transpose(1, 2), offs=ends)
         if bias is not None:
             both += bias
         a, *kept = gate.forward(both, trained)
         del both
-        a = _times(a, weights.flatten()[order, None])
+        a = _times(a, _to_rows(weights.reshape(-1, 1), order))
         y = _to_tokens(F.grouped_mm(a, down.transpose(1, 2), offs=ends), order, len(x))
-        ctx.save_for_backward(x, weights, gate_up, down, order, ends, *kept)
-        ctx.gate = gate
+        if order is not None:
+            kept += x, order
+        elif trained and ctx.needs_input_grad[2]:
+            kept += quantize_groups(x, gate.group_size, gate.saved_format)
+        ctx.save_for_backward(weights, gate_up, down, ends, *kept)
+        ctx.gate, ctx.permutes = gate, order is not None
         return y
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad_y):
-        x, weights, gate_up, down, order, ends, *kept = ctx.saved_tensors
+        weights, gate_up, down, ends, *kept = ctx.saved_tensors
+        kept, of_x = kept[:2], kept[2:]
         needs_x, needs_weights, needs_gate_up, needs_down, needs_bias = ctx.needs_input_grad[:5]
-        token, w = order // weights.shape[1], weights.flatten()[order, None]
-        grad_rows = grad_y[token]
+        order = of_x[1] if ctx.permutes else None
+        token = None if order is None else order // weights.shape[1]
+        w = _to_rows(weights.reshape(-1, 1), order)
+        grad_rows = _to_rows(grad_y, token)
         grad_a = F.grouped_mm(grad_rows, down, offs=ends)
         grad_x = grad_weights = grad_gate_up = grad_down = grad_both = None
         a, through = ctx.gate.again(*kept)
         if needs_weights:
-            of_rows = (grad_a * a).sum(1, dtype=torch.float32)
-            grad_weights = torch.empty_like(of_rows).index_copy_(0, order, of_rows)
+            grad_weights = (grad_a * a).sum(1, dtype=torch.float32)
+            if order is not None:
+                grad_weights = torch.empty_like(grad_weights).index_copy_(0, order, grad_weights)
             grad_weights = grad_weights.view_as(weights).to(weights.dtype)
         if needs_down:
-            grad_down = F.grouped_mm(grad_rows.T, _times(a, w), offs=ends)
+            grad_down = _over_rows(grad_rows.T, _times(a, w), ends)
         del a, grad_rows
         if needs_x or needs_gate_up or needs_bias:
             grad_both = through(_times(grad_a, w))
             del grad_a
             if needs_gate_up:
-                grad_gate_up = F.grouped_mm(grad_both.T, x[token], offs=ends)
+                if order is None:
+                    rows = dequantize_groups(Grouped(*of_x), ctx.gate.group_size, grad_both.dtype)
+                else:
+                    rows = of_x[0][token]
+                grad_gate_up = _over_rows(grad_both.T, rows, ends)
+                del rows
             if needs_x:
-                grad_x = _to_tokens(F.grouped_mm(grad_both, gate_up, offs=ends), order, len(x))
+                grad_x = _to_tokens(F.grouped_mm(grad_both, gate_up, offs=ends), order, len(grad_y))
         grad_bias = grad_both if needs_bias else None
         return grad_x, grad_weights, grad_gate_up, grad_down, grad_bias, None, None, None, None
+
+
+class _NoRows(torch.autograd.Function):
+    """What experts make of no rows at all. Gradients are zero, not None, and no kernel runs."""
+
+    @staticmethod
+    def forward(ctx, x, *parts):
+        ctx.save_for_backward(x, *parts)
+        return torch.zeros_like(x)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad_y):
+        needed = zip(ctx.saved_tensors, ctx.needs_input_grad, strict=True)
+        return tuple(torch.zeros_like(t) if needs else None for t, needs in needed)
 
 
 def grouped_experts(
@@ -170,23 +228,62 @@ def grouped_experts(
     and of `down` are of what the gate makes of these. Raises ValueError for an unknown kind, for another
     dtype, for sizes that do not belong together, and where f is not whole groups.
     """
+    order, ends = _order(chosen, len(gate_up))
+    return _experts(x, chosen, weights, gate_up, down, gate, order, ends, gate_up_bias, down_bias)
+
+
+def permuted_experts(
+    rows: torch.Tensor,
+    tokens_per_expert: torch.Tensor,
+    weights: torch.Tensor,
+    gate_up: torch.Tensor,
+    down: torch.Tensor,
+    gate: KernelGate | OwnGate,
+    *,
+    gate_up_bias: torch.Tensor | None = None,
+    down_bias: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """w down_k(gate(gate_up_k(row))) of rows that are in the order of the experts k, one expert each.
+
+    Args:
+        rows: [n, h], BF16; n may be 0.
+        tokens_per_expert: how many rows each expert has, int64 [e], on any device. Their sum is n, which is
+            not looked at: that would wait for the GPU.
+        weights: [n], FP32 or BF16.
+        gate_up, down, gate, gate_up_bias, down_bias: as of `grouped_experts`.
+
+    Returns [n, h] in BF16. The reference is `experts_reference`, of tokens with one expert each. Backward
+    saves h + 2 f bytes a row, with their scales; 2 f if gate_up is frozen. Raises ValueError as
+    `grouped_experts`.
+    """
+    ends = tokens_per_expert.cumsum(0).to(rows.device, torch.int32, non_blocking=True)
+    expert = None
+    if gate_up_bias is not None or down_bias is not None:
+        places = torch.arange(len(rows), dtype=torch.int32, device=rows.device)
+        expert = torch.searchsorted(ends, places, right=True)[:, None]
+    return _experts(rows, expert, weights[:, None], gate_up, down, gate, None, ends, gate_up_bias, down_bias)
+
+
+def _experts(x, chosen, weights, gate_up, down, gate, order, ends, gate_up_bias, down_bias) -> torch.Tensor:
+    """Either of the two. Without an order x holds rows; `chosen` [t, k] is read for biases only."""
     if isinstance(gate, KernelGate) and gate.kind not in KINDS:
-        raise ValueError(f"grouped_experts: expected one of {', '.join(KINDS)}; found {gate.kind!r}")
+        raise ValueError(f"experts: expected one of {', '.join(KINDS)}; found {gate.kind!r}")
     if {x.dtype, gate_up.dtype, down.dtype} != {torch.bfloat16}:
         raise ValueError(
-            f"grouped_experts: expected BF16, found {x.dtype} and weights in {gate_up.dtype}, {down.dtype}"
+            f"experts: expected BF16, found {x.dtype} and weights in {gate_up.dtype}, {down.dtype}"
         )
-    (e, both, h), (t, k) = gate_up.shape, chosen.shape
-    f = both // 2
-    expected = [(e, 2 * f, h), (e, h, f), (t, h), (t, k)]
-    found = [tuple(part.shape) for part in (gate_up, down, x, weights)]
-    if found != expected or f % gate.group_size:
+    (t, h), (e, _, f) = x.shape, down.shape
+    expected = [(e, (1 + gate.gated) * f, h), (e, h, f), (t, 1 if order is None else chosen.shape[1])]
+    found = [tuple(part.shape) for part in (gate_up, down, weights)]
+    if found != expected or len(ends) != e or f % gate.group_size:
+        up = "2 f" if gate.gated else "f"
         raise ValueError(
-            "grouped_experts: expected gate_up [e, 2 f, h], down [e, h, f], x [t, h] and weights [t, k], "
-            f"with f in groups of {gate.group_size}; found {found} with chosen {(t, k)}"
+            f"experts: expected gate_up [e, {up}, h] and down [e, h, f], with f in groups of "
+            f"{gate.group_size}, and weights [t, k] for x {(t, h)} and {len(ends)} experts; found {found}"
         )
-    order, ends = _order(chosen, e)
-    bias = None if gate_up_bias is None else gate_up_bias.to(x.dtype)[chosen.flatten()[order]]
+    if not t:
+        return _NoRows.apply(x, weights, gate_up, down, gate_up_bias, down_bias)
+    bias = None if gate_up_bias is None else gate_up_bias.to(x.dtype)[_to_rows(chosen.flatten(), order)]
     inputs = x, weights, gate_up, down, bias
     trained = torch.is_grad_enabled() and any(p is not None and p.requires_grad for p in inputs)
     y = _GroupedExperts.apply(*inputs, order, ends, gate, trained)

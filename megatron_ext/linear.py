@@ -38,6 +38,35 @@ _SIZES = {
 }
 
 
+def check_arguments(config, name: str) -> None:
+    """Raises ValueError for what layers named `name` that multiply do not support: sharded weights, deferred
+    embedding and weight gradients, and Megatron's CUDA graphs."""
+    shards, of_experts = (getattr(config, f"{kind}gtp_weight_remat_size", 1) for kind in ("", "expert_"))
+    unsupported = {
+        "--tensor-parallel-num-weight-shards above 1": shards > 1,
+        "--expert-tensor-parallel-num-weight-shards above 1": of_experts > 1,
+        "--defer-embedding-wgrad-compute": config.defer_embedding_wgrad_compute,
+        "--delay-wgrad-compute": config.delay_wgrad_compute,
+    }
+    for argument, found in unsupported.items():
+        if found:
+            raise ValueError(f"{name}: {argument} is not supported by coat_layer_spec; remove it")
+    if config.cuda_graph_impl != "none":
+        # a replay would not tell Megatron's data parallel hooks which gradients are in main_grad already
+        raise ValueError(
+            f"{name}: --cuda-graph-impl {config.cuda_graph_impl} is not supported by coat_layer_spec. "
+            "Remove it: COAT layers record CUDA graphs of their own "
+            '(coat.activations.cuda_graphs, "auto" by default).'
+        )
+
+
+def unfused(config):
+    """`config` without `--gradient-accumulation-fusion`: Megatron's needs apex's kernel, which we do not."""
+    changed = copy.copy(config)
+    changed.gradient_accumulation_fusion = False
+    return changed
+
+
 class _IntoMainGrad(torch.autograd.Function):
     """The weight itself, for a wgrad GEMM that adds to `weight.main_grad`."""
 
@@ -81,27 +110,8 @@ class _CoatLinear(TakesActivations):
 
     def __init__(self, input_size: int, output_size: int, *, config, **kwargs):
         name = kwargs.get("tp_comm_buffer_name") or "linear"
-        shards, of_experts = (getattr(config, f"{kind}gtp_weight_remat_size", 1) for kind in ("", "expert_"))
-        unsupported = {
-            "--tensor-parallel-num-weight-shards above 1": shards > 1,
-            "--expert-tensor-parallel-num-weight-shards above 1": of_experts > 1,
-            "--defer-embedding-wgrad-compute": config.defer_embedding_wgrad_compute,
-            "--delay-wgrad-compute": config.delay_wgrad_compute,
-        }
-        for argument, found in unsupported.items():
-            if found:
-                raise ValueError(f"{name}: {argument} is not supported by coat_layer_spec; remove it")
-        if config.cuda_graph_impl != "none":
-            # a replay would not tell Megatron's data parallel hooks which gradients are in main_grad already
-            raise ValueError(
-                f"{name}: --cuda-graph-impl {config.cuda_graph_impl} is not supported by coat_layer_spec. "
-                "Remove it: COAT layers record CUDA graphs of their own "
-                '(coat.activations.cuda_graphs, "auto" by default).'
-            )
-        # Megatron's fusion needs apex's kernel; ours does not, and looks at `main_grad` alone
-        unfused = copy.copy(config)
-        unfused.gradient_accumulation_fusion = False
-        super().__init__(input_size, output_size, config=unfused, **kwargs)
+        check_arguments(config, name)
+        super().__init__(input_size, output_size, config=unfused(config), **kwargs)
         self.config = config
         # measured: beside outliers of the input, fast accumulation gives this gradient 1.3 times the error,
         # and that of no other weight any more

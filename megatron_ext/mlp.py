@@ -17,28 +17,47 @@ from .linear import CoatColumnParallelLinear, CoatRowParallelLinear, keep_bias
 from .settings import TakesActivations
 
 
-def _kind_of(config) -> str:
-    """The activation's name in `coat_kernels.activation`. Raises ValueError where there is no kernel."""
+def check_activation(config, name: str) -> None:
+    """Raises ValueError for what `name` cannot do around an activation, whichever that is."""
     unsupported = {
-        "activation_func_clamp_value is set (leave it unset)": config.activation_func_clamp_value is not None,
-        "glu_linear_offset is not 0 (leave it unset)": config.glu_linear_offset != 0,
         "use_te_activation_func is True (remove --use-te-activation-func)": config.use_te_activation_func,
         "activation_func_fp8_input_store is True (remove --activation-func-fp8-input-store: the activation's "
         "input is kept in 8 bits anyway)": config.activation_func_fp8_input_store,
     }
     for reason, found in unsupported.items():
         if found:
-            raise ValueError(f"CoatMLP: {reason}.")
+            raise ValueError(f"{name}: {reason}.")
+
+
+def kernel_kind(config) -> str | None:
+    """The activation's name in `coat_kernels.activation`; None where there is no kernel."""
+    if config.activation_func_clamp_value is not None or config.glu_linear_offset:
+        return None
     if config.activation_func is F.gelu:
         # Megatron's fused GELU is the tanh approximation, torch's own is exact
         return "gelu_tanh" if config.bias_activation_fusion else "gelu"
-    for function, kind in ((F.silu, "silu"), (squared_relu, "squared_relu")):
-        if config.activation_func is function:
-            return kind
-    raise ValueError(
-        f"CoatMLP: activation_func is {config.activation_func!r}, expected SiLU, GELU or squared ReLU. Use "
-        "--swiglu, --squared-relu or neither, or megatron_ext.layer_specs sdpa_layer_spec for BF16 layers."
-    )
+    kinds = ((F.silu, "silu"), (squared_relu, "squared_relu"))
+    return next((kind for function, kind in kinds if config.activation_func is function), None)
+
+
+def _kind_of(config) -> str:
+    """As `kernel_kind`. Raises ValueError where there is no kernel."""
+    check_activation(config, "CoatMLP")
+    unsupported = {
+        "activation_func_clamp_value is set (leave it unset)": config.activation_func_clamp_value is not None,
+        "glu_linear_offset is not 0 (leave it unset)": config.glu_linear_offset != 0,
+    }
+    for reason, found in unsupported.items():
+        if found:
+            raise ValueError(f"CoatMLP: {reason}.")
+    kind = kernel_kind(config)
+    if kind is None:
+        raise ValueError(
+            f"CoatMLP: activation_func is {config.activation_func!r}, expected SiLU, GELU or squared ReLU. "
+            "Use --swiglu, --squared-relu or neither, or megatron_ext.layer_specs sdpa_layer_spec for BF16 "
+            "layers."
+        )
+    return kind
 
 
 def _in_fp8(linear: torch.nn.Module) -> bool:

@@ -1,14 +1,12 @@
 """Megatron's mixture of experts with FP8 experts, routed ones and shared ones.
 
 The router, the dispatcher and every name in a checkpoint stay Megatron's. Experts run one after another;
-those of `--moe-grouped-gemm` are Transformer Engine's, in BF16. An expert's tensor has the scale of this
-rank's part: agreeing on one would be an all-reduce for each of many small GEMMs.
+those of `--moe-grouped-gemm` in one grouped BF16 product (`grouped_experts.py`). An expert's tensor has the
+scale of this rank's part: agreeing on one would be an all-reduce for each of many small GEMMs.
 """
 
 import logging
 
-from megatron.core.extensions.transformer_engine import HAVE_TE
-from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec
 from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.moe.experts import SequentialMLP
 from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
@@ -16,6 +14,7 @@ from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
 
 from coat_ds.config import ActivationsConfig
 
+from .grouped_experts import CoatGroupedMLP
 from .mlp import CoatMLP, fp8_linears
 from .norm import CoatNorm
 
@@ -66,9 +65,9 @@ class CoatSharedExpertMLP(SharedExpertMLP, CoatMLP):
 
 
 class CoatMoELayer(MoELayer):
-    """Megatron's MoELayer with FP8 experts; can stand in a layer's `mlp` slot as it is.
+    """Megatron's MoELayer with experts in FP8 or, by `--moe-grouped-gemm`, in a grouped BF16 product.
 
-    Raises ValueError at construction for grouped GEMMs without Transformer Engine, and for shared experts
+    Can stand in a layer's `mlp` slot as it is. Raises ValueError at construction for shared experts
     that overlap with the dispatcher.
     """
 
@@ -79,18 +78,6 @@ class CoatMoELayer(MoELayer):
                 "experts, which keep their tensors in BF16; remove it"
             )
         repair_router()
-        experts = _grouped_experts(config) if config.moe_grouped_gemm else CoatSequentialMLP
+        experts = CoatGroupedMLP if config.moe_grouped_gemm else CoatSequentialMLP
         submodules = submodules or MoESubmodules(experts=experts, shared_experts=CoatSharedExpertMLP)
         super().__init__(config, submodules, *args, **kwargs)
-
-
-def _grouped_experts(config):
-    """What Megatron builds the experts of `--moe-grouped-gemm` from."""
-    if not HAVE_TE:
-        raise ValueError(
-            "coat_layer_spec: --moe-grouped-gemm needs Transformer Engine, which was not found, and then "
-            "computes experts in BF16. Remove it for FP8 experts that run one after another."
-        )
-    spec = get_moe_module_spec(use_te=True, num_experts=config.num_moe_experts, moe_grouped_gemm=True)
-    # a functools.partial since megatron-core 0.18
-    return getattr(spec, "keywords", vars(spec))["submodules"].experts

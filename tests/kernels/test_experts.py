@@ -6,7 +6,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from coat_kernels.experts import KernelGate, OwnGate, experts_reference, grouped_experts
+from coat_kernels.experts import (
+    KernelGate,
+    OwnGate,
+    experts_reference,
+    grouped_experts,
+    permuted_experts,
+)
 from tests.kernels.inputs import ROUNDING, gaussian_rounding_rms
 from tests.util import rel_rms
 
@@ -19,7 +25,12 @@ FORWARD = 3 * BF16_RMS
 # Backward knows gate and up to one rounding each, of which it doubles gate's. It rounds to BF16 as often as
 # forward, and starts from what that has made.
 BACKWARD = {fmt: (5 * rms**2 + 2 * FORWARD**2) ** 0.5 for fmt, rms in ROUNDING.items()}
+# the gradient of gate_up also knows rows by one rounding
+OF_ROWS = {fmt: (BACKWARD[fmt] ** 2 + rms**2) ** 0.5 for fmt, rms in ROUNDING.items()}
 
+# rows in the experts' order: some experts have none, and whole tiles do not come out
+OF_EACH = (9, 0, 16, 1, 21, 3, 0)
+IN_ORDER = torch.arange(E).repeat_interleave(torch.tensor(OF_EACH))[:, None]
 
 PLAIN = {"silu": F.silu, "gelu_tanh": functools.partial(F.gelu, approximate="tanh")}
 
@@ -36,7 +47,12 @@ def own(both):
     return (up + 1) * gate * torch.sigmoid(1.702 * gate)
 
 
-def inputs(device, chosen=None, weights_in=torch.float32, biases=False):
+def permuted(x, chosen, weights, **rest):
+    """`permuted_experts` with `grouped_experts`'s arguments, of tokens with one expert each, in order."""
+    return permuted_experts(x, torch.bincount(chosen[:, 0], minlength=E), weights[:, 0], **rest)
+
+
+def inputs(device, chosen=None, weights_in=torch.float32, biases=False, gated=True):
     torch.manual_seed(1)
     if chosen is None:
         # the last expert gets no token
@@ -44,11 +60,11 @@ def inputs(device, chosen=None, weights_in=torch.float32, biases=False):
     tensors = {
         "x": torch.randn(T, HIDDEN),
         "weights": torch.rand(chosen.shape),
-        "gate_up": torch.randn(E, 2 * FFN, HIDDEN) / HIDDEN**0.5,
+        "gate_up": torch.randn(E, (1 + gated) * FFN, HIDDEN) / HIDDEN**0.5,
         "down": torch.randn(E, HIDDEN, FFN) / FFN**0.5,
     }
     if biases:
-        tensors |= {"gate_up_bias": torch.randn(E, 2 * FFN), "down_bias": torch.randn(E, HIDDEN)}
+        tensors |= {"gate_up_bias": torch.randn(E, (1 + gated) * FFN), "down_bias": torch.randn(E, HIDDEN)}
     for name, value in tensors.items():
         value = value.to(device, weights_in if name == "weights" else torch.bfloat16)
         tensors[name] = value.requires_grad_()
@@ -60,15 +76,19 @@ def run(function, chosen, tensors, grad, gate):
     return y, dict(zip(tensors, torch.autograd.grad(y, list(tensors.values()), grad), strict=True))
 
 
-def compare(chosen, tensors, gate, reference, fmt="sqrt8"):
+def compare(chosen, tensors, gate, reference, fmt="sqrt8", function=grouped_experts):
     grad = torch.randn(T, HIDDEN, device=chosen.device).bfloat16()
-    y, grads = run(grouped_experts, chosen, tensors, grad, gate)
+    y, grads = run(function, chosen, tensors, grad, gate)
     exact = {name: t.detach().double().requires_grad_() for name, t in tensors.items()}
     expected, wanted = run(experts_reference, chosen, exact, grad.double(), reference)
     assert y.dtype == torch.bfloat16 and rel_rms(y, expected) < FORWARD
     for name, t in tensors.items():
         assert grads[name].dtype == t.dtype, name
-        assert rel_rms(grads[name], wanted[name]) < BACKWARD[fmt], name
+        bound = (OF_ROWS if function is permuted and name == "gate_up" else BACKWARD)[fmt]
+        if function is permuted and name == "weights":
+            # two standard deviations of the size of T numbers
+            bound *= 1 + 2 / (2 * T) ** 0.5
+        assert rel_rms(grads[name], wanted[name]) < bound, name
     return grads
 
 
@@ -94,6 +114,56 @@ def test_biases_and_gates_of_torchs_operations(fmt, gate, device):
 def test_one_expert_may_get_all_tokens(weights_in, device):
     chosen, tensors = inputs(device, torch.full((T, 1), 2), weights_in)
     compare(chosen, tensors, KernelGate("silu"), functools.partial(plain, "silu"))
+
+
+@pytest.mark.parametrize("kind, gated", [("silu", True), ("gelu_tanh", True), ("squared_relu", False)])
+@pytest.mark.parametrize("fmt", ROUNDING)
+def test_rows_in_order_against_the_reference(kind, gated, fmt, device, kernels):
+    chosen, tensors = inputs(device, IN_ORDER, gated=gated)
+    reference = functools.partial(plain, kind) if gated else lambda x: x.relu().square()
+    gate = KernelGate(kind, saved_format=fmt, gated=gated)
+    grads = compare(chosen, tensors, gate, reference, fmt, permuted)
+    for expert, count in enumerate(OF_EACH):
+        assert grads["gate_up"][expert].any() == grads["down"][expert].any() == bool(count)
+
+
+@pytest.mark.parametrize("weights_in", [torch.float32, torch.bfloat16])
+def test_rows_in_order_with_biases_and_a_gate_of_torchs_operations(weights_in, device):
+    chosen, tensors = inputs(device, IN_ORDER, weights_in, biases=True)
+    # not clamped: with one expert a token nothing averages over the few values that cross the clamp
+    gate = functools.partial(plain, "silu")
+    compare(chosen, tensors, OwnGate(gate), gate, function=permuted)
+
+
+def test_experts_without_rows_where_products_leave_them_out(device, monkeypatch):
+    """As Blackwell's do."""
+    chosen, tensors = inputs(device, IN_ORDER)
+    grad, product = torch.randn(T, HIDDEN, device=device).bfloat16(), F.grouped_mm
+    _, expected = run(permuted, chosen, tensors, grad, KernelGate("silu"))
+
+    def unwritten(a, b, *, offs):
+        out = product(a, b, offs=offs)
+        if b.ndim == 2:
+            out[offs.diff(prepend=offs.new_zeros(1)) == 0] = torch.nan
+        return out
+
+    monkeypatch.setattr(F, "grouped_mm", unwritten)
+    monkeypatch.setattr("coat_kernels.experts._loses_groups", lambda device: True)
+    _, found = run(permuted, chosen, tensors, grad, KernelGate("silu"))
+    assert all(found[name].equal(expected[name]) for name in tensors)
+
+
+@pytest.mark.parametrize("gate", [KernelGate("silu"), OwnGate(own)], ids=["kernels", "own"])
+@pytest.mark.parametrize("biases", [False, True])
+def test_without_rows_gradients_are_zero(gate, biases, device):
+    _, tensors = inputs(device, biases=biases)
+    tensors |= {"weights": torch.zeros(0, device=device, requires_grad=True)}
+    rows = torch.zeros(0, HIDDEN, dtype=torch.bfloat16, device=device, requires_grad=True)
+    del tensors["x"]
+    y = permuted_experts(rows, torch.zeros(E, dtype=torch.int64), gate=gate, **tensors)
+    assert y.shape == rows.shape
+    for t, grad in zip(tensors.values(), torch.autograd.grad(y.sum(), list(tensors.values())), strict=True):
+        assert grad.shape == t.shape and not grad.any()
 
 
 def test_transposed_weights_are_the_same(device):
@@ -140,23 +210,38 @@ def test_frozen_parts_get_no_gradient_and_others_the_same(gate, device):
         torch.testing.assert_close(found, everything[trained], rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("gate", [KernelGate("silu"), OwnGate(own)], ids=["kernels", "own"])
-def test_backward_keeps_eight_bits_and_the_input(gate, device):
-    chosen, tensors = inputs(device)
-    known, kept = {t.data_ptr() for t in tensors.values()}, {}
+def kept(call, tensors):
+    """The bytes of what autograd saves in `call()` beside `tensors`."""
+    known, found = {t.data_ptr() for t in tensors.values()}, {}
 
     def pack(t):
         if t.data_ptr() not in known:
-            kept[t.data_ptr()] = t.nbytes
+            # held, so that no address is used twice
+            found[t.data_ptr()] = t
         return t
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
-        grouped_experts(chosen=chosen, gate=gate, **tensors)
+        call()
+    return sum(t.nbytes for t in found.values())
+
+
+@pytest.mark.parametrize("gate", [KernelGate("silu"), OwnGate(own)], ids=["kernels", "own"])
+def test_backward_keeps_eight_bits_and_the_input(gate, device):
+    chosen, tensors = inputs(device)
+    call = functools.partial(grouped_experts, chosen=chosen, gate=gate, **tensors)
     order, ends = 8 * T * K, 4 * E
-    assert sum(kept.values()) == T * K * 2 * FFN * 17 // 16 + order + ends
-    with torch.no_grad(), torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
-        y = grouped_experts(chosen=chosen, gate=gate, **tensors)
-    assert y.grad_fn is None
+    assert kept(call, tensors) == T * K * 2 * FFN * 17 // 16 + order + ends
+    with torch.no_grad():
+        assert kept(call, tensors) == 0 and call().grad_fn is None
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize("gated", [False, True])
+def test_backward_keeps_eight_bits_of_rows_in_order(gated, frozen, device):
+    chosen, tensors = inputs(device, IN_ORDER, gated=gated)
+    tensors["gate_up"].requires_grad_(not frozen)
+    call = functools.partial(permuted, chosen=chosen, gate=KernelGate("silu", gated=gated), **tensors)
+    assert kept(call, tensors) == T * ((1 + gated) * FFN + (not frozen) * HIDDEN) * 17 // 16 + 4 * E
 
 
 def test_second_derivatives_are_refused(device):
@@ -173,7 +258,7 @@ def test_second_derivatives_are_refused(device):
         ({"gate": KernelGate("tanh")}, "expected one of silu.*found 'tanh'"),
         ({"gate": OwnGate(own, group_size=128)}, "with f in groups of 128"),
         ({"x": torch.zeros(T, HIDDEN)}, "expected BF16, found torch.float32"),
-        ({"weights": torch.zeros(T, K + 1)}, r"weights \[t, k\].*found .*\(50, 4\)"),
+        ({"weights": torch.zeros(T, K + 1)}, r"weights \[t, k\] for x \(50, 48\).*found .*\(50, 4\)"),
     ],
     ids=["kind", "groups", "dtype", "sizes"],
 )

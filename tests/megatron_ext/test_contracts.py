@@ -14,6 +14,8 @@ from megatron_ext.model import ModelShape, build_gpt
 
 # names that are read or called, and the parameters that are given by name
 NAMES: dict[str, str] = {
+    "dist_checkpointing.ShardedTensor.from_rank_offsets": "key data rank_offsets replica_id prepend_axis_num",
+    "dist_checkpointing.mapping.ShardedTensorFactory": "key data build_fn merge_fn replica_id",
     "distributed.DistributedDataParallel._make_forward_pre_hook": "",
     "extensions.transformer_engine.HAVE_TE": "",
     "extensions.transformer_engine.TENorm": "",
@@ -22,7 +24,6 @@ NAMES: dict[str, str] = {
     "fusions.fused_layer_norm.FusedLayerNorm.__init__": "self config hidden_size eps",
     "models.gpt.gpt_layer_specs.get_gpt_layer_local_spec": "num_experts qk_layernorm qk_l2_norm "
     "normalization",
-    "models.gpt.moe_module_specs.get_moe_module_spec": "use_te num_experts moe_grouped_gemm",
     "parallel_state.get_data_parallel_group": "with_context_parallel",
     "parallel_state.get_model_parallel_group": "",
     "parallel_state.get_pipeline_model_parallel_group": "",
@@ -50,8 +51,11 @@ NAMES: dict[str, str] = {
     "transformer.identity_op.IdentityOp": "",
     "transformer.mlp.MLP.__init__": "self config submodules is_expert ffn_hidden_size tp_group",
     "transformer.mlp.MLP.forward": "self hidden_states per_token_scale",
+    "transformer.mlp.apply_swiglu_sharded_factory": "original_sh_ten sharded_offsets singleton_local_shards",
     "transformer.moe.experts.SequentialMLP.__init__": "self num_local_experts config submodules "
     "pg_collection",
+    "transformer.moe.experts.SequentialMLP.forward": "self permuted_local_hidden_states tokens_per_expert "
+    "permuted_probs",
     "transformer.moe.moe_layer.MoELayer.__init__": "self config submodules layer_number pg_collection",
     "transformer.moe.shared_experts.SharedExpertMLP.__init__": "self config submodules gate pg_collection",
     "transformer.spec_utils.import_module": "",
@@ -59,6 +63,7 @@ NAMES: dict[str, str] = {
     "transformer.transformer_layer.TransformerLayer.__init__": "self config submodules layer_number vp_stage "
     "pg_collection",
     "transformer.transformer_layer.get_transformer_layer_offset": "config vp_stage pp_rank",
+    "transformer.utils.make_sharded_object_for_checkpoint": "obj key sharded_offsets replica_id",
 }
 # fields of dataclasses that are replaced
 FIELDS: dict[str, str] = {
@@ -74,12 +79,13 @@ CONFIG = (
     "activation_func activation_func_clamp_value activation_func_fp8_input_store add_bias_linear "
     "attention_backend attention_dropout attention_output_gate batch_invariant_mode bias_activation_fusion "
     "context_parallel_size cuda_graph_impl defer_embedding_wgrad_compute delay_wgrad_compute "
-    "experimental_attention_variant ffn_hidden_size first_last_layers_bf16 fp8 gated_linear_unit "
-    "glu_linear_offset heterogeneous_block_specs hidden_size layernorm_epsilon layernorm_zero_centered_gamma "
-    "moe_ffn_hidden_size moe_grouped_gemm moe_layer_freq moe_shared_expert_overlap mrope_section "
-    "multi_latent_attention no_rope_freq normalization num_moe_experts num_query_groups params_dtype "
-    "qk_l2_norm qk_layernorm recompute_granularity recompute_modules rotary_interleaved sequence_parallel "
-    "use_cpu_initialization use_kitchen use_te_activation_func"
+    "experimental_attention_variant ffn_hidden_size fine_grained_activation_offloading "
+    "first_last_layers_bf16 fp8 gated_linear_unit glu_linear_offset heterogeneous_block_specs hidden_size "
+    "layernorm_epsilon layernorm_zero_centered_gamma moe_apply_probs_on_input moe_ffn_hidden_size "
+    "moe_grouped_gemm moe_layer_freq moe_shared_expert_overlap mrope_section multi_latent_attention "
+    "no_rope_freq normalization num_moe_experts num_query_groups params_dtype qk_l2_norm qk_layernorm "
+    "recompute_granularity recompute_modules rotary_interleaved sequence_parallel use_cpu_initialization "
+    "use_kitchen use_te_activation_func"
 )
 
 
@@ -113,7 +119,7 @@ BUILT: dict[str, str] = {
     "self_attention.linear_proj": "bias explicit_expert_comm input_size_per_partition sequence_parallel "
     "skip_bias_add tp_group",
     "mlp.router": "weight",
-    "mlp.experts": "local_experts",
+    "mlp.experts": "dp_group ep_group local_experts num_local_experts tp_group",
     "mlp.experts.local_experts.0": "config linear_fc1 linear_fc2",
 }
 

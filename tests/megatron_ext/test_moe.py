@@ -7,7 +7,6 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from megatron.core.extensions.transformer_engine import HAVE_TE
 
 from coat_kernels.deferred import Deferred
 from megatron_ext.layer_specs import _has_experts, coat_layer_spec
@@ -207,11 +206,6 @@ def test_recompute_changes_nothing_else(megatron):
 @pytest.mark.parametrize(
     ("overrides", "text"),
     [
-        pytest.param(
-            {"moe_grouped_gemm": True},
-            "--moe-grouped-gemm needs Transformer Engine",
-            marks=pytest.mark.skipif(HAVE_TE, reason="Transformer Engine is here"),
-        ),
         (
             {"moe_shared_expert_overlap": True, "moe_token_dispatcher_type": "alltoall"},
             "--moe-shared-expert-overlap",

@@ -26,6 +26,7 @@ ONE_FOR_ALL = {
     **{**EXPERTS, "moe_layer_freq": [0, 1]},
     **{"moe_router_topk": 1, "moe_router_pre_softmax": True},
 }
+GROUPED = ONE_FOR_ALL | {"moe_grouped_gemm": True}
 BIASES = {
     **{"normalization": "LayerNorm", "activation_func": F.gelu, "gated_linear_unit": False},
     **{"bias_activation_fusion": False, "add_bias_linear": True},
@@ -168,6 +169,8 @@ CASES = {
     "two forwards": Case(_gpt, _twice),
     "evaluation, tied": Case(lambda: _gpt(tied=True), after=_evaluate),
     "experts": Case(lambda: _gpt(**ONE_FOR_ALL), _one_token),
+    "grouped experts": Case(lambda: _gpt(**GROUPED), _one_token),
+    "grouped experts, module by module": Case(lambda: _gpt(**GROUPED), _one_token, units=0, wanted=False),
     "hybrid": Case(_stack, units=4),
     "frozen embedding": Case(lambda: _freeze(_gpt(), "embedding")),
     "frozen part": Case(lambda: _freeze(_gpt(), "decoder.layers.0.mlp.linear_fc1"), units=1),

@@ -180,6 +180,17 @@ def layer(**arguments) -> Callable[[Path], object]:
     return run
 
 
+def grouped_experts(**arguments) -> Callable[[Path], object]:
+    """Experts of `--moe-grouped-gemm`, from the same."""
+
+    def run(folder: Path) -> None:
+        from megatron_ext.grouped_experts import CoatGroupedMLP
+
+        CoatGroupedMLP(2, _megatron_config(arguments))
+
+    return run
+
+
 def _megatron_config(arguments: dict[str, object]):
     from megatron.core.transformer import TransformerConfig
 

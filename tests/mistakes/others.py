@@ -12,6 +12,7 @@ from tests.mistakes.makers import (
     converted,
     doctor,
     engine_on_an_old_gpu,
+    grouped_experts,
     in_a_folder,
     layer,
     megatron,
@@ -164,6 +165,11 @@ MISTAKES = {
             "recompute of norms",
             spec(recompute_granularity="selective", recompute_modules=["layernorm"]),
             ("'layernorm' saves nothing", "Remove it from --recompute-modules"),
+        ),
+        Mistake(
+            "recompute of the activation of grouped experts",
+            grouped_experts(recompute_granularity="selective", recompute_modules=["moe_act"]),
+            ("'moe_act' of --recompute-modules saves nothing", "remove it"),
         ),
         Mistake(
             "a megatron-core of another age",

@@ -1,0 +1,229 @@
+"""Checkpoints of experts of `--moe-grouped-gemm` are those of Megatron's SequentialMLP, at any parallel size.
+
+Transformer Engine's grouped experts write the same parts: Megatron's own claim, since they cannot run here.
+"""
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from coat_ds.config import CoatConfig
+from tests.megatron_ext.test_checkpoints import _build, _shake, _stock
+from tests.megatron_ext.test_grouped_experts import GROUPED
+from tests.megatron_ext.test_moe import EXPERTS, GPT
+from tests.megatron_ext.test_optimizer import Trainer, _plain
+from tests.megatron_ext.test_parallel import whole
+from tests.util import run_distributed
+
+# each rank's part is whole groups
+CONFIG = EXPERTS | {"moe_ffn_hidden_size": 64, "moe_shared_expert_intermediate_size": None}
+LAYOUTS = {
+    "expert parallel": ({"expert_model_parallel_size": 2}, CONFIG),
+    "biases": ({"expert_model_parallel_size": 2}, CONFIG | GPT),
+    "tensor parallel": ({"tensor_model_parallel_size": 2}, CONFIG),
+}
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+def _grouped(config, seed):
+    from megatron_ext.layer_specs import coat_layer_spec
+
+    return _build(coat_layer_spec, config | GROUPED, seed)
+
+
+def _sharded(model, alone=False):
+    from megatron.core import parallel_state
+
+    group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+    return model.sharded_state_dict(metadata={"dp_cp_group": group, "singleton_local_shards": alone})
+
+
+def _flat(parts):
+    return [leaf for part in parts for leaf in _flat(part)] if isinstance(parts, list) else [parts]
+
+
+def _places(model, alone):
+    """Which parts of which tensors of a checkpoint there are, whatever they are called here."""
+    from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
+
+    found = []
+    for entry in _sharded(model, alone).values():
+        for part in _flat(entry.build() if isinstance(entry, ShardedTensorFactory) else entry):
+            place = part.key, part.global_shape, part.global_offset, part.replica_id
+            if isinstance(part, ShardedTensor):
+                place += part.local_shape, part.axis_fragmentations, part.dtype, part.prepend_axis_num
+            found.append(place)
+    return sorted(found, key=str)
+
+
+def _save(model, folder, alone=False):
+    from megatron.core import dist_checkpointing
+
+    folder.mkdir(exist_ok=True)
+    dist.barrier()
+    dist_checkpointing.save(_sharded(model, alone), str(folder))
+
+
+def _load(model, folder, alone=False):
+    from megatron.core import dist_checkpointing
+
+    model.load_state_dict(dist_checkpointing.load(_sharded(model, alone), str(folder)))
+    return _weights(model)
+
+
+def _weights(model):
+    """Every weight whole, by the names of SequentialMLP and with the number of each expert in the model."""
+    from megatron.core import parallel_state
+
+    found, rank = {}, parallel_state.get_expert_model_parallel_rank()
+    for name, p in model.named_parameters():
+        value = whole(p, p.detach().clone())
+        before, experts, after = name.partition(".mlp.experts.")
+        if not experts:
+            found[name] = value
+        elif "local_experts" in after:
+            _, number, after = after.split(".", 2)
+            count = model.decoder.layers[1].mlp.num_local_experts
+            found[f"{before}.{rank * count + int(number)}.{after}"] = value
+        else:
+            found |= {f"{before}.{rank * len(value) + i}.{after}": one for i, one in enumerate(value)}
+    return found
+
+
+def _optimizers(folder):
+    """Whole states of a run with experts one after another, and of what grouped ones made of them."""
+    from megatron_ext import optimizer
+
+    plain = {"exp_avg_format": "fp32", "exp_avg_sq_format": "fp32"}
+    optimizer.install(CoatConfig.from_dict({"enabled": True, "optimizer": plain}))
+    found = []
+    for mode in ("distributed", "plain"):
+        names = [str(folder / f"{mode} {name}") for name in ("one by one", "grouped", "again")]
+        first = Trainer(mode, "coat", **CONFIG)
+        losses = first.steps(0, 1)
+        sharding = "fully_reshardable"
+        first.save(names[0], sharding)
+        grouped = Trainer(mode, "coat", **(CONFIG | GROUPED)).load(names[0], sharding)
+        grouped.save(names[1], sharding)
+        Trainer(mode, "coat", **CONFIG).load(names[1], sharding).save(names[2], sharding)
+        found.append((losses, grouped.steps(2), [_plain(name) for name in names]))
+    optimizer.uninstall()
+    return found
+
+
+def _two_ranks(folder):
+    from megatron.core import parallel_state
+
+    from megatron_ext import cpu
+    from megatron_ext.model import initialize_model_parallel
+
+    cpu.enable()
+    dist.init_process_group("gloo")
+    result = {}
+    with cpu.no_cuda():
+        for layout, (sizes, config) in LAYOUTS.items():
+            initialize_model_parallel(**sizes)
+            config = config | sizes
+            stock, grouped = _stock(config, seed=1), _grouped(config, seed=2)
+            _shake(stock)
+            result[layout] = {
+                "places": [(_places(grouped, alone), _places(stock, alone)) for alone in (False, True)],
+                "saved": _weights(stock),
+            }
+            for alone in (False, True):
+                ways = [folder / f"{layout} {name} {alone}" for name in ("stock", "grouped")]
+                _save(stock, ways[0], alone)
+                loaded = _grouped(config, seed=3)
+                result[layout]["loaded", alone] = _load(loaded, ways[0], alone)
+                _save(loaded, ways[1], alone)
+                result[layout]["loaded again", alone] = _load(_stock(config, seed=4), ways[1], alone)
+            if layout == "tensor parallel":
+                # where each rank has all experts, what two ranks with two each have saved
+                for name in ("stock", "grouped"):
+                    way = folder / f"expert parallel {name} False"
+                    result["other sizes", name] = _load(_grouped(config, seed=5), way)
+            parallel_state.destroy_model_parallel()
+        initialize_model_parallel(expert_model_parallel_size=2)
+        config = CONFIG | {"expert_model_parallel_size": 2}
+        way = folder / "tensor parallel grouped False"
+        result["other sizes", "back"] = _load(_grouped(config, seed=6), way)
+        parallel_state.destroy_model_parallel()
+        initialize_model_parallel()
+        result["optimizers"] = _optimizers(folder)
+    return result
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory):
+    return run_distributed(_two_ranks, 2, tmp_path_factory.mktemp("checkpoints"))
+
+
+def _equal(found, expected):
+    assert found.keys() == expected.keys()
+    for name, weight in expected.items():
+        assert weight.equal(found[name]), name
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_checkpoints_have_the_parts_of_megatrons(ranks, layout):
+    for rank in ranks:
+        for grouped, stock in rank[layout]["places"]:
+            assert grouped == stock and sum(".experts." in place[0] for place in stock) >= 8
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_megatrons_load_and_go_back(ranks, layout):
+    for rank in ranks:
+        for alone in (False, True):
+            for when in ("loaded", "loaded again"):
+                _equal(rank[layout][when, alone], rank[layout]["saved"])
+
+
+def test_other_parallel_sizes(ranks):
+    every = ranks[0]["expert parallel"]["saved"] | ranks[1]["expert parallel"]["saved"]
+    for rank in ranks:
+        for name in ("stock", "grouped"):
+            _equal(rank["other sizes", name], every)
+        back, saved = rank["other sizes", "back"], rank["tensor parallel"]["saved"]
+        assert len(back) == len(saved) - 4
+        _equal(back, {name: saved[name] for name in back})
+
+
+def test_optimizer_states_go_with_them(ranks):
+    for losses, after, (one_by_one, grouped, again) in ranks[0]["optimizers"]:
+        for moment in MOMENTS:
+            assert any(moment in name and "experts.linear_fc1.weight" in name for name in one_by_one)
+        _equal(grouped, one_by_one)
+        _equal(again, one_by_one)
+        assert after[0] < losses[0]
+
+
+@pytest.mark.parametrize("names", ["SequentialMLP", "TEGroupedMLP", "own"])
+def test_state_dicts_of_others_load(megatron, names):
+    config = CONFIG | GPT
+    grouped, stock = _grouped(config, seed=1), _stock(config, seed=2)
+    saved = stock.state_dict()
+    before = "decoder.layers.1.mlp.experts."
+    of_experts = {name: saved.pop(name) for name in list(saved) if name.startswith(before)}
+    experts = stock.decoder.layers[1].mlp.experts.local_experts
+    for linear in ("linear_fc1", "linear_fc2"):
+        for kind in ("weight", "bias"):
+            parts = [getattr(getattr(expert, linear), kind).detach() for expert in experts]
+            if names == "TEGroupedMLP":
+                saved |= {f"{before}{linear}.{kind}{i}": part for i, part in enumerate(parts)}
+                saved[f"{before}{linear}._extra_state"] = torch.zeros(0)
+            elif names == "own":
+                saved[f"{before}{linear}.{kind}"] = torch.stack(parts)
+    grouped.load_state_dict(of_experts | saved if names == "SequentialMLP" else saved)
+    _equal(_weights(grouped), _weights(stock))
+    again = _stock(config, seed=3)
+    again.load_state_dict(grouped.state_dict())
+    _equal(_weights(again), _weights(stock))
+
+
+def test_what_is_missing_is_named(megatron):
+    grouped = _grouped(CONFIG, seed=1)
+    saved = grouped.state_dict()
+    del saved["decoder.layers.1.mlp.experts.local_experts.2.linear_fc2.weight"]
+    with pytest.raises(RuntimeError, match="Missing key.*experts.linear_fc2.weight"):
+        grouped.load_state_dict(saved)
