@@ -69,20 +69,20 @@ class _Compressed:
         self,
         group_size: int,
         saved_format: str,
-        shape: torch.Size,
-        dtype: torch.dtype,
+        q: torch.Tensor,
+        v: torch.Tensor,
         order: _Order,
     ):
-        self.group_size, self.saved_format, self.dtype = group_size, saved_format, dtype
+        self.group_size, self.saved_format, self.dtype = group_size, saved_format, q.dtype
         self.order = order
         outer = torch._C._autograd._top_saved_tensors_default_hooks(False)
         self.outer_pack, self.outer_unpack = outer or (lambda x: x, lambda x: x)
         # what else attention saves has fewer dimensions or channels
-        self.dims, self.channels = len(shape), shape[-1]
+        self.dims, self.channels = q.dim(), (q.shape[-1], v.shape[-1])
         self.kept: dict[int, Grouped] = {}
 
     def pack(self, x: torch.Tensor):
-        if x.dim() != self.dims or x.shape[-1] != self.channels or x.dtype != self.dtype:
+        if x.dim() != self.dims or x.shape[-1] not in self.channels or x.dtype != self.dtype:
             return None, self.outer_pack(x)
         kept = quantize_groups(
             _to_tokens(x, self.order.there).contiguous(), self.group_size, self.saved_format
@@ -129,7 +129,8 @@ def causal_attention(
     """Causal attention with grouped queries over whole sequences.
 
     Args:
-        q: [s, b, n, d]; k, v: [s, b, groups, d], of one dtype.
+        q: [s, b, n, d]; k: [s, b, groups, d]; v: [s, b, groups, e], of one dtype. torch's flash attention,
+            the only one that CPUs have beside MATH, needs e = d.
         scale: of the scores; 1 / sqrt(d) by default.
         dropout: probability.
         group_size: keep q, k, v and the output in groups of this size; None keeps them as they are.
@@ -137,7 +138,7 @@ def causal_attention(
         backends: of scaled_dot_product_attention, the first that works is taken. CPUs have their own.
         batch_first: the first two dimensions of inputs and output are [b, s].
 
-    Returns [s, b, n * d], carrying its origin.
+    Returns [s, b, n * e], carrying its origin.
     """
     order = _BATCH_FIRST if batch_first else _SEQUENCE_FIRST
     heads = [x.permute(order.back) for x in (q, k, v)]
@@ -146,7 +147,7 @@ def causal_attention(
     compressed = None
     hooks = contextlib.nullcontext()
     if keeps and group_size is not None:
-        compressed = _Compressed(group_size, saved_format, heads[0].shape, q.dtype, order)
+        compressed = _Compressed(group_size, saved_format, q, v, order)
         hooks = torch.autograd.graph.saved_tensors_hooks(compressed.pack, compressed.unpack)
     with choice, hooks:
         output = F.scaled_dot_product_attention(
@@ -168,14 +169,14 @@ def kept_attention(
     group_size: int | None = None,
     saved_format: str = DEFAULT_FORMAT,
 ) -> torch.Tensor:
-    """The output [b, s, n * d] of attend(q, k, v), any attention of heads [b, n, s, d] by torch's operations
-    that gives [b, n, s, d]. It carries its origin. Tensors of that many channels are saved in groups, as in
-    `causal_attention`."""
+    """The output [b, s, n * e] of attend(q, k, v): any attention by torch's operations of heads [b, n, s, d]
+    and values [b, n, s, e] that gives [b, n, s, e]. The output carries its origin. Tensors of d or e channels
+    are saved in groups, as in `causal_attention`."""
     keeps = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
     compressed = None
     hooks = contextlib.nullcontext()
     if keeps and group_size is not None:
-        compressed = _Compressed(group_size, saved_format, q.shape, q.dtype, _BATCH_FIRST)
+        compressed = _Compressed(group_size, saved_format, q, v, _BATCH_FIRST)
         hooks = torch.autograd.graph.saved_tensors_hooks(compressed.pack, compressed.unpack)
     with hooks:
         output = attend(q, k, v)

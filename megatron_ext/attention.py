@@ -62,11 +62,11 @@ def core_attention_of(config, own: type[torch.nn.Module]) -> type[torch.nn.Modul
             "--context-parallel-size, or install Transformer Engine: pip install transformer-engine[pytorch]."
         )
     if own is CoatCoreAttention:
-        _check_context_parallel(config, activations_of(config))
+        check_context_parallel(config, activations_of(config))
     return TEDotProductAttention
 
 
-def _check_context_parallel(config, activations: ActivationsConfig) -> None:
+def check_context_parallel(config, activations: ActivationsConfig) -> None:
     """Raises ValueError for an `attention_format` that Transformer Engine's attention does not know."""
     kept, size = activations.attention_format, config.context_parallel_size
     if size > 1 and kept != "bf16":
@@ -89,7 +89,8 @@ class SDPACoreAttention(torch.nn.Module):
 
     The output carries an `Origin`, the tensor that attention itself saves, so that the projection behind it
     saves no second copy.
-    Raises ValueError at construction for a mask that is not causal or a context-parallel size above 1.
+    Raises ValueError at construction for a mask that is not causal, a context-parallel size above 1, or a
+    backend that does not take value heads of `v_channels` beside those of `k_channels`.
     """
 
     # how q, k, v and the output are saved: in groups of this size, or as they are
@@ -106,6 +107,8 @@ class SDPACoreAttention(torch.nn.Module):
         softmax_scale: float | None = None,
         cp_comm_type: str | None = None,
         pg_collection=None,
+        k_channels: int | None = None,
+        v_channels: int | None = None,
         **_,
     ):
         super().__init__()
@@ -129,12 +132,18 @@ class SDPACoreAttention(torch.nn.Module):
                 "documents of their sequence; remove it"
             )
         _require_causal(attn_mask_type)
+        backend = getattr(config, "attention_backend", AttnBackend.auto)
+        if backend == AttnBackend.flash and k_channels != v_channels:
+            raise ValueError(
+                f"SDPACoreAttention: --attention-backend flash takes heads of one width, found {k_channels} "
+                f"channels of keys and {v_channels} of values. Take --attention-backend auto or fused."
+            )
         self.dropout = config.attention_dropout if attention_dropout is None else attention_dropout
         # each tensor-parallel rank drops other scores; under sequence parallelism Megatron's block sees to it
         self._draws_by_rank = self.dropout > 0 and not config.sequence_parallel
         # apply_query_key_layer_scaling needs nothing: softmax multiplies back what it divides scores by
         self.softmax_scale = softmax_scale
-        self.backends = _BACKENDS[getattr(config, "attention_backend", AttnBackend.auto)]
+        self.backends = _BACKENDS[backend]
 
     def forward(
         self,
@@ -147,7 +156,7 @@ class SDPACoreAttention(torch.nn.Module):
         packed_seq_params=None,
         **_,
     ) -> torch.Tensor:
-        """query [s, b, n, d], key and value [s, b, groups, d] -> [s, b, n * d], all of one dtype.
+        """query [s, b, n, d], key [s, b, groups, d], value [s, b, groups, e] -> [s, b, n * e], of one dtype.
 
         `attention_mask` is not read: causality is the mask.
         Raises ValueError for packed sequences, an attention bias, a non-causal mask type, or keys of another
@@ -247,7 +256,7 @@ class CoatSelfAttention(TakesActivations, SelfAttention):
 
     def take_activations(self, activations: ActivationsConfig) -> None:
         super().take_activations(activations)
-        _check_context_parallel(self.config, activations)
+        check_context_parallel(self.config, activations)
         self._grad_scale = PredictedScale(formats(activations).backward)
 
     def forward(self, hidden_states, attention_mask, *args, rotary_pos_emb=None, **kwargs):

@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from coat_kernels.attention import causal_attention
+from coat_kernels.attention import causal_attention, kept_attention
 from coat_kernels.fp8 import E4M3
 from coat_kernels.linear import fp8_linear
 from coat_kernels.origin import origin_of
@@ -97,6 +97,28 @@ def test_offloading_hooks_around_it_get_the_groups(device):
         torch.autograd.grad(y, inputs, grad), torch.autograd.grad(plain, inputs, grad), strict=True
     ):
         assert a.equal(e)
+
+
+def test_values_of_fewer_channels_are_kept_in_groups(device):
+    """No attention, but operations that save each of its tensors on every device: torch's fused attention of
+    CPUs wants values as wide as queries."""
+    q, k, v = (t.transpose(0, 1).detach().requires_grad_() for t in qkv(device))
+    v = v[..., : D // 2].detach().requires_grad_()
+
+    def attend(q, k, v):
+        return torch.tanh(v * (q * k).sum(-1, keepdim=True))
+
+    heads = [t.transpose(1, 2) for t in (q, k, v)]
+    y, found = kept_bytes(lambda: kept_attention(attend, *heads, group_size=16))
+    elements = S * B * HEADS * (2 * D + 2 * (D // 2))
+    # and the sums as they are, in BF16
+    assert found == elements + elements // 16 + 2 * S * B * HEADS
+    origin = origin_of(y)
+    assert sum(t.numel() for t in origin.tensors) == y.numel() + y.numel() // 16
+    expected = attend(*heads).transpose(1, 2).flatten(2)
+    assert y.equal(expected)
+    y.sum().backward()
+    assert v.grad.isfinite().all()
 
 
 def test_scale_and_channels_that_are_no_multiple_of_the_group(device):
