@@ -7,6 +7,7 @@ second copy.
 """
 
 import contextlib
+import functools
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -72,17 +73,21 @@ class _Compressed:
         q: torch.Tensor,
         v: torch.Tensor,
         order: _Order,
+        mask: torch.Tensor | None = None,
     ):
         self.group_size, self.saved_format, self.dtype = group_size, saved_format, q.dtype
         self.order = order
         outer = torch._C._autograd._top_saved_tensors_default_hooks(False)
         self.outer_pack, self.outer_unpack = outer or (lambda x: x, lambda x: x)
-        # what else attention saves has fewer dimensions or channels
+        # what else attention saves has fewer dimensions or channels, but for the mask. In a sequence as long
+        # as heads are wide nothing tells the two apart, and all stays as it is.
         self.dims, self.channels = q.dim(), (q.shape[-1], v.shape[-1])
+        self.mask_shape = None if mask is None else mask.shape
         self.kept: dict[int, Grouped] = {}
 
     def pack(self, x: torch.Tensor):
-        if x.dim() != self.dims or x.shape[-1] not in self.channels or x.dtype != self.dtype:
+        of_heads = x.dim() == self.dims and x.shape[-1] in self.channels and x.shape[-2:] != self.mask_shape
+        if not of_heads or x.dtype != self.dtype:
             return None, self.outer_pack(x)
         kept = quantize_groups(
             _to_tokens(x, self.order.there).contiguous(), self.group_size, self.saved_format
@@ -114,6 +119,16 @@ def origin_in_groups(kept: Grouped, group_size: int, dtype: torch.dtype) -> Orig
     return Origin(tuple(kept), columns)
 
 
+@functools.lru_cache(maxsize=2)
+def _window_mask(s: int, window: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """What is added to the scores [s, s]: 0, or minus infinity for later tokens and for those more than
+    `window` before. One for all layers, as attention saves it."""
+    # an evaluation's is training's, too
+    with torch.inference_mode(False):
+        minus_infinity = torch.full((s, s), -torch.inf, dtype=dtype, device=device)
+        return minus_infinity.triu(1).add_(minus_infinity.tril(-window - 1))
+
+
 def causal_attention(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -121,6 +136,7 @@ def causal_attention(
     *,
     scale: float | None = None,
     dropout: float = 0.0,
+    window: int | None = None,
     group_size: int | None = None,
     saved_format: str = DEFAULT_FORMAT,
     backends: tuple[SDPBackend, ...] = BACKENDS,
@@ -133,6 +149,9 @@ def causal_attention(
             the only one that CPUs have beside MATH, needs e = d.
         scale: of the scores; 1 / sqrt(d) by default.
         dropout: probability.
+        window: how many tokens before itself a token attends to; all by default. Scores outside are masked,
+            not spared: a longer sequence costs as much as without, and a mask of s * s numbers, which all
+            layers share. FLASH_ATTENTION takes no mask.
         group_size: keep q, k, v and the output in groups of this size; None keeps them as they are.
         saved_format: of the groups, one of `coat_kernels.groups.GROUP_FORMATS`.
         backends: of scaled_dot_product_attention, the first that works is taken. CPUs have their own.
@@ -142,16 +161,24 @@ def causal_attention(
     """
     order = _BATCH_FIRST if batch_first else _SEQUENCE_FIRST
     heads = [x.permute(order.back) for x in (q, k, v)]
+    mask = None
+    if window is not None and (s := heads[0].shape[2]) > window + 1:
+        mask = _window_mask(s, window, q.dtype, q.device)
     choice = sdpa_kernel(list(backends), set_priority=True) if q.is_cuda else contextlib.nullcontext()
     keeps = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
     compressed = None
     hooks = contextlib.nullcontext()
     if keeps and group_size is not None:
-        compressed = _Compressed(group_size, saved_format, q, v, order)
+        compressed = _Compressed(group_size, saved_format, q, v, order, mask)
         hooks = torch.autograd.graph.saved_tensors_hooks(compressed.pack, compressed.unpack)
     with choice, hooks:
         output = F.scaled_dot_product_attention(
-            *heads, dropout_p=dropout, is_causal=True, scale=scale, enable_gqa=q.shape[2] != k.shape[2]
+            *heads,
+            attn_mask=mask,
+            dropout_p=dropout,
+            is_causal=mask is None,
+            scale=scale,
+            enable_gqa=q.shape[2] != k.shape[2],
         )
     y = output.permute(order.there).flatten(2)
     origin = None

@@ -15,6 +15,7 @@ from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.enums import AttnBackend, AttnMaskType
 from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.utils import is_layer_window_attention
 from torch.nn.attention import SDPBackend
 
 from coat_ds.config import ActivationsConfig
@@ -85,12 +86,13 @@ def _own_storage(x: torch.Tensor) -> torch.Tensor:
 
 
 class SDPACoreAttention(torch.nn.Module):
-    """Causal core attention with grouped queries, dropout and `softmax_scale`, over whole sequences.
+    """Causal core attention with grouped queries, windows, dropout and `softmax_scale`, of whole sequences.
 
     The output carries an `Origin`, the tensor that attention itself saves, so that the projection behind it
     saves no second copy.
-    Raises ValueError at construction for a mask that is not causal, a context-parallel size above 1, or a
-    backend that does not take value heads of `v_channels` beside those of `k_channels`.
+    Raises ValueError at construction for a mask that is not causal, a window of later tokens, a
+    context-parallel size above 1, or a backend that takes no windows, or no value heads of `v_channels`
+    beside key heads of `k_channels`.
     """
 
     # how q, k, v and the output are saved: in groups of this size, or as they are
@@ -119,7 +121,7 @@ class SDPACoreAttention(torch.nn.Module):
             )
         if attention_type != "self":
             raise ValueError(f"SDPACoreAttention: attention_type must be 'self', found {attention_type!r}")
-        for option in ("window_size", "softmax_type", "qk_clip", "log_max_attention_logit"):
+        for option in ("softmax_type", "qk_clip", "log_max_attention_logit"):
             value = getattr(config, option, None)
             if value not in (None, False, "vanilla"):
                 raise ValueError(
@@ -132,11 +134,17 @@ class SDPACoreAttention(torch.nn.Module):
                 "documents of their sequence; remove it"
             )
         _require_causal(attn_mask_type)
+        self.window = _window_of(config, layer_number)
         backend = getattr(config, "attention_backend", AttnBackend.auto)
         if backend == AttnBackend.flash and k_channels != v_channels:
             raise ValueError(
                 f"SDPACoreAttention: --attention-backend flash takes heads of one width, found {k_channels} "
                 f"channels of keys and {v_channels} of values. Take --attention-backend auto or fused."
+            )
+        if backend == AttnBackend.flash and self.window is not None:
+            raise ValueError(
+                "SDPACoreAttention: --attention-backend flash takes no --window-size. Take "
+                "--attention-backend auto or fused."
             )
         self.dropout = config.attention_dropout if attention_dropout is None else attention_dropout
         # each tensor-parallel rank drops other scores; under sequence parallelism Megatron's block sees to it
@@ -195,6 +203,7 @@ class SDPACoreAttention(torch.nn.Module):
             v,
             scale=self.softmax_scale,
             dropout=self.dropout if self.training else 0.0,
+            window=self.window,
             group_size=group_size,
             saved_format=self.saved_format,
             backends=self.backends,
@@ -323,6 +332,20 @@ class CoatSelfAttention(TakesActivations, SelfAttention):
                 tables = flat.cos(), flat.sin()
             note(angles, "tables", tables)
         return tables
+
+
+def _window_of(config, layer_number: int) -> int | None:
+    """How many earlier tokens each token of a layer attends to: `--window-size`, `--window-attn-skip-freq`.
+    None for all."""
+    if not is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer_number):
+        return None
+    earlier, later = config.window_size
+    if earlier < 0 or later != 0:
+        raise ValueError(
+            "SDPACoreAttention: --window-size: expected a number of earlier tokens and 0 later ones, since "
+            f"attention is causal, found {earlier},{later}. Write 128,0, for one."
+        )
+    return earlier
 
 
 def _require_causal(mask: AttnMaskType) -> None:
