@@ -20,10 +20,11 @@ from coat_kernels.groups import quantize_groups
 from coat_kernels.linear import LinearOptions
 from coat_kernels.origin import origin_of
 
-from .attention import CoatCoreAttention, CoatSelfAttention
+from .attention import CoatCoreAttention
 from .linear import CoatColumnParallelLinear, CoatRowParallelLinear
 from .mlp import CoatMLP
 from .norm import CoatNorm, coat_bias_dropout_add, deferred_bias_dropout_add
+from .self_attention import CoatSelfAttention
 
 _KINDS = {
     "input_layernorm": CoatNorm,

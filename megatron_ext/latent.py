@@ -100,7 +100,8 @@ class CoatDownProjection(CoatColumnParallelLinear):
 class CoatMLASelfAttention(TakesActivations, MLASelfAttention):
     """Megatron's MLASelfAttention with FP8 linear layers; names and checkpoints stay Megatron's.
 
-    Raises ValueError at construction for an `attention_format` that it does not know.
+    Raises ValueError at construction for an `attention_format` that it does not know, or that keeps what
+    Megatron recomputes.
     """
 
     def __init__(self, config, *args, **kwargs):
@@ -121,11 +122,17 @@ class CoatMLASelfAttention(TakesActivations, MLASelfAttention):
     def take_activations(self, activations: ActivationsConfig) -> None:
         super().take_activations(activations)
         check_context_parallel(self.config, activations)
-        if activations.attention_format == "recompute":
+        kept = activations.attention_format
+        if kept == "recompute":
             raise ValueError(
                 'attention_format is "recompute", which multi-latent attention does not know. Set '
                 '"activations": {"attention_format": "sqrt8"}, or leave it out and give '
                 "--recompute-granularity selective --recompute-modules mla_up_proj."
+            )
+        if kept != "bf16" and self.recompute_up_proj:
+            raise ValueError(
+                "--recompute-modules has mla_up_proj, which makes queries, keys and values again, and "
+                f'attention_format is "{kept}", which keeps them. Remove one of the two.'
             )
 
     def forward(self, hidden_states, *args, **kwargs):

@@ -28,13 +28,14 @@ try:
     )
     from packaging.version import Version
 
-    from .attention import CoatCoreAttention, CoatSelfAttention, SDPACoreAttention, core_attention_of
+    from .attention import CoatCoreAttention, SDPACoreAttention, core_attention_of
     from .blocks import forward_by_blocks
     from .latent import CoatMLASelfAttention, check_latent_attention, latent_parts, repair_latent_attention
     from .linear import CoatColumnParallelLinear, CoatRowParallelLinear
     from .mlp import CoatMLP
     from .moe import CoatMoELayer, RoutedNorm, is_moe_layer, repair_router
     from .norm import CoatNorm, coat_bias_dropout_add, deferred_bias_dropout_add
+    from .self_attention import CoatSelfAttention
     from .torch_norm import local_norm, replace_final_norm
     from .watch import install as watch_optimizers
 except ImportError as error:

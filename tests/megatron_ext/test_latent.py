@@ -285,6 +285,15 @@ def test_norms_that_megatron_leaves_to_transformer_engine():
 def test_attention_that_it_does_not_have():
     with pytest.raises(ValueError, match='attention_format is "recompute".*mla_up_proj'):
         build(coat_layer_spec, HEADS, activations=ActivationsConfig(attention_format="recompute"), **LATENT)
+    with pytest.raises(ValueError, match='mla_up_proj.*attention_format is "sqrt8"'):
+        build(
+            coat_layer_spec,
+            HEADS,
+            activations=ActivationsConfig(attention_format="sqrt8"),
+            recompute_granularity="selective",
+            recompute_modules=["mla_up_proj"],
+            **LATENT,
+        )
     config = build(coat_layer_spec, HEADS, **LATENT).config
     # not to its constructor, which wants Transformer Engine's environment
     config.attention_backend = AttnBackend.flash
