@@ -17,7 +17,7 @@ class SavedStorages:
 
     def __init__(self, is_left_out: Callable[[int], bool]):
         self._is_left_out = is_left_out
-        # held, so that no address is used twice
+        # held, so that no address is used twice, but for those that Megatron's recompute empties
         self._kept: dict[int, torch.UntypedStorage] = {}
 
     @property
@@ -31,7 +31,8 @@ class SavedStorages:
     def _pack(self, x: torch.Tensor) -> torch.Tensor:
         storage = x.untyped_storage()
         address = storage.data_ptr()
-        if address not in self._kept and not self._is_left_out(address):
+        kept = self._kept.get(address)
+        if (kept is None or kept.data_ptr() != address) and not self._is_left_out(address):
             self._kept[address] = storage
         # a leaf as it is: ZeRO-3 fills and empties the parameter itself. No other tensor: one that is kept by
         # the node that made it would never be freed

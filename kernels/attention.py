@@ -7,6 +7,7 @@ second copy.
 """
 
 import contextlib
+import functools
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -69,20 +70,24 @@ class _Compressed:
         self,
         group_size: int,
         saved_format: str,
-        shape: torch.Size,
-        dtype: torch.dtype,
+        q: torch.Tensor,
+        v: torch.Tensor,
         order: _Order,
+        mask: torch.Tensor | None = None,
     ):
-        self.group_size, self.saved_format, self.dtype = group_size, saved_format, dtype
+        self.group_size, self.saved_format, self.dtype = group_size, saved_format, q.dtype
         self.order = order
         outer = torch._C._autograd._top_saved_tensors_default_hooks(False)
         self.outer_pack, self.outer_unpack = outer or (lambda x: x, lambda x: x)
-        # what else attention saves has fewer dimensions or channels
-        self.dims, self.channels = len(shape), shape[-1]
+        # what else attention saves has fewer dimensions or channels, but for the mask. In a sequence as long
+        # as heads are wide nothing tells the two apart, and all stays as it is.
+        self.dims, self.channels = q.dim(), (q.shape[-1], v.shape[-1])
+        self.mask_shape = None if mask is None else mask.shape
         self.kept: dict[int, Grouped] = {}
 
     def pack(self, x: torch.Tensor):
-        if x.dim() != self.dims or x.shape[-1] != self.channels or x.dtype != self.dtype:
+        of_heads = x.dim() == self.dims and x.shape[-1] in self.channels and x.shape[-2:] != self.mask_shape
+        if not of_heads or x.dtype != self.dtype:
             return None, self.outer_pack(x)
         kept = quantize_groups(
             _to_tokens(x, self.order.there).contiguous(), self.group_size, self.saved_format
@@ -114,6 +119,16 @@ def origin_in_groups(kept: Grouped, group_size: int, dtype: torch.dtype) -> Orig
     return Origin(tuple(kept), columns)
 
 
+@functools.lru_cache(maxsize=2)
+def _window_mask(s: int, window: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """What is added to the scores [s, s]: 0, or minus infinity for later tokens and for those more than
+    `window` before. One for all layers, as attention saves it."""
+    # an evaluation's is training's, too
+    with torch.inference_mode(False):
+        minus_infinity = torch.full((s, s), -torch.inf, dtype=dtype, device=device)
+        return minus_infinity.triu(1).add_(minus_infinity.tril(-window - 1))
+
+
 def causal_attention(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -121,6 +136,7 @@ def causal_attention(
     *,
     scale: float | None = None,
     dropout: float = 0.0,
+    window: int | None = None,
     group_size: int | None = None,
     saved_format: str = DEFAULT_FORMAT,
     backends: tuple[SDPBackend, ...] = BACKENDS,
@@ -129,28 +145,40 @@ def causal_attention(
     """Causal attention with grouped queries over whole sequences.
 
     Args:
-        q: [s, b, n, d]; k, v: [s, b, groups, d], of one dtype.
+        q: [s, b, n, d]; k: [s, b, groups, d]; v: [s, b, groups, e], of one dtype. torch's flash attention,
+            the only one that CPUs have beside MATH, needs e = d.
         scale: of the scores; 1 / sqrt(d) by default.
         dropout: probability.
+        window: how many tokens before itself a token attends to; all by default. Scores outside are masked,
+            not spared: a longer sequence costs as much as without, and a mask of s * s numbers, which all
+            layers share. FLASH_ATTENTION takes no mask.
         group_size: keep q, k, v and the output in groups of this size; None keeps them as they are.
         saved_format: of the groups, one of `coat_kernels.groups.GROUP_FORMATS`.
         backends: of scaled_dot_product_attention, the first that works is taken. CPUs have their own.
         batch_first: the first two dimensions of inputs and output are [b, s].
 
-    Returns [s, b, n * d], carrying its origin.
+    Returns [s, b, n * e], carrying its origin.
     """
     order = _BATCH_FIRST if batch_first else _SEQUENCE_FIRST
     heads = [x.permute(order.back) for x in (q, k, v)]
+    mask = None
+    if window is not None and (s := heads[0].shape[2]) > window + 1:
+        mask = _window_mask(s, window, q.dtype, q.device)
     choice = sdpa_kernel(list(backends), set_priority=True) if q.is_cuda else contextlib.nullcontext()
     keeps = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
     compressed = None
     hooks = contextlib.nullcontext()
     if keeps and group_size is not None:
-        compressed = _Compressed(group_size, saved_format, heads[0].shape, q.dtype, order)
+        compressed = _Compressed(group_size, saved_format, q, v, order, mask)
         hooks = torch.autograd.graph.saved_tensors_hooks(compressed.pack, compressed.unpack)
     with choice, hooks:
         output = F.scaled_dot_product_attention(
-            *heads, dropout_p=dropout, is_causal=True, scale=scale, enable_gqa=q.shape[2] != k.shape[2]
+            *heads,
+            attn_mask=mask,
+            dropout_p=dropout,
+            is_causal=mask is None,
+            scale=scale,
+            enable_gqa=q.shape[2] != k.shape[2],
         )
     y = output.permute(order.there).flatten(2)
     origin = None
@@ -168,14 +196,14 @@ def kept_attention(
     group_size: int | None = None,
     saved_format: str = DEFAULT_FORMAT,
 ) -> torch.Tensor:
-    """The output [b, s, n * d] of attend(q, k, v), any attention of heads [b, n, s, d] by torch's operations
-    that gives [b, n, s, d]. It carries its origin. Tensors of that many channels are saved in groups, as in
-    `causal_attention`."""
+    """The output [b, s, n * e] of attend(q, k, v): any attention by torch's operations of heads [b, n, s, d]
+    and values [b, n, s, e] that gives [b, n, s, e]. The output carries its origin. Tensors of d or e channels
+    are saved in groups, as in `causal_attention`."""
     keeps = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
     compressed = None
     hooks = contextlib.nullcontext()
     if keeps and group_size is not None:
-        compressed = _Compressed(group_size, saved_format, q.shape, q.dtype, _BATCH_FIRST)
+        compressed = _Compressed(group_size, saved_format, q, v, _BATCH_FIRST)
         hooks = torch.autograd.graph.saved_tensors_hooks(compressed.pack, compressed.unpack)
     with hooks:
         output = attend(q, k, v)

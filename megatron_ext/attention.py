@@ -1,5 +1,4 @@
-"""Causal attention on `torch.nn.functional.scaled_dot_product_attention` for Megatron's core-attention slot,
-and self-attention with rotary positions in one pass.
+"""Causal attention on `torch.nn.functional.scaled_dot_product_attention` for Megatron's core-attention slot.
 
 Megatron's own `DotProductAttention` saves the whole matrix of scores for backward. This one saves q, k, v,
 the output and one FP32 number per row; under the COAT spec, by configuration, in 8 bits.
@@ -7,34 +6,24 @@ the output and one FP32 number per row; under the COAT spec, by configuration, i
 
 import functools
 import logging
-from collections.abc import Mapping
-from types import MappingProxyType
 
 import torch
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
-from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.enums import AttnBackend, AttnMaskType
-from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.utils import is_layer_window_attention
 from torch.nn.attention import SDPBackend
 
 from coat_ds.config import ActivationsConfig
-from coat_ds.layers.formats import formats
-from coat_ds.layers.hooks import after_pre_hooks, before_hooks
+from coat_ds.layers.hooks import before_hooks
 from coat_ds.layers.inventory import Part, attended, grouped
 from coat_kernels.attention import BACKENDS, causal_attention
 from coat_kernels.groups import DEFAULT_FORMAT
-from coat_kernels.origin import note, noted
-from coat_kernels.rope import rotate_qkv
-from coat_kernels.tensorwise import PredictedScale
 
 from . import options
-from .linear import keep_bias
 from .settings import TakesActivations, activations_of
 
 logger = logging.getLogger(__name__)
 
-_NO_NORM = (type(None), IdentityOp)
-_NO_ARGUMENTS: Mapping[str, object] = MappingProxyType({})
 # --attention-backend
 _BACKENDS = {
     AttnBackend.auto: BACKENDS,
@@ -62,11 +51,11 @@ def core_attention_of(config, own: type[torch.nn.Module]) -> type[torch.nn.Modul
             "--context-parallel-size, or install Transformer Engine: pip install transformer-engine[pytorch]."
         )
     if own is CoatCoreAttention:
-        _check_context_parallel(config, activations_of(config))
+        check_context_parallel(config, activations_of(config))
     return TEDotProductAttention
 
 
-def _check_context_parallel(config, activations: ActivationsConfig) -> None:
+def check_context_parallel(config, activations: ActivationsConfig) -> None:
     """Raises ValueError for an `attention_format` that Transformer Engine's attention does not know."""
     kept, size = activations.attention_format, config.context_parallel_size
     if size > 1 and kept != "bf16":
@@ -85,11 +74,13 @@ def _own_storage(x: torch.Tensor) -> torch.Tensor:
 
 
 class SDPACoreAttention(torch.nn.Module):
-    """Causal core attention with grouped queries, dropout and `softmax_scale`, over whole sequences.
+    """Causal core attention with grouped queries, windows, dropout and `softmax_scale`, of whole sequences.
 
     The output carries an `Origin`, the tensor that attention itself saves, so that the projection behind it
     saves no second copy.
-    Raises ValueError at construction for a mask that is not causal or a context-parallel size above 1.
+    Raises ValueError at construction for a mask that is not causal, a window of later tokens, a
+    context-parallel size above 1, or a backend that takes no windows, or no value heads of `v_channels`
+    beside key heads of `k_channels`.
     """
 
     # how q, k, v and the output are saved: in groups of this size, or as they are
@@ -106,6 +97,8 @@ class SDPACoreAttention(torch.nn.Module):
         softmax_scale: float | None = None,
         cp_comm_type: str | None = None,
         pg_collection=None,
+        k_channels: int | None = None,
+        v_channels: int | None = None,
         **_,
     ):
         super().__init__()
@@ -116,7 +109,7 @@ class SDPACoreAttention(torch.nn.Module):
             )
         if attention_type != "self":
             raise ValueError(f"SDPACoreAttention: attention_type must be 'self', found {attention_type!r}")
-        for option in ("window_size", "softmax_type", "qk_clip", "log_max_attention_logit"):
+        for option in ("softmax_type", "qk_clip", "log_max_attention_logit"):
             value = getattr(config, option, None)
             if value not in (None, False, "vanilla"):
                 raise ValueError(
@@ -129,12 +122,24 @@ class SDPACoreAttention(torch.nn.Module):
                 "documents of their sequence; remove it"
             )
         _require_causal(attn_mask_type)
+        self.window = _window_of(config, layer_number)
+        backend = getattr(config, "attention_backend", AttnBackend.auto)
+        if backend == AttnBackend.flash and k_channels != v_channels:
+            raise ValueError(
+                f"SDPACoreAttention: --attention-backend flash takes heads of one width, found {k_channels} "
+                f"channels of keys and {v_channels} of values. Take --attention-backend auto or fused."
+            )
+        if backend == AttnBackend.flash and self.window is not None:
+            raise ValueError(
+                "SDPACoreAttention: --attention-backend flash takes no --window-size. Take "
+                "--attention-backend auto or fused."
+            )
         self.dropout = config.attention_dropout if attention_dropout is None else attention_dropout
         # each tensor-parallel rank drops other scores; under sequence parallelism Megatron's block sees to it
         self._draws_by_rank = self.dropout > 0 and not config.sequence_parallel
         # apply_query_key_layer_scaling needs nothing: softmax multiplies back what it divides scores by
         self.softmax_scale = softmax_scale
-        self.backends = _BACKENDS[getattr(config, "attention_backend", AttnBackend.auto)]
+        self.backends = _BACKENDS[backend]
 
     def forward(
         self,
@@ -147,7 +152,7 @@ class SDPACoreAttention(torch.nn.Module):
         packed_seq_params=None,
         **_,
     ) -> torch.Tensor:
-        """query [s, b, n, d], key and value [s, b, groups, d] -> [s, b, n * d], all of one dtype.
+        """query [s, b, n, d], key [s, b, groups, d], value [s, b, groups, e] -> [s, b, n * e], of one dtype.
 
         `attention_mask` is not read: causality is the mask.
         Raises ValueError for packed sequences, an attention bias, a non-causal mask type, or keys of another
@@ -186,6 +191,7 @@ class SDPACoreAttention(torch.nn.Module):
             v,
             scale=self.softmax_scale,
             dropout=self.dropout if self.training else 0.0,
+            window=self.window,
             group_size=group_size,
             saved_format=self.saved_format,
             backends=self.backends,
@@ -232,88 +238,18 @@ def _say_that_nothing_is_recomputed() -> None:
     )
 
 
-class CoatSelfAttention(TakesActivations, SelfAttention):
-    """Megatron's SelfAttention, in which plain rotary positions are applied to the fused projection's output
-    in one pass. Where anything is unusual (inference, packed sequences, normed or gated queries, interleaved,
-    scaled, partial or multimodal rotary positions, a model under torch.compile) Megatron's own path is taken.
-    """
-
-    _tables = None
-
-    def __init__(self, config, *args, **kwargs):
-        super().__init__(config, *args, **kwargs)
-        keep_bias(self.linear_proj)
-        self.begin_with(config)
-
-    def take_activations(self, activations: ActivationsConfig) -> None:
-        super().take_activations(activations)
-        _check_context_parallel(self.config, activations)
-        self._grad_scale = PredictedScale(formats(activations).backward)
-
-    def forward(self, hidden_states, attention_mask, *args, rotary_pos_emb=None, **kwargs):
-        after_pre_hooks(self, hidden_states)
-        self._tables = self.tables_of(rotary_pos_emb, args, kwargs)
-        try:
-            if self._tables is not None:
-                rotary_pos_emb = None
-            return super().forward(
-                hidden_states, attention_mask, *args, rotary_pos_emb=rotary_pos_emb, **kwargs
-            )
-        finally:
-            self._tables = None
-
-    def get_query_key_value_tensors(self, hidden_states, *args, **kwargs):
-        if self._tables is None:
-            return super().get_query_key_value_tensors(hidden_states, *args, **kwargs)
-        mixed, _ = self.linear_qkv(hidden_states)
-        # a gradient that only an FP8 GEMM reads is never written in BF16
-        defers = getattr(self.linear_qkv, "_in_fp8", False)
-        return rotate_qkv(
-            mixed,
-            *self._tables,
-            self.num_query_groups_per_partition,
-            self.hidden_size_per_attention_head,
-            grad_scale=self._grad_scale if defers else None,
+def _window_of(config, layer_number: int) -> int | None:
+    """How many earlier tokens each token of a layer attends to: `--window-size`, `--window-attn-skip-freq`.
+    None for all."""
+    if not is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer_number):
+        return None
+    earlier, later = config.window_size
+    if earlier < 0 or later != 0:
+        raise ValueError(
+            "SDPACoreAttention: --window-size: expected a number of earlier tokens and 0 later ones, since "
+            f"attention is causal, found {earlier},{later}. Write 128,0, for one."
         )
-
-    def tables_of(self, angles, args=(), kwargs=_NO_ARGUMENTS) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """Cosines and sines [s, d] of rotary angles [s, 1, 1, d], empty ones without; None where this layer,
-        the angles or the other arguments of forward are unusual."""
-        config = self.config
-        unusual = (
-            args
-            or (kwargs and any(kwargs[name] is not None for name in kwargs if name != "attention_bias"))
-            or torch.compiler.is_compiling()
-            or config.rotary_interleaved
-            or config.attention_output_gate
-            or config.no_rope_freq
-            or config.mrope_section
-            or hasattr(config, "yarn_rotary_scaling_factor")
-            or not isinstance(self.q_layernorm, _NO_NORM)
-            or not isinstance(self.k_layernorm, _NO_NORM)
-            or config.num_query_groups < self.world_size
-        )
-        if unusual:
-            return None
-        d = self.hidden_size_per_attention_head
-        if angles is None and d % 2 == 0:
-            nothing = torch.empty(0, 0, device=self.linear_qkv.weight.device)
-            return nothing, nothing
-        # partial rotary positions leave some channels as they are
-        if not isinstance(angles, torch.Tensor) or angles.shape[-1] != d:
-            return None
-        if angles.numel() != angles.shape[0] * d:
-            return None
-        # all layers of a forward are handed the same tensor
-        tables = noted(angles, "tables")
-        if tables is None:
-            # Megatron keeps the angles of an inference for training, whose backward needs tables that are no
-            # inference tensors
-            with torch.inference_mode(False):
-                flat = angles.detach().flatten(1).float()
-                tables = flat.cos(), flat.sin()
-            note(angles, "tables", tables)
-        return tables
+    return earlier
 
 
 def _require_causal(mask: AttnMaskType) -> None:

@@ -20,10 +20,11 @@ from coat_kernels.groups import quantize_groups
 from coat_kernels.linear import LinearOptions
 from coat_kernels.origin import origin_of
 
-from .attention import CoatCoreAttention, CoatSelfAttention
+from .attention import CoatCoreAttention
 from .linear import CoatColumnParallelLinear, CoatRowParallelLinear
 from .mlp import CoatMLP
 from .norm import CoatNorm, coat_bias_dropout_add, deferred_bias_dropout_add
+from .self_attention import CoatSelfAttention
 
 _KINDS = {
     "input_layernorm": CoatNorm,
@@ -190,9 +191,9 @@ def forward_by_blocks(layer: torch.nn.Module, args: tuple, kwargs: dict) -> torc
 def uses_graphs(parts: Parts, x: torch.Tensor) -> bool:
     """Whether a layer that takes its blocks runs as CUDA graphs, as the block's `cuda_graphs` says.
 
-    Not where weights move, as under ZeRO-3, nor with dropout, nor with hooks on attention or another
-    attention than COAT's. "auto": only where the GPU would wait for the CPU, whose time for a layer does not
-    depend on the layer's size.
+    Not where weights move, as under ZeRO-3, nor with dropout or windows, nor with hooks on attention or
+    another attention than COAT's. "auto": only where the GPU would wait for the CPU, whose time for a layer
+    does not depend on the layer's size.
     """
     if not x.is_cuda:
         return False
@@ -204,7 +205,9 @@ def uses_graphs(parts: Parts, x: torch.Tensor) -> bool:
         tokens = x.shape[0] * x.shape[1] * (parts.qkv.tp_group.size() if parts.qkv.sequence_parallel else 1)
         if tokens * sum(linear.weight.numel() for linear in parts.linears) > GRAPHED_WORK:
             return False
-    return type(core) is CoatCoreAttention and not (core.training and core.dropout) and _is_stock(core)
+    # a graph would not hold the mask of a window
+    plain = type(core) is CoatCoreAttention and core.window is None
+    return plain and not (core.training and core.dropout) and _is_stock(core)
 
 
 def _used(parts: Parts, options: tuple[LinearOptions, ...]) -> tuple:

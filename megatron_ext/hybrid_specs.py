@@ -43,9 +43,17 @@ def _declare(layer: TransformerLayer, parts: Callable) -> None:
 
 
 class AttentionLayer(TransformerLayer):
-    """The attention of a layer, '*'. `parts` gives a layer's parts for a config, with experts or without."""
+    """The attention of a layer, '*'. `parts` gives a layer's parts for a config, with experts or without.
+
+    Raises ValueError for multi-latent attention, which is another layer of Megatron's stack.
+    """
 
     def __init__(self, config, submodules=None, *args, parts: Callable, **kwargs):
+        if config.multi_latent_attention:
+            raise ValueError(
+                "megatron_ext.hybrid_specs: '*' in --hybrid-layer-pattern is no --multi-latent-attention. "
+                "Remove one of them, or take pretrain_gpt.py with coat_layer_spec."
+            )
         whole = parts(config, experts=False)
         # in a whole layer the sum may wait for the norm behind it; here, as behind the MLP, there is none
         own = replace(whole, self_attn_bda=whole.mlp_bda, **_NO_MLP)

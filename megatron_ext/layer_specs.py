@@ -28,12 +28,14 @@ try:
     )
     from packaging.version import Version
 
-    from .attention import CoatCoreAttention, CoatSelfAttention, SDPACoreAttention, core_attention_of
+    from .attention import CoatCoreAttention, SDPACoreAttention, core_attention_of
     from .blocks import forward_by_blocks
+    from .latent import CoatMLASelfAttention, check_latent_attention, latent_parts, repair_latent_attention
     from .linear import CoatColumnParallelLinear, CoatRowParallelLinear
     from .mlp import CoatMLP
     from .moe import CoatMoELayer, RoutedNorm, is_moe_layer, repair_router
     from .norm import CoatNorm, coat_bias_dropout_add, deferred_bias_dropout_add
+    from .self_attention import CoatSelfAttention
     from .torch_norm import local_norm, replace_final_norm
     from .watch import install as watch_optimizers
 except ImportError as error:
@@ -53,7 +55,6 @@ if not Version(MEGATRON_CORE.oldest) <= Version(core.__version__) < Version(MEGA
 def _local_parts(config, experts: bool) -> TransformerLayerSubmodules:
     """The parts of Megatron's own layer for `config`, dense or with experts, with attention on SDPA."""
     unsupported = {
-        "--multi-latent-attention": config.multi_latent_attention,
         "--fp8-format (coat_layer_spec brings its own FP8, without Transformer Engine)": config.fp8,
         "--fp4-format": getattr(config, "fp4", None),
         "--kitchen-config-file or --kitchen-recipe-number": config.use_kitchen,
@@ -62,19 +63,19 @@ def _local_parts(config, experts: bool) -> TransformerLayerSubmodules:
     for argument, found in unsupported.items():
         if found:
             raise ValueError(f"megatron_ext.layer_specs: {argument} is not supported; remove it")
+    if config.multi_latent_attention:
+        check_latent_attention(config)
+        repair_latent_attention()
     parts = get_gpt_layer_local_spec(
         num_experts=config.num_moe_experts if experts else None,
+        multi_latent_attention=config.multi_latent_attention,
         qk_layernorm=config.qk_layernorm,
         qk_l2_norm=config.qk_l2_norm,
         normalization=config.normalization,
     ).submodules
-    attention = parts.self_attention.submodules
-    parts = _with_attention(
-        parts,
-        core_attention=core_attention_of(config, SDPACoreAttention),
-        q_layernorm=local_norm(attention.q_layernorm),
-        k_layernorm=local_norm(attention.k_layernorm),
-    )
+    inner = vars(parts.self_attention.submodules)
+    norms = {name: local_norm(found) for name, found in inner.items() if name.endswith("_layernorm")}
+    parts = _with_attention(parts, core_attention=core_attention_of(config, SDPACoreAttention), **norms)
     return replace(
         parts,
         input_layernorm=local_norm(parts.input_layernorm),
@@ -151,11 +152,20 @@ class CoatTransformerLayer(TransformerLayer):
 
 
 def sdpa_parts(config, experts: bool) -> TransformerLayerSubmodules:
-    """The parts of Megatron's own layer on SDPA for `config`, dense or with experts."""
+    """The parts of Megatron's own layer on SDPA for `config`, dense or with experts.
+
+    Raises ValueError for what is not supported, naming the argument to change.
+    """
     if experts:
         repair_router()
         if config.moe_grouped_gemm:
             raise ValueError("sdpa_layer_spec: --moe-grouped-gemm is not supported; remove it")
+    if config.multi_latent_attention and config.tensor_model_parallel_size > 1:
+        raise ValueError(
+            f"sdpa_layer_spec: --tensor-model-parallel-size is {config.tensor_model_parallel_size}, over "
+            "which Megatron's own --multi-latent-attention leaves out a part of gradients. Remove it, or "
+            "take coat_layer_spec."
+        )
     return _local_parts(config, experts)
 
 
@@ -176,17 +186,18 @@ def coat_parts(config, experts: bool) -> TransformerLayerSubmodules:
             "coat_layer_spec: --fp16 is not supported, layers compute in BF16 or FP32. Use --bf16, or "
             "sdpa_layer_spec for Megatron's own layers."
         )
-    parts = _with_attention(
-        _local_parts(config, experts),
-        linear_qkv=CoatColumnParallelLinear,
-        linear_proj=CoatRowParallelLinear,
-        core_attention=core_attention_of(config, CoatCoreAttention),
-    )
+    parts = _local_parts(config, experts)
+    if config.multi_latent_attention:
+        attention, linears = CoatMLASelfAttention, latent_parts(parts.self_attention.submodules)
+    else:
+        attention = CoatSelfAttention
+        linears = {"linear_qkv": CoatColumnParallelLinear, "linear_proj": CoatRowParallelLinear}
+    parts = _with_attention(parts, core_attention=core_attention_of(config, CoatCoreAttention), **linears)
     return replace(
         parts,
         input_layernorm=CoatNorm,
         pre_mlp_layernorm=RoutedNorm if experts else CoatNorm,
-        self_attention=replace(parts.self_attention, module=CoatSelfAttention),
+        self_attention=replace(parts.self_attention, module=attention),
         self_attn_bda=deferred_bias_dropout_add if _sum_may_wait(config, experts) else coat_bias_dropout_add,
         mlp=CoatMoELayer if experts else CoatMLP,
         mlp_bda=coat_bias_dropout_add,

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
-from megatron.core.transformer import ModuleSpec, TransformerConfig
+from megatron.core.transformer import MLATransformerConfig, ModuleSpec, TransformerConfig
 
 from coat_ds.config import ActivationsConfig
 
@@ -171,7 +171,8 @@ def build_gpt(
     Weights are drawn on the CPU, so that a seed gives the same model on every device and under every spec.
     Under pipeline parallelism it is this rank's stage, or stage `vp_stage` of those that it has.
     Weights are BF16, or FP32 if not `bf16`. `activations` is for the COAT layers, their defaults without it;
-    `config` are further fields of Megatron's TransformerConfig.
+    `config` are further fields of Megatron's TransformerConfig; with `multi_latent_attention` of its
+    MLATransformerConfig.
     Megatron's process groups have to be initialised before (`initialize_model_parallel`).
     Raises ValueError if the vocabulary does not divide by the tensor-parallel size.
     """
@@ -182,7 +183,8 @@ def build_gpt(
         )
     dtype = torch.bfloat16 if bf16 else torch.float32
     torch.manual_seed(seed)
-    transformer_config = TransformerConfig(**(_settings(shape, bf16) | config))
+    kind = MLATransformerConfig if config.get("multi_latent_attention") else TransformerConfig
+    transformer_config = kind(**(_settings(shape, bf16) | config))
     set_activations(transformer_config, activations or ActivationsConfig())
     model = GPTModel(
         transformer_config,

@@ -72,7 +72,8 @@ def get_model_parallel_rank() -> int:
 
 def sum_shared_gradients(model: torch.nn.Module) -> list[str]:
     """Sums gradients over the tensor-parallel ranks where each rank sees only its part of the data: those of
-    parameters that Megatron marks `sequence_parallel`, and of norms of queries and keys.
+    parameters that Megatron marks `sequence_parallel`, and of norms of queries and keys, but for those that
+    are marked `average_gradients_across_tp_domain`.
 
     Call it once, before `deepspeed.initialize`, which never does this: norm weights would drift apart in
     silence. Megatron's own training loop does it by itself. Returns the names of the parameters; empty with
@@ -97,7 +98,8 @@ def sum_shared_gradients(model: torch.nn.Module) -> list[str]:
     names = []
     for name, parameter in model.named_parameters():
         split = getattr(parameter, "sequence_parallel", False) or any(norm in name for norm in _HEAD_NORMS)
-        if split and parameter.requires_grad:
+        whole = getattr(parameter, "average_gradients_across_tp_domain", False)
+        if split and not whole and parameter.requires_grad:
             parameter.register_hook(add_up)
             names.append(name)
     return names

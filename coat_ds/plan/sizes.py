@@ -239,7 +239,12 @@ def from_megatron(arguments: Sequence[str]) -> tuple[Sizes, dict]:
         *("padded-vocab-size",),
     ):
         parser.add_argument(f"--{name}", type=int)
-    for name in ("swiglu", "untie-embeddings-and-output-weights", "sequence-parallel"):
+    for name in (
+        "swiglu",
+        "untie-embeddings-and-output-weights",
+        "sequence-parallel",
+        "multi-latent-attention",
+    ):
         parser.add_argument(f"--{name}", action="store_true")
     for name in ("use-distributed-optimizer", "grad-reduce-in-bf16"):
         parser.add_argument(f"--{name}", action="store_true")
@@ -248,7 +253,7 @@ def from_megatron(arguments: Sequence[str]) -> tuple[Sizes, dict]:
     except argparse.ArgumentError as error:
         raise PlanError(f"Megatron's arguments: {error}. Correct it.") from None
     values = vars(found)
-    _refuse_experts({"num_experts": found.num_experts})
+    _refuse_megatrons(values)
     vocabulary = found.padded_vocab_size or found.vocab_size
     if vocabulary is None:
         raise PlanError("--vocab-size: not among Megatron's arguments. Add it: the tokenizer's, padded.")
@@ -297,7 +302,7 @@ def from_module(model) -> Sizes:
     if hasattr(config, "to_dict"):
         sizes = from_transformers(config.to_dict())
     elif hasattr(config, "num_layers"):
-        _refuse_experts(vars(config))
+        _refuse_megatrons(vars(config))
         sizes = _checked(
             **{name: getattr(config, key) for name, key in _MEGATRON.items()},
             groups=config.num_query_groups,
@@ -387,7 +392,13 @@ def _whole(values: Mapping, key: str) -> int:
     return value
 
 
-def _refuse_experts(values: Mapping) -> None:
+def _refuse_megatrons(values: Mapping) -> None:
+    """Raises PlanError for parts of Megatron's models that are not planned."""
+    if values.get("multi_latent_attention"):
+        raise PlanError(
+            "multi_latent_attention: found true, and multi-latent attention is not planned. Leave it out for "
+            "a plan of the same model with ordinary attention."
+        )
     for key in _EXPERTS:
         if (values.get(key) or 1) > 1:
             raise PlanError(

@@ -272,6 +272,10 @@ def test_layers_that_were_not_counted_say_so(tmp_path, capsys):
             lambda: sizes.from_megatron([*WORDS, "--num-experts", "8"]),
             "num_experts: found 8, and Megatron's mixtures",
         ),
+        (
+            lambda: sizes.from_megatron([*WORDS, "--multi-latent-attention"]),
+            "multi_latent_attention: found true, and multi-latent",
+        ),
         (lambda: sizes.from_megatron(["--num-layers", "2"]), "--vocab-size: not among"),
         (lambda: sizes.from_megatron(["--num-layers", "two"]), "invalid int value: 'two'"),
     ],

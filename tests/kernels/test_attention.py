@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from coat_kernels.attention import causal_attention
+from coat_kernels.attention import causal_attention, kept_attention
 from coat_kernels.fp8 import E4M3
 from coat_kernels.linear import fp8_linear
 from coat_kernels.origin import origin_of
@@ -97,6 +97,57 @@ def test_offloading_hooks_around_it_get_the_groups(device):
         torch.autograd.grad(y, inputs, grad), torch.autograd.grad(plain, inputs, grad), strict=True
     ):
         assert a.equal(e)
+
+
+def test_values_of_fewer_channels_are_kept_in_groups(device):
+    """No attention, but operations that save each of its tensors on every device: torch's fused attention of
+    CPUs wants values as wide as queries."""
+    q, k, v = (t.transpose(0, 1).detach().requires_grad_() for t in qkv(device))
+    v = v[..., : D // 2].detach().requires_grad_()
+
+    def attend(q, k, v):
+        return torch.tanh(v * (q * k).sum(-1, keepdim=True))
+
+    heads = [t.transpose(1, 2) for t in (q, k, v)]
+    y, found = kept_bytes(lambda: kept_attention(attend, *heads, group_size=16))
+    elements = S * B * HEADS * (2 * D + 2 * (D // 2))
+    # and the sums as they are, in BF16
+    assert found == elements + elements // 16 + 2 * S * B * HEADS
+    origin = origin_of(y)
+    assert sum(t.numel() for t in origin.tensors) == y.numel() + y.numel() // 16
+    expected = attend(*heads).transpose(1, 2).flatten(2)
+    assert y.equal(expected)
+    y.sum().backward()
+    assert v.grad.isfinite().all()
+
+
+@pytest.mark.parametrize("size", [None, 16])
+def test_windows_share_a_mask_and_keep_groups(device, size):
+    # of another length than heads are wide
+    length, window = S - 3, 5
+    inputs = [t[:length].detach().clone().requires_grad_() for t in qkv(device)]
+    distance = torch.arange(length, device=device)[:, None] - torch.arange(length, device=device)
+    allowed = (distance >= 0) & (distance <= window)
+    heads = [t.permute(1, 2, 0, 3) for t in inputs]
+    expected = F.scaled_dot_product_attention(*heads, attn_mask=allowed).permute(2, 0, 1, 3).flatten(2)
+    ys, found = kept_bytes(lambda: [causal_attention(*inputs, window=window, group_size=size) for _ in "ab"])
+    assert rel_rms(ys[0], expected) < 2**-8
+    # q, k, v and two outputs, or all of them twice in 8 bits
+    elements = inputs[0].numel() * (5 if size is None else 8)
+    assert found == elements * (2 if size is None else 1 + 1 / 16) + 2 * length**2
+    ys[0].sum().backward()
+    assert all(t.grad.isfinite().all() for t in inputs)
+
+
+def test_a_window_of_a_sequence_as_long_as_heads_are_wide(device):
+    inputs = qkv(device)
+    assert S == D
+    grad = torch.randn(S, B, HEADS * D, device=device, dtype=torch.bfloat16)
+    grads = [
+        torch.autograd.grad(causal_attention(*inputs, window=5, group_size=size), inputs, grad)
+        for size in (None, 16)
+    ]
+    assert all(a.equal(b) for a, b in zip(*grads, strict=True))
 
 
 def test_scale_and_channels_that_are_no_multiple_of_the_group(device):

@@ -5,9 +5,10 @@ import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.dot_product_attention import DotProductAttention
-from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.enums import AttnBackend, AttnMaskType
 
 from coat_kernels.origin import origin_of
+from megatron_ext import cpu
 from megatron_ext.attention import SDPACoreAttention
 from tests.util import rel_rms
 
@@ -63,6 +64,35 @@ def test_equals_megatrons_own(device, groups, scaling):
         # both sum at most S + D FP32 terms in another order: sqrt(S + D) roundings of 2^-24 each, over the
         # three products of forward and backward, with a factor of 4 for what cancels in softmax's gradient
         assert rel_rms(ours, theirs) < 4 * 3 * (S + D) ** 0.5 * 2**-24
+
+
+@pytest.mark.parametrize("window", [0, 1, 8, S - 2])
+@pytest.mark.parametrize("groups", [HEADS, 2])
+def test_windows_are_megatrons(device, groups, window):
+    options = {"num_query_groups": groups, "window_size": (window, 0)}
+    mask = torch.ones(S, S, dtype=torch.bool, device=device).triu(1)[None, None]
+    results = []
+    for cls in (SDPACoreAttention, DotProductAttention):
+        fused, q, k, v = qkv(device, groups)
+        # Megatron makes its mask of a window on a GPU
+        with cpu.no_cuda():
+            output = attention(cls, **options)(q, k, v, mask)
+        output.backward(torch.linspace(-1, 1, output.numel(), device=device).view_as(output))
+        results.append((output, fused.grad))
+    for ours, theirs in zip(*results, strict=True):
+        # as above
+        assert rel_rms(ours, theirs) < 4 * 3 * (S + D) ** 0.5 * 2**-24
+
+
+def test_layers_and_sequences_without_a_window(device):
+    _, q, k, v = qkv(device)
+    everything = attention()(q, k, v)
+    # the module is that of layer 2
+    for options in ({"window_attn_skip_freq": 2}, {"window_attn_skip_freq": [1, 0]}):
+        assert attention(window_size=(8, 0), **options)(q, k, v).equal(everything)
+    for options in ({}, {"window_attn_skip_freq": 3}, {"window_attn_skip_freq": [0, 1]}):
+        assert rel_rms(attention(window_size=(8, 0), **options)(q, k, v), everything) > 0.01
+    assert attention(window_size=(S - 1, 0))(q, k, v).equal(everything)
 
 
 def test_keeps_no_fused_buffer_and_no_second_output(device):
@@ -130,5 +160,10 @@ def test_says_what_it_does_not_support(device):
         attention(mask=AttnMaskType.padding)
     with pytest.raises(ValueError, match="--context-parallel-size"):
         attention(context_parallel_size=2)
-    with pytest.raises(ValueError, match="window_size"):
-        attention(window_size=(8, 0))
+    with pytest.raises(ValueError, match="softmax_type is 'learnable'"):
+        attention(softmax_type="learnable")
+    for window in ((8, 1), (-1, 0)):
+        with pytest.raises(ValueError, match=f"--window-size: .* found {window[0]},{window[1]}"):
+            attention(window_size=window)
+    with pytest.raises(ValueError, match="--attention-backend flash takes no --window-size"):
+        attention(window_size=(8, 0), attention_backend=AttnBackend.flash)

@@ -6,7 +6,7 @@ import inspect
 import pkgutil
 
 import pytest
-from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 from megatron.core.transformer.spec_utils import ModuleSpec, import_module
 
 from megatron_ext.layer_specs import sdpa_layer_spec
@@ -23,7 +23,7 @@ NAMES: dict[str, str] = {
     "fusions.fused_layer_norm.HAVE_FUSED_LAYER_NORM": "",
     "fusions.fused_layer_norm.FusedLayerNorm.__init__": "self config hidden_size eps",
     "models.gpt.gpt_layer_specs.get_gpt_layer_local_spec": "num_experts qk_layernorm qk_l2_norm "
-    "normalization",
+    "normalization multi_latent_attention",
     "parallel_state.get_data_parallel_group": "with_context_parallel",
     "parallel_state.get_model_parallel_group": "",
     "parallel_state.get_pipeline_model_parallel_group": "",
@@ -39,6 +39,8 @@ NAMES: dict[str, str] = {
     "tensor_parallel.layers.RowParallelLinear.__init__": "self input_size output_size config init_method "
     "bias input_is_parallel skip_bias_add is_expert tp_comm_buffer_name tp_group",
     "tensor_parallel.layers.RowParallelLinear._forward_impl": "self input weight",
+    "tensor_parallel.mappings.gather_from_tensor_model_parallel_region": "group",
+    "tensor_parallel.mappings.scatter_to_sequence_parallel_region": "group",
     # replaced on a CPU
     "tensor_parallel.random._get_cuda_rng_state": "",
     "tensor_parallel.random._set_cuda_rng_state": "",
@@ -58,6 +60,8 @@ NAMES: dict[str, str] = {
     "permuted_probs",
     "transformer.moe.moe_layer.MoELayer.__init__": "self config submodules layer_number pg_collection",
     "transformer.moe.shared_experts.SharedExpertMLP.__init__": "self config submodules gate pg_collection",
+    "transformer.multi_latent_attention.HAVE_TE": "",
+    "transformer.multi_latent_attention.MLASelfAttention.forward": "self hidden_states",
     "transformer.spec_utils.import_module": "",
     "transformer.transformer_block.LayerNormImpl": "",
     "transformer.transformer_layer.TransformerLayer.__init__": "self config submodules layer_number vp_stage "
@@ -71,6 +75,9 @@ FIELDS: dict[str, str] = {
     "k_layernorm",
     "transformer.mlp.MLPSubmodules": "linear_fc1 linear_fc2",
     "transformer.moe.moe_layer.MoESubmodules": "experts shared_experts router",
+    "transformer.multi_latent_attention.MLASelfAttentionSubmodules": "linear_q_proj linear_q_down_proj "
+    "linear_q_up_proj linear_kv_down_proj linear_kv_up_proj core_attention linear_proj q_layernorm "
+    "kv_layernorm",
     "transformer.spec_utils.ModuleSpec": "module params submodules",
     "transformer.transformer_layer.TransformerLayerSubmodules": "input_layernorm self_attention "
     "self_attn_bda pre_mlp_layernorm mlp mlp_bda sharded_state_dict_keys_map",
@@ -106,8 +113,13 @@ def test_fields(name):
     assert not set(FIELDS[name].split()) - {field.name for field in dataclasses.fields(_find(name))}
 
 
+# of latent attention
+LATENT = "cache_mla_latents q_lora_rank qk_pos_emb_head_dim"
+
+
 def test_config():
     assert not set(CONFIG.split()) - {field.name for field in dataclasses.fields(TransformerConfig)}
+    assert not set(LATENT.split()) - {field.name for field in dataclasses.fields(MLATransformerConfig)}
 
 
 # attributes of modules that Megatron has built

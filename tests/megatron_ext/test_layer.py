@@ -253,6 +253,7 @@ VARIANTS = {
         "bias_activation_fusion": False,
     },
     "qk-norm": {"qk_layernorm": True},
+    "windows": {"window_size": (S // 4, 0)},
 }
 
 

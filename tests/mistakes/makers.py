@@ -192,9 +192,10 @@ def grouped_experts(**arguments) -> Callable[[Path], object]:
 
 
 def _megatron_config(arguments: dict[str, object]):
-    from megatron.core.transformer import TransformerConfig
+    from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 
-    settings = TransformerConfig(num_layers=1, hidden_size=64, num_attention_heads=4)
+    kind = MLATransformerConfig if arguments.get("multi_latent_attention") else TransformerConfig
+    settings = kind(num_layers=1, hidden_size=64, num_attention_heads=4)
     for name, value in arguments.items():
         # not to its constructor, which asks for Transformer Engine
         assert hasattr(settings, name)

@@ -139,7 +139,9 @@ MISTAKES = {
         ),
         Mistake("`--fp8-format hybrid`", spec(fp8="hybrid"), ("--fp8-format", "its own FP8", "remove it")),
         Mistake(
-            "`--multi-latent-attention`", spec(multi_latent_attention=True), ("--multi-latent", "remove it")
+            "`--cache-mla-latents`",
+            spec(multi_latent_attention=True, cache_mla_latents=True),
+            ("--cache-mla-latents", "remove it"),
         ),
         Mistake(
             "`--experimental-attention-variant`",

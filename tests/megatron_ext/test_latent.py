@@ -1,0 +1,305 @@
+"""Multi-latent attention in the COAT layer, against Megatron's own: results, gradients, bytes, errors."""
+
+import pytest
+import torch
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.transformer.dot_product_attention import DotProductAttention
+from megatron.core.transformer.enums import AttnBackend, AttnMaskType
+
+from coat_ds.config import ActivationsConfig
+from megatron_ext.attention import SDPACoreAttention
+from megatron_ext.hybrid_specs import AttentionLayer
+from megatron_ext.latent import NORMS_ALL_QUERIES, CoatDownProjection, CoatMLASelfAttention
+from megatron_ext.layer_specs import coat_layer_spec, coat_parts, sdpa_layer_spec, sdpa_parts
+from megatron_ext.ledger import saved_bytes
+from megatron_ext.linear import CoatColumnParallelLinear
+from tests.megatron_ext.layers import (
+    FFN,
+    GPT,
+    HEADS,
+    LINEARS,
+    B,
+    H,
+    S,
+    batch,
+    build,
+    loss_and_grads,
+    rounding_error,
+)
+from tests.megatron_ext.test_parallel import without_rounding
+from tests.util import rel_rms
+
+pytestmark = pytest.mark.usefixtures("megatron")
+
+Q, KV, WIDTH, POSITIONS = 64, 48, 32, 16
+# as in DeepSeek-V3: value heads narrower than those of queries, and a softmax scale of YaRN's
+LATENT = {
+    "multi_latent_attention": True,
+    "q_lora_rank": Q,
+    "kv_lora_rank": KV,
+    "qk_head_dim": WIDTH,
+    "qk_pos_emb_head_dim": POSITIONS,
+    "v_head_dim": WIDTH,
+    "rope_type": "yarn",
+    "mscale_all_dim": 1.0,
+    "qk_layernorm": True,
+}
+VARIANTS = {
+    "v3": LATENT,
+    "lite": LATENT | {"q_lora_rank": None, "rope_type": "rope", "qk_layernorm": not NORMS_ALL_QUERIES},
+    "no-norms": LATENT | {"qk_layernorm": False},
+    "gpt": LATENT | GPT,
+}
+# heads of one width, which torch's fused attention wants on a CPU
+EQUAL = LATENT | {"qk_head_dim": WIDTH - POSITIONS}
+EXPERTS = {
+    "num_moe_experts": 4,
+    "moe_router_topk": 2,
+    "moe_ffn_hidden_size": 48,
+    "moe_shared_expert_intermediate_size": 32,
+    "moe_layer_freq": [0, 1],
+    "moe_token_dispatcher_type": "allgather",
+}
+
+# Roundings to E4M3 and to E5M2 between a result and exact arithmetic, counted as in test_layer.py. Queries,
+# keys and values have two more roundings, of the compressed tensors and of the weights behind them:
+#   compressed: norm output, weight          2   q, k, v: + norm output, weight            4
+#   projection: + attention, weight          6   gate, up: + norm output, weight           8
+#   product: of gate and up                 16
+#   fc2.weight: product 16 + 2 + 1                   19, 1
+#   d product: weight                                 1, 1   d gate, d up: kept up, gate (8 + 1)       10, 1
+#   fc1.weight: 10 + norm output (6 + 2)             18, 2   d norm: weight                            11, 2
+#   norm weight, d residual: 11 + kept input (6 + 1) 18, 2
+#   proj.weight: 18 + attention (4 + 1)              23, 3   d attention: weight                       19, 3
+#   d q, k, v: 19 + k, v (4 each)                    27, 3   up.weight: 27 + norm output (2 + 2)       31, 4
+#   d norm: weight                                   28, 4   norm weight: 28 + kept input (2 + 1)      31, 4
+#   down.weight: 31 + norm output (0 + 2)            33, 5   d norm: weight                            32, 5
+#   norm weight, d x: + kept input                   33, 5
+ROUNDINGS = {
+    "y": (16, 0),
+    "mlp.linear_fc2.weight": (19, 1),
+    "mlp.linear_fc1.weight": (18, 2),
+    "pre_mlp_layernorm.weight": (18, 2),
+    "self_attention.linear_proj.weight": (23, 3),
+    "self_attention.linear_q_up_proj.weight": (31, 4),
+    "self_attention.linear_kv_up_proj.weight": (31, 4),
+    "self_attention.q_layernorm.weight": (31, 4),
+    "self_attention.kv_layernorm.weight": (31, 4),
+}
+LONGEST = (33, 5)
+
+
+class StockAttention(DotProductAttention):
+    """Megatron's attention, which computes with narrower value heads, but does not take their width."""
+
+    def __init__(self, *args, k_channels=None, v_channels=None, **kwargs):
+        super().__init__(*args, **kwargs)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_gradients_against_the_bf16_layer(device, variant):
+    models = [build(spec, HEADS, **VARIANTS[variant]) for spec in (coat_layer_spec, sdpa_layer_spec)]
+    torch.manual_seed(0)
+    for name, parameter in models[0].decoder.layers[0].named_parameters():
+        if parameter.ndim == 1:
+            parameter.data.add_(0.3 * torch.randn_like(parameter))
+            models[1].decoder.layers[0].get_parameter(name).data.copy_(parameter)
+    x, grad = (0.01 * torch.randn(S, B, H)).bfloat16().to(device), torch.randn(S, B, H).bfloat16().to(device)
+    results = []
+    for model in models:
+        layer, inputs = model.decoder.layers[0], x.clone().requires_grad_()
+        y, _ = layer(inputs, attention_mask=None)
+        y.backward(grad)
+        results.append(
+            {"y": y - x, "dx": inputs.grad - grad, **{n: p.grad for n, p in layer.named_parameters()}}
+        )
+    coat, bf16 = results
+    assert coat.keys() == bf16.keys()
+    e4m3, e5m2 = (rounding_error(t, device) for t in (torch.float8_e4m3fn, torch.float8_e5m2))
+    for name, exact in bf16.items():
+        n, m = ROUNDINGS.get(name, LONGEST)
+        # the ratio of two root mean squares spreads by 1 / sqrt(N): three times that. GELU's derivative, of
+        # which the inputs are rounded, enlarges errors twice at most
+        bound = (n * e4m3**2 + m * e5m2**2) ** 0.5 * (1 + 3 / exact.numel() ** 0.5) * (1 + (variant == "gpt"))
+        error = rel_rms(coat[name], exact)
+        assert error < bound, (name, error, bound)
+        # FP8 was at work; biases are in y as they are
+        assert error > e4m3 / 2 or exact.ndim != 2, (name, error)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_equals_megatrons_own_layer_without_rounding(device, variant):
+    """Megatron's modules alone, its attention that keeps the scores among them."""
+    config = VARIANTS[variant]
+    stock = get_gpt_layer_local_spec(
+        multi_latent_attention=True,
+        qk_layernorm=config["qk_layernorm"],
+        normalization=config.get("normalization", "RMSNorm"),
+    )
+    stock.submodules.self_attention.submodules.core_attention = StockAttention
+    tokens, positions, _ = batch(device)
+    mask = torch.ones(S, S, dtype=torch.bool, device=device).triu(1)[None, None]
+    results = []
+    with without_rounding():
+        for spec in (coat_layer_spec, stock):
+            model = build(spec, HEADS, 2, bf16=False, **config)
+            loss = model(tokens, positions, mask, labels=tokens).mean()
+            loss.backward()
+            results.append({"loss": loss.detach()} | {name: p.grad for name, p in model.named_parameters()})
+    coat, own = results
+    unused = {name for name in own if own[name] is None}
+    assert coat.keys() == own.keys()
+    for name in own.keys() - unused:
+        # sums of at most FFN FP32 terms in another order
+        assert rel_rms(coat[name], own[name]) < 1e-5, name
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="other attention kernels keep more beside q, k, v")
+def test_saved_bytes_equal_the_arithmetic(device):
+    tokens, layers = S * B, 2
+    model = build(coat_layer_spec, HEADS, layers, **EQUAL)
+    kept = saved_bytes(model, lambda: model(*batch(device))).per_token_and_layer
+    expected = (
+        # inputs of four norms, gate and up: one byte and a sixteenth
+        1.0625 * (2 * H + Q + KV + 2 * FFN)
+        # q, k, v and the output in BF16
+        + 2 * 4 * HEADS * WIDTH
+        # FP32: the reciprocal root of four norms, the log-sum-exp of each head
+        + 4 * 4
+        + 4 * HEADS
+        # Megatron's cosines and sines of queries and of keys, BF16, for all sequences
+        + 2 * 2 * POSITIONS * 2 / B
+        # the FP32 largest magnitudes of seven weights, and of inputs, one of which two layers read
+        + (7 + 6) * 4 / tokens
+    )
+    assert kept == expected
+
+    def of(activations=None, **config):
+        other = build(coat_layer_spec, HEADS, layers, activations=activations, **EQUAL, **config)
+        found = saved_bytes(other, lambda: other(*batch(device))).per_token_and_layer
+        loss_and_grads(other, device)
+        return found
+
+    assert kept - of(ActivationsConfig(attention_format="sqrt8")) == (2 - 1.0625) * 4 * HEADS * WIDTH
+    # behind the projections up nothing is kept, and Megatron keeps what goes in: both normed tensors, and the
+    # positions as a part of the tensor that they were split from; and each layer its angles
+    recomputed = of(recompute_granularity="selective", recompute_modules=["mla_up_proj"])
+    gone = 2 * 3 * HEADS * WIDTH + 2 * 2 * POSITIONS * 2 / B + 4 * 4 / tokens
+    assert kept - recomputed == gone - 2 * (Q + KV + KV + POSITIONS) - 4 * POSITIONS / B
+
+
+@pytest.mark.parametrize(
+    "recompute",
+    [
+        {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
+        {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]},
+        {"recompute_granularity": "selective", "recompute_modules": ["mla_up_proj"]},
+    ],
+    ids=["full", "core_attn", "mla_up_proj"],
+)
+def test_recompute_changes_nothing_else(device, recompute):
+    loss, grads = loss_and_grads(build(coat_layer_spec, HEADS, **LATENT), device)
+    again, recomputed = loss_and_grads(build(coat_layer_spec, HEADS, **LATENT, **recompute), device)
+    assert again.equal(loss)
+    for name, grad in grads.items():
+        if "mla_up_proj" in recompute.get("recompute_modules", ()) and "_up_proj" in name:
+            # its input is the norm's output, not what the norm's kept input gives: one rounding of that, and
+            # one of each result as it enters the product
+            assert rel_rms(recomputed[name], grad) < 3**0.5 * rounding_error(torch.float8_e4m3fn, device)
+        else:
+            assert recomputed[name].equal(grad), name
+
+
+def test_parts_and_checkpoints_are_megatrons(device):
+    coat, stock = (build(spec, HEADS, 2, **LATENT, **EXPERTS) for spec in (coat_layer_spec, sdpa_layer_spec))
+    attention = coat.decoder.layers[0].self_attention
+    assert type(attention) is CoatMLASelfAttention
+    linears = {name: type(m) for name, m in attention.named_children() if isinstance(m, LINEARS)}
+    assert len(linears) == 5
+    for name in ("linear_q_down_proj", "linear_kv_down_proj"):
+        assert linears[name] is CoatDownProjection
+    for name in ("linear_q_up_proj", "linear_kv_up_proj"):
+        assert linears[name] is CoatColumnParallelLinear
+    assert coat.state_dict().keys() == stock.state_dict().keys()
+    group = torch.distributed.group.WORLD
+    places = [
+        {
+            name: getattr(entry, "global_shape", None)
+            for name, entry in model.sharded_state_dict(metadata={"dp_cp_group": group}).items()
+        }
+        for model in (coat, stock)
+    ]
+    assert places[0] == places[1]
+    coat.load_state_dict(stock.state_dict())
+
+
+def test_a_small_deepseek_learns_as_in_bf16(device):
+    """One dense layer, one with routed experts and a shared one, in Megatron's data parallel wrapper, which
+    takes weight gradients from `main_grad`."""
+    losses = []
+    for spec in (coat_layer_spec, sdpa_layer_spec):
+        model = build(spec, HEADS, 2, **LATENT, **EXPERTS)
+        ddp = DistributedDataParallel(
+            config=model.config,
+            ddp_config=DistributedDataParallelConfig(grad_reduce_in_fp32=True),
+            module=model,
+        )
+        masters = [p.detach().float() for p in model.parameters()]
+        run = []
+        for _ in range(12):
+            ddp.zero_grad_buffer()
+            loss = ddp(*batch(device), labels=batch(device)[0]).mean()
+            loss.backward()
+            ddp.finish_grad_sync()
+            run.append(loss.item())
+            for parameter, master in zip(model.parameters(), masters, strict=True):
+                parameter.data.copy_(master.sub_(0.2 * parameter.main_grad))
+        losses.append(torch.tensor(run))
+    coat, bf16 = losses
+    fallen = bf16[0] - bf16[-1]
+    assert fallen > 1
+    # The gradients above are off by at most e = 0.2 of themselves, in directions of no meaning: a step falls
+    # by as much, but for the curvature along the error, e^2 of it.
+    assert (coat - bf16).abs().max() < 0.2**2 * fallen
+
+
+# the second since megatron-core 0.18
+@pytest.mark.parametrize("option", ["cache_mla_latents", "mla_down_proj_fusion"])
+def test_options_that_layers_do_not_have(option):
+    config = build(coat_layer_spec, HEADS, **LATENT).config
+    setattr(config, option, True)
+    for parts in (coat_parts, sdpa_parts):
+        with pytest.raises(ValueError, match=f"--{option.replace('_', '-')}.*remove it"):
+            parts(config, experts=False)
+
+
+@pytest.mark.skipif(
+    not NORMS_ALL_QUERIES, reason="before megatron-core 0.19 keys and values are normed alone"
+)
+def test_norms_that_megatron_leaves_to_transformer_engine():
+    with pytest.raises(ValueError, match="--qk-layernorm without --q-lora-rank.*take megatron-core 0.18"):
+        build(coat_layer_spec, HEADS, **LATENT | {"q_lora_rank": None})
+
+
+def test_attention_that_it_does_not_have():
+    with pytest.raises(ValueError, match='attention_format is "recompute".*mla_up_proj'):
+        build(coat_layer_spec, HEADS, activations=ActivationsConfig(attention_format="recompute"), **LATENT)
+    with pytest.raises(ValueError, match='mla_up_proj.*attention_format is "sqrt8"'):
+        build(
+            coat_layer_spec,
+            HEADS,
+            activations=ActivationsConfig(attention_format="sqrt8"),
+            recompute_granularity="selective",
+            recompute_modules=["mla_up_proj"],
+            **LATENT,
+        )
+    config = build(coat_layer_spec, HEADS, **LATENT).config
+    # not to its constructor, which wants Transformer Engine's environment
+    config.attention_backend = AttnBackend.flash
+    arguments = {"layer_number": 1, "attn_mask_type": AttnMaskType.causal, "attention_type": "self"}
+    SDPACoreAttention(config, **arguments, k_channels=32, v_channels=32)
+    with pytest.raises(ValueError, match="--attention-backend flash.*found 48 channels of keys and 32"):
+        SDPACoreAttention(config, **arguments, k_channels=48, v_channels=32)
+    with pytest.raises(ValueError, match="'[*]' in --hybrid-layer-pattern"):
+        AttentionLayer(config, parts=coat_parts)

@@ -1,0 +1,143 @@
+"""Multi-latent attention over tensor-parallel ranks and pipeline stages: the numbers of one rank."""
+
+import contextlib
+import functools
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.megatron_ext import test_pipeline
+from tests.megatron_ext.test_parallel import whole, without_rounding
+from tests.util import rel_rms, run_distributed
+
+S, B, VOCAB, H, HEADS = 32, 2, 64, 64, 4
+# a rank's part of each projection is whole groups, as it is on one rank
+LATENT = {
+    "multi_latent_attention": True,
+    "q_lora_rank": 64,
+    "kv_lora_rank": 32,
+    "qk_head_dim": 16,
+    "qk_pos_emb_head_dim": 32,
+    "v_head_dim": 32,
+    "qk_layernorm": True,
+}
+NO_NORMS = LATENT | {"qk_layernorm": False}
+VARIANTS = {"v3": LATENT, "no-norms": NO_NORMS, "lite": NO_NORMS | {"q_lora_rank": None, "rope_type": "rope"}}
+
+
+def _run(cases, exact):
+    """Loss and gradients of each (tp, sequence parallel, variant), and the shapes in a checkpoint."""
+    from megatron.core import parallel_state
+    from megatron.core.distributed import (
+        DistributedDataParallel,
+        DistributedDataParallelConfig,
+        finalize_model_grads,
+    )
+
+    from megatron_ext import cpu, mpu
+    from megatron_ext.layer_specs import coat_layer_spec
+    from megatron_ext.model import ModelShape, build_gpt, initialize_model_parallel
+
+    cpu.enable()
+    dist.init_process_group("gloo")
+    tokens = torch.randint(0, VOCAB, (B, S), generator=torch.Generator().manual_seed(5))
+    positions = torch.arange(S).expand(B, S)
+    results = {}
+    for tp, sequence_parallel, variant in cases:
+        with without_rounding() if exact else contextlib.nullcontext():
+            initialize_model_parallel(tp)
+            model = build_gpt(
+                ModelShape(2, H, 96, HEADS, HEADS),
+                coat_layer_spec,
+                seq_length=S,
+                vocab_size=VOCAB,
+                bf16=False,
+                sequence_parallel=sequence_parallel,
+                **VARIANTS[variant],
+            )
+            ddp_config = DistributedDataParallelConfig(grad_reduce_in_fp32=True)
+            ddp = DistributedDataParallel(config=model.config, ddp_config=ddp_config, module=model)
+            loss = ddp(tokens, positions, None, labels=tokens).mean()
+            loss.backward()
+            finalize_model_grads([ddp])
+            grads = {name: whole(p, p.main_grad) for name, p in model.named_parameters()}
+            summed = mpu.sum_shared_gradients(model)
+        group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+        places = {
+            name: getattr(entry, "global_shape", None)
+            for name, entry in model.sharded_state_dict(metadata={"dp_cp_group": group}).items()
+        }
+        results[tp, sequence_parallel, variant] = {
+            "loss": loss.detach(),
+            "grads": grads,
+            "places": places,
+            "summed": summed,
+        }
+        parallel_state.destroy_model_parallel()
+    return results
+
+
+TWO = [(2, sequence, variant) for sequence in (False, True) for variant in VARIANTS]
+
+
+@pytest.fixture(scope="module", params=[True, False], ids=["exact", "fp8"])
+def runs(request):
+    one = run_distributed(_run, 1, [(1, False, variant) for variant in VARIANTS], request.param)[0]
+    return request.param, one, run_distributed(_run, 2, TWO, request.param)
+
+
+@pytest.mark.parametrize("case", TWO, ids=str)
+def test_equals_one_rank(runs, case):
+    exact, one, ranks = runs
+    expected = one[1, False, case[2]]
+    for rank in ranks:
+        found = rank[case]
+        assert found["places"] == expected["places"]
+        # as in test_parallel.py, where the roundings are fewer by half
+        bound = 1e-5 if exact else 3e-2
+        assert abs(found["loss"] - expected["loss"]) < bound * expected["loss"]
+        assert found["grads"].keys() == expected["grads"].keys()
+        for name, grad in expected["grads"].items():
+            assert rel_rms(found["grads"][name], grad) < bound, name
+
+
+def test_ranks_agree_bitwise_on_what_they_share(runs):
+    _, _, (first, second) = runs
+    for case, run in first.items():
+        for name, grad in run["grads"].items():
+            assert grad.equal(second[case]["grads"][name]), (case, name)
+
+
+def test_which_gradients_are_summed_under_deepspeed(runs):
+    """Without sequence parallelism every norm sees all tokens, and that of queries no heads."""
+    _, _, (first, _) = runs
+    assert first[2, False, "v3"]["summed"] == []
+    norms = [
+        f"layers.{i}.{n}"
+        for i in (0, 1)
+        for n in ("input", "pre_mlp", "self_attention.q", "self_attention.kv")
+    ]
+    assert set(first[2, True, "v3"]["summed"]) == {
+        f"decoder.{norm}_layernorm.weight" for norm in [*norms, "final"]
+    }
+
+
+def _train(*args):
+    from megatron_ext import model
+
+    # heads of test_pipeline.py's model
+    latent = LATENT | {"qk_head_dim": 16, "v_head_dim": 8}
+    with mock.patch.object(model, "build_gpt", functools.partial(model.build_gpt, **latent)):
+        return test_pipeline.train(*args)
+
+
+def test_stages_equal_one_rank():
+    one = run_distributed(_train, 1, 1, None, None)[0]
+    ranks = run_distributed(_train, 2, 2, None, one["weights"])
+    grads = {name: grad for rank in ranks for name, grad in rank["grads"].items()}
+    assert ranks[-1]["losses"] == one["losses"] and grads.keys() == one["grads"].keys()
+    for name, grad in one["grads"].items():
+        # as in test_pipeline.py
+        assert rel_rms(grads[name], grad) < 1e-6, name
