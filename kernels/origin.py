@@ -98,6 +98,15 @@ def share_notes(x: torch.Tensor, alias: torch.Tensor) -> torch.Tensor:
     return alias
 
 
+def whole_of(x: torch.Tensor) -> torch.Tensor | None:
+    """What `x` is a view of, if it is all of that in the same order; `x` if it is no view; else None."""
+    base = x._base
+    if base is None:
+        return x
+    same = (base.shape, base.stride(), base.storage_offset()) == (x.shape, x.stride(), x.storage_offset())
+    return base if same else None
+
+
 def with_origin(x: torch.Tensor, origin: Origin) -> torch.Tensor:
     """`x` itself, with its origin noted."""
     return note(x, "origin", origin)

@@ -13,7 +13,7 @@ from coat_ds.layers.hooks import after_pre_hooks
 from coat_ds.layers.replaced import DTYPES
 from coat_ds.optim.shards import is_distributed
 from coat_kernels.fp8 import ALIGNMENT
-from coat_kernels.origin import Origin, origin_of
+from coat_kernels.origin import Origin, origin_of, whole_of
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -50,7 +50,11 @@ def multiplied(module: torch.nn.Module, x: "DTensor", product: Product) -> "DTen
     _wait(x)
     # where each rank computes other outputs, the gradient of the input is a sum over ranks
     held = x.to_local(grad_placements=[Partial()] if by_rows else None)
-    origin = _origin(module, held)
+    # DTensors lose notes
+    origin = None
+    if (whole := whole_of(held)) is not None:
+        after_pre_hooks(module, whole)
+        origin = origin_of(whole)
     if not by_rows:
         y = product(held, weight.to_local(), None, origin)
         y = DTensor.from_local(y, x.device_mesh, [Partial()], run_check=False)
@@ -96,12 +100,3 @@ def _whole(y: torch.Tensor, like: "DTensor", placements: tuple, shape: torch.Siz
 
     stride = torch.empty(shape, device="meta").stride()
     return DTensor.from_local(y, like.device_mesh, placements, run_check=False, shape=shape, stride=stride)
-
-
-def _origin(module: torch.nn.Module, held: torch.Tensor) -> Origin | None:
-    """The origin of what `held` is a view of, if it is all of it: DTensors lose notes."""
-    base = held._base
-    if base is None or (base.shape, base.stride()) != (held.shape, held.stride()):
-        return None
-    after_pre_hooks(module, base)
-    return origin_of(base)

@@ -18,10 +18,10 @@ from coat_kernels.deferred import Deferred, fp8_operands, holders, holders_in_ba
 from coat_kernels.device import require_fp8, uses_kernels
 from coat_kernels.fp8 import ALIGNMENT, E4M3, E5M2, Fp8Format
 from coat_kernels.linear.matmul import accumulate_matmul, scaled_matmul
-from coat_kernels.origin import Origin, maxima_of, with_maxima
+from coat_kernels.origin import Origin, maxima_of, whole_of, with_maxima, with_origin
 from coat_kernels.parallel import TensorParallel, all_reduce, gather_columns, gather_rows, reduce_scatter
 from coat_kernels.tensorwise.predicted import PredictedScale
-from coat_kernels.tensorwise.quantize import Quantized
+from coat_kernels.tensorwise.quantize import Quantized, quantize_tensor
 from coat_kernels.tensorwise.transpose import transpose_codes
 from coat_kernels.weights import NO_CACHE, WeightCache
 
@@ -143,6 +143,8 @@ class _Fp8Linear(torch.autograd.Function):
         (rows, columns, scale, _), largest_x = fp8_operands(
             x, fmt, columns=keep, group=options.input_group, predicted=options.x_scale
         )
+        if keep and options.parallel is None and not torch.compiler.is_compiling():
+            _keep_once(x, columns, scale, largest_x, fmt)
         w, largest_w = options.cache.forward(weight, fmt, trains)
         y = multiply(rows, scale, w, bias, dtype, options)
         ctx.options, ctx.shape, ctx.dtype = options, x.shape, x.dtype
@@ -186,6 +188,29 @@ class _Fp8Linear(torch.autograd.Function):
             sums.to(ctx.bias_dtype) if needs_bias else None,
             *(None,) * 4,
         )
+
+
+def _keep_once(
+    x: torch.Tensor, columns: torch.Tensor, scale: torch.Tensor, largest: torch.Tensor, fmt: Fp8Format
+) -> None:
+    """Notes on `x` what this layer keeps of it, and its amax. So other layers that read it keep no more, as
+    the projections of attention that has no norm in front.
+
+    Not on a leaf, which may be the input of a CUDA graph: replays write it, and change no note.
+    """
+    whole = whole_of(x)
+    if whole is None or type(whole) is not torch.Tensor or whole.grad_fn is None:
+        return
+
+    tokens = x.shape[:-1].numel()
+
+    def again(columns, scale, largest, wanted):
+        if wanted == fmt:
+            return Quantized(None, columns, scale)
+        rows = (columns[:, :tokens].float() * scale).t().contiguous()
+        return quantize_tensor(rows, largest, wanted, rows=False, columns=True)
+
+    with_maxima(with_origin(whole, Origin((columns, scale), again)), largest)
 
 
 def _columns_of_input(ctx, kept, fmt: Fp8Format):
