@@ -6,9 +6,13 @@ import torch
 def scaled_matmul_reference(
     a: torch.Tensor, b: torch.Tensor, scale_a: torch.Tensor, scale_b: torch.Tensor, dtype: torch.dtype
 ) -> torch.Tensor:
-    """`a` [m, k] times `b` [n, k] transposed, both FP8, accumulated in FP32, rounded once to `dtype`."""
+    """`a` [m, k] times `b` [n, k] transposed, both FP8, accumulated in FP32, rounded once to `dtype`.
+
+    One of the two may be padded: what it has more along k is zero.
+    """
+    k = min(a.shape[1], b.shape[1])
     with torch.autocast(a.device.type, enabled=False):
-        return ((a.float() @ b.float().t()) * (scale_a * scale_b)).to(dtype)
+        return ((a[:, :k].float() @ b[:, :k].float().t()) * (scale_a * scale_b)).to(dtype)
 
 
 def accumulate_matmul_reference(

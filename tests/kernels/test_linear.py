@@ -92,6 +92,17 @@ def test_frozen_weight_or_input_costs_no_product(device, monkeypatch):
         assert len(products) == 2
 
 
+def test_cpus_take_any_sizes():
+    """A weight that is no whole multiple of 16 is padded for the gradient of the input."""
+    inputs = leaves(torch.randn(10, 20), torch.randn(24, 20), device="cpu")
+    exact = [t.detach().float().requires_grad_() for t in inputs]
+    upstream = torch.randn(10, 24).bfloat16()
+    found = gradients(fp8_linear(*inputs), upstream, inputs)
+    bound = 1.2 * (E4M3_RMS**2 + E5M2_RMS**2) ** 0.5
+    for a, e in zip(found, gradients(F.linear(*exact), upstream.float(), exact), strict=True):
+        assert rel_rms(a, e) < bound
+
+
 @pytest.mark.parametrize("trains", [(True, True), (False, True), (True, False), (False, False)], ids=str)
 def test_a_bias_gets_the_sum_over_the_tokens(trains, device):
     """Whatever else is frozen, in FP32 if the bias is; on its own it costs no product."""
