@@ -8,13 +8,12 @@ import torch
 from torch import nn
 
 from coat_ds.config import ActivationsConfig, difference
-from coat_ds.layers import attention, autotp, decoder_layer, experts, probe
+from coat_ds.layers import attention, autotp, decoder_layer, experts, probe, transformers_tp
 from coat_ds.layers.conversion import ATTRIBUTE, Conversion, conversion_of
 from coat_ds.layers.feed_forward import Fp8Activation, Fp8GatedFeedForward
 from coat_ds.layers.linear import Fp8Linear
 from coat_ds.layers.norm import Fp8Norm
 from coat_ds.layers.replaced import DTYPES, Replaced, replaced
-from coat_ds.optim.shards import is_distributed
 from coat_kernels.fp8 import ALIGNMENT
 
 __all__ = ["convert", "conversion_of", "unconvert"]
@@ -286,8 +285,11 @@ def _build_linear(module, activations, projections):
         return None if reason else autotp.AutoTPLinear(module, activations, cancels=cancels), reason
     stock = "forward" not in module.__dict__ and type(module).forward is nn.Linear.forward
     transposed = not isinstance(module, nn.Linear)
-    if not stock and is_distributed(weight):
-        return None, "transformers' tensor parallelism has split it"
+    if not stock and (split := transformers_tp.split_of(module)) is not None:
+        if (reason := transformers_tp.why_not(module, split)) is not None:
+            return None, reason
+        cancels = id(module) in projections
+        return transformers_tp.TransformersTPLinear(module, activations, split, cancels), None
     if not stock and not probe.is_product(module, transposed):
         return None, f"{type(module).__name__} computes something else than a linear layer"
     return Fp8Linear(module, activations, transposed, cancels=id(module) in projections), None

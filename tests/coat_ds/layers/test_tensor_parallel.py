@@ -249,20 +249,3 @@ def test_layers_that_compute_as_before_say_why(name):
     assert bool(first[name]) == (reason is not None)
     assert all("multiply as before they were converted" in line for line in first[name])
     assert reason is None or reason in first[name][0]
-
-
-def of_transformers():
-    """What is left of a layer that transformers has split (`tp_plan`), with its forward in its place."""
-    from transformers.distributed.tensor_parallel import ColwiseParallel
-
-    dist.init_process_group("gloo")
-    layer, style, mesh = nn.Linear(64, 64, bias=False), ColwiseParallel(), init_device_mesh("cpu", (2,))
-    style.shard_param(layer, "weight", mesh)
-    net = coat_ds.convert(nn.Sequential(style.install_forward(layer.bfloat16(), mesh)))
-    assert net(tokens()).shape[-1] == 32
-    return coat_ds.conversion_of(net).left
-
-
-def test_layers_that_transformers_has_split_stay():
-    for left in run_distributed(of_transformers, 2):
-        assert left == {"0": "transformers' tensor parallelism has split it"}

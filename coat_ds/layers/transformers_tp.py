@@ -1,0 +1,77 @@
+"""FP8 products of linear layers that transformers has split over ranks (`tp_plan`).
+
+It puts a function in the place of a layer's forward, which exchanges inputs and outputs between ranks and
+calls the layer's own forward between the two. Its style and mesh are in the function's closure.
+"""
+
+import inspect
+import sys
+from typing import Any, NamedTuple
+
+import torch
+
+from coat_ds.config import ActivationsConfig
+from coat_ds.layers import tensor_parallel
+from coat_ds.layers.attention import attended_origin
+from coat_ds.layers.linear import Fp8Linear
+from coat_ds.layers.replaced import DTYPES
+from coat_ds.optim.shards import is_distributed
+from coat_kernels.fp8 import ALIGNMENT
+from coat_kernels.origin import origin_of
+
+
+class Split(NamedTuple):
+    """How transformers has split a layer: one of its `TensorParallelLayer`s, and over which ranks."""
+
+    style: Any
+    mesh: Any
+
+
+def split_of(module: torch.nn.Module) -> Split | None:
+    """How transformers has split `module`; None if it has not."""
+    styles = sys.modules.get("transformers.distributed.tensor_parallel")
+    forward = module.__dict__.get("forward")
+    if styles is None or not inspect.isfunction(forward):
+        return None
+    found = inspect.getclosurevars(forward).nonlocals
+    style, mesh = found.get("self"), found.get("mesh")
+    return Split(style, mesh) if isinstance(style, styles.TensorParallelLayer) else None
+
+
+def why_not(module: torch.nn.Module, split: Split) -> str | None:
+    """Why a layer that is split keeps its forward; None if it need not."""
+    styles = sys.modules["transformers.distributed.tensor_parallel"]
+    if type(split.style) not in (styles.ColwiseParallel, styles.RowwiseParallel):
+        return f"transformers' {type(split.style).__name__} keeps its forward"
+    if not is_distributed(module.weight):
+        return "its weight is no DTensor, though transformers has split it"
+    sizes = module.weight.to_local().shape
+    if any(size % ALIGNMENT or size == 0 for size in sizes):
+        return f"a rank's part is {' x '.join(map(str, sizes))}, not multiples of {ALIGNMENT}"
+    return None
+
+
+class TransformersTPLinear(Fp8Linear):
+    """The forward of a linear layer that transformers has split by rows or columns."""
+
+    def __init__(
+        self, module: torch.nn.Module, activations: ActivationsConfig, split: Split, cancels: bool = False
+    ):
+        super().__init__(module, activations, cancels=cancels)
+        self.split = split
+
+    def __call__(self, input: torch.Tensor) -> torch.Tensor:
+        module, (style, mesh) = self.module, self.split
+        # also raises for FP16
+        self.takes(input)
+        if self.paused or torch.compiler.is_compiling() or input.dtype not in DTYPES:
+            return self.stock(input)
+        (x,), _ = style.transform_inputs_pre_forward(module, (input,), {}, mesh)
+        # without gradients transformers hands out plain tensors, of the weight too
+        with style.context_around_forward(module, mesh):
+            if is_distributed(x):
+                y = tensor_parallel.multiplied(module, x, self._product)
+            else:
+                origin = origin_of(x) or attended_origin(x)
+                y = self._product(x, module.weight, module.bias, origin)
+        return style.transform_output_post_forward(module, y, mesh)
