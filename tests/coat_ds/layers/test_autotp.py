@@ -83,7 +83,8 @@ def train(coat):
     engine = deepspeed.initialize(model=LLAMA.build(), config=config)[0]
     losses = []
     for step in range(4):
-        loss = engine(**LLAMA.batch(seed=step, tokens=32)).loss
+        batch = LLAMA.batch(seed=step, tokens=32)
+        loss = engine(**{name: value.to(engine.device) for name, value in batch.items()}).loss
         engine.backward(loss)
         engine.step()
         losses.append(loss.item())
@@ -96,15 +97,26 @@ def train(coat):
 
 def of_engines():
     warnings.simplefilter("ignore")
-    dist.init_process_group("gloo")
+    dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
     return train(False), train(True)
 
 
-def test_the_json_is_enough():
-    for (expected, *_), (losses, layers, split, left) in run_distributed(of_engines, 2):
+def check(ranks):
+    for (expected, *_), (losses, layers, split, left) in ranks:
         # the head is of a class of its own
         assert layers == (14, 15) and sum(split) == 14 and not left
         # FP8's noise of a loss: less than a percent
         assert losses != expected
         for found, loss in zip(losses, expected, strict=True):
             assert abs(found - loss) < 2**-7 * loss
+
+
+def test_the_json_is_enough():
+    check(run_distributed(of_engines, 2))
+
+
+@pytest.mark.gpu
+def test_the_json_is_enough_on_two_gpus():
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    check(run_distributed(of_engines, 2, gpus=True))

@@ -59,14 +59,15 @@ def kept_bytes(model, batch):
     return sum(kept.values())
 
 
-def llama():
+def llama(device):
     """Loss, gradients and kept bytes: stock and alone, and in two parts stock and converted."""
     warnings.simplefilter("ignore")
-    dist.init_process_group("gloo")
-    mesh, batch = init_device_mesh("cpu", (2,)), LLAMA.batch()
-    found = {"alone": run(LLAMA.build(), batch)}
+    dist.init_process_group("gloo" if device == "cpu" else "nccl")
+    mesh = init_device_mesh(device, (2,))
+    batch = {name: value.to(device) for name, value in LLAMA.batch().items()}
+    found = {"alone": run(LLAMA.build().to(device), batch)}
     for name in ("stock", "converted", "split first"):
-        model = LLAMA.build()
+        model = LLAMA.build().to(device)
         if name == "converted":
             coat_ds.convert(model)
         split(model, mesh)
@@ -78,15 +79,28 @@ def llama():
     return found
 
 
-def test_a_model_in_two_parts():
-    for found in run_distributed(llama, 2):
+def check(ranks, exact):
+    for found in ranks:
         (loss, expected), (_, _, stock), (other, gradients, kept) = list(found.values())[:3]
         assert abs(other - loss) < 2**-8 * loss
         assert 2**-6 < relative(gradients, expected) < fp8_bound(14)
         assert found["split first"][0] == other and found["split first"][2] == kept
-        assert all(g.equal(gradients[n]) for n, g in found["split first"][1].items())
+        # attention's gradients need not be the same bits twice on GPUs
+        bound = 0 if exact else 2**-8
+        assert relative(found["split first"][1], gradients) <= bound
         # norms, and products behind them, keep one code for what BF16 keeps three or four times
         assert kept < 0.6 * stock
+
+
+def test_a_model_in_two_parts():
+    check(run_distributed(llama, 2, "cpu"), exact=True)
+
+
+@pytest.mark.gpu
+def test_a_model_on_two_gpus():
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    check(run_distributed(llama, 2, "cuda", gpus=True), exact=False)
 
 
 def products():

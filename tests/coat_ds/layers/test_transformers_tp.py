@@ -22,15 +22,16 @@ def whole(gradients):
     return {n: g.full_tensor() if hasattr(g, "full_tensor") else g for n, g in gradients.items()}
 
 
-def llama(path):
+def llama(path, device):
     """Loss and gradients of the model alone, in parts, and in parts converted; what is left and the losses of
     an evaluation and of reentrant checkpoints."""
     from transformers import AutoModelForCausalLM
 
     warnings.simplefilter("ignore")
-    dist.init_process_group("gloo")
+    dist.init_process_group("gloo" if device == "cpu" else "nccl")
     os.environ |= {"RANK": str(dist.get_rank()), "LOCAL_RANK": str(dist.get_rank()), "WORLD_SIZE": "2"}
-    batch, found = LLAMA.batch(), [run(LLAMA.build(), LLAMA.batch())]
+    batch = {name: value.to(device) for name, value in LLAMA.batch().items()}
+    found = [run(LLAMA.build().to(device), batch)]
     for converts in (False, True):
         model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16, tp_plan="auto").train()
         if converts:
@@ -52,16 +53,29 @@ def llama(path):
     )
 
 
-def test_a_model_in_two_parts(tmp_path):
-    LLAMA.build().save_pretrained(tmp_path)
-    for found, conversion, evaluated, again, stock in run_distributed(llama, 2, str(tmp_path)):
+def check(ranks, exact):
+    for found, conversion, evaluated, again, stock in ranks:
         (loss, expected), (bf16, _), (fp8, gradients) = found
         assert len(conversion.converted["linear"]) == 14 and "of 2 layers" in conversion.summary()
         assert bf16 == stock != fp8 and abs(fp8 - loss) < 2**-8 * loss
         assert 2**-6 < relative(gradients, expected) < fp8_bound(14)
         # without gradients transformers multiplies plain parts, which are the same
         assert evaluated == fp8 == again[0]
-        assert all(g.equal(again[1][n]) for n, g in gradients.items())
+        # attention's gradients need not be the same bits twice on GPUs
+        assert relative(again[1], gradients) <= (0 if exact else 2**-8)
+
+
+def test_a_model_in_two_parts(tmp_path):
+    LLAMA.build().save_pretrained(tmp_path)
+    check(run_distributed(llama, 2, str(tmp_path), "cpu"), exact=True)
+
+
+@pytest.mark.gpu
+def test_a_model_on_two_gpus(tmp_path):
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    LLAMA.build().save_pretrained(tmp_path)
+    check(run_distributed(llama, 2, str(tmp_path), "cuda", gpus=True), exact=False)
 
 
 def layers():
