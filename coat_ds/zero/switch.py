@@ -109,9 +109,14 @@ def _honouring(original: Callable) -> Callable:
         from coat_ds.zero import engine
 
         prepared = engine.prepare(bound.arguments)
-        with prepared.units.building():
-            original(*bound.args, **bound.kwargs)
-        engine.finish(self, prepared)
+        try:
+            with prepared.units.building():
+                original(*bound.args, **bound.kwargs)
+            engine.finish(self, prepared)
+        except BaseException:
+            # the next engine of this model may have no block
+            engine.give_back(prepared)
+            raise
 
     return __init__
 
