@@ -105,6 +105,27 @@ def refused():
     return made(net)
 
 
+class Unit(torch.nn.Sequential):
+    zero3_unit = False
+
+
+def units():
+    """What a layer is to ZeRO-3 while an engine gathers it whole, and afterwards."""
+    layer, found = Unit(*model()), []
+
+    def look():
+        leaf = getattr(layer, "_z3_leaf", False)
+        external = len(getattr(layer, "_external_params", ()))
+        found.append((layer.zero3_unit, leaf, external, len(layer._forward_pre_hooks)))
+
+    engine = engine_of(torch.nn.Sequential(layer), 3)
+    step(engine)
+    look()
+    engine.destroy()
+    look()
+    return found
+
+
 def work():
     import deepspeed
 
@@ -116,6 +137,7 @@ def work():
         "alone": alone(),
         "failed": failed(),
         "refused": refused(),
+        "units": units(),
     }
 
 
@@ -143,6 +165,13 @@ def test_a_model_that_is_one_layer(found):
 def test_an_engine_that_fails_leaves_nothing(found):
     assert found["failed"] == [(0, False), (3, False), (0, False)]
     assert found["refused"] == (0, False)
+
+
+def test_units_of_zero3_end_with_their_engine(found):
+    during, after = found["units"]
+    # three modules' weights and biases; the hook is one of several
+    assert during[:3] == (True, False, 6) and during[3]
+    assert after == (False, False, 0, 0)
 
 
 def test_nothing_was_compressed():
