@@ -54,6 +54,19 @@ def test_gradient_against_autograd(shape, device):
     assert rel_rms(actual, expected) < 2**-22
 
 
+def test_inputs_that_are_views(kernels, device):
+    """Of tokens in another order, and gradients of channels that are apart."""
+    mixed, *rest = inputs(SHAPES[1], device)
+    found = []
+    for x, apart in ((mixed, False), (mixed.transpose(0, 1).contiguous().transpose(0, 1), True)):
+        x.requires_grad_()
+        qkv = rope.rotate_qkv(x, *rest)
+        grads = [t.detach().mT.contiguous().mT if apart else t.detach() for t in qkv]
+        codes = rope.rotate_qkv_backward_operands(*grads, *rest[:2], PredictedScale(E5M2), sums=True)
+        found.append((*qkv, *torch.autograd.grad(qkv, x, grads), codes.rows.float(), codes.sums))
+    assert all(map(torch.equal, *found))
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_kernels_equal_the_reference(shape, dtype, device):

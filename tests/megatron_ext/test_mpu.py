@@ -25,7 +25,8 @@ def _shared_gradients():
         model[name].sequence_parallel = True
     model["frozen"].requires_grad_(False)
     names = sum_shared_gradients(model)
-    (model["a"] + model["b"] + 2 * model["whole"] + model["frozen"]).sum().backward()
+    both = (model["a"] + model["b"]) * torch.ones(3)
+    (both + 2 * model["whole"] + model["frozen"]).sum().backward()
     return names, {name: p.grad.tolist() for name, p in model.items() if p.requires_grad}
 
 
