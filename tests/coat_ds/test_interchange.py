@@ -173,6 +173,31 @@ def test_bf16_masters_that_the_host_zeroes_move_on(where, request):
         assert after.isfinite().all() and (after.abs() > 1e-5).float().mean() > 0.99
 
 
+def formats(folder):
+    """What an engine's states are stored in, before and after it has loaded those of an engine of another
+    format from a universal checkpoint."""
+    run, engines = cell(1, "fp32"), []
+    for universal, second in ((False, "fp8_expanded"), (True, "log8")):
+        config = ds_config(run, True) | {"checkpoint": {"load_universal": universal}}
+        config["coat"]["optimizer"] |= {"exp_avg_sq_format": second}
+        engines.append(coat_ds.initialize(model=run["model"](), config=config)[0])
+    first, second = engines
+    train_step(first, 0)
+    first.save_checkpoint(folder, tag="first")
+    to_universal(folder, "first")
+    found = []
+    for load in (lambda: None, lambda: second.load_checkpoint(folder, tag="first_universal")):
+        load()
+        groups = second.basic_optimizer.param_groups
+        found.append(({g["exp_avg_sq_format"] for g in groups}, second.coat.states["by_codec"]))
+    return found
+
+
+def test_a_universal_checkpoint_leaves_formats_as_the_block_says(tmp_path):
+    ((before, after),) = run_distributed(formats, 1, str(tmp_path))
+    assert before == after and before[0] == {"log8"}
+
+
 def test_groups_and_parameters_keep_their_places():
     params = [[torch.nn.Parameter(torch.rand(n)) for n in sizes] for sizes in ([3, 5], [(2, 2), (4,)], [6])]
     stock = torch.optim.AdamW([{"params": held, "lr": 0.1 * i} for i, held in enumerate(params)])
