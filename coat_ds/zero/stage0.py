@@ -133,8 +133,8 @@ def _check_groups(found: int, params: Sequence[list[torch.Tensor]]) -> None:
 def _of_another_model(number: int, found: str, held: list[torch.Tensor]) -> ValueError:
     return ValueError(
         f"load_checkpoint: parameter group {number} of the checkpoint has {found}, the model's has "
-        f"{sum(p.numel() for p in held):,} in {len(held)}, or others. Load a checkpoint of the same model with "
-        "the same parameters frozen."
+        f"{sum(p.numel() for p in held):,} in {len(held)}, or others. Load a checkpoint of the same model, "
+        "with the same parameters frozen."
     )
 
 

@@ -159,7 +159,9 @@ def runs(found):
     return found["runs"]
 
 
-@pytest.mark.parametrize("ours, stock", [("ours", "stock"), ("frozen", "stock frozen"), ("leaf", "stock leaf")])
+@pytest.mark.parametrize(
+    "ours, stock", [("ours", "stock"), ("frozen", "stock frozen"), ("leaf", "stock leaf")]
+)
 def test_what_is_computed_stays(runs, ours, stock):
     assert runs[ours]["losses"] == runs[stock]["losses"]
     assert runs[ours]["losses"][-1] < runs[ours]["losses"][0]

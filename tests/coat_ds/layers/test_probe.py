@@ -36,7 +36,9 @@ class Weighed(nn.SiLU):
         return super().forward(x) if weight is None else super().forward(x) * weight
 
 
-@pytest.mark.parametrize("other", [Weighed(), nn.AvgPool1d(2), nn.Dropout(0.5)], ids=lambda x: type(x).__name__)
+@pytest.mark.parametrize(
+    "other", [Weighed(), nn.AvgPool1d(2), nn.Dropout(0.5)], ids=lambda x: type(x).__name__
+)
 def test_what_is_no_activation(other):
     assert probe.activation_kind(other) is None
 
@@ -139,6 +141,7 @@ def test_gated_feed_forwards_of_any_names(sizes, act, kind):
 
 def test_products():
     """GPT-2's lies the other way round, and reads its width."""
+
     class Scaled(nn.Linear):
         def forward(self, x):
             return super().forward(x) * 2
