@@ -129,7 +129,7 @@ def finish(engine, prepared: Prepared) -> None:
 
 
 def give_back(prepared: Prepared) -> None:
-    """Makes the model what it was before `prepare`, unless a later engine has it. May be called again."""
+    """Gives the model's layers back, unless a later engine has it. May be called again."""
     prepared.units.undo()
     model = prepared.model
     if model is None or _owners.get(model) is not prepared.owner:
