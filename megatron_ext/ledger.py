@@ -1,5 +1,6 @@
 """Counts the bytes that decoder layers save for backward, and those of their cached weights."""
 
+import contextlib
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
@@ -39,23 +40,23 @@ def saved_bytes(model: torch.nn.Module | Iterable[torch.nn.Module], run: Callabl
     }
     saved = SavedStorages(existing.__contains__)
     tokens: list[int] = []
-    hooks = None
+    hooks = contextlib.ExitStack()
 
     def enter(module, args, kwargs):
-        nonlocal hooks
         hidden_states = args[0] if args else kwargs["hidden_states"]
         tokens.append(hidden_states.shape[0] * hidden_states.shape[1])
-        hooks = saved.counting()
-        hooks.__enter__()
+        hooks.enter_context(saved.counting())
 
     def leave(module, args, output):
-        hooks.__exit__(None, None, None)
+        hooks.close()
 
     handles = [layer.register_forward_pre_hook(enter, with_kwargs=True) for layer in layers]
     handles += [layer.register_forward_hook(leave) for layer in layers]
     try:
         run()
     finally:
+        # of a layer that has failed
+        hooks.close()
         for handle in handles:
             handle.remove()
     if not tokens:

@@ -2,12 +2,13 @@
 
 import functools
 import logging
+import weakref
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
 
-from coat_ds.config import CoatConfig
+from coat_ds.config import CoatConfig, CoatConfigError
 from coat_ds.layers.inventory import layers_of
 from coat_ds.optim.optimizer import CoatAdamW
 from coat_ds.patches import Patch
@@ -35,13 +36,20 @@ DESTROY = Patch(
     parameters=(),
 )
 
+# the engine that was last prepared of a model, which alone gives the model's layers back
+_owners: weakref.WeakKeyDictionary[torch.nn.Module, object] = weakref.WeakKeyDictionary()
+
 
 class Prepared(NamedTuple):
     """What `finish` needs of `prepare`."""
 
     coat: CoatConfig
+    model: torch.nn.Module | None
+    """None if the block is disabled."""
     why: str
     """Why linear layers that stay as they are do."""
+    owner: object
+    """Stands for the engine that is to be built."""
     units: LayerUnits
 
 
@@ -63,12 +71,18 @@ def prepare(arguments: dict[str, Any]) -> Prepared:
         config_class.zero_force_ds_cpu_optimizer = False
     model = arguments.get("model") if coat.enabled else None
     why = "" if model is None else _prepare_layers(model, coat, config)
-    return Prepared(coat, why, LayerUnits(model, coat.zero3_layer_units, config_class.zero_config))
+    owner = object()
+    if model is not None:
+        _owners[model] = owner
+    units = LayerUnits(model, coat.zero3_layer_units, config_class.zero_config)
+    return Prepared(coat, model, why, owner, units)
 
 
 def _prepare_layers(model: torch.nn.Module, coat: CoatConfig, config: Mapping[str, Any]) -> str:
     from deepspeed.accelerator import get_accelerator
 
+    # of an earlier engine
+    recompute.keep_inputs(model)
     obstacle = no_conversion(config, coat.activations, torch.device(get_accelerator().current_device_name()))
     if section(config, "bf16").get("enabled") and any(p.dtype == torch.float16 for p in model.parameters()):
         # as DeepSpeed does next; layers in FP16 cannot be converted
@@ -76,18 +90,21 @@ def _prepare_layers(model: torch.nn.Module, coat: CoatConfig, config: Mapping[st
     why = prepare_layers(model, coat.activations, "activations" in config.get("coat", {}), obstacle)
     if coat.require:
         # before the engine takes any memory
-        idle_layers(coat, layers_of(model, why))
+        try:
+            idle_layers(coat, layers_of(model, why))
+        except CoatConfigError:
+            undo(model)
+            raise
     return why
 
 
 def finish(engine, prepared: Prepared) -> None:
     """After `engine` was built of what `prepare` left."""
-    coat, why, units = prepared
+    coat, why, units = prepared.coat, prepared.why, prepared.units
     if not coat.enabled:
         return
     take_exchanged(engine.module)
     units.complete()
-    _undo_at_the_end(engine, units)
     lighten_module_hooks(engine.module)
     if coat.optimizer.enabled:
         link_partitions(engine.optimizer, engine.basic_optimizer)
@@ -108,21 +125,31 @@ def finish(engine, prepared: Prepared) -> None:
     watch = watch_engine(engine, coat.watch, coat.optimizer.enabled)
     optimizer = engine.basic_optimizer if coat.optimizer.enabled else None
     engine.coat = Status(coat, layers, units, optimizer, watch)
+    _give_back_at_the_end(engine, prepared)
     say(str(engine.coat))
 
 
-def _undo_at_the_end(engine, units: LayerUnits) -> None:
+def give_back(prepared: Prepared) -> None:
+    """Gives the model's layers back, unless a later engine has it. May be called again."""
+    prepared.units.undo()
+    model = prepared.model
+    if model is None or _owners.get(model) is not prepared.owner:
+        return
+    recompute.keep_inputs(model)
+    try:
+        undo(model)
+    except RuntimeError as error:
+        say(f"COAT: layers stay converted: {error}", logging.WARNING)
+
+
+def _give_back_at_the_end(engine, prepared: Prepared) -> None:
     def make(destroy: Callable) -> Callable:
         @functools.wraps(destroy)
         def destroy_engine():
             if engine.coat.watch is not None:
                 engine.coat.watch.close()
             destroy()
-            units.undo()
-            try:
-                undo(engine.module)
-            except RuntimeError as error:
-                say(f"COAT: layers stay converted: {error}", logging.WARNING)
+            give_back(prepared)
 
         return destroy_engine
 

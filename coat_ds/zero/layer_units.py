@@ -30,6 +30,7 @@ import functools
 from collections.abc import Callable, Iterator
 
 import torch
+from torch.utils.hooks import RemovableHandle
 
 from coat_ds.layers.replaced import replaced
 from coat_ds.patches import Patch
@@ -61,7 +62,8 @@ class LayerUnits:
     def __init__(self, model: torch.nn.Module | None, wanted: str | bool, zero):
         self.chosen: dict[str, torch.nn.Module] = {}
         self.reasons: dict[str, str] = {}
-        self._handles: list = []
+        # hooks of the layers that have become units
+        self._handles: dict[torch.nn.Module, RemovableHandle] = {}
         self._zero = zero
         if model is None or zero.stage != 3:
             return
@@ -109,20 +111,19 @@ class LayerUnits:
                 register_external_parameter(layer, p)
             # in front of DeepSpeed's own
             hook = layer.register_forward_pre_hook(_input_first, prepend=True, with_kwargs=True)
-            self._handles.append(hook)
+            self._handles[layer] = hook
             layer.zero3_unit = True
 
     def undo(self) -> None:
         """Takes back what was done to the layers. May be called again."""
-        for layer in self.chosen.values():
+        for layer, handle in self._handles.items():
             from deepspeed.runtime.zero.partition_parameters import unregister_external_parameter
 
             for p in layer.parameters():
                 unregister_external_parameter(layer, p)
             layer.zero3_unit = False
-        for handle in self._handles:
             handle.remove()
-        self.chosen, self._handles = {}, []
+        self.chosen, self._handles = {}, {}
 
     def summary(self) -> str | None:
         """For the log; None if no layer could be a unit."""
@@ -141,10 +142,11 @@ class LayerUnits:
 def _layers(model: torch.nn.Module, wanted: str | bool) -> dict[str, torch.nn.Module]:
     """Layers with parameters, by name, none of them inside of another."""
     found: dict[str, torch.nn.Module] = {}
+    inside: set[torch.nn.Module] = set()
     for name, module in model.named_modules():
-        inside = any(name.startswith(f"{outer}.") for outer in found)
-        if not inside and _is_layer(module, wanted) and any(True for _ in module.parameters()):
+        if module not in inside and _is_layer(module, wanted) and any(True for _ in module.parameters()):
             found[name] = module
+            inside.update(module.modules())
     return found
 
 

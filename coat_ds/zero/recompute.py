@@ -91,12 +91,19 @@ def compressed(group_size: int) -> Iterator[None]:
 def compress_inputs(module: torch.nn.Module, group_size: int) -> None:
     """Has every forward pass of `module` run in `compressed`."""
     forward = module.forward
-    if isinstance(forward, functools.partial) and forward.func is _in_compressed:
-        # of an earlier engine
-        forward = forward.args[0]
     # not hooks, of which torch runs none after a KeyboardInterrupt; and no closure, since a copy of the
     # module has to call its own forward
     module.forward = functools.update_wrapper(functools.partial(_in_compressed, forward, group_size), forward)
+
+
+def keep_inputs(module: torch.nn.Module) -> None:
+    """Undoes `compress_inputs`, if it was done."""
+    forward = vars(module).get("forward")
+    if isinstance(forward, functools.partial) and forward.func is _in_compressed:
+        del module.forward
+        if module.forward != forward.args[0]:
+            # that of a converted layer, say
+            module.forward = forward.args[0]
 
 
 def _in_compressed(forward: Callable, group_size: int, *args, **kwargs):

@@ -77,7 +77,11 @@ def taken_apart(packed: dict[str, Any], params: Sequence[list[torch.Tensor]]) ->
     states, groups, masters, count = {}, [], [], itertools.count()
     saved = packed[STATES]
     _check_groups(len(saved["param_groups"]), params)
-    for group, flat, held in zip(saved["param_groups"], packed[FLAT], params, strict=True):
+    for number, (group, flat, held) in enumerate(
+        zip(saved["param_groups"], packed[FLAT], params, strict=True)
+    ):
+        if flat.numel() != sum(p.numel() for p in held):
+            raise _of_another_model(number, f"{flat.numel():,} elements", held)
         indices = list(itertools.islice(count, len(held)))
         masters.append(_cut(flat.detach(), held))
         for name, value in saved["state"].get(group["params"][0], {}).items():
@@ -104,11 +108,8 @@ def put_together(packed: dict[str, Any], params: Sequence[list[torch.Tensor]]) -
         zip(saved["param_groups"], packed[APART], params, strict=True)
     ):
         if [tuple(m.shape) for m in masters] != [tuple(p.shape) for p in held]:
-            raise ValueError(
-                f"load_checkpoint: parameter group {number} of the checkpoint has {len(masters)} parameters "
-                f"of {sum(m.numel() for m in masters):,} elements in all, the model's has {len(held)} of "
-                f"{sum(p.numel() for p in held):,}, or others. Load a checkpoint of the same model."
-            )
+            elements = sum(m.numel() for m in masters)
+            raise _of_another_model(number, f"{elements:,} elements in {len(masters)} parameters", held)
         entries = [saved["state"].get(index) for index in group["params"]]
         if any(entries):
             states[number] = {
@@ -127,6 +128,14 @@ def _check_groups(found: int, params: Sequence[list[torch.Tensor]]) -> None:
             f"load_checkpoint: the checkpoint has {found} parameter groups, the optimizer {len(params)}. "
             "Make the same groups."
         )
+
+
+def _of_another_model(number: int, found: str, held: list[torch.Tensor]) -> ValueError:
+    return ValueError(
+        f"load_checkpoint: parameter group {number} of the checkpoint has {found}, the model's has "
+        f"{sum(p.numel() for p in held):,} in {len(held)}, or others. Load a checkpoint of the same model, "
+        "with the same parameters frozen."
+    )
 
 
 def _cut(flat: torch.Tensor, params: list[torch.Tensor]) -> list[torch.Tensor]:

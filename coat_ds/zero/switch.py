@@ -18,7 +18,6 @@ ignore both.
 
 import contextlib
 import functools
-import importlib.util
 import inspect
 import logging
 import os
@@ -109,9 +108,14 @@ def _honouring(original: Callable) -> Callable:
         from coat_ds.zero import engine
 
         prepared = engine.prepare(bound.arguments)
-        with prepared.units.building():
-            original(*bound.args, **bound.kwargs)
-        engine.finish(self, prepared)
+        try:
+            with prepared.units.building():
+                original(*bound.args, **bound.kwargs)
+            engine.finish(self, prepared)
+        except BaseException:
+            # the next engine of this model may have no block
+            engine.give_back(prepared)
+            raise
 
     return __init__
 
@@ -145,14 +149,18 @@ class _Finder:
     def find_spec(self, name, path=None, target=None):
         if name != ENGINE_MODULE:
             return None
-        sys.meta_path.remove(self)
-        spec = importlib.util.find_spec(name)
+        others = [finder for finder in sys.meta_path if finder is not self]
+        spec = next(filter(None, (finder.find_spec(name, path, target) for finder in others)), None)
         if spec is None:
             return None
         execute = spec.loader.exec_module
 
         def exec_module(module):
+            # an import that fails may be tried again
             execute(module)
+            if self not in sys.meta_path:
+                return
+            sys.meta_path.remove(self)
             # a DeepSpeed that is not as expected is an error where there is a block, not here
             if hasattr(module, "DeepSpeedEngine"):
                 self._patch.apply(self._make, checked=False)

@@ -114,8 +114,13 @@ def _saving(engine, watch: Watch, save: Callable) -> Callable:
         name = f"global_step{engine.global_steps}" if tag is None else str(tag)
         watch.take_in()
         result = save(save_dir, tag, *args, **kwargs)
-        if engine.global_rank == 0 and any(watch.fallback.state().values()):
-            (Path(save_dir) / name / FILE).write_text(json.dumps(watch.fallback.state(), indent=2) + "\n")
+        if engine.global_rank == 0:
+            path, state = Path(save_dir) / name / FILE, watch.fallback.state()
+            if any(state.values()):
+                path.write_text(json.dumps(state, indent=2) + "\n")
+            else:
+                # of an earlier checkpoint of this name
+                path.unlink(missing_ok=True)
         return result
 
     return save_checkpoint

@@ -173,6 +173,63 @@ def test_bf16_masters_that_the_host_zeroes_move_on(where, request):
         assert after.isfinite().all() and (after.abs() > 1e-5).float().mean() > 0.99
 
 
+def formats(folder):
+    """What an engine's states are stored in, before and after it has loaded those of an engine of another
+    format from a universal checkpoint."""
+    run, engines = cell(1, "fp32"), []
+    for universal, second in ((False, "fp8_expanded"), (True, "log8")):
+        config = ds_config(run, True) | {"checkpoint": {"load_universal": universal}}
+        config["coat"]["optimizer"] |= {"exp_avg_sq_format": second}
+        engines.append(coat_ds.initialize(model=run["model"](), config=config)[0])
+    first, second = engines
+    train_step(first, 0)
+    first.save_checkpoint(folder, tag="first")
+    to_universal(folder, "first")
+    found = []
+    for load in (lambda: None, lambda: second.load_checkpoint(folder, tag="first_universal")):
+        load()
+        groups = second.basic_optimizer.param_groups
+        found.append(({g["exp_avg_sq_format"] for g in groups}, second.coat.states["by_codec"]))
+    return found
+
+
+def test_a_universal_checkpoint_leaves_formats_as_the_block_says(tmp_path):
+    ((before, after),) = run_distributed(formats, 1, str(tmp_path))
+    assert before == after and before[0] == {"log8"}
+
+
+def test_groups_and_parameters_keep_their_places():
+    params = [[torch.nn.Parameter(torch.rand(n)) for n in sizes] for sizes in ([3, 5], [(2, 2), (4,)], [6])]
+    stock = torch.optim.AdamW([{"params": held, "lr": 0.1 * i} for i, held in enumerate(params)])
+    # one parameter, and one group, had no gradient yet
+    for p in (params[0][1], *params[1]):
+        p.grad = torch.rand_like(p)
+    stock.step()
+    packed = {stage0.STATES: stock.state_dict(), stage0.APART: [[p.detach() for p in g] for g in params]}
+    joined = stage0.put_together(packed, params)
+    states, groups = joined[stage0.STATES]["state"], joined[stage0.STATES]["param_groups"]
+    assert set(states) == {0, 1} and [g["params"] for g in groups] == [[0], [1], [2]]
+    assert [g["lr"] for g in groups] == [0.0, 0.1, 0.2]
+    first, second = (stock.state[p]["exp_avg"] for p in (params[0][1], params[1][0]))
+    assert torch.equal(states[0]["exp_avg"], torch.cat([torch.zeros(3), first]))
+    apart = stage0.taken_apart(joined, params)
+    states, groups = apart[stage0.STATES]["state"], apart[stage0.STATES]["param_groups"]
+    assert [g["params"] for g in groups] == [[0, 1], [2, 3], [4]] and set(states) == {0, 1, 2, 3}
+    assert torch.equal(states[1]["exp_avg"], first) and torch.equal(states[2]["exp_avg"], second)
+    # a file holds the whole of what a tensor is a part of
+    parts = [part for held in apart[stage0.APART] for part in held]
+    assert all(t.untyped_storage().nbytes() == t.nbytes for t in (*parts, states[2]["exp_avg"]))
+
+    other = [[torch.nn.Parameter(torch.rand(n)) for n in (3, 5)], [torch.nn.Parameter(torch.rand(8))]]
+    others = {"other shapes": [*params[:1], [p.mT if p.dim() == 2 else p[:2] for p in params[1]], params[2]]}
+    others |= {"frozen": [params[0][:1], *params[1:]], "fewer groups": other}
+    for held in others.values():
+        with pytest.raises(ValueError, match="load_checkpoint: .*(the same model|the same groups)"):
+            stage0.put_together(packed, held)
+        with pytest.raises(ValueError, match="load_checkpoint: .*(the same model|the same groups)"):
+            stage0.taken_apart(joined, held)
+
+
 def test_the_most_steps_count_where_one_master_takes_the_place_of_several():
     """A parameter that had no gradient at first has made fewer."""
     params = [torch.nn.Parameter(torch.full((n,), float(n))) for n in (3, 5)]

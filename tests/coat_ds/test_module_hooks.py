@@ -110,9 +110,14 @@ def _compiled() -> list[float]:
     return losses
 
 
-def _run(frozen: bool) -> dict:
+def _run(frozen: bool = False, leaf: bool = False) -> dict:
+    from deepspeed.utils import set_z3_leaf_modules
+
     torch.manual_seed(0)
     model = Model()
+    if leaf:
+        # gathered whole, though the weights are of its parts
+        set_z3_leaf_modules(model, [Block])
     model.whole.lend.requires_grad_(not frozen)
     engine = _engine(model)
     names = {module: name for name, module in engine.module.named_modules()}
@@ -137,10 +142,10 @@ def _run(frozen: bool) -> dict:
 
 def _worker():
     torch.distributed.init_process_group("gloo")
-    runs = {"ours": _run(False), "frozen": _run(True)}
+    runs = {"ours": _run(), "frozen": _run(frozen=True), "leaf": _run(leaf=True)}
     compiled = [_compiled()]
     with mock.patch("coat_ds.zero.engine.lighten_module_hooks"):
-        runs |= {"stock": _run(False), "stock frozen": _run(True)}
+        runs |= {"stock": _run(), "stock frozen": _run(frozen=True), "stock leaf": _run(leaf=True)}
         return {"runs": runs, "compiled": [*compiled, _compiled()]}
 
 
@@ -154,7 +159,9 @@ def runs(found):
     return found["runs"]
 
 
-@pytest.mark.parametrize("ours, stock", [("ours", "stock"), ("frozen", "stock frozen")])
+@pytest.mark.parametrize(
+    "ours, stock", [("ours", "stock"), ("frozen", "stock frozen"), ("leaf", "stock leaf")]
+)
 def test_what_is_computed_stays(runs, ours, stock):
     assert runs[ours]["losses"] == runs[stock]["losses"]
     assert runs[ours]["losses"][-1] < runs[ours]["losses"][0]
@@ -169,7 +176,9 @@ def test_a_compiled_model_trains_as_before(found):
 
 def test_notes_get_through(runs):
     for name, run in runs.items():
-        assert run["maxima"] == run["handed_on"] == [not name.startswith("stock")] * 2
+        # within a leaf there are no nodes
+        arrives = not name.startswith("stock") or name.endswith("leaf")
+        assert run["maxima"] == run["handed_on"] == [arrives] * 2
         assert not run["on_weights"]
 
 
@@ -179,6 +188,8 @@ def test_modules_without_weights_are_passed_by(runs):
     weightless = {"", "whole.blocks", "whole.blocks.0", "whole.blocks.1", "whole.given"}
     for visits in runs["ours"]["visits"][1:]:
         assert set(visits) == weighty
+    for visits in runs["leaf"]["visits"][1:]:
+        assert {"whole.blocks.0", "whole.blocks.1"} <= set(visits)
     # released behind those when a forward is recomputed
     for name in ("stock", "frozen"):
         assert weightless <= set(runs[name]["visits"][-1])

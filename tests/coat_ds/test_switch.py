@@ -170,6 +170,19 @@ def test_torch_imports_where_the_package_is_not_whole(site, python, tmp_path):
     assert said.count("\n") == 1 and "SyntaxError" in said
 
 
+HALF = """
+import os
+
+if "READY" not in os.environ:
+    raise RuntimeError("not yet")
+
+
+class DeepSpeedEngine:
+    def __init__(self, model, optimizer=None, config_class=None):
+        pass
+"""
+
+
 def test_a_deepspeed_of_another_shape(site, tmp_path):
     """It imports; where it has no engine, that is a missing module."""
     runtime = tmp_path / "deepspeed/runtime"
@@ -188,6 +201,18 @@ except ModuleNotFoundError as error:
     assert run(site, code, PYTHONPATH=path) == "No module named 'deepspeed.runtime.engine'"
     (runtime / "engine.py").write_text("version = 1")
     assert run(site, code, PYTHONPATH=path) == 1
+    # the first import fails, and whoever tries again gets an engine that honours the block
+    (runtime / "engine.py").write_text(HALF)
+    code = """
+import json, os, torch
+for _ in range(2):
+    try:
+        from deepspeed.runtime.engine import DeepSpeedEngine
+    except RuntimeError:
+        os.environ["READY"] = "1"
+print("RESULT " + json.dumps(hasattr(DeepSpeedEngine.__init__, "__wrapped__")))
+"""
+    assert run(site, code, PYTHONPATH=path)
 
 
 def test_a_finder_waits_for_deepspeed(site):

@@ -54,6 +54,19 @@ def test_gradient_against_autograd(shape, device):
     assert rel_rms(actual, expected) < 2**-22
 
 
+def test_inputs_that_are_views(kernels, device):
+    """Of tokens in another order, and gradients of channels that are apart."""
+    mixed, *rest = inputs(SHAPES[1], device)
+    found = []
+    for x, apart in ((mixed, False), (mixed.transpose(0, 1).contiguous().transpose(0, 1), True)):
+        x.requires_grad_()
+        qkv = rope.rotate_qkv(x, *rest)
+        grads = [t.detach().mT.contiguous().mT if apart else t.detach() for t in qkv]
+        codes = rope.rotate_qkv_backward_operands(*grads, *rest[:2], PredictedScale(E5M2), sums=True)
+        found.append((*qkv, *torch.autograd.grad(qkv, x, grads), codes.rows.float(), codes.sums))
+    assert all(map(torch.equal, *found))
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_kernels_equal_the_reference(shape, dtype, device):
@@ -91,6 +104,27 @@ def test_backward_hands_its_maxima_on(device):
     q, k, v = rope.rotate_qkv(Watch.apply(mixed), *rest)
     (q.sum() + 2 * k.sum() + 3 * v.sum()).backward()
     assert seen["maxima"].amax() == seen["grad"].abs().amax()
+
+
+@pytest.mark.parametrize(
+    ("width", "table", "words"),
+    [
+        (6 * 8, (5, 4), "cosines and sines of shape .5, 8.*found .5, 4."),
+        (6 * 8, (4, 8), "found .4, 8."),
+        (6 * 8, (5, 1, 8), "found .5, 1, 8."),
+        (5 * 8, (5, 8), "multiple of 2 groups x 8 channels, at least three times that; found 40"),
+        # a key and a value each, and no query
+        (4 * 8, (5, 8), "at least three times that; found 32"),
+    ],
+)
+def test_what_does_not_belong_together(width, table, words):
+    cos = torch.ones(table)
+    with pytest.raises(ValueError, match=words):
+        rope.rotate_qkv(torch.ones(5, 1, width), cos, cos, 2, 8)
+    with pytest.raises(ValueError, match="found .5, 8. and .5, 6."):
+        rope.rotate_qkv(torch.ones(5, 1, 48), torch.ones(5, 8), torch.ones(5, 6), 2, 8)
+    with pytest.raises(ValueError, match="an even number of channels"):
+        rope.rotate_qkv(torch.ones(5, 1, 42), torch.ones(5, 7), torch.ones(5, 7), 2, 7)
 
 
 def test_operators_are_sound(device):

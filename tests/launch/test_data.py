@@ -8,6 +8,7 @@ from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
 from coat_launch.data import load_corpus, padded_vocab_size
 from coat_launch.errors import DataError
+from coat_launch.split import Split
 from coat_launch.tokenizer import Tokenizer
 
 END = 256
@@ -134,6 +135,12 @@ def test_an_epoch_visits_each_sample_once_and_the_next_in_another_order(tmp_path
     documents = sorted(split.sample(i)[:-1].tolist() for i in range(count))
     assert sorted(epochs[0]) == sorted(epochs[1]) == documents
     assert epochs[0] != epochs[1]
+    # nor is it an order of another seed
+    rest = {"seq_length": 32, "vocab_size": split._vocab_size}
+    for seed in (2, 4):
+        other = Split(split._sources, split._documents, seed=seed, **rest)
+        orders = [other.batch(range(first, first + count)).tokens.tolist() for first in (0, count)]
+        assert not any(order in epochs for order in orders)
     # going back gives the same again: nothing depends on what was asked before
     assert split.batch(range(count)).tokens.tolist() == epochs[0]
 
@@ -356,9 +363,9 @@ def test_errors(tmp_path, name, message):
 
 
 def test_token_id_outside_the_vocabulary(tmp_path):
-    prefix = write_indexed(tmp_path / "d", [[[1, 2, 9] * 10]] * 4)
+    prefix = write_indexed(tmp_path / "d", [[[1, 2, 8] * 10]] * 4)
     corpus = load_corpus([prefix], seq_length=4, seed=0, vocab_size=8)
-    with pytest.raises(DataError, match="token id 9, but the vocabulary has 8 ids"):
+    with pytest.raises(DataError, match="token id 8, but the vocabulary has 8 ids"):
         corpus.train.batch([0])
 
 

@@ -160,6 +160,18 @@ def test_one_of_many_takes_over(tmp_path, take):
     assert os.listdir(tmp_path) == [NAME]
 
 
+def test_a_lock_that_somebody_has_just_taken_over_stays(tmp_path):
+    """Between the look at the lock left behind and the turn to replace it."""
+    lock = held_by(tmp_path, started=1)
+    before = Owner.read(tmp_path / NAME)
+    OutputLock(tmp_path).take(print)
+    now = (tmp_path / NAME).read_bytes()
+    prepared = tmp_path / "prepared"
+    prepared.write_text("{}")
+    assert not lock._replace(before, prepared)
+    assert (tmp_path / NAME).read_bytes() == now
+
+
 def test_without_hard_links(tmp_path, monkeypatch):
     def link(source, target):
         raise PermissionError(1, "Operation not permitted")

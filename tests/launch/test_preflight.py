@@ -13,9 +13,9 @@ import pytest
 from deepspeed.launcher import runner
 from torch.distributed.elastic.utils import macros
 
-from coat_launch import preflight
+from coat_launch import config_path, preflight
 from coat_launch.args import parse_args
-from coat_launch.commands import check_handed_on
+from coat_launch.commands import check_handed_on, command, environment
 from coat_launch.settings import ClusterError, Settings
 from tests.util import free_port
 
@@ -216,6 +216,34 @@ def test_dry_run_prints_what_each_node_runs(tmp_path):
     script = first.index("/megatron/pretrain_gpt.py")
     assert first[script:] == second[second.index("/megatron/pretrain_gpt.py") :]
     assert first[first.index("--spec") :][:3] == ["--spec", "megatron_ext.with_optimizer", "coat_layer_spec"]
+
+
+def test_each_node_is_told_its_part(tmp_path):
+    mine = settings(tmp_path, NODES="2", NODE_RANK="1", MASTER_ADDR="a", INTERFACE="lo")
+    first, second = (command(mine, rank, []) for rank in range(2))
+    assert "--rdzv-conf=is_host=1" in first and "--rdzv-conf=is_host=0" in second
+    # the address of an interface is known on its own node
+    assert "--local-addr=127.0.0.1" in second and not any("--local-addr" in word for word in first)
+
+
+@pytest.mark.parametrize("tensor_size", [1, 2])
+@pytest.mark.parametrize("untied", [True, False])
+def test_megatron_is_told_what_the_model_is(tmp_path, tensor_size, untied):
+    shape = json.loads(Path(config_path("model_quickstart.json")).read_text())
+    shape |= {"layernorm_epsilon": 1e-3, "rotary_base": 500, "untie_embeddings_and_output_weights": untied}
+    (tmp_path / "model.json").write_text(json.dumps(shape))
+    sizes = {"GPUS_PER_NODE": "2", "TENSOR_SIZE": str(tensor_size)}
+    mine = settings(
+        tmp_path, "megatron", MEGATRON_PATH="/m", MODEL_CONFIG=str(tmp_path / "model.json"), **sizes
+    )
+    words = command(mine, 0, [])
+    values = dict(zip(words, words[1:], strict=False))
+    assert values["--norm-epsilon"] == "0.001" and values["--rotary-base"] == "500"
+    assert ("--untie-embeddings-and-output-weights" in words) == untied
+    assert ("--sequence-parallel" in words) == (tensor_size == 2)
+    own = environment(mine, {"PYTHONPATH": "/mine", "OMP_NUM_THREADS": "3"})
+    assert own["PYTHONPATH"] == f"/m{os.pathsep}/mine" and own["OMP_NUM_THREADS"] == "3"
+    assert own.get("CUDA_DEVICE_MAX_CONNECTIONS") == (None if tensor_size == 1 else "1")
 
 
 def test_launchers_are_refused_where_they_would_not_work(tmp_path, good, monkeypatch):

@@ -17,6 +17,7 @@ import torch
 from coat_ds.watch.outs import read
 from coat_ds.zero.deepspeed_config import optimizer_options
 from coat_launch import pretrain_gpt, report
+from coat_launch.args import parse_args
 from coat_launch.deepspeed_config import set_batch_sizes, use_torch_adamw
 from coat_launch.errors import LaunchError
 from coat_launch.model import warmup_cosine
@@ -282,7 +283,8 @@ def test_batch_sizes():
     config = {"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 3}
     assert set_batch_sizes(config, none, ranks=4) == (2, 24)
     given = Namespace(micro_batch_size=2, global_batch_size=16)
-    assert set_batch_sizes({}, given, ranks=2) == (2, 16)
+    for config in ({}, {"train_micro_batch_size_per_gpu": 8, "train_batch_size": 32}):
+        assert set_batch_sizes(config, given, ranks=2) == (2, 16)
     config = {"train_batch_size": 64}
     assert set_batch_sizes(config, none, ranks=2) == (4, 64)
     assert config["gradient_accumulation_steps"] == 8
@@ -335,3 +337,5 @@ def test_schedule():
     assert factors[0] == 0.1 and factors[9] == 1.0 == factors[10]
     assert factors[60] == pytest.approx(0.55) and factors[110] == factors[111] == pytest.approx(0.1)
     assert warmup_cosine(0, warmup=0, total=1) == 1.0
+    given = [[], ["--warmup-steps", "0"]]
+    assert [parse_args(["--steps", "50", *more]).warmup_steps for more in given] == [5, 0]

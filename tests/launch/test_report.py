@@ -47,6 +47,7 @@ def test_metrics_survive_a_crash_and_a_resume(tmp_path):
         ("coat", 3),
     ]
     assert report.read_metrics(path)[-1]["loss"] == 0.25
+    resumed.write(0, val_loss=5.0)
     report.MetricsWriter(path, "coat")
     assert [r["run"] for r in report.read_metrics(path)] == ["bf16"]
 

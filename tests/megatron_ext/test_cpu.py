@@ -54,6 +54,11 @@ def test_enable_and_disable_restore_everything(disabled, caplog, monkeypatch):
     assert all(name in record.getMessage() for _, name in PLACES)
 
 
+def test_no_cuda_is_for_what_is_enabled(disabled):
+    with cpu.no_cuda():
+        assert torch.empty(1).type() == "torch.FloatTensor"
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="for machines without a GPU")
 def test_forked_random_states_are_independent(disabled):
     cpu.enable()
@@ -98,10 +103,13 @@ def test_scripts_run_as_if_there_were_a_gpu(tmp_path):
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="for machines without a GPU")
-def test_what_scripts_see_is_taken_back(disabled):
+def test_what_scripts_see_is_taken_back(disabled, monkeypatch):
+    # of four processes two are on this machine
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    monkeypatch.setenv("WORLD_SIZE", "4")
     cuda, available = dict(vars(torch.cuda)), torch.accelerator.is_available
     cpu.enable()
     cpu._pretend()
-    assert torch.cuda.is_available()
+    assert torch.cuda.is_available() and torch.cuda.device_count() == 2
     cpu.disable()
     assert dict(vars(torch.cuda)) == cuda and torch.accelerator.is_available is available

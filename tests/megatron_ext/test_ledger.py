@@ -85,6 +85,22 @@ def test_a_forward_of_something_else_is_an_error():
     assert not layer._forward_hooks and not layer._forward_pre_hooks
 
 
+def test_nothing_is_counted_behind_a_layer_that_fails():
+    def fails(x):
+        raise MemoryError
+
+    with pytest.raises(MemoryError):
+        count(Layer(torch.ones_like), Layer(fails))
+    # nothing holds on to what later forwards save
+    assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
+
+
+def test_buffers_do_not_count():
+    layer = Layer(lambda x: layer.table)
+    layer.register_buffer("table", torch.ones(S, 1, H))
+    assert count(layer).total == S * B * H * 4
+
+
 def test_backward_works_while_counting():
     layer = Layer(lambda x: x)
     x = torch.full((S, B, H), 3.0, requires_grad=True)

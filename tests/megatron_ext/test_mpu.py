@@ -16,6 +16,20 @@ def _loss(model):
     return model(tokens, torch.arange(S).expand(B, S), None, labels=tokens).mean()
 
 
+def _shared_gradients():
+    """Of parameters that see a part of the data each, two of which autograd hands one tensor."""
+    from megatron_ext.mpu import sum_shared_gradients
+
+    model = torch.nn.ParameterDict({name: torch.ones(3) for name in ("a", "b", "whole", "frozen")})
+    for name in ("a", "b", "frozen"):
+        model[name].sequence_parallel = True
+    model["frozen"].requires_grad_(False)
+    names = sum_shared_gradients(model)
+    both = (model["a"] + model["b"]) * torch.ones(3)
+    (both + 2 * model["whole"] + model["frozen"]).sum().backward()
+    return names, {name: p.grad.tolist() for name, p in model.items() if p.requires_grad}
+
+
 def _worker():
     import deepspeed
     from megatron.core import parallel_state
@@ -70,12 +84,19 @@ def _worker():
             engine.step()
             losses.append(loss.item())
             found.setdefault("norm", float(engine.get_global_grad_norm()))
+        found["shared"] = _shared_gradients()
         result[tp] = (
             found | groups | {"losses": losses, "dp": engine.dp_world_size, "mp": engine.mp_world_size}
         )
         parallel_state.destroy_model_parallel()
     parallel_state.initialize_model_parallel(context_parallel_size=2)
     result["context"] = (mpu.get_data_parallel_group_ranks(), mpu.get_model_parallel_world_size())
+    parallel_state.destroy_model_parallel()
+    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=2)
+    names = ("model", "pipeline_model", "tensor_model")
+    result["pipeline"] = [
+        getattr(mpu, f"get_{name}_parallel_{what}")() for name in names for what in ("rank", "world_size")
+    ]
     return result
 
 
@@ -83,6 +104,9 @@ def test_deepspeed_trains_over_megatrons_groups():
     ranks = run_distributed(_worker, 2)
     for rank, result in enumerate(ranks):
         one, two = result[1], result[2]
+        assert result["pipeline"] == [rank, 2, rank, 2, 0, 1]
+        assert one["shared"] == ([], {"a": [1.0] * 3, "b": [1.0] * 3, "whole": [2.0] * 3})
+        assert two["shared"] == (["a", "b"], {"a": [2.0] * 3, "b": [2.0] * 3, "whole": [2.0] * 3})
         # context-parallel ranks hold the same weights: data-parallel ones to DeepSpeed
         assert result["context"] == ([0, 1], 1)
         assert (one["dp"], one["mp"]) == (2, 1) and (two["dp"], two["mp"]) == (1, 2)

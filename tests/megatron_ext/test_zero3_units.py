@@ -428,3 +428,7 @@ def test_what_cannot_be_a_unit():
     )
     assert LayerUnits(model, True, SimpleNamespace(stage=2)).summary() is None
     assert not plain.zero3_unit
+    # none inside of another, of which a model may be the outer one
+    whole = _Layer()
+    whole.inner = _Layer()
+    assert set(LayerUnits(whole, "auto", zero).chosen) == {""}

@@ -29,6 +29,20 @@ def test_activations(name):
     assert probe.activation_kind(transformers.activations.ACT2FN[name]) == ACTIVATIONS[name]
 
 
+class Weighed(nn.SiLU):
+    """One that may be given more than its input."""
+
+    def forward(self, x, *, weight=None):
+        return super().forward(x) if weight is None else super().forward(x) * weight
+
+
+@pytest.mark.parametrize(
+    "other", [Weighed(), nn.AvgPool1d(2), nn.Dropout(0.5)], ids=lambda x: type(x).__name__
+)
+def test_what_is_no_activation(other):
+    assert probe.activation_kind(other) is None
+
+
 def norms():
     from transformers.models.gemma2.modeling_gemma2 import Gemma2RMSNorm
     from transformers.models.llama.modeling_llama import LlamaRMSNorm
@@ -47,6 +61,14 @@ def norms():
         def forward(self, x):
             return F.rms_norm(x, x.shape[-1:], self.weight, 2 * self.variance_epsilon)
 
+    class Shifted(LlamaRMSNorm):
+        def __init__(self, h):
+            super().__init__(h)
+            self.bias = nn.Parameter(torch.zeros(h))
+
+        def forward(self, x):
+            return super().forward(x) + self.bias
+
     class Rounded(LlamaRMSNorm):
         def forward(self, x):
             return super().forward(x).bfloat16().to(x.dtype)
@@ -62,6 +84,8 @@ def norms():
         (Centered(), NormForm(True, True, 1e-4)),
         (OtherEps(32), None),
         (Rounded(32), None),
+        # the kernels add a bias to a LayerNorm alone
+        (Shifted(32), None),
         (nn.LayerNorm(32, elementwise_affine=False), None),
         (nn.GroupNorm(4, 32), None),
         (nn.BatchNorm1d(32), None),
@@ -84,6 +108,11 @@ class Gated(nn.Module):
         return self.how(self, x)
 
 
+class WithScale(Gated):
+    def forward(self, x, scale=1.0):
+        return super().forward(x) * scale
+
+
 @pytest.mark.parametrize("sizes", [(32, 48), (32, 32)], ids=["wide", "square"])
 @pytest.mark.parametrize(("act", "kind"), [(nn.SiLU(), "silu"), (nn.GELU(), "gelu"), (nn.Tanh(), None)])
 def test_gated_feed_forwards_of_any_names(sizes, act, kind):
@@ -103,6 +132,25 @@ def test_gated_feed_forwards_of_any_names(sizes, act, kind):
     ]
     for forward in others:
         assert probe.gated_form(Gated(*sizes, forward, act)) is None
+    # one that leads to another width, and one that takes a second input
+    wider = Gated(*sizes, wanted["w1 w3"], act)
+    wider.w2 = nn.Linear(sizes[1], 2 * sizes[0])
+    assert probe.gated_form(wider) is None
+    assert probe.gated_form(WithScale(*sizes, wanted["w1 w3"], act)) is None
+
+
+def test_products():
+    """GPT-2's lies the other way round, and reads its width."""
+
+    class Scaled(nn.Linear):
+        def forward(self, x):
+            return super().forward(x) * 2
+
+    conv = transformers.pytorch_utils.Conv1D(48, 32)
+    assert probe.is_product(conv, transposed=True) and not probe.is_product(conv, transposed=False)
+    for bias in (True, False):
+        assert probe.is_product(nn.Linear(32, 48, bias=bias), transposed=False)
+        assert not probe.is_product(Scaled(32, 48, bias=bias), transposed=False)
 
 
 def test_gate_and_up_in_one():
@@ -141,6 +189,8 @@ def test_dropout_is_seen_in_models_that_do_not_train_yet(rate):
 
     sizes = {"d_model": 32, "d_ff": 48, "feed_forward_proj": "gated-gelu"}
     mlp = T5DenseGatedActDense(T5Config(**sizes, dropout_rate=rate)).eval()
+    inner = nn.Sequential(nn.SiLU(), nn.Dropout(rate))
+    deep = Gated(32, 48, lambda m, x: m.w2(m.act(m.w1(x)) * m.w3(x)), inner).eval()
     sizes = {"vocab_size": 64, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 1}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "pad_token_id": 0}
     rates = {"attention_dropout": 0.1, "residual_dropout": rate, "attn_implementation": "sdpa"}
@@ -148,6 +198,7 @@ def test_dropout_is_seen_in_models_that_do_not_train_yet(rate):
     model = transformers.AutoModelForCausalLM.from_config(config).eval()
     state = torch.get_rng_state()
     assert (probe.gated_form(mlp) is None) == bool(rate) and not mlp.dropout.training
+    assert (probe.gated_form(deep) is None) == bool(rate) and not inner[1].training
     coat_ds.convert(model)
     assert torch.get_rng_state().equal(state)
     assert len(coat_ds.conversion_of(model).converted["layer"]) == (not rate)

@@ -118,8 +118,12 @@ def outlier_run(folder, act):
     fallback, forward = resumed.coat.watch.fallback, resumed.module.model.layers[0].mlp.down_proj.forward
     found |= {"resumed": fallback.state(), "paused": forward.paused}
     found["equal"] = train(resumed, 3, first=STEPS) == after
-    # and back again
-    fallback.restore({})
+    # and back again, in a checkpoint of the same name too
+    found["files"] = []
+    for _ in range(2):
+        resumed.save_checkpoint(folder, tag="again")
+        found["files"].append(Path(folder, "again/coat_watch.json").exists())
+        fallback.restore({})
     found["undone"] = fallback.state(), forward.paused
     resumed.destroy()
     off = engine_of(llama(), 1, {"every": 2, "act": "off"})
@@ -244,7 +248,7 @@ def test_an_outlier_is_seen_and_the_run_is_saved(folder):
 def test_the_checkpoint_remembers_and_the_way_back(folder):
     act = results(folder)["outlier", "act"]
     assert act["resumed"] == act["state"] and act["paused"] and act["equal"]
-    assert act["undone"] == (NOTHING, False)
+    assert act["undone"] == (NOTHING, False) and act["files"] == [True, False]
     assert act["not taken"] == NOTHING
     held = json.loads((Path(folder) / "outlier/outlier/coat_watch.json").read_text())
     assert held == act["state"]

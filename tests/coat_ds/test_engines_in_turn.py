@@ -1,0 +1,181 @@
+"""Several engines of one model in a process: the model is what the last of them has made of it."""
+
+import pytest
+import torch
+
+import coat_ds
+from coat_ds.layers.replaced import replaced
+from coat_ds.zero.recompute import keep_inputs
+from tests.util import run_distributed
+
+COMPRESS = {"compress": True}
+
+
+def model():
+    nn = torch.nn
+    return nn.Sequential(nn.Linear(32, 64), nn.LayerNorm(64), nn.Linear(64, 32))
+
+
+def engine_of(net, stage=1, **block):
+    import deepspeed
+
+    config = {
+        "train_batch_size": 1,
+        "bf16": {"enabled": True},
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
+        "zero_optimization": {"stage": stage},
+        "coat": {"enabled": True, "report": False, **block},
+    }
+    return deepspeed.initialize(model=net, config=config)[0]
+
+
+def made(net) -> tuple[int, bool]:
+    """How many forwards are exchanged, and whether a forward keeps inputs of regions in FP8."""
+    compresses = "forward" in vars(net) and replaced(net) is None
+    return sum(replaced(m) is not None for m in net.modules()), compresses
+
+
+def step(engine) -> None:
+    engine.backward(engine(torch.ones(1, 32, dtype=torch.bfloat16)).float().square().mean())
+    engine.step()
+
+
+def in_turn(stage):
+    """What the model is after each step of its life."""
+    net, found = model(), []
+    first = engine_of(net, stage, checkpointing=COMPRESS)
+    step(first)
+    found.append(made(net))
+    second = engine_of(net, stage)
+    found.append(made(net))
+    first.destroy()
+    found.append(made(net))
+    step(second)
+    second.destroy()
+    found.append(made(net))
+    second.destroy()
+    return [*found, made(net)]
+
+
+def told_by_the_script():
+    """A model that the script has converted stays converted; of the engines each has its own inputs."""
+    net, found = coat_ds.convert(model().bfloat16()), []
+    engines = [engine_of(net), engine_of(net, checkpointing=COMPRESS)]
+    for engine in engines:
+        engine.destroy()
+        found.append(made(net))
+    return found
+
+
+def alone():
+    """A model that is one layer: its forward is exchanged twice."""
+    net, found = torch.nn.Linear(64, 64), []
+    for block in ({"checkpointing": COMPRESS}, {"checkpointing": COMPRESS}, {}):
+        engine = engine_of(net, **block)
+        found.append((type(replaced(net)).__name__, "forward" in vars(net)))
+    engine.destroy()
+    return [*found, made(net)]
+
+
+def failed():
+    """What is left of an engine that could not be built."""
+    net, found = model(), []
+    import deepspeed
+
+    def fails(parameters):
+        raise OSError("no room")
+
+    config = {"train_batch_size": 1, "bf16": {"enabled": True}, "coat": {"enabled": True}}
+    with pytest.raises(OSError, match="no room"):
+        deepspeed.initialize(model=net, optimizer=fails, model_parameters=net.parameters(), config=config)
+    found.append(made(net))
+    # and the way on is not barred
+    engine = engine_of(net)
+    found.append(made(net))
+    engine.destroy()
+    return [*found, made(net)]
+
+
+def refused():
+    """The linear layers are too small, the norm is converted, and "require" asks for the former."""
+    nn = torch.nn
+    net = nn.Sequential(nn.Linear(16, 16), nn.LayerNorm(16))
+    with pytest.raises(coat_ds.CoatConfigError, match="require"):
+        engine_of(net, require=True)
+    return made(net)
+
+
+class Unit(torch.nn.Sequential):
+    zero3_unit = False
+
+
+def units():
+    """What a layer is to ZeRO-3 while an engine gathers it whole, and afterwards."""
+    layer, found = Unit(*model()), []
+
+    def look():
+        leaf = getattr(layer, "_z3_leaf", False)
+        external = len(getattr(layer, "_external_params", ()))
+        found.append((layer.zero3_unit, leaf, external, len(layer._forward_pre_hooks)))
+
+    engine = engine_of(torch.nn.Sequential(layer), 3)
+    step(engine)
+    look()
+    engine.destroy()
+    look()
+    return found
+
+
+def work():
+    import deepspeed
+
+    deepspeed.init_distributed("gloo")
+    coat_ds.install()
+    found = {f"stage {stage}": in_turn(stage) for stage in (0, 2)}
+    return found | {
+        "script": told_by_the_script(),
+        "alone": alone(),
+        "failed": failed(),
+        "refused": refused(),
+        "units": units(),
+    }
+
+
+@pytest.fixture(scope="module")
+def found():
+    return run_distributed(work, 1)[0]
+
+
+@pytest.mark.parametrize("stage", [0, 2])
+def test_the_last_engine_has_the_model(found, stage):
+    compressing, converted, stock = (3, True), (3, False), (0, False)
+    assert found[f"stage {stage}"] == [compressing, converted, converted, stock, stock]
+
+
+def test_what_the_script_has_converted_stays(found):
+    assert found["script"] == [(3, True), (3, False)]
+
+
+def test_a_model_that_is_one_layer(found):
+    *each, after = found["alone"]
+    assert each == [("NoneType", True), ("NoneType", True), ("Fp8Linear", True)]
+    assert after == (0, False)
+
+
+def test_an_engine_that_fails_leaves_nothing(found):
+    assert found["failed"] == [(0, False), (3, False), (0, False)]
+    assert found["refused"] == (0, False)
+
+
+def test_units_of_zero3_end_with_their_engine(found):
+    during, after = found["units"]
+    # three modules' weights and biases; the hook is one of several
+    assert during[:3] == (True, False, 6) and during[3]
+    assert after == (False, False, 0, 0)
+
+
+def test_nothing_was_compressed():
+    net = model()
+    net.forward = own = lambda x: x
+    keep_inputs(net)
+    assert net.forward is own
