@@ -77,7 +77,8 @@ def train(coat):
         "bf16": {"enabled": True},
         "zero_optimization": {"stage": 1},
         "tensor_parallel": {"autotp_size": 2},
-        "optimizer": {"type": "AdamW", "params": {"lr": 4e-3}},
+        # FusedAdam would be compiled first
+        "optimizer": {"type": "AdamW", "params": {"lr": 4e-3, "torch_adam": True}},
         "coat": {"enabled": coat, "optimizer": {"min_numel": 0}},
     }
     engine = deepspeed.initialize(model=LLAMA.build(), config=config)[0]
