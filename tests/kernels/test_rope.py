@@ -6,7 +6,7 @@ import torch
 from coat_kernels import rope
 from coat_kernels.fp8 import E5M2
 from coat_kernels.origin import maxima_of
-from coat_kernels.tensorwise import PredictedScale
+from coat_kernels.tensorwise import PredictedScale, quantize_tensor
 from tests.util import rel_rms
 
 # tokens, batch, groups, queries in a group, channels, rotated channels: all or none
@@ -65,6 +65,26 @@ def test_inputs_that_are_views(kernels, device):
         codes = rope.rotate_qkv_backward_operands(*grads, *rest[:2], PredictedScale(E5M2), sums=True)
         found.append((*qkv, *torch.autograd.grad(qkv, x, grads), codes.rows.float(), codes.sums))
     assert all(map(torch.equal, *found))
+
+
+@pytest.mark.parametrize("half", [0, 1])
+@pytest.mark.parametrize("part", [0, 1, 2], ids=["q", "k", "v"])
+def test_operands_wherever_the_largest_magnitude_is(part, half, kernels, device):
+    """Its scale is that of all. Each of the three gradients has strides of its own."""
+    mixed, cos, sin, groups, d = inputs((3, 2, 2, 2, 8, 8), device, torch.bfloat16)
+    # not turned: what is largest stays in its place
+    cos, sin = torch.ones_like(cos), torch.zeros_like(sin)
+    grads = [t.contiguous() for t in rope.rotate_qkv_reference(mixed, cos, sin, groups, d)]
+    grads[part][-1, -1, -1, half * d // 2 + 1] = 99.0
+    grads[1] = torch.stack(2 * [grads[1]], 1)[:, 0]
+    grads[2] = torch.stack(3 * [grads[2]], 2)[:, :, 0]
+    found = rope.rotate_qkv_backward_operands(*grads, cos, sin, PredictedScale(E5M2), sums=True)
+    whole = rope.rotate_qkv_backward_reference(*grads, cos, sin)[0].flatten(0, 1)
+    expected = quantize_tensor(whole, whole.abs().amax().float()[None], E5M2, True, True, True)
+    # the tiles of this test end before the padding of columns does
+    found, expected = (t._replace(columns=t.columns[:, : len(whole)]) for t in (found, expected))
+    for a, e in zip(found, expected, strict=True):
+        assert torch.equal(a.float(), e.float())
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
