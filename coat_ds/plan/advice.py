@@ -4,10 +4,11 @@ import dataclasses
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from coat_ds.plan.errors import PlanError
 from coat_ds.plan.layout import Layout
 from coat_ds.plan.memory import Prediction, predict
 from coat_ds.plan.roofline import Gpu, Time, step_time
-from coat_ds.plan.sizes import PlanError, Sizes
+from coat_ds.plan.sizes import Sizes
 from coat_ds.plan.systems import System
 
 # beyond that nothing gets faster

@@ -3,8 +3,8 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
+from coat_ds.plan.errors import PlanError
 from coat_ds.plan.gathers import Limits
-from coat_ds.plan.sizes import PlanError
 
 HOSTS = ("deepspeed", "megatron")
 DEVICES = ("gpu", "cpu")
@@ -37,6 +37,12 @@ class Layout:
     """Tensor parallel size."""
     pipeline: int = 1
     """Pipeline parallel size."""
+    expert: int = 1
+    """Expert parallel size, Megatron's."""
+    expert_tensor: int | None = None
+    """Tensor parallel size of routed experts. None: that of the rest."""
+    gathers_tokens: bool = False
+    """Each expert parallel rank has all tokens in a buffer (Megatron's allgather dispatcher)."""
     sequence_parallel: bool = True
     """Activations between tensor parallel products are split, too."""
     accumulation: int = 1
@@ -70,6 +76,7 @@ class Layout:
             "gpus",
             "tensor",
             "pipeline",
+            "expert",
             "accumulation",
             "reduce_bucket",
         ):
@@ -89,6 +96,11 @@ class Layout:
                 f"gpus: {self.gpus} is no multiple of tensor times pipeline parallel size, "
                 f"{self.tensor} x {self.pipeline}. Change one of them."
             )
+        if self.gpus % (self.expert_shares * self.pipeline):
+            raise PlanError(
+                f"gpus: {self.gpus} is no multiple of expert, expert tensor and pipeline parallel size, "
+                f"{self.expert} x {self.of_experts_tensor} x {self.pipeline}. Change one of them."
+            )
         if self.stage > 1 and (self.pipeline > 1 or self.host == "megatron"):
             raise PlanError(
                 f"stage: {self.stage} does not go with {self.host} and a pipeline of {self.pipeline}. Set "
@@ -101,6 +113,26 @@ class Layout:
     def data(self) -> int:
         """Data parallel size."""
         return self.gpus // (self.tensor * self.pipeline)
+
+    @property
+    def of_experts_tensor(self) -> int:
+        """Tensor parallel size of routed experts."""
+        return self.expert_tensor or self.tensor
+
+    @property
+    def expert_shares(self) -> int:
+        """GPUs that share a layer's routed experts."""
+        return self.expert * self.of_experts_tensor
+
+    @property
+    def expert_data(self) -> int:
+        """Data parallel size of routed experts."""
+        return self.gpus // (self.expert_shares * self.pipeline)
+
+    @property
+    def dispatched(self) -> float:
+        """Tokens whose rows meet on the GPUs that share experts, of those of a GPU's micro-batch."""
+        return self.expert_shares / self.tensor
 
     @property
     def tokens(self) -> int:
