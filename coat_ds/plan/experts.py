@@ -1,6 +1,18 @@
 """Feed-forward layers of which each token takes a few experts: their sizes, and what they keep for backward.
 
-Tokens are taken to be spread evenly over experts.
+Tokens are taken to be spread evenly over experts. A token has a row at each of its experts. Bytes that a
+row keeps, with h hidden channels, f behind the expert's activation, u in front of it (2 f where it is
+gated), and g = 17/16, a byte and a group's share of its scale:
+
+| | BF16 | COAT, one after another | COAT, grouped |
+|---|---|---|---|
+| transformers | 2 (2 h + 4 f) | g u + 3 h | g u |
+| Megatron, gated | 2 (h + u + f) | g u + 3 h | g (u + h) |
+| Megatron, not gated | 2 (h + u + 2 f) | g u + 3 h | g (u + h) |
+
+The router reads the norm's output, so that COAT keeps it, too: 2 h a token. Probabilities and orders take a
+few bytes for each expert of a layer and each row; with a router's losses or in FP32 more, which is not
+counted.
 """
 
 from dataclasses import dataclass

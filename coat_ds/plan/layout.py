@@ -139,13 +139,14 @@ class Layout:
         """Of a micro-batch."""
         return self.micro_batch * self.sequence
 
-    def grown(self, most: int) -> "Layout":
-        """With the largest micro-batch up to `most` that divides the global batch, where that is fixed."""
+    def grown(self, most: int) -> list["Layout"]:
+        """With a micro-batch of `most`; where the global batch is fixed, with each up to that which divides
+        it, the largest first. Many small ones keep a pipeline busy."""
         if self.global_batch is None:
-            return replace(self, micro_batch=most)
+            return [replace(self, micro_batch=most)]
         sequences = self.global_batch // self.data
-        size = max(n for n in range(1, most + 1) if sequences % n == 0)
-        return replace(self, micro_batch=size, accumulation=sequences // size)
+        sizes = (n for n in range(most, 0, -1) if sequences % n == 0)
+        return [replace(self, micro_batch=n, accumulation=sequences // n) for n in sizes]
 
     @property
     def between(self) -> int:

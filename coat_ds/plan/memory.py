@@ -1,9 +1,11 @@
 """Bytes on a GPU by what they are for, at each moment of a training step that may be the peak.
 
-Of N parameters a GPU has N' = N / (tensor x pipeline), over D data parallel GPUs; S is the part of them that
-it steps, N' / D under ZeRO. t tokens in a micro-batch, T the tensor parallel size, L layers; h hidden
-channels, f of the feed-forward layer, u in front of its activation (2 f where it is gated), a of q, k and v,
-o of attention's output, n heads, V vocabulary. g = 17/16 is a byte and a group's share of its scale.
+Of N parameters a GPU has N' = N / (tensor x pipeline), over D data parallel GPUs; S is the part of them
+that it steps, N' / D under ZeRO. Megatron's routed experts have a tensor and a data parallel size of their
+own, and an expert parallel size; its routers are not divided. t tokens in a micro-batch, T the tensor
+parallel size, L layers; h hidden channels, f of the feed-forward layer, u in front of its activation (2 f
+where it is gated), a of q, k and v, o of attention's output, n heads, V vocabulary. g = 17/16 is a byte and
+a group's share of its scale.
 
 Held between steps:
 
@@ -14,7 +16,7 @@ Held between steps:
 | states | 8 S; about 2.07 S with COAT, norms aside |
 | FP8 copies | 2 bytes an element of the layers' matrices, where they are cached |
 | gradients | at stage 3 a buffer of 2 S; Megatron's own, of 2 or 4 N' |
-| buffers | torch's cuBLAS workspaces; at stage 3 the bucket; what sequence parallelism gathers, 2 t h |
+| buffers | torch's cuBLAS workspaces; at stage 3 the bucket; gathered hidden states, 2 t h |
 
 Saved for backward by a layer, a token:
 
@@ -25,9 +27,7 @@ Saved for backward by a layer, a token:
 | attention | 2 (a + o) + 4 n | 2 (a + o) + 4 n | the same; g (a + o) + 4 n; g o if made again |
 | activation | 2 u | 2 u | g u |
 
-Of e experts in place of the feed-forward a token takes k. Each of these keeps 2 (2 h + 4 f), with COAT 2 g f
-in a grouped product and 3 h more one by one; then the router's input is kept, too, 2 h. Probabilities and
-orders take 4 e + 32 k, in a grouped product with COAT 4 e + 16 k.
+Experts in place of the feed-forward keep what `experts.py` says.
 
 A step's moments, beside what is held, saved activations and ZeRO-3's gathered weights:
 
@@ -35,7 +35,7 @@ A step's moments, beside what is held, saved activations and ZeRO-3's gathered w
 - head: the gradient of its matrix, 2 V h / T, and with it, at stage 2, the bucket and the buffer of 2 S;
 - layers, from the last to the first: gradients of hidden states and of the activation, 2 (h + u) t and with
   FP8 copies as much for products, while saved activations go and gathered weights come; of experts also
-  those of all weights of a layer, which are one tensor a product;
+  those of all weights of a layer, where they are one tensor a product;
 - gradients (stage 1): all of N' in BF16, and the copy of the part that is stepped, 2 S;
 - step: that part flat, 2 S, and in FP32, 4 S, which COAT does without.
 """
