@@ -337,13 +337,14 @@ class _Stage:
     def _temporaries(self) -> float:
         """Bytes of gradients within a layer, at the activation, where they are largest, over what goes."""
         sizes, layout, system = self.sizes, self.layout, self.system
-        wide = (BF16 * sizes.fc1) * layout.tokens / layout.tensor
+        ffn = BF16 * sizes.widest_ffn * layout.tokens / layout.tensor
+        wide = (1 + sizes.gated) * ffn
         if system.layers != "bf16":
             # the product's gradient, and the activation's in FP8 by rows and by columns
-            wide += BF16 * sizes.ffn * layout.tokens / layout.tensor
+            wide += ffn
         elif sizes.maker == "transformers":
             # of the activation's output and of its other factor
-            wide += BF16 * sizes.ffn * layout.tokens / layout.tensor
+            wide += ffn
         found = self._hidden() + max(wide, self._of_experts_backward())
         if system.recompute != "none":
             whole = dataclasses.replace(system, recompute="none")

@@ -186,6 +186,11 @@ class Sizes:
         return self.mean(self.ffn, sparse)
 
     @property
+    def widest_ffn(self) -> int:
+        """Channels between the products of the widest feed-forward layer that all tokens take; 0 of none."""
+        return max(self.ffn * bool(self.mean(1, 0)), self.experts.shared if self.experts else 0)
+
+    @property
     def table(self) -> int:
         """Elements of the embedding, and of the head."""
         return self.vocabulary * self.hidden

@@ -139,6 +139,18 @@ def test_gradients_of_grouped_experts_are_whole_tensors():
     assert coat.temporaries - bf16.temporaries == 2 * 4 * EXPERT
 
 
+def test_a_dense_layers_size_counts_where_there_is_one():
+    """A wide one's gradients, of gate, up and the activation, are more than those of experts."""
+    found = {}
+    for where in ("[1,1,1,1]", "[0,1,1,1]"):
+        model, spread = read(f"--ffn-hidden-size 6400 --moe-layer-freq {where}")
+        moments = {memory.moment: memory for memory in plan.predict(model, spread, rungs()["COAT"]).moments}
+        found[where] = moments["layers"].temporaries
+    # hidden states; of two experts a row the gradients of input and output, one expert in front of its gate
+    assert found["[1,1,1,1]"] == 2 * 32 * (64 + 2 * (2 * 64 + 2 * 48 / 8))
+    assert found["[0,1,1,1]"] == 2 * 32 * (64 + 3 * 6400)
+
+
 def test_the_command_plans_them(tmp_path, capsys):
     picture = tmp_path / "plan.png"
     words = (
