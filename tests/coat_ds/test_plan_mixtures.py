@@ -97,17 +97,39 @@ def test_experts_are_divided_by_their_own_sizes(words, gpus, routed, shared):
     assert copies == pytest.approx(2 * (experts + 4 * ATTENTION / shared[0]))
 
 
-def test_messages_to_experts_are_those_on_paper():
-    """Of 32 tokens a GPU sends six rows in eight to others, or its tokens to all seven; there and back, and
-    their gradients."""
-    words = "--expert-model-parallel-size 8 --moe-router-topk 6"
+# of 32 tokens a GPU sends so many rows: its tokens to all others, or a token's six to their experts
+DISPATCHED = {
+    "allgather": ("--expert-model-parallel-size 8", 1, 32 * 7),
+    "alltoall": ("--expert-model-parallel-size 8", 1, 32 * 6 * 7 / 8),
+    "allgather of half": ("--expert-model-parallel-size 4", 2, 16 * 7),
+    # and each of the two that share an expert's channels gets the other's
+    "alltoall of half": ("--expert-model-parallel-size 4", 2, 16 * 6 * (3 / 4 + 1)),
+}
+
+
+@pytest.mark.parametrize("name", DISPATCHED)
+@pytest.mark.parametrize("shared", [0, 48])
+def test_messages_are_those_on_paper(name, shared):
+    words, tensor, rows = DISPATCHED[name]
+    words += f" --moe-router-topk 6 --moe-token-dispatcher-type {name.split()[0]}"
+    words += f" --tensor-model-parallel-size {tensor} --sequence-parallel"
+    words += f" --moe-shared-expert-intermediate-size {shared}"
+    model, spread = read(words, 8)
+    rest = (4 * (ATTENTION + 3 * 64 * shared) + 2 * TABLE + 9 * 64) / tensor + 4 * ROUTER
+    # reduced and gathered once; each GPU's experts are nobody else's
+    weights = 2 * 2 * rest * (1 - tensor / 8)
+    # around attention, and around shared experts
+    hidden = 4 * (10 if shared else 5) * 2 * 32 * 64 * (tensor - 1) / tensor
+    # there and back, and their gradients, in each layer
+    found = plan.step_time(model, spread, rungs()["BF16"], COUNTING).messages
+    assert found == pytest.approx(weights + hidden + 4 * 4 * 2 * 64 * rows)
+
+
+def test_the_optimizer_steps_each_experts_part():
+    """Masters and both moments read and written, gradients made FP32, weights written."""
+    found = plan.step_time(*read("--expert-model-parallel-size 4", 8), rungs()["BF16"], COUNTING).optimizer
     rest = 4 * (ATTENTION + ROUTER) + 2 * TABLE + 9 * 64
-    # experts are nobody else's
-    weights = 2 * 2 * rest * 7 / 8
-    for dispatcher, sent in (("allgather", 7), ("alltoall", 6 * 7 / 8)):
-        model, spread = read(f"{words} --moe-token-dispatcher-type {dispatcher}", 8)
-        found = plan.step_time(model, spread, rungs()["BF16"], COUNTING).messages
-        assert found == pytest.approx(weights + 4 * 4 * 2 * 64 * 32 * sent)
+    assert found == pytest.approx((4 * 2 * EXPERT / 2 + rest / 8) * (16 + 8 + 2 + 2 + 10))
 
 
 def test_the_allgather_dispatcher_holds_a_buffer():
@@ -137,6 +159,13 @@ def test_gradients_of_grouped_experts_are_whole_tensors():
         for name in ("BF16", "COAT")
     )
     assert coat.temporaries - bf16.temporaries == 2 * 4 * EXPERT
+
+
+def test_gradients_come_back_to_all_tokens():
+    """What the allgather dispatcher gathered: of 8 GPUs' tokens, beside those of two rows a token."""
+    model, spread = read("--expert-model-parallel-size 8", 8)
+    moments = {memory.moment: memory for memory in plan.predict(model, spread, rungs()["BF16"]).moments}
+    assert moments["layers"].temporaries == 2 * 32 * (64 + (2 + 8) * 64)
 
 
 def test_a_dense_layers_size_counts_where_there_is_one():

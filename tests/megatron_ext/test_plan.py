@@ -209,10 +209,10 @@ def test_ranks_hold_and_keep_what_is_predicted(ranks, name):
     grouped, bf16 = (sum(rank[kind] for rank in of_ranks) / RANKS for kind in ("grouped", "BF16"))
     experts = dataclasses.replace(model.experts, grouped=True)
     predicted = saved_per_token(dataclasses.replace(model, experts=experts), spread, _system({}))
-    # a layer's scales, and where each expert ends
-    assert grouped == pytest.approx(predicted, rel=0.005)
+    # a layer's scales, and where each expert ends, are less than a byte a token
+    assert grouped == pytest.approx(predicted, abs=1)
     of_layers = (
         saved_per_token(m, spread, _system(None)) for m in (model, dataclasses.replace(model, experts=None))
     )
     sparse, dense = of_layers
-    assert bf16 == pytest.approx(sparse - dense, abs=0.005 * sparse)
+    assert bf16 == pytest.approx(sparse - dense, abs=1)
