@@ -77,6 +77,7 @@ class Layout:
             "tensor",
             "pipeline",
             "expert",
+            *(["expert_tensor"] if self.expert_tensor is not None else []),
             "accumulation",
             "reduce_bucket",
         ):
@@ -131,7 +132,7 @@ class Layout:
 
     @property
     def dispatched(self) -> float:
-        """Tokens whose rows meet on the GPUs that share experts, of those of a GPU's micro-batch."""
+        """Tokens of all GPUs that share experts, for each of a micro-batch's."""
         return self.expert_shares / self.tensor
 
     @property

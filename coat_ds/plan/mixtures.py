@@ -8,15 +8,17 @@ from coat_ds.plan.errors import PlanError
 from coat_ds.plan.experts import Experts
 
 _NUMBERS = (
-    *("num-experts", "moe-router-topk", "moe-ffn-hidden-size", "moe-shared-expert-intermediate-size"),
-    *("expert-model-parallel-size", "expert-tensor-parallel-size"),
+    *("num_experts", "moe_router_topk", "moe_ffn_hidden_size", "moe_shared_expert_intermediate_size"),
+    *("expert_model_parallel_size", "expert_tensor_parallel_size"),
 )
-_FLAGS = ("moe-grouped-gemm", "moe-shared-expert-gate")
-# what is read, and why it is not planned
-_REFUSED = {
+_FLAGS = ("moe_grouped_gemm", "moe_shared_expert_gate", "quick_geglu", "disable_bias_linear")
+# why these are not planned
+_REFUSED_NUMBERS = {
     "moe_expert_capacity_factor": "tokens that are dropped are not planned",
-    "moe_pad_expert_input_to_capacity": "rows that are padded are not planned",
     "moe_latent_size": "experts of fewer channels than the model's are not planned",
+}
+_REFUSED_FLAGS = {
+    "moe_pad_expert_input_to_capacity": "rows that are padded are not planned",
     "moe_shared_expert_overlap": "COAT's layers refuse it",
     "moe_use_legacy_grouped_gemm": "COAT's layers refuse it",
     "moe_apply_probs_on_input": "what it keeps is not planned",
@@ -28,17 +30,13 @@ _OWN_GATES = ("quick_geglu", "activation_func_clamp_value", "glu_linear_offset")
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Those of Megatron's arguments that are about experts, and what an expert's activation is."""
     for name in _NUMBERS:
-        parser.add_argument(f"--{name}", type=int)
+        parser.add_argument(_argument(name), type=int)
+    for name in (*_REFUSED_NUMBERS, "activation_func_clamp_value", "glu_linear_offset"):
+        parser.add_argument(_argument(name), type=float)
+    for name in (*_REFUSED_FLAGS, *_FLAGS):
+        parser.add_argument(_argument(name), action="store_true")
     parser.add_argument("--moe-layer-freq", type=_frequency, default=1)
     parser.add_argument("--moe-token-dispatcher-type", default="allgather")
-    for name in ("moe-expert-capacity-factor", "moe-latent-size", "activation-func-clamp-value"):
-        parser.add_argument(f"--{name}", type=float)
-    parser.add_argument("--glu-linear-offset", type=float, default=0.0)
-    for name in (*_FLAGS, "quick-geglu", "disable-bias-linear"):
-        parser.add_argument(f"--{name}", action="store_true")
-    for name in _REFUSED:
-        if name not in ("moe_expert_capacity_factor", "moe_latent_size"):
-            parser.add_argument(f"--{name.replace('_', '-')}", action="store_true")
 
 
 def experts_of(values: Mapping, layers: int, ffn: int, gated: bool, biases: bool) -> Experts | None:
@@ -47,9 +45,12 @@ def experts_of(values: Mapping, layers: int, ffn: int, gated: bool, biases: bool
     count = values.get("num_experts")
     if not count:
         return None
-    for name, why in _REFUSED.items():
+    for name, why in (_REFUSED_NUMBERS | _REFUSED_FLAGS).items():
         if values.get(name):
             raise PlanError(f"{_argument(name)}: found {values[name]}, and {why}. Drop it.")
+    for name in _NUMBERS:
+        if (value := values.get(name)) is not None and value < 1:
+            raise PlanError(f"{_argument(name)}: expected a whole number above 0, found {value}. Correct it.")
     used = values.get("moe_router_topk") or 2
     if used > count:
         raise PlanError(f"--moe-router-topk: expected at most {count}, --num-experts, found {used}.")

@@ -25,7 +25,7 @@ _MEGATRON = {
     "ffn": "ffn_hidden_size",
     "heads": "num_attention_heads",
 }
-_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
+_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "num_moe_experts")
 # mixtures whose layers are attention, a router and gated experts, as Mixtral's
 _MIXTURES = (
     *("mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "flex_olmo", "phimoe", "granitemoe"),

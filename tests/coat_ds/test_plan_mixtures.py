@@ -113,7 +113,7 @@ def test_messages_are_those_on_paper(name, shared):
     words, tensor, rows = DISPATCHED[name]
     words += f" --moe-router-topk 6 --moe-token-dispatcher-type {name.split()[0]}"
     words += f" --tensor-model-parallel-size {tensor} --sequence-parallel"
-    words += f" --moe-shared-expert-intermediate-size {shared}"
+    words += f" --moe-shared-expert-intermediate-size {shared}" if shared else ""
     model, spread = read(words, 8)
     rest = (4 * (ATTENTION + 3 * 64 * shared) + 2 * TABLE + 9 * 64) / tensor + 4 * ROUTER
     # reduced and gathered once; each GPU's experts are nobody else's
@@ -203,6 +203,7 @@ def test_the_command_plans_them(tmp_path, capsys):
             "--moe-layer-freq [1,0,1]",
             "--moe-layer-freq: expected one number for each of 4 layers, found 3",
         ),
+        ("--moe-router-topk 0", "--moe-router-topk: expected a whole number above 0, found 0"),
         ("--moe-layer-freq open(1)", r"a list as \(\[0\].*found 'open"),
         ("--moe-layer-freq [1]*[1]", r"expected a number .*found '\[1\]"),
         ("--moe-layer-freq 0", "expected a number above 0 .*found '0'"),
@@ -240,6 +241,8 @@ def test_what_cannot_be_planned_is_named(words, message):
 def test_experts_that_do_not_fit_the_gpus_are_named():
     with pytest.raises(PlanError, match="gpus: 4 is no multiple of expert, expert tensor and .*, 4 x 2 x 1"):
         Layout(gpus=4, tensor=2, expert=4)
+    with pytest.raises(PlanError, match="expert_tensor: expected a whole number above 0, found 0"):
+        Layout(expert_tensor=0)
 
 
 def test_shared_experts_with_biases_are_named():
