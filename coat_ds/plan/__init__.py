@@ -9,10 +9,11 @@ spread = layout.from_deepspeed(ds_config, gpus=8, sequence=4096)
 plan.predict(sizes.from_module(model), spread, plan.rungs()["COAT"]).peak.total  # bytes
 """
 
+from coat_ds.plan.errors import PlanError
 from coat_ds.plan.layout import Layout
 from coat_ds.plan.memory import ROLES, Memory, Prediction, predict
 from coat_ds.plan.roofline import GPUS, Gpu, Time, flops, gpu_called, layer_flops, step_time
-from coat_ds.plan.sizes import PlanError, Sizes
+from coat_ds.plan.sizes import Sizes
 from coat_ds.plan.systems import System, rungs
 
 __all__ = [

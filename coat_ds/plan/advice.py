@@ -4,10 +4,11 @@ import dataclasses
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from coat_ds.plan.errors import PlanError
 from coat_ds.plan.layout import Layout
 from coat_ds.plan.memory import Prediction, predict
 from coat_ds.plan.roofline import Gpu, Time, step_time
-from coat_ds.plan.sizes import PlanError, Sizes
+from coat_ds.plan.sizes import Sizes
 from coat_ds.plan.systems import System
 
 # beyond that nothing gets faster
@@ -87,23 +88,28 @@ def fastest(
     PlanError if nothing fits.
     """
     found, nearest = [], None
-    for given in layouts:
-        for system in systems:
-            if not goes_with(system, given):
-                continue
-            layout = given.grown(largest_micro_batch(sizes, given, system, limit) or 1) if grow else given
-            choice = Choice(
-                system,
-                layout,
-                predict(sizes, layout, system),
-                step_time(sizes, layout, system, gpu),
-                layout.micro_batch,
-            )
-            total = choice.prediction.peak.total
-            if total <= limit:
-                found.append(choice)
-            elif nearest is None or total < nearest.prediction.peak.total:
-                nearest = choice
+    candidates = (
+        (system, layout)
+        for given in layouts
+        for system in systems
+        if goes_with(system, given)
+        for layout in (
+            given.grown(largest_micro_batch(sizes, given, system, limit) or 1) if grow else [given]
+        )
+    )
+    for system, layout in candidates:
+        choice = Choice(
+            system,
+            layout,
+            predict(sizes, layout, system),
+            step_time(sizes, layout, system, gpu),
+            layout.micro_batch,
+        )
+        total = choice.prediction.peak.total
+        if total <= limit:
+            found.append(choice)
+        elif nearest is None or total < nearest.prediction.peak.total:
+            nearest = choice
     if not found:
         raise PlanError(
             f"fit: nothing fits into {limit / 1e9:.1f} GB: {nearest.system.name} at stage "

@@ -9,10 +9,11 @@ from pathlib import Path
 
 from coat_ds.config import CoatConfig
 from coat_ds.plan import advice, layout, sizes
+from coat_ds.plan.errors import PlanError
 from coat_ds.plan.layout import Layout
 from coat_ds.plan.memory import ROLES
 from coat_ds.plan.roofline import GPUS, Gpu, gpu_called
-from coat_ds.plan.sizes import PlanError, Sizes
+from coat_ds.plan.sizes import Sizes
 from coat_ds.plan.systems import System, rungs
 
 UNITS = {"": 1e9, "gb": 1e9, "gib": 2**30}
@@ -147,7 +148,11 @@ def _best(arguments, config, model: Sizes, spread: Layout, gpu: Gpu, limit: floa
 def _title(model: Sizes, spread: Layout, gpu: Gpu) -> str:
     parallel = "".join(
         f", {name} {size}"
-        for name, size in (("tensor", spread.tensor), ("pipeline", spread.pipeline))
+        for name, size in (
+            ("tensor", spread.tensor),
+            ("pipeline", spread.pipeline),
+            ("expert", spread.expert),
+        )
         if size > 1
     )
     zero = f"ZeRO-{spread.stage}" if spread.host == "deepspeed" else "Megatron"
@@ -201,11 +206,12 @@ def _notes(model: Sizes, spread: Layout, gpu: Gpu, limit: float, choices: list[a
         lines.append("  off by tens of per cent of what is saved, COAT by a few.")
     if model.experts is not None:
         where = "multiply in BF16 and save 8 bits" if model.experts.grouped else "multiply in FP8"
+        parallel = f"over {spread.expert_shares} GPUs" if spread.expert > 1 else "without expert parallelism"
         lines.append(
-            f"experts: {model.experts.count} in a layer, {model.experts.used} for a token, without expert "
-            f"parallelism; under COAT they {where}."
+            f"experts: {model.experts.count} in a layer, {model.experts.used} for a token, {parallel}; under "
+            f"COAT they {where}."
         )
-        lines.append("  No peak of a model with experts was measured.")
+        lines.append("  Tokens are taken to be spread evenly over experts. None of these peaks was measured.")
     if on_host := max(choice.prediction.host for choice in choices):
         lines.append(f"offload: up to {on_host / 1e9:.1f} GB of the CPU's memory for each GPU.")
     if any(choice.system.recompute == "full" for choice in choices):

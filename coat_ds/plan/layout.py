@@ -3,8 +3,8 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
+from coat_ds.plan.errors import PlanError
 from coat_ds.plan.gathers import Limits
-from coat_ds.plan.sizes import PlanError
 
 HOSTS = ("deepspeed", "megatron")
 DEVICES = ("gpu", "cpu")
@@ -37,6 +37,12 @@ class Layout:
     """Tensor parallel size."""
     pipeline: int = 1
     """Pipeline parallel size."""
+    expert: int = 1
+    """Expert parallel size, Megatron's."""
+    expert_tensor: int | None = None
+    """Tensor parallel size of routed experts. None: that of the rest."""
+    gathers_tokens: bool = False
+    """Each expert parallel rank has all tokens in a buffer (Megatron's allgather dispatcher)."""
     sequence_parallel: bool = True
     """Activations between tensor parallel products are split, too."""
     accumulation: int = 1
@@ -70,6 +76,8 @@ class Layout:
             "gpus",
             "tensor",
             "pipeline",
+            "expert",
+            *(["expert_tensor"] if self.expert_tensor is not None else []),
             "accumulation",
             "reduce_bucket",
         ):
@@ -89,6 +97,11 @@ class Layout:
                 f"gpus: {self.gpus} is no multiple of tensor times pipeline parallel size, "
                 f"{self.tensor} x {self.pipeline}. Change one of them."
             )
+        if self.gpus % (self.expert_shares * self.pipeline):
+            raise PlanError(
+                f"gpus: {self.gpus} is no multiple of expert, expert tensor and pipeline parallel size, "
+                f"{self.expert} x {self.of_experts_tensor} x {self.pipeline}. Change one of them."
+            )
         if self.stage > 1 and (self.pipeline > 1 or self.host == "megatron"):
             raise PlanError(
                 f"stage: {self.stage} does not go with {self.host} and a pipeline of {self.pipeline}. Set "
@@ -103,17 +116,38 @@ class Layout:
         return self.gpus // (self.tensor * self.pipeline)
 
     @property
+    def of_experts_tensor(self) -> int:
+        """Tensor parallel size of routed experts."""
+        return self.expert_tensor or self.tensor
+
+    @property
+    def expert_shares(self) -> int:
+        """GPUs that share a layer's routed experts."""
+        return self.expert * self.of_experts_tensor
+
+    @property
+    def expert_data(self) -> int:
+        """Data parallel size of routed experts."""
+        return self.gpus // (self.expert_shares * self.pipeline)
+
+    @property
+    def dispatched(self) -> float:
+        """Tokens of all GPUs that share experts, for each of a micro-batch's."""
+        return self.expert_shares / self.tensor
+
+    @property
     def tokens(self) -> int:
         """Of a micro-batch."""
         return self.micro_batch * self.sequence
 
-    def grown(self, most: int) -> "Layout":
-        """With the largest micro-batch up to `most` that divides the global batch, where that is fixed."""
+    def grown(self, most: int) -> list["Layout"]:
+        """With a micro-batch of `most`; where the global batch is fixed, with each up to that which divides
+        it, the largest first. Many small ones keep a pipeline busy."""
         if self.global_batch is None:
-            return replace(self, micro_batch=most)
+            return [replace(self, micro_batch=most)]
         sequences = self.global_batch // self.data
-        size = max(n for n in range(1, most + 1) if sequences % n == 0)
-        return replace(self, micro_batch=size, accumulation=sequences // size)
+        sizes = (n for n in range(most, 0, -1) if sequences % n == 0)
+        return [replace(self, micro_batch=n, accumulation=sequences // n) for n in sizes]
 
     @property
     def between(self) -> int:

@@ -1,9 +1,11 @@
 """Bytes on a GPU by what they are for, at each moment of a training step that may be the peak.
 
-Of N parameters a GPU has N' = N / (tensor x pipeline), over D data parallel GPUs; S is the part of them that
-it steps, N' / D under ZeRO. t tokens in a micro-batch, T the tensor parallel size, L layers; h hidden
-channels, f of the feed-forward layer, u in front of its activation (2 f where it is gated), a of q, k and v,
-o of attention's output, n heads, V vocabulary. g = 17/16 is a byte and a group's share of its scale.
+Of N parameters a GPU has N' = N / (tensor x pipeline), over D data parallel GPUs; S is the part of them
+that it steps, N' / D under ZeRO. Megatron's routed experts have a tensor and a data parallel size of their
+own, and an expert parallel size; its routers are not divided. t tokens in a micro-batch, T the tensor
+parallel size, L layers; h hidden channels, f of the feed-forward layer, u in front of its activation (2 f
+where it is gated), a of q, k and v, o of attention's output, n heads, V vocabulary. g = 17/16 is a byte and
+a group's share of its scale.
 
 Held between steps:
 
@@ -14,7 +16,7 @@ Held between steps:
 | states | 8 S; about 2.07 S with COAT, norms aside |
 | FP8 copies | 2 bytes an element of the layers' matrices, where they are cached |
 | gradients | at stage 3 a buffer of 2 S; Megatron's own, of 2 or 4 N' |
-| buffers | torch's cuBLAS workspaces; at stage 3 the bucket; what sequence parallelism gathers, 2 t h |
+| buffers | torch's cuBLAS workspaces; at stage 3 the bucket; gathered hidden states, 2 t h |
 
 Saved for backward by a layer, a token:
 
@@ -25,9 +27,7 @@ Saved for backward by a layer, a token:
 | attention | 2 (a + o) + 4 n | 2 (a + o) + 4 n | the same; g (a + o) + 4 n; g o if made again |
 | activation | 2 u | 2 u | g u |
 
-Of e experts in place of the feed-forward a token takes k. Each of these keeps 2 (2 h + 4 f), with COAT 2 g f
-in a grouped product and 3 h more one by one; then the router's input is kept, too, 2 h. Probabilities and
-orders take 4 e + 32 k, in a grouped product with COAT 4 e + 16 k.
+Experts in place of the feed-forward keep what `experts.py` says.
 
 A step's moments, beside what is held, saved activations and ZeRO-3's gathered weights:
 
@@ -35,7 +35,7 @@ A step's moments, beside what is held, saved activations and ZeRO-3's gathered w
 - head: the gradient of its matrix, 2 V h / T, and with it, at stage 2, the bucket and the buffer of 2 S;
 - layers, from the last to the first: gradients of hidden states and of the activation, 2 (h + u) t and with
   FP8 copies as much for products, while saved activations go and gathered weights come; of experts also
-  those of all weights of a layer, which are one tensor a product;
+  those of all weights of a layer, where they are one tensor a product;
 - gradients (stage 1): all of N' in BF16, and the copy of the part that is stepped, 2 S;
 - step: that part flat, 2 S, and in FP32, 4 S, which COAT does without.
 """
@@ -43,6 +43,7 @@ A step's moments, beside what is held, saved activations and ZeRO-3's gathered w
 import dataclasses
 from dataclasses import dataclass
 
+from coat_ds.plan.experts import Experts, saved_by_megatron, saved_by_transformers
 from coat_ds.plan.gathers import Gathered, replay
 from coat_ds.plan.layout import Layout
 from coat_ds.plan.sizes import Sizes
@@ -63,7 +64,7 @@ ROLES = (
 )
 # torch gives cuBLAS 8 x 4 MiB on Hopper for each thread that multiplies: forward's and backward's
 WORKSPACES = 2 * 8 * 4 * 2**20
-BF16, FP32, INT64 = 2, 4, 8
+BF16, FP32 = 2, 4
 # tensors that a recorded layer's graphs are handed over in: its input, and two gradients
 GRAPH_BUFFERS = 3
 # an FP8 copy of weights for forward, one for backward
@@ -114,11 +115,9 @@ class Prediction:
 
 
 def predict(sizes: Sizes, layout: Layout, system: System) -> Prediction:
-    """Bytes of a step. With pipeline parallelism the fullest of the first and the last stage."""
-    if layout.pipeline == 1:
-        return _Stage(sizes, layout, system, True, True).predict()
-    ends = (_Stage(sizes, layout, system, first, not first) for first in (True, False))
-    return max((stage.predict() for stage in ends), key=lambda found: found.peak.total)
+    """Bytes of a step. With pipeline parallelism of the fullest stage."""
+    stages = (_Stage(sizes, layout, system, index) for index in range(layout.pipeline))
+    return max((stage.predict() for stage in stages), key=lambda found: found.peak.total)
 
 
 def stepped_bytes(compressed: float, kept: float, system: System) -> tuple[float, float]:
@@ -146,14 +145,13 @@ def saved_per_token(sizes: Sizes, layout: Layout, system: System) -> float:
     if system.layers == "coat":
         activations = system.coat.activations
         grouped = 1 + 1 / activations.group_size
-        # only fused blocks make attention's inputs again, and those have no such norms
-        if activations.attention_format == "recompute" and not normed and not sizes.experts:
-            attention = grouped * o
-        elif activations.attention_format != "bf16":
+        if activations.attention_format != "bf16":
             attention = grouped * (sizes.qkv + o) + FP32 * sizes.heads
-        feed_forward = sizes.mean(grouped * u, _of_experts(sizes, grouped))
+        if activations.attention_format == "recompute":
+            attention += sizes.attends_again * (grouped * o - attention)
+        feed_forward = sizes.mean(grouped * u / t, _of_experts(sizes, layout, grouped))
         inputs = 2 * h / between + (f + o) / t if system.keeps_inputs else 0
-        return kept + grouped * (2 * h / between + normed / t) + (feed_forward + attention) / t + inputs
+        return kept + grouped * (2 * h / between + normed / t) + feed_forward + attention / t + inputs
     if system.layers == "transformer_engine":
         return kept + (2 * BF16 * h + 2 * h) / between + (o + f + BF16 * u + attention) / t
     if sizes.maker == "transformers":
@@ -164,25 +162,17 @@ def saved_per_token(sizes: Sizes, layout: Layout, system: System) -> float:
         norms, feed_forward = 2 * 2 * BF16 * h, BF16 * (u + f)
     if system.recompute == "mlp":
         feed_forward = 0
-    return kept + norms / between + (sizes.mean(feed_forward, _of_experts(sizes)) + attention) / t
+    feed_forward = sizes.mean(feed_forward / t, _of_experts(sizes, layout))
+    return kept + norms / between + feed_forward + attention / t
 
 
-def _of_experts(sizes: Sizes, grouped: float | None = None) -> float:
-    """Bytes that a layer's experts and router keep for a token. `grouped`: COAT's of a code."""
+def _of_experts(sizes: Sizes, layout: Layout, grouped: float | None = None) -> float:
+    """Bytes that a layer's experts and router keep for a token on a GPU. `grouped`: COAT's of a code."""
     if sizes.experts is None:
         return 0
-    experts, h = sizes.experts, sizes.hidden
-    # all probabilities, and the order that tokens are brought into, which most keep in several ways
-    ways = 2 if grouped is not None and experts.grouped else 4
-    routing = FP32 * experts.count + ways * INT64 * experts.used
-    if grouped is None:
-        # input, output, gate and up, the activation's output and the product
-        return routing + BF16 * experts.used * (2 * h + 4 * experts.ffn) + BF16 * 4 * experts.shared
-    # the router reads the norm's output, which others make again
-    routing += BF16 * h + grouped * 2 * experts.shared
-    # one by one: inputs in FP8, and outputs, which are weighted
-    others = 0 if experts.grouped else (1 + BF16) * h
-    return routing + experts.used * (grouped * 2 * experts.ffn + others)
+    if sizes.maker == "megatron":
+        return saved_by_megatron(sizes.experts, sizes.hidden, grouped, layout)
+    return saved_by_transformers(sizes.experts, sizes.hidden, grouped) / layout.tensor
 
 
 def _input_per_token(sizes: Sizes, system: System) -> float:
@@ -196,22 +186,28 @@ def _input_per_token(sizes: Sizes, system: System) -> float:
 class _Stage:
     """One stage of a pipeline, or the whole model."""
 
-    def __init__(self, sizes: Sizes, layout: Layout, system: System, first: bool, last: bool):
-        self.sizes, self.layout, self.system = sizes, layout, system
+    def __init__(self, sizes: Sizes, layout: Layout, system: System, index: int):
+        self.layout, self.system = layout, system
+        first, last = index == 0, index == layout.pipeline - 1
         self.first, self.last = first, last
         tensor, h = layout.tensor, sizes.hidden
         self.layers = -(-sizes.layers // layout.pipeline)
-        stack = sizes.stack()
-        self.stack = stack[: self.layers] if first else stack[-self.layers :]
-        self.matrices = self.layers * sizes.layer_matrices / tensor
+        # all stages as full as the fullest
+        begin = min(index * self.layers, sizes.layers - self.layers)
+        self.sizes = sizes.part(slice(begin, begin + self.layers))
+        self.stack = self.sizes.stack()
+        routed, rest = (self.layers * n for n in self.sizes.layer_on_gpu(tensor, layout.expert_shares))
+        self.matrices = routed + rest
         tables = 1 if sizes.tied and first and last else first + last
         self.norms = 2 * self.layers * h + h * last
         other = sizes.other_parameters / layout.pipeline / tensor
-        self.parameters = self.matrices + tables * sizes.table / tensor + self.norms + other
-        self.part = self.parameters / layout.data if layout.stage else self.parameters
+        rest += tables * sizes.table / tensor + self.norms + other
+        self.parameters = routed + rest
+        data, expert_data = (layout.data, layout.expert_data) if layout.stage else (1, 1)
+        self.part, self.norms_part = routed / expert_data + rest / data, self.norms / data
         self.on_cpu = system.offload or layout.optimizer_device == "cpu"
-        # 1F1B: as many micro-batches are under way in the first stage as there are stages
-        self.under_way = min(layout.accumulation, layout.pipeline) if first and not last else 1
+        # 1F1B: as many micro-batches are under way in a stage as there are stages from it on
+        self.under_way = min(layout.accumulation, layout.pipeline - index)
 
     def predict(self) -> Prediction:
         held = self._held()
@@ -225,8 +221,7 @@ class _Stage:
 
     def _states(self) -> tuple[float, float]:
         """Bytes of masters and of states, wherever they are."""
-        share = self.part / self.parameters
-        return stepped_bytes((self.parameters - self.norms) * share, self.norms * share, self.system)
+        return stepped_bytes(self.part - self.norms_part, self.norms_part, self.system)
 
     def _held(self) -> dict[str, float]:
         sizes, layout, system = self.sizes, self.layout, self.system
@@ -236,18 +231,28 @@ class _Stage:
             weights = 0 if layout.parameter_device == "cpu" else weights / layout.data
             weights += BF16 * self.norms
         held = {"weights": weights, "masters": masters, "states": states, "buffers": WORKSPACES}
-        if layout.tensor > 1 and layout.sequence_parallel:
-            held["buffers"] += BF16 * layout.tokens * sizes.hidden
+        held["buffers"] += BF16 * self._gathered_tokens() * sizes.hidden
         if layout.host == "megatron":
             held["gradients"] = (FP32 if layout.fp32_gradients else BF16) * self.parameters
         elif layout.stage == 3:
             held["gradients"] = 0 if self.on_cpu else BF16 * self.part
             held["buffers"] += self._buckets()
         if system.caches_weights:
-            held["copies"] = COPIES * self.layers * sizes.converted_matrices / layout.tensor
+            held["copies"] = (
+                COPIES * self.layers * sizes.converted_on_gpu(layout.tensor, layout.expert_shares)
+            )
         if self._has_graphs():
             held["graphs"] = self._saved() + GRAPH_BUFFERS * self._hidden()
         return held
+
+    def _gathered_tokens(self) -> float:
+        """Tokens that Megatron's one buffer holds for gathers of hidden states."""
+        layout, found = self.layout, 0.0
+        if layout.tensor > 1 and layout.sequence_parallel:
+            found = layout.tokens
+        if self.sizes.experts and layout.gathers_tokens and layout.expert_shares > 1:
+            found = max(found, layout.tokens * layout.dispatched)
+        return found
 
     def _on_host(self) -> float:
         layout = self.layout
@@ -332,18 +337,19 @@ class _Stage:
     def _temporaries(self) -> float:
         """Bytes of gradients within a layer, at the activation, where they are largest, over what goes."""
         sizes, layout, system = self.sizes, self.layout, self.system
-        wide = (BF16 * sizes.fc1) * layout.tokens / layout.tensor
+        ffn = BF16 * sizes.widest_ffn * layout.tokens / layout.tensor
+        wide = (1 + sizes.gated) * ffn
         if system.layers != "bf16":
             # the product's gradient, and the activation's in FP8 by rows and by columns
-            wide += BF16 * sizes.ffn * layout.tokens / layout.tensor
+            wide += ffn
         elif sizes.maker == "transformers":
             # of the activation's output and of its other factor
-            wide += BF16 * sizes.ffn * layout.tokens / layout.tensor
+            wide += ffn
         found = self._hidden() + max(wide, self._of_experts_backward())
         if system.recompute != "none":
             whole = dataclasses.replace(system, recompute="none")
             found += layout.tokens * saved_per_token(sizes, layout, whole)
-        elif system.layers == "coat" and system.coat.activations.attention_format == "recompute":
+        elif system.attends_again and sizes.attends_again:
             # at attention: made again, and their gradients
             again = 2 * BF16 * (sizes.qkv + sizes.queries) * layout.tokens / layout.tensor
             found = max(found, self._hidden() + again)
@@ -354,15 +360,29 @@ class _Stage:
 
     def _of_experts_backward(self) -> float:
         """Bytes of gradients of a layer's experts: of gate and up, of their input, and of all their weights,
-        which are one tensor for each product."""
+        which are one tensor for each product, where a tensor holds those of all experts."""
         sizes, layout, experts = self.sizes, self.layout, self.sizes.experts
         if experts is None:
             return 0
+        if sizes.maker == "megatron":
+            return BF16 * self._of_megatrons_experts(experts)
         activations = layout.tokens * experts.used * (2 * experts.ffn + sizes.hidden)
         # COAT's come expert by expert, and gate's and up's are then put together
         copies = 1 + 2 / 3 * (self.system.layers == "coat" and not experts.grouped)
         weights = copies * 3 * experts.count * experts.ffn * sizes.hidden
         return BF16 * (activations + weights) / layout.tensor
+
+    def _of_megatrons_experts(self, experts: Experts) -> float:
+        """Elements of gradients of rows, and of weights that do not go into `main_grad` by themselves."""
+        h, layout = self.sizes.hidden, self.layout
+        tensor = layout.of_experts_tensor
+        rows = layout.tokens * experts.used * tensor / layout.tensor
+        # in front of the activation those of one expert, or of all
+        wide = experts.fc1 / tensor * (1 if experts.grouped else layout.expert / experts.count)
+        back = layout.tokens * layout.dispatched if layout.gathers_tokens else rows
+        own = self.system.layers == "coat" and experts.grouped
+        weights = experts.routed(h) / layout.expert_shares if own else 0
+        return max(rows * (2 * h + wide) + weights, (rows + back) * h)
 
     def _backward(self, held: dict) -> list[Memory]:
         layout, stage = self.layout, self.layout.stage

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from coat_ds.plan.advice import Choice
-from coat_ds.plan.sizes import PlanError
+from coat_ds.plan.errors import PlanError
 
 # from what stays to what comes and goes
 COLORS = {

@@ -9,9 +9,11 @@ Steps that the CPU cannot launch in time, and ZeRO-3's small ones, take up to tw
 
 from dataclasses import dataclass
 
+from coat_ds.plan.errors import PlanError
+from coat_ds.plan.experts import Experts
 from coat_ds.plan.layout import Layout
 from coat_ds.plan.memory import saved_per_token
-from coat_ds.plan.sizes import PlanError, Sizes
+from coat_ds.plan.sizes import Sizes
 from coat_ds.plan.systems import System
 from coat_kernels.groups import GROUP_FORMATS
 
@@ -117,10 +119,10 @@ def step_time(sizes: Sizes, layout: Layout, system: System, gpu: Gpu) -> Time:
         system.recompute
     ]
     attended = 3.5 if system.recompute != "full" else 4.5
-    matrices, attends = sizes.layer_products, system.coat.activations.attention_format
-    if system.layers == "coat" and attends == "recompute":
-        passes += sizes.hidden * sizes.qkv / matrices
-        attended += 1
+    matrices = sizes.layer_products
+    if system.attends_again:
+        passes += sizes.attends_again * sizes.hidden * sizes.qkv / matrices
+        attended += sizes.attends_again
     in_fp8 = 0 if system.layers == "bf16" else sizes.converted_products
     # seconds for each token, times the rate of a product
     taken = in_fp8 / gpu.fp8 + (matrices - in_fp8) / gpu.bf16
@@ -132,7 +134,8 @@ def step_time(sizes: Sizes, layout: Layout, system: System, gpu: Gpu) -> Time:
     moved += tokens * sizes.vocabulary / tensor * (2 + 4 + 4 + 4 + 4 + 2) / layout.pipeline
     compute = count * (products + attention + moved / gpu.copy)
     messages = count * _messages(sizes, layout) / gpu.link
-    stepped = sizes.parameters / (tensor * layout.pipeline) / (layout.data if layout.stage else 1)
+    routed, rest = _on_gpu(sizes, layout)
+    stepped = routed / layout.expert_data + rest / layout.data if layout.stage else routed + rest
     per_element = 2 * system.state_bytes() + (4 if system.bf16_masters else 8) + _GRADIENT + _WEIGHT
     if system.optimizer != "coat":
         # BF16 gradients are made FP32 first
@@ -173,7 +176,8 @@ def _layer_traffic(sizes: Sizes, layout: Layout, system: System) -> float:
             found += 2 * 2 * (a + o)
     if sizes.experts is not None:
         # tokens are brought into the experts' order and back, and their outputs weighted; the gradients, too
-        found += sizes.mean(0, 2 * 3 * 2 * sizes.experts.used * sizes.hidden)
+        rows = sizes.experts.used * layout.of_experts_tensor / tensor
+        found += sizes.mean(0, 2 * 3 * 2 * rows * sizes.hidden)
     if system.recompute == "full":
         found *= 4 / 3
     return found
@@ -184,25 +188,49 @@ def _weight_traffic(sizes: Sizes, layout: Layout, system: System) -> float:
     if system.layers == "bf16":
         return 0
     share = layout.accumulation if system.caches_weights else 1
-    return 2 * (2 + 1) * sizes.converted_matrices / layout.tensor / share
+    return 2 * (2 + 1) * sizes.converted_on_gpu(layout.tensor, layout.expert_shares) / share
+
+
+def _on_gpu(sizes: Sizes, layout: Layout) -> tuple[float, float]:
+    """Elements of routed experts on a GPU, and of all else, mean over the stages of a pipeline."""
+    routed, rest = sizes.layer_on_gpu(layout.tensor, layout.expert_shares)
+    around = sizes.parameters - sizes.layers * sizes.layer_matrices
+    layers = sizes.layers / layout.pipeline
+    return layers * routed, layers * rest + around / (layout.tensor * layout.pipeline)
 
 
 def _messages(sizes: Sizes, layout: Layout) -> float:
     """Bytes that a GPU sends for a micro-batch. Of none is it counted that it may go beside computation: as
     measured, even at stage 3 hardly any of its time is hidden."""
-    numel = 2 * sizes.parameters / (layout.tensor * layout.pipeline)
-    others = (layout.data - 1) / layout.data
-    found = 0.0
+    routed, rest = _on_gpu(sizes, layout)
+    # each rank sends all but its own part of what is gathered or reduced
+    weights = 2 * (rest * (1 - 1 / layout.data) + routed * (1 - 1 / layout.expert_data))
+    layers, found = sizes.layers / layout.pipeline, 0.0
     if layout.tensor > 1:
-        # four gathers and four reductions of hidden states, and two gathers for gradients of weights
+        # four gathers and four reductions of hidden states, and two gathers for gradients of weights; half of
+        # them around the feed-forward layer
         hidden = 2 * layout.tokens * sizes.hidden * (layout.tensor - 1) / layout.tensor
-        found += 10 * sizes.layers / layout.pipeline * hidden
+        shared = 5 if sizes.experts is None or sizes.experts.shared else 0
+        found += (5 + sizes.mean(5, shared)) * layers * hidden
+    if sizes.experts is not None:
+        found += sizes.mean(0, _dispatched(sizes.experts, sizes.hidden, layout)) * layers
     if layout.stage == 3:
         gathered = 0.5 if layout.quantized_gathers else 1.0
-        found += (2 * gathered + 1) * numel * others
+        found += (2 * gathered + 1) * weights
     elif layout.stage == 2:
         # reduced each micro-batch; weights once a step
-        found += (1 + 1 / layout.accumulation) * numel * others
+        found += (1 + 1 / layout.accumulation) * weights
     else:
-        found += 2 * numel * others / layout.accumulation
+        found += 2 * weights / layout.accumulation
     return found
+
+
+def _dispatched(experts: Experts, h: int, layout: Layout) -> float:
+    """Bytes of a layer's tokens that a GPU sends to experts and gets back, forward and backward."""
+    if layout.gathers_tokens:
+        # gathered by all that share the experts
+        sent = layout.expert_shares - 1
+    else:
+        # each expert's, and gathered by those that share its channels
+        sent = experts.used * ((1 - 1 / layout.expert) + layout.of_experts_tensor - 1)
+    return 4 * 2 * h * sent * layout.tokens / layout.tensor

@@ -6,6 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from coat_ds.layers.experts import MOST_EXPERTS
+from coat_ds.plan import mixtures
+from coat_ds.plan.errors import PlanError
 from coat_ds.plan.experts import Experts
 
 MAKERS = ("megatron", "transformers")
@@ -43,10 +45,6 @@ _COUNTED = ("llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe")
 _HEAD_NORMS = ("qwen3", "qwen3_moe")
 # a model whose parameters are further than this from what its config's sizes give is of another kind
 TOLERANCE = 0.02
-
-
-class PlanError(ValueError):
-    """What cannot be planned. The message names the key, the value found and the way out."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,6 +126,12 @@ class Sizes:
         share = self.experts.layers / self.layers
         return (1 - share) * dense + share * sparse
 
+    @property
+    def attends_again(self) -> float:
+        """The share of layers in which COAT can make attention again: fused blocks, which have neither norms
+        of heads nor experts."""
+        return 0 if self.head_norms else self.mean(1, 0)
+
     def _of_a_layer(self, of_experts: Callable[[Experts, int], int]) -> float:
         """Elements of a layer's attention and feed-forward, mean over the layers."""
         sparse = of_experts(self.experts, self.hidden) if self.experts else 0
@@ -153,11 +157,38 @@ class Sizes:
         """Those that a token is multiplied with in FP8, by COAT."""
         return self._of_a_layer(Experts.converted_products)
 
+    def layer_on_gpu(self, tensor: int, expert_shares: int) -> tuple[float, float]:
+        """Elements of a layer's matrices on a GPU, mean over the layers: of routed experts, of which
+        `expert_shares` GPUs share a layer's, and of all else."""
+        routed, router = self._of_experts(Experts.routed), self._of_experts(Experts.router)
+        return routed / expert_shares, (self.layer_matrices - routed - router) / tensor + router
+
+    def converted_on_gpu(self, tensor: int, expert_shares: int) -> float:
+        """Those of them that COAT multiplies in FP8."""
+        routed = self._of_experts(Experts.converted_routed)
+        return routed / expert_shares + (self.converted_matrices - routed) / tensor
+
+    def _of_experts(self, elements: Callable[[Experts, int], int]) -> float:
+        return self.mean(0, elements(self.experts, self.hidden)) if self.experts else 0
+
+    def part(self, layers: slice) -> "Sizes":
+        """Of some of the layers, between the same embedding and head."""
+        experts, count = self.experts, len(range(self.layers)[layers])
+        if experts is not None:
+            where = experts.where[layers]
+            experts = dataclasses.replace(experts, where=where) if any(where) else None
+        return dataclasses.replace(self, layers=count, experts=experts)
+
     @property
     def active_ffn(self) -> float:
         """Channels between the products of a feed-forward layer that a token takes."""
         sparse = self.experts.used * self.experts.ffn + self.experts.shared if self.experts else 0
         return self.mean(self.ffn, sparse)
+
+    @property
+    def widest_ffn(self) -> int:
+        """Channels between the products of the widest feed-forward layer that all tokens take; 0 of none."""
+        return max(self.ffn * bool(self.mean(1, 0)), self.experts.shared if self.experts else 0)
 
     @property
     def table(self) -> int:
@@ -172,17 +203,18 @@ class Sizes:
 
     def stack(self) -> list[list[list[int]]]:
         """Elements of the parameters of each layer's modules, in the order in which forward uses them."""
-        h, sparse = self.hidden, self.experts.layers if self.experts else 0
+        h = self.hidden
         if self.maker == "megatron":
             attention, first = [[h * self.qkv]], [[h * self.fc1]]
         else:
             kv = h * self.groups * self.head_dim
             attention, first = [[h * self.queries], [kv], [kv]], [[h * self.ffn]] * (1 + self.gated)
         front = [[h], *attention, [self.queries * h], [h]]
-        found = (self.layers - sparse) * [[*front, *first, [self.ffn * h]]]
-        if self.experts is not None:
-            found += sparse * [[*front, *self.experts.modules(h)]]
-        return found
+        dense = [*front, *first, [self.ffn * h]]
+        if self.experts is None:
+            return self.layers * [dense]
+        sparse = [*front, *self.experts.modules(h)]
+        return [sparse if has_experts else dense for has_experts in self.experts.where]
 
 
 def from_shape(values: Mapping, vocabulary: int | None) -> Sizes:
@@ -235,7 +267,7 @@ def from_megatron(arguments: Sequence[str]) -> tuple[Sizes, dict]:
     for name in (
         *("num-layers", "hidden-size", "ffn-hidden-size", "num-attention-heads", "num-query-groups"),
         *("kv-channels", "vocab-size", "make-vocab-size-divisible-by", "seq-length", "micro-batch-size"),
-        *("global-batch-size", "tensor-model-parallel-size", "pipeline-model-parallel-size", "num-experts"),
+        *("global-batch-size", "tensor-model-parallel-size", "pipeline-model-parallel-size"),
         *("padded-vocab-size",),
     ):
         parser.add_argument(f"--{name}", type=int)
@@ -248,12 +280,13 @@ def from_megatron(arguments: Sequence[str]) -> tuple[Sizes, dict]:
         parser.add_argument(f"--{name}", action="store_true")
     for name in ("use-distributed-optimizer", "grad-reduce-in-bf16"):
         parser.add_argument(f"--{name}", action="store_true")
+    mixtures.add_arguments(parser)
     try:
         found, _ = parser.parse_known_args(list(arguments))
     except argparse.ArgumentError as error:
         raise PlanError(f"Megatron's arguments: {error}. Correct it.") from None
     values = vars(found)
-    _refuse_megatrons(values)
+    _refuse_latent_attention(values)
     vocabulary = found.padded_vocab_size or found.vocab_size
     if vocabulary is None:
         raise PlanError("--vocab-size: not among Megatron's arguments. Add it: the tokenizer's, padded.")
@@ -268,12 +301,14 @@ def from_megatron(arguments: Sequence[str]) -> tuple[Sizes, dict]:
         if values[key] is None:
             raise PlanError(f"--{key.replace('_', '-')}: not among Megatron's arguments. Add it.")
         sizes[name] = values[key]
+    gated, biases = found.swiglu or found.quick_geglu, not found.disable_bias_linear
     model = _checked(
         **sizes,
         groups=found.num_query_groups or found.num_attention_heads,
         head_dim=found.kv_channels,
         vocabulary=vocabulary,
-        gated=found.swiglu,
+        gated=gated,
+        experts=mixtures.experts_of(values, sizes["layers"], sizes["ffn"], gated, biases),
         tied=not found.untie_embeddings_and_output_weights,
     )
     tensor, pipeline = found.tensor_model_parallel_size or 1, found.pipeline_model_parallel_size or 1
@@ -287,6 +322,7 @@ def from_megatron(arguments: Sequence[str]) -> tuple[Sizes, dict]:
         "micro_batch": found.micro_batch_size,
         "sequence": found.seq_length,
         "global_batch": found.global_batch_size,
+        **mixtures.spread_of(found, tensor),
     }
     return model, {name: value for name, value in layout.items() if value is not None}
 
@@ -302,13 +338,16 @@ def from_module(model) -> Sizes:
     if hasattr(config, "to_dict"):
         sizes = from_transformers(config.to_dict())
     elif hasattr(config, "num_layers"):
-        _refuse_megatrons(vars(config))
+        values = {**vars(config), "num_experts": config.num_moe_experts}
+        _refuse_latent_attention(values)
+        layers, ffn, gated = config.num_layers, config.ffn_hidden_size, config.gated_linear_unit
         sizes = _checked(
             **{name: getattr(config, key) for name, key in _MEGATRON.items()},
+            experts=mixtures.experts_of(values, layers, ffn, gated, config.add_bias_linear),
             groups=config.num_query_groups,
             head_dim=config.kv_channels,
             vocabulary=getattr(model, "vocab_size", None),
-            gated=config.gated_linear_unit,
+            gated=gated,
             tied=getattr(model, "share_embeddings_and_output_weights", False),
         )
     else:
@@ -358,7 +397,7 @@ def _experts(config: Mapping, layers: int) -> Experts | None:
         count=count,
         used=used,
         ffn=ffn,
-        layers=layers - len(dense | set(named)),
+        where=tuple(i not in dense and i not in named for i in range(layers)),
         shared=shared,
         grouped=count > MOST_EXPERTS or kind in _OWN_GATES,
     )
@@ -392,16 +431,10 @@ def _whole(values: Mapping, key: str) -> int:
     return value
 
 
-def _refuse_megatrons(values: Mapping) -> None:
-    """Raises PlanError for parts of Megatron's models that are not planned."""
+def _refuse_latent_attention(values: Mapping) -> None:
+    """Raises PlanError for Megatron's multi-latent attention, which is not planned."""
     if values.get("multi_latent_attention"):
         raise PlanError(
             "multi_latent_attention: found true, and multi-latent attention is not planned. Leave it out for "
             "a plan of the same model with ordinary attention."
         )
-    for key in _EXPERTS:
-        if (values.get(key) or 1) > 1:
-            raise PlanError(
-                f"{key}: found {values[key]}, and Megatron's mixtures of experts are not planned. Plan a "
-                "dense model of as many active channels for its activations."
-            )

@@ -46,6 +46,11 @@ class System:
         return self.layers == "coat" if wanted == "auto" else wanted
 
     @property
+    def attends_again(self) -> bool:
+        """Attention is made again, in the layers that can."""
+        return self.layers == "coat" and self.coat.activations.attention_format == "recompute"
+
+    @property
     def caches_weights(self) -> bool:
         """FP8 copies of weights are kept, by rows and by columns."""
         cached = self.layers == "coat" and self.coat.activations.weight_cache == "fp8"

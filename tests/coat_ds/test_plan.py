@@ -202,6 +202,17 @@ def test_stages_of_a_pipeline_wait_and_hold():
     assert two == pytest.approx(2 * one)
 
 
+def test_small_micro_batches_keep_a_pipeline_busy():
+    spread = Layout(gpus=4, pipeline=4, sequence=8, host="megatron", global_batch=8)
+    model = dataclasses.replace(SMALL, layers=4)
+    choice = advice.fastest(model, [spread], [rungs()["BF16"]], COUNTING, 1e12, True)
+    # of one micro-batch three stages of four wait, of eight for three eighths of the time
+    assert (choice.layout.micro_batch, choice.layout.accumulation) == (1, 8)
+    one = dataclasses.replace(spread, gpus=1, pipeline=1)
+    choice = advice.fastest(model, [one], [rungs()["BF16"]], COUNTING, 1e12, True)
+    assert (choice.layout.micro_batch, choice.layout.accumulation) == (8, 1)
+
+
 def test_tokens_a_second_are_a_gpus():
     spread = Layout(gpus=4, tensor=2, stage=1, micro_batch=3, sequence=8, accumulation=2)
     (choice,) = advice.compare(SMALL, spread, [rungs()["BF16"]], COUNTING)

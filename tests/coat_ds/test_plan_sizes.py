@@ -212,6 +212,7 @@ def test_a_mixture_is_planned(tmp_path, capsys):
     out = capsys.readouterr().out
     assert out.startswith("46.70B parameters, 16 x H200, ZeRO-3")
     assert "experts: 8 in a layer, 2 for a token, without expert parallelism; under COAT they mult" in out
+    assert "Tokens are taken to be spread evenly over experts" in out
 
 
 def test_parts_that_are_not_planned_are_named(tmp_path, capsys):
@@ -268,10 +269,6 @@ def test_layers_that_were_not_counted_say_so(tmp_path, capsys):
             "layer_types: found 'linear_attention'",
         ),
         (lambda: sizes.from_transformers({**NAMES, "kv_lora_rank": 64}), "multi-latent attention"),
-        (
-            lambda: sizes.from_megatron([*WORDS, "--num-experts", "8"]),
-            "num_experts: found 8, and Megatron's mixtures",
-        ),
         (
             lambda: sizes.from_megatron([*WORDS, "--multi-latent-attention"]),
             "multi_latent_attention: found true, and multi-latent",

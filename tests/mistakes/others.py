@@ -27,6 +27,10 @@ from tests.mistakes.makers import (
 )
 
 LLAMA = ("configs/model_llama2_7b.json", "--vocabulary", "32000")
+MIXTURE = (
+    *("--num-layers", "2", "--hidden-size", "64", "--num-attention-heads", "4", "--vocab-size", "512"),
+    *("--num-experts", "8"),
+)
 TRAIN = ("train", "--model-config", "configs/model_quickstart.json", "--output", "{folder}/run")
 HALF = torch.nn.Sequential(torch.nn.Linear(64, 64)).half()
 TWICE = torch.nn.Sequential(torch.nn.Linear(64, 64))
@@ -226,6 +230,11 @@ MISTAKES = {
             "too little memory",
             coat("plan", *LLAMA, "--fit", "5GB"),
             ("nothing fits into 5.0 GB", "Give more"),
+        ),
+        Mistake(
+            "Megatron's experts that drop tokens",
+            coat("plan", "--megatron", *MIXTURE, "--moe-expert-capacity-factor", "1.5"),
+            ("--moe-expert-capacity-factor: found 1.5", "dropped are not planned", "Drop it"),
         ),
         Mistake(
             "a JSON without a model",

@@ -1,0 +1,218 @@
+"""`coat plan --megatron` beside Megatron's models with experts: what they hold, and what layers keep."""
+
+import dataclasses
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from megatron.core.activations import squared_relu
+
+from coat_ds import plan
+from coat_ds.config import ActivationsConfig
+from coat_ds.plan import Layout, layout, rungs, sizes
+from coat_ds.plan.memory import saved_per_token
+from coat_ds.plan.systems import coat
+from megatron_ext.layer_specs import coat_layer_spec, sdpa_layer_spec
+from megatron_ext.ledger import saved_bytes
+from megatron_ext.model import ModelShape, build_gpt, initialize_model_parallel
+from tests.util import run_distributed
+
+H, FFN, HEADS, GROUPS, VOCAB, S, B, COUNT = 256, 512, 4, 2, 512, 128, 2, 4
+EXPERTS = {
+    "num_moe_experts": COUNT,
+    "moe_router_topk": 2,
+    "moe_ffn_hidden_size": 128,
+    "moe_token_dispatcher_type": "allgather",
+}
+UNGATED = {"activation_func": F.gelu, "gated_linear_unit": False, "bias_activation_fusion": False}
+SHARED = {"moe_shared_expert_intermediate_size": 192}
+WORDS = (
+    "--hidden-size 256 --ffn-hidden-size 512 --num-attention-heads 4 --num-query-groups 2 --vocab-size 512 "
+    "--untie-embeddings-and-output-weights --num-experts 4 --moe-ffn-hidden-size 128"
+)
+GATED_WORDS = f"{WORDS} --disable-bias-linear --swiglu"
+SHARED_WORDS = "--moe-shared-expert-intermediate-size 192"
+# of each Megatron's config, and the same as arguments
+CASES = {
+    "experts": ({}, GATED_WORDS),
+    "every other layer": ({"moe_layer_freq": 2}, f"{GATED_WORDS} --moe-layer-freq 2"),
+    "one expert a token": (
+        {"moe_router_topk": 1, "moe_router_pre_softmax": True},
+        f"{GATED_WORDS} --moe-router-topk 1",
+    ),
+    "shared": (SHARED, f"{GATED_WORDS} {SHARED_WORDS}"),
+    "shared with a gate": (
+        SHARED | {"moe_shared_expert_gate": True},
+        f"{GATED_WORDS} {SHARED_WORDS} --moe-shared-expert-gate",
+    ),
+    "gelu": (UNGATED | SHARED, f"{WORDS} --disable-bias-linear {SHARED_WORDS}"),
+    "squared relu": (
+        UNGATED | {"activation_func": squared_relu},
+        f"{WORDS} --disable-bias-linear --squared-relu",
+    ),
+    "biases": (UNGATED | {"add_bias_linear": True}, WORDS),
+}
+# all layers but the first
+DENSE = {"moe_layer_freq": 10}
+SYSTEMS = {
+    "BF16": None,
+    "COAT": {},
+    "8-bit attention": {"attention_format": "sqrt8"},
+    "recomputed attention": {"attention_format": "recompute"},
+}
+
+
+def _build(layers, activations, **config):
+    """A model of COAT's layers, or of Megatron's own where `activations` are None."""
+    shape = ModelShape(layers, H, FFN, HEADS, GROUPS)
+    spec, coat = sdpa_layer_spec, None
+    if activations is not None:
+        spec, coat = coat_layer_spec, ActivationsConfig(**activations)
+    model = build_gpt(shape, spec, seq_length=S, vocab_size=VOCAB, activations=coat, **(EXPERTS | config))
+    for name, module in model.named_modules():
+        if activations is None and "local_experts" in name:
+            # as over several ranks: on one, Megatron adds biases in place, which autograd refuses
+            module.explicit_expert_comm = True
+    return model
+
+
+def _kept(activations, **config) -> float:
+    """Bytes a layer and token: what two layers add to what two keep."""
+    found = []
+    for layers in (2, 4):
+        model = _build(layers, activations, **config)
+        tokens = torch.randint(VOCAB, (B, S), generator=torch.Generator().manual_seed(5))
+        positions = torch.arange(S).expand(B, S)
+        run = lambda: model(tokens, positions, None, labels=tokens)  # noqa: E731, B023
+        found.append(saved_bytes(model, run).total)
+    return (found[1] - found[0]) / 2 / (B * S)
+
+
+def _system(activations):
+    if activations is None:
+        return rungs()["BF16"]
+    return coat("COAT", {"activations": activations})
+
+
+def _padding(activations, grouped) -> float:
+    """FP8 inputs of experts have whole 16 rows."""
+    return 16 * COUNT * H / (B * S) if activations is not None and not grouped else 0
+
+
+@pytest.mark.pairwise
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    ("system", "grouped"),
+    [(system, False) for system in SYSTEMS] + [("COAT", True), ("recomputed attention", True)],
+    ids=lambda value: value if isinstance(value, str) else ("one after another", "grouped")[value],
+)
+def test_layers_keep_what_is_predicted(megatron, name, system, grouped):
+    config, activations = CASES[name][0], SYSTEMS[system]
+    found = _kept(activations, moe_grouped_gemm=grouped, **config)
+    model = sizes.from_module(_build(2, activations, moe_grouped_gemm=grouped, **config))
+    predicted = saved_per_token(model, Layout(), _system(activations))
+    # a layer's scales are a few bytes beside, and where each expert ends
+    bound = 0.005 * predicted
+    if activations is None:
+        # torch's norms on a CPU, and positions, keep what they keep in dense layers
+        found -= _kept(None, **(config | DENSE))
+        predicted -= saved_per_token(dataclasses.replace(model, experts=None), Layout(), _system(None))
+    assert -bound < found - predicted < bound + _padding(activations, grouped)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_models_are_read(megatron, name):
+    config, words = CASES[name]
+    model = _build(3, {}, **config)
+    found, exact = sizes.from_module(model), sum(p.numel() for p in model.parameters())
+    assert found.parameters == exact
+    read, _ = sizes.from_megatron(f"{words} --num-layers 3 --moe-token-dispatcher-type alltoall".split())
+    assert read == dataclasses.replace(found, other_parameters=0)
+    # biases
+    assert (found.other_parameters > 0) == (name == "biases")
+
+
+RANKS = 4
+# Megatron's process groups, and whether hidden states are split
+LAYOUTS = {
+    "expert 2": {"expert_model_parallel_size": 2},
+    "expert 2, tensor 2": {"expert_model_parallel_size": 2, "tensor_model_parallel_size": 2},
+    "expert 4, tensor 2, not of experts": {
+        "expert_model_parallel_size": 4,
+        "tensor_model_parallel_size": 2,
+        "expert_tensor_parallel_size": 1,
+    },
+}
+
+
+def _stepped(model) -> tuple[int, int]:
+    """Elements of masters on this rank: of routed experts, and of all else."""
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+
+    from megatron_ext import cpu
+
+    settings = DistributedDataParallelConfig(use_distributed_optimizer=True)
+    with cpu.no_cuda():
+        wrapped = DistributedDataParallel(model.config, settings, model)
+        config = OptimizerConfig(optimizer="adam", lr=1e-3, bf16=True, use_distributed_optimizer=True)
+        parts = get_megatron_optimizer(config, [wrapped]).chained_optimizers
+    found = {True: 0, False: 0}
+    for part in parts:
+        for group in part.optimizer.param_groups:
+            found[group["is_expert_parallel"]] += sum(p.numel() for p in group["params"])
+    return found[True], found[False]
+
+
+def _on_ranks() -> dict:
+    from megatron.core import parallel_state
+
+    from megatron_ext import cpu
+
+    cpu.enable()
+    dist.init_process_group("gloo")
+    found = {}
+    for name, groups in LAYOUTS.items():
+        initialize_model_parallel(**groups)
+        config = groups | {"sequence_parallel": "tensor" in name} | SHARED
+        model = _build(2, {}, **config)
+        found[name] = {
+            "parameters": sum(p.numel() for p in model.parameters()),
+            "masters": _stepped(model),
+            "grouped": _kept({}, moe_grouped_gemm=True, **config),
+            "BF16": _kept(None, **config) - _kept(None, **(config | DENSE)),
+        }
+        parallel_state.destroy_model_parallel()
+    return found
+
+
+@pytest.fixture(scope="module")
+def ranks():
+    return run_distributed(_on_ranks, RANKS)
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_ranks_hold_and_keep_what_is_predicted(ranks, name):
+    words = [f"--{key.replace('_', '-')} {value}" for key, value in LAYOUTS[name].items()]
+    words += ["--sequence-parallel"] if "tensor" in name else []
+    words = f"{GATED_WORDS} {SHARED_WORDS} --num-layers 2 --use-distributed-optimizer {' '.join(words)}"
+    model, said = sizes.from_megatron(words.split())
+    spread = layout.from_megatron(said, gpus=RANKS, sequence=S, micro_batch=B)
+    of_ranks = [rank[name] for rank in ranks]
+    memory = plan.predict(model, spread, rungs()["BF16"]).peak
+    assert {2 * rank["parameters"] for rank in of_ranks} == {memory.weights}
+    # the distributed optimizer cuts where ranks end, not where parameters do: a mean of whole numbers
+    masters = sum(sum(rank["masters"]) for rank in of_ranks) / RANKS
+    assert memory.masters == pytest.approx(4 * masters, rel=1e-9)
+    # tokens are not spread evenly over ranks, but their mean is
+    grouped, bf16 = (sum(rank[kind] for rank in of_ranks) / RANKS for kind in ("grouped", "BF16"))
+    experts = dataclasses.replace(model.experts, grouped=True)
+    predicted = saved_per_token(dataclasses.replace(model, experts=experts), spread, _system({}))
+    # a layer's scales, and where each expert ends, are less than a byte a token
+    assert grouped == pytest.approx(predicted, abs=1)
+    of_layers = (
+        saved_per_token(m, spread, _system(None)) for m in (model, dataclasses.replace(model, experts=None))
+    )
+    sparse, dense = of_layers
+    assert bf16 == pytest.approx(sparse - dense, abs=1)
