@@ -1,7 +1,10 @@
 """DeepSpeed's sequence parallelism (Ulysses, ALST), which takes the place of transformers' attention."""
 
+from importlib.metadata import version
+
 import pytest
 import torch
+from packaging.version import Version
 
 import coat_ds
 from benchmarks.common.families import FAMILIES
@@ -39,6 +42,8 @@ def share(order):
 
 @pytest.mark.parametrize("order", ["registered first", "converted first"])
 def test_ranks_attend_to_each_other(order):
+    if order == "converted first" and Version(version("deepspeed")) < Version("0.19"):
+        pytest.skip("DeepSpeed before 0.19 takes no name of attention but its own list's")
     parts = run_distributed(share, 2, order)
     model = LLAMA.build()
     expected = model(input_ids=whole(), use_cache=False).logits
