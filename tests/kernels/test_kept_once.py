@@ -7,7 +7,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from coat_kernels.fp8 import E4M3, E5M2
-from coat_kernels.linear import LinearFormats, fp8_linear
+from coat_kernels.linear import LinearFormats, fp8_linear, op
 from coat_kernels.origin import maxima_of
 from tests.util import rel_rms
 
@@ -125,3 +125,32 @@ def test_who_shares_nothing(inputs, what):
     for a, e in zip(*(torch.autograd.grad(t, other, torch.ones_like(t)) for t in (y, alone)), strict=True):
         assert torch.equal(a, e)
     assert first.requires_grad
+
+
+def test_views_of_other_values_share_nothing(device):
+    """Of the same shape: a transposed matrix, and a part that ends elsewhere."""
+    whole = torch.randn(33, 32, device=device).bfloat16().requires_grad_() * 1
+    weight, other = (torch.randn(16, 32, device=device).bfloat16().requires_grad_() for _ in range(2))
+    x, later = whole[:32], whole[1:]
+    for one, view in ((x.clone(), lambda t: t.t()), (whole, lambda t: t[:32]), (x, lambda _: later)):
+        first = fp8_linear(one, weight)
+        y, alone = fp8_linear(view(one), other), fp8_linear(view(one).clone(), other)
+        found, wanted = (torch.autograd.grad(t, other, torch.ones_like(t))[0] for t in (y, alone))
+        assert torch.equal(found, wanted) and first.requires_grad
+
+
+def test_without_gradients_no_columns_are_written(inputs, monkeypatch):
+    leaf, weights, _ = inputs
+    asked = []
+
+    def counted(*args, columns, **kwargs):
+        asked.append(columns)
+        return operands(*args, columns=columns, **kwargs)
+
+    operands = op.fp8_operands
+    monkeypatch.setattr(op, "fp8_operands", counted)
+    with torch.no_grad():
+        outputs(leaf * 1, weights)
+    assert asked == [False] * 3
+    outputs(leaf * 1, weights)
+    assert asked[3:] == [True, False, False]

@@ -104,7 +104,7 @@ def test_a_model_on_two_gpus():
 
 
 def products():
-    """Output, gradients of the input and of the parameters; dtypes of the first and the last under autocast."""
+    """Output, gradients of the input and of the parameters; under autocast, their dtypes."""
     dist.init_process_group("gloo")
     found, mesh = [], init_device_mesh("cpu", (2,))
     for bias in (True, False):
