@@ -216,7 +216,7 @@ def _kept_of(x: torch.Tensor, fmt: Fp8Format) -> tuple[torch.Tensor, ...]:
     """The column-major codes of `x` and their scale, if another layer keeps them; empty if none does."""
     kept_in, *references = noted(x, "kept") or (None,)
     found = tuple(reference() for reference in references if kept_in == fmt)
-    return () if None in found else found
+    return () if any(t is None for t in found) else found
 
 
 def _columns_of_input(ctx, kept, fmt: Fp8Format):
