@@ -19,8 +19,8 @@ class Choices(TorchFunctionMode):
     """A context for one region: entered for the first time it keeps the indices that `torch.topk` and
     `torch.argmax` find, 8 bytes each. From then on they find these, and `topk` the values that are there now.
 
-    Fused routers (Transformer Engine's) choose anew. So does a region inside the region where it is
-    recomputed by itself.
+    Fused routers (Transformer Engine's) and compiled ones choose anew, and so does who passes `out`, which
+    carries no gradient. So does a region inside the region where it is recomputed by itself.
     """
 
     def __init__(self) -> None:
@@ -40,14 +40,16 @@ class Choices(TorchFunctionMode):
         self, func: Callable, types: Any, args: tuple = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func not in _TOPK and func not in _ARGMAX:
+        chooses = func in _TOPK or func in _ARGMAX
+        if not chooses or "out" in kwargs or torch.compiler.is_compiling():
             return func(*args, **kwargs)
         # the same operations in both passes, since checkpointing compares and counts what they save
         with torch.no_grad():
             found = func(*args, **kwargs)
+            # a copy, since whoever gets it may change it in place
+            indices = self._chosen(found if func in _ARGMAX else found.indices).clone()
         if func in _ARGMAX:
-            return self._chosen(found)
-        indices = self._chosen(found.indices)
+            return indices
         return torch.return_types.topk((_gathered(indices, *args, **kwargs), indices))
 
     def _chosen(self, found: torch.Tensor) -> torch.Tensor:

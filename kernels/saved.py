@@ -36,7 +36,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from coat_kernels.choices import Choices
 from coat_kernels.groups.op import dequantize_groups, quantize_groups
 from coat_kernels.groups.reference import Grouped
-from coat_kernels.origin import note, noted
+from coat_kernels.origin import forget_notes, note, noted
 
 GROUP_SIZES = (16, 32, 64, 128)
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -140,7 +140,9 @@ def packed(x: torch.Tensor, group_size: int) -> Packed:
     found = reference and reference()
     if found is None or found.group_size != group_size:
         found = Packed(x, group_size)
-        note(x, "packed", weakref.ref(found))
+    # of other notes what is unpacked has none, and a region must read the same of both
+    forget_notes(x)
+    note(x, "packed", weakref.ref(found))
     return found
 
 
@@ -153,8 +155,11 @@ def saved_in_fp8(group_size: int) -> saved_tensors_hooks:
     def pack(x: torch.Tensor) -> tuple[torch.Tensor | Packed, torch.Tensor, int]:
         if is_activation(x):
             return packed(x, group_size), _version_counter(x), x._version
+        if x.is_leaf:
+            return x, x, x._version
+        forget_notes(x)
         # a non-leaf tensor that is kept by its own node would never be freed
-        kept = x if x.is_leaf else x.detach()
+        kept = x.detach()
         return kept, kept, x._version
 
     def unpack(saved: tuple[torch.Tensor | Packed, torch.Tensor, int]) -> torch.Tensor:

@@ -58,8 +58,8 @@ def multiplied(module: torch.nn.Module, x: "DTensor", product: Product) -> "DTen
     if not by_rows:
         y = product(held, weight.to_local(), None, origin)
         y = DTensor.from_local(y, x.device_mesh, [Partial()], run_check=False)
-        # added once, to the sum
-        return y if bias is None else y + bias
+        # added once, to the sum, in the dtype of the product, which autocast may have chosen
+        return y if bias is None else y + bias.to(y.dtype)
     y = product(held, weight.to_local(), None if bias is None else bias.to_local(), origin)
     shape = torch.Size((*x.shape[:-1], weight.shape[0]))
     return _whole(y, x, (Shard(x.ndim - 1),), shape)

@@ -36,8 +36,8 @@ DESTROY = Patch(
     parameters=(),
 )
 
-# the engine that was last prepared of a model, which alone gives the model's layers back
-_owners: weakref.WeakKeyDictionary[torch.nn.Module, object] = weakref.WeakKeyDictionary()
+# the units of the engine that was last prepared of a model, which alone gives the model's layers back
+_last: weakref.WeakKeyDictionary[torch.nn.Module, LayerUnits] = weakref.WeakKeyDictionary()
 
 
 class Prepared(NamedTuple):
@@ -48,8 +48,6 @@ class Prepared(NamedTuple):
     """None if the block is disabled."""
     why: str
     """Why linear layers that stay as they are do."""
-    owner: object
-    """Stands for the engine that is to be built."""
     units: LayerUnits
 
 
@@ -71,11 +69,10 @@ def prepare(arguments: dict[str, Any]) -> Prepared:
         config_class.zero_force_ds_cpu_optimizer = False
     model = arguments.get("model") if coat.enabled else None
     why = "" if model is None else _prepare_layers(model, coat, config)
-    owner = object()
-    if model is not None:
-        _owners[model] = owner
     units = LayerUnits(model, coat.zero3_layer_units, config_class.zero_config)
-    return Prepared(coat, model, why, owner, units)
+    if model is not None:
+        _last[model] = units
+    return Prepared(coat, model, why, units)
 
 
 def _prepare_layers(model: torch.nn.Module, coat: CoatConfig, config: Mapping[str, Any]) -> str:
@@ -83,6 +80,8 @@ def _prepare_layers(model: torch.nn.Module, coat: CoatConfig, config: Mapping[st
 
     # of an earlier engine
     recompute.keep_inputs(model)
+    if (units := _last.get(model)) is not None:
+        units.undo()
     obstacle = no_conversion(config, coat.activations, torch.device(get_accelerator().current_device_name()))
     if section(config, "bf16").get("enabled") and any(p.dtype == torch.float16 for p in model.parameters()):
         # as DeepSpeed does next; layers in FP16 cannot be converted
@@ -133,7 +132,7 @@ def give_back(prepared: Prepared) -> None:
     """Gives the model's layers back, unless a later engine has it. May be called again."""
     prepared.units.undo()
     model = prepared.model
-    if model is None or _owners.get(model) is not prepared.owner:
+    if model is None or _last.get(model) is not prepared.units:
         return
     recompute.keep_inputs(model)
     try:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from torch.utils.weak import TensorWeakRef
 
 from coat_kernels import watching
 from coat_kernels.autograd import once_differentiable
@@ -18,10 +19,10 @@ from coat_kernels.deferred import Deferred, fp8_operands, holders, holders_in_ba
 from coat_kernels.device import require_fp8, uses_kernels
 from coat_kernels.fp8 import ALIGNMENT, E4M3, E5M2, Fp8Format
 from coat_kernels.linear.matmul import accumulate_matmul, scaled_matmul
-from coat_kernels.origin import Origin, maxima_of, whole_of, with_maxima, with_origin
+from coat_kernels.origin import Origin, maxima_of, note, noted, whole_of, with_maxima
 from coat_kernels.parallel import TensorParallel, all_reduce, gather_columns, gather_rows, reduce_scatter
 from coat_kernels.tensorwise.predicted import PredictedScale
-from coat_kernels.tensorwise.quantize import Quantized, quantize_tensor
+from coat_kernels.tensorwise.quantize import Quantized
 from coat_kernels.tensorwise.transpose import transpose_codes
 from coat_kernels.weights import NO_CACHE, WeightCache
 
@@ -137,23 +138,24 @@ def multiply_backward(
 class _Fp8Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight, bias, origin, options, trains, dtype):
-        trains_weight = ctx.needs_input_grad[1]
+        trains_weight = trains and ctx.needs_input_grad[1]
         keep = trains_weight and origin is None
         fmt = options.formats.forward
+        whole = _shared(x) if keep and options.parallel is None else None
+        kept = () if whole is None else _kept_of(whole, fmt)
         (rows, columns, scale, _), largest_x = fp8_operands(
-            x, fmt, columns=keep, group=options.input_group, predicted=options.x_scale
+            x, fmt, columns=keep and not kept, group=options.input_group, predicted=options.x_scale
         )
-        if keep and options.parallel is None and not torch.compiler.is_compiling():
-            _keep_once(x, columns, scale, largest_x, fmt)
+        if keep and not kept:
+            kept = (columns, scale)
+            if whole is not None:
+                _note_kept(whole, kept, largest_x, fmt)
         w, largest_w = options.cache.forward(weight, fmt, trains)
         y = multiply(rows, scale, w, bias, dtype, options)
         ctx.options, ctx.shape, ctx.dtype = options, x.shape, x.dtype
         ctx.bias_dtype = None if bias is None else bias.dtype
         ctx.columns = None
-        kept: tuple[torch.Tensor, ...] = ()
-        if keep:
-            kept = (columns, scale)
-        elif trains_weight:
+        if trains_weight and not keep:
             ctx.columns, kept = origin.columns, (*origin.tensors, largest_x)
         ctx.save_for_backward(weight, largest_w, *kept)
         # detach(): autograd forbids in-place operations on a view that a function returns
@@ -190,27 +192,31 @@ class _Fp8Linear(torch.autograd.Function):
         )
 
 
-def _keep_once(
-    x: torch.Tensor, columns: torch.Tensor, scale: torch.Tensor, largest: torch.Tensor, fmt: Fp8Format
-) -> None:
-    """Notes on `x` what this layer keeps of it, and its amax. So other layers that read it keep no more, as
-    the projections of attention that has no norm in front.
+def _shared(x: torch.Tensor) -> torch.Tensor | None:
+    """The tensor by which other layers may know the values of `x`, as the projections of attention that has
+    no norm in front; None if there is none.
 
-    Not on a leaf, which may be the input of a CUDA graph: replays write it, and change no note.
+    No leaf, which may be the input of a CUDA graph: replays write it, and change no note.
     """
+    if torch.compiler.is_compiling():
+        return None
     whole = whole_of(x)
-    if whole is None or type(whole) is not torch.Tensor or whole.grad_fn is None:
-        return
+    return whole if type(whole) is torch.Tensor and whole.grad_fn is not None else None
 
-    tokens = x.shape[:-1].numel()
 
-    def again(columns, scale, largest, wanted):
-        if wanted == fmt:
-            return Quantized(None, columns, scale)
-        rows = (columns[:, :tokens].float() * scale).t().contiguous()
-        return quantize_tensor(rows, largest, wanted, rows=False, columns=True)
+def _note_kept(
+    x: torch.Tensor, kept: tuple[torch.Tensor, torch.Tensor], largest: torch.Tensor, fmt: Fp8Format
+) -> None:
+    """Notes on `x` what autograd keeps of it, and its amax. Weakly: where hooks keep it elsewhere, or
+    checkpointing not at all, the note must not."""
+    with_maxima(note(x, "kept", (fmt, *map(TensorWeakRef, kept))), largest)
 
-    with_maxima(with_origin(whole, Origin((columns, scale), again)), largest)
+
+def _kept_of(x: torch.Tensor, fmt: Fp8Format) -> tuple[torch.Tensor, ...]:
+    """The column-major codes of `x` and their scale, if another layer keeps them; empty if none does."""
+    kept_in, *references = noted(x, "kept") or (None,)
+    found = tuple(reference() for reference in references if kept_in == fmt)
+    return () if any(t is None for t in found) else found
 
 
 def _columns_of_input(ctx, kept, fmt: Fp8Format):

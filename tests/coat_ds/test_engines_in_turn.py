@@ -110,7 +110,7 @@ class Unit(torch.nn.Sequential):
 
 
 def units():
-    """What a layer is to ZeRO-3 while an engine gathers it whole, and afterwards."""
+    """What a layer is to ZeRO-3 while engines gather it whole, in turn, and afterwards."""
     layer, found = Unit(*model()), []
 
     def look():
@@ -121,7 +121,12 @@ def units():
     engine = engine_of(torch.nn.Sequential(layer), 3)
     step(engine)
     look()
+    other = engine_of(engine.module, 3)
+    look()
     engine.destroy()
+    look()
+    step(other)
+    other.destroy()
     look()
     return found
 
@@ -168,9 +173,10 @@ def test_an_engine_that_fails_leaves_nothing(found):
 
 
 def test_units_of_zero3_end_with_their_engine(found):
-    during, after = found["units"]
-    # three modules' weights and biases; the hook is one of several
-    assert during[:3] == (True, False, 6) and during[3]
+    *during, after = found["units"]
+    for unit in during:
+        # three modules' weights and biases; the hook is one of several
+        assert unit[:3] == (True, False, 6) and unit[3]
     assert after == (False, False, 0, 0)
 
 

@@ -139,6 +139,16 @@ def test_windows_share_a_mask_and_keep_groups(device, size):
     assert all(t.grad.isfinite().all() for t in inputs)
 
 
+def test_a_window_that_leaves_out_one_pair_of_tokens(device):
+    """The last token does not see the first; with a window of one more it does."""
+    q, k, v = (t.detach() for t in qkv(device))
+    first = v.clone()
+    first[0] += 1
+    for window, sees in ((S - 2, False), (S - 1, True)):
+        y, other = (causal_attention(q, k, values, window=window) for values in (v, first))
+        assert torch.equal(y[-1], other[-1]) != sees
+
+
 def test_a_window_of_a_sequence_as_long_as_heads_are_wide(device):
     inputs = qkv(device)
     assert S == D

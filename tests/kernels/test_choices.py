@@ -84,6 +84,45 @@ def test_gradients_are_those_of_the_rounded_inputs_with_the_first_choices(device
         assert torch.equal(a, b)
 
 
+def test_chosen_indices_may_be_changed_in_place(device):
+    """Backward adds its gradient where the forward pass has read."""
+    x, read = torch.randn(TOKENS, WIDTH, device=device, requires_grad=True), []
+
+    def next_to_the_largest(x):
+        chosen = x.topk(2).indices, x.argmax(-1, keepdim=True)
+        indices = torch.cat([indices.add_(1).remainder_(WIDTH) for indices in chosen], -1)
+        read.append(indices)
+        return x.gather(-1, indices)
+
+    with compressed_checkpoints(GROUP):
+        checkpoint(next_to_the_largest, x * 1, use_reentrant=False).sum().backward()
+    assert torch.equal(*read)
+    expected = torch.zeros_like(x).scatter_add_(-1, read[0], torch.ones_like(read[0], dtype=x.dtype))
+    assert torch.equal(x.grad, expected)
+
+
+@reentrant
+def test_regions_that_do_not_choose_by_these(device, reentrant):
+    """A compiled part is the same in both passes, and `out` gets what it gets without."""
+    x = torch.randn(TOKENS, WIDTH, device=device, requires_grad=True)
+    compiled = torch.compile(
+        lambda x: x * x.sigmoid().topk(2).values.sum(-1, keepdim=True), backend="aot_eager"
+    )
+
+    def region(x):
+        out = torch.empty(0, device=device), torch.empty(0, device=device, dtype=torch.int64)
+        torch.topk(x.detach(), 2, out=out)
+        assert torch.equal(out[1], x.detach().topk(2).indices) or seen
+        seen.append(out)
+        return compiled(x) + out[0].sum()
+
+    seen = []
+    with compressed_checkpoints(GROUP):
+        y = checkpoint(region, x * 1, use_reentrant=reentrant)
+    y.sum().backward()
+    assert len(seen) == 2 and x.grad.isfinite().all()
+
+
 def test_selective_checkpointing_counts_the_same_operations(device):
     def policy(context, op, *args, **kwargs):
         saved = op is torch.ops.aten.addmm.default

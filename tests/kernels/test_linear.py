@@ -15,7 +15,6 @@ from coat_kernels.origin import (
     origin_of,
     share_notes,
     take_stand_in,
-    whole_of,
     with_maxima,
     with_origin,
     with_stand_in,
@@ -133,67 +132,6 @@ def test_linear_behind_an_origin_keeps_only_that_and_the_scale(device):
     for a, e in zip(torch.autograd.grad(y, [x, weight], grad), plain, strict=True):
         assert a.equal(e)
     assert made == [x.abs().max().item()]
-
-
-def kept_by(compute):
-    """The result, and the bytes of storages that autograd keeps, by dtype."""
-    kept = {}
-    with torch.autograd.graph.saved_tensors_hooks(
-        lambda t: kept.setdefault((t.dtype, t.data_ptr()), t.untyped_storage().nbytes()) and t, lambda t: t
-    ):
-        y = compute()
-    sizes = {}
-    for (dtype, _), size in kept.items():
-        sizes[dtype] = sizes.get(dtype, 0) + size
-    return y, sizes
-
-
-def test_layers_that_read_the_same_tensor_keep_it_once(device, monkeypatch):
-    """As q, k and v do where no norm is in front. Codes, outputs and gradients are the same bits as alone."""
-    leaf = torch.randn(7, 16, 64, device=device, dtype=torch.bfloat16, requires_grad=True)
-    weights = leaves(*torch.randn(3, 32, 64), device=device)
-    upstream = torch.randn(7, 16, 3 * 32, device=device).bfloat16()
-
-    def compute(copies):
-        inputs = [x.clone() if copies else x for x in 3 * [leaf * 1]]
-        if not copies:
-            # the last one is handed a view, as tensor parallelism does
-            inputs[2] = inputs[2].view_as(inputs[2])
-        outputs = [
-            fp8_linear(x, w, origin=origin_of(whole_of(x))) for x, w in zip(inputs, weights, strict=True)
-        ]
-        return torch.cat(outputs, -1)
-
-    apart, three = kept_by(lambda: compute(True))
-    together, one = kept_by(lambda: compute(False))
-    assert three[torch.float8_e4m3fn] == 3 * one[torch.float8_e4m3fn] == 3 * 112 * 64
-    assert torch.equal(apart, together)
-    found, wanted = (
-        gradients(together, upstream, [leaf, *weights]),
-        gradients(apart, upstream, [leaf, *weights]),
-    )
-    for a, e in zip(found[1:], wanted[1:], strict=True):
-        assert torch.equal(a, e)
-    # three gradients are added in another order
-    assert rel_rms(found[0], wanted[0]) < 2**-7
-
-
-def test_what_a_layer_kept_serves_another_format_and_no_changed_or_persistent_tensor(device):
-    leaf = torch.randn(16, 64, device=device, dtype=torch.bfloat16, requires_grad=True)
-    weight, other = leaves(*torch.randn(2, 32, 64), device=device)
-    x = leaf * 1
-    fp8_linear(leaf, weight)
-    assert origin_of(leaf) is None
-    fp8_linear(x, weight)
-    y = fp8_linear(x, other, formats=LinearFormats(forward=E5M2), origin=origin_of(x))
-    y.backward(torch.ones_like(y))
-    # rounded to E4M3 and then to E5M2
-    bound = 1.1 * (E4M3_RMS**2 + 2 * E5M2_RMS**2) ** 0.5
-    assert rel_rms(other.grad, torch.ones(32, 16, device=device) @ x.detach().float()) < bound
-    assert origin_of(x) is not None
-    with torch.no_grad():
-        x.add_(1)
-    assert origin_of(x) is None and maxima_of(x) is None
 
 
 def test_what_is_attached_is_lost_by_any_change():

@@ -11,7 +11,9 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from coat_kernels import saved
-from coat_kernels.origin import noted
+from coat_kernels.linear import fp8_linear
+from coat_kernels.norm import rms_norm
+from coat_kernels.origin import noted, origin_of
 from coat_kernels.saved import (
     Packed,
     compressed_checkpoints,
@@ -300,6 +302,28 @@ def test_what_is_changed_before_backward_is_refused(reentrant, changed):
     for compress in (False, True):
         with pytest.raises(RuntimeError, match="modified by an inplace operation.*expected version 0"):
             run(compress)
+
+
+@pytest.mark.parametrize("tokens", [ROWS, 8], ids=["packed", "small"])
+def test_a_region_behind_a_norm(device, tokens):
+    """Notes of the norm say how to recompute its output. What the region is recomputed from has none."""
+    generator = torch.Generator().manual_seed(3)
+    made = torch.randn(tokens, WIDTH, generator=generator), torch.randn(WIDTH, WIDTH, generator=generator)
+    found = []
+
+    def region(h, w):
+        return fp8_linear(h, w, origin=origin_of(h)).sin()
+
+    for reentrant in (True, False):
+        x, w = (t.to(device, torch.bfloat16).requires_grad_() for t in made)
+        weight = torch.ones(WIDTH, device=device, dtype=torch.bfloat16, requires_grad=True)
+        with compressed_checkpoints(64):
+            h = rms_norm(x, weight, 1e-6)
+            y = checkpoint(region, h, w, use_reentrant=reentrant)
+        y.sum().backward()
+        found.append((x.grad, w.grad, weight.grad))
+    for one, other in zip(*found, strict=True):
+        assert torch.equal(one, other)
 
 
 def test_a_packed_tensor_can_be_pickled():

@@ -104,7 +104,7 @@ def test_a_model_on_two_gpus():
 
 
 def products():
-    """Output, gradients of the input and of the parameters."""
+    """Output, gradients of the input and of the parameters; under autocast, their dtypes."""
     dist.init_process_group("gloo")
     found, mesh = [], init_device_mesh("cpu", (2,))
     for bias in (True, False):
@@ -113,7 +113,11 @@ def products():
         y = net(x)
         y.backward(torch.ones_like(y))
         found.append((y.detach(), x.grad, whole({n: p.grad for n, p in net.named_parameters()})))
-    return found
+    net = parallelize_module(coat_ds.convert(Net().float()), mesh, {"up": ROWS(), "down": COLUMNS()})
+    with torch.autocast("cpu", torch.bfloat16):
+        y = net(tokens().float())
+    y.sum().backward()
+    return *found, [y.dtype, *(p.grad.dtype for p in net.parameters())]
 
 
 @pytest.mark.parametrize("bias", [0, 1], ids=["bias", "none"])
@@ -128,6 +132,8 @@ def test_each_rank_multiplies_its_part_in_fp8(bias):
         assert rel_rms(gradient, input_grad) < 2**-8
         for name, p in net.named_parameters():
             assert rel_rms(gradients[name], p.grad) < 2**-8, name
+        # of FP32 parameters, as stock layers give
+        assert found[2] == [torch.bfloat16, *4 * [torch.float32]]
 
 
 NORMS = {"rms": nn.RMSNorm, "layer": nn.LayerNorm}

@@ -1,0 +1,156 @@
+"""Linear layers that read the same tensor keep it once, as q, k and v do where no norm is in front."""
+
+import gc
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+
+from coat_kernels.fp8 import E4M3, E5M2
+from coat_kernels.linear import LinearFormats, fp8_linear, op
+from coat_kernels.origin import maxima_of
+from tests.util import rel_rms
+
+CODES = torch.float8_e4m3fn
+# tokens, channels and outputs
+SIZES = 7, 16, 64, 32
+
+
+@pytest.fixture
+def inputs(device):
+    """What the input is made from, three weights, and the gradient of the three outputs, joined."""
+    torch.manual_seed(0)
+    *tokens, k, n = SIZES
+    made = torch.randn(*tokens, k), *torch.randn(3, n, k)
+    leaf, *weights = (t.to(device, torch.bfloat16).requires_grad_() for t in made)
+    return leaf, weights, torch.randn(*tokens, 3 * n, device=device).bfloat16()
+
+
+def outputs(x, weights, copies=False):
+    # the last one is handed a view, as tensor parallelism does
+    read = [x.clone() for _ in weights] if copies else [x, x, x.view_as(x)]
+    return torch.cat([fp8_linear(t, w) for t, w in zip(read, weights, strict=True)], -1)
+
+
+def gradients(inputs, forward):
+    leaf, weights, upstream = inputs
+    for p in (leaf, *weights):
+        p.grad = None
+    y = forward(leaf * 1)
+    y.backward(upstream)
+    return [y.detach(), leaf.grad, *(w.grad for w in weights)]
+
+
+def check(found, wanted):
+    """The same bits, but for the input's gradient: three are added in another order."""
+    for i, (a, e) in enumerate(zip(found, wanted, strict=True)):
+        assert rel_rms(a, e) < 2**-7 if i == 1 else torch.equal(a, e)
+
+
+def codes_alive() -> int:
+    """Elements of FP8 tensors, each counted once."""
+    held = {}
+    for t in gc.get_objects():
+        if type(t) is torch.Tensor and t.dtype is CODES:
+            held[t.data_ptr()] = t.numel()
+    return sum(held.values())
+
+
+def test_codes_outputs_and_gradients_are_the_same_as_alone(inputs):
+    _, weights, _ = inputs
+    kept = []
+    for copies in (True, False):
+        before = codes_alive()
+        y = outputs(inputs[0] * 1, weights, copies)
+        kept.append(codes_alive() - before)
+        del y
+        assert codes_alive() == before
+    assert kept[0] == 3 * kept[1] == 3 * 112 * 64
+    alone = gradients(inputs, lambda x: outputs(x, weights, copies=True))
+    check(gradients(inputs, lambda x: outputs(x, weights)), alone)
+
+
+@pytest.mark.parametrize("reentrant", [True, False], ids=["reentrant", "hooks"])
+def test_checkpoints_keep_nothing_more_and_recompute_the_same(inputs, reentrant):
+    """Of a region's input, which checkpointing keeps, a note would keep the codes until backward."""
+    _, weights, _ = inputs
+    before = codes_alive()
+    kept = []
+
+    def forward(x):
+        y = checkpoint(outputs, x, weights, use_reentrant=reentrant)
+        kept.append(codes_alive() - before)
+        return y
+
+    found = gradients(inputs, forward)
+    assert kept == [0]
+    check(found, gradients(inputs, lambda x: outputs(x, weights)))
+
+
+def test_what_hooks_keep_elsewhere_is_not_kept_here(inputs):
+    leaf, weights, _ = inputs
+    x, before = leaf * 1, codes_alive()
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: t.float(), lambda t: t):
+        y = outputs(x, weights)
+    assert codes_alive() == before and y.requires_grad
+
+
+def test_evaluation_keeps_nothing(inputs):
+    leaf, weights, _ = inputs
+    x, before = leaf * 1, codes_alive()
+    with torch.no_grad():
+        y = outputs(x, weights)
+    assert codes_alive() == before
+    # and who trains then keeps what it needs
+    check(
+        gradients(inputs, lambda _: outputs(leaf * 1, weights)),
+        gradients(inputs, lambda x: outputs(x, weights)),
+    )
+    assert torch.equal(outputs(x, weights), y)
+
+
+@pytest.mark.parametrize("what", ["format", "change", "leaf"])
+def test_who_shares_nothing(inputs, what):
+    """Another format, a tensor that was changed meanwhile, and a leaf, into which CUDA graphs write."""
+    leaf, (weight, other, _), _ = inputs
+    x = leaf if what == "leaf" else leaf * 1
+    formats = LinearFormats(forward=E5M2 if what == "format" else E4M3)
+    first = fp8_linear(x, weight)
+    if what == "change":
+        with torch.no_grad():
+            x.mul_(-3)
+    assert (maxima_of(x) is None) == (what != "format")
+    y = fp8_linear(x, other, formats=formats)
+    alone = fp8_linear(x.clone(), other, formats=formats)
+    for a, e in zip(*(torch.autograd.grad(t, other, torch.ones_like(t)) for t in (y, alone)), strict=True):
+        assert torch.equal(a, e)
+    assert first.requires_grad
+
+
+def test_views_of_other_values_share_nothing(device):
+    """Of the same shape: a transposed matrix, and a part that ends elsewhere."""
+    whole = torch.randn(33, 32, device=device).bfloat16().requires_grad_() * 1
+    weight, other = (torch.randn(16, 32, device=device).bfloat16().requires_grad_() for _ in range(2))
+    x, later = whole[:32], whole[1:]
+    for one, view in ((x.clone(), lambda t: t.t()), (whole, lambda t: t[:32]), (x, lambda _: later)):
+        first = fp8_linear(one, weight)
+        y, alone = fp8_linear(view(one), other), fp8_linear(view(one).clone(), other)
+        found, wanted = (torch.autograd.grad(t, other, torch.ones_like(t))[0] for t in (y, alone))
+        assert torch.equal(found, wanted) and first.requires_grad
+
+
+def test_without_gradients_no_columns_are_written(inputs, monkeypatch):
+    leaf, weights, _ = inputs
+    asked = []
+
+    def counted(*args, columns, **kwargs):
+        asked.append(columns)
+        return operands(*args, columns=columns, **kwargs)
+
+    operands = op.fp8_operands
+    monkeypatch.setattr(op, "fp8_operands", counted)
+    with torch.no_grad():
+        outputs(leaf * 1, weights)
+    assert asked == [False] * 3
+    outputs(leaf * 1, weights)
+    assert asked[3:] == [True, False, False]
