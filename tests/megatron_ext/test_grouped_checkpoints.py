@@ -111,6 +111,37 @@ def _optimizers(folder):
     return found
 
 
+def _by_places(folder):
+    """What becomes of states of `dp_reshardable`: errors, and losses behind and before."""
+    from coat_ds.config import CoatConfigError
+    from megatron_ext import optimizer, places
+
+    sharding, found = places.SHARDING, {}
+    kinds = {"one by one": CONFIG, "grouped": CONFIG | GROUPED}
+    for name in ("unmarked", "one by one", "grouped"):
+        if name == "one by one":
+            optimizer.install(CoatConfig(enabled=True))
+        first = Trainer("distributed", "coat", **kinds.get(name, CONFIG))
+        first.steps(0, 1)
+        first.save(str(folder / f"{name} {sharding}"), sharding)
+        found["expected", name] = first.steps(2)
+    for name in ("unmarked", *kinds):
+        for kind, config in kinds.items():
+            try:
+                again = Trainer("distributed", "coat", **config).load(
+                    str(folder / f"{name} {sharding}"), sharding
+                )
+                found[name, kind] = again.steps(2)
+            except CoatConfigError as error:
+                found[name, kind] = str(error)
+    # and in a run without COAT's optimizer
+    optimizer.uninstall()
+    stock = Trainer("distributed", "coat", **CONFIG)
+    stock.steps(0)
+    found["stock"] = stock.load(str(folder / f"one by one {sharding}"), sharding).steps(2)
+    return found
+
+
 def _two_ranks(folder):
     from megatron.core import parallel_state
 
@@ -150,6 +181,7 @@ def _two_ranks(folder):
         parallel_state.destroy_model_parallel()
         initialize_model_parallel()
         result["optimizers"] = _optimizers(folder)
+        result["by places"] = _by_places(folder)
     return result
 
 
@@ -196,6 +228,21 @@ def test_optimizer_states_go_with_them(ranks):
         _equal(grouped, one_by_one)
         _equal(again, one_by_one)
         assert after[0] < losses[0]
+
+
+def test_states_known_by_places_go_to_their_parameters_alone(ranks):
+    for rank in ranks:
+        found = rank["by places"]
+        for kind, other in (("one by one", "grouped"), ("grouped", "one by one")):
+            assert found[kind, kind] == found["expected", kind]
+            # behind the embedding, six of the dense layer, and attention, norms and router of the other
+            assert "expected parameter 12 of a rank" in found[kind, other]
+            assert (
+                "--moe-grouped-gemm as the run that saved them did, or --no-load-optim" in found[kind, other]
+            )
+        # AdamW's has no shapes
+        assert found["unmarked", "one by one"] == found["expected", "unmarked"]
+        assert found["stock"] == found["expected", "one by one"]
 
 
 @pytest.mark.parametrize("names", ["SequentialMLP", "TEGroupedMLP", "own"])
