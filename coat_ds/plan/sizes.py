@@ -338,7 +338,9 @@ def from_module(model) -> Sizes:
     if hasattr(config, "to_dict"):
         sizes = from_transformers(config.to_dict())
     elif hasattr(config, "num_layers"):
-        values = {**vars(config), "num_experts": config.num_moe_experts}
+        # Megatron's argument for this function
+        quick = getattr(config.activation_func, "__name__", None) == "quick_gelu"
+        values = {**vars(config), "num_experts": config.num_moe_experts, "quick_geglu": quick}
         _refuse_latent_attention(values)
         layers, ffn, gated = config.num_layers, config.ffn_hidden_size, config.gated_linear_unit
         sizes = _checked(

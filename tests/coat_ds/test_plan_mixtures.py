@@ -254,6 +254,17 @@ def test_shared_experts_with_biases_are_named():
         sizes.from_megatron(words)
 
 
+@pytest.mark.parametrize(
+    "words", ["--quick-geglu", "--activation-func-clamp-value 7", "--glu-linear-offset 1"]
+)
+def test_gates_that_dense_layers_do_not_have_are_named(words):
+    dense = WORDS.partition(" --num-experts")[0]
+    with pytest.raises(
+        PlanError, match=f"{words.split()[0]}: COAT has it in experts of --moe-grouped-gemm alone"
+    ):
+        sizes.from_megatron(f"{dense} {words}".split())
+
+
 def test_grouped_experts_have_any_gate():
     """Of GPT-OSS, for one."""
     words = (
