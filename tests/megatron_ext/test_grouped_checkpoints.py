@@ -274,3 +274,27 @@ def test_what_is_missing_is_named(megatron):
     del saved["decoder.layers.1.mlp.experts.local_experts.2.linear_fc2.weight"]
     with pytest.raises(RuntimeError, match="Missing key.*experts.linear_fc2.weight"):
         grouped.load_state_dict(saved)
+
+
+def test_parameters_that_zero3_has_emptied_keep_their_names(megatron):
+    experts = _grouped(CONFIG, seed=1).decoder.layers[1].mlp.experts
+    for p in experts.parameters():
+        p.data = torch.empty(0)
+    assert {f"linear_fc{i}.weight" for i in (1, 2)} == experts.state_dict().keys()
+
+
+@pytest.mark.parametrize("strict", [True, False])
+def test_single_experts_are_not_loaded(megatron, strict):
+    """A part of a tensor stays what it was, and is named."""
+    experts = _grouped(CONFIG, seed=1).decoder.layers[1].mlp.experts
+    before = experts.linear_fc1.weight.clone()
+    one = {"local_experts.1.linear_fc1.weight": torch.zeros_like(before[1])}
+    if strict:
+        with pytest.raises(
+            RuntimeError, match="(?s)Missing key.*linear_fc1.weight.*Unexpected key.*local_experts.1"
+        ):
+            experts.load_state_dict(one)
+    else:
+        found = experts.load_state_dict(one, strict=False)
+        assert "linear_fc1.weight" in found.missing_keys and list(one) == found.unexpected_keys
+    assert experts.linear_fc1.weight.equal(before)
