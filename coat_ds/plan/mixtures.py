@@ -40,7 +40,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     for name in (*_REFUSED_FLAGS, *_FLAGS):
         parser.add_argument(_argument(name), action="store_true")
     parser.add_argument("--moe-layer-freq", type=_frequency, default=1)
-    parser.add_argument("--moe-token-dispatcher-type", default="allgather")
+    dispatchers = ("allgather", "alltoall", "flex")
+    parser.add_argument("--moe-token-dispatcher-type", choices=dispatchers, default="allgather")
 
 
 def experts_of(values: Mapping, layers: int, ffn: int, gated: bool, biases: bool) -> Experts | None:

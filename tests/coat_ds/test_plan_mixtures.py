@@ -228,6 +228,26 @@ def test_the_command_plans_them(tmp_path, capsys):
             "--num-experts: 6 is no multiple of --expert-model-parallel-size, 4",
         ),
         (
+            "--moe-token-dispatcher-type all2all",
+            "--moe-token-dispatcher-type: .*'all2all'.* 'allgather'",
+        ),
+        (
+            "--pipeline-model-parallel-size 8",
+            "--pipeline-model-parallel-size: expected at most 4, --num-layers, found 8",
+        ),
+        (
+            "--decoder-first-pipeline-num-layers 1",
+            "--decoder-first-pipeline-num-layers: found 1, and only stages of as many layers are planned",
+        ),
+        (
+            "--decoder-last-pipeline-num-layers 0",
+            "--decoder-last-pipeline-num-layers: found 0, and only stages",
+        ),
+        (
+            "--pipeline-model-parallel-layout Et*3|tL",
+            "--pipeline-model-parallel-layout: found Et.*, and only stages",
+        ),
+        (
             "--tensor-model-parallel-size 2",
             "--sequence-parallel: Megatron wants it for experts and tensor parallelism",
         ),
