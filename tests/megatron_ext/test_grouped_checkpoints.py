@@ -134,6 +134,10 @@ def _by_places(folder):
                 found[name, kind] = again.steps(2)
             except CoatConfigError as error:
                 found[name, kind] = str(error)
+    # a single expert's tensors are its matrices
+    single = CONFIG | {"num_moe_experts": 1, "moe_router_topk": 1, "moe_router_pre_softmax": True}
+    Trainer("distributed", "coat", **single).save(str(folder / f"single {sharding}"), sharding)
+    Trainer("distributed", "coat", **(single | GROUPED)).load(str(folder / f"single {sharding}"), sharding)
     # and in a run without COAT's optimizer
     optimizer.uninstall()
     stock = Trainer("distributed", "coat", **CONFIG)

@@ -34,6 +34,10 @@ CASES = {
         **{"activation_func": quick_gelu, "activation_func_clamp_value": CLAMP, "glu_linear_offset": 1.0},
         **{"moe_shared_expert_intermediate_size": None},
     },
+    "swiglu, clamped": {
+        **{"activation_func_clamp_value": CLAMP, "moe_shared_expert_intermediate_size": None},
+    },
+    "swiglu, offset": {"glu_linear_offset": 1.0, "moe_shared_expert_intermediate_size": None},
     "softplus": GPT | {"activation_func": F.softplus},
     "weights in front": {
         **{"moe_apply_probs_on_input": True, "moe_router_topk": 1, "moe_router_pre_softmax": True},
