@@ -9,6 +9,7 @@ import pytest
 
 from coat_ds import cli, plan
 from coat_ds.plan import Layout, PlanError, layout, rungs, sizes
+from coat_ds.plan.memory import saved_per_token
 
 WORDS = (
     "--num-layers 4 --hidden-size 64 --ffn-hidden-size 128 --num-attention-heads 4 --num-query-groups 2 "
@@ -283,6 +284,17 @@ def test_gates_that_dense_layers_do_not_have_are_named(words):
         PlanError, match=f"{words.split()[0]}: COAT has it in experts of --moe-grouped-gemm alone"
     ):
         sizes.from_megatron(f"{dense} {words}".split())
+
+
+def test_a_rows_weights_are_those_of_its_gpus_experts():
+    """With biases each of two rows a token keeps a weight for each of four experts, not of eight, in BF16."""
+    kept = []
+    for size in (1, 2):
+        words = f"{WORDS} --moe-grouped-gemm --expert-model-parallel-size {size}".split()
+        words.remove("--disable-bias-linear")
+        model, said = sizes.from_megatron(words)
+        kept.append(saved_per_token(model, layout.from_megatron(said, gpus=2), rungs()["COAT"]))
+    assert kept[0] - kept[1] == 2 * 2 * (8 - 4)
 
 
 def test_grouped_experts_have_any_gate():
