@@ -219,7 +219,6 @@ def _check_experts(config) -> None:
                 "moe_use_legacy_grouped_gemm",
                 "moe_single_grouped_weight",
                 "moe_single_grouped_bias",
-                "moe_mlp_glu_interleave_size",
                 "moe_expert_rank_capacity_factor",
                 "moe_ncclep_static_shape",
             )

@@ -52,6 +52,17 @@ if not Version(MEGATRON_CORE.oldest) <= Version(core.__version__) < Version(MEGA
     )
 
 
+# of Transformer Engine's layers; not all releases have all
+_TRANSFORMER_ENGINES = (
+    "use_transformer_engine_op_fuser",
+    "use_grouped_gemm_for_dense_mlp",
+    "use_grouped_gemm_for_shared_expert",
+    "moe_mlp_glu_interleave_size",
+    "moe_shared_expert_glu_interleave_size",
+    "overlap_dispatch_backward_with_experts_wgrad",
+)
+
+
 def _local_parts(config, experts: bool) -> TransformerLayerSubmodules:
     """The parts of Megatron's own layer for `config`, dense or with experts, with attention on SDPA."""
     unsupported = {
@@ -59,6 +70,7 @@ def _local_parts(config, experts: bool) -> TransformerLayerSubmodules:
         "--fp4-format": getattr(config, "fp4", None),
         "--kitchen-config-file or --kitchen-recipe-number": config.use_kitchen,
         "--batch-invariant-mode": config.batch_invariant_mode,
+        **{f"--{name.replace('_', '-')}": getattr(config, name, None) for name in _TRANSFORMER_ENGINES},
     }
     for argument, found in unsupported.items():
         if found:
@@ -185,6 +197,11 @@ def coat_parts(config, experts: bool) -> TransformerLayerSubmodules:
         raise ValueError(
             "coat_layer_spec: --fp16 is not supported, layers compute in BF16 or FP32. Use --bf16, or "
             "sdpa_layer_spec for Megatron's own layers."
+        )
+    if getattr(config, "mlp_chunks_for_training", 1) > 1:
+        raise ValueError(
+            f"coat_layer_spec: --mlp-chunks-for-training {config.mlp_chunks_for_training} is not supported, "
+            "the blocks that replace dense layers take whole sequences; remove it"
         )
     parts = _local_parts(config, experts)
     if config.multi_latent_attention:

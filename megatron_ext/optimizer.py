@@ -6,7 +6,8 @@ patches the function that reads those globals: while it runs, they name the clas
 two methods by which every format of distributed checkpoints reads and writes an optimizer's state. They give
 and take FP32 tensors of the shard's shape, on the CPU, one at a time. So checkpoints are those of stock
 AdamW, in both directions and at any size. Moments are recovered to the bit from their values
-(`coat_ds/optim/recover.py`), so a run goes on as if it had not been interrupted.
+(`coat_ds/optim/recover.py`), so a run goes on as if it had not been interrupted. States that would go to
+other parameters are refused (`places.py`).
 
 With our optimizer the precision-aware one needs no Transformer Engine: Megatron's check for it passes. And a
 distributed optimizer without Transformer Engine or apex can load its checkpoint. Stock AdamW cannot, since
@@ -35,7 +36,7 @@ from coat_ds.optim.state_dict import take_states
 from coat_ds.patches import Patch, require
 from coat_kernels.adamw import join_master, split_master
 
-from . import watch
+from . import places, watch
 
 logger = logging.getLogger(__name__)
 
@@ -280,7 +281,7 @@ VERSION, VERSION_OF_CONFIG = (
     _patch(f"{module}:is_te_min_version", "an absent Transformer Engine has no version")
     for module in (_MODULE, f"{_MODULE}.optimizer_config")
 )
-INSTALLED = (BUILD, GET, SET, POST_INIT)
+INSTALLED = (BUILD, GET, SET, POST_INIT, places.SAVE, places.LOAD)
 
 
 def _without_te(patch: Patch) -> contextlib.AbstractContextManager:
@@ -315,6 +316,8 @@ def install(coat: CoatConfig | None = None) -> None:
     GET.apply(_getting)
     SET.apply(_setting)
     POST_INIT.apply(_checking)
+    places.SAVE.apply(places.saving)
+    places.LOAD.apply(places.loading)
 
 
 def _building(coat: CoatConfig, adam: Callable, build: Callable) -> Callable:

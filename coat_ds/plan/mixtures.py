@@ -25,6 +25,10 @@ _REFUSED_FLAGS = {
 }
 # activations that have no kernel, which grouped experts alone take under COAT
 _OWN_GATES = ("quick_geglu", "activation_func_clamp_value", "glu_linear_offset")
+_NO_GATE = (
+    "COAT has it in experts of --moe-grouped-gemm alone, and this model has other feed-forward layers. "
+    "Plan it with --swiglu."
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -36,14 +40,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     for name in (*_REFUSED_FLAGS, *_FLAGS):
         parser.add_argument(_argument(name), action="store_true")
     parser.add_argument("--moe-layer-freq", type=_frequency, default=1)
-    parser.add_argument("--moe-token-dispatcher-type", default="allgather")
+    dispatchers = ("allgather", "alltoall", "flex")
+    parser.add_argument("--moe-token-dispatcher-type", choices=dispatchers, default="allgather")
 
 
 def experts_of(values: Mapping, layers: int, ffn: int, gated: bool, biases: bool) -> Experts | None:
     """None for a dense model. values: by the names of Megatron's arguments, with underscores. ffn: of a
     dense layer. Raises PlanError, naming the argument, for what cannot be planned."""
     count = values.get("num_experts")
+    own = next((name for name in _OWN_GATES if values.get(name)), None)
     if not count:
+        if own:
+            raise PlanError(f"{_argument(own)}: {_NO_GATE}")
         return None
     for name, why in (_REFUSED_NUMBERS | _REFUSED_FLAGS).items():
         if values.get(name):
@@ -71,12 +79,8 @@ def experts_of(values: Mapping, layers: int, ffn: int, gated: bool, biases: bool
         gated=gated,
         biases=biases,
     )
-    own = next((name for name in _OWN_GATES if values.get(name)), None)
     if own and (shared or not experts.grouped or experts.layers < layers):
-        raise PlanError(
-            f"{_argument(own)}: COAT has it in experts of --moe-grouped-gemm alone, and this model has other "
-            "feed-forward layers. Plan it with --swiglu."
-        )
+        raise PlanError(f"{_argument(own)}: {_NO_GATE}")
     return experts
 
 

@@ -25,6 +25,12 @@ _MEGATRON = {
     "ffn": "ffn_hidden_size",
     "heads": "num_attention_heads",
 }
+# which stages of a pipeline have more layers than others
+_UNEVEN = (
+    "decoder_first_pipeline_num_layers",
+    "decoder_last_pipeline_num_layers",
+    "pipeline_model_parallel_layout",
+)
 _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "num_moe_experts")
 # mixtures whose layers are attention, a router and gated experts, as Mixtral's
 _MIXTURES = (
@@ -280,6 +286,8 @@ def from_megatron(arguments: Sequence[str]) -> tuple[Sizes, dict]:
         parser.add_argument(f"--{name}", action="store_true")
     for name in ("use-distributed-optimizer", "grad-reduce-in-bf16"):
         parser.add_argument(f"--{name}", action="store_true")
+    for name in _UNEVEN:
+        parser.add_argument(f"--{name.replace('_', '-')}")
     mixtures.add_arguments(parser)
     try:
         found, _ = parser.parse_known_args(list(arguments))
@@ -287,6 +295,12 @@ def from_megatron(arguments: Sequence[str]) -> tuple[Sizes, dict]:
         raise PlanError(f"Megatron's arguments: {error}. Correct it.") from None
     values = vars(found)
     _refuse_latent_attention(values)
+    for name in _UNEVEN:
+        if values[name] is not None:
+            raise PlanError(
+                f"--{name.replace('_', '-')}: found {values[name]}, and only stages of as many layers are "
+                "planned. Drop it for a plan of even ones."
+            )
     vocabulary = found.padded_vocab_size or found.vocab_size
     if vocabulary is None:
         raise PlanError("--vocab-size: not among Megatron's arguments. Add it: the tokenizer's, padded.")
@@ -312,6 +326,11 @@ def from_megatron(arguments: Sequence[str]) -> tuple[Sizes, dict]:
         tied=not found.untie_embeddings_and_output_weights,
     )
     tensor, pipeline = found.tensor_model_parallel_size or 1, found.pipeline_model_parallel_size or 1
+    if pipeline > model.layers:
+        raise PlanError(
+            f"--pipeline-model-parallel-size: expected at most {model.layers}, --num-layers, found "
+            f"{pipeline}. Correct it."
+        )
     layout = {
         "host": "megatron",
         "stage": 1 if found.use_distributed_optimizer else 0,
@@ -338,7 +357,9 @@ def from_module(model) -> Sizes:
     if hasattr(config, "to_dict"):
         sizes = from_transformers(config.to_dict())
     elif hasattr(config, "num_layers"):
-        values = {**vars(config), "num_experts": config.num_moe_experts}
+        # Megatron's argument for this function
+        quick = getattr(config.activation_func, "__name__", None) == "quick_gelu"
+        values = {**vars(config), "num_experts": config.num_moe_experts, "quick_geglu": quick}
         _refuse_latent_attention(values)
         layers, ffn, gated = config.num_layers, config.ffn_hidden_size, config.gated_linear_unit
         sizes = _checked(

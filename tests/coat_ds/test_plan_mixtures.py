@@ -9,6 +9,7 @@ import pytest
 
 from coat_ds import cli, plan
 from coat_ds.plan import Layout, PlanError, layout, rungs, sizes
+from coat_ds.plan.memory import saved_per_token
 
 WORDS = (
     "--num-layers 4 --hidden-size 64 --ffn-hidden-size 128 --num-attention-heads 4 --num-query-groups 2 "
@@ -228,6 +229,26 @@ def test_the_command_plans_them(tmp_path, capsys):
             "--num-experts: 6 is no multiple of --expert-model-parallel-size, 4",
         ),
         (
+            "--moe-token-dispatcher-type all2all",
+            "--moe-token-dispatcher-type: .*'all2all'.* 'allgather'",
+        ),
+        (
+            "--pipeline-model-parallel-size 8",
+            "--pipeline-model-parallel-size: expected at most 4, --num-layers, found 8",
+        ),
+        (
+            "--decoder-first-pipeline-num-layers 1",
+            "--decoder-first-pipeline-num-layers: found 1, and only stages of as many layers are planned",
+        ),
+        (
+            "--decoder-last-pipeline-num-layers 0",
+            "--decoder-last-pipeline-num-layers: found 0, and only stages",
+        ),
+        (
+            "--pipeline-model-parallel-layout Et*3|tL",
+            "--pipeline-model-parallel-layout: found Et.*, and only stages",
+        ),
+        (
             "--tensor-model-parallel-size 2",
             "--sequence-parallel: Megatron wants it for experts and tensor parallelism",
         ),
@@ -252,6 +273,28 @@ def test_shared_experts_with_biases_are_named():
         PlanError, match="--moe-shared-expert-intermediate-size: .* Add --disable-bias-linear"
     ):
         sizes.from_megatron(words)
+
+
+@pytest.mark.parametrize(
+    "words", ["--quick-geglu", "--activation-func-clamp-value 7", "--glu-linear-offset 1"]
+)
+def test_gates_that_dense_layers_do_not_have_are_named(words):
+    dense = WORDS.partition(" --num-experts")[0]
+    with pytest.raises(
+        PlanError, match=f"{words.split()[0]}: COAT has it in experts of --moe-grouped-gemm alone"
+    ):
+        sizes.from_megatron(f"{dense} {words}".split())
+
+
+def test_a_rows_weights_are_those_of_its_gpus_experts():
+    """With biases each of two rows a token keeps a weight for each of four experts, not of eight, in BF16."""
+    kept = []
+    for size in (1, 2):
+        words = f"{WORDS} --moe-grouped-gemm --expert-model-parallel-size {size}".split()
+        words.remove("--disable-bias-linear")
+        model, said = sizes.from_megatron(words)
+        kept.append(saved_per_token(model, layout.from_megatron(said, gpus=2), rungs()["COAT"]))
+    assert kept[0] - kept[1] == 2 * 2 * (8 - 4)
 
 
 def test_grouped_experts_have_any_gate():

@@ -111,6 +111,41 @@ def _optimizers(folder):
     return found
 
 
+def _by_places(folder):
+    """What becomes of states of `dp_reshardable`: errors, and losses behind and before."""
+    from coat_ds.config import CoatConfigError
+    from megatron_ext import optimizer, places
+
+    sharding, found = places.SHARDING, {}
+    kinds = {"one by one": CONFIG, "grouped": CONFIG | GROUPED}
+    for name in ("unmarked", "one by one", "grouped"):
+        if name == "one by one":
+            optimizer.install(CoatConfig(enabled=True))
+        first = Trainer("distributed", "coat", **kinds.get(name, CONFIG))
+        first.steps(0, 1)
+        first.save(str(folder / f"{name} {sharding}"), sharding)
+        found["expected", name] = first.steps(2)
+    for name in ("unmarked", *kinds):
+        for kind, config in kinds.items():
+            try:
+                again = Trainer("distributed", "coat", **config).load(
+                    str(folder / f"{name} {sharding}"), sharding
+                )
+                found[name, kind] = again.steps(2)
+            except CoatConfigError as error:
+                found[name, kind] = str(error)
+    # a single expert's tensors are its matrices
+    single = CONFIG | {"num_moe_experts": 1, "moe_router_topk": 1, "moe_router_pre_softmax": True}
+    Trainer("distributed", "coat", **single).save(str(folder / f"single {sharding}"), sharding)
+    Trainer("distributed", "coat", **(single | GROUPED)).load(str(folder / f"single {sharding}"), sharding)
+    # and in a run without COAT's optimizer
+    optimizer.uninstall()
+    stock = Trainer("distributed", "coat", **CONFIG)
+    stock.steps(0)
+    found["stock"] = stock.load(str(folder / f"one by one {sharding}"), sharding).steps(2)
+    return found
+
+
 def _two_ranks(folder):
     from megatron.core import parallel_state
 
@@ -150,6 +185,7 @@ def _two_ranks(folder):
         parallel_state.destroy_model_parallel()
         initialize_model_parallel()
         result["optimizers"] = _optimizers(folder)
+        result["by places"] = _by_places(folder)
     return result
 
 
@@ -198,6 +234,21 @@ def test_optimizer_states_go_with_them(ranks):
         assert after[0] < losses[0]
 
 
+def test_states_known_by_places_go_to_their_parameters_alone(ranks):
+    for rank in ranks:
+        found = rank["by places"]
+        for kind, other in (("one by one", "grouped"), ("grouped", "one by one")):
+            assert found[kind, kind] == found["expected", kind]
+            # behind the embedding, six of the dense layer, and attention, norms and router of the other
+            assert "expected parameter 12 of a rank" in found[kind, other]
+            assert (
+                "--moe-grouped-gemm as the run that saved them did, or --no-load-optim" in found[kind, other]
+            )
+        # AdamW's has no shapes
+        assert found["unmarked", "one by one"] == found["expected", "unmarked"]
+        assert found["stock"] == found["expected", "one by one"]
+
+
 @pytest.mark.parametrize("names", ["SequentialMLP", "TEGroupedMLP", "own"])
 def test_state_dicts_of_others_load(megatron, names):
     config = CONFIG | GPT
@@ -227,3 +278,27 @@ def test_what_is_missing_is_named(megatron):
     del saved["decoder.layers.1.mlp.experts.local_experts.2.linear_fc2.weight"]
     with pytest.raises(RuntimeError, match="Missing key.*experts.linear_fc2.weight"):
         grouped.load_state_dict(saved)
+
+
+def test_parameters_that_zero3_has_emptied_keep_their_names(megatron):
+    experts = _grouped(CONFIG, seed=1).decoder.layers[1].mlp.experts
+    for p in experts.parameters():
+        p.data = torch.empty(0)
+    assert {f"linear_fc{i}.weight" for i in (1, 2)} == experts.state_dict().keys()
+
+
+@pytest.mark.parametrize("strict", [True, False])
+def test_single_experts_are_not_loaded(megatron, strict):
+    """A part of a tensor stays what it was, and is named."""
+    experts = _grouped(CONFIG, seed=1).decoder.layers[1].mlp.experts
+    before = experts.linear_fc1.weight.clone()
+    one = {"local_experts.1.linear_fc1.weight": torch.zeros_like(before[1])}
+    if strict:
+        with pytest.raises(
+            RuntimeError, match="(?s)Missing key.*linear_fc1.weight.*Unexpected key.*local_experts.1"
+        ):
+            experts.load_state_dict(one)
+    else:
+        found = experts.load_state_dict(one, strict=False)
+        assert "linear_fc1.weight" in found.missing_keys and list(one) == found.unexpected_keys
+    assert experts.linear_fc1.weight.equal(before)

@@ -34,6 +34,10 @@ CASES = {
         **{"activation_func": quick_gelu, "activation_func_clamp_value": CLAMP, "glu_linear_offset": 1.0},
         **{"moe_shared_expert_intermediate_size": None},
     },
+    "swiglu, clamped": {
+        **{"activation_func_clamp_value": CLAMP, "moe_shared_expert_intermediate_size": None},
+    },
+    "swiglu, offset": {"glu_linear_offset": 1.0, "moe_shared_expert_intermediate_size": None},
     "softplus": GPT | {"activation_func": F.softplus},
     "weights in front": {
         **{"moe_apply_probs_on_input": True, "moe_router_topk": 1, "moe_router_pre_softmax": True},
@@ -330,12 +334,31 @@ def test_unsupported_options_are_named(megatron, overrides, text):
         _grouped(**only_experts, **overrides)
 
 
+def test_rows_that_are_no_whole_words_are_named(megatron):
+    experts = _grouped(moe_shared_expert_intermediate_size=None)[1]
+    experts._sizes = [H + 4, FFN]
+    with pytest.raises(ValueError, match=f"--hidden-size to be a multiple of 8.*found {H + 4} and {FFN}"):
+        experts.take_activations(experts.activations)
+
+
 def test_options_of_fp8_layers_are_refused(megatron):
     _, experts = _grouped()
     for block in (None, {}, {"enabled": False}):
         config = {} if block is None else {"coat": block}
         experts.linear_fc1.finish_init(SimpleNamespace(config=config))
     place = SimpleNamespace(module_path="decoder.layers.1.mlp.experts.linear_fc1")
-    wide = SimpleNamespace(config={"coat": {"backward_format": "e4m3"}}, config_key="wide", match_input=place)
-    with pytest.raises(CoatConfigError, match="configs.wide.coat, for decoder.*linear_fc1.*multiply in BF16"):
-        experts.linear_fc1.finish_init(wide)
+    for block in ({"backward_format": "e4m3"}, {"enabled": True}, {"enabled": False, "weight_cache": "fp8"}):
+        wide = SimpleNamespace(config={"coat": block}, config_key="wide", match_input=place)
+        with pytest.raises(
+            CoatConfigError, match="configs.wide.coat, for decoder.*linear_fc1.*multiply in BF16"
+        ):
+            experts.linear_fc1.finish_init(wide)
+
+
+def test_keep_the_format_that_is_asked_for(megatron):
+    """Codes of 8 bits are equal in size, not in value."""
+    gradients = []
+    for saved in ("sqrt8", "e4m3"):
+        _, experts = _grouped(activations=ActivationsConfig(saved_format=saved))
+        gradients.append(_run(experts, *_inputs())[1]["x"])
+    assert not gradients[0].equal(gradients[1])

@@ -8,6 +8,7 @@ from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.enums import AttnBackend, AttnMaskType
 
 from coat_ds.config import ActivationsConfig
+from coat_ds.layers.formats import formats
 from megatron_ext.attention import SDPACoreAttention
 from megatron_ext.hybrid_specs import AttentionLayer
 from megatron_ext.latent import NORMS_ALL_QUERIES, CoatDownProjection, CoatMLASelfAttention
@@ -280,6 +281,33 @@ def test_options_that_layers_do_not_have(option):
 def test_norms_that_megatron_leaves_to_transformer_engine():
     with pytest.raises(ValueError, match="--qk-layernorm without --q-lora-rank.*take megatron-core 0.18"):
         build(coat_layer_spec, HEADS, **LATENT | {"q_lora_rank": None})
+
+
+def test_what_cancels_is_added_up_exactly():
+    """As of queries, keys and values of plain attention: the gradients of their weights alone."""
+    activations = ActivationsConfig(fast_accumulation="all")
+    attention = (
+        build(coat_layer_spec, HEADS, activations=activations, **LATENT).decoder.layers[0].self_attention
+    )
+    expected = {cancels: formats(activations, cancels) for cancels in (False, True)}
+    assert expected[True] != expected[False]
+    linears = {name: m._formats for name, m in attention.named_children() if isinstance(m, LINEARS)}
+    assert linears == {name: expected[name != "linear_proj"] for name in linears}
+    model = build(
+        coat_layer_spec,
+        HEADS,
+        activations=activations,
+        **LATENT | {"q_lora_rank": None, "qk_layernorm": False},
+    )
+    assert model.decoder.layers[0].self_attention.linear_q_proj._formats == expected[True]
+
+
+def test_formats_that_transformer_engines_attention_does_not_have():
+    attention = build(coat_layer_spec, HEADS, **LATENT).decoder.layers[0].self_attention
+    attention.config.context_parallel_size = 2
+    attention.take_activations(ActivationsConfig())
+    with pytest.raises(ValueError, match='--context-parallel-size is 2.*attention_format is "sqrt8"'):
+        attention.take_activations(ActivationsConfig(attention_format="sqrt8"))
 
 
 def test_attention_that_it_does_not_have():

@@ -9,7 +9,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from coat_kernels.deferred import Deferred
-from megatron_ext.layer_specs import _has_experts, coat_layer_spec
+from megatron_ext.layer_specs import _has_experts, coat_layer_spec, coat_parts
 from megatron_ext.model import ModelShape, build_gpt
 from megatron_ext.moe import is_moe_layer
 from tests.megatron_ext.layers import rounding_error
@@ -216,3 +216,24 @@ def test_recompute_changes_nothing_else(megatron):
 def test_unsupported_options_are_named(megatron, overrides, text):
     with pytest.raises(ValueError, match=text):
         _build(coat_layer_spec, **overrides)
+
+
+# not all releases have them
+@pytest.mark.parametrize(
+    "option",
+    [
+        "use_transformer_engine_op_fuser",
+        "use_grouped_gemm_for_dense_mlp",
+        "use_grouped_gemm_for_shared_expert",
+        "moe_mlp_glu_interleave_size",
+        "moe_shared_expert_glu_interleave_size",
+        "overlap_dispatch_backward_with_experts_wgrad",
+        "mlp_chunks_for_training",
+    ],
+)
+def test_what_megatrons_specs_would_choose_otherwise_is_named(megatron, option):
+    config = _build(coat_layer_spec).config
+    setattr(config, option, 2 if "chunks" in option or "size" in option else True)
+    for experts in (False, True):
+        with pytest.raises(ValueError, match=f"--{option.replace('_', '-')}.* is not supported.*remove it"):
+            coat_parts(config, experts)

@@ -142,3 +142,15 @@ def test_names_that_would_mislead_deepspeed_are_absent():
 
     assert not hasattr(mpu, "initialize_sequence_parallel")
     assert not hasattr(mpu, "get_sequence_parallel_world_size")
+
+
+def test_experts_that_deepspeed_would_average_are_named():
+    from megatron_ext.mpu import sum_shared_gradients
+
+    model = torch.nn.ParameterDict({"expert": torch.ones(3)})
+    # as Megatron marks what ranks do not share
+    model["expert"].allreduce = False
+    with pytest.raises(
+        ValueError, match="expert_model_parallel_size: expected 1 under DeepSpeed.*average expert"
+    ):
+        sum_shared_gradients(model)

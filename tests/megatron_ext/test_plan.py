@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from megatron.core.activations import squared_relu
+from megatron.core.activations import quick_gelu, squared_relu
 
 from coat_ds import plan
 from coat_ds.config import ActivationsConfig
@@ -131,6 +131,15 @@ def test_models_are_read(megatron, name):
     assert read == dataclasses.replace(found, other_parameters=0)
     # biases
     assert (found.other_parameters > 0) == (name == "biases")
+
+
+def test_gates_that_dense_layers_do_not_have_are_named(megatron):
+    own = {"activation_func": quick_gelu, "bias_activation_fusion": False, "moe_grouped_gemm": True}
+    assert sizes.from_module(_build(2, {}, **own)).experts.grouped
+    # a model is read before its layers are exchanged
+    model = _build(2, None, **{**own, "moe_grouped_gemm": False})
+    with pytest.raises(plan.PlanError, match="--quick-geglu: COAT has it in experts of --moe-grouped-gemm"):
+        sizes.from_module(model)
 
 
 RANKS = 4

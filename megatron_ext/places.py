@@ -1,0 +1,75 @@
+"""What stands where in optimizer checkpoints of `dp_reshardable`, Megatron-LM's default.
+
+Their tensors are whole gradient buffers, in which a parameter is known by its place alone. A model with as
+many elements in another order, as with grouped experts in the place of experts one after another, would read
+other parameters' masters and moments, in silence. So the shapes of a buffer's parameters stand beside the
+parameter groups, under `coat_shapes`, and are compared when states are loaded. Checkpoints without them load
+as they are.
+"""
+
+import functools
+from collections.abc import Callable
+
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+
+from coat_ds.config import CoatConfigError
+from coat_ds.patches import Patch
+
+KEY, SHARDING = "coat_shapes", "dp_reshardable"
+_patch = functools.partial(
+    Patch,
+    "Megatron's optimizer",
+    "megatron-core",
+    way_out="or take the spec from megatron_ext.layer_specs",
+)
+_DISTRIBUTED = "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer"
+SAVE = _patch(
+    f"{_DISTRIBUTED}.sharded_state_dict",
+    "states that are saved by their places are saved with shapes",
+    keywords=("is_loading", "metadata"),
+)
+LOAD = _patch(
+    f"{_DISTRIBUTED}.load_state_dict",
+    "states of other places are refused",
+    parameters=("state_dict",),
+)
+
+
+def _shapes(host: DistributedOptimizer) -> list[list[int]]:
+    """Of the parameters of all buffers, in order, without sizes of 1: one expert is as good as its matrix."""
+    return [[n for n in p.shape if n > 1] for buffer in host.buffers for p in buffer.params]
+
+
+def saving(save: Callable) -> Callable:
+    """Notes the shapes in what `DistributedOptimizer.sharded_state_dict` gives for `dp_reshardable`."""
+
+    @functools.wraps(save)
+    def coat_sharded_state_dict(self, *args, **kwargs):
+        packed = save(self, *args, **kwargs)
+        if packed.get("param_state_sharding_type") == SHARDING:
+            packed["optimizer"].data[KEY] = _shapes(self)
+        return packed
+
+    return coat_sharded_state_dict
+
+
+def loading(load: Callable) -> Callable:
+    """Compares them in `DistributedOptimizer.load_state_dict`. Raises CoatConfigError where they differ."""
+
+    @functools.wraps(load)
+    def coat_load_state_dict(self, state_dict):
+        if state_dict.get("param_state_sharding_type") == SHARDING:
+            saved = state_dict["optimizer"].get(KEY)
+            if saved is not None and saved != (own := _shapes(self)):
+                pairs = enumerate(zip(saved, own, strict=False))
+                place = next((i for i, (a, b) in pairs if a != b), min(len(saved), len(own)))
+                there, here = (shapes[place] if place < len(shapes) else "none" for shapes in (saved, own))
+                raise CoatConfigError(
+                    f"--load: optimizer states of {SHARDING}: expected parameter {place} of a rank to be "
+                    f"{here}, found {there}, so that states would go to other parameters. Give "
+                    "--moe-grouped-gemm as the run that saved them did, or --no-load-optim; a checkpoint of "
+                    "--dist-ckpt-optim-fully-reshardable takes either kind of experts."
+                )
+        return load(self, state_dict)
+
+    return coat_load_state_dict
