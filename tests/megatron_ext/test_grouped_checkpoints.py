@@ -15,6 +15,8 @@ from tests.megatron_ext.test_optimizer import Trainer, _plain
 from tests.megatron_ext.test_parallel import whole
 from tests.util import run_distributed
 
+pytestmark = pytest.mark.early
+
 # each rank's part is whole groups
 CONFIG = EXPERTS | {"moe_ffn_hidden_size": 64, "moe_shared_expert_intermediate_size": None}
 LAYOUTS = {

@@ -18,6 +18,8 @@ from megatron_ext.ledger import saved_bytes
 from megatron_ext.model import ModelShape, build_gpt, initialize_model_parallel
 from tests.util import run_distributed
 
+pytestmark = pytest.mark.early
+
 H, FFN, HEADS, GROUPS, VOCAB, S, B, COUNT = 256, 512, 4, 2, 512, 128, 2, 4
 EXPERTS = {
     "num_moe_experts": COUNT,
