@@ -267,6 +267,16 @@ SET = _patch(
     "checkpoints of stock AdamW are read",
     parameters=("model_param", "tensors"),
 )
+SAVE = _patch(
+    f"{_DISTRIBUTED}.sharded_state_dict",
+    "states that are saved by their places are saved with shapes",
+    keywords=("is_loading", "metadata"),
+)
+LOAD = _patch(
+    f"{_DISTRIBUTED}.load_state_dict",
+    "states of other places are refused",
+    parameters=("state_dict",),
+)
 POST_INIT = _patch(
     f"{_MODULE}.optimizer_config:OptimizerConfig.__post_init__",
     "--use-precision-aware-optimizer needs no Transformer Engine",
@@ -281,7 +291,7 @@ VERSION, VERSION_OF_CONFIG = (
     _patch(f"{module}:is_te_min_version", "an absent Transformer Engine has no version")
     for module in (_MODULE, f"{_MODULE}.optimizer_config")
 )
-INSTALLED = (BUILD, GET, SET, POST_INIT, places.SAVE, places.LOAD)
+INSTALLED = (BUILD, GET, SET, SAVE, LOAD, POST_INIT)
 
 
 def _without_te(patch: Patch) -> contextlib.AbstractContextManager:
@@ -316,8 +326,8 @@ def install(coat: CoatConfig | None = None) -> None:
     GET.apply(_getting)
     SET.apply(_setting)
     POST_INIT.apply(_checking)
-    places.SAVE.apply(places.saving)
-    places.LOAD.apply(places.loading)
+    SAVE.apply(places.saving)
+    LOAD.apply(places.loading)
 
 
 def _building(coat: CoatConfig, adam: Callable, build: Callable) -> Callable:

@@ -13,26 +13,8 @@ from collections.abc import Callable
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
 from coat_ds.config import CoatConfigError
-from coat_ds.patches import Patch
 
 KEY, SHARDING = "coat_shapes", "dp_reshardable"
-_patch = functools.partial(
-    Patch,
-    "Megatron's optimizer",
-    "megatron-core",
-    way_out="or take the spec from megatron_ext.layer_specs",
-)
-_DISTRIBUTED = "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer"
-SAVE = _patch(
-    f"{_DISTRIBUTED}.sharded_state_dict",
-    "states that are saved by their places are saved with shapes",
-    keywords=("is_loading", "metadata"),
-)
-LOAD = _patch(
-    f"{_DISTRIBUTED}.load_state_dict",
-    "states of other places are refused",
-    parameters=("state_dict",),
-)
 
 
 def _shapes(host: DistributedOptimizer) -> list[list[int]]:

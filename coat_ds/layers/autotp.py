@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 
-from coat_ds.layers.attention import attended_origin
 from coat_ds.layers.hooks import after_pre_hooks
 from coat_ds.layers.linear import Fp8Linear
 from coat_ds.layers.replaced import is_plain
@@ -50,7 +49,7 @@ class AutoTPLinear(Fp8Linear):
         ):
             return self.stock(input)
         after_pre_hooks(module, input)
-        origin, group = origin_of(input) or attended_origin(input), module.mp_group
+        origin, group = origin_of(input), module.mp_group
         if isinstance(module, layers.LinearLayer):
             # the gradient of the input is summed over ranks
             x = input if group is None else layers.ColumnParallel.apply(group, input)

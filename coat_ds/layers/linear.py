@@ -61,10 +61,11 @@ class Fp8Linear(Replaced):
                 "torch.nn.DataParallel cannot copy converted models to other devices: use "
                 "DistributedDataParallel, one process for each GPU."
             )
-        takes = self.takes(input)
-        if is_distributed(module.weight) and not self.paused and not torch.compiler.is_compiling():
-            return self._of_parts(input)
-        if self.paused or not (takes and is_plain(module.weight)):
+        if self.paused:
+            return self.stock(input)
+        if not (self.takes(input) and is_plain(module.weight)):
+            if is_distributed(module.weight) and not torch.compiler.is_compiling():
+                return self._of_parts(input)
             return self.stock(input)
         after_pre_hooks(module, input)
         weight = module.weight.t() if self.transposed else module.weight

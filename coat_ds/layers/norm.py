@@ -51,14 +51,14 @@ class Fp8Norm(Replaced):
         weight, bias = module.weight, module._parameters.get("bias")
         if hidden_states.numel() == 0:
             return self.stock(hidden_states)
-        if is_distributed(hidden_states) and hidden_states.dtype in DTYPES:
-            dtype = self.dtype_of_output(hidden_states)
-            # what is gathered next is read in BF16
-            norm = functools.partial(self._normed, dtype=dtype, y_scale=None)
-            y = tensor_parallel.normed(hidden_states, weight, bias, norm=norm)
-            return self.stock(hidden_states) if y is None else y
         if not (takes and is_plain(weight)):
-            return self.stock(hidden_states)
+            y = None
+            if is_distributed(hidden_states) and hidden_states.dtype in DTYPES:
+                # what is gathered next is read in BF16
+                dtype = self.dtype_of_output(hidden_states)
+                norm = functools.partial(self._normed, dtype=dtype, y_scale=None)
+                y = tensor_parallel.normed(hidden_states, weight, bias, norm=norm)
+            return self.stock(hidden_states) if y is None else y
         y_scale = None if self.y_scale.times_made else self.y_scale
         y = self._normed(
             hidden_states, weight, bias, dtype=self.dtype_of_output(hidden_states), y_scale=y_scale

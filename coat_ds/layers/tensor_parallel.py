@@ -32,6 +32,11 @@ def no_product(x: torch.Tensor, weight: "DTensor") -> str | None:
     split = tuple(x.placements), tuple(weight.placements)
     if split not in (((Replicate(),), (Shard(0),)), ((Shard(x.ndim - 1),), (Shard(1),))):
         return f"they are laid out as {weight.placements} for inputs as {x.placements}"
+    return unaligned(weight)
+
+
+def unaligned(weight: "DTensor") -> str | None:
+    """Why FP8 products do not take this rank's part of `weight`, if that is its sizes."""
     sizes = weight._local_tensor.shape
     if any(size % ALIGNMENT or size == 0 for size in sizes):
         return f"a rank's part is {' x '.join(map(str, sizes))}, not multiples of {ALIGNMENT}"

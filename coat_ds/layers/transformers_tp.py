@@ -12,11 +12,9 @@ import torch
 
 from coat_ds.config import ActivationsConfig
 from coat_ds.layers import tensor_parallel
-from coat_ds.layers.attention import attended_origin
 from coat_ds.layers.linear import Fp8Linear
 from coat_ds.layers.replaced import DTYPES
 from coat_ds.optim.shards import is_distributed
-from coat_kernels.fp8 import ALIGNMENT
 from coat_kernels.origin import origin_of
 
 
@@ -45,10 +43,7 @@ def why_not(module: torch.nn.Module, split: Split) -> str | None:
         return f"transformers' {type(split.style).__name__} keeps its forward"
     if not is_distributed(module.weight):
         return "its weight is no DTensor, though transformers has split it"
-    sizes = module.weight.to_local().shape
-    if any(size % ALIGNMENT or size == 0 for size in sizes):
-        return f"a rank's part is {' x '.join(map(str, sizes))}, not multiples of {ALIGNMENT}"
-    return None
+    return tensor_parallel.unaligned(module.weight)
 
 
 class TransformersTPLinear(Fp8Linear):
@@ -72,6 +67,5 @@ class TransformersTPLinear(Fp8Linear):
             if is_distributed(x):
                 y = tensor_parallel.multiplied(module, x, self._product)
             else:
-                origin = origin_of(x) or attended_origin(x)
-                y = self._product(x, module.weight, module.bias, origin)
+                y = self._product(x, module.weight, module.bias, origin_of(x))
         return style.transform_output_post_forward(module, y, mesh)

@@ -28,6 +28,7 @@ from tests.megatron_ext.layers import (
     loss_and_grads,
     rounding_error,
 )
+from tests.megatron_ext.test_moe import EXPERTS
 from tests.megatron_ext.test_parallel import without_rounding
 from tests.util import rel_rms
 
@@ -54,14 +55,6 @@ VARIANTS = {
 }
 # heads of one width, which torch's fused attention wants on a CPU
 EQUAL = LATENT | {"qk_head_dim": WIDTH - POSITIONS}
-EXPERTS = {
-    "num_moe_experts": 4,
-    "moe_router_topk": 2,
-    "moe_ffn_hidden_size": 48,
-    "moe_shared_expert_intermediate_size": 32,
-    "moe_layer_freq": [0, 1],
-    "moe_token_dispatcher_type": "allgather",
-}
 
 # Roundings to E4M3 and to E5M2 between a result and exact arithmetic, counted as in test_layer.py. Queries,
 # keys and values have two more roundings, of the compressed tensors and of the weights behind them:
