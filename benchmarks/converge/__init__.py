@@ -58,7 +58,6 @@ def run_options(parser: argparse.ArgumentParser, runs: str, tokens: str, micro_b
     add = parser.add_argument
     add("--runs", nargs="+", help=f"in this order; default: {runs}")
     add("--gpus", type=int, default=1, help="as many runs side by side, each on a GPU of its own")
-    add("--runs-per-gpu", type=int, default=1, help="runs that share a GPU; speeds are of shared ones then")
     add("--tokens", type=float, help=f"in a run (default {tokens})")
     add("--minutes", type=float, default=math.inf, help="stop then, to go on at the next call")
     add("--micro-batch", type=int, help=f"sequences in a pass (default: {micro_batch})")
@@ -83,7 +82,6 @@ def converge(arguments, table: Table) -> None:
     - to_bf16_mean, to_bf16_same_seed: relative distance to BF16's mean, and to BF16 of that seed;
     - train_s: without validations, with compiling kernels; tokens_per_s: median over twenty steps at a time,
       with reading the data; peak_mb: over what was held before the model, in 10^6 bytes;
-    - runs_per_gpu: that shared a GPU, which train_s and tokens_per_s are of;
     - saved_bytes_per_token_layer: kept for backward by the layers; state_bytes_per_param: of the optimizer;
     - manifest, tokenizer: the hashes of the list of files, which stays in --work, and of the tokenizer.
     Without a GPU, or with --quick, the quickstart's model for a few steps. On a CPU there are no peaks.
@@ -97,18 +95,18 @@ def converge(arguments, table: Table) -> None:
     data, identity = prepare_text(arguments, recipe)
     print(f"text ready after {time.monotonic() - started:.0f} s in {data}", flush=True)
     setup, conditions = prepared(arguments, PRETRAINING, recipe, data, identity, output, started)
-    make_runs([Run.parse(name) for name in names], arguments, setup, conditions, table.environment)
+    make_runs([Run.parse(name) for name in names], arguments.gpus, setup, conditions, table.environment)
     publish(output, table)
 
 
-def make_runs(runs: list[Run], arguments, setup: Setup, conditions: dict, environment: dict) -> None:
+def make_runs(runs: list[Run], gpus: int, setup: Setup, conditions: dict, environment: dict) -> None:
     """Makes those that are complete nowhere, and collects in `setup.output` all that are complete."""
     named, output = {run.name: run for run in runs}, setup.output
     known = complete_runs([output, RESULTS / output.name, setup.runs], conditions)
     for name in named.keys() & known.keys():
         print(f"{name}: complete in {known[name].parent}", flush=True)
     missing = [run for name, run in named.items() if name not in known]
-    train_side_by_side(missing, arguments.gpus, arguments.runs_per_gpu, setup, conditions, environment)
+    train_side_by_side(missing, gpus, setup, conditions, environment)
     known |= complete_runs([setup.runs], conditions)
     for stem in known.values():
         carry(stem, output)
@@ -160,26 +158,22 @@ def prepared(
     return setup, conditions
 
 
-def train_side_by_side(
-    runs: list[Run], gpus: int, runs_per_gpu: int, setup: Setup, conditions: dict, environment: dict
-) -> None:
-    """Makes runs until they are complete or time is over; processes take their shares of them in turn.
+def train_side_by_side(runs: list[Run], gpus: int, setup: Setup, conditions: dict, environment: dict) -> None:
+    """Makes runs until they are complete or time is over; several GPUs take their shares of them in turn.
 
     Raises SystemExit if there are not so many GPUs.
     """
-    environment = environment | {"runs_per_gpu": runs_per_gpu}
-    count = gpus * runs_per_gpu
-    if count == 1:
+    if gpus == 1:
         train_each(runs, setup, conditions, environment)
         return
     visible = visible_gpus() or [str(number) for number in range(gpus)]
     if len(visible) < gpus:
         raise SystemExit(f"--gpus {gpus}: found {len(visible)}")
     context, processes = multiprocessing.get_context("spawn"), []
-    for first in range(count):
+    for first in range(gpus):
         # each process sees one GPU, and that from before it imports torch
-        os.environ["CUDA_VISIBLE_DEVICES"] = visible[first % gpus]
-        share = (runs[first::count], setup, conditions, environment)
+        os.environ["CUDA_VISIBLE_DEVICES"] = visible[first]
+        share = (runs[first::gpus], setup, conditions, environment)
         processes.append(context.Process(target=train_each, args=share))
         processes[-1].start()
     os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(visible)

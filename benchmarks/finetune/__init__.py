@@ -89,7 +89,7 @@ def finetune(arguments, table: Table) -> None:
     task = Task(build, load_text, loss_of, saved_by_layers, scores)
     identity |= {"weights": model.digest, "questions": questions}
     setup, conditions = prepared(arguments, task, recipe, data, identity, output, started)
-    make_runs(runs, arguments, setup, conditions, table.environment)
+    make_runs(runs, arguments.gpus, setup, conditions, table.environment)
     publish(output, table)
 
 

@@ -73,7 +73,7 @@ def vlm(arguments, table: Table) -> None:
     task = Task(build, load, model.loss, model.facts, model.scores)
     identity = pictures.identity(data) | {"sizes": str(tuple(of))}
     setup, conditions = prepared(arguments, task, recipe, data, identity, output, started)
-    make_runs(runs, arguments, setup, conditions, table.environment)
+    make_runs(runs, arguments.gpus, setup, conditions, table.environment)
     publish(output, table)
 
 

@@ -95,11 +95,9 @@ def test_a_run_in_parts_gives_the_bits_of_one_piece_and_is_not_made_again(work, 
 
 
 @pytest.mark.long("a benchmark's dry run")
-@pytest.mark.parametrize("option, shared", [("--gpus", "1"), ("--runs-per-gpu", "2")])
-def test_runs_side_by_side_are_those_one_after_another(work, trained, converge_on, tmp_path, option, shared):
+def test_runs_side_by_side_are_those_one_after_another(work, trained, converge_on, tmp_path):
     output = tmp_path / "converge.csv"
-    out, rows = converge_on(tmp_path, output, option, "2", "--recipe", "1b", "--runs", *TRAINED)
-    assert [row["runs_per_gpu"] for row in rows] == [shared] * len(TRAINED)
+    out, rows = converge_on(tmp_path, output, "--gpus", "2", "--recipe", "1b", "--runs", *TRAINED)
     assert [row["val_loss"] for row in rows] == [row["val_loss"] for row in trained[1]]
     for name in TRAINED:
         assert lines(tmp_path / "converge", name) == lines(work / "converge", name)
