@@ -5,32 +5,54 @@
   tensor's largest magnitude, so that a few such codes are usual and many are not.
 - wrong scales: the share of operands whose predicted scale was wrong, so that they were written twice
 
-Of a tensor about `SAMPLE` codes are looked at, in rows that are evenly spread. The observer sees only what
-Python runs. Layers that are replayed as CUDA graphs run in Python in the first forward that is watched, whose
-saved tensors are hooked, and in its backward; what they replay in other micro-batches is not counted.
+Of a tensor at most `SAMPLE` codes are looked at, evenly spread over rows and columns. They are copied when
+they are told, and counted later, many tensors at once. The observer sees only what Python runs. Layers that
+are replayed as CUDA graphs run in Python in the first forward that is watched, whose saved tensors are
+hooked, and in its backward; what they replay in other micro-batches is not counted.
 """
 
+import functools
+import math
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
-from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
 from coat_ds.layers.replaced import replaced
 from coat_ds.saved_bytes import SavedStorages
+from coat_ds.watch.sent import sent
 from coat_kernels.tensorwise import PredictedScale
 
-SAMPLE = 2**20
+SAMPLE = 2**18
 # the row of what no layer is known for
 OTHER = "other"
-# of each layer: codes, zeros and the largest, of inputs, of gradients and of saved activations; predictions
-# and wrong ones
+# of each layer: codes, those that are not zero and the largest, of inputs, of gradients and of saved
+# activations; predictions and wrong ones
 ROLES = {"input": 0, "gradient": 3, "saved": 6}
 PREDICTIONS = 9
 SUMS = 11
 # magnitude bits of the largest finite code
-LARGEST = {torch.float8_e4m3fn: 0x7E, torch.float8_e5m2: 0x7B}
+LARGEST = {torch.float8_e4m3fn: 0x7E, torch.float8_e5m2: 0x7B, torch.int8: 127}
+# samples that wait to be counted
+WAITING = 32
+
+
+class _Sample(NamedTuple):
+    """Codes of one tensor, as bytes [n]."""
+
+    row: int
+    role: str
+    dtype: torch.dtype
+    codes: torch.Tensor
+    exponent: torch.Tensor | None
+    """Of the group that each code is in, uint8 [n], where a group may be of zeros alone."""
+
+    @property
+    def alike(self) -> tuple:
+        """Equal for samples that are counted together."""
+        return self.dtype, len(self.codes), self.exponent is None, self.codes.device
 
 
 class CodeCounter:
@@ -50,44 +72,105 @@ class CodeCounter:
         if names is None:
             names = _rows(scales.values(), self.blocks)
         self.index = {name: i for i, name in enumerate(names)}
-        self.sums: torch.Tensor | None = None
+        self._samples: list[_Sample] = []
+        # by the number of a sum: what is known without the device, and what is not
+        self._known: dict[int, int] = defaultdict(int)
+        self._places: list[int] = []
+        self._counts: list[torch.Tensor] = []
+        self._wrong: list[tuple[int, torch.Tensor]] = []
+        # by shape: the group that each code of a sample is in
+        self._groups: dict[tuple, torch.Tensor] = {}
 
-    def _add(self, name: str, at: int, numbers: Sequence[torch.Tensor | int], device: torch.device) -> None:
-        if self.sums is None:
-            self.sums = torch.zeros(len(self.index), SUMS, dtype=torch.float64, device=device)
-        row = self.sums[self.index[name]]
-        for i, number in enumerate(numbers):
-            row[at + i] += number
+    def sums(self, device: torch.device) -> torch.Tensor:
+        """What was counted, FP64 [layers, SUMS]."""
+        self._count()
+        known = [self._known.get(i, 0) for i in range(len(self.index) * SUMS)]
+        sums = sent(known, torch.float64, device)
+        for places, counts in (
+            (self._places, self._counts),
+            ([place for place, _ in self._wrong], [wrong for _, wrong in self._wrong]),
+        ):
+            if counts:
+                found = torch.cat([count.to(device) for count in counts]).double()
+                sums.index_add_(0, sent(places, torch.int64, device), found)
+        return sums.view(-1, SUMS)
+
+    def _count(self) -> None:
+        """Counts the samples that wait."""
+        alike: dict[tuple, list[_Sample]] = defaultdict(list)
+        for sample in self._samples:
+            alike[sample.alike].append(sample)
+        for samples in alike.values():
+            one = samples[0]
+            reached = _reached(torch.stack([s.codes for s in samples]), one.dtype)
+            if one.exponent is not None:
+                # a group of zeros has the smallest exponent
+                holds = torch.stack([s.exponent for s in samples if s.exponent is not None]) > 1
+                reached = torch.cat([holds[None], reached & holds])
+            # of [kinds, samples, codes]
+            self._counts.append(reached.sum(-1).view(-1))
+            for kind in range(3 - len(reached), 3):
+                self._places += [s.row * SUMS + ROLES[s.role] + kind for s in samples]
+        self._samples = []
+
+    def _take(self, sample: _Sample) -> None:
+        self._samples.append(sample)
+        if len(self._samples) == WAITING:
+            self._count()
+
+    def _row(self, prediction: Any) -> int:
+        return self.index[self._names.get(id(prediction), OTHER)]
 
     @torch.no_grad()
     def codes(self, role: str, prediction: Any, codes: torch.Tensor) -> None:
         """As `coat_kernels.watching.Observer`."""
-        name = self._names.get(id(prediction), OTHER)
-        magnitude = sampled(codes).view(torch.uint8) & 0x7F
-        largest = magnitude >= LARGEST[codes.dtype]
-        numbers = magnitude.numel(), (magnitude == 0).sum(), largest.sum()
-        self._add(name, ROLES[role], numbers, codes.device)
+        row, found = self._row(prediction), sampled(codes)
+        self._known[row * SUMS + ROLES[role]] += len(found)
+        self._take(_Sample(row, role, codes.dtype, found, None))
 
     @torch.no_grad()
     def predicted(self, prediction: Any, used: torch.Tensor, true: torch.Tensor) -> None:
         """As `coat_kernels.watching.Observer`."""
-        name = self._names.get(id(prediction), OTHER)
-        self._add(name, PREDICTIONS, (1, (used != true).sum()), used.device)
+        place = self._row(prediction) * SUMS + PREDICTIONS
+        self._known[place] += 1
+        self._wrong.append((place + 1, used != true))
 
     @torch.no_grad()
     def saved(self, block: str, codes: torch.Tensor, exponent: torch.Tensor) -> None:
-        """Counts codes [rows, columns] that are saved in groups; zeros in a group of zeros do not count."""
-        stride = max(1, codes.numel() // SAMPLE)
-        codes, exponent = codes[::stride], exponent[::stride]
-        group = -(-codes.shape[1] // exponent.shape[1])
-        holds = (exponent > 1).repeat_interleave(group, 1)[:, : codes.shape[1]]
-        if codes.dtype == torch.int8:
-            zero, largest = codes == 0, (codes == -128) | (codes.abs() == 127)
-        else:
-            magnitude = codes.view(torch.uint8) & 0x7F
-            zero, largest = magnitude == 0, magnitude >= LARGEST[codes.dtype]
-        numbers = holds.sum(), (zero & holds).sum(), (largest & holds).sum()
-        self._add(block, ROLES["saved"], numbers, codes.device)
+        """Takes codes [rows, columns] that are saved in groups; zeros in a group of zeros do not count."""
+        found = sampled(codes)
+        key = codes.shape, exponent.shape, codes.device
+        if key not in self._groups:
+            stride, columns, groups = _stride(codes), codes.shape[1], exponent.shape[1]
+            at = torch.arange(len(found), device=codes.device) * stride
+            # a power of two; the last group may be a short one
+            size = 2 ** math.ceil(math.log2(columns / groups))
+            self._groups[key] = at // columns * groups + at % columns // size
+        of_groups = exponent.reshape(-1).index_select(0, self._groups[key])
+        self._take(_Sample(self.index[block], "saved", codes.dtype, found, of_groups))
+
+
+def sampled(codes: torch.Tensor) -> torch.Tensor:
+    """A copy of at most `SAMPLE` of the codes [rows, columns], as bytes."""
+    codes, stride = codes.contiguous().view(torch.uint8), _stride(codes)
+    count = -(-codes.numel() // stride)
+    return codes.as_strided((count,), (stride,), codes.storage_offset()).clone()
+
+
+def _stride(codes: torch.Tensor) -> int:
+    """From one code that is looked at to the next. It has no divisor in common with the number of columns, so
+    that all columns get their turn."""
+    stride = max(1, -(-codes.numel() // SAMPLE))
+    while math.gcd(stride, codes.shape[1]) > 1:
+        stride += 1
+    return stride
+
+
+def _reached(codes: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Which codes, given as bytes, are not zero, and which are the largest or not finite: bool [2, ...]."""
+    # of an integer -128 stays, which is 128 without a sign
+    magnitude = codes.view(dtype).abs().view(torch.uint8) if dtype == torch.int8 else codes & 0x7F
+    return torch.stack([magnitude > 0, magnitude >= LARGEST[dtype]])
 
 
 class SavedCodes(SavedStorages):
@@ -114,12 +197,6 @@ def layer_names(model: nn.Module) -> list[str]:
 
 def _rows(layers: Iterable[str], blocks: Iterable[str]) -> list[str]:
     return list(dict.fromkeys((*layers, *blocks, OTHER)))
-
-
-def sampled(codes: torch.Tensor) -> torch.Tensor:
-    """Rows, at least one, that hold `SAMPLE` codes or somewhat more."""
-    stride = min(max(1, codes.numel() // SAMPLE), max(1, codes.shape[0]))
-    return codes[::stride]
 
 
 def _scales_of(model: nn.Module) -> Iterator[tuple[PredictedScale, str]]:
@@ -169,8 +246,10 @@ class Blocks:
     def __init__(self, saved: SavedCodes):
         self._hooks = []
         for name, block in saved.counter.blocks.items():
-            self._hooks.append(block.register_forward_pre_hook(partial(_enter, saved, name)))
-            self._hooks.append(block.register_forward_hook(partial(_leave, saved), always_call=True))
+            self._hooks.append(block.register_forward_pre_hook(functools.partial(_enter, saved, name)))
+            self._hooks.append(
+                block.register_forward_hook(functools.partial(_leave, saved), always_call=True)
+            )
 
     def close(self) -> None:
         for hook in self._hooks:
@@ -189,9 +268,10 @@ def figures(sums: Sequence[float]) -> dict[str, float]:
     """What the SUMS numbers of a layer, or of several, say; without what they say nothing of."""
     found = {}
     for role, at in ROLES.items():
-        codes, zeros, largest = sums[at : at + 3]
+        codes, others, largest = sums[at : at + 3]
         if codes > 0:
-            found[f"{role}_flushed"], found[f"{role}_saturated"] = zeros / codes, largest / codes
+            found[f"{role}_flushed"] = (codes - others) / codes
+            found[f"{role}_saturated"] = largest / codes
     predictions, wrong = sums[PREDICTIONS:]
     if predictions > 0:
         found["wrong_scales"] = wrong / predictions

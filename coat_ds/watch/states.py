@@ -25,11 +25,14 @@ from coat_ds.optim.narrow_grad import narrow_and_scale
 from coat_ds.optim.optimizer import CoatAdamW
 from coat_ds.optim.options import rounds_stochastically
 from coat_ds.optim.shards import local, shard_of
+from coat_ds.watch.sent import sent
 from coat_kernels.codecs import Codec, Storage, Stored
 from coat_kernels.codecs.codec import decode_reference, encode_reference
 
 # groups of a tensor that are looked at
 GROUPS = 16
+# groups of all tensors that are measured at once: the dither makes `DITHERS` copies of each
+AT_ONCE = 2048
 DITHERS = 64
 # of each tensor: squared error and size of the update, decay due and done, underflowed and positive elements
 SUMS = 6
@@ -38,17 +41,96 @@ Places = Mapping[torch.Tensor, Sequence[tuple[str, int, int]]]
 """Of each tensor of an optimizer: what it holds, as (name, first element, number of elements)."""
 
 
-class _Sample(NamedTuple):
-    """Groups of one piece of a tensor, before the step. FP32 [groups, group size] but for the indices."""
+class _Place(NamedTuple):
+    """Groups of one tensor, within a piece of a parameter's moments: `count` of them, `stride` apart."""
 
-    group: dict[str, Any]
+    name: int
     param: torch.Tensor
     piece: int
-    rows: torch.Tensor
-    names: torch.Tensor
-    exp_avg: torch.Tensor
-    exp_avg_sq: torch.Tensor
+    first: int
+    stride: int
+    count: int
+
+    def rows(self, flat: torch.Tensor, width: int, begin: int = 0) -> torch.Tensor:
+        """A view of those rows [count, width] that a flat, contiguous tensor has from element `begin` on."""
+        offset = flat.storage_offset() + begin + self.first * width
+        return flat.as_strided((self.count, width), (self.stride * width, 1), offset)
+
+    def stored(self, state: Mapping[str, Any]) -> list[torch.Tensor]:
+        """Views of what is stored of both moments: codes, scales and exponents of the one, then the other."""
+        m, v = local(state["exp_avg"]), local(state["exp_avg_sq"])
+        views = []
+        for moment in (m, v):
+            codes, *statistics = moment.pieces[self.piece].storage
+            views.append(self.rows(codes, moment.group_size))
+            views += [self.rows(x, 1) if x.numel() else x for x in statistics]
+        return views
+
+
+class _Moments(NamedTuple):
+    """What is stored of some groups of both moments."""
+
+    exp_avg: Storage
+    exp_avg_sq: Storage
+
+    @classmethod
+    def of(cls, places: Sequence[_Place], state: Mapping[torch.Tensor, Any]) -> "_Moments":
+        """Copied as it is now, in one operation for all places."""
+        fields = zip(*(place.stored(state[place.param]) for place in places), strict=True)
+        copied = [torch.cat(views).view(-1) for views in fields]
+        return cls(Storage(*copied[:3]), Storage(*copied[3:]))
+
+    def groups(self, first: int, last: int, size: int) -> "_Moments":
+        return _Moments(*(storage.groups(first, last, size) for storage in self))
+
+
+class _Rule(NamedTuple):
+    """What decides how groups are stored and updated. Those of one rule are measured together."""
+
+    codecs: tuple[Codec, Codec]
+    size: int
+    """Of a group."""
+    betas: tuple[float, float]
+    eps: float
+    maximize: bool
+    is_dithered: bool
+    """Whether second moments are rounded stochastically."""
+    counts_on_device: bool
+    """Whether the number of steps is a tensor."""
+    device: torch.device
+
+    @classmethod
+    def of(cls, group: Mapping[str, Any], state: Mapping[str, Any], m: Moment, v: Moment, i: int) -> "_Rule":
+        codecs = m.pieces[i].codec, v.pieces[i].codec
+        beta1, beta2 = group["betas"]
+        return cls(
+            codecs,
+            m.group_size,
+            (beta1, beta2),
+            group["eps"],
+            group["maximize"],
+            rounds_stochastically(group, codecs[1]),
+            isinstance(state["step"], torch.Tensor),
+            m.device,
+        )
+
+    def decode(self, stored: _Moments) -> tuple[torch.Tensor, torch.Tensor]:
+        """Both moments, FP32 [groups, group size]."""
+        first, second = self.codecs
+        exp_avg = decode_reference(first, stored.exp_avg, self.size)
+        if first.relative:
+            exp_avg = exp_avg * Stored(second, stored.exp_avg_sq).roots(self.size)
+        exp_avg_sq = decode_reference(second, stored.exp_avg_sq, self.size)
+        return exp_avg.view(-1, self.size), exp_avg_sq.view(-1, self.size)
+
+
+class _Sample(NamedTuple):
+    """Groups of one rule before the step."""
+
+    places: list[_Place]
+    stored: _Moments
     grad: torch.Tensor
+    """FP32 [groups, group size], as the step takes it."""
 
 
 class StateSampler:
@@ -63,9 +145,9 @@ class StateSampler:
         self.index = {name: i for i, name in enumerate(names)}
         self._places_of = places
         self._places: Places | None = None
-        self._rows: dict[tuple, tuple[torch.Tensor, torch.Tensor] | None] = {}
+        self._chosen: dict[tuple, list[_Place]] = {}
         self._hooks: list = []
-        self._samples: list[_Sample] = []
+        self._samples: dict[_Rule, _Sample] = {}
         self._sums: torch.Tensor | None = None
 
     def open(self) -> None:
@@ -83,110 +165,106 @@ class StateSampler:
         step."""
         for hook in self._hooks:
             hook.remove()
-        sums, self._sums, self._hooks, self._samples = self._sums, None, [], []
+        sums, self._sums, self._hooks, self._samples = self._sums, None, [], {}
         return sums
 
     @torch.no_grad()
     def _before(self, optimizer: CoatAdamW, args: tuple, kwargs: dict) -> None:
-        self._samples = []
-        scale = kwargs.get("grad_scale")
-        factors = [] if scale is None else [scale]
-        if getattr(optimizer, "grad_scale", None) is not None:
-            factors.append(1 / optimizer.grad_scale.float())
+        taken: dict[_Rule, tuple[list[_Place], list[torch.Tensor]]] = {}
         for group in optimizer.param_groups:
             for p in group["params"]:
                 grad = p.grad if p.grad is not None else getattr(p, "decoupled_grad", None)
-                held = [local(optimizer.state.get(p, {}).get(name)) for name in ("exp_avg", "exp_avg_sq")]
-                if grad is None or p not in self._places or not all(isinstance(x, Moment) for x in held):
+                state = optimizer.state.get(p, {})
+                m, v = (local(state.get(name)) for name in ("exp_avg", "exp_avg_sq"))
+                known = isinstance(m, Moment) and isinstance(v, Moment) and p in self._places
+                if grad is None or not known:
                     continue
-                self._take(group, p, *held, *narrow_and_scale(shard_of(grad, p)), factors)
+                flat, own_scale = narrow_and_scale(shard_of(grad, p))
+                flat = flat.reshape(-1)
+                for i, piece in enumerate(m.pieces):
+                    if not (chosen := self._choose(p, i, m)):
+                        continue
+                    places, grads = taken.setdefault(_Rule.of(group, state, m, v, i), ([], []))
+                    places += chosen
+                    rows = [place.rows(flat, m.group_size, piece.begin) for place in chosen]
+                    grads += rows if own_scale is None else [x.float() * own_scale for x in rows]
+        factors = [] if kwargs.get("grad_scale") is None else [kwargs["grad_scale"]]
+        if getattr(optimizer, "grad_scale", None) is not None:
+            factors.append(1 / optimizer.grad_scale.float())
+        self._samples = {}
+        for rule, (places, grads) in taken.items():
+            grad = torch.cat(grads).float()
+            for factor in factors:
+                grad = grad * factor.to(grad.device)
+            self._samples[rule] = _Sample(places, _Moments.of(places, optimizer.state), grad)
 
-    def _take(self, group, p, m: Moment, v: Moment, grad, own_scale, factors) -> None:
-        size, flat = m.group_size, grad.reshape(-1)
-        for i, piece in enumerate(m.pieces):
-            chosen = self._chosen(p, i, m)
-            if chosen is None:
-                continue
-            rows, names = chosen
-            whole = (piece.end - piece.begin) // size
-            g = flat[piece.begin : piece.begin + whole * size].view(-1, size).index_select(0, rows).float()
-            for factor in (own_scale, *factors):
-                if factor is not None:
-                    g = g * factor.to(g.device)
-            sample = group, p, i, rows, names, *_decoded(m, v, i, rows), g
-            self._samples.append(_Sample(*sample))
-
-    def _chosen(self, p: torch.Tensor, i: int, m: Moment) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """Groups of a piece, evenly spread over each tensor in it, and whose they are."""
+    def _choose(self, p: torch.Tensor, i: int, m: Moment) -> list[_Place]:
+        """Groups of a piece, evenly spread over each tensor in it."""
         key = p, i, m.arrangement
-        if key not in self._rows:
+        if key not in self._chosen:
             piece, size = m.pieces[i], m.group_size
-            rows, names = [], []
+            chosen = []
             for name, start, numel in self._places[p] if piece.codec.dtype != torch.float32 else ():
                 first = -(-(max(start, piece.begin) - piece.begin) // size)
                 last = (min(start + numel, piece.end) - piece.begin) // size
                 if last > first:
-                    taken = min(GROUPS, last - first)
-                    rows += [first + (last - first) * k // taken for k in range(taken)]
-                    names += [self.index[name]] * taken
-            made = (torch.tensor(t, device=m.device) for t in (rows, names))
-            self._rows[key] = tuple(made) if rows else None
-        return self._rows[key]
+                    count = min(GROUPS, last - first)
+                    chosen.append(_Place(self.index[name], p, i, first, (last - first) // count, count))
+            self._chosen[key] = chosen
+        return self._chosen[key]
 
     @torch.no_grad()
     def _after(self, optimizer: CoatAdamW, args: tuple, kwargs: dict) -> None:
-        for sample in self._samples:
-            sums = _measured(sample, optimizer.state[sample.param])
-            if (found_inf := getattr(optimizer, "found_inf", None)) is not None:
-                # the step was skipped
-                sums = sums * (found_inf.to(sums.device) == 0)
-            if self._sums is None:
-                self._sums = sums.new_zeros(len(self.index), SUMS)
-            self._sums.index_add_(0, sample.names, sums)
-        self._samples = []
+        for rule, sample in self._samples.items():
+            after = _Moments.of(sample.places, optimizer.state)
+            numbers = [place.name for place in sample.places for _ in range(place.count)]
+            names = sent(numbers, torch.int64, rule.device)
+            steps = [optimizer.state[place.param]["step"] for place in sample.places]
+            counts = [place.count for place in sample.places]
+            if rule.counts_on_device:
+                own = [step.reshape(1).expand(n) for step, n in zip(steps, counts, strict=True)]
+                step = torch.cat(own).double()
+            else:
+                own = [step for step, n in zip(steps, counts, strict=True) for _ in range(n)]
+                step = sent(own, torch.float64, rule.device)
+            for first in range(0, len(names), AT_ONCE):
+                last = min(first + AT_ONCE, len(names))
+                part = slice(first, last)
+                stored = (moments.groups(first, last, rule.size) for moments in (sample.stored, after))
+                sums = _measured(rule, *stored, sample.grad[part], step[part, None])
+                if (found_inf := getattr(optimizer, "found_inf", None)) is not None:
+                    # the step was skipped
+                    sums = sums * (found_inf.to(sums.device) == 0)
+                if self._sums is None:
+                    self._sums = sums.new_zeros(len(self.index), SUMS)
+                self._sums.index_add_(0, names[part], sums)
+        self._samples = {}
 
 
-def _decoded(m: Moment, v: Moment, i: int, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Groups of a piece of both moments, FP32 [groups, group size]."""
-    size = m.group_size
-    first, second = _gather(m.pieces[i].storage, rows, size), _gather(v.pieces[i].storage, rows, size)
-    exp_avg = decode_reference(m.pieces[i].codec, first, size)
-    if m.pieces[i].codec.relative:
-        exp_avg = exp_avg * Stored(v.pieces[i].codec, second).roots(size)
-    exp_avg_sq = decode_reference(v.pieces[i].codec, second, size)
-    return exp_avg.view(-1, size), exp_avg_sq.view(-1, size)
-
-
-def _gather(storage: Storage, rows: torch.Tensor, size: int) -> Storage:
-    whole = storage.codes.numel() // size
-    codes = storage.codes[: whole * size].view(-1, size).index_select(0, rows).view(-1)
-    return Storage(codes, *(t.index_select(0, rows) if t.numel() else t for t in storage[1:]))
-
-
-def _measured(sample: _Sample, state: dict[str, Any]) -> torch.Tensor:
-    """FP64 [groups, SUMS]."""
-    group, (beta1, beta2) = sample.group, sample.group["betas"]
-    m, v = local(state["exp_avg"]), local(state["exp_avg_sq"])
-    stored_m, stored_v = _decoded(m, v, sample.piece, sample.rows)
-    codes = _gather(v.pieces[sample.piece].storage, sample.rows, m.group_size).codes.view_as(stored_v)
-    g = -sample.grad if group["maximize"] else sample.grad
-    old = sample.exp_avg_sq
-    fresh_m = torch.lerp(sample.exp_avg, g, 1 - beta1)
+def _measured(
+    rule: _Rule, before: _Moments, after: _Moments, grad: torch.Tensor, step: torch.Tensor
+) -> torch.Tensor:
+    """FP64 [groups, SUMS]. grad: FP32 [groups, group size]; step: FP64 [groups, 1], steps up to this one."""
+    beta1, beta2 = rule.betas
+    old_m, old = rule.decode(before)
+    stored_m, stored_v = rule.decode(after)
+    g = -grad if rule.maximize else grad
+    fresh_m = torch.lerp(old_m, g, 1 - beta1)
     fresh_v = old * beta2 + g * g * (1 - beta2)
-    root = (1 - beta2 ** state["step"]) ** 0.5
+    root = (1 - beta2**step).sqrt().float()
 
     def update(m, v):
-        return m / (v.sqrt() / root + group["eps"])
+        return m / (v.sqrt() / root + rule.eps)
 
     exact, stored = update(fresh_m, fresh_v), update(stored_m, stored_v)
     known = exact.isfinite()
     shrinks = (fresh_v < old) & (fresh_v > 0) & (stored_v > 0)
-    codec = v.pieces[sample.piece].codec
     kept = stored_v.log()
-    if rounds_stochastically(group, codec):
-        kept = _mean_log(codec, fresh_v)
+    if rule.is_dithered:
+        kept = _mean_log(rule.codecs[1], fresh_v)
         shrinks &= kept.isfinite()
     positive = fresh_v > 0
+    codes = after.exp_avg_sq.codes.view_as(stored_v)
     bits = codes.view(torch.uint8 if codes.element_size() == 1 else torch.int16)
     lost = positive & ((stored_v == 0) | ((bits == 1) & (stored_v > 2 * fresh_v)))
     sums = (

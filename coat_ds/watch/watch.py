@@ -177,8 +177,7 @@ class Watch:
         for total, found in ((whole[0], s.close()) for s in self._samplers):
             if found is not None:
                 total += found.to(device)
-        if counter.sums is not None:
-            whole[1] += counter.sums.to(device)
+        whole[1] += counter.sums(device)
         both = torch.cat([part.view(-1) for part in whole])
         if _runs_distributed():
             dist.all_reduce(both, group=self._process_group)

@@ -12,7 +12,7 @@ from coat_kernels.tensorwise import PredictedScale
 
 
 def figures_of(counter, name):
-    return figures(counter.sums[counter.index[name]].tolist())
+    return figures(counter.sums(torch.device("cpu"))[counter.index[name]].tolist())
 
 
 @pytest.fixture
@@ -101,12 +101,68 @@ class Keeps(torch.autograd.Function):
         return grad, None, None
 
 
-def test_codes_of_a_long_tensor_are_sampled(monkeypatch):
+@pytest.mark.parametrize("shape", [(64, 64), (48, 100), (7, 129), (1, 4096), (4096, 1), (3, 5), (0, 64)])
+def test_codes_of_a_long_tensor_are_sampled_over_rows_and_columns(monkeypatch, shape):
     monkeypatch.setattr(codes, "SAMPLE", 256)
-    x = torch.zeros(64, 64, dtype=torch.float8_e4m3fn)
-    assert codes.sampled(x).shape == (4, 64)
-    assert codes.sampled(x[:1]).shape == (1, 64)
-    assert codes.sampled(x[:0]).shape == (0, 64)
+    x = torch.arange(shape[0] * shape[1]).view(shape)
+    # the codes of a tensor are its positions' lowest bytes, whose order says where they are from
+    found = codes.sampled((x % 256).to(torch.uint8).view(torch.float8_e4m3fn))
+    at = x.flatten()[:: codes._stride(x)]
+    assert found.tolist() == (at % 256).tolist()
+    assert min(x.numel(), 128) <= len(at) <= 256
+    if len(at):
+        rows, columns = at // shape[1], at % shape[1]
+        assert x.numel() <= 256 or len(rows.unique()) >= min(shape[0], 48)
+        assert x.numel() <= 256 or len(columns.unique()) >= min(shape[1], 48)
+        # up to the end
+        assert x.numel() - 1 - at[-1] < codes._stride(x)
+
+
+def test_samples_of_many_tensors_are_counted_under_their_own_names(monkeypatch):
+    monkeypatch.setattr(codes, "WAITING", 3)
+    model = coat_ds.convert(
+        torch.nn.Sequential(*(torch.nn.Linear(32, 32, bias=False) for _ in range(4))).bfloat16()
+    )
+    counter = CodeCounter(model)
+    for repeat in range(2):
+        for i, layer in enumerate(model):
+            for role, scale, dtype in (
+                ("input", layer.forward.x_scale, torch.float8_e4m3fn),
+                ("gradient", layer.forward.grad_scale, torch.float8_e5m2),
+            ):
+                x = torch.ones(4 * (1 + i % 2), 32)
+                x[: 1 + i] = 0
+                x[-1, : 2 + repeat] = torch.finfo(dtype).max
+                counter.codes(role, scale, x.to(dtype))
+    for i in range(4):
+        count = 2 * 32 * 4 * (1 + i % 2)
+        # of the fourth layer's eight rows the first four, of the others' as many as they are
+        zeros = 2 * 32 * (1 + i)
+        found = figures_of(counter, str(i))
+        for role in ("input", "gradient"):
+            assert found[f"{role}_flushed"] == zeros / count, (i, role)
+            assert found[f"{role}_saturated"] == 5 / count, (i, role)
+
+
+@pytest.mark.parametrize("columns, size", [(64, 16), (40, 16), (100, 128)])
+def test_groups_of_zeros_do_not_count_where_the_last_one_is_short(monkeypatch, columns, size):
+    monkeypatch.setattr(codes, "SAMPLE", 97)
+    counter = CodeCounter(linear())
+    x = torch.full((24, columns), 2.0**-40)
+    x[:, ::7] = 1.0
+    x[::2] = 0
+    x[5, -8:] = 0
+    q = quantize_groups(x, size, "sqrt8")
+    counter.saved("other", q.codes, q.exponent)
+    row, column = (
+        at.flatten()[:: codes._stride(x)]
+        for at in torch.meshgrid(torch.arange(24), torch.arange(columns), indexing="ij")
+    )
+    holds = q.exponent[row, column // size] > 1
+    flushed = (q.codes[row, column] == 0) & holds
+    expected = flushed.sum() / holds.sum()
+    assert 0 < expected < 1
+    assert figures_of(counter, "other")["saved_flushed"] == pytest.approx(expected.item(), rel=1e-6)
 
 
 def test_wrong_predictions():
