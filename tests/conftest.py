@@ -85,5 +85,8 @@ def pytest_terminal_summary(terminalreporter):
 
 @pytest.fixture(scope="session")
 def device() -> torch.device:
-    """Where kernels are tested: the GPU if there is one, else the CPU through the interpreter."""
-    return torch.device("cuda" if GPU else "cpu")
+    """Where kernels are tested: the GPU if there is one, else the CPU through the interpreter.
+
+    With the index that tensors name: `PredictedScale.on` knows no other name of the same GPU.
+    """
+    return torch.device("cuda:0" if GPU else "cpu")

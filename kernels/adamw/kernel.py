@@ -142,7 +142,9 @@ def adamw_kernel(
         key = seed + turns + i_tensor * TENSOR_KEY + tl.load(p_chunk + 11)
         b_noise = (hash_tile(o_x.to(tl.uint32) + key.to(tl.uint32)) >> 16).to(tl.int32)
     if p_grad_scale is not None:
-        b_g *= tl.load(p_grad_scale)
+        # rounded here: the compiler would put a plain product into a sum below, and that in some tiles only,
+        # and leave another one out, so that an element's bits would depend on its place
+        b_g = tl.fma(b_g, tl.load(p_grad_scale), 0.0)
     if MAXIMIZE:
         b_g = -b_g
     b_m = M_FROM(b_m_codes, b_m_scale, b_m_exponent, M_E5M2, True)

@@ -247,6 +247,8 @@ def hugging_face(folder, stage, section):
             learning_rate=1e-2,
             weight_decay=0.1,
             lr_scheduler_type="linear",
+            # transformers compares it with the section's
+            warmup_steps=section["scheduler"]["params"]["warmup_num_steps"] if section else 0,
             save_strategy="steps",
             save_steps=2,
             logging_steps=1,

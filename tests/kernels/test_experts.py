@@ -86,8 +86,10 @@ def compare(chosen, tensors, gate, reference, fmt="sqrt8", function=grouped_expe
         assert grads[name].dtype == t.dtype, name
         bound = (OF_ROWS if function is permuted and name == "gate_up" else BACKWARD)[fmt]
         if function is permuted and name == "weights":
-            # two standard deviations of the size of T numbers
-            bound *= 1 + 2 / (2 * T) ** 0.5
+            # the sizes of T errors and of T gradients both spread by 1 / sqrt(2 T), hence their ratio by
+            # 1 / sqrt(T): twice that. Squared ReLU's tails make 17 % of it where T is 50, but its error is
+            # gate's alone, 4 of the bound's 5
+            bound *= 1 + 2 / T**0.5
         assert rel_rms(grads[name], wanted[name]) < bound, name
     return grads
 

@@ -61,10 +61,10 @@ def _stock(grouped, dtype=torch.float32, **config):
     return experts
 
 
-def _inputs(seed=3):
+def _inputs(device, seed=3):
     generator = torch.Generator().manual_seed(seed)
     x, grad = (torch.randn(ROWS, H, generator=generator).bfloat16() for _ in range(2))
-    return x, torch.rand(ROWS, generator=generator), grad
+    return [t.to(device) for t in (x, torch.rand(ROWS, generator=generator), grad)]
 
 
 def _run(experts, x, probs, grad):
@@ -96,9 +96,9 @@ def case(request, megatron):
     return config, grouped
 
 
-def test_equals_megatrons_experts(case):
+def test_equals_megatrons_experts(case, device):
     config, grouped = case
-    exact, inputs, near = _stock(grouped, **config), _inputs(), []
+    exact, inputs, near = _stock(grouped, **config), _inputs(device), []
     if config.get("activation_func_clamp_value"):
         # values that rounding carries over a clamp change the derivative as a whole: at most those within
         # four standard deviations of BF16's rounding and of the saved one
@@ -130,10 +130,10 @@ def test_equals_megatrons_experts(case):
 
 @pytest.mark.parametrize("of_each", [OF_EACH, (0, 0, 0, 0), (50, 0, 0, 0), (50,)], ids=str)
 @pytest.mark.parametrize("biases", [False, True])
-def test_keeps_eight_bits(megatron, of_each, biases):
+def test_keeps_eight_bits(megatron, of_each, biases, device):
     config = {"num_moe_experts": len(of_each), "moe_router_topk": 1, "moe_router_pre_softmax": True}
     _, experts = _grouped(**(GPT | config | {"add_bias_linear": biases, "gated_linear_unit": True}))
-    x, probs, _ = (t[: sum(of_each)].requires_grad_() for t in _inputs())
+    x, probs, _ = (t[: sum(of_each)].requires_grad_() for t in _inputs(device))
     known = {t.untyped_storage().data_ptr() for t in (x, probs, *experts.parameters())}
     kept = SavedStorages(known.__contains__)
     with kept.counting():
@@ -148,11 +148,12 @@ def test_keeps_eight_bits(megatron, of_each, biases):
     assert kept.nbytes == 0
 
 
-def test_a_layer_keeps_nothing_else(megatron):
+def test_a_layer_keeps_nothing_else(megatron, device):
     kept = []
     for spec, config in ((sdpa_layer_spec, {}), (coat_layer_spec, GROUPED)):
         layer = _build(spec, moe_shared_expert_intermediate_size=None, **config).decoder.layers[1].mlp
-        x = torch.randn(S, B, H, generator=torch.Generator().manual_seed(1)).bfloat16().requires_grad_()
+        x = torch.randn(S, B, H, generator=torch.Generator().manual_seed(1))
+        x = x.to(device, torch.bfloat16).requires_grad_()
         known = {t.untyped_storage().data_ptr() for t in (x, *layer.parameters())}
         kept.append(SavedStorages(known.__contains__))
         with kept[-1].counting():
@@ -355,10 +356,10 @@ def test_options_of_fp8_layers_are_refused(megatron):
             experts.linear_fc1.finish_init(wide)
 
 
-def test_keep_the_format_that_is_asked_for(megatron):
+def test_keep_the_format_that_is_asked_for(megatron, device):
     """Codes of 8 bits are equal in size, not in value."""
     gradients = []
     for saved in ("sqrt8", "e4m3"):
         _, experts = _grouped(activations=ActivationsConfig(saved_format=saved))
-        gradients.append(_run(experts, *_inputs())[1]["x"])
+        gradients.append(_run(experts, *_inputs(device))[1]["x"])
     assert not gradients[0].equal(gradients[1])

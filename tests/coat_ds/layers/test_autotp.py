@@ -99,6 +99,8 @@ def train(coat):
 def of_engines():
     warnings.simplefilter("ignore")
     dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
+    # the project may be importable without being installed; what pip's installation adds: test_switch.py
+    coat_ds.install()
     return train(False), train(True)
 
 

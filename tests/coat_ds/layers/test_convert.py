@@ -62,13 +62,14 @@ def test_which_products_are_summed_with_fewer_bits(which, monkeypatch):
     assert fast == [which != "none"] * 8 + 2 * [*[every] * 5, False, every, False]
 
 
-def test_input_and_gradient_have_predictions_of_their_own(monkeypatch):
+def test_input_and_gradient_have_predictions_of_their_own(device, monkeypatch):
     for module in (deferred, tensorwise.scale, tensorwise.quantize, tensorwise.transpose):
         monkeypatch.setattr(module, "uses_kernels", lambda x: True)
-    model = coat_ds.convert(nn.Linear(64, 32, bias=False).bfloat16())
-    x = torch.full((16, 64), 3.0, dtype=torch.bfloat16)
-    model(x).backward(torch.full((16, 32), 2.0**-20, dtype=torch.bfloat16))
-    for scale, values in ((model.forward.x_scale, x), (model.forward.grad_scale, torch.tensor(2.0**-20))):
+    model = coat_ds.convert(nn.Linear(64, 32, bias=False, device=device, dtype=torch.bfloat16))
+    x = torch.full((16, 64), 3.0, device=device, dtype=torch.bfloat16)
+    grad = torch.full((16, 32), 2.0**-20, device=device, dtype=torch.bfloat16)
+    model(x).backward(grad)
+    for scale, values in ((model.forward.x_scale, x), (model.forward.grad_scale, grad)):
         largest = values.float().max().view(1)
         assert scale.on(x.device).equal(tensorwise.tensor_scale_reference(largest, scale.fmt))
 
