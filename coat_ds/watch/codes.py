@@ -144,7 +144,7 @@ class CodeCounter:
             stride, columns, groups = _stride(codes), codes.shape[1], exponent.shape[1]
             at = torch.arange(len(found), device=codes.device) * stride
             # a power of two; the last group may be a short one
-            size = 2 ** math.ceil(math.log2(columns / groups))
+            size = 2 ** math.ceil(math.log2(max(columns / groups, 1)))
             self._groups[key] = at // columns * groups + at % columns // size
         of_groups = exponent.reshape(-1).index_select(0, self._groups[key])
         self._take(_Sample(self.index[block], "saved", codes.dtype, found, of_groups))

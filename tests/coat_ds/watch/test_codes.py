@@ -165,6 +165,17 @@ def test_groups_of_zeros_do_not_count_where_the_last_one_is_short(monkeypatch, c
     assert figures_of(counter, "other")["saved_flushed"] == pytest.approx(expected.item(), rel=1e-6)
 
 
+def test_bytes_behind_narrower_codes_are_no_error():
+    """What autograd saves behind codes need not be their exponents."""
+    counter = CodeCounter(linear())
+    saved = SavedCodes(counter, lambda address: False)
+    codes_of = torch.ones(4, 8).to(torch.float8_e4m3fn)
+    with saved.counting():
+        kept = Keeps.apply(torch.ones(2, requires_grad=True), codes_of, torch.ones(4, 64, dtype=torch.uint8))
+    counter.sums(torch.device("cpu"))
+    del kept
+
+
 def test_wrong_predictions():
     model = linear()
     counter = CodeCounter(model)
