@@ -24,15 +24,16 @@ from coat_ds.optim.moment import Moment
 from coat_ds.optim.narrow_grad import narrow_and_scale
 from coat_ds.optim.optimizer import CoatAdamW
 from coat_ds.optim.options import rounds_stochastically
-from coat_ds.optim.shards import local, shard_of
+from coat_ds.optim.shards import is_distributed, local, shard_of
 from coat_ds.watch.sent import sent
 from coat_kernels.codecs import Codec, Storage, Stored
 from coat_kernels.codecs.codec import decode_reference, encode_reference
 
 # groups of a tensor that are looked at
 GROUPS = 16
-# groups of all tensors that are measured at once: the dither makes `DITHERS` copies of each
-AT_ONCE = 2048
+# elements that are measured at once, of any number of tensors: the dither makes `DITHERS` copies of each. A
+# CPU is slower where they do not fit into its cache
+AT_ONCE, AT_ONCE_ON_CPU = 2**18, 2**13
 DITHERS = 64
 # of each tensor: squared error and size of the update, decay due and done, underflowed and positive elements
 SUMS = 6
@@ -96,11 +97,12 @@ class _Rule(NamedTuple):
     is_dithered: bool
     """Whether second moments are rounded stochastically."""
     counts_on_device: bool
-    """Whether the number of steps is a tensor."""
+    """Whether the number of steps is a tensor after the step."""
     device: torch.device
 
     @classmethod
-    def of(cls, group: Mapping[str, Any], state: Mapping[str, Any], m: Moment, v: Moment, i: int) -> "_Rule":
+    def of(cls, group: Mapping[str, Any], is_scaled: bool, m: Moment, v: Moment, i: int) -> "_Rule":
+        """is_scaled: whether a gradient scaler may skip the step."""
         codecs = m.pieces[i].codec, v.pieces[i].codec
         beta1, beta2 = group["betas"]
         return cls(
@@ -110,7 +112,7 @@ class _Rule(NamedTuple):
             group["eps"],
             group["maximize"],
             rounds_stochastically(group, codecs[1]),
-            isinstance(state["step"], torch.Tensor),
+            group["capturable"] or is_scaled,
             m.device,
         )
 
@@ -171,6 +173,7 @@ class StateSampler:
     @torch.no_grad()
     def _before(self, optimizer: CoatAdamW, args: tuple, kwargs: dict) -> None:
         taken: dict[_Rule, tuple[list[_Place], list[torch.Tensor]]] = {}
+        is_scaled = getattr(optimizer, "found_inf", None) is not None
         for group in optimizer.param_groups:
             for p in group["params"]:
                 grad = p.grad if p.grad is not None else getattr(p, "decoupled_grad", None)
@@ -180,15 +183,18 @@ class StateSampler:
                 if grad is None or not known:
                     continue
                 flat, own_scale = narrow_and_scale(shard_of(grad, p))
-                flat = flat.reshape(-1)
+                flat = flat.reshape(-1).contiguous()
                 for i, piece in enumerate(m.pieces):
                     if not (chosen := self._choose(p, i, m)):
                         continue
-                    places, grads = taken.setdefault(_Rule.of(group, state, m, v, i), ([], []))
+                    places, grads = taken.setdefault(_Rule.of(group, is_scaled, m, v, i), ([], []))
                     places += chosen
                     rows = [place.rows(flat, m.group_size, piece.begin) for place in chosen]
-                    grads += rows if own_scale is None else [x.float() * own_scale for x in rows]
-        factors = [] if kwargs.get("grad_scale") is None else [kwargs["grad_scale"]]
+                    grads += rows if own_scale is None else [x.float() * own_scale.to(x.device) for x in rows]
+        scale = kwargs.get("grad_scale")
+        if is_distributed(scale):
+            scale = scale.full_tensor()
+        factors = [] if scale is None else [scale]
         if getattr(optimizer, "grad_scale", None) is not None:
             factors.append(1 / optimizer.grad_scale.float())
         self._samples = {}
@@ -227,17 +233,19 @@ class StateSampler:
             else:
                 own = [step for step, n in zip(steps, counts, strict=True) for _ in range(n)]
                 step = sent(own, torch.float64, rule.device)
-            for first in range(0, len(names), AT_ONCE):
-                last = min(first + AT_ONCE, len(names))
+            at_once = (AT_ONCE_ON_CPU if rule.device.type == "cpu" else AT_ONCE) // rule.size
+            for first in range(0, len(names), at_once):
+                last = min(first + at_once, len(names))
                 part = slice(first, last)
                 stored = (moments.groups(first, last, rule.size) for moments in (sample.stored, after))
                 sums = _measured(rule, *stored, sample.grad[part], step[part, None])
                 if (found_inf := getattr(optimizer, "found_inf", None)) is not None:
                     # the step was skipped
-                    sums = sums * (found_inf.to(sums.device) == 0)
+                    sums = torch.where(found_inf.to(sums.device) == 0, sums, 0)
                 if self._sums is None:
                     self._sums = sums.new_zeros(len(self.index), SUMS)
-                self._sums.index_add_(0, names[part], sums)
+                device = self._sums.device
+                self._sums.index_add_(0, names[part].to(device), sums.to(device))
         self._samples = {}
 
 
@@ -265,7 +273,7 @@ def _measured(
         shrinks &= kept.isfinite()
     positive = fresh_v > 0
     codes = after.exp_avg_sq.codes.view_as(stored_v)
-    bits = codes.view(torch.uint8 if codes.element_size() == 1 else torch.int16)
+    bits = codes.view({1: torch.uint8, 2: torch.int16, 4: torch.int32}[codes.element_size()])
     lost = positive & ((stored_v == 0) | ((bits == 1) & (stored_v > 2 * fresh_v)))
     sums = (
         torch.where(known, (stored - exact).square(), 0),

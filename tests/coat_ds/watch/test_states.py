@@ -1,10 +1,18 @@
 """What is said of stored moments, against the same step of FP32 moments and against values put in by hand."""
 
+import copy
+
 import pytest
 import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, distribute_tensor
 
 from coat_ds import CoatAdamW
+from coat_ds.optim.fragments import Fragment
 from coat_ds.optim.moment import Moment
+from coat_ds.optim.narrow_grad import NarrowGrad
+from coat_ds.watch import states
 from coat_ds.watch.states import SUMS, StateSampler, figures
 from coat_kernels.codecs import get_codec
 
@@ -150,3 +158,202 @@ def test_nothing_is_left_behind():
     assert not made._optimizer_step_pre_hooks and not made._optimizer_step_post_hooks
     assert isinstance(made.state[p]["exp_avg"], Moment)
     assert made.state[p]["exp_avg"].codec is get_codec("ratio8")
+
+
+LAYOUTS = {
+    "strided": lambda g: torch.stack([g.flatten(), -3 * g.flatten()], 1)[:, 0],
+    "with an offset": lambda g: torch.cat([torch.full((7,), 9.0), g.flatten()])[7:].view(SHAPE),
+    "transposed": lambda g: g.T.contiguous().T,
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_how_a_gradient_lies_in_memory_changes_no_figure(layout):
+    found = []
+    for lay in (LAYOUTS[layout], lambda g: g):
+        grad = lay(torch.randn(*SHAPE, generator=torch.Generator().manual_seed(1)))
+        p = torch.nn.Parameter(torch.ones(grad.shape))
+        made = CoatAdamW([("w", p)], min_numel=0)
+        made.init_states()
+        found.append(watched(made, p, grad))
+    assert found[0] == found[1] and found[0]["update_error"] < 0.5
+
+
+def test_a_gradient_that_is_one_number_everywhere():
+    p = torch.nn.Parameter(torch.ones(2048))
+    made = CoatAdamW([("w", p)], min_numel=0)
+    made.init_states()
+    found = watched(made, p, torch.ones(1).expand(2048))
+    assert found["update_error"] < 0.1
+
+
+@pytest.mark.parametrize("was_on_device", [False, True])
+def test_a_gradient_scaler_may_come_and_go(was_on_device):
+    """The number of steps then moves to the device, or back, in the step that is watched."""
+    found = []
+    for moves in (False, True):
+        made, p = optimizer()
+        put(made, p, torch.full(SHAPE, 0.5), torch.rand(*SHAPE, generator=torch.Generator().manual_seed(1)))
+        if was_on_device == moves:
+            made.state[p]["step"] = torch.tensor(10.0)
+        if not was_on_device:
+            made.found_inf = torch.zeros(1)
+        found.append(watched(made, p, torch.randn(*SHAPE, generator=torch.Generator().manual_seed(2))))
+    assert found[0] == found[1] and "update_error" in found[0]
+
+
+def test_an_fp32_second_moment_beside_a_first_one_in_eight_bits():
+    made, p = optimizer("fp32", exp_avg_format="fp8")
+    put(made, p, torch.randn(*SHAPE), torch.rand(*SHAPE) + 0.1)
+    found = watched(made, p, torch.randn(*SHAPE))
+    assert 0 < found["update_error"] < 0.1 and found["underflowed"] == 0
+
+
+def test_a_first_step_that_is_skipped_leaves_room_for_the_next():
+    """ZeRO has moments before the first step, and may take several in a reading."""
+    made, p = optimizer()
+    made.init_states()
+    sampler = StateSampler(made, ["w"], lambda: {p: [("w", 0, p.numel())]})
+    sampler.open()
+    for made.found_inf in (torch.ones(1), torch.zeros(1)):
+        p.grad = torch.randn(*SHAPE)
+        made.step()
+    (sums,) = sampler.close().tolist()
+    assert sums[5] == p.numel() and figures(sums)["update_error"] < 0.5
+
+
+def test_another_default_device_is_of_no_concern():
+    made, p = optimizer()
+    put(made, p, torch.randn(*SHAPE), torch.rand(*SHAPE))
+    grad = torch.randn(*SHAPE)
+    with torch.device("meta"):
+        assert watched(made, p, grad)["update_error"] > 0
+
+
+@pytest.fixture
+def mesh():
+    mine = not dist.is_initialized()
+    if mine:
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield init_device_mesh("cpu", (1,))
+    if mine:
+        dist.destroy_process_group()
+
+
+def test_a_clip_coefficient_may_be_a_dtensor(mesh):
+    found = []
+    for scale in (torch.tensor(0.5), distribute_tensor(torch.tensor(0.5), mesh, [Replicate()])):
+        made, p = optimizer()
+        put(made, p, torch.full(SHAPE, 0.5), torch.ones(*SHAPE))
+        grad = torch.randn(*SHAPE, generator=torch.Generator().manual_seed(1))
+        found.append(watched(made, p, grad, grad_scale=scale))
+    assert found[0] == found[1]
+
+
+# of each tensor: shape, options of its parameter group, steps taken before
+TENSORS = [
+    ((16, 128), {}, 3),
+    ((40, 128), {"betas": (0.8, 0.95)}, 3),
+    ((5, 77), {"eps": 1e-2}, 3),
+    ((700, 41), {"maximize": True}, 3),
+    ((33, 130), {"exp_avg_format": "fp8_expanded", "exp_avg_sq_format": "fp8_expanded"}, 3),
+    ((9, 200), {"capturable": True, "betas": (0.5, 0.9)}, 3),
+    ((4096,), {"group_size": 64}, 3),
+    ((20, 128), {"exp_avg_sq_rounding": "nearest"}, 3),
+    ((20, 128), {"exp_avg_format": "bf16", "exp_avg_sq_format": "bf16"}, 3),
+    # beside the first one, but in another step
+    ((20, 128), {}, 90),
+    ((31, 128), {}, 7),
+    ((3,), {}, 3),
+]
+
+
+def many():
+    torch.manual_seed(0)
+    groups = [{"params": [torch.nn.Parameter(torch.randn(s))], **options} for s, options, _ in TENSORS]
+    made = CoatAdamW(groups, min_numel=0)
+    for group in made.param_groups:
+        (p,) = group["params"]
+        p.grad = torch.randn(p.shape, generator=torch.Generator().manual_seed(1))
+    made.step()
+    for group, (_, options, steps) in zip(made.param_groups, TENSORS, strict=True):
+        (p,) = group["params"]
+        made.state[p]["step"] = torch.tensor(float(steps)) if "capturable" in options else steps
+        p.grad = torch.randn(p.shape, generator=torch.Generator().manual_seed(p.numel()))
+    # gradients of several types share an operation
+    for i, dtype, factor in ((1, torch.bfloat16, 0.5), (9, torch.float16, 3.0), (10, torch.bfloat16, None)):
+        (p,) = made.param_groups[i]["params"]
+        p.grad = NarrowGrad.of(p.grad.to(dtype))
+        if factor is not None:
+            p.grad.mul_(factor)
+    return made, [group["params"][0] for group in made.param_groups]
+
+
+def sums_of(made, places):
+    sampler = StateSampler(made, [str(i) for i in range(len(TENSORS))], lambda: places)
+    sampler.open()
+    made.step()
+    return sampler.close()
+
+
+def test_tensors_that_are_measured_together_say_what_each_says_alone(monkeypatch):
+    alone = torch.zeros(len(TENSORS), SUMS, dtype=torch.float64)
+    for i in range(len(TENSORS)):
+        made, tensors = many()
+        found = sums_of(made, {tensors[i]: [(str(i), 0, tensors[i].numel())]})
+        alone += 0 if found is None else found
+    # batches end within a tensor
+    monkeypatch.setattr(states, "AT_ONCE_ON_CPU", 5 * 128)
+    made, tensors = many()
+    together = sums_of(made, {p: [(str(i), 0, p.numel())] for i, p in enumerate(tensors)})
+    torch.testing.assert_close(together, alone, rtol=1e-6, atol=0)
+    sizes = [made.state[p]["exp_avg"].group_size for p in tensors]
+    expected = [min(p.numel() // n, 16) * n for p, n in zip(tensors, sizes, strict=True)]
+    assert together[:, 5].tolist() == expected
+
+
+def test_parts_of_a_flat_partition_say_what_they_say_as_tensors():
+    """ZeRO's partitions: groups start with each parameter, some of which keep FP32 moments."""
+    sizes, kept = [300, 1000, 128 * 40, 77, 640], [False, True, False, False, False]
+    grads = [torch.randn(n, generator=torch.Generator().manual_seed(n)) * 10.0 ** -(n % 4) for n in sizes]
+    starts = [sum(sizes[:i]) for i in range(len(sizes))]
+
+    def flat_sums():
+        p = torch.nn.Parameter(torch.ones(sum(sizes)))
+        made = CoatAdamW([p], min_numel=0)
+        made.set_fragments(p, [Fragment(s, n, 0, k) for s, n, k in zip(starts, sizes, kept, strict=True)], 0)
+        p.grad = torch.cat(grads)
+        made.step()
+        return sums_of(
+            made, {p: [(str(i), s, n) for i, (s, n) in enumerate(zip(starts, sizes, strict=True))]}
+        )
+
+    tensors = [torch.nn.Parameter(torch.ones(n)) for n in sizes]
+    made = CoatAdamW(tensors, min_numel=0, keep_fp32=lambda name, p: p.numel() == 1000)
+    for p, g in zip(tensors, grads, strict=True):
+        p.grad = g
+    made.step()
+    own = sums_of(made, {p: [(str(i), 0, p.numel())] for i, p in enumerate(tensors)})
+    torch.testing.assert_close(flat_sums()[:5, :6], own[:5], rtol=1e-6, atol=0)
+    assert own[:5, 5].tolist() == [256, 0, 2048, 0, 640]
+
+
+def test_what_the_sampler_remembers_fits_a_tensor_that_falls_back_and_returns():
+    made, tensors = many()
+    sampler = StateSampler(
+        made, ["0", "1"], lambda: {p: [(str(i), 0, p.numel())] for i, p in enumerate(tensors[:2])}
+    )
+    counts = []
+    for change in (
+        lambda: None,
+        lambda: made.keep(tensors[0]),
+        lambda: made.load_state_dict(copy.deepcopy(made.state_dict())),
+        lambda: made.keep(tensors[0], False),
+    ):
+        change()
+        sampler.open()
+        made.step()
+        found = sampler.close()
+        counts.append(found[:, 5].tolist())
+        assert figures(found[1].tolist())["update_error"] < 0.5
+    assert counts == [[2048, 2048], [0, 2048], [0, 2048], [2048, 2048]]
