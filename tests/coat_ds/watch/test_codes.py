@@ -165,6 +165,52 @@ def test_groups_of_zeros_do_not_count_where_the_last_one_is_short(monkeypatch, c
     assert figures_of(counter, "other")["saved_flushed"] == pytest.approx(expected.item(), rel=1e-6)
 
 
+def test_codes_are_those_that_were_told_wherever_they_lie_and_whatever_becomes_of_them():
+    model = linear()
+    for view in (lambda x: x[4:8], lambda x: x[4:8].t(), lambda x: x[4:8, ::2]):
+        counter = CodeCounter(model)
+        buffer = torch.zeros(12, 64)
+        buffer[4:8, ::4] = 1
+        buffer[4:8, :4] = 448
+        buffer = buffer.to(torch.float8_e4m3fn)
+        told = view(buffer)
+        counter.codes("input", model[0].forward.x_scale, told)
+        expected = {
+            "input_flushed": (told.float() == 0).float().mean().item(),
+            "input_saturated": (told.float() == 448).float().mean().item(),
+        }
+        buffer.view(torch.uint8).fill_(0x7E)
+        assert figures_of(counter, "0") == expected
+
+
+def test_the_largest_roots_are_of_either_sign():
+    counter = CodeCounter(linear())
+    values = torch.tensor([[127, -127, -128, 126, -126, 1, -1, 0]], dtype=torch.int8)
+    counter.saved("other", values, torch.tensor([[9]], dtype=torch.uint8))
+    assert figures_of(counter, "other") == {"saved_flushed": 1 / 8, "saved_saturated": 3 / 8}
+
+
+def test_no_code_of_a_group_with_the_smallest_exponent_counts():
+    counter = CodeCounter(linear())
+    values = torch.tensor([[127, 0, 5, 5], [127, 127, 5, 5]], dtype=torch.int8)
+    counter.saved("other", values, torch.tensor([[9, 1], [1, 0]], dtype=torch.uint8))
+    assert figures_of(counter, "other") == {"saved_flushed": 1 / 2, "saved_saturated": 1 / 2}
+
+
+def test_saved_codes_of_as_many_elements_in_other_shapes():
+    found = []
+    shapes = (16, 48, 16), (48, 16, 16), (16, 48, 32)
+    for told in (*([shape] for shape in shapes), shapes):
+        counter = CodeCounter(linear())
+        for rows, columns, size in told:
+            x = torch.randn(rows, columns, generator=torch.Generator().manual_seed(rows + size)) ** 5
+            x[::3] = 0
+            q = quantize_groups(x, size, "sqrt8")
+            counter.saved("other", q.codes, q.exponent)
+        found.append(counter.sums(torch.device("cpu")))
+    assert torch.equal(sum(found[:3]), found[3])
+
+
 def test_bytes_behind_narrower_codes_are_no_error():
     """What autograd saves behind codes need not be their exponents."""
     counter = CodeCounter(linear())

@@ -46,7 +46,7 @@ def put(made, p, exp_avg, exp_avg_sq, step=10):
 @pytest.mark.parametrize(
     "formats", [("auto", "log8"), ("fp8_expanded", "fp8_expanded"), ("fp8", "fp8"), ("bf16", "bf16")]
 )
-@pytest.mark.parametrize("options", [{}, {"maximize": True, "betas": (0.8, 0.95)}])
+@pytest.mark.parametrize("options", [{}, {"maximize": True, "betas": (0.8, 0.95), "eps": 0.1}])
 def test_update_error_is_that_of_an_fp32_step(formats, options):
     first, second = formats
     made, p = optimizer(second, exp_avg_format=first, **options)
@@ -60,7 +60,7 @@ def test_update_error_is_that_of_an_fp32_step(formats, options):
     found = watched(made, p, grad.clone(), grad_scale=scale)
 
     def update(m, v):
-        return m / (v.sqrt() / (1 - beta2**4) ** 0.5 + 1e-8)
+        return m / (v.sqrt() / (1 - beta2**4) ** 0.5 + options.get("eps", 1e-8))
 
     exact = update(beta1 * m + (1 - beta1) * g, beta2 * v + (1 - beta2) * g * g)
     stored = update(*(t.double() for t in made.moments(p)))
@@ -79,10 +79,18 @@ def test_an_fp32_moment_has_no_error_to_speak_of():
     assert sampler.close() is None
 
 
-@pytest.mark.parametrize("rounding, least, most", [("nearest", 0.97, 1.0), ("stochastic", 0.0, 0.1)])
-def test_stalled_is_the_decay_that_rounding_undoes(rounding, least, most):
+@pytest.mark.parametrize(
+    "first, rounding, least, most",
+    [
+        ("auto", "nearest", 0.97, 1.0),
+        ("auto", "stochastic", 0.0, 0.1),
+        # stochastic for the second moment, whatever the first one is stored as
+        ("fp8_expanded", "auto", 0.0, 0.1),
+    ],
+)
+def test_stalled_is_the_decay_that_rounding_undoes(first, rounding, least, most):
     """Without gradients everything is to shrink by a thousandth, much less than half a code."""
-    made, p = optimizer("log8", exp_avg_sq_rounding=rounding)
+    made, p = optimizer("log8", exp_avg_format=first, exp_avg_sq_rounding=rounding)
     spread = torch.exp(6 * torch.rand(*SHAPE))
     # the largest of a group decays exactly, in its scale, and takes the group along: so it grows
     spread[:, 0] = 2e3
@@ -177,6 +185,17 @@ def test_how_a_gradient_lies_in_memory_changes_no_figure(layout):
         made.init_states()
         found.append(watched(made, p, grad))
     assert found[0] == found[1] and found[0]["update_error"] < 0.5
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_narrow_gradient_counts_as_what_it_is_multiplied_to(dtype):
+    found = []
+    narrow = torch.randn(*SHAPE, generator=torch.Generator().manual_seed(1)).to(dtype)
+    for grad in (NarrowGrad.of(narrow).mul_(0.25), 0.25 * narrow.float()):
+        made, p = optimizer()
+        put(made, p, torch.full(SHAPE, 0.5), torch.ones(*SHAPE))
+        found.append(watched(made, p, grad))
+    assert found[0] == found[1] and found[0]["update_error"] < 0.1
 
 
 def test_a_gradient_that_is_one_number_everywhere():
@@ -314,7 +333,7 @@ def test_tensors_that_are_measured_together_say_what_each_says_alone(monkeypatch
 
 def test_parts_of_a_flat_partition_say_what_they_say_as_tensors():
     """ZeRO's partitions: groups start with each parameter, some of which keep FP32 moments."""
-    sizes, kept = [300, 1000, 128 * 40, 77, 640], [False, True, False, False, False]
+    sizes, kept = [300, 1000, 128 * 40, 640, 77], [False, True, False, False, False]
     grads = [torch.randn(n, generator=torch.Generator().manual_seed(n)) * 10.0 ** -(n % 4) for n in sizes]
     starts = [sum(sizes[:i]) for i in range(len(sizes))]
 
@@ -335,7 +354,7 @@ def test_parts_of_a_flat_partition_say_what_they_say_as_tensors():
     made.step()
     own = sums_of(made, {p: [(str(i), 0, p.numel())] for i, p in enumerate(tensors)})
     torch.testing.assert_close(flat_sums()[:5, :6], own[:5], rtol=1e-6, atol=0)
-    assert own[:5, 5].tolist() == [256, 0, 2048, 0, 640]
+    assert own[:5, 5].tolist() == [256, 0, 2048, 640, 0]
 
 
 def test_what_the_sampler_remembers_fits_a_tensor_that_falls_back_and_returns():
