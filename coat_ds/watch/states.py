@@ -215,7 +215,11 @@ class StateSampler:
                 last = (min(start + numel, piece.end) - piece.begin) // size
                 if last > first:
                     count = min(GROUPS, last - first)
-                    chosen.append(_Place(self.index[name], p, i, first, (last - first) // count, count))
+                    stride = (last - first) // count
+                    if stride > 2:
+                        # odd: an even one is often whole rows, which would be the same columns every time
+                        stride -= 1 - stride % 2
+                    chosen.append(_Place(self.index[name], p, i, first, stride, count))
             self._chosen[key] = chosen
         return self._chosen[key]
 

@@ -137,6 +137,20 @@ def test_only_whole_groups_of_each_tensor_are_taken():
     assert sums[:, 5].tolist() == [0, 11 * 128, 3 * 128]
 
 
+@pytest.mark.parametrize("rows, columns", [(512, 2048), (64, 1408)])
+def test_groups_of_a_weight_are_taken_from_all_of_its_columns(rows, columns):
+    p = torch.nn.Parameter(torch.ones(rows, columns))
+    made = CoatAdamW([("w", p)], min_numel=0)
+    made.init_states()
+    p.grad = torch.zeros(rows, columns)
+    p.grad[:, :128] = 1
+    sampler = StateSampler(made, ["w"], lambda: {p: [("w", 0, p.numel())]})
+    sampler.open()
+    made.step()
+    # elements with a positive second moment
+    assert sampler.close()[0, 5] <= 2 * 128
+
+
 def test_a_gradient_scaler_changes_no_figure():
     found = []
     for scale in (1.0, 8.0):
