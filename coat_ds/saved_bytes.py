@@ -6,6 +6,7 @@ from contextlib import AbstractContextManager
 
 import torch
 
+from coat_ds.optim.shards import is_distributed, local
 from coat_kernels.saved import MIN_NUMEL, alive_packed, packed_bytes
 
 
@@ -29,7 +30,7 @@ class SavedStorages:
         return torch.autograd.graph.saved_tensors_hooks(self._pack, lambda x: x)
 
     def _pack(self, x: torch.Tensor) -> torch.Tensor:
-        storage = x.untyped_storage()
+        storage = local(x).untyped_storage()
         address = storage.data_ptr()
         kept = self._kept.get(address)
         if (kept is None or kept.data_ptr() != address) and not self._is_left_out(address):
@@ -39,6 +40,24 @@ class SavedStorages:
         return x if x.is_leaf else x.detach()
 
 
+def is_weight_of(module: torch.nn.Module) -> Callable[[int], bool]:
+    """Says of a storage's address whether a parameter or a buffer of `module` is there. A DTensor has none:
+    what this rank holds of it has."""
+    tensors = [*module.parameters(), *module.buffers()]
+    existing = {local(t).untyped_storage().data_ptr() for t in tensors}
+    # ZeRO-3 and FSDP2 put gathered weights elsewhere each time, FSDP2 other parameters in their place
+    gathers = any(hasattr(t, "ds_status") or is_distributed(t) for t in tensors)
+    holders = [m._parameters for m in module.modules() if m._parameters] if gathers else []
+
+    def is_weight(address: int) -> bool:
+        if address in existing:
+            return True
+        gathered = (p for held in holders for p in held.values() if p is not None and not is_distributed(p))
+        return any(p.untyped_storage().data_ptr() == address for p in gathered)
+
+    return is_weight
+
+
 def report_saved(module: torch.nn.Module, say: Callable[[str], None]) -> None:
     """Has `say` told, after the first forward pass of `module` with gradients, what it keeps for backward.
 
@@ -46,15 +65,7 @@ def report_saved(module: torch.nn.Module, say: Callable[[str], None]) -> None:
     ZeRO-3 has gathered meanwhile, and packed inputs of checkpointed regions; inputs that DeepSpeed's
     checkpointing keeps as they are do not go through autograd.
     """
-    params = list(module.parameters())
-    existing = {t.untyped_storage().data_ptr() for t in (*params, *module.buffers())}
-    gathers = any(hasattr(p, "ds_status") for p in params)
-
-    def is_weight(address: int) -> bool:
-        # ZeRO-3 puts gathered weights elsewhere each time
-        return address in existing or (
-            gathers and any(p.untyped_storage().data_ptr() == address for p in params)
-        )
+    is_weight = is_weight_of(module)
 
     @contextlib.contextmanager
     def counting() -> Iterator[None]:

@@ -42,6 +42,11 @@ class Conversion:
         self.found[kind] += 1
         self.left[name] = reason
 
+    def give_up(self, kind: str, name: str, reason: str) -> None:
+        """Of what was taken."""
+        self.converted[kind].remove(name)
+        self.left[name] = reason
+
     def summary(self) -> str:
         """One line for the log."""
         fmt = self.activations.attention_format

@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from coat_ds.config import ActivationsConfig, difference
@@ -104,11 +105,19 @@ def unconvert(model: nn.Module) -> nn.Module:
 
 
 def convert_again(model: nn.Module) -> None:
-    """Converts a model of which a framework has exchanged modules since."""
-    conversion = conversion_of(model)
-    assert conversion is not None
+    """Converts a model of which AutoTP has exchanged modules since. All ranks call it together: what one of
+    them cannot convert, as where its part is too small, stays on all."""
+    conversion: Any = conversion_of(model)
     _give_back(model)
     convert(model, conversion.activations)
+    conversion = conversion_of(model)
+    linears = {name: replaced(model.get_submodule(name)) for name in conversion.converted["linear"]}
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, list(linears))
+    for name, forward in linears.items():
+        if forward is not None and not all(name in names for names in found):
+            forward.remove()
+            conversion.give_up("linear", name, "another rank's part stays as it is")
 
 
 def _give_back(model: nn.Module) -> None:

@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from coat_ds.config import WatchConfig
 from coat_ds.optim.optimizer import CoatAdamW
+from coat_ds.saved_bytes import is_weight_of
 from coat_ds.watch import codes, states
 from coat_ds.watch.codes import Blocks, CodeCounter, SavedCodes, layer_names
 from coat_ds.watch.fallback import Fallback
@@ -144,7 +145,7 @@ class Watch:
         for sampler in self._samplers:
             sampler.open()
         watching.observe(self._counter)
-        saved = SavedCodes(self._counter, _is_weight(self.model))
+        saved = SavedCodes(self._counter, is_weight_of(self.model))
         context = saved.counting()
         context.__enter__()
         self._inside = [saved, Blocks(saved), context]
@@ -281,17 +282,3 @@ def _keep(
     """`keep` of optimizers that hold the model's parameters themselves."""
     for optimizer in optimizers:
         optimizer.keep(names[name], whether)
-
-
-def _is_weight(module: torch.nn.Module) -> Callable[[int], bool]:
-    """Says of a storage's address whether a parameter or a buffer is there."""
-    tensors = [*module.parameters(), *module.buffers()]
-    existing = {t.untyped_storage().data_ptr() for t in tensors}
-    gathers = any(hasattr(p, "ds_status") for p in tensors)
-
-    def is_weight(address: int) -> bool:
-        return address in existing or (
-            gathers and any(p.untyped_storage().data_ptr() == address for p in tensors)
-        )
-
-    return is_weight

@@ -21,7 +21,7 @@ from coat_ds.zero.gradients import keep_gradients_narrow
 from coat_ds.zero.guards import guard_checkpoints, guard_offloading, link_states
 from coat_ds.zero.layer_units import LayerUnits
 from coat_ds.zero.log import say
-from coat_ds.zero.model_layers import prepare_layers, take_exchanged, undo
+from coat_ds.zero.model_layers import check_adapters, prepare_layers, take_exchanged, undo
 from coat_ds.zero.module_hooks import lighten_module_hooks
 from coat_ds.zero.partitions import link_partitions
 from coat_ds.zero.stage0 import translate_checkpoints
@@ -60,6 +60,8 @@ def prepare(arguments: dict[str, Any]) -> Prepared:
     config_class = arguments["config_class"]
     config, optimizer = config_class._param_dict, arguments.get("optimizer")
     coat = check(config, optimizer)
+    if coat.enabled and arguments.get("model") is not None:
+        check_adapters(arguments["model"], section(config, "tensor_parallel"))
     if coat.enabled and optimizer is None and not has_optimizer(config):
         say('COAT: found neither an "optimizer" section nor an optimizer argument: FP8 layers alone')
     if coat.enabled and coat.optimizer.enabled:

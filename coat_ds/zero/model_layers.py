@@ -6,6 +6,8 @@ converted (`coat_ds.layers`).
 """
 
 import weakref
+from collections.abc import Mapping
+from typing import Any
 
 from torch import nn
 
@@ -68,6 +70,22 @@ def take_exchanged(model: nn.Module) -> None:
     """Converts what AutoTP has put in the place of linear layers that an engine has converted."""
     if model in _of_engines and any(map(is_autotp, model.modules())):
         convert_again(model)
+
+
+def check_adapters(model: nn.Module, tensor_parallel: Mapping[str, Any]) -> None:
+    """Raises CoatConfigError where AutoTP would put linear layers in the place of PEFT's, without adapters.
+
+    tensor_parallel: that section of the DeepSpeed config.
+    """
+    size = tensor_parallel.get("autotp_size", 0)
+    adapted = [name for name, module in model.named_modules() if "base_layer" in module._modules]
+    # whose patterns may leave out layers with adapters
+    if size > 1 and adapted and "partition_config" not in tensor_parallel:
+        raise CoatConfigError(
+            f"tensor_parallel.autotp_size: found {size}, but the model has adapters of PEFT ({adapted[0]} "
+            f"and {len(adapted) - 1} more), in whose place AutoTP puts linear layers without them. Drop the "
+            "key, or merge the adapters (merge_and_unload)."
+        )
 
 
 def undo(model: nn.Module) -> None:

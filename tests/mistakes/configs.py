@@ -2,7 +2,17 @@
 
 import torch
 
-from tests.mistakes.makers import ADAMW, BLOCK, Mistake, beside, block, engine, params, without_deepspeed
+from tests.mistakes.makers import (
+    ADAMW,
+    BLOCK,
+    Mistake,
+    adapters_under_autotp,
+    beside,
+    block,
+    engine,
+    params,
+    without_deepspeed,
+)
 
 MISTAKES = {
     'The `"coat"` block': [
@@ -162,6 +172,15 @@ MISTAKES = {
                 }
             ),
             ("activation_checkpointing.contiguous_memory_optimization: found True", "Drop the key"),
+        ),
+        Mistake(
+            "AutoTP over a model with adapters",
+            adapters_under_autotp,
+            (
+                "tensor_parallel.autotp_size: found 2",
+                "adapters of PEFT (0 and 0 more)",
+                "Drop the key, or merge",
+            ),
         ),
         Mistake(
             "DeepSpeed is not installed",

@@ -131,6 +131,13 @@ def engine_on_an_old_gpu(folder: Path) -> None:
     model_layers.prepare_layers(torch.nn.Linear(64, 64), coat.activations, True, why)
 
 
+def adapters_under_autotp(folder: Path) -> None:
+    """As the engine asks of a model in which PEFT has put a layer around another."""
+    adapted = torch.nn.Module()
+    adapted.base_layer = torch.nn.Linear(64, 64)
+    model_layers.check_adapters(torch.nn.Sequential(adapted), {"autotp_size": 2})
+
+
 def nothing_in_fp8(folder: Path) -> None:
     coat = deepspeed_config.check({"coat": BLOCK | {"require": True}, "optimizer": ADAMW}, None)
     model = torch.nn.Sequential(torch.nn.Linear(10, 10))

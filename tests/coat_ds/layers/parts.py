@@ -1,8 +1,10 @@
-"""A small feed-forward layer, and what two ranks compute of it that hold half of its weights each."""
+"""A small feed-forward layer, and what two ranks compute of it that hold half of its weights each; and a run
+in which everything falls back."""
 
 import torch
 from torch import nn
 
+import coat_ds
 from coat_kernels.linear import fp8_linear
 
 
@@ -36,3 +38,36 @@ def in_two_parts(bias: bool) -> tuple[Net, torch.Tensor, torch.Tensor]:
     y = y + net.down.bias if bias else y
     y.backward(torch.ones_like(y))
     return net, y.detach(), x.grad
+
+
+# which any error passes, in the first reading
+ALL_FALL = {"every": 1, "act": "act", "readings": 1, "flushed": 1e-9, "update_error": 1e-9}
+
+
+def watched(model: nn.Module, batch: dict) -> tuple[list[float], coat_ds.watch.Watch, int]:
+    """The losses of four steps in which everything falls back, the watch, and how many layers it paused."""
+    optimizer = coat_ds.CoatAdamW(model.named_parameters(), lr=1e-3, min_numel=0)
+    watch, losses = coat_ds.watch.Watch(model, optimizer, ALL_FALL), []
+    for _ in range(4):
+        loss = model(**batch).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        watch.end_step()
+        losses.append(loss.item())
+    forwards = [getattr(module, "forward", None) for module in model.modules()]
+    return losses, watch, sum(getattr(forward, "paused", False) for forward in forwards)
+
+
+def check_watched(ranks: list[tuple]) -> None:
+    """Of (losses, reading, state, paused layers) by rank: ranks are alike, all 14 layers have fallen back,
+    and tensors bear the names of the model alone, tied ones once."""
+    assert ranks[0] == ranks[1]
+    _, reading, state, paused = ranks[0]
+    assert paused == len(state["layers"]) == 14 and "model.layers.1.mlp.down_proj" in state["layers"]
+    # embeddings, and seven in each layer
+    assert len(state["states"]) == 15 and state["states"][0] == "model.embed_tokens.weight"
+    assert set(reading.fallen) == {*state["layers"], *state["states"]}
+    # in BF16 there are no codes
+    found = {name: reading.groups.get(f"model.layers.*.mlp.{name}", {}) for name in ("down_proj", "up_proj")}
+    assert not any("input_flushed" in figures for figures in found.values())

@@ -10,7 +10,7 @@ import coat_ds
 from benchmarks.common.families import FAMILIES
 from coat_ds.layers.autotp import is_autotp
 from coat_ds.layers.replaced import replaced
-from tests.coat_ds.layers.parts import Net, in_two_parts, tokens
+from tests.coat_ds.layers.parts import ALL_FALL, Net, check_watched, in_two_parts, tokens
 from tests.util import rel_rms, run_distributed
 
 LLAMA = FAMILIES["llama"]
@@ -69,7 +69,9 @@ def test_layers_that_exchange_more_stay(ranks):
         assert overlapped == {"up": "tensor_parallel.tp_overlap_comm multiplies by itself"}
 
 
-def train(coat):
+def train(coat, watch=False, model=None, steps=4):
+    """Losses, FP8 layers, which layers of AutoTP are converted, those that are when the engine is gone, and
+    what was watched."""
     import deepspeed
 
     config = {
@@ -79,11 +81,11 @@ def train(coat):
         "tensor_parallel": {"autotp_size": 2},
         # FusedAdam would be compiled first
         "optimizer": {"type": "AdamW", "params": {"lr": 4e-3, "torch_adam": True}},
-        "coat": {"enabled": coat, "optimizer": {"min_numel": 0}},
+        "coat": {"enabled": coat, "optimizer": {"min_numel": 0}, "watch": watch},
     }
-    engine = deepspeed.initialize(model=LLAMA.build(), config=config)[0]
+    engine = deepspeed.initialize(model=model or LLAMA.build(), config=config)[0]
     losses = []
-    for step in range(4):
+    for step in range(steps):
         batch = LLAMA.batch(seed=step, tokens=32)
         loss = engine(**{name: value.to(engine.device) for name, value in batch.items()}).loss
         engine.backward(loss)
@@ -91,9 +93,13 @@ def train(coat):
         losses.append(loss.item())
     layers = engine.coat.layers.count("linear") if coat else None
     split = [replaced(m) is not None for m in engine.module.modules() if is_autotp(m)]
+    seen = engine.coat.watch if watch else None
+    if watch:
+        paused = sum(replaced(m).paused for m in engine.module.modules() if is_autotp(m) and replaced(m))
+        seen = losses, seen.last, seen.fallback.state(), paused
     engine.destroy()
     left = [m for m in engine.module.modules() if replaced(m)]
-    return losses, layers, split, left
+    return losses, layers, split, left, seen
 
 
 def of_engines():
@@ -105,7 +111,7 @@ def of_engines():
 
 
 def check(ranks):
-    for (expected, *_), (losses, layers, split, left) in ranks:
+    for (expected, *_), (losses, layers, split, left, _) in ranks:
         # the head is of a class of its own
         assert layers == (14, 15) and sum(split) == 14 and not left
         # FP8's noise of a loss: less than a percent
@@ -116,6 +122,31 @@ def check(ranks):
 
 def test_the_json_is_enough():
     check(run_distributed(of_engines, 2))
+
+
+def of_others():
+    """Two models, each stock and watched: one whose embedding is its head, and one of three heads for keys
+    and values, of which the second rank has one, too small to gain by FP8."""
+    warnings.simplefilter("ignore")
+    dist.init_process_group("gloo")
+    coat_ds.install()
+    heads = {"hidden_size": 192, "num_attention_heads": 6, "num_key_value_heads": 3, "head_dim": 16}
+    found = []
+    for fields, watch in (({"tie_word_embeddings": True}, ALL_FALL), (heads, {"every": 1, "act": "warn"})):
+        stock = train(False, model=LLAMA.build(**fields), steps=4)
+        found.append((stock, train(True, watch, LLAMA.build(**fields), steps=4)))
+    return found
+
+
+def test_tied_and_uneven_parts_are_watched():
+    ranks = run_distributed(of_others, 2)
+    for (expected, *_), (losses, *_) in (pair for rank in ranks for pair in rank):
+        assert losses == pytest.approx(expected, rel=2**-7) and losses != expected
+    check_watched([tied[1][-1] for tied, _ in ranks])
+    first, other = (uneven[1] for _, uneven in ranks)
+    # rows of readings are those of all ranks, which only layers of both have
+    assert first[2] == other[2] and first[1] == other[1] == (10, 15)
+    assert first[-1][1].groups == other[-1][1].groups
 
 
 @pytest.mark.gpu

@@ -11,6 +11,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import coat_ds
 from benchmarks.common.families import FAMILIES
+from tests.coat_ds.layers.parts import watched
 from tests.util import rel_rms, run_distributed
 
 LLAMA = FAMILIES["llama"]
@@ -78,6 +79,32 @@ def test_norms_that_are_gathered_by_themselves():
         for expected, gradient in zip(alone, together, strict=True):
             # linear layers behind FSDP's hooks save their inputs by themselves, in FP8
             assert rel_rms(gradient, expected) < 2**-4
+
+
+def watched_alone_and_sharded():
+    """Losses, readings and what falls back, of one process and of ranks that free gathered weights, or keep
+    them."""
+    warnings.simplefilter("ignore")
+    dist.init_process_group("gloo")
+    found, mesh = [], init_device_mesh("cpu", (2,))
+    for frees in (None, True, False):
+        model = coat_ds.convert(LLAMA.build())
+        if frees is not None:
+            for module in (*model.model.layers, model):
+                fully_shard(module, mesh=mesh, reshard_after_forward=frees)
+        losses, watch, paused = watched(model, LLAMA.batch())
+        found.append((losses, watch.last, watch.fallback.state(), paused))
+        watch.close()
+    return found
+
+
+def test_a_watched_model():
+    for alone, *sharded in run_distributed(watched_alone_and_sharded, 2):
+        for found in sharded:
+            assert found[0] == pytest.approx(alone[0], rel=2**-7) and found[2:] == alone[2:]
+            # gathered weights do not count
+            assert found[1].memory["saved"] == alone[1].memory["saved"]
+            assert found[1].memory["weights"] < 0.6 * alone[1].memory["weights"]
 
 
 def check(ranks):

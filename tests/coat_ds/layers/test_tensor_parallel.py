@@ -6,7 +6,9 @@ import warnings
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_module
@@ -22,7 +24,7 @@ from benchmarks.common.families import FAMILIES
 from coat_ds.layers.linear import Fp8Linear
 from coat_ds.layers.replaced import is_plain
 from tests.coat_ds.layers.measures import fp8_bound, relative, run
-from tests.coat_ds.layers.parts import Net, in_two_parts, tokens
+from tests.coat_ds.layers.parts import Net, check_watched, in_two_parts, tokens, watched
 from tests.util import rel_rms, run_distributed
 
 LLAMA = FAMILIES["llama"]
@@ -221,6 +223,55 @@ def test_beside_fsdp():
         assert alone[-1] < alone[0] - 0.1
         for found, expected in zip(parts, alone, strict=True):
             assert abs(found - expected) < 2**-6 * expected
+
+
+def tied(folder):
+    """A model whose embedding is its head: loss and gradients alone and in parts, a watched run alone and in
+    parts, and of a run that is saved and resumed, the weights and losses of both."""
+    warnings.simplefilter("ignore")
+    dist.init_process_group("gloo")
+    mesh, batch = init_device_mesh("cpu", (2,)), LLAMA.batch()
+
+    def build():
+        return split(coat_ds.convert(LLAMA.build(tie_word_embeddings=True)), mesh)
+
+    loss, gradients = run(model := build(), batch)
+    found = [run(LLAMA.build(tie_word_embeddings=True), batch), (loss, whole(gradients))]
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    watches = []
+    for model in (coat_ds.convert(LLAMA.build(tie_word_embeddings=True)), build()):
+        losses, watch, paused = watched(model, batch)
+        watches.append((losses, watch.last, watch.fallback.state(), paused))
+        watch.close()
+    runs = []
+    for resumes in (False, True):
+        model = build()
+        optimizer = coat_ds.CoatAdamW(model.named_parameters(), lr=4e-3, min_numel=0)
+        if not resumes:
+            train(model, optimizer, [LLAMA.batch(seed=step) for step in range(2)])
+        weights, states = get_state_dict(model, optimizer)
+        (dcp.load if resumes else dcp.save)({"model": weights, "optimizer": states}, checkpoint_id=folder)
+        if resumes:
+            set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=states)
+            assert "to the bit" in optimizer.take_arrivals()
+        losses = train(model, optimizer, [LLAMA.batch(seed=step) for step in range(2, 4)])
+        held = {n: p.detach() for n, p in model.named_parameters()}
+        runs.append((losses, whole(held)))
+    return found, watches, runs
+
+
+def test_a_tied_model_is_watched_and_resumed(tmp_path):
+    ranks = run_distributed(tied, 2, str(tmp_path))
+    for ((loss, expected), (other, gradients)), (alone, parts), (on, again) in ranks:
+        assert abs(other - loss) < 2**-8 * loss
+        assert 2**-6 < relative(gradients, expected) < fp8_bound(14)
+        # the first forward multiplies in FP8, the others do not
+        assert parts[0] == pytest.approx(alone[0], rel=2**-8)
+        # of every other weight a rank has half
+        assert parts[1].memory["weights"] < 0.7 * alone[1].memory["weights"]
+        assert parts[1].memory["saved"] < alone[1].memory["saved"]
+        assert on[0] == again[0] and all(torch.equal(p, again[1][n]) for n, p in on[1].items())
+    check_watched([watches[1] for _, watches, _ in ranks])
 
 
 def _sharded(net, mesh):
