@@ -1,6 +1,6 @@
 """Tables of the pages that have one each."""
 
-from benchmarks.tables.blocks import Results, block, table
+from benchmarks.tables.blocks import Results, block, percent, table
 
 
 @block("optimizer.md", "memory and time")
@@ -84,3 +84,23 @@ def offload(results: Results) -> str:
         f"bytes of state instead of {theirs['state_bytes_per_parameter']:.0f} "
         "(`python -m benchmarks adamw_cpu`).\n"
     )
+
+
+@block("watch.md", "the cost")
+def cost_of_watching(results: Results) -> str:
+    names = {"h 1024": "8 layers of h 1024, as CUDA graphs", "h 4096": "2 layers of Llama-2-7B"}
+    lines = []
+    for layers, name in names.items():
+        off, seldom, always = (
+            results.row("watch.csv", layers=layers, every=every) for every in (0.0, 100.0, 1.0)
+        )
+        lines.append(
+            [
+                name,
+                *(f"{row['mean_ms']:.1f}" for row in (off, always)),
+                percent(always["cost"], 1),
+                *(f"{row['peak_mb'] / 1e3:.1f}" for row in (off, seldom)),
+            ]
+        )
+    head = ["", "a step, ms", "watched, ms", "cost of a reading every 100 steps"]
+    return table([*head, "peak of memory, GB", "with readings, GB"], *lines)

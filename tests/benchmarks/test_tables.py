@@ -19,7 +19,6 @@ BLOCK = re.compile(r"<!-- begin: .*?<!-- end -->|^```.*?^```", re.S | re.M)
 ELSEWHERE = {
     "known_bugs.md": ["losses up to 0.6 % off in our test"],
     "install.md": ["It adds less than 1 ms to `import torch`"],
-    "watch.md": ["on a CPU: 0.3 % of the time with"],
     "numerics.md": ["which gives 0.4 % more error"],
 }
 
