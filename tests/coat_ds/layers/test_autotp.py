@@ -1,10 +1,12 @@
 """DeepSpeed's tensor parallelism for models of transformers (AutoTP), in two processes."""
 
 import warnings
+from importlib.metadata import version
 
 import pytest
 import torch
 import torch.distributed as dist
+from packaging.version import Version
 
 import coat_ds
 from benchmarks.common.families import FAMILIES
@@ -14,6 +16,8 @@ from tests.coat_ds.layers.parts import ALL_FALL, Net, check_watched, in_two_part
 from tests.util import rel_rms, run_distributed
 
 LLAMA = FAMILIES["llama"]
+# before, AutoTP cuts such heads in two, and the model fails without COAT
+UNEVEN = Version(version("deepspeed")) >= Version("0.19")
 
 
 def products():
@@ -131,8 +135,11 @@ def of_others():
     dist.init_process_group("gloo")
     coat_ds.install()
     heads = {"hidden_size": 192, "num_attention_heads": 6, "num_key_value_heads": 3, "head_dim": 16}
+    models = [({"tie_word_embeddings": True}, ALL_FALL)]
+    if UNEVEN:
+        models.append((heads, {"every": 1, "act": "warn"}))
     found = []
-    for fields, watch in (({"tie_word_embeddings": True}, ALL_FALL), (heads, {"every": 1, "act": "warn"})):
+    for fields, watch in models:
         stock = train(False, model=LLAMA.build(**fields), steps=4)
         found.append((stock, train(True, watch, LLAMA.build(**fields), steps=4)))
     return found
@@ -142,7 +149,9 @@ def test_tied_and_uneven_parts_are_watched():
     ranks = run_distributed(of_others, 2)
     for (expected, *_), (losses, *_) in (pair for rank in ranks for pair in rank):
         assert losses == pytest.approx(expected, rel=2**-7) and losses != expected
-    check_watched([tied[1][-1] for tied, _ in ranks])
+    check_watched([tied[1][-1] for tied, *_ in ranks])
+    if not UNEVEN:
+        return
     first, other = (uneven[1] for _, uneven in ranks)
     # rows of readings are those of all ranks, which only layers of both have
     assert first[2] == other[2] and first[1] == other[1] == (10, 15)
