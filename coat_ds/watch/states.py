@@ -229,14 +229,7 @@ class StateSampler:
             after = _Moments.of(sample.places, optimizer.state)
             numbers = [place.name for place in sample.places for _ in range(place.count)]
             names = sent(numbers, torch.int64, rule.device)
-            steps = [optimizer.state[place.param]["step"] for place in sample.places]
-            counts = [place.count for place in sample.places]
-            if rule.counts_on_device:
-                own = [step.reshape(1).expand(n) for step, n in zip(steps, counts, strict=True)]
-                step = torch.cat(own).double()
-            else:
-                own = [step for step, n in zip(steps, counts, strict=True) for _ in range(n)]
-                step = sent(own, torch.float64, rule.device)
+            step = _steps(rule, sample.places, optimizer.state)
             at_once = (AT_ONCE_ON_CPU if rule.device.type == "cpu" else AT_ONCE) // rule.size
             for first in range(0, len(names), at_once):
                 last = min(first + at_once, len(names))
@@ -251,6 +244,14 @@ class StateSampler:
                 device = self._sums.device
                 self._sums.index_add_(0, names[part].to(device), sums.to(device))
         self._samples = {}
+
+
+def _steps(rule: _Rule, places: Sequence[_Place], state: Mapping[torch.Tensor, Any]) -> torch.Tensor:
+    """Of each group, the number of steps that its tensor has taken, FP64 [groups]."""
+    counted = [(state[place.param]["step"], place.count) for place in places]
+    if rule.counts_on_device:
+        return torch.cat([step.reshape(1).expand(count) for step, count in counted]).double()
+    return sent([step for step, count in counted for _ in range(count)], torch.float64, rule.device)
 
 
 def _measured(
