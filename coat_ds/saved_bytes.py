@@ -29,12 +29,20 @@ class SavedStorages:
         """A context for a forward pass, or a part of one."""
         return torch.autograd.graph.saved_tensors_hooks(self._pack, lambda x: x)
 
+    def is_on_top(self) -> bool:
+        """Whether autograd gives what it saves to this object now, and to no other hook."""
+        hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+        return hooks is not None and hooks[0] == self._pack
+
+    def _keep(self, address: int, storage: torch.UntypedStorage) -> None:
+        self._kept[address] = storage
+
     def _pack(self, x: torch.Tensor) -> torch.Tensor:
         storage = local(x).untyped_storage()
         address = storage.data_ptr()
         kept = self._kept.get(address)
         if (kept is None or kept.data_ptr() != address) and not self._is_left_out(address):
-            self._kept[address] = storage
+            self._keep(address, storage)
         # a leaf as it is: ZeRO-3 fills and empties the parameter itself. No other tensor: one that is kept by
         # the node that made it would never be freed
         return x if x.is_leaf else x.detach()
@@ -43,11 +51,13 @@ class SavedStorages:
 def is_weight_of(module: torch.nn.Module) -> Callable[[int], bool]:
     """Says of a storage's address whether a parameter or a buffer of `module` is there. A DTensor has none:
     what this rank holds of it has."""
-    tensors = [*module.parameters(), *module.buffers()]
+    modules = list(module.modules())
+    held = [own for m in modules for own in (m._parameters, m._buffers)]
+    tensors = [t for own in held for t in own.values() if t is not None]
     existing = {local(t).untyped_storage().data_ptr() for t in tensors}
     # ZeRO-3 and FSDP2 put gathered weights elsewhere each time, FSDP2 other parameters in their place
     gathers = any(hasattr(t, "ds_status") or is_distributed(t) for t in tensors)
-    holders = [m._parameters for m in module.modules() if m._parameters] if gathers else []
+    holders = [m._parameters for m in modules if m._parameters] if gathers else []
 
     def is_weight(address: int) -> bool:
         if address in existing:

@@ -1,5 +1,6 @@
 """What stands in a module's own attribute `forward` while the module is converted."""
 
+from collections.abc import Iterator
 from typing import Any, ClassVar
 
 import torch
@@ -78,6 +79,18 @@ def autocast_dtype(x: torch.Tensor) -> torch.dtype | None:
     """The dtype that autocast has now where `x` is, None without."""
     device = x.device.type
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+
+
+# what every module holds
+_OF_ANY_MODULE = frozenset(vars(torch.nn.Module()))
+
+
+def attributes_of(module: torch.nn.Module) -> Iterator[tuple[str, Any]]:
+    """The attributes of a module, and of what stands in for its forward, but for those of any module: names
+    and values."""
+    for holder in (module, replaced(module)):
+        if holder is not None:
+            yield from (item for item in vars(holder).items() if item[0] not in _OF_ANY_MODULE)
 
 
 def replaced(module: torch.nn.Module) -> Replaced | None:

@@ -7,36 +7,40 @@
 
 Of a tensor at most `SAMPLE` codes are looked at, evenly spread over rows and columns. They are copied when
 they are told, and counted later, many tensors at once. The observer sees only what Python runs. Layers that
-are replayed as CUDA graphs run in Python in the first forward that is watched, whose saved tensors are
-hooked, and in its backward; what they replay in other micro-batches is not counted.
+are replayed as CUDA graphs take turns: one in `TURNS` runs in Python in the first forward that is watched,
+whose saved tensors are hooked, and in its backward. Others are replayed, and count as they last did.
 """
 
 import functools
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
-from coat_ds.layers.replaced import replaced
+from coat_ds.layers.replaced import attributes_of
 from coat_ds.saved_bytes import SavedStorages
 from coat_ds.watch.sent import sent
+from coat_kernels.graphs import Graphs
 from coat_kernels.tensorwise import PredictedScale
 
 SAMPLE = 2**18
 # the row of what no layer is known for
 OTHER = "other"
 # of each layer: codes, those that are not zero and the largest, of inputs, of gradients and of saved
-# activations; predictions and wrong ones
+# activations; predictions and wrong ones; ranks on which it was replayed
 ROLES = {"input": 0, "gradient": 3, "saved": 6}
 PREDICTIONS = 9
-SUMS = 11
+REPLAYED = 11
+SUMS = 12
 # magnitude bits of the largest finite code
 LARGEST = {torch.float8_e4m3fn: 0x7E, torch.float8_e5m2: 0x7B, torch.int8: 127}
 # samples that wait to be counted
 WAITING = 32
+# readings until each layer that is replayed had its turn: to run one in Python takes as long as some replays
+TURNS = 8
 
 
 class _Sample(NamedTuple):
@@ -118,6 +122,11 @@ class CodeCounter:
         if len(self._samples) == WAITING:
             self._count()
 
+    def leave_out(self, blocks: set[str]) -> None:
+        """Takes the names of blocks that are replayed, so that nothing is told of the layers in them."""
+        for name, row in self.index.items():
+            self._known[row * SUMS + REPLAYED] = int(not blocks.isdisjoint(_enclosing(name)))
+
     def _row(self, prediction: Any) -> int:
         return self.index[self._names.get(id(prediction), OTHER)]
 
@@ -179,6 +188,16 @@ class SavedCodes(SavedStorages):
     def __init__(self, counter: CodeCounter, is_left_out):
         super().__init__(is_left_out)
         self.counter, self.block, self._codes = counter, OTHER, None
+        # by address
+        self._blocks: dict[int, str] = {}
+
+    def nbytes_of(self, blocks: Collection[str]) -> int:
+        """Bytes of the storages that those blocks have saved first."""
+        return sum(storage.nbytes() for at, storage in self._kept.items() if self._blocks[at] in blocks)
+
+    def _keep(self, address: int, storage: torch.UntypedStorage) -> None:
+        super()._keep(address, storage)
+        self._blocks[address] = self.block
 
     def _pack(self, x: torch.Tensor) -> torch.Tensor:
         codes, self._codes = self._codes, None
@@ -203,13 +222,12 @@ def _scales_of(model: nn.Module) -> Iterator[tuple[PredictedScale, str]]:
     """The scales that each module, or what stands in for its forward, holds, and the name of the operand's
     layer."""
     for name, module in model.named_modules():
-        for holder in (module, replaced(module)):
-            for attribute, value in () if holder is None else vars(holder).items():
-                if isinstance(value, PredictedScale):
-                    yield value, name
-                    continue
-                for found, path in _inside(value, attribute):
-                    yield found, f"{name}.{path}"
+        for attribute, value in attributes_of(module):
+            if isinstance(value, PredictedScale):
+                yield value, name
+                continue
+            for found, path in _inside(value, attribute):
+                yield found, f"{name}.{path}"
 
 
 def _inside(value: Any, path: str) -> Iterator[tuple[PredictedScale, str]]:
@@ -241,27 +259,70 @@ def _blocks_of(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 class Blocks:
-    """Hooks by which `saved` knows whose forward runs, until `close`."""
+    """A forward whose saved tensors are hooked, between `open` and `close`. `saved` knows whose forward runs.
 
-    def __init__(self, saved: SavedCodes):
+    Within blocks that are replayed as CUDA graphs nothing is hooked, so that they are, but for those whose
+    turn it is.
+
+    turn: number of the reading.
+    watched: names of layers that are looked at in each reading.
+    """
+
+    def __init__(self, saved: SavedCodes, turn: int = 0, watched: Collection[str] = ()):
+        self.saved, self._context = saved, saved.counting()
+        blocks = saved.counter.blocks
+        taking_turns = [name for name, block in blocks.items() if _is_replayed(block)]
+        period = min(TURNS, len(taking_turns))
+        self._in_turn = {name for i, name in enumerate(taking_turns) if i % period == turn % period}
+        self.replayed = set(taking_turns) - self._in_turn
+        self.replayed -= {block for layer in watched for block in _enclosing(layer)}
+        saved.counter.leave_out(self.replayed)
+        self._is_paused = False
         self._hooks = []
-        for name, block in saved.counter.blocks.items():
-            self._hooks.append(block.register_forward_pre_hook(functools.partial(_enter, saved, name)))
-            self._hooks.append(
-                block.register_forward_hook(functools.partial(_leave, saved), always_call=True)
-            )
+
+    def open(self) -> None:
+        for name, block in self.saved.counter.blocks.items():
+            self._hooks.append(block.register_forward_pre_hook(functools.partial(self._enter, name)))
+            self._hooks.append(block.register_forward_hook(self._leave, always_call=True))
+        self._context.__enter__()
 
     def close(self) -> None:
+        self._leave()
+        self._context.__exit__(None, None, None)
         for hook in self._hooks:
             hook.remove()
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes that the forward has saved. A block that was replayed counts like those whose turn it was,
+        which are dense layers, too: with what layers share, as tables of RoPE, once for each."""
+        of_one = self.saved.nbytes_of(self._in_turn) // max(len(self._in_turn), 1)
+        return self.saved.nbytes + len(self.replayed) * of_one
 
-def _enter(saved: SavedCodes, name: str, *_) -> None:
-    saved.block = name
+    def _enter(self, name: str, *_) -> None:
+        self.saved.block = name
+        # hooks of somebody else's above these would be taken off instead
+        if name in self.replayed and self.saved.is_on_top():
+            self._context.__exit__(None, None, None)
+            self._is_paused = True
+
+    def _leave(self, *_) -> None:
+        self.saved.block = OTHER
+        if self._is_paused:
+            self._is_paused = False
+            self._context.__enter__()
 
 
-def _leave(saved: SavedCodes, *_) -> None:
-    saved.block = OTHER
+def _is_replayed(block: nn.Module) -> bool:
+    graphs = vars(block).get("graphs")
+    return isinstance(graphs, Graphs) and graphs.count > 0
+
+
+def _enclosing(name: str) -> Iterator[str]:
+    """The names of a module and of those around it."""
+    while name:
+        yield name
+        name = name.rpartition(".")[0]
 
 
 def figures(sums: Sequence[float]) -> dict[str, float]:
@@ -272,7 +333,7 @@ def figures(sums: Sequence[float]) -> dict[str, float]:
         if codes > 0:
             found[f"{role}_flushed"] = (codes - others) / codes
             found[f"{role}_saturated"] = largest / codes
-    predictions, wrong = sums[PREDICTIONS:]
+    predictions, wrong = sums[PREDICTIONS:REPLAYED]
     if predictions > 0:
         found["wrong_scales"] = wrong / predictions
     return found

@@ -44,16 +44,23 @@ class Fallback:
     ) -> None:
         """Takes figures by tensor and by layer, and acts where they have passed a limit often enough.
 
-        A NaN passes no limit.
+        A NaN passes no limit. What has no figures in a reading is left as it was.
         """
         if self.config.act == "off":
             return
         for name, found in states.items():
-            error = found.get("update_error", 0.0)
-            self._count(step, name, "states", error, self.config.update_error, "the update's error")
+            if (error := found.get("update_error")) is not None:
+                self._count(step, name, "states", error, self.config.update_error, "the update's error")
         for name, found in layers.items():
-            share = max(found.get(role, 0.0) for role in ROLES)
-            self._count(step, name, "layers", share, self.config.flushed, "the share of flushed codes")
+            if shares := [found[role] for role in ROLES if role in found]:
+                what = "the share of flushed codes"
+                self._count(step, name, "layers", max(shares), self.config.flushed, what)
+
+    @property
+    def suspects(self) -> list[str]:
+        """Layers that passed a limit in the last reading that they were in."""
+        found = (key.partition(":") for key, readings in self._over.items() if readings)
+        return [name for kind, _, name in found if kind == "layers"]
 
     def _count(self, step: int, name: str, kind: str, found: float, limit: float, what: str) -> None:
         key = f"{kind}:{name}"

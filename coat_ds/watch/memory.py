@@ -4,7 +4,7 @@ from collections.abc import Iterable
 
 import torch
 
-from coat_ds.layers.replaced import replaced
+from coat_ds.layers.replaced import attributes_of
 from coat_ds.optim.accounting import state_bytes
 from coat_ds.optim.optimizer import CoatAdamW
 from coat_kernels.weights import WeightCache
@@ -37,9 +37,8 @@ def _bytes(tensors: Iterable[torch.Tensor], counted: set[int]) -> int:
 def _caches(model: torch.nn.Module) -> set[WeightCache]:
     found = set()
     for module in model.modules():
-        for holder in (module, replaced(module)):
-            for value in () if holder is None else vars(holder).values():
-                value = getattr(value, "cache", value)
-                if isinstance(value, WeightCache):
-                    found.add(value)
+        for _, value in attributes_of(module):
+            value = getattr(value, "cache", value)
+            if isinstance(value, WeightCache):
+                found.add(value)
     return found

@@ -107,7 +107,9 @@ class Watch:
         self._step = 0
         self._saved_bytes = 0
         self._pending: _Pending | None = None
-        self._inside: list = []
+        self._inside: Blocks | None = None
+        # of layers that were replayed, sums of when they last were not
+        self._earlier: dict[str, list[float]] = {}
         self._handles: list = []
         self._listen()
 
@@ -146,19 +148,15 @@ class Watch:
             sampler.open()
         watching.observe(self._counter)
         saved = SavedCodes(self._counter, is_weight_of(self.model))
-        context = saved.counting()
-        context.__enter__()
-        self._inside = [saved, Blocks(saved), context]
+        self._inside = Blocks(saved, step // self.config.every, self.fallback.suspects)
+        self._inside.open()
 
     @torch.compiler.disable
     def _after_forward(self, *_) -> None:
-        if self._inside:
-            saved, blocks, context = self._inside
-            self._inside = []
-            context.__exit__(None, None, None)
-            blocks.close()
+        if self._inside is not None:
+            self._inside.close()
             # what holds the storages ends here: backward frees them as ever
-            self._saved_bytes = saved.nbytes
+            self._saved_bytes, self._inside = self._inside.nbytes, None
 
     def go_on_from(self, steps: int) -> None:
         """Counts on from a checkpoint's number of steps, which is the same on all ranks."""
@@ -212,8 +210,10 @@ class Watch:
         fallen = sorted(self.fallback.layers + self.fallback.states)
         by_state = dict(zip(self._names, pending.states.tolist(), strict=True))
         by_layer = dict(zip(pending.layers, pending.codes.tolist(), strict=True))
+        self._earlier |= {name: row for name, row in by_layer.items() if not row[codes.REPLAYED]}
+        whole = {name: self._earlier.get(name, row) for name, row in by_layer.items()}
         groups: dict[str, dict[str, float]] = {}
-        for rows, figures in ((by_state, states.figures), (by_layer, codes.figures)):
+        for rows, figures in ((by_state, states.figures), (whole, codes.figures)):
             for group, names in grouped(rows).items():
                 if found := figures([sum(x) for x in zip(*(rows[n] for n in names), strict=True)]):
                     groups[group] = groups.get(group, {}) | found

@@ -9,8 +9,10 @@ from megatron.core.distributed import DistributedDataParallel, DistributedDataPa
 from torch.utils.checkpoint import checkpoint
 
 from coat_ds.config import ActivationsConfig, WatchConfig
+from coat_ds.watch import codes
 from coat_ds.watch.fallback import Fallback
-from coat_kernels.graphs import MOST_MOVES, MOST_SHAPES, WARM_UP
+from coat_ds.watch.watch import Watch
+from coat_kernels.graphs import MOST_MOVES, MOST_SHAPES, WARM_UP, _Recording
 from coat_kernels.weights import invalidate_weight_caches
 from megatron_ext.blocks import GRAPHED_WORK, dense_parts, uses_graphs
 from megatron_ext.layer_specs import coat_layer_spec
@@ -329,3 +331,38 @@ def test_a_layer_that_falls_back_and_returns_is_recorded_anew(device):
         assert layer.graphs.count == int(not fallen)
         found = gradients(layer, *run(layer, inputs(device)[0]), inputs(device)[0])
         assert all(map(torch.equal, found, in_fp8)) == (not fallen)
+
+
+@pytest.mark.parametrize("turns, least, most", [(1, 3, 3), (2, 1, 2), (8, 1, 1)])
+def test_layers_take_turns_in_being_watched(turns, least, most, device, monkeypatch):
+    """Some run in Python, and are counted; others are replayed. They train as those that nobody watches."""
+    monkeypatch.setattr(codes, "TURNS", turns)
+    models = [build(True, layers=3) for _ in range(2)]
+    optimizers = [torch.optim.AdamW(model.parameters(), lr=1e-2) for model in models]
+    replayed, forward = [], _Recording.forward
+    monkeypatch.setattr(_Recording, "forward", lambda *args: (replayed.append(args[0]), forward(*args))[1])
+    watch, readings, in_python = None, [], []
+    for number in range(WARM_UP + 10):
+        results = []
+        for model, optimizer in zip(models, optimizers, strict=True):
+            replayed.clear()
+            # one micro-batch
+            results.append(step(model, optimizer, device, 3 * number))
+            if model is models[0] and watch is not None:
+                watch.end_step()
+                in_python.append(3 - len(replayed))
+            elif number > WARM_UP:
+                assert len(replayed) == 3
+        assert all(map(torch.equal, *results)), number
+        if number == WARM_UP:
+            assert counts(models[0]) == counts(models[1]) == [1] * 3
+            watch = Watch(models[0], None, {"every": 1}, [readings.append])
+    watch.close()
+    assert (min(in_python), max(in_python)) == (least, most)
+    assert len(readings) == len(in_python)
+    # a block that was replayed counts as one whose turn it was, with the tables of RoPE that layers share
+    saved = [reading.memory["saved"] for reading in readings]
+    assert max(saved) - min(saved) <= 3 * 2 * S * (H // HEADS) * 4, saved
+    linear = readings[-1].groups["decoder.layers.*.mlp.linear_fc1"]
+    assert {"input_flushed", "gradient_flushed", "wrong_scales"} <= linear.keys()
+    assert "saved_flushed" in readings[-1].groups["decoder.layers.*"]

@@ -4,9 +4,11 @@ import pytest
 import torch
 
 import coat_ds
+from coat_ds.saved_bytes import is_weight_of
 from coat_ds.watch import codes
 from coat_ds.watch.codes import Blocks, CodeCounter, SavedCodes, figures
 from coat_kernels import watching
+from coat_kernels.graphs import Graphs, _Place
 from coat_kernels.groups import quantize_groups
 from coat_kernels.tensorwise import PredictedScale
 
@@ -250,8 +252,8 @@ def test_a_llama_names_all_of_its_products(observed):
     counter = observed(model)
     saved = SavedCodes(counter, lambda address: False)
     blocks = Blocks(saved)
-    with saved.counting():
-        loss = model(ids, labels=ids).loss
+    blocks.open()
+    loss = model(ids, labels=ids).loss
     blocks.close()
     loss.backward()
     names = [name for name in counter.index if "input_flushed" in figures_of(counter, name)]
@@ -283,3 +285,91 @@ def test_predictions_are_wrong_once_the_scale_jumps(observed):
     # the input's was wrong, the gradient's right
     assert figures_of(counter, "model.layers.0.mlp.both")["wrong_scales"] == 0.5
     assert figures_of(counter, "model.layers.0.qkv")["wrong_scales"] == 0.0
+
+
+@pytest.fixture
+def replayed():
+    """A Llama whose layers seem to have CUDA graphs. On a CPU they run in Python all the same."""
+    model = llama()
+    for layer in model.model.layers:
+        layer.graphs = Graphs()
+        layer.graphs._places["a shape"] = _Place("addresses")
+        layer.graphs._places["a shape"].recordings.append("a recording")
+    return model
+
+
+def saved_in_a_forward(counter, model, *turn):
+    """The blocks whose saved tensors were seen, and what the forward saved as it was counted."""
+    saved = SavedCodes(counter, is_weight_of(model))
+    blocks = Blocks(saved, *turn)
+    blocks.open()
+    ids = torch.arange(32).view(1, 32)
+    loss = model(ids, labels=ids).loss
+    blocks.close()
+    assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
+    loss.backward()
+    return set(saved._blocks.values()) - {"other"}, blocks.nbytes
+
+
+NAMES = ["model.layers.0", "model.layers.1"]
+
+
+@pytest.mark.parametrize("turns, periods", [(1, 1), (2, 2), (8, 2)])
+def test_blocks_of_graphs_take_turns(replayed, monkeypatch, turns, periods):
+    monkeypatch.setattr(codes, "TURNS", turns)
+    plain = llama()
+    saved_in_a_forward(CodeCounter(plain), plain)
+    seen, nbytes = saved_in_a_forward(CodeCounter(plain), plain)
+    assert sorted(seen) == NAMES
+    saved_in_a_forward(CodeCounter(replayed), replayed)
+    for turn in range(5):
+        counter = CodeCounter(replayed)
+        seen, found = saved_in_a_forward(counter, replayed, turn)
+        expected = NAMES if periods == 1 else [NAMES[turn % 2]]
+        assert sorted(seen) == expected
+        # what was not seen counts as what was, with both tables of RoPE, which layers share
+        assert found == nbytes + (0 if periods == 1 else 2 * 32 * 16 * 4)
+        sums = counter.sums(torch.device("cpu"))
+        left_out = {name for name, row in counter.index.items() if sums[row, codes.REPLAYED]}
+        assert left_out == {n for n in counter.index if n[:14] in set(NAMES) - set(expected)}
+
+
+def test_a_suspect_is_looked_at_each_time(replayed):
+    for turn in range(2):
+        seen, _ = saved_in_a_forward(CodeCounter(replayed), replayed, turn, ["model.layers.1.mlp.both"])
+        assert seen == {NAMES[1]} | ({NAMES[0]} if turn == 0 else set())
+
+
+def test_hooks_of_somebody_else_stay_where_they_are(replayed):
+    """As of a model that offloads what its layers save. They see all of it, with those of the watch below."""
+    counter, seen = CodeCounter(replayed), []
+    decoder = replayed.model
+    forward = decoder.forward
+
+    def offloading(*args, **kwargs):
+        with torch.autograd.graph.saved_tensors_hooks(lambda x: seen.append(1) or x, lambda x: x):
+            return forward(*args, **kwargs)
+
+    decoder.forward = offloading
+    saved_in_a_forward(counter, replayed, 0)
+    first = len(seen)
+    assert first
+    ids = torch.arange(32).view(1, 32)
+    seen.clear()
+    replayed(ids, labels=ids)
+    assert len(seen) == first
+
+
+def test_a_forward_that_fails_leaves_no_hooks(replayed):
+    blocks = Blocks(SavedCodes(CodeCounter(replayed), lambda address: False), 1)
+    replayed.model.layers[0].mlp.forward = fails
+    blocks.open()
+    with pytest.raises(RuntimeError, match="on purpose"):
+        replayed(torch.arange(32).view(1, 32))
+    blocks.close()
+    assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in replayed.modules())
+
+
+def fails(*args, **kwargs):
+    raise RuntimeError("on purpose")
