@@ -11,7 +11,7 @@ import coat_ds
 from coat_ds import CoatAdamW, CoatConfig, CoatConfigError, cli
 from coat_ds.config import WatchConfig
 from coat_ds.layers.replaced import replaced
-from coat_ds.watch import Watch, jsonl, writer
+from coat_ds.watch import Watch, codes, jsonl, writer
 from coat_ds.watch.fallback import Fallback
 from coat_ds.watch.memory import held_bytes
 from coat_ds.watch.outs import Reading, read
@@ -159,13 +159,57 @@ def test_a_limit_is_passed_in_readings_in_a_row():
     assert kept[2:] == [("0.weight", True)]
 
 
-def test_a_layer_that_falls_back_computes_in_bf16_until_watching_ends():
-    made = coat_ds.convert(torch.nn.Sequential(model(), model()).bfloat16())
-    # recorded layers replay what they did before
-    for layer in made:
+def test_a_reading_without_figures_counts_neither_way():
+    """As of a layer that was replayed, whose turn it was not, and of tensors whose step was skipped."""
+    config = WatchConfig(act="act", readings=2)
+    fallback = Fallback(coat_ds.convert(model().bfloat16()), config, lambda *_: None, lambda *_: None)
+    over = {"0": {"input_flushed": 1.0}, "2": {"gradient_flushed": 0.1}}
+    fallback.judge(1, {"2.weight": {"update_error": 0.1}}, over)
+    assert fallback.suspects == ["0"]
+    fallback.judge(2, {"2.weight": {}}, {"0": {}, "2": {"saved_flushed": 1.0}})
+    assert fallback.suspects == ["0"] and not fallback.layers
+    fallback.judge(3, {}, over)
+    assert fallback.layers == ["0"]
+    fallback.restore({})
+    fallback.judge(4, {}, over)
+    fallback.judge(5, {}, {"0": {"input_flushed": 0.1}})
+    assert not fallback.suspects
+
+
+def with_graphs(layers):
+    """Has layers seem to be recorded. On a CPU they run in Python all the same."""
+    for layer in layers:
         layer.graphs = Graphs()
         layer.graphs._places["a shape"] = _Place("addresses")
         layer.graphs._places["a shape"].recordings.append("a recording")
+
+
+def test_figures_of_a_replayed_layer_are_those_of_its_last_turn():
+    made = coat_ds.convert(torch.nn.ModuleList([model(), model()]).bfloat16())
+    made.forward = lambda x: made[1](made[0](x))
+    with_graphs(made)
+    readings, sums = [], []
+    watch = Watch(made, None, {"every": 1}, [readings.append])
+    for i in range(3):
+        made(torch.randn(16, 64).mul(8.0 ** torch.randn(16, 64) * 4**i).bfloat16()).sum().backward()
+        watch.end_step()
+        pending = watch._pending
+        # the CPU's layers told of themselves though they count as replayed
+        sums.append({name: row.tolist() for name, row in zip(pending.layers, pending.codes, strict=True)})
+    watch.close()
+    for i, reading in enumerate(readings):
+        # reading number i + 1
+        mine, other = "10" if i % 2 == 0 else "01"
+        turns = [(sums[i], f"{mine}."), (sums[i - 1 if i else 0], f"{other}.")]
+        rows = [row for found, block in turns for name, row in found.items() if name.startswith(block)]
+        assert [row[codes.REPLAYED] for row in rows[:2]] == [0, 0] and len(rows) == 4
+        assert reading.groups["*.*"] == codes.figures([sum(x) for x in zip(*rows, strict=True)])
+
+
+def test_a_layer_that_falls_back_computes_in_bf16_until_watching_ends():
+    made = coat_ds.convert(torch.nn.Sequential(model(), model()).bfloat16())
+    # recorded layers replay what they did before
+    with_graphs(made)
     config = {"every": 1, "act": "act", "readings": 1, "folder": ""}
     watch = Watch(made, CoatAdamW(made.named_parameters()), config)
     x = torch.randn(16, 64, dtype=torch.bfloat16)
