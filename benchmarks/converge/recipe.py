@@ -44,8 +44,9 @@ VARIANTS |= {
     for name, formats in _STORED.items()
     for memory in ("", LONG_MEMORY)
 }
-# the same two behind COAT's layers, which are faster
+# the same behind COAT's layers, which are faster
 VARIANTS["coat" + LONG_MEMORY] = SYSTEMS["COAT"]
+VARIANTS["coat-paper" + LONG_MEMORY] = System({"optimizer": _PAPER})
 VARIANTS["coat-fp32" + LONG_MEMORY] = System({"optimizer": _STORED["coat-optimizer-fp32"]})
 VARIANTS["coat-recomputed-attention"] = SYSTEMS["COAT, recomputed attention"]
 VALIDATIONS = 10
