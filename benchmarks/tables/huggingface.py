@@ -6,9 +6,13 @@ from benchmarks.tables.blocks import Results, block, gb, table
 @block("huggingface.md", "gains")
 def gains(results: Results) -> str:
     lines = []
-    for shape, title in (("llama3-8b", "Llama-3-8B"), ("qwen3-8b", "Qwen3-8B")):
+    titles = {"llama3-8b": "Llama-3-8B", "qwen3-8b": "Qwen3-8B", "qwen3-30b": "Qwen3-30B, 128 experts"}
+    for shape, title in titles.items():
         rows = {r["system"]: r for r in results.rows("models_gpu.csv", shape=shape)}
-        cells = (f"{rows[s]['ms']:.1f}; {rows[s]['peak_gb']:.1f}" for s in ("BF16", "BF16, Liger", "COAT"))
+        cells = [
+            f"{rows[s]['ms']:.1f}; {rows[s]['peak_gb']:.1f}" if s in rows else "not run"
+            for s in ("BF16", "BF16, Liger", "COAT")
+        ]
         lines.append([f"{rows['BF16']['layers']} layers of {title}, 8,192 tokens", *cells])
     return table(["one H200: ms; peak GB above the weights", "BF16", "BF16, Liger", "COAT"], *lines)
 

@@ -178,6 +178,7 @@ def convergence(results: Results) -> str:
     )
     beta2 = [statistics.mean(row[late] for row in rows) for rows in (states, fp32)]
     whole = [results.rows("converge_beta2_150m.csv", run=f"coat{kind}-beta2-0.999") for kind in ("", "-fp32")]
+    means = [statistics.mean(row["val_loss"] for row in rows) for rows in whole]
     pairs = [
         f"{a['val_loss']:.4f} and {b['val_loss']:.4f} ({a['val_loss'] - b['val_loss']:+.4f})"
         for a, b in zip(*whole, strict=True)
@@ -197,6 +198,6 @@ def convergence(results: Results) -> str:
         f"{late.rpartition('_')[2]} of {states[0]['steps']:.0f} steps and {len(states)} seeds: today's "
         f"states {beta2[0]:.4f}, FP32 moments {beta2[1]:.4f}; single pairs are "
         f"{between([a[late] - b[late] for a, b in zip(states, fp32, strict=True)], '{:+.3f}')} apart. "
-        f"Over {whole[0][0]['tokens'] / 1e6:.0f} million tokens with FP8 layers, by seed: "
-        f"{', '.join(pairs)}.\n"
+        f"Over {whole[0][0]['tokens'] / 1e6:.0f} million tokens with FP8 layers and {len(pairs)} seeds: "
+        f"today's states {means[0]:.4f}, FP32 moments {means[1]:.4f}; by seed {', '.join(pairs)}.\n"
     )

@@ -105,7 +105,7 @@ class Watch:
         self._counter: CodeCounter | None = None
         # that of the reading which has begun
         self._step = 0
-        self._saved_bytes = 0
+        self._memory: dict[str, int] = {}
         self._pending: _Pending | None = None
         self._inside: Blocks | None = None
         # of layers that were replayed, sums of when they last were not
@@ -156,7 +156,9 @@ class Watch:
         if self._inside is not None:
             self._inside.close()
             # what holds the storages ends here: backward frees them as ever
-            self._saved_bytes, self._inside = self._inside.nbytes, None
+            saved, self._inside = self._inside.nbytes, None
+            # the device is still busy, and does not wait for this as it would behind the step
+            self._memory = held_bytes(self.model, self.optimizers, self._masters()) | {"saved": saved}
 
     def go_on_from(self, steps: int) -> None:
         """Counts on from a checkpoint's number of steps, which is the same on all ranks."""
@@ -188,14 +190,13 @@ class Watch:
             arrived.record()
             both = home
         cut = shapes[0][0] * shapes[0][1]
-        memory = held_bytes(self.model, self.optimizers, self._masters()) | {"saved": self._saved_bytes}
         self._pending = _Pending(
             self._step,
             self._samples_done(),
             list(counter.index),
             both[:cut].view(shapes[0]),
             both[cut:].view(shapes[1]),
-            memory,
+            self._memory,
             arrived,
         )
 
