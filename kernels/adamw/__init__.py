@@ -1,7 +1,7 @@
 """AdamW over stored moments, in one pass.
 
 reference.py says what is computed. On a GPU kernel.py reads tensors in the chunks of chunks.py; on the CPU
-cpu.py compiles the step. step.py is what optimizers call.
+cpu.py compiles the step. step.py is what optimizers call. storing.py measures what storing did to a step.
 """
 
 from coat_kernels.adamw.cpu import COMPILED, compiled_step

@@ -12,8 +12,8 @@ from coat_ds import CoatAdamW
 from coat_ds.optim.fragments import Fragment
 from coat_ds.optim.moment import Moment
 from coat_ds.optim.narrow_grad import NarrowGrad
-from coat_ds.watch import states
 from coat_ds.watch.states import SUMS, StateSampler, figures
+from coat_kernels.adamw import storing
 from coat_kernels.codecs import get_codec
 
 SHAPE = (16, 128)  # the 16 groups that are looked at
@@ -336,7 +336,7 @@ def test_tensors_that_are_measured_together_say_what_each_says_alone(monkeypatch
         found = sums_of(made, {tensors[i]: [(str(i), 0, tensors[i].numel())]})
         alone += 0 if found is None else found
     # batches end within a tensor
-    monkeypatch.setattr(states, "AT_ONCE_ON_CPU", 5 * 128)
+    monkeypatch.setattr(storing, "AT_ONCE", 5 * 128)
     made, tensors = many()
     together = sums_of(made, {p: [(str(i), 0, p.numel())] for i, p in enumerate(tensors)})
     torch.testing.assert_close(together, alone, rtol=1e-6, atol=0)

@@ -1,0 +1,266 @@
+"""What storing does to the moments of a step: errors of the update and of second moments, summed over groups.
+
+Of groups that were copied before a step, with their gradients, and again behind it. m and v are the fresh
+moments of the step in FP32, as `adamw_reference` computes them, v0 is the second moment that was stored
+before, and m' and v' are what is stored after. With u = m / (sqrt(v) / sqrt(1 - beta2^t) + eps), and u' the
+same of m' and v', the sums of a group are
+
+- of (u' - u)^2, and of u^2, where u is finite;
+- of ln(v0 / v), and of ln(v0 / v'), over elements that were to shrink (v is below v0) and that are above zero
+  before and after. Where second moments are rounded up or down in turn, ln v' is the mean over `DITHERS`
+  thresholds: a step has but one for each element, which says little;
+- of elements with v > 0 that are stored as zero, or as the lowest code at more than twice v;
+- of elements with v > 0.
+"""
+
+import functools
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from coat_kernels.adamw.options import AdamWOptions
+from coat_kernels.codecs.codec import (
+    Codec,
+    Storage,
+    Stored,
+    decode_reference,
+    encode_reference,
+    load_metadata,
+)
+from coat_kernels.device import uses_kernels
+from coat_kernels.fp8 import cast
+from coat_kernels.tiles import load_tile
+
+SUMS = 6
+DITHERS = 64
+# elements that the reference takes at once: it makes `DITHERS` copies of each, which should fit into a cache
+AT_ONCE = 2**13
+# groups of a program
+ROWS = 4
+
+
+class Moments(NamedTuple):
+    """What is stored of some groups of both moments."""
+
+    exp_avg: Storage
+    exp_avg_sq: Storage
+
+    def groups(self, first: int, last: int, size: int) -> "Moments":
+        """A view of those groups."""
+        return Moments(*(storage.groups(first, last, size) for storage in self))
+
+    def decode(self, options: AdamWOptions) -> tuple[torch.Tensor, torch.Tensor]:
+        """Both moments in plain PyTorch, FP32 [groups, group size]."""
+        first, second, size = options.exp_avg_codec, options.exp_avg_sq_codec, options.group_size
+        exp_avg = decode_reference(first, self.exp_avg, size)
+        if first.relative:
+            exp_avg = exp_avg * Stored(second, self.exp_avg_sq).roots(size)
+        exp_avg_sq = decode_reference(second, self.exp_avg_sq, size)
+        return exp_avg.view(-1, size), exp_avg_sq.view(-1, size)
+
+
+def storing_sums(
+    before: Moments, after: Moments, grad: torch.Tensor, step: torch.Tensor, options: AdamWOptions
+) -> torch.Tensor:
+    """The sums of each group, FP64 [groups, SUMS].
+
+    before, after: what was stored before the step and behind it.
+    grad: FP32 [groups, group size], as the step took it, scaled.
+    step: FP64 [groups], the steps that each group's tensor has taken, with this one.
+    options: of the step; its rates of learning and of decay do not count.
+    """
+    if uses_kernels(grad, fp8=False):
+        return storing_sums_triton(before, after, grad, step, options)
+    at_once = AT_ONCE // options.group_size
+    sums = [step.new_empty(0, SUMS)]
+    for first in range(0, len(grad), at_once):
+        part = slice(first, min(first + at_once, len(grad)))
+        stored = (moments.groups(part.start, part.stop, options.group_size) for moments in (before, after))
+        sums.append(storing_sums_reference(*stored, grad[part], step[part], options))
+    return torch.cat(sums)
+
+
+def storing_sums_reference(
+    before: Moments, after: Moments, grad: torch.Tensor, step: torch.Tensor, options: AdamWOptions
+) -> torch.Tensor:
+    """`storing_sums` in plain PyTorch."""
+    beta1, beta2 = options.beta1, options.beta2
+    old_m, old = before.decode(options)
+    stored_m, stored_v = after.decode(options)
+    g = -grad if options.maximize else grad
+    fresh_m = torch.lerp(old_m, g, 1 - beta1)
+    fresh_v = old * beta2 + g * g * (1 - beta2)
+    root = _roots(step, beta2)[:, None]
+
+    def update(m, v):
+        return m / (v.sqrt() / root + options.eps)
+
+    exact, stored = update(fresh_m, fresh_v), update(stored_m, stored_v)
+    known = exact.isfinite()
+    shrinks = (fresh_v < old) & (fresh_v > 0) & (stored_v > 0)
+    kept = stored_v.log()
+    if options.dither:
+        kept = _mean_log(options.exp_avg_sq_codec, fresh_v)
+        shrinks &= kept.isfinite()
+    positive = fresh_v > 0
+    bits = _bits(after.exp_avg_sq.codes).view_as(stored_v)
+    lost = positive & ((stored_v == 0) | ((bits == 1) & (stored_v > 2 * fresh_v)))
+    sums = (
+        torch.where(known, (stored - exact).square(), 0),
+        torch.where(known, exact.square(), 0),
+        torch.where(shrinks, (old / fresh_v).log(), 0),
+        torch.where(shrinks, old.log() - kept, 0),
+        lost,
+        positive,
+    )
+    return torch.stack([x.sum(1, dtype=torch.float64) for x in sums], 1)
+
+
+def _roots(step: torch.Tensor, beta2: float) -> torch.Tensor:
+    """What the roots of second moments are divided by, FP32."""
+    return (1 - beta2**step).sqrt().float()
+
+
+def _bits(codes: torch.Tensor) -> torch.Tensor:
+    return codes.view({1: torch.uint8, 2: torch.int16, 4: torch.int32}[codes.element_size()])
+
+
+@functools.cache
+def _thresholds(group_size: int, device: torch.device) -> torch.Tensor:
+    """The dither of a group, evenly spread for each element: FP32 [DITHERS, group size] in (-1/2, 1/2)."""
+    lanes = torch.arange(group_size, device=device) * 0.618034
+    shifts = torch.arange(DITHERS, device=device)[:, None] / DITHERS
+    return ((lanes + shifts) % 1 - 0.5) * (1 - 2**-20)
+
+
+def _mean_log(codec: Codec, x: torch.Tensor) -> torch.Tensor:
+    """The mean logarithm of what `x` [groups, group size] may be stored as."""
+    dither = _thresholds(x.shape[1], x.device)[:, None].expand(-1, *x.shape)
+    repeated = x.expand(DITHERS, *x.shape).reshape(-1)
+    storage = encode_reference(codec, repeated, x.shape[1], dither=dither.reshape(-1))
+    return decode_reference(codec, storage, x.shape[1]).view(DITHERS, *x.shape).log().mean(0)
+
+
+@triton.jit
+def decode_tile(p_m, p_m_scale, p_m_exponent, p_v, p_v_scale, p_v_exponent, o_x, m_x, o_row, m_row,
+                M_FROM: tl.constexpr, M_SCALE: tl.constexpr, M_EXPONENT: tl.constexpr, M_E5M2: tl.constexpr,
+                V_FROM: tl.constexpr, V_SCALE: tl.constexpr, V_EXPONENT: tl.constexpr, V_E5M2: tl.constexpr,
+                V_ROOTS: tl.constexpr, RELATIVE: tl.constexpr):  # fmt: skip
+    """Both moments of a tile, FP32."""
+    b_m_codes, b_v_codes = load_tile(p_m, o_x, m_x, True), load_tile(p_v, o_x, m_x, True)
+    b_scale, b_exponent = load_metadata(p_m_scale, p_m_exponent, o_row, m_row, M_SCALE, M_EXPONENT, True)
+    b_m = M_FROM(b_m_codes, b_scale, b_exponent, M_E5M2, True)
+    b_scale, b_exponent = load_metadata(p_v_scale, p_v_exponent, o_row, m_row, V_SCALE, V_EXPONENT, True)
+    if RELATIVE:
+        b_m *= V_ROOTS(b_v_codes, b_scale, b_exponent)
+    return b_m, V_FROM(b_v_codes, b_scale, b_exponent, V_E5M2, False)
+
+
+@triton.jit
+def store_sum(p_sums, o_row, m_row, b_x, COLUMN: tl.constexpr, SUMS: tl.constexpr):
+    tl.store(p_sums + o_row * SUMS + COLUMN, tl.sum(b_x.to(tl.float64), axis=1), mask=m_row)
+
+
+@triton.jit
+def storing_kernel(
+    p_grad, p_root, p_thresholds, p_sums,
+    # what was stored before the step and behind it
+    p_old_m, p_old_m_scale, p_old_m_exponent, p_old_v, p_old_v_scale, p_old_v_exponent,
+    p_m, p_m_scale, p_m_exponent, p_v, p_v_scale, p_v_exponent, p_v_bits,
+    groups, rate1, beta2, rate2, eps,
+    M_FROM: tl.constexpr, M_SCALE: tl.constexpr, M_EXPONENT: tl.constexpr, M_E5M2: tl.constexpr,
+    V_FROM: tl.constexpr, V_SCALE: tl.constexpr, V_EXPONENT: tl.constexpr, V_E5M2: tl.constexpr,
+    V_ROOTS: tl.constexpr, RELATIVE: tl.constexpr,
+    V_STATISTICS: tl.constexpr, V_TO: tl.constexpr, DITHERS: tl.constexpr,
+    MAXIMIZE: tl.constexpr, SUMS: tl.constexpr, ROWS: tl.constexpr, G: tl.constexpr,
+):  # fmt: skip
+    o_row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    m_row = o_row < groups
+    o_lane = tl.arange(0, G)[None, :]
+    o_x = o_row[:, None] * G + o_lane
+    m_x = o_x < groups * G
+    b_old_m, b_old = decode_tile(
+        p_old_m, p_old_m_scale, p_old_m_exponent, p_old_v, p_old_v_scale, p_old_v_exponent,
+        o_x, m_x, o_row, m_row, M_FROM, M_SCALE, M_EXPONENT, M_E5M2,
+        V_FROM, V_SCALE, V_EXPONENT, V_E5M2, V_ROOTS, RELATIVE)  # fmt: skip
+    b_m, b_v = decode_tile(
+        p_m, p_m_scale, p_m_exponent, p_v, p_v_scale, p_v_exponent,
+        o_x, m_x, o_row, m_row, M_FROM, M_SCALE, M_EXPONENT, M_E5M2,
+        V_FROM, V_SCALE, V_EXPONENT, V_E5M2, V_ROOTS, RELATIVE)  # fmt: skip
+    b_g = load_tile(p_grad, o_x, m_x, True)
+    if MAXIMIZE:
+        b_g = -b_g
+    b_fresh_m = b_old_m + rate1 * (b_g - b_old_m)
+    b_fresh = b_old * beta2 + b_g * b_g * rate2
+    b_root = tl.load(p_root + o_row, mask=m_row, other=1.0)[:, None]
+    b_exact = b_fresh_m / (tl.sqrt(b_fresh) / b_root + eps)
+    b_error = b_m / (tl.sqrt(b_v) / b_root + eps) - b_exact
+    b_known = tl.abs(b_exact) < float("inf")
+    b_shrinks = (b_fresh < b_old) & (b_fresh > 0.0) & (b_v > 0.0)
+    if DITHERS > 0:
+        b_scale, b_exponent = V_STATISTICS(b_fresh, V_E5M2, False)
+        b_kept = tl.zeros([ROWS, G], tl.float32)
+        for i in range(DITHERS):
+            b_dither = tl.load(p_thresholds + i * G + o_lane)
+            b_codes = V_TO(b_fresh, b_scale[:, None], b_exponent[:, None], b_dither, V_E5M2, False, True)
+            b_codes = cast(b_codes, p_v.dtype.element_ty)
+            b_kept += tl.log(V_FROM(b_codes, b_scale[:, None], b_exponent[:, None], V_E5M2, False))
+        b_kept /= DITHERS
+        b_shrinks &= tl.abs(b_kept) < float("inf")
+    else:
+        b_kept = tl.log(b_v)
+    b_positive = b_fresh > 0.0
+    b_lowest = (load_tile(p_v_bits, o_x, m_x, True) == 1) & (b_v > 2.0 * b_fresh)
+    b_lost = b_positive & ((b_v == 0.0) | b_lowest)
+    store_sum(p_sums, o_row, m_row, tl.where(b_known, b_error * b_error, 0.0), 0, SUMS)
+    store_sum(p_sums, o_row, m_row, tl.where(b_known, b_exact * b_exact, 0.0), 1, SUMS)
+    store_sum(p_sums, o_row, m_row, tl.where(b_shrinks, tl.log(b_old / b_fresh), 0.0), 2, SUMS)
+    store_sum(p_sums, o_row, m_row, tl.where(b_shrinks, tl.log(b_old) - b_kept, 0.0), 3, SUMS)
+    store_sum(p_sums, o_row, m_row, b_lost, 4, SUMS)
+    store_sum(p_sums, o_row, m_row, b_positive, 5, SUMS)
+
+
+def storing_sums_triton(
+    before: Moments, after: Moments, grad: torch.Tensor, step: torch.Tensor, options: AdamWOptions
+) -> torch.Tensor:
+    """`storing_sums` by the Triton kernel, in one launch."""
+    first, second, size = options.exp_avg_codec, options.exp_avg_sq_codec, options.group_size
+    sums = torch.empty(len(grad), SUMS, dtype=torch.float64, device=grad.device)
+    if len(grad):
+        with torch.cuda.device_of(grad):
+            storing_kernel[(triton.cdiv(len(grad), ROWS),)](
+                grad,
+                _roots(step, options.beta2),
+                _thresholds(size, grad.device),
+                sums,
+                *before.exp_avg,
+                *before.exp_avg_sq,
+                *after.exp_avg,
+                *after.exp_avg_sq,
+                _bits(after.exp_avg_sq.codes),
+                len(grad),
+                1 - options.beta1,
+                options.beta2,
+                1 - options.beta2,
+                options.eps,
+                M_FROM=first.from_codes_tile,
+                M_SCALE=first.has_scale,
+                M_EXPONENT=first.has_exponent,
+                M_E5M2=first.is_e5m2,
+                V_FROM=second.from_codes_tile,
+                V_SCALE=second.has_scale,
+                V_EXPONENT=second.has_exponent,
+                V_E5M2=second.is_e5m2,
+                V_ROOTS=second.roots_tile,
+                RELATIVE=first.relative,
+                V_STATISTICS=second.statistics_tile,
+                V_TO=second.to_codes_tile,
+                DITHERS=DITHERS if options.dither else 0,
+                MAXIMIZE=options.maximize,
+                SUMS=SUMS,
+                ROWS=ROWS,
+                G=size,
+            )
+    return sums

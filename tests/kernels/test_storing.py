@@ -1,0 +1,112 @@
+"""What storing does to moments: the kernel against the reference, of every pair of formats."""
+
+import pytest
+import torch
+
+from coat_kernels.adamw import AdamWOptions, storing
+from coat_kernels.adamw.storing import SUMS, Moments, storing_sums_reference, storing_sums_triton
+from coat_kernels.codecs import get_codec
+from coat_kernels.codecs.codec import Stored, encode_reference
+from tests.kernels.steps import PAIRS
+
+
+def options_of(m_name, v_name, **more):
+    given = {"group_size": 128, "lr": 0.0, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.0}
+    return AdamWOptions(get_codec(m_name), get_codec(v_name), **(given | more))
+
+
+def stored(options, m, v):
+    """Moments [groups, group size] as they are stored."""
+    size, first = options.group_size, options.exp_avg_codec
+    exp_avg_sq = encode_reference(options.exp_avg_sq_codec, v.reshape(-1), size)
+    roots = Stored(options.exp_avg_sq_codec, exp_avg_sq).roots(size).view_as(m) if first.relative else 1
+    return Moments(encode_reference(first, (m / roots).reshape(-1), size), exp_avg_sq)
+
+
+def example(options, groups, device, seed=0):
+    """Before and after a step that shrinks about half of the second moments, gradients and step counts."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def normal():
+        return torch.randn(groups, options.group_size, generator=generator)
+
+    m, v, grad = 1e-3 * normal(), 1e-6 * (3 * normal()).exp(), 1e-3 * normal()
+    g = -grad if options.maximize else grad
+    fresh = torch.lerp(m, g, 1 - options.beta1), v * options.beta2 + g * g * (1 - options.beta2)
+    before, after = stored(options, m, v), stored(options, *fresh)
+    moved = [Moments(*(type(s)(*(t.to(device) for t in s)) for s in one)) for one in (before, after)]
+    step = torch.arange(1, groups + 1, dtype=torch.float64, device=device)
+    return *moved, grad.to(device), step
+
+
+def close(found, expected):
+    torch.testing.assert_close(found[:, 0], expected[:, 0], rtol=2**-8, atol=0, equal_nan=True)
+    torch.testing.assert_close(found[:, 1], expected[:, 1], rtol=2**-16, atol=0)
+    torch.testing.assert_close(found[:, 2], expected[:, 2], rtol=2**-10, atol=128 * 2**-17)
+    torch.testing.assert_close(found[:, 3], expected[:, 3], rtol=2**-10, atol=128 * 2**-17 + 2 * 2**-9)
+
+
+def compare(options, arguments):
+    """The kernel's arithmetic moves a decoded value by up to 2^-18 of it (`log2_error_bound` of the codecs).
+    Storing moves it by 2^-9 at least, as BF16 does, so that this error is known to 2^-9 and its square to
+    2^-8. A logarithm is off by 2^-18, and by a 64th of a code, 2^-9 at most, for each threshold at which both
+    round differently: that is one or two of the 64 times 128 of a group."""
+    expected = storing_sums_reference(*arguments, options)
+    found = storing_sums_triton(*arguments, options)
+    assert found.shape == expected.shape == (len(arguments[2]), SUMS)
+    assert torch.equal(found[:, 5], expected[:, 5])
+    close(found, expected)
+    assert (found[:, 4] - expected[:, 4]).abs().max() <= 1
+    return expected
+
+
+# what is stored in 32 bits has no error to speak of
+CASES = [(m, v, False) for m, v in PAIRS if (m, v) != ("fp32", "fp32")]
+CASES += [(m, "log8", True) for m in ("ratio8", "fp8_expanded")]
+
+
+@pytest.mark.parametrize("m_name, v_name, dither", CASES)
+def test_the_kernel_is_the_reference(m_name, v_name, dither, device):
+    options = options_of(m_name, v_name, dither=dither)
+    expected = compare(options, example(options, 6, device))
+    assert (expected[:, (0, 1, 2, 5)] > 0).all()
+
+
+@pytest.mark.parametrize("groups", [0, 1, 4, 9])
+@pytest.mark.parametrize("size", [16, 64, 256])
+def test_any_number_of_groups(groups, size, device):
+    options = options_of("ratio8", "log8", group_size=size, dither=True, maximize=True, eps=0.1)
+    arguments = example(options, groups, device)
+    if groups:
+        compare(options, arguments)
+    assert storing_sums_triton(*arguments, options).shape == (groups, SUMS)
+
+
+@pytest.mark.parametrize("m_name, v_name", [("ratio8", "log8"), ("fp8_expanded", "fp8_expanded")])
+def test_zeros_and_what_is_not_finite(m_name, v_name, device):
+    options = options_of(m_name, v_name, dither=v_name == "log8")
+    before, after, grad, step = example(options, 6, device)
+    zeros = stored(options, torch.zeros(6, 128), torch.zeros(6, 128))
+    grad[0, 3], grad[1, 5], grad[2] = float("inf"), float("nan"), 0
+    for moments in (before, after):
+        for storage, empty in zip(moments, zeros, strict=True):
+            # a group of zeros without a gradient, as padding has
+            storage.codes.view(6, 128)[2] = empty.codes.view(6, 128)[2].to(device)
+            for t, e in zip(storage[1:], empty[1:], strict=True):
+                t[2:3] = e[2:3].to(device)
+    expected = storing_sums_reference(before, after, grad, step, options)
+    found = storing_sums_triton(before, after, grad, step, options)
+    assert expected[2].tolist() == found[2].tolist() == [0] * SUMS
+    # an infinite second moment counts as positive, NaN does not; neither has a finite update
+    assert found[:2, 5].tolist() == expected[:2, 5].tolist() == [128, 127]
+    assert torch.equal(found.isfinite(), expected.isfinite())
+    rows = [0, 1, 3, 4, 5]
+    close(found[rows], expected[rows])
+
+
+def test_batches_of_the_reference_say_what_it_says_at_once(monkeypatch):
+    options = options_of("ratio8", "log8", dither=True)
+    arguments = example(options, 7, torch.device("cpu"))
+    expected = storing_sums_reference(*arguments, options)
+    monkeypatch.setattr(storing, "AT_ONCE", 3 * 128)
+    assert torch.equal(storing.storing_sums(*arguments, options), expected)
