@@ -84,7 +84,7 @@ def test_any_number_of_groups(groups, size, device):
 
 @pytest.mark.parametrize("m_name, v_name", [("ratio8", "log8"), ("fp8_expanded", "fp8_expanded")])
 def test_zeros_and_what_is_not_finite(m_name, v_name, device):
-    options = options_of(m_name, v_name, dither=v_name == "log8")
+    options = options_of(m_name, v_name, eps=0.0)
     before, after, grad, step = example(options, 6, device)
     zeros = stored(options, torch.zeros(6, 128), torch.zeros(6, 128))
     grad[0, 3], grad[1, 5], grad[2] = float("inf"), float("nan"), 0
@@ -94,8 +94,14 @@ def test_zeros_and_what_is_not_finite(m_name, v_name, device):
             storage.codes.view(6, 128)[2] = empty.codes.view(6, 128)[2].to(device)
             for t, e in zip(storage[1:], empty[1:], strict=True):
                 t[2:3] = e[2:3].to(device)
+    # an update without end, of a second moment of zero; and one that should shrink, and is stored as zero
+    before.exp_avg_sq.codes.view(6, 128)[3, 7] = 0
+    after.exp_avg_sq.codes.view(6, 128)[4, 9] = 0
+    grad[3, 7] = grad[4, 9] = 0
     expected = storing_sums_reference(before, after, grad, step, options)
     found = storing_sums_triton(before, after, grad, step, options)
+    assert expected[3, 5] == found[3, 5] == 127 and expected[4, 4] == found[4, 4] >= 1
+    assert expected[3].isfinite().all() and expected[4, 0].isinf() and expected[4, 1:].isfinite().all()
     assert expected[2].tolist() == found[2].tolist() == [0] * SUMS
     # an infinite second moment counts as positive, NaN does not; neither has a finite update
     assert found[:2, 5].tolist() == expected[:2, 5].tolist() == [128, 127]
