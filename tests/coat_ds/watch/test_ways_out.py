@@ -163,13 +163,13 @@ def test_a_reading_without_figures_counts_neither_way():
     """As of a layer that was replayed, whose turn it was not, and of tensors whose step was skipped."""
     config = WatchConfig(act="act", readings=2)
     fallback = Fallback(coat_ds.convert(model().bfloat16()), config, lambda *_: None, lambda *_: None)
-    over = {"0": {"input_flushed": 1.0}, "2": {"gradient_flushed": 0.1}}
-    fallback.judge(1, {"2.weight": {"update_error": 0.1}}, over)
+    over = {"0": {"input_flushed": 1.0}, "1": {"gradient_flushed": 0.1}}
+    fallback.judge(1, {"1.weight": {"update_error": 0.9}}, over)
     assert fallback.suspects == ["0"]
-    fallback.judge(2, {"2.weight": {}}, {"0": {}, "2": {"saved_flushed": 1.0}})
-    assert fallback.suspects == ["0"] and not fallback.layers
-    fallback.judge(3, {}, over)
-    assert fallback.layers == ["0"]
+    fallback.judge(2, {"1.weight": {}}, {"0": {}, "1": {"saved_flushed": 1.0}})
+    assert fallback.suspects == ["0"] and fallback.state() == {"layers": [], "states": []}
+    fallback.judge(3, {"1.weight": {"update_error": 0.9}}, over)
+    assert fallback.state() == {"layers": ["0"], "states": ["1.weight"]}
     fallback.restore({})
     fallback.judge(4, {}, over)
     fallback.judge(5, {}, {"0": {"input_flushed": 0.1}})
