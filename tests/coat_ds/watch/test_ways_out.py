@@ -184,19 +184,34 @@ def with_graphs(layers):
         layer.graphs._places["a shape"].recordings.append("a recording")
 
 
-def test_figures_of_a_replayed_layer_are_those_of_its_last_turn():
+def sums_of_steps(watch, steps):
+    """By layer, of those that are watched. The CPU's layers tell of themselves though they count as
+    replayed."""
+    sums = []
+    for i in range(steps):
+        x = torch.randn(16, 64).mul(64.0 ** torch.randn(16, 64) * 4**i)
+        watch.model(x.bfloat16()).sum().backward()
+        watch.end_step()
+        if (pending := watch._pending) is not None:
+            sums.append(dict(zip(pending.layers, pending.codes.tolist(), strict=True)))
+    watch.close()
+    return sums
+
+
+@pytest.fixture
+def blocks():
     made = coat_ds.convert(torch.nn.ModuleList([model(), model()]).bfloat16())
     made.forward = lambda x: made[1](made[0](x))
     with_graphs(made)
-    readings, sums = [], []
-    watch = Watch(made, None, {"every": 1}, [readings.append])
-    for i in range(3):
-        made(torch.randn(16, 64).mul(8.0 ** torch.randn(16, 64) * 4**i).bfloat16()).sum().backward()
-        watch.end_step()
-        pending = watch._pending
-        # the CPU's layers told of themselves though they count as replayed
-        sums.append({name: row.tolist() for name, row in zip(pending.layers, pending.codes, strict=True)})
-    watch.close()
+    return made
+
+
+@pytest.mark.parametrize("every", [1, 2])
+def test_figures_of_a_replayed_layer_are_those_of_its_last_turn(blocks, every):
+    readings = []
+    watch = Watch(blocks, None, {"every": every}, [readings.append])
+    sums = sums_of_steps(watch, 3 * every)
+    assert len(readings) == len(sums) == 3
     for i, reading in enumerate(readings):
         # reading number i + 1
         mine, other = "10" if i % 2 == 0 else "01"
@@ -204,6 +219,14 @@ def test_figures_of_a_replayed_layer_are_those_of_its_last_turn():
         rows = [row for found, block in turns for name, row in found.items() if name.startswith(block)]
         assert [row[codes.REPLAYED] for row in rows[:2]] == [0, 0] and len(rows) == 4
         assert reading.groups["*.*"] == codes.figures([sum(x) for x in zip(*rows, strict=True)])
+
+
+def test_layers_above_a_limit_are_watched_out_of_turn(blocks):
+    watch = Watch(blocks, None, {"every": 1, "act": "warn", "flushed": 1e-9})
+    sums = sums_of_steps(watch, 3)
+    replayed = [sorted(name for name, row in found.items() if row[codes.REPLAYED]) for found in sums]
+    # the first reading is taken in behind the second
+    assert replayed == [["0", "0.0", "0.1"], ["1", "1.0", "1.1"], []]
 
 
 def test_a_layer_that_falls_back_computes_in_bf16_until_watching_ends():
