@@ -86,11 +86,11 @@ def expert_groups(model):
 
 
 def cell(
-    stage, dtype="bf16", *, model=Tied, groups=None, clip=1.0, accumulation=1, zero=(), section=(), summed=None
+    stage, dtype="bf16", *, model=Tied, groups=None, clip=1.0, accumulation=1, zero=(), section=(), sums=None
 ):
     return dict(
         stage=stage, dtype=dtype, model=model, groups=groups, clip=clip, accumulation=accumulation,
-        zero=dict(zero), section=dict(section), summed=summed,
+        zero=dict(zero), section=dict(section), sums=sums,
     )  # fmt: skip
 
 
@@ -105,9 +105,9 @@ CELLS = {
     **{f"master32-{stage}": cell(stage, model=Wide, clip=0.0) for stage in (1, 2, 3)},
     **{f"master16-{stage}": cell(stage, model=Wide, clip=0.0, section=MASTER16) for stage in (1, 2, 3)},
     **{f"offload-{stage}": cell(stage, zero=OFFLOAD) for stage in (1, 2, 3)},
-    # DeepSpeed's autocast, weights in FP32; and micro-batches summed in FP32, by its BF16_Optimizer in stage 1
+    # DeepSpeed's autocast, of FP32 weights; micro-batches summed in FP32, in stage 1 by its BF16_Optimizer
     **{f"autocast-{stage}": cell(stage, "autocast", accumulation=2) for stage in (1, 3)},
-    **{f"summed32-{stage}": cell(stage, accumulation=2, summed="fp32") for stage in (1, 2, 3)},
+    **{f"summed32-{stage}": cell(stage, accumulation=2, sums="fp32") for stage in (1, 2, 3)},
     "subgroups-3": cell(3, zero={"sub_group_size": 5000}),
     "round-robin-2": cell(2, zero={"round_robin_gradients": True}),
     "experts-1": cell(1, "fp32", model=Experts, groups=expert_groups),
@@ -137,7 +137,7 @@ def ds_config(cell, coat=True):
         "gradient_clipping": cell["clip"],
         "zero_optimization": {"stage": cell["stage"], **cell["zero"]},
         "optimizer": {"type": "AdamW", "params": params if coat else {**params, "torch_adam": True}},
-        "data_types": {"grad_accum_dtype": cell["summed"]},
+        "data_types": {"grad_accum_dtype": cell["sums"]},
         **({} if cell["dtype"] == "fp32" else precision),
         **(
             {"coat": {"enabled": True, "activations": False, "optimizer": {"min_numel": 1000}}}
