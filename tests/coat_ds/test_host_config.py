@@ -2,6 +2,7 @@
 
 import inspect
 import logging
+import weakref
 
 import pytest
 import torch
@@ -121,10 +122,12 @@ def test_patterns_that_match_nothing(log):
 
 
 def test_names_are_those_of_the_model_that_the_engine_has_changed():
-    """AutoEP puts experts of its own in the place of the model's, before an optimizer is built."""
-    model = torch.nn.ModuleDict({"mlp": torch.nn.Linear(96, 96, bias=False)})
+    """AutoEP exchanges a model's experts, and frees them, before the optimizer is built."""
+    model = torch.nn.ModuleDict({name: torch.nn.Linear(96, 96, bias=False) for name in ("mlp", "experts")})
     make = build.optimizer_for_engine(keeping("experts*"), host(zero_optimization={"stage": 1}), None, model)
+    before = weakref.ref(model["experts"].weight)
     model["experts"] = torch.nn.Linear(96, 96, bias=False)
+    assert before() is None
     made = make(model.parameters())
     kept = [made.keeps(p, made.param_groups[0]) for p in model.parameters()]
     assert kept == [False, True]
