@@ -31,10 +31,14 @@ def optimizer_for_engine(
         apart = is_torch and coat.optimizer.checkpoint_layout == "stock"
         return _fused_adam_class(apart)
 
-    names = {} if model is None else {p: name for name, p in model.named_parameters()}
+    names: dict[torch.Tensor, str] = {}
     rule = functools.partial(_keeps_fp32_by_name, coat.optimizer.keep_fp32, names)
-    for line in idle_patterns(coat.optimizer.keep_fp32, names) if names else ():
-        say(line, logging.WARNING)
+
+    def take_names() -> None:
+        # DeepSpeed exchanges parameters before it has an optimizer built: AutoEP those of experts
+        names.update({} if model is None else {p: name for name, p in model.named_parameters()})
+        for line in idle_patterns(coat.optimizer.keep_fp32, names) if names else ():
+            say(line, logging.WARNING)
 
     own = {
         "keep_fp32": rule,
@@ -50,6 +54,7 @@ def optimizer_for_engine(
         return built
 
     def converted(given: torch.optim.Optimizer) -> CoatAdamW:
+        take_names()
         return reported(convert_optimizer.convert_(given, coat.optimizer, class_for(given), **own))
 
     def build(model_parameters):
@@ -59,6 +64,7 @@ def optimizer_for_engine(
         if idle := [name for name in IMPLEMENTATIONS if name in params]:
             listed = ", ".join(f"{name} {params[name]}" for name in idle)
             say(f"COAT: optimizer.params: {listed}: of no effect, CoatAdamW has one implementation")
+        take_names()
         groups = parameter_groups(_with_expert_groups(model_parameters), coat.optimizer)
         return reported(class_for(None)(groups, **own, **optimizer_options(config)))
 

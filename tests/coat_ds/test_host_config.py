@@ -2,6 +2,7 @@
 
 import inspect
 import logging
+import weakref
 
 import pytest
 import torch
@@ -107,15 +108,29 @@ def log():
     logger.removeHandler(handler)
 
 
+def keeping(*patterns) -> CoatConfig:
+    return CoatConfig.from_dict({**BLOCK, "report": False, "optimizer": {"keep_fp32": list(patterns)}})
+
+
 def test_patterns_that_match_nothing(log):
-    coat = CoatConfig.from_dict(
-        {**BLOCK, "optimizer": {"keep_fp32": ["*lm_haed*", "LM_HEAD*", "*norm*", "*bias*"]}}
-    )
+    coat = keeping("*lm_haed*", "LM_HEAD*", "*norm*", "*bias*")
     model = torch.nn.ModuleDict({"lm_head": torch.nn.Linear(4, 4, bias=False)})
-    build.optimizer_for_engine(coat, host(zero_optimization={"stage": 1}), None, model)
+    build.optimizer_for_engine(coat, host(zero_optimization={"stage": 1}), None, model)(model.parameters())
     assert [level for level, _ in log] == ["WARNING"]
     assert "coat.optimizer.keep_fp32: '*lm_haed*' matches no parameter" in log[0][1]
     assert "Did you mean 'lm_head'?" in log[0][1]
+
+
+def test_names_are_those_of_the_model_that_the_engine_has_changed():
+    """AutoEP exchanges a model's experts, and frees them, before the optimizer is built."""
+    model = torch.nn.ModuleDict({name: torch.nn.Linear(96, 96, bias=False) for name in ("mlp", "experts")})
+    make = build.optimizer_for_engine(keeping("experts*"), host(zero_optimization={"stage": 1}), None, model)
+    before = weakref.ref(model["experts"].weight)
+    model["experts"] = torch.nn.Linear(96, 96, bias=False)
+    assert before() is None
+    made = make(model.parameters())
+    kept = [made.keeps(p, made.param_groups[0]) for p in model.parameters()]
+    assert kept == [False, True]
 
 
 def built(log, optimizer=None, params=None, block=None, size=64):

@@ -223,9 +223,12 @@ def test_tensors_of_every_kind_in_one_step(bf16_params, device, monkeypatch):
     assert not all_equal(together[:1], start(device, 300))
 
 
-def test_grad_scaler_skips_a_bad_step_and_counts_only_good_ones(device):
+@pytest.mark.parametrize("unscales", [True, False], ids=["in the step", "before it"])
+def test_grad_scaler_skips_a_bad_step_and_counts_only_good_ones(unscales, device):
     params, plain = start(device, 300, 5000), start(device, 300, 5000)
     scaled, expected = CoatAdamW(params, **OPTIONS), CoatAdamW(plain, **OPTIONS)
+    # what users of Lightning set to False, who clip gradients
+    scaled._step_supports_amp_scaling = unscales
     scaler = torch.amp.GradScaler(device.type, init_scale=8.0, growth_interval=1000)
     scaler.scale(torch.ones(1, device=device))
     for step in range(4):

@@ -81,6 +81,13 @@ def test_trainer_without_deepspeed(two):
         assert found["losses"] == pytest.approx(rank["Trainer"]["losses"], rel=2e-2)
 
 
+def test_accelerate_without_deepspeed(two):
+    for rank in two:
+        before, after, again = rank["Accelerate alone"]["losses"]
+        assert again == after and sum(after) < sum(before)
+        assert {"ratio8", "log8", "fp32"} == set(rank["Accelerate alone"]["bytes"])
+
+
 def test_auto_in_the_block(two):
     """Accelerate refuses the word, and names the key."""
     for rank in two:

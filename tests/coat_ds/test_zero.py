@@ -26,7 +26,7 @@ CUT_GROUP = 4 * 2**-4 / 3**0.5 * 128**0.5 / 20_000
 # mean square; four deviations of 100 elements' mean, as above
 TIPPED = 4 * (2**-9 / (1.5 / 127)) ** 0.5 * (1.5 / 127) / 6**0.5 / 100**0.5
 # as derived in test_engine.py
-TOLERANCE = {"bf16": 2**-10, "fp16": 2**-10, "fp32": 1e-5}
+TOLERANCE = {"bf16": 2**-10, "fp16": 2**-10, "autocast": 2**-10, "fp32": 1e-5}
 
 
 class Tied(nn.Module):
@@ -85,10 +85,12 @@ def expert_groups(model):
     )
 
 
-def cell(stage, dtype="bf16", *, model=Tied, groups=None, clip=1.0, accumulation=1, zero=(), section=()):
+def cell(
+    stage, dtype="bf16", *, model=Tied, groups=None, clip=1.0, accumulation=1, zero=(), section=(), sums=None
+):
     return dict(
         stage=stage, dtype=dtype, model=model, groups=groups, clip=clip, accumulation=accumulation,
-        zero=dict(zero), section=dict(section),
+        zero=dict(zero), section=dict(section), sums=sums,
     )  # fmt: skip
 
 
@@ -103,6 +105,9 @@ CELLS = {
     **{f"master32-{stage}": cell(stage, model=Wide, clip=0.0) for stage in (1, 2, 3)},
     **{f"master16-{stage}": cell(stage, model=Wide, clip=0.0, section=MASTER16) for stage in (1, 2, 3)},
     **{f"offload-{stage}": cell(stage, zero=OFFLOAD) for stage in (1, 2, 3)},
+    # DeepSpeed's autocast, of FP32 weights; micro-batches summed in FP32, in stage 1 by its BF16_Optimizer
+    **{f"autocast-{stage}": cell(stage, "autocast", accumulation=2) for stage in (1, 3)},
+    **{f"summed32-{stage}": cell(stage, accumulation=2, sums="fp32") for stage in (1, 2, 3)},
     "subgroups-3": cell(3, zero={"sub_group_size": 5000}),
     "round-robin-2": cell(2, zero={"round_robin_gradients": True}),
     "experts-1": cell(1, "fp32", model=Experts, groups=expert_groups),
@@ -122,6 +127,9 @@ def ds_config(cell, coat=True):
     section = {"enabled": True, **cell["section"]}
     if cell["dtype"] == "fp16":
         section["initial_scale_power"] = 8
+    precision = {cell["dtype"]: section}
+    if cell["dtype"] == "autocast":
+        precision = {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}}
     params = {"lr": LR, "weight_decay": 0.1, "betas": [0.9, 0.95]}
     return {
         "train_batch_size": BATCH,
@@ -129,7 +137,8 @@ def ds_config(cell, coat=True):
         "gradient_clipping": cell["clip"],
         "zero_optimization": {"stage": cell["stage"], **cell["zero"]},
         "optimizer": {"type": "AdamW", "params": params if coat else {**params, "torch_adam": True}},
-        **({} if cell["dtype"] == "fp32" else {cell["dtype"]: section}),
+        "data_types": {"grad_accum_dtype": cell["sums"]},
+        **({} if cell["dtype"] == "fp32" else precision),
         **(
             {"coat": {"enabled": True, "activations": False, "optimizer": {"min_numel": 1000}}}
             if coat

@@ -210,6 +210,40 @@ def without_deepspeed(folder):
     }
 
 
+def accelerated_alone(folder):
+    """Accelerate without DeepSpeed, two micro-batches a step: the losses from a saved state on, and again."""
+    from accelerate import Accelerator
+
+    accelerator = Accelerator(
+        cpu=not torch.cuda.is_available(), mixed_precision="bf16", gradient_accumulation_steps=2
+    )
+    model = coat_ds.convert(llama())
+    optimizer = coat_ds.CoatAdamW(model.named_parameters(), lr=5e-3, betas=(0.9, 0.95))
+    loader = torch.utils.data.DataLoader(Data(), batch_size=BATCH // accelerator.num_processes)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    batches = list(itertools.islice(loader, 2 * STEPS))
+
+    def losses():
+        found = []
+        for batch in batches:
+            with accelerator.accumulate(model):
+                loss = model(**batch).loss
+                accelerator.backward(loss)
+                if accelerator.sync_gradients:
+                    accelerator.clip_grad_norm_(model.parameters(), 1.0)
+                optimizer.step()
+                optimizer.zero_grad()
+            found.append(loss.item())
+        return found
+
+    before = losses()
+    accelerator.save_state(folder)
+    after = losses()
+    accelerator.load_state(folder)
+    held = coat_ds.state_bytes(optimizer.optimizer)["by_codec"]
+    return {"losses": [before, after, losses()], "bytes": list(held)}
+
+
 def engine_of(stage, block, model=None, **more):
     config = {
         "train_batch_size": BATCH,
@@ -355,6 +389,7 @@ def work(folder):
         "SFT": lambda: sft(f"{folder}/sft"),
         "DPO": lambda: dpo(f"{folder}/dpo"),
         "Accelerate": lambda: accelerated(BLOCK),
+        "Accelerate alone": lambda: accelerated_alone(f"{folder}/accelerate"),
         "auto": refusal_of_auto,
     }  # fmt: skip
     with listening() as lines, contextlib.redirect_stdout(io.StringIO()):

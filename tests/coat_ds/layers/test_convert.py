@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import coat_ds
 from benchmarks.common.families import FAMILIES
@@ -112,6 +113,23 @@ def test_copies_and_pickles():
         assert other.config._attn_implementation == "sdpa"
     # the copies' own
     same(run(model, batch), expected)
+
+
+@pytest.mark.parametrize("weight_cache", ["none", "fp8"])
+def test_averages_of_weights(weight_cache):
+    """A model of torch's moving averages multiplies by the average, also where weights are cached."""
+    model, batch, activations = LLAMA.build(), LLAMA.batch(), {"weight_cache": weight_cache}
+    average = AveragedModel(coat_ds.convert(model, activations), multi_avg_fn=get_ema_multi_avg_fn(0.5))
+    for _ in range(2):
+        average.update_parameters(model)
+        run(average.module, batch)
+        with torch.no_grad():
+            for p in model.parameters():
+                p.mul_(1.5)
+    stock = LLAMA.build()
+    stock.load_state_dict(average.module.state_dict())
+    assert coat_ds.conversion_of(average.module) == coat_ds.conversion_of(model)
+    same(run(average.module, batch), run(coat_ds.convert(stock, activations), batch))
 
 
 def test_twice_is_once_and_other_options_are_an_error():
