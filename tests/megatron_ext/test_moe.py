@@ -109,6 +109,13 @@ def _measure(exact):
                 parameter.data.sub_(0.5 * parameter.main_grad)
         result["losses"][model.config.moe_token_dispatcher_type] = losses
     result["weights"] = {name: p.detach().clone() for name, p in model.named_parameters()}
+    result["flex"] = {}
+    for backend in ("deepep", "hybridep"):
+        flex = {"moe_token_dispatcher_type": "flex", "moe_flex_dispatcher_backend": backend}
+        try:
+            _build(coat_layer_spec, expert_model_parallel_size=RANKS, **flex)
+        except ValueError as error:
+            result["flex"][backend] = str(error)
     try:
         mpu.sum_shared_gradients(model)
     except ValueError as error:
@@ -185,6 +192,14 @@ def test_deepspeed_is_refused_where_it_would_average_experts(runs):
     _, ranks = runs
     assert all(f"{ROUTED}.0.linear_fc1.weight" in rank["deepspeed"] for rank in ranks)
     assert all("expert_model_parallel_size" in rank["deepspeed"] for rank in ranks)
+
+
+@pytest.mark.parametrize("backend, package", [("deepep", "DeepEP"), ("hybridep", "HybridEP")])
+def test_the_flex_dispatcher_names_what_it_lacks(runs, backend, package):
+    for rank in runs[1]:
+        said = rank["flex"][backend]
+        assert f"--moe-token-dispatcher-type: found 'flex', --moe-flex-dispatcher-backend {backend}" in said
+        assert f"{package} is not installed" in said and "set it to 'alltoall'" in said
 
 
 def test_layers_with_experts(megatron):
