@@ -43,6 +43,8 @@ ALL_TO_ALL = {"moe_token_dispatcher_type": "alltoall"}
 DROPPING = ALL_TO_ALL | {"moe_expert_capacity_factor": 0.75}
 # and take others, of weight zero, where they have too few
 PADDED = DROPPING | {"moe_pad_expert_input_to_capacity": True}
+# messages between ranks are sent again in backward
+RECOMPUTED = ALL_TO_ALL | {"recompute_granularity": "selective", "recompute_modules": ["moe"]}
 ROUTED = "decoder.layers.1.mlp.experts.local_experts"
 
 
@@ -82,6 +84,7 @@ def _measure(exact):
         "all to all, one expert": (equal, ALL_TO_ALL | EACH_ONE),
         "dropping": (text, DROPPING),
         "padded": (text, PADDED),
+        "recomputed": (text, RECOMPUTED),
     }
     result = {}
     for batch, (tokens, config) in batches.items():
@@ -128,7 +131,16 @@ def runs(request):
     return request.param, run_distributed(_run, RANKS, request.param)
 
 
-BATCHES = ["text", "one expert", "biases", "all to all", "all to all, one expert", "dropping", "padded"]
+BATCHES = [
+    "text",
+    "one expert",
+    "biases",
+    "all to all",
+    "all to all, one expert",
+    "dropping",
+    "padded",
+    "recomputed",
+]
 
 
 @pytest.mark.parametrize("batch", BATCHES)
