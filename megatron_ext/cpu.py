@@ -3,10 +3,11 @@
 Megatron asks `torch.cuda` for its device, its random states and its streams without checking that there is a
 GPU. `enable()` patches these functions with CPU answers; `disable()` undoes that.
 
-Patched are: `torch.cuda.current_device` and `current_stream` (the CPU's), `torch.cuda.synchronize` (nothing
-to wait for), the CUDA random states (the CPU's), Megatron's own reader and writer of those, and
-torch.compile's switch (compiling Megatron's small fused functions takes longer than a CPU run). This covers
-process groups, building a model, forward, backward and Megatron's data parallel wrapper. Its schedules and
+Patched are: `torch.cuda.current_device` and `current_stream` (the CPU's), `torch.cuda.Stream` and
+`synchronize` (nothing to wait for), the CUDA random states (the CPU's), Megatron's own reader and writer of
+those, what fetches the sizes of messages between experts, and torch.compile's switch (compiling Megatron's
+small fused functions takes longer than a CPU run). This covers process groups, building a model, forward,
+backward, the allgather and alltoall dispatchers and Megatron's data parallel wrapper. Its schedules and
 optimizers name `device="cuda"` literally, and context parallelism pins memory: inside `no_cuda()` such
 tensors are ordinary ones on the CPU.
 
@@ -35,6 +36,22 @@ logger = logging.getLogger(__name__)
 _WHAT = "Megatron on a CPU"
 _WHY = "Megatron asks it without asking first whether there is a GPU"
 _RANDOM = "megatron.core.tensor_parallel.random"
+_DISPATCHER = "megatron.core.transformer.moe.token_dispatcher"
+
+
+class _Nothing:
+    """A stream or an event of the CPU, where work is done when a call returns, and what its methods give."""
+
+    def __init__(self, *args, **kwargs):
+        pass
+
+    def __getattr__(self, name):
+        return lambda *args, **kwargs: _Nothing()
+
+
+def _sizes(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+    """Sizes as those of a GPU arrive: Megatron leaves a tensor that is on the CPU as it is."""
+    return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
 
 
 def _answers() -> dict[Patch, Any]:
@@ -48,11 +65,13 @@ def _answers() -> dict[Patch, Any]:
                 lambda: device,
                 lambda device=None: torch.cpu.current_stream(),
                 lambda device=None: None,
+                _Nothing,
                 lambda seed: torch.random.manual_seed(seed),
                 lambda device=None: get(),
                 lambda state, device=None: set_(state),
                 lambda *args, **kwargs: get(),
                 lambda state, *args, **kwargs: set_(state),
+                _sizes,
                 True,
             ),
             strict=True,
@@ -67,6 +86,7 @@ ON_CPU = (
             ("current_device", ()),
             ("current_stream", ("device",)),
             ("synchronize", ("device",)),
+            ("Stream", None),
             ("manual_seed", ("seed",)),
             ("get_rng_state", ("device",)),
             ("set_rng_state", ("new_state", "device")),
@@ -78,6 +98,14 @@ ON_CPU = (
             ("_get_cuda_rng_state", ("device",)),
             ("_set_cuda_rng_state", ("new_state", "device")),
         )
+    ),
+    Patch(
+        _WHAT,
+        "megatron-core",
+        f"{_DISPATCHER}:maybe_move_tensor_to_cpu",
+        "it leaves sizes that are on the CPU tensors, which no message takes",
+        parameters=("tensor", "as_numpy", "record_stream"),
+        used_by="MoEAlltoAllTokenDispatcher",
     ),
     Patch(
         _WHAT,
@@ -139,16 +167,6 @@ def no_cuda() -> Iterator[None]:
         yield
 
 
-class _Nothing:
-    """A stream or an event of the CPU, where work is done when a call returns."""
-
-    def __init__(self, *args, **kwargs):
-        pass
-
-    def __getattr__(self, name):
-        return lambda *args, **kwargs: None
-
-
 _SCRIPTS = "Megatron-LM's scripts on a CPU"
 
 
@@ -172,8 +190,7 @@ def _pretended() -> dict[str, Any]:
         "stream": contextlib.nullcontext(),
     }
     functions = {name: _answering(answer) for name, answer in answers.items()}
-    classes = dict.fromkeys(("Stream", "Event"), _Nothing)
-    return functions | classes | {"current_stream": lambda device=None: _Nothing()}
+    return functions | {"Event": _Nothing, "current_stream": lambda device=None: _Nothing()}
 
 
 def _answering(answer: Any) -> Callable:

@@ -68,7 +68,7 @@ class CoatMoELayer(MoELayer):
     """Megatron's MoELayer with experts in FP8 or, by `--moe-grouped-gemm`, in a grouped BF16 product.
 
     Can stand in a layer's `mlp` slot as it is. Raises ValueError at construction for shared experts
-    that overlap with the dispatcher.
+    that overlap with the dispatcher, and for a dispatcher whose package is missing.
     """
 
     def __init__(self, config, submodules=None, *args, **kwargs):
@@ -80,4 +80,13 @@ class CoatMoELayer(MoELayer):
         repair_router()
         experts = CoatGroupedMLP if config.moe_grouped_gemm else CoatSequentialMLP
         submodules = submodules or MoESubmodules(experts=experts, shared_experts=CoatSharedExpertMLP)
-        super().__init__(config, submodules, *args, **kwargs)
+        try:
+            super().__init__(config, submodules, *args, **kwargs)
+        except ImportError as error:
+            if config.moe_token_dispatcher_type != "flex":
+                raise
+            # Megatron's message names a package, and no argument
+            raise ValueError(
+                "coat_layer_spec: --moe-token-dispatcher-type: found 'flex', --moe-flex-dispatcher-backend "
+                f"{config.moe_flex_dispatcher_backend}, but {error} Or set it to 'alltoall'."
+            ) from error

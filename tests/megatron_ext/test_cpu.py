@@ -6,6 +6,7 @@ import sys
 import pytest
 import torch
 from megatron.core.tensor_parallel import random
+from megatron.core.transformer.moe import token_dispatcher
 from torch._dynamo import config as dynamo
 
 from megatron_ext import cpu
@@ -14,11 +15,13 @@ PLACES = [
     (torch.cuda, "current_device"),
     (torch.cuda, "current_stream"),
     (torch.cuda, "synchronize"),
+    (torch.cuda, "Stream"),
     (torch.cuda, "manual_seed"),
     (torch.cuda, "get_rng_state"),
     (torch.cuda, "set_rng_state"),
     (random, "_get_cuda_rng_state"),
     (random, "_set_cuda_rng_state"),
+    (token_dispatcher, "maybe_move_tensor_to_cpu"),
     (dynamo, "disable"),
 ]
 

@@ -15,7 +15,19 @@ from coat_ds.layers.inventory import layers_of
 from coat_ds.saved_bytes import SavedStorages
 from megatron_ext.layer_specs import coat_layer_spec, sdpa_layer_spec
 from tests.kernels.test_experts import BACKWARD, BF16_RMS, FORWARD, OF_ROWS
-from tests.megatron_ext.test_moe import EXPERTS, GPT, VOCAB, B, H, S, _build, _loss
+from tests.megatron_ext.test_moe import (
+    ALL_TO_ALL,
+    DROPPING,
+    EXPERTS,
+    GPT,
+    PADDED,
+    VOCAB,
+    B,
+    H,
+    S,
+    _build,
+    _loss,
+)
 from tests.megatron_ext.test_parallel import whole, without_rounding
 from tests.util import rel_rms, run_distributed
 
@@ -148,20 +160,40 @@ def test_keeps_eight_bits(megatron, of_each, biases, device):
     assert kept.nbytes == 0
 
 
+def _kept(spec, device, **config):
+    """The bytes that a layer of experts keeps for backward, and the rows of each expert of this rank."""
+    layer = _build(spec, moe_shared_expert_intermediate_size=None, **config).decoder.layers[1].mlp
+    x = torch.randn(S, B, H, generator=torch.Generator().manual_seed(1))
+    x = x.to(device, torch.bfloat16).requires_grad_()
+    known = {t.untyped_storage().data_ptr() for t in (x, *layer.parameters())}
+    kept, of_each = SavedStorages(known.__contains__), []
+    layer.experts.register_forward_pre_hook(lambda _, args: of_each.extend(args[1].tolist()))
+    with kept.counting():
+        layer(x)
+    return kept.nbytes, of_each
+
+
+def _stock_bytes(of_each):
+    """Megatron's experts: the input, gate and up, and what the activation makes of them, in BF16."""
+    return (2 * H + 6 * FFN) * sum(of_each)
+
+
+def _grouped_bytes(of_each):
+    """The input and what is in front of the activation, in 8 bits, and where each expert ends."""
+    return (H + 2 * FFN) * sum(of_each) * 17 // 16 + 4 * len(of_each)
+
+
+def _sequential_bytes(of_each):
+    """As grouped ones, but that a tensor of an expert's input has one scale and whole words of 16 rows, and
+    that the output is there in BF16. Each expert has four scales."""
+    rows, filled = sum(of_each), sum(-(-n // 16) * 16 for n in of_each)
+    return H * filled + 2 * FFN * rows * 17 // 16 + 2 * H * rows + 16 * len(of_each)
+
+
 def test_a_layer_keeps_nothing_else(megatron, device):
-    kept = []
-    for spec, config in ((sdpa_layer_spec, {}), (coat_layer_spec, GROUPED)):
-        layer = _build(spec, moe_shared_expert_intermediate_size=None, **config).decoder.layers[1].mlp
-        x = torch.randn(S, B, H, generator=torch.Generator().manual_seed(1))
-        x = x.to(device, torch.bfloat16).requires_grad_()
-        known = {t.untyped_storage().data_ptr() for t in (x, *layer.parameters())}
-        kept.append(SavedStorages(known.__contains__))
-        with kept[-1].counting():
-            layer(x)
-    rows, count = S * B * EXPERTS["moe_router_topk"], EXPERTS["num_moe_experts"]
-    # Megatron's: the input, gate and up, and what the activation makes of them, in BF16
-    stock, grouped = (2 * H + 6 * FFN) * rows, (H + 2 * FFN) * rows * 17 // 16 + 4 * count
-    assert kept[0].nbytes - kept[1].nbytes == stock - grouped
+    (stock, of_each), (grouped, _) = _kept(sdpa_layer_spec, device), _kept(coat_layer_spec, device, **GROUPED)
+    assert sum(of_each) == S * B * EXPERTS["moe_router_topk"] and len(of_each) == EXPERTS["num_moe_experts"]
+    assert stock - grouped == _stock_bytes(of_each) - _grouped_bytes(of_each)
 
 
 @pytest.mark.parametrize("config", [{}, GPT], ids=["swiglu", "biases"])
@@ -200,15 +232,24 @@ def test_recompute_changes_nothing(megatron):
     assert again.equal(loss) and all(a.equal(b) for a, b in zip(grads, recomputed, strict=True))
 
 
+EP2, TP2 = {"expert_model_parallel_size": 2}, {"tensor_model_parallel_size": 2}
+# each rank's part is whole groups
+SPREAD = {"sequence_parallel": True, "moe_ffn_hidden_size": 64}
 LAYOUTS = {
-    "expert parallel": ({"expert_model_parallel_size": 2}, {}),
-    "biases": ({"expert_model_parallel_size": 2}, GPT),
-    # each rank's part is whole groups
-    "tensor parallel": (
-        {"tensor_model_parallel_size": 2},
-        {"sequence_parallel": True, "moe_ffn_hidden_size": 64},
+    "expert parallel": (EP2, {}),
+    "biases": (EP2, GPT),
+    "tensor parallel": (TP2, SPREAD),
+    "all to all": (EP2, ALL_TO_ALL),
+    "all to all, dropping": (EP2, DROPPING),
+    "all to all, padded": (EP2, PADDED),
+    "all to all, tensor parallel": (TP2, SPREAD | ALL_TO_ALL),
+    # what surrounds experts is spread, they are whole
+    "all to all, tensor and expert parallel": (
+        TP2 | EP2 | {"expert_tensor_parallel_size": 1},
+        SPREAD | ALL_TO_ALL,
     ),
 }
+DISPATCHERS = {"allgather": {}, "alltoall": ALL_TO_ALL, "alltoall, padded": PADDED}
 
 
 def _two_ranks():
@@ -226,13 +267,17 @@ def _two_ranks():
         seed = 0 if "tensor" in layout else dist.get_rank()
         tokens = torch.randint(0, VOCAB, (B, S), generator=torch.Generator().manual_seed(5 + seed))
         batches = {"text": tokens}
-        if layout == "expert parallel":
+        if layout in ("expert parallel", "all to all"):
             # equal tokens go to the same expert, and one rank's have none
             batches["one expert"] = torch.full((B, S), 7)
             config = config | {"moe_router_topk": 1, "moe_router_pre_softmax": True}
         model_config = config | {"bf16": False} | sizes
         for batch, tokens in batches.items():
-            for name, spec, more in (("grouped", coat_layer_spec, GROUPED), ("stock", sdpa_layer_spec, {})):
+            kinds = [("grouped", coat_layer_spec, GROUPED), ("stock", sdpa_layer_spec, {})]
+            if "tensor" in layout:
+                # over expert parallelism alone they are in test_moe.py
+                kinds.append(("one after another", coat_layer_spec, {}))
+            for name, spec, more in kinds:
                 # no rounding but the experts' own
                 with without_rounding():
                     model = _build(spec, **(model_config | more))
@@ -244,7 +289,7 @@ def _two_ranks():
                     "grads": {n: whole(p, p.grad) for n, p in named.items()},
                     "own": {n for n, p in named.items() if not getattr(p, "allreduce", True)},
                 }
-        if layout == "expert parallel":
+        if layout in ("expert parallel", "all to all"):
             model = _build(coat_layer_spec, **(config | sizes | GROUPED))
             settings = DistributedDataParallelConfig(grad_reduce_in_fp32=True, average_in_collective=True)
             ddp, losses = DistributedDataParallel(model.config, settings, model), []
@@ -256,8 +301,14 @@ def _two_ranks():
                 losses.append(loss.item())
                 for p in model.parameters():
                     p.data.sub_(0.5 * p.main_grad)
-            result["losses"] = losses
+            result["losses", layout] = losses
         parallel_state.destroy_model_parallel()
+    initialize_model_parallel(**EP2)
+    for name, config in DISPATCHERS.items():
+        result["kept", name] = [
+            _kept(spec, "cpu", **(EP2 | config | more))
+            for spec, more in ((sdpa_layer_spec, {}), (coat_layer_spec, GROUPED), (coat_layer_spec, {}))
+        ]
     return result
 
 
@@ -266,10 +317,13 @@ def ranks():
     return run_distributed(_two_ranks, 2)
 
 
-RUNS = [("expert parallel", "text"), ("expert parallel", "one expert"), ("biases", "text")]
+RUNS = [
+    *((layout, "text") for layout in LAYOUTS),
+    *((layout, "one expert") for layout in ("expert parallel", "all to all")),
+]
 
 
-@pytest.mark.parametrize("layout, batch", [*RUNS, ("tensor parallel", "text")])
+@pytest.mark.parametrize("layout, batch", RUNS)
 def test_on_two_ranks_equals_megatrons_experts(ranks, layout, batch):
     for rank in ranks:
         grouped, stock = rank[layout, batch, "grouped"], rank[layout, batch, "stock"]
@@ -286,9 +340,33 @@ def test_on_two_ranks_equals_megatrons_experts(ranks, layout, batch):
             assert rel_rms(grad, expected) < bound, name
 
 
-def test_a_rank_without_rows_has_gradients_of_zeros(ranks):
+@pytest.mark.parametrize("layout", [layout for layout in LAYOUTS if "tensor" in layout])
+def test_one_after_another_over_tensor_parallelism_equal_megatrons(ranks, layout):
+    # nothing is rounded: sums of as many FP32 terms as in test_moe.py in another order
+    for rank in ranks:
+        ours, stock = rank[layout, "text", "one after another"], rank[layout, "text", "stock"]
+        assert abs(ours["loss"] - stock["loss"]) < 1e-5
+        assert ours["grads"].keys() == stock["grads"].keys() and ours["own"] == stock["own"]
+        for name, grad in stock["grads"].items():
+            assert grad.any() and rel_rms(ours["grads"][name], grad) < 1e-5, name
+
+
+@pytest.mark.parametrize("name", DISPATCHERS)
+def test_on_two_ranks_they_keep_nothing_else(ranks, name):
+    for rank in ranks:
+        (stock, of_each), (grouped, of_grouped), (sequential, of_sequential) = rank["kept", name]
+        assert of_each == of_grouped == of_sequential and len(of_each) == 2
+        assert stock - grouped == _stock_bytes(of_each) - _grouped_bytes(of_each)
+        assert stock - sequential == _stock_bytes(of_each) - _sequential_bytes(of_each)
+        # of each rank's tokens as many as an expert is to take
+        share = S * B * EXPERTS["moe_router_topk"] // EXPERTS["num_moe_experts"]
+        assert name != "alltoall, padded" or of_each == [2 * share * 3 // 4] * 2
+
+
+@pytest.mark.parametrize("layout", ["expert parallel", "all to all"])
+def test_a_rank_without_rows_has_gradients_of_zeros(ranks, layout):
     name = "decoder.layers.1.mlp.experts.linear_fc1.weight"
-    busy = [bool(rank["expert parallel", "one expert", "grouped"]["grads"][name].any()) for rank in ranks]
+    busy = [bool(rank[layout, "one expert", "grouped"]["grads"][name].any()) for rank in ranks]
     assert sorted(busy) == [False, True]
 
 
@@ -300,7 +378,8 @@ def test_only_experts_are_a_ranks_own(ranks):
 
 def test_trains_under_megatrons_data_parallelism(ranks):
     for rank in ranks:
-        assert rank["losses"][-1] < rank["losses"][0] - 0.1
+        losses = rank["losses", "all to all"]
+        assert losses[-1] < losses[0] - 0.1 and losses == rank["losses", "expert parallel"]
 
 
 FIELDS = {field.name for field in dataclasses.fields(TransformerConfig)}

@@ -25,7 +25,6 @@ EXPERTS = {
     "moe_ffn_hidden_size": 48,
     "moe_shared_expert_intermediate_size": 32,
     "moe_layer_freq": [0, 1],
-    # the other dispatcher's splits are sizes on a GPU
     "moe_token_dispatcher_type": "allgather",
 }
 # of two experts each token takes one
@@ -39,6 +38,13 @@ GPT = {
     "add_bias_linear": True,
     "moe_shared_expert_intermediate_size": None,
 }
+ALL_TO_ALL = {"moe_token_dispatcher_type": "alltoall"}
+# experts drop the tokens that are too many for them
+DROPPING = ALL_TO_ALL | {"moe_expert_capacity_factor": 0.75}
+# and take others, of weight zero, where they have too few
+PADDED = DROPPING | {"moe_pad_expert_input_to_capacity": True}
+# messages between ranks are sent again in backward
+RECOMPUTED = ALL_TO_ALL | {"recompute_granularity": "selective", "recompute_modules": ["moe"]}
 ROUTED = "decoder.layers.1.mlp.experts.local_experts"
 
 
@@ -67,11 +73,18 @@ def _measure(exact):
     dist.init_process_group("gloo")
     initialize_model_parallel(expert_model_parallel_size=RANKS)
     generator = torch.Generator().manual_seed(5 + dist.get_rank())
+    text = torch.randint(0, VOCAB, (B, S), generator=generator)
+    # of equal tokens each goes to the same expert, and one rank's has none
+    equal = torch.full((B, S), 7)
     batches = {
-        "text": (torch.randint(0, VOCAB, (B, S), generator=generator), {}),
-        # of equal tokens each goes to the same expert, and one rank's has none
-        "one expert": (torch.full((B, S), 7), EACH_ONE),
+        "text": (text, {}),
+        "one expert": (equal, EACH_ONE),
         "biases": (torch.randint(0, VOCAB, (B, S), generator=generator), GPT),
+        "all to all": (text, ALL_TO_ALL),
+        "all to all, one expert": (equal, ALL_TO_ALL | EACH_ONE),
+        "dropping": (text, DROPPING),
+        "padded": (text, PADDED),
+        "recomputed": (text, RECOMPUTED),
     }
     result = {}
     for batch, (tokens, config) in batches.items():
@@ -83,24 +96,33 @@ def _measure(exact):
             shared = {name: getattr(p, "allreduce", True) for name, p in model.named_parameters()}
             result[batch, name] = {"loss": loss.detach(), "grads": grads, "shared": shared}
 
-    model = _build(coat_layer_spec, bf16=not exact, expert_model_parallel_size=RANKS)
+    result["losses"] = {}
+    for dispatcher in ({}, ALL_TO_ALL):
+        model = _build(coat_layer_spec, bf16=not exact, expert_model_parallel_size=RANKS, **dispatcher)
+        ddp_config = DistributedDataParallelConfig(grad_reduce_in_fp32=True, average_in_collective=True)
+        ddp = DistributedDataParallel(config=model.config, ddp_config=ddp_config, module=model)
+        losses = []
+        for _ in range(8):
+            ddp.zero_grad_buffer()
+            loss = _loss(ddp, text)
+            loss.backward()
+            ddp.finish_grad_sync()
+            losses.append(loss.item())
+            for parameter in model.parameters():
+                parameter.data.sub_(0.5 * parameter.main_grad)
+        result["losses"][model.config.moe_token_dispatcher_type] = losses
+    result["weights"] = {name: p.detach().clone() for name, p in model.named_parameters()}
+    result["flex"] = {}
+    for backend in ("deepep", "hybridep"):
+        flex = {"moe_token_dispatcher_type": "flex", "moe_flex_dispatcher_backend": backend}
+        try:
+            _build(coat_layer_spec, expert_model_parallel_size=RANKS, **flex)
+        except ValueError as error:
+            result["flex"][backend] = str(error)
     try:
         mpu.sum_shared_gradients(model)
     except ValueError as error:
         result["deepspeed"] = str(error)
-    ddp_config = DistributedDataParallelConfig(grad_reduce_in_fp32=True, average_in_collective=True)
-    ddp = DistributedDataParallel(config=model.config, ddp_config=ddp_config, module=model)
-    losses = []
-    for _ in range(8):
-        ddp.zero_grad_buffer()
-        loss = _loss(ddp, batches["text"][0])
-        loss.backward()
-        ddp.finish_grad_sync()
-        losses.append(loss.item())
-        for parameter in model.parameters():
-            parameter.data.sub_(0.5 * parameter.main_grad)
-    result["losses"] = losses
-    result["weights"] = {name: p.detach().clone() for name, p in model.named_parameters()}
     return result
 
 
@@ -109,7 +131,19 @@ def runs(request):
     return request.param, run_distributed(_run, RANKS, request.param)
 
 
-@pytest.mark.parametrize("batch", ["text", "one expert", "biases"])
+BATCHES = [
+    "text",
+    "one expert",
+    "biases",
+    "all to all",
+    "all to all, one expert",
+    "dropping",
+    "padded",
+    "recomputed",
+]
+
+
+@pytest.mark.parametrize("batch", BATCHES)
 def test_equals_megatrons_experts(runs, batch):
     exact, ranks = runs
     e4m3, e5m2 = (rounding_error(t, "cpu") for t in (torch.float8_e4m3fn, torch.float8_e5m2))
@@ -130,12 +164,18 @@ def test_equals_megatrons_experts(runs, batch):
             assert exact or not product or not grad.any() or error > e4m3 / 2, name
 
 
-def test_experts_without_tokens_get_zeros(runs):
+def test_experts_drop_tokens(runs):
+    for rank in runs[1]:
+        assert rank["dropping", "coat"]["loss"] != rank["all to all", "coat"]["loss"]
+
+
+@pytest.mark.parametrize("batch", ["one expert", "all to all, one expert"])
+def test_experts_without_tokens_get_zeros(runs, batch):
     _, ranks = runs
     name = f"{ROUTED}.0.linear_fc1.weight"
-    busy = [bool(rank["one expert", "coat"]["grads"][name].any()) for rank in ranks]
+    busy = [bool(rank[batch, "coat"]["grads"][name].any()) for rank in ranks]
     assert sorted(busy) == [False, True]
-    idle = ranks[busy.index(False)]["one expert", "coat"]["grads"]
+    idle = ranks[busy.index(False)][batch, "coat"]["grads"]
     assert {n for n, grad in idle.items() if not grad.any()} == {n for n in idle if n.startswith(ROUTED)}
 
 
@@ -152,7 +192,8 @@ def test_only_routed_experts_are_a_ranks_own(runs):
 def test_trains_under_megatrons_data_parallelism(runs):
     exact, (first, second) = runs
     for rank in (first, second):
-        assert rank["losses"][-1] < rank["losses"][0] - 0.1
+        losses = rank["losses"]["alltoall"]
+        assert losses[-1] < losses[0] - 0.1 and losses == rank["losses"]["allgather"]
     for name, weight in first["weights"].items():
         # ranks began with the same weights, and take their own way with other tokens
         assert weight.equal(second["weights"][name]) != name.startswith(ROUTED), name
@@ -163,6 +204,14 @@ def test_deepspeed_is_refused_where_it_would_average_experts(runs):
     _, ranks = runs
     assert all(f"{ROUTED}.0.linear_fc1.weight" in rank["deepspeed"] for rank in ranks)
     assert all("expert_model_parallel_size" in rank["deepspeed"] for rank in ranks)
+
+
+@pytest.mark.parametrize("backend, package", [("deepep", "DeepEP"), ("hybridep", "HybridEP")])
+def test_the_flex_dispatcher_names_what_it_lacks(runs, backend, package):
+    for rank in runs[1]:
+        said = rank["flex"][backend]
+        assert f"--moe-token-dispatcher-type: found 'flex', --moe-flex-dispatcher-backend {backend}" in said
+        assert f"{package} is not installed" in said and "set it to 'alltoall'" in said
 
 
 def test_layers_with_experts(megatron):

@@ -75,7 +75,6 @@ _LATENT = {
     "moe_ffn_hidden_size": 64,
     "moe_shared_expert_intermediate_size": 64,
     "moe_layer_freq": "[0,1]",
-    # alltoall needs CUDA's streams
     "moe_token_dispatcher_type": "allgather",
     **dict.fromkeys(("multi_latent_attention", "qk_layernorm", "moe_grouped_gemm"), ""),
 }

@@ -13,7 +13,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from coat_ds import state_bytes
 from coat_ds.config import CoatConfig, CoatConfigError
 from coat_ds.watch.outs import read
-from tests.megatron_ext.test_optimizer import FFN, S, Trainer
+from tests.megatron_ext.test_moe import ALL_TO_ALL, EACH_ONE, EXPERTS
+from tests.megatron_ext.test_optimizer import FFN, B, S, Trainer
 from tests.util import run_distributed
 
 pytestmark = pytest.mark.early
@@ -21,7 +22,17 @@ pytestmark = pytest.mark.early
 INJECTED, STEPS = 3, 18
 # an outlier feature: so large that FP8 loses all others
 FACTOR = 2.0**20
+EP2 = {"expert_model_parallel_size": 2}
 NOTHING = {"layers": [], "states": []}
+
+
+def watches(watch):
+    """From now on optimizers are built with this block of the watch."""
+    from megatron_ext import optimizer
+
+    block = {"enabled": True, "report": False, "optimizer": {"min_numel": 0}, "watch": watch}
+    optimizer.uninstall()
+    optimizer.install(CoatConfig.from_dict(block))
 
 
 class Learner(Trainer):
@@ -31,11 +42,7 @@ class Learner(Trainer):
     def __init__(self, watch, **options):
         from megatron.core import parallel_state
 
-        from megatron_ext import optimizer
-
-        block = {"enabled": True, "report": False, "optimizer": {"min_numel": 0}, "watch": watch}
-        optimizer.uninstall()
-        optimizer.install(CoatConfig.from_dict(block))
+        watches(watch)
         super().__init__("distributed", "coat", **options)
         up, self._fixed = FFN // parallel_state.get_tensor_model_parallel_world_size() + 3, []
         for layer in self.model.module.decoder.layers:
@@ -231,6 +238,45 @@ def pipeline(folder):
     return trainer.watch.last.groups, sorted(trainer.watch._layers), trainer.watch.fallback.state()
 
 
+class Mixture(Trainer):
+    """Trains two experts, each on a rank of its own, on equal tokens, of which all go to the same one. So
+    large is a channel of the experts that FP8 loses all others."""
+
+    def __init__(self, watch):
+        watches(watch)
+        super().__init__("distributed", "coat", **(EXPERTS | EACH_ONE | ALL_TO_ALL | EP2))
+        self.watch = self.optimizer.coat_watch
+        (self.expert,) = self.model.module.decoder.layers[1].mlp.experts.local_experts
+        with torch.no_grad():
+            self.expert.linear_fc1.weight[3] *= FACTOR
+        self.optimizer.reload_model_params()
+
+    @staticmethod
+    def tokens(number, rank):
+        return torch.full((B, S), 7)
+
+    @property
+    def fallen(self):
+        return self.watch.fallback.state(), self.expert.linear_fc2.paused
+
+
+def experts(folder):
+    """Two expert-parallel ranks behind the alltoall dispatcher."""
+    plain = Mixture(False).steps(0, 1)
+    watched = Mixture({"every": 1, "folder": f"{folder}/watched"})
+    result = {"plain": plain, "watched": watched.steps(0, 1)}
+    result["busy"] = watched.expert.linear_fc1.weight.main_grad.any().item()
+    watched.watch.close()
+    result["last"] = watched.watch.last
+    acting = {"every": 1, "readings": 1, "act": "act"}
+    trainer = Mixture(acting)
+    trainer.steps(0, 1)
+    trainer.save(f"{folder}/checkpoint", "fully_reshardable")
+    again = Mixture(acting).load(f"{folder}/checkpoint", "fully_reshardable")
+    result |= {"fallen": trainer.fallen, "resumed": again.fallen}
+    return result | {"goes on": (trainer.steps(2, 3), again.steps(2, 3))}
+
+
 def refused():
     """What says so: an option that cannot be honoured."""
     from megatron_ext.watch import check_host
@@ -261,6 +307,9 @@ def everything(folder):
         parallel_state.destroy_model_parallel()
         initialize_model_parallel(pipeline_model_parallel_size=2)
         result["pipeline"] = pipeline(f"{folder}/pipeline")
+        parallel_state.destroy_model_parallel()
+        initialize_model_parallel(**EP2)
+        result["experts"] = experts(f"{folder}/experts")
         parallel_state.destroy_model_parallel()
     return result
 
@@ -396,6 +445,21 @@ def test_stages_of_a_pipeline_agree(ranks):
     assert {"embedding.word_embeddings.weight", "output_layer.weight"} <= set(first)
     # of both stages
     assert {name.split(".")[2] for name in fallen["layers"]} == {"0", "1"}
+
+
+def test_experts_of_one_number_fall_back_on_all_ranks(ranks):
+    first, second = (rank["experts"] for rank in ranks)
+    # one rank's expert has no tokens
+    assert sorted((first["busy"], second["busy"])) == [False, True]
+    name = "decoder.layers.1.mlp.experts.local_experts.0.linear_fc2"
+    for found in (first, second):
+        assert found["plain"] == found["watched"]
+        assert found["last"].groups == first["last"].groups
+        group = found["last"].groups["decoder.layers.*.mlp.experts.local_experts.*.linear_fc2"]
+        assert group["input_flushed"] > 0.9
+        assert found["fallen"] == (first["fallen"][0], True) and name in found["fallen"][0]["layers"]
+        assert found["resumed"] == found["fallen"]
+        assert found["goes on"][0] == found["goes on"][1]
 
 
 def test_what_cannot_be_watched_is_refused(ranks):
