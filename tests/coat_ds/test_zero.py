@@ -4,9 +4,11 @@ One spawn of each size serves all cells.
 """
 
 import warnings
+from importlib.metadata import version
 
 import pytest
 import torch
+from packaging.version import Version
 from torch import nn
 
 import coat_ds
@@ -289,6 +291,8 @@ every_cell = pytest.mark.parametrize(
 
 @every_cell
 def test_two_processes_train_as_one(one, two, name):
+    if name == "summed32-1" and Version(version("deepspeed")) < Version("0.19"):
+        pytest.skip("the BF16_Optimizer of DeepSpeed before 0.19 does not, with stock AdamW either")
     losses = one[name]["losses"]
     dtype = CELLS[name]["dtype"]
     rounded = (CUT_GROUP + (TIPPED if dtype != "fp32" else 0)) * (losses[0] - losses[-1])
