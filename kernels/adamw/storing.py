@@ -130,8 +130,8 @@ def _bits(codes: torch.Tensor) -> torch.Tensor:
 @functools.cache
 def _thresholds(group_size: int, device: torch.device) -> torch.Tensor:
     """The dither of a group, evenly spread for each element: FP32 [DITHERS, group size] in (-1/2, 1/2)."""
-    lanes = torch.arange(group_size, device=device) * 0.618034
-    shifts = torch.arange(DITHERS, device=device)[:, None] / DITHERS
+    lanes, shifts = (torch.arange(n, dtype=torch.float32, device=device) for n in (group_size, DITHERS))
+    lanes, shifts = lanes * 0.618034, shifts[:, None] / DITHERS
     return ((lanes + shifts) % 1 - 0.5) * (1 - 2**-20)
 
 
