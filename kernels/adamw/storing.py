@@ -130,8 +130,9 @@ def _bits(codes: torch.Tensor) -> torch.Tensor:
 @functools.cache
 def _thresholds(group_size: int, device: torch.device) -> torch.Tensor:
     """The dither of a group, evenly spread for each element: FP32 [DITHERS, group size] in (-1/2, 1/2)."""
-    lanes = torch.arange(group_size, device=device) * 0.618034
-    shifts = torch.arange(DITHERS, device=device)[:, None] / DITHERS
+    # FP32 whatever torch's default dtype is
+    lanes = torch.arange(group_size, dtype=torch.float32, device=device) * 0.618034
+    shifts = torch.arange(DITHERS, dtype=torch.float32, device=device)[:, None] / DITHERS
     return ((lanes + shifts) % 1 - 0.5) * (1 - 2**-20)
 
 
