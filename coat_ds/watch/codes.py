@@ -282,7 +282,8 @@ class Blocks:
         self._in_turn = {name for i, name in enumerate(self._taking_turns) if i % period == turn % period}
         self.replayed = set(self._taking_turns) - self._in_turn
         self.replayed -= {block for layer in watched for block in _enclosing(layer)}
-        # those that were called meanwhile
+        # those that were called in this forward, and in all that came to their ends
+        self._entered: set[str] = set()
         self._ran: set[str] = set()
         self._nbytes = self._nbytes_in_turn = 0
         self._is_paused = False
@@ -296,14 +297,18 @@ class Blocks:
             self._hooks.append(block.register_forward_hook(self._leave, always_call=True))
         self._context.__enter__()
 
-    def close(self) -> None:
+    def close(self, has_failed: bool = False) -> None:
+        """has_failed: the forward did not come to its end, so that its bytes do not count."""
         self._leave()
         self._context.__exit__(None, None, None)
         for hook in self._hooks:
             hook.remove()
         self._hooks, self.is_open = [], False
-        self._nbytes += self.saved.nbytes
-        self._nbytes_in_turn += self.saved.nbytes_of(self._in_turn)
+        if not has_failed:
+            self._ran |= self._entered
+            self._nbytes += self.saved.nbytes
+            self._nbytes_in_turn += self.saved.nbytes_of(self._in_turn)
+        self._entered = set()
         self.saved.forget()
         # a block that was not called was not looked at either, whosever turn it was
         self.saved.counter.leave_out(self.replayed | (set(self._taking_turns) - self._ran))
@@ -317,7 +322,7 @@ class Blocks:
 
     def _enter(self, name: str, *_) -> None:
         self.saved.block = name
-        self._ran.add(name)
+        self._entered.add(name)
         # hooks of somebody else's above these would be taken off instead
         if name in self.replayed and self.saved.is_on_top():
             self._context.__exit__(None, None, None)

@@ -164,9 +164,13 @@ class Watch:
         self._due, self._held = set(self._forwards), {}
 
     @torch.compiler.disable
-    def _after_forward(self, *_) -> None:
+    def _after_forward(self, module: torch.nn.Module, _args: tuple, output: Any) -> None:
         if self._blocks is not None and self._blocks.is_open:
-            self._blocks.close()
+            # torch hands on what there is
+            has_failed = output is None
+            self._blocks.close(has_failed)
+            if has_failed:
+                self._due.add(module)
             # the first step makes the states
             if not self._due and not self._has_shards and all(o.state for o in self.optimizers):
                 # the device is still busy, and does not wait for this as it would behind the step
@@ -247,7 +251,8 @@ class Watch:
 
     def close(self) -> None:
         """Takes in what is on its way and ends watching. The layers are what they were; moments stay."""
-        self._after_forward()
+        if self._blocks is not None and self._blocks.is_open:
+            self._blocks.close()
         self.take_in()
         if self._counter is not None:
             self._counter = self._blocks = None

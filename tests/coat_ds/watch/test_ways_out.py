@@ -286,6 +286,26 @@ def test_a_block_that_was_not_called_was_not_looked_at(blocks):
     assert watch._earlier["1.0"] == first["1.0"] and first["1.0"][0] > 0
 
 
+def test_a_forward_that_fails_is_watched_when_it_is_tried_again(blocks):
+    readings, forward = [], blocks.forward
+    watch = Watch(blocks, None, {"every": 1}, [readings.append])
+
+    def fails(x):
+        blocks[0](x)
+        raise RuntimeError("on purpose")
+
+    for number in range(4):
+        blocks.forward = fails
+        if number % 2:
+            with pytest.raises(RuntimeError, match="on purpose"):
+                blocks(torch.ones(16, 64, dtype=torch.bfloat16))
+        blocks.forward = forward
+        sums_of_steps(watch, 1, closes=False)
+    watch.close()
+    assert len({reading.memory["saved"] for reading in readings}) == 1
+    assert readings[0].memory["saved"] > 0
+
+
 def test_the_first_step_counts_the_states_that_it_makes():
     made, readings = coat_ds.convert(model().bfloat16()), []
     optimizer = CoatAdamW(made.named_parameters(), min_numel=0)
