@@ -8,7 +8,8 @@
 Of a tensor at most `SAMPLE` codes are looked at, evenly spread over rows and columns. They are copied when
 they are told, and counted later, many tensors at once. The observer sees only what Python runs. Layers that
 are replayed as CUDA graphs take turns: one in `TURNS` runs in Python in the first forward that is watched,
-whose saved tensors are hooked, and in its backward. Others are replayed, and count as they last did.
+whose saved tensors are hooked, and in its backward. Others are replayed, and count as they last did. Each
+chunk of a pipeline has a first forward of its own.
 """
 
 import functools
@@ -195,6 +196,10 @@ class SavedCodes(SavedStorages):
         """Bytes of the storages that those blocks have saved first."""
         return sum(storage.nbytes() for at, storage in self._kept.items() if self._blocks[at] in blocks)
 
+    def forget(self) -> None:
+        """Lets go of all storages: backward frees them as ever."""
+        self._kept, self._codes = {}, None
+
     def _keep(self, address: int, storage: torch.UntypedStorage) -> None:
         super()._keep(address, storage)
         self._blocks[address] = self.block
@@ -250,16 +255,17 @@ def _blocks_of(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """The members of lists of modules, as a model's layers are, but for lists within them."""
     modules = list(model.named_modules())
     names = {module: name for name, module in modules}
-    taken: list[str] = []
-    for name, module in modules:
-        if isinstance(module, nn.ModuleList) and not any(name.startswith(f"{t}.") for t in taken):
-            taken.append(name)
+    lists = [module for _, module in modules if isinstance(module, nn.ModuleList)]
+    within = {module for outer in lists for module in outer.modules() if module is not outer}
+    for module in lists:
+        if module not in within:
             for block in module:
                 yield names[block], block
 
 
 class Blocks:
-    """A forward whose saved tensors are hooked, between `open` and `close`. `saved` knows whose forward runs.
+    """A forward whose saved tensors are hooked, between `open` and `close`, or several, as of the chunks of a
+    pipeline. `saved` knows whose forward runs.
 
     Within blocks that are replayed as CUDA graphs nothing is hooked, so that they are, but for those whose
     turn it is.
@@ -271,36 +277,52 @@ class Blocks:
     def __init__(self, saved: SavedCodes, turn: int = 0, watched: Collection[str] = ()):
         self.saved, self._context = saved, saved.counting()
         blocks = saved.counter.blocks
-        taking_turns = [name for name, block in blocks.items() if _is_replayed(block)]
-        period = min(TURNS, len(taking_turns))
-        self._in_turn = {name for i, name in enumerate(taking_turns) if i % period == turn % period}
-        self.replayed = set(taking_turns) - self._in_turn
+        self._taking_turns = [name for name, block in blocks.items() if _is_replayed(block)]
+        period = min(TURNS, len(self._taking_turns))
+        self._in_turn = {name for i, name in enumerate(self._taking_turns) if i % period == turn % period}
+        self.replayed = set(self._taking_turns) - self._in_turn
         self.replayed -= {block for layer in watched for block in _enclosing(layer)}
-        saved.counter.leave_out(self.replayed)
+        # those that were called in this forward, and in all that came to their ends
+        self._entered: set[str] = set()
+        self._ran: set[str] = set()
+        self._nbytes = self._nbytes_in_turn = 0
         self._is_paused = False
-        self._hooks = []
+        self._hooks: list = []
+        self.is_open = False
 
     def open(self) -> None:
+        self.is_open = True
         for name, block in self.saved.counter.blocks.items():
             self._hooks.append(block.register_forward_pre_hook(functools.partial(self._enter, name)))
             self._hooks.append(block.register_forward_hook(self._leave, always_call=True))
         self._context.__enter__()
 
-    def close(self) -> None:
+    def close(self, has_failed: bool = False) -> None:
+        """has_failed: the forward did not come to its end, so that its bytes do not count."""
         self._leave()
         self._context.__exit__(None, None, None)
         for hook in self._hooks:
             hook.remove()
+        self._hooks, self.is_open = [], False
+        if not has_failed:
+            self._ran |= self._entered
+            self._nbytes += self.saved.nbytes
+            self._nbytes_in_turn += self.saved.nbytes_of(self._in_turn)
+        self._entered = set()
+        self.saved.forget()
+        # a block that was not called was not looked at either, whosever turn it was
+        self.saved.counter.leave_out(self.replayed | (set(self._taking_turns) - self._ran))
 
     @property
     def nbytes(self) -> int:
-        """Bytes that the forward has saved. A block that was replayed counts like those whose turn it was,
+        """Bytes that the forwards have saved. A block that was replayed counts like those whose turn it was,
         which are dense layers, too: with what layers share, as tables of RoPE, once for each."""
-        of_one = self.saved.nbytes_of(self._in_turn) // max(len(self._in_turn), 1)
-        return self.saved.nbytes + len(self.replayed) * of_one
+        of_one = self._nbytes_in_turn // max(len(self._in_turn & self._ran), 1)
+        return self._nbytes + len(self.replayed & self._ran) * of_one
 
     def _enter(self, name: str, *_) -> None:
         self.saved.block = name
+        self._entered.add(name)
         # hooks of somebody else's above these would be taken off instead
         if name in self.replayed and self.saved.is_on_top():
             self._context.__exit__(None, None, None)

@@ -58,9 +58,10 @@ class Fallback:
 
     @property
     def suspects(self) -> list[str]:
-        """Layers that passed a limit in the last reading that they were in."""
+        """Layers that passed a limit in the last reading that they were in, but for those that have fallen
+        back: they have no codes any more."""
         found = (key.partition(":") for key, readings in self._over.items() if readings)
-        return [name for kind, _, name in found if kind == "layers"]
+        return [name for kind, _, name in found if kind == "layers" and name not in self.layers]
 
     def _count(self, step: int, name: str, kind: str, found: float, limit: float, what: str) -> None:
         key = f"{kind}:{name}"

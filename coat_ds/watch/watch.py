@@ -105,9 +105,10 @@ class Watch:
         self._counter: CodeCounter | None = None
         # that of the reading which has begun
         self._step = 0
-        self._memory: dict[str, int] = {}
+        self._blocks: Blocks | None = None
+        # of `forwards`, those that it has not seen
+        self._due: set[torch.nn.Module] = set()
         self._pending: _Pending | None = None
-        self._inside: Blocks | None = None
         # of layers that were replayed, sums of when they last were not
         self._earlier: dict[str, list[float]] = {}
         self._handles: list = []
@@ -138,27 +139,34 @@ class Watch:
 
     @torch.compiler.disable
     def _before_forward(self, module: torch.nn.Module, *_) -> None:
-        if not self.is_active or self._counter is not None:
+        if not self.is_active or not (module.training and torch.is_grad_enabled()):
             return
-        step = self._steps_done() + 1
-        if step % self.config.every or not (module.training and torch.is_grad_enabled()):
+        if self._counter is None:
+            self._begin(self._steps_done() + 1)
+        if self._blocks is not None and module in self._due:
+            self._due.remove(module)
+            self._blocks.open()
+
+    def _begin(self, step: int) -> None:
+        """Begins a reading, if the step is to be watched."""
+        if step % self.config.every:
             return
         self._step, self._counter = step, CodeCounter(self.model, self._layers)
         for sampler in self._samplers:
             sampler.open()
         watching.observe(self._counter)
         saved = SavedCodes(self._counter, is_weight_of(self.model))
-        self._inside = Blocks(saved, step // self.config.every, self.fallback.suspects)
-        self._inside.open()
+        self._blocks = Blocks(saved, step // self.config.every, self.fallback.suspects)
+        self._due = set(self._forwards)
 
     @torch.compiler.disable
-    def _after_forward(self, *_) -> None:
-        if self._inside is not None:
-            self._inside.close()
-            # what holds the storages ends here: backward frees them as ever
-            saved, self._inside = self._inside.nbytes, None
-            # the device is still busy, and does not wait for this as it would behind the step
-            self._memory = held_bytes(self.model, self.optimizers, self._masters()) | {"saved": saved}
+    def _after_forward(self, module: torch.nn.Module, _args: tuple, output: Any) -> None:
+        if self._blocks is not None and self._blocks.is_open:
+            # torch hands on what there is
+            has_failed = output is None
+            self._blocks.close(has_failed)
+            if has_failed:
+                self._due.add(module)
 
     def go_on_from(self, steps: int) -> None:
         """Counts on from a checkpoint's number of steps, which is the same on all ranks."""
@@ -171,6 +179,7 @@ class Watch:
         if self._counter is None:
             return
         counter, self._counter = self._counter, None
+        blocks, self._blocks = self._blocks, None
         watching.observe(None)
         shapes = [(len(self._names), states.SUMS), (len(counter.index), codes.SUMS)]
         device = next(self.model.parameters()).device
@@ -189,6 +198,7 @@ class Watch:
             arrived = torch.cuda.Event()
             arrived.record()
             both = home
+        held = held_bytes(self.model, self.optimizers, self._masters())
         cut = shapes[0][0] * shapes[0][1]
         self._pending = _Pending(
             self._step,
@@ -196,7 +206,7 @@ class Watch:
             list(counter.index),
             both[:cut].view(shapes[0]),
             both[cut:].view(shapes[1]),
-            self._memory,
+            held | {"saved": 0 if blocks is None else blocks.nbytes},
             arrived,
         )
 
@@ -212,6 +222,9 @@ class Watch:
         by_state = dict(zip(self._names, pending.states.tolist(), strict=True))
         by_layer = dict(zip(pending.layers, pending.codes.tolist(), strict=True))
         self._earlier |= {name: row for name, row in by_layer.items() if not row[codes.REPLAYED]}
+        # what a layer told before it fell back is no longer so
+        for name in fallen:
+            self._earlier.pop(name, None)
         whole = {name: self._earlier.get(name, row) for name, row in by_layer.items()}
         groups: dict[str, dict[str, float]] = {}
         for rows, figures in ((by_state, states.figures), (whole, codes.figures)):
@@ -230,10 +243,11 @@ class Watch:
 
     def close(self) -> None:
         """Takes in what is on its way and ends watching. The layers are what they were; moments stay."""
-        self._after_forward()
+        if self._blocks is not None and self._blocks.is_open:
+            self._blocks.close()
         self.take_in()
         if self._counter is not None:
-            self._counter = None
+            self._counter = self._blocks = None
             watching.observe(None)
             for sampler in self._samplers:
                 sampler.close()

@@ -116,3 +116,17 @@ def test_batches_of_the_reference_say_what_it_says_at_once(monkeypatch):
     expected = storing_sums_reference(*arguments, options)
     monkeypatch.setattr(storing, "AT_ONCE", 3 * 128)
     assert torch.equal(storing.storing_sums(*arguments, options), expected)
+
+
+@pytest.mark.parametrize("default", [torch.bfloat16, torch.float64])
+def test_thresholds_are_the_same_whatever_the_default_dtype_is(default):
+    options = options_of("ratio8", "log8", dither=True)
+    arguments = example(options, 4, torch.device("cpu"))
+    expected = storing_sums_reference(*arguments, options)
+    storing._thresholds.cache_clear()
+    torch.set_default_dtype(default)
+    try:
+        assert torch.equal(storing_sums_reference(*arguments, options), expected)
+    finally:
+        torch.set_default_dtype(torch.float32)
+        storing._thresholds.cache_clear()

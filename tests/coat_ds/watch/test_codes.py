@@ -334,6 +334,26 @@ def test_blocks_of_graphs_take_turns(replayed, monkeypatch, turns, periods):
         assert left_out == {n for n in counter.index if n[:14] in set(NAMES) - set(expected)}
 
 
+class Expert(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.parts = torch.nn.ModuleList(torch.nn.Linear(8, 8) for _ in range(2))
+
+    def forward(self, x):
+        return self.parts[1](self.parts[0](x).relu()).relu()
+
+
+@pytest.mark.parametrize("alias", [False, True])
+def test_lists_within_blocks_are_no_blocks(alias):
+    """Else the first of their members would end what holds for all of the block."""
+    model = torch.nn.Module() if alias else torch.nn.ModuleList([Expert(), Expert()])
+    if alias:
+        # met before the list that it is in
+        model.first = Expert()
+        model.layers = torch.nn.ModuleList([model.first, Expert()])
+    assert [name for name, _ in codes._blocks_of(model)] == (["first", "layers.1"] if alias else ["0", "1"])
+
+
 def test_a_suspect_is_looked_at_each_time(replayed):
     for turn in range(2):
         seen, _ = saved_in_a_forward(CodeCounter(replayed), replayed, turn, ["model.layers.1.mlp.both"])

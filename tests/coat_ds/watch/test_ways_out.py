@@ -184,7 +184,7 @@ def with_graphs(layers):
         layer.graphs._places["a shape"].recordings.append("a recording")
 
 
-def sums_of_steps(watch, steps):
+def sums_of_steps(watch, steps, closes=True):
     """By layer, of those that are watched. The CPU's layers tell of themselves though they count as
     replayed."""
     sums = []
@@ -194,7 +194,7 @@ def sums_of_steps(watch, steps):
         watch.end_step()
         if (pending := watch._pending) is not None:
             sums.append(dict(zip(pending.layers, pending.codes.tolist(), strict=True)))
-    watch.close()
+    watch.close() if closes else watch.take_in()
     return sums
 
 
@@ -227,6 +227,96 @@ def test_layers_above_a_limit_are_watched_out_of_turn(blocks):
     replayed = [sorted(name for name, row in found.items() if row[codes.REPLAYED]) for found in sums]
     # the first reading is taken in behind the second
     assert replayed == [["0", "0.0", "0.1"], ["1", "1.0", "1.1"], []]
+
+
+def test_layers_that_have_fallen_back_take_turns_again(blocks):
+    """They have no codes that could go below the limit, and none that they told before count any more."""
+    readings = []
+    config = {"every": 1, "act": "act", "readings": 1, "flushed": 1.0}
+    watch = Watch(blocks, None, config, [readings.append])
+    sums_of_steps(watch, 1, closes=False)
+    assert watch._earlier["1.0"][0] > 0
+    watch.fallback.judge(1, {}, {name: {"input_flushed": 1.1} for name in ("1.0", "1.1")})
+    assert watch.fallback.suspects == [] and watch.fallback.layers == ["1.0", "1.1"]
+    with_graphs([blocks[1]])
+    # it is the other block's turn
+    (found,) = sums_of_steps(watch, 1)
+    assert {name for name, row in found.items() if row[codes.REPLAYED]} == {"1", "1.0", "1.1"}
+    expected = (sum(x) for x in zip(found["0.0"], found["0.1"], strict=True))
+    assert readings[-1].groups["*.*"] == codes.figures(list(expected))
+
+
+def test_chunks_of_a_pipeline_are_watched_in_their_own_first_forwards():
+    halves = [coat_ds.convert(torch.nn.ModuleList([model(), model()]).bfloat16()) for _ in range(2)]
+    for half in halves:
+        half.forward = lambda x, half=half: half[1](half[0](x))
+    whole, readings = torch.nn.Module(), []
+    whole.first, whole.second = halves
+    watch = Watch(whole, None, {"every": 1}, [readings.append], forwards=halves)
+    x = torch.randn(16, 64).bfloat16()
+    for number in range(5):
+        if number == 1:
+            for half in halves:
+                with_graphs(half)
+        # micro-batch by micro-batch in each chunk, as they are interleaved
+        ys = [halves[0](x) for _ in range(2)]
+        for y in ys:
+            halves[1](y).sum().backward()
+        assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
+        watch.end_step()
+        rows = dict(zip(watch._pending.layers, watch._pending.codes.tolist(), strict=True))
+        names = "first.0", "first.1", "second.0", "second.1"
+        seen = [name for name in names if not rows[name][codes.REPLAYED]]
+        assert len(seen) == (1 if number else 4), "each has its turn"
+    watch.close()
+    # all blocks are alike, so that a block that was replayed counts as it is
+    assert len({reading.memory["saved"] for reading in readings}) == 1
+    assert readings[0].memory["saved"] > 0
+
+
+def test_a_block_that_was_not_called_was_not_looked_at(blocks):
+    readings = []
+    watch = Watch(blocks, None, {"every": 1}, [readings.append])
+    (first,) = sums_of_steps(watch, 1, closes=False)
+    # the turn of block 1 was the first reading's, and is that of the third
+    watch.go_on_from(2)
+    blocks.forward = lambda x: blocks[0](x)
+    (second,) = sums_of_steps(watch, 1)
+    assert second["1.0"][codes.REPLAYED] == 1 and second["1.0"][0] == 0
+    assert watch._earlier["1.0"] == first["1.0"] and first["1.0"][0] > 0
+
+
+def test_a_forward_that_fails_is_watched_when_it_is_tried_again(blocks):
+    readings, forward = [], blocks.forward
+    watch = Watch(blocks, None, {"every": 1}, [readings.append])
+
+    def fails(x):
+        blocks[0](x)
+        raise RuntimeError("on purpose")
+
+    for number in range(4):
+        blocks.forward = fails
+        if number % 2:
+            with pytest.raises(RuntimeError, match="on purpose"):
+                blocks(torch.ones(16, 64, dtype=torch.bfloat16))
+        blocks.forward = forward
+        sums_of_steps(watch, 1, closes=False)
+    watch.close()
+    assert len({reading.memory["saved"] for reading in readings}) == 1
+    assert readings[0].memory["saved"] > 0
+
+
+def test_the_first_step_counts_the_states_that_it_makes():
+    made, readings = coat_ds.convert(model().bfloat16()), []
+    optimizer = CoatAdamW(made.named_parameters(), min_numel=0)
+    watch = Watch(made, optimizer, {"every": 1}, [readings.append])
+    for _ in range(2):
+        made(torch.ones(16, 64, dtype=torch.bfloat16)).sum().backward()
+        optimizer.step()
+        watch.end_step()
+    watch.close()
+    assert readings[0].memory == readings[1].memory
+    assert readings[0].memory["states"] == coat_ds.state_bytes(optimizer)["bytes"] > 0
 
 
 def test_a_layer_that_falls_back_computes_in_bf16_until_watching_ends():
