@@ -60,8 +60,8 @@ def compare(options, arguments):
     return expected
 
 
-# what is stored in 32 bits has no error to speak of
-CASES = [(m, v, False) for m, v in PAIRS if (m, v) != ("fp32", "fp32")]
+# each format once on either side; what is stored in 32 bits has no error to speak of
+CASES = [(m, v, False) for m, v in PAIRS if m == "bf16" or v == "log8"]
 CASES += [(m, "log8", True) for m in ("ratio8", "fp8_expanded")]
 
 
