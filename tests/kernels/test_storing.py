@@ -1,4 +1,4 @@
-"""What storing does to moments: the kernel against the reference, of every pair of formats."""
+"""What storing does to moments: the kernel against the reference, of every format."""
 
 import pytest
 import torch
