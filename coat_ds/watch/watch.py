@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch._dynamo import OptimizedModule
 
 from coat_ds.config import WatchConfig
 from coat_ds.optim.optimizer import CoatAdamW
@@ -96,12 +97,10 @@ class Watch:
         self._samplers: list[StateSampler] = []
         self._masters, self._process_group, self._samples_done = masters, process_group, samples_done
         self._steps, self._steps_done = 0, steps_done or (lambda: self._steps)
-        self.fallback = Fallback(
-            model,
-            config,
-            keep or functools.partial(_keep, optimizers, own),
-            say or (lambda line, level: logger.log(level, line)),
-        )
+        self._say = say or (lambda line, level: logger.log(level, line))
+        keep = keep or functools.partial(_keep, optimizers, own)
+        self.fallback = Fallback(model, config, keep, self._say)
+        self._said_compiled = False
         self._counter: CodeCounter | None = None
         # that of the reading which has begun
         self._step = 0
@@ -138,29 +137,39 @@ class Watch:
                 self._handles.append(module.register_forward_hook(after, always_call=True))
 
     @torch.compiler.disable
-    def _before_forward(self, module: torch.nn.Module, *_) -> None:
+    def _before_forward(self, in_compiled: bool, module: torch.nn.Module, *_) -> None:
         if not self.is_active or not (module.training and torch.is_grad_enabled()):
             return
         if self._counter is None:
-            self._begin(self._steps_done() + 1)
+            self._begin(self._steps_done() + 1, in_compiled)
         if self._blocks is not None and module in self._due:
             self._due.remove(module)
             self._blocks.open()
 
-    def _begin(self, step: int) -> None:
-        """Begins a reading, if the step is to be watched."""
+    def _begin(self, step: int, in_compiled: bool) -> None:
+        """Begins a reading, if the step is to be watched. in_compiled: whether compiled code runs it."""
         if step % self.config.every:
             return
         self._step, self._counter = step, CodeCounter(self.model, self._layers)
         for sampler in self._samplers:
             sampler.open()
+        if in_compiled or any(map(_is_compiled, self.model.modules())):
+            # hooks and an observer would have it compiled again for each reading
+            if not self._said_compiled:
+                self._said_compiled = True
+                self._say(
+                    "COAT: the model is compiled: readings have moments and bytes, but no codes, nor what is "
+                    "saved for backward",
+                    logging.INFO,
+                )
+            return
         watching.observe(self._counter)
         saved = SavedCodes(self._counter, is_weight_of(self.model))
         self._blocks = Blocks(saved, step // self.config.every, self.fallback.suspects)
         self._due = set(self._forwards)
 
     @torch.compiler.disable
-    def _after_forward(self, module: torch.nn.Module, _args: tuple, output: Any) -> None:
+    def _after_forward(self, _: bool, module: torch.nn.Module, _args: tuple, output: Any) -> None:
         if self._blocks is not None and self._blocks.is_open:
             # torch hands on what there is
             has_failed = output is None
@@ -199,6 +208,8 @@ class Watch:
             arrived.record()
             both = home
         held = held_bytes(self.model, self.optimizers, self._masters())
+        if blocks is not None:
+            held["saved"] = blocks.nbytes
         cut = shapes[0][0] * shapes[0][1]
         self._pending = _Pending(
             self._step,
@@ -206,7 +217,7 @@ class Watch:
             list(counter.index),
             both[:cut].view(shapes[0]),
             both[cut:].view(shapes[1]),
-            held | {"saved": 0 if blocks is None else blocks.nbytes},
+            held,
             arrived,
         )
 
@@ -265,7 +276,8 @@ class _Hook:
         self.function = function
 
     def __call__(self, *args) -> None:
-        self.function(*args)
+        # asked here, which is compiled with the model: the function is not
+        self.function(torch.compiler.is_compiling(), *args)
 
     def __reduce__(self):
         return _Hook, (_nothing,)
@@ -273,6 +285,11 @@ class _Hook:
 
 def _nothing(*args) -> None:
     pass
+
+
+def _is_compiled(module: torch.nn.Module) -> bool:
+    """Whether it is what `torch.compile` gives, or its own `compile` was called."""
+    return module._compiled_call_impl is not None or isinstance(module, OptimizedModule)
 
 
 def _runs_distributed() -> bool:

@@ -319,6 +319,42 @@ def test_the_first_step_counts_the_states_that_it_makes():
     assert readings[0].memory["states"] == coat_ds.state_bytes(optimizer)["bytes"] > 0
 
 
+COMPILED = {
+    "itself": lambda made, **how: made.compile(**how) or made,
+    "a layer": lambda made, **how: made[0].compile(**how) or made,
+    "a wrapper": lambda made, **how: torch.compile(made, **how),
+}
+
+
+@pytest.mark.parametrize("is_given", [False, True])
+@pytest.mark.parametrize("way", COMPILED)
+def test_a_reading_has_nothing_compiled_again(way, is_given):
+    """is_given: the watch gets what `torch.compile` returns; otherwise the model that was compiled."""
+    made, graphs, said = coat_ds.convert(model().bfloat16()), [], []
+    torch._dynamo.reset()
+    called = COMPILED[way](made, backend=lambda graph, inputs: graphs.append(graph) or graph)
+    optimizer, readings = CoatAdamW(made.named_parameters(), min_numel=0), []
+    watch = Watch(
+        called if is_given else made,
+        optimizer,
+        {"every": 2},
+        [readings.append],
+        say=lambda line, level: said.append(line),
+    )
+    counts = []
+    for _ in range(10):
+        called(torch.randn(16, 64).bfloat16()).sum().backward()
+        optimizer.step()
+        watch.end_step()
+        counts.append(len(graphs))
+    watch.close()
+    assert counts == [1] * 10
+    assert len(readings) == 5 and len(said) == 1 and "no codes" in said[0]
+    figures = {figure for found in readings[-1].groups.values() for figure in found}
+    assert figures == {"update_error", "stalled", "underflowed"}
+    assert readings[-1].memory["states"] and "saved" not in readings[-1].memory
+
+
 def test_a_layer_that_falls_back_computes_in_bf16_until_watching_ends():
     made = coat_ds.convert(torch.nn.Sequential(model(), model()).bfloat16())
     # recorded layers replay what they did before
