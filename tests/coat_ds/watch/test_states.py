@@ -301,18 +301,20 @@ TENSORS = [
 ]
 
 
-def many():
+def many(device="cpu"):
     torch.manual_seed(0)
-    groups = [{"params": [torch.nn.Parameter(torch.randn(s))], **options} for s, options, _ in TENSORS]
+    groups = [
+        {"params": [torch.nn.Parameter(torch.randn(s).to(device))], **options} for s, options, _ in TENSORS
+    ]
     made = CoatAdamW(groups, min_numel=0)
     for group in made.param_groups:
         (p,) = group["params"]
-        p.grad = torch.randn(p.shape, generator=torch.Generator().manual_seed(1))
+        p.grad = torch.randn(p.shape, generator=torch.Generator().manual_seed(1)).to(device)
     made.step()
     for group, (_, options, steps) in zip(made.param_groups, TENSORS, strict=True):
         (p,) = group["params"]
-        made.state[p]["step"] = torch.tensor(float(steps)) if "capturable" in options else steps
-        p.grad = torch.randn(p.shape, generator=torch.Generator().manual_seed(p.numel()))
+        made.state[p]["step"] = torch.tensor(float(steps)).to(device) if "capturable" in options else steps
+        p.grad = torch.randn(p.shape, generator=torch.Generator().manual_seed(p.numel())).to(device)
     # gradients of several types share an operation
     for i, dtype, factor in ((1, torch.bfloat16, 0.5), (9, torch.float16, 3.0), (10, torch.bfloat16, None)):
         (p,) = made.param_groups[i]["params"]
@@ -343,6 +345,19 @@ def test_tensors_that_are_measured_together_say_what_each_says_alone(monkeypatch
     sizes = [made.state[p]["exp_avg"].group_size for p in tensors]
     expected = [min(p.numel() // n, 16) * n for p, n in zip(tensors, sizes, strict=True)]
     assert together[:, 5].tolist() == expected
+
+
+@pytest.mark.gpu
+def test_a_gpu_says_what_the_reference_says(device):
+    """Its steps round a few elements of a hundred otherwise, each by a code, which moves a logarithm by 0.05."""
+    found = []
+    for where in ("cpu", device):
+        made, tensors = many(where)
+        found.append(sums_of(made, {p: [(str(i), 0, p.numel())] for i, p in enumerate(tensors)}).cpu())
+    for sums, rtol, atol in (((0, 1), 0.1, 0.0), ((2,), 0.02, 1e-3), ((3,), 0.05, 0.5), ((4,), 0.0, 2.0)):
+        expected, there = (one[:, sums] for one in found)
+        torch.testing.assert_close(there, expected, rtol=rtol, atol=atol)
+    assert torch.equal(found[1][:, 5], found[0][:, 5])
 
 
 def test_parts_of_a_flat_partition_say_what_they_say_as_tensors():
