@@ -349,7 +349,7 @@ def test_tensors_that_are_measured_together_say_what_each_says_alone(monkeypatch
 
 @pytest.mark.gpu
 def test_a_gpu_says_what_the_reference_says(device):
-    """Its steps round a few elements of a hundred otherwise, each by a code, which moves a logarithm by 0.05."""
+    """Its steps round a few elements of a hundred otherwise, by a code, which moves a logarithm by 0.05."""
     found = []
     for where in ("cpu", device):
         made, tensors = many(where)
