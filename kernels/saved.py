@@ -129,7 +129,8 @@ def is_activation(x: Any) -> bool:
         and x.numel() >= MIN_NUMEL
         and x.requires_grad
         and not x.is_leaf
-        and (x._base is None or not x._base.is_leaf)
+        # what a reentrant region returns may be a view of a leaf without gradients, made inside
+        and (x._base is None or not (x._base.is_leaf and x._base.requires_grad))
     )
 
 

@@ -115,6 +115,18 @@ def test_what_is_an_activation():
         assert not is_activation(x)
 
 
+@both
+def test_what_a_region_returns_may_be_a_view(reentrant):
+    """Of what it has made without gradients. Converted layers return such views."""
+    x = torch.randn(ROWS, WIDTH, requires_grad=True) * 1
+    before = set(saved.alive_packed())
+    with compressed_checkpoints():
+        for _ in range(3):
+            x = checkpoint(lambda x: x.sin().view(WIDTH, ROWS), x, use_reentrant=reentrant)
+    assert len(set(saved.alive_packed()) - before) == 3
+    x.sum().backward()
+
+
 def test_one_copy_for_all_who_keep_a_tensor():
     x = torch.randn(ROWS, WIDTH)
     first = packed(x, 64)

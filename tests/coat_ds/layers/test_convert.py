@@ -16,7 +16,7 @@ from benchmarks.common.families import FAMILIES
 from coat_ds.config import ActivationsConfig, CoatConfigError
 from coat_ds.layers.inventory import layers_of
 from coat_ds.layers.replaced import replaced
-from coat_kernels import deferred, tensorwise
+from coat_kernels import deferred, saved, tensorwise
 from coat_kernels.linear import op as products
 from coat_kernels.weights import WeightCache
 from tests.coat_ds.layers.measures import fp8_bound, fp8_forward_bound, relative, run, saved_bytes
@@ -339,6 +339,23 @@ def test_gradient_checkpointing_keeps_the_inputs_of_layers_alone(name):
     expected = saved_bytes(model.train(), batch)
     # it also counts what the last norm and the head save
     assert saved_bytes(coat_ds.convert(model), batch) <= expected
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.parametrize("name", ["llama", "qwen3"])
+def test_compressed_checkpoints_keep_the_input_of_each_layer_in_fp8(name, reentrant, monkeypatch):
+    monkeypatch.setattr(saved, "MIN_NUMEL", 1)
+    model, batch = FAMILIES[name].build(), FAMILIES[name].batch()
+    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    coat_ds.convert(model.train())
+    inputs, before = [], set(saved.alive_packed())
+    for layer in model.model.layers:
+        layer.register_forward_pre_hook(lambda _, args: inputs.append(args[0].numel()))
+    with saved.compressed_checkpoints():
+        loss = model(**batch).loss
+    found = sorted(p.shape.numel() for p in set(saved.alive_packed()) - before)
+    assert found == sorted(inputs) and len(found) > 1
+    loss.backward()
 
 
 def test_frozen_weights_save_no_input():
