@@ -14,7 +14,7 @@ from coat_ds.layers.conversion import ATTRIBUTE, Conversion, conversion_of
 from coat_ds.layers.feed_forward import Fp8Activation, Fp8GatedFeedForward
 from coat_ds.layers.linear import Fp8Linear
 from coat_ds.layers.norm import Fp8Norm
-from coat_ds.layers.replaced import DTYPES, Replaced, replaced
+from coat_ds.layers.replaced import DTYPES, Replaced, replaced, wraps_compiled
 from coat_kernels.fp8 import ALIGNMENT
 
 __all__ = ["convert", "conversion_of", "unconvert"]
@@ -49,7 +49,7 @@ def convert(
         activations = ActivationsConfig.from_dict({} if activations is None else activations)
     if not activations.enabled:
         return model
-    if "_orig_mod" in model._modules:
+    if wraps_compiled(model):
         raise ValueError("coat_ds.convert: found a compiled model. Convert it first, then torch.compile it.")
     done = conversion_of(model)
     if done is not None:

@@ -93,6 +93,11 @@ def attributes_of(module: torch.nn.Module) -> Iterator[tuple[str, Any]]:
             yield from (item for item in vars(holder).items() if item[0] not in _OF_ANY_MODULE)
 
 
+def wraps_compiled(module: torch.nn.Module) -> bool:
+    """Whether it is what `torch.compile` puts around a model."""
+    return "_orig_mod" in module._modules
+
+
 def replaced(module: torch.nn.Module) -> Replaced | None:
     """What was put in place of the module's forward, if it is still there."""
     found = module.__dict__.get("forward")

@@ -12,9 +12,9 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch._dynamo import OptimizedModule
 
 from coat_ds.config import WatchConfig
+from coat_ds.layers.replaced import wraps_compiled
 from coat_ds.optim.optimizer import CoatAdamW
 from coat_ds.saved_bytes import is_weight_of
 from coat_ds.watch import codes, states
@@ -289,7 +289,7 @@ def _nothing(*args) -> None:
 
 def _is_compiled(module: torch.nn.Module) -> bool:
     """Whether it is what `torch.compile` gives, or its own `compile` was called."""
-    return module._compiled_call_impl is not None or isinstance(module, OptimizedModule)
+    return module._compiled_call_impl is not None or wraps_compiled(module)
 
 
 def _runs_distributed() -> bool:

@@ -21,6 +21,7 @@ import triton
 import triton.language as tl
 
 from coat_kernels.adamw.options import AdamWOptions
+from coat_kernels.adamw.step import constants_of
 from coat_kernels.codecs.codec import (
     Codec,
     Storage,
@@ -37,8 +38,6 @@ SUMS = 6
 DITHERS = 64
 # elements that the reference takes at once: it makes `DITHERS` copies of each, which should fit into a cache
 AT_ONCE = 2**13
-# groups of a program
-ROWS = 4
 
 
 class Moments(NamedTuple):
@@ -52,13 +51,11 @@ class Moments(NamedTuple):
         return Moments(*(storage.groups(first, last, size) for storage in self))
 
     def decode(self, options: AdamWOptions) -> tuple[torch.Tensor, torch.Tensor]:
-        """Both moments in plain PyTorch, FP32 [groups, group size]."""
-        first, second, size = options.exp_avg_codec, options.exp_avg_sq_codec, options.group_size
-        exp_avg = decode_reference(first, self.exp_avg, size)
-        if first.relative:
-            exp_avg = exp_avg * Stored(second, self.exp_avg_sq).roots(size)
-        exp_avg_sq = decode_reference(second, self.exp_avg_sq, size)
-        return exp_avg.view(-1, size), exp_avg_sq.view(-1, size)
+        """Both moments, FP32 [groups, group size]."""
+        second, size = options.exp_avg_sq_codec, options.group_size
+        beside = Stored(second, self.exp_avg_sq)
+        exp_avg = options.exp_avg_codec.decode(self.exp_avg, size, beside)
+        return exp_avg.view(-1, size), second.decode(self.exp_avg_sq, size).view(-1, size)
 
 
 def storing_sums(
@@ -226,14 +223,14 @@ def storing_sums_triton(
     before: Moments, after: Moments, grad: torch.Tensor, step: torch.Tensor, options: AdamWOptions
 ) -> torch.Tensor:
     """`storing_sums` by the Triton kernel, in one launch."""
-    first, second, size = options.exp_avg_codec, options.exp_avg_sq_codec, options.group_size
+    constants = constants_of(options, "none")
     sums = torch.empty(len(grad), SUMS, dtype=torch.float64, device=grad.device)
     if len(grad):
         with torch.cuda.device_of(grad):
-            storing_kernel[(triton.cdiv(len(grad), ROWS),)](
+            storing_kernel[(triton.cdiv(len(grad), constants["ROWS"]),)](
                 grad,
                 _roots(step, options.beta2),
-                _thresholds(size, grad.device),
+                _thresholds(options.group_size, grad.device),
                 sums,
                 *before.exp_avg,
                 *before.exp_avg_sq,
@@ -245,22 +242,8 @@ def storing_sums_triton(
                 options.beta2,
                 1 - options.beta2,
                 options.eps,
-                M_FROM=first.from_codes_tile,
-                M_SCALE=first.has_scale,
-                M_EXPONENT=first.has_exponent,
-                M_E5M2=first.is_e5m2,
-                V_FROM=second.from_codes_tile,
-                V_SCALE=second.has_scale,
-                V_EXPONENT=second.has_exponent,
-                V_E5M2=second.is_e5m2,
-                V_ROOTS=second.roots_tile,
-                RELATIVE=first.relative,
-                V_STATISTICS=second.statistics_tile,
-                V_TO=second.to_codes_tile,
                 DITHERS=DITHERS if options.dither else 0,
-                MAXIMIZE=options.maximize,
                 SUMS=SUMS,
-                ROWS=ROWS,
-                G=size,
+                **{name: value for name, value in constants.items() if name in storing_kernel.arg_names},
             )
     return sums
