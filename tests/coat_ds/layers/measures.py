@@ -53,3 +53,10 @@ def relative(found: dict, expected: dict) -> float:
     assert found.keys() == expected.keys()
     error = sum((found[n] - e).square().sum() for n, e in expected.items())
     return (error / sum(e.square().sum() for e in expected.values())).sqrt().item()
+
+
+def same(found, expected):
+    """Losses and gradients, of `run`, are equal to the bit."""
+    assert found[0] == expected[0] and found[1].keys() == expected[1].keys()
+    for name, gradient in expected[1].items():
+        assert found[1][name].equal(gradient), name

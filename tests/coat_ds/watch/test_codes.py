@@ -8,9 +8,9 @@ from coat_ds.saved_bytes import is_weight_of
 from coat_ds.watch import codes
 from coat_ds.watch.codes import Blocks, CodeCounter, SavedCodes, figures
 from coat_kernels import watching
-from coat_kernels.graphs import Graphs, _Place
 from coat_kernels.groups import quantize_groups
 from coat_kernels.tensorwise import PredictedScale
+from tests.coat_ds.watch.parts import with_graphs
 
 
 def figures_of(counter, name):
@@ -289,12 +289,8 @@ def test_predictions_are_wrong_once_the_scale_jumps(observed):
 
 @pytest.fixture
 def replayed():
-    """A Llama whose layers seem to have CUDA graphs. On a CPU they run in Python all the same."""
     model = llama()
-    for layer in model.model.layers:
-        layer.graphs = Graphs()
-        layer.graphs._places["a shape"] = _Place("addresses")
-        layer.graphs._places["a shape"].recordings.append("a recording")
+    with_graphs(model.model.layers)
     return model
 
 

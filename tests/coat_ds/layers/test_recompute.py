@@ -1,0 +1,53 @@
+"""Converted models whose layers are recomputed in backward."""
+
+import pytest
+import torch
+
+import coat_ds
+from benchmarks.common.families import FAMILIES
+from coat_kernels import saved
+from tests.coat_ds.layers.measures import run, same, saved_bytes
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.parametrize("name", ["llama", "mixtral"])
+def test_gradient_checkpointing_changes_nothing(name, reentrant):
+    family, batch = FAMILIES[name], FAMILIES[name].batch()
+    losses = []
+    for checkpoints in (False, True):
+        model = coat_ds.convert(family.build())
+        if checkpoints:
+            model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for _ in range(3):
+            losses.append(run(model, batch))
+            optimizer.step()
+    for without, within in zip(losses[:3], losses[3:], strict=True):
+        same(within, without)
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3"])
+def test_gradient_checkpointing_keeps_the_inputs_of_layers_alone(name):
+    """Also where a layer runs as fused blocks, as Llama's, in the place of its own forward."""
+    model, batch = FAMILIES[name].build(), FAMILIES[name].batch()
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    expected = saved_bytes(model.train(), batch)
+    # it also counts what the last norm and the head save
+    assert saved_bytes(coat_ds.convert(model), batch) <= expected
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.parametrize("name", ["llama", "qwen3"])
+def test_compressed_checkpoints_keep_the_input_of_each_layer_in_fp8(name, reentrant, monkeypatch):
+    monkeypatch.setattr(saved, "MIN_NUMEL", 1)
+    model, batch = FAMILIES[name].build(), FAMILIES[name].batch()
+    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    coat_ds.convert(model.train())
+    inputs, before = [], set(saved.alive_packed())
+    for layer in model.model.layers:
+        layer.register_forward_pre_hook(lambda _, args: inputs.append(args[0].numel()))
+    with saved.compressed_checkpoints():
+        loss = model(**batch).loss
+    found = sorted(p.shape.numel() for p in set(saved.alive_packed()) - before)
+    assert found == sorted(inputs) and len(found) > 1
+    loss.backward()

@@ -1,0 +1,170 @@
+"""When readings are taken, and what they are of."""
+
+import copy
+
+import pytest
+import torch
+
+import coat_ds
+from coat_ds import CoatAdamW
+from coat_ds.watch import Watch
+from coat_ds.watch.memory import held_bytes
+from coat_ds.watch.outs import read
+from coat_kernels import watching
+from tests.coat_ds.watch.parts import model
+from tests.util import run_distributed
+
+
+def test_a_plain_loop(tmp_path):
+    made = coat_ds.convert(model().bfloat16())
+    optimizer = CoatAdamW(made.named_parameters(), min_numel=0)
+    watch = Watch(made, optimizer, {"every": 3, "folder": str(tmp_path)})
+    for _ in range(10):
+        made(torch.ones(16, 64, dtype=torch.bfloat16)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        watch.end_step()
+    assert [r.step for r in read(tmp_path)] == [3, 6, 9]
+    watch.close()
+    groups = read(tmp_path)[-1].groups
+    assert set(groups) == {"*.weight", "*"} and 0 < groups["*.weight"]["update_error"] < 0.1
+    assert not made._forward_pre_hooks and not made._forward_hooks
+
+
+def test_copies_of_a_model_are_not_watched(tmp_path):
+    made = coat_ds.convert(model().bfloat16())
+    watch = Watch(made, CoatAdamW(made.named_parameters()), {"every": 1, "folder": str(tmp_path)})
+    torch.save(made, tmp_path / "model.pt")
+    for other in (copy.deepcopy(made), torch.load(tmp_path / "model.pt", weights_only=False)):
+        other(torch.ones(16, 64, dtype=torch.bfloat16)).sum().backward()
+        assert watch._counter is None
+    made(torch.ones(16, 64, dtype=torch.bfloat16)).sum().backward()
+    assert watch._counter is not None
+    watch.close()
+    assert watching.observer() is None
+
+
+@pytest.mark.parametrize("config", [{"every": 0, "folder": "x"}, {"every": 1}])
+def test_nothing_is_measured_where_nobody_wants_it(config):
+    made = coat_ds.convert(model().bfloat16())
+    watch = Watch(made, CoatAdamW(made.named_parameters()), config)
+    assert not watch.is_active and not made._forward_pre_hooks
+    made(torch.ones(16, 64, dtype=torch.bfloat16)).sum().backward()
+    assert watch._counter is None
+    watch.end_step()
+    assert watch.last is None
+
+
+def test_the_first_step_counts_the_states_that_it_makes():
+    made, readings = coat_ds.convert(model().bfloat16()), []
+    optimizer = CoatAdamW(made.named_parameters(), min_numel=0)
+    watch = Watch(made, optimizer, {"every": 1}, [readings.append])
+    for _ in range(2):
+        made(torch.ones(16, 64, dtype=torch.bfloat16)).sum().backward()
+        optimizer.step()
+        watch.end_step()
+    watch.close()
+    assert readings[0].memory == readings[1].memory
+    assert readings[0].memory["states"] == coat_ds.state_bytes(optimizer)["bytes"] > 0
+
+
+COMPILED = {
+    "itself": lambda made, **how: made.compile(**how) or made,
+    "a layer": lambda made, **how: made[0].compile(**how) or made,
+    "a wrapper": lambda made, **how: torch.compile(made, **how),
+}
+
+
+@pytest.mark.parametrize("is_given", [False, True])
+@pytest.mark.parametrize("way", COMPILED)
+def test_a_reading_has_nothing_compiled_again(way, is_given):
+    """is_given: the watch gets what `torch.compile` returns; otherwise the model that was compiled."""
+    made, graphs, said = coat_ds.convert(model().bfloat16()), [], []
+    torch._dynamo.reset()
+    called = COMPILED[way](made, backend=lambda graph, inputs: graphs.append(graph) or graph)
+    optimizer, readings = CoatAdamW(made.named_parameters(), min_numel=0), []
+    watch = Watch(
+        called if is_given else made,
+        optimizer,
+        {"every": 2},
+        [readings.append],
+        say=lambda line, level: said.append(line),
+    )
+    counts = []
+    for _ in range(10):
+        called(torch.randn(16, 64).bfloat16()).sum().backward()
+        optimizer.step()
+        watch.end_step()
+        counts.append(len(graphs))
+    watch.close()
+    assert counts == [1] * 10
+    assert len(readings) == 5 and len(said) == 1 and "no codes" in said[0]
+    figures = {figure for found in readings[-1].groups.values() for figure in found}
+    assert figures == {"update_error", "stalled", "underflowed"}
+    assert readings[-1].memory["states"] and "saved" not in readings[-1].memory
+
+
+def test_copies_of_weights_are_counted():
+    from tests.coat_ds.watch.test_engine import llama
+
+    made = coat_ds.convert(llama(), {"weight_cache": "fp8"})
+    ids = torch.arange(32).view(1, 32)
+    made(ids, labels=ids).loss.backward()
+    linears = [made.get_submodule(name).weight for name in coat_ds.conversion_of(made).converted["linear"]]
+    # by rows and by columns; and the scale twice, of four products in each of two layers
+    held = held_bytes(made, [], [*made.parameters(), torch.zeros(5)])
+    assert held["fp8_copies"] == 2 * sum(w.numel() for w in linears) + 8 * 4 * 2
+    # a weight that is its own master is no other
+    assert held["weights"] > 2 * 4 * 64 * 64 and held["masters"] == 5 * 4
+
+
+def two_ranks():
+    """Each rank holds half of the optimizer's partition, and its own half of the batch."""
+    config = {
+        "train_batch_size": 8,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
+        "bf16": {"enabled": True},
+        "zero_optimization": {"stage": 2},
+        "coat": {"enabled": True, "optimizer": {"min_numel": 0}, "watch": {"every": 1}},
+    }
+    engine, *_ = coat_ds.initialize(model=model(), config=config)
+    seen = []
+    engine.coat.watch.add(seen.append)
+    rank = torch.distributed.get_rank()
+    for step in range(3):
+        # rank 0 reads zeros
+        x = torch.full((4, 64), float(rank * (step + 1)), dtype=torch.bfloat16)
+        engine.backward(engine(x).float().square().mean())
+        engine.step()
+    last = engine.coat.watch.last
+    engine.destroy()
+    return last.groups, len(seen)
+
+
+def test_sums_are_over_all_ranks():
+    (first, written), (second, unwritten) = run_distributed(two_ranks, 2)
+    assert first == second
+    assert (written, unwritten) == (3, 0)
+    # both layers are one group: the first reads zeros on one rank, the second its biases
+    assert first["*"]["input_flushed"] == pytest.approx(0.25, abs=0.01)
+    assert 0 < first["*.weight"]["update_error"] < 0.1
+
+
+def by_themselves():
+    """Ranks that train models of their own, each a group."""
+    torch.distributed.init_process_group("gloo")
+    groups = [torch.distributed.new_group([rank]) for rank in range(2)]
+    rank = torch.distributed.get_rank()
+    made = coat_ds.convert(model().bfloat16())
+    optimizer = CoatAdamW(made.named_parameters())
+    watch = Watch(made, optimizer, {"every": 1, "act": "warn"}, process_group=groups[rank])
+    made(torch.full((16, 64), float(rank), dtype=torch.bfloat16)).sum().backward()
+    optimizer.step()
+    watch.end_step()
+    watch.take_in()
+    return watch.last.groups["*"]["input_flushed"]
+
+
+def test_sums_are_over_the_ranks_of_a_group():
+    # of the two layers' inputs one is zero, or none
+    assert run_distributed(by_themselves, 2) == [pytest.approx(0.5, abs=0.02), pytest.approx(0, abs=0.02)]
