@@ -124,7 +124,7 @@ def main() -> None:
         print(f"rank 0 holds {held['bytes_per_parameter']:.3f} bytes of AdamW states per parameter")
     weights, states = get_state_dict(model, optimizer)
     dcp.save({"model": weights, "optimizer": states, "step": args.steps}, checkpoint_id=args.checkpoint)
-    # a thread of gloo's that still frees a tensor while Python ends would end the process
+    # a thread of gloo's that still frees a tensor while Python ends would abort (pytorch/pytorch#190489)
     dist.barrier()
     dist.destroy_process_group()
 
