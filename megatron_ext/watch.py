@@ -172,7 +172,7 @@ def _saving(watch: Watch, save: Callable) -> Callable:
 def _loading(watch: Watch, load: Callable) -> Callable:
     @functools.wraps(load)
     def coat_load_state_dict(state_dict):
-        watch.fallback.resume(state_dict.get(KEY, {}))
+        watch.resume(state_dict.get(KEY, {}))
         result = load({key: value for key, value in state_dict.items() if key != KEY})
         watch.go_on_from(_steps_taken(watch.optimizers))
         return result

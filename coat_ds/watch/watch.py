@@ -177,6 +177,12 @@ class Watch:
             if has_failed:
                 self._due.add(module)
 
+    def resume(self, state: Mapping[str, Iterable[str]]) -> None:
+        """Before a checkpoint's states are loaded: makes what has fallen back what `state` says, and forgets
+        what layers that are replayed told of other weights."""
+        self._earlier = {}
+        self.fallback.resume(state)
+
     def go_on_from(self, steps: int) -> None:
         """Counts on from a checkpoint's number of steps, which is the same on all ranks."""
         self._steps = steps

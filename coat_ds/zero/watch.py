@@ -129,7 +129,7 @@ def _saving(engine, watch: Watch, save: Callable) -> Callable:
 def _loading(watch: Watch, load: Callable) -> Callable:
     @functools.wraps(load)
     def load_checkpoint(load_dir, tag=None, *args, **kwargs):
-        watch.fallback.resume(_remembered(load_dir, tag))
+        watch.resume(_remembered(load_dir, tag))
         return load(load_dir, tag, *args, **kwargs)
 
     return load_checkpoint

@@ -70,6 +70,19 @@ def test_layers_that_have_fallen_back_take_turns_again(blocks):
     assert readings[-1].groups["*.*"] == codes.figures(list(expected))
 
 
+def test_what_layers_told_before_a_checkpoint_was_loaded_is_forgotten(blocks):
+    readings = []
+    watch = Watch(blocks, None, {"every": 1}, [readings.append])
+    sums_of_steps(watch, 1, closes=False)
+    watch.take_in()
+    watch.resume({})
+    (found,) = sums_of_steps(watch, 1)
+    # it is the turn of block 0; of the other the reading has only what this step told
+    assert {name for name, row in found.items() if row[codes.REPLAYED]} == {"1", "1.0", "1.1"}
+    rows = [found[name] for name in ("0.0", "0.1", "1.0", "1.1")]
+    assert readings[-1].groups["*.*"] == codes.figures([sum(x) for x in zip(*rows, strict=True)])
+
+
 def test_chunks_of_a_pipeline_are_watched_in_their_own_first_forwards():
     halves = [coat_ds.convert(torch.nn.ModuleList([model(), model()]).bfloat16()) for _ in range(2)]
     for half in halves:
