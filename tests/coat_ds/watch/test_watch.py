@@ -97,7 +97,8 @@ def test_a_reading_has_nothing_compiled_again(way, is_given):
         watch.end_step()
         counts.append(len(graphs))
     watch.close()
-    assert counts == [1] * 10
+    # torch 2.11 makes a graph of each layer of a bare Sequential that has hooks
+    assert counts == [counts[0]] * 10 and counts[0] <= 2
     assert len(readings) == 5 and len(said) == 1 and "no codes" in said[0]
     figures = {figure for found in readings[-1].groups.values() for figure in found}
     assert figures == {"update_error", "stalled", "underflowed"}
