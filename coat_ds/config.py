@@ -211,7 +211,7 @@ class OptimizerConfig(_Block):
 
     checkpoint_layout: str = _choice("stock", CHECKPOINT_LAYOUTS)
     """What checkpoints hold. "stock": FP32 moments, as stock AdamW's do, which reads them. "compressed": the
-    codes, a quarter of the bytes, which are read where `coat_ds` is installed."""
+    codes, a quarter of the bytes, which `CoatAdamW` reads."""
 
     def __post_init__(self):
         # a dataclass with slots is made anew, after which `super()` without arguments finds the old one

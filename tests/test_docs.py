@@ -1,8 +1,10 @@
 """The pages are those of the code: what is made is up to date, what is shown twice is the same."""
 
+import re
 import runpy
 from pathlib import Path
 
+from coat_ds.doctor import dry_run
 from tests.test_readme import README, block
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
@@ -26,3 +28,20 @@ def test_pages_show_what_the_readme_shows():
 def test_every_page_is_reached_from_the_readme():
     pages = {path.name for path in DOCS.glob("*.md")}
     assert {page for page in pages if f"](docs/{page})" not in README} == set()
+
+
+def test_the_log_that_is_shown_is_that_of_llama_2_7b():
+    sizes = {"hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32, "vocab_size": 32000}
+    model = dry_run.build({"model_type": "llama", "num_attention_heads": 32, **sizes})
+    layers, states, _ = dry_run.check({"coat": {"enabled": True}, "bf16": {"enabled": True}}, model, 1, 2048)
+    (shown,) = re.findall(r"^```\n(COAT: .*?)\n```$", (DOCS / "deepspeed.md").read_text(), re.M | re.S)
+    mean = states.text.split()[0]
+    assert shown.split() == f"COAT: AdamW states {mean} bytes per parameter (...); {layers.text}".split()
+
+
+def test_the_summary_that_is_shown_is_that_of_a_small_llama(tmp_path):
+    import coat_ds
+    from tests.test_readme import names_of_examples
+
+    summary = coat_ds.conversion_of(coat_ds.convert(names_of_examples(str(tmp_path))["model"])).summary()
+    assert f"'{summary}'" in " ".join((DOCS / "huggingface.md").read_text().split())

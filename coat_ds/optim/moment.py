@@ -43,9 +43,12 @@ class Moment(StoredTensor):
 
     @staticmethod
     def __new__(cls, pieces: Pieces, group_size: int, shape, start: int = 0, pair: Pair | None = None):
-        return torch.Tensor._make_wrapper_subclass(
+        made = torch.Tensor._make_wrapper_subclass(
             cls, tuple(shape), dtype=torch.float32, device=pieces[0].storage.codes.device
         )
+        # C++ that asks for its memory, of which it has none, gets an error in place of a null pointer
+        torch._C._set_throw_on_mutable_data_ptr(made)
+        return made
 
     def __init__(self, pieces: Pieces, group_size: int, shape, start: int = 0, pair: Pair | None = None):
         self.pieces, self.group_size, self.start, self.pair = pieces, group_size, start, pair

@@ -69,7 +69,7 @@ class CoatAdamW(torch.optim.Optimizer):
     compiled: steps on the CPU run in C++, compiled when it is first needed: many times as fast as the PyTorch
         that they run in otherwise, and equal but for FP32 rounding.
     checkpoint_layout: what `state_dict` holds. "stock": FP32 moments, as `torch.optim.AdamW`'s does.
-        "compressed": what is stored, 2.1 bytes a parameter instead of 8, which is read where `coat_ds` is.
+        "compressed": what is stored, 2.1 bytes a parameter instead of 8, which this class reads.
 
     All of them except the implementation switches, keep_fp32, seed, checkpoint_layout and compiled may differ
     between parameter groups.

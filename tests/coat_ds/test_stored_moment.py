@@ -39,6 +39,14 @@ def test_moments_come_back_by_a_reader_of_data_only():
     assert all(torch.equal(a, b) for a, b in zip(found.stored(), moment.stored(), strict=True))
 
 
+def test_kernels_that_ask_for_its_memory_get_an_error():
+    # a moment has none: FusedAdam, loading such a file, read from a null pointer
+    moment = Moment.encoded(torch.rand(40, 50), get_codec("log8"), 128)
+    for found in (moment, moment.view(-1)[128:], read(StoredMoment(moment.pieces, 128, moment.shape))):
+        with pytest.raises(RuntimeError, match="Cannot access data pointer"):
+            found.data_ptr()
+
+
 def piece(index: int, value) -> list:
     return [(*PIECE[:index], value, *PIECE[index + 1 :])]
 
