@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 
 import torch
+from torch.utils import _device
 
 from coat_ds.config import CoatConfig, CoatConfigError
 from coat_ds.doctor.finding import OK, PROBLEM, UNKNOWN, WARNING, Finding
@@ -35,6 +36,9 @@ def build(config: Mapping) -> torch.nn.Module:
         kind = next(
             (k for name in made.architectures or () if (k := getattr(transformers, name, None))), None
         )
+        # torch lists its constructors once: exchanged ones, if DeepSpeed's zero.Init ran then. Without others
+        # the model would be made in memory
+        _device._device_constructors.cache_clear()
         with torch.device("meta"):
             model = kind(made) if kind else transformers.AutoModelForCausalLM.from_config(made)
     # whatever the classes of a foreign config raise
@@ -43,7 +47,7 @@ def build(config: Mapping) -> torch.nn.Module:
         raise PlanError(
             f"model: transformers cannot build it ({first}). Correct model_type, or what it names."
         ) from error
-    # torch's context misses functions that somebody, such as DeepSpeed, had exchanged when it was first used
+    # buffers that torch's constructors did not make, too
     return model.to("meta", torch.bfloat16)
 
 

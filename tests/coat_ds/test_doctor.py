@@ -1,11 +1,14 @@
 """`coat doctor`: what it says of versions, of this machine, and of what a JSON would do to a model."""
 
+import functools
 import json
 import sys
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
+from torch.utils import _device
 
 from coat_ds import cli
 from coat_ds.doctor import OK, PROBLEM, UNKNOWN, WARNING, dry_run, machine, packages, switches
@@ -192,6 +195,17 @@ def test_a_dry_run_counts_layers_states_and_bytes():
     expected = ((2 + 9 / 128) * (total - kept) + 8 * kept) / total
     assert found["states"].details["bytes_per_parameter"] == pytest.approx(expected)
     assert found["peak"].details["after_bytes"] < found["peak"].details["before_bytes"]
+
+
+def test_a_model_is_built_without_memory_whatever_ran_before():
+    # as in DeepSpeed's zero.Init, which exchanges constructors while torch lists them
+    _device._device_constructors.cache_clear()
+    with mock.patch.object(torch, "empty", functools.partial(torch.empty)), torch.device("meta"):
+        assert torch.ones(1).is_meta
+    # 4 TiB of embeddings
+    model = dry_run.build(LLAMA | {"vocab_size": 2**32})
+    assert {p.device.type for p in model.parameters()} == {"meta"}
+    assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
 
 
 def test_a_dry_run_leaves_the_model_as_it_was():
