@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from coat_ds.config import ActivationsConfig, CoatConfig, CoatConfigError
-from megatron_ext import options
+from megatron_ext import cpu, options
+from tests.megatron_ext.layers import build
 
 
 @pytest.fixture
@@ -106,6 +107,48 @@ def test_compressed_recompute_comes_with_the_optimizer_if_the_file_says_so(file)
         finally:
             recompute.uninstall()
             optimizer.uninstall()
+
+
+def test_keys_of_what_the_spec_does_not_bring_are_named(megatron, file, caplog):
+    from coat_ds.layers import log
+    from megatron_ext import optimizer
+    from megatron_ext.layer_specs import sdpa_layer_spec
+    from tests.megatron_ext.test_optimizer import Trainer
+
+    optimizer.uninstall()
+    log._say.cache_clear()
+    block = {"enabled": True, "report": False}
+    path = file({"coat": block | {"activations": {"group_size": 32}, "optimizer": {"group_size": 64}}})
+    for layers in ("sdpa", "coat"):
+        caplog.clear()
+        with cpu.no_cuda():
+            Trainer("plain", layers)
+        found = [line for line in caplog.messages if "of no effect" in line]
+        wanted = [("activations", 32)] * (layers == "sdpa") + [("optimizer", 64)]
+        for line, (part, size) in zip(found, wanted, strict=True):
+            assert f"COAT_CONFIG={path}: coat.{part}.group_size: found {size}, of no effect" in line
+    file({"coat": block | {"checkpointing": {"compress": True}}})
+    with pytest.raises(CoatConfigError, match="coat.checkpointing.compress: found true, but nothing"):
+        build(sdpa_layer_spec)
+
+
+def test_keys_of_the_optimizer_without_effect_are_named(megatron, caplog):
+    from megatron_ext import optimizer
+    from tests.megatron_ext.test_optimizer import Trainer
+
+    keys = {"keep_fp32": ["*heads*"], "bf16_params": "stochastic"}
+    optimizer.uninstall()
+    optimizer.install(CoatConfig.from_dict({"enabled": True, "report": False, "optimizer": keys}))
+    try:
+        for mode, count in (("plain", 2), ("precision_aware", 1)):
+            caplog.clear()
+            with cpu.no_cuda():
+                Trainer(mode)
+            found = [m for m in caplog.messages if "of no effect" in m or "matches no parameter" in m]
+            assert len(found) == count and "coat.optimizer.keep_fp32: '*heads*'" in found[0]
+            assert count == 1 or "coat.optimizer.bf16_params: found 'stochastic'" in found[1]
+    finally:
+        optimizer.uninstall()
 
 
 def _precision(content, **matchers):
