@@ -137,7 +137,7 @@ class Fp8DecoderLayer(Replaced):
 
     def __call__(self, hidden_states: torch.Tensor, *args, **kwargs):
         if not uses_blocks(self, hidden_states, args, kwargs):
-            if self.module.training and torch.is_grad_enabled():
+            if self.module.training and torch.is_grad_enabled() and self.takes(hidden_states):
                 _say_why_not(kwargs)
             return self.stock(hidden_states, *args, **kwargs)
         cos, sin = kwargs["position_embeddings"]

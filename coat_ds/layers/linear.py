@@ -82,7 +82,16 @@ class Fp8Linear(Replaced):
                 "These layers multiply as before they were converted, not in FP8."
             )
             return self.stock(input)
+        self.say_that_parts_are_not_cached()
         return tensor_parallel.multiplied(self.module, input, self._product)
+
+    def say_that_parts_are_not_cached(self) -> None:
+        """What a rank multiplies with is made of the DTensor in each forward."""
+        if self.cache.keep != "none":
+            say_once(
+                f"coat.activations.weight_cache: found {self.cache.keep!r}, of no effect on weights that are "
+                "DTensors, as under tensor parallelism. Drop the key."
+            )
 
     def _product(
         self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, origin: Origin | None

@@ -101,6 +101,15 @@ def test_keys_of_an_engine(found, run, lines):
     assert all("Drop" in said or "drop" in said or "set it" in said for said in found[run])
 
 
+@pytest.mark.parametrize("option", [{"keep_fp32": ["*"]}, {"checkpoint_layout": "compressed"}, {"seed": 1}])
+def test_options_of_the_whole_optimizer_are_refused_in_a_group(option):
+    group = {"params": list(model().parameters())} | option
+    made = coat_ds.CoatAdamW(model().parameters())
+    for add in (lambda given: coat_ds.CoatAdamW([given]), made.add_param_group):
+        with pytest.raises(ValueError, match=f"a parameter group has {next(iter(option))}=.*constructor"):
+            add(group)
+
+
 def test_patterns_of_the_optimizer_need_names(caplog):
     net = model()
     with pytest.raises(ValueError, match=r"keep_fp32=\(.\*head\*.,\) is about names.*named_parameters"):

@@ -206,3 +206,16 @@ def test_other_blocks_of_the_precision_file_are_not_ours():
     found = SimpleNamespace(config={"kitchen_config_type": "QLinearParams"}, config_key="x", match_input=None)
     base = ActivationsConfig()
     assert options.layer_activations(found, base) is base and options.layer_activations(None, base) is base
+
+
+def test_graphs_that_cannot_be_say_so(megatron, caplog):
+    from coat_ds.layers import log
+    from megatron_ext.layer_specs import coat_layer_spec
+    from tests.megatron_ext.layers import GPT, batch
+
+    log._say.cache_clear()
+    for wanted in (True, "auto"):
+        model = build(coat_layer_spec, groups=4, activations=ActivationsConfig(cuda_graphs=wanted), **GPT)
+        model(*batch("cpu"))
+    (line,) = [m for m in caplog.messages if "cuda_graphs" in m]
+    assert "coat.activations.cuda_graphs: found True, of no effect on a CPU" in line

@@ -31,6 +31,12 @@ def train(model, **inputs):
     model(**{**LLAMA.batch(), **inputs}).loss.backward()
 
 
+def test_a_fused_model_says_it_once_too(said):
+    train(coat_ds.convert(LLAMA.build()).double(), use_cache=False)
+    (line,) = said()
+    assert "found torch.float64" in line
+
+
 @pytest.mark.parametrize("compiles", [False, True])
 def test_a_model_cast_to_float64_says_once_that_fp8_is_off(said, compiles):
     stock, model = plain().double(), coat_ds.convert(plain()).double()
