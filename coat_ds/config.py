@@ -249,7 +249,8 @@ class ActivationsConfig(_Block):
 
     attention_format: str = _choice("bf16", ATTENTION_FORMATS)
     """How q, k, v and attention's output are saved: as they are, or in groups as "sqrt8".
-    "recompute" saves the output alone, in `saved_format`, and makes the others again in backward."""
+    "recompute" saves the output alone, in `saved_format`, and makes the others again in backward; where a
+    layer does not run as a fused block it saves all of them so. Under torch.compile they stay as they are."""
 
     weight_cache: str = _choice("none", WEIGHT_CACHES)
     """What is kept of quantized weights over the micro-batches of a step: nothing, or "fp8", two bytes a
@@ -264,7 +265,8 @@ class ActivationsConfig(_Block):
     cuda_graphs: str | bool = _choice("auto", CUDA_GRAPHS)
     """Whether dense layers are recorded as CUDA graphs and replayed, which leaves the CPU next to nothing to
     do. "auto": where the GPU would wait for it; true: wherever it is possible; false: nowhere. Never under
-    ZeRO-3, where weights move, nor with dropout or while activations are recomputed."""
+    ZeRO-3, where weights move, nor with dropout or while activations are recomputed; nor layers of models
+    that `convert` changed."""
 
     fallback: bool = False
     """Keep a linear layer whose sizes FP8 products cannot take in BF16. False makes it an error.
@@ -340,6 +342,14 @@ class WatchConfig(_Block):
 
     flushed: float = field(default=0.5, metadata={"minimum": 0})
     """The limit of the share of a layer's inputs, or of its gradients, whose FP8 codes are zero."""
+
+    def __post_init__(self):
+        _Block.__post_init__(self)
+        if not self.every and self.act != "off":
+            raise CoatConfigError(
+                f'{self.KEY}.act: found {self.act!r} beside "every": 0, which measures nothing to act on. '
+                "Set every to 1 or more, or drop the key."
+            )
 
     @classmethod
     def from_boolean(cls, value: bool) -> Self:

@@ -14,6 +14,7 @@ from megatron.core.distributed import DistributedDataParallel
 from megatron.core.transformer.identity_op import IdentityFuncOp, IdentityOp
 from torch.nn.modules.module import _has_any_global_hook
 
+from coat_ds.layers.log import say_once
 from coat_kernels.attention import origin_in_groups
 from coat_kernels.blocks import attention_block, mlp_block, qkv_block
 from coat_kernels.groups import quantize_groups
@@ -195,19 +196,34 @@ def uses_graphs(parts: Parts, x: torch.Tensor) -> bool:
     another attention than COAT's. "auto": only where the GPU would wait for the CPU, whose time for a layer
     does not depend on the layer's size.
     """
-    if not x.is_cuda:
+    wanted = parts.attention.activations.cuda_graphs
+    if not wanted:
         return False
-    core, wanted = parts.attention.core_attention, parts.attention.activations.cuda_graphs
-    if not wanted or hasattr(parts.qkv.weight, "ds_id"):
+    if (reason := _no_graph(parts, x)) is not None:
+        if wanted is True:
+            say_once(f"coat.activations.cuda_graphs: found True, of no effect {reason}. Drop the key.")
         return False
     if wanted == "auto":
         # under sequence parallelism x holds this rank's tokens; the GEMMs take those of all ranks
         tokens = x.shape[0] * x.shape[1] * (parts.qkv.tp_group.size() if parts.qkv.sequence_parallel else 1)
         if tokens * sum(linear.weight.numel() for linear in parts.linears) > GRAPHED_WORK:
             return False
+    return True
+
+
+def _no_graph(parts: Parts, x: torch.Tensor) -> str | None:
+    """Where a layer cannot be recorded."""
+    if not x.is_cuda:
+        return "on a CPU"
+    if hasattr(parts.qkv.weight, "ds_id"):
+        return "under ZeRO-3, where weights move"
+    core = parts.attention.core_attention
     # a graph would not hold the mask of a window
-    plain = type(core) is CoatCoreAttention and core.window is None
-    return plain and not (core.training and core.dropout) and _is_stock(core)
+    if type(core) is not CoatCoreAttention or core.window is not None:
+        return "beside windows, and attention that is not COAT's"
+    if (core.training and core.dropout) or not _is_stock(core):
+        return "with dropout of attention, or hooks on it"
+    return None
 
 
 def _used(parts: Parts, options: tuple[LinearOptions, ...]) -> tuple:

@@ -14,6 +14,7 @@ from dataclasses import replace
 
 import torch
 
+from coat_ds.layers.log import say_once
 from coat_ds.versions import MEGATRON_CORE
 from coat_kernels.graphs import Graphs
 
@@ -28,6 +29,7 @@ try:
     )
     from packaging.version import Version
 
+    from . import options
     from .attention import CoatCoreAttention, SDPACoreAttention, core_attention_of
     from .blocks import forward_by_blocks
     from .latent import CoatMLASelfAttention, check_latent_attention, latent_parts, repair_latent_attention
@@ -168,6 +170,9 @@ def sdpa_parts(config, experts: bool) -> TransformerLayerSubmodules:
 
     Raises ValueError for what is not supported, naming the argument to change.
     """
+    options.check_compress()
+    if (line := options.idle_activations()) is not None:
+        say_once(line)
     if experts:
         repair_router()
         if config.moe_grouped_gemm:

@@ -22,16 +22,17 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
+from megatron.core import parallel_state
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import FP32Optimizer, MegatronOptimizer
 from megatron.core.utils import get_te_version, log_single_rank
 
 from coat_ds import state_bytes
-from coat_ds.config import CoatConfig, CoatConfigError
+from coat_ds.config import CoatConfig, CoatConfigError, OptimizerConfig
 from coat_ds.optim.fragments import Fragment
 from coat_ds.optim.moment import Moment
 from coat_ds.optim.optimizer import CoatAdamW
-from coat_ds.optim.options import LAYOUT, MOMENTS, keeps_fp32
+from coat_ds.optim.options import LAYOUT, MOMENTS, idle_patterns, keeps_fp32
 from coat_ds.optim.state_dict import take_states
 from coat_ds.patches import Patch, require
 from coat_kernels.adamw import join_master, split_master
@@ -229,6 +230,20 @@ def _link(host: MegatronOptimizer, model_chunks: Iterable[torch.nn.Module], conf
     if config.report.states:
         said += f"\n{inner.layout()}"
     log_single_rank(logger, logging.WARNING, said)
+    for line in _idle_keys(config.optimizer, list(names.values()), [p for _, p, _ in placed]):
+        log_single_rank(logger, logging.WARNING, line)
+
+
+def _idle_keys(config: OptimizerConfig, names: list[str], held: list[torch.Tensor]) -> Iterator[str]:
+    """A line for each key that is of no effect."""
+    # a stage of a pipeline does not see the names of others
+    if parallel_state.get_pipeline_model_parallel_world_size() == 1:
+        yield from idle_patterns(config.keep_fp32, names)
+    if config.bf16_params != "exact" and all(p.dtype == torch.float32 for p in held):
+        yield (
+            f"coat.optimizer.bf16_params: found {config.bf16_params!r}, of no effect: the optimizer holds "
+            "FP32 masters and no BF16 parameters. Add --use-precision-aware-optimizer, or drop the key."
+        )
 
 
 def _check_host(host: Any, model_chunks: Iterable[torch.nn.Module]) -> None:
@@ -319,7 +334,8 @@ def install(coat: CoatConfig | None = None) -> None:
     for patch in (*INSTALLED, ADAM, IS_TORCH):
         patch.check()
     require("megatron-core", f"{_DISTRIBUTED}._get_model_param_range_map", ("param",), _WAY_OUT)
-    options = {name: getattr(coat.optimizer, name) for name in LAYOUT}
+    # which tensors keep FP32 moments is said by `link`: Megatron hands over no names
+    options = {name: getattr(coat.optimizer, name) for name in LAYOUT} | {"keep_fp32": ()}
     adam = functools.partial(MegatronAdamW, counts_in_groups=not IS_TORCH.original(), **options)
 
     BUILD.apply(functools.partial(_building, coat, adam))

@@ -30,7 +30,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from coat_ds.config import ActivationsConfig, CoatConfig, CoatConfigError
+from coat_ds.config import ActivationsConfig, CoatConfig, CoatConfigError, OptimizerConfig, difference
 
 VARIABLE = "COAT_CONFIG"
 # the keys of `coat.activations` that a single linear layer has a use for
@@ -88,6 +88,7 @@ def _read(path: str | None) -> CoatConfig:
             "stock",
             "Megatron's checkpoints hold FP32 moments",
         ),
+        ("require", config.require, False, "DeepSpeed's engine alone counts layers"),
         ("zero3_layer_units", config.zero3_layer_units, "auto", "ZeRO-3 is DeepSpeed's"),
     ):
         if value != wanted:
@@ -103,20 +104,49 @@ def activations() -> ActivationsConfig:
 
     Raises CoatConfigError if the file asks for what the spec's module has not installed.
     """
-    from . import recompute
-
     config = coat_config()
     if not config.activations.enabled:
         raise CoatConfigError(
             f"{VARIABLE}: coat.activations.enabled: found false beside the FP8 layers of coat_layer_spec. "
             "Set it to true, or take sdpa_layer_spec."
         )
-    if config.checkpointing.compress and not recompute.installed():
+    check_compress()
+    return config.activations
+
+
+def check_compress() -> None:
+    """Raises CoatConfigError if the file asks for compressed recompute, which the spec's module has not
+    installed."""
+    from . import recompute
+
+    if coat_config().checkpointing.compress and not recompute.installed():
         raise CoatConfigError(
             f"{VARIABLE}: coat.checkpointing.compress: found true, but nothing compresses. Take the spec "
             "from megatron_ext.with_checkpoints or megatron_ext.with_optimizer."
         )
-    return config.activations
+
+
+def idle_activations() -> str | None:
+    """A line if the file says how layers compute; Megatron's own layers do not ask."""
+    found = coat_config().activations
+    return _idle(found, ActivationsConfig(enabled=found.enabled), "sdpa_layer_spec", "coat_layer_spec")
+
+
+def idle_optimizer() -> str | None:
+    """A line if the file says how states are stored; Megatron's own optimizer does not ask."""
+    found = coat_config().optimizer
+    usual = OptimizerConfig(enabled=found.enabled)
+    return _idle(found, usual, "a spec without the optimizer", "the spec from megatron_ext.with_optimizer")
+
+
+def _idle(found: ActivationsConfig | OptimizerConfig, usual: Any, beside: str, instead: str) -> str | None:
+    if found == usual:
+        return None
+    key, value, _ = difference(found, usual)
+    return (
+        f"{named_file()}: {found.KEY}.{key}: found {value!r}, of no effect beside {beside}. Take {instead}, "
+        "or drop the key."
+    )
 
 
 def layer_activations(quant_config: Any, base: ActivationsConfig) -> ActivationsConfig:

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import torch
 
 from coat_ds.config import ActivationsConfig
+from coat_ds.layers.log import say_once
 from coat_kernels.attention import causal_attention, kept_attention
 from coat_kernels.origin import Origin, note, noted, origin_of
 
@@ -136,8 +137,14 @@ def coat_attention(
     def stock(*heads):
         return sdpa_attention_forward(module, *heads, attention_mask, **arguments)[0].transpose(1, 2)
 
+    compiling = torch.compiler.is_compiling()
+    if kept is not None and kept.group_size is not None and compiling and torch.is_grad_enabled():
+        say_once(
+            "coat.activations.attention_format: of no effect under torch.compile: attention saves what it "
+            "saved before it was converted. Write 'bf16'."
+        )
     # a model that shares the config of one that was converted; and the compiler, which sees no notes
-    if kept is None or torch.compiler.is_compiling():
+    if kept is None or compiling:
         return stock(query, key, value).transpose(1, 2), None
     if kept.group_size is None:
         query, key, value = _own_storages(query, key, value)

@@ -64,6 +64,27 @@ class Conversion:
             line += f"; left: {', '.join(names[:NAMED])}{more}"
         return line
 
+    def idle_keys(self) -> list[str]:
+        """A line for each key of the block that has no effect on this model."""
+        key, fmt, lines = self.activations.KEY, self.activations.attention_format, []
+        if self.activations.cuda_graphs is True:
+            lines.append(
+                f"{key}.cuda_graphs: found True, but only Megatron's layers are recorded as CUDA graphs, not "
+                "those of a converted model. Drop the key."
+            )
+        if fmt != "bf16" and not self.converted["attention"]:
+            lines.append(
+                f"{key}.attention_format: found {fmt!r}, but no attention of the model was converted, which "
+                "saves what it saved. Drop the key, or take a model of transformers with "
+                'attn_implementation="sdpa".'
+            )
+        elif fmt == "recompute" and not self.converted["layer"]:
+            lines.append(
+                f"{key}.attention_format: found 'recompute', but no layer of the model runs as a fused "
+                "block, which alone recomputes: queries, keys and values are saved in 8 bits. Write 'sqrt8'."
+            )
+        return lines
+
     def __setstate__(self, state: dict) -> None:
         self.__dict__.update(state)
         if self.converted["attention"]:

@@ -13,6 +13,7 @@ from coat_ds.layers import attention, autotp, decoder_layer, experts, probe, tra
 from coat_ds.layers.conversion import ATTRIBUTE, Conversion, conversion_of
 from coat_ds.layers.feed_forward import Fp8Activation, Fp8GatedFeedForward
 from coat_ds.layers.linear import Fp8Linear
+from coat_ds.layers.log import say_once
 from coat_ds.layers.norm import Fp8Norm
 from coat_ds.layers.replaced import DTYPES, Replaced, replaced, wraps_compiled
 from coat_kernels.fp8 import ALIGNMENT
@@ -40,18 +41,21 @@ def convert(
     Args:
         model: any module; of parameters in BF16, or in FP32, best under autocast to BF16.
         activations: the block `coat.activations`, as an object or a mapping; the defaults without.
+            `attention_format` is of attention that transformers' AttentionInterface chooses; a warning says
+            where there is none. `cuda_graphs` is of Megatron's layers alone.
         filter: filter(name, module) says whether a module may be converted.
 
     Raises ValueError for a compiled model and for parameters in FP16, CoatConfigError for options that cannot
     be, and RuntimeError if the model was converted with other options, or a part of it alone.
     """
+    may = filter or (lambda name, module: True)
     if not isinstance(activations, ActivationsConfig):
         activations = ActivationsConfig.from_dict({} if activations is None else activations)
-    if not activations.enabled:
+    done = conversion_of(model)
+    if done is None and not activations.enabled:
         return model
     if wraps_compiled(model):
         raise ValueError("coat_ds.convert: found a compiled model. Convert it first, then torch.compile it.")
-    done = conversion_of(model)
     if done is not None:
         if done.activations != activations:
             key, had, found = difference(done.activations, activations)
@@ -59,23 +63,28 @@ def convert(
                 f"coat_ds.convert: {key}: found {found!r}, but the model was converted with {had!r}. Call "
                 "coat_ds.unconvert(model) first."
             )
-        if others := _outside(model, activations):
+        if others := _not_converted(model, activations, may):
             raise RuntimeError(
                 f"coat_ds.convert: a part of the model was converted before, other linear layers were not "
                 f"({len(others)}, such as {others[0]!r}). Call coat_ds.unconvert(model) first; `filter` says "
                 "what is to stay as it is."
             )
+        if kept := [n for n, m in model.named_modules() if replaced(m) is not None and not may(n, m)]:
+            raise RuntimeError(
+                f"coat_ds.convert: `filter` leaves out modules that were converted before ({len(kept)}, such "
+                f"as {kept[0]!r}). Call coat_ds.unconvert(model) first."
+            )
         return model
     # a part of a model that was converted before, as what PEFT's merge_and_unload returns
     unconvert(model)
     conversion = Conversion(activations)
-    forwards = list(_forwards(model, conversion, filter or (lambda name, module: True)))
+    forwards = list(_forwards(model, conversion, may))
     # nothing is changed before everything is known to fit
     for forward in forwards:
         forward.install()
-    _convert_attention(model, conversion, filter)
+    _convert_attention(model, conversion, may)
     for name, module in model.named_modules():
-        if replaced(module) is not None or (filter is not None and not filter(name, module)):
+        if replaced(module) is not None or not may(name, module):
             continue
         if (parts := decoder_layer.parts_of(module)) is not None:
             decoder_layer.Fp8DecoderLayer(module, activations, parts).install()
@@ -86,6 +95,8 @@ def convert(
                 conversion.take("layer", name)
     model.__dict__[ATTRIBUTE] = conversion
     logger.info("COAT: %s", conversion.summary())
+    for line in conversion.idle_keys():
+        say_once(line)
     return model
 
 
@@ -131,13 +142,12 @@ def _give_back(model: nn.Module) -> None:
                 config._attn_implementation_internal = attention.STOCK
 
 
-def _outside(model: nn.Module, activations: ActivationsConfig) -> list[str]:
-    """Names of the linear layers outside the converted parts of `model` that could be converted."""
-    parts = [m for m in model.modules() if ATTRIBUTE in m.__dict__]
-    inside = {id(m) for part in parts for m in part.modules()}
+def _not_converted(model: nn.Module, activations: ActivationsConfig, may: Callable) -> list[str]:
+    """Names of the linear layers that could be converted and are not: outside of a part that was converted,
+    left out by its `filter`, or put in later."""
     conversion = Conversion(activations)
     # forwards are built, and not installed
-    list(_forwards(model, conversion, lambda name, module: id(module) not in inside))
+    list(_forwards(model, conversion, may))
     return conversion.converted["linear"]
 
 
@@ -305,6 +315,8 @@ def _build_linear(module, activations, projections):
 
 
 def _build_norm(module, activations, projections):
+    if module.weight.dtype not in (*DTYPES, torch.float16):
+        return None, f"a weight in {str(module.weight.dtype).removeprefix('torch.')}"
     form = probe.norm_form(module)
     if form is None:
         return None, f"{type(module).__name__} is neither RMSNorm nor LayerNorm"
@@ -339,7 +351,7 @@ _BUILDERS = {
 }
 
 
-def _convert_attention(model: nn.Module, conversion: Conversion, may: Callable | None) -> None:
+def _convert_attention(model: nn.Module, conversion: Conversion, may: Callable) -> None:
     """Has modules that ask transformers' AttentionInterface take "coat" where they took "sdpa"."""
     kept = attention.kept_attention_of(conversion.activations)
     configs: dict[int, Any] = {}
@@ -348,7 +360,7 @@ def _convert_attention(model: nn.Module, conversion: Conversion, may: Callable |
             continue
         config = getattr(module, "config", None)
         found = getattr(config, "_attn_implementation", None)
-        if may is not None and not may(name, module):
+        if not may(name, module):
             conversion.leave("attention", name, "the filter")
         elif found not in (attention.STOCK, attention.NAME):
             conversion.leave("attention", name, f"its implementation is {found!r}, not {attention.STOCK!r}")

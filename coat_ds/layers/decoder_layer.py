@@ -5,6 +5,7 @@ The blocks bypass the forwards of the modules inside. `uses_blocks` allows them 
 otherwise the layer's own forward calls its converted modules.
 """
 
+import logging
 from functools import partial
 from typing import NamedTuple
 
@@ -16,6 +17,7 @@ from coat_ds.config import ActivationsConfig
 from coat_ds.layers.attention import STATE, is_transformers_own
 from coat_ds.layers.feed_forward import Fp8GatedFeedForward
 from coat_ds.layers.linear import is_fused
+from coat_ds.layers.log import say_once
 from coat_ds.layers.merged_linear import MergedLinear, is_hooked
 from coat_ds.layers.norm import Fp8Norm
 from coat_ds.layers.probe import Place, close, first_found, linear_of, run, shadow
@@ -135,6 +137,8 @@ class Fp8DecoderLayer(Replaced):
 
     def __call__(self, hidden_states: torch.Tensor, *args, **kwargs):
         if not uses_blocks(self, hidden_states, args, kwargs):
+            if self.module.training and torch.is_grad_enabled() and self.takes(hidden_states):
+                _say_why_not(kwargs)
             return self.stock(hidden_states, *args, **kwargs)
         cos, sin = kwargs["position_embeddings"]
         if checkpoints_in_forward(self.module):
@@ -191,6 +195,23 @@ class Fp8DecoderLayer(Replaced):
             fc2=replaced(feed_forward.down).options(),
         )
         return y.view(b, s, h)
+
+
+def _say_why_not(kwargs: dict) -> None:
+    """Says once why a layer is trained module by module."""
+    given = [name for name, value in kwargs.items() if value is not None and name not in ARGUMENTS]
+    if "past_key_values" in given:
+        say_once(
+            "layers that could run as fused blocks run module by module, since the model fills a cache while "
+            "it trains. Set model.config.use_cache = False."
+        )
+        return
+    why = (
+        "under autocast, torch.compile or dropout, with hooks, adapters or frozen weights, or other attention"
+    )
+    if given:
+        why = f"they are given {', '.join(given)}"
+    say_once(f"layers that could run as fused blocks run module by module: {why}.", logging.INFO)
 
 
 def checkpoints_in_forward(layer: nn.Module) -> bool:

@@ -1,8 +1,5 @@
 """x W^T + b with FP8 products, in place of the forward of a linear layer."""
 
-import functools
-import logging
-
 import torch
 
 from coat_ds.config import ActivationsConfig
@@ -10,14 +7,13 @@ from coat_ds.layers import tensor_parallel
 from coat_ds.layers.attention import attended_origin
 from coat_ds.layers.formats import formats
 from coat_ds.layers.hooks import after_pre_hooks
-from coat_ds.layers.replaced import Replaced, is_plain
+from coat_ds.layers.log import say_once
+from coat_ds.layers.replaced import Replaced
 from coat_ds.optim.shards import is_distributed
 from coat_kernels.linear import LinearOptions, fp8_linear
 from coat_kernels.origin import Origin, origin_of
 from coat_kernels.tensorwise import PredictedScale
 from coat_kernels.weights import WeightCache
-
-logger = logging.getLogger(__name__)
 
 
 class Fp8Linear(Replaced):
@@ -63,9 +59,10 @@ class Fp8Linear(Replaced):
             )
         if self.paused:
             return self.stock(input)
-        if not (self.takes(input) and is_plain(module.weight)):
-            if is_distributed(module.weight) and not torch.compiler.is_compiling():
-                return self._of_parts(input)
+        takes = self.takes(input)
+        if is_distributed(module.weight):
+            return self._of_parts(input)
+        if not (takes and self.takes(module.weight)):
             return self.stock(input)
         after_pre_hooks(module, input)
         weight = module.weight.t() if self.transposed else module.weight
@@ -73,14 +70,28 @@ class Fp8Linear(Replaced):
 
     def _of_parts(self, input: torch.Tensor) -> torch.Tensor:
         """Under torch's tensor parallelism, which makes DTensors of weights."""
-        if self.transposed:
+        if torch.compiler.is_compiling():
+            reason = "torch.compile traces them"
+        elif self.transposed:
             reason = "transformers' Conv1D is not split"
         else:
             reason = tensor_parallel.no_product(input, self.module.weight)
         if reason is not None:
-            warn_of_stock_products(reason)
+            say_once(
+                f"weights of linear layers are DTensors, as under torch's tensor parallelism, but {reason}. "
+                "These layers multiply as before they were converted, not in FP8."
+            )
             return self.stock(input)
+        self.say_that_parts_are_not_cached()
         return tensor_parallel.multiplied(self.module, input, self._product)
+
+    def say_that_parts_are_not_cached(self) -> None:
+        """What a rank multiplies with is made of the DTensor in each forward."""
+        if self.cache.keep != "none":
+            say_once(
+                f"coat.activations.weight_cache: found {self.cache.keep!r}, of no effect on weights that are "
+                "DTensors, as under tensor parallelism. Drop the key."
+            )
 
     def _product(
         self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, origin: Origin | None
@@ -94,17 +105,6 @@ class Fp8Linear(Replaced):
             cache=self.cache,
             x_scale=self.x_scale,
             grad_scale=self.grad_scale,
-        )
-
-
-@functools.cache
-def warn_of_stock_products(reason: str) -> None:
-    """Says once, on rank 0, why layers with distributed weights compute as before they were converted."""
-    if torch.distributed.get_rank() == 0:
-        logger.warning(
-            "COAT: weights of linear layers are DTensors, as under torch's tensor parallelism, but %s. These "
-            "layers multiply as before they were converted, not in FP8.",
-            reason,
         )
 
 

@@ -5,6 +5,7 @@ from typing import Any, ClassVar
 
 import torch
 
+from coat_ds.layers.log import say_once
 from coat_ds.optim.shards import is_distributed
 from coat_kernels.deferred import Deferred
 
@@ -45,14 +46,23 @@ class Replaced:
         return type(self.module).forward(self.module, *args, **kwargs)
 
     def takes(self, x: torch.Tensor) -> bool:
-        """Whether the kernels take `x`, under autocast as it will be. Raises TypeError for FP16."""
+        """Whether the kernels take `x`, under autocast as it will be. Raises TypeError for FP16, and says
+        once of other types that layers compute as before. DTensors are their caller's matter."""
         dtype = autocast_dtype(x) or x.dtype
         if torch.float16 in (dtype, x.dtype):
             raise TypeError(
                 f"{type(self.module).__name__}: converted layers compute in BF16 or FP32, found FP16. Train "
                 "in BF16 (model.bfloat16(), or autocast to torch.bfloat16), or call coat_ds.unconvert(model)."
             )
-        return x.dtype in DTYPES and is_plain(x)
+        if x.dtype in DTYPES and is_plain(x):
+            return True
+        if not is_distributed(x):
+            found = x.dtype if is_plain(x) else type(x).__name__
+            say_once(
+                f"converted layers compute in BF16 or FP32, found {found}: they compute as before they were "
+                "converted, not in FP8. Call model.bfloat16() or model.float(), or coat_ds.unconvert(model)."
+            )
+        return False
 
     def dtype_of_output(self, x: torch.Tensor) -> torch.dtype:
         """The dtype in which the stock module would return [..., n] of an input like `x` [..., n], which only

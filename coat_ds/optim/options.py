@@ -1,6 +1,6 @@
 """The options of `CoatAdamW`: which there are, which values they take, and what they say of a moment."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from numbers import Real
@@ -12,12 +12,14 @@ from coat_ds.config import (
     BF16_PARAMS,
     EXP_AVG_FORMATS,
     EXP_AVG_SQ_FORMATS,
+    KEEP_FP32,
     OPTIMIZER_GROUP_SIZES,
     ROUNDINGS,
     CoatConfigError,
     check_choice,
     check_pair,
     check_type,
+    did_you_mean,
 )
 from coat_kernels.codecs import Codec, first_codec, get_codec
 
@@ -33,6 +35,8 @@ STOCK_SWITCHES: dict[str, Any] = {
     "decoupled_weight_decay": True,
     "bias_correction": True,
 }
+# options of the constructor that parameter groups do not have
+OF_THE_WHOLE = {"keep_fp32", "checkpoint_layout", "seed", "compiled"}
 # belong to the optimizer and not to a checkpoint: a loaded state dict leaves them as they are
 LAYOUT = (
     "exp_avg_format",
@@ -49,6 +53,23 @@ def keeps_fp32(rule: Rule, name: str | None, p: torch.Tensor) -> bool:
     if callable(rule):
         return bool(rule(name, p))
     return name is not None and any(fnmatchcase(name.lower(), pattern.lower()) for pattern in rule)
+
+
+def idle_patterns(patterns: Iterable[str], names: Iterable[str], key: str = "coat.optimizer.") -> list[str]:
+    """A line for each pattern of `keep_fp32` that matches no name, but for those of the default."""
+    names = [name.lower() for name in names]
+    return [
+        f"{key}keep_fp32: {pattern!r} matches no parameter of this model: everything keeps the format it "
+        f"would have without it.{_nearest_name(pattern, names)} Correct it or drop it."
+        for pattern in patterns
+        if pattern not in KEEP_FP32 and not any(fnmatchcase(name, pattern.lower()) for name in names)
+    ]
+
+
+def _nearest_name(pattern: str, names: Iterable[str]) -> str:
+    """The part of a parameter's name that a mistyped pattern likely means, as a question; or nothing."""
+    parts = {part for name in names for part in name.split(".") if not part.isdigit()}
+    return did_you_mean(pattern.replace("*", "").replace("?", "").strip("."), sorted(parts))
 
 
 def rounds_stochastically(group: dict[str, Any], codec: Codec) -> bool:
@@ -71,8 +92,14 @@ def has_remainder(p: torch.Tensor, group: dict[str, Any]) -> bool:
 def check_names(group: dict[str, Any], known: dict[str, Any]) -> None:
     """Raises ValueError for an option that is nearly one of the known ones.
 
-    Others are somebody's notes: schedulers' initial_lr, DeepSpeed's name and moe, Megatron's lr_mult.
+    So does an option of the whole optimizer. Others are somebody's notes: schedulers' initial_lr, DeepSpeed's
+    name and moe, Megatron's lr_mult.
     """
+    for name in group.keys() & OF_THE_WHOLE:
+        raise ValueError(
+            f"CoatAdamW: a parameter group has {name}={group[name]!r}, which is one for the whole optimizer. "
+            "Give it to the constructor."
+        )
     for name in group.keys() - known.keys() - {"params", "param_names"}:
         meant = get_close_matches(str(name).lower(), ("params", *known), n=1, cutoff=0.85)
         if meant:

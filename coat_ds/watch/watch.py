@@ -26,6 +26,8 @@ from coat_ds.watch.states import Places, StateSampler
 from coat_kernels import watching
 
 logger = logging.getLogger("coat_ds")
+# the keys of the block that "act" alone has a use for
+LIMITS = ("readings", "update_error", "flushed")
 
 
 class _Pending(NamedTuple):
@@ -98,6 +100,14 @@ class Watch:
         self._masters, self._process_group, self._samples_done = masters, process_group, samples_done
         self._steps, self._steps_done = 0, steps_done or (lambda: self._steps)
         self._say = say or (lambda line, level: logger.log(level, line))
+        usual = WatchConfig()
+        for name in LIMITS:
+            if config.act == "off" and (limit := getattr(config, name)) != getattr(usual, name):
+                self._say(
+                    f'{config.KEY}.{name}: found {limit}, of no effect while act is "off". Set act to "warn" '
+                    'or "act", or drop the key.',
+                    logging.WARNING,
+                )
         keep = keep or functools.partial(_keep, optimizers, own)
         self.fallback = Fallback(model, config, keep, self._say)
         self._said_compiled = False

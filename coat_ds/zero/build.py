@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 
-from coat_ds.config import KEEP_FP32, CoatConfig, OptimizerConfig, did_you_mean
+from coat_ds.config import CoatConfig, OptimizerConfig
 from coat_ds.optim.accounting import layout_table
 from coat_ds.optim.optimizer import CoatAdamW
-from coat_ds.optim.options import LAYOUT, codec_of, keeps_fp32, rounds_stochastically
+from coat_ds.optim.options import LAYOUT, codec_of, idle_patterns, keeps_fp32, rounds_stochastically
 from coat_ds.zero import convert_optimizer
 from coat_ds.zero.deepspeed_config import IMPLEMENTATIONS, offloads, optimizer_options, section, stage_of
 from coat_ds.zero.log import say
@@ -37,7 +37,7 @@ def optimizer_for_engine(
     def take_names() -> None:
         # DeepSpeed exchanges parameters before it has an optimizer built: AutoEP those of experts
         names.update({} if model is None else {p: name for name, p in model.named_parameters()})
-        for line in idle_patterns(coat.optimizer.keep_fp32, names) if names else ():
+        for line in idle_patterns(coat.optimizer.keep_fp32, names.values()) if names else ():
             say(line, logging.WARNING)
 
     own = {
@@ -55,6 +55,9 @@ def optimizer_for_engine(
 
     def converted(given: torch.optim.Optimizer) -> CoatAdamW:
         take_names()
+        if isinstance(given, CoatAdamW):
+            for line in idle_options(given, coat.optimizer):
+                say(line, logging.WARNING)
         return reported(convert_optimizer.convert_(given, coat.optimizer, class_for(given), **own))
 
     def build(model_parameters):
@@ -146,20 +149,28 @@ def let_zero_accept(cls: type) -> None:
         utils.ZERO_SUPPORTED_OPTIMIZERS.append(cls)
 
 
-def idle_patterns(patterns: Iterable[str], names: Mapping[torch.Tensor, str]) -> list[str]:
-    """A line for each pattern of `keep_fp32` that matches no name, but for those of the default."""
+def idle_bf16_params(config: OptimizerConfig, optimizer: CoatAdamW) -> str | None:
+    """A line if the block says how BF16 parameters are updated, and the optimizer, linked, holds none."""
+    held = [*optimizer.state, *(p for group in optimizer.param_groups for p in group["params"])]
+    if config.bf16_params == "exact" or any(p.dtype == torch.bfloat16 for p in held):
+        return None
+    return (
+        f"coat.optimizer.bf16_params: found {config.bf16_params!r}, of no effect: the optimizer holds FP32 "
+        "masters and no BF16 parameters. Set bf16.bf16_master_weights_and_grads and "
+        "bf16.bf16_optimizer_states to true, or drop the key."
+    )
+
+
+def idle_options(found: CoatAdamW, wanted: OptimizerConfig) -> list[str]:
+    """A line for each key of the block that a CoatAdamW of the script's own has another value for."""
+    usual = OptimizerConfig()
+    asked = {name: getattr(wanted, name) for name in (*LAYOUT, "keep_fp32", "checkpoint_layout")}
     return [
-        f"coat.optimizer.keep_fp32: {pattern!r} matches no parameter of this model: everything keeps the "
-        f"format it would have without it.{_nearest_name(pattern, names.values())} Correct it or drop it."
-        for pattern in patterns
-        if pattern not in KEEP_FP32 and not any(keeps_fp32((pattern,), names[p], p) for p in names)
+        f"coat.optimizer.{name}: found {value!r}, of no effect: the script's own CoatAdamW is used as it is. "
+        f"Give it {name}={value!r}, or drop the key."
+        for name, value in asked.items()
+        if value != getattr(usual, name) and not found.has_option(name, value)
     ]
-
-
-def _nearest_name(pattern: str, names: Iterable[str]) -> str:
-    """The part of a parameter's name that a mistyped pattern likely means, as a question; or nothing."""
-    parts = {part for name in names for part in name.split(".") if not part.isdigit()}
-    return did_you_mean(pattern.replace("*", "").replace("?", "").strip("."), sorted(parts))
 
 
 def stalling(optimizer: CoatAdamW) -> str | None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from coat_ds.config import ActivationsConfig, CoatConfig, CoatConfigError
+from coat_ds.config import ActivationsConfig, CoatConfig, CoatConfigError, WatchConfig
 from coat_ds.zero import convert_optimizer, recompute
 from coat_ds.zero.block import OPTIMIZER_TYPE, misplaced_block
 from coat_kernels.device import capability, has_fp8_gemm
@@ -56,7 +56,7 @@ def check(config: Mapping[str, Any], optimizer: Any) -> CoatConfig:
             coat,
             optimizer=replace(coat.optimizer, enabled=False),
             report=replace(coat.report, saved=False),
-            watch=replace(coat.watch, every=0),
+            watch=WatchConfig(every=0),
         )
     if coat.enabled and coat.optimizer.enabled:
         check_deepspeed_config(config)

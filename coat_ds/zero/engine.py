@@ -14,7 +14,7 @@ from coat_ds.optim.optimizer import CoatAdamW
 from coat_ds.patches import Patch
 from coat_ds.saved_bytes import report_compressed, report_saved
 from coat_ds.zero import recompute
-from coat_ds.zero.build import let_zero_accept, optimizer_for_engine
+from coat_ds.zero.build import idle_bf16_params, let_zero_accept, optimizer_for_engine
 from coat_ds.zero.deepspeed_config import check, has_optimizer, no_conversion, section
 from coat_ds.zero.grad_norm import batch_gradient_norms
 from coat_ds.zero.gradients import keep_gradients_narrow
@@ -63,7 +63,10 @@ def prepare(arguments: dict[str, Any]) -> Prepared:
     if coat.enabled and arguments.get("model") is not None:
         check_adapters(arguments["model"], section(config, "tensor_parallel"))
     if coat.enabled and optimizer is None and not has_optimizer(config):
-        say('COAT: found neither an "optimizer" section nor an optimizer argument: FP8 layers alone')
+        say(
+            'COAT: found neither an "optimizer" section nor an optimizer argument: FP8 layers alone. '
+            "coat.optimizer, coat.watch and coat.report are of no effect"
+        )
     if coat.enabled and coat.optimizer.enabled:
         let_zero_accept(CoatAdamW)
         arguments["optimizer"] = optimizer_for_engine(coat, config, optimizer, arguments.get("model"))
@@ -106,6 +109,8 @@ def finish(engine, prepared: Prepared) -> None:
         return
     take_exchanged(engine.module)
     units.complete()
+    if line := units.idle_key():
+        say(line, logging.WARNING)
     lighten_module_hooks(engine.module)
     if coat.optimizer.enabled:
         link_partitions(engine.optimizer, engine.basic_optimizer)
@@ -114,6 +119,8 @@ def finish(engine, prepared: Prepared) -> None:
         link_states(engine)
         translate_checkpoints(engine.optimizer, getattr(engine.basic_optimizer, "apart_in_files", False))
         guard_checkpoints(engine)
+        if line := idle_bf16_params(coat.optimizer, engine.basic_optimizer):
+            say(line, logging.WARNING)
         guard_offloading(engine)
     if coat.report.saved:
         report_saved(engine.module, say)

@@ -64,7 +64,7 @@ class LayerUnits:
         self.reasons: dict[str, str] = {}
         # hooks of the layers that have become units
         self._handles: dict[torch.nn.Module, RemovableHandle] = {}
-        self._zero = zero
+        self.wanted, self._zero = wanted, zero
         if model is None or zero.stage != 3:
             return
         users = _users(model)
@@ -124,6 +124,15 @@ class LayerUnits:
             layer.zero3_unit = False
             handle.remove()
         self.chosen, self._handles = {}, {}
+
+    def idle_key(self) -> str | None:
+        """A line if the key asks for something that ZeRO of this stage does not do."""
+        if self.wanted == "auto" or self._zero.stage == 3:
+            return None
+        return (
+            f"coat.zero3_layer_units: found {self.wanted}, of no effect in ZeRO {int(self._zero.stage)}: "
+            "only ZeRO-3 gathers weights. Drop the key."
+        )
 
     def summary(self) -> str | None:
         """For the log; None if no layer could be a unit."""

@@ -55,7 +55,7 @@ def idle_layers(coat: CoatConfig, layers: Layers) -> str | None:
     Raises CoatConfigError in its place if the block says `"require": true`.
     """
     made, linears = layers.count("linear")
-    if made or not linears or not coat.activations.enabled:
+    if made or not (linears or coat.require) or not coat.activations.enabled:
         return None
     line = f"coat.activations.enabled: found True, but {layers.summary()}."
     if coat.require:

@@ -67,8 +67,10 @@ def losses(folder, key="loss"):
 
 
 def test_quickstart_at_a_reduced_size(tmp_path):
-    done = pretrain("--compare", "--steps", 25, "--lr", 3e-3, "--output", tmp_path)
+    env = {**ENV, "COAT_CONFIG": "of Megatron-LM's scripts.json"}
+    done = pretrain("--compare", "--steps", 25, "--lr", 3e-3, "--output", tmp_path, env=env)
     assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("COAT_CONFIG is of no effect") == 2
     summary = json.loads((tmp_path / "summary.json").read_text())
     assert list(summary) == ["bf16", "coat"]
     bf16, coat = summary["bf16"], summary["coat"]

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from coat_ds.config import ActivationsConfig, CoatConfig, CoatConfigError
-from megatron_ext import options
+from megatron_ext import cpu, options
+from tests.megatron_ext.layers import build
 
 
 @pytest.fixture
@@ -108,6 +109,48 @@ def test_compressed_recompute_comes_with_the_optimizer_if_the_file_says_so(file)
             optimizer.uninstall()
 
 
+def test_keys_of_what_the_spec_does_not_bring_are_named(megatron, file, caplog):
+    from coat_ds.layers import log
+    from megatron_ext import optimizer
+    from megatron_ext.layer_specs import sdpa_layer_spec
+    from tests.megatron_ext.test_optimizer import Trainer
+
+    optimizer.uninstall()
+    log._say.cache_clear()
+    block = {"enabled": True, "report": False}
+    path = file({"coat": block | {"activations": {"group_size": 32}, "optimizer": {"group_size": 64}}})
+    for layers in ("sdpa", "coat"):
+        caplog.clear()
+        with cpu.no_cuda():
+            Trainer("plain", layers)
+        found = [line for line in caplog.messages if "of no effect" in line]
+        wanted = [("activations", 32)] * (layers == "sdpa") + [("optimizer", 64)]
+        for line, (part, size) in zip(found, wanted, strict=True):
+            assert f"COAT_CONFIG={path}: coat.{part}.group_size: found {size}, of no effect" in line
+    file({"coat": block | {"checkpointing": {"compress": True}}})
+    with pytest.raises(CoatConfigError, match="coat.checkpointing.compress: found true, but nothing"):
+        build(sdpa_layer_spec)
+
+
+def test_keys_of_the_optimizer_without_effect_are_named(megatron, caplog):
+    from megatron_ext import optimizer
+    from tests.megatron_ext.test_optimizer import Trainer
+
+    keys = {"keep_fp32": ["*heads*"], "bf16_params": "stochastic"}
+    optimizer.uninstall()
+    optimizer.install(CoatConfig.from_dict({"enabled": True, "report": False, "optimizer": keys}))
+    try:
+        for mode, count in (("plain", 2), ("precision_aware", 1)):
+            caplog.clear()
+            with cpu.no_cuda():
+                Trainer(mode)
+            found = [m for m in caplog.messages if "of no effect" in m or "matches no parameter" in m]
+            assert len(found) == count and "coat.optimizer.keep_fp32: '*heads*'" in found[0]
+            assert count == 1 or "coat.optimizer.bf16_params: found 'stochastic'" in found[1]
+    finally:
+        optimizer.uninstall()
+
+
 def _precision(content, **matchers):
     from megatron.core.quantization.quant_config import RecipeConfig
 
@@ -163,3 +206,16 @@ def test_other_blocks_of_the_precision_file_are_not_ours():
     found = SimpleNamespace(config={"kitchen_config_type": "QLinearParams"}, config_key="x", match_input=None)
     base = ActivationsConfig()
     assert options.layer_activations(found, base) is base and options.layer_activations(None, base) is base
+
+
+def test_graphs_that_cannot_be_say_so(megatron, caplog):
+    from coat_ds.layers import log
+    from megatron_ext.layer_specs import coat_layer_spec
+    from tests.megatron_ext.layers import GPT, batch
+
+    log._say.cache_clear()
+    for wanted in (True, "auto"):
+        model = build(coat_layer_spec, groups=4, activations=ActivationsConfig(cuda_graphs=wanted), **GPT)
+        model(*batch("cpu"))
+    (line,) = [m for m in caplog.messages if "cuda_graphs" in m]
+    assert "coat.activations.cuda_graphs: found True, of no effect on a CPU" in line

@@ -50,6 +50,11 @@ MISTAKES = {
             "a negative number", block(optimizer={"min_numel": -1}), ("min_numel: ", "0 or more", "found -1")
         ),
         Mistake(
+            "something to act on that is not measured",
+            block(watch={"every": 0, "act": "act"}),
+            ("coat.watch.act: ", "found 'act'", '"every": 0', "drop the key"),
+        ),
+        Mistake(
             "a misspelt format",
             block(optimizer={"exp_avg_format": "fp8_expand"}),
             ("coat.optimizer.exp_avg_format: ", "found 'fp8_expand'", "Did you mean 'fp8_expanded'"),

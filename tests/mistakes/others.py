@@ -35,6 +35,7 @@ TRAIN = ("train", "--model-config", "configs/model_quickstart.json", "--output",
 HALF = torch.nn.Sequential(torch.nn.Linear(64, 64)).half()
 TWICE = torch.nn.Sequential(torch.nn.Linear(64, 64))
 PAIR = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 64))
+WHOLE = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 64))
 MISTAKES = {
     "Models and GPUs": [
         Mistake(
@@ -68,8 +69,18 @@ MISTAKES = {
             converted(PAIR[0], PAIR),
             ("other linear layers were not (1, such as '1')", "coat_ds.unconvert(model) first", "`filter`"),
         ),
+        Mistake(
+            "a model that was converted with another `filter`",
+            lambda folder: coat_ds.convert(coat_ds.convert(WHOLE), filter=lambda name, module: name == "0"),
+            ("`filter` leaves out modules", "(1, such as '1')", "coat_ds.unconvert(model) first"),
+        ),
     ],
     "`CoatAdamW`": [
+        Mistake(
+            "patterns of names, without names",
+            optimizer(keep_fp32=["*head*"]),
+            ("keep_fp32=('*head*',)", "the parameters have none", "model.named_parameters()"),
+        ),
         Mistake(
             "an option that is not AdamW's",
             optimizer(amsgrad=True),
@@ -140,6 +151,11 @@ MISTAKES = {
             "what only DeepSpeed has",
             megatron({"coat": BLOCK | {"zero3_layer_units": True}}),
             ('coat.zero3_layer_units: expected "auto", found true', "ZeRO-3 is DeepSpeed's", 'Write "auto"'),
+        ),
+        Mistake(
+            "`require`",
+            megatron({"coat": BLOCK | {"require": True}}),
+            ("coat.require: expected false, found true", "DeepSpeed's engine", "Write false"),
         ),
         Mistake("`--fp8-format hybrid`", spec(fp8="hybrid"), ("--fp8-format", "its own FP8", "remove it")),
         Mistake(

@@ -287,8 +287,13 @@ def _replicated(net, mesh):
     return lambda x: net(DTensor.from_local(x, mesh, [Replicate()]))
 
 
+def _compiled(net, mesh):
+    return torch.compile(_in_parts(net, mesh), backend="eager")
+
+
 # outputs of the first layer, what is done to the model, and the reason that is given
 CASES = {
+    "compiled": (64, _compiled, "torch.compile traces them"),
     "sharded": (64, _sharded, None),
     "in parts": (64, _in_parts, None),
     "too small": (48, _in_parts, "a rank's part is 24 x 64, not multiples of 16"),
@@ -309,7 +314,16 @@ def warned():
         net = prepare(coat_ds.convert(nn.Sequential(*layers).bfloat16()), mesh)
         for _ in range(2):
             net(x)
+    handler.emit = lambda record: found.setdefault("cached", []).append(record.getMessage())
+    net = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)).bfloat16()
+    _in_parts(coat_ds.convert(net, {"weight_cache": "fp8"}), mesh)(x)
     return found
+
+
+def test_weights_that_are_not_cached_are_named():
+    first, other = run_distributed(warned, 2)
+    (line,) = first["cached"]
+    assert "coat.activations.weight_cache: found 'fp8', of no effect" in line and "cached" not in other
 
 
 @pytest.mark.parametrize("name", CASES)

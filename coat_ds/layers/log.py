@@ -1,0 +1,22 @@
+"""Lines about converted layers that a forward pass brings up, each said once."""
+
+import functools
+import logging
+
+import torch
+
+_logger = logging.getLogger(__name__)
+
+
+# compiled code then says it when it is compiled, and goes on
+@torch.compiler.assume_constant_result
+def say_once(line: str, level: int = logging.WARNING) -> None:
+    """Logs `line` on rank 0, unless it was said before."""
+    _say(line, level)
+
+
+@functools.cache
+def _say(line: str, level: int) -> None:
+    dist = torch.distributed
+    if not (dist.is_available() and dist.is_initialized()) or dist.get_rank() == 0:
+        _logger.log(level, "COAT: %s", line)

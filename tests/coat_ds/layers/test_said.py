@@ -1,0 +1,126 @@
+"""What is of no effect on a converted model, or takes FP8 off it later, is said."""
+
+import logging
+
+import pytest
+import torch
+from torch import nn
+
+import coat_ds
+from benchmarks.common.families import FAMILIES
+from coat_ds.layers import log
+from coat_ds.layers.replaced import replaced
+
+LLAMA = FAMILIES["llama"]
+
+
+@pytest.fixture
+def said(caplog):
+    """The lines that were said since, each once."""
+    log._say.cache_clear()
+    caplog.set_level(logging.INFO, log.__name__)
+    return lambda: [r.getMessage() for r in caplog.records if r.name == log.__name__]
+
+
+def plain():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(64, 64), nn.LayerNorm(64), nn.Linear(64, 64)).bfloat16()
+
+
+def train(model, **inputs):
+    model(**{**LLAMA.batch(), **inputs}).loss.backward()
+
+
+def test_a_fused_model_says_it_once_too(said):
+    train(coat_ds.convert(LLAMA.build()).double(), use_cache=False)
+    (line,) = said()
+    assert "found torch.float64" in line
+
+
+@pytest.mark.parametrize("compiles", [False, True])
+def test_a_model_cast_to_float64_says_once_that_fp8_is_off(said, compiles):
+    stock, model = plain().double(), coat_ds.convert(plain()).double()
+    if compiles:
+        torch.compiler.reset()
+        model = torch.compile(model, backend="eager", fullgraph=True)
+    x = torch.randn(32, 64, dtype=torch.float64)
+    for _ in range(2):
+        assert torch.equal(model(x), stock(x))
+    (line,) = said()
+    assert "found torch.float64" in line and "not in FP8" in line and "model.bfloat16()" in line
+
+
+def test_a_model_in_float64_has_no_norm_in_8_bits():
+    left = coat_ds.conversion_of(coat_ds.convert(plain().double())).left
+    assert left == dict.fromkeys("012", "a weight in float64")
+
+
+@pytest.mark.parametrize(
+    "build, activations, line",
+    [
+        (plain, {"cuda_graphs": True}, "coat.activations.cuda_graphs: found True, but only Megatron's"),
+        (plain, {"attention_format": "sqrt8"}, "attention_format: found 'sqrt8', but no attention"),
+        (plain, {"attention_format": "recompute"}, "attention_format: found 'recompute', but no attention"),
+        (
+            FAMILIES["gpt2"].build,
+            {"attention_format": "recompute"},
+            "attention_format: found 'recompute', but no layer of the model runs as a fused block",
+        ),
+    ],
+)
+def test_keys_without_effect(said, build, activations, line):
+    coat_ds.convert(build(), activations)
+    (found,) = said()
+    assert line in found and ("Drop" in found or "Write" in found)
+
+
+def test_keys_with_effect_are_not_named(said):
+    for activations in ({}, {"attention_format": "recompute"}, {"attention_format": "sqrt8"}):
+        train(coat_ds.convert(LLAMA.build(), activations), use_cache=False)
+    assert said() == []
+
+
+def test_layers_that_are_not_fused_say_why(said):
+    model = coat_ds.convert(LLAMA.build())
+    padded = torch.ones_like(LLAMA.batch()["input_ids"])
+    padded[:, 0] = 0
+    train(model, use_cache=False, attention_mask=padded)
+    train(model, use_cache=True)
+    mask, cache = said()
+    assert "run module by module: they are given attention_mask" in mask
+    assert "run module by module" in cache and "Set model.config.use_cache = False" in cache
+
+
+def test_frozen_weights_end_fused_blocks_with_a_line(said):
+    model = coat_ds.convert(LLAMA.build())
+    model.model.layers[0].mlp.requires_grad_(False)
+    train(model, use_cache=False)
+    (found,) = said()
+    assert "run module by module" in found and "frozen weights" in found
+
+
+def test_attention_under_the_compiler_says_that_its_format_is_off(said):
+    torch.compiler.reset()
+    model = coat_ds.convert(LLAMA.build(), {"attention_format": "sqrt8"})
+    train(torch.compile(model, backend="eager"), use_cache=False)
+    (found,) = [line for line in said() if "attention_format" in line]
+    assert "of no effect under torch.compile" in found
+
+
+def test_a_second_call_that_wants_something_else_is_an_error():
+    def first(name, module):
+        return name.startswith("0")
+
+    model = coat_ds.convert(plain(), filter=first)
+    assert coat_ds.convert(model, filter=first) is model
+    with pytest.raises(RuntimeError, match="other linear layers were not .1, such as '2'.*unconvert"):
+        coat_ds.convert(model)
+    whole = coat_ds.convert(plain())
+    with pytest.raises(RuntimeError, match="`filter` leaves out modules .* .2, such as '1'.*unconvert"):
+        coat_ds.convert(whole, filter=first)
+    with pytest.raises(RuntimeError, match="enabled: found False, but the model was converted with True"):
+        coat_ds.convert(whole, {"enabled": False})
+    whole[0] = nn.Linear(64, 64, dtype=torch.bfloat16)
+    with pytest.raises(RuntimeError, match="other linear layers were not .1, such as '0'"):
+        coat_ds.convert(whole)
+    assert replaced(whole[2]) is not None and replaced(whole[0]) is None

@@ -1,0 +1,123 @@
+"""Keys of the block that are of no effect in a DeepSpeed engine: each is named in the log, or refused."""
+
+import pytest
+import torch
+
+import coat_ds
+from coat_ds.config import KEEP_FP32
+from tests.util import run_distributed
+
+OTHER = {"group_size": 64, "checkpoint_layout": "compressed", "keep_fp32": ["*0*"]}
+
+
+def model():
+    nn = torch.nn
+    return nn.Sequential(nn.Linear(32, 64), nn.LayerNorm(64), nn.Linear(64, 32))
+
+
+def engine_of(stage=1, optimizer=None, net=None, block=None, **more):
+    import deepspeed
+
+    net = model() if net is None else net
+    config = {
+        "train_batch_size": 1,
+        "bf16": {"enabled": True},
+        "zero_optimization": {"stage": stage},
+        "coat": {"enabled": True, "report": False, **(block or {})},
+        **more,
+    }
+    if optimizer is None:
+        config["optimizer"] = {"type": "AdamW", "params": {"lr": 1e-3}}
+    deepspeed.initialize(model=net, config=config, optimizer=optimizer and optimizer(net))[0].destroy()
+
+
+def own(**options):
+    return lambda net: coat_ds.CoatAdamW(net.named_parameters(), **options)
+
+
+def work():
+    import deepspeed
+
+    from tests.coat_ds.ways import listening
+
+    deepspeed.init_distributed("gloo")
+    coat_ds.install()
+    rounded = {"optimizer": {"bf16_params": "stochastic"}}
+    masters = {"enabled": True, "bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}
+    runs = {
+        **{f"FP32 masters, ZeRO {n}": lambda n=n: engine_of(n, block=rounded) for n in range(4)},
+        "BF16 masters": lambda: engine_of(2, block=rounded, bf16=masters),
+        "BF16 weights": lambda: engine_of(
+            0, net=model().bfloat16(), block=rounded | {"activations": False}, bf16={"enabled": False}
+        ),
+        "units, ZeRO 2": lambda: engine_of(2, block={"zero3_layer_units": True}),
+        "units, ZeRO 3": lambda: engine_of(3, block={"zero3_layer_units": True}),
+        "own": lambda: engine_of(1, own(), block={"optimizer": OTHER}),
+        "own, equal": lambda: engine_of(1, own(**OTHER), block={"optimizer": OTHER}),
+        "limits": lambda: engine_of(1, block={"watch": {"flushed": 0.1}}),
+        "limits, warned of": lambda: engine_of(1, block={"watch": {"flushed": 0.1, "act": "warn"}}),
+    }
+    found = {}
+    with listening() as lines:
+        for name, run in runs.items():
+            lines.clear()
+            run()
+            found[name] = [line for line in lines if "of no effect" in line]
+        with pytest.raises(coat_ds.CoatConfigError) as error:
+            engine_of(1, net=torch.nn.Sequential(torch.nn.Conv2d(8, 8, 3)), block={"require": True})
+        found["no linear layer, required"] = [str(error.value)]
+    return found
+
+
+@pytest.fixture(scope="module")
+def found():
+    return run_distributed(work, 1)[0]
+
+
+@pytest.mark.parametrize(
+    "run, lines",
+    [
+        *(
+            (f"FP32 masters, ZeRO {n}", ["coat.optimizer.bf16_params: found 'stochastic', of no effect"])
+            for n in range(4)
+        ),
+        ("BF16 masters", []),
+        ("BF16 weights", []),
+        ("units, ZeRO 2", ["coat.zero3_layer_units: found True, of no effect in ZeRO 2"]),
+        ("units, ZeRO 3", []),
+        (
+            "own",
+            [f"coat.optimizer.{name}: found " for name in ("group_size", "keep_fp32", "checkpoint_layout")],
+        ),
+        ("own, equal", []),
+        ("limits", ['coat.watch.flushed: found 0.1, of no effect while act is "off"']),
+        ("limits, warned of", []),
+        ("no linear layer, required", ["coat.activations.enabled: found True, but 0 of 0 linear layers"]),
+    ],
+)
+def test_keys_of_an_engine(found, run, lines):
+    assert len(found[run]) == len(lines)
+    assert all(line in said for line, said in zip(lines, found[run], strict=True))
+    assert all("Drop" in said or "drop" in said or "set it" in said for said in found[run])
+
+
+@pytest.mark.parametrize("option", [{"keep_fp32": ["*"]}, {"checkpoint_layout": "compressed"}, {"seed": 1}])
+def test_options_of_the_whole_optimizer_are_refused_in_a_group(option):
+    group = {"params": list(model().parameters())} | option
+    made = coat_ds.CoatAdamW(model().parameters())
+    for add in (lambda given: coat_ds.CoatAdamW([given]), made.add_param_group):
+        with pytest.raises(ValueError, match=f"a parameter group has {next(iter(option))}=.*constructor"):
+            add(group)
+
+
+def test_patterns_of_the_optimizer_need_names(caplog):
+    net = model()
+    with pytest.raises(ValueError, match=r"keep_fp32=\(.\*head\*.,\) is about names.*named_parameters"):
+        coat_ds.CoatAdamW(net.parameters(), keep_fp32=(*KEEP_FP32, "*head*"))
+    caplog.set_level("INFO", "coat_ds")
+    coat_ds.CoatAdamW(net.parameters())
+    coat_ds.CoatAdamW(net.named_parameters(), keep_fp32=("*head*", "0.*"))
+    coat_ds.CoatAdamW(net.named_parameters())
+    nameless, idle = (record.getMessage() for record in caplog.records)
+    assert "of no effect" in nameless and "named_parameters" in nameless
+    assert "CoatAdamW: keep_fp32: '*head*' matches no parameter" in idle
