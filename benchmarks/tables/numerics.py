@@ -192,6 +192,7 @@ def convergence(results: Results) -> str:
             line("from BF16 to COAT in the middle, the paper's states", "bf16-to-coat"),
             line("from COAT to BF16 in the middle, the paper's states", "coat-to-bf16"),
             line('"fastest", the paper\'s states', "coat-fastest"),
+            line('"smallest": 8-bit attention, `"bf16_params": "stochastic"`', "coat-smallest"),
         )
         + f"\nOver {tokens[1] / 1e6:.0f} million tokens, one seed and the paper's states: BF16 {long:.4f}, "
         f"COAT {ours:.4f} ({100 * (ours / long - 1):+.2f} %).\n\nAt β2 0.999 and activations in BF16, "
