@@ -74,6 +74,12 @@ KNOWN_BAD = (
         "DeepSpeed #6470",
     ),
     KnownBad(
+        {"deepspeed": ">=0.19.6", "transformers": "<5.18"},
+        WARNING,
+        'Trainer without warm-up steps and a "scheduler" section with "auto" end in a ValueError of '
+        "warmup_num_steps. Take transformers>=5.18, or set warmup_steps",
+    ),
+    KnownBad(
         {"megatron-core": ">=0.16", "transformer-engine": ">=2"},
         WARNING,
         "CUDA graphs of TransformerEngine's FP8 layers may give NaN after some steps; COAT's are others",

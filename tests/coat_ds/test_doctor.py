@@ -62,6 +62,12 @@ def test_tested_versions_are_fine():
             "deepspeed 0.18.9 with torch 2.13.0: the step of ZeRO",
         ),
         ({"deepspeed": "0.19.8"}, "known failure", WARNING, "DeepSpeed #8148"),
+        (
+            {"deepspeed": "0.19.8", "transformers": "5.17.0"},
+            "known failure",
+            WARNING,
+            "deepspeed 0.19.8 with transformers 5.17.0: Trainer without warm-up steps",
+        ),
         # the groups of `mpu` alone sum nothing
         (
             {"megatron-core": "0.16.1"},
@@ -78,8 +84,10 @@ def test_other_versions_are_named_with_the_way_out(change, check, state, text):
 
 
 def test_known_failures_are_of_the_versions_that_have_them():
-    texts = " ".join(f.text for f in packages.check(GOOD | {"deepspeed": "0.19.8", "torch": "2.13.0"}))
-    assert "the step of ZeRO 1 and 2" not in texts
+    newer = {"deepspeed": "0.19.8", "torch": "2.13.0", "transformers": "5.18.0"}
+    texts = " ".join(f.text for f in packages.check(GOOD | newer))
+    assert "resume from a universal checkpoint" in texts
+    assert "the step of ZeRO 1 and 2" not in texts and "warm-up" not in texts
     assert packages.versions(["no-such-package", "torch"]) == {
         "no-such-package": None,
         "torch": packages.versions(["torch"])["torch"],
