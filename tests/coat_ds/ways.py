@@ -98,6 +98,8 @@ def with_sections(folder):
                 "params": dict.fromkeys(("warmup_max_lr", "warmup_num_steps"), "auto"),
             },
         },
+        # without any, transformers before 5.18 gives DeepSpeed a number that it refuses
+        warmup_steps=1,
     )
 
 
