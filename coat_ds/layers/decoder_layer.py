@@ -21,7 +21,7 @@ from coat_ds.layers.log import say_once
 from coat_ds.layers.merged_linear import MergedLinear, is_hooked
 from coat_ds.layers.norm import Fp8Norm
 from coat_ds.layers.probe import Place, close, first_found, linear_of, run, shadow
-from coat_ds.layers.replaced import Replaced, autocast_dtype, replaced
+from coat_ds.layers.replaced import DTYPES, Replaced, autocast_dtype, is_plain, replaced
 from coat_kernels.attention import causal_attention, origin_in_groups
 from coat_kernels.blocks import attention_block, mlp_block, qkv_block
 from coat_kernels.groups import quantize_groups
@@ -29,8 +29,9 @@ from coat_kernels.origin import note, noted, origin_of
 from coat_kernels.rope import rotate
 
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
-# arguments that a layer may get: the angles say the same, or nothing here needs them
-ARGUMENTS = ("position_embeddings", "position_ids", "cache_position", "use_cache")
+# arguments that a layer may get: the angles say the same, or nothing here needs them; Trainer's number of tokens
+# is for the loss
+ARGUMENTS = ("position_embeddings", "position_ids", "cache_position", "use_cache", "num_items_in_batch")
 # where transformers notes on a layer how its forward is to be checkpointed
 CHECKPOINT = "_gradient_checkpointing_func"
 
@@ -137,7 +138,8 @@ class Fp8DecoderLayer(Replaced):
 
     def __call__(self, hidden_states: torch.Tensor, *args, **kwargs):
         if not uses_blocks(self, hidden_states, args, kwargs):
-            if self.module.training and torch.is_grad_enabled() and self.takes(hidden_states):
+            trains = self.module.training and torch.is_grad_enabled()
+            if trains and is_plain(hidden_states) and hidden_states.dtype in DTYPES:
                 _say_why_not(kwargs)
             return self.stock(hidden_states, *args, **kwargs)
         cos, sin = kwargs["position_embeddings"]

@@ -4,6 +4,7 @@ import logging
 
 import pytest
 import torch
+import transformers
 from torch import nn
 
 import coat_ds
@@ -89,6 +90,26 @@ def test_layers_that_are_not_fused_say_why(said):
     mask, cache = said()
     assert "run module by module: they are given attention_mask" in mask
     assert "run module by module" in cache and "Set model.config.use_cache = False" in cache
+
+
+def test_trainer_runs_fused_blocks(said, tmp_path):
+    model = coat_ds.convert(LLAMA.build())
+    given = transformers.TrainingArguments(
+        str(tmp_path), use_cpu=True, max_steps=1, report_to=[], save_strategy="no", disable_tqdm=True
+    )
+    batch = LLAMA.batch()
+    data = [{name: values[0] for name, values in batch.items()}] * 8
+    transformers.Trainer(model, given, train_dataset=data, eval_dataset=data).train()
+    assert said() == []
+
+
+def test_layers_that_are_not_trained_say_nothing(said):
+    model, batch = coat_ds.convert(LLAMA.build()), LLAMA.batch()
+    with torch.no_grad():
+        model(**batch, use_cache=True)
+    model.eval()
+    model(**batch, use_cache=True).loss.backward()
+    assert said() == []
 
 
 def test_frozen_weights_end_fused_blocks_with_a_line(said):
