@@ -140,7 +140,7 @@ class Fp8DecoderLayer(Replaced):
         if not uses_blocks(self, hidden_states, args, kwargs):
             trains = self.module.training and torch.is_grad_enabled()
             if trains and is_plain(hidden_states) and hidden_states.dtype in DTYPES:
-                _say_why_not(kwargs)
+                _say_why_not(hidden_states, kwargs)
             return self.stock(hidden_states, *args, **kwargs)
         cos, sin = kwargs["position_embeddings"]
         if checkpoints_in_forward(self.module):
@@ -199,21 +199,24 @@ class Fp8DecoderLayer(Replaced):
         return y.view(b, s, h)
 
 
-def _say_why_not(kwargs: dict) -> None:
-    """Says once why a layer is trained module by module."""
-    given = [name for name, value in kwargs.items() if value is not None and name not in ARGUMENTS]
-    if "past_key_values" in given:
-        say_once(
-            "layers that could run as fused blocks run module by module, since the model fills a cache while "
-            "it trains. Set model.config.use_cache = False."
-        )
-        return
-    why = (
-        "under autocast, torch.compile or dropout, with hooks, adapters or frozen weights, or other attention"
-    )
-    if given:
-        why = f"they are given {', '.join(given)}"
-    say_once(f"layers that could run as fused blocks run module by module: {why}.", logging.INFO)
+def _say_why_not(x: torch.Tensor, kwargs: dict) -> None:
+    """Says once why a layer that got `x` is trained module by module."""
+    level, way_out = logging.INFO, ""
+    # first what a model without a cache or a mask would not change
+    if torch.compiler.is_compiling():
+        why = "under torch.compile"
+    elif torch.is_autocast_enabled(x.device.type):
+        why = "under autocast"
+    elif kwargs.get("past_key_values") is not None:
+        why, level = "the model fills a cache while it trains", logging.WARNING
+        way_out = " Set model.config.use_cache = False."
+    else:
+        why = "with dropout, hooks, adapters or frozen weights, or other attention"
+        for name, value in kwargs.items():
+            if value is not None and name not in ARGUMENTS:
+                why = "they are given " + name
+                break
+    say_once(f"layers that could run as fused blocks run module by module: {why}.{way_out}", level)
 
 
 def checkpoints_in_forward(layer: nn.Module) -> bool:

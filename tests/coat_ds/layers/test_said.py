@@ -92,6 +92,26 @@ def test_layers_that_are_not_fused_say_why(said):
     assert "run module by module" in cache and "Set model.config.use_cache = False" in cache
 
 
+@pytest.mark.parametrize("how", ["torch.compile", "autocast"])
+def test_layers_name_what_keeps_them_apart_whatever_they_are_given(said, how):
+    model = coat_ds.convert(LLAMA.build())
+    if how == "torch.compile":
+        torch.compiler.reset()
+        for layer in model.model.layers:
+            layer.compile(backend="eager", fullgraph=True)
+    with torch.autocast("cpu", torch.bfloat16, enabled=how == "autocast"):
+        train(model, use_cache=True)
+    assert said() == [f"COAT: layers that could run as fused blocks run module by module: under {how}."]
+
+
+def test_tensors_that_kernels_cannot_read_are_named(said):
+    with torch._subclasses.FakeTensorMode():
+        model = coat_ds.convert(nn.Sequential(nn.Linear(64, 64)))
+        model(torch.randn(2, 64))
+    (found,) = said()
+    assert "plain tensors, found FakeTensor" in found and "model.float()" not in found
+
+
 def test_trainer_runs_fused_blocks(said, tmp_path):
     model = coat_ds.convert(LLAMA.build())
     given = transformers.TrainingArguments(
