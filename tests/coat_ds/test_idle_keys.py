@@ -51,6 +51,7 @@ def work():
             0, net=model().bfloat16(), block=rounded | {"activations": False}, bf16={"enabled": False}
         ),
         "units, ZeRO 2": lambda: engine_of(2, block={"zero3_layer_units": True}),
+        "no units, ZeRO 2": lambda: engine_of(2, block={"zero3_layer_units": False}),
         "units, ZeRO 3": lambda: engine_of(3, block={"zero3_layer_units": True}),
         "own": lambda: engine_of(1, own(), block={"optimizer": OTHER}),
         "own, equal": lambda: engine_of(1, own(**OTHER), block={"optimizer": OTHER}),
@@ -84,6 +85,7 @@ def found():
         ("BF16 masters", []),
         ("BF16 weights", []),
         ("units, ZeRO 2", ["coat.zero3_layer_units: found True, of no effect in ZeRO 2"]),
+        ("no units, ZeRO 2", []),
         ("units, ZeRO 3", []),
         (
             "own",
