@@ -29,8 +29,8 @@ from coat_kernels.origin import note, noted, origin_of
 from coat_kernels.rope import rotate
 
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
-# arguments that a layer may get: the angles say the same, or nothing here needs them; Trainer's number of tokens
-# is for the loss
+# arguments that a layer may get: the angles say the same, or nothing here needs them; Trainer's number of
+# tokens is for the loss
 ARGUMENTS = ("position_embeddings", "position_ids", "cache_position", "use_cache", "num_items_in_batch")
 # where transformers notes on a layer how its forward is to be checkpointed
 CHECKPOINT = "_gradient_checkpointing_func"

@@ -61,8 +61,8 @@ class Replaced:
             if not is_plain(x):
                 what, found, call = "with plain tensors", type(x).__name__, ""
             say_once(
-                f"converted layers compute {what}, found {found}: they compute as before they were converted, "
-                f"not in FP8. Call {call}coat_ds.unconvert(model)."
+                f"converted layers compute {what}, found {found}: they compute as before they were "
+                f"converted, not in FP8. Call {call}coat_ds.unconvert(model)."
             )
         return False
 

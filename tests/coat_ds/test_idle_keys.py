@@ -4,7 +4,8 @@ import pytest
 import torch
 
 import coat_ds
-from coat_ds.config import KEEP_FP32
+from coat_ds.config import KEEP_FP32, WatchConfig
+from coat_ds.optim.options import idle_patterns
 from tests.util import run_distributed
 
 OTHER = {"group_size": 64, "checkpoint_layout": "compressed", "keep_fp32": ["*0*"]}
@@ -123,3 +124,19 @@ def test_patterns_of_the_optimizer_need_names(caplog):
     nameless, idle = (record.getMessage() for record in caplog.records)
     assert "of no effect" in nameless and "named_parameters" in nameless
     assert "CoatAdamW: keep_fp32: '*head*' matches no parameter" in idle
+
+
+def test_default_patterns_may_match_nothing():
+    assert idle_patterns(KEEP_FP32, ["0.weight"]) == []
+
+
+def test_an_option_is_one_of_all_groups():
+    first, second = model().parameters(), model().parameters()
+    made = coat_ds.CoatAdamW([{"params": first, "group_size": 64}, {"params": second}])
+    assert not made.has_option("group_size", 64) and made.has_option("min_numel", 4096)
+
+
+@pytest.mark.parametrize("act", ["warn", "act"])
+def test_a_watch_that_measures_nothing_cannot_act(act):
+    with pytest.raises(coat_ds.CoatConfigError, match=f"watch.act: found '{act}' beside \"every\": 0"):
+        WatchConfig(every=0, act=act)

@@ -112,6 +112,20 @@ def test_tensors_that_kernels_cannot_read_are_named(said):
     assert "plain tensors, found FakeTensor" in found and "model.float()" not in found
 
 
+def test_weights_that_kernels_cannot_read_are_named(said):
+    class Other(torch.Tensor):
+        pass
+
+    model, x = coat_ds.convert(plain()), torch.randn(2, 64, dtype=torch.bfloat16)
+    model[0].weight = nn.Parameter(model[0].weight.detach().as_subclass(Other))
+    model[0](x)
+    (found,) = said()
+    assert "plain tensors, found Other" in found
+    model[2].weight = nn.Parameter(model[2].weight.detach().half())
+    with pytest.raises(TypeError, match="found FP16"):
+        model[2](x)
+
+
 def test_trainer_runs_fused_blocks(said, tmp_path):
     model = coat_ds.convert(LLAMA.build())
     given = transformers.TrainingArguments(
