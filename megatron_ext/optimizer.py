@@ -206,13 +206,12 @@ def linked(host: MegatronOptimizer) -> Iterator[tuple[int, torch.Tensor, torch.T
 
 
 def _link(host: MegatronOptimizer, model_chunks: Iterable[torch.nn.Module], config: CoatConfig) -> None:
-    inner = host.optimizer
+    inner, host.coat_config = host.optimizer, config
     # a rank without parameters has none
     if inner is None:
         return
     named = itertools.chain.from_iterable(chunk.named_parameters() for chunk in model_chunks)
     names = {p: name for name, p in named}
-    host.coat_config = config
     placed = []
     for index, model_param, held, offset in linked(host):
         if held.dtype not in (torch.float32, torch.bfloat16):

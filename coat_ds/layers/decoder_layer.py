@@ -21,7 +21,7 @@ from coat_ds.layers.log import say_once
 from coat_ds.layers.merged_linear import MergedLinear, is_hooked
 from coat_ds.layers.norm import Fp8Norm
 from coat_ds.layers.probe import Place, close, first_found, linear_of, run, shadow
-from coat_ds.layers.replaced import Replaced, autocast_dtype, replaced
+from coat_ds.layers.replaced import DTYPES, Replaced, autocast_dtype, is_plain, replaced
 from coat_kernels.attention import causal_attention, origin_in_groups
 from coat_kernels.blocks import attention_block, mlp_block, qkv_block
 from coat_kernels.groups import quantize_groups
@@ -29,8 +29,9 @@ from coat_kernels.origin import note, noted, origin_of
 from coat_kernels.rope import rotate
 
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
-# arguments that a layer may get: the angles say the same, or nothing here needs them
-ARGUMENTS = ("position_embeddings", "position_ids", "cache_position", "use_cache")
+# arguments that a layer may get: the angles say the same, or nothing here needs them; Trainer's number of
+# tokens is for the loss
+ARGUMENTS = ("position_embeddings", "position_ids", "cache_position", "use_cache", "num_items_in_batch")
 # where transformers notes on a layer how its forward is to be checkpointed
 CHECKPOINT = "_gradient_checkpointing_func"
 
@@ -137,8 +138,9 @@ class Fp8DecoderLayer(Replaced):
 
     def __call__(self, hidden_states: torch.Tensor, *args, **kwargs):
         if not uses_blocks(self, hidden_states, args, kwargs):
-            if self.module.training and torch.is_grad_enabled() and self.takes(hidden_states):
-                _say_why_not(kwargs)
+            trains = self.module.training and torch.is_grad_enabled()
+            if trains and is_plain(hidden_states) and hidden_states.dtype in DTYPES:
+                _say_why_not(hidden_states, kwargs)
             return self.stock(hidden_states, *args, **kwargs)
         cos, sin = kwargs["position_embeddings"]
         if checkpoints_in_forward(self.module):
@@ -197,21 +199,24 @@ class Fp8DecoderLayer(Replaced):
         return y.view(b, s, h)
 
 
-def _say_why_not(kwargs: dict) -> None:
-    """Says once why a layer is trained module by module."""
-    given = [name for name, value in kwargs.items() if value is not None and name not in ARGUMENTS]
-    if "past_key_values" in given:
-        say_once(
-            "layers that could run as fused blocks run module by module, since the model fills a cache while "
-            "it trains. Set model.config.use_cache = False."
-        )
-        return
-    why = (
-        "under autocast, torch.compile or dropout, with hooks, adapters or frozen weights, or other attention"
-    )
-    if given:
-        why = f"they are given {', '.join(given)}"
-    say_once(f"layers that could run as fused blocks run module by module: {why}.", logging.INFO)
+def _say_why_not(x: torch.Tensor, kwargs: dict) -> None:
+    """Says once why a layer that got `x` is trained module by module."""
+    level, way_out = logging.INFO, ""
+    # first what a model without a cache or a mask would not change
+    if torch.compiler.is_compiling():
+        why = "under torch.compile"
+    elif torch.is_autocast_enabled(x.device.type):
+        why = "under autocast"
+    elif kwargs.get("past_key_values") is not None:
+        why, level = "the model fills a cache while it trains", logging.WARNING
+        way_out = " Set model.config.use_cache = False."
+    else:
+        why = "with dropout, hooks, adapters or frozen weights, or other attention"
+        for name, value in kwargs.items():
+            if value is not None and name not in ARGUMENTS:
+                why = "they are given " + name
+                break
+    say_once(f"layers that could run as fused blocks run module by module: {why}.{way_out}", level)
 
 
 def checkpoints_in_forward(layer: nn.Module) -> bool:

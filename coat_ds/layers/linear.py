@@ -8,7 +8,7 @@ from coat_ds.layers.attention import attended_origin
 from coat_ds.layers.formats import formats
 from coat_ds.layers.hooks import after_pre_hooks
 from coat_ds.layers.log import say_once
-from coat_ds.layers.replaced import Replaced
+from coat_ds.layers.replaced import DTYPES, Replaced, is_plain
 from coat_ds.optim.shards import is_distributed
 from coat_kernels.linear import LinearOptions, fp8_linear
 from coat_kernels.origin import Origin, origin_of
@@ -50,23 +50,23 @@ class Fp8Linear(Replaced):
         )
 
     def __call__(self, input: torch.Tensor) -> torch.Tensor:
-        module = self.module
-        if input.device != module.weight.device:
+        module, weight = self.module, self.module.weight
+        if input.device != weight.device:
             raise RuntimeError(
-                f"a converted linear layer on {module.weight.device} got an input on {input.device}. "
+                f"a converted linear layer on {weight.device} got an input on {input.device}. "
                 "torch.nn.DataParallel cannot copy converted models to other devices: use "
                 "DistributedDataParallel, one process for each GPU."
             )
         if self.paused:
             return self.stock(input)
-        takes = self.takes(input)
-        if is_distributed(module.weight):
-            return self._of_parts(input)
-        if not (takes and self.takes(module.weight)):
+        if not (self.takes(input) and is_plain(weight) and weight.dtype in DTYPES):
+            if is_distributed(weight):
+                return self._of_parts(input)
+            # says why not
+            self.takes(weight)
             return self.stock(input)
         after_pre_hooks(module, input)
-        weight = module.weight.t() if self.transposed else module.weight
-        return self._product(input, weight, module.bias, origin_of(input))
+        return self._product(input, weight.t() if self.transposed else weight, module.bias, origin_of(input))
 
     def _of_parts(self, input: torch.Tensor) -> torch.Tensor:
         """Under torch's tensor parallelism, which makes DTensors of weights."""

@@ -57,10 +57,12 @@ class Replaced:
         if x.dtype in DTYPES and is_plain(x):
             return True
         if not is_distributed(x):
-            found = x.dtype if is_plain(x) else type(x).__name__
+            what, found, call = "in BF16 or FP32", x.dtype, "model.bfloat16() or model.float(), or "
+            if not is_plain(x):
+                what, found, call = "with plain tensors", type(x).__name__, ""
             say_once(
-                f"converted layers compute in BF16 or FP32, found {found}: they compute as before they were "
-                "converted, not in FP8. Call model.bfloat16() or model.float(), or coat_ds.unconvert(model)."
+                f"converted layers compute {what}, found {found}: they compute as before they were "
+                f"converted, not in FP8. Call {call}coat_ds.unconvert(model)."
             )
         return False
 

@@ -43,12 +43,7 @@ class Moment(StoredTensor):
 
     @staticmethod
     def __new__(cls, pieces: Pieces, group_size: int, shape, start: int = 0, pair: Pair | None = None):
-        made = torch.Tensor._make_wrapper_subclass(
-            cls, tuple(shape), dtype=torch.float32, device=pieces[0].storage.codes.device
-        )
-        # C++ that asks for its memory, of which it has none, gets an error in place of a null pointer
-        torch._C._set_throw_on_mutable_data_ptr(made)
-        return made
+        return cls.without_memory(tuple(shape), dtype=torch.float32, device=pieces[0].storage.codes.device)
 
     def __init__(self, pieces: Pieces, group_size: int, shape, start: int = 0, pair: Pair | None = None):
         self.pieces, self.group_size, self.start, self.pair = pieces, group_size, start, pair
@@ -258,8 +253,7 @@ class MomentView(StoredTensor):
 
     @staticmethod
     def __new__(cls, base: Moment, replay: Callable[[torch.Tensor], torch.Tensor], like: torch.Tensor):
-        return torch.Tensor._make_wrapper_subclass(
-            cls,
+        return cls.without_memory(
             like.shape,
             strides=like.stride(),
             storage_offset=like.storage_offset(),
@@ -272,6 +266,10 @@ class MomentView(StoredTensor):
 
     def decode(self) -> torch.Tensor:
         return self.replay(self.base.decode().view(-1))
+
+    def share_memory_(self) -> Self:
+        self.base.share_memory_()
+        return self
 
     def __repr__(self):
         return f"MomentView(shape={tuple(self.shape)}, strides={self.stride()}, of={self.base!r})"

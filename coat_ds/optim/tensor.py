@@ -1,7 +1,7 @@
 """Tensors whose values are stored as codes, and how operations of torch on them are carried out."""
 
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import torch
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
@@ -18,6 +18,13 @@ class StoredTensor(torch.Tensor):
     swappable = False
     # torch's own way to have no such hook, which its types do not know
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @classmethod
+    def without_memory(cls, shape: tuple[int, ...], **how: Any) -> Self:
+        """For `__new__`. C++ that asks for its memory gets an error in place of a null pointer."""
+        made = torch.Tensor._make_wrapper_subclass(cls, shape, **how)
+        torch._C._set_throw_on_mutable_data_ptr(made)
+        return made
 
     def decode(self) -> torch.Tensor:
         """The values as a plain tensor of the same shape, type and device."""

@@ -127,10 +127,10 @@ class LayerUnits:
 
     def idle_key(self) -> str | None:
         """A line if the key asks for something that ZeRO of this stage does not do."""
-        if self.wanted == "auto" or self._zero.stage == 3:
+        if self.wanted is not True or self._zero.stage == 3:
             return None
         return (
-            f"coat.zero3_layer_units: found {self.wanted}, of no effect in ZeRO {int(self._zero.stage)}: "
+            f"coat.zero3_layer_units: found True, of no effect in ZeRO {int(self._zero.stage)}: "
             "only ZeRO-3 gathers weights. Drop the key."
         )
 

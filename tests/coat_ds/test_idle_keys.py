@@ -4,7 +4,8 @@ import pytest
 import torch
 
 import coat_ds
-from coat_ds.config import KEEP_FP32
+from coat_ds.config import KEEP_FP32, WatchConfig
+from coat_ds.optim.options import idle_patterns
 from tests.util import run_distributed
 
 OTHER = {"group_size": 64, "checkpoint_layout": "compressed", "keep_fp32": ["*0*"]}
@@ -51,6 +52,7 @@ def work():
             0, net=model().bfloat16(), block=rounded | {"activations": False}, bf16={"enabled": False}
         ),
         "units, ZeRO 2": lambda: engine_of(2, block={"zero3_layer_units": True}),
+        "no units, ZeRO 2": lambda: engine_of(2, block={"zero3_layer_units": False}),
         "units, ZeRO 3": lambda: engine_of(3, block={"zero3_layer_units": True}),
         "own": lambda: engine_of(1, own(), block={"optimizer": OTHER}),
         "own, equal": lambda: engine_of(1, own(**OTHER), block={"optimizer": OTHER}),
@@ -84,6 +86,7 @@ def found():
         ("BF16 masters", []),
         ("BF16 weights", []),
         ("units, ZeRO 2", ["coat.zero3_layer_units: found True, of no effect in ZeRO 2"]),
+        ("no units, ZeRO 2", []),
         ("units, ZeRO 3", []),
         (
             "own",
@@ -121,3 +124,19 @@ def test_patterns_of_the_optimizer_need_names(caplog):
     nameless, idle = (record.getMessage() for record in caplog.records)
     assert "of no effect" in nameless and "named_parameters" in nameless
     assert "CoatAdamW: keep_fp32: '*head*' matches no parameter" in idle
+
+
+def test_default_patterns_may_match_nothing():
+    assert idle_patterns(KEEP_FP32, ["0.weight"]) == []
+
+
+def test_an_option_is_one_of_all_groups():
+    first, second = model().parameters(), model().parameters()
+    made = coat_ds.CoatAdamW([{"params": first, "group_size": 64}, {"params": second}])
+    assert not made.has_option("group_size", 64) and made.has_option("min_numel", 4096)
+
+
+@pytest.mark.parametrize("act", ["warn", "act"])
+def test_a_watch_that_measures_nothing_cannot_act(act):
+    with pytest.raises(coat_ds.CoatConfigError, match=f"watch.act: found '{act}' beside \"every\": 0"):
+        WatchConfig(every=0, act=act)

@@ -132,6 +132,28 @@ def test_keys_of_what_the_spec_does_not_bring_are_named(megatron, file, caplog):
         build(sdpa_layer_spec)
 
 
+def test_a_rank_without_parameters_names_no_keys_of_its_optimizer(megatron, file, caplog):
+    from megatron.core.optimizer import ChainedOptimizer, OptimizerConfig
+    from megatron.core.optimizer.optimizer import FP32Optimizer
+
+    from megatron_ext import optimizer, watch
+
+    coat = CoatConfig.from_dict({"enabled": True, "optimizer": {"group_size": 64}})
+    file({"coat": {"enabled": True, "optimizer": {"group_size": 64}}})
+    watch.install()
+    try:
+        with cpu.no_cuda():
+            host = FP32Optimizer(None, OptimizerConfig(), lambda *_: None)
+        optimizer._link(host, [], coat)
+        ChainedOptimizer([host])
+        assert not [line for line in caplog.messages if "of no effect" in line]
+        del host.coat_config
+        ChainedOptimizer([host])
+        assert [line for line in caplog.messages if "of no effect" in line]
+    finally:
+        watch.uninstall()
+
+
 def test_keys_of_the_optimizer_without_effect_are_named(megatron, caplog):
     from megatron_ext import optimizer
     from tests.megatron_ext.test_optimizer import Trainer

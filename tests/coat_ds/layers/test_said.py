@@ -4,6 +4,7 @@ import logging
 
 import pytest
 import torch
+import transformers
 from torch import nn
 
 import coat_ds
@@ -89,6 +90,60 @@ def test_layers_that_are_not_fused_say_why(said):
     mask, cache = said()
     assert "run module by module: they are given attention_mask" in mask
     assert "run module by module" in cache and "Set model.config.use_cache = False" in cache
+
+
+@pytest.mark.parametrize("how", ["torch.compile", "autocast"])
+def test_layers_name_what_keeps_them_apart_whatever_they_are_given(said, how):
+    model = coat_ds.convert(LLAMA.build())
+    if how == "torch.compile":
+        torch.compiler.reset()
+        for layer in model.model.layers:
+            layer.compile(backend="eager", fullgraph=True)
+    with torch.autocast("cpu", torch.bfloat16, enabled=how == "autocast"):
+        train(model, use_cache=True)
+    assert said() == [f"COAT: layers that could run as fused blocks run module by module: under {how}."]
+
+
+def test_tensors_that_kernels_cannot_read_are_named(said):
+    with torch._subclasses.FakeTensorMode():
+        model = coat_ds.convert(nn.Sequential(nn.Linear(64, 64)))
+        model(torch.randn(2, 64))
+    (found,) = said()
+    assert "plain tensors, found FakeTensor" in found and "model.float()" not in found
+
+
+def test_weights_that_kernels_cannot_read_are_named(said):
+    class Other(torch.Tensor):
+        pass
+
+    model, x = coat_ds.convert(plain()), torch.randn(2, 64, dtype=torch.bfloat16)
+    model[0].weight = nn.Parameter(model[0].weight.detach().as_subclass(Other))
+    model[0](x)
+    (found,) = said()
+    assert "plain tensors, found Other" in found
+    model[2].weight = nn.Parameter(model[2].weight.detach().half())
+    with pytest.raises(TypeError, match="found FP16"):
+        model[2](x)
+
+
+def test_trainer_runs_fused_blocks(said, tmp_path):
+    model = coat_ds.convert(LLAMA.build())
+    given = transformers.TrainingArguments(
+        str(tmp_path), use_cpu=True, max_steps=1, report_to=[], save_strategy="no", disable_tqdm=True
+    )
+    batch = LLAMA.batch()
+    data = [{name: values[0] for name, values in batch.items()}] * 8
+    transformers.Trainer(model, given, train_dataset=data, eval_dataset=data).train()
+    assert said() == []
+
+
+def test_layers_that_are_not_trained_say_nothing(said):
+    model, batch = coat_ds.convert(LLAMA.build()), LLAMA.batch()
+    with torch.no_grad():
+        model(**batch, use_cache=True)
+    model.eval()
+    model(**batch, use_cache=True).loss.backward()
+    assert said() == []
 
 
 def test_frozen_weights_end_fused_blocks_with_a_line(said):
