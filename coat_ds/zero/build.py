@@ -37,7 +37,9 @@ def optimizer_for_engine(
     def take_names() -> None:
         # DeepSpeed exchanges parameters before it has an optimizer built: AutoEP those of experts
         names.update({} if model is None else {p: name for name, p in model.named_parameters()})
-        for line in idle_patterns(coat.optimizer.keep_fp32, names.values()) if names else ():
+        # a stage of a pipeline does not see the names of others
+        is_whole = names and getattr(model, "num_stages", 1) == 1
+        for line in idle_patterns(coat.optimizer.keep_fp32, names.values()) if is_whole else ():
             say(line, logging.WARNING)
 
     own = {

@@ -12,6 +12,7 @@ from packaging.version import Version
 from torch import nn
 
 import coat_ds
+from tests.coat_ds.ways import listening
 from tests.hosts import TEST_ALL
 from tests.util import run_distributed
 
@@ -218,7 +219,8 @@ def transposed(layer, x):
 
 
 def run_pipeline(coat):
-    """Losses of a pipeline of as many stages as there are processes, and its tied weight."""
+    """Losses of a pipeline of as many stages as there are processes, its tied weight, and what is said of
+    patterns."""
     from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
 
     torch.manual_seed(0)
@@ -238,9 +240,13 @@ def run_pipeline(coat):
     )
     config = ds_config(cell(1, accumulation=2), coat)
     config["train_micro_batch_size_per_gpu"] = BATCH // 2
-    engine, *_ = coat_ds.initialize(
-        model=module, model_parameters=[p for p in module.parameters() if p.requires_grad], config=config
-    )
+    if coat:
+        # of the last layer that has weights of its own
+        config["coat"]["optimizer"]["keep_fp32"] = ["3.weight"]
+    with listening() as lines:
+        engine, *_ = coat_ds.initialize(
+            model=module, model_parameters=[p for p in module.parameters() if p.requires_grad], config=config
+        )
     generator = torch.Generator().manual_seed(0)
     x, y = (torch.randn(BATCH, 47, generator=generator).split(BATCH // 2) for _ in range(2))
     losses = []
@@ -248,7 +254,7 @@ def run_pipeline(coat):
         batches = iter([(a.bfloat16(), b) for a, b in zip(x, y, strict=True)])
         losses.append(engine.train_batch(batches).item())
     (tied,) = (m.weight.detach().clone() for m in module.tied_modules.values())
-    return losses, tied
+    return losses, tied, [line for line in lines if "matches no parameter" in line]
 
 
 def run_stock(cell, known):
@@ -311,14 +317,16 @@ def test_losses_are_those_of_stock_adamw(one, name):
 
 
 def test_a_pipeline_of_two_stages_trains_as_one(one, two):
-    (losses, _), (stock, _) = one["pipeline"], one["stock pipeline"]
-    for ours, _ in (rank["pipeline"] for rank in two):
+    (losses, *_), (stock, *_) = one["pipeline"], one["stock pipeline"]
+    for ours, *_ in (rank["pipeline"] for rank in two):
         assert ours == pytest.approx(losses, rel=TOLERANCE["bf16"])
     for a, b in zip(losses, stock, strict=True):
         assert abs(a - b) <= FP8_BOUND * (stock[0] - b) + TOLERANCE["bf16"] * b
     # the copies of the tied weight, next to other tensors in each stage's flat one, stay the same bits
-    (_, first), (_, last) = (rank["pipeline"] for rank in two)
+    (_, first, _), (_, last, _) = (rank["pipeline"] for rank in two)
     assert torch.equal(first, last)
+    # a pattern of another stage's layer is none without effect
+    assert [run["pipeline"][2] for run in (one, *two)] == [[], [], []]
 
 
 @pytest.mark.parametrize("stage", [1, pytest.param(2, marks=long), 3])
