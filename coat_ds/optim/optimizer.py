@@ -1,9 +1,8 @@
 """AdamW whose moments are stored in eight bits each."""
 
-import logging
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
-from itertools import chain, repeat
+from collections.abc import Callable, Iterable
+from itertools import repeat
 from typing import Any
 
 import torch
@@ -20,9 +19,9 @@ from coat_ds.optim.options import (
     Rule,
     check_names,
     check_options,
+    check_patterns,
     codec_of,
     has_remainder,
-    idle_patterns,
     keeps_fp32,
 )
 from coat_ds.optim.pair import paired
@@ -38,8 +37,6 @@ from coat_ds.optim.state_dict import (
 )
 from coat_ds.optim.step import Scaling, is_on, update_group
 from coat_kernels.codecs import get_codec
-
-logger = logging.getLogger(__name__)
 
 
 class CoatAdamW(torch.optim.Optimizer):
@@ -153,7 +150,7 @@ class CoatAdamW(torch.optim.Optimizer):
         # by name: in a subclass, DeepSpeed's FusedAdam may follow this class in the MRO
         torch.optim.Optimizer.__init__(self, params, defaults)
         if not callable(keep_fp32):
-            self._check_patterns(keep_fp32)
+            check_patterns(keep_fp32, self.param_groups)
 
     def __getstate__(self) -> dict[str, Any]:
         own = ["_keep_fp32", "_seed", "_checkpoint_layout", "_compiled", "_fragments", "_group_index"]
@@ -187,26 +184,6 @@ class CoatAdamW(torch.optim.Optimizer):
         if name == "checkpoint_layout":
             return self._checkpoint_layout == value
         return all(group[name] == value for group in self.param_groups)
-
-    def _check_patterns(self, patterns: Sequence[str]) -> None:
-        """Says which patterns match no name. Raises ValueError where there are no names, for other patterns
-        than the default's."""
-        groups = self.param_groups
-        named = all("param_names" in group for group in groups)
-        own = tuple(pattern for pattern in patterns if pattern not in KEEP_FP32)
-        if own and not named:
-            raise ValueError(
-                f"CoatAdamW: keep_fp32={own!r} is about names, and the parameters have none. Give "
-                "model.named_parameters(), or a function of (name or None, parameter)."
-            )
-        if patterns and not named:
-            logger.info(
-                "CoatAdamW: keep_fp32=%r is of no effect: the parameters have no names. Give "
-                "model.named_parameters(), or a function of (name or None, parameter).",
-                tuple(patterns),
-            )
-        for line in idle_patterns(own, chain(*(g.get("param_names", ()) for g in groups)), "CoatAdamW: "):
-            logger.warning(line)
 
     def _ask_names(self, group: dict[str, Any]) -> None:
         """Notes which of the group's parameters keep FP32 moments by their names."""

@@ -1,5 +1,6 @@
 """The options of `CoatAdamW`: which there are, which values they take, and what they say of a moment."""
 
+import logging
 from collections.abc import Callable, Iterable, Sequence
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
@@ -22,6 +23,8 @@ from coat_ds.config import (
     did_you_mean,
 )
 from coat_kernels.codecs import Codec, first_codec, get_codec
+
+logger = logging.getLogger(__name__)
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 Rule = Sequence[str] | Callable[[str | None, torch.Tensor], bool]
@@ -64,6 +67,29 @@ def idle_patterns(patterns: Iterable[str], names: Iterable[str], key: str = "coa
         for pattern in patterns
         if pattern not in KEEP_FP32 and not any(fnmatchcase(name, pattern.lower()) for name in names)
     ]
+
+
+def check_patterns(patterns: Sequence[str], groups: Iterable[dict[str, Any]]) -> None:
+    """Says which patterns of `keep_fp32` match no name in the parameter groups. Raises ValueError where there
+    are no names, for other patterns than the default's."""
+    groups = list(groups)
+    own = tuple(pattern for pattern in patterns if pattern not in KEEP_FP32)
+    way_out = "Give model.named_parameters(), or a function of (name or None, parameter)."
+    if not all("param_names" in group for group in groups):
+        if own:
+            raise ValueError(
+                f"CoatAdamW: keep_fp32={own!r} is about names, and the parameters have none. {way_out}"
+            )
+        if patterns:
+            logger.info(
+                "CoatAdamW: keep_fp32=%r is of no effect: the parameters have no names. %s",
+                tuple(patterns),
+                way_out,
+            )
+        return
+    names = [name for group in groups for name in group["param_names"]]
+    for line in idle_patterns(own, names, "CoatAdamW: "):
+        logger.warning(line)
 
 
 def _nearest_name(pattern: str, names: Iterable[str]) -> str:
