@@ -103,6 +103,7 @@ class Trainer:
             )
         from megatron_ext import mpu
         from megatron_ext.model import initialize_model_parallel
+        from megatron_ext.options import VARIABLE
 
         initialize_model_parallel(
             tp_size,
@@ -111,9 +112,9 @@ class Trainer:
         )
         self.group, self.rank = mpu.get_data_parallel_group(), mpu.get_data_parallel_rank()
         self.ranks, self.is_main = mpu.get_data_parallel_world_size(), torch.distributed.get_rank() == 0
-        # Megatron's layers would read it
-        if os.environ.pop("COAT_CONFIG", None) is not None and self.is_main:
-            print("COAT_CONFIG is of no effect: the block stands in --deepspeed-config", flush=True)
+        # where Megatron's layers look for the block
+        if os.environ.pop(VARIABLE, None) is not None and self.is_main:
+            print(f"{VARIABLE} is of no effect: the block stands in --deepspeed-config", flush=True)
 
     def _measure_saved_bytes(self, model: torch.nn.Module) -> float:
         """Bytes that a layer saves for backward, per token, by a pass over the first batch."""

@@ -32,7 +32,7 @@ from coat_ds.config import CoatConfig, CoatConfigError, OptimizerConfig
 from coat_ds.optim.fragments import Fragment
 from coat_ds.optim.moment import Moment
 from coat_ds.optim.optimizer import CoatAdamW
-from coat_ds.optim.options import LAYOUT, MOMENTS, idle_patterns, keeps_fp32
+from coat_ds.optim.options import LAYOUT, MOMENTS, idle_bf16_params, idle_patterns, keeps_fp32
 from coat_ds.optim.state_dict import take_states
 from coat_ds.patches import Patch, require
 from coat_kernels.adamw import join_master, split_master
@@ -206,7 +206,8 @@ def linked(host: MegatronOptimizer) -> Iterator[tuple[int, torch.Tensor, torch.T
 
 
 def _link(host: MegatronOptimizer, model_chunks: Iterable[torch.nn.Module], config: CoatConfig) -> None:
-    inner, host.coat_config = host.optimizer, config
+    inner = host.optimizer
+    host.coat_config = config
     # a rank without parameters has none
     if inner is None:
         return
@@ -238,11 +239,7 @@ def _idle_keys(config: OptimizerConfig, names: list[str], held: list[torch.Tenso
     # a stage of a pipeline does not see the names of others
     if parallel_state.get_pipeline_model_parallel_world_size() == 1:
         yield from idle_patterns(config.keep_fp32, names)
-    if config.bf16_params != "exact" and all(p.dtype == torch.float32 for p in held):
-        yield (
-            f"coat.optimizer.bf16_params: found {config.bf16_params!r}, of no effect: the optimizer holds "
-            "FP32 masters and no BF16 parameters. Add --use-precision-aware-optimizer, or drop the key."
-        )
+    yield from idle_bf16_params(config.bf16_params, held, "Add --use-precision-aware-optimizer")
 
 
 def _check_host(host: Any, model_chunks: Iterable[torch.nn.Module]) -> None:

@@ -36,8 +36,8 @@ def build(config: Mapping) -> torch.nn.Module:
         kind = next(
             (k for name in made.architectures or () if (k := getattr(transformers, name, None))), None
         )
-        # torch lists its constructors once: exchanged ones, if DeepSpeed's zero.Init ran then. Without others
-        # the model would be made in memory
+        # torch keeps the list of constructors that it made when it first needed one. If DeepSpeed's zero.Init
+        # had exchanged them then, the list lacks torch's own, and the model would take its memory
         _device._device_constructors.cache_clear()
         with torch.device("meta"):
             model = kind(made) if kind else transformers.AutoModelForCausalLM.from_config(made)

@@ -11,7 +11,7 @@ import torch
 
 from coat_ds.layers.hooks import after_pre_hooks
 from coat_ds.layers.linear import Fp8Linear
-from coat_ds.layers.replaced import is_plain
+from coat_ds.layers.replaced import can_be_read
 from coat_kernels.origin import origin_of
 
 
@@ -45,7 +45,7 @@ class AutoTPLinear(Fp8Linear):
             self.paused
             or torch.compiler.is_compiling()
             or getattr(module, "defer_collectives_to_compiler", False)
-            or not (self.takes(input) and is_plain(module.weight))
+            or not (self.takes(input) and can_be_read(module.weight))
         ):
             return self.stock(input)
         after_pre_hooks(module, input)

@@ -21,7 +21,7 @@ from coat_ds.layers.log import say_once
 from coat_ds.layers.merged_linear import MergedLinear, is_hooked
 from coat_ds.layers.norm import Fp8Norm
 from coat_ds.layers.probe import Place, close, first_found, linear_of, run, shadow
-from coat_ds.layers.replaced import DTYPES, Replaced, autocast_dtype, is_plain, replaced
+from coat_ds.layers.replaced import Replaced, autocast_dtype, can_be_read, replaced
 from coat_kernels.attention import causal_attention, origin_in_groups
 from coat_kernels.blocks import attention_block, mlp_block, qkv_block
 from coat_kernels.groups import quantize_groups
@@ -138,8 +138,7 @@ class Fp8DecoderLayer(Replaced):
 
     def __call__(self, hidden_states: torch.Tensor, *args, **kwargs):
         if not uses_blocks(self, hidden_states, args, kwargs):
-            trains = self.module.training and torch.is_grad_enabled()
-            if trains and is_plain(hidden_states) and hidden_states.dtype in DTYPES:
+            if self.module.training and torch.is_grad_enabled() and can_be_read(hidden_states):
                 _say_why_not(hidden_states, kwargs)
             return self.stock(hidden_states, *args, **kwargs)
         cos, sin = kwargs["position_embeddings"]
@@ -202,7 +201,7 @@ class Fp8DecoderLayer(Replaced):
 def _say_why_not(x: torch.Tensor, kwargs: dict) -> None:
     """Says once why a layer that got `x` is trained module by module."""
     level, way_out = logging.INFO, ""
-    # first what a model without a cache or a mask would not change
+    # these first: under them a cache or a mask would not be the reason
     if torch.compiler.is_compiling():
         why = "under torch.compile"
     elif torch.is_autocast_enabled(x.device.type):

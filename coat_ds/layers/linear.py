@@ -8,7 +8,7 @@ from coat_ds.layers.attention import attended_origin
 from coat_ds.layers.formats import formats
 from coat_ds.layers.hooks import after_pre_hooks
 from coat_ds.layers.log import say_once
-from coat_ds.layers.replaced import DTYPES, Replaced, is_plain
+from coat_ds.layers.replaced import Replaced, can_be_read
 from coat_ds.optim.shards import is_distributed
 from coat_kernels.linear import LinearOptions, fp8_linear
 from coat_kernels.origin import Origin, origin_of
@@ -59,7 +59,7 @@ class Fp8Linear(Replaced):
             )
         if self.paused:
             return self.stock(input)
-        if not (self.takes(input) and is_plain(weight) and weight.dtype in DTYPES):
+        if not (self.takes(input) and can_be_read(weight)):
             if is_distributed(weight):
                 return self._of_parts(input)
             # says why not

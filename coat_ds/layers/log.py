@@ -1,4 +1,4 @@
-"""Lines about converted layers that a forward pass brings up, each said once."""
+"""Lines about layers, each said once: a forward pass may bring them up again and again."""
 
 import functools
 import logging

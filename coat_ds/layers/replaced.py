@@ -54,7 +54,7 @@ class Replaced:
                 f"{type(self.module).__name__}: converted layers compute in BF16 or FP32, found FP16. Train "
                 "in BF16 (model.bfloat16(), or autocast to torch.bfloat16), or call coat_ds.unconvert(model)."
             )
-        if x.dtype in DTYPES and is_plain(x):
+        if can_be_read(x):
             return True
         if not is_distributed(x):
             what, found, call = "in BF16 or FP32", x.dtype, "model.bfloat16() or model.float(), or "
@@ -83,8 +83,13 @@ class Replaced:
 
 
 def is_plain(x: torch.Tensor) -> bool:
-    """Whether kernels can read it. They cannot read what tensor parallelism hands out (DTensor)."""
+    """Whether it has memory that kernels can read, as what tensor parallelism hands out (DTensor) has not."""
     return type(x) in _PLAIN
+
+
+def can_be_read(x: torch.Tensor) -> bool:
+    """Whether kernels can read it: plain, and of a type that they take."""
+    return x.dtype in DTYPES and type(x) in _PLAIN
 
 
 def autocast_dtype(x: torch.Tensor) -> torch.dtype | None:

@@ -1,7 +1,7 @@
 """The options of `CoatAdamW`: which there are, which values they take, and what they say of a moment."""
 
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from numbers import Real
@@ -69,6 +69,15 @@ def idle_patterns(patterns: Iterable[str], names: Iterable[str], key: str = "coa
     ]
 
 
+def idle_bf16_params(wanted: str, held: Iterable[torch.Tensor], way_out: str) -> Iterator[str]:
+    """A line if `wanted` says how BF16 parameters are updated, and the optimizer holds none."""
+    if wanted != "exact" and not any(p.dtype == torch.bfloat16 for p in held):
+        yield (
+            f"coat.optimizer.bf16_params: found {wanted!r}, of no effect: the optimizer holds FP32 masters "
+            f"and no BF16 parameters. {way_out}, or drop the key."
+        )
+
+
 def check_patterns(patterns: Sequence[str], groups: Iterable[dict[str, Any]]) -> None:
     """Says which patterns of `keep_fp32` match no name in the parameter groups. Raises ValueError where there
     are no names, for other patterns than the default's."""
@@ -116,10 +125,9 @@ def has_remainder(p: torch.Tensor, group: dict[str, Any]) -> bool:
 
 
 def check_names(group: dict[str, Any], known: dict[str, Any]) -> None:
-    """Raises ValueError for an option that is nearly one of the known ones.
+    """Raises ValueError for an option that is nearly a known one, and for one of the whole optimizer.
 
-    So does an option of the whole optimizer. Others are somebody's notes: schedulers' initial_lr, DeepSpeed's
-    name and moe, Megatron's lr_mult.
+    Others are somebody's notes: schedulers' initial_lr, DeepSpeed's name and moe, Megatron's lr_mult.
     """
     for name in group.keys() & OF_THE_WHOLE:
         raise ValueError(

@@ -101,8 +101,8 @@ class Watch:
         self._steps, self._steps_done = 0, steps_done or (lambda: self._steps)
         self._say = say or (lambda line, level: logger.log(level, line))
         usual = WatchConfig()
-        for name in LIMITS:
-            if config.act == "off" and (limit := getattr(config, name)) != getattr(usual, name):
+        for name in LIMITS if config.act == "off" else ():
+            if (limit := getattr(config, name)) != getattr(usual, name):
                 self._say(
                     f'{config.KEY}.{name}: found {limit}, of no effect while act is "off". Set act to "warn" '
                     'or "act", or drop the key.',

@@ -151,18 +151,6 @@ def let_zero_accept(cls: type) -> None:
         utils.ZERO_SUPPORTED_OPTIMIZERS.append(cls)
 
 
-def idle_bf16_params(config: OptimizerConfig, optimizer: CoatAdamW) -> str | None:
-    """A line if the block says how BF16 parameters are updated, and the optimizer, linked, holds none."""
-    held = [*optimizer.state, *(p for group in optimizer.param_groups for p in group["params"])]
-    if config.bf16_params == "exact" or any(p.dtype == torch.bfloat16 for p in held):
-        return None
-    return (
-        f"coat.optimizer.bf16_params: found {config.bf16_params!r}, of no effect: the optimizer holds FP32 "
-        "masters and no BF16 parameters. Set bf16.bf16_master_weights_and_grads and "
-        "bf16.bf16_optimizer_states to true, or drop the key."
-    )
-
-
 def idle_options(found: CoatAdamW, wanted: OptimizerConfig) -> list[str]:
     """A line for each key of the block that a CoatAdamW of the script's own has another value for."""
     usual = OptimizerConfig()

@@ -11,10 +11,11 @@ import torch
 from coat_ds.config import CoatConfig, CoatConfigError
 from coat_ds.layers.inventory import layers_of
 from coat_ds.optim.optimizer import CoatAdamW
+from coat_ds.optim.options import idle_bf16_params
 from coat_ds.patches import Patch
 from coat_ds.saved_bytes import report_compressed, report_saved
 from coat_ds.zero import recompute
-from coat_ds.zero.build import idle_bf16_params, let_zero_accept, optimizer_for_engine
+from coat_ds.zero.build import let_zero_accept, optimizer_for_engine
 from coat_ds.zero.deepspeed_config import check, has_optimizer, no_conversion, section
 from coat_ds.zero.grad_norm import batch_gradient_norms
 from coat_ds.zero.gradients import keep_gradients_narrow
@@ -119,7 +120,10 @@ def finish(engine, prepared: Prepared) -> None:
         link_states(engine)
         translate_checkpoints(engine.optimizer, getattr(engine.basic_optimizer, "apart_in_files", False))
         guard_checkpoints(engine)
-        if line := idle_bf16_params(coat.optimizer, engine.basic_optimizer):
+        inner = engine.basic_optimizer
+        held = (*inner.state, *(p for group in inner.param_groups for p in group["params"]))
+        way_out = "Set bf16.bf16_master_weights_and_grads and bf16.bf16_optimizer_states to true"
+        for line in idle_bf16_params(coat.optimizer.bf16_params, held, way_out):
             say(line, logging.WARNING)
         guard_offloading(engine)
     if coat.report.saved:
