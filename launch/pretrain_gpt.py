@@ -85,7 +85,11 @@ def train_once(args: argparse.Namespace, last: bool = True) -> None:
             f"\nstopped after step {step}; what was measured is in {args.output}/metrics.jsonl",
             file=sys.stderr,
         )
-        sys.exit(130)
+        lock.release()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        # Python's own end may be aborted by a thread of gloo's that was cut off (pytorch/pytorch#190489)
+        os._exit(130)
     finally:
         lock.release()
 
