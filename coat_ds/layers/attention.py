@@ -17,6 +17,7 @@ import torch
 from coat_ds.config import ActivationsConfig
 from coat_ds.layers.log import say_once
 from coat_kernels.attention import causal_attention, kept_attention
+from coat_kernels.groups.reference import DEFAULT_FORMAT
 from coat_kernels.origin import Origin, note, noted, origin_of
 
 NAME = "coat"
@@ -133,10 +134,6 @@ def coat_attention(
     arguments = {"dropout": dropout, "scaling": scaling, "is_causal": is_causal, **rest}
     if registered is not sdpa_attention_forward:
         return registered(module, query, key, value, attention_mask, **arguments)
-
-    def stock(*heads):
-        return sdpa_attention_forward(module, *heads, attention_mask, **arguments)[0].transpose(1, 2)
-
     compiling = torch.compiler.is_compiling()
     if kept is not None and kept.group_size is not None and compiling and torch.is_grad_enabled():
         say_once(
@@ -145,22 +142,43 @@ def coat_attention(
         )
     # a model that shares the config of one that was converted; and the compiler, which sees no notes
     if kept is None or compiling:
-        return stock(query, key, value).transpose(1, 2), None
+        return sdpa_attention_forward(module, query, key, value, attention_mask, **arguments)
     if kept.group_size is None:
         query, key, value = _own_storages(query, key, value)
     how = {"group_size": kept.group_size, "saved_format": kept.saved_format}
-    if attention_mask is not None and attention_mask.shape[-1:] == query.shape[-1:]:
-        # an additive one could be taken for a head
-        how["group_size"] = None
     if _is_plain_causal(module, query, key, attention_mask, is_causal, rest):
         heads = [x.transpose(1, 2) for x in (query, key, value)]
         y = causal_attention(*heads, scale=scaling, dropout=dropout, batch_first=True, **how)
     else:
-        y = kept_attention(stock, query, key, value, **how)
+        y = any_attention(module, query, key, value, attention_mask, arguments, **how)
     if (origin := origin_of(y)) is not None:
         # the module reads it through views, which are other tensor objects
         note(y if y._base is None else y._base, "attended", origin)
     return y.view(*y.shape[:2], -1, value.shape[-1]), None
+
+
+def any_attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    arguments: dict,
+    *,
+    group_size: int | None = None,
+    saved_format: str = DEFAULT_FORMAT,
+) -> torch.Tensor:
+    """What transformers' own function makes of heads as in `coat_attention`, of `mask` and of further
+    `arguments`: [b, s, n * d], carrying its origin. Saved as by `kept_attention`."""
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+    def stock(*heads):
+        return sdpa_attention_forward(module, *heads, mask, **arguments)[0].transpose(1, 2)
+
+    if mask is not None and mask.shape[-1:] == query.shape[-1:]:
+        # an additive one could be taken for a head
+        group_size = None
+    return kept_attention(stock, query, key, value, group_size=group_size, saved_format=saved_format)
 
 
 def attended_origin(x: torch.Tensor) -> Origin | None:

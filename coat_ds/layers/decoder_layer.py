@@ -10,11 +10,12 @@ from functools import partial
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 from torch.nn.modules.module import _has_any_global_hook
 
 from coat_ds.config import ActivationsConfig
-from coat_ds.layers.attention import STATE, is_transformers_own
+from coat_ds.layers.attention import STATE, any_attention, is_transformers_own
 from coat_ds.layers.feed_forward import Fp8GatedFeedForward
 from coat_ds.layers.linear import is_fused
 from coat_ds.layers.log import say_once
@@ -31,7 +32,14 @@ from coat_kernels.rope import rotate
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
 # arguments that a layer may get: the angles say the same, or nothing here needs them; Trainer's number of
 # tokens is for the loss
-ARGUMENTS = ("position_embeddings", "position_ids", "cache_position", "use_cache", "num_items_in_batch")
+ARGUMENTS = (
+    "position_embeddings",
+    "attention_mask",
+    "position_ids",
+    "cache_position",
+    "use_cache",
+    "num_items_in_batch",
+)
 # where transformers notes on a layer how its forward is to be checkpointed
 CHECKPOINT = "_gradient_checkpointing_func"
 
@@ -115,15 +123,20 @@ def _is_rotary(attention: nn.Module, place: Place) -> bool:
     angles = place.numbers(1, s, d // 2, seed=7)
     cos, sin = (torch.cat((t, t), -1) for t in (angles.cos(), angles.sin()))
     x = place.numbers(1, s, h, seed=8)
-
-    def attend(x):
-        return like(x, position_embeddings=(cos, sin), attention_mask=None)[0]
-
+    # causal without a mask; of a mask nothing but what it adds to the scores
+    mask = place.numbers(1, 1, s, s, seed=9)
     with torch.no_grad():
-        q, k, v = (small[name](x).view(s, 1, -1, d) for name in PROJECTIONS[:3])
-        o = causal_attention(rotate(q, cos[0], sin[0]), rotate(k, cos[0], sin[0]), v, scale=0.3)
-        expected = small["o_proj"](o).view(1, s, h)
-    return close(run(attend, x), expected)
+        q, k, v = (small[name](x).view(1, s, -1, d) for name in PROJECTIONS[:3])
+        q, k = (rotate(t.transpose(0, 1), cos[0], sin[0]).transpose(0, 1) for t in (q, k))
+        causal = causal_attention(q, k, v, scale=0.3, batch_first=True)
+        heads = (t.transpose(1, 2) for t in (q, k, v))
+        masked = F.scaled_dot_product_attention(*heads, attn_mask=mask, scale=0.3, enable_gqa=True)
+        expected = [small["o_proj"](o) for o in (causal, masked.transpose(1, 2).flatten(2))]
+    attend = partial(like, position_embeddings=(cos, sin))
+    return all(
+        close(run(lambda x, given=given: attend(x, attention_mask=given)[0], x), y)
+        for given, y in zip((None, mask), expected, strict=True)
+    )
 
 
 class Fp8DecoderLayer(Replaced):
@@ -141,18 +154,20 @@ class Fp8DecoderLayer(Replaced):
             if self.module.training and torch.is_grad_enabled() and can_be_read(hidden_states):
                 _say_why_not(hidden_states, kwargs)
             return self.stock(hidden_states, *args, **kwargs)
-        cos, sin = kwargs["position_embeddings"]
+        # not as arguments: reentrant checkpoints make other tensors of those, without notes
+        blocks = partial(self.by_blocks, *kwargs["position_embeddings"], kwargs.get("attention_mask"))
         if checkpoints_in_forward(self.module):
-            # the angles are not arguments, of which reentrant checkpoints make other tensors, without notes
-            return getattr(self.module, CHECKPOINT)(partial(self.by_blocks, cos=cos, sin=sin), hidden_states)
-        return self.by_blocks(hidden_states, cos, sin)
+            return getattr(self.module, CHECKPOINT)(blocks, hidden_states)
+        return blocks(hidden_states)
 
     @property
     def projections(self) -> list[nn.Module]:
         return [self.parts.attention._modules[name] for name in PROJECTIONS]
 
-    def by_blocks(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-        """x [b, s, h], cos and sin [1 or b, s, d] -> [b, s, h]."""
+    def by_blocks(
+        self, cos: torch.Tensor, sin: torch.Tensor, mask: torch.Tensor | None, x: torch.Tensor
+    ) -> torch.Tensor:
+        """cos and sin [1 or b, s, d], a mask as torch's attention takes or None, x [b, s, h] -> [b, s, h]."""
         (norm, attention, mlp_norm, mlp), (b, s, h) = self.parts, x.shape
         (*qkv, o), kept = self.projections, attention.__dict__[STATE]
         weight, bias, linear = self.qkv.options(tuple(qkv))
@@ -164,8 +179,11 @@ class Fp8DecoderLayer(Replaced):
         how = {"norm": replaced(norm).options, "linear": linear, "groups": groups, "d": d, "apart": True}
 
         def attend(*heads, **saved):
-            heads = (t.view(b, s, -1, d) for t in heads)
-            return causal_attention(*heads, scale=attention.scaling, batch_first=True, **saved)
+            heads, scale = [t.view(b, s, -1, d) for t in heads], attention.scaling
+            if mask is None:
+                return causal_attention(*heads, scale=scale, batch_first=True, **saved)
+            heads = (t.transpose(1, 2) for t in heads)
+            return any_attention(attention, *heads, mask, {"scaling": scale}, **saved)
 
         if self.recomputes:
             y, residual = attention_block(*inputs, *tables, **how, attend=attend)
@@ -201,16 +219,18 @@ class Fp8DecoderLayer(Replaced):
 def _say_why_not(x: torch.Tensor, kwargs: dict) -> None:
     """Says once why a layer that got `x` is trained module by module."""
     level, way_out = logging.INFO, ""
-    # these first: under them a cache or a mask would not be the reason
+    # these first: under them a cache would not be the reason
     if torch.compiler.is_compiling():
         why = "under torch.compile"
-    elif torch.is_autocast_enabled(x.device.type):
-        why = "under autocast"
+    elif autocast_dtype(x) not in (None, x.dtype):
+        why = f"their input is {x.dtype} under autocast to {autocast_dtype(x)}"
     elif kwargs.get("past_key_values") is not None:
         why, level = "the model fills a cache while it trains", logging.WARNING
         way_out = " Set model.config.use_cache = False."
+    elif not _is_mask(kwargs.get("attention_mask"), x):
+        why = f"their attention_mask is no constant tensor [b, n, s, s] of torch.bool or {x.dtype}"
     else:
-        why = "with dropout, hooks, adapters or frozen weights, or other attention"
+        why = "with dropout, hooks, adapters, frozen weights, weights of another dtype, or other attention"
         for name, value in kwargs.items():
             if value is not None and name not in ARGUMENTS:
                 why = "they are given " + name
@@ -238,10 +258,10 @@ def _by_token(angles: torch.Tensor, batch: int) -> torch.Tensor:
 def uses_blocks(layer: Fp8DecoderLayer, x: torch.Tensor, args: tuple, kwargs: dict) -> bool:
     """Whether a forward of `layer` takes the blocks.
 
-    Not under autocast or torch.compile, with a mask, a cache, dropout or somebody else's attention, nor where
-    a module inside has hooks, an adapter or another forward than it was given, or a parameter is frozen or of
-    another dtype. It must not depend on whether there are gradients: reentrant checkpoints compute the
-    forward without.
+    Not under torch.compile, with a cache, dropout or somebody else's attention, nor where a module inside has
+    hooks, an adapter or another forward than it was given, or a parameter is frozen or of another dtype than
+    `x`, or than autocast's. It must not depend on whether there are gradients: reentrant checkpoints compute
+    the forward without.
     """
     angles, attention = kwargs.get("position_embeddings"), layer.parts.attention
     feed_forward = replaced(layer.parts.mlp)
@@ -250,7 +270,8 @@ def uses_blocks(layer: Fp8DecoderLayer, x: torch.Tensor, args: tuple, kwargs: di
         and isinstance(angles, tuple)
         and x.numel() > 0
         and layer.takes(x)
-        and autocast_dtype(x) is None
+        and autocast_dtype(x) in (None, x.dtype)
+        and _is_mask(kwargs.get("attention_mask"), x)
         and STATE in attention.__dict__
         and "forward" not in attention.__dict__
         and angles[0].shape[-1] == attention.head_dim
@@ -281,6 +302,16 @@ def uses_blocks(layer: Fp8DecoderLayer, x: torch.Tensor, args: tuple, kwargs: di
             return False
     biases = [linear._parameters["bias"] is None for linear in (q, k, v, gate, up)]
     return biases[0] == biases[1] == biases[2] and biases[3] == biases[4]
+
+
+def _is_mask(mask: object, x: torch.Tensor) -> bool:
+    """Whether it is none, or a constant one that torch's attention takes with heads of the dtype of `x`."""
+    return mask is None or (
+        type(mask) is torch.Tensor
+        and mask.dim() == 4
+        and mask.dtype in (torch.bool, x.dtype)
+        and not mask.requires_grad
+    )
 
 
 def _is_ours(module: nn.Module, dtype: torch.dtype) -> bool:

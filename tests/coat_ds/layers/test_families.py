@@ -7,7 +7,7 @@ import coat_ds
 from benchmarks.common.families import FAMILIES, LAYERS, losses_of
 from coat_ds.layers import decoder_layer
 from coat_ds.layers.decoder_layer import Fp8DecoderLayer
-from tests.coat_ds.layers.measures import fp8_bound, fp8_forward_bound, relative, run, saved_bytes
+from tests.coat_ds.layers.measures import fp8_bound, fp8_forward_bound, relative, run, same, saved_bytes
 
 ALL = pytest.mark.parametrize("name", FAMILIES)
 
@@ -120,9 +120,17 @@ def test_trains_as_bf16_within_what_seeds_change(name):
 
 
 @pytest.mark.parametrize("attention_format", ["bf16", "sqrt8", "recompute"])
-@pytest.mark.parametrize("name", ["llama", "mistral", "qwen2"])
-def test_blocks_agree_with_the_modules(name, attention_format, monkeypatch):
-    family, batch = FAMILIES[name], FAMILIES[name].batch(tokens=32)
+@pytest.mark.parametrize(
+    ("name", "tokens", "padding"),
+    [("llama", 32, 0), ("mistral", 32, 0), ("qwen2", 32, 0), ("mistral", 64, 0), ("qwen2", 32, 9)],
+    ids=["llama", "mistral", "qwen2", "mistral-window", "qwen2-padded"],
+)
+def test_blocks_agree_with_the_modules(name, tokens, padding, attention_format, monkeypatch):
+    family, batch = FAMILIES[name], FAMILIES[name].batch(tokens=tokens)
+    if padding:
+        batch["attention_mask"] = torch.ones_like(batch["input_ids"])
+        batch["attention_mask"][1, -padding:] = 0
+        batch["labels"][1, -padding:] = -100
     _, expected = run(exact(family), batch)
     model = coat_ds.convert(family.build(), {"attention_format": attention_format})
     assert coat_ds.conversion_of(model).converted["layer"] == ["model.layers.0", "model.layers.1"]
@@ -161,7 +169,12 @@ def test_blocks_are_taken_where_nobody_can_tell(monkeypatch):
     assert blocks(model, attention_mask=torch.ones_like(batch["input_ids"])) == 2
     mask = torch.ones_like(batch["input_ids"])
     mask[0, -8:] = 0
-    assert blocks(model, attention_mask=mask) == 0
+    assert blocks(model, attention_mask=mask) == 2
+    scores = torch.zeros(2, 1, 64, 64).masked_fill_(torch.ones(64, 64).triu(1).bool(), -torch.inf)
+    assert blocks(model, attention_mask=scores.bfloat16()) == 2
+    # attention that is recomputed hands a bias no gradient
+    for other in (scores, scores.bfloat16().requires_grad_()):
+        assert blocks(model, attention_mask=other) == 0
     assert blocks(model, use_cache=True) == 0
     seen = []
     hook = layers[0].self_attn.k_proj.register_forward_hook(lambda *a: seen.append(1))
@@ -176,6 +189,10 @@ def test_blocks_are_taken_where_nobody_can_tell(monkeypatch):
     layers[0].self_attn.attention_dropout = 0.5
     assert blocks(model) == 1
     layers[0].self_attn.attention_dropout = 0.0
+    expected = run(model, batch)
     with torch.autocast("cpu", torch.bfloat16):
-        assert blocks(model) == 0
+        assert blocks(model) == 2
+        same(run(model, batch), expected)
+        # norms and the residual in FP32, products in BF16
+        assert blocks(coat_ds.convert(family.build(torch.float32))) == 0
     assert blocks(model) == 2

@@ -86,22 +86,29 @@ def test_layers_that_are_not_fused_say_why(said):
     padded = torch.ones_like(LLAMA.batch()["input_ids"])
     padded[:, 0] = 0
     train(model, use_cache=False, attention_mask=padded)
+    assert said() == []
+    causal = torch.ones(1, 1, *padded.shape[-1:] * 2).tril().bool()
+    scores = torch.zeros(causal.shape).masked_fill_(~causal, -torch.inf)
+    train(model, use_cache=False, attention_mask=scores)
     train(model, use_cache=True)
     mask, cache = said()
-    assert "run module by module: they are given attention_mask" in mask
+    assert "run module by module: their attention_mask is no" in mask
     assert "run module by module" in cache and "Set model.config.use_cache = False" in cache
 
 
-@pytest.mark.parametrize("how", ["torch.compile", "autocast"])
+@pytest.mark.parametrize("how", ["under torch.compile", "autocast"])
 def test_layers_name_what_keeps_them_apart_whatever_they_are_given(said, how):
-    model = coat_ds.convert(LLAMA.build())
-    if how == "torch.compile":
+    dtype, why = torch.bfloat16, how
+    if how == "autocast":
+        dtype, why = torch.float32, "their input is torch.float32 under autocast to torch.bfloat16"
+    model = coat_ds.convert(LLAMA.build(dtype))
+    if how == "under torch.compile":
         torch.compiler.reset()
         for layer in model.model.layers:
             layer.compile(backend="eager", fullgraph=True)
     with torch.autocast("cpu", torch.bfloat16, enabled=how == "autocast"):
         train(model, use_cache=True)
-    assert said() == [f"COAT: layers that could run as fused blocks run module by module: under {how}."]
+    assert said() == [f"COAT: layers that could run as fused blocks run module by module: {why}."]
 
 
 def test_tensors_that_kernels_cannot_read_are_named(said):
