@@ -19,20 +19,28 @@ def gains(results: Results) -> str:
 
 @block("huggingface.md", "trainer")
 def trainer(results: Results) -> str:
-    rows = results.rows("trainer.csv")
-    first, ordinals = rows[0], ("", "first", "second", "third")
-    names = dict.fromkeys(row["system"] for row in rows)
-    lines = [
-        [r["system"], ordinals[r["order"]], f"{r['ms']:.0f}", f"{r['tokens_per_s_gpu']:,.0f}", gb(r)]
-        for name in ("BF16", *(name for name in names if name != "BF16"))
-        for r in rows
-        if r["system"] == name
-    ]
-    title = (
-        f"Llama-3-8B under Trainer, ZeRO-{first['stage']}, {first['gpus']} × H200, {first['micro_batch']} × "
-        f"{first['sequence']} tokens"
-    )
-    return table([title, "process of its call", "ms a step", "tokens per second and GPU", "peak GB"], *lines)
+    rows, ordinals = results.rows("trainer.csv"), ("", "first", "second", "third")
+    names = ["BF16", *(name for name in dict.fromkeys(row["system"] for row in rows) if name != "BF16")]
+
+    def of(gpus: int) -> str:
+        found = [row for row in rows if row["gpus"] == gpus]
+        first = found[0]
+        lines = [
+            [r["system"], ordinals[r["order"]], f"{r['ms']:.0f}", f"{r['tokens_per_s_gpu']:,.0f}", gb(r)]
+            for name in names
+            for r in found
+            if r["system"] == name
+        ]
+        layers = "" if first["layers"] == 32 else f"{first['layers']} layers of "
+        title = (
+            f"{layers}Llama-3-8B under Trainer, ZeRO-{first['stage']}, {gpus} × H200, "
+            f"{first['micro_batch']} × {first['sequence']} tokens"
+        )
+        return table(
+            [title, "process of its call", "ms a step", "tokens per second and GPU", "peak GB"], *lines
+        )
+
+    return of(1) + "\n" + of(2)
 
 
 FAMILIES = {

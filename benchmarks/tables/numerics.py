@@ -177,12 +177,11 @@ def convergence(results: Results) -> str:
         results.rows("converge_beta2.csv", run=f"coat-optimizer{kind}-beta2-0.999") for kind in ("", "-fp32")
     )
     beta2 = [statistics.mean(row[late] for row in rows) for rows in (states, fp32)]
-    whole = [results.rows("converge_beta2_150m.csv", run=f"coat{kind}-beta2-0.999") for kind in ("", "-fp32")]
-    means = [statistics.mean(row["val_loss"] for row in rows) for rows in whole]
-    pairs = [
-        f"{a['val_loss']:.4f} and {b['val_loss']:.4f} ({a['val_loss'] - b['val_loss']:+.4f})"
-        for a, b in zip(*whole, strict=True)
-    ]
+    kinds = {"today's states": "", "FP32 moments": "-fp32", "the paper's states": "-paper"}
+    whole = {
+        name: results.rows("converge_beta2_150m.csv", run=f"coat{kind}-beta2-0.999")
+        for name, kind in kinds.items()
+    }
     return (
         table(
             [f"{tokens[0] / 1e6:.0f} million tokens", "seeds", "validation loss", "to BF16's mean"],
@@ -198,7 +197,20 @@ def convergence(results: Results) -> str:
         f"COAT {ours:.4f} ({100 * (ours / long - 1):+.2f} %).\n\nAt β2 0.999 and activations in BF16, "
         f"{late.rpartition('_')[2]} of {states[0]['steps']:.0f} steps and {len(states)} seeds: today's "
         f"states {beta2[0]:.4f}, FP32 moments {beta2[1]:.4f}; single pairs are "
-        f"{between([a[late] - b[late] for a, b in zip(states, fp32, strict=True)], '{:+.3f}')} apart. "
-        f"Over {whole[0][0]['tokens'] / 1e6:.0f} million tokens with FP8 layers and {len(pairs)} seeds: "
-        f"today's states {means[0]:.4f}, FP32 moments {means[1]:.4f}; by seed {', '.join(pairs)}.\n"
+        f"{between([a[late] - b[late] for a, b in zip(states, fp32, strict=True)], '{:+.3f}')} apart.\n\n"
+        + table(
+            [
+                f"β2 0.999, FP8 layers, {whole['FP32 moments'][0]['tokens'] / 1e6:.0f} million tokens",
+                "mean",
+                "by seed",
+            ],
+            *(
+                [
+                    name,
+                    f"{statistics.mean(row['val_loss'] for row in rows):.4f}",
+                    ", ".join(f"{row['val_loss']:.4f}" for row in rows),
+                ]
+                for name, rows in whole.items()
+            ),
+        )
     )
