@@ -193,7 +193,7 @@ class OptimizerConfig(_Block):
 
     exp_avg_sq_rounding: str = _choice("auto", ROUNDINGS)
     """How the second moment is rounded. "auto": "log8" stochastically where beta2 is above 63/64, since it
-    would otherwise decay by less than half a code in a step, that is never; else to nearest. Beside Hugging
+    would otherwise decay by less than half a code in a step, which is lost; else to nearest. Beside Hugging
     Face's Trainer or Accelerate, which refuse the word "auto" here, leave the key out."""
 
     group_size: int = _choice(128, OPTIMIZER_GROUP_SIZES)

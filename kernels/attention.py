@@ -18,7 +18,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from coat_kernels.fp8 import Fp8Format
 from coat_kernels.groups.op import dequantize_groups, quantize_groups
 from coat_kernels.groups.reference import DEFAULT_FORMAT, Grouped
-from coat_kernels.origin import Origin, with_origin
+from coat_kernels.origin import Origin, note, noted, with_origin
 from coat_kernels.tensorwise.quantize import Quantized, quantize_tensor
 
 # in the order of their speed on Hopper
@@ -28,6 +28,9 @@ BACKENDS = (
     SDPBackend.EFFICIENT_ATTENTION,
     SDPBackend.MATH,
 )
+
+# numbers to which rows of a mask are padded, so that torch's kernels take it as it lies
+_ALIGNED = 16
 
 
 class _Order(NamedTuple):
@@ -60,15 +63,16 @@ _BATCH_FIRST = _Order((0, 2, 1, 3), (0, 2, 1, 3), _columns_batch_first)
 
 
 class _Compressed:
-    """Hooks that save the large tensors of one attention as groups.
+    """Hooks that save the large tensors of one attention as groups, if `group_size` is given. Keys and values
+    that were repeated for it are saved as they were before.
 
-    torch calls only the innermost of nested hooks. The outer ones (offloading, accounting) get the groups
+    torch calls only the innermost of nested hooks. The outer ones (offloading, accounting) get what is saved
     from here.
     """
 
     def __init__(
         self,
-        group_size: int,
+        group_size: int | None,
         saved_format: str,
         q: torch.Tensor,
         v: torch.Tensor,
@@ -77,6 +81,9 @@ class _Compressed:
     ):
         self.group_size, self.saved_format, self.dtype = group_size, saved_format, q.dtype
         self.order = order
+        # by address, shape and strides of what was repeated: what it is made of, and how often each head
+        # stands in it. Views of other shapes, as those of the MATH backend, stay as they are.
+        self.sources: dict[tuple, tuple[torch.Tensor, int]] = {}
         outer = torch._C._autograd._top_saved_tensors_default_hooks(False)
         self.outer_pack, self.outer_unpack = outer or (lambda x: x, lambda x: x)
         # what else attention saves has fewer dimensions or channels, but for the mask. In a sequence as long
@@ -85,28 +92,51 @@ class _Compressed:
         self.mask_shape = None if mask is None else mask.shape
         self.kept: dict[int, Grouped] = {}
 
+    def repeat(self, x: torch.Tensor, times: int) -> torch.Tensor:
+        """`x` [b, groups, s, d] with each head `times` times behind itself."""
+        found = _repeated(x, times)
+        if found is not x:
+            self.sources[_place(found)] = x.detach(), times
+        return found
+
     def pack(self, x: torch.Tensor):
         of_heads = x.dim() == self.dims and x.shape[-1] in self.channels and x.shape[-2:] != self.mask_shape
-        if not of_heads or x.dtype != self.dtype:
-            return None, self.outer_pack(x)
+        source, times = self.sources.get(_place(x), (x, 1)) if self.sources else (x, 1)
+        if self.group_size is None or not of_heads or x.dtype != self.dtype:
+            return None, times, self.outer_pack(source)
         kept = quantize_groups(
-            _to_tokens(x, self.order.there).contiguous(), self.group_size, self.saved_format
+            _to_tokens(source, self.order.there).contiguous(), self.group_size, self.saved_format
         )
         self.kept[x.data_ptr()] = kept
-        return x.shape, [self.outer_pack(t) for t in kept]
+        return source.shape, times, [self.outer_pack(t) for t in kept]
 
     def unpack(self, packed):
-        shape, kept = packed
+        shape, times, kept = packed
         if shape is None:
-            return self.outer_unpack(kept)
+            return _repeated(self.outer_unpack(kept), times)
         rows = dequantize_groups(Grouped(*map(self.outer_unpack, kept)), self.group_size, self.dtype)
-        return rows.view([shape[i] for i in self.order.there]).permute(self.order.back)
+        return _repeated(rows.view([shape[i] for i in self.order.there]).permute(self.order.back), times)
 
     def origin_of(self, output: torch.Tensor) -> Origin | None:
-        """What was kept of `output`, if autograd handed it over."""
-        if output.data_ptr() not in self.kept:
-            return None
-        return origin_in_groups(self.kept.pop(output.data_ptr()), self.group_size, self.dtype)
+        """What was kept of `output`, if autograd handed it over. To be asked once, behind the forward: then
+        autograd alone holds what is saved."""
+        kept = self.kept.get(output.data_ptr())
+        self.kept.clear()
+        self.sources.clear()
+        if self.group_size is None:
+            return Origin((output.detach(),), self.order.columns)
+        return None if kept is None else origin_in_groups(kept, self.group_size, self.dtype)
+
+
+def _place(x: torch.Tensor) -> tuple:
+    return x.data_ptr(), x.shape, x.stride()
+
+
+def _repeated(x: torch.Tensor, times: int) -> torch.Tensor:
+    if times == 1:
+        return x
+    b, groups, s, d = x.shape
+    return x[:, :, None].expand(b, groups, times, s, d).reshape(b, groups * times, s, d)
 
 
 def origin_in_groups(kept: Grouped, group_size: int, dtype: torch.dtype) -> Origin:
@@ -187,29 +217,47 @@ def causal_attention(
     return with_origin(y, origin) if origin else y
 
 
+def additive_mask(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """A boolean `mask` [b, n, s, t] as what is added to the scores: 0, or the lowest number where it is
+    False.
+
+    torch makes one in each call of attention and saves it for backward, s * t numbers in a layer. This one is
+    noted on `mask`, for all layers. Its rows lie so that torch's kernels need no copy. A row of False alone
+    attends to all tokens alike, where torch gives zeros.
+    """
+    name = f"additive {dtype}"
+    found = noted(mask, name)
+    if found is None:
+        *shape, t = mask.shape
+        found = torch.zeros(*shape, -(-t // _ALIGNED) * _ALIGNED, dtype=dtype, device=mask.device)[..., :t]
+        found.masked_fill_(~mask, torch.finfo(dtype).min)
+        note(mask, name, found)
+    return found
+
+
 def kept_attention(
     attend: Callable[..., torch.Tensor],
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
     *,
+    times: int = 1,
     group_size: int | None = None,
     saved_format: str = DEFAULT_FORMAT,
 ) -> torch.Tensor:
     """The output [b, s, n * e] of attend(q, k, v): any attention by torch's operations of heads [b, n, s, d]
     and values [b, n, s, e] that gives [b, n, s, e]. The output carries its origin. Tensors of d or e channels
-    are saved in groups, as in `causal_attention`."""
-    keeps = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
-    compressed = None
+    are saved in groups, as in `causal_attention`. The heads of k and v are repeated `times` times for
+    `attend`, and saved without that."""
+    if not (torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)):
+        return attend(q, _repeated(k, times), _repeated(v, times)).transpose(1, 2).flatten(2)
+    compressed = _Compressed(group_size, saved_format, q, v, _BATCH_FIRST)
+    heads = q, compressed.repeat(k, times), compressed.repeat(v, times)
     hooks = contextlib.nullcontext()
-    if keeps and group_size is not None:
-        compressed = _Compressed(group_size, saved_format, q, v, _BATCH_FIRST)
+    if group_size is not None or times > 1:
         hooks = torch.autograd.graph.saved_tensors_hooks(compressed.pack, compressed.unpack)
     with hooks:
-        output = attend(q, k, v)
+        output = attend(*heads)
     y = output.transpose(1, 2).flatten(2)
-    origin = None
-    if keeps:
-        whole = Origin((output.detach(),), _columns_batch_first)
-        origin = compressed.origin_of(output) if compressed else whole
+    origin = compressed.origin_of(output)
     return with_origin(y, origin) if origin else y

@@ -13,10 +13,11 @@ import sys
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 
 from coat_ds.config import ActivationsConfig
 from coat_ds.layers.log import say_once
-from coat_kernels.attention import causal_attention, kept_attention
+from coat_kernels.attention import additive_mask, causal_attention, kept_attention
 from coat_kernels.groups.reference import DEFAULT_FORMAT
 from coat_kernels.origin import Origin, note, noted, origin_of
 
@@ -24,6 +25,8 @@ NAME = "coat"
 # of the implementations of transformers the one whose arithmetic it is
 STOCK = "sdpa"
 STATE = "coat_attention"
+# arguments of transformers' function that change what attention computes, or are refused there
+_BESIDE = ("position_bias", "softcap", "cache")
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +113,7 @@ def _is_plain_causal(module, query, key, mask, is_causal, rest) -> bool:
         and 1 < query.shape[2] == key.shape[2]
         and query.shape[3] == key.shape[3]
         and query.shape[1] % key.shape[1] == 0
-        and not any(rest.get(name) is not None for name in ("position_bias", "softcap", "cache"))
+        and not any(rest.get(name) is not None for name in _BESIDE)
     )
 
 
@@ -169,16 +172,40 @@ def any_attention(
     saved_format: str = DEFAULT_FORMAT,
 ) -> torch.Tensor:
     """What transformers' own function makes of heads as in `coat_attention`, of `mask` and of further
-    `arguments`: [b, s, n * d], carrying its origin. Saved as by `kept_attention`."""
+    `arguments`: [b, s, n * d], carrying its origin. Saved as by `kept_attention`; all layers share a mask."""
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-    def stock(*heads):
-        return sdpa_attention_forward(module, *heads, mask, **arguments)[0].transpose(1, 2)
+    times = 1
+    if _is_only_masked(query, key, mask, arguments):
+        times = query.shape[1] // key.shape[1]
+        if mask.dtype == torch.bool:
+            mask = additive_mask(mask, query.dtype)
+
+        def attend(*heads):
+            dropout, scale = arguments.get("dropout", 0.0), arguments.get("scaling")
+            return F.scaled_dot_product_attention(*heads, attn_mask=mask, dropout_p=dropout, scale=scale)
+    else:
+
+        def attend(*heads):
+            return sdpa_attention_forward(module, *heads, mask, **arguments)[0].transpose(1, 2)
 
     if mask is not None and mask.shape[-1:] == query.shape[-1:]:
         # an additive one could be taken for a head
         group_size = None
-    return kept_attention(stock, query, key, value, group_size=group_size, saved_format=saved_format)
+    how = {"group_size": group_size, "saved_format": saved_format}
+    return kept_attention(attend, query, key, value, times=times, **how)
+
+
+def _is_only_masked(query, key, mask, arguments) -> bool:
+    """Whether transformers' own function would repeat keys and values for all heads, and then call torch's
+    with `mask`."""
+    return (
+        mask is not None
+        and mask.dim() == 4
+        and query.shape[2] > 1
+        and query.shape[1] % key.shape[1] == 0
+        and not any(arguments.get(name) is not None for name in _BESIDE)
+    )
 
 
 def attended_origin(x: torch.Tensor) -> Origin | None:

@@ -51,7 +51,7 @@ class CoatAdamW(torch.optim.Optimizer):
         "auto" is "ratio8" beside "log8", else "fp8_expanded". The paper's format is "fp8_expanded" for both.
     exp_avg_sq_rounding: "nearest", "stochastic", or "auto": stochastic for "log8" where 1 - beta2 is below
         1/64, else to nearest. A second moment decays by that part of itself in a step; where it is less than
-        half the distance of two codes, rounding to nearest undoes the decay and the moment stays too large.
+        half the distance of two codes, rounding to nearest undoes the decay, but for that of a group's scale.
         The codes of "log8" are close enough for stochastic rounding to cure this without much noise. What is
         added before rounding is not random but goes through the interval with the steps, the same wherever
         tensors are cut.

@@ -167,7 +167,7 @@ def stalling(optimizer: CoatAdamW) -> str | None:
     """A line if second moments of a parameter group cannot decay; None if all can.
 
     A moment decays by 1 - beta2 of itself in a step. Where that is less than half the distance of two codes,
-    rounding to nearest undoes it, and the moment stays as large as it ever was.
+    rounding to nearest undoes it, and the moment falls only with the scale of its group.
     """
     for group in optimizer.param_groups:
         name, beta2 = group["exp_avg_sq_format"], float(group["betas"][1])
@@ -181,7 +181,8 @@ def stalling(optimizer: CoatAdamW) -> str | None:
         way_out = '"exp_avg_sq_rounding": "stochastic"' if codec.fine else '"exp_avg_sq_format": "log8"'
         return (
             f"coat.optimizer.exp_avg_sq_format: found {name!r} beside beta2 {beta2:g}, above "
-            f"{1 - half:.6g}. Rounded to nearest, such a second moment never decays. Set {way_out} in "
-            "coat.optimizer, or beta2 to 0.95 (optimizer.params.betas; adam_beta2 of Hugging Face's Trainer)."
+            f"{1 - half:.6g}. Rounded to nearest, such second moments decay with the largest of their "
+            f"group alone, if at all. Set {way_out} in coat.optimizer, or beta2 to 0.95 "
+            "(optimizer.params.betas; adam_beta2 of Hugging Face's Trainer)."
         )
     return None

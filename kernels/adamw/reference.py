@@ -4,8 +4,9 @@ The update uses the fresh FP32 moments; only what is stored is rounded. The same
 writes a BF16 copy of the weight, and updates BF16 parameters exactly (with a remainder of 16 bits that makes
 an FP32 master) or with stochastic rounding.
 
-With beta2 near 1 a second moment decays by less than half a code in a step. Rounded to nearest it would never
-decay, so it is rounded with a dither that steps through all thresholds ("dither").
+With beta2 near 1 a second moment decays by less than half a code in a step. Rounded to nearest it would decay
+with the largest of its group alone, so it is rounded with a dither that steps through all thresholds
+("dither").
 
 A relative code (`codecs/ratio.py`) is decoded and encoded with the root of the second moment stored beside
 it: decoded with the old one, encoded with the new one.

@@ -1,13 +1,15 @@
 """Attention that keeps its tensors in 8 bits: results, gradients, bytes, and other hooks around it."""
 
+import weakref
+
 import pytest
 import torch
 import torch.nn.functional as F
 
-from coat_kernels.attention import causal_attention, kept_attention
+from coat_kernels.attention import additive_mask, causal_attention, kept_attention
 from coat_kernels.fp8 import E4M3
 from coat_kernels.linear import fp8_linear
-from coat_kernels.origin import origin_of
+from coat_kernels.origin import forget_notes, origin_of
 from coat_kernels.tensorwise import largest_magnitude
 from tests.kernels.inputs import E4M3_RMS, ROUNDING
 from tests.util import rel_rms
@@ -119,6 +121,81 @@ def test_values_of_fewer_channels_are_kept_in_groups(device):
     assert y.equal(expected)
     y.sum().backward()
     assert v.grad.isfinite().all()
+
+
+def padded_mask(length, device):
+    """Causal over two sequences, whose second one has five tokens of padding in front."""
+    mask = torch.ones(length, length, device=device).tril().bool().repeat(B, 1, 1, 1)
+    mask[1, ..., :5] = False
+    return mask
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.25])
+@pytest.mark.parametrize("size", [None, 16])
+def test_repeated_heads_are_saved_once_and_layers_share_a_mask(device, size, dropout):
+    groups, length = 2, S - 3
+    inputs = [t[:length].detach().clone().requires_grad_() for t in qkv(device, groups)]
+    heads = [t.permute(1, 2, 0, 3) for t in inputs]
+    mask = padded_mask(length, device)
+
+    def stock():
+        q, *repeated = heads[0], *(t.repeat_interleave(HEADS // groups, 1) for t in heads[1:])
+        return F.scaled_dot_product_attention(q, *repeated, attn_mask=mask, dropout_p=dropout)
+
+    def attend(*heads):
+        added = additive_mask(mask, torch.bfloat16)
+        return F.scaled_dot_product_attention(*heads, attn_mask=added, dropout_p=dropout)
+
+    def layers():
+        return [kept_attention(attend, *heads, times=HEADS // groups, group_size=size) for _ in "ab"]
+
+    (y, _), found = kept_bytes(layers)
+    elements = length * B * D * (2 * HEADS + 2 * groups)
+    if not dropout:
+        # two outputs; queries, keys and values of both, where they are kept as they are; and the mask
+        kept = elements + length * B * D * HEADS if size is None else elements * (1 + 1 / 16)
+        assert found == 2 * kept + 2 * B * length * S
+    torch.manual_seed(1)
+    expected = stock().transpose(1, 2).flatten(2)
+    torch.manual_seed(1)
+    y = kept_attention(attend, *heads, times=HEADS // groups, group_size=size)
+    # not of rows that see nothing
+    seen = mask.any(-1)[:, 0]
+    assert rel_rms(y[seen], expected[seen]) < 2**-8 and y.isfinite().all()
+    grad = torch.randn_like(y) * seen[..., None]
+    for a, e in zip(
+        torch.autograd.grad(y, inputs, grad), torch.autograd.grad(expected, inputs, grad), strict=True
+    ):
+        # as in `test_result_is_exact_and_gradients_see_one_rounding_of_each_tensor`, or BF16's own rounding
+        assert rel_rms(a, e) < (2**-7 if size is None else 2 * (2**0.5 + 1) * ROUNDING["sqrt8"] + 2**-9)
+
+
+def test_a_mask_is_made_once_and_its_rows_are_aligned(device):
+    mask = padded_mask(S - 3, device)
+    added = additive_mask(mask, torch.bfloat16)
+    assert additive_mask(mask, torch.bfloat16) is added
+    assert additive_mask(mask, torch.float32).dtype == torch.float32
+    assert added.stride()[-1] == 1 and not any(stride % 16 for stride in added.stride()[:-1])
+    assert added.isfinite().all() and torch.equal(added == 0, mask)
+    mask[1, ..., :5] = True
+    again = additive_mask(mask, torch.bfloat16)
+    assert again is not added and torch.equal(again == 0, mask)
+
+
+def test_what_outer_hooks_took_away_is_not_held(device):
+    held = []
+
+    def pack(t):
+        if t.dtype == torch.uint8:
+            held.append(weakref.ref(t))
+        return t.cpu().clone()
+
+    inputs = qkv(device)
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t.to(device)):
+        y = causal_attention(*inputs, group_size=16)
+    forget_notes(y)
+    assert len(held) == 4 and not any(ref() is not None for ref in held)
+    y.sum().backward()
 
 
 @pytest.mark.parametrize("size", [None, 16])

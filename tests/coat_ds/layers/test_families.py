@@ -60,6 +60,22 @@ def test_bytes_saved_by_a_layer(name):
     assert per_layer(family, {"attention_format": "sqrt8"}) <= 0.40 * stock
 
 
+@pytest.mark.parametrize("attention_format", ["bf16", "sqrt8", "recompute"])
+@pytest.mark.parametrize("name", ["llama", "qwen3"])
+def test_padding_costs_one_mask_for_all_layers(name, attention_format):
+    """By fused blocks and without. torch saves a mask in each layer, and repeated heads."""
+    family = FAMILIES[name]
+    model, batch = coat_ds.convert(family.build(), {"attention_format": attention_format}), family.batch()
+    padded = batch | {"attention_mask": torch.ones_like(batch["input_ids"])}
+    padded["attention_mask"][1, -9:] = 0
+    run(model, batch)
+    rows, tokens = batch["input_ids"].shape
+    kept = 2 * rows * tokens**2
+    if name == "llama" and attention_format == "recompute":
+        kept = 0
+    assert saved_bytes(model, padded) - saved_bytes(model, batch) == kept
+
+
 def test_bytes_saved_by_many_experts():
     """Of eight tensors that the experts of a token keep in BF16, two are left, in 8 bits."""
     family = FAMILIES["qwen3_moe_grouped"]

@@ -40,14 +40,21 @@ def _images(batch):
     return {"pixel_values": batch["pixel_values"]} if "pixel_values" in batch else {}
 
 
+@pytest.mark.parametrize("padding", [0, 9])
 @pytest.mark.parametrize("weight_cache", ["none", "fp8"])
-def test_blocks_agree_with_the_modules(weight_cache, monkeypatch):
+def test_blocks_agree_with_the_modules(weight_cache, padding, monkeypatch):
     family = FAMILIES["qwen2"]
     batch = on_gpu(family.batch())
+    if padding:
+        batch["attention_mask"] = torch.ones_like(batch["input_ids"])
+        batch["attention_mask"][1, -padding:] = 0
     model = coat_ds.convert(family.build().cuda(), {"weight_cache": weight_cache})
     loss, found = run(model, batch)
     again, same = run(model, batch)
     assert again == loss and all(same[name].equal(g) for name, g in found.items())
+    with torch.autocast("cuda", torch.bfloat16):
+        cast, same = run(model, batch)
+    assert cast == loss and all(same[name].equal(g) for name, g in found.items())
     monkeypatch.setattr(decoder_layer, "uses_blocks", lambda *a: False)
     other, gradients = run(model, batch)
     assert relative(found, gradients) < fp8_bound(14) and abs(loss - other) < 2**-7 * loss
