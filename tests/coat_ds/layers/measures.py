@@ -1,6 +1,7 @@
 """What tests of converted models measure, and the bounds that FP8 explains."""
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from tests.kernels.inputs import E4M3_RMS, E5M2_RMS
 
@@ -28,6 +29,24 @@ def saved_bytes(model, batch) -> int:
         loss = model(**batch).loss
     assert loss.requires_grad
     return sum(s.nbytes() for s in kept.values())
+
+
+def bytes_left_behind(model, batch) -> int:
+    """Bytes that a forward still holds where hooks around it have taken copies of all that it saves, as
+    offloading does, without what it was given."""
+    own = {t.untyped_storage()._cdata for t in (*model.parameters(), *model.buffers(), *batch.values())}
+    saved = {}
+
+    def pack(x):
+        storage = x.untyped_storage()
+        if storage._cdata not in own:
+            saved[StorageWeakRef(storage)] = storage.nbytes()
+        return x.detach().clone()
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+        loss = model(**batch).loss
+    assert loss.requires_grad and saved
+    return sum(size for storage, size in saved.items() if not storage.expired())
 
 
 def fp8_bound(products: int) -> float:

@@ -7,7 +7,15 @@ import coat_ds
 from benchmarks.common.families import FAMILIES, LAYERS, losses_of
 from coat_ds.layers import decoder_layer
 from coat_ds.layers.decoder_layer import Fp8DecoderLayer
-from tests.coat_ds.layers.measures import fp8_bound, fp8_forward_bound, relative, run, same, saved_bytes
+from tests.coat_ds.layers.measures import (
+    bytes_left_behind,
+    fp8_bound,
+    fp8_forward_bound,
+    relative,
+    run,
+    same,
+    saved_bytes,
+)
 
 ALL = pytest.mark.parametrize("name", FAMILIES)
 
@@ -74,6 +82,14 @@ def test_padding_costs_one_mask_for_all_layers(name, attention_format):
     if name == "llama" and attention_format == "recompute":
         kept = 0
     assert saved_bytes(model, padded) - saved_bytes(model, batch) == kept
+
+
+@ALL
+def test_what_is_offloaded_is_not_held(name):
+    family = FAMILIES[name]
+    model = coat_ds.convert(family.build(), {"attention_format": "sqrt8"})
+    run(model, family.batch())
+    assert bytes_left_behind(model, family.batch()) == 0
 
 
 def test_bytes_saved_by_many_experts():
