@@ -26,6 +26,7 @@ SYSTEMS = {
     "BF16": ({}, {}),
     "BF16, Liger": ({}, {"use_liger_kernel": True}),
     "COAT": ({"coat": {"enabled": True, "require": True}}, {}),
+    "COAT, Liger": ({"coat": {"enabled": True, "require": True}}, {"use_liger_kernel": True}),
     "COAT, 8-bit attention": (
         {"coat": {"enabled": True, "require": True, "activations": {"attention_format": "sqrt8"}}},
         {},

@@ -40,6 +40,8 @@ ARGUMENTS = (
     "use_cache",
     "num_items_in_batch",
 )
+# what Liger's forward of a model says it does not want
+FLAGS = ("output_attentions", "output_hidden_states")
 # where transformers notes on a layer how its forward is to be checkpointed
 CHECKPOINT = "_gradient_checkpointing_func"
 
@@ -152,7 +154,7 @@ class Fp8DecoderLayer(Replaced):
     def __call__(self, hidden_states: torch.Tensor, *args, **kwargs):
         if not uses_blocks(self, hidden_states, args, kwargs):
             if self.module.training and torch.is_grad_enabled() and can_be_read(hidden_states):
-                _say_why_not(hidden_states, kwargs)
+                _say_why_not(self, hidden_states, kwargs)
             return self.stock(hidden_states, *args, **kwargs)
         # not as arguments: reentrant checkpoints make other tensors of those, without notes
         blocks = partial(self.by_blocks, *kwargs["position_embeddings"], kwargs.get("attention_mask"))
@@ -216,12 +218,18 @@ class Fp8DecoderLayer(Replaced):
         return y.view(b, s, h)
 
 
-def _say_why_not(x: torch.Tensor, kwargs: dict) -> None:
-    """Says once why a layer that got `x` is trained module by module."""
+def _say_why_not(layer: Fp8DecoderLayer, x: torch.Tensor, kwargs: dict) -> None:
+    """Says once why `layer`, which got `x`, is trained module by module."""
     level, way_out = logging.INFO, ""
     # these first: under them a cache would not be the reason
     if torch.compiler.is_compiling():
         why = "under torch.compile"
+    elif taken := _taken_over(layer.parts):
+        why, level = (
+            f"something else than coat_ds.convert has replaced the forward of {taken}",
+            logging.WARNING,
+        )
+        way_out = " Call coat_ds.convert after what does so, such as Liger's kernels."
     elif autocast_dtype(x) not in (None, x.dtype):
         why = f"their input is {x.dtype} under autocast to {autocast_dtype(x)}"
     elif kwargs.get("past_key_values") is not None:
@@ -232,10 +240,16 @@ def _say_why_not(x: torch.Tensor, kwargs: dict) -> None:
     else:
         why = "with dropout, hooks, adapters, frozen weights, weights of another dtype, or other attention"
         for name, value in kwargs.items():
-            if value is not None and name not in ARGUMENTS:
+            if _is_foreign(name, value):
                 why = "they are given " + name
                 break
     say_once(f"layers that could run as fused blocks run module by module: {why}.{way_out}", level)
+
+
+def _taken_over(parts: Parts) -> str | None:
+    """The class of a norm or feed-forward layer that has got another forward since it was converted."""
+    inside = (parts.input_norm, parts.mlp_norm, parts.mlp)
+    return next((type(module).__name__ for module in inside if replaced(module) is None), None)
 
 
 def checkpoints_in_forward(layer: nn.Module) -> bool:
@@ -284,7 +298,7 @@ def uses_blocks(layer: Fp8DecoderLayer, x: torch.Tensor, args: tuple, kwargs: di
     if not usual:
         return False
     for name, value in kwargs.items():
-        if value is not None and name not in ARGUMENTS:
+        if _is_foreign(name, value):
             return False
     # in plain loops: it runs for each layer in each forward
     inside, in_mlp, form = attention._modules, layer.parts.mlp._modules, feed_forward.form
@@ -302,6 +316,11 @@ def uses_blocks(layer: Fp8DecoderLayer, x: torch.Tensor, args: tuple, kwargs: di
             return False
     biases = [linear._parameters["bias"] is None for linear in (q, k, v, gate, up)]
     return biases[0] == biases[1] == biases[2] and biases[3] == biases[4]
+
+
+def _is_foreign(name: str, value: object) -> bool:
+    """Whether an argument asks for something that the blocks do not know."""
+    return value is not None and name not in ARGUMENTS and not (value is False and name in FLAGS)
 
 
 def _is_mask(mask: object, x: torch.Tensor) -> bool:

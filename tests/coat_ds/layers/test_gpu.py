@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import coat_ds
-from benchmarks.common.families import FAMILIES
+from benchmarks.common.families import FAMILIES, LAYERS
 from coat_ds.layers import decoder_layer
 from tests.coat_ds.layers.measures import fp8_bound, relative, run, saved_bytes
 
@@ -76,16 +76,24 @@ def test_fp32_under_autocast_and_compiled(name):
         assert relative({n: p.grad for n, p in model.named_parameters()}, expected) < bound
 
 
-def test_ligers_forwards_are_known_by_what_they_compute():
+@pytest.mark.parametrize("loss", [False, True], ids=["layers", "layers and loss"])
+def test_ligers_forwards_are_known_by_what_they_compute(loss, monkeypatch):
     liger = pytest.importorskip("liger_kernel.transformers")
     family = FAMILIES["llama"]
-    batch = on_gpu(family.batch())
+    batch = on_gpu(family.batch()) | {"use_cache": False}
     model = family.build().cuda()
     _, expected = run(model, batch)
-    liger._apply_liger_kernel_to_instance(model=model, rope=False, fused_linear_cross_entropy=False)
+    liger._apply_liger_kernel_to_instance(model=model, rope=False, fused_linear_cross_entropy=loss)
     coat_ds.convert(model)
     conversion = coat_ds.conversion_of(model)
     assert len(conversion.converted["norm"]) == 5 and len(conversion.converted["feed_forward"]) == 2
+    taken, by_blocks = [], decoder_layer.Fp8DecoderLayer.by_blocks
+    monkeypatch.setattr(
+        decoder_layer.Fp8DecoderLayer, "by_blocks", lambda *a: taken.append(1) or by_blocks(*a)
+    )
     assert relative(run(model, batch)[1], expected) < fp8_bound(14)
+    assert len(taken) == LAYERS
+    # its loss computes no logits
+    assert (model(**batch).logits is None) == loss
     coat_ds.unconvert(model)
     assert model.model.norm.forward.__func__ is liger.rms_norm.LigerRMSNorm.forward

@@ -1,6 +1,7 @@
 """What is of no effect on a converted model, or takes FP8 off it later, is said."""
 
 import logging
+import types
 
 import pytest
 import torch
@@ -79,6 +80,27 @@ def test_keys_with_effect_are_not_named(said):
     for activations in ({}, {"attention_format": "recompute"}, {"attention_format": "sqrt8"}):
         train(coat_ds.convert(LLAMA.build(), activations), use_cache=False)
     assert said() == []
+
+
+def test_layers_are_fused_where_flags_ask_for_nothing(said):
+    """As Liger's forward of a model hands them on."""
+    train(
+        coat_ds.convert(LLAMA.build()), use_cache=False, output_attentions=False, output_hidden_states=False
+    )
+    assert said() == []
+    train(coat_ds.convert(LLAMA.build()), use_cache=False, output_hidden_states=True)
+    (found,) = said()
+    assert "run module by module: they are given output_hidden_states" in found
+
+
+def test_forwards_that_are_replaced_after_convert_are_named(said):
+    """As Liger's patches of an instance do."""
+    model = coat_ds.convert(LLAMA.build())
+    norm = model.model.layers[0].post_attention_layernorm
+    norm.forward = types.MethodType(type(norm).forward, norm)
+    train(model, use_cache=False)
+    (found,) = said()
+    assert "replaced the forward of LlamaRMSNorm. Call coat_ds.convert after" in found
 
 
 def test_layers_that_are_not_fused_say_why(said):
