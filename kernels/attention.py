@@ -219,20 +219,27 @@ def causal_attention(
 
 def additive_mask(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """A boolean `mask` [b, n, s, t] as what is added to the scores: 0, or the lowest number where it is
-    False.
+    False; `mask` itself where a row is False alone.
 
     torch makes one in each call of attention and saves it for backward, s * t numbers in a layer. This one is
-    noted on `mask`, for all layers. Its rows lie so that torch's kernels need no copy. A row of False alone
-    attends to all tokens alike, where torch gives zeros.
+    noted on `mask`, for all layers. Its rows lie so that torch's kernels need no copy. Rows that see nothing
+    are torch's matter: beside the lowest number the logarithm of a sum is lost, and gradients are too large.
     """
     name = f"additive {dtype}"
+    # None in it says: the mask itself
     found = noted(mask, name)
     if found is None:
-        *shape, t = mask.shape
-        found = torch.zeros(*shape, -(-t // _ALIGNED) * _ALIGNED, dtype=dtype, device=mask.device)[..., :t]
-        found.masked_fill_(~mask, torch.finfo(dtype).min)
+        found = (_added(mask, dtype) if mask.any(-1).all() else None,)
         note(mask, name, found)
-    return found
+    return mask if found[0] is None else found[0]
+
+
+def _added(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    *shape, t = mask.shape
+    # an evaluation's is training's, too
+    with torch.inference_mode(False):
+        found = torch.zeros(*shape, -(-t // _ALIGNED) * _ALIGNED, dtype=dtype, device=mask.device)[..., :t]
+        return found.masked_fill_(~mask, torch.finfo(dtype).min)
 
 
 def kept_attention(

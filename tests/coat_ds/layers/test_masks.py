@@ -1,0 +1,47 @@
+"""Converted models with masks: whose memory they are, and what changes them."""
+
+import pytest
+import torch
+
+import coat_ds
+from benchmarks.common.families import FAMILIES
+from tests.coat_ds.layers.measures import fp8_bound, relative, run
+
+FORMATS = pytest.mark.parametrize("attention_format", ["bf16", "sqrt8", "recompute"])
+LLAMA = FAMILIES["llama"]
+
+
+def padded(batch: dict, left: int = 0, right: int = 0) -> dict:
+    mask = torch.ones_like(batch["input_ids"])
+    mask[1, :left] = 0
+    mask[1, mask.shape[1] - right :] = 0
+    return batch | {"attention_mask": mask}
+
+
+def boolean(rows: int = 2, tokens: int = 64) -> torch.Tensor:
+    return torch.ones(tokens, tokens).tril().bool().repeat(rows, 1, 1, 1)
+
+
+def additive(mask: torch.Tensor) -> torch.Tensor:
+    return torch.zeros(mask.shape, dtype=torch.bfloat16).masked_fill_(~mask, -torch.inf)
+
+
+@FORMATS
+def test_rows_that_see_nothing_are_torchs(attention_format):
+    """As the first tokens of sequences that are padded on the left, of which the last has a label."""
+    batch = padded(LLAMA.batch(), left=9)
+    batch["labels"][1, :9] = -100
+    _, expected = run(LLAMA.build(torch.float32), batch)
+    _, found = run(coat_ds.convert(LLAMA.build(), {"attention_format": attention_format}), batch)
+    assert relative(found, expected) < fp8_bound(14)
+
+
+@FORMATS
+@pytest.mark.parametrize("name", ["llama", "qwen3"])
+def test_a_mask_of_an_evaluation_trains(name, attention_format):
+    family, mask = FAMILIES[name], boolean()
+    batch = family.batch() | {"attention_mask": mask}
+    model = coat_ds.convert(family.build(), {"attention_format": attention_format})
+    with torch.inference_mode():
+        model(**batch)
+    run(model, batch)
