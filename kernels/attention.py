@@ -85,7 +85,7 @@ class _Compressed:
         # stands in it. Views of other shapes, as those of the MATH backend, stay as they are.
         self.sources: dict[tuple, tuple[torch.Tensor, int]] = {}
         outer = torch._C._autograd._top_saved_tensors_default_hooks(False)
-        self.outer_pack, self.outer_unpack = outer or (lambda x: x, lambda x: x)
+        self.outer_pack, self.outer_unpack = outer or (_with_version, _unless_changed)
         # what else attention saves has fewer dimensions or channels, but for the mask. In a sequence as long
         # as heads are wide nothing tells the two apart, and all stays as it is.
         self.dims, self.channels = q.dim(), (q.shape[-1], v.shape[-1])
@@ -126,6 +126,21 @@ class _Compressed:
         if self.group_size is None:
             return Origin((output.detach(),), self.order.columns)
         return None if kept is None else origin_in_groups(kept, self.group_size, self.dtype)
+
+
+def _with_version(x: torch.Tensor) -> tuple[torch.Tensor, int]:
+    return x, x._version
+
+
+def _unless_changed(packed: tuple[torch.Tensor, int]) -> torch.Tensor:
+    """The tensor of `_with_version`. torch itself asks this of what no hook packs."""
+    x, version = packed
+    if x._version != version:
+        raise RuntimeError(
+            f"attention saved a tensor {list(x.shape)} for backward, such as its mask, that was modified by "
+            "an in-place operation since. Give each forward a tensor of its own."
+        )
+    return x
 
 
 def _place(x: torch.Tensor) -> tuple:

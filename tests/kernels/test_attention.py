@@ -1,6 +1,7 @@
 """Attention that keeps its tensors in 8 bits: results, gradients, bytes, and other hooks around it."""
 
 import weakref
+from functools import partial
 
 import pytest
 import torch
@@ -210,6 +211,19 @@ def test_an_evaluations_mask_is_one_for_training(device):
     with torch.inference_mode():
         added = additive_mask(mask, torch.bfloat16)
     assert not added.is_inference() and additive_mask(mask, torch.bfloat16) is added
+
+
+@pytest.mark.parametrize("groups", [2, HEADS])
+@pytest.mark.parametrize("size", [None, 16])
+def test_a_mask_that_changed_before_backward_is_an_error(device, size, groups):
+    """As it is without hooks."""
+    heads = [t[:-3].permute(1, 2, 0, 3) for t in qkv(device, groups)]
+    added = additive_mask(padded_mask(S - 3, device), torch.bfloat16)
+    attend = partial(F.scaled_dot_product_attention, attn_mask=added)
+    y = kept_attention(attend, *heads, times=HEADS // groups, group_size=size)
+    added.zero_()
+    with pytest.raises(RuntimeError, match="modified by an in-?place operation"):
+        y.sum().backward()
 
 
 def test_what_outer_hooks_took_away_is_not_held(device):

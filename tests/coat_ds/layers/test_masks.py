@@ -2,10 +2,11 @@
 
 import pytest
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
 import coat_ds
 from benchmarks.common.families import FAMILIES
-from tests.coat_ds.layers.measures import fp8_bound, relative, run
+from tests.coat_ds.layers.measures import fp8_bound, relative, run, same
 
 FORMATS = pytest.mark.parametrize("attention_format", ["bf16", "sqrt8", "recompute"])
 LLAMA = FAMILIES["llama"]
@@ -45,3 +46,33 @@ def test_a_mask_of_an_evaluation_trains(name, attention_format):
     with torch.inference_mode():
         model(**batch)
     run(model, batch)
+
+
+@FORMATS
+def test_a_mask_that_is_filled_again_before_backward(attention_format):
+    """What a boolean one was counts, of which there is a copy; another is an error, as without COAT."""
+    batch, mask = LLAMA.batch(), boolean()
+    model = coat_ds.convert(LLAMA.build(), {"attention_format": attention_format})
+    expected = run(model, batch | {"attention_mask": mask})
+    model.zero_grad()
+    loss = model(**batch, attention_mask=mask).loss
+    mask.fill_(True)
+    loss.backward()
+    same((loss.item(), {n: p.grad.float() for n, p in model.named_parameters()}), expected)
+    mask = additive(boolean())
+    loss = model(**batch, attention_mask=mask).loss
+    mask.zero_()
+    with pytest.raises(RuntimeError, match="modified by an in-?place operation"):
+        loss.backward()
+
+
+@FORMATS
+def test_no_mask_stays_behind_backward(attention_format):
+    model = coat_ds.convert(LLAMA.build(), {"attention_format": attention_format})
+    mask = additive(boolean())
+    held = StorageWeakRef(mask.untyped_storage())
+    loss = model(**LLAMA.batch(), attention_mask=mask).loss
+    del mask
+    assert not held.expired()
+    loss.backward()
+    assert held.expired()
