@@ -6,7 +6,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 import coat_ds
 from benchmarks.common.families import FAMILIES
-from tests.coat_ds.layers.measures import fp8_bound, relative, run, same
+from tests.coat_ds.layers.measures import fp8_bound, relative, run, same, saved_bytes
 
 FORMATS = pytest.mark.parametrize("attention_format", ["bf16", "sqrt8", "recompute"])
 LLAMA = FAMILIES["llama"]
@@ -76,3 +76,19 @@ def test_no_mask_stays_behind_backward(attention_format):
     assert not held.expired()
     loss.backward()
     assert held.expired()
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3"])
+def test_fp32_models_under_autocast_save_what_bf16_models_do(name):
+    """Their queries and keys are FP32 behind the rotation."""
+    family = FAMILIES[name]
+    batch, saved = family.batch(), {}
+    for attention_format in ("bf16", "sqrt8"):
+        model = coat_ds.convert(family.build(torch.float32), {"attention_format": attention_format})
+        with torch.autocast("cpu", torch.bfloat16):
+            run(model, batch)
+            saved[attention_format] = saved_bytes(model, batch)
+            rows, tokens = batch["input_ids"].shape
+            with_mask = saved_bytes(model, padded(batch, right=9))
+        assert with_mask - saved[attention_format] == 2 * rows * tokens**2
+    assert saved["sqrt8"] < saved["bf16"]
