@@ -194,8 +194,9 @@ def any_attention(
         def attend(*heads):
             return sdpa_attention_forward(module, *heads, mask, **arguments)[0].transpose(1, 2)
 
-    if mask is not None and mask.shape[-1:] == query.shape[-1:]:
-        # an additive one could be taken for a head
+    biased = mask is not None or arguments.get("position_bias") is not None
+    if biased and key.shape[2] in (query.shape[-1], value.shape[-1]):
+        # what is added to the scores could be taken for a head
         group_size = None
     how = {"group_size": group_size, "saved_format": saved_format}
     return kept_attention(attend, query, key, value, times=times, **how)

@@ -6,6 +6,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 import coat_ds
 from benchmarks.common.families import FAMILIES
+from coat_ds.layers.attention import any_attention
 from tests.coat_ds.layers.measures import fp8_bound, relative, run, same, saved_bytes
 
 FORMATS = pytest.mark.parametrize("attention_format", ["bf16", "sqrt8", "recompute"])
@@ -92,3 +93,15 @@ def test_fp32_models_under_autocast_save_what_bf16_models_do(name):
             with_mask = saved_bytes(model, padded(batch, right=9))
         assert with_mask - saved[attention_format] == 2 * rows * tokens**2
     assert saved["sqrt8"] < saved["bf16"]
+
+
+def test_a_bias_of_positions_is_never_taken_for_a_head():
+    """As T5's, in sequences as long as heads are wide."""
+    heads = [torch.randn(2, 4, 32, 32, dtype=torch.bfloat16, requires_grad=True) for _ in "qkv"]
+    bias = torch.randn(1, 4, 32, 32, dtype=torch.bfloat16)
+    arguments, found = {"position_bias": bias, "is_causal": True}, []
+    for size in (None, 16):
+        y = any_attention(torch.nn.Module(), *heads, None, arguments, group_size=size)
+        found.append(torch.autograd.grad(y.float().square().sum(), heads))
+    for a, e in zip(*found, strict=True):
+        assert a.equal(e)
