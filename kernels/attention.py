@@ -85,7 +85,7 @@ class _Compressed:
         # stands in it. Views of other shapes, as those of the MATH backend, stay as they are.
         self.sources: dict[tuple, tuple[torch.Tensor, int]] = {}
         outer = torch._C._autograd._top_saved_tensors_default_hooks(False)
-        self.outer_pack, self.outer_unpack = outer or (lambda x: x, lambda x: x)
+        self.outer_pack, self.outer_unpack = outer or (_with_version, _unless_changed)
         # what else attention saves has fewer dimensions or channels, but for the mask. In a sequence as long
         # as heads are wide nothing tells the two apart, and all stays as it is.
         self.dims, self.channels = q.dim(), (q.shape[-1], v.shape[-1])
@@ -126,6 +126,21 @@ class _Compressed:
         if self.group_size is None:
             return Origin((output.detach(),), self.order.columns)
         return None if kept is None else origin_in_groups(kept, self.group_size, self.dtype)
+
+
+def _with_version(x: torch.Tensor) -> tuple[torch.Tensor, int]:
+    return x, x._version
+
+
+def _unless_changed(packed: tuple[torch.Tensor, int]) -> torch.Tensor:
+    """The tensor of `_with_version`. torch itself asks this of what no hook packs."""
+    x, version = packed
+    if x._version != version:
+        raise RuntimeError(
+            f"attention saved a tensor {list(x.shape)} for backward, such as its mask, that was modified by "
+            "an in-place operation since. Give each forward a tensor of its own."
+        )
+    return x
 
 
 def _place(x: torch.Tensor) -> tuple:
@@ -219,20 +234,30 @@ def causal_attention(
 
 def additive_mask(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """A boolean `mask` [b, n, s, t] as what is added to the scores: 0, or the lowest number where it is
-    False.
+    False; `mask` itself where a row is False alone.
 
     torch makes one in each call of attention and saves it for backward, s * t numbers in a layer. This one is
-    noted on `mask`, for all layers. Its rows lie so that torch's kernels need no copy. A row of False alone
-    attends to all tokens alike, where torch gives zeros.
+    noted on `mask`, for all layers. Its rows lie so that torch's kernels need no copy. Rows that see nothing
+    are torch's matter: beside the lowest number the logarithm of a sum is lost, and gradients are too large.
     """
     name = f"additive {dtype}"
+    # None in it says: the mask itself
     found = noted(mask, name)
     if found is None:
-        *shape, t = mask.shape
-        found = torch.zeros(*shape, -(-t // _ALIGNED) * _ALIGNED, dtype=dtype, device=mask.device)[..., :t]
-        found.masked_fill_(~mask, torch.finfo(dtype).min)
+        if mask.is_cuda and torch.cuda.is_current_stream_capturing():
+            # which does not let the CPU look at it
+            return mask
+        found = (_added(mask, dtype) if mask.any(-1).all() else None,)
         note(mask, name, found)
-    return found
+    return mask if found[0] is None else found[0]
+
+
+def _added(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    *shape, t = mask.shape
+    # an evaluation's is training's, too
+    with torch.inference_mode(False):
+        found = torch.zeros(*shape, -(-t // _ALIGNED) * _ALIGNED, dtype=dtype, device=mask.device)[..., :t]
+        return found.masked_fill_(~mask, torch.finfo(dtype).min)
 
 
 def kept_attention(

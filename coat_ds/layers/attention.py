@@ -17,6 +17,7 @@ import torch.nn.functional as F
 
 from coat_ds.config import ActivationsConfig
 from coat_ds.layers.log import say_once
+from coat_ds.layers.replaced import DTYPES, autocast_dtype
 from coat_kernels.attention import additive_mask, causal_attention, kept_attention
 from coat_kernels.groups.reference import DEFAULT_FORMAT
 from coat_kernels.origin import Origin, note, noted, origin_of
@@ -146,6 +147,10 @@ def coat_attention(
     # a model that shares the config of one that was converted; and the compiler, which sees no notes
     if kept is None or compiling:
         return sdpa_attention_forward(module, query, key, value, attention_mask, **arguments)
+    dtype = autocast_dtype(query)
+    if dtype is not None and query.dtype in DTYPES:
+        # as autocast would in torch's function, where nobody could tell what is saved
+        query, key, value = (x.to(dtype) for x in (query, key, value))
     if kept.group_size is None:
         query, key, value = _own_storages(query, key, value)
     how = {"group_size": kept.group_size, "saved_format": kept.saved_format}
@@ -189,8 +194,9 @@ def any_attention(
         def attend(*heads):
             return sdpa_attention_forward(module, *heads, mask, **arguments)[0].transpose(1, 2)
 
-    if mask is not None and mask.shape[-1:] == query.shape[-1:]:
-        # an additive one could be taken for a head
+    biased = mask is not None or arguments.get("position_bias") is not None
+    if biased and key.shape[2] in (query.shape[-1], value.shape[-1]):
+        # what is added to the scores could be taken for a head
         group_size = None
     how = {"group_size": group_size, "saved_format": saved_format}
     return kept_attention(attend, query, key, value, times=times, **how)

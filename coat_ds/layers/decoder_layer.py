@@ -23,7 +23,7 @@ from coat_ds.layers.merged_linear import MergedLinear, is_hooked
 from coat_ds.layers.norm import Fp8Norm
 from coat_ds.layers.probe import Place, close, first_found, linear_of, run, shadow
 from coat_ds.layers.replaced import Replaced, autocast_dtype, can_be_read, replaced
-from coat_kernels.attention import causal_attention, origin_in_groups
+from coat_kernels.attention import additive_mask, causal_attention, origin_in_groups
 from coat_kernels.blocks import attention_block, mlp_block, qkv_block
 from coat_kernels.groups import quantize_groups
 from coat_kernels.origin import note, noted, origin_of
@@ -180,20 +180,25 @@ class Fp8DecoderLayer(Replaced):
         groups = qkv[1].weight.shape[0] // d
         how = {"norm": replaced(norm).options, "linear": linear, "groups": groups, "d": d, "apart": True}
 
-        def attend(*heads, **saved):
-            heads, scale = [t.view(b, s, -1, d) for t in heads], attention.scaling
-            if mask is None:
+        if mask is not None and mask.dtype == torch.bool:
+            mask = additive_mask(mask, x.dtype)
+        masks = () if mask is None else (mask,)
+
+        # of masks one or none: not from around it, where they would stay after backward
+        def attend(q, k, v, *masks, **saved):
+            heads, scale = [t.view(b, s, -1, d) for t in (q, k, v)], attention.scaling
+            if not masks:
                 return causal_attention(*heads, scale=scale, batch_first=True, **saved)
             heads = (t.transpose(1, 2) for t in heads)
-            return any_attention(attention, *heads, mask, {"scaling": scale}, **saved)
+            return any_attention(attention, *heads, *masks, {"scaling": scale}, **saved)
 
         if self.recomputes:
-            y, residual = attention_block(*inputs, *tables, **how, attend=attend)
+            y, residual = attention_block(*inputs, *tables, **how, attend=attend, beside=masks)
             groups = quantize_groups(y.detach().flatten(0, 1), kept.group_size, kept.saved_format)
             origin = origin_in_groups(groups, kept.group_size, y.dtype)
         else:
             *heads, residual = qkv_block(*inputs, *tables, **how)
-            y = attend(*heads, group_size=kept.group_size, saved_format=kept.saved_format)
+            y = attend(*heads, *masks, group_size=kept.group_size, saved_format=kept.saved_format)
             origin = origin_of(y)
         feed_forward = replaced(mlp)
         w_fc1, b_fc1, fc1 = feed_forward.first_options()

@@ -98,26 +98,27 @@ class _QkvBlock(torch.autograd.Function):
 
 class _AttentionBlock(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, norm_weight, norm_bias, weight, bias, cos, sin, options, attend):
+    def forward(ctx, x, norm_weight, norm_bias, weight, bias, cos, sin, options, attend, *beside):
         qkv, saved = _qkv_forward(x, norm_weight, norm_bias, weight, bias, cos, sin, *options)
         ctx.options, ctx.attend = options, attend
-        ctx.batch = x.shape[1]
-        ctx.save_for_backward(*saved)
-        return attend(*qkv), x.detach()
+        ctx.batch, ctx.beside = x.shape[1], len(beside)
+        ctx.save_for_backward(*beside, *saved)
+        return attend(*qkv, *beside), x.detach()
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad_o, grad_residual):
-        saved, (norm, linear, *heads) = ctx.saved_tensors, ctx.options
+        tensors, (norm, linear, *heads) = ctx.saved_tensors, ctx.options
+        beside, saved = tensors[: ctx.beside], tensors[ctx.beside :]
         columns = _normed_again(saved, norm, linear)
         qkv = _qkv_again(*columns, saved, ctx.batch, grad_o.dtype, linear, *heads)
         with torch.enable_grad():
             qkv = tuple(t.requires_grad_() for t in qkv)
-            grads = torch.autograd.grad(ctx.attend(*qkv), qkv, grad_o)
+            grads = torch.autograd.grad(ctx.attend(*qkv, *beside), qkv, grad_o)
         del qkv
         needs_x = ctx.needs_input_grad[0]
         found = _qkv_backward(*grads, grad_residual, columns, saved, norm, linear, heads[-1], needs_x)
-        return *found, None, None, None, None
+        return *found, None, None, None, None, *(None for _ in beside)
 
 
 def qkv_block(
@@ -169,16 +170,18 @@ def attention_block(
     groups: int,
     d: int,
     apart: bool = False,
-    attend: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor],
+    attend: Callable[..., torch.Tensor],
+    beside: tuple[torch.Tensor, ...] = (),
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`qkv_block` and attention in one, which saves nothing of queries, keys, values and attention's output.
 
     Backward recomputes queries, keys and values from what is saved of x, by one more GEMM, and runs attention
-    again. attend(q, k, v) is attention; it must give the same result each time, so no dropout.
+    again. attend(q, k, v, *beside) is attention; it must give the same result each time, so no dropout.
+    `beside` are constants that it reads, such as a mask. They are saved.
 
     Returns attention's output, and x for the residual addition to read in its place.
     """
     if x.is_cuda:
         require_fp8(x.device, linear.formats.emulate)
     options = norm, linear, groups, d, apart
-    return _AttentionBlock.apply(x, norm_weight, norm_bias, weight, bias, cos, sin, options, attend)
+    return _AttentionBlock.apply(x, norm_weight, norm_bias, weight, bias, cos, sin, options, attend, *beside)

@@ -1,6 +1,7 @@
 """Attention that keeps its tensors in 8 bits: results, gradients, bytes, and other hooks around it."""
 
 import weakref
+from functools import partial
 
 import pytest
 import torch
@@ -124,9 +125,9 @@ def test_values_of_fewer_channels_are_kept_in_groups(device):
 
 
 def padded_mask(length, device):
-    """Causal over two sequences, whose second one has five tokens of padding in front."""
+    """Causal over two sequences, whose second one has five tokens of padding behind."""
     mask = torch.ones(length, length, device=device).tril().bool().repeat(B, 1, 1, 1)
-    mask[1, ..., :5] = False
+    mask[1, ..., -5:] = False
     return mask
 
 
@@ -159,10 +160,8 @@ def test_repeated_heads_are_saved_once_and_layers_share_a_mask(device, size, dro
     expected = stock().transpose(1, 2).flatten(2)
     torch.manual_seed(1)
     y = kept_attention(attend, *heads, times=HEADS // groups, group_size=size)
-    # not of rows that see nothing
-    seen = mask.any(-1)[:, 0]
-    assert rel_rms(y[seen], expected[seen]) < 2**-8 and y.isfinite().all()
-    grad = torch.randn_like(y) * seen[..., None]
+    assert rel_rms(y, expected) < 2**-8
+    grad = torch.randn_like(y)
     for a, e in zip(
         torch.autograd.grad(y, inputs, grad), torch.autograd.grad(expected, inputs, grad), strict=True
     ):
@@ -177,9 +176,54 @@ def test_a_mask_is_made_once_and_its_rows_are_aligned(device):
     assert additive_mask(mask, torch.float32).dtype == torch.float32
     assert added.stride()[-1] == 1 and not any(stride % 16 for stride in added.stride()[:-1])
     assert added.isfinite().all() and torch.equal(added == 0, mask)
-    mask[1, ..., :5] = True
+    mask[1, ..., :-5] = True
     again = additive_mask(mask, torch.bfloat16)
     assert again is not added and torch.equal(again == 0, mask)
+
+
+def test_rows_that_see_nothing_are_torchs(device):
+    """On CPUs they get zeros, and hand no gradient on."""
+    heads = [t.permute(1, 2, 0, 3).detach().requires_grad_() for t in qkv(device)]
+    mask = padded_mask(S, device)
+    mask[1, :, :5] = False
+    for _ in range(2):
+        assert additive_mask(mask, torch.bfloat16) is mask
+    mask[1, :, :5, 0] = True
+    assert additive_mask(mask, torch.bfloat16) is not mask
+    mask[1, :, :5, 0] = False
+
+    def attend(*heads):
+        added = additive_mask(mask, torch.bfloat16)
+        return F.scaled_dot_product_attention(*heads, attn_mask=added)
+
+    y = kept_attention(attend, *heads)
+    grad = torch.randn_like(y)
+    expected = F.scaled_dot_product_attention(*heads, attn_mask=mask).transpose(1, 2).flatten(2)
+    assert y.equal(expected) and (y.is_cuda or not y[1, :5].any())
+    for a, e in zip(
+        torch.autograd.grad(y, heads, grad), torch.autograd.grad(expected, heads, grad), strict=True
+    ):
+        assert a.equal(e)
+
+
+def test_an_evaluations_mask_is_one_for_training(device):
+    mask = padded_mask(S, device)
+    with torch.inference_mode():
+        added = additive_mask(mask, torch.bfloat16)
+    assert not added.is_inference() and additive_mask(mask, torch.bfloat16) is added
+
+
+@pytest.mark.parametrize("groups", [2, HEADS])
+@pytest.mark.parametrize("size", [None, 16])
+def test_a_mask_that_changed_before_backward_is_an_error(device, size, groups):
+    """As it is without hooks."""
+    heads = [t[:-3].permute(1, 2, 0, 3) for t in qkv(device, groups)]
+    added = additive_mask(padded_mask(S - 3, device), torch.bfloat16)
+    attend = partial(F.scaled_dot_product_attention, attn_mask=added)
+    y = kept_attention(attend, *heads, times=HEADS // groups, group_size=size)
+    added.zero_()
+    with pytest.raises(RuntimeError, match="modified by an in-?place operation"):
+        y.sum().backward()
 
 
 def test_what_outer_hooks_took_away_is_not_held(device):
