@@ -108,17 +108,15 @@ def test_what_made_no_step_fits_but_for_the_step():
 
 def test_a_model_of_transformers_under_trainer():
     """The first rank, whose part of the gradients is the first layers': not what the head's rank has."""
-    model = sizes.from_transformers(
-        {
-            "num_hidden_layers": 32,
-            "hidden_size": 4096,
-            "intermediate_size": 14336,
-            "num_attention_heads": 32,
-            "num_key_value_heads": 8,
-            "vocab_size": 128256,
-        }
-    )
+    shape = {
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "vocab_size": 128256,
+    }
     for row in read_rows(RESULTS / "trainer.csv"):
+        model = sizes.from_transformers({"num_hidden_layers": row["layers"], **shape})
         assert model.parameters == row["parameters"]
         spread = Layout(micro_batch=row["micro_batch"], sequence=row["sequence"], gpus=row["gpus"], stage=2)
         moments = plan.predict(model, spread, rungs()[row["system"]]).moments
