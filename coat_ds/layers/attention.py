@@ -27,7 +27,7 @@ NAME = "coat"
 STOCK = "sdpa"
 STATE = "coat_attention"
 # arguments of transformers' function that change what attention computes, or are refused there
-_BESIDE = ("position_bias", "softcap", "cache")
+_CHANGING = ("position_bias", "softcap", "cache")
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +114,7 @@ def _is_plain_causal(module, query, key, mask, is_causal, rest) -> bool:
         and 1 < query.shape[2] == key.shape[2]
         and query.shape[3] == key.shape[3]
         and query.shape[1] % key.shape[1] == 0
-        and not any(rest.get(name) is not None for name in _BESIDE)
+        and not any(rest.get(name) is not None for name in _CHANGING)
     )
 
 
@@ -210,7 +210,7 @@ def _is_only_masked(query, key, mask, arguments) -> bool:
         and mask.dim() == 4
         and query.shape[2] > 1
         and query.shape[1] % key.shape[1] == 0
-        and not any(arguments.get(name) is not None for name in _BESIDE)
+        and not any(arguments.get(name) is not None for name in _CHANGING)
     )
 
 

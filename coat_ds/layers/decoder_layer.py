@@ -184,7 +184,7 @@ class Fp8DecoderLayer(Replaced):
             mask = additive_mask(mask, x.dtype)
         masks = () if mask is None else (mask,)
 
-        # of masks one or none: not from around it, where they would stay after backward
+        # one mask or none, as an argument: what the function itself holds lives longer than backward
         def attend(q, k, v, *masks, **saved):
             heads, scale = [t.view(b, s, -1, d) for t in (q, k, v)], attention.scaling
             if not masks:
@@ -230,11 +230,8 @@ def _say_why_not(layer: Fp8DecoderLayer, x: torch.Tensor, kwargs: dict) -> None:
     if torch.compiler.is_compiling():
         why = "under torch.compile"
     elif taken := _taken_over(layer.parts):
-        why, level = (
-            f"something else than coat_ds.convert has replaced the forward of {taken}",
-            logging.WARNING,
-        )
-        way_out = " Call coat_ds.convert after what does so, such as Liger's kernels."
+        why, level = f"the forward of {taken} was replaced after coat_ds.convert", logging.WARNING
+        way_out = " Convert after what replaces it, such as Liger's kernels."
     elif autocast_dtype(x) not in (None, x.dtype):
         why = f"their input is {x.dtype} under autocast to {autocast_dtype(x)}"
     elif kwargs.get("past_key_values") is not None:

@@ -100,7 +100,7 @@ def test_forwards_that_are_replaced_after_convert_are_named(said):
     norm.forward = types.MethodType(type(norm).forward, norm)
     train(model, use_cache=False)
     (found,) = said()
-    assert "replaced the forward of LlamaRMSNorm. Call coat_ds.convert after" in found
+    assert "the forward of LlamaRMSNorm was replaced after coat_ds.convert. Convert after" in found
 
 
 def test_layers_that_are_not_fused_say_why(said):
