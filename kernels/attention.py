@@ -31,6 +31,8 @@ BACKENDS = (
 
 # numbers to which rows of a mask are padded, so that torch's kernels take it as it lies
 _ALIGNED = 16
+# what is added to scores that are masked: below all scores, and finite when kernels multiply it by log2(e)
+_MASKED = -(2.0**100)
 
 
 class _Order(NamedTuple):
@@ -233,12 +235,12 @@ def causal_attention(
 
 
 def additive_mask(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """A boolean `mask` [b, n, s, t] as what is added to the scores: 0, or the lowest number where it is
+    """A boolean `mask` [b, n, s, t] as what is added to the scores: 0, or a very low number where it is
     False; `mask` itself where a row is False alone.
 
     torch makes one in each call of attention and saves it for backward, s * t numbers in a layer. This one is
     noted on `mask`, for all layers. Its rows lie so that torch's kernels need no copy. Rows that see nothing
-    are torch's matter: beside the lowest number the logarithm of a sum is lost, and gradients are too large.
+    are torch's matter: beside such a number the logarithm of a sum is lost, and gradients are too large.
     """
     name = f"additive {dtype}"
     # None in it says: the mask itself
@@ -257,7 +259,7 @@ def _added(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     # an evaluation's is training's, too
     with torch.inference_mode(False):
         found = torch.zeros(*shape, -(-t // _ALIGNED) * _ALIGNED, dtype=dtype, device=mask.device)[..., :t]
-        return found.masked_fill_(~mask, torch.finfo(dtype).min)
+        return found.masked_fill_(~mask, _MASKED)
 
 
 def kept_attention(
