@@ -13,7 +13,7 @@ from coat_ds.layers import attention, autotp, decoder_layer, experts, probe, tra
 from coat_ds.layers.conversion import ATTRIBUTE, Conversion, conversion_of
 from coat_ds.layers.feed_forward import Fp8Activation, Fp8GatedFeedForward
 from coat_ds.layers.linear import Fp8Linear
-from coat_ds.layers.log import say_once
+from coat_ds.layers.log import say_anew, say_once
 from coat_ds.layers.norm import Fp8Norm
 from coat_ds.layers.replaced import DTYPES, Replaced, replaced, wraps_compiled
 from coat_kernels.fp8 import ALIGNMENT
@@ -95,6 +95,7 @@ def convert(
                 conversion.take("layer", name)
     model.__dict__[ATTRIBUTE] = conversion
     logger.info("COAT: %s", conversion.summary())
+    say_anew()
     for line in conversion.idle_keys():
         say_once(line)
     return model

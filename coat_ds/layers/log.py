@@ -1,4 +1,5 @@
-"""Lines about layers, each said once: a forward pass may bring them up again and again."""
+"""Lines about layers, each said once: a forward pass may bring them up again and again. Where a model is
+converted, such as a second one in a notebook, they are said anew."""
 
 import functools
 import logging
@@ -11,8 +12,13 @@ _logger = logging.getLogger(__name__)
 # compiled code then says it when it is compiled, and goes on
 @torch.compiler.assume_constant_result
 def say_once(line: str, level: int = logging.WARNING) -> None:
-    """Logs `line` on rank 0, unless it was said before."""
+    """Logs `line` on rank 0, unless it was said since the last `say_anew`."""
     _say(line, level)
+
+
+def say_anew() -> None:
+    """For a model that is converted now, of which nothing was said."""
+    _say.cache_clear()
 
 
 @functools.cache

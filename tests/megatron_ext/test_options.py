@@ -116,7 +116,7 @@ def test_keys_of_what_the_spec_does_not_bring_are_named(megatron, file, caplog):
     from tests.megatron_ext.test_optimizer import Trainer
 
     optimizer.uninstall()
-    log._say.cache_clear()
+    log.say_anew()
     block = {"enabled": True, "report": False}
     path = file({"coat": block | {"activations": {"group_size": 32}, "optimizer": {"group_size": 64}}})
     for layers in ("sdpa", "coat"):
@@ -235,7 +235,7 @@ def test_graphs_that_cannot_be_say_so(megatron, caplog):
     from megatron_ext.layer_specs import coat_layer_spec
     from tests.megatron_ext.layers import GPT, batch
 
-    log._say.cache_clear()
+    log.say_anew()
     for wanted in (True, "auto"):
         model = build(coat_layer_spec, groups=4, activations=ActivationsConfig(cuda_graphs=wanted), **GPT)
         model(*batch("cpu"))

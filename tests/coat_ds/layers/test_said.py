@@ -19,7 +19,7 @@ LLAMA = FAMILIES["llama"]
 @pytest.fixture
 def said(caplog):
     """The lines that were said since, each once."""
-    log._say.cache_clear()
+    log.say_anew()
     caplog.set_level(logging.INFO, log.__name__)
     return lambda: [r.getMessage() for r in caplog.records if r.name == log.__name__]
 
@@ -31,6 +31,16 @@ def plain():
 
 def train(model, **inputs):
     model(**{**LLAMA.batch(), **inputs}).loss.backward()
+
+
+def test_a_second_model_is_told_too(said):
+    for count in (1, 2):
+        model = coat_ds.convert(LLAMA.build())
+        for _ in range(2):
+            train(model, use_cache=True)
+        coat_ds.convert(model)
+        train(model, use_cache=True)
+        assert len(said()) == count
 
 
 def test_a_fused_model_says_it_once_too(said):
