@@ -12,7 +12,7 @@ _NAMES = {
     "norm": ("norm saves", "norms save", "in 8 bits"),
     "feed_forward": ("feed-forward activation saves", "feed-forward activations save", "in 8 bits"),
     "attention": ("attention saves", "attentions save", "in {attention}"),
-    "layer": ("layer runs", "layers run", "as fused blocks"),
+    "layer": ("layer can run", "layers can run", "as fused blocks"),
 }
 # how many names of modules that stay a line shows
 NAMED = 4

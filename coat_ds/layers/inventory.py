@@ -114,7 +114,7 @@ def _how(kind: str, activations: ActivationsConfig) -> str:
     if kind == "linear":
         return multiplied(E4M3.name, activations.backward_format)
     if kind == "layer":
-        return "run as fused blocks"
+        return "can run as fused blocks"
     return attended(activations) if kind == "attention" else grouped(activations)
 
 
