@@ -168,12 +168,9 @@ def origin_in_groups(kept: Grouped, group_size: int, dtype: torch.dtype) -> Orig
 
 @functools.lru_cache(maxsize=2)
 def _window_mask(s: int, window: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """What is added to the scores [s, s]: 0, or minus infinity for later tokens and for those more than
-    `window` before. One for all layers, as attention saves it."""
-    # an evaluation's is training's, too
-    with torch.inference_mode(False):
-        minus_infinity = torch.full((s, s), -torch.inf, dtype=dtype, device=device)
-        return minus_infinity.triu(1).add_(minus_infinity.tril(-window - 1))
+    """What is added to the scores [s, s], so that a token sees itself and the `window` before. One for all
+    layers, as attention saves it."""
+    return _added(torch.ones(s, s, dtype=torch.bool, device=device).tril_().triu_(-window), dtype)
 
 
 def causal_attention(
@@ -236,12 +233,14 @@ def causal_attention(
 
 def additive_mask(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """A boolean `mask` [b, n, s, t] as what is added to the scores: 0, or a very low number where it is
-    False; `mask` itself where a row is False alone.
+    False; `mask` itself where a row is False alone, or where it is no boolean one.
 
     torch makes one in each call of attention and saves it for backward, s * t numbers in a layer. This one is
     noted on `mask`, for all layers. Its rows lie so that torch's kernels need no copy. Rows that see nothing
     are torch's matter: beside such a number the logarithm of a sum is lost, and gradients are too large.
     """
+    if mask.dtype != torch.bool:
+        return mask
     name = f"additive {dtype}"
     # None in it says: the mask itself
     found = noted(mask, name)

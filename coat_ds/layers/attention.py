@@ -149,7 +149,7 @@ def coat_attention(
         return sdpa_attention_forward(module, query, key, value, attention_mask, **arguments)
     dtype = autocast_dtype(query)
     if dtype is not None and query.dtype in DTYPES:
-        # as autocast would in torch's function, where nobody could tell what is saved
+        # autocast would do so inside torch's function, and what that saves would not be known as heads
         query, key, value = (x.to(dtype) for x in (query, key, value))
     if kept.group_size is None:
         query, key, value = _own_storages(query, key, value)
@@ -183,8 +183,7 @@ def any_attention(
     times = 1
     if _is_only_masked(query, key, mask, arguments):
         times = query.shape[1] // key.shape[1]
-        if mask.dtype == torch.bool:
-            mask = additive_mask(mask, query.dtype)
+        mask = additive_mask(mask, query.dtype)
 
         def attend(*heads):
             dropout, scale = arguments.get("dropout", 0.0), arguments.get("scaling")

@@ -180,9 +180,7 @@ class Fp8DecoderLayer(Replaced):
         groups = qkv[1].weight.shape[0] // d
         how = {"norm": replaced(norm).options, "linear": linear, "groups": groups, "d": d, "apart": True}
 
-        if mask is not None and mask.dtype == torch.bool:
-            mask = additive_mask(mask, x.dtype)
-        masks = () if mask is None else (mask,)
+        masks = () if mask is None else (additive_mask(mask, x.dtype),)
 
         # one mask or none, as an argument: what the function itself holds lives longer than backward
         def attend(q, k, v, *masks, **saved):

@@ -3,6 +3,7 @@
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from coat_ds.layers.decoder_layer import Fp8DecoderLayer
 from tests.kernels.inputs import E4M3_RMS, E5M2_RMS
 
 
@@ -29,6 +30,13 @@ def saved_bytes(model, batch) -> int:
         loss = model(**batch).loss
     assert loss.requires_grad
     return sum(s.nbytes() for s in kept.values())
+
+
+def blocks_taken(monkeypatch) -> list:
+    """Grows by one with each layer that runs as fused blocks."""
+    taken, by_blocks = [], Fp8DecoderLayer.by_blocks
+    monkeypatch.setattr(Fp8DecoderLayer, "by_blocks", lambda *a: taken.append(1) or by_blocks(*a))
+    return taken
 
 
 def bytes_left_behind(model, batch) -> int:

@@ -6,8 +6,8 @@ import torch
 import coat_ds
 from benchmarks.common.families import FAMILIES, LAYERS, losses_of
 from coat_ds.layers import decoder_layer
-from coat_ds.layers.decoder_layer import Fp8DecoderLayer
 from tests.coat_ds.layers.measures import (
+    blocks_taken,
     bytes_left_behind,
     fp8_bound,
     fp8_forward_bound,
@@ -163,9 +163,7 @@ def test_blocks_agree_with_the_modules(name, tokens, padding, attention_format, 
     _, expected = run(exact(family), batch)
     model = coat_ds.convert(family.build(), {"attention_format": attention_format})
     assert coat_ds.conversion_of(model).converted["layer"] == ["model.layers.0", "model.layers.1"]
-    taken = []
-    by_blocks = Fp8DecoderLayer.by_blocks
-    monkeypatch.setattr(Fp8DecoderLayer, "by_blocks", lambda *a: taken.append(1) or by_blocks(*a))
+    taken = blocks_taken(monkeypatch)
     loss, found = run(model, batch)
     assert len(taken) == LAYERS
     bound = fp8_bound(14)
@@ -183,9 +181,7 @@ def test_blocks_agree_with_the_modules(name, tokens, padding, attention_format, 
 
 def test_blocks_are_taken_where_nobody_can_tell(monkeypatch):
     family, batch = FAMILIES["llama"], FAMILIES["llama"].batch()
-    taken = []
-    by_blocks = Fp8DecoderLayer.by_blocks
-    monkeypatch.setattr(Fp8DecoderLayer, "by_blocks", lambda *a: taken.append(1) or by_blocks(*a))
+    taken = blocks_taken(monkeypatch)
 
     def blocks(model, **inputs):
         taken.clear()

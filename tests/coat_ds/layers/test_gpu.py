@@ -6,7 +6,7 @@ import torch
 import coat_ds
 from benchmarks.common.families import FAMILIES, LAYERS
 from coat_ds.layers import decoder_layer
-from tests.coat_ds.layers.measures import fp8_bound, relative, run, saved_bytes
+from tests.coat_ds.layers.measures import blocks_taken, fp8_bound, relative, run, saved_bytes
 
 pytestmark = pytest.mark.gpu
 
@@ -87,10 +87,7 @@ def test_ligers_forwards_are_known_by_what_they_compute(loss, monkeypatch):
     coat_ds.convert(model)
     conversion = coat_ds.conversion_of(model)
     assert len(conversion.converted["norm"]) == 5 and len(conversion.converted["feed_forward"]) == 2
-    taken, by_blocks = [], decoder_layer.Fp8DecoderLayer.by_blocks
-    monkeypatch.setattr(
-        decoder_layer.Fp8DecoderLayer, "by_blocks", lambda *a: taken.append(1) or by_blocks(*a)
-    )
+    taken = blocks_taken(monkeypatch)
     assert relative(run(model, batch)[1], expected) < fp8_bound(14)
     assert len(taken) == LAYERS
     # its loss computes no logits
