@@ -168,7 +168,7 @@ def convergence(results: Results) -> str:
         beside = "" if run == "bf16" else f"{100 * (mean / base - 1):+.2f} %"
         return [name, str(seeds), f"{mean:.4f}{spread}", beside]
 
-    long, ours = (losses("converge_long.csv", run)[-1] for run in ("bf16", "coat"))
+    long, ours = (losses("converge_long.csv", run)[-1] for run in ("bf16", "coat-paper"))
     tokens = [
         results.row(f, run=r)["tokens"] for f, r in (("converge.csv", "bf16"), ("converge_long.csv", "bf16"))
     ]
