@@ -123,7 +123,6 @@ NOT_MEASURED = (
     "13B over tensor parallelism.",
     "Nothing on a data set that others use.",
     'Largest micro-batches under ZeRO-1, and of "smallest" and of TransformerEngine but under ZeRO-2.',
-    "A run of today's default states longer than 150 million tokens.",
     "No GPU but the H200; 80 GB are a limit that torch's allocator was given, not another GPU.",
     "No downstream task: losses are of held-out text of the same kind.",
 )

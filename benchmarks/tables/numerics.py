@@ -168,7 +168,13 @@ def convergence(results: Results) -> str:
         beside = "" if run == "bf16" else f"{100 * (mean / base - 1):+.2f} %"
         return [name, str(seeds), f"{mean:.4f}{spread}", beside]
 
-    long, ours = (losses("converge_long.csv", run)[-1] for run in ("bf16", "coat-paper"))
+    long, today, papers = (
+        results.row("converge_long.csv", run=run)["val_loss"] for run in ("bf16", "coat", "coat-paper")
+    )
+    first = {
+        run: results.row("converge.csv", run=run, seed=1)["val_loss"]
+        for run in ("bf16", "coat", "coat-activations")
+    }
     tokens = [
         results.row(f, run=r)["tokens"] for f, r in (("converge.csv", "bf16"), ("converge_long.csv", "bf16"))
     ]
@@ -188,13 +194,17 @@ def convergence(results: Results) -> str:
             line("BF16", "bf16"),
             line("COAT with the paper's states (`fp8_expanded`)", "coat-paper"),
             line("COAT with today's default states (`ratio8`, `log8`)", "coat"),
+            line("COAT's layers beside stock AdamW", "coat-activations"),
             line("from BF16 to COAT in the middle, the paper's states", "bf16-to-coat"),
             line("from COAT to BF16 in the middle, the paper's states", "coat-to-bf16"),
             line('"fastest", the paper\'s states', "coat-fastest"),
             line('"smallest": 8-bit attention, `"bf16_params": "stochastic"`', "coat-smallest"),
         )
-        + f"\nOver {tokens[1] / 1e6:.0f} million tokens, one seed and the paper's states: BF16 {long:.4f}, "
-        f"COAT {ours:.4f} ({100 * (ours / long - 1):+.2f} %).\n\nAt β2 0.999 and activations in BF16, "
+        + f"\nOver {tokens[1] / 1e6:.0f} million tokens, seed 1: BF16 {long:.4f}, COAT {today:.4f} "
+        f"({100 * (today / long - 1):+.2f} %), with the paper's states {papers:.4f} "
+        f"({100 * (papers / long - 1):+.2f} %). Of this seed BF16 is low: over {tokens[0] / 1e6:.0f} million "
+        f"COAT ends {100 * (first['coat'] / first['bf16'] - 1):.2f} % above it, and its layers beside stock "
+        f"AdamW {100 * (first['coat-activations'] / first['bf16'] - 1):.2f} %.\n\nAt β2 0.999 and activations in BF16, "
         f"{late.rpartition('_')[2]} of {states[0]['steps']:.0f} steps and {len(states)} seeds: today's "
         f"states {beta2[0]:.4f}, FP32 moments {beta2[1]:.4f}; single pairs are "
         f"{between([a[late] - b[late] for a, b in zip(states, fp32, strict=True)], '{:+.3f}')} apart.\n\n"
