@@ -233,8 +233,8 @@ class CoatCoreAttention(TakesActivations, SDPACoreAttention):
 def _say_that_nothing_is_recomputed() -> None:
     logger.warning(
         'coat.activations.attention_format: "recompute" needs dense layers of COAT modules alone, without '
-        "dropout, hooks, frozen parameters or norms of queries and keys. Layers of another kind keep q, k, v "
-        "and attention's output in 8 bits instead."
+        "dropout, hooks, frozen parameters or LayerNorms of queries and keys. Layers of another kind keep q, "
+        "k, v and attention's output in 8 bits instead."
     )
 
 

@@ -24,7 +24,7 @@ from coat_kernels.origin import origin_of
 from .attention import CoatCoreAttention
 from .linear import CoatColumnParallelLinear, CoatRowParallelLinear
 from .mlp import CoatMLP
-from .norm import CoatNorm, coat_bias_dropout_add, deferred_bias_dropout_add
+from .norm import CoatHeadNorm, CoatNorm, coat_bias_dropout_add, deferred_bias_dropout_add
 from .self_attention import CoatSelfAttention
 
 _KINDS = {
@@ -59,6 +59,8 @@ class Parts(NamedTuple):
     mlp: CoatMLP
     fc1: CoatColumnParallelLinear
     fc2: CoatRowParallelLinear
+    # of queries and of keys, if it has them
+    head_norms: tuple[CoatHeadNorm, ...]
 
     @property
     def linears(self) -> tuple:
@@ -75,6 +77,9 @@ def dense_parts(layer: torch.nn.Module) -> Parts | None:
             return None
     attention, mlp = found["self_attention"], found["mlp"]
     in_attention, in_mlp = attention._modules, mlp._modules
+    head_norms = ()
+    if "q_layernorm" in in_attention and type(in_attention["q_layernorm"]) is CoatHeadNorm:
+        head_norms = in_attention["q_layernorm"], in_attention["k_layernorm"]
     parts = Parts(
         found["input_layernorm"],
         attention,
@@ -84,6 +89,7 @@ def dense_parts(layer: torch.nn.Module) -> Parts | None:
         mlp,
         in_mlp["linear_fc1"],
         in_mlp["linear_fc2"],
+        head_norms,
     )
     fits = (
         layer.self_attn_bda in _ADDITIONS
@@ -145,7 +151,7 @@ def uses_blocks(layer: torch.nn.Module, parts: Parts, arguments: dict) -> bool:
     for name, value in arguments.items():
         if value is not None and name not in _ARGUMENTS:
             return False
-    return all(map(_is_stock, parts))
+    return all(map(_is_stock, (*parts[:-1], *parts.head_norms)))
 
 
 def _wait_for_parameters(module: torch.nn.Module) -> None:
@@ -177,7 +183,7 @@ def forward_by_blocks(layer: torch.nn.Module, args: tuple, kwargs: dict) -> torc
     tables = parts.attention.tables_of(arguments.get("rotary_pos_emb"))
     if tables is None:
         return None
-    for module in parts:
+    for module in (*parts[:-1], *parts.head_norms):
         if module._forward_pre_hooks:
             _wait_for_parameters(module)
     x, (weights, options) = arguments["hidden_states"], _gathered(parts)
@@ -230,6 +236,8 @@ def _used(parts: Parts, options: tuple[LinearOptions, ...]) -> tuple:
     """What a graph of the layer depends on beside its tensors. A change is recorded again."""
     core = parts.attention.core_attention
     found = [parts.input_norm.options, parts.mlp_norm.options, parts.mlp.options]
+    for norm in parts.head_norms:
+        found.append(norm.options)
     found += core.group_size, core.saved_format, core.recomputes
     for linear, how in zip(parts.linears, options, strict=True):
         found += linear.uses(how)
@@ -240,9 +248,13 @@ def _gathered(parts: Parts) -> tuple[tuple, tuple]:
     """The parameters of a layer in the order of `_compute`, and how its linears multiply."""
     (w_qkv, qkv), (w_proj, proj), (w_fc1, fc1), (w_fc2, fc2) = (linear.options() for linear in parts.linears)
     first, second = parts.input_norm, parts.mlp_norm
+    weights_of_heads = ()
+    if parts.head_norms:
+        weights_of_heads = parts.head_norms[0].weight, parts.head_norms[1].weight
     return (
         first.weight, first.bias, w_qkv, parts.qkv.bias,
         w_proj, parts.proj.bias, second.weight, second.bias, w_fc1, parts.fc1.bias, w_fc2, parts.fc2.bias,
+        *weights_of_heads,
     ), (qkv, proj, fc1, fc2)  # fmt: skip
 
 
@@ -258,6 +270,11 @@ def _compute(
     """The layer's output [s, b, h] from its input and `weights`, as `_gathered` gives them."""
     attention, core = parts.attention, parts.attention.core_attention
     qkv, proj, fc1, fc2 = options
+    beside = ()
+    if parts.head_norms:
+        # norms of heads come before the angles
+        beside = cos, sin, *weights[12:]
+        cos, sin = cos[:, :0], sin[:, :0]
     inputs = x, *weights[:4], cos, sin
     how = {
         "norm": parts.input_norm.options,
@@ -266,11 +283,19 @@ def _compute(
         "d": attention.hidden_size_per_attention_head,
     }
     if _recomputes(core):
-        o, residual = attention_block(*inputs, **how, attend=core.attend)
+
+        def attend(q, k, v, *beside):
+            if beside:
+                q, k = _normed(parts, q, k, *beside)
+            return core.attend(q, k, v)
+
+        o, residual = attention_block(*inputs, **how, attend=attend, beside=beside)
         kept = quantize_groups(o.detach().flatten(0, 1), core.group_size, core.saved_format)
         origin = origin_in_groups(kept, core.group_size, o.dtype)
     else:
         q, k, v, residual = qkv_block(*inputs, **how)
+        if beside:
+            q, k = _normed(parts, q, k, *beside)
         o = core(
             q,
             k,
@@ -284,7 +309,7 @@ def _compute(
     return mlp_block(
         o,
         residual,
-        *weights[4:],
+        *weights[4:12],
         origin=origin,
         proj=proj,
         norm=parts.mlp_norm.options,
@@ -292,3 +317,9 @@ def _compute(
         activation=parts.mlp.options,
         fc2=fc2,
     )
+
+
+def _normed(parts: Parts, q, k, cos, sin, w_q, w_k) -> tuple[torch.Tensor, torch.Tensor]:
+    """Queries and keys, normed by these weights and turned."""
+    q_norm, k_norm = parts.head_norms
+    return q_norm.turned(q, w_q, cos, sin), k_norm.turned(k, w_k, cos, sin)

@@ -36,7 +36,7 @@ try:
     from .linear import CoatColumnParallelLinear, CoatRowParallelLinear
     from .mlp import CoatMLP
     from .moe import CoatMoELayer, RoutedNorm, is_moe_layer, repair_router
-    from .norm import CoatNorm, coat_bias_dropout_add, deferred_bias_dropout_add
+    from .norm import CoatHeadNorm, CoatNorm, coat_bias_dropout_add, deferred_bias_dropout_add
     from .self_attention import CoatSelfAttention
     from .torch_norm import local_norm, replace_final_norm
     from .watch import install as watch_optimizers
@@ -145,7 +145,7 @@ class SDPATransformerLayer(TransformerLayer):
 
 
 class CoatTransformerLayer(TransformerLayer):
-    """Megatron's own local layer with FP8 linears, norms and feed-forward; q and k norms stay Megatron's.
+    """Megatron's own local layer with FP8 linears, norms and feed-forward.
 
     Raises ValueError at construction for what its parts do not support, naming the argument to change.
     """
@@ -214,6 +214,7 @@ def coat_parts(config, experts: bool) -> TransformerLayerSubmodules:
     else:
         attention = CoatSelfAttention
         linears = {"linear_qkv": CoatColumnParallelLinear, "linear_proj": CoatRowParallelLinear}
+        linears |= _head_norms(config)
     parts = _with_attention(parts, core_attention=core_attention_of(config, CoatCoreAttention), **linears)
     return replace(
         parts,
@@ -224,6 +225,13 @@ def coat_parts(config, experts: bool) -> TransformerLayerSubmodules:
         mlp=CoatMoELayer if experts else CoatMLP,
         mlp_bda=coat_bias_dropout_add,
     )
+
+
+def _head_norms(config) -> dict[str, type]:
+    """The norms of queries and of keys. LayerNorms, and norms without a weight, stay Megatron's."""
+    if not config.qk_layernorm or config.qk_l2_norm or config.normalization != "RMSNorm":
+        return {}
+    return {"q_layernorm": CoatHeadNorm, "k_layernorm": CoatHeadNorm}
 
 
 def _sum_may_wait(config, experts: bool) -> bool:

@@ -9,6 +9,7 @@ from coat_ds.layers.formats import formats
 from coat_ds.layers.hooks import before_hooks
 from coat_ds.layers.inventory import Part, grouped
 from coat_kernels.blocks import NormOptions, norm_options
+from coat_kernels.head_norm import head_norm
 from coat_kernels.norm import deferred_add, layer_norm, may_defer_add, rms_norm
 from coat_kernels.origin import take_stand_in, with_stand_in
 from coat_kernels.tensorwise import PredictedScale
@@ -83,6 +84,30 @@ class CoatNorm(TakesActivations, torch.nn.Module):
 
     def extra_repr(self) -> str:
         return f"{self.weight.numel()}, eps={self.eps}, zero_centered={self.zero_centered}"
+
+
+class CoatHeadNorm(CoatNorm):
+    """RMSNorm over the channels of every head of queries or of keys (`--qk-layernorm`)."""
+
+    def forward(
+        self, x: torch.Tensor, cos: torch.Tensor | None = None, sin: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """x [s, b, heads, hidden_size], BF16 or FP32 -> the same, and with `cos` and `sin`, as of
+        `coat_kernels.head_norm`, turned by them."""
+        if cos is None:
+            return rms_norm(x, self.weight, self.eps, **self._how())
+        return self.turned(x, self.weight, cos, sin)
+
+    def turned(self, x, weight, cos, sin) -> torch.Tensor:
+        """`forward` by `weight`, which a fused block was handed."""
+        return head_norm(x, weight, cos, sin, self.eps, **self._how())
+
+    def _how(self) -> dict:
+        return {
+            "zero_centered": self.zero_centered,
+            "group_size": self.group_size,
+            "saved_format": self.saved_format,
+        }
 
 
 def coat_bias_dropout_add(training: bool, fused: bool):

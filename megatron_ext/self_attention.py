@@ -16,16 +16,18 @@ from coat_kernels.tensorwise import PredictedScale
 
 from .attention import check_context_parallel
 from .linear import keep_bias
+from .norm import CoatHeadNorm
 from .settings import TakesActivations
 
-_NO_NORM = (type(None), IdentityOp)
+_NORMS = (type(None), IdentityOp, CoatHeadNorm)
 _NO_ARGUMENTS: Mapping[str, object] = MappingProxyType({})
 
 
 class CoatSelfAttention(TakesActivations, SelfAttention):
     """Megatron's SelfAttention, in which plain rotary positions are applied to the fused projection's output
-    in one pass. Where anything is unusual (inference, packed sequences, normed or gated queries, interleaved,
-    scaled, partial or multimodal rotary positions, a model under torch.compile) Megatron's own path is taken.
+    in one pass, or in one behind the norms of queries and keys. Where anything is unusual (inference, packed
+    sequences, gated queries, other norms of them, interleaved, scaled, partial or multimodal rotary
+    positions, a model under torch.compile) Megatron's own path is taken.
     """
 
     _tables = None
@@ -58,13 +60,19 @@ class CoatSelfAttention(TakesActivations, SelfAttention):
         mixed, _ = self.linear_qkv(hidden_states)
         # a gradient that only an FP8 GEMM reads is never written in BF16
         defers = getattr(self.linear_qkv, "_in_fp8", False)
-        return rotate_qkv(
+        cos, sin = self._tables
+        # norms of heads come before the angles
+        normed = type(self.q_layernorm) is CoatHeadNorm
+        q, k, v = rotate_qkv(
             mixed,
-            *self._tables,
+            *((cos[:, :0], sin[:, :0]) if normed else (cos, sin)),
             self.num_query_groups_per_partition,
             self.hidden_size_per_attention_head,
             grad_scale=self._grad_scale if defers else None,
         )
+        if normed:
+            q, k = self.q_layernorm(q, cos, sin), self.k_layernorm(k, cos, sin)
+        return q, k, v
 
     def tables_of(self, angles, args=(), kwargs=_NO_ARGUMENTS) -> tuple[torch.Tensor, torch.Tensor] | None:
         """Cosines and sines [s, d] of rotary angles [s, 1, 1, d], empty ones without; None where this layer,
@@ -79,8 +87,8 @@ class CoatSelfAttention(TakesActivations, SelfAttention):
             or config.no_rope_freq
             or config.mrope_section
             or hasattr(config, "yarn_rotary_scaling_factor")
-            or not isinstance(self.q_layernorm, _NO_NORM)
-            or not isinstance(self.k_layernorm, _NO_NORM)
+            or not isinstance(self.q_layernorm, _NORMS)
+            or not isinstance(self.k_layernorm, _NORMS)
             or config.num_query_groups < self.world_size
         )
         if unusual:

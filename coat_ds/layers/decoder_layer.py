@@ -26,10 +26,13 @@ from coat_ds.layers.replaced import Replaced, autocast_dtype, can_be_read, repla
 from coat_kernels.attention import additive_mask, causal_attention, origin_in_groups
 from coat_kernels.blocks import attention_block, mlp_block, qkv_block
 from coat_kernels.groups import quantize_groups
+from coat_kernels.head_norm import head_norm
 from coat_kernels.origin import note, noted, origin_of
 from coat_kernels.rope import rotate
 
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
+# of every head of queries and of keys, as Qwen3 has them
+HEAD_NORMS = ("q_norm", "k_norm")
 # arguments that a layer may get: the angles say the same, or nothing here needs them; Trainer's number of
 # tokens is for the loss
 ARGUMENTS = (
@@ -76,7 +79,10 @@ def parts_of(layer: nn.Module) -> Parts | None:
     attentions = [child for child in children.values() if STATE in child.__dict__]
     if layer._parameters or [len(children), len(norms), len(mlps), len(attentions)] != [4, 2, 1, 1]:
         return None
-    if set(attentions[0]._modules) != set(PROJECTIONS):
+    if set(attentions[0]._modules) - set(HEAD_NORMS) != set(PROJECTIONS):
+        return None
+    head_norms = head_norms_of(attentions[0])
+    if len(head_norms) not in (0, 2) or not all(map(_is_rms_norm, head_norms)):
         return None
     names = {id(child): name for name, child in children.items()}
     for first, second in (norms, norms[::-1]):
@@ -97,6 +103,17 @@ def parts_of(layer: nn.Module) -> Parts | None:
     return None
 
 
+def head_norms_of(attention: nn.Module) -> list[nn.Module]:
+    """The norms of queries and keys, if it has them."""
+    inside = attention._modules
+    return [inside[name] for name in HEAD_NORMS if name in inside]
+
+
+def _is_rms_norm(module: nn.Module) -> bool:
+    norm = replaced(module)
+    return type(norm) is Fp8Norm and not norm.form.layer_norm
+
+
 def not_fused(parts: Parts) -> str | None:
     """The name of a linear layer of these parts whose work no block could do now, if there is one."""
     linears = {name: parts.attention._modules[name] for name in PROJECTIONS}
@@ -108,13 +125,17 @@ def not_fused(parts: Parts) -> str | None:
 
 
 def _is_rotary(attention: nn.Module, place: Place) -> bool:
-    """Whether it is causal attention of queries and keys that turn as those of `coat_kernels.rope`."""
+    """Whether it is causal attention of queries and keys that turn as those of `coat_kernels.rope`, behind
+    their norms if it has them."""
     d, groups, m, h, s = 8, 2, 2, 16, 5
     small, sizes = {}, dict(zip(PROJECTIONS, (groups * m * d, groups * d, groups * d, h), strict=True))
     for i, (name, n) in enumerate(sizes.items()):
         k = groups * m * d if name == "o_proj" else h
         small[name] = linear_of(place.numbers(n, k, seed=i) / k**0.5)
-    like = shadow(attention, {}, small)
+    norms = {name: nn.RMSNorm(d, eps=1e-3) for name in HEAD_NORMS if name in attention._modules}
+    for i, norm in enumerate(norms.values()):
+        norm.weight = nn.Parameter(1 + place.numbers(d, seed=20 + i) / 4)
+    like = shadow(attention, {}, small | norms)
     # dropout of the scores is asked for in each forward
     like.__dict__.update(head_dim=d, num_key_value_groups=m, scaling=0.3, attention_dropout=0.0)
     for name in ("num_heads", "num_attention_heads"):
@@ -129,6 +150,7 @@ def _is_rotary(attention: nn.Module, place: Place) -> bool:
     mask = place.numbers(1, 1, s, s, seed=9)
     with torch.no_grad():
         q, k, v = (small[name](x).view(1, s, -1, d) for name in PROJECTIONS[:3])
+        q, k = (norm(t) for norm, t in zip(norms.values(), (q, k), strict=True)) if norms else (q, k)
         q, k = (rotate(t.transpose(0, 1), cos[0], sin[0]).transpose(0, 1) for t in (q, k))
         causal = causal_attention(q, k, v, scale=0.3, batch_first=True)
         heads = (t.transpose(1, 2) for t in (q, k, v))
@@ -149,6 +171,7 @@ class Fp8DecoderLayer(Replaced):
     def __init__(self, module: nn.Module, activations: ActivationsConfig, parts: Parts):
         super().__init__(module)
         self.parts, self.recomputes = parts, activations.attention_format == "recompute"
+        self.head_norms = head_norms_of(parts.attention)
         self.qkv = MergedLinear(activations, cancels=True)
 
     def __call__(self, hidden_states: torch.Tensor, *args, **kwargs):
@@ -180,23 +203,33 @@ class Fp8DecoderLayer(Replaced):
         groups = qkv[1].weight.shape[0] // d
         how = {"norm": replaced(norm).options, "linear": linear, "groups": groups, "d": d, "apart": True}
 
-        masks = () if mask is None else (additive_mask(mask, x.dtype),)
+        # arguments of `attend`: what the function itself holds would live longer than backward
+        beside = () if mask is None else (additive_mask(mask, x.dtype),)
+        if self.head_norms:
+            # which stand between the projection and the angles
+            beside = *tables, *(norm.weight for norm in self.head_norms), *beside
+            tables = [t[:, :0] for t in tables]
 
-        # one mask or none, as an argument: what the function itself holds lives longer than backward
-        def attend(q, k, v, *masks, **saved):
+        def attend(q, k, v, *beside, **saved):
+            if self.head_norms:
+                (cos, sin, *weights), beside = beside[:4], beside[4:]
+                q, k = (
+                    _normed(norm, t, weight, cos, sin)
+                    for norm, t, weight in zip(self.head_norms, (q, k), weights, strict=True)
+                )
             heads, scale = [t.view(b, s, -1, d) for t in (q, k, v)], attention.scaling
-            if not masks:
+            if not beside:
                 return causal_attention(*heads, scale=scale, batch_first=True, **saved)
             heads = (t.transpose(1, 2) for t in heads)
-            return any_attention(attention, *heads, *masks, {"scaling": scale}, **saved)
+            return any_attention(attention, *heads, *beside, {"scaling": scale}, **saved)
 
         if self.recomputes:
-            y, residual = attention_block(*inputs, *tables, **how, attend=attend, beside=masks)
+            y, residual = attention_block(*inputs, *tables, **how, attend=attend, beside=beside)
             groups = quantize_groups(y.detach().flatten(0, 1), kept.group_size, kept.saved_format)
             origin = origin_in_groups(groups, kept.group_size, y.dtype)
         else:
             *heads, residual = qkv_block(*inputs, *tables, **how)
-            y = attend(*heads, *masks, group_size=kept.group_size, saved_format=kept.saved_format)
+            y = attend(*heads, *beside, group_size=kept.group_size, saved_format=kept.saved_format)
             origin = origin_of(y)
         feed_forward = replaced(mlp)
         w_fc1, b_fc1, fc1 = feed_forward.first_options()
@@ -219,6 +252,13 @@ class Fp8DecoderLayer(Replaced):
             fc2=replaced(feed_forward.down).options(),
         )
         return y.view(b, s, h)
+
+
+def _normed(norm: nn.Module, x: torch.Tensor, weight: torch.Tensor, cos, sin) -> torch.Tensor:
+    """Heads x [tokens, 1, heads, d], normed as by `norm` of this weight and turned."""
+    o = replaced(norm).options
+    kept = {"group_size": o.group_size, "saved_format": o.saved_format}
+    return head_norm(x, weight, cos, sin, o.eps, zero_centered=o.zero_centered, **kept)
 
 
 def _say_why_not(layer: Fp8DecoderLayer, x: torch.Tensor, kwargs: dict) -> None:
@@ -248,7 +288,7 @@ def _say_why_not(layer: Fp8DecoderLayer, x: torch.Tensor, kwargs: dict) -> None:
 
 def _taken_over(parts: Parts) -> str | None:
     """The class of a norm or feed-forward layer that has got another forward since it was converted."""
-    inside = (parts.input_norm, parts.mlp_norm, parts.mlp)
+    inside = (parts.input_norm, parts.mlp_norm, parts.mlp, *head_norms_of(parts.attention))
     return next((type(module).__name__ for module in inside if replaced(module) is None), None)
 
 
@@ -308,10 +348,10 @@ def uses_blocks(layer: Fp8DecoderLayer, x: torch.Tensor, args: tuple, kwargs: di
     for linear in (q, k, v, o, gate, up, down):
         if not is_fused(linear.__dict__.get("forward")):
             return False
-    for norm in (layer.parts.input_norm, layer.parts.mlp_norm):
+    for norm in (layer.parts.input_norm, layer.parts.mlp_norm, *layer.head_norms):
         if type(norm.__dict__.get("forward")) is not Fp8Norm:
             return False
-    for module in (*layer.parts, q, k, v, o, gate, up, down):
+    for module in (*layer.parts, *layer.head_norms, q, k, v, o, gate, up, down):
         if not _is_ours(module, x.dtype):
             return False
     biases = [linear._parameters["bias"] is None for linear in (q, k, v, gate, up)]

@@ -114,11 +114,14 @@ class _AttentionBlock(torch.autograd.Function):
         qkv = _qkv_again(*columns, saved, ctx.batch, grad_o.dtype, linear, *heads)
         with torch.enable_grad():
             qkv = tuple(t.requires_grad_() for t in qkv)
-            grads = torch.autograd.grad(ctx.attend(*qkv, *beside), qkv, grad_o)
-        del qkv
+            trained = [t for t in beside if t.requires_grad]
+            o = ctx.attend(*qkv, *beside)
+            grads = list(torch.autograd.grad(o, (*qkv, *trained), grad_o))
+        del qkv, o
+        of_beside = [grads.pop(3) if t.requires_grad else None for t in beside]
         needs_x = ctx.needs_input_grad[0]
         found = _qkv_backward(*grads, grad_residual, columns, saved, norm, linear, heads[-1], needs_x)
-        return *found, None, None, None, None, *(None for _ in beside)
+        return *found, None, None, None, None, *of_beside
 
 
 def qkv_block(
@@ -177,7 +180,7 @@ def attention_block(
 
     Backward recomputes queries, keys and values from what is saved of x, by one more GEMM, and runs attention
     again. attend(q, k, v, *beside) is attention; it must give the same result each time, so no dropout.
-    `beside` are constants that it reads, such as a mask. They are saved.
+    `beside` are saved: constants that it reads, such as a mask, and parameters of its own.
 
     Returns attention's output, and x for the residual addition to read in its place.
     """

@@ -183,7 +183,7 @@ def _tile(h: int, group_size: int, least: int, elements: int) -> dict:
 
 
 @functools.lru_cache(maxsize=1024)
-def _tiles(rows: int, h: int, group_size: int, least: int, elements: int) -> tuple[dict, int, int, bool]:
+def row_tiles(rows: int, h: int, group_size: int, least: int, elements: int) -> tuple[dict, int, int, bool]:
     """`_tile`, the number of tiles, groups in a row, and whether all tiles lie inside."""
     tile = _tile(h, group_size, least, elements)
     return tile, cdiv(rows, tile["ROWS"]), cdiv(h, group_size), tile["H"] == h and rows % tile["ROWS"] == 0
@@ -234,7 +234,7 @@ def launch_forward(
     """Writes y or, with `scales`, its row-major codes. The first launch also writes q and rstd and returns
     maxima. Where x is the sum of `addends`, it is written too."""
     rows, h = x.shape
-    tile, tiles, groups, even = _tiles(rows, h, group_size, FORWARD_TILE, FORWARD_ELEMENTS)
+    tile, tiles, groups, even = row_tiles(rows, h, group_size, FORWARD_TILE, FORWARD_ELEMENTS)
     first = scales.maxima is None
     maxima = torch.empty(tiles, dtype=torch.float32, device=x.device) if first else None
     keep = first and q is not None
@@ -283,7 +283,7 @@ def norm_backward_triton(
     their parameter gradients. A second kernel sums those of the programs, in an order that depends on the
     shape alone."""
     rows, h = grad_y.shape
-    tile, tiles, groups, even = _tiles(rows, h, group_size, BACKWARD_TILE, BACKWARD_ELEMENTS)
+    tile, tiles, groups, even = row_tiles(rows, h, group_size, BACKWARD_TILE, BACKWARD_ELEMENTS)
     # without rows, one that stores zeros
     programs = min(tiles, PROGRAMS) or 1
     fp32 = {"dtype": torch.float32, "device": grad_y.device}
@@ -314,19 +314,27 @@ def norm_backward_triton(
     )
     if not count:
         return grad_x, maxima, None, None
-    dtype = weight.dtype if in_weights_dtype else torch.float32
-    sums = [torch.empty(h, dtype=dtype, device=grad_y.device) for _ in range(count)]
+    sums = sum_parts(parts, weight.dtype if in_weights_dtype else torch.float32)
+    return grad_x, maxima, sums[0] if needs_weight else None, sums[-1] if needs_bias else None
+
+
+def sum_parts(parts: torch.Tensor, dtype: torch.dtype) -> list[torch.Tensor]:
+    """The sums [h] over the programs of one part or two, FP32 [1 or 2, programs, h], in `dtype`."""
+    count, programs, h = parts.shape
+    first, second = torch.empty(h, dtype=dtype, device=parts.device), None
+    if count == 2:
+        second = torch.empty(h, dtype=dtype, device=parts.device)
     norm_sums_kernel[cdiv(h, SUMS_N), count](
         parts,
-        sums[0],
-        sums[1] if count == 2 else None,
+        first,
+        second,
         programs,
         h,
         PROGRAMS=SUMS_PROGRAMS,
         N=SUMS_N,
         num_warps=4,
     )
-    return grad_x, maxima, sums[0] if needs_weight else None, sums[-1] if needs_bias else None
+    return [first] if second is None else [first, second]
 
 
 def norm_columns_triton(

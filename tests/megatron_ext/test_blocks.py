@@ -36,6 +36,11 @@ VARIANTS = {
     "squared-relu": (GPT | {"activation_func": squared_relu, "bias_activation_fusion": False}, {}),
     "cached": ({}, {"weight_cache": "fp8"}),
     "8-bit attention": ({}, {"attention_format": "sqrt8"}),
+    "head norms": ({"qk_layernorm": True}, {}),
+    "head norms, 8-bit attention": (
+        {"qk_layernorm": True, "params_dtype": torch.float32, "bf16": False},
+        {"attention_format": "sqrt8", "group_size": 32},
+    ),
     "formats": ({}, {"backward_format": "e4m3", "fast_accumulation": "all", "group_size": 32}),
     "fp32": ({"bf16": False}, {}),
     "recomputed": (
@@ -106,7 +111,7 @@ def test_blocks_give_the_bits_of_the_modules(variant, device):
 
 
 @pytest.mark.usefixtures("megatron")
-@pytest.mark.parametrize("variant", ["llama", "gpt"])
+@pytest.mark.parametrize("variant", ["llama", "gpt", "head norms"])
 def test_recomputed_attention(variant, device, caplog):
     """The output is that of attention in BF16, to the bit; gradients are no further from FP32's than with
     8-bit attention; attention's output is all that is kept of it."""
@@ -196,8 +201,8 @@ def test_forwards_that_take_the_modules(device):
     # of partial rotary positions Megatron rotates
     half = torch.zeros(S, 1, 1, H // HEADS // 2, device=device)
     assert "MlpBlock" not in node(layer, device, rotary_pos_emb=half)
-    for name in ("qk_layernorm", "rotary_interleaved"):
-        assert "MlpBlock" not in node(build({name: True}, layers=1).decoder.layers[0], device), name
+    for other in ({"rotary_interleaved": True}, GPT | {"qk_layernorm": True}):
+        assert "MlpBlock" not in node(build(other, layers=1).decoder.layers[0], device), other
 
 
 @pytest.mark.usefixtures("megatron")

@@ -71,8 +71,19 @@ def step(model, optimizer, device, number: int) -> list[torch.Tensor]:
         ({}, {"attention_format": "sqrt8"}),
         ({}, {"attention_format": "recompute"}),
         ({"bf16": False}, {}),
+        ({"qk_layernorm": True}, {}),
+        ({"qk_layernorm": True}, {"attention_format": "recompute"}),
     ],
-    ids=["llama", "gpt", "cached", "8-bit attention", "recomputed attention", "fp32"],
+    ids=[
+        "llama",
+        "gpt",
+        "cached",
+        "8-bit attention",
+        "recomputed attention",
+        "fp32",
+        "head norms",
+        "head norms, recomputed attention",
+    ],
 )
 def test_replays_train_as_launches_do(config, activations, device):
     models = [build(graphs, config, activations) for graphs in (True, False)]

@@ -255,6 +255,8 @@ VARIANTS = {
         "bias_activation_fusion": False,
     },
     "qk-norm": {"qk_layernorm": True},
+    "qk-norm-turned-by-megatron": {"qk_layernorm": True, "rotary_interleaved": True},
+    "qk-norm-gpt": GPT | {"qk_layernorm": True},
     "windows": {"window_size": (S // 4, 0)},
 }
 

@@ -84,8 +84,8 @@ def test_apex_is_told_by_its_contents(tmp_path, kind):
     assert found["megatron's"] == "FusedLayerNorm"
     assert found["kernels"] == (kind == "with kernels")
     torch_norms, megatrons = "torch.nn.modules.normalization", "megatron.core.fusions.fused_layer_norm"
-    # apex's RMSNorm is not in Megatron
-    assert found["norms"]["RMSNorm"] == [f"{torch_norms}.RMSNorm"] * 2
+    # apex's RMSNorm is not in Megatron; that of heads is ours
+    assert found["norms"]["RMSNorm"] == [f"{torch_norms}.RMSNorm", "megatron_ext.norm.CoatHeadNorm"]
     expected = f"{megatrons}.FusedLayerNorm" if kind == "with kernels" else f"{torch_norms}.LayerNorm"
     assert found["norms"]["LayerNorm"] == [expected] * 2
 

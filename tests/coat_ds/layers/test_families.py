@@ -151,8 +151,16 @@ def test_trains_as_bf16_within_what_seeds_change(name):
 @pytest.mark.parametrize("attention_format", ["bf16", "sqrt8", "recompute"])
 @pytest.mark.parametrize(
     ("name", "tokens", "padding"),
-    [("llama", 32, 0), ("mistral", 32, 0), ("qwen2", 32, 0), ("mistral", 64, 0), ("qwen2", 32, 9)],
-    ids=["llama", "mistral", "qwen2", "mistral-window", "qwen2-padded"],
+    [
+        ("llama", 32, 0),
+        ("mistral", 32, 0),
+        ("qwen2", 32, 0),
+        ("qwen3", 32, 0),
+        ("mistral", 64, 0),
+        ("qwen2", 32, 9),
+        ("qwen3", 32, 9),
+    ],
+    ids=["llama", "mistral", "qwen2", "qwen3", "mistral-window", "qwen2-padded", "qwen3-padded"],
 )
 def test_blocks_agree_with_the_modules(name, tokens, padding, attention_format, monkeypatch):
     family, batch = FAMILIES[name], FAMILIES[name].batch(tokens=tokens)
@@ -221,3 +229,61 @@ def test_blocks_are_taken_where_nobody_can_tell(monkeypatch):
         # norms and the residual in FP32, products in BF16
         assert blocks(coat_ds.convert(family.build(torch.float32))) == 0
     assert blocks(model) == 2
+
+
+@pytest.mark.parametrize("padding", [0, 9])
+@pytest.mark.parametrize("attention_format", ["bf16", "recompute"])
+def test_norms_of_heads_in_blocks(attention_format, padding, monkeypatch):
+    """Of weights that are not all one. Each gradient by itself: theirs are too small to show among all."""
+    family, batch = FAMILIES["qwen3"], FAMILIES["qwen3"].batch()
+    if padding:
+        batch["attention_mask"] = torch.ones_like(batch["input_ids"])
+        batch["attention_mask"][1, -padding:] = 0
+        batch["labels"][1, -padding:] = -100
+    models = exact(family), family.build()
+    for model in models:
+        torch.manual_seed(1)
+        for layer in model.model.layers:
+            for norm in (layer.self_attn.q_norm, layer.self_attn.k_norm):
+                norm.weight.data.copy_(1 + 0.3 * torch.randn(32))
+    _, expected = run(models[0], batch)
+    coat_ds.convert(models[1], {"attention_format": attention_format})
+    taken = blocks_taken(monkeypatch)
+    _, found = run(models[1], batch)
+    assert len(taken) == LAYERS
+    for name in (name for name in expected if "self_attn" in name):
+        error = (found[name] - expected[name]).norm() / expected[name].norm()
+        # as in the first test of this file
+        assert error < 2 * fp8_bound(14), name
+
+
+def test_norms_of_heads_that_somebody_watches(monkeypatch):
+    family, batch = FAMILIES["qwen3"], FAMILIES["qwen3"].batch()
+    taken = blocks_taken(monkeypatch)
+
+    def blocks(model):
+        taken.clear()
+        run(model, batch)
+        return len(taken)
+
+    model = coat_ds.convert(family.build())
+    first, second = (layer.self_attn for layer in model.model.layers)
+    seen = []
+    hook = first.q_norm.register_forward_hook(lambda *a: seen.append(1))
+    assert blocks(model) == 1 and seen
+    hook.remove()
+    second.k_norm.requires_grad_(False)
+    assert blocks(model) == 1
+    second.k_norm.requires_grad_(True)
+    assert blocks(model) == 2
+    stock = second.q_norm.forward
+    second.q_norm.forward = lambda x: stock(x)
+    assert blocks(model) == 1
+    # of another kind, and one alone
+    for name in ("q_norm", "k_norm"):
+        model = family.build()
+        for layer in model.model.layers:
+            inside = layer.self_attn
+            setattr(inside, name, torch.nn.LayerNorm(32, bias=False).bfloat16())
+        assert coat_ds.convert(model) and not coat_ds.conversion_of(model).converted["layer"]
+        run(model, batch)

@@ -210,7 +210,8 @@ def test_dropout_is_seen_in_models_that_do_not_train_yet(rate):
 
 @pytest.mark.parametrize("name", ["llama", "gpt_neox", "qwen3", "granite", "olmo2"])
 def test_layers(name):
-    """Llama's is one; those with other residuals, other orders or multipliers are not."""
+    """Llama's is one, also with norms of heads; those with other residuals, other orders, multipliers or
+    norms of all queries are not."""
     import coat_ds
 
     sizes = {"vocab_size": 64, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 1}
@@ -220,7 +221,7 @@ def test_layers(name):
     config = transformers.AutoConfig.for_model(name, **sizes, **heads)
     model = coat_ds.convert(transformers.AutoModelForCausalLM.from_config(config))
     found = coat_ds.conversion_of(model).converted["layer"]
-    assert (len(found) == 1) == (name == "llama")
+    assert (len(found) == 1) == (name in ("llama", "qwen3"))
     if name == "llama":
         attention = model.model.layers[0].self_attn
         place = probe.places(attention)[0]

@@ -1,0 +1,75 @@
+"""`head_norm` as an operation of autograd."""
+
+import torch
+
+from coat_kernels.autograd import once_differentiable
+from coat_kernels.device import uses_kernels
+from coat_kernels.groups.reference import DEFAULT_FORMAT, Grouped
+from coat_kernels.head_norm.kernels import head_norm_backward_triton, head_norm_forward_triton
+from coat_kernels.head_norm.reference import head_norm_backward_reference, head_norm_forward_reference
+
+
+def _forward(x, *rest):
+    """CUDA tensors take the kernel, others the reference."""
+    run = head_norm_forward_triton if uses_kernels(x) and x.numel() else head_norm_forward_reference
+    return run(x, *rest)
+
+
+class _HeadNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight, cos, sin, eps, zero_centered, group_size, keep):
+        y, q, rstd = _forward(x, weight, cos, sin, eps, zero_centered, group_size, keep)
+        ctx.options = zero_centered, group_size
+        ctx.save_for_backward(*q, rstd, weight, cos, sin)
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad_y):
+        codes, exponent, rstd, weight, cos, sin = ctx.saved_tensors
+        takes_kernel = uses_kernels(grad_y) and grad_y.numel()
+        run = head_norm_backward_triton if takes_kernel else head_norm_backward_reference
+        grad_x, grad_weight = run(grad_y, Grouped(codes, exponent), rstd, weight, cos, sin, *ctx.options)
+        return grad_x, grad_weight.to(weight.dtype), *(None,) * 6
+
+
+def head_norm(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    eps: float,
+    *,
+    zero_centered: bool = False,
+    group_size: int = 16,
+    saved_format: str = DEFAULT_FORMAT,
+) -> torch.Tensor:
+    """RMSNorm of every head of queries or keys, then its rotary positions, keeping x in groups of
+    `group_size` and rstd in FP32.
+
+    Args:
+        x: [s, b, heads, d], BF16 or FP32, made contiguous.
+        weight: [d], BF16 or FP32.
+        cos, sin: FP32 [s, d], d even: channel i turns with channel i + d / 2; or [any, 0]: nothing turns.
+        zero_centered: the weight is w + 1.
+        group_size: 16, 32, 64 or 128; a last group of d may be shorter.
+        saved_format: one of `coat_kernels.groups.GROUP_FORMATS`.
+
+    Returns y, in x's shape and dtype. Raises ValueError for shapes that do not belong together.
+    """
+    s, d = x.shape[0], x.shape[-1]
+    turns = cos.shape[-1] > 0
+    if cos.shape != sin.shape or cos.ndim != 2 or (turns and (cos.shape != (s, d) or d % 2)):
+        raise ValueError(
+            f"head_norm: expected cosines and sines of shape [{s}, {d}], of an even number of channels, or "
+            f"[any, 0]; found {list(cos.shape)} and {list(sin.shape)}"
+        )
+    if x.ndim != 4 or weight.shape != (d,):
+        raise ValueError(
+            f"head_norm: x has shape {list(x.shape)} and the weight {list(weight.shape)}; expected "
+            "[s, b, heads, d] and an element of the weight for each of the d channels"
+        )
+    x, options = x.contiguous(), (cos, sin, eps, zero_centered, group_size)
+    if not (torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)):
+        return _forward(x, weight, *options, None)[0]
+    return _HeadNorm.apply(x, weight, *options, saved_format)

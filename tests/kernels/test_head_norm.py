@@ -1,0 +1,224 @@
+"""RMSNorm of heads with rotary positions: formulas against autograd, kernels against references, and what is
+kept."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from coat_kernels import head_norm as heads
+from coat_kernels import norm
+from coat_kernels.groups import dequantize_groups_reference
+from coat_kernels.head_norm import head_norm
+from coat_kernels.rope import rotate
+from tests.kernels.inputs import ROUNDING, hard, wide
+from tests.util import rel_rms
+
+EPS = 1e-6
+# kernels and references differ by the order of FP32 sums and by fused products, then in the last bit of BF16
+# on a tie
+KERNEL_RMS = 1e-3
+# tokens, batch, heads, channels, channels that turn: all or none
+SHAPES = [(1, 1, 1, 4, 4), (5, 2, 3, 16, 16), (7, 3, 4, 20, 20), (9, 1, 5, 66, 66), (3, 2, 2, 7, 0)]
+FORMATS = pytest.mark.parametrize("fmt", ROUNDING)
+
+
+def tables(s: int, r: int, device="cpu"):
+    """Cosines and sines; those of partners differ, so that a mistaken channel shows."""
+    angles = 10 * torch.rand(s, r, device=device)
+    return angles.cos(), angles.sin()
+
+
+def plain(x, weight, cos, sin, zero_centered=False):
+    """The same by torch, differentiable, in the precision of its inputs."""
+    y = F.rms_norm(x, x.shape[-1:], weight + 1 if zero_centered else weight, EPS)
+    if cos.shape[1] == 0:
+        return y
+    first, second = y.chunk(2, -1)
+    turned = torch.cat((-second, first), -1)
+    return y * cos[:, None, None].to(x.dtype) + turned * sin[:, None, None].to(x.dtype)
+
+
+@FORMATS
+@pytest.mark.parametrize("zero_centered", [False, True])
+@pytest.mark.parametrize("r", [32, 0], ids=["turns", "stays"])
+def test_formulas_against_autograd_in_fp64(r, zero_centered, fmt):
+    """With values that the codes hold exactly, output and gradients are right to FP32's rounding."""
+    roots = torch.randint(-3, 4, (5, 2, 3, 32))
+    roots[..., ::16] = 3
+    x = (roots * roots.abs()).float().requires_grad_()
+    weight, grad = torch.randn(32, requires_grad=True), torch.randn(x.shape)
+    cos, sin = tables(5, r)
+    y = head_norm(x, weight, cos, sin, EPS, zero_centered=zero_centered, saved_format=fmt)
+    exact = [t.detach().double().requires_grad_() for t in (x, weight)]
+    expected = plain(*exact, cos, sin, zero_centered)
+    assert y.dtype == torch.float32 and rel_rms(y, expected) < 1e-6
+    found = torch.autograd.grad(y, [x, weight], grad)
+    wanted = torch.autograd.grad(expected, exact, grad.double())
+    for a, e in zip(found, wanted, strict=True):
+        # sums of at most 32 terms, each rounded a few times to 2^-24
+        assert rel_rms(a, e) < 2e-6
+
+
+@FORMATS
+def test_gradients_against_autograd(fmt, device):
+    """Backward knows x to one rounding of its format, which enters a product of two terms."""
+    x = torch.randn(20, 2, 4, 64, device=device).bfloat16().requires_grad_()
+    weight = (1 + 0.1 * torch.randn(64, device=device)).bfloat16().requires_grad_()
+    cos, sin = tables(20, 64, device)
+    grad = torch.randn_like(x)
+    y = head_norm(x, weight, cos, sin, EPS, saved_format=fmt)
+    exact = [t.detach().float().requires_grad_() for t in (x, weight)]
+    expected = plain(*exact, cos, sin)
+    assert y.dtype == torch.bfloat16 and rel_rms(y, expected) < 2**-8
+    found = torch.autograd.grad(y, [x, weight], grad)
+    wanted = torch.autograd.grad(expected, exact, grad.float())
+    for a, e in zip(found, wanted, strict=True):
+        assert a.dtype == torch.bfloat16 and rel_rms(a, e) < 2 * ROUNDING[fmt]
+
+
+def close(actual, expected):
+    """Equal where not finite, and of a small error elsewhere."""
+    finite = expected.isfinite()
+    ends = [t.float().masked_fill(finite, 0) for t in (actual, expected)]
+    torch.testing.assert_close(*ends, rtol=0, atol=0, equal_nan=True)
+    assert rel_rms(actual.masked_fill(~finite, 0), expected.masked_fill(~finite, 0)) < KERNEL_RMS
+
+
+def check_kernels(x, grad, weight, cos, sin, zero_centered=False, group_size=16, keep="sqrt8"):
+    options = zero_centered, group_size
+    expected, q, rstd = heads.head_norm_forward_reference(x, weight, cos, sin, EPS, *options, keep)
+    actual, found_q, found_rstd = heads.head_norm_forward_triton(x, weight, cos, sin, EPS, *options, keep)
+    close(actual, expected)
+    close(found_rstd, rstd)
+    kept = [dequantize_groups_reference(t, group_size) for t in (found_q, q)]
+    torch.testing.assert_close(*kept, rtol=0, atol=0, equal_nan=True)
+    bare = heads.head_norm_forward_triton(x, weight, cos, sin, EPS, *options, None)
+    close(bare[0], actual)
+    assert bare[1] is None and bare[2] is None
+    arguments = grad, q, rstd, weight, cos, sin, *options
+    for a, e in zip(
+        heads.head_norm_backward_triton(*arguments),
+        heads.head_norm_backward_reference(*arguments),
+        strict=True,
+    ):
+        assert a.shape == e.shape and a.dtype == e.dtype
+        close(a, e)
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_kernels_agree_with_the_references(shape, device):
+    *shape, r = shape
+    cos, sin = tables(shape[0], r, device)
+    x, grad = wide(*shape).to(device), torch.randn(shape, device=device)
+    weight = torch.randn(shape[-1], device=device)
+    check_kernels(x, grad, weight, cos, sin, True, 32, "e4m3")
+    check_kernels(x.bfloat16(), grad.bfloat16(), weight, cos, sin)
+    # as attention leaves gradients: heads before tokens, and channels apart
+    grad = torch.randn(shape[1], shape[2], shape[0], shape[3], device=device).bfloat16()
+    check_kernels(x.bfloat16(), grad.permute(2, 0, 1, 3), weight.bfloat16(), cos, sin, True, 128)
+    check_kernels(x.bfloat16(), grad.mT.contiguous().mT.permute(2, 0, 1, 3), weight, cos, sin)
+
+
+@pytest.mark.parametrize("case", hard(64))
+def test_kernels_agree_on_hard_inputs(case, device):
+    """The rest of the tensor is ordinary: what is wrong in a row stays in it."""
+    x, grad = torch.randn(2, 4, 1, 2, 64, device=device).bfloat16()
+    x[1, 0, 1] = hard(64)[case].to(x)
+    grad[2, 0, 0] = hard(64)[case].to(x)
+    check_kernels(x, grad, torch.randn(64, device=device), *tables(4, 64, device))
+
+
+def test_rows_of_many_tiles_and_programs(device, monkeypatch):
+    """Backward programs go through several tiles of rows each, the last not full."""
+    monkeypatch.setattr(heads.kernels, "PROGRAMS", 3)
+    monkeypatch.setattr(heads.kernels, "BACKWARD_TILE", 256)
+    monkeypatch.setattr(heads.kernels, "FORWARD_TILE", 256)
+    for s in (29, 32):
+        x, grad = torch.randn(2, s, 1, 3 if s == 29 else 4, 128, device=device)
+        check_kernels(x, grad, torch.randn(128, device=device), *tables(s, 128, device), False, 128)
+
+
+def test_without_turning_it_is_the_norm_of_rows(device):
+    x, grad = torch.randn(2, 6, 2, 3, 48, device=device).bfloat16()
+    weight, (cos, sin) = torch.randn(48, device=device), tables(6, 0, device)
+    found, expected = x.clone().requires_grad_(), x.clone().requires_grad_()
+    y, rows = head_norm(found, weight, cos, sin, EPS), norm.rms_norm(expected, weight, EPS)
+    assert y.equal(rows)
+    y.backward(grad)
+    rows.backward(grad)
+    # the norm's own backward is another kernel, which may fuse other products and sums
+    assert rel_rms(found.grad, expected.grad) < KERNEL_RMS
+
+
+def test_what_is_kept(device):
+    def kept(x, weight):
+        sizes = []
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: sizes.append(t.nbytes) or t, lambda t: t):
+            y = head_norm(x, weight, cos, sin, EPS)
+        return y, sum(sizes)
+
+    cos, sin = tables(8, 64, device)
+    x, weight = torch.randn(8, 2, 3, 64, device=device).bfloat16(), torch.ones(64, device=device)
+    y, size = kept(x, weight)
+    assert size == 0 and not y.requires_grad
+    # codes, exponents, rstd, the weight and the tables, which all layers share
+    trained = x.clone().requires_grad_()
+    assert kept(trained, weight)[1] == 48 * (64 + 4 + 4) + 64 * 4 + 2 * 8 * 64 * 4
+    with torch.no_grad():
+        assert kept(trained, weight)[1] == 0
+    # a frozen input below a trained weight
+    weight.requires_grad_()
+    y, size = kept(x, weight)
+    assert size > 0
+    assert torch.autograd.grad(y.float().sum(), weight)[0].isfinite().all()
+    # what was made of x stays as it was when x changes
+    before = kept(trained, weight)[0]
+    with torch.no_grad():
+        expected = rotate(F.rms_norm(x.float(), (64,), weight, EPS), cos, sin).bfloat16()
+        trained.mul_(3)
+    assert rel_rms(before, expected) < KERNEL_RMS
+    assert torch.autograd.grad(before.float().sum(), weight)[0].isfinite().all()
+
+
+def test_inputs_that_are_views(device):
+    x = torch.randn(2, 6, 3, 32, device=device).transpose(0, 1).requires_grad_()
+    weight, (cos, sin) = torch.ones(32, device=device), tables(6, 32, device)
+    y = head_norm(x, weight, cos, sin, EPS)
+    copy = x.detach().contiguous().requires_grad_()
+    expected = head_norm(copy, weight, cos, sin, EPS)
+    grad = torch.randn_like(expected)
+    assert y.equal(expected)
+    assert torch.autograd.grad(y, x, grad)[0].equal(torch.autograd.grad(expected, copy, grad)[0])
+
+
+def test_a_zero_sized_batch(device):
+    x = torch.empty(4, 0, 2, 16, device=device).requires_grad_()
+    weight = torch.ones(16, device=device).requires_grad_()
+    y = head_norm(x, weight, *tables(4, 16, device), EPS)
+    grads = torch.autograd.grad(y.sum(), [x, weight])
+    assert y.shape == x.shape == grads[0].shape and grads[1].equal(torch.zeros_like(weight))
+
+
+def test_second_derivatives_are_refused():
+    x = torch.randn(4, 1, 2, 16, requires_grad=True)
+    y = head_norm(x, torch.ones(16), *tables(4, 16), EPS)
+    (grad,) = torch.autograd.grad(y.sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="cannot be differentiated again"):
+        grad.sum().backward()
+
+
+@pytest.mark.parametrize(
+    ("shape", "width", "table", "words"),
+    [
+        ((5, 1, 2, 8), 8, (4, 8), r"sines of shape \[5, 8\].*found \[4, 8\]"),
+        ((5, 1, 2, 8), 8, (5, 1, 8), r"found \[5, 1, 8\]"),
+        ((5, 1, 2, 7), 7, (5, 7), "an even number of channels"),
+        ((5, 1, 2, 8), 16, (5, 8), r"the weight \[16\]; expected \[s, b, heads, d\]"),
+        ((5, 2, 8), 8, (5, 8), r"x has shape \[5, 2, 8\]"),
+    ],
+)
+def test_what_does_not_belong_together(shape, width, table, words):
+    with pytest.raises(ValueError, match=words):
+        head_norm(torch.ones(shape), torch.ones(width), torch.ones(table), torch.ones(table), EPS)
+    with pytest.raises(ValueError, match=r"found \[5, 8\] and \[5, 6\]"):
+        head_norm(torch.ones(5, 1, 2, 8), torch.ones(8), torch.ones(5, 8), torch.ones(5, 6), EPS)
