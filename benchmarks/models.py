@@ -126,7 +126,7 @@ SYSTEMS: dict[str, Callable[[torch.nn.Module], torch.nn.Module]] = {
 
 def shape_row(name: str, system: str, arguments) -> dict:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    shape, tokens = SHAPES[name], 1024 if arguments.quick else TOKENS
+    shape, tokens = SHAPES[name], 1024 if arguments.quick else arguments.tokens
     layers = 1 if arguments.quick else arguments.layers or shape.layers
     row = {"shape": name, "layers": layers, "tokens": tokens, "system": system}
     try:
@@ -152,6 +152,7 @@ def options(parser) -> None:
     parser.add_argument("--steps", type=int, default=50, help="of training, for the losses")
     parser.add_argument("--shape", nargs="+", choices=SHAPES, help="time layers of this width instead")
     parser.add_argument("--layers", type=int, help="of a shape")
+    parser.add_argument("--tokens", type=int, default=TOKENS, help="of a shape, in rows of 4096 or fewer")
     parser.add_argument("--systems", nargs="+", choices=SYSTEMS, default=list(SYSTEMS))
 
 

@@ -250,6 +250,14 @@ _VISION = {
 SHAPES = {
     "llama3-8b": Shape("LlamaConfig", _LLAMA3, _tokens),
     "qwen3-8b": Shape("Qwen3Config", _LLAMA3 | {"intermediate_size": 12288, "head_dim": 128}, _tokens),
+    # small enough to wait for Python
+    "qwen3-0.6b": Shape(
+        "Qwen3Config",
+        _LLAMA3
+        | {"hidden_size": 1024, "intermediate_size": 3072, "num_attention_heads": 16, "head_dim": 128},
+        _tokens,
+        layers=28,
+    ),
     "qwen3-30b": Shape(
         "Qwen3MoeConfig",
         _LLAMA3
