@@ -1,5 +1,6 @@
 """The optimizer step: ours, its peers, and a copy of the bytes that ours has to move; and that on a CPU."""
 
+import argparse
 import functools
 import importlib
 import time
@@ -127,21 +128,32 @@ def copy_ms(numel: int) -> float:
     return size / copy_bandwidth(min(int(size / 2), 2**33))
 
 
-@benchmark
+def options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--params", nargs="+", choices=SHAPES, default=list(SHAPES))
+    parser.add_argument("--optimizers", nargs="+", help="names of rows; default: all")
+
+
+@benchmark(options=options)
 def adamw(arguments, table: Table) -> None:
     """AdamW step over one flat tensor and over the parameter lists of a 1B and a 7B Llama.
 
     `to_copy` is the time over that of a device copy of the bytes that the row's own step must move;
     `peak_mb` is what the step adds to the memory in use, in 10^6 bytes.
     """
-    for name, shapes in SHAPES.items():
+    chosen = cases()
+    if arguments.optimizers is not None:
+        if unknown := [name for name in arguments.optimizers if name not in chosen]:
+            raise SystemExit(f"--optimizers: expected some of {', '.join(chosen)}; found {unknown[0]!r}")
+        chosen = {name: chosen[name] for name in arguments.optimizers}
+    for name in arguments.params:
+        shapes = SHAPES[name]
         if arguments.quick:
             shapes = [(2**20 + 1,)] if name == "flat" else shapes[:8]
         numel = sum(torch.Size(shape).numel() for shape in shapes)
         copy = copy_ms(numel)
         ours_bytes = cases()["ours"].bytes
         table.add(params=name, optimizer="copy", ms=copy, bytes=ours_bytes, to_copy=1.0)
-        for peer, case in cases().items():
+        for peer, case in chosen.items():
             params = tensors(shapes, case)
             held = requested_bytes()
             try:

@@ -1,5 +1,6 @@
 """GPUs, links, memory and disks, tried with small work."""
 
+import contextlib
 import os
 import shutil
 import subprocess
@@ -7,6 +8,7 @@ import time
 from pathlib import Path
 
 import torch
+from torch.utils.cpp_extension import get_default_build_root
 
 from coat_ds.doctor.finding import OK, PROBLEM, UNKNOWN, WARNING, Finding
 from coat_kernels.fp8 import E4M3
@@ -22,6 +24,8 @@ TOLERANCE = 2**-7
 # bytes a second below which a link is slower than any that GPUs for training have
 SLOW_LINK, SLOW_HOST = 15e9, 5e9
 MOVED = 256 * 2**20
+# minutes that no extension takes to compile
+LONGEST_BUILD = 20
 
 
 def gpus() -> list[list]:
@@ -61,6 +65,7 @@ def check(folder: str | None, parameters: int | None) -> list[Finding]:
         *check_gpus(),
         check_product(),
         check_compiler(),
+        check_builds(),
         check_triton(),
         *check_links(),
         check_pinned_memory(),
@@ -125,6 +130,27 @@ def check_compiler() -> Finding:
         text = "none on PATH. Triton and DeepSpeed compile when they are first used: install g++"
         return Finding(name, WARNING, text)
     return Finding(name, OK, found, {"path": found})
+
+
+def check_builds() -> Finding:
+    """Of C++ extensions, DeepSpeed's and the optimizer's for CPUs: while one is built, whoever needs it waits
+    for a file to go. A build that was killed leaves it."""
+    name = "extensions"
+    root = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or get_default_build_root())
+    minutes: dict[Path, float] = {}
+    for lock in (*root.glob("*/lock"), *root.glob("*/*/lock")):
+        # a build that ends meanwhile takes its file away
+        with contextlib.suppress(FileNotFoundError):
+            minutes[lock] = (time.time() - lock.stat().st_mtime) / 60
+    if not minutes:
+        return Finding(name, OK, f"none is being built in {root}")
+    oldest = max(minutes, key=lambda lock: minutes[lock])
+    text = (
+        f"{oldest} is {minutes[oldest]:.0f} minutes old: one is being built, or a build was killed, and jobs "
+        "wait for it for ever, without a word. Delete the file if nothing compiles"
+    )
+    state = WARNING if minutes[oldest] < LONGEST_BUILD else PROBLEM
+    return Finding(name, state, text, {"locks": list(map(str, minutes))})
 
 
 def check_triton() -> Finding:

@@ -2,13 +2,16 @@
 
 import functools
 import json
+import os
 import sys
+import time
 from types import SimpleNamespace
 from unittest import mock
 
 import pytest
 import torch
 from torch.utils import _device
+from torch.utils.file_baton import FileBaton
 
 from coat_ds import cli
 from coat_ds.doctor import OK, PROBLEM, UNKNOWN, WARNING, dry_run, machine, packages, switches
@@ -133,6 +136,29 @@ def test_room_for_checkpoints(tmp_path):
     found = machine.check_disk(tmp_path, 10**15)
     assert found.state == PROBLEM and "two checkpoints take" in found.text and "--folder" in found.text
     assert machine.too_little_room("x", 27, 1) and not machine.too_little_room("x", 28, 1)
+
+
+@pytest.mark.parametrize("variable", [True, False])
+def test_a_build_that_was_killed_is_named(variable, tmp_path, monkeypatch):
+    """By the file for which torch waits without a word."""
+    if variable:
+        monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+        folder = tmp_path / "deepspeed_shm_comm"
+    else:
+        monkeypatch.delenv("TORCH_EXTENSIONS_DIR", raising=False)
+        monkeypatch.setattr(machine, "get_default_build_root", lambda: str(tmp_path))
+        folder = tmp_path / "py311_cpu" / "deepspeed_shm_comm"
+    assert machine.check_builds().state == OK
+    folder.mkdir(parents=True)
+    lock = FileBaton(str(folder / "lock"))
+    assert lock.try_acquire()
+    found = machine.check_builds()
+    assert found.state == WARNING and str(folder / "lock") in found.text and "0 minutes" in found.text
+    old = time.time() - 60 * machine.LONGEST_BUILD
+    os.utime(folder / "lock", (old, old))
+    assert machine.check_builds().state == PROBLEM
+    lock.release()
+    assert machine.check_builds().state == OK
 
 
 def test_a_missing_compiler_is_named(monkeypatch):
