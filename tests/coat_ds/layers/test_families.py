@@ -257,6 +257,25 @@ def test_norms_of_heads_in_blocks(attention_format, padding, monkeypatch):
         assert error < 2 * fp8_bound(14), name
 
 
+@pytest.mark.parametrize("attention_format", ["bf16", "recompute"])
+def test_norms_of_heads_get_each_gradient_once(attention_format, monkeypatch):
+    """Where queries and keys share one norm, and a hook has a part in its gradient."""
+    family, batch = FAMILIES["qwen3"], FAMILIES["qwen3"].batch()
+    models = exact(family), family.build()
+    coat_ds.convert(models[1], {"attention_format": attention_format})
+    for model in models:
+        first, second = (layer.self_attn for layer in model.model.layers)
+        first.k_norm.weight = first.q_norm.weight
+        second.q_norm.weight.register_hook(lambda grad: -grad)
+    _, expected = run(models[0], batch)
+    taken = blocks_taken(monkeypatch)
+    _, found = run(models[1], batch)
+    assert len(taken) == LAYERS
+    for name in (name for name in expected if "_norm.weight" in name):
+        error = (found[name] - expected[name]).norm() / expected[name].norm()
+        assert error < 2 * fp8_bound(14), name
+
+
 def test_norms_of_heads_that_somebody_watches(monkeypatch):
     family, batch = FAMILIES["qwen3"], FAMILIES["qwen3"].batch()
     taken = blocks_taken(monkeypatch)
