@@ -276,6 +276,19 @@ def test_norms_of_heads_get_each_gradient_once(attention_format, monkeypatch):
         assert error < 2 * fp8_bound(14), name
 
 
+@pytest.mark.parametrize("name", ["self_attn.q_norm", "input_layernorm", "mlp"])
+def test_modules_that_are_replaced_after_convert(name, monkeypatch):
+    """The block of the layer would go on with the module that it was made of."""
+    family, batch = FAMILIES["qwen3"], FAMILIES["qwen3"].batch()
+    model, taken = coat_ds.convert(family.build()), blocks_taken(monkeypatch)
+    first = model.model.layers[0]
+    new = family.build().model.layers[0].get_submodule(name)
+    first.set_submodule(name, new)
+    _, gradients = run(model, batch)
+    assert len(taken) == LAYERS - 1
+    assert all(f"model.layers.0.{name}.{own}" in gradients for own, _ in new.named_parameters())
+
+
 def test_norms_of_heads_that_somebody_watches(monkeypatch):
     family, batch = FAMILIES["qwen3"], FAMILIES["qwen3"].batch()
     taken = blocks_taken(monkeypatch)
