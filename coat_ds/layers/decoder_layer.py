@@ -171,7 +171,6 @@ class Fp8DecoderLayer(Replaced):
     def __init__(self, module: nn.Module, activations: ActivationsConfig, parts: Parts):
         super().__init__(module)
         self.parts, self.recomputes = parts, activations.attention_format == "recompute"
-        self.head_norms = head_norms_of(parts.attention)
         self.qkv = MergedLinear(activations, cancels=True)
 
     def __call__(self, hidden_states: torch.Tensor, *args, **kwargs):
@@ -189,6 +188,10 @@ class Fp8DecoderLayer(Replaced):
     def projections(self) -> list[nn.Module]:
         return [self.parts.attention._modules[name] for name in PROJECTIONS]
 
+    @property
+    def head_norms(self) -> list[nn.Module]:
+        return head_norms_of(self.parts.attention)
+
     def by_blocks(
         self, cos: torch.Tensor, sin: torch.Tensor, mask: torch.Tensor | None, x: torch.Tensor
     ) -> torch.Tensor:
@@ -205,17 +208,18 @@ class Fp8DecoderLayer(Replaced):
 
         # arguments of `attend`: what the function itself holds would live longer than backward
         beside = () if mask is None else (additive_mask(mask, x.dtype),)
-        if self.head_norms:
+        head_norms = self.head_norms
+        if head_norms:
             # which stand between the projection and the angles
-            beside = *tables, *(norm.weight for norm in self.head_norms), *beside
+            beside = *tables, *(norm.weight for norm in head_norms), *beside
             tables = [t[:, :0] for t in tables]
 
         def attend(q, k, v, *beside, **saved):
-            if self.head_norms:
+            if head_norms:
                 (cos, sin, *weights), beside = beside[:4], beside[4:]
                 q, k = (
                     _normed(norm, t, weight, cos, sin)
-                    for norm, t, weight in zip(self.head_norms, (q, k), weights, strict=True)
+                    for norm, t, weight in zip(head_norms, (q, k), weights, strict=True)
                 )
             heads, scale = [t.view(b, s, -1, d) for t in (q, k, v)], attention.scaling
             if not beside:
@@ -312,10 +316,10 @@ def _by_token(angles: torch.Tensor, batch: int) -> torch.Tensor:
 def uses_blocks(layer: Fp8DecoderLayer, x: torch.Tensor, args: tuple, kwargs: dict) -> bool:
     """Whether a forward of `layer` takes the blocks.
 
-    Not under torch.compile, with a cache, dropout or somebody else's attention, nor where a module inside has
-    hooks, an adapter or another forward than it was given, or a parameter is frozen or of another dtype than
-    `x`, or than autocast's. It must not depend on whether there are gradients: reentrant checkpoints compute
-    the forward without.
+    Not under torch.compile, with a cache, dropout or somebody else's attention, nor where a module inside was
+    replaced, has hooks, an adapter or another forward than it was given, or a parameter is frozen or of
+    another dtype than `x`, or than autocast's. It must not depend on whether there are gradients: reentrant
+    checkpoints compute the forward without.
     """
     angles, attention = kwargs.get("position_embeddings"), layer.parts.attention
     feed_forward = replaced(layer.parts.mlp)
@@ -341,6 +345,11 @@ def uses_blocks(layer: Fp8DecoderLayer, x: torch.Tensor, args: tuple, kwargs: di
         if _is_foreign(name, value):
             return False
     # in plain loops: it runs for each layer in each forward
+    children = layer.module._modules.values()
+    for part in layer.parts:
+        # somebody has put another one, or a wrapper, in its place
+        if part not in children:
+            return False
     inside, in_mlp, form = attention._modules, layer.parts.mlp._modules, feed_forward.form
     q, k, v, o = [inside[name] for name in PROJECTIONS]
     gate, down = in_mlp[form.gate], in_mlp[form.down]
@@ -348,10 +357,11 @@ def uses_blocks(layer: Fp8DecoderLayer, x: torch.Tensor, args: tuple, kwargs: di
     for linear in (q, k, v, o, gate, up, down):
         if not is_fused(linear.__dict__.get("forward")):
             return False
-    for norm in (layer.parts.input_norm, layer.parts.mlp_norm, *layer.head_norms):
+    head_norms = layer.head_norms
+    for norm in (layer.parts.input_norm, layer.parts.mlp_norm, *head_norms):
         if type(norm.__dict__.get("forward")) is not Fp8Norm:
             return False
-    for module in (*layer.parts, *layer.head_norms, q, k, v, o, gate, up, down):
+    for module in (*layer.parts, *head_norms, q, k, v, o, gate, up, down):
         if not _is_ours(module, x.dtype):
             return False
     biases = [linear._parameters["bias"] is None for linear in (q, k, v, gate, up)]

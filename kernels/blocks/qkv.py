@@ -114,6 +114,9 @@ class _AttentionBlock(torch.autograd.Function):
         qkv = _qkv_again(*columns, saved, ctx.batch, grad_o.dtype, linear, *heads)
         with torch.enable_grad():
             qkv = tuple(t.requires_grad_() for t in qkv)
+            # leaves of their own: a hook on a parameter would run here and again behind this, and a
+            # parameter that comes twice would have all of its gradient twice
+            beside = [t.detach().requires_grad_() if t.requires_grad else t for t in beside]
             trained = [t for t in beside if t.requires_grad]
             o = ctx.attend(*qkv, *beside)
             grads = list(torch.autograd.grad(o, (*qkv, *trained), grad_o))

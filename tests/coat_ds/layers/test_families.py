@@ -257,6 +257,38 @@ def test_norms_of_heads_in_blocks(attention_format, padding, monkeypatch):
         assert error < 2 * fp8_bound(14), name
 
 
+@pytest.mark.parametrize("attention_format", ["bf16", "recompute"])
+def test_norms_of_heads_get_each_gradient_once(attention_format, monkeypatch):
+    """Where queries and keys share one norm, and a hook has a part in its gradient."""
+    family, batch = FAMILIES["qwen3"], FAMILIES["qwen3"].batch()
+    models = exact(family), family.build()
+    coat_ds.convert(models[1], {"attention_format": attention_format})
+    for model in models:
+        first, second = (layer.self_attn for layer in model.model.layers)
+        first.k_norm.weight = first.q_norm.weight
+        second.q_norm.weight.register_hook(lambda grad: -grad)
+    _, expected = run(models[0], batch)
+    taken = blocks_taken(monkeypatch)
+    _, found = run(models[1], batch)
+    assert len(taken) == LAYERS
+    for name in (name for name in expected if "_norm.weight" in name):
+        error = (found[name] - expected[name]).norm() / expected[name].norm()
+        assert error < 2 * fp8_bound(14), name
+
+
+@pytest.mark.parametrize("name", ["self_attn.q_norm", "input_layernorm", "mlp"])
+def test_modules_that_are_replaced_after_convert(name, monkeypatch):
+    """The block of the layer would go on with the module that it was made of."""
+    family, batch = FAMILIES["qwen3"], FAMILIES["qwen3"].batch()
+    model, taken = coat_ds.convert(family.build()), blocks_taken(monkeypatch)
+    first = model.model.layers[0]
+    new = family.build().model.layers[0].get_submodule(name)
+    first.set_submodule(name, new)
+    _, gradients = run(model, batch)
+    assert len(taken) == LAYERS - 1
+    assert all(f"model.layers.0.{name}.{own}" in gradients for own, _ in new.named_parameters())
+
+
 def test_norms_of_heads_that_somebody_watches(monkeypatch):
     family, batch = FAMILIES["qwen3"], FAMILIES["qwen3"].batch()
     taken = blocks_taken(monkeypatch)
