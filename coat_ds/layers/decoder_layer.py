@@ -110,8 +110,9 @@ def head_norms_of(attention: nn.Module) -> list[nn.Module]:
     return [inside[name] for name in HEAD_NORMS if name in inside]
 
 
-def _is_rms_norm(module: nn.Module) -> bool:
-    norm = replaced(module)
+def _is_rms_norm(module: nn.Module | None) -> bool:
+    # None: of a model that leaves its norms out
+    norm = None if module is None else replaced(module)
     return type(norm) is Fp8Norm and not norm.form.layer_norm
 
 
