@@ -34,7 +34,7 @@ PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
 # of every head of queries and of keys, as Qwen3 has them
 HEAD_NORMS = ("q_norm", "k_norm")
 # arguments that a layer may get: the angles say the same, or nothing here needs them; Trainer's number of
-# tokens is for the loss
+# tokens is for the loss, and router logits are those of layers with experts, beside which these stand
 ARGUMENTS = (
     "position_embeddings",
     "attention_mask",
@@ -42,6 +42,7 @@ ARGUMENTS = (
     "cache_position",
     "use_cache",
     "num_items_in_batch",
+    "output_router_logits",
 )
 # what Liger's forward of a model says it does not want
 FLAGS = ("output_attentions", "output_hidden_states")
@@ -109,8 +110,9 @@ def head_norms_of(attention: nn.Module) -> list[nn.Module]:
     return [inside[name] for name in HEAD_NORMS if name in inside]
 
 
-def _is_rms_norm(module: nn.Module) -> bool:
-    norm = replaced(module)
+def _is_rms_norm(module: nn.Module | None) -> bool:
+    # None: of a model that leaves its norms out
+    norm = None if module is None else replaced(module)
     return type(norm) is Fp8Norm and not norm.form.layer_norm
 
 

@@ -138,20 +138,22 @@ def saved_per_token(sizes: Sizes, layout: Layout, system: System) -> float:
         return _input_per_token(sizes, system) / between
     h, f, u, o = sizes.hidden, sizes.ffn, sizes.fc1, sizes.queries
     # the norms' deviations
-    kept, attention = 2 * FP32 / between, BF16 * (sizes.qkv + o) + FP32 * sizes.heads
-    # of queries and keys, where each head is normed
+    kept = 2 * FP32 / between
+    # queries and keys, where each head is normed, with a deviation each
     normed = (sizes.heads + sizes.groups) * sizes.head_dim if sizes.head_norms else 0
-    kept += FP32 * normed / sizes.head_dim / t
+    of_heads = FP32 * (sizes.heads + normed / sizes.head_dim)
+    attention = BF16 * (sizes.qkv + o) + of_heads
     if system.layers == "coat":
         activations = system.coat.activations
         grouped = 1 + 1 / activations.group_size
         if activations.attention_format != "bf16":
-            attention = grouped * (sizes.qkv + o) + FP32 * sizes.heads
+            attention = grouped * (sizes.qkv + o) + of_heads
+        attention += grouped * normed
         if activations.attention_format == "recompute":
             attention += sizes.attends_again * (grouped * o - attention)
         feed_forward = sizes.mean(grouped * u / t, _of_experts(sizes, layout, grouped))
         inputs = 2 * h / between + (f + o) / t if system.keeps_inputs else 0
-        return kept + grouped * (2 * h / between + normed / t) + feed_forward + attention / t + inputs
+        return kept + grouped * 2 * h / between + feed_forward + attention / t + inputs
     if system.layers == "transformer_engine":
         return kept + (2 * BF16 * h + 2 * h) / between + (o + f + BF16 * u + attention) / t
     if sizes.maker == "transformers":

@@ -134,9 +134,8 @@ class Sizes:
 
     @property
     def attends_again(self) -> float:
-        """The share of layers in which COAT can make attention again: fused blocks, which have neither norms
-        of heads nor experts."""
-        return 0 if self.head_norms else self.mean(1, 0)
+        """The share of layers in which COAT can make attention again: fused blocks, which have no experts."""
+        return self.mean(1, 0)
 
     def _of_a_layer(self, of_experts: Callable[[Experts, int], int]) -> float:
         """Elements of a layer's attention and feed-forward, mean over the layers."""

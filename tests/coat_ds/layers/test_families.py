@@ -311,6 +311,10 @@ def test_norms_of_heads_that_somebody_watches(monkeypatch):
     stock = second.q_norm.forward
     second.q_norm.forward = lambda x: stock(x)
     assert blocks(model) == 1
+    model = family.build()
+    for layer in model.model.layers:
+        layer.self_attn.q_norm = layer.self_attn.k_norm = None
+    assert coat_ds.convert(model) and not coat_ds.conversion_of(model).converted["layer"]
     # of another kind, and one alone
     for name in ("q_norm", "k_norm"):
         model = family.build()
