@@ -6,14 +6,20 @@ from benchmarks.tables.blocks import Results, block, gb, table
 @block("huggingface.md", "gains")
 def gains(results: Results) -> str:
     lines = []
-    titles = {"llama3-8b": "Llama-3-8B", "qwen3-8b": "Qwen3-8B", "qwen3-30b": "Qwen3-30B, 128 experts"}
+    titles = {
+        "llama3-8b": "Llama-3-8B",
+        "qwen3-8b": "Qwen3-8B",
+        "qwen3-30b": "Qwen3-30B, 128 experts",
+        "qwen3-0.6b": "Qwen3-0.6B",
+    }
     for shape, title in titles.items():
         rows = {r["system"]: r for r in results.rows("models_gpu.csv", shape=shape)}
         cells = [
             f"{rows[s]['ms']:.1f}; {rows[s]['peak_gb']:.1f}" if s in rows else "not run"
             for s in ("BF16", "BF16, Liger", "COAT")
         ]
-        lines.append([f"{rows['BF16']['layers']} layers of {title}, 8,192 tokens", *cells])
+        bf16 = rows["BF16"]
+        lines.append([f"{bf16['layers']} layers of {title}, {bf16['tokens']:,.0f} tokens", *cells])
     return table(["one H200: ms; peak GB above the weights", "BF16", "BF16, Liger", "COAT"], *lines)
 
 

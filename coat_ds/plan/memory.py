@@ -155,6 +155,7 @@ def saved_per_token(sizes: Sizes, layout: Layout, system: System) -> float:
         inputs = 2 * h / between + (f + o) / t if system.keeps_inputs else 0
         return kept + grouped * 2 * h / between + feed_forward + attention / t + inputs
     if system.layers == "transformer_engine":
+        attention += BF16 * normed
         return kept + (2 * BF16 * h + 2 * h) / between + (o + f + BF16 * u + attention) / t
     if sizes.maker == "transformers":
         # norms keep FP32 inputs and what they multiply their weight with; the activation's own output, too
@@ -162,6 +163,7 @@ def saved_per_token(sizes: Sizes, layout: Layout, system: System) -> float:
         attention += (FP32 + BF16) * normed
     else:
         norms, feed_forward = 2 * 2 * BF16 * h, BF16 * (u + f)
+        attention += BF16 * normed
     if system.recompute == "mlp":
         feed_forward = 0
     feed_forward = sizes.mean(feed_forward / t, _of_experts(sizes, layout))

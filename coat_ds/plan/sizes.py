@@ -76,7 +76,7 @@ class Sizes:
     tied: bool = False
     """Embedding and head are one matrix."""
     head_norms: bool = False
-    """Queries and keys are normed, head by head."""
+    """Queries and keys are normed, head by head, by RMSNorm."""
     counted: bool = True
     """What layers of this kind save in BF16 was counted. Else they are taken for Llama's."""
     maker: str = "megatron"
@@ -281,6 +281,7 @@ def from_megatron(arguments: Sequence[str]) -> tuple[Sizes, dict]:
         "untie-embeddings-and-output-weights",
         "sequence-parallel",
         "multi-latent-attention",
+        "qk-layernorm",
     ):
         parser.add_argument(f"--{name}", action="store_true")
     for name in ("use-distributed-optimizer", "grad-reduce-in-bf16"):
@@ -319,6 +320,7 @@ def from_megatron(arguments: Sequence[str]) -> tuple[Sizes, dict]:
         **sizes,
         groups=found.num_query_groups or found.num_attention_heads,
         head_dim=found.kv_channels,
+        head_norms=found.qk_layernorm,
         vocabulary=vocabulary,
         gated=gated,
         experts=mixtures.experts_of(values, sizes["layers"], sizes["ffn"], gated, biases),
@@ -366,6 +368,7 @@ def from_module(model) -> Sizes:
             experts=mixtures.experts_of(values, layers, ffn, gated, config.add_bias_linear),
             groups=config.num_query_groups,
             head_dim=config.kv_channels,
+            head_norms=config.qk_layernorm,
             vocabulary=getattr(model, "vocab_size", None),
             gated=gated,
             tied=getattr(model, "share_embeddings_and_output_weights", False),

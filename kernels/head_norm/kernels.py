@@ -11,9 +11,9 @@ from coat_kernels.norm.kernels import PROGRAMS, empty_kept, load_gamma, row_tile
 from coat_kernels.prepared import PreparedKernel
 from coat_kernels.tiles import load_tile, store_tile, tile_mask
 
-# at least so many elements in a program's tile, and so many a thread. For 8192 tokens of 32 heads of 128 an H200
-# takes 75 us forward and 96 back, a copy of as many bytes 44. With the tiles of whole norms, and loads of three
-# tiles in flight, they took 112 and 158.
+# at least so many elements in a program's tile, and so many a thread. For 8192 tokens of 32 heads of 128 an
+# H200 takes 75 us forward and 96 back, a copy of as many bytes 44. With the tiles of whole norms, and loads
+# of three tiles in flight, they took 112 and 158.
 FORWARD_TILE, FORWARD_ELEMENTS = 1024, 32
 BACKWARD_TILE, BACKWARD_ELEMENTS = 4096, 16
 

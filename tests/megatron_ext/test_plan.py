@@ -54,6 +54,11 @@ CASES = {
         f"{WORDS} --disable-bias-linear --squared-relu",
     ),
     "biases": (UNGATED | {"add_bias_linear": True}, WORDS),
+    "head norms": ({"qk_layernorm": True}, f"{GATED_WORDS} --qk-layernorm"),
+    "head norms in dense layers": (
+        {"qk_layernorm": True, "moe_layer_freq": 2},
+        f"{GATED_WORDS} --qk-layernorm --moe-layer-freq 2",
+    ),
 }
 # all layers but the first
 DENSE = {"moe_layer_freq": 10}
@@ -131,8 +136,8 @@ def test_models_are_read(megatron, name):
     assert found.parameters == exact
     read, _ = sizes.from_megatron(f"{words} --num-layers 3 --moe-token-dispatcher-type alltoall".split())
     assert read == dataclasses.replace(found, other_parameters=0)
-    # biases
-    assert (found.other_parameters > 0) == (name == "biases")
+    # biases, and norms
+    assert (found.other_parameters > 0) == (name == "biases" or "head norms" in name)
 
 
 def test_gates_that_dense_layers_do_not_have_are_named(megatron):

@@ -323,3 +323,33 @@ def test_norms_of_heads_that_somebody_watches(monkeypatch):
             setattr(inside, name, torch.nn.LayerNorm(32, bias=False).bfloat16())
         assert coat_ds.convert(model) and not coat_ds.conversion_of(model).converted["layer"]
         run(model, batch)
+
+
+def test_text_layers_with_positions_of_pictures(monkeypatch):
+    """Qwen3-VL's layers cannot be called without angles, which differ between the rows of a batch."""
+    transformers = pytest.importorskip("transformers")
+    sections = {"mrope_section": [6, 5, 5], "mrope_interleaved": True}
+    config = transformers.Qwen3VLTextConfig(
+        vocab_size=256,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        pad_token_id=0,
+        rope_parameters={"rope_type": "default", "rope_theta": 10000.0, **sections},
+    )
+    torch.manual_seed(0)
+    exact = transformers.Qwen3VLTextModel._from_config(config).bfloat16().float().train()
+    model = transformers.Qwen3VLTextModel._from_config(config).bfloat16().train()
+    model.load_state_dict(exact.state_dict())
+    ids, positions = torch.randint(256, (2, 32)), torch.randint(32, (3, 2, 32))
+    grad, found = torch.randn(2, 32, 64), []
+    taken = blocks_taken(monkeypatch)
+    for which in (coat_ds.convert(model), exact):
+        y = which(input_ids=ids, position_ids=positions, use_cache=False).last_hidden_state
+        y.backward(grad.to(y.dtype))
+        found.append({name: p.grad.float() for name, p in which.named_parameters()})
+    assert len(taken) == 2
+    assert relative(*found) < fp8_bound(14)
