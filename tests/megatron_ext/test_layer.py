@@ -254,7 +254,8 @@ VARIANTS = {
         "gated_linear_unit": False,
         "bias_activation_fusion": False,
     },
-    "qk-norm": {"qk_layernorm": True},
+    # large beside what is under the root, so that another one shows
+    "qk-norm": {"qk_layernorm": True, "layernorm_epsilon": 0.1},
     "qk-norm-turned-by-megatron": {"qk_layernorm": True, "rotary_interleaved": True},
     "qk-norm-gpt": GPT | {"qk_layernorm": True},
     "windows": {"window_size": (S // 4, 0)},
