@@ -264,9 +264,9 @@ class ActivationsConfig(_Block):
 
     cuda_graphs: str | bool = _choice("auto", CUDA_GRAPHS)
     """Whether dense layers are recorded as CUDA graphs and replayed, which leaves the CPU next to nothing to
-    do. "auto": where the GPU would wait for it; true: wherever it is possible; false: nowhere. Never under
-    ZeRO-3, where weights move, nor with dropout or while activations are recomputed; nor layers of models
-    that `convert` changed."""
+    do. "auto": where the GPU would wait for it; true: wherever it is possible; false: nowhere. Of models that
+    `convert` changed, layers that run as fused blocks. Never under ZeRO-3, where weights move, nor with
+    dropout or while activations are recomputed."""
 
     fallback: bool = False
     """Keep a linear layer whose sizes FP8 products cannot take in BF16. False makes it an error.

@@ -7,13 +7,15 @@ allocated, as much as a step takes at its peak anyway. The rest of its memory is
 
 A graph reads and writes fixed addresses. It is replayed only while all of them are those that were recorded,
 and while the replay overwrites nothing that still waits for a backward. Otherwise the function runs eagerly,
-or is recorded again.
+or is recorded again. Constants that a model makes anew for each forward, such as tables of angles and masks,
+are copied to fixed addresses once for all layers that read them.
 """
 
+import contextlib
 import functools
 import logging
 import weakref
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 
 import torch
 from torch.autograd.graph import get_gradient_edge
@@ -22,8 +24,13 @@ from coat_kernels.autograd import once_differentiable
 
 logger = logging.getLogger(__name__)
 
+# Tokens times parameters of a layer whose forward and backward take an H200 the 3.5 ms that its CPU needs for
+# the launches. Larger layers gain nothing from graphs, which hold what is saved for backward.
+GRAPHED_WORK = 4e11
 # eager calls before a graph is recorded: they compile kernels and find scales
 WARM_UP = 2
+# at most so many where graphs are dropped as shapes change
+MOST_WARM_UP = 64
 # shapes of one function; each holds what its backward needs
 MOST_SHAPES = 2
 # after so many changes of addresses, as by offloading of states, graphs of a function are given up
@@ -51,25 +58,57 @@ class _Pool:
         return max(self.in_flight, default=-1) < number
 
 
+class _Constant:
+    """A copy of what callers make anew for each forward, shared by all graphs that read it."""
+
+    def __init__(self, like: torch.Tensor):
+        # rows may be padded: kernels see the same strides
+        held = like.untyped_storage().nbytes() // like.element_size() - like.storage_offset()
+        self.buffer = like.new_empty(held).as_strided(like.shape, like.stride())
+        # forwards whose backward will read it
+        self.readers = 0
+        self._source: weakref.ref[torch.Tensor] | None = None
+        self._version = 0
+
+    def take(self, x: torch.Tensor) -> bool:
+        """Whether it holds `x` now. Not while another one is still to be read."""
+        if self._source is None or self._source() is not x or self._version != x._version:
+            if self.readers:
+                return False
+            self.buffer.copy_(x)
+            self._source, self._version = weakref.ref(x), x._version
+        return True
+
+
 class _Memory:
-    """What all graphs of one stream share."""
+    """What all graphs of one stream share, or all of one shape there."""
 
     def __init__(self, device: torch.device):
-        # graphs are recorded on a stream of their own
-        self.stream = torch.cuda.Stream(device)
-        self._number = torch.zeros(1, device=device)
+        self._device = device
         self._pools: list[_Pool] = []
         self._buffers: dict[Hashable, torch.Tensor] = {}
+        self._constants: dict[Hashable, _Constant] = {}
         self._announced: set[torch.Size] = set()
+        # whose graphs lie here
+        self.users: weakref.WeakSet[Graphs] = weakref.WeakSet()
         # why nothing is recorded any more
         self.refusal: str | None = None
 
+    @functools.cached_property
+    def stream(self) -> torch.cuda.Stream:
+        """Graphs are recorded on a stream of their own."""
+        return torch.cuda.Stream(self._device)
+
+    @functools.cached_property
+    def _number(self) -> torch.Tensor:
+        return torch.zeros(1, device=self._device)
+
     def _record_little(self) -> torch.cuda.CUDAGraph:
-        graph = torch.cuda.CUDAGraph()
+        graph, number = torch.cuda.CUDAGraph(), self._number
         self.stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self.stream):
             graph.capture_begin(capture_error_mode="thread_local")
-            self._number.add_(1)
+            number.add_(1)
             graph.capture_end()
         return graph
 
@@ -85,6 +124,19 @@ class _Memory:
         if key not in self._buffers:
             self._buffers[key] = torch.empty_like(like, memory_format=torch.contiguous_format)
         return self._buffers[key]
+
+    def constant(self, index: int, like: torch.Tensor) -> _Constant:
+        """The copy of the constant with this index among those of its function."""
+        key = index, like.shape, like.stride(), like.dtype
+        if key not in self._constants:
+            self._constants[key] = _Constant(like)
+        return self._constants[key]
+
+    def abandon(self) -> None:
+        """Has everybody drop the graphs that lie here, so that their memory is freed. Those that wait for
+        their backwards keep theirs until then."""
+        for graphs in list(self.users):
+            graphs.leave()
 
     def record(self, make: Callable[[], "_Recording | _Graph"]):
         """make(), or None if it fails; then nothing is recorded any more."""
@@ -108,14 +160,15 @@ class _Memory:
             logger.info("layers with inputs of shape %s run as CUDA graphs from now on", list(shape))
 
 
-# by device and stream, alive as long as a module uses them
+# by device, stream and shape, if it is of one, alive as long as a module uses them
 _memories: weakref.WeakValueDictionary[tuple, _Memory] = weakref.WeakValueDictionary()
 
 
-def _memory(device: torch.device, stream: int) -> _Memory:
-    memory = _memories.get((device, stream))
+def _memory(device: torch.device, stream: int, shape: torch.Size | None) -> _Memory:
+    key = device, stream, shape
+    memory = _memories.get(key)
     if memory is None:
-        memory = _memories[device, stream] = _Memory(device)
+        memory = _memories[key] = _Memory(device)
     return memory
 
 
@@ -127,6 +180,11 @@ def _is_watched() -> bool:
         or torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
         or torch.cuda.is_current_stream_capturing()
     )
+
+
+def _overlaps(x: torch.Tensor) -> bool:
+    """Whether elements of `x` share memory, as of a tensor that was expanded."""
+    return any(stride == 0 and size > 1 for stride, size in zip(x.stride(), x.shape, strict=True))
 
 
 def _addresses(tensors: Sequence[torch.Tensor | None]) -> tuple:
@@ -189,12 +247,27 @@ class _Graph:
 class _InFlight:
     """While it lives, a forward waits for its backward."""
 
-    def __init__(self, pool: _Pool, number: int):
-        self._pool, self._number = pool, number
+    def __init__(self, pool: _Pool, number: int, constants: Sequence[_Constant]):
+        self._pool, self._number, self._constants = pool, number, constants
         pool.in_flight.add(number)
+        for constant in constants:
+            constant.readers += 1
 
     def __del__(self):
         self._pool.in_flight.discard(self._number)
+        for constant in self._constants:
+            constant.readers -= 1
+
+
+@contextlib.contextmanager
+def _at_versions(tensors: Sequence[torch.Tensor], versions: Sequence[int]) -> Iterator[None]:
+    """Lets autograd read `tensors` as of these versions, where their values are known to be right."""
+    now, set_versions = tuple(t._version for t in tensors), torch._C._autograd._unsafe_set_version_counter
+    set_versions(tuple(tensors), tuple(versions))
+    try:
+        yield
+    finally:
+        set_versions(tuple(tensors), now)
 
 
 class _Recording:
@@ -207,18 +280,23 @@ class _Recording:
         function: Callable,
         x: torch.Tensor,
         tensors: Sequence[torch.Tensor | None],
+        constants: Sequence[_Constant],
     ):
-        self._memory, self._pool = memory, pool
+        self._memory, self._pool, self._constants = memory, pool, constants
         self._x = memory.buffer("input", x)
         # leaves of a graph of their own, on the same memory
         leaves = [None if t is None else t.detach().requires_grad_(t.requires_grad) for t in tensors]
         self._inputs = [self._x.detach().requires_grad_(), *leaves]
+        buffers = [constant.buffer for constant in constants]
+        self._read = [t for t in (*self._inputs, *buffers) if t is not None]
+        self._versions = [t._version for t in self._read]
         self._forward = _Graph(memory, pool, functools.partial(self._run, function))
         self._backward: _Graph | None = None
         self._grad: torch.Tensor | None = None
 
     def _run(self, function: Callable) -> tuple[torch.Tensor]:
-        y = function(*self._inputs)
+        x, *leaves = self._inputs
+        y = function(x, *(constant.buffer for constant in self._constants), *leaves)
         # holds on to what was saved for backward, not to y
         self._edge = get_gradient_edge(y)
         return (y.detach(),)
@@ -237,7 +315,7 @@ class _Recording:
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, _InFlight]:
         """The function's output, and what to hold until its backward has run."""
-        in_flight = _InFlight(self._pool, self._forward.number)
+        in_flight = _InFlight(self._pool, self._forward.number, self._constants)
         self._x.copy_(x)
         self._forward.replay()
         return _copied(self._forward.results[0]), in_flight
@@ -253,7 +331,9 @@ class _Recording:
             )
             self._memory.announce(grad.shape)
         if self._backward is None or not self._pool.allows(self._backward.number):
-            return self._differentiate()
+            # steps have changed what it reads since it was recorded, but not since this forward
+            with _at_versions(self._read, self._versions):
+                return self._differentiate()
         self._backward.replay()
         return [_copied(g) for g in self._backward.results]
 
@@ -289,19 +369,27 @@ class _Place:
 
 
 class Graphs:
-    """The graphs of one function of a module. Copies of the module, and what is pickled, start anew."""
+    """The graphs of one function of a module. Copies of the module, and what is pickled, start anew.
 
-    def __init__(self):
+    one_shape: for inputs whose shape may change at any time. Graphs of one shape are held at a time. Where
+        another shape comes, those of all layers are dropped before it runs, as it may need the memory, and
+        twice as many calls of one shape must follow each other until there are graphs again.
+    """
+
+    def __init__(self, one_shape: bool = False):
+        self._one_shape = one_shape
         self._places: dict[Hashable, _Place] = {}
-        # kept alive between calls
+        # kept alive between calls, with what it is for
         self._memory: _Memory | None = None
+        self._memory_key: tuple | None = None
         self._moves = 0
+        self._warm_up = WARM_UP
 
     def __reduce__(self):
-        return type(self), ()
+        return type(self), (self._one_shape,)
 
     def __deepcopy__(self, memo):
-        return type(self)()
+        return type(self)(self._one_shape)
 
     @property
     def count(self) -> int:
@@ -313,6 +401,13 @@ class Graphs:
         self._places.clear()
         self._moves = 0
 
+    def leave(self) -> None:
+        """Drops what was recorded, with its share of the memory that holds it."""
+        if self.count:
+            self._warm_up = min(2 * self._warm_up, MOST_WARM_UP)
+        self.clear()
+        self._memory = None
+
     def call(
         self,
         function: Callable[..., torch.Tensor],
@@ -320,8 +415,9 @@ class Graphs:
         tensors: Sequence[torch.Tensor | None],
         uses: tuple[Hashable, ...] = (),
         under_way: int = 1,
+        constants: Sequence[torch.Tensor] = (),
     ) -> torch.Tensor:
-        """function(x, *tensors), by a graph where that is possible.
+        """function(x, *constants, *tensors), by a graph where that is possible.
 
         Args:
             function: launches the same kernels for the same sizes, whatever the values, draws no random
@@ -331,27 +427,48 @@ class Graphs:
             uses: what else the function depends on: options, addresses of other memory that it or its
                 backward uses, and objects that own some.
             under_way: how many forwards of one shape may wait for their backwards at a time.
+            constants: without gradients, of memory that may be another one in each forward. The same tensor
+                object holds the same values in all layers.
 
         Returns what the function does, in memory of its own.
         """
-        if not x.requires_grad or _is_watched():
-            return function(x, *tensors)
-        stream = torch.cuda.current_stream(x.device)
-        memory = self._memory = _memory(x.device, stream.cuda_stream)
-        place = self._place((x.shape, x.dtype, memory), _addresses(tensors) + uses)
-        if place is None or memory.refusal is not None:
-            return function(x, *tensors)
+        run_eagerly = functools.partial(function, x, *constants, *tensors)
+        if not (x.requires_grad and torch.is_grad_enabled()) or _is_watched():
+            return run_eagerly()
+        memory = self._memory_of(x)
+        if memory.refusal is not None or any(map(_overlaps, constants)):
+            return run_eagerly()
+        copies = tuple(memory.constant(i, constant) for i, constant in enumerate(constants))
+        place = self._place((x.shape, x.dtype, memory), _addresses(tensors) + uses + copies)
+        if place is None:
+            return run_eagerly()
         place.calls += 1
-        if place.calls <= WARM_UP:
-            return function(x, *tensors)
+        if place.calls <= self._warm_up:
+            return run_eagerly()
         recording = next((r for r in place.recordings if r.is_ready), None)
-        if recording is None and len(place.recordings) < under_way:
-            pool = memory.pool(len(place.recordings))
-            recording = memory.record(lambda: _Recording(memory, pool, function, x, tensors))
-            place.recordings += [recording] * (recording is not None)
+        if recording is None and len(place.recordings) == under_way:
+            return run_eagerly()
+        for copy, constant in zip(copies, constants, strict=True):
+            if not copy.take(constant):
+                return run_eagerly()
         if recording is None:
-            return function(x, *tensors)
+            pool = memory.pool(len(place.recordings))
+            recording = memory.record(lambda: _Recording(memory, pool, function, x, tensors, copies))
+            if recording is None:
+                return run_eagerly()
+            place.recordings.append(recording)
         return _Replay.apply(recording, x, *tensors)
+
+    def _memory_of(self, x: torch.Tensor) -> _Memory:
+        """Where graphs for inputs like `x` lie."""
+        stream = torch.cuda.current_stream(x.device).cuda_stream
+        key = x.device, stream, x.shape if self._one_shape else None
+        if self._memory is None or self._memory_key != key:
+            if self._memory is not None and self._one_shape:
+                self._memory.abandon()
+            self._memory, self._memory_key = _memory(*key), key
+            self._memory.users.add(self)
+        return self._memory
 
     def _place(self, key: Hashable, where: Hashable) -> _Place | None:
         """The place of calls with `key`; None if there are too many others, or if addresses change all the

@@ -114,14 +114,14 @@ class WeightCache:
         self._key = key
         return self._codes, self._largest
 
-    def stay(self, weight: torch.Tensor, fmt: Fp8Format) -> tuple[int, ...]:
-        """The addresses of the copies of `weight`, for a CUDA graph. They are brought up to date, and from
-        now on written in place."""
+    def stay(self, weight: torch.Tensor, fmt: Fp8Format) -> tuple:
+        """What a CUDA graph knows of this cache: itself, and the addresses of the copies of `weight`. They
+        are brought up to date, and from now on written in place."""
         if self.keep == "none":
-            return ()
+            return (self,)
         self._stays = True
         self.forward(weight, fmt)
-        return tuple(t.data_ptr() for t in (self._largest, *self._codes[:3]))
+        return self, *(t.data_ptr() for t in (self._largest, *self._codes[:3]))
 
     def columns(self, weight: torch.Tensor, largest: torch.Tensor, fmt: Fp8Format) -> Quantized:
         """`weight` column-major, as in the forward that found `largest`."""

@@ -17,6 +17,7 @@ from torch.nn.modules.module import _has_any_global_hook
 from coat_ds.layers.log import say_once
 from coat_kernels.attention import origin_in_groups
 from coat_kernels.blocks import attention_block, mlp_block, qkv_block
+from coat_kernels.graphs import GRAPHED_WORK
 from coat_kernels.groups import quantize_groups
 from coat_kernels.linear import LinearOptions
 from coat_kernels.origin import origin_of
@@ -42,10 +43,6 @@ _HOOKS = ("_forward_hooks", "_backward_hooks", "_backward_pre_hooks")
 _WAITS = f"{DistributedDataParallel._make_forward_pre_hook.__qualname__}.<locals>."
 # arguments of the layer that may be given; callers give at most the first two by position
 _ARGUMENTS = ("hidden_states", "attention_mask", "rotary_pos_emb")
-
-# Tokens times parameters of a layer whose forward and backward take an H200 the 3.5 ms that its CPU needs for
-# the launches. Larger layers gain nothing from graphs, which hold what is saved for backward.
-GRAPHED_WORK = 4e11
 
 
 class Parts(NamedTuple):
@@ -240,7 +237,7 @@ def _used(parts: Parts, options: tuple[LinearOptions, ...]) -> tuple:
         found.append(norm.options)
     found += core.group_size, core.saved_format, core.recomputes
     for linear, how in zip(parts.linears, options, strict=True):
-        found += linear.uses(how)
+        found += how.uses(linear.weight)
     return tuple(found)
 
 

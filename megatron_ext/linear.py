@@ -187,13 +187,6 @@ class _CoatLinear(TakesActivations):
         cache = self._cache if self._cache.keep == "none" else self._cache.of(weight)
         return weight, LinearOptions(self._formats, cache, parallel, into, self._x_scale, self._grad_scale)
 
-    def uses(self, options: LinearOptions) -> tuple:
-        """What GEMMs with `options` use beside their tensors, for CUDA graphs (`Graphs.call`)."""
-        into = options.weight_grad_into
-        kept = options.cache.stay(self.weight, self._formats.forward)
-        address = None if into is None else into().data_ptr()
-        return options.formats, options.cache, options.x_scale, options.grad_scale, address, *kept
-
     def coat_part(self) -> Part:
         if self._in_fp8:
             return Part("linear", multiplied(self._formats.forward.name, self._formats.backward.name))

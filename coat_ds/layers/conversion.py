@@ -67,10 +67,10 @@ class Conversion:
     def idle_keys(self) -> list[str]:
         """A line for each key of the block that has no effect on this model."""
         key, fmt, lines = self.activations.KEY, self.activations.attention_format, []
-        if self.activations.cuda_graphs is True:
+        if self.activations.cuda_graphs is True and not self.converted["layer"]:
             lines.append(
-                f"{key}.cuda_graphs: found True, but only Megatron's layers are recorded as CUDA graphs, not "
-                "those of a converted model. Drop the key."
+                f"{key}.cuda_graphs: found True, but no layer of the model runs as a fused block, which "
+                "alone can be recorded. Drop the key."
             )
         if fmt != "bf16" and not self.converted["attention"]:
             lines.append(

@@ -42,7 +42,7 @@ def convert(
         model: any module; of parameters in BF16, or in FP32, best under autocast to BF16.
         activations: the block `coat.activations`, as an object or a mapping; the defaults without.
             `attention_format` is of attention that transformers' AttentionInterface chooses; a warning says
-            where there is none. `cuda_graphs` is of Megatron's layers alone.
+            where there is none. `cuda_graphs` is of layers that run as fused blocks.
         filter: filter(name, module) says whether a module may be converted.
 
     Raises ValueError for a compiled model and for parameters in FP16, CoatConfigError for options that cannot

@@ -5,7 +5,9 @@ The blocks bypass the forwards of the modules inside. `uses_blocks` allows them 
 otherwise the layer's own forward calls its converted modules.
 """
 
+import itertools
 import logging
+from collections.abc import Iterator
 from functools import partial
 from typing import NamedTuple
 
@@ -19,14 +21,16 @@ from coat_ds.layers.attention import STATE, any_attention, is_transformers_own
 from coat_ds.layers.feed_forward import Fp8GatedFeedForward
 from coat_ds.layers.linear import is_fused
 from coat_ds.layers.log import say_once
-from coat_ds.layers.merged_linear import MergedLinear, is_hooked
+from coat_ds.layers.merged_linear import MergedLinear, is_hooked, joined, parameters_of
 from coat_ds.layers.norm import Fp8Norm
 from coat_ds.layers.probe import Place, close, first_found, linear_of, run, shadow
 from coat_ds.layers.replaced import Replaced, autocast_dtype, can_be_read, replaced
 from coat_kernels.attention import additive_mask, causal_attention, origin_in_groups
 from coat_kernels.blocks import attention_block, mlp_block, qkv_block
+from coat_kernels.graphs import GRAPHED_WORK, Graphs
 from coat_kernels.groups import quantize_groups
 from coat_kernels.head_norm import head_norm
+from coat_kernels.linear import LinearOptions
 from coat_kernels.origin import note, noted, origin_of
 from coat_kernels.rope import rotate
 
@@ -174,6 +178,9 @@ class Fp8DecoderLayer(Replaced):
         super().__init__(module)
         self.parts, self.recomputes = parts, activations.attention_format == "recompute"
         self.qkv = MergedLinear(activations, cancels=True)
+        self.cuda_graphs = activations.cuda_graphs
+        # batches of one length follow each other, or they do not
+        self.graphs = Graphs(one_shape=True)
 
     def __call__(self, hidden_states: torch.Tensor, *args, **kwargs):
         if not uses_blocks(self, hidden_states, args, kwargs):
@@ -194,26 +201,74 @@ class Fp8DecoderLayer(Replaced):
     def head_norms(self) -> list[nn.Module]:
         return head_norms_of(self.parts.attention)
 
+    @property
+    def products(self) -> tuple[tuple[nn.Module, ...], ...]:
+        """The linear layers, those together that are one product: qkv, o, gate and up, down."""
+        *qkv, o = self.projections
+        feed_forward = replaced(self.parts.mlp)
+        return tuple(qkv), (o,), feed_forward.first, (feed_forward.down,)
+
     def by_blocks(
         self, cos: torch.Tensor, sin: torch.Tensor, mask: torch.Tensor | None, x: torch.Tensor
     ) -> torch.Tensor:
         """cos and sin [1 or b, s, d], a mask as torch's attention takes or None, x [b, s, h] -> [b, s, h]."""
-        (norm, attention, mlp_norm, mlp), (b, s, h) = self.parts, x.shape
-        (*qkv, o), kept = self.projections, attention.__dict__[STATE]
-        weight, bias, linear = self.qkv.options(tuple(qkv))
-        d = attention.head_dim
+        qkv, (o,), _, (down,) = products = self.products
+        feed_forward = replaced(self.parts.mlp)
+        options = (
+            self.qkv.options(qkv),
+            replaced(o).options(),
+            feed_forward.first_options(),
+            replaced(down).options(),
+        )
+        norms = self.parts.input_norm, self.parts.mlp_norm
+        parameters = [p for norm in norms for p in (norm.weight, norm._parameters.get("bias"))]
+        for linears in products:
+            parameters += (p for kind in parameters_of(linears) for p in kind)
+        parameters += (norm.weight for norm in self.head_norms)
         # the blocks take tokens one by one: sequences of one batch, each with its own angles
-        inputs = x.reshape(b * s, 1, h), norm.weight, norm._parameters.get("bias"), weight, bias
-        tables = _by_token(cos, b), _by_token(sin, b)
-        groups = qkv[1].weight.shape[0] // d
-        how = {"norm": replaced(norm).options, "linear": linear, "groups": groups, "d": d, "apart": True}
+        constants = [_by_token(t, x.shape[0]) for t in (cos, sin)]
+        if mask is not None:
+            constants.append(additive_mask(mask, x.dtype))
+        compute = partial(self._compute, options, mask is not None)
+        if not uses_graphs(self, x):
+            return compute(x, *constants, *parameters)
+        return self.graphs.call(compute, x, parameters, self._uses(options), constants=constants)
+
+    def _uses(self, options: tuple[LinearOptions, ...]) -> tuple:
+        """What a graph depends on beside tensors. A change is recorded again."""
+        attention, kept = self.parts.attention, self.parts.attention.__dict__[STATE]
+        found = [kept, self.recomputes, attention.scaling, replaced(self.parts.mlp).options]
+        for norm in (self.parts.input_norm, self.parts.mlp_norm, *self.head_norms):
+            found.append(replaced(norm).options)
+        for linears, how in zip(self.products, options, strict=True):
+            found += how.uses(linears[0].weight)
+        return tuple(found)
+
+    def _compute(
+        self,
+        options: tuple[LinearOptions, ...],
+        masked: bool,
+        x: torch.Tensor,
+        *tensors: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """The layer's output from its input, the tables of angles and the mask if it is `masked`, and its
+        parameters, as `by_blocks` gives them."""
+        (norm, attention, mlp_norm, mlp), (b, s, h) = self.parts, x.shape
+        kept, d, given = attention.__dict__[STATE], attention.head_dim, iter(tensors)
+        tables, mask = _next(given, 2), _next(given, int(masked))
+        norm_weights, mlp_norm_weights = _next(given, 2), _next(given, 2)
+        products = [
+            joined(_next(given, len(linears)), _next(given, len(linears))) for linears in self.products
+        ]
+        groups = self.projections[1].weight.shape[0] // d
+        inputs = x.reshape(b * s, 1, h), *norm_weights, *products[0]
+        how = {"norm": replaced(norm).options, "linear": options[0], "groups": groups, "d": d, "apart": True}
 
         # arguments of `attend`: what the function itself holds would live longer than backward
-        beside = () if mask is None else (additive_mask(mask, x.dtype),)
-        head_norms = self.head_norms
+        beside, head_norms = mask, self.head_norms
         if head_norms:
             # which stand between the projection and the angles
-            beside = *tables, *(norm.weight for norm in head_norms), *beside
+            beside = *tables, *given, *mask
             tables = [t[:, :0] for t in tables]
 
         def attend(q, k, v, *beside, **saved):
@@ -237,27 +292,25 @@ class Fp8DecoderLayer(Replaced):
             *heads, residual = qkv_block(*inputs, *tables, **how)
             y = attend(*heads, *beside, group_size=kept.group_size, saved_format=kept.saved_format)
             origin = origin_of(y)
-        feed_forward = replaced(mlp)
-        w_fc1, b_fc1, fc1 = feed_forward.first_options()
         y = mlp_block(
             y.reshape(b * s, 1, -1),
             residual,
-            o.weight,
-            o.bias,
-            mlp_norm.weight,
-            mlp_norm._parameters.get("bias"),
-            w_fc1,
-            b_fc1,
-            feed_forward.down.weight,
-            feed_forward.down.bias,
+            *products[1],
+            *mlp_norm_weights,
+            *products[2],
+            *products[3],
             origin=origin,
-            proj=replaced(o).options(),
+            proj=options[1],
             norm=replaced(mlp_norm).options,
-            fc1=fc1,
-            activation=feed_forward.options,
-            fc2=replaced(feed_forward.down).options(),
+            fc1=options[2],
+            activation=replaced(mlp).options,
+            fc2=options[3],
         )
         return y.view(b, s, h)
+
+
+def _next(given: Iterator, count: int) -> tuple:
+    return tuple(itertools.islice(given, count))
 
 
 def _normed(norm: nn.Module, x: torch.Tensor, weight: torch.Tensor, cos, sin) -> torch.Tensor:
@@ -368,6 +421,22 @@ def uses_blocks(layer: Fp8DecoderLayer, x: torch.Tensor, args: tuple, kwargs: di
             return False
     biases = [linear._parameters["bias"] is None for linear in (q, k, v, gate, up)]
     return biases[0] == biases[1] == biases[2] and biases[3] == biases[4]
+
+
+def uses_graphs(layer: Fp8DecoderLayer, x: torch.Tensor) -> bool:
+    """Whether a layer that takes its blocks runs as CUDA graphs, as the block's `cuda_graphs` says: not where
+    weights move, as under ZeRO-3. "auto": only where the GPU would wait for the CPU, whose time for a layer
+    does not depend on the layer's size."""
+    wanted = layer.cuda_graphs
+    if not wanted:
+        return False
+    weights = [linear.weight for linears in layer.products for linear in linears]
+    if not x.is_cuda or hasattr(weights[0], "ds_id"):
+        if wanted is True:
+            where = "under ZeRO-3, where weights move" if x.is_cuda else "on a CPU"
+            say_once(f"coat.activations.cuda_graphs: found True, of no effect {where}. Drop the key.")
+        return False
+    return wanted is True or x.shape[0] * x.shape[1] * sum(w.numel() for w in weights) <= GRAPHED_WORK
 
 
 def _is_foreign(name: str, value: object) -> bool:

@@ -7,7 +7,7 @@ import torch
 from coat_ds.config import ActivationsConfig
 from coat_ds.layers.formats import formats
 from coat_ds.layers.hooks import after_pre_hooks, before_hooks
-from coat_ds.layers.merged_linear import MergedLinear, may_merge
+from coat_ds.layers.merged_linear import MergedLinear, joined, may_merge, parameters_of
 from coat_ds.layers.probe import GatedForm
 from coat_ds.layers.replaced import Replaced, replaced
 from coat_kernels.activation import activation
@@ -75,12 +75,11 @@ class Fp8GatedFeedForward(_Activation):
         after_pre_hooks(self.module, x)
         return self.down(self.activate(self._both(x), self.form.kind, gated=True))
 
-    def first_options(self) -> tuple[torch.Tensor, torch.Tensor | None, LinearOptions]:
-        """Weight and bias of the product that reads the input, and how it multiplies, for a fused block."""
+    def first_options(self) -> LinearOptions:
+        """How the product that reads the input multiplies, for a fused block."""
         if self.both is not None:
             return self.both.options(self.first)
-        (linear,) = self.first
-        return linear.weight, linear.bias, replaced(linear).options()
+        return replaced(self.first[0]).options()
 
     @property
     def options(self) -> ActivationOptions:
@@ -94,11 +93,10 @@ class Fp8GatedFeedForward(_Activation):
             return first[0](x)
         if not may_merge(first):
             return torch.cat([linear(x) for linear in first], -1)
-        weight, bias, options = self.both.options(first)
+        options = self.both.options(first)
         return fp8_linear(
             x,
-            weight,
-            bias,
+            *joined(*parameters_of(first)),
             formats=options.formats,
             origin=origin_of(x),
             cache=options.cache,

@@ -48,16 +48,25 @@ class MergedLinear:
         self.x_scale = PredictedScale(self.formats.forward)
         self.grad_scale = PredictedScale(self.formats.backward)
 
-    def options(
-        self, linears: tuple[nn.Module, ...]
-    ) -> tuple[torch.Tensor, torch.Tensor | None, LinearOptions]:
-        """What stands for the weights of all, their biases, and how they multiply, for one product."""
+    def options(self, linears: tuple[nn.Module, ...]) -> LinearOptions:
+        """How they multiply, for one product with what `joined` makes of their parameters."""
         weights = tuple(linear.weight for linear in linears)
-        biases = None if linears[0].bias is None else torch.cat([linear.bias for linear in linears])
-        options = LinearOptions(
-            self.formats,
-            self.cache.of(weights),
-            x_scale=self.x_scale,
-            grad_scale=self.grad_scale,
+        return LinearOptions(
+            self.formats, self.cache.of(weights), x_scale=self.x_scale, grad_scale=self.grad_scale
         )
-        return merged(weights), biases, options
+
+
+def parameters_of(
+    linears: tuple[nn.Module, ...],
+) -> tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor | None, ...]]:
+    """Weights and biases."""
+    return tuple(linear.weight for linear in linears), tuple(linear.bias for linear in linears)
+
+
+def joined(
+    weights: tuple[torch.Tensor, ...], biases: tuple[torch.Tensor | None, ...]
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """What stands for the weights of layers that are multiplied as one, and their biases."""
+    if len(weights) == 1:
+        return weights[0], biases[0]
+    return merged(weights), None if biases[0] is None else torch.cat(biases)

@@ -336,8 +336,13 @@ class Blocks:
 
 
 def _is_replayed(block: nn.Module) -> bool:
-    graphs = vars(block).get("graphs")
-    return isinstance(graphs, Graphs) and graphs.count > 0
+    graphs = graphs_of(block)
+    return graphs is not None and graphs.count > 0
+
+
+def graphs_of(block: nn.Module) -> Graphs | None:
+    """What records the CUDA graphs of a block, if anything does."""
+    return next((value for _, value in attributes_of(block) if isinstance(value, Graphs)), None)
 
 
 def _enclosing(name: str) -> Iterator[str]:

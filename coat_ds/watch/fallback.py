@@ -9,7 +9,7 @@ from torch import nn
 
 from coat_ds.config import WatchConfig
 from coat_ds.layers.replaced import replaced
-from coat_kernels.graphs import Graphs
+from coat_ds.watch.codes import graphs_of
 
 ROLES = ("input_flushed", "gradient_flushed")
 
@@ -93,8 +93,8 @@ class Fallback:
     def _drop_graphs(self, name: str) -> None:
         """Drops the CUDA graphs of all modules around a layer: they replay what it did before."""
         for outer, module in self.model.named_modules():
-            graphs = vars(module).get("graphs")
-            if isinstance(graphs, Graphs) and f"{name}.".startswith(f"{outer}." if outer else ""):
+            graphs = graphs_of(module)
+            if graphs is not None and f"{name}.".startswith(f"{outer}." if outer else ""):
                 graphs.clear()
 
     def linears(self, name: str) -> list[Any]:

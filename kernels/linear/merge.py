@@ -116,6 +116,9 @@ class _Bound:
     def forward(self, weight, fmt: Fp8Format, trains: bool = True) -> tuple[Quantized, torch.Tensor]:
         return self.cache.forward(self.weights, fmt, trains)
 
+    def stay(self, weight, fmt: Fp8Format) -> tuple:
+        return self.cache.stay(self.weights, fmt)
+
     def columns(self, weight, largest: torch.Tensor, fmt: Fp8Format) -> Quantized:
         return self.cache.columns(self._unchanged(), largest, fmt)
 

@@ -60,6 +60,12 @@ class LinearOptions:
     x_scale: PredictedScale | None = None
     grad_scale: PredictedScale | None = None
 
+    def uses(self, weight: torch.Tensor) -> tuple:
+        """What GEMMs with `weight` use beside their tensors, for CUDA graphs (`Graphs.call`)."""
+        address = None if self.weight_grad_into is None else self.weight_grad_into().data_ptr()
+        kept = self.cache.stay(weight, self.formats.forward)
+        return self.formats, self.x_scale, self.grad_scale, address, *kept
+
     @property
     def input_group(self) -> dist.ProcessGroup | None:
         """The ranks that agree on the scale of the input, because its codes meet in one operand."""

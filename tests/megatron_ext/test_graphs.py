@@ -12,9 +12,9 @@ from coat_ds.config import ActivationsConfig, WatchConfig
 from coat_ds.watch import codes
 from coat_ds.watch.fallback import Fallback
 from coat_ds.watch.watch import Watch
-from coat_kernels.graphs import MOST_MOVES, MOST_SHAPES, WARM_UP, _Recording
+from coat_kernels.graphs import GRAPHED_WORK, MOST_MOVES, MOST_SHAPES, WARM_UP, _Recording
 from coat_kernels.weights import invalidate_weight_caches
-from megatron_ext.blocks import GRAPHED_WORK, dense_parts, uses_graphs
+from megatron_ext.blocks import dense_parts, uses_graphs
 from megatron_ext.layer_specs import coat_layer_spec
 from megatron_ext.model import ModelShape, build_gpt
 from tests.megatron_ext.test_blocks import GPT, batch

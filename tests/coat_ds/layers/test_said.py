@@ -70,7 +70,7 @@ def test_a_model_in_float64_has_no_norm_in_8_bits():
 @pytest.mark.parametrize(
     "build, activations, line",
     [
-        (plain, {"cuda_graphs": True}, "coat.activations.cuda_graphs: found True, but only Megatron's"),
+        (plain, {"cuda_graphs": True}, "coat.activations.cuda_graphs: found True, but no layer"),
         (plain, {"attention_format": "sqrt8"}, "attention_format: found 'sqrt8', but no attention"),
         (plain, {"attention_format": "recompute"}, "attention_format: found 'recompute', but no attention"),
         (

@@ -1,0 +1,299 @@
+"""Layers of converted models, replayed as CUDA graphs, train as those that are launched, to the bit."""
+
+import copy
+
+import pytest
+import torch
+
+import coat_ds
+from benchmarks.common.families import FAMILIES, LAYERS
+from coat_ds.layers.decoder_layer import uses_graphs
+from coat_ds.layers.replaced import replaced
+from coat_ds.watch import codes
+from coat_ds.watch.watch import Watch
+from coat_kernels.graphs import GRAPHED_WORK, WARM_UP, _Constant, _Recording
+
+ROWS, TOKENS, STEPS = 2, 64, 14
+
+on_gpu = pytest.mark.gpu
+
+
+def converted(graphs, name="llama", activations=None, layers=LAYERS):
+    model = FAMILIES[name].deeper(layers).cuda()
+    return coat_ds.convert(model, {"cuda_graphs": graphs} | (activations or {}))
+
+
+def graphs_of(model):
+    return [replaced(layer).graphs for layer in model.model.layers]
+
+
+def counts(model) -> list[int]:
+    return [graphs.count for graphs in graphs_of(model)]
+
+
+def batch(number: int, rows=ROWS, tokens=TOKENS, padding=0) -> dict:
+    found = {k: v.cuda() for k, v in FAMILIES["llama"].batch(number, rows, tokens).items()}
+    if padding:
+        found["attention_mask"] = torch.ones_like(found["input_ids"])
+        found["attention_mask"][0, :padding] = 0
+    return found
+
+
+def gradients(model) -> list[torch.Tensor]:
+    return [p.grad.clone() for p in model.parameters()]
+
+
+def step(model, optimizer, number: int, **how) -> list[torch.Tensor]:
+    """Losses and gradients of a step. Steps differ in tokens, micro-batches, and in how large gradients are;
+    some have an evaluation of another shape in between."""
+    found = []
+    optimizer.zero_grad()
+    for micro_batch in range(1 + number % 3):
+        if number % 5 == 2:
+            with torch.no_grad():
+                found.append(model(**batch(number, tokens=32)).loss)
+        loss = model(**batch(100 * number + micro_batch, **how)).loss
+        (loss * 8.0 ** (number % 7)).backward()
+        found.append(loss.detach())
+    found += gradients(model)
+    optimizer.step()
+    return found
+
+
+def trained_alike(models, steps=STEPS, how=lambda number: {}):
+    optimizers = [torch.optim.AdamW(model.parameters(), lr=1e-3) for model in models]
+    for number in range(steps):
+        replayed, launched = (
+            step(model, optimizer, number, **how(number))
+            for model, optimizer in zip(models, optimizers, strict=True)
+        )
+        assert all(map(torch.equal, replayed, launched)), number
+
+
+@on_gpu
+@pytest.mark.parametrize(
+    "name, activations",
+    [
+        ("llama", {}),
+        ("qwen2", {}),
+        ("qwen3", {}),
+        ("llama", {"weight_cache": "fp8"}),
+        ("llama", {"attention_format": "sqrt8"}),
+        ("llama", {"attention_format": "recompute"}),
+        ("qwen3", {"attention_format": "recompute"}),
+    ],
+    ids=["llama", "biases", "head norms", "cached", "8-bit", "recomputed", "head norms, recomputed"],
+)
+@pytest.mark.parametrize("padded", [False, True], ids=["whole", "padded"])
+def test_replays_train_as_launches_do(name, activations, padded):
+    models = [converted(graphs, name, activations) for graphs in (True, False)]
+    trained_alike(models, how=lambda number: {"padding": (1 + number % 7) * padded})
+    assert counts(models[0]) == [1] * LAYERS and counts(models[1]) == [0] * LAYERS
+
+
+@on_gpu
+def test_replays_under_autocast():
+    models = [converted(graphs) for graphs in (True, False)]
+    with torch.autocast("cuda", torch.bfloat16):
+        trained_alike(models)
+    assert counts(models[0]) == [1] * LAYERS
+
+
+@on_gpu
+def test_lengths_that_change():
+    """Graphs of one length are held at a time, their memory is given back, and each change makes the next
+    graphs wait longer."""
+    models = [converted(graphs, layers=4) for graphs in (True, False)]
+    lengths = [64] * 4 + [48] * 2 + [64] * 4 + [48] * 6 + [32, 64, 48] * 2
+    seen = []
+    optimizers = [torch.optim.AdamW(model.parameters(), lr=1e-3) for model in models]
+    for number, tokens in enumerate(lengths):
+        # one micro-batch
+        found = [step(*pair, 3 * number, tokens=tokens) for pair in zip(models, optimizers, strict=True)]
+        assert all(map(torch.equal, *found)), number
+        assert len(set(counts(models[0]))) == 1
+        seen.append(counts(models[0])[0])
+    # 48 comes twice, 64 then for one call too few, and 48 for two too many
+    assert seen == [0, 0, 1, 1] + [0, 0] + [0, 0, 0, 0] + [0, 0, 0, 0, 1, 1] + [0] * 6
+
+
+@on_gpu
+def test_memory_of_another_length_is_given_back():
+    model = converted(True, layers=4)
+    torch.cuda.empty_cache()
+
+    def train(tokens, times):
+        for number in range(times):
+            model(**batch(number, tokens=tokens)).loss.backward()
+            model.zero_grad()
+
+    train(512, WARM_UP + 2)
+    torch.cuda.empty_cache()
+    recorded = torch.cuda.memory_reserved()
+    assert counts(model) == [1] * 4
+    train(64, 1)
+    torch.cuda.empty_cache()
+    assert counts(model) == [0] * 4 and torch.cuda.memory_reserved() < recorded
+
+
+def recorded(name="llama", **how):
+    """A model with graphs, and the same without."""
+    models = [converted(graphs, name, **how) for graphs in (True, False)]
+    for number in range(WARM_UP + 1):
+        models[0](**batch(number)).loss.backward()
+        models[0].zero_grad()
+    assert counts(models[0]) == [1] * len(models[0].model.layers)
+    return models
+
+
+@on_gpu
+@pytest.mark.parametrize("padding", [(0, 0), (5, 9)], ids=["whole", "padded"])
+def test_two_forwards_before_their_backwards(padding):
+    """The second is launched; neither reads the other's angles or mask."""
+    found = []
+    for model in recorded():
+        batches = [batch(i, padding=p) for i, p in enumerate(padding)]
+        # one of them starts elsewhere
+        batches[1]["position_ids"] = torch.arange(7, 7 + TOKENS, device="cuda").expand(ROWS, -1)
+        if padding[0]:
+            for _ in range(2):
+                # with a mask it is another function: recorded at its third call
+                for one in batches:
+                    model(**one).loss.backward()
+            model.zero_grad()
+        losses = [model(**one).loss for one in batches]
+        for loss in losses:
+            loss.backward()
+        found.append([*(loss.detach() for loss in losses), *gradients(model)])
+    assert all(map(torch.equal, *found))
+
+
+@on_gpu
+def test_angles_of_each_forward_are_read():
+    found = []
+    for model in recorded():
+        for first in (0, 5, 3):
+            positions = torch.arange(first, first + TOKENS, device="cuda").expand(ROWS, -1)
+            loss = model(**batch(first), position_ids=positions).loss
+            loss.backward()
+            found.append([loss.detach(), *gradients(model)])
+    half = len(found) // 2
+    for replayed, launched in zip(found[:half], found[half:], strict=True):
+        assert all(map(torch.equal, replayed, launched))
+
+
+@on_gpu
+def test_two_models_whose_backwards_come_in_the_order_of_their_forwards():
+    """The first one's backward cannot be replayed, since the second waits. Steps have changed its weights
+    since it was recorded."""
+    found = []
+    for graphs in (True, False):
+        models = [converted(graphs) for _ in range(2)]
+        optimizers = [torch.optim.AdamW(model.parameters(), lr=1e-3) for model in models]
+        for number in range(8):
+            losses = [model(**batch(2 * number + i)).loss for i, model in enumerate(models)]
+            for loss, optimizer in zip(losses, optimizers, strict=True):
+                loss.backward()
+                found.append(loss.detach())
+                optimizer.step()
+                optimizer.zero_grad()
+        assert [c for model in models for c in counts(model)] == [int(graphs)] * 2 * LAYERS
+    assert found[:16] == found[16:]
+
+
+@on_gpu
+def test_a_forward_without_a_backward():
+    found = []
+    for model in recorded():
+        model(**batch(7))
+        loss = model(**batch(8)).loss
+        loss.backward()
+        found.append([loss.detach(), *gradients(model)])
+    assert all(map(torch.equal, *found))
+
+
+@on_gpu
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_what_is_recomputed_is_launched(reentrant):
+    models = [converted(graphs) for graphs in (True, False)]
+    for model in models:
+        model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+        model.enable_input_require_grads()
+    trained_alike(models, 5)
+    assert counts(models[0]) == [0] * LAYERS
+
+
+@on_gpu
+def test_copies_record_anew():
+    model = copy.deepcopy(recorded()[0])
+    assert counts(model) == [0] * LAYERS
+    for number in range(WARM_UP + 1):
+        model(**batch(number)).loss.backward()
+    assert counts(model) == [1] * LAYERS
+
+
+@on_gpu
+def test_what_is_changed_before_its_backward_is_an_error():
+    model, _ = recorded()
+    loss = model(**batch(0)).loss
+    with torch.no_grad():
+        model.model.layers[0].mlp.up_proj.weight.add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+@on_gpu
+def test_layers_take_turns_in_being_watched(monkeypatch):
+    model, plain = recorded(layers=3)
+    replays, forward = [], _Recording.forward
+    monkeypatch.setattr(_Recording, "forward", lambda *args: (replays.append(1), forward(*args))[1])
+    readings = []
+    watch = Watch(model, None, {"every": 1}, [readings.append])
+    monkeypatch.setattr(codes, "TURNS", 3)
+    in_python = []
+    for number in range(6):
+        replays.clear()
+        for one in (model, plain):
+            one.zero_grad()
+            one(**batch(number)).loss.backward()
+        watch.end_step()
+        in_python.append(3 - len(replays))
+        assert all(map(torch.equal, gradients(model), gradients(plain)))
+    watch.close()
+    # the first reading may be of layers that no reading had asked before
+    assert set(in_python) == {1} and len(readings) == 6
+
+
+@on_gpu
+def test_where_graphs_are_taken_by_themselves():
+    for wanted in ("auto", True, False):
+        layer = replaced(converted(wanted).model.layers[0])
+        numel = sum(linear.weight.numel() for linears in layer.products for linear in linears)
+        x = torch.empty(1, 1, 1, device="cuda")
+        small, large = int(GRAPHED_WORK) // numel, int(GRAPHED_WORK) // numel + 1
+        taken = [uses_graphs(layer, x.expand(1, tokens, 1)) for tokens in (small, large)]
+        assert taken == [wanted is not False, wanted is True]
+        assert not uses_graphs(layer, torch.empty(1, 1, 1))
+
+
+def test_a_constant_stays_while_it_is_to_be_read():
+    mask = torch.randn(1, 1, 5, 8)[..., :5]
+    constant = _Constant(mask)
+    assert constant.buffer.stride() == mask.stride()
+    assert constant.take(mask) and constant.buffer.equal(mask)
+    constant.readers += 1
+    assert constant.take(mask)
+    # another one, or the same with other values
+    other = mask + 1
+    assert not constant.take(other)
+    mask.add_(1)
+    assert not constant.take(mask) and not constant.buffer.equal(mask)
+    constant.readers -= 1
+    assert constant.take(other) and constant.buffer.equal(other)
+
+
+def test_the_key_says_where_it_has_no_effect(caplog):
+    model = coat_ds.convert(FAMILIES["llama"].build(), {"cuda_graphs": True})
+    model(**FAMILIES["llama"].batch()).loss.backward()
+    (line,) = [m for m in caplog.messages if "cuda_graphs" in m]
+    assert "coat.activations.cuda_graphs: found True, of no effect on a CPU" in line
