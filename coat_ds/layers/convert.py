@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import nn
 
 from coat_ds.config import ActivationsConfig, difference
-from coat_ds.layers import attention, autotp, decoder_layer, experts, probe, transformers_tp
+from coat_ds.layers import attention, autotp, decoder_layer, decoder_parts, experts, probe, transformers_tp
 from coat_ds.layers.conversion import ATTRIBUTE, Conversion, conversion_of
 from coat_ds.layers.feed_forward import Fp8Activation, Fp8GatedFeedForward
 from coat_ds.layers.linear import Fp8Linear
@@ -86,9 +86,9 @@ def convert(
     for name, module in model.named_modules():
         if replaced(module) is not None or not may(name, module):
             continue
-        if (parts := decoder_layer.parts_of(module)) is not None:
+        if (parts := decoder_parts.parts_of(module)) is not None:
             decoder_layer.Fp8DecoderLayer(module, activations, parts).install()
-            if other := decoder_layer.not_fused(parts):
+            if other := decoder_parts.not_fused(parts):
                 # an adapter that may be merged later
                 conversion.leave("layer", name, f"its {other} is not converted")
             else:

@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from coat_ds.layers import decoder_layer, probe
+from coat_ds.layers import decoder_parts, probe
 from coat_ds.layers.probe import GatedForm, NormForm
 
 transformers = pytest.importorskip("transformers")
@@ -225,7 +225,7 @@ def test_layers(name):
     if name == "llama":
         attention = model.model.layers[0].self_attn
         place = probe.places(attention)[0]
-        assert decoder_layer._is_rotary(attention, place)
+        assert decoder_parts._is_rotary(attention, place)
 
         # positions that turn the other way
         def turn(x, position_embeddings, **rest):
@@ -233,4 +233,4 @@ def test_layers(name):
             return type(attention).forward(attention, x, (cos, -sin), **rest)
 
         attention.forward = turn
-        assert not decoder_layer._is_rotary(attention, place)
+        assert not decoder_parts._is_rotary(attention, place)
