@@ -7,6 +7,8 @@ from benchmarks.common.whole_models import Job
 
 # runs at most in a search for the largest micro-batch
 TRIES = 5
+# a try at most, over the largest micro-batch that was measured
+REACH = 4
 # of a row: what tells it from others
 IDENTITY = ("model", "way", "system", "layers", "micro_batch", "limited")
 
@@ -39,13 +41,14 @@ def next_case(jobs: list[Job], rows: list[dict], limit: float | None) -> Case | 
 def _next_size(equal: dict, rows: list[dict], limit: float) -> int | None:
     """The micro-batch to try next in the search for the largest; None if it was found, or cannot be.
 
-    The peak is a line over the micro-batch: through what is held between steps at first, then through the
-    two largest that were measured.
+    The peak of forward and backward is a line over the micro-batch: through what is held between steps at
+    first, then through the two largest that were measured. The optimizer's step, whose peak may be higher,
+    does not know of micro-batches. No try is more than `REACH` times as large as what fits.
     """
     if "out of memory" not in equal.get("note", "out of memory"):
         return None
     tried = [row for row in rows if row["limited"]]
-    fits = {row["micro_batch"]: 1e6 * row["peak_mb"] for row in tried if "peak_mb" in row}
+    fits = {row["micro_batch"]: _peak_of_passes(row) for row in tried if "peak_mb" in row}
     fails = [row["micro_batch"] for row in tried if "peak_mb" not in row]
     largest, refused = max(fits, default=0), min(fails, default=math.inf)
     if len(tried) >= TRIES or largest + 1 >= refused:
@@ -54,13 +57,19 @@ def _next_size(equal: dict, rows: list[dict], limit: float) -> int | None:
         # nothing is known but that it is too large, whatever the limit
         guess = min(refused, equal["micro_batch"]) // 2
         return max(guess, largest + 1) if guess else None
-    points = {0: 1e6 * equal["between_steps_mb"], equal["micro_batch"]: 1e6 * equal["peak_mb"], **fits}
+    points = {0: 1e6 * equal["between_steps_mb"], equal["micro_batch"]: _peak_of_passes(equal), **fits}
     (m0, y0), (m1, y1) = sorted(points.items())[-2:]
     slope = max((y1 - y0) / (m1 - m0), 1.0)
     if largest and fits[largest] + slope > limit:
         return None
-    guess = m1 + int((limit - y1) // slope)
+    guess = min(m1 + int((limit - y1) // slope), REACH * m1)
     return int(min(max(guess, largest + 1), refused - 1))
+
+
+def _peak_of_passes(row: dict) -> float:
+    """Bytes, of forward and backward; rows of other runs may know the peak of all phases alone."""
+    passes = [row[name] for name in ("forward_peak_mb", "backward_peak_mb") if name in row]
+    return 1e6 * max(passes, default=row["peak_mb"])
 
 
 def identity(case: Case) -> dict:

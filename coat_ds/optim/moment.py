@@ -22,7 +22,7 @@ from coat_ds.optim.recover import recovered
 from coat_ds.optim.shards import laid_out_like, local
 from coat_ds.optim.streaming import DecodedStorage, is_streaming
 from coat_ds.optim.tensor import StoredTensor, differ
-from coat_kernels.codecs import Codec, Storage, Stored
+from coat_kernels.codecs import AT_ONCE, Codec, Storage, Stored
 
 aten = torch.ops.aten
 
@@ -174,8 +174,11 @@ class Moment(StoredTensor):
         moment = (
             type(self).zeros(self.shape, layout, group_size or self.group_size, self.device).beside(second)
         )
-        for begin, end, *_ in moment.pieces:
-            moment.window((end - begin,), begin).encode_(self.window((end - begin,), begin).decode())
+        for first, last, *_ in moment.pieces:
+            # a piece in FP32 may be larger than the memory that is left
+            for begin in range(first, last, AT_ONCE):
+                window = (min(AT_ONCE, last - begin),), begin
+                moment.window(*window).encode_(self.window(*window).decode())
         return moment
 
     def _parts(self) -> Iterator[tuple[Codec, Storage, Stored | None, slice, slice]]:

@@ -23,8 +23,7 @@ def paired(first: Moment, second: Moment) -> tuple[Moment, Moment]:
     for (piece, old), (_, _, codec, storage) in zip(first.each_piece(), second.pieces, strict=True):
         new = Stored(codec, storage)
         if piece.codec.relative and not (old and _is_same(old, new)):
-            values = piece.codec.decode(piece.storage, first.group_size, old)
-            piece.write_(piece.codec.encode(values, first.group_size, beside=new))
+            piece.reencode_(first.group_size, old, new)
     own = own if own is not None and own.first is first.pieces else Pair(first.pieces, (), shared=True)
     # views of the second moment hold its pair, and have to see the new first one
     pair = pair if pair is not None and pair.second is second.pieces else own
@@ -43,8 +42,7 @@ def _set_free(pair: Pair, group_size: int) -> None:
     """Encodes the first moment of a pair relative to nothing, as it is read once it is in no pair."""
     for piece, other in zip(pair.first, pair.second, strict=True):
         if piece.codec.relative:
-            values = piece.codec.decode(piece.storage, group_size, Stored(other.codec, other.storage))
-            piece.write_(piece.codec.encode(values, group_size))
+            piece.reencode_(group_size, Stored(other.codec, other.storage), None)
 
 
 def _is_same(a: Stored, b: Stored) -> bool:

@@ -1,6 +1,7 @@
 """What is stored of a moment: pieces of codes with their scales and exponents."""
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -20,6 +21,14 @@ class Piece(NamedTuple):
 
     def write_(self, storage: Storage, non_blocking: bool = False) -> None:
         write(self.storage, storage, non_blocking)
+
+    def reencode_(self, group_size: int, old: Stored | None, new: Stored | None) -> None:
+        """Makes a first moment that is relative to `old` relative to `new`; its values stay. Part by part: in
+        FP32 it may be larger than the memory that is left."""
+        before, after = (itertools.repeat(None) if x is None else x.parts(group_size) for x in (old, new))
+        for (_, own), a, b in zip(self.storage.parts(group_size), before, after, strict=False):
+            values = self.codec.decode(own, group_size, a)
+            write(own, self.codec.encode(values, group_size, beside=b))
 
 
 Pieces = tuple[Piece, ...]

@@ -12,7 +12,7 @@ import itertools
 import torch
 import torch.nn.functional as F
 
-from coat_kernels.codecs import Codec, Storage, Stored
+from coat_kernels.codecs import AT_ONCE, Codec, Storage, Stored
 
 # decoding on another device differs by a few FP32 roundings (2^-24) times at most 16, the largest 1 / k;
 # the nearest codes differ by 2^-4 / 16 at least. Anything between the two tells them apart.
@@ -21,9 +21,6 @@ SAME_VALUE = 1e-4
 # (stochastically rounded from 2.29 to 3 of its smallest steps), 0.4 of the 16.6 octaves that groups are
 # stretched to; E5M2 and log8 with less. To that come a rounding of each exponent.
 RELATIVE, ABSOLUTE = 0.03, 2
-# elements, a multiple of every group size: comparing takes several times their size, and a moment may be as
-# large as the memory
-AT_ONCE = 2**22
 
 
 def recovered(
@@ -39,6 +36,7 @@ def recovered(
     """
     values = values.detach().reshape(-1)
     stored, exact = codec.zeros(values.numel(), group_size, values.device), True
+    # comparing takes several times their size
     for begin in range(0, values.numel(), AT_ONCE):
         part = values[begin : begin + AT_ONCE].float()
         rows = F.pad(part, (0, -part.numel() % group_size)).view(-1, group_size)

@@ -142,6 +142,11 @@ class Stored(NamedTuple):
         roots = torch.exp2(self.codec.log_roots(codes, scale, exponent))
         return roots.view(-1)[: self.storage.codes.numel()]
 
+    def parts(self, group_size: int) -> Iterator["Stored"]:
+        """A view of what is stored of a few million elements at a time, as `Storage.parts`."""
+        for _, storage in self.storage.parts(group_size):
+            yield Stored(self.codec, storage)
+
     def roots_in_parts(self, group_size: int) -> Iterator[tuple[slice, torch.Tensor]]:
         """Elements and their `roots`, part by part: a moment may be as large as the memory."""
         for part, storage in self.storage.parts(group_size):

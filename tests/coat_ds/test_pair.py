@@ -6,8 +6,10 @@ import io
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from coat_ds import CoatAdamW
+from coat_ds.optim.fragments import Fragment
 from coat_ds.optim.moment import Moment
 from coat_ds.optim.pair import paired
 from coat_ds.optim.stored_moment import StoredMoment, _rebuild
@@ -369,3 +371,48 @@ def test_formats_that_do_not_go_together_are_refused():
         optimizer = CoatAdamW([p], exp_avg_sq_format=second, min_numel=0)
         optimizer.init_states()
         assert optimizer.state[p]["exp_avg"].codec.name == first
+
+
+class LargestMade(TorchDispatchMode):
+    """The most elements of an FP32 tensor that an operation makes, but for those on the memory of `own`."""
+
+    def __init__(self, own):
+        super().__init__()
+        self.own, self.numel = own.untyped_storage().data_ptr(), 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        found = func(*args, **(kwargs or {}))
+        if type(found) is torch.Tensor and found.dtype == torch.float32:
+            storage = found.untyped_storage()
+            if storage.data_ptr() != self.own:
+                self.numel = max(self.numel, storage.nbytes() // 4)
+        return found
+
+
+@pytest.mark.parametrize("numel", [20 * 128, 20 * 128 + 45])
+def test_states_are_made_and_arranged_part_by_part(numel, monkeypatch):
+    """A partition of 7B parameters in FP32 is larger than the memory that is left."""
+    monkeypatch.setattr(codec, "AT_ONCE", 256)
+    monkeypatch.setattr("coat_ds.optim.moment.AT_ONCE", 256)
+    p = torch.nn.Parameter(values(numel, seed=0))
+    optimizer = CoatAdamW([p], lr=1e-3, min_numel=0)
+    borders = (((0, numel),), ((0, 1300), (1300, numel)))
+    with LargestMade(p) as largest:
+        optimizer.set_fragments(p, _fragments(borders[0]), 0)
+    assert largest.numel <= 256
+    for seed in range(3):
+        p.grad = values(numel, seed=seed)
+        optimizer.step()
+    before = optimizer.moments(p)
+    with LargestMade(p) as largest:
+        optimizer.set_fragments(p, _fragments(borders[1]), 0)
+    assert largest.numel <= 256 + 2 * 128
+    for name, old, new in zip(MOMENTS, before, optimizer.moments(p), strict=True):
+        # groups that another border cuts are encoded once more: by half the distance of two codes at most
+        error = ((new - old).abs().max() / old.abs().max()).item()
+        assert error < {"exp_avg": 0.5 * (1 - (126 / 127) ** 1.5) + 2**-12, "exp_avg_sq": 0.05}[name]
+        assert len(optimizer.state[p][name].pieces) == 2
+
+
+def _fragments(borders):
+    return [Fragment(first, last - first, 0, False) for first, last in borders]
