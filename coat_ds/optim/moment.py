@@ -12,13 +12,13 @@ through any view, the first is encoded anew, so that its values stay.
 import itertools
 from bisect import bisect_right
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Self
 
 import torch
 
 from coat_ds.optim.pieces import Layout, Pair, Piece, Pieces, made_of, only_groups, overwrite
-from coat_ds.optim.recover import recovered
+from coat_ds.optim.recover import recover_
 from coat_ds.optim.shards import laid_out_like, local
 from coat_ds.optim.streaming import DecodedStorage, is_streaming
 from coat_ds.optim.tensor import StoredTensor, differ
@@ -65,21 +65,17 @@ class Moment(StoredTensor):
         """`x` (any shape, floating point) as a moment on the same device."""
         return cls.zeros(x.shape, layout, group_size, x.device).encode_(x)
 
-    @classmethod
-    def recovered(
-        cls, x: torch.Tensor, layout: Layout, group_size: int, second: "Moment | None" = None
-    ) -> tuple[Self, bool]:
-        """`encoded`, but in the codes that decode to `x` where there are such; and whether all groups do.
+    def recover_(self, x: torch.Tensor, likes: Iterable[Storage | None] = ()) -> bool:
+        """Writes `x` (same number of elements, any floating point, on any device) in the codes that decode to
+        it where there are such; returns whether all groups do.
 
-        second: the second moment, if this is a first one that may be relative to it.
+        likes: of each piece, scales and exponents that it was saved with, where there are any.
         """
-        moment, exact = cls.zeros(x.shape, layout, group_size, x.device).beside(second), True
-        for piece, beside in moment.each_piece():
-            values = x.reshape(-1)[piece.begin : piece.end]
-            found, same = recovered(piece.codec, values, group_size, beside)
-            piece.write_(found)
-            exact = exact and same
-        return moment, exact
+        exact, x = True, x.reshape(-1)
+        for (piece, beside), like in itertools.zip_longest(self.each_piece(), likes):
+            into, values = Stored(piece.codec, piece.storage), x[piece.begin : piece.end]
+            exact &= recover_(into, values, self.group_size, beside, like)
+        return exact
 
     def beside(self, second: "Moment | None") -> Self:
         """What is stored here, as a first moment that is relative to `second`, if its codes are of that kind.
@@ -169,7 +165,7 @@ class Moment(StoredTensor):
     ) -> Self:
         """The same values, but for a rounding, in other pieces or groups; converted one by one.
 
-        second: as in `recovered`.
+        second: the second moment, if this is a first one that may be relative to it.
         """
         moment = (
             type(self).zeros(self.shape, layout, group_size or self.group_size, self.device).beside(second)

@@ -312,11 +312,11 @@ class CoatAdamW(torch.optim.Optimizer):
 
     def _take_moment(self, p: torch.Tensor, group: dict[str, Any], name: str, values: torch.Tensor) -> None:
         """Puts FP32 values into the state, in the codes that they were decoded from if they were."""
-        values, layout = shard_of(values, p).to(p.device), self._layout_of(p, group, name)
+        values, layout = shard_of(values, p), self._layout_of(p, group, name)
         second = local(self.state[p]["exp_avg_sq"]) if name == "exp_avg" else None
-        moment, exact = Moment.recovered(values, layout, group["group_size"], second)
+        moment = Moment.zeros(values.shape, layout, group["group_size"], p.device).beside(second)
+        self._count_arrival(moment.recover_(values))
         self.state[p][name] = laid_out_like(p, moment)
-        self._count_arrival(exact)
 
     def _pair(self, p: torch.Tensor) -> None:
         """Has the moments of `p` know one another, if the first is relative to the second."""

@@ -12,7 +12,8 @@ import itertools
 import torch
 import torch.nn.functional as F
 
-from coat_kernels.codecs import AT_ONCE, Codec, Storage, Stored
+from coat_ds.optim.pieces import write
+from coat_kernels.codecs import Codec, Storage, Stored
 
 # decoding on another device differs by a few FP32 roundings (2^-24) times at most 16, the largest 1 / k;
 # the nearest codes differ by 2^-4 / 16 at least. Anything between the two tells them apart.
@@ -23,43 +24,50 @@ SAME_VALUE = 1e-4
 RELATIVE, ABSOLUTE = 0.03, 2
 
 
-def recovered(
-    codec: Codec, values: torch.Tensor, group_size: int, beside: Stored | None = None
-) -> tuple[Storage, bool]:
-    """`values` (any shape; taken as FP32, flat) as `codec` stores them, in the codes that decode to them if
-    there are such.
+def recover_(
+    into: Stored,
+    values: torch.Tensor,
+    group_size: int,
+    beside: Stored | None = None,
+    like: Storage | None = None,
+) -> bool:
+    """Writes `values` (as many as there are codes, any floating point, on any device) over what is stored, in
+    the codes that decode to them if there are such. Part by part: neither the values nor what comparing
+    takes, several times their size, need room beside the codes.
 
     beside: the second moment, recovered already, that a relative code is relative to.
+    like: scales and exponents that the values were saved with, on any device; not believed, but tried first.
 
-    Returns also whether all groups do. Groups that were decoded on another device differ by FP32 roundings
-    and get their codes all the same; others are encoded as new ones.
+    Returns whether all groups are in such codes. Groups that were decoded on another device differ by FP32
+    roundings and get their codes all the same; others are encoded as new ones.
     """
-    values = values.detach().reshape(-1)
-    stored, exact = codec.zeros(values.numel(), group_size, values.device), True
-    # comparing takes several times their size
-    for begin in range(0, values.numel(), AT_ONCE):
-        part = values[begin : begin + AT_ONCE].float()
-        rows = F.pad(part, (0, -part.numel() % group_size)).view(-1, group_size)
-        first = begin // group_size
+    codec, exact, values = into.codec, True, values.detach().reshape(-1)
+    seconds = itertools.repeat(None) if beside is None else beside.parts(group_size)
+    for (where, own), second in zip(into.storage.parts(group_size), seconds, strict=False):
+        part = values[where].to(own.codes.device, torch.float32)
+        if like is not None:
+            groups = slice(where.start // group_size, -(-where.stop // group_size))
+            saved = own._replace(scale=like.scale[groups], exponent=like.exponent[groups])
+            saved = Storage(*(t.to(own.codes.device) for t in saved))
+            write(own, codec.encode(part, group_size, saved, second))
+            # codes under another tensor's scales would be wrong in silence
+            decoded = codec.decode(own, group_size, second)
+            if torch.allclose(decoded, part, rtol=SAME_VALUE, atol=0, equal_nan=True):
+                continue
         if codec.relative:
-            second = beside and Stored(
-                beside.codec, beside.storage.groups(first, first + len(rows), group_size)
-            )
             # encoding what it decoded gives its codes (codecs/ratio.py)
             found = codec.encode(part, group_size, beside=second)
             same = not _differences(codec.decode(found, group_size, second), part).any()
         else:
+            rows = F.pad(part, (0, -part.numel() % group_size)).view(-1, group_size)
             found, same = _recovered(codec, rows)
+        write(own, found._replace(codes=found.codes.view(-1)[: part.numel()]))
         exact = exact and same
-        stored.codes[begin : begin + AT_ONCE] = found.codes.view(-1)[: part.numel()]
-        groups = slice(first, first + len(rows))
-        for old, new in zip(stored[1:], found[1:], strict=True):
-            old[groups] = new
-    return stored, exact
+    return exact
 
 
 def _recovered(codec: Codec, rows: torch.Tensor) -> tuple[Storage, bool]:
-    """`recovered` of whole groups, FP32 [groups, group_size]."""
+    """What is stored of whole groups, FP32 [groups, group_size], and whether it decodes to all of them."""
     group_size = rows.shape[1]
     best = codec.encode(rows, group_size)
     first, reach = Storage(*(t.clone() for t in best)), _reach(codec, best, len(rows))

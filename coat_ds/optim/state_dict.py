@@ -9,7 +9,6 @@ import torch
 from coat_ds.optim.moment import Moment
 from coat_ds.optim.options import LAYOUT, MOMENTS, STOCK_SWITCHES, check_options
 from coat_ds.optim.pieces import Layout
-from coat_ds.optim.recover import SAME_VALUE, recovered
 from coat_ds.optim.shards import is_distributed, laid_out_like, local, shard_of
 from coat_ds.optim.stored_moment import StoredMoment
 from coat_ds.optim.streaming import is_streaming
@@ -83,21 +82,8 @@ def restored(
         held: Any = value.to(device, copy=True)
         same = (held.arrangement, held.group_size) == (layout, group_size)
         return (held, True) if same else (held.rearranged(layout, group_size, second), False)
-    value = value.to(device=device, dtype=torch.float32)
-    moment, exact = Moment.zeros(value.shape, layout, group_size, device).beside(second), True
-    likes = _likes(moment, loaded.get("coat", {}), index, name)
-    for (piece, beside), like in zip(moment.each_piece(), likes, strict=True):
-        wanted = value.reshape(-1)[piece.begin : piece.end]
-        if like is not None:
-            piece.write_(piece.codec.encode(wanted, group_size, like, beside))
-            got = piece.codec.decode(piece.storage, group_size, beside)
-            # codes under another tensor's scales would be wrong in silence
-            if torch.allclose(got, wanted, rtol=SAME_VALUE, atol=0, equal_nan=True):
-                continue
-        found, same = recovered(piece.codec, wanted, group_size, beside)
-        piece.write_(found)
-        exact = exact and same
-    return moment, exact
+    moment = Moment.zeros(value.shape, layout, group_size, device).beside(second)
+    return moment, moment.recover_(value, _likes(moment, loaded.get("coat", {}), index, name))
 
 
 def _likes(moment: Moment, coat: Any, index: Any, name: str) -> Iterator[Storage | None]:
@@ -116,7 +102,7 @@ def _likes(moment: Moment, coat: Any, index: Any, name: str) -> Iterator[Storage
         tensors = saved.get((piece.begin, piece.codec.name), ())
         kinds, wanted = ([(t.shape, t.dtype) for t in ts] for ts in (tensors, piece.storage[1:]))
         if kinds == wanted and any(t.numel() for t in tensors):
-            yield Storage(piece.storage.codes, *(t.to(moment.device) for t in tensors))
+            yield Storage(piece.storage.codes, *tensors)
         else:
             yield None
 

@@ -8,7 +8,7 @@ import torch
 
 from coat_ds import CoatAdamW
 from coat_ds.optim.options import MOMENTS
-from coat_ds.optim.recover import recovered
+from coat_ds.optim.recover import _recovered
 from tests.coat_ds.faithful import assert_ratio_faithful, assert_second_faithful
 from tests.coat_ds.optimizers import (
     FP32,
@@ -29,7 +29,7 @@ def test_resume_is_bit_exact(exp_avg_format):
     saved = through_file(optimizer.state_dict())
     resumed_params = [torch.nn.Parameter(p.detach().clone()) for p in params]
     resumed = CoatAdamW(resumed_params, min_numel=100, exp_avg_format=exp_avg_format, lr=7.0)
-    with mock.patch("coat_ds.optim.state_dict.recovered", wraps=recovered) as searched:
+    with mock.patch("coat_ds.optim.recover._recovered", wraps=_recovered) as searched:
         resumed.load_state_dict(saved)
     # the scales that were saved are taken, nothing is searched
     assert not any(call.args[0].has_scale for call in searched.call_args_list)

@@ -376,15 +376,15 @@ def test_formats_that_do_not_go_together_are_refused():
 class LargestMade(TorchDispatchMode):
     """The most elements of an FP32 tensor that an operation makes, but for those on the memory of `own`."""
 
-    def __init__(self, own):
+    def __init__(self, *own):
         super().__init__()
-        self.own, self.numel = own.untyped_storage().data_ptr(), 0
+        self.own, self.numel = {t.untyped_storage().data_ptr() for t in own}, 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         found = func(*args, **(kwargs or {}))
         if type(found) is torch.Tensor and found.dtype == torch.float32:
             storage = found.untyped_storage()
-            if storage.data_ptr() != self.own:
+            if storage.data_ptr() not in self.own:
                 self.numel = max(self.numel, storage.nbytes() // 4)
         return found
 
@@ -403,7 +403,15 @@ def test_states_are_made_and_arranged_part_by_part(numel, monkeypatch):
     for seed in range(3):
         p.grad = values(numel, seed=seed)
         optimizer.step()
-    before = optimizer.moments(p)
+    before, saved = optimizer.moments(p), optimizer.state_dict()
+    codes = stored_of(*(optimizer.state[p][name] for name in MOMENTS))
+    for loaded in (saved, {name: value for name, value in saved.items() if name != "coat"}):
+        resumed = CoatAdamW([p], lr=1e-3, min_numel=0)
+        resumed.set_fragments(p, _fragments(borders[0]), 0)
+        with LargestMade(p, *(saved["state"][0][name] for name in MOMENTS)) as largest:
+            resumed.load_state_dict(loaded)
+        assert largest.numel <= 256 + 128
+        assert equal(codes, stored_of(*(resumed.state[p][name] for name in MOMENTS)))
     with LargestMade(p) as largest:
         optimizer.set_fragments(p, _fragments(borders[1]), 0)
     assert largest.numel <= 256 + 2 * 128

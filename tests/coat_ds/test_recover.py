@@ -7,8 +7,9 @@ import torch
 
 from coat_ds.optim import recover
 from coat_ds.optim.moment import Moment
-from coat_ds.optim.recover import recovered
-from coat_kernels.codecs import CODECS
+from coat_ds.optim.recover import recover_
+from coat_kernels.codecs import CODECS, Stored
+from coat_kernels.codecs import codec as codecs
 from coat_kernels.codecs.codec import encode_reference
 
 N = 128 * 40 + 77
@@ -22,6 +23,17 @@ KINDS = {
     "zeros": torch.zeros_like,
     "one NaN": lambda x: torch.where(torch.arange(N) == 5, torch.nan, x),
 }
+
+
+def recovered(codec, values, group_size):
+    """What is stored of `values`, and whether it decodes to all of them."""
+    into = Stored(codec, codec.zeros(values.numel(), group_size, values.device))
+    return into.storage, recover_(into, values, group_size)
+
+
+def recovered_moment(x, layout, group_size):
+    moment = Moment.zeros(x.shape, layout, group_size, x.device)
+    return moment, moment.recover_(x)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -84,7 +96,7 @@ def test_groups_are_found_one_by_one(name):
     stored = codec.encode(torch.randn(N).abs(), 128)
     values = codec.decode(stored, 128)
     values[300:400] = torch.rand(100)
-    with mock.patch.object(recover, "AT_ONCE", 1024):
+    with mock.patch.object(codecs, "AT_ONCE", 1024):
         found, exact = recovered(codec, values, 128)
     back = codec.decode(found, 128)
     same = back == values
@@ -96,10 +108,10 @@ def test_a_moment_is_exact_if_all_of_its_pieces_are():
     torch.manual_seed(42)
     layout = ((0, CODECS["fp8_expanded"]), (1000, CODECS["fp32"]), (1100, CODECS["log8"]))
     values = Moment.encoded(torch.rand(2000), layout, 128).decode()
-    moment, exact = Moment.recovered(values.view(4, 500), layout, 128)
+    moment, exact = recovered_moment(values.view(4, 500), layout, 128)
     assert exact and moment.arrangement == layout and torch.equal(moment.decode(), values.view(4, 500))
     values[100] = 0.123
-    moment, exact = Moment.recovered(values, layout, 128)
+    moment, exact = recovered_moment(values, layout, 128)
     assert not exact and torch.equal(moment.decode()[128:], values[128:])
 
 
