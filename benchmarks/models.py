@@ -118,6 +118,7 @@ SYSTEMS: dict[str, Callable[[torch.nn.Module], torch.nn.Module]] = {
     "torchao float8": _torchao,
     "torchao float8, torch.compile": lambda model: torch.compile(_torchao(model)),
     "COAT": coat_ds.convert,
+    "COAT, no CUDA graphs": lambda model: coat_ds.convert(model, {"cuda_graphs": False}),
     "COAT, weights cached": lambda model: coat_ds.convert(model, {"weight_cache": "fp8"}),
     "COAT, 8-bit attention": lambda model: coat_ds.convert(model, {"attention_format": "sqrt8"}),
     "COAT, recomputed attention": lambda model: coat_ds.convert(model, {"attention_format": "recompute"}),

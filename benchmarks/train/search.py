@@ -9,6 +9,8 @@ from benchmarks.common.whole_models import Job
 TRIES = 5
 # a try at most, over the largest micro-batch that was measured
 REACH = 4
+# those whose peak grows with micro-batches
+PHASES = ("forward_peak_mb", "backward_peak_mb")
 # of a row: what tells it from others
 IDENTITY = ("model", "way", "system", "layers", "micro_batch", "limited")
 
@@ -41,14 +43,14 @@ def next_case(jobs: list[Job], rows: list[dict], limit: float | None) -> Case | 
 def _next_size(equal: dict, rows: list[dict], limit: float) -> int | None:
     """The micro-batch to try next in the search for the largest; None if it was found, or cannot be.
 
-    The peak of forward and backward is a line over the micro-batch: through what is held between steps at
+    The peaks of forward and of backward are lines over the micro-batch: through what is held between steps at
     first, then through the two largest that were measured. The optimizer's step, whose peak may be higher,
-    does not know of micro-batches. No try is more than `REACH` times as large as what fits.
+    does not know of micro-batches. No try is more than `REACH` times as large as what was measured.
     """
     if "out of memory" not in equal.get("note", "out of memory"):
         return None
     tried = [row for row in rows if row["limited"]]
-    fits = {row["micro_batch"]: _peak_of_passes(row) for row in tried if "peak_mb" in row}
+    fits = {row["micro_batch"]: row for row in tried if "peak_mb" in row}
     fails = [row["micro_batch"] for row in tried if "peak_mb" not in row]
     largest, refused = max(fits, default=0), min(fails, default=math.inf)
     if len(tried) >= TRIES or largest + 1 >= refused:
@@ -57,19 +59,17 @@ def _next_size(equal: dict, rows: list[dict], limit: float) -> int | None:
         # nothing is known but that it is too large, whatever the limit
         guess = min(refused, equal["micro_batch"]) // 2
         return max(guess, largest + 1) if guess else None
-    points = {0: 1e6 * equal["between_steps_mb"], equal["micro_batch"]: _peak_of_passes(equal), **fits}
-    (m0, y0), (m1, y1) = sorted(points.items())[-2:]
-    slope = max((y1 - y0) / (m1 - m0), 1.0)
-    if largest and fits[largest] + slope > limit:
-        return None
-    guess = min(m1 + int((limit - y1) // slope), REACH * m1)
+    measured = {equal["micro_batch"]: equal, **fits}
+    guess = REACH * max(measured)
+    for phase in PHASES if PHASES[0] in equal else ("peak_mb",):
+        points = {0: 1e6 * equal["between_steps_mb"]}
+        points |= {size: 1e6 * row[phase] for size, row in measured.items()}
+        (m0, y0), (m1, y1) = sorted(points.items())[-2:]
+        slope = max((y1 - y0) / (m1 - m0), 1.0)
+        if largest == m1 and y1 + slope > limit:
+            return None
+        guess = min(guess, m1 + int((limit - y1) // slope))
     return int(min(max(guess, largest + 1), refused - 1))
-
-
-def _peak_of_passes(row: dict) -> float:
-    """Bytes, of forward and backward; rows of other runs may know the peak of all phases alone."""
-    passes = [row[name] for name in ("forward_peak_mb", "backward_peak_mb") if name in row]
-    return 1e6 * max(passes, default=row["peak_mb"])
 
 
 def identity(case: Case) -> dict:

@@ -45,18 +45,22 @@ def test_the_search_believes_the_allocator_more_than_the_line():
     assert tried[7] and not tried[8]
 
 
-def test_the_step_may_take_more_than_the_passes():
-    """Its peak does not grow with micro-batches: only that of the passes says how many fit."""
+def test_the_step_and_gradients_may_take_more_than_activations():
+    """Peaks that do not grow with micro-batches do not say how many fit. As of 12 layers of Llama-2-7B."""
     rows = []
     while (case := next_case([JOB], rows, 80e9)) is not None:
         assert len(rows) < 20
-        row, passes = identity(case), 10e3 + 3e3 * case.micro_batch
-        if passes > 80e3:
+        row, size = identity(case), case.micro_batch
+        passes = {
+            "forward_peak_mb": 37.7e3 + 3.7e3 * size,
+            "backward_peak_mb": max(48.7e3, 39e3 + 3.7e3 * size),
+        }
+        if max(passes.values()) > 80e3:
             rows.append(row | {"note": "OutOfMemoryError: CUDA out of memory"})
             continue
-        peaks = {"forward_peak_mb": 0.8 * passes, "backward_peak_mb": passes, "peak_mb": max(passes, 59e3)}
-        rows.append(row | peaks | {"between_steps_mb": 10e3})
-    assert [row["micro_batch"] for row in rows] == [4, 16, 23]
+        peak = max(*passes.values(), 59e3)
+        rows.append(row | passes | {"peak_mb": peak, "between_steps_mb": 37.7e3})
+    assert [row["micro_batch"] for row in rows] == [4, 10, 11] and "peak_mb" in rows[2]
 
 
 def test_what_never_fits_is_a_row_and_ends():
