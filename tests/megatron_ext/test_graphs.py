@@ -161,7 +161,8 @@ def test_forwards_under_way_at_a_time(device):
 @pytest.mark.parametrize("order", ["1F1B", "two shapes", "two stacks"])
 def test_nothing_that_waits_for_its_backward_is_overwritten(order, device):
     """Layers in a row, of which several forwards are under way: as in a pipeline, with sequences of two
-    lengths at once, and as two models that take turns, of which the second was not there at first."""
+    lengths at once, and as two models that take turns, of which the second was not there at first. Steps
+    change the weights."""
     stacks = []
     for graphs in (True, False):
         layers = [layer for _ in range(2) for layer in build(graphs, layers=2).decoder.layers]
@@ -171,8 +172,8 @@ def test_nothing_that_waits_for_its_backward_is_overwritten(order, device):
     lengths = (16, 32) if order == "two shapes" else (32, 32)
     found = []
     for first, second in stacks:
-        for layer in (*first, *second):
-            layer.zero_grad()
+        parameters = list(dict.fromkeys(p for layer in (*first, *second) for p in layer.parameters()))
+        optimizer = torch.optim.SGD(parameters, lr=1e-3)
         results, waiting = [], []
         for step in range(12):
             for stack, s in zip((first, second), lengths, strict=True):
@@ -194,7 +195,12 @@ def test_nothing_that_waits_for_its_backward_is_overwritten(order, device):
                     y.backward(torch.ones_like(y))
                     results += [y.detach(), x.grad]
                 waiting.clear()
-        found.append(results + [p.grad for layer in (*first, *second) for p in layer.parameters()])
+                optimizer.step()
+                results += [p.grad for p in parameters if p.grad is not None]
+                optimizer.zero_grad()
+        found.append(
+            results + [p.detach() for p in parameters] + [p.grad for p in parameters if p.grad is not None]
+        )
         if first[0].graphs.count:
             replayed = [layer.graphs.count for layer in (*first, *second)]
     assert all(map(torch.equal, *found))
