@@ -59,7 +59,11 @@ def compared(line: dict[str, str], commands: Commands) -> Iterator[dict]:
     try:
         if "command" in line:
             found = measured(line, commands.rows(line["command"], Needs(int(line["gpus"]))))
-    except (NotRunnable, RuntimeError) as error:
+    except NotRunnable as error:
+        why = str(error)
+        if rows := commands.earlier_rows(line["command"]):
+            found = measured(line, rows)
+    except RuntimeError as error:
         why = str(error)
     for column in columns:
         here = found.get(column, "")
@@ -98,7 +102,12 @@ def options(parser: argparse.ArgumentParser) -> None:
     add("--paper", action="store_true", required=True, help="the tables of the paper")
     add("--tables", nargs="+", help="only these, by the paper's numbers; 0 are rows that it does not have")
     add("--minutes", type=float, default=math.inf, help="start no command after that")
-    add("--work", type=Path, help="folder of measurements; those that it holds are not made again")
+    add(
+        "--work",
+        type=Path,
+        help="folder of measurements; those that it holds are not made again, and are "
+        "shown where there is no time to go on with them",
+    )
 
 
 @benchmark(needs_gpu=False, options=options)
