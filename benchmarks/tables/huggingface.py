@@ -10,7 +10,6 @@ def gains(results: Results) -> str:
         "llama3-8b": "Llama-3-8B",
         "qwen3-8b": "Qwen3-8B",
         "qwen3-30b": "Qwen3-30B, 128 experts",
-        "qwen3-0.6b": "Qwen3-0.6B",
     }
     for shape, title in titles.items():
         rows = {r["system"]: r for r in results.rows("models_gpu.csv", shape=shape)}
@@ -21,6 +20,18 @@ def gains(results: Results) -> str:
         bf16 = rows["BF16"]
         lines.append([f"{bf16['layers']} layers of {title}, {bf16['tokens']:,.0f} tokens", *cells])
     return table(["one H200: ms; peak GB above the weights", "BF16", "BF16, Liger", "COAT"], *lines)
+
+
+@block("huggingface.md", "small models")
+def small_models(results: Results) -> str:
+    rows = {row["system"]: row for row in results.rows("models_small_h100.csv")}
+    systems = {"BF16": "BF16", "COAT, no CUDA graphs": "COAT, launched", "COAT": "COAT"}
+    found, first = [rows[system] for system in systems], rows["BF16"]
+    return table(
+        [f"{first['layers']} layers of Qwen3-0.6B, {first['tokens']:,.0f} tokens, one H100", *systems.values()],
+        ["forward and backward, ms", *(f"{row['ms']:.1f}" for row in found)],
+        ["peak GB above the weights, with what graphs hold", *(f"{row['peak_gb']:.1f}" for row in found)],
+    )
 
 
 @block("huggingface.md", "trainer")
