@@ -1,5 +1,6 @@
 """AdamW whose moments are stored in eight bits each."""
 
+import logging
 from collections import Counter
 from collections.abc import Callable, Iterable
 from itertools import repeat
@@ -8,9 +9,10 @@ from typing import Any
 import torch
 
 from coat_ds.config import CHECKPOINT_LAYOUTS, KEEP_FP32, check_choice
-from coat_ds.optim.accounting import layout_table
+from coat_ds.optim.accounting import layout_table, planned_bytes
 from coat_ds.optim.checks import check_can_keep_remainder, check_tensors
 from coat_ds.optim.fragments import Fragment, piece_begins
+from coat_ds.optim.lines import stalling, states_line, to_logging
 from coat_ds.optim.moment import Moment, as_plain
 from coat_ds.optim.options import (
     LAYOUT,
@@ -36,7 +38,7 @@ from coat_ds.optim.state_dict import (
     take_states,
 )
 from coat_ds.optim.step import Scaling, is_on, update_group
-from coat_kernels.codecs import get_codec
+from coat_kernels.codecs import Codec, get_codec
 
 
 class CoatAdamW(torch.optim.Optimizer):
@@ -69,11 +71,13 @@ class CoatAdamW(torch.optim.Optimizer):
     seed: of stochastic rounding of BF16 parameters, which is the same on all ranks and in every run.
     compiled: steps on the CPU run in C++, compiled when it is first needed: many times as fast as the PyTorch
         that they run in otherwise, and equal but for FP32 rounding.
+    log: takes lines for the log, and their level. None is Python's logging, on rank 0; the constructor then
+        says how states are stored, and in how many bytes (INFO). Frameworks with a log say that themselves.
     checkpoint_layout: what `state_dict` holds. "stock": FP32 moments, as `torch.optim.AdamW`'s does.
         "compressed": what is stored, 2.1 bytes a parameter instead of 8, which this class reads.
 
-    All of them except the implementation switches, keep_fp32, seed, checkpoint_layout and compiled may differ
-    between parameter groups.
+    All of them except the implementation switches, keep_fp32, seed, checkpoint_layout, compiled and log may
+    differ between parameter groups.
     Parameters may be DTensors (FSDP2's `fully_shard`, HSDP, tensor parallelism): each rank steps its shard.
     Moments are DTensors laid out like the parameter then, and so they are in `state_dict`, in FP32, which
     `torch.distributed.checkpoint` reads and writes at any number of ranks. `min_numel` and `keep_fp32` are
@@ -116,6 +120,7 @@ class CoatAdamW(torch.optim.Optimizer):
         seed: int = 0,
         checkpoint_layout: str = "stock",
         compiled: bool = False,
+        log: Callable[[str, int], None] | None = None,
     ):
         defaults = {
             "lr": lr,
@@ -140,6 +145,7 @@ class CoatAdamW(torch.optim.Optimizer):
         check_choice("CoatAdamW: checkpoint_layout", checkpoint_layout, CHECKPOINT_LAYOUTS)
         self._keep_fp32, self._seed, self._checkpoint_layout = keep_fp32, seed, checkpoint_layout
         self._compiled = compiled
+        self.log = log or to_logging
         self._fragments: dict[torch.Tensor, tuple[Fragment, ...]] = {}
         self._arrived: Counter[str] = Counter()
         self._group_index: dict[torch.Tensor, int] = {}
@@ -151,16 +157,23 @@ class CoatAdamW(torch.optim.Optimizer):
         torch.optim.Optimizer.__init__(self, params, defaults)
         if not callable(keep_fp32):
             check_patterns(keep_fp32, self.param_groups)
+        if line := stalling(self, "CoatAdamW: " if log is None else "coat.optimizer."):
+            self.log(line, logging.WARNING)
+        if log is None:
+            self.log(f"CoatAdamW: {states_line(self, planned_bytes(self))}", logging.INFO)
 
     def __getstate__(self) -> dict[str, Any]:
         own = ["_keep_fp32", "_seed", "_checkpoint_layout", "_compiled", "_fragments", "_group_index"]
-        own += ["_arrived", "_kept", "_named", "_copies"]
+        own += ["_arrived", "_kept", "_named", "_copies", "log"]
         return {**super().__getstate__(), **{name: getattr(self, name) for name in own}}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         # an optimizer of an earlier version has been asked about all that it holds
         held = {p for group in state["param_groups"] for p in group["params"]}
-        torch.optim.Optimizer.__setstate__(self, {"_named": held, **state})
+        later = {"_named": held, "log": to_logging}
+        # torch calls this for what it loads, too
+        missing = {name: value for name, value in later.items() if name not in vars(self)}
+        torch.optim.Optimizer.__setstate__(self, {**missing, **state})
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As in `torch.optim.Optimizer`; the group may set every option of the constructor."""
@@ -331,9 +344,9 @@ class CoatAdamW(torch.optim.Optimizer):
     def _count_arrival(self, exact: bool) -> None:
         self._arrived["restored to the bit" if exact else "with groups encoded from FP32"] += 1
 
-    def keeps(self, p: torch.Tensor, group: dict[str, Any], numel: int | None = None) -> bool:
-        """Whether `p`, of `numel` elements if they are elsewhere now, keeps FP32 moments in `group`."""
-        return (p.numel() if numel is None else numel) < group["min_numel"] or p in self._kept
+    def keeps(self, p: torch.Tensor, group: dict[str, Any]) -> bool:
+        """Whether `p`, as large as it was if ZeRO-3 has emptied it, keeps FP32 moments in `group`."""
+        return getattr(p, "ds_numel", p.numel()) < group["min_numel"] or p in self._kept
 
     def keep(self, p: torch.Tensor, whether: bool = True) -> None:
         """Has `p` keep FP32 moments from now on, or no more; those that exist are converted. Of parameters
@@ -363,6 +376,15 @@ class CoatAdamW(torch.optim.Optimizer):
             return ((0, kept if self.keeps(p, group) else codec),)
         begins = piece_begins(self._fragments[p], p.numel(), group["group_size"])
         return tuple((begin, kept if is_kept else codec) for begin, is_kept in begins)
+
+    def codecs_of(self, p: torch.Tensor, group: dict[str, Any], name: str) -> list[Codec]:
+        """What the pieces of one of `MOMENTS` of `p` are stored by, or will be."""
+        return [codec for _, codec in self._layout_of(p, group, name)]
+
+    def held_in(self, group_index: int) -> list[torch.Tensor]:
+        """The tensors of a parameter group, with those that ZeRO-3 puts into it during a step only."""
+        flats = (p for p, index in self._group_index.items() if index == group_index)
+        return list(dict.fromkeys((*self.param_groups[group_index]["params"], *flats)))
 
     def layout(self) -> str:
         """A table of how the moments of each tensor are stored, with their bytes, of a DTensor those of all

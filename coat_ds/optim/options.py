@@ -39,7 +39,7 @@ STOCK_SWITCHES: dict[str, Any] = {
     "bias_correction": True,
 }
 # options of the constructor that parameter groups do not have
-OF_THE_WHOLE = {"keep_fp32", "checkpoint_layout", "seed", "compiled"}
+OF_THE_WHOLE = {"keep_fp32", "checkpoint_layout", "seed", "compiled", "log"}
 # belong to the optimizer and not to a checkpoint: a loaded state dict leaves them as they are
 LAYOUT = (
     "exp_avg_format",
