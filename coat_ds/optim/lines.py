@@ -1,4 +1,4 @@
-"""Lines for the log: how states are stored, and which second moments stall."""
+"""Lines for the log: how states are stored, which second moments stall, which formats a checkpoint had."""
 
 import logging
 from collections.abc import Mapping
@@ -6,10 +6,13 @@ from typing import Any
 
 import torch
 
-from coat_ds.optim.options import rounds_stochastically
+from coat_ds.optim.options import MOMENTS, rounds_stochastically
 from coat_kernels.codecs import Codec
 
 _logger = logging.getLogger(__name__)
+
+# of the two moments, exp_avg's first
+Formats = tuple[str, str]
 
 
 def to_logging(line: str, level: int) -> None:
@@ -70,3 +73,14 @@ def _compressed(optimizer, group_index: int) -> list[Codec]:
         for codec in optimizer.codecs_of(p, group, "exp_avg_sq")
     }
     return [codec for codec in codecs.values() if codec.dtype != torch.float32]
+
+
+def conversions_line(converted: Mapping[tuple[Formats, Formats], int]) -> str:
+    """Of how many tensors moments were loaded from which formats into which, the old ones first."""
+    parts = []
+    for pair, count in converted.items():
+        changes = [
+            f"{name} from {old} to {new}" for name, old, new in zip(MOMENTS, *pair, strict=True) if old != new
+        ]
+        parts.append(f"{' and '.join(changes)} in {count} tensor{'s' * (count != 1)}")
+    return f"COAT: moments change their formats in this load: {'; '.join(parts)}"

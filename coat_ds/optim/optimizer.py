@@ -12,7 +12,7 @@ from coat_ds.config import CHECKPOINT_LAYOUTS, KEEP_FP32, check_choice
 from coat_ds.optim.accounting import layout_table, planned_bytes
 from coat_ds.optim.checks import check_can_keep_remainder, check_tensors
 from coat_ds.optim.fragments import Fragment, piece_begins
-from coat_ds.optim.lines import stalling, states_line, to_logging
+from coat_ds.optim.lines import Formats, conversions_line, stalling, states_line, to_logging
 from coat_ds.optim.moment import Moment, as_plain
 from coat_ds.optim.options import (
     LAYOUT,
@@ -23,6 +23,7 @@ from coat_ds.optim.options import (
     check_options,
     check_patterns,
     codec_of,
+    formats_of,
     has_remainder,
     keeps_fp32,
 )
@@ -32,9 +33,11 @@ from coat_ds.optim.shards import is_distributed, laid_out_like, local, shard_of
 from coat_ds.optim.state_dict import (
     check_groups,
     check_loaded,
+    format_of,
     is_remainder,
     restored,
     steps_of,
+    stored_formats,
     take_states,
 )
 from coat_ds.optim.step import Scaling, is_on, update_group
@@ -148,6 +151,7 @@ class CoatAdamW(torch.optim.Optimizer):
         self.log = log or to_logging
         self._fragments: dict[torch.Tensor, tuple[Fragment, ...]] = {}
         self._arrived: Counter[str] = Counter()
+        self._converted: Counter[tuple[Formats, Formats]] = Counter()
         self._group_index: dict[torch.Tensor, int] = {}
         self._kept: set[torch.Tensor] = set()
         # asked about by their names, whatever the answer
@@ -164,13 +168,13 @@ class CoatAdamW(torch.optim.Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         own = ["_keep_fp32", "_seed", "_checkpoint_layout", "_compiled", "_fragments", "_group_index"]
-        own += ["_arrived", "_kept", "_named", "_copies", "log"]
+        own += ["_arrived", "_converted", "_kept", "_named", "_copies", "log"]
         return {**super().__getstate__(), **{name: getattr(self, name) for name in own}}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         # an optimizer of an earlier version has been asked about all that it holds
         held = {p for group in state["param_groups"] for p in group["params"]}
-        later = {"_named": held, "log": to_logging}
+        later = {"_named": held, "_converted": Counter(), "log": to_logging}
         # torch calls this for what it loads, too
         missing = {name: value for name, value in later.items() if name not in vars(self)}
         torch.optim.Optimizer.__setstate__(self, {**missing, **state})
@@ -323,13 +327,15 @@ class CoatAdamW(torch.optim.Optimizer):
             state["remainder"] = laid_out_like(p, remainder)
         return state
 
-    def _take_moment(self, p: torch.Tensor, group: dict[str, Any], name: str, values: torch.Tensor) -> None:
-        """Puts FP32 values into the state, in the codes that they were decoded from if they were."""
+    def _take_moment(self, p: torch.Tensor, group: dict[str, Any], name: str, values: torch.Tensor) -> bool:
+        """Puts FP32 values into the state, in the codes that they were decoded from if they were; returns
+        whether all were."""
         values, layout = shard_of(values, p).to(p.device), self._layout_of(p, group, name)
         second = local(self.state[p]["exp_avg_sq"]) if name == "exp_avg" else None
         moment, exact = Moment.recovered(values, layout, group["group_size"], second)
         self.state[p][name] = laid_out_like(p, moment)
         self._count_arrival(exact)
+        return exact
 
     def _pair(self, p: torch.Tensor) -> None:
         """Has the moments of `p` know one another, if the first is relative to the second."""
@@ -444,6 +450,7 @@ class CoatAdamW(torch.optim.Optimizer):
         def load_states(_):
             self.restore_layout_options(own)
             self._load_states(loaded)
+            self._say_conversions()
 
         hooks = (
             self.register_load_state_dict_pre_hook(keep_states),
@@ -460,6 +467,60 @@ class CoatAdamW(torch.optim.Optimizer):
         said = ", ".join(f"{count} {how}" for how, count in self._arrived.items())
         self._arrived.clear()
         return said
+
+    def say_conversions_from(self, formats: Iterable[dict[str, str]]) -> None:
+        """Says which formats have changed with moments that were put into the state as FP32 values.
+
+        formats: of each parameter group, in which formats they were stored, by name.
+        """
+        for index, (group, saved) in enumerate(zip(self.param_groups, formats, strict=True)):
+            for p in self.held_in(index):
+                if p in self.state:
+                    self._note_formats(p, self._unless_kept(p, group, saved))
+        self._say_conversions()
+
+    def _say_conversions(self) -> None:
+        if self._converted:
+            self.log(conversions_line(self._converted), logging.WARNING)
+            self._converted.clear()
+
+    def _note_formats(self, p: torch.Tensor, formats: dict[str, str]) -> None:
+        """Counts the tensors in `p` if its moments were stored in other formats, by name, than they are."""
+        old, new = (
+            (of["exp_avg"], of["exp_avg_sq"])
+            for of in (formats, {name: format_of(local(self.state[p][name])) for name in MOMENTS})
+        )
+        if old != new:
+            fragments = [f for f in self._fragments.get(p, ()) if not f.kept]
+            self._converted[old, new] += max(len(fragments), 1)
+
+    def _formats_in(
+        self,
+        loaded: dict[str, Any],
+        index: int,
+        saved: dict[str, Any],
+        p: torch.Tensor,
+        group: dict[str, Any],
+        exact: bool,
+    ) -> dict[str, str] | None:
+        """In which formats the moments `index` of a state dict were stored, by name; None if it does not say,
+        and they were taken over to the bit.
+
+        saved: their parameter group there. group: that of `p`, whose moments they are now.
+        """
+        if (formats := stored_formats(loaded, index)) is not None:
+            return formats
+        # AdamW hands on options of groups that it knows nothing of, and moments that are FP32. Those who cut
+        # parameters drop what stands beside the values, and keep the options
+        if "coat" in loaded or is_distributed(p) or getattr(p, "_fsdp_flattened", False):
+            return self._unless_kept(p, group, formats_of(saved))
+        return None if exact else dict.fromkeys(MOMENTS, "fp32")
+
+    def _unless_kept(self, p: torch.Tensor, group: dict[str, Any], formats: dict[str, str]) -> dict[str, str]:
+        """`formats`, which are those of a whole parameter group, or FP32 if `p` keeps that."""
+        fragments = self._fragments.get(p)
+        kept = self.keeps(p, group) if fragments is None else all(f.kept for f in fragments)
+        return dict.fromkeys(MOMENTS, "fp32") if kept else formats
 
     def layout_options(self) -> list[dict[str, Any]]:
         """The options of each parameter group, for `restore_layout_options`."""
@@ -483,20 +544,26 @@ class CoatAdamW(torch.optim.Optimizer):
             for p, index in zip(group["params"], saved["params"], strict=True):
                 if entry := loaded["state"].get(index):
                     self.state[p] = {**entry, "step": steps[index]}
-                    self._load_state(p, group, loaded, index)
+                    exact = self._load_state(p, group, loaded, index)
+                    formats = self._formats_in(loaded, index, saved, p, group, exact)
+                    if formats is not None:
+                        self._note_formats(p, formats)
 
-    def _load_state(self, p: torch.Tensor, group: dict[str, Any], loaded: dict[str, Any], index: int) -> None:
-        """Puts into the state of `p`, which holds the loaded entry `index`, tensors of its own."""
+    def _load_state(self, p: torch.Tensor, group: dict[str, Any], loaded: dict[str, Any], index: int) -> bool:
+        """Puts into the state of `p`, which holds the loaded entry `index`, tensors of its own. Returns
+        whether its moments are the saved ones, to the bit."""
         state = self.state[p]
         remainder = state.pop("remainder", None)
         if is_remainder(remainder) and has_remainder(p, group):
             held = shard_of(remainder, p).to(p.device, torch.int16, copy=True)
             state["remainder"] = laid_out_like(p, held)
-        moment = None
+        moment, all_exact = None, True
         # the second first: the first may be relative to it
         for name in reversed(MOMENTS):
             layout = self._layout_of(p, group, name)
             moment, exact = restored(loaded, index, name, layout, group["group_size"], p, moment)
             state[name] = laid_out_like(p, moment)
             self._count_arrival(exact)
+            all_exact = all_exact and exact
         self._pair(p)
+        return all_exact

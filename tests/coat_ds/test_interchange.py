@@ -16,7 +16,7 @@ import coat_ds
 from coat_ds import CoatAdamW
 from coat_ds.zero import stage0
 from tests.coat_ds.faithful import assert_ratio_faithful, assert_second_faithful
-from tests.coat_ds.test_checkpoints import full_states, to_universal
+from tests.coat_ds.test_checkpoints import full_states, listening, to_universal
 from tests.coat_ds.test_zero import (
     FP8_BOUND,
     MASTER16,
@@ -87,7 +87,7 @@ def states(engine):
 def interchange(folder, row):
     """What the peer had and did next, what COAT found of it and did, and what the peer found of that."""
     peer, stage, dtype, universal = row
-    out, where = [], "-".join(map(str, row)).replace(" ", "")
+    out, said, where = [], [], "-".join(map(str, row)).replace(" ", "")
     for i, coat in enumerate((False, True, False)):
         engine = start(*row, coat)
         tag = f"{where}-{i}"
@@ -95,14 +95,16 @@ def interchange(folder, row):
             for _ in range(STEPS):
                 train_step(engine)
         else:
-            engine.load_checkpoint(folder, tag=f"{where}-{i - 1}" + "_universal" * universal)
+            with listening() as lines:
+                engine.load_checkpoint(folder, tag=f"{where}-{i - 1}" + "_universal" * universal)
+            said.append(lines)
         if i < 2:
             engine.save_checkpoint(folder, tag=tag)
             if universal:
                 to_universal(folder, tag)
         found = states(engine)
         out.append((*found, [train_step(engine) for _ in range(2)]))
-    return out
+    return out, said
 
 
 def zeroed_by_the_host(stage):
@@ -149,7 +151,8 @@ def gpu(tmp_path_factory):
 def test_checkpoints_go_both_ways(where, row, request):
     if OLD and row[3] and row[1] in (1, 2):
         pytest.skip("DeepSpeed 0.18 names other masters after loading its own universal checkpoint, too")
-    outcome = request.getfixturevalue(where)[row]
+    outcome, (said, nothing) = request.getfixturevalue(where)[row]
+    assert not nothing and "exp_avg from fp32 to ratio8 and exp_avg_sq from fp32 to log8 in " in said[0]
     (stock, steps, expected), (coat, coat_steps, losses), (back, back_steps, again) = outcome
     # FusedAdam counts the steps of a group in the state of one of its parameters
     assert set(coat_steps) == set(back_steps) == {max(steps)}
@@ -173,10 +176,10 @@ def test_bf16_masters_that_the_host_zeroes_move_on(where, request):
         assert after.isfinite().all() and (after.abs() > 1e-5).float().mean() > 0.99
 
 
-def formats(folder):
+def formats(folder, stage):
     """What an engine's states are stored in, before and after it has loaded those of an engine of another
-    format from a universal checkpoint."""
-    run, engines = cell(1, "fp32"), []
+    format from a universal checkpoint, and what is said."""
+    run, engines = cell(stage, "fp32"), []
     for universal, second in ((False, "fp8_expanded"), (True, "log8")):
         config = ds_config(run, True) | {"checkpoint": {"load_universal": universal}}
         config["coat"]["optimizer"] |= {"exp_avg_sq_format": second}
@@ -187,15 +190,22 @@ def formats(folder):
     to_universal(folder, "first")
     found = []
     for load in (lambda: None, lambda: second.load_checkpoint(folder, tag="first_universal")):
-        load()
+        with listening() as lines:
+            load()
         groups = second.basic_optimizer.param_groups
         found.append(({g["exp_avg_sq_format"] for g in groups}, second.coat.states["by_codec"]))
-    return found
+    assert all(type(g["exp_avg_sq_format"]) is str for g in groups)
+    return *found, lines
 
 
-def test_a_universal_checkpoint_leaves_formats_as_the_block_says(tmp_path):
-    ((before, after),) = run_distributed(formats, 1, str(tmp_path))
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_universal_checkpoint_leaves_formats_as_the_block_says(tmp_path, stage):
+    ((before, after, lines),) = run_distributed(formats, 1, str(tmp_path), stage)
     assert before == after and before[0] == {"log8"}
+    assert (
+        "exp_avg from fp8_expanded to ratio8 and exp_avg_sq from fp8_expanded to log8 in 3 tensors"
+        in lines[0]
+    )
 
 
 def test_groups_and_parameters_keep_their_places():
