@@ -37,6 +37,8 @@ G = 128
 RUNS = {
     "stage1": cell(1, "fp32", groups=decay_groups, zero=OFFLOAD),
     "stage3": cell(3, "fp32"),
+    "today's stage1": cell(1, "fp32", groups=decay_groups),
+    "today's stage3": cell(3, "fp32"),
     "compressed3": cell(3, "fp32"),
 }
 # where formats change: the phase, the stage and the layout
