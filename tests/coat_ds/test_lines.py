@@ -3,12 +3,14 @@ test_host_config.py; of Megatron: megatron_ext/test_optimizer.py."""
 
 import copy
 import pickle
+from pathlib import Path
 
 import pytest
 import torch
 
 from coat_ds import CoatAdamW, state_bytes
 from coat_ds.optim.lines import to_logging
+from coat_ds.optim.stored_moment import _rebuild
 from tests.coat_ds.optimizers import FP32, parameters, set_grads, through_file
 from tests.util import run_distributed
 
@@ -125,6 +127,27 @@ def test_formats_that_nobody_knows_are_taken_for_fp32(lines, said):
     state_dict["coat"] = {"version": 0}
     ((_, line),) = loaded(lines, state_dict)
     assert line.endswith(FROM_FP32)
+
+
+@pytest.mark.parametrize("layout", ["stock", "compressed"])
+def test_a_file_of_the_papers_formats_loads(lines, layout):
+    """The file was written at 0027093, before there were others: three steps of 2 x 100 elements, by layout."""
+    with torch.serialization.safe_globals([_rebuild]):
+        state_dict = torch.load(Path(__file__).with_name("papers_states.pt"), weights_only=True)[layout]
+    moments = []
+    for options in (OLD, NEW):
+        p = torch.nn.Parameter(torch.zeros(2, 100))
+        optimizer = CoatAdamW([p], min_numel=100, **options)
+        lines()
+        optimizer.load_state_dict(state_dict)
+        moments.append(optimizer.moments(p))
+        assert optimizer.state[p]["step"] == 3
+        if options is OLD:
+            assert not lines() and optimizer.take_arrivals() == "2 restored to the bit"
+    ((_, line),) = lines()
+    assert line.endswith(AS_NEW.replace("5 tensors", "1 tensor"))
+    for old, new in zip(*moments, strict=True):
+        assert 0 < (old - new).norm() < 0.03 * old.norm()
 
 
 def test_an_earlier_version_names_formats_in_its_groups_alone(lines):
