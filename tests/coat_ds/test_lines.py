@@ -131,7 +131,7 @@ def test_formats_that_nobody_knows_are_taken_for_fp32(lines, said):
 
 @pytest.mark.parametrize("layout", ["stock", "compressed"])
 def test_a_file_of_the_papers_formats_loads(lines, layout):
-    """The file was written at 0027093, before there were others: three steps of 2 x 100 elements, by layout."""
+    """The file was written at 0027093, before there were others: three steps of 200 elements, by layout."""
     with torch.serialization.safe_globals([_rebuild]):
         state_dict = torch.load(Path(__file__).with_name("papers_states.pt"), weights_only=True)[layout]
     moments = []
