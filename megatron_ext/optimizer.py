@@ -199,7 +199,7 @@ class MegatronAdamW(CoatAdamW, torch.optim.AdamW):
         index: int,
         saved: dict[str, Any],
         p: torch.Tensor,
-        group: dict,
+        group: dict[str, Any],
         exact: bool,
     ) -> dict[str, str]:
         # the moments are FP32, or this optimizer's own, which take the checkpoint's FP32 values later
