@@ -30,9 +30,17 @@ from megatron.core.utils import get_te_version, log_single_rank
 from coat_ds import state_bytes
 from coat_ds.config import CoatConfig, CoatConfigError, OptimizerConfig
 from coat_ds.optim.fragments import Fragment
+from coat_ds.optim.lines import states_line
 from coat_ds.optim.moment import Moment
 from coat_ds.optim.optimizer import CoatAdamW
-from coat_ds.optim.options import LAYOUT, MOMENTS, idle_bf16_params, idle_patterns, keeps_fp32
+from coat_ds.optim.options import (
+    LAYOUT,
+    MOMENTS,
+    formats_of,
+    idle_bf16_params,
+    idle_patterns,
+    keeps_fp32,
+)
 from coat_ds.optim.state_dict import take_states
 from coat_ds.patches import Patch, require
 from coat_kernels.adamw import join_master, split_master
@@ -172,8 +180,8 @@ class MegatronAdamW(CoatAdamW, torch.optim.AdamW):
             groups.append(group)
         super().load_state_dict({"state": state, "param_groups": groups})
 
-    def _load_state(self, p: torch.Tensor, group: dict[str, Any], loaded: dict[str, Any], index: int) -> None:
-        state = self.state[p]
+    def _load_state(self, p: torch.Tensor, group: dict[str, Any], loaded: dict[str, Any], index: int) -> bool:
+        state, exact = self.state[p], True
         # the second first: the first may be relative to it
         for name in reversed(MOMENTS):
             value = state[name]
@@ -181,8 +189,21 @@ class MegatronAdamW(CoatAdamW, torch.optim.AdamW):
                 # the optimizer's own, handed back
                 state[name] = Moment(value.pieces, value.group_size, value.shape, pair=value.pair)
             else:
-                self._take_moment(p, group, name, value)
+                exact = self._take_moment(p, group, name, value) and exact
         self._ready_state(p, group)
+        return exact
+
+    def _formats_in(
+        self,
+        loaded: dict[str, Any],
+        index: int,
+        saved: dict[str, Any],
+        p: torch.Tensor,
+        group: dict[str, Any],
+        exact: bool,
+    ) -> dict[str, str]:
+        # the moments are FP32, or this optimizer's own, which take the checkpoint's FP32 values later
+        return self._unless_kept(p, group, formats_of(saved))
 
 
 def linked(host: MegatronOptimizer) -> Iterator[tuple[int, torch.Tensor, torch.Tensor, int]]:
@@ -224,14 +245,17 @@ def _link(host: MegatronOptimizer, model_chunks: Iterable[torch.nn.Module], conf
         kept = kept or model_param.numel() < config.optimizer.min_numel
         placed.append((index, held, Fragment(0, held.numel(), offset, kept)))
     inner.link(placed, isinstance(host, DistributedOptimizer))
-    held = state_bytes(inner)
-    by_codec = ", ".join(f"{size:,} in {name}" for name, size in sorted(held["by_codec"].items()))
-    said = f"COAT: AdamW states {held['bytes_per_parameter']:.3f} bytes per parameter ({by_codec})"
+    said = f"COAT: {states_line(inner, state_bytes(inner))}"
     if config.report.states:
         said += f"\n{inner.layout()}"
-    log_single_rank(logger, logging.WARNING, said)
+    _say(said)
     for line in _idle_keys(config.optimizer, list(names.values()), [p for _, p, _ in placed]):
-        log_single_rank(logger, logging.WARNING, line)
+        _say(line)
+
+
+def _say(line: str, level: int = logging.WARNING) -> None:
+    """To Megatron's log, on rank 0, which shows warnings alone."""
+    log_single_rank(logger, max(level, logging.WARNING), line)
 
 
 def _idle_keys(config: OptimizerConfig, names: list[str], held: list[torch.Tensor]) -> Iterator[str]:
@@ -331,7 +355,7 @@ def install(coat: CoatConfig | None = None) -> None:
         patch.check()
     require("megatron-core", f"{_DISTRIBUTED}._get_model_param_range_map", ("param",), _WAY_OUT)
     # which tensors keep FP32 moments is said by `link`: Megatron hands over no names
-    options = {name: getattr(coat.optimizer, name) for name in LAYOUT} | {"keep_fp32": ()}
+    options = {name: getattr(coat.optimizer, name) for name in LAYOUT} | {"keep_fp32": (), "log": _say}
     adam = functools.partial(MegatronAdamW, counts_in_groups=not IS_TORCH.original(), **options)
 
     BUILD.apply(functools.partial(_building, coat, adam))

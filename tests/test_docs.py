@@ -4,7 +4,11 @@ import re
 import runpy
 from pathlib import Path
 
+import torch
+
+from coat_ds import CoatAdamW
 from coat_ds.doctor import dry_run
+from coat_ds.optim.lines import states_line
 from tests.test_readme import README, block
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
@@ -35,8 +39,11 @@ def test_the_log_that_is_shown_is_that_of_llama_2_7b():
     model = dry_run.build({"model_type": "llama", "num_attention_heads": 32, **sizes})
     layers, states, _ = dry_run.check({"coat": {"enabled": True}, "bf16": {"enabled": True}}, model, 1, 2048)
     (shown,) = re.findall(r"^```\n(COAT: .*?)\n```$", (DOCS / "deepspeed.md").read_text(), re.M | re.S)
-    mean = states.text.split()[0]
-    assert shown.split() == f"COAT: AdamW states {mean} bytes per parameter (...); {layers.text}".split()
+    held = {"bytes_per_parameter": float(states.text.split()[0]), "by_codec": {}}
+    # at the beta2 of the page's config
+    optimizer = CoatAdamW([torch.nn.Parameter(torch.zeros(64, 64))], betas=(0.9, 0.95))
+    line = states_line(optimizer, held).replace("()", "(...)")
+    assert shown.split() == f"COAT: {line}; {layers.text}".split()
 
 
 def test_the_summary_that_is_shown_is_that_of_a_small_llama(tmp_path):

@@ -27,8 +27,9 @@ def small_models(results: Results) -> str:
     rows = {row["system"]: row for row in results.rows("models_small_h100.csv")}
     systems = {"BF16": "BF16", "COAT, no CUDA graphs": "COAT, launched", "COAT": "COAT"}
     found, first = [rows[system] for system in systems], rows["BF16"]
+    title = f"{first['layers']} layers of Qwen3-0.6B, {first['tokens']:,.0f} tokens, one H100"
     return table(
-        [f"{first['layers']} layers of Qwen3-0.6B, {first['tokens']:,.0f} tokens, one H100", *systems.values()],
+        [title, *systems.values()],
         ["forward and backward, ms", *(f"{row['ms']:.1f}" for row in found)],
         ["peak GB above the weights, with what graphs hold", *(f"{row['peak_gb']:.1f}" for row in found)],
     )

@@ -13,6 +13,7 @@
     streaming.py     moments that are decoded one by one while a file is written
     state_dict.py    state dicts: what is written, and how it is restored
     recover.py       codes recovered from FP32 values
+    lines.py         what the log says of states
     narrow_grad.py   gradients that look FP32 and are BF16 or FP16
     shards.py        DTensors
     accounting.py    bytes of states

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 
 from coat_ds.optim.moment import Moment
+from coat_ds.optim.options import MOMENTS, has_remainder
 from coat_ds.optim.shards import local
 from coat_kernels.codecs import Codec
 
@@ -49,6 +50,10 @@ def state_bytes(optimizer) -> dict[str, Any]:
                 continue
             for name, size in held:
                 by_codec[name] = by_codec.get(name, 0) + size
+    return _summed(by_codec, parameters)
+
+
+def _summed(by_codec: dict[str, int], parameters: int) -> dict[str, Any]:
     total = sum(by_codec.values())
     return {
         "bytes": total,
@@ -56,6 +61,24 @@ def state_bytes(optimizer) -> dict[str, Any]:
         "bytes_per_parameter": total / parameters if parameters else 0.0,
         "by_codec": by_codec,
     }
+
+
+def planned_bytes(optimizer) -> dict[str, Any]:
+    """What `state_bytes` will give of a CoatAdamW that holds no flat partitions, once each parameter has a
+    state; of DTensors for all shards.
+    """
+    by_codec: dict[str, int] = {}
+    parameters = 0
+    for group in optimizer.param_groups:
+        for p in group["params"]:
+            parameters += p.numel()
+            held = [("int16", 2 * p.numel())] if has_remainder(p, group) else []
+            for name in MOMENTS:
+                (codec,) = optimizer.codecs_of(p, group, name)
+                held.append((codec.name, codec.zeros(p.numel(), group["group_size"], "meta").nbytes))
+            for name, size in held:
+                by_codec[name] = by_codec.get(name, 0) + size
+    return _summed(by_codec, parameters)
 
 
 def _base_optimizer(optimizer) -> torch.optim.Optimizer:

@@ -1,5 +1,6 @@
 """AdamW whose moments are stored in eight bits each."""
 
+import logging
 from collections import Counter
 from collections.abc import Callable, Iterable
 from itertools import repeat
@@ -8,9 +9,10 @@ from typing import Any
 import torch
 
 from coat_ds.config import CHECKPOINT_LAYOUTS, KEEP_FP32, check_choice
-from coat_ds.optim.accounting import layout_table
+from coat_ds.optim.accounting import layout_table, planned_bytes
 from coat_ds.optim.checks import check_can_keep_remainder, check_tensors
 from coat_ds.optim.fragments import Fragment, piece_begins
+from coat_ds.optim.lines import Formats, conversions_line, stalling, states_line, to_logging
 from coat_ds.optim.moment import Moment, as_plain
 from coat_ds.optim.options import (
     LAYOUT,
@@ -21,6 +23,7 @@ from coat_ds.optim.options import (
     check_options,
     check_patterns,
     codec_of,
+    formats_of,
     has_remainder,
     keeps_fp32,
 )
@@ -30,13 +33,15 @@ from coat_ds.optim.shards import is_distributed, laid_out_like, local, shard_of
 from coat_ds.optim.state_dict import (
     check_groups,
     check_loaded,
+    format_of,
     is_remainder,
     restored,
     steps_of,
+    stored_formats,
     take_states,
 )
 from coat_ds.optim.step import Scaling, is_on, update_group
-from coat_kernels.codecs import get_codec
+from coat_kernels.codecs import Codec, get_codec
 
 
 class CoatAdamW(torch.optim.Optimizer):
@@ -69,11 +74,13 @@ class CoatAdamW(torch.optim.Optimizer):
     seed: of stochastic rounding of BF16 parameters, which is the same on all ranks and in every run.
     compiled: steps on the CPU run in C++, compiled when it is first needed: many times as fast as the PyTorch
         that they run in otherwise, and equal but for FP32 rounding.
+    log: takes lines for the log, and their level. None is Python's logging, on rank 0; the constructor then
+        says how states are stored, and in how many bytes (INFO). Frameworks with a log say that themselves.
     checkpoint_layout: what `state_dict` holds. "stock": FP32 moments, as `torch.optim.AdamW`'s does.
         "compressed": what is stored, 2.1 bytes a parameter instead of 8, which this class reads.
 
-    All of them except the implementation switches, keep_fp32, seed, checkpoint_layout and compiled may differ
-    between parameter groups.
+    All of them except the implementation switches, keep_fp32, seed, checkpoint_layout, compiled and log may
+    differ between parameter groups.
     Parameters may be DTensors (FSDP2's `fully_shard`, HSDP, tensor parallelism): each rank steps its shard.
     Moments are DTensors laid out like the parameter then, and so they are in `state_dict`, in FP32, which
     `torch.distributed.checkpoint` reads and writes at any number of ranks. `min_numel` and `keep_fp32` are
@@ -116,6 +123,7 @@ class CoatAdamW(torch.optim.Optimizer):
         seed: int = 0,
         checkpoint_layout: str = "stock",
         compiled: bool = False,
+        log: Callable[[str, int], None] | None = None,
     ):
         defaults = {
             "lr": lr,
@@ -140,8 +148,10 @@ class CoatAdamW(torch.optim.Optimizer):
         check_choice("CoatAdamW: checkpoint_layout", checkpoint_layout, CHECKPOINT_LAYOUTS)
         self._keep_fp32, self._seed, self._checkpoint_layout = keep_fp32, seed, checkpoint_layout
         self._compiled = compiled
+        self.log = log or to_logging
         self._fragments: dict[torch.Tensor, tuple[Fragment, ...]] = {}
         self._arrived: Counter[str] = Counter()
+        self._converted: Counter[tuple[Formats, Formats]] = Counter()
         self._group_index: dict[torch.Tensor, int] = {}
         self._kept: set[torch.Tensor] = set()
         # asked about by their names, whatever the answer
@@ -151,16 +161,23 @@ class CoatAdamW(torch.optim.Optimizer):
         torch.optim.Optimizer.__init__(self, params, defaults)
         if not callable(keep_fp32):
             check_patterns(keep_fp32, self.param_groups)
+        if line := stalling(self, "CoatAdamW: " if log is None else "coat.optimizer."):
+            self.log(line, logging.WARNING)
+        if log is None:
+            self.log(f"CoatAdamW: {states_line(self, planned_bytes(self))}", logging.INFO)
 
     def __getstate__(self) -> dict[str, Any]:
         own = ["_keep_fp32", "_seed", "_checkpoint_layout", "_compiled", "_fragments", "_group_index"]
-        own += ["_arrived", "_kept", "_named", "_copies"]
+        own += ["_arrived", "_converted", "_kept", "_named", "_copies", "log"]
         return {**super().__getstate__(), **{name: getattr(self, name) for name in own}}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         # an optimizer of an earlier version has been asked about all that it holds
         held = {p for group in state["param_groups"] for p in group["params"]}
-        torch.optim.Optimizer.__setstate__(self, {"_named": held, **state})
+        later = {"_named": held, "_converted": Counter(), "log": to_logging}
+        # torch calls this for what it loads, too
+        missing = {name: value for name, value in later.items() if name not in vars(self)}
+        torch.optim.Optimizer.__setstate__(self, {**missing, **state})
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As in `torch.optim.Optimizer`; the group may set every option of the constructor."""
@@ -310,13 +327,16 @@ class CoatAdamW(torch.optim.Optimizer):
             state["remainder"] = laid_out_like(p, remainder)
         return state
 
-    def _take_moment(self, p: torch.Tensor, group: dict[str, Any], name: str, values: torch.Tensor) -> None:
-        """Puts FP32 values into the state, in the codes that they were decoded from if they were."""
+    def _take_moment(self, p: torch.Tensor, group: dict[str, Any], name: str, values: torch.Tensor) -> bool:
+        """Puts FP32 values into the state, in the codes that they were decoded from if they were; returns
+        whether all were."""
         values, layout = shard_of(values, p), self._layout_of(p, group, name)
         second = local(self.state[p]["exp_avg_sq"]) if name == "exp_avg" else None
         moment = Moment.zeros(values.shape, layout, group["group_size"], p.device).beside(second)
-        self._count_arrival(moment.recover_(values))
+        exact = moment.recover_(values)
         self.state[p][name] = laid_out_like(p, moment)
+        self._count_arrival(exact)
+        return exact
 
     def _pair(self, p: torch.Tensor) -> None:
         """Has the moments of `p` know one another, if the first is relative to the second."""
@@ -331,9 +351,9 @@ class CoatAdamW(torch.optim.Optimizer):
     def _count_arrival(self, exact: bool) -> None:
         self._arrived["restored to the bit" if exact else "with groups encoded from FP32"] += 1
 
-    def keeps(self, p: torch.Tensor, group: dict[str, Any], numel: int | None = None) -> bool:
-        """Whether `p`, of `numel` elements if they are elsewhere now, keeps FP32 moments in `group`."""
-        return (p.numel() if numel is None else numel) < group["min_numel"] or p in self._kept
+    def keeps(self, p: torch.Tensor, group: dict[str, Any]) -> bool:
+        """Whether `p`, as large as it was if ZeRO-3 has emptied it, keeps FP32 moments in `group`."""
+        return getattr(p, "ds_numel", p.numel()) < group["min_numel"] or p in self._kept
 
     def keep(self, p: torch.Tensor, whether: bool = True) -> None:
         """Has `p` keep FP32 moments from now on, or no more; those that exist are converted. Of parameters
@@ -363,6 +383,15 @@ class CoatAdamW(torch.optim.Optimizer):
             return ((0, kept if self.keeps(p, group) else codec),)
         begins = piece_begins(self._fragments[p], p.numel(), group["group_size"])
         return tuple((begin, kept if is_kept else codec) for begin, is_kept in begins)
+
+    def codecs_of(self, p: torch.Tensor, group: dict[str, Any], name: str) -> list[Codec]:
+        """What the pieces of one of `MOMENTS` of `p` are stored by, or will be."""
+        return [codec for _, codec in self._layout_of(p, group, name)]
+
+    def held_in(self, group_index: int) -> list[torch.Tensor]:
+        """The tensors of a parameter group, with those that ZeRO-3 puts into it during a step only."""
+        flats = (p for p, index in self._group_index.items() if index == group_index)
+        return list(dict.fromkeys((*self.param_groups[group_index]["params"], *flats)))
 
     def layout(self) -> str:
         """A table of how the moments of each tensor are stored, with their bytes, of a DTensor those of all
@@ -422,6 +451,7 @@ class CoatAdamW(torch.optim.Optimizer):
         def load_states(_):
             self.restore_layout_options(own)
             self._load_states(loaded)
+            self._say_conversions()
 
         hooks = (
             self.register_load_state_dict_pre_hook(keep_states),
@@ -438,6 +468,60 @@ class CoatAdamW(torch.optim.Optimizer):
         said = ", ".join(f"{count} {how}" for how, count in self._arrived.items())
         self._arrived.clear()
         return said
+
+    def say_conversions_from(self, formats: Iterable[dict[str, str]]) -> None:
+        """Says which formats have changed with moments that were put into the state as FP32 values.
+
+        formats: of each parameter group, in which formats they were stored, by name.
+        """
+        for index, (group, saved) in enumerate(zip(self.param_groups, formats, strict=True)):
+            for p in self.held_in(index):
+                if p in self.state:
+                    self._note_formats(p, self._unless_kept(p, group, saved))
+        self._say_conversions()
+
+    def _say_conversions(self) -> None:
+        if self._converted:
+            self.log(conversions_line(self._converted), logging.WARNING)
+            self._converted.clear()
+
+    def _note_formats(self, p: torch.Tensor, formats: dict[str, str]) -> None:
+        """Counts the tensors in `p` if its moments were stored in other formats, by name, than they are."""
+        old, new = (
+            (of["exp_avg"], of["exp_avg_sq"])
+            for of in (formats, {name: format_of(local(self.state[p][name])) for name in MOMENTS})
+        )
+        if old != new:
+            fragments = [f for f in self._fragments.get(p, ()) if not f.kept]
+            self._converted[old, new] += max(len(fragments), 1)
+
+    def _formats_in(
+        self,
+        loaded: dict[str, Any],
+        index: int,
+        saved: dict[str, Any],
+        p: torch.Tensor,
+        group: dict[str, Any],
+        exact: bool,
+    ) -> dict[str, str] | None:
+        """In which formats the moments `index` of a state dict were stored, by name; None if it does not say,
+        and they were taken over to the bit.
+
+        saved: their parameter group there. group: that of `p`, whose moments they are now.
+        """
+        if (formats := stored_formats(loaded, index)) is not None:
+            return formats
+        # AdamW hands on options of groups that it knows nothing of, and moments that are FP32. Those who cut
+        # parameters drop what stands beside the values, and keep the options
+        if "coat" in loaded or is_distributed(p) or getattr(p, "_fsdp_flattened", False):
+            return self._unless_kept(p, group, formats_of(saved))
+        return None if exact else dict.fromkeys(MOMENTS, "fp32")
+
+    def _unless_kept(self, p: torch.Tensor, group: dict[str, Any], formats: dict[str, str]) -> dict[str, str]:
+        """`formats`, which are those of a whole parameter group, or FP32 if `p` keeps that."""
+        fragments = self._fragments.get(p)
+        kept = self.keeps(p, group) if fragments is None else all(f.kept for f in fragments)
+        return dict.fromkeys(MOMENTS, "fp32") if kept else formats
 
     def layout_options(self) -> list[dict[str, Any]]:
         """The options of each parameter group, for `restore_layout_options`."""
@@ -461,20 +545,26 @@ class CoatAdamW(torch.optim.Optimizer):
             for p, index in zip(group["params"], saved["params"], strict=True):
                 if entry := loaded["state"].get(index):
                     self.state[p] = {**entry, "step": steps[index]}
-                    self._load_state(p, group, loaded, index)
+                    exact = self._load_state(p, group, loaded, index)
+                    formats = self._formats_in(loaded, index, saved, p, group, exact)
+                    if formats is not None:
+                        self._note_formats(p, formats)
 
-    def _load_state(self, p: torch.Tensor, group: dict[str, Any], loaded: dict[str, Any], index: int) -> None:
-        """Puts into the state of `p`, which holds the loaded entry `index`, tensors of its own."""
+    def _load_state(self, p: torch.Tensor, group: dict[str, Any], loaded: dict[str, Any], index: int) -> bool:
+        """Puts into the state of `p`, which holds the loaded entry `index`, tensors of its own. Returns
+        whether its moments are the saved ones, to the bit."""
         state = self.state[p]
         remainder = state.pop("remainder", None)
         if is_remainder(remainder) and has_remainder(p, group):
             held = shard_of(remainder, p).to(p.device, torch.int16, copy=True)
             state["remainder"] = laid_out_like(p, held)
-        moment = None
+        moment, all_exact = None, True
         # the second first: the first may be relative to it
         for name in reversed(MOMENTS):
             layout = self._layout_of(p, group, name)
             moment, exact = restored(loaded, index, name, layout, group["group_size"], p, moment)
             state[name] = laid_out_like(p, moment)
             self._count_arrival(exact)
+            all_exact = all_exact and exact
         self._pair(p)
+        return all_exact

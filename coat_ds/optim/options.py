@@ -27,6 +27,7 @@ from coat_kernels.codecs import Codec, first_codec, get_codec
 logger = logging.getLogger(__name__)
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
+FORMATS = tuple(f"{name}_format" for name in MOMENTS)
 Rule = Sequence[str] | Callable[[str | None, torch.Tensor], bool]
 # the implementation switches of torch.optim.AdamW and DeepSpeed's, which have one implementation here; they
 # stand in the parameter groups all the same, so that a state dict is one for each of those
@@ -39,7 +40,7 @@ STOCK_SWITCHES: dict[str, Any] = {
     "bias_correction": True,
 }
 # options of the constructor that parameter groups do not have
-OF_THE_WHOLE = {"keep_fp32", "checkpoint_layout", "seed", "compiled"}
+OF_THE_WHOLE = {"keep_fp32", "checkpoint_layout", "seed", "compiled", "log"}
 # belong to the optimizer and not to a checkpoint: a loaded state dict leaves them as they are
 LAYOUT = (
     "exp_avg_format",
@@ -117,6 +118,15 @@ def codec_of(group: dict[str, Any], name: str) -> Codec:
     """In which a parameter group stores one of `MOMENTS`."""
     second = get_codec(group["exp_avg_sq_format"])
     return second if name == "exp_avg_sq" else first_codec(group["exp_avg_format"], second)
+
+
+def formats_of(group: dict[str, Any]) -> dict[str, str]:
+    """In which formats a parameter group of a checkpoint says that its moments were stored; FP32 if it is
+    another optimizer's, which says nothing."""
+    first, second = (group.get(name) for name in FORMATS)
+    if first not in EXP_AVG_FORMATS or second not in EXP_AVG_SQ_FORMATS:
+        return dict.fromkeys(MOMENTS, "fp32")
+    return {name: codec_of(group, name).name for name in MOMENTS}
 
 
 def has_remainder(p: torch.Tensor, group: dict[str, Any]) -> bool:

@@ -1,6 +1,6 @@
 """Moments in state dicts: what is written for them, and how they are restored."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from itertools import chain
 from typing import Any
 
@@ -88,16 +88,10 @@ def restored(
 
 def _likes(moment: Moment, coat: Any, index: Any, name: str) -> Iterator[Storage | None]:
     """The saved scales and exponents of each piece, None where there are none that fit."""
-    stored = coat if isinstance(coat, dict) and coat.get("version") == METADATA_VERSION else None
-    for key in ("moments", index, name):
-        stored = stored.get(key) if isinstance(stored, dict) else None
+    group_size, pieces = _described(coat, index, name)
     saved = {}
-    match stored:
-        case {"group_size": int(size), "pieces": [*pieces]} if size == moment.group_size:
-            for piece in pieces:
-                match piece:
-                    case (int(begin), str(codec), torch.Tensor() as scale, torch.Tensor() as exponent):
-                        saved[begin, codec] = scale, exponent
+    if group_size == moment.group_size:
+        saved = {(begin, codec): (scale, exponent) for begin, codec, scale, exponent in pieces}
     for piece in moment.pieces:
         tensors = saved.get((piece.begin, piece.codec.name), ())
         kinds, wanted = ([(t.shape, t.dtype) for t in ts] for ts in (tensors, piece.storage[1:]))
@@ -105,6 +99,52 @@ def _likes(moment: Moment, coat: Any, index: Any, name: str) -> Iterator[Storage
             yield Storage(piece.storage.codes, *tensors)
         else:
             yield None
+
+
+Described = tuple[int, str, torch.Tensor, torch.Tensor]
+
+
+def _described(coat: Any, index: Any, name: str) -> tuple[int, list[Described]]:
+    """Group size, and first element, codec, scales and exponents of each piece, of a moment that is given as
+    FP32 values; 0 and none if nothing is said, or nothing that can be understood.
+    """
+    stored = coat if isinstance(coat, dict) and coat.get("version") == METADATA_VERSION else None
+    for key in ("moments", index, name):
+        stored = stored.get(key) if isinstance(stored, dict) else None
+    found: list[Described] = []
+    match stored:
+        case {"group_size": int(size), "pieces": [*pieces]}:
+            for piece in pieces:
+                match piece:
+                    case (int(begin), str(codec), torch.Tensor() as scale, torch.Tensor() as exponent):
+                        found.append((begin, codec, scale, exponent))
+            return size, found
+    return 0, found
+
+
+def stored_formats(loaded: dict[str, Any], index: Any) -> dict[str, str] | None:
+    """In which formats the moments of parameter `index` of a state dict were stored, by their names: as they
+    are stored there, or as stands beside their values. None if neither is said.
+    """
+    formats = {}
+    for name in MOMENTS:
+        value = local(loaded["state"][index][name])
+        if isinstance(value, Moment):
+            formats[name] = format_of(value)
+        elif pieces := _described(loaded.get("coat"), index, name)[1]:
+            formats[name] = _joined(codec for _, codec, *_ in pieces)
+        else:
+            return None
+    return formats
+
+
+def format_of(moment: Moment) -> str:
+    """How a moment is stored, by the codec's name. What keeps FP32 in a flat partition is not counted."""
+    return _joined(piece.codec.name for piece in moment.pieces)
+
+
+def _joined(codecs: Iterable[str]) -> str:
+    return " and ".join(sorted(set(codecs) - {"fp32"})) or "fp32"
 
 
 def check_loaded(state_dict: dict[str, Any], groups: list[dict[str, Any]], defaults: dict[str, Any]) -> None:

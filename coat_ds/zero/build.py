@@ -10,7 +10,7 @@ import torch
 from coat_ds.config import CoatConfig, OptimizerConfig
 from coat_ds.optim.accounting import layout_table
 from coat_ds.optim.optimizer import CoatAdamW
-from coat_ds.optim.options import LAYOUT, codec_of, idle_patterns, keeps_fp32, rounds_stochastically
+from coat_ds.optim.options import LAYOUT, codec_of, idle_patterns, keeps_fp32
 from coat_ds.zero import convert_optimizer
 from coat_ds.zero.deepspeed_config import IMPLEMENTATIONS, offloads, optimizer_options, section, stage_of
 from coat_ds.zero.log import say
@@ -46,11 +46,10 @@ def optimizer_for_engine(
         "keep_fp32": rule,
         "checkpoint_layout": coat.optimizer.checkpoint_layout,
         "compiled": offloads(config),
+        "log": say,
     }
 
     def reported(built: CoatAdamW) -> CoatAdamW:
-        if line := stalling(built):
-            say(line, logging.WARNING)
         if coat.report.states:
             say(f"COAT: AdamW states of the whole model\n{_layout(built, names)}")
         return built
@@ -111,9 +110,7 @@ def _keeps_fp32_by_name(patterns: tuple[str, ...], names: Mapping[torch.Tensor, 
 
 def _layout(optimizer: CoatAdamW, names: Mapping[torch.Tensor, str]) -> str:
     def codec(p, group, moment):
-        # ZeRO-3 has emptied the tensor and noted its size
-        kept = optimizer.keeps(p, group, getattr(p, "ds_numel", p.numel()))
-        return get_codec("fp32") if kept else codec_of(group, moment)
+        return get_codec("fp32") if optimizer.keeps(p, group) else codec_of(group, moment)
 
     return layout_table(
         (
@@ -161,28 +158,3 @@ def idle_options(found: CoatAdamW, wanted: OptimizerConfig) -> list[str]:
         for name, value in asked.items()
         if value != getattr(usual, name) and not found.has_option(name, value)
     ]
-
-
-def stalling(optimizer: CoatAdamW) -> str | None:
-    """A line if second moments of a parameter group cannot decay; None if all can.
-
-    A moment decays by 1 - beta2 of itself in a step. Where that is less than half the distance of two codes,
-    rounding to nearest undoes it, and the moment falls only with the scale of its group.
-    """
-    for group in optimizer.param_groups:
-        name, beta2 = group["exp_avg_sq_format"], float(group["betas"][1])
-        codec = get_codec(name)
-        # half the distance of two numbers, of themselves: up to 2^-8 in BF16, at least 1/64 in 8 bits
-        half = {torch.float32: 0.0, torch.bfloat16: 2**-8}.get(codec.dtype, 1 / 64)
-        if 1 - beta2 >= half or rounds_stochastically(group, codec):
-            continue
-        if all(optimizer.keeps(p, group, getattr(p, "ds_numel", p.numel())) for p in group["params"]):
-            continue
-        way_out = '"exp_avg_sq_rounding": "stochastic"' if codec.fine else '"exp_avg_sq_format": "log8"'
-        return (
-            f"coat.optimizer.exp_avg_sq_format: found {name!r} beside beta2 {beta2:g}, above "
-            f"{1 - half:.6g}. Rounded to nearest, such second moments decay with the largest of their "
-            f"group alone, if at all. Set {way_out} in coat.optimizer, or beta2 to 0.95 "
-            "(optimizer.params.betas; adam_beta2 of Hugging Face's Trainer)."
-        )
-    return None

@@ -3,10 +3,12 @@
 import contextlib
 import functools
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 
 from coat_ds.optim.optimizer import CoatAdamW
+from coat_ds.optim.options import FORMATS, formats_of
 from coat_ds.optim.streaming import streaming
 from coat_ds.patches import Patch
 from coat_ds.zero.grad_norm import STAGE_1_AND_2, STAGE_3
@@ -69,20 +71,38 @@ def guard_checkpoints(engine) -> None:
 def _loading(engine, load: Callable) -> Callable:
     @functools.wraps(load)
     def load_checkpoint(*args, **kwargs):
+        optimizer = engine.basic_optimizer
+        optimizer.take_arrivals()
         # a universal checkpoint brings options of the parameter groups that it was saved with
-        own = engine.basic_optimizer.layout_options()
-        engine.basic_optimizer.take_arrivals()
-        result = load(*args, **kwargs)
-        engine.basic_optimizer.restore_layout_options(own)
+        own = optimizer.layout_options()
+        if universal := engine.load_universal_checkpoint():
+            for group in optimizer.param_groups:
+                group |= {name: _Own(group[name]) for name in FORMATS}
+        try:
+            result = load(*args, **kwargs)
+            saved = [_named_by_checkpoint(group) for group in optimizer.param_groups]
+        finally:
+            optimizer.restore_layout_options(own)
         if hasattr(engine.optimizer, "_link_all_hp_params"):
             # a universal load of 0.18 leaves parameters linked to copies of a moment instead of their masters
             engine.optimizer._link_all_hp_params()
         link_states(engine)
-        arrived = engine.basic_optimizer.take_arrivals()
+        arrived = optimizer.take_arrivals()
+        if universal and arrived:
+            optimizer.say_conversions_from(saved)
         say(f"COAT: moments of the checkpoint: {arrived or 'none was loaded'}")
         return result
 
     return load_checkpoint
+
+
+class _Own(str):
+    """A format that a parameter group had before a load, and still has if the checkpoint names none."""
+
+
+def _named_by_checkpoint(group: dict[str, Any]) -> dict[str, str]:
+    """As `formats_of`, of a parameter group that was loaded in place."""
+    return formats_of({name: value for name, value in group.items() if not isinstance(value, _Own)})
 
 
 def _saving(engine, save: Callable) -> Callable:

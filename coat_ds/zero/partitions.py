@@ -17,8 +17,7 @@ def link_partitions(wrapper, optimizer: CoatAdamW) -> None:
     for group_index, flat, placed in partitions(wrapper, len(optimizer.param_groups)):
         group = optimizer.param_groups[group_index]
         fragments = [
-            Fragment(start, numel, offset, optimizer.keeps(p, group, getattr(p, "ds_numel", p.numel())))
-            for p, start, numel, offset in placed
+            Fragment(start, numel, offset, optimizer.keeps(p, group)) for p, start, numel, offset in placed
         ]
         optimizer.set_fragments(flat, fragments, group_index)
     optimizer.init_states()

@@ -92,7 +92,7 @@ def taken_apart(packed: dict[str, Any], params: Sequence[list[torch.Tensor]]) ->
                 states.setdefault(index, {})[name] = part
         groups.append({**group, "params": indices})
     rest = {key: value for key, value in packed.items() if key != FLAT}
-    return {**NO_LOSS_SCALE, **rest, STATES: {"state": states, "param_groups": groups}, APART: masters}
+    return {**NO_LOSS_SCALE, **rest, STATES: _repacked(saved, states, groups), APART: masters}
 
 
 def put_together(packed: dict[str, Any], params: Sequence[list[torch.Tensor]]) -> dict[str, Any]:
@@ -119,7 +119,13 @@ def put_together(packed: dict[str, Any], params: Sequence[list[torch.Tensor]]) -
         groups.append({**group, "params": [number]})
     flats = [torch.cat([m.detach().reshape(-1) for m in masters]) for masters in packed[APART]]
     rest = {key: value for key, value in packed.items() if key != APART}
-    return {**rest, STATES: {"state": states, "param_groups": groups}, FLAT: flats}
+    return {**rest, STATES: _repacked(saved, states, groups), FLAT: flats}
+
+
+def _repacked(saved: dict[str, Any], states: dict, groups: list[dict[str, Any]]) -> dict[str, Any]:
+    """The optimizer's state dict. That COAT wrote `saved` stays known, not what that says of its tensors."""
+    wrote = {"coat": {}} if "coat" in saved else {}
+    return {"state": states, "param_groups": groups, **wrote}
 
 
 def _check_groups(found: int, params: Sequence[list[torch.Tensor]]) -> None:

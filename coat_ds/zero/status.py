@@ -8,6 +8,7 @@ import torch
 from coat_ds.config import CoatConfig, CoatConfigError
 from coat_ds.layers.inventory import Layers
 from coat_ds.optim.accounting import state_bytes
+from coat_ds.optim.lines import states_line
 from coat_ds.watch.watch import Watch
 from coat_ds.zero.layer_units import LayerUnits
 
@@ -39,9 +40,7 @@ class Status:
     def __str__(self) -> str:
         parts = []
         if self.optimizer is not None:
-            held = self.states
-            by_codec = ", ".join(f"{size:,} in {name}" for name, size in sorted(held["by_codec"].items()))
-            parts.append(f"AdamW states {held['bytes_per_parameter']:.3f} bytes per parameter ({by_codec})")
+            parts.append(states_line(self.optimizer, self.states))
         if self.config.activations.enabled or self.layers.made:
             parts.append(self.layers.summary())
         if gathered := self.units.summary():

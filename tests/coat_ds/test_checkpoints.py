@@ -4,6 +4,7 @@ One spawn of each size serves all tests.
 """
 
 import argparse
+import contextlib
 import gc
 import logging
 import os
@@ -36,8 +37,15 @@ G = 128
 RUNS = {
     "stage1": cell(1, "fp32", groups=decay_groups, zero=OFFLOAD),
     "stage3": cell(3, "fp32"),
+    "today's stage1": cell(1, "fp32", groups=decay_groups),
+    "today's stage3": cell(3, "fp32"),
     "compressed3": cell(3, "fp32"),
 }
+# where formats change: the phase, the stage and the layout
+CONVERTED = [(0, stage, layout) for stage in (1, 3) for layout in ("stock", "compressed")]
+CONVERTED += [(1, 1, "compressed"), (1, 3, "stock")]
+# the paper's second moment, and today's: the first one's format follows
+OLD, NEW = "fp8_expanded", "log8"
 
 
 class Given(nn.Module):
@@ -53,13 +61,17 @@ class Given(nn.Module):
         return sum((w * torch.randn(w.shape, generator=generator)).sum() for w in self.weights)
 
 
-def start(run, coat=True, universal=False, layout="stock"):
+def second_of(name):
+    """In which format a run's second moments are stored."""
+    return OLD if name.startswith("stage") else NEW
+
+
+def start(run, coat=True, universal=False, layout="stock", second=OLD):
     torch.manual_seed(0)
     model = run["model"]()
     groups = run["groups"] and run["groups"](model)
     config = ds_config(run, coat)
     if coat:
-        second = "log8" if layout == "compressed" else "fp8_expanded"
         config["coat"]["optimizer"] |= {"checkpoint_layout": layout, "exp_avg_sq_format": second}
     config["checkpoint"] = {"load_universal": universal}
     engine, *_ = coat_ds.initialize(model=model, model_parameters=groups, config=config)
@@ -142,38 +154,63 @@ def watch_saving(folder):
     return saving.peak, at_once.peak, 4 * max(flats), 8 * sum(flats)
 
 
-class Log(logging.Handler):
-    def __init__(self):
-        super().__init__()
-        self.lines = []
+@contextlib.contextmanager
+def listening():
+    """Messages of DeepSpeed's logger that name formats or moments of a checkpoint."""
+    from deepspeed.utils import logger
 
-    def emit(self, record):
-        self.lines.append(record.getMessage())
+    lines, handler = [], logging.Handler()
+
+    def emit(record):
+        if "change their formats" in (line := record.getMessage()) or "moments of the checkpoint" in line:
+            lines.append(line)
+
+    handler.emit = emit
+    logger.addHandler(handler)
+    yield lines
+    logger.removeHandler(handler)
 
 
 def interchange(folder, stage):
     """States and next losses of stock AdamW, of COAT that goes on from it, and of AdamW from that."""
-    from deepspeed.utils import logger
+    run, out = cell(stage, "fp32"), []
+    with listening() as lines:
+        for i, coat in enumerate((False, True, False)):
+            engine = start(run, coat)
+            if i == 0:
+                for _ in range(3):
+                    train_step(engine)
+            else:
+                engine.load_checkpoint(folder, tag=f"interchange{stage}-{i - 1}")
+                if not coat:
+                    # DeepSpeed links the states of AdamW after the first step only
+                    engine.optimizer._hp_optimizer_states_linked = False
+                    getattr(engine.optimizer, "_lazy_init_hp_params_optimizer_state", lambda: None)()
+            states = full_states(engine) if i or stage == 3 else None
+            engine.save_checkpoint(folder, tag=f"interchange{stage}-{i}")
+            states = states or full_states(engine)
+            out.append((states, [train_step(engine) for _ in range(2)]))
+        # AdamW has handed on the options of COAT's parameter groups
+        engine.save_checkpoint(folder, tag=f"interchange{stage}-back")
+        start(run).load_checkpoint(folder, tag=f"interchange{stage}-back")
+    return out, lines
 
-    run, out, log = cell(stage, "fp32"), [], Log()
-    logger.addHandler(log)
-    for i, coat in enumerate((False, True, False)):
-        engine = start(run, coat)
-        if i == 0:
-            for _ in range(3):
-                train_step(engine)
-        else:
-            engine.load_checkpoint(folder, tag=f"interchange{stage}-{i - 1}")
-            if not coat:
-                # DeepSpeed links the states of AdamW after the first step only
-                engine.optimizer._hp_optimizer_states_linked = False
-                getattr(engine.optimizer, "_lazy_init_hp_params_optimizer_state", lambda: None)()
-        states = full_states(engine) if i or stage == 3 else None
-        engine.save_checkpoint(folder, tag=f"interchange{stage}-{i}")
-        states = states or full_states(engine)
-        out.append((states, [train_step(engine) for _ in range(2)]))
-    logger.removeHandler(log)
-    return out, [line for line in log.lines if "moments of the checkpoint" in line]
+
+def conversions(folder, stage, layout):
+    """States, next losses and lines of a run in the paper's formats, of one in today's that goes on from it,
+    of one in the paper's that goes on from that, and of the first one's resumption."""
+    out = []
+    for i, second in enumerate((OLD, NEW, OLD, OLD)):
+        engine = start(cell(stage, "fp32"), layout=layout, second=second)
+        with listening() as lines:
+            if i == 0:
+                for _ in range(3):
+                    train_step(engine)
+            else:
+                engine.load_checkpoint(folder, tag=f"formats{stage}-{layout}-{i - 1 if i < 3 else 0}")
+        engine.save_checkpoint(folder, tag=f"formats{stage}-{layout}-{i}")
+        out.append((full_states(engine), [train_step(engine) for _ in range(2)], list(lines)))
+    return out
 
 
 def host_functions(folder, stage):
@@ -239,16 +276,17 @@ def chain(folder, index):
     out = {}
     for name, run in RUNS.items():
         layout = "compressed" if name.startswith("compressed") else "stock"
-        engine = start(run, universal=index > 0, layout=layout)
+        engine = start(run, universal=index > 0, layout=layout, second=second_of(name))
         where = f"{folder}/{name}"
         if index:
             # into an engine that has stepped, and has gathered what ZeRO-3 keeps
             train_step(engine)
             before = live_bytes()
-            engine.load_checkpoint(where, tag=f"{index - 1}_universal")
+            with listening() as lines:
+                engine.load_checkpoint(where, tag=f"{index - 1}_universal")
             grown = live_bytes() - before
         else:
-            grown = 0
+            grown, lines = 0, []
             for _ in range(3):
                 train_step(engine)
         states, groups = full_states(engine), groups_of(engine)
@@ -260,6 +298,7 @@ def chain(folder, index):
             "states": states,
             "groups": groups,
             "grown": grown,
+            "lines": lines,
             "file": size,
             "steps": engine.global_steps,
             "losses": [train_step(engine) for _ in range(2)],
@@ -320,6 +359,9 @@ def work(folder, index):
         for stage in (1, 3):
             out["interchange", stage] = interchange(folder, stage)
             out["host", stage] = host_functions(folder, stage)
+    for phase, stage, layout in CONVERTED:
+        if phase == index:
+            out["formats", stage, layout] = conversions(folder, stage, layout)
     if index < 3:
         out["groups"] = {stage: groups_stored(stage) for stage in (0, 1, 2, 3)}
     return out
@@ -362,7 +404,7 @@ def test_states_arrive_at_any_number_of_ranks(phases, name):
     """
     for before, after in zip(phases[:3], phases[1:], strict=True):
         # a border cuts a group of both moments: of each of stage 3's tensors, or of the flat one of them all
-        borders = 2 * (1 if name == "stage1" else 3)
+        borders = 2 * (1 if name.endswith("stage1") else 3)
         old, new = (borders * (len(phase) - 1) for phase in (before, after))
         saved, loaded = (
             {key: stored for rank in phase for key, stored in rank["chain"][name]["groups"].items()}
@@ -378,7 +420,7 @@ def test_states_arrive_at_any_number_of_ranks(phases, name):
             rounded = 0
             for (p, *moments), (q, *others) in zip(saved["states"], loaded["states"], strict=True):
                 assert torch.equal(p, q)
-                is_relative = [name == "compressed3", False]
+                is_relative = [second_of(name) == NEW, False]
                 for a, b, relative in zip(moments, others, is_relative, strict=True):
                     if a.numel() >= 1000:
                         rounded += rounded_again(b, a, others[1] if relative else b)
@@ -397,6 +439,14 @@ def test_stage2_goes_on_from_stage1(phases):
         assert all(
             torch.equal(a, b) for p, q in zip(same, other, strict=True) for a, b in zip(p, q, strict=True)
         )
+
+
+@every_run
+def test_nothing_is_said_of_formats_that_stay(phases, name):
+    for phase in phases[1:]:
+        for number, rank in enumerate(phase):
+            lines = rank["chain"][name]["lines"]
+            assert len(lines) == (number == 0) and not any("change their formats" in line for line in lines)
 
 
 @every_run
@@ -438,9 +488,35 @@ def test_checkpoints_go_from_adamw_to_coat_and_back(phases, stage):
                         assert_groups_faithful(b, a, cuts=len(phase) - 1)
                 drop = expected[0] - expected[1]
                 assert losses == pytest.approx(expected, abs=FP8_BOUND * drop + TOLERANCE["fp32"])
-        # rank 0 alone says so
-        (line,) = phase[0]["interchange", stage][1]
-        assert "encoded from FP32" in line
+            # rank 0 alone says so
+            said = rank["interchange", stage][1]
+            assert len(said) == (0 if rank is not phase[0] else 4)
+            for change, count in zip(said[::2], said[1::2], strict=True):
+                assert "exp_avg from fp32 to fp8_expanded and exp_avg_sq from fp32 to fp8_exp" in change
+                assert "encoded from FP32" in count
+
+
+@pytest.mark.parametrize("index, stage, layout", CONVERTED)
+def test_checkpoints_go_from_the_papers_formats_to_todays_and_back(phases, index, stage, layout):
+    ways = ["exp_avg from fp8_expanded to ratio8 and exp_avg_sq from fp8_expanded to log8"]
+    ways += ["exp_avg from ratio8 to fp8_expanded and exp_avg_sq from log8 to fp8_expanded"]
+    # of 3 tensors rank 0 of stage 1 holds no part of the last
+    count = 2 if (index, stage) == (1, 1) else 3
+    for number, rank in enumerate(phases[index]):
+        (states, expected, _), *others = rank["formats", stage, layout]
+        for found, losses, _ in others:
+            for (p, *moments), (q, *loaded) in zip(states, found, strict=True):
+                assert torch.equal(p, q)
+                for a, b in zip(moments, loaded, strict=True):
+                    assert (a - b).norm() <= 0.06 * a.norm()
+            drop = expected[0] - expected[1]
+            assert losses == pytest.approx(expected, abs=FP8_BOUND * drop + TOLERANCE["fp32"])
+        # the same formats: to the bit
+        assert others[2][1] == expected
+        for (*_, said), way in zip(others, (*ways, None), strict=True):
+            changes = [line for line in said if "change their formats" in line]
+            assert len(changes) == (number == 0 and way is not None)
+            assert all(line.endswith(f"{way} in {count} tensors") for line in changes)
 
 
 @pytest.mark.parametrize("stage", [1, 3])

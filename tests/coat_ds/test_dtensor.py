@@ -238,6 +238,19 @@ def check_full():
     return changed
 
 
+def check_formats():
+    """What is said of formats when states in the paper's formats go into today's, and into the same ones."""
+    said, options = [], {"exp_avg_sq_format": "fp8_expanded", "betas": (0.9, 0.95)}
+    net = sharded(build())
+    optimizer = coat(net, **options)
+    train(net, optimizer, range(2))
+    states = get_optimizer_state_dict(net, optimizer)
+    for now in ({"betas": (0.9, 0.95)}, options):
+        again = coat(net, **now, log=lambda *line: said.append(line))
+        set_optimizer_state_dict(net, again, states)
+    return said
+
+
 def check_refused():
     """The errors. Stepped in C++, a tensor that holds its values elsewhere ended the process."""
     said = []
@@ -271,6 +284,7 @@ def on_four(folder):
         "skipped": check_skipped(),
         "state": check_state(),
         "full": check_full(),
+        "formats": check_formats(),
         "saved": save(folder),
         "resumed": [
             resume(folder, "coat", kind, form)
@@ -437,6 +451,13 @@ def prepared_by_accelerate():
     found = optimizer.optimizer
     sharded = all(isinstance(p, DTensor) for group in found.param_groups for p in group["params"])
     return sharded, coat_ds.state_bytes(found)["by_codec"]["fp32"]
+
+
+def test_other_formats_are_named(four):
+    """`torch.distributed.checkpoint` drops what stands beside the values, and keeps options of groups."""
+    for rank in four:
+        ((line, _),) = rank["formats"]
+        assert "exp_avg from fp8_expanded to ratio8 and exp_avg_sq from fp8_expanded to log8 in " in line
 
 
 def test_names_survive_accelerates_exchange_of_parameters():

@@ -16,7 +16,7 @@ import coat_ds
 from coat_ds import CoatAdamW
 from coat_ds.zero import stage0
 from tests.coat_ds.faithful import assert_ratio_faithful, assert_second_faithful
-from tests.coat_ds.test_checkpoints import full_states, to_universal
+from tests.coat_ds.test_checkpoints import full_states, listening, to_universal
 from tests.coat_ds.test_zero import (
     FP8_BOUND,
     MASTER16,
@@ -87,7 +87,7 @@ def states(engine):
 def interchange(folder, row):
     """What the peer had and did next, what COAT found of it and did, and what the peer found of that."""
     peer, stage, dtype, universal = row
-    out, where = [], "-".join(map(str, row)).replace(" ", "")
+    out, said, where = [], [], "-".join(map(str, row)).replace(" ", "")
     for i, coat in enumerate((False, True, False)):
         engine = start(*row, coat)
         tag = f"{where}-{i}"
@@ -95,14 +95,16 @@ def interchange(folder, row):
             for _ in range(STEPS):
                 train_step(engine)
         else:
-            engine.load_checkpoint(folder, tag=f"{where}-{i - 1}" + "_universal" * universal)
+            with listening() as lines:
+                engine.load_checkpoint(folder, tag=f"{where}-{i - 1}" + "_universal" * universal)
+            said.append(lines)
         if i < 2:
             engine.save_checkpoint(folder, tag=tag)
             if universal:
                 to_universal(folder, tag)
         found = states(engine)
         out.append((*found, [train_step(engine) for _ in range(2)]))
-    return out
+    return out, said
 
 
 def zeroed_by_the_host(stage):
@@ -149,7 +151,8 @@ def gpu(tmp_path_factory):
 def test_checkpoints_go_both_ways(where, row, request):
     if OLD and row[3] and row[1] in (1, 2):
         pytest.skip("DeepSpeed 0.18 names other masters after loading its own universal checkpoint, too")
-    outcome = request.getfixturevalue(where)[row]
+    outcome, (said, nothing) = request.getfixturevalue(where)[row]
+    assert not nothing and "exp_avg from fp32 to ratio8 and exp_avg_sq from fp32 to log8 in " in said[0]
     (stock, steps, expected), (coat, coat_steps, losses), (back, back_steps, again) = outcome
     # FusedAdam counts the steps of a group in the state of one of its parameters
     assert set(coat_steps) == set(back_steps) == {max(steps)}
@@ -173,10 +176,10 @@ def test_bf16_masters_that_the_host_zeroes_move_on(where, request):
         assert after.isfinite().all() and (after.abs() > 1e-5).float().mean() > 0.99
 
 
-def formats(folder):
+def formats(folder, stage):
     """What an engine's states are stored in, before and after it has loaded those of an engine of another
-    format from a universal checkpoint."""
-    run, engines = cell(1, "fp32"), []
+    format from a universal checkpoint, and what is said."""
+    run, engines = cell(stage, "fp32"), []
     for universal, second in ((False, "fp8_expanded"), (True, "log8")):
         config = ds_config(run, True) | {"checkpoint": {"load_universal": universal}}
         config["coat"]["optimizer"] |= {"exp_avg_sq_format": second}
@@ -187,15 +190,22 @@ def formats(folder):
     to_universal(folder, "first")
     found = []
     for load in (lambda: None, lambda: second.load_checkpoint(folder, tag="first_universal")):
-        load()
+        with listening() as lines:
+            load()
         groups = second.basic_optimizer.param_groups
         found.append(({g["exp_avg_sq_format"] for g in groups}, second.coat.states["by_codec"]))
-    return found
+    assert all(type(g["exp_avg_sq_format"]) is str for g in groups)
+    return *found, lines
 
 
-def test_a_universal_checkpoint_leaves_formats_as_the_block_says(tmp_path):
-    ((before, after),) = run_distributed(formats, 1, str(tmp_path))
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_universal_checkpoint_leaves_formats_as_the_block_says(tmp_path, stage):
+    ((before, after, lines),) = run_distributed(formats, 1, str(tmp_path), stage)
     assert before == after and before[0] == {"log8"}
+    assert (
+        "exp_avg from fp8_expanded to ratio8 and exp_avg_sq from fp8_expanded to log8 in 3 tensors"
+        in lines[0]
+    )
 
 
 def test_groups_and_parameters_keep_their_places():
@@ -228,6 +238,26 @@ def test_groups_and_parameters_keep_their_places():
             stage0.put_together(packed, held)
         with pytest.raises(ValueError, match="load_checkpoint: .*(the same model|the same groups)"):
             stage0.taken_apart(joined, held)
+
+
+def test_formats_are_known_after_masters_were_joined_or_taken_apart():
+    params = [[torch.nn.Parameter(torch.rand(shape)) for shape in ((40, 50), (300,))]]
+    options = {"betas": (0.9, 0.95), "min_numel": 100}
+    ours = CoatAdamW(params[0], **options, exp_avg_sq_format="fp8_expanded")
+    for p in params[0]:
+        p.grad = torch.rand_like(p)
+    ours.step()
+    packed = {stage0.STATES: ours.state_dict(), stage0.APART: [[p.detach() for p in params[0]]]}
+    joined = stage0.put_together(packed, params)
+    apart = stage0.taken_apart(joined, params)
+    for found, held in ((joined, [torch.nn.Parameter(joined[stage0.FLAT][0])]), (apart, params[0])):
+        for second, change in (("log8", "exp_avg_sq from fp8_expanded to log8"), ("fp8_expanded", None)):
+            said = []
+            again = CoatAdamW(
+                held, **options, exp_avg_sq_format=second, log=lambda *x, said=said: said.append(x)
+            )
+            again.load_state_dict(found[stage0.STATES])
+            assert len(said) == (change is not None) and all(change in line for line, _ in said)
 
 
 def test_the_most_steps_count_where_one_master_takes_the_place_of_several():

@@ -164,7 +164,7 @@ MEETINGS = {
     "the script's, off": ["error: coat.activations.enabled: found False", "coat_ds.convert with True"],
     "first engine": ["14 of 15 linear layers in FP8", "gradients in e5m2"],
     "second engine": ["14 of 15 linear layers in FP8", "gradients in e4m3"],
-    "third engine": ["AdamW states 2."],
+    "third engine": ["AdamW states 2.", "), exp_avg_sq rounded to nearest"],
     "FP16": ["0 of 15 linear layers in FP8", "left as they are 15", "fp16.enabled is true"],
     "FP16, asked for": ["error: coat.activations.enabled: found True, but fp16.enabled", "Set"],
     "loaded in FP16": ["14 of 15 linear layers in FP8"],

@@ -3,6 +3,8 @@
 One spawn of two processes serves all tests of training and checkpoints.
 """
 
+import contextlib
+import logging
 import os
 from unittest import mock
 
@@ -127,6 +129,53 @@ def _plain(folder):
     return {key: value for key, value in tensors.items() if key.startswith("optimizer.")}
 
 
+# the paper's formats, and how they are said to change into today's
+PAPERS = {"enabled": True, "report": False, "optimizer": {"exp_avg_sq_format": "fp8_expanded"}}
+CHANGE = "exp_avg from {} to {} and exp_avg_sq from {} to {}"
+TO_TODAYS = CHANGE.format("fp8_expanded", "ratio8", "fp8_expanded", "log8")
+TO_PAPERS = CHANGE.format("ratio8", "fp8_expanded", "log8", "fp8_expanded")
+FROM_FP32 = CHANGE.format("fp32", "ratio8", "fp32", "log8")
+
+
+@contextlib.contextmanager
+def changes():
+    """Lines of the optimizer's log that name formats of a checkpoint."""
+    lines, handler = [], logging.Handler()
+
+    def emit(record):
+        if "change their formats" in record.getMessage():
+            lines.append(record.getMessage())
+
+    handler.emit = emit
+    log = logging.getLogger("megatron_ext.optimizer")
+    log.addHandler(handler)
+    yield lines
+    log.removeHandler(handler)
+
+
+def _train_in_papers_formats(folder):
+    """By mode, losses and lines of a run in the paper's formats that goes on from today's, and of one in
+    today's that goes on from that; and losses of the first one without the second."""
+    from megatron_ext import optimizer
+
+    results = {}
+    for mode in MODES:
+        sharding = SHARDINGS[mode][0]
+        optimizer.uninstall()
+        optimizer.install(CoatConfig.from_dict(PAPERS))
+        old = Trainer(mode)
+        with changes() as to_papers:
+            old.load(f"{folder}/{mode}-{sharding}", sharding)
+        old.save(f"{folder}/{mode}-papers", sharding)
+        optimizer.uninstall()
+        optimizer.install(CoatConfig(enabled=True))
+        new = Trainer(mode)
+        with changes() as to_todays:
+            new.load(f"{folder}/{mode}-papers", sharding)
+        results[mode] = (old.steps(2, 3), to_papers), (new.steps(2, 3), to_todays)
+    return results
+
+
 def _train_as_if_fused(folder):
     """Counts and states of a run and of its resumption, where Megatron believes that it has FusedAdam."""
     from megatron.core import optimizer as host
@@ -181,8 +230,11 @@ def _train(folder):
             losses += first.steps(2, 3)
             result["losses"], result["end"] = losses, first.tensors()
             for sharding in SHARDINGS[mode]:
-                again = Trainer(mode).load(f"{folder}/{mode}-{sharding}", sharding)
-                result["again", sharding] = again.inner.take_arrivals(), again.steps(2, 3), again.tensors()
+                with changes() as lines:
+                    again = Trainer(mode).load(f"{folder}/{mode}-{sharding}", sharding)
+                arrived = again.inner.take_arrivals()
+                result["again", sharding] = arrived, again.steps(2, 3), again.tensors(), lines
+        results["formats"] = _train_in_papers_formats(folder)
         for name, sizes in SIZES.items():
             parallel_state.destroy_model_parallel()
             initialize_model_parallel(**sizes)
@@ -199,6 +251,7 @@ def _train(folder):
             stock = Trainer(mode)
             # without Transformer Engine Megatron's distributed optimizer loads into one that has made steps
             stock.steps(0)
+            stock.save(f"{folder}/{mode}-of-stock-alone", sharding)
             stock.load(f"{folder}/{mode}-{sharding}", sharding)
             stock.save(f"{folder}/{mode}-in-stock", sharding)
             stock.steps(2)
@@ -207,7 +260,10 @@ def _train(folder):
             results[mode]["stock"] = type(stock.inner), count, stock.steps(3)
         optimizer.install(CoatConfig(enabled=True))
         for mode, sharding in STOCK.items():
-            ours = Trainer(mode).load(f"{folder}/{mode}-of-stock", sharding)
+            for name in ("of-stock-alone", "of-stock"):
+                ours = Trainer(mode)
+                with changes() as results[mode]["lines", name]:
+                    ours.load(f"{folder}/{mode}-{name}", sharding)
             ours.save(f"{folder}/{mode}-back", sharding)
             count = {s["step"] for s in ours.inner.state.values()}
             results[mode]["ours"] = count, ours.steps(3)
@@ -233,11 +289,22 @@ def test_states_are_codes(ranks, mode):
 @pytest.mark.parametrize("mode, sharding", [(m, s) for m in MODES for s in SHARDINGS[m]])
 def test_goes_on_to_the_bit(ranks, mode, sharding):
     for rank in ranks:
-        arrivals, losses, tensors = rank[mode]["again", sharding]
+        arrivals, losses, tensors, lines = rank[mode]["again", sharding]
         assert losses == rank[mode]["losses"][2:]
         assert all(torch.equal(a, b) for a, b in zip(tensors, rank[mode]["end"], strict=True))
         # through FP32 values: the codes were found again
         assert "restored to the bit" in arrivals and "encoded" not in arrivals
+        assert not lines
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_other_formats_are_loaded_and_named(ranks, mode):
+    for number, rank in enumerate(ranks):
+        for (losses, lines), change in zip(rank["formats"][mode], (TO_PAPERS, TO_TODAYS), strict=True):
+            expected = rank[mode]["losses"][2:]
+            # masters are the same, and the moments play no part in the first loss
+            assert losses[0] == expected[0] and losses[1] == pytest.approx(expected[1], rel=1e-2)
+            assert len(lines) == (number == 0) and all(f": {change} in " in line for line in lines)
 
 
 def test_masters_are_exact_without_fp32_masters(ranks):
@@ -287,6 +354,10 @@ def test_stock_adamw_reads_it_and_is_read(ranks, mode):
             assert torch.equal(result["back"][key], wanted), key
     # Megatron's own AdamW counts wrong after it has loaded a distributed state
     assert mode == "distributed" or count == {3}
+    (line,) = result["lines", "of-stock-alone"]
+    assert f": {FROM_FP32} in " in line and not ranks[1][mode]["lines", "of-stock-alone"]
+    # where it has gone on from COAT's, AdamW hands on the options of COAT's groups
+    assert not result["lines", "of-stock"]
     # the weights are the same, and the moments play no part in the first loss
     assert result["ours"] == (count, losses)
 

@@ -173,6 +173,31 @@ def test_keys_of_the_optimizer_without_effect_are_named(megatron, caplog):
         optimizer.uninstall()
 
 
+@pytest.mark.parametrize("mode", ["plain", "distributed"])
+def test_how_second_moments_are_rounded_is_said(megatron, caplog, mode):
+    """Megatron's own beta2 is 0.999."""
+    from megatron_ext import optimizer
+    from tests.megatron_ext.test_optimizer import Trainer
+
+    for keys, rounded, stalls in (
+        ({}, "stochastically", 0),
+        ({"exp_avg_sq_format": "fp8_expanded"}, "to nearest", 1),
+    ):
+        optimizer.uninstall()
+        optimizer.install(CoatConfig.from_dict({"enabled": True, "report": False, "optimizer": keys}))
+        caplog.clear()
+        try:
+            with cpu.no_cuda():
+                Trainer(mode)
+        finally:
+            optimizer.uninstall()
+        (line,) = [m for m in caplog.messages if m.startswith("COAT: AdamW states ")]
+        assert line.endswith(f"), exp_avg_sq rounded {rounded}")
+        found = [m for m in caplog.messages if m.startswith("coat.optimizer.exp_avg_sq_format: found ")]
+        assert len(found) == stalls
+        assert all("beta2 0.999" in m and "--adam-beta2" in m and "to 'log8'" in m for m in found)
+
+
 def _precision(content, **matchers):
     from megatron.core.quantization.quant_config import RecipeConfig
 

@@ -1,0 +1,86 @@
+"""Lines for the log: how states are stored, which second moments stall, which formats a checkpoint had."""
+
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from coat_ds.optim.options import MOMENTS, rounds_stochastically
+from coat_kernels.codecs import Codec
+
+_logger = logging.getLogger(__name__)
+
+# of the two moments, exp_avg's first
+Formats = tuple[str, str]
+
+
+def to_logging(line: str, level: int) -> None:
+    """To Python's logging, on rank 0."""
+    dist = torch.distributed
+    if not (dist.is_available() and dist.is_initialized()) or dist.get_rank() == 0:
+        _logger.log(level, line)
+
+
+def states_line(optimizer, held: Mapping[str, Any]) -> str:
+    """Bytes by codec, and how second moments are rounded.
+
+    held: what `state_bytes` gives, or `planned_bytes`.
+    """
+    by_codec = ", ".join(f"{size:,} in {name}" for name, size in sorted(held["by_codec"].items()))
+    line = f"AdamW states {held['bytes_per_parameter']:.3f} bytes per parameter ({by_codec})"
+    found = {
+        rounds_stochastically(group, codec)
+        for i, group in enumerate(optimizer.param_groups)
+        for codec in _compressed(optimizer, i)
+    }
+    if not found:
+        return line
+    how = " or ".join("stochastically" if stochastic else "to nearest" for stochastic in sorted(found))
+    return f"{line}, exp_avg_sq rounded {how}{', by group' if len(found) > 1 else ''}"
+
+
+def stalling(optimizer, key: str) -> str | None:
+    """A line if second moments of a parameter group cannot decay; None if all can.
+
+    A moment decays by 1 - beta2 of itself in a step. Where that is less than half the distance of two codes,
+    rounding to nearest undoes it, and the moment falls only with the scale of its group.
+    key: what the line begins with, before the name of the option.
+    """
+    for i, group in enumerate(optimizer.param_groups):
+        beta2 = float(group["betas"][1])
+        for codec in _compressed(optimizer, i):
+            # half the distance of two numbers, of themselves: up to 2^-8 in BF16, at least 1/64 in 8 bits
+            half = 2**-8 if codec.dtype == torch.bfloat16 else 1 / 64
+            if 1 - beta2 >= half or rounds_stochastically(group, codec):
+                continue
+            way_out = "exp_avg_sq_rounding to 'stochastic'" if codec.fine else "exp_avg_sq_format to 'log8'"
+            return (
+                f"{key}exp_avg_sq_format: found {codec.name!r} beside beta2 {beta2:g}, above "
+                f"{1 - half:.6g}. Rounded to nearest, such second moments decay with the largest of their "
+                f"group alone, if at all. Set {way_out}, or beta2 to 0.95 (betas; optimizer.params.betas of "
+                "DeepSpeed's JSON; adam_beta2 of Hugging Face's Trainer; --adam-beta2 of Megatron)."
+            )
+    return None
+
+
+def _compressed(optimizer, group_index: int) -> list[Codec]:
+    """What stores second moments of a parameter group in less than FP32."""
+    group = optimizer.param_groups[group_index]
+    codecs = {
+        codec.name: codec
+        for p in optimizer.held_in(group_index)
+        for codec in optimizer.codecs_of(p, group, "exp_avg_sq")
+    }
+    return [codec for codec in codecs.values() if codec.dtype != torch.float32]
+
+
+def conversions_line(converted: Mapping[tuple[Formats, Formats], int]) -> str:
+    """Of how many tensors moments were loaded from which formats into which, the old ones first."""
+    parts = []
+    for pair, count in converted.items():
+        changes = [
+            f"{name} from {old} to {new}" for name, old, new in zip(MOMENTS, *pair, strict=True) if old != new
+        ]
+        parts.append(f"{' and '.join(changes)} in {count} tensor{'s' * (count != 1)}")
+    return f"COAT: moments change their formats in this load: {'; '.join(parts)}"

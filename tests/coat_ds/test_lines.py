@@ -1,0 +1,244 @@
+"""What the log says of states, where a script makes a CoatAdamW itself. Of engines: test_checkpoints.py,
+test_host_config.py; of Megatron: megatron_ext/test_optimizer.py."""
+
+import copy
+import pickle
+from pathlib import Path
+
+import pytest
+import torch
+
+from coat_ds import CoatAdamW, state_bytes
+from coat_ds.optim.lines import to_logging
+from coat_ds.optim.stored_moment import _rebuild
+from tests.coat_ds.optimizers import FP32, parameters, set_grads, through_file
+from tests.util import run_distributed
+
+# the paper's formats and today's default ones
+OLD = {"exp_avg_sq_format": "fp8_expanded", "betas": (0.9, 0.95)}
+NEW = {"betas": (0.9, 0.95)}
+AS_OLD = "exp_avg from ratio8 to fp8_expanded and exp_avg_sq from log8 to fp8_expanded in 5 tensors"
+AS_NEW = "exp_avg from fp8_expanded to ratio8 and exp_avg_sq from fp8_expanded to log8 in 5 tensors"
+FROM_FP32 = "exp_avg from fp32 to ratio8 and exp_avg_sq from fp32 to log8 in 5 tensors"
+TO_FP32 = "exp_avg from ratio8 to fp32 and exp_avg_sq from log8 to fp32 in 5 tensors"
+
+
+def stepped(optimizer, params):
+    for seed in range(2):
+        set_grads(params, seed)
+        optimizer.step()
+    return optimizer
+
+
+def ours(**options):
+    params = parameters()
+    return stepped(CoatAdamW(params, min_numel=100, **options), params)
+
+
+def stock(state_dict=None):
+    params = parameters()
+    optimizer = torch.optim.AdamW(params)
+    if state_dict is not None:
+        optimizer.load_state_dict(state_dict)
+    return stepped(optimizer, params)
+
+
+@pytest.fixture
+def lines(caplog):
+    """Lines of the optimizer, of at least INFO, with their levels."""
+    caplog.set_level("INFO", "coat_ds.optim.lines")
+
+    def taken():
+        found = [(r.levelname, r.getMessage()) for r in caplog.records if r.name == "coat_ds.optim.lines"]
+        caplog.clear()
+        return found
+
+    return taken
+
+
+def loaded(lines, state_dict, **options):
+    """What is said while a new optimizer loads a state dict, which it goes on from."""
+    params = parameters()
+    optimizer = CoatAdamW(params, min_numel=100, **options)
+    lines()
+    optimizer.load_state_dict(through_file(state_dict))
+    said = lines()
+    stepped(optimizer, params)
+    assert all(p.isfinite().all() for p in params) and not lines()
+    return said
+
+
+def without_metadata(state_dict):
+    return {key: state_dict[key] for key in ("state", "param_groups")}
+
+
+@pytest.mark.parametrize("layout", ["stock", "compressed"])
+@pytest.mark.parametrize(
+    "before, after, said",
+    [(OLD, NEW, AS_NEW), (NEW, OLD, AS_OLD), (NEW, FP32, TO_FP32), (FP32, NEW, FROM_FP32)],
+    ids=["old to new", "new to old", "to FP32", "from FP32"],
+)
+def test_other_formats_are_named(lines, layout, before, after, said, monkeypatch):
+    state_dict = ours(**before, checkpoint_layout=layout).state_dict()
+    if layout == "compressed":
+        monkeypatch.setattr("tests.coat_ds.test_lines.through_file", copy.deepcopy)
+    ((level, line),) = loaded(lines, state_dict, **after)
+    assert level == "WARNING" and line == f"COAT: moments change their formats in this load: {said}"
+
+
+@pytest.mark.parametrize("options", [OLD, NEW, FP32], ids=["old", "new", "FP32"])
+@pytest.mark.parametrize("layout", ["stock", "compressed"])
+def test_nothing_is_said_of_equal_formats(lines, options, layout):
+    state_dict = ours(**options, checkpoint_layout=layout).state_dict()
+    params = parameters()
+    optimizer = CoatAdamW(params, min_numel=100, **options)
+    lines()
+    for given in (state_dict, optimizer.state_dict(), without_metadata(state_dict)):
+        optimizer.load_state_dict(copy.deepcopy(given))
+    assert not lines()
+
+
+def test_moments_of_adamw_are_fp32(lines):
+    ((_, line),) = loaded(lines, stock().state_dict())
+    assert line.endswith(FROM_FP32)
+    # AdamW hands on the options of the group that it has loaded
+    for options in (NEW, OLD):
+        handed_on = stock(ours(**options).state_dict()).state_dict()
+        assert "exp_avg_sq_format" in handed_on["param_groups"][0]
+        ((_, line),) = loaded(lines, handed_on)
+        assert line.endswith(FROM_FP32)
+
+
+def test_a_tensor_that_keeps_fp32_from_now_on_is_counted_apart(lines):
+    state_dict = ours(**OLD).state_dict()
+    params = parameters()
+    optimizer = CoatAdamW(params, keep_fp32=lambda _, p: p.shape == (257,), min_numel=100, **NEW)
+    lines()
+    optimizer.load_state_dict(state_dict)
+    ((_, line),) = lines()
+    assert "log8 in 4 tensors; exp_avg from fp8_expanded to fp32 and" in line
+    assert line.endswith("exp_avg_sq from fp8_expanded to fp32 in 1 tensor")
+
+
+@pytest.mark.parametrize("said", [None, 3, "log9", ["log8"], {}, "ratio8"])
+def test_formats_that_nobody_knows_are_taken_for_fp32(lines, said):
+    state_dict = ours(**OLD).state_dict()
+    state_dict["param_groups"][0]["exp_avg_sq_format"] = said
+    state_dict["coat"] = {"version": 0}
+    ((_, line),) = loaded(lines, state_dict)
+    assert line.endswith(FROM_FP32)
+
+
+@pytest.mark.parametrize("layout", ["stock", "compressed"])
+def test_a_file_of_the_papers_formats_loads(lines, layout):
+    """The file was written at 0027093, before there were others: three steps of 200 elements, by layout."""
+    with torch.serialization.safe_globals([_rebuild]):
+        state_dict = torch.load(Path(__file__).with_name("papers_states.pt"), weights_only=True)[layout]
+    moments = []
+    for options in (OLD, NEW):
+        p = torch.nn.Parameter(torch.zeros(2, 100))
+        optimizer = CoatAdamW([p], min_numel=100, **options)
+        lines()
+        optimizer.load_state_dict(state_dict)
+        moments.append(optimizer.moments(p))
+        assert optimizer.state[p]["step"] == 3
+        if options is OLD:
+            assert not lines() and optimizer.take_arrivals() == "2 restored to the bit"
+    ((_, line),) = lines()
+    assert line.endswith(AS_NEW.replace("5 tensors", "1 tensor"))
+    for old, new in zip(*moments, strict=True):
+        assert 0 < (old - new).norm() < 0.03 * old.norm()
+
+
+def test_an_earlier_version_names_formats_in_its_groups_alone(lines):
+    state_dict = ours(**OLD).state_dict()
+    state_dict["coat"]["version"] = 1
+    ((_, line),) = loaded(lines, state_dict)
+    assert line.endswith(AS_NEW)
+
+
+def test_the_constructor_says_how_states_are_stored(lines):
+    params = parameters()
+    for betas, rounded in (((0.9, 0.95), "to nearest"), ((0.9, 0.999), "stochastically")):
+        optimizer = CoatAdamW(params, min_numel=100, betas=betas)
+        ((level, line),) = lines()
+        optimizer.init_states()
+        held = state_bytes(optimizer)
+        assert level == "INFO" and f"{held['bytes_per_parameter']:.3f} bytes per parameter" in line
+        sizes = held["by_codec"]
+        assert (
+            f"({sizes['fp32']:,} in fp32, {sizes['log8']:,} in log8, {sizes['ratio8']:,} in ratio8)" in line
+        )
+        assert line.endswith(f"), exp_avg_sq rounded {rounded}")
+    # of the groups one dithers
+    halves = [{"params": params[:4], "betas": (0.9, 0.95)}, {"params": params[4:]}]
+    CoatAdamW(halves, min_numel=100)
+    assert lines()[0][1].endswith("exp_avg_sq rounded to nearest or stochastically, by group")
+    # nothing is rounded
+    CoatAdamW(params, **FP32)
+    assert lines()[0][1].endswith(" in fp32)")
+    narrow = parameters(torch.bfloat16)
+    optimizer = CoatAdamW(narrow, min_numel=100)
+    optimizer.init_states()
+    assert f"{state_bytes(optimizer)['by_codec']['int16']:,} in int16" in lines()[0][1]
+
+
+def test_second_moments_that_stall_are_named_once(lines):
+    for options, way_out in (
+        ({"exp_avg_sq_format": "fp8_expanded"}, "exp_avg_sq_format to 'log8'"),
+        ({"exp_avg_sq_format": "fp8"}, "exp_avg_sq_format to 'log8'"),
+        ({"exp_avg_sq_rounding": "nearest"}, "exp_avg_sq_rounding to 'stochastic'"),
+    ):
+        params = parameters()
+        optimizer = CoatAdamW(params, min_numel=100, betas=(0.9, 0.999), **options)
+        stepped(optimizer, params)
+        (line,) = [line for level, line in lines() if level == "WARNING"]
+        assert line.startswith("CoatAdamW: exp_avg_sq_format: found ") and f"Set {way_out}," in line
+        assert "beside beta2 0.999" in line
+    for options in (OLD, NEW, {}, FP32, {"exp_avg_sq_format": "fp8", "min_numel": 10**6}):
+        CoatAdamW(parameters(), **{"min_numel": 100, **options})
+        assert [level for level, _ in lines()] == ["INFO"]
+
+
+def test_frameworks_say_it_in_their_own_log(lines):
+    said = []
+    state_dict = ours(**OLD).state_dict()
+    lines()
+    params = parameters()
+    options = {"exp_avg_sq_format": "fp8", "betas": (0.9, 0.999), "min_numel": 100}
+    optimizer = CoatAdamW(params, **options, log=lambda *line: said.append(line))
+    optimizer.load_state_dict(state_dict)
+    assert not lines()
+    (stalls, _), (changed, _) = said
+    assert stalls.startswith("coat.optimizer.exp_avg_sq_format: found 'fp8'")
+    assert "exp_avg_sq from fp8_expanded to fp8" in changed and "exp_avg from" not in changed
+
+
+def test_copies_say_what_the_optimizer_says(lines):
+    optimizer = ours(**NEW)
+    state_dict = ours(**OLD).state_dict()
+    lines()
+    for twin in (copy.deepcopy(optimizer), pickle.loads(pickle.dumps(optimizer))):
+        assert twin.log is to_logging
+        twin.load_state_dict(state_dict)
+        assert len(lines()) == 1
+
+
+def on_two_ranks():
+    import logging
+
+    torch.distributed.init_process_group("gloo")
+    said = []
+
+    class Log(logging.Handler):
+        def emit(self, record):
+            said.append(record.getMessage())
+
+    logging.getLogger("coat_ds").addHandler(Log())
+    CoatAdamW(parameters(), min_numel=100, **NEW).load_state_dict(ours(**OLD).state_dict())
+    return said
+
+
+def test_rank_0_says_it():
+    first, second = run_distributed(on_two_ranks, 2)
+    assert len(first) == 1 and first[0].endswith(AS_NEW) and not second
