@@ -17,6 +17,9 @@ from coat_kernels.adamw import dither_reference
 from coat_kernels.codecs import Codec, Stored, get_codec
 from coat_kernels.codecs.codec import encode_reference
 
+# several codes of a step take the same one
+dither_of = functools.lru_cache(maxsize=8)(dither_reference)
+
 # FP32 moments, and the step of which they are, as they are read back
 Code = Callable[[torch.Tensor, torch.Tensor, int], tuple[torch.Tensor, torch.Tensor]]
 
@@ -33,11 +36,11 @@ def ours(m_codec: Codec, v_codec: Codec, group_size: int, dither: bool) -> Code:
     """Two codecs, as `adamw_reference` uses them."""
 
     def code(m, v, step):
-        shift = dither_reference(step, v.numel(), group_size, v.device) if dither else None
+        shift = dither_of(step, v.numel(), group_size, v.device) if dither else None
         second = Stored(v_codec, encode_reference(v_codec, v, group_size, dither=shift))
         turn = None
         if m_codec.relative:
-            m, turn = m / second.roots(group_size), dither_reference(step, 1, 1, m.device).expand_as(m)
+            m, turn = m / second.roots(group_size), dither_of(step, 1, 1, m.device).expand_as(m)
         first = encode_reference(m_codec, m, group_size, dither=turn)
         return m_codec.decode(first, group_size, second), v_codec.decode(second.storage, group_size)
 
@@ -145,14 +148,14 @@ def narrow(v_bits: int, dither: bool) -> Code:
         width = ((highest - lowest) / levels).clamp_min(1e-6)
         place = (log2 - highest) / width
         if dither:
-            place += dither_reference(step, v.numel(), 128, v.device).view_as(place)
+            place += dither_of(step, v.numel(), 128, v.device).view_as(place)
         stored = torch.exp2(place.round().clamp(-levels, 0) * width + highest)
         v = torch.where(log2.isfinite(), stored, 0).view(-1)
 
         roots = torch.where(v > 0, v.sqrt(), 1)
         u = (m / roots).view(-1, 32)
         scale = torch.exp2((16 * u.abs().amax(1, keepdim=True).clamp_min(1e-30).log2()).ceil() / 16)
-        y = 7 * (u.abs() / scale) ** 0.8 + dither_reference(step, m.numel(), 32, m.device).view_as(u)
+        y = 7 * (u.abs() / scale) ** 0.8 + dither_of(step, m.numel(), 32, m.device).view_as(u)
         u = scale * (y.round().clamp(0, 7) / 7) ** (1 / 0.8)
         return u.view(-1).copysign(m) * roots, v
 

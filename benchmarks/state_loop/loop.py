@@ -1,9 +1,11 @@
 """Blocks of every matrix whose moments are followed, exact and by every code, over the steps of a model that
 learns.
 
-Blocks of all matrices lie one after the other in one tensor, so that a code is one call for all of them.
+Blocks of all matrices, and of all beta2 that have the same codes, lie one after the other in one tensor: a
+code is one call a step for all of them.
 """
 
+import itertools
 import math
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -14,8 +16,8 @@ from benchmarks.common.state_codes import Case, cases
 from benchmarks.common.training import BETAS, EPS, kind_of
 
 BETA2 = (0.95, 0.99, 0.999)
-# elements of a block, whole groups of every code, and blocks of a matrix
-BLOCK, BLOCKS = 256, 32
+# elements of a block, whole groups of every code, and blocks of a matrix and of all
+BLOCK, BLOCKS, BLOCKS_IN_ALL = 256, 32, 2048
 # elements over which errors are summed: no row of an embedding shares one with another
 PIECE = 64
 # rows of an embedding with gradients in fewer than one of so many steps
@@ -25,16 +27,26 @@ ALL = "all"
 
 
 class Moments(NamedTuple):
-    """Of the blocks, FP32."""
+    """Of the blocks by some beta2, FP32 [betas, elements]."""
 
     m: torch.Tensor
     v: torch.Tensor
 
-    def after(self, g: torch.Tensor, beta2: float) -> "Moments":
-        return Moments(self.m.lerp(g, 1 - BETAS[0]), self.v * beta2 + (1 - beta2) * g * g)
 
-    def update(self, beta2: float, step: int) -> torch.Tensor:
-        return self.m / (1 - BETAS[0] ** step) / ((self.v / (1 - beta2**step)).sqrt() + EPS)
+class Decay:
+    """What Adam does to moments by each of some beta2."""
+
+    def __init__(self, betas: tuple[float, ...], device: torch.device):
+        self.exact = torch.tensor(betas, dtype=torch.float64, device=device)[:, None]
+        self.beta2, self.rest = self.exact.float(), (1 - self.exact).float()
+
+    def after(self, moments: Moments, g: torch.Tensor) -> Moments:
+        """The moments after a step; g FP32 [elements]."""
+        return Moments(moments.m.lerp(g, 1 - BETAS[0]), moments.v * self.beta2 + self.rest * (g * g))
+
+    def update(self, moments: Moments, step: int) -> torch.Tensor:
+        correction = (1 - self.exact**step).float()
+        return moments.m / (1 - BETAS[0] ** step) / ((moments.v / correction).sqrt() + EPS)
 
 
 class Blocks:
@@ -45,9 +57,10 @@ class Blocks:
         self.matrices = list(named.values())
         self.sizes = [p.numel() for p in self.matrices]
         device = self.matrices[0].device
+        count = min(BLOCKS, BLOCKS_IN_ALL // len(named))
         generator, begin, where, self.kinds = torch.Generator().manual_seed(0), 0, [], []
         for name, p in named.items():
-            blocks = torch.randperm(p.numel() // BLOCK, generator=generator)[:BLOCKS].sort().values
+            blocks = torch.randperm(p.numel() // BLOCK, generator=generator)[:count].sort().values
             where.append((begin + blocks[:, None] * BLOCK + torch.arange(BLOCK)).view(-1))
             self.kinds += [kind_of(name)] * (len(where[-1]) // PIECE)
             begin += p.numel()
@@ -69,12 +82,14 @@ class Blocks:
             v.mul_(beta2).addcmul_(g, g, value=1 - beta2)
         return g[self.where]
 
-    def exact(self, beta2: float) -> Moments:
-        return Moments(self.m[self.where], self.v[beta2][self.where])
+    def exact(self, betas: tuple[float, ...]) -> Moments:
+        m = self.m[self.where]
+        return Moments(torch.stack([m] * len(betas)), torch.stack([self.v[b][self.where] for b in betas]))
 
-    def largest(self, beta2: float) -> Moments:
+    def largest(self, betas: tuple[float, ...]) -> Moments:
         """Of the matrix that each element belongs to: the largest magnitudes of both exact moments."""
-        return Moments(*(self._largest(x) for x in (self.m, self.v[beta2])))
+        m = self._largest(self.m)
+        return Moments(torch.stack([m] * len(betas)), torch.stack([self._largest(self.v[b]) for b in betas]))
 
     def _largest(self, x: torch.Tensor) -> torch.Tensor:
         norms = torch._foreach_norm(x.split(self.sizes), ord=math.inf)
@@ -82,11 +97,11 @@ class Blocks:
 
 
 class Sums:
-    """Of one code, over the elements of each piece."""
+    """Of one code, over the elements of each piece, FP64 [betas, pieces]."""
 
-    def __init__(self, pieces: int, device: torch.device):
+    def __init__(self, betas: int, pieces: int, device: torch.device):
         def zeros() -> torch.Tensor:
-            return torch.zeros(pieces, dtype=torch.float64, device=device)
+            return torch.zeros(betas, pieces, dtype=torch.float64, device=device)
 
         self.stored, self.stored_size, self.applied, self.applied_size = (zeros() for _ in range(4))
         self.drift, self.kept, self.stalled, self.live = (zeros() for _ in range(4))
@@ -100,11 +115,11 @@ class Sums:
         self.stalled += in_pieces(live & (off.abs() > math.log(4 / 3)))
         self.live += in_pieces(live)
 
-    def row(self, of: torch.Tensor) -> dict[str, float]:
-        """Of the pieces that `of` names."""
+    def row(self, i: int, of: torch.Tensor) -> dict[str, float]:
+        """Of the beta2 number `i` and the pieces that `of` names."""
 
         def ratio(part: torch.Tensor, whole: torch.Tensor) -> float:
-            return (part[of].sum() / whole[of].sum()).item()
+            return (part[i, of].sum() / whole[i, of].sum()).item()
 
         return {
             "stored": ratio(self.stored, self.stored_size) ** 0.5,
@@ -115,27 +130,59 @@ class Sums:
 
 
 def in_pieces(x: torch.Tensor) -> torch.Tensor:
-    return x.view(-1, PIECE).sum(1).double()
+    return x.view(len(x), -1, PIECE).sum(2).double()
 
 
 def coded(case: Case, moments: Moments, largest: Moments, step: int) -> Moments:
     """Moments as they are read back."""
-    if not case.per_tensor:
-        return Moments(*case.code(*moments, step))
-    m, v = case.code(moments.m / largest.m, moments.v / largest.v, step)
-    return Moments(m * largest.m, v * largest.v)
+    if case.per_tensor:
+        moments = Moments(moments.m / largest.m, moments.v / largest.v)
+    found = case.code(moments.m.view(-1), moments.v.view(-1), step)
+    m, v = (x.view_as(moments.m) for x in found)
+    return Moments(m * largest.m, v * largest.v) if case.per_tensor else Moments(m, v)
+
+
+class Codes:
+    """The moments by every code, for those beta2 that have the same codes."""
+
+    def __init__(self, betas: tuple[float, ...], blocks: Blocks, start: int, end: int):
+        self.betas, self.blocks, self.start, self.end = betas, blocks, start, end
+        device = blocks.where.device
+        self.decay, self.cases = Decay(betas, device), cases(betas[0])
+        self.held: dict[str, Moments] = {}
+        self.sums = {name: Sums(len(betas), blocks.pieces, device) for name in self.cases}
+
+    def step(self, step: int, g: torch.Tensor) -> None:
+        exact, largest = self.blocks.exact(self.betas), self.blocks.largest(self.betas)
+        expected = self.decay.update(exact, step)
+        size = in_pieces(expected.square())
+
+        def error(moments: Moments) -> torch.Tensor:
+            return in_pieces((self.decay.update(moments, step) - expected).square())
+
+        for name, case in self.cases.items():
+            sums = self.sums[name]
+            mine = exact if step == self.start else self.decay.after(self.held[name], g)
+            if step > (self.start + self.end) / 2:
+                sums.applied += error(mine)
+                sums.applied_size += size
+            if step == self.end:
+                sums.compare(mine, exact)
+            self.held[name] = coded(case, mine, largest, step)
+            if step == self.start:
+                sums.stored += error(self.held[name])
+                sums.stored_size += size
 
 
 class Loop:
-    """The moments by every code, from the exact ones after `start` steps on."""
+    """The moments by every code and beta2, from the exact ones after `start` steps on."""
 
     def __init__(self, blocks: Blocks, start: int, steps: int):
         self.blocks, self.start, self.end = blocks, start, start + steps
-        self.cases = {beta2: cases(beta2) for beta2 in BETA2}
-        self.held: dict[tuple[float, str], Moments] = {}
-        pieces, device = blocks.pieces, blocks.where.device
-        self.sums = {(beta2, name): Sums(pieces, device) for beta2 in BETA2 for name in self.cases[beta2]}
-        self.hits = torch.zeros(pieces, dtype=torch.int64, device=device)
+        # some codes dither near 1 alone, and there are more of them
+        groups = itertools.groupby(BETA2, key=lambda beta2: tuple(cases(beta2)))
+        self.codes = [Codes(tuple(betas), blocks, start, self.end) for _, betas in groups]
+        self.hits = torch.zeros(blocks.pieces, dtype=torch.int64, device=blocks.where.device)
 
     def step(self, step: int, g: torch.Tensor) -> None:
         """Behind `Blocks.step`, which returned `g`; counts from 1."""
@@ -143,23 +190,8 @@ class Loop:
             return
         if step > self.start:
             self.hits += (g != 0).view(-1, PIECE).any(1)
-        late = step > (self.start + self.end) / 2
-        for beta2 in BETA2:
-            exact, largest = self.blocks.exact(beta2), self.blocks.largest(beta2)
-            expected = exact.update(beta2, step)
-            size = in_pieces(expected.square())
-            for name, case in self.cases[beta2].items():
-                sums = self.sums[beta2, name]
-                mine = exact if step == self.start else self.held[beta2, name].after(g, beta2)
-                if late:
-                    sums.applied += in_pieces((mine.update(beta2, step) - expected).square())
-                    sums.applied_size += size
-                if step == self.end:
-                    sums.compare(mine, exact)
-                self.held[beta2, name] = stored = coded(case, mine, largest, step)
-                if step == self.start:
-                    sums.stored += in_pieces((stored.update(beta2, step) - expected).square())
-                    sums.stored_size += size
+        for codes in self.codes:
+            codes.step(step, g)
 
     def rows(self) -> Iterator[dict[str, object]]:
         """One for each code, beta2 and kind of matrix."""
@@ -168,7 +200,8 @@ class Loop:
         if rare.any():
             kinds[RARE_ROWS] = rare
         kinds[ALL] = torch.ones(self.blocks.pieces, dtype=torch.bool)
-        for (beta2, name), sums in self.sums.items():
-            for kind, of in kinds.items():
-                row = {"after": self.start, "steps": self.end - self.start, "code": name, "beta2": beta2}
-                yield row | {"kind": kind, "bytes": self.cases[beta2][name].bytes, **sums.row(of)}
+        for codes in self.codes:
+            for (i, beta2), (name, sums) in itertools.product(enumerate(codes.betas), codes.sums.items()):
+                for kind, of in kinds.items():
+                    row = {"after": self.start, "steps": self.end - self.start, "code": name, "beta2": beta2}
+                    yield row | {"kind": kind, "bytes": codes.cases[name].bytes, **sums.row(i, of)}
