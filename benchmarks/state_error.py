@@ -124,13 +124,13 @@ def measure_pair(moments: list[Moments], pair: tuple[str, str]) -> Iterator[tupl
             tally.flushed += ((v == 0) & (entry.exp_avg_sq > 0)).sum().item()
             tally.live += (entry.exp_avg_sq > 0).sum().item()
             tally.k.append(k.cpu())
-    for kind in (*KINDS.values(), "all"):
+    for kind in (*KINDS, "all"):
         yield kind, tallies[kind].row()
 
 
 def plot(rows: list[dict], path: Path) -> None:
     """Bars of the update's error, a cluster for each kind and a colour for each pair of formats."""
-    kinds = [*KINDS.values(), "all"]
+    kinds = [*KINDS, "all"]
     lossy = [pair for pair in PAIRS if pair != ("fp32", "fp32")]
     figure, axes = plt.subplots(figsize=(11, 4.5), layout="constrained")
     for i, (m, v) in enumerate(lossy):

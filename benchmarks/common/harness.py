@@ -2,7 +2,7 @@
 
 import csv
 import io
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -90,11 +90,16 @@ class Table:
 
     def add(self, **row: object) -> None:
         """Prints a row and writes the file."""
-        self.rows.append(row)
-        shown = (f"{v:.4g}" if isinstance(v, float) else str(v) for v in row.values())
-        if len(self.rows) == 1 or list(row) != list(self.rows[-2]):
-            print("  ".join(f"{k:>14}" for k in row), flush=True)
-        print("  ".join(f"{v:>14}" for v in shown), flush=True)
+        self.extend([row])
+
+    def extend(self, rows: Iterable[dict[str, object]]) -> None:
+        """Prints rows and writes the file once."""
+        for row in rows:
+            self.rows.append(row)
+            shown = (f"{v:.4g}" if isinstance(v, float) else str(v) for v in row.values())
+            if len(self.rows) == 1 or list(row) != list(self.rows[-2]):
+                print("  ".join(f"{k:>14}" for k in row), flush=True)
+            print("  ".join(f"{v:>14}" for v in shown), flush=True)
         self.write()
 
     def write(self) -> None:

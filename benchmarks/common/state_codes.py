@@ -1,10 +1,13 @@
 """Codes of optimizer moments as functions that give moments back as they are read: ours, those of other
 libraries, and what is not built.
 
-Codes of others are their formulas, in FP32: bitsandbytes' and torchao's 8 bits (dynamic map, blocks of 256,
-to nearest) and FlashOptim's (m by softsign, the root of v linearly, groups of 32).
+Codes of others are their formulas, and tests hold them against the libraries where these run without a GPU:
+bitsandbytes' and torchao's 8 bits (dynamic map, blocks of 256, to nearest), torchao's FP8 (E4M3, blocks of
+256), FlashOptim's (m by softsign, the root of v linearly, groups of 32 with FP16 scales), and the FP8 of
+TransformerEngine's FusedAdam (E4M3, a scale for each tensor).
 """
 
+import functools
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -14,6 +17,9 @@ from coat_kernels.adamw import dither_reference
 from coat_kernels.codecs import Codec, Stored, get_codec
 from coat_kernels.codecs.codec import encode_reference
 
+# several codes of a step take the same one
+dither_of = functools.lru_cache(maxsize=8)(dither_reference)
+
 # FP32 moments, and the step of which they are, as they are read back
 Code = Callable[[torch.Tensor, torch.Tensor, int], tuple[torch.Tensor, torch.Tensor]]
 
@@ -22,18 +28,19 @@ class Case(NamedTuple):
     bytes: float
     """A parameter, with metadata."""
     code: Code
-    group_size: int
+    per_tensor: bool = False
+    """Whether the code takes moments over the largest of their tensor, which has one scale."""
 
 
 def ours(m_codec: Codec, v_codec: Codec, group_size: int, dither: bool) -> Code:
     """Two codecs, as `adamw_reference` uses them."""
 
     def code(m, v, step):
-        shift = dither_reference(step, v.numel(), group_size, v.device) if dither else None
+        shift = dither_of(step, v.numel(), group_size, v.device) if dither else None
         second = Stored(v_codec, encode_reference(v_codec, v, group_size, dither=shift))
         turn = None
         if m_codec.relative:
-            m, turn = m / second.roots(group_size), dither_reference(step, 1, 1, m.device).expand_as(m)
+            m, turn = m / second.roots(group_size), dither_of(step, 1, 1, m.device).expand_as(m)
         first = encode_reference(m_codec, m, group_size, dither=turn)
         return m_codec.decode(first, group_size, second), v_codec.decode(second.storage, group_size)
 
@@ -52,12 +59,43 @@ def power_of(exponent: float, levels: int, group_size: int) -> Callable[[torch.T
     return code
 
 
-def softsign(x: torch.Tensor) -> torch.Tensor:
+def in_blocks(
+    x: torch.Tensor, size: int, smallest: float, code: Callable[[torch.Tensor], torch.Tensor]
+) -> torch.Tensor:
+    """Codes values over the largest of their block, which counts as `smallest` at least."""
+    rows = x.view(-1, size)
+    scale = rows.abs().amax(1, keepdim=True).clamp_min(smallest)
+    return (code(rows / scale) * scale).view(-1)
+
+
+def fp8(x: torch.Tensor) -> torch.Tensor:
+    """torchao's: E4M3, whose largest value is 448."""
+    rows = x.view(-1, 256)
+    scale = rows.abs().amax(1, keepdim=True).clamp_min(1e-12) / 448
+    return ((rows / scale).to(torch.float8_e4m3fn).float() * scale).view(-1)
+
+
+def flashoptim(x: torch.Tensor, code: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+    """Codes values over the largest of 32, and reads them back with that in FP16."""
     rows = x.view(-1, 32)
-    scale = rows.abs().amax(1, keepdim=True).clamp_min(1e-30)
-    u = rows / scale
-    y = (2 * u / (1 + u.abs()) * 127).round() / 127
-    return (y / (2 - y.abs()) * scale).view(-1)
+    scale = rows.abs().amax(1, keepdim=True).clamp_min(1e-12)
+    return (code(rows / scale) * scale.half().float()).view(-1)
+
+
+def softsign(u: torch.Tensor) -> torch.Tensor:
+    """Of values in [-1, 1], int8."""
+    y = (2 * u / (1 + u.abs()) * 127 + 0.5).floor() / 127
+    return y / (2 - y.abs())
+
+
+def linear(u: torch.Tensor) -> torch.Tensor:
+    """Of values in [0, 1], uint8."""
+    return (u * 255 + 0.5).floor() / 255
+
+
+def e4m3(u: torch.Tensor) -> torch.Tensor:
+    """Of values in [-1, 1], FP8 whose largest is 1."""
+    return (u * 448).clamp(-448, 448).to(torch.float8_e4m3fn).float() / 448
 
 
 def dynamic_map(signed: bool) -> torch.Tensor:
@@ -71,15 +109,22 @@ def dynamic_map(signed: bool) -> torch.Tensor:
     return torch.tensor(sorted(values))
 
 
-def nearest_of(values: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
-    edges = (values[1:] + values[:-1]) / 2
+@functools.cache
+def map_and_edges(signed: bool, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """The values of `dynamic_map`, and the middles between them."""
+    values = dynamic_map(signed)
+    return values.to(device), ((values[1:] + values[:-1]) / 2).to(device)
 
-    def code(x):
-        rows = x.view(-1, 256)
-        scale = rows.abs().amax(1, keepdim=True).clamp_min(1e-30)
-        return (values.to(x.device)[torch.bucketize(rows / scale, edges.to(x.device))] * scale).view(-1)
 
-    return code
+def nearest_of_map(u: torch.Tensor, signed: bool) -> torch.Tensor:
+    values, edges = map_and_edges(signed, u.device)
+    return values[torch.bucketize(u, edges, right=True)]
+
+
+def eight_bits(smallest: float) -> Code:
+    """The dynamic map, signed for first moments, in blocks of 256."""
+    first, second = (functools.partial(nearest_of_map, signed=signed) for signed in (True, False))
+    return apart(lambda m: in_blocks(m, 256, smallest, first), lambda v: in_blocks(v, 256, smallest, second))
 
 
 def apart(m_code: Callable, v_code: Callable) -> Code:
@@ -103,14 +148,14 @@ def narrow(v_bits: int, dither: bool) -> Code:
         width = ((highest - lowest) / levels).clamp_min(1e-6)
         place = (log2 - highest) / width
         if dither:
-            place += dither_reference(step, v.numel(), 128, v.device).view_as(place)
+            place += dither_of(step, v.numel(), 128, v.device).view_as(place)
         stored = torch.exp2(place.round().clamp(-levels, 0) * width + highest)
         v = torch.where(log2.isfinite(), stored, 0).view(-1)
 
         roots = torch.where(v > 0, v.sqrt(), 1)
         u = (m / roots).view(-1, 32)
         scale = torch.exp2((16 * u.abs().amax(1, keepdim=True).clamp_min(1e-30).log2()).ceil() / 16)
-        y = 7 * (u.abs() / scale) ** 0.8 + dither_reference(step, m.numel(), 32, m.device).view_as(u)
+        y = 7 * (u.abs() / scale) ** 0.8 + dither_of(step, m.numel(), 32, m.device).view_as(u)
         u = scale * (y.round().clamp(0, 7) / 7) ** (1 / 0.8)
         return u.view(-1).copysign(m) * roots, v
 
@@ -122,16 +167,19 @@ def cases(beta2: float) -> dict[str, Case]:
     log8, root = get_codec("log8"), power_of(0.5, 127, 128)
     of_log8 = ours(get_codec("fp32"), log8, 128, dither)
     found = {
-        "int8 roots, log8": Case(2 + 9 / 128, lambda m, v, step: (root(m), of_log8(m, v, step)[1]), 128),
-        "bitsandbytes 8-bit": Case(
-            2 + 8 / 256, apart(nearest_of(dynamic_map(True)), nearest_of(dynamic_map(False))), 256
-        ),
+        "int8 roots, log8": Case(2 + 9 / 128, lambda m, v, step: (root(m), of_log8(m, v, step)[1])),
+        # of blocks of 256, two FP32 scales
+        "bitsandbytes 8-bit": Case(2 + 8 / 256, eight_bits(1e-30)),
+        "torchao 8-bit": Case(2 + 8 / 256, eight_bits(1e-12)),
+        "torchao FP8": Case(2 + 8 / 256, apart(fp8, fp8)),
+        "TransformerEngine FP8": Case(2, apart(e4m3, e4m3), per_tensor=True),
         "FlashOptim": Case(
-            2 + 4 / 32, apart(softsign, lambda v: power_of(1, 255, 32)(v.sqrt()).square()), 32
+            2 + 4 / 32,
+            apart(lambda m: flashoptim(m, softsign), lambda v: flashoptim(v.sqrt(), linear).square()),
         ),
         # 8 bits of scale for 32 first moments; 32 and 8 for 128 second ones
-        "ratio4, log8": Case(1.5 + 9 / 128, narrow(8, dither), 128),
-        "ratio4, log6": Case(1.25 + 9 / 128, narrow(6, dither), 128),
+        "ratio4, log8": Case(1.5 + 9 / 128, narrow(8, dither)),
+        "ratio4, log6": Case(1.25 + 9 / 128, narrow(6, dither)),
     }
     pairs = [("ratio8", "log8", size) for size in (64, 128, 256)]
     pairs += [("fp8_expanded", "fp8_expanded", 128), ("fp8_expanded", "log8", 128), ("bf16", "bf16", 128)]
@@ -139,7 +187,7 @@ def cases(beta2: float) -> dict[str, Case]:
         m, v = get_codec(m_name), get_codec(v_name)
         nbytes = sum(codec.zeros(2**20, size, "meta").nbytes for codec in (m, v)) / 2**20
         name = f"{m_name}, {v_name}" + (f", groups of {size}" if size != 128 else "")
-        found[name] = Case(nbytes, ours(m, v, size, dither and v.fine), size)
+        found[name] = Case(nbytes, ours(m, v, size, dither and v.fine))
         if name == "ratio8, log8" and dither:
-            found["ratio8, log8 to nearest"] = Case(nbytes, ours(m, v, size, False), size)
+            found["ratio8, log8 to nearest"] = Case(nbytes, ours(m, v, size, False))
     return found

@@ -1,5 +1,6 @@
-"""A GPT of megatron-core that learns real text in this process: where realistic tensors come from."""
+"""Models that learn real text in this process: where realistic tensors come from."""
 
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
@@ -17,13 +18,14 @@ WARMUP_STEPS = 20
 # small, so that layers are what counts
 STACK_VOCABULARY = 1024
 
-# what a parameter's name holds, by kind; norms are named after what they precede, so they are asked for first
+# what a parameter's name holds, in Megatron and in transformers; norms are named after what they precede, so
+# they are asked for first
 KINDS = {
-    "norm": "norm",
-    "word_embeddings": "embedding",
-    "output_layer": "head",
-    "attention": "attention",
-    "mlp": "MLP",
+    "norm": ("norm",),
+    "embedding": ("word_embeddings", "embed_tokens"),
+    "head": ("output_layer", "lm_head"),
+    "attention": ("attention", "attn"),
+    "MLP": ("mlp",),
 }
 
 
@@ -53,51 +55,67 @@ def loss_of(model: torch.nn.Module, batch: tuple[torch.Tensor, ...]) -> torch.Te
     return model(tokens, positions, None, labels=labels).mean()
 
 
-def train_gpt(
-    setting: Setting,
-    steps: int,
-    seed: int = 1234,
-    look: Callable[[torch.nn.Module, int], None] | None = None,
-) -> Trained:
-    """Trains in FP32, with FP32 moments, on the standard library's sources.
-
-    The seed decides weights, the order of the text and what of it is held out. `look` is called before each
-    step, counted from 1, with the model and its clipped gradients.
-    """
+def gpt(setting: Setting, vocab_size: int, seed: int) -> torch.nn.Module:
+    """A GPT in FP32; the seed decides its weights."""
     from megatron_ext import layer_specs
     from megatron_ext.model import build_gpt, load_shape
 
-    corpus = load_corpus(seq_length=setting.seq_length, seed=seed)
-    model = build_gpt(
+    return build_gpt(
         load_shape(setting.shape_file),
         layer_specs.sdpa_layer_spec,
         seq_length=setting.seq_length,
-        vocab_size=padded_vocab_size(corpus.vocab_size),
+        vocab_size=padded_vocab_size(vocab_size),
         bf16=False,
         seed=seed,
     )
+
+
+def train(
+    model: torch.nn.Module,
+    text: Split,
+    batch_size: int,
+    steps: int,
+    lr: float = LR,
+    look: Callable[[int], None] | None = None,
+) -> torch.optim.Optimizer:
+    """Trains with FP32 moments.
+
+    `look` is called before each step, counted from 1, when clipped gradients lie at the parameters.
+    """
     optimizer = torch.optim.AdamW(
-        model.parameters(), lr=LR, betas=BETAS, eps=EPS, weight_decay=WEIGHT_DECAY, fused=True
+        model.parameters(), lr=lr, betas=BETAS, eps=EPS, weight_decay=WEIGHT_DECAY, fused=True
     )
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda t: min(1.0, (t + 1) / WARMUP_STEPS))
+    started = time.monotonic()
     for step in range(steps):
-        first = step * setting.batch_size
-        loss = loss_of(model, corpus.train.batch(range(first, first + setting.batch_size)))
+        loss = loss_of(model, text.batch(range(step * batch_size, (step + 1) * batch_size)))
         optimizer.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         if look is not None:
-            look(model, step + 1)
+            look(step + 1)
         optimizer.step()
         schedule.step()
         if step % max(1, steps // 10) == 0 or step == steps - 1:
-            print(f"step {step + 1} of {steps}: loss {loss.item():.4f}", flush=True)
+            seconds = time.monotonic() - started
+            print(f"step {step + 1} of {steps}, {seconds:.0f} s: loss {loss.item():.4f}", flush=True)
+    return optimizer
+
+
+def train_gpt(setting: Setting, steps: int, seed: int = 1234) -> Trained:
+    """Trains on the standard library's sources.
+
+    The seed decides weights, the order of the text and what of it is held out.
+    """
+    corpus = load_corpus(seq_length=setting.seq_length, seed=seed)
+    model = gpt(setting, corpus.vocab_size, seed)
+    optimizer = train(model, corpus.train, setting.batch_size, steps)
     return Trained(model, optimizer, corpus.validation)
 
 
 def kind_of(name: str) -> str:
-    """Of a parameter of such a GPT: one of the values of KINDS."""
-    return next(kind for part, kind in KINDS.items() if part in name)
+    """Of a parameter: one of KINDS."""
+    return next(kind for kind, parts in KINDS.items() if any(part in name for part in parts))
 
 
 def stack_gpt(stack: Stack, spec: str, **config: object) -> tuple[torch.nn.Module, Batch]:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import matplotlib.pyplot as plt
+from matplotlib.axes import Axes
 
 from benchmarks.common.harness import Table
 from benchmarks.common.plot import save
@@ -141,28 +142,63 @@ def curves_of(runs: dict[str, Path]) -> dict[str, dict[float, float]]:
 
 
 def plot(runs: dict[str, Path], path: Path) -> None:
-    """Validation losses over tokens, and their distance to BF16 of the same seed."""
-    colors = {kind: f"C{i}" for i, kind in enumerate([*VARIANTS, *CHANGES])}
+    """Validation losses over tokens, and their distance to those of BF16 of the same seed, or of FP32 moments
+    where there is no BF16: single seeds, and bold their mean."""
     curves = curves_of(runs)
-    figure, panels = plt.subplots(1, 2, figsize=(12, 4.5), layout="constrained")
-    drawn = set()
-    for name, curve in curves.items():
-        run = Run.parse(name)
-        style = {"color": colors[run.kind], "marker": ".", "alpha": 0.8}
-        label = {} if run.kind in drawn else {"label": run.kind}
-        drawn.add(run.kind)
-        after = {x: y for x, y in curve.items() if x > 0}
-        panels[0].plot(after.keys(), after.values(), **style, **label)
-        same = curves.get(f"{BF16}-seed{run.seed}", {})
-        if run.kind != BF16 and (shared := [x for x in after if x in same]):
-            panels[1].plot(shared, [100 * (after[x] / same[x] - 1) for x in shared], **style)
-    panels[0].set(xlabel="10^6 tokens", ylabel="validation loss, nats per token")
-    panels[1].set(xlabel="10^6 tokens", ylabel="distance to BF16 of the same seed, %")
-    panels[1].axhline(0, color="black", linewidth=0.8)
-    for axes in panels:
+    order = [*VARIANTS, *CHANGES]
+    kinds = sorted({Run.parse(name).kind for name in curves}, key=order.index)
+    base = next((kind for kind in kinds if kind == BF16 or "-fp32" in kind), None)
+    figure, panels = plt.subplots(
+        1, 2 if base else 1, figsize=(14, 5.5), layout="constrained", squeeze=False, sharex=True
+    )
+    losses, *distances = panels[0]
+    for i, kind in enumerate(kinds):
+        color = plt.cm.tab20(2 * i if i < 10 else 2 * i - 19)
+        own = {
+            run.seed: {x: y for x, y in curve.items() if x > 0}
+            for run, curve in ((Run.parse(name), curve) for name, curve in curves.items())
+            if run.kind == kind
+        }
+        label = f"{kind}, {_seeds(list(own))}"
+        _lines(losses, list(own.values()), color, label)
+        for axes in distances:
+            apart = []
+            for seed, curve in own.items():
+                same = curves.get(f"{base}-seed{seed}", {})
+                apart.append({x: 100 * (y / same[x] - 1) for x, y in curve.items() if x in same})
+            if kind != base and any(apart):
+                _lines(axes, [curve for curve in apart if curve], color)
+    losses.set(xlabel="10^6 tokens", ylabel="validation loss, nats per token", yscale="log")
+    losses.yaxis.set_major_formatter("{x:g}")
+    losses.yaxis.set_minor_formatter("{x:g}")
+    losses.legend(fontsize="small")
+    for axes in distances:
+        what = "BF16" if base == BF16 else "FP32 moments"
+        axes.set(xlabel="10^6 tokens", ylabel=f"distance to {what} of the same seed, %")
+        _narrow(axes)
+        axes.axhline(0, color="black", linewidth=0.8)
+    for axes in panels[0]:
         axes.grid(alpha=0.3)
-    panels[0].legend(fontsize="small")
     save(figure, path)
+
+
+def _lines(axes: Axes, curves: list[dict[float, float]], color, label: str | None = None) -> None:
+    """Of seeds, and their mean where all of them have a value."""
+    if len(curves) > 1:
+        for curve in curves:
+            axes.plot(curve.keys(), curve.values(), color=color, linewidth=0.8, alpha=0.5)
+    shared = [x for x in curves[0] if all(x in curve for curve in curves)]
+    mean = [statistics.mean(curve[x] for curve in curves) for x in shared]
+    axes.plot(shared, mean, color=color, linewidth=2, marker=".", label=label)
+
+
+def _narrow(axes: Axes) -> None:
+    """Shows what lies behind the first third; what comes before is large, and says little of the end."""
+    points = [point for line in axes.lines for point in line.get_xydata()]
+    last = max((x for x, _ in points), default=0)
+    late = [y for x, y in points if x > last / 3]
+    if late:
+        axes.set_ylim(min(*late, 0) - 0.05, max(*late, 0) + 0.05)
 
 
 def publish(folder: Path, table: Table) -> None:

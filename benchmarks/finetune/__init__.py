@@ -42,6 +42,10 @@ QUESTIONS, QUICK_QUESTIONS = 2000, 32
 def options(parser: argparse.ArgumentParser) -> None:
     run_options(parser, " ".join(RUNS), f"{FULL.tokens:.2g}", str(FULL.micro_batch), "runs/finetune")
     text_options(parser)
+    weights_option(parser)
+
+
+def weights_option(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--weights",
         type=Path,

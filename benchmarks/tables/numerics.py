@@ -106,14 +106,18 @@ def many_steps(results: Results) -> str:
         "ratio8, log8": "`ratio8`, `log8` (default)",
         "fp8_expanded, fp8_expanded": "`fp8_expanded` (the paper's)",
         "FlashOptim": "FlashOptim's",
-        "bitsandbytes 8-bit": "bitsandbytes' 8 bits",
+        "bitsandbytes 8-bit": "bitsandbytes' 8 bits, torchao's alike",
+        "torchao FP8": "torchao's FP8",
+        "TransformerEngine FP8": "TransformerEngine's FP8, a scale for each tensor",
         "bf16, bf16": "BF16 to nearest",
         "ratio4, log6": "an experiment: 4 bits, and logarithms in 6",
     }
     betas = (0.95, 0.99, 0.999)
     lines = []
     for code, name in codes.items():
-        rows = [results.row("state_loop.csv", code=code, kind="all", beta2=beta) for beta in betas]
+        rows = [
+            results.row("state_loop.csv", model="small", kind="all", code=code, beta2=beta) for beta in betas
+        ]
         errors = (percent(row["applied"], 1) for row in rows)
         lines.append([name, f"{rows[0]['bytes']:.2f}", *errors, percent(rows[-1]["stalled"], 1)])
     head = ["", "bytes", *(f"β2 {beta}" for beta in betas)]

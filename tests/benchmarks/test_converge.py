@@ -4,13 +4,15 @@ import csv
 import json
 import math
 import shutil
+from pathlib import Path
 
+import matplotlib.pyplot as plt
 import numpy as np
 import pytest
 
-from benchmarks.common.harness import Table
+from benchmarks.common.harness import RESULTS, Table
 from benchmarks.converge import corpus, recipe
-from benchmarks.converge.table import carry, claims, complete_runs, curves_of, publish, rows_of, summary
+from benchmarks.converge.table import carry, claims, complete_runs, curves_of, plot, publish, rows_of, summary
 from coat_launch.report import read_metrics
 from tests.benchmarks.test_harness import run
 
@@ -123,6 +125,23 @@ def test_other_recipes_do_not_share_a_folder(work, trained, text):
     result = run("converge", "--quick", *paths, "--tokens", "1000")
     assert result.returncode == 1 and "other tokens" in result.stderr and "--output" in result.stderr
     assert (work / "converge.csv").exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "base"), [("converge", "BF16"), ("converge_beta2_150m", "FP32 moments")], ids=["bf16", "fp32"]
+)
+def test_kinds_have_colours_of_their_own_and_stand_beside_what_there_is(monkeypatch, name, base):
+    figures = []
+    monkeypatch.setattr("benchmarks.converge.table.save", lambda figure, path: figures.append(figure))
+    runs = {path.stem: path.with_suffix("") for path in (RESULTS / name).glob("*.json")}
+    plot(runs, Path("none.png"))
+    losses, distances = figures[0].axes
+    kinds = {recipe.Run.parse(run).kind for run in runs}
+    assert len({line.get_color() for line in losses.lines}) == len(kinds)
+    # without that of the kind itself, with the line at 0
+    assert len({line.get_color() for line in distances.lines}) == len(kinds)
+    assert distances.get_ylabel() == f"distance to {base} of the same seed, %"
+    plt.close(figures[0])
 
 
 def test_names_of_runs():

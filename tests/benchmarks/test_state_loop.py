@@ -4,27 +4,99 @@ import csv
 
 import pytest
 import torch
+import triton.language as tl
 
-from benchmarks.common.state_codes import cases, dynamic_map
-from benchmarks.state_loop import BETA2
+from benchmarks.common.state_codes import Case, cases, dynamic_map
+from benchmarks.state_loop.loop import BETA2, PIECE, Blocks, Loop
+from benchmarks.state_loop.models import MODELS
 from tests.benchmarks.test_harness import run
 
 
 @pytest.mark.long("a benchmark's dry run")
-def test_every_code_has_a_row_for_each_beta2_and_kind_of_matrix(tmp_path):
+def test_every_code_has_a_row_for_each_model_beta2_and_kind_of_matrix(tmp_path):
     path = tmp_path / "state_loop.csv"
-    result = run("state_loop", "--quick", "--output", str(path))
+    result = run("state_loop", "--quick", "--output", str(path), "--work", str(tmp_path))
     assert result.returncode == 0, result.stderr
     rows = list(csv.DictReader(path.open()))
-    kinds = {row["kind"] for row in rows}
-    assert kinds == {"embedding", "attention", "MLP", "head", "all"}
-    names = {(row["code"], float(row["beta2"])) for row in rows if row["kind"] == "all"}
-    assert names == {(name, beta2) for beta2 in BETA2 for name in cases(beta2)}
-    error = {(row["code"], row["beta2"]): float(row["stored"]) for row in rows if row["kind"] == "all"}
+    kinds = {(row["model"], row["kind"]) for row in rows}
+    assert kinds >= {(model, kind) for model in MODELS for kind in ("embedding", "attention", "MLP", "all")}
+    # a tied embedding is the head, and all its rows have gradients
+    assert ("smollm2", "head") not in kinds and ("smollm2", "rare rows") not in kinds
+    assert ("rare", "rare rows") in kinds
+    ages = {(row["model"], row["after"]) for row in rows}
+    assert ages == {(model, "3") for model in MODELS} | {("125m", "5")}
+    names = {(row["model"], row["code"], float(row["beta2"])) for row in rows if row["kind"] == "all"}
+    assert names == {(model, name, beta2) for model in MODELS for beta2 in BETA2 for name in cases(beta2)}
+    error = {
+        (row["code"], row["beta2"]): float(row["stored"])
+        for row in rows
+        if (row["model"], row["kind"]) == ("small", "all")
+    }
     # eight bits of which four say how large a value is, against eight that all do
     assert error["ratio8, log8", "0.95"] < 0.5 * error["fp8_expanded, fp8_expanded", "0.95"]
     # BF16 rounds each moment by 2^-9 at most, uniformly
     assert error["bf16, bf16", "0.95"] < 2**-9
+    assert path.with_suffix(".png").stat().st_size > 0
+
+
+class Model(torch.nn.Module):
+    """Two matrices by Megatron's names; the embedding has gradients of zeros."""
+
+    def __init__(self):
+        super().__init__()
+        self.word_embeddings = torch.nn.Parameter(torch.zeros(512, PIECE))
+        self.mlp = torch.nn.Parameter(torch.zeros(64, 64))
+
+    def give_gradients(self):
+        self.word_embeddings.grad = torch.zeros(512, PIECE)
+        self.mlp.grad = torch.randn(64, 64)
+
+
+@torch.no_grad()
+def followed(model: Model, steps: int) -> Loop:
+    torch.manual_seed(0)
+    blocks = Blocks(model)
+    loop = Loop(blocks, 2, steps)
+    for step in range(1, 2 + steps + 1):
+        model.give_gradients()
+        loop.step(step, blocks.step())
+    return loop
+
+
+def test_exact_moments_are_adamws():
+    model = Model()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.0, betas=(0.9, 0.99))
+    blocks = Blocks(model)
+    for _ in range(5):
+        model.give_gradients()
+        optimizer.step()
+        blocks.step()
+    for i, key in enumerate(("exp_avg", "exp_avg_sq")):
+        whole = torch.cat([optimizer.state[p][key].view(-1) for p in model.parameters()])
+        torch.testing.assert_close(blocks.exact((0.99,))[i][0], whole[blocks.where])
+        largest = [optimizer.state[p][key].abs().max() for p in model.parameters()]
+        assert blocks.largest((0.99,))[i].unique().tolist() == pytest.approx(sorted(map(float, largest)))
+
+
+def test_rows_without_gradients_are_rare_and_stay_zero():
+    loop = followed(Model(), 4)
+    rows = {(row["code"], row["beta2"], row["kind"]): row for row in loop.rows()}
+    assert {kind for _, _, kind in rows} == {"embedding", "MLP", "rare rows", "all"}
+    for code, beta2, kind in rows:
+        if kind == "all":
+            of_mlp = rows[code, beta2, "MLP"]
+            assert rows[code, beta2, kind]["applied"] == of_mlp["applied"] < 1
+
+
+def test_a_code_that_stores_everything_has_no_error(monkeypatch):
+    exact = {
+        "as it is": Case(8, lambda m, v, step: (m, v)),
+        "over the largest": Case(8, lambda m, v, step: (m, v), per_tensor=True),
+    }
+    monkeypatch.setattr("benchmarks.state_loop.loop.cases", lambda beta2: exact)
+    for row in followed(Model(), 4).rows():
+        if row["kind"] == "MLP":
+            assert row["stored"] < 1e-6 and row["applied"] < 1e-5 and row["stalled"] == 0
 
 
 @pytest.mark.parametrize("beta2", BETA2)
@@ -34,6 +106,59 @@ def test_a_moment_of_ones_is_itself(beta2):
         for y in case.code(x, x, 1):
             # half a step of the coarsest code, E4M3's, which is dithered in none
             assert (y - 1).abs().max() < 2**-4, name
+
+
+def moments() -> tuple[torch.Tensor, torch.Tensor]:
+    """Over nine decades, with zeros, and with second moments that lie below the least scales."""
+    generator = torch.Generator().manual_seed(0)
+    scale = torch.logspace(-11, -2, 64)[:, None]
+    m = torch.randn(64, 256, generator=generator) * scale
+    v = (torch.randn(64, 256, generator=generator) * scale).square()
+    m[0] = v[0] = 0
+    return m.view(-1), v.view(-1)
+
+
+def test_torchaos_codes_are_torchaos():
+    states = pytest.importorskip("torchao.optim.subclass_8bit").OptimState8bit
+    fp8 = pytest.importorskip("torchao.optim.subclass_fp8").OptimStateFp8
+    m, v = moments()
+
+    def through(state, x):
+        return state.copy_(x).dequantize()
+
+    found = cases(0.95)["torchao 8-bit"].code(m, v, 1)
+    for x, y, signed in zip(found, (m, v), (True, False), strict=True):
+        assert torch.equal(x, through(states.zeros(y.shape, signed=signed), y))
+    for x, y in zip(cases(0.95)["torchao FP8"].code(m, v, 1), (m, v), strict=True):
+        assert torch.equal(x, through(fp8.zeros(y.shape), y))
+
+
+def test_flashoptims_code_is_flashoptims():
+    kernels = pytest.importorskip("flashoptim.optimizers")
+    m, v = moments()
+
+    def through(x, dtype, code, largest, sqrt, softsign):
+        """Its kernels without their tuning, which needs a GPU."""
+        codes, scales, y = x.to(dtype), torch.empty(x.numel() // 32, dtype=torch.float16), torch.empty_like(x)
+        of = {"GROUP_SIZE": 32, "SQRT": sqrt, "SOFTSIGN": softsign, "BLOCK_SIZE_N": 1024}
+        grid = (x.numel() // 1024,)
+        kernels._triton_quantize_kernel.fn[grid](x, codes, scales, x.numel(), largest, code, **of)
+        kernels._triton_dequantize_kernel.fn[grid](codes, scales, y, x.numel(), largest, **of)
+        return y
+
+    first, second = cases(0.95)["FlashOptim"].code(m, v, 1)
+    assert torch.equal(first, through(m, torch.int8, tl.int8, 127.0, False, True))
+    assert torch.equal(second, through(v, torch.uint8, tl.uint8, 255.0, True, False))
+
+
+def test_a_scale_of_a_tensor_is_as_exact_as_e4m3():
+    """TransformerEngine's: half of a step, 2^-4 of a value or half of the least code."""
+    u = torch.logspace(-7, 0, 1000)
+    first, second = cases(0.95)["TransformerEngine FP8"].code(-u, u, 1)
+    assert torch.equal(first, -second)
+    assert ((second - u).abs() <= 2**-4 * u + 2**-10 / 448).all()
+    # half of the least code, 2^-9 of 448, is the least that is not flushed
+    assert (second[u < 2**-10 / 448] == 0).all() and (second[u > 2**-9 / 448] > 0).all()
 
 
 def test_dynamic_maps_are_those_of_bitsandbytes():
