@@ -6,6 +6,7 @@ with a cache, attention in both directions) is what transformers makes of it. Bo
 and the projection behind reads what attention has saved, instead of saving its input once more.
 """
 
+import contextlib
 import functools
 import inspect
 import re
@@ -14,6 +15,7 @@ from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from coat_ds.config import ActivationsConfig
 from coat_ds.layers.log import say_once
@@ -26,6 +28,7 @@ NAME = "coat"
 # of the implementations of transformers the one whose arithmetic it is
 STOCK = "sdpa"
 STATE = "coat_attention"
+WITHOUT_CUDNN = [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 # arguments of transformers' function that change what attention computes, or are refused there
 _CHANGING = ("position_bias", "softcap", "cache")
 
@@ -184,10 +187,13 @@ def any_attention(
     if _is_only_masked(query, key, mask, arguments):
         times = query.shape[1] // key.shape[1]
         mask = additive_mask(mask, query.dtype)
+        # a boolean one has rows that see nothing, for which cuDNN's backward gives NaN (torch 2.11)
+        chooses = mask.dtype == torch.bool and mask.is_cuda
 
         def attend(*heads):
             dropout, scale = arguments.get("dropout", 0.0), arguments.get("scaling")
-            return F.scaled_dot_product_attention(*heads, attn_mask=mask, dropout_p=dropout, scale=scale)
+            with sdpa_kernel(WITHOUT_CUDNN) if chooses else contextlib.nullcontext():
+                return F.scaled_dot_product_attention(*heads, attn_mask=mask, dropout_p=dropout, scale=scale)
     else:
 
         def attend(*heads):
