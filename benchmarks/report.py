@@ -123,7 +123,7 @@ NOT_MEASURED = (
     "13B over tensor parallelism.",
     "Nothing on a data set that others use.",
     'Largest micro-batches under ZeRO-1, and of "smallest" and of TransformerEngine but under ZeRO-2.',
-    "No GPU but the H200; 80 GB are a limit that torch's allocator was given, not another GPU.",
+    "No GPUs but H200s and one H100. On H200s, 80 GB are a limit that torch's allocator was given.",
     "No downstream task: losses are of held-out text of the same kind.",
 )
 

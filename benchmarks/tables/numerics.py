@@ -124,6 +124,25 @@ def many_steps(results: Results) -> str:
     return table([*head, f"second moments off by more than a third, at {betas[-1]}"], *lines)
 
 
+@block("numerics.md", "models")
+def models(results: Results) -> str:
+    """Of what `state_loop` was run on."""
+    shown = {
+        "the quickstart's GPT": ("state_loop.csv", "small", "all"),
+        "with 16,384 ids and 512 tokens a step: all": ("state_loop.csv", "rare", "all"),
+        "rows of its embedding hit in fewer than 1 of 50 steps": ("state_loop.csv", "rare", "rare rows"),
+        "with four channels 30 to 100 times as large": ("state_loop.csv", "outliers", "all"),
+        "125M parameters": ("state_loop_125m.csv", "125m", "all"),
+    }
+    codes = {"ratio8, log8": "default", "fp8_expanded, fp8_expanded": "paper's"}
+    columns = [(beta, code) for beta in (0.95, 0.999) for code in codes]
+    lines = []
+    for name, (file, model, kind) in shown.items():
+        rows = [results.row(file, model=model, kind=kind, code=code, beta2=beta) for beta, code in columns]
+        lines.append([name, *(f"{percent(r['stored'], 2)}; {percent(r['applied'], 1)}" for r in rows)])
+    return table(["stored once; applied", *(f"{codes[code]}, {beta}" for beta, code in columns)], *lines)
+
+
 @block("numerics.md", "masters")
 def masters(results: Results) -> str:
     """Paired by seed; beside FP32 moments unless a name says otherwise."""

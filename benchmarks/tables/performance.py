@@ -103,6 +103,18 @@ def notes(results: Results) -> str:
     )
 
 
+# rows of the paper's table 6, by our names of shapes
+PAPERS = {
+    "llama-2-7b": "h 4096, 4 × 2048",
+    "paper-h4096-s4096": "h 4096, 4 × 4096",
+    "paper-h2048-s4096": "h 2048, 4 × 4096",
+}
+ADAMW = {
+    "ours": "COAT",
+    "torch fused": "torch's fused",
+    "flashoptim": "FlashOptim",
+    "torchao 8-bit": "torchao's 8-bit",
+}
 LAYERS = {
     "BF16 torch.compile": "BF16, `torch.compile`",
     "torchao tensorwise": "torchao FP8, `torch.compile`",
@@ -135,6 +147,53 @@ def layer(results: Results) -> str:
         )
         + f"\nWith biases, as in GPT style layers, TransformerEngine is {percent(biased[0])} faster than "
         f"COAT, {percent(biased[1])} where both keep quantized weights.\n"
+    )
+
+
+@block("performance.md", "one H100")
+def one_h100(results: Results) -> str:
+    train, systems = "train_7b_1gpu_h100.csv", ("BF16", "TE FP8", "COAT")
+    saved = results.row("reproduce_h100.csv", table=2, system="COAT", figure="saved_h")
+
+    def layer(shape: str) -> list[str]:
+        rows = [results.row("layer_h100.csv", shape=shape, layer=n) for n in ("BF16", "TE delayed", "ours")]
+        paper = results.row("reproduce_h100.csv", table=6, row=PAPERS[shape], system="COAT", figure="ms")
+        base = rows[0]["ms"]
+        here = [f"{row['ms']:.2f} ({row['ms'] / base:.2f}); {row['saved_h']:.1f}" for row in rows]
+        return [*here, f"{paper['paper']:.2f} ({paper['paper_to_bf16']:.2f}); {saved['paper']:.1f}"]
+
+    def model(layers: int, size: int) -> list[str]:
+        where = {"layers": layers, "micro_batch": size, "limited": False}
+        rows = (results.row(train, system=system, **where) for system in systems)
+        return ["out of memory" if r.get("note") else f"{r['tokens_per_s_gpu']:,.0f}; {gb(r)}" for r in rows]
+
+    def largest(system: str) -> str:
+        rows = results.rows(train, system=system, layers=12, limited=True)
+        row = max((row for row in rows if not row.get("note")), key=lambda row: row["micro_batch"])
+        return f"{row['micro_batch']} sequences: {row['tokens_per_s_gpu']:,.0f}; {gb(row)}"
+
+    paper = {
+        name: results.row("reproduce_h100.csv", table=7, gpus=1, system="COAT", figure=name)["paper"]
+        for name in ("tokens_per_s_gpu", "peak_mb")
+    }
+    steps = {name: results.row("adamw_h100.csv", params="flat", optimizer=name) for name in ADAMW}
+    said = ", ".join(f"{ADAMW[name]} {row['ms']:.2f} ms" for name, row in steps.items())
+    return (
+        table(
+            ["one H100", "BF16", "TransformerEngine FP8", "COAT", "the paper's COAT"],
+            ["layer, h 4096, 4 × 2048: ms (over BF16); saved, h bytes a token", *layer("llama-2-7b")],
+            ["layer, h 4096, 4 × 4096", *layer("paper-h4096-s4096")],
+            ["layer, h 2048, 4 × 4096", *layer("paper-h2048-s4096")],
+            [
+                "Llama-2-7B, ZeRO-1, 1 × 2048: tokens per second; peak GB",
+                *model(32, 1),
+                f"{paper['tokens_per_s_gpu']:,.0f}; {paper['peak_mb'] / 1e3:.1f}",
+            ],
+            ["12 of its 32 layers, 2 × 2048", *model(12, 2), ""],
+            ["the same, largest within 80 GB", largest("BF16"), "", largest("COAT"), ""],
+        )
+        + f"\nAdamW over 2^29 parameters: {said}. COAT's takes {steps['ours']['to_copy']:.3f} of the time "
+        "of a copy of its bytes.\n"
     )
 
 

@@ -13,7 +13,7 @@ def plot(rows: list[dict], path: Path) -> None:
     shown = [
         row for row in rows if row.get("peak_mb") and row.get("tokens_per_s_gpu") and not row.get("note")
     ]
-    titles = ("model", "way", "gpus", "layers")
+    titles = ("model", "way", "gpus", "layers", "device")
     panels = list(dict.fromkeys(tuple(row[name] for name in titles) for row in shown))
     if not panels:
         return
@@ -40,11 +40,10 @@ def plot(rows: list[dict], path: Path) -> None:
             if not row["limited"]:
                 points.setdefault(row["system"], point)
             axes.annotate(str(row["micro_batch"]), at, xytext=(4, 4), textcoords="offset points", size=7)
-        model, way, gpus, layers = panel
+        model, way, gpus, layers, device = panel
         whole = "" if layers == MODELS[model].layers else f" of {MODELS[model].layers}"
-        axes.set(
-            title=f"{model}, {way}, {gpus} GPU{'s' * (gpus > 1)}, {layers}{whole} layers", xlabel="peak, GB"
-        )
+        name = device.removeprefix("NVIDIA ").split()[0]
+        axes.set(title=f"{model}, {way}, {gpus} × {name}, {layers}{whole} layers", xlabel="peak, GB")
         axes.set(ylabel="tokens/s and GPU")
         # from zero, with room for the number behind the last point
         axes.set(xlim=(0, 1.1 * axes.dataLim.xmax), ylim=(0, 1.1 * axes.dataLim.ymax))
