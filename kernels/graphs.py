@@ -292,6 +292,8 @@ class _Recording:
         self._versions = [t._version for t in self._read]
         self._forward = _Graph(memory, pool, functools.partial(self._run, function))
         self._backward: _Graph | None = None
+        # addresses that it knows
+        self._where: tuple = ()
         self._grad: torch.Tensor | None = None
 
     def _run(self, function: Callable) -> tuple[torch.Tensor]:
@@ -320,8 +322,9 @@ class _Recording:
         self._forward.replay()
         return _copied(self._forward.results[0]), in_flight
 
-    def backward(self, grad: torch.Tensor) -> list[torch.Tensor | None]:
-        """The gradients of x and the tensors."""
+    def backward(self, grad: torch.Tensor, where: tuple) -> list[torch.Tensor | None]:
+        """The gradients of x and the tensors, whose addresses are `where` by now: FSDP frees weights between
+        forward and backward, and gathers them anew."""
         if self._grad is None:
             self._grad = self._memory.buffer("gradient", grad)
         self._grad.copy_(grad)
@@ -329,8 +332,9 @@ class _Recording:
             self._backward = self._memory.record(
                 lambda: _Graph(self._memory, self._pool, self._differentiate)
             )
+            self._where = where
             self._memory.announce(grad.shape)
-        if self._backward is None or not self._pool.allows(self._backward.number):
+        if self._backward is None or self._where != where or not self._pool.allows(self._backward.number):
             # steps have changed what it reads since it was recorded, but not since this forward
             with _at_versions(self._read, self._versions):
                 return self._differentiate()
@@ -351,8 +355,8 @@ class _Replay(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, grad):
         # raises where one was changed, or where they were freed by a backward before
-        ctx.saved_tensors  # noqa: B018
-        grads = ctx.recording.backward(grad)
+        tensors = ctx.saved_tensors
+        grads = ctx.recording.backward(grad, _addresses(tensors))
         if not torch._C._autograd._get_current_graph_task_keep_graph():
             ctx.in_flight = None
         return None, *grads
@@ -439,7 +443,8 @@ class Graphs:
         if memory.refusal is not None or any(map(_overlaps, constants)):
             return run_eagerly()
         copies = tuple(memory.constant(i, constant) for i, constant in enumerate(constants))
-        place = self._place((x.shape, x.dtype, memory), _addresses(tensors) + uses + copies)
+        # a model may leave out its mask where all tokens are seen
+        place = self._place((x.shape, x.dtype, memory, copies), _addresses(tensors) + uses)
         if place is None:
             return run_eagerly()
         place.calls += 1

@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 import coat_ds
 from benchmarks.common.families import FAMILIES, LAYERS
@@ -157,7 +158,7 @@ def test_two_forwards_before_their_backwards(padding):
         batches[1]["position_ids"] = torch.arange(7, 7 + TOKENS, device="cuda").expand(ROWS, -1)
         if padding[0]:
             for _ in range(2):
-                # with a mask it is another function: recorded at its third call
+                # with a mask it is another function, recorded at its third call
                 for one in batches:
                     model(**one).loss.backward()
             model.zero_grad()
@@ -175,6 +176,38 @@ def test_angles_of_each_forward_are_read():
         for first in (0, 5, 3):
             positions = torch.arange(first, first + TOKENS, device="cuda").expand(ROWS, -1)
             loss = model(**batch(first), position_ids=positions).loss
+            loss.backward()
+            found.append([loss.detach(), *gradients(model)])
+    half = len(found) // 2
+    for replayed, launched in zip(found[:half], found[half:], strict=True):
+        assert all(map(torch.equal, replayed, launched))
+
+
+@on_gpu
+def test_masks_that_come_and_go():
+    """transformers leaves the mask out where all tokens are seen: a function of its own."""
+    models = [converted(graphs) for graphs in (True, False)]
+    trained_alike(models, how=lambda number: {"padding": 3 * (number % 2)})
+    assert counts(models[0]) == [2] * LAYERS
+
+
+@on_gpu
+def test_weights_that_move_between_forward_and_backward():
+    """As under FSDP, which frees them and gathers them anew: the recorded backward knows where they were."""
+    found = []
+    for model in recorded():
+        for number in range(3):
+            loss = model(**batch(number)).loss
+            others = []
+            for p in model.parameters():
+                values, storage = p.detach().clone(), p.untyped_storage()
+                size = storage.nbytes()
+                with _unsafe_preserve_version_counter(p), torch.no_grad():
+                    storage.resize_(0)
+                    # which takes the memory
+                    others.append(torch.full_like(values, torch.nan))
+                    storage.resize_(size)
+                    p.copy_(values)
             loss.backward()
             found.append([loss.detach(), *gradients(model)])
     half = len(found) // 2
