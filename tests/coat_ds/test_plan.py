@@ -138,11 +138,12 @@ def test_no_gpu_was_busy_for_less_than_the_roofline():
     for key, row in ROWS.items():
         if "compute_ms" not in row or key[:5] in UNPREDICTED:
             continue
-        time = plan.step_time(*of_row(row), plan.GPUS["h200"])
+        time = plan.step_time(*of_row(row), plan.GPUS["h100" if "H100" in row["device"] else "h200"])
         busy = time.products + time.attention + time.bytes + time.optimizer
         assert 0.1 * row["compute_ms"] < busy < row["compute_ms"], key
         assert time.total < row["ms"], key
-        if row["way"] in ("zero1", "zero2") and row["system"].startswith("COAT"):
+        # rates are those of 8,192 rows: products of fewer are slower
+        if row["way"] in ("zero1", "zero2") and row["system"].startswith("COAT") and row["micro_batch"] > 2:
             assert busy > 0.8 * row["compute_ms"], key
         looked += 1
     assert looked > 30
