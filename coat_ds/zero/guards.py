@@ -13,6 +13,7 @@ from coat_ds.optim.streaming import streaming
 from coat_ds.patches import Patch
 from coat_ds.zero.grad_norm import STAGE_1_AND_2, STAGE_3
 from coat_ds.zero.log import say
+from coat_ds.zero.universal import moments_wait_on_cpu
 
 _ENGINE = "deepspeed.runtime.engine:DeepSpeedEngine"
 LOAD = Patch(
@@ -79,7 +80,8 @@ def _loading(engine, load: Callable) -> Callable:
             for group in optimizer.param_groups:
                 group |= {name: _Own(group[name]) for name in FORMATS}
         try:
-            result = load(*args, **kwargs)
+            with moments_wait_on_cpu(optimizer) if universal else contextlib.nullcontext():
+                result = load(*args, **kwargs)
             saved = [_named_by_checkpoint(group) for group in optimizer.param_groups]
         finally:
             optimizer.restore_layout_options(own)

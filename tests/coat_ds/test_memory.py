@@ -1,16 +1,20 @@
 """Nothing as large as a whole moment in FP32 is made beside it: on a GPU it is larger than what is left."""
 
 import copy
+import functools
 import io
+from types import SimpleNamespace
 
 import pytest
 import torch
+from deepspeed.runtime import base_optimizer
 from torch import nn
 
 from coat_ds import CoatAdamW
 from coat_ds.optim.fragments import Fragment
 from coat_ds.optim.options import MOMENTS
 from coat_ds.optim.streaming import streaming
+from coat_ds.zero.universal import moments_wait_on_cpu
 from tests.coat_ds.optimizers import assert_equal
 from tests.coat_ds.test_state import values
 from tests.util import Made
@@ -139,3 +143,33 @@ def test_compressed_moments_are_compared_part_by_part(monkeypatch):
     resumed.load_state_dict(optimizer.state_dict())
     assert compared and max(compared) <= PART
     assert_equal(stored(optimizer), stored(resumed))
+
+
+def test_moments_of_universal_checkpoints_wait_on_the_cpu(monkeypatch):
+    """Those of a flat partition, which DeepSpeed makes like it, and those that it puts into the state."""
+    p, optimizer = stepped()
+    state, flats = dict(optimizer.state[p]), []
+    flatten = base_optimizer.map_to_flat_opt_states
+
+    @functools.wraps(flatten)
+    def noted(flat, *args):
+        flats.append(flat)
+        flatten(flat, *args)
+
+    monkeypatch.setattr(base_optimizer, "map_to_flat_opt_states", noted)
+    lp = nn.Parameter(torch.empty(1300))
+    address = SimpleNamespace(start=0, numel=1300)
+    lp._hp_mapping = SimpleNamespace(optim_fragment={name: torch.full((1300,), 0.5) for name in MOMENTS})
+    lp._hp_mapping.get_hp_fragment_address = lambda: address
+    lp._hp_mapping.get_hp_fragment = lambda optim_state_key: lp._hp_mapping.optim_fragment[optim_state_key]
+    with moments_wait_on_cpu(optimizer):
+        base_optimizer.map_to_flat_opt_states(p, [lp], optimizer.state, MOMENTS)
+        loaded = dict(optimizer.state[p])
+        with pytest.raises(NotImplementedError, match="meta"):
+            optimizer.state[p]["exp_avg"] = torch.empty(1, device="meta")
+    (flat,) = flats
+    assert flat is not p and flat.untyped_storage().nbytes() == 4
+    for name in MOMENTS:
+        assert type(loaded[name]) is torch.Tensor and loaded[name].shape == p.shape
+        assert loaded[name].sum() == 650
+    assert type(optimizer.state[p]) is dict and loaded["step"] == state["step"]
