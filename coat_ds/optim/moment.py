@@ -88,6 +88,14 @@ class Moment(StoredTensor):
             self.pieces, self.group_size, self.shape, pair=Pair(self.pieces, second.pieces, shared=True)
         )
 
+    def is_beside(self, second: "Moment") -> bool:
+        """Whether this is the first moment of a pair with that second one."""
+        return self.pair is not None and self.pair.first is self.pieces and self.pair.second is second.pieces
+
+    def alone(self) -> Self:
+        """What is stored here, in no pair: codes without what they may be relative to."""
+        return type(self)(self.pieces, self.group_size, self.shape, self.start)
+
     @property
     def is_relative(self) -> bool:
         """Whether any of its codes is relative to a second moment."""

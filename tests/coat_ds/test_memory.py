@@ -14,6 +14,7 @@ from coat_ds import CoatAdamW
 from coat_ds.optim.fragments import Fragment
 from coat_ds.optim.options import MOMENTS
 from coat_ds.optim.streaming import streaming
+from coat_ds.zero.guards import _move_states
 from coat_ds.zero.universal import moments_wait_on_cpu
 from tests.coat_ds.optimizers import assert_equal
 from tests.coat_ds.test_state import values
@@ -143,6 +144,23 @@ def test_compressed_moments_are_compared_part_by_part(monkeypatch):
     resumed.load_state_dict(optimizer.state_dict())
     assert compared and max(compared) <= PART
     assert_equal(stored(optimizer), stored(resumed))
+
+
+def test_states_move_without_copies_of_one_another():
+    """Pinned memory that was taken for a copy stays taken."""
+    p, optimizer = stepped()
+    before, moments = [t.clone() for t in stored(optimizer)], optimizer.moments(p)
+    with Made() as made:
+        _move_states(optimizer, "cpu", True, False)
+        optimizer.init_states()
+    # two pieces each
+    assert made.over(MOST) == {torch.uint8: 2, torch.int8: 2}
+    assert_equal(before, stored(optimizer))
+    assert_equal(moments, optimizer.moments(p))
+    # the first follows the second again
+    optimizer.state[p]["exp_avg_sq"].mul_(4)
+    first, _ = optimizer.moments(p)
+    assert ((first - moments[0]).abs() <= 0.01 * moments[0].abs().max()).all()
 
 
 def test_moments_of_universal_checkpoints_wait_on_the_cpu(monkeypatch):
