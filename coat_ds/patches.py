@@ -38,6 +38,7 @@ DECLARED_IN = (
     "coat_ds.zero.gradients",
     "coat_ds.zero.grad_norm",
     "coat_ds.zero.stage0",
+    "coat_ds.zero.universal",
     "coat_ds.zero.module_hooks",
     "coat_ds.zero.layer_units",
     "coat_ds.zero.recompute",

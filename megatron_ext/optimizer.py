@@ -44,6 +44,7 @@ from coat_ds.optim.options import (
 from coat_ds.optim.state_dict import take_states
 from coat_ds.patches import Patch, require
 from coat_kernels.adamw import join_master, split_master
+from coat_kernels.codecs import parts_of
 
 from . import places, watch
 
@@ -129,23 +130,28 @@ class MegatronAdamW(CoatAdamW, torch.optim.AdamW):
     def tensors_of(self, p: torch.Tensor) -> dict[str, torch.Tensor]:
         """`param`, `exp_avg` and `exp_avg_sq` of `p`, FP32 and of its shape. An FP32 parameter is returned
         itself; the rest is computed and lies on the CPU."""
-        state = self.state[p]
-        param = join_master(p, state["remainder"]).cpu() if "remainder" in state else p
+        state, param = self.state[p], p
+        if "remainder" in state:
+            param = torch.empty(p.shape, device="cpu")
+            for part in parts_of(p.numel()):
+                held = (x.view(-1)[part] for x in (p, state["remainder"]))
+                param.view(-1)[part] = join_master(*held)
         return {
-            "param": param if param.dtype == torch.float32 else param.float().cpu(),
-            **{name: state[name].decode().cpu() for name in MOMENTS},
+            "param": param if param.dtype == torch.float32 else param.cpu().float(),
+            **{name: state[name].decode("cpu") for name in MOMENTS},
         }
 
     @torch.no_grad()
     def take_tensors(self, p: torch.Tensor, group: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
         """Takes what `tensors_of` gave, or stock AdamW's."""
         state = self.state[p]
-        master = tensors["param"].to(p.device, torch.float32)
         if "remainder" in state:
-            for old, new in zip((p, state["remainder"]), split_master(master), strict=True):
-                old.copy_(new)
+            for part in parts_of(p.numel()):
+                master = tensors["param"].reshape(-1)[part].to(p.device, torch.float32)
+                for old, new in zip((p, state["remainder"]), split_master(master), strict=True):
+                    old.view(-1)[part] = new
         else:
-            p.copy_(master)
+            p.copy_(tensors["param"])
         # the second first: the first may be relative to it
         for name in reversed(MOMENTS):
             self._take_moment(p, group, name, tensors[name])

@@ -1,5 +1,6 @@
 """The one error metric, and a way to run a function in several processes."""
 
+import collections
 import contextlib
 import multiprocessing
 import os
@@ -13,6 +14,8 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from tests.hosts import repair_old_deepspeed
 
@@ -25,6 +28,36 @@ def rel_rms(actual: torch.Tensor, expected: torch.Tensor) -> float:
     if size == 0:
         return 0.0 if error == 0 else float("inf")
     return (error / size).item()
+
+
+class Made(TorchDispatchMode):
+    """Tensors that operations make within it: memory that none of their arguments has. What operations on a
+    Moment do is seen, too."""
+
+    def __init__(self):
+        super().__init__()
+        self.made: list[tuple[int, torch.dtype]] = []
+
+    def over(self, most: int) -> dict[torch.dtype, int]:
+        """How many had more elements, by type."""
+        return dict(collections.Counter(dtype for numel, dtype in self.made if numel > most))
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        plain = (torch.Tensor, torch.nn.Parameter)
+        if not all(kind in plain for kind in types):
+            # they are asked themselves, and what they do comes back to here
+            return NotImplemented
+        kwargs = kwargs or {}
+
+        def tensors(tree):
+            return [t for t in tree_leaves(tree) if type(t) in plain and t.device.type != "meta"]
+
+        had = {t.untyped_storage()._cdata for t in tensors((args, kwargs))}
+        found = func(*args, **kwargs)
+        for t in tensors(found):
+            if t.untyped_storage()._cdata not in had:
+                self.made.append((t.untyped_storage().nbytes() // t.element_size(), t.dtype))
+        return found
 
 
 def free_port() -> int:

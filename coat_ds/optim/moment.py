@@ -88,6 +88,14 @@ class Moment(StoredTensor):
             self.pieces, self.group_size, self.shape, pair=Pair(self.pieces, second.pieces, shared=True)
         )
 
+    def is_beside(self, second: "Moment") -> bool:
+        """Whether this is the first moment of a pair with that second one."""
+        return self.pair is not None and self.pair.first is self.pieces and self.pair.second is second.pieces
+
+    def alone(self) -> Self:
+        """What is stored here, in no pair: codes without what they may be relative to."""
+        return type(self)(self.pieces, self.group_size, self.shape, self.start)
+
     @property
     def is_relative(self) -> bool:
         """Whether any of its codes is relative to a second moment."""
@@ -121,33 +129,31 @@ class Moment(StoredTensor):
         """Whether this is all of its pieces, not a part."""
         return self.numel() == self.pieces[-1].end
 
-    def decode(self) -> torch.Tensor:
-        if self.is_whole and len(self.pieces) == 1:
-            ((piece, other),) = self.each_piece()
-            return piece.codec.decode(piece.storage, self.group_size, other).view(self.shape)
-        x = torch.empty(self.numel(), dtype=torch.float32, device=self.device)
+    def decode(self, device: torch.device | str | None = None) -> torch.Tensor:
+        """The values as a plain tensor, on another device if one is given: this one may have no room for
+        them."""
+        x = torch.empty(self.numel(), dtype=torch.float32, device=device or self.device)
         for codec, part, other, within, where in self._parts():
             x[where] = codec.decode(part, self.group_size, other)[within]
         return x.view(self.shape)
 
-    def encode_(self, x: torch.Tensor, changed: torch.Tensor | None = None) -> Self:
-        """Writes `x` (same number of elements, any floating point) into what is stored.
+    def encode_(self, x: torch.Tensor, only_changed: bool = False) -> Self:
+        """Writes `x` (same number of elements, any floating point, on any device) into what is stored.
 
-        changed: bool, flat; groups in which it is False everywhere stay as they are stored.
+        only_changed: groups whose values are those that are stored stay as they are stored.
         """
         x = x.reshape(-1)
         for codec, part, other, within, where in self._parts():
-            values = x[where]
-            if values.numel() < part.codes.numel():
+            values = _plain(x[where]).to(self.device, torch.float32)
+            if only_changed or values.numel() < part.codes.numel():
                 # the neighbours in the first and the last group are encoded again with the new values
-                whole = codec.decode(part, self.group_size, other)
+                before = codec.decode(part, self.group_size, other)
+                whole = before.clone()
                 whole[within] = values
                 values = whole
             made = codec.encode(values, self.group_size, beside=other)
-            if changed is not None:
-                touched = torch.zeros(values.numel(), dtype=torch.bool, device=x.device)
-                touched[within] = changed[where]
-                made = only_groups(part, made, touched, self.group_size)
+            if only_changed:
+                made = only_groups(part, made, differ(values, before), self.group_size)
             overwrite(Stored(codec, part), made, other, self.group_size)
         return self
 
@@ -167,32 +173,35 @@ class Moment(StoredTensor):
 
         second: the second moment, if this is a first one that may be relative to it.
         """
-        moment = (
-            type(self).zeros(self.shape, layout, group_size or self.group_size, self.device).beside(second)
-        )
-        for first, last, *_ in moment.pieces:
-            # a piece in FP32 may be larger than the memory that is left
-            for begin in range(first, last, AT_ONCE):
-                window = (min(AT_ONCE, last - begin),), begin
-                moment.window(*window).encode_(self.window(*window).decode())
-        return moment
+        moment = type(self).zeros(self.shape, layout, group_size or self.group_size, self.device)
+        return moment.beside(second).encode_(self)
 
     def _parts(self) -> Iterator[tuple[Codec, Storage, Stored | None, slice, slice]]:
-        """What holds the window: of each piece a part in whole groups, the same part of the other moment of a
-        pair, where in this part the window is, and where in the window this part.
+        """What holds the window, a few million elements at a time, since in FP32 it may be larger than the
+        memory that is left: of a piece a part in whole groups, the same part of the other moment of a pair,
+        where in this part the window is, and where in the window this part.
         """
         stop = self.start + self.numel()
         first = bisect_right(self.pieces, self.start, key=lambda piece: piece.begin) - 1
         for (begin, end, codec, storage), other in itertools.islice(self.each_piece(), first, None):
-            low, high = max(begin, self.start), min(end, stop)
-            if low >= high:
+            if max(begin, self.start) >= min(end, stop):
                 return
-            g, h = (low - begin) // self.group_size, -(-(high - begin) // self.group_size)
-            part = storage.groups(g, h, self.group_size)
-            if other is not None:
-                other = Stored(other.codec, other.storage.groups(g, h, self.group_size))
-            a = begin + g * self.group_size
-            yield codec, part, other, slice(low - a, high - a), slice(low - self.start, high - self.start)
+            # a multiple of every group size from where the piece begins
+            start = begin + max(self.start - begin, 0) // AT_ONCE * AT_ONCE
+            for at in range(start, min(end, stop), AT_ONCE):
+                low, high = max(at, self.start), min(at + AT_ONCE, end, stop)
+                g, h = (low - begin) // self.group_size, -(-(high - begin) // self.group_size)
+                part, beside = storage.groups(g, h, self.group_size), other
+                if other is not None:
+                    beside = Stored(other.codec, other.storage.groups(g, h, self.group_size))
+                a = begin + g * self.group_size
+                yield (
+                    codec,
+                    part,
+                    beside,
+                    slice(low - a, high - a),
+                    slice(low - self.start, high - self.start),
+                )
 
     def window(self, shape, offset: int = 0) -> Self:
         return type(self)(self.pieces, self.group_size, shape, self.start + offset, self.pair)
@@ -225,7 +234,7 @@ class Moment(StoredTensor):
 
     def __reduce_ex__(self, protocol):
         if not is_streaming():
-            return self.decode().cpu().__reduce_ex__(protocol)
+            return self.decode("cpu").__reduce_ex__(protocol)
         storage = torch.storage.TypedStorage(
             wrap_storage=DecodedStorage(self), dtype=self.dtype, _internal=True
         )
@@ -330,9 +339,8 @@ def _copy_(x, source, non_blocking=False):
         for (piece, other), (*_, new) in zip(x.each_piece(), source.pieces, strict=True):
             overwrite(Stored(piece.codec, piece.storage), new, other, x.group_size, non_blocking)
         return x
-    values = _plain(source).to(x.device, torch.float32).expand(x.shape)
     # writing what is there leaves the codes as they are
-    return x.encode_(values, differ(values.reshape(-1), x.decode().view(-1)))
+    return x.encode_(_plain(source).expand(x.shape), only_changed=True)
 
 
 def _may_take_codes(x: Moment, source: Moment) -> bool:

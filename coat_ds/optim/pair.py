@@ -22,7 +22,7 @@ def paired(first: Moment, second: Moment) -> tuple[Moment, Moment]:
         return first, second
     for (piece, old), (_, _, codec, storage) in zip(first.each_piece(), second.pieces, strict=True):
         new = Stored(codec, storage)
-        if piece.codec.relative and not (old and _is_same(old, new)):
+        if piece.codec.relative and not (old and _is_same(old, new, first.group_size)):
             piece.reencode_(first.group_size, old, new)
     own = own if own is not None and own.first is first.pieces else Pair(first.pieces, (), shared=True)
     # views of the second moment hold its pair, and have to see the new first one
@@ -45,9 +45,13 @@ def _set_free(pair: Pair, group_size: int) -> None:
             piece.reencode_(group_size, Stored(other.codec, other.storage), None)
 
 
-def _is_same(a: Stored, b: Stored) -> bool:
+def _is_same(a: Stored, b: Stored, group_size: int) -> bool:
     """Whether two stored moments are the same bits, or the same tensors."""
     if a.codec is not b.codec:
         return False
-    pairs = list(zip(a.storage, b.storage, strict=True))
-    return all(x is y for x, y in pairs) or all(x.device == y.device and torch.equal(x, y) for x, y in pairs)
+    if all(x is y for x, y in zip(a.storage, b.storage, strict=True)):
+        return True
+    # comparing takes a byte an element
+    parts = zip(a.parts(group_size), b.parts(group_size), strict=True)
+    pairs = (pair for x, y in parts for pair in zip(x.storage, y.storage, strict=True))
+    return all(x.device == y.device and torch.equal(x, y) for x, y in pairs)

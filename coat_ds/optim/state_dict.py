@@ -58,7 +58,7 @@ def _given(value: torch.Tensor, moment: Moment, layout: str) -> torch.Tensor:
     if layout == "compressed":
         return StoredMoment(moment.pieces, moment.group_size, moment.shape, pair=moment.pair)
     # torch.save decodes it when it writes it
-    return moment.detach() if is_streaming() else moment.decode().cpu()
+    return moment.detach() if is_streaming() else moment.decode("cpu")
 
 
 def restored(

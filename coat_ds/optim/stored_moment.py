@@ -19,7 +19,7 @@ class StoredMoment(Moment):
         if not isinstance(moment, StoredMoment):
             return moment.__reduce_ex__(protocol)
         if moment.is_relative and moment.pair is None:
-            return moment.decode().cpu().__reduce_ex__(protocol)
+            return moment.decode("cpu").__reduce_ex__(protocol)
         pieces = [
             (
                 piece.begin,

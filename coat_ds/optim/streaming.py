@@ -42,4 +42,4 @@ class DecodedStorage(torch.UntypedStorage):
         return storage
 
     def cpu(self) -> torch.UntypedStorage:
-        return self._moment.decode().cpu().untyped_storage()
+        return self._moment.decode("cpu").untyped_storage()

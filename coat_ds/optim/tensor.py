@@ -125,7 +125,6 @@ def _on_values(func, args, kwargs):
                 if isinstance(x, StoredTensor):
                     written[id(plain[id(x)])] = x
     touched = {id(x.base.pieces) for x in written.values()}
-    before = {key: flats[key].clone() for key in touched}
     out = func(*plain_args, **plain_kwargs)
     for x in written.values():
         now = plain[id(x)]
@@ -136,7 +135,7 @@ def _on_values(func, args, kwargs):
             )
     # first moments last: they are encoded with the second ones that are stored then
     for key in sorted(touched, key=lambda key: windows[key].is_relative):
-        windows[key].encode_(flats[key], differ(flats[key], before[key]))
+        windows[key].encode_(flats[key], only_changed=True)
     return tree_map(lambda x: written.get(id(x), x), out)
 
 

@@ -37,7 +37,8 @@ A step's moments, beside what is held, saved activations and ZeRO-3's gathered w
   FP8 copies as much for products, while saved activations go and gathered weights come; of experts also
   those of all weights of a layer, where they are one tensor a product;
 - gradients (stage 1): all of N' in BF16, and the copy of the part that is stepped, 2 S;
-- step: that part flat, 2 S, and in FP32, 4 S, which COAT does without.
+- step: that part flat, 2 S, and in FP32, 4 S, which COAT does without. At stage 0 all of N' in FP32, one by
+  one and then in one tensor, 8 N', with COAT too.
 """
 
 import dataclasses
@@ -449,9 +450,9 @@ class _Stage:
         part = self.part
         if layout.stage == 3:
             part = self._stepped_together()
+        if layout.stage == 0 and system.optimizer != "transformer_engine":
+            return self._at("step", held, gradients=BF16 * part, temporaries=2 * FP32 * part)
         gradients = BF16 * part if layout.stage in (1, 2) else 0
-        if layout.stage == 0:
-            gradients = BF16 * self.parameters
         flat = BF16 * part if layout.stage else 0
         wide = 0 if system.optimizer == "coat" or system.bf16_masters else FP32 * part
         if system.optimizer == "transformer_engine":

@@ -12,6 +12,7 @@
     gradients.py         gradients that are handed over in 16 bits
     grad_norm.py         the norm of gradients by one operation
     stage0.py            checkpoints of stage 0, of both of DeepSpeed's wrappers
+    universal.py         moments of universal checkpoints, which wait on the CPU
     recompute.py         FP8 inputs of what DeepSpeed recomputes
     model_layers.py      what the block makes of a model's layers
     layer_units.py       whole layers as units of ZeRO-3

@@ -7,12 +7,14 @@ from typing import Any
 
 import torch
 
+from coat_ds.optim.moment import Moment
 from coat_ds.optim.optimizer import CoatAdamW
-from coat_ds.optim.options import FORMATS, formats_of
+from coat_ds.optim.options import FORMATS, MOMENTS, formats_of
 from coat_ds.optim.streaming import streaming
 from coat_ds.patches import Patch
 from coat_ds.zero.grad_norm import STAGE_1_AND_2, STAGE_3
 from coat_ds.zero.log import say
+from coat_ds.zero.universal import moments_wait_on_cpu
 
 _ENGINE = "deepspeed.runtime.engine:DeepSpeedEngine"
 LOAD = Patch(
@@ -79,7 +81,8 @@ def _loading(engine, load: Callable) -> Callable:
             for group in optimizer.param_groups:
                 group |= {name: _Own(group[name]) for name in FORMATS}
         try:
-            result = load(*args, **kwargs)
+            with moments_wait_on_cpu(optimizer) if universal else contextlib.nullcontext():
+                result = load(*args, **kwargs)
             saved = [_named_by_checkpoint(group) for group in optimizer.param_groups]
         finally:
             optimizer.restore_layout_options(own)
@@ -194,10 +197,16 @@ def _move_states(
     """Puts all states on `device`, into pinned memory if they come from a GPU; returns what they were."""
     moved = []
     for state in optimizer.state.values():
+        first, second = (state.get(name) for name in MOMENTS)
+        together = isinstance(first, Moment) and isinstance(second, Moment) and first.is_beside(second)
         for name, value in state.items():
             if isinstance(value, torch.Tensor):
                 moved.append(value)
                 pinned = pin_memory and value.device.type != "cpu"
-                target = torch.empty_like(value, device=device, pin_memory=pinned)
-                state[name] = target.copy_(value, non_blocking=non_blocking)
+                # by itself it would take a copy of the second moment along
+                held = first.alone() if together and value is first else value
+                target = torch.empty_like(held, device=device, pin_memory=pinned)
+                state[name] = target.copy_(held, non_blocking=non_blocking)
+        if together:
+            state["exp_avg"] = state["exp_avg"].beside(state["exp_avg_sq"])
     return moved

@@ -145,10 +145,11 @@ def _of_another_model(number: int, found: str, held: list[torch.Tensor]) -> Valu
 
 
 def _cut(flat: torch.Tensor, params: list[torch.Tensor]) -> list[torch.Tensor]:
-    """A tensor for each of `params`; copied, since a file would hold the whole of what it is a part of."""
+    """A tensor for each of `params`; copied, since a file would hold the whole of what it is a part of. On
+    the CPU: the device may have no room for all of them."""
     parts = zip(flat.split([p.numel() for p in params]), params, strict=True)
     parts = [part.view(p.shape) for part, p in parts]
-    return [part if isinstance(part, Moment) else part.clone() for part in parts]
+    return [part if isinstance(part, Moment) else part.to("cpu", copy=True) for part in parts]
 
 
 def _joined(values: list[Any], params: list[torch.Tensor]) -> Any:

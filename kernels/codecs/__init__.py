@@ -1,7 +1,7 @@
 """Storage formats of optimizer moments, by name. A new format is one file here and its entry below."""
 
 from coat_kernels.codecs import absmax, expanded, log, plain, ratio
-from coat_kernels.codecs.codec import AT_ONCE, Codec, Storage, Stored
+from coat_kernels.codecs.codec import AT_ONCE, Codec, Storage, Stored, parts_of
 
 CODECS: dict[str, Codec] = {
     c.name: c for c in (*expanded.CODECS, *log.CODECS, *ratio.CODECS, *absmax.CODECS, *plain.CODECS)
@@ -25,4 +25,14 @@ def get_codec(name: str) -> Codec:
     return CODECS[name]
 
 
-__all__ = ["AT_ONCE", "CODECS", "SIGNED_CODECS", "Codec", "Storage", "Stored", "first_codec", "get_codec"]
+__all__ = [
+    "AT_ONCE",
+    "CODECS",
+    "SIGNED_CODECS",
+    "Codec",
+    "Storage",
+    "Stored",
+    "first_codec",
+    "get_codec",
+    "parts_of",
+]

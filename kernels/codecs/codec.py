@@ -22,6 +22,12 @@ AT_ONCE = 2**22
 ROWS = 4
 
 
+def parts_of(numel: int) -> Iterator[slice]:
+    """So many elements, a few million at a time: what is made of them need not fit beside them."""
+    for begin in range(0, numel, AT_ONCE):
+        yield slice(begin, min(begin + AT_ONCE, numel))
+
+
 class Storage(NamedTuple):
     """A stored moment: `codes` [n]; `scale` FP32 [groups] and `exponent` uint8 [groups], empty if unused."""
 
@@ -35,9 +41,8 @@ class Storage(NamedTuple):
 
     def parts(self, group_size: int) -> Iterator[tuple[slice, "Storage"]]:
         """Elements, and a view of what is stored of them, a few million at a time."""
-        for begin in range(0, self.codes.numel(), AT_ONCE):
-            end = min(begin + AT_ONCE, self.codes.numel())
-            yield slice(begin, end), self.groups(begin // group_size, -(-end // group_size), group_size)
+        for part in parts_of(self.codes.numel()):
+            yield part, self.groups(part.start // group_size, -(-part.stop // group_size), group_size)
 
     def groups(self, first: int, last: int, group_size: int) -> "Storage":
         """A view of the groups from `first` to `last`, exclusive."""

@@ -127,8 +127,8 @@ class Watch:
         def died(size):
             self.now -= size
 
-        def decode(moment):
-            x = self.decode(moment)
+        def decode(moment, *where):
+            x = self.decode(moment, *where)
             size = x.untyped_storage().nbytes()
             weakref.finalize(x.untyped_storage(), died, size)
             self.now += size

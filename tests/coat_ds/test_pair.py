@@ -6,7 +6,6 @@ import io
 import pytest
 import torch
 import torch.nn.functional as F
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from coat_ds import CoatAdamW
 from coat_ds.optim.fragments import Fragment
@@ -16,6 +15,7 @@ from coat_ds.optim.stored_moment import StoredMoment, _rebuild
 from coat_kernels.codecs import Stored, codec, get_codec
 from tests.coat_ds.test_state import SHAPE, WRITES, values
 from tests.coat_ds.test_stored_moment import Written
+from tests.util import Made
 
 RATIO, LOG, EXACT = (get_codec(name) for name in ("ratio8", "log8", "fp32"))
 GROUP, NUMEL = 64, torch.Size(SHAPE).numel()
@@ -373,22 +373,6 @@ def test_formats_that_do_not_go_together_are_refused():
         assert optimizer.state[p]["exp_avg"].codec.name == first
 
 
-class LargestMade(TorchDispatchMode):
-    """The most elements of an FP32 tensor that an operation makes, but for those on the memory of `own`."""
-
-    def __init__(self, *own):
-        super().__init__()
-        self.own, self.numel = {t.untyped_storage().data_ptr() for t in own}, 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        found = func(*args, **(kwargs or {}))
-        if type(found) is torch.Tensor and found.dtype == torch.float32:
-            storage = found.untyped_storage()
-            if storage.data_ptr() not in self.own:
-                self.numel = max(self.numel, storage.nbytes() // 4)
-        return found
-
-
 @pytest.mark.parametrize("numel", [20 * 128, 20 * 128 + 45])
 def test_states_are_made_and_arranged_part_by_part(numel, monkeypatch):
     """A partition of 7B parameters in FP32 is larger than the memory that is left."""
@@ -397,9 +381,9 @@ def test_states_are_made_and_arranged_part_by_part(numel, monkeypatch):
     p = torch.nn.Parameter(values(numel, seed=0))
     optimizer = CoatAdamW([p], lr=1e-3, min_numel=0)
     borders = (((0, numel),), ((0, 1300), (1300, numel)))
-    with LargestMade(p) as largest:
+    with Made() as made:
         optimizer.set_fragments(p, _fragments(borders[0]), 0)
-    assert largest.numel <= 256
+    assert made.over(256) == {torch.uint8: 1, torch.int8: 1}
     for seed in range(3):
         p.grad = values(numel, seed=seed)
         optimizer.step()
@@ -408,13 +392,13 @@ def test_states_are_made_and_arranged_part_by_part(numel, monkeypatch):
     for loaded in (saved, {name: value for name, value in saved.items() if name != "coat"}):
         resumed = CoatAdamW([p], lr=1e-3, min_numel=0)
         resumed.set_fragments(p, _fragments(borders[0]), 0)
-        with LargestMade(p, *(saved["state"][0][name] for name in MOMENTS)) as largest:
+        with Made() as made:
             resumed.load_state_dict(loaded)
-        assert largest.numel <= 256 + 128
+        assert made.over(256 + 128) == {torch.uint8: 1, torch.int8: 1}
         assert equal(codes, stored_of(*(resumed.state[p][name] for name in MOMENTS)))
-    with LargestMade(p) as largest:
+    with Made() as made:
         optimizer.set_fragments(p, _fragments(borders[1]), 0)
-    assert largest.numel <= 256 + 2 * 128
+    assert made.over(256 + 2 * 128) == {torch.uint8: 2, torch.int8: 2}
     for name, old, new in zip(MOMENTS, before, optimizer.moments(p), strict=True):
         # groups that another border cuts are encoded once more: by half the distance of two codes at most
         error = ((new - old).abs().max() / old.abs().max()).item()

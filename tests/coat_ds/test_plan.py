@@ -176,6 +176,32 @@ def test_operations_and_bytes_of_a_step_are_those_on_paper():
     assert counts(gpus=4).optimizer == pytest.approx(n / 4 * (16 + 8 + 4 + 10))
 
 
+def test_stage_0_makes_fp32_of_all_gradients_twice():
+    """DeepSpeed's FP16_Optimizer, one by one and then in one tensor."""
+    for system in ("BF16", "COAT"):
+        (step,) = (
+            moment
+            for moment in plan.predict(SMALL, Layout(sequence=8, stage=0), rungs()[system]).moments
+            if moment.moment == "step"
+        )
+        assert step.gradients == 2 * SMALL.parameters
+        assert step.temporaries == 2 * 4 * SMALL.parameters
+
+
+@pytest.mark.parametrize("system", ["COAT", "COAT, smallest, recomputed attention"])
+@pytest.mark.parametrize("stage", [1, 2])
+@pytest.mark.parametrize("gpus", [1, 2, 8])
+def test_engines_and_checkpoints_take_less_than_a_step(gpus, stage, system):
+    sizes = Sizes(layers=32, hidden=4096, ffn=11008, heads=32, groups=32, head_dim=128, vocabulary=32000)
+    layout = Layout(gpus=gpus, stage=stage, sequence=512)
+    peak = plan.predict(sizes, layout, rungs()[system]).peak
+    # DeepSpeed's gradients of zeros, before there are states
+    assert peak.weights + 2 * peak.masters < peak.total
+    # those of a compressed checkpoint, with a copy of the second moment, beside those that parameters are
+    # linked to
+    assert peak.weights + peak.masters + 2.5 * peak.states < peak.total
+
+
 def test_messages_of_a_step_are_those_on_paper():
     """What a GPU of four sends: three quarters of what is gathered, and of what is reduced."""
     whole = 2 * SMALL.parameters * 3 / 4

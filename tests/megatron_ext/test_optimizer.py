@@ -13,7 +13,8 @@ import torch
 import torch.distributed as dist
 
 from coat_ds.config import CoatConfig, CoatConfigError
-from tests.util import rel_rms, run_distributed
+from coat_kernels.adamw import join_master
+from tests.util import Made, rel_rms, run_distributed
 
 S, B, VOCAB = 16, 2, 128
 H, FFN, HEADS, LAYERS = 64, 96, 4, 2
@@ -465,3 +466,27 @@ def test_contradictions_are_errors(megatron, options, named):
             get_megatron_optimizer(config, [wrapped])
     finally:
         optimizer.uninstall()
+
+
+def test_masters_are_read_and_written_part_by_part(monkeypatch):
+    """Joined on their device, an embedding's takes several times its FP32 size."""
+    from megatron_ext.optimizer import MegatronAdamW
+
+    generator = torch.Generator().manual_seed(0)
+    p, again = (torch.nn.Parameter(torch.randn(20, 130, generator=generator).bfloat16()) for _ in range(2))
+    optimizer = MegatronAdamW([p, again], use_decoupled_grad=True, min_numel=0)
+    for x in (p, again):
+        x.decoupled_grad = torch.randn(x.shape, generator=generator)
+    optimizer.step()
+    monkeypatch.setattr("coat_kernels.codecs.codec.AT_ONCE", 256)
+    monkeypatch.setattr("coat_ds.optim.moment.AT_ONCE", 256)
+    whole = join_master(p, optimizer.state[p]["remainder"])
+    with Made() as made:
+        tensors = optimizer.tensors_of(p)
+    assert made.over(512) == {torch.float32: 3} and torch.equal(tensors["param"], whole)
+    with Made() as made:
+        optimizer.take_tensors(again, optimizer.param_groups[0], tensors)
+    assert made.over(512) == {torch.uint8: 1, torch.int8: 1}
+    for name, value in optimizer.tensors_of(again).items():
+        assert torch.equal(value, tensors[name])
+    assert torch.equal(again, p)
