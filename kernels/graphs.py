@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 # Tokens times parameters of a layer whose forward and backward take an H200 the 3.5 ms that its CPU needs for
 # the launches. Larger layers gain nothing from graphs, which hold what is saved for backward.
 GRAPHED_WORK = 4e11
-# eager calls before a graph is recorded: they compile kernels and find scales
+# eager calls before a graph is recorded: they and their backwards compile kernels and find scales
 WARM_UP = 2
 # at most so many where graphs are dropped as shapes change
 MOST_WARM_UP = 64
@@ -98,6 +98,8 @@ class _Memory:
     @functools.cached_property
     def stream(self) -> torch.cuda.Stream:
         """Graphs are recorded on a stream of their own."""
+        # cuBLAS keeps memory for each stream. What it took from graphs that are gone would stay with it
+        torch._C._cuda_clearCublasWorkspaces()
         return torch.cuda.Stream(self._device)
 
     @functools.cached_property
@@ -371,8 +373,14 @@ class _Place:
     def __init__(self, where: Hashable):
         # the addresses that graphs know
         self.where = where
+        # eager ones whose backward has begun
         self.calls = 0
         self.recordings: list[_Recording] = []
+
+    def count(self, grad: torch.Tensor) -> None:
+        """A hook of an eager call's output. A graph could not compile the kernels of the backward, nor take
+        what libraries want at first."""
+        self.calls += 1
 
 
 class Graphs:
@@ -450,9 +458,10 @@ class Graphs:
         place = self._place((x.shape, x.dtype, memory, copies), _addresses(tensors) + uses())
         if place is None:
             return run_eagerly()
-        place.calls += 1
-        if place.calls <= self._warm_up:
-            return run_eagerly()
+        if place.calls < self._warm_up:
+            y = run_eagerly()
+            y.register_hook(place.count)
+            return y
         recording = next((r for r in place.recordings if r.is_ready), None)
         if recording is None and len(place.recordings) == under_way:
             return run_eagerly()

@@ -138,6 +138,20 @@ def test_memory_of_another_length_is_given_back():
     assert counts(model) == [0] * 4 and torch.cuda.memory_reserved() < recorded
 
 
+@on_gpu
+def test_lengths_that_take_turns_hold_the_memory_of_one():
+    model = converted(True, layers=4)
+    held, calls = [], WARM_UP
+    for number in range(5):
+        for _ in range(calls + 1):
+            model(**batch(number, tokens=(512, 64)[number % 2])).loss.backward()
+        assert counts(model) == [1] * 4
+        calls *= 2
+        held.append(torch.cuda.memory_allocated())
+    # not even what cuBLAS takes for each stream on which graphs are recorded
+    assert held[4] - held[2] < 2**20
+
+
 def recorded(name="llama", **how):
     """A model with graphs, and the same without."""
     models = [converted(graphs, name, **how) for graphs in (True, False)]
@@ -249,11 +263,24 @@ def test_a_forward_without_a_backward():
 def test_a_recorded_forward_without_a_backward():
     """Its backward is recorded behind another forward, whose angles are newer."""
     models = [converted(graphs) for graphs in (True, False)]
-    for _ in range(WARM_UP + 1):
-        models[0](**batch(7))
+    for _ in range(WARM_UP):
+        models[0](**batch(7)).loss.backward()
+    models[0](**batch(7))
+    assert counts(models[0]) == [1] * LAYERS
     trained_alike(models, 4)
     assert counts(models[0]) == [1] * LAYERS
     assert all(graphs._memory.refusal is None for graphs in graphs_of(models[0]))
+
+
+@on_gpu
+def test_forwards_without_backwards_warm_nothing_up():
+    """As somebody's first look at losses: what backward compiles cannot be compiled while it is recorded."""
+    models = [converted(graphs) for graphs in (True, False)]
+    for number in range(WARM_UP + 2):
+        models[0](**batch(number))
+    assert counts(models[0]) == [0] * LAYERS
+    trained_alike(models, 4)
+    assert counts(models[0]) == [1] * LAYERS
 
 
 @on_gpu
