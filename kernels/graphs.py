@@ -177,11 +177,12 @@ def _memory(device: torch.device, thread: int, stream: int, shape: torch.Size | 
 
 def _is_watched() -> bool:
     """Whether saved tensors are hooked (checkpointing, offloading), or this forward is recomputed inside a
-    backward, or a larger graph is being recorded."""
+    backward, or a larger graph is being recorded, or torch looks for NaN behind each operation."""
     return (
         torch._C._current_graph_task_id() != -1
         or torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
         or torch.cuda.is_current_stream_capturing()
+        or torch.is_anomaly_enabled()
     )
 
 
@@ -460,7 +461,8 @@ class Graphs:
             return run_eagerly()
         if place.calls < self._warm_up:
             y = run_eagerly()
-            y.register_hook(place.count)
+            # who writes into a view in place takes its hooks out of the graph
+            (y if y._base is None else y._base).register_hook(place.count)
             return y
         recording = next((r for r in place.recordings if r.is_ready), None)
         if recording is None and len(place.recordings) == under_way:

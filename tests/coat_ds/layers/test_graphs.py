@@ -284,6 +284,27 @@ def test_forwards_without_backwards_warm_nothing_up():
 
 
 @on_gpu
+def test_outputs_that_are_changed_in_place():
+    """As by hooks that steer a model."""
+    models = [converted(graphs) for graphs in (True, False)]
+    for model in models:
+        for layer in model.model.layers:
+            layer.register_forward_hook(lambda layer, args, y: y.add_(0.5))
+    trained_alike(models, 5)
+    assert counts(models[0]) == [1] * LAYERS
+
+
+@on_gpu
+def test_anomalies_are_looked_for_in_launches():
+    models = [converted(graphs) for graphs in (True, False)]
+    with torch.autograd.set_detect_anomaly(True):
+        trained_alike(models, 3)
+    assert counts(models[0]) == [0] * LAYERS
+    trained_alike(models, 3)
+    assert counts(models[0]) == [1] * LAYERS
+
+
+@on_gpu
 def test_evaluation_in_inference_mode_keeps_nothing_for_training():
     models = [converted(graphs, activations={"weight_cache": "fp8"}) for graphs in (True, False)]
     for _ in range(WARM_UP + 2):
