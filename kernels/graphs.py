@@ -14,6 +14,7 @@ are copied to fixed addresses once for all layers that read them.
 import contextlib
 import functools
 import logging
+import threading
 import weakref
 from collections.abc import Callable, Hashable, Iterator, Sequence
 
@@ -27,7 +28,7 @@ logger = logging.getLogger(__name__)
 # Tokens times parameters of a layer whose forward and backward take an H200 the 3.5 ms that its CPU needs for
 # the launches. Larger layers gain nothing from graphs, which hold what is saved for backward.
 GRAPHED_WORK = 4e11
-# eager calls before a graph is recorded: they compile kernels and find scales
+# eager calls before a graph is recorded: they and their backwards compile kernels and find scales
 WARM_UP = 2
 # at most so many where graphs are dropped as shapes change
 MOST_WARM_UP = 64
@@ -81,7 +82,7 @@ class _Constant:
 
 
 class _Memory:
-    """What all graphs of one stream share, or all of one shape there."""
+    """What all graphs of one stream share that one thread calls, or all of one shape there."""
 
     def __init__(self, device: torch.device):
         self._device = device
@@ -97,6 +98,8 @@ class _Memory:
     @functools.cached_property
     def stream(self) -> torch.cuda.Stream:
         """Graphs are recorded on a stream of their own."""
+        # cuBLAS keeps memory for each stream. What it took from graphs that are gone would stay with it
+        torch._C._cuda_clearCublasWorkspaces()
         return torch.cuda.Stream(self._device)
 
     @functools.cached_property
@@ -160,12 +163,12 @@ class _Memory:
             logger.info("layers with inputs of shape %s run as CUDA graphs from now on", list(shape))
 
 
-# by device, stream and shape, if it is of one, alive as long as a module uses them
+# by device, thread, stream and shape, if it is of one, alive as long as a module uses them
 _memories: weakref.WeakValueDictionary[tuple, _Memory] = weakref.WeakValueDictionary()
 
 
-def _memory(device: torch.device, stream: int, shape: torch.Size | None) -> _Memory:
-    key = device, stream, shape
+def _memory(device: torch.device, thread: int, stream: int, shape: torch.Size | None) -> _Memory:
+    key = device, thread, stream, shape
     memory = _memories.get(key)
     if memory is None:
         memory = _memories[key] = _Memory(device)
@@ -174,11 +177,12 @@ def _memory(device: torch.device, stream: int, shape: torch.Size | None) -> _Mem
 
 def _is_watched() -> bool:
     """Whether saved tensors are hooked (checkpointing, offloading), or this forward is recomputed inside a
-    backward, or a larger graph is being recorded."""
+    backward, or a larger graph is being recorded, or torch looks for NaN behind each operation."""
     return (
         torch._C._current_graph_task_id() != -1
         or torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
         or torch.cuda.is_current_stream_capturing()
+        or torch.is_anomaly_enabled()
     )
 
 
@@ -328,15 +332,17 @@ class _Recording:
         if self._grad is None:
             self._grad = self._memory.buffer("gradient", grad)
         self._grad.copy_(grad)
+        # steps have changed what it reads since the forward was recorded, but not since this forward
+        at_versions = functools.partial(_at_versions, self._read, self._versions)
         if self._backward is None and self._memory.refusal is None:
-            self._backward = self._memory.record(
-                lambda: _Graph(self._memory, self._pool, self._differentiate)
-            )
+            with at_versions():
+                self._backward = self._memory.record(
+                    lambda: _Graph(self._memory, self._pool, self._differentiate)
+                )
             self._where = where
             self._memory.announce(grad.shape)
         if self._backward is None or self._where != where or not self._pool.allows(self._backward.number):
-            # steps have changed what it reads since it was recorded, but not since this forward
-            with _at_versions(self._read, self._versions):
+            with at_versions():
                 return self._differentiate()
         self._backward.replay()
         return [_copied(g) for g in self._backward.results]
@@ -368,8 +374,14 @@ class _Place:
     def __init__(self, where: Hashable):
         # the addresses that graphs know
         self.where = where
+        # eager ones whose backward has begun
         self.calls = 0
         self.recordings: list[_Recording] = []
+
+    def count(self, grad: torch.Tensor) -> None:
+        """A hook of an eager call's output. A graph could not compile the kernels of the backward, nor take
+        what libraries want at first."""
+        self.calls += 1
 
 
 class Graphs:
@@ -417,7 +429,7 @@ class Graphs:
         function: Callable[..., torch.Tensor],
         x: torch.Tensor,
         tensors: Sequence[torch.Tensor | None],
-        uses: tuple[Hashable, ...] = (),
+        uses: Callable[[], tuple[Hashable, ...]] = tuple,
         under_way: int = 1,
         constants: Sequence[torch.Tensor] = (),
     ) -> torch.Tensor:
@@ -428,8 +440,8 @@ class Graphs:
                 numbers, and keeps no reference to x for its backward.
             x: on a GPU. Without a gradient the function runs as it is written.
             tensors: parameters, what shares their memory, and constants; None is handed on.
-            uses: what else the function depends on: options, addresses of other memory that it or its
-                backward uses, and objects that own some.
+            uses: gives what else the function depends on: options, addresses of other memory that it or its
+                backward uses, and objects that own some. Not asked where no graph is to be had.
             under_way: how many forwards of one shape may wait for their backwards at a time.
             constants: without gradients, of memory that may be another one in each forward. The same tensor
                 object holds the same values in all layers.
@@ -444,12 +456,14 @@ class Graphs:
             return run_eagerly()
         copies = tuple(memory.constant(i, constant) for i, constant in enumerate(constants))
         # a model may leave out its mask where all tokens are seen
-        place = self._place((x.shape, x.dtype, memory, copies), _addresses(tensors) + uses)
+        place = self._place((x.shape, x.dtype, memory, copies), _addresses(tensors) + uses())
         if place is None:
             return run_eagerly()
-        place.calls += 1
-        if place.calls <= self._warm_up:
-            return run_eagerly()
+        if place.calls < self._warm_up:
+            y = run_eagerly()
+            # who writes into a view in place takes its hooks out of the graph
+            (y if y._base is None else y._base).register_hook(place.count)
+            return y
         recording = next((r for r in place.recordings if r.is_ready), None)
         if recording is None and len(place.recordings) == under_way:
             return run_eagerly()
@@ -467,7 +481,8 @@ class Graphs:
     def _memory_of(self, x: torch.Tensor) -> _Memory:
         """Where graphs for inputs like `x` lie."""
         stream = torch.cuda.current_stream(x.device).cuda_stream
-        key = x.device, stream, x.shape if self._one_shape else None
+        # another thread would write into buffers before a replay has read them
+        key = x.device, threading.get_ident(), stream, x.shape if self._one_shape else None
         if self._memory is None or self._memory_key != key:
             if self._memory is not None and self._one_shape:
                 self._memory.abandon()

@@ -187,7 +187,7 @@ def forward_by_blocks(layer: torch.nn.Module, args: tuple, kwargs: dict) -> torc
     compute = functools.partial(_compute, parts, options, arguments.get("attention_mask"))
     if not uses_graphs(parts, x):
         return compute(x, *tables, *weights)
-    uses = _used(parts, options)
+    uses = functools.partial(_used, parts, options)
     under_way = layer.config.pipeline_model_parallel_size
     return layer.graphs.call(compute, x, (*tables, *weights), uses, under_way)
 

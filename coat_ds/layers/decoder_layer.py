@@ -112,7 +112,7 @@ class Fp8DecoderLayer(Replaced):
         compute = partial(self._compute, options, mask is not None)
         if not uses_graphs(self, x):
             return compute(x, *constants, *parameters)
-        return self.graphs.call(compute, x, parameters, self._uses(options), constants=constants)
+        return self.graphs.call(compute, x, parameters, partial(self._uses, options), constants=constants)
 
     def _uses(self, options: tuple[LinearOptions, ...]) -> tuple:
         """What a graph depends on beside tensors. A change is recorded again."""

@@ -48,7 +48,11 @@ def _go_together(weights: tuple[torch.Tensor, ...], linears: tuple[LinearOptions
 
 
 def _by_rows(
-    o: torch.Tensor, columns: bool, weights: tuple[torch.Tensor, ...], linears: tuple[LinearOptions, ...]
+    o: torch.Tensor,
+    columns: bool,
+    weights: tuple[torch.Tensor, ...],
+    linears: tuple[LinearOptions, ...],
+    trains: bool,
 ) -> list[tuple[Quantized, torch.Tensor]]:
     """The row-major `weights`, and `o`, the input of the first GEMM, row-major and if asked for column-major;
     each with its amax. They share one launch where they can."""
@@ -64,7 +68,7 @@ def _by_rows(
         found = rows_together(xs, predictions, fmt)
     else:
         pairs = zip(weights, linears, strict=True)
-        found = [linear.cache.forward(weight, linear.formats.forward) for weight, linear in pairs]
+        found = [linear.cache.forward(weight, linear.formats.forward, trains) for weight, linear in pairs]
     if not joins:
         found.append(fp8_operands(o, fmt, columns=columns, predicted=scale))
     return found
@@ -86,14 +90,15 @@ def _by_columns(
 class _MlpBlock(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx, o, residual, w_proj, b_proj, norm_weight, norm_bias, w_fc1, b_fc1, w_fc2, b_fc2, origin, options
-    ):
+        ctx, o, residual, w_proj, b_proj, norm_weight, norm_bias, w_fc1, b_fc1, w_fc2, b_fc2, origin, trains,
+        options,
+    ):  # fmt: skip
         proj, norm, fc1, activation, fc2 = options
         h, dtype = residual.shape[-1], residual.dtype
         by_rows = residual.reshape(-1, h).contiguous()
 
         (rows_proj, largest_proj), (rows_fc1, largest_fc1), (rows_fc2, largest_fc2), (operands, largest_o) = (
-            _by_rows(o, origin is None, (w_proj, w_fc1, w_fc2), (proj, fc1, fc2))
+            _by_rows(o, origin is None, (w_proj, w_fc1, w_fc2), (proj, fc1, fc2), trains)
         )
         # the GEMM adds the bias, unless the outputs of several ranks are summed first
         bias, late_bias = (b_proj, None) if proj.parallel is None else (None, b_proj)
@@ -191,7 +196,7 @@ class _MlpBlock(torch.autograd.Function):
         grad_o, grad_w_proj = multiply_backward(operands.pop(), w_proj, weights.pop(), columns, dtype, proj)
         return (
             grad_o().view(ctx.shape), grad_x, grad_w_proj, grad_b_proj, grad_norm_weight, grad_norm_bias,
-            grad_w_fc1, grad_b_fc1, grad_w_fc2, grad_b_fc2, None, None,
+            grad_w_fc1, grad_b_fc1, grad_w_fc2, grad_b_fc2, *(None,) * 3,
         )  # fmt: skip
 
 
@@ -241,5 +246,5 @@ def mlp_block(
         require_fp8(o.device, proj.formats.emulate)
     return _MlpBlock.apply(
         o, residual, w_proj, b_proj, norm_weight, norm_bias, w_fc1, b_fc1, w_fc2, b_fc2,
-        origin, (proj, norm, fc1, activation, fc2),
+        origin, torch.is_grad_enabled(), (proj, norm, fc1, activation, fc2),
     )  # fmt: skip

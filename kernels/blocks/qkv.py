@@ -30,13 +30,13 @@ def _norm_backward(grad_y, grad_residual, kept, weight, bias, norm: NormOptions,
     return grad_x, grad_weight, grad_bias
 
 
-def _qkv_forward(x, norm_weight, norm_bias, weight, bias, cos, sin, norm, linear, *heads):
+def _qkv_forward(x, norm_weight, norm_bias, weight, bias, cos, sin, trains, norm, linear, *heads):
     """(q, k, v), and what is saved for backward."""
     rows = x.reshape(-1, x.shape[-1]).contiguous()
     y, largest_y, kept, rstd = norm_operands(
         rows, norm_weight, norm_bias, norm.arithmetic, norm.saved_format, linear.x_scale, linear.input_group
     )
-    w, largest_w = linear.cache.forward(weight, linear.formats.forward)
+    w, largest_w = linear.cache.forward(weight, linear.formats.forward, trains)
     mixed = multiply(y.rows, y.scale, w, bias, x.dtype, linear)
     qkv = rotate_qkv_forward.eager(mixed.view(-1, x.shape[1], mixed.shape[1]), cos, sin, *heads)
     return qkv, (norm_weight, norm_bias, weight, bias, cos, sin, *kept, rstd, largest_y, largest_w)
@@ -79,8 +79,8 @@ def _qkv_backward(dq, dk, dv, grad_residual, columns, saved, norm, linear, apart
 
 class _QkvBlock(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, norm_weight, norm_bias, weight, bias, cos, sin, options):
-        qkv, saved = _qkv_forward(x, norm_weight, norm_bias, weight, bias, cos, sin, *options)
+    def forward(ctx, x, norm_weight, norm_bias, weight, bias, cos, sin, trains, options):
+        qkv, saved = _qkv_forward(x, norm_weight, norm_bias, weight, bias, cos, sin, trains, *options)
         ctx.options = options
         ctx.save_for_backward(*saved)
         # detach(): autograd forbids in-place additions to a view that a function returns
@@ -93,13 +93,13 @@ class _QkvBlock(torch.autograd.Function):
         columns = _normed_again(saved, norm, linear)
         needs_x = ctx.needs_input_grad[0]
         found = _qkv_backward(dq, dk, dv, grad_residual, columns, saved, norm, linear, apart, needs_x)
-        return *found, None, None, None
+        return *found, *(None,) * 4
 
 
 class _AttentionBlock(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, norm_weight, norm_bias, weight, bias, cos, sin, options, attend, *beside):
-        qkv, saved = _qkv_forward(x, norm_weight, norm_bias, weight, bias, cos, sin, *options)
+    def forward(ctx, x, norm_weight, norm_bias, weight, bias, cos, sin, trains, options, attend, *beside):
+        qkv, saved = _qkv_forward(x, norm_weight, norm_bias, weight, bias, cos, sin, trains, *options)
         ctx.options, ctx.attend = options, attend
         ctx.batch, ctx.beside = x.shape[1], len(beside)
         ctx.save_for_backward(*beside, *saved)
@@ -124,7 +124,7 @@ class _AttentionBlock(torch.autograd.Function):
         of_beside = [grads.pop(3) if t.requires_grad else None for t in beside]
         needs_x = ctx.needs_input_grad[0]
         found = _qkv_backward(*grads, grad_residual, columns, saved, norm, linear, heads[-1], needs_x)
-        return *found, None, None, None, None, *of_beside
+        return *found, *(None,) * 5, *of_beside
 
 
 def qkv_block(
@@ -159,7 +159,8 @@ def qkv_block(
     if x.is_cuda:
         require_fp8(x.device, linear.formats.emulate)
     options = norm, linear, groups, d, apart
-    return _QkvBlock.apply(x, norm_weight, norm_bias, weight, bias, cos, sin, options)
+    trains = torch.is_grad_enabled()
+    return _QkvBlock.apply(x, norm_weight, norm_bias, weight, bias, cos, sin, trains, options)
 
 
 def attention_block(
@@ -190,4 +191,6 @@ def attention_block(
     if x.is_cuda:
         require_fp8(x.device, linear.formats.emulate)
     options = norm, linear, groups, d, apart
-    return _AttentionBlock.apply(x, norm_weight, norm_bias, weight, bias, cos, sin, options, attend, *beside)
+    return _AttentionBlock.apply(
+        x, norm_weight, norm_bias, weight, bias, cos, sin, torch.is_grad_enabled(), options, attend, *beside
+    )

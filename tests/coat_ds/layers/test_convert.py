@@ -126,6 +126,22 @@ def test_averages_of_weights(weight_cache):
     same(run(average.module, batch), run(coat_ds.convert(stock, activations), batch))
 
 
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_evaluation_keeps_no_weights_and_training_goes_on(mode):
+    models = [coat_ds.convert(LLAMA.build(), {"weight_cache": "fp8"}) for _ in range(2)]
+    batch = LLAMA.batch()
+    with mode():
+        models[0](**batch)
+    for layer in models[0].model.layers:
+        forward = replaced(layer)
+        caches = (
+            forward.qkv.cache,
+            *(replaced(linear).cache for linear in (layer.self_attn.o_proj, layer.mlp.down_proj)),
+        )
+        assert not any(cache.nbytes for cache in caches)
+    same(*(run(model, batch) for model in models))
+
+
 def test_twice_is_once_and_other_options_are_an_error():
     model = coat_ds.convert(plain(), {"group_size": 32})
     first = replaced(model[0].up)

@@ -1,6 +1,7 @@
 """Layers of converted models, replayed as CUDA graphs, train as those that are launched, to the bit."""
 
 import copy
+import threading
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from coat_ds.layers.decoder_layer import uses_graphs
 from coat_ds.layers.replaced import replaced
 from coat_ds.watch import codes
 from coat_ds.watch.watch import Watch
-from coat_kernels.graphs import GRAPHED_WORK, WARM_UP, _Constant, _Recording
+from coat_kernels.graphs import GRAPHED_WORK, WARM_UP, Graphs, _Constant, _Recording
 
 ROWS, TOKENS, STEPS = 2, 64, 14
 
@@ -137,6 +138,20 @@ def test_memory_of_another_length_is_given_back():
     assert counts(model) == [0] * 4 and torch.cuda.memory_reserved() < recorded
 
 
+@on_gpu
+def test_lengths_that_take_turns_hold_the_memory_of_one():
+    model = converted(True, layers=4)
+    held, calls = [], WARM_UP
+    for number in range(5):
+        for _ in range(calls + 1):
+            model(**batch(number, tokens=(512, 64)[number % 2])).loss.backward()
+        assert counts(model) == [1] * 4
+        calls *= 2
+        held.append(torch.cuda.memory_allocated())
+    # not even what cuBLAS takes for each stream on which graphs are recorded
+    assert held[4] - held[2] < 2**20
+
+
 def recorded(name="llama", **how):
     """A model with graphs, and the same without."""
     models = [converted(graphs, name, **how) for graphs in (True, False)]
@@ -245,6 +260,83 @@ def test_a_forward_without_a_backward():
 
 
 @on_gpu
+def test_a_recorded_forward_without_a_backward():
+    """Its backward is recorded behind another forward, whose angles are newer."""
+    models = [converted(graphs) for graphs in (True, False)]
+    for _ in range(WARM_UP):
+        models[0](**batch(7)).loss.backward()
+    models[0](**batch(7))
+    assert counts(models[0]) == [1] * LAYERS
+    trained_alike(models, 4)
+    assert counts(models[0]) == [1] * LAYERS
+    assert all(graphs._memory.refusal is None for graphs in graphs_of(models[0]))
+
+
+@on_gpu
+def test_forwards_without_backwards_warm_nothing_up():
+    """As somebody's first look at losses: what backward compiles cannot be compiled while it is recorded."""
+    models = [converted(graphs) for graphs in (True, False)]
+    for number in range(WARM_UP + 2):
+        models[0](**batch(number))
+    assert counts(models[0]) == [0] * LAYERS
+    trained_alike(models, 4)
+    assert counts(models[0]) == [1] * LAYERS
+
+
+@on_gpu
+def test_outputs_that_are_changed_in_place():
+    """As by hooks that steer a model."""
+    models = [converted(graphs) for graphs in (True, False)]
+    for model in models:
+        for layer in model.model.layers:
+            layer.register_forward_hook(lambda layer, args, y: y.add_(0.5))
+    trained_alike(models, 5)
+    assert counts(models[0]) == [1] * LAYERS
+
+
+@on_gpu
+def test_anomalies_are_looked_for_in_launches():
+    models = [converted(graphs) for graphs in (True, False)]
+    with torch.autograd.set_detect_anomaly(True):
+        trained_alike(models, 3)
+    assert counts(models[0]) == [0] * LAYERS
+    trained_alike(models, 3)
+    assert counts(models[0]) == [1] * LAYERS
+
+
+@on_gpu
+def test_evaluation_in_inference_mode_keeps_nothing_for_training():
+    models = [converted(graphs, activations={"weight_cache": "fp8"}) for graphs in (True, False)]
+    for _ in range(WARM_UP + 2):
+        for model in models:
+            with torch.inference_mode():
+                model(**batch(7))
+        trained_alike(models, 1)
+    assert counts(models[0]) == [1] * LAYERS
+
+
+@on_gpu
+def test_models_in_threads_of_their_own():
+    """They share a stream, but no buffers."""
+    models = [converted(graphs) for graphs in (True, True, False)]
+    results = [[] for _ in models]
+
+    def train(model, found):
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        for number in range(STEPS):
+            found += step(model, optimizer, number)
+
+    threads = [threading.Thread(target=train, args=args) for args in zip(models, results, strict=True)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for found in results[:2]:
+        assert all(map(torch.equal, found, results[2]))
+    assert counts(models[0]) == counts(models[1]) == [1] * LAYERS
+
+
+@on_gpu
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_what_is_recomputed_is_launched(reentrant):
     models = [converted(graphs) for graphs in (True, False)]
@@ -306,6 +398,18 @@ def test_where_graphs_are_taken_by_themselves():
         taken = [uses_graphs(layer, x.expand(1, tokens, 1)) for tokens in (small, large)]
         assert taken == [wanted is not False, wanted is True]
         assert not uses_graphs(layer, torch.empty(1, 1, 1))
+
+
+def test_without_a_gradient_nobody_asks_what_a_graph_would_use():
+    """To answer brings kept copies of weights up to date."""
+
+    def uses():
+        raise AssertionError
+
+    x = torch.ones(2, requires_grad=True)
+    with torch.inference_mode():
+        assert Graphs().call(torch.neg, x, (), uses).equal(-x)
+    assert Graphs().call(torch.neg, x.detach(), (), uses).equal(-x)
 
 
 def test_a_constant_stays_while_it_is_to_be_read():
