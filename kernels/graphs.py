@@ -84,8 +84,8 @@ class _Constant:
 class _Memory:
     """What all graphs of one stream share that one thread calls, or all of one shape there."""
 
-    def __init__(self, device: torch.device):
-        self._device = device
+    def __init__(self, device: torch.device, thread: int):
+        self._device, self._thread = device, thread
         self._pools: list[_Pool] = []
         self._buffers: dict[Hashable, torch.Tensor] = {}
         self._constants: dict[Hashable, _Constant] = {}
@@ -95,12 +95,9 @@ class _Memory:
         # why nothing is recorded any more
         self.refusal: str | None = None
 
-    @functools.cached_property
+    @property
     def stream(self) -> torch.cuda.Stream:
-        """Graphs are recorded on a stream of their own."""
-        # cuBLAS keeps memory for each stream. What it took from graphs that are gone would stay with it
-        torch._C._cuda_clearCublasWorkspaces()
-        return torch.cuda.Stream(self._device)
+        return _stream(self._device, self._thread)
 
     @functools.cached_property
     def _number(self) -> torch.Tensor:
@@ -163,6 +160,13 @@ class _Memory:
             logger.info("layers with inputs of shape %s run as CUDA graphs from now on", list(shape))
 
 
+@functools.cache
+def _stream(device: torch.device, thread: int) -> torch.cuda.Stream:
+    """Graphs are recorded on a stream of their own, one for all of a thread: cuBLAS keeps a workspace for
+    each stream, also when graphs that were recorded there are gone."""
+    return torch.cuda.Stream(device)
+
+
 # by device, thread, stream and shape, if it is of one, alive as long as a module uses them
 _memories: weakref.WeakValueDictionary[tuple, _Memory] = weakref.WeakValueDictionary()
 
@@ -171,7 +175,7 @@ def _memory(device: torch.device, thread: int, stream: int, shape: torch.Size | 
     key = device, thread, stream, shape
     memory = _memories.get(key)
     if memory is None:
-        memory = _memories[key] = _Memory(device)
+        memory = _memories[key] = _Memory(device, thread)
     return memory
 
 
