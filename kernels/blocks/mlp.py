@@ -90,10 +90,9 @@ def _by_columns(
 class _MlpBlock(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx, o, residual, w_proj, b_proj, norm_weight, norm_bias, w_fc1, b_fc1, w_fc2, b_fc2, origin, trains,
-        options,
-    ):  # fmt: skip
-        proj, norm, fc1, activation, fc2 = options
+        ctx, o, residual, w_proj, b_proj, norm_weight, norm_bias, w_fc1, b_fc1, w_fc2, b_fc2, origin, options
+    ):
+        trains, proj, norm, fc1, activation, fc2 = options
         h, dtype = residual.shape[-1], residual.dtype
         by_rows = residual.reshape(-1, h).contiguous()
 
@@ -129,7 +128,7 @@ class _MlpBlock(torch.autograd.Function):
         if late_bias is not None:
             out = out + late_bias
 
-        ctx.options, ctx.shape = options, o.shape
+        ctx.options, ctx.shape = options[1:], o.shape
         if origin is None:
             ctx.columns_of_o, kept_o = None, (operands.columns, operands.scale)
         else:
@@ -196,7 +195,7 @@ class _MlpBlock(torch.autograd.Function):
         grad_o, grad_w_proj = multiply_backward(operands.pop(), w_proj, weights.pop(), columns, dtype, proj)
         return (
             grad_o().view(ctx.shape), grad_x, grad_w_proj, grad_b_proj, grad_norm_weight, grad_norm_bias,
-            grad_w_fc1, grad_b_fc1, grad_w_fc2, grad_b_fc2, *(None,) * 3,
+            grad_w_fc1, grad_b_fc1, grad_w_fc2, grad_b_fc2, None, None,
         )  # fmt: skip
 
 
@@ -244,7 +243,9 @@ def mlp_block(
     """
     if o.is_cuda:
         require_fp8(o.device, proj.formats.emulate)
+    # a copy that is kept is for training alone
+    trains = proj.cache.keep == fc1.cache.keep == fc2.cache.keep == "none" or torch.is_grad_enabled()
     return _MlpBlock.apply(
         o, residual, w_proj, b_proj, norm_weight, norm_bias, w_fc1, b_fc1, w_fc2, b_fc2,
-        origin, torch.is_grad_enabled(), (proj, norm, fc1, activation, fc2),
+        origin, (trains, proj, norm, fc1, activation, fc2),
     )  # fmt: skip

@@ -79,9 +79,9 @@ def _qkv_backward(dq, dk, dv, grad_residual, columns, saved, norm, linear, apart
 
 class _QkvBlock(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, norm_weight, norm_bias, weight, bias, cos, sin, trains, options):
-        qkv, saved = _qkv_forward(x, norm_weight, norm_bias, weight, bias, cos, sin, trains, *options)
-        ctx.options = options
+    def forward(ctx, x, norm_weight, norm_bias, weight, bias, cos, sin, options):
+        qkv, saved = _qkv_forward(x, norm_weight, norm_bias, weight, bias, cos, sin, *options)
+        ctx.options = options[1:]
         ctx.save_for_backward(*saved)
         # detach(): autograd forbids in-place additions to a view that a function returns
         return *qkv, x.detach()
@@ -93,14 +93,14 @@ class _QkvBlock(torch.autograd.Function):
         columns = _normed_again(saved, norm, linear)
         needs_x = ctx.needs_input_grad[0]
         found = _qkv_backward(dq, dk, dv, grad_residual, columns, saved, norm, linear, apart, needs_x)
-        return *found, *(None,) * 4
+        return *found, None, None, None
 
 
 class _AttentionBlock(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, norm_weight, norm_bias, weight, bias, cos, sin, trains, options, attend, *beside):
-        qkv, saved = _qkv_forward(x, norm_weight, norm_bias, weight, bias, cos, sin, trains, *options)
-        ctx.options, ctx.attend = options, attend
+    def forward(ctx, x, norm_weight, norm_bias, weight, bias, cos, sin, options, attend, *beside):
+        qkv, saved = _qkv_forward(x, norm_weight, norm_bias, weight, bias, cos, sin, *options)
+        ctx.options, ctx.attend = options[1:], attend
         ctx.batch, ctx.beside = x.shape[1], len(beside)
         ctx.save_for_backward(*beside, *saved)
         return attend(*qkv, *beside), x.detach()
@@ -124,7 +124,7 @@ class _AttentionBlock(torch.autograd.Function):
         of_beside = [grads.pop(3) if t.requires_grad else None for t in beside]
         needs_x = ctx.needs_input_grad[0]
         found = _qkv_backward(*grads, grad_residual, columns, saved, norm, linear, heads[-1], needs_x)
-        return *found, *(None,) * 5, *of_beside
+        return *found, None, None, None, None, *of_beside
 
 
 def qkv_block(
@@ -158,9 +158,10 @@ def qkv_block(
     """
     if x.is_cuda:
         require_fp8(x.device, linear.formats.emulate)
-    options = norm, linear, groups, d, apart
-    trains = torch.is_grad_enabled()
-    return _QkvBlock.apply(x, norm_weight, norm_bias, weight, bias, cos, sin, trains, options)
+    # a copy that is kept is for training alone
+    trains = linear.cache.keep == "none" or torch.is_grad_enabled()
+    options = trains, norm, linear, groups, d, apart
+    return _QkvBlock.apply(x, norm_weight, norm_bias, weight, bias, cos, sin, options)
 
 
 def attention_block(
@@ -190,7 +191,5 @@ def attention_block(
     """
     if x.is_cuda:
         require_fp8(x.device, linear.formats.emulate)
-    options = norm, linear, groups, d, apart
-    return _AttentionBlock.apply(
-        x, norm_weight, norm_bias, weight, bias, cos, sin, torch.is_grad_enabled(), options, attend, *beside
-    )
+    options = torch.is_grad_enabled(), norm, linear, groups, d, apart
+    return _AttentionBlock.apply(x, norm_weight, norm_bias, weight, bias, cos, sin, options, attend, *beside)
