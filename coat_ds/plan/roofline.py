@@ -69,8 +69,8 @@ GPUS = {
 }
 # bytes a second between a GPU and the CPU, as measured from pinned memory to an H200
 HOST_LINK = 55 * GB
-# seconds an element of AdamW on 16 cores: 7.1 ns of one (benchmarks/results/adamw_cpu.csv)
-CPU_STEP = 7.1e-9 / 16
+# seconds an element of AdamW on 16 cores: 4.4 ns of one (benchmarks/results/adamw_cpu.csv)
+CPU_STEP = 4.4e-9 / 16
 # bytes an element that the optimizer's step moves beside states and masters, which it reads and writes
 _GRADIENT, _WEIGHT = 2, 2
 
