@@ -466,7 +466,8 @@ class Graphs:
         if place.calls < self._warm_up:
             y = run_eagerly()
             # who writes into a view in place takes its hooks out of the graph
-            (y if y._base is None else y._base).register_hook(place.count)
+            whole = y if y._base is None or not y._base.requires_grad else y._base
+            whole.register_hook(place.count)
             return y
         recording = next((r for r in place.recordings if r.is_ready), None)
         if recording is None and len(place.recordings) == under_way:
