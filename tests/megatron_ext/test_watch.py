@@ -172,7 +172,7 @@ def outlier(folder, sizes):
     fallback."""
     from megatron.core import parallel_state
 
-    from coat_kernels.graphs import _Place
+    from coat_kernels.graphs import Place
     from megatron_ext.model import initialize_model_parallel
 
     watch = {"every": 1, "readings": 2, "folder": folder}
@@ -185,7 +185,7 @@ def outlier(folder, sizes):
     acting = watch | {"act": "act"}
     trainer = Learner(acting, **sizes)
     fallback, graphs = trainer.watch.fallback, trainer.model.module.decoder.layers[0].graphs
-    graphs._places["recorded"] = _Place(None)
+    graphs._places["recorded"] = Place(None)
     losses = trainer.steps(*before)
     result["early"] = fallback.state(), len(graphs._places)
     trainer.inject()

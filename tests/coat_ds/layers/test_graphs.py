@@ -13,7 +13,7 @@ from coat_ds.layers.decoder_layer import uses_graphs
 from coat_ds.layers.replaced import replaced
 from coat_ds.watch import codes
 from coat_ds.watch.watch import Watch
-from coat_kernels.graphs import GRAPHED_WORK, WARM_UP, Graphs, _Constant, _Recording
+from coat_kernels.graphs import GRAPHED_WORK, WARM_UP, Constant, Graphs, Recording
 
 ROWS, TOKENS, STEPS = 2, 64, 14
 
@@ -162,6 +162,13 @@ def recorded(name="llama", **how):
     return models
 
 
+def assert_halves_are_equal(found):
+    """Of two models, the first one's results first."""
+    half = len(found) // 2
+    for replayed, launched in zip(found[:half], found[half:], strict=True):
+        assert all(map(torch.equal, replayed, launched))
+
+
 @on_gpu
 @pytest.mark.parametrize("padding", [(0, 0), (5, 9)], ids=["whole", "padded"])
 def test_two_forwards_before_their_backwards(padding):
@@ -193,9 +200,7 @@ def test_angles_of_each_forward_are_read():
             loss = model(**batch(first), position_ids=positions).loss
             loss.backward()
             found.append([loss.detach(), *gradients(model)])
-    half = len(found) // 2
-    for replayed, launched in zip(found[:half], found[half:], strict=True):
-        assert all(map(torch.equal, replayed, launched))
+    assert_halves_are_equal(found)
 
 
 @on_gpu
@@ -225,9 +230,7 @@ def test_weights_that_move_between_forward_and_backward():
                     p.copy_(values)
             loss.backward()
             found.append([loss.detach(), *gradients(model)])
-    half = len(found) // 2
-    for replayed, launched in zip(found[:half], found[half:], strict=True):
-        assert all(map(torch.equal, replayed, launched))
+    assert_halves_are_equal(found)
 
 
 @on_gpu
@@ -369,8 +372,8 @@ def test_what_is_changed_before_its_backward_is_an_error():
 @on_gpu
 def test_layers_take_turns_in_being_watched(monkeypatch):
     model, plain = recorded(layers=3)
-    replays, forward = [], _Recording.forward
-    monkeypatch.setattr(_Recording, "forward", lambda *args: (replays.append(1), forward(*args))[1])
+    replays, forward = [], Recording.forward
+    monkeypatch.setattr(Recording, "forward", lambda *args: (replays.append(1), forward(*args))[1])
     readings = []
     watch = Watch(model, None, {"every": 1}, [readings.append])
     monkeypatch.setattr(codes, "TURNS", 3)
@@ -414,7 +417,7 @@ def test_without_a_gradient_nobody_asks_what_a_graph_would_use():
 
 def test_a_constant_stays_while_it_is_to_be_read():
     mask = torch.randn(1, 1, 5, 8)[..., :5]
-    constant = _Constant(mask)
+    constant = Constant(mask)
     assert constant.buffer.stride() == mask.stride()
     assert constant.take(mask) and constant.buffer.equal(mask)
     constant.readers += 1

@@ -2,7 +2,7 @@
 
 import torch
 
-from coat_kernels.graphs import Graphs, _Place
+from coat_kernels.graphs import Graphs, Place
 
 
 def model():
@@ -14,5 +14,5 @@ def with_graphs(layers):
     """Has layers seem to be recorded. On a CPU they run in Python all the same."""
     for layer in layers:
         layer.graphs = Graphs()
-        layer.graphs._places["a shape"] = _Place("addresses")
+        layer.graphs._places["a shape"] = Place("addresses")
         layer.graphs._places["a shape"].recordings.append("a recording")

@@ -1,0 +1,172 @@
+"""Calls of a function, which are launched, recorded or replayed."""
+
+import functools
+import threading
+from collections.abc import Callable, Hashable, Sequence
+
+import torch
+
+from coat_kernels.graphs.memory import Memory, memory_of
+from coat_kernels.graphs.recording import Recording, Replay, addresses
+
+# eager calls before a graph is recorded: they and their backwards compile kernels and find scales
+WARM_UP = 2
+# at most so many where graphs are dropped as shapes change
+MOST_WARM_UP = 64
+# shapes of one function; each holds what its backward needs
+MOST_SHAPES = 2
+# after so many changes of addresses, as by offloading of states, graphs of a function are given up
+MOST_MOVES = 3
+
+
+def _is_watched() -> bool:
+    """Whether saved tensors are hooked (checkpointing, offloading), or this forward is recomputed inside a
+    backward, or a larger graph is being recorded, or torch looks for NaN behind each operation."""
+    return (
+        torch._C._current_graph_task_id() != -1
+        or torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+        or torch.cuda.is_current_stream_capturing()
+        or torch.is_anomaly_enabled()
+    )
+
+
+def _overlaps(x: torch.Tensor) -> bool:
+    """Whether elements of `x` share memory, as of a tensor that was expanded."""
+    return any(stride == 0 and size > 1 for stride, size in zip(x.stride(), x.shape, strict=True))
+
+
+class Place:
+    """The calls of a function with inputs of one shape, and the graphs recorded of them."""
+
+    def __init__(self, where: Hashable):
+        # the addresses that graphs know
+        self.where = where
+        # eager ones whose backward has begun
+        self.calls = 0
+        self.recordings: list[Recording] = []
+
+    def count(self, grad: torch.Tensor) -> None:
+        """A hook of an eager call's output. A graph could not compile the kernels of the backward, nor take
+        what libraries want at first."""
+        self.calls += 1
+
+
+class Graphs:
+    """The graphs of one function of a module. Copies of the module, and what is pickled, start anew.
+
+    one_shape: for inputs whose shape may change at any time. Graphs of one shape are held at a time. Where
+        another shape comes, those of all layers are dropped before it runs, as it may need the memory, and
+        twice as many calls of one shape must follow each other until there are graphs again.
+    """
+
+    def __init__(self, one_shape: bool = False):
+        self._one_shape = one_shape
+        self._places: dict[Hashable, Place] = {}
+        # kept alive between calls, with what it is for
+        self._memory: Memory | None = None
+        self._memory_key: tuple | None = None
+        self._moves = 0
+        self._warm_up = WARM_UP
+
+    def __reduce__(self):
+        return type(self), (self._one_shape,)
+
+    def __deepcopy__(self, memo):
+        return type(self)(self._one_shape)
+
+    @property
+    def count(self) -> int:
+        """How many forwards have been recorded, and can be replayed now."""
+        return sum(len(place.recordings) for place in self._places.values())
+
+    def clear(self) -> None:
+        """Drops what was recorded, with its memory. No forward may wait for its backward."""
+        self._places.clear()
+        self._moves = 0
+
+    def leave(self) -> None:
+        """Drops what was recorded, with its share of the memory that holds it."""
+        if self.count:
+            self._warm_up = min(2 * self._warm_up, MOST_WARM_UP)
+        self.clear()
+        self._memory = None
+
+    def call(
+        self,
+        function: Callable[..., torch.Tensor],
+        x: torch.Tensor,
+        tensors: Sequence[torch.Tensor | None],
+        uses: Callable[[], tuple[Hashable, ...]] = tuple,
+        under_way: int = 1,
+        constants: Sequence[torch.Tensor] = (),
+    ) -> torch.Tensor:
+        """function(x, *constants, *tensors), by a graph where that is possible.
+
+        Args:
+            function: launches the same kernels for the same sizes, whatever the values, draws no random
+                numbers, and keeps no reference to x for its backward.
+            x: on a GPU. Without a gradient the function runs as it is written.
+            tensors: parameters, what shares their memory, and constants; None is handed on.
+            uses: gives what else the function depends on: options, addresses of other memory that it or its
+                backward uses, and objects that own some. Not asked where no graph is to be had.
+            under_way: how many forwards of one shape may wait for their backwards at a time.
+            constants: without gradients, of memory that may be another one in each forward. The same tensor
+                object holds the same values in all layers.
+
+        Returns what the function does, in memory of its own.
+        """
+        run_eagerly = functools.partial(function, x, *constants, *tensors)
+        if not (x.requires_grad and torch.is_grad_enabled()) or _is_watched():
+            return run_eagerly()
+        memory = self._memory_of(x)
+        if memory.refusal is not None or any(map(_overlaps, constants)):
+            return run_eagerly()
+        copies = tuple(memory.constant(i, constant) for i, constant in enumerate(constants))
+        # a model may leave out its mask where all tokens are seen
+        place = self._place((x.shape, x.dtype, memory, copies), addresses(tensors) + uses())
+        if place is None:
+            return run_eagerly()
+        if place.calls < self._warm_up:
+            y = run_eagerly()
+            # who writes into a view in place takes its hooks out of the graph
+            whole = y if y._base is None or not y._base.requires_grad else y._base
+            whole.register_hook(place.count)
+            return y
+        recording = next((r for r in place.recordings if r.is_ready), None)
+        if recording is None and len(place.recordings) == under_way:
+            return run_eagerly()
+        for copy, constant in zip(copies, constants, strict=True):
+            if not copy.take(constant):
+                return run_eagerly()
+        if recording is None:
+            pool = memory.pool(len(place.recordings))
+            recording = memory.record(lambda: Recording(memory, pool, function, x, tensors, copies))
+            if recording is None:
+                return run_eagerly()
+            place.recordings.append(recording)
+        return Replay.apply(recording, x, *tensors)
+
+    def _memory_of(self, x: torch.Tensor) -> Memory:
+        """Where graphs for inputs like `x` lie."""
+        stream = torch.cuda.current_stream(x.device).cuda_stream
+        # another thread would write into buffers before a replay has read them
+        key = x.device, threading.get_ident(), stream, x.shape if self._one_shape else None
+        if self._memory is None or self._memory_key != key:
+            if self._memory is not None and self._one_shape:
+                self._memory.abandon()
+            self._memory, self._memory_key = memory_of(*key), key
+            self._memory.users.add(self)
+        return self._memory
+
+    def _place(self, key: Hashable, where: Hashable) -> Place | None:
+        """The place of calls with `key`; None if there are too many others, or if addresses change all the
+        time."""
+        place = self._places.get(key)
+        if place is None:
+            if len(self._places) == MOST_SHAPES:
+                return None
+            place = self._places[key] = Place(where)
+        elif place.where != where:
+            self._moves += 1
+            place = self._places[key] = Place(where)
+        return place if self._moves <= MOST_MOVES else None

@@ -1,0 +1,155 @@
+"""The memory in which graphs lie: pools, buffers that they share, and copies of constants."""
+
+import functools
+import logging
+import weakref
+from collections.abc import Callable, Hashable
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from coat_kernels.graphs.calls import Graphs
+
+logger = logging.getLogger(__name__)
+
+
+class Pool:
+    """Memory that graphs use in turn.
+
+    What a forward saves for its backward belongs to it alone from then on. But it may lie where graphs that
+    were recorded earlier have their temporaries: those must not be replayed in between.
+    """
+
+    def __init__(self, record_little: Callable[[], torch.cuda.CUDAGraph]):
+        # a pool does not outlive the last graph in it
+        self._anchor = record_little()
+        self.handle = self._anchor.pool()
+        # graphs recorded so far
+        self.count = 0
+        # numbers of the forwards that wait for their backwards
+        self.in_flight: set[int] = set()
+
+    def allows(self, number: int) -> bool:
+        """Whether the graph of this number may be replayed now."""
+        return max(self.in_flight, default=-1) < number
+
+
+class Constant:
+    """A copy of what callers make anew for each forward, shared by all graphs that read it."""
+
+    def __init__(self, like: torch.Tensor):
+        # rows may be padded: kernels see the same strides
+        held = like.untyped_storage().nbytes() // like.element_size() - like.storage_offset()
+        self.buffer = like.new_empty(held).as_strided(like.shape, like.stride())
+        # forwards whose backward will read it
+        self.readers = 0
+        self._source: weakref.ref[torch.Tensor] | None = None
+        self._version = 0
+
+    def take(self, x: torch.Tensor) -> bool:
+        """Whether it holds `x` now. Not while another one is still to be read."""
+        if self._source is None or self._source() is not x or self._version != x._version:
+            if self.readers:
+                return False
+            self.buffer.copy_(x)
+            self._source, self._version = weakref.ref(x), x._version
+        return True
+
+
+class Memory:
+    """What all graphs of one stream share that one thread calls, or all of one shape there."""
+
+    def __init__(self, device: torch.device, thread: int):
+        self._device, self._thread = device, thread
+        self._pools: list[Pool] = []
+        self._buffers: dict[Hashable, torch.Tensor] = {}
+        self._constants: dict[Hashable, Constant] = {}
+        self._announced: set[torch.Size] = set()
+        # whose graphs lie here
+        self.users: weakref.WeakSet[Graphs] = weakref.WeakSet()
+        # why nothing is recorded any more
+        self.refusal: str | None = None
+
+    @property
+    def stream(self) -> torch.cuda.Stream:
+        return _stream(self._device, self._thread)
+
+    @functools.cached_property
+    def _number(self) -> torch.Tensor:
+        return torch.zeros(1, device=self._device)
+
+    def _record_little(self) -> torch.cuda.CUDAGraph:
+        graph, number = torch.cuda.CUDAGraph(), self._number
+        self.stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self.stream):
+            graph.capture_begin(capture_error_mode="thread_local")
+            number.add_(1)
+            graph.capture_end()
+        return graph
+
+    def pool(self, index: int) -> Pool:
+        """The pool for micro-batch `index` of those that are in flight at a time."""
+        while len(self._pools) <= index:
+            self._pools.append(Pool(self._record_little))
+        return self._pools[index]
+
+    def buffer(self, use: str, like: torch.Tensor) -> torch.Tensor:
+        """A buffer for a tensor like `like`, shared by all graphs: each reads it before the next runs."""
+        key = use, like.shape, like.dtype
+        if key not in self._buffers:
+            self._buffers[key] = torch.empty_like(like, memory_format=torch.contiguous_format)
+        return self._buffers[key]
+
+    def constant(self, index: int, like: torch.Tensor) -> Constant:
+        """The copy of the constant with this index among those of its function."""
+        key = index, like.shape, like.stride(), like.dtype
+        if key not in self._constants:
+            self._constants[key] = Constant(like)
+        return self._constants[key]
+
+    def abandon(self) -> None:
+        """Has everybody drop the graphs that lie here, so that their memory is freed. Those that wait for
+        their backwards keep theirs until then."""
+        for graphs in list(self.users):
+            graphs.leave()
+
+    def record(self, make: Callable[[], Any]) -> Any:
+        """make(), or None if it fails; then nothing is recorded any more."""
+        try:
+            return make()
+        except RuntimeError as error:
+            self.refusal = str(error)
+            # where recording fails, torch's random numbers still belong to the graph, until one is finished
+            self._record_little()
+            logger.warning(
+                "layers could not be recorded as CUDA graphs and run without: %s. To silence this, set "
+                '"cuda_graphs": false in coat.activations.',
+                error,
+            )
+            return None
+
+    def announce(self, shape: torch.Size) -> None:
+        """Logs once that layers with inputs of this shape are replayed, if they are."""
+        if self.refusal is None and shape not in self._announced:
+            self._announced.add(shape)
+            logger.info("layers with inputs of shape %s run as CUDA graphs from now on", list(shape))
+
+
+@functools.cache
+def _stream(device: torch.device, thread: int) -> torch.cuda.Stream:
+    """Graphs are recorded on a stream of their own, one for all of a thread: cuBLAS keeps a workspace for
+    each stream, also when graphs that were recorded there are gone."""
+    return torch.cuda.Stream(device)
+
+
+# by device, thread, stream and shape, if it is of one, alive as long as a module uses them
+_memories: weakref.WeakValueDictionary[tuple, Memory] = weakref.WeakValueDictionary()
+
+
+def memory_of(device: torch.device, thread: int, stream: int, shape: torch.Size | None) -> Memory:
+    key = device, thread, stream, shape
+    memory = _memories.get(key)
+    if memory is None:
+        memory = _memories[key] = Memory(device, thread)
+    return memory

@@ -1,0 +1,188 @@
+"""Both graphs of a function, and the node of autograd that replays them."""
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+from torch.autograd.graph import get_gradient_edge
+
+from coat_kernels.autograd import once_differentiable
+from coat_kernels.graphs.memory import Constant, Memory, Pool
+
+
+def addresses(tensors: Sequence[torch.Tensor | None]) -> tuple:
+    return tuple(None if t is None else (t.data_ptr(), t.requires_grad) for t in tensors)
+
+
+class _Borrowed:
+    """Memory of a tensor, for `torch.as_tensor`, which does not keep the tensor alive."""
+
+    def __init__(self, x: torch.Tensor):
+        self.__cuda_array_interface__ = {
+            "shape": (x.numel() * x.element_size(),),
+            "typestr": "|u1",
+            "data": (x.data_ptr(), False),
+            "version": 2,
+        }
+
+
+def _borrow(x: torch.Tensor | None) -> torch.Tensor | None:
+    """A tensor on the memory of `x`, which may be given to the next graph. An expanded tensor of zeros, which
+    takes no memory, is built anew."""
+    if x is None:
+        return None
+    if x.numel() > 1 and not any(x.stride()):
+        return torch.zeros((), dtype=x.dtype, device=x.device).expand(x.shape)
+    if not x.is_contiguous():
+        raise RuntimeError(f"expected results that are contiguous, found strides {x.stride()} of {x.shape}")
+    return torch.as_tensor(_Borrowed(x), device=x.device).view(x.dtype).view(x.shape)
+
+
+def _copied(x: torch.Tensor | None) -> torch.Tensor | None:
+    """A copy of what a replay left in `x`, before the next replay writes there."""
+    return x if x is None or not any(x.stride()) else x.clone()
+
+
+class Graph:
+    """The kernels that `body()` launches. `results` is what it returned, which each replay writes again."""
+
+    def __init__(self, memory: Memory, pool: Pool, body: Callable[[], Sequence[torch.Tensor | None]]):
+        self._graph = torch.cuda.CUDAGraph()
+        # while a graph is recorded, unused memory cannot be freed
+        torch.cuda.empty_cache()
+        memory.stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(memory.stream):
+            # other threads, such as one that loads data, may go on meanwhile
+            self._graph.capture_begin(pool=pool.handle, capture_error_mode="thread_local")
+            try:
+                made = body()
+            finally:
+                self._graph.capture_end()
+        torch.cuda.current_stream().wait_stream(memory.stream)
+        self.results = tuple(map(_borrow, made))
+        self.number = pool.count
+        pool.count += 1
+
+    def replay(self) -> None:
+        self._graph.replay()
+
+
+class _InFlight:
+    """While it lives, a forward waits for its backward."""
+
+    def __init__(self, pool: Pool, number: int, constants: Sequence[Constant]):
+        self._pool, self._number, self._constants = pool, number, constants
+        pool.in_flight.add(number)
+        for constant in constants:
+            constant.readers += 1
+
+    def __del__(self):
+        self._pool.in_flight.discard(self._number)
+        for constant in self._constants:
+            constant.readers -= 1
+
+
+@contextlib.contextmanager
+def _at_versions(tensors: Sequence[torch.Tensor], versions: Sequence[int]) -> Iterator[None]:
+    """Lets autograd read `tensors` as of these versions, where their values are known to be right."""
+    now, set_versions = tuple(t._version for t in tensors), torch._C._autograd._unsafe_set_version_counter
+    set_versions(tuple(tensors), tuple(versions))
+    try:
+        yield
+    finally:
+        set_versions(tuple(tensors), now)
+
+
+class Recording:
+    """Both graphs of a function for inputs at certain addresses."""
+
+    def __init__(
+        self,
+        memory: Memory,
+        pool: Pool,
+        function: Callable,
+        x: torch.Tensor,
+        tensors: Sequence[torch.Tensor | None],
+        constants: Sequence[Constant],
+    ):
+        self._memory, self._pool, self._constants = memory, pool, constants
+        self._x = memory.buffer("input", x)
+        # leaves of a graph of their own, on the same memory
+        leaves = [None if t is None else t.detach().requires_grad_(t.requires_grad) for t in tensors]
+        self._inputs = [self._x.detach().requires_grad_(), *leaves]
+        buffers = [constant.buffer for constant in constants]
+        self._read = [t for t in (*self._inputs, *buffers) if t is not None]
+        self._versions = [t._version for t in self._read]
+        self._forward = Graph(memory, pool, functools.partial(self._run, function))
+        self._backward: Graph | None = None
+        # addresses that it knows
+        self._where: tuple = ()
+        self._grad: torch.Tensor | None = None
+
+    def _run(self, function: Callable) -> tuple[torch.Tensor]:
+        x, *leaves = self._inputs
+        y = function(x, *(constant.buffer for constant in self._constants), *leaves)
+        # holds on to what was saved for backward, not to y
+        self._edge = get_gradient_edge(y)
+        return (y.detach(),)
+
+    def _differentiate(self) -> list[torch.Tensor | None]:
+        trained = [t for t in self._inputs if t is not None and t.requires_grad]
+        # kept, so that no other graph takes the memory of what was saved
+        grads = torch.autograd.grad([self._edge], trained, [self._grad], retain_graph=True, allow_unused=True)
+        found = iter(grads)
+        return [next(found) if t is not None and t.requires_grad else None for t in self._inputs]
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether the forward may be replayed: nothing waits for a backward that it would overwrite."""
+        return self._pool.allows(self._forward.number)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, _InFlight]:
+        """The function's output, and what to hold until its backward has run."""
+        in_flight = _InFlight(self._pool, self._forward.number, self._constants)
+        self._x.copy_(x)
+        self._forward.replay()
+        return _copied(self._forward.results[0]), in_flight
+
+    def backward(self, grad: torch.Tensor, where: tuple) -> list[torch.Tensor | None]:
+        """The gradients of x and the tensors, whose addresses are `where` by now: FSDP frees weights between
+        forward and backward, and gathers them anew."""
+        if self._grad is None:
+            self._grad = self._memory.buffer("gradient", grad)
+        self._grad.copy_(grad)
+        # steps have changed what it reads since the forward was recorded, but not since this forward
+        at_versions = functools.partial(_at_versions, self._read, self._versions)
+        if self._backward is None and self._memory.refusal is None:
+            with at_versions():
+                self._backward = self._memory.record(
+                    lambda: Graph(self._memory, self._pool, self._differentiate)
+                )
+            self._where = where
+            self._memory.announce(grad.shape)
+        if self._backward is None or self._where != where or not self._pool.allows(self._backward.number):
+            with at_versions():
+                return self._differentiate()
+        self._backward.replay()
+        return [_copied(g) for g in self._backward.results]
+
+
+class Replay(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, recording, x, *tensors):
+        y, ctx.in_flight = recording.forward(x)
+        ctx.recording = recording
+        # a replay reads them again; torch raises if one was changed in between
+        ctx.save_for_backward(*tensors)
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):
+        # raises where one was changed, or where they were freed by a backward before
+        tensors = ctx.saved_tensors
+        grads = ctx.recording.backward(grad, addresses(tensors))
+        if not torch._C._autograd._get_current_graph_task_keep_graph():
+            ctx.in_flight = None
+        return None, *grads
