@@ -132,7 +132,7 @@ class MegatronAdamW(CoatAdamW, torch.optim.AdamW):
         itself; the rest is computed and lies on the CPU."""
         state, param = self.state[p], p
         if "remainder" in state:
-            param = torch.empty(p.shape, device="cpu")
+            param = torch.empty(p.shape, dtype=torch.float32, device="cpu")
             for part in parts_of(p.numel()):
                 held = (x.view(-1)[part] for x in (p, state["remainder"]))
                 param.view(-1)[part] = join_master(*held)

@@ -183,6 +183,7 @@ def test_moments_of_universal_checkpoints_wait_on_the_cpu(monkeypatch):
     with moments_wait_on_cpu(optimizer):
         base_optimizer.map_to_flat_opt_states(p, [lp], optimizer.state, MOMENTS)
         loaded = dict(optimizer.state[p])
+        # what is put into it goes to the CPU, where a tensor without memory cannot go
         with pytest.raises(NotImplementedError, match="meta"):
             optimizer.state[p]["exp_avg"] = torch.empty(1, device="meta")
     (flat,) = flats
