@@ -15,7 +15,7 @@ are copied to fixed addresses once for all layers that read them.
     calls.py      calls of a function, which are launched, recorded or replayed
 """
 
-from coat_kernels.graphs.calls import MOST_MOVES, MOST_SHAPES, WARM_UP, Graphs, Place
+from coat_kernels.graphs.calls import MOST_MOVES, MOST_SHAPES, PAID_OFF, WARM_UP, Graphs, Place
 from coat_kernels.graphs.memory import Constant
 from coat_kernels.graphs.recording import Recording
 
@@ -23,4 +23,14 @@ from coat_kernels.graphs.recording import Recording
 # the launches. Larger layers gain nothing from graphs, which hold what is saved for backward.
 GRAPHED_WORK = 4e11
 
-__all__ = ["GRAPHED_WORK", "MOST_MOVES", "MOST_SHAPES", "WARM_UP", "Constant", "Graphs", "Place", "Recording"]
+__all__ = [
+    "GRAPHED_WORK",
+    "MOST_MOVES",
+    "MOST_SHAPES",
+    "PAID_OFF",
+    "WARM_UP",
+    "Constant",
+    "Graphs",
+    "Place",
+    "Recording",
+]

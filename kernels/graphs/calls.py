@@ -13,6 +13,8 @@ from coat_kernels.graphs.recording import Recording, Replay, addresses
 WARM_UP = 2
 # at most so many where graphs are dropped as shapes change
 MOST_WARM_UP = 64
+# forwards that graphs replayed when recording them has paid off
+PAID_OFF = 16
 # shapes of one function; each holds what its backward needs
 MOST_SHAPES = 2
 # after so many changes of addresses, as by offloading of states, graphs of a function are given up
@@ -55,8 +57,9 @@ class Graphs:
     """The graphs of one function of a module. Copies of the module, and what is pickled, start anew.
 
     one_shape: for inputs whose shape may change at any time. Graphs of one shape are held at a time. Where
-        another shape comes, those of all layers are dropped before it runs, as it may need the memory, and
-        twice as many calls of one shape must follow each other until there are graphs again.
+        another shape comes, those of all layers are dropped before it runs, as it may need the memory. Where
+        they had not paid off by then, twice as many calls of one shape as before must follow each other until
+        there are graphs again.
     """
 
     def __init__(self, one_shape: bool = False):
@@ -67,6 +70,8 @@ class Graphs:
         self._memory_key: tuple | None = None
         self._moves = 0
         self._warm_up = WARM_UP
+        # since there was none
+        self._replays = 0
 
     def __reduce__(self):
         return type(self), (self._one_shape,)
@@ -82,12 +87,13 @@ class Graphs:
     def clear(self) -> None:
         """Drops what was recorded, with its memory. No forward may wait for its backward."""
         self._places.clear()
-        self._moves = 0
+        self._moves = self._replays = 0
 
     def leave(self) -> None:
         """Drops what was recorded, with its share of the memory that holds it."""
         if self.count:
-            self._warm_up = min(2 * self._warm_up, MOST_WARM_UP)
+            paid_off = self._replays >= PAID_OFF
+            self._warm_up = WARM_UP if paid_off else min(2 * self._warm_up, MOST_WARM_UP)
         self.clear()
         self._memory = None
 
@@ -144,6 +150,7 @@ class Graphs:
             if recording is None:
                 return run_eagerly()
             place.recordings.append(recording)
+        self._replays += 1
         return Replay.apply(recording, x, *tensors)
 
     def _memory_of(self, x: torch.Tensor) -> Memory:

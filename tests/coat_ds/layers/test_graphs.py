@@ -13,7 +13,7 @@ from coat_ds.layers.decoder_layer import uses_graphs
 from coat_ds.layers.replaced import replaced
 from coat_ds.watch import codes
 from coat_ds.watch.watch import Watch
-from coat_kernels.graphs import GRAPHED_WORK, WARM_UP, Constant, Graphs, Recording
+from coat_kernels.graphs import GRAPHED_WORK, PAID_OFF, WARM_UP, Constant, Graphs, Recording
 
 ROWS, TOKENS, STEPS = 2, 64, 14
 
@@ -117,6 +117,21 @@ def test_lengths_that_change():
         seen.append(counts(models[0])[0])
     # 48 comes twice, 64 then for one call too few, and 48 for two too many
     assert seen == [0, 0, 1, 1] + [0, 0] + [0, 0, 0, 0] + [0, 0, 0, 0, 1, 1] + [0] * 6
+
+
+@on_gpu
+def test_a_short_last_batch_of_each_epoch():
+    """Graphs that have paid off come back as soon as the first did."""
+    models = [converted(graphs) for graphs in (True, False)]
+    optimizers = [torch.optim.AdamW(model.parameters(), lr=1e-3) for model in models]
+    seen, steps = [], WARM_UP + PAID_OFF + 1
+    for number in range(3 * steps):
+        rows = ROWS - (number % steps == steps - 1)
+        found = [step(*pair, 3 * number, rows=rows) for pair in zip(models, optimizers, strict=True)]
+        assert all(map(torch.equal, *found)), number
+        seen.append(counts(models[0]))
+    epoch = [[0] * LAYERS] * WARM_UP + [[1] * LAYERS] * PAID_OFF + [[0] * LAYERS]
+    assert seen == 3 * epoch
 
 
 @on_gpu
