@@ -113,19 +113,25 @@ def build_engine(run: Run, variant: str, setup: Setup, data):
     return engine
 
 
-def validate(engine, data, setup: Setup, step: int) -> dict[str, float]:
-    """Mean loss, in nats per token, of the same held-out sequences every time, and the scores."""
+def held_out_loss(model: torch.nn.Module, data, setup: Setup) -> float:
+    """Mean, in nats per token, of the same held-out sequences every time."""
     count, size = min(setup.recipe.held_out, len(data.held_out)), setup.recipe.micro_batch
+    sums = [
+        setup.task.loss(model, data.held_out.batch(range(first, last))) * (last - first)
+        for first in range(0, count, size)
+        for last in [min(first + size, count)]
+    ]
+    return round(torch.stack(sums).sum().item() / count, 5)
+
+
+@torch.no_grad()
+def validate(engine, data, setup: Setup, step: int) -> dict[str, float]:
+    """The held-out loss and the scores."""
     engine.eval()
-    with torch.no_grad():
-        sums = [
-            setup.task.loss(engine, data.held_out.batch(range(first, last))) * (last - first)
-            for first in range(0, count, size)
-            for last in [min(first + size, count)]
-        ]
-        scores = setup.task.scores(setup, engine, data, step)
+    found = {"val_loss": held_out_loss(engine, data, setup)}
+    found |= setup.task.scores(setup, engine, data, step)
     engine.train()
-    return {"val_loss": round(torch.stack(sums).sum().item() / count, 5), **scores}
+    return found
 
 
 def train_phase(

@@ -15,7 +15,7 @@ from benchmarks.common.harness import Table, benchmark
 from benchmarks.common.training import loss_of
 from benchmarks.converge import make_runs, prepare_text, prepared, run_options, text_options
 from benchmarks.converge.corpus import TokenizedText
-from benchmarks.converge.measure import load_text, saved_by_layers
+from benchmarks.converge.measure import held_out_loss, load_text, saved_by_layers
 from benchmarks.converge.recipe import TINY, Recipe, Setup, Task
 from benchmarks.finetune import cloze, pretrained
 from benchmarks.finetune.table import SYSTEMS, parse, publish
@@ -66,6 +66,7 @@ def finetune(arguments, table: Table) -> None:
     start from the same weights; a seed decides the order of the text. Runs that are complete are not made
     again, and --minutes stops in the middle of one, as in converge. Columns:
     - val_loss_start, val_loss: of 256 held-out sequences, nats per token, by the layers that are trained;
+    - val_loss_bf16_start, val_loss_bf16: of the same weights in stock layers;
     - over_bf16_same_seed: nats above BF16 on the same path with the same seed;
     - cloze_start, cloze: share of up to 2,000 held-out sentences whose last word is likelier than three
       other last words of the same file; chance is 0.25; `questions`: how many there were;
@@ -89,7 +90,8 @@ def finetune(arguments, table: Table) -> None:
         raise SystemExit(str(error)) from error
     print(f"weights and text ready after {time.monotonic() - started:.0f} s in {data}", flush=True)
 
-    build, scores = functools.partial(pretrained.build, model), functools.partial(cloze_scores, count)
+    build = functools.partial(pretrained.build, model)
+    scores = functools.partial(scores_of, model, count)
     task = Task(build, load_text, loss_of, saved_by_layers, scores)
     identity |= {"weights": model.digest, "questions": questions}
     setup, conditions = prepared(arguments, task, recipe, data, identity, output, started)
@@ -97,13 +99,22 @@ def finetune(arguments, table: Table) -> None:
     publish(output, table)
 
 
-def cloze_scores(
-    questions: int, setup: Setup, engine: torch.nn.Module, text: TokenizedText, step: int
+def scores_of(
+    start: pretrained.Pretrained,
+    questions: int,
+    setup: Setup,
+    engine: torch.nn.Module,
+    text: TokenizedText,
+    step: int,
 ) -> dict[str, float]:
     """As `Task.scores`, before the first step and after the last one."""
     if step not in (0, setup.recipe.steps):
         return {}
-    return {"cloze": round(cloze.accuracy(engine, cloze.rows_of(setup.data, questions)), 5)}
+    stock = pretrained.in_bf16(start, setup, engine.module, text)
+    return {
+        "val_loss_bf16": held_out_loss(stock, text, setup),
+        "cloze": round(cloze.accuracy(engine, cloze.rows_of(setup.data, questions)), 5),
+    }
 
 
 def start_of(arguments) -> pretrained.Pretrained:

