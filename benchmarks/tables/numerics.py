@@ -1,6 +1,7 @@
 """Tables of docs/numerics.md."""
 
 import statistics
+from collections.abc import Callable
 
 import torch
 
@@ -112,15 +113,20 @@ def many_steps(results: Results) -> str:
         "bf16, bf16": "BF16 to nearest",
         "ratio4, log6": "an experiment: 4 bits, and logarithms in 6",
     }
+    # of a larger model and of a pretrained one
+    others = {
+        "125M after 3,000 steps, 0.95": ("state_loop_125m.csv", {"model": "125m", "after": 3000}),
+        "SmolLM2, 0.95": ("state_loop_smollm2.csv", {"model": "smollm2"}),
+    }
     betas = (0.95, 0.99, 0.999)
     lines = []
     for code, name in codes.items():
-        rows = [
-            results.row("state_loop.csv", model="small", kind="all", code=code, beta2=beta) for beta in betas
-        ]
-        errors = (percent(row["applied"], 1) for row in rows)
+        of = {"kind": "all", "code": code}
+        rows = [results.row("state_loop.csv", model="small", beta2=beta, **of) for beta in betas]
+        beside = [results.row(file, beta2=0.95, **of, **where) for file, where in others.values()]
+        errors = (percent(row["applied"], 1) for row in (*rows, *beside))
         lines.append([name, f"{rows[0]['bytes']:.2f}", *errors, percent(rows[-1]["stalled"], 1)])
-    head = ["", "bytes", *(f"β2 {beta}" for beta in betas)]
+    head = ["", "bytes", *(f"β2 {beta}" for beta in betas), *others]
     return table([*head, f"second moments off by more than a third, at {betas[-1]}"], *lines)
 
 
@@ -128,17 +134,22 @@ def many_steps(results: Results) -> str:
 def models(results: Results) -> str:
     """Of what `state_loop` was run on."""
     shown = {
-        "the quickstart's GPT": ("state_loop.csv", "small", "all"),
-        "with 16,384 ids and 512 tokens a step: all": ("state_loop.csv", "rare", "all"),
-        "rows of its embedding hit in fewer than 1 of 50 steps": ("state_loop.csv", "rare", "rare rows"),
-        "with four channels 30 to 100 times as large": ("state_loop.csv", "outliers", "all"),
-        "125M parameters": ("state_loop_125m.csv", "125m", "all"),
+        "the quickstart's GPT": ("state_loop.csv", "small", "all", 300),
+        "with 16,384 ids and 512 tokens a step: all": ("state_loop.csv", "rare", "all", 300),
+        "rows of its embedding hit in fewer than 1 of 50 steps": ("state_loop.csv", "rare", "rare rows", 300),
+        "with four channels 30 to 100 times as large": ("state_loop.csv", "outliers", "all", 300),
+        "125M parameters": ("state_loop_125m.csv", "125m", "all", 300),
+        "after 1,000 steps": ("state_loop_125m.csv", "125m", "all", 1000),
+        "after 3,000 steps": ("state_loop_125m.csv", "125m", "all", 3000),
+        "its feed-forward layers": ("state_loop_125m.csv", "125m", "MLP", 3000),
+        "SmolLM2-135M-Instruct, pretrained": ("state_loop_smollm2.csv", "smollm2", "all", 300),
     }
     codes = {"ratio8, log8": "default", "fp8_expanded, fp8_expanded": "paper's"}
     columns = [(beta, code) for beta in (0.95, 0.999) for code in codes]
     lines = []
-    for name, (file, model, kind) in shown.items():
-        rows = [results.row(file, model=model, kind=kind, code=code, beta2=beta) for beta, code in columns]
+    for name, (file, model, kind, after) in shown.items():
+        of = {"model": model, "kind": kind, "after": after}
+        rows = [results.row(file, code=code, beta2=beta, **of) for beta, code in columns]
         lines.append([name, *(f"{percent(r['stored'], 2)}; {percent(r['applied'], 1)}" for r in rows)])
     return table(["stored once; applied", *(f"{codes[code]}, {beta}" for beta, code in columns)], *lines)
 
@@ -248,3 +259,43 @@ def convergence(results: Results) -> str:
             ),
         )
     )
+
+
+@block("numerics.md", "fine-tuning")
+def fine_tuning(results: Results) -> str:
+    names = {"bf16": "BF16", "coat": "COAT"}
+    paths = {"hf": "transformers' model", "megatron": "Megatron's"}
+    rows = results.rows("finetune.csv")
+    lines = []
+    for row in rows:
+        losses = (f"{row[name]:.4f}" for name in ("val_loss_start", "val_loss"))
+        shares = (percent(row[name], 1) for name in ("cloze_start", "cloze"))
+        kept = f"{row['saved_bytes_per_token_layer'] / 1e3:.1f}"
+        name = f"{names.get(row['system'], row['system'])}, {paths[row['path']]}, seed {row['seed']:.0f}"
+        lines.append([name, *losses, *shares, kept, f"{row['peak_mb'] / 1e3:.1f}"])
+    head = (
+        f"SmolLM2-135M, {rows[0]['tokens'] / 1e6:.0f} million tokens",
+        *("loss before", "after", "last words before", "after", "kept, kB a token and layer", "peak GB"),
+    )
+    return table(head, *lines)
+
+
+@block("numerics.md", "vision-language")
+def vision_language(results: Results) -> str:
+    rows = [results.row("vlm.csv", run=run) for run in ("bf16", "coat")]
+
+    def cells(name: str, shown: Callable[[float], str]) -> list[str]:
+        return [shown(row[name]) for row in rows]
+
+    return table(
+        [f"{rows[0]['steps']:,.0f} steps of {rows[0]['batch']:.0f} pictures", "BF16", "COAT"],
+        ["loss of held-out pictures, nats a digit", *cells("val_loss", "{:.4f}".format)],
+        ["numbers read without a mistake", *cells("exact", lambda x: percent(x, 1))],
+        ["kept, kB a token and layer of the tower", *cells("tower_saved_bytes_per_token_layer", _thousands)],
+        ["of the decoder", *cells("decoder_saved_bytes_per_token_layer", _thousands)],
+        ["peak GB", *cells("peak_mb", _thousands)],
+    )
+
+
+def _thousands(x: float) -> str:
+    return f"{x / 1e3:.1f}"
