@@ -36,8 +36,8 @@ class StoredMoment(Moment):
 def _rebuild(pieces: list[tuple], group_size: int, shape: tuple[int, ...]) -> Moment:
     """The moment of a pickled `StoredMoment`. Raises ValueError for anything that it would not write.
 
-    Readers of data only, such as `torch.load(weights_only=True)`, may be told to call this function: what
-    the file says is not to be trusted.
+    Readers of data only, such as `torch.load(weights_only=True)`, call this function: what the file says is
+    not to be trusted.
     """
     sizes = OPTIMIZER_GROUP_SIZES
     _expect(type(group_size) is int and group_size in sizes, f"one of the group sizes {sizes}", group_size)
@@ -70,6 +70,8 @@ def _rebuild(pieces: list[tuple], group_size: int, shape: tuple[int, ...]) -> Mo
 
 # the name that stands in files, of earlier versions too
 _rebuild.__module__ = "coat_ds.state"
+# Hugging Face's Trainer and torch.load's default read data only
+torch.serialization.add_safe_globals([_rebuild])
 
 
 def _rebuild_stored(said: tuple, group_size: int, numel: int | None) -> Stored:

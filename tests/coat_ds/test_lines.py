@@ -10,7 +10,6 @@ import torch
 
 from coat_ds import CoatAdamW, state_bytes
 from coat_ds.optim.lines import to_logging
-from coat_ds.optim.stored_moment import _rebuild
 from tests.coat_ds.optimizers import FP32, parameters, set_grads, through_file
 from tests.util import run_distributed
 
@@ -132,8 +131,7 @@ def test_formats_that_nobody_knows_are_taken_for_fp32(lines, said):
 @pytest.mark.parametrize("layout", ["stock", "compressed"])
 def test_a_file_of_the_papers_formats_loads(lines, layout):
     """The file was written at 0027093, before there were others: three steps of 200 elements, by layout."""
-    with torch.serialization.safe_globals([_rebuild]):
-        state_dict = torch.load(Path(__file__).with_name("papers_states.pt"), weights_only=True)[layout]
+    state_dict = torch.load(Path(__file__).with_name("papers_states.pt"), weights_only=True)[layout]
     moments = []
     for options in (OLD, NEW):
         p = torch.nn.Parameter(torch.zeros(2, 100))
