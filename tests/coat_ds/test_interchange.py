@@ -124,6 +124,19 @@ def zeroed_by_the_host(stage):
     return zeros, safe_get_full_fp32_param(p).clone()
 
 
+def of_another_stage(folder, dtype):
+    """What stage 0 says to a checkpoint of ZeRO, and whether the way out that it names gives the weights."""
+    writer, reader = (
+        coat_ds.initialize(model=Wide(), config=ds_config(cell(stage, dtype)))[0] for stage in (1, 0)
+    )
+    writer.save_checkpoint(folder, tag=dtype)
+    with pytest.raises(ValueError) as error:
+        reader.load_checkpoint(folder, tag=dtype)
+    reader.load_checkpoint(folder, tag=dtype, load_optimizer_states=False)
+    weights = ([p.detach() for p in engine.module.parameters()] for engine in (writer, reader))
+    return str(error.value), all(torch.equal(a, b) for a, b in zip(*weights, strict=True))
+
+
 def work(folder):
     warnings.simplefilter("ignore")
     import deepspeed
@@ -133,6 +146,7 @@ def work(folder):
     deepspeed.init_distributed()
     outcome = {row: interchange(folder, row) for row in ROWS}
     outcome["zeroed"] = [zeroed_by_the_host(stage) for stage in (1, 2, 3)]
+    outcome["another stage"] = [of_another_stage(folder, dtype) for dtype in ("bf16", "fp16")]
     return outcome
 
 
@@ -174,6 +188,12 @@ def test_bf16_masters_that_the_host_zeroes_move_on(where, request):
         assert not zeros.any()
         # an update is about the learning rate; a remainder of zero would be below 1e-40
         assert after.isfinite().all() and (after.abs() > 1e-5).float().mean() > 0.99
+
+
+@pytest.mark.parametrize("where", ["cpu", pytest.param("gpu", marks=pytest.mark.gpu)])
+def test_stage_0_says_what_a_checkpoint_of_zero_lacks(where, request):
+    for error, same in request.getfixturevalue(where)["another stage"]:
+        assert "no optimizer states of stage 0" in error and "load_optimizer_states=False" in error and same
 
 
 def formats(folder, stage):
