@@ -77,7 +77,7 @@ class Checkpoint:
 
 def _step(path: Path) -> int:
     match = _NAME.fullmatch(path.name)
-    return int(match[1]) if match and (path / MANIFEST).is_file() else -1
+    return int(match[1]) if match and path.is_dir() else -1
 
 
 def leave_out_empty_states(model: torch.nn.Module) -> None:
@@ -94,11 +94,13 @@ def leave_out_empty_states(model: torch.nn.Module) -> None:
 
 
 def newest(folder: Path) -> Path | None:
-    """The newest whole checkpoint in the folder, not verified. Collective."""
-    return from_main(lambda: next(iter(_complete(folder)), None))
+    """The newest checkpoint in the folder, not verified. Collective."""
+    return from_main(lambda: next(iter(_named(folder)), None))
 
 
-def _complete(folder: Path) -> list[Path]:
+def _named(folder: Path) -> list[Path]:
+    """What has a checkpoint's name, the newest first. One without a manifest is damaged, or another
+    program's: no run may take it for nothing, and write over it."""
     found = [path for path in folder.iterdir() if _step(path) >= 0] if folder.is_dir() else []
     return sorted(found, key=_step, reverse=True)
 
@@ -139,7 +141,8 @@ def save(
             partial.rename(folder / name)
             _sync(folder)
             atomic_write(folder / "latest", name.encode())
-            for old in _complete(folder)[keep:] if keep else ():
+            whole = [path for path in _named(folder) if (path / MANIFEST).is_file()]
+            for old in whole[keep:] if keep else ():
                 # a half-removed checkpoint must not pass for a whole one
                 old.rename(old.with_name(old.name + PARTIAL))
                 shutil.rmtree(old.with_name(old.name + PARTIAL))
@@ -149,22 +152,23 @@ def save(
 def find(folder: Path, *, set_aside: bool = False) -> Checkpoint | None:
     """The newest checkpoint in the folder, or the folder itself if it is one, that verifies. Collective.
 
-    What is damaged is said on stderr by rank 0, and the one before it is taken; with `set_aside` it is also
-    renamed, so that it neither counts as one to keep nor is in the way of a new one.
+    What is damaged is said on stderr by rank 0, and the one before it is taken; with `set_aside` it is then
+    also renamed, so that it neither counts as one to keep nor is in the way of a new one.
 
     Returns None where there is no checkpoint. Raises CheckpointError where all are damaged.
     """
-    candidates = from_main(lambda: [folder] if _step(folder) >= 0 else _complete(folder))
-    for path in candidates:
+    candidates = from_main(lambda: [folder] if _step(folder) >= 0 else _named(folder))
+    for number, path in enumerate(candidates):
         fault, layout = _verify(path)
         if fault is None:
+            # not before: where all are damaged, the next start would take the folder for an empty one
+            for damaged in candidates[:number] if set_aside and is_main() else ():
+                aside = damaged.with_name(damaged.name + DAMAGED)
+                shutil.rmtree(aside, ignore_errors=True)
+                damaged.rename(aside)
             return Checkpoint(path, layout)
         if is_main():
             print(f"checkpoint {path} is damaged: {fault}. The one before it is used", file=sys.stderr)
-            if set_aside:
-                aside = path.with_name(path.name + DAMAGED)
-                shutil.rmtree(aside, ignore_errors=True)
-                path.rename(aside)
     if candidates:
         raise CheckpointError(
             f"{folder}: every checkpoint in it is damaged. Bring one back from a copy, or remove them to "
@@ -215,6 +219,11 @@ def _verify(path: Path) -> tuple[str | None, Layout | None]:
     """What is wrong with a checkpoint, None if nothing; how it was spread."""
 
     def read() -> tuple[dict, Layout] | str:
+        if not (path / MANIFEST).exists():
+            return (
+                f"it has no {MANIFEST}, as those of before 21 November 2026, which DeepSpeed's own "
+                "load_checkpoint reads"
+            )
         try:
             manifest = read_object(path / MANIFEST)
             seal = manifest.pop(SEAL, None)
@@ -333,10 +342,10 @@ def _framework_types() -> list[Callable]:
     from deepspeed.runtime.zero.config import ZeroStageEnum
     from deepspeed.utils.tensor_fragment import fragment_address
 
-    from coat_ds import state
+    # allows torch to read moments of the compressed layout, whose parts are checked when they are made
+    import coat_ds.state  # noqa: F401
 
-    # a moment of the compressed layout, whose parts are checked when it is made
-    return [LossScaler, DynamicLossScaler, ZeroStageEnum, fragment_address, state._rebuild]
+    return [LossScaler, DynamicLossScaler, ZeroStageEnum, fragment_address]
 
 
 def _convert(source: Path, target: Path) -> None:

@@ -325,8 +325,7 @@ class Trainer:
             found = checkpoints.find(folder, set_aside=folder.resolve() == self.checkpoint_folder.resolve())
         if found is None and self.args.load is not None:
             raise LaunchError(
-                f"--load {folder}: no checkpoint there (none with a {checkpoints.MANIFEST}); drop --load to "
-                "start"
+                f"--load {folder}: no checkpoint there (no folder named as step100); drop --load to start"
             )
         newest = checkpoints.newest(self.checkpoint_folder)
         if newest is not None and (found is None or newest.resolve() != found.path.resolve()):

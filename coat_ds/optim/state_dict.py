@@ -79,6 +79,8 @@ def restored(
     device = param.device
     value = shard_of(loaded["state"][index][name], param)
     if isinstance(value, Moment):
+        # the optimizer's own is cast as torch does it, and written in the layout that is asked for
+        value = Moment(value.pieces, value.group_size, value.shape, pair=value.pair)
         held: Any = value.to(device, copy=True)
         same = (held.arrangement, held.group_size) == (layout, group_size)
         return (held, True) if same else (held.rearranged(layout, group_size, second), False)

@@ -11,8 +11,20 @@ from coat_ds.optim.pieces import Pair, Piece
 from coat_kernels.codecs import CODECS, Storage, Stored
 
 
-class StoredMoment(Moment):
-    """A moment that is pickled as it is stored, and comes back as a `Moment`. Needs `coat_ds` to be read."""
+class GivenMoment(Moment):
+    """A moment in a state dict. Who casts it gets a plain tensor.
+
+    Optimizers of torch cast what they load to the type of the parameter. AdamW would otherwise step codes,
+    and write a first moment relative to second ones of before the step: where those are zero it is lost.
+    """
+
+    def to(self, *args, **how):
+        is_cast = any(isinstance(x, torch.dtype) for x in (*args, *how.values()))
+        return self.decode().to(*args, **how) if is_cast else super().to(*args, **how)
+
+
+class StoredMoment(GivenMoment):
+    """A moment that is pickled as it is stored, and comes back as a `GivenMoment`, which needs `coat_ds`."""
 
     def __reduce_ex__(self, protocol):
         moment = self if self.is_whole else self.clone()
@@ -33,11 +45,11 @@ class StoredMoment(Moment):
         return _rebuild, (pieces, moment.group_size, tuple(moment.shape))
 
 
-def _rebuild(pieces: list[tuple], group_size: int, shape: tuple[int, ...]) -> Moment:
+def _rebuild(pieces: list[tuple], group_size: int, shape: tuple[int, ...]) -> GivenMoment:
     """The moment of a pickled `StoredMoment`. Raises ValueError for anything that it would not write.
 
-    Readers of data only, such as `torch.load(weights_only=True)`, may be told to call this function: what
-    the file says is not to be trusted.
+    Readers of data only, such as `torch.load(weights_only=True)`, call this function: what the file says is
+    not to be trusted.
     """
     sizes = OPTIMIZER_GROUP_SIZES
     _expect(type(group_size) is int and group_size in sizes, f"one of the group sizes {sizes}", group_size)
@@ -62,7 +74,7 @@ def _rebuild(pieces: list[tuple], group_size: int, shape: tuple[int, ...]) -> Mo
     _expect(math.prod(shape) == end, f"a shape of {end} elements", shape)
     devices = {t.device for piece in (*made, *second) for t in piece.storage}
     _expect(len(devices) == 1, "all tensors on one device", devices)
-    moment = Moment(tuple(made), group_size, shape)
+    moment = GivenMoment(tuple(made), group_size, shape)
     if moment.is_relative:
         moment.pair = Pair(moment.pieces, tuple(second), shared=False)
     return moment
@@ -70,6 +82,8 @@ def _rebuild(pieces: list[tuple], group_size: int, shape: tuple[int, ...]) -> Mo
 
 # the name that stands in files, of earlier versions too
 _rebuild.__module__ = "coat_ds.state"
+# Hugging Face's Trainer and torch.load's default read data only
+torch.serialization.add_safe_globals([_rebuild])
 
 
 def _rebuild_stored(said: tuple, group_size: int, numel: int | None) -> Stored:

@@ -55,7 +55,13 @@ def translate_checkpoints(wrapper, apart: bool) -> None:
 
     def loading(load: Callable) -> Callable:
         @functools.wraps(load)
-        def load_state_dict(packed: dict[str, Any], *args, **kwargs):
+        def load_state_dict(packed: dict[str, Any] | None, *args, **kwargs):
+            if packed is None:
+                # ZeRO's stand in files of their own, which stage 0 does not read
+                raise ValueError(
+                    "load_checkpoint: found no optimizer states of stage 0 in the checkpoint. Go on at the "
+                    "ZeRO stage that wrote it, or load the weights alone with load_optimizer_states=False."
+                )
             if hasattr(wrapper, FLAT) and APART in packed:
                 packed = {"clip_grad": wrapper.clip_grad, **put_together(packed, params)}
             elif hasattr(wrapper, APART) and FLAT in packed:

@@ -14,6 +14,7 @@ import torch
 
 import coat_ds
 from coat_ds import CoatAdamW
+from coat_ds.optim.moment import Moment
 from coat_ds.zero import stage0
 from tests.coat_ds.faithful import assert_ratio_faithful, assert_second_faithful
 from tests.coat_ds.test_checkpoints import full_states, listening, to_universal
@@ -124,6 +125,39 @@ def zeroed_by_the_host(stage):
     return zeros, safe_get_full_fp32_param(p).clone()
 
 
+def of_another_stage(folder, dtype):
+    """What stage 0 says to a checkpoint of ZeRO, and whether the way out that it names gives the weights."""
+    writer, reader = (
+        coat_ds.initialize(model=Wide(), config=ds_config(cell(stage, dtype)))[0] for stage in (1, 0)
+    )
+    writer.save_checkpoint(folder, tag=dtype)
+    with pytest.raises(ValueError) as error:
+        reader.load_checkpoint(folder, tag=dtype)
+    reader.load_checkpoint(folder, tag=dtype, load_optimizer_states=False)
+    weights = ([p.detach() for p in engine.module.parameters()] for engine in (writer, reader))
+    return str(error.value), all(torch.equal(a, b) for a, b in zip(*weights, strict=True))
+
+
+def from_codes(folder, peer, stage):
+    """States of COAT in the compressed layout, and those of `peer` that goes on from its checkpoint."""
+    run, found, tag = cell(stage, "bf16", model=Wide), [], f"codes-{peer}-{stage}"
+    for coat in (True, False):
+        config = ds_config(run, coat)
+        if coat:
+            config["coat"]["optimizer"] |= {"checkpoint_layout": "compressed"}
+        config["optimizer"]["params"].pop("torch_adam", None)
+        config["optimizer"]["params"] |= SECTIONS[peer]
+        engine, *_ = coat_ds.initialize(model=run["model"](), config=config)
+        if coat:
+            train_step(engine)
+            engine.save_checkpoint(folder, tag=tag)
+        else:
+            engine.load_checkpoint(folder, tag=tag)
+        found.append(states(engine)[0])
+        kinds = {type(x) for state in engine.basic_optimizer.state.values() for x in state.values()}
+    return *found, kinds
+
+
 def work(folder):
     warnings.simplefilter("ignore")
     import deepspeed
@@ -133,6 +167,9 @@ def work(folder):
     deepspeed.init_distributed()
     outcome = {row: interchange(folder, row) for row in ROWS}
     outcome["zeroed"] = [zeroed_by_the_host(stage) for stage in (1, 2, 3)]
+    rows = [("FusedAdam", 0), ("FusedAdam", 1), ("AdamW", 1), ("AdamW", 3)]
+    outcome["codes"] = [from_codes(folder, *row) for row in rows]
+    outcome["another stage"] = [of_another_stage(folder, dtype) for dtype in ("bf16", "fp16")]
     return outcome
 
 
@@ -174,6 +211,18 @@ def test_bf16_masters_that_the_host_zeroes_move_on(where, request):
         assert not zeros.any()
         # an update is about the learning rate; a remainder of zero would be below 1e-40
         assert after.isfinite().all() and (after.abs() > 1e-5).float().mean() > 0.99
+
+
+@pytest.mark.parametrize("where", ["cpu", pytest.param("gpu", marks=pytest.mark.gpu)])
+def test_adamw_goes_on_from_the_compressed_layout(where, request):
+    for saved, loaded, kinds in request.getfixturevalue(where)["codes"]:
+        assert all(map(torch.equal, saved, loaded)) and not any(issubclass(kind, Moment) for kind in kinds)
+
+
+@pytest.mark.parametrize("where", ["cpu", pytest.param("gpu", marks=pytest.mark.gpu)])
+def test_stage_0_says_what_a_checkpoint_of_zero_lacks(where, request):
+    for error, same in request.getfixturevalue(where)["another stage"]:
+        assert "no optimizer states of stage 0" in error and "load_optimizer_states=False" in error and same
 
 
 def formats(folder, stage):

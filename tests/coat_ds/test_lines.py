@@ -10,7 +10,7 @@ import torch
 
 from coat_ds import CoatAdamW, state_bytes
 from coat_ds.optim.lines import to_logging
-from coat_ds.optim.stored_moment import _rebuild
+from coat_ds.optim.options import MOMENTS
 from tests.coat_ds.optimizers import FP32, parameters, set_grads, through_file
 from tests.util import run_distributed
 
@@ -132,8 +132,7 @@ def test_formats_that_nobody_knows_are_taken_for_fp32(lines, said):
 @pytest.mark.parametrize("layout", ["stock", "compressed"])
 def test_a_file_of_the_papers_formats_loads(lines, layout):
     """The file was written at 0027093, before there were others: three steps of 200 elements, by layout."""
-    with torch.serialization.safe_globals([_rebuild]):
-        state_dict = torch.load(Path(__file__).with_name("papers_states.pt"), weights_only=True)[layout]
+    state_dict = torch.load(Path(__file__).with_name("papers_states.pt"), weights_only=True)[layout]
     moments = []
     for options in (OLD, NEW):
         p = torch.nn.Parameter(torch.zeros(2, 100))
@@ -148,6 +147,21 @@ def test_a_file_of_the_papers_formats_loads(lines, layout):
     assert line.endswith(AS_NEW.replace("5 tensors", "1 tensor"))
     for old, new in zip(*moments, strict=True):
         assert 0 < (old - new).norm() < 0.03 * old.norm()
+
+
+@pytest.mark.parametrize("layout", ["stock", "compressed"])
+def test_a_file_of_todays_formats_loads(lines, layout):
+    """The file was written at f4801b1, when they were new: three steps of 200 elements, by layout."""
+    states = torch.load(Path(__file__).with_name("todays_states.pt"), weights_only=True)
+    p = torch.nn.Parameter(torch.zeros(2, 100))
+    optimizer = CoatAdamW([p], min_numel=100, **NEW)
+    lines()
+    optimizer.load_state_dict(states[layout])
+    assert not lines() and optimizer.take_arrivals() == "2 restored to the bit"
+    assert optimizer.state[p]["step"] == 3
+    saved = states["stock"]["state"][0]
+    for name, moment in zip(MOMENTS, optimizer.moments(p), strict=True):
+        assert torch.equal(moment, saved[name]), name
 
 
 def test_an_earlier_version_names_formats_in_its_groups_alone(lines):

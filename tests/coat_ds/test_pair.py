@@ -11,7 +11,7 @@ from coat_ds import CoatAdamW
 from coat_ds.optim.fragments import Fragment
 from coat_ds.optim.moment import Moment
 from coat_ds.optim.pair import paired
-from coat_ds.optim.stored_moment import StoredMoment, _rebuild
+from coat_ds.optim.stored_moment import StoredMoment
 from coat_kernels.codecs import Stored, codec, get_codec
 from tests.coat_ds.test_state import SHAPE, WRITES, values
 from tests.coat_ds.test_stored_moment import Written
@@ -297,8 +297,7 @@ def test_resume_is_exact(layout):
     # both moments, the parameter and 9 bytes of each of 8 groups; a file's own bytes are some thousands
     assert layout == "stock" or len(file.getvalue()) < 2 * 1000 + 4 * 1000 + 9 * 8 + 5000
     file.seek(0)
-    with torch.serialization.safe_globals([_rebuild]):
-        saved = torch.load(file, weights_only=True)
+    saved = torch.load(file, weights_only=True)
     q = torch.nn.Parameter(saved["model"])
     resumed = CoatAdamW([q], **FORMATS)
     resumed.load_state_dict(saved["optimizer"])
@@ -343,10 +342,7 @@ def test_what_no_pair_was_written_as_is_refused(piece):
     file = io.BytesIO()
     torch.save(Written([piece], 128, (300,)), file)
     file.seek(0)
-    with (
-        torch.serialization.safe_globals([_rebuild]),
-        pytest.raises(ValueError, match=r"stored moment: expected .*, found "),
-    ):
+    with pytest.raises(ValueError, match=r"stored moment: expected .*, found "):
         torch.load(file, weights_only=True)
 
 
@@ -357,8 +353,7 @@ def test_a_file_may_hold_the_first_moment_alone():
     second.mul_(2)
     expected = pair_of(*some_pair())[0].decode()
     file.seek(0)
-    with torch.serialization.safe_globals([_rebuild]):
-        assert torch.equal(torch.load(file, weights_only=True).decode(), expected)
+    assert torch.equal(torch.load(file, weights_only=True).decode(), expected)
 
 
 def test_formats_that_do_not_go_together_are_refused():

@@ -81,6 +81,13 @@ def test_trainer_without_deepspeed(two):
         assert found["losses"] == pytest.approx(rank["Trainer"]["losses"], rel=2e-2)
 
 
+def test_trainer_reads_the_compressed_layout(two):
+    """It reads data only."""
+    for rank in two:
+        whole, again = rank["resumed without DeepSpeed"]
+        assert again == whole
+
+
 def test_accelerate_without_deepspeed(two):
     for rank in two:
         before, after, again = rank["Accelerate alone"]["losses"]

@@ -187,21 +187,23 @@ def refusal_of_auto():
         return str(error)
 
 
-def without_deepspeed(folder):
+def without_deepspeed(folder, layout="stock", resume=None, **more):
     """Trainer alone: the two lines of the README."""
     from transformers import Trainer, TrainingArguments
 
     model = llama()
     keys = list(model.state_dict())
     coat_ds.convert(model)
-    optimizer = coat_ds.CoatAdamW(model.named_parameters(), lr=5e-3, betas=(0.9, 0.95))
+    optimizer = coat_ds.CoatAdamW(
+        model.named_parameters(), lr=5e-3, betas=(0.9, 0.95), checkpoint_layout=layout
+    )
     run = Trainer(
         model=model,
-        args=arguments(TrainingArguments, folder),
+        args=arguments(TrainingArguments, folder, **more),
         train_dataset=Data(),
         optimizers=(optimizer, None),
     )
-    found = trained(run)
+    found = trained(run, resume)
     used = run.optimizer
     while hasattr(used, "optimizer"):
         used = used.optimizer
@@ -210,6 +212,15 @@ def without_deepspeed(folder):
         "keys": list(model.state_dict()) == keys,
         "summary": coat_ds.conversion_of(model).summary(),
     }
+
+
+def resumed_without_deepspeed(folder):
+    """Losses of Trainer alone, of the compressed layout, and once more from the second step on."""
+    saves = {"layout": "compressed", "save_strategy": "steps", "save_steps": 2}
+    whole, again = (
+        without_deepspeed(folder, resume=resume, **saves) for resume in (None, f"{folder}/checkpoint-2")
+    )
+    return whole["losses"], again["losses"]
 
 
 def accelerated_alone(folder):
@@ -384,6 +395,7 @@ def work(folder):
     coat_ds.install()
     out, runs = {}, {
         "without DeepSpeed": lambda: without_deepspeed(f"{folder}/plain"),
+        "resumed without DeepSpeed": lambda: resumed_without_deepspeed(f"{folder}/compressed"),
         "Trainer": lambda: trainer(f"{folder}/trainer", BLOCK, 2),
         "states alone": lambda: trainer(f"{folder}/states", STATES_ALONE, 2),
         "Trainer with sections": lambda: with_sections(f"{folder}/sections"),

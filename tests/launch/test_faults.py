@@ -250,12 +250,13 @@ def test_what_was_written_is_read_back(tmp_path):
 
 
 def test_damaged_checkpoints(tmp_path, train, whole):
-    """A folder renamed by hand, a manifest with another step, one without a file that is there, one flipped
-    bit in the newest, a short file in the one before, a manifest that is none in the third."""
+    """A folder renamed by hand, a manifest with another step, one without a file that is there, none at all,
+    one flipped bit in the newest, a short file in the one before, a manifest that is none in the third."""
     shutil.copytree(whole[1] / "run", tmp_path / "run")
     folder = tmp_path / "run/coat/checkpoints"
-    for name in ("step9", "step10", "step12"):
+    for name in ("step9", "step10", "step12", "step13"):
         shutil.copytree(folder / "step2", folder / name)
+    (folder / "step13/manifest.json").unlink()
     manifest = json.loads((folder / "step2/manifest.json").read_text())
     (folder / "step10/manifest.json").write_text(json.dumps({**manifest, "step": 10}))
     less = {"step": 12, "layout": manifest["layout"], "files": {}}
@@ -273,19 +274,30 @@ def test_damaged_checkpoints(tmp_path, train, whole):
     assert "step9 is damaged: manifest.json is of step 2" in ended.text
     assert "step10 is damaged: manifest.json is not what was written" in ended.text
     assert f"step12 is damaged: manifest.json has no {optimizer}" in ended.text
+    assert "step13 is damaged: it has no manifest.json" in ended.text
     assert f"step8 is damaged: {model} has another SHA-256. The one before it is used" in ended.text
     assert f"step6 is damaged: {optimizer} has 1000 bytes instead of" in ended.text
     assert "step4 is damaged: manifest.json cannot be read" in ended.text
     assert f"going on from {folder}/step2" in ended.text
     assert measured(tmp_path) == measured(whole[1])
     # what is damaged is kept for a look, under names that no run takes for checkpoints
-    assert {p.name for p in folder.glob("*.damaged")} == {f"step{n}.damaged" for n in (4, 6, 8, 9, 10, 12)}
+    assert {p.name for p in folder.glob("*.damaged")} == {
+        f"step{n}.damaged" for n in (4, 6, 8, 9, 10, 12, 13)
+    }
     assert saved(tmp_path) == {"step2", "step4", "step6", "step8"}
 
     for path in folder.glob("step*/*.pt"):
         path.write_bytes(b"")
-    ended = train("--resume")
-    assert ended.codes == [1] and "every checkpoint in it is damaged" in ended.text
+    before = measured(tmp_path)
+    for manifest in ("damaged", "missing"):
+        ended = train("--resume")
+        assert ended.codes == [1] and "every checkpoint in it is damaged" in ended.text, manifest
+        for path in folder.glob("step[0-9]/manifest.json"):
+            path.unlink()
+    # nor does a new run write over them
+    ended = train()
+    assert ended.codes == [1] and "step8 is there, from an earlier run" in ended.text
+    assert measured(tmp_path) == before
 
 
 def test_a_named_checkpoint_of_another_output(tmp_path, train, whole):
