@@ -168,7 +168,8 @@ def find(folder: Path, *, set_aside: bool = False) -> Checkpoint | None:
                 damaged.rename(aside)
             return Checkpoint(path, layout)
         if is_main():
-            print(f"checkpoint {path} is damaged: {fault}. The one before it is used", file=sys.stderr)
+            then = ". The one before it is tried" if path != candidates[-1] else ""
+            print(f"checkpoint {path} is damaged: {fault}{then}", file=sys.stderr)
     if candidates:
         raise CheckpointError(
             f"{folder}: every checkpoint in it is damaged. Bring one back from a copy, or remove them to "

@@ -275,7 +275,7 @@ def test_damaged_checkpoints(tmp_path, train, whole):
     assert "step10 is damaged: manifest.json is not what was written" in ended.text
     assert f"step12 is damaged: manifest.json has no {optimizer}" in ended.text
     assert "step13 is damaged: it has no manifest.json" in ended.text
-    assert f"step8 is damaged: {model} has another SHA-256. The one before it is used" in ended.text
+    assert f"step8 is damaged: {model} has another SHA-256. The one before it is tried" in ended.text
     assert f"step6 is damaged: {optimizer} has 1000 bytes instead of" in ended.text
     assert "step4 is damaged: manifest.json cannot be read" in ended.text
     assert f"going on from {folder}/step2" in ended.text
