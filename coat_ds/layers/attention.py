@@ -28,6 +28,8 @@ NAME = "coat"
 # of the implementations of transformers the one whose arithmetic it is
 STOCK = "sdpa"
 STATE = "coat_attention"
+# on attention modules of a converted model that stay as they are
+LEFT = "coat_left_attention"
 WITHOUT_CUDNN = [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 # arguments of transformers' function that change what attention computes, or are refused there
 _CHANGING = ("position_bias", "softcap", "cache")
@@ -147,7 +149,13 @@ def coat_attention(
             "coat.activations.attention_format: of no effect under torch.compile: attention saves what it "
             "saved before it was converted. Write 'bf16'."
         )
-    # a model that shares the config of one that was converted; and the compiler, which sees no notes
+    if kept is None and LEFT not in module.__dict__:
+        say_once(
+            "a model that was not converted has the config of one that was, as the reference model that TRL "
+            "loads for DPO. It runs in BF16, and its log-probabilities are not those of FP8 layers with the "
+            "same weights. Call coat_ds.convert on it, too."
+        )
+    # the compiler sees no notes
     if kept is None or compiling:
         return sdpa_attention_forward(module, query, key, value, attention_mask, **arguments)
     dtype = autocast_dtype(query)

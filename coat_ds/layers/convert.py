@@ -137,6 +137,7 @@ def _give_back(model: nn.Module) -> None:
         module.__dict__.pop(ATTRIBUTE, None)
         if (forward := replaced(module)) is not None:
             forward.remove()
+        module.__dict__.pop(attention.LEFT, None)
         if module.__dict__.pop(attention.STATE, None) is not None:
             config: Any = module.config
             if config._attn_implementation == attention.NAME:
@@ -361,12 +362,16 @@ def _convert_attention(model: nn.Module, conversion: Conversion, may: Callable) 
             continue
         config = getattr(module, "config", None)
         found = getattr(config, "_attn_implementation", None)
+        why = None
         if not may(name, module):
-            conversion.leave("attention", name, "the filter")
+            why = "the filter"
         elif found not in (attention.STOCK, attention.NAME):
-            conversion.leave("attention", name, f"its implementation is {found!r}, not {attention.STOCK!r}")
+            why = f"its implementation is {found!r}, not {attention.STOCK!r}"
         elif attention.asks_for_stock(module):
-            conversion.leave("attention", name, f"its model asks for {attention.STOCK!r} by name")
+            why = f"its model asks for {attention.STOCK!r} by name"
+        if why is not None:
+            module.__dict__[attention.LEFT] = True
+            conversion.leave("attention", name, why)
         else:
             module.__dict__[attention.STATE] = kept
             conversion.take("attention", name)
