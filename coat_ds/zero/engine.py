@@ -65,8 +65,8 @@ def prepare(arguments: dict[str, Any]) -> Prepared:
         check_adapters(arguments["model"], section(config, "tensor_parallel"))
     if coat.enabled and optimizer is None and not has_optimizer(config):
         say(
-            'COAT: found neither an "optimizer" section nor an optimizer argument: FP8 layers alone. '
-            "coat.optimizer, coat.watch and coat.report are of no effect"
+            'COAT: found neither an "optimizer" section nor an optimizer argument, as of a reference model: '
+            "FP8 layers alone. coat.optimizer, coat.watch and coat.report are of no effect in this engine"
         )
     if coat.enabled and coat.optimizer.enabled:
         let_zero_accept(CoatAdamW)
