@@ -89,7 +89,7 @@ def report_saved(module: torch.nn.Module, say: Callable[[str], None]) -> None:
             f"{codes:,} of checkpointed inputs in FP8 in place of {instead_of:,}"
         )
 
-    _around_first_forward(module, counting)
+    around_first_forward(module, counting)
 
 
 def report_compressed(
@@ -118,10 +118,10 @@ def report_compressed(
                 "recompute_granularity), or drop the key."
             )
 
-    _around_first_forward(module, comparing)
+    around_first_forward(module, comparing)
 
 
-def _around_first_forward(module: torch.nn.Module, context: Callable[[], AbstractContextManager]) -> None:
+def around_first_forward(module: torch.nn.Module, context: Callable[[], AbstractContextManager]) -> None:
     """Enters `context` for the first forward of `module` in training with gradients that comes to its end."""
     entered: list[AbstractContextManager] = []
 

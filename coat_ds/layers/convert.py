@@ -88,9 +88,8 @@ def convert(
             continue
         if (parts := decoder_parts.parts_of(module)) is not None:
             decoder_layer.Fp8DecoderLayer(module, activations, parts).install()
-            if other := decoder_parts.not_fused(parts):
-                # an adapter that may be merged later
-                conversion.leave("layer", name, f"its {other} is not converted")
+            if reason := decoder_parts.why_not_fused(parts):
+                conversion.leave("layer", name, reason)
             else:
                 conversion.take("layer", name)
     model.__dict__[ATTRIBUTE] = conversion

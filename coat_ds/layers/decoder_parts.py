@@ -87,14 +87,19 @@ def _is_rms_norm(module: nn.Module | None) -> bool:
     return type(norm) is Fp8Norm and not norm.form.layer_norm
 
 
-def not_fused(parts: Parts) -> str | None:
-    """The name of a linear layer of these parts whose work no block could do now, if there is one."""
+def why_not_fused(parts: Parts) -> str | None:
+    """Why no block could do the work of these parts now, of the first linear layer that none could do."""
     linears = {name: parts.attention._modules[name] for name in PROJECTIONS}
     form = replaced(parts.mlp).form
     linears |= {
         name: parts.mlp._modules[name] for name in (form.gate, form.up, form.down) if name is not None
     }
-    return next((name for name, linear in linears.items() if not is_fused(replaced(linear))), None)
+    for name, linear in linears.items():
+        if not is_fused(replaced(linear)):
+            # which may be merged later; the layer beneath it may well multiply in FP8
+            what = "has an adapter" if "base_layer" in linear._modules else "is not converted"
+            return f"no fused block, since its {name} {what}"
+    return None
 
 
 def _is_rotary(attention: nn.Module, place: Place) -> bool:

@@ -31,8 +31,8 @@ SWITCHES = (
     "fp32_optimizer_states",
 )
 WAY_OUT = (
-    'Drop the argument and use the "optimizer" section, pass a coat_ds.CoatAdamW, or set '
-    "coat.optimizer.enabled to false."
+    'Drop the argument and use the "optimizer" section, pass a coat_ds.CoatAdamW, set "optim" of Hugging '
+    'Face\'s Trainer to "adamw_torch", or coat.optimizer.enabled to false.'
 )
 
 

@@ -27,6 +27,7 @@ from coat_ds.zero.module_hooks import lighten_module_hooks
 from coat_ds.zero.partitions import link_partitions
 from coat_ds.zero.stage0 import translate_checkpoints
 from coat_ds.zero.status import Status, idle_layers
+from coat_ds.zero.uncalled import report_uncalled
 from coat_ds.zero.watch import watch_engine
 
 DESTROY = Patch(
@@ -65,8 +66,8 @@ def prepare(arguments: dict[str, Any]) -> Prepared:
         check_adapters(arguments["model"], section(config, "tensor_parallel"))
     if coat.enabled and optimizer is None and not has_optimizer(config):
         say(
-            'COAT: found neither an "optimizer" section nor an optimizer argument: FP8 layers alone. '
-            "coat.optimizer, coat.watch and coat.report are of no effect"
+            'COAT: found neither an "optimizer" section nor an optimizer argument, as of a reference model: '
+            "FP8 layers alone. coat.optimizer, coat.watch and coat.report are of no effect in this engine"
         )
     if coat.enabled and coat.optimizer.enabled:
         let_zero_accept(CoatAdamW)
@@ -133,6 +134,7 @@ def finish(engine, prepared: Prepared) -> None:
     if coat.checkpointing.compress:
         recompute.compress_inputs(engine.module, coat.checkpointing.group_size)
         report_compressed(engine.module, say, functools.partial(say, level=logging.WARNING))
+    report_uncalled(engine.module, functools.partial(say, level=logging.WARNING))
     layers = layers_of(engine.module, why)
     if line := idle_layers(coat, layers):
         say(line, logging.WARNING)

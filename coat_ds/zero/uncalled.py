@@ -1,0 +1,48 @@
+"""Converted linear layers beneath adapters that nobody calls."""
+
+import contextlib
+from collections.abc import Callable, Iterator
+
+from torch import nn
+
+from coat_ds.layers.linear import Fp8Linear
+from coat_ds.layers.replaced import replaced
+from coat_ds.saved_bytes import around_first_forward
+
+# how many names of modules the line shows
+NAMED = 3
+
+
+def report_uncalled(model: nn.Module, say: Callable[[str], None]) -> None:
+    """Has `say` told, after the first forward pass of `model` with gradients, which converted linear layers
+    beneath adapters it did not call, if there are any.
+
+    Kernels for adapters, as Axolotl's, are put into the layers around them and multiply by their weights
+    themselves. Layers without adapters are not looked at: fused blocks do the work of those.
+    """
+    beneath = {
+        name: module
+        for name, module in model.named_modules()
+        if name.endswith(".base_layer") and type(replaced(module)) is Fp8Linear
+    }
+
+    @contextlib.contextmanager
+    def looking() -> Iterator[None]:
+        called: set[nn.Module] = set()
+        handles = [m.register_forward_pre_hook(lambda m, _: called.add(m)) for m in beneath.values()]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+        if names := [name for name, module in beneath.items() if module not in called]:
+            listed = ", ".join(names[:NAMED]) + (", ..." if len(names) > NAMED else "")
+            say(
+                f"COAT: the first forward called {len(beneath) - len(names)} of {len(beneath)} converted "
+                f"linear layers with adapters. Others do not multiply in FP8 ({listed}): kernels that take "
+                "the place of adapters may do it for them. With Axolotl set lora_mlp_kernel, lora_qkv_kernel "
+                "and lora_o_kernel to false."
+            )
+
+    if beneath:
+        around_first_forward(model, looking)

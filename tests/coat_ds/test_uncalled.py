@@ -1,0 +1,68 @@
+"""Layers beneath adapters that something else multiplies for, as Axolotl's kernels do: the log says so."""
+
+import types
+
+import pytest
+import torch
+
+import coat_ds
+from tests.util import run_distributed
+
+CONFIG = {
+    "train_batch_size": 1,
+    "bf16": {"enabled": True},
+    "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
+    "coat": {"enabled": True, "report": False},
+}
+
+
+def by_itself(self, x):
+    """Llama's feed-forward that reads the weights, and calls no layer for them."""
+    gate, up, down = (getattr(self, f"{name}_proj").base_layer.weight for name in ("gate", "up", "down"))
+    return (self.act_fn(x @ gate.T) * (x @ up.T)) @ down.T
+
+
+def work():
+    import deepspeed
+    from peft import LoraConfig, get_peft_model
+
+    from tests.coat_ds.ways import VOCAB, listening, llama
+
+    deepspeed.init_distributed("gloo")
+    coat_ds.install()
+    found = {}
+    for name in ("stock", "replaced", "evaluated first", "without adapters"):
+        model = llama()
+        if name != "without adapters":
+            model = get_peft_model(model, LoraConfig(r=8, target_modules="all-linear", task_type="CAUSAL_LM"))
+        if name in ("replaced", "evaluated first"):
+            for layer in model.base_model.model.model.layers:
+                layer.mlp.forward = types.MethodType(by_itself, layer.mlp)
+        with listening() as lines:
+            engine = deepspeed.initialize(model=model, config=CONFIG)[0]
+            ids = torch.arange(16).remainder(VOCAB).view(1, -1)
+            if name == "evaluated first":
+                engine.eval()
+                with torch.no_grad():
+                    engine(input_ids=ids)
+                engine.train()
+            for _ in range(2):
+                engine(input_ids=ids, labels=ids)
+            engine.destroy()
+        hooks = sum(len(m._forward_pre_hooks) for n, m in model.named_modules() if n.endswith("base_layer"))
+        found[name] = [line for line in lines if "the first forward called" in line], hooks
+    return found
+
+
+def test_layers_that_are_not_called_are_named_once():
+    pytest.importorskip("peft")
+    pytest.importorskip("transformers")
+    (found,) = run_distributed(work, 1)
+    assert found["stock"] == found["without adapters"] == ([], 0)
+    for name in ("replaced", "evaluated first"):
+        (line,), hooks = found[name]
+        assert (
+            "called 8 of 14 converted linear layers with adapters" in line
+            and "mlp.gate_proj.base_layer" in line
+        )
+        assert hooks == 0
