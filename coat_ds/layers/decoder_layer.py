@@ -252,9 +252,10 @@ def uses_blocks(layer: Fp8DecoderLayer, x: torch.Tensor, args: tuple, kwargs: di
     """Whether a forward of `layer` takes the blocks.
 
     Not under torch.compile, with a cache, dropout or somebody else's attention, nor where a module inside was
-    replaced, has hooks, an adapter or another forward than it was given, or a parameter is frozen or of
-    another dtype than `x`, or than autocast's. It must not depend on whether there are gradients: reentrant
-    checkpoints compute the forward without.
+    replaced, has hooks, an adapter or another forward than it was given, or a parameter is of another dtype
+    than `x`, or than autocast's. Nor where one is frozen, unless the layer is only evaluated, as that of a
+    reference model, which is to compute what its policy does. In training it must not depend on whether there
+    are gradients: reentrant checkpoints compute the forward without.
     """
     angles, attention = kwargs.get("position_embeddings"), layer.parts.attention
     feed_forward = replaced(layer.parts.mlp)
@@ -296,8 +297,9 @@ def uses_blocks(layer: Fp8DecoderLayer, x: torch.Tensor, args: tuple, kwargs: di
     for norm in (layer.parts.input_norm, layer.parts.mlp_norm, *head_norms):
         if type(norm.__dict__.get("forward")) is not Fp8Norm:
             return False
+    evaluated = not (layer.module.training or torch.is_grad_enabled())
     for module in (*layer.parts, *head_norms, q, k, v, o, gate, up, down):
-        if not _is_ours(module, x.dtype):
+        if not _is_ours(module, x.dtype, evaluated):
             return False
     biases = [linear._parameters["bias"] is None for linear in (q, k, v, gate, up)]
     return biases[0] == biases[1] == biases[2] and biases[3] == biases[4]
@@ -334,11 +336,14 @@ def _is_mask(mask: object, x: torch.Tensor) -> bool:
     )
 
 
-def _is_ours(module: nn.Module, dtype: torch.dtype) -> bool:
-    """Whether nobody has a hook on `module`, and its own parameters are plain, trained and of `dtype`."""
+def _is_ours(module: nn.Module, dtype: torch.dtype, evaluated: bool) -> bool:
+    """Whether nobody has a hook on `module`, and its own parameters are plain, trained, unless the layer is
+    only evaluated, and of `dtype`."""
     if is_hooked(module):
         return False
     for p in module._parameters.values():
-        if p is not None and not (type(p) is nn.Parameter and p.requires_grad and p.dtype == dtype):
+        if p is None:
+            continue
+        if type(p) is not nn.Parameter or p.dtype != dtype or not (p.requires_grad or evaluated):
             return False
     return True

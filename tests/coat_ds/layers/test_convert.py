@@ -12,14 +12,22 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import coat_ds
-from benchmarks.common.families import FAMILIES
+from benchmarks.common.families import FAMILIES, LAYERS
 from coat_ds.config import ActivationsConfig, CoatConfigError
 from coat_ds.layers.inventory import layers_of
 from coat_ds.layers.replaced import replaced
 from coat_kernels import deferred, tensorwise
 from coat_kernels.linear import op as products
 from coat_kernels.weights import WeightCache
-from tests.coat_ds.layers.measures import fp8_bound, fp8_forward_bound, relative, run, same, saved_bytes
+from tests.coat_ds.layers.measures import (
+    blocks_taken,
+    fp8_bound,
+    fp8_forward_bound,
+    relative,
+    run,
+    same,
+    saved_bytes,
+)
 from tests.util import rel_rms
 
 LLAMA = FAMILIES["llama"]
@@ -374,6 +382,24 @@ def test_a_frozen_tower_without_gradients():
     assert not any(name.startswith("model.vision_tower") for name in found[1])
 
 
+@pytest.mark.parametrize("cached", ["none", "fp8"])
+def test_a_frozen_reference_computes_what_its_policy_does(monkeypatch, cached):
+    policy, batch = coat_ds.convert(LLAMA.build(), {"weight_cache": cached}), LLAMA.batch()
+    # LLaMA-Factory freezes it, TRL does not
+    reference = copy.deepcopy(policy).requires_grad_(False).eval()
+    taken = blocks_taken(monkeypatch)
+    expected = policy(**batch, use_cache=False).logits
+    assert len(taken) == LAYERS
+    with torch.no_grad():
+        for _ in range(2):
+            assert torch.equal(reference(**batch, use_cache=False).logits, expected)
+        assert len(taken) == 3 * LAYERS
+        # as in the first pass of a reentrant checkpoint, whose second has gradients
+        reference.train()(**batch, use_cache=False)
+    reference.eval()(**batch, use_cache=False)
+    assert len(taken) == 3 * LAYERS
+
+
 @pytest.mark.parametrize("before", [True, False], ids=["convert first", "peft first"])
 def test_lora(before):
     peft = pytest.importorskip("peft")
@@ -444,7 +470,7 @@ def test_heads_within_pefts_wrappers_stay(kind):
 
 
 def test_a_model_that_shares_the_config_of_a_converted_one_is_stock(caplog):
-    """A warning says so, as of the reference model that TRL loads for DPO; not where `filter` left attention."""
+    """A warning says so, as of a reference model that TRL loads; not where `filter` left attention."""
     import transformers
 
     config = transformers.LlamaConfig(**LLAMA.fields)
