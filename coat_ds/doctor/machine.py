@@ -4,6 +4,7 @@ import contextlib
 import os
 import shutil
 import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -132,13 +133,23 @@ def check_compiler() -> Finding:
     return Finding(name, OK, found, {"path": found})
 
 
+def _build_root() -> Path:
+    """The folder in which this Python and torch build, as torch chooses it."""
+    if given := os.environ.get("TORCH_EXTENSIONS_DIR"):
+        return Path(given)
+    versions = {"rocm": torch.version.hip, "cu": torch.version.cuda}
+    found = (f"{kind}{version.replace('.', '')}" for kind, version in versions.items() if version)
+    python = f"py{sys.version_info.major}{sys.version_info.minor}{sys.abiflags}"
+    return Path(get_default_build_root(), f"{python}_{next(found, 'cpu')}")
+
+
 def check_builds() -> Finding:
     """Of C++ extensions, DeepSpeed's and the optimizer's for CPUs: while one is built, whoever needs it waits
     for a file to go. A build that was killed leaves it."""
     name = "extensions"
-    root = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or get_default_build_root())
+    root = _build_root()
     minutes: dict[Path, float] = {}
-    for lock in (*root.glob("*/lock"), *root.glob("*/*/lock")):
+    for lock in root.glob("*/lock"):
         # a build that ends meanwhile takes its file away
         with contextlib.suppress(FileNotFoundError):
             minutes[lock] = (time.time() - lock.stat().st_mtime) / 60

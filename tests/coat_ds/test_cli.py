@@ -212,7 +212,14 @@ healthy = pytest.mark.skipif(
 )
 
 
+@pytest.fixture
+def no_builds(monkeypatch, tmp_path):
+    """What somebody builds on this machine meanwhile is none of these tests' business."""
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "extensions"))
+
+
 @healthy
+@pytest.mark.usefixtures("no_builds")
 def test_doctor_ends_by_what_is_wrong_and_not_by_what_is_missing(capsys, tmp_path, monkeypatch):
     found = plain(capsys, "doctor", "--folder", str(tmp_path))
     assert found["healthy"] and found["problems"] == 0
@@ -224,6 +231,7 @@ def test_doctor_ends_by_what_is_wrong_and_not_by_what_is_missing(capsys, tmp_pat
 
 
 @healthy
+@pytest.mark.usefixtures("no_builds")
 def test_doctor_looks_at_a_model(capsys, tmp_path):
     path = tmp_path / "config.json"
     path.write_text(json.dumps(CONFIG | {"num_hidden_layers": 1, "vocab_size": 512}))

@@ -5,12 +5,13 @@ import json
 import os
 import sys
 import time
+from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
 
 import pytest
 import torch
-from torch.utils import _device
+from torch.utils import _device, cpp_extension
 from torch.utils.file_baton import FileBaton
 
 from coat_ds import cli
@@ -146,10 +147,15 @@ def test_a_build_that_was_killed_is_named(variable, tmp_path, monkeypatch):
         folder = tmp_path / "deepspeed_shm_comm"
     else:
         monkeypatch.delenv("TORCH_EXTENSIONS_DIR", raising=False)
-        monkeypatch.setattr(machine, "get_default_build_root", lambda: str(tmp_path))
-        folder = tmp_path / "py311_cpu" / "deepspeed_shm_comm"
+        for module in (machine, cpp_extension):
+            monkeypatch.setattr(module, "get_default_build_root", lambda: str(tmp_path))
+        # of a torch that no job of this one waits for
+        other = tmp_path / "py39_cu102" / "fused_adam"
+        other.mkdir(parents=True)
+        (other / "lock").touch()
+        folder = Path(cpp_extension._get_build_directory("deepspeed_shm_comm", False))
     assert machine.check_builds().state == OK
-    folder.mkdir(parents=True)
+    folder.mkdir(parents=True, exist_ok=True)
     lock = FileBaton(str(folder / "lock"))
     assert lock.try_acquire()
     found = machine.check_builds()
