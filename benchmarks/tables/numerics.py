@@ -270,9 +270,9 @@ def fine_tuning(results: Results) -> str:
     for row in rows:
         losses = (f"{row[name]:.4f}" for name in ("val_loss_start", "val_loss"))
         shares = (percent(row[name], 1) for name in ("cloze_start", "cloze"))
-        kept = f"{row['saved_bytes_per_token_layer'] / 1e3:.1f}"
+        sizes = (_thousands(row[name]) for name in ("saved_bytes_per_token_layer", "peak_mb"))
         name = f"{names.get(row['system'], row['system'])}, {paths[row['path']]}, seed {row['seed']:.0f}"
-        lines.append([name, *losses, *shares, kept, f"{row['peak_mb'] / 1e3:.1f}"])
+        lines.append([name, *losses, *shares, *sizes])
     head = (
         f"SmolLM2-135M, {rows[0]['tokens'] / 1e6:.0f} million tokens",
         *("loss before", "after", "last words before", "after", "kept, kB a token and layer", "peak GB"),

@@ -149,7 +149,7 @@ def coat_attention(
             "coat.activations.attention_format: of no effect under torch.compile: attention saves what it "
             "saved before it was converted. Write 'bf16'."
         )
-    if kept is None and LEFT not in module.__dict__:
+    if kept is None and not compiling and LEFT not in module.__dict__:
         say_once(
             "a model that was not converted has the config of one that was, as the reference model that TRL "
             "loads for DPO. It runs in BF16, and its log-probabilities are not those of FP8 layers with the "
