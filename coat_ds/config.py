@@ -387,8 +387,8 @@ class CoatConfig(_Block):
     zero3_layer_units: str | bool = _choice("auto", ZERO3_LAYER_UNITS)
     """Whether ZeRO-3 gathers and releases a layer's weights together, which saves the CPU time of hooks on
     each module. "auto": of COAT and converted layers; true: of Megatron's own and Hugging Face's too; false:
-    of none. Layers with frozen parameters are left out. Hugging Face's Trainer and Accelerate refuse the word
-    "auto" in any block that is not theirs: leave the key out there."""
+    of none. Layers with frozen parameters are left out, unless the whole model is frozen. Hugging Face's
+    Trainer and Accelerate refuse the word "auto" in any block that is not theirs: leave the key out there."""
 
     @classmethod
     def from_dict(cls, block: Mapping[str, Any] | None) -> Self:

@@ -67,9 +67,9 @@ class LayerUnits:
         self.wanted, self._zero = wanted, zero
         if model is None or zero.stage != 3:
             return
-        users = _users(model)
+        users, trained = _users(model), any(p.requires_grad for p in model.parameters())
         for name, layer in _layers(model, wanted).items():
-            reason = _obstacle(layer, users) if wanted else "coat.zero3_layer_units is false"
+            reason = _obstacle(layer, users, trained) if wanted else "coat.zero3_layer_units is false"
             if reason is None:
                 self.chosen[name] = layer
             else:
@@ -182,11 +182,13 @@ def _users(model: torch.nn.Module) -> dict[torch.nn.Parameter, list[torch.nn.Mod
     return users
 
 
-def _obstacle(layer: torch.nn.Module, users: dict[torch.nn.Parameter, list[torch.nn.Module]]) -> str | None:
-    """Why `layer` cannot be a unit."""
+def _obstacle(
+    layer: torch.nn.Module, users: dict[torch.nn.Parameter, list[torch.nn.Module]], trained: bool
+) -> str | None:
+    """Why `layer` cannot be a unit. Frozen ones can where nothing is `trained`, as of a reference model."""
     parts = set(layer.modules())
     for p in layer.parameters():
-        if not p.requires_grad:
+        if trained and not p.requires_grad:
             return "frozen parameters"
         if not parts.issuperset(users[p]):
             return "parameters shared with another module"

@@ -151,7 +151,8 @@ def dpo(folder):
     block = {**BLOCK, "report": False}
     run = DPOTrainer(
         model=llama(),
-        ref_model=llama(),
+        # as LLaMA-Factory does
+        ref_model=llama().requires_grad_(False),
         args=arguments(DPOConfig, folder, host_config(3, block), max_length=LENGTH),
         train_dataset=Dataset.from_dict({"prompt": texts(1), "chosen": texts(2), "rejected": texts(3)}),
         processing_class=tokenizer(),
