@@ -444,6 +444,8 @@ def test_lora(before):
     found = run(model, batch)
     assert all("lora" in name for name in found[1])
     assert relative(found[1], stock[1]) < fp8_bound(14)
+    coat_ds.unconvert(model)
+    assert coat_ds.conversion_of(model) is None and relative(run(model, batch)[1], stock[1]) == 0
 
 
 def test_adapters_in_bf16_keep_no_copies_of_their_inputs():
