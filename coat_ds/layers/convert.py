@@ -158,6 +158,9 @@ def _check_forwards(holder: nn.Module) -> None:
     for kind, names in holder.__dict__[ATTRIBUTE].converted.items():
         for name in names:
             module = modules.get(name)
+            # an adapter of PEFT that was put around it since
+            while module is not None and "base_layer" in module._modules:
+                module = module._modules["base_layer"]
             if kind != "attention" and module is not None and replaced(module) is None:
                 raise RuntimeError(
                     f"coat_ds.unconvert: {name}: expected the forward that convert put there, found "

@@ -110,7 +110,7 @@ def finish(engine, prepared: Prepared) -> None:
     if not coat.enabled:
         return
     take_exchanged(engine.module)
-    units.complete()
+    units.complete(engine.optimizer)
     if line := units.idle_key():
         say(line, logging.WARNING)
     lighten_module_hooks(engine.module)

@@ -27,7 +27,7 @@ Converted layers of Hugging Face's models are units too.
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 import torch
 from torch.utils.hooks import RemovableHandle
@@ -52,6 +52,14 @@ HOOKS = Patch(
     parameters=(),
 )
 
+REGISTERS = Patch(
+    "units of ZeRO-3",
+    "deepspeed",
+    "deepspeed.runtime.zero.parameter_offload:DeepSpeedZeRoOffload._register_deepspeed_module",
+    "units stay units where somebody puts hooks back, as TRL does behind each generation",
+    parameters=("module", "..."),
+)
+
 
 class LayerUnits:
     """The layers of `model` that are to be units of ZeRO-3, and why others are not.
@@ -64,6 +72,8 @@ class LayerUnits:
         self.reasons: dict[str, str] = {}
         # hooks of the layers that have become units
         self._handles: dict[torch.nn.Module, RemovableHandle] = {}
+        # DeepSpeed's object that puts hooks on modules
+        self._offload: object | None = None
         self.wanted, self._zero = wanted, zero
         if model is None or zero.stage != 3:
             return
@@ -81,25 +91,17 @@ class LayerUnits:
         if not self.chosen:
             yield
             return
-        from deepspeed.utils import set_z3_leaf_module
-
         self._prefetch_whole_units()
-        for layer in self.chosen.values():
-            set_z3_leaf_module(layer, True)
-        try:
-            with _gradients_one_by_one(self.chosen.values()):
-                yield
-        finally:
-            for layer in self.chosen.values():
-                set_z3_leaf_module(layer, False)
+        with _as_leaves(self.chosen.values()), _gradients_one_by_one(self.chosen.values()):
+            yield
 
     def _prefetch_whole_units(self) -> None:
         if "prefetch_bucket_size" not in self._zero.model_fields_set:
             largest = max(sum(map(_numel, layer.parameters())) for layer in self.chosen.values())
             self._zero.prefetch_bucket_size = max(self._zero.prefetch_bucket_size, largest)
 
-    def complete(self) -> None:
-        """After the engine was built: makes units of the chosen layers."""
+    def complete(self, optimizer) -> None:
+        """After the engine with this `optimizer` was built: makes units of the chosen layers."""
         from deepspeed.runtime.zero.partition_parameters import register_external_parameter
 
         for name, layer in list(self.chosen.items()):
@@ -113,9 +115,29 @@ class LayerUnits:
             hook = layer.register_forward_pre_hook(_input_first, prepend=True, with_kwargs=True)
             self._handles[layer] = hook
             layer.zero3_unit = True
+        if self.chosen:
+            # an engine without an optimizer has it in the optimizer's place
+            self._offload = getattr(optimizer, "parameter_offload", optimizer)
+            REGISTERS.apply(self._hooks_around, on=self._offload)
+
+    def _hooks_around(self, register: Callable) -> Callable:
+        @functools.wraps(register)
+        def register_around(module, *args, **kwargs):
+            # it calls itself for the modules inside
+            if module is not self._offload.module:
+                return register(module, *args, **kwargs)
+            units = list(self._handles)
+            with _as_leaves(units):
+                register(module, *args, **kwargs)
+            _forget_leaves(units)
+
+        return register_around
 
     def undo(self) -> None:
         """Takes back what was done to the layers. May be called again."""
+        if self._offload is not None:
+            REGISTERS.remove(on=self._offload)
+            self._offload = None
         for layer, handle in self._handles.items():
             from deepspeed.runtime.zero.partition_parameters import unregister_external_parameter
 
@@ -202,16 +224,34 @@ def _input_first(layer: torch.nn.Module, args: tuple, kwargs: dict) -> tuple[tup
 
 
 @contextlib.contextmanager
+def _as_leaves(units: Iterable[torch.nn.Module]) -> Iterator[None]:
+    """A context in which DeepSpeed puts hooks around `units`, and none on the modules inside."""
+    from deepspeed.utils import set_z3_leaf_module
+
+    for unit in units:
+        set_z3_leaf_module(unit, True)
+    try:
+        yield
+    finally:
+        for unit in units:
+            set_z3_leaf_module(unit, False)
+
+
+def _forget_leaves(units: Iterable[torch.nn.Module]) -> None:
+    """Takes the mark away by which DeepSpeed knows a leaf's parameters."""
+    for unit in units:
+        for p in unit.parameters():
+            vars(p).pop("ds_z3_leaf_module", None)
+
+
+@contextlib.contextmanager
 def _gradients_one_by_one(units) -> Iterator[None]:
     """Has a ZeRO-3 optimizer that is built meanwhile reduce each gradient of `units` when it is there."""
 
     def make(create: Callable) -> Callable:
         @functools.wraps(create)
         def create_hooks(wrapper):
-            for unit in units:
-                for p in unit.parameters():
-                    # the mark by which DeepSpeed knows a leaf's parameters
-                    vars(p).pop("ds_z3_leaf_module", None)
+            _forget_leaves(units)
             create(wrapper)
 
         return create_hooks

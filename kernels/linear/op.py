@@ -19,7 +19,7 @@ from coat_kernels.deferred import Deferred, fp8_operands, holders, holders_in_ba
 from coat_kernels.device import require_fp8, uses_kernels
 from coat_kernels.fp8 import ALIGNMENT, E4M3, E5M2, Fp8Format
 from coat_kernels.linear.matmul import accumulate_matmul, scaled_matmul
-from coat_kernels.origin import Origin, maxima_of, note, noted, whole_of, with_maxima
+from coat_kernels.origin import Origin, note, noted, whole_of, with_maxima
 from coat_kernels.parallel import TensorParallel, all_reduce, gather_columns, gather_rows, reduce_scatter
 from coat_kernels.tensorwise.predicted import PredictedScale
 from coat_kernels.tensorwise.quantize import Quantized
@@ -296,7 +296,7 @@ def fp8_linear(
     """x W^T + b with FP8 GEMMs.
 
     Args:
-        x: [..., K], BF16 or FP32; under autocast it is cast to autocast's dtype, as by torch's own linear.
+        x: [..., K], BF16 or FP32, which is quantized as it is, under autocast too.
         weight: [N, K]; kept by reference for backward, not copied.
         bias: [N] or None. Its gradient is summed in FP32, by the kernel that quantizes the output's gradient.
         formats: the FP8 formats; E4M3 forward and E5M2 backward by default.
@@ -320,13 +320,8 @@ def fp8_linear(
     _check_sizes(x, weight, bias)
     device, dtype = x.device.type, x.dtype
     if torch.is_autocast_enabled(device) and dtype != torch.get_autocast_dtype(device):
+        # x is not cast: its codes are to be the same, whether it is deferred or was written
         dtype = torch.get_autocast_dtype(device)
-        # a deferred tensor gives the codes of its own values; there is nothing to cast
-        if not (isinstance(x, Deferred) and x.is_pending):
-            maxima = maxima_of(x)
-            x = x.to(dtype)
-            if maxima is not None:
-                with_maxima(x, maxima)
     if cache is None or torch.compiler.is_compiling():
         cache = NO_CACHE
     elif cache.keep != "none":

@@ -421,7 +421,7 @@ def test_what_cannot_be_a_unit():
     units = LayerUnits(model, "auto", zero)
     assert set(units.chosen) == {"b", "c.0"}
     # no engine was built: as if both were inside of something that DeepSpeed takes for a leaf
-    units.complete()
+    units.complete(None)
     assert units.summary() == (
         "ZeRO-3 gathers 0 of 3 layers whole; module by module 1 (a): parameters shared with another module; "
         "module by module 2 (b, c.0): inside of a leaf_module of the config"
