@@ -43,6 +43,8 @@ ARGUMENTS = (
     "num_items_in_batch",
     "output_router_logits",
 )
+# the name since transformers 5.24, and before
+CACHES = ("cache", "past_key_values")
 # what Liger's forward of a model says it does not want
 FLAGS = ("output_attentions", "output_hidden_states")
 # where transformers notes on a layer how its forward is to be checkpointed
@@ -211,7 +213,7 @@ def _say_why_not(layer: Fp8DecoderLayer, x: torch.Tensor, kwargs: dict) -> None:
         way_out = " Convert after what replaces it, such as Liger's kernels."
     elif autocast_dtype(x) not in (None, x.dtype):
         why = f"their input is {x.dtype} under autocast to {autocast_dtype(x)}"
-    elif kwargs.get("past_key_values") is not None:
+    elif any(kwargs.get(name) is not None for name in CACHES):
         why, level = "the model fills a cache while it trains", logging.WARNING
         way_out = " Set model.config.use_cache = False."
     elif not _is_mask(kwargs.get("attention_mask"), x):
