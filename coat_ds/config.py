@@ -40,6 +40,7 @@ OTHER_NAMES = {
 WATCH_ACTS = ("off", "warn", "act")
 ZERO3_LAYER_UNITS = ("auto", True, False)
 CUDA_GRAPHS = ("auto", True, False)
+EVALUATIONS = ("fp8", "stock")
 AUTO = 'Nobody fills in "auto" in this block: write the value, or drop the key for its default.'
 
 
@@ -267,6 +268,11 @@ class ActivationsConfig(_Block):
     do. "auto": where the GPU would wait for it; true: wherever it is possible; false: nowhere. Of models that
     `convert` changed, layers that run as fused blocks. Never under ZeRO-3, where weights move, nor with
     dropout or while activations are recomputed."""
+
+    evaluation: str = _choice("fp8", EVALUATIONS)
+    """How layers compute where a model is evaluated, behind `model.eval()` and without gradients: in "fp8",
+    as they are trained, or as "stock" layers, which is what a saved model does that is loaded without COAT.
+    Of Megatron's layers the matrix products."""
 
     fallback: bool = False
     """Keep a linear layer whose sizes FP8 products cannot take in BF16. False makes it an error.

@@ -15,6 +15,7 @@ from coat_ds.config import ActivationsConfig
 from coat_ds.layers.formats import formats
 from coat_ds.layers.hooks import after_pre_hooks
 from coat_ds.layers.inventory import Part, multiplied
+from coat_ds.layers.replaced import is_evaluated
 from coat_kernels.autograd import once_differentiable
 from coat_kernels.linear import LinearOptions, fp8_linear
 from coat_kernels.origin import maxima_of, origin_of, with_maxima
@@ -152,10 +153,15 @@ class _CoatLinear(TakesActivations):
         activations = layer_activations(self._quant_config, activations)
         self._fits = self._is_aligned(activations.fallback)
         self._in_fp8 = self._fits and activations.enabled and not self._paused
+        self._evaluates_stock = activations.evaluation == "stock"
         self._formats = formats(activations, self._name in _CANCELS)
         self._cache = WeightCache(activations.weight_cache)
         self._x_scale = PredictedScale(self._formats.forward)
         self._grad_scale = PredictedScale(self._formats.backward)
+
+    def _multiplies_in_fp8(self) -> bool:
+        """Whether a forward does now."""
+        return self._in_fp8 and not (self._evaluates_stock and is_evaluated(self))
 
     @property
     def paused(self) -> bool:
@@ -189,7 +195,7 @@ class _CoatLinear(TakesActivations):
 
     def coat_part(self) -> Part:
         if self._in_fp8:
-            return Part("linear", multiplied(self._formats.forward.name, self._formats.backward.name))
+            return Part("linear", multiplied(self._formats, self.activations))
         why = "--te-precision-config-file" if self._fits else f"sizes that {_ALIGNMENT} does not divide"
         if self._paused:
             why = "fallen back, by coat.watch"
@@ -237,7 +243,7 @@ class _CoatLinear(TakesActivations):
 
     def _forward_impl(self, input, weight, *, bias=None, output_dtype=None, **rest):
         # an expert without tokens has nothing to multiply
-        if not self._in_fp8 or input.numel() == 0:
+        if not self._multiplies_in_fp8() or input.numel() == 0:
             if output_dtype is not None:
                 rest["output_dtype"] = output_dtype
             return super()._forward_impl(input=input, weight=weight, bias=bias, **rest)
@@ -300,7 +306,7 @@ class CoatRowParallelLinear(_CoatLinear, RowParallelLinear):
         scatters = self.sequence_parallel and not whole and not self.explicit_expert_comm
         # Megatron adds the bias after the sum over the ranks; the GEMM of a whole weight can add it
         bias = self.bias if whole and not self.skip_bias_add else None
-        if not (self._in_fp8 and input_.numel() and (scatters or whole)):
+        if not (self._multiplies_in_fp8() and input_.numel() and (scatters or whole)):
             return super().forward(input_)
         after_pre_hooks(self, input_)
         # the reduce-scatter belongs to the GEMM: its backward all-gathers what it quantized

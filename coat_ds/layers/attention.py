@@ -19,7 +19,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from coat_ds.config import ActivationsConfig
 from coat_ds.layers.log import say_once
-from coat_ds.layers.replaced import DTYPES, autocast_dtype
+from coat_ds.layers.replaced import DTYPES, autocast_dtype, is_evaluated
 from coat_kernels.attention import additive_mask, causal_attention, kept_attention
 from coat_kernels.groups.reference import DEFAULT_FORMAT
 from coat_kernels.origin import Origin, note, noted, origin_of
@@ -38,18 +38,20 @@ _CHANGING = ("position_bias", "softcap", "cache")
 @dataclass(frozen=True, slots=True)
 class KeptAttention:
     """On a converted attention module, as its attribute `coat_attention`: how it saves q, k, v and the
-    output, in groups of `group_size` or as they are."""
+    output, in groups of `group_size` or as they are. evaluates_stock: transformers' function evaluates."""
 
     group_size: int | None
     saved_format: str
+    evaluates_stock: bool
 
 
 def kept_attention_of(activations: ActivationsConfig) -> KeptAttention:
     """What the block says of attention. "recompute" is of whole layers: by itself attention is saved."""
-    fmt = activations.attention_format
+    fmt, evaluates_stock = activations.attention_format, activations.evaluation == "stock"
     if fmt == "bf16":
-        return KeptAttention(None, activations.saved_format)
-    return KeptAttention(activations.group_size, activations.saved_format if fmt == "recompute" else fmt)
+        return KeptAttention(None, activations.saved_format, evaluates_stock)
+    saved_format = activations.saved_format if fmt == "recompute" else fmt
+    return KeptAttention(activations.group_size, saved_format, evaluates_stock)
 
 
 def uses_interface(module: torch.nn.Module) -> bool:
@@ -156,7 +158,7 @@ def coat_attention(
             "same weights. Call coat_ds.convert on it, too."
         )
     # the compiler sees no notes
-    if kept is None or compiling:
+    if kept is None or compiling or (kept.evaluates_stock and is_evaluated(module)):
         return sdpa_attention_forward(module, query, key, value, attention_mask, **arguments)
     dtype = autocast_dtype(query)
     if dtype is not None and query.dtype in DTYPES:

@@ -39,7 +39,7 @@ def why_not(module: torch.nn.Module) -> str | None:
 class AutoTPLinear(Fp8Linear):
     """The forward of a linear layer of AutoTP."""
 
-    def __call__(self, input: torch.Tensor) -> torch.Tensor:
+    def compute(self, input: torch.Tensor) -> torch.Tensor:
         module, layers = self.module, _deepspeed()
         if (
             self.paused

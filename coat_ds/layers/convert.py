@@ -36,7 +36,7 @@ def convert(
     Linear layers, norms, feed-forward layers and attention get another forward each, on the instance.
     Classes, parameters, buffers and their names stay, so checkpoints are those of the stock model. What stays
     as it is (heads, routers, sizes that FP8 products do not take) says `conversion_of(model)`. Evaluation
-    runs in FP8 too. `unconvert` gives the stock model back.
+    runs in FP8 too, unless `activations.evaluation` is "stock". `unconvert` gives the stock model back.
 
     Args:
         model: any module; of parameters in BF16, or in FP32, best under autocast to BF16.

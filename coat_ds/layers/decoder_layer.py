@@ -57,14 +57,14 @@ class Fp8DecoderLayer(Replaced):
     kind = "layer"
 
     def __init__(self, module: nn.Module, activations: ActivationsConfig, parts: Parts):
-        super().__init__(module)
+        super().__init__(module, activations)
         self.parts, self.recomputes = parts, activations.attention_format == "recompute"
         self.qkv = MergedLinear(activations, cancels=True)
         self.cuda_graphs = activations.cuda_graphs
         # batches of one length follow each other, or they do not
         self.graphs = Graphs(one_shape=True)
 
-    def __call__(self, hidden_states: torch.Tensor, *args, **kwargs):
+    def compute(self, hidden_states: torch.Tensor, *args, **kwargs):
         if not uses_blocks(self, hidden_states, args, kwargs):
             if self.module.training and torch.is_grad_enabled() and can_be_read(hidden_states):
                 _say_why_not(self, hidden_states, kwargs)

@@ -89,7 +89,7 @@ class _Experts(Replaced):
     kind = "feed_forward"
 
     def __init__(self, module: torch.nn.Module, activations: ActivationsConfig):
-        super().__init__(module)
+        super().__init__(module, activations)
         self.function = _kind(module)
         self.kept = {"group_size": activations.group_size, "saved_format": activations.saved_format}
 
@@ -109,7 +109,7 @@ class GroupedExperts(_Experts):
         super().__init__(module, activations)
         self.left = {"linear": f"{_sizes(module)[0]} experts multiply in one grouped BF16 product"}
 
-    def __call__(
+    def compute(
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
     ) -> torch.Tensor:
         """hidden_states [t, h], the experts of each token and their weights [t, k] -> [t, h]."""
@@ -152,7 +152,7 @@ class Fp8Experts(_Experts):
             for _ in range(shape_of(module.down_proj)[0])
         ]
 
-    def __call__(
+    def compute(
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
     ) -> torch.Tensor:
         """hidden_states [t, h], the experts of each token and their weights [t, k] -> [t, h]."""

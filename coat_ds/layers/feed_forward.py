@@ -21,7 +21,7 @@ class _Activation(Replaced):
     kind = "feed_forward"
 
     def __init__(self, module: torch.nn.Module, activations: ActivationsConfig):
-        super().__init__(module)
+        super().__init__(module, activations)
         self.kept = {"group_size": activations.group_size, "saved_format": activations.saved_format}
         chosen = formats(activations)
         self.y_scale, self.grad_scale = PredictedScale(chosen.forward), PredictedScale(chosen.backward)
@@ -41,7 +41,7 @@ class Fp8Activation(_Activation):
         super().__init__(module, activations)
         self.function = function
 
-    def __call__(self, input: torch.Tensor) -> torch.Tensor:
+    def compute(self, input: torch.Tensor) -> torch.Tensor:
         if not self.takes(input) or input.numel() == 0:
             return self.stock(input)
         dtype = self.dtype_of_output(input)
@@ -69,7 +69,7 @@ class Fp8GatedFeedForward(_Activation):
     def down(self) -> torch.nn.Module:
         return self.module._modules[self.form.down]
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+    def compute(self, x: torch.Tensor) -> torch.Tensor:
         if not self.takes(x) or x.numel() == 0:
             return self.stock(x)
         after_pre_hooks(self.module, x)

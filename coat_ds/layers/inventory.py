@@ -12,8 +12,9 @@ from torch import nn
 from coat_ds.config import ActivationsConfig
 from coat_ds.layers.attention import STATE
 from coat_ds.layers.conversion import Conversion, conversion_of, holder_of
+from coat_ds.layers.formats import formats
 from coat_ds.layers.replaced import replaced
-from coat_kernels.fp8 import E4M3
+from coat_kernels.linear import LinearFormats
 
 PLURALS = {
     "linear": "linear layers",
@@ -112,15 +113,16 @@ def _count_converted(layers: Layers, model: nn.Module, conversion: Conversion) -
 def _how(kind: str, activations: ActivationsConfig) -> str:
     """What converted modules of a kind do."""
     if kind == "linear":
-        return multiplied(E4M3.name, activations.backward_format)
+        return multiplied(formats(activations), activations)
     if kind == "layer":
         return "can run as fused blocks"
     return attended(activations) if kind == "attention" else grouped(activations)
 
 
-def multiplied(forward_format: str, backward_format: str) -> str:
+def multiplied(linear: LinearFormats, activations: ActivationsConfig) -> str:
     """How linear layers compute, for the log."""
-    return f"multiply in {forward_format}, gradients in {backward_format}"
+    how = f"multiply in {linear.forward.name}, gradients in {linear.backward.name}"
+    return f"{how}, evaluation as stock layers" if activations.evaluation == "stock" else how
 
 
 def grouped(activations: ActivationsConfig) -> str:

@@ -33,7 +33,7 @@ class Fp8Linear(Replaced):
         transposed: bool = False,
         cancels: bool = False,
     ):
-        super().__init__(module)
+        super().__init__(module, activations)
         self.transposed = transposed
         self.formats = formats(activations, cancels)
         self.cache = WeightCache(activations.weight_cache)
@@ -49,7 +49,7 @@ class Fp8Linear(Replaced):
             grad_scale=self.grad_scale,
         )
 
-    def __call__(self, input: torch.Tensor) -> torch.Tensor:
+    def compute(self, input: torch.Tensor) -> torch.Tensor:
         module, weight = self.module, self.module.weight
         if input.device != weight.device:
             raise RuntimeError(

@@ -33,7 +33,7 @@ class Fp8Norm(Replaced):
     kind = "norm"
 
     def __init__(self, module: torch.nn.Module, activations: ActivationsConfig, form: NormForm):
-        super().__init__(module)
+        super().__init__(module, activations)
         self.form = form
         self.kept = {"group_size": activations.group_size, "saved_format": activations.saved_format}
         self.y_scale = PredictedScale(formats(activations).forward)
@@ -46,7 +46,7 @@ class Fp8Norm(Replaced):
             form.eps, form.layer_norm, form.zero_centered, kept["group_size"], kept["saved_format"]
         )
 
-    def __call__(self, hidden_states: torch.Tensor) -> torch.Tensor:
+    def compute(self, hidden_states: torch.Tensor) -> torch.Tensor:
         module, takes = self.module, self.takes(hidden_states)
         weight, bias = module.weight, module._parameters.get("bias")
         if hidden_states.numel() == 0:

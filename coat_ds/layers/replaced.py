@@ -5,6 +5,7 @@ from typing import Any, ClassVar
 
 import torch
 
+from coat_ds.config import ActivationsConfig
 from coat_ds.layers.log import say_once
 from coat_ds.optim.shards import is_distributed
 from coat_kernels.deferred import Deferred
@@ -22,13 +23,23 @@ class Replaced:
 
     kind: ClassVar[str]
 
-    def __init__(self, module: torch.nn.Module):
+    def __init__(self, module: torch.nn.Module, activations: ActivationsConfig):
         self.module = module
+        self.evaluates_stock = activations.evaluation == "stock"
         # somebody's patch of this one instance, if there was one
         self.before = module.__dict__.get("forward")
         # by kind: what it leaves as it was, and why
         self.left: dict[str, str] = {}
         self._dtypes: dict[tuple, torch.dtype] = {}
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self.evaluates_stock and is_evaluated(self.module):
+            return self.stock(*args, **kwargs)
+        return self.compute(*args, **kwargs)
+
+    def compute(self, *args: Any, **kwargs: Any) -> Any:
+        """The forward that stands in for the module's."""
+        raise NotImplementedError(type(self).__name__)
 
     def install(self) -> None:
         self.module.forward = self
@@ -80,6 +91,12 @@ class Replaced:
                     row = torch.zeros(1, x.shape[-1], dtype=x.dtype, device=x.device)
                 found = self._dtypes[key] = self.stock(row).dtype
         return found
+
+
+def is_evaluated(module: torch.nn.Module) -> bool:
+    """Whether a forward of `module` now is neither one of training nor one that a checkpoint, which has no
+    gradients, repeats later."""
+    return not (module.training or torch.is_grad_enabled())
 
 
 def is_plain(x: torch.Tensor) -> bool:

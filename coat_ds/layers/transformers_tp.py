@@ -55,7 +55,7 @@ class TransformersTPLinear(Fp8Linear):
         super().__init__(module, activations, cancels=cancels)
         self.split = split
 
-    def __call__(self, input: torch.Tensor) -> torch.Tensor:
+    def compute(self, input: torch.Tensor) -> torch.Tensor:
         module, (style, mesh) = self.module, self.split
         # also raises for FP16
         self.takes(input)

@@ -1,0 +1,164 @@
+"""`activations.evaluation` "stock": converted models evaluate as stock ones, and train as with "fp8"."""
+
+import os
+import warnings
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+
+import coat_ds
+from benchmarks.common.families import FAMILIES
+from coat_ds.layers.inventory import layers_of
+from tests.coat_ds.layers.measures import run
+from tests.coat_ds.layers.parts import Net, tokens
+from tests.coat_ds.ways import BLOCK, Data, engine_of, step
+from tests.util import run_distributed
+
+LLAMA = FAMILIES["llama"]
+STOCK = {"evaluation": "stock"}
+BLOCKS = {"without": {"enabled": False}, "fp8": BLOCK, "stock": {**BLOCK, "activations": STOCK}}
+
+
+def logits_of(model, batch, gradients=False):
+    with torch.set_grad_enabled(gradients):
+        return model(**{name: value for name, value in batch.items() if name != "labels"}).logits.detach()
+
+
+def placed(batch, device):
+    return {name: value.to(device) if torch.is_tensor(value) else value for name, value in batch.items()}
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_family_evaluates_as_without_coat(name, device):
+    family = FAMILIES[name]
+    batch = placed(family.batch(), device)
+    stock, fp8, model = (family.build().to(device) for _ in range(3))
+    coat_ds.convert(fp8)
+    coat_ds.convert(model, STOCK)
+    # training first: from then on it is known which outputs wait for a product
+    loss, gradients = run(fp8, batch)
+    again, same = run(model, batch)
+    assert again == loss
+    if device.type == "cpu":
+        assert all(same[name].equal(gradient) for name, gradient in gradients.items())
+    expected = logits_of(stock.eval(), batch)
+    assert not logits_of(fp8.eval(), batch).equal(expected)
+    assert logits_of(model.eval(), batch).equal(expected)
+    # with gradients, or while it trains without, as in a checkpoint, it is a part of training
+    assert logits_of(model, batch, gradients=True).equal(logits_of(fp8, batch, gradients=True))
+    assert logits_of(model.train(), batch).equal(logits_of(fp8.train(), batch))
+    assert run(model, batch)[0] == loss
+    if family.generates:
+        prompt = {k: v[:, :40] if k == "input_ids" else v for k, v in batch.items() if k != "labels"}
+        options = {"max_new_tokens": 4, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+        ids = [one.eval().generate(**prompt, **options) for one in (stock, model)]
+        assert ids[0].equal(ids[1])
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_checkpoints_repeat_what_was_trained(reentrant):
+    batch, found = LLAMA.batch(), []
+    for activations in ({}, STOCK):
+        model = coat_ds.convert(LLAMA.build(), activations)
+        model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+        found.append(run(model, batch))
+    (loss, gradients), (again, same) = found
+    assert loss == again and all(same[name].equal(gradient) for name, gradient in gradients.items())
+
+
+def test_autocast_over_fp32_weights():
+    batch, models = LLAMA.batch(dtype=torch.float32), [LLAMA.build(torch.float32).eval() for _ in range(2)]
+    coat_ds.convert(models[1], STOCK)
+    with torch.autocast("cpu", torch.bfloat16):
+        expected, found = (logits_of(model, batch) for model in models)
+    assert found.equal(expected)
+
+
+def test_a_compiled_model():
+    stock, x = Net(norm=nn.RMSNorm(64)), tokens()
+    model = torch.compile(coat_ds.convert(Net(norm=nn.RMSNorm(64)), STOCK), backend="eager")
+    with torch.no_grad():
+        expected = stock(x)
+        # the compiler guards what the forward asks for: of one graph the other must not be taken
+        trained = model(x)
+        assert not trained.equal(expected)
+        assert model.eval()(x).equal(expected)
+        assert model.train()(x).equal(trained)
+
+
+def test_what_is_said():
+    model = coat_ds.convert(LLAMA.build(), STOCK)
+    said = layers_of(model, why="").summary()
+    assert "multiply in e4m3, gradients in e5m2, evaluation as stock layers" in said
+    with pytest.raises(RuntimeError, match="evaluation: found 'fp8', but .* converted with 'stock'"):
+        coat_ds.convert(model, {})
+
+
+def evaluated(engine):
+    ids = torch.stack([Data()[i]["input_ids"] for i in range(4)]).to(engine.device)
+    with torch.no_grad():
+        return engine(input_ids=ids, labels=ids).loss.item()
+
+
+def by_stages():
+    """Of ZeRO 1 and 3, without COAT, with "fp8" and with "stock": losses of training, and of evaluation
+    before and in between."""
+    warnings.simplefilter("ignore")
+    found = {}
+    for stage in (1, 3):
+        for name, block in BLOCKS.items():
+            engine = engine_of(stage, block)
+            engine.eval()
+            first = evaluated(engine)
+            engine.train()
+            losses = [step(engine, i) for i in range(2)]
+            engine.eval()
+            then = evaluated(engine)
+            engine.train()
+            losses.append(step(engine, 2))
+            found[stage, name] = losses, first, then
+            engine.destroy()
+    return found
+
+
+def test_under_deepspeed():
+    for found in run_distributed(by_stages, 2):
+        for stage in (1, 3):
+            (losses, first, then), (again, plain, later) = (found[stage, name] for name in ("fp8", "stock"))
+            assert again == losses
+            assert plain == found[stage, "without"][1] != first and later != then and later < plain
+
+
+def parts(path):
+    """In two processes: logits of stock models in parts, and of converted ones, under FSDP2, and under the
+    tensor parallelism of transformers and of DeepSpeed."""
+    from transformers import AutoModelForCausalLM
+
+    warnings.simplefilter("ignore")
+    dist.init_process_group("gloo")
+    os.environ |= {"RANK": str(dist.get_rank()), "LOCAL_RANK": str(dist.get_rank()), "WORLD_SIZE": "2"}
+    found, batch = {}, LLAMA.batch()
+    for activations in (None, {}, STOCK):
+        for way in ("fsdp", "tp"):
+            if way == "fsdp":
+                model = LLAMA.build()
+            else:
+                model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16, tp_plan="auto")
+            if activations is not None:
+                coat_ds.convert(model, activations)
+            if way == "fsdp":
+                for layer in model.model.layers:
+                    fully_shard(layer)
+                fully_shard(model)
+            found.setdefault(way, []).append(logits_of(model.eval(), batch))
+    return found
+
+
+def test_in_parts(tmp_path):
+    LLAMA.build().save_pretrained(tmp_path)
+    for found in run_distributed(parts, 2, str(tmp_path)):
+        for way, (stock, fp8, plain) in found.items():
+            assert plain.equal(stock) and not fp8.equal(stock), way

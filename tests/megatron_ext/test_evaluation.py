@@ -1,0 +1,75 @@
+"""`activations.evaluation` "stock" of Megatron's layers: they evaluate in BF16, and train as with "fp8"."""
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from coat_ds.config import ActivationsConfig
+from megatron_ext.layer_specs import coat_layer_spec
+from megatron_ext.ledger import saved_bytes
+from tests.megatron_ext.layers import LINEARS, batch, build, loss_and_grads
+from tests.util import run_distributed
+
+
+def evaluated(model, device):
+    model.eval()
+    with torch.no_grad():
+        logits = model(*batch(device))
+    model.train()
+    return logits
+
+
+def in_bf16(model, device):
+    """What it evaluates to where all linear layers have fallen back."""
+    linears = [module for module in model.modules() if isinstance(module, LINEARS)]
+    for linear in linears:
+        linear.paused = True
+    logits = evaluated(model, device)
+    for linear in linears:
+        linear.paused = False
+    return logits
+
+
+def built(evaluation, **options):
+    torch.manual_seed(0)
+    return build(coat_layer_spec, layers=2, activations=ActivationsConfig(evaluation=evaluation), **options)
+
+
+@pytest.mark.parametrize("options", [{}, {"add_bias_linear": True, "gated_linear_unit": False}], ids=str)
+def test_layers_evaluate_in_bf16(device, megatron, options):
+    fp8, stock = built("fp8", **options), built("stock", **options)
+    stock.load_state_dict(fp8.state_dict())
+    expected = in_bf16(fp8, device)
+    assert not evaluated(fp8, device).equal(expected)
+    for _ in range(2):
+        (loss, gradients), (again, same) = (loss_and_grads(model, device) for model in (fp8, stock))
+        assert again == loss
+        if device.type == "cpu":
+            assert all(same[name].equal(gradient) for name, gradient in gradients.items())
+        # the second time what waits for a product still does
+        assert evaluated(stock, device).equal(expected)
+    kept = [saved_bytes(model, lambda model=model: model(*batch(device))) for model in (fp8, stock)]
+    assert kept[0] == kept[1]
+
+
+def in_parts():
+    from megatron_ext import cpu
+    from megatron_ext.model import initialize_model_parallel
+
+    cpu.enable()
+    dist.init_process_group("gloo")
+    initialize_model_parallel(2)
+    found = []
+    for sequence_parallel in (False, True):
+        model = built("stock", sequence_parallel=sequence_parallel)
+        trained = [loss_and_grads(model, "cpu")[0]]
+        logits = evaluated(model, "cpu")
+        trained.append(loss_and_grads(model, "cpu")[0])
+        found.append((logits, in_bf16(model, "cpu"), trained))
+    return found
+
+
+def test_tensor_parallel_layers_do_too():
+    for found in run_distributed(in_parts, 2):
+        for logits, expected, (before, after) in found:
+            assert logits.equal(expected) and before == after
