@@ -11,6 +11,7 @@ import torch
 from benchmarks import (  # noqa: F401  (they register themselves)
     adamw,
     converge,
+    evaluation,
     finetune,
     first_step,
     host,

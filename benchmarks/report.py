@@ -98,6 +98,7 @@ SECTIONS = [
     ),
     Section("layer", "A decoder layer"),
     Section("models", "Models of transformers, converted"),
+    Section("evaluation", "Models of transformers, evaluated"),
     Section("trainer", "Models of transformers under Trainer"),
     Section("megatron_main", "Megatron-LM's own loop"),
     Section("step", "Where a step goes"),

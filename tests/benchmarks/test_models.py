@@ -6,6 +6,7 @@ import warnings
 
 import pytest
 
+from benchmarks import evaluation
 from benchmarks.models import family_row, shape_row
 
 
@@ -34,3 +35,10 @@ def test_a_system_that_is_not_there_is_a_row_too(monkeypatch):
     monkeypatch.setitem(sys.modules, "torchao", None)
     row = shape_row("qwen3-8b", "torchao float8", argparse.Namespace(quick=True, layers=None))
     assert row["ms"] != row["ms"] and "torchao" in row["note"]
+
+
+def test_evaluation_as_stock_has_no_error():
+    arguments, expected = argparse.Namespace(quick=True, layers=None), []
+    bf16, fp8, stock = (evaluation.row("qwen3-0.6b", s, arguments, expected) for s in evaluation.SYSTEMS)
+    assert bf16["error"] == stock["error"] == 0 < fp8["error"] < 0.1
+    assert all(one["ms"] > 0 and one["ms_next_token"] > 0 for one in (bf16, fp8, stock))
