@@ -7,6 +7,11 @@ from coat_ds.layers.decoder_layer import Fp8DecoderLayer
 from tests.kernels.inputs import E4M3_RMS, E5M2_RMS
 
 
+def placed(batch: dict, device: torch.device | str) -> dict:
+    """A batch whose tensors are on `device`."""
+    return {name: value.to(device) if torch.is_tensor(value) else value for name, value in batch.items()}
+
+
 def run(model, batch) -> tuple[float, dict[str, torch.Tensor]]:
     """The loss and every gradient, FP32."""
     model.zero_grad()

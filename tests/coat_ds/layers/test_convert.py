@@ -23,6 +23,7 @@ from tests.coat_ds.layers.measures import (
     blocks_taken,
     fp8_bound,
     fp8_forward_bound,
+    placed,
     relative,
     run,
     same,
@@ -333,14 +334,15 @@ def test_fp32_models_return_the_dtypes_of_the_stock_model(name, autocast):
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3", "bert"])
-def test_fp32_models_under_autocast_always_round_alike(name):
+def test_fp32_models_under_autocast_always_round_alike(name, device):
     """Without gradients as with them, and in the first forward, which does not know yet that more than
     products read a norm of BERT, as in later ones."""
     family = FAMILIES[name]
-    model, batch = coat_ds.convert(family.build(torch.float32)).eval(), family.batch()
+    model = coat_ds.convert(family.build(torch.float32).to(device)).eval()
+    batch = placed(family.batch(), device)
 
     def loss():
-        with torch.autocast("cpu", torch.bfloat16):
+        with torch.autocast(device.type, torch.bfloat16):
             return model(**batch).loss.detach()
 
     first, second = loss(), loss()
@@ -399,8 +401,9 @@ def test_a_frozen_tower_without_gradients():
 
 
 @pytest.mark.parametrize("cached", ["none", "fp8"])
-def test_a_frozen_reference_computes_what_its_policy_does(monkeypatch, cached):
-    policy, batch = coat_ds.convert(LLAMA.build(), {"weight_cache": cached}), LLAMA.batch()
+def test_a_frozen_reference_computes_what_its_policy_does(monkeypatch, cached, device):
+    policy = coat_ds.convert(LLAMA.build().to(device), {"weight_cache": cached})
+    batch = placed(LLAMA.batch(), device)
     # LLaMA-Factory freezes it, TRL does not
     reference = copy.deepcopy(policy).requires_grad_(False).eval()
     taken = blocks_taken(monkeypatch)

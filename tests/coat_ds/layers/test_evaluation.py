@@ -12,7 +12,7 @@ from torch.distributed.fsdp import fully_shard
 import coat_ds
 from benchmarks.common.families import FAMILIES
 from coat_ds.layers.inventory import layers_of
-from tests.coat_ds.layers.measures import run
+from tests.coat_ds.layers.measures import placed, run
 from tests.coat_ds.layers.parts import Net, tokens
 from tests.coat_ds.ways import BLOCK, Data, engine_of, step
 from tests.util import run_distributed
@@ -25,10 +25,6 @@ BLOCKS = {"without": {"enabled": False}, "fp8": BLOCK, "stock": {**BLOCK, "activ
 def logits_of(model, batch, gradients=False):
     with torch.set_grad_enabled(gradients):
         return model(**{name: value for name, value in batch.items() if name != "labels"}).logits.detach()
-
-
-def placed(batch, device):
-    return {name: value.to(device) if torch.is_tensor(value) else value for name, value in batch.items()}
 
 
 @pytest.mark.parametrize("name", FAMILIES)

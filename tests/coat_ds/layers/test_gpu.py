@@ -6,13 +6,13 @@ import torch
 import coat_ds
 from benchmarks.common.families import FAMILIES, LAYERS
 from coat_ds.layers import decoder_layer
-from tests.coat_ds.layers.measures import blocks_taken, fp8_bound, relative, run, saved_bytes
+from tests.coat_ds.layers.measures import blocks_taken, fp8_bound, placed, relative, run, saved_bytes
 
 pytestmark = pytest.mark.gpu
 
 
 def on_gpu(batch):
-    return {name: value.cuda() if isinstance(value, torch.Tensor) else value for name, value in batch.items()}
+    return placed(batch, "cuda")
 
 
 @pytest.mark.parametrize("attention_format", ["bf16", "sqrt8", "recompute"])
