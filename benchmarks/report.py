@@ -52,7 +52,8 @@ SECTIONS = [
         "Fine-tuning a pretrained model",
         columns=(
             *("path", "system", "seed", "tokens", "steps", "val_loss_start", "val_loss"),
-            *("val_loss_bf16_start", "val_loss_bf16", "over_bf16_same_seed"),
+            *("val_loss_bf16_start", "val_loss_bf16", "val_loss_fp8_start", "val_loss_fp8"),
+            "over_bf16_same_seed",
             *("cloze_start", "cloze", "questions"),
             *("peak_mb", "state_bytes_per_param", "saved_bytes_per_token_layer", "note"),
         ),

@@ -66,7 +66,8 @@ def finetune(arguments, table: Table) -> None:
     start from the same weights; a seed decides the order of the text. Runs that are complete are not made
     again, and --minutes stops in the middle of one, as in converge. Columns:
     - val_loss_start, val_loss: of 256 held-out sequences, nats per token, by the layers that are trained;
-    - val_loss_bf16_start, val_loss_bf16: of the same weights in stock layers;
+    - val_loss_bf16_start, val_loss_bf16: of the same weights in stock layers; val_loss_fp8_start,
+      val_loss_fp8: in COAT's, as where they are used in FP8;
     - over_bf16_same_seed: nats above BF16 on the same path with the same seed;
     - cloze_start, cloze: share of up to 2,000 held-out sentences whose last word is likelier than three
       other last words of the same file; chance is 0.25; `questions`: how many there were;
@@ -110,11 +111,11 @@ def scores_of(
     """As `Task.scores`, before the first step and after the last one."""
     if step not in (0, setup.recipe.steps):
         return {}
-    stock = pretrained.in_bf16(start, setup, engine.module, text)
-    return {
-        "val_loss_bf16": held_out_loss(stock, text, setup),
-        "cloze": round(cloze.accuracy(engine, cloze.rows_of(setup.data, questions)), 5),
-    }
+    found = {"cloze": round(cloze.accuracy(engine, cloze.rows_of(setup.data, questions)), 5)}
+    for name, fp8 in (("val_loss_bf16", False), ("val_loss_fp8", True)):
+        model = pretrained.with_weights_of(engine.module, fp8, start, setup, text)
+        found[name] = held_out_loss(model, text, setup)
+    return found
 
 
 def start_of(arguments) -> pretrained.Pretrained:

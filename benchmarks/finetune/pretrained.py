@@ -123,17 +123,23 @@ def build(pretrained: Pretrained, setup: Setup, run: Run, coat, text) -> torch.n
     return model
 
 
-def in_bf16(pretrained: Pretrained, setup: Setup, trained: torch.nn.Module, text) -> torch.nn.Module:
-    """Stock layers with the weights of `trained`, which `build` made: as it will be used."""
-    from coat_ds import CoatConfig
+def with_weights_of(
+    trained: torch.nn.Module, fp8: bool, pretrained: Pretrained, setup: Setup, text
+) -> torch.nn.Module:
+    """COAT's layers as they are by default, or stock ones, with the weights of `trained`, which `build` made:
+    as it may be used."""
+    import coat_ds
 
     path = HUGGING_FACE if isinstance(trained, TokenLosses) else MEGATRON
-    stock = build(pretrained, setup, Run(path, (BF16,), 1), CoatConfig.from_dict({"enabled": False}), text)
+    coat = coat_ds.CoatConfig(enabled=fp8)
+    model = build(pretrained, setup, Run(path, (BF16,), 1), coat, text)
+    if fp8 and path == HUGGING_FACE:
+        coat_ds.convert(model, coat.activations)
     weights = dict(trained.named_parameters())
     with torch.no_grad():
-        for name, p in stock.named_parameters():
+        for name, p in model.named_parameters():
             p.copy_(weights[name])
-    return stock.eval()
+    return model.eval()
 
 
 def hugging_face(pretrained: Pretrained) -> TokenLosses:

@@ -186,10 +186,11 @@ def test_the_dry_run(text, tmp_path):
     for row in rows.values():
         assert float(row["val_loss"]) < float(row["val_loss_start"]) - 0.01
         assert 0 <= float(row["cloze"]) <= 1 and int(row["questions"]) > 0
-        # of the layers that are trained, and of stock ones
-        ends = (("val_loss_start", "val_loss_bf16_start"), ("val_loss", "val_loss_bf16"))
-        apart = [abs(float(row[ours]) - float(row[stock])) for ours, stock in ends]
-        assert max(apart) == 0 if row["system"] == "bf16" else 0 < min(apart) <= max(apart) < 0.01
+        # of the layers that are trained, and of the other ones
+        same, other = ("bf16", "fp8") if row["system"] == "bf16" else ("fp8", "bf16")
+        for end in ("", "_start"):
+            own, alike, apart = (float(row[f"val_loss{name}{end}"]) for name in ("", f"_{same}", f"_{other}"))
+            assert alike == own and 0 < abs(apart - own) < 0.01
         assert row["weights"] == rows["hf-bf16"]["weights"]
     learned = float(rows["hf-bf16"]["val_loss_start"]) - float(rows["hf-bf16"]["val_loss"])
     starts = [float(row["val_loss_start"]) for row in rows.values()]
