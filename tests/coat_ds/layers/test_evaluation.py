@@ -19,6 +19,9 @@ from tests.util import run_distributed
 
 LLAMA = FAMILIES["llama"]
 STOCK = {"evaluation": "stock"}
+# which together have every kind of layer that is converted
+DIFFERENT = ("llama", "gpt2", "mixtral", "qwen3_moe_grouped", "llava", "bert")
+LONG = pytest.mark.long("the same kinds of layers in other families")
 BLOCKS = {"without": {"enabled": False}, "fp8": BLOCK, "stock": {**BLOCK, "activations": STOCK}}
 
 
@@ -27,7 +30,9 @@ def logits_of(model, batch, gradients=False):
         return model(**{name: value for name, value in batch.items() if name != "labels"}).logits.detach()
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize(
+    "name", [name if name in DIFFERENT else pytest.param(name, marks=LONG) for name in FAMILIES]
+)
 def test_a_family_evaluates_as_without_coat(name, device):
     family = FAMILIES[name]
     batch = placed(family.batch(), device)
