@@ -36,7 +36,6 @@ from coat_ds.optim.optimizer import CoatAdamW
 from coat_ds.optim.options import (
     LAYOUT,
     MOMENTS,
-    formats_of,
     idle_bf16_params,
     idle_patterns,
     keeps_fp32,
@@ -186,8 +185,10 @@ class MegatronAdamW(CoatAdamW, torch.optim.AdamW):
             groups.append(group)
         super().load_state_dict({"state": state, "param_groups": groups})
 
-    def _load_state(self, p: torch.Tensor, group: dict[str, Any], loaded: dict[str, Any], index: int) -> bool:
-        state, exact = self.state[p], True
+    def _load_state(
+        self, p: torch.Tensor, group: dict[str, Any], loaded: dict[str, Any], index: int, said: dict[str, str]
+    ) -> dict[str, str]:
+        state = self.state[p]
         # the second first: the first may be relative to it
         for name in reversed(MOMENTS):
             value = state[name]
@@ -195,21 +196,10 @@ class MegatronAdamW(CoatAdamW, torch.optim.AdamW):
                 # the optimizer's own, handed back
                 state[name] = Moment(value.pieces, value.group_size, value.shape, pair=value.pair)
             else:
-                exact = self._take_moment(p, group, name, value) and exact
+                self._take_moment(p, group, name, value)
         self._ready_state(p, group)
-        return exact
-
-    def _formats_in(
-        self,
-        loaded: dict[str, Any],
-        index: int,
-        saved: dict[str, Any],
-        p: torch.Tensor,
-        group: dict[str, Any],
-        exact: bool,
-    ) -> dict[str, str]:
         # the moments are FP32, or this optimizer's own, which take the checkpoint's FP32 values later
-        return self._unless_kept(p, group, formats_of(saved))
+        return said
 
 
 def linked(host: MegatronOptimizer) -> Iterator[tuple[int, torch.Tensor, torch.Tensor, int]]:

@@ -151,7 +151,6 @@ class CoatAdamW(torch.optim.Optimizer):
         self.log = log or to_logging
         self._fragments: dict[torch.Tensor, tuple[Fragment, ...]] = {}
         self._arrived: Counter[str] = Counter()
-        self._converted: Counter[tuple[Formats, Formats]] = Counter()
         self._group_index: dict[torch.Tensor, int] = {}
         self._kept: set[torch.Tensor] = set()
         # asked about by their names, whatever the answer
@@ -168,13 +167,13 @@ class CoatAdamW(torch.optim.Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         own = ["_keep_fp32", "_seed", "_checkpoint_layout", "_compiled", "_fragments", "_group_index"]
-        own += ["_arrived", "_converted", "_kept", "_named", "_copies", "log"]
+        own += ["_arrived", "_kept", "_named", "_copies", "log"]
         return {**super().__getstate__(), **{name: getattr(self, name) for name in own}}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         # an optimizer of an earlier version has been asked about all that it holds
         held = {p for group in state["param_groups"] for p in group["params"]}
-        later = {"_named": held, "_converted": Counter(), "log": to_logging}
+        later = {"_named": held, "log": to_logging}
         # torch calls this for what it loads, too
         missing = {name: value for name, value in later.items() if name not in vars(self)}
         torch.optim.Optimizer.__setstate__(self, {**missing, **state})
@@ -327,16 +326,14 @@ class CoatAdamW(torch.optim.Optimizer):
             state["remainder"] = laid_out_like(p, remainder)
         return state
 
-    def _take_moment(self, p: torch.Tensor, group: dict[str, Any], name: str, values: torch.Tensor) -> bool:
-        """Puts FP32 values into the state, in the codes that they were decoded from if they were; returns
-        whether all were."""
+    def _take_moment(self, p: torch.Tensor, group: dict[str, Any], name: str, values: torch.Tensor) -> None:
+        """Puts FP32 values into the state, in the codes that they were decoded from if they were."""
         values, layout = shard_of(values, p), self._layout_of(p, group, name)
         second = local(self.state[p]["exp_avg_sq"]) if name == "exp_avg" else None
         moment = Moment.zeros(values.shape, layout, group["group_size"], p.device).beside(second)
         exact = moment.recover_(values)
         self.state[p][name] = laid_out_like(p, moment)
         self._count_arrival(exact)
-        return exact
 
     def _pair(self, p: torch.Tensor) -> None:
         """Has the moments of `p` know one another, if the first is relative to the second."""
@@ -450,8 +447,7 @@ class CoatAdamW(torch.optim.Optimizer):
 
         def load_states(_):
             self.restore_layout_options(own)
-            self._load_states(loaded)
-            self._say_conversions()
+            self._say_conversions(self._load_states(loaded))
 
         hooks = (
             self.register_load_state_dict_pre_hook(keep_states),
@@ -474,48 +470,28 @@ class CoatAdamW(torch.optim.Optimizer):
 
         formats: of each parameter group, in which formats they were stored, by name.
         """
-        for index, (group, saved) in enumerate(zip(self.param_groups, formats, strict=True)):
-            for p in self.held_in(index):
-                if p in self.state:
-                    self._note_formats(p, self._unless_kept(p, group, saved))
-        self._say_conversions()
+        stored = {
+            p: self._unless_kept(p, group, saved)
+            for index, (group, saved) in enumerate(zip(self.param_groups, formats, strict=True))
+            for p in self.held_in(index)
+            if p in self.state
+        }
+        self._say_conversions(stored)
 
-    def _say_conversions(self) -> None:
-        if self._converted:
-            self.log(conversions_line(self._converted), logging.WARNING)
-            self._converted.clear()
-
-    def _note_formats(self, p: torch.Tensor, formats: dict[str, str]) -> None:
-        """Counts the tensors in `p` if its moments were stored in other formats, by name, than they are."""
-        old, new = (
-            (of["exp_avg"], of["exp_avg_sq"])
-            for of in (formats, {name: format_of(local(self.state[p][name])) for name in MOMENTS})
-        )
-        if old != new:
-            fragments = [f for f in self._fragments.get(p, ()) if not f.kept]
-            self._converted[old, new] += max(len(fragments), 1)
-
-    def _formats_in(
-        self,
-        loaded: dict[str, Any],
-        index: int,
-        saved: dict[str, Any],
-        p: torch.Tensor,
-        group: dict[str, Any],
-        exact: bool,
-    ) -> dict[str, str] | None:
-        """In which formats the moments `index` of a state dict were stored, by name; None if it does not say,
-        and they were taken over to the bit.
-
-        saved: their parameter group there. group: that of `p`, whose moments they are now.
-        """
-        if (formats := stored_formats(loaded, index)) is not None:
-            return formats
-        # AdamW hands on options of groups that it knows nothing of, and moments that are FP32. Those who cut
-        # parameters drop what stands beside the values, and keep the options
-        if "coat" in loaded or is_distributed(p) or getattr(p, "_fsdp_flattened", False):
-            return self._unless_kept(p, group, formats_of(saved))
-        return None if exact else dict.fromkeys(MOMENTS, "fp32")
+    def _say_conversions(self, stored: dict[torch.Tensor, dict[str, str]]) -> None:
+        """Says of how many tensors the moments were `stored` in other formats, by name, than they are now."""
+        converted: Counter[tuple[Formats, Formats]] = Counter()
+        for p, formats in stored.items():
+            state = self.state[p]
+            old, new = (
+                (of["exp_avg"], of["exp_avg_sq"])
+                for of in (formats, {name: format_of(local(state[name])) for name in MOMENTS})
+            )
+            if old != new:
+                fragments = [f for f in self._fragments.get(p, ()) if not f.kept]
+                converted[old, new] += max(len(fragments), 1)
+        if converted:
+            self.log(conversions_line(converted), logging.WARNING)
 
     def _unless_kept(self, p: torch.Tensor, group: dict[str, Any], formats: dict[str, str]) -> dict[str, str]:
         """`formats`, which are those of a whole parameter group, or FP32 if `p` keeps that."""
@@ -539,20 +515,28 @@ class CoatAdamW(torch.optim.Optimizer):
             # FusedAdam's; here every state counts its own
             group.pop("step", None)
 
-    def _load_states(self, loaded: dict[str, Any]) -> None:
+    def _load_states(self, loaded: dict[str, Any]) -> dict[torch.Tensor, dict[str, str]]:
+        """Returns of which parameters moments were loaded, and in which formats they were stored, by name;
+        without those of which nobody says it, and that were restored to the bit."""
+        stored = {}
         for group, saved in zip(self.param_groups, loaded["param_groups"], strict=True):
-            steps = steps_of(saved, loaded["state"])
+            steps, said = steps_of(saved, loaded["state"]), formats_of(saved)
             for p, index in zip(group["params"], saved["params"], strict=True):
                 if entry := loaded["state"].get(index):
                     self.state[p] = {**entry, "step": steps[index]}
-                    exact = self._load_state(p, group, loaded, index)
-                    formats = self._formats_in(loaded, index, saved, p, group, exact)
+                    formats = self._load_state(p, group, loaded, index, self._unless_kept(p, group, said))
                     if formats is not None:
-                        self._note_formats(p, formats)
+                        stored[p] = formats
+        return stored
 
-    def _load_state(self, p: torch.Tensor, group: dict[str, Any], loaded: dict[str, Any], index: int) -> bool:
-        """Puts into the state of `p`, which holds the loaded entry `index`, tensors of its own. Returns
-        whether its moments are the saved ones, to the bit."""
+    def _load_state(
+        self, p: torch.Tensor, group: dict[str, Any], loaded: dict[str, Any], index: int, said: dict[str, str]
+    ) -> dict[str, str] | None:
+        """Puts into the state of `p`, which holds the loaded entry `index`, tensors of its own.
+
+        said: the formats of its moments, by name, as the parameter group in `loaded` has them.
+        Returns in which formats the moments were stored, as `stored_formats` does.
+        """
         state = self.state[p]
         remainder = state.pop("remainder", None)
         if is_remainder(remainder) and has_remainder(p, group):
@@ -567,4 +551,4 @@ class CoatAdamW(torch.optim.Optimizer):
             self._count_arrival(exact)
             all_exact = all_exact and exact
         self._pair(p)
-        return all_exact
+        return stored_formats(loaded, index, p, said, all_exact)

@@ -124,10 +124,25 @@ def _described(coat: Any, index: Any, name: str) -> tuple[int, list[Described]]:
     return 0, found
 
 
-def stored_formats(loaded: dict[str, Any], index: Any) -> dict[str, str] | None:
-    """In which formats the moments of parameter `index` of a state dict were stored, by their names: as they
-    are stored there, or as stands beside their values. None if neither is said.
+def stored_formats(
+    loaded: dict[str, Any], index: Any, p: torch.Tensor, said: dict[str, str], exact: bool
+) -> dict[str, str] | None:
+    """In which formats the moments of parameter `index` of a state dict, now those of `p`, were stored, by
+    their names; None if it does not say, and they were restored to the bit.
+
+    said: what their parameter group says. exact: whether they were restored to the bit.
     """
+    if (formats := _formats_at(loaded, index)) is not None:
+        return formats
+    # AdamW hands on options of groups that it knows nothing of, and moments that are FP32. Those who cut
+    # parameters drop what stands beside the values, and keep the options
+    if "coat" in loaded or is_distributed(p) or getattr(p, "_fsdp_flattened", False):
+        return said
+    return None if exact else dict.fromkeys(MOMENTS, "fp32")
+
+
+def _formats_at(loaded: dict[str, Any], index: Any) -> dict[str, str] | None:
+    """As they are stored there, or as stands beside their values; None if neither is said."""
     formats = {}
     for name in MOMENTS:
         value = local(loaded["state"][index][name])
