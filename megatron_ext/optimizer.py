@@ -36,6 +36,7 @@ from coat_ds.optim.optimizer import CoatAdamW
 from coat_ds.optim.options import (
     LAYOUT,
     MOMENTS,
+    FormatNames,
     idle_bf16_params,
     idle_patterns,
     keeps_fp32,
@@ -186,8 +187,8 @@ class MegatronAdamW(CoatAdamW, torch.optim.AdamW):
         super().load_state_dict({"state": state, "param_groups": groups})
 
     def _load_state(
-        self, p: torch.Tensor, group: dict[str, Any], loaded: dict[str, Any], index: int, said: dict[str, str]
-    ) -> dict[str, str]:
+        self, p: torch.Tensor, group: dict[str, Any], loaded: dict[str, Any], index: int, said: FormatNames
+    ) -> FormatNames:
         state = self.state[p]
         # the second first: the first may be relative to it
         for name in reversed(MOMENTS):

@@ -6,13 +6,10 @@ from typing import Any
 
 import torch
 
-from coat_ds.optim.options import MOMENTS, rounds_stochastically
+from coat_ds.optim.options import MOMENTS, FormatNames, rounds_stochastically
 from coat_kernels.codecs import Codec
 
 _logger = logging.getLogger(__name__)
-
-# of the two moments, exp_avg's first
-Formats = tuple[str, str]
 
 
 def to_logging(line: str, level: int) -> None:
@@ -75,7 +72,7 @@ def _compressed(optimizer, group_index: int) -> list[Codec]:
     return [codec for codec in codecs.values() if codec.dtype != torch.float32]
 
 
-def conversions_line(converted: Mapping[tuple[Formats, Formats], int]) -> str:
+def conversions_line(converted: Mapping[tuple[FormatNames, FormatNames], int]) -> str:
     """Of how many tensors moments were loaded from which formats into which, the old ones first."""
     parts = []
     for pair, count in converted.items():

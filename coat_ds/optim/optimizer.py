@@ -12,12 +12,14 @@ from coat_ds.config import CHECKPOINT_LAYOUTS, KEEP_FP32, check_choice
 from coat_ds.optim.accounting import layout_table, planned_bytes
 from coat_ds.optim.checks import check_can_keep_remainder, check_tensors
 from coat_ds.optim.fragments import Fragment, piece_begins
-from coat_ds.optim.lines import Formats, conversions_line, stalling, states_line, to_logging
+from coat_ds.optim.lines import conversions_line, stalling, states_line, to_logging
 from coat_ds.optim.moment import Moment, as_plain
 from coat_ds.optim.options import (
+    BOTH_FP32,
     LAYOUT,
     MOMENTS,
     STOCK_SWITCHES,
+    FormatNames,
     Rule,
     check_names,
     check_options,
@@ -465,10 +467,10 @@ class CoatAdamW(torch.optim.Optimizer):
         self._arrived.clear()
         return said
 
-    def say_conversions_from(self, formats: Iterable[dict[str, str]]) -> None:
+    def say_conversions_from(self, formats: Iterable[FormatNames]) -> None:
         """Says which formats have changed with moments that were put into the state as FP32 values.
 
-        formats: of each parameter group, in which formats they were stored, by name.
+        formats: of each parameter group, in which formats they were stored.
         """
         stored = {
             p: self._unless_kept(p, group, saved)
@@ -478,26 +480,22 @@ class CoatAdamW(torch.optim.Optimizer):
         }
         self._say_conversions(stored)
 
-    def _say_conversions(self, stored: dict[torch.Tensor, dict[str, str]]) -> None:
-        """Says of how many tensors the moments were `stored` in other formats, by name, than they are now."""
-        converted: Counter[tuple[Formats, Formats]] = Counter()
-        for p, formats in stored.items():
-            state = self.state[p]
-            old, new = (
-                (of["exp_avg"], of["exp_avg_sq"])
-                for of in (formats, {name: format_of(local(state[name])) for name in MOMENTS})
-            )
+    def _say_conversions(self, stored: dict[torch.Tensor, FormatNames]) -> None:
+        """Says of how many tensors the moments were `stored` in other formats than they are now."""
+        converted: Counter[tuple[FormatNames, FormatNames]] = Counter()
+        for p, old in stored.items():
+            new = tuple(format_of(local(self.state[p][name])) for name in MOMENTS)
             if old != new:
                 fragments = [f for f in self._fragments.get(p, ()) if not f.kept]
                 converted[old, new] += max(len(fragments), 1)
         if converted:
             self.log(conversions_line(converted), logging.WARNING)
 
-    def _unless_kept(self, p: torch.Tensor, group: dict[str, Any], formats: dict[str, str]) -> dict[str, str]:
+    def _unless_kept(self, p: torch.Tensor, group: dict[str, Any], formats: FormatNames) -> FormatNames:
         """`formats`, which are those of a whole parameter group, or FP32 if `p` keeps that."""
         fragments = self._fragments.get(p)
         kept = self.keeps(p, group) if fragments is None else all(f.kept for f in fragments)
-        return dict.fromkeys(MOMENTS, "fp32") if kept else formats
+        return BOTH_FP32 if kept else formats
 
     def layout_options(self) -> list[dict[str, Any]]:
         """The options of each parameter group, for `restore_layout_options`."""
@@ -515,9 +513,9 @@ class CoatAdamW(torch.optim.Optimizer):
             # FusedAdam's; here every state counts its own
             group.pop("step", None)
 
-    def _load_states(self, loaded: dict[str, Any]) -> dict[torch.Tensor, dict[str, str]]:
-        """Returns of which parameters moments were loaded, and in which formats they were stored, by name;
-        without those of which nobody says it, and that were restored to the bit."""
+    def _load_states(self, loaded: dict[str, Any]) -> dict[torch.Tensor, FormatNames]:
+        """Returns of which parameters moments were loaded, and in which formats they were stored; without
+        those of which nobody says it, and that were restored to the bit."""
         stored = {}
         for group, saved in zip(self.param_groups, loaded["param_groups"], strict=True):
             steps, said = steps_of(saved, loaded["state"]), formats_of(saved)
@@ -530,11 +528,11 @@ class CoatAdamW(torch.optim.Optimizer):
         return stored
 
     def _load_state(
-        self, p: torch.Tensor, group: dict[str, Any], loaded: dict[str, Any], index: int, said: dict[str, str]
-    ) -> dict[str, str] | None:
+        self, p: torch.Tensor, group: dict[str, Any], loaded: dict[str, Any], index: int, said: FormatNames
+    ) -> FormatNames | None:
         """Puts into the state of `p`, which holds the loaded entry `index`, tensors of its own.
 
-        said: the formats of its moments, by name, as the parameter group in `loaded` has them.
+        said: the formats of its moments, as the parameter group in `loaded` has them.
         Returns in which formats the moments were stored, as `stored_formats` does.
         """
         state = self.state[p]

@@ -28,6 +28,9 @@ logger = logging.getLogger(__name__)
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 FORMATS = tuple(f"{name}_format" for name in MOMENTS)
+# of each of MOMENTS
+FormatNames = tuple[str, ...]
+BOTH_FP32: FormatNames = ("fp32", "fp32")
 Rule = Sequence[str] | Callable[[str | None, torch.Tensor], bool]
 # the implementation switches of torch.optim.AdamW and DeepSpeed's, which have one implementation here; they
 # stand in the parameter groups all the same, so that a state dict is one for each of those
@@ -120,13 +123,13 @@ def codec_of(group: dict[str, Any], name: str) -> Codec:
     return second if name == "exp_avg_sq" else first_codec(group["exp_avg_format"], second)
 
 
-def formats_of(group: dict[str, Any]) -> dict[str, str]:
+def formats_of(group: dict[str, Any]) -> FormatNames:
     """In which formats a parameter group of a checkpoint says that its moments were stored; FP32 if it is
     another optimizer's, which says nothing."""
     first, second = (group.get(name) for name in FORMATS)
     if first not in EXP_AVG_FORMATS or second not in EXP_AVG_SQ_FORMATS:
-        return dict.fromkeys(MOMENTS, "fp32")
-    return {name: codec_of(group, name).name for name in MOMENTS}
+        return BOTH_FP32
+    return tuple(codec_of(group, name).name for name in MOMENTS)
 
 
 def has_remainder(p: torch.Tensor, group: dict[str, Any]) -> bool:

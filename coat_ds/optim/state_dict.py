@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from coat_ds.optim.moment import Moment
-from coat_ds.optim.options import LAYOUT, MOMENTS, STOCK_SWITCHES, check_options
+from coat_ds.optim.options import BOTH_FP32, LAYOUT, MOMENTS, STOCK_SWITCHES, FormatNames, check_options
 from coat_ds.optim.pieces import Layout
 from coat_ds.optim.shards import is_distributed, laid_out_like, local, shard_of
 from coat_ds.optim.stored_moment import StoredMoment
@@ -125,12 +125,13 @@ def _described(coat: Any, index: Any, name: str) -> tuple[int, list[Described]]:
 
 
 def stored_formats(
-    loaded: dict[str, Any], index: Any, p: torch.Tensor, said: dict[str, str], exact: bool
-) -> dict[str, str] | None:
-    """In which formats the moments of parameter `index` of a state dict, now those of `p`, were stored, by
-    their names; None if it does not say, and they were restored to the bit.
+    loaded: dict[str, Any], index: Any, p: torch.Tensor, said: FormatNames, exact: bool
+) -> FormatNames | None:
+    """In which formats the moments of parameter `index` of a state dict, now those of `p`, were stored; None
+    if nothing there says it, and they were restored to the bit.
 
-    said: what their parameter group says. exact: whether they were restored to the bit.
+    said: what their parameter group says
+    exact: whether they were restored to the bit
     """
     if (formats := _formats_at(loaded, index)) is not None:
         return formats
@@ -138,21 +139,21 @@ def stored_formats(
     # parameters drop what stands beside the values, and keep the options
     if "coat" in loaded or is_distributed(p) or getattr(p, "_fsdp_flattened", False):
         return said
-    return None if exact else dict.fromkeys(MOMENTS, "fp32")
+    return None if exact else BOTH_FP32
 
 
-def _formats_at(loaded: dict[str, Any], index: Any) -> dict[str, str] | None:
+def _formats_at(loaded: dict[str, Any], index: Any) -> FormatNames | None:
     """As they are stored there, or as stands beside their values; None if neither is said."""
-    formats = {}
+    formats = []
     for name in MOMENTS:
         value = local(loaded["state"][index][name])
         if isinstance(value, Moment):
-            formats[name] = format_of(value)
+            formats.append(format_of(value))
         elif pieces := _described(loaded.get("coat"), index, name)[1]:
-            formats[name] = _joined(codec for _, codec, *_ in pieces)
+            formats.append(_joined(codec for _, codec, *_ in pieces))
         else:
             return None
-    return formats
+    return tuple(formats)
 
 
 def format_of(moment: Moment) -> str:

@@ -9,7 +9,7 @@ import torch
 
 from coat_ds.optim.moment import Moment
 from coat_ds.optim.optimizer import CoatAdamW
-from coat_ds.optim.options import FORMATS, MOMENTS, formats_of
+from coat_ds.optim.options import FORMATS, MOMENTS, FormatNames, formats_of
 from coat_ds.optim.streaming import streaming
 from coat_ds.patches import Patch
 from coat_ds.zero.grad_norm import STAGE_1_AND_2, STAGE_3
@@ -103,7 +103,7 @@ class _Own(str):
     """A format that a parameter group had before a load, and still has if the checkpoint names none."""
 
 
-def _named_by_checkpoint(group: dict[str, Any]) -> dict[str, str]:
+def _named_by_checkpoint(group: dict[str, Any]) -> FormatNames:
     """As `formats_of`, of a parameter group that was loaded in place."""
     return formats_of({name: value for name, value in group.items() if not isinstance(value, _Own)})
 
