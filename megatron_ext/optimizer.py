@@ -124,8 +124,8 @@ class MegatronAdamW(CoatAdamW, torch.optim.AdamW):
 
     def keep(self, p: torch.Tensor, whether: bool = True) -> None:
         """As `CoatAdamW.keep`. `p` is a tensor that this optimizer holds, and `link` has spoken of."""
-        (fragment,) = self._fragments[p]
-        self.set_fragments(p, [fragment._replace(kept=whether)], self._group_index[p])
+        (fragment,) = self._layouts.fragments[p]
+        self.set_fragments(p, [fragment._replace(kept=whether)], self._layouts.group_index[p])
 
     def tensors_of(self, p: torch.Tensor) -> dict[str, torch.Tensor]:
         """`param`, `exp_avg` and `exp_avg_sq` of `p`, FP32 and of its shape. An FP32 parameter is returned

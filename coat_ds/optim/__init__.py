@@ -4,6 +4,7 @@
     options.py       its options: names, choices, what they mean for a moment
     checks.py        what a step refuses
     step.py          the update of one parameter group by `coat_kernels.adamw`
+    layouts.py       how the moments of each tensor are to be stored, and which keep FP32
     fragments.py     flat partitions that are composed of parts of parameters
     moment.py        what stands in `state[p]`: an FP32 tensor to whoever looks, codes inside
     tensor.py        how operations of torch on it are carried out

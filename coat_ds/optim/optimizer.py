@@ -1,5 +1,6 @@
 """AdamW whose moments are stored in eight bits each."""
 
+import dataclasses
 import logging
 from collections import Counter
 from collections.abc import Callable, Iterable
@@ -11,11 +12,11 @@ import torch
 from coat_ds.config import CHECKPOINT_LAYOUTS, KEEP_FP32, check_choice
 from coat_ds.optim.accounting import layout_table, planned_bytes
 from coat_ds.optim.checks import check_can_keep_remainder, check_tensors
-from coat_ds.optim.fragments import Fragment, piece_begins
+from coat_ds.optim.fragments import Fragment
+from coat_ds.optim.layouts import Layouts
 from coat_ds.optim.lines import conversions_line, stalling, states_line, to_logging
 from coat_ds.optim.moment import Moment, as_plain
 from coat_ds.optim.options import (
-    BOTH_FP32,
     LAYOUT,
     MOMENTS,
     STOCK_SWITCHES,
@@ -24,13 +25,10 @@ from coat_ds.optim.options import (
     check_names,
     check_options,
     check_patterns,
-    codec_of,
     formats_of,
     has_remainder,
-    keeps_fp32,
 )
 from coat_ds.optim.pair import paired
-from coat_ds.optim.pieces import Layout
 from coat_ds.optim.shards import is_distributed, laid_out_like, local, shard_of
 from coat_ds.optim.state_dict import (
     check_groups,
@@ -43,7 +41,7 @@ from coat_ds.optim.state_dict import (
     take_states,
 )
 from coat_ds.optim.step import Scaling, is_on, update_group
-from coat_kernels.codecs import Codec, get_codec
+from coat_kernels.codecs import Codec
 
 
 class CoatAdamW(torch.optim.Optimizer):
@@ -148,15 +146,10 @@ class CoatAdamW(torch.optim.Optimizer):
         }
         check_options(defaults)
         check_choice("CoatAdamW: checkpoint_layout", checkpoint_layout, CHECKPOINT_LAYOUTS)
-        self._keep_fp32, self._seed, self._checkpoint_layout = keep_fp32, seed, checkpoint_layout
-        self._compiled = compiled
+        self._seed, self._checkpoint_layout, self._compiled = seed, checkpoint_layout, compiled
+        self._layouts = Layouts(keep_fp32)
         self.log = log or to_logging
-        self._fragments: dict[torch.Tensor, tuple[Fragment, ...]] = {}
         self._arrived: Counter[str] = Counter()
-        self._group_index: dict[torch.Tensor, int] = {}
-        self._kept: set[torch.Tensor] = set()
-        # asked about by their names, whatever the answer
-        self._named: set[torch.Tensor] = set()
         self._copies: dict[torch.Tensor, torch.Tensor] = {}
         # by name: in a subclass, DeepSpeed's FusedAdam may follow this class in the MRO
         torch.optim.Optimizer.__init__(self, params, defaults)
@@ -168,17 +161,20 @@ class CoatAdamW(torch.optim.Optimizer):
             self.log(f"CoatAdamW: {states_line(self, planned_bytes(self))}", logging.INFO)
 
     def __getstate__(self) -> dict[str, Any]:
-        own = ["_keep_fp32", "_seed", "_checkpoint_layout", "_compiled", "_fragments", "_group_index"]
-        own += ["_arrived", "_kept", "_named", "_copies", "log"]
-        return {**super().__getstate__(), **{name: getattr(self, name) for name in own}}
+        own = ("_seed", "_checkpoint_layout", "_compiled", "_arrived", "_copies", "log")
+        # by the names that they had in earlier versions
+        layouts = {f"_{name}": value for name, value in vars(self._layouts).items()}
+        return {**super().__getstate__(), **{name: getattr(self, name) for name in own}, **layouts}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        # an optimizer of an earlier version has been asked about all that it holds
-        held = {p for group in state["param_groups"] for p in group["params"]}
-        later = {"_named": held, "log": to_logging}
-        # torch calls this for what it loads, too
-        missing = {name: value for name, value in later.items() if name not in vars(self)}
-        torch.optim.Optimizer.__setstate__(self, {**missing, **state})
+        # torch calls this for what it loads, too, which has no more than states and parameter groups
+        if "_kept" in state:
+            # an optimizer of an earlier version has been asked about all that it holds
+            held = {p for group in state["param_groups"] for p in group["params"]}
+            state = {"_named": held, "log": to_logging, **state}
+            names = [field.name for field in dataclasses.fields(Layouts)]
+            state["_layouts"] = Layouts(**{name: state.pop(f"_{name}") for name in names})
+        torch.optim.Optimizer.__setstate__(self, state)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As in `torch.optim.Optimizer`; the group may set every option of the constructor."""
@@ -192,24 +188,17 @@ class CoatAdamW(torch.optim.Optimizer):
                 "CoatAdamW: checkpoint_layout='compressed' cannot be cut for another number of ranks, as "
                 "checkpoints of DTensors are. Take 'stock'."
             )
-        self._ask_names(group)
+        self._layouts.ask_names(group)
 
     def has_option(self, name: str, value: Any) -> bool:
         """Whether an option of the constructor has this value, in all parameter groups. Of a function that
         says which tensors keep FP32 moments nobody knows."""
         if name == "keep_fp32":
-            return callable(self._keep_fp32) or tuple(self._keep_fp32) == tuple(value)
+            rule = self._layouts.keep_fp32
+            return callable(rule) or tuple(rule) == tuple(value)
         if name == "checkpoint_layout":
             return self._checkpoint_layout == value
         return all(group[name] == value for group in self.param_groups)
-
-    def _ask_names(self, group: dict[str, Any]) -> None:
-        """Notes which of the group's parameters keep FP32 moments by their names."""
-        for name, p in zip(group.get("param_names", repeat(None)), group["params"], strict=False):
-            if p not in self._named:
-                self._named.add(p)
-                if keeps_fp32(self._keep_fp32, name, p):
-                    self._kept.add(p)
 
     def copy_weight(self, param: torch.Tensor, copy: torch.Tensor) -> None:
         """From now on every step also writes `param`, which is FP32, to `copy`, rounded to BF16, in one pass.
@@ -279,8 +268,8 @@ class CoatAdamW(torch.optim.Optimizer):
         fragments: what `param` holds, ascending by start; elements between and after them are padding.
         group_index: the parameter group; ZeRO-3 puts `param` into it during a step only.
         """
-        self._fragments[param] = tuple(fragments)
-        self._group_index[param] = group_index
+        self._layouts.fragments[param] = tuple(fragments)
+        self._layouts.group_index[param] = group_index
         group = self.param_groups[group_index]
         self._ready_state(param, group)
         self._arrange(param, group)
@@ -291,16 +280,16 @@ class CoatAdamW(torch.optim.Optimizer):
             for p in group["params"]:
                 if p.requires_grad:
                     self._ready_state(p, group)
-        for p, group_index in self._group_index.items():
+        for p, group_index in self._layouts.group_index.items():
             self._ready_state(p, self.param_groups[group_index])
 
     def _ready_state(
         self, p: torch.Tensor, group: dict[str, Any], count_on_device: bool = False
     ) -> dict[str, Any]:
         state = self.state[p]
-        if p not in self._named and p not in self._fragments:
+        if not self._layouts.knows(p):
             # Accelerate exchanges the parameters that it was handed over for DTensors
-            self._ask_names(group)
+            self._layouts.ask_names(group)
         step = state.get("step", 0)
         if group["capturable"] or count_on_device:
             if not is_on(step, p.device):
@@ -311,7 +300,7 @@ class CoatAdamW(torch.optim.Optimizer):
         for name in reversed(MOMENTS):
             value = state.get(name)
             if value is None:
-                layout = self._layout_of(p, group, name)
+                layout = self._layouts.layout_of(p, group, name)
                 moment = Moment.zeros(local(p).shape, layout, group["group_size"], p.device)
                 state[name] = laid_out_like(p, moment)
             elif not isinstance(local(value), Moment) or is_distributed(value) != is_distributed(p):
@@ -330,7 +319,7 @@ class CoatAdamW(torch.optim.Optimizer):
 
     def _take_moment(self, p: torch.Tensor, group: dict[str, Any], name: str, values: torch.Tensor) -> None:
         """Puts FP32 values into the state, in the codes that they were decoded from if they were."""
-        values, layout = shard_of(values, p), self._layout_of(p, group, name)
+        values, layout = shard_of(values, p), self._layouts.layout_of(p, group, name)
         second = local(self.state[p]["exp_avg_sq"]) if name == "exp_avg" else None
         moment = Moment.zeros(values.shape, layout, group["group_size"], p.device).beside(second)
         exact = moment.recover_(values)
@@ -352,12 +341,12 @@ class CoatAdamW(torch.optim.Optimizer):
 
     def keeps(self, p: torch.Tensor, group: dict[str, Any]) -> bool:
         """Whether `p`, as large as it was if ZeRO-3 has emptied it, keeps FP32 moments in `group`."""
-        return getattr(p, "ds_numel", p.numel()) < group["min_numel"] or p in self._kept
+        return self._layouts.keeps(p, group)
 
     def keep(self, p: torch.Tensor, whether: bool = True) -> None:
         """Has `p` keep FP32 moments from now on, or no more; those that exist are converted. Of parameters
         that are part of a flat partition only the choice is noted: `set_fragments` then takes it up."""
-        (self._kept.add if whether else self._kept.discard)(p)
+        self._layouts.keep(p, whether)
         group = next((g for g in self.param_groups if any(p is own for own in g["params"])), None)
         if group is None or "exp_avg" not in self.state.get(p, {}):
             return
@@ -368,28 +357,20 @@ class CoatAdamW(torch.optim.Optimizer):
         state, second = self.state[p], None
         # the second first: the first may be relative to it
         for name in reversed(MOMENTS):
-            layout, held = self._layout_of(p, group, name), local(state[name])
+            layout, held = self._layouts.layout_of(p, group, name), local(state[name])
             if held.arrangement != layout:
                 held = held.rearranged(layout, second=second)
                 state[name] = laid_out_like(p, held)
             second = held
         self._pair(p)
 
-    def _layout_of(self, p: torch.Tensor, group: dict[str, Any], name: str) -> Layout:
-        """First element and codec of each piece of a moment of `p`."""
-        codec, kept = codec_of(group, name), get_codec("fp32")
-        if p not in self._fragments:
-            return ((0, kept if self.keeps(p, group) else codec),)
-        begins = piece_begins(self._fragments[p], p.numel(), group["group_size"])
-        return tuple((begin, kept if is_kept else codec) for begin, is_kept in begins)
-
     def codecs_of(self, p: torch.Tensor, group: dict[str, Any], name: str) -> list[Codec]:
         """What the pieces of one of `MOMENTS` of `p` are stored by, or will be."""
-        return [codec for _, codec in self._layout_of(p, group, name)]
+        return [codec for _, codec in self._layouts.layout_of(p, group, name)]
 
     def held_in(self, group_index: int) -> list[torch.Tensor]:
         """The tensors of a parameter group, with those that ZeRO-3 puts into it during a step only."""
-        flats = (p for p, index in self._group_index.items() if index == group_index)
+        flats = (p for p, index in self._layouts.group_index.items() if index == group_index)
         return list(dict.fromkeys((*self.param_groups[group_index]["params"], *flats)))
 
     def layout(self) -> str:
@@ -400,7 +381,7 @@ class CoatAdamW(torch.optim.Optimizer):
             (name, p.shape, *(codec for _, codec in codecs), group["group_size"])
             for group in self.param_groups
             for name, p in zip(group.get("param_names", repeat("")), group["params"], strict=False)
-            for codecs in zip(*(self._layout_of(p, group, moment) for moment in MOMENTS), strict=True)
+            for codecs in zip(*(self._layouts.layout_of(p, group, moment) for moment in MOMENTS), strict=True)
         )
 
     def moments(self, param: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -473,7 +454,7 @@ class CoatAdamW(torch.optim.Optimizer):
         formats: of each parameter group, in which formats they were stored.
         """
         stored = {
-            p: self._unless_kept(p, group, saved)
+            p: self._layouts.unless_kept(p, group, saved)
             for index, (group, saved) in enumerate(zip(self.param_groups, formats, strict=True))
             for p in self.held_in(index)
             if p in self.state
@@ -486,16 +467,9 @@ class CoatAdamW(torch.optim.Optimizer):
         for p, old in stored.items():
             new = tuple(format_of(local(self.state[p][name])) for name in MOMENTS)
             if old != new:
-                fragments = [f for f in self._fragments.get(p, ()) if not f.kept]
-                converted[old, new] += max(len(fragments), 1)
+                converted[old, new] += self._layouts.tensors_in(p)
         if converted:
             self.log(conversions_line(converted), logging.WARNING)
-
-    def _unless_kept(self, p: torch.Tensor, group: dict[str, Any], formats: FormatNames) -> FormatNames:
-        """`formats`, which are those of a whole parameter group, or FP32 if `p` keeps that."""
-        fragments = self._fragments.get(p)
-        kept = self.keeps(p, group) if fragments is None else all(f.kept for f in fragments)
-        return BOTH_FP32 if kept else formats
 
     def layout_options(self) -> list[dict[str, Any]]:
         """The options of each parameter group, for `restore_layout_options`."""
@@ -518,11 +492,12 @@ class CoatAdamW(torch.optim.Optimizer):
         those of which nobody says it, and that were restored to the bit."""
         stored = {}
         for group, saved in zip(self.param_groups, loaded["param_groups"], strict=True):
-            steps, said = steps_of(saved, loaded["state"]), formats_of(saved)
+            steps, of_group = steps_of(saved, loaded["state"]), formats_of(saved)
             for p, index in zip(group["params"], saved["params"], strict=True):
                 if entry := loaded["state"].get(index):
                     self.state[p] = {**entry, "step": steps[index]}
-                    formats = self._load_state(p, group, loaded, index, self._unless_kept(p, group, said))
+                    said = self._layouts.unless_kept(p, group, of_group)
+                    formats = self._load_state(p, group, loaded, index, said)
                     if formats is not None:
                         stored[p] = formats
         return stored
@@ -543,7 +518,7 @@ class CoatAdamW(torch.optim.Optimizer):
         moment, all_exact = None, True
         # the second first: the first may be relative to it
         for name in reversed(MOMENTS):
-            layout = self._layout_of(p, group, name)
+            layout = self._layouts.layout_of(p, group, name)
             moment, exact = restored(loaded, index, name, layout, group["group_size"], p, moment)
             state[name] = laid_out_like(p, moment)
             self._count_arrival(exact)
