@@ -36,11 +36,13 @@ from coat_ds.optim.optimizer import CoatAdamW
 from coat_ds.optim.options import (
     LAYOUT,
     MOMENTS,
+    SECOND_FIRST,
     FormatNames,
     idle_bf16_params,
     idle_patterns,
     keeps_fp32,
 )
+from coat_ds.optim.pair import pair_up
 from coat_ds.optim.state_dict import take_states
 from coat_ds.patches import Patch, require
 from coat_kernels.adamw import join_master, split_master
@@ -152,10 +154,9 @@ class MegatronAdamW(CoatAdamW, torch.optim.AdamW):
                     old.view(-1)[part] = new
         else:
             p.copy_(tensors["param"])
-        # the second first: the first may be relative to it
-        for name in reversed(MOMENTS):
+        for name in SECOND_FIRST:
             self._take_moment(p, group, name, tensors[name])
-        self._pair(p)
+        pair_up(state, p)
 
     def state_dict(self) -> dict[str, Any]:
         """The layout of `torch.optim.AdamW`, and FusedAdam's step count if that is what Megatron looks for.
@@ -190,8 +191,7 @@ class MegatronAdamW(CoatAdamW, torch.optim.AdamW):
         self, p: torch.Tensor, group: dict[str, Any], loaded: dict[str, Any], index: int, said: FormatNames
     ) -> FormatNames:
         state = self.state[p]
-        # the second first: the first may be relative to it
-        for name in reversed(MOMENTS):
+        for name in SECOND_FIRST:
             value = state[name]
             if isinstance(value, Moment):
                 # the optimizer's own, handed back

@@ -19,6 +19,7 @@ from coat_ds.optim.moment import Moment, as_plain
 from coat_ds.optim.options import (
     LAYOUT,
     MOMENTS,
+    SECOND_FIRST,
     STOCK_SWITCHES,
     FormatNames,
     Rule,
@@ -28,7 +29,7 @@ from coat_ds.optim.options import (
     formats_of,
     has_remainder,
 )
-from coat_ds.optim.pair import paired
+from coat_ds.optim.pair import pair_up
 from coat_ds.optim.shards import is_distributed, laid_out_like, local, shard_of
 from coat_ds.optim.state_dict import (
     check_groups,
@@ -296,8 +297,7 @@ class CoatAdamW(torch.optim.Optimizer):
                 state["step"] = torch.tensor(float(step), dtype=torch.float32, device=p.device)
         else:
             state["step"] = int(step)
-        # the second first: the first may be relative to it
-        for name in reversed(MOMENTS):
+        for name in SECOND_FIRST:
             value = state.get(name)
             if value is None:
                 layout = self._layouts.layout_of(p, group, name)
@@ -306,7 +306,7 @@ class CoatAdamW(torch.optim.Optimizer):
             elif not isinstance(local(value), Moment) or is_distributed(value) != is_distributed(p):
                 # a universal checkpoint's values arrive like this
                 self._take_moment(p, group, name, value)
-        self._pair(p)
+        pair_up(state, p)
         if not has_remainder(p, group):
             # the parameter was of another type, or is rounded otherwise from now on
             state.pop("remainder", None)
@@ -325,16 +325,6 @@ class CoatAdamW(torch.optim.Optimizer):
         exact = moment.recover_(values)
         self.state[p][name] = laid_out_like(p, moment)
         self._count_arrival(exact)
-
-    def _pair(self, p: torch.Tensor) -> None:
-        """Has the moments of `p` know one another, if the first is relative to the second."""
-        state = self.state[p]
-        held = tuple(local(state[name]) for name in MOMENTS)
-        if held[0].pair is None and held[1].pair is None and not held[0].is_relative:
-            return
-        for name, old, new in zip(MOMENTS, held, paired(*held), strict=True):
-            if new is not old:
-                state[name] = laid_out_like(p, new)
 
     def _count_arrival(self, exact: bool) -> None:
         self._arrived["restored to the bit" if exact else "with groups encoded from FP32"] += 1
@@ -355,14 +345,13 @@ class CoatAdamW(torch.optim.Optimizer):
     def _arrange(self, p: torch.Tensor, group: dict[str, Any]) -> None:
         """Brings the moments of `p` into the layout that they are to have."""
         state, second = self.state[p], None
-        # the second first: the first may be relative to it
-        for name in reversed(MOMENTS):
+        for name in SECOND_FIRST:
             layout, held = self._layouts.layout_of(p, group, name), local(state[name])
             if held.arrangement != layout:
                 held = held.rearranged(layout, second=second)
                 state[name] = laid_out_like(p, held)
             second = held
-        self._pair(p)
+        pair_up(state, p)
 
     def codecs_of(self, p: torch.Tensor, group: dict[str, Any], name: str) -> list[Codec]:
         """What the pieces of one of `MOMENTS` of `p` are stored by, or will be."""
@@ -516,12 +505,11 @@ class CoatAdamW(torch.optim.Optimizer):
             held = shard_of(remainder, p).to(p.device, torch.int16, copy=True)
             state["remainder"] = laid_out_like(p, held)
         moment, all_exact = None, True
-        # the second first: the first may be relative to it
-        for name in reversed(MOMENTS):
+        for name in SECOND_FIRST:
             layout = self._layouts.layout_of(p, group, name)
             moment, exact = restored(loaded, index, name, layout, group["group_size"], p, moment)
             state[name] = laid_out_like(p, moment)
             self._count_arrival(exact)
             all_exact = all_exact and exact
-        self._pair(p)
+        pair_up(state, p)
         return stored_formats(loaded, index, p, said, all_exact)

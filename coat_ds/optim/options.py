@@ -27,6 +27,8 @@ from coat_kernels.codecs import Codec, first_codec, get_codec
 logger = logging.getLogger(__name__)
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
+# the order in which they are written: the first may be relative to the second
+SECOND_FIRST = MOMENTS[::-1]
 FORMATS = tuple(f"{name}_format" for name in MOMENTS)
 # of each of MOMENTS
 FormatNames = tuple[str, ...]

@@ -1,10 +1,24 @@
 """Two moments of a parameter of which the first is stored relative to the second."""
 
+from typing import Any
+
 import torch
 
 from coat_ds.optim.moment import Moment
+from coat_ds.optim.options import MOMENTS
 from coat_ds.optim.pieces import Pair
+from coat_ds.optim.shards import laid_out_like, local
 from coat_kernels.codecs import Stored
+
+
+def pair_up(state: dict[str, Any], p: torch.Tensor) -> None:
+    """Has the moments in the state of `p` know one another, if the first is relative to the second."""
+    held = tuple(local(state[name]) for name in MOMENTS)
+    if held[0].pair is None and held[1].pair is None and not held[0].is_relative:
+        return
+    for name, old, new in zip(MOMENTS, held, paired(*held), strict=True):
+        if new is not old:
+            state[name] = laid_out_like(p, new)
 
 
 def paired(first: Moment, second: Moment) -> tuple[Moment, Moment]:
