@@ -2,7 +2,7 @@
 
     optimizer.py     CoatAdamW
     options.py       its options: names, choices, what they mean for a moment
-    checks.py        what a step refuses
+    checks.py        which tensors it refuses
     step.py          the update of one parameter group by `coat_kernels.adamw`
     layouts.py       how the moments of each tensor are to be stored, and which keep FP32
     fragments.py     flat partitions that are composed of parts of parameters

@@ -1,4 +1,4 @@
-"""What a step of `CoatAdamW` refuses, before anything is changed."""
+"""Which tensors `CoatAdamW` refuses, before anything is changed."""
 
 from typing import Any
 
@@ -65,6 +65,21 @@ def check_tensors(p: torch.Tensor, state: dict[str, Any]) -> None:
                 f"{what} has {name} on {moment.device}. Move the model before the first step, or load the "
                 "optimizer's state dict again."
             )
+
+
+def check_copy(copy: torch.Tensor, p: torch.Tensor) -> None:
+    """Raises ValueError for a tensor that a step cannot write beside `p`."""
+    if (copy.dtype, p.dtype) != (torch.bfloat16, torch.float32) or not copy.is_contiguous():
+        raise ValueError(
+            f"copy_weight: expected a contiguous BF16 copy of an FP32 parameter, found {copy.dtype} of "
+            f"{p.dtype}."
+        )
+    held, copied = local(p), local(copy)
+    if copied.shape != held.shape or copied.device != held.device:
+        raise ValueError(
+            f"copy_weight: the copy is {tuple(copied.shape)} on {copied.device}, the parameter "
+            f"{tuple(held.shape)} on {held.device}. Give it the parameter's shape and device."
+        )
 
 
 def check_can_keep_remainder(p: torch.Tensor) -> None:

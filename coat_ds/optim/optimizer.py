@@ -11,7 +11,7 @@ import torch
 
 from coat_ds.config import CHECKPOINT_LAYOUTS, KEEP_FP32, check_choice
 from coat_ds.optim.accounting import layout_table, planned_bytes
-from coat_ds.optim.checks import check_can_keep_remainder, check_tensors
+from coat_ds.optim.checks import check_can_keep_remainder, check_copy, check_tensors
 from coat_ds.optim.fragments import Fragment
 from coat_ds.optim.layouts import Layouts
 from coat_ds.optim.lines import conversions_line, stalling, states_line, to_logging
@@ -206,18 +206,8 @@ class CoatAdamW(torch.optim.Optimizer):
 
         Raises ValueError unless `copy` is contiguous BF16 of the same shape on the same device.
         """
-        if (copy.dtype, param.dtype) != (torch.bfloat16, torch.float32) or not copy.is_contiguous():
-            raise ValueError(
-                f"copy_weight: expected a contiguous BF16 copy of an FP32 parameter, found {copy.dtype} of "
-                f"{param.dtype}."
-            )
-        held, copied = local(param), local(copy)
-        if copied.shape != held.shape or copied.device != held.device:
-            raise ValueError(
-                f"copy_weight: the copy is {tuple(copied.shape)} on {copied.device}, the parameter "
-                f"{tuple(held.shape)} on {held.device}. Give it the parameter's shape and device."
-            )
-        self._copies[param] = copied
+        check_copy(copy, param)
+        self._copies[param] = local(copy)
 
     @torch._disable_dynamo
     @torch.no_grad()
