@@ -248,23 +248,6 @@ class CoatAdamW(torch.optim.Optimizer):
             )
         return loss
 
-    def set_fragments(self, param: torch.Tensor, fragments: Iterable[Fragment], group_index: int) -> None:
-        """Notes what `param`, a flat partition such as ZeRO makes, is composed of, and creates its states.
-
-        Groups of moments start at the first element of each parameter, wherever it lies in the partition. So
-        the codes of a group are the same bits at any number of ranks. Where a border between two ranks cuts a
-        group, each rank holds its part as a group of its own. Existing moments are encoded again if their
-        groups change.
-
-        fragments: what `param` holds, ascending by start; elements between and after them are padding.
-        group_index: the parameter group; ZeRO-3 puts `param` into it during a step only.
-        """
-        self._layouts.fragments[param] = tuple(fragments)
-        self._layouts.group_index[param] = group_index
-        group = self.param_groups[group_index]
-        self._ready_state(param, group)
-        self._arrange(param, group)
-
     def init_states(self) -> None:
         """Creates what is missing of the states of all parameters, and encodes plain tensors among them."""
         for group in self.param_groups:
@@ -316,12 +299,22 @@ class CoatAdamW(torch.optim.Optimizer):
         self.state[p][name] = laid_out_like(p, moment)
         self._count_arrival(exact)
 
-    def _count_arrival(self, exact: bool) -> None:
-        self._arrived["restored to the bit" if exact else "with groups encoded from FP32"] += 1
+    def set_fragments(self, param: torch.Tensor, fragments: Iterable[Fragment], group_index: int) -> None:
+        """Notes what `param`, a flat partition such as ZeRO makes, is composed of, and creates its states.
 
-    def keeps(self, p: torch.Tensor, group: dict[str, Any]) -> bool:
-        """Whether `p`, as large as it was if ZeRO-3 has emptied it, keeps FP32 moments in `group`."""
-        return self._layouts.keeps(p, group)
+        Groups of moments start at the first element of each parameter, wherever it lies in the partition. So
+        the codes of a group are the same bits at any number of ranks. Where a border between two ranks cuts a
+        group, each rank holds its part as a group of its own. Existing moments are encoded again if their
+        groups change.
+
+        fragments: what `param` holds, ascending by start; elements between and after them are padding.
+        group_index: the parameter group; ZeRO-3 puts `param` into it during a step only.
+        """
+        self._layouts.fragments[param] = tuple(fragments)
+        self._layouts.group_index[param] = group_index
+        group = self.param_groups[group_index]
+        self._ready_state(param, group)
+        self._arrange(param, group)
 
     def keep(self, p: torch.Tensor, whether: bool = True) -> None:
         """Has `p` keep FP32 moments from now on, or no more; those that exist are converted. Of parameters
@@ -342,6 +335,10 @@ class CoatAdamW(torch.optim.Optimizer):
                 state[name] = laid_out_like(p, held)
             second = held
         pair_up(state, p)
+
+    def keeps(self, p: torch.Tensor, group: dict[str, Any]) -> bool:
+        """Whether `p`, as large as it was if ZeRO-3 has emptied it, keeps FP32 moments in `group`."""
+        return self._layouts.keeps(p, group)
 
     def codecs_of(self, p: torch.Tensor, group: dict[str, Any], name: str) -> list[Codec]:
         """What the pieces of one of `MOMENTS` of `p` are stored by, or will be."""
@@ -421,51 +418,6 @@ class CoatAdamW(torch.optim.Optimizer):
             for hook in hooks:
                 hook.remove()
 
-    def take_arrivals(self) -> str:
-        """What became of the moments that were loaded or put into the state since the last call."""
-        said = ", ".join(f"{count} {how}" for how, count in self._arrived.items())
-        self._arrived.clear()
-        return said
-
-    def say_conversions_from(self, formats: Iterable[FormatNames]) -> None:
-        """Says which formats have changed with moments that were put into the state as FP32 values.
-
-        formats: of each parameter group, in which formats they were stored.
-        """
-        stored = {
-            p: self._layouts.unless_kept(p, group, saved)
-            for index, (group, saved) in enumerate(zip(self.param_groups, formats, strict=True))
-            for p in self.held_in(index)
-            if p in self.state
-        }
-        self._say_conversions(stored)
-
-    def _say_conversions(self, stored: dict[torch.Tensor, FormatNames]) -> None:
-        """Says of how many tensors the moments were `stored` in other formats than they are now."""
-        converted: Counter[tuple[FormatNames, FormatNames]] = Counter()
-        for p, old in stored.items():
-            new = tuple(format_of(local(self.state[p][name])) for name in MOMENTS)
-            if old != new:
-                converted[old, new] += self._layouts.tensors_in(p)
-        if converted:
-            self.log(conversions_line(converted), logging.WARNING)
-
-    def layout_options(self) -> list[dict[str, Any]]:
-        """The options of each parameter group, for `restore_layout_options`."""
-        return [{name: group[name] for name in self.defaults} for group in self.param_groups]
-
-    def restore_layout_options(self, options: list[dict[str, Any]]) -> None:
-        """Puts back of what `layout_options` gave the options that belong to the optimizer and not to a
-        checkpoint, and those that the checkpoint did not have.
-
-        Raises ValueError if the groups are now of an optimizer whose steps are others.
-        """
-        check_groups(self.param_groups)
-        for group, own in zip(self.param_groups, options, strict=True):
-            group |= {k: v for k, v in own.items() if k in LAYOUT or k in STOCK_SWITCHES or k not in group}
-            # FusedAdam's; here every state counts its own
-            group.pop("step", None)
-
     def _load_states(self, loaded: dict[str, Any]) -> dict[torch.Tensor, FormatNames]:
         """Returns of which parameters moments were loaded, and in which formats they were stored; without
         those of which nobody says it, and that were restored to the bit."""
@@ -503,3 +455,51 @@ class CoatAdamW(torch.optim.Optimizer):
             all_exact = all_exact and exact
         pair_up(state, p)
         return stored_formats(loaded, index, p, said, all_exact)
+
+    def layout_options(self) -> list[dict[str, Any]]:
+        """The options of each parameter group, for `restore_layout_options`."""
+        return [{name: group[name] for name in self.defaults} for group in self.param_groups]
+
+    def restore_layout_options(self, options: list[dict[str, Any]]) -> None:
+        """Puts back of what `layout_options` gave the options that belong to the optimizer and not to a
+        checkpoint, and those that the checkpoint did not have.
+
+        Raises ValueError if the groups are now of an optimizer whose steps are others.
+        """
+        check_groups(self.param_groups)
+        for group, own in zip(self.param_groups, options, strict=True):
+            group |= {k: v for k, v in own.items() if k in LAYOUT or k in STOCK_SWITCHES or k not in group}
+            # FusedAdam's; here every state counts its own
+            group.pop("step", None)
+
+    def take_arrivals(self) -> str:
+        """What became of the moments that were loaded or put into the state since the last call."""
+        said = ", ".join(f"{count} {how}" for how, count in self._arrived.items())
+        self._arrived.clear()
+        return said
+
+    def _count_arrival(self, exact: bool) -> None:
+        self._arrived["restored to the bit" if exact else "with groups encoded from FP32"] += 1
+
+    def say_conversions_from(self, formats: Iterable[FormatNames]) -> None:
+        """Says which formats have changed with moments that were put into the state as FP32 values.
+
+        formats: of each parameter group, in which formats they were stored.
+        """
+        stored = {
+            p: self._layouts.unless_kept(p, group, saved)
+            for index, (group, saved) in enumerate(zip(self.param_groups, formats, strict=True))
+            for p in self.held_in(index)
+            if p in self.state
+        }
+        self._say_conversions(stored)
+
+    def _say_conversions(self, stored: dict[torch.Tensor, FormatNames]) -> None:
+        """Says of how many tensors the moments were `stored` in other formats than they are now."""
+        converted: Counter[tuple[FormatNames, FormatNames]] = Counter()
+        for p, old in stored.items():
+            new = tuple(format_of(local(self.state[p][name])) for name in MOMENTS)
+            if old != new:
+                converted[old, new] += self._layouts.tensors_in(p)
+        if converted:
+            self.log(conversions_line(converted), logging.WARNING)
