@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from coat_ds import CoatAdamW, state_bytes
+from coat_ds.optim.fragments import Fragment
 from coat_ds.optim.moment import Moment
 from coat_ds.optim.options import MOMENTS
 from coat_ds.optim.recover import SAME_VALUE
@@ -156,6 +157,27 @@ def test_copies_of_the_optimizer():
     twin.step()
     assert_equal(twin.param_groups[0]["params"], params)
     assert_equal(codes(twin), codes(optimizer))
+
+
+def test_an_optimizer_that_an_earlier_version_pickled_goes_on():
+    params, optimizer = trained()
+    optimizer.keep(params[0])
+    optimizer.set_fragments(params[1], [Fragment(0, params[1].numel(), 0, True)], 0)
+    state = optimizer.__getstate__()
+    assert {"_keep_fp32", "_kept", "_fragments", "_group_index"} <= state.keys()
+    # the first versions had none of these
+    del state["_named"], state["log"]
+    twin = CoatAdamW.__new__(CoatAdamW)
+    twin.__setstate__(copy.deepcopy(state))
+    assert_equal(codes(twin), codes(optimizer))
+    others = twin.param_groups[0]["params"]
+    for held, of in ((params, optimizer), (others, twin)):
+        set_grads(held, 3)
+        of.step()
+        of.keep(held[0], False)
+    assert_equal(others, params)
+    assert_equal(codes(twin), codes(optimizer))
+    assert twin.layout() == optimizer.layout()
 
 
 def test_a_plain_tensor_in_the_state_is_encoded_by_the_next_step():
