@@ -1,6 +1,6 @@
 """How the moments of each tensor are to be stored: which tensors keep FP32, and where pieces begin.
 
-`CoatAdamW` gives the moments that exist these layouts.
+This decides alone: `CoatAdamW` converts the moments that exist.
 """
 
 import dataclasses
@@ -34,7 +34,7 @@ class Layouts:
         return p in self.named or p in self.fragments
 
     def ask_names(self, group: dict[str, Any]) -> None:
-        """Notes which parameters that are new in the group `keep_fp32` keeps in FP32."""
+        """Asks `keep_fp32` about the parameters of the group that it was not asked about yet."""
         for name, p in zip(group.get("param_names", repeat(None)), group["params"], strict=False):
             if p not in self.named:
                 self.named.add(p)

@@ -260,6 +260,7 @@ class CoatAdamW(torch.optim.Optimizer):
     def _ready_state(
         self, p: torch.Tensor, group: dict[str, Any], count_on_device: bool = False
     ) -> dict[str, Any]:
+        """Creates what is missing of the state of `p`, encodes plain tensors in it, and returns it."""
         state = self.state[p]
         if not self._layouts.knows(p):
             # Accelerate exchanges the parameters that it was handed over for DTensors
@@ -419,8 +420,8 @@ class CoatAdamW(torch.optim.Optimizer):
                 hook.remove()
 
     def _load_states(self, loaded: dict[str, Any]) -> dict[torch.Tensor, FormatNames]:
-        """Returns of which parameters moments were loaded, and in which formats they were stored; without
-        those of which nobody says it, and that were restored to the bit."""
+        """Loads the state of every parameter that has one in a state dict. Returns in which formats their
+        moments were stored, without parameters of which `stored_formats` cannot say it."""
         stored = {}
         for group, saved in zip(self.param_groups, loaded["param_groups"], strict=True):
             steps, of_group = steps_of(saved, loaded["state"]), formats_of(saved)
