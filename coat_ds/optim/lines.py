@@ -37,6 +37,15 @@ def states_line(optimizer, held: Mapping[str, Any]) -> str:
     return f"{line}, exp_avg_sq rounded {how}{', by group' if len(found) > 1 else ''}"
 
 
+def frozen_line(count: int) -> str:
+    """Of an optimizer of `count` parameters, all of them frozen since it was made."""
+    return (
+        f"CoatAdamW.step: expected a parameter that is trained, found {count} that are frozen "
+        "(requires_grad=False): this step, and those behind it, do nothing. Make the optimizer after what "
+        "freezes them, as PEFT's get_peft_model, which TRL calls for its peft_config."
+    )
+
+
 def stalling(optimizer, key: str) -> str | None:
     """A line if second moments of a parameter group cannot decay; None if all can.
 

@@ -14,7 +14,7 @@ from coat_ds.optim.accounting import layout_table, planned_bytes
 from coat_ds.optim.checks import check_can_keep_remainder, check_copy, check_tensors
 from coat_ds.optim.fragments import Fragment
 from coat_ds.optim.layouts import Layouts
-from coat_ds.optim.lines import conversions_line, stalling, states_line, to_logging
+from coat_ds.optim.lines import conversions_line, frozen_line, stalling, states_line, to_logging
 from coat_ds.optim.moment import Moment, as_plain
 from coat_ds.optim.options import (
     LAYOUT,
@@ -99,6 +99,7 @@ class CoatAdamW(torch.optim.Optimizer):
 
     # GradScaler then leaves scale and flag to `step`, as attributes grad_scale and found_inf
     _step_supports_amp_scaling = True
+    _said_frozen = False
 
     def __init__(
         self,
@@ -236,6 +237,8 @@ class CoatAdamW(torch.optim.Optimizer):
             inverse = 1 / scaler_scale.float()
             grad_scale = inverse if grad_scale is None else grad_scale * inverse
         work = [(group, [p for p in group["params"] if p.grad is not None]) for group in self.param_groups]
+        if not (self._said_frozen or any(params for _, params in work)):
+            self._say_if_frozen()
         for _, params in work:
             for p in params:
                 check_tensors(p, self.state.get(p, {}))
@@ -472,6 +475,13 @@ class CoatAdamW(torch.optim.Optimizer):
             group |= {k: v for k, v in own.items() if k in LAYOUT or k in STOCK_SWITCHES or k not in group}
             # FusedAdam's; here every state counts its own
             group.pop("step", None)
+
+    def _say_if_frozen(self) -> None:
+        """Says once that steps do nothing, if no parameter asks for a gradient any more."""
+        held = [p for group in self.param_groups for p in group["params"]]
+        if held and not any(p.requires_grad for p in held):
+            self._said_frozen = True
+            self.log(frozen_line(len(held)), logging.WARNING)
 
     def take_arrivals(self) -> str:
         """What became of the moments that were loaded or put into the state since the last call."""

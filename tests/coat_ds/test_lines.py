@@ -256,3 +256,22 @@ def on_two_ranks():
 def test_rank_0_says_it():
     first, second = run_distributed(on_two_ranks, 2)
     assert len(first) == 1 and first[0].endswith(AS_NEW) and not second
+
+
+def test_an_optimizer_whose_parameters_were_all_frozen_says_so_once(lines):
+    params = parameters()
+    optimizer = CoatAdamW(params)
+    empty = CoatAdamW([{"params": []}])
+    lines()
+    # without gradients, as where a batch had none
+    optimizer.step()
+    for p in params[1:]:
+        p.requires_grad_(False)
+    optimizer.step()
+    empty.step()
+    assert lines() == []
+    params[0].requires_grad_(False)
+    optimizer.step()
+    optimizer.step()
+    ((level, line),) = lines()
+    assert level == "WARNING" and f"found {len(params)} that are frozen" in line and "get_peft_model" in line
