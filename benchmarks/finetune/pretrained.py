@@ -1,5 +1,6 @@
 """Weights that somebody else trained, as a model of transformers and as Megatron's."""
 
+import copy
 import hashlib
 import importlib.util
 from pathlib import Path
@@ -146,8 +147,10 @@ def hugging_face(pretrained: Pretrained) -> TokenLosses:
     """transformers' model, unmodified but for what it is called with."""
     import transformers
 
+    # a model that is converted notes its attention on its config
+    config = copy.deepcopy(pretrained.config)
     with device():
-        model = transformers.AutoModelForCausalLM.from_config(pretrained.config, dtype=torch.bfloat16)
+        model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     model.load_state_dict(pretrained.weights)
     return TokenLosses(model)
 

@@ -6,6 +6,7 @@ import csv
 import pytest
 import torch
 
+import coat_ds
 from benchmarks import finetune as benchmark
 from benchmarks.converge import prepare_text
 from benchmarks.finetune import cloze, pretrained
@@ -62,6 +63,11 @@ def test_both_paths_compute_the_same(megatron, tiny):
     # transformers' own loss is the mean of these
     labels = {"labels": batch.labels, "shift_labels": batch.labels}
     assert theirs.model(input_ids=batch.tokens, **labels).loss.item() == pytest.approx(expected.mean().item())
+
+
+def test_models_share_no_config(tiny):
+    coat_ds.convert(pretrained.hugging_face(tiny).model)
+    assert pretrained.hugging_face(tiny).model.config._attn_implementation == "sdpa"
 
 
 def test_weights_that_do_not_fit_are_named(megatron, tiny):
