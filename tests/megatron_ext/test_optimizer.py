@@ -60,7 +60,7 @@ class Trainer:
         )
         self.model = DistributedDataParallel(model.config, settings, model)
         options = {"optimizer": "adam", "lr": 1e-2, "weight_decay": 0.1, "clip_grad": 1.0, "bf16": True}
-        self.optimizer = get_megatron_optimizer(OptimizerConfig(**options, **MODES[mode]), [self.model])
+        self.optimizer = get_megatron_optimizer(OptimizerConfig(**{**options, **MODES[mode]}), [self.model])
 
     def steps(self, *numbers):
         """The losses of steps on tokens of these numbers and of this data-parallel rank."""
