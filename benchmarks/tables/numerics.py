@@ -263,19 +263,36 @@ def convergence(results: Results) -> str:
 
 @block("numerics.md", "fine-tuning")
 def fine_tuning(results: Results) -> str:
-    names = {"bf16": "BF16", "coat": "COAT"}
+    """A line for each path and system, over its seeds."""
     paths = {"hf": "transformers' model", "megatron": "Megatron's"}
-    rows = results.rows("finetune.csv")
+    names = {"bf16": "BF16", "coat": "COAT"}
+    names |= {f"coat-{kind}": f"COAT, {kind.replace('-', ' ')}" for kind in ("fastest", "smallest")}
+    names["coat-recomputed-attention"] = "COAT, recomputed attention"
+    found = results.rows("finetune.csv")
+    groups: dict[tuple[str, str], list[dict]] = {}
+    for row in found:
+        groups.setdefault((row["path"], row["system"]), []).append(row)
+    # the first runs have neither
+    others = {"val_loss_bf16": "after, in stock layers", "val_loss_fp8": "after, in COAT's"}
+    others = {name: title for name, title in others.items() if any(name in row for row in found)}
+
+    def mean(rows: list[dict], name: str, form: str = "{:.4f}") -> str:
+        values = [row[name] for row in rows if name in row]
+        return form.format(statistics.mean(values)) if values else "not measured"
+
     lines = []
-    for row in rows:
-        losses = (f"{row[name]:.4f}" for name in ("val_loss_start", "val_loss"))
-        shares = (percent(row[name], 1) for name in ("cloze_start", "cloze"))
-        sizes = (_thousands(row[name]) for name in ("saved_bytes_per_token_layer", "peak_mb"))
-        name = f"{names.get(row['system'], row['system'])}, {paths[row['path']]}, seed {row['seed']:.0f}"
-        lines.append([name, *losses, *shares, *sizes])
+    for (path, system), rows in groups.items():
+        after = mean(rows, "val_loss")
+        if len(rows) > 1:
+            after += f" ({between([row['val_loss'] for row in rows], '{:.4f}')})"
+        losses = [mean(rows, "val_loss_start"), after, *(mean(rows, name) for name in others)]
+        shares = [mean(rows, name, "{:.1%}").replace("%", " %") for name in ("cloze_start", "cloze")]
+        sizes = [_thousands(rows[0][name]) for name in ("saved_bytes_per_token_layer", "peak_mb")]
+        lines.append([f"{names[system]}, {paths[path]}", str(len(rows)), *losses, *shares, *sizes])
     head = (
-        f"SmolLM2-135M, {rows[0]['tokens'] / 1e6:.0f} million tokens",
-        *("loss before", "after", "last words before", "after", "kept, kB a token and layer", "peak GB"),
+        f"SmolLM2-135M, {found[0]['tokens'] / 1e6:.0f} million tokens",
+        *("seeds", "loss before", "after", *others.values()),
+        *("last words before", "after", "kept, kB a token and layer", "peak GB"),
     )
     return table(head, *lines)
 

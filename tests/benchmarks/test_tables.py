@@ -48,6 +48,22 @@ def test_tables_follow_the_results(tmp_path):
         tables.page("performance.md", tmp_path)
 
 
+def test_fine_tuning_is_shown_over_seeds(tmp_path):
+    path = tmp_path / "finetune.csv"
+    with (RESULTS / path.name).open(newline="") as file:
+        rows = [row for row in csv.DictReader(file) if row["path"] == "hf" and row["seed"] == "1"][:2]
+    coat = rows[1] | {"system": "coat", "val_loss": "1.2", "val_loss_bf16": "1.15"}
+    rows = [rows[0] | {"system": "bf16"}, coat, coat | {"seed": "2", "val_loss": "1.3"}]
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, rows[1], restval="")
+        writer.writeheader()
+        writer.writerows(rows)
+    head, _, bf16, found = tables.BLOCKS["numerics.md"]["fine-tuning"](tables.Results(tmp_path)).splitlines()
+    assert "after, in stock layers" in head and "in COAT's" not in head
+    assert bf16.startswith("| BF16, transformers' model | 1 |") and "| not measured |" in bf16
+    assert "| COAT, transformers' model | 2 |" in found and "| 1.2500 (1.2000 to 1.3000) | 1.1500 |" in found
+
+
 def test_marks_that_are_missing_are_named():
     with pytest.raises(ValueError, match=r"a.md: expected marks of \['x'\], found \[\]"):
         tables.filled("text", {"x": "table"}, "a.md")
