@@ -9,7 +9,6 @@ import time
 from pathlib import Path
 
 import torch
-from torch.utils.cpp_extension import get_default_build_root
 
 from coat_ds.doctor.finding import OK, PROBLEM, UNKNOWN, WARNING, Finding
 from coat_kernels.fp8 import E4M3
@@ -139,6 +138,9 @@ def _build_root() -> Path:
         return Path(given)
     versions = {"rocm": torch.version.hip, "cu": torch.version.cuda}
     found = (f"{kind}{version.replace('.', '')}" for kind, version in versions.items() if version)
+    # where there is CUDA's compiler and no GPU, as on a login node, its import warns, also in `coat plan`
+    from torch.utils.cpp_extension import get_default_build_root
+
     python = f"py{sys.version_info.major}{sys.version_info.minor}{sys.abiflags}"
     return Path(get_default_build_root(), f"{python}_{next(found, 'cpu')}")
 

@@ -147,8 +147,7 @@ def test_a_build_that_was_killed_is_named(variable, tmp_path, monkeypatch):
         folder = tmp_path / "deepspeed_shm_comm"
     else:
         monkeypatch.delenv("TORCH_EXTENSIONS_DIR", raising=False)
-        for module in (machine, cpp_extension):
-            monkeypatch.setattr(module, "get_default_build_root", lambda: str(tmp_path))
+        monkeypatch.setattr(cpp_extension, "get_default_build_root", lambda: str(tmp_path))
         # of a torch that no job of this one waits for
         other = tmp_path / "py39_cu102" / "fused_adam"
         other.mkdir(parents=True)
