@@ -24,7 +24,7 @@ class Tested(NamedTuple):
 PYTHON = "python"
 # in the order in which they are shown
 PACKAGES = {
-    PYTHON: Tested(">=3.11", ">=3.11,<3.13", needed=True),
+    PYTHON: Tested(">=3.11", ">=3.11,<3.14", needed=True),
     "coat-train": Tested(">=0", ">=0"),
     "torch": Tested(f">={TORCH.oldest}", str(TORCH), needed=True),
     "triton": Tested(">=3.6", ">=3.6,<3.10"),
