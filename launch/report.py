@@ -249,6 +249,8 @@ def comparison_table(summary: Mapping[str, Mapping]) -> str:
         for row in rows
     ]
     lines.insert(1, "-" * len(lines[0]))
+    if len(runs) == 2:
+        lines += ["", "Losses are of one seed. Another may put them the other way round: try --seed."]
     if not on_gpu:
         lines += ["", "Speed and peak memory are shown on a GPU: on a CPU they say nothing about COAT."]
     return "\n".join(lines)

@@ -90,14 +90,16 @@ def test_summary_and_table(tmp_path):
     report.write_summary(tmp_path / "summary.json", SUMMARY)
     assert json.loads((tmp_path / "summary.json").read_text()) == SUMMARY
     lines = report.comparison_table(SUMMARY).splitlines()
-    cells = {line[:45].strip(): line[45:].split() for line in lines[2:]}
+    cells = {line[:45].strip(): line[45:].split() for line in lines[2:-2]}
     assert lines[0].split() == ["BF16", "COAT", "ratio"]
     assert cells["validation loss"] == ["2.0000", "2.0100", "1.005"]
     assert cells["optimizer state, bytes per parameter"] == ["8.000", "2.100", "0.263"]
     assert cells["saved for backward, bytes per token and layer"] == ["4,000", "2,000", "0.500"]
     assert cells["peak memory (GPU allocator), MiB"] == ["1,024", "512", "0.500"]
-    assert len({len(line) for line in lines}) == 1
-    assert "ratio" not in report.comparison_table({"coat": SUMMARY["coat"]})
+    *rows, empty, note = lines
+    assert len({len(row) for row in rows}) == 1 and empty == "" and note.startswith("Losses are of one seed.")
+    alone = report.comparison_table({"coat": SUMMARY["coat"]})
+    assert "ratio" not in alone and "seed" not in alone
 
 
 def test_a_cpu_shows_neither_speed_nor_peak():
