@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -26,6 +27,7 @@ SLOW_LINK, SLOW_HOST = 15e9, 5e9
 MOVED = 256 * 2**20
 # minutes that no extension takes to compile
 LONGEST_BUILD = 20
+KINDS_OF_GPUS = "TORCH_CUDA_ARCH_LIST"
 
 
 def gpus() -> list[list]:
@@ -147,7 +149,7 @@ def _build_root() -> Path:
 
 def check_builds() -> Finding:
     """Of C++ extensions, DeepSpeed's and the optimizer's for CPUs: while one is built, whoever needs it waits
-    for a file to go. A build that was killed leaves it."""
+    for a file to go. A build that was killed leaves it. And whether DeepSpeed can build those for GPUs."""
     name = "extensions"
     root = _build_root()
     minutes: dict[Path, float] = {}
@@ -155,6 +157,13 @@ def check_builds() -> Finding:
         # a build that ends meanwhile takes its file away
         with contextlib.suppress(FileNotFoundError):
             minutes[lock] = (time.time() - lock.stat().st_mtime) / 60
+    kinds = os.environ.get(KINDS_OF_GPUS, "")
+    if not minutes and re.search(r"\d[a-z]", kinds):
+        text = (
+            f"{KINDS_OF_GPUS}={kinds}: DeepSpeed reads no letters there and builds none for GPUs, such as "
+            "FusedAdam (CoatAdamW needs none). Unset it, or leave the letters out (DeepSpeed #8619)"
+        )
+        return Finding(name, WARNING, text)
     if not minutes:
         return Finding(name, OK, f"none is being built in {root}")
     oldest = max(minutes, key=lambda lock: minutes[lock])

@@ -141,7 +141,8 @@ def test_room_for_checkpoints(tmp_path):
 
 @pytest.mark.parametrize("variable", [True, False])
 def test_a_build_that_was_killed_is_named(variable, tmp_path, monkeypatch):
-    """By the file for which torch waits without a word."""
+    """By the file for which torch waits without a word; and what keeps DeepSpeed from building."""
+    monkeypatch.delenv("TORCH_CUDA_ARCH_LIST", raising=False)
     if variable:
         monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
         folder = tmp_path / "deepspeed_shm_comm"
@@ -164,6 +165,10 @@ def test_a_build_that_was_killed_is_named(variable, tmp_path, monkeypatch):
     assert machine.check_builds().state == PROBLEM
     lock.release()
     assert machine.check_builds().state == OK
+    for kinds, state in (("9.0a", WARNING), ("8.0;9.0a+PTX", WARNING), ("8.0 9.0+PTX", OK)):
+        monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", kinds)
+        found = machine.check_builds()
+        assert found.state == state and (f"={kinds}: DeepSpeed" in found.text) == (state == WARNING)
 
 
 def test_a_missing_compiler_is_named(monkeypatch):
