@@ -276,9 +276,9 @@ def fine_tuning(results: Results) -> str:
     others = {"val_loss_bf16": "after, in stock layers", "val_loss_fp8": "after, in COAT's"}
     others = {name: title for name, title in others.items() if any(name in row for row in found)}
 
-    def mean(rows: list[dict], name: str, form: str = "{:.4f}") -> str:
+    def mean(rows: list[dict], name: str, shown: Callable[[float], str] = "{:.4f}".format) -> str:
         values = [row[name] for row in rows if name in row]
-        return form.format(statistics.mean(values)) if values else "not measured"
+        return shown(statistics.mean(values)) if values else "not measured"
 
     lines = []
     for (path, system), rows in groups.items():
@@ -286,7 +286,7 @@ def fine_tuning(results: Results) -> str:
         if len(rows) > 1:
             after += f" ({between([row['val_loss'] for row in rows], '{:.4f}')})"
         losses = [mean(rows, "val_loss_start"), after, *(mean(rows, name) for name in others)]
-        shares = [mean(rows, name, "{:.1%}").replace("%", " %") for name in ("cloze_start", "cloze")]
+        shares = [mean(rows, name, lambda x: percent(x, 1)) for name in ("cloze_start", "cloze")]
         sizes = [_thousands(rows[0][name]) for name in ("saved_bytes_per_token_layer", "peak_mb")]
         lines.append([f"{names[system]}, {paths[path]}", str(len(rows)), *losses, *shares, *sizes])
     head = (

@@ -68,6 +68,7 @@ def check(folder: str | None, parameters: int | None) -> list[Finding]:
         check_product(),
         check_compiler(),
         check_builds(),
+        *check_kinds_of_gpus(),
         check_triton(),
         *check_links(),
         check_pinned_memory(),
@@ -149,7 +150,7 @@ def _build_root() -> Path:
 
 def check_builds() -> Finding:
     """Of C++ extensions, DeepSpeed's and the optimizer's for CPUs: while one is built, whoever needs it waits
-    for a file to go. A build that was killed leaves it. And whether DeepSpeed can build those for GPUs."""
+    for a file to go. A build that was killed leaves it."""
     name = "extensions"
     root = _build_root()
     minutes: dict[Path, float] = {}
@@ -157,13 +158,6 @@ def check_builds() -> Finding:
         # a build that ends meanwhile takes its file away
         with contextlib.suppress(FileNotFoundError):
             minutes[lock] = (time.time() - lock.stat().st_mtime) / 60
-    kinds = os.environ.get(KINDS_OF_GPUS, "")
-    if not minutes and re.search(r"\d[a-z]", kinds):
-        text = (
-            f"{KINDS_OF_GPUS}={kinds}: DeepSpeed reads no letters there and builds none for GPUs, such as "
-            "FusedAdam (CoatAdamW needs none). Unset it, or leave the letters out (DeepSpeed #8619)"
-        )
-        return Finding(name, WARNING, text)
     if not minutes:
         return Finding(name, OK, f"none is being built in {root}")
     oldest = max(minutes, key=lambda lock: minutes[lock])
@@ -173,6 +167,18 @@ def check_builds() -> Finding:
     )
     state = WARNING if minutes[oldest] < LONGEST_BUILD else PROBLEM
     return Finding(name, state, text, {"locks": list(map(str, minutes))})
+
+
+def check_kinds_of_gpus() -> list[Finding]:
+    """A finding if DeepSpeed cannot read for which GPUs it is to build extensions."""
+    kinds = os.environ.get(KINDS_OF_GPUS, "")
+    if re.search(r"\d[a-z]", kinds) is None:
+        return []
+    text = (
+        f"{kinds}: DeepSpeed reads no letters there and builds no extension for GPUs, such as FusedAdam "
+        "(CoatAdamW needs none). Unset it, or leave the letters out (DeepSpeed #8619)"
+    )
+    return [Finding(KINDS_OF_GPUS, WARNING, text)]
 
 
 def check_triton() -> Finding:

@@ -23,7 +23,7 @@ from coat_ds.layers.linear import is_fused
 from coat_ds.layers.log import say_once
 from coat_ds.layers.merged_linear import MergedLinear, is_hooked, joined, parameters_of
 from coat_ds.layers.norm import Fp8Norm
-from coat_ds.layers.replaced import Replaced, autocast_dtype, can_be_read, replaced
+from coat_ds.layers.replaced import Replaced, autocast_dtype, can_be_read, is_evaluated, replaced
 from coat_kernels.attention import additive_mask, causal_attention, origin_in_groups
 from coat_kernels.blocks import attention_block, mlp_block, qkv_block
 from coat_kernels.graphs import GRAPHED_WORK, Graphs
@@ -299,7 +299,7 @@ def uses_blocks(layer: Fp8DecoderLayer, x: torch.Tensor, args: tuple, kwargs: di
     for norm in (layer.parts.input_norm, layer.parts.mlp_norm, *head_norms):
         if type(norm.__dict__.get("forward")) is not Fp8Norm:
             return False
-    evaluated = not (layer.module.training or torch.is_grad_enabled())
+    evaluated = is_evaluated(layer.module)
     for module in (*layer.parts, *head_norms, q, k, v, o, gate, up, down):
         if not _is_ours(module, x.dtype, evaluated):
             return False

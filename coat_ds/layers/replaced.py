@@ -1,6 +1,6 @@
 """What stands in a module's own attribute `forward` while the module is converted."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, ClassVar
 
 import torch
@@ -22,6 +22,8 @@ class Replaced:
     """
 
     kind: ClassVar[str]
+    compute: Callable[..., Any]
+    """The forward that stands in for the module's."""
 
     def __init__(self, module: torch.nn.Module, activations: ActivationsConfig):
         self.module = module
@@ -36,10 +38,6 @@ class Replaced:
         if self.evaluates_stock and is_evaluated(self.module):
             return self.stock(*args, **kwargs)
         return self.compute(*args, **kwargs)
-
-    def compute(self, *args: Any, **kwargs: Any) -> Any:
-        """The forward that stands in for the module's."""
-        raise NotImplementedError(type(self).__name__)
 
     def install(self) -> None:
         self.module.forward = self

@@ -37,7 +37,7 @@ def load(path):
 
 def llama(path, device):
     """Loss and gradients of the model alone, in parts, and in parts converted; what is left and the losses of
-    an evaluation and of reentrant checkpoints."""
+    a pass without gradients and of reentrant checkpoints; evaluated as a stock model, and by one."""
     start(device)
     batch = {name: value.to(device) for name, value in LLAMA.batch().items()}
     found = [run(LLAMA.build().to(device), batch)]
@@ -53,17 +53,24 @@ def llama(path, device):
     again = run(model, batch)
     coat_ds.unconvert(model)
     stock = run(model, batch)
+    losses = []
+    for activations in ({"evaluation": "stock"}, {"enabled": False}):
+        with torch.no_grad():
+            losses.append(coat_ds.convert(model, activations).eval()(**batch).loss.item())
+        coat_ds.unconvert(model)
     return (
         found,
         coat_ds.conversion_of(coat_ds.convert(model)),
         evaluated,
         (again[0], whole(again[1])),
         stock[0],
+        losses,
     )
 
 
 def check(ranks, exact):
-    for found, conversion, evaluated, again, stock in ranks:
+    for found, conversion, evaluated, again, stock, (plain, unconverted) in ranks:
+        assert plain == unconverted
         (loss, expected), (bf16, _), (fp8, gradients) = found
         assert len(conversion.converted["linear"]) == 14 and "of 2 layers" in conversion.summary()
         assert bf16 == stock != fp8 and abs(fp8 - loss) < 2**-8 * loss
