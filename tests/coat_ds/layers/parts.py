@@ -1,4 +1,4 @@
-"""A small feed-forward layer, and what two ranks compute of it that hold half of its weights each; and a run
+"""Small feed-forward layers, and what two ranks compute of one, of whose weights each holds half; and a run
 in which everything falls back."""
 
 import torch
@@ -21,6 +21,23 @@ class Net(nn.Module):
     def forward(self, x):
         x = x if self.norm is None else self.norm(x)
         return self.down(self.up(x).relu())
+
+
+class Block(nn.Module):
+    """Plain torch."""
+
+    def __init__(self, width=64, norm=nn.RMSNorm, act=nn.SiLU, inner=128):
+        super().__init__()
+        self.norm, self.act = norm(width), act()
+        self.up, self.down = nn.Linear(width, inner), nn.Linear(inner, width)
+
+    def forward(self, x):
+        return x + self.down(self.act(self.up(self.norm(x))))
+
+
+def plain(norm=nn.RMSNorm, act=nn.SiLU, **sizes):
+    torch.manual_seed(0)
+    return nn.Sequential(*(Block(norm=norm, act=act, **sizes) for _ in range(2))).bfloat16()
 
 
 def tokens(rows=32, seed=1):

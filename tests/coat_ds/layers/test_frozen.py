@@ -1,0 +1,164 @@
+"""Frozen weights of converted models, reference models, and PEFT's adapters on top of them."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+import coat_ds
+from benchmarks.common.families import FAMILIES, LAYERS
+from coat_ds.layers.replaced import replaced
+from coat_kernels.weights import WeightCache
+from tests.coat_ds.layers.measures import (
+    blocks_taken,
+    fp8_bound,
+    placed,
+    relative,
+    run,
+    saved_bytes,
+)
+from tests.coat_ds.layers.parts import plain
+from tests.util import rel_rms
+
+LLAMA = FAMILIES["llama"]
+
+
+def test_frozen_weights_save_no_input():
+    model = plain()
+    for block in model:
+        block.up.requires_grad_(False)
+        block.down.requires_grad_(False)
+        block.norm.requires_grad_(False)
+    x = torch.randn(64, 64).bfloat16().requires_grad_()
+    coat_ds.convert(model, {"weight_cache": "fp8"})
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+        y = model(x)
+    # inputs of norms and activations, in groups
+    wide = [t for t in kept if t.numel() >= x.numel() and not t.is_leaf]
+    assert all(t.dtype in (torch.int8, torch.uint8) or t.numel() == 64 * 128 for t in wide)
+    assert not any(t.dtype == torch.float8_e4m3fn for t in kept)
+    y.sum().backward()
+    assert x.grad is not None and all(p.grad is None for p in model.parameters())
+
+
+def test_frozen_weights_are_quantized_once(monkeypatch):
+    count = []
+    quantize = WeightCache._quantize
+    monkeypatch.setattr(WeightCache, "_quantize", lambda *a, **k: count.append(1) or quantize(*a, **k))
+    model = plain()
+    model[0].up.requires_grad_(False)
+    coat_ds.convert(model, {"weight_cache": "fp8"})
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
+    for _ in range(3):
+        model(torch.randn(8, 64).bfloat16()).sum().backward()
+        optimizer.step()
+    # three that are trained, in each step, and one that is not
+    assert len(count) == 3 * 3 + 1
+    before = model[0].up(torch.ones(1, 64).bfloat16())
+    with torch.no_grad():
+        model[0].up.weight.mul_(2)
+    bias = model[0].up.bias
+    assert rel_rms(model[0].up(torch.ones(1, 64).bfloat16()) - bias, 2 * (before - bias)) < 2**-6
+
+
+def test_a_frozen_tower_without_gradients():
+    family = FAMILIES["llava"]
+    model, batch = family.build(), family.batch()
+    model.model.vision_tower.requires_grad_(False)
+    stock = run(model, batch)
+    coat_ds.convert(model)
+    found = run(model, batch)
+    assert relative(found[1], stock[1]) < fp8_bound(len(coat_ds.conversion_of(model).converted["linear"]))
+    assert not any(name.startswith("model.vision_tower") for name in found[1])
+
+
+@pytest.mark.parametrize("cached", ["none", "fp8"])
+def test_a_frozen_reference_computes_what_its_policy_does(monkeypatch, cached, device):
+    policy = coat_ds.convert(LLAMA.build().to(device), {"weight_cache": cached})
+    batch = placed(LLAMA.batch(), device)
+    # LLaMA-Factory freezes it, TRL does not
+    reference = copy.deepcopy(policy).requires_grad_(False).eval()
+    taken = blocks_taken(monkeypatch)
+    expected = policy(**batch, use_cache=False).logits
+    assert len(taken) == LAYERS
+    with torch.no_grad():
+        for _ in range(2):
+            assert torch.equal(reference(**batch, use_cache=False).logits, expected)
+        assert len(taken) == 3 * LAYERS
+        # as in the first pass of a reentrant checkpoint, whose second has gradients
+        reference.train()(**batch, use_cache=False)
+    reference.eval()(**batch, use_cache=False)
+    assert len(taken) == 3 * LAYERS
+
+
+@pytest.mark.parametrize("before", [True, False], ids=["convert first", "peft first"])
+def test_lora(before):
+    peft = pytest.importorskip("peft")
+    lora = peft.LoraConfig(
+        r=16, target_modules=["q_proj", "v_proj", "gate_proj", "down_proj"], lora_dropout=0.0
+    )
+    model, batch = LLAMA.build(), LLAMA.batch()
+
+    def adapted(model):
+        torch.manual_seed(1)
+        model = peft.get_peft_model(model, lora)
+        for name, p in model.named_parameters():
+            if "lora_B" in name:
+                nn.init.normal_(p, std=0.02)
+        return model
+
+    stock = run(adapted(copy.deepcopy(model)), batch)
+    model = adapted(coat_ds.convert(model)) if before else coat_ds.convert(adapted(model))
+    conversion = coat_ds.conversion_of(model)
+    assert len(conversion.converted["linear"]) == 14 and len(conversion.converted["feed_forward"]) == 2
+    if not before:
+        layer = "base_model.model.model.layers.0"
+        assert conversion.left[f"{layer}.self_attn.q_proj.lora_A.default"] == "an adapter"
+        assert conversion.left[layer] == "no fused block, since its q_proj has an adapter"
+        assert "0 of 2 layers can run as fused blocks" in conversion.summary()
+    found = run(model, batch)
+    assert all("lora" in name for name in found[1])
+    assert relative(found[1], stock[1]) < fp8_bound(14)
+    coat_ds.unconvert(model)
+    assert coat_ds.conversion_of(model) is None and relative(run(model, batch)[1], stock[1]) == 0
+
+
+def test_adapters_in_bf16_keep_no_copies_of_their_inputs():
+    """PEFT's default casts the input of every adapter to FP32, and autograd keeps each copy."""
+    peft = pytest.importorskip("peft")
+    lora = peft.LoraConfig(r=16, target_modules="all-linear")
+    sizes, batch = {}, LLAMA.batch()
+    for coat in (False, True):
+        for fp32 in (False, True):
+            model = peft.get_peft_model(LLAMA.build(), lora, autocast_adapter_dtype=fp32)
+            model.enable_input_require_grads()
+            if coat:
+                coat_ds.convert(model)
+            saved_bytes(model, batch)
+            sizes[coat, fp32] = saved_bytes(model, batch)
+    linears = [m.base_layer for m in model.modules() if hasattr(m, "base_layer")]
+    copies = 4 * batch["input_ids"].numel() * sum(linear.in_features for linear in linears)
+    for coat in (False, True):
+        # of which the inputs themselves, kept in BF16, are up to half
+        assert copies / 2 < sizes[coat, True] - sizes[coat, False] < copies
+    assert sizes[True, True] < sizes[False, True] and sizes[True, False] < 0.7 * sizes[False, False]
+
+
+@pytest.mark.parametrize("kind", ["lora_A", "modules_to_save"])
+def test_heads_within_pefts_wrappers_stay(kind):
+    peft = pytest.importorskip("peft")
+    transformers = pytest.importorskip("transformers")
+    causal = LLAMA.build()
+    classifier = transformers.LlamaForSequenceClassification(
+        causal.config.__class__(**LLAMA.fields, num_labels=32)
+    )
+    for model, head in ((causal, "lm_head"), (classifier.bfloat16(), "score")):
+        options = {"target_modules": ["q_proj", head]} if kind == "lora_A" else {"modules_to_save": [head]}
+        wrapped = peft.get_peft_model(
+            model, peft.LoraConfig(r=8, **{"target_modules": ["q_proj"], **options})
+        )
+        coat_ds.convert(wrapped)
+        inside = [m for name, m in wrapped.named_modules() if head in name and isinstance(m, nn.Linear)]
+        assert len(inside) >= 2 and not any(map(replaced, inside))
