@@ -272,26 +272,38 @@ def fine_tuning(results: Results) -> str:
     groups: dict[tuple[str, str], list[dict]] = {}
     for row in found:
         groups.setdefault((row["path"], row["system"]), []).append(row)
-    # the first runs have neither
-    others = {"val_loss_bf16": "after, in stock layers", "val_loss_fp8": "after, in COAT's"}
-    others = {name: title for name, title in others.items() if any(name in row for row in found)}
+    bf16 = {(row["path"], row["seed"]): row["val_loss"] for row in found if row["system"] == "bf16"}
+
+    def above(rows: list[dict], layers: str) -> str:
+        """What the losses in these layers are above BF16's of the same path and seed."""
+        # the first runs were measured only in the layers that were trained
+        trained = "bf16" if rows[0]["system"] == "bf16" else "fp8"
+        name = "val_loss" if layers == trained else f"val_loss_{layers}"
+        nats = [
+            row[name] - bf16[place]
+            for row in rows
+            if name in row and (place := (row["path"], row["seed"])) in bf16
+        ]
+        if not nats:
+            return "not measured"
+        seeds = "" if len(nats) == len(rows) else f" ({len(nats)} seed{'s'[: len(nats) > 1]})"
+        return f"{statistics.mean(nats):.4f}{seeds}"
 
     def mean(rows: list[dict], name: str, shown: Callable[[float], str] = "{:.4f}".format) -> str:
-        values = [row[name] for row in rows if name in row]
-        return shown(statistics.mean(values)) if values else "not measured"
+        return shown(statistics.mean(row[name] for row in rows))
 
     lines = []
     for (path, system), rows in groups.items():
         after = mean(rows, "val_loss")
         if len(rows) > 1:
             after += f" ({between([row['val_loss'] for row in rows], '{:.4f}')})"
-        losses = [mean(rows, "val_loss_start"), after, *(mean(rows, name) for name in others)]
+        losses = [mean(rows, "val_loss_start"), after, above(rows, "bf16"), above(rows, "fp8")]
         shares = [mean(rows, name, lambda x: percent(x, 1)) for name in ("cloze_start", "cloze")]
         sizes = [_thousands(rows[0][name]) for name in ("saved_bytes_per_token_layer", "peak_mb")]
         lines.append([f"{names[system]}, {paths[path]}", str(len(rows)), *losses, *shares, *sizes])
     head = (
         f"SmolLM2-135M, {found[0]['tokens'] / 1e6:.0f} million tokens",
-        *("seeds", "loss before", "after", *others.values()),
+        *("seeds", "loss before", "after", "above BF16, in stock layers", "above BF16, in COAT's layers"),
         *("last words before", "after", "kept, kB a token and layer", "peak GB"),
     )
     return table(head, *lines)
