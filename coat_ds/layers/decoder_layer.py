@@ -66,8 +66,16 @@ class Fp8DecoderLayer(Replaced):
 
     def compute(self, hidden_states: torch.Tensor, *args, **kwargs):
         if not uses_blocks(self, hidden_states, args, kwargs):
-            if self.module.training and torch.is_grad_enabled() and can_be_read(hidden_states):
-                _say_why_not(self, hidden_states, kwargs)
+            if can_be_read(hidden_states):
+                if self.module.training and torch.is_grad_enabled():
+                    _say_why_not(self, hidden_states, kwargs)
+                elif hidden_states.shape[1] == 1 and not torch.is_grad_enabled() and _fills_a_cache(kwargs):
+                    say_once(
+                        "tokens are generated one by one in FP8, which quantizes the weights for each and is "
+                        'slower than BF16. To generate in BF16, set coat.activations.evaluation to "stock" '
+                        "and call model.eval().",
+                        logging.INFO,
+                    )
             return self.stock(hidden_states, *args, **kwargs)
         # not as arguments: reentrant checkpoints make other tensors of those, without notes
         blocks = partial(self.by_blocks, *kwargs["position_embeddings"], kwargs.get("attention_mask"))
@@ -213,7 +221,7 @@ def _say_why_not(layer: Fp8DecoderLayer, x: torch.Tensor, kwargs: dict) -> None:
         way_out = " Convert after what replaces it, such as Liger's kernels."
     elif autocast_dtype(x) not in (None, x.dtype):
         why = f"their input is {x.dtype} under autocast to {autocast_dtype(x)}"
-    elif any(kwargs.get(name) is not None for name in CACHES):
+    elif _fills_a_cache(kwargs):
         why, level = "the model fills a cache while it trains", logging.WARNING
         way_out = " Set model.config.use_cache = False."
     elif not _is_mask(kwargs.get("attention_mask"), x):
@@ -225,6 +233,10 @@ def _say_why_not(layer: Fp8DecoderLayer, x: torch.Tensor, kwargs: dict) -> None:
                 why = "they are given " + name
                 break
     say_once(f"layers that could run as fused blocks run module by module: {why}.{way_out}", level)
+
+
+def _fills_a_cache(kwargs: dict) -> bool:
+    return any(kwargs.get(name) is not None for name in CACHES)
 
 
 def _taken_over(parts: Parts) -> str | None:

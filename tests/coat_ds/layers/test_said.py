@@ -185,6 +185,15 @@ def test_layers_that_are_not_trained_say_nothing(said):
     assert said() == []
 
 
+@pytest.mark.parametrize("evaluation", ["fp8", "stock"])
+def test_generation_in_fp8_is_said_to_be_slow(said, evaluation):
+    model = coat_ds.convert(LLAMA.build(), {"evaluation": evaluation}).eval()
+    ids = LLAMA.batch()["input_ids"][:, :5]
+    model.generate(ids, max_new_tokens=3, do_sample=False, use_cache=True)
+    slow = [line for line in said() if 'evaluation to "stock"' in line]
+    assert len(slow) == (evaluation == "fp8")
+
+
 def test_frozen_weights_end_fused_blocks_with_a_line(said):
     model = coat_ds.convert(LLAMA.build())
     model.model.layers[0].mlp.requires_grad_(False)
