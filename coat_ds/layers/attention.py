@@ -61,8 +61,8 @@ def uses_interface(module: torch.nn.Module) -> bool:
 
 
 def asks_for_stock(module: torch.nn.Module) -> bool:
-    """Whether the code of its model compares the implementation with "sdpa", as Gemma 4's, which would take
-    another path for any other name."""
+    """Whether the code of its model compares the implementation with "sdpa", as Gemma 4's, or looks for it
+    among names, as DeepSeek-V3.2's. It would take another path for any other name."""
     return _compares(type(module).__module__)
 
 
@@ -73,7 +73,8 @@ def _compares(name: str) -> bool:
     # a model that was typed into a notebook or compiled has no source, and is none of transformers'
     except (OSError, TypeError, KeyError):
         return False
-    return re.search(rf"_attn_implementation\s*[!=]=\s*[\"']{STOCK}[\"']", source) is not None
+    asked = rf"_attn_implementation\s*([!=]=|(not\s+)?in\s*[\[({{][^\])}}]*)\s*[\"']{STOCK}[\"']"
+    return re.search(asked, source) is not None
 
 
 def register() -> None:

@@ -195,3 +195,22 @@ def test_a_model_that_asks_for_its_attention_by_name_keeps_it():
     with torch.no_grad():
         every, last = (model(input_ids=ids, use_cache=True, logits_to_keep=n).logits for n in (0, 4))
     assert rel_rms(last, every[:, -4:]) < fp8_forward_bound(2)
+
+
+def test_a_model_that_looks_for_its_attention_among_names_keeps_it():
+    """DeepSeek-V3.2 masks what its indexer has not chosen where it finds "eager" or "sdpa", and hands the
+    choice to any other attention."""
+    if not hasattr(transformers, "DeepseekV32Config"):
+        pytest.skip("a transformers without DeepSeek-V3.2")
+    ranks = {"q_lora_rank": 32, "kv_lora_rank": 32, "qk_nope_head_dim": 32, "qk_rope_head_dim": 32}
+    indexer = {"index_topk": 4, "index_n_heads": 2, "index_head_dim": 64}
+    others = {"v_head_dim": 32, "first_k_dense_replace": 1}
+    config = transformers.DeepseekV32Config(**SIZES, **ranks, **indexer, **others)
+    torch.manual_seed(0)
+    model, ids = transformers.DeepseekV32ForCausalLM(config).bfloat16().eval(), torch.arange(3, 27)[None]
+    with torch.no_grad():
+        expected = model(ids).logits
+        coat_ds.convert(model, filter=lambda name, module: name.endswith("self_attn"))
+        assert model(ids).logits.equal(expected)
+    left = coat_ds.conversion_of(model).left
+    assert left["model.layers.0.self_attn"] == "its model asks for 'sdpa' by name"
