@@ -285,6 +285,7 @@ def uses_blocks(layer: Fp8DecoderLayer, x: torch.Tensor, args: tuple, kwargs: di
         and angles[0].shape[-1] == attention.head_dim
         and not (attention.training and getattr(attention, "attention_dropout", 0))
         and type(feed_forward) is Fp8GatedFeedForward
+        and not feed_forward.calls_between()
         and not torch.compiler.is_compiling()
         and not _has_any_global_hook()
         and is_transformers_own()

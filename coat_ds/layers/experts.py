@@ -7,6 +7,7 @@ import torch
 
 from coat_ds.config import ActivationsConfig
 from coat_ds.layers.formats import formats
+from coat_ds.layers.hooks import is_watched
 from coat_ds.layers.probe import activation_kind, shape_of
 from coat_ds.layers.replaced import Replaced, is_plain
 from coat_kernels.activation import activation
@@ -95,8 +96,10 @@ class _Experts(Replaced):
 
     def takes(self, x: torch.Tensor) -> bool:
         """Expert parallel layers hand out experts that a rank does not have; tensor parallel ones hold a part
-        of each."""
+        of each. The kernels do not call an activation that somebody watches."""
         module = self.module
+        if self.function is not None and is_watched(module.act_fn):
+            return False
         whole = not getattr(module, "_is_expert_parallel", False)
         whole = whole and is_plain(module.gate_up_proj) and is_plain(module.down_proj)
         return whole and x.numel() > 0 and super().takes(x)

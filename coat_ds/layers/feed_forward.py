@@ -6,7 +6,7 @@ import torch
 
 from coat_ds.config import ActivationsConfig
 from coat_ds.layers.formats import formats
-from coat_ds.layers.hooks import after_pre_hooks, before_hooks
+from coat_ds.layers.hooks import after_pre_hooks, before_hooks, is_watched
 from coat_ds.layers.merged_linear import MergedLinear, joined, may_merge, parameters_of
 from coat_ds.layers.probe import GatedForm
 from coat_ds.layers.replaced import Replaced, replaced
@@ -52,11 +52,14 @@ class Fp8Activation(_Activation):
 
 class Fp8GatedFeedForward(_Activation):
     """The forward of down(a(gate(x)) * up(x)). Gate and up are one GEMM where nobody can notice.
-    Otherwise their modules are called, so that adapters and hooks work."""
+    Otherwise their modules are called, so that adapters and hooks work. So is a, by the stock forward."""
 
     def __init__(self, module: torch.nn.Module, activations: ActivationsConfig, form: GatedForm):
         super().__init__(module, activations)
         self.form = form
+        products = form.gate, form.up, form.down
+        # the module of a, if it is one, and dropout that drops nothing
+        self.between = {name: child for name, child in module._modules.items() if name not in products}
         self.both = None if form.up is None else MergedLinear(activations)
 
     @property
@@ -69,8 +72,16 @@ class Fp8GatedFeedForward(_Activation):
     def down(self) -> torch.nn.Module:
         return self.module._modules[self.form.down]
 
+    def calls_between(self) -> bool:
+        """Whether somebody watches what stands between the products, or has put something else there."""
+        modules = self.module._modules
+        for name, child in self.between.items():
+            if modules.get(name) is not child or (child is not None and is_watched(child)):
+                return True
+        return False
+
     def compute(self, x: torch.Tensor) -> torch.Tensor:
-        if not self.takes(x) or x.numel() == 0:
+        if not self.takes(x) or x.numel() == 0 or self.calls_between():
             return self.stock(x)
         after_pre_hooks(self.module, x)
         return self.down(self.activate(self._both(x), self.form.kind, gated=True))

@@ -37,11 +37,21 @@ def before_hooks(module: torch.nn.Module, y: torch.Tensor) -> None:
         _forget(y, module._forward_hooks, _global_forward_hooks)
 
 
+def is_watched(module: torch.nn.Module) -> bool:
+    """Whether somebody else than a framework has a hook on `module`, or on all modules: it has to be called
+    then."""
+    own = module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks
+    return _any_foreign(*own, _global_forward_hooks, _global_forward_pre_hooks)
+
+
 def _forget(x: torch.Tensor, *registered: dict) -> None:
-    if type(x) is not torch.Tensor:
-        return
+    if type(x) is torch.Tensor and _any_foreign(*registered):
+        forget_notes(x)
+
+
+def _any_foreign(*registered: dict) -> bool:
     for hooks in registered:
         for hook in hooks.values():
             if (getattr(hook, "__module__", None) or "").partition(".")[0] not in _FRAMEWORKS:
-                forget_notes(x)
-                return
+                return True
+    return False

@@ -16,6 +16,7 @@ from tests.coat_ds.layers.measures import (
     same,
     saved_bytes,
 )
+from tests.util import rel_rms
 
 ALL = pytest.mark.parametrize("name", FAMILIES)
 
@@ -287,6 +288,22 @@ def test_modules_that_are_replaced_after_convert(name, monkeypatch):
     _, gradients = run(model, batch)
     assert len(taken) == LAYERS - 1
     assert all(f"model.layers.0.{name}.{own}" in gradients for own, _ in new.named_parameters())
+
+
+def test_activations_that_somebody_watches_or_replaces(monkeypatch):
+    """Kernels compute what they were when the layer was converted, and call no module."""
+    family, batch = FAMILIES["qwen3"], FAMILIES["qwen3"].batch()
+    models, taken = (exact(family), coat_ds.convert(family.build())), blocks_taken(monkeypatch)
+    seen = []
+    for model in models:
+        first, second = (layer.mlp for layer in model.model.layers)
+        first.act_fn.register_forward_hook(lambda module, args, y: seen.append(module) or y.clamp(max=0.1))
+        second.act_fn = torch.nn.ReLU()
+    (loss, expected), (found, gradients) = (run(model, batch) for model in models)
+    assert not taken and seen == [model.model.layers[0].mlp.act_fn for model in models]
+    assert abs(found - loss) < 0.01 * loss
+    for name in (f"model.layers.{i}.mlp.gate_proj.weight" for i in (0, 1)):
+        assert rel_rms(gradients[name], expected[name]) < fp8_bound(14), name
 
 
 def test_norms_of_heads_that_somebody_watches(monkeypatch):

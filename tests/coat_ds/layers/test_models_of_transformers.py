@@ -119,6 +119,15 @@ def test_experts_save_as_the_block_says(count):
         assert 1e-4 < rel_rms(gradient(**changed), first) < fp8_bound(2), changed
 
 
+@pytest.mark.parametrize("count", [4, 20])
+def test_activations_of_experts_that_somebody_watches(count):
+    experts = coat_ds.convert(build("Mixtral", num_local_experts=count)).model.layers[0].mlp.experts
+    chosen, seen = torch.arange(64).view(64, 1) % count, []
+    experts.act_fn.register_forward_hook(lambda module, args, y: seen.append(y) or torch.zeros_like(y))
+    y = experts(torch.randn(64, 64).bfloat16(), chosen, torch.ones(64, 1, dtype=torch.bfloat16))
+    assert seen and not y.any()
+
+
 def test_attention_is_dropped_out_while_a_model_trains():
     model = coat_ds.convert(build("Llama", attention_dropout=0.5))
     ids = torch.arange(48).view(2, 24)
