@@ -152,15 +152,18 @@ def _not_converted(model: nn.Module, activations: ActivationsConfig, may: Callab
     return conversion.converted["linear"]
 
 
+# what is within PEFT's wrappers, torch's for checkpointing, and torch.compile's, put around a module since
+_WRAPPED = {"base_layer", "original_module", "_checkpoint_wrapped_module", "_orig_mod"}
+
+
 def _check_forwards(holder: nn.Module) -> None:
     """Raises RuntimeError unless what convert put in the place of forwards is still there."""
     modules = dict(holder.named_modules())
     for kind, names in holder.__dict__[ATTRIBUTE].converted.items():
         for name in names:
             module = modules.get(name)
-            # an adapter of PEFT that was put around it since
-            while module is not None and "base_layer" in module._modules:
-                module = module._modules["base_layer"]
+            while module is not None and (wrapped := module._modules.keys() & _WRAPPED):
+                module = module._modules[wrapped.pop()]
             if kind != "attention" and module is not None and replaced(module) is None:
                 raise RuntimeError(
                     f"coat_ds.unconvert: {name}: expected the forward that convert put there, found "

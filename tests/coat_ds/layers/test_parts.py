@@ -3,6 +3,7 @@
 import pytest
 import torch
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 import coat_ds
 from benchmarks.common.families import FAMILIES
@@ -30,6 +31,22 @@ def test_an_adapter_that_is_merged_leaves_a_part_that_can_be_given_back():
         again.load_state_dict(stock.state_dict())
         assert coat_ds.unconvert(again)(**batch).loss == expected
     assert not any(map(replaced, again.modules())) and again.config._attn_implementation == "sdpa"
+
+
+@pytest.mark.parametrize("wrapped", ["down_proj that PEFT saves", "a checkpoint", "torch.compile"])
+def test_what_was_put_around_converted_modules_does_not_keep_them(wrapped):
+    model, batch = coat_ds.convert(LLAMA.build()), LLAMA.batch()
+    layers = model.model.layers
+    if wrapped == "a checkpoint":
+        layers[0] = checkpoint_wrapper(layers[0])
+    elif wrapped == "torch.compile":
+        layers[0] = torch.compile(layers[0], backend="eager")
+    else:
+        peft = pytest.importorskip("peft")
+        peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj"], modules_to_save=["down_proj"]))
+    with torch.no_grad():
+        assert coat_ds.unconvert(model)(**batch).loss == LLAMA.build()(**batch).loss
+    assert not any(map(replaced, model.modules()))
 
 
 def test_parts_that_were_converted_one_by_one_are_given_back_together():
