@@ -214,6 +214,8 @@ def _kind_of(module: nn.Module) -> str | None:
     parameters, children = module._parameters, module._modules
     if experts.is_experts(module):
         return "experts"
+    if isinstance(module, nn.Linear):
+        return "linear"
     weight = parameters.get("weight")
     if weight is not None and not children and set(parameters) <= {"weight", "bias"}:
         dims = len(probe.shape_of(weight))
@@ -229,7 +231,7 @@ def _kind_of(module: nn.Module) -> str | None:
 
 
 def _multiplies(module: nn.Module) -> bool:
-    return isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D" or autotp.is_autotp(module)
+    return type(module).__name__ == "Conv1D" or autotp.is_autotp(module)
 
 
 def _looks_elementwise(module: nn.Module) -> bool:
@@ -297,7 +299,11 @@ def _require_dtype(name: str, module: nn.Module) -> None:
 
 
 def _build_linear(module, activations, projections):
-    weight = module.weight
+    weight = module._parameters.get("weight")
+    if weight is None:
+        return None, "a weight that is made of others in each forward"
+    if module._modules or set(module._parameters) - {"weight", "bias"}:
+        return None, "more than a weight and a bias"
     if weight.dtype not in (*DTYPES, torch.float16):
         return None, f"a weight in {str(weight.dtype).removeprefix('torch.')}"
     sizes = probe.shape_of(weight)

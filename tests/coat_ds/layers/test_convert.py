@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.nn.utils.parametrizations import weight_norm
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import coat_ds
@@ -144,6 +145,19 @@ def test_twice_is_once_and_other_options_are_an_error():
         coat_ds.convert(plain(), {"group_sise": 32})
     assert coat_ds.conversion_of(coat_ds.convert(plain(), {"enabled": False})) is None
     assert coat_ds.unconvert(stock := plain()) is stock
+
+
+def test_linear_layers_of_other_weights_are_counted():
+    """Weight norm makes the weight in each forward; FP8 checkpoints of transformers have scales beside it."""
+    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64), nn.Linear(64, 64))
+    weight_norm(model[0])
+    model[1].register_parameter("weight_scale_inv", nn.Parameter(torch.ones(())))
+    conversion = coat_ds.conversion_of(coat_ds.convert(model))
+    assert conversion.left == {
+        "0": "a weight that is made of others in each forward",
+        "1": "more than a weight and a bias",
+    }
+    assert conversion.summary().startswith("1 of 3 linear layers multiply in FP8")
 
 
 def test_the_filter_and_the_reasons():
