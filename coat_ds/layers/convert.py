@@ -259,6 +259,10 @@ def _what_stays(model: nn.Module) -> dict[int, str]:
             for name, child in children.items():
                 if name != "base_layer" and child is not None:
                     stays.update({id(m): "an adapter" for m in child.modules()})
+        prompts = children.get("prompt_encoder")
+        if prompts is not None and hasattr(module, "peft_config"):
+            # what makes PEFT's prompts
+            stays.update({id(m): "an adapter" for m in prompts.modules()})
         if isinstance(module, nn.MultiheadAttention):
             stays.update({id(m): "torch's MultiheadAttention multiplies by itself" for m in module.modules()})
         if (experts := children.get("experts")) is not None:

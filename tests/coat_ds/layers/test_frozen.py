@@ -162,3 +162,16 @@ def test_heads_within_pefts_wrappers_stay(kind):
         coat_ds.convert(wrapped)
         inside = [m for name, m in wrapped.named_modules() if head in name and isinstance(m, nn.Linear)]
         assert len(inside) >= 2 and not any(map(replaced, inside))
+
+
+@pytest.mark.parametrize("kind", ["PromptEncoderConfig", "PrefixTuningConfig"])
+def test_what_makes_pefts_prompts_stays(kind):
+    peft = pytest.importorskip("peft")
+    sizes = {"encoder_hidden_size": 64, "num_virtual_tokens": 4, "task_type": "CAUSAL_LM"}
+    if kind == "PrefixTuningConfig":
+        sizes["prefix_projection"] = True
+    model = coat_ds.convert(peft.get_peft_model(LLAMA.build(), getattr(peft, kind)(**sizes)))
+    left = coat_ds.conversion_of(model).left
+    made = [name for name, m in model.prompt_encoder.named_modules() if isinstance(m, nn.Linear)]
+    assert made and all(left[f"prompt_encoder.{name}"] == "an adapter" for name in made)
+    assert not any(map(replaced, model.prompt_encoder.modules()))
