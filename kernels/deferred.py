@@ -190,6 +190,11 @@ class Deferred(torch.Tensor):
             )
         return self._exposed().numpy(force=force)
 
+    def __dlpack__(self, **how):
+        if self.requires_grad:
+            raise BufferError("Can't export tensors that require gradient, use tensor.detach()")
+        return self._exposed().__dlpack__(**how)
+
     def tolist(self) -> list:
         return self.plain().tolist()
 

@@ -57,6 +57,7 @@ USES = {
     "float": lambda y: y.float(),
     "cpu": lambda y: y.to("cpu", non_blocking=True),
     "numpy": lambda y: torch.from_numpy(y.detach().float().cpu().numpy()),
+    "dlpack": lambda y: torch.from_dlpack(y.detach()) * 1,
     "data": lambda y: y.data * 1,
     "list": lambda y: torch.tensor(y.tolist()),
     "deepcopy": lambda y: copy.deepcopy(y.detach()) * 1,
