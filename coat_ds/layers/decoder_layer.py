@@ -282,6 +282,7 @@ def uses_blocks(layer: Fp8DecoderLayer, x: torch.Tensor, args: tuple, kwargs: di
         and _is_mask(kwargs.get("attention_mask"), x)
         and STATE in attention.__dict__
         and "forward" not in attention.__dict__
+        and getattr(attention, "is_causal", True)
         and angles[0].shape[-1] == attention.head_dim
         and not (attention.training and getattr(attention, "attention_dropout", 0))
         and type(feed_forward) is Fp8GatedFeedForward

@@ -290,6 +290,19 @@ def test_modules_that_are_replaced_after_convert(name, monkeypatch):
     assert all(f"model.layers.0.{name}.{own}" in gradients for own, _ in new.named_parameters())
 
 
+def test_attention_that_looks_both_ways_since_it_was_converted(monkeypatch):
+    """As in an encoder that is made of a decoder. Without a mask the block would attend to the past alone."""
+    family = FAMILIES["llama"]
+    models, taken = (exact(family), coat_ds.convert(family.build())), blocks_taken(monkeypatch)
+    _, causal = run(models[0], family.batch())
+    for model in models:
+        for layer in model.model.layers:
+            layer.self_attn.is_causal = False
+    (_, expected), (_, found) = (run(model, family.batch()) for model in models)
+    assert not taken
+    assert relative(found, expected) < fp8_bound(14) < relative(causal, expected)
+
+
 def test_activations_that_somebody_watches_or_replaces(monkeypatch):
     """Kernels compute what they were when the layer was converted, and call no module."""
     family, batch = FAMILIES["qwen3"], FAMILIES["qwen3"].batch()
