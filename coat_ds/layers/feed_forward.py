@@ -58,8 +58,9 @@ class Fp8GatedFeedForward(_Activation):
         super().__init__(module, activations)
         self.form = form
         products = form.gate, form.up, form.down
-        # the module of a, if it is one, and dropout that drops nothing
+        # the module of a, if it is one, and dropout that dropped nothing
         self.between = {name: child for name, child in module._modules.items() if name not in products}
+        self.within = [m for child in self.between.values() if child is not None for m in child.modules()]
         self.both = None if form.up is None else MergedLinear(activations)
 
     @property
@@ -73,12 +74,13 @@ class Fp8GatedFeedForward(_Activation):
         return self.module._modules[self.form.down]
 
     def calls_between(self) -> bool:
-        """Whether somebody watches what stands between the products, or has put something else there."""
+        """Whether somebody watches what stands between the products, has put something else there, or has
+        dropout drop something since."""
         modules = self.module._modules
         for name, child in self.between.items():
-            if modules.get(name) is not child or (child is not None and is_watched(child)):
+            if modules.get(name) is not child:
                 return True
-        return False
+        return any(is_watched(m) or (m.training and getattr(m, "p", 0)) for m in self.within)
 
     def compute(self, x: torch.Tensor) -> torch.Tensor:
         if not self.takes(x) or x.numel() == 0 or self.calls_between():

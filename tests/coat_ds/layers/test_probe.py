@@ -5,8 +5,11 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+import coat_ds
 from coat_ds.layers import decoder_parts, probe
+from coat_ds.layers.feed_forward import Fp8GatedFeedForward
 from coat_ds.layers.probe import GatedForm, NormForm
+from coat_ds.layers.replaced import replaced
 
 transformers = pytest.importorskip("transformers")
 ACTIVATIONS = {
@@ -185,8 +188,6 @@ def test_dropout_is_seen_in_models_that_do_not_train_yet(rate):
     """As from_pretrained returns them. Dropout of a module of its own, and of a function."""
     from transformers.models.t5.modeling_t5 import T5Config, T5DenseGatedActDense
 
-    import coat_ds
-
     sizes = {"d_model": 32, "d_ff": 48, "feed_forward_proj": "gated-gelu"}
     mlp = T5DenseGatedActDense(T5Config(**sizes, dropout_rate=rate)).eval()
     inner = nn.Sequential(nn.SiLU(), nn.Dropout(rate))
@@ -206,6 +207,18 @@ def test_dropout_is_seen_in_models_that_do_not_train_yet(rate):
     ids, trained = torch.arange(64)[None], model.bfloat16().train().model.layers[0].mlp
     x = torch.randn(1, 4, 64).bfloat16()
     assert trained(x).equal(trained(x)) == (not rate) and model(ids).logits.isfinite().all()
+
+
+def test_dropout_that_is_switched_on_after_convert():
+    inner = nn.Sequential(nn.SiLU(), nn.Dropout(0.0))
+    gated = Gated(32, 48, lambda m, x: m.w2(m.act(m.w1(x)) * m.w3(x)), inner)
+    coat_ds.convert(gated)
+    x = torch.randn(4, 32)
+    assert type(replaced(gated)) is Fp8GatedFeedForward and gated(x).equal(gated(x))
+    inner[1].p = 0.5
+    assert not gated(x).equal(gated(x))
+    gated.eval()
+    assert gated(x).equal(gated(x))
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt_neox", "qwen3", "granite", "olmo2"])
