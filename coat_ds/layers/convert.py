@@ -351,6 +351,8 @@ def _build_gated(module, activations, projections):
 
 def _build_activation(module, activations, projections):
     kind = probe.activation_kind(module)
+    if kind is not None and probe.writes_into_its_input(module):
+        return None, "it works in place"
     return (None if kind is None else Fp8Activation(module, activations, kind)), None
 
 

@@ -177,11 +177,19 @@ def activation_kind(module: nn.Module | types.FunctionType) -> str | None:
     ):
         return None
     x = torch.linspace(-8, 8, 513)[None]
-    y = run(shadow(module) if isinstance(module, nn.Module) else module, x)
+    y = run(shadow(module) if isinstance(module, nn.Module) else module, x.clone())
     for kind in KINDS:
         if close(y, value_and_slope_reference(x, kind)[0]):
             return kind
     return None
+
+
+def writes_into_its_input(module: nn.Module) -> bool:
+    """Whether an elementwise `module` works in place, which whoever reads its input later sees."""
+    x = torch.linspace(-8, 8, 513)[None]
+    before = x.clone()
+    run(shadow(module), x)
+    return not x.equal(before)
 
 
 def is_product(module: nn.Module, transposed: bool) -> bool:

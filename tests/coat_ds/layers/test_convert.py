@@ -160,6 +160,19 @@ def test_linear_layers_of_other_weights_are_counted():
     assert conversion.summary().startswith("1 of 3 linear layers multiply in FP8")
 
 
+def test_activations_that_work_in_place_stay():
+    """Who reads their input behind them reads what they wrote."""
+    stock = nn.Sequential(nn.Linear(64, 72), nn.SiLU(inplace=True), nn.ReLU(inplace=True), nn.ReLU())
+    model = coat_ds.convert(copy.deepcopy(stock))
+    assert list(coat_ds.conversion_of(model).left.values())[1:] == ["it works in place"] * 2
+    assert coat_ds.conversion_of(model).converted["feed_forward"] == ["3"]
+    x = torch.randn(8, 64)
+    # of a size that stays as it is
+    y, expected = (layers[0](x) for layers in (model, stock))
+    model[2](y), stock[2](expected)
+    assert y.equal(expected)
+
+
 def test_the_filter_and_the_reasons():
     model = coat_ds.convert(LLAMA.build(), filter=lambda name, module: "layers.0" not in name)
     conversion = coat_ds.conversion_of(model)
