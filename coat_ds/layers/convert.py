@@ -15,11 +15,13 @@ from coat_ds.layers.feed_forward import Fp8Activation, Fp8GatedFeedForward
 from coat_ds.layers.linear import Fp8Linear
 from coat_ds.layers.log import say_anew, say_once
 from coat_ds.layers.norm import Fp8Norm
-from coat_ds.layers.replaced import DTYPES, Replaced, replaced, wraps_compiled
+from coat_ds.layers.replaced import DTYPES, Replaced, is_dispatched, replaced, wraps_compiled
 from coat_kernels.fp8 import ALIGNMENT
 
 __all__ = ["convert", "conversion_of", "unconvert"]
 
+# why modules stay that accelerate calls
+DISPATCHED = "a hook of accelerate's, as of device_map"
 # rows or columns of a weight, below which quantizing its input takes longer than the product
 LEAST = 32
 
@@ -95,6 +97,11 @@ def convert(
     model.__dict__[ATTRIBUTE] = conversion
     logger.info("COAT: %s", conversion.summary())
     say_anew()
+    if dispatched := sum(why == DISPATCHED for why in conversion.left.values()):
+        say_once(
+            f"{dispatched} modules stay as they are, since accelerate has spread the model over devices, as "
+            "device_map does. Load it without, convert it, and call accelerate.dispatch_model then."
+        )
     for line in conversion.idle_keys():
         say_once(line)
     return model
@@ -244,6 +251,8 @@ def _what_stays(model: nn.Module) -> dict[int, str]:
     stays: dict[int, str] = {}
     embeddings = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
     for module in model.modules():
+        if is_dispatched(module):
+            stays[id(module)] = DISPATCHED
         get_head = getattr(module, "get_output_embeddings", None)
         if callable(get_head) and isinstance(head := _quietly(get_head), nn.Module):
             # with what PEFT has put around it

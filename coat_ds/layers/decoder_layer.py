@@ -23,7 +23,14 @@ from coat_ds.layers.linear import is_fused
 from coat_ds.layers.log import say_once
 from coat_ds.layers.merged_linear import MergedLinear, is_hooked, joined, parameters_of
 from coat_ds.layers.norm import Fp8Norm
-from coat_ds.layers.replaced import Replaced, autocast_dtype, can_be_read, is_evaluated, replaced
+from coat_ds.layers.replaced import (
+    Replaced,
+    autocast_dtype,
+    can_be_read,
+    is_dispatched,
+    is_evaluated,
+    replaced,
+)
 from coat_kernels.attention import additive_mask, causal_attention, origin_in_groups
 from coat_kernels.blocks import attention_block, mlp_block, qkv_block
 from coat_kernels.graphs import GRAPHED_WORK, Graphs
@@ -216,6 +223,8 @@ def _say_why_not(layer: Fp8DecoderLayer, x: torch.Tensor, kwargs: dict) -> None:
     # these first: under them a cache would not be the reason
     if torch.compiler.is_compiling():
         why = "under torch.compile"
+    elif is_dispatched(layer.parts.mlp):
+        why = "accelerate has spread the model over devices, as dispatch_model does"
     elif taken := _taken_over(layer.parts):
         why, level = f"the forward of {taken} was replaced after coat_ds.convert", logging.WARNING
         way_out = " Convert after what replaces it, such as Liger's kernels."

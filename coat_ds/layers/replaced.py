@@ -130,6 +130,11 @@ def wraps_compiled(module: torch.nn.Module) -> bool:
     return "_orig_mod" in module._modules
 
 
+def is_dispatched(module: torch.nn.Module) -> bool:
+    """Whether accelerate calls its forward, between moves of what it reads from device to device."""
+    return "_hf_hook" in module.__dict__
+
+
 def replaced(module: torch.nn.Module) -> Replaced | None:
     """What was put in place of the module's forward, if it is still there."""
     found = module.__dict__.get("forward")

@@ -113,6 +113,26 @@ def test_forwards_that_are_replaced_after_convert_are_named(said):
     assert "the forward of LlamaRMSNorm was replaced after coat_ds.convert. Convert after" in found
 
 
+def test_models_that_accelerate_has_spread_over_devices(said):
+    hooks = pytest.importorskip("accelerate.hooks")
+
+    def dispatched(model):
+        # as dispatch_model does for several devices
+        places = dict.fromkeys(("", "model.layers.0", "model.layers.1"), "cpu")
+        hooks.attach_align_device_hook_on_blocks(model, places, offload=dict.fromkeys(places, False))
+        return model
+
+    model = coat_ds.convert(dispatched(LLAMA.build()))
+    assert not coat_ds.conversion_of(model).converted["linear"]
+    (found,) = said()
+    assert "accelerate has spread the model over devices, as device_map does. Load it without" in found
+    train(dispatched(coat_ds.convert(LLAMA.build())), use_cache=False)
+    *_, found = said()
+    assert found.endswith(
+        "run module by module: accelerate has spread the model over devices, as dispatch_model does."
+    )
+
+
 def test_layers_that_are_not_fused_say_why(said):
     model = coat_ds.convert(LLAMA.build())
     padded = torch.ones_like(LLAMA.batch()["input_ids"])
