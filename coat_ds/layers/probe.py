@@ -194,6 +194,8 @@ def writes_into_its_input(module: nn.Module) -> bool:
 
 def is_product(module: nn.Module, transposed: bool) -> bool:
     """Whether `module` is x W^T + b, or x W + b if `transposed`, of its `weight` and `bias`."""
+    if not takes_one_input(module):
+        return False
     return bool(first_found(module, lambda place: _is_product(module, transposed, place)))
 
 

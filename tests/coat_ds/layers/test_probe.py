@@ -149,11 +149,16 @@ def test_products():
         def forward(self, x):
             return super().forward(x) * 2
 
+    class WithScale(nn.Linear):
+        def forward(self, x, scale=1.0):
+            return super().forward(x) * scale
+
     conv = transformers.pytorch_utils.Conv1D(48, 32)
     assert probe.is_product(conv, transposed=True) and not probe.is_product(conv, transposed=False)
     for bias in (True, False):
         assert probe.is_product(nn.Linear(32, 48, bias=bias), transposed=False)
-        assert not probe.is_product(Scaled(32, 48, bias=bias), transposed=False)
+        for other in (Scaled, WithScale):
+            assert not probe.is_product(other(32, 48, bias=bias), transposed=False)
 
 
 def test_gate_and_up_in_one():
