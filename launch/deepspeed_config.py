@@ -28,6 +28,13 @@ def read_deepspeed_config(args: argparse.Namespace) -> dict:
         raise LaunchError(
             f"--deepspeed-config {path}: optimizer.params: expected an object in braces, found {params!r}"
         )
+    # DeepSpeed takes "2" and 2.0 too, and the manifest of a checkpoint would hold what nobody reads back
+    stage = config.get("zero_optimization", {}).get("stage", 0)
+    if type(stage) is not int:
+        raise LaunchError(
+            f"--deepspeed-config {path}: zero_optimization.stage: expected a whole number, found {stage!r}. "
+            "Write the number"
+        )
     if not _enabled(config, "bf16"):
         raise LaunchError(
             f'--deepspeed-config {path}: expected "bf16": {{"enabled": true}}, the model is BF16'

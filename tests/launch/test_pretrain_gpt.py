@@ -256,6 +256,11 @@ def test_config_errors(tmp_path, capsys):
         assert "ds.json: optimizer.params: expected an object in braces, found []" in text(
             "--deepspeed-config", listed, *lr
         )
+    for stage in ("2", 2.0, "auto"):
+        written = host_config(tmp_path, zero_optimization={"stage": stage})
+        assert f"ds.json: zero_optimization.stage: expected a whole number, found {stage!r}" in text(
+            "--deepspeed-config", written
+        )
     (tmp_path / "bad.json").write_text("[" * 10**5)
     assert "bad.json: not a JSON file" in text("--deepspeed-config", tmp_path / "bad.json")
     unknown = host_config(tmp_path, coat={"enabled": True, "optimizer": {"group_sise": 128}})
