@@ -59,6 +59,7 @@ def check(config: Mapping, model: torch.nn.Module, gpus: int, sequence: int) -> 
     from coat_ds.layers.inventory import layers_of
     from coat_ds.optim.options import keeps_fp32
     from coat_ds.zero.block import asks_for_coat
+    from coat_ds.zero.deepspeed_config import no_conversion
     from coat_ds.zero.model_layers import prepare_layers, undo
 
     if not asks_for_coat(config):
@@ -73,8 +74,10 @@ def check(config: Mapping, model: torch.nn.Module, gpus: int, sequence: int) -> 
         return [Finding(NAME, PROBLEM, str(error))]
     if not block.enabled:
         return [Finding(NAME, WARNING, "coat.enabled is false: nothing changes. Set it to true")]
+    # of any GPU: this machine's is looked at by itself
+    obstacle = no_conversion(config, block.activations)
     try:
-        why = prepare_layers(model, block.activations, "activations" in config.get("coat", {}))
+        why = prepare_layers(model, block.activations, "activations" in config.get("coat", {}), obstacle)
     except CoatConfigError as error:
         return [Finding(NAME, PROBLEM, str(error))]
     layers = layers_of(model, why)

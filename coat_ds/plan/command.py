@@ -122,13 +122,16 @@ def read_sizes(values: Mapping, vocabulary: int | None) -> Sizes:
 
 def configured(config: Mapping) -> System:
     """What a DeepSpeed JSON with a block asks for."""
+    from coat_ds.zero.deepspeed_config import no_conversion
+
     block = CoatConfig.from_dict(config["coat"])
     bf16 = config.get("bf16") or {}
     if not block.enabled:
         return System(name=AS_CONFIGURED)
+    converted = block.activations.enabled and not no_conversion(config, block.activations)
     return System(
         name=AS_CONFIGURED,
-        layers="coat" if block.activations.enabled else "bf16",
+        layers="coat" if converted else "bf16",
         optimizer="coat" if block.optimizer.enabled else "adamw",
         coat=block,
         bf16_masters=bool(bf16.get("bf16_master_weights_and_grads")),

@@ -244,13 +244,14 @@ def optimizer_options(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def no_conversion(
-    config: Mapping[str, Any], activations: ActivationsConfig, device: torch.device
+    config: Mapping[str, Any], activations: ActivationsConfig, device: torch.device | None = None
 ) -> str | None:
-    """Why no model can be converted under this config on this device; None if one can."""
+    """Why no model can be converted under this config on this device, or without one on any; None if one
+    can."""
     fp16 = config.get("fp16")
     if isinstance(fp16, Mapping) and fp16.get("enabled"):
         return "fp16.enabled is true, and converted layers compute in BF16 or FP32"
-    if device.type == "cuda" and not activations.emulate and not has_fp8_gemm(device):
+    if device is not None and device.type == "cuda" and not activations.emulate and not has_fp8_gemm(device):
         found = ".".join(map(str, capability(device)))
         return f"this GPU has compute capability {found}, and FP8 products need 8.9"
     return None

@@ -324,6 +324,20 @@ def test_a_dry_run_reads_the_json_as_the_engine_would():
         assert "dry run" not in dry(right)
 
 
+def test_a_dry_run_knows_that_fp16_keeps_layers_as_they_are():
+    fp16 = {"fp16": {"enabled": True}}
+    found = dry(config({"enabled": True}) | fp16)
+    assert found["layers"].state == PROBLEM and found["states"].state == OK
+    assert "none of 15 linear layers would compute in it" in found["layers"].text
+    assert "fp16.enabled is true, and converted layers compute in BF16 or FP32" in found["layers"].text
+    # which the engine refuses where the block asks for them
+    found = dry(config({"enabled": True, "activations": True}) | fp16)["dry run"]
+    assert found.state == PROBLEM and "found True, but fp16.enabled is true" in found.text
+    states_alone = config({"enabled": True, "activations": False})
+    assert dry(states_alone | fp16)["peak"] == dry(states_alone)["peak"]
+    assert dry(config({"enabled": True}) | fp16)["peak"] == dry(states_alone)["peak"]
+
+
 OTHERS = {
     "encoder and decoder": {
         "model_type": "t5",

@@ -294,6 +294,9 @@ def test_a_block_says_what_is_planned():
         "none",
         True,
     )
+    # layers stay as they are
+    found = configured({"coat": {"enabled": True}, "fp16": {"enabled": True}})
+    assert (found.layers, found.optimizer) == ("bf16", "coat")
 
 
 def test_modules_of_this_room_import_no_host():
