@@ -7,7 +7,6 @@ import re
 from collections.abc import Mapping
 from pathlib import Path
 
-from coat_ds.config import CoatConfig
 from coat_ds.plan import advice, layout, sizes
 from coat_ds.plan.errors import PlanError
 from coat_ds.plan.layout import Layout
@@ -15,6 +14,7 @@ from coat_ds.plan.memory import ROLES
 from coat_ds.plan.roofline import GPUS, Gpu, gpu_called
 from coat_ds.plan.sizes import Sizes
 from coat_ds.plan.systems import System, rungs
+from coat_ds.zero.block import asks_for_coat
 
 UNITS = {"": 1e9, "gb": 1e9, "gib": 2**30}
 AS_CONFIGURED = "as the JSON says"
@@ -56,7 +56,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.fit:
         limit = _bytes("--fit", arguments.fit)
     systems = list(rungs().values())
-    if config and "coat" in config:
+    if config and asks_for_coat(config):
         systems.append(configured(config))
     choices = advice.compare(model, spread, systems, gpu, limit)
     best = _best(arguments, config, model, spread, gpu, limit) if arguments.fit else None
@@ -122,9 +122,9 @@ def read_sizes(values: Mapping, vocabulary: int | None) -> Sizes:
 
 def configured(config: Mapping) -> System:
     """What a DeepSpeed JSON with a block asks for."""
-    from coat_ds.zero.deepspeed_config import no_conversion
+    from coat_ds.zero.deepspeed_config import block_of, no_conversion
 
-    block = CoatConfig.from_dict(config["coat"])
+    block = block_of(config)
     bf16 = config.get("bf16") or {}
     if not block.enabled:
         return System(name=AS_CONFIGURED)

@@ -42,10 +42,8 @@ def check(config: Mapping[str, Any], optimizer: Any) -> CoatConfig:
     optimizer: the optimizer argument, or None.
     Raises CoatConfigError for what cannot be honoured.
     """
-    check_place(config)
-    ours = str(section(config, "optimizer").get("type")).lower() == OPTIMIZER_TYPE.lower()
-    coat = CoatConfig.from_dict({"enabled": True} if ours and "coat" not in config else config.get("coat"))
-    if ours and not (coat.enabled and coat.optimizer.enabled):
+    coat = block_of(config)
+    if _names_ours(config) and not (coat.enabled and coat.optimizer.enabled):
         key = "coat.optimizer.enabled" if coat.enabled else "coat.enabled"
         raise CoatConfigError(
             f'{key}: found False beside "optimizer": {{"type": "{OPTIMIZER_TYPE}"}}. Set it to true, '
@@ -67,6 +65,18 @@ def check(config: Mapping[str, Any], optimizer: Any) -> CoatConfig:
     if coat.enabled and coat.checkpointing.compress:
         recompute.check_config(config)
     return coat
+
+
+def block_of(config: Mapping[str, Any]) -> CoatConfig:
+    """The block of a DeepSpeed config, which may be left out beside our optimizer's name; disabled if there
+    is none. Raises CoatConfigError for one that cannot be honoured, or stands where nobody looks for it."""
+    check_place(config)
+    implied = _names_ours(config) and "coat" not in config
+    return CoatConfig.from_dict({"enabled": True} if implied else config.get("coat"))
+
+
+def _names_ours(config: Mapping[str, Any]) -> bool:
+    return str(section(config, "optimizer").get("type")).lower() == OPTIMIZER_TYPE.lower()
 
 
 def check_place(config: Mapping[str, Any]) -> None:

@@ -161,6 +161,15 @@ def test_a_json_keeps_what_the_plan_does_not_change():
     assert base["zero_optimization"]["stage"] == 1
 
 
+def test_a_block_is_found_as_the_engine_finds_it(capsys, tmp_path):
+    (tmp_path / "ds.json").write_text(json.dumps({"optimizer": {"type": "CoatAdamW"}}))
+    words = ["plan", *SHAPE, "--deepspeed", str(tmp_path / "ds.json")]
+    found = {system["system"]: system for system in plain(capsys, *words)["systems"]}
+    assert found["as the JSON says"]["peak_bytes"] == found["COAT"]["peak_bytes"]
+    (tmp_path / "ds.json").write_text(json.dumps({"COAT": {"enabled": True}}))
+    assert "COAT: found a block there, which would be ignored" in said(capsys, *words, code=2)
+
+
 def test_sizes_of_memory_have_their_units(capsys):
     for text, size in (("2GiB", 2**31), ("2gb", 2e9), ("2", 2e9), ("79.5 GB", 79.5e9)):
         assert plain(capsys, "plan", *SHAPE, "--memory", text)["limit_bytes"] == size

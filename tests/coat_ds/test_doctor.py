@@ -322,6 +322,8 @@ def test_a_dry_run_reads_the_json_as_the_engine_would():
     trainer = {"optimizer": {"type": "AdamW", "params": {"lr": "auto", "betas": "auto"}}}
     for right in (config({"enabled": True}), config({"enabled": True}) | trainer):
         assert "dry run" not in dry(right)
+    # the optimizer's name stands for the block
+    assert dry(config(None) | {"optimizer": {"type": "CoatAdamW"}}) == dry(config({"enabled": True}))
 
 
 def test_a_dry_run_knows_that_fp16_keeps_layers_as_they_are():
