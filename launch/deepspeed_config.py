@@ -3,7 +3,7 @@
 import argparse
 from pathlib import Path
 
-from coat_ds.zero.deepspeed_config import DEFAULT_WEIGHT_DECAY
+from coat_ds.zero.deepspeed_config import DEFAULT_WEIGHT_DECAY, names_ours
 from coat_launch.errors import LaunchError
 from coat_launch.json_file import read_object
 
@@ -39,6 +39,9 @@ def read_deepspeed_config(args: argparse.Namespace) -> dict:
         raise LaunchError(
             f'--deepspeed-config {path}: expected "bf16": {{"enabled": true}}, the model is BF16'
         )
+    if names_ours(config):
+        # which may stand without the block, and asks for layers too
+        config.setdefault("coat", {"enabled": True})
     if args.variant == "bf16":
         config["coat"] = {"enabled": False}
     elif args.variant == "coat" and not _enabled(config, "coat"):

@@ -266,10 +266,10 @@ class _token:
 
 def _asks_for_fp8(path: str) -> bool:
     """Whether layers are to compute in FP8 for real."""
-    from coat_ds import CoatConfig
+    from coat_ds.zero.deepspeed_config import block_of
 
     try:
-        coat = CoatConfig.from_dict(read_object(path).get("coat"))
+        coat = block_of(read_object(path))
     except ValueError as error:
         raise ClusterError(f"DEEPSPEED_CONFIG {path}: {error}") from error
     return coat.enabled and coat.activations.enabled and not coat.activations.emulate

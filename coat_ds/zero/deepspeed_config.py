@@ -43,7 +43,7 @@ def check(config: Mapping[str, Any], optimizer: Any) -> CoatConfig:
     Raises CoatConfigError for what cannot be honoured.
     """
     coat = block_of(config)
-    if _names_ours(config) and not (coat.enabled and coat.optimizer.enabled):
+    if names_ours(config) and not (coat.enabled and coat.optimizer.enabled):
         key = "coat.optimizer.enabled" if coat.enabled else "coat.enabled"
         raise CoatConfigError(
             f'{key}: found False beside "optimizer": {{"type": "{OPTIMIZER_TYPE}"}}. Set it to true, '
@@ -71,11 +71,12 @@ def block_of(config: Mapping[str, Any]) -> CoatConfig:
     """The block of a DeepSpeed config, which may be left out beside our optimizer's name; disabled if there
     is none. Raises CoatConfigError for one that cannot be honoured, or stands where nobody looks for it."""
     check_place(config)
-    implied = _names_ours(config) and "coat" not in config
+    implied = names_ours(config) and "coat" not in config
     return CoatConfig.from_dict({"enabled": True} if implied else config.get("coat"))
 
 
-def _names_ours(config: Mapping[str, Any]) -> bool:
+def names_ours(config: Mapping[str, Any]) -> bool:
+    """Whether the optimizer is asked for by our name."""
     return str(section(config, "optimizer").get("type")).lower() == OPTIMIZER_TYPE.lower()
 
 

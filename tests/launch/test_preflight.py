@@ -96,6 +96,9 @@ def test_old_gpus_may_have_fp8_states(tmp_path, good):
     for activations, problems in (({}, 1), ({"emulate": True}, 0), ({"enabled": False}, 0)):
         path.write_text(json.dumps({"coat": {"enabled": True, "activations": activations}}))
         assert len(preflight.problems(settings(tmp_path, DEEPSPEED_CONFIG=str(path)), [old])) == problems
+    # which stands for the block
+    path.write_text(json.dumps({"optimizer": {"type": "CoatAdamW"}}))
+    assert len(preflight.problems(settings(tmp_path, DEEPSPEED_CONFIG=str(path)), [old])) == 1
 
 
 def test_a_checkout_without_the_script_is_refused(tmp_path):

@@ -120,6 +120,16 @@ def test_save_and_resume(tmp_path):
     assert done.returncode == 1 and f"error: --load {tmp_path}: no checkpoint there" in done.stderr
 
 
+def test_the_optimizers_name_stands_for_the_block(tmp_path):
+    config = host_config(tmp_path, optimizer={"type": "CoatAdamW", "params": {"lr": 1e-3}})
+    config.write_text(json.dumps({k: v for k, v in json.loads(config.read_text()).items() if k != "coat"}))
+    done = forked(tmp_path / "run", "--deepspeed-config", config, "--steps", 1)
+    assert done.returncode == 0, done.stdout
+    assert list(losses(tmp_path / "run")) == [1] and "8 of 9 linear layers in FP8" in done.stdout
+    summary = json.loads((tmp_path / "run/summary.json").read_text())
+    assert list(summary) == ["coat"] and summary["coat"]["state_bytes_per_param"] < 2.2
+
+
 @pytest.mark.gpu
 def test_compressed_checkpoints_of_a_gpu(tmp_path):
     config = host_config(tmp_path, coat={"enabled": True, "optimizer": {"checkpoint_layout": "compressed"}})
