@@ -131,10 +131,11 @@ def _peak(config: Mapping, model: torch.nn.Module, gpus: int, sequence: int) -> 
     try:
         sizes = readers.from_module(model)
         layout = layouts.from_deepspeed(config, sizes.hidden, gpus=gpus, sequence=sequence)
+        system = configured(config)
     except PlanError as error:
         return Finding("peak", UNKNOWN, f"cannot be predicted: {error}")
     before = predict(sizes, layout, System(name="BF16")).peak
-    after = predict(sizes, layout, configured(config)).peak
+    after = predict(sizes, layout, system).peak
     saved = 1 - after.total / before.total
     text = (
         f"predicted {before.total / 1e9:.1f} GB in BF16, {after.total / 1e9:.1f} GB with the block, on "

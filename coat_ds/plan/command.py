@@ -125,7 +125,7 @@ def configured(config: Mapping) -> System:
     from coat_ds.zero.deepspeed_config import block_of, no_conversion
 
     block = block_of(config)
-    bf16 = config.get("bf16") or {}
+    bf16 = {} if config.get("bf16") is None else layout.section(config, "bf16")
     if not block.enabled:
         return System(name=AS_CONFIGURED)
     converted = block.activations.enabled and not no_conversion(config, block.activations)

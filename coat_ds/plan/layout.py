@@ -161,7 +161,7 @@ def from_deepspeed(config: Mapping, hidden: int | None = None, **rest) -> Layout
     What `rest` gives goes before the JSON. hidden: the model's channels, from which Trainer and Accelerate
     fill in "auto" for the sizes of ZeRO's buckets. Raises PlanError for values that cannot be honoured.
     """
-    zero = dict(_object(config, "zero_optimization"))
+    zero = dict(section(config, "zero_optimization"))
     for key, filled_in in _FILLED_IN.items():
         if zero.get(key) == "auto":
             if hidden is None:
@@ -187,8 +187,17 @@ def from_deepspeed(config: Mapping, hidden: int | None = None, **rest) -> Layout
     found |= {"limits": Limits(**limits), "quantized_gathers": bool(zero.get("zero_quantized_weights"))}
     if isinstance(zero.get("overlap_comm"), bool):
         found["overlap"] = zero["overlap_comm"]
-    for ours, theirs in (("optimizer_device", "offload_optimizer"), ("parameter_device", "offload_param")):
-        if (device := (zero.get(theirs) or {}).get("device", "none")) != "none":
+    for ours, theirs, old in (
+        ("optimizer_device", "offload_optimizer", "cpu_offload"),
+        ("parameter_device", "offload_param", "cpu_offload_param"),
+    ):
+        offload = zero.get(theirs) or {"device": "cpu" if zero.get(old) else "none"}
+        if not isinstance(offload, Mapping):
+            raise PlanError(
+                f'zero_optimization.{theirs}: expected an object such as {{"device": "cpu"}}, found '
+                f"{offload!r}. Use braces."
+            )
+        if (device := offload.get("device", "none")) != "none":
             # what goes on to a disk goes past the CPU's memory
             found[ours] = "cpu"
             if device not in ("cpu", "nvme"):
@@ -216,7 +225,8 @@ def from_megatron(said: Mapping, **rest) -> Layout:
     return replace(layout, accumulation=total // at_once)
 
 
-def _object(config: Mapping, key: str) -> Mapping:
+def section(config: Mapping, key: str) -> Mapping:
+    """An object of a DeepSpeed JSON; empty if there is none. Raises PlanError for anything else."""
     value = config.get(key, {})
     if not isinstance(value, Mapping):
         raise PlanError(f"{key}: expected an object, found {value!r}. Use braces.")
@@ -225,6 +235,8 @@ def _object(config: Mapping, key: str) -> Mapping:
 
 def _number(values: Mapping, prefix: str, key: str, default: int | None) -> int:
     value = values.get(key, default)
-    if type(value) not in (int, float) or value != int(value) or value < 0:
+    # of floats neither NaN nor infinity is
+    is_whole = type(value) is int or (type(value) is float and value.is_integer())
+    if not is_whole or value < 0:
         raise PlanError(f"{prefix}{key}: expected a whole number, found {value!r}. Write the number.")
     return int(value)

@@ -318,6 +318,10 @@ def test_a_dry_run_reads_the_json_as_the_engine_would():
     ):
         found = dry(wrong)["dry run"]
         assert found.state == PROBLEM and text in found.text, found
+    # what DeepSpeed cannot read, it refuses itself
+    for wrong, text in (({"bf16": True}, "bf16: expected"), ({"zero_optimization": True}, "zero_opt")):
+        found = dry(config({"enabled": True}) | wrong)["peak"]
+        assert found.state == UNKNOWN and found.text.startswith(f"cannot be predicted: {text}"), found
     # what Trainer fills in
     trainer = {"optimizer": {"type": "AdamW", "params": {"lr": "auto", "betas": "auto"}}}
     for right in (config({"enabled": True}), config({"enabled": True}) | trainer):

@@ -265,6 +265,8 @@ def test_gathers_follow_deepspeeds_limits():
 
 
 def test_a_deepspeed_json_is_read():
+    from deepspeed.runtime.config import DeepSpeedConfig
+
     config = json.loads((ROOT / "configs/ds_zero2_offload_coat.json").read_text())
     found = layout.from_deepspeed(config, gpus=4, sequence=128)
     assert (found.stage, found.micro_batch, found.optimizer_device) == (2, 4, "cpu")
@@ -279,6 +281,12 @@ def test_a_deepspeed_json_is_read():
     assert layout.from_deepspeed(config, 64).limits == Limits(max_live=30, max_reuse=20, persistence=10)
     config = json.loads((ROOT / "configs/ds_zero3_offload_coat.json").read_text())
     assert layout.from_deepspeed(config).parameter_device == "cpu"
+    # as DeepSpeed, which takes its old keys too
+    zero = {"stage": 3, "cpu_offload": True, "cpu_offload_param": True}
+    read = DeepSpeedConfig({"train_batch_size": 1, "zero_optimization": zero}).zero_config
+    found = layout.from_deepspeed({"zero_optimization": zero})
+    assert (found.optimizer_device, found.parameter_device) == ("cpu", "cpu")
+    assert (read.offload_optimizer.device, read.offload_param.device) == ("cpu", "cpu")
 
 
 def test_a_block_says_what_is_planned():

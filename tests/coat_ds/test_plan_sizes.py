@@ -9,6 +9,7 @@ import transformers
 
 from coat_ds import cli, convert, plan
 from coat_ds.plan import Layout, PlanError, layout, rungs, sizes
+from coat_ds.plan.command import configured
 from coat_ds.plan.memory import saved_per_token
 from coat_ds.plan.systems import coat
 
@@ -253,6 +254,18 @@ def test_layers_that_were_not_counted_say_so(tmp_path, capsys):
         (
             lambda: layout.from_deepspeed({"zero_optimization": {"stage": "2"}}),
             "zero_optimization.stage: expected a whole number, found '2'",
+        ),
+        (
+            lambda: layout.from_deepspeed({"zero_optimization": {"sub_group_size": float("inf")}}),
+            "zero_optimization.sub_group_size: expected a whole number, found inf",
+        ),
+        (
+            lambda: layout.from_deepspeed({"zero_optimization": {"offload_optimizer": "cpu"}}),
+            "zero_optimization.offload_optimizer: expected an object .* found 'cpu'. Use braces",
+        ),
+        (
+            lambda: configured({"coat": {"enabled": True}, "bf16": True}),
+            "bf16: expected an object, found True. Use braces",
         ),
         (lambda: sizes.from_transformers({"hidden_size": 64}), "num_hidden_layers: .* found none"),
         (
