@@ -26,7 +26,7 @@ OVER = "#b00020"
 def draw(choices: Sequence[Choice], title: str, limit: float, path: str | Path) -> None:
     """Writes a PNG: a bar for each system at its peak, and the GPU's memory, `limit` bytes, as a line.
 
-    Raises PlanError where matplotlib is not installed.
+    Raises PlanError where matplotlib is not installed, and where the file cannot be written.
     """
     try:
         import matplotlib
@@ -82,5 +82,12 @@ def draw(choices: Sequence[Choice], title: str, limit: float, path: str | Path) 
     figure.legend(
         handles, used, loc="outside lower center", ncols=min(6, len(used)), fontsize="small", frameon=False
     )
-    figure.savefig(path, dpi=130)
-    plt.close(figure)
+    try:
+        figure.savefig(path, dpi=130)
+    # a ValueError names a format that matplotlib does not know
+    except (OSError, ValueError) as error:
+        raise PlanError(
+            f"picture: cannot write {path} ({error}). Name a PNG in a folder that can be written."
+        ) from error
+    finally:
+        plt.close(figure)

@@ -41,6 +41,10 @@ def run(arguments: argparse.Namespace) -> int:
             f"RUN: expected a folder with {FILE}, found none in {arguments.run!r}. Name the folder that "
             "coat.watch.folder names; without it a run writes no readings."
         ) from None
+    except OSError as error:
+        raise CoatConfigError(
+            f"RUN: cannot read {error.filename} ({error.strerror}). Set its permissions, or name another run."
+        ) from error
     except ValueError as error:
         raise CoatConfigError(f"RUN: {error}. Correct the file, or name another run.") from error
     if arguments.json:
@@ -50,8 +54,15 @@ def run(arguments: argparse.Namespace) -> int:
     if not arguments.no_pictures:
         path = Path(arguments.run)
         folder = Path(arguments.pictures or (path if path.is_dir() else path.parent))
-        for written in draw(readings, folder):
-            print(f"wrote {written}")
+        try:
+            for written in draw(readings, folder):
+                print(f"wrote {written}")
+        except OSError as error:
+            # of another user's run, say
+            raise CoatConfigError(
+                f"pictures: cannot write {error.filename} ({error.strerror}). Name another folder with "
+                "--pictures, or say --no-pictures."
+            ) from error
     return 0
 
 

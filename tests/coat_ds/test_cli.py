@@ -209,6 +209,12 @@ def test_without_matplotlib_the_picture_is_refused(capsys, tmp_path, monkeypatch
     assert "picture: matplotlib is not installed. pip install matplotlib" in text
 
 
+def test_a_picture_that_cannot_be_written_is_named(capsys, tmp_path):
+    for name, why in (("none/plan.png", "No such file or directory"), ("plan.txt2", "not supported")):
+        text = said(capsys, "plan", *SHAPE, "--picture", str(tmp_path / name), code=2)
+        assert f"picture: cannot write {tmp_path / name}" in text and why in text
+
+
 def test_without_a_command_the_help_is_printed(capsys):
     text = said(capsys, code=2)
     assert "usage: coat" in text and "whether this machine and these packages are fit" in text

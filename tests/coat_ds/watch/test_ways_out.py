@@ -66,6 +66,16 @@ def test_the_command_says_what_is_wrong_in_the_file(tmp_path, capsys, content):
     assert f"RUN: {tmp_path}/watch.jsonl: " in error and "Correct the file" in error
 
 
+def test_the_command_says_what_it_cannot_read_or_write(run, capsys):
+    beneath = run / "watch.jsonl/folder"
+    assert cli.main(["watch", str(beneath)]) == 2
+    assert f"RUN: cannot read {beneath} (Not a directory)" in capsys.readouterr().err
+    assert cli.main(["watch", str(run), "--pictures", str(beneath)]) == 2
+    out, error = capsys.readouterr()
+    assert "update_error" in out and f"pictures: cannot write {beneath} (Not a directory)" in error
+    assert "say --no-pictures" in error
+
+
 def test_writers_as_megatrons():
     scalars, logged = [], []
 
