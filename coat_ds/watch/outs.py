@@ -1,6 +1,9 @@
 """Where readings go. An out is a function of one reading; one rank calls it, as a rule rank 0."""
 
+import errno
 import json
+import os
+import tempfile
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -37,15 +40,27 @@ Out = Callable[[Reading], None]
 
 
 def jsonl(folder: str | Path) -> Out:
-    """Appends each reading to watch.jsonl in `folder`, which is made if it is not there."""
+    """Appends each reading to watch.jsonl in `folder`, which is made if it is not there. Where it cannot be
+    written, the function raises OSError, and leaves no part of a line."""
     path = Path(folder) / FILE
 
     def write(reading: Reading) -> None:
+        line = json.dumps(reading._asdict()).encode() + b"\n"
         path.parent.mkdir(parents=True, exist_ok=True)
-        with path.open("a") as file:
-            file.write(json.dumps(reading._asdict()) + "\n")
+        with path.open("ab", buffering=0) as file:
+            if (written := file.write(line)) < len(line):
+                # as many bytes as the disk had room for
+                file.truncate(file.tell() - written)
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
 
     return write
+
+
+def check_folder(folder: str | Path) -> None:
+    """Makes `folder`, and raises OSError unless files can be written there."""
+    Path(folder).mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryFile(dir=folder):
+        pass
 
 
 def monitor(of: Any) -> Out:

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from coat_ds.config import WatchConfig
+from coat_ds.config import CoatConfigError, WatchConfig
 from coat_ds.layers.replaced import wraps_compiled
 from coat_ds.optim.optimizer import CoatAdamW
 from coat_ds.saved_bytes import is_weight_of
@@ -21,7 +21,7 @@ from coat_ds.watch import codes, states
 from coat_ds.watch.codes import Blocks, CodeCounter, SavedCodes, layer_names
 from coat_ds.watch.fallback import Fallback
 from coat_ds.watch.memory import held_bytes
-from coat_ds.watch.outs import Out, Reading, grouped, jsonl
+from coat_ds.watch.outs import Out, Reading, check_folder, grouped, jsonl
 from coat_ds.watch.states import Places, StateSampler
 from coat_kernels import watching
 
@@ -64,6 +64,9 @@ class Watch:
     samples_done: gives the number of sequences that were seen; by default nobody counts them.
     keep: keep(name, whether) has moments kept in FP32, or no more, where `places` is given.
     say: takes a line for the log, and its level; by default each rank logs it.
+
+    Raises CoatConfigError, on the rank that writes, for a folder that cannot be written. Where that happens
+    later on, as on a full disk, a line says so, and training goes on.
     """
 
     def __init__(
@@ -88,9 +91,11 @@ class Watch:
             config = WatchConfig.from_dict({} if config is None else config)
         optimizers = [optimizer] if isinstance(optimizer, CoatAdamW) else list(optimizer or ())
         self.model, self.optimizers, self.config = model, optimizers, config
-        self.outs = [*outs, *([jsonl(config.folder)] if config.folder else ())]
+        self.outs = [*outs, *([_to_folder(config)] if config.folder else ())]
         self.last: Reading | None = None
         self._forwards, self._rank = list(forwards) or [model], rank
+        if config.every and config.folder and self._gives_out:
+            _check_folder(config)
         own = {name: p for name, p in model.named_parameters() if p.requires_grad}
         self._names, self._union = list(own), union
         # of a converted model some come with its first forward
@@ -127,6 +132,11 @@ class Watch:
     def is_active(self) -> bool:
         """Whether anything is measured: every some steps, and somebody wants to know."""
         return self.config.every > 0 and bool(self.outs or self.config.act != "off")
+
+    @property
+    def _gives_out(self) -> bool:
+        """Whether this rank calls `outs`."""
+        return not _runs_distributed() or dist.get_rank() == self._rank
 
     def add(self, out: Out) -> None:
         """Has readings given to `out` too. Call it on every rank; one rank calls `out`."""
@@ -259,7 +269,7 @@ class Watch:
                 if found := figures([sum(x) for x in zip(*(rows[n] for n in names), strict=True)]):
                     groups[group] = groups.get(group, {}) | found
         self.last = Reading(pending.step, pending.samples, groups, pending.memory, fallen)
-        if not _runs_distributed() or dist.get_rank() == self._rank:
+        if self._gives_out:
             for out in self.outs:
                 out(self.last)
         self.fallback.judge(
@@ -306,6 +316,36 @@ def _nothing(*args) -> None:
 def _is_compiled(module: torch.nn.Module) -> bool:
     """Whether it is what `torch.compile` gives, or its own `compile` was called."""
     return module._compiled_call_impl is not None or wraps_compiled(module)
+
+
+def _check_folder(config: WatchConfig) -> None:
+    try:
+        check_folder(config.folder)
+    except OSError as error:
+        raise CoatConfigError(
+            f"{config.KEY}.folder: found {config.folder!r}, which cannot be written ({error.strerror}). Name "
+            "another folder, or drop the key."
+        ) from error
+
+
+def _to_folder(config: WatchConfig) -> Out:
+    """`jsonl` that ends no run: a disk may be full for a while."""
+    write = jsonl(config.folder)
+
+    def write_or_say(reading: Reading) -> None:
+        try:
+            write(reading)
+        except OSError as error:
+            # by itself: where the log is another rank's, nobody would see it
+            logger.warning(
+                "%s.folder: cannot write to %r (%s): the reading of step %d is not there. Make room.",
+                config.KEY,
+                config.folder,
+                error.strerror,
+                reading.step,
+            )
+
+    return write_or_say
 
 
 def _runs_distributed() -> bool:

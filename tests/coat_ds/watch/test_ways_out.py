@@ -1,6 +1,7 @@
 """Where readings go, what `coat watch` says of them, and what is said of a wrong block."""
 
 import json
+import resource
 
 import pytest
 import torch
@@ -8,8 +9,8 @@ import torch
 import coat_ds
 from coat_ds import CoatAdamW, CoatConfig, CoatConfigError, cli
 from coat_ds.config import WatchConfig
-from coat_ds.watch import jsonl, writer
-from coat_ds.watch.outs import Reading
+from coat_ds.watch import Watch, jsonl, writer
+from coat_ds.watch.outs import Reading, read
 from tests.coat_ds.watch.parts import model
 
 
@@ -55,6 +56,43 @@ def test_the_command_as_json_and_elsewhere(run, tmp_path, capsys):
     assert cli.main(["watch", str(run / "watch.jsonl"), "--pictures", str(tmp_path / "new")]) == 0
     assert sorted(p.name for p in (tmp_path / "new").iterdir()) == ["errors.png", "memory.png"]
     assert not (run / "errors.png").exists()
+
+
+def test_a_folder_that_cannot_be_written_is_refused_before_the_first_step(tmp_path):
+    (tmp_path / "file").touch()
+    made = model()
+    config = {"every": 100, "folder": str(tmp_path / "file/run")}
+    with pytest.raises(CoatConfigError, match=r"coat.watch.folder: .*run', .* \(Not a directory\)"):
+        Watch(made, CoatAdamW(made.named_parameters()), config)
+    assert not made._forward_pre_hooks
+
+
+def test_a_full_disk_costs_a_reading_and_not_the_run(tmp_path, caplog):
+    made = model()
+    optimizer = CoatAdamW(made.named_parameters(), min_numel=0)
+    watch = Watch(made, optimizer, {"every": 1, "folder": str(tmp_path)})
+
+    def train(steps):
+        for _ in range(steps):
+            made(torch.ones(16, 64)).sum().backward()
+            optimizer.step()
+            watch.end_step()
+
+    train(2)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    # the kernel writes what fits below the limit, as on a full disk
+    limit = (tmp_path / "watch.jsonl").stat().st_size + 10
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, hard))
+    try:
+        train(2)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    train(1)
+    watch.close()
+    # nothing is left of what was cut off
+    assert [r.step for r in read(tmp_path)] == [1, 4, 5] and watch.last.step == 5
+    said = [r.message for r in caplog.records if "coat.watch.folder" in r.message]
+    assert len(said) == 2 and said[0].endswith("the reading of step 2 is not there. Make room.")
 
 
 @pytest.mark.parametrize("content", ["", "{}\n", "no\n"])
