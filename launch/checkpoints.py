@@ -352,6 +352,8 @@ def _framework_types() -> list[Callable]:
 def _convert(source: Path, target: Path) -> None:
     from deepspeed.checkpoint.ds_to_universal import main
 
+    from coat_ds.zero.watch import FILE
+
     if is_main():
         shutil.rmtree(target, ignore_errors=True)
         with _writing(target), contextlib.redirect_stdout(sys.stderr):
@@ -366,6 +368,9 @@ def _convert(source: Path, target: Path) -> None:
                     inject_missing_state=True,
                 )
             )
+            # which DeepSpeed leaves out
+            if (source / FILE).is_file():
+                shutil.copy2(source / FILE, target)
     dist.barrier()
 
 

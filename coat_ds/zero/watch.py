@@ -3,8 +3,11 @@ what its checkpoints remember."""
 
 import functools
 import json
+import logging
 from collections.abc import Callable
 from pathlib import Path
+
+import torch.distributed as dist
 
 from coat_ds.config import CoatConfigError, WatchConfig
 from coat_ds.patches import Patch
@@ -92,7 +95,7 @@ def watch_engine(engine, config: WatchConfig, with_optimizer: bool) -> Watch | N
     )
     STEP.apply(lambda step: _stepping(engine, watch, step), on=engine)
     SAVE.apply(lambda save: _saving(engine, watch, save), on=engine)
-    LOAD.apply(lambda load: _loading(watch, load), on=engine)
+    LOAD.apply(lambda load: _loading(engine, watch, load), on=engine)
     return watch
 
 
@@ -126,19 +129,52 @@ def _saving(engine, watch: Watch, save: Callable) -> Callable:
     return save_checkpoint
 
 
-def _loading(watch: Watch, load: Callable) -> Callable:
+def _loading(engine, watch: Watch, load: Callable) -> Callable:
     @functools.wraps(load)
     def load_checkpoint(load_dir, tag=None, *args, **kwargs):
-        watch.resume(_remembered(load_dir, tag))
+        watch.resume(_remembered(load_dir, tag, engine.load_universal_checkpoint(), watch.config.act))
         return load(load_dir, tag, *args, **kwargs)
 
     return load_checkpoint
 
 
-def _remembered(folder: str, tag: str | None) -> dict[str, list[str]]:
-    """What had fallen back in the run that wrote a checkpoint; nothing of one that says nothing."""
-    latest = Path(folder) / "latest"
-    if tag is None and latest.is_file():
-        tag = latest.read_text().strip()
-    path = Path(folder) / str(tag) / FILE
-    return json.loads(path.read_text()) if path.is_file() else {}
+def _remembered(folder: str, tag: str | None, universal: bool, act: str) -> dict[str, list[str]]:
+    """What had fallen back in the run that wrote a checkpoint, on all ranks what the first one finds: others
+    may have folders of their own. Nothing of a checkpoint that says nothing.
+
+    Raises ValueError, on all ranks, for a file that is not what was written.
+    """
+    found: list = [None]
+    if dist.get_rank() == 0:
+        latest = Path(folder) / ("latest_universal" if universal else "latest")
+        if tag is None and latest.is_file():
+            tag = latest.read_text().strip()
+        found = [_read(Path(folder) / str(tag), universal and act == "act")]
+    dist.broadcast_object_list(found)
+    if isinstance(found[0], str):
+        raise ValueError(found[0])
+    return found[0]
+
+
+def _read(checkpoint: Path, should_say: bool) -> dict[str, list[str]] | str:
+    """What a checkpoint remembers, or what is wrong with it.
+
+    should_say: whether a line says that there is nothing: DeepSpeed's conversion leaves the file out.
+    """
+    path = checkpoint / FILE
+    if not path.is_file():
+        if should_say and checkpoint.is_dir():
+            say(
+                f"COAT: {checkpoint} has no {FILE}: nothing has fallen back. ds_to_universal leaves it out: "
+                "if the checkpoint that was converted has one, copy it, and load again.",
+                logging.WARNING,
+            )
+        return {}
+    try:
+        state = json.loads(path.read_text())
+        if state.keys() <= {"layers", "states"} and all(isinstance(names, list) for names in state.values()):
+            return state
+        why = f"found {state!r}"
+    except (OSError, ValueError, AttributeError) as error:
+        why = str(error)
+    return f"{path}: expected the layers and states that had fallen back ({why}). Remove it to go on without."
