@@ -7,13 +7,15 @@ from typing import Any
 
 import torch
 
-from coat_ds.config import ActivationsConfig, CoatConfig, CoatConfigError, WatchConfig
+from coat_ds.config import ActivationsConfig, CoatConfig, CoatConfigError, WatchConfig, did_you_mean
 from coat_ds.zero import convert_optimizer, recompute
 from coat_ds.zero.block import OPTIMIZER_TYPE, misplaced_block
 from coat_kernels.device import capability, has_fp8_gemm
 
 EXAMPLE = '{"type": "AdamW", "params": {"lr": 1e-3}}'
 NUMBERS = ("lr", "eps", "weight_decay")
+# what DeepSpeed reads of the section; it passes over others
+SECTION_KEYS = ("type", "params", "legacy_fusion")
 # what each key of "optimizer": {"params": ...} has to be to mean what CoatAdamW does; None: passed on
 OPTIMIZER_PARAMS: dict[str, tuple | None] = {
     "lr": None,
@@ -236,6 +238,13 @@ def optimizer_options(config: Mapping[str, Any]) -> dict[str, Any]:
             f'optimizer.type: expected "AdamW" or "Adam", found {kind!r}. Use one of them or set '
             "coat.optimizer.enabled to false."
         )
+    for name in found:
+        if name not in SECTION_KEYS:
+            known = ", ".join(SECTION_KEYS)
+            raise CoatConfigError(
+                f"optimizer.{name}: unknown key (value {found[name]!r}). Known keys: {known}."
+                + (did_you_mean(name, SECTION_KEYS) or " Drop it.")
+            )
     params = found.get("params") or {}
     for name, value in params.items():
         if name not in OPTIMIZER_PARAMS:

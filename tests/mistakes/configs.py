@@ -124,6 +124,11 @@ MISTAKES = {
             ("optimizer.type: ", '"AdamW" or "Adam"', "found 'Lamb'", "coat.optimizer.enabled to false"),
         ),
         Mistake(
+            "the optimizer's options under a misspelt key",
+            beside(optimizer={"type": "AdamW", "param": {"lr": 1e-3}}),
+            ("optimizer.param: ", "unknown key (value {'lr': 0.001})", "Did you mean 'params'"),
+        ),
+        Mistake(
             "an option that AdamW does not have",
             params(lr=1e-3, momentum=0.9),
             ("optimizer.params.momentum: ", "(value 0.9)", "Known: lr, betas", "Drop it"),
