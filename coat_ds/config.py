@@ -150,7 +150,8 @@ class _Block:
             elif f.type in (bool, int, float, str):
                 check_type(key, value, f.type)
                 minimum = f.metadata.get("minimum")
-                if minimum is not None and value < minimum:
+                # so that NaN is refused, too
+                if minimum is not None and not value >= minimum:
                     raise CoatConfigError(f"{key}: expected {minimum} or more, found {value}. Correct it.")
             else:
                 object.__setattr__(self, f.name, _patterns(key, value))

@@ -136,6 +136,7 @@ def test_writers_as_megatrons():
     "block, message",
     [
         ({"every": -1}, "coat.watch.every: expected 0 or more, found -1"),
+        ({"flushed": float("nan")}, "coat.watch.flushed: expected 0 or more, found nan"),
         ({"every": 1.5}, "coat.watch.every: expected an integer, found 1.5"),
         (
             {"act": "Act"},
