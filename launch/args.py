@@ -31,6 +31,7 @@ def parse_args(argv: list[str] | None = None, description: str | None = None) ->
     _add_output(parser.add_argument_group("output").add_argument)
     args = parser.parse_args(argv)
     args.eval_interval = args.eval_interval or max(1, args.steps // 5)
+    args.warmup_given = args.warmup_steps is not None
     args.warmup_steps = args.steps // 10 if args.warmup_steps is None else args.warmup_steps
     _check(args, parser.error)
     return args

@@ -8,7 +8,9 @@ from coat_launch.errors import LaunchError
 from coat_launch.json_file import read_object
 
 # changed or looked at here
-SECTIONS = ("optimizer", "zero_optimization", "checkpoint")
+SECTIONS = ("optimizer", "scheduler", "zero_optimization", "checkpoint")
+# by which a scheduler of DeepSpeed's sets the peak of the learning rate; without, it takes the optimizer's
+PEAKS = ("warmup_max_lr", "cycle_max_lr")
 
 
 def read_deepspeed_config(args: argparse.Namespace) -> dict:
@@ -50,6 +52,22 @@ def read_deepspeed_config(args: argparse.Namespace) -> dict:
         optimizer = config.setdefault("optimizer", {"type": "AdamW"})
         optimizer["params"] = {**(params or {}), "lr": args.lr}
     return config
+
+
+def check_schedule(config: dict, args: argparse.Namespace) -> None:
+    """Raises LaunchError for arguments that the JSON's scheduler would pass over."""
+    if "scheduler" not in config:
+        return
+    params = config["scheduler"].get("params") or {}
+    given = {
+        "--warmup-steps": args.warmup_given,
+        "--lr": args.lr is not None and any(p in params for p in PEAKS),
+    }
+    for name in (name for name, is_given in given.items() if is_given):
+        raise LaunchError(
+            f"{name}: of no effect, for --deepspeed-config {args.deepspeed_config} has a scheduler that "
+            "decides. Drop one of the two"
+        )
 
 
 def _enabled(config: dict, block: str) -> bool:

@@ -19,7 +19,12 @@ from coat_ds.watch.outs import FILE
 from coat_launch import checkpoints, report
 from coat_launch.args import MAX_FAILURES
 from coat_launch.data import Corpus, Split, load_corpus
-from coat_launch.deepspeed_config import read_deepspeed_config, set_batch_sizes, use_torch_adamw
+from coat_launch.deepspeed_config import (
+    check_schedule,
+    read_deepspeed_config,
+    set_batch_sizes,
+    use_torch_adamw,
+)
 from coat_launch.errors import LaunchError
 from coat_launch.model import build_model, load_model_shape, parameter_groups, warmup_cosine
 from coat_launch.output_lock import OutputLock
@@ -52,6 +57,7 @@ class Trainer:
         """`lock` is taken by rank 0."""
         self.args, self._lock = args, lock
         self.config = read_deepspeed_config(args)
+        check_schedule(self.config, args)
         if args.tensor_model_parallel_size > 1:
             # kernels run in the order of their launch: what is sent starts before the product that hides it
             os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")

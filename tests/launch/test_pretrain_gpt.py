@@ -1,5 +1,6 @@
 """The entry point as its users start it: through the command line, or in ranks that are forked."""
 
+import contextlib
 import functools
 import json
 import os
@@ -18,7 +19,7 @@ from coat_ds.watch.outs import read
 from coat_ds.zero.deepspeed_config import optimizer_options
 from coat_launch import pretrain_gpt, report
 from coat_launch.args import parse_args
-from coat_launch.deepspeed_config import set_batch_sizes, use_torch_adamw
+from coat_launch.deepspeed_config import check_schedule, set_batch_sizes, use_torch_adamw
 from coat_launch.errors import LaunchError
 from coat_launch.model import warmup_cosine
 from coat_launch.process_group import read_ranks
@@ -271,6 +272,14 @@ def test_config_errors(tmp_path, capsys):
         assert f"ds.json: zero_optimization.stage: expected a whole number, found {stage!r}" in text(
             "--deepspeed-config", written
         )
+    assert "ds.json: scheduler: expected an object in braces, found 'WarmupLR'" in text(
+        "--deepspeed-config", host_config(tmp_path, scheduler="WarmupLR")
+    )
+    params = {"warmup_max_lr": 1e-3}
+    scheduler = host_config(tmp_path, scheduler={"type": "WarmupLR", "params": params})
+    for flag, value in (("--warmup-steps", 2), ("--lr", 0.1)):
+        said = text("--deepspeed-config", scheduler, flag, value)
+        assert f"{flag}: of no effect, for --deepspeed-config" in said
     (tmp_path / "bad.json").write_text("[" * 10**5)
     assert "bad.json: not a JSON file" in text("--deepspeed-config", tmp_path / "bad.json")
     unknown = host_config(tmp_path, coat={"enabled": True, "optimizer": {"group_sise": 128}})
@@ -321,6 +330,21 @@ def test_weights_of_both_runs_decay_alike(given):
     bf16 = {key: value for key, value in config["optimizer"]["params"].items() if key != "torch_adam"}
     built = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(3))], **bf16)
     assert built.param_groups[0]["weight_decay"] == coat["weight_decay"]
+
+
+@pytest.mark.parametrize("params, peak", [({}, 0.5), ({"warmup_max_lr": 0.1}, 0.1)])
+def test_a_scheduler_has_the_rate_of_the_optimizer_or_its_own(params, peak):
+    from deepspeed.runtime.lr_schedules import WarmupLR
+
+    args = Namespace(lr=0.5, warmup_given=False, deepspeed_config="ds.json")
+    optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(3))], lr=args.lr)
+    schedule = WarmupLR(optimizer, warmup_num_steps=2, **params)
+    for _ in range(3):
+        schedule.step()
+    assert optimizer.param_groups[0]["lr"] == peak
+    refused = pytest.raises(LaunchError, match="--lr: of no effect")
+    with refused if peak != args.lr else contextlib.nullcontext():
+        check_schedule({"scheduler": {"type": "WarmupLR", "params": params}}, args)
 
 
 def test_ranks_of_other_launchers():
