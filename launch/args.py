@@ -1,6 +1,7 @@
 """The command line of the entry point."""
 
 import argparse
+import math
 from collections.abc import Callable
 
 from coat_launch import config_path
@@ -15,6 +16,13 @@ def positive(text: str) -> int:
     value = int(text)
     if value < 1:
         raise argparse.ArgumentTypeError(f"expected a whole number above 0, found {text}")
+    return value
+
+
+def rate(text: str) -> float:
+    value = float(text)
+    if not 0 <= value < math.inf:
+        raise argparse.ArgumentTypeError(f"expected a number, 0 or more, found {text}")
     return value
 
 
@@ -62,7 +70,7 @@ def _add_training(add: Callable) -> None:
     add("--steps", type=positive, default=120, help="optimizer steps (default %(default)s)")
     add("--micro-batch-size", type=positive, help="sequences per rank and pass; else the JSON's, else 4")
     add("--global-batch-size", type=positive, help="sequences per step, by accumulation; else the JSON's")
-    add("--lr", type=float, help="peak learning rate; else the JSON's")
+    add("--lr", type=rate, help="peak learning rate; else the JSON's")
     add("--warmup-steps", type=int, help="linear warmup, then cosine to 10%% (default a tenth of --steps)")
     add(
         "--tensor-model-parallel-size",
@@ -134,5 +142,6 @@ def _check(args: argparse.Namespace, refuse: Callable[[str], object]) -> None:
         )
     if args.resume and args.load is not None:
         refuse("--resume is --load that may find nothing: give one of them")
-    if args.warmup_steps < 0:
-        refuse(f"--warmup-steps: expected 0 or more, found {args.warmup_steps}")
+    for name in ("warmup_steps", "seed"):
+        if (value := getattr(args, name)) < 0:
+            refuse(f"--{name.replace('_', '-')}: expected 0 or more, found {value}")

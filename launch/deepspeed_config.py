@@ -3,7 +3,7 @@
 import argparse
 from pathlib import Path
 
-from coat_ds.zero.deepspeed_config import DEFAULT_WEIGHT_DECAY, names_ours
+from coat_ds.zero.deepspeed_config import DEFAULT_WEIGHT_DECAY, EXAMPLE, has_optimizer, names_ours
 from coat_launch.errors import LaunchError
 from coat_launch.json_file import read_object
 
@@ -51,6 +51,10 @@ def read_deepspeed_config(args: argparse.Namespace) -> dict:
     if args.lr is not None:
         optimizer = config.setdefault("optimizer", {"type": "AdamW"})
         optimizer["params"] = {**(params or {}), "lr": args.lr}
+    if not has_optimizer(config):
+        raise LaunchError(
+            f"--deepspeed-config {path}: optimizer: found none. Add {EXAMPLE}, or give --lr for AdamW"
+        )
     return config
 
 

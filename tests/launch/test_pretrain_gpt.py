@@ -299,6 +299,11 @@ def test_config_errors(tmp_path, capsys):
     assert "--compare makes both runs: drop --variant" in text("--compare", "--variant", "coat")
     assert "give --load without one" in text("--compare", "--load", "somewhere")
     assert "expected a whole number above 0, found 0" in text("--steps", "0")
+    for lr in ("nan", "-1", "inf"):
+        assert f"--lr: expected a number, 0 or more, found {lr}" in text("--lr", lr)
+    assert "--seed: expected 0 or more, found -1" in text("--seed", -1)
+    without = host_config(tmp_path, optimizer={"type": None})
+    assert "ds.json: optimizer: found none. Add {" in text("--deepspeed-config", without)
     assert "needs --tensor-model-parallel-size above 1, found 1" in text("--sequence-parallel")
     odd = ["--sequence-parallel", "--tensor-model-parallel-size", 2, "--seq-length", 63]
     assert "--seq-length 63 does not divide by --tensor-model-parallel-size 2" in text(*odd)
