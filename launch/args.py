@@ -142,6 +142,10 @@ def _check(args: argparse.Namespace, refuse: Callable[[str], object]) -> None:
         )
     if args.resume and args.load is not None:
         refuse("--resume is --load that may find nothing: give one of them")
+    # of a variable that is not set: pathlib takes it for the current folder
+    for name, paths in (("data", args.data), ("output", [args.output])):
+        if "" in paths:
+            refuse(f"--{name}: found an empty path. Name one, or drop the option")
     for name in ("warmup_steps", "seed"):
         if (value := getattr(args, name)) < 0:
             refuse(f"--{name.replace('_', '-')}: expected 0 or more, found {value}")

@@ -301,6 +301,8 @@ def test_config_errors(tmp_path, capsys):
     assert "expected a whole number above 0, found 0" in text("--steps", "0")
     for lr in ("nan", "-1", "inf"):
         assert f"--lr: expected a number, 0 or more, found {lr}" in text("--lr", lr)
+    assert "--data: found an empty path. Name one" in text("--data", "")
+    assert "--output: found an empty path. Name one" in text("--output", "")
     assert "--seed: expected 0 or more, found -1" in text("--seed", -1)
     without = host_config(tmp_path, optimizer={"type": None})
     assert "ds.json: optimizer: found none. Add {" in text("--deepspeed-config", without)
