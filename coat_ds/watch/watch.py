@@ -65,8 +65,8 @@ class Watch:
     keep: keep(name, whether) has moments kept in FP32, or no more, where `places` is given.
     say: takes a line for the log, and its level; by default each rank logs it.
 
-    Raises CoatConfigError, on the rank that writes, for a folder that cannot be written. Where that happens
-    later on, as on a full disk, a line says so, and training goes on.
+    Raises CoatConfigError, on all ranks, for a folder that cannot be written. Where that happens later on, as
+    on a full disk, a line says so, and training goes on.
     """
 
     def __init__(
@@ -94,8 +94,8 @@ class Watch:
         self.outs = [*outs, *([_to_folder(config)] if config.folder else ())]
         self.last: Reading | None = None
         self._forwards, self._rank = list(forwards) or [model], rank
-        if config.every and config.folder and self._gives_out:
-            _check_folder(config)
+        if config.every and config.folder:
+            self._check_folder()
         own = {name: p for name, p in model.named_parameters() if p.requires_grad}
         self._names, self._union = list(own), union
         # of a converted model some come with its first forward
@@ -137,6 +137,22 @@ class Watch:
     def _gives_out(self) -> bool:
         """Whether this rank calls `outs`."""
         return not _runs_distributed() or dist.get_rank() == self._rank
+
+    def _check_folder(self) -> None:
+        found, config = [None], self.config
+        if self._gives_out:
+            try:
+                check_folder(config.folder)
+            except OSError as error:
+                found = [error.strerror]
+        if _runs_distributed():
+            # else the others would wait for the rank that ends
+            dist.broadcast_object_list(found, src=self._rank)
+        if found[0] is not None:
+            raise CoatConfigError(
+                f"{config.KEY}.folder: found {config.folder!r}, which cannot be written ({found[0]}). Name "
+                "another folder, or drop the key."
+            )
 
     def add(self, out: Out) -> None:
         """Has readings given to `out` too. Call it on every rank; one rank calls `out`."""
@@ -316,16 +332,6 @@ def _nothing(*args) -> None:
 def _is_compiled(module: torch.nn.Module) -> bool:
     """Whether it is what `torch.compile` gives, or its own `compile` was called."""
     return module._compiled_call_impl is not None or wraps_compiled(module)
-
-
-def _check_folder(config: WatchConfig) -> None:
-    try:
-        check_folder(config.folder)
-    except OSError as error:
-        raise CoatConfigError(
-            f"{config.KEY}.folder: found {config.folder!r}, which cannot be written ({error.strerror}). Name "
-            "another folder, or drop the key."
-        ) from error
 
 
 def _to_folder(config: WatchConfig) -> Out:

@@ -2,9 +2,11 @@
 
 import json
 import resource
+from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import coat_ds
 from coat_ds import CoatAdamW, CoatConfig, CoatConfigError, cli
@@ -12,6 +14,7 @@ from coat_ds.config import WatchConfig
 from coat_ds.watch import Watch, jsonl, writer
 from coat_ds.watch.outs import Reading, read
 from tests.coat_ds.watch.parts import model
+from tests.util import run_distributed
 
 
 def reading(step, error):
@@ -58,13 +61,23 @@ def test_the_command_as_json_and_elsewhere(run, tmp_path, capsys):
     assert not (run / "errors.png").exists()
 
 
+def refused(folder):
+    made = model()
+    with pytest.raises(CoatConfigError, match=r"coat.watch.folder: .*run', .* \(Not a directory\)"):
+        Watch(made, CoatAdamW(made.named_parameters()), {"every": 100, "folder": folder})
+    return len(made._forward_pre_hooks)
+
+
+def refused_of_two(folder):
+    dist.init_process_group("gloo")
+    # a folder of its own that can be written, where nobody writes
+    return refused(folder if dist.get_rank() == 0 else str(Path(folder).parents[1] / "run"))
+
+
 def test_a_folder_that_cannot_be_written_is_refused_before_the_first_step(tmp_path):
     (tmp_path / "file").touch()
-    made = model()
-    config = {"every": 100, "folder": str(tmp_path / "file/run")}
-    with pytest.raises(CoatConfigError, match=r"coat.watch.folder: .*run', .* \(Not a directory\)"):
-        Watch(made, CoatAdamW(made.named_parameters()), config)
-    assert not made._forward_pre_hooks
+    folder = str(tmp_path / "file/run")
+    assert refused(folder) == 0 and run_distributed(refused_of_two, 2, folder) == [0, 0]
 
 
 def test_a_full_disk_costs_a_reading_and_not_the_run(tmp_path, caplog):
