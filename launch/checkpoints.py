@@ -337,8 +337,9 @@ def _data_only() -> Iterator[None]:
         yield
 
 
-def _framework_types() -> list[Callable]:
-    """What stands in DeepSpeed's and COAT's files besides tensors and containers."""
+def _framework_types() -> list[Callable | tuple[Callable, str]]:
+    """What stands in DeepSpeed's and COAT's files besides tensors and containers; with the name that it has
+    there, if it is another."""
     from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
     from deepspeed.runtime.zero.config import ZeroStageEnum
     from deepspeed.utils.tensor_fragment import fragment_address
@@ -346,7 +347,17 @@ def _framework_types() -> list[Callable]:
     # allows torch to read moments of the compressed layout, whose parts are checked when they are made
     import coat_ds.state  # noqa: F401
 
-    return [LossScaler, DynamicLossScaler, ZeroStageEnum, fragment_address]
+    # Python 3.11.0 to 3.11.3, Debian 12's among them, write a member as a call of getattr
+    return [LossScaler, DynamicLossScaler, ZeroStageEnum, fragment_address, (_stage, "builtins.getattr")]
+
+
+def _stage(kind: object, name: str) -> object:
+    """A stage of ZeRO by its name. Raises UnpicklingError for an attribute of anything else."""
+    from deepspeed.runtime.zero.config import ZeroStageEnum
+
+    if kind is not ZeroStageEnum or name not in ZeroStageEnum.__members__:
+        raise pickle.UnpicklingError(f"expected a stage of ZeRO, found {name!r} of {kind}")
+    return ZeroStageEnum[name]
 
 
 def _convert(source: Path, target: Path) -> None:

@@ -5,6 +5,7 @@ import datetime
 import hashlib
 import json
 import os
+import pickle
 import random
 import shutil
 import signal
@@ -14,6 +15,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from deepspeed.runtime.fp16.loss_scaler import LossScaler
+from deepspeed.runtime.zero.config import ZeroStageEnum
 
 import coat_ds
 from coat_launch import checkpoints, output_lock, pretrain_gpt, report
@@ -338,6 +341,27 @@ def test_nothing_in_a_checkpoint_is_executed(tmp_path, train, whole):
     # not torch's advice to trust the file
     assert "GLOBAL posix.mkdir" in ended.text and "weights_only=False" not in ended.text
     assert "Traceback" not in ended.text and not (tmp_path / "executed").exists()
+
+
+class Attribute:
+    """Pickled as Python 3.11.0 to 3.11.3 pickle a member of an enumeration."""
+
+    def __init__(self, *arguments):
+        self.arguments = arguments
+
+    def __reduce__(self):
+        return getattr, self.arguments
+
+
+def test_stages_of_checkpoints_that_older_pythons_wrote(tmp_path):
+    path = tmp_path / "states.pt"
+    torch.save({"zero_stage": Attribute(ZeroStageEnum, "weights"), "x": torch.ones(2)}, path)
+    with checkpoints._data_only():
+        assert torch.load(path)["zero_stage"] is ZeroStageEnum.weights
+        for other in ((ZeroStageEnum, "mro"), (LossScaler, "__init__"), (torch.ones(1), "data")):
+            torch.save(Attribute(*other), path)
+            with pytest.raises(pickle.UnpicklingError, match="expected a stage of ZeRO, found"):
+                torch.load(path)
 
 
 def test_a_checkpoint_of_something_else(tmp_path, train, whole):
