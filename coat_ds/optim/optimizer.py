@@ -3,7 +3,7 @@
 import dataclasses
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from itertools import repeat
 from typing import Any
 
@@ -26,6 +26,7 @@ from coat_ds.optim.options import (
     check_names,
     check_options,
     check_patterns,
+    check_unchanged,
     formats_of,
     has_remainder,
 )
@@ -81,7 +82,8 @@ class CoatAdamW(torch.optim.Optimizer):
         "compressed": what is stored, 2.1 bytes a parameter instead of 8, which this class reads.
 
     All of them except the implementation switches, keep_fp32, seed, checkpoint_layout, compiled and log may
-    differ between parameter groups.
+    differ between parameter groups. A change in `param_groups` holds from the next step on; formats,
+    group_size and min_numel, which states have been made by, may not change there once a step was made.
     Parameters may be DTensors (FSDP2's `fully_shard`, HSDP, tensor parallelism): each rank steps its shard.
     Moments are DTensors laid out like the parameter then, and so they are in `state_dict`, in FP32, which
     `torch.distributed.checkpoint` reads and writes at any number of ranks. `min_numel` and `keep_fp32` are
@@ -100,6 +102,8 @@ class CoatAdamW(torch.optim.Optimizer):
     # GradScaler then leaves scale and flag to `step`, as attributes grad_scale and found_inf
     _step_supports_amp_scaling = True
     _said_frozen = False
+    # of each parameter group, what `LAYOUT` was at the last step
+    _stepped_with: Sequence[dict[str, Any]] = ()
 
     def __init__(
         self,
@@ -222,8 +226,9 @@ class CoatAdamW(torch.optim.Optimizer):
         while they are read; on the device, and never waited for.
 
         Raises TypeError or ValueError, before anything is changed, for parameters and gradients of a type,
-        shape or device that it cannot handle.
+        shape or device that it cannot handle, and for options in `param_groups` that it cannot follow.
         """
+        self._check_changes()
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -250,6 +255,20 @@ class CoatAdamW(torch.optim.Optimizer):
                 group, params, states, self._copies, scaling, seed=self._seed, compiled=self._compiled
             )
         return loss
+
+    def _check_changes(self) -> None:
+        """Raises ValueError for values in the parameter groups that are no option, and for changes, since the
+        last step, of what states are made by."""
+        now = [{name: group[name] for name in LAYOUT} for group in self.param_groups]
+        before = self._stepped_with
+        if now == before:
+            return
+        for options in now:
+            check_options({**self.defaults, **options})
+        # after a group has come or gone, the others have other places
+        if len(now) == len(before):
+            check_unchanged(before, now)
+        self._stepped_with = now
 
     def init_states(self) -> None:
         """Creates what is missing of the states of all parameters, and encodes plain tensors among them."""
@@ -410,6 +429,8 @@ class CoatAdamW(torch.optim.Optimizer):
 
         def load_states(_):
             self.restore_layout_options(own)
+            # states are made anew, by the options that the groups have now
+            self._stepped_with = ()
             self._say_conversions(self._load_states(loaded))
 
         hooks = (

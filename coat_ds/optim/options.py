@@ -55,6 +55,8 @@ LAYOUT = (
     "min_numel",
     "bf16_params",
 )
+# those of them that decide how states are stored when they are made; the others are read by every step
+OF_STATES = (*FORMATS, "group_size", "min_numel")
 
 
 def keeps_fp32(rule: Rule, name: str | None, p: torch.Tensor) -> bool:
@@ -184,6 +186,19 @@ def check_options(options: dict[str, Any]) -> None:
     check_type("CoatAdamW: min_numel", options["min_numel"], int)
     if options["min_numel"] < 0:
         raise CoatConfigError(f"CoatAdamW: min_numel must be 0 or more, found {options['min_numel']}.")
+
+
+def check_unchanged(before: Sequence[dict[str, Any]], now: Sequence[dict[str, Any]]) -> None:
+    """Raises ValueError for options of parameter groups that their states were made by, and that are others
+    now."""
+    for i, (old, new) in enumerate(zip(before, now, strict=True)):
+        for name in OF_STATES:
+            if old[name] != new[name]:
+                raise ValueError(
+                    f"CoatAdamW: {name} of parameter group {i} was {old[name]!r} when states were made, and "
+                    f"is {new[name]!r} now. Set it before the first step, or call "
+                    "optimizer.load_state_dict(optimizer.state_dict()), which makes them anew."
+                )
 
 
 def _is_number(value: Any) -> bool:

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from coat_ds import CoatAdamW
-from tests.coat_ds.optimizers import parameters
+from tests.coat_ds.optimizers import parameters, trained
 
 
 def test_misspelled_options_of_a_group_are_errors():
@@ -71,3 +71,44 @@ def test_bad_options(options, words):
             build()
         for word in words:
             assert word in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("exp_avg_format", "fp8_expanded"), ("exp_avg_sq_format", "fp32"), ("group_size", 64), ("min_numel", 0)],
+)
+def test_what_states_were_made_by_may_not_change_in_a_group(name, value):
+    params, optimizer = trained()
+    before = params[0].detach().clone()
+    group = optimizer.param_groups[0]
+    old, group[name] = group[name], value
+    with pytest.raises(ValueError, match=f"{name} of parameter group 0 was {old!r} .* is {value!r} now"):
+        optimizer.step()
+    assert torch.equal(params[0], before) and optimizer.state[params[0]]["step"] == 3
+    # the way out: what `layout` says is what is stored
+    optimizer.load_state_dict(optimizer.state_dict())
+    optimizer.step()
+    moments = [optimizer.state[p][f"exp_avg{sq}"] for p in params for sq in ("", "_sq")]
+    found = [(moment.arrangement, moment.group_size) for moment in moments]
+    made = [
+        (optimizer._layouts.layout_of(p, group, f"exp_avg{sq}"), group["group_size"])
+        for p in params
+        for sq in ("", "_sq")
+    ]
+    assert found == made
+
+
+def test_what_a_step_reads_may_change_in_a_group_to_what_is_an_option():
+    params, optimizer = trained()
+    (group,) = optimizer.param_groups
+    optimizer.add_param_group({"params": parameters(), "group_size": 64})
+    for name, value in (("bf16_params", "stochastic"), ("exp_avg_sq_rounding", "nearest")):
+        group[name] = value
+        optimizer.step()
+        group[name] = "rounded"
+        with pytest.raises(ValueError, match=f"{name}: expected one of"):
+            optimizer.step()
+        group[name] = value
+    # the second group is the first one now
+    del optimizer.param_groups[0]
+    optimizer.step()
