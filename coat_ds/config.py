@@ -154,7 +154,7 @@ class _Block:
                 if minimum is not None and not value >= minimum:
                     raise CoatConfigError(f"{key}: expected {minimum} or more, found {value}. Correct it.")
             else:
-                object.__setattr__(self, f.name, _patterns(key, value))
+                object.__setattr__(self, f.name, name_patterns(key, value))
 
 
 def difference(found: _Block, wanted: _Block) -> tuple[str, Any, Any]:
@@ -163,7 +163,9 @@ def difference(found: _Block, wanted: _Block) -> tuple[str, Any, Any]:
     return next(pair for pair in pairs if pair[1] != pair[2])
 
 
-def _patterns(key: str, value: Any) -> tuple[str, ...]:
+def name_patterns(key: str, value: Any) -> tuple[str, ...]:
+    """`value`, a list of patterns of names, as a tuple. Raises CoatConfigError for anything else: of a string
+    alone each letter would be a pattern."""
     if not isinstance(value, list | tuple) or not all(isinstance(p, str) for p in value):
         raise CoatConfigError(
             f"{key}: expected a list of name patterns such as {list(KEEP_FP32)}, found {value!r}. Correct "

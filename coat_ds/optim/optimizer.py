@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from coat_ds.config import CHECKPOINT_LAYOUTS, KEEP_FP32, check_choice
+from coat_ds.config import CHECKPOINT_LAYOUTS, KEEP_FP32, check_choice, name_patterns
 from coat_ds.optim.accounting import layout_table, planned_bytes
 from coat_ds.optim.checks import check_can_keep_remainder, check_copy, check_tensors
 from coat_ds.optim.fragments import Fragment
@@ -152,6 +152,8 @@ class CoatAdamW(torch.optim.Optimizer):
         }
         check_options(defaults)
         check_choice("CoatAdamW: checkpoint_layout", checkpoint_layout, CHECKPOINT_LAYOUTS)
+        if not callable(keep_fp32):
+            keep_fp32 = name_patterns("CoatAdamW: keep_fp32", keep_fp32)
         self._seed, self._checkpoint_layout, self._compiled = seed, checkpoint_layout, compiled
         self._layouts = Layouts(keep_fp32)
         self.log = log or to_logging

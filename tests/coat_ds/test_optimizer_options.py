@@ -40,6 +40,13 @@ def test_options_of_a_wrong_kind_are_errors_that_name_them(options):
         CoatAdamW(parameters(), **options)
 
 
+@pytest.mark.parametrize("keep_fp32", ["*embed*", None, [5]])
+def test_patterns_that_are_no_list_are_errors(keep_fp32):
+    # of the string the first letter would match every name
+    with pytest.raises(ValueError, match="CoatAdamW: keep_fp32: expected a list of name patterns"):
+        CoatAdamW(torch.nn.Linear(8, 8).named_parameters(), keep_fp32=keep_fp32)
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [
