@@ -67,6 +67,20 @@ def check_tensors(p: torch.Tensor, state: dict[str, Any]) -> None:
             )
 
 
+def check_grad_scale(scale: Any) -> None:
+    """Raises TypeError or ValueError for what a kernel cannot read one factor of all gradients from."""
+    if not isinstance(scale, torch.Tensor):
+        raise TypeError(
+            f"CoatAdamW.step: grad_scale: expected a tensor of one element, found {scale!r}. Give "
+            "torch.tensor(...) of it, on the parameters' device."
+        )
+    if scale.numel() != 1:
+        raise ValueError(
+            "CoatAdamW.step: grad_scale: expected a tensor of one element, by which all gradients are "
+            f"multiplied, found shape {tuple(scale.shape)}. Take one factor."
+        )
+
+
 def check_copy(copy: torch.Tensor, p: torch.Tensor) -> None:
     """Raises ValueError for a tensor that a step cannot write beside `p`."""
     if (copy.dtype, p.dtype) != (torch.bfloat16, torch.float32) or not copy.is_contiguous():

@@ -11,7 +11,7 @@ import torch
 
 from coat_ds.config import CHECKPOINT_LAYOUTS, KEEP_FP32, check_choice, name_patterns
 from coat_ds.optim.accounting import layout_table, planned_bytes
-from coat_ds.optim.checks import check_can_keep_remainder, check_copy, check_tensors
+from coat_ds.optim.checks import check_can_keep_remainder, check_copy, check_grad_scale, check_tensors
 from coat_ds.optim.fragments import Fragment
 from coat_ds.optim.layouts import Layouts
 from coat_ds.optim.lines import conversions_line, frozen_line, stalling, states_line, to_logging
@@ -224,13 +224,16 @@ class CoatAdamW(torch.optim.Optimizer):
     ) -> float | None:
         """One step; returns the loss of `closure`.
 
-        grad_scale: FP32 tensor of one element, such as a clip coefficient, by which gradients are multiplied
-        while they are read; on the device, and never waited for.
+        grad_scale: tensor of one element, such as a clip coefficient, by which gradients are multiplied in
+        FP32 while they are read; on the device, and never waited for.
 
-        Raises TypeError or ValueError, before anything is changed, for parameters and gradients of a type,
-        shape or device that it cannot handle, and for options in `param_groups` that it cannot follow.
+        Raises TypeError or ValueError, before anything is changed, for parameters, gradients and a grad_scale
+        of a type, shape or device that it cannot handle, and for options in `param_groups` that it cannot
+        follow.
         """
         self._check_changes()
+        if grad_scale is not None:
+            check_grad_scale(grad_scale)
         loss = None
         if closure is not None:
             with torch.enable_grad():

@@ -140,7 +140,8 @@ def _launch(
         ),
         None if first.remainder is None else [x.remainder for x in bucket],
         None if first.copy is None else [x.copy for x in bucket],
-        grad_scale=None if scale is None else scale.to(device),
+        # the kernel reads 32 bits
+        grad_scale=None if scale is None else scale.to(device, torch.float32),
         found_inf=None if found_inf is None else found_inf.to(device),
         compiled=compiled,
     )

@@ -195,6 +195,29 @@ def test_clip_coefficient_is_applied_in_the_step(device):
         assert all_equal(params, clipped) and all_equal(state_of(first), state_of(second))
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_clip_coefficient_of_another_type(dtype, device, monkeypatch):
+    """A norm that is summed in FP64 gives such a coefficient. The kernel reads what it is given as FP32."""
+    monkeypatch.setattr(adamw_step, "uses_kernels", lambda *_, **__: True)
+    params, clipped = start(device, 300, 5000), start(device, 300, 5000)
+    for held, of_type in ((params, torch.float32), (clipped, dtype)):
+        set_grads(held, 0)
+        CoatAdamW(held, **OPTIONS).step(grad_scale=torch.tensor([0.25], device=device, dtype=of_type))
+    assert all_equal(params, clipped)
+
+
+@pytest.mark.parametrize(
+    ("scale", "error"), [(0.25, TypeError), (torch.ones(2), ValueError), (torch.ones(0), ValueError)]
+)
+def test_clip_coefficients_that_are_none_are_refused_before_the_step(scale, error):
+    params = start("cpu", 300)
+    optimizer = CoatAdamW(params, **OPTIONS)
+    set_grads(params, 0)
+    with pytest.raises(error, match="grad_scale: expected a tensor of one element"):
+        optimizer.step(grad_scale=scale)
+    assert not optimizer.state
+
+
 @pytest.mark.parametrize("bf16_params", ["exact", "nearest"])
 def test_tensors_of_every_kind_in_one_step(bf16_params, device, monkeypatch):
     """A launch takes tensors of one kind. Of several kinds each is stepped as it would be alone."""
