@@ -185,9 +185,16 @@ class CoatAdamW(torch.optim.Optimizer):
         torch.optim.Optimizer.__setstate__(self, state)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As in `torch.optim.Optimizer`; the group may set every option of the constructor."""
+        """As in `torch.optim.Optimizer`; the group may set every option that may differ between groups."""
         if isinstance(param_group, dict):
-            check_names(param_group, self.defaults)
+            of_the_whole = {
+                "keep_fp32": self._layouts.keep_fp32,
+                "checkpoint_layout": self._checkpoint_layout,
+                "seed": self._seed,
+                "compiled": self._compiled,
+                "log": self.log,
+            }
+            check_names(param_group, self.defaults, of_the_whole)
             check_options({**self.defaults, **param_group})
         torch.optim.Optimizer.add_param_group(self, param_group)
         group = self.param_groups[-1]

@@ -44,8 +44,6 @@ STOCK_SWITCHES: dict[str, Any] = {
     "decoupled_weight_decay": True,
     "bias_correction": True,
 }
-# options of the constructor that parameter groups do not have
-OF_THE_WHOLE = {"keep_fp32", "checkpoint_layout", "seed", "compiled", "log"}
 # belong to the optimizer and not to a checkpoint: a loaded state dict leaves them as they are
 LAYOUT = (
     "exp_avg_format",
@@ -141,16 +139,18 @@ def has_remainder(p: torch.Tensor, group: dict[str, Any]) -> bool:
     return p.dtype == torch.bfloat16 and group["bf16_params"] == "exact"
 
 
-def check_names(group: dict[str, Any], known: dict[str, Any]) -> None:
-    """Raises ValueError for an option that is nearly a known one, and for one of the whole optimizer.
+def check_names(group: dict[str, Any], known: dict[str, Any], of_the_whole: dict[str, Any]) -> None:
+    """Raises ValueError for an option that is nearly a known one, and for one of the whole optimizer that has
+    another value there: `ZeroRedundancyOptimizer` of torch hands all options over in groups, too.
 
     Others are somebody's notes: schedulers' initial_lr, DeepSpeed's name and moe, Megatron's lr_mult.
     """
-    for name in group.keys() & OF_THE_WHOLE:
-        raise ValueError(
-            f"CoatAdamW: a parameter group has {name}={group[name]!r}, which is one for the whole optimizer. "
-            "Give it to the constructor."
-        )
+    for name in group.keys() & of_the_whole.keys():
+        if group[name] != of_the_whole[name]:
+            raise ValueError(
+                f"CoatAdamW: a parameter group has {name}={group[name]!r}, which is one for the whole "
+                "optimizer. Give it to the constructor."
+            )
     for name in group.keys() - known.keys() - {"params", "param_names"}:
         meant = get_close_matches(str(name).lower(), ("params", *known), n=1, cutoff=0.85)
         if meant:

@@ -4,9 +4,12 @@ import math
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.distributed.optim import ZeroRedundancyOptimizer
 
 from coat_ds import CoatAdamW
-from tests.coat_ds.optimizers import parameters, trained
+from tests.coat_ds.optimizers import assert_equal, parameters, set_grads, trained
+from tests.util import run_distributed
 
 
 def test_misspelled_options_of_a_group_are_errors():
@@ -22,6 +25,32 @@ def test_misspelled_options_of_a_group_are_errors():
     )
     notes |= dict.fromkeys(("lr_mult", "wd_mult", "is_decoupled_lr", "lr_scale", "use_muon", "start_wd"), 1)
     assert CoatAdamW([{"params": [p], **notes}]).param_groups[0].items() >= notes.items()
+
+
+def is_narrow(name, p):
+    return p.shape == (130,)
+
+
+OF_ALL = {"keep_fp32": is_narrow, "checkpoint_layout": "compressed", "seed": 3}
+
+
+def spread_over_ranks():
+    dist.init_process_group("gloo")
+    params = parameters()
+    optimizer = ZeroRedundancyOptimizer(params, CoatAdamW, min_numel=100, **OF_ALL)
+    for step in range(3):
+        set_grads(params, step)
+        optimizer.step()
+    return [p.detach() for p in params]
+
+
+def test_options_of_the_whole_optimizer_may_stand_in_groups_too():
+    """torch's ZeroRedundancyOptimizer hands them over so, beside the constructor's."""
+    alone, _ = trained(**OF_ALL)
+    for params in run_distributed(spread_over_ranks, 2):
+        assert_equal(params, alone)
+    with pytest.raises(ValueError, match="has seed=4, which is one for the whole optimizer"):
+        CoatAdamW([{"params": parameters(), "seed": 4}], seed=3)
 
 
 @pytest.mark.parametrize(
