@@ -65,8 +65,8 @@ class Watch:
     keep: keep(name, whether) has moments kept in FP32, or no more, where `places` is given.
     say: takes a line for the log, and its level; by default each rank logs it.
 
-    Raises CoatConfigError, on all ranks, for a folder that cannot be written. Where that happens later on, as
-    on a full disk, a line says so, and training goes on.
+    Raises TypeError for another optimizer, and CoatConfigError, on all ranks, for a folder that cannot be
+    written. Where that happens later on, as on a full disk, a line says so, and training goes on.
     """
 
     def __init__(
@@ -89,7 +89,14 @@ class Watch:
     ):
         if not isinstance(config, WatchConfig):
             config = WatchConfig.from_dict({} if config is None else config)
-        optimizers = [optimizer] if isinstance(optimizer, CoatAdamW) else list(optimizer or ())
+        optimizers = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else list(optimizer or ())
+        for other in optimizers:
+            if not isinstance(other, CoatAdamW):
+                raise TypeError(
+                    "coat_ds.watch.Watch: optimizer: expected a CoatAdamW, several of them or None, found "
+                    f"{type(other).__name__}. Give the CoatAdamW that it wraps (Accelerate's holds it as "
+                    "`optimizer`), or None, which watches the layers alone."
+                )
         self.model, self.optimizers, self.config = model, optimizers, config
         self.outs = [*outs, *([_to_folder(config)] if config.folder else ())]
         self.last: Reading | None = None

@@ -31,6 +31,21 @@ def test_a_plain_loop(tmp_path):
     assert not made._forward_pre_hooks and not made._forward_hooks
 
 
+def test_other_optimizers_are_refused_by_name():
+    from accelerate import Accelerator
+    from accelerate.state import AcceleratorState
+
+    made = coat_ds.convert(model().bfloat16())
+    stock = torch.optim.AdamW(made.parameters())
+    wrapped = Accelerator(cpu=True).prepare(CoatAdamW(made.named_parameters()))
+    # it is one for the process
+    AcceleratorState._reset_state(reset_partial_state=True)
+    for optimizer, name in ((stock, "AdamW"), ([stock], "AdamW"), (wrapped, "AcceleratedOptimizer")):
+        with pytest.raises(TypeError, match=f"expected a CoatAdamW, several of them or None, found {name}"):
+            Watch(made, optimizer, {"every": 1})
+    assert Watch(made, wrapped.optimizer).optimizers == [wrapped.optimizer]
+
+
 def test_copies_of_a_model_are_not_watched(tmp_path):
     made = coat_ds.convert(model().bfloat16())
     watch = Watch(made, CoatAdamW(made.named_parameters()), {"every": 1, "folder": str(tmp_path)})
