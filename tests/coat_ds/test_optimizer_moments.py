@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from coat_ds import CoatAdamW
+from coat_kernels.adamw import step as adamw_step
 from tests.coat_ds.faithful import (
     assert_faithful,
     assert_ratio_faithful,
@@ -103,6 +104,32 @@ def test_a_bad_gradient_stays_where_it_is(bad):
     assert dirty[5].isnan()
     for moment in optimizer.moments(dirty):
         assert moment[5].isnan() and moment[others].isfinite().all()
+
+
+OVERFLOWING = {"betas": (0.9, 0.95), "weight_decay": 0.0, "min_numel": 0}
+
+
+@pytest.mark.parametrize("kernels", [False, True])
+def test_gradients_whose_square_overflows(kernels, device, monkeypatch):
+    """The kernel squares first, the reference multiplies by 1 - beta2 first, as torch.optim.AdamW does."""
+    monkeypatch.setattr(adamw_step, "uses_kernels", lambda *_, **__: kernels)
+    limit = torch.finfo(torch.float32).max ** 0.5 / (1 if kernels else (1 - 0.95) ** 0.5)
+    for factor in (0.99, 1.01):
+        coded, plain = (torch.nn.Parameter(torch.ones(300, device=device)) for _ in range(2))
+        optimizer = CoatAdamW([{"params": [coded]}, {"params": [plain], "min_numel": 4096}], **OVERFLOWING)
+        stock = torch.nn.Parameter(torch.ones(300, device=device))
+        adamw = torch.optim.AdamW([stock], betas=(0.9, 0.95), weight_decay=0.0)
+        for grad in (factor * limit, 1.0):
+            for p in (coded, plain, stock):
+                p.grad = torch.ones_like(p)
+                p.grad[5] = grad
+            optimizer.step()
+            adamw.step()
+        assert coded[5].isnan() == (factor > 1) and not coded[6].isnan()
+        if kernels:
+            assert plain[5].isnan() == (factor > 1)
+        else:
+            assert (plain[5] == 1) == (stock[5] == 1) == (factor > 1)
 
 
 def test_second_moments_never_reach_zero():
