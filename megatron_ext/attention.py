@@ -164,13 +164,15 @@ class SDPACoreAttention(torch.nn.Module):
             )
         if attention_bias is not None:
             raise ValueError("SDPACoreAttention: attention_bias is not supported; use rotary positions")
-        if attn_mask_type is not None:
-            _require_causal(attn_mask_type)
+        # before the mask, which Megatron drops where it decodes
         if key.shape[0] != query.shape[0]:
             raise ValueError(
                 f"SDPACoreAttention: {query.shape[0]} queries and {key.shape[0]} keys, expected as many: "
-                "decoding with a key-value cache is not supported"
+                "decoding with a key-value cache is not supported. Give no inference_context, so that each "
+                "token is computed from the whole sequence, or load the weights into Megatron's own layers."
             )
+        if attn_mask_type is not None:
+            _require_causal(attn_mask_type)
         # compressed copies have their own storages
         qkv = (query, key, value) if self.group_size else map(_own_storage, (query, key, value))
         if self.training and self._draws_by_rank:

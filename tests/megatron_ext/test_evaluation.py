@@ -3,11 +3,12 @@
 import pytest
 import torch
 import torch.distributed as dist
+from megatron.core.inference.contexts import StaticInferenceContext
 
 from coat_ds.config import ActivationsConfig
-from megatron_ext.layer_specs import coat_layer_spec
+from megatron_ext.layer_specs import coat_layer_spec, sdpa_layer_spec
 from megatron_ext.ledger import saved_bytes
-from tests.megatron_ext.layers import HEADS, LINEARS, batch, build, loss_and_grads
+from tests.megatron_ext.layers import HEADS, LINEARS, B, S, batch, build, loss_and_grads
 from tests.megatron_ext.test_latent import LATENT
 from tests.megatron_ext.test_moe import EXPERTS
 from tests.util import run_distributed
@@ -61,6 +62,19 @@ def test_layers_evaluate_in_bf16(device, megatron, kind):
         assert evaluated(stock, device).equal(expected)
     kept = [saved_bytes(model, lambda model=model: model(*batch(device))) for model in (fp8, stock)]
     assert kept[0] == kept[1]
+
+
+@pytest.mark.parametrize("spec", [coat_layer_spec, sdpa_layer_spec], ids=["coat", "sdpa"])
+def test_decoding_is_refused(device, megatron, spec):
+    model = build(spec).eval()
+    tokens, positions, _ = batch(device)
+    context = StaticInferenceContext(max_batch_size=B, max_sequence_length=S)
+    options = {"inference_context": context, "runtime_gather_output": True}
+    with torch.no_grad():
+        model(tokens[:, :-1], positions[:, :-1], None, **options)
+        context.increment_sequence_len_offset(S - 1)
+        with pytest.raises(ValueError, match=f"1 queries and {S} keys.*Give no inference_context"):
+            model(tokens[:, -1:], positions[:, -1:], None, **options)
 
 
 def in_parts():
