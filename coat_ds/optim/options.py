@@ -146,7 +146,9 @@ def check_names(group: dict[str, Any], known: dict[str, Any], of_the_whole: dict
     Others are somebody's notes: schedulers' initial_lr, DeepSpeed's name and moe, Megatron's lr_mult.
     """
     for name in group.keys() & of_the_whole.keys():
-        if group[name] != of_the_whole[name]:
+        # patterns are kept as a tuple
+        given = tuple(group[name]) if isinstance(group[name], list) else group[name]
+        if given != of_the_whole[name]:
             raise ValueError(
                 f"CoatAdamW: a parameter group has {name}={group[name]!r}, which is one for the whole "
                 "optimizer. Give it to the constructor."

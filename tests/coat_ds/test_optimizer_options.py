@@ -49,6 +49,8 @@ def test_options_of_the_whole_optimizer_may_stand_in_groups_too():
     alone, _ = trained(**OF_ALL)
     for params in run_distributed(spread_over_ranks, 2):
         assert_equal(params, alone)
+    patterns = ["*norm*"]
+    CoatAdamW([{"params": parameters(), "keep_fp32": patterns}], keep_fp32=patterns)
     with pytest.raises(ValueError, match="has seed=4, which is one for the whole optimizer"):
         CoatAdamW([{"params": parameters(), "seed": 4}], seed=3)
 
