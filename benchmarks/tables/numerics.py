@@ -286,7 +286,7 @@ def fine_tuning(results: Results) -> str:
         ]
         if not nats:
             return "not measured"
-        seeds = "" if len(nats) == len(rows) else f" ({len(nats)} seed{'s'[: len(nats) > 1]})"
+        seeds = "" if len(nats) == len(rows) else f" ({len(nats)} of {len(rows)} seeds)"
         return f"{statistics.mean(nats):.4f}{seeds}"
 
     def mean(rows: list[dict], name: str, shown: Callable[[float], str] = "{:.4f}".format) -> str:

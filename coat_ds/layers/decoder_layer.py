@@ -76,7 +76,11 @@ class Fp8DecoderLayer(Replaced):
             if can_be_read(hidden_states):
                 if self.module.training and torch.is_grad_enabled():
                     _say_why_not(self, hidden_states, kwargs)
-                elif hidden_states.shape[1] == 1 and not torch.is_grad_enabled() and _fills_a_cache(kwargs):
+                elif (
+                    hidden_states.shape[1:2] == (1,)
+                    and not torch.is_grad_enabled()
+                    and _fills_a_cache(kwargs)
+                ):
                     say_once(
                         "tokens are generated one by one in FP8, which quantizes the weights for each and is "
                         'slower than BF16. To generate in BF16, set coat.activations.evaluation to "stock" '

@@ -64,7 +64,7 @@ def test_fine_tuning_is_shown_over_seeds(tmp_path):
     head, _, stock, found, alone = (line.split(" | ") for line in made)
     assert head[3:6] == ["after", "above BF16, in stock layers", "above BF16, in COAT's layers"]
     assert stock[:2] == ["| BF16, transformers' model", "2"] and stock[4:6] == ["0.0000", "0.1500"]
-    assert found[1] == "2" and found[3:6] == ["1.2500 (1.2000 to 1.3000)", "0.0500 (1 seed)", "0.1500"]
+    assert found[1] == "2" and found[3:6] == ["1.2500 (1.2000 to 1.3000)", "0.0500 (1 of 2 seeds)", "0.1500"]
     # of a seed that BF16 did not run
     assert alone[1] == "1" and alone[4:6] == ["not measured", "not measured"]
 
