@@ -115,9 +115,9 @@ class WeightCache:
         return self._codes, self._largest
 
     def stay(self, weight: torch.Tensor, fmt: Fp8Format) -> tuple:
-        """What a CUDA graph knows of this cache: itself, and the addresses of the copies of `weight`. They
-        are brought up to date, and from now on written in place."""
-        if self.keep == "none":
+        """What a CUDA graph knows of this cache: itself, and with gradients the addresses of the copies of
+        `weight`. They are brought up to date, and from now on written in place."""
+        if self.keep == "none" or not torch.is_grad_enabled():
             return (self,)
         self._stays = True
         self.forward(weight, fmt)

@@ -189,7 +189,8 @@ def forward_by_blocks(layer: torch.nn.Module, args: tuple, kwargs: dict) -> torc
         return compute(x, *tables, *weights)
     uses = functools.partial(_used, parts, options)
     under_way = layer.config.pipeline_model_parallel_size
-    return layer.graphs.call(compute, x, (*tables, *weights), uses, under_way)
+    tensors, evaluates = (*tables, *weights), not layer.training
+    return layer.graphs.call(compute, x, tensors, uses, under_way, evaluates=evaluates)
 
 
 def uses_graphs(parts: Parts, x: torch.Tensor) -> bool:

@@ -133,7 +133,8 @@ class Fp8DecoderLayer(Replaced):
         compute = partial(self._compute, options, mask is not None)
         if not uses_graphs(self, x):
             return compute(x, *constants, *parameters)
-        return self.graphs.call(compute, x, parameters, partial(self._uses, options), constants=constants)
+        uses, evaluates = partial(self._uses, options), not self.module.training
+        return self.graphs.call(compute, x, parameters, uses, constants=constants, evaluates=evaluates)
 
     def _uses(self, options: tuple[LinearOptions, ...]) -> tuple:
         """What a graph depends on beside tensors. A change is recorded again."""

@@ -10,13 +10,16 @@ and while the replay overwrites nothing that still waits for a backward. Otherwi
 or is recorded again. Constants that a model makes anew for each forward, such as tables of angles and masks,
 are copied to fixed addresses once for all layers that read them.
 
-    memory.py     pools, buffers that graphs share, and copies of constants
-    recording.py  both graphs of a function, and the node of autograd that replays them
-    calls.py      calls of a function, which are launched, recorded or replayed
+    memory.py      pools, buffers that graphs share, and copies of constants
+    recording.py   both graphs of a function, and the node of autograd that replays them
+    patience.py    how long calls are launched before graphs are recorded
+    evaluation.py  forwards that no backward follows
+    calls.py       calls of a function, which are launched, recorded or replayed
 """
 
-from coat_kernels.graphs.calls import MOST_MOVES, MOST_SHAPES, PAID_OFF, WARM_UP, Graphs, Place
+from coat_kernels.graphs.calls import MOST_MOVES, MOST_SHAPES, Graphs, Place
 from coat_kernels.graphs.memory import Constant
+from coat_kernels.graphs.patience import PAID_OFF, WARM_UP
 from coat_kernels.graphs.recording import Recording
 
 # Tokens times parameters of a layer whose forward and backward take an H200 the 3.5 ms that its CPU needs for

@@ -6,15 +6,11 @@ from collections.abc import Callable, Hashable, Sequence
 
 import torch
 
+from coat_kernels.graphs.evaluation import Evaluations
 from coat_kernels.graphs.memory import Memory, memory_of
+from coat_kernels.graphs.patience import Patience
 from coat_kernels.graphs.recording import Recording, Replay, addresses
 
-# eager calls before a graph is recorded: they and their backwards compile kernels and find scales
-WARM_UP = 2
-# at most so many where graphs are dropped as shapes change
-MOST_WARM_UP = 64
-# forwards that graphs replayed when recording them has paid off
-PAID_OFF = 16
 # shapes of one function; each holds what its backward needs
 MOST_SHAPES = 2
 # after so many changes of addresses, as by offloading of states, graphs of a function are given up
@@ -30,6 +26,14 @@ def _is_watched() -> bool:
         or torch.cuda.is_current_stream_capturing()
         or torch.is_anomaly_enabled()
     )
+
+
+def _can_be_evaluated(*tensors: torch.Tensor) -> bool:
+    """Whether this is a forward without gradients whose tensors say when they change, as those that inference
+    mode makes do not."""
+    if torch.is_grad_enabled() or torch.is_inference_mode_enabled():
+        return False
+    return not any(t.is_inference() for t in tensors)
 
 
 def _overlaps(x: torch.Tensor) -> bool:
@@ -69,9 +73,8 @@ class Graphs:
         self._memory: Memory | None = None
         self._memory_key: tuple | None = None
         self._moves = 0
-        self._warm_up = WARM_UP
-        # since there was none
-        self._replays = 0
+        self._patience = Patience()
+        self._evaluations = Evaluations()
 
     def __reduce__(self):
         return type(self), (self._one_shape,)
@@ -81,20 +84,26 @@ class Graphs:
 
     @property
     def count(self) -> int:
-        """How many forwards have been recorded, and can be replayed now."""
+        """How many forwards of training have been recorded, and can be replayed now."""
         return sum(len(place.recordings) for place in self._places.values())
+
+    @property
+    def evaluated(self) -> int:
+        """How many forwards without gradients have been."""
+        return self._evaluations.count
 
     def clear(self) -> None:
         """Drops what was recorded, with its memory. No forward may wait for its backward."""
         self._places.clear()
-        self._moves = self._replays = 0
+        self._moves = self._patience.replays = 0
+        self._evaluations.clear()
 
     def leave(self) -> None:
-        """Drops what was recorded, with its share of the memory that holds it."""
+        """Drops what was recorded in training, with its share of the memory that holds it."""
         if self.count:
-            paid_off = self._replays >= PAID_OFF
-            self._warm_up = WARM_UP if paid_off else min(2 * self._warm_up, MOST_WARM_UP)
-        self.clear()
+            self._patience.dropped()
+        self._places.clear()
+        self._moves = self._patience.replays = 0
         self._memory = None
 
     def call(
@@ -105,34 +114,42 @@ class Graphs:
         uses: Callable[[], tuple[Hashable, ...]] = tuple,
         under_way: int = 1,
         constants: Sequence[torch.Tensor] = (),
+        evaluates: bool = False,
     ) -> torch.Tensor:
         """function(x, *constants, *tensors), by a graph where that is possible.
 
         Args:
             function: launches the same kernels for the same sizes, whatever the values, draws no random
                 numbers, and keeps no reference to x for its backward.
-            x: on a GPU. Without a gradient the function runs as it is written.
+            x: on a GPU. Without a gradient the function runs as it is written, unless it evaluates.
             tensors: parameters, what shares their memory, and constants; None is handed on.
             uses: gives what else the function depends on: options, addresses of other memory that it or its
                 backward uses, and objects that own some. Not asked where no graph is to be had.
             under_way: how many forwards of one shape may wait for their backwards at a time.
             constants: without gradients, of memory that may be another one in each forward. The same tensor
                 object holds the same values in all layers.
+            evaluates: forwards without gradients are no checkpoint's, which a backward repeats. They have a
+                graph of their own.
 
         Returns what the function does, in memory of its own.
         """
         run_eagerly = functools.partial(function, x, *constants, *tensors)
-        if not (x.requires_grad and torch.is_grad_enabled()) or _is_watched():
+        trains = x.requires_grad and torch.is_grad_enabled()
+        if not (trains or evaluates and _can_be_evaluated(x, *constants)) or _is_watched():
             return run_eagerly()
+        if any(map(_overlaps, constants)):
+            return run_eagerly()
+        if not trains:
+            return self._evaluations.call(function, x, tensors, uses, constants)
         memory = self._memory_of(x)
-        if memory.refusal is not None or any(map(_overlaps, constants)):
+        if memory.refusal is not None:
             return run_eagerly()
         copies = tuple(memory.constant(i, constant) for i, constant in enumerate(constants))
         # a model may leave out its mask where all tokens are seen
         place = self._place((x.shape, x.dtype, memory, copies), addresses(tensors) + uses())
         if place is None:
             return run_eagerly()
-        if place.calls < self._warm_up:
+        if place.calls < self._patience.calls:
             y = run_eagerly()
             # who writes into a view in place takes its hooks out of the graph
             whole = y if y._base is None or not y._base.requires_grad else y._base
@@ -150,7 +167,7 @@ class Graphs:
             if recording is None:
                 return run_eagerly()
             place.recordings.append(recording)
-        self._replays += 1
+        self._patience.replays += 1
         return Replay.apply(recording, x, *tensors)
 
     def _memory_of(self, x: torch.Tensor) -> Memory:

@@ -58,7 +58,8 @@ class Constant:
 
 
 class Memory:
-    """What all graphs of one stream share that one thread calls, or all of one shape there."""
+    """What all graphs of one stream share that one thread calls, or all of one shape there. Training and
+    evaluation have memories of their own."""
 
     def __init__(self, device: torch.device, thread: int):
         self._device, self._thread = device, thread
@@ -129,11 +130,11 @@ class Memory:
             )
             return None
 
-    def announce(self, shape: torch.Size) -> None:
+    def announce(self, shape: torch.Size, run: str = "run") -> None:
         """Logs once that layers with inputs of this shape are replayed, if they are."""
         if self.refusal is None and shape not in self._announced:
             self._announced.add(shape)
-            logger.info("layers with inputs of shape %s run as CUDA graphs from now on", list(shape))
+            logger.info("layers with inputs of shape %s %s as CUDA graphs from now on", list(shape), run)
 
 
 @functools.cache
@@ -143,12 +144,15 @@ def _stream(device: torch.device, thread: int) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)
 
 
-# by device, thread, stream and shape, if it is of one, alive as long as a module uses them
+# by device, thread, stream, shape, if it is of one, and whether backwards follow; alive as long as a module
+# uses them
 _memories: weakref.WeakValueDictionary[tuple, Memory] = weakref.WeakValueDictionary()
 
 
-def memory_of(device: torch.device, thread: int, stream: int, shape: torch.Size | None) -> Memory:
-    key = device, thread, stream, shape
+def memory_of(
+    device: torch.device, thread: int, stream: int, shape: torch.Size | None, trains: bool = True
+) -> Memory:
+    key = device, thread, stream, shape, trains
     memory = _memories.get(key)
     if memory is None:
         memory = _memories[key] = Memory(device, thread)

@@ -39,7 +39,7 @@ def _borrow(x: torch.Tensor | None) -> torch.Tensor | None:
     return torch.as_tensor(_Borrowed(x), device=x.device).view(x.dtype).view(x.shape)
 
 
-def _copied(x: torch.Tensor | None) -> torch.Tensor | None:
+def copied(x: torch.Tensor | None) -> torch.Tensor | None:
     """A copy of what a replay left in `x`, before the next replay writes there."""
     return x if x is None or not any(x.stride()) else x.clone()
 
@@ -144,7 +144,7 @@ class Recording:
         in_flight = _InFlight(self._pool, self._forward.number, self._constants)
         self._x.copy_(x)
         self._forward.replay()
-        return _copied(self._forward.results[0]), in_flight
+        return copied(self._forward.results[0]), in_flight
 
     def backward(self, grad: torch.Tensor, where: tuple) -> list[torch.Tensor | None]:
         """The gradients of x and the tensors, whose addresses are `where` by now: FSDP frees weights between
@@ -165,7 +165,7 @@ class Recording:
             with at_versions():
                 return self._differentiate()
         self._backward.replay()
-        return [_copied(g) for g in self._backward.results]
+        return [copied(g) for g in self._backward.results]
 
 
 class Replay(torch.autograd.Function):

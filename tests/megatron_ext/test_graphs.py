@@ -98,6 +98,33 @@ def test_replays_train_as_launches_do(config, activations, device):
     assert all(map(torch.equal, models[0].parameters(), models[1].parameters()))
 
 
+@pytest.mark.parametrize(
+    "config, activations",
+    [({}, {}), (GPT, {}), ({}, {"weight_cache": "fp8"}), ({"qk_layernorm": True}, {})],
+    ids=["llama", "gpt", "cached", "head norms"],
+)
+def test_replays_evaluate_as_launches_do(config, activations, device):
+    models = [build(graphs, config, activations) for graphs in (True, False)]
+    optimizers = [torch.optim.AdamW(model.parameters(), lr=1e-2) for model in models]
+    positions = torch.arange(S, device=device).expand(B, S)
+    for number in range(12):
+        tokens = torch.randint(0, VOCAB, (B, S), generator=torch.Generator().manual_seed(number)).to(device)
+        logits = []
+        for model in models:
+            model.eval()
+            with torch.no_grad():
+                logits.append(model(tokens, positions, None))
+            model.train()
+        assert torch.equal(*logits), number
+        found = [
+            step(model, optimizer, device, number)
+            for model, optimizer in zip(models, optimizers, strict=True)
+        ]
+        assert all(map(torch.equal, *found)), number
+    evaluated = [[layer.graphs.evaluated for layer in model.decoder.layers] for model in models]
+    assert evaluated == [[1, 1], [0, 0]] and counts(models[0]) == [1, 1]
+
+
 def test_replays_add_to_megatrons_gradients(device):
     found = []
     for graphs in (True, False):

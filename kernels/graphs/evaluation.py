@@ -1,0 +1,94 @@
+"""Forwards that no backward follows: launched, recorded or replayed."""
+
+import threading
+from collections.abc import Callable, Hashable, Sequence
+
+import torch
+
+from coat_kernels.graphs.memory import Memory, memory_of
+from coat_kernels.graphs.patience import Patience
+from coat_kernels.graphs.recording import Graph, addresses, copied
+
+
+class Evaluation:
+    """A recorded forward. Only what it returns outlives a replay, so that all of them share their memory."""
+
+    def __init__(
+        self,
+        memory: Memory,
+        function: Callable[..., torch.Tensor],
+        x: torch.Tensor,
+        tensors: Sequence[torch.Tensor | None],
+        constants: Sequence[torch.Tensor],
+    ):
+        self._memory, self._x = memory, memory.buffer("input", x)
+        self._constants = [memory.constant(i, constant) for i, constant in enumerate(constants)]
+        arguments = self._x, *(constant.buffer for constant in self._constants), *tensors
+        self._graph = Graph(memory, memory.pool(0), lambda: (function(*arguments),))
+
+    def replay(self, x: torch.Tensor, constants: Sequence[torch.Tensor]) -> torch.Tensor:
+        self._x.copy_(x)
+        for copy, constant in zip(self._constants, constants, strict=True):
+            copy.take(constant)
+        self._graph.replay()
+        return copied(self._graph.results[0])
+
+
+class Evaluations:
+    """The forwards of one function without gradients. One graph is held, until calls of another kind have
+    followed each other for long enough to have their own."""
+
+    def __init__(self):
+        self._patience = Patience()
+        self.clear()
+
+    def clear(self) -> None:
+        """Drops what was recorded, with its share of the memory that holds it."""
+        self._recorded: Evaluation | None = None
+        self._key: Hashable = None
+        # of the calls that were last, and how many have followed each other
+        self._last: Hashable = None
+        self._calls = 0
+        # kept alive, as it knows why nothing is recorded
+        self._memory: Memory | None = None
+
+    @property
+    def count(self) -> int:
+        """How many graphs there are."""
+        return int(self._recorded is not None)
+
+    def call(
+        self,
+        function: Callable[..., torch.Tensor],
+        x: torch.Tensor,
+        tensors: Sequence[torch.Tensor | None],
+        uses: Callable[[], tuple[Hashable, ...]],
+        constants: Sequence[torch.Tensor],
+    ) -> torch.Tensor:
+        """As `Graphs.call`, of which these are the arguments."""
+        where = x.device, threading.get_ident(), torch.cuda.current_stream(x.device).cuda_stream, x.shape
+        kinds = tuple((c.shape, c.stride(), c.dtype) for c in constants)
+        key = where, x.dtype, kinds, addresses(tensors), uses()
+        if key != self._last:
+            self._last, self._calls = key, 0
+        self._calls += 1
+        if key != self._key and not self._record(key, where, function, x, tensors, constants):
+            return function(x, *constants, *tensors)
+        self._patience.replays += 1
+        return self._recorded.replay(x, constants)
+
+    def _record(self, key, where, function, x, tensors, constants) -> bool:
+        """Records calls with `key`, if it is time to, and says whether there is a graph now."""
+        if self._calls <= self._patience.calls:
+            return False
+        self._memory = memory = memory_of(*where, trains=False)
+        if memory.refusal is not None:
+            return False
+        recorded = memory.record(lambda: Evaluation(memory, function, x, tensors, constants))
+        if recorded is None:
+            return False
+        if self._recorded is not None:
+            self._patience.dropped()
+        self._recorded, self._key = recorded, key
+        memory.announce(x.shape, "are evaluated")
+        return True
