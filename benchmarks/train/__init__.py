@@ -128,4 +128,5 @@ def measure_all(jobs: list[Job], gpus: int, arguments, table: Table) -> None:
     for line in dict.fromkeys(tuple(row[name] for name in LINE) for row in rows):
         if (row := extrapolate(*line, gpus, rows)) is not None:
             add(row)
-    plot(table.rows, table.path.with_suffix(".png"))
+    # new rows get their device when they are written
+    plot(read_rows(table.path), table.path.with_suffix(".png"))

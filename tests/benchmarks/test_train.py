@@ -1,11 +1,13 @@
 """The end-to-end benchmark: its search, its arithmetic, and a dry run; nothing here is timed."""
 
 import math
+from argparse import Namespace
 
 import pytest
 import torch
 
-from benchmarks.common.harness import read_rows
+import benchmarks.train
+from benchmarks.common.harness import Table, read_rows
 from benchmarks.common.whole_models import BY_DEFAULT, MODELS, SYSTEMS, WAYS, Job, coat_section, predict
 from benchmarks.train.measure import run_jobs
 from benchmarks.train.search import Case, identity, next_case
@@ -199,6 +201,24 @@ def test_a_case_that_fails_leaves_the_others_standing(monkeypatch):
     norms = 3 * MODELS["tiny"].layer.hidden
     parameters = (MODELS["tiny"].sizes(1).parameters - norms) / 2 + norms
     assert rows[1]["weights_mb"] == pytest.approx(2 * parameters / 1e6)
+
+
+def test_new_rows_are_plotted_beside_earlier_ones(tmp_path, monkeypatch):
+    path = tmp_path / "train.csv"
+    earlier = {"device": "NVIDIA H200", "gpus": 2, "system": "BF16", "limited": False, "micro_batch": 4}
+    earlier |= {"model": "llama2-7b", "way": "zero2", "layers": 32, "peak_mb": 9e4, "tokens_per_s_gpu": 1e4}
+    first = Table("train", path)
+    first.add(**first.environment | earlier)
+
+    def measured(jobs, rows, gpus, settings, add):
+        for limited in (False, True):
+            found = {"ms": 500.0, "peak_mb": 5e4, "weights_mb": 1e4}
+            add(identity(Case(jobs[0], jobs[0].micro_batch, limited)) | found)
+
+    monkeypatch.setattr(benchmarks.train, "run_jobs", measured)
+    arguments = Namespace(equal_only=True, steps=1, minutes=math.inf)
+    benchmarks.train.measure_all([JOB], 2, arguments, Table("train", path))
+    assert len(read_rows(path)) == 3 and path.with_suffix(".png").stat().st_size > 10_000
 
 
 def test_systems_say_what_zero3_takes_for_units():
