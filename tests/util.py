@@ -92,6 +92,8 @@ def _worker(rank, fn, world_size, port, folder, gpus, environment, args):
     )
     torch.set_num_threads(1)
     if gpus:
+        # Megatron makes dozens of groups for each model of a test, and each has buffers for every channel
+        os.environ.setdefault("NCCL_MAX_NCHANNELS", "2")
         torch.cuda.set_device(rank)
     else:
         # Megatron takes Transformer Engine's norms wherever it is, and they need a GPU
