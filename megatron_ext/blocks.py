@@ -129,14 +129,17 @@ def _is_stock(module: torch.nn.Module) -> bool:
 def uses_blocks(layer: torch.nn.Module, parts: Parts, arguments: dict) -> bool:
     """Whether a forward of `layer` with these `arguments` takes the blocks.
 
-    Not without gradients, under autocast or torch.compile, with dropout, in inference or for packed
-    sequences; where a module inside has hooks, as under ZeRO-3 unless the layer is one unit there; or where a
-    parameter is frozen.
+    Not in training without gradients, under autocast or torch.compile, with dropout, in inference or for
+    packed sequences; where a module inside has hooks, as under ZeRO-3 unless the layer is one unit there; or
+    where a parameter is frozen.
     """
     x = arguments["hidden_states"]
+    if not torch.is_grad_enabled() and (
+        layer.training or not all(linear.multiplies_in_fp8() for linear in parts.linears)
+    ):
+        return False
     usual = (
-        torch.is_grad_enabled()
-        and not torch.compiler.is_compiling()
+        not torch.compiler.is_compiling()
         and not torch.is_autocast_enabled(x.device.type)
         and not (layer.training and layer.hidden_dropout)
         and x.numel() > 0

@@ -159,7 +159,7 @@ class _CoatLinear(TakesActivations):
         self._x_scale = PredictedScale(self._formats.forward)
         self._grad_scale = PredictedScale(self._formats.backward)
 
-    def _multiplies_in_fp8(self) -> bool:
+    def multiplies_in_fp8(self) -> bool:
         """Whether a forward does now."""
         return self._in_fp8 and not (self._evaluates_stock and is_evaluated(self))
 
@@ -243,7 +243,7 @@ class _CoatLinear(TakesActivations):
 
     def _forward_impl(self, input, weight, *, bias=None, output_dtype=None, **rest):
         # an expert without tokens has nothing to multiply
-        if not self._multiplies_in_fp8() or input.numel() == 0:
+        if not self.multiplies_in_fp8() or input.numel() == 0:
             if output_dtype is not None:
                 rest["output_dtype"] = output_dtype
             return super()._forward_impl(input=input, weight=weight, bias=bias, **rest)
@@ -306,7 +306,7 @@ class CoatRowParallelLinear(_CoatLinear, RowParallelLinear):
         scatters = self.sequence_parallel and not whole and not self.explicit_expert_comm
         # Megatron adds the bias after the sum over the ranks; the GEMM of a whole weight can add it
         bias = self.bias if whole and not self.skip_bias_add else None
-        if not (self._multiplies_in_fp8() and input_.numel() and (scatters or whole)):
+        if not (self.multiplies_in_fp8() and input_.numel() and (scatters or whole)):
             return super().forward(input_)
         after_pre_hooks(self, input_)
         # the reduce-scatter belongs to the GEMM: its backward all-gathers what it quantized

@@ -5,6 +5,7 @@ tell, and costs no more calls and launches than are written here.
 import collections
 import sys
 import warnings
+from unittest import mock
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from megatron.core.distributed import DistributedDataParallel, DistributedDataPa
 
 from coat_ds.config import ActivationsConfig
 from coat_kernels.prepared import PreparedKernel
+from megatron_ext import blocks
 from megatron_ext.attention import _say_that_nothing_is_recomputed
 from megatron_ext.layer_specs import coat_layer_spec, sdpa_layer_spec
 from megatron_ext.ledger import saved_bytes
@@ -108,6 +110,29 @@ def test_blocks_give_the_bits_of_the_modules(variant, device):
     for once in found:
         for name, value in expected.items():
             assert torch.equal(once[name], value), name
+
+
+@pytest.mark.usefixtures("megatron")
+@pytest.mark.parametrize("name", ["llama", "gpt", "cached", "8-bit attention", "head norms", "recomputes"])
+def test_blocks_evaluate_with_the_bits_of_the_modules(name, device):
+    config, activations = VARIANTS.get(name) or ({}, {"attention_format": "recompute"})
+    found = []
+    for evaluation in ("fp8", "stock"):
+        model = build(config, activations | {"evaluation": evaluation}).eval()
+        with mock.patch.object(blocks, "_compute", wraps=blocks._compute) as compute, torch.no_grad():
+            y = model(*batch(device))
+            # by modules, which multiply as stock ones
+            assert compute.call_count == (2 if evaluation == "fp8" else 0)
+            handles = take_modules(model)
+            assert torch.equal(y, model(*batch(device)))
+            assert compute.call_count == (2 if evaluation == "fp8" else 0)
+            for handle in handles:
+                handle.remove()
+            # the first pass of a checkpoint, which is told from evaluation by this alone
+            model.train()(*batch(device))
+            assert compute.call_count == (2 if evaluation == "fp8" else 0)
+        found.append(y)
+    assert not torch.equal(*found)
 
 
 @pytest.mark.usefixtures("megatron")
