@@ -126,7 +126,7 @@ NOT_MEASURED = (
     "13B over tensor parallelism.",
     "Nothing on a data set that others use.",
     'Largest micro-batches under ZeRO-1, and of "smallest" and of TransformerEngine but under ZeRO-2.',
-    "No GPUs but H200s and one H100. On H200s, 80 GB are a limit that torch's allocator was given.",
+    "No GPUs but H200s, and one and two H100s. On H200s, 80 GB are a limit that torch's allocator was given.",
     "No downstream task but last words of held-out sentences, after fine-tuning a model of 135M parameters.",
 )
 

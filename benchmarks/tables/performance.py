@@ -150,9 +150,9 @@ def layer(results: Results) -> str:
     )
 
 
-@block("performance.md", "one H100")
-def one_h100(results: Results) -> str:
-    train, systems = "train_7b_1gpu_h100.csv", ("BF16", "TE FP8", "COAT")
+@block("performance.md", "H100s")
+def h100s(results: Results) -> str:
+    one, systems = "train_7b_1gpu_h100.csv", ("BF16", "TE FP8", "COAT")
     saved = results.row("reproduce_h100.csv", table=2, system="COAT", figure="saved_h")
 
     def layer(shape: str) -> list[str]:
@@ -162,35 +162,61 @@ def one_h100(results: Results) -> str:
         here = [f"{row['ms']:.2f} ({row['ms'] / base:.2f}); {row['saved_h']:.1f}" for row in rows]
         return [*here, f"{paper['paper']:.2f} ({paper['paper_to_bf16']:.2f}); {saved['paper']:.1f}"]
 
-    def model(layers: int, size: int) -> list[str]:
+    def model(file: str, layers: int, size: int) -> list[str]:
         where = {"layers": layers, "micro_batch": size, "limited": False}
-        rows = (results.row(train, system=system, **where) for system in systems)
+        rows = (results.row(file, system=system, **where) for system in systems)
         return ["out of memory" if r.get("note") else f"{r['tokens_per_s_gpu']:,.0f}; {gb(r)}" for r in rows]
 
-    def largest(system: str) -> str:
-        rows = results.rows(train, system=system, layers=12, limited=True)
-        row = max((row for row in rows if not row.get("note")), key=lambda row: row["micro_batch"])
-        return f"{row['micro_batch']} sequences: {row['tokens_per_s_gpu']:,.0f}; {gb(row)}"
+    def sequences(count: float) -> str:
+        return f"{count:.0f} sequence{'s' * (count > 1)}"
 
-    paper = {
-        name: results.row("reproduce_h100.csv", table=7, gpus=1, system="COAT", figure=name)["paper"]
-        for name in ("tokens_per_s_gpu", "peak_mb")
-    }
+    def largest(file: str, layers: int, system: str) -> str:
+        rows = results.rows(file, system=system, layers=layers, limited=True)
+        row = max((row for row in rows if not row.get("note")), key=lambda row: row["micro_batch"])
+        return f"{sequences(row['micro_batch'])}: {row['tokens_per_s_gpu']:,.0f}; {gb(row)}"
+
+    def of_paper(row: str, gpus: int, name: str) -> float:
+        where = {"table": 7, "row": row, "gpus": gpus, "system": "COAT", "figure": name}
+        return float(results.row("reproduce_h100.csv", **where)["paper"])
+
+    def largest_of_paper(row: str, gpus: int) -> str:
+        size, speed = (of_paper(row, gpus, name) for name in ("largest_micro_batch", "tokens_per_s_gpu"))
+        return f"{sequences(size)}: {speed:,.0f}"
+
+    def peak_of_paper(row: str, gpus: int) -> str:
+        return f"{of_paper(row, gpus, 'peak_mb') / 1e3:.1f} GB"
+
+    paper = {name: of_paper("7B, 1 × 2048", 1, name) for name in ("tokens_per_s_gpu", "peak_mb")}
+    seven, thirteen = "train_7b_2gpu_h100.csv", "train_13b_2gpu_h100.csv"
+    of_seven, of_thirteen = ("7B, 2 × 2048", 2), ("13B, 1 × 1024", 2)
     steps = {name: results.row("adamw_h100.csv", params="flat", optimizer=name) for name in ADAMW}
     said = ", ".join(f"{ADAMW[name]} {row['ms']:.2f} ms" for name, row in steps.items())
     return (
         table(
-            ["one H100", "BF16", "TransformerEngine FP8", "COAT", "the paper's COAT"],
+            ["", "BF16", "TransformerEngine FP8", "COAT", "the paper's COAT"],
             ["layer, h 4096, 4 × 2048: ms (over BF16); saved, h bytes a token", *layer("llama-2-7b")],
             ["layer, h 4096, 4 × 4096", *layer("paper-h4096-s4096")],
             ["layer, h 2048, 4 × 4096", *layer("paper-h2048-s4096")],
             [
                 "Llama-2-7B, ZeRO-1, 1 × 2048: tokens per second; peak GB",
-                *model(32, 1),
+                *model(one, 32, 1),
                 f"{paper['tokens_per_s_gpu']:,.0f}; {paper['peak_mb'] / 1e3:.1f}",
             ],
-            ["12 of its 32 layers, 2 × 2048", *model(12, 2), ""],
-            ["the same, largest within 80 GB", largest("BF16"), "", largest("COAT"), ""],
+            ["12 of its 32 layers, 2 × 2048", *model(one, 12, 2), ""],
+            ["the same, largest within 80 GB", largest(one, 12, "BF16"), "", largest(one, 12, "COAT"), ""],
+            ["Llama-2-7B, 2 GPUs, ZeRO-3, 2 × 2048", *model(seven, 32, 2), peak_of_paper(*of_seven)],
+            [
+                "the same, largest within 80 GB",
+                *(largest(seven, 32, system) for system in systems),
+                largest_of_paper(*of_seven),
+            ],
+            ["Llama-2-13B, 2 GPUs, ZeRO-3, 1 × 1024", *model(thirteen, 40, 1), peak_of_paper(*of_thirteen)],
+            [
+                "the same, largest within 80 GB",
+                *["does not fit"] * 2,
+                largest(thirteen, 40, "COAT"),
+                largest_of_paper(*of_thirteen),
+            ],
         )
         + f"\nAdamW over 2^29 parameters: {said}. COAT's takes {steps['ours']['to_copy']:.3f} of the time "
         "of a copy of its bytes.\n"
