@@ -3,7 +3,7 @@
 import argparse
 from pathlib import Path
 
-from coat_ds.zero.deepspeed_config import DEFAULT_WEIGHT_DECAY, EXAMPLE, has_optimizer, names_ours
+from coat_ds.zero.deepspeed_config import DEFAULT_WEIGHT_DECAY, EXAMPLE, bf16_key, has_optimizer, names_ours
 from coat_launch.errors import LaunchError
 from coat_launch.json_file import read_object
 
@@ -37,7 +37,7 @@ def read_deepspeed_config(args: argparse.Namespace) -> dict:
             f"--deepspeed-config {path}: zero_optimization.stage: expected a whole number, found {stage!r}. "
             "Write the number"
         )
-    if not _enabled(config, "bf16"):
+    if not _enabled(config, bf16_key(config)):
         raise LaunchError(
             f'--deepspeed-config {path}: expected "bf16": {{"enabled": true}}, the model is BF16'
         )
@@ -89,9 +89,20 @@ def set_batch_sizes(config: dict, args: argparse.Namespace, ranks: int) -> tuple
             )
         return default if value == "auto" else value
 
-    micro = args.micro_batch_size or configured("train_micro_batch_size_per_gpu", 4)
-    steps = configured("gradient_accumulation_steps", 1)
-    total = args.global_batch_size or configured("train_batch_size", micro * ranks * steps)
+    steps, total = configured("gradient_accumulation_steps", 0), configured("train_batch_size", 0)
+    total = args.global_batch_size or total
+    # what two of the three leave for the third, as DeepSpeed has it
+    micro = total // (ranks * steps) if steps and total % (ranks * steps) == 0 else 0
+    micro = args.micro_batch_size or configured("train_micro_batch_size_per_gpu", micro or 4)
+    product = micro * ranks * (steps or 1)
+    changed = args.micro_batch_size or args.global_batch_size
+    if total and steps and total != product and not changed:
+        raise LaunchError(
+            f"train_batch_size: found {total} in the DeepSpeed JSON, but train_micro_batch_size_per_gpu "
+            f"{micro} times gradient_accumulation_steps {steps} times {ranks} data-parallel ranks is "
+            f"{product}. Drop one of the three keys"
+        )
+    total = total or product
     if total % (micro * ranks):
         raise LaunchError(
             f"--global-batch-size: {total} is not a multiple of --micro-batch-size {micro} times {ranks} "

@@ -122,6 +122,8 @@ def fastest(
 
 def deepspeed_json(choice: Choice, base: dict | None = None) -> dict:
     """The DeepSpeed JSON of a choice: `base` with what it changes."""
+    from coat_ds.zero.deepspeed_config import bf16_key
+
     base, block = dict(base or {}), choice.system.block()
     zero = {**base.get("zero_optimization", {}), "stage": choice.layout.stage}
     if choice.system.offload:
@@ -130,7 +132,7 @@ def deepspeed_json(choice: Choice, base: dict | None = None) -> dict:
     base.pop("train_batch_size", None)
     base.pop("coat", None)
     # an object of the base has keys of its own beside
-    bf16 = {**base.get("bf16", {}), **block.pop("bf16")}
+    bf16 = {**(base.pop(bf16_key(base), None) or {}), **block.pop("bf16")}
     return base | {
         "train_micro_batch_size_per_gpu": choice.layout.micro_batch,
         "gradient_accumulation_steps": choice.layout.accumulation,

@@ -122,10 +122,10 @@ def read_sizes(values: Mapping, vocabulary: int | None) -> Sizes:
 
 def configured(config: Mapping) -> System:
     """What a DeepSpeed JSON with a block asks for."""
-    from coat_ds.zero.deepspeed_config import block_of, no_conversion
+    from coat_ds.zero.deepspeed_config import bf16_key, block_of, no_conversion
 
-    block = block_of(config)
-    bf16 = {} if config.get("bf16") is None else layout.section(config, "bf16")
+    block, key = block_of(config), bf16_key(config)
+    bf16 = {} if config.get(key) is None else layout.section(config, key)
     if not block.enabled:
         return System(name=AS_CONFIGURED)
     converted = block.activations.enabled and not no_conversion(config, block.activations)

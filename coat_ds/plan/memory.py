@@ -31,6 +31,7 @@ Experts in place of the feed-forward keep what `experts.py` says.
 
 A step's moments, beside what is held, saved activations and ZeRO-3's gathered weights:
 
+- forward, at stage 3: from the first layer to the last, while saved activations come;
 - loss: logits in BF16 and FP32, 6 t V / T, and the inputs of the last norm and of the head;
 - head: the gradient of its matrix, 2 V h / T, and with it, at stage 2, the bucket and the buffer of 2 S;
 - layers, from the last to the first: gradients of hidden states and of the activation, 2 (h + u) t and with
@@ -219,6 +220,8 @@ class _Stage:
         moments = [*self._backward(held), self._step(held)]
         if self.last:
             moments.insert(0, self._loss(held))
+        if self._gathers():
+            moments.insert(0, self._forward_of_stage_3(held))
         return Prediction(tuple(moments), self._on_host())
 
     def _at(self, moment: str, held: dict, **more: float) -> Memory:
@@ -330,10 +333,24 @@ class _Stage:
     def _saved_now(self) -> float:
         return 0 if self._has_graphs() else self.under_way * self._saved()
 
+    def _gathers(self) -> bool:
+        return self.layout.stage == 3 and self.layout.data > 1
+
+    def _forward_of_stage_3(self, held: dict) -> Memory:
+        # behind the embedding
+        replayed, start = self._gathered(), 1
+        moments = []
+        for layer, modules in enumerate(map(len, self._gathered_together())):
+            most = max(map(self._gathered_bytes, replayed[start : start + modules]))
+            start += modules
+            saved = self._saved_now() * (layer + 1) / self.layers
+            moments.append(self._at("forward", held, saved=saved, gathered=most))
+        return max(moments, key=lambda memory: memory.total)
+
     def _loss(self, held: dict) -> Memory:
         keeps, forward, backward = self._head()
         gathered = 0
-        if self.layout.stage == 3 and self.layout.data > 1:
+        if self._gathers():
             replayed = self._gathered()
             gathered = self._gathered_bytes(replayed[len(replayed) // 2 - 1])
         logits = keeps + max(forward, backward)
@@ -403,7 +420,7 @@ class _Stage:
             if deepspeed:
                 own["gradients"] = own.get("gradients", 0) + head
             moments.append(self._at("head", held, saved=saved, temporaries=hidden, **own))
-        if stage == 3 and layout.data > 1:
+        if self._gathers():
             moments.append(self._layers_of_stage_3(held, saved, temporaries))
         else:
             moments.append(self._at("layers", held, saved=saved, temporaries=temporaries, **while_going))

@@ -98,6 +98,11 @@ def section(config: Mapping[str, Any], key: str) -> Mapping[str, Any]:
     return value if isinstance(value, Mapping) else {}
 
 
+def bf16_key(config: Mapping[str, Any]) -> str:
+    """The name of the section on BF16: today's, or DeepSpeed's old one where today's lacks."""
+    return "bfloat16" if config.get("bf16") is None and "bfloat16" in config else "bf16"
+
+
 def stage_of(config: Mapping[str, Any]) -> int:
     """The stage of ZeRO; `true` in place of the section is DeepSpeed's old way to ask for the first."""
     if config.get("zero_optimization") is True:
@@ -153,18 +158,19 @@ def _check_zero(zero: Mapping[str, Any]) -> None:
 
 
 def _check_precision(config: Mapping[str, Any]) -> None:
-    bf16, fp16 = (section(config, key) for key in ("bf16", "fp16"))
+    key = bf16_key(config)
+    bf16, fp16 = section(config, key), section(config, "fp16")
     if bf16.get("bf16_master_weights_and_grads"):
         if not bf16.get("bf16_optimizer_states"):
             _refuse(
-                "bf16.bf16_master_weights_and_grads",
+                f"{key}.bf16_master_weights_and_grads",
                 True,
-                "without bf16.bf16_optimizer_states DeepSpeed takes DeepSpeedCPUAdam only",
-                "Set bf16.bf16_optimizer_states to true too",
+                f"without {key}.bf16_optimizer_states DeepSpeed takes DeepSpeedCPUAdam only",
+                f"Set {key}.bf16_optimizer_states to true too",
             )
         if offloads(config):
             _refuse(
-                "bf16.bf16_master_weights_and_grads",
+                f"{key}.bf16_master_weights_and_grads",
                 True,
                 "with zero_optimization.offload_optimizer DeepSpeed takes DeepSpeedCPUAdam only",
                 "Drop one of the two",

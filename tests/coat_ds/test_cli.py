@@ -139,7 +139,8 @@ def test_a_json_keeps_what_the_plan_does_not_change():
     systems = [rungs()["COAT, offload"], rungs()["COAT, smallest, recomputed attention"]]
     base = {
         "gradient_clipping": 1.0,
-        "bf16": {"enabled": True, "check_grad_overflow": True},
+        # DeepSpeed's old name
+        "bfloat16": {"enabled": True, "check_grad_overflow": True},
         "zero_optimization": {"stage": 1, "reduce_bucket_size": 10**8},
         "coat": {"enabled": True, "require": True},
         "train_batch_size": 512,
@@ -157,6 +158,7 @@ def test_a_json_keeps_what_the_plan_does_not_change():
     for config in made:
         assert config["bf16"]["check_grad_overflow"]
         assert "train_batch_size" not in config and "require" not in config["coat"]
+        assert "bfloat16" not in config
         assert CoatConfig.from_dict(config["coat"]).activations.attention_format == "recompute"
     assert base["zero_optimization"]["stage"] == 1
 

@@ -378,6 +378,10 @@ def test_signature_is_deepspeeds():
             ["bf16.bf16_master_weights_and_grads", "bf16_optimizer_states"],
         ),
         (
+            {"bfloat16": {"enabled": True, "bf16_master_weights_and_grads": True}},
+            ["bfloat16.bf16_master_weights_and_grads", "bfloat16.bf16_optimizer_states"],
+        ),
+        (
             {
                 "zero_optimization": {"offload_optimizer": {"device": "cpu"}},
                 "bf16": {"bf16_master_weights_and_grads": True, "bf16_optimizer_states": True},

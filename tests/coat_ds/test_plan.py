@@ -90,7 +90,8 @@ def test_each_phase_is_predicted_where_it_was_measured():
             continue
         moments = {moment.moment: moment.total / 1e6 for moment in plan.predict(*of_row(row)).moments}
         if "module by module" not in row["system"]:
-            assert moments["loss"] == pytest.approx(row["forward_peak_mb"], rel=0.01), key
+            found = max(moments["loss"], moments.get("forward", 0))
+            assert found == pytest.approx(row["forward_peak_mb"], rel=0.01), key
             looked += 1
         # at da9ec18 COAT's gradients were FP32 in ZeRO-3's step, and 515274f kept inputs of layers
         if row["commit"][:7] not in ("da9ec18", "515274f"):
@@ -293,15 +294,11 @@ def test_a_block_says_what_is_planned():
     block = {"enabled": True, "optimizer": {"enabled": False}, "checkpointing": {"compress": True}}
     found = configured({"coat": block})
     assert (found.layers, found.optimizer, found.recompute) == ("coat", "adamw", "full")
-    found = configured(
-        {"coat": {"enabled": True, "activations": False}, "bf16": {"bf16_master_weights_and_grads": True}}
-    )
-    assert (found.layers, found.optimizer, found.recompute, found.bf16_masters) == (
-        "bf16",
-        "coat",
-        "none",
-        True,
-    )
+    for key in ("bf16", "bfloat16"):
+        block = {"enabled": True, "activations": False}
+        found = configured({"coat": block, key: {"bf16_master_weights_and_grads": True}})
+        assert (found.layers, found.optimizer, found.recompute) == ("bf16", "coat", "none")
+        assert found.bf16_masters
     # layers stay as they are
     found = configured({"coat": {"enabled": True}, "fp16": {"enabled": True}})
     assert (found.layers, found.optimizer) == ("bf16", "coat")

@@ -322,6 +322,16 @@ def test_batch_sizes():
     assert set_batch_sizes(config, none, ranks=2) == (4, 64)
     assert config["gradient_accumulation_steps"] == 8
     assert set_batch_sizes({"train_micro_batch_size_per_gpu": "auto"}, none, ranks=1) == (4, 4)
+    # two of the three leave the third, as in DeepSpeed
+    three = {"train_batch_size": 64, "gradient_accumulation_steps": 2}
+    assert set_batch_sizes(dict(three), none, ranks=2) == (16, 64)
+    three["train_micro_batch_size_per_gpu"] = 8
+    with pytest.raises(
+        LaunchError, match="train_batch_size: found 64 .* 2 data-parallel ranks is 32. Drop one"
+    ):
+        set_batch_sizes(dict(three), none, ranks=2)
+    # arguments come before the JSON
+    assert set_batch_sizes(dict(three), given, ranks=2) == (2, 16)
     with pytest.raises(LaunchError, match="train_batch_size: expected a whole number above 0"):
         set_batch_sizes({"train_batch_size": 0}, none, ranks=3)
     with pytest.raises(LaunchError, match="64 is not a multiple of --micro-batch-size 4 times 3"):
