@@ -181,9 +181,11 @@ class MegatronAdamW(CoatAdamW, torch.optim.AdamW):
             group = dict(saved)
             step = group.pop("step", None)
             for index in saved["params"]:
-                entry = state.get(index, {"step": step})
-                if step is not None and (self._counts_in_groups or "step" not in entry):
+                entry = state.get(index, {})
+                if self._counts_in_groups and step is not None:
                     entry["step"] = step
+                # Megatron leaves out counts of 0
+                entry.setdefault("step", step or 0)
             groups.append(group)
         super().load_state_dict({"state": state, "param_groups": groups})
 
