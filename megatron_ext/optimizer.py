@@ -108,9 +108,12 @@ class MegatronAdamW(CoatAdamW, torch.optim.AdamW):
             return super().step(closure, **options)
         params = [p for group in self.param_groups for p in group["params"]]
         for p in params:
-            # torch wants a gradient of the parameter's type unless told
-            p.grad_dtype = None
-            p.grad = getattr(p, "decoupled_grad", None)
+            grad = getattr(p, "decoupled_grad", None)
+            if grad is not None and grad.dtype != p.dtype:
+                # torch wants a gradient of the parameter's type unless told; FP32 parts cannot be told, as
+                # views of the model's
+                p.grad_dtype = None
+            p.grad = grad
         try:
             return super().step(closure, **options)
         finally:

@@ -380,6 +380,20 @@ def test_goes_on_from_before_the_first_step(megatron, tmp_path, mode):
         optimizer.uninstall()
 
 
+def test_precision_aware_takes_fp32_parameters(megatron):
+    from megatron_ext import cpu, optimizer
+
+    optimizer.install()
+    try:
+        with cpu.no_cuda():
+            trainers = [Trainer(mode, bf16=False) for mode in ("distributed", "precision_aware")]
+            wanted, found = ((t.steps(0, 1), t.tensors()) for t in trainers)
+    finally:
+        optimizer.uninstall()
+    assert found[0] == wanted[0]
+    assert all(torch.equal(a, b) for a, b in zip(found[1], wanted[1], strict=True))
+
+
 def test_seam_comes_and_goes(megatron):
     from megatron.core import optimizer as host
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
