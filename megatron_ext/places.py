@@ -1,10 +1,11 @@
 """What stands where in optimizer checkpoints of `dp_reshardable`, Megatron-LM's default.
 
 Their tensors are whole gradient buffers, in which a parameter is known by its place alone. A model with as
-many elements in another order, as with grouped experts in the place of experts one after another, would read
-other parameters' masters and moments, in silence. So the shapes of a buffer's parameters stand beside the
-parameter groups, under `coat_shapes`, and are compared when states are loaded. Checkpoints without them load
-as they are.
+many elements in another order, as with grouped experts in the place of experts one after another, or with
+another of two equal layers frozen, would read other parameters' masters and moments, in silence. So the
+shapes of a buffer's parameters stand beside the parameter groups, under `coat_shapes`, and under
+`coat_frozen` which of the model's are frozen. Both are compared when states are loaded. Checkpoints
+without them load as they are.
 """
 
 import functools
@@ -14,7 +15,7 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
 from coat_ds.config import CoatConfigError
 
-KEY, SHARDING = "coat_shapes", "dp_reshardable"
+SHAPES, FROZEN, SHARDING = "coat_shapes", "coat_frozen", "dp_reshardable"
 
 
 def _shapes(host: DistributedOptimizer) -> list[list[int]]:
@@ -22,14 +23,25 @@ def _shapes(host: DistributedOptimizer) -> list[list[int]]:
     return [[n for n in p.shape if n > 1] for buffer in host.buffers for p in buffer.params]
 
 
+def _frozen(host: DistributedOptimizer) -> list[tuple[str, bool]]:
+    """All parameters of the model, in order, and whether Megatron collects no gradient for them."""
+    return [
+        (name, p not in chunk.param_to_bucket_group)
+        for chunk in host.model_chunks
+        for name, p in chunk.named_parameters()
+    ]
+
+
 def saving(save: Callable) -> Callable:
-    """Notes the shapes in what `DistributedOptimizer.sharded_state_dict` gives for `dp_reshardable`."""
+    """Notes both in what `DistributedOptimizer.sharded_state_dict` gives for `dp_reshardable`."""
 
     @functools.wraps(save)
     def coat_sharded_state_dict(self, *args, **kwargs):
         packed = save(self, *args, **kwargs)
         if packed.get("param_state_sharding_type") == SHARDING:
-            packed["optimizer"].data[KEY] = _shapes(self)
+            packed["optimizer"].data.update(
+                {SHAPES: _shapes(self), FROZEN: [frozen for _, frozen in _frozen(self)]}
+            )
         return packed
 
     return coat_sharded_state_dict
@@ -41,17 +53,37 @@ def loading(load: Callable) -> Callable:
     @functools.wraps(load)
     def coat_load_state_dict(self, state_dict):
         if state_dict.get("param_state_sharding_type") == SHARDING:
-            saved = state_dict["optimizer"].get(KEY)
-            if saved is not None and saved != (own := _shapes(self)):
-                pairs = enumerate(zip(saved, own, strict=False))
-                place = next((i for i, (a, b) in pairs if a != b), min(len(saved), len(own)))
-                there, here = (shapes[place] if place < len(shapes) else "none" for shapes in (saved, own))
-                raise CoatConfigError(
-                    f"--load: optimizer states of {SHARDING}: expected parameter {place} of a rank to be "
-                    f"{here}, found {there}, so that states would go to other parameters. Give "
-                    "--moe-grouped-gemm as the run that saved them did, or --no-load-optim; a checkpoint of "
-                    "--dist-ckpt-optim-fully-reshardable takes either kind of experts."
-                )
+            _compare_shapes(self, state_dict["optimizer"].get(SHAPES))
+            _compare_frozen(self, state_dict["optimizer"].get(FROZEN))
         return load(self, state_dict)
 
     return coat_load_state_dict
+
+
+def _compare_shapes(host: DistributedOptimizer, saved: list[list[int]] | None) -> None:
+    if saved is None or saved == (own := _shapes(host)):
+        return
+    pairs = enumerate(zip(saved, own, strict=False))
+    place = next((i for i, (a, b) in pairs if a != b), min(len(saved), len(own)))
+    there, here = (shapes[place] if place < len(shapes) else "none" for shapes in (saved, own))
+    raise CoatConfigError(
+        f"--load: optimizer states of {SHARDING}: expected parameter {place} of a rank to be {here}, found "
+        f"{there}, so that states would go to other parameters. Give --moe-grouped-gemm as the run that "
+        "saved them did, or --no-load-optim; a checkpoint of --dist-ckpt-optim-fully-reshardable takes "
+        "either kind of experts."
+    )
+
+
+def _compare_frozen(host: DistributedOptimizer, saved: list[bool] | None) -> None:
+    own = _frozen(host)
+    # with as many parameters, since the same ones have other names in the hybrid stack
+    if saved is None or len(saved) != len(own):
+        return
+    for (name, here), there in zip(own, saved, strict=True):
+        if here != there:
+            said = ("trained", "frozen")
+            raise CoatConfigError(
+                f"--load: optimizer states of {SHARDING}: {name} is {said[here]}, and was {said[there]} in "
+                "the run that saved them, so that states would go to other parameters. Freeze what that run "
+                "did, or give --no-load-optim."
+            )

@@ -41,10 +41,11 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 class Trainer:
     """A tiny GPT, Megatron's data parallel wrapper and one of its optimizers, on a CPU.
 
-    layers: "sdpa" or "coat". config: of Megatron's TransformerConfig.
+    layers: "sdpa" or "coat". frozen: a part of the names of parameters that are not trained. config: of
+    Megatron's TransformerConfig.
     """
 
-    def __init__(self, mode, layers="sdpa", **config):
+    def __init__(self, mode, layers="sdpa", frozen=None, **config):
         from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
         from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 
@@ -54,6 +55,8 @@ class Trainer:
         shape = ModelShape(LAYERS, H, FFN, HEADS, HEADS)
         spec = getattr(layer_specs, f"{layers}_layer_spec")
         model = build_gpt(shape, spec, seq_length=S, vocab_size=VOCAB, **config)
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(frozen is None or frozen not in name)
         distributed = MODES[mode].get("use_distributed_optimizer", False)
         settings = DistributedDataParallelConfig(
             use_distributed_optimizer=distributed, grad_reduce_in_fp32=True
@@ -392,6 +395,28 @@ def test_precision_aware_takes_fp32_parameters(megatron):
         optimizer.uninstall()
     assert found[0] == wanted[0]
     assert all(torch.equal(a, b) for a, b in zip(found[1], wanted[1], strict=True))
+
+
+def test_states_of_parameters_that_are_frozen_now_are_refused(megatron, tmp_path):
+    """Two layers have equal shapes, by which `dp_reshardable` knows parameters."""
+    from megatron_ext import cpu, optimizer
+
+    optimizer.install()
+    try:
+        with cpu.no_cuda():
+            first = Trainer("distributed", frozen="layers.0")
+            first.steps(0)
+            first.save(str(tmp_path / "saved"), "dp_reshardable")
+            again = Trainer("distributed", frozen="layers.0").load(str(tmp_path / "saved"), "dp_reshardable")
+            assert first.steps(1, 2) == again.steps(1, 2)
+            other = Trainer("distributed", frozen="layers.1")
+            expected = (
+                r"layers\.0\.\S+ is trained, and was frozen .* Freeze what that run did, or .*--no-load-optim"
+            )
+            with pytest.raises(CoatConfigError, match=expected):
+                other.load(str(tmp_path / "saved"), "dp_reshardable")
+    finally:
+        optimizer.uninstall()
 
 
 def test_seam_comes_and_goes(megatron):
