@@ -16,7 +16,6 @@ Megatron asks for the step count of a state that does not exist yet; ours always
 
 import contextlib
 import functools
-import itertools
 import logging
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -234,8 +233,7 @@ def _link(host: MegatronOptimizer, model_chunks: Iterable[torch.nn.Module], conf
     # a rank without parameters has none
     if inner is None:
         return
-    named = itertools.chain.from_iterable(chunk.named_parameters() for chunk in model_chunks)
-    names = {p: name for name, p in named}
+    names = {p: name for name, p in watch.whole_model(model_chunks).named_parameters()}
     placed = []
     for index, model_param, held, offset in linked(host):
         if held.dtype not in (torch.float32, torch.bfloat16):

@@ -88,6 +88,11 @@ class ModelChunks(torch.nn.Module):
                 yield whole[name], module
 
 
+def whole_model(chunks: Iterable[torch.nn.Module]) -> ModelChunks:
+    """What this rank holds of a model, from the chunks that Megatron has wrapped."""
+    return ModelChunks(map(_unwrapped, chunks))
+
+
 def watch_optimizer(chain: ChainedOptimizer, config: WatchConfig) -> Watch | None:
     """Watches the model of a chain of optimizers that `install` has seen being built, as `config` says. None
     without such a model, or where "every" is 0.
@@ -99,7 +104,7 @@ def watch_optimizer(chain: ChainedOptimizer, config: WatchConfig) -> Watch | Non
         return None
     from .optimizer import MegatronAdamW, linked
 
-    model = ModelChunks(map(_unwrapped, chunks))
+    model = whole_model(chunks)
     ours = [part for part in chain.chained_optimizers if isinstance(part.optimizer, MegatronAdamW)]
     named = dict(model.named_parameters())
     names = {p: name for name, p in named.items()}

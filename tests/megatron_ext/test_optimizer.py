@@ -488,6 +488,23 @@ def test_small_tensors_keep_fp32_moments(megatron):
     assert found == {(True, "fp32"), (False, "ratio8")}
 
 
+@pytest.mark.parametrize("mode", MODES)
+def test_patterns_are_of_names_in_the_model(megatron, caplog, mode):
+    """Not of those within Megatron's wrappers, and as readings of the watch name them."""
+    from megatron_ext import cpu, optimizer
+
+    block = {"enabled": True, "optimizer": {"keep_fp32": ["decoder.layers.1.mlp.*"], "min_numel": 1}}
+    optimizer.install(CoatConfig.from_dict(block))
+    try:
+        with cpu.no_cuda():
+            states = Trainer(mode).inner.state.values()
+    finally:
+        optimizer.uninstall()
+    kept = {s["exp_avg"].numel() for s in states if s["exp_avg"].codec.name == "fp32"}
+    assert kept == {H * FFN, 2 * H * FFN}
+    assert not [line for line in caplog.messages if "matches no parameter" in line]
+
+
 @pytest.mark.parametrize(
     "options, named",
     [
