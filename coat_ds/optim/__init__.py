@@ -12,7 +12,8 @@
     pair.py          a first moment that is stored relative to the second one
     stored_moment.py moments that are written to files as they are stored
     streaming.py     moments that are decoded one by one while a file is written
-    state_dict.py    state dicts: what is written, and how it is restored
+    loading.py       load_state_dict: what is refused, and how the rest is taken
+    state_dict.py    moments in state dicts: what is written, and how it is restored
     recover.py       codes recovered from FP32 values
     lines.py         what the log says of states
     narrow_grad.py   gradients that look FP32 and are BF16 or FP16

@@ -14,7 +14,8 @@ from coat_ds.optim.accounting import layout_table, planned_bytes
 from coat_ds.optim.checks import check_can_keep_remainder, check_copy, check_grad_scale, check_tensors
 from coat_ds.optim.fragments import Fragment
 from coat_ds.optim.layouts import Layouts
-from coat_ds.optim.lines import conversions_line, frozen_line, stalling, states_line, to_logging
+from coat_ds.optim.lines import frozen_line, stalling, states_line, to_logging
+from coat_ds.optim.loading import check_groups, load_state, loading_states, say_conversions
 from coat_ds.optim.moment import Moment, as_plain
 from coat_ds.optim.options import (
     LAYOUT,
@@ -27,21 +28,11 @@ from coat_ds.optim.options import (
     check_options,
     check_patterns,
     check_unchanged,
-    formats_of,
     has_remainder,
 )
 from coat_ds.optim.pair import pair_up
 from coat_ds.optim.shards import is_distributed, laid_out_like, local, shard_of
-from coat_ds.optim.state_dict import (
-    check_groups,
-    check_loaded,
-    format_of,
-    is_remainder,
-    restored,
-    steps_of,
-    stored_formats,
-    take_states,
-)
+from coat_ds.optim.state_dict import take_states
 from coat_ds.optim.step import Scaling, is_on, update_group
 from coat_kernels.codecs import Codec
 
@@ -429,69 +420,11 @@ class CoatAdamW(torch.optim.Optimizer):
         Raises ValueError, before anything is changed, if the state dict does not fit the parameters or comes
         from an optimizer whose steps are others.
         """
-        own = self.layout_options()
-        loaded = {}
-
-        # torch would cast the moments to the parameters' type and hold all of them in FP32 at once:
-        # it gets the parameter groups, with every hook in its place, and the states are loaded here
-        def keep_states(_, incoming):
-            check_loaded(incoming, self.param_groups, self.defaults)
-            loaded.update(incoming)
-            return {**incoming, "state": {}}
-
-        def load_states(_):
-            self.restore_layout_options(own)
-            # states are made anew, by the options that the groups have now
-            self._stepped_with = ()
-            self._say_conversions(self._load_states(loaded))
-
-        hooks = (
-            self.register_load_state_dict_pre_hook(keep_states),
-            self.register_load_state_dict_post_hook(load_states, prepend=True),
-        )
-        try:
+        with loading_states(self):
             super().load_state_dict(state_dict)
-        finally:
-            for hook in hooks:
-                hook.remove()
 
-    def _load_states(self, loaded: dict[str, Any]) -> dict[torch.Tensor, FormatNames]:
-        """Loads the state of every parameter that has one in a state dict. Returns in which formats their
-        moments were stored, without parameters of which `stored_formats` cannot say it."""
-        stored = {}
-        for group, saved in zip(self.param_groups, loaded["param_groups"], strict=True):
-            steps, of_group = steps_of(saved, loaded["state"]), formats_of(saved)
-            for p, index in zip(group["params"], saved["params"], strict=True):
-                if entry := loaded["state"].get(index):
-                    self.state[p] = {**entry, "step": steps[index]}
-                    said = self._layouts.unless_kept(p, group, of_group)
-                    formats = self._load_state(p, group, loaded, index, said)
-                    if formats is not None:
-                        stored[p] = formats
-        return stored
-
-    def _load_state(
-        self, p: torch.Tensor, group: dict[str, Any], loaded: dict[str, Any], index: int, said: FormatNames
-    ) -> FormatNames | None:
-        """Puts into the state of `p`, which holds the loaded entry `index`, tensors of its own.
-
-        said: the formats of its moments, as the parameter group in `loaded` has them.
-        Returns in which formats the moments were stored, as `stored_formats` does.
-        """
-        state = self.state[p]
-        remainder = state.pop("remainder", None)
-        if is_remainder(remainder) and has_remainder(p, group):
-            held = shard_of(remainder, p).to(p.device, torch.int16, copy=True)
-            state["remainder"] = laid_out_like(p, held)
-        moment, all_exact = None, True
-        for name in SECOND_FIRST:
-            layout = self._layouts.layout_of(p, group, name)
-            moment, exact = restored(loaded, index, name, layout, group["group_size"], p, moment)
-            state[name] = laid_out_like(p, moment)
-            self._count_arrival(exact)
-            all_exact = all_exact and exact
-        pair_up(state, p)
-        return stored_formats(loaded, index, p, said, all_exact)
+    # of one parameter; Megatron's optimizer has its own
+    _load_state = load_state
 
     def layout_options(self) -> list[dict[str, Any]]:
         """The options of each parameter group, for `restore_layout_options`."""
@@ -536,14 +469,4 @@ class CoatAdamW(torch.optim.Optimizer):
             for p in self.held_in(index)
             if p in self.state
         }
-        self._say_conversions(stored)
-
-    def _say_conversions(self, stored: dict[torch.Tensor, FormatNames]) -> None:
-        """Says of how many tensors the moments were `stored` in other formats than they are now."""
-        converted: Counter[tuple[FormatNames, FormatNames]] = Counter()
-        for p, old in stored.items():
-            new = tuple(format_of(local(self.state[p][name])) for name in MOMENTS)
-            if old != new:
-                converted[old, new] += self._layouts.tensors_in(p)
-        if converted:
-            self.log(conversions_line(converted), logging.WARNING)
+        say_conversions(self, stored)

@@ -1,0 +1,241 @@
+"""What `CoatAdamW.load_state_dict` does: which state dicts it refuses, and how it takes the others."""
+
+import contextlib
+import logging
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from itertools import chain
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from coat_ds.optim.lines import conversions_line
+from coat_ds.optim.options import (
+    LAYOUT,
+    MOMENTS,
+    SECOND_FIRST,
+    STOCK_SWITCHES,
+    FormatNames,
+    check_options,
+    formats_of,
+    has_remainder,
+)
+from coat_ds.optim.pair import pair_up
+from coat_ds.optim.shards import laid_out_like, local, shard_of
+from coat_ds.optim.state_dict import format_of, restored, stored_formats
+
+if TYPE_CHECKING:
+    from coat_ds.optim.optimizer import CoatAdamW
+
+# the kernels' dither counts no further
+MOST_STEPS = 2**31 - 1
+# what a parameter group of another Adam may ask for, and no step of CoatAdamW does
+REFUSED = {"amsgrad": True, "bias_correction": False, "adam_w_mode": False}
+
+
+@contextlib.contextmanager
+def loading_states(optimizer: "CoatAdamW") -> Iterator[None]:
+    """Has torch's `load_state_dict`, called within, load the parameter groups, with every hook in its place;
+    the states are loaded here. torch would cast moments to the parameters' type and hold all of them in FP32
+    at once.
+
+    Raises ValueError, before anything is changed, for a state dict that `optimizer` cannot load.
+    """
+    own = optimizer.layout_options()
+    loaded: dict[str, Any] = {}
+
+    def keep_states(_, incoming):
+        check_loaded(incoming, optimizer.param_groups, optimizer.defaults)
+        loaded.update(incoming)
+        return {**incoming, "state": {}}
+
+    def load_states(_):
+        optimizer.restore_layout_options(own)
+        # states are made anew, by the options that the groups have now
+        optimizer._stepped_with = ()
+        say_conversions(optimizer, _load_states(optimizer, loaded))
+
+    hooks = (
+        optimizer.register_load_state_dict_pre_hook(keep_states),
+        optimizer.register_load_state_dict_post_hook(load_states, prepend=True),
+    )
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _load_states(optimizer: "CoatAdamW", loaded: dict[str, Any]) -> dict[torch.Tensor, FormatNames]:
+    """Loads the state of every parameter that has one in a state dict. Returns in which formats their
+    moments were stored, without parameters of which `stored_formats` cannot say it."""
+    stored = {}
+    for group, saved in zip(optimizer.param_groups, loaded["param_groups"], strict=True):
+        steps, of_group = _steps_of(saved, loaded["state"]), formats_of(saved)
+        for p, index in zip(group["params"], saved["params"], strict=True):
+            if entry := loaded["state"].get(index):
+                optimizer.state[p] = {**entry, "step": steps[index]}
+                said = optimizer._layouts.unless_kept(p, group, of_group)
+                formats = optimizer._load_state(p, group, loaded, index, said)
+                if formats is not None:
+                    stored[p] = formats
+    return stored
+
+
+def load_state(
+    optimizer: "CoatAdamW",
+    p: torch.Tensor,
+    group: dict[str, Any],
+    loaded: dict[str, Any],
+    index: int,
+    said: FormatNames,
+) -> FormatNames | None:
+    """Puts into the state of `p`, which holds the loaded entry `index`, tensors of its own.
+
+    said: the formats of its moments, as the parameter group in `loaded` has them.
+    Returns in which formats the moments were stored, as `stored_formats` does.
+    """
+    state = optimizer.state[p]
+    remainder = state.pop("remainder", None)
+    if _is_remainder(remainder) and has_remainder(p, group):
+        held = shard_of(remainder, p).to(p.device, torch.int16, copy=True)
+        state["remainder"] = laid_out_like(p, held)
+    moment, all_exact = None, True
+    for name in SECOND_FIRST:
+        layout = optimizer._layouts.layout_of(p, group, name)
+        moment, exact = restored(loaded, index, name, layout, group["group_size"], p, moment)
+        state[name] = laid_out_like(p, moment)
+        optimizer._count_arrival(exact)
+        all_exact = all_exact and exact
+    pair_up(state, p)
+    return stored_formats(loaded, index, p, said, all_exact)
+
+
+def say_conversions(optimizer: "CoatAdamW", stored: Mapping[torch.Tensor, FormatNames]) -> None:
+    """Says of how many tensors the moments were `stored` in other formats than they are now."""
+    converted: Counter[tuple[FormatNames, FormatNames]] = Counter()
+    for p, old in stored.items():
+        new = tuple(format_of(local(optimizer.state[p][name])) for name in MOMENTS)
+        if old != new:
+            converted[old, new] += optimizer._layouts.tensors_in(p)
+    if converted:
+        optimizer.log(conversions_line(converted), logging.WARNING)
+
+
+def check_loaded(state_dict: dict[str, Any], groups: list[dict[str, Any]], defaults: dict[str, Any]) -> None:
+    """Raises ValueError for a state dict that an optimizer of these groups and defaults cannot load."""
+    _check_layout(state_dict)
+    for i, group in enumerate(state_dict["param_groups"]):
+        kept = {k: v for k, v in group.items() if k not in LAYOUT and k not in STOCK_SWITCHES}
+        try:
+            check_options({**defaults, **kept})
+        except ValueError as error:
+            raise ValueError(f"load_state_dict: parameter group {i}: {error}") from None
+    check_groups(state_dict["param_groups"])
+    _check_states(state_dict, groups)
+
+
+def _check_layout(state_dict: dict[str, Any]) -> None:
+    """Raises ValueError for what is no optimizer's state dict."""
+    states, groups = state_dict.get("state"), state_dict.get("param_groups")
+    if not isinstance(states, dict) or not all(isinstance(entry, dict) for entry in states.values()):
+        raise ValueError(
+            f"load_state_dict: expected a dict of states under 'state', found {_said(states)}. Load what "
+            "state_dict() of an optimizer gave."
+        )
+    if not isinstance(groups, list) or not all(isinstance(g, dict) for g in groups):
+        raise ValueError(
+            f"load_state_dict: expected a list of parameter groups under 'param_groups', found "
+            f"{_said(groups)}. Load what state_dict() of an optimizer gave."
+        )
+    for i, group in enumerate(groups):
+        if not isinstance(group.get("params"), list):
+            raise ValueError(
+                f"load_state_dict: parameter group {i} has no list of parameters under 'params', but "
+                f"{_said(group.get('params'))}. Load what state_dict() of an optimizer gave."
+            )
+        if "step" in group:
+            _check_step(group["step"], f"parameter group {i}")
+
+
+def _is_remainder(value: Any) -> bool:
+    """Whether it is one still: other optimizers cast it as they cast moments, and step without it."""
+    return isinstance(value, torch.Tensor) and value.dtype in (torch.int16, torch.int32)
+
+
+def _said(value: Any) -> str:
+    return f"a {type(value).__name__}: {str(value)[:60]}"
+
+
+def _check_step(step: Any, of_what: str) -> None:
+    is_number = isinstance(step, int | float) or (isinstance(step, torch.Tensor) and step.numel() == 1)
+    if not is_number or not (0 <= float(step) <= MOST_STEPS and float(step).is_integer()):
+        raise ValueError(
+            f"load_state_dict: the step of {of_what} is {_said(step)}. Expected a whole number from 0 to "
+            f"{MOST_STEPS}."
+        )
+
+
+def check_groups(groups: list[dict[str, Any]]) -> None:
+    """Raises ValueError for groups of an optimizer that makes other steps than AdamW."""
+    for i, group in enumerate(groups):
+        refused = [k for k, value in REFUSED.items() if k in group and bool(group[k]) == value]
+        if group.get("weight_decay") and not group.get("decoupled_weight_decay", True):
+            refused.append("decoupled_weight_decay")
+        for key in refused:
+            raise ValueError(
+                f"load_state_dict: parameter group {i} has {key}={group[key]!r}, which CoatAdamW does not "
+                "support: its next step would not be the saved optimizer's. Go on with that one, or set the "
+                f"key to {not group[key]} to change it."
+            )
+
+
+def _steps_of(group: dict[str, Any], states: dict[Any, dict[str, Any]]) -> dict[Any, int]:
+    """The steps of each parameter of a saved group.
+
+    FusedAdam takes those of a parameter group to be equal, and counts them in the state of one parameter; in
+    other versions, and in NVIDIA's, in the group.
+    """
+    steps = {index: int(states.get(index, {}).get("step", 0)) for index in group["params"]}
+    if "step" not in group:
+        return steps
+    return dict.fromkeys(steps, max(int(group["step"]), *steps.values(), 0))
+
+
+def _check_states(state_dict: dict[str, Any], groups: list[dict[str, Any]]) -> None:
+    """Raises ValueError for a state that does not fit its parameter, before anything is changed."""
+    saved = state_dict["param_groups"]
+    if [len(g["params"]) for g in saved] != [len(g["params"]) for g in groups]:
+        return  # torch's own message is the one that users know
+    indices = ((index, "step" in g) for g in saved for index in g["params"])
+    params = chain.from_iterable(g["params"] for g in groups)
+    for (index, is_counted), p in zip(indices, params, strict=True):
+        entry = state_dict["state"].get(index)
+        if not entry:
+            continue
+        if "max_exp_avg_sq" in entry:
+            raise ValueError(
+                "load_state_dict: the state is amsgrad's, which CoatAdamW does not support. Go "
+                "on with AdamW, or load a checkpoint without it."
+            )
+        missing = [k for k in (*MOMENTS, *(() if is_counted else ("step",))) if k not in entry]
+        if missing:
+            raise ValueError(
+                f"load_state_dict: the state of parameter {index} has no {', '.join(missing)}, but "
+                f"{', '.join(entry)}. Load the state dict of CoatAdamW or torch.optim.AdamW."
+            )
+        if "step" in entry:
+            _check_step(entry["step"], f"parameter {index}")
+        for name in (*MOMENTS, *(("remainder",) if _is_remainder(entry.get("remainder")) else ())):
+            value = entry[name]
+            is_tensor = isinstance(value, torch.Tensor)
+            if not is_tensor or value.layout is not torch.strided or value.dtype.is_complex:
+                found = f"{value.dtype}, {value.layout}" if is_tensor else _said(value)
+                raise ValueError(
+                    f"load_state_dict: {name} of parameter {index} is {found}. Expected a dense tensor."
+                )
+            if value.shape != p.shape:
+                raise ValueError(
+                    f"load_state_dict: {name} of parameter {index} is {tuple(value.shape)}, the "
+                    f"parameter {tuple(p.shape)}. Load a checkpoint of the same model and the same layout."
+                )
