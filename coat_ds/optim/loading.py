@@ -11,6 +11,7 @@ import torch
 
 from coat_ds.optim.lines import conversions_line
 from coat_ds.optim.options import (
+    FORMATS,
     LAYOUT,
     MOMENTS,
     SECOND_FIRST,
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
 # the kernels' dither counts no further
 MOST_STEPS = 2**31 - 1
 # what a parameter group of another Adam may ask for, and no step of CoatAdamW does
-REFUSED = {"amsgrad": True, "bias_correction": False, "adam_w_mode": False}
+REFUSED = {"amsgrad": True, "bias_correction": False, "adam_w_mode": False, "correct_bias": False}
 
 
 @contextlib.contextmanager
@@ -133,6 +134,14 @@ def check_loaded(state_dict: dict[str, Any], groups: list[dict[str, Any]], defau
             raise ValueError(f"load_state_dict: parameter group {i}: {error}") from None
     check_groups(state_dict["param_groups"])
     _check_states(state_dict, groups)
+    for i, group in enumerate(state_dict["param_groups"]):
+        # all optimizers of torch have foreach; RAdam has AdamW's states, and SGD may have none
+        if "foreach" in group and "amsgrad" not in group:
+            raise ValueError(
+                f"load_state_dict: parameter group {i} is another optimizer's than torch.optim.AdamW, whose "
+                f"groups have amsgrad: found {', '.join(k for k in group if k != 'params')}. Go on with that "
+                "one, or start CoatAdamW without its state dict."
+            )
 
 
 def _check_layout(state_dict: dict[str, Any]) -> None:
@@ -207,9 +216,9 @@ def _check_states(state_dict: dict[str, Any], groups: list[dict[str, Any]]) -> N
     saved = state_dict["param_groups"]
     if [len(g["params"]) for g in saved] != [len(g["params"]) for g in groups]:
         return  # torch's own message is the one that users know
-    indices = ((index, "step" in g) for g in saved for index in g["params"])
+    indices = ((index, g) for g in saved for index in g["params"])
     params = chain.from_iterable(g["params"] for g in groups)
-    for (index, is_counted), p in zip(indices, params, strict=True):
+    for (index, group), p in zip(indices, params, strict=True):
         entry = state_dict["state"].get(index)
         if not entry:
             continue
@@ -218,11 +227,19 @@ def _check_states(state_dict: dict[str, Any], groups: list[dict[str, Any]]) -> N
                 "load_state_dict: the state is amsgrad's, which CoatAdamW does not support. Go "
                 "on with AdamW, or load a checkpoint without it."
             )
-        missing = [k for k in (*MOMENTS, *(() if is_counted else ("step",))) if k not in entry]
+        missing = [k for k in (*MOMENTS, *(() if "step" in group else ("step",))) if k not in entry]
         if missing:
             raise ValueError(
                 f"load_state_dict: the state of parameter {index} has no {', '.join(missing)}, but "
                 f"{', '.join(entry)}. Load the state dict of CoatAdamW or torch.optim.AdamW."
+            )
+        others = [k for k in entry if k not in ("step", *MOMENTS, "remainder")]
+        # beside this optimizer's own states they are somebody's notes
+        if others and not any(name in group for name in FORMATS):
+            raise ValueError(
+                f"load_state_dict: the state of parameter {index} has {', '.join(others)}, which AdamW does "
+                "not have, as states of an optimizer that makes other steps. Go on with that one. Remove "
+                f"{' and '.join(others)} from the state dict if they are notes of your own."
             )
         if "step" in entry:
             _check_step(entry["step"], f"parameter {index}")

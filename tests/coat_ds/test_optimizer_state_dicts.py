@@ -164,7 +164,13 @@ def test_options_that_others_do_not_have_stay(kind):
 
 @pytest.mark.parametrize(
     "key,value",
-    [("amsgrad", True), ("bias_correction", False), ("adam_w_mode", 0), ("decoupled_weight_decay", False)],
+    [
+        ("amsgrad", True),
+        ("bias_correction", False),
+        ("adam_w_mode", 0),
+        ("correct_bias", False),
+        ("decoupled_weight_decay", False),
+    ],
 )
 def test_steps_that_would_be_others_are_refused(key, value):
     params, optimizer = trained()
@@ -176,6 +182,36 @@ def test_steps_that_would_be_others_are_refused(key, value):
         optimizer.load_state_dict(saved)
     assert_equal(before, codes(optimizer))
     assert rates == [g["lr"] for g in optimizer.param_groups]
+
+
+@pytest.mark.parametrize(
+    ("kind", "found"),
+    [
+        (torch.optim.NAdam, "the state of parameter 0 has mu_product"),
+        (torch.optim.Adamax, "the state of parameter 0 has no exp_avg_sq, but step, exp_avg, exp_inf"),
+        (torch.optim.RAdam, "parameter group 0 is another optimizer's .* found lr, betas"),
+        (torch.optim.SGD, "parameter group 0 is another optimizer's .* found lr, momentum"),
+    ],
+)
+def test_other_optimizers_are_refused(kind, found):
+    theirs = parameters()
+    other = kind(theirs, lr=5.0)
+    set_grads(theirs, 0)
+    other.step()
+    params, optimizer = trained()
+    before = codes(optimizer)
+    with pytest.raises(ValueError, match=f"load_state_dict: {found}"):
+        optimizer.load_state_dict(through_file(other.state_dict()))
+    assert_equal(before, codes(optimizer))
+    assert optimizer.param_groups[0]["lr"] == 1e-3
+
+
+def test_notes_in_states_are_kept():
+    params, optimizer = trained()
+    optimizer.state[params[0]]["note"] = 7
+    again = CoatAdamW(parameters(), min_numel=100)
+    again.load_state_dict(through_file(optimizer.state_dict()))
+    assert again.state[again.param_groups[0]["params"][0]]["note"] == 7
 
 
 def test_changed_moments_are_not_forced_into_old_scales():

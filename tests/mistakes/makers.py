@@ -83,12 +83,15 @@ def saved_by_a_smaller_model(folder: Path) -> None:
     trained(300).load_state_dict(trained(200).state_dict())
 
 
-def saved_with_amsgrad(folder: Path) -> None:
-    p = torch.nn.Parameter(torch.zeros(3))
-    stock = torch.optim.AdamW([p], amsgrad=True)
-    p.grad = torch.ones(3)
-    stock.step()
-    CoatAdamW([p]).load_state_dict(stock.state_dict())
+def saved_by(kind: type[torch.optim.Optimizer], **options) -> Callable[[Path], object]:
+    def run(folder: Path) -> None:
+        p = torch.nn.Parameter(torch.zeros(3))
+        other = kind([p], **options)
+        p.grad = torch.ones(3)
+        other.step()
+        CoatAdamW([p]).load_state_dict(other.state_dict())
+
+    return run
 
 
 def stepped(p: torch.nn.Parameter, grad: torch.Tensor) -> None:

@@ -20,8 +20,8 @@ from tests.mistakes.makers import (
     on_an_old_gpu,
     optimizer,
     other_megatron,
+    saved_by,
     saved_by_a_smaller_model,
-    saved_with_amsgrad,
     spec,
     stepped,
 )
@@ -116,8 +116,18 @@ MISTAKES = {
         ),
         Mistake(
             "a checkpoint of AMSGrad",
-            saved_with_amsgrad,
+            saved_by(torch.optim.AdamW, amsgrad=True),
             ("amsgrad=True", "does not support", "Go on with that one"),
+        ),
+        Mistake(
+            "a checkpoint of NAdam",
+            saved_by(torch.optim.NAdam),
+            ("parameter 0 has mu_product", "which AdamW does not have", "Remove mu_product"),
+        ),
+        Mistake(
+            "a checkpoint of RAdam",
+            saved_by(torch.optim.RAdam),
+            ("parameter group 0 is another optimizer's", "found lr, betas", "Go on with that one"),
         ),
     ],
     "Megatron": [
