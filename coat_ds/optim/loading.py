@@ -53,7 +53,7 @@ def loading_states(optimizer: "CoatAdamW") -> Iterator[None]:
     def load_states(_):
         optimizer.restore_layout_options(own)
         # states are made anew, by the options that the groups have now
-        optimizer._stepped_with = ()
+        optimizer._options_at_last_step = ()
         say_conversions(optimizer, _load_states(optimizer, loaded))
 
     hooks = (

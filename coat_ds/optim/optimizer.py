@@ -92,9 +92,9 @@ class CoatAdamW(torch.optim.Optimizer):
 
     # GradScaler then leaves scale and flag to `step`, as attributes grad_scale and found_inf
     _step_supports_amp_scaling = True
+    # these two are not pickled: a copy says and checks anew
     _said_frozen = False
-    # of each parameter group, what `LAYOUT` was at the last step
-    _stepped_with: Sequence[dict[str, Any]] = ()
+    _options_at_last_step: Sequence[dict[str, Any]] = ()
 
     def __init__(
         self,
@@ -178,18 +178,12 @@ class CoatAdamW(torch.optim.Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As in `torch.optim.Optimizer`; the group may set every option that may differ between groups."""
         if isinstance(param_group, dict):
-            of_the_whole = {
-                "keep_fp32": self._layouts.keep_fp32,
-                "checkpoint_layout": self._checkpoint_layout,
-                "seed": self._seed,
-                "compiled": self._compiled,
-                "log": self.log,
-            }
-            check_names(param_group, self.defaults, of_the_whole)
+            check_names(param_group, self.defaults, self._of_the_whole())
             check_options({**self.defaults, **param_group})
         torch.optim.Optimizer.add_param_group(self, param_group)
         group = self.param_groups[-1]
         if self._checkpoint_layout == "compressed" and any(map(is_distributed, group["params"])):
+            del self.param_groups[-1]
             raise ValueError(
                 "CoatAdamW: checkpoint_layout='compressed' cannot be cut for another number of ranks, as "
                 "checkpoints of DTensors are. Take 'stock'."
@@ -259,19 +253,33 @@ class CoatAdamW(torch.optim.Optimizer):
             )
         return loss
 
+    def _of_the_whole(self) -> dict[str, Any]:
+        """The options that no parameter group may have otherwise."""
+        return {
+            "keep_fp32": self._layouts.keep_fp32,
+            "checkpoint_layout": self._checkpoint_layout,
+            "seed": self._seed,
+            "compiled": self._compiled,
+            "log": self.log,
+        }
+
     def _check_changes(self) -> None:
-        """Raises ValueError for values in the parameter groups that are no option, and for changes, since the
-        last step, of what states are made by."""
-        now = [{name: group[name] for name in LAYOUT} for group in self.param_groups]
-        before = self._stepped_with
+        """Raises ValueError where parameter groups have got options, since the last step, that the
+        constructor would refuse, or others of those that states are made by. What every step reads, as the
+        rate, is followed as it is."""
+        of_the_whole = self._of_the_whole()
+        fixed = {*LAYOUT, *STOCK_SWITCHES, *of_the_whole}
+        now = [{k: v if k in fixed else None for k, v in group.items()} for group in self.param_groups]
+        before = self._options_at_last_step
         if now == before:
             return
         for options in now:
-            check_options({**self.defaults, **options})
+            check_names(options, self.defaults, of_the_whole)
+            check_options(self.defaults | {k: v for k, v in options.items() if k in fixed})
         # after a group has come or gone, the others have other places
         if len(now) == len(before):
             check_unchanged(before, now)
-        self._stepped_with = now
+        self._options_at_last_step = now
 
     def init_states(self) -> None:
         """Creates what is missing of the states of all parameters, and encodes plain tensors among them."""

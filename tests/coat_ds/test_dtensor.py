@@ -258,16 +258,18 @@ def check_refused():
     two.grad = two.detach().clone()
     mixed = sharded(build())[2].weight
     mixed.grad = torch.zeros(mixed.shape)
+    late = coat_ds.CoatAdamW([nn.Parameter(torch.ones(4))], checkpoint_layout="compressed")
     for attempt in (
         lambda: coat_ds.CoatAdamW([two], compiled=True).step(),
         lambda: coat_ds.CoatAdamW([mixed]).step(),
         lambda: coat(sharded(build()), checkpoint_layout="compressed"),
+        lambda: late.add_param_group({"params": sharded(build()).parameters()}),
     ):
         try:
             attempt()
         except (TypeError, ValueError) as error:
             said.append(str(error))
-    return said
+    return *said, len(late.param_groups)
 
 
 def start(backend="gloo"):
@@ -397,10 +399,10 @@ def test_stock_checkpoints_both_ways(four, two):
 
 
 def test_refusals(four):
-    elsewhere, mixed, compressed = four[0]["refused"]
+    elsewhere, mixed, compressed, late, groups = four[0]["refused"]
     assert "is a DTensor, its gradient a Tensor" in mixed
     assert "is a TwoTensor, which holds its values elsewhere" in elsewhere
-    assert "Take 'stock'" in compressed
+    assert "Take 'stock'" in compressed and late == compressed and groups == 1
 
 
 def on_gpu(folder):

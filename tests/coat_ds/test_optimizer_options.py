@@ -150,3 +150,48 @@ def test_what_a_step_reads_may_change_in_a_group_to_what_is_an_option():
     # the second group is the first one now
     del optimizer.param_groups[0]
     optimizer.step()
+
+
+@pytest.mark.parametrize("steps", [0, 1])
+@pytest.mark.parametrize(
+    ("name", "value", "said"),
+    [
+        ("amsgrad", True, "amsgrad=True is not supported. Leave it at False"),
+        ("foreach", True, "foreach=True is not supported. Leave it at None"),
+        ("fused", True, "fused=True"),
+        ("differentiable", True, "differentiable=True"),
+        ("bias_correction", False, "bias_correction=False"),
+        ("decoupled_weight_decay", False, "decoupled_weight_decay=False"),
+        ("seed", 4, "seed=4, which is one for the whole optimizer"),
+        ("checkpoint_layout", "compressed", "checkpoint_layout='compressed', which is one for the whole"),
+        ("weight_decy", 0.1, "'weight_decy', which is no option. Did you mean 'weight_decay'"),
+    ],
+)
+def test_what_the_constructor_refuses_is_refused_in_a_group_later(steps, name, value, said):
+    params, optimizer = trained(steps)
+    set_grads(params, 0)
+    before = params[0].detach().clone()
+    (group,) = optimizer.param_groups
+    kept = dict(group)
+    group[name] = value
+    for _ in range(2):
+        with pytest.raises(ValueError, match=said):
+            optimizer.step()
+    assert torch.equal(params[0], before)
+    with pytest.raises(ValueError, match=said):
+        optimizer.add_param_group({"params": parameters(), name: value})
+    group.clear()
+    group |= kept
+    optimizer.step()
+    assert not torch.equal(params[0], before)
+
+
+def test_what_steps_read_and_notes_may_come_and_change():
+    params, optimizer = trained(1)
+    (group,) = optimizer.param_groups
+    group |= {"initial_lr": 1e-3, "note": torch.ones(2), "foreach": False, "maximize": True, "lr": 1e-4}
+    before = params[0].detach().clone()
+    optimizer.step()
+    assert not torch.equal(params[0], before)
+    group["note"] = torch.zeros(3)
+    optimizer.step()

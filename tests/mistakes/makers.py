@@ -94,6 +94,12 @@ def saved_by(kind: type[torch.optim.Optimizer], **options) -> Callable[[Path], o
     return run
 
 
+def foreach_from_now_on(folder: Path) -> None:
+    made = CoatAdamW([torch.nn.Parameter(torch.zeros(3))])
+    made.param_groups[0]["foreach"] = True
+    made.step()
+
+
 def stepped(p: torch.nn.Parameter, grad: torch.Tensor) -> None:
     made = CoatAdamW([p], keep_fp32=())
     p.grad = grad

@@ -12,6 +12,7 @@ from tests.mistakes.makers import (
     converted,
     doctor,
     engine_on_an_old_gpu,
+    foreach_from_now_on,
     grouped_experts,
     in_a_folder,
     layer,
@@ -103,6 +104,11 @@ MISTAKES = {
                 torch.nn.Parameter(torch.zeros(3, dtype=torch.float64)), torch.ones(3, dtype=torch.float64)
             ),
             ("shape (3,)", "torch.float64; expected FP32 or BF16", "FP32 master weights"),
+        ),
+        Mistake(
+            "an option that is not AdamW's, set in a parameter group later",
+            foreach_from_now_on,
+            ("foreach=True is not supported", "Leave it"),
         ),
         Mistake(
             "sparse gradients",
