@@ -65,6 +65,17 @@ def check_tensors(p: torch.Tensor, state: dict[str, Any]) -> None:
                 f"{what} has {name} on {moment.device}. Move the model before the first step, or load the "
                 "optimizer's state dict again."
             )
+    if "remainder" in state:
+        held, own = local(state["remainder"]), local(p)
+        fits = (held.dtype, held.shape, held.device) == (torch.int16, own.shape, own.device)
+        # kernels read it by its address
+        if not (fits and held.is_contiguous()):
+            raise ValueError(
+                f"{what} has a remainder of {held.dtype}, shape {tuple(held.shape)}, strides {held.stride()} "
+                f"on {held.device}; expected a contiguous one of int16, shape {tuple(own.shape)}, on "
+                f"{own.device}. Change it as the parameter, or remove it from the state: the parameter is "
+                "then taken to be the master."
+            )
 
 
 def check_grad_scale(scale: Any) -> None:

@@ -39,7 +39,7 @@ def take_states(packed: dict[str, Any], layout: str) -> dict[str, Any]:
                         ],
                     }
             elif name == "step":
-                state[index][name] = torch.tensor(float(value), dtype=torch.float32)
+                state[index][name] = torch.tensor(float(value), dtype=torch.float32, device="cpu")
             elif name == "remainder" and is_distributed(value):
                 # neither NCCL nor gloo carries int16 from rank to rank
                 state[index][name] = value.to(torch.int32)

@@ -136,6 +136,31 @@ def test_a_parameter_may_change_its_type_or_mode_after_a_step(device, loaded):
         assert ("remainder" in optimizer.state[p]) == (after == torch.bfloat16 and mode == "exact")
 
 
+@pytest.mark.parametrize(
+    ("change", "found"),
+    [
+        (lambda old: old[:50], r"int16, shape \(50, 80\)"),
+        (lambda old: torch.cat([old, torch.zeros(5, 80, device=old.device)]), r"float32, shape \(75, 80\)"),
+        (torch.Tensor.float, r"float32, shape \(70, 80\)"),
+        (lambda old: old.t().contiguous().t(), r"strides \(1, 70\)"),
+    ],
+    ids=["cut", "grown", "float", "transposed"],
+)
+def test_a_remainder_that_does_not_fit_is_refused(device, change, found):
+    """As after one changed the rows of a parameter. On a GPU the kernel reads past its end."""
+    p = torch.nn.Parameter(torch.ones(70, 80, device=device, dtype=torch.bfloat16))
+    optimizer = CoatAdamW([p], **OPTIONS)
+    train([p], optimizer, 1)
+    state, before = optimizer.state[p], p.detach().clone()
+    state["remainder"] = change(state["remainder"])
+    with pytest.raises(ValueError, match=f"{found}.* expected a contiguous one of int16, shape \\(70, 80\\)"):
+        optimizer.step()
+    assert p.equal(before) and state["step"] == 1
+    del state["remainder"]
+    optimizer.step()
+    assert state["remainder"].shape == p.shape
+
+
 def test_small_updates_survive_exact_and_stochastic_but_not_nearest_rounding(device):
     """A hundred updates of a quarter of half a BF16 step: 12.5 steps in all, or none."""
     moved = {}

@@ -71,6 +71,14 @@ def test_state_dict_has_the_stock_layout():
     assert (exponent.shape, exponent.dtype) == ((groups,), torch.uint8)
 
 
+def test_state_dicts_are_on_the_cpu_whatever_the_default_device():
+    _, optimizer = trained()
+    with torch.device("meta"):
+        saved = optimizer.state_dict()
+    assert all(value.device.type == "cpu" for entry in saved["state"].values() for value in entry.values())
+    optimizer.load_state_dict(saved)
+
+
 def test_torch_adamw_goes_on_from_our_state_dict():
     params, optimizer = trained()
     theirs = [torch.nn.Parameter(p.detach().clone()) for p in params]
