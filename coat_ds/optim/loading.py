@@ -4,7 +4,7 @@ import contextlib
 import logging
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from itertools import chain
+from itertools import chain, islice
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -216,7 +216,15 @@ def _check_states(state_dict: dict[str, Any], groups: list[dict[str, Any]]) -> N
     saved = state_dict["param_groups"]
     if [len(g["params"]) for g in saved] != [len(g["params"]) for g in groups]:
         return  # torch's own message is the one that users know
-    indices = ((index, g) for g in saved for index in g["params"])
+    indices = [(index, g) for g in saved for index in g["params"]]
+    known = dict(indices)
+    for index in state_dict["state"]:
+        if index not in known:
+            raise ValueError(
+                f"load_state_dict: there is a state of {index!r}, which no parameter group has: the first of "
+                f"their params are {', '.join(map(repr, islice(known, 3)))}. Use the same keys in both; JSON "
+                "makes strings of numbers."
+            )
     params = chain.from_iterable(g["params"] for g in groups)
     for (index, group), p in zip(indices, params, strict=True):
         entry = state_dict["state"].get(index)
