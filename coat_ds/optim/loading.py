@@ -17,6 +17,7 @@ from coat_ds.optim.options import (
     SECOND_FIRST,
     STOCK_SWITCHES,
     FormatNames,
+    check_names,
     check_options,
     formats_of,
     has_remainder,
@@ -46,6 +47,7 @@ def loading_states(optimizer: "CoatAdamW") -> Iterator[None]:
     loaded: dict[str, Any] = {}
 
     def keep_states(_, incoming):
+        optimizer._check_options()
         check_loaded(incoming, optimizer.param_groups, optimizer.defaults)
         loaded.update(incoming)
         return {**incoming, "state": {}}
@@ -53,7 +55,8 @@ def loading_states(optimizer: "CoatAdamW") -> Iterator[None]:
     def load_states(_):
         optimizer.restore_layout_options(own)
         # states are made anew, by the options that the groups have now
-        optimizer._options_at_last_step = ()
+        optimizer._checked_options = ()
+        optimizer._check_changes()
         say_conversions(optimizer, _load_states(optimizer, loaded))
 
     hooks = (
@@ -129,6 +132,7 @@ def check_loaded(state_dict: dict[str, Any], groups: list[dict[str, Any]], defau
     for i, group in enumerate(state_dict["param_groups"]):
         kept = {k: v for k, v in group.items() if k not in LAYOUT and k not in STOCK_SWITCHES}
         try:
+            check_names(group, defaults, {})
             check_options({**defaults, **kept})
         except ValueError as error:
             raise ValueError(f"load_state_dict: parameter group {i}: {error}") from None

@@ -94,7 +94,8 @@ class CoatAdamW(torch.optim.Optimizer):
     _step_supports_amp_scaling = True
     # these two are not pickled: a copy says and checks anew
     _said_frozen = False
-    _options_at_last_step: Sequence[dict[str, Any]] = ()
+    # `_fixed_options` when states were made or stepped last
+    _checked_options: Sequence[dict[str, Any]] = ()
 
     def __init__(
         self,
@@ -263,26 +264,37 @@ class CoatAdamW(torch.optim.Optimizer):
             "log": self.log,
         }
 
+    def _fixed_options(self) -> list[dict[str, Any]]:
+        """Of each parameter group the options that are checked when they change, and None for those that
+        every step reads, as the rate, and for notes of others."""
+        fixed = {*LAYOUT, *STOCK_SWITCHES, *self._of_the_whole()}
+        return [{k: v if k in fixed else None for k, v in group.items()} for group in self.param_groups]
+
+    def _check_options(self) -> None:
+        """Raises ValueError for options in parameter groups that the constructor would refuse, but for those
+        that every step reads."""
+        for group in self.param_groups:
+            check_names(group, self.defaults, self._of_the_whole())
+            check_options(self.defaults | {k: group[k] for k in (*LAYOUT, *STOCK_SWITCHES) if k in group})
+
     def _check_changes(self) -> None:
-        """Raises ValueError where parameter groups have got options, since the last step, that the
-        constructor would refuse, or others of those that states are made by. What every step reads, as the
-        rate, is followed as it is."""
-        of_the_whole = self._of_the_whole()
-        fixed = {*LAYOUT, *STOCK_SWITCHES, *of_the_whole}
-        now = [{k: v if k in fixed else None for k, v in group.items()} for group in self.param_groups]
-        before = self._options_at_last_step
+        """Raises ValueError where parameter groups have got options, since they were checked, that the
+        constructor would refuse, or others of those that states are made by."""
+        now, before = self._fixed_options(), self._checked_options
         if now == before:
             return
-        for options in now:
-            check_names(options, self.defaults, of_the_whole)
-            check_options(self.defaults | {k: v for k, v in options.items() if k in fixed})
-        # after a group has come or gone, the others have other places
-        if len(now) == len(before):
+        self._check_options()
+        # after a group has gone, the others have other places; those that come are behind them
+        if len(now) >= len(before):
             check_unchanged(before, now)
-        self._options_at_last_step = now
+        self._checked_options = now
 
     def init_states(self) -> None:
-        """Creates what is missing of the states of all parameters, and encodes plain tensors among them."""
+        """Creates what is missing of the states of all parameters, and encodes plain tensors among them.
+
+        Raises ValueError for options in `param_groups` that `step` cannot follow.
+        """
+        self._check_changes()
         for group in self.param_groups:
             for p in group["params"]:
                 if p.requires_grad:
@@ -447,6 +459,7 @@ class CoatAdamW(torch.optim.Optimizer):
         check_groups(self.param_groups)
         for group, own in zip(self.param_groups, options, strict=True):
             group |= {k: v for k, v in own.items() if k in LAYOUT or k in STOCK_SWITCHES or k not in group}
+            group |= {k: v for k, v in self._of_the_whole().items() if k in group}
             # FusedAdam's; here every state counts its own
             group.pop("step", None)
 

@@ -193,7 +193,7 @@ def check_options(options: dict[str, Any]) -> None:
 def check_unchanged(before: Sequence[dict[str, Any]], now: Sequence[dict[str, Any]]) -> None:
     """Raises ValueError for options of parameter groups that their states were made by, and that are others
     now."""
-    for i, (old, new) in enumerate(zip(before, now, strict=True)):
+    for i, (old, new) in enumerate(zip(before, now, strict=False)):
         for name in OF_STATES:
             if old[name] != new[name]:
                 raise ValueError(

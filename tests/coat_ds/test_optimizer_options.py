@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch.distributed.optim import ZeroRedundancyOptimizer
 
 from coat_ds import CoatAdamW
-from tests.coat_ds.optimizers import assert_equal, parameters, set_grads, trained
+from tests.coat_ds.optimizers import assert_equal, codes, parameters, set_grads, trained
 from tests.util import run_distributed
 
 
@@ -152,6 +152,43 @@ def test_what_a_step_reads_may_change_in_a_group_to_what_is_an_option():
     optimizer.step()
 
 
+def loaded(optimizer):
+    optimizer.load_state_dict(optimizer.state_dict())
+
+
+def grown(optimizer):
+    optimizer.add_param_group({"params": parameters()})
+
+
+@pytest.mark.parametrize("steps, do", [(1, loaded), (1, grown), (0, CoatAdamW.init_states)])
+def test_what_states_were_made_by_may_not_change_before_the_next_step(steps, do):
+    params, optimizer = trained(steps)
+    do(optimizer)
+    optimizer.param_groups[0]["group_size"] = 64
+    set_grads(params, 3)
+    with pytest.raises(ValueError, match="group_size of parameter group 0 was 128 .* is 64 now"):
+        optimizer.step()
+
+
+def test_options_of_the_whole_optimizer_are_no_checkpoints():
+    saved = CoatAdamW([{"params": parameters(), "seed": 3}], seed=3).state_dict()
+    params = parameters()
+    optimizer = CoatAdamW(params, seed=4)
+    optimizer.load_state_dict(saved)
+    assert optimizer.param_groups[0]["seed"] == 4
+    set_grads(params, 0)
+    optimizer.step()
+
+
+def test_misspelt_options_of_a_checkpoint_are_errors():
+    params, optimizer = trained()
+    saved = optimizer.state_dict()
+    saved["param_groups"][0]["weight_decy"] = 0.1
+    with pytest.raises(ValueError, match="load_state_dict: parameter group 0: .* mean 'weight_decay'"):
+        optimizer.load_state_dict(saved)
+    assert "weight_decy" not in optimizer.param_groups[0]
+
+
 @pytest.mark.parametrize("steps", [0, 1])
 @pytest.mark.parametrize(
     ("name", "value", "said"),
@@ -180,6 +217,10 @@ def test_what_the_constructor_refuses_is_refused_in_a_group_later(steps, name, v
     assert torch.equal(params[0], before)
     with pytest.raises(ValueError, match=said):
         optimizer.add_param_group({"params": parameters(), name: value})
+    states = codes(optimizer) if steps else []
+    with pytest.raises(ValueError, match=said):
+        optimizer.load_state_dict(optimizer.state_dict())
+    assert_equal(codes(optimizer) if steps else [], states)
     group.clear()
     group |= kept
     optimizer.step()
