@@ -39,9 +39,10 @@ def check_tensors(p: torch.Tensor, state: dict[str, Any]) -> None:
             "torch.nn.Embedding(sparse=False)."
         )
     if p.dtype not in PARAM_DTYPES:
-        raise TypeError(
-            f"{what} is {p.dtype}; expected FP32 or BF16. Give the optimizer FP32 master weights."
-        )
+        way_out = "Give the optimizer FP32 master weights."
+        if p.is_complex():
+            way_out = "Make torch.view_as_real of it the parameter, and in forward view_as_complex of that."
+        raise TypeError(f"{what} is {p.dtype}; expected FP32 or BF16. {way_out}")
     if grad.dtype not in GRAD_DTYPES:
         raise TypeError(f"{what} has a {grad.dtype} gradient; expected FP32, BF16 or FP16. Cast it first.")
     if grad.shape != p.shape or grad.device != p.device:
