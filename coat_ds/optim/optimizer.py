@@ -177,7 +177,10 @@ class CoatAdamW(torch.optim.Optimizer):
         torch.optim.Optimizer.__setstate__(self, state)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As in `torch.optim.Optimizer`; the group may set every option that may differ between groups."""
+        """As in `torch.optim.Optimizer`; the group may set every option that may differ between groups.
+
+        Raises ValueError, and adds nothing, for options that the constructor would refuse.
+        """
         if isinstance(param_group, dict):
             check_names(param_group, self.defaults, self._of_the_whole())
             check_options({**self.defaults, **param_group})
