@@ -1,7 +1,7 @@
 """How systems compare on a GPU, the largest micro-batch of each, and the fastest that fits."""
 
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from coat_ds.plan.errors import PlanError
@@ -80,7 +80,7 @@ def compare(
 
 
 def fastest(
-    sizes: Sizes, layouts: Iterable[Layout], systems: Iterable[System], gpu: Gpu, limit: float, grow: bool
+    sizes: Sizes, layouts: Sequence[Layout], systems: Iterable[System], gpu: Gpu, limit: float, grow: bool
 ) -> Choice:
     """The system, layout and, if it may `grow`, micro-batch of most tokens a second within `limit` bytes.
 
@@ -111,13 +111,30 @@ def fastest(
         elif nearest is None or total < nearest.prediction.peak.total:
             nearest = choice
     if not found:
+        layout = nearest.layout
+        stage = f" at stage {layout.stage}" if layout.host == "deepspeed" else ""
         raise PlanError(
-            f"fit: nothing fits into {limit / 1e9:.1f} GB: {nearest.system.name} at stage "
-            f"{nearest.layout.stage} takes {nearest.prediction.peak.total / 1e9:.1f} GB with a micro-batch "
-            f"of {nearest.layout.micro_batch}. Give more GPUs, a tensor parallel size or shorter sequences."
+            f"fit: nothing fits into {limit / 1e9:.1f} GB: {nearest.system.name}{stage} takes "
+            f"{nearest.prediction.peak.total / 1e9:.1f} GB with a micro-batch of {layout.micro_batch}. Give "
+            f"{_ways_out(layout, layouts)}."
         )
     most = max(choice.tokens_per_second for choice in found)
     return next(choice for choice in found if choice.tokens_per_second >= (1 - SAME_SPEED) * most)
+
+
+def _ways_out(layout: Layout, tried: Sequence[Layout]) -> str:
+    """What would take less than `layout`, the cheapest first."""
+    ways = []
+    if layout.micro_batch > 1:
+        ways.append("a smaller micro-batch")
+    # what divides states and weights over data-parallel ranks
+    if layout.data > 1 and layout.host == "megatron" and layout.stage == 0:
+        ways.append("--use-distributed-optimizer")
+    zero3_goes = layout.host == "deepspeed" and layout.pipeline == 1
+    if layout.data > 1 and zero3_goes and all(other.stage < 3 for other in tried):
+        ways.append("ZeRO's stage 3")
+    ways += ["more GPUs", "a tensor parallel size"]
+    return f"{', '.join(ways)} or shorter sequences"
 
 
 def deepspeed_json(choice: Choice, base: dict | None = None) -> dict:

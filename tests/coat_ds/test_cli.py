@@ -177,6 +177,23 @@ def test_sizes_of_memory_have_their_units(capsys):
         assert plain(capsys, "plan", *SHAPE, "--memory", text)["limit_bytes"] == size
 
 
+def test_what_does_not_fit_is_told_what_helps(capsys):
+    """First what costs no GPU: of what was fixed by options, and not where it helps nobody."""
+    llama = ("plan", *SHAPE, "--fit", "12GB", "--gpus", "8")
+    told = said(capsys, *llama, "--stage", "2", code=2)
+    assert "COAT, offload at stage 2 takes" in told and "Give ZeRO's stage 3, more GPUs, a" in told
+    assert plain(capsys, *llama)["recommended"]["stage"] == 3
+    for one in (("--gpus", "1", "--stage", "2"), ("--pipeline", "2"), ("--fit", "5GB")):
+        assert "micro-batch of 1. Give more GPUs" in said(capsys, *llama, *one, code=2)
+    told = said(capsys, *llama, "--micro-batch", "100", code=2)
+    assert "micro-batch of 100. Give a smaller micro-batch, more GPUs" in told
+    words = "--megatron --num-layers 32 --hidden-size 4096 --num-attention-heads 32 --vocab-size 32000"
+    words = [*words.split(), "--seq-length", "2048", "--micro-batch-size", "1"]
+    told = said(capsys, "plan", "--gpus", "8", "--fit", "50GB", *words, code=2)
+    assert "COAT, recompute takes" in told and "Give --use-distributed-optimizer, more GPUs" in told
+    assert said(capsys, "plan", "--gpus", "8", "--fit", "50GB", *words, "--use-distributed-optimizer")
+
+
 def test_megatrons_arguments(capsys):
     words = (
         "--num-layers 8 --hidden-size 2048 --ffn-hidden-size 5632 --num-attention-heads 16 --seq-length 2048"
