@@ -24,6 +24,7 @@ from megatron.core.optimizer import ChainedOptimizer, MegatronOptimizer
 from megatron.core.utils import log_single_rank
 
 from coat_ds.config import CoatConfigError, WatchConfig
+from coat_ds.layers.inventory import layers_of
 from coat_ds.optim.optimizer import CoatAdamW
 from coat_ds.patches import Patch
 from coat_ds.watch.outs import writer
@@ -58,6 +59,8 @@ LOAD = _patch(
     parameters=("state_dict",),
 )
 KEY = "coat_watch"
+# an attribute of a model whose layers the log has counted
+SAID = "coat_layers_said"
 
 
 class ModelChunks(torch.nn.Module):
@@ -99,7 +102,7 @@ def watch_optimizer(chain: ChainedOptimizer, config: WatchConfig) -> Watch | Non
 
     Call it on every rank. A chain that `install` has seen itself is watched already.
     """
-    chunks = list(dict.fromkeys(itertools.chain.from_iterable(map(_chunks_of, chain.chained_optimizers))))
+    chunks = _chunks_of_chain(chain)
     if not chunks or not config.every:
         return None
     from .optimizer import MegatronAdamW, linked
@@ -197,6 +200,10 @@ def _shares_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
     return a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()
 
 
+def _chunks_of_chain(chain: ChainedOptimizer) -> list[torch.nn.Module]:
+    return list(dict.fromkeys(itertools.chain.from_iterable(map(_chunks_of, chain.chained_optimizers))))
+
+
 def _chunks_of(part: MegatronOptimizer) -> Iterator[torch.nn.Module]:
     for inner in getattr(part, "chained_optimizers", ()):
         yield from _chunks_of(inner)
@@ -274,8 +281,18 @@ def _chaining(init: Callable) -> Callable:
             if not given and (line := options.idle_optimizer()) is not None:
                 _say(line, logging.WARNING)
             self.coat_watch = watch_optimizer(self, (given or [options.coat_config()])[0].watch)
+            _say_layers(_chunks_of_chain(self))
 
     return coat_init
+
+
+def _say_layers(chunks: list[torch.nn.Module]) -> None:
+    """One line of what the layers of this rank do, as DeepSpeed's engines say it, where any is ours; once,
+    though Megatron may chain the optimizers of a model anew."""
+    layers = layers_of(whole_model(chunks), "Megatron's own")
+    if layers.made and not hasattr(chunks[0], SAID):
+        setattr(chunks[0], SAID, True)
+        _say(f"COAT: {layers.summary()}", logging.INFO)
 
 
 def installed() -> bool:

@@ -132,6 +132,28 @@ def test_keys_of_what_the_spec_does_not_bring_are_named(megatron, file, caplog):
         build(sdpa_layer_spec)
 
 
+def test_layers_are_counted_in_the_log(megatron, file, caplog):
+    """Whatever module the spec is from; Megatron's own layers are not."""
+    from megatron_ext import optimizer, watch
+    from tests.megatron_ext.test_optimizer import Trainer
+
+    optimizer.uninstall()
+    watch.install()
+    for install in (optimizer.uninstall, lambda: optimizer.install(options.coat_config())):
+        install()
+        watch.install()
+        for layers in ("sdpa", "coat"):
+            caplog.clear()
+            with cpu.no_cuda():
+                Trainer("plain", layers)
+            found = [line for line in caplog.messages if "linear layers in FP8" in line]
+            assert len(found) == (layers == "coat")
+    assert found[0].startswith("COAT: 8 of 9 linear layers in FP8; 8 linear layers multiply in e4m3, ")
+    assert "left as they are 1 (output_layer): " in found[0]
+    optimizer.uninstall()
+    watch.uninstall()
+
+
 def test_a_rank_without_parameters_names_no_keys_of_its_optimizer(megatron, file, caplog):
     from megatron.core.optimizer import ChainedOptimizer, OptimizerConfig
     from megatron.core.optimizer.optimizer import FP32Optimizer
