@@ -37,9 +37,12 @@ def run(arguments: argparse.Namespace) -> int:
     try:
         readings = read(arguments.run)
     except FileNotFoundError:
+        way_out = "Name the folder that coat.watch.folder names; without it a run writes no readings."
+        # `coat train` writes into a folder of its output
+        if beneath := sorted(str(path.parent) for path in Path(arguments.run).glob(f"*/{FILE}")):
+            way_out = f"Name {' or '.join(beneath)}."
         raise CoatConfigError(
-            f"RUN: expected a folder with {FILE}, found none in {arguments.run!r}. Name the folder that "
-            "coat.watch.folder names; without it a run writes no readings."
+            f"RUN: expected a folder with {FILE}, found none in {arguments.run!r}. {way_out}"
         ) from None
     except OSError as error:
         raise CoatConfigError(

@@ -26,6 +26,13 @@ def settings(tmp_path, kind="torchrun", **variables) -> Settings:
     return Settings.from_environment(kind, {"OUTPUT": str(tmp_path), "GPUS_PER_NODE": "1", **variables})
 
 
+def test_the_slurm_script_says_how_it_is_started():
+    env = {name: value for name, value in os.environ.items() if not name.startswith("SLURM")}
+    words = ["bash", str(ROOT / "launch/slurm.sbatch"), "--dry-run"]
+    done = subprocess.run(words, env=env, capture_output=True, text=True)
+    assert done.returncode and "SLURM_JOB_ID: expected a Slurm job, found none. Start" in done.stderr
+
+
 @pytest.mark.parametrize(
     "variables, message",
     [

@@ -59,6 +59,10 @@ def test_the_command_as_json_and_elsewhere(run, tmp_path, capsys):
     assert cli.main(["watch", str(run / "watch.jsonl"), "--pictures", str(tmp_path / "new")]) == 0
     assert sorted(p.name for p in (tmp_path / "new").iterdir()) == ["errors.png", "memory.png"]
     assert not (run / "errors.png").exists()
+    # the output of `coat train`, which has the run's folder in it
+    assert cli.main(["watch", str(run.parent)]) == 2
+    error = capsys.readouterr().err
+    assert error.endswith(f"found none in {str(run.parent)!r}. Name {run}.\n")
 
 
 def refused(folder):
