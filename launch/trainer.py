@@ -32,6 +32,8 @@ from coat_launch.process_group import start_process_group
 
 # the first steps allocate and warm caches up
 WARM_STEPS = 3
+# of what a checkpoint says of its data, the key that is no option
+TOKENS = "training tokens"
 
 
 class Stopped(Exception):
@@ -309,7 +311,7 @@ class Trainer:
             "seed": self.args.seed,
             "seq-length": self.args.seq_length,
             "global-batch-size": self.global_batch_size,
-            "training tokens": self.corpus.train.num_tokens,
+            TOKENS: self.corpus.train.num_tokens,
         }
 
     @property
@@ -355,9 +357,10 @@ class Trainer:
                 raise ValueError(f"the files are of step {self.step}")
         for key, value in now.items():
             if data[key] != value:
+                given = f"--{key} {data[key]}" if key != TOKENS else "the --data and --tokenizer of that run"
                 raise LaunchError(
                     f"--load {checkpoint.path}: the checkpoint was made with {key} {data[key]}, found "
-                    f"{value}: the data would not go on where they stopped"
+                    f"{value}: the data would not go on where they stopped. Give {given}"
                 )
         if self.is_main:
             print(f"{self.run}: going on from {checkpoint.path}", flush=True)

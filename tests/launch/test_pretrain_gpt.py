@@ -116,6 +116,10 @@ def test_save_and_resume(tmp_path):
 
     done = forked(tmp_path, *arguments, "--load", "--seed", 5)
     assert done.returncode == 1 and "made with seed 1234, found 5" in done.stderr
+    assert done.stderr.rstrip().endswith("Give --seed 1234")
+    (tmp_path / "other.txt").write_text(9999 * "other text ")
+    done = forked(tmp_path, *arguments, "--load", "--data", tmp_path / "other.txt")
+    assert done.returncode == 1 and "Give the --data and --tokenizer of that run" in done.stderr
     assert "Traceback" not in done.stderr
     done = forked(tmp_path, "--steps", 6, "--load", tmp_path)
     assert done.returncode == 1 and f"error: --load {tmp_path}: no checkpoint there" in done.stderr
