@@ -59,11 +59,12 @@ def first_found(module: nn.Module, find: Callable[[Place], T | None]) -> T | Non
 
 def shadow(module: nn.Module, parameters: dict | None = None, children: dict | None = None) -> nn.Module:
     """A module like `module`, with other parameters and children and without hooks. It trains: a model that
-    was just loaded does not, and hides its dropout."""
+    was just loaded does not, and hides its dropout. It has buffers of its own, into which it counts, as
+    BatchNorm does."""
     like = object.__new__(type(module))
     like.__dict__.update({**module.__dict__, **nn.Module().__dict__})
     like._parameters = dict(parameters or {})
-    like._buffers = dict(module._buffers)
+    like._buffers = _copied(module._buffers)
     children = module._modules if children is None else children
     like._modules = {name: child and _training(child) for name, child in children.items()}
     if "gradient_checkpointing" in like.__dict__:
@@ -75,13 +76,16 @@ def shadow(module: nn.Module, parameters: dict | None = None, children: dict | N
 
 
 def _training(module: nn.Module) -> nn.Module:
-    """`module`, or where it does not train, a copy of it that does."""
-    if module.training:
-        return module
+    """A copy of `module` that trains, with buffers of its own."""
     copied = copy.copy(module)
     copied.__dict__["training"] = True
+    copied._buffers = _copied(module._buffers)
     copied._modules = {name: child and _training(child) for name, child in module._modules.items()}
     return copied
+
+
+def _copied(buffers: dict) -> dict:
+    return {name: None if buffer is None else buffer.clone() for name, buffer in buffers.items()}
 
 
 def run(module: nn.Module, x: torch.Tensor) -> torch.Tensor | None:
@@ -154,14 +158,15 @@ def _norm_form(module: nn.Module, eps: float, place: Place) -> NormForm | None:
     w, b = 1 + place.numbers(h, seed=1) / 4, place.numbers(h, seed=2)
     parameters = {"weight": nn.Parameter(w), "bias": None if bias is None else nn.Parameter(b)}
     like = shadow(module, {name: parameters[name] for name in module._parameters})
-    # in the second row, eps is half of what is under the root
-    x = place.numbers(2, h, seed=3)
-    x[1] *= eps**0.5
+    # in the second row, eps is half of what is under the root. Three dimensions tell the last one from that
+    # of channels, over which GroupNorm of one group norms
+    x = place.numbers(1, 2, h, seed=3)
+    x[:, 1] *= eps**0.5
     y = run(like, x)
     x, w, b = x.double(), w.double(), 0 if bias is None else b.double()
     for layer_norm in (False, True):
-        c = x - x.mean(1, keepdim=True) if layer_norm else x
-        normed = c * torch.rsqrt(c.square().mean(1, keepdim=True) + eps)
+        c = x - x.mean(-1, keepdim=True) if layer_norm else x
+        normed = c * torch.rsqrt(c.square().mean(-1, keepdim=True) + eps)
         for zero_centered in (False, True):
             expected = normed * (w + 1 if zero_centered else w) + b
             # the kernels add a bias to a LayerNorm alone

@@ -91,6 +91,8 @@ def norms():
         (Shifted(32), None),
         (nn.LayerNorm(32, elementwise_affine=False), None),
         (nn.GroupNorm(4, 32), None),
+        # over channels and what is behind them, which of two dimensions is the last one
+        (nn.GroupNorm(1, 32), None),
         (nn.BatchNorm1d(32), None),
     ]
 
@@ -186,6 +188,15 @@ def test_probing_leaves_the_generators_alone():
     state = torch.get_rng_state()
     assert probe.gated_form(gated) and probe.norm_form(nn.LayerNorm(32)) and probe.is_product(linear, False)
     assert torch.get_rng_state().equal(state)
+
+
+def test_probing_leaves_what_batches_were_like_alone():
+    """A norm by itself, and one in a module that could be a feed-forward layer, of a model that trains."""
+    inner = nn.Sequential(nn.BatchNorm1d(48), nn.SiLU())
+    model = nn.Sequential(nn.BatchNorm1d(32), Gated(32, 48, lambda m, x: m.w2(m.act(m.w1(x))), inner))
+    before = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    coat_ds.convert(model)
+    assert all(buffer.equal(before[name]) for name, buffer in model.named_buffers())
 
 
 @pytest.mark.parametrize("rate", [0.1, 0.0])
