@@ -98,7 +98,9 @@ class _Experts(Replaced):
         """Expert parallel layers hand out experts that a rank does not have; tensor parallel ones hold a part
         of each. The kernels do not call an activation that somebody watches."""
         module = self.module
-        if self.function is not None and is_watched(module.act_fn):
+        # LFM2's is a function, which has no hooks; GPT-OSS's layer has none
+        act = getattr(module, "act_fn", None)
+        if self.function is not None and isinstance(act, torch.nn.Module) and is_watched(act):
             return False
         whole = not getattr(module, "_is_expert_parallel", False)
         whole = whole and is_plain(module.gate_up_proj) and is_plain(module.down_proj)

@@ -128,6 +128,22 @@ def test_activations_of_experts_that_somebody_watches(count):
     assert seen and not y.any()
 
 
+@pytest.mark.parametrize("count", [4, 20])
+def test_experts_whose_activation_is_a_function(count):
+    """LFM2's, as if it were a module."""
+    sizes = {"num_experts": count, "moe_intermediate_size": 32, "num_dense_layers": 0}
+    found, chosen = [], torch.arange(64).view(64, 1) % count
+    for act in (torch.nn.functional.silu, torch.nn.SiLU()):
+        model = build("Lfm2Moe", **sizes, layer_types=["full_attention"])
+        experts = model.model.layers[0].feed_forward.experts
+        experts.act_fn = act
+        name = "model.layers.0.feed_forward.experts"
+        assert coat_ds.conversion_of(coat_ds.convert(model)).converted["feed_forward"] == [name]
+        x = torch.randn(64, 64, generator=torch.Generator().manual_seed(1)).bfloat16()
+        found.append(experts(x, chosen, torch.ones(64, 1, dtype=torch.bfloat16)))
+    assert found[0].any() and found[0].equal(found[1])
+
+
 def test_attention_is_dropped_out_while_a_model_trains():
     model = coat_ds.convert(build("Llama", attention_dropout=0.5))
     ids = torch.arange(48).view(2, 24)
