@@ -92,16 +92,18 @@ class _Experts(Replaced):
     def __init__(self, module: torch.nn.Module, activations: ActivationsConfig):
         super().__init__(module, activations)
         self.function = _kind(module)
+        # a function in LFM2's; GPT-OSS's layer has none
+        self.act = getattr(module, "act_fn", None)
         self.kept = {"group_size": activations.group_size, "saved_format": activations.saved_format}
 
     def takes(self, x: torch.Tensor) -> bool:
         """Expert parallel layers hand out experts that a rank does not have; tensor parallel ones hold a part
-        of each. The kernels do not call an activation that somebody watches."""
-        module = self.module
-        # LFM2's is a function, which has no hooks; GPT-OSS's layer has none
-        act = getattr(module, "act_fn", None)
-        if self.function is not None and isinstance(act, torch.nn.Module) and is_watched(act):
-            return False
+        of each. The kernels call no activation, such as one that somebody watches or has put in its place."""
+        module, act = self.module, self.act
+        if self.function is not None:
+            watched = isinstance(act, torch.nn.Module) and is_watched(act)
+            if watched or getattr(module, "act_fn", None) is not act:
+                return False
         whole = not getattr(module, "_is_expert_parallel", False)
         whole = whole and is_plain(module.gate_up_proj) and is_plain(module.down_proj)
         return whole and x.numel() > 0 and super().takes(x)

@@ -129,6 +129,17 @@ def test_activations_of_experts_that_somebody_watches(count):
 
 
 @pytest.mark.parametrize("count", [4, 20])
+def test_activations_of_experts_that_are_put_in_place_later(count):
+    experts = coat_ds.convert(build("Mixtral", num_local_experts=count)).model.layers[0].mlp.experts
+    for copied in (experts, copy.deepcopy(experts)):
+        chosen, x = torch.arange(64).view(64, 1) % count, torch.randn(64, 64).bfloat16()
+        weights = torch.ones(64, 1, dtype=torch.bfloat16)
+        assert copied(x, chosen, weights).any()
+        copied.act_fn = torch.nn.Threshold(1e9, 0.0)
+        assert not copied(x, chosen, weights).any()
+
+
+@pytest.mark.parametrize("count", [4, 20])
 def test_experts_whose_activation_is_a_function(count):
     """LFM2's, as if it were a module."""
     sizes = {"num_experts": count, "moe_intermediate_size": 32, "num_dense_layers": 0}
