@@ -39,16 +39,14 @@ def small_models(results: Results) -> str:
 def evaluation(results: Results) -> str:
     lines, titles = [], {"llama3-8b": "Llama-3-8B", "qwen3-0.6b": "Qwen3-0.6B"}
     for shape, title in titles.items():
-        # tests ran beside the newer measurement, on other GPUs: of single tokens, which wait for the CPU, the
-        # older holds
-        for file, gpu in (("evaluation_h100.csv", "one H100"), ("evaluation.csv", "one H200")):
+        # tests ran beside the newer measurement: of single tokens, which wait for the CPU, the older holds
+        for file, figure, what in (
+            ("evaluation_h100.csv", "ms", "{tokens:,.0f} tokens, one H100"),
+            ("evaluation.csv", "ms_next_token", "one more token for each of {rows:.0f} sequences, one H200"),
+        ):
             rows = {row["system"]: row for row in results.rows(file, shape=shape)}
             found = [rows[system] for system in ("BF16", "COAT", "COAT, stock in evaluation")]
-            first = found[0]
-            what, figure = f"{first['tokens']:,.0f} tokens", "ms"
-            if file == "evaluation.csv":
-                what, figure = f"one more token for each of {first['rows']:.0f} sequences", "ms_next_token"
-            name = f"{first['layers']} layers of {title}, {what}, {gpu}"
+            name = f"{found[0]['layers']} layers of {title}, {what.format(**found[0])}"
             lines.append([name, *(f"{row[figure]:.1f}" for row in found)])
     return table(["without gradients: ms", "BF16", "COAT", 'COAT, "stock"'], *lines)
 

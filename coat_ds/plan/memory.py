@@ -43,6 +43,7 @@ A step's moments, beside what is held, saved activations and ZeRO-3's gathered w
 """
 
 import dataclasses
+from collections.abc import Iterable, Iterator, Sequence, Sized
 from dataclasses import dataclass
 
 from coat_ds.plan.experts import Experts, saved_by_megatron, saved_by_transformers
@@ -337,15 +338,21 @@ class _Stage:
         return self.layout.stage == 3 and self.layout.data > 1
 
     def _forward_of_stage_3(self, held: dict) -> Memory:
+        saved, replayed = self._saved_now(), self._gathered()
         # behind the embedding
-        replayed, start = self._gathered(), 1
-        moments = []
-        for layer, modules in enumerate(map(len, self._gathered_together())):
-            most = max(map(self._gathered_bytes, replayed[start : start + modules]))
-            start += modules
-            saved = self._saved_now() * (layer + 1) / self.layers
-            moments.append(self._at("forward", held, saved=saved, gathered=most))
+        gathered = self._most_gathered(self._gathered_together(), replayed[1:])
+        moments = [
+            self._at("forward", held, saved=saved * (layer + 1) / self.layers, gathered=most)
+            for layer, most in enumerate(gathered)
+        ]
         return max(moments, key=lambda memory: memory.total)
+
+    def _most_gathered(self, layers: Iterable[Sized], replayed: Sequence[Gathered]) -> Iterator[float]:
+        """Bytes while each of these layers runs, whose modules are the first that are replayed."""
+        start = 0
+        for modules in map(len, layers):
+            yield max(map(self._gathered_bytes, replayed[start : start + modules]))
+            start += modules
 
     def _loss(self, held: dict) -> Memory:
         keeps, forward, backward = self._head()
@@ -451,11 +458,9 @@ class _Stage:
     def _layers_of_stage_3(self, held: dict, saved: float, temporaries: float) -> Memory:
         replayed = self._gathered()
         # behind the head and the last norm
-        start = len(replayed) // 2 + 2
+        behind = replayed[len(replayed) // 2 + 2 :]
         moments = []
-        for layer, modules in enumerate(map(len, reversed(self._gathered_together()))):
-            most = max(map(self._gathered_bytes, replayed[start : start + modules]))
-            start += modules
+        for layer, most in enumerate(self._most_gathered(reversed(self._gathered_together()), behind)):
             left = saved * (self.layers - layer) / self.layers
             moments.append(self._at("layers", held, saved=left, gathered=most, temporaries=temporaries))
         return max(moments, key=lambda memory: memory.total)

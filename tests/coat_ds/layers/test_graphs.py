@@ -17,6 +17,16 @@ from coat_ds.watch.watch import Watch
 from coat_kernels.graphs import GRAPHED_WORK, PAID_OFF, WARM_UP, Constant, Graphs, Recording
 
 ROWS, TOKENS, STEPS = 2, 64, 14
+# families, and activations of the block
+VARIANTS = {
+    "llama": ("llama", {}),
+    "biases": ("qwen2", {}),
+    "head norms": ("qwen3", {}),
+    "cached": ("llama", {"weight_cache": "fp8"}),
+    "8-bit": ("llama", {"attention_format": "sqrt8"}),
+    "recomputed": ("llama", {"attention_format": "recompute"}),
+    "head norms, recomputed": ("qwen3", {"attention_format": "recompute"}),
+}
 
 on_gpu = pytest.mark.gpu
 
@@ -87,22 +97,10 @@ def trained_alike(models, steps=STEPS, how=lambda number: {}):
 
 
 @on_gpu
-@pytest.mark.parametrize(
-    "name, activations",
-    [
-        ("llama", {}),
-        ("qwen2", {}),
-        ("qwen3", {}),
-        ("llama", {"weight_cache": "fp8"}),
-        ("llama", {"attention_format": "sqrt8"}),
-        ("llama", {"attention_format": "recompute"}),
-        ("qwen3", {"attention_format": "recompute"}),
-    ],
-    ids=["llama", "biases", "head norms", "cached", "8-bit", "recomputed", "head norms, recomputed"],
-)
+@pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("padded", [False, True], ids=["whole", "padded"])
-def test_replays_train_as_launches_do(name, activations, padded):
-    models = [converted(graphs, name, activations) for graphs in (True, False)]
+def test_replays_train_as_launches_do(variant, padded):
+    models = [converted(graphs, *VARIANTS[variant]) for graphs in (True, False)]
     trained_alike(models, how=lambda number: {"padding": (1 + number % 7) * padded})
     assert counts(models[0]) == [1] * LAYERS and counts(models[1]) == [0] * LAYERS
 
@@ -433,22 +431,11 @@ def test_where_graphs_are_taken_by_themselves():
 
 
 @on_gpu
-@pytest.mark.parametrize(
-    "name, activations",
-    [
-        ("llama", {}),
-        ("qwen2", {}),
-        ("qwen3", {}),
-        ("llama", {"weight_cache": "fp8"}),
-        ("llama", {"attention_format": "sqrt8"}),
-        ("qwen3", {"attention_format": "recompute"}),
-    ],
-    ids=["llama", "biases", "head norms", "cached", "8-bit", "head norms, recomputed"],
-)
+@pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("padded", [False, True], ids=["whole", "padded"])
-def test_replays_evaluate_as_launches_do(name, activations, padded):
+def test_replays_evaluate_as_launches_do(variant, padded):
     """Steps in between change weights and scales, and have graphs of their own."""
-    models = [converted(graphs, name, activations) for graphs in (True, False)]
+    models = [converted(graphs, *VARIANTS[variant]) for graphs in (True, False)]
     optimizers = [torch.optim.AdamW(model.parameters(), lr=1e-2) for model in models]
     for number in range(STEPS):
         how = {"padding": (1 + number % 7) * padded}
