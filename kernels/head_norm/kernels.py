@@ -31,7 +31,7 @@ def head_norm_forward_kernel(p_x, p_weight, p_cos, p_sin, p_y, p_codes, p_expone
                              ZERO_CENTERED: tl.constexpr, TURNS: tl.constexpr, ROOTS: tl.constexpr,
                              EVEN: tl.constexpr, ROWS: tl.constexpr, H: tl.constexpr,
                              G: tl.constexpr):  # fmt: skip
-    """Writes y, and what is saved where asked for."""
+    """Writes y and what is saved."""
     o_row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     o_d = tl.arange(0, H)
     m_d = o_d < d
@@ -50,9 +50,8 @@ def head_norm_forward_kernel(p_x, p_weight, p_cos, p_sin, p_y, p_codes, p_expone
         b_cos, b_sin = load_tile(p_cos, o_table, m_x, not EVEN), load_tile(p_sin, o_table, m_x, not EVEN)
         b_y = b_y * b_cos + b_partner * b_sin
     store_tile(p_y, o_x, cast(b_y, p_y.dtype.element_ty), m_x, not EVEN)
-    if p_codes is not None:
-        tl.store(p_rstd + o_row, b_rstd, mask=o_row < rows)
-        store_group_tile(b_x, p_codes, p_exponent, o_row, 0, rows, d, d, groups, ROOTS, G, EVEN)
+    tl.store(p_rstd + o_row, b_rstd, mask=o_row < rows)
+    store_group_tile(b_x, p_codes, p_exponent, o_row, 0, rows, d, d, groups, ROOTS, G, EVEN)
 
 
 @PreparedKernel
@@ -95,13 +94,13 @@ def head_norm_backward_kernel(p_grad_y, p_codes, p_exponent, p_rstd, p_weight, p
 
 
 def head_norm_forward_triton(
-    x, weight, cos, sin, eps: float, zero_centered: bool, group_size: int, keep: str | None
+    x, weight, cos, sin, eps: float, zero_centered: bool, group_size: int, keep: str
 ):
     """`head_norm_forward_reference` as a kernel; `x` is contiguous."""
     s, b, heads, d = x.shape
     rows = x.view(-1, d)
     tile, tiles, groups, even = row_tiles(*rows.shape, group_size, FORWARD_TILE, FORWARD_ELEMENTS)
-    q, rstd = empty_kept(rows, group_size, keep) if keep else (None, None)
+    q, rstd = empty_kept(rows, group_size, keep)
     y = torch.empty_like(x)
     head_norm_forward_kernel[(tiles,)](
         x,
@@ -109,8 +108,8 @@ def head_norm_forward_triton(
         cos,
         sin,
         y,
-        q.codes.view(torch.uint8) if keep else None,
-        q.exponent if keep else None,
+        q.codes.view(torch.uint8),
+        q.exponent,
         rstd,
         rows.shape[0],
         b * heads,
@@ -119,7 +118,7 @@ def head_norm_forward_triton(
         eps,
         ZERO_CENTERED=zero_centered,
         TURNS=cos.shape[1] > 0,
-        ROOTS=keep is not None and q.holds_roots,
+        ROOTS=q.holds_roots,
         EVEN=even,
         **tile,
     )

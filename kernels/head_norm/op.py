@@ -71,5 +71,6 @@ def head_norm(
         )
     x, options = x.contiguous(), (cos, sin, eps, zero_centered, group_size)
     if not (torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)):
-        return _forward(x, weight, *options, None)[0]
+        # what is kept is made all the same: without it the kernel sums in another order
+        return _forward(x, weight, *options, saved_format)[0]
     return _HeadNorm.apply(x, weight, *options, saved_format)

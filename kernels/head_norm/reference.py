@@ -11,10 +11,10 @@ from coat_kernels.rope.reference import rotate, rotate_back
 
 
 def head_norm_forward_reference(
-    x, weight, cos, sin, eps: float, zero_centered: bool, group_size: int, keep: str | None
+    x, weight, cos, sin, eps: float, zero_centered: bool, group_size: int, keep: str
 ):
     """x [s, b, heads, d] -> (y like x, x kept as rows of d in the format called `keep`, rstd FP32
-    [s * b * heads]); where that is None, the last two are."""
+    [s * b * heads])."""
     rows = x.flatten(0, 2).float()
     y, _, q, rstd = norm_forward_reference(rows, weight, None, eps, False, zero_centered, group_size, keep)
     return rotate(y.view(x.shape), cos, sin).to(x.dtype), q, rstd

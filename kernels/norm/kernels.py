@@ -201,11 +201,11 @@ def backward_programs(rows: int, h: int, group_size: int) -> int:
 
 
 def norm_forward_triton(
-    x, weight, bias, eps: float, layer_norm: bool, zero_centered: bool, group_size: int, keep: str | None
+    x, weight, bias, eps: float, layer_norm: bool, zero_centered: bool, group_size: int, keep: str
 ):
     """`norm_forward_reference` in one pass over x; one maximum for each program."""
     y = torch.empty_like(x)
-    q, rstd = empty_kept(x, group_size, keep) if keep else (None, None)
+    q, rstd = empty_kept(x, group_size, keep)
     options = eps, layer_norm, zero_centered, group_size
     return y, launch_forward(x, weight, bias, q, rstd, *options, y=y), q, rstd
 
@@ -220,7 +220,7 @@ def launch_forward(
     x,
     weight,
     bias,
-    q: Grouped | None,
+    q: Grouped,
     rstd,
     eps: float,
     layer_norm: bool,
@@ -237,7 +237,6 @@ def launch_forward(
     tile, tiles, groups, even = row_tiles(rows, h, group_size, FORWARD_TILE, FORWARD_ELEMENTS)
     first = scales.maxima is None
     maxima = torch.empty(tiles, dtype=torch.float32, device=x.device) if first else None
-    keep = first and q is not None
     norm_forward_kernel[(scales.programs(tiles),)](
         x,
         *addends,
@@ -245,9 +244,9 @@ def launch_forward(
         bias,
         y,
         out.rows.view(torch.uint8) if out else None,
-        q.codes.view(torch.uint8) if keep else None,
-        q.exponent if keep else None,
-        rstd if keep else None,
+        q.codes.view(torch.uint8) if first else None,
+        q.exponent if first else None,
+        rstd if first else None,
         maxima,
         *scales,
         rows,
@@ -258,7 +257,7 @@ def launch_forward(
         LAYER_NORM=layer_norm,
         ZERO_CENTERED=zero_centered,
         E5M2=out is not None and out.is_e5m2,
-        ROOTS=keep and q.holds_roots,
+        ROOTS=first and q.holds_roots,
         EVEN=even,
         **tile,
     )

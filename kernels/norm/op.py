@@ -42,8 +42,6 @@ def _forward_fake(x, weight, bias, eps, layer_norm, zero_centered, group_size, k
     maxima = x.new_empty(
         forward_programs(rows, int(h), group_size) if uses_kernels(x) else rows, dtype=torch.float32
     )
-    if not keep:
-        return torch.empty_like(x), maxima, nothing(x), nothing(x), nothing(x)
     q = empty_grouped(rows, h, group_size, keep, x.device)
     return torch.empty_like(x), maxima, *q, x.new_empty(rows, dtype=torch.float32)
 
@@ -57,12 +55,16 @@ def norm_forward(
     layer_norm: bool,
     zero_centered: bool,
     group_size: int,
-    keep: str | None,
+    keep: str,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(y, maxima, codes, exponent, rstd); where `keep` is None, the last three are empty. x is contiguous."""
+    """(y, maxima, codes, exponent, rstd) of a contiguous x.
+
+    They are computed where nothing is trained, too: y is then the same bits. Beside stores of bytes a kernel
+    has more elements of a row in each thread, and so sums them in another order.
+    """
     forward = norm_forward_triton if uses_kernels(x) else norm_forward_reference
     y, maxima, q, rstd = forward(x, weight, bias, eps, layer_norm, zero_centered, group_size, keep)
-    return (y, maxima, *q, rstd) if keep else (y, maxima, nothing(x), nothing(x), nothing(x))
+    return y, maxima, *q, rstd
 
 
 def _backward_fake(
@@ -225,7 +227,7 @@ def _deferred_forward(
     parameters = (weight,) if bias is None else (weight, bias.detach())
 
     def make(x, weight, bias=None):
-        return norm_forward(x, weight, bias, *options, None)[0]
+        return norm_forward(x, weight, bias, *options, keep)[0]
 
     def write(x, *rest):
         nonlocal addends
@@ -291,7 +293,7 @@ def _norm(x, weight, bias, eps, layer_norm, zero_centered, group_size, keep, res
     inputs = (x, weight) if bias is None else (x, weight, bias)
     if not (torch.is_grad_enabled() and any(t.requires_grad for t in inputs)):
         rows = _plain(x).reshape(-1, x.shape[-1]).contiguous()
-        y, maxima, *_ = norm_forward(rows, weight, bias, *options, None)
+        y, maxima, *_ = norm_forward(rows, weight, bias, *options, keep)
         y = with_maxima(y.view(x.shape), maxima)
         return (y, x) if residual else y
     if torch.compiler.is_compiling():

@@ -24,17 +24,15 @@ def _affine(normed: torch.Tensor, weight, bias, zero_centered: bool) -> torch.Te
 
 
 def norm_forward_reference(
-    x, weight, bias, eps: float, layer_norm: bool, zero_centered: bool, group_size: int, keep: str | None
+    x, weight, bias, eps: float, layer_norm: bool, zero_centered: bool, group_size: int, keep: str
 ):
-    """x [rows, h] -> (y in x's dtype, maxima of y, the input kept in the format
-    called `keep`, rstd FP32 [rows]); where that is None, the last two are."""
+    """x [rows, h] -> (y in x's dtype, maxima of y, the input kept in the format called `keep`, rstd FP32
+    [rows])."""
     value = x.float()
     if layer_norm:
         value = value - value.mean(1, keepdim=True)
     rstd = torch.rsqrt(value.square().mean(1) + eps)
     y = _affine(value * rstd[:, None], weight, bias, zero_centered).to(x.dtype)
-    if not keep:
-        return y, row_maxima(y), None, None
     return y, row_maxima(y), quantize_groups_reference(value, group_size, keep), rstd
 
 

@@ -92,9 +92,6 @@ def check_kernels(x, grad, weight, cos, sin, zero_centered=False, group_size=16,
     close(found_rstd, rstd)
     kept = [dequantize_groups_reference(t, group_size) for t in (found_q, q)]
     torch.testing.assert_close(*kept, rtol=0, atol=0, equal_nan=True)
-    bare = heads.head_norm_forward_triton(x, weight, cos, sin, EPS, *options, None)
-    close(bare[0], actual)
-    assert bare[1] is None and bare[2] is None
     arguments = grad, q, rstd, weight, cos, sin, *options
     for a, e in zip(
         heads.head_norm_backward_triton(*arguments),
