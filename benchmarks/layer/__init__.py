@@ -2,6 +2,7 @@
 
 import argparse
 import gc
+from collections.abc import Callable
 
 import torch
 from torch.nn.attention import sdpa_kernel
@@ -9,7 +10,7 @@ from torch.nn.attention import sdpa_kernel
 from benchmarks.common.attention import attention_backend
 from benchmarks.common.environment import device
 from benchmarks.common.harness import Table, benchmark, reason
-from benchmarks.common.layers import DENOMINATOR, REFERENCE, forget, layer_makers
+from benchmarks.common.layers import DENOMINATOR, REFERENCE, Layer, forget, layer_makers
 from benchmarks.common.memory import release
 from benchmarks.common.shapes import BY_DEFAULT, LAYERS, TINY, LayerShape
 from benchmarks.common.spawn import one_process
@@ -26,7 +27,7 @@ GATE = 0.15
 def run_shape(
     name: str, shape: LayerShape, rounds: int, table: Table, chosen: list[str] | None = None
 ) -> None:
-    """Adds the floor and every row to the table; `chosen`: only rows with one of these in their name."""
+    """Adds the floor and every row to the table; `chosen`: as `row_makers`."""
     backend = attention_backend(shape)
     parts = floor_of(shape, backend)
     floor = sum(parts.values())
@@ -41,6 +42,16 @@ def run_shape(
     add_times(name, shape, measured, floor, table)
 
 
+def row_makers(chosen: list[str] | None) -> dict[str, Callable[[LayerShape], Layer]]:
+    """`layer_makers`, without rows that have none of `chosen` in their name. Those that all are compared with
+    stay."""
+    return {
+        row: make
+        for row, make in layer_makers().items()
+        if row in (REFERENCE, DENOMINATOR) or chosen is None or any(part in row for part in chosen)
+    }
+
+
 def made_rows(name: str, shape: LayerShape, table: Table, chosen: list[str] | None) -> dict[str, Row]:
     """The rows that work, warm, with their errors and their memory; those that do not are in the table."""
     generator = torch.Generator(device()).manual_seed(1)
@@ -48,9 +59,7 @@ def made_rows(name: str, shape: LayerShape, table: Table, chosen: list[str] | No
     x, grad = (torch.randn(sizes, generator=generator, device=device()).bfloat16() for _ in range(2))
     measured: dict[str, Row] = {}
     weights, expected = {}, None
-    for row, make in layer_makers().items():
-        if row != REFERENCE and chosen is not None and not any(part in row for part in chosen):
-            continue
+    for row, make in row_makers(chosen).items():
         try:
             made = Row(make, shape, weights, x, grad)
             if row == REFERENCE:
@@ -104,9 +113,7 @@ def add_times(name: str, shape: LayerShape, measured: dict[str, Row], floor: flo
 def options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--shape", nargs="+", choices=LAYERS, help="(default: " + " ".join(BY_DEFAULT) + ")")
     parser.add_argument("--rounds", type=int, default=4, help=f"visits of each row, of {VISIT} timed passes")
-    parser.add_argument(
-        "--rows", nargs="+", help="only rows with one of these in their name, and the reference"
-    )
+    parser.add_argument("--rows", nargs="+", help="only rows with one of these in their name, and BF16's")
 
 
 @benchmark(needs_gpu=False, options=options)
