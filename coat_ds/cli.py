@@ -1,4 +1,4 @@
-"""The command `coat`: plan, doctor, watch, schema, train."""
+"""The command `coat`: plan, doctor, watch, schema, patches, train."""
 
 import argparse
 import importlib
@@ -29,6 +29,7 @@ def parser() -> argparse.ArgumentParser:
     doctor = commands.add_parser("doctor", help="whether this machine and these packages are fit for it")
     watch = commands.add_parser("watch", help="what a run's readings say, as a table and pictures")
     commands.add_parser("schema", help="print the JSON schema of the coat block")
+    commands.add_parser("patches", help="what is patched of the installed frameworks, and why")
     # its options are the training script's own, --help too
     commands.add_parser("train", help="train a GPT: hands its arguments on", add_help=False)
     from coat_ds.doctor.command import add_options as doctor_options
@@ -54,6 +55,11 @@ def main(words: Sequence[str] | None = None) -> int:
         from coat_ds.schema import text
 
         print(text(), end="")
+        return 0
+    if arguments.command == "patches":
+        from coat_ds import patches
+
+        print(patches.text(patches.table()))
         return 0
     try:
         code = importlib.import_module(f"coat_ds.{arguments.command}.command").run(arguments)

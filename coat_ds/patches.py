@@ -4,7 +4,7 @@ Each is declared once, as a `Patch`. When it is applied, the framework's signatu
 patch relies on; applying it again does nothing; the original stays reachable; one line is logged; `remove`
 undoes it.
 
-    python -m coat_ds.patches
+    coat patches
 
 lists all of them and checks them against the installed frameworks. This file needs nothing but the standard
 library, since it is imported along with torch.
@@ -372,9 +372,3 @@ def _source(x: Any) -> str:
         return inspect.getsource(inspect.unwrap(x) if callable(x) else x)
     except (OSError, TypeError):
         return ""
-
-
-if __name__ == "__main__":
-    # the module by its name, by which patches are declared, and not this copy of it
-    patches = importlib.import_module("coat_ds.patches")
-    print(patches.text(patches.table()))

@@ -1,6 +1,6 @@
 """The JSON schema of the `"coat"` block, made from its dataclasses.
 
-python -m coat_ds.schema > configs/coat.schema.json
+coat schema > configs/coat.schema.json
 """
 
 import ast
@@ -71,7 +71,3 @@ def _descriptions(cls: type) -> dict[str, str]:
 def text() -> str:
     """What stands in configs/coat.schema.json."""
     return json.dumps(schema(), indent=2) + "\n"
-
-
-if __name__ == "__main__":
-    print(text(), end="")

@@ -73,7 +73,7 @@ def table(readings: Sequence[Reading]) -> str:
     """Of each figure the last reading's worst layer group, and the worst of all readings; and the bytes."""
     last = readings[-1]
     lines = [
-        f"{len(readings)} readings, steps {readings[0].step} to {last.step}",
+        f"{len(readings)} reading{'s' * (len(readings) > 1)}, steps {readings[0].step} to {last.step}",
         f"{'figure':<20}{'last':>8}{'worst':>8}{'in step':>9}  layer group of the last",
     ]
     for figure in FIGURES:

@@ -61,7 +61,7 @@ def test_every_patch_fits_the_installed_frameworks():
 @beside_megatron
 def test_the_command_lists_them():
     done = subprocess.run(
-        [sys.executable, "-m", "coat_ds.patches"], capture_output=True, text=True, check=True
+        [sys.executable, "-m", "coat_ds.cli", "patches"], capture_output=True, text=True, check=True
     )
     head, *lines = done.stdout.splitlines()
     assert head.split() == ["patch", "of", "framework", "applied", "why"]

@@ -48,9 +48,7 @@ BAD = [
 
 
 def test_the_file_is_the_generated_one():
-    assert (CONFIGS / "coat.schema.json").read_text() == text(), (
-        "run python -m coat_ds.schema > configs/coat.schema.json"
-    )
+    assert (CONFIGS / "coat.schema.json").read_text() == text(), "run coat schema > configs/coat.schema.json"
 
 
 def test_the_schema_is_one():
