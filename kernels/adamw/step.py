@@ -15,6 +15,7 @@ from coat_kernels.adamw.options import AdamWOptions
 from coat_kernels.adamw.reference import adamw_reference
 from coat_kernels.codecs.codec import Storage
 from coat_kernels.device import uses_kernels
+from coat_kernels.prepared import FUSED
 
 # elements of a piece of PyTorch's step, whose dozen temporaries stay in the cache
 PIECE = 2**16
@@ -111,6 +112,7 @@ def adamw_triton(
                 WHOLE=tiles not in (chunks.CHUNKS[-1], 1),
                 num_warps=WARPS,
                 **constants,
+                **FUSED,
             )
 
 

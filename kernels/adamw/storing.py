@@ -32,6 +32,7 @@ from coat_kernels.codecs.codec import (
 )
 from coat_kernels.device import uses_kernels
 from coat_kernels.fp8 import cast
+from coat_kernels.prepared import FUSED
 from coat_kernels.tiles import load_tile
 
 SUMS = 6
@@ -245,5 +246,6 @@ def storing_sums_triton(
                 DITHERS=DITHERS if options.dither else 0,
                 SUMS=SUMS,
                 **{name: value for name, value in constants.items() if name in storing_kernel.arg_names},
+                **FUSED,
             )
     return sums

@@ -14,6 +14,7 @@ import triton.language as tl
 
 from coat_kernels.device import uses_kernels
 from coat_kernels.fp8 import INTERPRET, cast
+from coat_kernels.prepared import FUSED
 from coat_kernels.tiles import load_tile, store_tile
 
 # elements of a part, of which a PyTorch step makes several copies; a multiple of every group size
@@ -349,6 +350,7 @@ def encode_kernel_launch(
                 REUSE=like is not None,
                 ROWS=ROWS,
                 G=group_size,
+                **FUSED,
             )
     return out
 
@@ -369,5 +371,6 @@ def decode_kernel_launch(codec: Codec, storage: Storage, group_size: int) -> tor
                 E5M2=codec.is_e5m2,
                 ROWS=ROWS,
                 G=group_size,
+                **FUSED,
             )
     return x

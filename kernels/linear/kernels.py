@@ -13,7 +13,7 @@ import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from coat_kernels.fp8 import INTERPRET, cast, widen
-from coat_kernels.prepared import PreparedKernel, cdiv, on_device_of
+from coat_kernels.prepared import FUSED, PreparedKernel, cdiv, on_device_of
 
 # tile sizes of `out`, and of the dimension that is summed
 N_TILE, K_TILE, T_TILE = 128, 256, 128
@@ -103,6 +103,7 @@ def accumulate_matmul_triton(
             GROUP=GROUP,
             num_warps=8,
             num_stages=3,
+            **FUSED,
         )
 
 

@@ -1,7 +1,9 @@
-"""Freshly allocated memory is poisoned, so that an element no kernel writes is seen; producers that defer."""
+"""Freshly allocated memory is poisoned, so that an element no kernel writes is seen; every launch says how it
+is compiled; producers that defer."""
 
 import pytest
 import torch
+import triton
 
 from coat_kernels import activation as act
 from coat_kernels import deferred, norm, rope, tensorwise
@@ -23,6 +25,19 @@ def poison(monkeypatch):
 
     for owner, name in ((torch, "empty"), (torch, "empty_like"), (torch.Tensor, "new_empty")):
         monkeypatch.setattr(owner, name, poisoned(getattr(owner, name)))
+
+
+@pytest.fixture(autouse=True)
+def every_launch_is_fused(monkeypatch):
+    """What triton does unless told changes from release to release."""
+    for kind in (triton.runtime.JITFunction, triton.runtime.interpreter.InterpretedFunction):
+
+        def run(self, *args, launch=kind.run, **how):
+            if self.fn.__module__.startswith("coat_kernels"):
+                assert how.get("enable_fp_fusion") is True, f"{self.fn.__name__} is launched without FUSED"
+            return launch(self, *args, **how)
+
+        monkeypatch.setattr(kind, "run", run)
 
 
 @pytest.fixture(autouse=True)
