@@ -19,52 +19,55 @@ def grad_of(p: torch.Tensor) -> torch.Tensor:
     return p.grad
 
 
+def _of(p: torch.Tensor) -> str:
+    return f"CoatAdamW: a parameter of shape {tuple(p.shape)} on {p.device}"
+
+
 def check_tensors(p: torch.Tensor, state: dict[str, Any]) -> None:
     """Raises TypeError or ValueError for a parameter, gradient or state that the step cannot handle."""
     grad = grad_of(p)
-    what = f"CoatAdamW: a parameter of shape {tuple(p.shape)} on {p.device}"
     if is_distributed(p) != is_distributed(grad):
         raise TypeError(
-            f"{what} is a {type(p).__name__}, its gradient a {type(grad).__name__}. Make both DTensors, or "
-            "none."
+            f"{_of(p)} is a {type(p).__name__}, its gradient a {type(grad).__name__}. Make both DTensors, "
+            "or none."
         )
     if is_traceable_wrapper_subclass(local(p)):
         raise TypeError(
-            f"{what} is a {type(local(p)).__name__}, which holds its values elsewhere. Give the optimizer a "
-            "plain tensor, or a DTensor of plain shards."
+            f"{_of(p)} is a {type(local(p)).__name__}, which holds its values elsewhere. Give the optimizer "
+            "a plain tensor, or a DTensor of plain shards."
         )
     if grad.layout is not torch.strided or p.layout is not torch.strided:
         raise TypeError(
-            f"{what} has a gradient of layout {grad.layout}. Use a dense gradient, as with "
+            f"{_of(p)} has a gradient of layout {grad.layout}. Use a dense gradient, as with "
             "torch.nn.Embedding(sparse=False)."
         )
     if p.dtype not in PARAM_DTYPES:
         way_out = "Give the optimizer FP32 master weights."
         if p.is_complex():
             way_out = "Make torch.view_as_real of it the parameter, and in forward view_as_complex of that."
-        raise TypeError(f"{what} is {p.dtype}; expected FP32 or BF16. {way_out}")
+        raise TypeError(f"{_of(p)} is {p.dtype}; expected FP32 or BF16. {way_out}")
     if grad.dtype not in GRAD_DTYPES:
-        raise TypeError(f"{what} has a {grad.dtype} gradient; expected FP32, BF16 or FP16. Cast it first.")
+        raise TypeError(f"{_of(p)} has a {grad.dtype} gradient; expected FP32, BF16 or FP16. Cast it first.")
     if grad.shape != p.shape or grad.device != p.device:
         raise ValueError(
-            f"{what} has a gradient of shape {tuple(grad.shape)} on {grad.device}. Give it the parameter's "
-            "shape and device."
+            f"{_of(p)} has a gradient of shape {tuple(grad.shape)} on {grad.device}. Give it the "
+            "parameter's shape and device."
         )
     for name in MOMENTS:
         moment: Any = state.get(name)
         if moment is not None and moment.shape != p.shape:
             raise ValueError(
-                f"{what} has {name} of shape {tuple(moment.shape)}. Give it the parameter's shape."
+                f"{_of(p)} has {name} of shape {tuple(moment.shape)}. Give it the parameter's shape."
             )
         if is_distributed(moment) and is_distributed(p) and moment.placements != p.placements:
             raise ValueError(
-                f"{what} has {name} laid out as {moment.placements}, itself as {p.placements}. Redistribute "
-                "parameters before the first step, or load the optimizer's state dict again."
+                f"{_of(p)} has {name} laid out as {moment.placements}, itself as {p.placements}. "
+                "Redistribute parameters before the first step, or load the optimizer's state dict again."
             )
         if isinstance(local(moment), Moment) and moment.device != p.device:
             raise ValueError(
-                f"{what} has {name} on {moment.device}. Move the model before the first step, or load the "
-                "optimizer's state dict again."
+                f"{_of(p)} has {name} on {moment.device}. Move the model before the first step, or load "
+                "the optimizer's state dict again."
             )
     if "remainder" in state:
         held, own = local(state["remainder"]), local(p)
@@ -72,10 +75,10 @@ def check_tensors(p: torch.Tensor, state: dict[str, Any]) -> None:
         # kernels read it by its address
         if not (fits and held.is_contiguous()):
             raise ValueError(
-                f"{what} has a remainder of {held.dtype}, shape {tuple(held.shape)}, strides {held.stride()} "
-                f"on {held.device}; expected a contiguous one of int16, shape {tuple(own.shape)}, on "
-                f"{own.device}. Change it as the parameter, or remove it from the state: the parameter is "
-                "then taken to be the master."
+                f"{_of(p)} has a remainder of {held.dtype}, shape {tuple(held.shape)}, strides "
+                f"{held.stride()} on {held.device}; expected a contiguous one of int16, shape "
+                f"{tuple(own.shape)}, on {own.device}. Change it as the parameter, or remove it "
+                "from the state: the parameter is then taken to be the master."
             )
 
 

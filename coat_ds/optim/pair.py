@@ -14,6 +14,9 @@ from coat_kernels.codecs import Stored
 def pair_up(state: dict[str, Any], p: torch.Tensor) -> None:
     """Has the moments in the state of `p` know one another, if the first is relative to the second."""
     held = tuple(local(state[name]) for name in MOMENTS)
+    # in nearly every step, and this is asked of every parameter
+    if held[0].pair is held[1].pair and held[0].is_beside(held[1]):
+        return
     if held[0].pair is None and held[1].pair is None and not held[0].is_relative:
         return
     for name, old, new in zip(MOMENTS, held, paired(*held), strict=True):
