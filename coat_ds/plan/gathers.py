@@ -21,6 +21,16 @@ class Gathered(NamedTuple):
     """In the buffers of gathers that are not yet all read."""
 
 
+class Module(NamedTuple):
+    """What is gathered while a module begins, and while it runs."""
+
+    begins: Gathered
+    """Its weights have been copied out of buffers, of which none is freed yet: DeepSpeed waits for a module's
+    parameters in the order of a set, so that the last of each buffer's may be the last of all."""
+    runs: Gathered
+    """Those buffers are freed, and gathers for modules ahead are under way."""
+
+
 class Limits(NamedTuple):
     """Of DeepSpeed's `zero_optimization`, in elements; its defaults."""
 
@@ -31,8 +41,8 @@ class Limits(NamedTuple):
     """Smaller parameters stay whole on every rank."""
 
 
-def replay(modules: Sequence[Sequence[int]], limits: Limits) -> list[Gathered]:
-    """What is gathered while each module runs: `modules` forward, then backward in the opposite order.
+def replay(modules: Sequence[Sequence[int]], limits: Limits) -> list[Module]:
+    """What is gathered at each module: `modules` forward, then backward in the opposite order.
 
     modules: elements of the parameters of each, in the order in which forward uses them.
     """
@@ -59,12 +69,18 @@ def replay(modules: Sequence[Sequence[int]], limits: Limits) -> list[Gathered]:
             live += size
             under_way.update(dict.fromkeys(wanted, _Gather(set(wanted), size)))
 
+    def held() -> Gathered:
+        weights = sum(numel[p] for p in available if p not in stays)
+        return Gathered(weights, sum({id(g): g.size for g in under_way.values()}.values()))
+
     for step, module in enumerate(trace):
         gather(list(module))
+        before = held().buffers
         for p in module:
             if (handle := under_way.pop(p, None)) is not None:
                 available |= handle.arrive()
                 handle.unread.discard(p)
+        begins = Gathered(held().weights, before)
         missed = {p for p in module if seen[p] < step}
         while missed:
             p, seen[p] = (entry := queue.popleft())[0], entry[1]
@@ -78,9 +94,7 @@ def replay(modules: Sequence[Sequence[int]], limits: Limits) -> list[Gathered]:
                 ahead.append(p)
                 size += numel[p]
         gather(ahead)
-        weights = sum(numel[p] for p in available if p not in stays)
-        buffers = sum({id(g): g.size for g in under_way.values()}.values())
-        found.append(Gathered(weights, buffers))
+        found.append(Module(begins, held()))
 
         again, distance = set(), 0
         for following in trace[step + 1 :]:

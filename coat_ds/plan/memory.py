@@ -47,7 +47,7 @@ from collections.abc import Iterable, Iterator, Sequence, Sized
 from dataclasses import dataclass
 
 from coat_ds.plan.experts import Experts, saved_by_megatron, saved_by_transformers
-from coat_ds.plan.gathers import Gathered, replay
+from coat_ds.plan.gathers import Gathered, Module, replay
 from coat_ds.plan.layout import Layout
 from coat_ds.plan.sizes import Sizes
 from coat_ds.plan.systems import FP32_MOMENTS, System
@@ -310,11 +310,14 @@ class _Stage:
         sizes, tensor = self.sizes, self.layout.tensor
         layers = [[[n / tensor if n > sizes.hidden else n for n in m] for m in layer] for layer in self.stack]
         if self.system.has_units:
+            if sizes.maker == "megatron":
+                # in the order of a layer's parameters, the projection is the first of attention
+                layers = [[norm, proj, qkv, *rest] for norm, qkv, proj, *rest in layers]
             return [[[n for module in layer for n in module]] for layer in layers]
         return layers
 
-    def _gathered(self) -> list[Gathered]:
-        """While each module runs, forward and then backward: elements."""
+    def _gathered(self) -> list[Module]:
+        """At each module, forward and then backward: elements."""
         sizes, layout, layers = self.sizes, self.layout, self._gathered_together()
         prefetch = layout.prefetch
         if prefetch is None:
@@ -341,17 +344,23 @@ class _Stage:
         saved, replayed = self._saved_now(), self._gathered()
         # behind the embedding
         gathered = self._most_gathered(self._gathered_together(), replayed[1:])
-        moments = [
-            self._at("forward", held, saved=saved * (layer + 1) / self.layers, gathered=most)
-            for layer, most in enumerate(gathered)
-        ]
+        moments = []
+        for layer, (begins, runs) in enumerate(gathered):
+            # its input, and what the layer before has added to
+            before = {"saved": saved * layer / self.layers, "temporaries": 2 * self._hidden()}
+            moments.append(self._at("forward", held, gathered=begins, **before))
+            moments.append(self._at("forward", held, saved=saved * (layer + 1) / self.layers, gathered=runs))
         return max(moments, key=lambda memory: memory.total)
 
-    def _most_gathered(self, layers: Iterable[Sized], replayed: Sequence[Gathered]) -> Iterator[float]:
-        """Bytes while each of these layers runs, whose modules are the first that are replayed."""
+    def _most_gathered(
+        self, layers: Iterable[Sized], replayed: Sequence[Module]
+    ) -> Iterator[tuple[float, float]]:
+        """Bytes while each of these layers' modules, which are the first that are replayed, begin, and while
+        they run."""
         start = 0
         for modules in map(len, layers):
-            yield max(map(self._gathered_bytes, replayed[start : start + modules]))
+            begin, run = zip(*replayed[start : start + modules], strict=True)
+            yield max(map(self._gathered_bytes, begin)), max(map(self._gathered_bytes, run))
             start += modules
 
     def _loss(self, held: dict) -> Memory:
@@ -359,7 +368,7 @@ class _Stage:
         gathered = 0
         if self._gathers():
             replayed = self._gathered()
-            gathered = self._gathered_bytes(replayed[len(replayed) // 2 - 1])
+            gathered = self._gathered_bytes(replayed[len(replayed) // 2 - 1].runs)
         logits = keeps + max(forward, backward)
         return self._at("loss", held, saved=self._saved_now(), logits=logits, gathered=gathered)
 
@@ -460,9 +469,9 @@ class _Stage:
         # behind the head and the last norm
         behind = replayed[len(replayed) // 2 + 2 :]
         moments = []
-        for layer, most in enumerate(self._most_gathered(reversed(self._gathered_together()), behind)):
+        for layer, found in enumerate(self._most_gathered(reversed(self._gathered_together()), behind)):
             left = saved * (self.layers - layer) / self.layers
-            moments.append(self._at("layers", held, saved=left, gathered=most, temporaries=temporaries))
+            moments.append(self._at("layers", held, saved=left, gathered=max(found), temporaries=temporaries))
         return max(moments, key=lambda memory: memory.total)
 
     def _step(self, held: dict) -> Memory:

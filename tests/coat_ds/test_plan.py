@@ -253,16 +253,29 @@ def test_gathers_follow_deepspeeds_limits():
     modules = [[30], *[[n] for n in 6 * layer], [60]]
     none = Limits(prefetch=0, max_live=10**9, max_reuse=0, persistence=0)
     # each module's own weights, and nothing else
-    assert [sum(g) for g in replay(modules, none)] == [m[0] for m in modules + modules[::-1]]
+    alone = replay(modules, none)
+    assert [sum(g.runs) for g in alone] == [m[0] for m in modules + modules[::-1]]
+    # in the buffer that it came in, and copied out of it
+    assert all(g.begins == (g.runs.weights, g.runs.weights) for g in alone)
     everything = Limits(prefetch=0, max_live=10**9, max_reuse=10**9, persistence=0)
-    assert replay(modules, everything)[len(modules) - 1].weights == 30 + 6 * 200 + 60
+    assert replay(modules, everything)[len(modules) - 1].runs.weights == 30 + 6 * 200 + 60
     small_stay = replay(modules, none._replace(persistence=50))
-    assert small_stay[1].weights == 0 and small_stay[3].weights == 90
+    assert small_stay[1].runs.weights == 0 and small_stay[3].runs.weights == 90
     ahead = replay(modules, none._replace(prefetch=60))
     # two came together, of which the second is not yet asked for; a third is on its way
-    assert ahead[1] == (50 + 20, 50 + 20 + 90)
+    assert ahead[1] == ((50 + 20, 50 + 20), (50 + 20, 50 + 20 + 90))
     capped = replay(modules, none._replace(prefetch=60, max_live=100))
-    assert max(sum(g) for g in capped) < max(sum(g) for g in ahead)
+    assert max(sum(g.runs) for g in capped) < max(sum(g.runs) for g in ahead)
+
+
+def test_a_unit_begins_with_its_weights_in_two_buffers():
+    """Its first parameter came with the unit before, the others with the next one's first two."""
+    unit, limits = [10, 30, 40, 20], Limits(prefetch=101, max_live=10**9, max_reuse=0, persistence=0)
+    third = replay(4 * [unit], limits)[2]
+    first, second = 100 + 10, 30 + 40 + 20 + 10 + 30
+    assert third.begins == (100 + 10 + 30, first + second)
+    # the first is read; what comes next is on its way
+    assert third.runs == (100 + 10 + 30, second + 140)
 
 
 def test_a_deepspeed_json_is_read():
