@@ -327,7 +327,8 @@ class _Stage:
         limits = layout.limits._replace(prefetch=prefetch)
         table = sizes.table / layout.tensor
         modules = [module for layer in layers for module in layer]
-        return replay([[table], *modules, [sizes.hidden], [table]], limits)
+        # the model, and what holds the embedding, or all layers, have no weights of their own, and look ahead
+        return replay([[], [], [table], [], *modules, [sizes.hidden], [table]], limits)
 
     def _gathered_bytes(self, gathered: Gathered) -> float:
         # quantized, the buffer has codes of 8 bits beside what they are decoded to
@@ -343,7 +344,7 @@ class _Stage:
     def _forward_of_stage_3(self, held: dict) -> Memory:
         saved, replayed = self._saved_now(), self._gathered()
         # behind the embedding
-        gathered = self._most_gathered(self._gathered_together(), replayed[1:])
+        gathered = self._most_gathered(self._gathered_together(), replayed[4:])
         moments = []
         for layer, (begins, runs) in enumerate(gathered):
             # its input, and what the layer before has added to
