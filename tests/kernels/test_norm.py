@@ -1,10 +1,5 @@
 """RMSNorm and LayerNorm: formulas against autograd, kernels against references, and what is kept."""
 
-import json
-import os
-import subprocess
-import sys
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -348,19 +343,6 @@ def test_every_way_to_an_output_gives_the_same_bits(layer_norm, h, device):
     codes = fp8_operands(deferred, E4M3)[0]
     assert deferred.is_pending and codes.rows.float().equal(fp8_operands(y, E4M3)[0].rows.float())
     assert deferred.plain().equal(y)
-
-
-def test_every_kernel_sums_a_row_in_one_order():
-    """The order of a sum follows from how threads hold the row: beside stores of bytes otherwise than beside
-    those of BF16 alone."""
-    # a process without the interpreter
-    environment = {**os.environ, "TRITON_INTERPRET": "0"}
-    command = [sys.executable, "-m", "tests.kernels.layouts"]
-    printed = subprocess.run(command, env=environment, stdout=subprocess.PIPE, check=True, text=True).stdout
-    found = [json.loads(line) for line in printed.splitlines()]
-    # RMSNorm has one sum, LayerNorm two
-    assert [name for name, _ in found] == [name for name in ("y", "codes", "codes again") for _ in range(3)]
-    assert len({layout for _, layout in found}) == 1
 
 
 def test_kept_input_has_its_own_groups(device):

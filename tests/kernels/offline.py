@@ -1,0 +1,118 @@
+"""Compiles kernels for a GPU that need not be there, and prints one line for each as JSON: its name, and how
+threads hold the rows that it sums.
+
+They are those of a training step of converted models, and the others by themselves. Nothing is launched:
+results are whatever was in memory. To be run without triton's interpreter, whose kernels are not compiled.
+
+    TRITON_INTERPRET=0 python -m tests.kernels.offline [CAPABILITY]
+"""
+
+import json
+import re
+import sys
+
+import torch
+from triton.backends.compiler import GPUTarget
+from triton.runtime import JITFunction, driver
+
+from coat_kernels import device
+
+# before others import it by its name
+device.uses_kernels = lambda x, fp8=True: True
+
+import coat_ds  # noqa: E402
+from benchmarks.common.families import FAMILIES  # noqa: E402
+from coat_kernels import groups, linear, norm, rope, tensorwise  # noqa: E402
+from coat_kernels.adamw import AdamWOptions, storing  # noqa: E402
+from coat_kernels.fp8 import E4M3  # noqa: E402
+from tests.kernels.steps import OPTIONS, states  # noqa: E402
+
+# of Hopper
+CAPABILITY = 90
+# RMSNorm with and without norms of heads, LayerNorm
+MODELS = "llama", "qwen3", "gpt2"
+SUM = re.compile(r"\(tensor<\d+x\d+xf32, (#\w+)>\) -> tensor<\d+xf32")
+LAYOUT = re.compile(r"^(#\w+) = (#ttg\.blocked<.*>)$", re.MULTILINE)
+
+
+class Driver:
+    """What triton asks of a driver while it compiles."""
+
+    def __init__(self, capability: int):
+        self.target = GPUTarget("cuda", capability, 32)
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+    def get_current_target(self) -> GPUTarget:
+        return self.target
+
+
+def compile_only(capability: int) -> None:
+    """From now on launches compile, and print."""
+    driver.set_active(Driver(capability))
+    launch = JITFunction.run
+
+    def run(self, *args, **how):
+        compiled = launch(self, *args, **(how | {"warmup": True}))
+        text = compiled.asm["ttgir"]
+        layouts = dict(LAYOUT.findall(text))
+        print(json.dumps([self.fn.__name__, [layouts[name] for name in SUM.findall(text)]]))
+        return compiled
+
+    JITFunction.run = run
+
+
+def train(name: str) -> None:
+    """A step of a model in BF16 with exact masters; then one of FP32 parameters, as ZeRO has them."""
+    model = coat_ds.convert(FAMILIES[name].build())
+    model(**FAMILIES[name].batch()).loss.backward()
+    coat_ds.CoatAdamW(model.named_parameters(), lr=1e-3).step()
+    flat = torch.nn.Parameter(torch.empty(2**16))
+    flat.grad = torch.empty_like(flat)
+    coat_ds.CoatAdamW([flat], lr=1e-3).step()
+
+
+def norms() -> None:
+    """In each way to an output: at once, trained and not, and in FP8."""
+    x, weight = torch.empty(256, 128, dtype=torch.bfloat16), torch.ones(128, requires_grad=True)
+    scale = tensorwise.PredictedScale(E4M3)
+    for options in ({}, {"y_scale": scale}):
+        norm.rms_norm(x, weight, 1e-5, **options)
+        norm.layer_norm(x, weight, None, 1e-5, **options)
+    with torch.no_grad():
+        norm.rms_norm(x, weight, 1e-5)
+        norm.layer_norm(x, weight, None, 1e-5)
+
+
+def others() -> None:
+    """What converted models do not call."""
+    x = torch.empty(256, 512, dtype=torch.bfloat16)
+    largest = tensorwise.largest_triton(tensorwise.maxima_triton(x))
+    codes = tensorwise.quantize_tensor_triton(x, largest, E4M3).rows
+    tensorwise.transpose_codes_triton(codes)
+    prediction = tensorwise.PredictedScale(E4M3)
+    tensorwise.rows_together([x] * 3, [prediction] * 3, E4M3)
+    tensorwise.columns_together([x] * 3, [largest] * 3, E4M3)
+    kept = groups.quantize_groups_triton(x, 16)
+    groups.dequantize_groups_triton(kept, 16)
+    out, one = torch.empty(256, 256), torch.ones(1)
+    linear.kernels.accumulate_matmul_triton(codes, codes, one, one, out)
+    linear.kernels.add_triton(out, out)
+    q = torch.empty(8, 2, 4, 64, dtype=torch.bfloat16)
+    table = torch.empty(8, 64)
+    rope.rotate_qkv_backward_triton(q, q, q, table, table)
+    codecs, pair = states("ratio8", "log8", 1280, "cpu")
+    moments, grad = storing.Moments(*pair), torch.empty(10, 128)
+    storing.storing_sums_triton(moments, moments, grad, torch.ones(10), AdamWOptions(**codecs, **OPTIONS))
+
+
+if __name__ == "__main__":
+    compile_only(int(sys.argv[1]) if len(sys.argv) > 1 else CAPABILITY)
+    for name in MODELS:
+        train(name)
+    norms()
+    others()
