@@ -161,7 +161,9 @@ def test_a_file_of_todays_formats_loads(lines, layout):
     assert optimizer.state[p]["step"] == 3
     saved = states["stock"]["state"][0]
     for name, moment in zip(MOMENTS, optimizer.moments(p), strict=True):
-        assert torch.equal(moment, saved[name]), name
+        # another CPU than the file's decodes the same codes to other bits: on each exp2 is off by up to 1.2
+        # roundings (2^-24), 4.8 of a root that is squared; three products behind it may be rounded otherwise
+        torch.testing.assert_close(moment, saved[name], rtol=2**-21, atol=0, msg=name)
 
 
 def test_an_earlier_version_names_formats_in_its_groups_alone(lines):
