@@ -36,6 +36,16 @@ def own(**options):
     return lambda net: coat_ds.CoatAdamW(net.named_parameters(), **options)
 
 
+def half(**options):
+    """Options of the first of two parameter groups alone."""
+
+    def made(net):
+        named = list(net.named_parameters())
+        return coat_ds.CoatAdamW([{"params": named[:2], **options}, {"params": named[2:]}])
+
+    return made
+
+
 def work():
     import deepspeed
 
@@ -56,6 +66,11 @@ def work():
         "units, ZeRO 3": lambda: engine_of(3, block={"zero3_layer_units": True}),
         "own": lambda: engine_of(1, own(), block={"optimizer": OTHER}),
         "own, equal": lambda: engine_of(1, own(**OTHER), block={"optimizer": OTHER}),
+        "own, half of it": lambda: engine_of(1, half(group_size=64), block={"optimizer": {"group_size": 64}}),
+        # nobody knows which tensors it names
+        "own, a function": lambda: engine_of(
+            1, own(keep_fp32=lambda name, p: False), block={"optimizer": {"keep_fp32": ["*0*"]}}
+        ),
         "limits": lambda: engine_of(1, block={"watch": {"flushed": 0.1}}),
         "limits, warned of": lambda: engine_of(1, block={"watch": {"flushed": 0.1, "act": "warn"}}),
     }
@@ -93,6 +108,8 @@ def found():
             [f"coat.optimizer.{name}: found " for name in ("group_size", "keep_fp32", "checkpoint_layout")],
         ),
         ("own, equal", []),
+        ("own, half of it", ["coat.optimizer.group_size: found 64, of no effect"]),
+        ("own, a function", []),
         ("limits", ['coat.watch.flushed: found 0.1, of no effect while act is "off"']),
         ("limits, warned of", []),
         ("no linear layer, required", ["coat.activations.enabled: found True, but 0 of 0 linear layers"]),
