@@ -170,6 +170,16 @@ def test_what_states_were_made_by_may_not_change_before_the_next_step(steps, do)
         optimizer.step()
 
 
+def test_options_of_the_whole_optimizer_may_not_change_in_a_group():
+    params = parameters()
+    optimizer = CoatAdamW([{"params": params, "seed": 3}], seed=3)
+    set_grads(params, 0)
+    optimizer.step()
+    optimizer.param_groups[0]["seed"] = 4
+    with pytest.raises(ValueError, match="has seed=4, which is one for the whole optimizer"):
+        optimizer.step()
+
+
 def test_options_of_the_whole_optimizer_are_no_checkpoints():
     saved = CoatAdamW([{"params": parameters(), "seed": 3}], seed=3).state_dict()
     params = parameters()
