@@ -128,6 +128,12 @@ def test_bf16_parameters_are_updated_in_fp32_and_rounded_once():
     assert_equal(ours, [q.bfloat16() for q in wide])
 
 
+@pytest.mark.parametrize("bf16_params", ["stochastic", "nearest"])
+def test_fp32_parameters_are_not_rounded_as_bf16_ones(bf16_params):
+    params, _ = trained(bf16_params=bf16_params)
+    assert_equal(params, trained()[0])
+
+
 def test_small_tensors_keep_fp32_moments():
     params = [torch.nn.Parameter(torch.zeros(n)) for n in (4095, 4096)]
     optimizer = CoatAdamW(params)
