@@ -271,6 +271,21 @@ def test_tensors_of_every_kind_in_one_step(bf16_params, device, monkeypatch):
     assert not all_equal(together[:1], start(device, 300))
 
 
+def test_gradients_of_other_strides(device, monkeypatch):
+    """The kernel reads them by their addresses, and would take the elements in another order in silence."""
+    monkeypatch.setattr(adamw_step, "uses_kernels", lambda *_, **__: True)
+    found = []
+    for turned in (False, True):
+        p = torch.nn.Parameter(torch.zeros(50, 100, device=device))
+        set_grads([p], 0)
+        if turned:
+            p.grad = p.grad.t().contiguous().t()
+        optimizer = CoatAdamW([p], **OPTIONS)
+        optimizer.step()
+        found.append([p, *state_of(optimizer)])
+    assert all_equal(*found)
+
+
 @pytest.mark.parametrize("unscales", [True, False], ids=["in the step", "before it"])
 def test_grad_scaler_skips_a_bad_step_and_counts_only_good_ones(unscales, device):
     params, plain = start(device, 300, 5000), start(device, 300, 5000)
