@@ -50,14 +50,14 @@ def test_whoever_reads_it_gets_fp32():
 def test_a_step_gives_the_bits_of_the_fp32_gradient(dtype, more):
     weights, states = [], []
     for narrow in (True, False):
-        params = [torch.nn.Parameter(torch.linspace(-1, 1, N)) for _ in range(2)]
+        params = [torch.nn.Parameter(torch.linspace(-1, 1, N)) for _ in range(3)]
         optimizer = CoatAdamW(params, lr=1e-2)
         for step in range(3):
             for i, p in enumerate(params):
                 p.grad = NarrowGrad.of(gradient(dtype)) if narrow else gradient(dtype).float()
-                # the first is not scaled
+                # the first is not scaled, the others by factors of their own
                 if i:
-                    p.grad.data.mul_(torch.tensor(0.5 + step))
+                    p.grad.data.mul_(torch.tensor(i * (0.5 + step)))
             optimizer.step(grad_scale=None if more is None else torch.tensor(more))
         weights.append(params)
         states.append([optimizer.state[p]["exp_avg"].dequantize() for p in params])
