@@ -231,6 +231,14 @@ def test_moments_before_the_first_step_and_of_strangers():
         optimizer.moments(torch.zeros(3))
 
 
+def test_frozen_parameters_get_no_states():
+    params = parameters()
+    params[0].requires_grad_(False)
+    optimizer = CoatAdamW(params)
+    optimizer.init_states()
+    assert optimizer.state.keys() == set(params[1:])
+
+
 def test_closure():
     p = torch.nn.Parameter(torch.ones(3))
     optimizer = CoatAdamW([p])
