@@ -376,6 +376,9 @@ def test_which_tensors_keep_fp32_moments(device):
 def test_moments_that_exist_go_to_fp32_and_back(device):
     (p,) = params = start(device, 5000)
     optimizer = CoatAdamW(params, **OPTIONS)
+    # noted while there are none
+    optimizer.keep(p)
+    optimizer.keep(p, False)
     train(params, optimizer)
     codecs, values = [x.codec for x in moments_of(optimizer, p)], optimizer.moments(p)
     optimizer.keep(p)
@@ -385,6 +388,9 @@ def test_moments_that_exist_go_to_fp32_and_back(device):
     assert [x.codec for x in moments_of(optimizer, p)] == codecs
     for found, expected in zip(optimizer.moments(p), values, strict=True):
         torch.testing.assert_close(found, expected, rtol=0.1, atol=1e-6)
+    # the first is relative to the second again, and keeps its values when that is written
+    optimizer.state[p]["exp_avg_sq"].mul_(4)
+    torch.testing.assert_close(optimizer.moments(p)[0], values[0], rtol=0.1, atol=1e-6)
 
 
 def moments_of(optimizer, p):
