@@ -302,6 +302,7 @@ def test_resume_is_exact(layout):
     resumed = CoatAdamW([q], **FORMATS)
     resumed.load_state_dict(saved["optimizer"])
     assert resumed.take_arrivals() == "2 restored to the bit"
+    assert not resumed.take_arrivals()
     for _ in range(3):
         p.grad = torch.randn(1000)
         q.grad = p.grad.clone()
