@@ -3,8 +3,9 @@
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Partial, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
+from coat_ds import CoatAdamW
 from coat_ds.optim.shards import local, shard_of
 from tests.util import run_distributed
 
@@ -15,13 +16,37 @@ def on_two():
     x = torch.arange(12.0).view(6, 2)
     own = x.chunk(2)[dist.get_rank()]
     p = distribute_tensor(x, mesh, [Shard(0)])
-    summed = shard_of(DTensor.from_local(x / 2, mesh, [Partial()]), p)
+    trained = torch.nn.Parameter(p.clone())
+    copy = torch.zeros_like(trained, dtype=torch.bfloat16)
+    optimizer = CoatAdamW([trained])
+    optimizer.copy_weight(trained, copy)
+    trained.grad = p
+    optimizer.step()
+    # C++ writes behind autograd's back
+    compiled = torch.nn.Parameter(p.clone())
+    compiled.grad = p
+    before = compiled._version, local(compiled)._version
+    CoatAdamW([compiled], min_numel=0, compiled=True).step()
+    # states of before the parameter became a DTensor
+    alone = torch.nn.Parameter(x.clone())
+    whole = CoatAdamW([alone])
+    alone.grad = x
+    whole.step()
+    later = torch.nn.Parameter(p.clone())
+    resharded = CoatAdamW([later])
+    resharded.state[later] = whole.state.pop(alone)
+    resharded.init_states()
     return {
+        "moments": all(
+            found.to_local().equal(expected.to_local())
+            for found, expected in zip(resharded.moments(later), optimizer.moments(trained), strict=True)
+        ),
+        "versions": compiled._version > before[0] and local(compiled)._version > before[1],
         "of itself": shard_of(p, p).data_ptr() == p.to_local().data_ptr(),
-        "of a sum": summed.equal(own),
+        "of a sum": shard_of(DTensor.from_local(x / 2, mesh, [Partial()]), p).equal(own),
         # a kernel reads it by its address, which a collective that is under way has none of
-        "of a sum, plain": type(summed) is torch.Tensor,
-        "under way": type(local(p.redistribute(placements=[Shard(1)], async_op=True))) is torch.Tensor,
+        "under way": type(local(p.redistribute(placements=[Replicate()], async_op=True))) is torch.Tensor,
+        "copy": copy.to_local().equal(trained.to_local().bfloat16()) and copy.to_local().any().item(),
         # for a parameter that is no DTensor
         "whole": shard_of(p, x).equal(x),
         # without a word from rank to rank: each cuts its own
