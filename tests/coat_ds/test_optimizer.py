@@ -227,6 +227,9 @@ def test_moments_before_the_first_step_and_of_strangers():
     for p in params:
         for moment in optimizer.moments(p):
             assert moment.shape == p.shape and moment.dtype == torch.float32 and not moment.any()
+    # what somebody has put there, of another type
+    optimizer.state[params[0]]["exp_avg"] = torch.ones_like(params[0]).half()
+    assert optimizer.moments(params[0])[0].dtype == torch.float32
     with pytest.raises(ValueError, match="none of this optimizer's parameters"):
         optimizer.moments(torch.zeros(3))
 

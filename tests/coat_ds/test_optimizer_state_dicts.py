@@ -1,6 +1,8 @@
 """CoatAdamW's state dicts: resumed to the bit, exchanged with other optimizers, or refused."""
 
 import copy
+import gc
+import weakref
 from unittest import mock
 
 import pytest
@@ -283,10 +285,46 @@ def test_load_errors_come_first():
         (lambda d: d["state"][1].pop("exp_avg_sq"), "no exp_avg_sq, but step, exp_avg"),
         (lambda d: d["state"].update({"0": d["state"].pop(0)}), r"a state of '0', .* params are 0, 1, 2"),
         (lambda d: d["state"][0].update(step=2**70), "step of parameter 0 is .* from 0 to 2147483647"),
+        (lambda d: d["state"][0].update(step=2.5), "step of parameter 0 is a float: 2.5. .* whole number"),
+        (lambda d: d["state"][0].update(step=-1), "step of parameter 0 is a int: -1"),
+        (lambda d: d["param_groups"][0].update(betas=(0.9, 1.5)), "group 0: CoatAdamW: betas must be two"),
+        (lambda d: d["param_groups"][0].update(step=2.5), "step of parameter group 0 is a float: 2.5"),
+        (lambda d: d["state"][0].update(remainder=torch.zeros(5).short()), r"remainder of .* 0 is \(5,\)"),
+        (
+            lambda d: d["state"][0].update(exp_avg=torch.zeros(33, 70, dtype=torch.complex64)),
+            "exp_avg of parameter 0 is torch.complex64, .* Expected a dense tensor",
+        ),
     ):
         with pytest.raises(ValueError, match=message):
             optimizer.load_state_dict(broken(change))
         assert_equal(codes(optimizer), before)
+
+
+def test_a_loaded_state_dict_is_not_kept():
+    """In FP32 it takes four times the memory of the states."""
+    _, optimizer = trained()
+    saved = optimizer.state_dict()
+    held = [weakref.ref(saved["state"][0][name]) for name in MOMENTS]
+    optimizer.load_state_dict(saved)
+    del saved
+    gc.collect()
+    assert [ref() for ref in held] == [None, None]
+
+
+@pytest.mark.parametrize("layout", ["stock", "compressed"])
+def test_steps_of_what_was_loaded_leave_the_saved_states_alone(layout):
+    both = [parameters(torch.bfloat16) for _ in range(2)]
+    saved, loaded = (CoatAdamW(params, min_numel=100, checkpoint_layout=layout) for params in both)
+
+    def stepped(optimizer, params):
+        set_grads(params, 0)
+        optimizer.step()
+        return codes(optimizer) + [optimizer.state[p]["remainder"].clone() for p in params]
+
+    before = stepped(saved, both[0])
+    loaded.load_state_dict(saved.state_dict())
+    stepped(loaded, both[1])
+    assert_equal(codes(saved) + [saved.state[p]["remainder"] for p in both[0]], before)
 
 
 def test_load_hooks_see_the_whole_state():

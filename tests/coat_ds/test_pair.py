@@ -152,8 +152,14 @@ def test_what_is_not_finite_shows_in_its_own_moment():
 
 @pytest.mark.parametrize(
     "make",
-    [torch.clone, copy.deepcopy, lambda m: m.to("cpu", copy=True), lambda m: torch.empty_like(m).copy_(m)],
-    ids=["clone", "deepcopy", "to", "empty_like-copy"],
+    [
+        torch.clone,
+        copy.deepcopy,
+        lambda m: m.to("cpu", copy=True),
+        lambda m: torch.empty_like(m).copy_(m),
+        lambda m: torch.zeros_like(m).copy_(m),
+    ],
+    ids=["clone", "deepcopy", "to", "empty_like-copy", "zeros_like-copy"],
 )
 def test_copies_are_exact_and_stand_alone(make):
     """As hosts make them to offload states: one at a time, and back one at a time."""
@@ -170,6 +176,11 @@ def test_copies_are_exact_and_stand_alone(make):
     assert ((again[0].decode() - expected[0]).abs() <= limit(expected[0], again[1])).all()
     # who still holds a copy sees what became of it
     assert torch.equal(made[0].decode(), again[0].decode())
+
+
+def test_a_copy_shares_what_it_is_relative_to_between_processes():
+    copied = pair_of(*some_pair())[0].clone().share_memory_()
+    assert all(t.is_shared() for piece in copied.pair.second for t in piece.storage)
 
 
 def test_a_copy_of_zeros_is_of_zeros():
