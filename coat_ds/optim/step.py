@@ -90,7 +90,8 @@ def _buckets(
         m, v = local(state["exp_avg"]), local(state["exp_avg_sq"])
         if remainder is not None:
             remainder = local(remainder)
-        key = kind, m.group_size, p.device, p.dtype, grad.dtype, remainder is not None, copy is not None
+        # BF16 parameters of a group have remainders, or none has
+        key = kind, m.group_size, p.device, p.dtype, grad.dtype, copy is not None
         for first, second in zip(m.pieces, v.pieces, strict=True):
             operands = _Operands(
                 _cut(param, first),
