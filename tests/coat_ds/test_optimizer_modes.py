@@ -198,6 +198,8 @@ def test_copies_are_written_in_the_same_pass(device):
     assert all_equal(copies, [p.detach().bfloat16() for p in params])
     with pytest.raises(ValueError, match="contiguous BF16 copy of an FP32 parameter, found torch.float16"):
         optimizer.copy_weight(params[0], copies[0].half())
+    with pytest.raises(ValueError, match="expected a contiguous BF16 copy"):
+        optimizer.copy_weight(params[0], copies[1][:600:2])
     with pytest.raises(ValueError, match="the copy is .7,. on"):
         optimizer.copy_weight(params[0], copies[0][:7])
 
