@@ -69,6 +69,20 @@ def test_bytes_saved_by_a_layer(name):
     assert per_layer(family, {"attention_format": "sqrt8"}) <= 0.40 * stock
 
 
+@pytest.mark.parametrize("padding", [0, 9])
+@pytest.mark.parametrize("attention_format", ["bf16", "sqrt8"])
+def test_modules_one_by_one_keep_no_input_of_a_product(attention_format, padding, monkeypatch):
+    """Whoever made it keeps what it is made of: norms, attention and activations, none of them in FP8."""
+    family, batch = FAMILIES["qwen3"], FAMILIES["qwen3"].batch()
+    batch["attention_mask"] = torch.ones_like(batch["input_ids"])
+    batch["attention_mask"][1, 64 - padding :] = 0
+    model, kept = coat_ds.convert(family.build(), {"attention_format": attention_format}), set()
+    monkeypatch.setattr(decoder_layer, "uses_blocks", lambda *a: False)
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.add(x.dtype) or x, lambda x: x):
+        model(**batch)
+    assert torch.int8 in kept and torch.float8_e4m3fn not in kept
+
+
 @pytest.mark.parametrize("attention_format", ["bf16", "sqrt8", "recompute"])
 @pytest.mark.parametrize("name", ["llama", "qwen3"])
 def test_padding_costs_one_mask_for_all_layers(name, attention_format):
