@@ -88,6 +88,33 @@ def test_is_the_plain_tensor_to_everyone_else(output, use):
         same(x.grad, z.grad)
 
 
+def test_copies_have_memory_of_their_own(output):
+    y = output(output.input()).detach()
+    copy.deepcopy(y).zero_()
+    same(y * 1, output(output.input(), False))
+
+
+def of_another_shape(y):
+    # which would be broadcast
+    y.data = y.detach()[:1] * 1
+
+
+REFUSED = {
+    "data": (of_another_shape, RuntimeError, "data of a deferred tensor: expected"),
+    "in-place view": (lambda y: y.detach().unsqueeze_(0), RuntimeError, "Clone it first"),
+    "numpy": (lambda y: y.numpy(), RuntimeError, "requires grad"),
+    "dlpack": (torch.from_dlpack, BufferError, "require gradient"),
+}
+
+
+@pytest.mark.parametrize("use", REFUSED)
+def test_what_is_refused(output, use):
+    """As plain tensors refuse it, or, without memory, could not do it."""
+    function, error, said = REFUSED[use]
+    with pytest.raises(error, match=said):
+        function(output(output.input()))
+
+
 def test_prints_as_the_plain_tensor(output):
     y = output(output.input())
     assert repr(y) == repr(output(output.input(), False).detach())
