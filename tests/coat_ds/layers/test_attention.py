@@ -1,0 +1,71 @@
+"""What attention of converted models keeps and knows of its output, and how models get their own back."""
+
+import pytest
+import torch
+from torch import nn
+
+import coat_ds
+from benchmarks.common.families import FAMILIES
+from coat_ds.layers import attention
+from coat_ds.layers.attention import attended_origin, coat_attention
+
+B, S, N, D = 2, 32, 4, 16
+
+
+@pytest.fixture
+def module() -> nn.Module:
+    """An attention module of a converted model, which saves its tensors as they are."""
+    return coat_ds.convert(FAMILIES["llama"].build()).model.layers[0].self_attn
+
+
+def heads(fused: torch.Tensor) -> list[torch.Tensor]:
+    """Queries, keys and values [b, n, s, d] of a fused projection [b, s, 3 n d]."""
+    return [x.view(B, S, N, D).transpose(1, 2) for x in fused.chunk(3, -1)]
+
+
+def projected() -> torch.Tensor:
+    torch.manual_seed(0)
+    return torch.randn(B, S, 3 * N * D, dtype=torch.bfloat16, requires_grad=True) * 1
+
+
+def test_an_origin_is_of_the_same_rows_alone(module):
+    """A linear layer would make the gradient of its weight of other rows."""
+    y, _ = coat_attention(module, *heads(projected()), None)
+    rows = y.reshape(B, S, -1)
+    assert attended_origin(rows) is not None
+    for other in (rows.transpose(0, 1), y, rows[:1], rows[..., : N * D // 2], rows + 1):
+        assert attended_origin(other) is None
+
+
+@pytest.mark.parametrize("rotated", [False, True])
+def test_heads_are_copied_only_out_of_larger_storages(module, rotated):
+    """Queries, keys and values of one projection fill its storage, unless two of them are rotated into new
+    ones."""
+    fused, kept = projected(), set()
+    q, k, v = heads(fused)
+    if rotated:
+        q, k = q * 1, k * 1
+
+    def keep(x):
+        kept.add(x.untyped_storage().data_ptr())
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
+        coat_attention(module, q, k, v, None)
+    assert (fused.untyped_storage().data_ptr() in kept) == (not rotated)
+
+
+def test_the_stock_model_has_nothing_of_ours():
+    model = FAMILIES["llama"].build()
+    own = {name: set(vars(module)) for name, module in model.named_modules()}
+    coat_ds.convert(model, filter=lambda name, module: name != "model.layers.0.self_attn")
+    assert attention.LEFT in vars(model.model.layers[0].self_attn)
+    coat_ds.unconvert(model)
+    assert {name: set(vars(module)) for name, module in model.named_modules()} == own
+    assert model.config._attn_implementation == "sdpa"
+
+
+def test_attention_that_was_chosen_since_stays():
+    model = coat_ds.convert(FAMILIES["llama"].build())
+    model.set_attn_implementation("eager")
+    assert coat_ds.unconvert(model).config._attn_implementation == "eager"
