@@ -1,4 +1,4 @@
-"""Hooks of users on converted modules: what they write is read, and what they watch is called."""
+"""Modules beside each other: hooks of users on them, readers that are no products, and empty batches."""
 
 import copy
 
@@ -8,6 +8,7 @@ from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 import coat_ds
+from coat_kernels.deferred import Deferred
 from tests.coat_ds.layers.measures import fp8_bound
 from tests.util import rel_rms
 
@@ -75,16 +76,44 @@ def test_what_hooks_write_unseen_is_multiplied(build, before, everywhere):
         assert rel_rms(found, expected) < fp8_bound(3)
 
 
-@pytest.mark.parametrize("kind", ["backward", "backward pre", "global"])
-def test_watched_activations_are_called(kind):
-    """Kernels call no module."""
+@pytest.mark.parametrize("kind", ["forward", "forward pre", "backward", "backward pre", "global"])
+@pytest.mark.parametrize("name", ["act_fn", "up_proj"])
+def test_watched_modules_are_called(name, kind):
+    """Kernels call no activation, and multiply two layers as one."""
     _, model = of_gated()
-    act, seen = model[1].act_fn, []
+    module, seen = getattr(model[1], name), []
     register = {
-        "backward": act.register_full_backward_hook,
-        "backward pre": act.register_full_backward_pre_hook,
+        "forward": module.register_forward_hook,
+        "forward pre": module.register_forward_pre_hook,
+        "backward": module.register_full_backward_hook,
+        "backward pre": module.register_full_backward_pre_hook,
         "global": register_module_forward_hook,
     }[kind]
-    with register(lambda module, *_: seen.append(module)):
+
+    def hook(module, *_):
+        seen.append(module)
+
+    with register(hook):
         model(torch.randn(2, 32, 64).bfloat16().requires_grad_()).float().sum().backward()
-    assert act in seen
+    assert module in seen
+
+
+@pytest.mark.parametrize("build", [of_norm, of_activation])
+def test_what_something_else_reads_is_written_from_then_on(build):
+    """A reader that is no product would have it computed by itself each time."""
+    producer, x = build()[1][0], torch.randn(2, 32, 64).bfloat16().requires_grad_()
+    waiting = producer(x)
+    assert isinstance(waiting, Deferred)
+    assert producer(x).add(1).shape == x.shape
+    assert type(producer(x)) is torch.Tensor
+
+
+@pytest.mark.parametrize("build", [of_norm, of_activation, of_gated])
+def test_a_batch_of_nothing(build, device):
+    _, model = build()
+    model.to(device)
+    x = torch.zeros(0, 64, dtype=torch.bfloat16, device=device, requires_grad=True)
+    y = model(x)
+    y.sum().backward()
+    assert y.shape == x.grad.shape == x.shape
+    assert all(p.grad is not None and not p.grad.any() for p in model.parameters())
