@@ -1,0 +1,41 @@
+"""Converted modules whose inputs and parameters are of different types."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
+from transformers.models.t5.modeling_t5 import T5LayerNorm
+
+import coat_ds
+from tests.coat_ds.layers.parts import plain
+
+
+@pytest.mark.parametrize("build", [LlamaRMSNorm, T5LayerNorm])
+@pytest.mark.parametrize("given", [torch.float32, torch.bfloat16])
+def test_norms_return_what_stock_ones_do_once_they_are_cast(build, given):
+    x = torch.randn(4, 64).to(given)
+    stock, ours = build(64), coat_ds.convert(build(64))
+    for own in (torch.float32, torch.bfloat16):
+        assert ours.to(own)(x).dtype == stock.to(own)(x).dtype
+
+
+def test_a_norm_of_fp32_in_bf16_rounds_once():
+    """T5's."""
+    torch.manual_seed(0)
+    norm, x = T5LayerNorm(64).bfloat16(), torch.randn(256, 64)
+    norm.weight.data.normal_()
+    y = coat_ds.convert(norm)(x)
+    exact = F.rms_norm(x, (64,), norm.weight.float(), norm.variance_epsilon)
+    # sums in another order move few of them over a tie
+    assert (y == exact.bfloat16()).float().mean() > 0.98
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+def test_inputs_in_fp16_are_refused(autocast):
+    """Also where autocast would make BF16 of them."""
+    model, x = coat_ds.convert(plain()), torch.randn(2, 32, 64).half()
+    with (
+        torch.autocast("cpu", torch.bfloat16, enabled=autocast),
+        pytest.raises(TypeError, match="found FP16"),
+    ):
+        model(x)
