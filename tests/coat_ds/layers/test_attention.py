@@ -1,13 +1,17 @@
 """What attention of converted models keeps and knows of its output, and how models get their own back."""
 
+import pickle
+
 import pytest
 import torch
 from torch import nn
+from transformers import AttentionInterface, AttentionMaskInterface
 
 import coat_ds
 from benchmarks.common.families import FAMILIES
 from coat_ds.layers import attention
 from coat_ds.layers.attention import attended_origin, coat_attention
+from tests.coat_ds.layers.measures import run, same
 
 B, S, N, D = 2, 32, 4, 16
 
@@ -69,3 +73,13 @@ def test_attention_that_was_chosen_since_stays():
     model = coat_ds.convert(FAMILIES["llama"].build())
     model.set_attn_implementation("eager")
     assert coat_ds.unconvert(model).config._attn_implementation == "eager"
+
+
+def test_a_process_that_reads_a_model_knows_its_attention(monkeypatch):
+    batch = FAMILIES["llama"].batch()
+    model = coat_ds.convert(FAMILIES["llama"].build())
+    written, expected = pickle.dumps(model), run(model, batch)
+    # as of a process in which nothing was converted
+    for interface in (AttentionInterface, AttentionMaskInterface):
+        monkeypatch.delitem(interface._global_mapping, attention.NAME)
+    same(run(pickle.loads(written), batch), expected)

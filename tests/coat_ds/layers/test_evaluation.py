@@ -1,10 +1,12 @@
 """`activations.evaluation` "stock": converted models evaluate as stock ones, and train as with "fp8"."""
 
+import types
 import warnings
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
@@ -75,6 +77,22 @@ def test_autocast_over_fp32_weights():
     with torch.autocast("cpu", torch.bfloat16):
         expected, found = (logits_of(model, batch) for model in models)
     assert found.equal(expected)
+
+
+def test_a_forward_that_was_patched_before_evaluates():
+    model, seen, x = Net(), [], tokens()
+
+    def patched(self, x):
+        seen.append(x)
+        return F.linear(x, self.weight, self.bias)
+
+    model.up.forward = types.MethodType(patched, model.up)
+    coat_ds.convert(model, STOCK).eval()
+    assert "up" in coat_ds.conversion_of(model).converted["linear"]
+    seen.clear()
+    with torch.no_grad():
+        assert model(x).equal(Net()(x))
+    assert seen == [x]
 
 
 def test_a_compiled_model():
