@@ -120,7 +120,6 @@ def _is_plain_causal(module, query, key, mask, is_causal, rest) -> bool:
         mask is None
         and bool(is_causal)
         and 1 < query.shape[2] == key.shape[2]
-        and query.shape[3] == key.shape[3]
         and query.shape[1] % key.shape[1] == 0
         and not any(rest.get(name) is not None for name in _CHANGING)
     )

@@ -320,7 +320,7 @@ def _build_linear(module, activations, projections):
     if weight.dtype not in (*DTYPES, torch.float16):
         return None, f"a weight in {str(weight.dtype).removeprefix('torch.')}"
     sizes = probe.shape_of(weight)
-    if any(size % ALIGNMENT or size == 0 for size in sizes):
+    if any(size % ALIGNMENT for size in sizes):
         return None, f"{' x '.join(map(str, sizes))}, not multiples of {ALIGNMENT}"
     if min(sizes) < LEAST:
         return None, f"{' x '.join(map(str, sizes))}, too small to gain by FP8"
