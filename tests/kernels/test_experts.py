@@ -268,3 +268,19 @@ def test_what_cannot_be_is_refused(change, message):
     chosen, tensors = inputs("cpu")
     with pytest.raises(ValueError, match=message):
         grouped_experts(**{"chosen": chosen, "gate": KernelGate("silu"), **tensors} | change)
+
+
+def test_counts_of_other_experts_are_refused():
+    _, tensors = inputs("cpu", IN_ORDER)
+    weights = tensors.pop("weights")[:, 0]
+    with pytest.raises(ValueError, match="and 6 experts"):
+        permuted_experts(
+            tensors.pop("x"), torch.tensor(OF_EACH[:-1]), weights, gate=KernelGate("silu"), **tensors
+        )
+
+
+def test_gradients_of_weights_in_fp32_are_not_rounded(device):
+    chosen, tensors = inputs(device)
+    y = grouped_experts(chosen=chosen, gate=KernelGate("silu"), **tensors)
+    (grad,) = torch.autograd.grad(y.float().sum(), [tensors["weights"]])
+    assert not grad.equal(grad.bfloat16().float())

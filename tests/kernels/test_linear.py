@@ -79,6 +79,19 @@ def test_sizes_that_fp8_products_cannot_take_are_refused():
         fp8_linear(x, weight)
 
 
+def test_shapes_that_do_not_belong_together_are_refused(device):
+    x, weight = leaves(torch.randn(16, 32), torch.randn(48, 32), device=device)
+    with pytest.raises(ValueError, match="the weight takes 32 columns, x has 16"):
+        fp8_linear(x[:, :16], weight)
+    # each would be broadcast
+    for bias in (x.new_zeros(1), x.new_zeros(16, 48)):
+        with pytest.raises(ValueError, match="of 48 outputs"):
+            fp8_linear(x, weight, bias)
+    y = fp8_linear(x, weight, weight_grad_into=lambda: torch.zeros(2, 48, 32, device=device))
+    with pytest.raises(ValueError, match=r"weight_grad_into: expected shape \[48, 32\], found \[2, 48, 32\]"):
+        y.sum().backward()
+
+
 def test_frozen_weight_or_input_costs_no_product(device, monkeypatch):
     """LoRA's frozen weights have no weight gradient, a first layer no input gradient."""
     x, weight = leaves(torch.randn(16, 32), torch.randn(32, 32), device=device)

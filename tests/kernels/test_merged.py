@@ -92,3 +92,25 @@ def test_what_is_kept_belongs_to_these_weights(device):
     second, _ = cache.of(others).forward(None, E4M3)
     invalidate_weight_caches()
     assert cache.of(others).forward(None, E4M3)[0] is not second
+
+
+def masked(memory, values):
+    return torch.mul(values, 2, out=memory)
+
+
+def parameter(memory, values):
+    memory.copy_(values)
+    return torch.nn.Parameter(memory)
+
+
+@pytest.mark.parametrize("keep", ["none", "fp8"])
+@pytest.mark.parametrize("weight_of", [masked, parameter])
+def test_other_weights_at_the_same_place(weight_of, keep, device):
+    memories = [torch.empty(n, K, device=device) for n in ROWS]
+    cache, x = MergedCache(keep), torch.randn(TOKENS, K, device=device)
+    for _ in range(3):
+        # tensors of their own, whose changes are counted from 0 again
+        weights = tuple(weight_of(m.data, torch.randn(m.shape, device=device)) for m in memories)
+        y = fp8_linear(x, merged(weights), cache=cache.of(weights))
+        assert y.equal(fp8_linear(x, merged(weights), cache=MergedCache().of(weights)))
+        del weights

@@ -181,6 +181,7 @@ def test_what_may_be_deferred(device, monkeypatch):
     assert not may_defer_add(x, x, x[0])
     assert not may_defer_add(trained.float(), x) and not may_defer_add(trained, x, x[0].float())
     assert not may_defer_add(trained, x[0])
+    assert not may_defer_add(trained, x, x) and not may_defer_add(trained, x, bias[:1])
     assert not may_defer_add(deferred_add(trained, x), x)
     with torch.no_grad():
         assert not may_defer_add(trained, x)
