@@ -226,8 +226,25 @@ def test_forwards_that_take_the_modules(device):
     # of partial rotary positions Megatron rotates
     half = torch.zeros(S, 1, 1, H // HEADS // 2, device=device)
     assert "MlpBlock" not in node(layer, device, rotary_pos_emb=half)
-    for other in ({"rotary_interleaved": True}, GPT | {"qk_layernorm": True}):
+    recomputed = {"recompute_granularity": "selective", "recompute_modules": ["mlp"]}
+    for other in (
+        {"rotary_interleaved": True},
+        GPT | {"qk_layernorm": True},
+        {"fp32_residual_connection": True},
+        recomputed,
+    ):
         assert "MlpBlock" not in node(build(other, layers=1).decoder.layers[0], device), other
+    normed = build({"qk_layernorm": True}, layers=1).decoder.layers[0]
+    assert "MlpBlock" in node(normed, device)
+    normed.self_attention.k_layernorm.register_forward_hook(lambda *_: None)
+    assert "MlpBlock" not in node(normed, device)
+
+
+@pytest.mark.usefixtures("megatron")
+def test_attention_that_somebody_looks_at_is_not_recomputed(device):
+    layer, seen = build({}, {"attention_format": "recompute"}, layers=1).decoder.layers[0], []
+    layer.self_attention.core_attention.register_forward_hook(lambda *_: seen.append(1))
+    assert "MlpBlock" in node(layer, device) and len(seen) == 1
 
 
 @pytest.mark.usefixtures("megatron")
