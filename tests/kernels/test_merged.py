@@ -114,3 +114,5 @@ def test_other_weights_at_the_same_place(weight_of, keep, device):
         y = fp8_linear(x, merged(weights), cache=cache.of(weights))
         assert y.equal(fp8_linear(x, merged(weights), cache=MergedCache().of(weights)))
         del weights
+    # of computed weights nothing is kept
+    assert (cache.nbytes > 0) == (keep == "fp8" and weight_of is parameter)

@@ -119,8 +119,10 @@ def test_averages_of_weights(weight_cache):
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
-def test_evaluation_keeps_no_weights_and_training_goes_on(mode):
-    models = [coat_ds.convert(LLAMA.build(), {"weight_cache": "fp8"}) for _ in range(2)]
+@pytest.mark.parametrize("attention_format", ["bf16", "recompute"])
+def test_evaluation_keeps_no_weights_and_training_goes_on(attention_format, mode):
+    activations = {"weight_cache": "fp8", "attention_format": attention_format}
+    models = [coat_ds.convert(LLAMA.build(), activations) for _ in range(2)]
     batch = LLAMA.batch()
     with mode():
         models[0](**batch)
