@@ -359,3 +359,15 @@ def test_calls_and_launches_stay_within_their_bounds(monkeypatch):
         layer.zero_grad()
     for name, (most_calls, launches) in CALLS.items():
         assert found[name][0] <= most_calls and found[name][1] <= launches, found
+
+
+@pytest.mark.usefixtures("megatron")
+def test_attention_is_saved_in_its_own_format(device):
+    """Other tensors of the layer are saved as `saved_format` says."""
+    kept, activations = [], {"attention_format": "sqrt8", "saved_format": "e4m3"}
+    layer = build({}, activations, layers=1).decoder.layers[0]
+    x = torch.randn(S, B, H, device=device, dtype=torch.bfloat16, requires_grad=True)
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t.dtype) or t, lambda t: t):
+        layer(x, attention_mask=None)
+    # queries, keys, values and the output, which the projection saves once more, as its origin
+    assert kept.count(torch.int8) == 5
