@@ -1,0 +1,161 @@
+"""How the FP8 optimizer gets behind Megatron's own ones, what it is given there, and what it refuses."""
+
+import pytest
+import torch
+
+from coat_ds.config import CoatConfig, CoatConfigError
+from coat_kernels.adamw import join_master
+from tests.megatron_ext.test_optimizer import FFN, MODES, H, S, Trainer
+from tests.util import Made
+
+
+def test_seam_comes_and_goes(megatron):
+    from megatron.core import optimizer as host
+    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+
+    from megatron_ext import optimizer, watch
+
+    # below it, and stays
+    watch.install()
+
+    def places():
+        owners = [vars(o) for o in (host, host.OptimizerConfig, DistributedOptimizer)]
+        return {(i, k): v for i, owner in enumerate(owners) for k, v in owner.items()}
+
+    before = places()
+    optimizer.install()
+    during = places()
+    optimizer.install()
+    assert places() == during and optimizer.installed()
+    assert {key for key in before if during[key] is not before[key]} == {
+        (0, "_get_megatron_optimizer_based_on_param_groups"),
+        (1, "__post_init__"),
+        (2, "_get_main_param_and_optimizer_states"),
+        (2, "_set_main_param_and_optimizer_states"),
+        (2, "sharded_state_dict"),
+        (2, "load_state_dict"),
+    }
+    optimizer.uninstall()
+    assert places() == before and not optimizer.installed()
+
+
+def test_unknown_megatron_is_refused_before_anything_changes(megatron, monkeypatch):
+    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+
+    from megatron_ext import optimizer
+
+    name = "_set_main_param_and_optimizer_states"
+    monkeypatch.setattr(DistributedOptimizer, name, lambda self, param, tensors: None)
+    with pytest.raises(RuntimeError, match=rf"DistributedOptimizer\.{name}: expected .*model_param.*found"):
+        optimizer.install()
+    assert not optimizer.installed()
+    monkeypatch.delattr(DistributedOptimizer, name)
+    with pytest.raises(RuntimeError, match=rf"{name}: .*found nothing in megatron-core"):
+        optimizer.install()
+    assert not optimizer.installed()
+
+
+def test_small_tensors_keep_fp32_moments(megatron):
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+
+    from megatron_ext import cpu, optimizer
+    from megatron_ext.layer_specs import sdpa_layer_spec
+    from megatron_ext.model import ModelShape, build_gpt
+
+    block = {"enabled": True, "optimizer": {"min_numel": 600, "keep_fp32": []}, "watch": False}
+    optimizer.install(CoatConfig.from_dict(block))
+    try:
+        model = build_gpt(ModelShape(1, 32, 48, 2, 2), sdpa_layer_spec, seq_length=S, vocab_size=16)
+        settings = DistributedDataParallelConfig(use_distributed_optimizer=True)
+        with cpu.no_cuda():
+            wrapped = DistributedDataParallel(model.config, settings, model)
+            config = OptimizerConfig(optimizer="adam", lr=1e-3, bf16=True, use_distributed_optimizer=True)
+            (part,) = get_megatron_optimizer(config, [wrapped]).chained_optimizers
+    finally:
+        optimizer.uninstall()
+    found = {(p.numel() < 600, state["exp_avg"].codec.name) for p, state in part.optimizer.state.items()}
+    assert found == {(True, "fp32"), (False, "ratio8")}
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_patterns_are_of_names_in_the_model(megatron, caplog, mode):
+    """Not of those within Megatron's wrappers, and as readings of the watch name them."""
+    from megatron_ext import cpu, optimizer
+
+    block = {"enabled": True, "optimizer": {"keep_fp32": ["decoder.layers.1.mlp.*"], "min_numel": 1}}
+    optimizer.install(CoatConfig.from_dict(block))
+    try:
+        with cpu.no_cuda():
+            states = Trainer(mode).inner.state.values()
+    finally:
+        optimizer.uninstall()
+    kept = {s["exp_avg"].numel() for s in states if s["exp_avg"].codec.name == "fp32"}
+    assert kept == {H * FFN, 2 * H * FFN}
+    assert not [line for line in caplog.messages if "matches no parameter" in line]
+
+
+@pytest.mark.parametrize(
+    "options, named",
+    [
+        ({"optimizer": "sgd", "use_precision_aware_optimizer": False}, "--optimizer sgd"),
+        ({"decoupled_weight_decay": False}, "weight-decay"),
+        ({"optimizer_cpu_offload": True}, "--optimizer-cpu-offload"),
+        ({"exp_avg_dtype": torch.bfloat16}, "--exp-avg-dtype"),
+        ({"main_params_dtype": torch.float16}, "--main-params-dtype"),
+        ({"use_megatron_fsdp": True}, "--use-megatron-fsdp: not supported by megatron_ext.with_optimizer"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_contradictions_are_errors(megatron, options, named):
+    options = dict(options)
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+
+    from megatron_ext import cpu, optimizer
+    from megatron_ext.layer_specs import sdpa_layer_spec
+    from megatron_ext.model import ModelShape, build_gpt
+
+    optimizer.install()
+    try:
+        model = build_gpt(ModelShape(1, 32, 48, 2, 2), sdpa_layer_spec, seq_length=S, vocab_size=16)
+        settings = DistributedDataParallelConfig(use_distributed_optimizer=True)
+        with cpu.no_cuda(), pytest.raises(CoatConfigError, match=named):
+            wrapped = DistributedDataParallel(model.config, settings, model)
+            # Megatron's FSDP itself needs a GPU; the optimizer asks for this alone
+            settings.use_megatron_fsdp = options.pop("use_megatron_fsdp", False)
+            common = {"use_distributed_optimizer": True, "use_precision_aware_optimizer": True}
+            config = OptimizerConfig(**({"optimizer": "adam", "lr": 1e-3, "bf16": True} | common | options))
+            get_megatron_optimizer(config, [wrapped])
+    finally:
+        optimizer.uninstall()
+
+
+def test_masters_are_read_and_written_part_by_part(monkeypatch):
+    """Joined on their device, an embedding's takes several times its FP32 size."""
+    from megatron_ext.optimizer import MegatronAdamW
+
+    generator = torch.Generator().manual_seed(0)
+    p, again = (torch.nn.Parameter(torch.randn(20, 130, generator=generator).bfloat16()) for _ in range(2))
+    optimizer = MegatronAdamW([p, again], use_decoupled_grad=True, min_numel=0)
+    for x in (p, again):
+        x.decoupled_grad = torch.randn(x.shape, generator=generator)
+    optimizer.step()
+    monkeypatch.setattr("coat_kernels.codecs.codec.AT_ONCE", 256)
+    monkeypatch.setattr("coat_ds.optim.moment.AT_ONCE", 256)
+    whole = join_master(p, optimizer.state[p]["remainder"])
+    # whatever models are built in
+    default = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        with Made() as made:
+            tensors = optimizer.tensors_of(p)
+    finally:
+        torch.set_default_dtype(default)
+    assert made.over(512) == {torch.float32: 3} and torch.equal(tensors["param"], whole)
+    with Made() as made:
+        optimizer.take_tensors(again, optimizer.param_groups[0], tensors)
+    assert made.over(512) == {torch.uint8: 1, torch.int8: 1}
+    for name, value in optimizer.tensors_of(again).items():
+        assert torch.equal(value, tensors[name])
+    assert torch.equal(again, p)
