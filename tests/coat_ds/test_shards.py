@@ -1,5 +1,6 @@
 """What a rank holds of DTensors, as the optimizer reads it. Runs with them: test_dtensor.py."""
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
@@ -36,6 +37,13 @@ def on_two():
     resharded = CoatAdamW([later])
     resharded.state[later] = whole.state.pop(alone)
     resharded.init_states()
+    # a parameter whose shards somebody has made whole since
+    turned = torch.nn.Parameter(p.redistribute(placements=[Replicate()]))
+    turned.grad = turned.detach()
+    stale = CoatAdamW([turned])
+    stale.state[turned] = optimizer.state[trained]
+    with pytest.raises(ValueError, match="has exp_avg laid out as .*Shard.*, itself as .*Replicate"):
+        stale.step()
     return {
         "moments": all(
             found.to_local().equal(expected.to_local())
