@@ -90,6 +90,14 @@ def test_formats_come_from_the_block_and_groups_win():
     assert convert_(optimizer, OptimizerConfig(), keep_fp32=KEEP).state[net[0].weight] is again
 
 
+def test_an_empty_state_is_no_step():
+    net = model()
+    optimizer = torch.optim.AdamW(net.parameters())
+    # whoever looks makes an empty state
+    assert not optimizer.state[net[0].weight]
+    assert type(convert_(optimizer, OptimizerConfig(), keep_fp32=KEEP)) is CoatAdamW
+
+
 def test_groups_that_are_added_later_have_the_defaults():
     net, given = model(), {"lr": 3e-4, "betas": (0.8, 0.9), "eps": 1e-6, "weight_decay": 0.3}
     optimizer = convert_(torch.optim.AdamW(net[0].parameters(), **given), OptimizerConfig(), keep_fp32=KEEP)

@@ -1,5 +1,6 @@
 """The norm of gradients read together, beside DeepSpeed's own of the same gradients, one by one."""
 
+import functools
 import math
 from importlib.metadata import version
 
@@ -52,6 +53,10 @@ def watch(wrapper, seen):
             found = ours(gradients, params, *rest)
         seen["readers"] += readers.seen
         seen["norms"].append((float(found), float(theirs(wrapper, gradients, params, *rest))))
+        largest = (
+            float(ask(gradients, params, math.inf)) for ask in (ours, functools.partial(theirs, wrapper))
+        )
+        seen["largest"].append(tuple(largest))
         return found
 
     wrapper.get_grad_norm_direct = norm
@@ -110,7 +115,7 @@ def train(stage, dtype, shared):
         return step(*args, **kwargs)
 
     engine.basic_optimizer.step = note
-    seen = {"norms": [], "checks": [], "readers": []}
+    seen = {"norms": [], "largest": [], "checks": [], "readers": []}
     watch(engine.optimizer, seen)
     x = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(rank)).to(engine.module[0].bias.dtype)
     out = {}
@@ -164,6 +169,14 @@ def test_it_is_deepspeeds_norm(ranks, cell):
         assert theirs > CLIP and ours == pytest.approx(theirs, rel=bound)
     if cell[2]:
         assert ours < 0.99 * ranks[0][*cell[:2], False]["None"]["norms"][0][0]
+
+
+@every_cell
+def test_the_largest_gradient_is_deepspeeds(ranks, cell):
+    """Not asked for by DeepSpeed itself."""
+    for rank in ranks:
+        ((ours, theirs),) = rank[cell]["None"]["largest"]
+        assert ours == theirs < rank[cell]["None"]["norms"][0][1]
 
 
 @every_cell
