@@ -7,6 +7,7 @@ import shlex
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -21,6 +22,8 @@ PACKAGES = (
     "transformers",
     "liger-kernel",
 )
+# options that say where results and logs go, on which no figure depends
+PLACES = ("--output", "--work")
 
 
 def device() -> torch.device:
@@ -53,6 +56,17 @@ def driver() -> str:
     return found[0] if found else "unknown"
 
 
+def command(words: Sequence[str]) -> str:
+    """A command line of benchmarks, without folders of the machine that it ran on."""
+    kept, words = [], iter(words)
+    for word in words:
+        if word in PLACES:
+            next(words, None)
+        else:
+            kept.append(word)
+    return shlex.join(["python", "-m", "benchmarks", *kept])
+
+
 def environment() -> dict[str, str]:
     """What a figure depends on."""
     cuda = torch.cuda.is_available()
@@ -69,5 +83,5 @@ def environment() -> dict[str, str]:
         "torch": torch.__version__,
         **{package.replace("-", "_"): version(package) for package in PACKAGES},
         "commit": commit,
-        "command": shlex.join(["python", "-m", "benchmarks", *sys.argv[1:]]),
+        "command": command(sys.argv[1:]),
     }

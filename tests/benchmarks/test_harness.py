@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from benchmarks.__main__ import main
+from benchmarks.common.environment import command
 from benchmarks.common.harness import BENCHMARKS, RESULTS, Table
 from benchmarks.common.timing import Span, covered_ms, gpu_spans
 
@@ -52,6 +53,11 @@ def test_without_a_gpu_the_reason_is_given_and_nothing_is_written():
     result = run_here("adamw")
     assert result.returncode == 1 and "needs a CUDA GPU, found none" in result.stderr
     assert (RESULTS / "adamw.csv").read_text() == before
+
+
+def test_a_command_names_no_folder_of_its_machine():
+    words = ["train", "--output", "/there/x.csv", "--systems", "BF16", "COAT, smallest", "--work", "/there"]
+    assert command(words) == "python -m benchmarks train --systems BF16 'COAT, smallest'"
 
 
 def test_rows_of_different_columns_share_a_file_headed_by_the_environment(tmp_path, capsys):
