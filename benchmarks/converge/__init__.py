@@ -15,6 +15,7 @@ import multiprocessing
 import os
 import time
 import traceback
+from collections.abc import Iterable
 from pathlib import Path
 
 import torch
@@ -159,10 +160,12 @@ def prepared(
 
 
 def train_side_by_side(runs: list[Run], gpus: int, setup: Setup, conditions: dict, environment: dict) -> None:
-    """Makes runs until they are complete or time is over; several GPUs take their shares of them in turn.
+    """Makes runs until they are complete or time is over; each of several GPUs takes the next that waits.
 
     Raises SystemExit if there are not so many GPUs.
     """
+    if not runs:
+        return
     if gpus == 1:
         train_each(runs, setup, conditions, environment)
         return
@@ -170,24 +173,30 @@ def train_side_by_side(runs: list[Run], gpus: int, setup: Setup, conditions: dic
     if len(visible) < gpus:
         raise SystemExit(f"--gpus {gpus}: found {len(visible)}")
     context, processes = multiprocessing.get_context("spawn"), []
-    for first in range(gpus):
+    waiting = context.SimpleQueue()
+    for run in [*runs, *[None] * gpus]:
+        waiting.put(run)
+    for number in range(gpus):
         # each process sees one GPU, and that from before it imports torch
-        os.environ["CUDA_VISIBLE_DEVICES"] = visible[first]
-        share = (runs[first::gpus], setup, conditions, environment)
-        processes.append(context.Process(target=train_each, args=share))
+        os.environ["CUDA_VISIBLE_DEVICES"] = visible[number]
+        arguments = (waiting, setup, conditions, environment)
+        processes.append(context.Process(target=train_waiting, args=arguments))
         processes[-1].start()
     os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(visible)
     for process in processes:
         process.join()
 
 
-def train_each(runs: list[Run], setup: Setup, conditions: dict, environment: dict) -> None:
+def train_waiting(waiting, setup: Setup, conditions: dict, environment: dict) -> None:
+    """Makes the runs of a queue that ends with None, one for each process that reads it."""
+    train_each(iter(waiting.get, None), setup, conditions, environment)
+
+
+def train_each(runs: Iterable[Run], setup: Setup, conditions: dict, environment: dict) -> None:
     """Makes one run after another until time is over; the first goes one step at least."""
     from coat_launch.process_group import start_process_group
     from megatron_ext.model import initialize_model_parallel
 
-    if not runs:
-        return
     start_process_group(PATIENCE)
     initialize_model_parallel()
     for number, run in enumerate(runs):
