@@ -7,7 +7,7 @@ from pathlib import Path
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 
-from tests.hostile.conftest import share
+from tests.hostile.conftest import RANDOM, share
 
 ROOT = Path(__file__).resolve().parents[2]
 NUMBERS = [0, 1, 2, 3, 255, 2**31 - 1, 2**31, 2**32 - 1, 2**62, 2**63, 2**64 - 1]
@@ -17,6 +17,7 @@ def tries(part: float = 0.06):
     """Settings of a test that takes `part` of all inputs."""
     return settings(
         max_examples=max(5, share(part)),
+        derandomize=not RANDOM,
         deadline=None,
         suppress_health_check=list(HealthCheck),
     )

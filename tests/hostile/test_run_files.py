@@ -179,7 +179,7 @@ def attack_checkpoints(where: str) -> dict[str, int]:
             assert read["files"] == manifest["files"] and read["step"] == 3
             assert dataclasses.asdict(checkpoint.layout) == read["layout"]
 
-    @tries(0.02)
+    @tries()
     @given(NAMES, st.data())
     def signed_damage(name, data):
         renew(signed({**whole, name: data.draw(damaged(whole[name]) | st.binary(max_size=64))}))
@@ -199,7 +199,7 @@ def attack_checkpoints(where: str) -> dict[str, int]:
         max_leaves=3,
     )
 
-    @tries(0.02)
+    @tries()
     @given(st.booleans(), st.data())
     def signed_contents(is_model, data):
         name = "mp_rank_00_model_states.pt" if is_model else next(n for n in whole if "optim" in n)

@@ -9,14 +9,14 @@ import io
 import random
 
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from coat_ds import CoatAdamW
 from coat_ds.optim.options import MOMENTS
 from coat_kernels.adamw import join_master
 from coat_kernels.codecs import SIGNED_CODECS, get_codec
-from tests.hostile.conftest import share
+from tests.hostile.files import tries
 
 BETAS, EPS = (0.9, 0.95), 1e-8
 # moments that are stored each by itself: of the others a write into one may round the other once more
@@ -318,7 +318,7 @@ OPERATIONS = [name for name, value in vars(Run).items() if callable(value) and n
 OPERATIONS = OPERATIONS[OPERATIONS.index("goes_on") + 1 :]
 
 
-@settings(max_examples=share(0.25), deadline=None, suppress_health_check=list(HealthCheck))
+@tries(0.25)
 @given(
     st.integers(0, 2**32 - 1),
     st.lists(st.sampled_from([*OPERATIONS, "step", "step"]), min_size=2, max_size=12),

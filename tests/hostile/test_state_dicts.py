@@ -7,14 +7,14 @@ from unittest import mock
 
 import cpuinfo
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from coat_ds import CoatAdamW
 from coat_ds.optim.options import MOMENTS
 from coat_kernels.codecs import SIGNED_CODECS, Stored, get_codec
 from tests.coat_ds.faithful import assert_faithful
-from tests.hostile.conftest import share
+from tests.hostile.files import tries
 from tests.hosts import without_compilation
 
 SHAPES = [(1,), (5,), (130,), (300,), (5, 33), (20, 30)]
@@ -77,7 +77,7 @@ def moments_of(optimizer, p):
     return [x.decode() if hasattr(x := state[name], "decode") else x for name in MOMENTS]
 
 
-@settings(max_examples=share(0.1), deadline=None, suppress_health_check=list(HealthCheck))
+@tries(0.1)
 @given(
     st.integers(0, 2**32 - 1),
     st.lists(st.sampled_from(PEERS), min_size=1, max_size=3),
@@ -177,7 +177,7 @@ def damages(rng):
     }
 
 
-@settings(max_examples=share(0.1), deadline=None, suppress_health_check=list(HealthCheck))
+@tries(0.1)
 @given(st.integers(0, 2**32 - 1), st.sampled_from(list(damages(random.Random(0)))), st.booleans())
 def test_damaged_state_dicts_are_refused_before_anything_changes(seed, name, of_ours):
     rng = random.Random(seed)
@@ -208,7 +208,7 @@ def test_damaged_state_dicts_are_refused_before_anything_changes(seed, name, of_
             assert all(x.isfinite().all() and x.shape == p.shape for x in moments_of(after, p))
 
 
-@settings(max_examples=share(0.05), deadline=None, suppress_health_check=list(HealthCheck))
+@tries(0.05)
 @given(st.integers(0, 2**32 - 1))
 def test_damaged_metadata_never_changes_values(seed):
     """Values are what counts: scales and exponents that do not give them are not taken."""
