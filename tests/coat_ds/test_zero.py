@@ -138,7 +138,8 @@ def ds_config(cell, coat=True):
         "train_batch_size": BATCH,
         "gradient_accumulation_steps": cell["accumulation"],
         "gradient_clipping": cell["clip"],
-        "zero_optimization": {"stage": cell["stage"], **cell["zero"]},
+        # DeepSpeed allocates a gigabyte for the gradients of each engine unless told
+        "zero_optimization": {"stage": cell["stage"], "reduce_bucket_size": 10**6, **cell["zero"]},
         "optimizer": {"type": "AdamW", "params": params if coat else {**params, "torch_adam": True}},
         "data_types": {"grad_accum_dtype": cell["sums"]},
         **({} if cell["dtype"] == "fp32" else precision),

@@ -3,7 +3,8 @@ is compiled; producers that defer."""
 
 import pytest
 import torch
-import triton
+from triton.runtime.interpreter import InterpretedFunction
+from triton.runtime.jit import JITFunction
 
 from coat_kernels import activation as act
 from coat_kernels import deferred, norm, rope, tensorwise
@@ -30,7 +31,7 @@ def poison(monkeypatch):
 @pytest.fixture(autouse=True)
 def every_launch_is_fused(monkeypatch):
     """What triton does unless told changes from release to release."""
-    for kind in (triton.runtime.JITFunction, triton.runtime.interpreter.InterpretedFunction):
+    for kind in (JITFunction, InterpretedFunction):
 
         def run(self, *args, launch=kind.run, **how):
             if self.fn.__module__.startswith("coat_kernels"):
