@@ -9,6 +9,7 @@ from benchmarks.common.pairs import paired
 from benchmarks.state_train import MASTERS
 from benchmarks.tables.blocks import Results, between, block, bullets, percent, table
 from coat_kernels.groups import dequantize_groups_reference, quantize_groups_reference
+from coat_launch.report import read_metrics
 
 
 @block("numerics.md", "saved formats")
@@ -257,6 +258,47 @@ def convergence(results: Results) -> str:
                 ]
                 for name, rows in whole.items()
             ),
+        )
+    )
+
+
+@block("numerics.md", "one billion parameters")
+def one_billion(results: Results) -> str:
+    names = {"bf16": "BF16", "coat": "COAT", "coat-fastest": '"fastest"', "coat-smallest": '"smallest"'}
+    rows = {run: results.row("converge_1b.csv", run=run, seed=1) for run in names}
+    base = rows["bf16"]
+    losses = {
+        run: {
+            line["step"]: line["loss"]
+            for line in read_metrics(results.folder / f"converge_1b/{run}-seed1.jsonl")
+            if "loss" in line
+        }
+        for run in names
+    }
+    spans = (10, 20), (21, 31), (32, 100), (101, max(losses["bf16"]))
+
+    def line(run: str) -> list[str]:
+        loss, speed, peak = (rows[run][key] for key in ("val_loss", "tokens_per_s", "peak_mb"))
+        return [
+            names[run],
+            f"{loss:.4f}",
+            "" if run == "bf16" else f"{loss - base['val_loss']:+.4f}",
+            f"{speed:,.0f} ({speed / base['tokens_per_s']:.2f}×)",
+            f"{peak / 1e3:.1f} GB ({peak / base['peak_mb']:.2f}×)",
+        ]
+
+    def apart(run: str, first: int, last: int) -> str:
+        """In training, the mean over these steps."""
+        steps = range(first, last + 1)
+        return f"{statistics.mean(losses[run][step] - losses['bf16'][step] for step in steps):+.2f}"
+
+    head = f"{base['tokens'] / 1e6:.0f} million tokens, one seed", "validation loss", "to BF16, nats"
+    return (
+        table([*head, "tokens per second", "peak memory"], *map(line, names))
+        + "\n"
+        + table(
+            ["training loss to BF16's, nats, of steps", *(f"{first} to {last}" for first, last in spans)],
+            *([names[run], *(apart(run, *span) for span in spans)] for run in names if run != "bf16"),
         )
     )
 
