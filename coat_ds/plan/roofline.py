@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from coat_ds.plan.errors import PlanError
 from coat_ds.plan.experts import Experts
 from coat_ds.plan.layout import Layout
-from coat_ds.plan.memory import saved_per_token
+from coat_ds.plan.saved import saved_per_token
 from coat_ds.plan.sizes import Sizes
 from coat_ds.plan.systems import System
 from coat_kernels.groups import GROUP_FORMATS

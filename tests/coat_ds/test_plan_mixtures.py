@@ -9,7 +9,7 @@ import pytest
 
 from coat_ds import cli, plan
 from coat_ds.plan import Layout, PlanError, layout, rungs, sizes
-from coat_ds.plan.memory import saved_per_token
+from coat_ds.plan.saved import saved_per_token
 
 WORDS = (
     "--num-layers 4 --hidden-size 64 --ffn-hidden-size 128 --num-attention-heads 4 --num-query-groups 2 "

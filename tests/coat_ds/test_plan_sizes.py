@@ -10,7 +10,7 @@ import transformers
 from coat_ds import cli, convert, plan
 from coat_ds.plan import Layout, PlanError, layout, rungs, sizes
 from coat_ds.plan.command import configured
-from coat_ds.plan.memory import saved_per_token
+from coat_ds.plan.saved import saved_per_token
 from coat_ds.plan.systems import coat
 
 ROOT = Path(__file__).parents[2]

@@ -11,7 +11,7 @@ from megatron.core.activations import quick_gelu, squared_relu
 from coat_ds import plan
 from coat_ds.config import ActivationsConfig
 from coat_ds.plan import Layout, layout, rungs, sizes
-from coat_ds.plan.memory import saved_per_token
+from coat_ds.plan.saved import saved_per_token
 from coat_ds.plan.systems import coat
 from megatron_ext.layer_specs import coat_layer_spec, sdpa_layer_spec
 from megatron_ext.ledger import saved_bytes
