@@ -224,6 +224,39 @@ def test_bytes_behind_narrower_codes_are_no_error():
     del kept
 
 
+def test_codes_with_and_without_groups_are_counted_apart():
+    """E4M3 of as many elements, as a layer's input and as what it saves."""
+    model = linear()
+    x = torch.full((4, 64), 2.0**-40)
+    x[:, ::16] = 1.0
+    q = quantize_groups(x, 16, "e4m3")
+    counter = CodeCounter(model)
+    counter.codes("input", model[0].forward.x_scale, torch.ones(4, 64).to(q.codes.dtype))
+    counter.saved("other", q.codes, q.exponent)
+    assert figures_of(counter, "0") == {"input_flushed": 0.0, "input_saturated": 0.0}
+    assert figures_of(counter, "other")["saved_flushed"] == 15 / 16
+
+
+@pytest.mark.parametrize(
+    "shapes",
+    [((4, 32), None, (4, 2)), ((4, 32), (8, 2)), ((2, 2, 32), (4, 2)), ((4, 32), (4, 2, 1))],
+    ids=["something between", "other rows", "codes of three dimensions", "bytes of three dimensions"],
+)
+def test_what_is_saved_and_no_codes_with_their_exponents_is_not_counted(shapes):
+    """None is a tensor of another kind."""
+    counter = CodeCounter(linear())
+    saved = SavedCodes(counter, lambda address: False)
+    kept = [
+        torch.ones(3) if shape is None else torch.ones(shape, dtype=torch.uint8 if i else torch.int8)
+        for i, shape in enumerate(shapes)
+    ]
+    with saved.counting():
+        held = Keeps.apply(torch.ones(2, requires_grad=True), *kept)
+    assert figures_of(counter, "other") == {}
+    assert saved.nbytes == sum(t.nbytes for t in kept)
+    del held
+
+
 def test_wrong_predictions():
     model = linear()
     counter = CodeCounter(model)
@@ -328,6 +361,25 @@ def test_blocks_of_graphs_take_turns(replayed, monkeypatch, turns, periods):
         sums = counter.sums(torch.device("cpu"))
         left_out = {name for name, row in counter.index.items() if sums[row, codes.REPLAYED]}
         assert left_out == {n for n in counter.index if n[:14] in set(NAMES) - set(expected)}
+
+
+@pytest.mark.parametrize("turn", [0, 1])
+@pytest.mark.parametrize("turns", [2, 8])
+def test_blocks_that_did_not_run_saved_nothing(monkeypatch, turns, turn):
+    """As of an exit in the middle: three blocks that are replayed, of which the last is not called."""
+    monkeypatch.setattr(codes, "TURNS", turns)
+    model = coat_ds.convert(torch.nn.ModuleList(torch.nn.Linear(64, 64) for _ in range(3)).bfloat16())
+    with_graphs(model)
+    saved = SavedCodes(CodeCounter(model), is_weight_of(model))
+    blocks = Blocks(saved, turn)
+    blocks.open()
+    x = torch.randn(16, 64, dtype=torch.bfloat16, requires_grad=True)
+    y = model[1](model[0](x))
+    blocks.close()
+    one = blocks._nbytes_in_turn
+    # one in its turn, and one that is taken for as large
+    assert one > 0 and blocks.nbytes == blocks._nbytes + one
+    y.sum().backward()
 
 
 class Expert(torch.nn.Module):

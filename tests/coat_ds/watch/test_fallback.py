@@ -1,5 +1,6 @@
 """What is done where errors stay too large."""
 
+import pytest
 import torch
 import torch.nn.functional as F
 
@@ -50,6 +51,41 @@ def test_a_reading_without_figures_counts_neither_way():
     fallback.judge(4, {}, over)
     fallback.judge(5, {}, {"0": {"input_flushed": 0.1}})
     assert not fallback.suspects
+
+
+def test_a_reading_without_any_error_is_one_below_the_limit():
+    config = WatchConfig(act="act", readings=2)
+    fallback = Fallback(model(), config, lambda *_: None, lambda *_: None)
+    for step, error in enumerate((0.9, 0.0, 0.9), 1):
+        fallback.judge(step, {"0.weight": {"update_error": error}}, {})
+    assert fallback.state() == {"layers": [], "states": []}
+
+
+def test_what_has_fallen_back_does_so_once():
+    said = []
+    config = WatchConfig(act="act", readings=1)
+    fallback = Fallback(
+        coat_ds.convert(model().bfloat16()), config, lambda *_: None, lambda line, _: said.append(line)
+    )
+    for step, share in enumerate((1.0, 0.0, 1.0), 1):
+        fallback.judge(step, {}, {"0": {"input_flushed": share}})
+    assert fallback.state() == {"layers": ["0"], "states": []} and len(said) == 1
+
+
+@pytest.mark.parametrize(
+    "act, begins, resumed",
+    [
+        ("warn", "COAT: the checkpoint's run had 0, 1.weight fall back, and this one does not", []),
+        ("act", "COAT: as in the checkpoint's run, these have fallen back: 0, 1.weight", ["0"]),
+    ],
+)
+def test_a_checkpoint_of_a_run_that_fell_back(act, begins, resumed):
+    said = []
+    made = coat_ds.convert(model().bfloat16())
+    fallback = Fallback(made, WatchConfig(act=act), lambda *_: None, lambda line, _: said.append(line))
+    fallback.resume({"layers": ["0"], "states": ["1.weight"]})
+    (line,) = said
+    assert line.startswith(begins) and fallback.layers == resumed
 
 
 def test_a_layer_that_falls_back_computes_in_bf16_until_watching_ends():

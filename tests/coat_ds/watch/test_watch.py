@@ -31,6 +31,29 @@ def test_a_plain_loop(tmp_path):
     assert not made._forward_pre_hooks and not made._forward_hooks
 
 
+def test_forwards_that_train_nothing_are_not_watched():
+    made = coat_ds.convert(model().bfloat16())
+    watch = Watch(made, None, {"every": 1}, [lambda reading: None])
+    x = torch.ones(16, 64, dtype=torch.bfloat16)
+    with torch.no_grad():
+        made(x)
+    made.eval()(x)
+    assert watching.observer() is None
+    made.train()(x)
+    assert watching.observer() is not None
+    watch.close()
+
+
+def test_more_outs_need_no_more_hooks():
+    made = coat_ds.convert(model().bfloat16())
+    watch = Watch(made, None, {"every": 1})
+    assert not made._forward_pre_hooks
+    for _ in range(2):
+        watch.add(lambda reading: None)
+        assert len(made._forward_pre_hooks) == len(made._forward_hooks) == 1
+    watch.close()
+
+
 def test_other_optimizers_are_refused_by_name():
     from accelerate import Accelerator
     from accelerate.state import AcceleratorState

@@ -45,6 +45,14 @@ def test_the_command_prints_a_table_and_draws(run, capsys):
         assert f"wrote {written}" in out and written.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
 
 
+def test_readings_are_read_by_their_steps(tmp_path):
+    """Of a run that went back to a checkpoint, and was watched at other steps before."""
+    write = jsonl(tmp_path)
+    for step in (3, 6, 9, 4):
+        write(reading(step, 0.01))
+    assert [found.step for found in read(tmp_path)] == [3, 4, 6, 9]
+
+
 def test_the_command_says_what_the_last_reading_lacks(run, capsys):
     # as `wrong_scales` of layers that have all fallen back
     jsonl(run)(Reading(8, 64, {"layers.*.weight": {"stalled": 0.25}}, {}, ["layers.0"]))
