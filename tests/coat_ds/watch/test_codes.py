@@ -247,7 +247,7 @@ def test_what_is_saved_and_no_codes_with_their_exponents_is_not_counted(shapes):
     counter = CodeCounter(linear())
     saved = SavedCodes(counter, lambda address: False)
     kept = [
-        torch.ones(3) if shape is None else torch.ones(shape, dtype=torch.uint8 if i else torch.int8)
+        torch.ones(3) if shape is None else torch.full(shape, 9, dtype=torch.uint8 if i else torch.int8)
         for i, shape in enumerate(shapes)
     ]
     with saved.counting():
