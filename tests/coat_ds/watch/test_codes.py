@@ -239,7 +239,7 @@ def test_codes_with_and_without_groups_are_counted_apart():
 
 @pytest.mark.parametrize(
     "shapes",
-    [((4, 32), None, (4, 2)), ((4, 32), (8, 2)), ((2, 2, 32), (4, 2)), ((4, 32), (4, 2, 1))],
+    [((4, 32), None, (4, 2)), ((4, 32), (8, 2)), ((2, 2, 32), (2, 2)), ((4, 32), (4, 2, 1))],
     ids=["something between", "other rows", "codes of three dimensions", "bytes of three dimensions"],
 )
 def test_what_is_saved_and_no_codes_with_their_exponents_is_not_counted(shapes):
