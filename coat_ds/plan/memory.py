@@ -3,9 +3,8 @@
 Of N parameters a GPU has N' = N / (tensor x pipeline), over D data parallel GPUs; S is the part of them
 that it steps, N' / D under ZeRO. Megatron's routed experts have a tensor and a data parallel size of their
 own, and an expert parallel size; its routers are not divided. t tokens in a micro-batch, T the tensor
-parallel size, L layers; h hidden channels, f of the feed-forward layer, u in front of its activation (2 f
-where it is gated), a of q, k and v, o of attention's output, n heads, V vocabulary. g = 17/16 is a byte and
-a group's share of its scale.
+parallel size; h hidden channels, f of the feed-forward layer, u in front of its activation (2 f where it is
+gated), V vocabulary.
 
 Held between steps:
 

@@ -407,7 +407,7 @@ def test_what_the_sampler_remembers_fits_a_tensor_that_falls_back_and_returns():
     assert counts == [[2048, 2048], [0, 2048], [0, 2048], [2048, 2048]]
 
 
-def test_a_share_of_decay_is_one():
+def test_stalled_is_a_share():
     """Rounding moves second moments by more than their decay, either way."""
     for done, stalled in ((-0.5, 1.0), (0.25, 0.75), (1.5, 0.0)):
         assert figures([0.0, 0.0, 1.0, done, 0.0, 0.0]) == {"stalled": stalled}
