@@ -1,7 +1,7 @@
 """Bytes that a layer saves for backward, a token.
 
-h hidden channels, f of the feed-forward layer, u in front of its activation (2 f where it is gated), a of q, k
-and v, o of attention's output, n heads. g = 17/16 is a byte and a group's share of its scale.
+h hidden channels, f of the feed-forward layer, u in front of its activation (2 f where it is gated), a of q,
+k and v, o of attention's output, n heads. g = 17/16 is a byte and a group's share of its scale.
 
 | | BF16, Megatron's | TransformerEngine FP8 | COAT |
 |---|---|---|---|
