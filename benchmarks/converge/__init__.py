@@ -62,6 +62,8 @@ def run_options(parser: argparse.ArgumentParser, runs: str, tokens: str, micro_b
     add("--tokens", type=float, help=f"in a run (default {tokens})")
     add("--minutes", type=float, default=math.inf, help="stop then, to go on at the next call")
     add("--micro-batch", type=int, help=f"sequences in a pass (default: {micro_batch})")
+    add("--lr", type=float, help="peak of the learning rate in place of the recipe's")
+    add("--warmup", type=float, help="share of the steps until the peak, in place of the recipe's")
     add("--work", type=Path, default=Path(work), help="data, unfinished runs, checkpoints")
     add("--collect", action="store_true", help="train nothing: table and plot of the runs beside --output")
 
@@ -134,12 +136,16 @@ def prepared(
 ) -> tuple[Setup, dict[str, object]]:
     """The folders, and what all runs share: the recipe and the identity of what they start from.
 
-    Raises SystemExit if `output` holds runs that cannot be compared.
+    Raises SystemExit if `output` holds runs that cannot be compared, or for a recipe that cannot be.
     """
     if arguments.tokens is not None:
         recipe = recipe._replace(tokens=int(arguments.tokens))
-    if arguments.micro_batch is not None:
-        recipe = recipe._replace(micro_batch=arguments.micro_batch)
+    given = {name: getattr(arguments, name) for name in ("micro_batch", "lr", "warmup")}
+    recipe = recipe._replace(**{name: value for name, value in given.items() if value is not None})
+    if not (recipe.lr > 0 and 0 <= recipe.warmup < 1):
+        raise SystemExit(
+            f"--lr {recipe.lr:g} --warmup {recipe.warmup:g}: a rate above 0, and a share from 0 to below 1"
+        )
     if recipe.batch % recipe.micro_batch:
         raise SystemExit(
             f"--micro-batch: {recipe.micro_batch} does not divide the {recipe.batch} sequences of a step"

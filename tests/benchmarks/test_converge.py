@@ -1,5 +1,6 @@
 """The convergence benchmark trains, stops and goes on, and tells apart what cannot be compared."""
 
+import argparse
 import csv
 import json
 import math
@@ -11,7 +12,7 @@ import numpy as np
 import pytest
 
 from benchmarks.common.harness import RESULTS, Table
-from benchmarks.converge import corpus, recipe
+from benchmarks.converge import corpus, options, prepared, recipe
 from benchmarks.converge.table import carry, claims, complete_runs, curves_of, plot, publish, rows_of, summary
 from coat_launch.report import read_metrics
 from tests.benchmarks.test_harness import run
@@ -125,6 +126,25 @@ def test_other_recipes_do_not_share_a_folder(work, trained, text):
     result = run("converge", "--quick", *paths, "--tokens", "1000")
     assert result.returncode == 1 and "other tokens" in result.stderr and "--output" in result.stderr
     assert (work / "converge.csv").exists()
+
+
+def conditions(tmp_path, *given):
+    """What runs share that are called with these options."""
+    parser = argparse.ArgumentParser()
+    options(parser)
+    arguments = parser.parse_args(["--work", str(tmp_path), *given])
+    folders = tmp_path / "data", {}, tmp_path / "converge"
+    return prepared(arguments, None, recipe.RECIPES["1b"], *folders, started=0.0)[1]
+
+
+def test_a_recipe_is_changed_by_options_and_its_runs_are_then_others(tmp_path):
+    usual = conditions(tmp_path)
+    assert conditions(tmp_path, "--lr", "2e-4", "--warmup", "0", "--micro-batch", "8", "--tokens", "1e6") == {
+        **usual, "lr": 2e-4, "warmup": 0.0, "micro_batch": 8, "tokens": 1_000_000
+    }  # fmt: skip
+    for wrong in (["--lr", "0"], ["--lr", "nan"], ["--warmup", "1"], ["--warmup", "-0.1"]):
+        with pytest.raises(SystemExit, match="--lr .* --warmup .*: a rate above 0, and a share"):
+            conditions(tmp_path, *wrong)
 
 
 @pytest.mark.parametrize(
