@@ -123,7 +123,8 @@ SECTIONS = [
 NOT_MEASURED = (
     "Nothing above 8 GPUs, nor on more than one node.",
     "Nothing above 125M parameters or 240 million tokens (three seeds: 150 million) to convergence.",
-    "No seeds at one billion parameters: one run of each kind, over 46 million tokens.",
+    'At one billion parameters no more than two seeds and 46 million tokens, and no seeds of "fastest" and '
+    '"smallest".',
     "13B over tensor parallelism.",
     "Nothing on a data set that others use.",
     'Largest micro-batches under ZeRO-1, and of "smallest" and of TransformerEngine but under ZeRO-2.',

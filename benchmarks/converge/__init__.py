@@ -73,14 +73,15 @@ def converge(arguments, table: Table) -> None:
     """GPTs on the text of installed packages: BF16 over seeds, COAT over seeds and in parts.
 
     Recipe 125m: 12 layers, h 768, sequence 1024, peak 6e-4; 1b: 16 layers, h 2048, f 8192, 8 groups of 32
-    heads, tied, sequence 2048, peak 3e-4. 64 sequences a step, byte-pair tokenizer of 32,768 trained on the
+    heads, tied, sequence 2048, peak 2e-4. 64 sequences a step, byte-pair tokenizer of 32,768 trained on the
     spot, files held out by the hash of their content. AdamW 0.9, 0.95, or 0.999 in runs named so, weight
-    decay 0.1 of matrices, clip 1.0, peak after a tenth of the steps, cosine to a tenth; BF16 weights and FP32
-    masters under ZeRO-1, a run on one GPU. A seed decides weights and the order of the data. Runs with the
-    same data and recipe that are complete in benchmarks/results, beside --output or in --work are not made
-    again; --minutes stops in the middle of one, and the next call with the same --work goes on there, to the
-    same bits. In the end it says of each kind of run whether what is claimed of COAT holds: a mean that is
-    not above the spread of BF16's seeds, and at most 0.01 nat above their mean. Columns:
+    decay 0.1 of matrices, clip 1.0, peak after a tenth of the steps, of 1b after half of them, cosine to a
+    tenth; BF16 weights and FP32 masters under ZeRO-1, a run on one GPU. A seed decides weights and the order
+    of the data. Runs with the same data and recipe that are complete in benchmarks/results, beside --output
+    or in --work are not made again; --minutes stops in the middle of one, and the next call with the same
+    --work goes on there. In the end it says of each kind of run whether what is claimed of
+    COAT holds: a mean that is not above the spread of BF16's seeds, and at most 0.01 nat above their mean.
+    Columns:
     - val_loss_start, val_loss: of 524,288 held-out tokens, nats per token, by the layers that were trained;
     - to_bf16_mean, to_bf16_same_seed: relative distance to BF16's mean, and to BF16 of that seed;
     - train_s: without validations, with compiling kernels; tokens_per_s: median over twenty steps at a time,

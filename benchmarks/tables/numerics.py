@@ -264,42 +264,66 @@ def convergence(results: Results) -> str:
 
 @block("numerics.md", "one billion parameters")
 def one_billion(results: Results) -> str:
+    """Two warm-ups: a slow one over seeds, and a fast one of one seed."""
     names = {"bf16": "BF16", "coat": "COAT", "coat-fastest": '"fastest"', "coat-smallest": '"smallest"'}
-    rows = {run: results.row("converge_1b.csv", run=run, seed=1) for run in names}
-    base = rows["bf16"]
+    slow = {run: results.rows("converge_1b_warmup.csv", run=run) for run in ("bf16", "coat")}
+    fast = {run: [results.row("converge_1b.csv", run=run, seed=1)] for run in names}
     losses = {
         run: {
             line["step"]: line["loss"]
             for line in read_metrics(results.folder / f"converge_1b/{run}-seed1.jsonl")
             if "loss" in line
         }
-        for run in names
+        for run in fast
     }
-    spans = (10, 20), (21, 31), (32, 100), (101, max(losses["bf16"]))
+    spans = (10, 31), (32, max(losses["bf16"]))
 
-    def line(run: str) -> list[str]:
-        loss, speed, peak = (rows[run][key] for key in ("val_loss", "tokens_per_s", "peak_mb"))
+    def head(rows: list[dict]) -> list[str]:
+        steps, seeds = int(rows[0]["warmup"] * rows[0]["steps"]), ", ".join(f"{r['seed']:.0f}" for r in rows)
+        columns = f"validation loss, seed {seeds}", "to BF16, nats", "tokens per second", "peak memory"
+        return [f"peak of {rows[0]['lr']:g} after {steps} steps", *columns]
+
+    def line(rows: dict[str, list[dict]], run: str) -> list[str]:
+        def to_bf16(over: Callable, name: str) -> tuple[float, float]:
+            own, base = (over(row[name] for row in rows[kind]) for kind in (run, "bf16"))
+            return own, own / base
+
+        base = {row["seed"]: row["val_loss"] for row in rows["bf16"]}
+        nats = (f"{row['val_loss'] - base[row['seed']]:+.4f}" for row in rows[run])
+        speed, faster = to_bf16(statistics.mean, "tokens_per_s")
+        peak, smaller = to_bf16(max, "peak_mb")
         return [
             names[run],
-            f"{loss:.4f}",
-            "" if run == "bf16" else f"{loss - base['val_loss']:+.4f}",
-            f"{speed:,.0f} ({speed / base['tokens_per_s']:.2f}×)",
-            f"{peak / 1e3:.1f} GB ({peak / base['peak_mb']:.2f}×)",
+            ", ".join(f"{row['val_loss']:.4f}" for row in rows[run]),
+            "" if run == "bf16" else ", ".join(nats),
+            f"{speed:,.0f} ({faster:.2f}×)",
+            f"{peak / 1e3:.1f} GB ({smaller:.2f}×)",
         ]
 
     def apart(run: str, first: int, last: int) -> str:
         """In training, the mean over these steps."""
         steps = range(first, last + 1)
-        return f"{statistics.mean(losses[run][step] - losses['bf16'][step] for step in steps):+.2f}"
+        nats = statistics.mean(losses[run][step] - losses["bf16"][step] for step in steps)
+        return "" if run == "bf16" else f"{nats:+.2f}"
 
-    head = f"{base['tokens'] / 1e6:.0f} million tokens, one seed", "validation loss", "to BF16, nats"
+    def first_norms(run: str) -> list[str]:
+        """Of the same weights and batch: steps have not been taken yet."""
+        found = []
+        for folder in ("converge_1b_warmup", "converge_1b"):
+            lines = read_metrics(results.folder / f"{folder}/{run}-seed1.jsonl")
+            found.append(next(f"{line['grad_norm']:.5f}" for line in lines if line["step"] == 1))
+        return found
+
     return (
-        table([*head, "tokens per second", "peak memory"], *map(line, names))
+        table(head(slow["bf16"]), *(line(slow, run) for run in slow))
         + "\n"
         + table(
-            ["training loss to BF16's, nats, of steps", *(f"{first} to {last}" for first, last in spans)],
-            *([names[run], *(apart(run, *span) for span in spans)] for run in names if run != "bf16"),
+            [*head(fast["bf16"]), *(f"in training, steps {first} to {last}" for first, last in spans)],
+            *([*line(fast, run), *(apart(run, *span) for span in spans)] for run in fast),
         )
+        + "\nThe norm of the first gradient of seed 1, in both runs: "
+        + "; ".join(f"{names[run]} {', '.join(first_norms(run))}" for run in slow)
+        + ".\n"
     )
 
 

@@ -139,8 +139,8 @@ def conditions(tmp_path, *given):
 
 def test_a_recipe_is_changed_by_options_and_its_runs_are_then_others(tmp_path):
     usual = conditions(tmp_path)
-    assert conditions(tmp_path, "--lr", "2e-4", "--warmup", "0", "--micro-batch", "8", "--tokens", "1e6") == {
-        **usual, "lr": 2e-4, "warmup": 0.0, "micro_batch": 8, "tokens": 1_000_000
+    assert conditions(tmp_path, "--lr", "1e-4", "--warmup", "0", "--micro-batch", "8", "--tokens", "1e6") == {
+        **usual, "lr": 1e-4, "warmup": 0.0, "micro_batch": 8, "tokens": 1_000_000
     }  # fmt: skip
     for wrong in (["--lr", "0"], ["--lr", "nan"], ["--warmup", "1"], ["--warmup", "-0.1"]):
         with pytest.raises(SystemExit, match="--lr .* --warmup .*: a rate above 0, and a share"):

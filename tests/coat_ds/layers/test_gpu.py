@@ -6,6 +6,8 @@ import torch
 import coat_ds
 from benchmarks.common.families import FAMILIES, LAYERS
 from coat_ds.layers import decoder_layer
+from coat_kernels.graphs import WARM_UP
+from tests.coat_ds.layers.graphed import converted, trained_alike
 from tests.coat_ds.layers.measures import blocks_taken, fp8_bound, placed, relative, run, saved_bytes
 
 pytestmark = pytest.mark.gpu
@@ -74,6 +76,17 @@ def test_tokens_that_see_nothing(name, attention_format):
     # the third time layers are replayed
     for _ in range(3):
         assert relative(run(model, batch)[1], expected) < bound
+
+
+@pytest.mark.parametrize("attention_format", ["bf16", "sqrt8", "recompute"])
+def test_a_run_repeats_to_the_bit_where_attention_sums_in_order(attention_format):
+    """The backward pass of torch's attention sums over blocks of tokens, in any order unless asked."""
+    torch.use_deterministic_algorithms(True)
+    try:
+        models = [converted(True, activations={"attention_format": attention_format}) for _ in range(2)]
+        trained_alike(models, steps=WARM_UP + 3, how=lambda number: {"tokens": 2048})
+    finally:
+        torch.use_deterministic_algorithms(False)
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2", "gemma3"])
