@@ -63,9 +63,16 @@ def check_choice(key: str, value: Any, choices: tuple) -> None:
         kind = "an integer, " if {type(c) for c in choices} == {int} else ""
         listed = ", ".join(repr(c) for c in choices)
         raise CoatConfigError(
-            f"{key}: expected {kind}one of {listed}; found {value!r}."
-            + (f" {AUTO}" if value == "auto" else did_you_mean(value, choices) or " Take one of them.")
+            f"{key}: expected {kind}one of {listed}; found {value!r}." + _way_to_a_choice(value, choices)
         )
+
+
+def _way_to_a_choice(value: Any, choices: tuple) -> str:
+    if value == "auto":
+        return f" {AUTO}"
+    if isinstance(value, str) and value.lower() in (str(c).lower() for c in choices if type(c) is not str):
+        return " Leave the quotes out."
+    return did_you_mean(value, choices) or " Take one of them."
 
 
 def check_pair(key: str, exp_avg_format: str, exp_avg_sq_format: str) -> None:

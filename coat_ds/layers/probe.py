@@ -12,7 +12,7 @@ import inspect
 import itertools
 import types
 from collections.abc import Callable
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import nn
@@ -23,6 +23,8 @@ T = TypeVar("T")
 EPS_NAMES = ("variance_epsilon", "eps", "epsilon", "norm_eps", "layer_norm_eps")
 # of FP32 results of the same formula in another order
 TOLERANCE = 1e-5
+# of numbers that are made here, whatever the defaults are
+PLAIN: Any = {"dtype": torch.float32, "device": "cpu"}
 
 
 def shape_of(p: torch.Tensor) -> torch.Size:
@@ -38,7 +40,7 @@ class Place(NamedTuple):
 
     def numbers(self, *shape: int, seed: int) -> torch.Tensor:
         """The same normal random numbers each time, whatever the global generators are at."""
-        x = torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+        x = torch.randn(shape, generator=torch.Generator().manual_seed(seed), **PLAIN)
         return x.to(self.device, self.dtype)
 
 
@@ -181,7 +183,7 @@ def activation_kind(module: nn.Module | types.FunctionType) -> str | None:
         module._modules or module._parameters or not takes_one_input(module)
     ):
         return None
-    x = torch.linspace(-8, 8, 513)[None]
+    x = torch.linspace(-8, 8, 513, **PLAIN)[None]
     y = run(shadow(module) if isinstance(module, nn.Module) else module, x.clone())
     for kind in KINDS:
         if close(y, value_and_slope_reference(x, kind)[0]):
@@ -191,7 +193,7 @@ def activation_kind(module: nn.Module | types.FunctionType) -> str | None:
 
 def writes_into_its_input(module: nn.Module) -> bool:
     """Whether an elementwise `module` works in place, which whoever reads its input later sees."""
-    x = torch.linspace(-8, 8, 513)[None]
+    x = torch.linspace(-8, 8, 513, **PLAIN)[None]
     before = x.clone()
     run(shadow(module), x)
     return not x.equal(before)

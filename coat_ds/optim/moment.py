@@ -286,7 +286,7 @@ class MomentView(StoredTensor):
 def as_plain(value: torch.Tensor | None, p: torch.Tensor) -> torch.Tensor:
     """A moment of `p` as a plain FP32 tensor, or a DTensor of those; zeros if there is none yet."""
     if value is None:
-        return laid_out_like(p, torch.zeros(local(p).shape, device=p.device))
+        return laid_out_like(p, torch.zeros(local(p).shape, dtype=torch.float32, device=p.device))
     held = local(value)
     return laid_out_like(p, held.decode()) if isinstance(held, Moment) else value.float()
 

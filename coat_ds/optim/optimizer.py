@@ -27,6 +27,7 @@ from coat_ds.optim.options import (
     check_names,
     check_options,
     check_patterns,
+    check_seed,
     check_unchanged,
     has_remainder,
 )
@@ -144,6 +145,7 @@ class CoatAdamW(torch.optim.Optimizer):
         }
         check_options(defaults)
         check_choice("CoatAdamW: checkpoint_layout", checkpoint_layout, CHECKPOINT_LAYOUTS)
+        check_seed(seed)
         if not callable(keep_fp32):
             keep_fp32 = name_patterns("CoatAdamW: keep_fp32", keep_fp32)
         self._seed, self._checkpoint_layout, self._compiled = seed, checkpoint_layout, compiled

@@ -4,7 +4,7 @@ import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
-from numbers import Real
+from numbers import Integral, Real
 from typing import Any
 
 import torch
@@ -188,6 +188,15 @@ def check_options(options: dict[str, Any]) -> None:
     check_type("CoatAdamW: min_numel", options["min_numel"], int)
     if options["min_numel"] < 0:
         raise CoatConfigError(f"CoatAdamW: min_numel must be 0 or more, found {options['min_numel']}.")
+
+
+def check_seed(seed: Any) -> None:
+    """Raises CoatConfigError for what the kernels cannot count from in 64 bits."""
+    # numpy's integers, too
+    if not isinstance(seed, Integral) or abs(int(seed)) >= 2**62:
+        raise CoatConfigError(
+            f"CoatAdamW: seed: expected an integer below 2**62, found {seed!r}. Correct it or drop it."
+        )
 
 
 def check_unchanged(before: Sequence[dict[str, Any]], now: Sequence[dict[str, Any]]) -> None:

@@ -251,7 +251,7 @@ class Watch:
             dist.all_reduce(both, group=self._process_group)
         arrived = None
         if both.is_cuda:
-            home = torch.empty(both.shape, dtype=both.dtype, pin_memory=True)
+            home = torch.empty(both.shape, dtype=both.dtype, device="cpu", pin_memory=True)
             home.copy_(both, non_blocking=True)
             arrived = torch.cuda.Event()
             arrived.record()

@@ -7,7 +7,14 @@ from typing import Any
 
 import torch
 
-from coat_ds.config import ActivationsConfig, CoatConfig, CoatConfigError, WatchConfig, did_you_mean
+from coat_ds.config import (
+    ActivationsConfig,
+    CoatConfig,
+    CoatConfigError,
+    OptimizerConfig,
+    WatchConfig,
+    did_you_mean,
+)
 from coat_ds.zero import convert_optimizer, recompute
 from coat_ds.zero.block import OPTIMIZER_TYPE, misplaced_block
 from coat_kernels.device import capability, has_fp8_gemm
@@ -254,6 +261,11 @@ def optimizer_options(config: Mapping[str, Any]) -> dict[str, Any]:
     params = found.get("params") or {}
     for name, value in params.items():
         if name not in OPTIMIZER_PARAMS:
+            if name in OptimizerConfig.__dataclass_fields__:
+                raise CoatConfigError(
+                    f"optimizer.params.{name}: found {value!r}, but it is a key of coat.optimizer. Write it "
+                    "there."
+                )
             raise CoatConfigError(
                 f"optimizer.params.{name}: CoatAdamW has no such option (value {value!r}). Known: "
                 f"{', '.join(OPTIMIZER_PARAMS)}. Drop it."

@@ -10,6 +10,7 @@ group's amax within the format, and at least 1. With y = x / scale an element x 
   an outlier of 1000, an element of 1 comes back within 14 %; plain integers would lose it.
 """
 
+import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -65,7 +66,7 @@ def quantize_groups_reference(x: torch.Tensor, group_size: int, fmt: str = DEFAU
     largest = torch.where(groups.isfinite(), groups.abs(), 0).amax(2)
     mantissa, power = torch.frexp(largest)
     # `power - m` suffices up to the mantissa of fmt.max; a larger mantissa needs one more
-    limit, m = torch.frexp(torch.tensor(form.max))
+    limit, m = math.frexp(form.max)
     exponent = power - m + (mantissa > limit) + 127
     exponent = torch.where(largest > 0, exponent, 1).clamp(1, 254)
     y = torch.ldexp(groups, 127 - exponent[..., None])

@@ -45,7 +45,7 @@ class PredictedScale:
         except KeyError:
             # training later writes to it, and could not write into an inference tensor
             with torch.inference_mode(False):
-                scale = self._scales[device] = torch.ones(1, device=device)
+                scale = self._scales[device] = torch.ones(1, dtype=torch.float32, device=device)
             return scale
 
     def __deepcopy__(self, memo):

@@ -14,6 +14,7 @@ A zero tensor has scale 1. The scale's exponent is at least -126: scales and the
 numbers.
 """
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -106,7 +107,7 @@ def tensor_scale_reference(largest: torch.Tensor, fmt: Fp8Format) -> torch.Tenso
     """The scale of a tensor whose amax is `largest`, FP32 [1]."""
     mantissa, power = torch.frexp(largest)
     # both formats' largest magnitude is 7/8 * 2^m, and a power of two has mantissa 1/2
-    _, m = torch.frexp(torch.tensor(fmt.max))
+    _, m = math.frexp(fmt.max)
     e = power - (mantissa == 0.5).int() - m
     if fmt.is_e5m2:
         e = (e + 3) // 4 * 4

@@ -145,3 +145,14 @@ def test_second_moments_never_reach_zero():
     # exact: 0.9 * 0.1 / 0.19 / sqrt(0.999 * 0.001 / 0.001999) = 0.67; stored with k = 0.1875 a moment is
     # off by at most (1 + 0.22)^(1 / 0.1875) = 2.9 either way, its root by 1.7; eps only shrinks it
     assert ((p - before).abs() < 0.67 * 2.9 * 1.7 * 1.7).all()
+
+
+def test_moments_before_the_first_step_are_fp32_whatever_the_default_dtype():
+    p = torch.nn.Parameter(torch.ones(4))
+    optimizer = CoatAdamW([p])
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        moments = optimizer.moments(p)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert {moment.dtype for moment in moments} == {torch.float32}

@@ -78,6 +78,13 @@ def test_patterns_that_are_no_list_are_errors(keep_fp32):
         CoatAdamW(torch.nn.Linear(8, 8).named_parameters(), keep_fp32=keep_fp32)
 
 
+@pytest.mark.parametrize("seed", ["a", 1.5, 2**63])
+def test_seeds_that_no_step_could_take_are_errors(seed):
+    """As those of `torch.seed()`, which have 64 bits."""
+    with pytest.raises(ValueError, match=f"CoatAdamW: seed: expected an integer below .*, found {seed!r}"):
+        CoatAdamW(parameters(), seed=seed)
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [

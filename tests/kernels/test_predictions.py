@@ -136,3 +136,12 @@ def test_predictions_are_not_copied():
     for other in (copy.deepcopy(scale), pickle.loads(pickle.dumps(scale))):
         assert other.fmt == E4M3
         assert other.on(torch.device("cpu")) == 1
+
+
+def test_predictions_are_fp32_whatever_the_default_dtype():
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        scale = PredictedScale(E4M3).on(torch.device("cpu"))
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert scale.dtype == torch.float32

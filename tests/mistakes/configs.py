@@ -47,6 +47,11 @@ MISTAKES = {
             ("coat.activations.group_size: ", "16, 32, 64, 128", "found 256"),
         ),
         Mistake(
+            "a choice in quotes",
+            block(activations={"group_size": "16"}),
+            ("coat.activations.group_size: ", "16, 32, 64, 128", "found '16'", "Leave the quotes out"),
+        ),
+        Mistake(
             "a negative number", block(optimizer={"min_numel": -1}), ("min_numel: ", "0 or more", "found -1")
         ),
         Mistake(
@@ -132,6 +137,11 @@ MISTAKES = {
             "an option that AdamW does not have",
             params(lr=1e-3, momentum=0.9),
             ("optimizer.params.momentum: ", "(value 0.9)", "Known: lr, betas", "Drop it"),
+        ),
+        Mistake(
+            "an option of the block",
+            params(lr=1e-3, group_size=64),
+            ("optimizer.params.group_size: found 64", "a key of coat.optimizer", "Write it there"),
         ),
         Mistake(
             "AMSGrad",

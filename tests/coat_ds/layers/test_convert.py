@@ -61,6 +61,31 @@ def test_input_and_gradient_have_predictions_of_their_own(device, monkeypatch):
         assert scale.on(x.device).equal(tensorwise.tensor_scale_reference(largest, scale.fmt))
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_the_default_dtype_is_of_no_concern(dtype):
+    family = FAMILIES["gpt2"]
+    stock, batch = family.build(), family.batch()
+    expected = run(model := coat_ds.convert(copy.deepcopy(stock)), batch)
+    torch.set_default_dtype(dtype)
+    try:
+        other = coat_ds.convert(stock)
+        same(run(other, batch), expected)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert coat_ds.conversion_of(other) == coat_ds.conversion_of(model)
+
+
+def test_the_default_device_is_of_no_concern():
+    """As of scripts that call `torch.set_default_device("cuda")`."""
+    family = FAMILIES["gpt2"]
+    stock, batch = family.build(), family.batch()
+    expected = run(model := coat_ds.convert(copy.deepcopy(stock)), batch)
+    with torch.device("meta"):
+        other = coat_ds.convert(stock)
+        same(run(other, batch), expected)
+    assert coat_ds.conversion_of(other) == coat_ds.conversion_of(model)
+
+
 @pytest.mark.parametrize("norm", [nn.RMSNorm, functools.partial(nn.RMSNorm, eps=1e-3), nn.LayerNorm])
 @pytest.mark.parametrize("act", [nn.GELU, nn.ReLU, functools.partial(nn.GELU, approximate="tanh")])
 def test_plain_torch(norm, act):
