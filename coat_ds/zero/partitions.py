@@ -10,7 +10,7 @@ from coat_ds.optim.optimizer import CoatAdamW
 
 
 def link_partitions(wrapper, optimizer: CoatAdamW) -> None:
-    """Tells `optimizer` what each flat tensor of `wrapper` is composed of, and creates all of its states.
+    """Tells `optimizer` what each flat tensor of `wrapper` is composed of, and creates its states.
 
     wrapper: what DeepSpeed put around the optimizer: ZeRO 1, 2 or 3, BF16_Optimizer, stage 0's
     FP16_Optimizer, or anything that hands over the parameters as they are.
@@ -21,7 +21,6 @@ def link_partitions(wrapper, optimizer: CoatAdamW) -> None:
             Fragment(start, numel, offset, optimizer.keeps(p, group)) for p, start, numel, offset in placed
         ]
         optimizer.set_fragments(flat, fragments, group_index)
-    optimizer.init_states()
 
 
 Placed = tuple[torch.Tensor, int, int, int]
