@@ -99,6 +99,8 @@ def interchange(folder, row):
             with listening() as lines:
                 engine.load_checkpoint(folder, tag=f"{where}-{i - 1}" + "_universal" * universal)
             said.append(lines)
+            # gradients are clipped as before
+            assert dtype == "fp32" or engine.optimizer.clip_grad == 1.0
         if i < 2:
             engine.save_checkpoint(folder, tag=tag)
             if universal:
