@@ -54,6 +54,14 @@ MISTAKES = {
         params(lr=1e-3, adam_w_mode=False),
         "optimizer.params.adam_w_mode: .*needs True, found False",
     ),
+    "our optimizer, switched off": (
+        host(optimizer={"type": "CoatAdamW"}, coat={**BLOCK, "optimizer": {"enabled": False}}),
+        'coat.optimizer.enabled: found False beside "optimizer".*to "AdamW"',
+    ),
+    "inputs of compiled regions": (
+        host(coat={**BLOCK, "checkpointing": {"compress": True}}, compile={"deepcompile": True}),
+        "compile.deepcompile: found True; .*checkpointing.compress",
+    ),
     **{
         f"FP16 as {dtype!r}": (
             host(torch_autocast={"enabled": True, "dtype": dtype}),
@@ -75,6 +83,7 @@ def test_mistakes(config, said):
 
 def test_what_is_no_mistake():
     implementations = {"torch_adam": True, "fused": True, "foreach": False, "adam_w_mode": True}
+    implementations["set_grad_none"] = False
     for values in (
         {"lr": 1},
         {"lr": torch.tensor(1e-3)},
