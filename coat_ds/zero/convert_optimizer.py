@@ -10,7 +10,7 @@ import torch
 
 from coat_ds.config import CoatConfigError, OptimizerConfig
 from coat_ds.optim.optimizer import CoatAdamW
-from coat_ds.optim.options import LAYOUT
+from coat_ds.optim.options import LAYOUT, STOCK_SWITCHES
 
 # by name, since DeepSpeed's need not be importable; exactly these, since a subclass may step otherwise
 KINDS = {
@@ -19,17 +19,6 @@ KINDS = {
     "deepspeed.ops.adam.fused_adam": ("FusedAdam",),
     "deepspeed.ops.adam.cpu_adam": ("DeepSpeedCPUAdam",),
 }
-# options of a parameter group that choose an implementation
-SWITCHES = (
-    "amsgrad",
-    "foreach",
-    "fused",
-    "differentiable",
-    "decoupled_weight_decay",
-    "bias_correction",
-    "adam_w_mode",
-    "fp32_optimizer_states",
-)
 WAY_OUT = (
     'Drop the argument and use the "optimizer" section, pass a coat_ds.CoatAdamW, set "optim" of Hugging '
     'Face\'s Trainer to "adamw_torch", or coat.optimizer.enabled to false.'
@@ -57,8 +46,9 @@ def check(optimizer: Any) -> None:
             refuse(
                 f"{cls.__name__} with weight_decay {group['weight_decay']} in the gradient, not decoupled,"
             )
-        if group.get("amsgrad"):
-            refuse(f"{cls.__name__} with amsgrad")
+        for name in ("amsgrad", "differentiable"):
+            if group.get(name):
+                refuse(f"{cls.__name__} with {name}")
         if not group.get("bias_correction", True):
             refuse(f"{cls.__name__} without bias_correction")
     if any(optimizer.state.values()):
@@ -85,7 +75,7 @@ def convert_(
     groups = [_group(group, config) for group in optimizer.param_groups]
     made = cls(groups, **options)
     made.defaults.update(
-        {k: v for k, v in optimizer.defaults.items() if k in made.defaults and k not in SWITCHES}
+        {k: v for k, v in optimizer.defaults.items() if k in made.defaults and k not in STOCK_SWITCHES}
     )
     # the same dict objects: DeepSpeed's optimizers share them with the one they were made from
     for group, own in zip(optimizer.param_groups, made.param_groups, strict=True):
@@ -103,7 +93,7 @@ def convert_(
 def _group(group: dict[str, Any], config: OptimizerConfig) -> dict[str, Any]:
     """A CoatAdamW's parameter group of an Adam's, without frozen parameters, which ZeRO ignores."""
     options = {name: getattr(config, name) for name in LAYOUT}
-    options |= {name: value for name, value in group.items() if name not in SWITCHES}
+    options |= {name: value for name, value in group.items() if name not in STOCK_SWITCHES}
     trained = [p.requires_grad for p in group["params"]]
     per_parameter = [name for name in ("params", "param_names") if name in group]
     return options | {name: list(compress(group[name], trained)) for name in per_parameter}

@@ -39,6 +39,8 @@ OPTIMIZER_PARAMS: dict[str, tuple | None] = {
     "fused": (True, False),
     "foreach": (True, False),
 }
+# what DeepSpeed takes for it, a torch.dtype and its name too
+FP16_NAMES = ("float16", "fp16", "half")
 IMPLEMENTATIONS = ("adam_w_mode", "torch_adam", "fused", "foreach")
 # DeepSpeed's AdamW does not decay unless told to; torch's does, as CoatAdamW
 DEFAULT_WEIGHT_DECAY = 0.0
@@ -187,7 +189,7 @@ def _check_precision(config: Mapping[str, Any]) -> None:
     if section(config, "amp").get("enabled"):
         _refuse("amp.enabled", True, "apex would cast CoatAdamW's states", 'Use "bf16": {"enabled": true}')
     autocast = section(config, "torch_autocast")
-    if autocast.get("enabled") and autocast.get("dtype") in ("float16", "fp16", "half"):
+    if autocast.get("enabled") and str(autocast.get("dtype")).removeprefix("torch.") in FP16_NAMES:
         _refuse(
             "torch_autocast.dtype",
             autocast["dtype"],

@@ -68,13 +68,14 @@ def _norm_by_kinds(ask: Callable, known: WeakTensorKeyDictionary) -> Callable:
     @functools.wraps(ask)
     def norm(gradients, params, norm_type=2):
         # padding, which is zero, stands for no parameter
-        gradients = [g for g in gradients if not getattr(g, "_zero_padding", False)][: len(params)]
-        if norm_type != 2 or not gradients:
+        gradients = [g for g in gradients if not getattr(g, "_zero_padding", False)]
+        if norm_type != 2:
             return ask(gradients, params, norm_type)
         norms = [known.pop(g, None) for g in gradients]
         if any(found is None for found in norms):
             norms = _norms(gradients)
         alike: dict[tuple, tuple[torch.Tensor, list[torch.Tensor]]] = {}
+        # in DeepSpeed 0.18 padding at the end is not marked
         for found, p in zip(norms, params, strict=False):
             kind = is_model_parallel_parameter(p), getattr(p, PIPE_REPLICATED, False)
             alike.setdefault(kind, (p, []))[1].append(found)

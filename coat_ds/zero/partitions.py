@@ -1,5 +1,6 @@
 """DeepSpeed gives flat tensors to the optimizer: which parts of which parameters each holds."""
 
+import functools
 from collections.abc import Iterator
 
 import torch
@@ -9,7 +10,7 @@ from coat_ds.optim.optimizer import CoatAdamW
 
 
 def link_partitions(wrapper, optimizer: CoatAdamW) -> None:
-    """Tells `optimizer` what each flat tensor of `wrapper` is composed of, and creates all of its states.
+    """Tells `optimizer` what each flat tensor of `wrapper` is composed of, and creates its states.
 
     wrapper: what DeepSpeed put around the optimizer: ZeRO 1, 2 or 3, BF16_Optimizer, stage 0's
     FP16_Optimizer, or anything that hands over the parameters as they are.
@@ -20,7 +21,6 @@ def link_partitions(wrapper, optimizer: CoatAdamW) -> None:
             Fragment(start, numel, offset, optimizer.keeps(p, group)) for p, start, numel, offset in placed
         ]
         optimizer.set_fragments(flat, fragments, group_index)
-    optimizer.init_states()
 
 
 Placed = tuple[torch.Tensor, int, int, int]
@@ -32,8 +32,8 @@ def partitions(wrapper, groups: int) -> Iterator[tuple[int, torch.Tensor, Iterat
         flats, params = wrapper.fp32_partitioned_groups_flat, wrapper.fp16_groups
         indices, place = [wrapper.sub_group_to_group_id[i] for i in range(len(flats))], _in_stage3
     elif hasattr(wrapper, "single_partition_of_fp32_groups"):
-        flats, params = wrapper.single_partition_of_fp32_groups, wrapper.bit16_groups
-        indices, place = range(groups), _in_fragments
+        flats, params = wrapper.single_partition_of_fp32_groups, range(groups)
+        indices, place = range(groups), functools.partial(_in_shares, wrapper)
     elif hasattr(wrapper, "fp32_groups_flat_partition"):
         flats, params = wrapper.fp32_groups_flat_partition, wrapper.bf16_groups
         indices, place = range(groups), _in_fragments
@@ -46,13 +46,26 @@ def partitions(wrapper, groups: int) -> Iterator[tuple[int, torch.Tensor, Iterat
         yield index, flat, place(held)
 
 
+def _in_shares(wrapper, index: int) -> Iterator[Placed]:
+    """Where ZeRO 1 and 2 put gradients. With `round_robin_gradients` parameters lie in another order than in
+    their group, and what is noted on them (`_hp_mapping`) does not always follow.
+    """
+    rank = torch.distributed.get_rank(wrapper.real_dp_process_group[index])
+    starts, offsets = (
+        places[index][rank] for places in (wrapper.grad_partition_insertion_offset, wrapper.grad_start_offset)
+    )
+    for p in wrapper.params_in_partition[index]:
+        number = wrapper.get_param_id(p)
+        start, offset = starts[number], offsets[number]
+        yield p, start, min(p.numel() - offset, int(wrapper.partition_size[index]) - start), offset
+
+
 def _in_fragments(params: list[torch.Tensor]) -> Iterator[Placed]:
-    """As stages 1 and 2 note it on the parameters."""
-    for p in sorted(
-        (p for p in params if p._hp_mapping), key=lambda p: p._hp_mapping.hp_fragment_address.start
-    ):
-        held = p._hp_mapping.hp_fragment_address
-        yield p, held.start, held.numel, p._hp_mapping.lp_fragment_address.start
+    """As BF16_Optimizer notes it on the parameters."""
+    for p in params:
+        if p._hp_mapping:
+            held = p._hp_mapping.hp_fragment_address
+            yield p, held.start, held.numel, p._hp_mapping.lp_fragment_address.start
 
 
 def _in_stage3(params: list[torch.Tensor]) -> Iterator[Placed]:

@@ -16,6 +16,7 @@ import coat_ds
 from coat_ds.zero.recompute import compressed
 from coat_kernels.origin import noted
 from coat_kernels.saved import packed_bytes
+from tests.kernels.test_choices import CHOOSE, TOKENS, Mixture
 from tests.util import rel_rms, run_distributed
 
 ROWS, WIDTH, GROUP = 64, 128, 64
@@ -90,6 +91,45 @@ def chain(host):
     return [ref() is None for ref in outputs], packed_bytes()
 
 
+def chosen(host):
+    """Which experts a router in a region has chosen, forward and where that is recomputed."""
+    torch.manual_seed(2)
+    net = Mixture("cpu", CHOOSE["topk"])
+    h = torch.randn(TOKENS, net.gate.in_features, requires_grad=True) * 1
+    with compressed(GROUP):
+        y = host.checkpoint(net, h)
+    del h
+    y.sum().backward()
+    return net.taken
+
+
+def twice(host):
+    """A tensor that two regions take, and one that says that it is to be left alone: bytes kept of each, and
+    whether it is freed and what it says then."""
+    net, found = layers(), []
+    for alone in (False, True):
+        h = torch.randn(ROWS, WIDTH, requires_grad=True) * 1
+        if alone:
+            h.no_checkpointing = True
+        with compressed(GROUP):
+            y = [host.checkpoint(net, h) for _ in range(2)]
+        says, ref = getattr(h, "no_checkpointing", None), weakref.ref(h)
+        del h
+        gc.collect()
+        found.append((packed_bytes()[1], ref() is None, says))
+        del y
+    return found
+
+
+def of_odd_size(host):
+    """DeepSpeed's own refusal of what it cannot partition."""
+    with compressed(GROUP):
+        try:
+            host.checkpoint(torch.exp, torch.randn(ROWS * WIDTH + 1, requires_grad=True) * 1)
+        except AssertionError as error:
+            return str(error)
+
+
 def modes():
     import deepspeed
     from deepspeed.runtime.activation_checkpointing import checkpointing as host
@@ -111,7 +151,9 @@ def modes():
             "kept": kept,
         }
     host.configure(mpu)
-    out["chain"] = chain(host)
+    out["chain"], out["chosen"], out["twice"] = chain(host), chosen(host), twice(host)
+    host.configure(mpu, partition_activations=True)
+    out["odd"] = of_odd_size(host)
     host.configure(mpu, partition_activations=True, contiguous_checkpointing=True, num_checkpoints=1)
     try:
         one_region(host, True, exact)
@@ -158,6 +200,20 @@ def test_nothing_else_is_kept(ranks):
         freed, kept = rank["chain"]
         assert freed == [True, True, True, False]
         assert kept == (4 * ROWS * WIDTH * (GROUP + 1) // GROUP, 4 * ROWS * WIDTH * 4)
+
+
+def test_routers_choose_in_backward_what_they_chose_in_forward(ranks):
+    for rank in ranks:
+        first, again = rank["chosen"]
+        assert torch.equal(first, again)
+
+
+def test_what_is_left_alone(ranks):
+    """Regions take the same codes of one tensor, and none of a tensor that DeepSpeed is to leave alone."""
+    for rank in ranks:
+        assert rank["twice"] == [(4 * ROWS * WIDTH, True, None), (0, False, True)]
+        # one rank's share is everything
+        assert rank["odd"] is None if len(ranks) == 1 else "not divisible" in rank["odd"]
 
 
 def test_contiguous_buffers_are_refused(ranks):

@@ -7,12 +7,15 @@ import weakref
 
 import pytest
 import torch
+from deepspeed.ops import op_builder
+from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
 from torch.optim import lr_scheduler
 
 import coat_ds
 from coat_ds import CoatAdamW, CoatConfigError
 from coat_ds.config import OptimizerConfig
 from coat_ds.zero.convert_optimizer import check, convert_
+from tests.hosts import TorchAdam
 from tests.util import run_distributed
 
 STEPS = 6
@@ -155,11 +158,21 @@ def replaced(params):
         (lambda p: Mine(p), ["Mine"]),
         (lambda p: torch.optim.Adam(p, weight_decay=0.1), ["Adam", "weight_decay 0.1", "not decoupled"]),
         (lambda p: torch.optim.AdamW(p, amsgrad=True), ["amsgrad"]),
+        (lambda p: torch.optim.AdamW(p, differentiable=True), ["differentiable"]),
         (stepped, ["has made steps"]),
         (replaced, ["step() was exchanged"]),
         (lambda p: 3, ["found 3"]),
     ],
-    ids=["sgd", "subclass", "adam-with-decay", "amsgrad", "stepped", "step-replaced", "no-optimizer"],
+    ids=[
+        "sgd",
+        "subclass",
+        "adam-with-decay",
+        "amsgrad",
+        "differentiable",
+        "stepped",
+        "step-replaced",
+        "no-optimizer",
+    ],
 )
 def test_refused(make, words):
     with pytest.raises(CoatConfigError) as error:
@@ -169,7 +182,38 @@ def test_refused(make, words):
 
 
 def test_adam_without_decay_is_converted():
-    check(torch.optim.Adam(model().parameters()))
+    made = convert_(torch.optim.Adam(model().parameters()), OptimizerConfig(), keep_fp32=KEEP)
+    assert type(made) is CoatAdamW and made.param_groups[0]["decoupled_weight_decay"]
+
+
+@pytest.fixture
+def not_compiled(monkeypatch):
+    """DeepSpeed's optimizers for CPUs, which are made and not stepped."""
+    for builder in (op_builder.CPUAdamBuilder, op_builder.FusedAdamBuilder):
+        monkeypatch.setattr(builder, "load", lambda self: TorchAdam())
+
+
+@pytest.mark.parametrize("cls", [FusedAdam, DeepSpeedCPUAdam])
+def test_deepspeeds_adamw_is_converted(cls, not_compiled):
+    optimizer = cls(groups(model()), lr=2e-3, betas=(0.8, 0.9))
+    assert type(convert_(optimizer, OptimizerConfig(), keep_fp32=KEEP)) is CoatAdamW
+    options = [(g["lr"], g["betas"], g["weight_decay"]) for g in optimizer.param_groups]
+    assert options == [(2e-3, (0.8, 0.9), 0.1), (5e-4, (0.8, 0.9), 0.0)]
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda p: FusedAdam(p, adam_w_mode=False, weight_decay=0.1), "FusedAdam with weight_decay 0.1"),
+        (lambda p: FusedAdam(p, bias_correction=False), "FusedAdam without bias_correction"),
+        (lambda p: DeepSpeedCPUAdam(p, adamw_mode=False, weight_decay=0.1), "CPUAdam with weight_decay 0.1"),
+        (lambda p: DeepSpeedCPUAdam(p, bias_correction=False), "CPUAdam without bias_correction"),
+    ],
+    ids=["fused-with-decay", "fused-uncorrected", "cpu-with-decay", "cpu-uncorrected"],
+)
+def test_adams_of_deepspeed_with_other_steps_are_refused(make, words, not_compiled):
+    with pytest.raises(CoatConfigError, match=words):
+        check(make(model().parameters()))
 
 
 def engines():

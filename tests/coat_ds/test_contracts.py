@@ -164,15 +164,20 @@ def test_schedulers_wrap_step_by_name():
     assert hasattr(vars(optimizer)["step"], "_wrapped_by_lr_sched")
 
 
+SHARES = [
+    *("single_partition_of_fp32_groups", "bit16_groups", "_hp_optimizer_states_linked", "offloaded_states"),
+    *("params_in_partition", "partition_size", "real_dp_process_group", "get_param_id"),
+    *("grad_partition_insertion_offset", "grad_start_offset"),
+]
 # attributes of what DeepSpeed puts around an optimizer, and of the parameters, by stage
 ATTRIBUTES = {
     0: ["fp32_groups_flat", "fp16_groups"],
-    1: ["single_partition_of_fp32_groups", "bit16_groups", "_hp_optimizer_states_linked", "offloaded_states"],
-    2: ["single_partition_of_fp32_groups", "bit16_groups", "_hp_optimizer_states_linked", "offloaded_states"],
+    1: SHARES,
+    2: SHARES,
     3: ["fp32_partitioned_groups_flat", "fp16_groups", "sub_group_to_group_id", "offloaded_states"],
     "bf16": ["fp32_groups_flat_partition", "bf16_groups"],
 }
-PARAMETERS = {1: ["_hp_mapping"], 2: ["_hp_mapping"], 3: ["ds_numel", "ds_shape", "ds_process_group"]}
+PARAMETERS = {"bf16": ["_hp_mapping"], 3: ["ds_numel", "ds_shape", "ds_process_group"]}
 
 
 def build():

@@ -2,6 +2,7 @@
 
 import inspect
 import json
+import logging
 import os
 import types
 import warnings
@@ -15,6 +16,7 @@ from coat_ds.config import OptimizerConfig
 from coat_ds.zero.build import parameter_groups
 from coat_ds.zero.deepspeed_config import check_deepspeed_config
 from tests.coat_ds.faithful import assert_ratio_faithful, assert_second_faithful
+from tests.coat_ds.ways import listening
 from tests.util import rel_rms, run_distributed
 
 BATCH, STEPS = 8, 4
@@ -122,11 +124,12 @@ def writes():
     from deepspeed.utils import safe_set_full_optimizer_state
 
     engine, *_ = coat_ds.initialize(model=model(), config=ds_config(1, True))
+    early = full_states(engine)
     train_step(engine, 0)
     p, wanted = next(engine.module.parameters()), torch.linspace(-1, 1, 4096).view(128, 32)
     before = full_states(engine)
     safe_set_full_optimizer_state(p, wanted, "exp_avg")
-    return before, full_states(engine), wanted
+    return early, before, full_states(engine), wanted
 
 
 def without_the_block():
@@ -169,6 +172,8 @@ def client_optimizers():
     mine = CoatAdamW(net.parameters(), lr=5e-4, exp_avg_format="fp8")
     engine, *_ = coat_ds.initialize(model=net, optimizer=mine, config=config)
     train_step(engine, 0)
+    with listening() as lines:
+        mine.log("what it says from now on", logging.WARNING)
     errors = []
     try:
         coat_ds.initialize(model=model(), optimizer=torch.optim.SGD(model().parameters()), config=config)
@@ -185,6 +190,7 @@ def client_optimizers():
         coat_ds.state_bytes(engine),
         errors,
         type(other.basic_optimizer).__name__,
+        lines,
     )
 
 
@@ -195,11 +201,12 @@ def without_optimizer():
     out = []
     for stage, section in ((0, {}), (3, {}), (0, {"optimizer": {"type": None}})):
         config = {"train_batch_size": 1, "bf16": {"enabled": True}, "zero_optimization": {"stage": stage}}
-        engine, *_ = coat_ds.initialize(
-            model=model(), config={**config, **section, "coat": {"enabled": True}}
-        )
+        config |= {"coat": {"enabled": True, "report": {"saved": True}}, **section}
+        with listening() as lines:
+            engine, *_ = coat_ds.initialize(model=model(), config=config)
         with torch.no_grad():
-            out.append((rel_rms(engine(x), stock(x)), str(engine.coat)))
+            measured = engine.coat.watch is not None or engine.coat.config.report.saved
+            out.append((rel_rms(engine(x), stock(x)), str(engine.coat), measured, lines))
     return out
 
 
@@ -315,7 +322,9 @@ def test_host_reads_true_moments(one, two):
 
 def test_host_writes_are_encoded(one, two):
     for rank in (one, *two):
-        before, after, wanted = rank["writes"]
+        early, before, after, wanted = rank["writes"]
+        # there before the first step, of which stock AdamW makes them
+        assert len(early) == len(before) and not any(t.any() for t in early)
         assert_ratio_faithful(after[0], wanted, after[1])
         for a, b in zip(before[1:], after[1:], strict=True):
             assert torch.equal(a, b)
@@ -334,15 +343,19 @@ def test_every_way_to_give_the_config(one):
 
 
 def test_client_optimizers(one):
-    used, held, errors, left_alone = one["client"]
+    used, held, errors, left_alone, lines = one["client"]
+    assert len(lines) == 1 and "what it says from now on" in lines[0]
     assert used and set(held["by_codec"]) == {"fp8", "log8", "fp32"}
     assert "SGD" in errors[0] and "coat_ds.CoatAdamW" in errors[0]
     assert len(errors) == 1 and left_alone == "AdamW"
 
 
 def test_engines_without_an_optimizer_have_fp8_layers(one):
-    for error, said in one["no optimizer"]:
+    for error, said, measured, lines in one["no optimizer"]:
         assert 0 < error < 0.1
+        # nothing of its own is measured
+        assert not measured
+        assert sum("coat.watch and coat.report are of no effect" in line for line in lines) == 1
         assert said.startswith("COAT: 3 of 3 linear layers in FP8")
 
 

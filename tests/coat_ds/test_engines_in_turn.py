@@ -131,6 +131,30 @@ def units():
     return found
 
 
+def exchanged():
+    """What the end of an engine says where somebody has put a forward of their own in the place of ours."""
+    from tests.coat_ds.ways import listening
+
+    net = model()
+    engine = engine_of(net)
+    net[0].forward = lambda x: x
+    with listening() as lines:
+        engine.destroy()
+    return [line for line in lines if "layers stay converted" in line], made(net)
+
+
+def hooks_again():
+    """What is inside of a unit behind hooks that are put back, as TRL does behind each generation."""
+    layer = Unit(*model())
+    engine = engine_of(torch.nn.Sequential(layer), 3)
+    offload = engine.optimizer.parameter_offload
+    offload._register_deepspeed_module(offload.module)
+    hooked = ["post_bwd_fn" in vars(module) for module in layer.modules()]
+    marked = ["ds_z3_leaf_module" in vars(p) for p in layer.parameters()]
+    engine.destroy()
+    return hooked, any(marked)
+
+
 def work():
     import deepspeed
 
@@ -143,6 +167,8 @@ def work():
         "failed": failed(),
         "refused": refused(),
         "units": units(),
+        "exchanged": exchanged(),
+        "hooks again": hooks_again(),
     }
 
 
@@ -178,6 +204,15 @@ def test_units_of_zero3_end_with_their_engine(found):
         # three modules' weights and biases; the hook is one of several
         assert unit[:3] == (True, False, 6) and unit[3]
     assert after == (False, False, 0, 0)
+
+
+def test_a_forward_of_somebody_else_stays(found):
+    lines, left = found["exchanged"]
+    assert len(lines) == 1 and "0: expected the forward" in lines[0] and left[0] == 2
+
+
+def test_hooks_that_are_put_back_stay_around_units(found):
+    assert found["hooks again"] == ([True, False, False, False], False)
 
 
 def test_nothing_was_compressed():

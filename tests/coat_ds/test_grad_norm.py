@@ -1,5 +1,6 @@
 """The norm of gradients read together, beside DeepSpeed's own of the same gradients, one by one."""
 
+import collections
 import functools
 import math
 from importlib.metadata import version
@@ -80,7 +81,8 @@ def masters(wrapper):
     return [p.detach().clone() for p in flats or wrapper.fp32_partitioned_groups_flat]
 
 
-def train(stage, dtype, shared):
+def engine_of(stage, dtype, shared, apart=False):
+    """apart: whether biases are a parameter group of their own, the second one."""
     import coat_ds
 
     torch.manual_seed(0)
@@ -97,7 +99,13 @@ def train(stage, dtype, shared):
         dtype: {"enabled": True, **({"initial_scale_power": 4} if dtype == "fp16" else {})},
         "coat": {"enabled": True, "activations": False, "report": False},
     }
-    engine, *_ = coat_ds.initialize(model=model, model_parameters=model.parameters(), config=config)
+    groups = [{"params": [p for p in model.parameters() if p.dim() == n]} for n in (2, 1)]
+    params = groups if apart else model.parameters()
+    return coat_ds.initialize(model=model, model_parameters=params, config=config)[0]
+
+
+def train(stage, dtype, shared):
+    engine = engine_of(stage, dtype, shared)
     rank, given, poison = torch.distributed.get_rank(), [], None
 
     def spoil(grad):
@@ -132,11 +140,22 @@ def train(stage, dtype, shared):
     return out
 
 
+def bad_in_the_second_group(stage):
+    """What both ways say of a step whose second parameter group has an infinite gradient."""
+    engine, seen = engine_of(stage, "fp16", False, apart=True), collections.defaultdict(list)
+    engine.module[0].bias.register_hook(lambda grad: grad * math.inf)
+    watch(engine.optimizer, seen)
+    engine.backward((engine(torch.ones(4, WIDTH, dtype=torch.float16)) - 1).float().square().mean())
+    engine.step()
+    return seen["checks"]
+
+
 def train_all():
     import deepspeed
 
     deepspeed.init_distributed("gloo")
-    return {cell: train(*cell) for cell in CELLS}
+    second = {stage: bad_in_the_second_group(stage) for stage in (1, 2)}
+    return {cell: train(*cell) for cell in CELLS} | {"second group": second}
 
 
 @pytest.fixture(scope="module")
@@ -218,3 +237,11 @@ def test_one_bad_element_on_one_rank_ends_as_in_deepspeed(ranks, cell, poison):
     ends_well = stage == 3 and math.isfinite(poison)
     assert [run["skipped"] for run in runs] == [not ends_well] * 2
     assert [run["moved"] for run in runs] == [ends_well] * 2
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_gradients_of_every_group_are_looked_at(ranks, stage):
+    checks = [rank["second group"][stage] for rank in ranks]
+    assert all(ours == theirs for ((ours, theirs),) in checks)
+    # the bias of the first layer is the first rank's
+    assert [ours for ((ours, _),) in checks] == [[True], [False]]

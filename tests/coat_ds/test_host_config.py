@@ -54,6 +54,21 @@ MISTAKES = {
         params(lr=1e-3, adam_w_mode=False),
         "optimizer.params.adam_w_mode: .*needs True, found False",
     ),
+    "our optimizer, switched off": (
+        host(optimizer={"type": "CoatAdamW"}, coat={**BLOCK, "optimizer": {"enabled": False}}),
+        'coat.optimizer.enabled: found False beside "optimizer".*to "AdamW"',
+    ),
+    "inputs of compiled regions": (
+        host(coat={**BLOCK, "checkpointing": {"compress": True}}, compile={"deepcompile": True}),
+        "compile.deepcompile: found True; .*checkpointing.compress",
+    ),
+    **{
+        f"FP16 as {dtype!r}": (
+            host(torch_autocast={"enabled": True, "dtype": dtype}),
+            f"torch_autocast.dtype: found {dtype!r}; .*bfloat16",
+        )
+        for dtype in ("fp16", "half", "torch.float16", torch.float16)
+    },
 }
 
 
@@ -68,6 +83,7 @@ def test_mistakes(config, said):
 
 def test_what_is_no_mistake():
     implementations = {"torch_adam": True, "fused": True, "foreach": False, "adam_w_mode": True}
+    implementations["set_grad_none"] = False
     for values in (
         {"lr": 1},
         {"lr": torch.tensor(1e-3)},
@@ -76,6 +92,16 @@ def test_what_is_no_mistake():
         {},
     ):
         assert deepspeed_config.check(params(**values), None).enabled
+    for section in (
+        # off, or at its default
+        {"amp": {"enabled": False}},
+        {"torch_autocast": {"enabled": False, "dtype": "float16"}},
+        {"zero_optimization": {"offload_optimizer": {"device": "none", "ratio": 0.5}}},
+        # DeepSpeed does not read the section of the old name beside today's, nor the key above stage 0
+        {"bf16": {"enabled": True}, "bfloat16": {"bf16_master_weights_and_grads": True}},
+        {"zero_optimization": {"stage": 1}, "optimizer": {**ADAMW, "legacy_fusion": True}},
+    ):
+        assert deepspeed_config.check(host(**section), None).enabled
     assert not block.asks_for_coat({"optimizer": ADAMW, "Coatings": {}, "comms_logger": {"coats": 1}})
     # what others make of them is theirs to judge
     assert not deepspeed_config.check({"optimizer": "AdamW"}, None).enabled

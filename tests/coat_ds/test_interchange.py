@@ -99,6 +99,8 @@ def interchange(folder, row):
             with listening() as lines:
                 engine.load_checkpoint(folder, tag=f"{where}-{i - 1}" + "_universal" * universal)
             said.append(lines)
+            # gradients are clipped as before
+            assert dtype == "fp32" or engine.optimizer.clip_grad == 1.0
         if i < 2:
             engine.save_checkpoint(folder, tag=tag)
             if universal:
@@ -133,9 +135,12 @@ def of_another_stage(folder, dtype):
     writer.save_checkpoint(folder, tag=dtype)
     with pytest.raises(ValueError) as error:
         reader.load_checkpoint(folder, tag=dtype)
-    reader.load_checkpoint(folder, tag=dtype, load_optimizer_states=False)
+    # what was loaded otherwise before is not said to be of this checkpoint
+    reader.basic_optimizer.load_state_dict(reader.basic_optimizer.state_dict())
+    with listening() as lines:
+        reader.load_checkpoint(folder, tag=dtype, load_optimizer_states=False)
     weights = ([p.detach() for p in engine.module.parameters()] for engine in (writer, reader))
-    return str(error.value), all(torch.equal(a, b) for a, b in zip(*weights, strict=True))
+    return str(error.value), all(torch.equal(a, b) for a, b in zip(*weights, strict=True)), lines
 
 
 def from_codes(folder, peer, stage):
@@ -221,8 +226,9 @@ def test_adamw_goes_on_from_the_compressed_layout(where, request):
 
 @pytest.mark.parametrize("where", ["cpu", pytest.param("gpu", marks=pytest.mark.gpu)])
 def test_stage_0_says_what_a_checkpoint_of_zero_lacks(where, request):
-    for error, same in request.getfixturevalue(where)["another stage"]:
+    for error, same, (said,) in request.getfixturevalue(where)["another stage"]:
         assert "no optimizer states of stage 0" in error and "load_optimizer_states=False" in error and same
+        assert said.endswith("moments of the checkpoint: none was loaded")
 
 
 def formats(folder, stage):
@@ -243,6 +249,9 @@ def formats(folder, stage):
             load()
         groups = second.basic_optimizer.param_groups
         found.append(({g["exp_avg_sq_format"] for g in groups}, second.coat.states["by_codec"]))
+    # a load that fails leaves them, too: this checkpoint was not made universal
+    with pytest.raises((AssertionError, OSError)):
+        second.load_checkpoint(folder, tag="first")
     assert all(type(g["exp_avg_sq_format"]) is str for g in groups)
     return *found, lines
 

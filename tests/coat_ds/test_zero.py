@@ -215,6 +215,34 @@ def run_cell(cell, moves):
     return out
 
 
+def moves(stage):
+    """Whether each move exchanges the tensors of the states, and whether what DeepSpeed writes then arrives
+    there."""
+    from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum as Kind
+    from deepspeed.utils import safe_set_full_optimizer_state
+
+    engine, found = start(cell(stage, model=Wide)), []
+    p, wanted = engine.module[2].weight, 0.0
+
+    def held():
+        return [state["exp_avg_sq"] for state in engine.basic_optimizer.state.values()]
+
+    for move in (
+        lambda: engine.offload_states(include=[Kind.hp_params], pin_memory=False),
+        lambda: engine.offload_states(include=[Kind.optim_states], pin_memory=False),
+        lambda: engine.offload_states(include=[Kind.optim_states], pin_memory=False),
+        engine.reload_states,
+        engine.reload_states,
+    ):
+        before, wanted = held(), wanted + 1
+        move()
+        safe_set_full_optimizer_state(p, torch.full((47, 512), wanted), "exp_avg_sq")
+        # and not what was written before
+        arrives = any(t.decode().max() > wanted - 0.5 for t in held())
+        found.append((any(a is not b for a, b in zip(before, held(), strict=True)), arrives))
+    return found
+
+
 def transposed(layer, x):
     return x @ layer.weight
 
@@ -276,6 +304,7 @@ def work(names):
     out["pipeline"] = run_pipeline(True)
     if torch.distributed.get_world_size() == 1:
         out["stock pipeline"] = run_pipeline(False)
+        out["moves"] = {stage: moves(stage) for stage in (1, 2, 3)}
         for name in names:
             out[name]["stock"] = run_stock(CELLS[name], known)
     return out
@@ -349,6 +378,13 @@ def test_bf16_masters_with_remainders_are_fp32_masters(one, two, stage):
 def test_a_step_with_non_finite_gradients_changes_nothing(one, two):
     for rank in (one, *two):
         assert all(rank[name]["skipped"] for name in NAMES if name.startswith("fp16"))
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_states_move_when_they_are_asked_to(one, stage):
+    """And once; DeepSpeed then finds them where they are."""
+    expected = [(moved, True) for moved in (False, True, False, True, False)]
+    assert one["moves"][stage] == expected
 
 
 @every_cell
