@@ -56,8 +56,9 @@ def _in_shares(wrapper, index: int) -> Iterator[Placed]:
     )
     for p in wrapper.params_in_partition[index]:
         number = wrapper.get_param_id(p)
-        start, offset = starts[number], offsets[number]
-        yield p, start, min(p.numel() - offset, int(wrapper.partition_size[index]) - start), offset
+        # DeepSpeed 0.18 has them as float
+        start, offset, size = map(int, (starts[number], offsets[number], wrapper.partition_size[index]))
+        yield p, start, min(p.numel() - offset, size - start), offset
 
 
 def _in_fragments(params: list[torch.Tensor]) -> Iterator[Placed]:
