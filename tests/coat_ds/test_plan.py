@@ -303,6 +303,29 @@ def test_a_deepspeed_json_is_read():
     assert (read.offload_optimizer.device, read.offload_param.device) == ("cpu", "cpu")
 
 
+@pytest.mark.parametrize(
+    "said",
+    [
+        {"train_batch_size": 64},
+        {"train_batch_size": 64, "gradient_accumulation_steps": 2},
+        {"train_batch_size": 64, "train_micro_batch_size_per_gpu": 8},
+        {"train_micro_batch_size_per_gpu": 8},
+        {"train_micro_batch_size_per_gpu": 8, "gradient_accumulation_steps": 2},
+        {"train_batch_size": 64, "train_micro_batch_size_per_gpu": 8, "gradient_accumulation_steps": 2},
+    ],
+    ids=str,
+)
+def test_batches_are_those_that_deepspeed_makes_of_a_json(said, monkeypatch):
+    from deepspeed.runtime import config
+
+    monkeypatch.setattr(config.dist, "get_rank", lambda: 0)
+    monkeypatch.setattr(config.dist, "get_world_size", lambda: 4)
+    read = config.DeepSpeedConfig(dict(said))
+    found = layout.from_deepspeed(said, gpus=4)
+    assert found.micro_batch == read.train_micro_batch_size_per_gpu
+    assert found.accumulation == read.gradient_accumulation_steps
+
+
 def test_a_block_says_what_is_planned():
     block = {"enabled": True, "optimizer": {"enabled": False}, "checkpointing": {"compress": True}}
     found = configured({"coat": block})

@@ -264,6 +264,14 @@ def test_layers_that_were_not_counted_say_so(tmp_path, capsys):
             "zero_optimization.offload_optimizer: expected an object .* found 'cpu'. Use braces",
         ),
         (
+            lambda: layout.from_deepspeed({"train_batch_size": 6}, gpus=4),
+            "train_batch_size: 6 is no multiple of 4, gradient_accumulation_steps times .*, 1 x 4. Change",
+        ),
+        (
+            lambda: layout.from_deepspeed({"train_batch_size": 6}, gpus=2, micro_batch=2),
+            "train_batch_size: 6 is no multiple of 4, train_micro_batch_size_per_gpu times .*, 2 x 2",
+        ),
+        (
             lambda: configured({"coat": {"enabled": True}, "bf16": True}),
             "bf16: expected an object, found True. Use braces",
         ),
