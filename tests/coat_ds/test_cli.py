@@ -11,7 +11,7 @@ import pytest
 from coat_ds import CoatConfig, cli
 from coat_ds.doctor import PROBLEM, packages
 from coat_ds.plan import advice, gpu_called
-from coat_ds.plan.command import read_sizes
+from coat_ds.plan.command import configured, read_sizes
 from coat_ds.plan.layout import Layout
 from coat_ds.plan.systems import rungs
 
@@ -161,6 +161,30 @@ def test_a_json_keeps_what_the_plan_does_not_change():
         assert "bfloat16" not in config
         assert CoatConfig.from_dict(config["coat"]).activations.attention_format == "recompute"
     assert base["zero_optimization"]["stage"] == 1
+
+
+@pytest.mark.parametrize(
+    "base",
+    [
+        {"bf16": {"enabled": True, "bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}},
+        {"fp16": {"enabled": True}},
+        {"optimizer": {"type": "CoatAdamW", "params": {"lr": 2e-5}}},
+    ],
+    ids=lambda base: next(iter(base)),
+)
+def test_a_json_is_of_the_system_that_was_chosen(base):
+    """Whatever the base asks for; and DeepSpeed reads it."""
+    from deepspeed.runtime.config import DeepSpeedConfig
+
+    names = "BF16", "COAT", "COAT, smallest, recomputed attention"
+    systems, layout = [rungs()[name] for name in names], Layout(gpus=8, stage=2)
+    for choice in advice.compare(read_sizes(CONFIG, None), layout, systems, gpu_called("h100")):
+        made = advice.deepspeed_json(choice, base)
+        found, wanted = configured(made), choice.system
+        assert (found.layers, found.optimizer) == (wanted.layers, wanted.optimizer)
+        read = DeepSpeedConfig(made)
+        assert read.bfloat16_config.bf16_master_weights_and_grads == wanted.bf16_masters
+        assert read.optimizer_params == base.get("optimizer", made["optimizer"])["params"]
 
 
 def test_a_block_is_found_as_the_engine_finds_it(capsys, tmp_path):
