@@ -6,14 +6,17 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 
 from benchmarks.common.harness import read_rows
 from benchmarks.common.whole_models import MODELS, SYSTEMS, WAYS, planned
-from coat_ds import plan
+from coat_ds import CoatAdamW, plan
 from coat_ds.plan import Layout, Sizes, advice, gathers, layout, rungs, sizes
 from coat_ds.plan.command import configured
 from coat_ds.plan.gathers import Limits, replay
+from coat_ds.plan.memory import stepped_bytes
 from coat_ds.plan.roofline import flops
+from coat_ds.plan.systems import coat
 
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "benchmarks/results"
@@ -178,6 +181,124 @@ def test_operations_and_bytes_of_a_step_are_those_on_paper():
     assert counts("COAT", stage=0, gpus=4).optimizer == pytest.approx(n * states)
     assert counts("COAT", gpus=4).optimizer == pytest.approx(n / 4 * states)
     assert counts(gpus=4).optimizer == pytest.approx(n / 4 * (16 + 8 + 4 + 10))
+
+
+def moments(system="BF16", model: Sizes = SMALL, **spread) -> dict[str, plan.Memory]:
+    system = rungs()[system] if isinstance(system, str) else system
+    found = plan.predict(model, Layout(**{"sequence": 8} | spread), system)
+    return {memory.moment: memory for memory in found.moments}
+
+
+# elements of SMALL's matrices in a layer, of its embedding, and of all of its norms
+MATRICES, TABLE, NORMS = 64 * (128 + 64 + 256 + 128), 512 * 64, 5 * 64
+
+
+def test_weights_are_what_a_gpu_has():
+    whole = 2 * MATRICES + NORMS
+    assert moments()["loss"].weights == 2 * (whole + 2 * TABLE)
+    tied = dataclasses.replace(SMALL, tied=True)
+    assert moments(model=tied)["loss"].weights == 2 * (whole + TABLE)
+    # the last stage of a pipeline has a head all the same, and the last norm
+    last = moments(model=tied, gpus=2, pipeline=2, stage=1)
+    assert last["loss"].weights == 2 * (MATRICES + 3 * 64 + TABLE)
+    biased = dataclasses.replace(SMALL, other_parameters=1000)
+    assert moments(model=biased)["loss"].weights == 2 * (whole + 2 * TABLE + 1000)
+    # norms are too small to be divided
+    assert moments(gpus=4, stage=3)["loss"].weights == 2 * (whole + 2 * TABLE) / 4 + 2 * NORMS
+    # one GPU has all that it needs
+    alone = moments(gpus=1, stage=3, limits=Limits(persistence=0))
+    assert "forward" not in alone and not any(memory.gathered for memory in alone.values())
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_what_is_offloaded_takes_the_cpus_memory(stage):
+    n, cpu = SMALL.parameters, {"optimizer_device": "cpu"}
+    found = moments(gpus=4, stage=stage, **cpu)
+    assert all(memory.masters == memory.states == 0 for memory in found.values())
+    # DeepSpeed moves gradients as they come; at stage 1 when all are there
+    if stage == 1:
+        assert found["gradients"].gradients == 2 * n
+    else:
+        assert found["layers"].gradients == 0
+    assert found["step"].total == found["step"].weights + found["step"].buffers
+    # masters, both moments and gradients in FP32
+    spread = Layout(gpus=4, stage=stage, sequence=8, **cpu)
+    assert plan.predict(SMALL, spread, rungs()["BF16"]).host == (4 + 8 + 4) * n / 4
+    if stage == 3:
+        parts = dataclasses.replace(spread, parameter_device="cpu")
+        prediction = plan.predict(SMALL, parts, rungs()["BF16"])
+        assert prediction.host == (4 + 8 + 4 + 2) * n / 4
+        assert prediction.peak.weights == 2 * NORMS
+
+
+def test_a_bucket_is_filled_while_another_is_reduced():
+    one, two = (moments(stage=2, reduce_bucket=1000, overlap=overlap) for overlap in (None, True))
+    assert two["layers"].buffers - one["layers"].buffers == 2 * 1000
+    one, two = (moments(stage=3, reduce_bucket=1000, overlap=overlap) for overlap in (False, True))
+    assert one == two
+
+
+def test_quantized_gathers_have_codes_beside_what_they_are_decoded_to():
+    """The largest product's weights while they are copied out of their buffer."""
+    limits = Limits(prefetch=0, max_reuse=0, persistence=64)
+    for quantized, size in ((False, 2 + 2), (True, 2 + 2 + 1)):
+        spread = {"gpus": 2, "sequence": 1, "limits": limits, "quantized_gathers": quantized}
+        found = moments(stage=3, **spread)["forward"]
+        assert found.gathered == size * 64 * 256
+
+
+def test_zero3_steps_whole_parameters_until_there_are_enough():
+    """Gradients in BF16 and FP32 of the embedding alone, or of all matrices."""
+    for sub_group, numel in (
+        (1, TABLE),
+        (TABLE // 2 + 1, TABLE + 64 * 128),
+        (10**9, 2 * TABLE + 2 * MATRICES),
+    ):
+        assert moments(gpus=2, stage=3, sub_group=sub_group)["step"].temporaries == (2 + 4) * numel / 2
+
+
+@pytest.mark.parametrize(("plain", "again"), [("BF16", "BF16, recompute"), ("COAT", "COAT, recompute")])
+def test_a_layer_that_is_made_again_takes_what_it_would_have_saved(plain, again):
+    long = {"sequence": 4096}
+    # what two layers more save, without what is saved once for all
+    more = dataclasses.replace(SMALL, layers=4)
+    of_layers = moments(plain, more, **long)["layers"].saved - moments(plain, **long)["layers"].saved
+    found = moments(again, **long)["layers"].temporaries - moments(plain, **long)["layers"].temporaries
+    # Megatron's own layers save cosine and sine of each position, here of 16 channels, twice
+    assert found == of_layers / 2 - (4096 * 16 * 2 * 4 if plain == "BF16" else 0)
+
+
+def test_attention_that_is_made_again_is_there_with_its_gradients():
+    """Queries, keys, values and the output; more than the gradients of a narrow feed-forward layer."""
+    narrow = dataclasses.replace(SMALL, ffn=16)
+    found = moments("COAT, recomputed attention", narrow)["layers"].temporaries
+    assert found == 2 * 8 * 64 + 2 * 2 * 8 * (128 + 64)
+
+
+def test_recorded_layers_hold_what_they_save():
+    """And an input and two gradients of hidden states."""
+    graphs = moments(coat("graphs", {"activations": {"cuda_graphs": True}}))["layers"]
+    plain = moments("COAT")["layers"]
+    assert (graphs.saved, plain.graphs) == (0, 0)
+    assert graphs.graphs == plain.saved + 3 * 2 * 8 * 64
+
+
+@pytest.mark.parametrize("how", ["exact", "stochastic"])
+def test_states_of_bf16_parameters_are_the_optimizers(how):
+    p = torch.nn.Parameter(torch.zeros(1024, dtype=torch.bfloat16))
+    optimizer = CoatAdamW([p], min_numel=0, bf16_params=how)
+    p.grad = torch.ones_like(p)
+    optimizer.step()
+    tensors = [t for value in optimizer.state[p].values() for t in tensors_of(value)]
+    system = coat(how, {"optimizer": {"bf16_params": how}}, bf16_masters=True)
+    assert stepped_bytes(1024, 0, system) == (2 * 1024, sum(t.nbytes for t in tensors))
+
+
+def tensors_of(value) -> list[torch.Tensor]:
+    """What a value of a state holds: the codes and scales of a stored moment, or a tensor."""
+    if hasattr(value, "pieces"):
+        return [t for piece in value.pieces for t in piece.storage]
+    return [value] if torch.is_tensor(value) and value.numel() > 1 else []
 
 
 def test_stage_0_makes_fp32_of_all_gradients_twice():
