@@ -303,3 +303,11 @@ def test_doctor_looks_at_a_model(capsys, tmp_path):
     assert "on 2 GPUs with 4 x 256 tokens" in found["model"][-1]["text"]
     found = plain(capsys, *words, "--model", "configs/model_quickstart.json", "--vocabulary", "512")
     assert found["model"][0]["state"] == "unknown"
+
+
+def test_doctor_says_what_it_needs(capsys, tmp_path):
+    text = said(capsys, "doctor", "--deepspeed", "configs/ds_zero2_coat.json", code=2)
+    assert "--deepspeed: a model is needed beside it. Give --model" in text
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({"hidden_size": 64}))
+    assert "num_hidden_layers: " in said(capsys, "doctor", "--model", str(path), code=2)
