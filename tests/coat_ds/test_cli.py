@@ -144,10 +144,13 @@ def test_a_json_keeps_what_the_plan_does_not_change():
         "zero_optimization": {"stage": 1, "reduce_bucket_size": 10**8},
         "coat": {"enabled": True, "require": True},
         "train_batch_size": 512,
+        "gradient_accumulation_steps": 2,
     }
     made = [
         advice.deepspeed_json(choice, base)
-        for choice in advice.compare(model, Layout(gpus=8, stage=2), systems, gpu_called("h100"))
+        for choice in advice.compare(
+            model, Layout(gpus=8, stage=2, accumulation=4), systems, gpu_called("h100")
+        )
     ]
     assert made[0]["zero_optimization"] == {
         "stage": 2,
@@ -156,7 +159,7 @@ def test_a_json_keeps_what_the_plan_does_not_change():
     }
     assert made[1]["bf16"]["bf16_master_weights_and_grads"] and made[1]["gradient_clipping"] == 1.0
     for config in made:
-        assert config["bf16"]["check_grad_overflow"]
+        assert config["bf16"]["check_grad_overflow"] and config["gradient_accumulation_steps"] == 4
         assert "train_batch_size" not in config and "require" not in config["coat"]
         assert "bfloat16" not in config
         assert CoatConfig.from_dict(config["coat"]).activations.attention_format == "recompute"

@@ -4,13 +4,15 @@ import csv
 import dataclasses
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
+import transformers
 
 from benchmarks.common.harness import read_rows
 from benchmarks.common.whole_models import MODELS, SYSTEMS, WAYS, planned
-from coat_ds import CoatAdamW, plan
+from coat_ds import CoatAdamW, CoatConfig, plan
 from coat_ds.plan import Layout, Sizes, advice, gathers, layout, rungs, sizes
 from coat_ds.plan.command import configured
 from coat_ds.plan.gathers import Limits, replay
@@ -183,6 +185,49 @@ def test_operations_and_bytes_of_a_step_are_those_on_paper():
     assert counts(gpus=4).optimizer == pytest.approx(n / 4 * (16 + 8 + 4 + 10))
 
 
+def test_operations_of_what_is_made_again_are_those_on_paper():
+    """Forward once more: of whole layers, of the first product of a feed-forward, or of attention."""
+    plain = counts()
+    layers = 2 * 64 * (128 + 64 + 256 + 128)
+    assert counts("BF16, recompute").products == pytest.approx(plain.products + 2 * 8 * layers)
+    assert counts("BF16, recompute").attention == pytest.approx(plain.attention * 4.5 / 3.5)
+    attention = counts("COAT, recomputed attention")
+    assert attention.products == pytest.approx(plain.products + 2 * 8 * 2 * 64 * 128)
+    assert attention.attention == pytest.approx(plain.attention * 4.5 / 3.5)
+    mlp = plan.System(name="mlp", recompute="mlp")
+    found = plan.step_time(SMALL, Layout(sequence=8), mlp, COUNTING)
+    assert found.products == pytest.approx(plain.products + 2 * 8 * 2 * 64 * 256)
+    assert found.attention == pytest.approx(plain.attention)
+    # three passes over the layers' bytes become four
+    more = dataclasses.replace(SMALL, layers=4)
+    once, again = (
+        plan.step_time(more, Layout(sequence=8), rungs()[name], COUNTING).bytes - counts(name).bytes
+        for name in ("BF16", "BF16, recompute")
+    )
+    assert again == pytest.approx(4 / 3 * once)
+
+
+def test_stages_of_a_pipeline_share_the_products():
+    assert counts(gpus=2, pipeline=2).products == pytest.approx(counts().products / 2)
+
+
+def test_a_step_on_the_cpu_takes_its_time_and_the_links():
+    """Gradients and weights of two bytes at 55 GB/s, and 4.4 ns an element of one of 16 cores."""
+    expected = 1e3 * SMALL.parameters / 4 * (4 / 55e9 + 4.4e-9 / 16)
+    assert counts("COAT, offload", gpus=4).optimizer == pytest.approx(expected)
+    assert counts(gpus=4, optimizer_device="cpu").optimizer == pytest.approx(expected)
+
+
+def test_masters_in_bf16_are_moved_as_such():
+    found = counts("COAT, smallest, recomputed attention", gpus=4).optimizer
+    assert found == pytest.approx(SMALL.parameters / 4 * (2 * (2 + 9 / 128) + 2 * 2 + 4))
+
+
+def test_gpus_are_known_by_torchs_names():
+    names = "NVIDIA H100 80GB HBM3", "NVIDIA H200"
+    assert [plan.gpu_called(name).name for name in names] == ["H100", "H200"]
+
+
 def moments(system="BF16", model: Sizes = SMALL, **spread) -> dict[str, plan.Memory]:
     system = rungs()[system] if isinstance(system, str) else system
     found = plan.predict(model, Layout(**{"sequence": 8} | spread), system)
@@ -236,6 +281,21 @@ def test_a_bucket_is_filled_while_another_is_reduced():
     assert two["layers"].buffers - one["layers"].buffers == 2 * 1000
     one, two = (moments(stage=3, reduce_bucket=1000, overlap=overlap) for overlap in (False, True))
     assert one == two
+
+
+def test_the_heads_gradient_comes_first_and_leaves_through_the_bucket():
+    assert moments(stage=1)["head"].gradients == 2 * TABLE
+    assert moments(stage=2, gpus=4)["head"].gradients == 2 * TABLE + 2 * SMALL.parameters / 4
+    # stage 1 copies into a bucket what fits: the embedding here, and not the matrix behind it
+    with_bucket = moments(stage=1, reduce_bucket=TABLE + 10)["gradients"].buffers
+    assert with_bucket - moments(stage=1)["layers"].buffers == 2 * 10
+
+
+def test_inputs_of_layers_are_kept_in_eight_bits_where_they_are_compressed():
+    more, tokens = dataclasses.replace(SMALL, layers=4), 8
+    for system, size in (("BF16, recompute", 2), ("COAT, recompute", 1 + 4 / 128)):
+        found = moments(system, more)["layers"].saved - moments(system)["layers"].saved
+        assert found == 2 * tokens * 64 * size
 
 
 def test_quantized_gathers_have_codes_beside_what_they_are_decoded_to():
@@ -414,6 +474,11 @@ def test_a_deepspeed_json_is_read():
     keys = "stage3_max_live_parameters", "stage3_max_reuse_distance", "stage3_param_persistence_threshold"
     config["zero_optimization"] |= dict(zip(keys, (30, 20, 10), strict=True))
     assert layout.from_deepspeed(config, 64).limits == Limits(max_live=30, max_reuse=20, persistence=10)
+    config["zero_optimization"]["zero_quantized_weights"] = True
+    assert layout.from_deepspeed(config, 64).quantized_gathers
+    # what goes on to a disk leaves the GPU, too
+    config["zero_optimization"]["offload_optimizer"] = {"device": "nvme"}
+    assert layout.from_deepspeed(config, 64).optimizer_device == "cpu"
     config = json.loads((ROOT / "configs/ds_zero3_offload_coat.json").read_text())
     assert layout.from_deepspeed(config).parameter_device == "cpu"
     # as DeepSpeed, which takes its old keys too
@@ -445,6 +510,42 @@ def test_batches_are_those_that_deepspeed_makes_of_a_json(said, monkeypatch):
     found = layout.from_deepspeed(said, gpus=4)
     assert found.micro_batch == read.train_micro_batch_size_per_gpu
     assert found.accumulation == read.gradient_accumulation_steps
+
+
+def test_systems_that_a_host_refuses_are_not_planned():
+    offload, narrow = rungs()["COAT, offload"], rungs()["COAT, smallest, recomputed attention"]
+    for system, spread, goes in (
+        (offload, Layout(stage=1), True),
+        (offload, Layout(stage=0), False),
+        (offload, Layout(host="megatron"), False),
+        (narrow, Layout(stage=1), True),
+        (narrow, Layout(stage=0), False),
+        (narrow, Layout(stage=1, optimizer_device="cpu"), False),
+        (narrow, Layout(host="megatron"), False),
+    ):
+        found = [choice.system for choice in advice.compare(SMALL, spread, [system], COUNTING)]
+        assert found == ([system] if goes else []), (system.name, spread)
+
+
+@pytest.mark.parametrize(
+    "block",
+    [{"optimizer": {"enabled": False}}, {"activations": False}, {"optimizer": {"keep_fp32": ["a", "b"]}}],
+)
+def test_a_systems_keys_make_its_block_again(block):
+    system = coat("any", block)
+    assert CoatConfig.from_dict(json.loads(json.dumps(system.block()))["coat"]) == system.coat
+
+
+def test_auto_is_filled_in_as_trainer_does(tmp_path):
+    from transformers.integrations.deepspeed import HfTrainerDeepSpeedConfig
+
+    keys = "reduce_bucket_size", "stage3_prefetch_bucket_size", "stage3_param_persistence_threshold"
+    config = {"zero_optimization": {"stage": 3} | dict.fromkeys(keys, "auto")}
+    filled_in = HfTrainerDeepSpeedConfig(config)
+    model = SimpleNamespace(config=transformers.LlamaConfig(hidden_size=992, num_attention_heads=31))
+    filled_in.trainer_config_finalize(transformers.TrainingArguments(tmp_path, use_cpu=True), model, 1)
+    zero, found = filled_in.config["zero_optimization"], layout.from_deepspeed(config, 992)
+    assert [found.reduce_bucket, found.prefetch, found.limits.persistence] == [zero[key] for key in keys]
 
 
 def test_a_block_says_what_is_planned():

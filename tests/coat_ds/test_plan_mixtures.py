@@ -248,6 +248,15 @@ def test_the_command_plans_them(tmp_path, capsys):
             "--quick-geglu: COAT has it in experts of --moe-grouped-gemm alone",
         ),
         (
+            "--quick-geglu --moe-grouped-gemm --moe-layer-freq 2",
+            "--quick-geglu: .* and this model has other feed-forward layers",
+        ),
+        (
+            "--quick-geglu --moe-grouped-gemm --moe-shared-expert-intermediate-size 64",
+            "--quick-geglu: .* and this model has other feed-forward layers",
+        ),
+        ("--moe-latent-size 32", "--moe-latent-size: found 32.0, and experts of fewer channels"),
+        (
             "--num-experts 6 --expert-model-parallel-size 4",
             "--num-experts: 6 is no multiple of --expert-model-parallel-size, 4",
         ),

@@ -286,6 +286,10 @@ def test_layers_that_were_not_counted_say_so(tmp_path, capsys):
             "zero_optimization.offload_optimizer: expected an object .* found 'cpu'. Use braces",
         ),
         (
+            lambda: layout.from_deepspeed({"zero_optimization": {"offload_optimizer": {"device": "gpu"}}}),
+            "zero_optimization.offload_optimizer.device: expected cpu or nvme, found 'gpu'",
+        ),
+        (
             lambda: layout.from_deepspeed({"train_batch_size": 6}, gpus=4),
             "train_batch_size: 6 is no multiple of 4, gradient_accumulation_steps times .*, 1 x 4. Change",
         ),
