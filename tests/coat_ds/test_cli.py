@@ -231,6 +231,46 @@ def test_megatrons_arguments(capsys):
     assert "--spec megatron_ext.with_optimizer coat_layer_spec" in text and "offload" not in text
 
 
+def test_what_is_made_again_is_asked_of_megatron(capsys):
+    words = "--num-layers 32 --hidden-size 4096 --num-attention-heads 32 --vocab-size 32000 --seq-length 8192"
+    words += " --use-distributed-optimizer --micro-batch-size 1"
+    text = said(
+        capsys, "plan", "--gpus", "8", "--micro-batch", "1", "--fit", "48GB", "--megatron", *words.split()
+    )
+    rows = {line.partition("  ")[0]: line for line in text.splitlines()}
+    assert " !" in rows["BF16"] and " !" not in rows["COAT, recompute"]
+    assert "recompute: with gradient checkpointing of whole layers" in text
+    assert "fastest within 48.0 GB: COAT, recompute, micro-batch 1," in text
+    pasted = text.partition("--micro-batch-size 1 ")[2]
+    assert pasted.startswith(
+        "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
+    )
+    assert "--spec megatron_ext.with_checkpoints coat_layer_spec" in pasted
+    assert json.loads(pasted[pasted.index("{") :])["coat"]["checkpointing"] == {"compress": True}
+    # a small model is fastest in BF16, which needs no more words
+    words = "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --vocab-size 512 --seq-length 8192"
+    text = said(capsys, "plan", "--micro-batch", "8", "--fit", "60GB", "--megatron", *words.split())
+    assert "fastest within 60.0 GB: BF16," in text and text.splitlines()[-1] == "--micro-batch-size 8"
+
+
+def test_offload_names_the_cpus_memory(capsys):
+    """Masters, gradients and two moments of 2.07 bytes, of half of 6.74 billion parameters."""
+    assert "offload: up to 33.9 GB of the CPU's memory for each GPU" in said(
+        capsys, "plan", *SHAPE, "--gpus", "2"
+    )
+
+
+def test_files_and_options_that_say_nothing_are_named(capsys, tmp_path):
+    path = tmp_path / "config.json"
+    path.write_text("[1]")
+    assert f"{path}: expected a JSON object, found list" in said(capsys, "plan", str(path), code=2)
+    assert "--memory: expected a size such as 80GB" in said(capsys, "plan", *SHAPE, "--memory", "0GB", code=2)
+    # a larger vocabulary than the file's, for one that was extended
+    path.write_text(json.dumps(CONFIG))
+    more = plain(capsys, "plan", str(path), "--vocabulary", str(CONFIG["vocab_size"] + 1000))
+    assert more["model"]["parameters"] == 8_030_261_248 + 2 * 1000 * 4096
+
+
 def test_fit_keeps_megatrons_global_batch(capsys):
     """Megatron refuses micro-batches that do not divide it."""
     words = "--num-layers 32 --hidden-size 4096 --num-attention-heads 32 --vocab-size 32000 --seq-length 2048"
