@@ -9,7 +9,7 @@ from coat_ds.plan.layout import Layout
 from coat_ds.plan.memory import Prediction, predict
 from coat_ds.plan.roofline import Gpu, Time, step_time
 from coat_ds.plan.sizes import Sizes
-from coat_ds.plan.systems import System
+from coat_ds.plan.systems import BF16_MASTERS, System
 
 # beyond that nothing gets faster
 MOST = 1024
@@ -139,6 +139,7 @@ def _ways_out(layout: Layout, tried: Sequence[Layout]) -> str:
 
 def deepspeed_json(choice: Choice, base: dict | None = None) -> dict:
     """The DeepSpeed JSON of a choice: `base` with what it changes."""
+    from coat_ds.zero.block import asks_for_coat
     from coat_ds.zero.deepspeed_config import bf16_key
 
     base, block = dict(base or {}), choice.system.block()
@@ -146,10 +147,14 @@ def deepspeed_json(choice: Choice, base: dict | None = None) -> dict:
     if choice.system.offload:
         zero["offload_optimizer"] = {"device": "cpu", "pin_memory": True}
     base.setdefault("optimizer", {"type": "AdamW", "params": {"lr": 1e-4, "betas": [0.9, 0.95]}})
-    base.pop("train_batch_size", None)
-    base.pop("coat", None)
+    # DeepSpeed takes BF16 or FP16, not both
+    for key in ("train_batch_size", "coat", "fp16"):
+        base.pop(key, None)
+    if "coat" not in block and asks_for_coat(base):
+        base["optimizer"] = {**base["optimizer"], "type": "AdamW"}
     # an object of the base has keys of its own beside
-    bf16 = {**(base.pop(bf16_key(base), None) or {}), **block.pop("bf16")}
+    given = base.pop(bf16_key(base), None) or {}
+    bf16 = {key: value for key, value in given.items() if key not in BF16_MASTERS} | block.pop("bf16")
     return base | {
         "train_micro_batch_size_per_gpu": choice.layout.micro_batch,
         "gradient_accumulation_steps": choice.layout.accumulation,

@@ -30,7 +30,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.epilog = EPILOG
     add = parser.add_argument
     add("model", nargs="?", help="config.json of Hugging Face's, or a file of configs/model_*.json")
-    add("--deepspeed", metavar="JSON", help="DeepSpeed's config: stage, buckets, offload, micro-batch, block")
+    add("--deepspeed", metavar="JSON", help="DeepSpeed's config: stage, buckets, offload, batches, block")
     add("--megatron", nargs=argparse.REMAINDER, help="Megatron's arguments, as the last option")
     add("--gpu", default="h100", help=f"kind of GPU, of {', '.join(GPUS)} (default: %(default)s)")
     add("--gpus", type=int, default=1, help="all of them (default: 1)")

@@ -57,7 +57,7 @@ def replay(modules: Sequence[Sequence[int]], limits: Limits) -> list[Module]:
     # the last use of a parameter that the search ahead has seen
     seen = [-1] * len(numel)
     available = set(stays)
-    # by parameter: its gather, whose members not yet waited for, and elements of its buffer
+    # by parameter that is not yet waited for: its gather
     under_way: dict[int, _Gather] = {}
     live, found = 0, []
 
@@ -79,7 +79,6 @@ def replay(modules: Sequence[Sequence[int]], limits: Limits) -> list[Module]:
         for p in module:
             if (handle := under_way.pop(p, None)) is not None:
                 available |= handle.arrive()
-                handle.unread.discard(p)
         begins = Gathered(held().weights, before)
         missed = {p for p in module if seen[p] < step}
         while missed:
@@ -111,7 +110,7 @@ def replay(modules: Sequence[Sequence[int]], limits: Limits) -> list[Module]:
 
 class _Gather:
     def __init__(self, members: set[int], size: int):
-        self.unread, self.size, self._coming = members, size, set(members)
+        self.size, self._coming = size, members
 
     def arrive(self) -> set[int]:
         """The parameters that are there now and were not before: all, the first time."""

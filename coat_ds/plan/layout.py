@@ -208,7 +208,24 @@ def from_deepspeed(config: Mapping, hidden: int | None = None, **rest) -> Layout
     ):
         if config.get(theirs, "auto") != "auto":
             found[ours] = _number(config, "", theirs, None)
-    return Layout(**found | rest)
+    given = found | rest
+    layout = Layout(**given)
+    if config.get("train_batch_size", "auto") == "auto" or {"micro_batch", "accumulation"} <= given.keys():
+        return layout
+    return _of_a_global_batch(layout, _number(config, "", "train_batch_size", None), "micro_batch" in given)
+
+
+def _of_a_global_batch(layout: Layout, total: int, micro_batch_is_given: bool) -> Layout:
+    """With what follows from `train_batch_size` in DeepSpeed: accumulation, or else the micro-batch."""
+    known = layout.micro_batch if micro_batch_is_given else layout.accumulation
+    at_once = known * layout.data
+    if not total or total % at_once:
+        name = "train_micro_batch_size_per_gpu" if micro_batch_is_given else "gradient_accumulation_steps"
+        raise PlanError(
+            f"train_batch_size: {total} is no multiple of {at_once}, {name} times data parallel size, "
+            f"{known} x {layout.data}. Change one of them."
+        )
+    return replace(layout, **{"accumulation" if micro_batch_is_given else "micro_batch": total // at_once})
 
 
 def from_megatron(said: Mapping, **rest) -> Layout:

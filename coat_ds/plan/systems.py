@@ -11,6 +11,8 @@ from coat_kernels.codecs import CODECS, first_codec
 LAYERS = ("bf16", "transformer_engine", "coat")
 OPTIMIZERS = ("adamw", "coat", "transformer_engine")
 RECOMPUTES = ("none", "mlp", "full")
+# keys of DeepSpeed's section on BF16, which have to be true for masters in BF16
+BF16_MASTERS = ("bf16_master_weights_and_grads", "bf16_optimizer_states")
 # bytes a parameter of TransformerEngine's moments in FP8: of both, each with the transposed copy that its
 # tensors hold
 _TE_MOMENTS = 4
@@ -66,7 +68,7 @@ class System:
         """The keys of a DeepSpeed JSON that make this system, but for batch and stage of ZeRO."""
         found: dict = {"bf16": {"enabled": True}}
         if self.bf16_masters:
-            found["bf16"] |= {"bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}
+            found["bf16"] |= dict.fromkeys(BF16_MASTERS, True)
         if self.layers == "coat" or self.optimizer == "coat":
             found["coat"] = {"enabled": True} | differences(self.coat)
         return found

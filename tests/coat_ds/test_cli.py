@@ -11,7 +11,7 @@ import pytest
 from coat_ds import CoatConfig, cli
 from coat_ds.doctor import PROBLEM, packages
 from coat_ds.plan import advice, gpu_called
-from coat_ds.plan.command import read_sizes
+from coat_ds.plan.command import configured, read_sizes
 from coat_ds.plan.layout import Layout
 from coat_ds.plan.systems import rungs
 
@@ -144,10 +144,13 @@ def test_a_json_keeps_what_the_plan_does_not_change():
         "zero_optimization": {"stage": 1, "reduce_bucket_size": 10**8},
         "coat": {"enabled": True, "require": True},
         "train_batch_size": 512,
+        "gradient_accumulation_steps": 2,
     }
     made = [
         advice.deepspeed_json(choice, base)
-        for choice in advice.compare(model, Layout(gpus=8, stage=2), systems, gpu_called("h100"))
+        for choice in advice.compare(
+            model, Layout(gpus=8, stage=2, accumulation=4), systems, gpu_called("h100")
+        )
     ]
     assert made[0]["zero_optimization"] == {
         "stage": 2,
@@ -156,11 +159,35 @@ def test_a_json_keeps_what_the_plan_does_not_change():
     }
     assert made[1]["bf16"]["bf16_master_weights_and_grads"] and made[1]["gradient_clipping"] == 1.0
     for config in made:
-        assert config["bf16"]["check_grad_overflow"]
+        assert config["bf16"]["check_grad_overflow"] and config["gradient_accumulation_steps"] == 4
         assert "train_batch_size" not in config and "require" not in config["coat"]
         assert "bfloat16" not in config
         assert CoatConfig.from_dict(config["coat"]).activations.attention_format == "recompute"
     assert base["zero_optimization"]["stage"] == 1
+
+
+@pytest.mark.parametrize(
+    "base",
+    [
+        {"bf16": {"enabled": True, "bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}},
+        {"fp16": {"enabled": True}},
+        {"optimizer": {"type": "CoatAdamW", "params": {"lr": 2e-5}}},
+    ],
+    ids=lambda base: next(iter(base)),
+)
+def test_a_json_is_of_the_system_that_was_chosen(base):
+    """Whatever the base asks for; and DeepSpeed reads it."""
+    from deepspeed.runtime.config import DeepSpeedConfig
+
+    names = "BF16", "COAT", "COAT, smallest, recomputed attention"
+    systems, layout = [rungs()[name] for name in names], Layout(gpus=8, stage=2)
+    for choice in advice.compare(read_sizes(CONFIG, None), layout, systems, gpu_called("h100")):
+        made = advice.deepspeed_json(choice, base)
+        found, wanted = configured(made), choice.system
+        assert (found.layers, found.optimizer) == (wanted.layers, wanted.optimizer)
+        read = DeepSpeedConfig(made)
+        assert read.bfloat16_config.bf16_master_weights_and_grads == wanted.bf16_masters
+        assert read.optimizer_params == base.get("optimizer", made["optimizer"])["params"]
 
 
 def test_a_block_is_found_as_the_engine_finds_it(capsys, tmp_path):
@@ -202,6 +229,46 @@ def test_megatrons_arguments(capsys):
     text = said(capsys, "plan", "--gpus", "4", "--fit", "40GB", "--megatron", *words.split())
     assert "4 x H100, Megatron, tensor 2, micro-batch 2 x 2048 tokens" in text
     assert "--spec megatron_ext.with_optimizer coat_layer_spec" in text and "offload" not in text
+
+
+def test_what_is_made_again_is_asked_of_megatron(capsys):
+    words = "--num-layers 32 --hidden-size 4096 --num-attention-heads 32 --vocab-size 32000 --seq-length 8192"
+    words += " --use-distributed-optimizer --micro-batch-size 1"
+    text = said(
+        capsys, "plan", "--gpus", "8", "--micro-batch", "1", "--fit", "48GB", "--megatron", *words.split()
+    )
+    rows = {line.partition("  ")[0]: line for line in text.splitlines()}
+    assert " !" in rows["BF16"] and " !" not in rows["COAT, recompute"]
+    assert "recompute: with gradient checkpointing of whole layers" in text
+    assert "fastest within 48.0 GB: COAT, recompute, micro-batch 1," in text
+    pasted = text.partition("--micro-batch-size 1 ")[2]
+    assert pasted.startswith(
+        "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
+    )
+    assert "--spec megatron_ext.with_checkpoints coat_layer_spec" in pasted
+    assert json.loads(pasted[pasted.index("{") :])["coat"]["checkpointing"] == {"compress": True}
+    # a small model is fastest in BF16, which needs no more words
+    words = "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --vocab-size 512 --seq-length 8192"
+    text = said(capsys, "plan", "--micro-batch", "8", "--fit", "60GB", "--megatron", *words.split())
+    assert "fastest within 60.0 GB: BF16," in text and text.splitlines()[-1] == "--micro-batch-size 8"
+
+
+def test_offload_names_the_cpus_memory(capsys):
+    """Masters, gradients and two moments of 2.07 bytes, of half of 6.74 billion parameters."""
+    assert "offload: up to 33.9 GB of the CPU's memory for each GPU" in said(
+        capsys, "plan", *SHAPE, "--gpus", "2"
+    )
+
+
+def test_files_and_options_that_say_nothing_are_named(capsys, tmp_path):
+    path = tmp_path / "config.json"
+    path.write_text("[1]")
+    assert f"{path}: expected a JSON object, found list" in said(capsys, "plan", str(path), code=2)
+    assert "--memory: expected a size such as 80GB" in said(capsys, "plan", *SHAPE, "--memory", "0GB", code=2)
+    # a larger vocabulary than the file's, for one that was extended
+    path.write_text(json.dumps(CONFIG))
+    more = plain(capsys, "plan", str(path), "--vocabulary", str(CONFIG["vocab_size"] + 1000))
+    assert more["model"]["parameters"] == 8_030_261_248 + 2 * 1000 * 4096
 
 
 def test_fit_keeps_megatrons_global_batch(capsys):
@@ -279,3 +346,11 @@ def test_doctor_looks_at_a_model(capsys, tmp_path):
     assert "on 2 GPUs with 4 x 256 tokens" in found["model"][-1]["text"]
     found = plain(capsys, *words, "--model", "configs/model_quickstart.json", "--vocabulary", "512")
     assert found["model"][0]["state"] == "unknown"
+
+
+def test_doctor_says_what_it_needs(capsys, tmp_path):
+    text = said(capsys, "doctor", "--deepspeed", "configs/ds_zero2_coat.json", code=2)
+    assert "--deepspeed: a model is needed beside it. Give --model" in text
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({"hidden_size": 64}))
+    assert "num_hidden_layers: " in said(capsys, "doctor", "--model", str(path), code=2)

@@ -72,6 +72,14 @@ def test_tested_versions_are_fine():
             WARNING,
             "deepspeed 0.19.8 with transformers 5.17.0: Trainer without warm-up steps",
         ),
+        (
+            {"megatron-core": "0.16.1", "transformer-engine": "2.12.0"},
+            "known failure",
+            WARNING,
+            "CUDA graphs of TransformerEngine's FP8 layers may give NaN",
+        ),
+        # a nightly build is not refused
+        ({"torch": "2.12.0.dev20260301+cu130"}, "torch", OK, "2.12.0.dev20260301+cu130"),
         # the groups of `mpu` alone sum nothing
         (
             {"megatron-core": "0.16.1"},
@@ -104,6 +112,17 @@ def test_without_a_gpu_nothing_is_claimed(tmp_path):
     for name in ("GPUs", "FP8 product", "Triton", "NCCL", "pinned memory"):
         assert found[name].state == UNKNOWN, found[name]
     assert found["disk"].state == OK
+
+
+def test_all_of_a_machine_is_looked_at(tmp_path, monkeypatch):
+    lock = tmp_path / "extensions/fused_adam/lock"
+    lock.parent.mkdir(parents=True)
+    lock.touch()
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "extensions"))
+    monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", "9.0a")
+    found = by_check(machine.check(str(tmp_path), 10**15))
+    assert found["extensions"].state == found["TORCH_CUDA_ARCH_LIST"].state == WARNING
+    assert found["disk"].state == PROBLEM and f"are free in {tmp_path}," in found["disk"].text
 
 
 @pytest.mark.gpu
@@ -180,6 +199,8 @@ def test_a_missing_compiler_is_named(monkeypatch):
     monkeypatch.setenv("PATH", "")
     found = machine.check_compiler()
     assert found.state == WARNING and "install g++" in found.text
+    monkeypatch.setenv("CXX", "/opt/bin/clang++")
+    assert machine.check_compiler().details == {"path": "/opt/bin/clang++"}
 
 
 def test_old_gpus_are_told_apart():
@@ -213,6 +234,29 @@ def test_another_project_called_apex_is_named(monkeypatch, tmp_path):
         for module in [module for module in sys.modules if module.partition(".")[0] == "apex"]:
             del sys.modules[module]
     assert found.state == WARNING and "pip uninstall apex" in found.text
+
+
+def test_a_module_called_apex_is_named(monkeypatch, tmp_path):
+    (tmp_path / "apex.py").touch()
+    monkeypatch.syspath_prepend(tmp_path)
+    assert by_check(packages.check(GOOD))["apex"].state == WARNING
+    sys.modules.pop("apex", None)
+
+
+@pytest.mark.parametrize("name, broken", [("coat_ds", True), ("another", False)])
+def test_an_entry_point_that_cannot_be_loaded_is_named(name, broken, monkeypatch, tmp_path):
+    """Ours, not another package's."""
+    before = switches.check()
+    folder = tmp_path / f"{name}_broken-1.dist-info"
+    folder.mkdir()
+    (folder / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}_broken\nVersion: 1\n")
+    (folder / "entry_points.txt").write_text(f"[torch.backends]\n{name} = no_such_module:start\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    found = switches.check()
+    if broken:
+        assert found.state == PROBLEM and "ModuleNotFoundError: No module named 'no_such" in found.text
+    else:
+        assert found == before
 
 
 def test_switches(monkeypatch):
@@ -299,7 +343,7 @@ def test_a_dry_run_leaves_the_model_as_it_was():
             {},
             "peak",
             WARNING,
-            "That saves next to nothing: most are ",
+            "That saves next to nothing: most are buffers",
         ),
     ],
     ids=str,
@@ -326,6 +370,8 @@ def test_a_dry_run_reads_the_json_as_the_engine_would():
     trainer = {"optimizer": {"type": "AdamW", "params": {"lr": "auto", "betas": "auto"}}}
     for right in (config({"enabled": True}), config({"enabled": True}) | trainer):
         assert "dry run" not in dry(right)
+        buckets = {"stage": 2, "reduce_bucket_size": "auto"}
+        assert dry(right | {"zero_optimization": buckets})["peak"].details
     # the optimizer's name stands for the block
     assert dry(config(None) | {"optimizer": {"type": "CoatAdamW"}}) == dry(config({"enabled": True}))
 

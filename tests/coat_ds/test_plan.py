@@ -4,16 +4,21 @@ import csv
 import dataclasses
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
+import transformers
 
 from benchmarks.common.harness import read_rows
 from benchmarks.common.whole_models import MODELS, SYSTEMS, WAYS, planned
-from coat_ds import plan
+from coat_ds import CoatAdamW, CoatConfig, plan
 from coat_ds.plan import Layout, Sizes, advice, gathers, layout, rungs, sizes
 from coat_ds.plan.command import configured
 from coat_ds.plan.gathers import Limits, replay
+from coat_ds.plan.memory import stepped_bytes
 from coat_ds.plan.roofline import flops
+from coat_ds.plan.systems import coat
 
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "benchmarks/results"
@@ -180,6 +185,182 @@ def test_operations_and_bytes_of_a_step_are_those_on_paper():
     assert counts(gpus=4).optimizer == pytest.approx(n / 4 * (16 + 8 + 4 + 10))
 
 
+def test_operations_of_what_is_made_again_are_those_on_paper():
+    """Forward once more: of whole layers, of the first product of a feed-forward, or of attention."""
+    plain = counts()
+    layers = 2 * 64 * (128 + 64 + 256 + 128)
+    assert counts("BF16, recompute").products == pytest.approx(plain.products + 2 * 8 * layers)
+    assert counts("BF16, recompute").attention == pytest.approx(plain.attention * 4.5 / 3.5)
+    attention = counts("COAT, recomputed attention")
+    assert attention.products == pytest.approx(plain.products + 2 * 8 * 2 * 64 * 128)
+    assert attention.attention == pytest.approx(plain.attention * 4.5 / 3.5)
+    mlp = plan.System(name="mlp", recompute="mlp")
+    found = plan.step_time(SMALL, Layout(sequence=8), mlp, COUNTING)
+    assert found.products == pytest.approx(plain.products + 2 * 8 * 2 * 64 * 256)
+    assert found.attention == pytest.approx(plain.attention)
+    # three passes over the layers' bytes become four
+    more = dataclasses.replace(SMALL, layers=4)
+    once, again = (
+        plan.step_time(more, Layout(sequence=8), rungs()[name], COUNTING).bytes - counts(name).bytes
+        for name in ("BF16", "BF16, recompute")
+    )
+    assert again == pytest.approx(4 / 3 * once)
+
+
+def test_stages_of_a_pipeline_share_the_products():
+    assert counts(gpus=2, pipeline=2).products == pytest.approx(counts().products / 2)
+
+
+def test_a_step_on_the_cpu_takes_its_time_and_the_links():
+    """Gradients and weights of two bytes at 55 GB/s, and 4.4 ns an element of one of 16 cores."""
+    expected = 1e3 * SMALL.parameters / 4 * (4 / 55e9 + 4.4e-9 / 16)
+    assert counts("COAT, offload", gpus=4).optimizer == pytest.approx(expected)
+    assert counts(gpus=4, optimizer_device="cpu").optimizer == pytest.approx(expected)
+
+
+def test_masters_in_bf16_are_moved_as_such():
+    found = counts("COAT, smallest, recomputed attention", gpus=4).optimizer
+    assert found == pytest.approx(SMALL.parameters / 4 * (2 * (2 + 9 / 128) + 2 * 2 + 4))
+
+
+def test_gpus_are_known_by_torchs_names():
+    names = "NVIDIA H100 80GB HBM3", "NVIDIA H200"
+    assert [plan.gpu_called(name).name for name in names] == ["H100", "H200"]
+
+
+def moments(system="BF16", model: Sizes = SMALL, **spread) -> dict[str, plan.Memory]:
+    system = rungs()[system] if isinstance(system, str) else system
+    found = plan.predict(model, Layout(**{"sequence": 8} | spread), system)
+    return {memory.moment: memory for memory in found.moments}
+
+
+# elements of SMALL's matrices in a layer, of its embedding, and of all of its norms
+MATRICES, TABLE, NORMS = 64 * (128 + 64 + 256 + 128), 512 * 64, 5 * 64
+
+
+def test_weights_are_what_a_gpu_has():
+    whole = 2 * MATRICES + NORMS
+    assert moments()["loss"].weights == 2 * (whole + 2 * TABLE)
+    tied = dataclasses.replace(SMALL, tied=True)
+    assert moments(model=tied)["loss"].weights == 2 * (whole + TABLE)
+    # the last stage of a pipeline has a head all the same, and the last norm
+    last = moments(model=tied, gpus=2, pipeline=2, stage=1)
+    assert last["loss"].weights == 2 * (MATRICES + 3 * 64 + TABLE)
+    biased = dataclasses.replace(SMALL, other_parameters=1000)
+    assert moments(model=biased)["loss"].weights == 2 * (whole + 2 * TABLE + 1000)
+    # norms are too small to be divided
+    assert moments(gpus=4, stage=3)["loss"].weights == 2 * (whole + 2 * TABLE) / 4 + 2 * NORMS
+    # one GPU has all that it needs
+    alone = moments(gpus=1, stage=3, limits=Limits(persistence=0))
+    assert "forward" not in alone and not any(memory.gathered for memory in alone.values())
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_what_is_offloaded_takes_the_cpus_memory(stage):
+    n, cpu = SMALL.parameters, {"optimizer_device": "cpu"}
+    found = moments(gpus=4, stage=stage, **cpu)
+    assert all(memory.masters == memory.states == 0 for memory in found.values())
+    # DeepSpeed moves gradients as they come; at stage 1 when all are there
+    if stage == 1:
+        assert found["gradients"].gradients == 2 * n
+    else:
+        assert found["layers"].gradients == 0
+    assert found["step"].total == found["step"].weights + found["step"].buffers
+    # masters, both moments and gradients in FP32
+    spread = Layout(gpus=4, stage=stage, sequence=8, **cpu)
+    assert plan.predict(SMALL, spread, rungs()["BF16"]).host == (4 + 8 + 4) * n / 4
+    if stage == 3:
+        parts = dataclasses.replace(spread, parameter_device="cpu")
+        prediction = plan.predict(SMALL, parts, rungs()["BF16"])
+        assert prediction.host == (4 + 8 + 4 + 2) * n / 4
+        assert prediction.peak.weights == 2 * NORMS
+
+
+def test_a_bucket_is_filled_while_another_is_reduced():
+    one, two = (moments(stage=2, reduce_bucket=1000, overlap=overlap) for overlap in (None, True))
+    assert two["layers"].buffers - one["layers"].buffers == 2 * 1000
+    one, two = (moments(stage=3, reduce_bucket=1000, overlap=overlap) for overlap in (False, True))
+    assert one == two
+
+
+def test_the_heads_gradient_comes_first_and_leaves_through_the_bucket():
+    assert moments(stage=1)["head"].gradients == 2 * TABLE
+    assert moments(stage=2, gpus=4)["head"].gradients == 2 * TABLE + 2 * SMALL.parameters / 4
+    # stage 1 copies into a bucket what fits: the embedding here, and not the matrix behind it
+    with_bucket = moments(stage=1, reduce_bucket=TABLE + 10)["gradients"].buffers
+    assert with_bucket - moments(stage=1)["layers"].buffers == 2 * 10
+
+
+def test_inputs_of_layers_are_kept_in_eight_bits_where_they_are_compressed():
+    more, tokens = dataclasses.replace(SMALL, layers=4), 8
+    for system, size in (("BF16, recompute", 2), ("COAT, recompute", 1 + 4 / 128)):
+        found = moments(system, more)["layers"].saved - moments(system)["layers"].saved
+        assert found == 2 * tokens * 64 * size
+
+
+def test_quantized_gathers_have_codes_beside_what_they_are_decoded_to():
+    """The largest product's weights while they are copied out of their buffer."""
+    limits = Limits(prefetch=0, max_reuse=0, persistence=64)
+    for quantized, size in ((False, 2 + 2), (True, 2 + 2 + 1)):
+        spread = {"gpus": 2, "sequence": 1, "limits": limits, "quantized_gathers": quantized}
+        found = moments(stage=3, **spread)["forward"]
+        assert found.gathered == size * 64 * 256
+
+
+def test_zero3_steps_whole_parameters_until_there_are_enough():
+    """Gradients in BF16 and FP32 of the embedding alone, or of all matrices."""
+    for sub_group, numel in (
+        (1, TABLE),
+        (TABLE // 2 + 1, TABLE + 64 * 128),
+        (10**9, 2 * TABLE + 2 * MATRICES),
+    ):
+        assert moments(gpus=2, stage=3, sub_group=sub_group)["step"].temporaries == (2 + 4) * numel / 2
+
+
+@pytest.mark.parametrize(("plain", "again"), [("BF16", "BF16, recompute"), ("COAT", "COAT, recompute")])
+def test_a_layer_that_is_made_again_takes_what_it_would_have_saved(plain, again):
+    long = {"sequence": 4096}
+    # what two layers more save, without what is saved once for all
+    more = dataclasses.replace(SMALL, layers=4)
+    of_layers = moments(plain, more, **long)["layers"].saved - moments(plain, **long)["layers"].saved
+    found = moments(again, **long)["layers"].temporaries - moments(plain, **long)["layers"].temporaries
+    # Megatron's own layers save cosine and sine of each position, here of 16 channels, twice
+    assert found == of_layers / 2 - (4096 * 16 * 2 * 4 if plain == "BF16" else 0)
+
+
+def test_attention_that_is_made_again_is_there_with_its_gradients():
+    """Queries, keys, values and the output; more than the gradients of a narrow feed-forward layer."""
+    narrow = dataclasses.replace(SMALL, ffn=16)
+    found = moments("COAT, recomputed attention", narrow)["layers"].temporaries
+    assert found == 2 * 8 * 64 + 2 * 2 * 8 * (128 + 64)
+
+
+def test_recorded_layers_hold_what_they_save():
+    """And an input and two gradients of hidden states."""
+    graphs = moments(coat("graphs", {"activations": {"cuda_graphs": True}}))["layers"]
+    plain = moments("COAT")["layers"]
+    assert (graphs.saved, plain.graphs) == (0, 0)
+    assert graphs.graphs == plain.saved + 3 * 2 * 8 * 64
+
+
+@pytest.mark.parametrize("how", ["exact", "stochastic"])
+def test_states_of_bf16_parameters_are_the_optimizers(how):
+    p = torch.nn.Parameter(torch.zeros(1024, dtype=torch.bfloat16))
+    optimizer = CoatAdamW([p], min_numel=0, bf16_params=how)
+    p.grad = torch.ones_like(p)
+    optimizer.step()
+    tensors = [t for value in optimizer.state[p].values() for t in tensors_of(value)]
+    system = coat(how, {"optimizer": {"bf16_params": how}}, bf16_masters=True)
+    assert stepped_bytes(1024, 0, system) == (2 * 1024, sum(t.nbytes for t in tensors))
+
+
+def tensors_of(value) -> list[torch.Tensor]:
+    """What a value of a state holds: the codes and scales of a stored moment, or a tensor."""
+    if hasattr(value, "pieces"):
+        return [t for piece in value.pieces for t in piece.storage]
+    return [value] if torch.is_tensor(value) and value.numel() > 1 else []
+
+
 def test_stage_0_makes_fp32_of_all_gradients_twice():
     """DeepSpeed's FP16_Optimizer, one by one and then in one tensor."""
     for system in ("BF16", "COAT"):
@@ -293,6 +474,11 @@ def test_a_deepspeed_json_is_read():
     keys = "stage3_max_live_parameters", "stage3_max_reuse_distance", "stage3_param_persistence_threshold"
     config["zero_optimization"] |= dict(zip(keys, (30, 20, 10), strict=True))
     assert layout.from_deepspeed(config, 64).limits == Limits(max_live=30, max_reuse=20, persistence=10)
+    config["zero_optimization"]["zero_quantized_weights"] = True
+    assert layout.from_deepspeed(config, 64).quantized_gathers
+    # what goes on to a disk leaves the GPU, too
+    config["zero_optimization"]["offload_optimizer"] = {"device": "nvme"}
+    assert layout.from_deepspeed(config, 64).optimizer_device == "cpu"
     config = json.loads((ROOT / "configs/ds_zero3_offload_coat.json").read_text())
     assert layout.from_deepspeed(config).parameter_device == "cpu"
     # as DeepSpeed, which takes its old keys too
@@ -301,6 +487,65 @@ def test_a_deepspeed_json_is_read():
     found = layout.from_deepspeed({"zero_optimization": zero})
     assert (found.optimizer_device, found.parameter_device) == ("cpu", "cpu")
     assert (read.offload_optimizer.device, read.offload_param.device) == ("cpu", "cpu")
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        {"train_batch_size": 64},
+        {"train_batch_size": 64, "gradient_accumulation_steps": 2},
+        {"train_batch_size": 64, "train_micro_batch_size_per_gpu": 8},
+        {"train_micro_batch_size_per_gpu": 8},
+        {"train_micro_batch_size_per_gpu": 8, "gradient_accumulation_steps": 2},
+        {"train_batch_size": 64, "train_micro_batch_size_per_gpu": 8, "gradient_accumulation_steps": 2},
+    ],
+    ids=str,
+)
+def test_batches_are_those_that_deepspeed_makes_of_a_json(said, monkeypatch):
+    from deepspeed.runtime import config
+
+    monkeypatch.setattr(config.dist, "get_rank", lambda: 0)
+    monkeypatch.setattr(config.dist, "get_world_size", lambda: 4)
+    read = config.DeepSpeedConfig(dict(said))
+    found = layout.from_deepspeed(said, gpus=4)
+    assert found.micro_batch == read.train_micro_batch_size_per_gpu
+    assert found.accumulation == read.gradient_accumulation_steps
+
+
+def test_systems_that_a_host_refuses_are_not_planned():
+    offload, narrow = rungs()["COAT, offload"], rungs()["COAT, smallest, recomputed attention"]
+    for system, spread, goes in (
+        (offload, Layout(stage=1), True),
+        (offload, Layout(stage=0), False),
+        (offload, Layout(host="megatron"), False),
+        (narrow, Layout(stage=1), True),
+        (narrow, Layout(stage=0), False),
+        (narrow, Layout(stage=1, optimizer_device="cpu"), False),
+        (narrow, Layout(host="megatron"), False),
+    ):
+        found = [choice.system for choice in advice.compare(SMALL, spread, [system], COUNTING)]
+        assert found == ([system] if goes else []), (system.name, spread)
+
+
+@pytest.mark.parametrize(
+    "block",
+    [{"optimizer": {"enabled": False}}, {"activations": False}, {"optimizer": {"keep_fp32": ["a", "b"]}}],
+)
+def test_a_systems_keys_make_its_block_again(block):
+    system = coat("any", block)
+    assert CoatConfig.from_dict(json.loads(json.dumps(system.block()))["coat"]) == system.coat
+
+
+def test_auto_is_filled_in_as_trainer_does(tmp_path):
+    from transformers.integrations.deepspeed import HfTrainerDeepSpeedConfig
+
+    keys = "reduce_bucket_size", "stage3_prefetch_bucket_size", "stage3_param_persistence_threshold"
+    config = {"zero_optimization": {"stage": 3} | dict.fromkeys(keys, "auto")}
+    filled_in = HfTrainerDeepSpeedConfig(config)
+    model = SimpleNamespace(config=transformers.LlamaConfig(hidden_size=992, num_attention_heads=31))
+    filled_in.trainer_config_finalize(transformers.TrainingArguments(tmp_path, use_cpu=True), model, 1)
+    zero, found = filled_in.config["zero_optimization"], layout.from_deepspeed(config, 992)
+    assert [found.reduce_bucket, found.prefetch, found.limits.persistence] == [zero[key] for key in keys]
 
 
 def test_a_block_says_what_is_planned():

@@ -151,6 +151,16 @@ def test_the_fullest_stage_of_a_pipeline_is_found():
     assert found.weights == 2 * (ATTENTION + 8 * EXPERT + ROUTER + 2 * 64)
 
 
+def test_a_shorter_last_stage_is_taken_for_a_full_one():
+    """Of three layers each of two stages has two, the second those from the second layer on."""
+    model, spread = read(
+        "--num-layers 3 --moe-layer-freq [0,0,1] --pipeline-model-parallel-size 2 --vocab-size 51200", 2
+    )
+    found = plan.predict(model, spread, rungs()["BF16"]).peak
+    assert found.logits
+    assert found.weights == 2 * (2 * ATTENTION + DENSE + 8 * EXPERT + ROUTER + 100 * TABLE + 5 * 64)
+
+
 def test_gradients_of_grouped_experts_are_whole_tensors():
     """COAT's reach `main_grad` through BF16 ones, of all experts of a GPU."""
     words = "--expert-model-parallel-size 2 --moe-token-dispatcher-type alltoall --moe-grouped-gemm"
@@ -179,6 +189,19 @@ def test_a_dense_layers_size_counts_where_there_is_one():
     # hidden states; of two experts a row the gradients of input and output, one expert in front of its gate
     assert found["[1,1,1,1]"] == 2 * 32 * (64 + 2 * (2 * 64 + 2 * 48 / 8))
     assert found["[0,1,1,1]"] == 2 * 32 * (64 + 3 * 6400)
+
+
+def test_gradients_of_a_wide_shared_expert_are_the_largest():
+    """Of gate, up and the activation, as those of a dense layer."""
+    model, spread = read("--moe-shared-expert-intermediate-size 6400")
+    moments = {memory.moment: memory for memory in plan.predict(model, spread, rungs()["COAT"]).moments}
+    assert moments["layers"].temporaries == 2 * 32 * (64 + 3 * 6400)
+
+
+def test_gradients_have_the_type_that_is_reduced():
+    for words, size in (("", 4), ("--grad-reduce-in-bf16", 2)):
+        model, spread = read(words)
+        assert plan.predict(model, spread, rungs()["BF16"]).peak.gradients == size * model.parameters
 
 
 def test_the_command_plans_them(tmp_path, capsys):
@@ -224,6 +247,15 @@ def test_the_command_plans_them(tmp_path, capsys):
             "--quick-geglu",
             "--quick-geglu: COAT has it in experts of --moe-grouped-gemm alone",
         ),
+        (
+            "--quick-geglu --moe-grouped-gemm --moe-layer-freq 2",
+            "--quick-geglu: .* and this model has other feed-forward layers",
+        ),
+        (
+            "--quick-geglu --moe-grouped-gemm --moe-shared-expert-intermediate-size 64",
+            "--quick-geglu: .* and this model has other feed-forward layers",
+        ),
+        ("--moe-latent-size 32", "--moe-latent-size: found 32.0, and experts of fewer channels"),
         (
             "--num-experts 6 --expert-model-parallel-size 4",
             "--num-experts: 6 is no multiple of --expert-model-parallel-size, 4",

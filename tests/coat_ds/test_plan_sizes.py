@@ -28,9 +28,16 @@ WORDS = ["--num-layers", "2", "--hidden-size", "64", "--num-attention-heads", "4
 def test_sizes_are_read_from_what_people_have():
     from_file = sizes.from_shape(json.loads((ROOT / "configs/model_llama2_7b.json").read_text()), 32000)
     assert from_file.parameters == 6_738_415_616
+    llama3 = json.loads((ROOT / "configs/model_llama3_8b.json").read_text())
+    assert sizes.from_shape(llama3, 128256).parameters == 8_030_261_248
+    assert llama3.pop("untie_embeddings_and_output_weights")
+    assert sizes.from_shape(llama3, 128256).parameters == 8_030_261_248
+    llama3["untie_embeddings_and_output_weights"] = False
+    assert sizes.from_shape(llama3, 128256).parameters == 8_030_261_248 - 128256 * 4096
     gpt2 = {"model_type": "gpt2", "n_embd": 768, "n_layer": 12, "n_head": 12, "vocab_size": 50257}
     assert sizes.from_transformers(gpt2).tied and not sizes.from_transformers(gpt2).gated
     assert sizes.from_transformers(gpt2).ffn == 3072
+    assert sizes.from_transformers({**gpt2, "n_inner": 1024}).ffn == 1024
     words = "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --vocab-size 1100 --swiglu --bf16"
     model, said = sizes.from_megatron(f"{words} --tensor-model-parallel-size 2".split())
     # a multiple of 128 on each rank
@@ -41,6 +48,21 @@ def test_sizes_are_read_from_what_people_have():
         sizes.from_megatron(f"{words} --tensor-model-parallel-size 2".split())[1], gpus=4
     )
     assert (found.between, found.accumulation) == (2, 4)
+
+
+@pytest.mark.parametrize(
+    ("words", "vocabulary"),
+    [
+        ("", 1024),
+        ("--tensor-model-parallel-size 4", 1024),
+        ("--tensor-model-parallel-size 16", 2048),
+        ("--make-vocab-size-divisible-by 8", 1000),
+        ("--make-vocab-size-divisible-by 8 --tensor-model-parallel-size 2", 1008),
+        ("--padded-vocab-size 1001 --tensor-model-parallel-size 2", 1001),
+    ],
+)
+def test_megatron_pads_a_vocabulary_of_1000(words, vocabulary):
+    assert sizes.from_megatron([*WORDS, *words.split()])[0].vocabulary == vocabulary
 
 
 def test_a_model_on_the_meta_device_is_counted():
@@ -264,6 +286,18 @@ def test_layers_that_were_not_counted_say_so(tmp_path, capsys):
             "zero_optimization.offload_optimizer: expected an object .* found 'cpu'. Use braces",
         ),
         (
+            lambda: layout.from_deepspeed({"zero_optimization": {"offload_optimizer": {"device": "gpu"}}}),
+            "zero_optimization.offload_optimizer.device: expected cpu or nvme, found 'gpu'",
+        ),
+        (
+            lambda: layout.from_deepspeed({"train_batch_size": 6}, gpus=4),
+            "train_batch_size: 6 is no multiple of 4, gradient_accumulation_steps times .*, 1 x 4. Change",
+        ),
+        (
+            lambda: layout.from_deepspeed({"train_batch_size": 6}, gpus=2, micro_batch=2),
+            "train_batch_size: 6 is no multiple of 4, train_micro_batch_size_per_gpu times .*, 2 x 2",
+        ),
+        (
             lambda: configured({"coat": {"enabled": True}, "bf16": True}),
             "bf16: expected an object, found True. Use braces",
         ),
@@ -271,6 +305,12 @@ def test_layers_that_were_not_counted_say_so(tmp_path, capsys):
         (
             lambda: sizes.from_transformers({**NAMES, "model_type": "jamba", "num_local_experts": 8}),
             "num_local_experts: found 8 in a config of model_type 'jamba', and of mixtures",
+        ),
+        (
+            lambda: sizes.from_transformers(
+                {**NAMES, "model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 5}
+            ),
+            "num_experts_per_tok: expected at most 4, found 5",
         ),
         (
             lambda: sizes.from_transformers({"model_type": "vit", "num_hidden_layers": 2}),

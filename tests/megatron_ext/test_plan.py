@@ -140,6 +140,17 @@ def test_models_are_read(megatron, name):
     assert (found.other_parameters > 0) == (name == "biases" or "head norms" in name)
 
 
+def test_a_dense_model_is_read(megatron):
+    """With heads of a size of their own, and one matrix for embedding and head."""
+    shape = ModelShape(2, H, FFN, HEADS, GROUPS, untie_embeddings_and_output_weights=False)
+    model = build_gpt(shape, sdpa_layer_spec, seq_length=S, vocab_size=VOCAB, kv_channels=32)
+    words = "--num-layers 2 --hidden-size 256 --ffn-hidden-size 512 --num-attention-heads 4 --vocab-size 512"
+    words += " --num-query-groups 2 --kv-channels 32 --swiglu --disable-bias-linear"
+    read, _ = sizes.from_megatron(words.split())
+    assert read == sizes.from_module(model)
+    assert read.parameters == sum(p.numel() for p in model.parameters())
+
+
 def test_gates_that_dense_layers_do_not_have_are_named(megatron):
     own = {"activation_func": quick_gelu, "bias_activation_fusion": False, "moe_grouped_gemm": True}
     assert sizes.from_module(_build(2, {}, **own)).experts.grouped
