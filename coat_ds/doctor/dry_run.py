@@ -6,7 +6,7 @@ import torch
 from torch.utils import _device
 
 from coat_ds.config import CoatConfig, CoatConfigError
-from coat_ds.doctor.finding import OK, PROBLEM, UNKNOWN, WARNING, Finding
+from coat_ds.doctor.finding import OK, PROBLEM, UNKNOWN, WARNING, Finding, reason
 from coat_ds.plan import PlanError, predict
 from coat_ds.plan import layout as layouts
 from coat_ds.plan import sizes as readers
@@ -43,9 +43,8 @@ def build(config: Mapping) -> torch.nn.Module:
             model = kind(made) if kind else transformers.AutoModelForCausalLM.from_config(made)
     # whatever the classes of a foreign config raise
     except Exception as error:
-        first = str(error).strip().splitlines()[0]
         raise PlanError(
-            f"model: transformers cannot build it ({first}). Correct model_type, or what it names."
+            f"model: transformers cannot build it ({reason(error)}). Correct model_type, or what it names."
         ) from error
     # buffers that torch's constructors did not make, too
     return model.to("meta", torch.bfloat16)

@@ -16,3 +16,8 @@ class Finding(NamedTuple):
     """One line; of a problem with the way out."""
     details: dict = {}
     """Plain values, for scripts."""
+
+
+def reason(error: BaseException) -> str:
+    """Of what the error says, or else its type."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0][:160]

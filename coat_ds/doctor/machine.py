@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from coat_ds.doctor.finding import OK, PROBLEM, UNKNOWN, WARNING, Finding
+from coat_ds.doctor.finding import OK, PROBLEM, UNKNOWN, WARNING, Finding, reason
 from coat_kernels.fp8 import E4M3
 from coat_kernels.groups import quantize_groups, quantize_groups_reference
 from coat_kernels.linear import scaled_matmul, scaled_matmul_reference
@@ -111,7 +111,7 @@ def check_product(device: str = "cuda") -> Finding:
     try:
         y = scaled_matmul(a, b, *scales, None, torch.bfloat16, False)
     except RuntimeError as error:
-        return Finding(name, PROBLEM, f"fails: {_line(error)}. Update the driver, or torch and its cuBLAS")
+        return Finding(name, PROBLEM, f"fails: {reason(error)}. Update the driver, or torch and its cuBLAS")
     expected = scaled_matmul_reference(a, b, *scales, torch.float32)
     error = ((y.float() - expected).norm() / expected.norm()).item()
     # a NaN is no small error
@@ -196,8 +196,8 @@ def check_triton() -> Finding:
         return Finding(
             name,
             PROBLEM,
-            f"cannot compile: {_line(error)}. It needs a C compiler on PATH and the driver's libcuda; remove "
-            "~/.triton/cache if it is of another version",
+            f"cannot compile: {reason(error)}. It needs a C compiler on PATH and the driver's libcuda; "
+            "remove ~/.triton/cache if it is of another version",
         )
     expected = quantize_groups_reference(x.cpu(), 16)
     if not all(torch.equal(a.cpu(), b) for a, b in zip(found, expected, strict=True)):
@@ -220,7 +220,7 @@ def check_links() -> list[Finding]:
         torch.cuda.nccl.all_reduce(summed)
         right = all(bool((t == count * (count - 1) / 2).all()) for t in summed)
     except RuntimeError as error:
-        text = f"{version} fails: {_line(error)}. NCCL_DEBUG=INFO says more"
+        text = f"{version} fails: {reason(error)}. NCCL_DEBUG=INFO says more"
         return [Finding("NCCL", PROBLEM, text, {"version": version})]
     text = f"{version}, sums over {count} GPUs " + (
         "are right" if right else "are wrong. Install torch again"
@@ -243,7 +243,7 @@ def check_pinned_memory() -> Finding:
         host = torch.empty(MOVED, dtype=torch.uint8, pin_memory=True)
     except RuntimeError as error:
         return Finding(
-            name, PROBLEM, f"none: {_line(error)}. Raise `ulimit -l`, or set pin_memory of offloads to false"
+            name, PROBLEM, f"none: {reason(error)}. Raise `ulimit -l`, or set pin_memory of offloads to false"
         )
     rate = _rate(host, "cuda:0")
     state = WARNING if rate < SLOW_HOST else OK
@@ -289,7 +289,3 @@ def _driver() -> str:
     except (OSError, subprocess.TimeoutExpired):
         return "unknown"
     return (done.stdout.split() or ["unknown"])[0]
-
-
-def _line(error: BaseException) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0][:160]

@@ -16,6 +16,7 @@ from torch.utils.file_baton import FileBaton
 
 from coat_ds import cli
 from coat_ds.doctor import OK, PROBLEM, UNKNOWN, WARNING, dry_run, machine, packages, switches
+from coat_ds.doctor.finding import reason
 from coat_ds.plan import PlanError
 from coat_kernels.linear import matmul
 
@@ -449,3 +450,7 @@ def test_models_that_cannot_be_built_are_named():
     with pytest.raises(PlanError, match="transformers cannot build it .*hidden_size"):
         dry_run.build(LLAMA | {"hidden_size": "many"})
     json.dumps([f._asdict() for f in dry_run.check(config({"enabled": True}), dry_run.build(LLAMA), 1, 128)])
+
+
+def test_an_error_without_a_word_is_named_by_its_type():
+    assert reason(AssertionError()) == "AssertionError" and reason(OSError(" disk\nfull")) == "disk"
