@@ -1,6 +1,5 @@
-"""`coat plan`: what it predicts beside what was measured and what stands on paper, and layouts it reads."""
+"""`coat plan`: what it predicts beside what stands on paper, and layouts it reads."""
 
-import csv
 import dataclasses
 import json
 from pathlib import Path
@@ -10,10 +9,8 @@ import pytest
 import torch
 import transformers
 
-from benchmarks.common.harness import read_rows
-from benchmarks.common.whole_models import MODELS, SYSTEMS, WAYS, planned
 from coat_ds import CoatAdamW, CoatConfig, plan
-from coat_ds.plan import Layout, Sizes, advice, gathers, layout, rungs, sizes
+from coat_ds.plan import Layout, Sizes, advice, gathers, layout, rungs
 from coat_ds.plan.command import configured
 from coat_ds.plan.gathers import Limits, replay
 from coat_ds.plan.memory import stepped_bytes
@@ -21,142 +18,6 @@ from coat_ds.plan.roofline import flops
 from coat_ds.plan.systems import coat
 
 ROOT = Path(__file__).parents[2]
-RESULTS = ROOT / "benchmarks/results"
-# of peaks
-BOUND = 0.03
-
-# What the code of a row's commit did otherwise: fields of layout and system for COAT under ZeRO-3. Before
-# da81a66 no more was gathered ahead than DeepSpeed's default, before 1edb649 layers were no units, and at
-# da9ec18 linear layers behind ZeRO-3's hooks did not see what had made their inputs.
-THEN = {
-    "da9ec18": ({}, {"layer_units": False, "keeps_inputs": True}),
-    "9851d86": ({}, {"layer_units": False}),
-    "1edb649": ({"prefetch": 50_000_000}, {}),
-    "515274f": ({"prefetch": 50_000_000}, {}),
-}
-# rows that nothing can predict, and why
-UNPREDICTED = {
-    ("train_13b_4gpu", "zero3", "COAT", 40, 2): "extrapolated: layers of da9ec18, and those of 1edb649 added",
-    ("train_7b_2gpu", "zero2", "TE FP8, FP8 moments", 32, 4): "its loss is not finite, so no step was made",
-}
-
-
-def measured() -> dict[tuple, dict]:
-    """Rows with a peak, by file and case; of cases that were measured again, all."""
-    found = {}
-    for path in sorted(RESULTS.glob("train_*.csv")):
-        for number, row in enumerate(read_rows(path)):
-            if "peak_mb" in row:
-                case = (path.stem, row["way"], row["system"], row["layers"], row["micro_batch"])
-                found[(*case, row["commit"][:7], number)] = row
-    return found
-
-
-def of_row(row: dict) -> tuple[Sizes, Layout, plan.System]:
-    model, way, system = MODELS[row["model"]], WAYS[row["way"]], SYSTEMS[row["system"]]
-    parts = planned(model, row["layers"], way, row["gpus"], system, row["micro_batch"])
-    of_layout, of_system = THEN.get(row["commit"][:7], ({}, {}))
-    if way.stage < 3 or system.coat is None:
-        return parts
-    return parts[0], dataclasses.replace(parts[1], **of_layout), dataclasses.replace(parts[2], **of_system)
-
-
-ROWS = measured()
-
-
-def test_all_that_was_measured_is_looked_at():
-    assert len(ROWS) >= 75
-    known = {key[:5] for key in ROWS}
-    assert UNPREDICTED.keys() <= known
-
-
-@pytest.mark.parametrize("key", [key for key in ROWS if key[:5] not in UNPREDICTED], ids=str)
-def test_the_peak_is_within_three_per_cent(key):
-    row = ROWS[key]
-    found = plan.predict(*of_row(row)).peak.total / 1e6
-    assert found == pytest.approx(row["peak_mb"], rel=BOUND)
-
-
-def test_most_peaks_are_within_half_a_per_cent():
-    """The bound of three leaves room for what a commit forgot to free; physics is nearer."""
-    errors = sorted(
-        abs(plan.predict(*of_row(row)).peak.total / 1e6 / row["peak_mb"] - 1)
-        for key, row in ROWS.items()
-        if key[:5] not in UNPREDICTED
-    )
-    assert errors[int(0.9 * len(errors))] < 0.005
-
-
-def test_each_phase_is_predicted_where_it_was_measured():
-    """Forward's peak and the step's, not the largest of all alone."""
-    looked = 0
-    for key, row in ROWS.items():
-        if key[:5] in UNPREDICTED or "forward_peak_mb" not in row or row["commit"][:7] == "1edb649":
-            continue
-        moments = {moment.moment: moment.total / 1e6 for moment in plan.predict(*of_row(row)).moments}
-        if "module by module" not in row["system"]:
-            found = max(moments["loss"], moments.get("forward", 0))
-            assert found == pytest.approx(row["forward_peak_mb"], rel=0.01), key
-            looked += 1
-        # at da9ec18 COAT's gradients were FP32 in ZeRO-3's step, and 515274f kept inputs of layers
-        if row["commit"][:7] not in ("da9ec18", "515274f"):
-            assert moments["step"] == pytest.approx(row["step_peak_mb"], rel=0.01), key
-    assert looked > 40
-
-
-def test_what_made_no_step_fits_but_for_the_step():
-    (row,) = (r for key, r in ROWS.items() if key[2] == "TE FP8, FP8 moments" and key[1] == "zero2")
-    assert row["note"] == "the loss is not finite"
-    moments = plan.predict(*of_row(row)).moments
-    found = max(moment.total for moment in moments if moment.moment != "step") / 1e6
-    assert found == pytest.approx(row["peak_mb"], rel=0.005)
-
-
-def test_a_model_of_transformers_under_trainer():
-    """The first rank, whose part of the gradients is the first layers': not what the head's rank has."""
-    shape = {
-        "hidden_size": 4096,
-        "intermediate_size": 14336,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "vocab_size": 128256,
-    }
-    for row in read_rows(RESULTS / "trainer.csv"):
-        model = sizes.from_transformers({"num_hidden_layers": row["layers"], **shape})
-        assert model.parameters == row["parameters"]
-        spread = Layout(micro_batch=row["micro_batch"], sequence=row["sequence"], gpus=row["gpus"], stage=2)
-        moments = plan.predict(model, spread, rungs()[row["system"]]).moments
-        found = max(m.total for m in moments if m.moment in ("loss", "step")) / 1e6
-        assert found == pytest.approx(row["peak_mb"], rel=BOUND), row["system"]
-
-
-def test_megatrons_own_loop():
-    """Its first step, in MiB; BF16."""
-    with (RESULTS / "megatron_main.csv").open(newline="") as file:
-        row = next(row for row in csv.DictReader(file) if row["system"] == "BF16")
-    model, said = sizes.from_megatron(row["command"].split())
-    found = plan.predict(model, layout.from_megatron(said, gpus=4), rungs()["BF16"]).peak.total
-    assert found / 2**20 == pytest.approx(float(row["peak_mib_after_first"]), rel=BOUND)
-
-
-def test_no_gpu_was_busy_for_less_than_the_roofline():
-    looked = 0
-    for key, row in ROWS.items():
-        if "compute_ms" not in row or key[:5] in UNPREDICTED:
-            continue
-        model, spread, system = of_row(row)
-        gpu = plan.GPUS["h100" if "H100" in row["device"] else "h200"]
-        time = plan.step_time(model, spread, system, gpu)
-        busy = time.products + time.attention + time.bytes + time.optimizer
-        assert 0.1 * row["compute_ms"] < busy < row["compute_ms"], key
-        assert time.total < row["ms"], key
-        # rates are those of 8,192 tokens: products of fewer are slower
-        many = spread.micro_batch * spread.sequence >= 8192
-        if many and row["way"] in ("zero1", "zero2") and row["system"].startswith("COAT"):
-            assert busy > 0.8 * row["compute_ms"], key
-        looked += 1
-    assert looked > 30
-
 
 SMALL = Sizes(layers=2, hidden=64, ffn=128, heads=4, groups=2, head_dim=16, vocabulary=512)
 # a thousand operations or bytes a second: times in milliseconds are counts

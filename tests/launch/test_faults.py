@@ -1,7 +1,6 @@
 """What ends or damages a run, and what the next one makes of it: the same losses, to the bit."""
 
 import contextlib
-import datetime
 import hashlib
 import json
 import os
@@ -12,19 +11,15 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
-from unittest import mock
 
 import pytest
 import torch
 from deepspeed.runtime.fp16.loss_scaler import LossScaler
 from deepspeed.runtime.zero.config import ZeroStageEnum
 
-import coat_ds
 from coat_launch import checkpoints, output_lock, pretrain_gpt, report
-from coat_launch.process_group import start_process_group
 from tests.coat_ds.test_checkpoints import rounded_again
 from tests.launch.ranks import HIDDEN, run_ranks
-from tests.util import run_distributed
 
 pytestmark = pytest.mark.early
 
@@ -502,121 +497,3 @@ def test_each_step_has_a_batch_of_its_own(tmp_path, train):
     found = measured(tmp_path)
     assert len({found[step]["loss"] for step in range(1, 9)}) == 8
     assert len({found[step]["val_loss"] for step in (0, 4, 8)}) == 1
-
-
-def small_engine():
-    from megatron_ext.model import initialize_model_parallel
-
-    start_process_group(datetime.timedelta(seconds=60))
-    initialize_model_parallel(1, seed=1234)
-    config = {
-        "train_micro_batch_size_per_gpu": 1,
-        "bf16": {"enabled": True},
-        "zero_optimization": {"stage": 1},
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
-        "coat": {"enabled": True},
-    }
-    return coat_ds.initialize(model=torch.nn.Linear(64, 64), config=config)[0]
-
-
-LAYOUT = checkpoints.Layout(1, 1, 1)
-
-
-def draws(folder):
-    """Random numbers behind a save, and behind its load after others were drawn; and Megatron's states."""
-    from megatron.core.tensor_parallel import get_cuda_rng_tracker
-
-    engine, tracker = small_engine(), get_cuda_rng_tracker()
-    before = tracker.get_states()
-    checkpoints.save(engine, folder, 1, LAYOUT, {})
-    saved = torch.rand(5)
-    tracker.set_states({name: torch.zeros_like(state) for name, state in before.items()})
-    checkpoints.load(engine, checkpoints.find(folder), LAYOUT, folder)
-    return saved, torch.rand(5), before, tracker.get_states()
-
-
-def test_random_numbers_go_on(tmp_path):
-    ((saved, loaded, before, after),) = run_distributed(draws, 1, tmp_path)
-    assert torch.equal(saved, loaded)
-    assert before and before.keys() == after.keys()
-    assert all(torch.equal(before[name], after[name]) for name in before)
-
-
-def found_twice(folder):
-    """The newest of two checkpoints is damaged, set aside, written anew and damaged again."""
-    engine, found = small_engine(), []
-    for step in (1, 2, 2):
-        checkpoints.save(engine, folder, step, LAYOUT, {})
-        if step == 2:
-            for file in (folder / "step2").glob("*.pt"):
-                os.truncate(file, 100)
-            # for a look alone nothing is changed
-            found.append((checkpoints.find(folder).step, (folder / "step2").exists()))
-            found.append((checkpoints.find(folder, set_aside=True).step, (folder / "step2").exists()))
-    return found
-
-
-def test_a_damaged_checkpoint_is_set_aside_again(tmp_path):
-    (found,) = run_distributed(found_twice, 1, tmp_path)
-    assert found == 2 * [(1, True), (1, False)]
-    assert (tmp_path / "step2.damaged").is_dir()
-
-
-def writes_of_a_save(folder):
-    """What the third save of three brings onto the disk, renames and removes; what is left if one is kept."""
-    engine, events = small_engine(), []
-    # of another program
-    (folder / "step9").mkdir(parents=True)
-    for step in (1, 2):
-        checkpoints.save(engine, folder, step, LAYOUT, {})
-    sync = os.fsync
-
-    def synced(descriptor):
-        sync(descriptor)
-        events.append(("synced", os.readlink(f"/proc/self/fd/{descriptor}")))
-
-    def noted(event, args):
-        if event in ("os.rename", "shutil.rmtree"):
-            events.append((event, *map(str, args[: 2 if event == "os.rename" else 1])))
-
-    sys.addaudithook(noted)
-    with mock.patch.object(os, "fsync", synced):
-        checkpoints.save(engine, folder, 3, LAYOUT, {}, keep=1)
-    return events, sorted(path.name for path in folder.iterdir() if path.suffix != ".py")
-
-
-def test_a_checkpoint_is_on_the_disk_before_it_has_its_name(tmp_path):
-    """So that neither a kill nor a power cut leaves a name without what belongs to it."""
-    ((events, left),) = run_distributed(writes_of_a_save, 1, tmp_path)
-    folder = str(tmp_path)
-
-    def renamed(target: str) -> int:
-        (found,) = (i for i, event in enumerate(events) if event[0] == "os.rename" and event[2] == target)
-        return found
-
-    named, latest = renamed(f"{folder}/step3"), renamed(f"{folder}/latest")
-    partial = events[named][1]
-    manifest = renamed(f"{partial}/manifest.json")
-    states = {file.name for file in (tmp_path / "step3").glob("*.pt")}
-    assert len(states) == 2
-    assert {("synced", f"{partial}/{name}") for name in states} <= {*events[:named]}
-    # the manifest has its name when it is whole, and then the entries of its folder are on the disk
-    assert ("synced", events[manifest][1]) in events[:manifest]
-    assert ("synced", partial) in events[manifest:named]
-    assert ("synced", folder) in events[named:latest]
-    # old ones lose their names before their files, behind all that
-    removed = [event[1] for event in events[latest:] if event[0] == "shutil.rmtree"]
-    assert removed == [f"{folder}/step{step}.partial" for step in (2, 1)]
-    # what is not whole is not kept in place of a checkpoint
-    assert left == ["latest", "step3", "step9"]
-
-
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_layouts_that_universal_checkpoints_lead_to(stage):
-    """Of another number of ranks, without tensor parallelism; between ZeRO 1 and 2, and within ZeRO 3."""
-    reached = {1: {1, 2}, 2: {1, 2}, 3: {3}}.get(stage, set())
-    saved = checkpoints.Layout(2, 1, stage)
-    assert {s for s in range(4) if checkpoints.Layout(4, 1, s).can_convert(saved)} == reached
-    for tensor in (1, 2):
-        assert not checkpoints.Layout(4, 2, stage).can_convert(checkpoints.Layout(4, tensor, stage))
-    assert not checkpoints.Layout(4, 1, stage).can_convert(checkpoints.Layout(2, 2, stage))
