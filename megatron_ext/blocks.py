@@ -22,7 +22,7 @@ from coat_kernels.groups import quantize_groups
 from coat_kernels.linear import LinearOptions
 from coat_kernels.origin import origin_of
 
-from .attention import CoatCoreAttention
+from .attention import CoatCoreAttention, NoCrossAttention
 from .linear import CoatColumnParallelLinear, CoatRowParallelLinear
 from .mlp import CoatMLP
 from .norm import CoatHeadNorm, CoatNorm, coat_bias_dropout_add, deferred_bias_dropout_add
@@ -32,7 +32,7 @@ _KINDS = {
     "input_layernorm": CoatNorm,
     "self_attention": CoatSelfAttention,
     "pre_cross_attn_layernorm": IdentityOp,
-    "cross_attention": IdentityOp,
+    "cross_attention": NoCrossAttention,
     "cross_attn_bda": IdentityFuncOp,
     "pre_mlp_layernorm": CoatNorm,
     "mlp": CoatMLP,
