@@ -143,7 +143,7 @@ def uses_blocks(layer: torch.nn.Module, parts: Parts, arguments: dict) -> bool:
         and not torch.is_autocast_enabled(x.device.type)
         and not (layer.training and layer.hidden_dropout)
         and x.numel() > 0
-        and x.dtype == layer.config.params_dtype
+        and x.dtype == parts.qkv._parameters["weight"].dtype
         and not _has_any_global_hook()
     )
     if not usual:
