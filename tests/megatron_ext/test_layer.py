@@ -6,7 +6,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from megatron.core.activations import squared_relu
-from megatron.core.models.T5 import T5Model
 
 from coat_ds.config import ActivationsConfig
 from coat_kernels.origin import origin_of, take_stand_in
@@ -251,8 +250,9 @@ def test_unsupported_options_are_named(overrides, text):
 
 @pytest.mark.parametrize("spec", [coat_layer_spec, sdpa_layer_spec], ids=["coat", "sdpa"])
 def test_a_decoder_behind_an_encoder_is_refused(device, spec):
+    T5 = pytest.importorskip("megatron.core.models.T5")
     settings = config(attention_dropout=0.0, hidden_dropout=0.0, bf16=True)
-    model = T5Model(settings, settings, spec, spec, VOCAB, S).to(device, torch.bfloat16)
+    model = T5.T5Model(settings, settings, spec, spec, VOCAB, S).to(device, torch.bfloat16)
     tokens = batch(device)[0]
     seen = torch.zeros(B, 1, S, S, dtype=torch.bool, device=device)
     with pytest.raises(ValueError, match="encoder's output.*no cross-attention"):
