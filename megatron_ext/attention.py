@@ -10,6 +10,7 @@ import logging
 import torch
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from megatron.core.transformer.enums import AttnBackend, AttnMaskType
+from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.utils import is_layer_window_attention
 from torch.nn.attention import SDPBackend
 
@@ -238,6 +239,19 @@ def _say_that_nothing_is_recomputed() -> None:
         "dropout, hooks, frozen parameters or LayerNorms of queries and keys. Layers of another kind keep q, "
         "k, v and attention's output in 8 bits instead."
     )
+
+
+class NoCrossAttention(IdentityOp):
+    """Nothing in the cross-attention slot. Raises ValueError where an encoder's output is handed over."""
+
+    def forward(self, x, *args, key_value_states=None, **kwargs):
+        if key_value_states is not None:
+            raise ValueError(
+                "megatron_ext.layer_specs: an encoder's output (context) is not supported: layers have no "
+                "cross-attention. Take Megatron's own layers for the encoder, too, whose attention is not "
+                "causal."
+            )
+        return x
 
 
 def _window_of(config, layer_number: int) -> int | None:

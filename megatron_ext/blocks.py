@@ -22,7 +22,7 @@ from coat_kernels.groups import quantize_groups
 from coat_kernels.linear import LinearOptions
 from coat_kernels.origin import origin_of
 
-from .attention import CoatCoreAttention
+from .attention import CoatCoreAttention, NoCrossAttention
 from .linear import CoatColumnParallelLinear, CoatRowParallelLinear
 from .mlp import CoatMLP
 from .norm import CoatHeadNorm, CoatNorm, coat_bias_dropout_add, deferred_bias_dropout_add
@@ -32,7 +32,7 @@ _KINDS = {
     "input_layernorm": CoatNorm,
     "self_attention": CoatSelfAttention,
     "pre_cross_attn_layernorm": IdentityOp,
-    "cross_attention": IdentityOp,
+    "cross_attention": NoCrossAttention,
     "cross_attn_bda": IdentityFuncOp,
     "pre_mlp_layernorm": CoatNorm,
     "mlp": CoatMLP,
@@ -143,7 +143,7 @@ def uses_blocks(layer: torch.nn.Module, parts: Parts, arguments: dict) -> bool:
         and not torch.is_autocast_enabled(x.device.type)
         and not (layer.training and layer.hidden_dropout)
         and x.numel() > 0
-        and x.dtype == layer.config.params_dtype
+        and x.dtype == parts.qkv._parameters["weight"].dtype
         and not _has_any_global_hook()
     )
     if not usual:

@@ -30,7 +30,7 @@ try:
     from packaging.version import Version
 
     from . import options
-    from .attention import CoatCoreAttention, SDPACoreAttention, core_attention_of
+    from .attention import CoatCoreAttention, NoCrossAttention, SDPACoreAttention, core_attention_of
     from .blocks import forward_by_blocks
     from .latent import CoatMLASelfAttention, check_latent_attention, latent_parts, repair_latent_attention
     from .linear import CoatColumnParallelLinear, CoatRowParallelLinear
@@ -93,6 +93,7 @@ def _local_parts(config, experts: bool) -> TransformerLayerSubmodules:
     return replace(
         parts,
         input_layernorm=local_norm(parts.input_layernorm),
+        cross_attention=NoCrossAttention,
         pre_mlp_layernorm=local_norm(parts.pre_mlp_layernorm),
     )
 
@@ -198,7 +199,8 @@ def coat_parts(config, experts: bool) -> TransformerLayerSubmodules:
             "coat_layer_spec: --first-last-layers-bf16 is about Megatron's own FP8. Remove it, and name the "
             'layers in --te-precision-config-file, with {"coat": {"enabled": false}}.'
         )
-    if config.params_dtype == torch.float16:
+    # in a script of one's own parameters may be FP32 until Megatron's Float16Module wraps the model
+    if config.fp16 or config.params_dtype == torch.float16:
         raise ValueError(
             "coat_layer_spec: --fp16 is not supported, layers compute in BF16 or FP32. Use --bf16, or "
             "sdpa_layer_spec for Megatron's own layers."

@@ -62,9 +62,12 @@ def _read(path: str | None) -> CoatConfig:
     if path is None:
         return CoatConfig(enabled=True)
     where = f"{VARIABLE}={path}"
+    if not path:
+        # pathlib takes it for the current folder
+        raise CoatConfigError(f"{where}: expected a JSON file, found an empty path. Name one, or unset it.")
     try:
         content = json.loads(Path(path).read_text())
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         why = error.strerror if isinstance(error, OSError) else error
         raise CoatConfigError(
             f'{where}: expected a JSON file with a "coat" block ({why}). Correct the path or the file.'

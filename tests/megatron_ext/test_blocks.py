@@ -136,6 +136,15 @@ def test_blocks_evaluate_with_the_bits_of_the_modules(name, device):
 
 
 @pytest.mark.usefixtures("megatron")
+def test_the_weights_say_the_dtype(device):
+    """In a script of one's own Megatron's config may leave `params_dtype` at FP32."""
+    model = build({"params_dtype": torch.float32})
+    with mock.patch.object(blocks, "_compute", wraps=blocks._compute) as compute:
+        loss_and_grads(model, device)
+    assert model.decoder.layers[0].mlp.linear_fc1.weight.dtype == torch.bfloat16 and compute.call_count == 2
+
+
+@pytest.mark.usefixtures("megatron")
 @pytest.mark.parametrize("variant", ["llama", "gpt", "head norms"])
 def test_recomputed_attention(variant, device, caplog):
     """The output is that of attention in BF16, to the bit; gradients are no further from FP32's than with

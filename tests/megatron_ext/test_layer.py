@@ -19,6 +19,7 @@ from tests.megatron_ext.layers import (
     GPT,
     HEADS,
     LINEARS,
+    VOCAB,
     B,
     D,
     H,
@@ -232,6 +233,8 @@ def test_norm_is_megatrons_rms_norm(device):
     [
         ({"activation_func": F.relu, "bias_activation_fusion": False}, "--squared-relu"),
         ({"activation_func_fp8_input_store": True}, "--activation-func-fp8-input-store"),
+        # FP32 parameters until Megatron's Float16Module wraps the model
+        ({"bf16": False, "fp16": True}, "--fp16"),
         pytest.param(
             {"context_parallel_size": 2},
             "--context-parallel-size",
@@ -243,6 +246,17 @@ def test_norm_is_megatrons_rms_norm(device):
 def test_unsupported_options_are_named(overrides, text):
     with pytest.raises(ValueError, match=text):
         build(coat_layer_spec, **overrides)
+
+
+@pytest.mark.parametrize("spec", [coat_layer_spec, sdpa_layer_spec], ids=["coat", "sdpa"])
+def test_a_decoder_behind_an_encoder_is_refused(device, spec):
+    T5 = pytest.importorskip("megatron.core.models.T5")
+    settings = config(attention_dropout=0.0, hidden_dropout=0.0, bf16=True)
+    model = T5.T5Model(settings, settings, spec, spec, VOCAB, S).to(device, torch.bfloat16)
+    tokens = batch(device)[0]
+    seen = torch.zeros(B, 1, S, S, dtype=torch.bool, device=device)
+    with pytest.raises(ValueError, match="encoder's output.*no cross-attention"):
+        model(tokens, tokens, seen, seen, seen)
 
 
 VARIANTS = {

@@ -44,6 +44,7 @@ def test_a_file_is_the_block_of_deepspeed(file):
     "content, said",
     [
         ([], 'the key "coat" alone, found'),
+        ("[" * 100_000, 'expected a JSON file with a "coat" block'),
         ({"coat": {"enabled": True, "activations": {"group_size": 7}}}, "coat.activations.group_size"),
         ({"coat": {"enabled": False}}, "coat.enabled: expected true"),
         ({"coat": {"enabled": True, "report": True}}, "coat.report.saved: expected false"),
@@ -60,6 +61,12 @@ def test_errors_name_file_and_key(file, content, said):
     with pytest.raises(CoatConfigError) as error:
         options.coat_config()
     assert f"COAT_CONFIG={path}: " in str(error.value) and said in str(error.value)
+
+
+def test_an_empty_variable_is_an_error(file, monkeypatch):
+    monkeypatch.setenv("COAT_CONFIG", "")
+    with pytest.raises(CoatConfigError, match="COAT_CONFIG=: .*found an empty path"):
+        options.coat_config()
 
 
 def test_what_the_module_of_the_spec_does_not_bring_is_an_error(file):
