@@ -75,6 +75,6 @@ def test_layers_that_are_not_called_are_named_once():
             "called 8 of 14 converted linear layers with adapters" in line
             and "mlp.gate_proj.base_layer" in line
             # three of six
-            and "mlp.down_proj.base_layer, ...): kernels" in line
+            and "layers.0.mlp.down_proj.base_layer, ...): kernels" in line
         )
         assert hooks == 0
