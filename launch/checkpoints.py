@@ -197,17 +197,18 @@ def load(engine, found: Checkpoint, layout: Layout, scratch: Path) -> dict:
                 "between data-parallel sizes of ZeRO 1 and 2, and of ZeRO 3, without tensor parallelism. "
                 "Go on with the sizes and the stage it was written with"
             )
-        folder, tag = scratch, from_main(lambda: f"{found.path.name}.{uuid.uuid4().hex[:8]}{UNIVERSAL}")
+        # of its own, for DeepSpeed notes the newest universal checkpoint beside it
+        folder = scratch / from_main(lambda: f"{tag}.{uuid.uuid4().hex[:8]}{UNIVERSAL}")
     decay = [group.get("weight_decay") for group in engine.optimizer.param_groups]
     with reading(found.path):
         with _data_only():
             if converted:
-                _convert(found.path, scratch / tag)
+                _convert(found.path, folder / tag)
             _, state = engine.load_checkpoint(str(folder), tag=tag)
         if converted:
             dist.barrier()
             if is_main():
-                shutil.rmtree(scratch / tag)
+                shutil.rmtree(folder)
             # ZeRO 3 gives every group the first one's
             for group, value in zip(engine.optimizer.param_groups, decay, strict=True):
                 group["weight_decay"] = value
@@ -299,7 +300,7 @@ def _writing(folder: Path) -> Iterator[None]:
         yield
     except (OSError, RuntimeError) as error:
         # torch.save reports a full disk as one of these RuntimeErrors
-        known = any(name in str(error) for name in ("PytorchStreamWriter", "inline_container"))
+        known = any(name in str(error) for name in ("PytorchStreamWriter", "inline_container", "iostream"))
         if isinstance(error, RuntimeError) and not known:
             raise
         raise OutputError(
@@ -366,7 +367,6 @@ def _convert(source: Path, target: Path) -> None:
     from coat_ds.zero.watch import FILE
 
     if is_main():
-        shutil.rmtree(target, ignore_errors=True)
         with _writing(target), contextlib.redirect_stdout(sys.stderr):
             main(
                 argparse.Namespace(

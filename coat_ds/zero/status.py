@@ -41,7 +41,7 @@ class Status:
         parts = []
         if self.optimizer is not None:
             parts.append(states_line(self.optimizer, self.states))
-        if self.config.activations.enabled or self.layers.made:
+        if self.config.activations.enabled:
             parts.append(self.layers.summary())
         if gathered := self.units.summary():
             parts.append(gathered)

@@ -121,6 +121,19 @@ def twice(host):
     return found
 
 
+def pair(host, x):
+    """A region that takes two activations: bytes kept of both, and what backward makes of them."""
+    kept, gradients = [], []
+    for compress in (False, True):
+        a, b = x.clone().requires_grad_(), x.flip(0).clone().requires_grad_()
+        with compressed(GROUP) if compress else contextlib.nullcontext():
+            y = host.checkpoint(torch.mul, a * 1, b * 2)
+        kept.append(packed_bytes())
+        y.square().sum().backward()
+        gradients.append((a.grad, b.grad))
+    return kept, [torch.equal(a, b) for a, b in zip(*gradients, strict=True)]
+
+
 def of_odd_size(host):
     """DeepSpeed's own refusal of what it cannot partition."""
     with compressed(GROUP):
@@ -152,6 +165,7 @@ def modes():
         }
     host.configure(mpu)
     out["chain"], out["chosen"], out["twice"] = chain(host), chosen(host), twice(host)
+    out["pair"] = pair(host, exact)
     host.configure(mpu, partition_activations=True)
     out["odd"] = of_odd_size(host)
     host.configure(mpu, partition_activations=True, contiguous_checkpointing=True, num_checkpoints=1)
@@ -200,6 +214,13 @@ def test_nothing_else_is_kept(ranks):
         freed, kept = rank["chain"]
         assert freed == [True, True, True, False]
         assert kept == (4 * ROWS * WIDTH * (GROUP + 1) // GROUP, 4 * ROWS * WIDTH * 4)
+
+
+def test_two_inputs_are_both_kept_in_8_bits(ranks):
+    for rank in ranks:
+        (stock, kept), equal = rank["pair"]
+        assert stock == (0, 0) and kept == (2 * ROWS * WIDTH * (GROUP + 1) // GROUP, 2 * ROWS * WIDTH * 4)
+        assert equal == [True, True]
 
 
 def test_routers_choose_in_backward_what_they_chose_in_forward(ranks):

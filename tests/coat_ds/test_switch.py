@@ -124,6 +124,10 @@ def test_opting_out(site):
     assert out["heavy"] == [False, False, False]
     # a line for each of the two engines with a block
     assert said.count("the coat block is ignored, for COAT_DISABLE=1 is set") == 2
+    # `install` does not look at the variable
+    script = f"import deepspeed, coat_ds\ncoat_ds.install()\n{SCRIPT}"
+    out, said = run(site, script, "block", COAT_DISABLE="1", say=True)
+    assert out["block"] == ["CoatAdamW", True] and "is ignored" not in said
 
 
 def test_an_interpreter_without_torch_loads_nothing(site):
@@ -213,6 +217,41 @@ for _ in range(2):
 print("RESULT " + json.dumps(hasattr(DeepSpeedEngine.__init__, "__wrapped__")))
 """
     assert run(site, code, PYTHONPATH=path)
+
+
+OTHER = """
+class DeepSpeedEngine:
+    def __init__(self, model, config_class=None):
+        pass
+"""
+
+
+def test_an_engine_of_another_shape(site, tmp_path):
+    """It is an error where there is a block, and not before."""
+    runtime = tmp_path / "deepspeed/runtime"
+    runtime.mkdir(parents=True)
+    for folder in (runtime, runtime.parent):
+        (folder / "__init__.py").touch()
+    (runtime / "engine.py").write_text(OTHER)
+    code = """
+import json, types, torch
+from deepspeed.runtime.engine import DeepSpeedEngine
+found = []
+for block in ({}, {"coat": {"enabled": True}}):
+    try:
+        DeepSpeedEngine(None, types.SimpleNamespace(_param_dict=block))
+        found.append("built")
+    except RuntimeError as error:
+        found.append(str(error))
+print("RESULT " + json.dumps(found))
+"""
+    path = f"{tmp_path}:{site}"
+    built, refused = run(site, code, PYTHONPATH=path)
+    assert built == "built" and "model, optimizer, config_class" in refused
+    # with COAT switched off it is none, and rank 0 says that the block is ignored
+    for rank, lines in (("0", 1), ("1", 0)):
+        found, said = run(site, code, PYTHONPATH=path, COAT_DISABLE="1", RANK=rank, say=True)
+        assert found == ["built", "built"] and said.count("the coat block is ignored") == lines
 
 
 def test_a_finder_waits_for_deepspeed(site):

@@ -1,7 +1,10 @@
 """What a save brings onto the disk, and what the next one and a load make of it, with a small engine."""
 
+import contextlib
+import dataclasses
 import datetime
 import os
+import resource
 import sys
 from unittest import mock
 
@@ -11,20 +14,23 @@ import torch
 import coat_ds
 from coat_launch import checkpoints
 from coat_launch.process_group import start_process_group
+from coat_launch.report import OutputError
 from tests.util import run_distributed
 
 
-def small_engine():
+def small_engine(**sections):
     from megatron_ext.model import initialize_model_parallel
 
-    start_process_group(datetime.timedelta(seconds=60))
-    initialize_model_parallel(1, seed=1234)
+    if not torch.distributed.is_initialized():
+        start_process_group(datetime.timedelta(seconds=60))
+        initialize_model_parallel(1, seed=1234)
     config = {
         "train_micro_batch_size_per_gpu": 1,
         "bf16": {"enabled": True},
         "zero_optimization": {"stage": 1},
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
         "coat": {"enabled": True},
+        **sections,
     }
     return coat_ds.initialize(model=torch.nn.Linear(64, 64), config=config)[0]
 
@@ -32,37 +38,66 @@ def small_engine():
 LAYOUT = checkpoints.Layout(1, 1, 1)
 
 
+@contextlib.contextmanager
+def full_disk():
+    """Within, the kernel refuses to write more than 1000 bytes to a file, as on a full disk."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+# torch has other words for what fails when it closes a small file
+@pytest.mark.parametrize("numbers", [10, 10**5])
+def test_a_full_disk_is_told_from_other_errors(tmp_path, numbers):
+    with (
+        pytest.raises(OutputError, match=f"cannot write a checkpoint to {tmp_path} .*: make room"),
+        full_disk(),
+        checkpoints._writing(tmp_path),
+    ):
+        torch.save(torch.ones(numbers), tmp_path / "states.pt")
+    with pytest.raises(RuntimeError, match="^inconsistent tensor size"), checkpoints._writing(tmp_path):
+        torch.ones(2).dot(torch.ones(numbers))
+
+
 def draws(folder):
-    """Random numbers behind a save, and behind its load after others were drawn; and Megatron's states."""
+    """Random numbers behind a save, and behind its load after others were drawn; and Megatron's states.
+    Of each of two ranks, which draw different ones."""
     from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
     engine, tracker = small_engine(), get_cuda_rng_tracker()
+    layout = dataclasses.replace(LAYOUT, data_parallel_size=2)
+    torch.manual_seed(torch.distributed.get_rank())
     before = tracker.get_states()
-    checkpoints.save(engine, folder, 1, LAYOUT, {})
+    checkpoints.save(engine, folder, 1, layout, {})
     saved = torch.rand(5)
     tracker.set_states({name: torch.zeros_like(state) for name, state in before.items()})
-    checkpoints.load(engine, checkpoints.find(folder), LAYOUT, folder)
+    checkpoints.load(engine, checkpoints.find(folder), layout, folder)
     return saved, torch.rand(5), before, tracker.get_states()
 
 
 def test_random_numbers_go_on(tmp_path):
-    ((saved, loaded, before, after),) = run_distributed(draws, 1, tmp_path)
-    assert torch.equal(saved, loaded)
-    assert before and before.keys() == after.keys()
-    assert all(torch.equal(before[name], after[name]) for name in before)
+    ranks = run_distributed(draws, 2, tmp_path)
+    assert not torch.equal(ranks[0][0], ranks[1][0])
+    for saved, loaded, before, after in ranks:
+        assert torch.equal(saved, loaded)
+        assert before and before.keys() == after.keys()
+        assert all(torch.equal(before[name], after[name]) for name in before)
 
 
 def found_twice(folder):
-    """The newest of two checkpoints is damaged, set aside, written anew and damaged again."""
+    """The newest of two checkpoints is cut short, set aside, written anew and loses its files."""
     engine, found = small_engine(), []
-    for step in (1, 2, 2):
-        checkpoints.save(engine, folder, step, LAYOUT, {})
-        if step == 2:
-            for file in (folder / "step2").glob("*.pt"):
-                os.truncate(file, 100)
-            # for a look alone nothing is changed
-            found.append((checkpoints.find(folder).step, (folder / "step2").exists()))
-            found.append((checkpoints.find(folder, set_aside=True).step, (folder / "step2").exists()))
+    checkpoints.save(engine, folder, 1, LAYOUT, {})
+    for damage in (lambda file: os.truncate(file, 100), os.unlink):
+        checkpoints.save(engine, folder, 2, LAYOUT, {})
+        for file in (folder / "step2").glob("*.pt"):
+            damage(file)
+        # for a look alone nothing is changed
+        found.append((checkpoints.find(folder).step, (folder / "step2").exists()))
+        found.append((checkpoints.find(folder, set_aside=True).step, (folder / "step2").exists()))
     return found
 
 
@@ -119,6 +154,23 @@ def test_a_checkpoint_is_on_the_disk_before_it_has_its_name(tmp_path):
     assert removed == [f"{folder}/step{step}.partial" for step in (2, 1)]
     # what is not whole is not kept in place of a checkpoint
     assert left == ["latest", "step3", "step9"]
+
+
+def conversions(folder):
+    """What is in the folder behind a conversion, and what is raised by one that the disk has no room for."""
+    checkpoints.save(small_engine(), folder, 1, dataclasses.replace(LAYOUT, data_parallel_size=2), {"of": 7})
+    engine = small_engine(checkpoint={"load_universal": True})
+    state = checkpoints.load(engine, checkpoints.find(folder), LAYOUT, folder)
+    left = {path.name for path in folder.iterdir() if path.suffix != ".py"}
+    with pytest.raises(OutputError) as error, full_disk():
+        checkpoints.load(engine, checkpoints.find(folder), LAYOUT, folder)
+    return state["of"], left, str(error.value)
+
+
+def test_a_conversion_leaves_nothing(tmp_path):
+    ((state, left, why),) = run_distributed(conversions, 1, tmp_path)
+    assert state == 7 and left == {"latest", "step1"}
+    assert f"cannot write a checkpoint to {tmp_path}/step1." in why and "make room" in why
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])

@@ -296,7 +296,26 @@ def broken(tmp_path, name):
             write_indexed(tmp_path / "d", [[[1, 2, 3]]])
             (tmp_path / "d.bin").write_bytes((tmp_path / "d.bin").read_bytes() + b"\0\0\0\0")
             return {"paths": [tmp_path / "d"], "vocab_size": 8}
-        case "negative length" | "unordered documents" | "documents beyond" | "wrong beginning":
+        case "idx of another version" | "unknown type of tokens":
+            write_indexed(tmp_path / "d", [[[1, 2, 3]]])
+            index = bytearray((tmp_path / "d.idx").read_bytes())
+            # the version is in eight bytes behind the constant's nine, and then the type's code in one
+            index[9 if name == "idx of another version" else 17] = 99
+            (tmp_path / "d.idx").write_bytes(index)
+            return {"paths": [tmp_path / "d"], "vocab_size": 8}
+        case "no documents":
+            write_indexed(tmp_path / "d", [[[1, 2, 3]]])
+            # the number of documents ends the header, and where they begin the file
+            index = (tmp_path / "d.idx").read_bytes()
+            (tmp_path / "d.idx").write_bytes(index[:26] + bytes(8) + index[34:46])
+            return {"paths": [tmp_path / "d"], "vocab_size": 8}
+        case (
+            "negative length"
+            | "unordered documents"
+            | "documents beyond"
+            | "tokens before the documents"
+            | "wrong beginning"
+        ):
             write_indexed(tmp_path / "d", [[[1, 2, 3]], [[4, 5]], [[6]]])
             # three lengths in four bytes, three beginnings and four first sequences in eight
             offset, dtype, values = {
@@ -304,6 +323,7 @@ def broken(tmp_path, name):
                 "wrong beginning": (34 + 12, np.int64, [0, 8, 20]),
                 "unordered documents": (34 + 12 + 24, np.int64, [0, 2, 1, 3]),
                 "documents beyond": (34 + 12 + 24, np.int64, [0, 1, 2, 9]),
+                "tokens before the documents": (34 + 12 + 24, np.int64, [1, 1, 2, 3]),
             }[name]
             with (tmp_path / "d.idx").open("r+b") as file:
                 file.seek(offset)
@@ -334,13 +354,21 @@ def broken(tmp_path, name):
         ("jsonl not utf-8", "a.jsonl: not UTF-8 at byte 24 (0xff)"),
         ("tokenizer missing", "none.json: no such file; expected a Hugging Face tokenizer.json"),
         ("tokenizer invalid", "t.json: not a Hugging Face tokenizer.json"),
-        ("too short", "less than one sequence of 16 and its label: give more data or a smaller --seq-length"),
+        (
+            "too short",
+            "the training part of the corpus has 0 tokens, less than one sequence of 16 and its label",
+        ),
         ("vocabulary below the tokenizer's", "--vocab-size 100 is less than the 257 ids of the tokenizer"),
         ("idx without bin", "d.bin is missing; an indexed dataset is this file and d.idx"),
         ("bin without idx", "d.idx is missing; an indexed dataset is this file and d.bin"),
         ("empty bin", "d.bin is empty"),
         ("bin cut short", "the index names 12 bytes of tokens, the .bin file has 8"),
         ("idx of another kind", "not a readable Megatron indexed dataset (bad header"),
+        ("idx of another version", "d.idx: not a readable Megatron indexed dataset (bad header"),
+        (
+            "unknown type of tokens",
+            "d.idx: its header has 99 for the type of the tokens, which stands for none",
+        ),
         ("half a character", 'a.jsonl, line 2: "text" has half a character, \\ud83d, at 4'),
         ("deep nesting", "a.jsonl, line 2: not JSON (maximum recursion depth exceeded"),
         ("long number", "a.jsonl, line 1: not JSON (Exceeds the limit (4300 digits)"),
@@ -349,6 +377,8 @@ def broken(tmp_path, name):
         ("negative length", "d.idx: sequence 2 has -1 tokens"),
         ("unordered documents", "ascending sequences from 0 to 3, found [0 2 1 3]"),
         ("documents beyond", "ascending sequences from 0 to 3, found [0 1 2 9]"),
+        ("tokens before the documents", "ascending sequences from 0 to 3, found [1 1 2 3]"),
+        ("no documents", "ascending sequences from 0 to 1, found []"),
         ("wrong beginning", "d.idx: sequence 1 begins at byte 8 instead of 12"),
         ("floating-point ids", "expected integer token ids, found float32"),
         ("no vocabulary", "give --tokenizer or --vocab-size"),
@@ -362,11 +392,27 @@ def test_errors(tmp_path, name, message):
     assert message in str(error.value)
 
 
-def test_token_id_outside_the_vocabulary(tmp_path):
-    prefix = write_indexed(tmp_path / "d", [[[1, 2, 8] * 10]] * 4)
-    corpus = load_corpus([prefix], seq_length=4, seed=0, vocab_size=8)
-    with pytest.raises(DataError, match="token id 8, but the vocabulary has 8 ids"):
-        corpus.train.batch([0])
+@pytest.mark.parametrize("bad", [8, -1])
+def test_token_id_outside_the_vocabulary(tmp_path, bad):
+    """The file and the place in it are named, wherever the document has come to lie."""
+    first = write_indexed(tmp_path / "first", [[[1, 2, 3]]] * 10)
+    second = write_indexed(tmp_path / "second", [[[4, bad if i == 0 else 5, 6]] for i in range(10)])
+    corpus, found = load_corpus([first, second], seq_length=4, seed=0, vocab_size=8), set()
+    for split in (corpus.train, corpus.validation):
+        for index in range(len(split)):
+            try:
+                split.sample(index)
+            except DataError as error:
+                found.add(str(error))
+    (message,) = found
+    assert f"--data {second}, token 1: token id {bad}, but the vocabulary has 8 ids" in message
+
+
+def test_empty_documents_of_an_indexed_dataset(tmp_path):
+    """Beside them a lone document is still cut in two."""
+    prefix = write_indexed(tmp_path / "d", [[], [list(range(100))], []])
+    corpus = load_corpus([prefix], seq_length=4, seed=0, vocab_size=100)
+    assert (corpus.train.num_tokens, corpus.validation.num_tokens) == (95, 5)
 
 
 def test_global_batch_that_does_not_divide(tmp_path):

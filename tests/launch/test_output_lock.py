@@ -1,6 +1,7 @@
 """Who owns an OUTPUT: processes that live, were killed, have another's id, or are somewhere else."""
 
 import dataclasses
+import errno
 import json
 import os
 import subprocess
@@ -124,6 +125,16 @@ def test_processes_that_cannot_be_seen(tmp_path, changes, monkeypatch):
     assert (tmp_path / NAME).read_bytes() == before and os.listdir(tmp_path) == [NAME]
 
 
+def test_a_process_that_another_user_hides(tmp_path, monkeypatch):
+    """As `hidepid` does: /proc does not show it, and a signal is not permitted."""
+
+    def kill(pid, number):
+        raise PermissionError(errno.EPERM, "Operation not permitted")
+
+    monkeypatch.setattr(os, "kill", kill)
+    assert "Wait for its end, or stop it" in refused(held_by(tmp_path, pid=2**22 + 1))
+
+
 @pytest.mark.parametrize("text", ["", "{", "[]", "{}", "[" * 10**5, '{"pid": 1}'])
 def test_files_that_are_no_locks(tmp_path, text):
     (tmp_path / NAME).write_text(text)
@@ -172,9 +183,10 @@ def test_a_lock_that_somebody_has_just_taken_over_stays(tmp_path):
     assert (tmp_path / NAME).read_bytes() == now
 
 
-def test_without_hard_links(tmp_path, monkeypatch):
+@pytest.mark.parametrize("answer", ["EPERM", "ENOTSUP", "ENOSYS", "EMLINK"])
+def test_without_hard_links(tmp_path, monkeypatch, answer):
     def link(source, target):
-        raise PermissionError(1, "Operation not permitted")
+        raise OSError(getattr(errno, answer), answer)
 
     monkeypatch.setattr(os, "link", link)
     one, other = OutputLock(tmp_path), OutputLock(tmp_path)
@@ -185,6 +197,34 @@ def test_without_hard_links(tmp_path, monkeypatch):
     other.take(print)
     other.check()
     assert os.listdir(tmp_path) == [NAME]
+
+
+@pytest.mark.parametrize("made", [True, False])
+def test_links_whose_answer_is_wrong(tmp_path, monkeypatch, made):
+    """A call that is repeated finds the link that it has made; or a lock that was released just then."""
+    link, calls = os.link, []
+
+    def repeated(source, target):
+        calls.append(target)
+        if made or len(calls) > 1:
+            link(source, target)
+        if len(calls) == 1:
+            raise FileExistsError(errno.EEXIST, "File exists")
+
+    monkeypatch.setattr(os, "link", repeated)
+    lock, said = OutputLock(tmp_path), []
+    lock.take(said.append)
+    lock.check()
+    assert not said and len(calls) == (1 if made else 2) and os.listdir(tmp_path) == [NAME]
+
+
+def test_a_disk_that_fails(tmp_path, monkeypatch):
+    def link(source, target):
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(os, "link", link)
+    assert "Input/output error" in refused(OutputLock(tmp_path))
+    assert os.listdir(tmp_path) == []
 
 
 def test_a_folder_that_cannot_be_written(tmp_path):

@@ -27,7 +27,8 @@ SUMMARY = {
 def test_metrics_survive_a_crash_and_a_resume(tmp_path):
     path = tmp_path / "metrics.jsonl"
     other = report.MetricsWriter(path, "bf16")
-    other.write(1, loss=5.0)
+    for step in (1, 3):
+        other.write(step, loss=5.0)
     other.close()
     writer = report.MetricsWriter(path, "coat")
     for step in (1, 2, 3):
@@ -36,12 +37,13 @@ def test_metrics_survive_a_crash_and_a_resume(tmp_path):
         assert report.read_metrics(path)[-1] == {"run": "coat", "step": step, "loss": 1.0 / step}
     with path.open("a") as file:
         file.write('{"run": "coat", "ste')
-    assert len(report.read_metrics(path)) == 4
+    assert len(report.read_metrics(path)) == 5
 
     resumed = report.MetricsWriter(path, "coat", resume_step=2)
     resumed.write(3, loss=0.25)
     assert [(r["run"], r["step"]) for r in report.read_metrics(path)] == [
         ("bf16", 1),
+        ("bf16", 3),
         ("coat", 1),
         ("coat", 2),
         ("coat", 3),
@@ -49,7 +51,20 @@ def test_metrics_survive_a_crash_and_a_resume(tmp_path):
     assert report.read_metrics(path)[-1]["loss"] == 0.25
     resumed.write(0, val_loss=5.0)
     report.MetricsWriter(path, "coat")
-    assert [r["run"] for r in report.read_metrics(path)] == ["bf16"]
+    assert [r["run"] for r in report.read_metrics(path)] == ["bf16", "bf16"]
+
+
+NO_RECORDS = [b"{", b"[1]", b'{"step": 1}', b'{"run": 1, "step": 1}', b'{"run": "coat", "step": "1"}']
+
+
+@pytest.mark.parametrize("line", [*NO_RECORDS, b"[" * 10**5], ids=lambda line: line[:30].decode())
+def test_metrics_that_cannot_be_read_stay(tmp_path, line):
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(b'{"run": "coat", "step": 1}\n' + line + b'\n{"run": "coat", "step": 2}\n')
+    before = path.read_bytes()
+    with pytest.raises(report.OutputError, match="metrics.jsonl, line 2: expected a record with run"):
+        report.MetricsWriter(path, "coat", resume_step=2)
+    assert path.read_bytes() == before
 
 
 def drawn(monkeypatch, metrics, summary, path):
@@ -102,6 +117,16 @@ def test_summary_and_table(tmp_path):
     assert "ratio" not in alone and "seed" not in alone
 
 
+def test_a_summary_of_something_else(tmp_path):
+    path = tmp_path / "summary.json"
+    for key, value in (("val_loss", "2.0"), ("tokens_per_s", None), ("peak_kind", 1)):
+        path.write_text(json.dumps({**SUMMARY["coat"], key: value}))
+        with pytest.raises(report.OutputError, match=f"summary.json: {key}: expected a .*: remove it, or"):
+            report.read_summary(path)
+    report.write_summary(path, SUMMARY["coat"])
+    assert report.read_summary(path) == SUMMARY["coat"]
+
+
 def test_a_cpu_shows_neither_speed_nor_peak():
     summary = {run: {**found, "peak_kind": "process"} for run, found in SUMMARY.items()}
     table = report.comparison_table(summary)
@@ -130,6 +155,9 @@ def test_unwritable_folder(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(report.OutputError, match="choose another folder with --output"):
         report.prepare_folder(tmp_path / "file" / "run")
+    # it is there, and holds no files of others
+    with pytest.raises(report.OutputError, match="cannot write /proc"):
+        report.prepare_folder("/proc")
     assert report.prepare_folder(tmp_path / "a" / "b").is_dir()
 
 
@@ -141,8 +169,8 @@ class Terminal(io.StringIO):
 def test_progress_in_lines_and_as_a_bar():
     lines, terminal = io.StringIO(), Terminal()
     for stream in (lines, terminal):
-        progress = report.Progress(50, 10, "coat", stream=stream)
-        for _ in range(40):
+        progress = report.Progress(51, 10, "coat", stream=stream)
+        for _ in range(41):
             progress.update(loss=2.5, tokens_per_s=1234.0, memory_bytes=3 * 2**30)
         progress.say("validation loss 2.4")
         progress.close()
@@ -150,5 +178,6 @@ def test_progress_in_lines_and_as_a_bar():
         assert "loss 2.5000, 1,234 tokens/s, 3.00 GiB" in stream.getvalue()
         assert "coat: validation loss 2.4\n" in stream.getvalue()
     printed = lines.getvalue().splitlines()
-    assert len(printed) == 21 and printed[19].startswith("coat: step 50/50: ")
-    assert "50/50" in terminal.getvalue()
+    # every second step, the last one, and what was said
+    assert len(printed) == 22 and printed[20].startswith("coat: step 51/51: ")
+    assert "51/51" in terminal.getvalue()
