@@ -143,7 +143,6 @@ def uses_blocks(layer: torch.nn.Module, parts: Parts, arguments: dict) -> bool:
         and not torch.is_autocast_enabled(x.device.type)
         and not (layer.training and layer.hidden_dropout)
         and x.numel() > 0
-        and x.dtype == parts.qkv._parameters["weight"].dtype
         and not _has_any_global_hook()
     )
     if not usual:
@@ -151,7 +150,11 @@ def uses_blocks(layer: torch.nn.Module, parts: Parts, arguments: dict) -> bool:
     for name, value in arguments.items():
         if value is not None and name not in _ARGUMENTS:
             return False
-    return all(map(_is_stock, (*parts[:-1], *parts.head_norms)))
+    # last: where ZeRO-3 hooks single modules, it would gather a weight that is read before its module runs
+    return (
+        all(map(_is_stock, (*parts[:-1], *parts.head_norms)))
+        and x.dtype == parts.qkv._parameters["weight"].dtype
+    )
 
 
 def _wait_for_parameters(module: torch.nn.Module) -> None:
