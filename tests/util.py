@@ -30,6 +30,17 @@ def rel_rms(actual: torch.Tensor, expected: torch.Tensor) -> float:
     return (error / size).item()
 
 
+@contextlib.contextmanager
+def default_dtype(dtype: torch.dtype):
+    """What torch makes tensors of floating point in where nothing is said, within it."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
 class Made(TorchDispatchMode):
     """Tensors that operations make within it: memory that none of their arguments has. What operations on a
     Moment do is seen, too."""

@@ -13,6 +13,7 @@ from tests.coat_ds.faithful import (
     assert_second_faithful,
     published_round_trip,
 )
+from tests.util import default_dtype
 
 
 def _exponents(low, high, count=128):
@@ -150,9 +151,6 @@ def test_second_moments_never_reach_zero():
 def test_moments_before_the_first_step_are_fp32_whatever_the_default_dtype():
     p = torch.nn.Parameter(torch.ones(4))
     optimizer = CoatAdamW([p])
-    torch.set_default_dtype(torch.bfloat16)
-    try:
+    with default_dtype(torch.bfloat16):
         moments = optimizer.moments(p)
-    finally:
-        torch.set_default_dtype(torch.float32)
     assert {moment.dtype for moment in moments} == {torch.float32}

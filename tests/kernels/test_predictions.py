@@ -14,6 +14,7 @@ from coat_kernels.origin import with_maxima
 from coat_kernels.tensorwise import PredictedScale
 from tests.kernels.inputs import check_sums, hard
 from tests.kernels.producers import PRODUCERS, layer, same
+from tests.util import default_dtype
 
 pytestmark = pytest.mark.early
 
@@ -139,9 +140,6 @@ def test_predictions_are_not_copied():
 
 
 def test_predictions_are_fp32_whatever_the_default_dtype():
-    torch.set_default_dtype(torch.bfloat16)
-    try:
+    with default_dtype(torch.bfloat16):
         scale = PredictedScale(E4M3).on(torch.device("cpu"))
-    finally:
-        torch.set_default_dtype(torch.float32)
     assert scale.dtype == torch.float32

@@ -8,6 +8,7 @@ from coat_kernels.adamw.storing import SUMS, Moments, storing_sums_reference, st
 from coat_kernels.codecs import get_codec
 from coat_kernels.codecs.codec import Stored, encode_reference
 from tests.kernels.steps import PAIRS
+from tests.util import default_dtype
 
 
 def options_of(m_name, v_name, **more):
@@ -124,9 +125,8 @@ def test_thresholds_are_the_same_whatever_the_default_dtype_is(default):
     arguments = example(options, 4, torch.device("cpu"))
     expected = storing_sums_reference(*arguments, options)
     storing._thresholds.cache_clear()
-    torch.set_default_dtype(default)
     try:
-        assert torch.equal(storing_sums_reference(*arguments, options), expected)
+        with default_dtype(default):
+            assert torch.equal(storing_sums_reference(*arguments, options), expected)
     finally:
-        torch.set_default_dtype(torch.float32)
         storing._thresholds.cache_clear()

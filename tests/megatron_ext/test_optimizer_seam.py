@@ -6,7 +6,7 @@ import torch
 from coat_ds.config import CoatConfig, CoatConfigError
 from coat_kernels.adamw import join_master
 from tests.megatron_ext.test_optimizer import FFN, MODES, H, S, Trainer
-from tests.util import Made
+from tests.util import Made, default_dtype
 
 
 def test_seam_comes_and_goes(megatron):
@@ -145,13 +145,8 @@ def test_masters_are_read_and_written_part_by_part(monkeypatch):
     monkeypatch.setattr("coat_ds.optim.moment.AT_ONCE", 256)
     whole = join_master(p, optimizer.state[p]["remainder"])
     # whatever models are built in
-    default = torch.get_default_dtype()
-    torch.set_default_dtype(torch.bfloat16)
-    try:
-        with Made() as made:
-            tensors = optimizer.tensors_of(p)
-    finally:
-        torch.set_default_dtype(default)
+    with default_dtype(torch.bfloat16), Made() as made:
+        tensors = optimizer.tensors_of(p)
     assert made.over(512) == {torch.float32: 3} and torch.equal(tensors["param"], whole)
     with Made() as made:
         optimizer.take_tensors(again, optimizer.param_groups[0], tensors)

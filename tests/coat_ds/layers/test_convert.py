@@ -29,7 +29,7 @@ from tests.coat_ds.layers.measures import (
     saved_bytes,
 )
 from tests.coat_ds.layers.parts import plain
-from tests.util import rel_rms
+from tests.util import default_dtype, rel_rms
 
 LLAMA = FAMILIES["llama"]
 
@@ -66,12 +66,9 @@ def test_the_default_dtype_is_of_no_concern(dtype):
     family = FAMILIES["gpt2"]
     stock, batch = family.build(), family.batch()
     expected = run(model := coat_ds.convert(copy.deepcopy(stock)), batch)
-    torch.set_default_dtype(dtype)
-    try:
+    with default_dtype(dtype):
         other = coat_ds.convert(stock)
         same(run(other, batch), expected)
-    finally:
-        torch.set_default_dtype(torch.float32)
     assert coat_ds.conversion_of(other) == coat_ds.conversion_of(model)
 
 
