@@ -79,9 +79,8 @@ def converge(arguments, table: Table) -> None:
     tenth; BF16 weights and FP32 masters under ZeRO-1, a run on one GPU. A seed decides weights and the order
     of the data. Runs with the same data and recipe that are complete in benchmarks/results, beside --output
     or in --work are not made again; --minutes stops in the middle of one, and the next call with the same
-    --work goes on there. In the end it says of each kind of run whether what is claimed of
-    COAT holds: a mean that is not above the spread of BF16's seeds, and at most 0.01 nat above their mean.
-    Columns:
+    --work goes on there. In the end it says of each kind of run whether what is claimed of COAT holds: a mean
+    that is not above the spread of BF16's seeds, and at most 0.01 nat above their mean. Columns:
     - val_loss_start, val_loss: of 524,288 held-out tokens, nats per token, by the layers that were trained;
     - to_bf16_mean, to_bf16_same_seed: relative distance to BF16's mean, and to BF16 of that seed;
     - train_s: without validations, with compiling kernels; tokens_per_s: median over twenty steps at a time,
