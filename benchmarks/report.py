@@ -123,7 +123,7 @@ SECTIONS = [
 NOT_MEASURED = (
     "Nothing above 8 GPUs, nor on more than one node.",
     "Nothing above 125M parameters or 240 million tokens (three seeds: 150 million) to convergence.",
-    'At one billion parameters no more than two seeds and 46 million tokens, and no seeds of "fastest" and '
+    'At one billion parameters no more than three seeds and 46 million tokens, and no seeds of "fastest" and '
     '"smallest".',
     "13B over tensor parallelism.",
     "Nothing on a data set that others use.",
