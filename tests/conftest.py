@@ -41,6 +41,11 @@ def pairwise(rows: list[tuple]) -> set[int]:
     return chosen
 
 
+def pytest_xdist_auto_num_workers() -> int | None:
+    """Of `-n auto`: with a GPU few, however many cores there are, since all take memory of the first GPU."""
+    return min(8, os.cpu_count() or 1) if GPU else None
+
+
 def pytest_collection_modifyitems(items):
     # with --no-loadscope-reorder files start in this order, and a long one that started last would end alone
     items.sort(key=lambda item: item.get_closest_marker("early") is None)
