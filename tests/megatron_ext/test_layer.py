@@ -302,6 +302,42 @@ def test_other_layers_against_bf16(device, variant):
         assert rel_rms(coat[name], exact) < 2 * (21 * e4m3**2 + 4 * e5m2**2) ** 0.5, name
 
 
+# what Megatron's own path is taken for, or a pass of ours that it must equal: options, and angles
+POSITIONS = {
+    "plain": ({}, lambda angles: angles),
+    "behind norms": ({"qk_layernorm": True}, lambda angles: angles),
+    "none": ({}, lambda angles: None),
+    "none in some layers": ({"no_rope_freq": [1]}, lambda angles: angles),
+    "of some channels": ({}, lambda angles: angles[..., : D // 2]),
+    "of each sequence": ({}, lambda angles: torch.cat([angles, angles.flip(0)], 1)),
+    "interleaved": ({"rotary_interleaved": True}, lambda angles: angles),
+    "scaled": ({}, lambda angles: angles),
+    "gated queries": ({"attention_output_gate": True}, lambda angles: angles),
+}
+
+
+@pytest.mark.parametrize("kind", POSITIONS)
+def test_queries_and_keys_are_turned_as_megatrons(device, kind):
+    options, angles_of = POSITIONS[kind]
+    x, seen = torch.randn(S, B, H, generator=torch.Generator().manual_seed(0)).bfloat16().to(device), []
+    for spec in (coat_layer_spec, sdpa_layer_spec):
+        model = build(spec, **options)
+        attention = model.decoder.layers[0].self_attention
+        torch.manual_seed(0)
+        for norm in (attention.q_layernorm, attention.k_layernorm):
+            for weight in norm.parameters():
+                weight.data.add_(0.3 * torch.randn(D).to(weight))
+        if kind == "scaled":
+            # as pretrain_gpt.py notes it for --position-embedding-type yarn
+            attention.config.yarn_rotary_scaling_factor = 8.0
+        attention.core_attention.register_forward_pre_hook(lambda _, args: seen.append(args[:2]))
+        attention(x, None, rotary_pos_emb=angles_of(model.rotary_pos_emb(S)))
+    # the input and the weight are rounded, to E4M3 and as all here to BF16
+    bound = 2**0.5 * rounding_error(torch.float8_e4m3fn, device) + 2**-8
+    for ours, megatrons in zip(*seen, strict=True):
+        assert rel_rms(ours, megatrons) < bound
+
+
 def test_attention_in_fp8_keeps_fewer_bytes(device):
     kept = {}
     for form in ("bf16", "sqrt8"):
