@@ -6,9 +6,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from megatron.core.activations import squared_relu
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 
 from coat_ds.config import ActivationsConfig
+from coat_kernels.fp8 import E4M3, E5M2
 from coat_kernels.origin import origin_of, take_stand_in
+from megatron_ext.attention import SDPACoreAttention
 from megatron_ext.layer_specs import coat_layer_spec, sdpa_layer_spec
 from megatron_ext.ledger import cached_weight_bytes, saved_bytes
 from megatron_ext.norm import CoatNorm
@@ -198,6 +201,12 @@ def test_block_reaches_the_layers(device):
         )
     }
     kept = {name: saved_bytes(m, lambda m=m: m(*batch(device))) for name, m in models.items()}
+    # the scales that gradients are written with, those of the turned queries and keys among them
+    of_gradients = {
+        name: {m._grad_scale.fmt for m in model.modules() if hasattr(m, "_grad_scale")}
+        for name, model in models.items()
+    }
+    assert of_gradients == {"default": {E5M2}, "groups": {E5M2}, "formats": {E4M3}}
     fewer = kept["default"].per_token_and_layer - kept["groups"].per_token_and_layer
     assert fewer == 2 * H / 32 + 2 * FFN / 32
     exact = build(sdpa_layer_spec)
@@ -306,6 +315,7 @@ def test_other_layers_against_bf16(device, variant):
 POSITIONS = {
     "plain": ({}, lambda angles: angles),
     "behind norms": ({"qk_layernorm": True}, lambda angles: angles),
+    "behind L2 norms": ({"qk_layernorm": True, "qk_l2_norm": True}, lambda angles: angles),
     "none": ({}, lambda angles: None),
     "none in some layers": ({"no_rope_freq": [1]}, lambda angles: angles),
     "of some channels": ({}, lambda angles: angles[..., : D // 2]),
@@ -319,8 +329,12 @@ POSITIONS = {
 @pytest.mark.parametrize("kind", POSITIONS)
 def test_queries_and_keys_are_turned_as_megatrons(device, kind):
     options, angles_of = POSITIONS[kind]
+    norms = {name: options.get(name, False) for name in ("qk_layernorm", "qk_l2_norm")}
+    stock = get_gpt_layer_local_spec(normalization="RMSNorm", **norms)
+    # its own draws its mask on the GPU
+    stock.submodules.self_attention.submodules.core_attention = SDPACoreAttention
     x, seen = torch.randn(S, B, H, generator=torch.Generator().manual_seed(0)).bfloat16().to(device), []
-    for spec in (coat_layer_spec, sdpa_layer_spec):
+    for spec in (coat_layer_spec, sdpa_layer_spec, stock):
         model = build(spec, **options)
         attention = model.decoder.layers[0].self_attention
         torch.manual_seed(0)
@@ -334,8 +348,10 @@ def test_queries_and_keys_are_turned_as_megatrons(device, kind):
         attention(x, None, rotary_pos_emb=angles_of(model.rotary_pos_emb(S)))
     # the input and the weight are rounded, to E4M3 and as all here to BF16
     bound = 2**0.5 * rounding_error(torch.float8_e4m3fn, device) + 2**-8
-    for ours, megatrons in zip(*seen, strict=True):
-        assert rel_rms(ours, megatrons) < bound
+    *ours, megatrons = seen
+    for queries_and_keys in ours:
+        for found, expected in zip(queries_and_keys, megatrons, strict=True):
+            assert rel_rms(found, expected) < bound
 
 
 def test_attention_in_fp8_keeps_fewer_bytes(device):
