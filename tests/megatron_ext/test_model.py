@@ -120,8 +120,15 @@ def test_build_gpt_makes_the_model_of_the_shape(device):
         assert gpt.rotary_pos_emb.inv_freq[-1].item() == pytest.approx(base ** (-30 / 32), rel=2**-20)
     other = build(coat_layer_spec, seed=2)
     assert not torch.equal(other.output_layer.weight, model.output_layer.weight)
-    with pytest.raises(ValueError, match="tensor_model_parallel_size: expected 2, .* initialised with 1"):
-        initialize_model_parallel(2)
+
+
+@pytest.mark.parametrize(
+    "kind", ["tensor_model", "pipeline_model", "context", "expert_model", "expert_tensor"]
+)
+def test_groups_of_another_size_are_named(kind):
+    name = f"{kind}_parallel_size"
+    with pytest.raises(ValueError, match=f"{name}: expected 2, .* initialised with 1"):
+        initialize_model_parallel(**{name: 2})
 
 
 @pytest.mark.parametrize("name", ["coat_layer_spec", "sdpa_layer_spec"])
