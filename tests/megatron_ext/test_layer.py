@@ -12,7 +12,7 @@ from coat_ds.config import ActivationsConfig
 from coat_kernels.fp8 import E4M3, E5M2
 from coat_kernels.origin import origin_of, take_stand_in
 from megatron_ext.attention import SDPACoreAttention
-from megatron_ext.layer_specs import coat_layer_spec, sdpa_layer_spec
+from megatron_ext.layer_specs import coat_layer_spec, sdpa_layer_spec, sdpa_parts
 from megatron_ext.ledger import cached_weight_bytes, saved_bytes
 from megatron_ext.norm import CoatNorm
 from megatron_ext.torch_norm import HAVE_TE
@@ -255,6 +255,25 @@ def test_norm_is_megatrons_rms_norm(device):
 def test_unsupported_options_are_named(overrides, text):
     with pytest.raises(ValueError, match=text):
         build(coat_layer_spec, **overrides)
+
+
+@pytest.mark.parametrize(
+    ("field", "found", "text"),
+    [
+        ("fp4", "e2m1", "--fp4-format is not supported"),
+        ("moe_grouped_gemm", True, "sdpa_layer_spec: --moe-grouped-gemm is not supported"),
+        # of Megatron's own latent attention, whose gradients are wrong there
+        ("multi_latent_attention", True, "--tensor-model-parallel-size is 2.*coat_layer_spec"),
+    ],
+)
+def test_what_megatrons_own_layers_lack_is_named(field, found, text):
+    settings = config(tensor_model_parallel_size=2, num_moe_experts=2)
+    sdpa_parts(settings, experts=True)
+    for name, value in {"cache_mla_latents": False, field: found}.items():
+        # not to the constructor, which wants Transformer Engine
+        setattr(settings, name, value)
+    with pytest.raises(ValueError, match=text):
+        sdpa_parts(settings, experts=True)
 
 
 @pytest.mark.parametrize("spec", [coat_layer_spec, sdpa_layer_spec], ids=["coat", "sdpa"])
