@@ -393,8 +393,11 @@ FIELDS = {field.name for field in dataclasses.fields(TransformerConfig)}
             "'moe_act' of --recompute-modules saves nothing",
         ),
         (
-            {"fine_grained_activation_offloading": True, "offload_modules": ["moe_act", "core_attn"]},
-            "moe_act of --offload-modules is not supported",
+            {
+                "fine_grained_activation_offloading": True,
+                "offload_modules": ["moe_act", "expert_fc1", "core_attn"],
+            },
+            "expert_fc1, moe_act of --offload-modules is not supported",
         ),
         ({"moe_apply_probs_on_input": True}, "--moe-router-topk above 1 is not supported"),
         ({"moe_use_legacy_grouped_gemm": True}, "--moe-use-legacy-grouped-gemm is not supported"),
