@@ -1,5 +1,6 @@
 """Experts of `--moe-grouped-gemm` against Megatron's own in FP32, on the same weights, and what they keep."""
 
+import copy
 import dataclasses
 from types import SimpleNamespace
 
@@ -207,6 +208,13 @@ def test_begin_as_megatrons(megatron, config):
         if "partition_dim" in marks:
             marks["partition_dim"] += 1
         assert vars(p) == marks, name
+
+
+def test_gradient_accumulation_fusion_needs_no_apex(megatron):
+    config = copy.copy(_grouped()[0].config)
+    config.gradient_accumulation_fusion = True
+    layer = coat_layer_spec.module(config, layer_number=2)
+    assert layer.mlp.experts.linear_fc1.weight.shape == (EXPERTS["num_moe_experts"], 2 * FFN, H)
 
 
 def test_say_what_they_do(megatron):
