@@ -116,12 +116,16 @@ def _has_experts(
     add_layer_offset: bool = True,
     **__,
 ) -> bool:
-    """Whether the layer that `TransformerLayer` is to build with these arguments has experts."""
+    """Whether the layer that `TransformerLayer` is to build with these arguments has experts.
+
+    Layers of multi-token prediction are as the decoder's last. megatron-core 0.16 counts on for them.
+    """
     offset = 0
     if add_layer_offset and not is_mtp_layer:
         rank = None if pg_collection is None else pg_collection.pp.rank()
         offset = get_transformer_layer_offset(config, vp_stage, rank)
-    return is_moe_layer(config, layer_number - 1 + offset)
+    last = config.num_layers - 1
+    return is_moe_layer(config, last if is_mtp_layer else min(layer_number - 1 + offset, last))
 
 
 def _check_layers(config) -> None:

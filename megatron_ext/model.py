@@ -108,17 +108,16 @@ def initialize_model_parallel(
     expected = {
         "tensor_model_parallel_size": tensor_model_parallel_size,
         "pipeline_model_parallel_size": pipeline_model_parallel_size,
+        **sizes,
     }
     if not parallel_state.model_parallel_is_initialized():
-        parallel_state.initialize_model_parallel(**expected, **sizes)
-    found = {
-        "tensor_model_parallel_size": parallel_state.get_tensor_model_parallel_world_size(),
-        "pipeline_model_parallel_size": parallel_state.get_pipeline_model_parallel_world_size(),
-    }
+        parallel_state.initialize_model_parallel(**expected)
     for name, size in expected.items():
-        if found[name] != size:
+        # not all arguments are sizes
+        ask = getattr(parallel_state, f"get_{name.removesuffix('_size')}_world_size", None)
+        if ask is not None and size is not None and (found := ask()) != size:
             raise ValueError(
-                f"{name}: expected {size}, but Megatron is already initialised with {found[name]}. Call "
+                f"{name}: expected {size}, but Megatron is already initialised with {found}. Call "
                 "parallel_state.destroy_model_parallel() first."
             )
     model_parallel_cuda_manual_seed(seed)

@@ -87,7 +87,8 @@ def _loading(engine, load: Callable) -> Callable:
         finally:
             optimizer.restore_layout_options(own)
         if hasattr(engine.optimizer, "_link_all_hp_params"):
-            # a universal load of 0.18 leaves parameters linked to copies of a moment instead of their masters
+            # a universal load of 0.18 to 0.19.5 leaves parameters linked to copies of a moment instead of
+            # their masters, as tests with 0.18.9 see; one of 0.19.8 does not
             engine.optimizer._link_all_hp_params()
         link_states(engine)
         arrived = optimizer.take_arrivals()

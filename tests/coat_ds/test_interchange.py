@@ -6,8 +6,10 @@ Only `make test-all` compiles that for minutes: in `make test` torch's AdamW tak
 everything around it, which makes the states and counts the steps, is DeepSpeed's.
 """
 
+import functools
 import importlib.metadata
 import warnings
+from unittest import mock
 
 import pytest
 import torch
@@ -237,7 +239,17 @@ def test_stage_0_says_what_a_checkpoint_of_zero_lacks(where, request):
 
 def formats(folder, stage):
     """What an engine's states are stored in, before and after it has loaded those of an engine of another
-    format from a universal checkpoint, and what is said."""
+    format from a universal checkpoint, what is said, and the bytes behind each flat tensor that its moments
+    are put together like."""
+    from deepspeed.runtime import base_optimizer
+
+    flats, flatten = [], base_optimizer.map_to_flat_opt_states
+
+    @functools.wraps(flatten)
+    def noted(flat, *rest):
+        flats.append(flat.untyped_storage().nbytes())
+        flatten(flat, *rest)
+
     run, engines = cell(stage, "fp32"), []
     for universal, second in ((False, "fp8_expanded"), (True, "log8")):
         config = ds_config(run, True) | {"checkpoint": {"load_universal": universal}}
@@ -249,7 +261,7 @@ def formats(folder, stage):
     to_universal(folder, "first")
     found = []
     for load in (lambda: None, lambda: second.load_checkpoint(folder, tag="first_universal")):
-        with listening() as lines:
+        with listening() as lines, mock.patch.object(base_optimizer, flatten.__name__, noted):
             load()
         groups = second.basic_optimizer.param_groups
         found.append(({g["exp_avg_sq_format"] for g in groups}, second.coat.states["by_codec"]))
@@ -257,17 +269,19 @@ def formats(folder, stage):
     with pytest.raises((AssertionError, OSError)):
         second.load_checkpoint(folder, tag="first")
     assert all(type(g["exp_avg_sq_format"]) is str for g in groups)
-    return *found, lines
+    return *found, lines, flats
 
 
 @pytest.mark.parametrize("stage", [1, 3])
 def test_a_universal_checkpoint_leaves_formats_as_the_block_says(tmp_path, stage):
-    ((before, after, lines),) = run_distributed(formats, 1, str(tmp_path), stage)
+    ((before, after, lines, flats),) = run_distributed(formats, 1, str(tmp_path), stage)
     assert before == after and before[0] == {"log8"}
     assert (
         "exp_avg from fp8_expanded to ratio8 and exp_avg_sq from fp8_expanded to log8 in 3 tensors"
         in lines[0]
     )
+    # a number on the CPU, and not the partition on its device; stage 3 has no flat ones
+    assert set(flats) == ({torch.float32.itemsize} if stage == 1 else set())
 
 
 def test_groups_and_parameters_keep_their_places():

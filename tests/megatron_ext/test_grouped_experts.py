@@ -1,5 +1,6 @@
 """Experts of `--moe-grouped-gemm` against Megatron's own in FP32, on the same weights, and what they keep."""
 
+import copy
 import dataclasses
 from types import SimpleNamespace
 
@@ -209,6 +210,13 @@ def test_begin_as_megatrons(megatron, config):
         assert vars(p) == marks, name
 
 
+def test_gradient_accumulation_fusion_needs_no_apex(megatron):
+    config = copy.copy(_grouped()[0].config)
+    config.gradient_accumulation_fusion = True
+    layer = coat_layer_spec.module(config, layer_number=2)
+    assert layer.mlp.experts.linear_fc1.weight.shape == (EXPERTS["num_moe_experts"], 2 * FFN, H)
+
+
 def test_say_what_they_do(megatron):
     model, _ = _grouped()
     layers = layers_of(model.decoder, "")
@@ -393,8 +401,11 @@ FIELDS = {field.name for field in dataclasses.fields(TransformerConfig)}
             "'moe_act' of --recompute-modules saves nothing",
         ),
         (
-            {"fine_grained_activation_offloading": True, "offload_modules": ["moe_act", "core_attn"]},
-            "moe_act of --offload-modules is not supported",
+            {
+                "fine_grained_activation_offloading": True,
+                "offload_modules": ["moe_act", "expert_fc1", "core_attn"],
+            },
+            "expert_fc1, moe_act of --offload-modules is not supported",
         ),
         ({"moe_apply_probs_on_input": True}, "--moe-router-topk above 1 is not supported"),
         ({"moe_use_legacy_grouped_gemm": True}, "--moe-use-legacy-grouped-gemm is not supported"),

@@ -103,15 +103,19 @@ def test_two_ranks_train_as_one(runs, pattern):
             assert rel_rms(rank[pattern][1][name], grad) < 1e-5, name
 
 
-@pytest.mark.parametrize("config", [{}, EXPERTS], ids=["dense", "experts"])
+@pytest.mark.parametrize(
+    "pattern, config",
+    [("*-*-", {}), ("*E*E", EXPERTS), ("*-*E", EXPERTS | {"moe_layer_freq": [0, 1]})],
+    ids=["dense", "experts", "both"],
+)
 @pytest.mark.parametrize(
     "layers, stack",
     [(coat_layer_spec, coat_hybrid_stack_spec), (sdpa_layer_spec, sdpa_hybrid_stack_spec)],
     ids=["coat", "sdpa"],
 )
-def test_equals_gpt_model(megatron, layers, stack, config):
+def test_equals_gpt_model(megatron, layers, stack, pattern, config):
     gpt = _gpt(layers, activations=ActivationsConfig(attention_format="sqrt8"), **config)
-    hybrid = _hybrid("*E*E" if config else "*-*-", gpt, stack)
+    hybrid = _hybrid(pattern, gpt, stack)
 
     def name_in_gpt(name):
         name = name.replace("final_norm.", "final_layernorm.")

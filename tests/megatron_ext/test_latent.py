@@ -304,8 +304,9 @@ def test_what_cancels_is_added_up_exactly():
     assert model.decoder.layers[0].self_attention.linear_q_proj._formats == expected[True]
 
 
-def test_formats_that_transformer_engines_attention_does_not_have():
-    attention = build(coat_layer_spec, HEADS, **LATENT).decoder.layers[0].self_attention
+@pytest.mark.parametrize("config", [LATENT, {}], ids=["latent", "plain"])
+def test_formats_that_transformer_engines_attention_does_not_have(config):
+    attention = build(coat_layer_spec, HEADS, **config).decoder.layers[0].self_attention
     attention.config.context_parallel_size = 2
     attention.take_activations(ActivationsConfig())
     with pytest.raises(ValueError, match='--context-parallel-size is 2.*attention_format is "sqrt8"'):

@@ -6,10 +6,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 from megatron.core.activations import squared_relu
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 
 from coat_ds.config import ActivationsConfig
+from coat_kernels.fp8 import E4M3, E5M2
 from coat_kernels.origin import origin_of, take_stand_in
-from megatron_ext.layer_specs import coat_layer_spec, sdpa_layer_spec
+from megatron_ext.attention import SDPACoreAttention
+from megatron_ext.layer_specs import coat_layer_spec, sdpa_layer_spec, sdpa_parts
 from megatron_ext.ledger import cached_weight_bytes, saved_bytes
 from megatron_ext.norm import CoatNorm
 from megatron_ext.torch_norm import HAVE_TE
@@ -198,6 +201,12 @@ def test_block_reaches_the_layers(device):
         )
     }
     kept = {name: saved_bytes(m, lambda m=m: m(*batch(device))) for name, m in models.items()}
+    # the scales that gradients are written with, those of the turned queries and keys among them
+    of_gradients = {
+        name: {m._grad_scale.fmt for m in model.modules() if hasattr(m, "_grad_scale")}
+        for name, model in models.items()
+    }
+    assert of_gradients == {"default": {E5M2}, "groups": {E5M2}, "formats": {E4M3}}
     fewer = kept["default"].per_token_and_layer - kept["groups"].per_token_and_layer
     assert fewer == 2 * H / 32 + 2 * FFN / 32
     exact = build(sdpa_layer_spec)
@@ -246,6 +255,25 @@ def test_norm_is_megatrons_rms_norm(device):
 def test_unsupported_options_are_named(overrides, text):
     with pytest.raises(ValueError, match=text):
         build(coat_layer_spec, **overrides)
+
+
+@pytest.mark.parametrize(
+    ("field", "found", "text"),
+    [
+        ("fp4", "e2m1", "--fp4-format is not supported"),
+        ("moe_grouped_gemm", True, "sdpa_layer_spec: --moe-grouped-gemm is not supported"),
+        # of Megatron's own latent attention, whose gradients are wrong there
+        ("multi_latent_attention", True, "--tensor-model-parallel-size is 2.*coat_layer_spec"),
+    ],
+)
+def test_what_megatrons_own_layers_lack_is_named(field, found, text):
+    settings = config(tensor_model_parallel_size=2, num_moe_experts=2)
+    sdpa_parts(settings, experts=True)
+    for name, value in {"cache_mla_latents": False, field: found}.items():
+        # not to the constructor, which wants Transformer Engine
+        setattr(settings, name, value)
+    with pytest.raises(ValueError, match=text):
+        sdpa_parts(settings, experts=True)
 
 
 @pytest.mark.parametrize("spec", [coat_layer_spec, sdpa_layer_spec], ids=["coat", "sdpa"])
@@ -300,6 +328,49 @@ def test_other_layers_against_bf16(device, variant):
         # no longer way than in the table above: at most 21 roundings to E4M3 and 4 to E5M2, and twice that
         # where the derivative of an activation, of which the inputs are rounded, enlarges them
         assert rel_rms(coat[name], exact) < 2 * (21 * e4m3**2 + 4 * e5m2**2) ** 0.5, name
+
+
+# what Megatron's own path is taken for, or a pass of ours that it must equal: options, and angles
+POSITIONS = {
+    "plain": ({}, lambda angles: angles),
+    "behind norms": ({"qk_layernorm": True}, lambda angles: angles),
+    "behind L2 norms": ({"qk_layernorm": True, "qk_l2_norm": True}, lambda angles: angles),
+    "none": ({}, lambda angles: None),
+    "none in some layers": ({"no_rope_freq": [1]}, lambda angles: angles),
+    "of some channels": ({}, lambda angles: angles[..., : D // 2]),
+    "of each sequence": ({}, lambda angles: torch.cat([angles, angles.flip(0)], 1)),
+    "interleaved": ({"rotary_interleaved": True}, lambda angles: angles),
+    "scaled": ({}, lambda angles: angles),
+    "gated queries": ({"attention_output_gate": True}, lambda angles: angles),
+}
+
+
+@pytest.mark.parametrize("kind", POSITIONS)
+def test_queries_and_keys_are_turned_as_megatrons(device, kind):
+    options, angles_of = POSITIONS[kind]
+    norms = {name: options.get(name, False) for name in ("qk_layernorm", "qk_l2_norm")}
+    stock = get_gpt_layer_local_spec(normalization="RMSNorm", **norms)
+    # its own draws its mask on the GPU
+    stock.submodules.self_attention.submodules.core_attention = SDPACoreAttention
+    x, seen = torch.randn(S, B, H, generator=torch.Generator().manual_seed(0)).bfloat16().to(device), []
+    for spec in (coat_layer_spec, sdpa_layer_spec, stock):
+        model = build(spec, **options)
+        attention = model.decoder.layers[0].self_attention
+        torch.manual_seed(0)
+        for norm in (attention.q_layernorm, attention.k_layernorm):
+            for weight in norm.parameters():
+                weight.data.add_(0.3 * torch.randn(D).to(weight))
+        if kind == "scaled":
+            # as pretrain_gpt.py notes it for --position-embedding-type yarn
+            attention.config.yarn_rotary_scaling_factor = 8.0
+        attention.core_attention.register_forward_pre_hook(lambda _, args: seen.append(args[:2]))
+        attention(x, None, rotary_pos_emb=angles_of(model.rotary_pos_emb(S)))
+    # the input and the weight are rounded, to E4M3 and as all here to BF16
+    bound = 2**0.5 * rounding_error(torch.float8_e4m3fn, device) + 2**-8
+    *ours, megatrons = seen
+    for queries_and_keys in ours:
+        for found, expected in zip(queries_and_keys, megatrons, strict=True):
+            assert rel_rms(found, expected) < bound
 
 
 def test_attention_in_fp8_keeps_fewer_bytes(device):

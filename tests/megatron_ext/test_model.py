@@ -1,5 +1,6 @@
 """Model shapes, GPT models under both specs, Megatron's own way to a spec, and checkpoints."""
 
+import copy
 import dataclasses
 import importlib
 import json
@@ -10,8 +11,11 @@ import pytest
 import torch
 from megatron.core.transformer.spec_utils import import_module
 
+from coat_ds.config import ActivationsConfig
+from coat_ds.layers import log
 from megatron_ext.layer_specs import coat_layer_spec, sdpa_layer_spec
 from megatron_ext.model import ModelShape, build_gpt, initialize_model_parallel, load_shape
+from megatron_ext.settings import activations_of, set_activations
 
 pytestmark = pytest.mark.usefixtures("megatron")
 
@@ -120,8 +124,35 @@ def test_build_gpt_makes_the_model_of_the_shape(device):
         assert gpt.rotary_pos_emb.inv_freq[-1].item() == pytest.approx(base ** (-30 / 32), rel=2**-20)
     other = build(coat_layer_spec, seed=2)
     assert not torch.equal(other.output_layer.weight, model.output_layer.weight)
-    with pytest.raises(ValueError, match="tensor_model_parallel_size: expected 2, .* initialised with 1"):
-        initialize_model_parallel(2)
+
+
+@pytest.mark.parametrize(
+    "kind", ["tensor_model", "pipeline_model", "context", "expert_model", "expert_tensor"]
+)
+def test_groups_of_another_size_are_named(kind):
+    name = f"{kind}_parallel_size"
+    with pytest.raises(ValueError, match=f"{name}: expected 2, .* initialised with 1"):
+        initialize_model_parallel(**{name: 2})
+
+
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy])
+def test_copies_of_a_config_have_what_it_was_told(copied):
+    """As Megatron makes them for shared experts and for fewer groups of keys than ranks."""
+    told = ActivationsConfig(group_size=32)
+    assert activations_of(copied(build(coat_layer_spec, activations=told).config)) == told
+
+
+def test_a_config_that_lost_what_it_was_told_is_named(monkeypatch, caplog):
+    monkeypatch.delenv("COAT_CONFIG", raising=False)
+    model = build(coat_layer_spec, activations=ActivationsConfig(group_size=32))
+    log.say_anew()
+    replaced = dataclasses.replace(model.config, num_layers=1)
+    assert activations_of(replaced) == ActivationsConfig()
+    (line,) = [m for m in caplog.messages if "was told nothing" in m]
+    assert "activations.group_size is 16 in layers" in line and "was 32" in line
+    caplog.clear()
+    set_activations(replaced, ActivationsConfig(group_size=32))
+    assert activations_of(replaced).group_size == 32 and not caplog.messages
 
 
 @pytest.mark.parametrize("name", ["coat_layer_spec", "sdpa_layer_spec"])

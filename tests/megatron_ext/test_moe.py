@@ -1,17 +1,22 @@
 """Mixtures of FP8 experts over two expert-parallel ranks, against Megatron's own on the same weights."""
 
 import contextlib
+import dataclasses
 from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.multi_token_prediction import get_mtp_layer_spec
+from megatron.core.transformer.spec_utils import build_module
 
 from coat_kernels.deferred import Deferred
 from megatron_ext.layer_specs import _has_experts, coat_layer_spec, coat_parts
 from megatron_ext.model import ModelShape, build_gpt
-from megatron_ext.moe import is_moe_layer
+from megatron_ext.moe import CoatMoELayer, is_moe_layer
 from tests.megatron_ext.layers import rounding_error
 from tests.megatron_ext.test_parallel import without_rounding
 from tests.util import rel_rms, run_distributed
@@ -225,6 +230,23 @@ def test_layers_with_experts(megatron):
     assert [_has_experts(config, i, pg_collection=stage) for i in (1, 2)] == [True, False]
     config.num_moe_experts = None
     assert not is_moe_layer(config, 1)
+
+
+@pytest.mark.parametrize("every, last", [([0, 1], True), ([1, 0], False), (2, False)])
+def test_layers_of_multi_token_prediction_are_as_the_last(megatron, every, last):
+    """As Megatron's own specs choose them."""
+    spec = dataclasses.replace(coat_layer_spec, submodules=get_gpt_layer_local_spec().submodules)
+    layer = build_module(
+        get_mtp_layer_spec(spec, use_transformer_engine=False),
+        config=dataclasses.replace(_build(coat_layer_spec, moe_layer_freq=every).config, mtp_num_layers=1),
+        layer_number=1,
+        pg_collection=ProcessGroupCollection.use_mpu_process_groups(),
+    )
+    (inner,) = (module for module in layer.modules() if type(module) is coat_layer_spec.module)
+    assert isinstance(inner.mlp, CoatMoELayer) == last
+    # releases say which layers those are, or count on
+    arguments = {"layer_number": 1, "is_mtp_layer": True}
+    assert _has_experts(layer.config, **arguments) == last
 
 
 def test_router_reads_a_norm_that_is_written(megatron, device):

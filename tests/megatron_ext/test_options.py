@@ -1,5 +1,6 @@
 """What users of Megatron's own scripts can say, and what they are told."""
 
+import dataclasses
 import json
 import subprocess
 import sys
@@ -114,6 +115,22 @@ def test_compressed_recompute_comes_with_the_optimizer_if_the_file_says_so(file)
         finally:
             recompute.uninstall()
             optimizer.uninstall()
+
+
+@pytest.mark.parametrize("brings", [{"checkpoints": True}, {"optimizer": True}], ids=str)
+def test_compressed_recompute_has_the_groups_of_the_file(megatron, file, brings):
+    from megatron_ext import optimizer, recompute
+    from tests.megatron_ext.test_recompute import CASES, _model, _pass
+
+    file({"coat": {"enabled": True, "checkpointing": {"compress": True, "group_size": 32}}})
+    try:
+        options.install(**brings)
+        _, _, (codes, instead_of) = _pass(_model("coat_layer_spec", **CASES["uniform"]))
+        # of BF16, a code and for each group a byte
+        assert codes and codes * 2 == instead_of * (1 + 1 / 32)
+    finally:
+        recompute.uninstall()
+        optimizer.uninstall()
 
 
 def test_keys_of_what_the_spec_does_not_bring_are_named(megatron, file, caplog):
@@ -259,6 +276,14 @@ def test_single_layers_follow_the_precision_file(megatron):
     tokens = torch.zeros(1, 16, dtype=torch.long, device=device)
     model(tokens, torch.arange(16, device=device)[None], None, labels=tokens).sum().backward()
     assert all(p.grad.isfinite().all() for p in model.parameters())
+
+
+def test_single_layers_keep_the_rest_of_the_block():
+    base = ActivationsConfig(group_size=32, evaluation="stock")
+    wanted = {"enabled": False, "backward_format": "e4m3", "weight_cache": "fp8", "fast_accumulation": "none"}
+    place = SimpleNamespace(module_path="decoder.layers.0.mlp.linear_fc1")
+    found = SimpleNamespace(config={"coat": wanted}, config_key="mine", match_input=place)
+    assert options.layer_activations(found, base) == dataclasses.replace(base, **wanted)
 
 
 @pytest.mark.parametrize(

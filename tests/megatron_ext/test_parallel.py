@@ -19,7 +19,7 @@ GPT = {
     "gated_linear_unit": False,
     "add_bias_linear": True,
 }
-VARIANTS = {"llama": LLAMA, "gpt": GPT}
+VARIANTS = {"llama": LLAMA, "gpt": GPT, "one group": {"num_query_groups": 1}}
 
 
 @contextlib.contextmanager
