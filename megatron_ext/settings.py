@@ -1,13 +1,9 @@
 """How the block's `activations` reach the layers: as an attribute of Megatron's config."""
 
-from coat_ds.config import ActivationsConfig, difference
+from coat_ds.config import ActivationsConfig
 from coat_ds.layers.inventory import Part
-from coat_ds.layers.log import say_once
 
 from . import options
-
-# what configs of this process were told last
-_told: list[ActivationsConfig] = []
 
 
 def set_activations(config, activations: ActivationsConfig, by: str | None = "set_activations()") -> None:
@@ -18,21 +14,12 @@ def set_activations(config, activations: ActivationsConfig, by: str | None = "se
     by: who chose them, for messages; None if they are the defaults that nobody asked for.
     """
     config.coat_activations, config.coat_activations_by = activations, by
-    _told[:] = [activations]
 
 
 def activations_of(config) -> ActivationsConfig:
     """What was noted on Megatron's config; else, as with `--spec` alone, what `COAT_CONFIG` says."""
     if not hasattr(config, "coat_activations"):
-        found = options.activations()
-        if _told and found not in _told:
-            key, told, taken = difference(_told[0], found)
-            say_once(
-                f"{found.KEY}.{key} is {taken!r} in layers whose TransformerConfig was told nothing, and was "
-                f"{told!r} in the one that was told last. dataclasses.replace() drops what was told: call "
-                "set_activations() for its result."
-            )
-        config.coat_activations, config.coat_activations_by = found, options.named_file()
+        set_activations(config, options.activations(), options.named_file())
     return config.coat_activations
 
 

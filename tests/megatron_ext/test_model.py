@@ -12,10 +12,9 @@ import torch
 from megatron.core.transformer.spec_utils import import_module
 
 from coat_ds.config import ActivationsConfig
-from coat_ds.layers import log
 from megatron_ext.layer_specs import coat_layer_spec, sdpa_layer_spec
 from megatron_ext.model import ModelShape, build_gpt, initialize_model_parallel, load_shape
-from megatron_ext.settings import activations_of, set_activations
+from megatron_ext.settings import activations_of
 
 pytestmark = pytest.mark.usefixtures("megatron")
 
@@ -140,19 +139,6 @@ def test_copies_of_a_config_have_what_it_was_told(copied):
     """As Megatron makes them for shared experts and for fewer groups of keys than ranks."""
     told = ActivationsConfig(group_size=32)
     assert activations_of(copied(build(coat_layer_spec, activations=told).config)) == told
-
-
-def test_a_config_that_lost_what_it_was_told_is_named(monkeypatch, caplog):
-    monkeypatch.delenv("COAT_CONFIG", raising=False)
-    model = build(coat_layer_spec, activations=ActivationsConfig(group_size=32))
-    log.say_anew()
-    replaced = dataclasses.replace(model.config, num_layers=1)
-    assert activations_of(replaced) == ActivationsConfig()
-    (line,) = [m for m in caplog.messages if "was told nothing" in m]
-    assert "activations.group_size is 16 in layers" in line and "was 32" in line
-    caplog.clear()
-    set_activations(replaced, ActivationsConfig(group_size=32))
-    assert activations_of(replaced).group_size == 32 and not caplog.messages
 
 
 @pytest.mark.parametrize("name", ["coat_layer_spec", "sdpa_layer_spec"])
