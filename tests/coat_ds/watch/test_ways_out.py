@@ -2,6 +2,7 @@
 
 import json
 import resource
+import types
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from coat_ds import CoatAdamW, CoatConfig, CoatConfigError, cli
 from coat_ds.config import WatchConfig
 from coat_ds.watch import Watch, jsonl, writer
 from coat_ds.watch.outs import Reading, read
+from coat_kernels import watching
 from tests.coat_ds.watch.parts import model
 from tests.util import run_distributed
 
@@ -200,7 +202,8 @@ def test_an_engine_that_is_not_watched_says_so(watch, key):
         watch_engine(PipelineEngine(), WatchConfig(**watch), True)
 
 
-def test_trainer_logs_readings(tmp_path):
+def trainer_of(folder, **arguments):
+    """A Trainer of a converted Llama that takes a reading every two steps."""
     from transformers import Trainer, TrainingArguments
 
     from coat_ds.watch import Callback
@@ -210,26 +213,56 @@ def test_trainer_logs_readings(tmp_path):
     rows = [(torch.arange(32) + i) % 64 for i in range(32)]
     data = [{"input_ids": row, "labels": row} for row in rows]
     arguments = TrainingArguments(
-        str(tmp_path),
+        str(folder),
         max_steps=5,
         per_device_train_batch_size=4,
         report_to=[],
         use_cpu=True,
         logging_steps=100,
+        **arguments,
     )
     optimizer = CoatAdamW(made.named_parameters(), min_numel=0)
     schedule = torch.optim.lr_scheduler.ConstantLR(optimizer, 1.0)
     trainer = Trainer(made, arguments, train_dataset=data, optimizers=(optimizer, schedule))
     trainer.add_callback(Callback(trainer, {"every": 2}))
+    return trainer, optimizer
+
+
+def logged_by(trainer):
+    return [entry for entry in trainer.state.log_history if "coat/step" in entry]
+
+
+def test_trainer_logs_readings(tmp_path):
+    trainer, optimizer = trainer_of(tmp_path)
     trainer.train()
-    logged = [entry for entry in trainer.state.log_history if "coat/step" in entry]
+    logged = logged_by(trainer)
     assert [entry["coat/step"] for entry in logged] == [2, 4]
     # it has ended
-    assert not [m for m in made.modules() if m._forward_hooks or m._forward_pre_hooks]
+    assert not [m for m in trainer.model.modules() if m._forward_hooks or m._forward_pre_hooks]
     assert not optimizer._optimizer_step_post_hooks
     name = "coat/update_error/model.layers.*.mlp.up_proj.weight"
     assert all(0 < entry[name] < 0.1 for entry in logged)
     assert logged[-1]["coat/bytes/states"] == coat_ds.state_bytes(optimizer)["bytes"]
+
+
+def test_trainer_goes_on_counting_after_an_interruption(tmp_path):
+    from transformers import TrainerCallback
+
+    class Interrupts(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            if state.global_step == 4:
+                raise KeyboardInterrupt
+
+    # after step 3, and in the reading of step 4
+    trainer, optimizer = trainer_of(tmp_path, save_steps=3, gradient_accumulation_steps=2)
+    trainer.callback_handler.callbacks.insert(0, Interrupts())
+    with pytest.raises(KeyboardInterrupt):
+        trainer.train()
+    trainer.callback_handler.callbacks.pop(0)
+    trainer.train(resume_from_checkpoint=True)
+    assert [entry["coat/step"] for entry in logged_by(trainer)] == [2, 4]
+    assert not [m for m in trainer.model.modules() if m._forward_hooks or m._forward_pre_hooks]
+    assert not optimizer._optimizer_step_pre_hooks and watching.observer() is None
 
 
 def test_trainer_without_our_optimizer():
@@ -238,3 +271,12 @@ def test_trainer_without_our_optimizer():
     callback = Callback(object())
     with pytest.raises(ValueError, match="expected a CoatAdamW, found AdamW"):
         callback.on_train_begin(None, None, None, model(), torch.optim.AdamW(model().parameters()))
+
+
+def test_trainer_under_deepspeed_without_a_watch():
+    from coat_ds.watch import Callback
+
+    engine = types.SimpleNamespace(coat=types.SimpleNamespace(watch=None))
+    callback = Callback(types.SimpleNamespace(deepspeed=engine), {"every": 2})
+    with pytest.raises(ValueError, match="the engine is not watched. Set coat.watch in its DeepSpeed config"):
+        callback.on_train_begin(None, None, None)
