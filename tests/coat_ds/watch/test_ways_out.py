@@ -94,6 +94,19 @@ def test_a_folder_that_cannot_be_written_is_refused_before_the_first_step(tmp_pa
     assert refused(folder) == 0 and run_distributed(refused_of_two, 2, folder) == [0, 0]
 
 
+def test_a_folder_that_is_there_and_takes_no_files_is_refused():
+    made = model()
+    # not even from root
+    with pytest.raises(CoatConfigError, match="coat.watch.folder: found '/proc', which cannot be written"):
+        Watch(made, None, {"folder": "/proc"})
+
+
+def test_a_folder_is_made_with_those_around_it(tmp_path):
+    made = model()
+    Watch(made, None, {"folder": str(tmp_path / "runs/one")}).close()
+    assert (tmp_path / "runs/one").is_dir()
+
+
 def test_a_full_disk_costs_a_reading_and_not_the_run(tmp_path, caplog):
     made = model()
     optimizer = CoatAdamW(made.named_parameters(), min_numel=0)
