@@ -151,6 +151,19 @@ def test_groups_of_a_weight_are_taken_from_all_of_its_columns(rows, columns):
     assert sampler.close()[0, 5] <= 2 * 128
 
 
+def test_groups_of_a_weight_are_taken_from_all_of_its_rows():
+    p = torch.nn.Parameter(torch.ones(256, 128))
+    made = CoatAdamW([("w", p)], min_numel=0)
+    made.init_states()
+    p.grad = torch.zeros(256, 128)
+    p.grad[128:] = 1
+    sampler = StateSampler(made, ["w"], lambda: {p: [("w", 0, p.numel())]})
+    sampler.open()
+    made.step()
+    # a group is a row, and every fifteenth is taken: those from 135 to 225
+    assert sampler.close()[0, 5] == 7 * 128
+
+
 def test_a_gradient_scaler_changes_no_figure():
     found = []
     for scale in (1.0, 8.0):
