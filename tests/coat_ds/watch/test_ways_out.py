@@ -13,6 +13,7 @@ import coat_ds
 from coat_ds import CoatAdamW, CoatConfig, CoatConfigError, cli
 from coat_ds.config import WatchConfig
 from coat_ds.watch import Watch, jsonl, writer
+from coat_ds.watch.command import draw
 from coat_ds.watch.outs import Reading, read
 from coat_kernels import watching
 from tests.coat_ds.watch.parts import model
@@ -45,6 +46,28 @@ def test_the_command_prints_a_table_and_draws(run, capsys):
     for name in ("errors.png", "memory.png"):
         written = run / name
         assert f"wrote {written}" in out and written.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+
+
+def test_what_the_pictures_show(tmp_path, monkeypatch):
+    import matplotlib.pyplot as plt
+
+    figures = []
+    monkeypatch.setattr(plt, "close", figures.append)
+    readings = [
+        Reading(step, 0, {f"{i}": {"stalled": i * error} for i in range(8)}, {"weights": step * 10**6}, [])
+        for step, error in ((10, 0.01), (30, 0.02))
+    ]
+    draw(readings, tmp_path)
+    monkeypatch.undo()
+    errors, memory = figures
+    drawn = {line.get_label(): line for line in errors.axes[0].lines}
+    # in percent, by name those that are worst
+    assert {name for name in drawn if name in "01234567"} == set("234567") and len(errors.axes[0].lines) == 8
+    assert drawn["7"].get_xdata().tolist() == [10, 30]
+    assert drawn["7"].get_ydata().tolist() == pytest.approx([7, 14])
+    assert memory.axes[0].dataLim.y1 == 30, "MB"
+    for figure in figures:
+        plt.close(figure)
 
 
 def test_readings_are_read_by_their_steps(tmp_path):
