@@ -80,10 +80,15 @@ def test_readings_are_read_by_their_steps(tmp_path):
 
 def test_the_command_says_what_the_last_reading_lacks(run, capsys):
     # as `wrong_scales` of layers that have all fallen back
-    jsonl(run)(Reading(8, 64, {"layers.*.weight": {"stalled": 0.25}}, {}, ["layers.0"]))
+    stalled = {"embedding": 0.1, "head": 0.3, "layers.*.weight": 0.25}
+    groups = {group: {"stalled": share} for group, share in stalled.items()}
+    jsonl(run)(Reading(8, 64, groups, {}, ["layers.0"]))
     assert cli.main(["watch", str(run), "--no-pictures"]) == 0
     _, _, *rows = capsys.readouterr().out.splitlines()
     assert rows[0].split() == ["update_error", "-", "3.00%", "4", "none", "has", "it"]
+    # the worst group, which is neither the first nor the last
+    assert rows[1].split() == ["stalled", "30.00%", "30.00%", "8", "head"]
+    assert rows[-1] == "fallen back: layers.0"
 
 
 def test_the_command_as_json_and_elsewhere(run, tmp_path, capsys):
