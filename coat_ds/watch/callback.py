@@ -1,5 +1,6 @@
 """Readings in what Hugging Face's Trainer logs. transformers is imported with this file."""
 
+import logging
 from collections.abc import Mapping
 from typing import Any
 
@@ -9,6 +10,8 @@ from coat_ds.config import WatchConfig
 from coat_ds.optim.optimizer import CoatAdamW
 from coat_ds.watch.outs import Reading
 from coat_ds.watch.watch import Watch
+
+logger = logging.getLogger("coat_ds")
 
 
 class Callback(TrainerCallback):
@@ -28,10 +31,23 @@ class Callback(TrainerCallback):
         self._is_own = False
 
     def on_train_begin(self, args, state, control, model=None, optimizer=None, **kwargs) -> None:
+        # of a training that was interrupted
+        self.on_train_end(args, state, control)
         engine = getattr(self.trainer, "deepspeed", None)
         coat = getattr(engine, "coat", None)
-        if coat is not None and coat.watch is not None:
-            self._watch = coat.watch
+        if coat is not None:
+            if coat.watch is None:
+                raise ValueError(
+                    "coat_ds.watch.Callback: the engine is not watched. Set coat.watch in its DeepSpeed "
+                    "config to true, or remove the callback."
+                )
+            if self.config is not None:
+                logger.warning(
+                    "coat_ds.watch.Callback: config: found %r, of no effect: under DeepSpeed coat.watch "
+                    "says how. Drop it.",
+                    self.config,
+                )
+            self._watch, self._is_own = coat.watch, False
         else:
             optimizer = getattr(optimizer, "optimizer", optimizer)
             if not isinstance(optimizer, CoatAdamW):
@@ -39,7 +55,14 @@ class Callback(TrainerCallback):
                     f"coat_ds.watch.Callback: expected a CoatAdamW, found {type(optimizer).__name__}. Give "
                     "one to the Trainer as `optimizers`, or add the coat block to its DeepSpeed config."
                 )
-            self._watch, self._is_own = Watch(model, optimizer, self.config), True
+            self._watch = Watch(
+                model,
+                optimizer,
+                self.config,
+                # a run that resumes goes on counting
+                steps_done=lambda: self.trainer.state.global_step,
+            )
+            self._is_own = True
         self._watch.add(self._log)
 
     def on_step_end(self, args, state, control, **kwargs) -> None:

@@ -103,7 +103,8 @@ class Watch:
         self._forwards, self._rank = list(forwards) or [model], rank
         if config.every and config.folder:
             self._check_folder()
-        own = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        # frozen ones, too: they may be trained later on
+        own = dict(model.named_parameters())
         self._names, self._union = list(own), union
         # of a converted model some come with its first forward
         self._layers: list[str] | None = None

@@ -268,6 +268,8 @@ def experts(folder):
     result["busy"] = watched.expert.linear_fc1.weight.main_grad.any().item()
     watched.watch.close()
     result["last"] = watched.watch.last
+    # the second optimizer of the chain has the experts
+    result["states"] = [state_bytes(part.optimizer)["bytes"] for part in watched.optimizer.chained_optimizers]
     acting = {"every": 1, "readings": 1, "act": "act"}
     trainer = Mixture(acting)
     trainer.steps(0, 1)
@@ -457,6 +459,7 @@ def test_experts_of_one_number_fall_back_on_all_ranks(ranks):
         assert found["last"].groups == first["last"].groups
         group = found["last"].groups["decoder.layers.*.mlp.experts.local_experts.*.linear_fc2"]
         assert group["input_flushed"] > 0.9
+        assert found["last"].memory["states"] == sum(found["states"]) and min(found["states"]) > 0
         assert found["fallen"] == (first["fallen"][0], True) and name in found["fallen"][0]["layers"]
         assert found["resumed"] == found["fallen"]
         assert found["goes on"][0] == found["goes on"][1]

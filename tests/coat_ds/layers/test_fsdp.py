@@ -104,7 +104,8 @@ def test_a_watched_model():
             assert found[0] == pytest.approx(alone[0], rel=2**-7) and found[2:] == alone[2:]
             # gathered weights do not count
             assert found[1].memory["saved"] == alone[1].memory["saved"]
-            assert found[1].memory["weights"] < 0.6 * alone[1].memory["weights"]
+            # half of each weight, and whole buffers
+            assert 0.5 <= found[1].memory["weights"] / alone[1].memory["weights"] < 0.6
 
 
 def check(ranks):

@@ -146,6 +146,15 @@ def test_samples_of_many_tensors_are_counted_under_their_own_names(monkeypatch):
             assert found[f"{role}_saturated"] == 5 / count, (i, role)
 
 
+def test_shares_are_of_the_codes_that_were_looked_at(monkeypatch):
+    monkeypatch.setattr(codes, "SAMPLE", 97)
+    model = linear()
+    counter = CodeCounter(model)
+    for value in (0.0, 448.0, 1.0, 1.0):
+        counter.codes("input", model[0].forward.x_scale, torch.full((24, 64), value).to(torch.float8_e4m3fn))
+    assert figures_of(counter, "0") == {"input_flushed": 0.25, "input_saturated": 0.25}
+
+
 @pytest.mark.parametrize("columns, size", [(64, 16), (40, 16), (100, 128)])
 def test_groups_of_zeros_do_not_count_where_the_last_one_is_short(monkeypatch, columns, size):
     monkeypatch.setattr(codes, "SAMPLE", 97)

@@ -40,7 +40,8 @@ def engine_of(model, stage, watch, **more):
         "train_micro_batch_size_per_gpu": BATCH,
         "optimizer": {"type": "AdamW", "params": {"lr": 3e-3, "betas": [0.9, 0.95]}},
         "bf16": {"enabled": True},
-        "zero_optimization": {"stage": stage},
+        # otherwise ZeRO-3 keeps small weights whole
+        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
         "coat": {"enabled": True, "optimizer": {"min_numel": 0}, "watch": watch},
         **more,
     }

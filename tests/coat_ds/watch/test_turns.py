@@ -112,8 +112,8 @@ def test_chunks_of_a_pipeline_are_watched_in_their_own_first_forwards():
 
 
 def test_a_block_that_was_not_called_was_not_looked_at(blocks):
-    readings = []
-    watch = Watch(blocks, None, {"every": 1}, [readings.append])
+    said, config = [], {"every": 1, "act": "warn", "readings": 2, "flushed": 1e-9}
+    watch = Watch(blocks, None, config, say=lambda line, level: said.append(line))
     (first,) = sums_of_steps(watch, 1, closes=False)
     # the turn of block 1 was the first reading's, and is that of the third
     watch.go_on_from(2)
@@ -121,6 +121,8 @@ def test_a_block_that_was_not_called_was_not_looked_at(blocks):
     (second,) = sums_of_steps(watch, 1)
     assert second["1.0"][codes.REPLAYED] == 1 and second["1.0"][0] == 0
     assert watch._earlier["1.0"] == first["1.0"] and first["1.0"][0] > 0
+    # what it told in the first reading is not counted again
+    assert not [line for line in said if ": 1." in line]
 
 
 def test_a_forward_that_fails_is_watched_when_it_is_tried_again(blocks):

@@ -82,7 +82,7 @@ def test_copies_of_a_model_are_not_watched(tmp_path):
     assert watching.observer() is None
 
 
-@pytest.mark.parametrize("config", [{"every": 0, "folder": "x"}, {"every": 1}])
+@pytest.mark.parametrize("config", [{"every": 0, "folder": "/proc"}, {"every": 1}])
 def test_nothing_is_measured_where_nobody_wants_it(config):
     made = coat_ds.convert(model().bfloat16())
     watch = Watch(made, CoatAdamW(made.named_parameters()), config)
@@ -104,6 +104,55 @@ def test_the_first_step_counts_the_states_that_it_makes():
     watch.close()
     assert readings[0].memory == readings[1].memory
     assert readings[0].memory["states"] == coat_ds.state_bytes(optimizer)["bytes"] > 0
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_weights_that_are_trained_later_on_are_measured_then(count):
+    """By one optimizer or by two, of which the first holds something that is not the model's."""
+    made, readings = coat_ds.convert(model().bfloat16()), []
+    made[0].weight.requires_grad_(False)
+    own, named = [("temperature", torch.nn.Parameter(torch.ones(1)))], list(made.named_parameters())
+    parts = [own + named] if count == 1 else [own + named[:2], named[2:]]
+    optimizers = [CoatAdamW(part, min_numel=0) for part in parts]
+    config = {"every": 1, "act": "act", "readings": 1, "update_error": 1e-6}
+    watch = Watch(made, optimizers, config, [readings.append])
+    for step in range(6):
+        made[0].weight.requires_grad_(step > 2)
+        made(torch.randn(16, 64).bfloat16()).square().sum().backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        watch.end_step()
+    watch.close()
+    assert watch.fallback.states == ["1.weight", "0.weight"]
+    last = readings[-1]
+    assert last.fallen == ["0.weight", "1.weight"] and last.flat()["coat/fallen"] == 2
+    assert last.memory["states"] == sum(coat_ds.state_bytes(o)["bytes"] for o in optimizers)
+    # and back again
+    in_fp32 = [sum(coat_ds.state_bytes(o)["by_codec"].get("fp32", 0) for o in optimizers)]
+    watch.fallback.restore({})
+    in_fp32.append(sum(coat_ds.state_bytes(o)["by_codec"].get("fp32", 0) for o in optimizers))
+    assert in_fp32[0] - in_fp32[1] == 2 * 4 * (made[0].weight.numel() + made[1].weight.numel())
+
+
+def test_of_a_step_of_several_forwards_the_first_one_is_what_is_saved():
+    """As with gradient accumulation, and an evaluation in between."""
+    saved = []
+    for count in (1, 3):
+        made, readings = model(), []
+        optimizer = CoatAdamW(made.named_parameters(), min_numel=0)
+        watch = Watch(made, optimizer, {"every": 1}, [readings.append])
+        for _ in range(count):
+            made(torch.ones(16, 64)).sum().backward()
+            with torch.no_grad():
+                made.eval()(torch.ones(16, 64))
+            made.train()
+        optimizer.step()
+        watch.end_step()
+        watch.close()
+        saved.append(readings[-1].memory["saved"])
+    # the inputs of both layers in FP32, and no weight
+    assert saved == [2 * 16 * 64 * 4] * 2
 
 
 COMPILED = {

@@ -2,6 +2,7 @@
 
 import json
 import resource
+import types
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,9 @@ import coat_ds
 from coat_ds import CoatAdamW, CoatConfig, CoatConfigError, cli
 from coat_ds.config import WatchConfig
 from coat_ds.watch import Watch, jsonl, writer
+from coat_ds.watch.command import draw
 from coat_ds.watch.outs import Reading, read
+from coat_kernels import watching
 from tests.coat_ds.watch.parts import model
 from tests.util import run_distributed
 
@@ -45,6 +48,28 @@ def test_the_command_prints_a_table_and_draws(run, capsys):
         assert f"wrote {written}" in out and written.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
 
 
+def test_what_the_pictures_show(tmp_path, monkeypatch):
+    import matplotlib.pyplot as plt
+
+    figures = []
+    monkeypatch.setattr(plt, "close", figures.append)
+    readings = [
+        Reading(step, 0, {f"{i}": {"stalled": i * error} for i in range(8)}, {"weights": step * 10**6}, [])
+        for step, error in ((10, 0.01), (30, 0.02))
+    ]
+    draw(readings, tmp_path)
+    monkeypatch.undo()
+    errors, memory = figures
+    drawn = {line.get_label(): line for line in errors.axes[0].lines}
+    # in percent, by name those that are worst
+    assert {name for name in drawn if name in "01234567"} == set("234567") and len(errors.axes[0].lines) == 8
+    assert drawn["7"].get_xdata().tolist() == [10, 30]
+    assert drawn["7"].get_ydata().tolist() == pytest.approx([7, 14])
+    assert memory.axes[0].dataLim.y1 == 30, "MB"
+    for figure in figures:
+        plt.close(figure)
+
+
 def test_readings_are_read_by_their_steps(tmp_path):
     """Of a run that went back to a checkpoint, and was watched at other steps before."""
     write = jsonl(tmp_path)
@@ -55,10 +80,15 @@ def test_readings_are_read_by_their_steps(tmp_path):
 
 def test_the_command_says_what_the_last_reading_lacks(run, capsys):
     # as `wrong_scales` of layers that have all fallen back
-    jsonl(run)(Reading(8, 64, {"layers.*.weight": {"stalled": 0.25}}, {}, ["layers.0"]))
+    stalled = {"embedding": 0.1, "head": 0.3, "layers.*.weight": 0.25}
+    groups = {group: {"stalled": share} for group, share in stalled.items()}
+    jsonl(run)(Reading(8, 64, groups, {}, ["layers.0"]))
     assert cli.main(["watch", str(run), "--no-pictures"]) == 0
     _, _, *rows = capsys.readouterr().out.splitlines()
     assert rows[0].split() == ["update_error", "-", "3.00%", "4", "none", "has", "it"]
+    # the worst group, which is neither the first nor the last
+    assert rows[1].split() == ["stalled", "30.00%", "30.00%", "8", "head"]
+    assert rows[-1] == "fallen back: layers.0"
 
 
 def test_the_command_as_json_and_elsewhere(run, tmp_path, capsys):
@@ -90,6 +120,19 @@ def test_a_folder_that_cannot_be_written_is_refused_before_the_first_step(tmp_pa
     (tmp_path / "file").touch()
     folder = str(tmp_path / "file/run")
     assert refused(folder) == 0 and run_distributed(refused_of_two, 2, folder) == [0, 0]
+
+
+def test_a_folder_that_is_there_and_takes_no_files_is_refused():
+    made = model()
+    # not even from root
+    with pytest.raises(CoatConfigError, match="coat.watch.folder: found '/proc', which cannot be written"):
+        Watch(made, None, {"folder": "/proc"})
+
+
+def test_a_folder_is_made_with_those_around_it(tmp_path):
+    made = model()
+    Watch(made, None, {"folder": str(tmp_path / "runs/one")}).close()
+    assert (tmp_path / "runs/one").is_dir()
 
 
 def test_a_full_disk_costs_a_reading_and_not_the_run(tmp_path, caplog):
@@ -200,7 +243,8 @@ def test_an_engine_that_is_not_watched_says_so(watch, key):
         watch_engine(PipelineEngine(), WatchConfig(**watch), True)
 
 
-def test_trainer_logs_readings(tmp_path):
+def trainer_of(folder, **arguments):
+    """A Trainer of a converted Llama that takes a reading every two steps."""
     from transformers import Trainer, TrainingArguments
 
     from coat_ds.watch import Callback
@@ -210,26 +254,56 @@ def test_trainer_logs_readings(tmp_path):
     rows = [(torch.arange(32) + i) % 64 for i in range(32)]
     data = [{"input_ids": row, "labels": row} for row in rows]
     arguments = TrainingArguments(
-        str(tmp_path),
+        str(folder),
         max_steps=5,
         per_device_train_batch_size=4,
         report_to=[],
         use_cpu=True,
         logging_steps=100,
+        **arguments,
     )
     optimizer = CoatAdamW(made.named_parameters(), min_numel=0)
     schedule = torch.optim.lr_scheduler.ConstantLR(optimizer, 1.0)
     trainer = Trainer(made, arguments, train_dataset=data, optimizers=(optimizer, schedule))
     trainer.add_callback(Callback(trainer, {"every": 2}))
+    return trainer, optimizer
+
+
+def logged_by(trainer):
+    return [entry for entry in trainer.state.log_history if "coat/step" in entry]
+
+
+def test_trainer_logs_readings(tmp_path):
+    trainer, optimizer = trainer_of(tmp_path)
     trainer.train()
-    logged = [entry for entry in trainer.state.log_history if "coat/step" in entry]
+    logged = logged_by(trainer)
     assert [entry["coat/step"] for entry in logged] == [2, 4]
     # it has ended
-    assert not [m for m in made.modules() if m._forward_hooks or m._forward_pre_hooks]
+    assert not [m for m in trainer.model.modules() if m._forward_hooks or m._forward_pre_hooks]
     assert not optimizer._optimizer_step_post_hooks
     name = "coat/update_error/model.layers.*.mlp.up_proj.weight"
     assert all(0 < entry[name] < 0.1 for entry in logged)
     assert logged[-1]["coat/bytes/states"] == coat_ds.state_bytes(optimizer)["bytes"]
+
+
+def test_trainer_goes_on_counting_after_an_interruption(tmp_path):
+    from transformers import TrainerCallback
+
+    class Interrupts(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            if state.global_step == 4:
+                raise KeyboardInterrupt
+
+    # after step 3, and in the reading of step 4
+    trainer, optimizer = trainer_of(tmp_path, save_steps=3, gradient_accumulation_steps=2)
+    trainer.callback_handler.callbacks.insert(0, Interrupts())
+    with pytest.raises(KeyboardInterrupt):
+        trainer.train()
+    trainer.callback_handler.callbacks.pop(0)
+    trainer.train(resume_from_checkpoint=True)
+    assert [entry["coat/step"] for entry in logged_by(trainer)] == [2, 4]
+    assert not [m for m in trainer.model.modules() if m._forward_hooks or m._forward_pre_hooks]
+    assert not optimizer._optimizer_step_pre_hooks and watching.observer() is None
 
 
 def test_trainer_without_our_optimizer():
@@ -238,3 +312,12 @@ def test_trainer_without_our_optimizer():
     callback = Callback(object())
     with pytest.raises(ValueError, match="expected a CoatAdamW, found AdamW"):
         callback.on_train_begin(None, None, None, model(), torch.optim.AdamW(model().parameters()))
+
+
+def test_trainer_under_deepspeed_without_a_watch():
+    from coat_ds.watch import Callback
+
+    engine = types.SimpleNamespace(coat=types.SimpleNamespace(watch=None))
+    callback = Callback(types.SimpleNamespace(deepspeed=engine), {"every": 2})
+    with pytest.raises(ValueError, match="the engine is not watched. Set coat.watch in its DeepSpeed config"):
+        callback.on_train_begin(None, None, None)
