@@ -13,6 +13,9 @@ from coat_ds.watch.watch import Watch
 
 logger = logging.getLogger("coat_ds")
 
+# under which trainer_state.json has what has fallen back
+KEY = "coat_watch"
+
 
 class Callback(TrainerCallback):
     """Logs each reading by `trainer.log`, so to wherever the Trainer reports.
@@ -63,11 +66,13 @@ class Callback(TrainerCallback):
                 steps_done=lambda: self.trainer.state.global_step,
             )
             self._is_own = True
+            self._watch.resume(state.stateful_callbacks.get(KEY, {}))
         self._watch.add(self._log)
 
     def on_step_end(self, args, state, control, **kwargs) -> None:
         if self._is_own:
             self._watch.end_step()
+            state.stateful_callbacks[KEY] = self._watch.fallback.state()
 
     def on_train_end(self, args, state, control, **kwargs) -> None:
         if self._watch is None:

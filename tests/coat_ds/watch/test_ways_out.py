@@ -243,8 +243,8 @@ def test_an_engine_that_is_not_watched_says_so(watch, key):
         watch_engine(PipelineEngine(), WatchConfig(**watch), True)
 
 
-def trainer_of(folder, **arguments):
-    """A Trainer of a converted Llama that takes a reading every two steps."""
+def trainer_of(folder, watch=None, **arguments):
+    """A Trainer of a converted Llama that takes a reading every two steps unless told otherwise."""
     from transformers import Trainer, TrainingArguments
 
     from coat_ds.watch import Callback
@@ -265,7 +265,7 @@ def trainer_of(folder, **arguments):
     optimizer = CoatAdamW(made.named_parameters(), min_numel=0)
     schedule = torch.optim.lr_scheduler.ConstantLR(optimizer, 1.0)
     trainer = Trainer(made, arguments, train_dataset=data, optimizers=(optimizer, schedule))
-    trainer.add_callback(Callback(trainer, {"every": 2}))
+    trainer.add_callback(Callback(trainer, watch or {"every": 2}))
     return trainer, optimizer
 
 
@@ -304,6 +304,25 @@ def test_trainer_goes_on_counting_after_an_interruption(tmp_path):
     assert [entry["coat/step"] for entry in logged_by(trainer)] == [2, 4]
     assert not [m for m in trainer.model.modules() if m._forward_hooks or m._forward_pre_hooks]
     assert not optimizer._optimizer_step_pre_hooks and watching.observer() is None
+
+
+def test_trainer_resumes_with_what_has_fallen_back(tmp_path, caplog):
+    caplog.set_level("INFO", "coat_ds")
+    limits = {"every": 1, "act": "act", "readings": 1, "update_error": 1e-6}
+    trainer, _ = trainer_of(tmp_path, limits, save_steps=3)
+    trainer.train()
+    fallen = trainer.state.stateful_callbacks["coat_watch"]
+    assert "lm_head.weight" in fallen["states"] and not fallen["layers"]
+    for act, formats, said in (
+        ("act", ["fp32", "fp32"], "as in the checkpoint's run"),
+        ("off", ["ratio8", "log8"], "coat.watch.act is 'off'"),
+    ):
+        caplog.clear()
+        trainer, optimizer = trainer_of(tmp_path, {"act": act})
+        trainer.train(resume_from_checkpoint=f"{tmp_path}/checkpoint-3")
+        state = optimizer.state[trainer.model.lm_head.weight]
+        assert [state[name].codec.name for name in ("exp_avg", "exp_avg_sq")] == formats
+        assert any(said in line and "lm_head.weight" in line for line in caplog.messages)
 
 
 def test_trainer_without_our_optimizer():
