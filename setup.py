@@ -92,7 +92,7 @@ setup(
         "huggingface": HUGGINGFACE,
         # what the entry point and the plots need beside the two frameworks
         "launch": ["tokenizers", "tqdm", "matplotlib"],
-        "docs": ["mkdocs==1.6.1", "mkdocs-material==9.8.1", "pymdown-extensions==13.1"],
+        "docs": ["mkdocs==1.6.1", "mkdocs-material==9.8.1", "pymdown-extensions==12.3"],
         "test": [
             *HUGGINGFACE,
             "pytest",
