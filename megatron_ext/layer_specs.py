@@ -120,12 +120,14 @@ def _has_experts(
 
     Layers of multi-token prediction are as the decoder's last. megatron-core 0.16 counts on for them.
     """
+    last = config.num_layers - 1
+    if is_mtp_layer:
+        return is_moe_layer(config, last)
     offset = 0
-    if add_layer_offset and not is_mtp_layer:
+    if add_layer_offset:
         rank = None if pg_collection is None else pg_collection.pp.rank()
         offset = get_transformer_layer_offset(config, vp_stage, rank)
-    last = config.num_layers - 1
-    return is_moe_layer(config, last if is_mtp_layer else min(layer_number - 1 + offset, last))
+    return is_moe_layer(config, min(layer_number - 1 + offset, last))
 
 
 def _check_layers(config) -> None:
