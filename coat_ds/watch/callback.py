@@ -1,17 +1,15 @@
 """Readings in what Hugging Face's Trainer logs. transformers is imported with this file."""
 
-import logging
 from collections.abc import Mapping
 from typing import Any
 
 from transformers import Trainer, TrainerCallback
 
 from coat_ds.config import WatchConfig
+from coat_ds.layers.log import say_once
 from coat_ds.optim.optimizer import CoatAdamW
 from coat_ds.watch.outs import Reading
 from coat_ds.watch.watch import Watch
-
-logger = logging.getLogger("coat_ds")
 
 # under which trainer_state.json has what has fallen back
 KEY = "coat_watch"
@@ -25,7 +23,8 @@ class Callback(TrainerCallback):
     Under DeepSpeed with the block, `coat.watch` says how; otherwise `config` does. What is numbered by steps
     is the log's: a reading is of one step earlier, which it names as coat/step.
 
-    Raises ValueError, when training begins, if the model's optimizer is no CoatAdamW.
+    Raises ValueError, when training begins, if the model's optimizer is no CoatAdamW, or DeepSpeed's
+    engine is not watched.
     """
 
     def __init__(self, trainer: Trainer, config: WatchConfig | Mapping[str, Any] | None = None):
@@ -45,10 +44,9 @@ class Callback(TrainerCallback):
                     "config to true, or remove the callback."
                 )
             if self.config is not None:
-                logger.warning(
-                    "coat_ds.watch.Callback: config: found %r, of no effect: under DeepSpeed coat.watch "
-                    "says how. Drop it.",
-                    self.config,
+                say_once(
+                    f"coat_ds.watch.Callback: config: found {self.config!r}, of no effect: under DeepSpeed "
+                    "coat.watch says how. Drop it."
                 )
             self._watch, self._is_own = coat.watch, False
         else:

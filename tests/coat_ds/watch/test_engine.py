@@ -81,9 +81,11 @@ def watched_run(stage, folder):
     before = list(outs)
     # Trainer's callback takes the engine's watch, which it neither steps nor ends
     from coat_ds.watch import Callback
+    from coat_ds.watch import callback as of_callback
 
-    callback = Callback(types.SimpleNamespace(deepspeed=engine, log=logged.append))
-    callback.on_train_begin(None, None, None)
+    callback = Callback(types.SimpleNamespace(deepspeed=engine, log=logged.append), {"every": 3})
+    with mock.patch.object(of_callback, "say_once") as said:
+        callback.on_train_begin(None, None, None)
     losses = []
     for step in range(5):
         losses += train(engine, 1, first=step)
@@ -94,10 +96,15 @@ def watched_run(stage, folder):
     held = sum(p.nbytes for p in llama().parameters())
     found = {"last": engine.coat.watch.last, "states": engine.coat.states["bytes"], "weights": held}
     hooked = [n for n, m in engine.module.named_modules() if n and (m._forward_pre_hooks or m._forward_hooks)]
+    found["ignored"] = said.call_args.args[0]
     engine.destroy()
     plain = engine_of(llama(), stage, False)
     same = train(plain, 7) == losses
     assert plain.coat.watch is None
+    try:
+        Callback(types.SimpleNamespace(deepspeed=plain)).on_train_begin(None, None, None)
+    except ValueError as error:
+        found["refused"] = str(error)
     plain.destroy()
     return found | {"steps": [r.step for r in seen], "same": same, "hooked": hooked}
 
@@ -241,6 +248,9 @@ def test_readings_in_a_run(folder, stage):
     assert last.memory["masters"] >= 2 * found["weights"]
     assert last.memory["saved"] > 0 and last.memory["fp8_copies"] == 0
     assert last.fallen == []
+    # of Trainer's callback
+    assert "config: found {'every': 3}, of no effect" in found["ignored"]
+    assert "the engine is not watched. Set coat.watch in its DeepSpeed config" in found["refused"]
 
 
 def test_readings_arrive_in_the_file_and_in_deepspeeds_monitors(folder):

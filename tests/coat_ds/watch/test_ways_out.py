@@ -2,7 +2,6 @@
 
 import json
 import resource
-import types
 from pathlib import Path
 
 import pytest
@@ -331,12 +330,3 @@ def test_trainer_without_our_optimizer():
     callback = Callback(object())
     with pytest.raises(ValueError, match="expected a CoatAdamW, found AdamW"):
         callback.on_train_begin(None, None, None, model(), torch.optim.AdamW(model().parameters()))
-
-
-def test_trainer_under_deepspeed_without_a_watch():
-    from coat_ds.watch import Callback
-
-    engine = types.SimpleNamespace(coat=types.SimpleNamespace(watch=None))
-    callback = Callback(types.SimpleNamespace(deepspeed=engine), {"every": 2})
-    with pytest.raises(ValueError, match="the engine is not watched. Set coat.watch in its DeepSpeed config"):
-        callback.on_train_begin(None, None, None)
