@@ -43,7 +43,8 @@ SECTIONS = [
         "Convergence",
         columns=(
             *("run", "seed", "tokens", "steps", "val_loss_start", "val_loss"),
-            *("to_bf16_mean", "to_bf16_same_seed", "train_s", "tokens_per_s", "peak_mb"),
+            *("val_loss_bf16", "val_loss_fp8", "to_bf16_mean", "to_bf16_same_seed"),
+            *("train_s", "tokens_per_s", "peak_mb"),
             *("state_bytes_per_param", "saved_bytes_per_token_layer", "note"),
         ),
     ),

@@ -82,6 +82,7 @@ def converge(arguments, table: Table) -> None:
     --work goes on there. In the end it says of each kind of run whether what is claimed of COAT holds: a mean
     that is not above the spread of BF16's seeds, and at most 0.01 nat above their mean. Columns:
     - val_loss_start, val_loss: of 524,288 held-out tokens, nats per token, by the layers that were trained;
+    - val_loss_bf16, val_loss_fp8: in the end, of the same weights in stock layers, and in COAT's;
     - to_bf16_mean, to_bf16_same_seed: relative distance to BF16's mean, and to BF16 of that seed;
     - train_s: without validations, with compiling kernels; tokens_per_s: median over twenty steps at a time,
       with reading the data; peak_mb: over what was held before the model, in 10^6 bytes;

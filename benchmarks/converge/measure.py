@@ -6,6 +6,7 @@ import math
 import shutil
 import statistics
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -17,6 +18,7 @@ from benchmarks.common.training import BETAS, EPS, WEIGHT_DECAY, loss_of
 from benchmarks.common.whole_models import bf16_section, coat_section
 from benchmarks.converge import corpus
 from benchmarks.converge.recipe import (
+    BF16,
     LONG_BETAS,
     LONG_MEMORY,
     VALIDATIONS,
@@ -70,13 +72,15 @@ def load_text(setup: Setup, seed: int) -> corpus.TokenizedText:
     return corpus.load(setup.data, setup.recipe.seq_length, seed)
 
 
-def build_gpt_of_recipe(setup: Setup, run: Run, coat, text: corpus.TokenizedText) -> torch.nn.Module:
+def build_gpt_of_recipe(
+    setup: Setup, run: Run, coat, text: corpus.TokenizedText, **config
+) -> torch.nn.Module:
     from megatron_ext.model import load_shape
 
-    return gpt_of(load_shape(setup.recipe.shape_file), setup, run, coat, text.vocab_size)
+    return gpt_of(load_shape(setup.recipe.shape_file), setup, run, coat, text.vocab_size, **config)
 
 
-def gpt_of(shape, setup: Setup, run: Run, coat, vocab_size: int) -> torch.nn.Module:
+def gpt_of(shape, setup: Setup, run: Run, coat, vocab_size: int, **config) -> torch.nn.Module:
     """megatron-core's GPTModel of a `ModelShape` as `launch/pretrain_gpt.py` makes it."""
     from megatron_ext import layer_specs
     from megatron_ext.model import build_gpt
@@ -90,6 +94,7 @@ def gpt_of(shape, setup: Setup, run: Run, coat, vocab_size: int) -> torch.nn.Mod
         vocab_size=padded_vocab_size(vocab_size),
         seed=run.seed,
         activations=coat.activations,
+        **config,
     )
 
 
@@ -122,6 +127,38 @@ def held_out_loss(model: torch.nn.Module, data, setup: Setup) -> float:
         for last in [min(first + size, count)]
     ]
     return round(torch.stack(sums).sum().item() / count, 5)
+
+
+def losses_by_layers(
+    trained: torch.nn.Module, build: Callable[..., torch.nn.Module], data, setup: Setup
+) -> dict[str, float]:
+    """The held-out losses of one model's weights in stock layers and in COAT's as they are by default.
+
+    build(coat): a model with the parameters of `trained`, whatever their values, and the layers that a
+    `coat_ds.CoatConfig` names.
+    """
+    import coat_ds
+
+    weights, found = dict(trained.named_parameters()), {}
+    for name, fp8 in (("val_loss_bf16", False), ("val_loss_fp8", True)):
+        model = build(coat_ds.CoatConfig(enabled=fp8))
+        with torch.no_grad():
+            for parameter, p in model.named_parameters():
+                p.copy_(weights[parameter])
+        found[name] = held_out_loss(model.eval(), data, setup)
+    return found
+
+
+def by_layers_at_the_end(setup: Setup, engine: torch.nn.Module, text, step: int) -> dict[str, float]:
+    """As `Task.scores`: after the last step, the losses by layers."""
+    if step != setup.recipe.steps:
+        return {}
+
+    def build(coat) -> torch.nn.Module:
+        # to draw a billion weights takes longer than to validate them
+        return build_gpt_of_recipe(setup, Run.parse(BF16), coat, text, perform_initialization=False)
+
+    return losses_by_layers(engine.module, build, text, setup)
 
 
 @torch.no_grad()
@@ -280,17 +317,20 @@ def summary_of(lines: Path, progress: Progress, finite: bool) -> dict[str, float
     """Figures of a complete run, from what it wrote of its steps."""
     records = read_metrics(lines)
     first, *_, last = [record for record in records if "val_loss" in record]
-    scores = [name for name in first if name not in ("run", "step", "val_loss")]
+    before, after = (
+        {name: score for name, score in record.items() if name not in ("run", "step", "val_loss")}
+        for record in (first, last)
+    )
     speeds = [record["tokens_per_s"] for record in records if "tokens_per_s" in record]
     return {
         "val_loss_start": first["val_loss"],
         "val_loss": last["val_loss"] if finite else math.nan,
-        **{f"{name}_start": first[name] for name in scores},
-        **{name: last[name] if finite else math.nan for name in scores},
+        **{f"{name}_start": score for name, score in before.items()},
+        **{name: score if finite else math.nan for name, score in after.items()},
         "train_s": progress.seconds,
         "tokens_per_s": statistics.median(speeds) if speeds else math.nan,
         "peak_mb": progress.peak / 1e6,
     }
 
 
-PRETRAINING = Task(build_gpt_of_recipe, load_text, loss_of, saved_by_layers)
+PRETRAINING = Task(build_gpt_of_recipe, load_text, loss_of, saved_by_layers, by_layers_at_the_end)

@@ -163,7 +163,8 @@ class Task(NamedTuple):
     facts: Callable[..., dict[str, object]]
     """facts(model, batch): of a model that was trained, by names of columns."""
     scores: Callable[..., dict[str, float]] = no_scores
-    """scores(setup, model, data, step): of a model in evaluation, with each validation."""
+    """scores(setup, model, data, step): of a model in evaluation, with each validation.
+    Columns are those of the first and of the last one."""
 
 
 class Setup(NamedTuple):

@@ -15,7 +15,7 @@ from benchmarks.common.harness import Table, benchmark
 from benchmarks.common.training import loss_of
 from benchmarks.converge import make_runs, prepare_text, prepared, run_options, text_options
 from benchmarks.converge.corpus import TokenizedText
-from benchmarks.converge.measure import held_out_loss, load_text, saved_by_layers
+from benchmarks.converge.measure import load_text, losses_by_layers, saved_by_layers
 from benchmarks.converge.recipe import TINY, Recipe, Setup, Task
 from benchmarks.finetune import cloze, pretrained
 from benchmarks.finetune.table import SYSTEMS, parse, publish
@@ -112,10 +112,8 @@ def scores_of(
     if step not in (0, setup.recipe.steps):
         return {}
     found = {"cloze": round(cloze.accuracy(engine, cloze.rows_of(setup.data, questions)), 5)}
-    for name, fp8 in (("val_loss_bf16", False), ("val_loss_fp8", True)):
-        model = pretrained.with_weights_of(engine.module, fp8, start, setup, text)
-        found[name] = held_out_loss(model, text, setup)
-    return found
+    like = functools.partial(pretrained.build_like, engine.module, start, setup, text)
+    return found | losses_by_layers(engine.module, like, text, setup)
 
 
 def start_of(arguments) -> pretrained.Pretrained:

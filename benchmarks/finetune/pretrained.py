@@ -124,23 +124,15 @@ def build(pretrained: Pretrained, setup: Setup, run: Run, coat, text) -> torch.n
     return model
 
 
-def with_weights_of(
-    trained: torch.nn.Module, fp8: bool, pretrained: Pretrained, setup: Setup, text
-) -> torch.nn.Module:
-    """COAT's layers as they are by default, or stock ones, with the weights of `trained`, which `build` made:
-    as it may be used."""
+def build_like(trained: torch.nn.Module, pretrained: Pretrained, setup: Setup, text, coat):
+    """A model by the path of `trained`, which `build` made, with the layers that `coat` names."""
     import coat_ds
 
     path = HUGGING_FACE if isinstance(trained, TokenLosses) else MEGATRON
-    coat = coat_ds.CoatConfig(enabled=fp8)
     model = build(pretrained, setup, Run(path, (BF16,), 1), coat, text)
-    if fp8 and path == HUGGING_FACE:
+    if coat.enabled and path == HUGGING_FACE:
         coat_ds.convert(model, coat.activations)
-    weights = dict(trained.named_parameters())
-    with torch.no_grad():
-        for name, p in model.named_parameters():
-            p.copy_(weights[name])
-    return model.eval()
+    return model
 
 
 def hugging_face(pretrained: Pretrained) -> TokenLosses:

@@ -65,6 +65,12 @@ def test_runs_learn_alike_and_a_change_goes_on_where_the_other_stopped(work, tra
     # FP8 rounds by 2^-4 of what the run has learned
     learned = float(rows[TRAINED[0]]["val_loss_start"]) - float(rows[TRAINED[0]]["val_loss"])
     bf16, coat, changed = (float(rows[name]["val_loss"]) for name in TRAINED)
+    # in the layers that were trained they are that loss, in the others they are rounded
+    in_stock, in_fp8 = ([rows[name][f"val_loss_{x}"] for name in TRAINED] for x in ("bf16", "fp8"))
+    assert in_stock[0] == rows[TRAINED[0]]["val_loss"] != in_fp8[0]
+    assert in_fp8[1:] == [rows[name]["val_loss"] for name in TRAINED[1:]] and in_stock[1] != in_fp8[1]
+    for loss in map(float, (*in_stock, *in_fp8)):
+        assert abs(loss - bf16) < 2**-4 * learned
     assert 0 < abs(coat - bf16) < 2**-4 * learned and 0 < abs(changed - bf16) < 2**-4 * learned
     assert float(rows["coat-seed1"]["to_bf16_same_seed"]) == pytest.approx(coat / bf16 - 1)
     states = [float(rows[name]["state_bytes_per_param"]) for name in TRAINED]
