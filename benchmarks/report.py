@@ -123,8 +123,8 @@ SECTIONS = [
 ]
 NOT_MEASURED = (
     "Nothing above 8 GPUs, nor on more than one node.",
-    "Nothing above 125M parameters or 240 million tokens (three seeds: 150 million) to convergence.",
-    'At one billion parameters no more than three seeds and 46 million tokens, and no seeds of "fastest" and '
+    "Nothing above 125M parameters or 300 million tokens (three seeds: 150 million) to convergence.",
+    'At one billion parameters no more than 46 million tokens and three seeds, one of "fastest" and of '
     '"smallest".',
     "13B over tensor parallelism.",
     "Nothing on a data set that others use.",

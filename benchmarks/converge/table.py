@@ -105,24 +105,30 @@ def distance(losses: Sequence[float], others: Sequence[float]) -> Distance:
 
 def claims(rows: list[dict]) -> list[str]:
     """Of each kind of run but BF16, whether what is claimed of COAT holds; nothing without runs of BF16."""
-    losses: dict[str, list[float]] = defaultdict(list)
+    of_seeds: dict[str, dict[int, float]] = defaultdict(dict)
     for row in rows:
-        losses[row["run"]].append(float(row["val_loss"]))
-    others = losses.pop(BF16, [])
-    if not others or not losses:
+        of_seeds[row["run"]][row["seed"]] = float(row["val_loss"])
+    base = of_seeds.pop(BF16, {})
+    if not base or not of_seeds:
         return []
+    others = list(base.values())
     spread = f"{min(others):.4f} to {max(others):.4f}" if len(others) > 1 else "none"
     said = [
         f"Claimed: not above the spread of BF16's seeds, and at most {CLAIM:g} nat above their mean, "
         f"{statistics.mean(others):.4f}. Spread of {_seeds(others)}: {spread}."
     ]
-    for kind, values in losses.items():
+    for kind, losses in of_seeds.items():
+        values = list(losses.values())
         to = distance(values, others)
         # one seed has no spread
         above = to.above if len(others) > 1 else 0.0
         holds = "holds" if to.nats <= CLAIM and above == 0 else "does not hold"
         beyond = f", {above:.4f} above the spread" if above else ""
-        said.append(f"{kind}, {_seeds(values)}: {to.mean:.4f}, {to.nats:+.4f} nat{beyond}: {holds}.")
+        same = [loss - base[seed] for seed, loss in losses.items() if seed in base]
+        # a few of BF16's seeds may lie far from the mean of all
+        few = 0 < len(same) < len(base)
+        paired = f", {statistics.mean(same):+.4f} to BF16 of the same seeds" if few else ""
+        said.append(f"{kind}, {_seeds(values)}: {to.mean:.4f}, {to.nats:+.4f} nat{paired}{beyond}: {holds}.")
     return said
 
 

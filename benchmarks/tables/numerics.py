@@ -8,7 +8,9 @@ import torch
 from benchmarks.common.pairs import paired
 from benchmarks.state_train import MASTERS
 from benchmarks.tables.blocks import Results, between, block, bullets, percent, table
+from coat_kernels.fp8 import E4M3, E5M2, Fp8Format, round_to_fp8
 from coat_kernels.groups import dequantize_groups_reference, quantize_groups_reference
+from coat_kernels.tensorwise.scale import tensor_scale_reference
 from coat_launch.report import read_metrics
 
 
@@ -213,6 +215,9 @@ def convergence(results: Results) -> str:
     tokens = [
         results.row(f, run=r)["tokens"] for f, r in (("converge.csv", "bf16"), ("converge_long.csv", "bf16"))
     ]
+    longest = {run: results.row("converge_300m.csv", run=run) for run in ("bf16", "coat")}
+    in_stock = [longest[run]["val_loss_bf16"] for run in longest]
+    in_fp8 = [longest[run]["val_loss_fp8"] for run in longest]
     late = "val_loss_step_684"
     states, fp32 = (
         results.rows("converge_beta2.csv", run=f"coat-optimizer{kind}-beta2-0.999") for kind in ("", "-fp32")
@@ -240,6 +245,9 @@ def convergence(results: Results) -> str:
         f"({100 * (papers / long - 1):+.2f} %). Of this seed BF16 is low: over {tokens[0] / 1e6:.0f} million "
         f"COAT ends {100 * (first['coat'] / first['bf16'] - 1):.2f} % above it, and its layers beside stock "
         f"AdamW {100 * (first['coat-activations'] / first['bf16'] - 1):.2f} %."
+        f"\n\nOver {longest['bf16']['tokens'] / 1e6:.0f} million, seed 1, on an H100: BF16 "
+        f"{in_stock[0]:.4f}, COAT {in_fp8[1]:.4f} ({100 * (in_fp8[1] / in_stock[0] - 1):+.2f} %). In stock "
+        f"layers COAT's weights are at {in_stock[1]:.4f}; in COAT's BF16's are at {in_fp8[0]:.4f}."
         "\n\nAt β2 0.999 and activations in BF16, "
         f"{late.rpartition('_')[2]} of {states[0]['steps']:.0f} steps and {len(states)} seeds: today's "
         f"states {beta2[0]:.4f}, FP32 moments {beta2[1]:.4f}; single pairs are "
@@ -264,9 +272,9 @@ def convergence(results: Results) -> str:
 
 @block("numerics.md", "one billion parameters")
 def one_billion(results: Results) -> str:
-    """Two warm-ups: a slow one over seeds, and a fast one of one seed."""
+    """Two warm-ups: a slow one over seeds, of "fastest" and "smallest" one, and a fast one of one seed."""
     names = {"bf16": "BF16", "coat": "COAT", "coat-fastest": '"fastest"', "coat-smallest": '"smallest"'}
-    slow = {run: results.rows("converge_1b_warmup.csv", run=run) for run in ("bf16", "coat")}
+    slow = {run: results.rows("converge_1b_warmup.csv", run=run) for run in names}
     fast = {run: [results.row("converge_1b.csv", run=run, seed=1)] for run in names}
     losses = {
         run: {
@@ -322,8 +330,45 @@ def one_billion(results: Results) -> str:
             *([*line(fast, run), *(apart(run, *span) for span in spans)] for run in fast),
         )
         + "\nThe norm of the first gradient of seed 1, in both runs: "
-        + "; ".join(f"{names[run]} {', '.join(first_norms(run))}" for run in slow)
+        + "; ".join(f"{names[run]} {', '.join(first_norms(run))}" for run in ("bf16", "coat"))
+        + ".\n\nIn stock layers weights of the slow warm-up, where that was measured: "
+        + "; ".join(
+            f"{names[run]} {row['val_loss_bf16']:.4f} ({row['val_loss_bf16'] - row['val_loss']:+.4f})"
+            for run, rows in slow.items()
+            for row in rows
+            if run != "bf16" and "val_loss_bf16" in row
+        )
         + ".\n"
+    )
+
+
+@block("numerics.md", "norms")
+def norms(results: Results) -> str:
+    """What rounding takes from normal values, and COAT's norms over BF16's: the median of the second half."""
+    x = torch.randn(1 << 20, generator=torch.Generator().manual_seed(0))
+
+    def taken(fmt: Fp8Format) -> str:
+        """Of the projection of rounded values on the values."""
+        scale = tensor_scale_reference(x.abs().max().view(1), fmt)
+        rounded = round_to_fp8(x / scale, fmt).float() * scale
+        return percent(1 - (x @ rounded / (x @ x)).item(), 2)
+
+    def of_steps(folder: str, run: str, seed: int) -> dict[int, float]:
+        lines = read_metrics(results.folder / f"{folder}/{run}-seed{seed}.jsonl")
+        return {line["step"]: line["grad_norm"] for line in lines if "grad_norm" in line}
+
+    def ratios(folder: str) -> str:
+        found = []
+        for seed in (1, 2, 3):
+            own, base = (of_steps(folder, run, seed) for run in ("coat", "bf16"))
+            late = [step for step in base if 2 * step > max(base)]
+            found.append(statistics.median(own[step] / base[step] for step in late))
+        return between(found, "{:.2f}")
+
+    return (
+        f"What keeps its direction shrinks by {taken(E5M2)} in E5M2 and by {taken(E4M3)} in E4M3. COAT's "
+        "norms over BF16's of the same seed, in the second half of three runs each: 125M parameters "
+        f"{ratios('converge')}, one billion {ratios('converge_1b_warmup')}.\n"
     )
 
 

@@ -234,12 +234,19 @@ def test_the_summary_is_over_seeds():
     ],
 )
 def test_what_is_claimed_of_losses(seeds, losses, holds):
-    rows = [{"run": "bf16", "val_loss": v} for v in seeds] + [{"run": "coat", "val_loss": v} for v in losses]
+    rows = [
+        {"run": kind, "seed": i, "val_loss": loss}
+        for kind, values in (("bf16", seeds), ("coat", losses))
+        for i, loss in enumerate(values, 1)
+    ]
     first, said = claims(rows)
     assert said.startswith(f"coat, {len(losses)} seed") and said.endswith(
         ": holds." if holds else "not hold."
     )
     assert claims(rows[: len(seeds)]) == claims(rows[len(seeds) :]) == []
+    # where BF16 has other seeds, too
+    paired = f" nat, {losses[0] - seeds[0]:+.4f} to BF16 of the same seeds"
+    assert (paired in said) == (len(losses) < len(seeds))
 
 
 @pytest.fixture(scope="module")
