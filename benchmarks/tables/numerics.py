@@ -366,8 +366,9 @@ def norms(results: Results) -> str:
         return between(found, "{:.2f}")
 
     return (
-        f"What keeps its direction shrinks by {taken(E5M2)} in E5M2 and by {taken(E4M3)} in E4M3. COAT's "
-        "norms over BF16's of the same seed, in the second half of three runs each: 125M parameters "
+        f"Along its own direction a gradient shrinks by {taken(E5M2)} in E5M2 and by {taken(E4M3)} in E4M3, "
+        "each time it is rounded. COAT's norms over BF16's of the same seed, in the second half of three "
+        "runs each: 125M parameters "
         f"{ratios('converge')}, one billion {ratios('converge_1b_warmup')}.\n"
     )
 
