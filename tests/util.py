@@ -88,7 +88,21 @@ def free_port() -> int:
 PRELOADED = ["tests.preloaded", "tests.util"]
 
 
-def _worker(rank, fn, world_size, port, folder, gpus, environment, args):
+def meeting_place() -> tuple[dist.TCPStore, dict[str, str]]:
+    """A store in this process, for as long as it is kept, and the environment in which ranks meet there.
+
+    That is torchrun's way. A port chosen for rank 0 could be taken before rank 0 opens it.
+    """
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    return store, {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(store.port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "TORCHELASTIC_RESTART_COUNT": "0",
+    }
+
+
+def _worker(rank, fn, world_size, folder, gpus, environment, args):
     # a forked rank starts with the server's
     os.environ.clear()
     os.environ.update(environment)
@@ -97,10 +111,6 @@ def _worker(rank, fn, world_size, port, folder, gpus, environment, args):
         LOCAL_RANK=str(rank),
         WORLD_SIZE=str(world_size),
         LOCAL_WORLD_SIZE=str(world_size),
-        MASTER_ADDR="127.0.0.1",
-        MASTER_PORT=str(port),
-        TORCHELASTIC_USE_AGENT_STORE="True",
-        TORCHELASTIC_RESTART_COUNT="0",
         OMP_NUM_THREADS="1",
     )
     torch.set_num_threads(1)
@@ -135,9 +145,8 @@ def run_distributed(fn, world_size: int, *args, gpus: bool = False, fresh: bool 
     hidden = {} if gpus else {"CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu"}
     multiprocessing.get_context("forkserver").set_forkserver_preload(PRELOADED)
     with tempfile.TemporaryDirectory() as folder, mock.patch.dict(os.environ, hidden):
-        # ranks meet in this process: until rank 0 opened a port of its own, others could take it
-        store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        args = (fn, world_size, store.port, folder, gpus, dict(os.environ), args)
+        _store, address = meeting_place()
+        args = (fn, world_size, folder, gpus, {**os.environ, **address}, args)
         method = "spawn" if gpus or fresh else "forkserver"
         mp.start_processes(_worker, args, nprocs=world_size, start_method=method)
         return [torch.load(os.path.join(folder, f"{r}.pt"), weights_only=False) for r in range(world_size)]

@@ -81,7 +81,10 @@ def build_gpt_of_recipe(
 
 
 def gpt_of(shape, setup: Setup, run: Run, coat, vocab_size: int, **config) -> torch.nn.Module:
-    """megatron-core's GPTModel of a `ModelShape` as `launch/pretrain_gpt.py` makes it."""
+    """megatron-core's GPTModel of a `ModelShape` as `launch/pretrain_gpt.py` makes it.
+
+    config: further fields of Megatron's TransformerConfig.
+    """
     from megatron_ext import layer_specs
     from megatron_ext.model import build_gpt
 

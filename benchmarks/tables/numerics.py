@@ -215,9 +215,7 @@ def convergence(results: Results) -> str:
     tokens = [
         results.row(f, run=r)["tokens"] for f, r in (("converge.csv", "bf16"), ("converge_long.csv", "bf16"))
     ]
-    longest = {run: results.row("converge_300m.csv", run=run) for run in ("bf16", "coat")}
-    in_stock = [longest[run]["val_loss_bf16"] for run in longest]
-    in_fp8 = [longest[run]["val_loss_fp8"] for run in longest]
+    bf16, coat = (results.row("converge_300m.csv", run=run) for run in ("bf16", "coat"))
     late = "val_loss_step_684"
     states, fp32 = (
         results.rows("converge_beta2.csv", run=f"coat-optimizer{kind}-beta2-0.999") for kind in ("", "-fp32")
@@ -245,9 +243,10 @@ def convergence(results: Results) -> str:
         f"({100 * (papers / long - 1):+.2f} %). Of this seed BF16 is low: over {tokens[0] / 1e6:.0f} million "
         f"COAT ends {100 * (first['coat'] / first['bf16'] - 1):.2f} % above it, and its layers beside stock "
         f"AdamW {100 * (first['coat-activations'] / first['bf16'] - 1):.2f} %."
-        f"\n\nOver {longest['bf16']['tokens'] / 1e6:.0f} million, seed 1, on an H100: BF16 "
-        f"{in_stock[0]:.4f}, COAT {in_fp8[1]:.4f} ({100 * (in_fp8[1] / in_stock[0] - 1):+.2f} %). In stock "
-        f"layers COAT's weights are at {in_stock[1]:.4f}; in COAT's BF16's are at {in_fp8[0]:.4f}."
+        f"\n\nOver {bf16['tokens'] / 1e6:.0f} million, seed 1, on an H100: BF16 {bf16['val_loss']:.4f}, COAT "
+        f"{coat['val_loss']:.4f} ({100 * (coat['val_loss'] / bf16['val_loss'] - 1):+.2f} %). In stock layers "
+        f"COAT's weights are at {coat['val_loss_bf16']:.4f}; in COAT's BF16's are at "
+        f"{bf16['val_loss_fp8']:.4f}."
         "\n\nAt β2 0.999 and activations in BF16, "
         f"{late.rpartition('_')[2]} of {states[0]['steps']:.0f} steps and {len(states)} seeds: today's "
         f"states {beta2[0]:.4f}, FP32 moments {beta2[1]:.4f}; single pairs are "
@@ -270,20 +269,19 @@ def convergence(results: Results) -> str:
     )
 
 
+def of_steps(results: Results, run: str, name: str) -> dict[int, float]:
+    """What a run of convergence, `folder/run`, wrote down under a name, by step."""
+    lines = read_metrics(results.folder / f"{run}.jsonl")
+    return {line["step"]: line[name] for line in lines if name in line}
+
+
 @block("numerics.md", "one billion parameters")
 def one_billion(results: Results) -> str:
     """Two warm-ups: a slow one over seeds, of "fastest" and "smallest" one, and a fast one of one seed."""
     names = {"bf16": "BF16", "coat": "COAT", "coat-fastest": '"fastest"', "coat-smallest": '"smallest"'}
     slow = {run: results.rows("converge_1b_warmup.csv", run=run) for run in names}
     fast = {run: [results.row("converge_1b.csv", run=run, seed=1)] for run in names}
-    losses = {
-        run: {
-            line["step"]: line["loss"]
-            for line in read_metrics(results.folder / f"converge_1b/{run}-seed1.jsonl")
-            if "loss" in line
-        }
-        for run in fast
-    }
+    losses = {run: of_steps(results, f"converge_1b/{run}-seed1", "loss") for run in fast}
     spans = (10, 31), (32, max(losses["bf16"]))
 
     def head(rows: list[dict]) -> list[str]:
@@ -316,11 +314,11 @@ def one_billion(results: Results) -> str:
 
     def first_norms(run: str) -> list[str]:
         """Of the same weights and batch: steps have not been taken yet."""
-        found = []
-        for folder in ("converge_1b_warmup", "converge_1b"):
-            lines = read_metrics(results.folder / f"{folder}/{run}-seed1.jsonl")
-            found.append(next(f"{line['grad_norm']:.5f}" for line in lines if line["step"] == 1))
-        return found
+        norms = (
+            of_steps(results, f"{folder}/{run}-seed1", "grad_norm")
+            for folder in ("converge_1b_warmup", "converge_1b")
+        )
+        return [f"{norm[1]:.5f}" for norm in norms]
 
     return (
         table(head(slow["bf16"]), *(line(slow, run) for run in slow))
@@ -353,23 +351,21 @@ def norms(results: Results) -> str:
         rounded = round_to_fp8(x / scale, fmt).float() * scale
         return percent(1 - (x @ rounded / (x @ x)).item(), 2)
 
-    def of_steps(folder: str, run: str, seed: int) -> dict[int, float]:
-        lines = read_metrics(results.folder / f"{folder}/{run}-seed{seed}.jsonl")
-        return {line["step"]: line["grad_norm"] for line in lines if "grad_norm" in line}
-
     def ratios(folder: str) -> str:
         found = []
         for seed in (1, 2, 3):
-            own, base = (of_steps(folder, run, seed) for run in ("coat", "bf16"))
+            own, base = (
+                of_steps(results, f"{folder}/{run}-seed{seed}", "grad_norm") for run in ("coat", "bf16")
+            )
             late = [step for step in base if 2 * step > max(base)]
             found.append(statistics.median(own[step] / base[step] for step in late))
         return between(found, "{:.2f}")
 
     return (
-        f"Along its own direction a gradient shrinks by {taken(E5M2)} in E5M2 and by {taken(E4M3)} in E4M3, "
-        "each time it is rounded. COAT's norms over BF16's of the same seed, in the second half of three "
-        "runs each: 125M parameters "
-        f"{ratios('converge')}, one billion {ratios('converge_1b_warmup')}.\n"
+        f"Along their own direction normal values shrink by {taken(E5M2)} in E5M2 and by {taken(E4M3)} in "
+        "E4M3, each time they are rounded. COAT's norms over BF16's of the same seed, in the second half of "
+        f"three runs each: 125M parameters {ratios('converge')}, "
+        f"one billion {ratios('converge_1b_warmup')}.\n"
     )
 
 

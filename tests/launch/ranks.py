@@ -9,10 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from unittest import mock
 
-import torch
-
 from tests.launch import faulty
-from tests.util import PRELOADED
+from tests.util import PRELOADED, meeting_place
 
 HIDDEN = {"CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
 
@@ -30,10 +28,7 @@ def run_ranks(argv, folder: Path, *, ranks: int = 1, faults: dict | None = None)
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)
     with mock.patch.dict(os.environ, HIDDEN):
-        # ranks meet in this process, as in torchrun: a port chosen for rank 0 could be taken meanwhile
-        store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": store.port}
-        address |= {"TORCHELASTIC_USE_AGENT_STORE": True, "TORCHELASTIC_RESTART_COUNT": 0}
+        _store, address = meeting_place()
         environment = {**os.environ, **address, "WORLD_SIZE": ranks}
         processes = [
             context.Process(
