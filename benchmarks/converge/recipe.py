@@ -49,6 +49,9 @@ VARIANTS["coat" + LONG_MEMORY] = SYSTEMS["COAT"]
 VARIANTS["coat-paper" + LONG_MEMORY] = System({"optimizer": _PAPER})
 VARIANTS["coat-fp32" + LONG_MEMORY] = System({"optimizer": _STORED["coat-optimizer-fp32"]})
 VARIANTS["coat-recomputed-attention"] = SYSTEMS["COAT, recomputed attention"]
+# each part of "smallest" alone
+VARIANTS["coat-8bit-attention"] = System({"activations": {"attention_format": "sqrt8"}})
+VARIANTS["coat-no-masters"] = System({"optimizer": {"bf16_params": "stochastic"}}, bf16_masters=True)
 VALIDATIONS = 10
 
 
