@@ -16,6 +16,7 @@ from benchmarks import (  # noqa: F401  (they register themselves)
     first_step,
     host,
     layer,
+    layer_train,
     main_grad,
     megatron_step,
     models,

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
-from benchmarks import front_page, pretrain_states, state_train, tables
+from benchmarks import front_page, layer_train, pretrain_states, state_train, tables
 from benchmarks.common.harness import BENCHMARKS, RESULTS, benchmark, read_rows
 from benchmarks.converge.table import claims, summary
 from benchmarks.finetune.table import summary as finetuned
@@ -116,6 +116,7 @@ SECTIONS = [
     Section("state_error", "Errors of stored moments", where={"kind": "all"}),
     Section("state_loop", "Errors of stored moments over many steps", where={"kind": "all"}),
     Section("state_train", "Losses with stored moments and weights", over_seeds=state_train.summary),
+    Section("layer_train", "Losses with COAT's layers", over_seeds=layer_train.summary),
     Section("pretrain_states", "Losses of the quickstart", over_seeds=pretrain_states.summary),
     Section("numerics", "Errors of a layer"),
     Section("reproduce", "Beside the paper"),

@@ -28,15 +28,16 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
-from torch.nn.utils import parameters_to_vector, vector_to_parameters
+from torch.nn.utils import parameters_to_vector
 
 from benchmarks.common.harness import Table, benchmark
 from benchmarks.common.pairs import paired
 from benchmarks.common.spawn import one_process
 from benchmarks.common.state_codes import Code, cases
-from benchmarks.common.training import BETAS, EPS, SMALL, WEIGHT_DECAY, loss_of
+from benchmarks.common.training import BETAS, EPS, SMALL, WEIGHT_DECAY, gpt, loss_of
 from coat_kernels.adamw.reference import noise_reference, round_stochastically
-from coat_launch.data import Corpus, load_corpus, padded_vocab_size
+from coat_launch.data import Corpus, load_corpus
+from coat_launch.split import Batch
 
 BATCH, VALIDATIONS = 4, 32
 
@@ -157,69 +158,76 @@ def update(
     state.exp_avg, state.exp_avg_sq = m, v
 
 
+class Learner:
+    """A GPT whose weights come as one vector, matrices first."""
+
+    def __init__(self, model: torch.nn.Module):
+        self.model = model
+        self.parameters = sorted(model.parameters(), key=lambda p: p.dim() < 2)
+        # their moments are coded and they decay; no group holds elements of two, by their sizes
+        self.matrices = sum(p.numel() for p in self.parameters if p.dim() > 1)
+
+    @torch.no_grad()
+    def show(self, weights: torch.Tensor) -> None:
+        """Gives it FP32 weights, rounded to BF16."""
+        parts = nearest(weights).split([p.numel() for p in self.parameters])
+        for p, part in zip(self.parameters, parts, strict=True):
+            p.copy_(part.view_as(p))
+
+    def gradients(self, batch: Batch) -> torch.Tensor:
+        """FP32, clipped."""
+        loss_of(self.model, batch).backward()
+        torch.nn.utils.clip_grad_norm_(self.parameters, 1.0)
+        g = torch.cat([p.grad.view(-1) for p in self.parameters]).float()
+        self.model.zero_grad()
+        return g
+
+
 class Trial:
     """A seed's model and text, and how its phases end."""
 
     def __init__(self, seed: int, phases: dict[str, Phase], beta2: float):
-        from megatron_ext import layer_specs
-        from megatron_ext.model import build_gpt, load_shape
-
         self.phases, self.beta2, self.cases = phases, beta2, cases(beta2)
         self.corpus: Corpus = load_corpus(seq_length=SMALL.seq_length, seed=seed)
-        self.model = build_gpt(
-            load_shape(SMALL.shape_file),
-            layer_specs.sdpa_layer_spec,
-            seq_length=SMALL.seq_length,
-            vocab_size=padded_vocab_size(self.corpus.vocab_size),
-            bf16=False,
-            seed=seed,
-        )
-        self.parameters = sorted(self.model.parameters(), key=lambda p: p.dim() < 2)
-        # their moments are coded and they decay; no group holds elements of two, by their sizes
-        self.matrices = sum(p.numel() for p in self.parameters if p.dim() > 1)
-        self.first = nearest(parameters_to_vector(self.parameters).detach())
+        self.learner = Learner(gpt(SMALL, self.corpus.vocab_size, seed))
+        self.first = nearest(parameters_to_vector(self.learner.parameters).detach())
         self.baselines: dict[str, State] = {}
 
     def end(self, phase: str, arm: Arm) -> State:
         """How an arm ends a phase."""
         if arm == BASELINE and phase in self.baselines:
             return self.baselines[phase]
-        before = self.phases[phase].after
-        if before is None:
-            state = State(self.first, *torch.zeros(2, self.first.numel()))
-        else:
-            state = replace(self.end(before, BASELINE))
-        self.train(self.phases[phase], state, arm)
+        state = self.start(phase)
+        self.train(self.phases[phase], state, arm, self.learner)
         if arm == BASELINE:
             self.baselines[phase] = state
         return state
 
-    def train(self, phase: Phase, state: State, arm: Arm) -> None:
-        code = None if arm.moments == FP32 else self.cases[arm.moments].code
-        kept = {"masters": MASTERS[arm.masters], "code": code, "coded": self.matrices}
-        self.show(state)
-        for i in range(1, phase.steps + 1):
-            batch = range(state.step * BATCH, (state.step + 1) * BATCH)
-            loss_of(self.model, self.corpus.train.batch(batch)).backward()
-            torch.nn.utils.clip_grad_norm_(self.parameters, 1.0)
-            g = torch.cat([p.grad.view(-1) for p in self.parameters])
-            self.model.zero_grad()
-            update(state, g, phase.lr_of(i), beta2=self.beta2, **kept)
-            self.show(state)
+    def start(self, phase: str) -> State:
+        """How every arm begins a phase."""
+        before = self.phases[phase].after
+        if before is None:
+            return State(self.first, *self.first.new_zeros(2, self.first.numel()))
+        return replace(self.end(before, BASELINE))
 
-    def show(self, state: State) -> None:
-        """Gives the model a state's weights, in BF16."""
-        vector_to_parameters(nearest(state.weights), self.parameters)
+    def train(self, phase: Phase, state: State, arm: Arm, learner: Learner) -> None:
+        code = None if arm.moments == FP32 else self.cases[arm.moments].code
+        kept = {"masters": MASTERS[arm.masters], "code": code, "coded": learner.matrices}
+        for i in range(1, phase.steps + 1):
+            learner.show(state.weights)
+            batch = range(state.step * BATCH, (state.step + 1) * BATCH)
+            g = learner.gradients(self.corpus.train.batch(batch))
+            update(state, g, phase.lr_of(i), beta2=self.beta2, **kept)
 
     def moment_bytes(self, arm: Arm) -> float:
         """A parameter."""
         return FP32_BYTES if arm.moments == FP32 else self.cases[arm.moments].bytes
 
     @torch.no_grad()
-    def val_loss(self, state: State) -> float:
-        self.show(state)
+    def val_loss(self, state: State, learner: Learner) -> float:
+        learner.show(state.weights)
         batches = (range(i * BATCH, (i + 1) * BATCH) for i in range(VALIDATIONS))
-        losses = [loss_of(self.model, self.corpus.validation.batch(batch)) for batch in batches]
+        losses = [loss_of(learner.model, self.corpus.validation.batch(batch)) for batch in batches]
         return torch.stack(losses).mean().item()
 
 
@@ -251,7 +259,7 @@ def state_train(arguments, table: Table) -> None:
             trial = Trial(seed, phases, arguments.beta2)
             for phase, kind in itertools.product(arguments.phases, arguments.arms):
                 for arm in ARMS[kind]:
-                    loss = trial.val_loss(trial.end(phase, arm))
+                    loss = trial.val_loss(trial.end(phase, arm), trial.learner)
                     table.add(
                         phase=phase,
                         **arm._asdict(),

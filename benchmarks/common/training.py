@@ -55,18 +55,20 @@ def loss_of(model: torch.nn.Module, batch: tuple[torch.Tensor, ...]) -> torch.Te
     return model(tokens, positions, None, labels=labels).mean()
 
 
-def gpt(setting: Setting, vocab_size: int, seed: int) -> torch.nn.Module:
-    """A GPT in FP32; the seed decides its weights."""
+def gpt(
+    setting: Setting, vocab_size: int, seed: int, spec: str = "sdpa_layer_spec", **config: object
+) -> torch.nn.Module:
+    """A GPT in FP32; the seed decides its weights. `config` goes to `build_gpt`."""
     from megatron_ext import layer_specs
     from megatron_ext.model import build_gpt, load_shape
 
     return build_gpt(
         load_shape(setting.shape_file),
-        layer_specs.sdpa_layer_spec,
+        getattr(layer_specs, spec),
         seq_length=setting.seq_length,
         vocab_size=padded_vocab_size(vocab_size),
-        bf16=False,
         seed=seed,
+        **{"bf16": False, **config},
     )
 
 
