@@ -124,8 +124,8 @@ SECTIONS = [
 ]
 NOT_MEASURED = (
     "Nothing above 8 GPUs, nor on more than one node.",
-    "Nothing above 125M parameters or 300 million tokens (three seeds: 150 million) to convergence.",
-    'At one billion parameters no more than 46 million tokens and three seeds, one of "fastest" and of '
+    "Nothing above 125M parameters or 300 million tokens (two seeds; three: 150 million) to convergence.",
+    'At one billion parameters no more than 46 million tokens and three seeds, one of "fastest" and two of '
     '"smallest".',
     "13B over tensor parallelism.",
     "Nothing on a data set that others use.",

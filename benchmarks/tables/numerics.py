@@ -191,6 +191,23 @@ def masters(results: Results) -> str:
     return table(["", "bytes beside the weight", *head], *lines)
 
 
+def longest(results: Results) -> str:
+    """A sentence on the runs with most tokens."""
+    rows = {run: results.rows("converge_300m.csv", run=run) for run in ("bf16", "coat")}
+
+    def each(run: str, column: str) -> str:
+        return " and ".join(f"{row[column]:.4f}" for row in rows[run])
+
+    bf16, coat = (statistics.mean(row["val_loss"] for row in found) for found in rows.values())
+    seeds = " and ".join(f"{row['seed']:.0f}" for row in rows["coat"])
+    return (
+        f"Over {rows['bf16'][0]['tokens'] / 1e6:.0f} million, seeds {seeds}: BF16 "
+        f"{each('bf16', 'val_loss')}; COAT {each('coat', 'val_loss')}, {100 * (coat / bf16 - 1):+.2f} % on "
+        f"average. In stock layers COAT's weights are at {each('coat', 'val_loss_bf16')}; in COAT's "
+        f"BF16's are at {each('bf16', 'val_loss_fp8')}."
+    )
+
+
 @block("numerics.md", "convergence")
 def convergence(results: Results) -> str:
     def losses(file: str, run: str) -> list[float]:
@@ -215,7 +232,6 @@ def convergence(results: Results) -> str:
     tokens = [
         results.row(f, run=r)["tokens"] for f, r in (("converge.csv", "bf16"), ("converge_long.csv", "bf16"))
     ]
-    bf16, coat = (results.row("converge_300m.csv", run=run) for run in ("bf16", "coat"))
     late = "val_loss_step_684"
     states, fp32 = (
         results.rows("converge_beta2.csv", run=f"coat-optimizer{kind}-beta2-0.999") for kind in ("", "-fp32")
@@ -243,10 +259,7 @@ def convergence(results: Results) -> str:
         f"({100 * (papers / long - 1):+.2f} %). Of this seed BF16 is low: over {tokens[0] / 1e6:.0f} million "
         f"COAT ends {100 * (first['coat'] / first['bf16'] - 1):.2f} % above it, and its layers beside stock "
         f"AdamW {100 * (first['coat-activations'] / first['bf16'] - 1):.2f} %."
-        f"\n\nOver {bf16['tokens'] / 1e6:.0f} million, seed 1, on an H100: BF16 {bf16['val_loss']:.4f}, COAT "
-        f"{coat['val_loss']:.4f} ({100 * (coat['val_loss'] / bf16['val_loss'] - 1):+.2f} %). In stock layers "
-        f"COAT's weights are at {coat['val_loss_bf16']:.4f}; in COAT's BF16's are at "
-        f"{bf16['val_loss_fp8']:.4f}."
+        f"\n\n{longest(results)}"
         "\n\nAt β2 0.999 and activations in BF16, "
         f"{late.rpartition('_')[2]} of {states[0]['steps']:.0f} steps and {len(states)} seeds: today's "
         f"states {beta2[0]:.4f}, FP32 moments {beta2[1]:.4f}; single pairs are "
@@ -277,10 +290,11 @@ def of_steps(results: Results, run: str, name: str) -> dict[int, float]:
 
 @block("numerics.md", "one billion parameters")
 def one_billion(results: Results) -> str:
-    """Two warm-ups: a slow one over seeds, of "fastest" and "smallest" one, and a fast one of one seed."""
+    """Two warm-ups: a slow one over seeds, not all of them of each kind, and a fast one of one seed."""
     names = {"bf16": "BF16", "coat": "COAT", "coat-fastest": '"fastest"', "coat-smallest": '"smallest"'}
-    slow = {run: results.rows("converge_1b_warmup.csv", run=run) for run in names}
     fast = {run: [results.row("converge_1b.csv", run=run, seed=1)] for run in names}
+    names["coat-no-masters"] = '`"bf16_params": "stochastic"` alone'
+    slow = {run: results.rows("converge_1b_warmup.csv", run=run) for run in names}
     losses = {run: of_steps(results, f"converge_1b/{run}-seed1", "loss") for run in fast}
     spans = (10, 31), (32, max(losses["bf16"]))
 
@@ -290,20 +304,22 @@ def one_billion(results: Results) -> str:
         return [f"peak of {rows[0]['lr']:g} after {steps} steps", *columns]
 
     def line(rows: dict[str, list[dict]], run: str) -> list[str]:
-        def to_bf16(over: Callable, name: str) -> tuple[float, float]:
-            own, base = (over(row[name] for row in rows[kind]) for kind in (run, "bf16"))
-            return own, own / base
+        def to_bf16(over: Callable, name: str, form: str) -> str:
+            """Of BF16's devices alone."""
+            devices = {row["device"] for row in rows["bf16"]}
+            own, base = (
+                [row[name] for row in rows[kind] if row["device"] in devices] for kind in (run, "bf16")
+            )
+            return f"{form.format(over(own))} ({over(own) / over(base):.2f}×)" if own else ""
 
         base = {row["seed"]: row["val_loss"] for row in rows["bf16"]}
         nats = (f"{row['val_loss'] - base[row['seed']]:+.4f}" for row in rows[run])
-        speed, faster = to_bf16(statistics.mean, "tokens_per_s")
-        peak, smaller = to_bf16(max, "peak_mb")
         return [
             names[run],
             ", ".join(f"{row['val_loss']:.4f}" for row in rows[run]),
             "" if run == "bf16" else ", ".join(nats),
-            f"{speed:,.0f} ({faster:.2f}×)",
-            f"{peak / 1e3:.1f} GB ({smaller:.2f}×)",
+            to_bf16(statistics.mean, "tokens_per_s", "{:,.0f}"),
+            to_bf16(lambda mb: max(mb) / 1e3, "peak_mb", "{:.1f} GB"),
         ]
 
     def apart(run: str, first: int, last: int) -> str:
@@ -331,10 +347,12 @@ def one_billion(results: Results) -> str:
         + "; ".join(f"{names[run]} {', '.join(first_norms(run))}" for run in ("bf16", "coat"))
         + ".\n\nIn stock layers weights of the slow warm-up, where that was measured: "
         + "; ".join(
-            f"{names[run]} {row['val_loss_bf16']:.4f} ({row['val_loss_bf16'] - row['val_loss']:+.4f})"
+            f"{names[run]} "
+            + ", ".join(
+                f"{row['val_loss_bf16']:.4f} ({row['val_loss_bf16'] - row['val_loss']:+.4f})" for row in rows
+            )
             for run, rows in slow.items()
-            for row in rows
-            if run != "bf16" and "val_loss_bf16" in row
+            if "val_loss_bf16" in rows[0]
         )
         + ".\n"
     )
