@@ -70,10 +70,11 @@ class Split:
 
     def batch(self, positions: Iterable[int]) -> Batch:
         """The samples at these places of the endless shuffled sequence of epochs."""
-        tokens = torch.from_numpy(np.stack([self.sample(self._shuffled(p)) for p in positions]))
-        inputs, labels = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
-        position_ids = torch.arange(self._seq_length).expand_as(inputs).contiguous()
-        return Batch(inputs, labels, torch.ones_like(inputs), position_ids)
+        tokens = np.stack([self.sample(self._shuffled(p)) for p in positions])
+        # torch would share these copies among threads, which wait for those of the host's other ranks
+        inputs, labels = np.ascontiguousarray(tokens[:, :-1]), np.ascontiguousarray(tokens[:, 1:])
+        position_ids = np.tile(np.arange(self._seq_length), (len(inputs), 1))
+        return Batch(*map(torch.from_numpy, (inputs, labels, np.ones_like(inputs), position_ids)))
 
     def micro_batches(
         self, consumed: int, *, global_batch_size: int, micro_batch_size: int, rank: int = 0, ranks: int = 1

@@ -196,6 +196,8 @@ def train_side_by_side(runs: list[Run], gpus: int, setup: Setup, conditions: dic
 
 def train_waiting(waiting, setup: Setup, conditions: dict, environment: dict) -> None:
     """Makes the runs of a queue that ends with None, one for each process that reads it."""
+    # as torchrun has it: threads of several processes wait for each other
+    torch.set_num_threads(1)
     train_each(iter(waiting.get, None), setup, conditions, environment)
 
 
