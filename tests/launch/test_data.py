@@ -5,6 +5,7 @@ import pytest
 import tokenizers
 import torch
 from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from coat_launch.data import load_corpus, padded_vocab_size
 from coat_launch.errors import DataError
@@ -83,6 +84,22 @@ def test_batch_contents(tmp_path):
     # a sequence's last label is the first token of the next sequence
     assert corpus.train.sample(0)[-1] == corpus.train.sample(1)[0]
     assert corpus.vocab_size == 257 and padded_vocab_size(257) == 384 and padded_vocab_size(384) == 384
+
+
+def test_no_threads_share_a_batch(tmp_path):
+    """Ranks of a host would wait for each other's: torch shares large copies, NumPy does not."""
+
+    class Counted(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            called.add(func)
+            return func(*args, **(kwargs or {}))
+
+    called = set()
+    train = load_corpus([write_files(tmp_path / "text")], seq_length=16, seed=0).train
+    with Counted():
+        batch = train.batch(range(4))
+    # as every tensor that NumPy made
+    assert called == {torch.ops.aten.lift_fresh.default} and len(batch.tokens) == 4
 
 
 def test_every_document_is_in_one_part_and_nothing_is_lost(tmp_path):
