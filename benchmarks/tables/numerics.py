@@ -5,6 +5,7 @@ from collections.abc import Callable
 
 import torch
 
+from benchmarks import layer_train
 from benchmarks.common.pairs import paired
 from benchmarks.state_train import MASTERS
 from benchmarks.tables.blocks import Results, between, block, bullets, percent, table
@@ -189,6 +190,22 @@ def masters(results: Results) -> str:
         for arm, name in arms.items()
     )
     return table(["", "bytes beside the weight", *head], *lines)
+
+
+@block("numerics.md", "layers near the end")
+def layers_near_the_end(results: Results) -> str:
+    """Beside what BF16's weights lose in BF16 layers, in thousandths of a nat."""
+    found = {(r["layers"], r["evaluated"]): r for r in layer_train.summary(results.rows("layer_train.csv"))}
+
+    def cell(*of: str) -> str:
+        return f"{1e3 * found[of]['to_baseline']:+.2f} ± {1e3 * found[of]['error']:.2f}"
+
+    evaluated = layer_train.BF16, "COAT"
+    base = found[layer_train.BF16, layer_train.BF16]
+    return table(
+        [f"{base['steps']:.0f} steps, {base['seeds']} seeds", *(f"in {name}'s layers" for name in evaluated)],
+        *([name, *(cell(name, by) for by in evaluated)] for name in layer_train.LAYERS),
+    )
 
 
 def longest(results: Results) -> str:
