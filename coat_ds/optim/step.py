@@ -132,8 +132,9 @@ def _launch(
             lr=group["lr"] if is_on(group["lr"], device) else float(group["lr"]),
             beta1=float(group["betas"][0]),
             beta2=float(group["betas"][1]),
-            eps=group["eps"],
-            weight_decay=group["weight_decay"],
+            # a kernel would take a tensor for an address
+            eps=float(group["eps"]),
+            weight_decay=float(group["weight_decay"]),
             maximize=group["maximize"],
             stochastic=first.param.dtype == torch.bfloat16 and group["bf16_params"] == "stochastic",
             dither=rounds_stochastically(group, second_codec),
@@ -141,8 +142,8 @@ def _launch(
         ),
         None if first.remainder is None else [x.remainder for x in bucket],
         None if first.copy is None else [x.copy for x in bucket],
-        # the kernel reads 32 bits
-        grad_scale=None if scale is None else scale.to(device, torch.float32),
+        # the kernel reads 32 bits; PyTorch's step keeps the gradient's shape
+        grad_scale=None if scale is None else scale.to(device, torch.float32).reshape(()),
         found_inf=None if found_inf is None else found_inf.to(device),
         compiled=compiled,
     )
@@ -164,13 +165,15 @@ def _count(states: list[dict[str, Any]], found_inf: torch.Tensor | None) -> list
             state["step"] += 1
     if not on_device:
         return [state["step"] for state in states]
-    torch._foreach_add_(on_device, 1.0)
     if found_inf is None:
+        torch._foreach_add_(on_device, 1.0)
         return on_device
-    counts = list(torch.stack(on_device).unbind())
-    skipped = (found_inf.to(counts[0].device) != 0).float().reshape(())
-    # without alpha torch reads the flag as a number, for which it waits for the GPU
-    torch._foreach_add_(on_device, skipped, alpha=-1.0)
+    counts = list(torch._foreach_add(on_device, 1.0))
+    # layers of one group may lie on several devices
+    for device in {step.device for step in on_device}:
+        counted = (found_inf.to(device) == 0).float().reshape(())
+        # without alpha torch reads the flag as a number, for which it waits for the GPU
+        torch._foreach_add_([step for step in on_device if step.device == device], counted, alpha=1.0)
     return counts
 
 

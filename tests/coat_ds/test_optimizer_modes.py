@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from coat_ds import CoatAdamW
+from coat_ds.optim.step import _count as count
 from coat_kernels.adamw import join_master, split_master
 from coat_kernels.adamw import step as adamw_step
 
@@ -233,6 +234,25 @@ def test_clip_coefficient_of_another_type(dtype, device, monkeypatch):
     assert all_equal(params, clipped)
 
 
+def test_clip_coefficient_of_another_shape(device):
+    params, clipped = start(device, 300, 5000), start(device, 300, 5000)
+    for held, shape in ((params, ()), (clipped, (1, 1))):
+        set_grads(held, 0)
+        CoatAdamW(held, **OPTIONS).step(grad_scale=torch.full(shape, 0.25, device=device))
+    assert all_equal(params, clipped)
+
+
+@pytest.mark.parametrize("name", ["eps", "weight_decay"])
+def test_numbers_may_be_tensors(name, device, monkeypatch):
+    """The kernel takes numbers, and would read a tensor's address."""
+    monkeypatch.setattr(adamw_step, "uses_kernels", lambda *_, **__: True)
+    params, plain = start(device, 300), start(device, 300)
+    for held, value in ((params, torch.tensor(2.0**-6)), (plain, 2.0**-6)):
+        set_grads(held, 0)
+        CoatAdamW(held, **{**OPTIONS, name: value}).step()
+    assert all_equal(params, plain)
+
+
 @pytest.mark.parametrize(
     ("scale", "error"), [(0.25, TypeError), (torch.ones(2), ValueError), (torch.ones(0), ValueError)]
 )
@@ -315,6 +335,16 @@ def test_grad_scaler_skips_a_bad_step_and_counts_only_good_ones(unscales, device
     # without a scaler the count comes back to the host
     train(params, scaled, steps=1, first=4)
     assert scaled.state[params[0]]["step"] == 4 and isinstance(scaled.state[params[0]]["step"], int)
+
+
+@pytest.mark.parametrize("skipped", [False, True])
+def test_a_scaler_counts_the_steps_of_a_group_on_several_devices(skipped):
+    """As of a model whose layers are dealt out to GPUs."""
+    states = [{"step": torch.tensor(3.0, device=device)} for device in ("cpu", "meta", "cpu")]
+    counts = count(states, torch.tensor([float(skipped)]))
+    assert [x.device.type for x in counts] == ["cpu", "meta", "cpu"]
+    for counted, state in zip(counts[::2], states[::2], strict=True):
+        assert (counted, state["step"]) == (4, 3 if skipped else 4)
 
 
 def test_capturable_counts_on_the_device_and_takes_a_tensor_rate(device):
