@@ -4,6 +4,8 @@ This decides alone: `CoatAdamW` converts the moments that exist.
 """
 
 import dataclasses
+import weakref
+from collections.abc import Iterable, Iterator
 from itertools import repeat
 from typing import Any
 
@@ -14,15 +16,43 @@ from coat_ds.optim.options import BOTH_FP32, FormatNames, Rule, codec_of, keeps_
 from coat_kernels.codecs import Codec, get_codec
 
 
+class TensorSet:
+    """A set of tensors that it does not keep alive: Accelerate takes parameters of the whole model out of an
+    optimizer, in whose place shards come, to free their memory."""
+
+    def __init__(self, tensors: Iterable[torch.Tensor] = ()):
+        # by identity, as tensors compare element by element
+        self._refs: dict[int, weakref.ref[torch.Tensor]] = {}
+        for t in tensors:
+            self.add(t)
+
+    def add(self, t: torch.Tensor) -> None:
+        self._refs[id(t)] = weakref.ref(t)
+
+    def discard(self, t: torch.Tensor) -> None:
+        self._refs.pop(id(t), None)
+
+    def __contains__(self, t: torch.Tensor) -> bool:
+        # another tensor may have had this id
+        ref = self._refs.get(id(t))
+        return ref is not None and ref() is t
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        return (t for ref in tuple(self._refs.values()) if (t := ref()) is not None)
+
+    def __reduce__(self):
+        return TensorSet, (list(self),)
+
+
 @dataclasses.dataclass(eq=False)
 class Layouts:
     """The layouts of the moments of one optimizer. `group` is a parameter group throughout."""
 
     keep_fp32: Rule
     """As in `CoatAdamW`."""
-    kept: set[torch.Tensor] = dataclasses.field(default_factory=set)
+    kept: TensorSet = dataclasses.field(default_factory=TensorSet)
     """Tensors that keep FP32 moments however large they are."""
-    named: set[torch.Tensor] = dataclasses.field(default_factory=set)
+    named: TensorSet = dataclasses.field(default_factory=TensorSet)
     """Tensors that `keep_fp32` was asked about, whatever the answer."""
     fragments: dict[torch.Tensor, tuple[Fragment, ...]] = dataclasses.field(default_factory=dict)
     """What each flat partition is composed of."""

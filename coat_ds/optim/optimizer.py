@@ -13,7 +13,7 @@ from coat_ds.config import CHECKPOINT_LAYOUTS, KEEP_FP32, check_choice, name_pat
 from coat_ds.optim.accounting import layout_table, planned_bytes
 from coat_ds.optim.checks import check_can_keep_remainder, check_copy, check_grad_scale, check_tensors
 from coat_ds.optim.fragments import Fragment
-from coat_ds.optim.layouts import Layouts
+from coat_ds.optim.layouts import Layouts, TensorSet
 from coat_ds.optim.lines import frozen_line, stalling, states_line, to_logging
 from coat_ds.optim.loading import check_groups, load_state, loading_states, say_conversions
 from coat_ds.optim.moment import Moment, as_plain
@@ -172,8 +172,10 @@ class CoatAdamW(torch.optim.Optimizer):
         # torch calls this for what it loads, too, which has no more than states and parameter groups
         if "_kept" in state:
             # an optimizer of an earlier version has been asked about all that it holds
-            held = {p for group in state["param_groups"] for p in group["params"]}
+            held = [p for group in state["param_groups"] for p in group["params"]]
             state = {"_named": held, "log": to_logging, **state}
+            # which were sets there
+            state |= {name: TensorSet(state[name]) for name in ("_kept", "_named")}
             names = [field.name for field in dataclasses.fields(Layouts)]
             state["_layouts"] = Layouts(**{name: state.pop(f"_{name}") for name in names})
         torch.optim.Optimizer.__setstate__(self, state)

@@ -5,6 +5,7 @@ Every rank sees the same batch, so that averages over ranks are exact, and one p
 
 import io
 import warnings
+import weakref
 
 import pytest
 import torch
@@ -448,11 +449,13 @@ def prepared_by_accelerate():
     accelerator.state._shared_state.update(distributed_type=DistributedType.FSDP, fsdp_plugin=plugin)
     accelerator.state.distributed_type = DistributedType.FSDP
     net = build()
+    whole = weakref.ref(net[0].weight)
     net, optimizer = accelerator.prepare(net, coat(net, min_numel=16, keep_fp32=("*norm*",)))
+    freed = whole() is None
     train(net, optimizer, range(2))
     found = optimizer.optimizer
     sharded = all(isinstance(p, DTensor) for group in found.param_groups for p in group["params"])
-    return sharded, coat_ds.state_bytes(found)["by_codec"]["fp32"]
+    return sharded, freed, coat_ds.state_bytes(found)["by_codec"]["fp32"]
 
 
 def test_other_formats_are_named(four):
@@ -463,10 +466,10 @@ def test_other_formats_are_named(four):
 
 
 def test_names_survive_accelerates_exchange_of_parameters():
-    """It puts DTensors in the place of what the optimizer was given."""
+    """It puts DTensors in the place of what the optimizer was given, and frees that."""
     pytest.importorskip("accelerate")
     # half of a norm of 128 weights
-    assert run_distributed(prepared_by_accelerate, 2) == [(True, 64 * 8)] * 2
+    assert run_distributed(prepared_by_accelerate, 2) == [(True, True, 64 * 8)] * 2
 
 
 def stepped_under_fsdp1():

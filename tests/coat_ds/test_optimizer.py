@@ -1,12 +1,14 @@
 """CoatAdamW's steps against torch.optim.AdamW's, and what torch expects of any optimizer."""
 
 import copy
+import weakref
 
 import pytest
 import torch
 
 from coat_ds import CoatAdamW, state_bytes
 from coat_ds.optim.fragments import Fragment
+from coat_ds.optim.layouts import TensorSet
 from coat_ds.optim.moment import Moment
 from coat_ds.optim.options import MOMENTS
 from coat_ds.optim.recover import SAME_VALUE
@@ -240,6 +242,29 @@ def test_frozen_parameters_get_no_states():
     optimizer = CoatAdamW(params)
     optimizer.init_states()
     assert optimizer.state.keys() == set(params[1:])
+
+
+def test_parameters_that_are_exchanged_are_freed():
+    """Accelerate puts shards in their place under FSDP2."""
+    p = torch.nn.Parameter(torch.ones(5000))
+    optimizer = CoatAdamW([("norm", p)])
+    twin = copy.deepcopy(optimizer)
+    held = weakref.ref(p)
+    optimizer.param_groups[0]["params"] = [torch.nn.Parameter(torch.ones(50))]
+    del p
+    assert held() is None
+    twin.init_states()
+    assert state_bytes(twin)["by_codec"] == {"fp32": 2 * 4 * 5000}
+
+
+def test_a_set_of_tensors_does_not_take_one_for_another():
+    seen = TensorSet()
+    for _ in range(9):
+        # where one lay that is freed
+        t = torch.zeros(2)
+        assert t not in seen
+        seen.add(t)
+        assert t in seen and list(seen) == [t]
 
 
 def test_closure():
