@@ -203,7 +203,7 @@ class CoatAdamW(torch.optim.Optimizer):
         says which tensors keep FP32 moments nobody knows."""
         if name == "keep_fp32":
             rule = self._layouts.keep_fp32
-            return callable(rule) or tuple(rule) == tuple(value)
+            return callable(rule) or rule == value
         if name == "checkpoint_layout":
             return self._checkpoint_layout == value
         return all(group[name] == value for group in self.param_groups)
@@ -244,7 +244,7 @@ class CoatAdamW(torch.optim.Optimizer):
             # a norm of sharded gradients is summed over ranks here
             grad_scale = grad_scale.full_tensor()
         if scaler_scale is not None:
-            inverse = 1 / scaler_scale.float()
+            inverse = 1 / scaler_scale
             grad_scale = inverse if grad_scale is None else grad_scale * inverse
         work = [(group, [p for p in group["params"] if p.grad is not None]) for group in self.param_groups]
         if not (self._said_frozen or any(params for _, params in work)):

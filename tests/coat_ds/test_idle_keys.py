@@ -121,7 +121,16 @@ def test_keys_of_an_engine(found, run, lines):
     assert all("Drop" in said or "drop" in said or "set it" in said for said in found[run])
 
 
-@pytest.mark.parametrize("option", [{"keep_fp32": ["*"]}, {"checkpoint_layout": "compressed"}, {"seed": 1}])
+@pytest.mark.parametrize(
+    "option",
+    [
+        {"keep_fp32": ["*"]},
+        {"checkpoint_layout": "compressed"},
+        {"seed": 1},
+        {"compiled": True},
+        {"log": print},
+    ],
+)
 def test_options_of_the_whole_optimizer_are_refused_in_a_group(option):
     group = {"params": list(model().parameters())} | option
     made = coat_ds.CoatAdamW(model().parameters())

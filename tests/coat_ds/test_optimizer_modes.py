@@ -293,6 +293,21 @@ def test_tensors_of_every_kind_in_one_step(bf16_params, device, monkeypatch):
     assert not all_equal(together[:1], start(device, 300))
 
 
+def test_tensors_whose_second_moments_alone_differ_in_one_step():
+    options = {**OPTIONS, "exp_avg_format": "fp32", "exp_avg_sq_format": "log8", "min_numel": 600}
+    together, alone = start("cpu", 300, 900), start("cpu", 300, 900)
+    train(together, CoatAdamW(together, **options), steps=2)
+    # the gradients of the first are those of the first again
+    train(alone[:1], CoatAdamW(alone[:1], **options), steps=2)
+    assert all_equal(together[:1], alone[:1])
+    second = CoatAdamW(alone, **options)
+    for step in range(2):
+        set_grads(alone, step)
+        alone[0].grad = None
+        second.step()
+    assert all_equal(together, alone)
+
+
 def test_gradients_of_other_strides(device, monkeypatch):
     """The kernel reads them by their addresses, and would take the elements in another order in silence."""
     monkeypatch.setattr(adamw_step, "uses_kernels", lambda *_, **__: True)

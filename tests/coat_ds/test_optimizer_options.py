@@ -78,6 +78,17 @@ def test_patterns_that_are_no_list_are_errors(keep_fp32):
         CoatAdamW(torch.nn.Linear(8, 8).named_parameters(), keep_fp32=keep_fp32)
 
 
+def test_misspelled_layouts_of_checkpoints_are_errors():
+    with pytest.raises(ValueError, match="checkpoint_layout: .*'compress'. Did you mean 'compressed'"):
+        CoatAdamW(parameters(), checkpoint_layout="compress")
+
+
+def test_lists_of_a_json_are_taken():
+    optimizer = CoatAdamW([{"params": parameters()}, {"params": parameters()}], betas=(given := [0.8, 0.95]))
+    given[0] = 0.5
+    assert [group["betas"] for group in optimizer.param_groups] == [(0.8, 0.95)] * 2
+
+
 @pytest.mark.parametrize("seed", ["a", 1.5, 2**63])
 def test_seeds_that_no_step_could_take_are_errors(seed):
     """As those of `torch.seed()`, which have 64 bits."""
