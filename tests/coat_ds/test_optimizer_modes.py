@@ -308,6 +308,16 @@ def test_tensors_whose_second_moments_alone_differ_in_one_step():
     assert all_equal(together, alone)
 
 
+def test_the_compiled_step_is_asked_for_where_it_is_wanted(monkeypatch):
+    asked = []
+    # none: as on a machine without a compiler
+    monkeypatch.setattr(adamw_step, "compiled_step", lambda: asked.append(compiled))
+    for compiled in (False, True):
+        params = start("cpu", 5000)
+        train(params, CoatAdamW(params, **OPTIONS, compiled=compiled), steps=1)
+    assert asked == [True]
+
+
 def test_gradients_of_other_strides(device, monkeypatch):
     """The kernel reads them by their addresses, and would take the elements in another order in silence."""
     monkeypatch.setattr(adamw_step, "uses_kernels", lambda *_, **__: True)
@@ -406,7 +416,7 @@ def formats(optimizer):
 
 
 def test_which_tensors_keep_fp32_moments(device):
-    names = ("embed.weight", "layers.0.norm.weight", "layers.0.bias", "layers.0.tiny", "head.weight")
+    names = ("embed.weight", "layers.0.LayerNorm.weight", "layers.0.bias", "layers.0.tiny", "head.weight")
     sizes = (5000, 5000, 5000, 100, 5000)
     named = list(zip(names, start(device, *sizes), strict=True))
     compressed = "ratio8"
@@ -423,7 +433,8 @@ def test_which_tensors_keep_fp32_moments(device):
 def test_moments_that_exist_go_to_fp32_and_back(device):
     (p,) = params = start(device, 5000)
     optimizer = CoatAdamW(params, **OPTIONS)
-    # noted while there are none
+    # noted while there are none, also beside somebody's notes
+    optimizer.state[p]["note"] = 7
     optimizer.keep(p)
     optimizer.keep(p, False)
     train(params, optimizer)
