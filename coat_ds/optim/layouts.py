@@ -5,11 +5,12 @@ This decides alone: `CoatAdamW` converts the moments that exist.
 
 import dataclasses
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from itertools import repeat
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from coat_ds.optim.fragments import Fragment, piece_begins
 from coat_ds.optim.options import BOTH_FP32, FormatNames, Rule, codec_of, keeps_fp32
@@ -18,16 +19,19 @@ from coat_kernels.codecs import Codec, get_codec
 
 class TensorSet:
     """A set of tensors that it does not keep alive: Accelerate takes parameters of the whole model out of an
-    optimizer, in whose place shards come, to free their memory."""
+    optimizer, in whose place shards come, to free their memory. Shards, and other tensors that torch moves by
+    exchanging what is in them, are kept alive: it refuses that where there are weak references."""
 
     def __init__(self, tensors: Iterable[torch.Tensor] = ()):
         # by identity, as tensors compare element by element
-        self._refs: dict[int, weakref.ref[torch.Tensor]] = {}
+        self._refs: dict[int, Callable[[], torch.Tensor | None]] = {}
         for t in tensors:
             self.add(t)
 
     def add(self, t: torch.Tensor) -> None:
-        self._refs[id(t)] = weakref.ref(t)
+        exchanges = torch.__future__.get_swap_module_params_on_conversion()
+        is_kept = exchanges or is_traceable_wrapper_subclass(t)
+        self._refs[id(t)] = (lambda: t) if is_kept else weakref.ref(t)
 
     def discard(self, t: torch.Tensor) -> None:
         self._refs.pop(id(t), None)

@@ -5,6 +5,7 @@ import weakref
 
 import pytest
 import torch
+from torch.testing._internal.two_tensor import TwoTensor
 
 from coat_ds import CoatAdamW, state_bytes
 from coat_ds.optim.fragments import Fragment
@@ -255,6 +256,22 @@ def test_parameters_that_are_exchanged_are_freed():
     assert held() is None
     twin.init_states()
     assert state_bytes(twin)["by_codec"] == {"fp32": 2 * 4 * 5000}
+
+
+@pytest.mark.parametrize("by_option", [False, True])
+def test_models_may_be_moved_beside_the_optimizer(by_option):
+    """torch exchanges what is in shards, or with an option in all parameters, if nothing refers to them
+    weakly."""
+    net = torch.nn.Linear(3, 3, bias=False)
+    if not by_option:
+        net.weight = torch.nn.Parameter(TwoTensor(torch.ones(3, 3), torch.ones(3, 3)))
+    torch.__future__.set_swap_module_params_on_conversion(by_option)
+    try:
+        optimizer = CoatAdamW(net.named_parameters())
+        net.to(torch.bfloat16)
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(False)
+    assert optimizer.param_groups[0]["params"][0] is net.weight and net.weight.dtype == torch.bfloat16
 
 
 def test_a_set_of_tensors_does_not_take_one_for_another():
