@@ -89,7 +89,7 @@ def test_lists_of_a_json_are_taken():
     assert [group["betas"] for group in optimizer.param_groups] == [(0.8, 0.95)] * 2
 
 
-@pytest.mark.parametrize("seed", ["a", 1.5, 2**63])
+@pytest.mark.parametrize("seed", ["a", 1.5, 2**63, -(2**63)])
 def test_seeds_that_no_step_could_take_are_errors(seed):
     """As those of `torch.seed()`, which have 64 bits."""
     with pytest.raises(ValueError, match=f"CoatAdamW: seed: expected an integer below .*, found {seed!r}"):

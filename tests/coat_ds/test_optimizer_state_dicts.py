@@ -311,6 +311,15 @@ def test_a_loaded_state_dict_is_not_kept():
     assert [ref() for ref in held] == [None, None]
 
 
+def test_torch_casts_no_state():
+    """It would hold all of them in FP32 at once."""
+    _, optimizer = trained()
+    saved = optimizer.state_dict()
+    with mock.patch("torch.optim.Optimizer._process_value_according_to_param_policy") as cast:
+        optimizer.load_state_dict(saved)
+    assert not cast.called
+
+
 @pytest.mark.parametrize("layout", ["stock", "compressed"])
 def test_steps_of_what_was_loaded_leave_the_saved_states_alone(layout):
     both = [parameters(torch.bfloat16) for _ in range(2)]

@@ -11,6 +11,7 @@ from coat_ds.optim.options import MOMENTS
 from coat_ds.optim.stored_moment import StoredMoment, _rebuild
 from coat_ds.optim.streaming import streaming
 from coat_kernels.codecs import get_codec
+from tests.coat_ds.faithful import assert_ratio_faithful
 
 CODES, SCALE, EXPONENT = torch.zeros(300, dtype=torch.uint8), torch.ones(3), torch.ones(3, dtype=torch.uint8)
 PIECE = (0, "fp8_expanded", CODES, SCALE, EXPONENT)
@@ -62,15 +63,31 @@ def test_adamw_goes_on_from_it_as_from_fp32(how):
     assert torch.equal(*ends)
 
 
-def test_a_loaded_optimizer_writes_the_layout_that_it_is_asked_for():
+@pytest.mark.parametrize("exp_avg_sq_format", ["log8", "fp8_expanded"])
+def test_a_loaded_optimizer_writes_the_layout_that_it_is_asked_for(exp_avg_sq_format):
     p = torch.nn.Parameter(torch.rand(64, 128))
     p.grad = torch.rand(64, 128)
-    compressed, stock = (CoatAdamW([p], checkpoint_layout=layout) for layout in ("compressed", "stock"))
+    compressed, stock = (
+        CoatAdamW([p], exp_avg_sq_format=exp_avg_sq_format, checkpoint_layout=layout)
+        for layout in ("compressed", "stock")
+    )
     compressed.step()
     stock.load_state_dict(compressed.state_dict())
     with streaming():
         state = read(stock.state_dict())["state"][0]
     assert all(type(state[name]) is torch.Tensor for name in MOMENTS)
+
+
+def test_a_loaded_optimizer_has_the_groups_that_it_is_asked_for():
+    p = torch.nn.Parameter(torch.rand(64, 128))
+    p.grad = torch.randn(64, 128).exp() ** 2
+    saved, loaded = (CoatAdamW([p], group_size=n, checkpoint_layout="compressed") for n in (64, 128))
+    saved.step()
+    loaded.load_state_dict(read(saved.state_dict()))
+    assert [loaded.state[p][name].group_size for name in MOMENTS] == [128, 128]
+    exact, (first, second) = saved.moments(p)[0], loaded.moments(p)
+    # rounded once, relative to the second one
+    assert_ratio_faithful(first, exact, second)
 
 
 def test_kernels_that_ask_for_its_memory_get_an_error():
