@@ -10,7 +10,10 @@ import torch
 
 from coat_ds import CoatAdamW, state_bytes
 from coat_ds.optim.lines import to_logging
+from coat_ds.optim.moment import Moment
 from coat_ds.optim.options import MOMENTS
+from coat_ds.optim.state_dict import format_of
+from coat_kernels.codecs import get_codec
 from tests.coat_ds.optimizers import FP32, parameters, set_grads, through_file
 from tests.util import run_distributed
 
@@ -171,6 +174,12 @@ def test_an_earlier_version_names_formats_in_its_groups_alone(lines):
     state_dict["coat"]["version"] = 1
     ((_, line),) = loaded(lines, state_dict)
     assert line.endswith(AS_NEW)
+
+
+@pytest.mark.parametrize(("second", "said"), [("log8", "log8"), ("fp32", "fp32")])
+def test_what_keeps_fp32_in_a_partition_is_not_counted(second, said):
+    layout = ((0, get_codec("fp32")), (100, get_codec(second)))
+    assert format_of(Moment.zeros((300,), layout, 128, "cpu")) == said
 
 
 def test_the_constructor_says_how_states_are_stored(lines):

@@ -308,6 +308,11 @@ def test_autograd_notices_the_step():
         loss.backward()
 
 
+def with_fp64_gradient(p):
+    p.grad_dtype = None
+    p.grad = torch.ones(300, dtype=torch.float64)
+
+
 @pytest.mark.parametrize(
     ("spoil", "error", "message"),
     [
@@ -316,8 +321,9 @@ def test_autograd_notices_the_step():
         (lambda p: setattr(p, "data", p.data.to(torch.complex64)), TypeError, "complex64.*view_as_real"),
         (lambda p: setattr(p, "data", p.data.to(torch.float8_e4m3fn)), TypeError, "float8"),
         (lambda p: setattr(p, "data", p.data[:200].clone()), ValueError, "300"),
+        (with_fp64_gradient, TypeError, "float64 gradient"),
     ],
-    ids=["sparse", "double", "complex", "fp8", "shape"],
+    ids=["sparse", "double", "complex", "fp8", "shape", "gradient"],
 )
 def test_the_step_checks_before_it_changes_anything(spoil, error, message):
     good, bad = torch.nn.Parameter(torch.ones(300)), torch.nn.Parameter(torch.ones(300))
@@ -332,6 +338,26 @@ def test_the_step_checks_before_it_changes_anything(spoil, error, message):
     assert torch.equal(good, before[0])
     assert_equal(codes(optimizer), before[1])
     assert optimizer.state[good]["step"] == 1
+
+
+@pytest.mark.parametrize(
+    ("moment", "found"),
+    [
+        (torch.zeros(200), r"has exp_avg of shape \(200,\)"),
+        (Moment.zeros((300,), get_codec("ratio8"), 128, "meta"), "has exp_avg on meta"),
+    ],
+    ids=["shape", "device"],
+)
+def test_moments_that_do_not_fit_are_refused(moment, found):
+    p = torch.nn.Parameter(torch.ones(300))
+    optimizer = CoatAdamW([p], min_numel=0)
+    p.grad = torch.ones(300)
+    optimizer.step()
+    before = p.detach().clone()
+    optimizer.state[p]["exp_avg"] = moment
+    with pytest.raises(ValueError, match=found):
+        optimizer.step()
+    assert torch.equal(p, before) and optimizer.state[p]["step"] == 1
 
 
 @pytest.mark.gpu

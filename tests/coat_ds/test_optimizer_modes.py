@@ -203,6 +203,8 @@ def test_copies_are_written_in_the_same_pass(device):
         optimizer.copy_weight(params[0], copies[1][:600:2])
     with pytest.raises(ValueError, match="the copy is .7,. on"):
         optimizer.copy_weight(params[0], copies[0][:7])
+    with pytest.raises(ValueError, match="the copy is .300,. on meta"):
+        optimizer.copy_weight(params[0], copies[0].to("meta"))
 
 
 def test_clip_coefficient_is_applied_in_the_step(device):

@@ -119,6 +119,18 @@ def test_we_go_on_from_a_torch_state_dict():
     optimizer.step()
 
 
+def test_remainders_that_others_stepped_without_are_dropped():
+    """AdamW casts them to the parameters' type: no bits of a master any more."""
+    params = parameters(torch.bfloat16)
+    ours, stock = CoatAdamW(params), torch.optim.AdamW(params)
+    set_grads(params, 0)
+    ours.step()
+    stock.load_state_dict(ours.state_dict())
+    stock.step()
+    ours.load_state_dict(stock.state_dict())
+    assert not any("remainder" in ours.state[p] for p in params)
+
+
 # the options of a parameter group that versions of torch, DeepSpeed and NVIDIA's libraries write
 FIRST = ("lr", "betas", "eps", "weight_decay", "params")
 GROUP_KEYS = {
