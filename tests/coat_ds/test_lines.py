@@ -104,6 +104,9 @@ def test_nothing_is_said_of_equal_formats(lines, options, layout):
 def test_moments_of_adamw_are_fp32(lines):
     ((_, line),) = loaded(lines, stock().state_dict())
     assert line.endswith(FROM_FP32)
+    # one of the two stays what it is
+    ((_, line),) = loaded(lines, stock().state_dict(), exp_avg_format="fp32")
+    assert line.endswith("load: exp_avg_sq from fp32 to log8 in 5 tensors")
     # AdamW hands on the options of the group that it has loaded
     for options in (NEW, OLD):
         handed_on = stock(ours(**options).state_dict()).state_dict()
