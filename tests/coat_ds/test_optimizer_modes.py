@@ -255,6 +255,14 @@ def test_numbers_may_be_tensors(name, device, monkeypatch):
     assert all_equal(params, plain)
 
 
+def test_the_kernel_does_not_divide_by_moments_of_zero(device, monkeypatch):
+    monkeypatch.setattr(adamw_step, "uses_kernels", lambda *_, **__: True)
+    (p,) = params = start(device, 300)
+    p.grad, before = torch.zeros_like(p), p.detach().clone()
+    CoatAdamW(params, **{**OPTIONS, "eps": 0.0, "weight_decay": 0.0}).step()
+    assert p.equal(before)
+
+
 @pytest.mark.parametrize(
     ("scale", "error"), [(0.25, TypeError), (torch.ones(2), ValueError), (torch.ones(0), ValueError)]
 )

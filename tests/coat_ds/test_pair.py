@@ -298,6 +298,9 @@ def test_a_format_that_is_not_relative_ends_the_pair():
     state = other.state[p]
     assert state["exp_avg"].codec.name == "fp8_expanded" and state["exp_avg_sq"].pair is None
     assert torch.equal(other.moments(p)[1], second)
+    _, held = pair_of(*some_pair())
+    _, alone = paired(Moment.zeros(SHAPE, EXACT, GROUP, "cpu"), held)
+    assert alone.pair is None and alone.pieces is held.pieces
 
 
 @pytest.mark.parametrize("layout", ["stock", "compressed"])

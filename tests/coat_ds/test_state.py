@@ -260,6 +260,9 @@ def test_copy_between_moments_is_exact():
     other = Moment.zeros(SHAPE, FP8, 64, "cpu")
     other.copy_(source)
     assert torch.equal(other.decode(), Moment.encoded(source.decode(), FP8, 64).decode())
+    # as many elements, but none of the same shape
+    with pytest.raises(RuntimeError):
+        Moment.zeros(SHAPE[::-1], FP8, 128, "cpu").copy_(source)
 
 
 def test_pickle_gives_a_plain_tensor():
