@@ -7,7 +7,7 @@ import torch
 
 from coat_ds import CoatAdamW
 from coat_ds.optim.step import _count as count
-from coat_kernels.adamw import join_master, split_master
+from coat_kernels.adamw import PIECE, join_master, split_master
 from coat_kernels.adamw import step as adamw_step
 
 # a power of two is the same rate in FP32 and FP64
@@ -185,6 +185,15 @@ def test_stochastic_rounding_follows_its_seed(device):
         train(params, CoatAdamW(params, **OPTIONS, bf16_params="stochastic", seed=seed))
         runs.append(params)
     assert all_equal(runs[0], runs[1]) and not all_equal(runs[0], runs[2])
+
+
+def test_each_element_has_its_own_noise_in_a_long_tensor():
+    """On a CPU a step takes it in pieces."""
+    p = torch.nn.Parameter(torch.ones(2 * PIECE, dtype=torch.bfloat16))
+    p.grad = torch.ones_like(p)
+    CoatAdamW([p], lr=2.0**-10, bf16_params="stochastic").step()
+    first, second = p.detach().chunk(2)
+    assert not first.equal(second)
 
 
 def test_copies_are_written_in_the_same_pass(device):

@@ -184,6 +184,21 @@ def test_options_that_others_do_not_have_stay(kind):
     assert optimizer.state_dict()["param_groups"][0]["bias_correction"] is True
 
 
+def test_groups_without_parameters():
+    def made():
+        return CoatAdamW([{"params": parameters()}, {"params": []}], min_numel=100)
+
+    optimizer, again = made(), made()
+    set_grads(optimizer.param_groups[0]["params"], 0)
+    optimizer.step()
+    saved = through_file(optimizer.state_dict())
+    # as FusedAdam counts
+    for group in saved["param_groups"]:
+        group["step"] = 1
+    again.load_state_dict(saved)
+    assert_equal(codes(again), codes(optimizer))
+
+
 @pytest.mark.parametrize(
     "key,value",
     [
