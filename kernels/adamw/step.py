@@ -17,7 +17,7 @@ from coat_kernels.codecs.codec import Storage
 from coat_kernels.device import uses_kernels
 from coat_kernels.prepared import FUSED
 
-# elements of a piece of PyTorch's step, whose dozen temporaries stay in the cache
+# elements of a piece of PyTorch's step, whole groups, whose dozen temporaries stay in the cache
 PIECE = 2**16
 TRITON_DTYPES = {
     torch.float32: tl.float32,
@@ -175,7 +175,7 @@ def _in_pieces(param, grad, m, v, step, options: AdamWOptions, remainder, weight
         adamw_reference(
             cut(param, a, b),
             cut(grad, a, b),
-            *(s.groups(a // group_size, -(-b // group_size), group_size) for s in (m, v)),
+            *(s.groups(a // group_size, b // group_size, group_size) for s in (m, v)),
             step,
             # the noise of an element depends on its place in the tensor
             replace(options, seed=options.seed + a),

@@ -187,13 +187,14 @@ def test_stochastic_rounding_follows_its_seed(device):
     assert all_equal(runs[0], runs[1]) and not all_equal(runs[0], runs[2])
 
 
-def test_each_element_has_its_own_noise_in_a_long_tensor():
-    """On a CPU a step takes it in pieces."""
-    p = torch.nn.Parameter(torch.ones(2 * PIECE, dtype=torch.bfloat16))
-    p.grad = torch.ones_like(p)
-    CoatAdamW([p], lr=2.0**-10, bf16_params="stochastic").step()
-    first, second = p.detach().chunk(2)
-    assert not first.equal(second)
+def test_each_element_has_its_own_noise():
+    """On a CPU a step takes long tensors in pieces."""
+    params = [torch.nn.Parameter(torch.ones(n * PIECE, dtype=torch.bfloat16)) for n in (2, 1)]
+    for p in params:
+        p.grad = torch.ones_like(p)
+    CoatAdamW(params, lr=2.0**-10, bf16_params="stochastic").step()
+    first, second = params[0].detach().chunk(2)
+    assert not first.equal(second) and not first.equal(params[1])
 
 
 def test_copies_are_written_in_the_same_pass(device):
@@ -335,6 +336,17 @@ def test_the_compiled_step_is_asked_for_where_it_is_wanted(monkeypatch):
         params = start("cpu", 5000)
         train(params, CoatAdamW(params, **OPTIONS, compiled=compiled), steps=1)
     assert asked == [True]
+
+
+def test_copies_are_left_to_pytorch_where_steps_are_compiled(monkeypatch):
+    """The compiled step writes none."""
+    monkeypatch.setattr(adamw_step, "compiled_step", lambda: lambda *_: None)
+    (p,) = params = start("cpu", 5000)
+    copied = torch.zeros_like(p, dtype=torch.bfloat16)
+    optimizer = CoatAdamW(params, **OPTIONS, compiled=True)
+    optimizer.copy_weight(p, copied)
+    train(params, optimizer, steps=1)
+    assert copied.equal(p.detach().bfloat16())
 
 
 def test_gradients_of_other_strides(device, monkeypatch):

@@ -310,6 +310,7 @@ def test_load_errors_come_first():
         (lambda d: d["state"][0].update(exp_avg=torch.zeros(5)), r"exp_avg of parameter 0 is \(5,\)"),
         (lambda d: d["state"][0].update(max_exp_avg_sq=torch.zeros(5)), "amsgrad"),
         (lambda d: d["state"][1].pop("exp_avg_sq"), "no exp_avg_sq, but step, exp_avg"),
+        (lambda d: d["state"][1].pop("step"), "no step, but exp_avg"),
         (lambda d: d["state"].update({"0": d["state"].pop(0)}), r"a state of '0', .* params are 0, 1, 2"),
         (lambda d: d["state"][0].update(step=2**70), "step of parameter 0 is .* from 0 to 2147483647"),
         (lambda d: d["state"][0].update(step=2.5), "step of parameter 0 is a float: 2.5. .* whole number"),

@@ -56,6 +56,15 @@ def test_compiled_is_the_reference(group_size, m_name, v_name, more):
         assert (codes != codes2).sum() <= 1 and torch.equal(exponent, exponent2)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_other_gradients_are_left_to_pytorch(dtype):
+    """The compiled step would read them as FP32, past their end."""
+    names = dict(zip(("exp_avg_codec", "exp_avg_sq_codec"), map(get_codec, COMPILED[0]), strict=True))
+    options = adamw.AdamWOptions(**OPTIONS, **names, group_size=128)
+    p = torch.ones(300)
+    assert adamw_cpu.compiled_can(p, p, options) and not adamw_cpu.compiled_can(p, p.to(dtype), options)
+
+
 def test_machines_that_share_a_cache_build_for_their_own_cpus(tmp_path, monkeypatch):
     """One file for cores of a kind, at whatever speed they run; another for a CPU with other instructions."""
     names = []
