@@ -65,6 +65,17 @@ def test_other_gradients_are_left_to_pytorch(dtype):
     assert adamw_cpu.compiled_can(p, p, options) and not adamw_cpu.compiled_can(p, p.to(dtype), options)
 
 
+@pytest.mark.parametrize("error", [OSError, RuntimeError, ImportError])
+def test_without_a_compiler_steps_run_in_pytorch(error, monkeypatch, caplog):
+    def fails(*_, **__):
+        raise error("there is no g++\nand no ninja")
+
+    monkeypatch.setattr("torch.utils.cpp_extension.load", fails)
+    # which is asked once
+    assert compiled_step.__wrapped__() is None
+    assert caplog.messages == ["AdamW steps on the CPU run in PyTorch, slowly: there is no g++"]
+
+
 def test_machines_that_share_a_cache_build_for_their_own_cpus(tmp_path, monkeypatch):
     """One file for cores of a kind, at whatever speed they run; another for a CPU with other instructions."""
     names = []
