@@ -184,6 +184,15 @@ def test_options_that_others_do_not_have_stay(kind):
     assert optimizer.state_dict()["param_groups"][0]["bias_correction"] is True
 
 
+def test_empty_states_are_none():
+    """Who asks for the state of a parameter before the first step makes one."""
+    params = parameters()
+    optimizer, again = CoatAdamW(params), CoatAdamW(parameters())
+    assert not optimizer.state[params[0]]
+    again.load_state_dict(through_file(optimizer.state_dict()))
+    assert not again.state
+
+
 def test_groups_without_parameters():
     def made():
         return CoatAdamW([{"params": parameters()}, {"params": []}], min_numel=100)
@@ -321,6 +330,10 @@ def test_load_errors_come_first():
         (
             lambda d: d["state"][0].update(exp_avg=torch.zeros(33, 70, dtype=torch.complex64)),
             "exp_avg of parameter 0 is torch.complex64, .* Expected a dense tensor",
+        ),
+        (
+            lambda d: d["state"][0].update(exp_avg=torch.zeros(33, 70).to_sparse()),
+            "exp_avg of parameter 0 is torch.float32, torch.sparse_coo. Expected a dense tensor",
         ),
     ):
         with pytest.raises(ValueError, match=message):
