@@ -54,6 +54,10 @@ def test_every_key():
             {"enabled": True, "activations": {"weight_cache": "scale"}},
             "found 'scale', which was removed.*'none'",
         ),
+        (
+            {"enabled": True, "watch": {"update_error": float("nan")}},
+            "update_error: expected 0 or more, found nan",
+        ),
         ({"enabled": True, "zero3_layer_units": 1}, "zero3_layer_units: .*'auto', True, False; found 1"),
     ],
     ids=str,
