@@ -5,7 +5,7 @@ import sys
 import pytest
 
 from coat_ds import CoatConfig, CoatConfigError
-from coat_ds.config import ActivationsConfig, OptimizerConfig
+from coat_ds.config import ActivationsConfig, OptimizerConfig, ReportConfig, WatchConfig
 
 
 def test_defaults():
@@ -17,6 +17,13 @@ def test_defaults():
     for value in (True, False):
         given = CoatConfig.from_dict({"enabled": True, "activations": value}).activations
         assert given == ActivationsConfig(enabled=value)
+    for block, value, meant in (
+        ("watch", True, WatchConfig()),
+        ("watch", False, WatchConfig(every=0)),
+        ("report", True, ReportConfig(states=True, saved=True)),
+        ("report", False, ReportConfig(states=False, saved=False)),
+    ):
+        assert getattr(CoatConfig.from_dict({"enabled": True, block: value}), block) == meant
 
 
 def test_every_key():
