@@ -152,6 +152,14 @@ def test_what_a_class_inherits_and_what_is_no_function(declare):
     assert switch.disable is was
 
 
+def test_what_was_applied_for_good_outlasts_what_is_for_a_while(declare):
+    patch = declare("deepspeed.runtime.utils:ensure_directory_exists")
+    patch.apply(doubling)
+    with patch.applied(doubling):
+        pass
+    assert patch.is_applied()
+
+
 def test_somebody_elses_patch_on_top_is_not_torn_out(declare):
     import functools
 
