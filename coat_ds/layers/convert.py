@@ -164,17 +164,19 @@ _WRAPPED = {"base_layer", "original_module", "_checkpoint_wrapped_module", "_ori
 
 
 def _check_forwards(holder: nn.Module) -> None:
-    """Raises RuntimeError unless what convert put in the place of forwards is still there."""
+    """Raises RuntimeError where something else stands in the place of a forward that convert put there.
+    Modules of parts that were given back, and those that were put in since, have no forward of their own."""
     modules = dict(holder.named_modules())
     for kind, names in holder.__dict__[ATTRIBUTE].converted.items():
         for name in names:
             module = modules.get(name)
             while module is not None and (wrapped := module._modules.keys() & _WRAPPED):
                 module = module._modules[wrapped.pop()]
-            if kind != "attention" and module is not None and replaced(module) is None:
+            found = None if module is None else module.__dict__.get("forward")
+            if kind != "attention" and found is not None and not isinstance(found, Replaced):
                 raise RuntimeError(
                     f"coat_ds.unconvert: {name}: expected the forward that convert put there, found "
-                    f"{module.forward!r}. Undo what replaced it first."
+                    f"{found!r}. Undo what replaced it first."
                 )
 
 

@@ -59,6 +59,19 @@ def test_parts_that_were_converted_one_by_one_are_given_back_together():
     assert all(coat_ds.conversion_of(part) is None for part in model)
 
 
+def test_a_part_is_given_back_and_then_the_model():
+    model, batch = coat_ds.convert(LLAMA.build()), LLAMA.batch()
+    coat_ds.unconvert(model.model.layers[0])
+    with pytest.raises(RuntimeError, match=r"7, such as 'model\.layers\.0\.self_attn\.q_proj'.*unconvert"):
+        coat_ds.convert(model)
+    # one that was put in since is nobody's forward either
+    model.model.layers[1].mlp.up_proj = LLAMA.build().model.layers[1].mlp.up_proj
+    coat_ds.unconvert(model)
+    assert not any(map(replaced, model.modules())) and coat_ds.conversion_of(model) is None
+    with torch.no_grad():
+        assert model(**batch).loss == LLAMA.build()(**batch).loss
+
+
 def test_a_model_of_which_a_part_was_converted_is_refused():
     """What is around a converted model may hold heads and adapters, which stay."""
     model = LLAMA.build()
