@@ -51,6 +51,11 @@ def _watch_optimizers() -> None:
     register_optimizer_step_post_hook(_after_step)
 
 
+def can_be_kept(weight: torch.Tensor) -> bool:
+    """Whether it is a parameter that counts its changes, as those that inference mode has made do not."""
+    return isinstance(weight, torch.nn.Parameter) and not weight.is_inference()
+
+
 class WeightCache:
     """What one layer keeps of its weight: `keep` is one of `WEIGHT_CACHES`. `predicts`: it also remembers the
     last scale.
@@ -83,9 +88,9 @@ class WeightCache:
         return sum(t.nbytes for t in held if t is not None)
 
     def of(self, weight: torch.Tensor) -> "WeightCache":
-        """The cache to use for this weight: this one for a parameter or a view of one, else `NO_CACHE`."""
+        """The cache for this weight: this one for what `can_be_kept`, or a view of it, else `NO_CACHE`."""
         owner = weight if weight._base is None else weight._base
-        if not isinstance(owner, torch.nn.Parameter):
+        if not can_be_kept(owner):
             return NO_CACHE
         if self._owner is None or self._owner() is not owner:
             self._owner, self._key, self._codes = weakref.ref(owner), None, None

@@ -157,8 +157,8 @@ def coat_attention(
             "loads for DPO. It runs in BF16, and its log-probabilities are not those of FP8 layers with the "
             "same weights. Call coat_ds.convert on it, too."
         )
-    # the compiler sees no notes
-    if kept is None or compiling or (kept.evaluates_stock and is_evaluated(module)):
+    # the compiler sees no notes, and on "meta" there are no numbers
+    if kept is None or compiling or query.is_meta or (kept.evaluates_stock and is_evaluated(module)):
         return sdpa_attention_forward(module, query, key, value, attention_mask, **arguments)
     dtype = autocast_dtype(query)
     if dtype is not None and query.dtype in DTYPES:

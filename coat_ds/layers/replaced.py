@@ -56,7 +56,10 @@ class Replaced:
 
     def takes(self, x: torch.Tensor) -> bool:
         """Whether the kernels take `x`, under autocast as it will be. Raises TypeError for FP16, and says
-        once of other types that layers compute as before. DTensors are their caller's matter."""
+        once of other types that layers compute as before, but for tensors on "meta", of which only shapes are
+        asked. DTensors are their caller's matter."""
+        if x.is_meta:
+            return False
         dtype = autocast_dtype(x) or x.dtype
         if torch.float16 in (dtype, x.dtype):
             raise TypeError(
@@ -103,8 +106,8 @@ def is_plain(x: torch.Tensor) -> bool:
 
 
 def can_be_read(x: torch.Tensor) -> bool:
-    """Whether kernels can read it: plain, and of a type that they take."""
-    return x.dtype in DTYPES and type(x) in _PLAIN
+    """Whether kernels can read it: plain, on a device that holds numbers, and of a type that they take."""
+    return x.dtype in DTYPES and type(x) in _PLAIN and not x.is_meta
 
 
 def autocast_dtype(x: torch.Tensor) -> torch.dtype | None:

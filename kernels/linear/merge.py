@@ -19,7 +19,7 @@ from coat_kernels.fp8 import Fp8Format
 from coat_kernels.tensorwise.predicted import Attempt, PredictedScale
 from coat_kernels.tensorwise.quantize import Quantized, empty_operands, launch_quantize, quantize_tensor
 from coat_kernels.tensorwise.scale import Scales
-from coat_kernels.weights import WeightCache
+from coat_kernels.weights import WeightCache, can_be_kept
 
 
 class _Merged(torch.autograd.Function):
@@ -76,7 +76,7 @@ class MergedCache(WeightCache):
         """The cache with these weights, for one GEMM with `merged(weights)`."""
         if self.keep == "none":
             return _Bound(self, weights)
-        if not all(isinstance(w, torch.nn.Parameter) for w in weights):
+        if not all(map(can_be_kept, weights)):
             return _Bound(_UNKEPT, weights)
         owners = self._owner or ()
         if len(owners) != len(weights) or any(o() is not w for o, w in zip(owners, weights, strict=True)):
@@ -108,7 +108,8 @@ class _Bound:
 
     def __init__(self, cache: MergedCache, weights: tuple[torch.Tensor, ...]):
         self.cache, self.weights, self.keep = cache, weights, cache.keep
-        self.versions = [w._version for w in weights]
+        # those that inference mode has made count no changes
+        self.versions = [None if w.is_inference() else w._version for w in weights]
 
     def of(self, weight: torch.Tensor) -> "_Bound":
         return self
@@ -127,7 +128,7 @@ class _Bound:
 
     def _unchanged(self) -> tuple[torch.Tensor, ...]:
         for w, version in zip(self.weights, self.versions, strict=True):
-            if w._version != version:
+            if version is not None and w._version != version:
                 raise RuntimeError(
                     "one of the variables needed for gradient computation has been modified by an inplace "
                     f"operation: a weight of {list(w.shape)} is at version {w._version}; expected version "

@@ -158,6 +158,31 @@ def test_evaluation_keeps_no_weights_and_training_goes_on(attention_format, mode
     same(*(run(model, batch) for model in models))
 
 
+@pytest.mark.parametrize("weight_cache", ["none", "fp8"])
+def test_a_model_that_inference_mode_has_made(weight_cache):
+    """Its weights count no changes."""
+    activations, batch = {"weight_cache": weight_cache}, LLAMA.batch()
+    reference = coat_ds.convert(LLAMA.build(), activations)
+    with torch.inference_mode():
+        model = coat_ds.convert(LLAMA.build(), activations)
+    for one in (reference, model):
+        one.requires_grad_(False).eval()
+    for mode in (torch.inference_mode, torch.no_grad, torch.enable_grad):
+        with mode():
+            assert model(**batch).loss.equal(reference(**batch).loss)
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "bert", "mixtral", "qwen3_moe_grouped"])
+def test_shapes_without_numbers(name, caplog):
+    """On "meta"; transformers masks nothing there as long as a cache is filled."""
+    family = FAMILIES[name]
+    stock, batch = family.build().to("meta"), placed(family.batch(), "meta")
+    expected = stock(**batch, use_cache=True).logits
+    logits = coat_ds.convert(stock)(**batch, use_cache=True).logits
+    assert (logits.shape, logits.dtype, logits.device) == (expected.shape, expected.dtype, expected.device)
+    assert "COAT" not in caplog.text
+
+
 def test_twice_is_once_and_other_options_are_an_error():
     model = coat_ds.convert(plain(), {"group_size": 32})
     first = replaced(model[0].up)
