@@ -251,7 +251,9 @@ def _looks_elementwise(module: nn.Module) -> bool:
 def _what_stays(model: nn.Module) -> dict[int, str]:
     """By id of a module, why it stays as it is whatever it computes."""
     stays: dict[int, str] = {}
-    embeddings = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
+    # of compressed-tensors' layers, among others, a weight is no parameter
+    embeddings = {id(m._parameters.get("weight")) for m in model.modules() if isinstance(m, nn.Embedding)}
+    embeddings.discard(id(None))
     for module in model.modules():
         if is_dispatched(module):
             stays[id(module)] = DISPATCHED
@@ -259,7 +261,7 @@ def _what_stays(model: nn.Module) -> dict[int, str]:
         if callable(get_head) and isinstance(head := _quietly(get_head), nn.Module):
             # with what PEFT has put around it
             stays.update({id(m): "the head" for m in head.modules()})
-        if isinstance(module, nn.Linear) and id(module.weight) in embeddings:
+        if isinstance(module, nn.Linear) and id(module._parameters.get("weight")) in embeddings:
             stays[id(module)] = "the head"
         children = module._modules
         if getattr(module, "base_model_prefix", None) in children:

@@ -140,6 +140,18 @@ def test_averages_of_weights(weight_cache):
     same(run(average.module, batch), run(coat_ds.convert(stock, activations), batch))
 
 
+def test_other_weights_at_the_same_place():
+    """Fused blocks ask the caches whose weights they hold."""
+    activations, batch = {"weight_cache": "fp8"}, LLAMA.batch()
+    model, stock = coat_ds.convert(LLAMA.build(), activations), LLAMA.build()
+    run(model, batch)
+    for one in (model, stock):
+        for linear in (m for m in one.model.layers.modules() if isinstance(m, nn.Linear)):
+            linear.weight.data.mul_(2)
+            linear.weight = nn.Parameter(linear.weight.data)
+    same(run(model, batch), run(coat_ds.convert(stock, activations), batch))
+
+
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 @pytest.mark.parametrize("attention_format", ["bf16", "recompute"])
 def test_evaluation_keeps_no_weights_and_training_goes_on(attention_format, mode):
@@ -197,16 +209,41 @@ def test_twice_is_once_and_other_options_are_an_error():
 
 
 def test_linear_layers_of_other_weights_are_counted():
-    """Weight norm makes the weight in each forward; FP8 checkpoints of transformers have scales beside it."""
-    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64), nn.Linear(64, 64))
+    """Weight norm makes the weight in each forward; FP8 checkpoints of transformers have scales beside it;
+    compressed-tensors has codes in its place."""
+    model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(4)), nn.Embedding(64, 64))
     weight_norm(model[0])
     model[1].register_parameter("weight_scale_inv", nn.Parameter(torch.ones(())))
+    del model[2].weight, model[4].weight
     conversion = coat_ds.conversion_of(coat_ds.convert(model))
     assert conversion.left == {
         "0": "a weight that is made of others in each forward",
         "1": "more than a weight and a bias",
+        "2": "a weight that is made of others in each forward",
     }
-    assert conversion.summary().startswith("1 of 3 linear layers multiply in FP8")
+    assert conversion.summary().startswith("1 of 4 linear layers multiply in FP8")
+
+
+def test_only_matrices_count_as_linear_layers():
+    """Not the weights of many experts in one tensor."""
+
+    class ManyLinear(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.zeros(4, 64, 64))
+
+    layers = layers_of(nn.Sequential(ManyLinear(), nn.Linear(64, 64)), "a reason")
+    assert layers.found == {"linear": 1} and layers.left == {"1": "a reason"}
+
+
+@pytest.mark.parametrize("error", [AttributeError, NotImplementedError])
+def test_a_model_without_the_head_that_it_asks_for(error):
+    class Headless(nn.Sequential):
+        def get_output_embeddings(self):
+            raise error
+
+    model = coat_ds.convert(Headless(nn.Linear(64, 64)))
+    assert coat_ds.conversion_of(model).converted["linear"] == ["0"]
 
 
 def test_activations_that_work_in_place_stay():
@@ -344,6 +381,12 @@ def test_the_activation_of_a_replaced_forward_is_left():
     assert conversion.converted["feed_forward"] == ["model.layers.1.mlp"]
     assert "computes something else" in conversion.left["model.layers.0.mlp"]
     assert conversion.converted["layer"] == ["model.layers.1"]
+
+
+def test_a_replaced_forward_over_dropout_is_no_feed_forward():
+    model = nn.Sequential(nn.Sequential(nn.Linear(64, 64), nn.Dropout(0.1)))
+    model[0].forward = types.MethodType(lambda self, x: self[0](x), model[0])
+    assert not coat_ds.conversion_of(coat_ds.convert(model)).left
 
 
 def test_unconvert_does_not_undo_what_others_did_later():
