@@ -6,6 +6,7 @@ from functools import partial
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from coat_kernels.attention import additive_mask, causal_attention, kept_attention
 from coat_kernels.fp8 import E4M3
@@ -239,6 +240,18 @@ def test_what_outer_hooks_took_away_is_not_held(device):
         y = causal_attention(*inputs, group_size=16)
     forget_notes(y)
     assert len(held) == 4 and not any(ref() is not None for ref in held)
+    y.sum().backward()
+
+
+@pytest.mark.parametrize("size", [None, 16])
+def test_keys_that_were_repeated_are_not_held_once_outer_hooks_took_them(device, size):
+    heads = [t.permute(1, 2, 0, 3).clone() for t in qkv(device, groups=2)]
+    held = [StorageWeakRef(t.untyped_storage()) for t in heads]
+    attend = F.scaled_dot_product_attention
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: t.cpu().clone(), lambda t: t.to(device)):
+        y = kept_attention(attend, *heads, times=HEADS // 2, group_size=size)
+    del heads
+    assert all(storage.expired() for storage in held)
     y.sum().backward()
 
 

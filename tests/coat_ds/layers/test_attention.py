@@ -69,6 +69,11 @@ def test_the_stock_model_has_nothing_of_ours():
     assert model.config._attn_implementation == "sdpa"
 
 
+@pytest.mark.parametrize("name", ["a module that is gone", "builtins"])
+def test_a_model_without_source_asks_for_nothing(name):
+    assert not attention.asks_for_stock(type("Typed", (nn.Module,), {"__module__": name})())
+
+
 def test_attention_that_was_chosen_since_stays():
     model = coat_ds.convert(FAMILIES["llama"].build())
     model.set_attn_implementation("eager")
