@@ -6,7 +6,12 @@ framework.
 """
 
 import torch
-from torch.nn.modules.module import _global_forward_hooks, _global_forward_pre_hooks
+from torch.nn.modules.module import (
+    _global_backward_hooks,
+    _global_backward_pre_hooks,
+    _global_forward_hooks,
+    _global_forward_pre_hooks,
+)
 
 from coat_kernels.origin import forget_notes
 
@@ -22,6 +27,13 @@ _FRAMEWORKS = frozenset(
         "transformer_engine",
         "transformers",
     )
+)
+
+_OF_ALL_MODULES = (
+    _global_forward_hooks,
+    _global_forward_pre_hooks,
+    _global_backward_hooks,
+    _global_backward_pre_hooks,
 )
 
 
@@ -41,7 +53,7 @@ def is_watched(module: torch.nn.Module) -> bool:
     """Whether somebody else than a framework has a hook on `module`, or on all modules: it has to be called
     then."""
     own = module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks
-    return _any_foreign(*own, _global_forward_hooks, _global_forward_pre_hooks)
+    return _any_foreign(*own, *_OF_ALL_MODULES)
 
 
 def _forget(x: torch.Tensor, *registered: dict) -> None:

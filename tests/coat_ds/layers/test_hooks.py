@@ -5,7 +5,11 @@ import copy
 import pytest
 import torch
 from torch import nn
-from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.nn.modules.module import (
+    register_module_forward_hook,
+    register_module_forward_pre_hook,
+    register_module_full_backward_hook,
+)
 
 import coat_ds
 from coat_kernels.deferred import Deferred
@@ -76,7 +80,9 @@ def test_what_hooks_write_unseen_is_multiplied(build, before, everywhere):
         assert rel_rms(found, expected) < fp8_bound(3)
 
 
-@pytest.mark.parametrize("kind", ["forward", "forward pre", "backward", "backward pre", "global"])
+@pytest.mark.parametrize(
+    "kind", ["forward", "forward pre", "backward", "backward pre", "global", "global backward"]
+)
 @pytest.mark.parametrize("name", ["act_fn", "up_proj"])
 def test_watched_modules_are_called(name, kind):
     """Kernels call no activation, and multiply two layers as one."""
@@ -88,6 +94,7 @@ def test_watched_modules_are_called(name, kind):
         "backward": module.register_full_backward_hook,
         "backward pre": module.register_full_backward_pre_hook,
         "global": register_module_forward_hook,
+        "global backward": register_module_full_backward_hook,
     }[kind]
 
     def hook(module, *_):
