@@ -166,6 +166,16 @@ def test_codes_do_not_depend_on_what_was_predicted(keep, kernels, device):
 
 
 @KEEP
+def test_codes_of_a_transposed_weight(keep, kernels, device):
+    """As of transformers' Conv1D."""
+    weight, cache = layer(device)[1].detach().t(), WeightCache(keep)
+    codes, largest = cache.forward(weight, E4M3)
+    expected = quantize_tensor_reference(weight, largest, E4M3, columns=True)
+    columns = cache.columns(weight, largest, E4M3).columns
+    assert codes.rows.equal(expected.rows) and columns.equal(expected.columns)
+
+
+@KEEP
 def test_backward_uses_the_weight_of_its_forward_or_refuses(keep, device):
     x, weight = layer(device)
     cache = WeightCache(keep)

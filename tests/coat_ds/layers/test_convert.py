@@ -269,6 +269,8 @@ def test_the_filter_and_the_reasons():
     )
     model = coat_ds.convert(LLAMA.build(), filter=lambda name, module: not name.endswith("layers.1"))
     assert coat_ds.conversion_of(model).converted["layer"] == ["model.layers.0"]
+    none = coat_ds.convert(nn.Sequential(nn.Linear(64, 72)), filter=lambda name, module: False)
+    assert coat_ds.conversion_of(none).left == {"0": "the filter"}
     classifier = coat_ds.convert(FAMILIES["vit"].build(num_labels=32))
     assert coat_ds.conversion_of(classifier).left == {"classifier": "the head"}
     mixed = nn.ModuleDict(

@@ -19,6 +19,21 @@ def test_norms_return_what_stock_ones_do_once_they_are_cast(build, given):
         assert ours.to(own)(x).dtype == stock.to(own)(x).dtype
 
 
+def test_a_norm_whose_output_is_another_under_autocast():
+    """As of LayerNorm on GPUs."""
+
+    class Cast(LlamaRMSNorm):
+        def forward(self, hidden_states):
+            y = super().forward(hidden_states)
+            return y.bfloat16() if torch.is_autocast_enabled("cpu") else y
+
+    norm, x = coat_ds.convert(Cast(64)), torch.randn(4, 64)
+    assert coat_ds.conversion_of(norm).converted["norm"] == [""]
+    for enabled in (False, True, False):
+        with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+            assert norm(x).dtype == (torch.bfloat16 if enabled else torch.float32)
+
+
 def test_a_norm_of_fp32_in_bf16_rounds_once():
     """T5's."""
     torch.manual_seed(0)

@@ -397,3 +397,15 @@ def test_text_layers_with_positions_of_pictures(monkeypatch):
         found.append({name: p.grad.float() for name, p in which.named_parameters()})
     assert len(taken) == 2
     assert relative(*found) < fp8_bound(14)
+
+
+def test_angles_of_one_sequence_are_for_batches_of_any_size(monkeypatch):
+    """As where micro-batches of a pipeline share them."""
+    family = FAMILIES["llama"]
+    x = torch.randn(3, 16, 128).bfloat16()
+    angles = family.build().model.rotary_emb(x, torch.arange(16)[None])
+    taken, (stock, ours) = blocks_taken(monkeypatch), (family.build(), coat_ds.convert(family.build()))
+    for rows in (1, 3):
+        expected, y = (model.model.layers[0](x[:rows], position_embeddings=angles) for model in (stock, ours))
+        assert rel_rms(y, expected) < fp8_forward_bound(7)
+    assert len(taken) == 2

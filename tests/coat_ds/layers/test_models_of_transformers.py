@@ -155,6 +155,24 @@ def test_experts_whose_activation_is_a_function(count):
     assert found[0].any() and found[0].equal(found[1])
 
 
+@pytest.mark.parametrize("count", [4, 20])
+def test_a_gate_of_ones_own_over_weights_side_by_side(count):
+    experts = build("Mixtral", num_local_experts=count).model.layers[0].mlp.experts
+
+    class Clamped(type(experts)):
+        def _apply_gate(self, both):
+            gate, up = both.chunk(2, -1)
+            return self.act_fn(gate) * up.clamp(-0.01, 0.01)
+
+    experts.__class__ = Clamped
+    chosen, weights = torch.arange(64).view(64, 1) % count, torch.ones(64, 1, dtype=torch.bfloat16)
+    x = torch.randn(64, 64).bfloat16()
+    expected = experts(x, chosen, weights)
+    found = coat_ds.convert(experts)(x, chosen, weights)
+    assert coat_ds.conversion_of(experts).converted["feed_forward"] == [""]
+    assert expected.any() and rel_rms(found, expected) < fp8_forward_bound(2)
+
+
 def test_attention_is_dropped_out_while_a_model_trains():
     model = coat_ds.convert(build("Llama", attention_dropout=0.5))
     ids = torch.arange(48).view(2, 24)

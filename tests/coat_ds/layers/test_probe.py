@@ -6,10 +6,12 @@ import torch.nn.functional as F
 from torch import nn
 
 import coat_ds
+from benchmarks.common.families import FAMILIES
 from coat_ds.layers import decoder_parts, probe
 from coat_ds.layers.feed_forward import Fp8GatedFeedForward
 from coat_ds.layers.probe import GatedForm, NormForm
 from coat_ds.layers.replaced import replaced
+from tests.coat_ds.layers.measures import run, same
 
 transformers = pytest.importorskip("transformers")
 ACTIVATIONS = {
@@ -235,6 +237,16 @@ def test_dropout_that_is_switched_on_after_convert():
     assert not gated(x).equal(gated(x))
     gated.eval()
     assert gated(x).equal(gated(x))
+
+
+def test_a_layer_whose_second_norm_was_registered_first():
+    """What each does shows the layer's forward, not their order."""
+    models = [FAMILIES["llama"].build() for _ in "ab"]
+    for layer in models[0].model.layers:
+        layer._modules = dict(reversed(layer._modules.items()))
+    runs = [run(coat_ds.convert(model), FAMILIES["llama"].batch()) for model in models]
+    assert len(coat_ds.conversion_of(models[0]).converted["layer"]) == 2
+    same(*runs)
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt_neox", "qwen3", "granite", "olmo2"])
