@@ -26,15 +26,11 @@ class Choices(TorchFunctionMode):
     def __init__(self) -> None:
         super().__init__()
         self._indices: list[torch.Tensor] = []
-        self._noting, self._used = True, 0
+        self._used = 0
 
     def __enter__(self) -> "Choices":
         self._used = 0
         return super().__enter__()
-
-    def __exit__(self, *error: Any) -> None:
-        self._noting = False
-        super().__exit__(*error)
 
     def __torch_function__(
         self, func: Callable, types: Any, args: tuple = (), kwargs: Mapping[str, Any] | None = None
@@ -53,7 +49,7 @@ class Choices(TorchFunctionMode):
         return torch.return_types.topk((_gathered(indices, *args, **kwargs), indices))
 
     def _chosen(self, found: torch.Tensor) -> torch.Tensor:
-        if self._noting:
+        if self._used == len(self._indices):
             self._indices.append(found)
         self._used += 1
         return self._indices[self._used - 1]

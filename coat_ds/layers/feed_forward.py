@@ -42,7 +42,7 @@ class Fp8Activation(_Activation):
         self.function = function
 
     def compute(self, input: torch.Tensor) -> torch.Tensor:
-        if not self.takes(input) or input.numel() == 0:
+        if not self.takes(input):
             return self.stock(input)
         dtype = self.dtype_of_output(input)
         y = self.activate(input if dtype == input.dtype else input.to(dtype), self.function, gated=False)
@@ -83,7 +83,7 @@ class Fp8GatedFeedForward(_Activation):
         return any(is_watched(m) or (m.training and getattr(m, "p", 0)) for m in self.within)
 
     def compute(self, x: torch.Tensor) -> torch.Tensor:
-        if not self.takes(x) or x.numel() == 0 or self.calls_between():
+        if not self.takes(x) or self.calls_between():
             return self.stock(x)
         after_pre_hooks(self.module, x)
         return self.down(self.activate(self._both(x), self.form.kind, gated=True))
