@@ -399,6 +399,36 @@ def test_text_layers_with_positions_of_pictures(monkeypatch):
     assert relative(*found) < fp8_bound(14)
 
 
+def test_angles_of_a_part_of_each_head(monkeypatch):
+    """Attention turns as many channels as there are angles, which the layer's probe does not know."""
+    modeling = pytest.importorskip("transformers.models.llama.modeling_llama")
+    turned = modeling.apply_rotary_pos_emb
+
+    def turned_in_part(q, k, cos, sin, **rest):
+        d = cos.shape[-1]
+        found = turned(q[..., :d], k[..., :d], cos, sin, **rest)
+        return [torch.cat((part, x[..., d:]), -1) for part, x in zip(found, (q, k), strict=True)]
+
+    monkeypatch.setattr(modeling, "apply_rotary_pos_emb", turned_in_part)
+    models, x = (
+        (FAMILIES["llama"].build(), coat_ds.convert(FAMILIES["llama"].build())),
+        torch.randn(2, 16, 128),
+    )
+    assert coat_ds.conversion_of(models[1]).converted["layer"]
+    angles = torch.randn(1, 16, 4).repeat(1, 1, 2)
+    angles, taken = (angles.cos().bfloat16(), angles.sin().bfloat16()), blocks_taken(monkeypatch)
+    expected, y = (m.model.layers[0](x.bfloat16(), position_embeddings=angles) for m in models)
+    assert not taken and rel_rms(y, expected) < fp8_forward_bound(7)
+
+
+def test_a_mask_that_is_handed_over_by_position(monkeypatch):
+    models = FAMILIES["llama"].build(), coat_ds.convert(FAMILIES["llama"].build())
+    x, taken = torch.randn(2, 16, 128).bfloat16(), blocks_taken(monkeypatch)
+    angles, mask = models[0].model.rotary_emb(x, torch.arange(16)[None]), torch.eye(16).bool()[None, None]
+    expected, y = (m.model.layers[0](x, mask, position_embeddings=angles) for m in models)
+    assert not taken and rel_rms(y, expected) < fp8_forward_bound(7)
+
+
 def test_angles_of_one_sequence_are_for_batches_of_any_size(monkeypatch):
     """As where micro-batches of a pipeline share them."""
     family = FAMILIES["llama"]

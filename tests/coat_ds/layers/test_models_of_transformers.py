@@ -120,6 +120,19 @@ def test_experts_save_as_the_block_says(count):
 
 
 @pytest.mark.parametrize("count", [4, 20])
+def test_experts_of_no_tokens(count, device):
+    experts = (
+        coat_ds.convert(build("Mixtral", num_local_experts=count)).model.layers[0].mlp.experts.to(device)
+    )
+    x = torch.zeros(0, 64, dtype=torch.bfloat16, device=device, requires_grad=True)
+    weights = torch.zeros(0, 2, dtype=torch.bfloat16, device=device, requires_grad=True)
+    y = experts(x, torch.zeros(0, 2, dtype=torch.int64, device=device), weights)
+    y.sum().backward()
+    assert y.shape == x.grad.shape == x.shape and y.dtype == x.dtype and weights.grad.shape == weights.shape
+    assert all(p.grad is not None and not p.grad.any() for p in experts.parameters())
+
+
+@pytest.mark.parametrize("count", [4, 20])
 def test_activations_of_experts_that_somebody_watches(count):
     experts = coat_ds.convert(build("Mixtral", num_local_experts=count)).model.layers[0].mlp.experts
     chosen, seen = torch.arange(64).view(64, 1) % count, []
@@ -209,12 +222,25 @@ def test_experts_that_are_left_count_as_a_linear_layer():
     assert conversion.found["feed_forward"] == 1
 
 
+def test_experts_with_more_weights_are_left():
+    experts = build("Mixtral", num_local_experts=4).model.layers[0].mlp.experts
+    experts.register_parameter("down_scale", torch.nn.Parameter(torch.ones(4)))
+    left = coat_ds.conversion_of(coat_ds.convert(experts)).left
+    assert left == {"": "experts with other weights than two products have"}
+
+
 def test_a_router_in_a_module_of_its_own_is_left():
     model = coat_ds.convert(build("HunYuanMoEV1", num_experts=32, moe_topk=2))
     conversion = coat_ds.conversion_of(model)
     assert conversion.left["model.layers.0.mlp.gate.wg"] == "the router"
     # the shared expert's
     assert "model.layers.0.mlp.shared_mlp.down_proj" in conversion.converted["linear"]
+
+
+def test_a_layer_beside_experts_that_chooses_none_is_no_router():
+    experts = torch.nn.ModuleList(torch.nn.Linear(64, 64) for _ in range(4))
+    model = torch.nn.ModuleDict({"experts": experts, "shared": torch.nn.Linear(64, 64)})
+    assert "shared" in coat_ds.conversion_of(coat_ds.convert(model)).converted["linear"]
 
 
 def test_one_token_without_a_batch():

@@ -59,6 +59,16 @@ def test_parts_that_were_converted_one_by_one_are_given_back_together():
     assert all(coat_ds.conversion_of(part) is None for part in model)
 
 
+def test_parts_are_given_back_together_or_not_at_all():
+    model = nn.Sequential(nn.Sequential(nn.Linear(64, 64)), nn.Sequential(nn.Linear(64, 64)))
+    for part in model:
+        coat_ds.convert(part)
+    model[1][0].forward = lambda x: x
+    with pytest.raises(RuntimeError, match="Undo what replaced it first"):
+        coat_ds.unconvert(model)
+    assert replaced(model[0][0]) and coat_ds.conversion_of(model[0])
+
+
 def test_a_part_is_given_back_and_then_the_model():
     model, batch = coat_ds.convert(LLAMA.build()), LLAMA.batch()
     coat_ds.unconvert(model.model.layers[0])
