@@ -75,9 +75,6 @@ class WeightCache:
         self._stays = False
         self._owner: weakref.ref[torch.nn.Parameter] | None = None
 
-    def __deepcopy__(self, memo):
-        return type(self)(self.keep, self.predicts)
-
     def __reduce__(self):
         return type(self), (self.keep, self.predicts)
 

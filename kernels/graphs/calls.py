@@ -79,9 +79,6 @@ class Graphs:
     def __reduce__(self):
         return type(self), (self._one_shape,)
 
-    def __deepcopy__(self, memo):
-        return type(self)(self._one_shape)
-
     @property
     def count(self) -> int:
         """How many forwards of training have been recorded, and can be replayed now."""

@@ -48,9 +48,6 @@ class PredictedScale:
                 scale = self._scales[device] = torch.ones(1, dtype=torch.float32, device=device)
             return scale
 
-    def __deepcopy__(self, memo):
-        return type(self)(self.fmt)
-
     def __reduce__(self):
         return type(self), (self.fmt,)
 
