@@ -132,10 +132,11 @@ def test_another_weight_at_the_same_place(keep, weight_of, device):
 @KEEP
 def test_another_view_of_a_parameter(keep, device):
     weight, cache = torch.nn.Parameter(torch.randn(64, 64, device=device)), WeightCache(keep)
-    x = torch.randn(16, 64, device=device)
+    x, amax = torch.randn(16, 64, device=device), weight.detach().abs().max().view(1)
     for view in (weight, weight.t(), weight.view_as(weight)):
         assert fp8_linear(x, view, cache=cache).equal(fp8_linear(x, view))
-    assert cache.nbytes > 0
+        # what is kept is of this view
+        assert cache.nbytes > 0 and cache._codes.rows.equal(quantize_tensor_reference(view, amax, E4M3).rows)
 
 
 @pytest.mark.parametrize("keep", ["none", "fp8"])

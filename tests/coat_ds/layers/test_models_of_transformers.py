@@ -210,6 +210,8 @@ def test_many_experts_of_an_fp32_model_multiply_in_bf16(autocast):
     coat_ds.convert(model)
     found_loss, found = run(model)
     assert found.dtype == torch.float32 and 1e-3 < rel_rms(found, expected) < fp8_bound(4)
+    chosen, weights = torch.zeros(4, 1, dtype=torch.int64), torch.ones(4, 1)
+    assert model.model.layers[0].mlp.experts(torch.randn(4, 64), chosen, weights).dtype == torch.float32
     assert abs(found_loss - loss) < 0.01 * loss
 
 
@@ -227,6 +229,13 @@ def test_experts_with_more_weights_are_left():
     experts.register_parameter("down_scale", torch.nn.Parameter(torch.ones(4)))
     left = coat_ds.conversion_of(coat_ds.convert(experts)).left
     assert left == {"": "experts with other weights than two products have"}
+
+
+def test_experts_with_norms_are_left():
+    """As transformers says of them."""
+    experts = build("Mixtral", num_local_experts=4).model.layers[0].mlp.experts
+    experts.has_post_expert_norm = True
+    assert coat_ds.conversion_of(coat_ds.convert(experts)).left == {"": "experts with norms"}
 
 
 def test_a_router_in_a_module_of_its_own_is_left():
