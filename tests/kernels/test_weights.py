@@ -166,7 +166,7 @@ def test_codes_do_not_depend_on_what_was_predicted(keep, kernels, device):
                 torch.testing.assert_close(a.float(), e.float(), rtol=0, atol=0, equal_nan=True)
 
 
-@KEEP
+@pytest.mark.parametrize("keep", ["none", "fp8"])
 def test_codes_of_a_transposed_weight(keep, kernels, device):
     """As of transformers' Conv1D."""
     weight, cache = layer(device)[1].detach().t(), WeightCache(keep)
