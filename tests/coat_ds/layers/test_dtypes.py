@@ -45,12 +45,15 @@ def test_a_norm_of_fp32_in_bf16_rounds_once():
     assert (y == exact.bfloat16()).float().mean() > 0.98
 
 
-@pytest.mark.parametrize("autocast", [False, True])
-def test_inputs_in_fp16_are_refused(autocast):
-    """Also where autocast would make BF16 of them."""
-    model, x = coat_ds.convert(plain()), torch.randn(2, 32, 64).half()
+@pytest.mark.parametrize(
+    ("given", "autocast"),
+    [(torch.float16, None), (torch.float16, torch.bfloat16), (torch.float32, torch.float16)],
+)
+def test_inputs_in_fp16_are_refused(given, autocast):
+    """Also where autocast would make BF16 of them, or FP16 of others."""
+    model, x = coat_ds.convert(plain()), torch.randn(2, 32, 64).to(given)
     with (
-        torch.autocast("cpu", torch.bfloat16, enabled=autocast),
+        torch.autocast("cpu", autocast, enabled=autocast is not None),
         pytest.raises(TypeError, match="found FP16"),
     ):
         model(x)

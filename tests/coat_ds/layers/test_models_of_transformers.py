@@ -119,6 +119,12 @@ def test_experts_save_as_the_block_says(count):
         assert 1e-4 < rel_rms(gradient(**changed), first) < fp8_bound(2), changed
 
 
+@pytest.mark.parametrize("count", [16, 17])
+def test_up_to_16_experts_multiply_one_after_another(count):
+    conversion = coat_ds.conversion_of(coat_ds.convert(build("Mixtral", num_local_experts=count)))
+    assert ("model.layers.0.mlp.experts" in conversion.converted["linear"]) == (count == 16)
+
+
 @pytest.mark.parametrize("count", [4, 20])
 def test_experts_of_no_tokens(count, device):
     experts = (
