@@ -1,0 +1,162 @@
+"""BF16 parameters: exact masters, stochastic rounding, remainders."""
+
+import copy
+
+import pytest
+import torch
+
+from coat_ds import CoatAdamW
+from coat_kernels.adamw import PIECE, join_master, split_master
+from tests.coat_ds.stepping import OPTIONS, all_equal, start, state_of, train
+
+
+@pytest.mark.parametrize("min_numel", [0, 4096])
+def test_exact_bf16_parameters_are_the_fp32_run_bit_for_bit(device, min_numel):
+    masters = start(device, 300, 5000)
+    pairs = [split_master(p.detach()) for p in masters]
+    weights = [torch.nn.Parameter(w.clone()) for w, _ in pairs]
+    fp32 = CoatAdamW(masters, **OPTIONS, min_numel=min_numel)
+    bf16 = CoatAdamW(weights, **OPTIONS, min_numel=min_numel)
+    bf16.init_states()
+    for w, (_, remainder) in zip(weights, pairs, strict=True):
+        bf16.state[w]["remainder"].copy_(remainder)
+    train(masters, fp32)
+    train(weights, bf16, steps=2)
+    # a checkpoint in between keeps the 16 bits
+    again = CoatAdamW(weights, **OPTIONS, min_numel=min_numel)
+    again.load_state_dict(copy.deepcopy(bf16.state_dict()))
+    train(weights, again, steps=2, first=2)
+    for p, w in zip(masters, weights, strict=True):
+        assert join_master(w.detach(), again.state[w]["remainder"]).equal(p.detach())
+    assert all_equal(state_of(fp32), state_of(again))
+
+
+EDITS = {
+    "mask": lambda p: p.mul_(torch.arange(p.numel(), device=p.device) % 3 > 0),
+    "data": lambda p: p.data.mul_(torch.arange(p.numel(), device=p.device) % 3 > 0),
+    "clamp": lambda p: p.clamp_(-0.02, 0.0),
+    "zero": lambda p: p.zero_(),
+    "init": lambda p: torch.nn.init.uniform_(p, -1e-2, 1e-2),
+    "copy": lambda p: p.copy_(torch.linspace(-1, 1, p.numel())),
+    "infinite": lambda p: p[::2].fill_(-torch.inf),
+    "nan": lambda p: p[::2].fill_(torch.nan),
+}
+
+
+@pytest.mark.parametrize("edit", EDITS.values(), ids=EDITS)
+def test_edited_bf16_weights_go_on_from_what_they_show(device, edit):
+    """A step of no size leaves each as it was written; then all move as FP32 masters, which start with them
+    or at most half a BF16 step beside them, do: half of zeros' remainders would make NaN of them."""
+    torch.manual_seed(3)
+    (weight,) = [torch.nn.Parameter(p.detach().bfloat16()) for p in start(device, 5000)]
+    bf16 = CoatAdamW([weight], **OPTIONS)
+    train([weight], bf16)
+    with torch.no_grad():
+        edit(weight)
+    seen = weight.detach().clone()
+    bf16.param_groups[0]["lr"] = 0.0
+    train([weight], bf16, steps=1)
+    torch.testing.assert_close(weight.detach(), seen, rtol=0, atol=0, equal_nan=True)
+    bf16.param_groups[0]["lr"] = OPTIONS["lr"]
+    master = torch.nn.Parameter(seen.float())
+    fp32 = CoatAdamW([master], **OPTIONS)
+    fp32.load_state_dict(bf16.state_dict())
+    train([master], fp32, first=5)
+    train([weight], bf16, first=5)
+    now = join_master(weight.detach(), bf16.state[weight]["remainder"])
+    # half a step of what was written, 2^-9 of it, and of the same size what FP32 rounds on the way
+    bound = seen.float().abs().nan_to_num(0.0, 0.0, 0.0) * 2.0**-8 + 2.0**-24
+    torch.testing.assert_close(now.isfinite(), master.isfinite())
+    assert ((now - master).abs().nan_to_num(0.0) <= bound).all()
+    assert (now != seen.float())[seen.isfinite()].float().mean() > 0.99
+
+
+@pytest.mark.parametrize("loaded", [False, True], ids=["in place", "by a state dict"])
+def test_a_parameter_may_change_its_type_or_mode_after_a_step(device, loaded):
+    """What is FP32 or rounded has no remainder; moments stay to the bit."""
+    for before, after, mode in (
+        (torch.bfloat16, torch.float32, "exact"),
+        (torch.float32, torch.bfloat16, "exact"),
+        (torch.bfloat16, torch.bfloat16, "nearest"),
+    ):
+        (p,) = [torch.nn.Parameter(p.detach().to(before)) for p in start(device, 5000)]
+        optimizer = CoatAdamW([p], **OPTIONS)
+        train([p], optimizer)
+        moments = [t.clone() for t in state_of(optimizer)]
+        if loaded:
+            p = torch.nn.Parameter(p.detach().to(after))
+            other = CoatAdamW([p], **OPTIONS, bf16_params=mode)
+            other.load_state_dict(optimizer.state_dict())
+            optimizer = other
+        else:
+            p.grad, p.data = None, p.detach().to(after)
+            optimizer.param_groups[0]["bf16_params"] = mode
+        assert all_equal(state_of(optimizer), moments)
+        expected = torch.nn.Parameter(p.detach().clone())
+        fresh = CoatAdamW([expected], **OPTIONS, bf16_params=mode)
+        fresh.load_state_dict({**optimizer.state_dict(), "param_groups": fresh.state_dict()["param_groups"]})
+        fresh.state[expected].pop("remainder", None)
+        for q, o in ((p, optimizer), (expected, fresh)):
+            train([q], o, steps=2, first=4)
+        assert p.equal(expected) and all_equal(state_of(optimizer), state_of(fresh))
+        assert ("remainder" in optimizer.state[p]) == (after == torch.bfloat16 and mode == "exact")
+
+
+@pytest.mark.parametrize(
+    ("change", "found"),
+    [
+        (lambda old: old[:50], r"int16, shape \(50, 80\)"),
+        (lambda old: torch.cat([old, torch.zeros(5, 80, device=old.device)]), r"float32, shape \(75, 80\)"),
+        (torch.Tensor.float, r"float32, shape \(70, 80\)"),
+        (lambda old: old.t().contiguous().t(), r"strides \(1, 70\)"),
+    ],
+    ids=["cut", "grown", "float", "transposed"],
+)
+def test_a_remainder_that_does_not_fit_is_refused(device, change, found):
+    """As after one changed the rows of a parameter. On a GPU the kernel reads past its end."""
+    p = torch.nn.Parameter(torch.ones(70, 80, device=device, dtype=torch.bfloat16))
+    optimizer = CoatAdamW([p], **OPTIONS)
+    train([p], optimizer, 1)
+    state, before = optimizer.state[p], p.detach().clone()
+    state["remainder"] = change(state["remainder"])
+    with pytest.raises(ValueError, match=f"{found}.* expected a contiguous one of int16, shape \\(70, 80\\)"):
+        optimizer.step()
+    assert p.equal(before) and state["step"] == 1
+    del state["remainder"]
+    optimizer.step()
+    assert state["remainder"].shape == p.shape
+
+
+def test_small_updates_survive_exact_and_stochastic_but_not_nearest_rounding(device):
+    """A hundred updates of a quarter of half a BF16 step: 12.5 steps in all, or none."""
+    moved = {}
+    for mode in ("exact", "stochastic", "nearest"):
+        p = torch.nn.Parameter(torch.ones(4096, dtype=torch.bfloat16, device=device))
+        optimizer = CoatAdamW([p], lr=2.0**-11, betas=(0.9, 0.95), weight_decay=0.0, bf16_params=mode)
+        for _ in range(100):
+            p.grad = -torch.ones_like(p)
+            optimizer.step()
+        moved[mode] = (p.detach().float() - 1).mean().item() / (100 * 2.0**-11)
+    assert moved["nearest"] == 0
+    assert moved["exact"] == pytest.approx(1, abs=0.1)
+    # 4096 walks of a hundred steps of a sixteenth: their mean deviates by 1 % at most
+    assert moved["stochastic"] == pytest.approx(1, abs=0.05)
+
+
+def test_stochastic_rounding_follows_its_seed(device):
+    runs = []
+    for seed in (1, 1, 2):
+        params = [torch.nn.Parameter(p.detach().bfloat16()) for p in start(device, 5000)]
+        train(params, CoatAdamW(params, **OPTIONS, bf16_params="stochastic", seed=seed))
+        runs.append(params)
+    assert all_equal(runs[0], runs[1]) and not all_equal(runs[0], runs[2])
+
+
+def test_each_element_has_its_own_noise():
+    """On a CPU a step takes long tensors in pieces."""
+    params = [torch.nn.Parameter(torch.ones(n * PIECE, dtype=torch.bfloat16)) for n in (2, 1)]
+    for p in params:
+        p.grad = torch.ones_like(p)
+    CoatAdamW(params, lr=2.0**-10, bf16_params="stochastic").step()
+    first, second = params[0].detach().chunk(2)
+    assert not first.equal(second) and not first.equal(params[1])
