@@ -7,23 +7,23 @@ and exact masters, so that layers are all that differs.
 """
 
 from benchmarks.common.harness import Table, benchmark
-from benchmarks.common.pairs import paired
+from benchmarks.common.pairs import paired, show
 from benchmarks.common.spawn import one_process
 from benchmarks.common.training import BETAS, SMALL, gpt
-from benchmarks.state_train import BASELINE, PHASES, Learner, Trial
+from benchmarks.state_train import BASELINE, PHASES, QUICK, Learner, Trial
 from coat_ds.config import ActivationsConfig
 
-PHASE, BF16 = "tail", "BF16"
+PHASE, BF16, COAT, SAVED_ALONE = "tail", "BF16", "COAT", "COAT, linear layers in BF16"
 # on a CPU nothing is summed with fewer bits, so that "fastest" is that with E4M3 gradients
 LAYERS = {
     BF16: None,
-    "COAT": ActivationsConfig(),
+    COAT: ActivationsConfig(),
     "COAT, E4M3 gradients": ActivationsConfig(backward_format="e4m3"),
     "COAT, saved in E4M3": ActivationsConfig(saved_format="e4m3"),
     "COAT, 8-bit attention": ActivationsConfig(attention_format="sqrt8"),
-    "COAT, linear layers in BF16": ActivationsConfig(),
+    SAVED_ALONE: ActivationsConfig(),
 }
-# as --te-precision-config-file has it, for the last ones
+# of `SAVED_ALONE`, as --te-precision-config-file has it
 NO_FP8 = {
     "configs": {"stock": {"coat": {"enabled": False}}},
     "matchers": {"linear": {"type": "glob", "pattern": "*linear*", "config": "stock", "enabled": True}},
@@ -35,9 +35,9 @@ def learner(vocab_size: int, name: str) -> Learner:
     from megatron.core.quantization.quant_config import RecipeConfig
 
     spec = "coat_layer_spec" if LAYERS[name] else "sdpa_layer_spec"
-    recipe = RecipeConfig.from_config_dict(NO_FP8) if name == list(LAYERS)[-1] else None
-    config = {"bf16": True, "activations": LAYERS[name], "quant_recipe": recipe}
-    return Learner(gpt(SMALL, vocab_size, 0, spec, **config))
+    recipe = RecipeConfig.from_config_dict(NO_FP8) if name == SAVED_ALONE else None
+    config = {"activations": LAYERS[name], "quant_recipe": recipe}
+    return Learner(gpt(SMALL, vocab_size, 0, spec, bf16=True, **config))
 
 
 def summary(rows: list[dict]) -> list[dict]:
@@ -59,19 +59,21 @@ def layer_train(arguments, table: Table) -> None:
     """
     phases, seeds = PHASES, arguments.seeds
     if arguments.quick:
-        phases, seeds = {name: phase._replace(steps=2) for name, phase in PHASES.items()}, 1
+        phases, seeds = QUICK, 1
     with one_process():
         for seed in range(1, seeds + 1):
             trial = Trial(seed, phases, BETAS[1])
-            evaluators = {name: learner(trial.corpus.vocab_size, name) for name in (BF16, "COAT")}
+            evaluators = {name: learner(trial.corpus.vocab_size, name) for name in (BF16, COAT)}
             for name in LAYERS:
                 state = trial.start(PHASE)
                 trial.train(phases[PHASE], state, BASELINE, learner(trial.corpus.vocab_size, name))
                 for evaluated, by in evaluators.items():
-                    loss = trial.val_loss(state, by)
-                    steps = phases[PHASE].steps
                     table.add(
-                        phase=PHASE, layers=name, evaluated=evaluated, seed=seed, steps=steps, val_loss=loss
+                        phase=PHASE,
+                        layers=name,
+                        evaluated=evaluated,
+                        seed=seed,
+                        steps=phases[PHASE].steps,
+                        val_loss=trial.val_loss(state, by),
                     )
-    for row in summary(table.rows):
-        print(*(f"{k} {v:.5f}" if isinstance(v, float) else f"{k} {v}" for k, v in row.items()), sep="  ")
+    show(summary(table.rows))

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from benchmarks.common.harness import Table, benchmark
-from benchmarks.common.pairs import paired
+from benchmarks.common.pairs import paired, show
 from benchmarks.common.training import CONFIGS, SMALL
 from benchmarks.common.whole_models import BF16_MASTERS
 
@@ -80,5 +80,4 @@ def pretrain_states(arguments, table: Table) -> None:
     for seed in range(1, seeds + 1):
         for arm in ARMS:
             table.add(**arm._asdict(), seed=seed, steps=steps, val_loss=trained(arm, seed, steps))
-    for row in summary(table.rows):
-        print(*(f"{k} {v:.4f}" if isinstance(v, float) else f"{k} {v}" for k, v in row.items()), sep="  ")
+    show(summary(table.rows))

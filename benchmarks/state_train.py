@@ -31,7 +31,7 @@ import torch
 from torch.nn.utils import parameters_to_vector
 
 from benchmarks.common.harness import Table, benchmark
-from benchmarks.common.pairs import paired
+from benchmarks.common.pairs import paired, show
 from benchmarks.common.spawn import one_process
 from benchmarks.common.state_codes import Code, cases
 from benchmarks.common.training import BETAS, EPS, SMALL, WEIGHT_DECAY, gpt, loss_of
@@ -65,6 +65,7 @@ PHASES = {
     "tail": Phase(200, 2e-4, 2e-6, after="long"),
     "plateau": Phase(1500, 2e-4, 2e-5, after="long"),
 }
+QUICK = {name: phase._replace(steps=2) for name, phase in PHASES.items()}
 # the last one takes three times as long as these
 SHORT_PHASES = list(PHASES)[:3]
 
@@ -253,7 +254,7 @@ def state_train(arguments, table: Table) -> None:
     """
     phases, seeds = PHASES, arguments.seeds
     if arguments.quick:
-        phases, seeds = {name: phase._replace(steps=2) for name, phase in PHASES.items()}, 1
+        phases, seeds = QUICK, 1
     with one_process():
         for seed in range(1, seeds + 1):
             trial = Trial(seed, phases, arguments.beta2)
@@ -269,5 +270,4 @@ def state_train(arguments, table: Table) -> None:
                         steps=phases[phase].steps,
                         val_loss=loss,
                     )
-    for row in summary(table.rows):
-        print(*(f"{k} {v:.4f}" if isinstance(v, float) else f"{k} {v}" for k, v in row.items()), sep="  ")
+    show(summary(table.rows))

@@ -56,9 +56,15 @@ def loss_of(model: torch.nn.Module, batch: tuple[torch.Tensor, ...]) -> torch.Te
 
 
 def gpt(
-    setting: Setting, vocab_size: int, seed: int, spec: str = "sdpa_layer_spec", **config: object
+    setting: Setting,
+    vocab_size: int,
+    seed: int,
+    spec: str = "sdpa_layer_spec",
+    *,
+    bf16: bool = False,
+    **config: object,
 ) -> torch.nn.Module:
-    """A GPT in FP32; the seed decides its weights. `config` goes to `build_gpt`."""
+    """A GPT, in FP32 unless `bf16`; the seed decides its weights. `config` goes to `build_gpt`."""
     from megatron_ext import layer_specs
     from megatron_ext.model import build_gpt, load_shape
 
@@ -67,8 +73,9 @@ def gpt(
         getattr(layer_specs, spec),
         seq_length=setting.seq_length,
         vocab_size=padded_vocab_size(vocab_size),
+        bf16=bf16,
         seed=seed,
-        **{"bf16": False, **config},
+        **config,
     )
 
 

@@ -50,7 +50,7 @@ VARIANTS["coat-paper" + LONG_MEMORY] = System({"optimizer": _PAPER})
 VARIANTS["coat-fp32" + LONG_MEMORY] = System({"optimizer": _STORED["coat-optimizer-fp32"]})
 VARIANTS["coat-recomputed-attention"] = SYSTEMS["COAT, recomputed attention"]
 # each part of "smallest" alone
-VARIANTS["coat-8bit-attention"] = System({"activations": {"attention_format": "sqrt8"}})
+VARIANTS["coat-8bit-attention"] = SYSTEMS["COAT, 8-bit attention"]
 VARIANTS["coat-no-masters"] = System({"optimizer": {"bf16_params": "stochastic"}}, bf16_masters=True)
 VALIDATIONS = 10
 

@@ -200,7 +200,7 @@ def layers_near_the_end(results: Results) -> str:
     def cell(*of: str) -> str:
         return f"{1e3 * found[of]['to_baseline']:+.2f} ± {1e3 * found[of]['error']:.2f}"
 
-    evaluated = layer_train.BF16, "COAT"
+    evaluated = layer_train.BF16, layer_train.COAT
     base = found[layer_train.BF16, layer_train.BF16]
     return table(
         [f"{base['steps']:.0f} steps, {base['seeds']} seeds", *(f"in {name}'s layers" for name in evaluated)],

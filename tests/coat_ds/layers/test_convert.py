@@ -238,6 +238,7 @@ def test_only_matrices_count_as_linear_layers():
     assert layers.found == {"linear": 1} and layers.left == {"1": "a reason"}
 
 
+# models of transformers without a head have the method all the same, and raise one or the other
 @pytest.mark.parametrize("error", [AttributeError, NotImplementedError])
 def test_a_model_without_the_head_that_it_asks_for(error):
     class Headless(nn.Sequential):
