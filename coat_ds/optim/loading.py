@@ -55,7 +55,7 @@ def loading_states(optimizer: "CoatAdamW") -> Iterator[None]:
     def load_states(_):
         optimizer.restore_layout_options(own)
         # states are made anew, by the options that the groups have now
-        optimizer._checked_options = ()
+        optimizer._checked_groups = ()
         optimizer._check_changes()
         say_conversions(optimizer, _load_states(optimizer, loaded))
 

@@ -22,6 +22,7 @@ from coat_ds.optim.options import (
     MOMENTS,
     SECOND_FIRST,
     STOCK_SWITCHES,
+    CheckedGroup,
     FormatNames,
     Rule,
     check_names,
@@ -95,8 +96,8 @@ class CoatAdamW(torch.optim.Optimizer):
     _step_supports_amp_scaling = True
     # these two are not pickled: a copy says and checks anew
     _said_frozen = False
-    # `_fixed_options` when states were made or stepped last
-    _checked_options: Sequence[dict[str, Any]] = ()
+    # the parameter groups when states were made or stepped last
+    _checked_groups: Sequence[CheckedGroup] = ()
 
     def __init__(
         self,
@@ -287,14 +288,16 @@ class CoatAdamW(torch.optim.Optimizer):
     def _check_changes(self) -> None:
         """Raises ValueError where parameter groups have got options, since they were checked, that the
         constructor would refuse, or others of those that states are made by."""
-        now, before = self._fixed_options(), self._checked_options
-        if now == before:
+        options, before = self._fixed_options(), self._checked_groups
+        if options == [old.options for old in before] and all(
+            old.group is group for old, group in zip(before, self.param_groups, strict=True)
+        ):
             return
         self._check_options()
-        # after a group has gone, the others have other places; those that come are behind them
-        if len(now) >= len(before):
-            check_unchanged(before, now)
-        self._checked_options = now
+        held = [TensorSet(self.held_in(i)) for i in range(len(options))]
+        now = list(map(CheckedGroup, self.param_groups, options, held))
+        check_unchanged(before, now, self.state)
+        self._checked_groups = now
 
     def init_states(self) -> None:
         """Creates what is missing of the states of all parameters, and encodes plain tensors among them.

@@ -1,11 +1,12 @@
 """The options of `CoatAdamW`: which there are, which values they take, and what they say of a moment."""
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
+from itertools import product
 from numbers import Integral, Real
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -23,6 +24,9 @@ from coat_ds.config import (
     did_you_mean,
 )
 from coat_kernels.codecs import Codec, first_codec, get_codec
+
+if TYPE_CHECKING:
+    from coat_ds.optim.layouts import TensorSet
 
 logger = logging.getLogger(__name__)
 
@@ -199,17 +203,32 @@ def check_seed(seed: Any) -> None:
         )
 
 
-def check_unchanged(before: Sequence[dict[str, Any]], now: Sequence[dict[str, Any]]) -> None:
-    """Raises ValueError for options of parameter groups that their states were made by, and that are others
-    now."""
-    for i, (old, new) in enumerate(zip(before, now, strict=False)):
-        for name in OF_STATES:
-            if old[name] != new[name]:
-                raise ValueError(
-                    f"CoatAdamW: {name} of parameter group {i} was {old[name]!r} when states were made, and "
-                    f"is {new[name]!r} now. Set it before the first step, or call "
-                    "optimizer.load_state_dict(optimizer.state_dict()), which makes them anew."
-                )
+class CheckedGroup(NamedTuple):
+    """A parameter group as it was when its options were checked."""
+
+    group: dict[str, Any]
+    """Itself: another one may have come in its place."""
+    options: dict[str, Any]
+    held: "TensorSet"
+    """Its tensors."""
+
+
+def check_unchanged(
+    before: Sequence[CheckedGroup], now: Sequence[CheckedGroup], state: Container[torch.Tensor]
+) -> None:
+    """Raises ValueError for options of parameter groups that states of their parameters were made by, and
+    that are others now.
+
+    state: holds the parameters that have states.
+    """
+    for (i, new), old, name in product(enumerate(now), before, OF_STATES):
+        was, found = old.options[name], new.options[name]
+        if was != found and any(p in old.held and p in state for p in new.held):
+            raise ValueError(
+                f"CoatAdamW: {name} was {was!r} when states of parameter group {i} were made, and is "
+                f"{found!r} now. Set it before the first step, or call "
+                "optimizer.load_state_dict(optimizer.state_dict()), which makes them anew."
+            )
 
 
 def _is_number(value: Any) -> bool:

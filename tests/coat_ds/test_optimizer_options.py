@@ -138,7 +138,7 @@ def test_what_states_were_made_by_may_not_change_in_a_group(name, value):
     before = params[0].detach().clone()
     group = optimizer.param_groups[0]
     old, group[name] = group[name], value
-    with pytest.raises(ValueError, match=f"{name} of parameter group 0 was {old!r} .* is {value!r} now"):
+    with pytest.raises(ValueError, match=f"{name} was {old!r} when .* group 0 .* is {value!r} now"):
         optimizer.step()
     assert torch.equal(params[0], before) and optimizer.state[params[0]]["step"] == 3
     # the way out: what `layout` says is what is stored
@@ -170,6 +170,46 @@ def test_what_a_step_reads_may_change_in_a_group_to_what_is_an_option():
     optimizer.step()
 
 
+def step_all(optimizer):
+    for group in optimizer.param_groups:
+        set_grads(group["params"], 3)
+    optimizer.step()
+
+
+def test_groups_may_come_go_and_change_places_with_other_options():
+    _, optimizer = trained()
+    optimizer.add_param_group({"params": parameters(), "group_size": 64})
+    step_all(optimizer)
+    groups = optimizer.param_groups
+    groups.reverse()
+    step_all(optimizer)
+    groups[0] = {**groups[0], "params": parameters(), "group_size": 256}
+    step_all(optimizer)
+    del groups[0]
+    optimizer.add_param_group({"params": parameters(), "group_size": 64})
+    step_all(optimizer)
+    assert [optimizer.state[group["params"][0]]["exp_avg"].group_size for group in groups] == [128, 64]
+
+
+def test_what_states_were_made_by_is_known_of_groups_in_other_places():
+    _, optimizer = trained()
+    optimizer.add_param_group({"params": parameters(), "group_size": 64})
+    step_all(optimizer)
+    groups = optimizer.param_groups
+    del groups[0]
+    groups[0]["group_size"] = 256
+    with pytest.raises(ValueError, match="group_size was 64 when states of parameter group 0 .* is 256 now"):
+        step_all(optimizer)
+    # one that came in the place of another
+    groups[0] = {**groups[0], "params": parameters()}
+    step_all(optimizer)
+    groups[0] = {**groups[0], "params": parameters()}
+    step_all(optimizer)
+    groups[0]["group_size"] = 128
+    with pytest.raises(ValueError, match="group_size was 256 when states of parameter group 0 .* 128 now"):
+        step_all(optimizer)
+
+
 def loaded(optimizer):
     optimizer.load_state_dict(optimizer.state_dict())
 
@@ -184,7 +224,7 @@ def test_what_states_were_made_by_may_not_change_before_the_next_step(steps, do)
     do(optimizer)
     optimizer.param_groups[0]["group_size"] = 64
     set_grads(params, 3)
-    with pytest.raises(ValueError, match="group_size of parameter group 0 was 128 .* is 64 now"):
+    with pytest.raises(ValueError, match="group_size was 128 when .* group 0 .* is 64 now"):
         optimizer.step()
 
 
