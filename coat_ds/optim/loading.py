@@ -18,7 +18,7 @@ from coat_ds.optim.options import (
     STOCK_SWITCHES,
     FormatNames,
     check_names,
-    check_options,
+    check_numbers,
     formats_of,
     has_remainder,
 )
@@ -133,7 +133,8 @@ def check_loaded(state_dict: dict[str, Any], groups: list[dict[str, Any]], defau
         kept = {k: v for k, v in group.items() if k not in LAYOUT and k not in STOCK_SWITCHES}
         try:
             check_names(group, defaults, {})
-            check_options({**defaults, **kept})
+            # a scheduler may have gone below 0, and steps read that: whoever saved it has to be able to go on
+            check_numbers({**defaults, **kept})
         except ValueError as error:
             raise ValueError(f"load_state_dict: parameter group {i}: {error}") from None
     check_groups(state_dict["param_groups"])

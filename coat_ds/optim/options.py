@@ -59,6 +59,8 @@ LAYOUT = (
 )
 # those of them that decide how states are stored when they are made; the others are read by every step
 OF_STATES = (*FORMATS, "group_size", "min_numel")
+# what a step multiplies by, beside the betas
+RATES = ("lr", "eps", "weight_decay")
 
 
 def keeps_fp32(rule: Rule, name: str | None, p: torch.Tensor) -> bool:
@@ -173,15 +175,10 @@ def check_options(options: dict[str, Any]) -> None:
         # foreach=False and fused=False ask for the plain loop, which is what any of them means here
         if value != only and not (only is None and value is False):
             raise ValueError(f"CoatAdamW: {name}={value!r} is not supported. Leave it at {only!r}.")
-    lr, betas = options["lr"], options["betas"]
-    if isinstance(lr, torch.Tensor) and lr.numel() != 1:
-        raise ValueError(f"CoatAdamW: a tensor lr must have 1 element, found shape {tuple(lr.shape)}.")
-    for name in ("lr", "eps", "weight_decay"):
-        if not (_is_number(options[name]) and options[name] >= 0):
-            raise ValueError(f"CoatAdamW: {name} must be a number, 0 or more, found {options[name]!r}.")
-    is_pair = isinstance(betas, tuple | list) and len(betas) == 2
-    if not is_pair or not all(_is_number(beta) and 0 <= beta < 1 for beta in betas):
-        raise ValueError(f"CoatAdamW: betas must be two numbers in [0, 1), found {betas!r}.")
+    check_numbers(options)
+    for name in RATES:
+        if not options[name] >= 0:
+            raise ValueError(f"CoatAdamW: {name} must be 0 or more, found {options[name]!r}.")
     check_choice("CoatAdamW: exp_avg_sq_format", options["exp_avg_sq_format"], EXP_AVG_SQ_FORMATS)
     # a format without signs would lose half of the first moment
     check_choice("CoatAdamW: exp_avg_format", options["exp_avg_format"], EXP_AVG_FORMATS)
@@ -192,6 +189,19 @@ def check_options(options: dict[str, Any]) -> None:
     check_type("CoatAdamW: min_numel", options["min_numel"], int)
     if options["min_numel"] < 0:
         raise CoatConfigError(f"CoatAdamW: min_numel must be 0 or more, found {options['min_numel']}.")
+
+
+def check_numbers(options: dict[str, Any]) -> None:
+    """Raises ValueError for what no step can compute with; one with rates below 0 goes up."""
+    lr, betas = options["lr"], options["betas"]
+    if isinstance(lr, torch.Tensor) and lr.numel() != 1:
+        raise ValueError(f"CoatAdamW: a tensor lr must have 1 element, found shape {tuple(lr.shape)}.")
+    for name in RATES:
+        if not _is_number(options[name]):
+            raise ValueError(f"CoatAdamW: {name} must be a number, found {options[name]!r}.")
+    is_pair = isinstance(betas, tuple | list) and len(betas) == 2
+    if not is_pair or not all(_is_number(beta) and 0 <= beta < 1 for beta in betas):
+        raise ValueError(f"CoatAdamW: betas must be two numbers in [0, 1), found {betas!r}.")
 
 
 def check_seed(seed: Any) -> None:

@@ -304,6 +304,22 @@ def test_metadata_that_does_not_fit_is_ignored(change):
             assert p.numel() == 0 or rel_rms(b, a) < 2**-3
 
 
+@pytest.mark.parametrize("make", [float, torch.tensor])
+@pytest.mark.parametrize("name", ["lr", "weight_decay", "eps"])
+def test_what_steps_went_by_is_loaded_whatever_it_is(name, make):
+    """As by torch.optim.AdamW: a scheduler may have gone below 0."""
+    params, optimizer = trained(1)
+    optimizer.param_groups[0][name] = make(-1e-6)
+    set_grads(params, 1)
+    optimizer.step()
+    optimizer.load_state_dict(optimizer.state_dict())
+    stock = torch.optim.AdamW(parameters())
+    for resumed in (trained(1)[1], stock):
+        resumed.load_state_dict(optimizer.state_dict())
+        assert resumed.param_groups[0][name] == optimizer.param_groups[0][name]
+    optimizer.step()
+
+
 def test_load_errors_come_first():
     _, optimizer = trained()
     before, good = codes(optimizer), optimizer.state_dict()
@@ -325,6 +341,8 @@ def test_load_errors_come_first():
         (lambda d: d["state"][0].update(step=2.5), "step of parameter 0 is a float: 2.5. .* whole number"),
         (lambda d: d["state"][0].update(step=-1), "step of parameter 0 is a int: -1"),
         (lambda d: d["param_groups"][0].update(betas=(0.9, 1.5)), "group 0: CoatAdamW: betas must be two"),
+        (lambda d: d["param_groups"][0].update(lr="1e-3"), "group 0: CoatAdamW: lr must be a number, found"),
+        (lambda d: d["param_groups"][0].update(lr=torch.ones(2)), r"a tensor lr must have 1 element, found"),
         (lambda d: d["param_groups"][0].update(step=2.5), "step of parameter group 0 is a float: 2.5"),
         (lambda d: d["state"][0].update(remainder=torch.zeros(5).short()), r"remainder of .* 0 is \(5,\)"),
         (
