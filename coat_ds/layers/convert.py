@@ -7,6 +7,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from coat_ds.config import ActivationsConfig, difference
 from coat_ds.layers import attention, autotp, decoder_layer, decoder_parts, experts, probe, transformers_tp
@@ -22,6 +23,8 @@ __all__ = ["convert", "conversion_of", "unconvert"]
 
 # why modules stay that accelerate calls
 DISPATCHED = "a hook of accelerate's, as of device_map"
+# as of torch.nn.LazyLinear before its first forward
+NO_SHAPE = "a weight that has no shape yet"
 # rows or columns of a weight, below which quantizing its input takes longer than the product
 LEAST = 32
 
@@ -47,7 +50,8 @@ def convert(
             where there is none. `cuda_graphs` is of layers that run as fused blocks.
         filter: filter(name, module) says whether a module may be converted.
 
-    Raises ValueError for a compiled model and for parameters in FP16, CoatConfigError for options that cannot
+    Raises ValueError for a compiled model, for parameters in FP16 and for lazy linear layers before their
+    first forward, CoatConfigError for options that cannot
     be, and RuntimeError if the model was converted with other options, or a part of it alone.
     """
     may = filter or (lambda name, module: True)
@@ -200,6 +204,12 @@ def _forwards(model: nn.Module, conversion: Conversion, may: Callable) -> Iterat
             # which calls its activation, or what has replaced it does not
             taken.update(id(m) for m in module.children() if _looks_elementwise(m))
         reason = stays.get(id(module)) or (None if may(name, module) else "the filter") or reason
+        if reason == NO_SHAPE:
+            raise ValueError(
+                f"coat_ds.convert: {name}: expected a linear layer whose weight has a shape, found "
+                f"{type(module).__name__} before its first forward. Run a forward of the model first, or "
+                "leave the layer out by `filter`."
+            )
         if reason is None:
             _require_dtype(name, module)
             yield built
@@ -226,7 +236,8 @@ def _kind_of(module: nn.Module) -> str | None:
     if isinstance(module, nn.Linear):
         return "linear"
     weight = parameters.get("weight")
-    if weight is not None and not children and set(parameters) <= {"weight", "bias"}:
+    plain = not children and set(parameters) <= {"weight", "bias"}
+    if plain and weight is not None and not is_lazy(weight):
         dims = len(probe.shape_of(weight))
         if dims == 2 and _multiplies(module):
             return "linear"
@@ -319,6 +330,8 @@ def _build_linear(module, activations, projections):
     weight = module._parameters.get("weight")
     if weight is None:
         return None, "a weight that is made of others in each forward"
+    if is_lazy(weight):
+        return None, NO_SHAPE
     if module._modules or set(module._parameters) - {"weight", "bias"}:
         return None, "more than a weight and a bias"
     if weight.dtype not in (*DTYPES, torch.float16):

@@ -56,6 +56,11 @@ MISTAKES = {
         ),
         Mistake("a model in FP16", converted(HALF), ("convert: 0 holds FP16 parameters", "model.bfloat16()")),
         Mistake(
+            "a lazy layer before its first forward",
+            lambda folder: coat_ds.convert(torch.nn.Sequential(torch.nn.LazyLinear(64))),
+            ("convert: 0: expected", "found LazyLinear", "Run a forward of the model first"),
+        ),
+        Mistake(
             "a model that is compiled already",
             lambda folder: coat_ds.convert(torch.compile(torch.nn.Linear(64, 64))),
             ("found a compiled model", "Convert it first"),

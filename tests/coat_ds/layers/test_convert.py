@@ -341,6 +341,22 @@ def test_fp16_is_refused():
         model(torch.randn(4, 64))
 
 
+def test_lazy_layers_are_converted_after_a_forward():
+    model, x = (
+        nn.Sequential(nn.LazyLinear(64), nn.Unflatten(1, (8, 8)), nn.LazyConv1d(8, 3)),
+        torch.randn(4, 64),
+    )
+    with pytest.raises(ValueError, match="convert: 0: .* found LazyLinear before its first .* Run a forward"):
+        coat_ds.convert(model)
+    assert not any(map(replaced, model.modules())) and coat_ds.conversion_of(model) is None
+    coat_ds.convert(model, filter=lambda name, module: name != "0")
+    assert coat_ds.conversion_of(model).left == {"0": "the filter"}
+    expected = coat_ds.unconvert(model)(x)
+    y = coat_ds.convert(model)(x)
+    assert coat_ds.conversion_of(model).converted["linear"] == ["0"]
+    assert 0 < rel_rms(y, expected) < 0.1
+
+
 class Patched(nn.Module):
     """A norm as somebody else's class computes it."""
 
