@@ -14,7 +14,6 @@ never a code.
 
 import functools
 import itertools
-import weakref
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
@@ -73,7 +72,8 @@ class WeightCache:
         self._key, self._largest, self._codes = None, None, None
         # whether copies are written in place, because a CUDA graph knows their addresses
         self._stays = False
-        self._owner: weakref.ref[torch.nn.Parameter] | None = None
+        # kept alive: torch refuses to exchange what is in a parameter that is referred to weakly
+        self._owner: torch.nn.Parameter | None = None
 
     def __reduce__(self):
         return type(self), (self.keep, self.predicts)
@@ -89,8 +89,8 @@ class WeightCache:
         owner = weight if weight._base is None else weight._base
         if not can_be_kept(owner):
             return NO_CACHE
-        if self._owner is None or self._owner() is not owner:
-            self._owner, self._key, self._codes = weakref.ref(owner), None, None
+        if self._owner is not owner:
+            self._owner, self._key, self._codes = owner, None, None
         return self
 
     def forward(

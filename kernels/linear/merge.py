@@ -7,7 +7,6 @@ gradient is handed to the weights as views.
 """
 
 import functools
-import weakref
 from collections.abc import Sequence
 
 import torch
@@ -79,8 +78,8 @@ class MergedCache(WeightCache):
         if not all(map(can_be_kept, weights)):
             return _Bound(_UNKEPT, weights)
         owners = self._owner or ()
-        if len(owners) != len(weights) or any(o() is not w for o, w in zip(owners, weights, strict=True)):
-            self._owner, self._key, self._codes = [weakref.ref(w) for w in weights], None, None
+        if len(owners) != len(weights) or any(o is not w for o, w in zip(owners, weights, strict=True)):
+            self._owner, self._key, self._codes = weights, None, None
         return _Bound(self, weights)
 
     def _again(self, weights, largest: torch.Tensor, fmt: Fp8Format, rows: bool) -> Quantized:

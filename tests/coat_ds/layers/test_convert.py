@@ -154,6 +154,25 @@ def test_other_weights_at_the_same_place():
     same(run(model, batch), run(coat_ds.convert(stock, activations), batch))
 
 
+def test_weights_that_are_exchanged():
+    """With an option torch exchanges what is in parameters, if nothing refers to them weakly."""
+    activations, batch = {"weight_cache": "fp8"}, LLAMA.batch()
+    model, stock = coat_ds.convert(LLAMA.build(), activations), LLAMA.build()
+    halves = {name: p / 2 for name, p in stock.state_dict().items()}
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    try:
+        run(model, batch)
+        before = list(model.parameters())
+        model.load_state_dict(halves)
+        stock.load_state_dict(halves)
+        run(model, batch)
+        model.to(torch.float32).to(torch.bfloat16)
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(False)
+    assert all(p is old for p, old in zip(model.parameters(), before, strict=True))
+    same(run(model, batch), run(coat_ds.convert(stock, activations), batch))
+
+
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 @pytest.mark.parametrize("attention_format", ["bf16", "recompute"])
 def test_evaluation_keeps_no_weights_and_training_goes_on(attention_format, mode):
