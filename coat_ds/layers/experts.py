@@ -3,6 +3,8 @@
 That product is BF16. Both save 8 bits in front of the activation.
 """
 
+from collections.abc import Callable
+
 import torch
 
 from coat_ds.config import ActivationsConfig
@@ -25,6 +27,8 @@ _TRAITS = {
     "is_transposed": False,
     "is_concatenated": True,
 }
+# what somebody may have put on one instance, which the kernels do not call
+PATCHED = ("forward", "_apply_gate")
 # experts run one after another: beyond this many, launching them takes longer than one grouped BF16 product
 MOST_EXPERTS = 16
 
@@ -53,6 +57,11 @@ def _kind(module: torch.nn.Module) -> str | None:
     return activation_kind(module.act_fn) if stock_gate and _is(module, "is_concatenated") else None
 
 
+def _asks_interface(forward: Callable) -> bool:
+    """Whether it is what transformers puts around the forward of experts, to choose how they multiply."""
+    return getattr(forward, "__globals__", {}).get("__name__") == "transformers.integrations.moe"
+
+
 def _runs_one_by_one(module: torch.nn.Module) -> bool:
     plain = not _is(module, "has_bias") and not _is(module, "is_transposed") and _kind(module) is not None
     return plain and _sizes(module)[0] <= MOST_EXPERTS
@@ -60,8 +69,11 @@ def _runs_one_by_one(module: torch.nn.Module) -> bool:
 
 def why_not(module: torch.nn.Module, group_size: int) -> str | None:
     """Why an expert layer stays as it is; None if it can be converted. group_size: of what is saved."""
-    if not hasattr(type(module), "_apply_gate") or not _is(module, "has_gate"):
+    cls = type(module)
+    if not hasattr(cls, "_apply_gate") or not _is(module, "has_gate") or not _asks_interface(cls.forward):
         return "experts with a forward of their own"
+    if patched := [name for name in PATCHED if name in module.__dict__]:
+        return f"experts whose {' and '.join(patched)} somebody has replaced"
     names = {"down_proj", "gate_up_proj"}
     if _is(module, "has_bias"):
         names |= {f"{name}_bias" for name in names}
@@ -98,11 +110,12 @@ class _Experts(Replaced):
 
     def takes(self, x: torch.Tensor) -> bool:
         """Expert parallel layers hand out experts that a rank does not have; tensor parallel ones hold a part
-        of each. The kernels call no activation, such as one that somebody watches or has put in its place."""
+        of each. The kernels call neither an activation, such as one that somebody watches or has put in its
+        place, nor a gate."""
         module, act = self.module, self.act
         if self.function is not None:
             watched = isinstance(act, torch.nn.Module) and is_watched(act)
-            if watched or getattr(module, "act_fn", None) is not act:
+            if watched or getattr(module, "act_fn", None) is not act or "_apply_gate" in module.__dict__:
                 return False
         whole = not getattr(module, "_is_expert_parallel", False)
         whole = whole and is_plain(module.gate_up_proj) and is_plain(module.down_proj)

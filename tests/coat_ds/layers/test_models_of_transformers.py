@@ -200,6 +200,40 @@ def test_attention_is_dropped_out_while_a_model_trains():
     assert model(ids).logits.equal(model(ids).logits)
 
 
+@pytest.mark.parametrize("count", [4, 20])
+@pytest.mark.parametrize("name", ["forward", "_apply_gate"])
+def test_experts_that_somebody_has_patched_stay(name, count):
+    experts = build("Mixtral", num_local_experts=count).model.layers[0].mlp.experts
+    x, chosen, weights = torch.randn(8, 64).bfloat16(), torch.zeros(8, 1, dtype=torch.int64), torch.ones(8, 1)
+    stock, patched = getattr(experts, name), lambda *args: stock(*args) * 2
+    expected = 2 * experts(x, chosen, weights)
+    setattr(experts, name, patched)
+    coat_ds.convert(experts)
+    assert coat_ds.conversion_of(experts).left[""] == f"experts whose {name} somebody has replaced"
+    torch.testing.assert_close(experts(x, chosen, weights), expected)
+    coat_ds.unconvert(experts)
+    assert getattr(experts, name) is patched
+
+
+@pytest.mark.parametrize("count", [4, 20])
+def test_gates_of_experts_that_are_patched_later_are_called(count):
+    experts = coat_ds.convert(build("Mixtral", num_local_experts=count).model.layers[0].mlp.experts)
+    experts._apply_gate = lambda both: torch.zeros_like(both[:, ::2])
+    y = experts(torch.randn(8, 64).bfloat16(), torch.zeros(8, 1, dtype=torch.int64), torch.ones(8, 1))
+    assert not y.any()
+
+
+def test_experts_of_a_class_with_another_forward_stay():
+    experts = build("Mixtral", num_local_experts=4).model.layers[0].mlp.experts
+
+    class Doubled(type(experts)):
+        def forward(self, *args):
+            return super().forward(*args) * 2
+
+    experts.__class__ = Doubled
+    assert coat_ds.conversion_of(coat_ds.convert(experts)).left[""] == "experts with a forward of their own"
+
+
 @pytest.mark.parametrize("autocast", [False, True])
 def test_many_experts_of_an_fp32_model_multiply_in_bf16(autocast):
     def run(model):
