@@ -1,4 +1,11 @@
-"""How the block's `activations` reach the layers: as an attribute of Megatron's config."""
+"""How the block's `activations` reach the layers: by a note on Megatron's config.
+
+It stands on the function of the field `init_method`. All copies of a config have its fields, also those of
+`dataclasses.replace`, which drops whatever is no field.
+"""
+
+import functools
+from typing import Any
 
 from coat_ds.config import ActivationsConfig
 from coat_ds.layers.inventory import Part
@@ -9,18 +16,21 @@ from . import options
 def set_activations(config, activations: ActivationsConfig, by: str | None = "set_activations()") -> None:
     """Notes `activations` on Megatron's TransformerConfig, before the model is built from it.
 
-    Copies of the config have the note, as all that Megatron makes. `dataclasses.replace` drops it, as it does
-    whatever is no field: call this for the config that it returns.
+    Copies of the config have the note, by `copy`, `dataclasses.replace` or otherwise, unless they are given
+    another `init_method`: call this for such a one.
     by: who chose them, for messages; None if they are the defaults that nobody asked for.
     """
-    config.coat_activations, config.coat_activations_by = activations, by
+    # of this config alone, as others may share the function; as Megatron's own it is a partial, which pickles
+    init: Any = functools.partial(config.init_method)
+    init.coat_activations, init.coat_activations_by = activations, by
+    config.init_method = init
 
 
 def activations_of(config) -> ActivationsConfig:
     """What was noted on Megatron's config; else, as with `--spec` alone, what `COAT_CONFIG` says."""
-    if not hasattr(config, "coat_activations"):
+    if not hasattr(config.init_method, "coat_activations"):
         set_activations(config, options.activations(), options.named_file())
-    return config.coat_activations
+    return config.init_method.coat_activations
 
 
 class TakesActivations:
@@ -32,7 +42,7 @@ class TakesActivations:
     def begin_with(self, config) -> None:
         """Takes what was noted on Megatron's config."""
         self.take_activations(activations_of(config))
-        self.told_by = config.coat_activations_by
+        self.told_by = config.init_method.coat_activations_by
 
     def take_activations(self, activations: ActivationsConfig) -> None:
         """Does from now on what `activations` say. Predicted scales are forgotten."""

@@ -4,6 +4,7 @@ import copy
 import dataclasses
 import importlib
 import json
+import pickle
 import sys
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from megatron.core.transformer.spec_utils import import_module
 from coat_ds.config import ActivationsConfig
 from megatron_ext.layer_specs import coat_layer_spec, sdpa_layer_spec
 from megatron_ext.model import ModelShape, build_gpt, initialize_model_parallel, load_shape
-from megatron_ext.settings import activations_of
+from megatron_ext.settings import activations_of, set_activations
 
 pytestmark = pytest.mark.usefixtures("megatron")
 
@@ -134,11 +135,23 @@ def test_groups_of_another_size_are_named(kind):
         initialize_model_parallel(**{name: 2})
 
 
-@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy])
+def replaced(config):
+    return dataclasses.replace(config, num_layers=2)
+
+
+def pickled(config):
+    return pickle.loads(pickle.dumps(config))
+
+
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, replaced, pickled])
 def test_copies_of_a_config_have_what_it_was_told(copied):
     """As Megatron makes them for shared experts and for fewer groups of keys than ranks."""
-    told = ActivationsConfig(group_size=32)
-    assert activations_of(copied(build(coat_layer_spec, activations=told).config)) == told
+    told, config = ActivationsConfig(group_size=32), build(coat_layer_spec).config
+    set_activations(config, told)
+    other = copied(config)
+    assert activations_of(other) == told
+    set_activations(other, ActivationsConfig())
+    assert activations_of(config) == told
 
 
 @pytest.mark.parametrize("name", ["coat_layer_spec", "sdpa_layer_spec"])
