@@ -13,9 +13,12 @@ from coat_kernels.weights import WeightCache
 def held_bytes(
     model: torch.nn.Module, optimizers: Iterable[CoatAdamW], masters: Iterable[torch.Tensor]
 ) -> dict[str, int]:
-    """`weights`: parameters, under ZeRO-3 this rank's shares, and buffers; `masters`, but for those that are
-    the weights themselves; `states`: the optimizers'; `fp8_copies`: kept quantized weights."""
-    weights = [getattr(p, "ds_tensor", p) for p in model.parameters()] + list(model.buffers())
+    """`weights`: parameters, under ZeRO-3 this rank's shares and those that are whole now, and buffers;
+    `masters`, but for those that are the weights themselves; `states`: the optimizers'; `fp8_copies`: kept
+    quantized weights."""
+    own = list(model.parameters())
+    # beside its shares ZeRO-3 keeps small parameters whole on every rank, and empties the others
+    weights = [*own, *(p.ds_tensor for p in own if hasattr(p, "ds_tensor")), *model.buffers()]
     counted: set[int] = set()
     roles = {"weights": _bytes(weights, counted), "masters": _bytes(masters, counted)}
     roles["states"] = sum(state_bytes(optimizer)["bytes"] for optimizer in optimizers)

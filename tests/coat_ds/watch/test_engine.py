@@ -211,6 +211,24 @@ def full_states(engine):
     ]
 
 
+def kept_whole(threshold):
+    """The bytes of weights, and those of this rank's shares and of all parameters up to `threshold`."""
+    zero = {"stage": 3, "stage3_param_persistence_threshold": threshold}
+    engine = engine_of(llama(), 3, {"every": 1, "act": "warn"}, zero_optimization=zero)
+    train(engine, 2)
+    engine.coat.watch.take_in()
+    module = engine.module
+    shares = sum(p.ds_tensor.nbytes for p in module.parameters())
+    whole = [2 * p.ds_numel for p in module.parameters() if p.ds_numel <= threshold]
+    buffers = sum(buffer.nbytes for buffer in module.buffers())
+    engine.destroy()
+    return engine.coat.watch.last.memory["weights"], shares + sum(whole) + buffers, len(whole)
+
+
+def all_kept_whole():
+    return [kept_whole(threshold) for threshold in (100, 10**6)]
+
+
 def everything(folder):
     found = {("watched", stage): watched_run(stage, f"{folder}/{stage}") for stage in (0, 1, 3)}
     found |= {
@@ -251,6 +269,13 @@ def test_readings_in_a_run(folder, stage):
     # of Trainer's callback
     assert "config: found {'every': 3}, of no effect" in found["ignored"]
     assert "the engine is not watched. Set coat.watch in its DeepSpeed config" in found["refused"]
+
+
+def test_what_zero3_keeps_whole_is_counted_on_every_rank():
+    for rank in run_distributed(all_kept_whole, 2):
+        # five norms, and everything
+        assert [count for *_, count in rank] == [5, 21]
+        assert all(found == expected for found, expected, _ in rank)
 
 
 def test_readings_arrive_in_the_file_and_in_deepspeeds_monitors(folder):
