@@ -280,10 +280,13 @@ class CoatAdamW(torch.optim.Optimizer):
 
     def _check_options(self) -> None:
         """Raises ValueError for options in parameter groups that the constructor would refuse, but for those
-        that every step reads."""
+        that every step reads, and TypeError for those that parameters cannot follow."""
         for group in self.param_groups:
             check_names(group, self.defaults, self._of_the_whole())
             check_options(self.defaults | {k: group[k] for k in (*LAYOUT, *STOCK_SWITCHES) if k in group})
+            for p in group["params"]:
+                if has_remainder(p, group):
+                    check_can_keep_remainder(p)
 
     def _check_changes(self) -> None:
         """Raises ValueError where parameter groups have got options, since they were checked, that the
@@ -340,7 +343,6 @@ class CoatAdamW(torch.optim.Optimizer):
             # the parameter was of another type, or is rounded otherwise from now on
             state.pop("remainder", None)
         elif "remainder" not in state:
-            check_can_keep_remainder(p)
             # zero: what the parameter holds is taken to be the master
             remainder = torch.zeros(local(p).shape, dtype=torch.int16, device=p.device)
             state["remainder"] = laid_out_like(p, remainder)
