@@ -15,7 +15,7 @@ import multiprocessing
 import os
 import time
 import traceback
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import torch
@@ -99,21 +99,35 @@ def converge(arguments, table: Table) -> None:
     data, identity = prepare_text(arguments, recipe)
     print(f"text ready after {time.monotonic() - started:.0f} s in {data}", flush=True)
     setup, conditions = prepared(arguments, PRETRAINING, recipe, data, identity, output, started)
-    make_runs([Run.parse(name) for name in names], arguments.gpus, setup, conditions, table.environment)
-    publish(output, table)
+    make_runs([Run.parse(name) for name in names], arguments.gpus, setup, conditions, table, publish)
 
 
-def make_runs(runs: list[Run], gpus: int, setup: Setup, conditions: dict, environment: dict) -> None:
-    """Makes those that are complete nowhere, and collects in `setup.output` all that are complete."""
+def make_runs(
+    runs: list[Run],
+    gpus: int,
+    setup: Setup,
+    conditions: dict,
+    table: Table,
+    publish: Callable[[Path, Table], None],
+) -> None:
+    """Makes those that are complete nowhere, collects in `setup.output` all that are complete, and publishes.
+
+    Raises SystemExit, after that, if a run failed.
+    """
     named, output = {run.name: run for run in runs}, setup.output
     known = complete_runs([output, RESULTS / output.name, setup.runs], conditions)
     for name in named.keys() & known.keys():
         print(f"{name}: complete in {known[name].parent}", flush=True)
     missing = [run for name, run in named.items() if name not in known]
-    train_side_by_side(missing, gpus, setup, conditions, environment)
+    good = train_side_by_side(missing, gpus, setup, conditions, table.environment)
     known |= complete_runs([setup.runs], conditions)
     for stem in known.values():
         carry(stem, output)
+    publish(output, table)
+    if not good:
+        raise SystemExit(
+            f"some runs failed, as it says above. The others are in {output}; the same call makes those again"
+        )
 
 
 def prepare_text(arguments, recipe: Recipe, tokenizer: str | None = None) -> tuple[Path, dict[str, object]]:
@@ -166,16 +180,15 @@ def prepared(
     return setup, conditions
 
 
-def train_side_by_side(runs: list[Run], gpus: int, setup: Setup, conditions: dict, environment: dict) -> None:
+def train_side_by_side(runs: list[Run], gpus: int, setup: Setup, conditions: dict, environment: dict) -> bool:
     """Makes runs until they are complete or time is over; each of several GPUs takes the next that waits.
 
-    Raises SystemExit if there are not so many GPUs.
+    Returns whether none failed. Raises SystemExit if there are not so many GPUs.
     """
     if not runs:
-        return
+        return True
     if gpus == 1:
-        train_each(runs, setup, conditions, environment)
-        return
+        return train_each(runs, setup, conditions, environment)
     visible = visible_gpus() or [str(number) for number in range(gpus)]
     if len(visible) < gpus:
         raise SystemExit(f"--gpus {gpus}: found {len(visible)}")
@@ -192,22 +205,27 @@ def train_side_by_side(runs: list[Run], gpus: int, setup: Setup, conditions: dic
     os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(visible)
     for process in processes:
         process.join()
+    return not any(process.exitcode for process in processes)
 
 
 def train_waiting(waiting, setup: Setup, conditions: dict, environment: dict) -> None:
-    """Makes the runs of a queue that ends with None, one for each process that reads it."""
+    """Makes the runs of a queue that ends with None, one for each process that reads it, which fails if one
+    of its runs did."""
     # as torchrun has it: threads of several processes wait for each other
     torch.set_num_threads(1)
-    train_each(iter(waiting.get, None), setup, conditions, environment)
+    if not train_each(iter(waiting.get, None), setup, conditions, environment):
+        raise SystemExit(1)
 
 
-def train_each(runs: Iterable[Run], setup: Setup, conditions: dict, environment: dict) -> None:
-    """Makes one run after another until time is over; the first goes one step at least."""
+def train_each(runs: Iterable[Run], setup: Setup, conditions: dict, environment: dict) -> bool:
+    """Makes one run after another until time is over; the first goes one step at least. Returns whether none
+    failed."""
     from coat_launch.process_group import start_process_group
     from megatron_ext.model import initialize_model_parallel
 
     start_process_group(PATIENCE)
     initialize_model_parallel()
+    good = True
     for number, run in enumerate(runs):
         if number and time.monotonic() > setup.deadline:
             print(f"{run.name}: no time left", flush=True)
@@ -216,7 +234,9 @@ def train_each(runs: Iterable[Run], setup: Setup, conditions: dict, environment:
             make_run(run, setup, conditions, environment)
         # one that fails leaves the others standing
         except Exception as error:
+            good = False
             traceback.print_exc()
             print(f"{run.name}: {reason(error)}", flush=True)
         carry(setup.runs / run.name, setup.output)
     torch.distributed.destroy_process_group()
+    return good

@@ -96,8 +96,7 @@ def finetune(arguments, table: Table) -> None:
     task = Task(build, load_text, loss_of, saved_by_layers, scores)
     identity |= {"weights": model.digest, "questions": questions}
     setup, conditions = prepared(arguments, task, recipe, data, identity, output, started)
-    make_runs(runs, arguments.gpus, setup, conditions, table.environment)
-    publish(output, table)
+    make_runs(runs, arguments.gpus, setup, conditions, table, publish)
 
 
 def scores_of(

@@ -73,8 +73,7 @@ def vlm(arguments, table: Table) -> None:
     task = Task(build, load, model.loss, model.facts, model.scores)
     identity = pictures.identity(data) | {"sizes": str(tuple(of))}
     setup, conditions = prepared(arguments, task, recipe, data, identity, output, started)
-    make_runs(runs, arguments.gpus, setup, conditions, table.environment)
-    publish(output, table)
+    make_runs(runs, arguments.gpus, setup, conditions, table, publish)
 
 
 def load_pictures(of: Sizes, setup: Setup, seed: int) -> pictures.PictureData:

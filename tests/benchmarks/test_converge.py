@@ -30,10 +30,11 @@ def work(tmp_path_factory):
 def converge_on(text):
     """Calls the benchmark; its output and the rows of its table."""
 
-    def call(folder, output, *arguments):
+    def call(folder, output, *arguments, fails=False):
         paths = ["--text", str(text), "--work", str(folder / "work"), "--output", str(output)]
         result = run("converge", "--quick", *paths, *arguments)
-        assert result.returncode == 0, result.stderr
+        assert result.returncode == fails, result.stderr
+        assert ("some runs failed" in result.stderr) == fails
         return result.stdout, list(csv.DictReader(output.open())) if output.exists() else []
 
     return call
@@ -115,6 +116,17 @@ def test_runs_side_by_side_are_those_one_after_another(work, trained, converge_o
         f"{n}-seed1: {n} from step 0 of {recipe.TINY.steps}" for n in ("bf16", "coat")
     ]
     assert "coat, 1 seed: " in out and "Claimed: not above the spread" in out
+
+
+@pytest.mark.long("a benchmark's dry run")
+@pytest.mark.parametrize("gpus", [1, 2])
+def test_a_run_that_fails_leaves_the_others_and_ends_in_an_error(converge_on, tmp_path, gpus):
+    output = tmp_path / "converge.csv"
+    converge_on(tmp_path, output, "--runs", "bf16", "--minutes", "0")
+    (marker,) = (tmp_path / "work").glob("runs-*/checkpoints/bf16-seed1/progress.json")
+    marker.write_text("{")
+    out, rows = converge_on(tmp_path, output, "--runs", "bf16", "coat", "--gpus", str(gpus), fails=True)
+    assert "bf16-seed1: JSONDecodeError" in out and [row["run"] for row in rows] == ["coat"]
 
 
 @pytest.mark.long("a benchmark's dry run")
