@@ -85,6 +85,19 @@ def test_origin_gives_the_output_again(group_size, device):
     assert rel_rms(rounded, y) < 1.1 * (1 if group_size is None else 2) ** 0.5 * E4M3_RMS
 
 
+@pytest.mark.parametrize("trained", "qkv")
+def test_heads_of_which_one_is_trained_are_kept_in_groups(trained, device):
+    """As where the projections of the others are frozen."""
+    inputs = [t.detach().requires_grad_(name == trained) for name, t in zip("qkv", qkv(device), strict=True)]
+    heads = [t.permute(1, 2, 0, 3) for t in inputs]
+    attend = partial(F.scaled_dot_product_attention, is_causal=True)
+    elements = 4 * S * B * HEADS * D
+    for run in (causal_attention, partial(kept_attention, attend)):
+        given = inputs if run is causal_attention else heads
+        y, found = kept_bytes(partial(run, *given, group_size=16))
+        assert found == elements + elements // 16 and origin_of(y) is not None
+
+
 def test_evaluation_keeps_nothing(device):
     with torch.no_grad():
         y = causal_attention(*qkv(device), group_size=16)
