@@ -166,6 +166,14 @@ def test_codes_do_not_depend_on_what_was_predicted(keep, kernels, device):
                 torch.testing.assert_close(a.float(), e.float(), rtol=0, atol=0, equal_nan=True)
 
 
+@KEEP
+def test_codes_of_another_format(keep, device):
+    _, weight = layer(device)
+    cache = WeightCache(keep)
+    for fmt in (E4M3, E5M2, E4M3):
+        assert cache.forward(weight, fmt)[0].rows.dtype == fmt.dtype
+
+
 @pytest.mark.parametrize("keep", ["none", "fp8"])
 def test_codes_of_a_transposed_weight(keep, kernels, device):
     """As of transformers' Conv1D."""
@@ -235,3 +243,12 @@ def test_copies_that_a_graph_knows_are_written_in_place(kernels, device):
     assert largest == weight.abs().max() and found.scale.equal(expected.scale)
     assert found.rows.float().equal(expected.rows.float())
     assert found.columns.float().equal(expected.columns.float())
+
+
+def test_another_weight_is_not_written_into_copies_that_a_graph_knows(device):
+    """It may be of another shape."""
+    cache = WeightCache("fp8")
+    for rows in (32, 48):
+        weight = torch.nn.Parameter(torch.randn(rows, 64, device=device))
+        cache.of(weight).stay(weight, E4M3)
+        assert cache.nbytes == 2 * weight.numel() + 8
