@@ -139,6 +139,15 @@ def test_an_output_in_two_products(output):
         same(a, e)
 
 
+def test_an_output_that_is_multiplied_in_rows_of_another_width(output):
+    results = []
+    for deferred_ in (True, False):
+        y = output(output.input(), deferred_)
+        weight = torch.randn(32, 16, generator=torch.Generator().manual_seed(1)).to(output.x)
+        results.append(fp8_linear(y.view(-1, 16), weight))
+    same(*results)
+
+
 @pytest.mark.parametrize("reads", [False, True])
 def test_hooks_get_the_gradient(producer, reads):
     """Also after the product has taken its operands."""
@@ -156,6 +165,20 @@ def test_hooks_get_the_gradient(producer, reads):
     same(seen.grad * 1, plain.grad)
     for a, e in zip(found, expected, strict=True):
         same(a, e)
+
+
+def test_hooks_may_keep_a_view_of_the_gradient(producer):
+    """Which is another tensor, made of the same."""
+    views = []
+
+    def between(y):
+        y.register_hook(lambda grad: views.append(grad.detach()))
+        return y
+
+    for deferred_ in (True, False):
+        layer(producer, deferred_, between=between)
+    found, expected = views
+    same(found * 1, expected)
 
 
 def test_gradients_that_are_asked_for(producer):
@@ -200,6 +223,14 @@ def test_memory_is_let_go(producer, monkeypatch):
     # the last two products are those of the first layer's backward
     if "grad_scale" in producer.scales:
         assert all(gone[-1] for gone in taken[-2:])
+
+
+def test_what_has_been_written_holds_no_input(output):
+    y = output(output.input()).detach()
+    read = weakref.ref(y.source.inputs[0])
+    assert read() is not None
+    assert y.isfinite().all()
+    assert read() is None
 
 
 def test_an_input_that_changes_is_refused(output):
