@@ -154,8 +154,10 @@ def test_what_is_attached_is_lost_by_any_change():
     assert origin_of(x) is not None and maxima_of(x) is not None
     for other in (x * 2, x.view(2, 2, 32), x.detach()):
         assert origin_of(other) is None and maxima_of(other) is None
-    x.mul_(2)
-    assert origin_of(x) is None and maxima_of(x) is None
+    for change in (lambda x: x.mul_(2), lambda x: setattr(x, "data", x.detach() * 2)):
+        with_maxima(with_origin(x, Origin((), None)), x.abs().amax(1))
+        change(x)
+        assert origin_of(x) is None and maxima_of(x) is None
 
 
 def test_what_is_noted_of_a_tensor_is_noted_of_its_alias():
