@@ -8,6 +8,7 @@ import weakref
 
 import pytest
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
 
 from coat_kernels import saved
@@ -195,6 +196,20 @@ def test_bytes_kept(reentrant):
     del h
     gc.collect()
     assert packed_bytes() == (0, 0)
+
+
+@both
+@pytest.mark.parametrize("rows", [ROWS, 8], ids=["packed", "small"])
+def test_an_input_that_is_changed_later_is_let_go(reentrant, rows):
+    """Its own graph then leads to the region that has saved it."""
+    x = torch.randn(rows, WIDTH, requires_grad=True) * 1
+    with compressed_checkpoints():
+        y = checkpoint(torch.exp, x, use_reentrant=reentrant)
+    x.add_(y)
+    held = StorageWeakRef(x.untyped_storage())
+    del x, y
+    gc.collect()
+    assert held.expired()
 
 
 def kept_of_a_region(reentrant) -> int:
