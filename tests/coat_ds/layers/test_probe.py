@@ -1,5 +1,7 @@
 """What modules compute is found out, whatever they are called and wherever their parameters are."""
 
+import functools
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -11,7 +13,7 @@ from coat_ds.layers import decoder_parts, probe
 from coat_ds.layers.feed_forward import Fp8GatedFeedForward
 from coat_ds.layers.probe import GatedForm, NormForm
 from coat_ds.layers.replaced import replaced
-from tests.coat_ds.layers.measures import run, same
+from tests.coat_ds.layers.measures import blocks_taken, fp8_bound, relative, run, same
 
 transformers = pytest.importorskip("transformers")
 ACTIVATIONS = {
@@ -99,6 +101,17 @@ def norms():
     ]
 
 
+def test_norms_are_known_under_autocast():
+    """MPT's in low precision cast their input there."""
+
+    class Cast(nn.LayerNorm):
+        def forward(self, x):
+            return super().forward(x.bfloat16() if torch.is_autocast_enabled("cpu") else x)
+
+    with torch.autocast("cpu", torch.bfloat16):
+        assert probe.norm_form(Cast(32)) == NormForm(True, False, 1e-5)
+
+
 @pytest.mark.parametrize(("norm", "form"), norms(), ids=lambda x: type(x).__name__)
 def test_norms(norm, form):
     assert probe.norm_form(norm.to("meta")) == form
@@ -139,10 +152,15 @@ def test_gated_feed_forwards_of_any_names(sizes, act, kind):
     ]
     for forward in others:
         assert probe.gated_form(Gated(*sizes, forward, act)) is None
-    # one that leads to another width, and one that takes a second input
-    wider = Gated(*sizes, wanted["w1 w3"], act)
-    wider.w2 = nn.Linear(sizes[1], 2 * sizes[0])
-    assert probe.gated_form(wider) is None
+    # some that lead to another width, of which one number is broadcast, and one that takes a second input
+    for name, other in (
+        ("w2", nn.Linear(sizes[1], 2 * sizes[0])),
+        ("w1", nn.Linear(sizes[0], 1)),
+        ("w3", nn.Linear(sizes[0], 1)),
+    ):
+        wider = Gated(*sizes, wanted["w1 w3"], act)
+        setattr(wider, name, other)
+        assert probe.gated_form(wider) is None
     assert probe.gated_form(WithScale(*sizes, wanted["w1 w3"], act)) is None
 
 
@@ -247,6 +265,49 @@ def test_a_layer_whose_second_norm_was_registered_first():
     runs = [run(coat_ds.convert(model), FAMILIES["llama"].batch()) for model in models]
     assert len(coat_ds.conversion_of(models[0]).converted["layer"]) == 2
     same(*runs)
+
+
+def scales_its_output(layer):
+    class Scaled(type(layer)):
+        def forward(self, *args, **kwargs):
+            y = super().forward(*args, **kwargs)
+            return y * self.scale if hasattr(self, "scale") else y
+
+    layer.__class__, layer.scale = Scaled, nn.Parameter(torch.full((128,), 2.0).bfloat16())
+
+
+def gates_its_attention(layer):
+    class GatedAttention(type(layer.self_attn)):
+        @functools.wraps(type(layer.self_attn).forward)
+        def forward(self, hidden_states, **rest):
+            y, weights = super().forward(hidden_states, **rest)
+            return y * self.gate(hidden_states).sigmoid() if hasattr(self, "gate") else y, weights
+
+    layer.self_attn.__class__, layer.self_attn.gate = GatedAttention, nn.Linear(128, 128).bfloat16()
+
+
+def reads_no_mask(layer):
+    class Causal(type(layer.self_attn)):
+        @functools.wraps(type(layer.self_attn).forward)
+        def forward(self, *args, attention_mask=None, **rest):
+            return super().forward(*args, attention_mask=None, **rest)
+
+    layer.self_attn.__class__ = Causal
+
+
+@pytest.mark.parametrize("change", [scales_its_output, gates_its_attention, reads_no_mask])
+def test_layers_that_do_something_else_are_no_blocks(change, monkeypatch):
+    """Of which a copy without parameters of its own may show nothing."""
+    batch, models = FAMILIES["llama"].batch(), [FAMILIES["llama"].build() for _ in "ab"]
+    batch["attention_mask"] = torch.ones_like(batch["input_ids"])
+    batch["attention_mask"][1, -9:] = 0
+    for model in models:
+        torch.manual_seed(1)
+        change(model.model.layers[0])
+    taken, ours = blocks_taken(monkeypatch), coat_ds.convert(models[1])
+    assert coat_ds.conversion_of(ours).converted["layer"] == ["model.layers.1"]
+    (_, expected), (_, found) = run(models[0].float(), batch), run(ours, batch)
+    assert len(taken) == 1 and relative(found, expected) < fp8_bound(15)
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt_neox", "qwen3", "granite", "olmo2"])
