@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 import coat_ds
 from benchmarks.common.families import FAMILIES
@@ -57,6 +58,37 @@ def test_heads_are_copied_only_out_of_larger_storages(module, rotated):
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
         coat_attention(module, q, k, v, None)
     assert (fused.untyped_storage().data_ptr() in kept) == (not rotated)
+
+
+def test_a_bias_of_positions_is_added_to_what_is_causal(module):
+    inputs, bias = heads(projected()), torch.randn(1, N, S, S, dtype=torch.bfloat16)
+    y, _ = coat_attention(module, *inputs, None, position_bias=bias)
+    assert y.equal(sdpa_attention_forward(module, *inputs, None, position_bias=bias)[0])
+
+
+@pytest.mark.parametrize("wide", "qkv")
+def test_heads_in_fp32_are_saved_as_those_in_bf16_under_autocast(module, wide):
+    """Behind a rotation, or a norm."""
+    mask, saved = torch.ones(S, S).tril().bool()[None, None], []
+    groups = {"q": N, "k": N // 2, "v": N // 2}
+    for dtype in (torch.bfloat16, torch.float32):
+        kept = {}
+
+        def keep(x, kept=kept):
+            kept[x.untyped_storage().data_ptr()] = x.untyped_storage()
+            return x
+
+        inputs = [
+            torch.randn(B, n, S, D, dtype=dtype if name == wide else torch.bfloat16, requires_grad=True)
+            for name, n in groups.items()
+        ]
+        with (
+            torch.autocast("cpu", torch.bfloat16),
+            torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x),
+        ):
+            coat_attention(module, *inputs, mask)
+        saved.append(sum(storage.nbytes() for storage in kept.values()))
+    assert saved[0] == saved[1]
 
 
 def test_the_stock_model_has_nothing_of_ours():

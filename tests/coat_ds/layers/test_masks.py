@@ -95,10 +95,12 @@ def test_fp32_models_under_autocast_save_what_bf16_models_do(name):
     assert saved["sqrt8"] < saved["bf16"]
 
 
-def test_a_bias_of_positions_is_never_taken_for_a_head():
-    """As T5's, in sequences as long as heads are wide."""
-    heads = [torch.randn(2, 4, 32, 32, dtype=torch.bfloat16, requires_grad=True) for _ in "qkv"]
-    bias = torch.randn(1, 4, 32, 32, dtype=torch.bfloat16)
+@pytest.mark.parametrize("widths", [(32, 32), (32, 16), (16, 32)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_a_bias_of_positions_is_never_taken_for_a_head(dtype, widths):
+    """As T5's, in sequences as long as heads of queries and keys are wide, or those of values."""
+    heads = [torch.randn(2, 4, 32, n, dtype=dtype, requires_grad=True) for n in (*widths[:1] * 2, widths[1])]
+    bias = torch.randn(1, 4, 32, 32, dtype=dtype)
     arguments, found = {"position_bias": bias, "is_causal": True}, []
     for size in (None, 16):
         y = any_attention(torch.nn.Module(), *heads, None, arguments, group_size=size)
