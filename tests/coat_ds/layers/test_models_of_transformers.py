@@ -271,6 +271,24 @@ def test_experts_with_more_weights_are_left():
     assert left == {"": "experts with other weights than two products have"}
 
 
+def test_experts_whose_gate_does_not_halve_are_left():
+    experts = build("Mixtral", num_local_experts=4).model.layers[0].mlp.experts
+    experts.gate_up_proj = torch.nn.Parameter(torch.zeros(4, 192, 64))
+    left = coat_ds.conversion_of(coat_ds.convert(experts)).left
+    assert left == {"": "experts whose gate does not halve"}
+
+
+@pytest.mark.parametrize("count", [4, 20])
+def test_experts_of_other_ranks_are_left_to_transformers(count):
+    """Under expert parallelism a token may have one that this rank does not hold."""
+    experts = build("Mixtral", num_local_experts=count).model.layers[0].mlp.experts
+    experts._is_expert_parallel = True
+    chosen, x = torch.arange(64).view(64, 1) % (count + 1), torch.randn(64, 64).bfloat16()
+    weights = (chosen < count).bfloat16()
+    expected = experts(x, chosen, weights)
+    assert coat_ds.convert(experts)(x, chosen, weights).equal(expected)
+
+
 def test_experts_with_norms_are_left():
     """As transformers says of them."""
     experts = build("Mixtral", num_local_experts=4).model.layers[0].mlp.experts
