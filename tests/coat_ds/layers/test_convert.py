@@ -245,6 +245,13 @@ def test_linear_layers_of_other_weights_are_counted():
     assert conversion.summary().startswith("1 of 4 linear layers multiply in FP8")
 
 
+def test_layers_of_a_converted_part_bear_the_names_of_the_whole():
+    part = coat_ds.convert(nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 72)))
+    layers = layers_of(nn.Sequential(nn.ReLU(), part, nn.Linear(64, 64)), "a reason")
+    assert layers.count("linear") == (1, 3)
+    assert layers.left == {"1.1": "72 x 64, not multiples of 16", "2": "a reason"}
+
+
 def test_only_matrices_count_as_linear_layers():
     """Not the weights of many experts in one tensor."""
 
@@ -298,6 +305,7 @@ def test_the_filter_and_the_reasons():
     mixed = nn.ModuleDict(
         {
             "odd": nn.Linear(64, 72),
+            "odd input": nn.Linear(72, 64),
             "small": nn.Linear(64, 16),
             "batch": nn.BatchNorm1d(64),
             "embed": nn.Embedding(128, 64),
@@ -314,6 +322,7 @@ def test_the_filter_and_the_reasons():
     assert coat_ds.conversion_of(mixed).converted["linear"] == ["wrapped.base_layer"]
     assert coat_ds.conversion_of(mixed).left == {
         "odd": "72 x 64, not multiples of 16",
+        "odd input": "64 x 72, not multiples of 16",
         "small": "16 x 64, too small to gain by FP8",
         "batch": "BatchNorm1d is neither RMSNorm nor LayerNorm",
         "head": "the head",
