@@ -236,6 +236,9 @@ def test_blocks_are_taken_where_nobody_can_tell(monkeypatch):
     layers[1].mlp.down_proj.requires_grad_(True)
     layers[0].self_attn.attention_dropout = 0.5
     assert blocks(model) == 1
+    # nothing is dropped out in evaluation
+    assert blocks(model.eval()) == 2
+    model.train()
     layers[0].self_attn.attention_dropout = 0.0
     expected = run(model, batch)
     with torch.autocast("cpu", torch.bfloat16):
