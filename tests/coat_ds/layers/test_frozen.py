@@ -63,6 +63,17 @@ def test_frozen_weights_are_quantized_once(monkeypatch):
     assert rel_rms(model[0].up(torch.ones(1, 64).bfloat16()) - bias, 2 * (before - bias)) < 2**-6
 
 
+def test_a_frozen_part_of_a_feed_forward_has_a_scale_of_its_own():
+    """By that of the other part its codes would all be zero."""
+    mlp = LLAMA.build().model.layers[0].mlp
+    x = torch.randn(4, 128, generator=torch.Generator().manual_seed(1)).bfloat16()
+    with torch.no_grad():
+        mlp.gate_proj.weight.mul_(2.0**20)
+    expected = copy.deepcopy(mlp).float()(x.float())
+    mlp.up_proj.requires_grad_(False)
+    assert rel_rms(coat_ds.convert(mlp)(x), expected) < fp8_bound(3)
+
+
 def test_a_frozen_tower_without_gradients():
     family = FAMILIES["llava"]
     model, batch = family.build(), family.batch()
