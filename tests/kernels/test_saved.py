@@ -23,6 +23,7 @@ from coat_kernels.saved import (
     is_activation,
     packed,
     packed_bytes,
+    packing_function,
 )
 from tests.util import rel_rms
 
@@ -279,6 +280,19 @@ def test_masks_and_nested_regions(reentrant, inner, backward_inside):
 
     a, b = run(False), run(True)
     assert a.isfinite().all() and a.any() and torch.equal(a, b)
+
+
+def test_a_function_that_always_packs_keeps_inputs_inside_a_region_as_they_are():
+    """As Megatron's. What the inner region reads is recomputed by the outer one."""
+    net, plain = block("cpu").eval(), torch.utils.checkpoint.CheckpointFunction
+    x = representable((ROWS, WIDTH), torch.Generator().manual_seed(3)).div(16)
+    found = []
+    for function in (plain, packing_function(plain, 64)):
+        leaf = x.clone().requires_grad_()
+        y = function.apply(lambda h, f=function: f.apply(torch.exp, False, net(h) * 1), False, leaf * 1)
+        y.square().sum().backward()
+        found.append(leaf.grad)
+    assert found[0].any() and found[0].equal(found[1])
 
 
 @both
