@@ -262,7 +262,7 @@ def _taken_over(parts: Parts) -> str | None:
 def checkpoints_in_forward(layer: nn.Module) -> bool:
     """Whether the layer's own forward, in whose place the blocks run, would checkpoint itself. Older versions
     of transformers do so in `__call__`, where a checkpoint is open by now."""
-    is_on = layer.training and getattr(layer, "gradient_checkpointing", False)
+    is_on = layer.training and torch.is_grad_enabled() and getattr(layer, "gradient_checkpointing", False)
     return is_on and type(layer).__call__ is nn.Module.__call__ and hasattr(layer, CHECKPOINT)
 
 

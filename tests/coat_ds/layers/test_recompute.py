@@ -1,12 +1,14 @@
 """Converted models whose layers are recomputed in backward."""
 
+from functools import partial
+
 import pytest
 import torch
 
 import coat_ds
 from benchmarks.common.families import FAMILIES
 from coat_kernels import saved
-from tests.coat_ds.layers.measures import run, same, saved_bytes
+from tests.coat_ds.layers.measures import blocks_taken, run, same, saved_bytes
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
@@ -34,6 +36,26 @@ def test_gradient_checkpointing_keeps_the_inputs_of_layers_alone(name):
     expected = saved_bytes(model.train(), batch)
     # it also counts what the last norm and the head save
     assert saved_bytes(coat_ds.convert(model), batch) <= expected
+
+
+@pytest.mark.parametrize("trains", [True, False], ids=["training", "evaluation"])
+@pytest.mark.parametrize("gradients", [True, False], ids=["gradients", "no gradients"])
+def test_layers_are_checkpointed_where_stock_ones_are(trains, gradients, monkeypatch):
+    family, calls, taken = FAMILIES["llama"], [], blocks_taken(monkeypatch)
+    for model in (family.build(), coat_ds.convert(family.build())):
+        model.train(trains).gradient_checkpointing_enable({"use_reentrant": True})
+        calls.append([])
+        for layer in model.model.layers:
+            checkpoint = layer._gradient_checkpointing_func
+            layer._gradient_checkpointing_func = partial(count_calls, calls[-1], checkpoint)
+        with torch.set_grad_enabled(gradients):
+            model(**family.batch(), use_cache=False)
+    assert len(taken) == 2 and len(calls[0]) == len(calls[1])
+
+
+def count_calls(calls, function, *args, **kwargs):
+    calls.append(1)
+    return function(*args, **kwargs)
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
