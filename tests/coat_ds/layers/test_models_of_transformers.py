@@ -104,6 +104,14 @@ def test_experts_with_biases_and_a_gate_of_their_own():
             assert rel_rms(own, gradient) < fp8_bound(4), name
 
 
+def test_experts_with_a_gate_of_their_own_are_compiled_whole():
+    experts = coat_ds.convert(build("GptOss", num_local_experts=4)).model.layers[0].mlp.experts
+    x = torch.randn(64, 64, dtype=torch.bfloat16, requires_grad=True)
+    chosen, weights = torch.arange(64).view(64, 1) % 4, torch.ones(64, 1, dtype=torch.bfloat16)
+    torch.compile(experts, backend="eager", fullgraph=True)(x, chosen, weights).sum().backward()
+    assert x.grad.any()
+
+
 @pytest.mark.parametrize("count", [4, 20])
 def test_experts_save_as_the_block_says(count):
     def gradient(**activations):
