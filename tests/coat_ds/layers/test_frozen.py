@@ -165,11 +165,14 @@ def test_heads_within_pefts_wrappers_stay(kind):
     classifier = transformers.LlamaForSequenceClassification(
         causal.config.__class__(**LLAMA.fields, num_labels=32)
     )
-    for model, head in ((causal, "lm_head"), (classifier.bfloat16(), "score")):
-        options = {"target_modules": ["q_proj", head]} if kind == "lora_A" else {"modules_to_save": [head]}
-        wrapped = peft.get_peft_model(
-            model, peft.LoraConfig(r=8, **{"target_modules": ["q_proj"], **options})
-        )
+    for model, first, head in (
+        (causal, "q_proj", "lm_head"),
+        (classifier.bfloat16(), "q_proj", "score"),
+        # in a module of its own
+        (FAMILIES["bert"].build(), "query", "decoder"),
+    ):
+        options = {"target_modules": [first, head]} if kind == "lora_A" else {"modules_to_save": [head]}
+        wrapped = peft.get_peft_model(model, peft.LoraConfig(r=8, **{"target_modules": [first], **options}))
         coat_ds.convert(wrapped)
         inside = [m for name, m in wrapped.named_modules() if head in name and isinstance(m, nn.Linear)]
         assert len(inside) >= 2 and not any(map(replaced, inside))
