@@ -236,8 +236,7 @@ def _kind_of(module: nn.Module) -> str | None:
     if isinstance(module, nn.Linear):
         return "linear"
     weight = parameters.get("weight")
-    plain = not children and set(parameters) <= {"weight", "bias"}
-    if plain and weight is not None and not is_lazy(weight):
+    if weight is not None and not children and not is_lazy(weight):
         dims = len(probe.shape_of(weight))
         if dims == 2 and _multiplies(module):
             return "linear"

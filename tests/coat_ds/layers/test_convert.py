@@ -318,6 +318,8 @@ def test_the_filter_and_the_reasons():
         }
     )
     mixed["head"].weight = mixed["embed"].weight
+    mixed["scaled"] = type("Scaled", (nn.RMSNorm,), {})(64)
+    mixed["scaled"].scale = nn.Parameter(torch.ones(64))
     coat_ds.convert(mixed)
     assert coat_ds.conversion_of(mixed).converted["linear"] == ["wrapped.base_layer"]
     assert coat_ds.conversion_of(mixed).left == {
@@ -329,6 +331,7 @@ def test_the_filter_and_the_reasons():
         "attention.out_proj": "torch's MultiheadAttention multiplies by itself",
         "wrapped.a.x": "an adapter",
         "bytes": "a weight in float64",
+        "scaled": "Scaled is neither RMSNorm nor LayerNorm",
     }
 
 
