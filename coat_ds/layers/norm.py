@@ -49,8 +49,6 @@ class Fp8Norm(Replaced):
     def compute(self, hidden_states: torch.Tensor) -> torch.Tensor:
         module, takes = self.module, self.takes(hidden_states)
         weight, bias = module.weight, module._parameters.get("bias")
-        if hidden_states.numel() == 0:
-            return self.stock(hidden_states)
         if not (takes and is_plain(weight)):
             y = None
             if is_distributed(hidden_states) and hidden_states.dtype in DTYPES:

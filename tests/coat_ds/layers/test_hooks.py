@@ -39,6 +39,11 @@ def of_norm():
     return models(nn.RMSNorm(64, eps=1e-6), nn.Linear(64, 64))
 
 
+def of_layer_norm():
+    torch.manual_seed(0)
+    return models(nn.LayerNorm(64), nn.Linear(64, 64))
+
+
 def of_activation():
     torch.manual_seed(0)
     return models(nn.SiLU(), nn.Linear(64, 64))
@@ -115,12 +120,18 @@ def test_what_something_else_reads_is_written_from_then_on(build):
     assert type(producer(x)) is torch.Tensor
 
 
-@pytest.mark.parametrize("build", [of_norm, of_activation, of_gated])
+@pytest.mark.parametrize("build", [of_norm, of_layer_norm, of_activation, of_gated])
 def test_a_batch_of_nothing(build, device):
+    """Alone, and between others."""
     _, model = build()
     model.to(device)
+    some = torch.randn(32, 64, device=device).bfloat16()
+    expected = model(some)
     x = torch.zeros(0, 64, dtype=torch.bfloat16, device=device, requires_grad=True)
     y = model(x)
     y.sum().backward()
     assert y.shape == x.grad.shape == x.shape
     assert all(p.grad is not None and not p.grad.any() for p in model.parameters())
+    with torch.no_grad():
+        assert model(x).shape == x.shape
+    assert model(some).equal(expected)
