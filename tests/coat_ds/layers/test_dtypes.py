@@ -49,9 +49,10 @@ def test_a_norm_of_fp32_in_bf16_rounds_once():
     ("given", "autocast"),
     [(torch.float16, None), (torch.float16, torch.bfloat16), (torch.float32, torch.float16)],
 )
-def test_inputs_in_fp16_are_refused(given, autocast):
+@pytest.mark.parametrize("build", [plain, lambda: torch.nn.Linear(64, 64)], ids=["model", "layer"])
+def test_inputs_in_fp16_are_refused(build, given, autocast):
     """Also where autocast would make BF16 of them, or FP16 of others."""
-    model, x = coat_ds.convert(plain()), torch.randn(2, 32, 64).to(given)
+    model, x = coat_ds.convert(build()), torch.randn(2, 32, 64).to(given)
     with (
         torch.autocast("cpu", autocast, enabled=autocast is not None),
         pytest.raises(TypeError, match="found FP16"),

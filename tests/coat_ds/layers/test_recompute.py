@@ -53,6 +53,28 @@ def test_layers_are_checkpointed_where_stock_ones_are(trains, gradients, monkeyp
     assert len(taken) == 2 and len(calls[0]) == len(calls[1])
 
 
+def test_convert_checkpoints_nothing():
+    """Also not where layers do so in `__call__` whether there are gradients or not, as in older releases of
+    transformers."""
+    model, calls = FAMILIES["llama"].build().train(), []
+    model.gradient_checkpointing_enable({"use_reentrant": True})
+
+    class Older(type(model.model.layers[0])):
+        def __call__(self, *args, **kwargs):
+            function = partial(super().__call__, **kwargs)
+            if self.gradient_checkpointing and self.training:
+                return self._gradient_checkpointing_func(function, *args)
+            return function(*args)
+
+    for layer in model.model.layers:
+        layer.__class__ = Older
+        layer._gradient_checkpointing_func = partial(count_calls, calls, layer._gradient_checkpointing_func)
+    found = coat_ds.conversion_of(coat_ds.convert(model)).converted["layer"]
+    assert len(found) == 2 and not calls
+    model(**FAMILIES["llama"].batch(), use_cache=False).loss.backward()
+    assert calls
+
+
 def count_calls(calls, function, *args, **kwargs):
     calls.append(1)
     return function(*args, **kwargs)
