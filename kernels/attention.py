@@ -131,7 +131,8 @@ class _Compressed:
 
 
 def _with_version(x: torch.Tensor) -> tuple[torch.Tensor, int]:
-    return x, x._version
+    # a non-leaf tensor that is kept by its own node, as the output, would never be freed
+    return x if x.is_leaf else x.detach(), x._version
 
 
 def _unless_changed(packed: tuple[torch.Tensor, int]) -> torch.Tensor:

@@ -269,6 +269,19 @@ def test_keys_that_were_repeated_are_not_held_once_outer_hooks_took_them(device,
 
 
 @pytest.mark.parametrize("size", [None, 16])
+def test_a_forward_without_backward_is_let_go(device, size):
+    """Attention saves its output, which leads back to it."""
+    inputs = qkv(device, groups=2)
+    attend = partial(kept_attention, F.scaled_dot_product_attention, times=HEADS // 2)
+    for run, order in ((attend, (1, 2, 0, 3)), (partial(causal_attention, window=5), (0, 1, 2, 3))):
+        given = [t.permute(order) * 1 for t in inputs]
+        held = [StorageWeakRef(t.untyped_storage()) for t in given]
+        run(*given, group_size=size)
+        del given
+        assert all(storage.expired() for storage in held)
+
+
+@pytest.mark.parametrize("size", [None, 16])
 def test_windows_share_a_mask_and_keep_groups(device, size):
     # of another length than heads are wide
     length, window = S - 3, 5
@@ -295,6 +308,10 @@ def test_a_window_that_leaves_out_one_pair_of_tokens(device):
     for window, sees in ((S - 2, False), (S - 1, True)):
         y, other = (causal_attention(q, k, values, window=window) for values in (v, first))
         assert torch.equal(y[-1], other[-1]) != sees
+    # one that leaves out none needs no mask
+    inputs = qkv(device)
+    kept = [kept_bytes(lambda w=w: causal_attention(*inputs, window=w))[1] for w in (None, S - 1)]
+    assert kept[0] == kept[1]
 
 
 def test_a_window_of_a_sequence_as_long_as_heads_are_wide(device):
