@@ -12,7 +12,7 @@ from coat_kernels import deferred, linear
 from coat_kernels.deferred import Deferred, fp8_operands
 from coat_kernels.fp8 import E4M3, E5M2
 from coat_kernels.linear import LinearFormats, fp8_linear
-from coat_kernels.origin import origin_of
+from coat_kernels.origin import maxima_of, origin_of, with_maxima
 from coat_kernels.tensorwise import PredictedScale
 from tests.kernels.producers import Seen, layer, same
 from tests.util import rel_rms
@@ -137,6 +137,14 @@ def test_an_output_in_two_products(output):
         results.append([fp8_linear(y, w.requires_grad_()) for w in (weight, 2 * weight)])
     for a, e in zip(*results, strict=True):
         same(a, e)
+
+
+def test_notes_end_where_memory_was_handed_out(output):
+    """Which may be written through."""
+    y = with_maxima(output(output.input()), torch.ones(1))
+    assert y.amax() is not None and maxima_of(y) is not None
+    y.untyped_storage()
+    assert maxima_of(y) is None
 
 
 def test_an_output_that_is_multiplied_in_rows_of_another_width(output):

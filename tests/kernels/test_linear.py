@@ -15,6 +15,7 @@ from coat_kernels.origin import (
     origin_of,
     share_notes,
     take_stand_in,
+    whole_of,
     with_maxima,
     with_origin,
     with_stand_in,
@@ -158,6 +159,13 @@ def test_what_is_attached_is_lost_by_any_change():
         with_maxima(with_origin(x, Origin((), None)), x.abs().amax(1))
         change(x)
         assert origin_of(x) is None and maxima_of(x) is None
+
+
+def test_a_view_is_the_whole_if_it_has_all_in_the_same_order():
+    x = torch.randn(4, 32)
+    assert whole_of(x) is x and whole_of(x.view(4, 32)) is x and whole_of(x[:]) is x
+    for other in (x[:2], x[2:], x.view(2, 64), x[:1].expand(4, 32), x.t()):
+        assert whole_of(other) is None
 
 
 def test_what_is_noted_of_a_tensor_is_noted_of_its_alias():

@@ -94,6 +94,13 @@ def test_what_is_kept_belongs_to_these_weights(device):
     assert cache.of(others).forward(None, E4M3)[0] is not second
 
 
+def test_other_weights_are_not_written_into_copies_that_a_graph_knows(device):
+    cache, weights = MergedCache("fp8"), weights_of(device)
+    for given in (weights, weights[:2]):
+        cache.of(given).stay(None, E4M3)
+        assert cache.nbytes == 2 * sum(w.numel() for w in given) + 8
+
+
 def masked(memory, values):
     return torch.mul(values, 2, out=memory)
 
