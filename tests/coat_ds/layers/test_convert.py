@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.nn.utils.parametrizations import weight_norm
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
@@ -252,6 +253,13 @@ def test_layers_of_a_converted_part_bear_the_names_of_the_whole():
     assert layers.left == {"1.1": "72 x 64, not multiples of 16", "2": "a reason"}
 
 
+def test_layers_that_were_exchanged_are_none_of_ours():
+    model = coat_ds.convert(plain())
+    model[0].up = nn.Linear(64, 128)
+    layers = layers_of(model, "a reason")
+    assert layers.count("linear") == (3, 4) and layers.left == {"0.up": "exchanged since it was converted"}
+
+
 def test_only_matrices_count_as_linear_layers():
     """Not the weights of many experts in one tensor."""
 
@@ -449,6 +457,21 @@ def test_unconvert_does_not_undo_what_others_did_later():
     assert replaced(model[0].down) and coat_ds.conversion_of(model)
 
 
+@pytest.mark.parametrize("wrap", ["checkpoint", "adapter"])
+def test_unconvert_looks_into_what_was_put_around_a_module(wrap):
+    model = coat_ds.convert(plain())
+    up = model[0].up
+    if wrap == "checkpoint":
+        model[0].up = checkpoint_wrapper(up)
+    else:
+        peft = pytest.importorskip("peft")
+        peft.inject_adapter_in_model(peft.LoraConfig(r=16, target_modules=["up"]), model)
+    assert model[0].up is not up
+    up.forward = types.MethodType(rewritten, up)
+    with pytest.raises(RuntimeError, match=r"unconvert: 0\.up: .*Undo what replaced it first"):
+        coat_ds.unconvert(model)
+
+
 @pytest.mark.parametrize("name", ["llama", "gpt2", "bert", "gemma3"])
 @pytest.mark.parametrize("autocast", [True, False], ids=["autocast", "fp32"])
 def test_fp32_models_return_the_dtypes_of_the_stock_model(name, autocast):
@@ -520,7 +543,9 @@ def test_a_model_that_shares_the_config_of_a_converted_one_is_stock(caplog):
     same(run(models[1], batch), expected)
     assert saved_bytes(models[1], batch) == bytes_before
     assert caplog.text.count("a model that was not converted has the config of one that was") == 1
-    coat_ds.unconvert(models[0])
+    assert len(coat_ds.conversion_of(coat_ds.convert(models[1])).converted["attention"]) == 2
+    for model in models:
+        coat_ds.unconvert(model)
     caplog.clear()
     coat_ds.convert(models[0], filter=lambda name, module: ".0." not in name)
     run(models[0], batch)
