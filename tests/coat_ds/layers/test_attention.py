@@ -13,6 +13,7 @@ from benchmarks.common.families import FAMILIES
 from coat_ds.layers import attention
 from coat_ds.layers.attention import attended_origin, coat_attention
 from tests.coat_ds.layers.measures import run, same
+from tests.util import rel_rms
 
 B, S, N, D = 2, 32, 4, 16
 
@@ -58,12 +59,26 @@ def test_heads_are_copied_only_out_of_larger_storages(module, rotated):
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
         coat_attention(module, q, k, v, None)
     assert (fused.untyped_storage().data_ptr() in kept) == (not rotated)
+    with torch.no_grad():
+        q, k, v = heads(projected())
+        given = q * 1, k * 1, v
+    # of which nothing is kept
+    assert all(x is y for x, y in zip(attention._own_storages(*given), given, strict=True))
 
 
 def test_a_bias_of_positions_is_added_to_what_is_causal(module):
     inputs, bias = heads(projected()), torch.randn(1, N, S, S, dtype=torch.bfloat16)
     y, _ = coat_attention(module, *inputs, None, position_bias=bias)
     assert y.equal(sdpa_attention_forward(module, *inputs, None, position_bias=bias)[0])
+
+
+def test_masked_attention_is_dropped_out_as_the_stock_one(module):
+    (q, *others), mask = heads(projected()), torch.ones(S, S).tril().bool()[None, None]
+    found = []
+    for attend in (coat_attention, sdpa_attention_forward):
+        torch.manual_seed(1)
+        found.append(attend(module, q, *(x[:, : N // 2] for x in others), mask, dropout=0.5)[0])
+    assert rel_rms(*found) < 2**-7
 
 
 @pytest.mark.parametrize("wide", "qkv")

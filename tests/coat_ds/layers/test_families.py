@@ -225,9 +225,11 @@ def test_blocks_are_taken_where_nobody_can_tell(monkeypatch):
         assert blocks(model, attention_mask=other) == 0
     assert blocks(model, use_cache=True) == 0
     seen = []
-    hook = layers[0].self_attn.k_proj.register_forward_hook(lambda *a: seen.append(1))
-    assert blocks(model) == 1 and seen
-    hook.remove()
+    for module in (layers[0].self_attn.k_proj, layers[0].mlp.up_proj):
+        seen.clear()
+        hook = module.register_forward_hook(lambda *a: seen.append(1))
+        assert blocks(model) == 1 and seen
+        hook.remove()
     hook = layers[0].mlp.register_full_backward_hook(lambda *a: None)
     assert blocks(model) == 1
     hook.remove()
@@ -362,7 +364,15 @@ def test_norms_of_heads_that_somebody_watches(monkeypatch):
     for layer in model.model.layers:
         layer.self_attn.q_norm = layer.self_attn.k_norm = None
     assert coat_ds.convert(model) and not coat_ds.conversion_of(model).converted["layer"]
-    # of another kind, and one alone
+    # one alone
+    model = family.build()
+    for layer in model.model.layers:
+        inside = layer.self_attn
+        inside.__class__ = type("KeysAlone", (type(inside),), {"q_norm": staticmethod(lambda x: x)})
+        del inside._modules["q_norm"]
+    assert coat_ds.convert(model) and not coat_ds.conversion_of(model).converted["layer"]
+    run(model, batch)
+    # of another kind
     for name in ("q_norm", "k_norm"):
         model = family.build()
         for layer in model.model.layers:

@@ -200,6 +200,24 @@ def test_a_gate_of_ones_own_over_weights_side_by_side(count):
     assert expected.any() and rel_rms(found, expected) < fp8_forward_bound(2)
 
 
+@pytest.mark.parametrize("trains", [True, False])
+def test_a_gate_of_ones_own_in_fp32_under_autocast(trains):
+    experts = build("Mixtral", num_local_experts=4).model.layers[0].mlp.experts
+
+    class Wide(type(experts)):
+        def _apply_gate(self, both):
+            gate, up = both.float().chunk(2, -1)
+            return self.act_fn(gate) * up
+
+    experts.__class__ = Wide
+    chosen, weights = torch.arange(64).view(64, 1) % 4, torch.ones(64, 1, dtype=torch.bfloat16)
+    x = torch.randn(64, 64).bfloat16()
+    with torch.autocast("cpu", torch.bfloat16), torch.set_grad_enabled(trains):
+        expected = experts(x, chosen, weights)
+        found = coat_ds.convert(experts)(x, chosen, weights)
+    assert expected.any() and rel_rms(found, expected) < fp8_forward_bound(2)
+
+
 def test_attention_is_dropped_out_while_a_model_trains():
     model = coat_ds.convert(build("Llama", attention_dropout=0.5))
     ids = torch.arange(48).view(2, 24)

@@ -76,6 +76,10 @@ def norms():
         def forward(self, x):
             return super().forward(x) + self.bias
 
+    class WithoutEps(LlamaRMSNorm):
+        # what it reads has another name
+        eps = None
+
     class Rounded(LlamaRMSNorm):
         def forward(self, x):
             return super().forward(x).bfloat16().to(x.dtype)
@@ -89,6 +93,7 @@ def norms():
         (nn.RMSNorm(32), NormForm(False, False, torch.finfo(torch.float32).eps)),
         (nn.RMSNorm(32, 1e-2), NormForm(False, False, 1e-2)),
         (Centered(), NormForm(True, True, 1e-4)),
+        (WithoutEps(32, 1e-5), NormForm(False, False, 1e-5)),
         (OtherEps(32), None),
         (Rounded(32), None),
         # the kernels add a bias to a LayerNorm alone
