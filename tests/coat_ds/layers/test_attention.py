@@ -66,10 +66,13 @@ def test_heads_are_copied_only_out_of_larger_storages(module, rotated):
     assert all(x is y for x, y in zip(attention._own_storages(*given), given, strict=True))
 
 
-def test_a_bias_of_positions_is_added_to_what_is_causal(module):
-    inputs, bias = heads(projected()), torch.randn(1, N, S, S, dtype=torch.bfloat16)
-    y, _ = coat_attention(module, *inputs, None, position_bias=bias)
-    assert y.equal(sdpa_attention_forward(module, *inputs, None, position_bias=bias)[0])
+@pytest.mark.parametrize("masked", [False, True])
+def test_a_bias_of_positions_is_added(module, masked):
+    (q, *others), bias = heads(projected()), torch.randn(1, N, S, S, dtype=torch.bfloat16)
+    mask = torch.ones(S, S).triu().bool()[None, None] if masked else None
+    inputs = q, *(x[:, : N // 2] for x in others), mask
+    y, _ = coat_attention(module, *inputs, position_bias=bias)
+    assert y.equal(sdpa_attention_forward(module, *inputs, position_bias=bias)[0])
 
 
 def test_masked_attention_is_dropped_out_as_the_stock_one(module):
