@@ -449,10 +449,12 @@ def test_a_replaced_forward_over_dropout_is_no_feed_forward():
     assert not coat_ds.conversion_of(coat_ds.convert(model)).left
 
 
-def test_unconvert_does_not_undo_what_others_did_later():
+@pytest.mark.parametrize("name", ["up", "norm", "act"])
+def test_unconvert_does_not_undo_what_others_did_later(name):
     model = coat_ds.convert(plain())
-    model[0].up.forward = types.MethodType(rewritten, model[0].up)
-    with pytest.raises(RuntimeError, match=r"unconvert: 0\.up: .*Undo what replaced it first"):
+    module = getattr(model[0], name)
+    module.forward = types.MethodType(rewritten, module)
+    with pytest.raises(RuntimeError, match=rf"unconvert: 0\.{name}: .*Undo what replaced it first"):
         coat_ds.unconvert(model)
     assert replaced(model[0].down) and coat_ds.conversion_of(model)
 
