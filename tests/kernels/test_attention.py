@@ -138,6 +138,18 @@ def test_values_of_fewer_channels_are_kept_in_groups(device):
     assert v.grad.isfinite().all()
 
 
+def test_what_is_saved_in_another_type_stays_as_it_is(device):
+    """As what some backends compute in FP32."""
+    heads = [t.permute(1, 2, 0, 3) for t in qkv(device)]
+
+    def attend(q, k, v):
+        return q.float().exp().to(q.dtype)
+
+    kept = [kept_attention(attend, *heads, group_size=size) for size in (None, 16)]
+    found = [torch.autograd.grad(y.float().square().sum(), heads[0])[0] for y in kept]
+    assert found[0].any() and found[0].equal(found[1])
+
+
 def padded_mask(length, device):
     """Causal over two sequences, whose second one has five tokens of padding behind."""
     mask = torch.ones(length, length, device=device).tril().bool().repeat(B, 1, 1, 1)
