@@ -213,6 +213,21 @@ def test_an_input_that_is_changed_later_is_let_go(reentrant, rows):
     assert held.expired()
 
 
+@both
+def test_a_leaf_that_a_region_reads_is_not_held(reentrant):
+    """As a parameter that ZeRO-3 takes away, and brings back in backward."""
+    values = torch.randn(WIDTH, 8)
+    x, weight = torch.randn(ROWS, WIDTH, requires_grad=True), torch.nn.Parameter(values.clone())
+    with compressed_checkpoints():
+        y = checkpoint(torch.matmul, x * 1, weight, use_reentrant=reentrant)
+    held = StorageWeakRef(weight.untyped_storage())
+    weight.data = torch.empty(0)
+    assert held.expired()
+    weight.data = values
+    y.sum().backward()
+    assert weight.grad.shape == values.shape and x.grad.isfinite().all()
+
+
 def kept_of_a_region(reentrant) -> int:
     """Bytes in FP8 that one checkpointed region keeps."""
     h = torch.randn(ROWS, WIDTH, requires_grad=True) * 1
