@@ -240,6 +240,15 @@ def test_formats_and_autocast(device):
     assert exact[0].grad.dtype == torch.float32
 
 
+def test_gradients_of_fp32_weights_are_not_rounded_to_bf16(device):
+    weight = torch.randn(48, 32, device=device, requires_grad=True)
+    for dtype in (torch.float32, torch.bfloat16):
+        with torch.autocast(device.type, torch.bfloat16):
+            y = fp8_linear(torch.randn(64, 32, device=device, dtype=dtype), weight)
+        (grad,) = torch.autograd.grad(y, weight, torch.randn_like(y))
+        assert y.dtype == torch.bfloat16 and not grad.equal(grad.bfloat16().float())
+
+
 def test_one_weight_used_twice(device):
     x, weight = leaves(torch.randn(32, 64), torch.randn(64, 64), device=device)
     once = [torch.autograd.grad(fp8_linear(x, weight).sum(), weight)[0] for _ in range(2)]

@@ -85,12 +85,18 @@ def by_hand(weight):
     invalidate_weight_caches()
 
 
+IN_STEPS = [by_optimizer, behind_autograd_in_a_step]
+CHANGES = [in_place, load_state_dict, other_memory, by_hand]
+
+
 @KEEP
 @pytest.mark.parametrize(
-    "change", [by_optimizer, behind_autograd_in_a_step, in_place, load_state_dict, other_memory, by_hand]
+    ("change", "trains"),
+    [*((change, True) for change in IN_STEPS + CHANGES), *((change, False) for change in CHANGES)],
 )
-def test_is_never_stale(keep, change, device):
+def test_is_never_stale(keep, change, trains, device):
     x, weight = layer(device)
+    weight.requires_grad_(trains)
     cache = WeightCache(keep)
     before = fp8_linear(x, weight, cache=cache)
     change(weight)
@@ -172,6 +178,21 @@ def test_codes_of_another_format(keep, device):
     cache = WeightCache(keep)
     for fmt in (E4M3, E5M2, E4M3):
         assert cache.forward(weight, fmt)[0].rows.dtype == fmt.dtype
+
+
+@KEEP
+def test_codes_that_could_not_be_made_are_made_later(keep, device, monkeypatch):
+    _, weight = layer(device)
+    cache = WeightCache(keep)
+    expected = cache.forward(weight, E4M3)[0].rows
+
+    def fail(*args, **options):
+        raise MemoryError
+
+    with monkeypatch.context() as patch, pytest.raises(MemoryError):
+        patch.setattr(weights, "fp8_operands", fail)
+        cache.forward(weight, E5M2)
+    assert cache.forward(weight, E4M3)[0].rows.equal(expected)
 
 
 @pytest.mark.parametrize("keep", ["none", "fp8"])
