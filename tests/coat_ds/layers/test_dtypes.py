@@ -7,6 +7,7 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from transformers.models.t5.modeling_t5 import T5LayerNorm
 
 import coat_ds
+from benchmarks.common.families import FAMILIES
 from tests.coat_ds.layers.parts import plain
 
 
@@ -58,3 +59,13 @@ def test_inputs_in_fp16_are_refused(build, given, autocast):
         pytest.raises(TypeError, match="found FP16"),
     ):
         model(x)
+
+
+def test_parts_of_a_feed_forward_in_other_types_have_gradients_of_their_own_type():
+    """That of an FP32 weight is not rounded to BF16."""
+    mlp = coat_ds.convert(FAMILIES["llama"].build().model.layers[0].mlp)
+    mlp.up_proj.float()
+    with torch.autocast("cpu", torch.bfloat16):
+        mlp(torch.randn(64, 128).bfloat16()).float().square().sum().backward()
+    found = mlp.up_proj.weight.grad
+    assert found.dtype == torch.float32 and not found.equal(found.bfloat16().float())

@@ -304,6 +304,14 @@ def test_experts_whose_gate_does_not_halve_are_left():
     assert left == {"": "experts whose gate does not halve"}
 
 
+def test_experts_of_inputs_that_are_no_multiple_of_16_are_left():
+    experts = build("Mixtral", num_local_experts=4).model.layers[0].mlp.experts
+    experts.gate_up_proj = torch.nn.Parameter(torch.zeros(4, 128, 72))
+    experts.down_proj = torch.nn.Parameter(torch.zeros(4, 72, 64))
+    left = coat_ds.conversion_of(coat_ds.convert(experts)).left
+    assert left == {"": "experts of 72 x 64, not multiples of 16 and 16"}
+
+
 @pytest.mark.parametrize("count", [4, 20])
 def test_experts_of_other_ranks_are_left_to_transformers(count):
     """Under expert parallelism a token may have one that this rank does not hold."""
