@@ -51,8 +51,8 @@ def convert(
         filter: filter(name, module) says whether a module may be converted.
 
     Raises ValueError for a compiled model, for parameters in FP16 and for lazy linear layers before their
-    first forward, CoatConfigError for options that cannot
-    be, and RuntimeError if the model was converted with other options, or a part of it alone.
+    first forward, CoatConfigError for options that cannot be, and RuntimeError if the model was converted
+    with other options, or a part of it alone.
     """
     may = filter or (lambda name, module: True)
     if not isinstance(activations, ActivationsConfig):
