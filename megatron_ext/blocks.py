@@ -110,7 +110,7 @@ def _waits(hook: Callable) -> bool:
 
 
 def _is_stock(module: torch.nn.Module) -> bool:
-    """Whether calling `module` runs the forward of its class and nothing else but what `_wait_for_parameters`
+    """Whether calling `module` runs the forward of its class and nothing else but what `wait_for_parameters`
     does, and all its own parameters are trained."""
     own = module.__dict__
     if "forward" in own:
@@ -157,10 +157,11 @@ def uses_blocks(layer: torch.nn.Module, parts: Parts, arguments: dict) -> bool:
     )
 
 
-def _wait_for_parameters(module: torch.nn.Module) -> None:
-    """Runs the hooks with which Megatron awaits gathered parameters, since the module is not called."""
+def wait_for_parameters(module: torch.nn.Module) -> None:
+    """Runs the hooks with which Megatron awaits gathered parameters, where `module` is not called."""
     for hook in module._forward_pre_hooks.values():
-        hook(module, ())
+        if _waits(hook):
+            hook(module, ())
 
 
 def _recomputes(core: torch.nn.Module) -> bool:
@@ -188,7 +189,7 @@ def forward_by_blocks(layer: torch.nn.Module, args: tuple, kwargs: dict) -> torc
         return None
     for module in (*parts[:-1], *parts.head_norms):
         if module._forward_pre_hooks:
-            _wait_for_parameters(module)
+            wait_for_parameters(module)
     x, (weights, options) = arguments["hidden_states"], _gathered(parts)
     compute = functools.partial(_compute, parts, options, arguments.get("attention_mask"))
     if not uses_graphs(parts, x):

@@ -19,6 +19,7 @@ from coat_ds.config import ActivationsConfig, CoatConfigError
 from coat_ds.layers.inventory import Part, grouped
 from coat_kernels.experts import KernelGate, OwnGate, permuted_experts
 
+from .blocks import wait_for_parameters
 from .linear import check_arguments, unfused
 from .mlp import check_activation, kernel_kind
 from .settings import TakesActivations
@@ -134,6 +135,8 @@ class CoatGroupedMLP(TakesActivations, SequentialMLP):
             x = (probs.unsqueeze(-1) * x).to(x.dtype)
             probs = torch.ones_like(probs)
         fc1, fc2 = self.linear_fc1, self.linear_fc2
+        wait_for_parameters(fc1)
+        wait_for_parameters(fc2)
         # whatever the parameters are kept in
         rows, *weights = (t.to(torch.bfloat16) for t in (x, fc1.weight, fc2.weight))
         biases = {"gate_up_bias": fc1.bias, "down_bias": fc2.bias}

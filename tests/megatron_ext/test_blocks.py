@@ -278,19 +278,25 @@ def test_gradients_go_into_megatrons_buffers(device):
     assert all(torch.equal(blocks[name], grad) for name, grad in modules.items())
 
 
+EXPERTS = {"num_moe_experts": 2, "moe_grouped_gemm": True, "moe_token_dispatcher_type": "alltoall"}
+
+
 @pytest.mark.usefixtures("megatron")
-def test_blocks_wait_for_gathered_parameters(device):
-    model = build()
+@pytest.mark.parametrize("config", [{"qk_layernorm": True}, EXPERTS], ids=["head norms", "grouped experts"])
+def test_gathered_parameters_are_waited_for(config, device):
+    model = build(config)
     overlaps = {"overlap_grad_reduce": True, "overlap_param_gather": True}
-    settings = DistributedDataParallelConfig(use_distributed_optimizer=True, bucket_size=20_000, **overlaps)
+    # a bucket for each parameter
+    settings = DistributedDataParallelConfig(use_distributed_optimizer=True, bucket_size=1, **overlaps)
     wrapped = DistributedDataParallel(model.config, settings, model)
     layer = model.decoder.layers[0]
-    assert len(wrapped.bucket_groups) > 2 and layer.mlp.linear_fc1._forward_pre_hooks
     assert not any(group.param_gather_dispatched for group in wrapped.bucket_groups)
-    assert "MlpBlock" in node(layer, device)
-    own = {wrapped.param_to_bucket_group[p] for p in layer.parameters()}
-    assert len(own) > 1 and all(group.param_gather_dispatched for group in own)
-    assert all(group.param_gather_handle is None for group in own)
+    made = node(layer, device)
+    assert "MlpBlock" in made or "moe_grouped_gemm" in config
+    for name, p in layer.named_parameters():
+        group = wrapped.param_to_bucket_group[p]
+        assert len(group.params) == 1
+        assert group.param_gather_dispatched and group.param_gather_handle is None, name
 
 
 def _ranks():
