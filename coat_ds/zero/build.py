@@ -81,7 +81,7 @@ def parameter_groups(model_parameters: Iterable, config: OptimizerConfig) -> lis
     Frozen parameters, which ZeRO ignores, are left out.
     model_parameters: parameters or parameter groups.
     """
-    model_parameters = list(model_parameters)
+    model_parameters = _listed(model_parameters)
     if not all(isinstance(item, dict) for item in model_parameters):
         model_parameters = [{"params": model_parameters}]
     options = {name: getattr(config, name) for name in LAYOUT}
@@ -92,6 +92,18 @@ def parameter_groups(model_parameters: Iterable, config: OptimizerConfig) -> lis
     return [group for group in groups if group["params"]]
 
 
+def _listed(model_parameters: Iterable) -> list:
+    """The same, with a list of each group's parameters: torch takes any iterable, or a tensor alone."""
+
+    def as_list(params) -> list[torch.Tensor]:
+        return [params] if isinstance(params, torch.Tensor) else list(params)
+
+    return [
+        {**item, "params": as_list(item["params"])} if isinstance(item, dict) else item
+        for item in model_parameters
+    ]
+
+
 def _with_expert_groups(model_parameters: Iterable) -> list:
     """The same, with parameter groups for the experts of DeepSpeed's MoE, which ZeRO asks for.
 
@@ -99,7 +111,7 @@ def _with_expert_groups(model_parameters: Iterable) -> list:
     """
     from deepspeed.moe.utils import configure_moe_param_groups, is_moe_param
 
-    listed = list(model_parameters)
+    listed = _listed(model_parameters)
     params = [p for item in listed for p in (item["params"] if isinstance(item, dict) else [item])]
     return configure_moe_param_groups(listed) if any(map(is_moe_param, params)) else listed
 

@@ -217,12 +217,16 @@ def groups_of_parameters():
     weights = [p for p in net.parameters() if p.dim() == 2]
     others = [p for p in net.parameters() if p.dim() == 1]
     config = ds_config(1, True, optimizer={"type": "adam", "params": {"lr": 1e-3}})
-    groups = [{"params": weights, "weight_decay": 0.3}, {"params": others, "lr": 5e-4}]
+    # as torch takes them: by an iterator that is read once, a tensor alone, a list
+    first, *others = others
+    groups = [{"params": iter(weights), "weight_decay": 0.3}]
+    groups += [{"params": first, "lr": 5e-4}, {"params": others, "lr": 5e-4}]
     engine, *_ = coat_ds.initialize(model=net, model_parameters=groups, config=config)
     frozen = net[3].weight.detach().clone()
     train_step(engine, 0)
     return (
         [(g["exp_avg_format"], g["weight_decay"]) for g in engine.basic_optimizer.param_groups],
+        [sum(map(torch.numel, group)) for group in engine.optimizer.bit16_groups],
         torch.equal(frozen, net[3].weight),
     )
 
@@ -360,8 +364,10 @@ def test_engines_without_an_optimizer_have_fp8_layers(one):
 
 
 def test_parameter_groups_keep_their_options(one):
-    groups, frozen = one["groups"]
-    assert groups == [("auto", 0.3), ("auto", 0.0)]
+    groups, sizes, frozen = one["groups"]
+    assert groups == [("auto", 0.3), ("auto", 0.0), ("auto", 0.0)]
+    # two of the three weights, the first bias, and the others with a norm's two vectors
+    assert sizes == [2 * 32 * 128, 128, 3 * 128 + 32]
     assert frozen
 
 
