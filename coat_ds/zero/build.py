@@ -86,7 +86,7 @@ def parameter_groups(model_parameters: Iterable, config: OptimizerConfig) -> lis
         model_parameters = [{"params": model_parameters}]
     options = {name: getattr(config, name) for name in LAYOUT}
     groups = [
-        {**options, **group, "params": [p for p in group["params"] if p.requires_grad]}
+        {**options, **group, "params": [item for item in group["params"] if _tensor(item).requires_grad]}
         for group in model_parameters
     ]
     return [group for group in groups if group["params"]]
@@ -95,13 +95,18 @@ def parameter_groups(model_parameters: Iterable, config: OptimizerConfig) -> lis
 def _listed(model_parameters: Iterable) -> list:
     """The same, with a list of each group's parameters: torch takes any iterable, or a tensor alone."""
 
-    def as_list(params) -> list[torch.Tensor]:
+    def as_list(params) -> list:
         return [params] if isinstance(params, torch.Tensor) else list(params)
 
     return [
         {**item, "params": as_list(item["params"])} if isinstance(item, dict) else item
         for item in model_parameters
     ]
+
+
+def _tensor(item: torch.Tensor | tuple[str, torch.Tensor]) -> torch.Tensor:
+    """A parameter, which torch takes with a name in front of it too."""
+    return item[1] if isinstance(item, tuple) else item
 
 
 def _with_expert_groups(model_parameters: Iterable) -> list:
@@ -113,7 +118,7 @@ def _with_expert_groups(model_parameters: Iterable) -> list:
 
     listed = _listed(model_parameters)
     params = [p for item in listed for p in (item["params"] if isinstance(item, dict) else [item])]
-    return configure_moe_param_groups(listed) if any(map(is_moe_param, params)) else listed
+    return configure_moe_param_groups(listed) if any(map(is_moe_param, map(_tensor, params))) else listed
 
 
 def _keeps_fp32_by_name(patterns: tuple[str, ...], names: Mapping[torch.Tensor, str], _, p) -> bool:

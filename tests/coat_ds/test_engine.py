@@ -480,3 +480,6 @@ def test_parameter_groups_are_the_users():
         [{"params": [large], "min_numel": 0, "name": "x"}, {"params": [frozen]}], OptimizerConfig()
     )
     assert (own["min_numel"], own["name"]) == (0, "x")
+    # names in front of them stay, as of `named_parameters`
+    (named,) = parameter_groups([("large", large), ("frozen", frozen)], OptimizerConfig())
+    assert named["params"] == [("large", large)]
