@@ -221,6 +221,11 @@ def test_forwards_that_take_the_modules(device):
     assert torch.equal(y, trained)
     # also by position, as a ZeRO-3 unit is called
     assert torch.equal(layer(x, None)[0], trained)
+    # what Megatron takes behind the mask is no rotary positions
+    with pytest.raises(ValueError, match=r"an encoder's output \(context\)"):
+        layer(x, None, torch.zeros(S, 1, 1, H // HEADS, device=device))
+    for other in (x.float(), x[:0]):
+        assert "MlpBlock" not in type(layer(other, None)[0].grad_fn).__name__
     dropping = build({"hidden_dropout": 0.5}, layers=1).decoder.layers[0]
     assert "MlpBlock" not in node(dropping, device)
     assert "MlpBlock" in node(dropping.eval(), device)
@@ -243,6 +248,10 @@ def test_forwards_that_take_the_modules(device):
         recomputed,
     ):
         assert "MlpBlock" not in node(build(other, layers=1).decoder.layers[0], device), other
+    # to be offloaded are what modules keep
+    assert blocks.dense_parts(layer) is not None
+    layer.config.fine_grained_activation_offloading = True
+    assert blocks.dense_parts(layer) is None
     normed = build({"qk_layernorm": True}, layers=1).decoder.layers[0]
     assert "MlpBlock" in node(normed, device)
     normed.self_attention.k_layernorm.register_forward_hook(lambda *_: None)

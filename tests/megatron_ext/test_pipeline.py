@@ -37,6 +37,8 @@ def train(pipeline, virtual, weights, exact=False):
             seq_length=S,
             vocab_size=VOCAB,
             bf16=False,
+            # as Megatron-LM has it
+            deallocate_pipeline_outputs=True,
             vp_stage=stage,
             **sizes,
             **overlap,
