@@ -1,5 +1,6 @@
 """What a run leaves behind and shows: metrics, the loss curves, the comparison, progress."""
 
+import contextlib
 import json
 import os
 import sys
@@ -106,7 +107,9 @@ class MetricsWriter:
         writing(self._path, append)
 
     def close(self) -> None:
-        self._file.close()
+        # which would write again what a full disk did not take, as `write` has said
+        with contextlib.suppress(OSError):
+            self._file.close()
 
 
 def _line(record: Mapping) -> bytes:

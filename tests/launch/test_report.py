@@ -151,6 +151,22 @@ def test_atomic_write_keeps_the_old_file_when_the_disk_is_full(tmp_path):
     assert os.listdir(tmp_path) == ["summary.json"]
 
 
+def test_metrics_of_a_full_disk(tmp_path):
+    """The run ends with what the first write says, and the next one drops what was cut off."""
+    writer = report.MetricsWriter(tmp_path / "metrics.jsonl", "coat")
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, hard))
+    try:
+        with pytest.raises(report.OutputError, match=r"cannot write .*metrics.jsonl \(File too large\)"):
+            for step in range(10):
+                writer.write(step, loss=1.0)
+        writer.close()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    report.MetricsWriter(tmp_path / "metrics.jsonl", "coat", resume_step=9).close()
+    assert [record["step"] for record in report.read_metrics(tmp_path / "metrics.jsonl")] == [0, 1]
+
+
 def test_unwritable_folder(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(report.OutputError, match="choose another folder with --output"):
