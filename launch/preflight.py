@@ -202,12 +202,7 @@ def reports_by_store(settings: Settings) -> list[dict]:
     from torch.distributed import DistError, TCPStore
 
     main = settings.node_rank == 0
-    listener = None
-    if main:
-        # bound here, since the store itself would listen on every interface
-        listener = socket.create_server(
-            (settings.master_addr, settings.master_port + 1), family=_family(settings.master_addr)
-        )
+    listener = _listener(settings) if main else None
     try:
         store = TCPStore(
             settings.master_addr,
@@ -215,7 +210,7 @@ def reports_by_store(settings: Settings) -> list[dict]:
             is_master=main,
             timeout=timedelta(seconds=PATIENCE),
             wait_for_workers=False,
-            master_listen_fd=listener.detach() if main else None,
+            master_listen_fd=listener.detach() if listener else None,
         )
     except (DistError, RuntimeError) as error:
         raise ClusterError(
@@ -225,7 +220,14 @@ def reports_by_store(settings: Settings) -> list[dict]:
     with _token(settings, wanted=main) as token:
         if main:
             store.set("token", token)
-        found = report(settings, store.get("token").decode())
+        try:
+            common = store.get("token").decode()
+        except (DistError, RuntimeError) as error:
+            raise ClusterError(
+                f"{settings.master_addr}: node 0 has left before the nodes were compared "
+                f"({str(error).splitlines()[0]}). See what it says, and start all nodes again"
+            ) from error
+        found = report(settings, common)
         store.set(f"node{settings.node_rank}", json.dumps(found))
         out = []
         for rank in range(settings.nodes):
@@ -291,8 +293,18 @@ def _sources() -> str:
     return digest.hexdigest()
 
 
-def _family(address: str) -> socket.AddressFamily:
-    return socket.getaddrinfo(address, None, type=socket.SOCK_STREAM)[0][0]
+def _listener(settings: Settings) -> socket.socket:
+    """Node 0's end of the store, bound here, since the store itself would listen on every interface."""
+    address, port = settings.master_addr, settings.master_port + 1
+    try:
+        family = socket.getaddrinfo(address, None, type=socket.SOCK_STREAM)[0][0]
+        return socket.create_server((address, port), family=family)
+    except OSError as error:
+        raise ClusterError(
+            f"MASTER_ADDR {address}, MASTER_PORT {settings.master_port}: this is node 0, but cannot listen "
+            f"on port {port} there ({error.strerror}). Set NODE_RANK if it is another node, MASTER_ADDR to "
+            "an address of this one, MASTER_PORT to the first of two free ports"
+        ) from error
 
 
 if __name__ == "__main__":

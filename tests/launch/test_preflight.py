@@ -3,14 +3,17 @@
 import json
 import os
 import shlex
+import socket
 import subprocess
 import sys
+import threading
 from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from deepspeed.launcher import runner
+from torch.distributed import TCPStore
 from torch.distributed.elastic.utils import macros
 
 from coat_launch import config_path, preflight
@@ -103,6 +106,9 @@ def test_old_gpus_may_have_fp8_states(tmp_path, good):
     for activations, problems in (({}, 1), ({"emulate": True}, 0), ({"enabled": False}, 0)):
         path.write_text(json.dumps({"coat": {"enabled": True, "activations": activations}}))
         assert len(preflight.problems(settings(tmp_path, DEEPSPEED_CONFIG=str(path)), [old])) == problems
+    for config in ({}, {"coat": {"enabled": False}}):
+        path.write_text(json.dumps(config))
+        assert preflight.problems(settings(tmp_path, DEEPSPEED_CONFIG=str(path)), [old]) == []
     # which stands for the block
     path.write_text(json.dumps({"optimizer": {"type": "CoatAdamW"}}))
     assert len(preflight.problems(settings(tmp_path, DEEPSPEED_CONFIG=str(path)), [old])) == 1
@@ -190,6 +196,8 @@ def test_problems_name_the_host_and_the_way_out(tmp_path, good, change, message)
     assert any(line.startswith(message) for line in found), found
     (*_, alone) = preflight.problems(settings(tmp_path, NODES="2", MASTER_ADDR="a", INTERFACE="lo"), [good])
     assert "the loopback interface reaches no other node" in alone
+    (few,) = preflight.problems(settings(tmp_path, GPUS_PER_NODE="2"), [good])
+    assert few.startswith("a: 1 GPUs, GPUS_PER_NODE asks for 2. Lower it")
 
 
 def test_dry_run_prints_what_each_node_runs(tmp_path):
@@ -346,3 +354,54 @@ def test_two_nodes_compare_themselves_through_the_store(tmp_path):
             out.splitlines()[0] == "the cluster is not ready:" and "b: this project's sources differ" in out
         )
     assert not list(tmp_path.iterdir())
+
+
+def test_a_node_0_that_cannot_listen(tmp_path):
+    """The port is taken, the address another node's, whose NODE_RANK was not set, or nobody's."""
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1] - 1)
+        for address, why in (
+            ("127.0.0.1", "Address already in use"),
+            ("192.0.2.1", "Cannot assign requested address"),
+            ("no-host.invalid", ""),
+        ):
+            two = {"NODES": "2", "MASTER_ADDR": address, "MASTER_PORT": port, "MEGATRON_PATH": "/m"}
+            for kind in ("torchrun", "megatron"):
+                with pytest.raises(
+                    ClusterError, match=f"MASTER_ADDR {address}, MASTER_PORT {port}: .*{why}.* Set NODE_RANK"
+                ):
+                    preflight.check(settings(tmp_path, kind, **two), {})
+
+
+def test_a_node_0_that_leaves(tmp_path):
+    """As one whose OUTPUT cannot be written, when another node waits for its token."""
+    port = free_port()
+    stores = [TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)]
+    mine = settings(tmp_path, NODES="2", NODE_RANK="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port - 1))
+    threading.Timer(1, stores.clear).start()
+    with pytest.raises(ClusterError, match="127.0.0.1: node 0 has left before the nodes were compared .*See"):
+        preflight.check(mine, {})
+
+
+def test_sizes_are_of_all_nodes(tmp_path):
+    mine = settings(tmp_path, NODES="4", MASTER_ADDR="a", TENSOR_SIZE="2", DATA_SIZE="2")
+    assert mine.world_size == 4
+
+
+def test_sources_are_compared_by_what_is_in_them(tmp_path, monkeypatch):
+    (tmp_path / "a_room").mkdir()
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(preflight, "ROOMS", ("a_room",))
+    file, found = tmp_path / "a_room/__init__.py", []
+    for text in ("x = 1", "x = 2", "x = 1"):
+        file.write_text(text)
+        found.append(preflight._sources())
+    assert found[0] == found[2] != found[1]
+
+
+def test_a_report_says_whether_the_token_is_there(tmp_path):
+    mine = settings(tmp_path)
+    with preflight._token(mine) as token:
+        assert preflight.report(mine, token)["sees_token"]
+    # of a node whose OUTPUT is another folder of that name
+    assert not preflight.report(mine, token)["sees_token"]
