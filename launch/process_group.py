@@ -24,17 +24,24 @@ def read_ranks(env: dict[str, str]) -> None:
     if not re.fullmatch("[0-9]{1,5}", port) or not 0 < int(port) < 2**16:
         raise LaunchError(f"MASTER_PORT: expected a number from 1 to 65535, found {port[:60]!r}")
     if "WORLD_SIZE" in env:
+        _check_set(env, "RANK", "LOCAL_RANK", "WORLD_SIZE")
         return
     for rank, local_rank, size in RANK_VARIABLES:
         if int(env.get(size, 1)) > 1:
-            for name in ("MASTER_ADDR", "MASTER_PORT"):
-                if name not in env:
-                    raise LaunchError(
-                        f"{name}: not set, but this is one of {env[size]} processes ({size}): set it to "
-                        "where rank 0 runs, or start by a script of launch/"
-                    )
+            _check_set(env, rank, local_rank, size)
             env.update(RANK=env[rank], LOCAL_RANK=env[local_rank], WORLD_SIZE=env[size])
             return
+
+
+def _check_set(env: dict[str, str], rank: str, local_rank: str, size: str) -> None:
+    """Raises LaunchError for what a launcher has not set beside the number of processes."""
+    for name in (rank, local_rank, "MASTER_ADDR", "MASTER_PORT"):
+        if not env.get(name):
+            value = "this process's number" if name in (rank, local_rank) else "where rank 0 runs"
+            raise LaunchError(
+                f"{name}: not set, but this is one of {env[size]} processes ({size}): set it to {value}, or "
+                f"start by a script of launch/; to train in one process, unset {size}"
+            )
 
 
 def start_process_group(timeout: datetime.timedelta) -> torch.device:

@@ -374,7 +374,7 @@ def test_ranks_of_other_launchers():
     mpi = {"OMPI_COMM_WORLD_RANK": "5", "OMPI_COMM_WORLD_LOCAL_RANK": "1", "OMPI_COMM_WORLD_SIZE": "8"}
     slurm = {"SLURM_PROCID": "3", "SLURM_LOCALID": "0", "SLURM_STEP_NUM_TASKS": "4"}
     alone = {"SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NTASKS": "4"}
-    torchrun = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2"}
+    torchrun = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", **address}
 
     def ranks(**env):
         read_ranks(env)
@@ -389,9 +389,13 @@ def test_ranks_of_other_launchers():
             ranks(**env)
         with pytest.raises(LaunchError, match="MASTER_PORT: not set, but this is one of"):
             ranks(**env, MASTER_ADDR="a")
+    for env, name in ((mpi, "OMPI_COMM_WORLD_RANK"), (slurm, "SLURM_LOCALID"), (torchrun, "LOCAL_RANK")):
+        for found in ({}, {name: ""}):
+            with pytest.raises(LaunchError, match=f"{name}: not set, but this is one of . processes"):
+                ranks(**{key: value for key, value in {**env, **address}.items() if key != name} | found)
     for port in ("99999999", "a", "0", "", "9" * 5000):
         with pytest.raises(LaunchError, match="MASTER_PORT: expected a number from 1 to 65535, f"):
-            ranks(**torchrun, MASTER_ADDR="a", MASTER_PORT=port)
+            ranks(**torchrun | {"MASTER_PORT": port})
 
 
 def test_schedule():
