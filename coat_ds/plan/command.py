@@ -283,7 +283,8 @@ def read_object(path: str) -> dict:
     """The JSON object in a file. Raises PlanError for whatever else is there."""
     try:
         value = json.loads(Path(path).read_bytes())
-    except (OSError, ValueError) as error:
+    # of too many brackets in brackets
+    except (OSError, ValueError, RecursionError) as error:
         why = error.strerror if isinstance(error, OSError) else f"not a JSON file ({error})"
         raise PlanError(f"{path}: {why}. Give a JSON file that can be read.") from None
     if not isinstance(value, dict):

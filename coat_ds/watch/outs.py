@@ -98,7 +98,7 @@ def read(folder: str | Path) -> list[Reading]:
     for number, line in enumerate(path.read_text().splitlines(), 1):
         try:
             reading = Reading(**json.loads(line))
-        except (TypeError, json.JSONDecodeError) as error:
+        except (TypeError, json.JSONDecodeError, RecursionError) as error:
             raise ValueError(f"{path}: line {number} is no reading: {error}") from error
         found[reading.step] = reading
     if not found:

@@ -264,6 +264,9 @@ def test_files_and_options_that_say_nothing_are_named(capsys, tmp_path):
     path = tmp_path / "config.json"
     path.write_text("[1]")
     assert f"{path}: expected a JSON object, found list" in said(capsys, "plan", str(path), code=2)
+    path.write_text("[" * 10**5)
+    for words in (("plan", str(path)), ("doctor", "--model", str(path))):
+        assert f"{path}: not a JSON file (" in said(capsys, *words, code=2)
     assert "--memory: expected a size such as 80GB" in said(capsys, "plan", *SHAPE, "--memory", "0GB", code=2)
     # a larger vocabulary than the file's, for one that was extended
     path.write_text(json.dumps(CONFIG))

@@ -162,7 +162,7 @@ def test_a_full_disk_costs_a_reading_and_not_the_run(tmp_path, caplog):
     assert len(said) == 2 and said[0].endswith("the reading of step 2 is not there. Make room.")
 
 
-@pytest.mark.parametrize("content", ["", "{}\n", "no\n"])
+@pytest.mark.parametrize("content", ["", "{}\n", "no\n", "[" * 10**5], ids=lambda text: text[:3])
 def test_the_command_says_what_is_wrong_in_the_file(tmp_path, capsys, content):
     (tmp_path / "watch.jsonl").write_text(content)
     assert cli.main(["watch", str(tmp_path)]) == 2
