@@ -46,6 +46,7 @@ def test_the_slurm_script_says_how_it_is_started():
         ({"GPUS_PER_NODE": "8", "TENSOR_SIZE": "8"}, "TENSOR_SIZE: 8 does not divide num_attention_heads 4"),
         ({"GPUS_PER_NODE": "4", "DATA_SIZE": "2"}, "DATA_SIZE: 2, but 4 processes in groups of 1 leave 4"),
         ({"GPUS_PER_NODE": "2", "PIPELINE_SIZE": "2"}, "PIPELINE_SIZE: 2, but launch/pretrain_gpt.py has no"),
+        ({"GPUS_PER_NODE": "4", "TENSOR_SIZE": "4"}, "TENSOR_SIZE: 4 does not divide num_query_groups 2"),
         ({"MODEL_CONFIG": "none.json"}, "MODEL_CONFIG none.json: cannot be read"),
         ({"LAUNCHER": "rsh"}, "LAUNCHER: expected one of pdsh, openmpi, slurm, found 'rsh'"),
         ({"SLURM_NNODES": "abc"}, "SLURM_NNODES: expected a whole number of at least 1, found 'abc'"),
@@ -121,6 +122,8 @@ def test_a_checkout_without_the_script_is_refused(tmp_path):
         ClusterError, match=f"MEGATRON_PATH: no pretrain_gpt.py in {tmp_path}. Name a checkout"
     ):
         preflight.check(megatron, {})
+    with pytest.raises(ClusterError, match="PIPELINE_SIZE: 3 does not divide num_layers 4 of"):
+        settings(tmp_path, "megatron", MEGATRON_PATH="/m", PIPELINE_SIZE="3", GPUS_PER_NODE="3")
     (tmp_path / "pretrain_gpt.py").touch()
     preflight.check(megatron, {})
 
@@ -136,6 +139,12 @@ def test_hostfiles(tmp_path):
     assert found.hosts == ("node-a", "node-b") and found.nodes == 2 and found.master_addr == "node-a"
     one = settings(tmp_path, "deepspeed", HOSTFILE=str(path), NODES="1")
     assert one.hosts == ("node-a",)
+    # its address may be one of another network than its name's
+    assert (
+        settings(tmp_path, "deepspeed", HOSTFILE=str(path), MASTER_ADDR="10.0.0.9").master_addr == "10.0.0.9"
+    )
+    with pytest.raises(ClusterError, match="NODES: 3, but HOSTFILE .*hosts has 2 hosts"):
+        settings(tmp_path, "deepspeed", HOSTFILE=str(path), NODES="3")
     # the second would be an option of ssh
     for wrong in ("node-a\n", "-oProxyCommand=id slots=8\n", "a slots=8\na slots=8\n", "a;id slots=8\n"):
         with pytest.raises(ClusterError, match="expected lines 'host slots=n'"):
@@ -242,6 +251,26 @@ def test_each_node_is_told_its_part(tmp_path):
     assert "--rdzv-conf=is_host=1" in first and "--rdzv-conf=is_host=0" in second
     # the address of an interface is known on its own node
     assert "--local-addr=127.0.0.1" in second and not any("--local-addr" in word for word in first)
+
+
+def test_what_was_set_reaches_the_training_scripts(tmp_path):
+    given = {"SAVE_INTERVAL": "7", "STEPS": "9", "SEQ_LENGTH": "64", "TOKENIZER": "t.json", "DATA": "-a:b"}
+    words = command(settings(tmp_path, MAX_RESTARTS="3", JOB="mine", **given), 0, [])
+    assert {"--max-restarts=3", "--rdzv-id=mine"} <= set(words)
+    args = parse_args(
+        words[1 + next(i for i, word in enumerate(words) if word.endswith("pretrain_gpt.py")) :]
+    )
+    assert (args.save_interval, args.steps, args.seq_length, args.tokenizer) == (7, 9, 64, "t.json")
+    # which would be an option
+    assert args.data == ["./-a", "b"] and args.resume
+    words = command(settings(tmp_path, "megatron", MEGATRON_PATH="/m", **given), 0, [])
+    values = dict(zip(words, words[1:], strict=False))
+    assert (values["--save-interval"], values["--train-iters"], values["--seq-length"]) == ("7", "9", "64")
+    assert values["--load"] == values["--save"] == f"{tmp_path}/megatron"
+    # Megatron saves at a signal by this alone
+    assert "--exit-signal-handler" in words
+    # ranks of other nodes start in other folders
+    assert os.path.isabs(settings(tmp_path, OUTPUT="runs/mine").output)
 
 
 @pytest.mark.parametrize("tensor_size", [1, 2])
