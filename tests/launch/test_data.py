@@ -7,9 +7,10 @@ import torch
 from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from coat_launch.data import load_corpus, padded_vocab_size
+from coat_launch.data import _find_sources, load_corpus, padded_vocab_size
 from coat_launch.errors import DataError
 from coat_launch.split import Split
+from coat_launch.text import tokenise
 from coat_launch.tokenizer import Tokenizer
 
 END = 256
@@ -181,20 +182,60 @@ def test_jsonl(tmp_path):
 
 
 def test_blocks_do_not_cut_lines_or_characters(tmp_path, monkeypatch):
-    monkeypatch.setattr("coat_launch.text.BLOCK_BYTES", 7)
+    # which ends within characters and lines
+    monkeypatch.setattr("coat_launch.text.BLOCK_BYTES", 5)
     text = "äöü ßßß\n" * 50 + "ünfinished"
     (tmp_path / "a.txt").write_text(text, "utf-8")
     corpus = load_corpus([tmp_path / "a.txt"], seq_length=1, seed=0)
     tokens = np.concatenate([all_tokens(corpus.train), all_tokens(corpus.validation)])
     assert tokens[:-1].astype(np.uint8).tobytes().decode() == text and tokens[-1] == END
+    (tmp_path / "a.txt").write_bytes(text.encode() + b"\xff")
+    with pytest.raises(DataError, match=f"not UTF-8 at byte {len(text.encode())} "):
+        load_corpus([tmp_path / "a.txt"], seq_length=1, seed=0)
+
+
+def test_large_token_ids_are_kept():
+    """Two bytes hold ids below 2**16, of which a vocabulary may have one more."""
+    for size, dtype in ((2**16, np.uint16), (2**16 + 1, np.uint32), (2**17, np.uint32)):
+        ids = np.array([size - 2, 1], np.uint32)
+        tokenizer = Tokenizer(lambda text, ids=ids: ids, size, size - 1)
+        tokens, lengths = tokenise([iter(["text"])], tokenizer)
+        assert (
+            tokens.dtype == dtype and tokens.tolist() == [size - 2, 1, size - 1] and lengths.tolist() == [3]
+        )
+
+
+def test_folders_are_read_in_order_and_may_be_hidden(tmp_path):
+    """On every rank the same files in the same order, whatever the file system's; also below ~/.cache."""
+    folder = tmp_path / ".cache/text"
+    folder.mkdir(parents=True)
+    names = [f"{n * 7 % 40:02}.txt" for n in range(40)]
+    for name in names:
+        (folder / name).write_text(name)
+    texts, prefixes = _find_sources([folder])
+    assert [path.name for path in texts] == sorted(names) and prefixes == []
 
 
 def test_hugging_face_tokenizer(tmp_path, word_tokenizer):
     (tmp_path / "a.txt").write_text("red green blue blue\n" * 20)
     corpus = load_corpus([tmp_path / "a.txt"], seq_length=4, seed=0, tokenizer=word_tokenizer)
     assert corpus.vocab_size == 5
+    same = load_corpus(
+        [tmp_path / "a.txt"], seq_length=4, seed=0, tokenizer=word_tokenizer, vocab_size=corpus.vocab_size
+    )
+    assert same.vocab_size == 5
     assert corpus.train.sample(0).tolist() == [1, 2, 3, 3, 1]
     assert all_tokens(corpus.validation)[-1] == 4
+
+
+def test_nothing_is_put_in_front_of_a_block(tmp_path, word_tokenizer):
+    """As Llama's tokenizer does with what it is given."""
+    tokenizer = tokenizers.Tokenizer.from_file(str(word_tokenizer))
+    front = tokenizers.processors.TemplateProcessing("[UNK] $A", special_tokens=[("[UNK]", 0)])
+    tokenizer.post_processor = front
+    assert tokenizer.encode("red").ids == [0, 1]
+    tokenizer.save(str(tmp_path / "t.json"))
+    assert Tokenizer.from_file(tmp_path / "t.json").encode("red blue").tolist() == [1, 3]
 
 
 def test_end_of_document_is_added_where_the_tokenizer_has_none(tmp_path, word_tokenizer):
@@ -203,6 +244,11 @@ def test_end_of_document_is_added_where_the_tokenizer_has_none(tmp_path, word_to
     (tmp_path / "t.json").write_text(json.dumps(content))
     tokenizer = Tokenizer.from_file(tmp_path / "t.json")
     assert (tokenizer.vocab_size, tokenizer.end_of_document) == (5, 4)
+    # ids may have gaps
+    content["model"]["vocab"]["seven"] = 9
+    (tmp_path / "t.json").write_text(json.dumps(content))
+    tokenizer = Tokenizer.from_file(tmp_path / "t.json")
+    assert (tokenizer.vocab_size, tokenizer.end_of_document) == (11, 10)
 
 
 def test_indexed_dataset(tmp_path):

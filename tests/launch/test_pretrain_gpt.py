@@ -405,3 +405,4 @@ def test_schedule():
     assert warmup_cosine(0, warmup=0, total=1) == 1.0
     given = [[], ["--warmup-steps", "0"]]
     assert [parse_args(["--steps", "50", *more]).warmup_steps for more in given] == [5, 0]
+    assert [parse_args(["--steps", steps]).eval_interval for steps in ("4", "50")] == [1, 10]
