@@ -228,6 +228,27 @@ def test_interrupt_keeps_the_metrics(tmp_path):
     assert len(losses(tmp_path)) >= 2
 
 
+def test_a_signal_ends_a_comparison(tmp_path):
+    """The run that it came in saves and leaves, and the other does not start."""
+    process = subprocess.Popen(
+        command("--compare", "--steps", 100000, "--output", tmp_path),
+        env=ENV,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        deadline = time.monotonic() + 300
+        while not ((tmp_path / "metrics.jsonl").exists() and losses(tmp_path)):
+            assert process.poll() is None and time.monotonic() < deadline
+            time.sleep(0.2)
+        process.terminate()
+        _, stderr = process.communicate(timeout=300)
+    finally:
+        process.kill()
+    assert process.returncode == pretrain_gpt.STOPPED and "go on with --resume" in stderr
+    assert (tmp_path / "bf16/checkpoints/latest").exists() and not (tmp_path / "coat").exists()
+
+
 def test_divergence_stops_the_run(tmp_path):
     done = forked(tmp_path, "--lr", 1e30, "--warmup-steps", 0, "--steps", 50)
     assert done.returncode == 1 and "Traceback" not in done.stderr

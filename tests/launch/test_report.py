@@ -113,6 +113,9 @@ def test_summary_and_table(tmp_path):
     assert cells["peak memory (GPU allocator), MiB"] == ["1,024", "512", "0.500"]
     *rows, empty, note = lines
     assert len({len(row) for row in rows}) == 1 and empty == "" and note.startswith("Losses are of one seed.")
+    # of a run that had nothing left to do
+    nothing = report.comparison_table({**SUMMARY, "bf16": {**SUMMARY["bf16"], "tokens_per_s": 0.0}})
+    assert next(line.split() for line in nothing.splitlines() if "second" in line)[-3:] == ["0", "1,000", "-"]
     alone = report.comparison_table({"coat": SUMMARY["coat"]})
     assert "ratio" not in alone and "seed" not in alone
 
@@ -129,6 +132,8 @@ def test_a_summary_of_something_else(tmp_path):
 
 def test_a_cpu_shows_neither_speed_nor_peak():
     summary = {run: {**found, "peak_kind": "process"} for run, found in SUMMARY.items()}
+    # nor do two runs of which one had none
+    assert "MiB" not in report.comparison_table({**SUMMARY, "bf16": summary["bf16"]})
     table = report.comparison_table(summary)
     assert "validation loss " in table and "saved for backward" in table
     assert "MiB" not in table and "tokens per second" not in table and "shown on a GPU" in table
