@@ -115,8 +115,8 @@ class OutputLock:
         """
         here = Owner.this()
         prepared = self.path.with_name(f".{NAME}.{here.token}")
-        writing(prepared, lambda: prepared.write_text(json.dumps(dataclasses.asdict(here), indent=1)))
         try:
+            writing(prepared, lambda: prepared.write_text(json.dumps(dataclasses.asdict(here), indent=1)))
             while not writing(self.path, lambda: _link(prepared, self.path)):
                 before = Owner.read(self.path)
                 # None: released since

@@ -4,6 +4,7 @@ import dataclasses
 import errno
 import json
 import os
+import resource
 import subprocess
 import sys
 import time
@@ -224,6 +225,17 @@ def test_a_disk_that_fails(tmp_path, monkeypatch):
 
     monkeypatch.setattr(os, "link", link)
     assert "Input/output error" in refused(OutputLock(tmp_path))
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_full_disk(tmp_path):
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    # the kernel refuses to write beyond the limit, as on a full disk
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10, hard))
+    try:
+        assert "File too large" in refused(OutputLock(tmp_path))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert os.listdir(tmp_path) == []
 
 
