@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import datetime
+import json
 import os
 import resource
 import sys
@@ -98,6 +99,13 @@ def found_twice(folder):
         # for a look alone nothing is changed
         found.append((checkpoints.find(folder).step, (folder / "step2").exists()))
         found.append((checkpoints.find(folder, set_aside=True).step, (folder / "step2").exists()))
+    # a layout that is written in another way would be another one, and be converted
+    manifest = json.loads((folder / "step1/manifest.json").read_text())
+    manifest["layout"]["zero_stage"] = "1"
+    del manifest["sha256"]
+    (folder / "step1/manifest.json").write_text(json.dumps(checkpoints.sealed(manifest)))
+    with pytest.raises(checkpoints.CheckpointError, match="every checkpoint in it is damaged"):
+        checkpoints.find(folder)
     return found
 
 
