@@ -96,6 +96,13 @@ def test_other_versions_are_named_with_the_way_out(change, check, state, text):
     assert any(text in f.text for f in found), found
 
 
+def test_builds_of_other_makers_have_the_versions_they_say():
+    """As NVIDIA's containers have them."""
+    torch_of_a_container = packages.versions() | {"torch": "2.12.0a0+0ecbf5d3.nv26.1"}
+    found = next(f for f in packages.check(torch_of_a_container) if f.check == "torch")
+    assert found.state in (OK, WARNING)
+
+
 def test_known_failures_are_of_the_versions_that_have_them():
     newer = {"deepspeed": "0.19.8", "torch": "2.13.0", "transformers": "5.18.0"}
     texts = " ".join(f.text for f in packages.check(GOOD | newer))
@@ -152,11 +159,15 @@ def test_a_wrong_product_is_a_problem(monkeypatch):
     assert "CUBLAS_STATUS_NOT_SUPPORTED" in machine.check_product("cpu").text
 
 
-def test_room_for_checkpoints(tmp_path):
+def test_room_for_checkpoints(tmp_path, capsys):
     assert machine.check_disk(tmp_path / "to/come", 1000).state == OK
     found = machine.check_disk(tmp_path, 10**15)
     assert found.state == PROBLEM and "two checkpoints take" in found.text and "--folder" in found.text
     assert machine.too_little_room("x", 27, 1) and not machine.too_little_room("x", 28, 1)
+    assert machine.too_little_room("x", 2**30, 2**30) == "1.0 GiB are free in x, two checkpoints take 28.0"
+    cli.main(["doctor", "--folder", str(tmp_path), "--json"])
+    disk = json.loads(capsys.readouterr().out)["machine"][-1]
+    assert disk["check"] == "disk" and disk["details"]["folder"] == str(tmp_path)
 
 
 @pytest.mark.parametrize("variable", [True, False])
@@ -181,7 +192,12 @@ def test_a_build_that_was_killed_is_named(variable, tmp_path, monkeypatch):
     assert found.state == WARNING and str(folder / "lock") in found.text and "0 minutes" in found.text
     old = time.time() - 60 * machine.LONGEST_BUILD
     os.utime(folder / "lock", (old, old))
+    # the oldest decides
+    younger = folder.with_name("younger") / "lock"
+    younger.parent.mkdir()
+    younger.touch()
     assert machine.check_builds().state == PROBLEM
+    younger.unlink()
     lock.release()
     assert machine.check_builds().state == OK
 
@@ -261,6 +277,8 @@ def test_an_entry_point_that_cannot_be_loaded_is_named(name, broken, monkeypatch
 
 
 def test_switches(monkeypatch):
+    assert switches.check().state in (OK, UNKNOWN)
+    monkeypatch.setenv("COAT_DISABLE", "0")
     assert switches.check().state in (OK, UNKNOWN)
     monkeypatch.setenv("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")
     assert switches.check().state == PROBLEM

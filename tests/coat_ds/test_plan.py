@@ -371,6 +371,9 @@ def test_batches_are_those_that_deepspeed_makes_of_a_json(said, monkeypatch):
     found = layout.from_deepspeed(said, gpus=4)
     assert found.micro_batch == read.train_micro_batch_size_per_gpu
     assert found.accumulation == read.gradient_accumulation_steps
+    # what is given beside the JSON goes before it
+    given = layout.from_deepspeed(said, gpus=4, micro_batch=3, accumulation=5)
+    assert (given.micro_batch, given.accumulation) == (3, 5)
 
 
 def test_systems_that_a_host_refuses_are_not_planned():

@@ -59,9 +59,10 @@ def lose_output_at_step(rank: int, step: int, lock: str) -> None:
     _before_loss(remove)
 
 
-def nan_at_steps(rank: int, first: int, last: int) -> None:
+def nan_at_steps(rank: int, first: int, last: int, but: int = 0) -> None:
     def poison(trainer, loss):
-        return loss * float("nan") if trainer.rank == rank and first <= trainer.step + 1 <= last else loss
+        step = trainer.step + 1
+        return loss * float("nan") if trainer.rank == rank and first <= step <= last and step != but else loss
 
     _before_loss(poison)
 

@@ -166,6 +166,13 @@ def test_sigterm_of_one_process(tmp_path, train, whole, monkeypatch):
     assert ended.codes == [1] and "step5 is there, from an earlier run" in ended.text
     assert train("--resume").codes == [0]
     assert measured(tmp_path) == measured(whole[1])
+    # as if it had been killed between its last checkpoint and its summary
+    summary = tmp_path / "run/coat/summary.json"
+    before = json.loads(summary.read_text())
+    summary.unlink()
+    assert train("--resume").codes == [0]
+    after = json.loads(summary.read_text())
+    assert (after["val_loss"], after["steps"], after["tokens_per_s"]) == (before["val_loss"], 8, 0)
 
 
 def test_signal_of_one_of_two_ranks_stops_both(tmp_path, train, monkeypatch):
@@ -492,12 +499,20 @@ def test_failures_without_end_stop_a_run(tmp_path, train):
     assert ended.codes == [1] and "Traceback" not in ended.text
     assert "training diverged: loss nan at step 11" in ended.text and "in the last 10 steps" in ended.text
     assert [step for step, found in measured(tmp_path).items() if "skipped" in found] == [*range(2, 11)]
-
-
-def test_each_step_has_a_batch_of_its_own(tmp_path, train):
-    """With weights that stay, a loss says which batch it is of."""
-    ended = train("--lr", 0)
+    shutil.rmtree(tmp_path / "run")
+    # ten, not in a row
+    ended = train("--non-finite", "skip", "--steps", 12, nan_at_steps=[0, 2, 12, 7])
     assert ended.codes == [0], ended.text
+
+
+def test_each_step_has_a_batch_of_its_own(tmp_path, train, whole):
+    """With weights that stay, a loss says which batch it is of. The last step ends a run, with a checkpoint,
+    whether or not it is one of an interval, and whatever signal comes in it."""
+    samples = (whole[1] / "samples0").read_text().split()[1::2]
+    assert len(samples) == len(set(samples)) == SIZES["--steps"] * SIZES["--global-batch-size"]
+    ended = train("--lr", 0, "--save-interval", 3, signal_at_step=[0, 8, signal.SIGTERM])
+    assert ended.codes == [0], ended.text
+    assert saved(tmp_path) == {"step3", "step6", "step8"}
     found = measured(tmp_path)
     assert len({found[step]["loss"] for step in range(1, 9)}) == 8
     assert len({found[step]["val_loss"] for step in (0, 4, 8)}) == 1

@@ -106,6 +106,9 @@ def test_save_and_resume(tmp_path):
     whole, whole_validation = losses(tmp_path), losses(tmp_path, "val_loss")
     folder = tmp_path / "coat/checkpoints"
     assert (folder / "latest").read_text() == "step6"
+    # which would be written over
+    done = forked(tmp_path, *arguments, "--load", folder / "step3")
+    assert done.returncode == 1 and f"{folder}/step6 is there, from an earlier run" in done.stderr
     shutil.rmtree(folder / "step6")
     done = forked(tmp_path, *arguments, "--load")
     assert done.returncode == 0, done.stdout
@@ -249,11 +252,17 @@ def test_a_signal_ends_a_comparison(tmp_path):
     assert (tmp_path / "bf16/checkpoints/latest").exists() and not (tmp_path / "coat").exists()
 
 
-def test_divergence_stops_the_run(tmp_path):
+def test_divergence_stops_the_run(tmp_path, monkeypatch):
+    # a torchrun that restarts has to see a failure
+    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "3")
+    # of an earlier run
+    earlier = tmp_path / "coat/summary.json"
+    earlier.parent.mkdir()
+    earlier.touch()
     done = forked(tmp_path, "--lr", 1e30, "--warmup-steps", 0, "--steps", 50)
     assert done.returncode == 1 and "Traceback" not in done.stderr
     assert "error: training diverged: loss" in done.stderr and "lower --lr" in done.stderr
-    assert 1 in losses(tmp_path) and not (tmp_path / "summary.json").exists()
+    assert 1 in losses(tmp_path) and not (tmp_path / "summary.json").exists() and not earlier.exists()
 
 
 def fails(capsys, tmp_path, *arguments) -> str:
