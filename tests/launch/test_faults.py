@@ -175,12 +175,13 @@ def test_sigterm_of_one_process(tmp_path, train, whole, monkeypatch):
     assert (after["val_loss"], after["steps"], after["tokens_per_s"]) == (before["val_loss"], 8, 0)
 
 
-def test_signal_of_one_of_two_ranks_stops_both(tmp_path, train, monkeypatch):
+@pytest.mark.parametrize(("restarts", "code"), [("0", pretrain_gpt.STOPPED), ("3", 0)])
+def test_signal_of_one_of_two_ranks_stops_both(tmp_path, train, monkeypatch, restarts, code):
     # a torchrun that restarts would take another exit code for a failure
-    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "3")
+    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", restarts)
     arguments = ["--save-interval", 100, "--distributed-timeout", 30]
     ended = train(*arguments, ranks=2, signal_at_step=[1, 5, signal.SIGUSR1])
-    assert ended.codes == [0, 0], ended.text
+    assert ended.codes == [code] * 2, ended.text
     assert saved(tmp_path) == {"step5"} and "stopped by a signal after step 5" in ended.text
 
 
