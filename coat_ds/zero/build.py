@@ -79,9 +79,9 @@ def parameter_groups(model_parameters: Iterable, config: OptimizerConfig) -> lis
     """The same parameter groups with the options of `config`, which their own win over.
 
     Frozen parameters, which ZeRO ignores, are left out.
-    model_parameters: parameters or parameter groups.
+    model_parameters: parameters or parameter groups, as `_listed` gives them.
     """
-    model_parameters = _listed(model_parameters)
+    model_parameters = list(model_parameters)
     if not all(isinstance(item, dict) for item in model_parameters):
         model_parameters = [{"params": model_parameters}]
     options = {name: getattr(config, name) for name in LAYOUT}
