@@ -2,6 +2,7 @@
 
 import collections
 import contextlib
+import faulthandler
 import multiprocessing
 import os
 import random
@@ -84,6 +85,8 @@ def free_port() -> int:
             return port
 
 
+# seconds until a rank that still runs says where it is, and ends: one that waits for another in vain
+PATIENCE = 400
 # without a GPU ranks are forked from a server that has imported this
 PRELOADED = ["tests.preloaded", "tests.util"]
 
@@ -114,6 +117,7 @@ def _worker(rank, fn, world_size, folder, gpus, environment, args):
         OMP_NUM_THREADS="1",
     )
     torch.set_num_threads(1)
+    faulthandler.dump_traceback_later(PATIENCE, exit=True)
     if gpus:
         # Megatron makes dozens of groups for each model of a test, and each has buffers for every channel
         os.environ.setdefault("NCCL_MAX_NCHANNELS", "2")
