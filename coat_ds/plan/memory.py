@@ -42,6 +42,7 @@ from coat_ds.plan.layout import Layout
 from coat_ds.plan.saved import saved_per_token
 from coat_ds.plan.sizes import Sizes
 from coat_ds.plan.systems import FP32_MOMENTS, System
+from coat_kernels.graphs import GRAPHED_WORK
 
 ROLES = (
     "weights",
@@ -206,10 +207,13 @@ class _Stage:
         return found
 
     def _has_graphs(self) -> bool:
+        """Whether layers are recorded, which fused blocks are; these have no experts."""
         system, layout = self.system, self.layout
-        # "auto" records layers that are too small to be planned
-        wanted = system.coat.activations.cuda_graphs is True
-        return system.layers == "coat" and wanted and layout.stage < 3 and system.recompute == "none"
+        blocks = system.layers == "coat" and system.recompute == "none" and self.sizes.experts is None
+        wanted = system.coat.activations.cuda_graphs
+        if wanted == "auto":
+            wanted = layout.tokens * self.matrices / self.layers <= GRAPHED_WORK
+        return bool(blocks and wanted and layout.stage < 3)
 
     def _buckets(self) -> float:
         """Of gradients that are reduced together, two where that overlaps with backward."""

@@ -16,8 +16,10 @@ from coat_ds.plan.gathers import Limits, replay
 from coat_ds.plan.memory import stepped_bytes
 from coat_ds.plan.roofline import flops
 from coat_ds.plan.systems import coat
+from coat_kernels.graphs import GRAPHED_WORK
 
 ROOT = Path(__file__).parents[2]
+LAUNCHED = coat("launched", {"activations": {"cuda_graphs": False}})
 
 SMALL = Sizes(layers=2, hidden=64, ffn=128, heads=4, groups=2, head_dim=16, vocabulary=512)
 # a thousand operations or bytes a second: times in milliseconds are counts
@@ -178,7 +180,7 @@ def test_zero3_steps_whole_parameters_until_there_are_enough():
         assert moments(gpus=2, stage=3, sub_group=sub_group)["step"].temporaries == (2 + 4) * numel / 2
 
 
-@pytest.mark.parametrize(("plain", "again"), [("BF16", "BF16, recompute"), ("COAT", "COAT, recompute")])
+@pytest.mark.parametrize(("plain", "again"), [("BF16", "BF16, recompute"), (LAUNCHED, "COAT, recompute")])
 def test_a_layer_that_is_made_again_takes_what_it_would_have_saved(plain, again):
     long = {"sequence": 4096}
     # what two layers more save, without what is saved once for all
@@ -192,16 +194,31 @@ def test_a_layer_that_is_made_again_takes_what_it_would_have_saved(plain, again)
 def test_attention_that_is_made_again_is_there_with_its_gradients():
     """Queries, keys, values and the output; more than the gradients of a narrow feed-forward layer."""
     narrow = dataclasses.replace(SMALL, ffn=16)
-    found = moments("COAT, recomputed attention", narrow)["layers"].temporaries
+    again = coat("again", {"activations": {"cuda_graphs": False, "attention_format": "recompute"}})
+    found = moments(again, narrow)["layers"].temporaries
     assert found == 2 * 8 * 64 + 2 * 2 * 8 * (128 + 64)
 
 
 def test_recorded_layers_hold_what_they_save():
     """And an input and two gradients of hidden states."""
     graphs = moments(coat("graphs", {"activations": {"cuda_graphs": True}}))["layers"]
-    plain = moments("COAT")["layers"]
+    plain = moments(LAUNCHED)["layers"]
     assert (graphs.saved, plain.graphs) == (0, 0)
     assert graphs.graphs == plain.saved + 3 * 2 * 8 * 64
+
+
+def test_layers_are_recorded_where_they_are_small():
+    """As `uses_graphs` draws the line: tokens of all ranks times a rank's part of a layer."""
+    most = int(GRAPHED_WORK / MATRICES)
+    for tensor in (1, 2):
+        spread = {"gpus": tensor, "tensor": tensor}
+        recorded, launched = (
+            moments("COAT", sequence=n, **spread) for n in (tensor * most, tensor * most + 2)
+        )
+        assert recorded["layers"].graphs and not recorded["layers"].saved
+        assert launched["layers"].saved and not launched["layers"].graphs
+    assert not moments("COAT", gpus=2, stage=3)["layers"].graphs
+    assert not moments("COAT, recompute")["layers"].graphs
 
 
 @pytest.mark.parametrize("how", ["exact", "stochastic"])
