@@ -162,9 +162,9 @@ def h100s(results: Results) -> str:
         here = [f"{row['ms']:.2f} ({row['ms'] / base:.2f}); {row['saved_h']:.1f}" for row in rows]
         return [*here, f"{paper['paper']:.2f} ({paper['paper_to_bf16']:.2f}); {saved['paper']:.1f}"]
 
-    def model(file: str, layers: int, size: int) -> list[str]:
-        where = {"layers": layers, "micro_batch": size, "limited": False}
-        rows = (results.row(file, system=system, **where) for system in systems)
+    def model(file: str, layers: int, size: int, way: str = "zero3", named: tuple = systems) -> list[str]:
+        where = {"way": way, "layers": layers, "micro_batch": size, "limited": False}
+        rows = (results.row(file, system=system, **where) for system in named)
         return ["out of memory" if r.get("note") else f"{r['tokens_per_s_gpu']:,.0f}; {gb(r)}" for r in rows]
 
     def sequences(count: float) -> str:
@@ -189,9 +189,32 @@ def h100s(results: Results) -> str:
     def peak_of_paper(row: str, gpus: int) -> str:
         return f"{of_paper(row, gpus, 'peak_mb') / 1e3:.1f} GB"
 
+    def over(gpus: int, model_name: str, size: int, length: int) -> list[list[str]]:
+        """The paper's micro-batch, and the largest."""
+        file, layers = f"train_{model_name.lower()}_{gpus}gpu_h100.csv", {"7B": 32, "13B": 40}[model_name]
+        tokens = f"{size} × {length}"
+        paper = f"{model_name}, {tokens}", gpus
+        return [
+            [
+                f"Llama-2-{model_name}, {gpus} GPUs, ZeRO-3, {tokens}",
+                *model(file, layers, size),
+                peak_of_paper(*paper),
+            ],
+            [
+                "the same, largest within 80 GB",
+                *(largest(file, layers, system) for system in systems),
+                largest_of_paper(*paper),
+            ],
+        ]
+
+    def others(file: str, layers: int, size: int) -> str:
+        names = {"BF16, MLP recomputed": "BF16 with the feed-forward recomputed"}
+        names |= {name: f'"{name.removeprefix("COAT, ")}"' for name in ("COAT, smallest", "COAT, fastest")}
+        found = zip(names.values(), model(file, layers, size, named=tuple(names)), strict=True)
+        return ", ".join(f"{name} {figures}" for name, figures in found)
+
     of_one = "7B, 1 × 2048", 1
-    seven, thirteen = "train_7b_2gpu_h100.csv", "train_13b_2gpu_h100.csv"
-    of_seven, of_thirteen = ("7B, 2 × 2048", 2), ("13B, 1 × 1024", 2)
+    split = model("train_13b_4gpu_h100.csv", 40, 1, "tp4", ("BF16", "COAT"))
     steps = {name: results.row("adamw_h100.csv", params="flat", optimizer=name) for name in ADAMW}
     said = ", ".join(f"{ADAMW[name]} {row['ms']:.2f} ms" for name, row in steps.items())
     return (
@@ -202,26 +225,21 @@ def h100s(results: Results) -> str:
             ["layer, h 2048, 4 × 4096", *layer("paper-h2048-s4096")],
             [
                 "Llama-2-7B, ZeRO-1, 1 × 2048: tokens per second; peak GB",
-                *model(one, 32, 1),
+                *model(one, 32, 1, "zero1"),
                 f"{of_paper(*of_one, 'tokens_per_s_gpu'):,.0f}; {of_paper(*of_one, 'peak_mb') / 1e3:.1f}",
             ],
-            ["12 of its 32 layers, 2 × 2048", *model(one, 12, 2), ""],
+            ["12 of its 32 layers, 2 × 2048", *model(one, 12, 2, "zero1"), ""],
             ["the same, largest within 80 GB", largest(one, 12, "BF16"), "", largest(one, 12, "COAT"), ""],
-            ["Llama-2-7B, 2 GPUs, ZeRO-3, 2 × 2048", *model(seven, 32, 2), peak_of_paper(*of_seven)],
-            [
-                "the same, largest within 80 GB",
-                *(largest(seven, 32, system) for system in systems),
-                largest_of_paper(*of_seven),
-            ],
-            ["Llama-2-13B, 2 GPUs, ZeRO-3, 1 × 1024", *model(thirteen, 40, 1), peak_of_paper(*of_thirteen)],
-            [
-                "the same, largest within 80 GB",
-                *(largest(thirteen, 40, system) for system in systems),
-                largest_of_paper(*of_thirteen),
-            ],
+            *over(2, "7B", 2, 2048),
+            *over(2, "13B", 1, 1024),
+            *over(4, "7B", 2, 2048),
+            *over(4, "13B", 1, 2048),
+            ["the same model over tensor parallelism of 4", split[0], "", split[1], ""],
         )
         + f"\nAdamW over 2^29 parameters: {said}. COAT's takes {steps['ours']['to_copy']:.3f} of the time "
-        "of a copy of its bytes.\n"
+        "of a copy of its bytes.\n\nOthers over four GPUs at the paper's micro-batches, tokens per second; "
+        f"peak GB: of 7B, {others('train_7b_4gpu_h100.csv', 32, 2)}; of 13B, "
+        f"{others('train_13b_4gpu_h100.csv', 40, 1)}.\n"
     )
 
 
