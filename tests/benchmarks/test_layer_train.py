@@ -5,25 +5,24 @@ import csv
 import pytest
 import torch
 
-from benchmarks.common.spawn import one_process
 from benchmarks.layer_train import BF16, LAYERS, SAVED_ALONE, learner, summary
 from coat_launch.data import load_corpus
 from tests.benchmarks.test_harness import run
 
 
+@pytest.mark.usefixtures("megatron")
 def test_learners_differ_by_their_layers_alone():
     """Of the same weights and text: COAT's gradients are near those of BF16 layers, and no two kinds have the
     same."""
     corpus = load_corpus(seq_length=128, seed=1)
     torch.manual_seed(0)
-    with one_process():
-        made = {name: learner(corpus.vocab_size, name) for name in LAYERS}
-        matrices = made[BF16].matrices
-        weights = torch.cat([0.02 * torch.randn(matrices), torch.ones(total(made[BF16]) - matrices)])
-        gradients = {}
-        for name, one in made.items():
-            one.show(weights)
-            gradients[name] = one.gradients(corpus.train.batch(range(2)))
+    made = {name: learner(corpus.vocab_size, name) for name in LAYERS}
+    matrices = made[BF16].matrices
+    weights = torch.cat([0.02 * torch.randn(matrices), torch.ones(total(made[BF16]) - matrices)])
+    gradients = {}
+    for name, one in made.items():
+        one.show(weights)
+        gradients[name] = one.gradients(corpus.train.batch(range(2)))
     stock = gradients.pop(BF16)
     apart = {name: ((g - stock).norm() / stock.norm()).item() for name, g in gradients.items()}
     # what is saved in 8 bits is all that is left then
