@@ -131,6 +131,10 @@ def _worker(rank, fn, world_size, folder, gpus, environment, args):
     except BaseException:
         # the parent shows one rank's error: print each where it happened, and fail all the same
         traceback.print_exc()
+        if gpus:
+            # the end of a process waits for NCCL, and that may wait for a rank that goes on
+            sys.stderr.flush()
+            os._exit(1)
         raise
     torch.save(result, os.path.join(folder, f"{rank}.pt"))
     # a process that ends while threads of its group run can abort
