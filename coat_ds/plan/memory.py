@@ -28,6 +28,8 @@ A step's moments, beside what is held, saved activations and ZeRO-3's gathered w
   FP8 copies as much for products, while saved activations go and gathered weights come; of experts also
   those of all weights of a layer, where they are one tensor a product;
 - gradients (stage 1): all of N' in BF16, and the copy of the part that is stepped, 2 S;
+- each of these but the last, where a step has several micro-batches, also with the gradients of those before:
+  all of N' in BF16 at stages 0 and 1, there with the bucket, and 2 S at stage 2;
 - step: that part flat, 2 S, and in FP32, 4 S, which COAT does without. At stage 0 all of N' in FP32, one by
   one and then in one tensor, 8 N', with COAT too.
 """
@@ -309,7 +311,18 @@ class _Stage:
             replayed = self._gathered()
             gathered = self._gathered_bytes(replayed[len(replayed) // 2 - 1].runs)
         logits = keeps + max(forward, backward)
-        return self._at("loss", held, saved=self._saved_now(), logits=logits, gathered=gathered)
+        more = {"saved": self._saved_now(), "logits": logits, "gathered": gathered}
+        return self._at("loss", held, **more, **self._accumulated())
+
+    def _accumulated(self) -> dict[str, float]:
+        """Gradients of earlier micro-batches of a step, as DeepSpeed holds them; at stage 1 also the bucket,
+        though it is filled behind the last only."""
+        layout = self.layout
+        if layout.host != "deepspeed" or layout.accumulation == 1 or layout.stage == 3:
+            return {}
+        if layout.stage == 2:
+            return {"gradients": 0 if self.on_cpu else BF16 * self.part}
+        return {"gradients": BF16 * self.parameters, "buffers": self._buckets() if layout.stage == 1 else 0}
 
     def _temporaries(self) -> float:
         """Bytes of gradients within a layer, at the activation, where they are largest, over what goes."""
@@ -368,7 +381,7 @@ class _Stage:
         head = BF16 * self.sizes.table / layout.tensor if self.last else 0
         # what is reduced as backward goes needs its bucket, and the part that stays
         reduced = {"gradients": 0 if self.on_cpu else BF16 * self.part, "buffers": self._buckets()}
-        while_going = reduced if deepspeed and stage == 2 else {}
+        while_going = reduced if deepspeed and stage == 2 else self._accumulated()
         moments = []
         if self.last:
             own = dict(while_going)
