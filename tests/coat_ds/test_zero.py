@@ -233,6 +233,9 @@ def moves(stage):
         lambda: engine.offload_states(include=[Kind.optim_states], pin_memory=False),
         engine.reload_states,
         engine.reload_states,
+        # all of them
+        lambda: engine.optimizer.offload_states(pin_memory=False),
+        engine.reload_states,
     ):
         before, wanted = held(), wanted + 1
         move()
@@ -382,9 +385,10 @@ def test_a_step_with_non_finite_gradients_changes_nothing(one, two):
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_states_move_when_they_are_asked_to(one, stage):
-    """And once; DeepSpeed then finds them where they are."""
+    """And once; DeepSpeed then finds them where they are. Stages 1 and 2 forget parameters while these are
+    offloaded, too."""
     expected = [(moved, True) for moved in (False, True, False, True, False)]
-    assert one["moves"][stage] == expected
+    assert one["moves"][stage] == [*expected, (True, stage == 3), (True, True)]
 
 
 @every_cell
