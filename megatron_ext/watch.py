@@ -181,7 +181,7 @@ def _loading(watch: Watch, load: Callable) -> Callable:
     @functools.wraps(load)
     def coat_load_state_dict(state_dict):
         watch.resume(state_dict.get(KEY, {}))
-        result = load({key: value for key, value in state_dict.items() if key != KEY})
+        result = load(state_dict)
         watch.go_on_from(_steps_taken(watch.optimizers))
         return result
 

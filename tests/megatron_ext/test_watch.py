@@ -152,9 +152,16 @@ def states(folder):
     before = trainer.codecs
     trainer.steps(*range(4))
     result = {"before": before, "after": trainer.codecs, "fallen": trainer.watch.fallback.state()}
-    trainer.save(f"{folder}/checkpoint", "fully_reshardable")
+    # Megatron-LM's default, of whose states each rank writes its own
+    trainer.save(f"{folder}/checkpoint", "dp_reshardable")
+    # the second reading that passes is on its way
+    early, of_torch = Learner(watch), Learner(watch)
+    assert "coat_watch" not in of_torch.optimizer.state_dict(), "the layout is Megatron's"
+    early.steps(0, 1)
+    of_torch.optimizer.load_state_dict(early.optimizer.state_dict())
+    result["of --ckpt-format torch"] = of_torch.watch.fallback.state(), of_torch.codecs
     losses = trainer.steps(4, 5)
-    again = Learner(watch).load(f"{folder}/checkpoint", "fully_reshardable")
+    again = Learner(watch).load(f"{folder}/checkpoint", "dp_reshardable")
     result["resumed"] = again.watch.fallback.state(), again.codecs
     result["equal"] = again.steps(4, 5) == losses
     again.watch.take_in()
@@ -162,7 +169,7 @@ def states(folder):
     again.watch.fallback.restore({})
     result["undone"] = again.codecs
     # a run that does not ask for it takes nothing over
-    other = Learner({"every": 1, "act": "warn"}).load(f"{folder}/checkpoint", "fully_reshardable")
+    other = Learner({"every": 1, "act": "warn"}).load(f"{folder}/checkpoint", "dp_reshardable")
     result["not taken"] = other.watch.fallback.state(), other.codecs
     return result
 
@@ -406,6 +413,7 @@ def test_states_go_to_fp32_and_come_back(ranks):
         assert found["fallen"] == ranks[0]["states"]["fallen"] and found["fallen"]["layers"] == []
         assert "decoder.layers.1.mlp.linear_fc2.weight" in found["fallen"]["states"]
         assert found["resumed"] == (found["fallen"], {"fp32"}) and found["equal"]
+        assert found["of --ckpt-format torch"] == found["resumed"]
         assert found["goes on at"] == 6
         assert found["undone"] == found["before"]
         assert found["not taken"] == (NOTHING, found["before"])
