@@ -275,6 +275,7 @@ def _chaining(init: Callable) -> Callable:
     @functools.wraps(init)
     def coat_init(self, chained_optimizers):
         init(self, chained_optimizers)
+        _say_left_to_adam(self)
         # a subclass that shares layers out among ranks is a part of another chain
         if type(self) is ChainedOptimizer:
             given = [part.coat_config for part in chained_optimizers if hasattr(part, "coat_config")]
@@ -293,6 +294,26 @@ def _say_layers(chunks: list[torch.nn.Module]) -> None:
     if layers.made and not hasattr(chunks[0], SAID):
         setattr(chunks[0], SAID, True)
         _say(f"COAT: {layers.summary()}", logging.INFO)
+
+
+def _say_left_to_adam(chain: ChainedOptimizer) -> None:
+    """A line where Muon, or another optimizer of matrices, does not get the weights of grouped experts."""
+    from .grouped_experts import GroupedLinear
+
+    inner = [type(getattr(part, "optimizer", part)) for part in chain.chained_optimizers]
+    of_matrices = [
+        cls.__name__
+        for cls in inner
+        if any(base.__module__.startswith("emerging_optimizers.") for base in cls.__mro__)
+    ]
+    modules = itertools.chain.from_iterable(chunk.modules() for chunk in _chunks_of_chain(chain))
+    if of_matrices and any(isinstance(module, GroupedLinear) for module in modules):
+        _say(
+            f"COAT: --moe-grouped-gemm: Megatron gives {of_matrices[0]} matrices alone, and all of a rank's "
+            "experts are one parameter of three dimensions: Adam trains them. Remove it to have experts "
+            f"one after another, which {of_matrices[0]} trains.",
+            logging.WARNING,
+        )
 
 
 def installed() -> bool:
