@@ -100,7 +100,7 @@ def watch_optimizer(chain: ChainedOptimizer, config: WatchConfig) -> Watch | Non
     """Watches the model of a chain of optimizers that `install` has seen being built, as `config` says. None
     without such a model, or where "every" is 0.
 
-    Call it on every rank. A chain that `install` has seen itself is watched already.
+    Call it on every rank. A chain that `install` has seen itself is watched already: that watch ends.
     """
     chunks = _chunks_of_chain(chain)
     if not chunks or not config.every:
@@ -143,10 +143,13 @@ def watch_optimizer(chain: ChainedOptimizer, config: WatchConfig) -> Watch | Non
         keep=keep,
         say=_say,
     )
+    # of an earlier watch: Megatron chains optimizers anew for some
+    STEP.remove(on=chain)
     for part in chain.chained_optimizers:
-        # Megatron chains optimizers anew for some
         if getattr(part, KEY, None) is not None:
             part.coat_watch.close()
+        for patch in (SAVE, SAVE_SHARDED, LOAD):
+            patch.remove(on=part)
         part.coat_watch = watch
     STEP.apply(functools.partial(_stepping, watch), on=chain)
     first = chain.chained_optimizers[0]
