@@ -12,7 +12,7 @@ from coat_ds.optim.fragments import Fragment
 from coat_ds.optim.moment import Moment
 from coat_kernels.adamw import join_master
 from tests.megatron_ext.test_optimizer import FFN, MODES, H, S, Trainer
-from tests.util import Made, default_dtype
+from tests.util import Made, default_dtype, rel_rms
 
 
 def test_seam_comes_and_goes(megatron):
@@ -191,3 +191,7 @@ def test_masters_are_read_and_written_part_by_part(monkeypatch):
     for name, value in optimizer.tensors_of(again).items():
         assert torch.equal(value, tensors[name])
     assert torch.equal(again, p)
+    # what is written to the second moment leaves the first, which is relative to it, what it was
+    state = optimizer.state[again]
+    state["exp_avg_sq"].mul_(4)
+    assert rel_rms(state["exp_avg"].decode(), tensors["exp_avg"]) < 0.05
