@@ -100,7 +100,7 @@ def watch_optimizer(chain: ChainedOptimizer, config: WatchConfig) -> Watch | Non
     """Watches the model of a chain of optimizers that `install` has seen being built, as `config` says. None
     without such a model, or where "every" is 0.
 
-    Call it on every rank. A chain that `install` has seen itself is watched already.
+    Call it on every rank. A chain that `install` has seen itself is watched already: that watch ends.
     """
     chunks = _chunks_of_chain(chain)
     if not chunks or not config.every:
@@ -143,10 +143,13 @@ def watch_optimizer(chain: ChainedOptimizer, config: WatchConfig) -> Watch | Non
         keep=keep,
         say=_say,
     )
+    # of an earlier watch: Megatron chains optimizers anew for some
+    STEP.remove(on=chain)
     for part in chain.chained_optimizers:
-        # Megatron chains optimizers anew for some
         if getattr(part, KEY, None) is not None:
             part.coat_watch.close()
+        for patch in (SAVE, SAVE_SHARDED, LOAD):
+            patch.remove(on=part)
         part.coat_watch = watch
     STEP.apply(functools.partial(_stepping, watch), on=chain)
     first = chain.chained_optimizers[0]
@@ -181,7 +184,7 @@ def _loading(watch: Watch, load: Callable) -> Callable:
     @functools.wraps(load)
     def coat_load_state_dict(state_dict):
         watch.resume(state_dict.get(KEY, {}))
-        result = load({key: value for key, value in state_dict.items() if key != KEY})
+        result = load(state_dict)
         watch.go_on_from(_steps_taken(watch.optimizers))
         return result
 
@@ -275,6 +278,7 @@ def _chaining(init: Callable) -> Callable:
     @functools.wraps(init)
     def coat_init(self, chained_optimizers):
         init(self, chained_optimizers)
+        _say_left_to_adam(self)
         # a subclass that shares layers out among ranks is a part of another chain
         if type(self) is ChainedOptimizer:
             given = [part.coat_config for part in chained_optimizers if hasattr(part, "coat_config")]
@@ -293,6 +297,26 @@ def _say_layers(chunks: list[torch.nn.Module]) -> None:
     if layers.made and not hasattr(chunks[0], SAID):
         setattr(chunks[0], SAID, True)
         _say(f"COAT: {layers.summary()}", logging.INFO)
+
+
+def _say_left_to_adam(chain: ChainedOptimizer) -> None:
+    """A line where Muon, or another optimizer of matrices, does not get the weights of grouped experts."""
+    from .grouped_experts import GroupedLinear
+
+    inner = [type(getattr(part, "optimizer", part)) for part in chain.chained_optimizers]
+    of_matrices = [
+        cls.__name__
+        for cls in inner
+        if any(base.__module__.startswith("emerging_optimizers.") for base in cls.__mro__)
+    ]
+    modules = itertools.chain.from_iterable(chunk.modules() for chunk in _chunks_of_chain(chain))
+    if of_matrices and any(isinstance(module, GroupedLinear) for module in modules):
+        _say(
+            f"COAT: --moe-grouped-gemm: Megatron gives {of_matrices[0]} matrices alone, and all of a rank's "
+            "experts are one parameter of three dimensions: Adam trains them. Remove it to have experts "
+            f"one after another, which {of_matrices[0]} trains.",
+            logging.WARNING,
+        )
 
 
 def installed() -> bool:

@@ -46,17 +46,12 @@ def keep_gradients_narrow(wrapper) -> None:
 
 
 def _narrow_partition(wrapper, ask: Callable) -> Callable:
-    from deepspeed import comm as dist
-
     @functools.wraps(ask)
     def partition(group: int) -> torch.Tensor | None:
         flat = ask(group)
         if flat is None:
-            grads, ranks = wrapper.averaged_gradients[group], wrapper.real_dp_process_group[group]
-            if dist.get_rank(group=ranks) == dist.get_world_size(group=ranks) - 1:
-                flat = wrapper.flatten_dense_tensors_aligned(grads, int(wrapper.partition_size[group]))
-            else:
-                flat = wrapper.flatten(grads)
+            # with the padding of the last rank's
+            flat = wrapper.flatten(wrapper.averaged_gradients[group])
         return _as_wide_as(wrapper.single_partition_of_fp32_groups[group], flat)
 
     return partition

@@ -132,15 +132,18 @@ def _saving(engine, watch: Watch, save: Callable) -> Callable:
 def _loading(engine, watch: Watch, load: Callable) -> Callable:
     @functools.wraps(load)
     def load_checkpoint(load_dir, tag=None, *args, **kwargs):
-        watch.resume(_remembered(load_dir, tag, engine.load_universal_checkpoint(), watch.config.act))
+        remembered = _remembered(load_dir, tag, engine.load_universal_checkpoint(), watch.config.act)
+        # DeepSpeed goes on with what it has where it finds no checkpoint
+        if remembered is not None:
+            watch.resume(remembered)
         return load(load_dir, tag, *args, **kwargs)
 
     return load_checkpoint
 
 
-def _remembered(folder: str, tag: str | None, universal: bool, act: str) -> dict[str, list[str]]:
+def _remembered(folder: str, tag: str | None, universal: bool, act: str) -> dict[str, list[str]] | None:
     """What had fallen back in the run that wrote a checkpoint, on all ranks what the first one finds: others
-    may have folders of their own. Nothing of a checkpoint that says nothing.
+    may have folders of their own. Nothing of a checkpoint that says nothing, None without a checkpoint.
 
     Raises ValueError, on all ranks, for a file that is not what was written.
     """
@@ -156,14 +159,16 @@ def _remembered(folder: str, tag: str | None, universal: bool, act: str) -> dict
     return found[0]
 
 
-def _read(checkpoint: Path, should_say: bool) -> dict[str, list[str]] | str:
-    """What a checkpoint remembers, or what is wrong with it.
+def _read(checkpoint: Path, should_say: bool) -> dict[str, list[str]] | str | None:
+    """What a checkpoint remembers, or what is wrong with it; None if there is none.
 
     should_say: whether a line says that there is nothing: DeepSpeed's conversion leaves the file out.
     """
     path = checkpoint / FILE
+    if not checkpoint.is_dir():
+        return None
     if not path.is_file():
-        if should_say and checkpoint.is_dir():
+        if should_say:
             say(
                 f"COAT: {checkpoint} has no {FILE}: nothing has fallen back. ds_to_universal leaves it out: "
                 "if the checkpoint that was converted has one, copy it, and load again.",

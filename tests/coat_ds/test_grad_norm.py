@@ -54,10 +54,14 @@ def watch(wrapper, seen):
             found = ours(gradients, params, *rest)
         seen["readers"] += readers.seen
         seen["norms"].append((float(found), float(theirs(wrapper, gradients, params, *rest))))
-        largest = (
-            float(ask(gradients, params, math.inf)) for ask in (ours, functools.partial(theirs, wrapper))
-        )
+        asked = ours, functools.partial(theirs, wrapper)
+        largest = (float(ask(gradients, params, math.inf)) for ask in asked)
         seen["largest"].append(tuple(largest))
+        # outside of a step, where nobody has checked them
+        kept = gradients[0].clone()
+        gradients[0].zero_()
+        seen["changed"].append(tuple(float(ask(gradients, params, *rest)) for ask in asked))
+        gradients[0].copy_(kept)
         return found
 
     wrapper.get_grad_norm_direct = norm
@@ -123,7 +127,7 @@ def train(stage, dtype, shared):
         return step(*args, **kwargs)
 
     engine.basic_optimizer.step = note
-    seen = {"norms": [], "largest": [], "checks": [], "readers": []}
+    seen = {"norms": [], "largest": [], "changed": [], "checks": [], "readers": []}
     watch(engine.optimizer, seen)
     x = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(rank)).to(engine.module[0].bias.dtype)
     out = {}
@@ -186,6 +190,8 @@ def test_it_is_deepspeeds_norm(ranks, cell):
     for rank in ranks:
         ((ours, theirs),) = rank[cell]["None"]["norms"]
         assert theirs > CLIP and ours == pytest.approx(theirs, rel=bound)
+        ((changed, expected),) = rank[cell]["None"]["changed"]
+        assert expected < 0.999 * theirs and changed == pytest.approx(expected, rel=bound)
     if cell[2]:
         assert ours < 0.99 * ranks[0][*cell[:2], False]["None"]["norms"][0][0]
 

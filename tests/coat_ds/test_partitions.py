@@ -10,13 +10,16 @@ from tests.util import run_distributed
 SIZES = [(37, 131), (13,), (61, 47), (1500,), (5, 1000)]
 
 
-def rows_of(**zero):
+def rows_of(sums=None, **zero):
     """What `partitions` gives, whether each part holds the values of its parameter, and the formats of second
-    moments, by parameter group."""
+    moments, by parameter group.
+
+    sums: in which type gradients are summed; in FP32 stage 1 is DeepSpeed's BF16_Optimizer."""
     weights = [torch.nn.Parameter(torch.rand(size)) for size in SIZES]
     config = {
         "train_micro_batch_size_per_gpu": 1,
         "bf16": {"enabled": True},
+        "data_types": {"grad_accum_dtype": sums},
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
         "zero_optimization": zero,
         "coat": {"enabled": True, "activations": False, "report": False},
@@ -51,13 +54,24 @@ def work():
     return found
 
 
-def round_robin():
-    """As `rows_of`, where DeepSpeed deals parameters to the ranks in turn, which changes their order."""
+# the first deals parameters to the ranks in turn, which changes their order
+SHARED = {
+    "round robin": {"stage": 2, "round_robin_gradients": True},
+    "stage 1": {"stage": 1},
+    "BF16_Optimizer": {"stage": 1, "sums": "fp32"},
+}
+
+
+def shared():
+    """Of each way in which ranks share tensors: where parts begin, and whether they hold their values."""
     import deepspeed
 
     deepspeed.init_distributed("gloo")
-    rows, same, _ = rows_of(stage=2, round_robin_gradients=True)
-    return [[start for _, start, *_ in placed] for *_, placed in rows], same
+    found = {}
+    for name, how in SHARED.items():
+        rows, same, _ = rows_of(**how)
+        found[name] = [[start for _, start, *_ in placed] for *_, placed in rows], same
+    return found
 
 
 @pytest.fixture(scope="module")
@@ -77,9 +91,14 @@ def test_parts_are_where_they_are_said_to_be(found, stage, formats):
     assert found[stage] == ([True] * len(SIZES), formats)
 
 
-def test_parameters_that_are_dealt_in_turn_are_found():
-    ranks = run_distributed(round_robin, 2)
-    for starts, same in ranks:
+@pytest.fixture(scope="module")
+def ranks():
+    return run_distributed(shared, 2)
+
+
+@pytest.mark.parametrize("name", SHARED)
+def test_parts_that_two_ranks_share_are_found(ranks, name):
+    for starts, same in (rank[name] for rank in ranks):
         assert all(found == sorted(found) for found in starts) and all(same)
     # the border between the ranks cuts one parameter of each group
-    assert sum(len(same) for _, same in ranks) == len(SIZES) + 2
+    assert sum(len(rank[name][1]) for rank in ranks) == len(SIZES) + 2

@@ -14,7 +14,7 @@ from torch import nn
 import coat_ds
 from tests.coat_ds.ways import listening
 from tests.hosts import TEST_ALL
-from tests.util import run_distributed
+from tests.util import Made, run_distributed
 
 BATCH, STEPS, LR = 8, 5, 2e-3
 # FP8 E4M3 rounds by 2^-4 at most, stretched groups by less, up as often as down: 2^-4 / sqrt(3) in the mean
@@ -217,11 +217,11 @@ def run_cell(cell, moves):
 
 def moves(stage):
     """Whether each move exchanges the tensors of the states, and whether what DeepSpeed writes then arrives
-    there."""
+    there; and of all moves how many tensors of codes of first moments they made more than of second ones."""
     from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum as Kind
     from deepspeed.utils import safe_set_full_optimizer_state
 
-    engine, found = start(cell(stage, model=Wide)), []
+    engine, found, more = start(cell(stage, model=Wide)), [], []
     p, wanted = engine.module[2].weight, 0.0
 
     def held():
@@ -233,14 +233,21 @@ def moves(stage):
         lambda: engine.offload_states(include=[Kind.optim_states], pin_memory=False),
         engine.reload_states,
         engine.reload_states,
+        # all of them
+        lambda: engine.optimizer.offload_states(pin_memory=False),
+        engine.reload_states,
     ):
         before, wanted = held(), wanted + 1
-        move()
+        with Made() as made:
+            move()
+        # those of log8 and of ratio8
+        second, first = (made.over(512).get(dtype, 0) for dtype in (torch.uint8, torch.int8))
+        more.append(first - second)
         safe_set_full_optimizer_state(p, torch.full((47, 512), wanted), "exp_avg_sq")
         # and not what was written before
         arrives = any(t.decode().max() > wanted - 0.5 for t in held())
         found.append((any(a is not b for a, b in zip(before, held(), strict=True)), arrives))
-    return found
+    return found, more
 
 
 def transposed(layer, x):
@@ -382,9 +389,13 @@ def test_a_step_with_non_finite_gradients_changes_nothing(one, two):
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_states_move_when_they_are_asked_to(one, stage):
-    """And once; DeepSpeed then finds them where they are."""
+    """And once; DeepSpeed then finds them where they are. Stages 1 and 2 forget parameters while these are
+    offloaded, too."""
     expected = [(moved, True) for moved in (False, True, False, True, False)]
-    assert one["moves"][stage] == expected
+    found, more = one["moves"][stage]
+    assert found == [*expected, (True, stage == 3), (True, True)]
+    # a first moment does not take a copy of the second along
+    assert not any(more)
 
 
 @every_cell

@@ -32,6 +32,9 @@ SHARDINGS = {
 # without Transformer Engine Megatron's own AdamW cannot load the other format
 STOCK = {"distributed": "dp_reshardable", "plain": "fully_reshardable"}
 SIZES = {"tp2": {"tensor_model_parallel_size": 2}, "pp2": {"pipeline_model_parallel_size": 2}}
+# where this is frozen the border of two data-parallel ranks lies in the middle of a group of linear_proj's
+# weight, otherwise between tensors
+CUT = "word_embeddings"
 
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -205,6 +208,23 @@ def _train_as_if_fused(folder):
     return results
 
 
+def _kept_by_size():
+    """Of each tensor that this rank holds a part of: elements of the part and of the whole, and the formats
+    of its first moment, where the smallest that is not kept has as many elements as linear_proj's weight."""
+    from megatron_ext import optimizer
+
+    block = {"min_numel": H * H, "keep_fp32": []}
+    optimizer.uninstall()
+    optimizer.install(CoatConfig.from_dict({"enabled": True, "report": False, "optimizer": block}))
+    part = Trainer("distributed", frozen=CUT).optimizer.chained_optimizers[0]
+    optimizer.uninstall()
+    optimizer.install(CoatConfig(enabled=True))
+    return [
+        (own.numel(), p.numel(), {piece.codec.name for piece in part.optimizer.state[own]["exp_avg"].pieces})
+        for _, p, own, _ in optimizer.linked(part)
+    ]
+
+
 def _train(folder):
     from megatron.core import parallel_state
 
@@ -238,6 +258,11 @@ def _train(folder):
                 arrived = again.inner.take_arrivals()
                 result["again", sharding] = arrived, again.steps(2, 3), again.tensors(), lines
         results["formats"] = _train_in_papers_formats(folder)
+        results["kept by size"] = _kept_by_size()
+        cut = Trainer("distributed", frozen=CUT)
+        cut.steps(0, 1)
+        cut.save(f"{folder}/cut", "fully_reshardable")
+        results["cut"] = [_plain(f"{folder}/cut")]
         for name, sizes in SIZES.items():
             parallel_state.destroy_model_parallel()
             initialize_model_parallel(**sizes)
@@ -245,6 +270,10 @@ def _train(folder):
                 other = Trainer(mode).load(f"{folder}/{mode}-fully_reshardable", "fully_reshardable")
                 other.save(f"{folder}/{mode}-{name}", "fully_reshardable")
                 results[mode][name] = _plain(f"{folder}/{mode}-{name}")
+        # of the last sizes, at which a rank has whole tensors
+        whole = Trainer("distributed", frozen=CUT).load(f"{folder}/cut", "fully_reshardable")
+        whole.save(f"{folder}/whole", "fully_reshardable")
+        results["cut"].append(_plain(f"{folder}/whole"))
         parallel_state.destroy_model_parallel()
         initialize_model_parallel()
         results["fused"] = _train_as_if_fused(folder)
@@ -308,6 +337,22 @@ def test_other_formats_are_loaded_and_named(ranks, mode):
             # masters are the same, and the moments play no part in the first loss
             assert losses[0] == expected[0] and losses[1] == pytest.approx(expected[1], rel=1e-2)
             assert len(lines) == (number == 0) and all(f": {change} in " in line for line in lines)
+
+
+def test_groups_begin_where_the_whole_tensors_do(ranks):
+    """In a tensor that two ranks share, too: only the group that their border cuts is encoded anew."""
+    saved, found = ranks[0]["cut"]
+    assert saved.keys() == found.keys()
+    changed = {key: (found[key] != wanted).sum().item() for key, wanted in saved.items()}
+    cut = {key for key, count in changed.items() if count}
+    assert cut and max(changed.values()) <= 128 and all("exp_avg" in key for key in cut), changed
+
+
+def test_min_numel_is_of_the_whole_tensor(ranks):
+    """Otherwise the tensor that two ranks share would have other formats on one of them."""
+    found = [entry for rank in ranks for entry in rank["kept by size"]]
+    assert all(formats == ({"fp32"} if whole < H * H else {"ratio8"}) for _, whole, formats in found)
+    assert any(part < whole == H * H for part, whole, _ in found)
 
 
 def test_masters_are_exact_without_fp32_masters(ranks):

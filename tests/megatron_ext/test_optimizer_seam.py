@@ -1,12 +1,18 @@
 """How the FP8 optimizer gets behind Megatron's own ones, what it is given there, and what it refuses."""
 
+import copy
+import pickle
+from unittest import mock
+
 import pytest
 import torch
 
 from coat_ds.config import CoatConfig, CoatConfigError
+from coat_ds.optim.fragments import Fragment
+from coat_ds.optim.moment import Moment
 from coat_kernels.adamw import join_master
 from tests.megatron_ext.test_optimizer import FFN, MODES, H, S, Trainer
-from tests.util import Made, default_dtype
+from tests.util import Made, default_dtype, rel_rms
 
 
 def test_seam_comes_and_goes(megatron):
@@ -78,16 +84,20 @@ def test_small_tensors_keep_fp32_moments(megatron):
     assert found == {(True, "fp32"), (False, "ratio8")}
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_patterns_are_of_names_in_the_model(megatron, caplog, mode):
+@pytest.mark.parametrize(
+    "mode, bf16",
+    [*((mode, True) for mode in MODES), ("plain", False), ("fp32", False)],
+    ids=lambda value: value if isinstance(value, str) else "bf16" if value else "fp32 parameters",
+)
+def test_patterns_are_of_names_in_the_model(megatron, caplog, mode, bf16):
     """Not of those within Megatron's wrappers, and as readings of the watch name them."""
     from megatron_ext import cpu, optimizer
 
     block = {"enabled": True, "optimizer": {"keep_fp32": ["decoder.layers.1.mlp.*"], "min_numel": 1}}
     optimizer.install(CoatConfig.from_dict(block))
     try:
-        with cpu.no_cuda():
-            states = Trainer(mode).inner.state.values()
+        with cpu.no_cuda(), mock.patch.dict(MODES, fp32={"bf16": False}):
+            states = Trainer(mode, bf16=bf16).inner.state.values()
     finally:
         optimizer.uninstall()
     kept = {s["exp_avg"].numel() for s in states if s["exp_avg"].codec.name == "fp32"}
@@ -131,6 +141,33 @@ def test_contradictions_are_errors(megatron, options, named):
         optimizer.uninstall()
 
 
+@pytest.mark.parametrize(
+    "copied", [copy.deepcopy, lambda t: pickle.loads(pickle.dumps(t))], ids=["deepcopy", "pickle"]
+)
+def test_copies_go_on_as_the_optimizer_does(copied):
+    from megatron_ext.optimizer import MegatronAdamW
+
+    p = torch.nn.Parameter(torch.randn(20, 130).bfloat16())
+    optimizer = MegatronAdamW([p], use_decoupled_grad=True, counts_in_groups=True, min_numel=0)
+    optimizer.link([(0, p, Fragment(0, p.numel(), 0, False))], distributed=True)
+    steps = [torch.randn(p.shape) for _ in range(2)]
+    p.decoupled_grad = steps[0]
+    optimizer.step()
+    again = copied(optimizer)
+    (q,) = again.param_groups[0]["params"]
+    for held in (p, q):
+        held.decoupled_grad = steps[1]
+    optimizer.step()
+    again.step()
+    assert q is not p and torch.equal(q, p)
+    ours, theirs = optimizer.state_dict(), again.state_dict()
+    # where FusedAdam has the count, and moments as they are stored
+    assert theirs["param_groups"] == ours["param_groups"] and theirs["param_groups"][0]["step"] == 2
+    for name in ("exp_avg", "exp_avg_sq"):
+        assert isinstance(theirs["state"][0][name], Moment)
+        assert torch.equal(theirs["state"][0][name].decode(), ours["state"][0][name].decode())
+
+
 def test_masters_are_read_and_written_part_by_part(monkeypatch):
     """Joined on their device, an embedding's takes several times its FP32 size."""
     from megatron_ext.optimizer import MegatronAdamW
@@ -141,6 +178,8 @@ def test_masters_are_read_and_written_part_by_part(monkeypatch):
     for x in (p, again):
         x.decoupled_grad = torch.randn(x.shape, generator=generator)
     optimizer.step()
+    # Megatron frees what it knows of
+    assert p.grad is None and again.grad is None
     monkeypatch.setattr("coat_kernels.codecs.codec.AT_ONCE", 256)
     monkeypatch.setattr("coat_ds.optim.moment.AT_ONCE", 256)
     whole = join_master(p, optimizer.state[p]["remainder"])
@@ -154,3 +193,7 @@ def test_masters_are_read_and_written_part_by_part(monkeypatch):
     for name, value in optimizer.tensors_of(again).items():
         assert torch.equal(value, tensors[name])
     assert torch.equal(again, p)
+    # what is written to the second moment leaves the first, which is relative to it, what it was
+    state = optimizer.state[again]
+    state["exp_avg_sq"].mul_(4)
+    assert rel_rms(state["exp_avg"].decode(), tensors["exp_avg"]) < 0.05

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from coat_ds import state_bytes
-from coat_ds.config import CoatConfig, CoatConfigError
+from coat_ds.config import CoatConfig, CoatConfigError, WatchConfig
 from coat_ds.watch.outs import read
 from tests.megatron_ext.test_moe import ALL_TO_ALL, EACH_ONE, EXPERTS
 from tests.megatron_ext.test_optimizer import FFN, B, S, Trainer
@@ -51,6 +51,14 @@ class Learner(Trainer):
         self.watch = self.optimizer.coat_watch
         for group in self.inner.param_groups:
             group["lr"] = 5e-3
+
+    def chain_anew(self):
+        """As Megatron does beside Muon."""
+        from megatron.core.optimizer import ChainedOptimizer
+
+        self.optimizer = ChainedOptimizer(self.optimizer.chained_optimizers)
+        self.watch = self.optimizer.coat_watch
+        return self
 
     def inject(self):
         """Makes the channel an outlier; in BF16 the model computes what it did."""
@@ -129,7 +137,7 @@ def watched(folder):
     assert plain.watch is None
     runs = {"plain": plain.steps(*range(5))}
     unwatched = [counted(plain, number) for number in (5, 6, 7)]
-    trainer = Learner({"every": 7, "folder": folder})
+    trainer = Learner({"every": 7, "folder": folder}).chain_anew()
     hooks = len(trainer.model.module._forward_pre_hooks)
     losses = trainer.steps(*range(5))
     # step 7, of number 6, is watched, and taken in behind step 8
@@ -147,14 +155,25 @@ def watched(folder):
 
 def states(folder):
     """The moments of all tensors go to FP32, by a limit that any error passes."""
+    from megatron_ext.watch import watch_optimizer
+
     watch = {"every": 1, "readings": 2, "act": "act", "update_error": 1e-6, "folder": folder}
-    trainer = Learner(watch)
+    trainer = Learner(watch).chain_anew()
     before = trainer.codecs
     trainer.steps(*range(4))
     result = {"before": before, "after": trainer.codecs, "fallen": trainer.watch.fallback.state()}
-    trainer.save(f"{folder}/checkpoint", "fully_reshardable")
+    # Megatron-LM's default, of whose states each rank writes its own
+    trainer.save(f"{folder}/checkpoint", "dp_reshardable")
+    early, of_torch = Learner(watch), Learner(watch)
+    # what it does with a chain that is watched already counts
+    early.watch = watch_optimizer(early.optimizer, WatchConfig(**watch))
+    assert "coat_watch" not in of_torch.optimizer.state_dict(), "the layout is Megatron's"
+    # the second reading that passes is on its way then
+    early.steps(0, 1)
+    of_torch.optimizer.load_state_dict(early.optimizer.state_dict())
+    result["of --ckpt-format torch"] = of_torch.watch.fallback.state(), of_torch.codecs
     losses = trainer.steps(4, 5)
-    again = Learner(watch).load(f"{folder}/checkpoint", "fully_reshardable")
+    again = Learner(watch).load(f"{folder}/checkpoint", "dp_reshardable")
     result["resumed"] = again.watch.fallback.state(), again.codecs
     result["equal"] = again.steps(4, 5) == losses
     again.watch.take_in()
@@ -162,7 +181,7 @@ def states(folder):
     again.watch.fallback.restore({})
     result["undone"] = again.codecs
     # a run that does not ask for it takes nothing over
-    other = Learner({"every": 1, "act": "warn"}).load(f"{folder}/checkpoint", "fully_reshardable")
+    other = Learner({"every": 1, "act": "warn"}).load(f"{folder}/checkpoint", "dp_reshardable")
     result["not taken"] = other.watch.fallback.state(), other.codecs
     return result
 
@@ -406,6 +425,7 @@ def test_states_go_to_fp32_and_come_back(ranks):
         assert found["fallen"] == ranks[0]["states"]["fallen"] and found["fallen"]["layers"] == []
         assert "decoder.layers.1.mlp.linear_fc2.weight" in found["fallen"]["states"]
         assert found["resumed"] == (found["fallen"], {"fp32"}) and found["equal"]
+        assert found["of --ckpt-format torch"] == found["resumed"]
         assert found["goes on at"] == 6
         assert found["undone"] == found["before"]
         assert found["not taken"] == (NOTHING, found["before"])
