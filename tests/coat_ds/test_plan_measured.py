@@ -137,6 +137,27 @@ def test_runs_of_several_micro_batches_are_within_one_per_cent(file):
     assert len(looked) >= 4
 
 
+def test_peaks_under_the_trainer_are_within_one_per_cent():
+    """Of one GPU: of several the first one's is measured, and the last one is fuller."""
+    llama = Sizes(
+        layers=8,
+        hidden=4096,
+        ffn=14336,
+        heads=32,
+        groups=8,
+        head_dim=128,
+        vocabulary=128256,
+        maker="transformers",
+    )
+    rows = [row for row in read_rows(RESULTS / "trainer.csv") if row["gpus"] == 1]
+    for row in rows:
+        size = dataclasses.replace(llama, layers=row["layers"])
+        spread = Layout(micro_batch=row["micro_batch"], sequence=row["sequence"], stage=row["stage"])
+        found = plan.predict(size, spread, rungs()[row["system"]]).peak
+        assert found.total / 1e6 == pytest.approx(row["peak_mb"], rel=0.01), row
+    assert len(rows) >= 3
+
+
 # of the model below
 NUMEL = 4 * 64 * 64
 
