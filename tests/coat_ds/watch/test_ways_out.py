@@ -162,6 +162,34 @@ def test_a_full_disk_costs_a_reading_and_not_the_run(tmp_path, caplog):
     assert len(said) == 2 and said[0].endswith("the reading of step 2 is not there. Make room.")
 
 
+@pytest.mark.parametrize("kept", [-1, 20, 1])
+def test_a_line_that_was_cut_off_costs_that_reading_alone(run, kept, capsys, caplog):
+    """As of a machine that lost its power. A run that resumes does not write on in that line."""
+    path = run / "watch.jsonl"
+    *before, last = path.read_bytes().splitlines(keepends=True)
+    # where the end of the line alone is lost, the reading is whole
+    whole, steps = kept == -1, [2, 4, 6] if kept == -1 else [2, 4]
+    path.write_bytes(b"".join(before) + last[:kept])
+    assert [r.step for r in read(run)] == steps
+    jsonl(run)(reading(8, 0.05))
+    assert [r.step for r in read(run)] == [*steps, 8] and read(run)[-1] == reading(8, 0.05)
+    said = [line for line in caplog.messages if line == f"{path}: line 4 was cut off: left out"]
+    assert len(said) == len(caplog.messages) == (0 if whole else 3)
+    assert cli.main(["watch", str(run), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == reading(8, 0.05)._asdict()
+
+
+def test_blocks_that_a_lost_machine_never_wrote_are_left_out(run, caplog):
+    """Some file systems fill them with zeros, or with what was there."""
+    path = run / "watch.jsonl"
+    for rest in (b"\0" * 512, b"\xff\xfe\x80"):
+        with path.open("ab") as file:
+            file.write(rest)
+        jsonl(run)(reading(8, 0.05))
+    assert [r.step for r in read(run)] == [2, 4, 6, 8]
+    assert caplog.messages == [f"{path}: lines 5, 7 were cut off: left out"]
+
+
 @pytest.mark.parametrize("content", ["", "{}\n", "no\n", "[" * 10**5], ids=lambda text: text[:3])
 def test_the_command_says_what_is_wrong_in_the_file(tmp_path, capsys, content):
     (tmp_path / "watch.jsonl").write_text(content)
