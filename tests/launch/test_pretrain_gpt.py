@@ -338,6 +338,8 @@ def test_config_errors(tmp_path, capsys):
     assert "--data: found an empty path. Name one" in text("--data", "")
     assert "--output: found an empty path. Name one" in text("--output", "")
     assert "--seed: expected 0 or more, found -1" in text("--seed", -1)
+    assert f"--seed: expected a number below 2^63, found {2**63}" in text("--seed", 2**63)
+    assert parse_args(["--data", "x", "--seed", str(2**63 - 1)]).seed == 2**63 - 1
     without = host_config(tmp_path, optimizer={"type": None})
     assert "ds.json: optimizer: found none. Add {" in text("--deepspeed-config", without)
     assert "needs --tensor-model-parallel-size above 1, found 1" in text("--sequence-parallel")
