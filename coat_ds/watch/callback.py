@@ -70,6 +70,8 @@ class Callback(TrainerCallback):
     def on_step_end(self, args, state, control, **kwargs) -> None:
         if self._is_own:
             self._watch.end_step()
+            if control.should_save:
+                self._watch.take_in()
             state.stateful_callbacks[KEY] = self._watch.fallback.state()
 
     def on_train_end(self, args, state, control, **kwargs) -> None:
