@@ -90,6 +90,16 @@ def test_the_command_says_what_the_last_reading_lacks(run, capsys):
     assert rows[-1] == "fallen back: layers.0"
 
 
+@pytest.mark.parametrize("order", [1, -1])
+def test_the_command_takes_a_nan_for_the_worst(tmp_path, capsys, order):
+    """As of a step whose gradients were not finite."""
+    errors = [("a", 0.2), ("b", float("nan")), ("c", 0.3)][::order]
+    for step, found in ((2, errors), (4, [("a", 0.9)])):
+        jsonl(tmp_path)(Reading(step, 0, {group: {"update_error": error} for group, error in found}, {}, []))
+    assert cli.main(["watch", str(tmp_path), "--no-pictures"]) == 0
+    assert capsys.readouterr().out.splitlines()[2].split() == ["update_error", "90.00%", "nan%", "2", "a"]
+
+
 def test_the_command_as_json_and_elsewhere(run, tmp_path, capsys):
     assert cli.main(["watch", str(run), "--json"]) == 0
     assert json.loads(capsys.readouterr().out) == reading(6, 0.02)._asdict()
