@@ -31,6 +31,22 @@ def test_a_plain_loop(tmp_path):
     assert not made._forward_pre_hooks and not made._forward_hooks
 
 
+def test_a_tensor_and_a_layer_of_one_group_share_its_figures():
+    made, readings = coat_ds.convert(model().bfloat16()), []
+    # one more number among the layers
+    scale = torch.nn.Parameter(torch.ones(16, 64, dtype=torch.bfloat16))
+    made.register_parameter("2", scale)
+    optimizer = CoatAdamW(made.named_parameters(), min_numel=0)
+    watch = Watch(made, optimizer, {"every": 1}, [readings.append])
+    # there are no states before the first step
+    for _ in range(2):
+        (made(torch.ones(16, 64, dtype=torch.bfloat16)) * scale).sum().backward()
+        optimizer.step()
+        watch.end_step()
+    watch.close()
+    assert readings[1].groups["*"].keys() >= {"update_error", "input_flushed"}
+
+
 def test_forwards_that_train_nothing_are_not_watched():
     made = coat_ds.convert(model().bfloat16())
     watch = Watch(made, None, {"every": 1}, [lambda reading: None])
@@ -238,21 +254,26 @@ def test_sums_are_over_all_ranks():
     assert 0 < first["*.weight"]["update_error"] < 0.1
 
 
-def by_themselves():
-    """Ranks that train models of their own, each a group."""
+def by_themselves(folder):
+    """Ranks that train models of their own, each a group, and write readings of their own."""
     torch.distributed.init_process_group("gloo")
     groups = [torch.distributed.new_group([rank]) for rank in range(2)]
     rank = torch.distributed.get_rank()
     made = coat_ds.convert(model().bfloat16())
     optimizer = CoatAdamW(made.named_parameters())
-    watch = Watch(made, optimizer, {"every": 1, "act": "warn"}, process_group=groups[rank])
+    config = {"every": 1, "folder": f"{folder}/{rank}"}
+    watch = Watch(made, optimizer, config, process_group=groups[rank], rank=rank)
     made(torch.full((16, 64), float(rank), dtype=torch.bfloat16)).sum().backward()
     optimizer.step()
     watch.end_step()
     watch.take_in()
-    return watch.last.groups["*"]["input_flushed"]
+    # where nobody of the group writes, nobody waits for the folder either
+    Watch(made, optimizer, {"every": 1, "folder": "/proc"}, process_group=groups[rank], rank=1 - rank)
+    (written,) = read(f"{folder}/{rank}")
+    return written.groups["*"]["input_flushed"]
 
 
-def test_sums_are_over_the_ranks_of_a_group():
+def test_sums_are_over_the_ranks_of_a_group(tmp_path):
     # of the two layers' inputs one is zero, or none
-    assert run_distributed(by_themselves, 2) == [pytest.approx(0.5, abs=0.02), pytest.approx(0, abs=0.02)]
+    found = run_distributed(by_themselves, 2, str(tmp_path))
+    assert found == [pytest.approx(0.5, abs=0.02), pytest.approx(0, abs=0.02)]
