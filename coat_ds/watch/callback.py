@@ -8,11 +8,9 @@ from transformers import Trainer, TrainerCallback
 from coat_ds.config import WatchConfig
 from coat_ds.layers.log import say_once
 from coat_ds.optim.optimizer import CoatAdamW
+from coat_ds.watch.fallback import KEY
 from coat_ds.watch.outs import Reading
 from coat_ds.watch.watch import Watch
-
-# under which trainer_state.json has what has fallen back
-KEY = "coat_watch"
 
 
 class Callback(TrainerCallback):
