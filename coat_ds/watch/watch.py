@@ -371,7 +371,7 @@ def _own_places(optimizers: Iterable[CoatAdamW], names: Mapping[str, torch.Tenso
     """Where each of the optimizers' tensors is one of the model's parameters."""
     named = {p: name for name, p in names.items()}
     return {
-        p: [(named[p], 0, optimizer.state[p]["exp_avg"].numel() if p in optimizer.state else p.numel())]
+        p: [(named[p], 0, p.numel())]
         for optimizer in optimizers
         for group in optimizer.param_groups
         for p in group["params"]
