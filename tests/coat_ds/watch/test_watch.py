@@ -171,6 +171,32 @@ def test_of_a_step_of_several_forwards_the_first_one_is_what_is_saved():
     assert saved == [2 * 16 * 64 * 4] * 2
 
 
+def test_tensors_of_two_optimizers_are_in_one_reading():
+    made, readings = torch.nn.ModuleDict({name: torch.nn.Linear(64, 64) for name in "ab"}), []
+    optimizers = [CoatAdamW(list(made[name].named_parameters()), min_numel=0) for name in "ab"]
+    made.forward = lambda x: made["b"](made["a"](x))
+    watch = Watch(made, optimizers, {"every": 2}, [readings.append])
+    for _ in range(2):
+        made(torch.randn(16, 64)).square().sum().backward()
+        for optimizer in optimizers:
+            optimizer.step()
+        watch.end_step()
+    watch.close()
+    for name in "ab":
+        assert 0 < readings[0].groups[f"{name}.weight"]["update_error"] < 0.1
+
+
+def test_a_loop_that_resumes_counts_on():
+    made, readings = model(), []
+    watch = Watch(made, None, {"every": 4}, [readings.append])
+    watch.go_on_from(6)
+    for _ in range(4):
+        made(torch.ones(16, 64)).sum().backward()
+        watch.end_step()
+    watch.close()
+    assert [reading.step for reading in readings] == [8]
+
+
 COMPILED = {
     "itself": lambda made, **how: made.compile(**how) or made,
     "a layer": lambda made, **how: made[0].compile(**how) or made,

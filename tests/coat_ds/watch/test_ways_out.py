@@ -168,6 +168,7 @@ def test_a_full_disk_costs_a_reading_and_not_the_run(tmp_path, caplog):
     watch.close()
     # nothing is left of what was cut off
     assert [r.step for r in read(tmp_path)] == [1, 4, 5] and watch.last.step == 5
+    assert (tmp_path / "watch.jsonl").read_bytes().count(b"\n") == 3
     said = [r.message for r in caplog.records if "coat.watch.folder" in r.message]
     assert len(said) == 2 and said[0].endswith("the reading of step 2 is not there. Make room.")
 
