@@ -140,7 +140,7 @@ def draw(readings: Sequence[Reading], folder: Path) -> list[Path]:
     plt.close(figure)
 
     figure, axis = plt.subplots(figsize=(7, 3.5), layout="constrained")
-    roles = list(readings[-1].memory)
+    roles = list(dict.fromkeys(role for reading in readings for role in reading.memory))
     axis.stackplot(steps, [[r.memory.get(role, 0) / 1e6 for r in readings] for role in roles], labels=roles)
     axis.set(xlabel="step", ylabel="MB of one rank", ylim=(0, None))
     axis.spines[["top", "right"]].set_visible(False)

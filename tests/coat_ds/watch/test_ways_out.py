@@ -53,8 +53,13 @@ def test_what_the_pictures_show(tmp_path, monkeypatch):
     figures = []
     monkeypatch.setattr(plt, "close", figures.append)
     readings = [
-        Reading(step, 0, {f"{i}": {"stalled": i * error} for i in range(8)}, {"weights": step * 10**6}, [])
-        for step, error in ((10, 0.01), (30, 0.02))
+        Reading(step, 0, {f"{i}": {"stalled": i * error} for i in range(8)}, memory, [])
+        for step, error, memory in (
+            (10, 0.01, {"weights": 10**7}),
+            (20, 0.01, {"weights": 10**7, "saved": 2 * 10**7}),
+            # as of a model that was compiled since
+            (30, 0.02, {"weights": 10**7, "states": 10**7}),
+        )
     ]
     draw(readings, tmp_path)
     monkeypatch.undo()
@@ -62,9 +67,10 @@ def test_what_the_pictures_show(tmp_path, monkeypatch):
     drawn = {line.get_label(): line for line in errors.axes[0].lines}
     # in percent, by name those that are worst
     assert {name for name in drawn if name in "01234567"} == set("234567") and len(errors.axes[0].lines) == 8
-    assert drawn["7"].get_xdata().tolist() == [10, 30]
-    assert drawn["7"].get_ydata().tolist() == pytest.approx([7, 14])
+    assert drawn["7"].get_xdata().tolist() == [10, 20, 30]
+    assert drawn["7"].get_ydata().tolist() == pytest.approx([7, 7, 14])
     assert memory.axes[0].dataLim.y1 == 30, "MB"
+    assert [text.get_text() for text in memory.legends[0].texts] == ["weights", "saved", "states"]
     for figure in figures:
         plt.close(figure)
 
@@ -103,8 +109,8 @@ def test_the_command_takes_a_nan_for_the_worst(tmp_path, capsys, order):
 def test_the_command_as_json_and_elsewhere(run, tmp_path, capsys):
     assert cli.main(["watch", str(run), "--json"]) == 0
     assert json.loads(capsys.readouterr().out) == reading(6, 0.02)._asdict()
-    assert cli.main(["watch", str(run / "watch.jsonl"), "--pictures", str(tmp_path / "new")]) == 0
-    assert sorted(p.name for p in (tmp_path / "new").iterdir()) == ["errors.png", "memory.png"]
+    assert cli.main(["watch", str(run / "watch.jsonl"), "--pictures", str(tmp_path / "a/new")]) == 0
+    assert sorted(p.name for p in (tmp_path / "a/new").iterdir()) == ["errors.png", "memory.png"]
     assert not (run / "errors.png").exists()
     # the output of `coat train`, which has the run's folder in it
     assert cli.main(["watch", str(run.parent)]) == 2
