@@ -149,3 +149,6 @@ def _check(args: argparse.Namespace, refuse: Callable[[str], object]) -> None:
     for name in ("warmup_steps", "seed"):
         if (value := getattr(args, name)) < 0:
             refuse(f"--{name.replace('_', '-')}: expected 0 or more, found {value}")
+    # torch takes twice as many, and Megatron adds a few thousands
+    if args.seed >= 2**63:
+        refuse(f"--seed: expected a number below 2^63, found {args.seed}. Give a smaller one")

@@ -65,7 +65,7 @@ class Owner:
             since=datetime.datetime.now().astimezone().isoformat(timespec="seconds"),
             command=shlex.join(sys.argv)[:1000],
             job=os.environ.get(JOB, ""),
-            restarts=int(os.environ.get(RESTARTS, 0)),
+            restarts=int(os.environ.get(RESTARTS) or 0),
             token=uuid.uuid4().hex,
         )
 

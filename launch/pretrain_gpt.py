@@ -15,11 +15,13 @@ torchrun that would restart it in place); 130 interrupted; 1 anything else, said
 """
 
 import argparse
+import contextlib
 import multiprocessing
 import os
 import signal
 import sys
 import warnings
+from multiprocessing import resource_tracker
 from pathlib import Path
 
 try:
@@ -28,7 +30,7 @@ try:
     from coat_launch.errors import DataError, LaunchError
     from coat_launch.output_lock import OutputLock
     from coat_launch.process_group import read_ranks
-    from coat_launch.trainer import Signals, Stopped, Trainer
+    from coat_launch.trainer import STOPPING, Signals, Stopped, Trainer
 except ModuleNotFoundError as error:
     if error.name != "coat_launch":
         raise
@@ -95,19 +97,37 @@ def train_once(args: argparse.Namespace, last: bool = True) -> None:
 
 
 def compare(args: argparse.Namespace) -> None:
-    """Both runs, each in a fresh process, so that each has its own peak memory."""
+    """Both runs, each in a fresh process, so that each has its own peak memory. A signal that comes between
+    them is the second one's, so that all ranks end in the same step."""
     port = int(os.environ.get("MASTER_PORT", 29500))
+    received: list[int] = []
+    process = None
+
+    def hand_on(number: int, _) -> None:
+        received.append(number)
+        # a run that has ended is told nothing
+        with contextlib.suppress(ProcessLookupError):
+            if process is not None:
+                os.kill(process.pid, number)
+
+    for number in STOPPING:
+        signal.signal(number, hand_on)
+    # which unblocks signals when it starts
+    resource_tracker.ensure_running()
     for index, run in enumerate(RUNS):
         if "WORLD_SIZE" in os.environ:
             # the launcher's store still holds the keys of the run before
             os.environ.update(MASTER_PORT=str(port + 1 + index), TORCHELASTIC_USE_AGENT_STORE="False")
+        # they wait until the run can note them
+        signal.pthread_sigmask(signal.SIG_BLOCK, STOPPING)
         process = multiprocessing.get_context("spawn").Process(
             target=train_once,
             args=(argparse.Namespace(**{**vars(args), "variant": run}), run == RUNS[-1]),
         )
         process.start()
-        for number in (signal.SIGTERM, signal.SIGUSR1):
-            signal.signal(number, lambda number, _, process=process: os.kill(process.pid, number))
+        if received:
+            os.kill(process.pid, received[-1])
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPPING)
         try:
             process.join()
         except KeyboardInterrupt:

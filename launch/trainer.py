@@ -40,13 +40,18 @@ class Stopped(Exception):
     """A signal asked for an end; a checkpoint was saved."""
 
 
+# which schedulers send before they end a job
+STOPPING = (signal.SIGTERM, signal.SIGUSR1)
+
+
 class Signals:
-    """Notes SIGTERM and SIGUSR1, which schedulers send before they end a job."""
+    """Notes `STOPPING`, also those that waited, blocked, for somebody to note them."""
 
     def __init__(self):
         self.received = False
-        for number in (signal.SIGTERM, signal.SIGUSR1):
+        for number in STOPPING:
             signal.signal(number, self._note)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPPING)
 
     def _note(self, number, frame):
         self.received = True

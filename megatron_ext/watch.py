@@ -27,6 +27,7 @@ from coat_ds.config import CoatConfigError, WatchConfig
 from coat_ds.layers.inventory import layers_of
 from coat_ds.optim.optimizer import CoatAdamW
 from coat_ds.patches import Patch
+from coat_ds.watch.fallback import KEY
 from coat_ds.watch.outs import writer
 from coat_ds.watch.states import Places
 from coat_ds.watch.watch import Watch
@@ -58,7 +59,6 @@ LOAD = _patch(
     "what had fallen back does so before states are loaded",
     parameters=("state_dict",),
 )
-KEY = "coat_watch"
 # an attribute of a model whose layers the log has counted
 SAID = "coat_layers_said"
 

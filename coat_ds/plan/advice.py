@@ -45,7 +45,8 @@ def goes_with(system: System, layout: Layout) -> bool:
 
 
 def largest_micro_batch(sizes: Sizes, layout: Layout, system: System, limit: float) -> int:
-    """The most sequences of which a step's peak is within `limit` bytes; 0 if one is too many."""
+    """The most sequences, `MOST` at most, of which a step's peak is within `limit` bytes; 0 if one is too
+    many."""
 
     def fits(micro_batch: int) -> bool:
         return (
@@ -54,7 +55,7 @@ def largest_micro_batch(sizes: Sizes, layout: Layout, system: System, limit: flo
 
     low, high = 0, 1
     while high <= MOST and fits(high):
-        low, high = high, 2 * high
+        low, high = high, min(2 * high, MOST + 1)
     while high - low > 1:
         middle = (low + high) // 2
         low, high = (middle, high) if fits(middle) else (low, middle)
@@ -148,8 +149,11 @@ def deepspeed_json(choice: Choice, base: dict | None = None) -> dict:
         zero["offload_optimizer"] = {"device": "cpu", "pin_memory": True}
     base.setdefault("optimizer", {"type": "AdamW", "params": {"lr": 1e-4, "betas": [0.9, 0.95]}})
     # DeepSpeed takes BF16 or FP16, not both
-    for key in ("train_batch_size", "coat", "fp16"):
+    for key in ("coat", "fp16"):
         base.pop(key, None)
+    if choice.layout.global_batch is None:
+        # another one than follows from the rest
+        base.pop("train_batch_size", None)
     if "coat" not in block and asks_for_coat(base):
         base["optimizer"] = {**base["optimizer"], "type": "AdamW"}
     # an object of the base has keys of its own beside

@@ -210,9 +210,14 @@ def from_deepspeed(config: Mapping, hidden: int | None = None, **rest) -> Layout
             found[ours] = _number(config, "", theirs, None)
     given = found | rest
     layout = Layout(**given)
-    if config.get("train_batch_size", "auto") == "auto" or {"micro_batch", "accumulation"} <= given.keys():
+    if config.get("train_batch_size", "auto") == "auto":
         return layout
-    return _of_a_global_batch(layout, _number(config, "", "train_batch_size", None), "micro_batch" in given)
+    total = _number(config, "", "train_batch_size", None)
+    if not {"micro_batch", "accumulation"} <= given.keys():
+        layout = _of_a_global_batch(layout, total, "micro_batch" in given)
+    # what is given beside the JSON may make another one
+    holds = "accumulation" not in rest and layout.micro_batch * layout.accumulation * layout.data == total
+    return replace(layout, global_batch=total) if holds else layout
 
 
 def _of_a_global_batch(layout: Layout, total: int, micro_batch_is_given: bool) -> Layout:

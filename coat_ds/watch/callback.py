@@ -8,11 +8,9 @@ from transformers import Trainer, TrainerCallback
 from coat_ds.config import WatchConfig
 from coat_ds.layers.log import say_once
 from coat_ds.optim.optimizer import CoatAdamW
+from coat_ds.watch.fallback import KEY
 from coat_ds.watch.outs import Reading
 from coat_ds.watch.watch import Watch
-
-# under which trainer_state.json has what has fallen back
-KEY = "coat_watch"
 
 
 class Callback(TrainerCallback):
@@ -70,6 +68,8 @@ class Callback(TrainerCallback):
     def on_step_end(self, args, state, control, **kwargs) -> None:
         if self._is_own:
             self._watch.end_step()
+            if control.should_save:
+                self._watch.take_in()
             state.stateful_callbacks[KEY] = self._watch.fallback.state()
 
     def on_train_end(self, args, state, control, **kwargs) -> None:

@@ -4,6 +4,7 @@ import argparse
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from coat_ds.config import CoatConfigError
 from coat_ds.watch.outs import FILE, Reading, read
@@ -85,14 +86,19 @@ def table(readings: Sequence[Reading]) -> str:
             if figure in found
         ]
         if ever:
-            value, group = max(now, default=(None, "none has it"))
+            value, group = max(now, key=_badness, default=(None, "none has it"))
             shown = "-" if value is None else f"{value:.2%}"
-            worst, step = max(ever)
+            worst, step = max(ever, key=_badness)
             lines.append(f"{figure:<20}{shown:>8}{worst:>8.2%}{-step:>9}  {group}")
     sizes = ", ".join(f"{role} {size / 1e6:,.1f}" for role, size in last.memory.items())
     lines.append(f"MB of one rank: {sizes}")
     lines.append(f"fallen back: {', '.join(last.fallen) or 'nothing'}")
     return "\n".join(lines)
+
+
+def _badness(found: tuple[float, Any]) -> tuple:
+    """Of a figure and where it is from: a NaN is the worst."""
+    return found[0] != found[0], *found
 
 
 def draw(readings: Sequence[Reading], folder: Path) -> list[Path]:
@@ -134,7 +140,7 @@ def draw(readings: Sequence[Reading], folder: Path) -> list[Path]:
     plt.close(figure)
 
     figure, axis = plt.subplots(figsize=(7, 3.5), layout="constrained")
-    roles = list(readings[-1].memory)
+    roles = list(dict.fromkeys(role for reading in readings for role in reading.memory))
     axis.stackplot(steps, [[r.memory.get(role, 0) / 1e6 for r in readings] for role in roles], labels=roles)
     axis.set(xlabel="step", ylabel="MB of one rank", ylim=(0, None))
     axis.spines[["top", "right"]].set_visible(False)

@@ -12,6 +12,8 @@ from coat_ds.layers.replaced import replaced
 from coat_ds.watch.codes import graphs_of
 
 ROLES = ("input_flushed", "gradient_flushed")
+# under which checkpoints have `Fallback.state`
+KEY = "coat_watch"
 
 
 class Fallback:

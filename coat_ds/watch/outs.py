@@ -2,12 +2,14 @@
 
 import errno
 import json
+import logging
 import os
 import tempfile
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
+logger = logging.getLogger("coat_ds")
 FILE = "watch.jsonl"
 
 
@@ -47,7 +49,10 @@ def jsonl(folder: str | Path) -> Out:
     def write(reading: Reading) -> None:
         line = json.dumps(reading._asdict()).encode() + b"\n"
         path.parent.mkdir(parents=True, exist_ok=True)
-        with path.open("ab", buffering=0) as file:
+        with path.open("a+b", buffering=0) as file:
+            # behind the part of a line that a lost machine has left
+            if file.seek(0, os.SEEK_END) and os.pread(file.fileno(), 1, file.tell() - 1) != b"\n":
+                line = b"\n" + line
             if (written := file.write(line)) < len(line):
                 # as many bytes as the disk had room for
                 file.truncate(file.tell() - written)
@@ -88,21 +93,29 @@ def writer(tensorboard: Any = None, wandb: Any = None) -> Out:
 
 
 def read(folder: str | Path) -> list[Reading]:
-    """The readings of a run's folder by step; of a step that was run twice the last one.
+    """The readings of a run's folder by step; of a step that was run twice the last one. A line that was cut
+    off, as a lost machine leaves it, is left out, with a word in the log.
 
-    Raises FileNotFoundError and ValueError where there are none.
+    Raises FileNotFoundError, and ValueError where there are none, or something else.
     """
     path = Path(folder)
     path = path / FILE if path.is_dir() else path
     found: dict[int, Reading] = {}
-    for number, line in enumerate(path.read_text().splitlines(), 1):
+    cut = []
+    for number, line in enumerate(path.read_text(errors="replace").splitlines(), 1):
         try:
             reading = Reading(**json.loads(line))
-        except (TypeError, json.JSONDecodeError, RecursionError) as error:
+        except json.JSONDecodeError:
+            cut.append(str(number))
+            continue
+        except (TypeError, RecursionError) as error:
             raise ValueError(f"{path}: line {number} is no reading: {error}") from error
         found[reading.step] = reading
     if not found:
         raise ValueError(f"{path}: expected a reading on each line, found none")
+    if cut:
+        lines = f"lines {', '.join(cut)} were" if len(cut) > 1 else f"line {cut[0]} was"
+        logger.warning("%s: %s cut off: left out", path, lines)
     return [found[step] for step in sorted(found)]
 
 

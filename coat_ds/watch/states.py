@@ -70,21 +70,12 @@ class _Rule(NamedTuple):
     """What decides how groups are stored and updated. Those of one rule are measured together."""
 
     step: AdamWOptions
-    counts_on_device: bool
-    """Whether the number of steps is a tensor after the step."""
     device: torch.device
 
     @classmethod
     def of(
-        cls,
-        group: Mapping[str, Any],
-        is_scaled: bool,
-        first: Codec,
-        second: Codec,
-        group_size: int,
-        device: torch.device,
+        cls, group: Mapping[str, Any], first: Codec, second: Codec, group_size: int, device: torch.device
     ) -> "_Rule":
-        """is_scaled: whether a gradient scaler may skip the step."""
         beta1, beta2 = group["betas"]
         step = AdamWOptions(
             exp_avg_codec=first,
@@ -98,7 +89,7 @@ class _Rule(NamedTuple):
             maximize=group["maximize"],
             dither=rounds_stochastically(group, second),
         )
-        return cls(step, group["capturable"] or is_scaled, device)
+        return cls(step, device)
 
 
 class _Sample(NamedTuple):
@@ -149,7 +140,6 @@ class StateSampler:
     def _before(self, optimizer: CoatAdamW, args: tuple, kwargs: dict) -> None:
         taken: dict[_Rule, tuple[list[_Place], list[torch.Tensor]]] = {}
         known_rules: dict[tuple, tuple[list[_Place], list[torch.Tensor]]] = {}
-        is_scaled = getattr(optimizer, "found_inf", None) is not None
         for group in optimizer.param_groups:
             for p in group["params"]:
                 grad = p.grad if p.grad is not None else getattr(p, "decoupled_grad", None)
@@ -167,7 +157,7 @@ class StateSampler:
                     # asked for by identity first: the hash of a rule is one of many fields
                     key = id(group), *map(id, codecs), m.group_size, m.device
                     if key not in known_rules:
-                        rule = _Rule.of(group, is_scaled, *codecs, m.group_size, m.device)
+                        rule = _Rule.of(group, *codecs, m.group_size, m.device)
                         known_rules[key] = taken.setdefault(rule, ([], []))
                     places, grads = known_rules[key]
                     places += chosen
@@ -219,15 +209,15 @@ class StateSampler:
             device = self._sums.device
             numbers = [place.name for place in sample.places for _ in range(place.count)]
             self._sums.index_add_(0, sent(numbers, torch.int64, device), sums.to(device))
-        self._samples = {}
 
 
 def _steps(rule: _Rule, places: Sequence[_Place], state: Mapping[torch.Tensor, Any]) -> torch.Tensor:
     """Of each group, the number of steps that its tensor has taken, FP64 [groups]."""
-    counted = [(state[place.param]["step"], place.count) for place in places]
-    if rule.counts_on_device:
-        return torch.cat([step.reshape(1).expand(count) for step, count in counted]).double()
-    return sent([step for step, count in counted for _ in range(count)], torch.float64, rule.device)
+    steps = [state[place.param]["step"] for place in places]
+    # tensors where the optimizer is capturable, or a gradient scaler may skip the step
+    known = sent([0 if isinstance(x, torch.Tensor) else x for x in steps], torch.float64, rule.device)
+    counted = [x.double() if isinstance(x, torch.Tensor) else known[i] for i, x in enumerate(steps)]
+    return torch.cat([x.expand(place.count) for x, place in zip(counted, places, strict=True)])
 
 
 def figures(sums: Sequence[float]) -> dict[str, float]:

@@ -100,7 +100,7 @@ class Watch:
         self.model, self.optimizers, self.config = model, optimizers, config
         self.outs = [*outs, *([_to_folder(config)] if config.folder else ())]
         self.last: Reading | None = None
-        self._forwards, self._rank = list(forwards) or [model], rank
+        self._forwards, self._rank, self._process_group = list(forwards) or [model], rank, process_group
         if config.every and config.folder:
             self._check_folder()
         # frozen ones, too: they may be trained later on
@@ -110,7 +110,7 @@ class Watch:
         self._layers: list[str] | None = None
         self._places = places or functools.partial(_own_places, optimizers, own)
         self._samplers: list[StateSampler] = []
-        self._masters, self._process_group, self._samples_done = masters, process_group, samples_done
+        self._masters, self._samples_done = masters, samples_done
         self._steps, self._steps_done = 0, steps_done or (lambda: self._steps)
         self._say = say or (lambda line, level: logger.log(level, line))
         usual = WatchConfig()
@@ -153,9 +153,10 @@ class Watch:
                 check_folder(config.folder)
             except OSError as error:
                 found = [error.strerror]
-        if _runs_distributed():
+        group = self._process_group
+        if _runs_distributed() and self._rank in dist.get_process_group_ranks(group):
             # else the others would wait for the rank that ends
-            dist.broadcast_object_list(found, src=self._rank)
+            dist.broadcast_object_list(found, src=self._rank, group=group)
         if found[0] is not None:
             raise CoatConfigError(
                 f"{config.KEY}.folder: found {config.folder!r}, which cannot be written ({found[0]}). Name "
@@ -370,7 +371,7 @@ def _own_places(optimizers: Iterable[CoatAdamW], names: Mapping[str, torch.Tenso
     """Where each of the optimizers' tensors is one of the model's parameters."""
     named = {p: name for name, p in names.items()}
     return {
-        p: [(named[p], 0, optimizer.state[p]["exp_avg"].numel() if p in optimizer.state else p.numel())]
+        p: [(named[p], 0, p.numel())]
         for optimizer in optimizers
         for group in optimizer.param_groups
         for p in group["params"]

@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from coat_ds.config import CoatConfigError, WatchConfig
 from coat_ds.patches import Patch
+from coat_ds.watch.fallback import KEY
 from coat_ds.watch.outs import monitor
 from coat_ds.watch.states import Places
 from coat_ds.watch.watch import Watch
@@ -40,7 +41,7 @@ LOAD = Patch(
     "what had fallen back does so before states are loaded",
     parameters=("load_dir", "tag", "..."),
 )
-FILE = "coat_watch.json"
+FILE = f"{KEY}.json"
 
 
 def watch_engine(engine, config: WatchConfig, with_optimizer: bool) -> Watch | None:

@@ -110,6 +110,7 @@ def test_the_largest_micro_batch_is_the_measured_one():
     ):
         assert advice.largest_micro_batch(model, layout, rungs()["COAT"], 80e9) == largest
     assert advice.largest_micro_batch(model, layout, rungs()["BF16"], 10e9) == 0
+    assert advice.largest_micro_batch(model, layout, rungs()["BF16"], 1e18) == advice.MOST
 
 
 def test_the_recommendation_fits_and_can_be_pasted(capsys, tmp_path):
@@ -283,6 +284,38 @@ def test_fit_keeps_megatrons_global_batch(capsys):
     # 24 sequences for each of 4 replicas; 16 at once would fit
     assert best["micro_batch"] == 12 and "--micro-batch-size 12 " in best["paste"]
     assert said(capsys, "plan", "--gpus", "8", "--megatron", *words.split(), "--micro-batch-size", "12")
+
+
+@pytest.mark.parametrize(
+    "batches, micro_batch, total",
+    [
+        ({"train_batch_size": 160}, 10, 160),
+        # as long as they are its factors
+        (
+            {"train_batch_size": 160, "train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 20},
+            10,
+            160,
+        ),
+        ({"gradient_accumulation_steps": 20}, 13, None),
+    ],
+    ids=["alone", "and its factors", "none"],
+)
+def test_fit_keeps_deepspeeds_global_batch(capsys, tmp_path, monkeypatch, batches, micro_batch, total):
+    """Learning rates are of one. Of 20 sequences for each GPU 13 at once would fit."""
+    from deepspeed.runtime import config
+
+    (tmp_path / "ds.json").write_text(json.dumps({**batches, "zero_optimization": {"stage": 2}}))
+    words = ["plan", *SHAPE, "--gpus", "8", "--deepspeed", str(tmp_path / "ds.json"), "--fit", "80GB"]
+    best = plain(capsys, *words)["recommended"]
+    pasted = json.loads(best["paste"])
+    assert best["micro_batch"] == micro_batch == pasted["train_micro_batch_size_per_gpu"]
+    assert pasted.get("train_batch_size") == total
+    monkeypatch.setattr(config.dist, "get_rank", lambda: 0)
+    monkeypatch.setattr(config.dist, "get_world_size", lambda: 8)
+    assert config.DeepSpeedConfig(pasted).train_batch_size == (total or 8 * 13 * 20)
+    # a number of micro-batches on the command line goes before it
+    pasted = json.loads(plain(capsys, *words, "--accumulation", "4")["recommended"]["paste"])
+    assert pasted["gradient_accumulation_steps"] == 4 and "train_batch_size" not in pasted
 
 
 def test_the_picture_is_drawn(capsys, tmp_path):

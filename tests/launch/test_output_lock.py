@@ -104,6 +104,14 @@ def test_locks_left_behind(tmp_path, changes, monkeypatch):
     lock.check()
 
 
+def test_a_job_that_says_nothing_of_restarts_was_not_restarted(tmp_path, monkeypatch):
+    """As where a script hands on a variable that is not set."""
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "")
+    OutputLock(tmp_path).take(lambda line: None)
+    assert json.loads((tmp_path / NAME).read_bytes())["restarts"] == 0
+
+
 UNKNOWN = {
     "another machine": {"host": "node7", "boot": "other"},
     "a container of this machine": {"pids": "pid:[1]"},

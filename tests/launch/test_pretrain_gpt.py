@@ -252,6 +252,26 @@ def test_a_signal_ends_a_comparison(tmp_path):
     assert (tmp_path / "bf16/checkpoints/latest").exists() and not (tmp_path / "coat").exists()
 
 
+@pytest.mark.long("two runs, each of which imports the frameworks")
+def test_a_signal_between_the_runs_of_a_comparison_is_the_second_ones(tmp_path):
+    """It ended in a traceback, or was forgotten, or killed the run that had just started."""
+    process = subprocess.Popen(
+        command("--compare", "--steps", 3, "--output", tmp_path), env=ENV, stderr=subprocess.PIPE, text=True
+    )
+    try:
+        deadline = time.monotonic() + 300
+        # the last that the first one writes
+        while not (tmp_path / "bf16/summary.json").exists():
+            assert process.poll() is None and time.monotonic() < deadline
+            time.sleep(0.01)
+        process.terminate()
+        _, stderr = process.communicate(timeout=300)
+    finally:
+        process.kill()
+    assert process.returncode == pretrain_gpt.STOPPED and "go on with --resume" in stderr, stderr
+    assert (tmp_path / "coat/checkpoints/latest").read_text() == "step1"
+
+
 def test_divergence_stops_the_run(tmp_path, monkeypatch):
     # a torchrun that restarts has to see a failure
     monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "3")
@@ -338,6 +358,8 @@ def test_config_errors(tmp_path, capsys):
     assert "--data: found an empty path. Name one" in text("--data", "")
     assert "--output: found an empty path. Name one" in text("--output", "")
     assert "--seed: expected 0 or more, found -1" in text("--seed", -1)
+    assert f"--seed: expected a number below 2^63, found {2**63}" in text("--seed", 2**63)
+    assert parse_args(["--data", "x", "--seed", str(2**63 - 1)]).seed == 2**63 - 1
     without = host_config(tmp_path, optimizer={"type": None})
     assert "ds.json: optimizer: found none. Add {" in text("--deepspeed-config", without)
     assert "needs --tensor-model-parallel-size above 1, found 1" in text("--sequence-parallel")

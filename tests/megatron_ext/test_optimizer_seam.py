@@ -10,6 +10,7 @@ import torch
 from coat_ds.config import CoatConfig, CoatConfigError
 from coat_ds.optim.fragments import Fragment
 from coat_ds.optim.moment import Moment
+from coat_ds.watch.states import StateSampler, figures
 from coat_kernels.adamw import join_master
 from tests.megatron_ext.test_optimizer import FFN, MODES, H, S, Trainer
 from tests.util import Made, default_dtype, rel_rms
@@ -166,6 +167,21 @@ def test_copies_go_on_as_the_optimizer_does(copied):
     for name in ("exp_avg", "exp_avg_sq"):
         assert isinstance(theirs["state"][0][name], Moment)
         assert torch.equal(theirs["state"][0][name].decode(), ours["state"][0][name].decode())
+
+
+def test_decoupled_gradients_are_watched():
+    """As of Megatron's precision-aware optimizer, whose parameters have no others."""
+    from megatron_ext.optimizer import MegatronAdamW
+
+    p = torch.nn.Parameter(torch.ones(16, 128, dtype=torch.bfloat16))
+    optimizer = MegatronAdamW([p], use_decoupled_grad=True, min_numel=0)
+    sampler = StateSampler(optimizer, ["w"], lambda: {p: [("w", 0, p.numel())]})
+    p.decoupled_grad = torch.ones(p.shape)
+    optimizer.step()
+    sampler.open()
+    optimizer.step()
+    (sums,) = sampler.close().tolist()
+    assert 0 < figures(sums)["update_error"] < 0.1
 
 
 def test_masters_are_read_and_written_part_by_part(monkeypatch):

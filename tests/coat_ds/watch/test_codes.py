@@ -136,6 +136,8 @@ def test_samples_of_many_tensors_are_counted_under_their_own_names(monkeypatch):
                 x[: 1 + i] = 0
                 x[-1, : 2 + repeat] = torch.finfo(dtype).max
                 counter.codes(role, scale, x.to(dtype))
+                # copies are not kept until the end
+                assert len(counter._samples) < 3
     for i in range(4):
         count = 2 * 32 * 4 * (1 + i % 2)
         # of the fourth layer's eight rows the first four, of the others' as many as they are
@@ -244,6 +246,18 @@ def test_codes_with_and_without_groups_are_counted_apart():
     counter.saved("other", q.codes, q.exponent)
     assert figures_of(counter, "0") == {"input_flushed": 0.0, "input_saturated": 0.0}
     assert figures_of(counter, "other")["saved_flushed"] == 15 / 16
+
+
+def test_codes_that_a_forward_saves_last_wait_for_nothing_of_the_next_one():
+    """As of chunks of a pipeline. The first one's codes are freed as ever."""
+    counter = CodeCounter(linear())
+    saved = SavedCodes(counter, lambda address: False)
+    for kept in (torch.ones(4, 32, dtype=torch.int8), torch.full((4, 2), 9, dtype=torch.uint8)):
+        with saved.counting():
+            held = Keeps.apply(torch.ones(2, requires_grad=True), kept)
+        saved.forget()
+    assert figures_of(counter, "other") == {}
+    del held
 
 
 @pytest.mark.parametrize(
@@ -435,6 +449,22 @@ def test_hooks_of_somebody_else_stay_where_they_are(replayed):
     seen.clear()
     replayed(ids, labels=ids)
     assert len(seen) == first
+
+
+def test_a_block_that_fails_hides_no_other_one():
+    """As of a model that goes on without it."""
+    model = coat_ds.convert(torch.nn.ModuleList(torch.nn.Linear(64, 64) for _ in range(2)).bfloat16())
+    with_graphs(model)
+    model[0].forward = fails
+    saved = SavedCodes(CodeCounter(model), is_weight_of(model))
+    # it is the turn of block 1
+    blocks = Blocks(saved, 1)
+    blocks.open()
+    with pytest.raises(RuntimeError, match="on purpose"):
+        model[0](torch.ones(16, 64))
+    model[1](torch.ones(16, 64, dtype=torch.bfloat16))
+    blocks.close()
+    assert set(saved._blocks.values()) == {"1"}
 
 
 def test_a_forward_that_fails_leaves_no_hooks(replayed):

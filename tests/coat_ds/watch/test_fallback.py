@@ -133,6 +133,15 @@ def test_a_layer_that_falls_back_computes_in_bf16_until_watching_ends():
     assert made(x).equal(before)
 
 
+def test_graphs_of_other_layers_stay():
+    """Of layer 1, where layer 10 falls back."""
+    made = coat_ds.convert(torch.nn.ModuleList(model() for _ in range(11)).bfloat16())
+    with_graphs(made)
+    fallback = Fallback(made, WatchConfig(act="act", readings=1), lambda *_: None, lambda *_: None)
+    fallback.judge(1, {}, {"10.0": {"input_flushed": 1.0}})
+    assert [layer.graphs.count for layer in made] == [1] * 10 + [0]
+
+
 def test_all_layers_of_a_joint_product_fall_back():
     from tests.coat_ds.watch.test_engine import llama
 

@@ -143,3 +143,36 @@ def test_a_forward_that_fails_is_watched_when_it_is_tried_again(blocks):
     watch.close()
     assert len({reading.memory["saved"] for reading in readings}) == 1
     assert readings[0].memory["saved"] > 0
+
+
+def test_an_interrupted_forward_leaves_no_hooks(blocks):
+    """torch calls no hooks behind what is no Exception."""
+    watch = Watch(blocks, None, {"every": 1}, [lambda reading: None])
+
+    def interrupted(x):
+        blocks[0](x)
+        raise KeyboardInterrupt
+
+    blocks.forward = interrupted
+    with pytest.raises(KeyboardInterrupt):
+        blocks(torch.ones(16, 64, dtype=torch.bfloat16))
+    watch.close()
+    assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in blocks.modules())
+
+
+def test_a_block_of_a_forward_that_failed_was_not_looked_at(blocks):
+    """Where the forward that is tried again ends without it."""
+    watch = Watch(blocks, None, {"every": 1}, [lambda reading: None])
+
+    def fails(x):
+        blocks[1](blocks[0](x))
+        raise RuntimeError("on purpose")
+
+    blocks.forward = fails
+    with pytest.raises(RuntimeError, match="on purpose"):
+        blocks(torch.ones(16, 64, dtype=torch.bfloat16))
+    blocks.forward = lambda x: blocks[0](x)
+    (found,) = sums_of_steps(watch, 1)
+    # the turn of block 1
+    assert [found[name][codes.REPLAYED] for name in ("0.0", "1.0")] == [1, 1]

@@ -31,6 +31,22 @@ def test_a_plain_loop(tmp_path):
     assert not made._forward_pre_hooks and not made._forward_hooks
 
 
+def test_a_tensor_and_a_layer_of_one_group_share_its_figures():
+    made, readings = coat_ds.convert(model().bfloat16()), []
+    # one more number among the layers
+    scale = torch.nn.Parameter(torch.ones(16, 64, dtype=torch.bfloat16))
+    made.register_parameter("2", scale)
+    optimizer = CoatAdamW(made.named_parameters(), min_numel=0)
+    watch = Watch(made, optimizer, {"every": 1}, [readings.append])
+    # there are no states before the first step
+    for _ in range(2):
+        (made(torch.ones(16, 64, dtype=torch.bfloat16)) * scale).sum().backward()
+        optimizer.step()
+        watch.end_step()
+    watch.close()
+    assert readings[1].groups["*"].keys() >= {"update_error", "input_flushed"}
+
+
 def test_forwards_that_train_nothing_are_not_watched():
     made = coat_ds.convert(model().bfloat16())
     watch = Watch(made, None, {"every": 1}, [lambda reading: None])
@@ -155,6 +171,32 @@ def test_of_a_step_of_several_forwards_the_first_one_is_what_is_saved():
     assert saved == [2 * 16 * 64 * 4] * 2
 
 
+def test_tensors_of_two_optimizers_are_in_one_reading():
+    made, readings = torch.nn.ModuleDict({name: torch.nn.Linear(64, 64) for name in "ab"}), []
+    optimizers = [CoatAdamW(list(made[name].named_parameters()), min_numel=0) for name in "ab"]
+    made.forward = lambda x: made["b"](made["a"](x))
+    watch = Watch(made, optimizers, {"every": 2}, [readings.append])
+    for _ in range(2):
+        made(torch.randn(16, 64)).square().sum().backward()
+        for optimizer in optimizers:
+            optimizer.step()
+        watch.end_step()
+    watch.close()
+    for name in "ab":
+        assert 0 < readings[0].groups[f"{name}.weight"]["update_error"] < 0.1
+
+
+def test_a_loop_that_resumes_counts_on():
+    made, readings = model(), []
+    watch = Watch(made, None, {"every": 4}, [readings.append])
+    watch.go_on_from(6)
+    for _ in range(4):
+        made(torch.ones(16, 64)).sum().backward()
+        watch.end_step()
+    watch.close()
+    assert [reading.step for reading in readings] == [8]
+
+
 COMPILED = {
     "itself": lambda made, **how: made.compile(**how) or made,
     "a layer": lambda made, **how: made[0].compile(**how) or made,
@@ -238,21 +280,26 @@ def test_sums_are_over_all_ranks():
     assert 0 < first["*.weight"]["update_error"] < 0.1
 
 
-def by_themselves():
-    """Ranks that train models of their own, each a group."""
+def by_themselves(folder):
+    """Ranks that train models of their own, each a group, and write readings of their own."""
     torch.distributed.init_process_group("gloo")
     groups = [torch.distributed.new_group([rank]) for rank in range(2)]
     rank = torch.distributed.get_rank()
     made = coat_ds.convert(model().bfloat16())
     optimizer = CoatAdamW(made.named_parameters())
-    watch = Watch(made, optimizer, {"every": 1, "act": "warn"}, process_group=groups[rank])
+    config = {"every": 1, "folder": f"{folder}/{rank}"}
+    watch = Watch(made, optimizer, config, process_group=groups[rank], rank=rank)
     made(torch.full((16, 64), float(rank), dtype=torch.bfloat16)).sum().backward()
     optimizer.step()
     watch.end_step()
     watch.take_in()
-    return watch.last.groups["*"]["input_flushed"]
+    # where nobody of the group writes, nobody waits for the folder either
+    Watch(made, optimizer, {"every": 1, "folder": "/proc"}, process_group=groups[rank], rank=1 - rank)
+    (written,) = read(f"{folder}/{rank}")
+    return written.groups["*"]["input_flushed"]
 
 
-def test_sums_are_over_the_ranks_of_a_group():
+def test_sums_are_over_the_ranks_of_a_group(tmp_path):
     # of the two layers' inputs one is zero, or none
-    assert run_distributed(by_themselves, 2) == [pytest.approx(0.5, abs=0.02), pytest.approx(0, abs=0.02)]
+    found = run_distributed(by_themselves, 2, str(tmp_path))
+    assert found == [pytest.approx(0.5, abs=0.02), pytest.approx(0, abs=0.02)]

@@ -53,8 +53,13 @@ def test_what_the_pictures_show(tmp_path, monkeypatch):
     figures = []
     monkeypatch.setattr(plt, "close", figures.append)
     readings = [
-        Reading(step, 0, {f"{i}": {"stalled": i * error} for i in range(8)}, {"weights": step * 10**6}, [])
-        for step, error in ((10, 0.01), (30, 0.02))
+        Reading(step, 0, {f"{i}": {"stalled": i * error} for i in range(8)}, memory, [])
+        for step, error, memory in (
+            (10, 0.01, {"weights": 10**7}),
+            (20, 0.01, {"weights": 10**7, "saved": 2 * 10**7}),
+            # as of a model that was compiled since
+            (30, 0.02, {"weights": 10**7, "states": 10**7}),
+        )
     ]
     draw(readings, tmp_path)
     monkeypatch.undo()
@@ -62,9 +67,10 @@ def test_what_the_pictures_show(tmp_path, monkeypatch):
     drawn = {line.get_label(): line for line in errors.axes[0].lines}
     # in percent, by name those that are worst
     assert {name for name in drawn if name in "01234567"} == set("234567") and len(errors.axes[0].lines) == 8
-    assert drawn["7"].get_xdata().tolist() == [10, 30]
-    assert drawn["7"].get_ydata().tolist() == pytest.approx([7, 14])
+    assert drawn["7"].get_xdata().tolist() == [10, 20, 30]
+    assert drawn["7"].get_ydata().tolist() == pytest.approx([7, 7, 14])
     assert memory.axes[0].dataLim.y1 == 30, "MB"
+    assert [text.get_text() for text in memory.legends[0].texts] == ["weights", "saved", "states"]
     for figure in figures:
         plt.close(figure)
 
@@ -90,11 +96,21 @@ def test_the_command_says_what_the_last_reading_lacks(run, capsys):
     assert rows[-1] == "fallen back: layers.0"
 
 
+@pytest.mark.parametrize("order", [1, -1])
+def test_the_command_takes_a_nan_for_the_worst(tmp_path, capsys, order):
+    """As of a step whose gradients were not finite."""
+    errors = [("a", 0.2), ("b", float("nan")), ("c", 0.3)][::order]
+    for step, found in ((2, errors), (4, [("a", 0.9)])):
+        jsonl(tmp_path)(Reading(step, 0, {group: {"update_error": error} for group, error in found}, {}, []))
+    assert cli.main(["watch", str(tmp_path), "--no-pictures"]) == 0
+    assert capsys.readouterr().out.splitlines()[2].split() == ["update_error", "90.00%", "nan%", "2", "a"]
+
+
 def test_the_command_as_json_and_elsewhere(run, tmp_path, capsys):
     assert cli.main(["watch", str(run), "--json"]) == 0
     assert json.loads(capsys.readouterr().out) == reading(6, 0.02)._asdict()
-    assert cli.main(["watch", str(run / "watch.jsonl"), "--pictures", str(tmp_path / "new")]) == 0
-    assert sorted(p.name for p in (tmp_path / "new").iterdir()) == ["errors.png", "memory.png"]
+    assert cli.main(["watch", str(run / "watch.jsonl"), "--pictures", str(tmp_path / "a/new")]) == 0
+    assert sorted(p.name for p in (tmp_path / "a/new").iterdir()) == ["errors.png", "memory.png"]
     assert not (run / "errors.png").exists()
     # the output of `coat train`, which has the run's folder in it
     assert cli.main(["watch", str(run.parent)]) == 2
@@ -158,8 +174,37 @@ def test_a_full_disk_costs_a_reading_and_not_the_run(tmp_path, caplog):
     watch.close()
     # nothing is left of what was cut off
     assert [r.step for r in read(tmp_path)] == [1, 4, 5] and watch.last.step == 5
+    assert (tmp_path / "watch.jsonl").read_bytes().count(b"\n") == 3
     said = [r.message for r in caplog.records if "coat.watch.folder" in r.message]
     assert len(said) == 2 and said[0].endswith("the reading of step 2 is not there. Make room.")
+
+
+@pytest.mark.parametrize("kept", [-1, 20, 1])
+def test_a_line_that_was_cut_off_costs_that_reading_alone(run, kept, capsys, caplog):
+    """As of a machine that lost its power. A run that resumes does not write on in that line."""
+    path = run / "watch.jsonl"
+    *before, last = path.read_bytes().splitlines(keepends=True)
+    # where the end of the line alone is lost, the reading is whole
+    whole, steps = kept == -1, [2, 4, 6] if kept == -1 else [2, 4]
+    path.write_bytes(b"".join(before) + last[:kept])
+    assert [r.step for r in read(run)] == steps
+    jsonl(run)(reading(8, 0.05))
+    assert [r.step for r in read(run)] == [*steps, 8] and read(run)[-1] == reading(8, 0.05)
+    said = [line for line in caplog.messages if line == f"{path}: line 4 was cut off: left out"]
+    assert len(said) == len(caplog.messages) == (0 if whole else 3)
+    assert cli.main(["watch", str(run), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == reading(8, 0.05)._asdict()
+
+
+def test_blocks_that_a_lost_machine_never_wrote_are_left_out(run, caplog):
+    """Some file systems fill them with zeros, or with what was there."""
+    path = run / "watch.jsonl"
+    for rest in (b"\0" * 512, b"\xff\xfe\x80"):
+        with path.open("ab") as file:
+            file.write(rest)
+        jsonl(run)(reading(8, 0.05))
+    assert [r.step for r in read(run)] == [2, 4, 6, 8]
+    assert caplog.messages == [f"{path}: lines 5, 7 were cut off: left out"]
 
 
 @pytest.mark.parametrize("content", ["", "{}\n", "no\n", "[" * 10**5], ids=lambda text: text[:3])
@@ -274,9 +319,10 @@ def logged_by(trainer):
 
 def test_trainer_logs_readings(tmp_path):
     trainer, optimizer = trainer_of(tmp_path)
-    trainer.train()
-    logged = logged_by(trainer)
-    assert [entry["coat/step"] for entry in logged] == [2, 4]
+    for _ in range(2):
+        trainer.train()
+        logged = logged_by(trainer)
+        assert [entry["coat/step"] for entry in logged] == [2, 4]
     # it has ended
     assert not [m for m in trainer.model.modules() if m._forward_hooks or m._forward_pre_hooks]
     assert not optimizer._optimizer_step_post_hooks
@@ -307,7 +353,8 @@ def test_trainer_goes_on_counting_after_an_interruption(tmp_path):
 
 def test_trainer_resumes_with_what_has_fallen_back(tmp_path, caplog):
     caplog.set_level("INFO", "coat_ds")
-    limits = {"every": 1, "act": "act", "readings": 1, "update_error": 1e-6}
+    # a reading of the step that is saved
+    limits = {"every": 3, "act": "act", "readings": 1, "update_error": 1e-6}
     trainer, _ = trainer_of(tmp_path, limits, save_steps=3)
     trainer.train()
     fallen = trainer.state.stateful_callbacks["coat_watch"]
