@@ -20,6 +20,8 @@ SHOWN = {
     "COAT": ("COAT", "#d9480f", "coat"),
 }
 LIMIT_GB = 80
+# the paper's GPUs
+H100S = {"Llama-2-7B": "train_7b_4gpu_h100.csv", "Llama-2-13B": "train_13b_4gpu_h100.csv"}
 
 
 def measured(results: Path) -> dict[str, dict]:
@@ -50,6 +52,30 @@ def largest(results: Path, system: str) -> str:
         return "does not fit" if tried else "not measured"
     best = max(fitting, key=lambda row: row["tokens_per_s_gpu"])
     return f"{best['micro_batch']} sequences: {best['tokens_per_s_gpu']:,.0f} tokens/s"
+
+
+def gains(results: Path, file: str) -> tuple[float, float]:
+    """COAT's speed over BF16's under ZeRO-3: at the same micro-batch, and at the fastest that each has place
+    for."""
+
+    def fastest(system: str, limited: bool) -> float:
+        where = (system, "zero3", limited)
+        found = [r for r in read_rows(results / file) if (r["system"], r["way"], r["limited"]) == where]
+        return max(row["tokens_per_s_gpu"] for row in found)
+
+    equal, largest = (fastest("COAT", limited) / fastest("BF16", limited) for limited in (False, True))
+    return equal, largest
+
+
+def on_h100s(results: Path) -> str:
+    """What COAT gains on the paper's GPUs."""
+    equal, largest = zip(*(gains(results, file) for file in H100S.values()), strict=True)
+    first, second = H100S
+    return (
+        f"[On four H100s](docs/performance.md#h100s) under ZeRO-3 COAT trains {first} {equal[0]:.1f} and "
+        f"{second} {equal[1]:.1f} times as fast as BF16; at the fastest micro-batch that each has place for, "
+        f"{largest[0]:.1f} and {largest[1]:.1f} times."
+    )
 
 
 def loss(results: Path, run: str | None) -> str:
@@ -85,7 +111,7 @@ def table(results: Path) -> str:
         f"{base['gpus']} × {base['device']}, DeepSpeed ZeRO-{WAY[-1]}, {base['micro_batch']} × 2048 tokens a "
         f"GPU, torch {base['torch']}, triton {base['triton']}, {base['date']}, commit {base['commit']}; "
         'TransformerEngine with delayed scaling; COAT is `{"enabled": true}`. Loss: validation loss after '
-        f"{small['tokens'] / 1e6:.0f} million tokens.",
+        f"{small['tokens'] / 1e6:.0f} million tokens. {on_h100s(results)}",
     ]
     return "\n".join(lines) + "\n"
 

@@ -11,7 +11,7 @@ from benchmarks.common.harness import RESULTS
 
 @pytest.fixture
 def results(tmp_path):
-    for name in (front_page.MODELS, front_page.LOSSES):
+    for name in (front_page.MODELS, front_page.LOSSES, *front_page.H100S.values()):
         shutil.copy(RESULTS / name, tmp_path)
     return tmp_path
 
@@ -45,6 +45,18 @@ def test_table_follows_the_results(results):
     table = front_page.table(results)
     assert "| COAT | 48.0 GB (0.50×) | 20,000 (2.00×) | 7 sequences: " in table
     assert "| BF16 | 96.0 GB (1.00×) | 10,000 (1.00×) | does not fit | 1.4818 (3 seeds: " in table
+
+
+def test_gains_on_the_papers_gpus_are_those_of_its_rows(results):
+    file = front_page.H100S["Llama-2-13B"]
+    with (results / file).open("w", newline="") as opened:
+        rows = csv.writer(opened)
+        rows.writerow(["system", "way", "limited", "micro_batch", "tokens_per_s_gpu"])
+        rows.writerows([["BF16", "zero3", False, 1, 1000.0], ["COAT", "zero3", False, 1, 3000.0]])
+        rows.writerows([["BF16", "zero3", True, 1, 1100.0], ["COAT", "zero3", True, 4, 5500.0]])
+        rows.writerows([["COAT", "zero3", True, 6, 4400.0], ["COAT", "tp4", False, 1, 9000.0]])
+    assert front_page.gains(results, file) == (3, 5)
+    assert "Llama-2-13B 3.0 times as fast as BF16; at the fastest" in front_page.table(results)
 
 
 def test_rows_of_several_runs_are_not_compared(results):
