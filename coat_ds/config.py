@@ -265,7 +265,8 @@ class ActivationsConfig(_Block):
 
     weight_cache: str = _choice("none", WEIGHT_CACHES)
     """What is kept of quantized weights over the micro-batches of a step: nothing, or "fp8", two bytes a
-    parameter, which saves quantizing them again; of frozen ones, for good. Who writes a weight through
+    parameter, which saves quantizing them again; of frozen ones, for good. Under ZeRO-3 every GPU then holds
+    those of all layers, and with one micro-batch a step nothing was gained. Who writes a weight through
     `.data` between steps calls `coat_kernels.weights.invalidate_weight_caches()`."""
 
     fast_accumulation: str = _choice("forward", FAST_ACCUMULATION)
