@@ -296,12 +296,12 @@ def test_fit_keeps_megatrons_global_batch(capsys):
             10,
             160,
         ),
-        ({"gradient_accumulation_steps": 20}, 13, None),
+        ({"gradient_accumulation_steps": 20}, 12, None),
     ],
     ids=["alone", "and its factors", "none"],
 )
 def test_fit_keeps_deepspeeds_global_batch(capsys, tmp_path, monkeypatch, batches, micro_batch, total):
-    """Learning rates are of one. Of 20 sequences for each GPU 13 at once would fit."""
+    """Learning rates are of one. Of 20 sequences for each GPU 12 at once would fit."""
     from deepspeed.runtime import config
 
     (tmp_path / "ds.json").write_text(json.dumps({**batches, "zero_optimization": {"stage": 2}}))
@@ -312,7 +312,7 @@ def test_fit_keeps_deepspeeds_global_batch(capsys, tmp_path, monkeypatch, batche
     assert pasted.get("train_batch_size") == total
     monkeypatch.setattr(config.dist, "get_rank", lambda: 0)
     monkeypatch.setattr(config.dist, "get_world_size", lambda: 8)
-    assert config.DeepSpeedConfig(pasted).train_batch_size == (total or 8 * 13 * 20)
+    assert config.DeepSpeedConfig(pasted).train_batch_size == (total or 8 * 12 * 20)
     # a number of micro-batches on the command line goes before it
     pasted = json.loads(plain(capsys, *words, "--accumulation", "4")["recommended"]["paste"])
     assert pasted["gradient_accumulation_steps"] == 4 and "train_batch_size" not in pasted
