@@ -146,8 +146,10 @@ def test_a_dry_run_counts_what_is_predicted(measured):
         assert row["gpus"] == 1 and row["micro_batch"] == 2 and row["limited"] is False
         if layers != 2:
             assert row["loss_first"] == pytest.approx(math.log(512), abs=0.1)
+        # what small layers save is their graphs' on a GPU, beside an input and two gradients of 64 channels
+        saved = row["saved_predicted_mb"] or row["graphs_predicted_mb"] - 3 * 2 * (2 * 64) * 64 / 1e6
         # on a CPU Megatron's layers keep more than on a GPU: FP32 inputs of norms, and qkv beside its parts
-        assert row["saved_predicted_mb"] <= row["saved_mb"] < 1.6 * row["saved_predicted_mb"]
+        assert saved <= row["saved_mb"] < 1.6 * saved
     for system in systems:
         one, two, three = (found[system, layers] for layers in (1, 2, 3))
         assert two["extrapolated_from"] == "1 and 3 layers" and "loss_first" not in two
