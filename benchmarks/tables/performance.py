@@ -1,6 +1,8 @@
 """Tables of docs/performance.md."""
 
+import functools
 import statistics
+from collections.abc import Iterable
 
 from benchmarks.common.harness import read_rows
 from benchmarks.tables.blocks import Results, between, block, bullets, gb, percent, table
@@ -38,13 +40,20 @@ MODELS = (
 
 @block("performance.md", "whole models")
 def whole_models(results: Results) -> str:
-    lines = []
-    for title, files, where in MODELS:
-        wanted = {"limited": False} | where
-        commit = results.row(files[0], system="COAT", **wanted)["commit"]
-        lines.append([title, *(_cell(results, files, system, wanted, commit) for system in SYSTEMS)])
     head = ["tokens per second and GPU; peak GB", *SYSTEMS.values()]
-    return table(head, *lines) + "\n\\* in another run than the row's COAT.\n"
+    return _starred(table(head, *(_line(results, *model, SYSTEMS) for model in MODELS)))
+
+
+def _starred(found: str) -> str:
+    """A table, and what its stars say."""
+    return found + ("\n\\* in another run than the row's COAT.\n" if "\\*" in found else "")
+
+
+def _line(results: Results, title: str, files: list[str], where: dict, systems: Iterable[str]) -> list[str]:
+    """Of a table with a column for each system."""
+    wanted = {"limited": False} | where
+    commit = results.row(files[0], system="COAT", **wanted)["commit"]
+    return [title, *(_cell(results, files, system, wanted, commit) for system in systems)]
 
 
 def _cell(results: Results, files: list[str], system: str, where: dict, commit: str) -> str:
@@ -59,7 +68,8 @@ def _cell(results: Results, files: list[str], system: str, where: dict, commit: 
     if not fast.get("tokens_per_s_gpu"):
         tried = ", ".join(str(size) for size in sorted({r["micro_batch"] for r in found}))
         return f"does not fit (tried: {tried})" if where["limited"] else "out of memory"
-    batch = f"{fast['micro_batch']} sequences: " if where["limited"] else ""
+    size = fast["micro_batch"]
+    batch = f"{size} sequence{'s' * (size > 1)}: " if where["limited"] else ""
     elsewhere = "" if fast["commit"] == commit else " \\*"
     return f"{batch}{fast['tokens_per_s_gpu']:,.0f}; {gb(fast)}{elsewhere}"
 
@@ -103,6 +113,8 @@ def notes(results: Results) -> str:
     )
 
 
+# the paper's rows of several GPUs
+SEVERAL = (("7B", 2, "2 × 2048"), ("13B", 2, "1 × 1024"), ("7B", 4, "2 × 2048"), ("13B", 4, "1 × 2048"))
 # rows of the paper's table 6, by our names of shapes
 PAPERS = {
     "llama-2-7b": "h 4096, 4 × 2048",
@@ -152,7 +164,6 @@ def layer(results: Results) -> str:
 
 @block("performance.md", "H100s")
 def h100s(results: Results) -> str:
-    one, systems = "train_7b_1gpu_h100.csv", ("BF16", "TE FP8", "COAT")
     saved = results.row("reproduce_h100.csv", table=2, system="COAT", figure="saved_h")
 
     def layer(shape: str) -> list[str]:
@@ -162,85 +173,64 @@ def h100s(results: Results) -> str:
         here = [f"{row['ms']:.2f} ({row['ms'] / base:.2f}); {row['saved_h']:.1f}" for row in rows]
         return [*here, f"{paper['paper']:.2f} ({paper['paper_to_bf16']:.2f}); {saved['paper']:.1f}"]
 
-    def model(file: str, layers: int, size: int, way: str = "zero3", named: tuple = systems) -> list[str]:
-        where = {"way": way, "layers": layers, "micro_batch": size, "limited": False}
-        rows = (results.row(file, system=system, **where) for system in named)
-        return ["out of memory" if r.get("note") else f"{r['tokens_per_s_gpu']:,.0f}; {gb(r)}" for r in rows]
+    def model(title: str, **where) -> list[str]:
+        return _line(results, title, ["train_7b_1gpu_h100.csv"], where, ("BF16", "TE FP8", "COAT"))
 
-    def sequences(count: float) -> str:
-        return f"{count:.0f} sequence{'s' * (count > 1)}"
-
-    def largest(file: str, layers: int, system: str) -> str:
-        rows = results.rows(file, system=system, layers=layers)
-        fitting = [row for row in rows if row["limited"] and not row.get("note")]
-        if not fitting:
-            return "does not fit"
-        row = max(fitting, key=lambda row: row["micro_batch"])
-        return f"{sequences(row['micro_batch'])}: {row['tokens_per_s_gpu']:,.0f}; {gb(row)}"
-
-    def of_paper(row: str, gpus: int, name: str) -> float:
-        where = {"table": 7, "row": row, "gpus": gpus, "system": "COAT", "figure": name}
-        return float(results.row("reproduce_h100.csv", **where)["paper"])
-
-    def largest_of_paper(row: str, gpus: int) -> str:
-        size, speed = (of_paper(row, gpus, name) for name in ("largest_micro_batch", "tokens_per_s_gpu"))
-        return f"{sequences(size)}: {speed:,.0f}"
-
-    def peak_of_paper(row: str, gpus: int) -> str:
-        return f"{of_paper(row, gpus, 'peak_mb') / 1e3:.1f} GB"
-
-    def over(gpus: int, model_name: str, size: int, length: int) -> list[list[str]]:
-        """The paper's micro-batch, and the largest."""
-        file, layers = f"train_{model_name.lower()}_{gpus}gpu_h100.csv", {"7B": 32, "13B": 40}[model_name]
-        tokens = f"{size} × {length}"
-        paper = f"{model_name}, {tokens}", gpus
-        return [
-            [
-                f"Llama-2-{model_name}, {gpus} GPUs, ZeRO-3, {tokens}",
-                *model(file, layers, size),
-                peak_of_paper(*paper),
-            ],
-            [
-                "the same, largest within 80 GB",
-                *(largest(file, layers, system) for system in systems),
-                largest_of_paper(*paper),
-            ],
-        ]
-
-    def others(file: str, layers: int, size: int) -> str:
-        names = {"BF16, MLP recomputed": "BF16 with the feed-forward recomputed"}
-        names |= {name: f'"{name.removeprefix("COAT, ")}"' for name in ("COAT, smallest", "COAT, fastest")}
-        found = zip(names.values(), model(file, layers, size, named=tuple(names)), strict=True)
-        return ", ".join(f"{name} {figures}" for name, figures in found)
-
-    of_one = "7B, 1 × 2048", 1
-    split = model("train_13b_4gpu_h100.csv", 40, 1, "tp4", ("BF16", "COAT"))
+    paper = functools.partial(_of_paper, results, "7B, 1 × 2048", 1)
     steps = {name: results.row("adamw_h100.csv", params="flat", optimizer=name) for name in ADAMW}
     said = ", ".join(f"{ADAMW[name]} {row['ms']:.2f} ms" for name, row in steps.items())
     return (
-        table(
-            ["", "BF16", "TransformerEngine FP8", "COAT", "the paper's COAT"],
-            ["layer, h 4096, 4 × 2048: ms (over BF16); saved, h bytes a token", *layer("llama-2-7b")],
-            ["layer, h 4096, 4 × 4096", *layer("paper-h4096-s4096")],
-            ["layer, h 2048, 4 × 4096", *layer("paper-h2048-s4096")],
-            [
-                "Llama-2-7B, ZeRO-1, 1 × 2048: tokens per second; peak GB",
-                *model(one, 32, 1, "zero1"),
-                f"{of_paper(*of_one, 'tokens_per_s_gpu'):,.0f}; {of_paper(*of_one, 'peak_mb') / 1e3:.1f}",
-            ],
-            ["12 of its 32 layers, 2 × 2048", *model(one, 12, 2, "zero1"), ""],
-            ["the same, largest within 80 GB", largest(one, 12, "BF16"), "", largest(one, 12, "COAT"), ""],
-            *over(2, "7B", 2, 2048),
-            *over(2, "13B", 1, 1024),
-            *over(4, "7B", 2, 2048),
-            *over(4, "13B", 1, 2048),
-            ["the same model over tensor parallelism of 4", split[0], "", split[1], ""],
+        _starred(
+            table(
+                ["", "BF16", "TransformerEngine FP8", "COAT", "the paper's COAT"],
+                ["layer, h 4096, 4 × 2048: ms (over BF16); saved, h bytes a token", *layer("llama-2-7b")],
+                ["layer, h 4096, 4 × 4096", *layer("paper-h4096-s4096")],
+                ["layer, h 2048, 4 × 4096", *layer("paper-h2048-s4096")],
+                [
+                    *model(
+                        "Llama-2-7B, ZeRO-1, 1 × 2048: tokens per second; peak GB", layers=32, micro_batch=1
+                    ),
+                    f"{paper('tokens_per_s_gpu'):,.0f}; {paper('peak_mb') / 1e3:.1f}",
+                ],
+                [*model("12 of its 32 layers, 2 × 2048", layers=12, micro_batch=2), ""],
+                [*model("the same, fastest within 80 GB", layers=12, limited=True), ""],
+            )
         )
         + f"\nAdamW over 2^29 parameters: {said}. COAT's takes {steps['ours']['to_copy']:.3f} of the time "
-        "of a copy of its bytes.\n\nOthers over four GPUs at the paper's micro-batches, tokens per second; "
-        f"peak GB: of 7B, {others('train_7b_4gpu_h100.csv', 32, 2)}; of 13B, "
-        f"{others('train_13b_4gpu_h100.csv', 40, 1)}.\n"
+        "of a copy of its bytes.\n"
     )
+
+
+def _of_paper(results: Results, row: str, gpus: int, figure: str) -> float:
+    """Of the paper's COAT."""
+    where = {"table": 7, "row": row, "gpus": gpus, "system": "COAT", "figure": figure}
+    return float(results.row("reproduce_h100.csv", **where)["paper"])
+
+
+@block("performance.md", "several H100s")
+def several_h100s(results: Results) -> str:
+    systems = SYSTEMS | {"COAT, fastest": "COAT, fastest"}
+    lines = []
+    for model, gpus, tokens in SEVERAL:
+        files = [f"train_{model.lower()}_{gpus}gpu_h100.csv"]
+        paper = functools.partial(_of_paper, results, f"{model}, {tokens}", gpus)
+        where = {"way": "zero3", "micro_batch": int(tokens.split()[0])}
+        equal = _line(results, f"Llama-2-{model}, {gpus} GPUs, ZeRO-3, {tokens}", files, where, systems)
+        where = {"way": "zero3", "limited": True}
+        fastest = _line(results, "the same, fastest within 80 GB", files, where, systems)
+        largest = (
+            f"{paper('largest_micro_batch'):.0f} × {tokens.split()[-1]}: {paper('tokens_per_s_gpu'):,.0f}"
+        )
+        lines += [[*equal, f"{paper('peak_mb') / 1e3:.1f} GB"], [*fastest, largest]]
+    split = _line(
+        results,
+        "Llama-2-13B, tensor parallel 4, 1 × 2048",
+        ["train_13b_4gpu_h100.csv"],
+        {"way": "tp4", "micro_batch": 1},
+        systems,
+    )
+    head = ["tokens per second and GPU; peak GB", *systems.values(), "the paper's COAT"]
+    return _starred(table(head, *lines, [*split, ""]))
 
 
 @block("performance.md", "tensor parallelism")
