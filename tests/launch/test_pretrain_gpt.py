@@ -207,68 +207,56 @@ def test_two_tensor_parallel_ranks_resume_to_the_bit(tmp_path):
     assert [reading.groups for reading in read(tmp_path / "coat")] == [r.groups for r in readings]
 
 
-def test_interrupt_keeps_the_metrics(tmp_path):
+def signalled(number, ready, *arguments):
+    """The exit status and stderr of a run that got this signal once it was `ready()`."""
     process = subprocess.Popen(
-        command("--variant", "bf16", "--steps", 100000, "--output", tmp_path),
+        command(*arguments),
         env=ENV,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
         text=True,
-        # what a shell starts in the background ignores the signal, and so would this process
+        # what a shell starts in the background ignores this one, and so would this process
         preexec_fn=functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL),
     )
     try:
         deadline = time.monotonic() + 300
-        while not ((tmp_path / "metrics.jsonl").exists() and len(losses(tmp_path)) >= 2):
+        while not ready():
             assert process.poll() is None and time.monotonic() < deadline
-            time.sleep(0.2)
-        process.send_signal(signal.SIGINT)
+            time.sleep(0.01)
+        process.send_signal(number)
         _, stderr = process.communicate(timeout=300)
     finally:
         process.kill()
-    assert process.returncode == 130
+    return process.returncode, stderr
+
+
+def has_steps(folder, count):
+    return (folder / "metrics.jsonl").exists() and len(losses(folder)) >= count
+
+
+def test_interrupt_keeps_the_metrics(tmp_path):
+    arguments = "--variant", "bf16", "--steps", 100000, "--output", tmp_path
+    status, stderr = signalled(signal.SIGINT, lambda: has_steps(tmp_path, 2), *arguments)
+    assert status == 130
     assert "stopped after step" in stderr and "metrics.jsonl" in stderr and "Traceback" not in stderr
-    assert len(losses(tmp_path)) >= 2
+    assert has_steps(tmp_path, 2)
 
 
 def test_a_signal_ends_a_comparison(tmp_path):
     """The run that it came in saves and leaves, and the other does not start."""
-    process = subprocess.Popen(
-        command("--compare", "--steps", 100000, "--output", tmp_path),
-        env=ENV,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    try:
-        deadline = time.monotonic() + 300
-        while not ((tmp_path / "metrics.jsonl").exists() and losses(tmp_path)):
-            assert process.poll() is None and time.monotonic() < deadline
-            time.sleep(0.2)
-        process.terminate()
-        _, stderr = process.communicate(timeout=300)
-    finally:
-        process.kill()
-    assert process.returncode == pretrain_gpt.STOPPED and "go on with --resume" in stderr
+    arguments = "--compare", "--steps", 100000, "--output", tmp_path
+    status, stderr = signalled(signal.SIGTERM, lambda: has_steps(tmp_path, 1), *arguments)
+    assert status == pretrain_gpt.STOPPED and "go on with --resume" in stderr
     assert (tmp_path / "bf16/checkpoints/latest").exists() and not (tmp_path / "coat").exists()
 
 
 @pytest.mark.long("two runs, each of which imports the frameworks")
 def test_a_signal_between_the_runs_of_a_comparison_is_the_second_ones(tmp_path):
     """It ended in a traceback, or was forgotten, or killed the run that had just started."""
-    process = subprocess.Popen(
-        command("--compare", "--steps", 3, "--output", tmp_path), env=ENV, stderr=subprocess.PIPE, text=True
-    )
-    try:
-        deadline = time.monotonic() + 300
-        # the last that the first one writes
-        while not (tmp_path / "bf16/summary.json").exists():
-            assert process.poll() is None and time.monotonic() < deadline
-            time.sleep(0.01)
-        process.terminate()
-        _, stderr = process.communicate(timeout=300)
-    finally:
-        process.kill()
-    assert process.returncode == pretrain_gpt.STOPPED and "go on with --resume" in stderr, stderr
+    arguments = "--compare", "--steps", 3, "--output", tmp_path
+    # the last that the first one writes
+    status, stderr = signalled(signal.SIGTERM, (tmp_path / "bf16/summary.json").exists, *arguments)
+    assert status == pretrain_gpt.STOPPED and "go on with --resume" in stderr, stderr
     assert (tmp_path / "coat/checkpoints/latest").read_text() == "step1"
 
 
