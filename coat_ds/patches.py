@@ -45,6 +45,7 @@ DECLARED_IN = (
     "coat_ds.zero.watch",
     "megatron_ext.optimizer",
     "megatron_ext.places",
+    "megatron_ext.process_groups",
     "megatron_ext.recompute",
     "megatron_ext.torch_norm",
     "megatron_ext.watch",

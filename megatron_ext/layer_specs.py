@@ -37,6 +37,7 @@ try:
     from .mlp import CoatMLP
     from .moe import CoatMoELayer, RoutedNorm, is_moe_layer, repair_router
     from .norm import CoatHeadNorm, CoatNorm, coat_bias_dropout_add, deferred_bias_dropout_add
+    from .process_groups import end_graphs_first
     from .self_attention import CoatSelfAttention
     from .torch_norm import local_norm, replace_final_norm
     from .watch import install as watch_optimizers
@@ -164,6 +165,8 @@ class CoatTransformerLayer(TransformerLayer):
         _check_layers(config)
         super().__init__(config, coat_parts(config, _has_experts(config, *args, **kwargs)), *args, **kwargs)
         self.graphs = Graphs()
+        if config.tensor_model_parallel_size > 1:
+            end_graphs_first()
 
     def forward(self, *args, **kwargs):
         y = forward_by_blocks(self, args, kwargs)

@@ -10,6 +10,8 @@ and while the replay overwrites nothing that still waits for a backward. Otherwi
 or is recorded again. Constants that a model makes anew for each forward, such as tables of angles and masks,
 are copied to fixed addresses once for all layers that read them.
 
+A graph may hold collectives. It has to end before their process group, for which `end_graphs` is there.
+
     memory.py      pools, buffers that graphs share, and copies of constants
     recording.py   both graphs of a function, and the node of autograd that replays them
     patience.py    how long calls are launched before graphs are recorded
@@ -18,7 +20,7 @@ are copied to fixed addresses once for all layers that read them.
 """
 
 from coat_kernels.graphs.calls import MOST_MOVES, MOST_SHAPES, Graphs, Place
-from coat_kernels.graphs.memory import Constant
+from coat_kernels.graphs.memory import Constant, end_graphs
 from coat_kernels.graphs.patience import PAID_OFF, WARM_UP
 from coat_kernels.graphs.recording import Recording
 
@@ -36,4 +38,5 @@ __all__ = [
     "Graphs",
     "Place",
     "Recording",
+    "end_graphs",
 ]

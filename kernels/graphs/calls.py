@@ -93,7 +93,7 @@ class Graphs:
         """Drops what was recorded, with its memory. No forward may wait for its backward."""
         self._places.clear()
         self._moves = self._patience.replays = 0
-        self._evaluations.clear()
+        self._evaluations.leave()
 
     def leave(self) -> None:
         """Drops what was recorded in training, with its share of the memory that holds it."""

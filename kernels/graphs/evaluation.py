@@ -40,9 +40,9 @@ class Evaluations:
 
     def __init__(self):
         self._patience = Patience()
-        self.clear()
+        self.leave()
 
-    def clear(self) -> None:
+    def leave(self) -> None:
         """Drops what was recorded, with its share of the memory that holds it."""
         self._recorded: Evaluation | None = None
         self._key: Hashable = None
@@ -90,5 +90,6 @@ class Evaluations:
         if self._recorded is not None:
             self._patience.dropped()
         self._recorded, self._key = recorded, key
+        memory.users.add(self)
         memory.announce(x.shape, "are evaluated")
         return True

@@ -10,6 +10,8 @@ import torch
 
 if TYPE_CHECKING:
     from coat_kernels.graphs.calls import Graphs
+    from coat_kernels.graphs.evaluation import Evaluations
+    from coat_kernels.graphs.recording import Graph
 
 logger = logging.getLogger(__name__)
 
@@ -68,7 +70,9 @@ class Memory:
         self._constants: dict[Hashable, Constant] = {}
         self._announced: set[torch.Size] = set()
         # whose graphs lie here
-        self.users: weakref.WeakSet[Graphs] = weakref.WeakSet()
+        self.users: weakref.WeakSet[Graphs | Evaluations] = weakref.WeakSet()
+        # all of them, also those that only an output's graph of autograd still holds
+        self.graphs: weakref.WeakSet[Graph] = weakref.WeakSet()
         # why nothing is recorded any more
         self.refusal: str | None = None
 
@@ -115,6 +119,12 @@ class Memory:
         for graphs in list(self.users):
             graphs.leave()
 
+    def end(self) -> None:
+        """`abandon`, and ends those that wait for their backwards, too."""
+        self.abandon()
+        for graph in list(self.graphs):
+            graph.end()
+
     def record(self, make: Callable[[], Any]) -> Any:
         """make(), or None if it fails; then nothing is recorded any more."""
         try:
@@ -157,3 +167,14 @@ def memory_of(
     if memory is None:
         memory = _memories[key] = Memory(device, thread)
     return memory
+
+
+def end_graphs() -> None:
+    """Ends all graphs of this process. Functions that are called again are recorded anew.
+
+    What comes before the end of a process group: NCCL waits there for every CUDA graph that holds one of the
+    group's collectives. Between a forward and its backward, which then could not be replayed, nobody may call
+    it.
+    """
+    for memory in list(_memories.values()):
+        memory.end()

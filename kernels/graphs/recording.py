@@ -63,9 +63,14 @@ class Graph:
         self.results = tuple(map(_borrow, made))
         self.number = pool.count
         pool.count += 1
+        memory.graphs.add(self)
 
     def replay(self) -> None:
         self._graph.replay()
+
+    def end(self) -> None:
+        """Frees what CUDA and NCCL hold for it. torch raises RuntimeError if it is replayed after that."""
+        self._graph.reset()
 
 
 class _InFlight:

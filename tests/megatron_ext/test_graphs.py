@@ -12,7 +12,7 @@ from coat_ds.config import ActivationsConfig, WatchConfig
 from coat_ds.watch import codes
 from coat_ds.watch.fallback import Fallback
 from coat_ds.watch.watch import Watch
-from coat_kernels.graphs import GRAPHED_WORK, MOST_MOVES, MOST_SHAPES, WARM_UP, Recording
+from coat_kernels.graphs import GRAPHED_WORK, MOST_MOVES, MOST_SHAPES, WARM_UP, Recording, end_graphs
 from coat_kernels.weights import invalidate_weight_caches
 from megatron_ext.blocks import dense_parts, uses_graphs
 from megatron_ext.layer_specs import coat_layer_spec
@@ -293,6 +293,30 @@ def test_weights_that_move_are_recorded_again(device):
             found = gradients(layer, *run(layer, x), x)
             assert all(map(torch.equal, found, gradients(plain, *run(plain, x), x)))
         assert layer.graphs.count == (move < MOST_MOVES)
+
+
+def test_layers_are_recorded_anew_behind_the_end_of_all_graphs(device):
+    layer, plain = recorded(device)
+    evaluated = build(True, layers=1).decoder.layers[0].eval()
+    xs = inputs(device, WARM_UP + 1)
+    waiting, y = run(layer, xs[0])
+    for _ in range(2):
+        with torch.no_grad():
+            expected = [evaluated(x, attention_mask=None)[0] for x in xs]
+        assert evaluated.graphs.evaluated == 1
+        end_graphs()
+        assert layer.graphs.count == evaluated.graphs.evaluated == 0
+        with torch.no_grad():
+            assert torch.equal(evaluated(xs[0], attention_mask=None)[0], expected[0])
+    # an output held its graphs, which have ended all the same
+    with pytest.raises(RuntimeError, match="replay"):
+        y.backward(xs[0])
+    assert waiting.grad is None
+    del y
+    for x in xs:
+        found = gradients(layer, *run(layer, x), x)
+        assert all(map(torch.equal, found, gradients(plain, *run(plain, x), x)))
+    assert layer.graphs.count == 1
 
 
 def test_a_graph_of_each_shape_up_to_a_limit(device):

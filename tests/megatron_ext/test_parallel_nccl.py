@@ -6,7 +6,9 @@ import tempfile
 
 import pytest
 import torch
+import torch.distributed as dist
 
+from coat_kernels.graphs import WARM_UP
 from tests.megatron_ext import test_data_parallel as data_parallel
 from tests.megatron_ext import test_parallel as tensor_parallel
 from tests.megatron_ext import test_pipeline as pipeline
@@ -63,6 +65,28 @@ def test_messages_are_fp8_and_hidden(layers):
     runs = False, None, layers, None
     tensor_parallel.test_sequence_parallelism_moves_one_byte_an_element(runs)
     tensor_parallel.test_messages_travel_while_products_are_computed(runs)
+
+
+def _end_beside_a_model(sequence_parallel, ends):
+    """How many graphs a model had whose collectives NCCL would wait for; it lives until the process ends."""
+    device = data_parallel._setup()
+    model = data_parallel._model(2, sequence_parallel, bf16=True)
+    tokens = data_parallel._batches(device)[0, 0]
+    for _ in range(WARM_UP + 2):
+        loss = data_parallel._loss(model, tokens)
+        loss.backward()
+    found = [layer.graphs.count for layer in model.decoder.layers]
+    # the first ends the groups of tensor parallelism alone
+    for group in [model.decoder.layers[0].self_attention.linear_qkv.tp_group, None][:ends]:
+        dist.destroy_process_group(group)
+    return found, loss.item()
+
+
+@pytest.mark.parametrize("ends", [1, 2], ids=["one group", "all of them"])
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_process_groups_end_beside_a_model_with_graphs(sequence_parallel, ends):
+    for counts, _ in run_distributed(_end_beside_a_model, RANKS, sequence_parallel, ends, gpus=True):
+        assert counts == [1, 1]
 
 
 @pytest.fixture(scope="module")
