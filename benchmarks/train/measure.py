@@ -110,9 +110,13 @@ def run_case(case: Case, steps: int) -> dict[str, float]:
 def measure(place: Rank, jobs: list[Job], rows: list[dict], settings: dict) -> Iterator[dict]:
     """Case after case of one way, on one rank."""
     start(place, jobs[0].way)
+    from megatron.core.parallel_state import get_global_memory_buffer
+
     limit, fresh = settings["limit"], True
     while (case := next_case(jobs, rows, limit)) is not None:
         forget()
+        # as large as the largest micro-batch so far wanted it
+        get_global_memory_buffer().buffer.clear()
         release()
         # a new process goes on behind a case that leaves too much behind
         full = not fresh and held_bytes() > LEFT_OVER

@@ -134,7 +134,7 @@ def step_time(sizes: Sizes, layout: Layout, system: System, gpu: Gpu) -> Time:
     # logits: to FP32 and back, their exponentials and sums
     moved += tokens * sizes.vocabulary / tensor * (2 + 4 + 4 + 4 + 4 + 2) / layout.pipeline
     compute = count * (products + attention + moved / gpu.copy)
-    messages = count * _messages(sizes, layout) / gpu.link
+    messages = count * _messages(sizes, layout, system) / gpu.link
     routed, rest = _on_gpu(sizes, layout)
     stepped = routed / layout.expert_data + rest / layout.data if layout.stage else routed + rest
     per_element = 2 * system.state_bytes() + (4 if system.bf16_masters else 8) + _GRADIENT + _WEIGHT
@@ -200,7 +200,7 @@ def _on_gpu(sizes: Sizes, layout: Layout) -> tuple[float, float]:
     return layers * routed, layers * rest + around / (layout.tensor * layout.pipeline)
 
 
-def _messages(sizes: Sizes, layout: Layout) -> float:
+def _messages(sizes: Sizes, layout: Layout, system: System) -> float:
     """Bytes that a GPU sends for a micro-batch. Of none is it counted that it may go beside computation: as
     measured, even at stage 3 hardly any of its time is hidden."""
     routed, rest = _on_gpu(sizes, layout)
@@ -208,11 +208,14 @@ def _messages(sizes: Sizes, layout: Layout) -> float:
     weights = 2 * (rest * (1 - 1 / layout.data) + routed * (1 - 1 / layout.expert_data))
     layers, found = sizes.layers / layout.pipeline, 0.0
     if layout.tensor > 1:
-        # four gathers and four reductions of hidden states, and two gathers for gradients of weights; half of
-        # them around the feed-forward layer
-        hidden = 2 * layout.tokens * sizes.hidden * (layout.tensor - 1) / layout.tensor
-        shared = 5 if sizes.experts is None or sizes.experts.shared else 0
-        found += (5 + sizes.mean(5, shared)) * layers * hidden
+        # Around attention and around the feed-forward layer three gathers of hidden states, one of them for
+        # gradients of weights, and two reductions, which are in BF16. Without sequence parallelism two sums,
+        # of a reduction and a gather each.
+        gathered = 2 if system.layers == "bf16" else 1
+        each = 3 * gathered + 2 * 2 if layout.sequence_parallel else 2 * (2 + 2)
+        hidden = layout.tokens * sizes.hidden * (layout.tensor - 1) / layout.tensor
+        shared = each if sizes.experts is None or sizes.experts.shared else 0
+        found += (each + sizes.mean(each, shared)) * layers * hidden
     if sizes.experts is not None:
         found += sizes.mean(0, _dispatched(sizes.experts, sizes.hidden, layout)) * layers
     if layout.stage == 3:

@@ -272,10 +272,17 @@ def test_messages_of_a_step_are_those_on_paper():
         found = counts(gpus=4, stage=stage, accumulation=accumulation).messages
         assert found == pytest.approx(times * whole), (stage, accumulation)
     assert counts(gpus=4, stage=3, quantized_gathers=True).messages == pytest.approx(2 * whole)
-    # five exchanges a layer forward and five backward, of half of the hidden states; and half of the model
-    hidden = 2 * 8 * 64 / 2
-    expected = 10 * 2 * hidden + 2 * (2 * SMALL.parameters / 2) / 2
-    assert counts(gpus=4, tensor=2, stage=1).messages == pytest.approx(expected)
+    # of half of the hidden states two gathers and two reductions a layer forward, and four and two backward:
+    # gradients, and inputs once more; and half of the model
+    hidden, model = 2 * 8 * 64 / 2, 2 * (2 * SMALL.parameters / 2) / 2
+    split = {"gpus": 4, "tensor": 2, "stage": 1}
+    assert counts(**split).messages == pytest.approx((6 + 4) * 2 * hidden + model)
+    # FP8 codes are gathered
+    assert counts("COAT", **split).messages == pytest.approx((6 + 4 * 2) * hidden + model)
+    # sums are a reduction and a gather
+    for system in ("BF16", "COAT"):
+        found = counts(system, **split, sequence_parallel=False).messages
+        assert found == pytest.approx(4 * 2 * 2 * hidden + model)
 
 
 def test_stages_of_a_pipeline_wait_and_hold():
