@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import logging
 import os
 import sys
 import tempfile
@@ -32,6 +33,15 @@ _SMOOTHED = 10
 
 class OutputError(RuntimeError):
     """The output folder cannot be written; the message names the path, the reason and the way out."""
+
+
+def show_graphs() -> None:
+    """Prints on stderr when layers become CUDA graphs, which Python's logging hides by default."""
+    logger, shown = logging.getLogger("coat_kernels"), logging.StreamHandler()
+    shown.setFormatter(logging.Formatter("COAT: %(message)s"))
+    logger.addHandler(shown)
+    logger.setLevel(logging.INFO)
+    logger.propagate = False
 
 
 def prepare_folder(folder: str | os.PathLike) -> Path:

@@ -88,6 +88,8 @@ class Trainer:
             vocab_size=args.vocab_size,
         )
         self._join_ranks()
+        if self.is_main:
+            report.show_graphs()
         self.micro_batch_size, self.global_batch_size = set_batch_sizes(self.config, args, self.ranks)
         model = build_model(args, shape, coat, self.corpus.vocab_size)
         self.saved_bytes = self._measure_saved_bytes(model)

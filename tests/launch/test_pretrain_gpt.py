@@ -207,6 +207,16 @@ def test_two_tensor_parallel_ranks_resume_to_the_bit(tmp_path):
     assert [reading.groups for reading in read(tmp_path / "coat")] == [r.groups for r in readings]
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs 2 GPUs")
+def test_a_run_with_graphs_over_two_tensor_parallel_ranks_ends(tmp_path):
+    """NCCL ends no communicator while a CUDA graph holds a collective of it, and a trainer has the model."""
+    arguments = ["--tensor-model-parallel-size", 2, "--sequence-parallel", "--steps", 6, "--output", tmp_path]
+    done = pretrain(*arguments, processes=2)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "run as CUDA graphs from now on" in done.stderr and len(losses(tmp_path)) == 6
+
+
 def signalled(number, ready, *arguments):
     """The exit status and stderr of a run that got this signal once it was `ready()`."""
     process = subprocess.Popen(

@@ -2,6 +2,8 @@ import io
 import json
 import os
 import resource
+import subprocess
+import sys
 
 import pytest
 
@@ -202,3 +204,12 @@ def test_progress_in_lines_and_as_a_bar():
     # every second step, the last one, and what was said
     assert len(printed) == 22 and printed[20].startswith("coat: step 51/51: ")
     assert "51/51" in terminal.getvalue()
+
+
+def test_what_layers_log_is_shown(capsys):
+    code = (
+        "import logging; from coat_launch import report; report.show_graphs();"
+        'logger = logging.getLogger("coat_kernels.graphs.memory"); logger.info("news"); logger.warning("bad")'
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stderr == "COAT: news\nCOAT: bad\n"
