@@ -5,6 +5,7 @@ import torch
 
 import coat_ds
 from coat_ds.layers.replaced import replaced
+from coat_ds.zero.layer_units import LayerUnits
 from coat_ds.zero.recompute import keep_inputs
 from tests.util import run_distributed
 
@@ -146,7 +147,8 @@ def exchanged():
 
 
 def hooks_again():
-    """What is inside of a unit behind hooks that are put back, as TRL does behind each generation."""
+    """What is inside of a unit behind hooks that are put back, as TRL does behind each generation, and
+    whether DeepSpeed's object that does so stays patched when the engine is gone."""
     layer = Unit(*model())
     engine = engine_of(torch.nn.Sequential(layer), 3)
     offload = engine.optimizer.parameter_offload
@@ -154,7 +156,29 @@ def hooks_again():
     hooked = ["post_bwd_fn" in vars(module) for module in layer.modules()]
     marked = ["ds_z3_leaf_module" in vars(p) for p in layer.parameters()]
     engine.destroy()
-    return hooked, any(marked)
+    return hooked, any(marked), "_register_deepspeed_module" in vars(offload)
+
+
+class Large(torch.nn.Module):
+    """More elements than ZeRO-3 gathers ahead by itself."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.empty(8192, 6400, dtype=torch.bfloat16))
+
+
+def gathered_ahead():
+    """How many elements ZeRO-3 gathers ahead of a unit whose weights were partitioned while it was built."""
+    import deepspeed
+    from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+
+    config = {"train_batch_size": 1, "bf16": {"enabled": True}, "zero_optimization": {"stage": 3}}
+    with deepspeed.zero.Init(config_dict_or_path=config):
+        layer = Unit(Large())
+    assert not layer[0].weight.numel()
+    zero = DeepSpeedZeroConfig(stage=3)
+    with LayerUnits(layer, "auto", zero).building():
+        return zero.prefetch_bucket_size
 
 
 def work():
@@ -171,6 +195,7 @@ def work():
         "units": units(),
         "exchanged": exchanged(),
         "hooks again": hooks_again(),
+        "gathered ahead": gathered_ahead(),
     }
 
 
@@ -214,7 +239,11 @@ def test_a_forward_of_somebody_else_stays(found):
 
 
 def test_hooks_that_are_put_back_stay_around_units(found):
-    assert found["hooks again"] == ([True, False, False, False], False)
+    assert found["hooks again"] == ([True, False, False, False], False, False)
+
+
+def test_units_of_partitioned_weights_are_gathered_ahead(found):
+    assert found["gathered ahead"] == 8192 * 6400
 
 
 def test_nothing_was_compressed():
