@@ -99,6 +99,25 @@ def failed():
     return [*found, made(net)]
 
 
+def failed_units():
+    """What a layer is to ZeRO-3 that was to be a unit of an engine that could not be built."""
+    import deepspeed
+
+    def fails(parameters):
+        raise OSError("no room")
+
+    layer = Unit(*model())
+    config = {
+        "train_batch_size": 1,
+        "bf16": {"enabled": True},
+        "zero_optimization": {"stage": 3},
+        "coat": {"enabled": True},
+    }
+    with pytest.raises(OSError, match="no room"):
+        deepspeed.initialize(model=layer, optimizer=fails, model_parameters=layer.parameters(), config=config)
+    return layer.zero3_unit, layer._z3_leaf
+
+
 def refused():
     """The linear layers are too small, the norm is converted, and "require" asks for the former."""
     nn = torch.nn
@@ -129,9 +148,10 @@ def units():
     engine.destroy()
     look()
     step(other)
+    said = [str(other.coat)]
     other.destroy()
     look()
-    return found
+    return found, [*said, str(other.coat)]
 
 
 def exchanged():
@@ -191,6 +211,7 @@ def work():
         "script": told_by_the_script(),
         "alone": alone(),
         "failed": failed(),
+        "failed units": failed_units(),
         "refused": refused(),
         "units": units(),
         "exchanged": exchanged(),
@@ -222,15 +243,17 @@ def test_a_model_that_is_one_layer(found):
 
 def test_an_engine_that_fails_leaves_nothing(found):
     assert found["failed"] == [(0, False), (0, False), (3, False), (0, False)]
+    assert found["failed units"] == (False, False)
     assert found["refused"] == (0, False)
 
 
 def test_units_of_zero3_end_with_their_engine(found):
-    *during, after = found["units"]
+    (*during, after), said = found["units"]
     for unit in during:
         # three modules' weights and biases; the hook is one of several
         assert unit[:3] == (True, False, 6) and unit[3]
     assert after == (False, False, 0, 0)
+    assert ["ZeRO-3 gathers 1 of 1 layers whole" in line for line in said] == [True, False]
 
 
 def test_a_forward_of_somebody_else_stays(found):
