@@ -126,9 +126,8 @@ def finish(engine, prepared: Prepared) -> None:
         inner = engine.basic_optimizer
         # the script's own has said so far what it said in Python's log
         inner.log = say
-        held = (*inner.state, *(p for group in inner.param_groups for p in group["params"]))
         way_out = "Set bf16.bf16_master_weights_and_grads and bf16.bf16_optimizer_states to true"
-        for line in idle_bf16_params(coat.optimizer.bf16_params, held, way_out):
+        for line in idle_bf16_params(coat.optimizer.bf16_params, inner.state, way_out):
             say(line, logging.WARNING)
         guard_offloading(engine)
     if coat.report.saved:

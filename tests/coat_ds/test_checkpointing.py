@@ -121,6 +121,18 @@ def twice(host):
     return found
 
 
+def failed(host):
+    """What a tensor says after a region that took it has failed."""
+
+    def fails(h):
+        raise OSError("no room")
+
+    h = torch.randn(ROWS, WIDTH, requires_grad=True) * 1
+    with compressed(GROUP), pytest.raises(OSError, match="no room"):
+        host.checkpoint(fails, h)
+    return getattr(h, "no_checkpointing", None)
+
+
 def pair(host, x):
     """A region that takes two activations: bytes kept of both, and what backward makes of them."""
     kept, gradients = [], []
@@ -165,7 +177,7 @@ def modes():
         }
     host.configure(mpu)
     out["chain"], out["chosen"], out["twice"] = chain(host), chosen(host), twice(host)
-    out["pair"] = pair(host, exact)
+    out["pair"], out["failed"] = pair(host, exact), failed(host)
     host.configure(mpu, partition_activations=True)
     out["odd"] = of_odd_size(host)
     host.configure(mpu, partition_activations=True, contiguous_checkpointing=True, num_checkpoints=1)
@@ -233,6 +245,8 @@ def test_what_is_left_alone(ranks):
     """Regions take the same codes of one tensor, and none of a tensor that DeepSpeed is to leave alone."""
     for rank in ranks:
         assert rank["twice"] == [(4 * ROWS * WIDTH, True, None), (0, False, True)]
+        # and it is not left alone from then on
+        assert rank["failed"] is None
         # one rank's share is everything
         assert rank["odd"] is None if len(ranks) == 1 else "not divisible" in rank["odd"]
 

@@ -1,12 +1,16 @@
 """Several engines of one model in a process: the model is what the last of them has made of it."""
 
+import functools
+import inspect
+import logging
+
 import pytest
 import torch
 
 import coat_ds
 from coat_ds.layers.replaced import replaced
 from coat_ds.zero.layer_units import LayerUnits
-from coat_ds.zero.recompute import keep_inputs
+from coat_ds.zero.recompute import compress_inputs, keep_inputs
 from tests.util import run_distributed
 
 COMPRESS = {"compress": True}
@@ -155,13 +159,13 @@ def units():
 
 
 def exchanged():
-    """What the end of an engine says where somebody has put a forward of their own in the place of ours."""
+    """What the end of an engine warns of where somebody has put a forward of their own in place of ours."""
     from tests.coat_ds.ways import listening
 
     net = model()
     engine = engine_of(net)
     net[0].forward = lambda x: x
-    with listening() as lines:
+    with listening(logging.WARNING) as lines:
         engine.destroy()
     return [line for line in lines if "layers stay converted" in line], made(net)
 
@@ -271,6 +275,15 @@ def test_units_of_partitioned_weights_are_gathered_ahead(found):
 
 def test_nothing_was_compressed():
     net = model()
-    net.forward = own = lambda x: x
-    keep_inputs(net)
-    assert net.forward is own
+    for own in (lambda x: x, functools.partial(torch.add, 1)):
+        net.forward = own
+        keep_inputs(net)
+        assert net.forward is own
+
+
+def test_a_forward_that_compresses_has_its_own_signature():
+    """Hugging Face's Trainer leaves out columns that it does not name."""
+    net = model()
+    own = inspect.signature(net.forward)
+    compress_inputs(net, 16)
+    assert inspect.signature(net.forward) == own and list(own.parameters) == ["input"]

@@ -105,6 +105,8 @@ def test_what_is_no_mistake():
         assert deepspeed_config.check(host(**section), None).enabled
     assert not block.asks_for_coat({"optimizer": ADAMW, "Coatings": {}, "comms_logger": {"coats": 1}})
     # what others make of them is theirs to judge
+    compresses = {**BLOCK, "checkpointing": {"compress": True}}
+    assert deepspeed_config.check(host(coat=compresses, pipeline="off", compile=[]), None).enabled
     assert not deepspeed_config.check({"optimizer": "AdamW"}, None).enabled
 
 

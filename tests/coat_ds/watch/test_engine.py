@@ -1,7 +1,7 @@
 """A converted Llama that trains under DeepSpeed and is watched; an outlier feature, and what is done about
 it.
 
-One spawn of one process serves most tests.
+One spawn of one process serves most tests, one of two the others.
 """
 
 import csv
@@ -203,6 +203,17 @@ def universal_run(folder):
     return found
 
 
+def accumulated_run():
+    """Of which steps there are readings where two micro-batches make one, before the engine ends and after
+    that."""
+    engine, seen = engine_of(llama(), 1, {"every": 1}, gradient_accumulation_steps=2), []
+    engine.coat.watch.add(lambda reading: seen.append(reading.step))
+    train(engine, 4)
+    before = list(seen)
+    engine.destroy()
+    return before, seen
+
+
 def full_states(engine):
     from deepspeed.utils import safe_get_full_optimizer_state
 
@@ -227,8 +238,31 @@ def kept_whole(threshold):
     return engine.coat.watch.last.memory["weights"], shares + sum(whole) + buffers, len(whole)
 
 
-def all_kept_whole():
-    return [kept_whole(threshold) for threshold in (100, 10**6)]
+def remembered(folder):
+    """Which files a checkpoint has that each rank would call by a name of its own, and what ranks find that
+    look into other folders, before and after what was written was cut off."""
+    rank = torch.distributed.get_rank()
+    engine = engine_of(llama(), 1, {"every": 1, "act": "act"})
+    engine.coat.watch.fallback.restore(FALLEN)
+    with mock.patch.object(coat_ds.zero.watch, "FILE", f"{rank}.json"):
+        engine.save_checkpoint(folder, tag="saved")
+    engine.destroy()
+    written = Path(folder, "saved/coat_watch.json")
+    if rank == 0:
+        Path(folder, "saved/0.json").rename(written)
+    own, found = folder if rank == 0 else f"{folder}/none", []
+    for _ in range(2):
+        try:
+            found.append(coat_ds.zero.watch._remembered(own, None, False, "act"))
+        except ValueError as error:
+            found.append(str(error))
+        if rank == 0:
+            written.write_text("[]")
+    return [path.name for path in Path(folder, "saved").glob("*.json")], found
+
+
+def on_two_ranks(folder):
+    return [kept_whole(threshold) for threshold in (100, 10**6)], remembered(folder)
 
 
 def everything(folder):
@@ -236,6 +270,7 @@ def everything(folder):
     found |= {
         ("outlier", act): outlier_run(f"{folder}/outlier", act) for act in ("bf16", "off", "warn", "act")
     }
+    found["accumulated"] = accumulated_run()
     found["universal"] = universal_run(f"{folder}/universal")
     found |= {("states", stage): states_run(f"{folder}/states{stage}", stage) for stage in (1, 3)}
     return found
@@ -273,11 +308,27 @@ def test_readings_in_a_run(folder, stage):
     assert "the engine is not watched. Set coat.watch in its DeepSpeed config" in found["refused"]
 
 
-def test_what_zero3_keeps_whole_is_counted_on_every_rank():
-    for rank in run_distributed(all_kept_whole, 2):
+def test_a_step_ends_with_its_last_micro_batch(folder):
+    # the reading that is on its way arrives when the engine ends
+    assert results(folder)["accumulated"] == ([1], [1, 2])
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory):
+    return run_distributed(on_two_ranks, 2, str(tmp_path_factory.mktemp("two")))
+
+
+def test_what_zero3_keeps_whole_is_counted_on_every_rank(two):
+    for kept, _ in two:
         # five norms, and everything
-        assert [count for *_, count in rank] == [5, 21]
-        assert all(found == expected for found, expected, _ in rank)
+        assert [count for *_, count in kept] == [5, 21]
+        assert all(found == expected for found, expected, _ in kept)
+
+
+def test_rank_0_writes_and_reads_what_has_fallen_back(two):
+    for _, (files, (found, cut_off)) in two:
+        assert files == ["coat_watch.json"]
+        assert found == FALLEN and "saved/coat_watch.json: expected the layers and states" in cut_off
 
 
 def test_readings_arrive_in_the_file_and_in_deepspeeds_monitors(folder):
