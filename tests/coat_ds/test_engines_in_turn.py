@@ -72,6 +72,21 @@ def told_by_the_script():
     return found
 
 
+def told_by_the_script_later():
+    """As that, where an engine had converted the model before: behind its end, and beside another engine that
+    leaves layers as they are."""
+    net = model()
+    engine_of(net).destroy()
+    coat_ds.convert(net)
+    engine_of(net).destroy()
+    found, net = [made(net)], model()
+    engine_of(net)
+    last = engine_of(net, activations=False)
+    coat_ds.convert(net)
+    last.destroy()
+    return [*found, made(net)]
+
+
 def alone():
     """A model that is one layer: its forward is exchanged twice."""
     net, found = torch.nn.Linear(64, 64), []
@@ -159,7 +174,8 @@ def units():
 
 
 def exchanged():
-    """What the end of an engine warns of where somebody has put a forward of their own in place of ours."""
+    """What the end of an engine warns of where somebody has put a forward of their own in place of ours, and
+    what is left when that was undone."""
     from tests.coat_ds.ways import listening
 
     net = model()
@@ -167,7 +183,12 @@ def exchanged():
     net[0].forward = lambda x: x
     with listening(logging.WARNING) as lines:
         engine.destroy()
-    return [line for line in lines if "layers stay converted" in line], made(net)
+    found = [line for line in lines if "layers stay converted" in line], made(net)
+    with pytest.raises(RuntimeError, match="0: expected the forward.*Undo what replaced it first"):
+        engine_of(net)
+    del net[0].forward
+    engine_of(net).destroy()
+    return *found, made(net)
 
 
 def hooks_again():
@@ -213,6 +234,7 @@ def work():
     found = {f"stage {stage}": in_turn(stage) for stage in (0, 2)}
     return found | {
         "script": told_by_the_script(),
+        "script later": told_by_the_script_later(),
         "alone": alone(),
         "failed": failed(),
         "failed units": failed_units(),
@@ -237,6 +259,7 @@ def test_the_last_engine_has_the_model(found, stage):
 
 def test_what_the_script_has_converted_stays(found):
     assert found["script"] == [(3, True), (3, False)]
+    assert found["script later"] == [(3, False), (3, False)]
 
 
 def test_a_model_that_is_one_layer(found):
@@ -261,8 +284,9 @@ def test_units_of_zero3_end_with_their_engine(found):
 
 
 def test_a_forward_of_somebody_else_stays(found):
-    lines, left = found["exchanged"]
+    lines, left, undone = found["exchanged"]
     assert len(lines) == 1 and "0: expected the forward" in lines[0] and left[0] == 2
+    assert undone == (0, False)
 
 
 def test_hooks_that_are_put_back_stay_around_units(found):
