@@ -180,6 +180,7 @@ MEETINGS = {
     "FP16": ["0 of 15 linear layers in FP8", "left as they are 15", "fp16.enabled is true"],
     "FP16, asked for": ["error: coat.activations.enabled: found True, but fp16.enabled", "Set"],
     "loaded in FP16": ["14 of 15 linear layers in FP8"],
+    "loaded in FP16, DeepSpeed's old key": ["14 of 15 linear layers in FP8"],
     "recomputed": ["2 attentions keep sqrt8 1x16, in fused blocks the output alone"],
     "odd sizes": ["0 of 2 linear layers in FP8", "(0): 10 x 10, not multiples of 16"],
     "odd sizes, required": ["error: coat.activations.enabled: found True, but 0 of 2", "require"],

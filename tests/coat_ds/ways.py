@@ -365,7 +365,12 @@ def meetings():
     fp16 = {"bf16": {"enabled": False}, "fp16": {"enabled": True}}
     out["FP16"] = said(BLOCK, **fp16)
     out["FP16, asked for"] = said({**BLOCK, "activations": True}, **fp16)
-    out["loaded in FP16"] = said(BLOCK, llama().half())
+    old = {"bf16": None, "bfloat16": {"enabled": True}}
+    for name, more in (("loaded in FP16", {}), ("loaded in FP16, DeepSpeed's old key", old)):
+        loaded = llama().half()
+        # some are loaded so
+        loaded.model.norm.float()
+        out[name] = said(BLOCK, loaded, **more)
     out["recomputed"] = said({**BLOCK, "activations": {"attention_format": "recompute"}})
     odd = torch.nn.Sequential(torch.nn.Linear(10, 10), torch.nn.Linear(10, 20))
     out["odd sizes"] = said(BLOCK, odd)
