@@ -214,6 +214,19 @@ def accumulated_run():
     return before, seen
 
 
+def layers_alone_run():
+    """Readings beside an optimizer of DeepSpeed's: their steps, and bytes by role of the last."""
+    section = {"type": "AdamW", "params": {"lr": 3e-3, "torch_adam": True}}
+    block = {"enabled": True, "optimizer": {"enabled": False}, "watch": {"every": 1}}
+    engine, seen = engine_of(llama(), 1, None, optimizer=section, coat=block), []
+    # nobody wants to know before
+    idle = not engine.coat.watch.is_active
+    engine.coat.watch.add(seen.append)
+    train(engine, 2)
+    engine.destroy()
+    return idle, [reading.step for reading in seen], seen[-1].memory
+
+
 def full_states(engine):
     from deepspeed.utils import safe_get_full_optimizer_state
 
@@ -240,7 +253,8 @@ def kept_whole(threshold):
 
 def remembered(folder):
     """Which files a checkpoint has that each rank would call by a name of its own, and what ranks find that
-    look into other folders, before and after what was written was cut off."""
+    look into other folders, before and after what was written was cut off, and when it is gone, with the
+    number of lines so far."""
     rank = torch.distributed.get_rank()
     engine = engine_of(llama(), 1, {"every": 1, "act": "act"})
     engine.coat.watch.fallback.restore(FALLEN)
@@ -258,7 +272,15 @@ def remembered(folder):
             found.append(str(error))
         if rank == 0:
             written.write_text("[]")
-    return [path.name for path in Path(folder, "saved").glob("*.json")], found
+    names = [path.name for path in Path(folder, "saved").glob("*.json")]
+    torch.distributed.barrier()
+    if rank == 0:
+        written.unlink()
+    with mock.patch.object(coat_ds.zero.watch, "say") as said:
+        for universal, act in ((False, "act"), (True, "warn"), (True, "act")):
+            found.append(coat_ds.zero.watch._remembered(own, "saved", universal, act))
+            found.append(said.call_count)
+    return names, found
 
 
 def on_two_ranks(folder):
@@ -270,7 +292,7 @@ def everything(folder):
     found |= {
         ("outlier", act): outlier_run(f"{folder}/outlier", act) for act in ("bf16", "off", "warn", "act")
     }
-    found["accumulated"] = accumulated_run()
+    found["accumulated"], found["layers alone"] = accumulated_run(), layers_alone_run()
     found["universal"] = universal_run(f"{folder}/universal")
     found |= {("states", stage): states_run(f"{folder}/states{stage}", stage) for stage in (1, 3)}
     return found
@@ -313,6 +335,14 @@ def test_a_step_ends_with_its_last_micro_batch(folder):
     assert results(folder)["accumulated"] == ([1], [1, 2])
 
 
+def test_layers_are_watched_beside_an_optimizer_of_deepspeeds(folder):
+    idle, steps, memory = results(folder)["layers alone"]
+    assert idle and steps == [1, 2]
+    assert memory["weights"] > 0 and memory["saved"] > 0
+    # nobody knows what is DeepSpeed's
+    assert memory["states"] == memory["masters"] == 0
+
+
 @pytest.fixture(scope="module")
 def two(tmp_path_factory):
     return run_distributed(on_two_ranks, 2, str(tmp_path_factory.mktemp("two")))
@@ -326,9 +356,11 @@ def test_what_zero3_keeps_whole_is_counted_on_every_rank(two):
 
 
 def test_rank_0_writes_and_reads_what_has_fallen_back(two):
-    for _, (files, (found, cut_off)) in two:
+    for rank, (_, (files, (found, cut_off, *without))) in enumerate(two):
         assert files == ["coat_watch.json"]
         assert found == FALLEN and "saved/coat_watch.json: expected the layers and states" in cut_off
+        # that a universal one lost it is said where it would be of use
+        assert without == [{}, 0, {}, 0, {}, int(rank == 0)]
 
 
 def test_readings_arrive_in_the_file_and_in_deepspeeds_monitors(folder):
