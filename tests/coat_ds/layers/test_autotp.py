@@ -74,7 +74,7 @@ def test_layers_that_exchange_more_stay(ranks):
         assert overlapped == {"up": "tensor_parallel.tp_overlap_comm multiplies by itself"}
 
 
-def train(coat, watch=False, model=None, steps=4):
+def train(coat, watch=False, model=None, steps=4, **block):
     """Losses, FP8 layers, which layers of AutoTP are converted, those that are when the engine is gone, and
     what was watched."""
     import deepspeed
@@ -86,7 +86,7 @@ def train(coat, watch=False, model=None, steps=4):
         "tensor_parallel": {"autotp_size": 2},
         # FusedAdam would be compiled first
         "optimizer": {"type": "AdamW", "params": {"lr": 4e-3, "torch_adam": True}},
-        "coat": {"enabled": coat, "optimizer": {"min_numel": 0}, "watch": watch},
+        "coat": {"enabled": coat, "optimizer": {"min_numel": 0}, "watch": watch, **block},
     }
     engine = deepspeed.initialize(model=model or LLAMA.build(), config=config)[0]
     losses = []
@@ -112,11 +112,13 @@ def of_engines():
     dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
     # the project may be importable without being installed; what pip's installation adds: test_switch.py
     coat_ds.install()
-    return train(False), train(True)
+    return train(False), train(True), train(True, activations=False, steps=1)
 
 
 def check(ranks):
-    for (expected, *_), (losses, layers, split, left, _) in ranks:
+    for (expected, *_), (losses, layers, split, left, _), states_alone in ranks:
+        # to the bit before the first step
+        assert states_alone[0] == expected[:1] and not any(states_alone[2])
         # the head is of a class of its own
         assert layers == (14, 15) and sum(split) == 14 and not left
         # FP8's noise of a loss: less than a percent

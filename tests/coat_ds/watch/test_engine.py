@@ -24,6 +24,7 @@ from tests.util import run_distributed
 VOCABULARY, LENGTH, BATCH, STEPS = 64, 32, 4, 40
 NOTHING = {"layers": [], "states": []}
 FALLEN = {"layers": ["model.layers.0.mlp.down_proj"], "states": ["model.layers.1.mlp.up_proj.weight"]}
+BROKEN = ("[]", '{"others": []}', '{"layers": "one"}', '{"layers": ')
 
 
 def llama():
@@ -253,7 +254,7 @@ def kept_whole(threshold):
 
 def remembered(folder):
     """Which files a checkpoint has that each rank would call by a name of its own, and what ranks find that
-    look into other folders, before and after what was written was cut off, and when it is gone, with the
+    look into other folders: what was written, in place of it what is BROKEN, and when it is gone, with the
     number of lines so far."""
     rank = torch.distributed.get_rank()
     engine = engine_of(llama(), 1, {"every": 1, "act": "act"})
@@ -265,13 +266,13 @@ def remembered(folder):
     if rank == 0:
         Path(folder, "saved/0.json").rename(written)
     own, found = folder if rank == 0 else f"{folder}/none", []
-    for _ in range(2):
+    for broken in (None, *BROKEN):
+        if rank == 0 and broken is not None:
+            written.write_text(broken)
         try:
             found.append(coat_ds.zero.watch._remembered(own, None, False, "act"))
         except ValueError as error:
             found.append(str(error))
-        if rank == 0:
-            written.write_text("[]")
     names = [path.name for path in Path(folder, "saved").glob("*.json")]
     torch.distributed.barrier()
     if rank == 0:
@@ -356,9 +357,11 @@ def test_what_zero3_keeps_whole_is_counted_on_every_rank(two):
 
 
 def test_rank_0_writes_and_reads_what_has_fallen_back(two):
-    for rank, (_, (files, (found, cut_off, *without))) in enumerate(two):
+    for rank, (_, (files, (found, *broken))) in enumerate(two):
         assert files == ["coat_watch.json"]
-        assert found == FALLEN and "saved/coat_watch.json: expected the layers and states" in cut_off
+        refused, without = broken[: len(BROKEN)], broken[len(BROKEN) :]
+        assert found == FALLEN
+        assert all("saved/coat_watch.json: expected the layers and states" in line for line in refused)
         # that a universal one lost it is said where it would be of use
         assert without == [{}, 0, {}, 0, {}, int(rank == 0)]
 
