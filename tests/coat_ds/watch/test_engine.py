@@ -24,7 +24,9 @@ from tests.util import run_distributed
 VOCABULARY, LENGTH, BATCH, STEPS = 64, 32, 4, 40
 NOTHING = {"layers": [], "states": []}
 FALLEN = {"layers": ["model.layers.0.mlp.down_proj"], "states": ["model.layers.1.mlp.up_proj.weight"]}
-BROKEN = ("[]", '{"others": []}', '{"layers": "one"}', '{"layers": ')
+# whose first bytes nobody can read, root neither
+UNREADABLE = Path("/proc/self/mem")
+BROKEN = ("[]", '{"others": []}', '{"layers": "one"}', '{"layers": ', UNREADABLE)
 
 
 def llama():
@@ -267,8 +269,11 @@ def remembered(folder):
         Path(folder, "saved/0.json").rename(written)
     own, found = folder if rank == 0 else f"{folder}/none", []
     for broken in (None, *BROKEN):
-        if rank == 0 and broken is not None:
+        if rank == 0 and isinstance(broken, str):
             written.write_text(broken)
+        if rank == 0 and broken is UNREADABLE:
+            written.unlink()
+            written.symlink_to(broken)
         try:
             found.append(coat_ds.zero.watch._remembered(own, None, False, "act"))
         except ValueError as error:
