@@ -17,9 +17,7 @@ from coat_ds.zero.log import say
 from coat_kernels.codecs import get_codec
 
 
-def optimizer_for_engine(
-    coat: CoatConfig, config: Mapping[str, Any], optimizer: Any, model: torch.nn.Module | None
-):
+def optimizer_for_engine(coat: CoatConfig, config: Mapping[str, Any], optimizer: Any, model: torch.nn.Module):
     """What DeepSpeed is given as `optimizer`: the user's, converted, or a function that builds one."""
     torch_adam = section(section(config, "optimizer"), "params").get("torch_adam", False)
 
@@ -36,9 +34,9 @@ def optimizer_for_engine(
 
     def take_names() -> None:
         # DeepSpeed exchanges parameters before it has an optimizer built: AutoEP those of experts
-        names.update({} if model is None else {p: name for name, p in model.named_parameters()})
+        names.update({p: name for name, p in model.named_parameters()})
         # a stage of a pipeline does not see the names of others
-        is_whole = names and getattr(model, "num_stages", 1) == 1
+        is_whole = getattr(model, "num_stages", 1) == 1
         for line in idle_patterns(coat.optimizer.keep_fp32, names.values()) if is_whole else ():
             say(line, logging.WARNING)
 

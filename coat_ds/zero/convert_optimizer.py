@@ -79,7 +79,6 @@ def convert_(
     )
     # the same dict objects: DeepSpeed's optimizers share them with the one they were made from
     for group, own in zip(optimizer.param_groups, made.param_groups, strict=True):
-        group.clear()
         group.update(own)
     hooks = {name: value for name, value in vars(optimizer).items() if name.endswith("_hooks")}
     tracked = _is_tracked(optimizer)

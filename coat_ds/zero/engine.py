@@ -62,7 +62,7 @@ def prepare(arguments: dict[str, Any]) -> Prepared:
     config_class = arguments["config_class"]
     config, optimizer = config_class._param_dict, arguments.get("optimizer")
     coat = check(config, optimizer)
-    if coat.enabled and arguments.get("model") is not None:
+    if coat.enabled:
         check_adapters(arguments["model"], section(config, "tensor_parallel"))
     if coat.enabled and optimizer is None and not has_optimizer(config):
         say(
@@ -71,10 +71,10 @@ def prepare(arguments: dict[str, Any]) -> Prepared:
         )
     if coat.enabled and coat.optimizer.enabled:
         let_zero_accept(CoatAdamW)
-        arguments["optimizer"] = optimizer_for_engine(coat, config, optimizer, arguments.get("model"))
+        arguments["optimizer"] = optimizer_for_engine(coat, config, optimizer, arguments["model"])
         # DeepSpeed would otherwise refuse any optimizer but its own where states are offloaded
         config_class.zero_force_ds_cpu_optimizer = False
-    model = arguments.get("model") if coat.enabled else None
+    model = arguments["model"] if coat.enabled else None
     why = "" if model is None else _prepare_layers(model, coat, config)
     units = LayerUnits(model, coat.zero3_layer_units, config_class.zero_config)
     if model is not None:
@@ -126,9 +126,8 @@ def finish(engine, prepared: Prepared) -> None:
         inner = engine.basic_optimizer
         # the script's own has said so far what it said in Python's log
         inner.log = say
-        held = (*inner.state, *(p for group in inner.param_groups for p in group["params"]))
         way_out = "Set bf16.bf16_master_weights_and_grads and bf16.bf16_optimizer_states to true"
-        for line in idle_bf16_params(coat.optimizer.bf16_params, held, way_out):
+        for line in idle_bf16_params(coat.optimizer.bf16_params, inner.state, way_out):
             say(line, logging.WARNING)
         guard_offloading(engine)
     if coat.report.saved:

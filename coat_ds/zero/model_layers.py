@@ -29,7 +29,8 @@ def prepare_layers(
         before keep their options; others are converted all the same.
     obstacle: why the DeepSpeed config keeps a model from being converted.
     Raises CoatConfigError for layers that somebody else told otherwise, if the block switches off layers that
-    the script asked for, and for what cannot be converted.
+    the script asked for, and for what cannot be converted; RuntimeError if somebody has put something else in
+    the place of what an earlier engine converted.
     """
     built = [(name, m) for name, m in model.named_modules() if hasattr(m, "take_activations")]
     if built:
@@ -54,7 +55,7 @@ def prepare_layers(
         return obstacle
     try:
         convert(model, activations)
-    except (ValueError, RuntimeError) as error:
+    except ValueError as error:
         raise CoatConfigError(
             f'coat.activations.enabled: the model cannot be converted: {error} Or set "activations" to false.'
         ) from error

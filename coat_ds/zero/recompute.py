@@ -165,7 +165,7 @@ class _Kept:
         if self.shares == 1:
             self.packed = packed(x, group_size)
         else:
-            flat = x.detach().reshape(-1)
+            flat = x.reshape(-1)
             share = flat.numel() // self.shares
             self.packed = Packed(flat.narrow(0, share * deepspeed.mp_rank, share), group_size)
         if deepspeed.CPU_CHECKPOINT:

@@ -16,6 +16,7 @@ import coat_ds
 from coat_ds.zero.recompute import compressed
 from coat_kernels.origin import noted
 from coat_kernels.saved import packed_bytes
+from tests.coat_ds.ways import listening
 from tests.kernels.test_choices import CHOOSE, TOKENS, Mixture
 from tests.util import rel_rms, run_distributed
 
@@ -121,6 +122,18 @@ def twice(host):
     return found
 
 
+def failed(host):
+    """What a tensor says after a region that took it has failed."""
+
+    def fails(h):
+        raise OSError("no room")
+
+    h = torch.randn(ROWS, WIDTH, requires_grad=True) * 1
+    with compressed(GROUP), pytest.raises(OSError, match="no room"):
+        host.checkpoint(fails, h)
+    return getattr(h, "no_checkpointing", None)
+
+
 def pair(host, x):
     """A region that takes two activations: bytes kept of both, and what backward makes of them."""
     kept, gradients = [], []
@@ -165,7 +178,7 @@ def modes():
         }
     host.configure(mpu)
     out["chain"], out["chosen"], out["twice"] = chain(host), chosen(host), twice(host)
-    out["pair"] = pair(host, exact)
+    out["pair"], out["failed"] = pair(host, exact), failed(host)
     host.configure(mpu, partition_activations=True)
     out["odd"] = of_odd_size(host)
     host.configure(mpu, partition_activations=True, contiguous_checkpointing=True, num_checkpoints=1)
@@ -233,6 +246,8 @@ def test_what_is_left_alone(ranks):
     """Regions take the same codes of one tensor, and none of a tensor that DeepSpeed is to leave alone."""
     for rank in ranks:
         assert rank["twice"] == [(4 * ROWS * WIDTH, True, None), (0, False, True)]
+        # and it is not left alone from then on
+        assert rank["failed"] is None
         # one rank's share is everything
         assert rank["odd"] is None if len(ranks) == 1 else "not divisible" in rank["odd"]
 
@@ -307,25 +322,25 @@ def engines():
     logger.addHandler(handler)
     out = {(stage, on): train(stage, on, lines) for stage in (1, 3) for on in (False, True)}
     out |= {"pipeline": (pipeline(False), pipeline(True)), "each": each_its_own()}
-    return out | {"nothing to compress": idle(lines)}
+    return out | {"nothing to compress": idle()}
 
 
-def idle(lines):
-    """What is said of a block that compresses checkpoints, where the model makes none, and when."""
-    lines.clear()
+def idle():
+    """What is warned of in a block that compresses checkpoints, where the model makes none, and when."""
     config = {
         "train_batch_size": 2,
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
         "coat": {"enabled": True, "activations": False, "checkpointing": {"compress": True}},
     }
-    engine, *_ = coat_ds.initialize(model=torch.nn.Linear(WIDTH, WIDTH), config=config)
-    with contextlib.suppress(RuntimeError):
-        engine(torch.zeros(1, 1))
-    with torch.no_grad():
-        engine(torch.zeros(1, WIDTH))
-    early = [line for line in lines if "checkpoint" in line]
-    for _ in range(2):
-        engine(torch.zeros(1, WIDTH))
+    with listening(logging.WARNING) as lines:
+        engine, *_ = coat_ds.initialize(model=torch.nn.Linear(WIDTH, WIDTH), config=config)
+        with contextlib.suppress(RuntimeError):
+            engine(torch.zeros(1, 1))
+        with torch.no_grad():
+            engine(torch.zeros(1, WIDTH))
+        early = [line for line in lines if "checkpoint" in line]
+        for _ in range(2):
+            engine(torch.zeros(1, WIDTH))
     return early, [line for line in lines if "checkpoint" in line]
 
 

@@ -103,9 +103,20 @@ def test_an_empty_state_is_no_step():
 
 def test_groups_that_are_added_later_have_the_defaults():
     net, given = model(), {"lr": 3e-4, "betas": (0.8, 0.9), "eps": 1e-6, "weight_decay": 0.3}
-    optimizer = convert_(torch.optim.AdamW(net[0].parameters(), **given), OptimizerConfig(), keep_fp32=KEEP)
+    stock = torch.optim.AdamW(net[0].parameters(), **given, fused=True)
+    optimizer = convert_(stock, OptimizerConfig(), keep_fp32=KEEP)
+    # but for how AdamW is implemented
     optimizer.add_param_group({"params": net[2].parameters()})
     assert given.items() <= optimizer.param_groups[1].items()
+
+
+def test_a_group_of_frozen_parameters_stays():
+    """Schedulers have a number for each group."""
+    net = model()
+    net[0].requires_grad_(False)
+    params = [{"params": net[0].parameters(), "lr": 5e-4}, {"params": net[2].parameters()}]
+    optimizer = convert_(torch.optim.AdamW(params), OptimizerConfig(), keep_fp32=KEEP)
+    assert [(g["lr"], len(g["params"])) for g in optimizer.param_groups] == [(5e-4, 0), (1e-3, 2)]
 
 
 def test_named_parameters_keep_their_names():

@@ -189,7 +189,7 @@ def client_optimizers():
         engine.basic_optimizer is mine,
         coat_ds.state_bytes(engine),
         errors,
-        type(other.basic_optimizer).__name__,
+        (type(other.basic_optimizer).__name__, other.coat.states, str(other.coat)),
         lines,
     )
 
@@ -351,7 +351,7 @@ def test_client_optimizers(one):
     assert len(lines) == 1 and "what it says from now on" in lines[0]
     assert used and set(held["by_codec"]) == {"fp8", "log8", "fp32"}
     assert "SGD" in errors[0] and "coat_ds.CoatAdamW" in errors[0]
-    assert len(errors) == 1 and left_alone == "AdamW"
+    assert len(errors) == 1 and left_alone == ("AdamW", None, "COAT: nothing enabled")
 
 
 def test_engines_without_an_optimizer_have_fp8_layers(one):

@@ -1,11 +1,16 @@
 """Several engines of one model in a process: the model is what the last of them has made of it."""
 
+import functools
+import inspect
+import logging
+
 import pytest
 import torch
 
 import coat_ds
 from coat_ds.layers.replaced import replaced
-from coat_ds.zero.recompute import keep_inputs
+from coat_ds.zero.layer_units import LayerUnits
+from coat_ds.zero.recompute import compress_inputs, keep_inputs
 from tests.util import run_distributed
 
 COMPRESS = {"compress": True}
@@ -67,6 +72,21 @@ def told_by_the_script():
     return found
 
 
+def told_by_the_script_later():
+    """As that, where an engine had converted the model before: behind its end, and beside another engine that
+    leaves layers as they are."""
+    net = model()
+    engine_of(net).destroy()
+    coat_ds.convert(net)
+    engine_of(net).destroy()
+    found, net = [made(net)], model()
+    engine_of(net)
+    last = engine_of(net, activations=False)
+    coat_ds.convert(net)
+    last.destroy()
+    return [*found, made(net)]
+
+
 def alone():
     """A model that is one layer: its forward is exchanged twice."""
     net, found = torch.nn.Linear(64, 64), []
@@ -96,6 +116,25 @@ def failed():
     found.append(made(net))
     engine.destroy()
     return [*found, made(net)]
+
+
+def failed_units():
+    """What a layer is to ZeRO-3 that was to be a unit of an engine that could not be built."""
+    import deepspeed
+
+    def fails(parameters):
+        raise OSError("no room")
+
+    layer = Unit(*model())
+    config = {
+        "train_batch_size": 1,
+        "bf16": {"enabled": True},
+        "zero_optimization": {"stage": 3},
+        "coat": {"enabled": True},
+    }
+    with pytest.raises(OSError, match="no room"):
+        deepspeed.initialize(model=layer, optimizer=fails, model_parameters=layer.parameters(), config=config)
+    return layer.zero3_unit, layer._z3_leaf
 
 
 def refused():
@@ -128,25 +167,33 @@ def units():
     engine.destroy()
     look()
     step(other)
+    said = [str(other.coat)]
     other.destroy()
     look()
-    return found
+    return found, [*said, str(other.coat)]
 
 
 def exchanged():
-    """What the end of an engine says where somebody has put a forward of their own in the place of ours."""
+    """What the end of an engine warns of where somebody has put a forward of their own in place of ours, and
+    what is left when that was undone."""
     from tests.coat_ds.ways import listening
 
     net = model()
     engine = engine_of(net)
     net[0].forward = lambda x: x
-    with listening() as lines:
+    with listening(logging.WARNING) as lines:
         engine.destroy()
-    return [line for line in lines if "layers stay converted" in line], made(net)
+    found = [line for line in lines if "layers stay converted" in line], made(net)
+    with pytest.raises(RuntimeError, match="0: expected the forward.*Undo what replaced it first"):
+        engine_of(net)
+    del net[0].forward
+    engine_of(net).destroy()
+    return *found, made(net)
 
 
 def hooks_again():
-    """What is inside of a unit behind hooks that are put back, as TRL does behind each generation."""
+    """What is inside of a unit behind hooks that are put back, as TRL does behind each generation, and
+    whether DeepSpeed's object that does so stays patched when the engine is gone."""
     layer = Unit(*model())
     engine = engine_of(torch.nn.Sequential(layer), 3)
     offload = engine.optimizer.parameter_offload
@@ -154,7 +201,29 @@ def hooks_again():
     hooked = ["post_bwd_fn" in vars(module) for module in layer.modules()]
     marked = ["ds_z3_leaf_module" in vars(p) for p in layer.parameters()]
     engine.destroy()
-    return hooked, any(marked)
+    return hooked, any(marked), "_register_deepspeed_module" in vars(offload)
+
+
+class Large(torch.nn.Module):
+    """More elements than ZeRO-3 gathers ahead by itself."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.empty(8192, 6400, dtype=torch.bfloat16))
+
+
+def gathered_ahead():
+    """How many elements ZeRO-3 gathers ahead of a unit whose weights were partitioned while it was built."""
+    import deepspeed
+    from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+
+    config = {"train_batch_size": 1, "bf16": {"enabled": True}, "zero_optimization": {"stage": 3}}
+    with deepspeed.zero.Init(config_dict_or_path=config):
+        layer = Unit(Large())
+    assert not layer[0].weight.numel()
+    zero = DeepSpeedZeroConfig(stage=3)
+    with LayerUnits(layer, "auto", zero).building():
+        return zero.prefetch_bucket_size
 
 
 def work():
@@ -165,12 +234,15 @@ def work():
     found = {f"stage {stage}": in_turn(stage) for stage in (0, 2)}
     return found | {
         "script": told_by_the_script(),
+        "script later": told_by_the_script_later(),
         "alone": alone(),
         "failed": failed(),
+        "failed units": failed_units(),
         "refused": refused(),
         "units": units(),
         "exchanged": exchanged(),
         "hooks again": hooks_again(),
+        "gathered ahead": gathered_ahead(),
     }
 
 
@@ -187,6 +259,7 @@ def test_the_last_engine_has_the_model(found, stage):
 
 def test_what_the_script_has_converted_stays(found):
     assert found["script"] == [(3, True), (3, False)]
+    assert found["script later"] == [(3, False), (3, False)]
 
 
 def test_a_model_that_is_one_layer(found):
@@ -197,28 +270,44 @@ def test_a_model_that_is_one_layer(found):
 
 def test_an_engine_that_fails_leaves_nothing(found):
     assert found["failed"] == [(0, False), (0, False), (3, False), (0, False)]
+    assert found["failed units"] == (False, False)
     assert found["refused"] == (0, False)
 
 
 def test_units_of_zero3_end_with_their_engine(found):
-    *during, after = found["units"]
+    (*during, after), said = found["units"]
     for unit in during:
         # three modules' weights and biases; the hook is one of several
         assert unit[:3] == (True, False, 6) and unit[3]
     assert after == (False, False, 0, 0)
+    assert ["ZeRO-3 gathers 1 of 1 layers whole" in line for line in said] == [True, False]
 
 
 def test_a_forward_of_somebody_else_stays(found):
-    lines, left = found["exchanged"]
+    lines, left, undone = found["exchanged"]
     assert len(lines) == 1 and "0: expected the forward" in lines[0] and left[0] == 2
+    assert undone == (0, False)
 
 
 def test_hooks_that_are_put_back_stay_around_units(found):
-    assert found["hooks again"] == ([True, False, False, False], False)
+    assert found["hooks again"] == ([True, False, False, False], False, False)
+
+
+def test_units_of_partitioned_weights_are_gathered_ahead(found):
+    assert found["gathered ahead"] == 8192 * 6400
 
 
 def test_nothing_was_compressed():
     net = model()
-    net.forward = own = lambda x: x
-    keep_inputs(net)
-    assert net.forward is own
+    for own in (lambda x: x, functools.partial(torch.add, 1)):
+        net.forward = own
+        keep_inputs(net)
+        assert net.forward is own
+
+
+def test_a_forward_that_compresses_has_its_own_signature():
+    """Hugging Face's Trainer leaves out columns that it does not name."""
+    net = model()
+    own = inspect.signature(net.forward)
+    compress_inputs(net, 16)
+    assert inspect.signature(net.forward) == own and list(own.parameters) == ["input"]

@@ -7,6 +7,7 @@ import weakref
 import pytest
 import torch
 from deepspeed.ops.adam import FusedAdam
+from deepspeed.runtime.zero.utils import ZERO_SUPPORTED_OPTIMIZERS
 from deepspeed.utils import logger
 
 from coat_ds import CoatAdamW, CoatConfig, CoatConfigError
@@ -104,6 +105,8 @@ def test_what_is_no_mistake():
         assert deepspeed_config.check(host(**section), None).enabled
     assert not block.asks_for_coat({"optimizer": ADAMW, "Coatings": {}, "comms_logger": {"coats": 1}})
     # what others make of them is theirs to judge
+    compresses = {**BLOCK, "checkpointing": {"compress": True}}
+    assert deepspeed_config.check(host(coat=compresses, pipeline="off", compile=[]), None).enabled
     assert not deepspeed_config.check({"optimizer": "AdamW"}, None).enabled
 
 
@@ -119,9 +122,14 @@ def test_what_is_no_mistake():
 def test_sections_of_old_configs(zero, stage, compiled):
     """The class of the optimizer is that of the stage, and offloaded steps are compiled."""
     coat = CoatConfig.from_dict({**BLOCK, "report": False})
-    make = build.optimizer_for_engine(coat, host(zero_optimization=zero), None, None)
-    made = make([torch.nn.Parameter(torch.zeros(64))])
+    model = torch.nn.Linear(64, 1, bias=False)
+    make = build.optimizer_for_engine(coat, host(zero_optimization=zero), None, model)
+    made = make(model.parameters())
     assert (type(made) is CoatAdamW) == bool(stage) and made._compiled == compiled
+    # as torch's of either class
+    model.weight.grad = torch.ones(1, 64)
+    made.zero_grad(set_to_none=False)
+    assert not model.weight.grad.any()
 
 
 @pytest.fixture
@@ -157,6 +165,54 @@ def test_names_are_those_of_the_model_that_the_engine_has_changed():
     made = make(model.parameters())
     kept = [made.keeps(p, made.param_groups[0]) for p in model.parameters()]
     assert kept == [False, True]
+
+
+def test_patterns_are_about_names_in_the_scripts_own_optimizer_too(log):
+    model = torch.nn.ModuleDict({name: torch.nn.Linear(96, 96, bias=False) for name in ("mlp", "head")})
+    given = torch.optim.AdamW(model.parameters())
+    coat = keeping("head*", "*haed*")
+    made = build.optimizer_for_engine(coat, host(zero_optimization={"stage": 1}), given, model)
+    assert [made.keeps(p, made.param_groups[0]) for p in model.parameters()] == [False, True]
+    assert len([line for _, line in log if "'*haed*' matches no parameter" in line]) == 1
+
+
+@pytest.mark.parametrize("own", [False, True])
+def test_the_table_of_states(own, log):
+    """Of the optimizer of the config and of the script's own."""
+    block = {**BLOCK, "report": {"states": True}, "optimizer": {"keep_fp32": ["*head*"]}}
+    model = torch.nn.ModuleDict(
+        {"0": torch.nn.Linear(96, 64, bias=False), "head": torch.nn.Linear(64, 96, bias=False)}
+    )
+    given = torch.optim.AdamW(model.parameters()) if own else None
+    config = host(zero_optimization={"stage": 1})
+    make = build.optimizer_for_engine(CoatConfig.from_dict(block), config, given, model)
+    if not own:
+        make(model.parameters())
+    (table,) = (line for _, line in log if "AdamW states of the whole model" in line)
+    codes, plain = 96 * 64 * 2 + 96 * 64 // 128 * 9, 96 * 64 * 8
+    assert [row.split() for row in table.splitlines()[2:]] == [
+        ["1", f"{codes:,}", "ratio8", "log8", "[64,", "96]", "*.weight"],
+        ["1", f"{plain:,}", "fp32", "fp32", "[96,", "64]", "head.weight"],
+    ]
+    log.clear()
+    quiet = CoatConfig.from_dict({**block, "report": {"states": False}})
+    build.optimizer_for_engine(quiet, config, None, model)(model.parameters())
+    assert not [line for _, line in log if "AdamW states" in line]
+
+
+def test_zero_is_told_once_that_it_was_tested_with_coat():
+    for _ in range(2):
+        build.let_zero_accept(CoatAdamW)
+    assert ZERO_SUPPORTED_OPTIMIZERS.count(CoatAdamW) == 1
+
+
+def test_names_in_front_of_experts_are_refused_as_without_the_block():
+    model = torch.nn.Linear(64, 64, bias=False)
+    # as DeepSpeed marks those of experts
+    model.weight.allreduce = False
+    make = build.optimizer_for_engine(keeping(), host(zero_optimization={"stage": 1}), None, model)
+    with pytest.raises(TypeError, match="Tensors or dicts, but got <class 'tuple'>"):
+        make(model.named_parameters())
 
 
 def built(log, optimizer=None, params=None, block=None, size=64):

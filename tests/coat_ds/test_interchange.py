@@ -17,6 +17,7 @@ import torch
 import coat_ds
 from coat_ds import CoatAdamW
 from coat_ds.optim.moment import Moment
+from coat_ds.optim.options import MOMENTS
 from coat_ds.zero import stage0
 from tests.coat_ds.faithful import assert_ratio_faithful, assert_second_faithful
 from tests.coat_ds.test_checkpoints import full_states, listening, to_universal
@@ -25,6 +26,7 @@ from tests.coat_ds.test_zero import (
     MASTER16,
     OFFLOAD,
     TOLERANCE,
+    Tied,
     Wide,
     cell,
     ds_config,
@@ -165,6 +167,17 @@ def from_codes(folder, peer, stage):
     return *found, kinds
 
 
+def codes_of_stage_0(torch_adam):
+    """Of what kind the moments are that stage 0 saves in the compressed layout."""
+    config = ds_config(cell(0, "bf16"))
+    config["coat"]["optimizer"] |= {"checkpoint_layout": "compressed"}
+    config["optimizer"]["params"]["torch_adam"] = torch_adam
+    engine, *_ = coat_ds.initialize(model=Tied(), config=config)
+    train_step(engine)
+    saved = engine.optimizer.state_dict()[stage0.STATES]["state"]
+    return [isinstance(state[name], Moment) for state in saved.values() for name in MOMENTS]
+
+
 def work(folder):
     warnings.simplefilter("ignore")
     import deepspeed
@@ -176,6 +189,7 @@ def work(folder):
     outcome["zeroed"] = [zeroed_by_the_host(stage) for stage in (1, 2, 3)]
     rows = [("FusedAdam", 0), ("FusedAdam", 1), ("AdamW", 1), ("AdamW", 3)]
     outcome["codes"] = [from_codes(folder, *row) for row in rows]
+    outcome["codes of stage 0"] = [codes_of_stage_0(torch_adam) for torch_adam in (False, True)]
     outcome["another stage"] = [of_another_stage(folder, dtype) for dtype in ("bf16", "fp16")]
     return outcome
 
@@ -232,6 +246,13 @@ def test_adamw_goes_on_from_the_compressed_layout(where, request):
         for i, (mine, theirs) in enumerate(zip(saved, loaded, strict=True)):
             torch.testing.assert_close(theirs, mine, rtol=rtol[i % 3], atol=0)
         assert not any(issubclass(kind, Moment) for kind in kinds)
+
+
+@pytest.mark.parametrize("where", ["cpu", pytest.param("gpu", marks=pytest.mark.gpu)])
+def test_stage_0_saves_codes(where, request):
+    """Beside "torch_adam" too: of a moment that is taken apart FP32 values would be left."""
+    for found in request.getfixturevalue(where)["codes of stage 0"]:
+        assert found == [True, True]
 
 
 @pytest.mark.parametrize("where", ["cpu", pytest.param("gpu", marks=pytest.mark.gpu)])

@@ -1,5 +1,6 @@
 """Layers beneath adapters that something else multiplies for, as Axolotl's kernels do: the log says so."""
 
+import logging
 import types
 
 import pytest
@@ -44,7 +45,7 @@ def work():
         if name in ("replaced", "evaluated first"):
             for layer in layers:
                 layer.mlp.forward = types.MethodType(by_itself, layer.mlp)
-        with listening() as lines:
+        with listening(logging.WARNING) as lines:
             engine = deepspeed.initialize(model=model, config=CONFIG)[0]
             if name == "fused without adapters":
                 # not before, or its layers were not converted

@@ -71,6 +71,8 @@ def test_reference_models(two):
         assert found["losses"][0] == pytest.approx(math.log(2), abs=1e-6)
         assert found["losses"][-1] < 0.6
         assert WHOLE in found["coat"] and found["reference"].startswith("COAT: 14 of 15 linear layers")
+        # frozen layers of a model of which nothing is trained, too
+        assert found["reference"].endswith("ZeRO-3 gathers 2 of 2 layers whole")
 
 
 def test_trainer_without_deepspeed(two):
@@ -147,10 +149,13 @@ def check_stages(ranks, converted):
 
 
 def test_weights_partitioned_from_the_start(two):
-    for rank in two:
+    for number, rank in enumerate(two):
         found = rank["zero.Init"]
         assert WHOLE in found["coat"] and "ZeRO-3 gathers 2 of 2 layers whole" in found["coat"]
         assert found["losses"][-1] < found["losses"][0] - 0.05
+        # of all ranks' parts, which nobody holds
+        assert len(found["tables"]) == (number == 0)
+        assert all("[64, 64] model.layers.*.self_attn.q_proj.weight" in table for table in found["tables"])
 
 
 def test_no_stale_codes_of_weights(two):
@@ -175,6 +180,7 @@ MEETINGS = {
     "FP16": ["0 of 15 linear layers in FP8", "left as they are 15", "fp16.enabled is true"],
     "FP16, asked for": ["error: coat.activations.enabled: found True, but fp16.enabled", "Set"],
     "loaded in FP16": ["14 of 15 linear layers in FP8"],
+    "loaded in FP16, DeepSpeed's old key": ["14 of 15 linear layers in FP8"],
     "recomputed": ["2 attentions keep sqrt8 1x16, in fused blocks the output alone"],
     "odd sizes": ["0 of 2 linear layers in FP8", "(0): 10 x 10, not multiples of 16"],
     "odd sizes, required": ["error: coat.activations.enabled: found True, but 0 of 2", "require"],

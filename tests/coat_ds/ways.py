@@ -297,16 +297,22 @@ def by_stages(lines):
     return out
 
 
-def partitioned():
+def partitioned(lines):
     """A model whose weights are partitioned while it is built, so that nobody can read them when it is
-    converted."""
+    converted, and the table of its states."""
     import deepspeed
 
     config = {"train_batch_size": BATCH, "bf16": {"enabled": True}, "zero_optimization": {"stage": 3}}
     with deepspeed.zero.Init(config_dict_or_path=config):
         model = llama()
-    engine = engine_of(3, BLOCK, model)
-    return {"losses": [step(engine, i) for i in range(STEPS)], "coat": str(engine.coat)}
+    lines.clear()
+    engine = engine_of(3, {**BLOCK, "report": True}, model)
+    tables = [line for line in lines if "AdamW states of the whole model" in line]
+    return {
+        "losses": [step(engine, i) for i in range(STEPS)],
+        "coat": str(engine.coat),
+        "tables": tables,
+    }
 
 
 def cached(folder, **zero):
@@ -359,7 +365,12 @@ def meetings():
     fp16 = {"bf16": {"enabled": False}, "fp16": {"enabled": True}}
     out["FP16"] = said(BLOCK, **fp16)
     out["FP16, asked for"] = said({**BLOCK, "activations": True}, **fp16)
-    out["loaded in FP16"] = said(BLOCK, llama().half())
+    old = {"bf16": None, "bfloat16": {"enabled": True}}
+    for name, more in (("loaded in FP16", {}), ("loaded in FP16, DeepSpeed's old key", old)):
+        loaded = llama().half()
+        # some are loaded so
+        loaded.model.norm.float()
+        out[name] = said(BLOCK, loaded, **more)
     out["recomputed"] = said({**BLOCK, "activations": {"attention_format": "recompute"}})
     odd = torch.nn.Sequential(torch.nn.Linear(10, 10), torch.nn.Linear(10, 20))
     out["odd sizes"] = said(BLOCK, odd)
@@ -377,11 +388,13 @@ def fresh():
 
 
 @contextlib.contextmanager
-def listening():
-    """Messages of DeepSpeed's logger."""
+def listening(level=logging.INFO):
+    """Messages of DeepSpeed's logger, of at least `level`."""
     from deepspeed.utils import logger
 
-    lines, handler = [], logging.Handler(logging.INFO)
+    lines, handler = [], logging.Handler(level)
+    # `say` hands records to handlers past their levels
+    handler.addFilter(lambda record: record.levelno >= level)
     handler.emit = lambda record: lines.append(record.getMessage())
     logger.addHandler(handler)
     yield lines
@@ -418,7 +431,7 @@ def work(folder):
         out["meetings"] = meetings()
         out["meetings"]["warned"] = [line for line in lines if "coat.activations" in line]
         out["stages"] = by_stages(lines)
-        out["zero.Init"] = partitioned()
+        out["zero.Init"] = partitioned(lines)
         out["cached"] = [
             cached(f"{folder}/released", stage3_param_persistence_threshold=100),
             # weights stay where they are in memory

@@ -112,6 +112,8 @@ def work(folder):
     out["silent block"] = engine_of(gpt(OTHER)).coat.layers
     out["told the same"] = engine_of(gpt(OTHER), activations=OTHER).coat.layers
     out["told otherwise"] = refused(gpt(OTHER), activations={"saved_format": "sqrt8"})
+    both = torch.nn.ModuleList([gpt(), gpt(OTHER)])
+    out["told otherwise in part"] = refused(both, activations={"saved_format": "e4m3"})
     out["switched off"] = refused(gpt(), activations=False)
     path = os.path.join(folder, "coat.json")
     with open(path, "w") as file:
@@ -168,6 +170,10 @@ def test_a_block_that_says_nothing_leaves_layers_as_they_were_told(found):
     "case, words",
     [
         ("told otherwise", ["coat.activations.group_size: found 16", "built with 32", "set_activations()"]),
+        (
+            "told otherwise in part",
+            ["group_size: found 16, but 1.decoder", "built with 32", "set_activations()"],
+        ),
         (
             "file",
             [

@@ -414,8 +414,10 @@ def test_whole_units_are_gathered_ahead_unless_the_config_says_how_much():
 
 
 def test_what_cannot_be_a_unit():
-    shared, plain, outer = _Layer(), _Layer(), nn.Sequential(_Layer())
-    model = nn.ModuleDict({"a": shared, "b": plain, "c": outer, "head": nn.Linear(4, 4)})
+    shared, plain, outer, empty = _Layer(), _Layer(), nn.Sequential(_Layer()), nn.Identity()
+    # nothing to gather
+    empty.zero3_unit = False
+    model = nn.ModuleDict({"a": shared, "b": plain, "c": outer, "d": empty, "head": nn.Linear(4, 4)})
     model["head"].weight = shared.weight
     zero = SimpleNamespace(stage=3)
     units = LayerUnits(model, "auto", zero)
@@ -432,3 +434,12 @@ def test_what_cannot_be_a_unit():
     whole = _Layer()
     whole.inner = _Layer()
     assert set(LayerUnits(whole, "auto", zero).chosen) == {""}
+
+
+def test_of_layers_with_one_reason_three_are_named():
+    for count, names in ((3, "0, 1, 2"), (4, "0, 1, 2, ...")):
+        model = nn.Sequential(*(_Layer() for _ in range(count)))
+        assert LayerUnits(model, False, SimpleNamespace(stage=3)).summary() == (
+            f"ZeRO-3 gathers 0 of {count} layers whole; module by module {count} ({names}): "
+            "coat.zero3_layer_units is false"
+        )

@@ -12,6 +12,7 @@ import coat_ds
 from benchmarks.common.families import FAMILIES
 from coat_ds.layers.autotp import is_autotp
 from coat_ds.layers.replaced import replaced
+from coat_ds.zero.model_layers import check_adapters
 from tests.coat_ds.layers.parts import ALL_FALL, Net, check_watched, in_two_parts, tokens
 from tests.util import rel_rms, run_distributed
 
@@ -73,7 +74,7 @@ def test_layers_that_exchange_more_stay(ranks):
         assert overlapped == {"up": "tensor_parallel.tp_overlap_comm multiplies by itself"}
 
 
-def train(coat, watch=False, model=None, steps=4):
+def train(coat, watch=False, model=None, steps=4, **block):
     """Losses, FP8 layers, which layers of AutoTP are converted, those that are when the engine is gone, and
     what was watched."""
     import deepspeed
@@ -85,7 +86,7 @@ def train(coat, watch=False, model=None, steps=4):
         "tensor_parallel": {"autotp_size": 2},
         # FusedAdam would be compiled first
         "optimizer": {"type": "AdamW", "params": {"lr": 4e-3, "torch_adam": True}},
-        "coat": {"enabled": coat, "optimizer": {"min_numel": 0}, "watch": watch},
+        "coat": {"enabled": coat, "optimizer": {"min_numel": 0}, "watch": watch, **block},
     }
     engine = deepspeed.initialize(model=model or LLAMA.build(), config=config)[0]
     losses = []
@@ -111,11 +112,13 @@ def of_engines():
     dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
     # the project may be importable without being installed; what pip's installation adds: test_switch.py
     coat_ds.install()
-    return train(False), train(True)
+    return train(False), train(True), train(True, activations=False, steps=1)
 
 
 def check(ranks):
-    for (expected, *_), (losses, layers, split, left, _) in ranks:
+    for (expected, *_), (losses, layers, split, left, _), states_alone in ranks:
+        # to the bit before the first step
+        assert states_alone[0] == expected[:1] and not any(states_alone[2])
         # the head is of a class of its own
         assert layers == (14, 15) and sum(split) == 14 and not left
         # FP8's noise of a loss: less than a percent
@@ -163,3 +166,17 @@ def test_the_json_is_enough_on_two_gpus():
     if torch.cuda.device_count() < 2:
         pytest.skip("needs two GPUs")
     check(run_distributed(of_engines, 2, gpus=True))
+
+
+def test_adapters_are_refused_where_autotp_would_drop_them():
+    from peft import LoraConfig, get_peft_model
+
+    lora = LoraConfig(r=4, target_modules=["q_proj", "down_proj"], task_type="CAUSAL_LM")
+    model, layers = get_peft_model(LLAMA.build(), lora), LLAMA.build().config.num_hidden_layers
+    said = f"autotp_size: found 2, .*q_proj and {2 * layers - 1} more.*merge_and_unload"
+    with pytest.raises(coat_ds.CoatConfigError, match=said):
+        check_adapters(model, {"autotp_size": 2})
+    # of one rank nothing is cut, and patterns may leave out layers with adapters
+    for section in ({}, {"autotp_size": 1}, {"autotp_size": 2, "partition_config": {}}):
+        check_adapters(model, section)
+    check_adapters(LLAMA.build(), {"autotp_size": 2})

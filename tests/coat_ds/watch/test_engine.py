@@ -1,7 +1,7 @@
 """A converted Llama that trains under DeepSpeed and is watched; an outlier feature, and what is done about
 it.
 
-One spawn of one process serves most tests.
+One spawn of one process serves most tests, one of two the others.
 """
 
 import csv
@@ -24,6 +24,9 @@ from tests.util import run_distributed
 VOCABULARY, LENGTH, BATCH, STEPS = 64, 32, 4, 40
 NOTHING = {"layers": [], "states": []}
 FALLEN = {"layers": ["model.layers.0.mlp.down_proj"], "states": ["model.layers.1.mlp.up_proj.weight"]}
+# whose first bytes nobody can read, root neither
+UNREADABLE = Path("/proc/self/mem")
+BROKEN = ("[]", '{"others": []}', '{"layers": "one"}', '{"layers": ', UNREADABLE)
 
 
 def llama():
@@ -203,6 +206,30 @@ def universal_run(folder):
     return found
 
 
+def accumulated_run():
+    """Of which steps there are readings where two micro-batches make one, before the engine ends and after
+    that."""
+    engine, seen = engine_of(llama(), 1, {"every": 1}, gradient_accumulation_steps=2), []
+    engine.coat.watch.add(lambda reading: seen.append(reading.step))
+    train(engine, 4)
+    before = list(seen)
+    engine.destroy()
+    return before, seen
+
+
+def layers_alone_run():
+    """Readings beside an optimizer of DeepSpeed's: their steps, and bytes by role of the last."""
+    section = {"type": "AdamW", "params": {"lr": 3e-3, "torch_adam": True}}
+    block = {"enabled": True, "optimizer": {"enabled": False}, "watch": {"every": 1}}
+    engine, seen = engine_of(llama(), 1, None, optimizer=section, coat=block), []
+    # nobody wants to know before
+    idle = not engine.coat.watch.is_active
+    engine.coat.watch.add(seen.append)
+    train(engine, 2)
+    engine.destroy()
+    return idle, [reading.step for reading in seen], seen[-1].memory
+
+
 def full_states(engine):
     from deepspeed.utils import safe_get_full_optimizer_state
 
@@ -227,8 +254,43 @@ def kept_whole(threshold):
     return engine.coat.watch.last.memory["weights"], shares + sum(whole) + buffers, len(whole)
 
 
-def all_kept_whole():
-    return [kept_whole(threshold) for threshold in (100, 10**6)]
+def remembered(folder):
+    """Which files a checkpoint has that each rank would call by a name of its own, and what ranks find that
+    look into other folders: what was written, in place of it what is BROKEN, and when it is gone, with the
+    number of lines so far."""
+    rank = torch.distributed.get_rank()
+    engine = engine_of(llama(), 1, {"every": 1, "act": "act"})
+    engine.coat.watch.fallback.restore(FALLEN)
+    with mock.patch.object(coat_ds.zero.watch, "FILE", f"{rank}.json"):
+        engine.save_checkpoint(folder, tag="saved")
+    engine.destroy()
+    written = Path(folder, "saved/coat_watch.json")
+    if rank == 0:
+        Path(folder, "saved/0.json").rename(written)
+    own, found = folder if rank == 0 else f"{folder}/none", []
+    for broken in (None, *BROKEN):
+        if rank == 0 and isinstance(broken, str):
+            written.write_text(broken)
+        if rank == 0 and broken is UNREADABLE:
+            written.unlink()
+            written.symlink_to(broken)
+        try:
+            found.append(coat_ds.zero.watch._remembered(own, None, False, "act"))
+        except ValueError as error:
+            found.append(str(error))
+    names = [path.name for path in Path(folder, "saved").glob("*.json")]
+    torch.distributed.barrier()
+    if rank == 0:
+        written.unlink()
+    with mock.patch.object(coat_ds.zero.watch, "say") as said:
+        for universal, act in ((False, "act"), (True, "warn"), (True, "act")):
+            found.append(coat_ds.zero.watch._remembered(own, "saved", universal, act))
+            found.append(said.call_count)
+    return names, found
+
+
+def on_two_ranks(folder):
+    return [kept_whole(threshold) for threshold in (100, 10**6)], remembered(folder)
 
 
 def everything(folder):
@@ -236,6 +298,7 @@ def everything(folder):
     found |= {
         ("outlier", act): outlier_run(f"{folder}/outlier", act) for act in ("bf16", "off", "warn", "act")
     }
+    found["accumulated"], found["layers alone"] = accumulated_run(), layers_alone_run()
     found["universal"] = universal_run(f"{folder}/universal")
     found |= {("states", stage): states_run(f"{folder}/states{stage}", stage) for stage in (1, 3)}
     return found
@@ -273,11 +336,39 @@ def test_readings_in_a_run(folder, stage):
     assert "the engine is not watched. Set coat.watch in its DeepSpeed config" in found["refused"]
 
 
-def test_what_zero3_keeps_whole_is_counted_on_every_rank():
-    for rank in run_distributed(all_kept_whole, 2):
+def test_a_step_ends_with_its_last_micro_batch(folder):
+    # the reading that is on its way arrives when the engine ends
+    assert results(folder)["accumulated"] == ([1], [1, 2])
+
+
+def test_layers_are_watched_beside_an_optimizer_of_deepspeeds(folder):
+    idle, steps, memory = results(folder)["layers alone"]
+    assert idle and steps == [1, 2]
+    assert memory["weights"] > 0 and memory["saved"] > 0
+    # nobody knows what is DeepSpeed's
+    assert memory["states"] == memory["masters"] == 0
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory):
+    return run_distributed(on_two_ranks, 2, str(tmp_path_factory.mktemp("two")))
+
+
+def test_what_zero3_keeps_whole_is_counted_on_every_rank(two):
+    for kept, _ in two:
         # five norms, and everything
-        assert [count for *_, count in rank] == [5, 21]
-        assert all(found == expected for found, expected, _ in rank)
+        assert [count for *_, count in kept] == [5, 21]
+        assert all(found == expected for found, expected, _ in kept)
+
+
+def test_rank_0_writes_and_reads_what_has_fallen_back(two):
+    for rank, (_, (files, (found, *broken))) in enumerate(two):
+        assert files == ["coat_watch.json"]
+        refused, without = broken[: len(BROKEN)], broken[len(BROKEN) :]
+        assert found == FALLEN
+        assert all("saved/coat_watch.json: expected the layers and states" in line for line in refused)
+        # that a universal one lost it is said where it would be of use
+        assert without == [{}, 0, {}, 0, {}, int(rank == 0)]
 
 
 def test_readings_arrive_in_the_file_and_in_deepspeeds_monitors(folder):
