@@ -174,22 +174,9 @@ def test_recomputed_attention(variant, device, caplog):
     assert "keep q, k, v" in caplog.text
 
 
-def hook(layer):
-    layer.self_attention.linear_proj.register_full_backward_hook(lambda *_: None)
-
-
 def replaced_forward(layer):
     linear = layer.mlp.linear_fc1
     linear.forward = type(linear).forward.__get__(linear)
-
-
-def other_class(layer):
-    linear = layer.mlp.linear_fc2
-    linear.__class__ = type("Wrapped", (type(linear),), {})
-
-
-def frozen(layer):
-    layer.pre_mlp_layernorm.weight.requires_grad_(False)
 
 
 def in_bf16(layer):
@@ -197,12 +184,72 @@ def in_bf16(layer):
 
 
 @pytest.mark.usefixtures("megatron")
-@pytest.mark.parametrize("change", [hook, replaced_forward, other_class, frozen, in_bf16])
+@pytest.mark.parametrize("change", [replaced_forward, in_bf16])
 def test_what_somebody_changed_inside_is_called(change, device):
     layer = build(layers=1).decoder.layers[0]
     assert "MlpBlock" in node(layer, device)
     change(layer)
     assert "MlpBlock" not in node(layer, device)
+
+
+@pytest.mark.usefixtures("megatron")
+@pytest.mark.parametrize("variant", ["gpt", "head norms"])
+def test_a_layer_with_a_frozen_parameter_takes_its_modules(variant, device):
+    layer = build(*VARIANTS[variant], layers=1).decoder.layers[0]
+    for name, parameter in layer.named_parameters():
+        parameter.requires_grad_(False)
+        assert "MlpBlock" not in node(layer, device), name
+        parameter.requires_grad_(True)
+    assert "MlpBlock" in node(layer, device)
+
+
+@pytest.mark.usefixtures("megatron")
+@pytest.mark.parametrize("kind", ["forward", "forward_pre", "full_backward", "full_backward_pre"])
+def test_a_part_that_somebody_looks_at_is_called(kind, device):
+    layer = build(layers=1).decoder.layers[0]
+    getattr(layer.self_attention.linear_proj, f"register_{kind}_hook")(lambda *_: None)
+    assert "MlpBlock" not in node(layer, device)
+
+
+def noting(cls, seen):
+    """A class made from `cls`, as torch makes one where a parameter is parametrized or sharded."""
+
+    def forward(self, *args, **kwargs):
+        seen.append(cls)
+        return cls.forward(self, *args, **kwargs)
+
+    return type("Noting", (cls,), {"forward": forward})
+
+
+INSIDE = {"self_attention": "linear_qkv linear_proj q_layernorm k_layernorm", "mlp": "linear_fc1 linear_fc2"}
+
+
+@pytest.mark.usefixtures("megatron")
+@pytest.mark.parametrize(
+    "name", [*blocks._KINDS, *(f"{part}.{name}" for part, names in INSIDE.items() for name in names.split())]
+)
+def test_a_part_of_another_class_is_called(name, device):
+    layer, seen = build({"qk_layernorm": True}, layers=1).decoder.layers[0], []
+    assert "MlpBlock" in node(layer, device)
+    part = layer.get_submodule(name)
+    part.__class__ = noting(type(part), seen)
+    assert "MlpBlock" not in node(layer, device)
+    assert len(seen) == 1
+
+
+@pytest.mark.usefixtures("megatron")
+@pytest.mark.parametrize("name", ["self_attn_bda", "mlp_bda"])
+def test_another_addition_is_called(name, device):
+    layer, seen = build(layers=1).decoder.layers[0], []
+    stock = getattr(layer, name)
+
+    def addition(*args):
+        seen.append(name)
+        return stock(*args)
+
+    setattr(layer, name, addition)
+    assert "MlpBlock" not in node(layer, device)
+    assert seen == [name]
 
 
 @pytest.mark.usefixtures("megatron")
@@ -259,9 +306,14 @@ def test_forwards_that_take_the_modules(device):
 
 
 @pytest.mark.usefixtures("megatron")
-def test_attention_that_somebody_looks_at_is_not_recomputed(device):
+@pytest.mark.parametrize("by_hook", [True, False], ids=["hook", "class"])
+def test_attention_that_somebody_looks_at_is_not_recomputed(by_hook, device):
     layer, seen = build({}, {"attention_format": "recompute"}, layers=1).decoder.layers[0], []
-    layer.self_attention.core_attention.register_forward_hook(lambda *_: seen.append(1))
+    core = layer.self_attention.core_attention
+    if by_hook:
+        core.register_forward_hook(lambda *_: seen.append(1))
+    else:
+        core.__class__ = noting(type(core), seen)
     assert "MlpBlock" in node(layer, device) and len(seen) == 1
 
 
@@ -306,6 +358,9 @@ def test_gathered_parameters_are_waited_for(config, device):
         group = wrapped.param_to_bucket_group[p]
         assert len(group.params) == 1
         assert group.param_gather_dispatched and group.param_gather_handle is None, name
+    # beside Megatron's hook that of somebody who looks
+    layer.mlp.register_forward_pre_hook(lambda *_: None)
+    assert "MlpBlock" not in node(layer, device)
 
 
 def _ranks():
