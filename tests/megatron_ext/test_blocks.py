@@ -440,13 +440,26 @@ def test_calls_and_launches_stay_within_their_bounds(monkeypatch):
         assert found[name][0] <= most_calls and found[name][1] <= launches, found
 
 
-@pytest.mark.usefixtures("megatron")
-def test_attention_is_saved_in_its_own_format(device):
-    """Other tensors of the layer are saved as `saved_format` says."""
-    kept, activations = [], {"attention_format": "sqrt8", "saved_format": "e4m3"}
-    layer = build({}, activations, layers=1).decoder.layers[0]
+def kinds_kept(device, **activations) -> collections.Counter:
+    """How many tensors of each type a layer saves for backward."""
+    kept, layer = [], build({}, activations, layers=1).decoder.layers[0]
     x = torch.randn(S, B, H, device=device, dtype=torch.bfloat16, requires_grad=True)
     with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t.dtype) or t, lambda t: t):
         layer(x, attention_mask=None)
+    return collections.Counter(kept)
+
+
+@pytest.mark.usefixtures("megatron")
+def test_attention_is_saved_in_its_own_format(device):
+    """Other tensors of the layer are saved as `saved_format` says."""
     # queries, keys, values and the output, which the projection saves once more, as its origin
-    assert kept.count(torch.int8) == 5
+    assert kinds_kept(device, attention_format="sqrt8", saved_format="e4m3")[torch.int8] == 5
+
+
+@pytest.mark.usefixtures("megatron")
+@pytest.mark.parametrize("saved, kind", [("sqrt8", torch.int8), ("e4m3", torch.float8_e4m3fn)])
+def test_of_recomputed_attention_the_output_is_saved_as_other_tensors(saved, kind, device):
+    exact, recomputed = (
+        kinds_kept(device, attention_format=form, saved_format=saved)[kind] for form in ("bf16", "recompute")
+    )
+    assert recomputed == exact + 1
