@@ -93,6 +93,20 @@ def test_a_gradient_that_is_added_again_is_zero(device, monkeypatch):
     assert weight.main_grad.count_nonzero() > 0 and weight.grad_added_to_main_grad
 
 
+@pytest.mark.parametrize("marks", [{}, {"grad_added_to_main_grad": False, "__fsdp_param__": True}], ids=list)
+def test_gradients_that_others_collect_stay_autograds(device, marks):
+    """Megatron's FSDP has `main_grad`, too, and other frameworks have it without the rest."""
+    model = build(coat_layer_spec)
+    _, expected = loss_and_grads(model, device)
+    weight = model.decoder.layers[0].mlp.linear_fc1.weight
+    weight.main_grad = torch.zeros_like(weight, dtype=torch.float32)
+    for name, value in marks.items():
+        setattr(weight, name, value)
+    _, grads = loss_and_grads(model, device)
+    assert weight.main_grad.count_nonzero() == 0
+    assert all(grads[name].equal(grad) for name, grad in expected.items())
+
+
 def test_gradient_accumulation_fusion_needs_no_apex(device):
     results = []
     for fused in (False, True):
@@ -108,7 +122,8 @@ def test_gradient_accumulation_fusion_needs_no_apex(device):
             layer.zero_grad()
             layer(x.requires_grad_(), attention_mask=None)[0].backward(grad)
         results.append({n: p.main_grad if fused else p.grad for n, p in weights.items()})
-        assert layer.mlp.linear_fc1.config is settings
+        # what Megatron's own layers read
+        assert layer.mlp.linear_fc1.config is settings and settings.gradient_accumulation_fusion == fused
     once, twice = results
     assert len(twice) == 4 and all(torch.equal(twice[n], 2 * once[n].float()) for n in twice)
 
@@ -189,6 +204,7 @@ def test_fallback_keeps_such_a_layer_as_megatron_has_it(device, caplog):
     set_activations(settings, ActivationsConfig(fallback=True))
     module = linear(CoatRowParallelLinear, inputs=40, name="fc2", settings=settings).to(device)
     assert "fc2: FP8 matrix products need sizes that are multiples of 16, found 40 -> 128" in caplog.text
+    assert module.coat_part().why == "sizes that 16 does not divide"
     x = torch.randn(4, 2, 40, dtype=torch.bfloat16, device=device, requires_grad=True)
     y, _ = module(x)
     torch.testing.assert_close(y, F.linear(x, module.weight), rtol=0, atol=0)
