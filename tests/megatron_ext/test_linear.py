@@ -1,7 +1,10 @@
 """Megatron's parallel linear layers in FP8: gradients that go into main_grad, biases, sizes and options."""
 
+from unittest import mock
+
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
@@ -13,7 +16,7 @@ from megatron_ext.layer_specs import coat_layer_spec
 from megatron_ext.linear import CoatColumnParallelLinear, CoatRowParallelLinear
 from megatron_ext.settings import set_activations
 from tests.megatron_ext.layers import B, H, S, batch, build, config, loss_and_grads, rounding_error
-from tests.util import rel_rms
+from tests.util import rel_rms, run_distributed
 
 pytestmark = pytest.mark.usefixtures("megatron")
 
@@ -197,6 +200,34 @@ def test_sizes_a_gpu_cannot_multiply_are_named(monkeypatch):
             linear(CoatColumnParallelLinear, outputs=24, name=name)
     with pytest.raises(ValueError, match="fc2: .*found 40 -> 128.*--ffn-hidden-size"):
         linear(CoatRowParallelLinear, inputs=40, name="fc2")
+
+
+def _sizes_on_two_ranks():
+    from megatron_ext import cpu
+    from megatron_ext.model import initialize_model_parallel
+
+    cpu.enable()
+    dist.init_process_group("gloo")
+    initialize_model_parallel(2)
+    found = []
+    with mock.patch("torch.cuda.is_available", lambda: True):
+        for sizes in ({"outputs": 48}, {"inputs": 48}):
+            # what a column-parallel layer reads, and a row-parallel one gives, is whole on each rank
+            for cls in (CoatColumnParallelLinear, CoatRowParallelLinear):
+                try:
+                    linear(cls, **sizes)
+                    found.append(None)
+                except ValueError as error:
+                    found.append(str(error))
+    return found
+
+
+def test_sizes_are_those_of_a_ranks_part():
+    for rank in run_distributed(_sizes_on_two_ranks, 2):
+        column, *whole, row = rank
+        assert whole == [None, None]
+        assert "multiples of 16, found 128 -> 24 on each of 2 tensor-parallel ranks." in column
+        assert "multiples of 16, found 24 -> 128 on each of 2 tensor-parallel ranks." in row
 
 
 def test_fallback_keeps_such_a_layer_as_megatron_has_it(device, caplog):
