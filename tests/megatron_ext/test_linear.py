@@ -62,11 +62,15 @@ def test_which_products_are_summed_with_fewer_bits(device, monkeypatch, which):
     assert fast == [which != "none"] * 4 + [which == "all"] * 7 + [False]
 
 
+@pytest.mark.parametrize("modules", [False, True], ids=["blocks", "modules"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_fast_sums_go_into_main_grad_unrounded(device, dtype):
+def test_fast_sums_go_into_main_grad_unrounded(device, dtype, modules):
     model = build(coat_layer_spec)
     weight = model.decoder.layers[0].mlp.linear_fc1.weight
     model.decoder.layers[0].mlp.linear_fc1._formats = LinearFormats(fast_weight_grad=True)
+    if modules:
+        # somebody looks at one, so that each is called
+        model.decoder.layers[0].mlp.register_forward_hook(lambda *_: None)
     _, expected = loss_and_grads(model, device)
     model.zero_grad()
     weight.main_grad, weight.grad_added_to_main_grad = torch.zeros_like(weight, dtype=dtype), False
@@ -228,6 +232,16 @@ def test_sizes_are_those_of_a_ranks_part():
         assert whole == [None, None]
         assert "multiples of 16, found 128 -> 24 on each of 2 tensor-parallel ranks." in column
         assert "multiples of 16, found 24 -> 128 on each of 2 tensor-parallel ranks." in row
+
+
+def test_products_of_another_type_are_refused(device):
+    """Newer Megatron may ask for them; FP8 products are of the type of the input."""
+    module = linear(CoatColumnParallelLinear, name="fc1").to(device)
+    x = torch.randn(4, 2, H, dtype=torch.bfloat16, device=device)
+    given = {"input": x, "weight": module.weight}
+    assert module._forward_impl(**given, output_dtype=torch.bfloat16).equal(module(x)[0])
+    with pytest.raises(ValueError, match="output_dtype: expected torch.bfloat16.*found torch.float32"):
+        module._forward_impl(**given, output_dtype=torch.float32)
 
 
 def test_fallback_keeps_such_a_layer_as_megatron_has_it(device, caplog):
