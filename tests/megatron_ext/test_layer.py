@@ -373,14 +373,17 @@ def test_queries_and_keys_are_turned_as_megatrons(device, kind):
             assert rel_rms(found, expected) < bound
 
 
-def test_attention_in_fp8_keeps_fewer_bytes(device):
+@pytest.mark.parametrize("dropout", [0.0, 0.5])
+def test_attention_in_fp8_keeps_fewer_bytes(device, dropout):
     kept = {}
     for form in ("bf16", "sqrt8"):
-        model = build(coat_layer_spec, activations=ActivationsConfig(attention_format=form))
+        activations = ActivationsConfig(attention_format=form)
+        model = build(coat_layer_spec, activations=activations, attention_dropout=dropout)
         kept[form] = saved_bytes(model, lambda model=model: model(*batch(device))).per_token_and_layer
         loss_and_grads(model, device)
-    # q and the output have H channels, k and v half as many
-    assert kept["bf16"] - kept["sqrt8"] == (2 - 1.0625) * (2 * H + 2 * H // 2)
+    fewer = kept["bf16"] - kept["sqrt8"]
+    # q and the output have H channels, k and v half as many; with dropout CPUs keep scores, too
+    assert fewer > 0 if dropout else fewer == (2 - 1.0625) * (2 * H + 2 * H // 2)
 
 
 def test_weight_cache_changes_nothing_else(device):
