@@ -43,7 +43,10 @@ VARIANTS = {
         {"qk_layernorm": True, "params_dtype": torch.float32, "bf16": False},
         {"attention_format": "sqrt8", "group_size": 32},
     ),
-    "formats": ({}, {"backward_format": "e4m3", "fast_accumulation": "all", "group_size": 32}),
+    "formats": (
+        {},
+        {"backward_format": "e4m3", "saved_format": "e4m3", "fast_accumulation": "all", "group_size": 32},
+    ),
     "fp32": ({"bf16": False}, {}),
     "recomputed": (
         {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
