@@ -356,7 +356,13 @@ def reads_no_mask(layer):
     layer.self_attn.__class__ = Causal
 
 
-@pytest.mark.parametrize("change", [scales_its_output, gates_its_attention, reads_no_mask])
+def attends_in_both_directions(layer):
+    layer.self_attn.is_causal = False
+
+
+@pytest.mark.parametrize(
+    "change", [scales_its_output, gates_its_attention, reads_no_mask, attends_in_both_directions]
+)
 def test_layers_that_do_something_else_are_no_blocks(change, monkeypatch):
     """Of which a copy without parameters of its own may show nothing."""
     batch, models = FAMILIES["llama"].batch(), [FAMILIES["llama"].build() for _ in "ab"]
@@ -396,4 +402,22 @@ def test_layers(name):
             return type(attention).forward(attention, x, (cos, -sin), **rest)
 
         attention.forward = turn
+        assert not decoder_parts._is_rotary(attention, place)
+    if name == "qwen3":
+        attention = model.model.layers[0].self_attn
+        place = probe.places(attention)[0]
+        assert decoder_parts._is_rotary(attention, place)
+
+        class Swapped(type(attention)):
+            """Queries are normed by the norm of keys."""
+
+            @functools.wraps(type(attention).forward)
+            def forward(self, *args, **rest):
+                self.q_norm, self.k_norm = self.k_norm, self.q_norm
+                try:
+                    return super().forward(*args, **rest)
+                finally:
+                    self.q_norm, self.k_norm = self.k_norm, self.q_norm
+
+        attention.__class__ = Swapped
         assert not decoder_parts._is_rotary(attention, place)
