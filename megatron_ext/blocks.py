@@ -100,7 +100,7 @@ def dense_parts(layer: torch.nn.Module) -> Parts | None:
     if not fits:
         return None
     for linear in parts.linears:
-        if not linear._in_fp8 or linear.explicit_expert_comm:
+        if not linear._in_fp8:
             return None
     return parts
 

@@ -170,7 +170,7 @@ class MegatronAdamW(CoatAdamW, torch.optim.AdamW):
         for group in packed["param_groups"]:
             steps = [int(packed["state"][i]["step"]) for i in group["params"] if packed["state"].get(i)]
             if self._counts_in_groups and steps:
-                group |= {"step": max(steps), "bias_correction": True}
+                group["step"] = max(steps)
         taken = take_states(packed, "compressed" if self._distributed else "stock")
         del taken["coat"]
         return taken
@@ -255,7 +255,7 @@ def _link(host: MegatronOptimizer, model_chunks: Iterable[torch.nn.Module], conf
 
 def _say(line: str, level: int = logging.WARNING) -> None:
     """To Megatron's log, on rank 0, which shows warnings alone."""
-    log_single_rank(logger, max(level, logging.WARNING), line)
+    log_single_rank(logger, level, line)
 
 
 def _idle_keys(config: OptimizerConfig, names: list[str], held: list[torch.Tensor]) -> Iterator[str]:

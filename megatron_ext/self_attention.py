@@ -87,8 +87,9 @@ class CoatSelfAttention(TakesActivations, SelfAttention):
             or config.no_rope_freq
             or config.mrope_section
             or hasattr(config, "yarn_rotary_scaling_factor")
-            or not isinstance(self.q_layernorm, _NORMS)
-            or not isinstance(self.k_layernorm, _NORMS)
+            # of a class made from one of these, as torch's parametrizations make them, the forward is to run
+            or type(self.q_layernorm) not in _NORMS
+            or type(self.k_layernorm) is not type(self.q_layernorm)
             or config.num_query_groups < self.world_size
         )
         if unusual:

@@ -42,6 +42,12 @@ def test_moments_come_back_by_a_reader_of_data_only():
     assert all(torch.equal(a, b) for a, b in zip(found.stored(), moment.stored(), strict=True))
 
 
+def test_a_part_of_a_moment_is_written_as_its_values():
+    moment = Moment.encoded(torch.rand(40, 50), get_codec("log8"), 64)
+    part = StoredMoment(moment.pieces, 64, moment.shape)[3:5]
+    assert read(part).equal(moment.decode()[3:5])
+
+
 @pytest.mark.parametrize("how", [{"foreach": True}, {"foreach": False}, {"fused": True}], ids=str)
 def test_adamw_goes_on_from_it_as_from_fp32(how):
     """Also where second moments are zero, to which no first moment can be relative."""
@@ -103,6 +109,20 @@ def piece(index: int, value) -> list:
     return [(*PIECE[:index], value, *PIECE[index + 1 :])]
 
 
+def relative_piece() -> tuple:
+    """What is written of a first moment beside the second one that it is relative to."""
+    p = torch.nn.Parameter(torch.ones(2, 128))
+    p.grad = torch.ones(2, 128)
+    optimizer = CoatAdamW([p], min_numel=0, checkpoint_layout="compressed")
+    optimizer.step()
+    _, ((piece,), *_) = optimizer.state_dict()["state"][0]["exp_avg"].__reduce_ex__(2)
+    assert (len(piece), piece[1], piece[5]) == (9, "ratio8", "log8")
+    return piece
+
+
+RELATIVE = relative_piece()
+# of one group of two
+SMALLER = ("log8", RELATIVE[6][:128], *(t[:1] for t in RELATIVE[7:]))
 BAD = {
     "no pieces": ([], 128, (300,)),
     "pieces that are no list": (PIECE, 128, (300,)),
@@ -126,6 +146,7 @@ BAD = {
     "codes of another type": (piece(2, CODES.float()), 128, (300,)),
     "codes of two dimensions": (piece(2, CODES.view(3, 100)), 128, (300,)),
     "codes of stride 0": (piece(2, CODES[:1].expand(2**40)), 128, (2**40,)),
+    "codes of stride 0, as many": (piece(2, CODES[:1].expand(300)), 128, (300,)),
     "codes that are sparse": (piece(2, CODES.to_sparse()), 128, (300,)),
     "codes without values": (piece(2, CODES.to("meta")), 128, (300,)),
     "too few scales": (piece(3, SCALE[:2]), 128, (300,)),
@@ -133,6 +154,15 @@ BAD = {
     "scales of another type": (piece(3, SCALE.double()), 128, (300,)),
     "too many exponents": (piece(4, CODES), 128, (300,)),
     "exponents of another type": (piece(4, SCALE), 128, (300,)),
+    "nothing with values": ([(*PIECE[:2], *(t.to("meta") for t in PIECE[2:]))], 128, (300,)),
+    "a second moment of nothing": ([PIECE + PIECE[1:]], 128, (300,)),
+    "no second moment": ([RELATIVE[:5]], 128, (256,)),
+    "a smaller second moment": ([RELATIVE[:5] + SMALLER], 128, (256,)),
+    "a second moment that none is relative to": (
+        [RELATIVE[:5] + ("fp8_expanded", CODES[:256], SCALE[:2], EXPONENT[:2])],
+        128,
+        (256,),
+    ),
 }
 
 

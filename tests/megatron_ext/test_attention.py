@@ -1,5 +1,7 @@
 """SDPACoreAttention against Megatron's own core attention, and what it keeps."""
 
+import itertools
+
 import pytest
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
@@ -28,13 +30,14 @@ def config(**overrides) -> TransformerConfig:
     return TransformerConfig(**(settings | overrides))
 
 
-def attention(cls=SDPACoreAttention, mask=AttnMaskType.causal, softmax_scale=None, **overrides):
+def attention(cls=SDPACoreAttention, mask=AttnMaskType.causal, softmax_scale=None, given=None, **overrides):
+    """given: further arguments of the module; overrides: of Megatron's config."""
     return cls(
         config=config(**overrides),
         layer_number=2,
         attn_mask_type=mask,
-        attention_type="self",
         softmax_scale=softmax_scale,
+        **({"attention_type": "self"} | (given or {})),
     )
 
 
@@ -124,17 +127,22 @@ def test_dropout_only_in_training(device):
     module = attention(attention_dropout=0.5)
     assert rel_rms(module(q, k, v), exact) > 0.1
     torch.testing.assert_close(module.eval()(q, k, v), exact, rtol=0, atol=0)
+    # whoever builds it may say so, as of Megatron's own
+    assert attention(given={"attention_dropout": 0.0}, attention_dropout=0.5)(q, k, v).equal(exact)
+    assert rel_rms(attention(given={"attention_dropout": 0.5})(q, k, v), exact) > 0.1
 
 
 def test_dropout_draws_from_the_ranks_own_random_state(device):
     # tensor-parallel ranks share the other one: they would drop the same scores of different heads
     mask = torch.ones(S, S, dtype=torch.bool, device=device).triu(1)[None, None]
     random = torch.cuda.get_rng_state if device.type == "cuda" else torch.get_rng_state
-    for cls in (SDPACoreAttention, DotProductAttention):
+    # under sequence parallelism Megatron's block has changed to the rank's own by then
+    split = {"sequence_parallel": True, "tensor_model_parallel_size": 2}
+    for cls, options in itertools.product((SDPACoreAttention, DotProductAttention), ({}, split)):
         _, q, k, v = qkv(device)
-        module, before = attention(cls, attention_dropout=0.5), random()
+        module, before = attention(cls, attention_dropout=0.5, **options), random()
         assert not module(q, k, v, mask).equal(module(q, k, v, mask))
-        assert random().equal(before), cls
+        assert random().equal(before) == (not options), cls
 
 
 @pytest.mark.parametrize("option", ["qk_clip", "log_max_attention_logit"])
@@ -160,6 +168,8 @@ def test_says_what_it_does_not_support(device):
         attention(mask=AttnMaskType.padding)
     with pytest.raises(ValueError, match="--context-parallel-size"):
         attention(context_parallel_size=2)
+    with pytest.raises(ValueError, match="attention_type must be 'self', found 'cross'"):
+        attention(given={"attention_type": "cross"})
     with pytest.raises(ValueError, match="softmax_type is 'learnable'"):
         attention(softmax_type="learnable")
     for window in ((8, 1), (-1, 0)):
@@ -167,3 +177,7 @@ def test_says_what_it_does_not_support(device):
             attention(window_size=window)
     with pytest.raises(ValueError, match="--attention-backend flash takes no --window-size"):
         attention(window_size=(8, 0), attention_backend=AttnBackend.flash)
+    widths = {"k_channels": 24, "v_channels": 16}
+    attention(given=widths)
+    with pytest.raises(ValueError, match="flash takes heads of one width, found 24 channels of keys and 16"):
+        attention(given=widths, attention_backend=AttnBackend.flash)

@@ -136,6 +136,47 @@ def test_outputs_of_linear_layers_may_be_changed_in_place(device, change):
         assert found.equal(expected)
 
 
+# where somebody writes, in front of a module or behind it, and whose product reads it
+WRITTEN = {
+    "input_layernorm": ("forward", "self_attention.linear_qkv"),
+    "self_attention": ("forward_pre", "self_attention.linear_qkv"),
+    "self_attention.linear_qkv": ("forward_pre", "self_attention.linear_qkv"),
+    "self_attention.core_attention": ("forward", "self_attention.linear_proj"),
+    "self_attention.linear_proj": ("forward_pre", "self_attention.linear_proj"),
+    "pre_mlp_layernorm": ("forward", "mlp.linear_fc1"),
+    "mlp": ("forward_pre", "mlp.linear_fc1"),
+    "mlp.linear_fc1": ("forward_pre", "mlp.linear_fc1"),
+    "mlp.linear_fc2": ("forward_pre", "mlp.linear_fc2"),
+}
+
+
+@pytest.mark.parametrize("name", WRITTEN)
+def test_what_hooks_write_unseen_is_multiplied(device, name):
+    """As what they hand on: codes of the old magnitude would saturate."""
+    where, reader = WRITTEN[name]
+
+    def unseen(module, args, y=None):
+        (args[0] if y is None else y).data.mul_(-8)
+
+    def handed_on(module, args, y=None):
+        return (-8 * args[0], *args[1:]) if y is None else -8 * y
+
+    x, results = torch.randn(S, B, H, dtype=torch.bfloat16, device=device), []
+    # what attention keeps is not the tensor that somebody writes into
+    activations = ActivationsConfig(attention_format="sqrt8")
+    for hook in (unseen, handed_on):
+        layer = build(coat_layer_spec, activations=activations).decoder.layers[0]
+        getattr(layer.get_submodule(name), f"register_{where}_hook")(hook)
+        y, _ = layer(x.clone().requires_grad_(), attention_mask=None)
+        y.square().sum().backward()
+        with torch.no_grad():
+            # nothing waits for the product here
+            evaluated, _ = layer(x.clone(), attention_mask=None)
+        results.append((y.detach(), layer.get_submodule(reader).weight.grad, evaluated))
+    for found, expected in zip(*results, strict=True):
+        assert found.equal(expected)
+
+
 def test_weights_are_cached_where_main_grad_takes_the_gradient(device):
     """Megatron's parameters reach the product as views."""
     model = build(coat_layer_spec, activations=ActivationsConfig(weight_cache="fp8"))

@@ -92,8 +92,20 @@ assert __name__ == "__main__" and sys.argv[1:] == ["--flag", "value"] and NAME =
 assert torch.cuda.is_available() and torch.cuda.device_count() == 1
 x = torch.ones(2, device="cuda").cuda()
 assert x.device.type == "cpu" and x.type() == "torch.cuda.FloatTensor"
+assert x.type(torch.float16).dtype == torch.float16
+assert torch.ones(2, device="cuda:0").device.type == "cpu"
+# pinned for a GPU, by a script or by a data loader
+assert not torch.accelerator.is_available() and torch.zeros(2, pin_memory=True).sum() == 0
 with torch.cuda.stream(torch.cuda.Stream()):
     torch.cuda.current_stream().wait_stream(torch.cuda.Stream())
+    torch.cuda.Event(enable_timing=True).record()
+assert torch.cuda.memory_stats()["num_alloc_retries"] == 0
+torch.cuda.manual_seed(3)
+state, first = torch.cuda.get_rng_state(), torch.rand(4)
+torch.cuda.set_rng_state(state)
+assert torch.rand(4).equal(first)
+torch.cuda.manual_seed(3)
+assert torch.rand(4).equal(first)
 """
 
 

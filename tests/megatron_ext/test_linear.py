@@ -1,7 +1,10 @@
 """Megatron's parallel linear layers in FP8: gradients that go into main_grad, biases, sizes and options."""
 
+from unittest import mock
+
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
@@ -13,7 +16,7 @@ from megatron_ext.layer_specs import coat_layer_spec
 from megatron_ext.linear import CoatColumnParallelLinear, CoatRowParallelLinear
 from megatron_ext.settings import set_activations
 from tests.megatron_ext.layers import B, H, S, batch, build, config, loss_and_grads, rounding_error
-from tests.util import rel_rms
+from tests.util import rel_rms, run_distributed
 
 pytestmark = pytest.mark.usefixtures("megatron")
 
@@ -59,11 +62,15 @@ def test_which_products_are_summed_with_fewer_bits(device, monkeypatch, which):
     assert fast == [which != "none"] * 4 + [which == "all"] * 7 + [False]
 
 
+@pytest.mark.parametrize("modules", [False, True], ids=["blocks", "modules"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_fast_sums_go_into_main_grad_unrounded(device, dtype):
+def test_fast_sums_go_into_main_grad_unrounded(device, dtype, modules):
     model = build(coat_layer_spec)
     weight = model.decoder.layers[0].mlp.linear_fc1.weight
     model.decoder.layers[0].mlp.linear_fc1._formats = LinearFormats(fast_weight_grad=True)
+    if modules:
+        # somebody looks at one, so that each is called
+        model.decoder.layers[0].mlp.register_forward_hook(lambda *_: None)
     _, expected = loss_and_grads(model, device)
     model.zero_grad()
     weight.main_grad, weight.grad_added_to_main_grad = torch.zeros_like(weight, dtype=dtype), False
@@ -93,6 +100,20 @@ def test_a_gradient_that_is_added_again_is_zero(device, monkeypatch):
     assert weight.main_grad.count_nonzero() > 0 and weight.grad_added_to_main_grad
 
 
+@pytest.mark.parametrize("marks", [{}, {"grad_added_to_main_grad": False, "__fsdp_param__": True}], ids=list)
+def test_gradients_that_others_collect_stay_autograds(device, marks):
+    """Megatron's FSDP has `main_grad`, too, and other frameworks have it without the rest."""
+    model = build(coat_layer_spec)
+    _, expected = loss_and_grads(model, device)
+    weight = model.decoder.layers[0].mlp.linear_fc1.weight
+    weight.main_grad = torch.zeros_like(weight, dtype=torch.float32)
+    for name, value in marks.items():
+        setattr(weight, name, value)
+    _, grads = loss_and_grads(model, device)
+    assert weight.main_grad.count_nonzero() == 0
+    assert all(grads[name].equal(grad) for name, grad in expected.items())
+
+
 def test_gradient_accumulation_fusion_needs_no_apex(device):
     results = []
     for fused in (False, True):
@@ -108,7 +129,8 @@ def test_gradient_accumulation_fusion_needs_no_apex(device):
             layer.zero_grad()
             layer(x.requires_grad_(), attention_mask=None)[0].backward(grad)
         results.append({n: p.main_grad if fused else p.grad for n, p in weights.items()})
-        assert layer.mlp.linear_fc1.config is settings
+        # what Megatron's own layers read
+        assert layer.mlp.linear_fc1.config is settings and settings.gradient_accumulation_fusion == fused
     once, twice = results
     assert len(twice) == 4 and all(torch.equal(twice[n], 2 * once[n].float()) for n in twice)
 
@@ -184,11 +206,50 @@ def test_sizes_a_gpu_cannot_multiply_are_named(monkeypatch):
         linear(CoatRowParallelLinear, inputs=40, name="fc2")
 
 
+def _sizes_on_two_ranks():
+    from megatron_ext import cpu
+    from megatron_ext.model import initialize_model_parallel
+
+    cpu.enable()
+    dist.init_process_group("gloo")
+    initialize_model_parallel(2)
+    found = []
+    with mock.patch("torch.cuda.is_available", lambda: True):
+        for sizes in ({"outputs": 48}, {"inputs": 48}):
+            # what a column-parallel layer reads, and a row-parallel one gives, is whole on each rank
+            for cls in (CoatColumnParallelLinear, CoatRowParallelLinear):
+                try:
+                    linear(cls, **sizes)
+                    found.append(None)
+                except ValueError as error:
+                    found.append(str(error))
+    return found
+
+
+def test_sizes_are_those_of_a_ranks_part():
+    for rank in run_distributed(_sizes_on_two_ranks, 2):
+        column, *whole, row = rank
+        assert whole == [None, None]
+        assert "multiples of 16, found 128 -> 24 on each of 2 tensor-parallel ranks." in column
+        assert "multiples of 16, found 24 -> 128 on each of 2 tensor-parallel ranks." in row
+
+
+def test_products_of_another_type_are_refused(device):
+    """Newer Megatron may ask for them; FP8 products are of the type of the input."""
+    module = linear(CoatColumnParallelLinear, name="fc1").to(device)
+    x = torch.randn(4, 2, H, dtype=torch.bfloat16, device=device)
+    given = {"input": x, "weight": module.weight}
+    assert module._forward_impl(**given, output_dtype=torch.bfloat16).equal(module(x)[0])
+    with pytest.raises(ValueError, match="output_dtype: expected torch.bfloat16.*found torch.float32"):
+        module._forward_impl(**given, output_dtype=torch.float32)
+
+
 def test_fallback_keeps_such_a_layer_as_megatron_has_it(device, caplog):
     settings = config()
     set_activations(settings, ActivationsConfig(fallback=True))
     module = linear(CoatRowParallelLinear, inputs=40, name="fc2", settings=settings).to(device)
     assert "fc2: FP8 matrix products need sizes that are multiples of 16, found 40 -> 128" in caplog.text
+    assert module.coat_part().why == "sizes that 16 does not divide"
     x = torch.randn(4, 2, 40, dtype=torch.bfloat16, device=device, requires_grad=True)
     y, _ = module(x)
     torch.testing.assert_close(y, F.linear(x, module.weight), rtol=0, atol=0)

@@ -6,6 +6,7 @@ One spawn of two processes serves all tests of training and checkpoints.
 import contextlib
 import logging
 import os
+import re
 from unittest import mock
 
 import pytest
@@ -459,5 +460,26 @@ def test_states_of_parameters_that_are_frozen_now_are_refused(megatron, tmp_path
             )
             with pytest.raises(CoatConfigError, match=expected):
                 other.load(str(tmp_path / "saved"), "dp_reshardable")
+    finally:
+        optimizer.uninstall()
+
+
+def test_states_of_fewer_or_more_parameters_are_refused(megatron):
+    """Megatron pads its buffers: they may be as large."""
+    from megatron_ext import cpu, optimizer, places
+
+    optimizer.install()
+    try:
+        with cpu.no_cuda():
+            (host,) = Trainer("distributed").optimizer.chained_optimizers
+            *others, last = own = places._shapes(host)
+            for saved, number, here, there in (
+                (others, len(others), last, "none"),
+                ([*own, [3]], len(own), "none", [3]),
+            ):
+                state = {"param_state_sharding_type": places.SHARDING, "optimizer": {places.SHAPES: saved}}
+                said = re.escape(f"expected parameter {number} of a rank to be {here}, found {there},")
+                with pytest.raises(CoatConfigError, match=said):
+                    host.load_state_dict(state)
     finally:
         optimizer.uninstall()

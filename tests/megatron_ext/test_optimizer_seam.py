@@ -10,6 +10,7 @@ import torch
 from coat_ds.config import CoatConfig, CoatConfigError
 from coat_ds.optim.fragments import Fragment
 from coat_ds.optim.moment import Moment
+from coat_ds.optim.state_dict import format_of
 from coat_ds.watch.states import StateSampler, figures
 from coat_kernels.adamw import join_master
 from tests.megatron_ext.test_optimizer import FFN, MODES, H, S, Trainer
@@ -60,6 +61,26 @@ def test_unknown_megatron_is_refused_before_anything_changes(megatron, monkeypat
     with pytest.raises(RuntimeError, match=rf"{name}: .*found nothing in megatron-core"):
         optimizer.install()
     assert not optimizer.installed()
+    monkeypatch.undo()
+    # read, and not patched
+    monkeypatch.setattr(DistributedOptimizer, "_get_model_param_range_map", lambda self: None)
+    with pytest.raises(RuntimeError, match="_get_model_param_range_map: expected .*param"):
+        optimizer.install()
+    assert not optimizer.installed()
+
+
+def test_the_optimizer_is_watched_beside_layers_of_megatron(megatron):
+    """Which do not ask for it."""
+    from megatron_ext import optimizer, watch
+
+    watch.uninstall()
+    try:
+        optimizer.install()
+        assert watch.installed()
+    finally:
+        optimizer.uninstall()
+    # as before: layers of ours, which are imported by now, have asked
+    assert watch.installed()
 
 
 def test_small_tensors_keep_fp32_moments(megatron):
@@ -213,3 +234,76 @@ def test_masters_are_read_and_written_part_by_part(monkeypatch):
     state = optimizer.state[again]
     state["exp_avg_sq"].mul_(4)
     assert rel_rms(state["exp_avg"].decode(), tensors["exp_avg"]) < 0.05
+
+
+@pytest.mark.parametrize("name", ["exp_avg", "exp_avg_sq"])
+def test_types_of_moments_are_megatrons_default_or_fp8(name):
+    from megatron_ext.optimizer import MegatronAdamW
+
+    p = torch.nn.Parameter(torch.ones(4))
+    for dtype in (torch.float32, torch.uint8):
+        MegatronAdamW([p], **{f"{name}_dtype": dtype})
+    argument = f"--{name.replace('_', '-')}-dtype"
+    with pytest.raises(CoatConfigError, match=f"{argument}: found torch.bfloat16.*{name}_format"):
+        MegatronAdamW([p], **{f"{name}_dtype": torch.bfloat16})
+
+
+def two_parameters(**options):
+    """An optimizer of two BF16 parameters, in a group each, of which the first has made two steps."""
+    from megatron_ext.optimizer import MegatronAdamW
+
+    torch.manual_seed(0)
+    params = [torch.nn.Parameter(torch.randn(16, 128).bfloat16()) for _ in range(2)]
+    groups = [{"params": [p]} for p in params]
+    optimizer = MegatronAdamW(groups, use_decoupled_grad=True, min_numel=0, **options)
+    placed = [(i, p, Fragment(0, p.numel(), 0, False)) for i, p in enumerate(params)]
+    optimizer.link(placed, distributed=True)
+    for _ in range(2):
+        params[0].decoupled_grad = torch.randn(params[0].shape)
+        assert optimizer.step(lambda: 3.0) == 3.0
+    return optimizer, *params
+
+
+def test_a_parameter_keeps_fp32_for_a_while():
+    optimizer, p, q = two_parameters()
+
+    def formats():
+        return [format_of(optimizer.state[x]["exp_avg"]) for x in (p, q)]
+
+    assert formats() == ["ratio8", "ratio8"]
+    optimizer.keep(q)
+    assert formats() == ["ratio8", "fp32"]
+    optimizer.keep(q, False)
+    assert formats() == ["ratio8", "ratio8"]
+
+
+def test_states_are_written_in_fp32_whatever_the_weights_are():
+    optimizer, p, _ = two_parameters(bf16_params="stochastic")
+    tensors = optimizer.tensors_of(p)
+    assert "remainder" not in optimizer.state[p]
+    assert {(t.dtype, t.device.type) for t in tensors.values()} == {(torch.float32, "cpu")}
+    again, q, _ = two_parameters(bf16_params="stochastic")
+    with torch.no_grad():
+        q.zero_()
+    again.take_tensors(q, again.param_groups[0], tensors)
+    assert q.equal(p)
+
+
+def test_the_count_is_that_of_fused_adam():
+    """Of a group, whose parameters have not all made all steps."""
+    from megatron_ext.optimizer import MegatronAdamW
+
+    p, q = (torch.nn.Parameter(torch.ones(16, 128)) for _ in range(2))
+    optimizer = MegatronAdamW([p, q], counts_in_groups=True, min_numel=0)
+    optimizer.link([(0, x, Fragment(0, x.numel(), 0, False)) for x in (p, q)], distributed=True)
+    for _ in range(2):
+        p.grad = torch.randn(p.shape)
+        optimizer.step()
+    before = optimizer.state[p]["exp_avg"].decode()
+    packed = optimizer.state_dict()
+    # FusedAdam looks for both
+    assert packed["param_groups"][0]["step"] == 2 and packed["param_groups"][0]["bias_correction"] is True
+    # as Megatron does before it reads a checkpoint
+    optimizer.load_state_dict(packed)
+    assert [optimizer.state[x]["step"] for x in (p, q)] == [2, 2]
+    assert optimizer.state[p]["exp_avg"].decode().equal(before)

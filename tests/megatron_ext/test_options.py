@@ -273,6 +273,7 @@ def test_single_layers_follow_the_precision_file(megatron):
     first, second = model.decoder.layers
     in_fp8 = [first.mlp.linear_fc1._in_fp8, first.mlp.linear_fc2._in_fp8, second.mlp.linear_fc2._in_fp8]
     assert in_fp8 == [False, False, True]
+    assert first.mlp.linear_fc1.coat_part().why == "--te-precision-config-file"
     assert second.mlp.linear_fc2._formats.backward.name == "e4m3"
     assert second.mlp.linear_fc1._formats.backward.name == "e5m2"
     # the neighbours of a layer in BF16 hand it what it reads

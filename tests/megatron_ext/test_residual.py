@@ -147,3 +147,24 @@ def test_biases_sum_gradients_that_are_never_written(device, monkeypatch):
             assert rel_rms(stock[name], written[name]) <= bound, name
     # what is behind fc2's bias is the residual addition
     assert rel_rms(found["mlp.linear_fc2.bias"], grad.float().sum((0, 1))) < 2**-9
+
+
+def test_tensors_wait_for_fp8_products_alone(device):
+    """Whatever else reads one would have it computed each time."""
+    mlp = build(coat_layer_spec).decoder.layers[0].mlp
+    x, seen = torch.randn(S, B, H, dtype=torch.bfloat16, device=device, requires_grad=True), {}
+    mlp.linear_fc2.register_forward_pre_hook(lambda _, args: seen.update(product=type(args[0])))
+
+    def watch(module, inputs, output):
+        output[0].register_hook(lambda grad: seen.update(grad=type(grad)))
+
+    mlp.linear_fc1.register_forward_hook(watch)
+    for paused, expected in (
+        (None, {"product": Deferred, "grad": Deferred}),
+        (mlp.linear_fc1, {"product": Deferred, "grad": torch.Tensor}),
+        (mlp.linear_fc2, {"product": torch.Tensor, "grad": Deferred}),
+    ):
+        for linear in (mlp.linear_fc1, mlp.linear_fc2):
+            linear.paused = linear is paused
+        mlp(x)[0].sum().backward()
+        assert seen == expected

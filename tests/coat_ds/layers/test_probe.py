@@ -1,6 +1,7 @@
 """What modules compute is found out, whatever they are called and wherever their parameters are."""
 
 import functools
+import types
 
 import pytest
 import torch
@@ -43,11 +44,29 @@ class Weighed(nn.SiLU):
         return super().forward(x) if weight is None else super().forward(x) * weight
 
 
+class WithSlope(nn.SiLU):
+    """With a weight of its own, which begins as 1."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.PReLU(init=1.0)
+
+    def forward(self, x):
+        return super().forward(self.inner(x))
+
+
 @pytest.mark.parametrize(
-    "other", [Weighed(), nn.AvgPool1d(2), nn.Dropout(0.5)], ids=lambda x: type(x).__name__
+    "other", [Weighed(), WithSlope(), nn.AvgPool1d(2), nn.Dropout(0.5)], ids=lambda x: type(x).__name__
 )
 def test_what_is_no_activation(other):
     assert probe.activation_kind(other) is None
+
+
+def test_a_forward_that_is_not_written_in_python_is_left():
+    """It does not say which arguments it takes."""
+    module = nn.SiLU()
+    module.forward = torch.sigmoid
+    assert probe.activation_kind(module) is None
 
 
 def norms():
@@ -121,6 +140,43 @@ def test_norms_are_known_under_autocast():
 def test_norms(norm, form):
     assert probe.norm_form(norm.to("meta")) == form
     assert all(p.device.type == "meta" for p in norm.parameters())
+
+
+class Adapted(nn.RMSNorm):
+    """With an adapter, which begins as nothing."""
+
+    def __init__(self):
+        super().__init__(64, eps=1e-6)
+        self.adapter = nn.Linear(64, 64, bias=False)
+        nn.init.zeros_(self.adapter.weight)
+
+    def forward(self, x):
+        y = super().forward(x)
+        return y + self.adapter(y)
+
+
+class OneBias(nn.LayerNorm):
+    """With one number as the bias of all channels."""
+
+    def __init__(self):
+        super().__init__(64)
+        self.bias = nn.Parameter(torch.ones(1))
+
+    def forward(self, x):
+        return F.layer_norm(x, (64,), self.weight, None, self.eps) + self.bias
+
+
+@pytest.mark.parametrize("norm", [Adapted, OneBias])
+def test_what_is_more_than_a_norm(norm):
+    assert probe.norm_form(norm()) is None
+
+
+def test_a_patched_forward_is_run_as_it_is_patched():
+    norm = nn.RMSNorm(64, eps=1e-6)
+    norm.forward = types.MethodType(nn.RMSNorm.forward, norm)
+    assert probe.norm_form(norm) == NormForm(False, False, 1e-6)
+    norm.forward = types.MethodType(lambda self, x: 2 * nn.RMSNorm.forward(self, x), norm)
+    assert probe.norm_form(norm) is None
 
 
 class Gated(nn.Module):
@@ -300,7 +356,13 @@ def reads_no_mask(layer):
     layer.self_attn.__class__ = Causal
 
 
-@pytest.mark.parametrize("change", [scales_its_output, gates_its_attention, reads_no_mask])
+def attends_in_both_directions(layer):
+    layer.self_attn.is_causal = False
+
+
+@pytest.mark.parametrize(
+    "change", [scales_its_output, gates_its_attention, reads_no_mask, attends_in_both_directions]
+)
 def test_layers_that_do_something_else_are_no_blocks(change, monkeypatch):
     """Of which a copy without parameters of its own may show nothing."""
     batch, models = FAMILIES["llama"].batch(), [FAMILIES["llama"].build() for _ in "ab"]
@@ -340,4 +402,22 @@ def test_layers(name):
             return type(attention).forward(attention, x, (cos, -sin), **rest)
 
         attention.forward = turn
+        assert not decoder_parts._is_rotary(attention, place)
+    if name == "qwen3":
+        attention = model.model.layers[0].self_attn
+        place = probe.places(attention)[0]
+        assert decoder_parts._is_rotary(attention, place)
+
+        class Swapped(type(attention)):
+            """Queries are normed by the norm of keys."""
+
+            @functools.wraps(type(attention).forward)
+            def forward(self, *args, **rest):
+                self.q_norm, self.k_norm = self.k_norm, self.q_norm
+                try:
+                    return super().forward(*args, **rest)
+                finally:
+                    self.q_norm, self.k_norm = self.k_norm, self.q_norm
+
+        attention.__class__ = Swapped
         assert not decoder_parts._is_rotary(attention, place)
