@@ -48,7 +48,7 @@ check test test-all test-hostile test-hosts test-megatron: export PYTHONDONTWRIT
 check: lint types
 	$(BIN)/python $(PYTEST) $(CHECKED)
 
-# everything that protects: at most six minutes on two cores
+# everything that protects: ten minutes on two cores, and six are the aim
 test: lint
 	$(BIN)/python $(PYTEST) --durations=30
 
