@@ -22,7 +22,6 @@ ENDS = [
         f"{module}:destroy_process_group",
         "layers' CUDA graphs end first, since NCCL waits for those that hold its collectives",
         parameters=("group",),
-        way_out='or set "cuda_graphs": false in coat.activations',
     )
     for module in ("torch.distributed.distributed_c10d", "torch.distributed")
 ]

@@ -223,11 +223,11 @@ def several_h100s(results: Results) -> str:
         )
         lines += [[*equal, f"{paper('peak_mb') / 1e3:.1f} GB"], [*fastest, largest]]
     seven, thirteen = "train_7b_4gpu_h100.csv", "train_13b_4gpu_h100.csv"
-    four, one = {"way": "tp4", "micro_batch": 4}, {"way": "tp4", "micro_batch": 1}
+    four = {"way": "tp4", "micro_batch": 4}
     for title, file, where in (
         ("Llama-2-7B, tensor parallel 4, 4 × 2048", seven, four),
         ("the same, fastest within 80 GB", seven, {"way": "tp4", "limited": True}),
-        ("Llama-2-13B, tensor parallel 4, 1 × 2048", thirteen, one),
+        ("Llama-2-13B, tensor parallel 4, 1 × 2048", thirteen, {"way": "tp4", "micro_batch": 1}),
     ):
         lines.append([*_line(results, title, [file], where, systems), ""])
     bf16, coat = (results.row(seven, **four, limited=False, system=system) for system in ("BF16", "COAT"))

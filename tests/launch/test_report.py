@@ -206,7 +206,7 @@ def test_progress_in_lines_and_as_a_bar():
     assert "51/51" in terminal.getvalue()
 
 
-def test_what_layers_log_is_shown(capsys):
+def test_what_layers_log_is_shown():
     code = (
         "import logging; from coat_launch import report; report.show_graphs();"
         'logger = logging.getLogger("coat_kernels.graphs.memory"); logger.info("news"); logger.warning("bad")'

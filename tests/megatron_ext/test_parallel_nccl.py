@@ -68,7 +68,7 @@ def test_messages_are_fp8_and_hidden(layers):
 
 
 def _end_beside_a_model(sequence_parallel, ends):
-    """How many graphs a model had whose collectives NCCL would wait for; it lives until the process ends."""
+    """How many graphs each layer of a model had that was there, with its loss, when process groups ended."""
     device = data_parallel._setup()
     model = data_parallel._model(2, sequence_parallel, bf16=True)
     tokens = data_parallel._batches(device)[0, 0]
@@ -79,13 +79,13 @@ def _end_beside_a_model(sequence_parallel, ends):
     # the first ends the groups of tensor parallelism alone
     for group in [model.decoder.layers[0].self_attention.linear_qkv.tp_group, None][:ends]:
         dist.destroy_process_group(group)
-    return found, loss.item()
+    return found
 
 
 @pytest.mark.parametrize("ends", [1, 2], ids=["one group", "all of them"])
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 def test_process_groups_end_beside_a_model_with_graphs(sequence_parallel, ends):
-    for counts, _ in run_distributed(_end_beside_a_model, RANKS, sequence_parallel, ends, gpus=True):
+    for counts in run_distributed(_end_beside_a_model, RANKS, sequence_parallel, ends, gpus=True):
         assert counts == [1, 1]
 
 

@@ -57,7 +57,7 @@ def _what_ends_graphs(backend):
 
 @pytest.mark.parametrize("backend", ["fake", "gloo"])
 def test_groups_that_graphs_end_before(backend):
-    """torch's group without a backend stands for NCCL, which CPUs do not have."""
+    """torch's fake backend stands for NCCL, which CPUs do not have."""
     (found,) = run_distributed(_what_ends_graphs, 1, backend)
     another = int(backend == "fake")
     assert found == {"another": another, "gloo": 0, "not a member": 0, "all": 1, "after all": 0}
