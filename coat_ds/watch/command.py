@@ -30,7 +30,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run", help=f"the folder of coat.watch.folder, or its {FILE}")
     parser.add_argument("--pictures", metavar="FOLDER", help="write PNGs there (default: the run's folder)")
     parser.add_argument("--no-pictures", action="store_true", help="print the table alone")
-    parser.add_argument("--json", action="store_true", help="print the last reading as JSON, draw nothing")
+    parser.add_argument(
+        "--json", action="store_true", help="print the last reading as JSON (null for NaN), draw nothing"
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -52,7 +54,9 @@ def run(arguments: argparse.Namespace) -> int:
     except ValueError as error:
         raise CoatConfigError(f"RUN: {error}. Correct the file, or name another run.") from error
     if arguments.json:
-        print(json.dumps(readings[-1]._asdict()))
+        # JSON has no NaN and no infinity
+        finite = json.loads(json.dumps(readings[-1]._asdict()), parse_constant=lambda _: None)
+        print(json.dumps(finite))
         return 0
     print(table(readings))
     if not arguments.no_pictures:

@@ -112,6 +112,11 @@ def test_the_command_as_json_and_elsewhere(run, tmp_path, capsys):
     assert cli.main(["watch", str(run / "watch.jsonl"), "--pictures", str(tmp_path / "a/new")]) == 0
     assert sorted(p.name for p in (tmp_path / "a/new").iterdir()) == ["errors.png", "memory.png"]
     assert not (run / "errors.png").exists()
+    group = {"update_error": float("nan"), "amax": float("-inf")}
+    jsonl(run / "nan")(Reading(8, 0, {"a": group}, {}, []))
+    assert cli.main(["watch", str(run / "nan"), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out.splitlines()[-1], parse_constant=pytest.fail)
+    assert found["groups"] == {"a": {"update_error": None, "amax": None}}
     # the output of `coat train`, which has the run's folder in it
     assert cli.main(["watch", str(run.parent)]) == 2
     error = capsys.readouterr().err
