@@ -18,10 +18,11 @@ if not GPU:
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
 
 from tests.hosts import TEST_ALL  # noqa: E402
-from tests.interpreter import patch_language_once  # noqa: E402
+from tests.interpreter import quicken_interpreter  # noqa: E402
+from tests.util import RARELY  # noqa: E402
 
 if not GPU:
-    patch_language_once()
+    quicken_interpreter()
 
 LEFT_OUT = "left to make test-all: "
 
@@ -72,6 +73,8 @@ def pytest_collection_finish():
     # what is imported by now stays: collections of garbage need not look at it
     gc.collect()
     gc.freeze()
+    if not GPU:
+        gc.set_threshold(*RARELY)
 
 
 def pytest_unconfigure():

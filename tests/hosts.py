@@ -1,6 +1,8 @@
-"""What the machines that test it need of stock DeepSpeed: repairs of 0.18, and no compiler's minutes."""
+"""What the machines that test it need of stock frameworks: repairs of DeepSpeed 0.18, and no minutes of
+compilers and imports."""
 
 import importlib.metadata
+import multiprocessing
 import os
 
 import torch
@@ -80,3 +82,18 @@ def without_compilation() -> None:
     if not TEST_ALL:
         for builder in (op_builder.CPUAdamBuilder, op_builder.FusedAdamBuilder):
             builder.load = lambda self: TorchAdam()
+
+
+def fork_managers_of_checkpoints() -> None:
+    """Megatron's writers of checkpoints put their results into a queue that a process of its own keeps. It is
+    forked, where Megatron starts a Python that imports torch, for each rank that saves."""
+    from megatron.core.dist_checkpointing.strategies import filesystem_async
+
+    def queue():
+        if filesystem_async._results_queue is None:
+            filesystem_async._results_queue = multiprocessing.get_context("fork").Manager().Queue()
+        return filesystem_async._results_queue
+
+    # as in megatron-core 0.16
+    if hasattr(filesystem_async, "_get_write_results_queue"):
+        filesystem_async._get_write_results_queue = queue

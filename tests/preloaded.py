@@ -6,13 +6,15 @@ import importlib
 import os
 import sys
 
-from tests.interpreter import patch_language_once
-
 # what is imported stays: collections of garbage on the way would take a tenth of the time
 gc.disable()
 
+from tests.hosts import fork_managers_of_checkpoints  # noqa: E402
+from tests.interpreter import quicken_interpreter  # noqa: E402
+from tests.util import RARELY  # noqa: E402
+
 if os.environ.get("TRITON_INTERPRET") == "1":
-    patch_language_once()
+    quicken_interpreter()
 
 # Megatron takes Transformer Engine's norms wherever it is, and they need a GPU
 sys.modules["transformer_engine"] = None
@@ -27,6 +29,7 @@ for name in (
     "transformers.trainer",
     "transformers.models.llama.modeling_llama",
     "matplotlib.pyplot",
+    "pytest",
 ):
     # Megatron's adapter says with a RuntimeError that Megatron is not there
     with contextlib.suppress(ImportError, RuntimeError):
@@ -40,7 +43,11 @@ with contextlib.suppress(ImportError):
     # DeepSpeed asks for a CPU with FP16 instructions; torch computes it on any
     deepspeed.accelerator.get_accelerator().is_fp16_supported = lambda: True
 
+with contextlib.suppress(ImportError):
+    fork_managers_of_checkpoints()
+
 # DeepSpeed collects garbage with every engine: it need not look at what has been imported
 gc.collect()
 gc.freeze()
+gc.set_threshold(*RARELY)
 gc.enable()

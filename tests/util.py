@@ -85,6 +85,8 @@ def free_port() -> int:
             return port
 
 
+# thresholds of garbage collections that a test without a GPU does not wait for
+RARELY = (100_000, 50, 100)
 # seconds until a rank that still runs says where it is, and ends: one that waits for another in vain
 PATIENCE = 400
 # without a GPU ranks are forked from a server that has imported this

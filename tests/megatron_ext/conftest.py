@@ -6,6 +6,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests.hosts import fork_managers_of_checkpoints
+
 
 @contextlib.contextmanager
 def one_megatron_process():
@@ -16,6 +18,7 @@ def one_megatron_process():
     from megatron_ext.model import initialize_model_parallel
 
     cpu.enable()
+    fork_managers_of_checkpoints()
     backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
     # tests of another room may have left a group of one process behind
     if not dist.is_initialized():
