@@ -14,6 +14,8 @@ _FILLED_IN = {
     "stage3_prefetch_bucket_size": lambda hidden: int(0.9 * hidden * hidden),
     "stage3_param_persistence_threshold": lambda hidden: 10 * hidden,
 }
+# as DeepSpeed takes it
+FP32_NAMES = ("fp32", "float32", "float", "torch.float32")
 # DeepSpeed's own
 BUCKET, SUB_GROUP = 500_000_000, 1_000_000_000
 
@@ -51,7 +53,11 @@ class Layout:
     """Sequences of a step on all GPUs, where they are fixed: accumulation follows from them."""
     host: str = "deepspeed"
     fp32_gradients: bool = False
-    """Megatron adds gradients up in FP32."""
+    """Gradients are added up in FP32, as in Megatron, and by DeepSpeed's `data_types.grad_accum_dtype`."""
+    immediate_update: bool = False
+    """DeepSpeed's `bf16.immediate_grad_update`: each is added as it comes. Counts at stage 1 in FP32."""
+    fp32_messages: bool = False
+    """DeepSpeed's `communication_data_type`: gradients are reduced in FP32. Counts as the one before."""
     optimizer_device: str = "gpu"
     """Of masters and states; "cpu" is DeepSpeed's `offload_optimizer`."""
     parameter_device: str = "gpu"
@@ -106,6 +112,11 @@ class Layout:
             raise PlanError(
                 f"stage: {self.stage} does not go with {self.host} and a pipeline of {self.pipeline}. Set "
                 "it to 1."
+            )
+        if self.fp32_gradients and self.host == "deepspeed" and not self.stage:
+            raise PlanError(
+                "data_types.grad_accum_dtype: DeepSpeed adds gradients up in FP32 from stage 1 on, found "
+                "stage 0. Set zero_optimization.stage, or leave it out."
             )
         if self.parameter_device == "cpu" and self.stage != 3:
             raise PlanError('parameter_device: "cpu" is for stage 3 alone. Set the stage to 3, or drop it.')
@@ -187,6 +198,7 @@ def from_deepspeed(config: Mapping, hidden: int | None = None, **rest) -> Layout
     found |= {"limits": Limits(**limits), "quantized_gathers": bool(zero.get("zero_quantized_weights"))}
     if isinstance(zero.get("overlap_comm"), bool):
         found["overlap"] = zero["overlap_comm"]
+    found |= _gradients(config, found["stage"])
     for ours, theirs, old in (
         ("optimizer_device", "offload_optimizer", "cpu_offload"),
         ("parameter_device", "offload_param", "cpu_offload_param"),
@@ -218,6 +230,22 @@ def from_deepspeed(config: Mapping, hidden: int | None = None, **rest) -> Layout
     # what is given beside the JSON may make another one
     holds = "accumulation" not in rest and layout.micro_batch * layout.accumulation * layout.data == total
     return replace(layout, global_batch=total) if holds else layout
+
+
+def _gradients(config: Mapping, stage: int) -> dict[str, bool]:
+    """Fields that say in which type gradients are added up and reduced."""
+    fp32 = section(config, "data_types").get("grad_accum_dtype") in FP32_NAMES
+    fp16 = section(config, "fp16").get("enabled") is True
+    if fp32 and fp16 and stage == 1:
+        raise PlanError(
+            "data_types.grad_accum_dtype: FP32 is not planned at stage 1 with fp16. Leave it out for a plan, "
+            "and add 2 bytes a parameter."
+        )
+    return {
+        "fp32_gradients": fp32,
+        "immediate_update": section(config, "bf16").get("immediate_grad_update") is True,
+        "fp32_messages": str(config.get("communication_data_type")).lower() == "fp32",
+    }
 
 
 def _of_a_global_batch(layout: Layout, total: int, micro_batch_is_given: bool) -> Layout:

@@ -150,6 +150,12 @@ class _Stage:
         data, expert_data = (layout.data, layout.expert_data) if layout.stage else (1, 1)
         self.part, self.norms_part = routed / expert_data + rest / data, self.norms / data
         self.on_cpu = system.offload or layout.optimizer_device == "cpu"
+        # an element of gradients that are added up
+        self.gradient = FP32 if layout.fp32_gradients else BF16
+        # DeepSpeed's BF16_Optimizer
+        self.in_one_buffer = (
+            layout.host == "deepspeed" and layout.stage == 1 and layout.fp32_gradients and not self.on_cpu
+        )
         # 1F1B: as many micro-batches are under way in a stage as there are stages from it on
         self.under_way = min(layout.accumulation, layout.pipeline - index)
 
@@ -179,10 +185,12 @@ class _Stage:
         held = {"weights": weights, "masters": masters, "states": states, "buffers": WORKSPACES}
         held["buffers"] += BF16 * self._gathered_tokens() * sizes.hidden
         if layout.host == "megatron":
-            held["gradients"] = (FP32 if layout.fp32_gradients else BF16) * self.parameters
+            held["gradients"] = self.gradient * self.parameters
         elif layout.stage == 3:
-            held["gradients"] = 0 if self.on_cpu else BF16 * self.part
+            held["gradients"] = 0 if self.on_cpu else self.gradient * self.part
             held["buffers"] += self._buckets()
+        elif self.in_one_buffer:
+            held["gradients"] = FP32 * self.parameters
         if system.caches_weights:
             held["copies"] = (
                 COPIES * self.layers * sizes.converted_on_gpu(layout.tensor, layout.expert_shares)
@@ -221,7 +229,8 @@ class _Stage:
         """Of gradients that are reduced together, two where that overlaps with backward."""
         overlaps = self.layout.stage == 3 if self.layout.overlap is None else self.layout.overlap
         two = overlaps and self.layout.stage < 3
-        return BF16 * self.layout.reduce_bucket * (1 + two)
+        element = self.gradient if self.layout.stage == 1 else BF16
+        return element * self.layout.reduce_bucket * (1 + two)
 
     def _hidden(self) -> float:
         """Bytes of hidden states between layers."""
@@ -321,8 +330,15 @@ class _Stage:
         if layout.host != "deepspeed" or layout.accumulation == 1 or layout.stage == 3:
             return {}
         if layout.stage == 2:
-            return {"gradients": 0 if self.on_cpu else BF16 * self.part}
-        return {"gradients": BF16 * self.parameters, "buffers": self._buckets() if layout.stage == 1 else 0}
+            return {"gradients": 0 if self.on_cpu else self.gradient * self.part}
+        if self.in_one_buffer:
+            return {"gradients": self._beside_the_buffer()}
+        buffers = self._buckets() if layout.stage == 1 else 0
+        return {"gradients": self.gradient * self.parameters, "buffers": buffers}
+
+    def _beside_the_buffer(self) -> float:
+        """Bytes of gradients that are in DeepSpeed's one buffer in FP32, and in BF16 too."""
+        return 0 if self.layout.immediate_update else BF16 * self.parameters
 
     def _temporaries(self) -> float:
         """Bytes of gradients within a layer, at the activation, where they are largest, over what goes."""
@@ -380,7 +396,7 @@ class _Stage:
         saved, temporaries, hidden = self._saved_now(), self._temporaries(), self._hidden()
         head = BF16 * self.sizes.table / layout.tensor if self.last else 0
         # what is reduced as backward goes needs its bucket, and the part that stays
-        reduced = {"gradients": 0 if self.on_cpu else BF16 * self.part, "buffers": self._buckets()}
+        reduced = {"gradients": 0 if self.on_cpu else self.gradient * self.part, "buffers": self._buckets()}
         while_going = reduced if deepspeed and stage == 2 else self._accumulated()
         moments = []
         if self.last:
@@ -393,11 +409,14 @@ class _Stage:
         else:
             moments.append(self._at("layers", held, saved=saved, temporaries=temporaries, **while_going))
         if deepspeed and stage < 2:
-            gradients, buffers = BF16 * self.parameters, 0.0
-            if stage == 1:
+            gradients, buffers = self.gradient * self.parameters, 0.0
+            if self.in_one_buffer:
+                gradients = self._beside_the_buffer()
+                buffers = 0 if layout.fp32_messages else BF16 * self.parameters
+            elif stage == 1:
                 # reduced behind backward: what goes first into the bucket leaves room for it
-                buffers = self._buckets() - BF16 * self._moved_first()
-                gradients += 0 if self.on_cpu else BF16 * self.part
+                buffers = self._buckets() - self.gradient * self._moved_first()
+                gradients += 0 if self.on_cpu else self.gradient * self.part
             more = {"gradients": gradients, "buffers": buffers}
             moments.append(self._at("gradients", held, temporaries=hidden if stage == 0 else 0, **more))
         return moments
@@ -435,12 +454,17 @@ class _Stage:
             part = self._stepped_together()
         if layout.stage == 0 and system.optimizer != "transformer_engine":
             return self._at("step", held, gradients=BF16 * part, temporaries=2 * FP32 * part)
-        gradients = BF16 * part if layout.stage in (1, 2) else 0
-        flat = BF16 * part if layout.stage else 0
+        gradients = self.gradient * part if layout.stage in (1, 2) else 0
+        flat = self.gradient * part if layout.stage else 0
+        if self.in_one_buffer:
+            gradients, flat = self._beside_the_buffer(), 0
         wide = 0 if system.optimizer == "coat" or system.bf16_masters else FP32 * part
+        if layout.fp32_gradients:
+            # as they are
+            wide = 0
         if system.optimizer == "transformer_engine":
-            # both moments in FP32; what was flat is gone by then
-            flat, wide = 0, 3 * FP32 * part
+            # both moments in FP32, and gradients; what was flat is gone by then
+            flat, wide = 0, (2 if self.in_one_buffer else 3) * FP32 * part
         return self._at("step", held, gradients=gradients, temporaries=flat + wide)
 
     def _stepped_together(self) -> float:

@@ -139,6 +139,56 @@ def test_what_is_offloaded_takes_the_cpus_memory(stage):
         assert prediction.peak.weights == 2 * NORMS
 
 
+@pytest.mark.parametrize("system", ["BF16", "COAT"])
+def test_gradients_added_up_in_fp32_at_stage_1_are_one_buffer(system):
+    n, fp32 = SMALL.parameters, {"gpus": 4, "stage": 1, "fp32_gradients": True}
+    found = moments(system, **fp32)
+    # those in BF16 stay beside it until the step is done, and are reduced as they were computed
+    for moment, beside in (("loss", 0), ("layers", 0), ("gradients", 2 * n), ("step", 2 * n)):
+        assert found[moment].gradients == 4 * n + beside
+    assert found["gradients"].buffers - found["loss"].buffers == 2 * n
+    # the step takes them as they are
+    assert found["step"].temporaries == 0
+    in_fp32 = moments(system, fp32_messages=True, **fp32)["gradients"]
+    assert in_fp32.buffers == found["loss"].buffers
+    at_once = moments(system, immediate_update=True, accumulation=2, **fp32)
+    assert {memory.gradients - 2 * TABLE * (name == "head") for name, memory in at_once.items()} == {4 * n}
+
+
+def test_gradients_added_up_in_fp32_have_four_bytes():
+    n = SMALL.parameters
+    for stage, offload in ((1, True), (2, False), (3, False)):
+        spread = {"gpus": 4, "stage": stage, "reduce_bucket": TABLE + 10, "accumulation": 2}
+        spread |= {"optimizer_device": "cpu"} if offload else {}
+        found, usual = (moments(fp32_gradients=wide, **spread) for wide in (True, False))
+        share = n if stage == 1 else n / 4
+        assert found["loss"].gradients - usual["loss"].gradients == 2 * share
+        assert found["layers"].gradients - usual["layers"].gradients == 2 * share
+        # of stage 1 the bucket, too
+        wider = 2 * (TABLE + 10) if stage == 1 else 0
+        assert found["loss"].buffers - usual["loss"].buffers == wider
+        if stage == 1:
+            assert found["gradients"].gradients == 4 * n
+            assert found["gradients"].buffers - found["step"].buffers == 4 * 10
+        else:
+            # a copy of them in one piece, where in BF16 there is one in FP32 as well
+            assert found["step"].temporaries == 4 * n / 4 - (NORMS if stage == 3 else 0)
+            assert usual["step"].temporaries == (2 + 4) / 4 * found["step"].temporaries
+
+
+@pytest.mark.parametrize("name", ["fp32", "float32", "float", "torch.float32", "bf16", None])
+def test_the_type_of_gradients_is_read_as_deepspeed_reads_it(name):
+    from deepspeed.runtime.config import DtypeEnum
+
+    types = {} if name is None else {"data_types": {"grad_accum_dtype": name}}
+    found = layout.from_deepspeed({"zero_optimization": {"stage": 1}} | types)
+    assert found.fp32_gradients == (name is not None and DtypeEnum(name).value == torch.float32)
+    assert not found.immediate_update and not found.fp32_messages
+    more = {"bf16": {"enabled": True, "immediate_grad_update": True}, "communication_data_type": "FP32"}
+    found = layout.from_deepspeed(types | more | {"zero_optimization": {"stage": 1}})
+    assert found.immediate_update and found.fp32_messages
+
+
 def test_a_bucket_is_filled_while_another_is_reduced():
     one, two = (moments(stage=2, reduce_bucket=1000, overlap=overlap) for overlap in (None, True))
     assert two["layers"].buffers - one["layers"].buffers == 2 * 1000

@@ -3,7 +3,9 @@
 import contextlib
 import csv
 import dataclasses
+import functools
 import gc
+import json
 import time
 from pathlib import Path
 
@@ -13,7 +15,7 @@ import torch
 from benchmarks.common.harness import read_rows
 from benchmarks.common.whole_models import MODELS, SYSTEMS, WAYS, planned
 from coat_ds import plan
-from coat_ds.plan import Layout, Sizes, layout, rungs, sizes
+from coat_ds.plan import Layout, Memory, Sizes, layout, rungs, sizes
 from tests.util import run_distributed
 
 ROOT = Path(__file__).parents[2]
@@ -177,8 +179,8 @@ def test_peaks_under_the_trainer_are_within_one_per_cent():
 NUMEL = 4 * 64 * 64
 
 
-def accumulated(stage: int) -> list[int]:
-    """Bytes that DeepSpeed holds behind each of a step's first two micro-batches, over those before it."""
+def accumulated(stage: int, keys: dict) -> list[int]:
+    """Bytes that DeepSpeed holds between steps, and more behind each of a step's first two micro-batches."""
     import deepspeed
 
     import coat_ds
@@ -194,10 +196,11 @@ def accumulated(stage: int) -> list[int]:
         "zero_optimization": {"stage": stage, "reduce_bucket_size": 5000},
         "coat": {"enabled": True, "report": False},
     }
+    config |= keys
     engine, *_ = coat_ds.initialize(model=model, model_parameters=model.parameters(), config=config)
     x = torch.randn(2, 64, dtype=torch.bfloat16)
 
-    def held() -> int:
+    def alive() -> int:
         time.sleep(0.1)
         found = {}
         for t in [t for t in gc.get_objects() if isinstance(t, torch.Tensor)]:
@@ -213,24 +216,45 @@ def accumulated(stage: int) -> list[int]:
             engine.step()
         gc.collect()
         # a thread of gloo lets go of the last bucket a moment after its reduction is done
-        return min(held() for _ in range(5))
+        return min(alive() for _ in range(5))
 
     before = step(3)
-    return [step(1) - before, step(1) - before]
+    return [before, step(1) - before, step(1) - before]
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_gradients_of_earlier_micro_batches_are_those_that_deepspeed_holds(stage):
-    shape = SHAPES["finetune.csv"]
-    one, several = (
-        plan.predict(shape, Layout(gpus=2, stage=stage, reduce_bucket=5000, accumulation=n), rungs()["COAT"])
-        for n in (1, 3)
+@functools.cache
+def held(stage: int, keys: str = "{}") -> list[list[int]]:
+    """`accumulated` on two ranks."""
+    return run_distributed(accumulated, 2, stage, json.loads(keys))
+
+
+def at_the_loss(keys: str, **spread) -> Memory:
+    config = {"zero_optimization": {"reduce_bucket_size": 5000, "stage": spread["stage"]}, **json.loads(keys)}
+    found = plan.predict(
+        SHAPES["finetune.csv"], layout.from_deepspeed(config, gpus=2, **spread), rungs()["COAT"]
     )
-    losses = [next(m for m in found.moments if m.moment == "loss") for found in (several, one)]
-    gradients, buffers = (losses[0].gradients - losses[1].gradients, losses[0].buffers - losses[1].buffers)
-    expected = gradients / shape.parameters * NUMEL + buffers
-    for rank in run_distributed(accumulated, 2, stage):
-        assert rank == [expected, expected]
+    return next(memory for memory in found.moments if memory.moment == "loss")
+
+
+FP32 = '{"data_types": {"grad_accum_dtype": "fp32"}}'
+AT_ONCE = (
+    '{"data_types": {"grad_accum_dtype": "fp32"}, "bf16": {"enabled": true, "immediate_grad_update": true}}'
+)
+
+
+@pytest.mark.parametrize(
+    "stage, keys", [*((stage, "{}") for stage in range(4)), (1, FP32), (2, FP32), (3, FP32), (1, AT_ONCE)]
+)
+def test_gradients_are_those_that_deepspeed_holds(stage, keys):
+    one, several = (at_the_loss(keys, stage=stage, accumulation=n) for n in (1, 3))
+    share = NUMEL / SHAPES["finetune.csv"].parameters
+    # of earlier micro-batches
+    expected = (several.gradients - one.gradients) * share + several.buffers - one.buffers
+    for (before, *more), (usual, *_) in zip(held(stage, keys), held(stage), strict=True):
+        assert more == [expected, expected]
+        # between steps, over what is held where gradients are added up in BF16
+        usually = at_the_loss("{}", stage=stage)
+        assert before - usual == (one.gradients - usually.gradients) * share
 
 
 def test_what_made_no_step_fits_but_for_the_step():

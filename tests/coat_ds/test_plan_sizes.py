@@ -270,6 +270,20 @@ def test_layers_that_were_not_counted_say_so(tmp_path, capsys):
             lambda: layout.from_deepspeed({"zero_optimization": {"reduce_bucket_size": "auto"}}),
             'zero_optimization.reduce_bucket_size: "auto" needs the size of a model',
         ),
+        (
+            lambda: layout.from_deepspeed({"data_types": {"grad_accum_dtype": "fp32"}}),
+            "data_types.grad_accum_dtype: .* from stage 1 on, found stage 0. Set zero_optimization.stage",
+        ),
+        (
+            lambda: layout.from_deepspeed(
+                {
+                    "data_types": {"grad_accum_dtype": "fp32"},
+                    "fp16": {"enabled": True},
+                    "zero_optimization": {"stage": 1},
+                }
+            ),
+            "data_types.grad_accum_dtype: FP32 is not planned at stage 1 with fp16. Leave it out",
+        ),
         (lambda: Layout(micro_batch=0), "micro_batch: expected a whole number above 0, found 0"),
         (lambda: Layout(parameter_device="cpu"), "parameter_device: .* Set the stage to 3"),
         (lambda: layout.from_deepspeed({"zero_optimization": 3}), "zero_optimization: expected an object"),
