@@ -130,7 +130,7 @@ def _peak(config: Mapping, model: torch.nn.Module, gpus: int, sequence: int) -> 
     try:
         sizes = readers.from_module(model)
         layout = layouts.from_deepspeed(config, sizes.hidden, gpus=gpus, sequence=sequence)
-        system = configured(config)
+        system, unplanned = configured(config), layouts.unplanned(config)
     except PlanError as error:
         return Finding("peak", UNKNOWN, f"cannot be predicted: {error}")
     before = predict(sizes, layout, System(name="BF16")).peak
@@ -140,6 +140,8 @@ def _peak(config: Mapping, model: torch.nn.Module, gpus: int, sequence: int) -> 
         f"predicted {before.total / 1e9:.1f} GB in BF16, {after.total / 1e9:.1f} GB with the block, on "
         f"{gpus} GPU{'s' * (gpus > 1)} with {layout.micro_batch} x {layout.sequence} tokens (more: coat plan)"
     )
+    if unplanned:
+        text += f". Not planned: {'; '.join(unplanned)}"
     details = {"before_bytes": before.total, "after_bytes": after.total}
     if saved < LEAST:
         largest = max(

@@ -61,13 +61,15 @@ def run(arguments: argparse.Namespace) -> int:
     choices = advice.compare(model, spread, systems, gpu, limit)
     best = _best(arguments, config, model, spread, gpu, limit) if arguments.fit else None
     title = _title(model, spread, gpu)
+    unplanned = layout.unplanned(config) if config else []
     if arguments.picture:
         from coat_ds.plan.picture import draw
 
         draw(choices, title, limit, arguments.picture)
     pasted = None if best is None else _pasted(best, config)
     if arguments.json:
-        print(json.dumps(_as_json(model, spread, gpu, limit, choices, best, pasted), indent=2))
+        found = _as_json(model, spread, gpu, limit, choices, best, pasted)
+        print(json.dumps(found | {"not_planned": unplanned}, indent=2))
         return 0
     print(title)
     print()
@@ -75,6 +77,8 @@ def run(arguments: argparse.Namespace) -> int:
     print()
     for line in _notes(model, spread, gpu, limit, choices):
         print(line)
+    for line in unplanned:
+        print(f"not planned: {line}.")
     if arguments.picture:
         print(f"picture: {arguments.picture}")
     if best is not None:

@@ -10,7 +10,7 @@ Held between steps:
 
 | | bytes |
 |---|---|
-| weights | 2 N'; 2 N' / D at stage 3 |
+| weights | 2 N'; 2 N' / D at stage 3, and there with a second copy over p GPUs 2 N' / p |
 | masters | 4 S; 2 S in BF16 |
 | states | 8 S; about 2.07 S with COAT, norms aside |
 | FP8 copies | 2 bytes an element of the layers' matrices, where they are cached |
@@ -182,6 +182,8 @@ class _Stage:
         if layout.stage == 3:
             weights = 0 if layout.parameter_device == "cpu" else weights / layout.data
             weights += BF16 * self.norms
+            if layout.second_copy > 1 and layout.parameter_device == "gpu":
+                weights += BF16 * self.parameters / layout.second_copy
         held = {"weights": weights, "masters": masters, "states": states, "buffers": WORKSPACES}
         held["buffers"] += BF16 * self._gathered_tokens() * sizes.hidden
         if layout.host == "megatron":

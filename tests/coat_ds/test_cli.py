@@ -56,6 +56,20 @@ def test_in_a_process_of_its_own(tmp_path):
     assert done.stdout.startswith("6.74B parameters, 1 x H100, ZeRO-2, micro-batch 1 x 2048 tokens")
 
 
+def test_a_plan_names_what_it_leaves_out(capsys, tmp_path):
+    config = {"bf16": {"enabled": True}, "zero_optimization": {"stage": 1}}
+    words = ["plan", *SHAPE, "--gpus", "8", "--deepspeed", str(tmp_path / "ds.json")]
+    (tmp_path / "ds.json").write_text(json.dumps(config))
+    assert "not planned" not in said(capsys, *words) and plain(capsys, *words)["not_planned"] == []
+    (tmp_path / "ds.json").write_text(json.dumps(config | {"tensor_parallel": {"autotp_size": 4}}))
+    assert "not planned: tensor_parallel.autotp_size: layers are split and take less.\n" in said(
+        capsys, *words
+    )
+    assert plain(capsys, *words)["not_planned"] == [
+        "tensor_parallel.autotp_size: layers are split and take less"
+    ]
+
+
 def test_version_and_schema(capsys):
     with pytest.raises(SystemExit) as end:
         cli.main(["--version"])

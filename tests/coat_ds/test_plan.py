@@ -189,6 +189,48 @@ def test_the_type_of_gradients_is_read_as_deepspeed_reads_it(name):
     assert found.immediate_update and found.fp32_messages
 
 
+def test_zero3s_second_copy_is_shared_by_fewer_gpus():
+    n, cpu = SMALL.parameters, {"optimizer_device": "cpu", "parameter_device": "cpu"}
+    for more, expected in (({}, 2 * n / 4), (cpu, 0)):
+        found, usual = (moments(gpus=8, stage=3, second_copy=over, **more)["loss"].weights for over in (4, 1))
+        assert found - usual == expected
+    assert moments(gpus=8, stage=2, second_copy=4) == moments(gpus=8, stage=2)
+    for size, over in ((4, 4), (1, 1), (0, 1)):
+        zero = {"stage": 3, "zero_hpz_partition_size": size}
+        assert layout.from_deepspeed({"zero_optimization": zero}, gpus=8).second_copy == over
+
+
+BF16 = {"bf16": {"enabled": True}}
+
+
+@pytest.mark.parametrize(
+    "config, keys",
+    [
+        (BF16, []),
+        ({"bf16": {"enabled": "auto"}}, []),
+        ({"fp16": {"enabled": True}}, []),
+        ({}, ["bf16.enabled is not set"]),
+        ({"bf16": {"enabled": False}}, ["bf16.enabled is not set"]),
+        ({"torch_autocast": {"enabled": True}}, ["torch_autocast.enabled"]),
+        (BF16 | {"tensor_parallel": {"autotp_size": 2}}, ["tensor_parallel.autotp_size"]),
+        (BF16 | {"tensor_parallel": {"autotp_size": 1}, "sequence_parallel_size": 1}, []),
+        (BF16 | {"sequence_parallel_size": 4}, ["sequence_parallel_size"]),
+        (BF16 | {"zero_optimization": {"mics_shard_size": -1, "zero_quantized_gradients": False}}, []),
+        (
+            BF16 | {"zero_optimization": {"mics_shard_size": 8, "zero_quantized_gradients": True}},
+            ["zero_optimization.mics_shard_size", "zero_optimization.zero_quantized_gradients"],
+        ),
+        (
+            BF16 | {"activation_checkpointing": {"partition_activations": True, "cpu_checkpointing": True}},
+            ["activation_checkpointing.partition_activations", "activation_checkpointing.cpu_checkpointing"],
+        ),
+        (BF16 | {"compile": {"deepcompile": True}}, ["compile.deepcompile"]),
+    ],
+)
+def test_what_of_a_json_is_not_planned_is_named(config, keys):
+    assert [line.split(":")[0] for line in layout.unplanned(config)] == keys
+
+
 def test_a_bucket_is_filled_while_another_is_reduced():
     one, two = (moments(stage=2, reduce_bucket=1000, overlap=overlap) for overlap in (None, True))
     assert two["layers"].buffers - one["layers"].buffers == 2 * 1000

@@ -257,6 +257,18 @@ def test_gradients_are_those_that_deepspeed_holds(stage, keys):
         assert before - usual == (one.gradients - usually.gradients) * share
 
 
+def test_zero3s_second_copy_is_what_deepspeed_holds():
+    """Behind a step's first micro-batch: the step itself drops it."""
+    zero = {"stage": 3, "reduce_bucket_size": 5000, "stage3_param_persistence_threshold": 100}
+    once, twice = (
+        json.dumps({"zero_optimization": zero | more}) for more in ({}, {"zero_hpz_partition_size": 2})
+    )
+    share = NUMEL / SHAPES["finetune.csv"].parameters
+    expected = (at_the_loss(twice, stage=3).weights - at_the_loss(once, stage=3).weights) * share
+    for one, two in zip(held(3, once), held(3, twice), strict=True):
+        assert two[0] + two[1] - (one[0] + one[1]) == expected == 2 * NUMEL / 2
+
+
 def test_what_made_no_step_fits_but_for_the_step():
     (row,) = (r for key, r in ROWS.items() if key[2] == "TE FP8, FP8 moments" and key[1] == "zero2")
     assert row["note"] == "the loss is not finite"
