@@ -7,7 +7,7 @@ from torch.utils import _device
 
 from coat_ds.config import CoatConfig, CoatConfigError
 from coat_ds.doctor.finding import OK, PROBLEM, UNKNOWN, WARNING, Finding, reason
-from coat_ds.plan import PlanError, predict
+from coat_ds.plan import PlanError, predict, unplanned
 from coat_ds.plan import layout as layouts
 from coat_ds.plan import sizes as readers
 from coat_ds.plan.command import configured
@@ -130,7 +130,7 @@ def _peak(config: Mapping, model: torch.nn.Module, gpus: int, sequence: int) -> 
     try:
         sizes = readers.from_module(model)
         layout = layouts.from_deepspeed(config, sizes.hidden, gpus=gpus, sequence=sequence)
-        system, unplanned = configured(config), layouts.unplanned(config)
+        system, left_out = configured(config), unplanned.of_deepspeed(config)
     except PlanError as error:
         return Finding("peak", UNKNOWN, f"cannot be predicted: {error}")
     before = predict(sizes, layout, System(name="BF16")).peak
@@ -140,8 +140,8 @@ def _peak(config: Mapping, model: torch.nn.Module, gpus: int, sequence: int) -> 
         f"predicted {before.total / 1e9:.1f} GB in BF16, {after.total / 1e9:.1f} GB with the block, on "
         f"{gpus} GPU{'s' * (gpus > 1)} with {layout.micro_batch} x {layout.sequence} tokens (more: coat plan)"
     )
-    if unplanned:
-        text += f". Not planned: {'; '.join(unplanned)}"
+    if left_out:
+        text += f". Not planned: {'; '.join(left_out)}"
     details = {"before_bytes": before.total, "after_bytes": after.total}
     if saved < LEAST:
         largest = max(

@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping
 from pathlib import Path
 
-from coat_ds.plan import advice, layout, sizes
+from coat_ds.plan import advice, layout, sizes, unplanned
 from coat_ds.plan.errors import PlanError
 from coat_ds.plan.layout import Layout
 from coat_ds.plan.memory import ROLES
@@ -61,7 +61,11 @@ def run(arguments: argparse.Namespace) -> int:
     choices = advice.compare(model, spread, systems, gpu, limit)
     best = _best(arguments, config, model, spread, gpu, limit) if arguments.fit else None
     title = _title(model, spread, gpu)
-    unplanned = layout.unplanned(config) if config else []
+    left_out = []
+    if config:
+        left_out = unplanned.of_deepspeed(config)
+    elif arguments.megatron is not None:
+        left_out = unplanned.of_megatron(arguments.megatron)
     if arguments.picture:
         from coat_ds.plan.picture import draw
 
@@ -69,7 +73,7 @@ def run(arguments: argparse.Namespace) -> int:
     pasted = None if best is None else _pasted(best, config)
     if arguments.json:
         found = _as_json(model, spread, gpu, limit, choices, best, pasted)
-        print(json.dumps(found | {"not_planned": unplanned}, indent=2))
+        print(json.dumps(found | {"not_planned": left_out}, indent=2))
         return 0
     print(title)
     print()
@@ -77,7 +81,7 @@ def run(arguments: argparse.Namespace) -> int:
     print()
     for line in _notes(model, spread, gpu, limit, choices):
         print(line)
-    for line in unplanned:
+    for line in left_out:
         print(f"not planned: {line}.")
     if arguments.picture:
         print(f"picture: {arguments.picture}")

@@ -16,16 +16,6 @@ _FILLED_IN = {
 }
 # as DeepSpeed takes it
 FP32_NAMES = ("fp32", "float32", "float", "torch.float32")
-_UNPLANNED = {
-    "tensor_parallel.autotp_size": "layers are split and take less",
-    "zero_optimization.mics_shard_size": "weights and states are divided by that alone and take more",
-    "zero_optimization.zero_quantized_gradients": "buffers of its messages come on top",
-    "activation_checkpointing.partition_activations": "inputs of recomputed layers take less",
-    "activation_checkpointing.cpu_checkpointing": "inputs of recomputed layers are on the CPU",
-    "sequence_parallel_size": "sequences are split; give --sequence the tokens that a GPU has",
-    "torch_autocast.enabled": "weights in FP32 take 2 bytes a parameter more",
-    "compile.deepcompile": "it gathers and keeps what it decides",
-}
 # DeepSpeed's own
 BUCKET, SUB_GROUP = 500_000_000, 1_000_000_000
 
@@ -245,23 +235,6 @@ def from_deepspeed(config: Mapping, hidden: int | None = None, **rest) -> Layout
     # what is given beside the JSON may make another one
     holds = "accumulation" not in rest and layout.micro_batch * layout.accumulation * layout.data == total
     return replace(layout, global_batch=total) if holds else layout
-
-
-def unplanned(config: Mapping) -> list[str]:
-    """What a DeepSpeed JSON asks for that changes memory and that no plan counts: keys, each with why."""
-    found = []
-    for path, what in _UNPLANNED.items():
-        outer, _, inner = path.rpartition(".")
-        value = (section(config, outer) if outer else config).get(inner)
-        # sizes count from 2 on
-        if isinstance(value, int) and value > (0 if isinstance(value, bool) else 1):
-            found.append(f"{path}: {what}")
-    types = ("bf16", "bfloat16", "fp16", "torch_autocast")
-    if not any(section(config, name).get("enabled") for name in types):
-        found.append(
-            "bf16.enabled is not set: weights and gradients in FP32 take 2 bytes a parameter more each"
-        )
-    return found
 
 
 def _gradients(config: Mapping, stage: int) -> dict[str, bool]:

@@ -70,6 +70,13 @@ def test_a_plan_names_what_it_leaves_out(capsys, tmp_path):
     ]
 
 
+def test_a_plan_for_megatron_names_what_it_leaves_out(capsys):
+    words = (
+        "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --vocab-size 128 --context-parallel-size 2"
+    )
+    assert "not planned: --context-parallel-size: " in said(capsys, "plan", "--megatron", *words.split())
+
+
 def test_version_and_schema(capsys):
     with pytest.raises(SystemExit) as end:
         cli.main(["--version"])

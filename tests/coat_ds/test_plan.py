@@ -10,7 +10,7 @@ import torch
 import transformers
 
 from coat_ds import CoatAdamW, CoatConfig, plan
-from coat_ds.plan import Layout, Sizes, advice, gathers, layout, rungs
+from coat_ds.plan import Layout, Sizes, advice, gathers, layout, rungs, unplanned
 from coat_ds.plan.command import configured
 from coat_ds.plan.gathers import Limits, replay
 from coat_ds.plan.memory import stepped_bytes
@@ -228,7 +228,24 @@ BF16 = {"bf16": {"enabled": True}}
     ],
 )
 def test_what_of_a_json_is_not_planned_is_named(config, keys):
-    assert [line.split(":")[0] for line in layout.unplanned(config)] == keys
+    assert [line.split(":")[0] for line in unplanned.of_deepspeed(config)] == keys
+
+
+@pytest.mark.parametrize(
+    "words, names",
+    [
+        ("--num-layers 2 --bf16 --swiglu", []),
+        ("--context-parallel-size 1 --mtp-num-layers 0", []),
+        ("--context-parallel-size 2 --mtp-num-layers 1", ["context-parallel-size", "mtp-num-layers"]),
+        ("--optimizer-cpu-offload --fp8-format hybrid", ["fp8-format", "optimizer-cpu-offload"]),
+        (
+            "--recompute-granularity full --use-megatron-fsdp --num-layers-per-virtual-pipeline-stage=2",
+            ["num-layers-per-virtual-pipeline-stage", "recompute-granularity", "use-megatron-fsdp"],
+        ),
+    ],
+)
+def test_what_of_megatrons_arguments_is_not_planned_is_named(words, names):
+    assert [line.split(":")[0] for line in unplanned.of_megatron(words.split())] == [f"--{n}" for n in names]
 
 
 def test_a_bucket_is_filled_while_another_is_reduced():
