@@ -130,7 +130,7 @@ def _peak(config: Mapping, model: torch.nn.Module, gpus: int, sequence: int) -> 
     try:
         sizes = readers.from_module(model)
         layout = layouts.from_deepspeed(config, sizes.hidden, gpus=gpus, sequence=sequence)
-        system, left_out = configured(config), unplanned.of_deepspeed(config)
+        system, left_out = configured(config, layout), unplanned.of_deepspeed(config)
     except PlanError as error:
         return Finding("peak", UNKNOWN, f"cannot be predicted: {error}")
     before = predict(sizes, layout, System(name="BF16")).peak

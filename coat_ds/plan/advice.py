@@ -41,7 +41,8 @@ def goes_with(system: System, layout: Layout) -> bool:
         return not system.offload and not system.bf16_masters
     if (system.offload or system.bf16_masters) and layout.stage == 0:
         return False
-    return not (system.bf16_masters and layout.optimizer_device == "cpu")
+    # DeepSpeed's BF16_Optimizer has masters in FP32
+    return not (system.bf16_masters and (layout.optimizer_device == "cpu" or layout.in_one_buffer))
 
 
 def largest_micro_batch(sizes: Sizes, layout: Layout, system: System, limit: float) -> int:

@@ -57,7 +57,7 @@ def run(arguments: argparse.Namespace) -> int:
         limit = _bytes("--fit", arguments.fit)
     systems = list(rungs().values())
     if config and asks_for_coat(config):
-        systems.append(configured(config))
+        systems.append(configured(config, spread))
     choices = advice.compare(model, spread, systems, gpu, limit)
     best = _best(arguments, config, model, spread, gpu, limit) if arguments.fit else None
     title = _title(model, spread, gpu)
@@ -128,8 +128,8 @@ def read_sizes(values: Mapping, vocabulary: int | None) -> Sizes:
     return sizes.from_transformers(values)
 
 
-def configured(config: Mapping) -> System:
-    """What a DeepSpeed JSON with a block asks for."""
+def configured(config: Mapping, spread: Layout) -> System:
+    """What a DeepSpeed JSON with a block makes of a model that is spread so."""
     from coat_ds.zero.deepspeed_config import bf16_key, block_of, no_conversion
 
     block, key = block_of(config), bf16_key(config)
@@ -142,7 +142,7 @@ def configured(config: Mapping) -> System:
         layers="coat" if converted else "bf16",
         optimizer="coat" if block.optimizer.enabled else "adamw",
         coat=block,
-        bf16_masters=bool(bf16.get("bf16_master_weights_and_grads")),
+        bf16_masters=bool(bf16.get("bf16_master_weights_and_grads")) and not spread.in_one_buffer,
         recompute="full" if block.checkpointing.compress else "none",
     )
 

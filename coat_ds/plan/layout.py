@@ -130,6 +130,12 @@ class Layout:
         return self.gpus // (self.tensor * self.pipeline)
 
     @property
+    def in_one_buffer(self) -> bool:
+        """Whether all gradients lie in one buffer in FP32: that of DeepSpeed's BF16_Optimizer."""
+        adds_in_fp32 = self.host == "deepspeed" and self.stage == 1 and self.fp32_gradients
+        return adds_in_fp32 and self.optimizer_device == "gpu"
+
+    @property
     def of_experts_tensor(self) -> int:
         """Tensor parallel size of routed experts."""
         return self.expert_tensor or self.tensor

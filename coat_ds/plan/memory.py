@@ -152,10 +152,7 @@ class _Stage:
         self.on_cpu = system.offload or layout.optimizer_device == "cpu"
         # an element of gradients that are added up
         self.gradient = FP32 if layout.fp32_gradients else BF16
-        # DeepSpeed's BF16_Optimizer
-        self.in_one_buffer = (
-            layout.host == "deepspeed" and layout.stage == 1 and layout.fp32_gradients and not self.on_cpu
-        )
+        self.in_one_buffer = layout.in_one_buffer and not system.offload
         # 1F1B: as many micro-batches are under way in a stage as there are stages from it on
         self.under_way = min(layout.accumulation, layout.pipeline - index)
 

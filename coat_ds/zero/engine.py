@@ -108,6 +108,8 @@ def _prepare_layers(model: torch.nn.Module, coat: CoatConfig, config: Mapping[st
 
 def finish(engine, prepared: Prepared) -> None:
     """After `engine` was built of what `prepare` left."""
+    from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
+
     coat, why, units = prepared.coat, prepared.why, prepared.units
     if not coat.enabled:
         return
@@ -127,6 +129,10 @@ def finish(engine, prepared: Prepared) -> None:
         # the script's own has said so far what it said in Python's log
         inner.log = say
         way_out = "Set bf16.bf16_master_weights_and_grads and bf16.bf16_optimizer_states to true"
+        if engine.zero_optimization_stage() == 1 and isinstance(engine.optimizer, BF16_Optimizer):
+            way_out = (
+                "Take another stage than 1, or drop data_types.grad_accum_dtype, which brings them there"
+            )
         for line in idle_bf16_params(coat.optimizer.bf16_params, inner.state, way_out):
             say(line, logging.WARNING)
         guard_offloading(engine)

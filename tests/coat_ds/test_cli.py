@@ -205,7 +205,7 @@ def test_a_json_is_of_the_system_that_was_chosen(base):
     systems, layout = [rungs()[name] for name in names], Layout(gpus=8, stage=2)
     for choice in advice.compare(read_sizes(CONFIG, None), layout, systems, gpu_called("h100")):
         made = advice.deepspeed_json(choice, base)
-        found, wanted = configured(made), choice.system
+        found, wanted = configured(made, choice.layout), choice.system
         assert (found.layers, found.optimizer) == (wanted.layers, wanted.optimizer)
         read = DeepSpeedConfig(made)
         assert read.bfloat16_config.bf16_master_weights_and_grads == wanted.bf16_masters

@@ -60,6 +60,9 @@ def work():
     runs = {
         **{f"FP32 masters, ZeRO {n}": lambda n=n: engine_of(n, block=rounded) for n in range(4)},
         **{f"BF16 masters, ZeRO {n}": lambda n=n: engine_of(n, block=rounded, bf16=masters) for n in (2, 3)},
+        "BF16 masters, gradients in FP32": lambda: engine_of(
+            1, block=rounded, bf16=masters, data_types={"grad_accum_dtype": "fp32"}
+        ),
         "BF16 weights": lambda: engine_of(
             0, net=model().bfloat16(), block=rounded | {"activations": False}, bf16={"enabled": False}
         ),
@@ -102,6 +105,10 @@ def found():
         ),
         ("BF16 masters, ZeRO 2", []),
         ("BF16 masters, ZeRO 3", []),
+        (
+            "BF16 masters, gradients in FP32",
+            ["and no BF16 parameters. Take another stage than 1, or drop data_types.grad_accum_dtype"],
+        ),
         ("BF16 weights", []),
         ("units, ZeRO 2", ["coat.zero3_layer_units: found True, of no effect in ZeRO 2"]),
         ("no units, ZeRO 2", []),

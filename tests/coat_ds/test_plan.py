@@ -548,15 +548,21 @@ def test_auto_is_filled_in_as_trainer_does(tmp_path):
 
 def test_a_block_says_what_is_planned():
     block = {"enabled": True, "optimizer": {"enabled": False}, "checkpointing": {"compress": True}}
-    found = configured({"coat": block})
+    found = configured({"coat": block}, Layout())
     assert (found.layers, found.optimizer, found.recompute) == ("coat", "adamw", "full")
     for key in ("bf16", "bfloat16"):
         block = {"enabled": True, "activations": False}
-        found = configured({"coat": block, key: {"bf16_master_weights_and_grads": True}})
+        found = configured({"coat": block, key: {"bf16_master_weights_and_grads": True}}, Layout())
         assert (found.layers, found.optimizer, found.recompute) == ("bf16", "coat", "none")
         assert found.bf16_masters
+    # as DeepSpeed has it where gradients are added up in FP32
+    config = {"coat": {"enabled": True}, "bf16": {"bf16_master_weights_and_grads": True}}
+    smallest = rungs()["COAT, smallest, recomputed attention"]
+    for stage, keeps in ((1, False), (2, True), (3, True)):
+        spread = Layout(stage=stage, fp32_gradients=True)
+        assert configured(config, spread).bf16_masters == advice.goes_with(smallest, spread) == keeps
     # layers stay as they are
-    found = configured({"coat": {"enabled": True}, "fp16": {"enabled": True}})
+    found = configured({"coat": {"enabled": True}, "fp16": {"enabled": True}}, Layout())
     assert (found.layers, found.optimizer) == ("bf16", "coat")
 
 

@@ -312,7 +312,7 @@ def test_layers_that_were_not_counted_say_so(tmp_path, capsys):
             "train_batch_size: 6 is no multiple of 4, train_micro_batch_size_per_gpu times .*, 2 x 2",
         ),
         (
-            lambda: configured({"coat": {"enabled": True}, "bf16": True}),
+            lambda: configured({"coat": {"enabled": True}, "bf16": True}, Layout()),
             "bf16: expected an object, found True. Use braces",
         ),
         (lambda: sizes.from_transformers({"hidden_size": 64}), "num_hidden_layers: .* found none"),
