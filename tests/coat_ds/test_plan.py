@@ -147,6 +147,7 @@ def test_gradients_added_up_in_fp32_at_stage_1_are_one_buffer(system):
     for moment, beside in (("loss", 0), ("layers", 0), ("gradients", 2 * n), ("step", 2 * n)):
         assert found[moment].gradients == 4 * n + beside
     assert found["gradients"].buffers - found["loss"].buffers == 2 * n
+    assert moments(system, accumulation=2, **fp32)["loss"].gradients == 4 * n + 2 * n
     # the step takes them as they are
     assert found["step"].temporaries == 0
     in_fp32 = moments(system, fp32_messages=True, **fp32)["gradients"]
@@ -157,6 +158,12 @@ def test_gradients_added_up_in_fp32_at_stage_1_are_one_buffer(system):
 
 def test_gradients_added_up_in_fp32_have_four_bytes():
     n = SMALL.parameters
+    # without that buffer where the optimizer is on the CPU
+    found = moments("COAT, offload", gpus=4, stage=1, fp32_gradients=True)
+    assert (found["loss"].gradients, found["gradients"].gradients) == (0, 4 * n)
+    moments_too = dataclasses.replace(rungs()["BF16"], optimizer="transformer_engine")
+    found = [moments(moments_too, gpus=4, stage=stage, fp32_gradients=True)["step"] for stage in (1, 2)]
+    assert [memory.temporaries for memory in found] == [2 * 4 * n / 4, 3 * 4 * n / 4]
     for stage, offload in ((1, True), (2, False), (3, False)):
         spread = {"gpus": 4, "stage": stage, "reduce_bucket": TABLE + 10, "accumulation": 2}
         spread |= {"optimizer_device": "cpu"} if offload else {}
@@ -171,6 +178,7 @@ def test_gradients_added_up_in_fp32_have_four_bytes():
             assert found["gradients"].gradients == 4 * n
             assert found["gradients"].buffers - found["step"].buffers == 4 * 10
         else:
+            assert found["step"].gradients == 4 * n / 4
             # a copy of them in one piece, where in BF16 there is one in FP32 as well
             assert found["step"].temporaries == 4 * n / 4 - (NORMS if stage == 3 else 0)
             assert usual["step"].temporaries == (2 + 4) / 4 * found["step"].temporaries
@@ -187,6 +195,8 @@ def test_the_type_of_gradients_is_read_as_deepspeed_reads_it(name):
     more = {"bf16": {"enabled": True, "immediate_grad_update": True}, "communication_data_type": "FP32"}
     found = layout.from_deepspeed(types | more | {"zero_optimization": {"stage": 1}})
     assert found.immediate_update and found.fp32_messages
+    fp16 = {"fp16": {"enabled": True}, "zero_optimization": {"stage": 2}}
+    assert layout.from_deepspeed(types | fp16).fp32_gradients == (name not in ("bf16", None))
 
 
 def test_zero3s_second_copy_is_shared_by_fewer_gpus():
