@@ -128,7 +128,7 @@ def finish(engine, prepared: Prepared) -> None:
         inner = engine.basic_optimizer
         # the script's own has said so far what it said in Python's log
         inner.log = say
-        way_out = "Set bf16.bf16_master_weights_and_grads and bf16.bf16_optimizer_states to true"
+        way_out = "Set bf16.bf16_master_weights_and_grads and bf16.bf16_optimizer_states, from ZeRO 1 on"
         if engine.zero_optimization_stage() == 1 and isinstance(engine.optimizer, BF16_Optimizer):
             way_out = (
                 "Take another stage than 1, or drop data_types.grad_accum_dtype, which brings them there"

@@ -18,6 +18,12 @@ def model():
     return nn.Sequential(nn.Linear(32, 64), nn.LayerNorm(64), nn.Linear(64, 32))
 
 
+def pipeline():
+    from deepspeed.pipe import PipelineModule
+
+    return PipelineModule(list(model()), num_stages=1)
+
+
 def engine_of(stage=1, optimizer=None, net=None, block=None, **more):
     import deepspeed
 
@@ -63,6 +69,7 @@ def work():
         "BF16 masters, gradients in FP32": lambda: engine_of(
             1, block=rounded, bf16=masters, data_types={"grad_accum_dtype": "fp32"}
         ),
+        "a pipeline": lambda: engine_of(0, net=pipeline(), block=rounded),
         "BF16 weights": lambda: engine_of(
             0, net=model().bfloat16(), block=rounded | {"activations": False}, bf16={"enabled": False}
         ),
@@ -109,6 +116,7 @@ def found():
             "BF16 masters, gradients in FP32",
             ["and no BF16 parameters. Take another stage than 1, or drop data_types.grad_accum_dtype"],
         ),
+        ("a pipeline", ["and no BF16 parameters. Set bf16.bf16_master_weights_and_grads"]),
         ("BF16 weights", []),
         ("units, ZeRO 2", ["coat.zero3_layer_units: found True, of no effect in ZeRO 2"]),
         ("no units, ZeRO 2", []),

@@ -218,6 +218,7 @@ BF16 = {"bf16": {"enabled": True}}
     [
         (BF16, []),
         ({"bf16": {"enabled": "auto"}}, []),
+        ({"bfloat16": {"enabled": True}}, []),
         ({"fp16": {"enabled": True}}, []),
         ({}, ["bf16.enabled is not set"]),
         ({"bf16": {"enabled": False}}, ["bf16.enabled is not set"]),
