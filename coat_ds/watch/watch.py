@@ -66,7 +66,8 @@ class Watch:
     say: takes a line for the log, and its level; by default each rank logs it.
 
     Raises TypeError for another optimizer, and CoatConfigError, on all ranks, for a folder that cannot be
-    written. Where that happens later on, as on a full disk, a line says so, and training goes on.
+    written. Where that happens later on, as on a full disk, or another of `outs` raises, a line says so, and
+    training goes on.
     """
 
     def __init__(
@@ -296,12 +297,27 @@ class Watch:
         self.last = Reading(pending.step, pending.samples, groups, pending.memory, fallen)
         if self._gives_out:
             for out in self.outs:
-                out(self.last)
+                self._give(out, self.last)
         self.fallback.judge(
             pending.step,
             {name: states.figures(row) for name, row in by_state.items()},
             {name: codes.figures(row) for name, row in by_layer.items()},
         )
+
+    def _give(self, out: Out, reading: Reading) -> None:
+        try:
+            out(reading)
+        # as of a service that cannot be reached; other ranks go on, and would wait for this one
+        except Exception as error:
+            # by itself: where the log is another rank's, nobody would see it
+            logger.warning(
+                "%s: %s raised %r, and has not got the reading of step %d.",
+                self.config.KEY,
+                getattr(out, "__qualname__", out),
+                error,
+                reading.step,
+                exc_info=True,
+            )
 
     def close(self) -> None:
         """Takes in what is on its way and ends watching. The layers are what they were; moments stay."""

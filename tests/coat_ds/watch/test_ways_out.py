@@ -3,6 +3,7 @@
 import json
 import resource
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -182,6 +183,39 @@ def test_a_full_disk_costs_a_reading_and_not_the_run(tmp_path, caplog):
     assert (tmp_path / "watch.jsonl").read_bytes().count(b"\n") == 3
     said = [r.message for r in caplog.records if "coat.watch.folder" in r.message]
     assert len(said) == 2 and said[0].endswith("the reading of step 2 is not there. Make room.")
+
+
+def test_an_out_that_raises_ends_no_run(caplog):
+    """It is one rank's, and the others would wait for it. What acts on readings does so on all of them."""
+
+    def unreachable(reading):
+        if reading.step == 2:
+            raise ConnectionError("no route")
+
+    made, got = model(), []
+    optimizer = CoatAdamW(made.named_parameters(), min_numel=0)
+    watch = Watch(made, optimizer, {"every": 1}, outs=[unreachable, got.append])
+    judged = []
+    with mock.patch.object(watch.fallback, "judge", lambda step, *_: judged.append(step)):
+        for _ in range(3):
+            made(torch.ones(16, 64)).sum().backward()
+            optimizer.step()
+            watch.end_step()
+        watch.close()
+    assert [reading.step for reading in got] == judged == [1, 2, 3]
+    (said,) = (record for record in caplog.records if "raised" in record.message)
+    assert (
+        said.message.startswith("coat.watch: ")
+        and "unreachable raised ConnectionError('no route')" in said.message
+    )
+    assert said.message.endswith("has not got the reading of step 2.") and said.exc_info[0] is ConnectionError
+    # the run is interrupted all the same
+    watch = Watch(made, optimizer, {"every": 1}, outs=[mock.Mock(side_effect=KeyboardInterrupt)])
+    made(torch.ones(16, 64)).sum().backward()
+    optimizer.step()
+    with pytest.raises(KeyboardInterrupt):
+        watch.end_step()
+        watch.close()
 
 
 @pytest.mark.parametrize("kept", [-1, 20, 1])
