@@ -85,7 +85,7 @@ def free_port() -> int:
             return port
 
 
-# thresholds of garbage collections that a test without a GPU does not wait for
+# for gc.set_threshold: without a GPU usual collections of garbage took up to a tenth of a test's time
 RARELY = (100_000, 50, 100)
 # seconds until a rank that still runs says where it is, and ends: one that waits for another in vain
 PATIENCE = 400

@@ -51,7 +51,7 @@ def of_megatron(arguments: Sequence[str]) -> list[str]:
     """Megatron-LM's arguments, each with why."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     for name in _OF_MEGATRON:
-        parser.add_argument(f"--{name}")
+        parser.add_argument(f"--{name}", nargs="?", const="")
     for name in _FLAGS_OF_MEGATRON:
         parser.add_argument(f"--{name}", action="store_true")
     said = vars(parser.parse_known_args(list(arguments))[0])

@@ -249,6 +249,7 @@ def test_what_of_a_json_is_not_planned_is_named(config, keys):
         ("--context-parallel-size 1 --mtp-num-layers 0", []),
         ("--context-parallel-size 2 --mtp-num-layers 1", ["context-parallel-size", "mtp-num-layers"]),
         ("--optimizer-cpu-offload --fp8-format hybrid", ["fp8-format", "optimizer-cpu-offload"]),
+        ("--swiglu --fp8-format", ["fp8-format"]),
         (
             "--recompute-granularity full --use-megatron-fsdp --num-layers-per-virtual-pipeline-stage=2",
             ["num-layers-per-virtual-pipeline-stage", "recompute-granularity", "use-megatron-fsdp"],
