@@ -27,7 +27,7 @@ SIZES = {
 
 def build(family, **fields):
     torch.manual_seed(0)
-    config = getattr(transformers, f"{family}Config")(**SIZES, **fields)
+    config = getattr(transformers, f"{family}Config")(**SIZES | fields)
     return getattr(transformers, f"{family}ForCausalLM")(config).bfloat16().train()
 
 
@@ -200,6 +200,28 @@ def test_a_gate_of_ones_own_over_weights_side_by_side(count):
     assert expected.any() and rel_rms(found, expected) < fp8_forward_bound(2)
 
 
+@pytest.mark.parametrize("count", [4, 20])
+def test_biases_of_few_experts_and_of_many(count):
+    experts = build("Mixtral", num_local_experts=count).model.layers[0].mlp.experts
+    experts.has_bias, experts.config._experts_implementation = True, "batched_mm"
+    for name in ("gate_up_proj", "down_proj"):
+        bias = torch.randn(getattr(experts, name).shape[:2], generator=torch.Generator().manual_seed(1))
+        experts.register_parameter(f"{name}_bias", torch.nn.Parameter(bias.bfloat16()))
+    chosen, weights = torch.arange(64).view(64, 1) % count, torch.ones(64, 1, dtype=torch.bfloat16)
+    x = torch.randn(64, 64).bfloat16()
+    expected = experts(x, chosen, weights)
+    found = coat_ds.convert(experts)(x, chosen, weights)
+    assert coat_ds.conversion_of(experts).converted["feed_forward"] == [""]
+    assert rel_rms(found, expected) < fp8_forward_bound(2)
+
+
+def test_weights_of_two_axes_are_no_experts():
+    layer = torch.nn.Module()
+    for name, shape in (("gate_up_proj", (128, 64)), ("down_proj", (64, 64))):
+        layer.register_parameter(name, torch.nn.Parameter(torch.ones(shape)))
+    assert coat_ds.conversion_of(coat_ds.convert(torch.nn.ModuleDict({"a": layer}))).left == {}
+
+
 @pytest.mark.parametrize("trains", [True, False])
 def test_a_gate_of_ones_own_in_fp32_under_autocast(trains):
     experts = build("Mixtral", num_local_experts=4).model.layers[0].mlp.experts
@@ -283,9 +305,9 @@ def test_many_experts_of_an_fp32_model_multiply_in_bf16(autocast):
 
 def test_experts_that_are_left_count_as_a_linear_layer():
     """As those do that are converted: most weights of the model are theirs."""
-    model = coat_ds.convert(build("GptOss", num_local_experts=4), {"group_size": 128})
-    conversion = coat_ds.conversion_of(model)
-    assert conversion.left["model.layers.0.mlp.experts"] == "experts of 64 x 64, not multiples of 16 and 128"
+    model = build("GptOss", num_local_experts=4, intermediate_size=40)
+    conversion = coat_ds.conversion_of(coat_ds.convert(model, {"group_size": 128}))
+    assert conversion.left["model.layers.0.mlp.experts"] == "experts of 64 x 40, not multiples of 16 and 128"
     assert conversion.summary().startswith("4 of 6 linear layers multiply in FP8")
     assert conversion.found["feed_forward"] == 1
 
