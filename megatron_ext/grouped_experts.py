@@ -25,8 +25,8 @@ from .mlp import check_activation, kernel_kind
 from .settings import TakesActivations
 
 _PROJECTIONS = ("linear_fc1", "linear_fc2")
-# which axis of an expert's tensor is spread over tensor parallel ranks; of fc2's bias none is
-_SPREAD = {"linear_fc1.weight": 0, "linear_fc1.bias": 0, "linear_fc2.weight": 1}
+# which axis of an expert's tensor is spread over tensor parallel ranks, where Megatron refuses biases
+_SPREAD = {"linear_fc1.weight": 0, "linear_fc2.weight": 1}
 # rows of the grouped product are whole 16-byte words
 _ALIGNMENT = 8
 
@@ -154,9 +154,8 @@ class CoatGroupedMLP(TakesActivations, SequentialMLP):
         for name in _PROJECTIONS:
             for kind, p in getattr(self, name).named_parameters():
                 build = functools.partial(self._parts, f"{name}.{kind}", sharded_offsets, alone)
-                replica = (0, 0 if f"{name}.{kind}" in _SPREAD else tensor, data)
                 key = f"{prefix}experts.{name}.{kind}"
-                found[f"{prefix}{name}.{kind}"] = ShardedTensorFactory(key, p, build, _merged, replica)
+                found[f"{prefix}{name}.{kind}"] = ShardedTensorFactory(key, p, build, _merged, (0, 0, data))
             for i in range(self.num_local_experts):
                 # SequentialMLP's linear layers have it, of nothing
                 number, offsets = self._place(i, sharded_offsets, alone)
