@@ -240,6 +240,22 @@ def test_recompute_changes_nothing(megatron):
     assert again.equal(loss) and all(a.equal(b) for a, b in zip(grads, recomputed, strict=True))
 
 
+def test_what_is_recomputed_counts_where_parts_are_chosen_alone(megatron):
+    """Megatron reads `recompute_modules` under the selective granularity alone."""
+    _grouped(recompute_granularity=None, recompute_modules=["moe_act"])
+
+
+def test_loading_leaves_what_other_modules_keep_beside_weights(megatron):
+    """Where somebody hands the whole state dict to each module, as loaders for ZeRO-3 do."""
+    experts = _grouped()[0].decoder.layers[1].mlp.experts
+    stored = {f"experts.{name}": value for name, value in experts.state_dict().items()}
+    # SequentialMLP's layers have it, of nothing
+    stored |= {"experts.local_experts.0.linear_fc1._extra_state": None, "other._extra_state": torch.ones(1)}
+    missing = []
+    experts._load_from_state_dict(stored, "experts.", {}, True, missing, [], [])
+    assert not missing and [name for name in stored if "_extra_state" in name] == ["other._extra_state"]
+
+
 EP2, TP2 = {"expert_model_parallel_size": 2}, {"tensor_model_parallel_size": 2}
 # each rank's part is whole groups
 SPREAD = {"sequence_parallel": True, "moe_ffn_hidden_size": 64}

@@ -215,6 +215,22 @@ def test_biases_of_few_experts_and_of_many(count):
     assert rel_rms(found, expected) < fp8_forward_bound(2)
 
 
+@pytest.mark.parametrize("count", [4, 20])
+def test_experts_give_the_dtype_of_their_input_whatever_a_routers_is(count):
+    experts = coat_ds.convert(build("Mixtral", num_local_experts=count).model.layers[0].mlp.experts)
+    chosen, weights = torch.zeros(8, 1, dtype=torch.int64), torch.ones(8, 1)
+    assert experts(torch.randn(8, 64).bfloat16(), chosen, weights).dtype == torch.bfloat16
+
+
+def test_scales_of_experts_are_those_of_their_formats():
+    experts = build("Mixtral", num_local_experts=2).model.layers[0].mlp.experts
+    coat_ds.convert(experts, {"backward_format": "e5m2"})
+    for product in (product for both in experts.forward.linears for product in both):
+        formats = product["formats"]
+        assert (product["x_scale"].fmt, product["grad_scale"].fmt) == (formats.forward, formats.backward)
+        assert formats.forward != formats.backward
+
+
 def test_weights_of_two_axes_are_no_experts():
     layer = torch.nn.Module()
     for name, shape in (("gate_up_proj", (128, 64)), ("down_proj", (64, 64))):
