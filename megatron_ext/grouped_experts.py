@@ -25,7 +25,7 @@ from .mlp import check_activation, kernel_kind
 from .settings import TakesActivations
 
 _PROJECTIONS = ("linear_fc1", "linear_fc2")
-# which axis of an expert's tensor is spread over tensor parallel ranks, where Megatron refuses biases
+# which axis of an expert's weight is spread over tensor parallel ranks; with several Megatron refuses biases
 _SPREAD = {"linear_fc1.weight": 0, "linear_fc2.weight": 1}
 # rows of the grouped product are whole 16-byte words
 _ALIGNMENT = 8

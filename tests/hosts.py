@@ -85,8 +85,8 @@ def without_compilation() -> None:
 
 
 def fork_managers_of_checkpoints() -> None:
-    """Megatron's writers of checkpoints put their results into a queue that a process of its own keeps. It is
-    forked, where Megatron starts a Python that imports torch, for each rank that saves."""
+    """Megatron's writers of checkpoints give their results to a queue that a process of its own keeps, one
+    for each rank that saves. Here it is forked; Megatron starts a Python that imports torch."""
     from megatron.core.dist_checkpointing.strategies import filesystem_async
 
     def queue():
