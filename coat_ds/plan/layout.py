@@ -15,7 +15,7 @@ _FILLED_IN = {
     "stage3_param_persistence_threshold": lambda hidden: 10 * hidden,
 }
 # as DeepSpeed takes it
-FP32_NAMES = ("fp32", "float32", "float", "torch.float32")
+_FP32_NAMES = ("fp32", "float32", "float", "torch.float32")
 # DeepSpeed's own
 BUCKET, SUB_GROUP = 500_000_000, 1_000_000_000
 
@@ -245,7 +245,7 @@ def from_deepspeed(config: Mapping, hidden: int | None = None, **rest) -> Layout
 
 def _gradients(config: Mapping, stage: int) -> dict[str, bool]:
     """Fields that say in which type gradients are added up and reduced."""
-    fp32 = section(config, "data_types").get("grad_accum_dtype") in FP32_NAMES
+    fp32 = section(config, "data_types").get("grad_accum_dtype") in _FP32_NAMES
     fp16 = section(config, "fp16").get("enabled") is True
     if fp32 and fp16 and stage == 1:
         raise PlanError(

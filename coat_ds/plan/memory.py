@@ -457,10 +457,8 @@ class _Stage:
         flat = self.gradient * part if layout.stage else 0
         if self.in_one_buffer:
             gradients, flat = self._beside_the_buffer(), 0
-        wide = 0 if system.optimizer == "coat" or system.bf16_masters else FP32 * part
-        if layout.fp32_gradients:
-            # as they are
-            wide = 0
+        stays = system.optimizer == "coat" or system.bf16_masters or layout.fp32_gradients
+        wide = 0 if stays else FP32 * part
         if system.optimizer == "transformer_engine":
             # both moments in FP32, and gradients; what was flat is gone by then
             flat, wide = 0, (2 if self.in_one_buffer else 3) * FP32 * part

@@ -10,7 +10,7 @@ import torch
 import transformers
 
 from coat_ds import CoatAdamW, CoatConfig, plan
-from coat_ds.plan import Layout, Sizes, advice, gathers, layout, rungs, unplanned
+from coat_ds.plan import Layout, Sizes, advice, gathers, layout, rungs
 from coat_ds.plan.command import configured
 from coat_ds.plan.gathers import Limits, replay
 from coat_ds.plan.memory import stepped_bytes
@@ -137,127 +137,6 @@ def test_what_is_offloaded_takes_the_cpus_memory(stage):
         prediction = plan.predict(SMALL, parts, rungs()["BF16"])
         assert prediction.host == (4 + 8 + 4 + 2) * n / 4
         assert prediction.peak.weights == 2 * NORMS
-
-
-@pytest.mark.parametrize("system", ["BF16", "COAT"])
-def test_gradients_added_up_in_fp32_at_stage_1_are_one_buffer(system):
-    n, fp32 = SMALL.parameters, {"gpus": 4, "stage": 1, "fp32_gradients": True}
-    found = moments(system, **fp32)
-    # those in BF16 stay beside it until the step is done, and are reduced as they were computed
-    for moment, beside in (("loss", 0), ("layers", 0), ("gradients", 2 * n), ("step", 2 * n)):
-        assert found[moment].gradients == 4 * n + beside
-    assert found["gradients"].buffers - found["loss"].buffers == 2 * n
-    assert moments(system, accumulation=2, **fp32)["loss"].gradients == 4 * n + 2 * n
-    # the step takes them as they are
-    assert found["step"].temporaries == 0
-    in_fp32 = moments(system, fp32_messages=True, **fp32)["gradients"]
-    assert in_fp32.buffers == found["loss"].buffers
-    at_once = moments(system, immediate_update=True, accumulation=2, **fp32)
-    assert {memory.gradients - 2 * TABLE * (name == "head") for name, memory in at_once.items()} == {4 * n}
-
-
-def test_gradients_added_up_in_fp32_have_four_bytes():
-    n = SMALL.parameters
-    # without that buffer where the optimizer is on the CPU
-    found = moments("COAT, offload", gpus=4, stage=1, fp32_gradients=True)
-    assert (found["loss"].gradients, found["gradients"].gradients) == (0, 4 * n)
-    moments_too = dataclasses.replace(rungs()["BF16"], optimizer="transformer_engine")
-    found = [moments(moments_too, gpus=4, stage=stage, fp32_gradients=True)["step"] for stage in (1, 2)]
-    assert [memory.temporaries for memory in found] == [2 * 4 * n / 4, 3 * 4 * n / 4]
-    for stage, offload in ((1, True), (2, False), (3, False)):
-        spread = {"gpus": 4, "stage": stage, "reduce_bucket": TABLE + 10, "accumulation": 2}
-        spread |= {"optimizer_device": "cpu"} if offload else {}
-        found, usual = (moments(fp32_gradients=wide, **spread) for wide in (True, False))
-        share = n if stage == 1 else n / 4
-        assert found["loss"].gradients - usual["loss"].gradients == 2 * share
-        assert found["layers"].gradients - usual["layers"].gradients == 2 * share
-        # of stage 1 the bucket, too
-        wider = 2 * (TABLE + 10) if stage == 1 else 0
-        assert found["loss"].buffers - usual["loss"].buffers == wider
-        if stage == 1:
-            assert found["gradients"].gradients == 4 * n
-            assert found["gradients"].buffers - found["step"].buffers == 4 * 10
-        else:
-            assert found["step"].gradients == 4 * n / 4
-            # a copy of them in one piece, where in BF16 there is one in FP32 as well
-            assert found["step"].temporaries == 4 * n / 4 - (NORMS if stage == 3 else 0)
-            assert usual["step"].temporaries == (2 + 4) / 4 * found["step"].temporaries
-
-
-@pytest.mark.parametrize("name", ["fp32", "float32", "float", "torch.float32", "bf16", None])
-def test_the_type_of_gradients_is_read_as_deepspeed_reads_it(name):
-    from deepspeed.runtime.config import DtypeEnum
-
-    types = {} if name is None else {"data_types": {"grad_accum_dtype": name}}
-    found = layout.from_deepspeed({"zero_optimization": {"stage": 1}} | types)
-    assert found.fp32_gradients == (name is not None and DtypeEnum(name).value == torch.float32)
-    assert not found.immediate_update and not found.fp32_messages
-    more = {"bf16": {"enabled": True, "immediate_grad_update": True}, "communication_data_type": "FP32"}
-    found = layout.from_deepspeed(types | more | {"zero_optimization": {"stage": 1}})
-    assert found.immediate_update and found.fp32_messages
-    fp16 = {"fp16": {"enabled": True}, "zero_optimization": {"stage": 2}}
-    assert layout.from_deepspeed(types | fp16).fp32_gradients == (name not in ("bf16", None))
-
-
-def test_zero3s_second_copy_is_shared_by_fewer_gpus():
-    n, cpu = SMALL.parameters, {"optimizer_device": "cpu", "parameter_device": "cpu"}
-    for more, expected in (({}, 2 * n / 4), (cpu, 0)):
-        found, usual = (moments(gpus=8, stage=3, second_copy=over, **more)["loss"].weights for over in (4, 1))
-        assert found - usual == expected
-    assert moments(gpus=8, stage=2, second_copy=4) == moments(gpus=8, stage=2)
-    for size, over in ((4, 4), (1, 1), (0, 1)):
-        zero = {"stage": 3, "zero_hpz_partition_size": size}
-        assert layout.from_deepspeed({"zero_optimization": zero}, gpus=8).second_copy == over
-
-
-BF16 = {"bf16": {"enabled": True}}
-
-
-@pytest.mark.parametrize(
-    "config, keys",
-    [
-        (BF16, []),
-        ({"bf16": {"enabled": "auto"}}, []),
-        ({"bfloat16": {"enabled": True}}, []),
-        ({"fp16": {"enabled": True}}, []),
-        ({}, ["bf16.enabled is not set"]),
-        ({"bf16": {"enabled": False}}, ["bf16.enabled is not set"]),
-        ({"torch_autocast": {"enabled": True}}, ["torch_autocast.enabled"]),
-        (BF16 | {"tensor_parallel": {"autotp_size": 2}}, ["tensor_parallel.autotp_size"]),
-        (BF16 | {"tensor_parallel": {"autotp_size": 1}, "sequence_parallel_size": 1}, []),
-        (BF16 | {"sequence_parallel_size": 4}, ["sequence_parallel_size"]),
-        (BF16 | {"zero_optimization": {"mics_shard_size": -1, "zero_quantized_gradients": False}}, []),
-        (
-            BF16 | {"zero_optimization": {"mics_shard_size": 8, "zero_quantized_gradients": True}},
-            ["zero_optimization.mics_shard_size", "zero_optimization.zero_quantized_gradients"],
-        ),
-        (
-            BF16 | {"activation_checkpointing": {"partition_activations": True, "cpu_checkpointing": True}},
-            ["activation_checkpointing.partition_activations", "activation_checkpointing.cpu_checkpointing"],
-        ),
-        (BF16 | {"compile": {"deepcompile": True}}, ["compile.deepcompile"]),
-    ],
-)
-def test_what_of_a_json_is_not_planned_is_named(config, keys):
-    assert [line.split(":")[0] for line in unplanned.of_deepspeed(config)] == keys
-
-
-@pytest.mark.parametrize(
-    "words, names",
-    [
-        ("--num-layers 2 --bf16 --swiglu", []),
-        ("--context-parallel-size 1 --mtp-num-layers 0", []),
-        ("--context-parallel-size 2 --mtp-num-layers 1", ["context-parallel-size", "mtp-num-layers"]),
-        ("--optimizer-cpu-offload --fp8-format hybrid", ["fp8-format", "optimizer-cpu-offload"]),
-        ("--swiglu --fp8-format", ["fp8-format"]),
-        (
-            "--recompute-granularity full --use-megatron-fsdp --num-layers-per-virtual-pipeline-stage=2",
-            ["num-layers-per-virtual-pipeline-stage", "recompute-granularity", "use-megatron-fsdp"],
-        ),
-    ],
-)
-def test_what_of_megatrons_arguments_is_not_planned_is_named(words, names):
-    assert [line.split(":")[0] for line in unplanned.of_megatron(words.split())] == [f"--{n}" for n in names]
 
 
 def test_a_bucket_is_filled_while_another_is_reduced():
