@@ -19,6 +19,8 @@ class Gathered(NamedTuple):
     """In tensors of their own."""
     buffers: int
     """In the buffers of gathers that are not yet all read."""
+    released: int
+    """Of parameters that were gathered and released before, be they gathered again or not."""
 
 
 class Module(NamedTuple):
@@ -56,7 +58,7 @@ def replay(modules: Sequence[Sequence[int]], limits: Limits) -> list[Module]:
     queue = deque((p, step) for step, module in enumerate(trace) for p in module)
     # the last use of a parameter that the search ahead has seen
     seen = [-1] * len(numel)
-    available = set(stays)
+    available, released = set(stays), set[int]()
     # by parameter that is not yet waited for: its gather
     under_way: dict[int, _Gather] = {}
     live, found = 0, []
@@ -71,7 +73,8 @@ def replay(modules: Sequence[Sequence[int]], limits: Limits) -> list[Module]:
 
     def held() -> Gathered:
         weights = sum(numel[p] for p in available if p not in stays)
-        return Gathered(weights, sum({id(g): g.size for g in under_way.values()}.values()))
+        buffers = sum({id(g): g.size for g in under_way.values()}.values())
+        return Gathered(weights, buffers, sum(numel[p] for p in released))
 
     for step, module in enumerate(trace):
         gather(list(module))
@@ -79,7 +82,7 @@ def replay(modules: Sequence[Sequence[int]], limits: Limits) -> list[Module]:
         for p in module:
             if (handle := under_way.pop(p, None)) is not None:
                 available |= handle.arrive()
-        begins = Gathered(held().weights, before)
+        begins = held()._replace(buffers=before)
         missed = {p for p in module if seen[p] < step}
         while missed:
             p, seen[p] = (entry := queue.popleft())[0], entry[1]
@@ -104,6 +107,7 @@ def replay(modules: Sequence[Sequence[int]], limits: Limits) -> list[Module]:
         for p in module:
             if p in available and p not in stays and p not in again and seen[p] <= step + 1:
                 available.discard(p)
+                released.add(p)
                 live -= numel[p]
     return found
 

@@ -10,7 +10,7 @@ Held between steps:
 
 | | bytes |
 |---|---|
-| weights | 2 N'; 2 N' / D at stage 3, and there with a second copy over p GPUs 2 N' / p |
+| weights | 2 N'; 2 N' / D at stage 3 |
 | masters | 4 S; 2 S in BF16 |
 | states | 8 S; about 2.07 S with COAT, norms aside |
 | FP8 copies | 2 bytes an element of the layers' matrices, where they are cached |
@@ -19,7 +19,8 @@ Held between steps:
 
 What layers save for backward is in `saved.py`.
 
-A step's moments, beside what is held, saved activations and ZeRO-3's gathered weights:
+A step's moments, beside what is held, saved activations, and ZeRO-3's gathered weights and second copies
+(over p GPUs, 2 / p of each parameter, from where it is released first to the end of the step):
 
 - forward, at stage 3: from the first layer to the last, while saved activations come;
 - loss: logits in BF16 and FP32, 6 t V / T, and the inputs of the last norm and of the head;
@@ -82,7 +83,7 @@ class Memory:
     logits: float = 0
     """And what the head keeps beside."""
     gathered: float = 0
-    """ZeRO-3's whole weights."""
+    """ZeRO-3's whole weights, and the second copies of weights."""
     buffers: float = 0
     """Of messages and products."""
     copies: float = 0
@@ -179,8 +180,6 @@ class _Stage:
         if layout.stage == 3:
             weights = 0 if layout.parameter_device == "cpu" else weights / layout.data
             weights += BF16 * self.norms
-            if layout.second_copy > 1 and layout.parameter_device == "gpu":
-                weights += BF16 * self.parameters / layout.second_copy
         held = {"weights": weights, "masters": masters, "states": states, "buffers": WORKSPACES}
         held["buffers"] += BF16 * self._gathered_tokens() * sizes.hidden
         if layout.host == "megatron":
@@ -281,7 +280,16 @@ class _Stage:
     def _gathered_bytes(self, gathered: Gathered) -> float:
         # quantized, the buffer has codes of 8 bits beside what they are decoded to
         buffers = BF16 + 1 if self.layout.quantized_gathers else BF16
-        return BF16 * gathered.weights + buffers * gathered.buffers
+        second = self._second_copies(gathered.released if self.layout.accumulation == 1 else None)
+        return BF16 * gathered.weights + buffers * gathered.buffers + second
+
+    def _second_copies(self, released: float | None = None) -> float:
+        """Bytes of ZeRO-3's second copies of so many elements, those that were released. None: of all."""
+        layout = self.layout
+        if not self._gathers() or layout.second_copy == 1 or layout.parameter_device == "cpu":
+            return 0
+        elements = self.parameters - self.norms if released is None else released
+        return BF16 * elements / layout.second_copy
 
     def _saved_now(self) -> float:
         return 0 if self._has_graphs() else self.under_way * self._saved()
@@ -402,7 +410,8 @@ class _Stage:
             own = dict(while_going)
             if deepspeed:
                 own["gradients"] = own.get("gradients", 0) + head
-            moments.append(self._at("head", held, saved=saved, temporaries=hidden, **own))
+            more = {"gathered": self._second_copies(), "temporaries": hidden}
+            moments.append(self._at("head", held, saved=saved, **more, **own))
         if self._gathers():
             moments.append(self._layers_of_stage_3(held, saved, temporaries))
         else:
@@ -447,7 +456,7 @@ class _Stage:
     def _step(self, held: dict) -> Memory:
         layout, system = self.layout, self.system
         if layout.host == "megatron" or self.on_cpu:
-            return self._at("step", held)
+            return self._at("step", held, gathered=self._second_copies())
         part = self.part
         if layout.stage == 3:
             part = self._stepped_together()
@@ -462,7 +471,8 @@ class _Stage:
         if system.optimizer == "transformer_engine":
             # both moments in FP32, and gradients; what was flat is gone by then
             flat, wide = 0, (2 if self.in_one_buffer else 3) * FP32 * part
-        return self._at("step", held, gradients=gradients, temporaries=flat + wide)
+        more = {"gathered": self._second_copies(), "temporaries": flat + wide}
+        return self._at("step", held, gradients=gradients, **more)
 
     def _stepped_together(self) -> float:
         """Elements of this GPU's part that ZeRO-3 steps at once: whole parameters until there are enough."""

@@ -321,18 +321,24 @@ def test_gathers_follow_deepspeeds_limits():
     none = Limits(prefetch=0, max_live=10**9, max_reuse=0, persistence=0)
     # each module's own weights, and nothing else
     alone = replay(modules, none)
-    assert [sum(g.runs) for g in alone] == [m[0] for m in modules + modules[::-1]]
+    assert [g.runs[:2] for g in alone] == [(m[0], 0) for m in modules + modules[::-1]]
     # in the buffer that it came in, and copied out of it
-    assert all(g.begins == (g.runs.weights, g.runs.weights) for g in alone)
+    assert all(g.begins[:2] == (g.runs.weights, g.runs.weights) for g in alone)
+    # released are those before, each once
+    whole = 30 + 6 * 200 + 60
+    assert [g.runs.released for g in alone[:4]] == [0, 30, 30 + 50, 30 + 50 + 20]
+    assert [g.begins.released for g in alone[len(modules) + 1 :]] == [whole] * (len(modules) - 1)
     everything = Limits(prefetch=0, max_live=10**9, max_reuse=10**9, persistence=0)
-    assert replay(modules, everything)[len(modules) - 1].runs.weights == 30 + 6 * 200 + 60
+    kept = replay(modules, everything)
+    assert kept[len(modules) - 1].runs == (whole, 0, 0)
+    assert kept[-1].begins.released == whole - 30
     small_stay = replay(modules, none._replace(persistence=50))
     assert small_stay[1].runs.weights == 0 and small_stay[3].runs.weights == 90
     ahead = replay(modules, none._replace(prefetch=60))
     # two came together, of which the second is not yet asked for; a third is on its way
-    assert ahead[1] == ((50 + 20, 50 + 20), (50 + 20, 50 + 20 + 90))
+    assert ahead[1] == ((50 + 20, 50 + 20, 30), (50 + 20, 50 + 20 + 90, 30))
     capped = replay(modules, none._replace(prefetch=60, max_live=100))
-    assert max(sum(g.runs) for g in capped) < max(sum(g.runs) for g in ahead)
+    assert max(sum(g.runs[:2]) for g in capped) < max(sum(g.runs[:2]) for g in ahead)
 
 
 def test_a_unit_begins_with_its_weights_in_two_buffers():
@@ -340,9 +346,9 @@ def test_a_unit_begins_with_its_weights_in_two_buffers():
     unit, limits = [10, 30, 40, 20], Limits(prefetch=101, max_live=10**9, max_reuse=0, persistence=0)
     third = replay(4 * [unit], limits)[2]
     first, second = 100 + 10, 30 + 40 + 20 + 10 + 30
-    assert third.begins == (100 + 10 + 30, first + second)
+    assert third.begins == (100 + 10 + 30, first + second, 2 * 100)
     # the first is read; what comes next is on its way
-    assert third.runs == (100 + 10 + 30, second + 140)
+    assert third.runs == (100 + 10 + 30, second + 140, 2 * 100)
 
 
 def test_a_deepspeed_json_is_read():

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from coat_ds.plan import layout, rungs
-from tests.coat_ds.test_plan import NORMS, SMALL, TABLE, moments
+from coat_ds.plan.gathers import Limits
+from tests.coat_ds.test_plan import MATRICES, NORMS, SMALL, TABLE, moments
 
 
 @pytest.mark.parametrize("system", ["BF16", "COAT"])
@@ -70,11 +71,31 @@ def test_the_type_of_gradients_is_read_as_deepspeed_reads_it(name):
 
 
 def test_zero3s_second_copy_is_shared_by_fewer_gpus():
-    n, cpu = SMALL.parameters, {"optimizer_device": "cpu", "parameter_device": "cpu"}
-    for more, expected in (({}, 2 * n / 4), (cpu, 0)):
-        found, usual = (moments(gpus=8, stage=3, second_copy=over, **more)["loss"].weights for over in (4, 1))
-        assert found - usual == expected
+    copied = SMALL.parameters - NORMS
+    cpu = {"optimizer_device": "cpu", "parameter_device": "cpu"}
+
+    def of_copies(moment: str, **more) -> float:
+        found, usual = (moments(gpus=8, stage=3, second_copy=over, **more)[moment] for over in (4, 1))
+        assert dataclasses.replace(found, gathered=usual.gathered) == usual
+        return found.gathered - usual.gathered
+
+    # weights that stay gathered until backward have none yet, and there is room for all of these
+    assert of_copies("forward") == of_copies("loss") == 0
+    # backward releases them one by one
+    assert 0 <= of_copies("layers") < 2 * copied / 4
+    assert of_copies("head") == of_copies("step") == 2 * copied / 4
+    assert of_copies("step", optimizer_device="cpu") == 2 * copied / 4
+    for moment in ("forward", "loss", "layers", "head", "step"):
+        # they stay from a step's first micro-batch on
+        assert of_copies(moment, accumulation=2) == 2 * copied / 4
+        assert of_copies(moment, **cpu) == 0
+    # with room for none
+    at_once = {"prefetch": 0, "limits": Limits(max_live=0, max_reuse=0, persistence=NORMS)}
+    assert of_copies("loss", **at_once) == 2 * (copied - TABLE) / 4
+    # that of the embedding's, and of layers so far
+    assert 2 * TABLE / 4 < of_copies("forward", **at_once) < 2 * (TABLE + 2 * MATRICES) / 4
     assert moments(gpus=8, stage=2, second_copy=4) == moments(gpus=8, stage=2)
+    assert moments(gpus=1, stage=3, second_copy=4) == moments(gpus=1, stage=3)
     for size, over in ((4, 4), (1, 1), (0, 1)):
         zero = {"stage": 3, "zero_hpz_partition_size": size}
         assert layout.from_deepspeed({"zero_optimization": zero}, gpus=8).second_copy == over
