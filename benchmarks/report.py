@@ -124,7 +124,7 @@ SECTIONS = [
 ]
 NOT_MEASURED = (
     "Nothing above four GPUs, nor on more than one node.",
-    "Nothing above 125M parameters or 300 million tokens (two seeds; three: 150 million) to convergence.",
+    "Nothing above 125M parameters or 300 million tokens to convergence.",
     'At one billion parameters no more than 46 million tokens and three seeds, one of "fastest" and two of '
     '"smallest".',
     "13B over tensor parallelism at more than one sequence.",

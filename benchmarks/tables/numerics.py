@@ -213,10 +213,10 @@ def longest(results: Results) -> str:
     rows = {run: results.rows("converge_300m.csv", run=run) for run in ("bf16", "coat")}
 
     def each(run: str, column: str) -> str:
-        return " and ".join(f"{row[column]:.4f}" for row in rows[run])
+        return ", ".join(f"{row[column]:.4f}" for row in rows[run])
 
     bf16, coat = (statistics.mean(row["val_loss"] for row in found) for found in rows.values())
-    seeds = " and ".join(f"{row['seed']:.0f}" for row in rows["coat"])
+    seeds = ", ".join(f"{row['seed']:.0f}" for row in rows["coat"])
     return (
         f"Over {rows['bf16'][0]['tokens'] / 1e6:.0f} million, seeds {seeds}: BF16 "
         f"{each('bf16', 'val_loss')}; COAT {each('coat', 'val_loss')}, {100 * (coat / bf16 - 1):+.2f} % on "

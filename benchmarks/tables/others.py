@@ -8,7 +8,9 @@ def memory_and_time(results: Results) -> str:
     rows = {row["optimizer"]: row for row in results.rows("adamw_states.csv", params="flat")}
     states = [results.row("converge.csv", run=run)["state_bytes_per_param"] for run in ("bf16", "coat")]
     copied = rows["copy"]["ms"]
-    return table(
+    newer = {row["optimizer"]: row for row in results.rows("adamw_torch214.csv", params="flat")}
+    peer = results.row("adamw_te.csv", optimizer="TE fp8")
+    made = table(
         ["", "AdamW", "COAT"],
         [
             "states, bytes per parameter (125M model, norms in FP32 included)",
@@ -22,6 +24,13 @@ def memory_and_time(results: Results) -> str:
             "more memory in the step, MB",
             *(f"{rows[name]['peak_mb']:.3f}" for name in ("torch fused", "ours")),
         ],
+    )
+    torch = newer["ours"]["torch"].split("+")[0]
+    return made + (
+        f"\nWith torch {torch} and triton {newer['ours']['triton']} AdamW takes "
+        f"{newer['torch fused']['ms']:.2f} ms and COAT {newer['ours']['ms']:.2f}. FusedAdam of "
+        f"TransformerEngine {peer['transformer_engine']} with FP8 moments takes {peer['ms']:.0f} ms, and "
+        f"{peer['peak_mb']:,.0f} MB more in the step, for one tensor of that size.\n"
     )
 
 
