@@ -129,6 +129,7 @@ NOT_MEASURED = (
     '"smallest".',
     "13B over tensor parallelism at more than one sequence.",
     "Nothing on a data set that others use.",
+    "Layers with torch newer than 2.11 or TransformerEngine newer than 2.12. Of both the optimizer was.",
     'Largest micro-batches under ZeRO-1, and of "smallest" but under ZeRO-2 and, on four H100s, ZeRO-3.',
     "No GPUs but H200s, and one, two and four H100s. On H200s, 80 GB are a limit that torch's allocator was "
     "given.",
