@@ -12,7 +12,7 @@ from benchmarks.tables import filled
 README = RESULTS.parents[1] / "README.md"
 PICTURE = RESULTS.parents[1] / "docs/images/memory_and_speed.png"
 
-MODELS, WAY, LOSSES = "train_7b_2gpu.csv", "zero2", "converge.csv"
+MODELS, WAY, LOSSES = "train_7b_2gpu.csv", "zero2", "converge_300m.csv"
 # a system of the whole models: its name here, its color, its runs to convergence
 SHOWN = {
     "BF16": ("BF16", "#80868b", "bf16"),
