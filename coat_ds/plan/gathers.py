@@ -7,6 +7,7 @@ releases a module's weights behind it, but for those that are used again within
 together come in one buffer and are copied out of it; the buffer lives until the last of them was waited for.
 """
 
+import functools
 from collections import deque
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -43,12 +44,19 @@ class Limits(NamedTuple):
     """Smaller parameters stay whole on every rank."""
 
 
-def replay(modules: Sequence[Sequence[int]], limits: Limits) -> list[Module]:
+def replay(modules: Sequence[Sequence[int]], limits: Limits) -> tuple[Module, ...]:
     """What is gathered at each module: `modules` forward, then backward in the opposite order.
 
     modules: elements of the parameters of each, in the order in which forward uses them.
     """
-    trace, numel = [], []
+    return _replay(tuple(map(tuple, modules)), limits)
+
+
+# a search for a micro-batch asks for the same again and again
+@functools.lru_cache(maxsize=64)
+def _replay(modules: tuple[tuple[int, ...], ...], limits: Limits) -> tuple[Module, ...]:
+    trace: list[Sequence[int]] = []
+    numel: list[int] = []
     for sizes in modules:
         trace.append(range(len(numel), len(numel) + len(sizes)))
         numel += sizes
@@ -109,7 +117,7 @@ def replay(modules: Sequence[Sequence[int]], limits: Limits) -> list[Module]:
                 available.discard(p)
                 released.add(p)
                 live -= numel[p]
-    return found
+    return tuple(found)
 
 
 class _Gather:

@@ -263,7 +263,7 @@ class _Stage:
             return [[[n for module in layer for n in module]] for layer in layers]
         return layers
 
-    def _gathered(self) -> list[Module]:
+    def _gathered(self) -> tuple[Module, ...]:
         """At each module, forward and then backward: elements."""
         sizes, layout, layers = self.sizes, self.layout, self._gathered_together()
         prefetch = layout.prefetch

@@ -238,6 +238,10 @@ def from_transformers(config: Mapping) -> Sizes:
     if "text_config" in config:
         beside = tuple(name for name in config if name.endswith("_config") and name not in _NO_PARTS)
         config = config["text_config"]
+        if not isinstance(config, Mapping):
+            raise PlanError(
+                f"text_config: expected an object, found {config!r}. Take the model's config.json."
+            )
     _refuse_layers(config)
     found = {}
     for name, keys in _TRANSFORMERS.items():

@@ -337,6 +337,8 @@ def test_gathers_follow_deepspeeds_limits():
     ahead = replay(modules, none._replace(prefetch=60))
     # two came together, of which the second is not yet asked for; a third is on its way
     assert ahead[1] == ((50 + 20, 50 + 20, 30), (50 + 20, 50 + 20 + 90, 30))
+    # a search asks again and again, and is not kept waiting
+    assert replay([list(module) for module in modules], none._replace(prefetch=60)) is ahead
     capped = replay(modules, none._replace(prefetch=60, max_live=100))
     assert max(sum(g.runs[:2]) for g in capped) < max(sum(g.runs[:2]) for g in ahead)
 

@@ -263,6 +263,10 @@ def test_layers_that_were_not_counted_say_so(tmp_path, capsys):
     [
         (lambda: Layout(stage=4), r"stage: expected one of \(0, 1, 2, 3\), found 4"),
         (
+            lambda: sizes.from_transformers({"model_type": "llava", "text_config": "vicuna"}),
+            "text_config: expected an object, found 'vicuna'. Take the model's config.json",
+        ),
+        (
             lambda: Layout(stage=2, pipeline=2, gpus=2),
             "stage: 2 does not go with .* pipeline of 2. Set it to 1",
         ),
