@@ -247,7 +247,7 @@ def from_transformers(config: Mapping) -> Sizes:
     for name, keys in _TRANSFORMERS.items():
         key = next((k for k in keys if config.get(k) is not None), keys[0])
         if key == "n_inner" or name == "ffn" and config.get(key) is None and "n_embd" in config:
-            found[name] = config.get("n_inner") or 4 * found["hidden"]
+            found[name] = _whole_or(4 * found["hidden"], config, "n_inner")
         elif name == "ffn" and config.get(key) is None and "moe_intermediate_size" in config:
             # all layers have experts
             found[name] = _whole(config, "moe_intermediate_size")
@@ -256,8 +256,8 @@ def from_transformers(config: Mapping) -> Sizes:
     return _checked(
         **found,
         experts=_experts(config, found["layers"]),
-        groups=config.get("num_key_value_heads") or found["heads"],
-        head_dim=config.get("head_dim"),
+        groups=_whole_or(found["heads"], config, "num_key_value_heads"),
+        head_dim=_whole_or(0, config, "head_dim") or None,
         gated=config.get("model_type") not in _UNGATED,
         head_norms=config.get("model_type") in _HEAD_NORMS,
         counted=config.get("model_type", "llama") in _COUNTED,
@@ -400,7 +400,7 @@ def _checked(*, head_dim: int | None, heads: int, hidden: int, **sizes) -> Sizes
 
 def _experts(config: Mapping, layers: int) -> Experts | None:
     """Of a config.json; None for a dense model."""
-    key = next((key for key in _EXPERTS if (config.get(key) or 1) > 1), None)
+    key = next((key for key in _EXPERTS if _whole_or(1, config, key) > 1), None)
     if key is None:
         return None
     kind = config.get("model_type")
@@ -415,11 +415,14 @@ def _experts(config: Mapping, layers: int) -> Experts | None:
     ffn = _whole(
         config, "moe_intermediate_size" if "moe_intermediate_size" in config else "intermediate_size"
     )
-    shared = next((config[name] * ffn for name in _SHARED if config.get(name)), 0)
-    shared = config.get(_SHARED_FFN) or shared
+    shared = next((_whole(config, name) * ffn for name in _SHARED if config.get(name)), 0)
+    shared = _whole_or(shared, config, _SHARED_FFN)
     # every so manieth layer has experts, and some are named that have none
-    step, named = config.get("decoder_sparse_step") or 1, config.get("mlp_only_layers") or ()
-    dense = {i for i in range(layers) if i < (config.get("first_k_dense_replace") or 0) or (i + 1) % step}
+    step, named = _whole_or(1, config, "decoder_sparse_step"), config.get("mlp_only_layers") or []
+    if not isinstance(named, list | tuple):
+        raise PlanError(f"mlp_only_layers: expected a list of layers, found {named!r}. Correct it.")
+    first = _whole_or(0, config, "first_k_dense_replace")
+    dense = {i for i in range(layers) if i < first or (i + 1) % step}
     return Experts(
         count=count,
         used=used,
@@ -456,6 +459,11 @@ def _whole(values: Mapping, key: str) -> int:
         found = "none" if value is None else repr(value)
         raise PlanError(f"{key}: expected a whole number above 0, found {found}. Add it to the model's file.")
     return value
+
+
+def _whole_or(default: int, values: Mapping, key: str) -> int:
+    """`default` where there is none, or 0."""
+    return _whole(values, key) if values.get(key) else default
 
 
 def _refuse_latent_attention(values: Mapping) -> None:

@@ -1,5 +1,6 @@
 """`coat plan`: models as they are read, beside the real ones, and what cannot be planned."""
 
+import functools
 import json
 from pathlib import Path
 
@@ -172,6 +173,7 @@ def saved_by_autograd(model) -> int:
     return sum(storage.nbytes() for storage in kept.values())
 
 
+MIXTURE = NAMES | {"model_type": "qwen3_moe", "num_experts": 8, "num_experts_per_tok": 2}
 MIXTURES = {
     "Mixtral": {},
     "Qwen2Moe": {},
@@ -262,6 +264,19 @@ def test_layers_that_were_not_counted_say_so(tmp_path, capsys):
     "call, message",
     [
         (lambda: Layout(stage=4), r"stage: expected one of \(0, 1, 2, 3\), found 4"),
+        *(
+            (
+                functools.partial(sizes.from_transformers, MIXTURE | {key: value}),
+                f"{key}: expected {expected}",
+            )
+            for key, value, expected in (
+                ("num_experts", "8", "a whole number above 0, found '8'"),
+                ("decoder_sparse_step", -1, "a whole number above 0, found -1"),
+                ("mlp_only_layers", 3, "a list of layers, found 3"),
+                ("num_key_value_heads", "2", "a whole number above 0, found '2'"),
+                ("head_dim", 64.5, "a whole number above 0, found 64.5"),
+            )
+        ),
         (
             lambda: sizes.from_transformers({"model_type": "llava", "text_config": "vicuna"}),
             "text_config: expected an object, found 'vicuna'. Take the model's config.json",
