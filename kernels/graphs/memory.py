@@ -1,9 +1,11 @@
 """The memory in which graphs lie: pools, buffers that they share, and copies of constants."""
 
+import contextlib
 import functools
+import gc
 import logging
 import weakref
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,6 +16,36 @@ if TYPE_CHECKING:
     from coat_kernels.graphs.recording import Graph
 
 logger = logging.getLogger(__name__)
+
+
+@contextlib.contextmanager
+def uncollected() -> Iterator[None]:
+    """No garbage of reference cycles is collected inside."""
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collects:
+            gc.enable()
+
+
+@contextlib.contextmanager
+def captured(
+    graph: torch.cuda.CUDAGraph, stream: torch.cuda.Stream, pool: tuple[int, int] | None = None
+) -> Iterator[None]:
+    """What is launched inside goes into `graph`, on `stream`, with its memory in `pool`.
+
+    The end of another graph would make the capture fail (PyTorch #161037), and may be due as garbage.
+    """
+    stream.wait_stream(torch.cuda.current_stream())
+    with uncollected(), torch.cuda.stream(stream):
+        # other threads, such as one that loads data, may go on meanwhile
+        graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+        try:
+            yield
+        finally:
+            graph.capture_end()
 
 
 class Pool:
@@ -86,11 +118,8 @@ class Memory:
 
     def _record_little(self) -> torch.cuda.CUDAGraph:
         graph, number = torch.cuda.CUDAGraph(), self._number
-        self.stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self.stream):
-            graph.capture_begin(capture_error_mode="thread_local")
+        with captured(graph, self.stream):
             number.add_(1)
-            graph.capture_end()
         return graph
 
     def pool(self, index: int) -> Pool:

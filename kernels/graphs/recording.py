@@ -8,7 +8,7 @@ import torch
 from torch.autograd.graph import get_gradient_edge
 
 from coat_kernels.autograd import once_differentiable
-from coat_kernels.graphs.memory import Constant, Memory, Pool
+from coat_kernels.graphs.memory import Constant, Memory, Pool, captured
 
 
 def addresses(tensors: Sequence[torch.Tensor | None]) -> tuple:
@@ -51,14 +51,8 @@ class Graph:
         self._graph = torch.cuda.CUDAGraph()
         # while a graph is recorded, unused memory cannot be freed
         torch.cuda.empty_cache()
-        memory.stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(memory.stream):
-            # other threads, such as one that loads data, may go on meanwhile
-            self._graph.capture_begin(pool=pool.handle, capture_error_mode="thread_local")
-            try:
-                made = body()
-            finally:
-                self._graph.capture_end()
+        with captured(self._graph, memory.stream, pool.handle):
+            made = body()
         torch.cuda.current_stream().wait_stream(memory.stream)
         self.results = tuple(map(_borrow, made))
         self.number = pool.count

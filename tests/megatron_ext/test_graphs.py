@@ -308,8 +308,8 @@ def test_layers_are_recorded_anew_behind_the_end_of_all_graphs(device):
         assert layer.graphs.count == evaluated.graphs.evaluated == 0
         with torch.no_grad():
             assert torch.equal(evaluated(xs[0], attention_mask=None)[0], expected[0])
-    # an output held its graphs, which have ended all the same
-    with pytest.raises(RuntimeError, match="replay"):
+    # an output held its graphs, which have ended all the same; of the two messages torch 2.14 has the second
+    with pytest.raises(RuntimeError, match="CUDAGraph::replay without|before calling instantiate"):
         y.backward(xs[0])
     assert waiting.grad is None
     del y
