@@ -225,7 +225,7 @@ def several_h100s(results: Results) -> str:
     seven, thirteen = "train_7b_4gpu_h100.csv", "train_13b_4gpu_h100.csv"
     four = {"way": "tp4", "micro_batch": 4}
     for title, file, where in (
-        ("Llama-2-7B, tensor parallel 4, 4 × 2048", seven, four),
+        ("Llama-2-7B, tensor parallel 4, 4 × 2048, layers launched", seven, four),
         ("the same, fastest within 80 GB", seven, {"way": "tp4", "limited": True}),
         ("Llama-2-13B, tensor parallel 4, 1 × 2048", thirteen, {"way": "tp4", "micro_batch": 1}),
     ):
@@ -235,8 +235,8 @@ def several_h100s(results: Results) -> str:
         "Llama-2-7B over tensor parallel 4 waits for the CPUs, which launch every layer on four ranks: with "
         f"4 × 2048 tokens the GPU computes for {coat['compute_ms']:.0f} of COAT's {coat['ms']:.0f} ms, "
         f"and for {bf16['compute_ms']:.0f} of BF16's {bf16['ms']:.0f}. The layers of 13B run as "
-        '[CUDA graphs](#small-layers). Those of 7B do with `"cuda_graphs": true`, which was not measured '
-        "there."
+        "[CUDA graphs](#small-layers). Those of 7B do by now, too; how fast that is was measured on "
+        "[H200s](#tensor-parallelism)."
     )
     head = ["tokens per second and GPU; peak GB", *systems.values(), "the paper's COAT"]
     return f"{_starred(table(head, *lines))}\n{waits}"
@@ -262,6 +262,63 @@ def tensor_parallelism(results: Results) -> str:
         ["saved, MB a rank", *(f"{r['saved_mb']:,.0f}" for r in rows)],
         ["peak, MB a rank", *(f"{r['peak_mb']:,.0f}" for r in rows)],
         ["gathered, MB a rank and pass", *(f"{r['gather_mb']:,.0f}" for r in rows)],
+    )
+
+
+@block("performance.md", "tensor parallelism of four")
+def tensor_parallelism_of_four(results: Results) -> str:
+    """Where layers are launched and where they are replayed; the largest micro-batches of 13B."""
+    systems = {"BF16": "BF16", "COAT": "COAT, layers launched", "COAT, graphs": "COAT, layers replayed"}
+    seven, thirteen = "train_7b_4gpu_tp4.csv", "train_13b_4gpu_tp4.csv"
+    lines = []
+    for size in sorted({row["micro_batch"] for row in results.rows(seven)}):
+        rows = [results.row(seven, micro_batch=size, system=system) for system in systems]
+        lines.append([f"{size} × 2048", *(f"{r['ms']:.0f} ms; {gb(r)} GB" for r in rows)])
+    largest = [
+        max(results.rows(thirteen, system=system, limited=True), key=lambda row: row["micro_batch"])
+        for system in ("BF16", "COAT")
+    ]
+    bf16, coat = (f"{row['micro_batch']} sequences ({gb(row)} GB)" for row in largest)
+    return (
+        table(["Llama-2-7B over 4 GPUs, a step", *systems.values()], *lines)
+        + "\n"
+        + bullets(
+            f"Llama-2-13B, the largest micro-batch of 2048 tokens a sequence within 80 GB: BF16 {bf16}, "
+            f"COAT {coat}. Other work ran on that machine's CPUs: times are not shown."
+        )
+    )
+
+
+NEWEST = {
+    "BF16 torch.compile": "BF16, `torch.compile`",
+    "TE delayed, cached": "TransformerEngine delayed, weights cached",
+    "TE current, cached": "TransformerEngine current, weights cached",
+    "TE blockwise, cached": "TransformerEngine blockwise, weights cached",
+    "ours": "COAT",
+    "ours, cache fp8": "COAT, weights cached",
+    "ours, fastest": "COAT, fastest",
+}
+
+
+@block("performance.md", "newest stack")
+def newest_stack(results: Results) -> str:
+    files = "layer_torch211.csv", "layer_torch214.csv"
+    heads, columns = [], []
+    for file in files:
+        rows = {name: results.row(file, layer=name) for name in NEWEST}
+        base = rows["BF16 torch.compile"]
+        heads.append(f"torch {base['torch'].split('+')[0]}, TransformerEngine {base['transformer_engine']}")
+        columns.append([f"{row['ms']:.2f} ({row['ms'] / base['ms']:.3f})" for row in rows.values()])
+    lines = zip(NEWEST.values(), *columns, strict=True)
+    whole = [results.row("train_7b_4gpu_torch214.csv", system=name) for name in ("BF16", "TE FP8", "COAT")]
+    speeds = [f"{row['tokens_per_s_gpu']:,.0f} in {gb(row)} GB" for row in whole]
+    return (
+        table(["a layer of Llama-2-7B, 4 × 2048: ms (over BF16)", *heads], *lines)
+        + "\n"
+        + bullets(
+            "Llama-2-7B, 4 GPUs, ZeRO-3, 4 × 2048 tokens with the newer of both, tokens per second and GPU: BF16 "
+            f"{speeds[0]}, TransformerEngine FP8 {speeds[1]}, COAT {speeds[2]}."
+        )
     )
 
 

@@ -34,7 +34,7 @@ PACKAGES = {
     "accelerate": Tested(ACCELERATE, ">=1.10,<2"),
     "peft": Tested(">=0.19", ">=0.19,<1"),
     "trl": Tested(">=1", ">=1,<2"),
-    "transformer-engine": Tested(">=2", "==2.12.*"),
+    "transformer-engine": Tested(">=2", "==2.12.*,==2.20.*"),
 }
 
 

@@ -45,7 +45,7 @@ from coat_ds.plan.layout import Layout
 from coat_ds.plan.saved import saved_per_token
 from coat_ds.plan.sizes import Sizes
 from coat_ds.plan.systems import FP32_MOMENTS, System
-from coat_kernels.graphs import GRAPHED_WORK
+from coat_kernels.graphs import graphed_work
 
 ROLES = (
     "weights",
@@ -220,7 +220,7 @@ class _Stage:
         blocks = system.layers == "coat" and system.recompute == "none" and self.sizes.experts is None
         wanted = system.coat.activations.cuda_graphs
         if wanted == "auto":
-            wanted = layout.tokens * self.matrices / self.layers <= GRAPHED_WORK
+            wanted = layout.tokens * self.matrices / self.layers <= graphed_work(layout.tensor)
         return bool(blocks and wanted and layout.stage < 3)
 
     def _buckets(self) -> float:

@@ -24,12 +24,20 @@ from coat_kernels.graphs.memory import Constant, end_graphs
 from coat_kernels.graphs.patience import PAID_OFF, WARM_UP
 from coat_kernels.graphs.recording import Recording
 
-# Tokens times parameters of a layer whose forward and backward take an H200 the 3.5 ms that its CPU needs for
-# the launches. Larger layers gain nothing from graphs, which hold what is saved for backward.
-GRAPHED_WORK = 4e11
+
+def graphed_work(tensor_parallel: int = 1) -> float:
+    """Tokens times parameters of a rank's layer up to which "auto" records it.
+
+    On one H200 such a layer takes the 3.5 ms that the CPU needs to launch its forward and backward. Larger
+    ones gain nothing from graphs, which hold what is saved for backward. Over tensor parallelism the CPU has
+    messages to launch as well, and ranks wait for the slowest: 11 ms on four H200s. There a step of replays
+    took 0.49 of the launches' time with 4.1e11, and 0.86 with 8.3e11, for a fifth and a quarter more memory
+    (benchmarks/results/train_7b_4gpu_tp4.csv).
+    """
+    return 4e11 if tensor_parallel == 1 else 8e11
+
 
 __all__ = [
-    "GRAPHED_WORK",
     "MOST_MOVES",
     "MOST_SHAPES",
     "PAID_OFF",
@@ -39,4 +47,5 @@ __all__ = [
     "Place",
     "Recording",
     "end_graphs",
+    "graphed_work",
 ]

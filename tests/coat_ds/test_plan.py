@@ -16,7 +16,7 @@ from coat_ds.plan.gathers import Limits, replay
 from coat_ds.plan.memory import stepped_bytes
 from coat_ds.plan.roofline import flops
 from coat_ds.plan.systems import coat
-from coat_kernels.graphs import GRAPHED_WORK
+from coat_kernels.graphs import graphed_work
 
 ROOT = Path(__file__).parents[2]
 LAUNCHED = coat("launched", {"activations": {"cuda_graphs": False}})
@@ -209,8 +209,8 @@ def test_recorded_layers_hold_what_they_save():
 
 def test_layers_are_recorded_where_they_are_small():
     """As `uses_graphs` draws the line: tokens of all ranks times a rank's part of a layer."""
-    most = int(GRAPHED_WORK / MATRICES)
     for tensor in (1, 2):
+        most = int(graphed_work(tensor) / MATRICES)
         spread = {"gpus": tensor, "tensor": tensor}
         recorded, launched = (
             moments("COAT", sequence=n, **spread) for n in (tensor * most, tensor * most + 2)

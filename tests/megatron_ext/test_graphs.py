@@ -12,7 +12,7 @@ from coat_ds.config import ActivationsConfig, WatchConfig
 from coat_ds.watch import codes
 from coat_ds.watch.fallback import Fallback
 from coat_ds.watch.watch import Watch
-from coat_kernels.graphs import GRAPHED_WORK, MOST_MOVES, MOST_SHAPES, WARM_UP, Recording, end_graphs
+from coat_kernels.graphs import MOST_MOVES, MOST_SHAPES, WARM_UP, Recording, end_graphs, graphed_work
 from coat_kernels.weights import invalidate_weight_caches
 from megatron_ext.blocks import dense_parts, uses_graphs
 from megatron_ext.layer_specs import coat_layer_spec
@@ -356,7 +356,7 @@ def test_where_graphs_are_taken_by_themselves(device):
     layer = build("auto", layers=1).decoder.layers[0]
     parts = dense_parts(layer)
     numel = sum(linear.weight.numel() for linear in parts.linears)
-    tokens = int(GRAPHED_WORK) // numel
+    tokens = int(graphed_work()) // numel
     x = torch.empty(1, device=device)
     assert uses_graphs(parts, x.expand(tokens, 1, H))
     assert not uses_graphs(parts, x.expand(tokens + 1, 1, H))

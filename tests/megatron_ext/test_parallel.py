@@ -7,6 +7,8 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
+from coat_kernels.graphs import graphed_work
+from megatron_ext.blocks import dense_parts, is_small
 from tests.util import rel_rms, run_distributed
 
 S, B, VOCAB, LAYERS = 32, 2, 64, 2
@@ -142,12 +144,21 @@ def run_cases(cases, exact):
             order.clear()
             loss.backward()
             run = {"forward": forward, "backward": list(record), "order": list(order), "summed": summed}
+            run["small"] = _are_small(model.decoder.layers[0], tp, tp if sequence_parallel else 1)
             grads = {name: whole(p, p.grad).cpu() for name, p in model.named_parameters()}
             if (tp, variant) == (2, "llama"):
                 run |= _into_main_grad(model, tokens, positions, order)
         results[tp, sequence_parallel, variant] = run | {"loss": loss.detach().cpu(), "grads": grads}
         parallel_state.destroy_model_parallel()
     return results
+
+
+def _are_small(layer, tp, shares):
+    """Whether it is with as many tokens as "auto" records at most, and with one more on each rank."""
+    parts = dense_parts(layer)
+    most = int(graphed_work(tp)) // sum(linear.weight.numel() for linear in parts.linears) // shares
+    x = torch.empty(1, 1, 1)
+    return [is_small(parts, x.expand(tokens, 1, H)) for tokens in (most, most + 1)]
 
 
 def _into_main_grad(model, tokens, positions, order):
@@ -196,6 +207,14 @@ def test_equals_one_rank(runs, case):
         assert found["grads"].keys() == expected["grads"].keys()
         for name, grad in expected["grads"].items():
             assert rel_rms(found["grads"][name], grad) < bound, name
+
+
+def test_more_is_recorded_over_ranks(runs):
+    """There the CPU launches messages as well."""
+    _, one, *more = runs
+    assert graphed_work(2) > graphed_work(1)
+    for found in (one, *(rank for ranks in more for rank in ranks)):
+        assert all(run["small"] == [True, False] for run in found.values())
 
 
 def test_ranks_agree_bitwise_on_what_they_share(runs):

@@ -13,7 +13,7 @@ from coat_ds.layers.decoder_layer import uses_graphs
 from coat_ds.layers.replaced import replaced
 from coat_ds.watch import codes
 from coat_ds.watch.watch import Watch
-from coat_kernels.graphs import GRAPHED_WORK, PAID_OFF, WARM_UP, Constant, Recording
+from coat_kernels.graphs import PAID_OFF, WARM_UP, Constant, Recording, graphed_work
 from tests.coat_ds.layers.graphed import (
     ROWS,
     STEPS,
@@ -344,8 +344,8 @@ def test_where_graphs_are_taken_by_themselves():
         layer = replaced(converted(wanted).model.layers[0])
         numel = sum(linear.weight.numel() for linears in layer.products for linear in linears)
         x = torch.empty(1, 1, 1, device="cuda")
-        small, large = int(GRAPHED_WORK) // numel, int(GRAPHED_WORK) // numel + 1
-        taken = [uses_graphs(layer, x.expand(1, tokens, 1)) for tokens in (small, large)]
+        small = int(graphed_work()) // numel
+        taken = [uses_graphs(layer, x.expand(1, tokens, 1)) for tokens in (small, small + 1)]
         assert taken == [wanted is not False, wanted is True]
         assert not uses_graphs(layer, torch.empty(1, 1, 1))
 
