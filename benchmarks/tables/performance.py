@@ -316,8 +316,8 @@ def newest_stack(results: Results) -> str:
         table(["a layer of Llama-2-7B, 4 × 2048: ms (over BF16)", *heads], *lines)
         + "\n"
         + bullets(
-            "Llama-2-7B, 4 GPUs, ZeRO-3, 4 × 2048 tokens with the newer of both, tokens per second and GPU: BF16 "
-            f"{speeds[0]}, TransformerEngine FP8 {speeds[1]}, COAT {speeds[2]}."
+            "Llama-2-7B, 4 GPUs, ZeRO-3, 4 × 2048 tokens with the newer of both, tokens per second and GPU: "
+            f"BF16 {speeds[0]}, TransformerEngine FP8 {speeds[1]}, COAT {speeds[2]}."
         )
     )
 
