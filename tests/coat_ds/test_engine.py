@@ -391,7 +391,10 @@ def test_signature_is_deepspeeds():
             {"zero_optimization": {"offload_optimizer": {"device": "cpu", "ratio": 0.5}}},
             ["zero_optimization.offload_optimizer.ratio", "0.5"],
         ),
-        ({"zero_optimization": {"elastic_checkpoint": True}}, ["elastic_checkpoint", "universal"]),
+        (
+            {"zero_optimization": {"stage": 1, "elastic_checkpoint": True}},
+            ["elastic_checkpoint", "universal"],
+        ),
         (
             {"bf16": {"enabled": True, "bf16_master_weights_and_grads": True}},
             ["bf16.bf16_master_weights_and_grads", "bf16_optimizer_states"],
@@ -455,6 +458,7 @@ def test_bad_configs(host, words):
 
 
 def test_harmless_sections_pass():
+    check_deepspeed_config({"zero_optimization": {"elastic_checkpoint": True}})
     check_deepspeed_config(
         {
             "zero_optimization": {"stage": 1, "offload_optimizer": {"device": "cpu", "ratio": 1.0}},
