@@ -36,6 +36,7 @@ from benchmarks import (  # noqa: F401  (they register themselves)
     vlm,
     watch,
     zero,
+    zero_gradients,
 )
 from benchmarks.common.harness import BENCHMARKS, Table
 

@@ -1,0 +1,187 @@
+"""Peaks under ZeRO beside `coat plan`: gradients that are added up in FP32, and ZeRO-3's second copy of
+weights."""
+
+import argparse
+import dataclasses
+import json
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+
+from benchmarks.common.environment import device
+from benchmarks.common.harness import Table, benchmark
+from benchmarks.common.memory import held_bytes, peak_bytes, release
+from benchmarks.common.spawn import Rank, join_deepspeed, run_ranks
+from coat_ds.plan import layout, predict, rungs, sizes
+
+FP32 = {"data_types": {"grad_accum_dtype": "fp32"}}
+AT_ONCE = FP32 | {"bf16": {"enabled": True, "immediate_grad_update": True}}
+MESSAGES = FP32 | {"communication_data_type": "fp32"}
+SECOND_COPY = {"zero_optimization": {"zero_hpz_partition_size": 2}}
+# the first step makes the optimizer's states
+STEPS = 2
+
+
+class Size(NamedTuple):
+    """What is trained."""
+
+    name: str
+    fields: dict[str, int]
+    """Of a LlamaConfig."""
+    micro_batch: int
+    sequence: int
+    bucket: int
+    """Elements of DeepSpeed's buckets."""
+
+
+FULL = Size(
+    "a Llama of 10 layers, h 2048",
+    {
+        "hidden_size": 2048,
+        "intermediate_size": 5504,
+        "num_hidden_layers": 10,
+        "num_attention_heads": 16,
+        "vocab_size": 32000,
+    },
+    micro_batch=4,
+    sequence=1024,
+    bucket=50_000_000,
+)
+TINY = Size(
+    "a tiny Llama",
+    {
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "vocab_size": 256,
+    },
+    micro_batch=2,
+    sequence=32,
+    bucket=10_000,
+)
+
+
+class Case(NamedTuple):
+    """One row."""
+
+    stage: int
+    micro_batches: int
+    keys: dict
+    """Of the DeepSpeed JSON, beside those of all rows."""
+
+    def config(self, size: Size) -> dict:
+        """The DeepSpeed JSON."""
+        zero = {"stage": self.stage, "reduce_bucket_size": size.bucket, "allgather_bucket_size": size.bucket}
+        return {
+            "train_micro_batch_size_per_gpu": size.micro_batch,
+            "gradient_accumulation_steps": self.micro_batches,
+            "gradient_clipping": 1.0,
+            "steps_per_print": 10**9,
+            "bf16": {"enabled": True},
+            "optimizer": {"type": "AdamW", "params": {"lr": 1e-4, "betas": [0.9, 0.95]}},
+            # what graphs hold is not what is asked here
+            "coat": {"enabled": True, "activations": {"cuda_graphs": False}, "report": False},
+            **self.keys,
+            "zero_optimization": zero | self.keys.get("zero_optimization", {}),
+        }
+
+
+CASES = [
+    *(Case(1, 1, keys) for keys in ({}, FP32, AT_ONCE, MESSAGES)),
+    *(Case(1, 2, keys) for keys in ({}, FP32)),
+    *(Case(2, 1, keys) for keys in ({}, FP32)),
+    Case(2, 2, FP32),
+    *(Case(3, 1, keys) for keys in ({}, FP32, SECOND_COPY)),
+]
+
+
+def predicted(case: Case, size: Size, ranks: int) -> dict[str, float]:
+    """MB by `coat plan`: the highest peak of all, and the optimizer step's."""
+    spread = layout.from_deepspeed(case.config(size), gpus=ranks, sequence=size.sequence)
+    system = rungs()["COAT"]
+    launched = dataclasses.replace(system.coat.activations, cuda_graphs=False)
+    system = dataclasses.replace(system, coat=dataclasses.replace(system.coat, activations=launched))
+    found = predict(sizes.from_transformers(size.fields), spread, system)
+    step = next(memory for memory in found.moments if memory.moment == "step")
+    return {"all_predicted_mb": found.peak.total / 1e6, "step_predicted_mb": step.total / 1e6}
+
+
+def run_case(case: Case, size: Size) -> dict[str, float]:
+    """What the last step's passes and the optimizer's step took at their peak on this rank, in MB."""
+    import transformers
+
+    import coat_ds
+
+    before = held_bytes()
+    torch.manual_seed(0)
+    # without a cache of keys and values layers run as fused blocks
+    config = transformers.LlamaConfig(**size.fields, use_cache=False)
+    with torch.device(device()):
+        model = transformers.LlamaForCausalLM(config).bfloat16()
+    engine, *_ = coat_ds.initialize(model=model, config=case.config(size))
+    tokens = torch.randint(size.fields["vocab_size"], (size.micro_batch, size.sequence)).to(device())
+
+    def peak() -> float:
+        found = peak_bytes()
+        if torch.cuda.is_available():
+            torch.cuda.reset_peak_memory_stats()
+        return max(0, found - before) / 1e6
+
+    for _ in range(STEPS):
+        peak()
+        passes, step = 0.0, 0.0
+        for _ in range(case.micro_batches):
+            loss = engine(input_ids=tokens, labels=tokens).loss
+            engine.backward(loss)
+            passes = max(passes, peak())
+            engine.step()
+            step = max(step, peak())
+    row = {"loss": loss.item(), "peak_mb": max(passes, step), "step_peak_mb": step}
+    engine.destroy()
+    return row
+
+
+def measure(place: Rank, cases: list[Case], size: Size) -> Iterator[dict]:
+    """This rank's row of each case."""
+    join_deepspeed(place)
+    for case in cases:
+        release()
+        yield run_case(case, size)
+
+
+def options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--ranks", type=int, default=2, help="processes; no more than there are GPUs")
+
+
+@benchmark(needs_gpu=False, options=options)
+def zero_gradients(arguments, table: Table) -> None:
+    """Peaks under ZeRO 1 to 3 with gradients in FP32 and with a second copy of weights, beside `coat plan`'s.
+
+    A Llama of transformers with 10 layers of h 2048, random weights, 4 x 1024 random tokens a micro-batch,
+    buckets of 5e7 elements, COAT without CUDA graphs. keys: what the row's DeepSpeed JSON has beside those
+    of all rows. A row for each rank, of the second step; rank 0's is the one that is predicted. In 10^6
+    bytes, over what was held before the model:
+    - peak_mb, all_predicted_mb: of forward, backward and the optimizer's step;
+    - step_peak_mb, step_predicted_mb: of the latter alone.
+    Without a GPU, or with --quick, a tiny model; without a GPU gloo, and no peaks.
+    """
+    on_gpu = torch.cuda.is_available()
+    size = TINY if arguments.quick or not on_gpu else FULL
+    ranks = min(arguments.ranks, torch.cuda.device_count()) if on_gpu else arguments.ranks
+    written, failure = run_ranks(measure, ranks, CASES, size, take=lambda row: print(row, flush=True))
+    for number, case in enumerate(CASES):
+        for rank, rows in enumerate(written):
+            row = rows[number] if len(rows) > number else {"note": failure or "no row"}
+            table.add(
+                model=size.name,
+                system="COAT, launched",
+                ranks=ranks,
+                rank=rank,
+                stage=case.stage,
+                micro_batches=case.micro_batches,
+                keys=json.dumps(case.keys),
+                **row,
+                **predicted(case, size, ranks),
+            )
