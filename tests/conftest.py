@@ -17,7 +17,7 @@ if not GPU:
     os.environ["TRITON_INTERPRET"] = "1"
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
 else:
-    # DeepSpeed reads no letters there, as of 9.0a (DeepSpeed #8619), and asks the GPU where it is not set
+    # of "9.0a" DeepSpeed compiles nothing (DeepSpeed #8619); without the variable it asks the GPU
     os.environ.pop("TORCH_CUDA_ARCH_LIST", None)
 
 from tests.hosts import TEST_ALL  # noqa: E402
