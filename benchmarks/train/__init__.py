@@ -12,7 +12,7 @@ from benchmarks.common.whole_models import BY_DEFAULT, MODELS, SYSTEMS, WAYS, Jo
 from benchmarks.train.measure import run_jobs
 from benchmarks.train.plots import plot
 from benchmarks.train.search import IDENTITY, Case, identity, is_of
-from benchmarks.train.table import LINE, extrapolate, plan, published
+from benchmarks.train.table import LINE, extrapolate, largest, plan, published
 
 
 def options(parser: argparse.ArgumentParser) -> None:
@@ -44,7 +44,8 @@ def train(arguments, table: Table) -> None:
     tokens, four batches in turn, buckets of 1e8 elements. zero1 to zero3 are ZeRO's stages; tp2 and tp4 are
     tensor with sequence parallelism and ZeRO-1 over what GPUs are left. Every system is measured at the same
     micro-batch first, then at the largest that fits a limit on torch's allocator (limited; in 10^9 bytes: a
-    GPU of 80 GiB has 85.9 of them, of which CUDA and NCCL take some). A row that ran out of memory, failed
+    GPU of 80 GiB has 85.9 of them, of which CUDA and NCCL take some); the search begins where `coat plan`
+    expects it to end. A row that ran out of memory, failed
     otherwise or lost its loss has a note. Rows that are in --output or in the file of that name in
     benchmarks/results, of as many GPUs of that kind, stay and are not measured again, but for such other
     failures. Columns, of the slowest and fullest rank:
@@ -119,8 +120,10 @@ def measure_all(jobs: list[Job], gpus: int, arguments, table: Table) -> None:
             rows.append(identity(Case(job, job.micro_batch, False)) | {"note": f"{package} is not installed"})
             add(rows[-1])
     searched = torch.cuda.is_available() and not arguments.equal_only
+    limit = 1e9 * arguments.memory_limit_gb if searched else None
     settings = {
-        "limit": 1e9 * arguments.memory_limit_gb if searched else None,
+        "limit": limit,
+        "planned": {job: largest(job, gpus, limit) for job in jobs} if limit else {},
         "steps": arguments.steps,
         "deadline": time.time() + 60 * arguments.minutes,
     }

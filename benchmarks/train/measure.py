@@ -112,8 +112,8 @@ def measure(place: Rank, jobs: list[Job], rows: list[dict], settings: dict) -> I
     start(place, jobs[0].way)
     from megatron.core.parallel_state import get_global_memory_buffer
 
-    limit, fresh = settings["limit"], True
-    while (case := next_case(jobs, rows, limit)) is not None:
+    limit, planned, fresh = settings["limit"], settings["planned"], True
+    while (case := next_case(jobs, rows, limit, planned)) is not None:
         forget()
         # as large as the largest micro-batch so far wanted it
         get_global_memory_buffer().buffer.clear()
@@ -150,12 +150,13 @@ def run_jobs(
         rows.append(row)
         add(row)
 
+    limit, planned = settings["limit"], settings["planned"]
     for way in dict.fromkeys(job.way for job in jobs):
         own = [job for job in jobs if job.way == way]
-        while (case := next_case(own, rows, settings["limit"])) is not None:
+        while (case := next_case(own, rows, limit, planned)) is not None:
             if time.time() > settings["deadline"]:
                 print(f"no time left for {identity(case)} and what follows", flush=True)
                 return
             _, failure = run_ranks(measure, gpus, own, rows.copy(), settings, take=take)
-            if failure is not None and (case := next_case(own, rows, settings["limit"])) is not None:
+            if failure is not None and (case := next_case(own, rows, limit, planned)) is not None:
                 take(identity(case) | {"note": failure})

@@ -1,6 +1,7 @@
 """Which case is measured next, up to each system's largest micro-batch."""
 
 import math
+from collections.abc import Mapping
 from typing import NamedTuple
 
 from benchmarks.common.whole_models import Job
@@ -28,30 +29,38 @@ def is_of(row: dict, job: Job) -> bool:
     return tuple(row.get(name) for name in ("model", "way", "system", "layers")) == job.key
 
 
-def next_case(jobs: list[Job], rows: list[dict], limit: float | None) -> Case | None:
-    """What is to be measured after `rows`; with a `limit`, in bytes, also each job's largest micro-batch."""
+def next_case(
+    jobs: list[Job], rows: list[dict], limit: float | None, planned: Mapping[Job, int]
+) -> Case | None:
+    """What is to be measured after `rows`; with a `limit`, in bytes, also each job's largest micro-batch.
+
+    `planned` holds the largest that `coat plan` expects, which is tried first.
+    """
     for job in jobs:
         mine = [row for row in rows if is_of(row, job)]
         equal = [row for row in mine if not row["limited"] and row["micro_batch"] == job.micro_batch]
         if not equal:
             return Case(job, job.micro_batch, False)
-        if limit is not None and (size := _next_size(equal[0], mine, limit)):
+        if limit is not None and (size := _next_size(equal[0], mine, limit, planned.get(job, 0))):
             return Case(job, size, True)
     return None
 
 
-def _next_size(equal: dict, rows: list[dict], limit: float) -> int | None:
+def _next_size(equal: dict, rows: list[dict], limit: float, planned: int) -> int | None:
     """The micro-batch to try next in the search for the largest; None if it was found, or cannot be.
 
-    The peaks of forward and of backward are lines over the micro-batch: through what is held between steps at
-    first, then through the two largest that were measured. The optimizer's step, whose peak may be higher,
-    does not know of micro-batches. No try is more than `REACH` times as large as what was measured.
+    What was planned, if not 0, comes first. Then the peaks of forward and of backward are lines over the
+    micro-batch: through what is held between steps at first, then through the two largest that were measured.
+    The optimizer's step, whose peak may be higher, does not know of micro-batches. No try is more than
+    `REACH` times as large as what was measured, but for what was planned.
     """
     if "out of memory" not in equal.get("note", "out of memory"):
         return None
     tried = [row for row in rows if row["limited"]]
     fits = {row["micro_batch"]: row for row in tried if "peak_mb" in row}
     fails = [row["micro_batch"] for row in tried if "peak_mb" not in row]
+    if not tried and planned and ("peak_mb" in equal or planned < equal["micro_batch"]):
+        return planned
     largest, refused = max(fits, default=0), min(fails, default=math.inf)
     if len(tried) >= TRIES or largest + 1 >= refused:
         return None
@@ -60,7 +69,7 @@ def _next_size(equal: dict, rows: list[dict], limit: float) -> int | None:
         guess = min(refused, equal["micro_batch"]) // 2
         return max(guess, largest + 1) if guess else None
     measured = {equal["micro_batch"]: equal, **fits}
-    guess = REACH * max(measured)
+    guess = max(REACH * max(measured), planned)
     for phase in PHASES if PHASES[0] in equal else ("peak_mb",):
         points = {0: 1e6 * equal["between_steps_mb"]}
         points |= {size: 1e6 * row[phase] for size, row in measured.items()}

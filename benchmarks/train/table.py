@@ -3,8 +3,17 @@
 import torch
 
 from benchmarks.common.harness import Table
-from benchmarks.common.whole_models import MODELS, SYSTEMS, WAYS, Job, predict, predicted_columns
+from benchmarks.common.whole_models import (
+    MODELS,
+    SYSTEMS,
+    WAYS,
+    Job,
+    planned,
+    predict,
+    predicted_columns,
+)
 from benchmarks.train.search import Case, identity
+from coat_ds.plan.advice import largest_micro_batch
 
 # dense BF16 GEMMs, by what the name of the device holds; FP8 rows are rated by the same figure
 PEAK_FLOPS = {"H200": 989e12, "H100": 989e12}
@@ -26,6 +35,12 @@ def published(row: dict, gpus: int) -> dict:
     expected = predict(model, layers, way, gpus, SYSTEMS[row["system"]], micro_batch)
     made |= predicted_columns(expected)
     return {name: value for name, value in made.items() if value == value}
+
+
+def largest(job: Job, gpus: int, limit: float) -> int:
+    """The largest micro-batch within `limit` bytes, as `coat plan` has it; 0 if none."""
+    parts = planned(MODELS[job.model], job.layers, WAYS[job.way], gpus, SYSTEMS[job.system], job.micro_batch)
+    return largest_micro_batch(*parts, limit)
 
 
 def extrapolate(
@@ -56,12 +71,12 @@ def extrapolate(
         }
         return whole | {"extrapolated_from": f"{n0} and {n1} layers"} | linear
 
-    def planned(count: int) -> float:
+    def peak_of(count: int) -> float:
         return predict(MODELS[model], count, WAYS[way], gpus, SYSTEMS[system], micro_batch).peak.total / 1e6
 
     if not high["peak_mb"]:
         return None
-    peak = high["peak_mb"] + planned(layers) - planned(n1)
+    peak = high["peak_mb"] + peak_of(layers) - peak_of(n1)
     return whole | {"extrapolated_from": f"{n1} layers and the plan", "peak_mb": peak}
 
 

@@ -19,10 +19,12 @@ from tests.benchmarks.test_harness import run, run_here
 JOB = Job("llama2-7b", "zero2", "BF16", 32, 4)
 
 
-def search(fixed: float, slope: float, limit: float, fits=lambda peak, limit: peak <= limit) -> list[dict]:
+def search(
+    fixed: float, slope: float, limit: float, fits=lambda peak, limit: peak <= limit, planned: int = 0
+) -> list[dict]:
     """Rows of a whole search, where the peak of micro-batch m is `fixed + slope * m` bytes."""
     rows = []
-    while (case := next_case([JOB], rows, limit)) is not None:
+    while (case := next_case([JOB], rows, limit, {JOB: planned})) is not None:
         assert len(rows) < 20
         peak = fixed + slope * case.micro_batch
         if case.limited and not fits(peak, limit):
@@ -40,6 +42,15 @@ def test_the_search_ends_at_the_largest_micro_batch_that_fits(slope):
     assert rows[0]["micro_batch"] == JOB.micro_batch and not rows[0]["limited"]
 
 
+@pytest.mark.parametrize(
+    ("planned", "tried"), [(30, [4, 30]), (29, [4, 29, 30]), (31, [4, 31, 15, 30]), (40, [4, 40, 15, 30])]
+)
+def test_the_search_begins_where_the_plan_ends(planned, tried):
+    rows = search(50e9, 1e9, 80e9, planned=planned)
+    assert [row["micro_batch"] for row in rows] == tried
+    assert ["peak_mb" in row for row in rows] == [size <= 30 for size in tried]
+
+
 def test_the_search_believes_the_allocator_more_than_the_line():
     # fragmentation: a tenth of the limit cannot be used
     rows = search(50e9, 3e9, 80e9, fits=lambda peak, limit: peak <= 0.9 * limit)
@@ -50,7 +61,7 @@ def test_the_search_believes_the_allocator_more_than_the_line():
 def test_the_step_and_gradients_may_take_more_than_activations():
     """Peaks that do not grow with micro-batches do not say how many fit. As of 12 layers of Llama-2-7B."""
     rows = []
-    while (case := next_case([JOB], rows, 80e9)) is not None:
+    while (case := next_case([JOB], rows, 80e9, {})) is not None:
         assert len(rows) < 20
         row, size = identity(case), case.micro_batch
         passes = {
@@ -74,15 +85,18 @@ def test_what_never_fits_is_a_row_and_ends():
 def test_after_an_equal_batch_that_is_too_large_smaller_ones_are_tried():
     equal = identity(Case(JOB, 4, False))
     rows = [equal | {"note": "OutOfMemoryError: CUDA out of memory"}]
-    assert next_case([JOB], rows, 80e9) == (JOB, 2, True)
+    assert next_case([JOB], rows, 80e9, {}) == (JOB, 2, True)
+    assert next_case([JOB], rows, 80e9, {JOB: 3}) == (JOB, 3, True)
+    # the plan was wrong of what was measured already
+    assert next_case([JOB], rows, 80e9, {JOB: 4}) == (JOB, 2, True)
     rows = [equal | {"note": "ImportError: no such package"}]
-    assert next_case([JOB], rows, 80e9) is None and next_case([JOB], rows, None) is None
+    assert next_case([JOB], rows, 80e9, {}) is None and next_case([JOB], rows, None, {}) is None
 
 
 def test_jobs_are_told_apart():
     other = JOB._replace(system="COAT")
     rows = [identity(Case(JOB, 4, False)) | {"peak_mb": 1.0, "between_steps_mb": 1.0}]
-    assert next_case([JOB, other], rows, None) == (other, 4, False)
+    assert next_case([JOB, other], rows, None, {}) == (other, 4, False)
 
 
 def test_predictions_are_the_papers_for_13b_on_eight_gpus():
@@ -198,7 +212,7 @@ def test_a_case_that_fails_leaves_the_others_standing(monkeypatch):
     # negative: no process gets as far as a model
     jobs = [Job("tiny", "tp2", system, layers, 2) for system, layers in (("BF16", 0), ("COAT", 1))]
     rows, added = [], []
-    settings = {"limit": None, "steps": 1, "deadline": math.inf}
+    settings = {"limit": None, "planned": {}, "steps": 1, "deadline": math.inf}
     run_jobs(jobs, rows, 2, settings, added.append)
     assert rows == added and [row["layers"] for row in rows] == [0, 1]
     assert rows[0]["note"] and "ms" in rows[1]
@@ -216,7 +230,7 @@ def test_a_case_holds_nothing_of_one_before(monkeypatch):
     held = []
     for jobs in ([small], [Job("tiny", "tp2", "BF16", 1, 16), small]):
         rows = []
-        run_jobs(jobs, [], 2, {"limit": None, "steps": 1, "deadline": math.inf}, rows.append)
+        run_jobs(jobs, [], 2, {"limit": None, "planned": {}, "steps": 1, "deadline": math.inf}, rows.append)
         held.append(rows[-1]["between_steps_mb"])
         assert rows[-1]["micro_batch"] == 2
     # of 64 tokens and 64 channels in BF16 the larger one would be 0.13 MB; loggers may keep some bytes
