@@ -95,10 +95,14 @@ class Graphs:
         self._moves = self._patience.replays = 0
         self._evaluations.leave()
 
-    def leave(self) -> None:
-        """Drops what was recorded in training, with its share of the memory that holds it."""
+    def give_way(self) -> None:
+        """`leave`, for calls of another shape."""
         if self.count:
             self._patience.dropped()
+        self.leave()
+
+    def leave(self) -> None:
+        """Drops what was recorded in training, with its share of the memory that holds it."""
         self._places.clear()
         self._moves = self._patience.replays = 0
         self._memory = None
@@ -159,8 +163,9 @@ class Graphs:
             if not copy.take(constant):
                 return run_eagerly()
         if recording is None:
-            pool = memory.pool(len(place.recordings))
-            recording = memory.record(lambda: Recording(memory, pool, function, x, tensors, copies))
+            recording = memory.record(
+                lambda: Recording(memory, memory.pool(len(place.recordings)), function, x, tensors, copies)
+            )
             if recording is None:
                 return run_eagerly()
             place.recordings.append(recording)
@@ -174,7 +179,7 @@ class Graphs:
         key = x.device, threading.get_ident(), stream, x.shape if self._one_shape else None
         if self._memory is None or self._memory_key != key:
             if self._memory is not None and self._one_shape:
-                self._memory.abandon()
+                self._memory.give_way()
             self._memory, self._memory_key = memory_of(*key), key
             self._memory.users.add(self)
         return self._memory

@@ -4,6 +4,7 @@ import contextlib
 import functools
 import gc
 import logging
+import threading
 import weakref
 from collections.abc import Callable, Hashable, Iterator
 from typing import TYPE_CHECKING, Any
@@ -16,6 +17,9 @@ if TYPE_CHECKING:
     from coat_kernels.graphs.recording import Graph
 
 logger = logging.getLogger(__name__)
+
+# PyTorch allows one capture at a time in a process
+_capture = threading.Lock()
 
 
 @contextlib.contextmanager
@@ -142,20 +146,24 @@ class Memory:
             self._constants[key] = Constant(like)
         return self._constants[key]
 
-    def abandon(self) -> None:
-        """Has everybody drop the graphs that lie here, so that their memory is freed. Those that wait for
-        their backwards keep theirs until then."""
+    def give_way(self) -> None:
+        """Has everybody drop the graphs that lie here for those of another shape, so that their memory is
+        freed. Those that wait for their backwards keep theirs until then."""
         for graphs in list(self.users):
-            graphs.leave()
+            graphs.give_way()
 
     def end(self) -> None:
-        """`abandon`, and ends those that wait for their backwards, too."""
-        self.abandon()
+        """Has everybody drop the graphs that lie here, and ends those that wait for their backwards, too."""
+        for graphs in list(self.users):
+            graphs.leave()
         for graph in list(self.graphs):
             graph.end()
 
     def record(self, make: Callable[[], Any]) -> Any:
-        """make(), or None if it fails; then nothing is recorded any more."""
+        """make(), or None if it fails; then nothing is recorded any more. None as well while another graph is
+        recorded: by another thread, or by this one, whose backward may run others' nodes meanwhile."""
+        if not _capture.acquire(blocking=False):
+            return None
         try:
             return make()
         except RuntimeError as error:
@@ -168,6 +176,8 @@ class Memory:
                 error,
             )
             return None
+        finally:
+            _capture.release()
 
     def announce(self, shape: torch.Size, run: str = "run") -> None:
         """Logs once that layers with inputs of this shape are replayed, if they are."""

@@ -159,7 +159,8 @@ class Recording:
                     lambda: Graph(self._memory, self._pool, self._differentiate)
                 )
             self._where = where
-            self._memory.announce(grad.shape)
+            if self._backward is not None:
+                self._memory.announce(grad.shape)
         if self._backward is None or self._where != where or not self._pool.allows(self._backward.number):
             with at_versions():
                 return self._differentiate()

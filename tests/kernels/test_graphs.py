@@ -1,13 +1,14 @@
 """What CUDA graphs of functions need beside layers, whose tests are those of models."""
 
 import gc
+import threading
 import weakref
 
 import pytest
 import torch
 
 from coat_kernels.graphs import WARM_UP, Graphs
-from coat_kernels.graphs.memory import uncollected
+from coat_kernels.graphs.memory import Memory, uncollected
 
 
 class Node:
@@ -49,6 +50,28 @@ def test_collections_go_on_as_before():
             pass
         assert not gc.isenabled()
     assert gc.isenabled()
+
+
+def in_a_thread(call):
+    found = []
+    thread = threading.Thread(target=lambda: found.append(call()))
+    thread.start()
+    thread.join()
+    return found[0]
+
+
+@pytest.mark.parametrize("elsewhere", [in_a_thread, lambda call: call()], ids=["thread", "nested"])
+def test_one_graph_is_recorded_at_a_time(elsewhere):
+    first, second = (Memory(torch.device("cpu"), number) for number in range(2))
+    assert first.record(lambda: [elsewhere(lambda: second.record(lambda: 1))]) == [None]
+    assert second.refusal is None and second.record(lambda: 1) == 1
+
+
+def test_another_graph_is_recorded_behind_an_error():
+    memory = Memory(torch.device("cpu"), 0)
+    with pytest.raises(KeyError):
+        memory.record(lambda: {}["x"])
+    assert memory.record(lambda: 1) == 1
 
 
 @pytest.mark.gpu
