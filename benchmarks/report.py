@@ -109,7 +109,7 @@ SECTIONS = [
     Section("main_grad", "Weight gradients in FP32"),
     Section("parallel", "Tensor and sequence parallel layers"),
     Section("zero", "ZeRO", where={"rank": 0}),
-    Section("zero_gradients", "ZeRO with gradients in FP32 or a second copy", where={"rank": 0}),
+    Section("zero_gradients", "ZeRO with gradients in FP32 or a second copy"),
     Section("checkpointing", "Recompute by torch and by DeepSpeed"),
     Section("first_step", "From an empty environment to the first step"),
     Section("adamw", "The optimizer's step"),

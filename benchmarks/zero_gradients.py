@@ -141,14 +141,13 @@ def run_case(case: Case, size: Size) -> dict[str, float]:
     return row
 
 
-def measure(place: Rank, cases: list[Case], size: Size) -> Iterator[dict]:
-    """This rank's row of each case."""
+def measure(place: Rank, case: Case, size: Size) -> Iterator[dict]:
+    """This rank's row."""
     join_deepspeed(place)
     # GEMMs take a workspace for good, which is no row's memory
-    run_case(cases[0], TINY)
-    for case in cases:
-        release()
-        yield run_case(case, size)
+    run_case(CASES[0], TINY)
+    release()
+    yield run_case(case, size)
 
 
 def options(parser: argparse.ArgumentParser) -> None:
@@ -161,8 +160,8 @@ def zero_gradients(arguments, table: Table) -> None:
 
     A Llama of transformers with 10 layers of h 2048, random weights, 4 x 1024 random tokens a micro-batch,
     buckets of 5e7 elements, COAT without CUDA graphs. keys: what the row's DeepSpeed JSON has beside those
-    of all rows. A row for each rank, of the second step; rank 0's is the one that is predicted. In 10^6
-    bytes, over what was held before the model:
+    of all rows. A row for each rank, of the second step; the fullest is predicted. In 10^6 bytes, over what
+    was held before the model, which are the workspaces of GEMMs that predictions count:
     - peak_mb, all_predicted_mb: of forward, backward and the optimizer's step;
     - step_peak_mb, step_predicted_mb: of the latter alone.
     Without a GPU, or with --quick, a tiny model; without a GPU gloo, and no peaks.
@@ -170,10 +169,11 @@ def zero_gradients(arguments, table: Table) -> None:
     on_gpu = torch.cuda.is_available()
     size = TINY if arguments.quick or not on_gpu else FULL
     ranks = min(arguments.ranks, torch.cuda.device_count()) if on_gpu else arguments.ranks
-    written, failure = run_ranks(measure, ranks, CASES, size, take=lambda row: print(row, flush=True))
-    for number, case in enumerate(CASES):
+    for case in CASES:
+        # in processes of its own, where no other case has left anything
+        written, failure = run_ranks(measure, ranks, case, size)
         for rank, rows in enumerate(written):
-            row = rows[number] if len(rows) > number else {"note": failure or "no row"}
+            row = rows[0] if rows else {"note": failure or "no row"}
             table.add(
                 model=size.name,
                 system="COAT, launched",

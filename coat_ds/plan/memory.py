@@ -154,6 +154,11 @@ class _Stage:
         # an element of gradients that are added up
         self.gradient = FP32 if layout.fp32_gradients else BF16
         self.in_one_buffer = layout.in_one_buffer and not system.offload
+        # DeepSpeed's stages 1 and 2 reduce FP32 gradients into one flat tensor, which the step reads as it is
+        in_parts = layout.host == "deepspeed" and layout.stage in (1, 2) and not self.in_one_buffer
+        self.reduced_flat = layout.fp32_gradients and in_parts
+        # bytes of the gradients that are this GPU's part; without FP32 they go to the CPU with the masters
+        self.reduced = self.gradient * self.part if self.reduced_flat or not self.on_cpu else 0
         # 1F1B: as many micro-batches are under way in a stage as there are stages from it on
         self.under_way = min(layout.accumulation, layout.pipeline - index)
 
@@ -185,7 +190,7 @@ class _Stage:
         if layout.host == "megatron":
             held["gradients"] = self.gradient * self.parameters
         elif layout.stage == 3:
-            held["gradients"] = 0 if self.on_cpu else self.gradient * self.part
+            held["gradients"] = self.reduced
             held["buffers"] += self._buckets()
         elif self.in_one_buffer:
             held["gradients"] = FP32 * self.parameters
@@ -337,7 +342,7 @@ class _Stage:
         if layout.host != "deepspeed" or layout.accumulation == 1 or layout.stage == 3:
             return {}
         if layout.stage == 2:
-            return {"gradients": 0 if self.on_cpu else self.gradient * self.part}
+            return {"gradients": self.reduced}
         if self.in_one_buffer:
             return {"gradients": self._beside_the_buffer()}
         buffers = self._buckets() if layout.stage == 1 else 0
@@ -403,14 +408,16 @@ class _Stage:
         saved, temporaries, hidden = self._saved_now(), self._temporaries(), self._hidden()
         head = BF16 * self.sizes.table / layout.tensor if self.last else 0
         # what is reduced as backward goes needs its bucket, and the part that stays
-        reduced = {"gradients": 0 if self.on_cpu else self.gradient * self.part, "buffers": self._buckets()}
+        reduced = {"gradients": self.reduced, "buffers": self._buckets()}
         while_going = reduced if deepspeed and stage == 2 else self._accumulated()
         moments = []
         if self.last:
             own = dict(while_going)
             if deepspeed:
                 own["gradients"] = own.get("gradients", 0) + head
-            more = {"gathered": self._second_copies(), "temporaries": hidden}
+            # the head's gradient on its way into the flat tensor
+            wide = FP32 * self.sizes.table / layout.tensor if stage == 2 and self.reduced_flat else 0
+            more = {"gathered": self._second_copies(), "temporaries": hidden + wide}
             moments.append(self._at("head", held, saved=saved, **more, **own))
         if self._gathers():
             moments.append(self._layers_of_stage_3(held, saved, temporaries))
@@ -424,7 +431,7 @@ class _Stage:
             elif stage == 1:
                 # reduced behind backward: what goes first into the bucket leaves room for it
                 buffers = self._buckets() - self.gradient * self._moved_first()
-                gradients += 0 if self.on_cpu else self.gradient * self.part
+                gradients += self.reduced
             more = {"gradients": gradients, "buffers": buffers}
             moments.append(self._at("gradients", held, temporaries=hidden if stage == 0 else 0, **more))
         return moments
@@ -456,14 +463,15 @@ class _Stage:
     def _step(self, held: dict) -> Memory:
         layout, system = self.layout, self.system
         if layout.host == "megatron" or self.on_cpu:
-            return self._at("step", held, gathered=self._second_copies())
+            gradients = self.reduced if self.reduced_flat else 0
+            return self._at("step", held, gathered=self._second_copies(), gradients=gradients)
         part = self.part
         if layout.stage == 3:
             part = self._stepped_together()
         if layout.stage == 0 and system.optimizer != "transformer_engine":
             return self._at("step", held, gradients=BF16 * part, temporaries=2 * FP32 * part)
         gradients = self.gradient * part if layout.stage in (1, 2) else 0
-        flat = self.gradient * part if layout.stage else 0
+        flat = self.gradient * part if layout.stage and not self.reduced_flat else 0
         if self.in_one_buffer:
             gradients, flat = self._beside_the_buffer(), 0
         stays = system.optimizer == "coat" or system.bf16_masters or layout.fp32_gradients
