@@ -49,14 +49,21 @@ def _starred(found: str) -> str:
     return found + ("\n\\* in another run than the row's COAT.\n" if "\\*" in found else "")
 
 
-def _line(results: Results, title: str, files: list[str], where: dict, systems: Iterable[str]) -> list[str]:
-    """Of a table with a column for each system."""
+def _line(
+    results: Results,
+    title: str,
+    files: list[str],
+    where: dict,
+    systems: Iterable[str],
+    best: str = "tokens_per_s_gpu",
+) -> list[str]:
+    """Of a table with a column for each system. `best`: of which rows within a limit show the most."""
     wanted = {"limited": False} | where
     commit = results.row(files[0], system="COAT", **wanted)["commit"]
-    return [title, *(_cell(results, files, system, wanted, commit) for system in systems)]
+    return [title, *(_cell(results, files, system, wanted, commit, best) for system in systems)]
 
 
-def _cell(results: Results, files: list[str], system: str, where: dict, commit: str) -> str:
+def _cell(results: Results, files: list[str], system: str, where: dict, commit: str, best: str) -> str:
     for file in files:
         found = [r for r in read_rows(results.folder / file) if r["system"] == system]
         found = [r for r in found if all(r.get(k) == v for k, v in where.items())]
@@ -64,14 +71,15 @@ def _cell(results: Results, files: list[str], system: str, where: dict, commit: 
             break
     else:
         return ""
-    fast = max(found, key=lambda r: r.get("tokens_per_s_gpu", 0)) if where["limited"] else found[-1]
-    if not fast.get("tokens_per_s_gpu"):
+    fits = [r for r in found if r.get("tokens_per_s_gpu")]
+    if not fits or not where["limited"] and fits[-1] is not found[-1]:
         tried = ", ".join(str(size) for size in sorted({r["micro_batch"] for r in found}))
         return f"does not fit (tried: {tried})" if where["limited"] else "out of memory"
-    size = fast["micro_batch"]
+    row = max(fits, key=lambda r: r[best]) if where["limited"] else fits[-1]
+    size = row["micro_batch"]
     batch = f"{size} sequence{'s' * (size > 1)}: " if where["limited"] else ""
-    elsewhere = "" if fast["commit"] == commit else " \\*"
-    return f"{batch}{fast['tokens_per_s_gpu']:,.0f}; {gb(fast)}{elsewhere}"
+    elsewhere = "" if row["commit"] == commit else " \\*"
+    return f"{batch}{row['tokens_per_s_gpu']:,.0f}; {gb(row)}{elsewhere}"
 
 
 def tensor_parallel_runs(results: Results) -> list[tuple[dict, dict]]:
@@ -207,6 +215,18 @@ def _of_paper(results: Results, row: str, gpus: int, figure: str) -> float:
     return float(results.row("reproduce_h100.csv", **where)["paper"])
 
 
+def _waits(results: Results, model: str, micro_batch: int) -> str:
+    """For how much of a step over tensor parallelism the GPU computes."""
+    file = f"train_{model.lower()}_4gpu_tp4_h100.csv"
+    rows = {
+        name: results.row(file, micro_batch=micro_batch, limited=False, system=system)
+        for name, system in (("BF16", "BF16"), ("TransformerEngine", "TE FP8"), ("COAT", "COAT"))
+    }
+    shares = (f"{row['compute_ms']:.0f} of {name}'s {row['ms']:.0f} ms" for name, row in rows.items())
+    said = f"Llama-2-{model} over tensor parallel 4, {micro_batch} × 2048: the GPU computes for "
+    return said + ", ".join(shares) + "."
+
+
 @block("performance.md", "several H100s")
 def several_h100s(results: Results) -> str:
     systems = SYSTEMS | {"COAT, fastest": "COAT, fastest"}
@@ -222,22 +242,15 @@ def several_h100s(results: Results) -> str:
             f"{paper('largest_micro_batch'):.0f} × {tokens.split()[-1]}: {paper('tokens_per_s_gpu'):,.0f}"
         )
         lines += [[*equal, f"{paper('peak_mb') / 1e3:.1f} GB"], [*fastest, largest]]
-    seven, thirteen = "train_7b_4gpu_h100.csv", "train_13b_4gpu_h100.csv"
-    four = {"way": "tp4", "micro_batch": 4}
-    for title, file, where in (
-        ("Llama-2-7B, tensor parallel 4, 4 × 2048, layers launched", seven, four),
-        ("the same, fastest within 80 GB", seven, {"way": "tp4", "limited": True}),
-        ("Llama-2-13B, tensor parallel 4, 1 × 2048", thirteen, {"way": "tp4", "micro_batch": 1}),
-    ):
-        lines.append([*_line(results, title, [file], where, systems), ""])
-    bf16, coat = (results.row(seven, **four, limited=False, system=system) for system in ("BF16", "COAT"))
-    waits = bullets(
-        "Llama-2-7B over tensor parallel 4 waits for the CPUs, which launch every layer on four ranks: with "
-        f"4 × 2048 tokens the GPU computes for {coat['compute_ms']:.0f} of COAT's {coat['ms']:.0f} ms, "
-        f"and for {bf16['compute_ms']:.0f} of BF16's {bf16['ms']:.0f}. The layers of 13B run as "
-        "[CUDA graphs](#small-layers). Those of 7B do by now, too; how fast that is was measured on "
-        "[H200s](#tensor-parallelism)."
-    )
+    for model, tokens in (("7B", 4), ("13B", 1)):
+        files = [f"train_{model.lower()}_4gpu_tp4_h100.csv"]
+        for title, where in (
+            (f"Llama-2-{model}, tensor parallel 4, {tokens} × 2048", {"micro_batch": tokens}),
+            ("the same, largest within 80 GB", {"limited": True}),
+        ):
+            line = _line(results, title, files, {"way": "tp4", **where}, systems, "micro_batch")
+            lines.append([*line, ""])
+    waits = bullets(*(_waits(results, *case) for case in (("7B", 4), ("13B", 1))))
     head = ["tokens per second and GPU; peak GB", *systems.values(), "the paper's COAT"]
     return f"{_starred(table(head, *lines))}\n{waits}"
 
@@ -267,26 +280,14 @@ def tensor_parallelism(results: Results) -> str:
 
 @block("performance.md", "tensor parallelism of four")
 def tensor_parallelism_of_four(results: Results) -> str:
-    """Where layers are launched and where they are replayed; the largest micro-batches of 13B."""
+    """Where layers are launched and where they are replayed."""
     systems = {"BF16": "BF16", "COAT": "COAT, layers launched", "COAT, graphs": "COAT, layers replayed"}
-    seven, thirteen = "train_7b_4gpu_tp4.csv", "train_13b_4gpu_tp4.csv"
+    file = "train_7b_4gpu_tp4.csv"
     lines = []
-    for size in sorted({row["micro_batch"] for row in results.rows(seven)}):
-        rows = [results.row(seven, micro_batch=size, system=system) for system in systems]
+    for size in sorted({row["micro_batch"] for row in results.rows(file)}):
+        rows = [results.row(file, micro_batch=size, system=system) for system in systems]
         lines.append([f"{size} × 2048", *(f"{r['ms']:.0f} ms; {gb(r)} GB" for r in rows)])
-    largest = [
-        max(results.rows(thirteen, system=system, limited=True), key=lambda row: row["micro_batch"])
-        for system in ("BF16", "COAT")
-    ]
-    bf16, coat = (f"{row['micro_batch']} sequences ({gb(row)} GB)" for row in largest)
-    return (
-        table(["Llama-2-7B over 4 GPUs, a step", *systems.values()], *lines)
-        + "\n"
-        + bullets(
-            f"Llama-2-13B, the largest micro-batch of 2048 tokens a sequence within 80 GB: BF16 {bf16}, "
-            f"COAT {coat}. Other work ran on that machine's CPUs: times are not shown."
-        )
-    )
+    return table(["Llama-2-7B over 4 GPUs, a step", *systems.values()], *lines)
 
 
 NEWEST = {

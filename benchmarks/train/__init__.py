@@ -45,13 +45,14 @@ def train(arguments, table: Table) -> None:
     tensor with sequence parallelism and ZeRO-1 over what GPUs are left. Every system is measured at the same
     micro-batch first, then at the largest that fits a limit on torch's allocator (limited; in 10^9 bytes: a
     GPU of 80 GiB has 85.9 of them, of which CUDA and NCCL take some); the search begins where `coat plan`
-    expects it to end. A row that ran out of memory, failed
+    expects it to end, and half of the largest is measured last. A row that ran out of memory, failed
     otherwise or lost its loss has a note. Rows that are in --output or in the file of that name in
     benchmarks/results, of as many GPUs of that kind, stay and are not measured again, but for such other
     failures. Columns, of the slowest and fullest rank:
     - tokens_per_s_gpu, mfu: by the median step of forward, backward and optimizer; of 989 TFLOP/s, the dense
       BF16 peak, in FP8 rows too, and not counting what is recomputed;
     - compute_ms: of one more step, under torch's profiler, in which the GPU did anything but messages;
+    - flushes: how often torch gave its cache back for want of memory, in all timed steps; older rows lack it;
     - peak_mb, reserved_mb: most that tensors took and that torch took from the GPU in the timed steps;
     - weights_mb, masters_mb, states_mb: bytes of these tensors; copies_mb: of FP8 weights that COAT's layers
       hold; saved_mb: kept for backward by the layers, counted on one sequence;

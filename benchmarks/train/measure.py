@@ -54,6 +54,11 @@ def memory_by_phase(engine, batch: Batch) -> dict[str, float]:
     return found
 
 
+def flushes() -> int:
+    """How often torch's allocator has found no memory and given its cache back to the GPU first."""
+    return torch.cuda.memory_stats()["num_alloc_retries"] if torch.cuda.is_available() else 0
+
+
 def run_case(case: Case, steps: int) -> dict[str, float]:
     """Trains, and measures on this rank: ms, loss, and bytes by name."""
     import coat_ds
@@ -69,14 +74,16 @@ def run_case(case: Case, steps: int) -> dict[str, float]:
         first = Batch(*(t[:1] for t in batches[0]))
         saved = case.micro_batch * saved_bytes(model, lambda: loss_of(model, first)).total
     engine = build_engine(case.job, case.micro_batch, model)
-    marks, losses = [], []
+    marks, losses, flushed = [], [], 0
     for i in range(WARMUP + steps):
         if i == WARMUP and torch.cuda.is_available():
             torch.cuda.reset_peak_memory_stats()
+            flushed = flushes()
         start = mark()
         losses.append(train_step(engine, batches[i % BATCHES]))
         marks.append((start, mark()))
     synchronize()
+    flushed = flushes() - flushed
     peaks = {}
     if torch.cuda.is_available():
         peaks = {"peak": torch.cuda.max_memory_allocated(), "reserved": torch.cuda.max_memory_reserved()}
@@ -95,12 +102,19 @@ def run_case(case: Case, steps: int) -> dict[str, float]:
     spans = gpu_spans(lambda: train_step(engine, batches[0]))
     # a message lasts as long as other ranks make it wait
     computes = covered_ms(span for span in spans if not is_message(span)) if spans else math.nan
-    figures = torch.tensor([statistics.median(times), computes, *bytes_of.values()], dtype=torch.float64)
+    own = [statistics.median(times), computes, flushed, *bytes_of.values()]
+    figures = torch.tensor(own, dtype=torch.float64)
     figures = figures.to(device())
     # the slowest, busiest and fullest rank speak for all
     dist.all_reduce(figures, dist.ReduceOp.MAX)
-    ms, computes, *values = figures.tolist()
-    result = {"ms": ms, "compute_ms": computes, "loss_first": losses[0].item(), "loss": losses[-1].item()}
+    ms, computes, flushed, *values = figures.tolist()
+    result = {
+        "ms": ms,
+        "compute_ms": computes,
+        "flushes": int(flushed),
+        "loss_first": losses[0].item(),
+        "loss": losses[-1].item(),
+    }
     engine.destroy()
     if not math.isfinite(result["loss"]):
         result["note"] = "the loss is not finite"

@@ -43,7 +43,8 @@ def test_the_search_ends_at_the_largest_micro_batch_that_fits(slope):
 
 
 @pytest.mark.parametrize(
-    ("planned", "tried"), [(30, [4, 30]), (29, [4, 29, 30]), (31, [4, 31, 15, 30]), (40, [4, 40, 15, 30])]
+    ("planned", "tried"),
+    [(30, [4, 30, 15]), (29, [4, 29, 30, 15]), (31, [4, 31, 15, 30]), (40, [4, 40, 15, 30])],
 )
 def test_the_search_begins_where_the_plan_ends(planned, tried):
     rows = search(50e9, 1e9, 80e9, planned=planned)
