@@ -154,7 +154,7 @@ class _Stage:
         # an element of gradients that are added up
         self.gradient = FP32 if layout.fp32_gradients else BF16
         self.in_one_buffer = layout.in_one_buffer and not system.offload
-        # DeepSpeed's stages 1 and 2 reduce FP32 gradients into one flat tensor, which the step reads as it is
+        # stages 1 and 2 of DeepSpeed 0.19.8 reduce FP32 gradients into one flat tensor, which the step takes
         in_parts = layout.host == "deepspeed" and layout.stage in (1, 2) and not self.in_one_buffer
         self.reduced_flat = layout.fp32_gradients and in_parts
         # bytes of the gradients that are this GPU's part; without FP32 they go to the CPU with the masters
