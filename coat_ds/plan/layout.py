@@ -58,6 +58,9 @@ class Layout:
     """DeepSpeed's `bf16.immediate_grad_update`: each is added as it comes. Counts at stage 1 in FP32."""
     fp32_messages: bool = False
     """DeepSpeed's `communication_data_type`: gradients are reduced in FP32. Counts as the one before."""
+    flat_gradients: bool = True
+    """At stages 1 and 2 COAT has 16-bit gradients reduced into the flat tensor that its step reads. Not
+    without DeepSpeed's `contiguous_gradients`, nor before DeepSpeed 0.19.8."""
     optimizer_device: str = "gpu"
     """Of masters and states; "cpu" is DeepSpeed's `offload_optimizer`."""
     parameter_device: str = "gpu"
@@ -205,6 +208,7 @@ def from_deepspeed(config: Mapping, hidden: int | None = None, **rest) -> Layout
         if theirs in zero
     }
     found |= {"limits": Limits(**limits), "quantized_gathers": bool(zero.get("zero_quantized_weights"))}
+    found["flat_gradients"] = zero.get("contiguous_gradients") is not False
     if isinstance(zero.get("overlap_comm"), bool):
         found["overlap"] = zero["overlap_comm"]
     found |= _gradients(config, found["stage"])

@@ -154,9 +154,11 @@ class _Stage:
         # an element of gradients that are added up
         self.gradient = FP32 if layout.fp32_gradients else BF16
         self.in_one_buffer = layout.in_one_buffer and not system.offload
-        # stages 1 and 2 of DeepSpeed 0.19.8 reduce FP32 gradients into one flat tensor, which the step takes
+        # stages 1 and 2 of DeepSpeed 0.19.8 reduce FP32 gradients into one flat tensor, which the step takes;
+        # with COAT's optimizer on the GPU those in 16 bits, too
         in_parts = layout.host == "deepspeed" and layout.stage in (1, 2) and not self.in_one_buffer
-        self.reduced_flat = layout.fp32_gradients and in_parts
+        own = system.optimizer == "coat" and layout.flat_gradients and not self.on_cpu
+        self.reduced_flat = in_parts and (layout.fp32_gradients or own)
         # bytes of the gradients that are this GPU's part; without FP32 they go to the CPU with the masters
         self.reduced = self.gradient * self.part if self.reduced_flat or not self.on_cpu else 0
         # 1F1B: as many micro-batches are under way in a stage as there are stages from it on
@@ -416,13 +418,18 @@ class _Stage:
             if deepspeed:
                 own["gradients"] = own.get("gradients", 0) + head
             # the head's gradient on its way into the flat tensor
-            wide = FP32 * self.sizes.table / layout.tensor if stage == 2 and self.reduced_flat else 0
+            widened = stage == 2 and self.reduced_flat and layout.fp32_gradients
+            wide = FP32 * self.sizes.table / layout.tensor if widened else 0
             more = {"gathered": self._second_copies(), "temporaries": hidden + wide}
             moments.append(self._at("head", held, saved=saved, **more, **own))
         if self._gathers():
             moments.append(self._layers_of_stage_3(held, saved, temporaries))
         else:
-            moments.append(self._at("layers", held, saved=saved, temporaries=temporaries, **while_going))
+            own = dict(while_going)
+            if self.last and stage == 2 and self.reduced_flat and head > BF16 * layout.reduce_bucket:
+                # DeepSpeed keeps a gradient that fits no bucket until backward is done
+                own["gradients"] += head
+            moments.append(self._at("layers", held, saved=saved, temporaries=temporaries, **own))
         if deepspeed and stage < 2:
             gradients, buffers = self.gradient * self.parameters, 0.0
             if self.in_one_buffer:

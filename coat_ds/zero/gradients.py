@@ -17,6 +17,21 @@ PARTITION = Patch(
     parameters=("group_idx",),
     optional=True,
 )
+FLAT = Patch(
+    "16-bit gradients",
+    "deepspeed",
+    "deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer._use_compact_grad_partition_buffer",
+    "gradients are reduced into the flat tensor that the step reads, as DeepSpeed does in FP32",
+    parameters=("group_idx",),
+    optional=True,
+)
+BEGIN = Patch(
+    "16-bit gradients",
+    "deepspeed",
+    "deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer.backward_prologue",
+    "gradients that no step has taken are dropped, as without the flat tensor",
+    parameters=(),
+)
 PREPARE = Patch(
     "16-bit gradients",
     "deepspeed",
@@ -37,12 +52,38 @@ def keep_gradients_narrow(wrapper) -> None:
 
     The step of ZeRO 1 and 2 first calls `_get_preflattened_grad_partition`. Here it returns the 16-bit
     gradients, so that DeepSpeed makes no FP32 copy. DeepSpeed 0.18 has no such method and makes the copy.
+    DeepSpeed 0.19.8 can reduce gradients into a flat tensor, which that method returns as it is. Others keep
+    one tensor for each parameter, and the step copies them into a flat one.
     """
     if hasattr(wrapper, "_prepare_fp32_grad_for_sub_group"):
         PREPARE.apply(lambda prepare: _narrow_sub_group(wrapper, prepare), on=wrapper)
         return
     if hasattr(wrapper, "_get_preflattened_grad_partition"):
         PARTITION.apply(lambda ask: _narrow_partition(wrapper, ask), on=wrapper)
+    if hasattr(wrapper, "_use_compact_grad_partition_buffer"):
+        BEGIN.apply(lambda begin: _without_old_gradients(wrapper, begin), on=wrapper)
+        _reduce_into_a_flat_tensor(wrapper)
+
+
+def _reduce_into_a_flat_tensor(wrapper) -> None:
+    # an offloaded optimizer's gradients leave the GPU one by one, and ZenFlow's have an order of their own
+    on_gpu = wrapper.contiguous_gradients and not (wrapper.cpu_offload or wrapper.zenflow)
+    if on_gpu and wrapper.gradient_accumulation_dtype == wrapper.dtype:
+        FLAT.apply(lambda ask: functools.wraps(ask)(lambda group: True), on=wrapper)
+
+
+def _without_old_gradients(wrapper, begin: Callable) -> Callable:
+    """Separate tensors are written over by the next backward. DeepSpeed adds to a flat one."""
+
+    @functools.wraps(begin)
+    def prologue() -> None:
+        # as of the backward before
+        if wrapper.is_gradient_accumulation_boundary():
+            for group in wrapper.averaged_gradients:
+                wrapper.averaged_gradients[group] = None
+        begin()
+
+    return prologue
 
 
 def _narrow_partition(wrapper, ask: Callable) -> Callable:

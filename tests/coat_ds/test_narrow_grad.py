@@ -13,6 +13,8 @@ from tests.util import run_distributed
 N = 5000
 # before, the step of stages 1 and 2 did not ask for what is flat already
 HANDS_OVER = Version(version("deepspeed")) >= Version("0.19")
+# before, gradients were reduced into one tensor for each parameter
+REDUCES_FLAT = Version(version("deepspeed")) >= Version("0.19.8")
 
 
 def gradient(dtype=torch.bfloat16):
@@ -68,7 +70,7 @@ def test_a_step_gives_the_bits_of_the_fp32_gradient(dtype, more):
         assert all(one.equal(other) for one, other in zip(*states, strict=True))
 
 
-def zero_steps(stage, dtype, narrow):
+def zero_steps(stage, dtype, narrow, keys, drops=True):
     import deepspeed
 
     import coat_ds
@@ -88,30 +90,42 @@ def zero_steps(stage, dtype, narrow):
         # in force at some steps only
         "gradient_clipping": 0.1,
         # at stage 3 a step in parts
-        "zero_optimization": {"stage": stage, "sub_group_size": 5000},
+        "zero_optimization": {"stage": stage, "sub_group_size": 5000, **keys.pop("zero", {})},
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "weight_decay": 0.1}},
         dtype: {"enabled": True, **({"initial_scale_power": 8} if dtype == "fp16" else {})},
         "coat": {"enabled": True, "activations": False, "report": False, "optimizer": {"min_numel": 1}},
+        **keys,
     }
     try:
         engine, *_ = coat_ds.initialize(model=model, model_parameters=model.parameters(), config=config)
     finally:
         hooks.keep_gradients_narrow = kept
     seen, step = [], engine.basic_optimizer.step
+    # where gradients are between their reduction and the step
+    reduced, read = [], []
 
     def watch(*args, **kwargs):
         groups = engine.basic_optimizer.param_groups
         seen.append({(type(p.grad) is NarrowGrad, narrow_and_scale(p.grad)[0].dtype)
                      for group in groups for p in group["params"]})  # fmt: skip
+        read.append([narrow_and_scale(p.grad)[0].data_ptr() for group in groups for p in group["params"]])
         return step(*args, **kwargs)
 
     engine.basic_optimizer.step = watch
     generator = torch.Generator().manual_seed(torch.distributed.get_rank())
     x = torch.randn(8, 4, 64, generator=generator).to(next(engine.module.parameters()).dtype)
     losses = []
-    for batch in x:
+    for number, batch in enumerate(x):
+        if drops and number == 3:
+            # dropped, as where a script does not like the loss
+            engine.backward(100 * engine(batch).float().square().mean())
+            engine.zero_grad()
         loss = (engine(batch) - batch).float().square().mean()
         engine.backward(loss)
+        if stage < 3 and engine.is_gradient_accumulation_boundary():
+            groups = engine.optimizer.averaged_gradients.values()
+            flat = [getattr(gradients, "flat_partition", None) for gradients in groups]
+            reduced.append([None if t is None else t.data_ptr() for t in flat])
         engine.step()
         losses.append(loss.item())
     masters = "fp32_partitioned_groups_flat" if stage == 3 else "single_partition_of_fp32_groups"
@@ -120,6 +134,8 @@ def zero_steps(stage, dtype, narrow):
         "losses": losses,
         "masters": partitions,
         "seen": seen,
+        "reduced": reduced,
+        "read": read,
         "norm": float(engine.get_global_grad_norm()),
     }
 
@@ -127,11 +143,27 @@ def zero_steps(stage, dtype, narrow):
 WIDE = (False, torch.float32)
 
 
-@pytest.mark.parametrize(("stage", "dtype"), [(1, "bf16"), (2, "bf16"), (2, "fp16"), (3, "bf16")], ids=str)
-def test_zero_trains_to_the_same_bits(stage, dtype):
-    narrow = run_distributed(zero_steps, 2, stage, dtype, True)
-    wide = run_distributed(zero_steps, 2, stage, dtype, False)
+@pytest.mark.parametrize(
+    ("stage", "dtype", "keys"),
+    [
+        (1, "bf16", {}),
+        (2, "bf16", {}),
+        (2, "fp16", {}),
+        (3, "bf16", {}),
+        # beside backward, in FP32, and the first matrix larger than a bucket
+        (1, "bf16", {"zero": {"overlap_comm": True, "reduce_bucket_size": 5000}}),
+        (2, "bf16", {"zero": {"overlap_comm": True, "reduce_bucket_size": 5000}}),
+        (2, "bf16", {"communication_data_type": "fp32"}),
+        (2, "bf16", {"zero": {"reduce_scatter": False}}),
+        (2, "bf16", {"zero": {"contiguous_gradients": False}}),
+    ],
+    ids=str,
+)
+def test_zero_trains_to_the_same_bits(stage, dtype, keys):
+    narrow = run_distributed(zero_steps, 2, stage, dtype, True, keys)
+    wide = run_distributed(zero_steps, 2, stage, dtype, False, keys)
     handed = (True, {"bf16": torch.bfloat16, "fp16": torch.float16}[dtype])
+    flat = REDUCES_FLAT and keys.get("zero", {}).get("contiguous_gradients", True)
     for one, other in zip(narrow, wide, strict=True):
         assert {pair for step in one["seen"] for pair in step} == {
             handed if HANDS_OVER or stage == 3 else WIDE
@@ -139,4 +171,23 @@ def test_zero_trains_to_the_same_bits(stage, dtype):
         assert {pair for step in other["seen"] for pair in step} == {WIDE}
         assert one["losses"] == other["losses"] and one["losses"][-1] < one["losses"][0]
         assert one["norm"] == other["norm"]
+        assert all(map(torch.equal, one["masters"], other["masters"]))
+        if stage < 3:
+            # no copy
+            assert (one["reduced"] == one["read"]) is flat and len(one["read"]) == 4
+            assert {pointer for step in other["reduced"] for pointer in step} == {None}
+
+
+@pytest.mark.skipif(
+    not REDUCES_FLAT, reason="DeepSpeed before 0.19.8 writes over gradients that no step takes"
+)
+def test_gradients_in_fp32_that_no_step_takes_are_dropped():
+    """DeepSpeed adds the next ones to them."""
+    keys = {"gradient_accumulation_steps": 1, "data_types": {"grad_accum_dtype": "fp32"}}
+    usual, dropped, added = (
+        run_distributed(zero_steps, 2, 2, "bf16", ours, keys, drops)
+        for ours, drops in ((True, False), (True, True), (False, True))
+    )
+    for one, other, wrong in zip(usual, dropped, added, strict=True):
+        assert one["losses"] == other["losses"] != wrong["losses"]
         assert all(map(torch.equal, one["masters"], other["masters"]))

@@ -29,9 +29,10 @@ def test_gradients_added_up_in_fp32_at_stage_1_are_one_buffer(system):
 
 def test_gradients_added_up_in_fp32_have_four_bytes():
     n = SMALL.parameters
-    # without that buffer where the optimizer is on the CPU
+    # where the optimizer is on the CPU without that buffer, and with its own part in one tensor
     found = moments("COAT, offload", gpus=4, stage=1, fp32_gradients=True)
-    assert (found["loss"].gradients, found["gradients"].gradients) == (0, 4 * n)
+    assert (found["loss"].gradients, found["gradients"].gradients) == (0, 4 * n + 4 * n / 4)
+    assert found["step"].gradients == 4 * n / 4
     moments_too = dataclasses.replace(rungs()["BF16"], optimizer="transformer_engine")
     found = [moments(moments_too, gpus=4, stage=stage, fp32_gradients=True)["step"] for stage in (1, 2)]
     assert [memory.temporaries for memory in found] == [2 * 4 * n / 4, 3 * 4 * n / 4]
@@ -46,13 +47,30 @@ def test_gradients_added_up_in_fp32_have_four_bytes():
         wider = 2 * (TABLE + 10) if stage == 1 else 0
         assert found["loss"].buffers - usual["loss"].buffers == wider
         if stage == 1:
-            assert found["gradients"].gradients == 4 * n
+            assert found["gradients"].gradients == 4 * n + 4 * n / 4
             assert found["gradients"].buffers - found["step"].buffers == 4 * 10
         else:
             assert found["step"].gradients == 4 * n / 4
-            # a copy of them in one piece, where in BF16 there is one in FP32 as well
-            assert found["step"].temporaries == 4 * n / 4 - (NORMS if stage == 3 else 0)
-            assert usual["step"].temporaries == (2 + 4) / 4 * found["step"].temporaries
+            # in BF16 a copy of them in one piece, and one in FP32
+            apart = NORMS if stage == 3 else 0
+            assert usual["step"].temporaries == (2 + 4) / 4 * (4 * n / 4 - apart)
+            # stage 2 has them in one piece
+            assert found["step"].temporaries == (4 * n / 4 - apart if stage == 3 else 0)
+            # and widens the head's on its way there
+            wide = 4 * TABLE if stage == 2 else 0
+            assert found["head"].temporaries - usual["head"].temporaries == wide
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_coats_gradients_are_reduced_into_what_the_step_reads(stage):
+    n = SMALL.parameters
+    for flat, copies in ((True, 0), (False, 2 * n / 4)):
+        found = moments("COAT", gpus=4, stage=stage, flat_gradients=flat)["step"]
+        assert (found.gradients, found.temporaries) == (2 * n / 4, copies)
+    # torch's AdamW reads FP32
+    assert moments("BF16", gpus=4, stage=stage)["step"].temporaries == (2 + 4) * n / 4
+    zero = {"stage": stage, "contiguous_gradients": False}
+    assert not layout.from_deepspeed({"zero_optimization": zero}).flat_gradients
 
 
 @pytest.mark.parametrize("name", ["fp32", "float32", "float", "torch.float32", "bf16", None])
