@@ -72,6 +72,7 @@ def test_a_step_gives_the_bits_of_the_fp32_gradient(dtype, more):
 
 def zero_steps(stage, dtype, narrow, keys, drops=True):
     import deepspeed
+    from deepspeed.utils import safe_get_full_grad, safe_set_full_grad
 
     import coat_ds
     from coat_ds.zero import engine as hooks
@@ -102,7 +103,7 @@ def zero_steps(stage, dtype, narrow, keys, drops=True):
         hooks.keep_gradients_narrow = kept
     seen, step = [], engine.basic_optimizer.step
     # where gradients are between their reduction and the step
-    reduced, read = [], []
+    reduced, read, asked = [], [], []
 
     def watch(*args, **kwargs):
         groups = engine.basic_optimizer.param_groups
@@ -126,6 +127,10 @@ def zero_steps(stage, dtype, narrow, keys, drops=True):
             groups = engine.optimizer.averaged_gradients.values()
             flat = [getattr(gradients, "flat_partition", None) for gradients in groups]
             reduced.append([None if t is None else t.data_ptr() for t in flat])
+            # as a script that looks at gradients, and changes one
+            found = [safe_get_full_grad(p) for p in engine.module.parameters()]
+            safe_set_full_grad(engine.module[0].weight, found[0] / 2)
+            asked.append(found)
         engine.step()
         losses.append(loss.item())
     masters = "fp32_partitioned_groups_flat" if stage == 3 else "single_partition_of_fp32_groups"
@@ -136,6 +141,7 @@ def zero_steps(stage, dtype, narrow, keys, drops=True):
         "seen": seen,
         "reduced": reduced,
         "read": read,
+        "asked": asked,
         "norm": float(engine.get_global_grad_norm()),
     }
 
@@ -173,6 +179,7 @@ def test_zero_trains_to_the_same_bits(stage, dtype, keys):
         assert one["norm"] == other["norm"]
         assert all(map(torch.equal, one["masters"], other["masters"]))
         if stage < 3:
+            assert all(map(torch.equal, sum(one["asked"], []), sum(other["asked"], [])))
             # no copy
             assert (one["reduced"] == one["read"]) is flat and len(one["read"]) == 4
             assert {pointer for step in other["reduced"] for pointer in step} == {None}
