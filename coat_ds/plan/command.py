@@ -10,7 +10,7 @@ from pathlib import Path
 from coat_ds.plan import advice, layout, sizes, unplanned
 from coat_ds.plan.errors import PlanError
 from coat_ds.plan.layout import Layout
-from coat_ds.plan.memory import ROLES
+from coat_ds.plan.memory import ROLES, predict
 from coat_ds.plan.roofline import GPUS, Gpu, gpu_called
 from coat_ds.plan.sizes import Sizes
 from coat_ds.plan.systems import System, rungs
@@ -223,11 +223,30 @@ def _notes(model: Sizes, spread: Layout, gpu: Gpu, limit: float, choices: list[a
             f"COAT they {where}."
         )
         lines.append("  Tokens are taken to be spread evenly over experts. None of these peaks was measured.")
+    if spared := _spared_by_stage_2(model, spread, choices):
+        lines.append(
+            f"zero_optimization.stage 2 takes up to {spared / 1e9:.1f} GB less than 1 where nothing divides "
+            "gradients, and sends no more."
+        )
     if on_host := max(choice.prediction.host for choice in choices):
         lines.append(f"offload: up to {on_host / 1e9:.1f} GB of the CPU's memory for each GPU.")
     if any(choice.system.recompute == "full" for choice in choices):
         lines.append("recompute: with gradient checkpointing of whole layers switched on in the script.")
     return lines
+
+
+def _spared_by_stage_2(model: Sizes, spread: Layout, choices: list[advice.Choice]) -> float:
+    """Bytes, of the system where it is most, if more than 3 per cent; 0 unless stage 1 is planned on GPUs
+    each of which steps all of its weights."""
+    if (spread.host, spread.stage, spread.data, spread.pipeline) != ("deepspeed", 1, 1, 1):
+        return 0
+    second = dataclasses.replace(spread, stage=2)
+    spared = 0.0
+    for choice in choices:
+        peak = choice.prediction.peak.total
+        less = peak - predict(model, second, choice.system).peak.total
+        spared = max(spared, less if less > 0.03 * peak else 0)
+    return spared
 
 
 def _recommendation(best: advice.Choice, limit: float) -> str:

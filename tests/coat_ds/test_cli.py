@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -75,6 +76,18 @@ def test_a_plan_for_megatron_names_what_it_leaves_out(capsys):
         "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --vocab-size 128 --context-parallel-size 2"
     )
     assert "not planned: --context-parallel-size: " in said(capsys, "plan", "--megatron", *words.split())
+
+
+def test_a_plan_of_stage_1_says_what_stage_2_spares(capsys):
+    words = ["plan", *SHAPE, "--micro-batch", "1"]
+    gradients = 2 * 6_738_415_616 / 1e9
+    found = re.search(r"stage 2 takes up to ([\d.]+) GB less than 1", said(capsys, *words, "--stage", "1"))
+    assert 0.6 * gradients < float(found[1]) < gradients
+    # divided, or with a pipeline, which goes with stage 1 alone
+    for more in (["--stage", "2"], ["--stage", "1", "--gpus", "2"], ["--gpus", "2", "--pipeline", "2"]):
+        assert "takes up to" not in said(capsys, *words, *more), more
+    # as much as activations take
+    assert "takes up to" not in said(capsys, *words, "--stage", "1", "--micro-batch", "64")
 
 
 def test_version_and_schema(capsys):
