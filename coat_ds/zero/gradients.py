@@ -62,14 +62,9 @@ def keep_gradients_narrow(wrapper) -> None:
         PARTITION.apply(lambda ask: _narrow_partition(wrapper, ask), on=wrapper)
     if hasattr(wrapper, "_use_compact_grad_partition_buffer"):
         BEGIN.apply(lambda begin: _without_old_gradients(wrapper, begin), on=wrapper)
-        _reduce_into_a_flat_tensor(wrapper)
-
-
-def _reduce_into_a_flat_tensor(wrapper) -> None:
-    # an offloaded optimizer's gradients leave the GPU one by one, and ZenFlow's have an order of their own
-    on_gpu = wrapper.contiguous_gradients and not (wrapper.cpu_offload or wrapper.zenflow)
-    if on_gpu and wrapper.gradient_accumulation_dtype == wrapper.dtype:
-        FLAT.apply(lambda ask: functools.wraps(ask)(lambda group: True), on=wrapper)
+        # an offloaded optimizer's gradients leave the GPU one by one
+        if wrapper.contiguous_gradients and not wrapper.cpu_offload:
+            FLAT.apply(lambda ask: functools.wraps(ask)(lambda group_idx: True), on=wrapper)
 
 
 def _without_old_gradients(wrapper, begin: Callable) -> Callable:
