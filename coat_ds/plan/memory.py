@@ -418,8 +418,7 @@ class _Stage:
             if deepspeed:
                 own["gradients"] = own.get("gradients", 0) + head
             # the head's gradient on its way into the flat tensor
-            widened = stage == 2 and self.reduced_flat and layout.fp32_gradients
-            wide = FP32 * self.sizes.table / layout.tensor if widened else 0
+            wide = FP32 * self.sizes.table / layout.tensor if stage == 2 and layout.fp32_gradients else 0
             more = {"gathered": self._second_copies(), "temporaries": hidden + wide}
             moments.append(self._at("head", held, saved=saved, **more, **own))
         if self._gathers():

@@ -60,15 +60,16 @@ def keep_gradients_narrow(wrapper) -> None:
         return
     if hasattr(wrapper, "_get_preflattened_grad_partition"):
         PARTITION.apply(lambda ask: _narrow_partition(wrapper, ask), on=wrapper)
-    if hasattr(wrapper, "_use_compact_grad_partition_buffer"):
+    # an offloaded optimizer's gradients leave the GPU one by one
+    on_gpu = hasattr(wrapper, "_use_compact_grad_partition_buffer") and not wrapper.cpu_offload
+    # DeepSpeed does so in FP32 itself
+    if on_gpu and wrapper.contiguous_gradients and wrapper.gradient_accumulation_dtype == wrapper.dtype:
+        FLAT.apply(lambda ask: functools.wraps(ask)(lambda group_idx: True), on=wrapper)
         BEGIN.apply(lambda begin: _without_old_gradients(wrapper, begin), on=wrapper)
-        # an offloaded optimizer's gradients leave the GPU one by one
-        if wrapper.contiguous_gradients and not wrapper.cpu_offload:
-            FLAT.apply(lambda ask: functools.wraps(ask)(lambda group_idx: True), on=wrapper)
 
 
 def _without_old_gradients(wrapper, begin: Callable) -> Callable:
-    """Separate tensors are written over by the next backward. DeepSpeed adds to a flat one."""
+    """Separate tensors are written over by the next backward. A flat one would be added to."""
 
     @functools.wraps(begin)
     def prologue() -> None:

@@ -185,16 +185,41 @@ def test_zero_trains_to_the_same_bits(stage, dtype, keys):
             assert {pointer for step in other["reduced"] for pointer in step} == {None}
 
 
-@pytest.mark.skipif(
-    not REDUCES_FLAT, reason="DeepSpeed before 0.19.8 writes over gradients that no step takes"
-)
-def test_gradients_in_fp32_that_no_step_takes_are_dropped():
-    """DeepSpeed adds the next ones to them."""
+def test_gradients_in_fp32_go_deepspeeds_way():
+    """Those that no step takes, too: 0.19.8 adds the next ones to them."""
     keys = {"gradient_accumulation_steps": 1, "data_types": {"grad_accum_dtype": "fp32"}}
-    usual, dropped, added = (
-        run_distributed(zero_steps, 2, 2, "bf16", ours, keys, drops)
-        for ours, drops in ((True, False), (True, True), (False, True))
-    )
-    for one, other, wrong in zip(usual, dropped, added, strict=True):
-        assert one["losses"] == other["losses"] != wrong["losses"]
+    ours, theirs = (run_distributed(zero_steps, 2, 2, "bf16", narrow, keys) for narrow in (True, False))
+    for one, other in zip(ours, theirs, strict=True):
+        assert one["losses"] == other["losses"]
         assert all(map(torch.equal, one["masters"], other["masters"]))
+
+
+def large_gradient(bucket):
+    """Whether the last layer's gradient has memory of its own when backward reaches the first."""
+    import deepspeed
+
+    import coat_ds
+
+    deepspeed.init_distributed("gloo")
+    model = torch.nn.Sequential(torch.nn.Linear(64, 64, bias=False), torch.nn.Linear(64, 256, bias=False))
+    config = {
+        "train_micro_batch_size_per_gpu": 4,
+        "zero_optimization": {"stage": 2, "reduce_bucket_size": bucket},
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
+        "bf16": {"enabled": True},
+        "coat": {"enabled": True, "activations": False, "report": False},
+    }
+    engine, *_ = coat_ds.initialize(model=model, model_parameters=model.parameters(), config=config)
+    found, last = [], engine.module[1].weight
+
+    def look(grad):
+        found.append(last.grad is not None and last.grad.untyped_storage().nbytes() == last.nbytes)
+
+    engine.module[0].weight.register_hook(look)
+    engine.backward(engine(torch.ones(4, 64, dtype=torch.bfloat16)).float().square().mean())
+    return found
+
+
+def test_a_gradient_larger_than_a_bucket_stays_until_backward_is_done():
+    for bucket, stays in ((64 * 256 - 1, True), (64 * 256 + 64 * 64, False)):
+        assert run_distributed(large_gradient, 1, bucket) == [[stays and REDUCES_FLAT]]

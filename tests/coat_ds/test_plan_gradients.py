@@ -67,6 +67,12 @@ def test_coats_gradients_are_reduced_into_what_the_step_reads(stage):
     for flat, copies in ((True, 0), (False, 2 * n / 4)):
         found = moments("COAT", gpus=4, stage=stage, flat_gradients=flat)["step"]
         assert (found.gradients, found.temporaries) == (2 * n / 4, copies)
+        # a head that fits no bucket stays until backward is done, as tests/coat_ds/test_narrow_grad.py sees
+        small, large = (
+            moments("COAT", gpus=4, stage=stage, flat_gradients=flat, reduce_bucket=TABLE - less)["layers"]
+            for less in (1, 0)
+        )
+        assert small.gradients - large.gradients == (2 * TABLE if flat and stage == 2 else 0)
     # torch's AdamW reads FP32
     assert moments("BF16", gpus=4, stage=stage)["step"].temporaries == (2 + 4) * n / 4
     zero = {"stage": stage, "contiguous_gradients": False}
