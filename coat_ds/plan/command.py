@@ -228,6 +228,17 @@ def _notes(model: Sizes, spread: Layout, gpu: Gpu, limit: float, choices: list[a
             f"zero_optimization.stage 2 takes up to {spared / 1e9:.1f} GB less than 1 where nothing divides "
             "gradients, and sends no more."
         )
+    loads = [
+        choice.prediction.compressed_load
+        for choice in choices
+        if choice.system.optimizer == "coat"
+        and choice.system.coat.optimizer.checkpoint_layout == "compressed"
+        and choice.prediction.compressed_load > choice.prediction.peak.total
+    ]
+    if loads and spread.host == "deepspeed" and spread.stage in (1, 2):
+        lines.append(
+            f"a load of the compressed checkpoint layout takes more than a step: {max(loads) / 1e9:.1f} GB."
+        )
     if on_host := max(choice.prediction.host for choice in choices):
         lines.append(f"offload: up to {on_host / 1e9:.1f} GB of the CPU's memory for each GPU.")
     if any(choice.system.recompute == "full" for choice in choices):
