@@ -52,6 +52,8 @@ def train(arguments, table: Table) -> None:
     - tokens_per_s_gpu, mfu: by the median step of forward, backward and optimizer; of 989 TFLOP/s, the dense
       BF16 peak, in FP8 rows too, and not counting what is recomputed;
     - compute_ms: of one more step, under torch's profiler, in which the GPU did anything but messages;
+    - busy_ms: of the same step, in which the GPU did anything at all, on the rank that did least: others wait
+      for it in their messages; older rows lack it;
     - flushes: how often torch gave its cache back for want of memory, in all timed steps; older rows lack it;
     - peak_mb, reserved_mb: most that tensors took and that torch took from the GPU in the timed steps;
     - weights_mb, masters_mb, states_mb: bytes of these tensors; copies_mb: of FP8 weights that COAT's layers

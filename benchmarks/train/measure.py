@@ -100,17 +100,19 @@ def run_case(case: Case, steps: int) -> dict[str, float]:
     bytes_of = {"peak": 0, "reserved": 0} | peaks | parts | phases
     times = [milliseconds(*pair) for pair in marks[WARMUP:]]
     spans = gpu_spans(lambda: train_step(engine, batches[0]))
-    # a message lasts as long as other ranks make it wait
+    # a message lasts as long as other ranks make it wait: so compute without them, and the least busy rank
     computes = covered_ms(span for span in spans if not is_message(span)) if spans else math.nan
-    own = [statistics.median(times), computes, flushed, *bytes_of.values()]
+    negated = -covered_ms(spans) if spans else math.nan
+    own = [statistics.median(times), computes, negated, flushed, *bytes_of.values()]
     figures = torch.tensor(own, dtype=torch.float64)
     figures = figures.to(device())
     # the slowest, busiest and fullest rank speak for all
     dist.all_reduce(figures, dist.ReduceOp.MAX)
-    ms, computes, flushed, *values = figures.tolist()
+    ms, computes, negated, flushed, *values = figures.tolist()
     result = {
         "ms": ms,
         "compute_ms": computes,
+        "busy_ms": -negated,
         "flushes": int(flushed),
         "loss_first": losses[0].item(),
         "loss": losses[-1].item(),
