@@ -14,14 +14,17 @@ never a code.
 
 import functools
 import itertools
+from collections.abc import Callable
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from coat_kernels.deferred import fp8_operands
+from coat_kernels.device import uses_kernels
 from coat_kernels.fp8 import Fp8Format
-from coat_kernels.tensorwise.predicted import PredictedScale
-from coat_kernels.tensorwise.quantize import Quantized, quantize_tensor
+from coat_kernels.tensorwise.predicted import Attempt, PredictedScale, write_reference
+from coat_kernels.tensorwise.quantize import Quantized, launch_quantize, quantize_tensor
+from coat_kernels.tensorwise.scale import Scales
 
 WEIGHT_CACHES = ("none", "fp8")
 
@@ -103,16 +106,14 @@ class WeightCache:
         if key == self._key:
             return self._codes, self._largest
         self._key = None
-        if not self._stays:
+        if self._stays and self._codes is not None:
+            into, device = (self._codes, self._largest), self._largest.device
+            shape = self._codes.rows.shape
+            Attempt(self._producer(weight, fmt), self.prediction(fmt), *shape, device, into=into).finish(None)
+        else:
             # free the old copy before the new one is made
             self._largest, self._codes = None, None
-        codes, largest = self._quantize(weight, fmt, columns=True)
-        if self._codes is None:
-            self._codes, self._largest = codes, largest
-        else:
-            self._largest.copy_(largest)
-            for kept, new in zip(self._codes[:3], codes[:3], strict=True):
-                kept.copy_(new)
+            self._codes, self._largest = self._quantize(weight, fmt, columns=True)
         self._key = key
         return self._codes, self._largest
 
@@ -153,6 +154,14 @@ class WeightCache:
         self, weight: torch.Tensor, fmt: Fp8Format, columns: bool = False
     ) -> tuple[Quantized, torch.Tensor]:
         return fp8_operands(weight, fmt, columns=columns, predicted=self.prediction(fmt))
+
+    @staticmethod
+    def _producer(weight: torch.Tensor, fmt: Fp8Format) -> Callable[[Quantized, Scales], torch.Tensor | None]:
+        """Quantizes `weight`, as an `Attempt` has it."""
+        flat = weight.detach().reshape(-1, weight.shape[-1]).contiguous()
+        if uses_kernels(flat):
+            return functools.partial(launch_quantize, flat)
+        return functools.partial(write_reference, flat, fmt=fmt)
 
 
 # for weights that are not kept

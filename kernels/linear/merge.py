@@ -7,7 +7,7 @@ gradient is handed to the weights as views.
 """
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -94,12 +94,16 @@ class MergedCache(WeightCache):
     def _quantize(self, weights, fmt: Fp8Format, columns: bool = False) -> tuple[Quantized, torch.Tensor]:
         if not uses_kernels(weights[0]):
             return fp8_operands(torch.cat([w.detach() for w in weights]), fmt, columns=columns)
-        predicted = self._predicted or PredictedScale(fmt)
-        if self.predicts:
-            self._predicted = predicted
+        predicted = self.prediction(fmt) or PredictedScale(fmt)
         n, k = sum(w.shape[0] for w in weights), weights[0].shape[1]
-        write = functools.partial(_write, weights)
+        write = self._producer(weights, fmt)
         return Attempt(write, predicted, n, k, weights[0].device, True, columns).finish(None)
+
+    @staticmethod
+    def _producer(weights, fmt: Fp8Format) -> Callable[[Quantized, Scales], torch.Tensor | None]:
+        if uses_kernels(weights[0]):
+            return functools.partial(_write, weights)
+        return WeightCache._producer(torch.cat([w.detach() for w in weights]), fmt)
 
 
 class _Bound:

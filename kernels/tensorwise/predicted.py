@@ -76,7 +76,8 @@ def write_reference(x: torch.Tensor, out: Quantized, scales: Scales, fmt: Fp8For
 
 
 class Attempt:
-    """FP8 operands of [m, n] with a predicted scale. `write(out, scales)` launches their producer."""
+    """FP8 operands of [m, n] with a predicted scale. `write(out, scales)` launches their producer. They and
+    their amax lie in new memory, or where earlier ones lie: `into`."""
 
     def __init__(
         self,
@@ -88,10 +89,14 @@ class Attempt:
         rows: bool = True,
         columns: bool = False,
         sums: bool = False,
+        into: tuple[Quantized, torch.Tensor] | None = None,
     ):
         self.write, self.prediction = write, prediction
         self.predicted = prediction.on(device)
-        self.out = empty_operands(m, n, prediction.fmt, device, rows, columns, sums)
+        self.out, self.largest = into or (
+            empty_operands(m, n, prediction.fmt, device, rows, columns, sums),
+            None,
+        )
         self.used = torch.empty_like(self.out.scale)
         self.maxima = write(self.out, Scales(self.predicted, self.used))
 
@@ -99,8 +104,9 @@ class Attempt:
         self, group: dist.ProcessGroup | None, finds_largest: bool = True
     ) -> tuple[Quantized, torch.Tensor | None]:
         """The operands with the right scale, and if asked for the amax, over the ranks of `group`."""
-        out, maxima = self.out, self.maxima
-        largest = torch.empty_like(self.used) if finds_largest else None
+        out, maxima, largest = self.out, self.maxima, self.largest
+        if largest is None and finds_largest:
+            largest = torch.empty_like(self.used)
         if group is not None:
             maxima = largest_of_all(largest_of_maxima(maxima), group)
         self.write(out, Scales(self.predicted, self.used, maxima, maxima.numel(), largest, out.scale))

@@ -6,7 +6,7 @@ import torch
 from coat_kernels.fp8 import E4M3, E5M2
 from coat_kernels.linear import MergedCache, fp8_linear, merged
 from coat_kernels.linear import merge as merging
-from coat_kernels.tensorwise import PredictedScale, quantize_tensor_reference
+from coat_kernels.tensorwise import PredictedScale, predicted, quantize_tensor_reference
 from coat_kernels.weights import invalidate_weight_caches
 
 ROWS, K, TOKENS = (48, 16, 32), 64, 24
@@ -92,6 +92,22 @@ def test_what_is_kept_belongs_to_these_weights(device):
     second, _ = cache.of(others).forward(None, E4M3)
     invalidate_weight_caches()
     assert cache.of(others).forward(None, E4M3)[0] is not second
+
+
+def test_copies_that_a_graph_knows_are_written_in_place(kernels, device, monkeypatch):
+    cache, weights = MergedCache("fp8"), weights_of(device)
+    places = cache.of(weights).stay(None, E4M3)
+    with torch.no_grad():
+        weights[1].mul_(300)
+    with monkeypatch.context() as patched:
+        patched.setattr(predicted, "empty_operands", None)
+        assert cache.of(weights).stay(None, E4M3) == places
+    found, largest = cache.of(weights).forward(None, E4M3)
+    assert (cache, *(t.data_ptr() for t in (largest, *found[:3]))) == places
+    expected, most = MergedCache("fp8").of(weights).forward(None, E4M3)
+    assert largest.equal(most) and found.scale.equal(expected.scale)
+    assert found.rows.float().equal(expected.rows.float())
+    assert found.columns.float().equal(expected.columns.float())
 
 
 def test_other_weights_are_not_written_into_copies_that_a_graph_knows(device):
