@@ -54,7 +54,14 @@ class Way(NamedTuple):
     tensor: int = 1
 
 
-WAYS = {"zero1": Way(1), "zero2": Way(2), "zero3": Way(3), "tp2": Way(1, 2), "tp4": Way(1, 4)}
+WAYS = {
+    "zero1": Way(1),
+    "zero2": Way(2),
+    "zero3": Way(3),
+    "tp2": Way(1, 2),
+    "tp4": Way(1, 4),
+    "tp4_zero2": Way(2, 4),
+}
 
 
 class System(NamedTuple):

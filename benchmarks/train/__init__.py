@@ -42,13 +42,13 @@ def train(arguments, table: Table) -> None:
 
     megatron-core's GPTModel under DeepSpeed, BF16 weights, FP32 masters, clipping at 1.0, random weights and
     tokens, four batches in turn, buckets of 1e8 elements. zero1 to zero3 are ZeRO's stages; tp2 and tp4 are
-    tensor with sequence parallelism and ZeRO-1 over what GPUs are left. Every system is measured at the same
-    micro-batch first, then at the largest that fits a limit on torch's allocator (limited; in 10^9 bytes: a
-    GPU of 80 GiB has 85.9 of them, of which CUDA and NCCL take some); the search begins where `coat plan`
-    expects it to end, and half of the largest is measured last. A row that ran out of memory, failed
-    otherwise or lost its loss has a note. Rows that are in --output or in the file of that name in
-    benchmarks/results, of as many GPUs of that kind, stay and are not measured again, but for such other
-    failures. Columns, of the slowest and fullest rank:
+    tensor with sequence parallelism and ZeRO-1 over what GPUs are left, tp4_zero2 has ZeRO-2. Every system is
+    measured at the same micro-batch first, then at the largest that fits a limit on torch's allocator
+    (limited; in 10^9 bytes: a GPU of 80 GiB has 85.9 of them, of which CUDA and NCCL take some); the search
+    begins where `coat plan` expects it to end, and half of the largest is measured last. A row that ran out
+    of memory, failed otherwise or lost its loss has a note. Rows that are in --output or in the file of that
+    name in benchmarks/results, of as many GPUs of that kind, stay and are not measured again, but for such
+    other failures. Columns, of the slowest and fullest rank:
     - tokens_per_s_gpu, mfu: by the median step of forward, backward and optimizer; of 989 TFLOP/s, the dense
       BF16 peak, in FP8 rows too, and not counting what is recomputed;
     - compute_ms: of one more step, under torch's profiler, in which the GPU did anything but messages;
