@@ -45,14 +45,15 @@ def goes_with(system: System, layout: Layout) -> bool:
     return not (system.bf16_masters and (layout.optimizer_device == "cpu" or layout.in_one_buffer))
 
 
-def largest_micro_batch(sizes: Sizes, layout: Layout, system: System, limit: float) -> int:
-    """The most sequences, `MOST` at most, of which a step's peak is within `limit` bytes; 0 if one is too
-    many."""
+def largest_micro_batch(
+    sizes: Sizes, layout: Layout, system: System, limit: float, with_room: bool = False
+) -> int:
+    """The most sequences, `MOST` at most, of which a step's peak is within `limit` bytes, or
+    `Prediction.with_room` is; 0 if one is too many."""
 
     def fits(micro_batch: int) -> bool:
-        return (
-            predict(sizes, dataclasses.replace(layout, micro_batch=micro_batch), system).peak.total <= limit
-        )
+        found = predict(sizes, dataclasses.replace(layout, micro_batch=micro_batch), system)
+        return (found.with_room if with_room else found.peak.total) <= limit
 
     low, high = 0, 1
     while high <= MOST and fits(high):
@@ -95,9 +96,7 @@ def fastest(
         for given in layouts
         for system in systems
         if goes_with(system, given)
-        for layout in (
-            given.grown(largest_micro_batch(sizes, given, system, limit) or 1) if grow else [given]
-        )
+        for layout in (given.grown(_fast_micro_batch(sizes, given, system, limit)) if grow else [given])
     )
     for system, layout in candidates:
         choice = Choice(
@@ -122,6 +121,12 @@ def fastest(
         )
     most = max(choice.tokens_per_second for choice in found)
     return next(choice for choice in found if choice.tokens_per_second >= (1 - SAME_SPEED) * most)
+
+
+def _fast_micro_batch(sizes: Sizes, layout: Layout, system: System, limit: float) -> int:
+    """The largest that is not slowed down by torch's allocator, if there is one; else the largest, or 1."""
+    sizes_of = (largest_micro_batch(sizes, layout, system, limit, with_room) for with_room in (True, False))
+    return next(filter(None, sizes_of), 1)
 
 
 def _ways_out(layout: Layout, tried: Sequence[Layout]) -> str:

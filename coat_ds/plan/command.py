@@ -228,6 +228,13 @@ def _notes(model: Sizes, spread: Layout, gpu: Gpu, limit: float, choices: list[a
             f"zero_optimization.stage 2 takes up to {spared / 1e9:.1f} GB less than 1 where nothing divides "
             "gradients, and sends no more."
         )
+    piece = max(choice.prediction.in_one_piece for choice in choices)
+    if piece > 0.01 * limit:
+        lines.append(
+            f"stage 1 makes up to {piece / 1e9:.1f} GB of gradients in one piece in each step. Without room "
+            "for them torch's"
+        )
+        lines.append("  allocator gives memory back each time: slower by a third. --fit leaves the room.")
     loads = [
         choice.prediction.compressed_load
         for choice in choices

@@ -105,10 +105,20 @@ class Prediction:
     moments: tuple[Memory, ...]
     host: float
     """Bytes in the CPU's memory for each GPU: of masters, states and gradients, and of parts of weights."""
+    in_one_piece: float
+    """Bytes of the gradients that ZeRO-1 makes anew behind each backward, in one tensor."""
 
     @property
     def peak(self) -> Memory:
         return max(self.moments, key=lambda memory: memory.total)
+
+    @property
+    def with_room(self) -> float:
+        """Bytes in which there is room for `in_one_piece`. In less torch's allocator finds holes alone, gives
+        all that is free back to the GPU and takes it anew, in every step: slower by a third
+        (benchmarks/results/train_13b_4gpu_tp4_flushes.csv)."""
+        before = max(m.total for m in self.moments if m.moment not in ("gradients", "step"))
+        return max(self.peak.total, before + self.in_one_piece)
 
     @property
     def compressed_load(self) -> float:
@@ -177,7 +187,7 @@ class _Stage:
             moments.insert(0, self._loss(held))
         if self._gathers():
             moments.insert(0, self._forward_of_stage_3(held))
-        return Prediction(tuple(moments), self._on_host())
+        return Prediction(tuple(moments), self._on_host(), self._in_one_piece())
 
     def _at(self, moment: str, held: dict, **more: float) -> Memory:
         return Memory(moment, **{role: held.get(role, 0) + more.get(role, 0) for role in ROLES})
@@ -486,13 +496,21 @@ class _Stage:
         flat = self.gradient * part if layout.stage and not self.reduced_flat else 0
         if self.in_one_buffer:
             gradients, flat = self._beside_the_buffer(), 0
-        stays = system.optimizer == "coat" or system.bf16_masters or layout.fp32_gradients
-        wide = 0 if stays else FP32 * part
+        wide = 0 if self._stay_narrow() else FP32 * part
         if system.optimizer == "transformer_engine":
             # both moments in FP32, and gradients; what was flat is gone by then
             flat, wide = 0, (2 if self.in_one_buffer else 3) * FP32 * part
         more = {"gathered": self._second_copies(), "temporaries": flat + wide}
         return self._at("step", held, gradients=gradients, **more)
+
+    def _stay_narrow(self) -> bool:
+        """Whether the step takes gradients as they were added up, without a copy in FP32."""
+        return self.system.optimizer == "coat" or self.system.bf16_masters or self.layout.fp32_gradients
+
+    def _in_one_piece(self) -> float:
+        if self.layout.host != "deepspeed" or self.layout.stage != 1 or self.on_cpu or self.in_one_buffer:
+            return 0
+        return (self.gradient if self._stay_narrow() else FP32) * self.part
 
     def _stepped_together(self) -> float:
         """Elements of this GPU's part that ZeRO-3 steps at once: whole parameters until there are enough."""

@@ -90,6 +90,23 @@ def test_a_plan_of_stage_1_says_what_stage_2_spares(capsys):
     assert "takes up to" not in said(capsys, *words, "--stage", "1", "--micro-batch", "64")
 
 
+def test_at_stage_1_the_recommendation_leaves_room_for_gradients_in_one_piece(capsys):
+    """Of Llama-2-13B over tensor parallel 4: 26 sequences were fast, and 29, the largest, were not
+    (train_13b_4gpu_tp4_flushes.csv)."""
+    words = ["plan", str(ROOT / "configs/model_llama2_13b.json"), "--vocabulary", "32000", "--gpus", "4"]
+    words += ["--tensor", "4", "--sequence", "2048", "--fit", "80GB"]
+    first, second = (plain(capsys, *words, "--stage", stage) for stage in "12")
+    coat = {found["system"]: found for found in first["systems"]}["COAT"]
+    assert first["recommended"]["system"] == "COAT"
+    assert 25 <= first["recommended"]["micro_batch"] <= 27 < coat["largest_micro_batch"]
+    # there they are made before the peak
+    best = second["recommended"]
+    assert best["micro_batch"] == best["largest_micro_batch"]
+    assert "in one piece" in said(capsys, *words, "--stage", "1")
+    for more in (["--stage", "2"], ["--stage", "1", "--memory", "2000"]):
+        assert "in one piece" not in said(capsys, *words[:-2], *more)
+
+
 def test_a_load_that_takes_more_than_a_step_is_named(capsys, tmp_path):
     path = tmp_path / "ds.json"
     for layout, micro_batch, named in (
