@@ -30,6 +30,11 @@ MODELS = (
     ("tensor parallel 2, sequence parallel, 1 × 8192", ["train_8b_2gpu.csv"], {"way": "tp2"}),
     ("Llama-2-13B, 4 GPUs, ZeRO-3, 1 × 2048", ["train_13b_4gpu.csv"], {"layers": 40, "micro_batch": 1}),
     (
+        "tensor parallel 4, sequence parallel, 2 × 2048",
+        ["train_13b_4gpu_tp4_two.csv"],
+        {"way": "tp4", "micro_batch": 2},
+    ),
+    (
         "13B with 10 of 40 layers, 2 GPUs, ZeRO-3, 2 × 2048",
         ["train_13b_2gpu.csv"],
         {"layers": 10, "micro_batch": 2},
@@ -263,6 +268,45 @@ def several_h100s(results: Results) -> str:
     waits = bullets(*(_waits(results, *case) for case in (("7B", 4), ("13B", 1))), said)
     head = ["tokens per second and GPU; peak GB", *systems.values(), "the paper's COAT"]
     return f"{_starred(table(head, *lines))}\n{waits}"
+
+
+# of whole models of 13B over tensor parallelism: the system, and the way in which it was measured
+ROOM = (("BF16", "tp4"), ("COAT", "tp4"), ("COAT, fastest", "tp4"), ("COAT", "tp4_zero2"))
+
+
+@block("performance.md", "leave room")
+def leave_room(results: Results) -> str:
+    """Where torch's allocator gives memory back."""
+    files = ("train_13b_4gpu_tp4_flushes.csv", "train_13b_4gpu_tp4_zero2.csv")
+    rows = [row for file in files for row in results.rows(file) if "ms" in row and row["micro_batch"] > 3]
+    lines = []
+    for system, way in ROOM:
+        own = [row for row in rows if (row["system"], row["way"]) == (system, way)]
+        for row in sorted(own, key=lambda row: row["micro_batch"]):
+            waits = max(0, row["ms"] - row["busy_ms"]) / row["ms"]
+            lines.append(
+                [
+                    f"{system}, ZeRO-{1 + way.endswith('zero2')}",
+                    str(row["micro_batch"]),
+                    gb(row),
+                    f"{row['flushes']:.0f}",
+                    percent(waits),
+                    f"{row['tokens_per_s_gpu']:,.0f}",
+                ]
+            )
+    where = {"micro_batch": 1, "limited": False}
+    one, two = (results.row(files[1], system="COAT", way=way, **where) for way in ("tp4", "tp4_zero2"))
+    fast = results.row(files[1], system="COAT, fastest", way="tp4", **where)
+    said = (
+        f"One sequence: {one['ms']:.0f} ms and {gb(one)} GB in ZeRO-1, {two['ms']:.0f} ms and {gb(two)} GB "
+        f'in ZeRO-2; "fastest" in ZeRO-1 {fast["ms"]:.0f} ms and {gb(fast)} GB.'
+    )
+    free = [row for row in rows if not row["limited"]]
+    sizes = " and ".join(f"{row['micro_batch']}" for row in sorted(free, key=lambda row: row["micro_batch"]))
+    most = max(row["reserved_mb"] for row in free) / 1e3
+    unlimited = f"{sizes} sequences ran without the limit; torch took {most:.0f} GB at most."
+    head = ["", "sequences", "peak GB", "memory given back, in 8 steps", "the GPU waits"]
+    return f"{table([*head, 'tokens per second and GPU'], *lines)}\n{bullets(said, unlimited)}"
 
 
 @block("performance.md", "tensor parallelism")

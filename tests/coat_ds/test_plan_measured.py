@@ -36,8 +36,8 @@ THEN = {
     "1edb649": ({"prefetch": 50_000_000}, {}),
     "515274f": ({"prefetch": 50_000_000}, {}),
 }
-# until then the steps of ZeRO 1 and 2 copied their gradients
-COPIED_UNTIL = "2026-11-27"
+# until then the steps of ZeRO 1 and 2 copied their gradients, but at these commits
+COPIED_UNTIL, FLAT = "2026-11-27", {"c0a3b4c", "a342dac"}
 # Commits, layers and micro-batches over tensor parallelism that "auto" launched then, and replays now.
 LAUNCHED = {("c6ae134", 32, 4), ("758a4f1", 32, 4), ("758a4f1", 40, 3)}
 # rows that nothing can predict, and why
@@ -69,13 +69,18 @@ def measured() -> dict[tuple, dict]:
     return found
 
 
+def is_flat(row: dict) -> bool:
+    """Whether the row's code reduces gradients into the tensor that the step reads."""
+    return row["date"] > COPIED_UNTIL or row["commit"][:7] in FLAT
+
+
 def of_row(row: dict) -> tuple[Sizes, Layout, plan.System]:
     model, way, name, commit = MODELS[row["model"]], WAYS[row["way"]], row["system"], row["commit"][:7]
     if way.tensor > 1 and name == "COAT" and (commit, row["layers"], row["micro_batch"]) in LAUNCHED:
         name = "COAT, no graphs"
     system = SYSTEMS[name]
     size, spread, plans = planned(model, row["layers"], way, row["gpus"], system, row["micro_batch"])
-    spread = dataclasses.replace(spread, flat_gradients=row["date"] > COPIED_UNTIL)
+    spread = dataclasses.replace(spread, flat_gradients=is_flat(row))
     of_layout, of_system = THEN.get(commit, ({}, {}))
     if way.stage < 3 or system.coat is None:
         return size, spread, plans
@@ -306,15 +311,31 @@ def test_zero3s_second_copy_is_what_deepspeed_holds():
 def test_peaks_of_gradients_in_fp32_and_of_the_second_copy():
     """Of the fullest rank, over the workspaces of GEMMs, which were there before."""
     rows = [row for row in read_rows(RESULTS / "zero_gradients.csv") if "peak_mb" in row]
+    looked = 0
     for case in zero_gradients.CASES:
         key = case.stage, case.micro_batches, json.dumps(case.keys)
         ranks = [row for row in rows if (row["stage"], row["micro_batches"], row["keys"]) == key]
-        flat = "fp32" in key[2] or ranks[0]["date"] > COPIED_UNTIL
+        flat = "fp32" in key[2] or is_flat(ranks[0])
         found = zero_gradients.predicted(case, zero_gradients.FULL, ranks[0]["ranks"], flat_gradients=flat)
-        # a bucket may stay from an earlier micro-batch until the step
-        for part, name, bound in (("all", "peak_mb", 0.01), ("step", "step_peak_mb", BOUND)):
+        for part, name in (("all", "peak_mb"), ("step", "step_peak_mb")):
             planned = found[f"{part}_predicted_mb"] - WORKSPACES / 1e6
-            assert planned == pytest.approx(max(row[name] for row in ranks), rel=bound), (key, name)
+            peaks = [row[name] for row in ranks if name in row]
+            if peaks:
+                assert planned == pytest.approx(max(peaks), rel=0.01), (key, name)
+                looked += 1
+    assert looked == 2 * len(zero_gradients.CASES) - 1
+
+
+def test_torchs_allocator_gives_memory_back_in_every_step_where_there_is_no_room():
+    """Of the eight that are timed. Behind a search the limit is 80 GB, else what an H200 has."""
+    looked = {True: 0, False: 0}
+    for key, row in ROWS.items():
+        if "flushes" in row:
+            limit = 80e9 if row["limited"] else 141e9
+            too_full = plan.predict(*of_row(row)).with_room > limit
+            assert (row["flushes"] >= 8) == too_full, key
+            looked[too_full] += 1
+    assert looked[True] >= 3 and looked[False] >= 20
 
 
 def test_what_made_no_step_fits_but_for_the_step():
@@ -338,7 +359,7 @@ def test_a_model_of_transformers_under_trainer():
         model = sizes.from_transformers({"num_hidden_layers": row["layers"], **shape})
         assert model.parameters == row["parameters"]
         spread = Layout(micro_batch=row["micro_batch"], sequence=row["sequence"], gpus=row["gpus"], stage=2)
-        spread = dataclasses.replace(spread, flat_gradients=row["date"] > COPIED_UNTIL)
+        spread = dataclasses.replace(spread, flat_gradients=is_flat(row))
         moments = plan.predict(model, spread, rungs()[row["system"]]).moments
         found = max(m.total for m in moments if m.moment in ("loss", "step")) / 1e6
         assert found == pytest.approx(row["peak_mb"], rel=BOUND), row["system"]
