@@ -11,6 +11,7 @@ import torch
 
 from coat_ds.config import CHECKPOINT_LAYOUTS, KEEP_FP32, check_choice, name_patterns
 from coat_ds.optim.accounting import layout_table, planned_bytes
+from coat_ds.optim.allocator import GivenBack
 from coat_ds.optim.checks import check_can_keep_remainder, check_copy, check_grad_scale, check_tensors
 from coat_ds.optim.fragments import Fragment
 from coat_ds.optim.layouts import Layouts, TensorSet
@@ -154,6 +155,7 @@ class CoatAdamW(torch.optim.Optimizer):
         self.log = log or to_logging
         self._arrived: Counter[str] = Counter()
         self._copies: dict[torch.Tensor, torch.Tensor] = {}
+        self._given_back = GivenBack()
         # by name: in a subclass, DeepSpeed's FusedAdam may follow this class in the MRO
         torch.optim.Optimizer.__init__(self, params, defaults)
         if not callable(keep_fp32):
@@ -178,6 +180,7 @@ class CoatAdamW(torch.optim.Optimizer):
             # which were sets there
             state |= {name: TensorSet(state[name]) for name in ("_kept", "_named")}
             names = [field.name for field in dataclasses.fields(Layouts)]
+            state["_given_back"] = GivenBack()
             state["_layouts"] = Layouts(**{name: state.pop(f"_{name}") for name in names})
         torch.optim.Optimizer.__setstate__(self, state)
 
@@ -260,6 +263,9 @@ class CoatAdamW(torch.optim.Optimizer):
             update_group(
                 group, params, states, self._copies, scaling, seed=self._seed, compiled=self._compiled
             )
+        stepped = next((p for _, params in work for p in params), None)
+        if stepped is not None and (line := self._given_back.end_step(stepped.device)):
+            self.log(line, logging.WARNING)
         return loss
 
     def _of_the_whole(self) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 test_host_config.py; of Megatron: megatron_ext/test_optimizer.py."""
 
 import copy
+import os
 import pickle
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 
 from coat_ds import CoatAdamW, state_bytes
+from coat_ds.optim.allocator import STEPS, GivenBack, times_given_back
 from coat_ds.optim.lines import to_logging
 from coat_ds.optim.moment import Moment
 from coat_ds.optim.options import MOMENTS
@@ -289,3 +291,56 @@ def test_an_optimizer_whose_parameters_were_all_frozen_says_so_once(lines):
     optimizer.step()
     ((level, line),) = lines()
     assert level == "WARNING" and f"found {len(params)} that are frozen" in line and "get_peft_model" in line
+
+
+@pytest.mark.parametrize(
+    "each, said", [([0, 0, 0], []), ([99, 0, STEPS - 1], []), ([0, STEPS, STEPS], [2]), ([99, 0, STEPS], [3])]
+)
+def test_memory_that_the_allocator_gives_back_in_each_step_is_named_once(each, said):
+    """`each`: how often it does in that many steps, of which the first ones warm up."""
+    done = []
+    given_back = GivenBack(lambda device: sum(each[: len(done) + 1]))
+    lines = []
+    for number in range(1, len(each) + 1):
+        found = [given_back.end_step(torch.device("cuda")) for _ in range(STEPS)]
+        assert not any(found[:-1])
+        if found[-1]:
+            lines.append(number)
+            assert f"{each[number - 1]} times in the last {STEPS} steps" in found[-1]
+        done.append(number)
+    assert lines == said
+
+
+def test_a_cpu_gives_nothing_back_to_a_gpu(caplog):
+    params = parameters()
+    optimizer = CoatAdamW(params)
+    for _ in range(2 * STEPS):
+        set_grads(params, 0)
+        optimizer.step()
+    assert times_given_back(torch.device("cpu")) == 0
+    assert "gave memory back" not in caplog.text
+
+
+@pytest.mark.gpu
+def test_an_allocator_without_room_is_seen(device, caplog):
+    """In each step there is enough behind a tensor that is freed, but not in one piece."""
+    if "expandable_segments:True" in os.environ.get("PYTORCH_CUDA_ALLOC_CONF", ""):
+        pytest.skip("one segment grows, where otherwise a block is given back")
+    params = [torch.nn.Parameter(torch.randn(64, 64, device=device))]
+    optimizer = CoatAdamW(params)
+    torch.cuda.empty_cache()
+    limit = torch.cuda.memory_reserved() + 2**30
+    total = torch.cuda.get_device_properties(device).total_memory
+    torch.cuda.set_per_process_memory_fraction(limit / total)
+    try:
+        for _ in range(2 * STEPS):
+            first, second = (torch.empty(400 * 2**20, dtype=torch.uint8, device=device) for _ in range(2))
+            del first
+            third = torch.empty(600 * 2**20, dtype=torch.uint8, device=device)
+            del second, third
+            torch.cuda.empty_cache()
+            params[0].grad = torch.ones_like(params[0])
+            optimizer.step()
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+    assert caplog.text.count("gave memory back") == 1
