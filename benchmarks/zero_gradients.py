@@ -119,7 +119,10 @@ def run_case(case: Case, size: Size) -> dict[str, float]:
     with torch.device(device()):
         model = transformers.LlamaForCausalLM(config).bfloat16()
     engine, *_ = coat_ds.initialize(model=model, config=case.config(size))
-    tokens = torch.randint(size.fields["vocab_size"], (size.micro_batch, size.sequence)).to(device())
+    # the same on all ranks, whatever has drawn numbers until here
+    drawn = torch.Generator().manual_seed(0)
+    shape = size.micro_batch, size.sequence
+    tokens = torch.randint(size.fields["vocab_size"], shape, generator=drawn).to(device())
 
     def peak() -> float:
         found = peak_bytes()
@@ -127,6 +130,7 @@ def run_case(case: Case, size: Size) -> dict[str, float]:
             torch.cuda.reset_peak_memory_stats()
         return max(0, found - before) / 1e6
 
+    losses = []
     for _ in range(STEPS):
         peak()
         passes, step = 0.0, 0.0
@@ -137,7 +141,9 @@ def run_case(case: Case, size: Size) -> dict[str, float]:
             engine.step()
             # of the last micro-batch: earlier ones make no step
             step = peak()
-    row = {"loss": loss.item(), "peak_mb": max(passes, step), "step_peak_mb": step}
+        losses.append(loss.item())
+    row = {"loss_first": losses[0], "loss": losses[-1]}
+    row |= {"peak_mb": max(passes, step), "step_peak_mb": step}
     engine.destroy()
     return row
 
@@ -165,6 +171,7 @@ def zero_gradients(arguments, table: Table) -> None:
     was held before the model, which are the workspaces of GEMMs that predictions count:
     - peak_mb, all_predicted_mb: of forward, backward and the optimizer's step;
     - step_peak_mb, step_predicted_mb: of the latter alone.
+    loss_first, loss: of the first and second step, which older rows lack or have of other tokens.
     Without a GPU, or with --quick, a tiny model; without a GPU gloo, and no peaks.
     """
     on_gpu = torch.cuda.is_available()
