@@ -235,17 +235,6 @@ def _notes(model: Sizes, spread: Layout, gpu: Gpu, limit: float, choices: list[a
             "for them torch's"
         )
         lines.append("  allocator gives memory back each time: slower by a third. --fit leaves the room.")
-    loads = [
-        choice.prediction.compressed_load
-        for choice in choices
-        if choice.system.optimizer == "coat"
-        and choice.system.coat.optimizer.checkpoint_layout == "compressed"
-        and choice.prediction.compressed_load > choice.prediction.peak.total
-    ]
-    if loads and spread.host == "deepspeed" and spread.stage in (1, 2):
-        lines.append(
-            f"a load of the compressed checkpoint layout takes more than a step: {max(loads) / 1e9:.1f} GB."
-        )
     if on_host := max(choice.prediction.host for choice in choices):
         lines.append(f"offload: up to {on_host / 1e9:.1f} GB of the CPU's memory for each GPU.")
     if any(choice.system.recompute == "full" for choice in choices):

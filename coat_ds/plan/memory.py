@@ -120,12 +120,6 @@ class Prediction:
         before = max(m.total for m in self.moments if m.moment not in ("gradients", "step"))
         return max(self.peak.total, before + self.in_one_piece)
 
-    @property
-    def compressed_load(self) -> float:
-        """Bytes that a load of the compressed checkpoint layout takes at stages 1 and 2: moments beside those
-        that parameters are linked to, and one more copy of the second moment."""
-        return self.peak.weights + self.peak.masters + 2.5 * self.peak.states
-
 
 def predict(sizes: Sizes, layout: Layout, system: System) -> Prediction:
     """Bytes of a step. With pipeline parallelism of the fullest stage."""

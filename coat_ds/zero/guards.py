@@ -64,6 +64,13 @@ def link_states(engine) -> None:
         engine.optimizer._lazy_init_hp_params_optimizer_state()
 
 
+def _unlink_states(engine) -> None:
+    """Drops the views of states that parameters have, so that a moment is gone when a loaded one comes."""
+    for p in engine.module.parameters():
+        if (mapping := getattr(p, "_hp_mapping", None)) is not None and mapping.optim_fragment:
+            mapping.optim_fragment.clear()
+
+
 def guard_checkpoints(engine) -> None:
     """Has `engine` restore the codes of a checkpoint, and write states one at a time."""
     LOAD.apply(lambda load: _loading(engine, load), on=engine)
@@ -80,10 +87,17 @@ def _loading(engine, load: Callable) -> Callable:
         if universal := engine.load_universal_checkpoint():
             for group in optimizer.param_groups:
                 group |= {name: _Own(group[name]) for name in FORMATS}
+        else:
+            _unlink_states(engine)
         try:
             with moments_wait_on_cpu(optimizer) if universal else contextlib.nullcontext():
                 result = load(*args, **kwargs)
             saved = [_named_by_checkpoint(group) for group in optimizer.param_groups]
+        except BaseException:
+            # a load that is refused changes nothing; behind another one the first error is the one to see
+            with contextlib.suppress(Exception):
+                link_states(engine)
+            raise
         finally:
             optimizer.restore_layout_options(own)
         if hasattr(engine.optimizer, "_link_all_hp_params"):

@@ -107,24 +107,6 @@ def test_at_stage_1_the_recommendation_leaves_room_for_gradients_in_one_piece(ca
         assert "in one piece" not in said(capsys, *words[:-2], *more)
 
 
-def test_a_load_that_takes_more_than_a_step_is_named(capsys, tmp_path):
-    path = tmp_path / "ds.json"
-    for layout, micro_batch, named in (
-        ("compressed", 1, True),
-        ("compressed", 16, False),
-        ("stock", 1, False),
-    ):
-        block = {"enabled": True, "optimizer": {"checkpoint_layout": layout}}
-        zero = {"stage": 2, "reduce_bucket_size": 50_000_000}
-        config = {"bf16": {"enabled": True}, "zero_optimization": zero, "coat": block}
-        path.write_text(json.dumps(config))
-        words = ["plan", *SHAPE, "--micro-batch", str(micro_batch), "--deepspeed", str(path)]
-        found = "a load of the compressed checkpoint layout takes more than a step: 75.3 GB" in said(
-            capsys, *words
-        )
-        assert found == named, (layout, micro_batch)
-
-
 def test_version_and_schema(capsys):
     with pytest.raises(SystemExit) as end:
         cli.main(["--version"])

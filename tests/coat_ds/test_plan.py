@@ -257,14 +257,11 @@ def test_stage_0_makes_fp32_of_all_gradients_twice():
 def test_engines_and_checkpoints_take_less_than_a_step(gpus, stage, system):
     sizes = Sizes(layers=32, hidden=4096, ffn=11008, heads=32, groups=32, head_dim=128, vocabulary=32000)
     layout = Layout(gpus=gpus, stage=stage, sequence=512)
-    found = plan.predict(sizes, layout, rungs()[system])
-    peak = found.peak
+    peak = plan.predict(sizes, layout, rungs()[system]).peak
     # DeepSpeed's gradients of zeros, before there are states
     assert peak.weights + 2 * peak.masters < peak.total
-    # those of a checkpoint beside those that parameters are linked to
-    assert peak.weights + peak.masters + 2 * peak.states < peak.total
-    # a compressed one's second moment is copied; on few GPUs that takes more at stage 2, as `coat plan` says
-    assert (found.compressed_load < peak.total) == (stage == 1 or gpus == 8)
+    # a load makes each moment when the old one is gone; a compressed one's second moment is copied
+    assert peak.weights + peak.masters + 1.5 * peak.states < peak.total
 
 
 def test_messages_of_a_step_are_those_on_paper():
