@@ -125,8 +125,8 @@ def fastest(
 
 def _fast_micro_batch(sizes: Sizes, layout: Layout, system: System, limit: float) -> int:
     """The largest that is not slowed down by torch's allocator, if there is one; else the largest, or 1."""
-    sizes_of = (largest_micro_batch(sizes, layout, system, limit, with_room) for with_room in (True, False))
-    return next(filter(None, sizes_of), 1)
+    largest = (largest_micro_batch(sizes, layout, system, limit, with_room) for with_room in (True, False))
+    return next(filter(None, largest), 1)
 
 
 def _ways_out(layout: Layout, tried: Sequence[Layout]) -> str:
