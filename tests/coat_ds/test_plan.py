@@ -264,6 +264,34 @@ def test_engines_and_checkpoints_take_less_than_a_step(gpus, stage, system):
     assert peak.weights + peak.masters + 1.5 * peak.states < peak.total
 
 
+@pytest.mark.parametrize(
+    "system, spread, bytes_each",
+    [
+        ("COAT", {"stage": 1}, 2),
+        # in a buffer that stays
+        ("COAT", {"stage": 1, "fp32_gradients": True}, 0),
+        ("COAT, smallest, recomputed attention", {"stage": 1}, 2),
+        # DeepSpeed's step reads gradients in FP32
+        ("BF16", {"stage": 1}, 4),
+        ("COAT, offload", {"stage": 1}, 0),
+        ("COAT", {"stage": 2}, 0),
+        ("COAT", {"stage": 3}, 0),
+        ("COAT", {"stage": 1, "host": "megatron"}, 0),
+    ],
+)
+def test_room_is_left_for_the_gradients_that_stage_1_makes_anew(system, spread, bytes_each):
+    """Beside what a step holds before, not beside other gradients."""
+    for tokens in (1, 512):
+        layout = Layout(gpus=2, sequence=tokens, reduce_bucket=100, **spread)
+        found = plan.predict(SMALL, layout, rungs()[system])
+        assert found.in_one_piece == bytes_each * SMALL.parameters / 2
+        before = [m.total for m in found.moments if m.moment in ("loss", "forward", "head", "layers")]
+        assert found.with_room == max(found.peak.total, max(before) + found.in_one_piece)
+        if spread == {"stage": 1} and system == "COAT":
+            # few activations are gone when gradients are there
+            assert (found.with_room == found.peak.total) == (tokens == 1)
+
+
 def test_messages_of_a_step_are_those_on_paper():
     """What a GPU of four sends: three quarters of what is gathered, and of what is reduced."""
     whole = 2 * SMALL.parameters * 3 / 4
