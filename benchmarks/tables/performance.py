@@ -5,6 +5,7 @@ import statistics
 from collections.abc import Iterable
 
 from benchmarks.common.harness import read_rows
+from benchmarks.common.whole_models import WAYS
 from benchmarks.tables.blocks import Results, between, block, bullets, gb, percent, table
 
 SYSTEMS = {
@@ -270,30 +271,23 @@ def several_h100s(results: Results) -> str:
     return f"{_starred(table(head, *lines))}\n{waits}"
 
 
-# of whole models of 13B over tensor parallelism: the system, and the way in which it was measured
-ROOM = (("BF16", "tp4"), ("COAT", "tp4"), ("COAT, fastest", "tp4"), ("COAT", "tp4_zero2"))
-
-
 @block("performance.md", "leave room")
 def leave_room(results: Results) -> str:
     """Where torch's allocator gives memory back."""
     files = ("train_13b_4gpu_tp4_flushes.csv", "train_13b_4gpu_tp4_zero2.csv")
     rows = [row for file in files for row in results.rows(file) if "ms" in row and row["micro_batch"] > 3]
-    lines = []
-    for system, way in ROOM:
-        own = [row for row in rows if (row["system"], row["way"]) == (system, way)]
-        for row in sorted(own, key=lambda row: row["micro_batch"]):
-            waits = max(0, row["ms"] - row["busy_ms"]) / row["ms"]
-            lines.append(
-                [
-                    f"{system}, ZeRO-{1 + way.endswith('zero2')}",
-                    str(row["micro_batch"]),
-                    gb(row),
-                    f"{row['flushes']:.0f}",
-                    percent(waits),
-                    f"{row['tokens_per_s_gpu']:,.0f}",
-                ]
-            )
+    rows.sort(key=lambda row: (WAYS[row["way"]].stage, row["system"], row["micro_batch"]))
+    lines = [
+        [
+            f"{row['system']}, ZeRO-{WAYS[row['way']].stage}",
+            str(row["micro_batch"]),
+            gb(row),
+            f"{row['flushes']:.0f}",
+            percent(max(0, row["ms"] - row["busy_ms"]) / row["ms"]),
+            f"{row['tokens_per_s_gpu']:,.0f}",
+        ]
+        for row in rows
+    ]
     where = {"micro_batch": 1, "limited": False}
     one, two = (results.row(files[1], system="COAT", way=way, **where) for way in ("tp4", "tp4_zero2"))
     fast = results.row(files[1], system="COAT, fastest", way="tp4", **where)
@@ -302,7 +296,7 @@ def leave_room(results: Results) -> str:
         f'in ZeRO-2; "fastest" in ZeRO-1 {fast["ms"]:.0f} ms and {gb(fast)} GB.'
     )
     free = [row for row in rows if not row["limited"]]
-    sizes = " and ".join(f"{row['micro_batch']}" for row in sorted(free, key=lambda row: row["micro_batch"]))
+    sizes = " and ".join(str(row["micro_batch"]) for row in free)
     most = max(row["reserved_mb"] for row in free) / 1e3
     unlimited = f"{sizes} sequences ran without the limit; torch took {most:.0f} GB at most."
     head = ["", "sequences", "peak GB", "memory given back, in 8 steps", "the GPU waits"]

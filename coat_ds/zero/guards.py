@@ -94,7 +94,8 @@ def _loading(engine, load: Callable) -> Callable:
                 result = load(*args, **kwargs)
             saved = [_named_by_checkpoint(group) for group in optimizer.param_groups]
         except BaseException:
-            # a load that is refused changes nothing; behind another one the first error is the one to see
+            # An interrupt, too, leaves the engine as a refused load does: as it was, and linked. Where a load
+            # broke off halfway, states may not be there to link. It is the load's own error that is raised.
             with contextlib.suppress(Exception):
                 link_states(engine)
             raise

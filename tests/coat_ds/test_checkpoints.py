@@ -15,14 +15,11 @@ import zipfile
 import pytest
 import torch
 from torch import nn
-from torch.multiprocessing.reductions import StorageWeakRef
 
 import coat_ds
 from coat_ds.optim.moment import Moment
-from coat_ds.optim.options import MOMENTS
 from coat_ds.zero.partitions import partitions
 from tests.coat_ds.faithful import assert_faithful, assert_ratio_faithful
-from tests.coat_ds.optimizers import assert_equal
 from tests.coat_ds.test_zero import (
     FP8_BOUND,
     OFFLOAD,
@@ -550,55 +547,3 @@ def test_files_in_pytorchs_older_format_hold_the_states(tmp_path):
     ((saved, loaded),) = run_distributed(in_pytorchs_older_format, 1, str(tmp_path))
     assert len(saved) > 6 and all(map(torch.equal, saved, loaded))
     assert not zipfile.is_zipfile(next(tmp_path.glob("older/*optim_states.pt")))
-
-
-def refusing(*_):
-    raise ValueError("refused")
-
-
-def loads(folder, stage, layout):
-    """Whether a moment's old codes were alive when the loaded one was made, of all moments; and states before
-    and behind a load, and behind one that is refused."""
-    from coat_ds.optim import loading
-
-    engine = start(cell(stage, model=Given), layout=layout, second=NEW)
-    optimizer, restored = engine.basic_optimizer, loading.restored
-    engine.backward(engine(0))
-    engine.step()
-    engine.save_checkpoint(folder, tag="a")
-    held = [
-        [
-            StorageWeakRef(piece.storage.codes.untyped_storage())
-            for name in MOMENTS
-            for piece in state[name].pieces
-        ]
-        for state in optimizer.state.values()
-    ]
-    alive = []
-
-    def noted(loaded, index, *args):
-        alive.append(not all(ref.expired() for ref in held[index]))
-        return restored(loaded, index, *args)
-
-    states = [full_states(engine)]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(loading, "restored", noted)
-        engine.load_checkpoint(folder, tag="a")
-        states.append(full_states(engine))
-        patch.setattr(loading, "check_groups", refusing)
-        with pytest.raises(ValueError, match="refused"):
-            engine.load_checkpoint(folder, tag="a")
-    states.append(full_states(engine))
-    return alive, states
-
-
-@pytest.mark.parametrize("layout", ["stock", "compressed"])
-@pytest.mark.parametrize("stage", [1, 2, 3])
-def test_an_old_moment_is_gone_before_the_loaded_one_comes(stage, layout, tmp_path):
-    """A GPU has no room for both. A load that is refused leaves all as it was."""
-    ((alive, states),) = run_distributed(loads, 1, str(tmp_path), stage, layout)
-    assert len(alive) >= 2 and not any(alive)
-    before, *later = ([t for one in found for t in one] for found in states)
-    assert len(before) > 6
-    for found in later:
-        assert_equal(before, found)

@@ -2,6 +2,7 @@
 test_host_config.py; of Megatron: megatron_ext/test_optimizer.py."""
 
 import copy
+import itertools
 import os
 import pickle
 from pathlib import Path
@@ -298,17 +299,12 @@ def test_an_optimizer_whose_parameters_were_all_frozen_says_so_once(lines):
 )
 def test_memory_that_the_allocator_gives_back_in_each_step_is_named_once(each, said):
     """`each`: how often it does in that many steps, of which the first ones warm up."""
-    done = []
-    given_back = GivenBack(lambda device: sum(each[: len(done) + 1]))
-    lines = []
-    for number in range(1, len(each) + 1):
-        found = [given_back.end_step(torch.device("cuda")) for _ in range(STEPS)]
-        assert not any(found[:-1])
-        if found[-1]:
-            lines.append(number)
-            assert f"{each[number - 1]} times in the last {STEPS} steps" in found[-1]
-        done.append(number)
-    assert lines == said
+    totals = iter(itertools.accumulate(each))
+    given_back = GivenBack(lambda device: next(totals))
+    for number, times in enumerate(each, 1):
+        *earlier, line = (given_back.end_step(torch.device("cuda")) for _ in range(STEPS))
+        assert not any(earlier) and bool(line) == (number in said)
+        assert not line or f"{times} times in the last {STEPS} steps" in line
 
 
 def test_a_cpu_gives_nothing_back_to_a_gpu(caplog):

@@ -74,6 +74,10 @@ def is_flat(row: dict) -> bool:
     return row["date"] > COPIED_UNTIL or row["commit"][:7] in FLAT
 
 
+def gpu_of(row: dict) -> plan.Gpu:
+    return plan.GPUS["h100" if "H100" in row["device"] else "h200"]
+
+
 def of_row(row: dict) -> tuple[Sizes, Layout, plan.System]:
     model, way, name, commit = MODELS[row["model"]], WAYS[row["way"]], row["system"], row["commit"][:7]
     if way.tensor > 1 and name == "COAT" and (commit, row["layers"], row["micro_batch"]) in LAUNCHED:
@@ -327,11 +331,11 @@ def test_peaks_of_gradients_in_fp32_and_of_the_second_copy():
 
 
 def test_torchs_allocator_gives_memory_back_in_every_step_where_there_is_no_room():
-    """Of the eight that are timed. Behind a search the limit is 80 GB, else what an H200 has."""
+    """Of the eight that are timed. In a search the limit is 80 GB, else what the GPU has."""
     looked = {True: 0, False: 0}
     for key, row in ROWS.items():
         if "flushes" in row:
-            limit = 80e9 if row["limited"] else 141e9
+            limit = 80e9 if row["limited"] else gpu_of(row).memory
             too_full = plan.predict(*of_row(row)).with_room > limit
             assert (row["flushes"] >= 8) == too_full, key
             looked[too_full] += 1
@@ -380,8 +384,7 @@ def test_no_gpu_was_busy_for_less_than_the_roofline():
         if "compute_ms" not in row or key[:5] in UNPREDICTED:
             continue
         model, spread, system = of_row(row)
-        gpu = plan.GPUS["h100" if "H100" in row["device"] else "h200"]
-        time = plan.step_time(model, spread, system, gpu)
+        time = plan.step_time(model, spread, system, gpu_of(row))
         busy = time.products + time.attention + time.bytes + time.optimizer
         assert 0.1 * row["compute_ms"] < busy < row["compute_ms"], key
         assert time.total < row["ms"], key
