@@ -127,8 +127,7 @@ NOT_MEASURED = (
     "Nothing above four GPUs, nor on more than one node.",
     "Nothing above 125M parameters or 300 million tokens to convergence.",
     "At one billion parameters no more than 46 million tokens and three seeds.",
-    '13B whole under ZeRO-3 with two sequences, but of recompute and "fastest" within 80 GB; and its fastest '
-    "micro-batch over tensor parallelism: a few were tried.",
+    "The fastest micro-batch of 13B over tensor parallelism: a few were tried.",
     "Nothing on a data set that others use.",
     "Nothing with torch newer than 2.14.1, and with that no more than a layer, the optimizer and Llama-2-7B "
     "under ZeRO-3.",

@@ -171,7 +171,8 @@ def zero_gradients(arguments, table: Table) -> None:
     was held before the model, which are the workspaces of GEMMs that predictions count:
     - peak_mb, all_predicted_mb: of forward, backward and the optimizer's step;
     - step_peak_mb, step_predicted_mb: of the latter alone.
-    loss_first, loss: of the first and second step, which older rows lack or have of other tokens.
+    loss_first, loss: of the first and second step. They may differ from process to process, as cuDNN's
+    attention does (docs/optimizer.md).
     Without a GPU, or with --quick, a tiny model; without a GPU gloo, and no peaks.
     """
     on_gpu = torch.cuda.is_available()

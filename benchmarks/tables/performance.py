@@ -30,6 +30,7 @@ MODELS = (
     ("Llama-3-8B, 2 GPUs, ZeRO-2, 1 × 8192 a rank", ["train_8b_2gpu.csv"], {"way": "zero2"}),
     ("tensor parallel 2, sequence parallel, 1 × 8192", ["train_8b_2gpu.csv"], {"way": "tp2"}),
     ("Llama-2-13B, 4 GPUs, ZeRO-3, 1 × 2048", ["train_13b_4gpu.csv"], {"layers": 40, "micro_batch": 1}),
+    ("the same, 2 × 2048", ["train_13b_4gpu_two.csv"], {"micro_batch": 2}),
     (
         "tensor parallel 4, sequence parallel, 2 × 2048",
         ["train_13b_4gpu_tp4_two.csv"],

@@ -37,7 +37,7 @@ THEN = {
     "515274f": ({"prefetch": 50_000_000}, {}),
 }
 # until then the steps of ZeRO 1 and 2 copied their gradients, but at these commits
-COPIED_UNTIL, FLAT = "2026-11-27", {"c0a3b4c", "a342dac"}
+COPIED_UNTIL, FLAT = "2026-11-27", {"c0a3b4c", "a342dac", "e2c1def"}
 # Commits, layers and micro-batches over tensor parallelism that "auto" launched then, and replays now.
 LAUNCHED = {("c6ae134", 32, 4), ("758a4f1", 32, 4), ("758a4f1", 40, 3)}
 # rows that nothing can predict, and why
@@ -124,7 +124,9 @@ def test_each_phase_is_predicted_where_it_was_measured():
         if key[:5] in UNPREDICTED or "forward_peak_mb" not in row or row["commit"][:7] == "1edb649":
             continue
         moments = {moment.moment: moment.total / 1e6 for moment in plan.predict(*of_row(row)).moments}
-        if "module by module" not in row["system"]:
+        # the step whose phases were looked at: ZeRO-3 gathered further ahead than where steps were timed
+        of_timed_steps = row["forward_peak_mb"] <= 1.01 * row["peak_mb"]
+        if "module by module" not in row["system"] and of_timed_steps:
             found = max(moments["loss"], moments.get("forward", 0))
             assert found == pytest.approx(row["forward_peak_mb"], rel=0.01), key
             looked += 1
@@ -315,7 +317,6 @@ def test_zero3s_second_copy_is_what_deepspeed_holds():
 def test_peaks_of_gradients_in_fp32_and_of_the_second_copy():
     """Of the fullest rank, over the workspaces of GEMMs, which were there before."""
     rows = [row for row in read_rows(RESULTS / "zero_gradients.csv") if "peak_mb" in row]
-    looked = 0
     for case in zero_gradients.CASES:
         key = case.stage, case.micro_batches, json.dumps(case.keys)
         ranks = [row for row in rows if (row["stage"], row["micro_batches"], row["keys"]) == key]
@@ -323,11 +324,7 @@ def test_peaks_of_gradients_in_fp32_and_of_the_second_copy():
         found = zero_gradients.predicted(case, zero_gradients.FULL, ranks[0]["ranks"], flat_gradients=flat)
         for part, name in (("all", "peak_mb"), ("step", "step_peak_mb")):
             planned = found[f"{part}_predicted_mb"] - WORKSPACES / 1e6
-            peaks = [row[name] for row in ranks if name in row]
-            if peaks:
-                assert planned == pytest.approx(max(peaks), rel=0.01), (key, name)
-                looked += 1
-    assert looked == 2 * len(zero_gradients.CASES) - 1
+            assert planned == pytest.approx(max(row[name] for row in ranks), rel=0.01), (key, name)
 
 
 def test_torchs_allocator_gives_memory_back_in_every_step_where_there_is_no_room():
