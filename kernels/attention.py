@@ -8,7 +8,7 @@ second copy.
 
 import contextlib
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -28,11 +28,23 @@ BACKENDS = (
     SDPBackend.EFFICIENT_ATTENTION,
     SDPBackend.MATH,
 )
+_IS_ON = {
+    SDPBackend.CUDNN_ATTENTION: torch.backends.cuda.cudnn_sdp_enabled,
+    SDPBackend.FLASH_ATTENTION: torch.backends.cuda.flash_sdp_enabled,
+    SDPBackend.EFFICIENT_ATTENTION: torch.backends.cuda.mem_efficient_sdp_enabled,
+    SDPBackend.MATH: torch.backends.cuda.math_sdp_enabled,
+}
 
 # numbers to which rows of a mask are padded, so that torch's kernels take it as it lies
 _ALIGNED = 16
 # what is added to scores that are masked: below all scores, and finite when kernels multiply it by log2(e)
 _MASKED = -(2.0**100)
+
+
+def switched_on(backends: Sequence[SDPBackend]) -> list[SDPBackend]:
+    """Those of `backends` that nobody has switched off, by `torch.backends.cuda.enable_cudnn_sdp(False)`
+    for one, or an open `torch.nn.attention.sdpa_kernel`."""
+    return [backend for backend in backends if _IS_ON[backend]()]
 
 
 class _Order(NamedTuple):
@@ -199,7 +211,8 @@ def causal_attention(
             layers share. FLASH_ATTENTION takes no mask.
         group_size: keep q, k, v and the output in groups of this size; None keeps them as they are.
         saved_format: of the groups, one of `coat_kernels.groups.GROUP_FORMATS`.
-        backends: of scaled_dot_product_attention, the first that works is taken. CPUs have their own.
+        backends: of scaled_dot_product_attention, the first that works and is not switched off is taken. CPUs
+            have their own.
         batch_first: the first two dimensions of inputs and output are [b, s].
 
     Returns [s, b, n * e], carrying its origin.
@@ -209,7 +222,9 @@ def causal_attention(
     mask = None
     if window is not None and (s := heads[0].shape[2]) > window + 1:
         mask = _window_mask(s, window, q.dtype, q.device)
-    choice = sdpa_kernel(list(backends), set_priority=True) if q.is_cuda else contextlib.nullcontext()
+    choice = contextlib.nullcontext()
+    if q.is_cuda:
+        choice = sdpa_kernel(switched_on(backends), set_priority=True)
     keeps = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
     compressed = None
     hooks = contextlib.nullcontext()

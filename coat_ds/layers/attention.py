@@ -20,7 +20,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from coat_ds.config import ActivationsConfig
 from coat_ds.layers.log import say_once
 from coat_ds.layers.replaced import DTYPES, autocast_dtype, is_evaluated
-from coat_kernels.attention import additive_mask, causal_attention, kept_attention
+from coat_kernels.attention import additive_mask, causal_attention, kept_attention, switched_on
 from coat_kernels.groups.reference import DEFAULT_FORMAT
 from coat_kernels.origin import Origin, note, noted, origin_of
 
@@ -30,7 +30,7 @@ STOCK = "sdpa"
 STATE = "coat_attention"
 # on attention modules of a converted model that stay as they are
 LEFT = "coat_left_attention"
-WITHOUT_CUDNN = [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+WITHOUT_CUDNN = (SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH)
 # arguments of transformers' function that change what attention computes, or are refused there
 _CHANGING = ("position_bias", "softcap", "cache")
 
@@ -202,7 +202,9 @@ def any_attention(
 
         def attend(*heads):
             dropout, scale = arguments.get("dropout", 0.0), arguments.get("scaling")
-            with sdpa_kernel(WITHOUT_CUDNN) if chooses else contextlib.nullcontext():
+            # torch's operations are always there
+            backends = switched_on(WITHOUT_CUDNN) or [SDPBackend.MATH]
+            with sdpa_kernel(backends) if chooses else contextlib.nullcontext():
                 return F.scaled_dot_product_attention(*heads, attn_mask=mask, dropout_p=dropout, scale=scale)
     else:
 

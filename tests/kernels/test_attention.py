@@ -7,8 +7,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from coat_kernels.attention import additive_mask, causal_attention, kept_attention
+from coat_kernels.attention import BACKENDS, additive_mask, causal_attention, kept_attention, switched_on
 from coat_kernels.fp8 import E4M3
 from coat_kernels.linear import fp8_linear
 from coat_kernels.origin import forget_notes, origin_of
@@ -345,3 +347,36 @@ def test_scale_and_channels_that_are_no_multiple_of_the_group(device):
     assert rel_rms(y, expected.permute(2, 0, 1, 3).flatten(2)) < 2**-7
     y.sum().backward()
     assert q.grad.isfinite().all()
+
+
+def test_what_is_switched_off_is_left_out():
+    *rest, last = BACKENDS
+    assert switched_on(BACKENDS) == [*rest, last]
+    torch.backends.cuda.enable_cudnn_sdp(False)
+    try:
+        assert switched_on(BACKENDS) == [b for b in BACKENDS if b != SDPBackend.CUDNN_ATTENTION]
+    finally:
+        torch.backends.cuda.enable_cudnn_sdp(True)
+    # in our order, not in theirs
+    with sdpa_kernel([last, *rest[1:]]):
+        assert switched_on(BACKENDS) == [*rest[1:], last]
+    with sdpa_kernel(SDPBackend.EFFICIENT_ATTENTION):
+        assert switched_on((SDPBackend.CUDNN_ATTENTION,)) == []
+
+
+@pytest.mark.gpu
+def test_a_backend_that_is_switched_off_is_not_taken():
+    class Seen(TorchDispatchMode):
+        def __init__(self):
+            super().__init__()
+            self.names = []
+
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            self.names.append(str(function))
+            return function(*args, **(kwargs or {}))
+
+    for backend, name in ((None, "cudnn"), (SDPBackend.FLASH_ATTENTION, "flash"), (SDPBackend.MATH, "bmm")):
+        with sdpa_kernel(list(BACKENDS) if backend is None else backend), Seen() as seen:
+            causal_attention(*qkv("cuda"))
+        assert any(name in found for found in seen.names)
+        assert backend is None or not any("cudnn" in found for found in seen.names)
