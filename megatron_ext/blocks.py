@@ -17,7 +17,7 @@ from torch.nn.modules.module import _has_any_global_hook
 from coat_ds.layers.log import say_once
 from coat_kernels.attention import origin_in_groups
 from coat_kernels.blocks import attention_block, mlp_block, qkv_block
-from coat_kernels.graphs import graphed_work
+from coat_kernels.graphs import gradient_leaves, graphed_work
 from coat_kernels.groups import quantize_groups
 from coat_kernels.linear import LinearOptions
 from coat_kernels.origin import origin_of
@@ -222,7 +222,8 @@ def is_small(parts: Parts, x: torch.Tensor) -> bool:
     ranks = parts.qkv.tp_group.size()
     # under sequence parallelism x holds this rank's tokens; the GEMMs take those of all ranks
     tokens = x.shape[0] * x.shape[1] * (ranks if parts.qkv.sequence_parallel else 1)
-    return tokens * sum(linear.weight.numel() for linear in parts.linears) <= graphed_work(ranks)
+    most = graphed_work(ranks, gradient_leaves(parts.qkv.weight))
+    return tokens * sum(linear.weight.numel() for linear in parts.linears) <= most
 
 
 def _no_graph(parts: Parts, x: torch.Tensor) -> str | None:

@@ -397,6 +397,21 @@ def small_layers(results: Results) -> str:
     )
 
 
+@block("performance.md", "graphs of 7B")
+def graphs_of_7b(results: Results) -> str:
+    """Where layers are replayed that are no longer small."""
+    lines = []
+    for gpus, stage, size in ((1, 2, 1), (4, 2, 1), (4, 1, 1), (1, 2, 2), (4, 2, 2), (4, 1, 2)):
+        where = {"way": f"zero{stage}", "micro_batch": size}
+        found = (
+            results.row(f"train_7b_{gpus}gpu_graphs.csv", system=system, **where)
+            for system in ("COAT", "COAT, graphs")
+        )
+        title = f"{gpus} GPU{'s' * (gpus > 1)}, ZeRO-{stage}, {size} × 2048"
+        lines.append([title, *(f"{r['ms']:.0f} ms; {gb(r)} GB" for r in found)])
+    return table(["Llama-2-7B, a step", "layers launched", "layers replayed"], *lines)
+
+
 @block("performance.md", "recompute")
 def recompute(results: Results) -> str:
     names = {

@@ -33,7 +33,7 @@ from coat_ds.layers.replaced import (
 )
 from coat_kernels.attention import additive_mask, causal_attention, origin_in_groups
 from coat_kernels.blocks import attention_block, mlp_block, qkv_block
-from coat_kernels.graphs import Graphs, graphed_work
+from coat_kernels.graphs import Graphs, gradient_leaves, graphed_work
 from coat_kernels.groups import quantize_groups
 from coat_kernels.head_norm import head_norm
 from coat_kernels.linear import LinearOptions
@@ -348,7 +348,8 @@ def uses_graphs(layer: Fp8DecoderLayer, x: torch.Tensor) -> bool:
             where = "under ZeRO-3, where weights move" if x.is_cuda else "on a CPU"
             say_once(f"coat.activations.cuda_graphs: found True, of no effect {where}. Drop the key.")
         return False
-    return wanted is True or x.shape[0] * x.shape[1] * sum(w.numel() for w in weights) <= graphed_work()
+    most = graphed_work(gradients_leave=gradient_leaves(weights[0]))
+    return wanted is True or x.shape[0] * x.shape[1] * sum(w.numel() for w in weights) <= most
 
 
 def _is_foreign(name: str, value: object) -> bool:

@@ -237,7 +237,8 @@ class _Stage:
         blocks = system.layers == "coat" and system.recompute == "none" and self.sizes.experts is None
         wanted = system.coat.activations.cuda_graphs
         if wanted == "auto":
-            wanted = layout.tokens * self.matrices / self.layers <= graphed_work(layout.tensor)
+            leave = layout.host == "megatron" or (layout.stage == 2 and (self.reduced_flat or self.on_cpu))
+            wanted = layout.tokens * self.matrices / self.layers <= graphed_work(layout.tensor, leave)
         return bool(blocks and wanted and layout.stage < 3)
 
     def _buckets(self) -> float:

@@ -18,7 +18,7 @@ from coat_ds.zero import recompute
 from coat_ds.zero.build import let_zero_accept, optimizer_for_engine
 from coat_ds.zero.deepspeed_config import bf16_key, check, has_optimizer, no_conversion, section
 from coat_ds.zero.grad_norm import batch_gradient_norms
-from coat_ds.zero.gradients import keep_gradients_narrow
+from coat_ds.zero.gradients import keep_gradients_narrow, leave_early
 from coat_ds.zero.guards import guard_checkpoints, guard_offloading, link_states
 from coat_ds.zero.layer_units import LayerUnits
 from coat_ds.zero.log import say
@@ -29,6 +29,7 @@ from coat_ds.zero.stage0 import translate_checkpoints
 from coat_ds.zero.status import Status, idle_layers
 from coat_ds.zero.uncalled import report_uncalled
 from coat_ds.zero.watch import watch_engine
+from coat_kernels.graphs import LEAVES
 
 DESTROY = Patch(
     "end of an engine",
@@ -136,6 +137,7 @@ def finish(engine, prepared: Prepared) -> None:
         for line in idle_bf16_params(coat.optimizer.bf16_params, inner.state, way_out):
             say(line, logging.WARNING)
         guard_offloading(engine)
+    _mark_gradients(engine.module, leave_early(engine.optimizer))
     if coat.report.saved:
         report_saved(engine.module, say)
     if coat.checkpointing.compress:
@@ -152,6 +154,12 @@ def finish(engine, prepared: Prepared) -> None:
     say(str(engine.coat))
 
 
+def _mark_gradients(model: torch.nn.Module, leave: bool) -> None:
+    """Tells layers, which ask before they are recorded as CUDA graphs."""
+    for p in model.parameters():
+        setattr(p, LEAVES, leave)
+
+
 def give_back(prepared: Prepared) -> None:
     """Gives the model's layers back, unless a later engine has it. May be called again."""
     prepared.units.undo()
@@ -159,6 +167,7 @@ def give_back(prepared: Prepared) -> None:
     if model is None or _last.get(model) is not prepared.units:
         return
     recompute.keep_inputs(model)
+    _mark_gradients(model, False)
     try:
         undo(model)
     except RuntimeError as error:

@@ -68,6 +68,15 @@ def keep_gradients_narrow(wrapper) -> None:
         BEGIN.apply(lambda begin: _without_old_gradients(wrapper, begin), on=wrapper)
 
 
+def leave_early(wrapper) -> bool:
+    """Whether gradients leave their parameters during backward under a DeepSpeed optimizer that
+    `keep_gradients_narrow` has seen: those of ZeRO-2, for the flat tensor that the step reads, or the CPU."""
+    ask = getattr(wrapper, "_use_compact_grad_partition_buffer", None)
+    if ask is None or not wrapper.partition_gradients:
+        return False
+    return wrapper.cpu_offload or all(ask(group) for group in range(len(wrapper.bit16_groups)))
+
+
 def _without_old_gradients(wrapper, begin: Callable) -> Callable:
     """Separate tensors are written over by the next backward. A flat one would be added to."""
 

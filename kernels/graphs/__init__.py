@@ -19,25 +19,38 @@ A graph may hold collectives. It has to end before their process group, for whic
     calls.py       calls of a function, which are launched, recorded or replayed
 """
 
+import torch
+
 from coat_kernels.graphs.calls import MOST_MOVES, MOST_SHAPES, Graphs, Place
 from coat_kernels.graphs.memory import Constant, end_graphs
 from coat_kernels.graphs.patience import PAID_OFF, WARM_UP
 from coat_kernels.graphs.recording import Recording
 
+# on a parameter: what `gradient_leaves` says of it, where whoever trains it knows
+LEAVES = "coat_gradient_leaves"
 
-def graphed_work(tensor_parallel: int = 1) -> float:
+
+def gradient_leaves(parameter: torch.Tensor) -> bool:
+    """Whether its gradient leaves it during backward, for memory that is there all the time, as in ZeRO-2 and
+    in Megatron's data parallelism. Otherwise gradients pile up beside what graphs hold."""
+    return getattr(parameter, LEAVES, False) or getattr(parameter, "main_grad", None) is not None
+
+
+def graphed_work(tensor_parallel: int = 1, gradients_leave: bool = False) -> float:
     """Tokens times parameters of a rank's layer up to which "auto" records it.
 
-    On one H200 such a layer takes the 3.5 ms that the CPU needs to launch its forward and backward. Larger
-    ones gain nothing from graphs, which hold what is saved for backward. Over tensor parallelism the CPU has
-    messages to launch as well, and ranks wait for the slowest: 11 ms on four H200s. There a step of replays
-    took 0.49 of the launches' time with 4.1e11, and 0.86 with 8.3e11, for a fifth and a quarter more memory
-    (benchmarks/results/train_7b_4gpu_tp4.csv).
+    CPUs beside H200s needed 3.5 to 7 ms to launch a layer's forward and backward. Up to about 8e11 the GPU
+    needs less: a step of replays took 0.74 to 0.79 of the launches' time with 4.1e11, and 0.97 to 1.00 with
+    8.3e11. Graphs hold what is saved for backward. With 4.1e11 that was 1 % more memory where gradients leave
+    their parameters (`gradient_leaves`), but 11 % where not, as in ZeRO-1 (benchmarks/results,
+    train_7b_1gpu_graphs.csv, train_7b_4gpu_graphs.csv). Over tensor parallelism, where the CPU launches
+    messages as well, 0.49 and 0.86 of the time were worth a fifth and a quarter (train_7b_4gpu_tp4.csv).
     """
-    return 4e11 if tensor_parallel == 1 else 8e11
+    return 8e11 if tensor_parallel > 1 or gradients_leave else 4e11
 
 
 __all__ = [
+    "LEAVES",
     "MOST_MOVES",
     "MOST_SHAPES",
     "PAID_OFF",
@@ -47,5 +60,6 @@ __all__ = [
     "Place",
     "Recording",
     "end_graphs",
+    "gradient_leaves",
     "graphed_work",
 ]

@@ -5,9 +5,11 @@ import dataclasses
 import pytest
 import torch
 
-from coat_ds.plan import layout, rungs
+from coat_ds.plan import layout, predict, rungs
 from coat_ds.plan.gathers import Limits
+from coat_kernels.graphs import gradient_leaves, graphed_work
 from tests.coat_ds.test_plan import MATRICES, NORMS, SMALL, TABLE, moments
+from tests.util import run_distributed
 
 
 @pytest.mark.parametrize("system", ["BF16", "COAT"])
@@ -123,3 +125,71 @@ def test_zero3s_second_copy_is_shared_by_fewer_gpus():
     for size, over in ((4, 4), (1, 1), (0, 1)):
         zero = {"stage": 3, "zero_hpz_partition_size": size}
         assert layout.from_deepspeed({"zero_optimization": zero}, gpus=8).second_copy == over
+
+
+CPU = {"offload_optimizer": {"device": "cpu"}}
+FP32 = {"data_types": {"grad_accum_dtype": "fp32"}}
+# the stage, what else its section has, what the JSON has, and whether gradients leave during backward
+WAYS = [
+    (0, {}, {}, False),
+    (1, {}, {}, False),
+    (1, {}, FP32, False),
+    (1, CPU, {}, False),
+    (2, {}, {}, True),
+    (2, {}, FP32, True),
+    (2, CPU, {}, True),
+    (2, {"contiguous_gradients": False}, {}, False),
+    (3, {}, {}, False),
+]
+
+
+def json_of(stage, section, keys):
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "bf16": {"enabled": True},
+        "zero_optimization": {"stage": stage, **section},
+        "optimizer": {"type": "AdamW", "params": {}},
+        "coat": {"enabled": True, "activations": False, "report": False},
+    }
+    return config | keys
+
+
+def whose_gradients_leave():
+    import deepspeed
+
+    import coat_ds
+
+    deepspeed.init_distributed("gloo")
+    found, model = [], torch.nn.Linear(64, 64)
+    for *way, _ in WAYS:
+        engine, *_ = coat_ds.initialize(model=model, config=json_of(*way))
+        found.append({gradient_leaves(p) for p in model.parameters()})
+        engine.destroy()
+        found.append({gradient_leaves(p) for p in model.parameters()})
+        model = torch.nn.Linear(64, 64)
+    return found
+
+
+def test_more_is_recorded_where_gradients_leave_their_parameters():
+    """As an engine finds it, and a plan."""
+    found = run_distributed(whose_gradients_leave, 1)[0]
+    assert found[::2] == [{leave} for *_, leave in WAYS] and found[1::2] == [{False}] * len(WAYS)
+    small, large = (int(graphed_work(1, leave) / MATRICES) for leave in (False, True))
+    for stage, section, keys, leave in WAYS:
+        for tokens, recorded in ((small, stage < 3), (small + 2, leave), (large, leave), (large + 2, False)):
+            spread = layout.from_deepspeed(json_of(stage, section, keys), gpus=1, sequence=tokens)
+            prediction = predict(SMALL, spread, rungs()["COAT"])
+            assert all(bool(memory.graphs) == recorded for memory in prediction.moments)
+
+
+def test_megatrons_data_parallelism_takes_gradients_out_of_the_way():
+    weight = torch.nn.Parameter(torch.zeros(1))
+    assert not gradient_leaves(weight)
+    weight.main_grad = None
+    assert not gradient_leaves(weight)
+    weight.main_grad = torch.zeros(1)
+    assert gradient_leaves(weight)
+    most = int(graphed_work(1, True) / MATRICES)
+    for tokens in (most, most + 2):
+        found = moments("COAT", host="megatron", stage=0, sequence=tokens)["layers"]
+        assert bool(found.graphs) == (tokens == most)

@@ -38,8 +38,10 @@ THEN = {
 }
 # until then the steps of ZeRO 1 and 2 copied their gradients, but at these commits
 COPIED_UNTIL, FLAT = "2026-11-27", {"c0a3b4c", "a342dac", "e2c1def"}
-# Commits, layers and micro-batches over tensor parallelism that "auto" launched then, and replays now.
+# Commits, layers and micro-batches over tensor parallelism, and in ZeRO-2, that "auto" launched then, and
+# replays now.
 LAUNCHED = {("c6ae134", 32, 4), ("758a4f1", 32, 4), ("758a4f1", 40, 3)}
+LAUNCHED |= {("c0a3b4c", 32, 1), ("e2c1def", 32, 1)}
 # rows that nothing can predict, and why
 UNPREDICTED = {
     ("train_13b_4gpu", "zero3", "COAT", 40, 2): "extrapolated: layers of da9ec18, and those of 1edb649 added",
@@ -79,16 +81,24 @@ def gpu_of(row: dict) -> plan.Gpu:
 
 
 def of_row(row: dict) -> tuple[Sizes, Layout, plan.System]:
-    model, way, name, commit = MODELS[row["model"]], WAYS[row["way"]], row["system"], row["commit"][:7]
-    if way.tensor > 1 and name == "COAT" and (commit, row["layers"], row["micro_batch"]) in LAUNCHED:
-        name = "COAT, no graphs"
-    system = SYSTEMS[name]
+    model, way, commit = MODELS[row["model"]], WAYS[row["way"]], row["commit"][:7]
+    system = SYSTEMS[row["system"]]
     size, spread, plans = planned(model, row["layers"], way, row["gpus"], system, row["micro_batch"])
+    if (commit, row["layers"], row["micro_batch"]) in LAUNCHED and way.stage < 3:
+        plans = _launched(plans)
     spread = dataclasses.replace(spread, flat_gradients=is_flat(row))
     of_layout, of_system = THEN.get(commit, ({}, {}))
     if way.stage < 3 or system.coat is None:
         return size, spread, plans
     return size, dataclasses.replace(spread, **of_layout), dataclasses.replace(plans, **of_system)
+
+
+def _launched(system: plan.System) -> plan.System:
+    """`system` without graphs, unless it asks for them."""
+    if system.coat.activations.cuda_graphs != "auto":
+        return system
+    activations = dataclasses.replace(system.coat.activations, cuda_graphs=False)
+    return dataclasses.replace(system, coat=dataclasses.replace(system.coat, activations=activations))
 
 
 ROWS = measured()

@@ -360,6 +360,11 @@ def test_where_graphs_are_taken_by_themselves(device):
     x = torch.empty(1, device=device)
     assert uses_graphs(parts, x.expand(tokens, 1, H))
     assert not uses_graphs(parts, x.expand(tokens + 1, 1, H))
+    # as in Megatron's data parallelism
+    parts.qkv.weight.main_grad = torch.zeros_like(parts.qkv.weight)
+    tokens = int(graphed_work(gradients_leave=True)) // numel
+    assert uses_graphs(parts, x.expand(tokens, 1, H))
+    assert not uses_graphs(parts, x.expand(tokens + 1, 1, H))
     for unusual in ({"attention_dropout": 0.1}, {"activations": {"cuda_graphs": False}}):
         how = {"activations": unusual.pop("activations", None), "config": unusual}
         assert not uses_graphs(

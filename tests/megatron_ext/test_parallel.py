@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from coat_kernels.graphs import graphed_work
+from coat_kernels.graphs import LEAVES, graphed_work
 from megatron_ext.blocks import dense_parts, is_small
 from tests.util import rel_rms, run_distributed
 
@@ -154,11 +154,16 @@ def run_cases(cases, exact):
 
 
 def _are_small(layer, tp, shares):
-    """Whether it is with as many tokens as "auto" records at most, and with one more on each rank."""
-    parts = dense_parts(layer)
-    most = int(graphed_work(tp)) // sum(linear.weight.numel() for linear in parts.linears) // shares
-    x = torch.empty(1, 1, 1)
-    return [is_small(parts, x.expand(tokens, 1, H)) for tokens in (most, most + 1)]
+    """Whether it is with as many tokens as "auto" records at most, and with one more on each rank: where
+    gradients stay with their parameters, and where not."""
+    parts, x, found = dense_parts(layer), torch.empty(1, 1, 1), []
+    for leave in (False, True):
+        setattr(parts.qkv.weight, LEAVES, leave)
+        most = (
+            int(graphed_work(tp, leave)) // sum(linear.weight.numel() for linear in parts.linears) // shares
+        )
+        found += [is_small(parts, x.expand(tokens, 1, H)) for tokens in (most, most + 1)]
+    return found
 
 
 def _into_main_grad(model, tokens, positions, order):
@@ -214,7 +219,7 @@ def test_more_is_recorded_over_ranks(runs):
     _, one, *more = runs
     assert graphed_work(2) > graphed_work(1)
     for found in (one, *(rank for ranks in more for rank in ranks)):
-        assert all(run["small"] == [True, False] for run in found.values())
+        assert all(run["small"] == [True, False, True, False] for run in found.values())
 
 
 def test_ranks_agree_bitwise_on_what_they_share(runs):

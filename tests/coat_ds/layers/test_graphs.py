@@ -13,7 +13,7 @@ from coat_ds.layers.decoder_layer import uses_graphs
 from coat_ds.layers.replaced import replaced
 from coat_ds.watch import codes
 from coat_ds.watch.watch import Watch
-from coat_kernels.graphs import PAID_OFF, WARM_UP, Constant, Recording, graphed_work
+from coat_kernels.graphs import LEAVES, PAID_OFF, WARM_UP, Constant, Recording, graphed_work
 from tests.coat_ds.layers.graphed import (
     ROWS,
     STEPS,
@@ -344,9 +344,12 @@ def test_where_graphs_are_taken_by_themselves():
         layer = replaced(converted(wanted).model.layers[0])
         numel = sum(linear.weight.numel() for linears in layer.products for linear in linears)
         x = torch.empty(1, 1, 1, device="cuda")
-        small = int(graphed_work()) // numel
-        taken = [uses_graphs(layer, x.expand(1, tokens, 1)) for tokens in (small, small + 1)]
-        assert taken == [wanted is not False, wanted is True]
+        for leave in (False, True):
+            for p in layer.module.parameters():
+                setattr(p, LEAVES, leave)
+            small = int(graphed_work(gradients_leave=leave)) // numel
+            taken = [uses_graphs(layer, x.expand(1, tokens, 1)) for tokens in (small, small + 1)]
+            assert taken == [wanted is not False, wanted is True]
         assert not uses_graphs(layer, torch.empty(1, 1, 1))
 
 
