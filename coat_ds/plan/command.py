@@ -235,6 +235,11 @@ def _notes(model: Sizes, spread: Layout, gpu: Gpu, limit: float, choices: list[a
             "for them torch's"
         )
         lines.append("  allocator gives memory back each time: slower by a third. --fit leaves the room.")
+    if (held := _held_by_graphs(model, spread, choices)) is not None:
+        lines.append(
+            'cuda_graphs "auto" launches these layers, for which the GPU may wait. true records them, for up '
+            f"to {held / 1e9:.1f} GB more."
+        )
     if on_host := max(choice.prediction.host for choice in choices):
         lines.append(f"offload: up to {on_host / 1e9:.1f} GB of the CPU's memory for each GPU.")
     if any(choice.system.recompute == "full" for choice in choices):
@@ -254,6 +259,19 @@ def _spared_by_stage_2(model: Sizes, spread: Layout, choices: list[advice.Choice
         less = peak - predict(model, second, choice.system).peak.total
         spared = max(spared, less if less > 0.03 * peak else 0)
     return spared
+
+
+def _held_by_graphs(model: Sizes, spread: Layout, choices: list[advice.Choice]) -> float | None:
+    """Bytes of the peak that graphs would add, of the system where it is most; None where there is no such
+    choice to make."""
+    added = []
+    for choice in choices:
+        if choice.prediction.may_wait:
+            activations = dataclasses.replace(choice.system.coat.activations, cuda_graphs=True)
+            block = dataclasses.replace(choice.system.coat, activations=activations)
+            recorded = predict(model, spread, dataclasses.replace(choice.system, coat=block))
+            added.append(recorded.peak.total - choice.prediction.peak.total)
+    return max(added, default=None)
 
 
 def _recommendation(best: advice.Choice, limit: float) -> str:

@@ -107,6 +107,8 @@ class Prediction:
     """Bytes in the CPU's memory for each GPU: of masters, states and gradients, and of parts of weights."""
     in_one_piece: float
     """Bytes of the gradients that ZeRO-1 makes anew behind each backward, in one tensor."""
+    may_wait: bool
+    """Whether "auto" leaves layers, for the sake of memory, to the CPU, for which the GPU may wait."""
 
     @property
     def peak(self) -> Memory:
@@ -181,7 +183,7 @@ class _Stage:
             moments.insert(0, self._loss(held))
         if self._gathers():
             moments.insert(0, self._forward_of_stage_3(held))
-        return Prediction(tuple(moments), self._on_host(), self._in_one_piece())
+        return Prediction(tuple(moments), self._on_host(), self._in_one_piece(), self._may_wait())
 
     def _at(self, moment: str, held: dict, **more: float) -> Memory:
         return Memory(moment, **{role: held.get(role, 0) + more.get(role, 0) for role in ROLES})
@@ -232,14 +234,26 @@ class _Stage:
         return found
 
     def _has_graphs(self) -> bool:
-        """Whether layers are recorded, which fused blocks are; these have no experts."""
-        system, layout = self.system, self.layout
-        blocks = system.layers == "coat" and system.recompute == "none" and self.sizes.experts is None
-        wanted = system.coat.activations.cuda_graphs
+        """Whether layers are recorded."""
+        wanted, layout = self.system.coat.activations.cuda_graphs, self.layout
         if wanted == "auto":
             leave = layout.host == "megatron" or (layout.stage == 2 and (self.reduced_flat or self.on_cpu))
-            wanted = layout.tokens * self.matrices / self.layers <= graphed_work(layout.tensor, leave)
-        return bool(blocks and wanted and layout.stage < 3)
+            wanted = self._is_small(leave)
+        return bool(wanted and self._recordable())
+
+    def _may_wait(self) -> bool:
+        auto = self.system.coat.activations.cuda_graphs == "auto"
+        return auto and self._recordable() and self._is_small(True) and not self._has_graphs()
+
+    def _recordable(self) -> bool:
+        """Whether layers can be recorded, as fused blocks can; these have no experts."""
+        system = self.system
+        blocks = system.layers == "coat" and system.recompute == "none" and self.sizes.experts is None
+        return blocks and self.layout.stage < 3
+
+    def _is_small(self, gradients_leave: bool) -> bool:
+        work = self.layout.tokens * self.matrices / self.layers
+        return work <= graphed_work(self.layout.tensor, gradients_leave)
 
     def _buckets(self) -> float:
         """Of gradients that are reduced together, two where that overlaps with backward."""

@@ -155,9 +155,12 @@ def finish(engine, prepared: Prepared) -> None:
 
 
 def _mark_gradients(model: torch.nn.Module, leave: bool) -> None:
-    """Tells layers, which ask before they are recorded as CUDA graphs."""
+    """Tells layers, which ask before they are recorded as CUDA graphs, whether gradients `leave_early`."""
     for p in model.parameters():
-        setattr(p, LEAVES, leave)
+        if leave:
+            setattr(p, LEAVES, True)
+        else:
+            p.__dict__.pop(LEAVES, None)
 
 
 def give_back(prepared: Prepared) -> None:
