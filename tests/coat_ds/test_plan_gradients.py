@@ -1,9 +1,11 @@
 """What `coat plan` counts of gradients in FP32, and of ZeRO-3's second copy of weights."""
 
 import dataclasses
+from importlib.metadata import version
 
 import pytest
 import torch
+from packaging.version import Version
 
 from coat_ds.plan import layout, predict, rungs
 from coat_ds.plan.gathers import Limits
@@ -173,7 +175,10 @@ def whose_gradients_leave():
 def test_more_is_recorded_where_gradients_leave_their_parameters():
     """As an engine finds it, and a plan."""
     found = run_distributed(whose_gradients_leave, 1)[0]
-    assert found[::2] == [{leave} for *_, leave in WAYS] and found[1::2] == [{False}] * len(WAYS)
+    # older ones gather them in a flat tensor behind backward
+    leaves = Version(version("deepspeed")) >= Version("0.19.8")
+    assert found[::2] == [{leave and leaves} for *_, leave in WAYS]
+    assert found[1::2] == [{False}] * len(WAYS)
     small, large = (int(graphed_work(1, leave) / MATRICES) for leave in (False, True))
     for stage, section, keys, leave in WAYS:
         for tokens, recorded in ((small, stage < 3), (small + 2, leave), (large, leave), (large + 2, False)):
