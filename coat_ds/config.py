@@ -276,9 +276,9 @@ class ActivationsConfig(_Block):
 
     cuda_graphs: str | bool = _choice("auto", CUDA_GRAPHS)
     """Whether dense layers are recorded as CUDA graphs and replayed, which leaves the CPU next to nothing to
-    do. "auto": where the GPU would wait for it; true: wherever it is possible; false: nowhere. Of models that
-    `convert` changed, layers that run as fused blocks. Never under ZeRO-3, where weights move, nor with
-    dropout or while activations are recomputed."""
+    do. "auto": where the GPU would wait for it, of larger layers only where graphs take little memory; true:
+    wherever it is possible; false: nowhere. Of models that `convert` changed, layers that run as fused
+    blocks. Never under ZeRO-3, where weights move, nor with dropout or while activations are recomputed."""
 
     evaluation: str = _choice("fp8", EVALUATIONS)
     """How layers compute where a model is evaluated, behind `model.eval()` and without gradients: in "fp8",
