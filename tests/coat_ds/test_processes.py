@@ -1,6 +1,7 @@
 """Fresh processes find the same bits from the same numbers. Runs that resume to the bit need that.
 
-All meet the same shapes in the same order: what cuDNN's attention finds may depend on that (docs/optimizer.md).
+All meet the same shapes in the same order, on which the last bits of cuDNN's attention may depend
+(docs/optimizer.md).
 """
 
 import hashlib

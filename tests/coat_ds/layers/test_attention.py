@@ -10,8 +10,10 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 import coat_ds
 from benchmarks.common.families import FAMILIES
+from coat_ds.config import ActivationsConfig
 from coat_ds.layers import attention
 from coat_ds.layers.attention import attended_origin, coat_attention
+from coat_kernels.attention import causal_attention
 from tests.coat_ds.layers.measures import run, same
 from tests.util import rel_rms
 
@@ -41,6 +43,43 @@ def test_an_origin_is_of_the_same_rows_alone(module):
     assert attended_origin(rows) is not None
     for other in (rows.transpose(0, 1), y, rows[:1], rows[..., : N * D // 2], rows + 1):
         assert attended_origin(other) is None
+
+
+def test_the_fastest_kernels_are_those_of_plain_causality(module, monkeypatch):
+    """Which masks, biases and other numbers of queries are not."""
+    taken = []
+
+    def spy(*args, **kwargs):
+        taken.append(kwargs["batch_first"])
+        return causal_attention(*args, **kwargs)
+
+    monkeypatch.setattr(attention, "causal_attention", spy)
+    (q, k, v), mask = heads(projected()), torch.ones(S, S).tril().bool()[None, None]
+    bias = torch.zeros(1, N, S, S, dtype=torch.bfloat16)
+    for more in ({}, {"position_bias": None, "is_causal": True}):
+        coat_attention(module, q, k, v, None, **more)
+    assert taken == [True, True]
+    for query, given, more in (
+        (q, mask, {}),
+        (q, None, {"position_bias": bias}),
+        (q, None, {"is_causal": False}),
+        (q[:, :, :1], None, {}),
+        (q[:, :, :2], None, {}),
+    ):
+        coat_attention(module, query, k, v, given, **more)
+    assert len(taken) == 2
+
+
+@pytest.mark.parametrize(
+    "fmt, size, saved", [("bf16", None, "e4m3"), ("sqrt8", 32, "sqrt8"), ("recompute", 32, "e4m3")]
+)
+def test_attention_is_saved_in_its_own_format(fmt, size, saved):
+    """Where layers recompute attention, what cannot is saved as everything else."""
+    block = {"attention_format": fmt, "saved_format": "e4m3", "group_size": 32}
+    kept = attention.kept_attention_of(ActivationsConfig(**block))
+    assert kept == attention.KeptAttention(size, saved, evaluates_stock=False)
+    kept = attention.kept_attention_of(ActivationsConfig(evaluation="stock", **block))
+    assert kept == attention.KeptAttention(size, saved, evaluates_stock=True)
 
 
 @pytest.mark.parametrize("rotated", [False, True])
