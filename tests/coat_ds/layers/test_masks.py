@@ -1,4 +1,4 @@
-"""Converted models with masks: whose memory they are, and what changes them."""
+"""Converted models with masks and tables of angles: whose memory they are, and what changes them."""
 
 import pytest
 import torch
@@ -26,6 +26,24 @@ def boolean(rows: int = 2, tokens: int = 64) -> torch.Tensor:
 
 def additive(mask: torch.Tensor) -> torch.Tensor:
     return torch.zeros(mask.shape, dtype=torch.bfloat16).masked_fill_(~mask, -torch.inf)
+
+
+@FORMATS
+def test_layers_share_tables_of_angles(attention_format):
+    """In FP32, by tokens of all sequences."""
+    batch = LLAMA.batch()
+    model = coat_ds.convert(LLAMA.build(), {"attention_format": attention_format})
+    shape, tables = (batch["input_ids"].numel(), model.model.layers[0].self_attn.head_dim), []
+
+    def pack(x):
+        if (tuple(x.shape), x.dtype) == (shape, torch.float32):
+            tables.append(x.data_ptr())
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+        model(**batch)
+    # cosines and sines
+    assert len(tables) == 2 * len(model.model.layers) > len(set(tables)) == 2
 
 
 @FORMATS
