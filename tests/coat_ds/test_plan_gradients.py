@@ -1,4 +1,5 @@
-"""What `coat plan` counts of gradients in FP32, and of ZeRO-3's second copy of weights."""
+"""What `coat plan` counts of gradients in FP32, and of ZeRO-3's second copy of weights; and where gradients
+leave room for graphs of larger layers."""
 
 import dataclasses
 from importlib.metadata import version
