@@ -202,9 +202,11 @@ def any_attention(
 
         def attend(*heads):
             dropout, scale = arguments.get("dropout", 0.0), arguments.get("scaling")
-            # torch's operations are always there
-            backends = switched_on(WITHOUT_CUDNN) or [SDPBackend.MATH]
-            with sdpa_kernel(backends) if chooses else contextlib.nullcontext():
+            choice = contextlib.nullcontext()
+            if chooses:
+                # torch's operations are always there
+                choice = sdpa_kernel(switched_on(WITHOUT_CUDNN) or [SDPBackend.MATH])
+            with choice:
                 return F.scaled_dot_product_attention(*heads, attn_mask=mask, dropout_p=dropout, scale=scale)
     else:
 

@@ -348,8 +348,10 @@ def uses_graphs(layer: Fp8DecoderLayer, x: torch.Tensor) -> bool:
             where = "under ZeRO-3, where weights move" if x.is_cuda else "on a CPU"
             say_once(f"coat.activations.cuda_graphs: found True, of no effect {where}. Drop the key.")
         return False
+    if wanted is True:
+        return True
     most = graphed_work(gradients_leave=gradient_leaves(weights[0]))
-    return wanted is True or x.shape[0] * x.shape[1] * sum(w.numel() for w in weights) <= most
+    return x.shape[0] * x.shape[1] * sum(w.numel() for w in weights) <= most
 
 
 def _is_foreign(name: str, value: object) -> bool:

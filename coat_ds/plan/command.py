@@ -264,13 +264,11 @@ def _spared_by_stage_2(model: Sizes, spread: Layout, choices: list[advice.Choice
 def _held_by_graphs(model: Sizes, spread: Layout, choices: list[advice.Choice]) -> float | None:
     """Bytes of the peak that graphs would add, of the system where it is most; None where there is no such
     choice to make."""
-    added = []
-    for choice in choices:
-        if choice.prediction.may_wait:
-            activations = dataclasses.replace(choice.system.coat.activations, cuda_graphs=True)
-            block = dataclasses.replace(choice.system.coat, activations=activations)
-            recorded = predict(model, spread, dataclasses.replace(choice.system, coat=block))
-            added.append(recorded.peak.total - choice.prediction.peak.total)
+    added = (
+        predict(model, spread, choice.system.with_graphs(True)).peak.total - choice.prediction.peak.total
+        for choice in choices
+        if choice.prediction.may_wait
+    )
     return max(added, default=None)
 
 

@@ -47,6 +47,11 @@ class System:
         wanted = self.coat.zero3_layer_units
         return self.layers == "coat" if wanted == "auto" else wanted
 
+    def with_graphs(self, wanted: bool) -> "System":
+        """The same with another `cuda_graphs`."""
+        activations = dataclasses.replace(self.coat.activations, cuda_graphs=wanted)
+        return dataclasses.replace(self, coat=dataclasses.replace(self.coat, activations=activations))
+
     @property
     def attends_again(self) -> bool:
         """Attention is made again, in the layers that can."""

@@ -47,6 +47,9 @@ UNPREDICTED = {
     ("train_13b_4gpu", "zero3", "COAT", 40, 2): "extrapolated: layers of da9ec18, and those of 1edb649 added",
     ("train_7b_2gpu", "zero2", "TE FP8, FP8 moments", 32, 4): "its loss is not finite, so no step was made",
 }
+# Rows of ZeRO-3 whose forward, in the step of its own in which phases are looked at, held 1.5 and 1.7 % more
+# than the timed steps at their peak, which is forward's: more was gathered ahead there.
+GATHERED_AHEAD = {("train_7b_4gpu_graphs", "zero3", "BF16", 32, 1)}
 # MB that an earlier case of the same process had left: Megatron's buffer for gathered hidden states, as large
 # as BF16's 24 sequences wanted it, where 4 and 16 want less
 _SEQUENCE = 2 * 2048 * 4096 / 1e6
@@ -84,21 +87,14 @@ def of_row(row: dict) -> tuple[Sizes, Layout, plan.System]:
     model, way, commit = MODELS[row["model"]], WAYS[row["way"]], row["commit"][:7]
     system = SYSTEMS[row["system"]]
     size, spread, plans = planned(model, row["layers"], way, row["gpus"], system, row["micro_batch"])
-    if (commit, row["layers"], row["micro_batch"]) in LAUNCHED and way.stage < 3:
-        plans = _launched(plans)
+    launched = (commit, row["layers"], row["micro_batch"]) in LAUNCHED and way.stage < 3
+    if launched and plans.coat.activations.cuda_graphs == "auto":
+        plans = plans.with_graphs(False)
     spread = dataclasses.replace(spread, flat_gradients=is_flat(row))
     of_layout, of_system = THEN.get(commit, ({}, {}))
     if way.stage < 3 or system.coat is None:
         return size, spread, plans
     return size, dataclasses.replace(spread, **of_layout), dataclasses.replace(plans, **of_system)
-
-
-def _launched(system: plan.System) -> plan.System:
-    """`system` without graphs, unless it asks for them."""
-    if system.coat.activations.cuda_graphs != "auto":
-        return system
-    activations = dataclasses.replace(system.coat.activations, cuda_graphs=False)
-    return dataclasses.replace(system, coat=dataclasses.replace(system.coat, activations=activations))
 
 
 ROWS = measured()
@@ -107,7 +103,7 @@ ROWS = measured()
 def test_all_that_was_measured_is_looked_at():
     assert len(ROWS) >= 75
     known = {key[:5] for key in ROWS}
-    assert UNPREDICTED.keys() <= known and LEFT.keys() <= {key[:6] for key in ROWS}
+    assert UNPREDICTED.keys() | GATHERED_AHEAD <= known and LEFT.keys() <= {key[:6] for key in ROWS}
 
 
 @pytest.mark.parametrize("key", [key for key in ROWS if key[:5] not in UNPREDICTED], ids=str)
@@ -134,11 +130,10 @@ def test_each_phase_is_predicted_where_it_was_measured():
         if key[:5] in UNPREDICTED or "forward_peak_mb" not in row or row["commit"][:7] == "1edb649":
             continue
         moments = {moment.moment: moment.total / 1e6 for moment in plan.predict(*of_row(row)).moments}
-        # the step whose phases were looked at: ZeRO-3 gathered further ahead than where steps were timed
-        of_timed_steps = row["forward_peak_mb"] <= 1.01 * row["peak_mb"]
-        if "module by module" not in row["system"] and of_timed_steps:
+        if "module by module" not in row["system"]:
             found = max(moments["loss"], moments.get("forward", 0))
-            assert found == pytest.approx(row["forward_peak_mb"], rel=0.01), key
+            measured = row["peak_mb" if key[:5] in GATHERED_AHEAD else "forward_peak_mb"]
+            assert found == pytest.approx(measured, rel=0.01), key
             looked += 1
         # at da9ec18 COAT's gradients were FP32 in ZeRO-3's step, and 515274f kept inputs of layers
         if row["commit"][:7] not in ("da9ec18", "515274f"):
