@@ -47,13 +47,8 @@ class _Notes(dict):
 
 def _state(x: torch.Tensor) -> tuple[int, int]:
     """What changes when the values of `x` change."""
-    if type(x) is torch.Tensor:
-        return x._version, x.data_ptr()
-    try:
-        # a deferred tensor has no memory, unless it was handed out
-        return x._version, x.source.times_exposed
-    except AttributeError:
-        return x._version, 0
+    # subclasses, such as DTensor, may have no memory of their own
+    return x._version, x.data_ptr() if type(x) is torch.Tensor else 0
 
 
 def note(x: torch.Tensor, name: str, value: Any) -> torch.Tensor:

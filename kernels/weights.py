@@ -19,9 +19,9 @@ from collections.abc import Callable
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from coat_kernels.deferred import fp8_operands
 from coat_kernels.device import uses_kernels
 from coat_kernels.fp8 import Fp8Format
+from coat_kernels.tensorwise.operands import fp8_operands
 from coat_kernels.tensorwise.predicted import Attempt, PredictedScale, write_reference
 from coat_kernels.tensorwise.quantize import Quantized, launch_quantize, quantize_tensor
 from coat_kernels.tensorwise.scale import Scales

@@ -25,7 +25,7 @@ from coat_kernels.origin import origin_of
 from .attention import CoatCoreAttention, NoCrossAttention
 from .linear import CoatColumnParallelLinear, CoatRowParallelLinear
 from .mlp import CoatMLP
-from .norm import CoatHeadNorm, CoatNorm, coat_bias_dropout_add, deferred_bias_dropout_add
+from .norm import CoatHeadNorm, CoatNorm, coat_bias_dropout_add
 from .self_attention import CoatSelfAttention
 
 _KINDS = {
@@ -37,7 +37,7 @@ _KINDS = {
     "pre_mlp_layernorm": CoatNorm,
     "mlp": CoatMLP,
 }
-_ADDITIONS = (coat_bias_dropout_add, deferred_bias_dropout_add)
+
 _HOOKS = ("_forward_hooks", "_backward_hooks", "_backward_pre_hooks")
 # under --overlap-param-gather each module has a hook that waits for its own parameters
 _WAITS = f"{DistributedDataParallel._make_forward_pre_hook.__qualname__}.<locals>."
@@ -89,8 +89,7 @@ def dense_parts(layer: torch.nn.Module) -> Parts | None:
         head_norms,
     )
     fits = (
-        layer.self_attn_bda in _ADDITIONS
-        and layer.mlp_bda in _ADDITIONS
+        layer.self_attn_bda is layer.mlp_bda is coat_bias_dropout_add
         and type(parts.qkv) is type(parts.fc1) is CoatColumnParallelLinear
         and type(parts.proj) is type(parts.fc2) is CoatRowParallelLinear
         and config.recompute_granularity != "selective"

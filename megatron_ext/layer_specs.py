@@ -35,8 +35,8 @@ try:
     from .latent import CoatMLASelfAttention, check_latent_attention, latent_parts, repair_latent_attention
     from .linear import CoatColumnParallelLinear, CoatRowParallelLinear
     from .mlp import CoatMLP
-    from .moe import CoatMoELayer, RoutedNorm, is_moe_layer, repair_router
-    from .norm import CoatHeadNorm, CoatNorm, coat_bias_dropout_add, deferred_bias_dropout_add
+    from .moe import CoatMoELayer, is_moe_layer, repair_router
+    from .norm import CoatHeadNorm, CoatNorm, coat_bias_dropout_add
     from .process_groups import end_graphs_first
     from .self_attention import CoatSelfAttention
     from .torch_norm import local_norm, replace_final_norm
@@ -230,9 +230,9 @@ def coat_parts(config, experts: bool) -> TransformerLayerSubmodules:
     return replace(
         parts,
         input_layernorm=CoatNorm,
-        pre_mlp_layernorm=RoutedNorm if experts else CoatNorm,
+        pre_mlp_layernorm=CoatNorm,
         self_attention=replace(parts.self_attention, module=attention),
-        self_attn_bda=deferred_bias_dropout_add if _sum_may_wait(config, experts) else coat_bias_dropout_add,
+        self_attn_bda=coat_bias_dropout_add,
         mlp=CoatMoELayer if experts else CoatMLP,
         mlp_bda=coat_bias_dropout_add,
     )
@@ -243,14 +243,6 @@ def _head_norms(config) -> dict[str, type]:
     if not config.qk_layernorm or config.qk_l2_norm or config.normalization != "RMSNorm":
         return {}
     return {"q_layernorm": CoatHeadNorm, "k_layernorm": CoatHeadNorm}
-
-
-def _sum_may_wait(config, experts: bool) -> bool:
-    """Whether the sum behind attention may be left to the norm behind it.
-
-    The norm in front of experts has to write its output, and offloading takes the addends away.
-    """
-    return not experts and not config.fine_grained_activation_offloading
 
 
 replace_final_norm()

@@ -5,13 +5,10 @@ import torch.nn.functional as F
 from megatron.core.activations import squared_relu
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
 
-from coat_ds.config import ActivationsConfig
-from coat_ds.layers.formats import formats
 from coat_ds.layers.hooks import after_pre_hooks
 from coat_ds.layers.inventory import Part, grouped
 from coat_kernels.activation import activation
 from coat_kernels.blocks import ActivationOptions, activation_options
-from coat_kernels.tensorwise import PredictedScale
 
 from .linear import CoatColumnParallelLinear, CoatRowParallelLinear, keep_bias
 from .settings import TakesActivations
@@ -60,10 +57,6 @@ def _kind_of(config) -> str:
     return kind
 
 
-def _in_fp8(linear: torch.nn.Module) -> bool:
-    return getattr(linear, "_in_fp8", False)
-
-
 def fp8_linears() -> MLPSubmodules:
     """The linear layers of a feed-forward layer."""
     return MLPSubmodules(linear_fc1=CoatColumnParallelLinear, linear_fc2=CoatRowParallelLinear)
@@ -108,11 +101,6 @@ class CoatMLP(TakesActivations, MLP):
         keep_bias(self.linear_fc2)
         self.begin_with(self.config)
 
-    def take_activations(self, activations: ActivationsConfig) -> None:
-        super().take_activations(activations)
-        own = formats(activations)
-        self._y_scale, self._grad_scale = PredictedScale(own.forward), PredictedScale(own.backward)
-
     def coat_part(self) -> Part:
         return Part("feed_forward", grouped(self.activations))
 
@@ -135,9 +123,6 @@ class CoatMLP(TakesActivations, MLP):
                 gated=self.config.gated_linear_unit,
                 group_size=self.activations.group_size,
                 saved_format=self.activations.saved_format,
-                # what only an FP8 GEMM reads is never written in BF16
-                y_scale=self._y_scale if _in_fp8(self.linear_fc2) else None,
-                grad_scale=self._grad_scale if _in_fp8(self.linear_fc1) else None,
             )
         else:
             # an expert without tokens: its weights still get gradients, of zeros

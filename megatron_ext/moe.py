@@ -12,11 +12,8 @@ from megatron.core.transformer.moe.experts import SequentialMLP
 from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
 from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
 
-from coat_ds.config import ActivationsConfig
-
 from .grouped_experts import CoatGroupedMLP
 from .mlp import CoatMLP, fp8_linears
-from .norm import CoatNorm
 
 logger = logging.getLogger(__name__)
 
@@ -38,14 +35,6 @@ def repair_router() -> None:
         # None stands for torch's GEMM, as in later versions
         moe_utils.te_general_gemm = None
         logger.info("set %s.te_general_gemm to None", moe_utils.__name__)
-
-
-class RoutedNorm(CoatNorm):
-    """A `CoatNorm` in front of experts. Router and dispatcher read its output, so it is written."""
-
-    def take_activations(self, activations: ActivationsConfig) -> None:
-        super().take_activations(activations)
-        self._y_scale = None
 
 
 class CoatSequentialMLP(SequentialMLP):

@@ -5,14 +5,12 @@ import torch
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 
 from coat_ds.config import ActivationsConfig
-from coat_ds.layers.formats import formats
 from coat_ds.layers.hooks import before_hooks
 from coat_ds.layers.inventory import Part, grouped
 from coat_kernels.blocks import NormOptions, norm_options
 from coat_kernels.head_norm import head_norm
-from coat_kernels.norm import deferred_add, layer_norm, may_defer_add, rms_norm
+from coat_kernels.norm import layer_norm, rms_norm
 from coat_kernels.origin import take_stand_in, with_stand_in
-from coat_kernels.tensorwise import PredictedScale
 
 from .settings import TakesActivations
 
@@ -48,8 +46,6 @@ class CoatNorm(TakesActivations, torch.nn.Module):
     def take_activations(self, activations: ActivationsConfig) -> None:
         super().take_activations(activations)
         self.group_size, self.saved_format = activations.group_size, activations.saved_format
-        # what only FP8 GEMMs read is never written in BF16
-        self._y_scale = PredictedScale(formats(activations).forward)
 
     def coat_part(self) -> Part:
         return Part("norm", grouped(self.activations))
@@ -68,7 +64,6 @@ class CoatNorm(TakesActivations, torch.nn.Module):
             "group_size": self.group_size,
             "saved_format": self.saved_format,
             "residual": adds,
-            "y_scale": self._y_scale,
         }
         if self.bias is None:
             y = rms_norm(x, self.weight, self.eps, **options)
@@ -116,18 +111,5 @@ def coat_bias_dropout_add(training: bool, fused: bool):
 
     def bias_dropout_add(x_with_bias, residual, prob):
         return stock(x_with_bias, take_stand_in(residual), prob)
-
-    return bias_dropout_add
-
-
-def deferred_bias_dropout_add(training: bool, fused: bool):
-    """`coat_bias_dropout_add` in front of a `CoatNorm`: without dropout, the norm's pass computes the sum."""
-    stock = get_bias_dropout_add(training, fused)
-
-    def bias_dropout_add(x_with_bias, residual, prob):
-        residual = take_stand_in(residual)
-        if not (training and prob) and may_defer_add(residual, *x_with_bias):
-            return deferred_add(residual, *x_with_bias)
-        return stock(x_with_bias, residual, prob)
 
     return bias_dropout_add

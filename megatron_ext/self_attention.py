@@ -8,11 +8,9 @@ from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.identity_op import IdentityOp
 
 from coat_ds.config import ActivationsConfig
-from coat_ds.layers.formats import formats
 from coat_ds.layers.hooks import after_pre_hooks
 from coat_kernels.origin import note, noted
 from coat_kernels.rope import rotate_qkv
-from coat_kernels.tensorwise import PredictedScale
 
 from .attention import check_context_parallel
 from .linear import keep_bias
@@ -40,7 +38,6 @@ class CoatSelfAttention(TakesActivations, SelfAttention):
     def take_activations(self, activations: ActivationsConfig) -> None:
         super().take_activations(activations)
         check_context_parallel(self.config, activations)
-        self._grad_scale = PredictedScale(formats(activations).backward)
 
     def forward(self, hidden_states, attention_mask, *args, rotary_pos_emb=None, **kwargs):
         after_pre_hooks(self, hidden_states)
@@ -58,8 +55,6 @@ class CoatSelfAttention(TakesActivations, SelfAttention):
         if self._tables is None:
             return super().get_query_key_value_tensors(hidden_states, *args, **kwargs)
         mixed, _ = self.linear_qkv(hidden_states)
-        # a gradient that only an FP8 GEMM reads is never written in BF16
-        defers = getattr(self.linear_qkv, "_in_fp8", False)
         cos, sin = self._tables
         # norms of heads come before the angles
         normed = type(self.q_layernorm) is CoatHeadNorm
@@ -68,7 +63,6 @@ class CoatSelfAttention(TakesActivations, SelfAttention):
             *((cos[:, :0], sin[:, :0]) if normed else (cos, sin)),
             self.num_query_groups_per_partition,
             self.hidden_size_per_attention_head,
-            grad_scale=self._grad_scale if defers else None,
         )
         if normed:
             q, k = self.q_layernorm(q, cos, sin), self.k_layernorm(k, cos, sin)

@@ -5,7 +5,6 @@ feed-forward layers.
 import torch
 
 from coat_ds.config import ActivationsConfig
-from coat_ds.layers.formats import formats
 from coat_ds.layers.hooks import after_pre_hooks, before_hooks, is_watched
 from coat_ds.layers.merged_linear import MergedLinear, joined, may_merge, parameters_of
 from coat_ds.layers.probe import GatedForm
@@ -14,7 +13,6 @@ from coat_kernels.activation import activation
 from coat_kernels.blocks import ActivationOptions, activation_options
 from coat_kernels.linear import LinearOptions, fp8_linear
 from coat_kernels.origin import origin_of
-from coat_kernels.tensorwise import PredictedScale
 
 
 class _Activation(Replaced):
@@ -23,15 +21,9 @@ class _Activation(Replaced):
     def __init__(self, module: torch.nn.Module, activations: ActivationsConfig):
         super().__init__(module, activations)
         self.kept = {"group_size": activations.group_size, "saved_format": activations.saved_format}
-        chosen = formats(activations)
-        self.y_scale, self.grad_scale = PredictedScale(chosen.forward), PredictedScale(chosen.backward)
 
     def activate(self, x: torch.Tensor, function: str, gated: bool) -> torch.Tensor:
-        """What an activation makes of `x`. Output and gradient wait for FP8 products as long as nobody else
-        reads them."""
-        scales = {"y_scale": self.y_scale, "grad_scale": self.grad_scale}
-        scales = {name: None if scale.times_made else scale for name, scale in scales.items()}
-        return activation(x, function, gated=gated, **self.kept, **scales)
+        return activation(x, function, gated=gated, **self.kept)
 
 
 class Fp8Activation(_Activation):

@@ -1,8 +1,7 @@
 """Notes on tensors (`coat_kernels.origin`) where hooks of users see the tensors.
 
-A hook may write into a tensor through `.data`, which changes neither its version nor its address. A deferred
-tensor notices this. The notes on a plain tensor are dropped where a module has hooks of somebody else than a
-framework.
+A hook may write into a tensor through `.data`, which changes neither its version nor its address. Notes are
+therefore dropped where a module has a hook that no framework registered.
 """
 
 import torch

@@ -7,14 +7,12 @@ import torch
 
 from coat_ds.config import ActivationsConfig
 from coat_ds.layers import tensor_parallel
-from coat_ds.layers.formats import formats
 from coat_ds.layers.hooks import before_hooks
 from coat_ds.layers.probe import NormForm
 from coat_ds.layers.replaced import DTYPES, Replaced, is_plain
 from coat_ds.optim.shards import is_distributed
 from coat_kernels.blocks import NormOptions, norm_options
 from coat_kernels.norm import layer_norm, rms_norm
-from coat_kernels.tensorwise import PredictedScale
 
 
 def is_unit_of_fsdp(module: torch.nn.Module) -> bool:
@@ -24,11 +22,7 @@ def is_unit_of_fsdp(module: torch.nn.Module) -> bool:
 
 
 class Fp8Norm(Replaced):
-    """The forward of a norm that computes as `form` says.
-
-    The output is quantized when the FP8 GEMM behind the norm asks for it, so that nothing reads BF16. If the
-    first forward shows that something else reads the output, it is written in BF16 at once from then on.
-    """
+    """The forward of a norm that computes as `form` says."""
 
     kind = "norm"
 
@@ -36,7 +30,6 @@ class Fp8Norm(Replaced):
         super().__init__(module, activations)
         self.form = form
         self.kept = {"group_size": activations.group_size, "saved_format": activations.saved_format}
-        self.y_scale = PredictedScale(formats(activations).forward)
 
     @property
     def options(self) -> NormOptions:
@@ -54,13 +47,10 @@ class Fp8Norm(Replaced):
             if is_distributed(hidden_states) and hidden_states.dtype in DTYPES:
                 # what is gathered next is read in BF16
                 dtype = self.dtype_of_output(hidden_states)
-                norm = functools.partial(self._normed, dtype=dtype, y_scale=None)
+                norm = functools.partial(self._normed, dtype=dtype)
                 y = tensor_parallel.normed(hidden_states, weight, bias, norm=norm)
             return self.stock(hidden_states) if y is None else y
-        y_scale = None if self.y_scale.times_made else self.y_scale
-        y = self._normed(
-            hidden_states, weight, bias, dtype=self.dtype_of_output(hidden_states), y_scale=y_scale
-        )
+        y = self._normed(hidden_states, weight, bias, dtype=self.dtype_of_output(hidden_states))
         before_hooks(module, y)
         return y
 
@@ -71,11 +61,10 @@ class Fp8Norm(Replaced):
         bias: torch.Tensor | None,
         *,
         dtype: torch.dtype,
-        y_scale: PredictedScale | None,
     ) -> torch.Tensor:
         """x [..., n] -> [..., n] in `dtype`."""
         form = self.form
-        options = {**self.kept, "zero_centered": form.zero_centered, "y_scale": y_scale}
+        options = {**self.kept, "zero_centered": form.zero_centered}
         if dtype != x.dtype:
             # the wider of the two keeps what the stock module computes with
             x = x.to(torch.promote_types(dtype, x.dtype))

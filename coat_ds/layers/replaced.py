@@ -8,9 +8,8 @@ import torch
 from coat_ds.config import ActivationsConfig
 from coat_ds.layers.log import say_once
 from coat_ds.optim.shards import is_distributed
-from coat_kernels.deferred import Deferred
 
-_PLAIN = (torch.Tensor, torch.nn.Parameter, Deferred)
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
 # what the kernels read and write
 DTYPES = (torch.bfloat16, torch.float32)
 

@@ -24,7 +24,6 @@ from coat_kernels.activation.reference import (
     activation_forward_reference,
 )
 from coat_kernels.autograd import once_differentiable
-from coat_kernels.deferred import Deferred, Source
 from coat_kernels.device import uses_kernels
 from coat_kernels.fp8 import Fp8Format, fp8_format
 from coat_kernels.groups.reference import DEFAULT_FORMAT, Grouped
@@ -103,19 +102,14 @@ def activation_columns(
 
 class _Activation(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, kind, gated, group_size, keep, y_scale, grad_scale):
+    def forward(ctx, x, kind, gated, group_size, keep):
         rows, options = x.reshape(-1, x.shape[-1]).contiguous(), (kind, gated, group_size)
         shape = *x.shape[:-1], x.shape[-1] // (1 + gated)
-        if y_scale is None:
-            y, maxima, *kept = activation_forward(rows, *options, keep)
-            # detach(): autograd forbids in-place operations on a view that a function returns
-            y = y.view(shape).detach()
-            ctx.mark_non_differentiable(*kept, maxima)
-        else:
-            source, kept = _deferred_forward(rows, options, keep, y_scale)
-            y, maxima = Deferred(source, shape), None
-            ctx.mark_non_differentiable(*kept)
-        ctx.options, ctx.shape, ctx.grad_scale = options, x.shape, grad_scale
+        y, maxima, *kept = activation_forward(rows, *options, keep)
+        # detach(): autograd forbids in-place operations on a view that a function returns
+        y = y.view(shape).detach()
+        ctx.mark_non_differentiable(*kept, maxima)
+        ctx.options, ctx.shape = options, x.shape
         ctx.save_for_backward(*kept)
         ctx.set_materialize_grads(False)
         return y, maxima, *kept
@@ -124,49 +118,10 @@ class _Activation(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, grad_y, *_):
         if grad_y is None:
-            return (None,) * 7
+            return (None,) * 5
         grads = grad_y.reshape(-1, grad_y.shape[-1]).contiguous()
-        if ctx.grad_scale is None or torch.compiler.is_compiling():
-            grad_x, maxima = activation_backward(grads, *ctx.saved_tensors, *ctx.options)
-            grad_x = with_maxima(grad_x.view(ctx.shape), maxima)
-        else:
-            grad_x = Deferred(
-                _deferred_backward(grads, ctx.saved_tensors, ctx.options, ctx.grad_scale), ctx.shape
-            )
-        return grad_x, *(None,) * 6
-
-
-def _deferred_forward(
-    x: torch.Tensor, options: tuple, keep: str, scale: PredictedScale
-) -> tuple[Source, Grouped]:
-    """y, of which only row-major FP8 codes are written now, and what is saved of x."""
-    kind, gated, group_size = options
-    shape = x.shape[0], x.shape[1] // (1 + gated)
-
-    def make(x):
-        return activation_forward(x, *options, None)[0]
-
-    if uses_kernels(x):
-        kept = empty_kept(*shape, gated, group_size, keep, x.device)
-    else:
-        *_, kept = activation_forward_reference(x, *options, keep)
-
-    def write(x, out, scales):
-        return launch_forward(x, kept, *options, out=out, scales=scales)
-
-    return Source((x,), make, write, scale, shape, x.dtype, at_once=True), kept
-
-
-def _deferred_backward(grad_y: torch.Tensor, kept: tuple, options: tuple, scale: PredictedScale) -> Source:
-    """The gradient of x, of which nothing is written now."""
-
-    def make(*inputs):
-        return activation_backward(*inputs, *options)[0]
-
-    def write(grad_y, codes, exponent, out, scales):
-        return launch_backward(grad_y, Grouped(codes, exponent), *options, out=out, scales=scales)
-
-    return Source((grad_y, *kept), make, write, scale, tuple(kept[0].shape), grad_y.dtype)
+        grad_x, maxima = activation_backward(grads, *ctx.saved_tensors, *ctx.options)
+        return with_maxima(grad_x.view(ctx.shape), maxima), *(None,) * 4
 
 
 def activation_operands(
@@ -218,8 +173,6 @@ def activation(
     gated: bool,
     group_size: int = 16,
     saved_format: str = DEFAULT_FORMAT,
-    y_scale: PredictedScale | None = None,
-    grad_scale: PredictedScale | None = None,
 ) -> torch.Tensor:
     """a(x) of `x` [..., f], or if `gated` a(gate) * up of `x` [..., 2 f], gate before up.
 
@@ -228,9 +181,6 @@ def activation(
         kind: a, one of `KINDS`.
         group_size: 16, 32, 64 or 128.
         saved_format: one of `coat_kernels.groups.GROUP_FORMATS`.
-        y_scale, grad_scale: defer the output, and the gradient of x, which then go straight into the FP8
-            GEMM behind them; the caller's, one each for every call site. It pays where only such a GEMM
-            reads them. Not used while nothing is trained or a model is compiled.
 
     Returns [..., f] in x's dtype, carrying its maxima and, where x has a gradient, its origin. Raises
     ValueError for an unknown kind, and if gate and up are not of equal size.
@@ -243,15 +193,10 @@ def activation(
         rows = x.reshape(-1, x.shape[-1]).contiguous()
         y, maxima, *_ = activation_forward(rows, kind, gated, group_size, None)
         return with_maxima(y.view(*x.shape[:-1], y.shape[1]), maxima)
-    if torch.compiler.is_compiling():
-        y_scale = grad_scale = None
-    y, maxima, codes, exponent = _Activation.apply(
-        x, kind, gated, group_size, saved_format, y_scale, grad_scale
-    )
+    y, maxima, codes, exponent = _Activation.apply(x, kind, gated, group_size, saved_format)
 
     def columns(codes, exponent, largest, fmt: Fp8Format) -> Quantized:
         made = activation_columns(codes, exponent, largest, kind, gated, group_size, fmt.name)
         return Quantized(None, *made)
 
-    y = with_origin(y, Origin((codes, exponent), columns))
-    return y if maxima is None else with_maxima(y, maxima)
+    return with_maxima(with_origin(y, Origin((codes, exponent), columns)), maxima)

@@ -7,7 +7,6 @@ from coat_kernels.activation.op import activation_backward_operands, activation_
 from coat_kernels.autograd import once_differentiable
 from coat_kernels.blocks.options import ActivationOptions, NormOptions
 from coat_kernels.blocks.qkv import _norm_backward
-from coat_kernels.deferred import fp8_operands
 from coat_kernels.device import require_fp8
 from coat_kernels.groups.reference import Grouped
 from coat_kernels.linear.op import (
@@ -21,6 +20,7 @@ from coat_kernels.norm.op import norm_columns, norm_operands
 from coat_kernels.norm.residual import Addends
 from coat_kernels.origin import Origin
 from coat_kernels.parallel import all_reduce
+from coat_kernels.tensorwise.operands import fp8_operands
 from coat_kernels.tensorwise.quantize import Quantized
 from coat_kernels.tensorwise.together import columns_together, rows_together
 from coat_kernels.weights import WeightCache

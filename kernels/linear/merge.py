@@ -12,9 +12,9 @@ from collections.abc import Callable, Sequence
 import torch
 
 from coat_kernels.autograd import once_differentiable
-from coat_kernels.deferred import fp8_operands
 from coat_kernels.device import uses_kernels
 from coat_kernels.fp8 import Fp8Format
+from coat_kernels.tensorwise.operands import fp8_operands
 from coat_kernels.tensorwise.predicted import Attempt, PredictedScale
 from coat_kernels.tensorwise.quantize import Quantized, empty_operands, launch_quantize, quantize_tensor
 from coat_kernels.tensorwise.scale import Scales

@@ -15,12 +15,12 @@ from torch.utils.weak import TensorWeakRef
 
 from coat_kernels import watching
 from coat_kernels.autograd import once_differentiable
-from coat_kernels.deferred import Deferred, fp8_operands, holders, holders_in_backward
 from coat_kernels.device import require_fp8, uses_kernels
 from coat_kernels.fp8 import ALIGNMENT, E4M3, E5M2, Fp8Format
 from coat_kernels.linear.matmul import accumulate_matmul, scaled_matmul
 from coat_kernels.origin import Origin, note, noted, whole_of, with_maxima
 from coat_kernels.parallel import TensorParallel, all_reduce, gather_columns, gather_rows, reduce_scatter
+from coat_kernels.tensorwise.operands import fp8_operands
 from coat_kernels.tensorwise.predicted import PredictedScale
 from coat_kernels.tensorwise.quantize import Quantized
 from coat_kernels.tensorwise.transpose import transpose_codes
@@ -178,9 +178,6 @@ class _Fp8Linear(torch.autograd.Function):
             # in a list, so that the GEMMs can free parts of it on the way
             grad = [quantized_grad(grad_y, options, *needs)]
             sums = grad[0].sums
-            if isinstance(grad_y, Deferred) and holders(grad_y) == holders_in_backward(grad_y.device):
-                # autograd holds it until this function returns, and nobody else will read it
-                grad_y.source.release()
             columns = None
             if needs_w:
                 # the all-gather overlaps with the dgrad GEMM. The gradient's scale is known by now, so no
@@ -320,7 +317,7 @@ def fp8_linear(
     _check_sizes(x, weight, bias)
     device, dtype = x.device.type, x.dtype
     if torch.is_autocast_enabled(device) and dtype != torch.get_autocast_dtype(device):
-        # x is not cast: its codes are to be the same, whether it is deferred or was written
+        # x is quantized as it is, without a cast
         dtype = torch.get_autocast_dtype(device)
     if cache is None or torch.compiler.is_compiling():
         cache = NO_CACHE

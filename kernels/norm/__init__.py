@@ -20,18 +20,12 @@ from coat_kernels.norm.reference import (
 )
 from coat_kernels.norm.residual import (
     Addends,
-    deferred_add,
-    is_deferred_sum,
-    may_defer_add,
     residual_add_reference,
 )
 
 __all__ = [
     "Addends",
-    "deferred_add",
-    "is_deferred_sum",
     "layer_norm",
-    "may_defer_add",
     "norm_backward",
     "norm_backward_reference",
     "norm_backward_triton",

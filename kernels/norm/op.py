@@ -1,8 +1,7 @@
 """The norms as operations of autograd.
 
-The output carries its origin, so that a linear layer behind it saves nothing, and its maxima, so that nobody
-reads it for its scale. The gradient carries its maxima too. An input that is a deferred sum (residual.py) is
-computed in the same pass.
+The output carries its origin, so that the next linear layer saves nothing, and its maxima, so that quantizing
+needs no extra read for the scale. The gradient carries its maxima too.
 """
 
 import functools
@@ -11,7 +10,6 @@ import torch
 import torch.distributed as dist
 
 from coat_kernels.autograd import once_differentiable
-from coat_kernels.deferred import Deferred, Source
 from coat_kernels.device import uses_kernels
 from coat_kernels.fp8 import Fp8Format, fp8_format
 from coat_kernels.groups.reference import DEFAULT_FORMAT, Grouped, empty_grouped
@@ -29,7 +27,7 @@ from coat_kernels.norm.reference import (
     norm_columns_reference,
     norm_forward_reference,
 )
-from coat_kernels.norm.residual import NO_ADDENDS, Addends, is_deferred_sum, residual_add_reference
+from coat_kernels.norm.residual import NO_ADDENDS, Addends, residual_add_reference
 from coat_kernels.ops import compilable, nothing
 from coat_kernels.origin import Origin, with_maxima, with_origin
 from coat_kernels.tensorwise.predicted import Attempt, PredictedScale, write_reference
@@ -158,39 +156,27 @@ def norm_columns(
 
 class _Norm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, weight, bias, eps, layer_norm, zero_centered, group_size, keep, residual, y_scale):
+    def forward(ctx, x, weight, bias, eps, layer_norm, zero_centered, group_size, keep, residual):
         options = eps, layer_norm, zero_centered, group_size
-        if y_scale is not None and is_deferred_sum(x) and uses_kernels(x):
-            # the kernel writes the sum here
-            addends, value = x.source.addends, torch.empty(x.shape, dtype=x.dtype, device=x.device)
-        else:
-            addends, value = NO_ADDENDS, _plain(x)
-        rows = value.reshape(-1, x.shape[-1]).contiguous()
-        if y_scale is None:
-            y, maxima, *kept = norm_forward(rows, weight, bias, *options, keep)
-            # detach(): autograd forbids in-place operations on a view that a function returns
-            y = y.view(x.shape).detach()
-            ctx.mark_non_differentiable(*kept, maxima)
-        else:
-            source, q, rstd = _deferred_forward(rows, weight.detach(), bias, options, keep, y_scale, addends)
-            y, maxima, kept = Deferred(source, x.shape), None, (*q, rstd)
-            ctx.mark_non_differentiable(*kept)
-        if addends is not NO_ADDENDS:
-            x.source.fill(rows)
+        rows = x.reshape(-1, x.shape[-1]).contiguous()
+        y, maxima, *kept = norm_forward(rows, weight, bias, *options, keep)
+        # detach(): autograd forbids in-place operations on a view that a function returns
+        y = y.view(x.shape).detach()
+        ctx.mark_non_differentiable(*kept, maxima)
         ctx.options = layer_norm, zero_centered, group_size
         ctx.bias_dtype = None if bias is None else bias.dtype
         ctx.save_for_backward(weight, *kept)
         ctx.set_materialize_grads(False)
         # detach(): autograd forbids in-place adds on a returned view. Keep it last: torch 2.11 miscounts
         # non-differentiable outputs after a None.
-        return y, maxima, *kept, value.detach() if residual else None
+        return y, maxima, *kept, x.detach() if residual else None
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad_y, *rest):
         grad_residual = rest[-1]
         needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
-        nothing = (None,) * 7
+        nothing = (None,) * 6
         if grad_y is None:
             return grad_residual if needs_x else None, None, None, *nothing
         weight, *kept = ctx.saved_tensors
@@ -211,38 +197,6 @@ class _Norm(torch.autograd.Function):
             grad_bias.to(ctx.bias_dtype) if needs_bias else None,
             *nothing,
         )
-
-
-def _deferred_forward(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    options: tuple,
-    keep: str,
-    scale: PredictedScale,
-    addends: Addends,
-) -> tuple[Source, Grouped, torch.Tensor]:
-    """y, of which only row-major FP8 codes are written now, and what is saved of x, which is the sum of
-    `addends` if there are any."""
-    parameters = (weight,) if bias is None else (weight, bias.detach())
-
-    def make(x, weight, bias=None):
-        return norm_forward(x, weight, bias, *options, keep)[0]
-
-    def write(x, *rest):
-        nonlocal addends
-        *parameters, out, scales = rest
-        weight, bias = parameters if len(parameters) == 2 else (*parameters, None)
-        maxima = launch_forward(x, weight, bias, q, rstd, *options, out=out, scales=scales, addends=addends)
-        # x exists from now on, so the addends can be freed
-        addends = NO_ADDENDS
-        return maxima
-
-    if uses_kernels(x):
-        q, rstd = empty_kept(x, options[-1], keep)
-    else:
-        *_, q, rstd = norm_forward_reference(x, weight, bias, *options, keep)
-    return Source((x, *parameters), make, write, scale, tuple(x.shape), x.dtype, at_once=True), q, rstd
 
 
 def norm_operands(
@@ -277,11 +231,7 @@ def norm_operands(
     return operands, largest, q, rstd
 
 
-def _plain(x: torch.Tensor) -> torch.Tensor:
-    return x.plain() if isinstance(x, Deferred) else x
-
-
-def _norm(x, weight, bias, eps, layer_norm, zero_centered, group_size, keep, residual, y_scale):
+def _norm(x, weight, bias, eps, layer_norm, zero_centered, group_size, keep, residual):
     width = x.shape[-1:]
     if weight.shape != width or (bias is not None and bias.shape != width):
         found = "" if bias is None else f", the bias {list(bias.shape)}"
@@ -292,15 +242,11 @@ def _norm(x, weight, bias, eps, layer_norm, zero_centered, group_size, keep, res
     options = eps, layer_norm, zero_centered, group_size
     inputs = (x, weight) if bias is None else (x, weight, bias)
     if not (torch.is_grad_enabled() and any(t.requires_grad for t in inputs)):
-        rows = _plain(x).reshape(-1, x.shape[-1]).contiguous()
+        rows = x.reshape(-1, x.shape[-1]).contiguous()
         y, maxima, *_ = norm_forward(rows, weight, bias, *options, keep)
         y = with_maxima(y.view(x.shape), maxima)
         return (y, x) if residual else y
-    if torch.compiler.is_compiling():
-        y_scale = None
-    y, maxima, codes, exponent, rstd, handed_on = _Norm.apply(
-        x, weight, bias, *options, keep, residual, y_scale
-    )
+    y, maxima, codes, exponent, rstd, handed_on = _Norm.apply(x, weight, bias, *options, keep, residual)
     parameters = weight.detach(), None if bias is None else bias.detach()
     watched = ((parameters[0], weight._version),)
     if bias is not None:
@@ -317,9 +263,7 @@ def _norm(x, weight, bias, eps, layer_norm, zero_centered, group_size, keep, res
         kept = codes, exponent, rstd, *parameters
         return Quantized(None, *norm_columns(*kept, largest, zero_centered, group_size, fmt.name))
 
-    y = with_origin(y, Origin((codes, exponent, rstd), columns, watched))
-    if maxima is not None:
-        y = with_maxima(y, maxima)
+    y = with_maxima(with_origin(y, Origin((codes, exponent, rstd), columns, watched)), maxima)
     return (y, handed_on) if residual else y
 
 
@@ -332,26 +276,22 @@ def rms_norm(
     group_size: int = 16,
     saved_format: str = DEFAULT_FORMAT,
     residual: bool = False,
-    y_scale: PredictedScale | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """RMSNorm over the last dimension, keeping x in groups of `group_size` and rstd in FP32.
 
     Args:
-        x: [..., h], BF16 or FP32; where y is deferred, a deferred sum is made in the same pass.
+        x: [..., h], BF16 or FP32.
         weight: [h], BF16 or FP32.
         zero_centered: the weight is w + 1.
         group_size: 16, 32, 64 or 128.
         saved_format: one of `coat_kernels.groups.GROUP_FORMATS`.
         residual: also return x, handed through this node in the same memory: what reads it instead of x has
             its gradient added inside this norm's backward, which saves a pass.
-        y_scale: defer y, which then goes straight into the FP8 GEMMs behind it; the caller's, one for
-            every call site. It pays where only such GEMMs read y. Not used while nothing is trained or a
-            model is compiled.
 
     Returns y, in x's shape and dtype, carrying its maxima and, where something is trained, its origin; with
     `residual` (y, x). Raises ValueError for a weight of another width than x.
     """
-    return _norm(x, weight, None, eps, False, zero_centered, group_size, saved_format, residual, y_scale)
+    return _norm(x, weight, None, eps, False, zero_centered, group_size, saved_format, residual)
 
 
 def layer_norm(
@@ -364,7 +304,6 @@ def layer_norm(
     group_size: int = 16,
     saved_format: str = DEFAULT_FORMAT,
     residual: bool = False,
-    y_scale: PredictedScale | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """LayerNorm over the last dimension, keeping x - mean(x); otherwise as `rms_norm`. bias: [h] or None."""
-    return _norm(x, weight, bias, eps, True, zero_centered, group_size, saved_format, residual, y_scale)
+    return _norm(x, weight, bias, eps, True, zero_centered, group_size, saved_format, residual)

@@ -9,7 +9,6 @@ import functools
 import torch
 
 from coat_kernels.autograd import once_differentiable
-from coat_kernels.deferred import Deferred, Source
 from coat_kernels.device import uses_kernels
 from coat_kernels.ops import compilable
 from coat_kernels.origin import with_maxima
@@ -24,19 +23,6 @@ from coat_kernels.rope.kernels import (
 from coat_kernels.rope.reference import rotate_qkv_backward_reference, rotate_qkv_reference
 from coat_kernels.tensorwise.predicted import Attempt, PredictedScale, write_reference
 from coat_kernels.tensorwise.quantize import Quantized
-
-
-def _deferred_backward(dq, dk, dv, cos, sin, scale: PredictedScale) -> Deferred:
-    """The gradient of the projection's output, of which nothing is written now."""
-    dq, dk, dv = [t if t.stride(3) == 1 else t.contiguous() for t in (dq, dk, dv)]
-    s, b, groups, d = dk.shape
-    width = (dq.shape[2] + 2 * groups) * d
-
-    def make(*inputs):
-        return rotate_qkv_backward(*inputs)[0].view(s * b, width)
-
-    source = Source((dq, dk, dv, cos, sin), make, launch_operands, scale, (s * b, width), dq.dtype)
-    return Deferred(source, (s, b, width))
 
 
 def rotate_qkv_backward_operands(
@@ -88,37 +74,25 @@ def rotate_qkv_backward(
 
 class _RotateQKV(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, mixed, cos, sin, groups, d, grad_scale):
+    def forward(ctx, mixed, cos, sin, groups, d):
         ctx.save_for_backward(cos, sin)
-        ctx.grad_scale = grad_scale
         return rotate_qkv_forward(mixed.contiguous(), cos, sin, groups, d)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, dq, dk, dv):
-        nothing = (None,) * 5
-        if ctx.grad_scale is not None and not torch.compiler.is_compiling():
-            return _deferred_backward(dq, dk, dv, *ctx.saved_tensors, ctx.grad_scale), *nothing
         grad, maxima = rotate_qkv_backward(dq, dk, dv, *ctx.saved_tensors)
-        return with_maxima(grad, maxima), *nothing
+        return with_maxima(grad, maxima), *(None,) * 4
 
 
 def rotate_qkv(
-    mixed: torch.Tensor,
-    cos: torch.Tensor,
-    sin: torch.Tensor,
-    groups: int,
-    d: int,
-    *,
-    grad_scale: PredictedScale | None = None,
+    mixed: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, groups: int, d: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Splits the output of a fused projection and rotates its queries and keys.
 
     mixed [s, b, groups * (m + 2) * d] in BF16 or FP32: in each group m queries, a key and a value;
     cos, sin: FP32 [s, d], d even: channel i turns with channel i + d / 2; or [any, 0]: it only splits. For
-    rotary positions of some of the channels there is no kernel: split and rotate by torch's operations;
-    grad_scale: defer the gradient of mixed, which then goes straight into the FP8 GEMMs of the projection;
-    the caller's, one for every call site. Not used while a model is compiled.
+    rotary positions of some of the channels there is no kernel: split and rotate by torch's operations.
     Returns q [s, b, groups * m, d], k and v [s, b, groups, d]. Saved for backward are cos and sin.
     Raises ValueError for shapes that do not belong together.
     """
@@ -134,6 +108,4 @@ def rotate_qkv(
             f"rotate_qkv: expected a multiple of {groups} groups x {d} channels, at least three times that; "
             f"found {width} columns"
         )
-    if torch.compiler.is_compiling():
-        grad_scale = None
-    return _RotateQKV.apply(mixed, cos, sin, groups, d, grad_scale)
+    return _RotateQKV.apply(mixed, cos, sin, groups, d)

@@ -34,8 +34,6 @@ class PredictedScale:
 
     def __init__(self, fmt: Fp8Format):
         self.fmt = fmt
-        # how often a deferred tensor was computed because something else than an FP8 GEMM read it
-        self.times_made = 0
         self._scales: dict[torch.device, torch.Tensor] = {}
 
     def on(self, device: torch.device) -> torch.Tensor:

@@ -1,5 +1,5 @@
 """Freshly allocated memory is poisoned, so that an element no kernel writes is seen; every launch says how it
-is compiled; producers that defer."""
+is compiled."""
 
 import pytest
 import torch
@@ -7,9 +7,8 @@ from triton.runtime.interpreter import InterpretedFunction
 from triton.runtime.jit import JITFunction
 
 from coat_kernels import activation as act
-from coat_kernels import deferred, norm, rope, tensorwise
-from coat_kernels.norm import residual
-from tests.kernels.producers import PRODUCERS, Addition
+from coat_kernels import norm, rope, tensorwise
+from tests.kernels.producers import PRODUCERS
 
 
 @pytest.fixture(autouse=True)
@@ -60,7 +59,7 @@ def kernels(takes_kernels, monkeypatch):
     if takes_kernels:
         for module in (
             act.op,
-            deferred,
+            tensorwise.operands,
             norm.op,
             rope.op,
             tensorwise.scale,
@@ -81,10 +80,3 @@ def kernels(takes_kernels, monkeypatch):
 @pytest.fixture(params=PRODUCERS)
 def producer(request, device):
     return PRODUCERS[request.param](device)
-
-
-@pytest.fixture(params=["activation", "norm", "addition"])
-def output(request, device, monkeypatch):
-    """A producer that defers its output."""
-    monkeypatch.setattr(residual, "WAITS_FROM", 0)
-    return (PRODUCERS | {"addition": Addition})[request.param](device)

@@ -77,12 +77,13 @@ def train(name: str) -> None:
 
 
 def norms() -> None:
-    """In each way to an output: at once, trained and not, and in FP8."""
+    """Trained and not, and written in FP8."""
     x, weight = torch.empty(256, 128, dtype=torch.bfloat16), torch.ones(128, requires_grad=True)
     scale = tensorwise.PredictedScale(E4M3)
-    for options in ({}, {"y_scale": scale}):
-        norm.rms_norm(x, weight, 1e-5, **options)
-        norm.layer_norm(x, weight, None, 1e-5, **options)
+    for layer_norm in (False, True):
+        options = 1e-5, layer_norm, False, 16
+        norm.norm_operands(x, weight.detach(), None, options, "sqrt8", scale)
+        (norm.layer_norm if layer_norm else norm.rms_norm)(x, weight, *((None,) if layer_norm else ()), 1e-5)
     with torch.no_grad():
         norm.rms_norm(x, weight, 1e-5)
         norm.layer_norm(x, weight, None, 1e-5)

@@ -10,15 +10,12 @@ import pytest
 import torch
 
 from coat_kernels import activation as activation_module
-from coat_kernels import deferred as deferred_module
 from coat_kernels import norm, rope, tensorwise
 from coat_kernels.activation import activation
-from coat_kernels.fp8 import E4M3, E5M2
 from coat_kernels.linear import fp8_linear
-from coat_kernels.norm import deferred_add, layer_norm, may_defer_add, rms_norm
+from coat_kernels.norm import layer_norm, rms_norm
 from coat_kernels.origin import maxima_of, origin_of
 from coat_kernels.rope import rotate_qkv
-from coat_kernels.tensorwise import PredictedScale
 from tests.util import rel_rms
 
 ROOT = Path(__file__).parents[2]
@@ -56,27 +53,20 @@ def operations(device) -> dict:
     down = leaf(H, F, device=device)
     angles = torch.rand(ROWS, 16, device=device)
 
-    def stack(x, deferred):
-        scales = (
-            (PredictedScale(E4M3), PredictedScale(E4M3), PredictedScale(E5M2)) if deferred else [None] * 3
-        )
-        y = rms_norm(x, weight, 1e-5, y_scale=scales[0])
+    def stack(x):
+        y = rms_norm(x, weight, 1e-5)
         up = fp8_linear(y, gated, origin=origin_of(y))
-        z = activation(up, "silu", gated=True, y_scale=scales[1], grad_scale=scales[2])
+        z = activation(up, "silu", gated=True)
         return x + fp8_linear(z, down, origin=origin_of(z))
 
     return {
         "rms_norm": lambda x: rms_norm(x, weight, 1e-5),
-        "layer_norm": lambda x: layer_norm(x, weight, bias, 1e-5, y_scale=PredictedScale(E4M3)),
+        "layer_norm": lambda x: layer_norm(x, weight, bias, 1e-5),
         "linear": lambda x: fp8_linear(x, square),
         "activation": lambda x: activation(x, "gelu", gated=False),
-        "swiglu, deferred": lambda x: activation(
-            x, "silu", gated=True, y_scale=PredictedScale(E4M3), grad_scale=PredictedScale(E5M2)
-        ),
+        "swiglu": lambda x: activation(x, "silu", gated=True),
         "rope": lambda x: torch.cat(rotate_qkv(x.view(ROWS, 1, H), angles.cos(), angles.sin(), 1, 16), 2),
-        "residual": lambda x: rms_norm(deferred_add(x, 2 * x), weight, 1e-5, y_scale=PredictedScale(E4M3)),
-        "stack": lambda x: stack(x, False),
-        "stack, deferred": lambda x: stack(x, True),
+        "stack": stack,
     }
 
 
@@ -98,20 +88,13 @@ def test_gradient_penalties_are_refused(device, name):
     assert graphed.equal(plain) and graphed.requires_grad
 
 
-DEFERRED = pytest.mark.parametrize("deferred", [False, True], ids=["written", "deferred"])
-
-
-def scales(deferred: bool) -> list[PredictedScale | None]:
-    return [PredictedScale(fmt) if deferred else None for fmt in (E4M3, E4M3, E5M2)]
-
-
 class Stack:
     """norm -> linear -> SwiGLU -> linear; `hooks` see the outputs of the parts."""
 
-    def __init__(self, device, deferred: bool, with_bias: bool = False):
+    def __init__(self, device, with_bias: bool = False):
         self.norm_weight, self.up = leaf(H, device=device), leaf(2 * F, H, device=device)
         self.norm_bias = leaf(H, device=device) if with_bias else None
-        self.down, self.scales = leaf(H, F, device=device), scales(deferred)
+        self.down = leaf(H, F, device=device)
         self.hooks = {}
 
     def __call__(self, x):
@@ -119,21 +102,19 @@ class Stack:
             self.hooks.get(name, lambda t: None)(t)
             return t
 
-        y_scale, z_scale, grad_scale = self.scales
-        y = layer_norm(x, self.norm_weight, self.norm_bias, 1e-5, y_scale=y_scale)
+        y = layer_norm(x, self.norm_weight, self.norm_bias, 1e-5)
         y = seen("norm", y)
         up = seen("up", fp8_linear(y, self.up, origin=origin_of(y)))
-        z = activation(up, "silu", gated=True, y_scale=z_scale, grad_scale=grad_scale)
+        z = activation(up, "silu", gated=True)
         z = seen("activation", z)
         return seen("down", fp8_linear(z, self.down, origin=origin_of(z)))
 
 
-@DEFERRED
 @pytest.mark.parametrize("part", ["norm", "up", "activation", "down"])
 @pytest.mark.parametrize("ndim", [2, 3])
-def test_outputs_may_be_changed_in_place(device, part, deferred, ndim):
+def test_outputs_may_be_changed_in_place(device, part, ndim):
     """As stock layers' may, whose outputs their own backward does not need; whoever reads them sees it."""
-    stack, x = Stack(device, deferred), leaf(2, ROWS, H, device=device)
+    stack, x = Stack(device), leaf(2, ROWS, H, device=device)
     x = x if ndim == 3 else x.detach()[0].clone().requires_grad_()
     wanted = [x, stack.norm_weight, stack.up, stack.down]
     changes = {
@@ -163,10 +144,9 @@ def by_hand(stack, x, part, change):
     return seen("down", fp8_linear(z, stack.down, origin=origin_of(z)))
 
 
-@DEFERRED
 @pytest.mark.parametrize("parameter", ["norm_weight", "norm_bias"])
-def test_a_linear_layer_checks_the_norm_that_makes_its_input_again(device, parameter, deferred):
-    stack, x = Stack(device, deferred, with_bias=True), leaf(ROWS, H, device=device)
+def test_a_linear_layer_checks_the_norm_that_makes_its_input_again(device, parameter):
+    stack, x = Stack(device, with_bias=True), leaf(ROWS, H, device=device)
     y = stack(x)
     with torch.no_grad():
         getattr(stack, parameter).mul_(2)
@@ -176,9 +156,8 @@ def test_a_linear_layer_checks_the_norm_that_makes_its_input_again(device, param
         torch.autograd.grad(y.sum(), stack.up)
 
 
-@DEFERRED
-def test_outputs_are_saved_and_copied_without_notes(device, deferred):
-    stack, x, seen = Stack(device, deferred), leaf(ROWS, H, device=device), {}
+def test_outputs_are_saved_and_copied_without_notes(device):
+    stack, x, seen = Stack(device), leaf(ROWS, H, device=device), {}
     stack.hooks = {name: functools.partial(seen.__setitem__, name) for name in ("norm", "activation")}
     stack(x)
     for y in seen.values():
@@ -192,9 +171,8 @@ def test_outputs_are_saved_and_copied_without_notes(device, deferred):
     assert maxima_of(y) is not None and maxima_of(copy.deepcopy(y)) is None
 
 
-@DEFERRED
 @pytest.mark.parametrize("shape", [(0, H), (0, 2, H), (3, 0, H)], ids=str)
-def test_nothing_in_nothing_out(shape, deferred, takes_kernels, device, monkeypatch):
+def test_nothing_in_nothing_out(shape, takes_kernels, device, monkeypatch):
     """Experts without tokens, empty batches: results and gradients are empty, those of weights zeros."""
     if takes_kernels:
         for module in (
@@ -204,19 +182,18 @@ def test_nothing_in_nothing_out(shape, deferred, takes_kernels, device, monkeypa
             norm.op,
             activation_module.op,
             rope.op,
-            deferred_module,
+            tensorwise.operands,
         ):
             monkeypatch.setattr(module, "uses_kernels", lambda x: True)
-    stack, x = Stack(device, deferred, with_bias=True), leaf(*shape, device=device)
-    y_scale, z_scale, grad_scale = stack.scales
+    stack, x = Stack(device, with_bias=True), leaf(*shape, device=device)
 
     def whole(x):
-        y = rms_norm(x, stack.norm_weight, 1e-5, y_scale=y_scale)
-        gated = activation(y, "silu", gated=True, y_scale=z_scale, grad_scale=grad_scale)
-        parts = [stack(x), activation(x, "gelu", gated=False, grad_scale=grad_scale), gated]
+        y = rms_norm(x, stack.norm_weight, 1e-5)
+        gated = activation(y, "silu", gated=True)
+        parts = [stack(x), activation(x, "gelu", gated=False), gated]
         if x.ndim == 3:
             angles = torch.rand(shape[0], 16, device=device)
-            parts += rotate_qkv(x, angles.cos(), angles.sin(), 1, 16, grad_scale=grad_scale)
+            parts += rotate_qkv(x, angles.cos(), angles.sin(), 1, 16)
             parts += rotate_qkv(x, *torch.empty(2, 0, 0, device=device), 1, 16)
         return parts
 
@@ -245,10 +222,6 @@ def wrong_shapes(device) -> dict:
         "norm, long weight": (lambda: rms_norm(x, t(2 * H), 1e-5), "64.*128"),
         "norm, matrix": (lambda: rms_norm(x, t(1, H), 1e-5), r"64.*\[1, 64\]"),
         "norm, short bias": (lambda: layer_norm(x, t(H), t(H // 2), 1e-5), r"64.*bias \[32\]"),
-        "norm, deferred": (
-            lambda: rms_norm(x.requires_grad_(), t(H // 2), 1e-5, y_scale=PredictedScale(E4M3)),
-            "64.*32",
-        ),
         "linear, weight": (lambda: fp8_linear(x, t(H, 2 * H)), "128.*64"),
         "linear, bias": (lambda: fp8_linear(x, t(H, H), t(H // 2)), "32.*64"),
         "activation, odd": (lambda: activation(t(ROWS, 65), "silu", gated=True), "65"),
@@ -280,19 +253,11 @@ def test_kernels_read_no_further_than_their_inputs(device):
             with pytest.raises(ValueError, match=f"{h}.*{wrong}"):
                 rms_norm(x, leaf(wrong, device=device), 1e-5)
         up, down = leaf(2 * h, h, device=device), leaf(h, h, device=device)
-        for y_scale, z_scale, grad_scale in (scales(False), scales(True)):
-            y = rms_norm(x, weight, 1e-5, y_scale=y_scale)
-            u = fp8_linear(y, up, origin=origin_of(y))
-            z = activation(u, "silu", gated=True, y_scale=z_scale, grad_scale=grad_scale)
-            fp8_linear(z, down, origin=origin_of(z)).sum().backward()
+        y = rms_norm(x, weight, 1e-5)
+        u = fp8_linear(y, up, origin=origin_of(y))
+        z = activation(u, "silu", gated=True)
+        fp8_linear(z, down, origin=origin_of(z)).sum().backward()
     torch.cuda.synchronize()
-
-
-def test_sums_of_other_shapes_do_not_wait():
-    """A bias that is broadcast, of one element or for each row, is torch's to add."""
-    x = leaf(ROWS, H, device="cpu")
-    for shape, waits in (((H,), True), ((1,), False), ((ROWS, H), False), ((H // 2,), False)):
-        assert may_defer_add(x, 2 * x, torch.randn(shape)) == waits
 
 
 def test_gradients_go_into_a_tensor_of_the_weights_shape(device):

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from coat_kernels import activation as act
-from coat_kernels import blocks, deferred, norm, rope, tensorwise
+from coat_kernels import blocks, norm, rope, tensorwise
 from coat_kernels.activation import activation
 from coat_kernels.blocks import ActivationOptions, NormOptions, mlp_block, qkv_block
 from coat_kernels.fp8 import E4M3, E5M2
@@ -33,7 +33,7 @@ def kernels(takes_kernels, monkeypatch):
     if takes_kernels:
         for module in (
             act.op,
-            deferred,
+            tensorwise.operands,
             norm.op,
             rope.op,
             tensorwise.scale,

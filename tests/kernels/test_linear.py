@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from coat_kernels import deferred, linear, tensorwise
+from coat_kernels import linear, tensorwise
 from coat_kernels.fp8 import E4M3, E5M2
 from coat_kernels.linear import LinearFormats, LinearOptions, fp8_linear
 from coat_kernels.origin import (
@@ -201,7 +201,7 @@ def test_maxima_of_the_producers_are_used(device, monkeypatch):
 def test_predicted_scales_change_no_bit(compiled, device, monkeypatch):
     """Whatever the tensors of the last time were like. Kernels then read nothing for its scale alone."""
     if not compiled:
-        for module in (deferred, tensorwise.scale, tensorwise.quantize, tensorwise.transpose):
+        for module in (tensorwise.operands, tensorwise.scale, tensorwise.quantize, tensorwise.transpose):
             monkeypatch.setattr(module, "uses_kernels", lambda x: True)
     scales = {"x_scale": PredictedScale(E4M3), "grad_scale": PredictedScale(E5M2), "cache": WeightCache()}
     x, weight, bias = leaves(torch.randn(33, 64), torch.randn(48, 64), torch.randn(48), device=device)

@@ -4,8 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from coat_kernels import deferred, parallel, tensorwise
-from coat_kernels.activation import activation
+from coat_kernels import parallel, tensorwise
 from coat_kernels.fp8 import E4M3
 from coat_kernels.origin import with_maxima
 from coat_kernels.tensorwise import quantize_tensor_reference, transpose_codes_reference
@@ -35,19 +34,17 @@ def send():
 
 def agreed_operands(device):
     results = {}
-    for known in ("nothing", "prediction", "maxima", "codes of this rank"):
+    for known in ("nothing", "prediction", "maxima"):
         for kernels in (False, True):
-            for module in (deferred, tensorwise.scale, tensorwise.quantize, tensorwise.transpose):
+            for module in (tensorwise.operands, tensorwise.scale, tensorwise.quantize, tensorwise.transpose):
                 module.uses_kernels = lambda x, kernels=kernels: kernels
             x = part_of(dist.get_rank()).to(device)
-            predicted = deferred.PredictedScale(E4M3) if known == "prediction" else None
+            predicted = tensorwise.PredictedScale(E4M3) if known == "prediction" else None
             if known == "maxima":
                 with_maxima(x, x.abs().amax(1))
-            if known == "codes of this rank":
-                y_scale = deferred.PredictedScale(E4M3)
-                x = activation(x.abs().requires_grad_(), "relu", gated=False, y_scale=y_scale)
-                deferred.fp8_operands(x, E4M3)
-            out, largest = deferred.fp8_operands(x, E4M3, group=dist.group.WORLD, predicted=predicted)
+            out, largest = tensorwise.operands.fp8_operands(
+                x, E4M3, group=dist.group.WORLD, predicted=predicted
+            )
             results[known, kernels] = out.rows.view(torch.uint8).cpu(), out.scale.cpu(), largest.cpu()
     return results
 
@@ -82,8 +79,7 @@ def check_agreed(ranks):
     largest = torch.cat(parts).abs().max().reshape(1)
     for (_, agreed), part in zip(ranks, parts, strict=True):
         for case, (rows, scale, found) in agreed.items():
-            x = part.abs() if case[0] == "codes of this rank" else part
-            expected = quantize_tensor_reference(x, largest, E4M3)
+            expected = quantize_tensor_reference(part, largest, E4M3)
             assert found.equal(largest) and scale.equal(expected.scale), case
             assert rows.equal(expected.rows.view(torch.uint8)), case
 

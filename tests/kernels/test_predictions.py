@@ -7,28 +7,34 @@ import pickle
 import pytest
 import torch
 
-from coat_kernels import deferred, tensorwise
-from coat_kernels.deferred import fp8_operands
+from coat_kernels import tensorwise
 from coat_kernels.fp8 import E4M3, E5M2
 from coat_kernels.origin import with_maxima
 from coat_kernels.tensorwise import PredictedScale
+from coat_kernels.tensorwise.operands import fp8_operands
 from tests.kernels.inputs import check_sums, hard
-from tests.kernels.producers import PRODUCERS, layer, same
+from tests.kernels.producers import PRODUCERS, same
 from tests.util import default_dtype
 
 pytestmark = pytest.mark.early
 
 
-def test_results_never_depend_on_the_prediction(producer, kernels):
-    expected = layer(producer, False)
-    # a right one is what the run before has left; in the interpreter each costs 2 s, and the rest of
-    # PREDICTIONS is left to a test of plain tensors
-    for predicted in PREDICTIONS if producer.x.is_cuda else (2.0**-40, "right", torch.nan):
+def test_results_never_depend_on_the_prediction(producer, kernels, device):
+    plain, scale = producer.plain(), PredictedScale(producer.fmt)
+    largest = tensorwise.largest_magnitude(plain)
+    columns = producer.sums
+    expected = tensorwise.quantize_tensor_reference(plain, largest, producer.fmt, True, columns, columns)
+    # "right" is the scale that the run before leaves; each run takes 2 s in the interpreter, and a test of
+    # plain tensors has the rest of PREDICTIONS
+    for predicted in PREDICTIONS if device.type == "cuda" else (2.0**-40, "right", torch.nan):
         if predicted != "right":
-            for scale in producer.scales.values():
-                scale.on(producer.x.device).fill_(predicted)
-        for a, e in zip(layer(producer, True), expected, strict=True):
-            same(a, e)
+            scale.on(device).fill_(predicted)
+        found = producer.operands(scale)
+        same(found.rows, expected.rows)
+        assert found.scale.equal(expected.scale)
+        if producer.sums:
+            same(found.columns, expected.columns)
+            check_sums(found.sums, plain)
 
 
 PREDICTIONS = (2.0**-40, "right", 2.0**40, torch.nan, 0.0, torch.inf)
@@ -79,7 +85,7 @@ def test_a_right_prediction_leaves_the_codes_alone(layouts, small_tiles, device)
     scale = PredictedScale(E4M3)
     for written in (True, False):
         write = functools.partial(tensorwise.launch_quantize, x)
-        attempt = deferred.Attempt(write, scale, 50, 40, device, *layouts)
+        attempt = tensorwise.Attempt(write, scale, 50, 40, device, *layouts)
         codes = next(t for t in attempt.out if t is not None).view(torch.uint8)
         kept = codes.clone()
         codes.zero_()
@@ -90,9 +96,9 @@ def test_a_right_prediction_leaves_the_codes_alone(layouts, small_tiles, device)
 
 def test_maxima_that_are_known_save_the_prediction(small_tiles, device, monkeypatch):
     """Few are read by the launch that quantizes, of many the largest is found first."""
-    for module in (deferred, tensorwise.scale, tensorwise.quantize, tensorwise.transpose):
+    for module in (tensorwise.operands, tensorwise.scale, tensorwise.quantize, tensorwise.transpose):
         monkeypatch.setattr(module, "uses_kernels", lambda x: True)
-    monkeypatch.setattr(deferred, "Attempt", None)
+    monkeypatch.setattr(tensorwise.operands, "Attempt", None)
     reduced = []
     largest_triton = tensorwise.largest_triton
     monkeypatch.setattr(
@@ -101,7 +107,7 @@ def test_maxima_that_are_known_save_the_prediction(small_tiles, device, monkeypa
     scale = PredictedScale(E5M2)
     x = torch.randn(50, 40, device=device)
     for few in (50, 49):
-        monkeypatch.setattr(deferred, "FEW_MAXIMA", few)
+        monkeypatch.setattr(tensorwise.operands, "FEW_MAXIMA", few)
         maxima = tensorwise.row_maxima(x)
         out, largest = fp8_operands(with_maxima(x, maxima), E5M2, columns=True, predicted=scale)
         assert len(reduced) == (few < len(maxima))
@@ -114,9 +120,10 @@ def test_maxima_that_are_known_save_the_prediction(small_tiles, device, monkeypa
 
 @pytest.mark.parametrize("name", PRODUCERS)
 def test_a_right_prediction_writes_once(name, monkeypatch):
-    # the reference is counted, so on a CPU
+    # writes of the reference are counted, on a CPU
     producer = PRODUCERS[name](torch.device("cpu"))
-    layer(producer, True)
+    scale = PredictedScale(producer.fmt)
+    producer.operands(scale)
     written = []
     codes = tensorwise.predicted.to_tensor_codes_reference
     monkeypatch.setattr(
@@ -124,11 +131,11 @@ def test_a_right_prediction_writes_once(name, monkeypatch):
         "to_tensor_codes_reference",
         lambda x, *rest: written.append(x) or codes(x, *rest),
     )
-    layer(producer, True)
-    assert len(written) == len(producer.scales)
-    next(iter(producer.scales.values())).on(producer.x.device).fill_(1e-3)
-    layer(producer, True)
-    assert len(written) == 2 * len(producer.scales) + 1
+    producer.operands(scale)
+    assert len(written) == 1
+    scale.on(torch.device("cpu")).fill_(1e-3)
+    producer.operands(scale)
+    assert len(written) == 3
 
 
 def test_predictions_are_not_copied():

@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from coat_kernels import deferred, tensorwise
-from coat_kernels.deferred import fp8_operands
+from coat_kernels import tensorwise
 from coat_kernels.fp8 import E4M3, E5M2
 from coat_kernels.tensorwise import PredictedScale, together
+from coat_kernels.tensorwise.operands import fp8_operands
 from tests.kernels.inputs import SHAPES, hard, wide
 
 FORMATS = pytest.mark.parametrize("fmt", [E4M3, E5M2], ids=lambda f: f.name)
@@ -18,7 +18,13 @@ def small_tiles(monkeypatch):
     monkeypatch.setattr(together, "BLOCK", 64)
     monkeypatch.setattr(together, "COLUMNS_TILE", (32, 16))
     monkeypatch.setattr(together, "CORRECTING_PROGRAMS", 3)
-    for module in (deferred, tensorwise.scale, tensorwise.quantize, tensorwise.transpose, together):
+    for module in (
+        tensorwise.operands,
+        tensorwise.scale,
+        tensorwise.quantize,
+        tensorwise.transpose,
+        together,
+    ):
         monkeypatch.setattr(module, "uses_kernels", lambda x: True)
 
 

@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 
-from coat_kernels import deferred, tensorwise, weights
+from coat_kernels import tensorwise, weights
 from coat_kernels.fp8 import E4M3, E5M2
 from coat_kernels.linear import fp8_linear
 from coat_kernels.tensorwise import quantize_tensor_reference
@@ -32,7 +32,13 @@ def work(monkeypatch):
 @pytest.fixture
 def kernels(takes_kernels, monkeypatch):
     if takes_kernels:
-        for module in (deferred, weights, tensorwise.scale, tensorwise.quantize, tensorwise.transpose):
+        for module in (
+            tensorwise.operands,
+            weights,
+            tensorwise.scale,
+            tensorwise.quantize,
+            tensorwise.transpose,
+        ):
             monkeypatch.setattr(module, "uses_kernels", lambda x: True)
 
 
