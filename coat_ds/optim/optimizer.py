@@ -60,14 +60,16 @@ class CoatAdamW(torch.optim.Optimizer):
     min_numel: tensors with fewer elements keep FP32 moments; 0 compresses everything.
     bf16_params: how BF16 parameters are updated. "exact": `state[p]["remainder"]`, int16, makes each one an
         FP32 master, the bits of which are those of an FP32 run. "stochastic": rounded up with the probability
-        of what is dropped. "nearest": as `torch.optim.AdamW` does, losing updates below half a BF16 step.
+        of what is dropped, by noise that is a hash of the element, its gradient, the step and the seed: so
+        replicas of a weight stay equal on all ranks. "nearest": as `torch.optim.AdamW` does, losing updates
+        below half a BF16 step.
         Weights may be edited between steps. "exact" then goes on from what they show, but for at most half a
         BF16 step that the remainder adds, since masks and clamps, which write all weights and change few,
         must not cost the others theirs; zeros and what is not finite count exactly. After weights were
         replaced as a whole, `state[p]["remainder"].zero_()` makes that exact too.
     keep_fp32: which other tensors keep FP32 moments: patterns of names, for parameters given with names, or
         a function of (name or None, parameter).
-    seed: of stochastic rounding of BF16 parameters, which is the same on all ranks and in every run.
+    seed: of the stochastic rounding of BF16 parameters; the same on all ranks.
     compiled: steps on the CPU run in C++, compiled when it is first needed: many times as fast as the PyTorch
         that they run in otherwise, and equal but for FP32 rounding.
     log: takes lines for the log, and their level. None is Python's logging, on rank 0; the constructor then

@@ -26,7 +26,7 @@ def chunk_table(
 
     Returns int64 [chunks, COLUMNS]. A row holds the tensor's `pointers` (parameter, gradient, both storages
     and the extra tensor, [tensors, POINTERS]) moved to the chunk's start by `group_bytes` [POINTERS] a group,
-    the elements that remain from there, the tensor's index and the chunk's first element.
+    the elements that remain from there, and the tensor's index.
     """
     chunk = tiles * ROWS * group_size
     chunks = -(-numels // chunk)
@@ -35,7 +35,7 @@ def chunk_table(
     start = first[tensor] + within
     table = np.empty((len(tensor), COLUMNS.value), dtype=np.int64)
     table[:, :POINTERS] = pointers[tensor] + (start // group_size)[:, None] * group_bytes
-    table[:, POINTERS:] = np.stack((numels[tensor] - within, tensor, start), axis=1)
+    table[:, POINTERS:] = np.stack((numels[tensor] - within, tensor), axis=1)
     return table
 
 

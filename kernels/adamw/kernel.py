@@ -5,7 +5,7 @@ so that no FP32 moment exists in memory.
 import triton
 import triton.language as tl
 
-from coat_kernels.adamw.reference import DITHER_UNIT, LANE_KEY, STEP_KEY, TENSOR_KEY
+from coat_kernels.adamw.reference import DITHER_UNIT, GRAD_KEY, LANE_KEY, STEP_KEY
 from coat_kernels.codecs.codec import load_metadata, store_moment, store_scale
 from coat_kernels.fast_math import fast_reciprocal, fast_sqrt
 from coat_kernels.fp8 import cast, widen
@@ -14,8 +14,8 @@ from coat_kernels.tiles import load_tile, store_tile
 # A program takes one tile of ROWS groups. With two warps for four rows of 128 the kernel runs at the speed of
 # a copy on an H200; every loop over tiles was slower (benchmarks/LOG.md, 2026-11-21).
 ROWS, WARPS = 4, 2
-# columns of the table: pointers, elements that remain, the tensor's index, the first element
-POINTERS, COLUMNS = 9, tl.constexpr(12)
+# columns of the table: pointers, elements that remain, the tensor's index
+POINTERS, COLUMNS = 9, tl.constexpr(11)
 # columns of a row of corrections (`corrections_of`)
 CORRECTIONS = tl.constexpr(3)
 
@@ -138,9 +138,6 @@ def adamw_kernel(
     if DITHER:
         b_lane = tl.arange(0, G).to(tl.uint32) * LANE_KEY + turns.to(tl.uint32)
         b_dither = (b_lane.to(tl.int32, bitcast=True).to(tl.float32) * DITHER_UNIT)[None, :]
-    if STOCHASTIC:
-        key = seed + turns + i_tensor * TENSOR_KEY + tl.load(p_chunk + 11)
-        b_noise = (hash_tile(o_x.to(tl.uint32) + key.to(tl.uint32)) >> 16).to(tl.int32)
     if p_grad_scale is not None:
         # rounded here: the compiler would put a plain product into a sum below, and that in some tiles only,
         # and leave another one out, so that an element's bits would depend on its place
@@ -163,7 +160,10 @@ def adamw_kernel(
         store_tile(p_param, o_x, b_weight, m_x, MASKED)
         store_tile(p_remainder, o_x, b_remainder, m_x, MASKED)
     elif STOCHASTIC:
-        b_rounded = bf16_of_bits((b_p.to(tl.int32, bitcast=True) + b_noise) >> 16)
+        # `noise_reference`
+        b_hash = b_p.to(tl.uint32, bitcast=True) + b_g.to(tl.uint32, bitcast=True) * GRAD_KEY
+        b_hash = hash_tile(b_hash + (seed + turns).to(tl.uint32))
+        b_rounded = bf16_of_bits((b_p.to(tl.int32, bitcast=True) + (b_hash >> 16).to(tl.int32)) >> 16)
         store_tile(p_param, o_x, tl.where(b_p == b_p, b_rounded, cast(b_p, PARAM)), m_x, MASKED)
     else:
         store_tile(p_param, o_x, cast(b_p, PARAM), m_x, MASKED)

@@ -28,7 +28,7 @@ class AdamWOptions:
     dither: bool = False
     """Round exp_avg_sq up or down in turn (`dither_reference`)."""
     seed: int = 0
-    """Of stochastic rounding, 31 bits; every step, tensor and element has its own noise."""
+    """Seed of stochastic rounding."""
 
     def bias_corrections(self, step: float) -> tuple[float, float]:
         """What exp_avg is divided by after `step` steps, and what the root of exp_avg_sq is divided by."""

@@ -21,7 +21,8 @@ from coat_kernels.codecs.codec import Storage, Stored, encode_reference
 # dither: 2^32 times the fractional parts of the golden ratio and of the plastic number's inverse, whose
 # multiples fill an interval most evenly
 STEP_KEY, LANE_KEY = tl.constexpr(0x9E3779B1), tl.constexpr(0xC13FA9A9)
-TENSOR_KEY = tl.constexpr(0x85EBCA6B)
+# spreads the bits of gradients over the noise of stochastic rounding
+GRAD_KEY = tl.constexpr(0x85EBCA6B)
 # scales an int32 to (-1/2, 1/2)
 DITHER_UNIT = tl.constexpr((1 - 2**-23) * 2.0**-32)
 
@@ -53,16 +54,19 @@ def join_master(weight: torch.Tensor, remainder: torch.Tensor) -> torch.Tensor:
     return ((upper << 16) + torch.where(is_alone, 0, lower)).view(torch.float32)
 
 
-def noise_reference(
-    seed: int, step: int, tensor: int, numel: int, device: torch.device | str
-) -> torch.Tensor:
-    """Noise of each element, int32 in [0, 2^16): half of a 32-bit integer hash.
+def noise_reference(x: torch.Tensor, grad: torch.Tensor, seed: int, step: int) -> torch.Tensor:
+    """Noise for the stochastic rounding of each element of `x`: int32 in [0, 2^16), the upper half of a
+    32-bit integer hash (Wellons, lowbias32).
 
-    The hash (Wellons, lowbias32) is of the element's index, moved by seed, step and the tensor's index times
-    odd constants. It is the same on every rank and in every run, and new on every step.
+    x, grad: FP32, a parameter after the update and the gradient of the update.
+
+    The hash depends on the bits of both, the seed and the step, and on nothing else. So replicas of a weight
+    are rounded alike, however each rank's list of parameters is ordered, cut or sharded. The price: within
+    one step, elements that are equal in both are rounded the same way.
     """
-    key = seed + step * STEP_KEY.value + tensor * TENSOR_KEY.value
-    x = (torch.arange(numel, dtype=torch.int64, device=device) + key) & 0xFFFFFFFF
+    key = seed + step * STEP_KEY.value
+    x, grad = x.view(torch.int32).long(), grad.view(torch.int32).long()
+    x = (x + grad * GRAD_KEY.value + key) & 0xFFFFFFFF
     x = ((x ^ (x >> 16)) * 0x7FEB352D) & 0xFFFFFFFF
     x = ((x ^ (x >> 15)) * 0x846CA68B) & 0xFFFFFFFF
     return ((x ^ (x >> 16)) >> 16).int()
@@ -79,9 +83,9 @@ def dither_reference(step: int, numel: int, group_size: int, device: torch.devic
     return (step * STEP_KEY.value + lane * LANE_KEY.value).int().float() * DITHER_UNIT.value
 
 
-def round_stochastically(x: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
-    """FP32 as BF16, up with the probability of what truncation would drop; NaN stays NaN."""
-    bits = (x.view(torch.int32) + noise) >> 16
+def round_stochastically(x: torch.Tensor, grad: torch.Tensor, seed: int, step: int) -> torch.Tensor:
+    """FP32 as BF16: away from zero with the probability of what truncation would drop; NaN stays NaN."""
+    bits = (x.view(torch.int32) + noise_reference(x, grad, seed, step)) >> 16
     return torch.where(x.isnan(), torch.nan, bits.to(torch.int16).view(torch.bfloat16))
 
 
@@ -96,12 +100,8 @@ def adamw_reference(
     weight: torch.Tensor | None = None,
     *,
     grad_scale: torch.Tensor | None = None,
-    tensor: int = 0,
 ) -> None:
-    """One step for one tensor in plain PyTorch, operation by operation as `torch.optim.AdamW` does it.
-
-    `tensor` is the index in `adamw_`'s lists.
-    """
+    """One step for one tensor in plain PyTorch, operation by operation as `torch.optim.AdamW` does it."""
     m_codec, v_codec, group_size = options.exp_avg_codec, options.exp_avg_sq_codec, options.group_size
     lr, beta1, beta2 = options.lr, options.beta1, options.beta2
     correction1, root_correction2 = options.bias_corrections(step)
@@ -122,8 +122,7 @@ def adamw_reference(
         for old, new in zip((param, remainder), split_master(p), strict=True):
             old.copy_(new.view_as(old))
     elif options.stochastic:
-        noise = noise_reference(options.seed, int(step), tensor, p.numel(), p.device)
-        param.copy_(round_stochastically(p, noise).view_as(param))
+        param.copy_(round_stochastically(p, g, options.seed, int(step)).view_as(param))
     else:
         param.copy_(p.view_as(param))
     if weight is not None:

@@ -155,15 +155,15 @@ def adamw_(
     nothing = [None] * len(params)
     lists = (params, grads, exp_avgs, exp_avg_sqs, steps, remainders or nothing, weights or nothing)
     function = compiled_step() if compiled else None
-    for i, (param, grad, m, v, step, remainder, weight) in enumerate(zip(*lists, strict=True)):
+    for param, grad, m, v, step, remainder, weight in zip(*lists, strict=True):
         plain = remainder is None and weight is None
         if function is not None and plain and compiled_can(param, grad, options):
             adamw_compiled(function, param, grad, m, v, float(step), options, grad_scale)
         else:
-            _in_pieces(param, grad, m, v, float(step), options, remainder, weight, grad_scale, i)
+            _in_pieces(param, grad, m, v, float(step), options, remainder, weight, grad_scale)
 
 
-def _in_pieces(param, grad, m, v, step, options: AdamWOptions, remainder, weight, grad_scale, tensor) -> None:
+def _in_pieces(param, grad, m, v, step, options: AdamWOptions, remainder, weight, grad_scale) -> None:
     """`adamw_reference` on one piece of the tensor after another: its temporaries stay in the cache."""
     group_size = options.group_size
 
@@ -177,10 +177,8 @@ def _in_pieces(param, grad, m, v, step, options: AdamWOptions, remainder, weight
             cut(grad, a, b),
             *(s.groups(a // group_size, b // group_size, group_size) for s in (m, v)),
             step,
-            # the noise of an element depends on its place in the tensor
-            replace(options, seed=options.seed + a),
+            options,
             cut(remainder, a, b),
             cut(weight, a, b),
             grad_scale=grad_scale,
-            tensor=tensor,
         )

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from coat_ds import CoatAdamW
-from coat_kernels.adamw import PIECE, join_master, split_master
+from coat_kernels.adamw import join_master, split_master
 from tests.coat_ds.stepping import OPTIONS, all_equal, start, state_of, train
 
 
@@ -133,8 +133,10 @@ def test_small_updates_survive_exact_and_stochastic_but_not_nearest_rounding(dev
     for mode in ("exact", "stochastic", "nearest"):
         p = torch.nn.Parameter(torch.ones(4096, dtype=torch.bfloat16, device=device))
         optimizer = CoatAdamW([p], lr=2.0**-11, betas=(0.9, 0.95), weight_decay=0.0, bf16_params=mode)
+        # of different sizes, so that elements differ in the bits that are rounded
+        grad = -torch.linspace(0.5, 1.5, 4096, dtype=torch.bfloat16, device=device)
         for _ in range(100):
-            p.grad = -torch.ones_like(p)
+            p.grad = grad.clone()
             optimizer.step()
         moved[mode] = (p.detach().float() - 1).mean().item() / (100 * 2.0**-11)
     assert moved["nearest"] == 0
@@ -152,11 +154,40 @@ def test_stochastic_rounding_follows_its_seed(device):
     assert all_equal(runs[0], runs[1]) and not all_equal(runs[0], runs[2])
 
 
-def test_each_element_has_its_own_noise():
-    """On a CPU a step takes long tensors in pieces."""
-    params = [torch.nn.Parameter(torch.ones(n * PIECE, dtype=torch.bfloat16)) for n in (2, 1)]
-    for p in params:
-        p.grad = torch.ones_like(p)
-    CoatAdamW(params, lr=2.0**-10, bf16_params="stochastic").step()
-    first, second = params[0].detach().chunk(2)
-    assert not first.equal(second) and not first.equal(params[1])
+@pytest.mark.parametrize("mode", ["exact", "nearest", "stochastic"])
+def test_replicas_stay_equal_whatever_else_an_optimizer_steps(device, mode):
+    """One weight is first in its list, after another tensor, in a second group, cut as a shard is, without
+    its neighbour's gradient, and in a list with an empty tensor."""
+    torch.manual_seed(0)
+    weight, other = torch.randn(2, 128, 64, device=device).bfloat16()
+
+    def of(values):
+        return torch.nn.Parameter(values.clone())
+
+    def optimizer(*params):
+        return CoatAdamW(params, bf16_params=mode, min_numel=0)
+
+    alone, second, grouped, quiet = (of(weight) for _ in range(4))
+    halves = [of(half) for half in weight.chunk(2)]
+    others, empty = [of(other) for _ in range(3)], torch.nn.Parameter(weight[:0].clone())
+    optimizers = [
+        optimizer(alone),
+        optimizer(others[0], second),
+        optimizer({"params": [others[1]]}, {"params": [grouped]}),
+        optimizer(*halves),
+        optimizer(others[2], empty, quiet),
+    ]
+    for step in range(20):
+        grad, noise = torch.randn(2, 128, 64, device=device).bfloat16()
+        for p in (alone, second, grouped, quiet):
+            p.grad = grad.clone()
+        for half, part in zip(halves, grad.chunk(2), strict=True):
+            half.grad = part.clone()
+        others[0].grad, others[1].grad, empty.grad = noise, noise.clone(), torch.zeros_like(empty)
+        # the gradient of an expert without tokens
+        others[2].grad = None if step % 2 else noise.clone()
+        for each in optimizers:
+            each.step()
+    for found in (second, grouped, torch.cat([half.detach() for half in halves]), quiet):
+        assert found.equal(alone)
+    assert not alone.equal(weight)

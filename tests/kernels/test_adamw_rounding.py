@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from coat_kernels.adamw import dither_reference, noise_reference, round_stochastically
+from coat_kernels.adamw import dither_reference, join_master, round_stochastically
 from coat_kernels.codecs import get_codec
 from coat_kernels.codecs.codec import encode_reference
 from coat_kernels.fp8 import E4M3, E5M2
@@ -21,18 +21,29 @@ from tests.kernels.steps import (
     states,
     values_of,
 )
-from tests.util import rel_rms
 
 
 def test_stochastic_rounding_is_unbiased_and_keyed_by_its_seed(device):
-    x = torch.full((100_000,), 1 + 2**-9, device=device)  # a quarter of the way to the next BF16
-    noise = noise_reference(3, 1, 0, x.numel(), x.device)
-    rounded = round_stochastically(x, noise).float()
-    assert set(rounded.unique().tolist()) == {1.0, 1 + 2**-7}
-    # the share that goes up has mean 1/4 and deviation sqrt(3/16 / n): five of them
-    assert abs((rounded > 1).float().mean().item() - 0.25) < 5 * (3 / 16 / x.numel()) ** 0.5
-    special = torch.tensor([torch.nan, torch.inf, -torch.inf, 0.0], device=device)
-    torch.testing.assert_close(round_stochastically(special, noise[:4]).float(), special, equal_nan=True)
+    # every normal BF16, and a quarter of the way to the next one
+    below = torch.arange(0x80, 0x7F7F, device=device, dtype=torch.int32) << 16
+    x, below = (below + 0x4000).view(torch.float32), below.view(torch.float32)
+    zero = torch.zeros_like(x)
+    up = torch.stack(
+        [round_stochastically(x, zero, 3, step).float() > below for step in range(1, 257)]
+    ).float()
+    # a share that goes up has mean 1/4 and deviation sqrt(3/16 / n): six of them, for each element over the
+    # steps and for each step over the elements
+    for dim in (0, 1):
+        assert ((up.mean(dim) - 0.25).abs() < 6 * (3 / 16 / up.shape[dim]) ** 0.5).all()
+    # neighbours, and steps that follow each other, are not correlated
+    for a, b in ((up[:, 1:], up[:, :-1]), (up[1:], up[:-1])):
+        assert abs(((a - 0.25) * (b - 0.25)).mean().item()) < 6 * (3 / 16) / a.numel() ** 0.5
+    # equal weights differ by their gradients
+    same, grad = torch.full((100_000,), 1 + 2**-9, device=device), torch.randn(100_000, device=device)
+    up = (round_stochastically(same, grad, 3, 1).float() > 1).float()
+    assert (up.mean() - 0.25).abs() < 6 * (3 / 16 / len(up)) ** 0.5
+    special = torch.tensor([torch.nan, torch.inf, -torch.inf, 0.0, 1.0, -(2.0**-126)], device=device)
+    torch.testing.assert_close(round_stochastically(special, special, 3, 1).float(), special, equal_nan=True)
 
     sizes, runs = (300, 128 * 6), []
     for seed in (5, 5, 6):
@@ -124,24 +135,21 @@ def test_first_moments_without_gradient_vanish(device):
 
 
 @pytest.mark.parametrize("m_name,v_name", [*DEFAULTS, ("fp8_expanded", "fp8")])
-def test_stochastic_kernel_agrees_with_the_reference(m_name, v_name, device):
-    """The same noise decides, so only a value within rounding of its threshold may go the other way."""
+def test_stochastic_kernel_rounds_its_own_result_as_the_reference_does(m_name, v_name, device):
+    """The FP32 result is visible in the exact mode, as weight and remainder."""
     sizes = (300, 128 * 6)
     start = [(0.02 * torch.randn(n)).to(device, torch.bfloat16) for n in sizes]
     grads = gradients(sizes, device, steps=1)[0]
-    noisy = {"stochastic": True, "dither": True, "seed": 11}
-    outcomes = []
-    for by_kernel in (False, True):
-        codecs, _ = states(m_name, v_name, 1, device)
+    codecs, _ = states(m_name, v_name, 1, device)
+    found = {}
+    for stochastic in (False, True):
         params = [p.clone() for p in start]
         ms, vs = ([codec.zeros(n, 128, device) for n in sizes] for codec in codecs.values())
-        if by_kernel:
-            adamw_list(params, grads, ms, vs, [1, 2], **codecs, **OPTIONS, **noisy)
-        else:
-            for i, tensors in enumerate(zip(params, grads, ms, vs, [1, 2], strict=True)):
-                adamw_reference(*tensors, **codecs, **OPTIONS, **noisy, tensor=i)
-        outcomes.append((params, [v.codes for v in vs]))
-    for expected, actual in zip(*outcomes, strict=True):
-        for a, e in zip(actual, expected, strict=True):
-            assert (a != e).float().mean() < 0.01
-            assert rel_rms(a, e) < 2**-7
+        remainders = None if stochastic else [torch.zeros_like(p, dtype=torch.int16) for p in params]
+        options = {"stochastic": stochastic, "dither": True, "seed": 11}
+        adamw_list(params, grads, ms, vs, [1, 2], remainders=remainders, **codecs, **OPTIONS, **options)
+        found[stochastic] = params, remainders
+    rounded, masters = found[True][0], [join_master(*pair) for pair in zip(*found[False], strict=True)]
+    for actual, master, grad, step in zip(rounded, masters, grads, (1, 2), strict=True):
+        assert actual.equal(round_stochastically(master, grad, 11, step))
+    assert any(actual.ne(weight).any() for actual, weight in zip(rounded, found[False][0], strict=True))
