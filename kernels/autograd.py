@@ -1,34 +1,43 @@
-"""Refuses second derivatives, as torch's own operations do where they have none."""
+"""Derivatives that operations on 8-bit copies do not have, refused before a wrong number exists."""
 
 import functools
 from collections.abc import Callable
 
 import torch
+from torch.autograd import forward_ad
 
 _TWICE = (
-    b"the gradient of a COAT operation cannot be differentiated again (create_graph=True, as for a gradient "
-    b"penalty): it is computed from 8-bit copies. Build layers whose gradients are penalised without COAT."
+    "the gradient of a COAT operation cannot be differentiated again (create_graph=True, as for a gradient "
+    "penalty, a Hessian or functional.jvp): it is computed from 8-bit copies. Call coat_ds.unconvert(model), "
+    "or leave the layers whose gradients are differentiated out of convert by `filter`."
+)
+_FORWARD = (
+    "COAT operations have no forward-mode derivative (torch.autograd.forward_ad, torch.func.jvp). Call "
+    "coat_ds.unconvert(model) first."
 )
 
 
 def once_differentiable(backward: Callable) -> Callable:
-    """Makes the results of an `autograd.Function`'s `backward` raise RuntimeError when they are
-    differentiated.
+    """Makes an `autograd.Function`'s `backward` raise RuntimeError under create_graph=True.
 
-    Unlike torch's decorator of that name it also does so where the incoming gradient is a constant, since the
-    results still depend on what forward saved. Without create_graph, the usual case, it enters no context.
+    torch's decorator of that name returns gradients that raise when they are differentiated. Such a node is
+    reached only through the incoming gradient. What is saved here in 8 bits has no edge to what forward read,
+    so a second derivative would be zero or None wherever the incoming gradient is a constant.
     """
 
     @functools.wraps(backward)
     def once(ctx, *grads):
-        if not torch.is_grad_enabled():
-            return backward(ctx, *grads)
-        with torch.no_grad():
-            found = backward(ctx, *grads)
-        several = found if isinstance(found, tuple) else (found,)
-        refuse = torch._C._functions.DelayedError(_TWICE, len(several))
-        # the error needs tensors that require gradients
-        refused = refuse(*(None if t is None else t.detach().requires_grad_() for t in several))
-        return refused if isinstance(found, tuple) else refused[0]
+        if torch.is_grad_enabled():
+            raise RuntimeError(_TWICE)
+        return backward(ctx, *grads)
 
     return once
+
+
+def refuse_forward_mode(*tensors: torch.Tensor | None) -> None:
+    """Raises RuntimeError if a tensor has a tangent, which a kernel would drop."""
+    if forward_ad._current_level < 0:
+        return
+    for t in tensors:
+        if t is not None and forward_ad.unpack_dual(t).tangent is not None:
+            raise RuntimeError(_FORWARD)

@@ -50,6 +50,16 @@ def largest_of_all(largest: torch.Tensor, group: dist.ProcessGroup) -> torch.Ten
     return largest
 
 
+def agreed(say: bool, group: dist.ProcessGroup) -> bool:
+    """Whether all ranks of `group` call this with True. Synchronizes the CPU with the GPU."""
+    if group.size() == 1:
+        return say
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    votes = torch.tensor([int(say)], dtype=torch.int32, device=device)
+    dist.all_reduce(votes, op=dist.ReduceOp.MIN, group=group)
+    return bool(votes.item())
+
+
 def gather_rows(codes: torch.Tensor, group: dist.ProcessGroup) -> Callable[[], torch.Tensor]:
     """Starts the all-gather of `codes` [m, n]. The function that it returns waits for [ranks * m, n]."""
     m, n = codes.shape

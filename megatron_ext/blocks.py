@@ -21,6 +21,7 @@ from coat_kernels.graphs import gradient_leaves, graphed_work
 from coat_kernels.groups import quantize_groups
 from coat_kernels.linear import LinearOptions
 from coat_kernels.origin import origin_of
+from coat_kernels.parallel import agreed
 
 from .attention import CoatCoreAttention, NoCrossAttention
 from .linear import CoatColumnParallelLinear, CoatRowParallelLinear
@@ -196,7 +197,16 @@ def forward_by_blocks(layer: torch.nn.Module, args: tuple, kwargs: dict) -> torc
     uses = functools.partial(_used, parts, options)
     under_way = layer.config.pipeline_model_parallel_size
     tensors, evaluates = (*tables, *weights), not layer.training
-    return layer.graphs.call(compute, x, tensors, uses, under_way, evaluates=evaluates)
+    return layer.graphs.call(
+        compute,
+        x,
+        tensors,
+        uses,
+        under_way,
+        evaluates=evaluates,
+        written=functools.partial(_written, options),
+        agree=functools.partial(agreed, group=parts.qkv.tp_group),
+    )
 
 
 def uses_graphs(parts: Parts, x: torch.Tensor) -> bool:
@@ -250,6 +260,11 @@ def _used(parts: Parts, options: tuple[LinearOptions, ...]) -> tuple:
     for linear, how in zip(parts.linears, options, strict=True):
         found += how.uses(linear.weight)
     return tuple(found)
+
+
+def _written(options: tuple[LinearOptions, ...]) -> list[torch.Tensor]:
+    """The tensors that backward adds weight gradients to, such as Megatron's main_grad."""
+    return [how.weight_grad_into() for how in options if how.weight_grad_into is not None]
 
 
 def _gathered(parts: Parts) -> tuple[tuple, tuple]:

@@ -16,6 +16,7 @@ import torch
 
 from coat_ds.layers.log import say_once
 from coat_ds.versions import MEGATRON_CORE
+from coat_kernels import libraries
 from coat_kernels.graphs import Graphs
 
 try:
@@ -165,6 +166,8 @@ class CoatTransformerLayer(TransformerLayer):
         _check_layers(config)
         super().__init__(config, coat_parts(config, _has_experts(config, *args, **kwargs)), *args, **kwargs)
         self.graphs = Graphs()
+        for line in libraries.conflicts():
+            say_once(line)
         if config.tensor_model_parallel_size > 1:
             end_graphs_first()
 

@@ -1,6 +1,7 @@
 """GPUs, links, memory and disks, tried with small work."""
 
 import contextlib
+import json
 import os
 import re
 import shutil
@@ -70,6 +71,7 @@ def check(folder: str | None, parameters: int | None) -> list[Finding]:
         check_builds(),
         *check_kinds_of_gpus(),
         check_triton(),
+        check_libraries(),
         *check_links(),
         check_pinned_memory(),
         check_disk(folder or ".", parameters),
@@ -203,6 +205,37 @@ def check_triton() -> Finding:
     if not all(torch.equal(a.cpu(), b) for a, b in zip(found, expected, strict=True)):
         return Finding(name, PROBLEM, "computes something else than the reference. Install triton again")
     return Finding(name, OK, f"compiles and computes what it should ({time.perf_counter() - start:.1f} s)")
+
+
+# attention makes cuDNN load its sub-libraries; Transformer Engine may have loaded those of another version
+_MAP_LIBRARIES = """
+import contextlib, json, torch
+with contextlib.suppress(ImportError):
+    import transformer_engine.pytorch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from coat_kernels import libraries
+q = torch.ones(1, 1, 128, 64, device="cuda", dtype=torch.bfloat16)
+with contextlib.suppress(RuntimeError), sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+    torch.nn.functional.scaled_dot_product_attention(q, q, q)
+q[0, 0] @ q[0, 0].T
+versions = {k: sorted({libraries.version_of(p) for p in v}) for k, v in libraries.mapped().items()}
+print(json.dumps([versions, libraries.conflicts()]))
+"""
+
+
+def check_libraries() -> Finding:
+    """Whether a process that imports Transformer Engine has one version each of cuDNN, cuBLAS and NCCL."""
+    name = "CUDA libraries"
+    if not torch.cuda.is_available():
+        return Finding(name, UNKNOWN, NO_GPU)
+    run = subprocess.run([sys.executable, "-c", _MAP_LIBRARIES], capture_output=True, text=True)
+    if run.returncode:
+        return Finding(name, WARNING, f"not checked: {(run.stderr.splitlines() or ['no output'])[-1][:160]}")
+    versions, mixed = json.loads(run.stdout.splitlines()[-1])
+    if mixed:
+        return Finding(name, PROBLEM, "; ".join(mixed), {"versions": versions})
+    text = ", ".join(f"{library} {' and '.join(found)}" for library, found in versions.items())
+    return Finding(name, OK, text, {"versions": versions})
 
 
 def check_links() -> list[Finding]:

@@ -17,6 +17,7 @@ from coat_ds.layers.linear import Fp8Linear
 from coat_ds.layers.log import say_anew, say_once
 from coat_ds.layers.norm import Fp8Norm
 from coat_ds.layers.replaced import DTYPES, Replaced, is_dispatched, replaced, wraps_compiled
+from coat_kernels import libraries
 from coat_kernels.fp8 import ALIGNMENT
 
 __all__ = ["convert", "conversion_of", "unconvert"]
@@ -106,7 +107,7 @@ def convert(
             f"{dispatched} modules stay as they are, since accelerate has spread the model over devices, as "
             "device_map does. Load it without, convert it, and call accelerate.dispatch_model then."
         )
-    for line in conversion.idle_keys():
+    for line in (*conversion.idle_keys(), *libraries.conflicts()):
         say_once(line)
     return model
 

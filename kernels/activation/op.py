@@ -23,7 +23,7 @@ from coat_kernels.activation.reference import (
     activation_columns_reference,
     activation_forward_reference,
 )
-from coat_kernels.autograd import once_differentiable
+from coat_kernels.autograd import once_differentiable, refuse_forward_mode
 from coat_kernels.device import uses_kernels
 from coat_kernels.fp8 import Fp8Format, fp8_format
 from coat_kernels.groups.reference import DEFAULT_FORMAT, Grouped
@@ -189,6 +189,7 @@ def activation(
         raise ValueError(f"activation: expected one of {', '.join(KINDS)}; found {kind!r}")
     if gated and x.shape[-1] % 2:
         raise ValueError(f"activation: expected gate and up side by side, found {x.shape[-1]} columns")
+    refuse_forward_mode(x)
     if not (torch.is_grad_enabled() and x.requires_grad):
         rows = x.reshape(-1, x.shape[-1]).contiguous()
         y, maxima, *_ = activation_forward(rows, kind, gated, group_size, None)

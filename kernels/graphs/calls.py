@@ -6,8 +6,9 @@ from collections.abc import Callable, Hashable, Sequence
 
 import torch
 
+from coat_kernels.autograd import refuse_forward_mode
 from coat_kernels.graphs.evaluation import Evaluations
-from coat_kernels.graphs.memory import Memory, memory_of
+from coat_kernels.graphs.memory import Memory, all_record, memory_of
 from coat_kernels.graphs.patience import Patience
 from coat_kernels.graphs.recording import Recording, Replay, addresses
 
@@ -116,8 +117,12 @@ class Graphs:
         under_way: int = 1,
         constants: Sequence[torch.Tensor] = (),
         evaluates: bool = False,
+        written: Callable[[], Sequence[torch.Tensor]] = tuple,
+        agree: Callable[[bool], bool] = bool,
     ) -> torch.Tensor:
         """function(x, *constants, *tensors), by a graph where that is possible.
+
+        A graph counts once its first replay has given the results of the eager pass (`proof.py`).
 
         Args:
             function: launches the same kernels for the same sizes, whatever the values, draws no random
@@ -131,9 +136,12 @@ class Graphs:
                 object holds the same values in all layers.
             evaluates: forwards without gradients are no checkpoint's, which a backward repeats. They have a
                 graph of their own.
+            written: gives the tensors that the function's backward adds to.
+            agree: whether all ranks that take part in the function's collectives say True.
 
         Returns what the function does, in memory of its own.
         """
+        refuse_forward_mode(x)
         run_eagerly = functools.partial(function, x, *constants, *tensors)
         trains = x.requires_grad and torch.is_grad_enabled()
         if not (trains or evaluates and _can_be_evaluated(x, *constants)) or _is_watched():
@@ -141,7 +149,7 @@ class Graphs:
         if any(map(_overlaps, constants)):
             return run_eagerly()
         if not trains:
-            return self._evaluations.call(function, x, tensors, uses, constants)
+            return self._evaluations.call(function, x, tensors, uses, constants, agree)
         memory = self._memory_of(x)
         if memory.refusal is not None:
             return run_eagerly()
@@ -163,10 +171,11 @@ class Graphs:
             if not copy.take(constant):
                 return run_eagerly()
         if recording is None:
+            pool = memory.pool(len(place.recordings))
             recording = memory.record(
-                lambda: Recording(memory, memory.pool(len(place.recordings)), function, x, tensors, copies)
+                lambda: Recording(memory, pool, function, x, tensors, copies, written, agree)
             )
-            if recording is None:
+            if not all_record(agree, recording is not None) or not recording.proves_forward(x):
                 return run_eagerly()
             place.recordings.append(recording)
         self._patience.replays += 1

@@ -5,8 +5,9 @@ from collections.abc import Callable, Hashable, Sequence
 
 import torch
 
-from coat_kernels.graphs.memory import Memory, memory_of
+from coat_kernels.graphs.memory import Memory, all_record, distrust_replay, memory_of
 from coat_kernels.graphs.patience import Patience
+from coat_kernels.graphs.proof import agrees
 from coat_kernels.graphs.recording import Graph, addresses, copied
 
 
@@ -64,28 +65,36 @@ class Evaluations:
         tensors: Sequence[torch.Tensor | None],
         uses: Callable[[], tuple[Hashable, ...]],
         constants: Sequence[torch.Tensor],
+        agree: Callable[[bool], bool],
     ) -> torch.Tensor:
-        """As `Graphs.call`, of which these are the arguments."""
+        """As `Graphs.call`, which has these arguments."""
         where = x.device, threading.get_ident(), torch.cuda.current_stream(x.device).cuda_stream, x.shape
         kinds = tuple((c.shape, c.stride(), c.dtype) for c in constants)
         key = where, x.dtype, kinds, addresses(tensors), uses()
         if key != self._last:
             self._last, self._calls = key, 0
         self._calls += 1
-        if key != self._key and not self._record(key, where, function, x, tensors, constants):
+        refused = self._memory is not None and self._memory.refusal is not None
+        arguments = function, x, tensors, constants
+        if refused or (key != self._key and not self._record(key, where, arguments, agree)):
             return function(x, *constants, *tensors)
         self._patience.replays += 1
         return self._recorded.replay(x, constants)
 
-    def _record(self, key, where, function, x, tensors, constants) -> bool:
+    def _record(self, key, where, arguments: tuple, agree: Callable[[bool], bool]) -> bool:
         """Records calls with `key`, if it is time to, and says whether there is a graph now."""
         if self._calls <= self._patience.calls:
             return False
         self._memory = memory = memory_of(*where, trains=False)
         if memory.refusal is not None:
             return False
-        recorded = memory.record(lambda: Evaluation(memory, function, x, tensors, constants))
-        if recorded is None:
+        recorded = memory.record(lambda: Evaluation(memory, *arguments))
+        if not all_record(agree, recorded is not None):
+            return False
+        function, x, tensors, constants = arguments
+        replayed = [recorded.replay(x, constants)]
+        if not agrees(replayed, lambda: [function(x, *constants, *tensors)], agree)[0]:
+            distrust_replay("evaluation")
             return False
         if self._recorded is not None:
             self._patience.dropped()

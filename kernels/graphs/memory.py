@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from coat_kernels import libraries
+
 if TYPE_CHECKING:
     from coat_kernels.graphs.calls import Graphs
     from coat_kernels.graphs.evaluation import Evaluations
@@ -20,6 +22,9 @@ logger = logging.getLogger(__name__)
 
 # PyTorch allows one capture at a time in a process
 _capture = threading.Lock()
+# why no graph of this process is recorded or replayed any more
+_distrusted: list[str] = []
+OFF = 'To silence this, set "cuda_graphs": false in coat.activations.'
 
 
 @contextlib.contextmanager
@@ -109,8 +114,12 @@ class Memory:
         self.users: weakref.WeakSet[Graphs | Evaluations] = weakref.WeakSet()
         # all of them, also those that only an output's graph of autograd still holds
         self.graphs: weakref.WeakSet[Graph] = weakref.WeakSet()
-        # why nothing is recorded any more
-        self.refusal: str | None = None
+        self._refusal: str | None = None
+
+    @property
+    def refusal(self) -> str | None:
+        """Why nothing is recorded or replayed any more, None while graphs are used."""
+        return _distrusted[0] if _distrusted else self._refusal
 
     @property
     def stream(self) -> torch.cuda.Stream:
@@ -165,16 +174,16 @@ class Memory:
         if not _capture.acquire(blocking=False):
             return None
         try:
+            # by now eager passes have made cuDNN load all that it uses
+            if mixed := _mixed_libraries():
+                distrust(f"layers run without CUDA graphs, since replays may be wrong: {mixed}")
+                return None
             return make()
         except RuntimeError as error:
-            self.refusal = str(error)
+            self._refusal = str(error)
             # where recording fails, torch's random numbers still belong to the graph, until one is finished
             self._record_little()
-            logger.warning(
-                "layers could not be recorded as CUDA graphs and run without: %s. To silence this, set "
-                '"cuda_graphs": false in coat.activations.',
-                error,
-            )
+            logger.warning("layers could not be recorded as CUDA graphs and run without: %s. %s", error, OFF)
             return None
         finally:
             _capture.release()
@@ -184,6 +193,42 @@ class Memory:
         if self.refusal is None and shape not in self._announced:
             self._announced.add(shape)
             logger.info("layers with inputs of shape %s %s as CUDA graphs from now on", list(shape), run)
+
+
+@functools.cache
+def _mixed_libraries() -> str:
+    """The libraries that this process has in two versions, "" if there are none."""
+    return "; ".join(libraries.conflicts())
+
+
+def distrust(reason: str) -> None:
+    """Ends the use of CUDA graphs in this process, with one warning."""
+    if not _distrusted:
+        logger.warning("%s. %s", reason, OFF)
+    _distrusted.append(reason)
+
+
+def all_record(agree: Callable[[bool], bool], recorded: bool) -> bool:
+    """Whether every rank of a function's group has recorded a graph. If not, none of them uses graphs from
+    now on: a rank that skipped a comparison would leave the others waiting in its collectives."""
+    if agree(recorded):
+        return True
+    if agree is not bool:
+        distrust("layers run without CUDA graphs, since a rank of their group could not record one")
+    return False
+
+
+def distrust_replay(what: str) -> None:
+    """`distrust`, since a replay of `what` differed from the eager pass."""
+    files = libraries.mapped()
+    versions = {
+        name: ", ".join(sorted({libraries.version_of(p) for p in paths})) for name, paths in files.items()
+    }
+    found = "; ".join(f"{name} {version}" for name, version in versions.items()) or "none found"
+    distrust(
+        f"a CUDA graph of a layer's {what} gave other results than the eager pass, so layers run without "
+        f"graphs from now on. CUDA libraries in this process: {found}"
+    )
 
 
 @functools.cache

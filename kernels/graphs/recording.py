@@ -8,7 +8,8 @@ import torch
 from torch.autograd.graph import get_gradient_edge
 
 from coat_kernels.autograd import once_differentiable
-from coat_kernels.graphs.memory import Constant, Memory, Pool, captured
+from coat_kernels.graphs.memory import Constant, Memory, Pool, all_record, captured, distrust_replay
+from coat_kernels.graphs.proof import agrees, saved_for_backward
 
 
 def addresses(tensors: Sequence[torch.Tensor | None]) -> tuple:
@@ -104,8 +105,13 @@ class Recording:
         x: torch.Tensor,
         tensors: Sequence[torch.Tensor | None],
         constants: Sequence[Constant],
+        written: Callable[[], Sequence[torch.Tensor]],
+        agree: Callable[[bool], bool],
     ):
         self._memory, self._pool, self._constants = memory, pool, constants
+        self._written, self._agree = written, agree
+        # let go of once the forward is proven
+        self._function: Callable | None = function
         self._x = memory.buffer("input", x)
         # leaves of a graph of their own, on the same memory
         leaves = [None if t is None else t.detach().requires_grad_(t.requires_grad) for t in tensors]
@@ -133,6 +139,46 @@ class Recording:
         found = iter(grads)
         return [next(found) if t is not None and t.requires_grad else None for t in self._inputs]
 
+    def proves_forward(self, x: torch.Tensor) -> bool:
+        """Whether a replay for `x` gives the output, and what is saved for backward, of the eager pass."""
+        self._x.copy_(x)
+        self._forward.replay()
+        function, self._function = self._function, None
+
+        def run() -> list[torch.Tensor]:
+            first = self._x.detach().requires_grad_()
+            with torch.enable_grad():
+                y = function(first, *(constant.buffer for constant in self._constants), *self._inputs[1:])
+            return [y.detach(), *saved_for_backward(get_gradient_edge(y).node)]
+
+        replayed = [self._forward.results[0], *saved_for_backward(self._edge.node)]
+        proven, _ = agrees(replayed, run, self._agree)
+        if not proven:
+            distrust_replay("forward")
+        return proven
+
+    def _prove_backward(self) -> list[torch.Tensor | None]:
+        """The gradients of an eager backward, with which the first replay is compared. What both add to
+        tensors that `written` names, such as Megatron's main_grad, is added once."""
+        written = self._written()
+        before = [t.clone() for t in written]
+
+        def results(grads: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
+            found = [*map(copied, grads), *(t.clone() for t in written)]
+            for t, old in zip(written, before, strict=True):
+                t.copy_(old)
+            return found
+
+        self._backward.replay()
+        replayed = results(self._backward.results)
+        proven, eager = agrees(replayed, lambda: results(self._differentiate()), self._agree)
+        if not proven:
+            distrust_replay("backward")
+        grads = len(self._inputs)
+        for t, total in zip(written, eager[grads:], strict=True):
+            t.copy_(total)
+        return eager[:grads]
+
     @property
     def is_ready(self) -> bool:
         """Whether the forward may be replayed: nothing waits for a backward that it would overwrite."""
@@ -158,10 +204,15 @@ class Recording:
                 self._backward = self._memory.record(
                     lambda: Graph(self._memory, self._pool, self._differentiate)
                 )
-            self._where = where
-            if self._backward is not None:
-                self._memory.announce(grad.shape)
-        if self._backward is None or self._where != where or not self._pool.allows(self._backward.number):
+                self._where = where
+                if not all_record(self._agree, self._backward is not None):
+                    self._backward = None
+                else:
+                    grads = self._prove_backward()
+                    self._memory.announce(grad.shape)
+                    return grads
+        replays = self._backward is not None and self._memory.refusal is None
+        if not (replays and self._where == where and self._pool.allows(self._backward.number)):
             with at_versions():
                 return self._differentiate()
         self._backward.replay()

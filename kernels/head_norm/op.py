@@ -2,7 +2,7 @@
 
 import torch
 
-from coat_kernels.autograd import once_differentiable
+from coat_kernels.autograd import once_differentiable, refuse_forward_mode
 from coat_kernels.device import uses_kernels
 from coat_kernels.groups.reference import DEFAULT_FORMAT, Grouped
 from coat_kernels.head_norm.kernels import head_norm_backward_triton, head_norm_forward_triton
@@ -70,6 +70,7 @@ def head_norm(
             "[s, b, heads, d] and an element of the weight for each of the d channels"
         )
     x, options = x.contiguous(), (cos, sin, eps, zero_centered, group_size)
+    refuse_forward_mode(x, weight)
     if not (torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)):
         # what is kept is made all the same: without it the kernel sums in another order
         return _forward(x, weight, *options, saved_format)[0]

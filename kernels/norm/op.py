@@ -9,7 +9,7 @@ import functools
 import torch
 import torch.distributed as dist
 
-from coat_kernels.autograd import once_differentiable
+from coat_kernels.autograd import once_differentiable, refuse_forward_mode
 from coat_kernels.device import uses_kernels
 from coat_kernels.fp8 import Fp8Format, fp8_format
 from coat_kernels.groups.reference import DEFAULT_FORMAT, Grouped, empty_grouped
@@ -241,6 +241,7 @@ def _norm(x, weight, bias, eps, layer_norm, zero_centered, group_size, keep, res
         )
     options = eps, layer_norm, zero_centered, group_size
     inputs = (x, weight) if bias is None else (x, weight, bias)
+    refuse_forward_mode(*inputs)
     if not (torch.is_grad_enabled() and any(t.requires_grad for t in inputs)):
         rows = x.reshape(-1, x.shape[-1]).contiguous()
         y, maxima, *_ = norm_forward(rows, weight, bias, *options, keep)

@@ -1,14 +1,16 @@
 """What CUDA graphs of functions need beside layers, whose tests are those of models."""
 
 import gc
+import itertools
 import threading
 import weakref
 
 import pytest
 import torch
 
-from coat_kernels.graphs import WARM_UP, Graphs
+from coat_kernels.graphs import WARM_UP, Graphs, memory
 from coat_kernels.graphs.memory import Memory, uncollected
+from coat_kernels.graphs.proof import agrees, saved_for_backward
 
 
 class Node:
@@ -92,3 +94,134 @@ def test_a_graph_that_becomes_garbage_does_not_end_in_a_recording(often):
         for _ in range(WARM_UP + 2):
             assert graphs.call(double, x, (), evaluates=True).equal(2 * x)
     assert graphs.evaluated == 1 and not old
+
+
+@pytest.fixture
+def trusted(monkeypatch):
+    """A process whose graphs have not been found wrong yet."""
+    monkeypatch.setattr(memory, "_distrusted", [])
+
+
+NAN = torch.tensor([1.0, torch.nan])
+REPLAYS = {
+    "equal": (torch.ones(2), [torch.ones(2)], True),
+    "NaN in both": (NAN, [NAN.clone()], True),
+    "nothing in both": (None, [None], True),
+    "NaN in the replay": (NAN, [torch.ones(2)], False),
+    "NaN in the eager pass": (torch.ones(2), [NAN], False),
+    "a last bit": (torch.ones(2), [torch.ones(2) + 2**-23], False),
+    # eager passes that are 0.01 apart
+    "near": (torch.full((2,), 1.02), [torch.ones(2), torch.full((2,), 1.01)], True),
+    "beyond": (torch.full((2,), 1.05), [torch.ones(2), torch.full((2,), 1.01)], False),
+    "codes": (torch.tensor([1, 2], dtype=torch.int8), [torch.tensor([1, 3], dtype=torch.int8)], False),
+}
+
+
+@pytest.mark.parametrize("case", REPLAYS)
+def test_a_replay_must_be_as_near_as_eager_passes_are_to_each_other(case):
+    replayed, eager, expected = REPLAYS[case]
+    passes = itertools.cycle(eager)
+    assert agrees([replayed], lambda: [next(passes)], bool)[0] == expected
+    # and every rank of a group has to find so
+    passes = itertools.cycle(eager)
+    assert not agrees([replayed], lambda: [next(passes)], lambda ok: False)[0]
+
+
+def test_what_is_saved_for_backward_is_compared():
+    def run(scale):
+        x = torch.ones(3, requires_grad=True)
+        return saved_for_backward(((x * scale).exp() * 2.0).sum().grad_fn)
+
+    first, same, other = run(2.0), run(2.0), run(3.0)
+    assert len(first) == len(other) >= 1
+    assert agrees(first, lambda: same, bool)[0] and not agrees(first, lambda: other, bool)[0]
+
+
+def test_nothing_is_recorded_where_two_versions_of_a_library_are_mixed(trusted, monkeypatch, caplog):
+    """A replay might read memory that is not its own, which no comparison survives."""
+    monkeypatch.setattr(memory, "_mixed_libraries", lambda: "two versions of cudnn")
+    first, second = (Memory(torch.device("cpu"), number) for number in range(2))
+    assert first.record(lambda: 1) is None and second.record(lambda: 1) is None
+    assert "cudnn" in first.refusal and second.refusal is not None
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+
+
+class Breakable:
+    """Numbers that kernels multiply by. In a recorded pass the number `wrong` is another one."""
+
+    def __init__(self, wrong: str):
+        self.wrong = wrong
+
+    def read(self, name: str) -> float:
+        return 1000.0 if torch.cuda.is_current_stream_capturing() and name == self.wrong else 1.0
+
+
+class Scale(torch.autograd.Function):
+    """x * w, and the gradients of both."""
+
+    @staticmethod
+    def forward(ctx, x, w, numbers):
+        ctx.save_for_backward(x * numbers.read("saved"), w)
+        ctx.numbers = numbers
+        return x * w * numbers.read("forward")
+
+    @staticmethod
+    def backward(ctx, grad):
+        kept, w = ctx.saved_tensors
+        return grad * w * ctx.numbers.read("backward"), (grad * kept).sum().reshape(1), None
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("wrong", ["nothing", "forward", "saved", "backward", "evaluation"])
+def test_a_wrong_replay_is_not_used(wrong, trusted, caplog):
+    """What is recorded differs from the eager pass: results and gradients stay those of the eager pass, and
+    the process goes on without graphs."""
+    numbers = Breakable(wrong)
+
+    def function(x, w):
+        if torch.is_grad_enabled():
+            return Scale.apply(x, w, numbers)
+        return x * w * numbers.read("evaluation")
+
+    graphs, w = Graphs(), torch.full((1,), 3.0, device="cuda", requires_grad=True)
+    for step in range(WARM_UP + 4):
+        x = torch.randn(8, device="cuda").requires_grad_()
+        y = graphs.call(function, x * 1, (w,))
+        found = torch.autograd.grad(y, (x, w), torch.full_like(y, 2.0))
+        assert y.equal(3 * x) and found[0].equal(torch.full_like(x, 6.0)), step
+        torch.testing.assert_close(found[1], 2 * x.detach().sum().reshape(1))
+        with torch.no_grad():
+            assert graphs.call(function, x.detach(), (w,), evaluates=True).equal(3 * x)
+    warnings = [record for record in caplog.records if record.levelname == "WARNING"]
+    assert len(warnings) == (wrong != "nothing")
+    refusal = Memory(torch.device("cuda"), 0).refusal
+    if wrong == "nothing":
+        assert graphs.count == 1 and graphs.evaluated == 1 and refusal is None
+    else:
+        assert refusal is not None
+
+
+@pytest.mark.gpu
+def test_what_backward_adds_to_is_added_once(trusted):
+    """As Megatron's main_grad, by the comparison too."""
+    graphs, w = Graphs(), torch.full((1,), 3.0, device="cuda", requires_grad=True)
+    total = torch.zeros(1, device="cuda")
+
+    class Adds(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x, w):
+            ctx.save_for_backward(x, w)
+            return x * w
+
+        @staticmethod
+        def backward(ctx, grad):
+            x, w = ctx.saved_tensors
+            total.add_((grad * x.detach()).sum())
+            return grad * w, torch.zeros_like(w)
+
+    x = torch.ones(8, device="cuda", requires_grad=True)
+    for step in range(1, WARM_UP + 5):
+        y = graphs.call(Adds.apply, x * 1, (w,), written=lambda: [total])
+        torch.autograd.grad(y.sum(), (x, w))
+        assert total.item() == 8 * step
+    assert graphs.count == 1

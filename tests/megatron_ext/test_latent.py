@@ -173,8 +173,8 @@ def test_saved_bytes_equal_the_arithmetic(device):
         + 4 * HEADS
         # Megatron's cosines and sines of queries and of keys, BF16, for all sequences
         + 2 * 2 * POSITIONS * 2 / B
-        # the FP32 largest magnitudes of seven weights, and of inputs, one of which two layers read
-        + (7 + 6) * 4 / tokens
+        # the FP32 largest magnitudes of seven weights, and of the input of each
+        + (7 + 7) * 4 / tokens
     )
     assert kept == expected
 

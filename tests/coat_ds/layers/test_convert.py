@@ -553,3 +553,60 @@ def test_compiled_models_compute_the_same():
     # what waits for a product in one is written in the other, and then saved in FP8 by the product
     for found, wanted in zip([y, *(p.grad for p in model.parameters())], expected, strict=True):
         assert rel_rms(found, wanted) < fp8_bound(2)
+
+
+def of_llama():
+    """Whose layers run as fused blocks."""
+    model, batch = LLAMA.build().bfloat16(), LLAMA.batch()
+    return model, lambda m: m(**batch).loss
+
+
+def of_modules():
+    model = nn.Sequential(nn.Linear(64, 64), nn.RMSNorm(64), nn.SiLU(), nn.Linear(64, 64))
+    x = torch.randn(8, 64)
+    return model, lambda m: m(x).sum()
+
+
+@pytest.mark.parametrize("build", [of_llama, of_modules])
+@pytest.mark.parametrize("checkpointed", [False, True])
+def test_second_derivatives_are_an_error(build, checkpointed):
+    """Of every kind that optimizers, influence functions and penalties take; stock models have them."""
+    model, loss_of = build()
+    coat_ds.convert(model)
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    start = [p.detach().clone() for p in parameters]
+    names = [n for n, p in model.named_parameters() if p.requires_grad]
+
+    def loss(*values):
+        def call():
+            return torch.func.functional_call(Calls(), dict(zip(names, values, strict=True)), ())
+
+        class Calls(nn.Module):
+            def __init__(self):
+                super().__init__()
+                for name, child in model.named_children():
+                    self.add_module(name, child)
+
+            def forward(self):
+                return loss_of(model)
+
+        return torch.utils.checkpoint.checkpoint(call, use_reentrant=False) if checkpointed else call()
+
+    ones = [torch.ones_like(p) for p in parameters]
+    functional = torch.autograd.functional
+    for derivative in (
+        lambda: torch.autograd.grad(
+            torch.autograd.grad(loss(*parameters), parameters, create_graph=True),
+            parameters,
+            ones,
+            allow_unused=True,
+        ),
+        lambda: functional.hvp(loss, tuple(start), tuple(ones)),
+        lambda: functional.vhp(loss, tuple(start), tuple(ones)),
+        lambda: functional.jvp(loss, tuple(start), tuple(ones)),
+    ):
+        with pytest.raises(RuntimeError, match="differentiated again"):
+            derivative()
+    # and the model is trained as before
+    loss_of(model).backward()
+    assert all(p.grad is None or p.grad.isfinite().all() for p in parameters)

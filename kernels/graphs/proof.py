@@ -1,0 +1,82 @@
+"""A recorded graph counts once its first replay has given the results of the eager pass on the same inputs.
+
+Replays can be wrong in silence: two versions of cuDNN in one process gave gradients 10,000 times too large.
+The comparison costs one eager pass of a layer for each graph, when the graph is recorded. It cannot catch an
+illegal memory access, so nothing is recorded where two versions of a library are mixed.
+"""
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch.autograd.graph import Node
+
+Results = Sequence[torch.Tensor | None]
+# further eager passes, where the first one differs from the replay
+REPEATS = 2
+# a replay may be this much further from an eager pass than eager passes are from each other
+MARGIN = 4.0
+
+
+def agrees(
+    replayed: Results, run: Callable[[], Results], agree: Callable[[bool], bool]
+) -> tuple[bool, Results]:
+    """Whether `replayed` results are those of the eager pass `run()`, and what that pass returned.
+
+    Where eager passes repeat their bits, the replay must have the same bits. A result that differs between
+    eager passes, as gradients that are summed by atomic additions, may differ by `MARGIN` times as much.
+
+    run: computes the results again, in new memory.
+    agree: whether all ranks that take part in the function's collectives say True; they all call it, so that
+        they repeat the pass equally often.
+    """
+    eager = run()
+    if agree(all(map(_same, replayed, eager))):
+        return True, eager
+    spread = [0.0] * len(eager)
+    for _ in range(REPEATS):
+        spread = [max(s, _distance(a, e)) for s, a, e in zip(spread, run(), eager, strict=True)]
+    near = (
+        _same(r, e) or _distance(r, e) <= MARGIN * s for r, e, s in zip(replayed, eager, spread, strict=True)
+    )
+    return agree(all(near)), eager
+
+
+def saved_for_backward(node: Node) -> list[torch.Tensor]:
+    """The tensors that a graph of autograd has saved, in an order that is the same for each run of a
+    function."""
+    found, seen, waiting = [], set(), [node]
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if hasattr(node, "saved_tensors"):
+            held = node.saved_tensors
+        else:
+            held = [getattr(node, name) for name in dir(node) if name.startswith("_saved_")]
+        found += [t for t in held if isinstance(t, torch.Tensor)]
+        waiting += [previous for previous, _ in reversed(node.next_functions)]
+    return found
+
+
+def _same(a: torch.Tensor | None, b: torch.Tensor | None) -> bool:
+    """Whether both hold the same bits."""
+    if a is None or b is None or a.data_ptr() == b.data_ptr():
+        return (a is None) == (b is None)
+    return _bytes(a).equal(_bytes(b))
+
+
+def _bytes(x: torch.Tensor) -> torch.Tensor:
+    return x.detach().contiguous().reshape(-1).view(torch.uint8)
+
+
+def _distance(a: torch.Tensor | None, b: torch.Tensor | None) -> float:
+    """The norm of the difference over the norm of b; infinite where only one of them is finite."""
+    if a is None or b is None:
+        return 0.0 if a is b else torch.inf
+    a, b = a.detach().float(), b.detach().float()
+    difference = torch.where((a == b) | (a.isnan() & b.isnan()), 0.0, a - b)
+    ratio = (
+        difference.norm() / b.nan_to_num(0.0, 0.0, 0.0).norm().clamp_min(torch.finfo(a.dtype).tiny)
+    ).item()
+    return ratio if ratio == ratio else torch.inf

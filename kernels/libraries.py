@@ -1,0 +1,66 @@
+"""Which CUDA libraries are mapped into this process, and whether two versions of one are mixed.
+
+cuDNN consists of a small entry library and several sub-libraries (graph, ops, engines). A process that finds
+torch's entry library and another installation's sub-libraries computes wrong attention under CUDA graphs.
+"""
+
+import re
+from collections import defaultdict
+from pathlib import Path
+
+import torch
+
+LIBRARIES = ("cudnn", "cublas", "nccl")
+# libcudnn_ops.so.9.14.0: library, part, version
+_FILE = re.compile(rf"lib({'|'.join(LIBRARIES)})(\w*)\.so[.\d]*$")
+
+
+def mapped(maps: str | None = None) -> dict[str, list[Path]]:
+    """The files of each of `LIBRARIES` in this process, or in the text of a /proc/PID/maps. Empty where the
+    system has no such file."""
+    if maps is None:
+        source = Path("/proc/self/maps")
+        maps = source.read_text() if source.exists() else ""
+    found = defaultdict(set)
+    for line in maps.splitlines():
+        path = Path(line.split(maxsplit=5)[-1].removesuffix(" (deleted)"))
+        if match := _FILE.match(path.name):
+            found[match[1]].add(path)
+    return {name: sorted(paths) for name, paths in found.items()}
+
+
+def version_of(path: Path) -> str:
+    """The version of a library: from the file that `path` links to, else from the package that installed it,
+    else its folder."""
+    suffix = path.resolve().name.partition(".so.")[2]
+    if suffix.count("."):
+        return suffix
+    library = _FILE.match(path.name)[1]
+    for packages in path.parents[:4]:
+        for package in packages.glob(f"nvidia_{library}*.dist-info"):
+            return package.name.removesuffix(".dist-info").rpartition("-")[2]
+    return str(path.parent)
+
+
+def conflicts(files: dict[str, list[Path]] | None = None) -> list[str]:
+    """A sentence for each library of which this process uses two versions, with the fix."""
+    files = mapped() if files is None else files
+    packages = Path(torch.__file__).parents[1]
+    sentences = []
+    for library, paths in files.items():
+        entries = [p for p in paths if _FILE.match(p.name)[2] == ""]
+        used = {p.parent for p in paths if p not in entries} if library == "cudnn" else set()
+        # torch's own entry library, which other packages may have mapped a second one beside
+        of_torch = {p.parent for p in entries if packages in p.parents}
+        if library == "cudnn":
+            mixed = len(used | of_torch) > 1
+        else:
+            mixed = len({p.parent for p in paths}) > 1
+        if mixed:
+            versions = sorted({f"{version_of(p)} ({p.parent})" for p in paths})
+            home = next(iter(of_torch), paths[0].parent)
+            sentences.append(
+                f"two versions of {library} are mixed in this process: {', '.join(versions)}. Start it with "
+                f"LD_LIBRARY_PATH={home}:$LD_LIBRARY_PATH"
+            )
+    return sentences
