@@ -52,9 +52,10 @@ def split_tile(b_master):
 
 @triton.jit
 def hash_tile(b_x):
+    """A 32-bit hash, right in its upper half."""
     b_x = (b_x ^ (b_x >> 16)) * 0x7FEB352D
-    b_x = (b_x ^ (b_x >> 15)) * 0x846CA68B
-    return b_x ^ (b_x >> 16)
+    # the last step of the hash changes the lower half alone, which is not used
+    return (b_x ^ (b_x >> 15)) * 0x846CA68B
 
 
 @triton.jit(do_not_specialize=["log2_tiles", "seed"])

@@ -7,7 +7,7 @@ import torch
 
 from coat_kernels.graphs.memory import Memory, all_record, distrust_replay, memory_of
 from coat_kernels.graphs.patience import Patience
-from coat_kernels.graphs.proof import agrees
+from coat_kernels.graphs.proof import compare
 from coat_kernels.graphs.recording import Graph, addresses, copied
 
 
@@ -93,8 +93,9 @@ class Evaluations:
             return False
         function, x, tensors, constants = arguments
         replayed = [recorded.replay(x, constants)]
-        if not agrees(replayed, lambda: [function(x, *constants, *tensors)], agree)[0]:
-            distrust_replay("evaluation")
+        distance, _ = compare(replayed, lambda: [function(x, *constants, *tensors)], agree)
+        if distance is not None:
+            distrust_replay("evaluation", distance)
             return False
         if self._recorded is not None:
             self._patience.dropped()

@@ -218,16 +218,16 @@ def all_record(agree: Callable[[bool], bool], recorded: bool) -> bool:
     return False
 
 
-def distrust_replay(what: str) -> None:
-    """`distrust`, since a replay of `what` differed from the eager pass."""
+def distrust_replay(what: str, distance: float) -> None:
+    """`distrust`, since a replay of `what` was that far from the eager pass, relative to its norm."""
     files = libraries.mapped()
     versions = {
         name: ", ".join(sorted({libraries.version_of(p) for p in paths})) for name, paths in files.items()
     }
     found = "; ".join(f"{name} {version}" for name, version in versions.items()) or "none found"
     distrust(
-        f"a CUDA graph of a layer's {what} gave other results than the eager pass, so layers run without "
-        f"graphs from now on. CUDA libraries in this process: {found}"
+        f"a CUDA graph of a layer's {what} gave other results than the eager pass (off by {distance:.2g} of "
+        f"their norm), so layers run without graphs from now on. CUDA libraries in this process: {found}"
     )
 
 

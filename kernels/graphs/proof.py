@@ -17,28 +17,30 @@ REPEATS = 2
 MARGIN = 4.0
 
 
-def agrees(
+def compare(
     replayed: Results, run: Callable[[], Results], agree: Callable[[bool], bool]
-) -> tuple[bool, Results]:
-    """Whether `replayed` results are those of the eager pass `run()`, and what that pass returned.
+) -> tuple[float | None, Results]:
+    """How far `replayed` results are from those of the eager pass `run()`, and what that pass returned.
 
-    Where eager passes repeat their bits, the replay must have the same bits. A result that differs between
-    eager passes, as gradients that are summed by atomic additions, may differ by `MARGIN` times as much.
+    None stands for "no further than eager passes are from each other". Where eager passes repeat their bits,
+    the replay must have the same bits. A result that differs between eager passes, as gradients that are
+    summed by atomic additions, may differ by `MARGIN` times as much.
 
     run: computes the results again, in new memory.
-    agree: whether all ranks that take part in the function's collectives say True; they all call it, so that
-        they repeat the pass equally often.
+    agree: whether all ranks that take part in the function's collectives call it with True; all of them call
+        it, so that they repeat the pass equally often.
+
+    The distance is that of the worst result, relative to its norm; 0 if only another rank found one.
     """
     eager = run()
     if agree(all(map(_same, replayed, eager))):
-        return True, eager
+        return None, eager
     spread = [0.0] * len(eager)
     for _ in range(REPEATS):
         spread = [max(s, _distance(a, e)) for s, a, e in zip(spread, run(), eager, strict=True)]
-    near = (
-        _same(r, e) or _distance(r, e) <= MARGIN * s for r, e, s in zip(replayed, eager, spread, strict=True)
-    )
-    return agree(all(near)), eager
+    distances = [_distance(r, e) for r, e in zip(replayed, eager, strict=True)]
+    beyond = [d for d, s in zip(distances, spread, strict=True) if not d <= MARGIN * s]
+    return None if agree(not beyond) else max(beyond, default=0.0), eager
 
 
 def saved_for_backward(node: Node) -> list[torch.Tensor]:
@@ -51,10 +53,11 @@ def saved_for_backward(node: Node) -> list[torch.Tensor]:
             continue
         seen.add(node)
         if hasattr(node, "saved_tensors"):
-            held = node.saved_tensors
+            found += [t for t in node.saved_tensors if t is not None]
         else:
             held = [getattr(node, name) for name in dir(node) if name.startswith("_saved_")]
-        found += [t for t in held if isinstance(t, torch.Tensor)]
+            # attention without dropout leaves its random state, integers, unwritten
+            found += [t for t in held if isinstance(t, torch.Tensor) and t.is_floating_point()]
         waiting += [previous for previous, _ in reversed(node.next_functions)]
     return found
 

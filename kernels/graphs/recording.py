@@ -9,7 +9,7 @@ from torch.autograd.graph import get_gradient_edge
 
 from coat_kernels.autograd import once_differentiable
 from coat_kernels.graphs.memory import Constant, Memory, Pool, all_record, captured, distrust_replay
-from coat_kernels.graphs.proof import agrees, saved_for_backward
+from coat_kernels.graphs.proof import compare, saved_for_backward
 
 
 def addresses(tensors: Sequence[torch.Tensor | None]) -> tuple:
@@ -152,10 +152,10 @@ class Recording:
             return [y.detach(), *saved_for_backward(get_gradient_edge(y).node)]
 
         replayed = [self._forward.results[0], *saved_for_backward(self._edge.node)]
-        proven, _ = agrees(replayed, run, self._agree)
-        if not proven:
-            distrust_replay("forward")
-        return proven
+        distance, _ = compare(replayed, run, self._agree)
+        if distance is not None:
+            distrust_replay("forward", distance)
+        return distance is None
 
     def _prove_backward(self) -> list[torch.Tensor | None]:
         """The gradients of an eager backward, with which the first replay is compared. What both add to
@@ -171,9 +171,9 @@ class Recording:
 
         self._backward.replay()
         replayed = results(self._backward.results)
-        proven, eager = agrees(replayed, lambda: results(self._differentiate()), self._agree)
-        if not proven:
-            distrust_replay("backward")
+        distance, eager = compare(replayed, lambda: results(self._differentiate()), self._agree)
+        if distance is not None:
+            distrust_replay("backward", distance)
         grads = len(self._inputs)
         for t, total in zip(written, eager[grads:], strict=True):
             t.copy_(total)

@@ -10,7 +10,7 @@ import torch
 
 from coat_kernels.graphs import WARM_UP, Graphs, memory
 from coat_kernels.graphs.memory import Memory, uncollected
-from coat_kernels.graphs.proof import agrees, saved_for_backward
+from coat_kernels.graphs.proof import compare, saved_for_backward
 
 
 class Node:
@@ -121,10 +121,10 @@ REPLAYS = {
 def test_a_replay_must_be_as_near_as_eager_passes_are_to_each_other(case):
     replayed, eager, expected = REPLAYS[case]
     passes = itertools.cycle(eager)
-    assert agrees([replayed], lambda: [next(passes)], bool)[0] == expected
+    assert (compare([replayed], lambda: [next(passes)], bool)[0] is None) == expected
     # and every rank of a group has to find so
     passes = itertools.cycle(eager)
-    assert not agrees([replayed], lambda: [next(passes)], lambda ok: False)[0]
+    assert compare([replayed], lambda: [next(passes)], lambda ok: False)[0] is not None
 
 
 def test_what_is_saved_for_backward_is_compared():
@@ -134,7 +134,7 @@ def test_what_is_saved_for_backward_is_compared():
 
     first, same, other = run(2.0), run(2.0), run(3.0)
     assert len(first) == len(other) >= 1
-    assert agrees(first, lambda: same, bool)[0] and not agrees(first, lambda: other, bool)[0]
+    assert compare(first, lambda: same, bool)[0] is None and compare(first, lambda: other, bool)[0] > 0
 
 
 def test_nothing_is_recorded_where_two_versions_of_a_library_are_mixed(trusted, monkeypatch, caplog):
@@ -210,7 +210,8 @@ def test_what_backward_adds_to_is_added_once(trusted):
     class Adds(torch.autograd.Function):
         @staticmethod
         def forward(ctx, x, w):
-            ctx.save_for_backward(x, w)
+            # not x itself, which lies in a buffer that other graphs use
+            ctx.save_for_backward(x * 1, w)
             return x * w
 
         @staticmethod
