@@ -152,6 +152,8 @@ class Graphs:
             return self._evaluations.call(function, x, tensors, uses, constants, agree)
         memory = self._memory_of(x)
         if memory.refusal is not None:
+            # also the memory of graphs that are not used any more
+            self._places.clear()
             return run_eagerly()
         copies = tuple(memory.constant(i, constant) for i, constant in enumerate(constants))
         # a model may leave out its mask where all tokens are seen

@@ -75,6 +75,8 @@ class Evaluations:
             self._last, self._calls = key, 0
         self._calls += 1
         refused = self._memory is not None and self._memory.refusal is not None
+        if refused:
+            self._recorded = None
         arguments = function, x, tensors, constants
         if refused or (key != self._key and not self._record(key, where, arguments, agree)):
             return function(x, *constants, *tensors)

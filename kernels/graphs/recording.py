@@ -141,7 +141,7 @@ class Recording:
 
     def proves_forward(self, x: torch.Tensor) -> bool:
         """Whether a replay for `x` gives the output, and what is saved for backward, of the eager pass."""
-        self._x.copy_(x)
+        self._x.copy_(x.detach())
         self._forward.replay()
         function, self._function = self._function, None
 

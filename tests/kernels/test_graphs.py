@@ -109,7 +109,8 @@ REPLAYS = {
     "nothing in both": (None, [None], True),
     "NaN in the replay": (NAN, [torch.ones(2)], False),
     "NaN in the eager pass": (torch.ones(2), [NAN], False),
-    "a last bit": (torch.ones(2), [torch.ones(2) + 2**-23], False),
+    "a last bit": (torch.ones(2), [torch.ones(2) + 2**-23], True),
+    "more than BF16 rounds by": (torch.ones(2), [torch.ones(2) + 2**-7], False),
     # eager passes that are 0.01 apart
     "near": (torch.full((2,), 1.02), [torch.ones(2), torch.full((2,), 1.01)], True),
     "beyond": (torch.full((2,), 1.05), [torch.ones(2), torch.full((2,), 1.01)], False),
