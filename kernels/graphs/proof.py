@@ -15,8 +15,8 @@ Results = Sequence[torch.Tensor | None]
 REPEATS = 2
 # a replay may be this much further from an eager pass than eager passes are from each other
 MARGIN = 4.0
-# and so far in any case, relative to the norm: atomic additions differ now and then only (7.7e-6 of a gradient
-# on an H100, where three eager passes had been equal), and results are in BF16, which rounds by up to 2^-8
+# and so far in any case, relative to the norm: atomic additions may differ now and then only (7.7e-6 of a
+# gradient on an H100, where three eager passes were equal), and BF16 rounds results by up to 2^-8
 FLOOR = 2.0**-8
 
 
