@@ -16,13 +16,12 @@ from coat_ds.layers.feed_forward import Fp8Activation, Fp8GatedFeedForward
 from coat_ds.layers.linear import Fp8Linear
 from coat_ds.layers.log import say_anew, say_once
 from coat_ds.layers.norm import Fp8Norm
-from coat_ds.layers.replaced import DTYPES, Replaced, is_dispatched, replaced, wraps_compiled
+from coat_ds.layers.replaced import DTYPES, Replaced, replaced, wraps_compiled
+from coat_ds.layers.stays import DISPATCHED, what_stays
 from coat_kernels.fp8 import ALIGNMENT
 
 __all__ = ["convert", "conversion_of", "unconvert"]
 
-# why modules stay that accelerate calls
-DISPATCHED = "a hook of accelerate's, as of device_map"
 # as of torch.nn.LazyLinear before its first forward
 NO_SHAPE = "a weight that has no shape yet"
 # rows or columns of a weight, below which quantizing its input takes longer than the product
@@ -98,6 +97,8 @@ def convert(
                 conversion.leave("layer", name, reason)
             else:
                 conversion.take("layer", name)
+    if conversion.converted["layer"]:
+        _drop_caches(model)
     model.__dict__[ATTRIBUTE] = conversion
     logger.info("COAT: %s", conversion.summary())
     say_anew()
@@ -142,8 +143,25 @@ def convert_again(model: nn.Module) -> None:
             conversion.give_up("linear", name, "another rank's part stays as it is")
 
 
+def _drop_caches(model: nn.Module) -> None:
+    """Has the innermost models around fused layers make no cache that a call of training did not ask for."""
+    for module in model.modules():
+        inside = list(module.modules())
+        fused = any(type(replaced(m)) is decoder_layer.Fp8DecoderLayer for m in inside)
+        if (
+            fused
+            and decoder_layer.makes_cache(module)
+            and not any(map(decoder_layer.makes_cache, inside[1:]))
+        ):
+            module.register_forward_pre_hook(decoder_layer.drop_unwanted_cache, with_kwargs=True)
+
+
 def _give_back(model: nn.Module) -> None:
     for module in model.modules():
+        hooks = module._forward_pre_hooks
+        for key in [k for k, hook in hooks.items() if hook is decoder_layer.drop_unwanted_cache]:
+            del hooks[key]
+            module._forward_pre_hooks_with_kwargs.pop(key, None)
         module.__dict__.pop(ATTRIBUTE, None)
         if (forward := replaced(module)) is not None:
             forward.remove()
@@ -186,7 +204,7 @@ def _check_forwards(holder: nn.Module) -> None:
 
 def _forwards(model: nn.Module, conversion: Conversion, may: Callable) -> Iterator[Replaced]:
     """The forwards that are to be put in place; notes on `conversion` what is done and what is left."""
-    activations, stays = conversion.activations, _what_stays(model)
+    activations, stays = conversion.activations, what_stays(model)
     projections = {
         id(child) for m in model.modules() if attention.uses_interface(m) for child in m.children()
     }
@@ -256,65 +274,6 @@ def _multiplies(module: nn.Module) -> bool:
 def _looks_elementwise(module: nn.Module) -> bool:
     empty = not (module._modules or module._parameters or module._buffers)
     return empty and "Dropout" not in type(module).__name__
-
-
-def _what_stays(model: nn.Module) -> dict[int, str]:
-    """By id of a module, why it stays as it is whatever it computes."""
-    stays: dict[int, str] = {}
-    # of compressed-tensors' layers, among others, a weight is no parameter
-    embeddings = {id(m._parameters.get("weight")) for m in model.modules() if isinstance(m, nn.Embedding)}
-    embeddings.discard(id(None))
-    for module in model.modules():
-        if is_dispatched(module):
-            stays[id(module)] = DISPATCHED
-        get_head = getattr(module, "get_output_embeddings", None)
-        if callable(get_head) and isinstance(head := _quietly(get_head), nn.Module):
-            # with what PEFT has put around it
-            stays.update({id(m): "the head" for m in head.modules()})
-        if isinstance(module, nn.Linear) and id(module._parameters.get("weight")) in embeddings:
-            stays[id(module)] = "the head"
-        children = module._modules
-        if getattr(module, "base_model_prefix", None) in children:
-            # what transformers puts on top of a model, as for classification
-            heads = (child for child in children.values() if child is not None and _is_linear(child))
-            stays.update({id(m): "the head" for head in heads for m in head.modules()})
-        if "base_layer" in children:
-            for name, child in children.items():
-                if name != "base_layer" and child is not None:
-                    stays.update({id(m): "an adapter" for m in child.modules()})
-        prompts = children.get("prompt_encoder")
-        if prompts is not None and hasattr(module, "peft_config"):
-            # what makes PEFT's prompts
-            stays.update({id(m): "an adapter" for m in prompts.modules()})
-        if isinstance(module, nn.MultiheadAttention):
-            stays.update({id(m): "torch's MultiheadAttention multiplies by itself" for m in module.modules()})
-        if (experts := children.get("experts")) is not None:
-            for child in children.values():
-                # by itself, or in a module of its own
-                inside = [] if child in (None, experts) else child.modules()
-                linears = [m for m in inside if isinstance(m, nn.Linear)]
-                if len(linears) == 1 and _chooses_among(linears[0], experts):
-                    stays[id(linears[0])] = "the router"
-    return stays
-
-
-def _is_linear(module: nn.Module) -> bool:
-    """Whether it is a linear layer, or what PEFT has put around one."""
-    inside = module._modules
-    return isinstance(inside.get("original_module") or inside.get("base_layer") or module, nn.Linear)
-
-
-def _quietly(get: Callable) -> nn.Module | None:
-    try:
-        return get()
-    # a transformers model without a head has the method all the same, and raises one or the other
-    except (AttributeError, NotImplementedError):
-        return None
-
-
-def _chooses_among(linear: nn.Linear, experts: nn.Module) -> bool:
-    """Whether there is one output for each expert."""
-    return linear.out_features in (len(experts._modules), getattr(experts, "num_experts", None))
 
 
 def _require_dtype(name: str, module: nn.Module) -> None:

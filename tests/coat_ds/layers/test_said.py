@@ -145,7 +145,7 @@ def test_layers_that_are_not_fused_say_why(said):
     train(model, use_cache=True)
     mask, cache = said()
     assert "run module by module: their attention_mask is no" in mask
-    assert "run module by module" in cache and "Set model.config.use_cache = False" in cache
+    assert "run module by module" in cache and "use_cache" in cache
 
 
 @pytest.mark.parametrize("how", ["under torch.compile", "autocast"])
