@@ -1,6 +1,5 @@
 """`coat_ds.convert`: FP8 linear layers and 8-bit saved activations for a model that somebody else wrote."""
 
-import logging
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -27,8 +26,6 @@ NO_SHAPE = "a weight that has no shape yet"
 # rows or columns of a weight, below which quantizing its input takes longer than the product
 LEAST = 32
 
-logger = logging.getLogger(__name__)
-
 
 def convert(
     model: nn.Module,
@@ -36,6 +33,8 @@ def convert(
     filter: Callable[[str, nn.Module], bool] | None = None,
 ) -> nn.Module:
     """Makes `model` multiply in FP8 and save its activations in 8 bits, in place; returns it.
+
+    Rank 0 logs one line, at level WARNING so that it is visible, that says what was converted.
 
     Linear layers, norms, feed-forward layers and attention get another forward each, on the instance.
     Classes, parameters, buffers and their names stay, so checkpoints are those of the stock model. What stays
@@ -53,6 +52,20 @@ def convert(
     first forward, CoatConfigError for options that cannot be, and RuntimeError if the model was converted
     with other options, or a part of it alone.
     """
+    before = conversion_of(model)
+    convert_silently(model, activations, filter)
+    done = conversion_of(model)
+    if done is not None and done is not before:
+        say_once(done.sentence())
+    return model
+
+
+def convert_silently(
+    model: nn.Module,
+    activations: ActivationsConfig | Mapping | None = None,
+    filter: Callable[[str, nn.Module], bool] | None = None,
+) -> nn.Module:
+    """`convert` without its line, for an engine that reports the layers itself."""
     may = filter or (lambda name, module: True)
     if not isinstance(activations, ActivationsConfig):
         activations = ActivationsConfig.from_dict({} if activations is None else activations)
@@ -100,7 +113,7 @@ def convert(
     if conversion.converted["layer"]:
         _drop_caches(model)
     model.__dict__[ATTRIBUTE] = conversion
-    logger.info("COAT: %s", conversion.summary())
+    conversion.note_weights(model)
     say_anew()
     if dispatched := sum(why == DISPATCHED for why in conversion.left.values()):
         say_once(
@@ -132,7 +145,7 @@ def convert_again(model: nn.Module) -> None:
     them cannot convert, as where its part is too small, stays on all."""
     conversion: Any = conversion_of(model)
     _give_back(model)
-    convert(model, conversion.activations)
+    convert_silently(model, conversion.activations)
     conversion = conversion_of(model)
     linears = {name: replaced(model.get_submodule(name)) for name in conversion.converted["linear"]}
     found: list[Any] = [None] * dist.get_world_size()

@@ -101,6 +101,9 @@ class Fp8DecoderLayer(Replaced):
             return getattr(self.module, CHECKPOINT)(blocks, hidden_states)
         return blocks(hidden_states)
 
+    def shown(self) -> str:
+        return "coat=fused blocks"
+
     @property
     def projections(self) -> list[nn.Module]:
         return [self.parts.attention._modules[name] for name in PROJECTIONS]

@@ -35,7 +35,6 @@ INDEXER = {f"model.layers.0.self_attn.indexer.{n}" for n in ("wq_b", "wk", "weig
         ("SiglipTextModel", LAYER, {"head"}),
         ("WhisperForAudioClassification", {**SEQUENCES, "num_labels": 64}, {"projector", "classifier"}),
         ("Wav2Vec2ForPreTraining", LAYER, {"quantizer.weight_proj", "project_hid", "project_q"}),
-        ("GPT2DoubleHeadsModel", {"n_layer": 1}, {"lm_head", "multiple_choice_head.summary"}),
         ("JetMoeForCausalLM", {**LAYER, "num_local_experts": 32}, {"model.layers.0.mlp.router.layer"}),
         ("DogeForCausalLM", {**LAYER, "is_moe": True}, {"model.layers.0.mlp.router_gate"}),
         ("ZayaForCausalLM", LAYER, {"model.layers.0.mlp.gate.router_mlp.fc1"}),
