@@ -1,6 +1,5 @@
 """`coat_ds.convert`: FP8 linear layers and 8-bit saved activations for a model that somebody else wrote."""
 
-import logging
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -16,20 +15,17 @@ from coat_ds.layers.feed_forward import Fp8Activation, Fp8GatedFeedForward
 from coat_ds.layers.linear import Fp8Linear
 from coat_ds.layers.log import say_anew, say_once
 from coat_ds.layers.norm import Fp8Norm
-from coat_ds.layers.replaced import DTYPES, Replaced, is_dispatched, replaced, wraps_compiled
+from coat_ds.layers.replaced import DTYPES, Replaced, replaced, wraps_compiled
+from coat_ds.layers.stays import DISPATCHED, what_stays
 from coat_kernels import libraries
 from coat_kernels.fp8 import ALIGNMENT
 
 __all__ = ["convert", "conversion_of", "unconvert"]
 
-# why modules stay that accelerate calls
-DISPATCHED = "a hook of accelerate's, as of device_map"
 # as of torch.nn.LazyLinear before its first forward
 NO_SHAPE = "a weight that has no shape yet"
 # rows or columns of a weight, below which quantizing its input takes longer than the product
 LEAST = 32
-
-logger = logging.getLogger(__name__)
 
 
 def convert(
@@ -38,6 +34,8 @@ def convert(
     filter: Callable[[str, nn.Module], bool] | None = None,
 ) -> nn.Module:
     """Makes `model` multiply in FP8 and save its activations in 8 bits, in place; returns it.
+
+    Rank 0 logs one line, at level WARNING so that it is visible, that says what was converted.
 
     Linear layers, norms, feed-forward layers and attention get another forward each, on the instance.
     Classes, parameters, buffers and their names stay, so checkpoints are those of the stock model. What stays
@@ -55,6 +53,20 @@ def convert(
     first forward, CoatConfigError for options that cannot be, and RuntimeError if the model was converted
     with other options, or a part of it alone.
     """
+    before = conversion_of(model)
+    convert_silently(model, activations, filter)
+    done = conversion_of(model)
+    if done is not None and done is not before:
+        say_once(done.sentence())
+    return model
+
+
+def convert_silently(
+    model: nn.Module,
+    activations: ActivationsConfig | Mapping | None = None,
+    filter: Callable[[str, nn.Module], bool] | None = None,
+) -> nn.Module:
+    """`convert` without its line, for an engine that reports the layers itself."""
     may = filter or (lambda name, module: True)
     if not isinstance(activations, ActivationsConfig):
         activations = ActivationsConfig.from_dict({} if activations is None else activations)
@@ -99,8 +111,10 @@ def convert(
                 conversion.leave("layer", name, reason)
             else:
                 conversion.take("layer", name)
+    if conversion.converted["layer"]:
+        _drop_caches(model)
     model.__dict__[ATTRIBUTE] = conversion
-    logger.info("COAT: %s", conversion.summary())
+    conversion.note_weights(model)
     say_anew()
     if dispatched := sum(why == DISPATCHED for why in conversion.left.values()):
         say_once(
@@ -132,7 +146,7 @@ def convert_again(model: nn.Module) -> None:
     them cannot convert, as where its part is too small, stays on all."""
     conversion: Any = conversion_of(model)
     _give_back(model)
-    convert(model, conversion.activations)
+    convert_silently(model, conversion.activations)
     conversion = conversion_of(model)
     linears = {name: replaced(model.get_submodule(name)) for name in conversion.converted["linear"]}
     found: list[Any] = [None] * dist.get_world_size()
@@ -143,8 +157,25 @@ def convert_again(model: nn.Module) -> None:
             conversion.give_up("linear", name, "another rank's part stays as it is")
 
 
+def _drop_caches(model: nn.Module) -> None:
+    """Has the innermost models around fused layers make no cache that a call of training did not ask for."""
+    for module in model.modules():
+        inside = list(module.modules())
+        fused = any(type(replaced(m)) is decoder_layer.Fp8DecoderLayer for m in inside)
+        if (
+            fused
+            and decoder_layer.makes_cache(module)
+            and not any(map(decoder_layer.makes_cache, inside[1:]))
+        ):
+            module.register_forward_pre_hook(decoder_layer.drop_unwanted_cache, with_kwargs=True)
+
+
 def _give_back(model: nn.Module) -> None:
     for module in model.modules():
+        hooks = module._forward_pre_hooks
+        for key in [k for k, hook in hooks.items() if hook is decoder_layer.drop_unwanted_cache]:
+            del hooks[key]
+            module._forward_pre_hooks_with_kwargs.pop(key, None)
         module.__dict__.pop(ATTRIBUTE, None)
         if (forward := replaced(module)) is not None:
             forward.remove()
@@ -187,7 +218,7 @@ def _check_forwards(holder: nn.Module) -> None:
 
 def _forwards(model: nn.Module, conversion: Conversion, may: Callable) -> Iterator[Replaced]:
     """The forwards that are to be put in place; notes on `conversion` what is done and what is left."""
-    activations, stays = conversion.activations, _what_stays(model)
+    activations, stays = conversion.activations, what_stays(model)
     projections = {
         id(child) for m in model.modules() if attention.uses_interface(m) for child in m.children()
     }
@@ -257,65 +288,6 @@ def _multiplies(module: nn.Module) -> bool:
 def _looks_elementwise(module: nn.Module) -> bool:
     empty = not (module._modules or module._parameters or module._buffers)
     return empty and "Dropout" not in type(module).__name__
-
-
-def _what_stays(model: nn.Module) -> dict[int, str]:
-    """By id of a module, why it stays as it is whatever it computes."""
-    stays: dict[int, str] = {}
-    # of compressed-tensors' layers, among others, a weight is no parameter
-    embeddings = {id(m._parameters.get("weight")) for m in model.modules() if isinstance(m, nn.Embedding)}
-    embeddings.discard(id(None))
-    for module in model.modules():
-        if is_dispatched(module):
-            stays[id(module)] = DISPATCHED
-        get_head = getattr(module, "get_output_embeddings", None)
-        if callable(get_head) and isinstance(head := _quietly(get_head), nn.Module):
-            # with what PEFT has put around it
-            stays.update({id(m): "the head" for m in head.modules()})
-        if isinstance(module, nn.Linear) and id(module._parameters.get("weight")) in embeddings:
-            stays[id(module)] = "the head"
-        children = module._modules
-        if getattr(module, "base_model_prefix", None) in children:
-            # what transformers puts on top of a model, as for classification
-            heads = (child for child in children.values() if child is not None and _is_linear(child))
-            stays.update({id(m): "the head" for head in heads for m in head.modules()})
-        if "base_layer" in children:
-            for name, child in children.items():
-                if name != "base_layer" and child is not None:
-                    stays.update({id(m): "an adapter" for m in child.modules()})
-        prompts = children.get("prompt_encoder")
-        if prompts is not None and hasattr(module, "peft_config"):
-            # what makes PEFT's prompts
-            stays.update({id(m): "an adapter" for m in prompts.modules()})
-        if isinstance(module, nn.MultiheadAttention):
-            stays.update({id(m): "torch's MultiheadAttention multiplies by itself" for m in module.modules()})
-        if (experts := children.get("experts")) is not None:
-            for child in children.values():
-                # by itself, or in a module of its own
-                inside = [] if child in (None, experts) else child.modules()
-                linears = [m for m in inside if isinstance(m, nn.Linear)]
-                if len(linears) == 1 and _chooses_among(linears[0], experts):
-                    stays[id(linears[0])] = "the router"
-    return stays
-
-
-def _is_linear(module: nn.Module) -> bool:
-    """Whether it is a linear layer, or what PEFT has put around one."""
-    inside = module._modules
-    return isinstance(inside.get("original_module") or inside.get("base_layer") or module, nn.Linear)
-
-
-def _quietly(get: Callable) -> nn.Module | None:
-    try:
-        return get()
-    # a transformers model without a head has the method all the same, and raises one or the other
-    except (AttributeError, NotImplementedError):
-        return None
-
-
-def _chooses_among(linear: nn.Linear, experts: nn.Module) -> bool:
-    """Whether there is one output for each expert."""
-    return linear.out_features in (len(experts._modules), getattr(experts, "num_experts", None))
 
 
 def _require_dtype(name: str, module: nn.Module) -> None:

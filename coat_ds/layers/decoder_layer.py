@@ -6,6 +6,7 @@ otherwise the layer's own forward calls its converted modules. `uses_graphs` say
 recorded as CUDA graphs.
 """
 
+import inspect
 import itertools
 import logging
 from collections.abc import Iterator
@@ -17,7 +18,7 @@ from torch.nn.modules.module import _has_any_global_hook
 
 from coat_ds.config import ActivationsConfig
 from coat_ds.layers.attention import STATE, any_attention, is_transformers_own
-from coat_ds.layers.decoder_parts import PROJECTIONS, Parts, head_norms_of
+from coat_ds.layers.decoder_parts import PROJECTIONS, Parts, dropout_names, head_norms_of
 from coat_ds.layers.feed_forward import Fp8GatedFeedForward
 from coat_ds.layers.linear import is_fused
 from coat_ds.layers.log import say_once
@@ -49,6 +50,10 @@ ARGUMENTS = (
     "use_cache",
     "num_items_in_batch",
     "output_router_logits",
+    # what some models hand down to all layers, and no layer reads
+    "logits_to_keep",
+    "labels",
+    "return_dict",
 )
 # the name since transformers 5.24, and before
 CACHES = ("cache", "past_key_values")
@@ -66,6 +71,8 @@ class Fp8DecoderLayer(Replaced):
     def __init__(self, module: nn.Module, activations: ActivationsConfig, parts: Parts):
         super().__init__(module, activations)
         self.parts, self.recomputes = parts, activations.attention_format == "recompute"
+        # rates may be set later; the classes have various names for them
+        self.rates = [(m, n) for m in (module, parts.attention, parts.mlp) for n in dropout_names(m)]
         self.qkv = MergedLinear(activations, cancels=True)
         self.cuda_graphs = activations.cuda_graphs
         # batches of one length follow each other, or they do not
@@ -93,6 +100,9 @@ class Fp8DecoderLayer(Replaced):
         if checkpoints_in_forward(self.module):
             return getattr(self.module, CHECKPOINT)(blocks, hidden_states)
         return blocks(hidden_states)
+
+    def shown(self) -> str:
+        return "coat=fused blocks"
 
     @property
     def projections(self) -> list[nn.Module]:
@@ -236,8 +246,8 @@ def _say_why_not(layer: Fp8DecoderLayer, x: torch.Tensor, kwargs: dict) -> None:
     elif autocast_dtype(x) not in (None, x.dtype):
         why = f"their input is {x.dtype} under autocast to {autocast_dtype(x)}"
     elif _fills_a_cache(kwargs):
-        why, level = "the model fills a cache while it trains", logging.WARNING
-        way_out = " Set model.config.use_cache = False."
+        why, level = "the model was called with use_cache=True or a cache while it trains", logging.WARNING
+        way_out = " Drop these arguments of the call."
     elif not _is_mask(kwargs.get("attention_mask"), x):
         why = f"their attention_mask is no constant tensor [b, n, s, s] of torch.bool or {x.dtype}"
     else:
@@ -251,6 +261,20 @@ def _say_why_not(layer: Fp8DecoderLayer, x: torch.Tensor, kwargs: dict) -> None:
 
 def _fills_a_cache(kwargs: dict) -> bool:
     return any(kwargs.get(name) is not None for name in CACHES)
+
+
+def drop_unwanted_cache(model: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
+    """A forward pre-hook of a text model with fused layers: a forward of training makes no cache unless the
+    call gives one, or `use_cache`."""
+    given = len(args) > 3 or any(kwargs.get(name) is not None for name in ("use_cache", *CACHES))
+    if given or not (model.training and torch.is_grad_enabled()):
+        return None
+    return args, {**kwargs, "use_cache": False}
+
+
+def makes_cache(model: nn.Module) -> bool:
+    """Whether it is a model of transformers whose forward takes `use_cache`."""
+    return hasattr(model, "base_model_prefix") and "use_cache" in inspect.signature(model.forward).parameters
 
 
 def _taken_over(parts: Parts) -> str | None:
@@ -298,7 +322,7 @@ def uses_blocks(layer: Fp8DecoderLayer, x: torch.Tensor, args: tuple, kwargs: di
         and "forward" not in attention.__dict__
         and getattr(attention, "is_causal", True)
         and angles[0].shape[-1] == attention.head_dim
-        and not (attention.training and getattr(attention, "attention_dropout", 0))
+        and not (layer.module.training and any(getattr(m, name, 0) for m, name in layer.rates))
         and type(feed_forward) is Fp8GatedFeedForward
         and not feed_forward.calls_between()
         and not torch.compiler.is_compiling()

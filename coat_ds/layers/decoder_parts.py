@@ -81,6 +81,12 @@ def head_norms_of(attention: nn.Module) -> list[nn.Module]:
     return [inside[name] for name in HEAD_NORMS if name in inside]
 
 
+def dropout_names(module: nn.Module) -> list[str]:
+    """Names of the attributes of a module that are rates of dropout."""
+    rates = (int, float)
+    return [n for n, v in vars(module).items() if "drop" in n and isinstance(v, rates)]
+
+
 def _is_rms_norm(module: nn.Module | None) -> bool:
     # None: of a model that leaves its norms out
     norm = None if module is None else replaced(module)
@@ -99,6 +105,11 @@ def why_not_fused(parts: Parts) -> str | None:
             # which may be merged later; the layer beneath it may well multiply in FP8
             what = "has an adapter" if "base_layer" in linear._modules else "is not converted"
             return f"no fused block, since its {name} {what}"
+    config = getattr(parts.attention, "config", None)
+    rope = getattr(config, "rope_parameters", None) or {}
+    turned = rope.get("partial_rotary_factor", getattr(config, "partial_rotary_factor", None))
+    if turned not in (None, 1):
+        return f"no fused block, since its angles turn {turned} of each head"
     return None
 
 
@@ -115,7 +126,8 @@ def _is_rotary(attention: nn.Module, place: Place) -> bool:
         norm.weight = nn.Parameter(1 + place.numbers(d, seed=20 + i) / 4)
     like = shadow(attention, {}, small | norms)
     # dropout of the scores is asked for in each forward
-    like.__dict__.update(head_dim=d, num_key_value_groups=m, scaling=0.3, attention_dropout=0.0)
+    like.__dict__.update(dict.fromkeys(dropout_names(attention), 0.0))
+    like.__dict__.update(head_dim=d, num_key_value_groups=m, scaling=0.3)
     for name in ("num_heads", "num_attention_heads"):
         if name in like.__dict__:
             like.__dict__[name] = groups * m

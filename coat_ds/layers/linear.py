@@ -40,6 +40,9 @@ class Fp8Linear(Replaced):
         self.x_scale = PredictedScale(self.formats.forward)
         self.grad_scale = PredictedScale(self.formats.backward)
 
+    def shown(self) -> str:
+        return f"coat=fp8 {self.formats.forward.name}/{self.formats.backward.name}"
+
     def options(self) -> LinearOptions:
         """How it multiplies, for a fused block."""
         return LinearOptions(

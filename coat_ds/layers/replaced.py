@@ -40,8 +40,19 @@ class Replaced:
 
     def install(self) -> None:
         self.module.forward = self
+        # shown by print(model)
+        self.module.extra_repr = self.extra_repr
+
+    def extra_repr(self) -> str:
+        stock = type(self.module).extra_repr(self.module)
+        return ", ".join(filter(None, (stock, self.shown())))
+
+    def shown(self) -> str:
+        """What print(model) adds."""
+        return "coat=8-bit saved"
 
     def remove(self) -> None:
+        self.module.__dict__.pop("extra_repr", None)
         if self.before is None:
             del self.module.forward
         else:

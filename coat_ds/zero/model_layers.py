@@ -14,7 +14,7 @@ from torch import nn
 from coat_ds.config import ActivationsConfig, CoatConfigError, difference
 from coat_ds.layers.autotp import is_autotp
 from coat_ds.layers.conversion import conversion_of, holder_of
-from coat_ds.layers.convert import convert, convert_again, unconvert
+from coat_ds.layers.convert import convert_again, convert_silently, unconvert
 
 # models that an engine has converted, and not the user
 _of_engines: weakref.WeakSet[nn.Module] = weakref.WeakSet()
@@ -54,7 +54,7 @@ def prepare_layers(
             )
         return obstacle
     try:
-        convert(model, activations)
+        convert_silently(model, activations)
     except ValueError as error:
         raise CoatConfigError(
             f'coat.activations.enabled: the model cannot be converted: {error} Or set "activations" to false.'

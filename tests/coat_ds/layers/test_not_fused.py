@@ -73,3 +73,70 @@ def test_a_norm_that_is_kept_in_fp32(monkeypatch):
     with torch.autocast("cpu", torch.bfloat16):
         run(model, FAMILIES["llama"].batch())
     assert len(taken) == 1
+
+
+VISION = {
+    "model_type": "clip_vision_model",
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "image_size": 32,
+    "patch_size": 16,
+}
+
+
+def picture_model(name):
+    """A vision-language model of transformers whose text layers are Qwen2's."""
+    transformers = pytest.importorskip("transformers")
+    text = {"model_type": "qwen2", "vocab_size": 256, "hidden_size": 64, "intermediate_size": 128}
+    text |= {"num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2, "pad_token_id": 0}
+    config = getattr(transformers, f"{name}Config")(text_config=text, vision_config=VISION)
+    return getattr(transformers, f"{name}ForConditionalGeneration")(config).bfloat16().train()
+
+
+@pytest.mark.parametrize("name", ["Llava", "LlavaOnevision"])
+def test_a_cache_that_no_call_asks_for_is_not_made(name, monkeypatch):
+    taken = blocks_taken(monkeypatch)
+    model = coat_ds.convert(picture_model(name))
+    ids = torch.arange(10, 42)[None]
+    output = model(input_ids=ids, labels=ids)
+    assert len(taken) == 2 and output.past_key_values is None
+    taken.clear()
+    output = model(input_ids=ids, use_cache=True)
+    assert not taken and output.past_key_values.get_seq_length() == 32
+    with torch.no_grad():
+        assert model.eval()(input_ids=ids).past_key_values.get_seq_length() == 32
+    coat_ds.unconvert(model.train())
+    assert model(input_ids=ids).past_key_values.get_seq_length() == 32
+
+
+def test_dropout_of_any_name_that_is_set_after_convert(monkeypatch):
+    family, taken = FAMILIES["llama"], blocks_taken(monkeypatch)
+    stock = family.build()
+    for layer in stock.model.layers:
+        layer.self_attn.dropout = 0.0
+    model = coat_ds.convert(stock)
+    run(model, family.batch())
+    assert len(taken) == 2
+    taken.clear()
+    model.model.layers[0].self_attn.dropout = 0.5
+    run(model, family.batch())
+    assert len(taken) == 1
+
+
+def test_angles_of_a_part_of_each_head_are_not_counted_as_fused():
+    transformers = pytest.importorskip("transformers")
+    config = transformers.Glm4MoeConfig(
+        num_hidden_layers=1,
+        hidden_size=64,
+        intermediate_size=128,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        head_dim=32,
+        vocab_size=256,
+        first_k_dense_replace=1,
+        pad_token_id=0,
+    )
+    model = transformers.Glm4MoeForCausalLM(config).bfloat16()
+    assert coat_ds.conversion_of(coat_ds.convert(model)).converted["layer"] == []

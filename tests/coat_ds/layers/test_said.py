@@ -18,10 +18,14 @@ LLAMA = FAMILIES["llama"]
 
 @pytest.fixture
 def said(caplog):
-    """The lines that were said since, each once."""
+    """The lines that were said since, each once, but for what `convert` did."""
     log.say_anew()
     caplog.set_level(logging.INFO, log.__name__)
-    return lambda: [r.getMessage() for r in caplog.records if r.name == log.__name__]
+    return lambda: [
+        r.getMessage()
+        for r in caplog.records
+        if r.name == log.__name__ and "conversion_of" not in r.getMessage()
+    ]
 
 
 def plain():
@@ -145,7 +149,7 @@ def test_layers_that_are_not_fused_say_why(said):
     train(model, use_cache=True)
     mask, cache = said()
     assert "run module by module: their attention_mask is no" in mask
-    assert "run module by module" in cache and "Set model.config.use_cache = False" in cache
+    assert "run module by module" in cache and "use_cache" in cache
 
 
 @pytest.mark.parametrize("how", ["under torch.compile", "autocast"])
@@ -247,3 +251,43 @@ def test_a_second_call_that_wants_something_else_is_an_error():
     with pytest.raises(RuntimeError, match="other linear layers were not .1, such as '0'"):
         coat_ds.convert(whole)
     assert replaced(whole[2]) is not None and replaced(whole[0]) is None
+
+
+def test_convert_reports_what_it_did(caplog):
+    coat_ds.convert(LLAMA.build())
+    (line,) = [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING]
+    assert "14 of 15 linear layers" in line and "Embedding" in line
+
+
+def test_convert_warns_where_nothing_was_converted(caplog):
+    coat_ds.convert(nn.Sequential(nn.Linear(64, 72)))
+    (line,) = [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING]
+    assert "nothing was converted" in line and "72 x 64" in line
+
+
+def test_weights_outside_of_fp8_are_named_by_their_share():
+    model = coat_ds.convert(transformers.JetMoeForCausalLM(transformers.JetMoeConfig(**SMALL_JETMOE)))
+    left = coat_ds.conversion_of(model).weights_left
+    experts = sum(p.numel() for n, p in model.named_parameters() if "put_linear" in n)
+    total = sum(p.numel() for p in model.parameters())
+    assert left["JetMoeParallelExperts"] == pytest.approx(experts / total)
+    assert list(left.values()) == sorted(left.values(), reverse=True)
+
+
+SMALL_JETMOE = {
+    "vocab_size": 64,
+    "hidden_size": 64,
+    "num_hidden_layers": 1,
+    "num_key_value_heads": 2,
+    "kv_channels": 32,
+    "intermediate_size": 128,
+    "num_local_experts": 4,
+}
+
+
+def test_print_shows_what_is_converted():
+    model = plain()
+    stock = repr(model)
+    assert "fp8" in repr(coat_ds.convert(model)[0]) and "8-bit" in repr(model[1])
+    coat_ds.unconvert(model)
+    assert repr(model) == stock
