@@ -61,7 +61,7 @@ def add_file(wheel: Path, name: str, content: bytes) -> None:
 
 
 def version() -> str:
-    """The version, with the commit where this folder is a git clone: 0.1.0+g1234567. An sdist keeps its own."""
+    """The version; in a git clone with the commit: 0.1.0+g1234567. An sdist keeps what it was built with."""
     if Path("PKG-INFO").exists():
         return Parser().parsestr(Path("PKG-INFO").read_text(encoding="utf-8"))["Version"]
     if not Path(".git").exists():

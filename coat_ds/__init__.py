@@ -55,8 +55,8 @@ __all__ = [
 
 
 def _warn_of_two_copies() -> None:
-    """Logs a warning on rank 0 where coat_ds and coat_kernels come from two folders, as in a clone that is the
-    working directory while another copy is installed: Python finds `coat_ds/` in the clone, but not `kernels/`.
+    """Logs a warning on rank 0 where coat_ds and coat_kernels come from two folders. That happens in a clone
+    while another copy is installed: Python finds `coat_ds/` in the working directory, `coat_kernels` not.
     """
     try:
         spec = importlib.util.find_spec("coat_kernels")
@@ -70,7 +70,7 @@ def _warn_of_two_copies() -> None:
     if ours != theirs and os.path.realpath(ours) != os.path.realpath(theirs):
         logging.getLogger("coat_ds").warning(
             "COAT: coat_ds is imported from %s, but coat_kernels from %s: two copies, which may be two "
-            "versions. Start Python in another folder than the clone, or install the clone: pip install -e %s",
+            "versions. Start Python in another folder, or install this one: pip install -e %s",
             ours,
             theirs,
             ours,
