@@ -77,9 +77,7 @@ def test_trainer_fills_in_its_own_arguments(name, tmp_path):
         "adam_beta2": 0.99,
         "max_grad_norm": 0.5,
     }
-    config.trainer_config_process(
-        TrainingArguments(str(tmp_path), bf16=True, max_grad_norm=0.5, use_cpu=True, **given)
-    )
+    config.trainer_config_process(TrainingArguments(str(tmp_path), bf16=True, use_cpu=True, **given))
     assert config.mismatches == []
     params = config.config["optimizer"]["params"]
     assert params["lr"] == 1e-5 and params["betas"] == [0.9, 0.99]
