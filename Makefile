@@ -23,6 +23,7 @@ setup: $(VENV)/.done
 
 $(VENV)/.done: setup.py coat_ds/versions.py
 	$(PYTHON) -m venv $(VENV)
+	@echo "installing torch, DeepSpeed, megatron-core, transformers and test packages into $(VENV): some minutes"
 	$(BIN)/pip install --quiet --upgrade pip
 	$(BIN)/pip install --quiet "$(TORCH)" numpy wheel "setuptools>=77"
 	DS_BUILD_OPS=0 $(BIN)/pip install --quiet --no-build-isolation -e ".[deepspeed,megatron,launch,test]"

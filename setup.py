@@ -6,10 +6,14 @@ latter, as `coat_launch.configs`.
 import base64
 import hashlib
 import runpy
+import shutil
+import subprocess
 import zipfile
+from email.parser import Parser
 from pathlib import Path
 
 from setuptools import find_packages, setup
+from setuptools.command.build_py import build_py
 from setuptools.command.editable_wheel import editable_wheel
 
 # torch loads it at the end of its import, which must not fail where a clone was moved or removed
@@ -23,6 +27,16 @@ FOLDERS = {
 CONFIGS = "coat_launch.configs"
 VERSIONS = runpy.run_path("coat_ds/versions.py")
 HUGGINGFACE = [f"transformers{VERSIONS['TRANSFORMERS']}", f"accelerate{VERSIONS['ACCELERATE']}"]
+
+
+class BuildPy(build_py):
+    """Deletes the packages of an earlier build first: a wheel holds all that lies in the build folder."""
+
+    def run(self):
+        if not self.editable_mode:
+            for name in FOLDERS:
+                shutil.rmtree(Path(self.build_lib, name), ignore_errors=True)
+        super().run()
 
 
 class EditableWheel(editable_wheel):
@@ -46,6 +60,21 @@ def add_file(wheel: Path, name: str, content: bytes) -> None:
             archive.writestr(info, held)
 
 
+def version() -> str:
+    """The version; in a git clone with the commit: 0.1.0+g1234567. An sdist keeps what it was built with."""
+    if Path("PKG-INFO").exists():
+        return Parser().parsestr(Path("PKG-INFO").read_text(encoding="utf-8"))["Version"]
+    if not Path(".git").exists():
+        return VERSIONS["__version__"]
+    command = ["git", "rev-parse", "--short=7", "HEAD"]
+    try:
+        commit = subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    # no git, a clone without commits, or one of another user, which git refuses to read
+    except (OSError, subprocess.CalledProcessError):
+        return VERSIONS["__version__"]
+    return f"{VERSIONS['__version__']}+g{commit}"
+
+
 def packages() -> list[str]:
     inner = [f"{name}.{part}" for name, folder in FOLDERS.items() for part in find_packages(folder)]
     return [*FOLDERS, *inner, CONFIGS]
@@ -53,7 +82,7 @@ def packages() -> list[str]:
 
 setup(
     name="coat-train",
-    version=VERSIONS["__version__"],
+    version=version(),
     description="FP8 AdamW states and FP8 saved activations for DeepSpeed and Megatron, without a fork",
     long_description=Path("README.md").read_text(encoding="utf-8"),
     long_description_content_type="text/markdown",
@@ -78,7 +107,7 @@ setup(
         "torch.backends": [f"coat_ds = {AUTOLOAD}:register"],
         "console_scripts": ["coat = coat_ds.cli:main"],
     },
-    cmdclass={"editable_wheel": EditableWheel},
+    cmdclass={"build_py": BuildPy, "editable_wheel": EditableWheel},
     package_data={"": ["*.cpp", "py.typed"], CONFIGS: ["*.json"]},
     install_requires=[
         f"torch>={VERSIONS['TORCH'].oldest}",

@@ -5,6 +5,9 @@ Importing this package imports neither DeepSpeed nor torch; its names are import
 """
 
 import importlib
+import importlib.util
+import logging
+import os
 from typing import TYPE_CHECKING
 
 from coat_ds.zero.switch import install, uninstall
@@ -49,6 +52,32 @@ __all__ = [
     "uninstall",
     "watch",
 ]
+
+
+def _warn_of_two_copies() -> None:
+    """Logs a warning on rank 0 where coat_ds and coat_kernels come from two folders. That happens in a clone
+    while another copy is installed: Python finds `coat_ds/` in the working directory, `coat_kernels` not.
+    """
+    try:
+        spec = importlib.util.find_spec("coat_kernels")
+    # `import torch` imports this package and must not fail; an import of coat_kernels raises it again
+    except Exception:
+        return
+    if spec is None or not spec.origin or os.environ.get("RANK", "0") != "0":
+        return
+    # the folders that hold the two packages' folders
+    ours, theirs = (os.path.dirname(os.path.dirname(os.path.abspath(f))) for f in (__file__, spec.origin))
+    if ours != theirs and os.path.realpath(ours) != os.path.realpath(theirs):
+        logging.getLogger("coat_ds").warning(
+            "COAT: coat_ds is imported from %s, but coat_kernels from %s: two copies, which may be two "
+            "versions. Start Python in another folder, or install this one: pip install -e %s",
+            ours,
+            theirs,
+            ours,
+        )
+
+
+_warn_of_two_copies()
 
 
 def __getattr__(name: str):

@@ -1,5 +1,6 @@
 """DeepSpeed with FP8 layers and 8-bit optimizer states: one key of its JSON. A tiny model that reads bytes.
 
+    python examples/deepspeed_json.py
     torchrun --nproc-per-node 2 examples/deepspeed_json.py
     torchrun --nproc-per-node 2 examples/deepspeed_json.py --stage 3 --steps 40
 
@@ -7,6 +8,7 @@ Without GPUs it runs on the CPU, in less than a minute. The script itself does n
 """
 
 import argparse
+import os
 import sysconfig
 from pathlib import Path
 
@@ -40,6 +42,10 @@ class Model(nn.Module):
     def forward(self, ids):
         return self.head(self.layers(self.embedding(ids).flatten(1)))
 
+
+# DeepSpeed reads the number of ranks from variables that a launcher sets; without one it looks for MPI
+single = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost"}
+os.environ.update({**single, "MASTER_PORT": "29500", **os.environ})
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
 parser.add_argument("--steps", type=int, default=30)

@@ -1,12 +1,14 @@
 """Hugging Face's Trainer with FP8 layers and FP8 optimizer states; a tiny Llama that reads bytes of Python.
 
-    torchrun --nproc-per-node 1 examples/trainer.py    # DeepSpeed; what is COAT's is one line of its JSON
-    python examples/trainer.py --plain                 # without DeepSpeed: two lines
+    python examples/trainer.py             # DeepSpeed; COAT's part is one line of its JSON
+    python examples/trainer.py --plain     # without DeepSpeed: two lines
+    torchrun --nproc-per-node 2 examples/trainer.py
 
 Without a GPU it runs on the CPU, in less than a minute.
 """
 
 import argparse
+import os
 import sysconfig
 from pathlib import Path
 
@@ -42,6 +44,11 @@ parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.R
 parser.add_argument("--plain", action="store_true", help="without DeepSpeed")
 parser.add_argument("--steps", type=int, default=30)
 args = parser.parse_args()
+
+# DeepSpeed reads the number of ranks from variables that a launcher sets; without one it looks for MPI
+single = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost"}
+if not args.plain:
+    os.environ.update({**single, "MASTER_PORT": "29500", **os.environ})
 
 torch.manual_seed(0)
 sizes = {"hidden_size": 64, "intermediate_size": 176, "num_hidden_layers": 2, "num_attention_heads": 4}

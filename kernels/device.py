@@ -1,8 +1,12 @@
 """Whether an op takes its Triton kernel or its reference."""
 
 import functools
+import logging
+import os
 
 import torch
+
+log = logging.getLogger(__name__)
 
 
 @functools.cache
@@ -25,7 +29,18 @@ def _has_fp8(index: int) -> bool:
 def uses_kernels(x: torch.Tensor, fp8: bool = True) -> bool:
     """Whether an op on `x` takes its Triton kernel: on a GPU, if `fp8` one that has FP8 instructions.
     Otherwise it takes its reference."""
-    return x.is_cuda and (not fp8 or _has_fp8(x.get_device()))
+    if x.is_cuda:
+        return not fp8 or _has_fp8(x.get_device())
+    if fp8 and x.device.type == "cpu" and not torch.compiler.is_compiling():
+        _log_emulation()
+    return False
+
+
+@functools.cache
+def _log_emulation() -> None:
+    """Logs once in a process, on rank 0, that FP8 is emulated. With a GPU, CPU tensors are offloaded ones."""
+    if os.environ.get("RANK", "0") == "0" and not torch.cuda.is_available():
+        log.warning("no GPU: FP8 is emulated by the plain-PyTorch reference, slow, for tests only")
 
 
 def require_fp8(device: torch.device, emulate: bool = False) -> None:

@@ -70,7 +70,7 @@ def _add_training(add: Callable) -> None:
     add("--steps", type=positive, default=120, help="optimizer steps (default %(default)s)")
     add("--micro-batch-size", type=positive, help="sequences per rank and pass; else the JSON's, else 4")
     add("--global-batch-size", type=positive, help="sequences per step, by accumulation; else the JSON's")
-    add("--lr", type=rate, help="peak learning rate; else the JSON's")
+    add("--lr", type=rate, help='peak learning rate (default: the JSON\'s; 2e-3 for its "auto")')
     add("--warmup-steps", type=int, help="linear warmup, then cosine to 10%% (default a tenth of --steps)")
     add(
         "--tensor-model-parallel-size",

@@ -9,12 +9,15 @@ from coat_launch.json_file import read_object
 
 # changed or looked at here
 SECTIONS = ("optimizer", "scheduler", "zero_optimization", "checkpoint")
+# of "auto" in the optimizer's parameters, as the files in configs/ have it, which Trainer fills in by itself
+AUTO = {"lr": 2e-3, "betas": [0.9, 0.95], "eps": 1e-8, "weight_decay": 0.1}
+AUTO_CLIPPING = 1.0
 # by which a scheduler of DeepSpeed's sets the peak of the learning rate; without, it takes the optimizer's
 PEAKS = ("warmup_max_lr", "cycle_max_lr")
 
 
 def read_deepspeed_config(args: argparse.Namespace) -> dict:
-    """The DeepSpeed JSON with what `--variant` and `--lr` change."""
+    """The DeepSpeed JSON with what `--variant` and `--lr` change, and with numbers in place of "auto"."""
     path = Path(args.deepspeed_config)
     try:
         config = read_object(path)
@@ -51,11 +54,19 @@ def read_deepspeed_config(args: argparse.Namespace) -> dict:
     if args.lr is not None:
         optimizer = config.setdefault("optimizer", {"type": "AdamW"})
         optimizer["params"] = {**(params or {}), "lr": args.lr}
+    _fill_in_auto(config)
     if not has_optimizer(config):
         raise LaunchError(
             f"--deepspeed-config {path}: optimizer: found none. Add {EXAMPLE}, or give --lr for AdamW"
         )
     return config
+
+
+def _fill_in_auto(config: dict) -> None:
+    if config.get("gradient_clipping") == "auto":
+        config["gradient_clipping"] = AUTO_CLIPPING
+    params = config.get("optimizer", {}).get("params") or {}
+    params.update({key: value for key, value in AUTO.items() if params.get(key) == "auto"})
 
 
 def check_schedule(config: dict, args: argparse.Namespace) -> None:

@@ -16,6 +16,7 @@ torchrun that would restart it in place); 130 interrupted; 1 anything else, said
 
 import argparse
 import contextlib
+import importlib.util
 import multiprocessing
 import os
 import signal
@@ -150,9 +151,18 @@ def conclude(output: Path) -> None:
         print(f"metrics.jsonl and summary.json are in {output}; for loss.png: pip install {error.name}")
 
 
+def check_packages() -> None:
+    """Raises LaunchError where a package is missing without which nothing trains here."""
+    # the pip extras have the names of the packages
+    if missing := [name for name in ("deepspeed", "megatron") if importlib.util.find_spec(name) is None]:
+        way_out = f'pip install "coat-train[{",".join(missing)}]"'
+        raise LaunchError(f"{' and '.join(missing)}: not installed for {sys.executable}. {way_out}")
+
+
 def main(argv: list[str] | None = None) -> None:
     args = parse_args(argv, __doc__)
     try:
+        check_packages()
         read_ranks(os.environ)
         (compare if args.compare else train_once)(args)
     except SystemExit as end:

@@ -72,8 +72,9 @@ def test_every_example_is_in_the_readme_and_tested():
 
 
 @pytest.mark.long("an unmodified script, for which DeepSpeed compiles its collectives")
-def test_deepspeed():
-    said = torchrun("examples/deepspeed_json.py", "--steps=8")
+@pytest.mark.parametrize("start", [torchrun, python])
+def test_deepspeed(start):
+    said = start("examples/deepspeed_json.py", "--steps=8")
     assert "5 of 5 linear layers in FP8" in said and "bytes per parameter" in said
     found = losses(said)
     # from about ln 256
@@ -82,7 +83,7 @@ def test_deepspeed():
 
 @pytest.mark.long("an unmodified script, for which DeepSpeed compiles its collectives")
 def test_trainer_under_deepspeed():
-    said = torchrun("examples/trainer.py", "--steps=2")
+    said = python("examples/trainer.py", "--steps=2")
     assert "14 of 15 linear layers in FP8" in said and "'train_loss': " in said
 
 

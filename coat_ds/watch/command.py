@@ -2,7 +2,9 @@
 
 import argparse
 import json
+import sys
 from collections.abc import Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +38,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Prints the table and draws; 0. Raises CoatConfigError where there is no reading, or no matplotlib."""
+    """Prints the table and draws; 0. Raises CoatConfigError where there is no reading, and where --pictures
+    is given without matplotlib."""
     try:
         readings = read(arguments.run)
     except FileNotFoundError:
@@ -59,7 +62,9 @@ def run(arguments: argparse.Namespace) -> int:
         print(json.dumps(finite))
         return 0
     print(table(readings))
-    if not arguments.no_pictures:
+    if not arguments.no_pictures and not arguments.pictures and find_spec("matplotlib") is None:
+        print("No pictures: matplotlib is not installed. pip install matplotlib", file=sys.stderr)
+    elif not arguments.no_pictures:
         path = Path(arguments.run)
         folder = Path(arguments.pictures or (path if path.is_dir() else path.parent))
         try:

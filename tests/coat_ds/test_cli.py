@@ -15,6 +15,7 @@ from coat_ds.plan import advice, gpu_called
 from coat_ds.plan.command import configured, read_sizes
 from coat_ds.plan.layout import Layout
 from coat_ds.plan.systems import rungs
+from coat_ds.watch.outs import FILE, Reading
 
 ROOT = Path(__file__).parents[2]
 SHAPE = ["configs/model_llama2_7b.json", "--vocabulary", "32000"]
@@ -390,6 +391,52 @@ def test_without_matplotlib_the_picture_is_refused(capsys, tmp_path, monkeypatch
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     text = said(capsys, "plan", *SHAPE, "--picture", str(tmp_path / "plan.png"), code=2)
     assert "picture: matplotlib is not installed. pip install matplotlib" in text
+
+
+OPTIONAL = "accelerate deepspeed matplotlib megatron tokenizers tqdm transformers"
+# a process in which the packages of the first argument are not installed
+WITHOUT = """
+import sys
+class Finder:
+    def __init__(self, inner):
+        self.inner = inner
+    def find_spec(self, name, *rest):
+        return None if name.partition(".")[0] in sys.argv[1].split() else self.inner.find_spec(name, *rest)
+    def __getattr__(self, name):
+        return getattr(self.inner, name)
+sys.meta_path[:] = map(Finder, sys.meta_path)
+from coat_ds.cli import main
+sys.exit(main(sys.argv[2:]))
+"""
+
+
+def without(packages: str, *words: str) -> subprocess.CompletedProcess:
+    command = [sys.executable, "-c", WITHOUT, packages, *words]
+    return subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
+
+
+@pytest.mark.parametrize(
+    "words", [["plan", *SHAPE], ["schema"], ["patches"], ["doctor"], ["train", "--help"]]
+)
+def test_commands_need_no_optional_package(words):
+    done = without(OPTIONAL, *words)
+    assert done.returncode == 0 and done.stdout and "Traceback" not in done.stderr, done.stderr
+
+
+@pytest.mark.parametrize("package", ["megatron", "deepspeed"])
+def test_train_names_the_package_that_is_missing(tmp_path, package):
+    done = without(package, "train", "--steps=1", f"--output={tmp_path}")
+    (line,) = done.stderr.splitlines()
+    assert done.returncode == 1 and f'pip install "coat-train[{package}]"' in line
+
+
+def test_watch_without_matplotlib_prints_the_table(tmp_path):
+    (tmp_path / FILE).write_text(json.dumps(Reading(2, 8, {}, {"weights": 4}, [])._asdict()) + "\n")
+    done = without("matplotlib", "watch", str(tmp_path))
+    (line,) = done.stderr.splitlines()
+    assert done.returncode == 0 and done.stdout and "matplotlib" in line
+    # pictures that are asked for are part of the result
+    assert without("matplotlib", "watch", str(tmp_path), "--pictures", str(tmp_path)).returncode == 2
 
 
 def test_a_picture_that_cannot_be_written_is_named(capsys, tmp_path):

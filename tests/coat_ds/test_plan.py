@@ -384,6 +384,7 @@ def test_a_deepspeed_json_is_read():
     from deepspeed.runtime.config import DeepSpeedConfig
 
     config = json.loads((ROOT / "configs/ds_zero2_offload_coat.json").read_text())
+    config["train_micro_batch_size_per_gpu"] = 4
     found = layout.from_deepspeed(config, gpus=4, sequence=128)
     assert (found.stage, found.micro_batch, found.optimizer_device) == (2, 4, "cpu")
     config["zero_optimization"] |= {"stage": 3, "stage3_prefetch_bucket_size": 1e6, "overlap_comm": False}

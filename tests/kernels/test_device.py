@@ -1,5 +1,9 @@
 """Which GPUs take the kernels, and which are refused."""
 
+import os
+import subprocess
+import sys
+
 import pytest
 import torch
 
@@ -20,6 +24,15 @@ def test_a_gpu_without_fp8_is_refused_unless_emulated(found, monkeypatch):
     else:
         with pytest.raises(RuntimeError, match=rf"8.9 or newer, found a GPU with 8.{found[1]}.*emulate"):
             devices.require_fp8(GPU)
+
+
+def test_emulation_is_logged_once_and_not_of_the_meta_device():
+    code = "import torch; x = torch.ones(16, 64, dtype=torch.bfloat16); "
+    env = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "RANK": "0"}
+    for passes, lines in (("devices.uses_kernels(x.to('meta'))", 0), ("devices.uses_kernels(x); " * 2, 1)):
+        words = [sys.executable, "-c", f"{code}from coat_kernels import device as devices; {passes}"]
+        done = subprocess.run(words, env=env, capture_output=True, text=True)
+        assert done.returncode == 0 and done.stderr.count("no GPU") == lines, done.stderr
 
 
 def test_tensors_on_the_cpu_take_the_references():

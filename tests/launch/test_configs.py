@@ -1,15 +1,18 @@
 """Every file in configs/, one by one, by what reads it."""
 
+import argparse
 import json
 from pathlib import Path
 from unittest import mock
 
 import pytest
 import torch
+from transformers import TrainingArguments
 
 from coat_ds import CoatConfigError
 from coat_ds.zero.deepspeed_config import check
 from coat_launch import config_path
+from coat_launch.deepspeed_config import AUTO, read_deepspeed_config, set_batch_sizes
 from coat_launch.settings import Settings, parameter_count
 from tests.util import run_distributed
 
@@ -43,8 +46,15 @@ def test_deepspeed_reads_it(name):
     from deepspeed.runtime.config import DeepSpeedConfig
 
     stage, device = DEEPSPEED[name]
-    content = json.loads((CONFIGS / f"{name}.json").read_text())
+    path = str(CONFIGS / f"{name}.json")
+    args = argparse.Namespace(deepspeed_config=path, variant=None, lr=None)
+    content = read_deepspeed_config(args)
+    assert set_batch_sizes(content, argparse.Namespace(micro_batch_size=None, global_batch_size=None), 1)
+    assert "auto" not in json.dumps(content)
     config = DeepSpeedConfig(content)
+    assert config.optimizer_params == AUTO and config.gradient_clipping == 1.0
+    args.lr = 1e-4
+    assert read_deepspeed_config(args)["optimizer"]["params"] == AUTO | {"lr": 1e-4}
     assert config.zero_optimization_stage == stage and config.bfloat16_config.enabled
     offload = config.zero_config.offload_optimizer
     assert (offload and offload.device) == device
@@ -53,6 +63,25 @@ def test_deepspeed_reads_it(name):
     content["zero_optimization"]["offload_optimizer"] = {"device": "nvme", "nvme_path": "/tmp"}
     with pytest.raises(CoatConfigError, match="offload_optimizer.device: found 'nvme'"):
         check(content, None)
+
+
+@pytest.mark.parametrize("name", DEEPSPEED)
+def test_trainer_fills_in_its_own_arguments(name, tmp_path):
+    """With another learning rate, batch and betas than those of the launch scripts."""
+    from transformers.integrations.deepspeed import HfTrainerDeepSpeedConfig
+
+    config = HfTrainerDeepSpeedConfig(str(CONFIGS / f"{name}.json"))
+    given = {
+        "learning_rate": 1e-5,
+        "per_device_train_batch_size": 3,
+        "adam_beta2": 0.99,
+        "max_grad_norm": 0.5,
+    }
+    config.trainer_config_process(TrainingArguments(str(tmp_path), bf16=True, use_cpu=True, **given))
+    assert config.mismatches == []
+    params = config.config["optimizer"]["params"]
+    assert params["lr"] == 1e-5 and params["betas"] == [0.9, 0.99]
+    assert config.config["train_micro_batch_size_per_gpu"] == 3 and config.config["gradient_clipping"] == 0.5
 
 
 def build_all() -> dict:

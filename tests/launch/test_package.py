@@ -125,6 +125,101 @@ def test_works_without_the_repository(site, tmp_path):
     assert f"{site}/coat_launch/pretrain_gpt.py" in dry_run
 
 
+@pytest.fixture
+def small_clone(tmp_path) -> Path:
+    """A git clone with one module in each package, which the real setup.py builds."""
+    clone = tmp_path / "clone"
+    for name in ("coat_ds", "kernels", "megatron_ext", "launch", "configs"):
+        (clone / name).mkdir(parents=True)
+        (clone / name / "__init__.py").touch()
+    for name in (*FILES, "coat_ds/versions.py"):
+        shutil.copy(ROOT / name, clone / name)
+    return clone
+
+
+def build(clone: Path) -> Path:
+    command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation"]
+    folder = clone.with_name("wheels")
+    shutil.rmtree(folder, ignore_errors=True)
+    subprocess.run([*command, "--wheel-dir", str(folder), str(clone)], check=True)
+    (made,) = folder.glob("*.whl")
+    return made
+
+
+def test_a_second_build_leaves_out_what_was_deleted(small_clone):
+    deleted = ["coat_ds/old.py", "kernels/old/__init__.py"]
+    for name in deleted:
+        (small_clone / name).parent.mkdir(exist_ok=True)
+        (small_clone / name).touch()
+    packed = {"coat_ds/old.py", "coat_kernels/old/__init__.py"}
+    assert packed <= set(zipfile.ZipFile(build(small_clone)).namelist())
+    for name in deleted:
+        (small_clone / name).unlink()
+    names = set(zipfile.ZipFile(build(small_clone)).namelist())
+    assert not packed & names
+    assert {"coat_ds/versions.py", "coat_kernels/__init__.py", "coat_autoload.py"} <= names
+
+
+def test_the_version_of_a_clone_names_its_commit(small_clone):
+    def git(*words: str) -> str:
+        names = ("-c", "user.name=a", "-c", "user.email=a@b")
+        command = ["git", "-C", str(small_clone), *names, *words]
+        return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
+
+    assert f"-{coat_ds.__version__}-" in build(small_clone).name
+    git("init")
+    git("commit", "--allow-empty", "-m", "first")
+    commit = git("rev-parse", "HEAD")
+    assert f"-{coat_ds.__version__}+g{commit[:7]}" in build(small_clone).name
+
+
+IMPORT = "import torch, coat_ds; print(coat_ds.__file__)"
+
+
+def copies(folder: Path, *names: str) -> Path:
+    for name in names:
+        shutil.copytree(
+            ROOT / FOLDERS[name], folder / name, ignore=shutil.ignore_patterns("__pycache__"), symlinks=True
+        )
+    return folder
+
+
+def imported(code: str, cwd: Path, *paths: Path) -> subprocess.CompletedProcess:
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=cwd,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(map(str, paths)), "RANK": "0"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    return done
+
+
+def test_two_copies_are_named_once(tmp_path):
+    """The working directory is a clone, and another copy is installed."""
+    clone, site = copies(tmp_path / "clone", "coat_ds"), copies(tmp_path / "site", "coat_ds", "coat_kernels")
+    done = imported(IMPORT, clone, site)
+    assert done.stdout.strip() == str(clone / "coat_ds/__init__.py")
+    (line,) = done.stderr.splitlines()
+    assert str(clone) in line and str(site) in line and "pip install -e" in line
+
+
+@pytest.mark.parametrize("kind", ["installed", "zipped", "linked", "editable, in the clone", "editable"])
+def test_one_copy_is_no_alarm(tmp_path, kind):
+    path, cwd = copies(tmp_path / "site", "coat_ds", "coat_kernels"), tmp_path
+    if kind == "zipped":
+        path = Path(shutil.make_archive(str(tmp_path / "zip"), "zip", path))
+    elif kind == "linked":
+        (tmp_path / "links").mkdir()
+        for name in ("coat_ds", "coat_kernels"):
+            (tmp_path / "links" / name).symlink_to(path / name)
+        path = tmp_path / "links"
+    elif kind != "installed":
+        path, cwd = tmp_path, ROOT if "clone" in kind else tmp_path
+    assert imported(IMPORT, cwd, path).stderr == ""
+
+
 @pytest.mark.parametrize("script", ["pretrain_gpt.py", "cluster.py"])
 def test_scripts_say_what_to_do_where_nothing_is_installed(tmp_path, script):
     said = python(ROOT / "launch" / script, cwd=tmp_path, code=1).stderr
