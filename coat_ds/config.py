@@ -214,7 +214,8 @@ class OptimizerConfig(_Block):
     """Tensors with fewer elements keep FP32 moments. 0 compresses them too."""
 
     keep_fp32: tuple[str, ...] = KEEP_FP32
-    """Patterns of parameter names, `*` and `?`, any case: what matches keeps FP32 moments."""
+    """Patterns of parameter names, `*` and `?`, any case: what matches keeps FP32 moments. The default's two
+    mean norms and biases: they match the parameter's module and its own name alone, and no weight matrices."""
 
     bf16_params: str = _choice("exact", BF16_PARAMS)
     """How BF16 parameters that the optimizer itself holds are updated: "exact" (16 more bits in the state

@@ -39,6 +39,8 @@ def state_bytes(optimizer) -> dict[str, Any]:
     by_codec: dict[str, int] = {}
     parameters = 0
     for p, state in optimizer.state.items():
+        if not isinstance(p, torch.Tensor):
+            continue
         parameters += local(p).numel()
         for value in state.values():
             value = local(value)

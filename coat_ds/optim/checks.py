@@ -41,11 +41,7 @@ def check_tensors(p: torch.Tensor, state: dict[str, Any]) -> None:
             f"{_of(p)} has a gradient of layout {grad.layout}. Use a dense gradient, as with "
             "torch.nn.Embedding(sparse=False)."
         )
-    if p.dtype not in PARAM_DTYPES:
-        way_out = "Give the optimizer FP32 master weights."
-        if p.is_complex():
-            way_out = "Make torch.view_as_real of it the parameter, and in forward view_as_complex of that."
-        raise TypeError(f"{_of(p)} is {p.dtype}; expected FP32 or BF16. {way_out}")
+    check_dtype(p, trained=True)
     if grad.dtype not in GRAD_DTYPES:
         raise TypeError(f"{_of(p)} has a {grad.dtype} gradient; expected FP32, BF16 or FP16. Cast it first.")
     if grad.shape != p.shape or grad.device != p.device:
@@ -80,6 +76,18 @@ def check_tensors(p: torch.Tensor, state: dict[str, Any]) -> None:
                 f"{tuple(own.shape)}, on {own.device}. Change it as the parameter, or remove it "
                 "from the state: the parameter is then taken to be the master."
             )
+
+
+def check_dtype(p: torch.Tensor, trained: bool | None = None) -> None:
+    """Raises TypeError for a parameter that is trained in another type than FP32 or BF16.
+
+    trained: whether it is; None: what `requires_grad` says.
+    """
+    if (p.requires_grad if trained is None else trained) and p.dtype not in PARAM_DTYPES:
+        way_out = "Give the optimizer FP32 master weights."
+        if p.is_complex():
+            way_out = "Make torch.view_as_real of it the parameter, and in forward view_as_complex of that."
+        raise TypeError(f"{_of(p)} is {p.dtype}; expected FP32 or BF16. {way_out}")
 
 
 def check_grad_scale(scale: Any) -> None:

@@ -33,6 +33,11 @@ if TYPE_CHECKING:
 MOST_STEPS = 2**31 - 1
 # what a parameter group of another Adam may ask for, and no step of CoatAdamW does
 REFUSED = {"amsgrad": True, "bias_correction": False, "adam_w_mode": False, "correct_bias": False}
+# in groups of optimizers with AdamW's states and other steps: LAMB, AdamP, Yogi, and their kin
+FOREIGN = (
+    *("grad_averaging", "trust_clip", "always_adapt", "max_coeff", "min_coeff", "pre_norm", "trust_ratio"),
+    *("wd_ratio", "delta", "initial_accumulator", "rectify", "degenerated_to_sgd", "clamp_value"),
+)
 
 
 @contextlib.contextmanager
@@ -83,6 +88,8 @@ def _load_states(optimizer: "CoatAdamW", loaded: dict[str, Any]) -> dict[torch.T
                 formats = optimizer._load_state(p, group, loaded, index, said)
                 if formats is not None:
                     stored[p] = formats
+    known = {index for saved in loaded["param_groups"] for index in saved["params"]}
+    optimizer.state |= {key: note for key, note in loaded["state"].items() if key not in known}
     return stored
 
 
@@ -102,8 +109,10 @@ def load_state(
     state = optimizer.state[p]
     remainder = state.pop("remainder", None)
     if _is_remainder(remainder) and has_remainder(p, group):
-        held = shard_of(remainder, p).to(p.device, torch.int16, copy=True)
-        state["remainder"] = laid_out_like(p, held)
+        held = shard_of(remainder, p)
+        # bits as FP16; earlier versions wrote int16, or int32 of DTensors
+        held = held.view(torch.int16) if held.dtype == torch.float16 else held
+        state["remainder"] = laid_out_like(p, held.to(p.device, torch.int16, copy=True))
     moment, all_exact = None, True
     for name in SECOND_FIRST:
         layout = optimizer._layouts.layout_of(p, group, name)
@@ -152,7 +161,7 @@ def check_loaded(state_dict: dict[str, Any], groups: list[dict[str, Any]], defau
 def _check_layout(state_dict: dict[str, Any]) -> None:
     """Raises ValueError for what is no optimizer's state dict."""
     states, groups = state_dict.get("state"), state_dict.get("param_groups")
-    if not isinstance(states, dict) or not all(isinstance(entry, dict) for entry in states.values()):
+    if not isinstance(states, dict):
         raise ValueError(
             f"load_state_dict: expected a dict of states under 'state', found {_said(states)}. Load what "
             "state_dict() of an optimizer gave."
@@ -174,7 +183,7 @@ def _check_layout(state_dict: dict[str, Any]) -> None:
 
 def _is_remainder(value: Any) -> bool:
     """Whether it is one still: other optimizers cast it as they cast moments, and step without it."""
-    return isinstance(value, torch.Tensor) and value.dtype in (torch.int16, torch.int32)
+    return isinstance(value, torch.Tensor) and value.dtype in (torch.float16, torch.int16, torch.int32)
 
 
 def _said(value: Any) -> str:
@@ -196,6 +205,12 @@ def check_groups(groups: list[dict[str, Any]]) -> None:
         refused = [k for k, value in REFUSED.items() if k in group and bool(group[k]) == value]
         if group.get("weight_decay") and not group.get("decoupled_weight_decay", True):
             refused.append("decoupled_weight_decay")
+        if foreign := [key for key in FOREIGN if key in group]:
+            raise ValueError(
+                f"load_state_dict: parameter group {i} has {', '.join(foreign)}, which AdamW does not have: "
+                "it is an optimizer's that makes other steps, such as LAMB, AdamP or Yogi. Go on with that "
+                "one, or start CoatAdamW without its state dict."
+            )
         for key in refused:
             raise ValueError(
                 f"load_state_dict: parameter group {i} has {key}={group[key]!r}, which CoatAdamW does not "
@@ -223,8 +238,9 @@ def _check_states(state_dict: dict[str, Any], groups: list[dict[str, Any]]) -> N
         return  # torch's own message is the one that users know
     indices = [(index, g) for g in saved for index in g["params"]]
     known = dict(indices)
-    for index in state_dict["state"]:
-        if index not in known:
+    for index, entry in state_dict["state"].items():
+        # torch passes others on, as notes
+        if index not in known and isinstance(entry, dict) and any(name in entry for name in MOMENTS):
             raise ValueError(
                 f"load_state_dict: there is a state of {index!r}, which no parameter group has: the first of "
                 f"their params are {', '.join(map(repr, islice(known, 3)))}. Use the same keys in both; JSON "
@@ -235,6 +251,11 @@ def _check_states(state_dict: dict[str, Any], groups: list[dict[str, Any]]) -> N
         entry = state_dict["state"].get(index)
         if not entry:
             continue
+        if not isinstance(entry, dict):
+            raise ValueError(
+                f"load_state_dict: expected a dict as the state of parameter {index}, found {_said(entry)}. "
+                "Load what state_dict() of an optimizer gave."
+            )
         if "max_exp_avg_sq" in entry:
             raise ValueError(
                 "load_state_dict: the state is amsgrad's, which CoatAdamW does not support. Go "

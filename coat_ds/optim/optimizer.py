@@ -12,7 +12,13 @@ import torch
 from coat_ds.config import CHECKPOINT_LAYOUTS, KEEP_FP32, check_choice, name_patterns
 from coat_ds.optim.accounting import layout_table, planned_bytes
 from coat_ds.optim.allocator import GivenBack
-from coat_ds.optim.checks import check_can_keep_remainder, check_copy, check_grad_scale, check_tensors
+from coat_ds.optim.checks import (
+    check_can_keep_remainder,
+    check_copy,
+    check_dtype,
+    check_grad_scale,
+    check_tensors,
+)
 from coat_ds.optim.fragments import Fragment
 from coat_ds.optim.layouts import Layouts, TensorSet
 from coat_ds.optim.lines import frozen_line, stalling, states_line, to_logging
@@ -36,7 +42,7 @@ from coat_ds.optim.options import (
 from coat_ds.optim.pair import pair_up
 from coat_ds.optim.shards import is_distributed, laid_out_like, local, shard_of
 from coat_ds.optim.state_dict import take_states
-from coat_ds.optim.step import Scaling, is_on, update_group
+from coat_ds.optim.step import Scaling, in_turns, is_on, unscale_, update_group
 from coat_kernels.codecs import Codec
 
 
@@ -47,7 +53,8 @@ class CoatAdamW(torch.optim.Optimizer):
         strides. Gradients are FP32, BF16 or FP16.
     lr, betas, eps, weight_decay, maximize: as in `torch.optim.AdamW`; an lr on the device is read there.
     capturable: keep `step` on the device, so that a step may be captured in a CUDA graph.
-    amsgrad, foreach, differentiable, fused: only the default values are accepted.
+    amsgrad, differentiable: only the default values are accepted.
+    foreach, fused: of no effect; there is one implementation.
     exp_avg_format, exp_avg_sq_format: storage of the two moments, by name (`coat_kernels.codecs.CODECS`).
         "auto" is "ratio8" beside "log8", else "fp8_expanded". The paper's format is "fp8_expanded" for both.
     exp_avg_sq_rounding: "nearest", "stochastic", or "auto": stochastic for "log8" where 1 - beta2 is below
@@ -189,13 +196,22 @@ class CoatAdamW(torch.optim.Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As in `torch.optim.Optimizer`; the group may set every option that may differ between groups.
 
-        Raises ValueError, and adds nothing, for options that the constructor would refuse.
+        Raises ValueError, and adds nothing, for options that the constructor would refuse, and TypeError for
+        trained parameters that are neither FP32 nor BF16.
         """
         if isinstance(param_group, dict):
             check_names(param_group, self.defaults, self._of_the_whole())
             check_options({**self.defaults, **param_group})
         torch.optim.Optimizer.add_param_group(self, param_group)
         group = self.param_groups[-1]
+        # frameworks that make masters of what they hand over have a log
+        if self.log is to_logging:
+            try:
+                for p in group["params"]:
+                    check_dtype(p)
+            except TypeError:
+                del self.param_groups[-1]
+                raise
         if self._checkpoint_layout == "compressed" and any(map(is_distributed, group["params"])):
             del self.param_groups[-1]
             raise ValueError(
@@ -258,13 +274,17 @@ class CoatAdamW(torch.optim.Optimizer):
         for _, params in work:
             for p in params:
                 check_tensors(p, self.state.get(p, {}))
-        for group, params in work:
-            counted = found_inf is not None
-            states = [self._ready_state(p, group, count_on_device=counted) for p in params]
-            scaling = Scaling(grad_scale, found_inf)
-            update_group(
-                group, params, states, self._copies, scaling, seed=self._seed, compiled=self._compiled
-            )
+        scaling = Scaling(grad_scale, found_inf)
+        for group, listed in work:
+            for params in in_turns(listed):
+                counted = found_inf is not None
+                states = [self._ready_state(p, group, count_on_device=counted) for p in params]
+                update_group(
+                    group, params, states, self._copies, scaling, seed=self._seed, compiled=self._compiled
+                )
+        if scaler_scale is not None:
+            # as torch's optimizers leave gradients, which are logged after the step
+            unscale_([p for _, params in work for p in params], inverse)
         stepped = next((p for _, params in work for p in params), None)
         if stepped is not None and (line := self._given_back.end_step(stepped.device)):
             self.log(line, logging.WARNING)
@@ -446,7 +466,8 @@ class CoatAdamW(torch.optim.Optimizer):
         The latter, under `"coat"`, lets `load_state_dict` restore the very same codes. One tensor is
         decoded at a time. With the compressed `checkpoint_layout` moments are given as they are stored.
         Moments of DTensors are FP32 DTensors on the parameter's device, for as long as the dict is held;
-        remainders of BF16 ones are int32 there.
+        remainders of BF16 ones are viewed as FP16, which ranks
+        can exchange.
         """
         return take_states(super().state_dict(), self._checkpoint_layout)
 

@@ -59,15 +59,33 @@ LAYOUT = (
 )
 # those of them that decide how states are stored when they are made; the others are read by every step
 OF_STATES = (*FORMATS, "group_size", "min_numel")
+# what norms of heads and biases of experts have at most of heads and experts; embeddings of positions and
+# weights have more on either side
+SMALLEST_MATRIX = 256
 # what a step multiplies by, beside the betas
 RATES = ("lr", "eps", "weight_decay")
 
 
 def keeps_fp32(rule: Rule, name: str | None, p: torch.Tensor) -> bool:
-    """Whether `rule`, patterns of names or a function of name and parameter, keeps FP32 moments for `p`."""
+    """Whether `rule`, patterns of names or a function of name and parameter, keeps FP32 moments for `p`.
+
+    The default's patterns mean norms and biases. They match the parameter and the module that holds it, not
+    what that is part of, as `norm_attn_norm` around DBRX's attention, and no weight matrices.
+    """
     if callable(rule):
         return bool(rule(name, p))
-    return name is not None and any(fnmatchcase(name.lower(), pattern.lower()) for pattern in rule)
+    if name is None:
+        return False
+    name = name.lower()
+    own = "" if _is_matrix(p) else ".".join(name.split(".")[-2:])
+    return any(fnmatchcase(own if pattern in KEEP_FP32 else name, pattern.lower()) for pattern in rule)
+
+
+def _is_matrix(p: torch.Tensor) -> bool:
+    """Whether `p`, as it was if ZeRO-3 has emptied it, is larger than any scales of heads or biases of
+    experts in two dimensions."""
+    sides = getattr(p, "ds_shape", p.shape)[-2:]
+    return len(sides) == 2 and min(sides) >= SMALLEST_MATRIX
 
 
 def idle_patterns(patterns: Iterable[str], names: Iterable[str], key: str = "coat.optimizer.") -> list[str]:
@@ -172,8 +190,8 @@ def check_options(options: dict[str, Any]) -> None:
     """Raises ValueError for options that `CoatAdamW` cannot honour."""
     for name, only in STOCK_SWITCHES.items():
         value = options[name]
-        # foreach=False and fused=False ask for the plain loop, which is what any of them means here
-        if value != only and not (only is None and value is False):
+        # foreach and fused choose between implementations, of which there is one here
+        if value != only and not (only is None and isinstance(value, bool)):
             raise ValueError(f"CoatAdamW: {name}={value!r} is not supported. Leave it at {only!r}.")
     check_numbers(options)
     for name in RATES:
@@ -202,6 +220,11 @@ def check_numbers(options: dict[str, Any]) -> None:
     is_pair = isinstance(betas, tuple | list) and len(betas) == 2
     if not is_pair or not all(_is_number(beta) and 0 <= beta < 1 for beta in betas):
         raise ValueError(f"CoatAdamW: betas must be two numbers in [0, 1), found {betas!r}.")
+    if not betas[1] > 0:
+        raise ValueError(
+            f"CoatAdamW: betas: expected a second one above 0, found {betas!r}, whose exp_avg_sq is the last "
+            "gradient's square. Take 0.95 or 0.999."
+        )
 
 
 def check_seed(seed: Any) -> None:

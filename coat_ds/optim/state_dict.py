@@ -23,7 +23,12 @@ def take_states(packed: dict[str, Any], layout: str) -> dict[str, Any]:
     """
     state: dict[Any, dict[str, Any]] = {}
     stored: dict[Any, dict[str, Any]] = {}
+    indices = {index for group in packed["param_groups"] for index in group["params"]}
     for index, entry in packed["state"].items():
+        if index not in indices:
+            # somebody's note, which is no parameter's state
+            state[index] = entry
+            continue
         state[index] = dict(entry)
         stored[index] = {}
         for name, value in entry.items():
@@ -40,9 +45,9 @@ def take_states(packed: dict[str, Any], layout: str) -> dict[str, Any]:
                     }
             elif name == "step":
                 state[index][name] = torch.tensor(float(value), dtype=torch.float32, device="cpu")
-            elif name == "remainder" and is_distributed(value):
-                # neither NCCL nor gloo carries int16 from rank to rank
-                state[index][name] = value.to(torch.int32)
+            elif name == "remainder":
+                # the same bits: neither NCCL nor gloo carries int16 from rank to rank
+                state[index][name] = laid_out_like(value, local(value).view(torch.float16))
     return {**packed, "state": state, "coat": {"version": METADATA_VERSION, "moments": stored}}
 
 

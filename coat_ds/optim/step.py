@@ -1,7 +1,7 @@
 """The update of one parameter group of `CoatAdamW`, by `coat_kernels.adamw`."""
 
-from collections import defaultdict
-from collections.abc import Mapping
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -31,6 +31,24 @@ class _Operands(NamedTuple):
     step: int | torch.Tensor
     remainder: torch.Tensor | None
     copy: torch.Tensor | None
+
+
+def in_turns(params: list[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
+    """Lists that hold each tensor once. One that a parameter group lists twice is stepped twice, as
+    `torch.optim.AdamW` does, one step after the other."""
+    while params:
+        once = list(dict.fromkeys(params))
+        yield once
+        params = list((Counter(params) - Counter(once)).elements()) if len(once) < len(params) else []
+
+
+def unscale_(params: Iterable[torch.Tensor], inverse: torch.Tensor) -> None:
+    """Multiplies the gradients of `params` by `inverse`, a tensor of one element, in place."""
+    by_device: dict[torch.device, list[torch.Tensor]] = defaultdict(list)
+    for p in dict.fromkeys(params):
+        by_device[p.device].append(local(grad_of(p)))
+    for device, grads in by_device.items():
+        torch._foreach_mul_(grads, inverse.to(device).reshape(()))
 
 
 def update_group(

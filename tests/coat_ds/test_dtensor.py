@@ -3,6 +3,7 @@
 Every rank sees the same batch, so that averages over ranks are exact, and one process is the reference.
 """
 
+import copy
 import io
 import warnings
 import weakref
@@ -22,13 +23,14 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FullyShardedDataParallel, fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.testing._internal.two_tensor import TwoTensor
 
 import coat_ds
 from coat_ds.optim.accounting import state_bytes
 from coat_ds.optim.options import MOMENTS
+from coat_ds.optim.shards import local
 from tests.util import rel_rms, run_distributed
 
 FP32 = {"exp_avg_format": "fp32", "exp_avg_sq_format": "fp32"}
@@ -470,6 +472,52 @@ def test_names_survive_accelerates_exchange_of_parameters():
     pytest.importorskip("accelerate")
     # half of a norm of 128 weights
     assert run_distributed(prepared_by_accelerate, 2) == [(True, True, 64 * 8)] * 2
+
+
+def broadcast(whole):
+    """A state dict of rank 0 alone, which DCP gives to all; remainders before and after."""
+    dist.init_process_group("gloo")
+    net = build(dtype=torch.bfloat16) if whole else sharded(build(dtype=torch.bfloat16))
+    optimizer = coat(net)
+    train(net, optimizer, range(2))
+    before = remainders(net, optimizer)
+    full = StateDictOptions(full_state_dict=True)
+    states = copy.deepcopy(get_optimizer_state_dict(net, optimizer, options=full))
+    for state in optimizer.state.values():
+        local(state["remainder"]).zero_()
+    states = states if dist.get_rank() == 0 else {}
+    set_optimizer_state_dict(net, optimizer, states, options=FULL)
+    return before, remainders(net, optimizer)
+
+
+@pytest.mark.parametrize("whole", [True, False], ids=["plain", "fsdp"])
+def test_remainders_are_broadcast_from_rank_0(whole):
+    for before, after in run_distributed(broadcast, 2, whole):
+        assert before and not differing(before, after) and any(x.any() for x in before.values())
+
+
+def rounded(dimension):
+    """Weights cut in rows or columns over all ranks, after stochastically rounded steps, and the weight that
+    all of it gives in one piece."""
+    dist.init_process_group("gloo")
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    generator = torch.Generator().manual_seed(0)
+    start = torch.randn(37, 128, generator=generator).bfloat16()
+    whole = nn.Parameter(start.clone())
+    cut = nn.Parameter(distribute_tensor(start, mesh, [Shard(dimension)], src_data_rank=None))
+    optimizers = [coat_ds.CoatAdamW([p], lr=1e-3, bf16_params="stochastic", **FP32) for p in (whole, cut)]
+    for _ in range(4):
+        whole.grad = torch.randn(37, 128, generator=generator).bfloat16()
+        cut.grad = distribute_tensor(whole.grad, mesh, [Shard(dimension)], src_data_rank=None)
+        for optimizer in optimizers:
+            optimizer.step()
+    return whole.detach(), cut.detach().full_tensor()
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_rows_of_shards_are_rounded_stochastically_as_in_one_process(ranks):
+    for whole, cut in run_distributed(rounded, ranks, 0):
+        assert whole.equal(cut)
 
 
 def stepped_under_fsdp1():

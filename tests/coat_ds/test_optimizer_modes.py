@@ -205,6 +205,31 @@ def test_grad_scaler_skips_a_bad_step_and_counts_only_good_ones(unscales, device
     assert scaled.state[params[0]]["step"] == 4 and isinstance(scaled.state[params[0]]["step"], int)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_gradients_are_unscaled_after_a_scalers_step(dtype, device):
+    """As torch.optim.AdamW leaves them, whose norms are logged then; a clip coefficient is not in them."""
+    params = [torch.nn.Parameter(p.detach().to(dtype)) for p in start(device, 300, 5000)]
+    scaler = torch.amp.GradScaler(device.type, init_scale=8.0)
+    scaler.scale(torch.ones(1, device=device))
+    set_grads(params, 0)
+    expected = [p.grad.clone() for p in params]
+    set_grads(params, 0, scale=8.0)
+    scaler.step(CoatAdamW(params, **OPTIONS), grad_scale=torch.tensor(0.5, device=device))
+    assert all_equal([p.grad for p in params], expected)
+
+
+def test_a_parameter_that_a_group_lists_twice_is_stepped_twice(device):
+    """As torch.optim.AdamW does, which warns of it."""
+    (ours,), (theirs,) = start(device, 5000), start(device, 5000)
+    fp32 = {"exp_avg_format": "fp32", "exp_avg_sq_format": "fp32"}
+    with pytest.warns(UserWarning, match="duplicate parameters"):
+        first, second = CoatAdamW([ours, ours], **OPTIONS, **fp32), torch.optim.AdamW([theirs] * 2, **OPTIONS)
+    train([ours], first)
+    train([theirs], second)
+    assert first.state[ours]["step"] == second.state[theirs]["step"] == 8
+    torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-7)
+
+
 @pytest.mark.parametrize("skipped", [False, True])
 def test_a_scaler_counts_the_steps_of_a_group_on_several_devices(skipped):
     """As of a model whose layers are dealt out to GPUs."""
@@ -256,6 +281,26 @@ def test_step_inside_a_compiled_function(device):
 def formats(optimizer):
     optimizer.init_states()
     return [optimizer.state[p]["exp_avg"].codec.name for p in optimizer.param_groups[0]["params"]]
+
+
+KEPT_BY_NAME = {
+    # DBRX, Cohere's norms of heads, gpt-oss's biases of experts, an adaptive norm of diffusion models
+    "blocks.0.norm_attn_norm.attn.Wqkv.weight": ((192, 64), False),
+    "blocks.0.norm_attn_norm.norm_1.weight": ((5000,), True),
+    "blocks.0.norm_attn_norm.attn.Wqkv.bias": ((5000,), True),
+    "self_attn.q_norm.weight": ((64, 128), True),
+    "mlp.experts.gate_up_proj_bias": ((32, 256), True),
+    "blocks.0.norm1.linear.weight": ((768, 128), False),
+    "final_norm_proj": ((300, 256), False),
+}
+
+
+@pytest.mark.parametrize("name", KEPT_BY_NAME)
+def test_norms_and_biases_keep_fp32_moments_and_matrices_below_such_names_do_not(name):
+    shape, kept = KEPT_BY_NAME[name]
+    p = torch.nn.Parameter(torch.zeros(shape))
+    optimizer = CoatAdamW([(name, p)])
+    assert (optimizer.codecs_of(p, optimizer.param_groups[0], "exp_avg_sq")[0].name == "fp32") == kept
 
 
 def test_which_tensors_keep_fp32_moments(device):

@@ -99,8 +99,7 @@ def test_seeds_that_no_step_could_take_are_errors(seed):
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"fused": True}, ["fused=True"]),
-        ({"foreach": True}, ["foreach=True"]),
+        ({"betas": (0.9, 0.0)}, ["betas", "(0.9, 0.0)"]),
         ({"exp_avg_sq_rounding": "up"}, ["exp_avg_sq_rounding", "'up'", "'stochastic'"]),
         ({"bf16_params": "rounded"}, ["bf16_params", "'rounded'", "'stochastic'"]),
         ({"differentiable": True}, ["differentiable=True"]),
@@ -127,6 +126,27 @@ def test_bad_options(options, words):
             build()
         for word in words:
             assert word in str(error.value)
+
+
+@pytest.mark.parametrize("options", [{"fused": True}, {"foreach": True}, {"fused": False}])
+def test_choices_of_an_implementation_are_taken(options):
+    params = parameters()
+    optimizer = CoatAdamW(params, **options)
+    set_grads(params, 0)
+    optimizer.step()
+    again = torch.optim.AdamW(params, **options)
+    again.load_state_dict(optimizer.state_dict())
+    optimizer.load_state_dict(again.state_dict())
+
+
+def test_fp16_parameters_are_refused_by_the_constructor():
+    half, quantized = (torch.nn.Parameter(torch.zeros(9, dtype=t), False) for t in (torch.half, torch.uint8))
+    optimizer = CoatAdamW([half, quantized, *parameters()])
+    half.requires_grad_()
+    other = torch.nn.Parameter(half.detach().clone())
+    for build in (lambda: CoatAdamW([half]), lambda: optimizer.add_param_group({"params": other})):
+        with pytest.raises(TypeError, match=r"shape \(9,\) on cpu is torch.float16; expected FP32 or BF16"):
+            build()
 
 
 @pytest.mark.parametrize(
@@ -262,8 +282,7 @@ def test_misspelt_options_of_a_checkpoint_are_errors():
     ("name", "value", "said"),
     [
         ("amsgrad", True, "amsgrad=True is not supported. Leave it at False"),
-        ("foreach", True, "foreach=True is not supported. Leave it at None"),
-        ("fused", True, "fused=True"),
+        ("differentiable", True, "differentiable=True is not supported. Leave it at False"),
         ("differentiable", True, "differentiable=True"),
         ("bias_correction", False, "bias_correction=False"),
         ("decoupled_weight_decay", False, "decoupled_weight_decay=False"),

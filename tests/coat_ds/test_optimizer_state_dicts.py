@@ -8,7 +8,7 @@ from unittest import mock
 import pytest
 import torch
 
-from coat_ds import CoatAdamW
+from coat_ds import CoatAdamW, state_bytes
 from coat_ds.optim.options import MOMENTS
 from coat_ds.optim.recover import _recovered
 from tests.coat_ds.faithful import assert_ratio_faithful, assert_second_faithful
@@ -228,6 +228,65 @@ def test_steps_that_would_be_others_are_refused(key, value):
         optimizer.load_state_dict(saved)
     assert_equal(before, codes(optimizer))
     assert rates == [g["lr"] for g in optimizer.param_groups]
+
+
+# what their groups hold beside AdamW's keys: timm's LAMB, DeepSpeed's, AdamP, Yogi
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"grad_averaging": True, "trust_clip": False},
+        {"max_coeff": 10.0, "min_coeff": 0.01},
+        {"delta": 0.1, "wd_ratio": 0.1, "nesterov": False},
+        {"initial_accumulator": 1e-6},
+    ],
+    ids=lambda keys: next(iter(keys)),
+)
+def test_other_optimizers_with_the_same_states_are_refused(keys):
+    params, optimizer = trained()
+    saved = torch.optim.Adam(parameters()).state_dict() | {"state": optimizer.state_dict()["state"]}
+    for group in saved["param_groups"]:
+        group |= keys
+    with pytest.raises(ValueError, match=f"load_state_dict: parameter group 0 has .*{next(iter(keys))}"):
+        optimizer.load_state_dict(saved)
+
+
+def test_notes_in_the_state_go_into_state_dicts_and_back():
+    """Under other keys than parameters, of any kind, as torch.optim.AdamW passes them on."""
+    notes = {"seen": 7, "history": [1.0, 2.0], "norms": {"last": torch.ones(2)}}
+    params, optimizer = trained()
+    optimizer.state.update(notes)
+    step_again(params, optimizer)
+    saved = through_file(optimizer.state_dict())
+    assert state_bytes(optimizer)["parameters"] == sum(p.numel() for p in params)
+    again = CoatAdamW(parameters(), min_numel=100)
+    again.load_state_dict(saved)
+    assert again.state["seen"] == 7 and again.state["history"] == [1.0, 2.0]
+    assert again.state["norms"]["last"].equal(torch.ones(2))
+    assert_equal(codes(optimizer), codes(again))
+    again.state_dict()
+
+
+def step_again(params, optimizer):
+    set_grads(params, 9)
+    optimizer.step()
+
+
+@pytest.mark.parametrize("layout", ["stock", "compressed"])
+def test_asynchronous_checkpoints_name_the_layout_that_they_cannot_take(layout, tmp_path):
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+
+    params = parameters()
+    optimizer = CoatAdamW(params, checkpoint_layout=layout, min_numel=0)
+    step_again(params, optimizer)
+    state = {"state": optimizer.state_dict()["state"]}
+    dcp.save(state, checkpoint_id=tmp_path / "whole", no_dist=True)
+    stager = DefaultStager(StagingOptions(False, False, False, False))
+    if layout == "stock":
+        stager.stage(state)
+    else:
+        with pytest.raises(TypeError, match="checkpoint_layout='compressed'"):
+            stager.stage(state)
 
 
 @pytest.mark.parametrize(

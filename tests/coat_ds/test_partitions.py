@@ -74,6 +74,67 @@ def shared():
     return found
 
 
+class Sum(torch.nn.Module):
+    """Its gradients are whole numbers: exact in BF16, as a sum and as an average over a few ranks."""
+
+    def __init__(self):
+        super().__init__()
+        generator = torch.Generator().manual_seed(1)
+        self.weights = torch.nn.ParameterList(torch.randn(size, generator=generator) for size in SIZES)
+
+    def forward(self, step):
+        generator = torch.Generator().manual_seed(step)
+        factors = [torch.randint(-40, 40, size, generator=generator) for size in SIZES]
+        return sum((p * c.to(p.dtype)).sum() for p, c in zip(self.weights, factors, strict=True))
+
+
+ADAMW = {"lr": 2.0**-10, "weight_decay": 0.1, "betas": [0.9, 0.95]}
+# no groups that a border between ranks could cut
+ROUNDED = {"bf16_params": "stochastic", "exp_avg_format": "fp32", "exp_avg_sq_format": "fp32"}
+
+
+def rounded(stages):
+    """The weights after some steps of ZeRO with BF16 masters that are rounded stochastically."""
+    import deepspeed
+
+    deepspeed.init_distributed("gloo")
+    out = {}
+    for stage in stages:
+        model = Sum()
+        config = {
+            "train_micro_batch_size_per_gpu": 1,
+            "bf16": {"enabled": True, "bf16_master_weights_and_grads": True, "bf16_optimizer_states": True},
+            "optimizer": {"type": "AdamW", "params": ADAMW},
+            "zero_optimization": {"stage": stage, "reduce_bucket_size": 10**6},
+            "coat": {"enabled": True, "activations": False, "report": False, "optimizer": ROUNDED},
+        }
+        engine = coat_ds.initialize(model=model, model_parameters=model.parameters(), config=config)[0]
+        for step in range(5):
+            engine.backward(engine(step))
+            engine.step()
+        with deepspeed.zero.GatheredParameters(list(model.parameters()), enabled=stage == 3):
+            out[stage] = [p.detach().clone() for p in model.parameters()]
+        engine.destroy()
+    return out
+
+
+def test_stochastic_rounding_is_the_same_at_any_stage_and_number_of_ranks():
+    found = [stages for ranks in (1, 2, 3) for stages in run_distributed(rounded, ranks, (1, 2, 3))]
+    first = found[0][1]
+    for stages in found:
+        for weights in stages.values():
+            assert all(map(torch.equal, weights, first))
+    # and it is stochastic: nearest rounding gives other weights
+    model = Sum().bfloat16()
+    optimizer = coat_ds.CoatAdamW(model.parameters(), **ADAMW, **{**ROUNDED, "bf16_params": "nearest"})
+    for step in range(5):
+        optimizer.zero_grad()
+        model(step).backward()
+        optimizer.step()
+    changed = [(a != b).float().mean() for a, b in zip(model.parameters(), first, strict=True)]
+    assert min(changed) > 0.1
+
+
 @pytest.fixture(scope="module")
 def found():
     return run_distributed(work, 1)[0]

@@ -94,9 +94,9 @@ def saved_by(kind: type[torch.optim.Optimizer], **options) -> Callable[[Path], o
     return run
 
 
-def foreach_from_now_on(folder: Path) -> None:
+def differentiable_from_now_on(folder: Path) -> None:
     made = CoatAdamW([torch.nn.Parameter(torch.zeros(3))])
-    made.param_groups[0]["foreach"] = True
+    made.param_groups[0]["differentiable"] = True
     made.step()
 
 

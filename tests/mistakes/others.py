@@ -10,9 +10,9 @@ from tests.mistakes.makers import (
     Mistake,
     coat,
     converted,
+    differentiable_from_now_on,
     doctor,
     engine_on_an_old_gpu,
-    foreach_from_now_on,
     grouped_experts,
     in_a_folder,
     layer,
@@ -112,8 +112,8 @@ MISTAKES = {
         ),
         Mistake(
             "an option that is not AdamW's, set in a parameter group later",
-            foreach_from_now_on,
-            ("foreach=True is not supported", "Leave it"),
+            differentiable_from_now_on,
+            ("differentiable=True is not supported", "Leave it"),
         ),
         Mistake(
             "sparse gradients",
