@@ -215,7 +215,7 @@ class OptimizerConfig(_Block):
 
     keep_fp32: tuple[str, ...] = KEEP_FP32
     """Patterns of parameter names, `*` and `?`, any case: what matches keeps FP32 moments. The default's two
-    mean norms and biases: they match the parameter's module and its own name alone, and no weight matrices."""
+    mean norms and biases: they match the parameter's own name and its module's, and no weight matrices."""
 
     bf16_params: str = _choice("exact", BF16_PARAMS)
     """How BF16 parameters that the optimizer itself holds are updated: "exact" (16 more bits in the state

@@ -195,6 +195,9 @@ class MegatronAdamW(CoatAdamW, torch.optim.AdamW):
         self, p: torch.Tensor, group: dict[str, Any], loaded: dict[str, Any], index: int, said: FormatNames
     ) -> FormatNames:
         state = self.state[p]
+        if (remainder := state.get("remainder")) is not None and remainder.dtype == torch.float16:
+            # as state dicts view it
+            state["remainder"] = remainder.view(torch.int16)
         for name in SECOND_FIRST:
             value = state[name]
             if isinstance(value, Moment):
