@@ -5,6 +5,7 @@ from dataclasses import dataclass, field, replace
 
 from coat_ds.plan.errors import PlanError
 from coat_ds.plan.gathers import Limits
+from coat_ds.zero.block import enabled, flag
 
 HOSTS = ("deepspeed", "megatron")
 DEVICES = ("gpu", "cpu")
@@ -190,6 +191,8 @@ def from_deepspeed(config: Mapping, hidden: int | None = None, **rest) -> Layout
             if hidden is None:
                 raise PlanError(f'zero_optimization.{key}: "auto" needs the size of a model. Write a number.')
             zero[key] = filled_in(hidden)
+    # DeepSpeed leaves such keys out
+    zero = {key: value for key, value in zero.items() if value != "auto"}
     found: dict = {"stage": _number(zero, "zero_optimization.", "stage", 0)}
     for ours, theirs in (
         ("reduce_bucket", "reduce_bucket_size"),
@@ -250,7 +253,7 @@ def from_deepspeed(config: Mapping, hidden: int | None = None, **rest) -> Layout
 def _gradients(config: Mapping, stage: int) -> dict[str, bool]:
     """Fields that say in which type gradients are added up and reduced."""
     fp32 = section(config, "data_types").get("grad_accum_dtype") in _FP32_NAMES
-    fp16 = section(config, "fp16").get("enabled") is True
+    fp16 = enabled(config, "fp16")
     if fp32 and fp16 and stage == 1:
         raise PlanError(
             "data_types.grad_accum_dtype: FP32 is not planned at stage 1 with fp16. Leave it out for a plan, "
@@ -258,7 +261,7 @@ def _gradients(config: Mapping, stage: int) -> dict[str, bool]:
         )
     return {
         "fp32_gradients": fp32,
-        "immediate_update": section(config, "bf16").get("immediate_grad_update") is True,
+        "immediate_update": flag(section(config, "bf16").get("immediate_grad_update")),
         "fp32_messages": str(config.get("communication_data_type")).lower() == "fp32",
     }
 

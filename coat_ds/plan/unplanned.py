@@ -4,6 +4,7 @@ import argparse
 from collections.abc import Mapping, Sequence
 
 from coat_ds.plan.layout import section
+from coat_ds.zero.block import enabled
 
 _OF_DEEPSPEED = {
     "tensor_parallel.autotp_size": "layers are split and take less",
@@ -42,7 +43,8 @@ def of_deepspeed(config: Mapping) -> list[str]:
         if isinstance(value, int) and value > (0 if isinstance(value, bool) else 1):
             found.append(f"{path}: {what}")
     types = ("bf16", "bfloat16", "fp16", "torch_autocast")
-    if not any(section(config, name).get("enabled") for name in types):
+    # Trainer fills in "auto"
+    if not any(enabled(config, name, auto=True) for name in types):
         found.append("bf16.enabled is not set: weights and gradients in FP32 take 4 bytes a parameter more")
     return found
 

@@ -1,9 +1,12 @@
-"""Where the `"coat"` block is in a DeepSpeed config. Needs nothing but the standard library."""
+"""How a DeepSpeed config is read: where its `"coat"` block is, and what its switches mean. Needs nothing but
+the standard library."""
 
 from collections.abc import Mapping
 from typing import Any
 
 OPTIMIZER_TYPE = "CoatAdamW"
+# what pydantic takes for True
+_TRUE_WORDS = ("true", "1", "on", "t", "y", "yes")
 
 
 def asks_for_coat(config: Any) -> bool:
@@ -32,3 +35,27 @@ def misplaced_block(config: Mapping[str, Any], within: str = "") -> str | None:
         if found is not None:
             return found
     return None
+
+
+def section(config: Mapping[str, Any], key: str) -> Mapping[str, Any]:
+    """A section of the config; empty if there is none, or something else in its place."""
+    value = config.get(key)
+    return value if isinstance(value, Mapping) else {}
+
+
+def flag(value: Any, auto: bool = False) -> bool:
+    """A switch of the JSON, read as by DeepSpeed: pydantic takes numbers and words, and "auto"
+    leaves the key out.
+
+    auto: what "auto" means. DeepSpeed's default is False; Hugging Face's Trainer fills in its own argument.
+    """
+    if value == "auto":
+        return auto
+    if isinstance(value, str):
+        return value.lower() in _TRUE_WORDS
+    return bool(value)
+
+
+def enabled(config: Mapping[str, Any], key: str, auto: bool = False) -> bool:
+    """Whether the section `key` is switched on (`flag`)."""
+    return flag(section(config, key).get("enabled"), auto)

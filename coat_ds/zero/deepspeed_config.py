@@ -16,7 +16,7 @@ from coat_ds.config import (
     did_you_mean,
 )
 from coat_ds.zero import convert_optimizer, recompute
-from coat_ds.zero.block import OPTIMIZER_TYPE, misplaced_block
+from coat_ds.zero.block import OPTIMIZER_TYPE, enabled, flag, misplaced_block, section
 from coat_kernels.device import capability, has_fp8_gemm
 
 EXAMPLE = '{"type": "AdamW", "params": {"lr": 1e-3}}'
@@ -101,12 +101,6 @@ def check_place(config: Mapping[str, Any]) -> None:
         )
 
 
-def section(config: Mapping[str, Any], key: str) -> Mapping[str, Any]:
-    """A section of the config; empty if there is none, or something else in its place."""
-    value = config.get(key)
-    return value if isinstance(value, Mapping) else {}
-
-
 def bf16_key(config: Mapping[str, Any]) -> str:
     """The name of the section on BF16: today's, or DeepSpeed's old one where today's lacks."""
     return "bfloat16" if config.get("bf16") is None and "bfloat16" in config else "bf16"
@@ -116,13 +110,14 @@ def stage_of(config: Mapping[str, Any]) -> int:
     """The stage of ZeRO; `true` in place of the section is DeepSpeed's old way to ask for the first."""
     if config.get("zero_optimization") is True:
         return 1
-    return section(config, "zero_optimization").get("stage", 0)
+    stage = section(config, "zero_optimization").get("stage", 0)
+    return 0 if stage == "auto" else int(stage)
 
 
 def offloads(config: Mapping[str, Any]) -> bool:
     """Whether states are on the CPU, by the key of today or by DeepSpeed's old one."""
     zero = section(config, "zero_optimization")
-    return section(zero, "offload_optimizer").get("device") == "cpu" or bool(zero.get("cpu_offload"))
+    return section(zero, "offload_optimizer").get("device") == "cpu" or flag(zero.get("cpu_offload"))
 
 
 def _refuse(key: str, found: Any, why: str, way_out: str = "Drop the key"):
@@ -142,23 +137,23 @@ def check_deepspeed_config(config: Mapping[str, Any]) -> None:
 def _check_zero(zero: Mapping[str, Any]) -> None:
     offload = section(zero, "offload_optimizer")
     device, ratio = offload.get("device", "none"), offload.get("ratio", 1.0)
-    if device not in ("none", "cpu"):
+    if device not in ("none", "cpu", "auto"):
         _refuse(
             "zero_optimization.offload_optimizer.device",
             device,
             "CoatAdamW's states, a quarter of stock AdamW's, can be offloaded to the CPU only",
             'Use "cpu"',
         )
-    if device == "cpu" and ratio != 1.0:
+    if device == "cpu" and ratio not in (1.0, "auto"):
         _refuse(
             "zero_optimization.offload_optimizer.ratio", ratio, "DeepSpeedCPUAdam alone can step in parts"
         )
-    if offload.get("super_offload"):
+    if flag(offload.get("super_offload")):
         _refuse("zero_optimization.offload_optimizer.super_offload", True, "its steps are DeepSpeedCPUAdam's")
     if zero.get("zenflow"):
         _refuse("zero_optimization.zenflow", zero["zenflow"], "CoatAdamW does not work with it")
     # stage 0 has no partitions, and DeepSpeed does not read the key there
-    if zero.get("elastic_checkpoint") and zero.get("stage"):
+    if flag(zero.get("elastic_checkpoint")) and zero.get("stage") not in (None, 0, "0", "auto"):
         _refuse(
             "zero_optimization.elastic_checkpoint",
             True,
@@ -170,8 +165,8 @@ def _check_zero(zero: Mapping[str, Any]) -> None:
 def _check_precision(config: Mapping[str, Any]) -> None:
     key = bf16_key(config)
     bf16, fp16 = section(config, key), section(config, "fp16")
-    if bf16.get("bf16_master_weights_and_grads"):
-        if not bf16.get("bf16_optimizer_states"):
+    if flag(bf16.get("bf16_master_weights_and_grads")):
+        if not flag(bf16.get("bf16_optimizer_states")):
             _refuse(
                 f"{key}.bf16_master_weights_and_grads",
                 True,
@@ -185,12 +180,12 @@ def _check_precision(config: Mapping[str, Any]) -> None:
                 "with zero_optimization.offload_optimizer DeepSpeed takes DeepSpeedCPUAdam only",
                 "Drop one of the two",
             )
-    if fp16.get("fp16_master_weights_and_grads"):
+    if flag(fp16.get("fp16_master_weights_and_grads")):
         _refuse("fp16.fp16_master_weights_and_grads", True, "DeepSpeed takes DeepSpeedCPUAdam only with it")
-    if section(config, "amp").get("enabled"):
+    if enabled(config, "amp"):
         _refuse("amp.enabled", True, "apex would cast CoatAdamW's states", 'Use "bf16": {"enabled": true}')
     autocast = section(config, "torch_autocast")
-    if autocast.get("enabled") and str(autocast.get("dtype")).removeprefix("torch.") in FP16_NAMES:
+    if enabled(config, "torch_autocast") and str(autocast.get("dtype")).removeprefix("torch.") in FP16_NAMES:
         _refuse(
             "torch_autocast.dtype",
             autocast["dtype"],
@@ -289,8 +284,7 @@ def no_conversion(
 ) -> str | None:
     """Why no model can be converted under this config on this device, or without one on any; None if one
     can."""
-    fp16 = config.get("fp16")
-    if isinstance(fp16, Mapping) and fp16.get("enabled"):
+    if enabled(config, "fp16"):
         return "fp16.enabled is true, and converted layers compute in BF16 or FP32"
     if device is not None and device.type == "cuda" and not activations.emulate and not has_fp8_gemm(device):
         found = ".".join(map(str, capability(device)))

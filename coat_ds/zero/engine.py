@@ -15,8 +15,9 @@ from coat_ds.optim.options import idle_bf16_params
 from coat_ds.patches import Patch
 from coat_ds.saved_bytes import report_compressed, report_saved
 from coat_ds.zero import recompute
+from coat_ds.zero.block import enabled, section
 from coat_ds.zero.build import let_zero_accept, optimizer_for_engine
-from coat_ds.zero.deepspeed_config import bf16_key, check, has_optimizer, no_conversion, section
+from coat_ds.zero.deepspeed_config import bf16_key, check, has_optimizer, no_conversion
 from coat_ds.zero.grad_norm import batch_gradient_norms
 from coat_ds.zero.gradients import keep_gradients_narrow, leave_early
 from coat_ds.zero.guards import guard_checkpoints, guard_offloading, link_states
@@ -91,9 +92,7 @@ def _prepare_layers(model: torch.nn.Module, coat: CoatConfig, config: Mapping[st
     if (units := _last.get(model)) is not None:
         units.undo()
     obstacle = no_conversion(config, coat.activations, torch.device(get_accelerator().current_device_name()))
-    if section(config, bf16_key(config)).get("enabled") and any(
-        p.dtype == torch.float16 for p in model.parameters()
-    ):
+    if enabled(config, bf16_key(config)) and any(p.dtype == torch.float16 for p in model.parameters()):
         # as DeepSpeed does next; layers in FP16 cannot be converted
         model.bfloat16()
     why = prepare_layers(model, coat.activations, "activations" in config.get("coat", {}), obstacle)

@@ -487,7 +487,7 @@ def test_doctor_looks_at_a_model(capsys, tmp_path):
     found = plain(capsys, *words, "--model", str(path))
     assert {finding["check"] for finding in found["model"]} == {"layers", "states", "peak"}
     found = plain(capsys, *words, "--model", str(path), "--gpus", "2", "--sequence", "256")
-    assert "on 2 GPUs with 4 x 256 tokens" in found["model"][-1]["text"]
+    assert "on 2 GPUs with 1 x 256 tokens" in found["model"][-1]["text"]
     found = plain(capsys, *words, "--model", "configs/model_quickstart.json", "--vocabulary", "512")
     assert found["model"][0]["state"] == "unknown"
 
