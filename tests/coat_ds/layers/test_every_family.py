@@ -1,0 +1,181 @@
+"""Every language model of the installed transformers, built small, converted and compared with stock.
+
+In "exact" arithmetic every FP8 and 8-bit code is replaced by one in FP32, which loses nothing. A difference
+that is left is one of structure: another order of gate and up, an angle, a mask, a scale. So a release of
+transformers is answered by one run:
+
+    COAT_TEST_ALL=1 python -m pytest tests/coat_ds/layers/test_every_family.py -rs
+"""
+
+import copy
+import inspect
+
+import pytest
+import torch
+
+import coat_ds
+from coat_ds.layers.decoder_layer import Fp8DecoderLayer
+from coat_kernels.fp8 import E4M3, E5M2
+from coat_kernels.groups.reference import GROUP_FORMATS
+from tests.coat_ds.layers.measures import relative
+
+transformers = pytest.importorskip("transformers")
+from transformers.models.auto import modeling_auto as auto  # noqa: E402
+
+MAPPINGS = (
+    auto.MODEL_FOR_CAUSAL_LM_MAPPING,
+    auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+    auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING,
+    auto.MODEL_FOR_MASKED_LM_MAPPING,
+)
+VOCABULARY, TOKENS = 128, 24
+# by a part of a field's name: its small value. The first that fits counts, whole names before parts
+SMALL = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 64,
+    "d_model": 64,
+    "n_embd": 64,
+    "embed_dim": 64,
+    "dim": 64,
+    "n_embed": 64,
+    "intermediate_size": 96,
+    "ffn_hidden_size": 96,
+    "ffn_dim": 96,
+    "d_ff": 96,
+    "n_inner": 96,
+    "encoder_ffn_dim": 96,
+    "decoder_ffn_dim": 96,
+    "moe_intermediate_size": 48,
+    "shared_expert_intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_layers": 2,
+    "n_layer": 2,
+    "n_layers": 2,
+    "encoder_layers": 2,
+    "decoder_layers": 2,
+    "num_decoder_layers": 2,
+    "num_attention_heads": 4,
+    "n_head": 4,
+    "n_heads": 4,
+    "num_heads": 4,
+    "encoder_attention_heads": 4,
+    "decoder_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "d_kv": 16,
+    "num_experts": 4,
+    "num_local_experts": 4,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "max_position_embeddings": 128,
+    "n_positions": 128,
+    "dropout": 0.0,
+}
+# dropout has many names, of which all mean none here
+ZERO = ("dropout", "drop_rate", "pdrop", "layerdrop", "jitter", "drop_path")
+
+
+def families() -> dict[str, tuple[type, type]]:
+    """By the name of the model's class: its config's class, and itself."""
+    found = {}
+    for mapping in MAPPINGS:
+        for config in mapping:
+            classes = mapping[config]
+            for kind in classes if isinstance(classes, tuple) else (classes,):
+                found[kind.__name__] = config, kind
+    return dict(sorted(found.items()))
+
+
+def shrink(config) -> None:
+    """Makes a config and those inside it small, in place."""
+    for name, value in list(vars(config).items()):
+        if isinstance(value, transformers.PretrainedConfig):
+            shrink(value)
+        elif isinstance(value, bool):
+            continue
+        elif any(part in name for part in ZERO) and isinstance(value, int | float):
+            setattr(config, name, 0.0)
+        elif name in SMALL and isinstance(value, int):
+            setattr(config, name, min(value, SMALL[name]))
+        elif name.endswith("token_id") and isinstance(value, int):
+            setattr(config, name, min(value, VOCABULARY - 1))
+    # a layer of each kind
+    for name in ("layer_types", "layers_block_type", "mlp_layer_types"):
+        kinds = vars(config).get(name)
+        if isinstance(kinds, list):
+            kinds = list(dict.fromkeys(kinds))
+            config.num_hidden_layers = max(2, len(kinds))
+            setattr(config, name, (kinds * 2)[: config.num_hidden_layers])
+    config.use_cache = False
+
+
+def build(config_class: type, model_class: type) -> torch.nn.Module:
+    torch.manual_seed(0)
+    config = config_class()
+    shrink(config)
+    try:
+        model = model_class._from_config(config, dtype=torch.float32, attn_implementation="sdpa")
+    except ValueError:
+        # no SDPA
+        model = model_class._from_config(config, dtype=torch.float32, attn_implementation="eager")
+    for p in model.parameters():
+        # biases and norms that are not the identity
+        p.data.add_(0.02 * torch.randn_like(p))
+    return model.train()
+
+
+def batch_of(model: torch.nn.Module) -> dict:
+    ids = torch.randint(10, VOCABULARY - 10, (2, TOKENS), generator=torch.Generator().manual_seed(1))
+    takes = inspect.signature(model.forward).parameters
+    batch = {"input_ids": ids}
+    if "labels" in takes:
+        batch["labels"] = ids.clone()
+    if "decoder_input_ids" in takes:
+        batch["decoder_input_ids"] = ids.clone()
+    return batch
+
+
+def run(model, batch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    torch.manual_seed(2)
+    out = model(**batch)
+    logits = out.logits
+    logits.float().square().mean().backward()
+    return logits.detach(), {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+
+
+@pytest.fixture
+def exact():
+    """FP8 formats, and the group format of the same name, that hold FP32 values."""
+    formats = (E4M3, E5M2, GROUP_FORMATS["e4m3"])
+    before = [form.dtype for form in formats]
+    for form in formats:
+        object.__setattr__(form, "dtype", torch.float32)
+    yield
+    for form, dtype in zip(formats, before, strict=True):
+        object.__setattr__(form, "dtype", dtype)
+
+
+@pytest.mark.long("each family of transformers, a quarter of an hour")
+@pytest.mark.parametrize("name", families())
+def test_converted_equals_stock(name, exact, monkeypatch):
+    try:
+        stock = build(*families()[name])
+        batch = batch_of(stock)
+        logits, gradients = run(stock, batch)
+    except Exception as error:
+        # sizes that this class checks, inputs other than text, a package that is not installed
+        pytest.skip(f"does not run small: {type(error).__name__}: {str(error)[:80]}")
+    stock.zero_grad()
+    taken, by_blocks = [], Fp8DecoderLayer.by_blocks
+    monkeypatch.setattr(Fp8DecoderLayer, "by_blocks", lambda *a: taken.append(1) or by_blocks(*a))
+    model = coat_ds.convert(copy.deepcopy(stock), {"saved_format": "e4m3"})
+    done = coat_ds.conversion_of(model)
+    if not done.converted["linear"]:
+        pytest.skip(f"nothing is converted: {sorted(set(done.left.values()))[:3]}")
+    found_logits, found = run(model, batch)
+    # sums of a few hundred terms in other orders, through some twenty layers
+    assert relative({"logits": found_logits}, {"logits": logits}) < 1e-4
+    assert found.keys() == gradients.keys()
+    assert relative(found, gradients) < 1e-3
+    # a layer that is counted as one that can run as fused blocks does
+    assert len(taken) >= len(done.converted["layer"])
