@@ -173,8 +173,8 @@ def test_converted_equals_stock(name, exact, monkeypatch):
     if not done.converted["linear"]:
         pytest.skip(f"nothing is converted: {sorted(set(done.left.values()))[:3]}")
     found_logits, found = run(model, batch)
-    # sums of a few hundred terms in other orders, through some twenty layers; grouped experts multiply in BF16,
-    # which rounds each of three operands by up to 2^-9
+    # sums of a few hundred terms in other orders, through some twenty layers. Grouped experts multiply in
+    # BF16, which rounds each of three operands by up to 2^-9
     bf16 = any(name.endswith("experts") for name in done.converted["feed_forward"])
     assert relative({"logits": found_logits}, {"logits": logits}) < (2**-7 if bf16 else 1e-4)
     assert found.keys() == gradients.keys()
