@@ -84,7 +84,9 @@ def nearest(p: torch.Tensor, step: int = 0) -> torch.Tensor:
 
 
 def stochastic(p: torch.Tensor, step: int) -> torch.Tensor:
-    return round_stochastically(p, p, 0, step).float()
+    # places stand in for gradients, so that equal weights have noise of their own
+    places = torch.arange(p.numel(), dtype=torch.float32, device=p.device).view_as(p)
+    return round_stochastically(p, places, 0, step).float()
 
 
 def in_24_bits(p: torch.Tensor, step: int = 0) -> torch.Tensor:

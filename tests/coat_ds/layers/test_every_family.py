@@ -7,7 +7,6 @@ transformers is answered by one run:
     COAT_TEST_ALL=1 python -m pytest tests/coat_ds/layers/test_every_family.py -rs
 """
 
-import copy
 import inspect
 
 import pytest
@@ -168,7 +167,10 @@ def test_converted_equals_stock(name, exact, monkeypatch):
     stock.zero_grad()
     taken, by_blocks = [], Fp8DecoderLayer.by_blocks
     monkeypatch.setattr(Fp8DecoderLayer, "by_blocks", lambda *a: taken.append(1) or by_blocks(*a))
-    model = coat_ds.convert(copy.deepcopy(stock), {"saved_format": "e4m3"})
+    # not a copy: some models keep a state between calls
+    model = build(*families()[name])
+    model.load_state_dict(stock.state_dict())
+    coat_ds.convert(model, {"saved_format": "e4m3"})
     done = coat_ds.conversion_of(model)
     if not done.converted["linear"]:
         pytest.skip(f"nothing is converted: {sorted(set(done.left.values()))[:3]}")
@@ -176,7 +178,7 @@ def test_converted_equals_stock(name, exact, monkeypatch):
     # sums of a few hundred terms in other orders, through some twenty layers. Grouped experts multiply in
     # BF16, which rounds each of three operands by up to 2^-9
     bf16 = any(name.endswith("experts") for name in done.converted["feed_forward"])
-    assert relative({"logits": found_logits}, {"logits": logits}) < (2**-7 if bf16 else 1e-4)
+    assert relative({"logits": found_logits}, {"logits": logits}) < (2**-6 if bf16 else 1e-4)
     assert found.keys() == gradients.keys()
     assert relative(found, gradients) < (2**-5 if bf16 else 1e-3)
     # a layer that is counted as one that can run as fused blocks does

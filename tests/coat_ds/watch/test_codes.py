@@ -11,6 +11,7 @@ from coat_kernels import watching
 from coat_kernels.groups import quantize_groups
 from coat_kernels.tensorwise import PredictedScale
 from tests.coat_ds.watch.parts import with_graphs
+from tests.util import hooks_of_watch
 
 
 def figures_of(counter, name):
@@ -326,7 +327,7 @@ def test_a_llama_names_all_of_its_products(observed):
         assert found.get("wrong_scales", 0.0) == 0.0, name
     for i in range(2):
         assert figures_of(counter, f"model.layers.{i}")["saved_flushed"] < 0.05
-    assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
+    assert not hooks_of_watch(model)
 
 
 def test_predictions_are_wrong_once_the_scale_jumps(observed):
@@ -475,7 +476,7 @@ def test_a_forward_that_fails_leaves_no_hooks(replayed):
         replayed(torch.arange(32).view(1, 32))
     blocks.close()
     assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
-    assert not any(m._forward_hooks or m._forward_pre_hooks for m in replayed.modules())
+    assert not hooks_of_watch(replayed)
 
 
 def fails(*args, **kwargs):

@@ -17,7 +17,7 @@ from coat_ds.watch.command import draw
 from coat_ds.watch.outs import Reading, read
 from coat_kernels import watching
 from tests.coat_ds.watch.parts import model
-from tests.util import run_distributed
+from tests.util import hooks_of_watch, run_distributed
 
 
 def reading(step, error):
@@ -363,7 +363,7 @@ def test_trainer_logs_readings(tmp_path):
         logged = logged_by(trainer)
         assert [entry["coat/step"] for entry in logged] == [2, 4]
     # it has ended
-    assert not [m for m in trainer.model.modules() if m._forward_hooks or m._forward_pre_hooks]
+    assert not hooks_of_watch(trainer.model)
     assert not optimizer._optimizer_step_post_hooks
     name = "coat/update_error/model.layers.*.mlp.up_proj.weight"
     assert all(0 < entry[name] < 0.1 for entry in logged)
@@ -386,7 +386,7 @@ def test_trainer_goes_on_counting_after_an_interruption(tmp_path):
     trainer.callback_handler.callbacks.pop(0)
     trainer.train(resume_from_checkpoint=True)
     assert [entry["coat/step"] for entry in logged_by(trainer)] == [2, 4]
-    assert not [m for m in trainer.model.modules() if m._forward_hooks or m._forward_pre_hooks]
+    assert not hooks_of_watch(trainer.model)
     assert not optimizer._optimizer_step_pre_hooks and watching.observer() is None
 
 
