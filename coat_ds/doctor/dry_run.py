@@ -85,6 +85,7 @@ def check(config: Mapping, model: torch.nn.Module | None, gpus: int, sequence: i
     layers = layers_of(model, why)
     made, linears = layers.count("linear")
     details = {"made": layers.made, "found": layers.found, "left": layers.left}
+    details["weights_left"] = layers.weights_left
     undo(model)
     out = []
     if block.activations.enabled and not made:

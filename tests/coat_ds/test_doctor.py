@@ -308,6 +308,26 @@ def test_a_dry_run_counts_layers_states_and_bytes():
     assert found["peak"].details["after_bytes"] < found["peak"].details["before_bytes"]
 
 
+def test_a_dry_run_names_weights_outside_of_fp8_by_their_share():
+    """Experts of a form that is not converted are no linear layers that are counted."""
+    model = dry_run.build(
+        {
+            "model_type": "jetmoe",
+            "vocab_size": 64,
+            "hidden_size": 64,
+            "num_hidden_layers": 1,
+            "num_key_value_heads": 2,
+            "kv_channels": 32,
+            "intermediate_size": 128,
+            "num_local_experts": 4,
+        }
+    )
+    experts = sum(p.numel() for name, p in model.named_parameters() if "put_linear" in name)
+    share = experts / sum(p.numel() for p in model.parameters())
+    found = by_check(dry_run.check(config({"enabled": True}), model, 1, 128))["layers"]
+    assert f"JetMoeParallelExperts {share:.1%}" in found.text
+
+
 def test_a_model_is_built_without_memory_whatever_ran_before():
     # as in DeepSpeed's zero.Init, which exchanges constructors while torch lists them
     _device._device_constructors.cache_clear()
