@@ -55,7 +55,7 @@ class Layers:
     """Names of the modules whose weights are multiplied in FP8."""
 
     weights_left: dict[str, float] = field(default_factory=dict)
-    """By class of module, largest first: the share of the model's parameters that no FP8 product reads."""
+    """By class of module, largest first: the share of the model's parameters that no FP8 GEMM reads."""
 
     def count(self, kind: str) -> tuple[int, int]:
         """Modules of a kind that are made for COAT, and all of them."""

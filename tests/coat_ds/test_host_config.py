@@ -127,7 +127,7 @@ def test_what_is_no_mistake():
     ],
 )
 def test_misspelt_names_of_the_block(key, value):
-    """An error, beside a block under the right name too: what is meant would be ignored otherwise."""
+    """An error, also where the config has a block under the right name."""
     for config in ({key: value, "optimizer": ADAMW}, host(**{key: value})):
         assert block.asks_for_coat(config)
         with pytest.raises(CoatConfigError, match=f"^{key}: found a block there, which would be ignored"):
