@@ -412,12 +412,14 @@ class CoatConfig(_Block):
     def from_dict(cls, block: Mapping[str, Any] | None) -> Self:
         """Builds the config from the `"coat"` block; None (no block) gives a disabled one.
 
-        Raises CoatConfigError, also for a block that sets something but not `enabled`: it would be
-        ignored without a word.
+        Raises CoatConfigError, also for a block without `enabled`: it would be ignored without a word.
         """
-        config = super(CoatConfig, cls).from_dict({} if block is None else block)
-        if block and "enabled" not in block:
+        if block is None:
+            return cls()
+        config = super(CoatConfig, cls).from_dict(block)
+        if "enabled" not in block:
+            found = ", ".join(block) or "an empty block"
             raise CoatConfigError(
-                f'coat.enabled: missing beside {", ".join(block)}. Add "enabled": true or "enabled": false.'
+                f'coat.enabled: missing, found {found}. Add "enabled": true or "enabled": false.'
             )
         return config

@@ -34,8 +34,7 @@ def _block(cls: type) -> dict[str, Any]:
         "additionalProperties": False,
     }
     if cls is CoatConfig:
-        # `{}` is a disabled block; anything else has to say whether it is on
-        block["if"], block["then"] = {"minProperties": 1}, {"required": ["enabled"]}
+        block["required"] = ["enabled"]
     return block
 
 

@@ -16,6 +16,13 @@ class Supported(NamedTuple):
     def __str__(self) -> str:
         return f">={self.oldest},<{self.untried}"
 
+    def includes(self, version: str) -> bool:
+        """Whether `version` is supported; its local part, as +cu130, is not compared."""
+        from packaging.specifiers import SpecifierSet
+        from packaging.version import Version
+
+        return SpecifierSet(str(self)).contains(Version(version).public, prereleases=True)
+
 
 DEEPSPEED = Supported("0.18.9", "0.20")
 MEGATRON_CORE = Supported("0.16.1", "0.21")

@@ -4,8 +4,8 @@ import argparse
 import json
 from collections import Counter
 
-from coat_ds.doctor import dry_run, machine, packages, switches
-from coat_ds.doctor.finding import PROBLEM, Finding
+from coat_ds.doctor import deepspeed_json, dry_run, machine, packages, switches
+from coat_ds.doctor.finding import PROBLEM, UNKNOWN, Finding
 from coat_ds.plan.command import read_object, read_sizes
 from coat_ds.plan.sizes import PlanError
 
@@ -19,7 +19,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.epilog = EPILOG
     add = parser.add_argument
-    add("--deepspeed", metavar="JSON", help="DeepSpeed's config: what its block would do to the model")
+    add("--deepspeed", metavar="FILE", help="DeepSpeed's JSON, or Accelerate's YAML that names it")
     add("--model", metavar="JSON", help="config.json of Hugging Face's, or a file of configs/model_*.json")
     add("--vocabulary", type=int, help="where the model's file names none")
     add("--gpus", type=int, default=1, help="all of them, for the predicted peak (default: 1)")
@@ -30,15 +30,28 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Prints what was found; 1 if anything is a problem. Raises PlanError for files that cannot be read."""
-    config = read_object(arguments.deepspeed) if arguments.deepspeed else None
+    config, found = deepspeed_json.read(arguments.deepspeed) if arguments.deepspeed else (None, [])
     parts = {"packages": packages.check(), "switch": [switches.check()]}
     values = read_object(arguments.model) if arguments.model else None
     if config is not None and values is None:
         raise PlanError("--deepspeed: a model is needed beside it. Give --model and its config.json.")
-    model, parameters = (None, None) if values is None else _described(values, config is not None, arguments)
+    model, parameters = None, None
+    if values is not None:
+        model, parameters = _described(values, config is not None, arguments)
     parts["machine"] = machine.check(arguments.folder, parameters)
+    if isinstance(model, Finding):
+        found.append(model)
+        model = None
+    elif config is not None and model is None:
+        text = (
+            "needs a config.json of Hugging Face's, with model_type; Megatron's models log it when they start"
+        )
+        found.append(Finding("model", UNKNOWN, text))
     if config is not None:
-        parts["model"] = _model(config, model, arguments)
+        found.append(deepspeed_json.check(config, arguments.gpus))
+        found += dry_run.check(config, model, arguments.gpus, arguments.sequence)
+    if found:
+        parts["model"] = found
     problems = sum(f.state == PROBLEM for findings in parts.values() for f in findings)
     if arguments.json:
         plain = {name: [f._asdict() for f in findings] for name, findings in parts.items()}
@@ -49,7 +62,8 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _described(values: dict, needs_model: bool, arguments) -> tuple:
-    """The model of a config.json, None where it is not needed, or is Megatron's; and its parameters."""
+    """The model of a config.json: None where it is not needed or is Megatron's, a finding where it cannot be
+    built. And the number of its parameters, None where that is unknown."""
     if not needs_model or "model_type" not in values:
         try:
             return None, read_sizes(values, arguments.vocabulary).parameters
@@ -57,17 +71,17 @@ def _described(values: dict, needs_model: bool, arguments) -> tuple:
         except PlanError:
             if "model_type" not in values:
                 raise
-    built = dry_run.build(values)
-    return built, sum(p.numel() for p in built.parameters())
-
-
-def _model(config: dict, model, arguments) -> list[Finding]:
-    if model is None:
+    try:
+        built = dry_run.build(values)
+    except PlanError as error:
+        if "auto_map" not in values:
+            return Finding("model", PROBLEM, str(error)), None
         text = (
-            "needs a config.json of Hugging Face's, with model_type; Megatron's models say it when they start"
+            "needs code of its own (auto_map), which is not run here: layers, states and peak are not "
+            "checked. The engine's log lists the layers when training starts"
         )
-        return [Finding(dry_run.NAME, "unknown", text)]
-    return dry_run.check(config, model, arguments.gpus, arguments.sequence)
+        return Finding("model", UNKNOWN, text), None
+    return built, sum(p.numel() for p in built.parameters())
 
 
 def _page(parts: dict[str, list[Finding]]) -> str:

@@ -50,10 +50,11 @@ def build(config: Mapping) -> torch.nn.Module:
     return model.to("meta", torch.bfloat16)
 
 
-def check(config: Mapping, model: torch.nn.Module, gpus: int, sequence: int) -> list[Finding]:
+def check(config: Mapping, model: torch.nn.Module | None, gpus: int, sequence: int) -> list[Finding]:
     """How many layers compute how, the states' bytes a parameter, and the predicted peak.
 
-    model: on the meta device; it is left as it was. gpus, sequence: as of `coat_ds.plan.Layout`.
+    model: on the meta device; it is left as it was. None: the block alone is checked. gpus, sequence: as of
+        `coat_ds.plan.Layout`.
     """
     from coat_ds.layers.inventory import layers_of
     from coat_ds.optim.options import keeps_fp32
@@ -73,6 +74,8 @@ def check(config: Mapping, model: torch.nn.Module, gpus: int, sequence: int) -> 
         return [Finding(NAME, PROBLEM, str(error))]
     if not block.enabled:
         return [Finding(NAME, WARNING, "coat.enabled is false: nothing changes. Set it to true")]
+    if model is None:
+        return []
     # of any GPU: this machine's is looked at by itself
     obstacle = no_conversion(config, block.activations)
     try:
@@ -82,6 +85,7 @@ def check(config: Mapping, model: torch.nn.Module, gpus: int, sequence: int) -> 
     layers = layers_of(model, why)
     made, linears = layers.count("linear")
     details = {"made": layers.made, "found": layers.found, "left": layers.left}
+    details["weights_left"] = layers.weights_left
     undo(model)
     out = []
     if block.activations.enabled and not made:

@@ -3,7 +3,6 @@
 from dataclasses import dataclass, field
 
 from torch import nn
-from torch.nn.parameter import is_lazy
 
 from coat_ds.config import ActivationsConfig
 
@@ -32,8 +31,6 @@ class Conversion:
     activations: ActivationsConfig
     converted: dict[str, list[str]] = field(default_factory=lambda: {kind: [] for kind in KINDS})
     left: dict[str, str] = field(default_factory=dict)
-    # by class of module, largest first: the share of all parameters that is in no FP8 product
-    weights_left: dict[str, float] = field(default_factory=dict)
     # how many of a kind there are, with those that stayed
     found: dict[str, int] = field(default_factory=lambda: dict.fromkeys(KINDS, 0))
 
@@ -66,38 +63,6 @@ class Conversion:
             more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
             line += f"; left: {', '.join(names[:NAMED])}{more}"
         return line
-
-    def note_weights(self, model: nn.Module) -> None:
-        """Notes the share of the parameters that each kind of module keeps in weights outside of FP8."""
-        converted, seen, sizes, total = set(self.converted["linear"]), set(), {}, 0
-        for name, module in model.named_modules():
-            for p in module._parameters.values():
-                if p is None or is_lazy(p) or id(p) in seen:
-                    continue
-                seen.add(id(p))
-                # ZeRO-3 has emptied the tensor and noted its size
-                size = getattr(p, "ds_numel", p.numel())
-                total += size
-                if name not in converted:
-                    kind = type(module).__name__
-                    sizes[kind] = sizes.get(kind, 0) + size
-        largest = sorted(sizes.items(), key=lambda item: -item[1])
-        self.weights_left = {kind: size / total for kind, size in largest if size}
-
-    def sentence(self) -> str:
-        """What was done, for a reader who knows none of the names here."""
-        done, found = len(self.converted["linear"]), self.found["linear"]
-        if not any(self.converted.values()):
-            return f"nothing was converted: {self.summary()}"
-        line = f"{done} of {found} linear layers compute in FP8."
-        if fused := len(self.converted["layer"]):
-            line += f" {fused} decoder layers can run as fused blocks."
-        if any(self.converted[kind] for kind in ("norm", "feed_forward", "attention")):
-            line += " Saved activations: 8 bits."
-        if shares := [f"{kind} {share:.1%}" for kind, share in self.weights_left.items() if share >= 0.001]:
-            more = f" and {len(shares) - NAMED} more kinds" if len(shares) > NAMED else ""
-            line += f" Weights outside of FP8, of all parameters: {', '.join(shares[:NAMED])}{more}."
-        return f"{line} coat_ds.conversion_of(model).left gives the reasons."
 
     def idle_keys(self) -> list[str]:
         """A line for each key of the block that has no effect on this model."""

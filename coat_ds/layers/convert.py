@@ -12,6 +12,7 @@ from coat_ds.config import ActivationsConfig, difference
 from coat_ds.layers import attention, autotp, decoder_layer, decoder_parts, experts, probe, transformers_tp
 from coat_ds.layers.conversion import ATTRIBUTE, Conversion, conversion_of
 from coat_ds.layers.feed_forward import Fp8Activation, Fp8GatedFeedForward
+from coat_ds.layers.inventory import layers_of
 from coat_ds.layers.linear import Fp8Linear
 from coat_ds.layers.log import say_anew, say_once
 from coat_ds.layers.norm import Fp8Norm
@@ -57,7 +58,8 @@ def convert(
     convert_silently(model, activations, filter)
     done = conversion_of(model)
     if done is not None and done is not before:
-        say_once(done.sentence())
+        nothing = "" if any(done.converted.values()) else "nothing was converted: "
+        say_once(nothing + layers_of(model, "").summary())
     return model
 
 
@@ -114,7 +116,6 @@ def convert_silently(
     if conversion.converted["layer"]:
         _drop_caches(model)
     model.__dict__[ATTRIBUTE] = conversion
-    conversion.note_weights(model)
     say_anew()
     if dispatched := sum(why == DISPATCHED for why in conversion.left.values()):
         say_once(

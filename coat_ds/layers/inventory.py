@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from coat_ds.config import ActivationsConfig
 from coat_ds.layers.attention import STATE
@@ -25,6 +26,8 @@ PLURALS = {
 }
 # how many names of modules that stay a line shows
 NAMED = 3
+# of all parameters: smaller ones, such as norms, are not in the line
+LEAST_SHARE = 0.001
 
 
 class Part(NamedTuple):
@@ -48,6 +51,12 @@ class Layers:
     left: dict[str, str] = field(default_factory=dict)
     """By name of a module: why it stays as the framework made it."""
 
+    in_fp8: list[str] = field(default_factory=list)
+    """Names of the modules whose weights are multiplied in FP8."""
+
+    weights_left: dict[str, float] = field(default_factory=dict)
+    """By class of module, largest first: the share of the model's parameters that no FP8 GEMM reads."""
+
     def count(self, kind: str) -> tuple[int, int]:
         """Modules of a kind that are made for COAT, and all of them."""
         return sum(self.made.get(kind, {}).values()), self.found.get(kind, 0)
@@ -65,6 +74,9 @@ class Layers:
         for why, names in reasons.items():
             listed = ", ".join(names[:NAMED]) + (", ..." if len(names) > NAMED else "")
             parts.append(f"left as they are {len(names)} ({listed}): {why}")
+        shares = [f"{kind} {share:.1%}" for kind, share in self.weights_left.items() if share >= LEAST_SHARE]
+        if made and shares:
+            parts.append(f"weights outside of FP8, of all parameters: {', '.join(shares)}")
         return "; ".join(parts)
 
     def _take(self, name: str, part: Part) -> None:
@@ -74,6 +86,25 @@ class Layers:
         else:
             counts = self.made.setdefault(part.kind, {})
             counts[part.how] = counts.get(part.how, 0) + 1
+            if part.kind == "linear":
+                self.in_fp8.append(name)
+
+    def _weigh(self, model: nn.Module) -> None:
+        """Notes the shares of `weights_left`."""
+        in_fp8, seen, sizes, total = set(self.in_fp8), set(), {}, 0
+        for name, module in model.named_modules():
+            for p in module._parameters.values():
+                if p is None or is_lazy(p) or id(p) in seen:
+                    continue
+                seen.add(id(p))
+                # ZeRO-3 has emptied the tensor and noted its size
+                size = getattr(p, "ds_numel", p.numel())
+                total += size
+                if name not in in_fp8:
+                    kind = type(module).__name__
+                    sizes[kind] = sizes.get(kind, 0) + size
+        largest = sorted(sizes.items(), key=lambda item: -item[1])
+        self.weights_left.update({kind: size / total for kind, size in largest if size})
 
 
 def layers_of(model: nn.Module, why: str) -> Layers:
@@ -88,6 +119,7 @@ def layers_of(model: nn.Module, why: str) -> Layers:
             part = Part("linear", None, why) if _is_linear(module) and name not in converted else None
         if part is not None:
             layers._take(name, part)
+    layers._weigh(model)
     return layers
 
 
@@ -147,4 +179,5 @@ def _is_linear(module: nn.Module) -> bool:
     name = type(module).__name__
     named = isinstance(module, nn.Linear) or name.endswith("Linear") or name == "Conv1D"
     # ZeRO-3 has emptied the tensor and noted its shape
-    return named and weight is not None and len(getattr(weight, "ds_shape", weight.shape)) == 2
+    named = named and weight is not None and not is_lazy(weight)
+    return named and len(getattr(weight, "ds_shape", weight.shape)) == 2

@@ -1,12 +1,40 @@
 """How a DeepSpeed config is read: where its `"coat"` block is, and what its switches mean. Needs nothing but
 the standard library."""
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
 OPTIMIZER_TYPE = "CoatAdamW"
 # what pydantic takes for True
 _TRUE_WORDS = ("true", "1", "on", "t", "y", "yes")
+# the keys of the block (`CoatConfig`, whose module imports torch)
+BLOCK_KEYS = frozenset(
+    (
+        "enabled",
+        "require",
+        "optimizer",
+        "activations",
+        "checkpointing",
+        "report",
+        "watch",
+        "zero3_layer_units",
+    )
+)
+# names of this project in which the key may have been lengthened
+_OUR_NAMES = frozenset(("coat", "coats", "coatds", "coattrain", "coatconfig"))
+# other words one letter away from "coat", which another tool may use as a key
+_OTHER_WORDS = ("boat", "cat", "chat", "coal", "coast", "coax", "cost", "cot", "goat", "moat", "oat")
+
+
+def _one_mistake(word: str) -> re.Pattern:
+    """Matches `word` with one letter added, dropped or replaced, or two neighbours swapped."""
+    splits = [(word[:i], word[i:]) for i in range(len(word) + 1)]
+    forms = [f"{a}[a-z]?{b[1:]}|{a}[a-z]{b}|{a}{b[1:2]}{b[:1]}{b[2:]}" for a, b in splits]
+    return re.compile("|".join(forms))
+
+
+_ONE_MISTAKE = _one_mistake("coat")
 
 
 def asks_for_coat(config: Any) -> bool:
@@ -20,13 +48,13 @@ def asks_for_coat(config: Any) -> bool:
 
 
 def misplaced_block(config: Mapping[str, Any], within: str = "") -> str | None:
-    """The path of a block under another spelling, as "COAT", or inside of a section; None without.
+    """The path of a block under another spelling, as "COAT" or "coats", or inside of a section; None without.
 
     within: the path of `config` itself, with a dot behind it; empty for the whole config.
     """
     for key, value in config.items():
         named = str(key).lower() == "coat"
-        if named and (within or key != "coat"):
+        if (named and (within or key != "coat")) or (not within and not named and _is_mistyped(key, value)):
             return f"{within}{key}"
         # what stands in the block itself is its own reader's to judge
         found = (
@@ -35,6 +63,25 @@ def misplaced_block(config: Mapping[str, Any], within: str = "") -> str | None:
         if found is not None:
             return found
     return None
+
+
+def _is_mistyped(key: Any, value: Any) -> bool:
+    """Whether "coat" is meant by another key at the top of a config: one of our names, as in "coat_ds" or
+    "fp8_coat", or "coat" with one letter more, less, other or swapped; and the value looks like a block.
+
+    A name that begins with another character than a letter, as "_coat", is a comment.
+    """
+    name = str(key).strip().lower()
+    words = re.findall("[a-z]+", name)
+    if not name[:1].isalpha():
+        return False
+    if not _OUR_NAMES.isdisjoint((*words, "".join(words))):
+        block = isinstance(value, Mapping) and (not value or not BLOCK_KEYS.isdisjoint(value))
+        return block or isinstance(value, bool)
+    if not isinstance(value, Mapping):
+        return False
+    ours = name not in _OTHER_WORDS or "optimizer" in value or "activations" in value
+    return "enabled" in value and ours and bool(_ONE_MISTAKE.fullmatch(name))
 
 
 def section(config: Mapping[str, Any], key: str) -> Mapping[str, Any]:

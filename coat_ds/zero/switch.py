@@ -24,7 +24,8 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 
-from coat_ds.patches import Patch
+from coat_ds.patches import Patch, PatchError
+from coat_ds.versions import DEEPSPEED
 from coat_ds.zero.block import asks_for_coat
 
 ENGINE_MODULE = "deepspeed.runtime.engine"
@@ -104,6 +105,7 @@ def _honouring(original: Callable) -> Callable:
         bound = inspect.signature(original).bind(self, *args, **kwargs)
         if not asks_for_coat(getattr(bound.arguments.get("config_class"), "_param_dict", None)):
             return original(self, *args, **kwargs)
+        _check_version()
         ENGINE.check()
         from coat_ds.zero import engine
 
@@ -118,6 +120,16 @@ def _honouring(original: Callable) -> Callable:
             raise
 
     return __init__
+
+
+def _check_version() -> None:
+    """Raises PatchError for a DeepSpeed that is not supported, before anything private of it is imported."""
+    found = getattr(sys.modules["deepspeed"], "__version__", None)
+    if found is not None and not DEEPSPEED.includes(found := found.strip()):
+        raise PatchError(
+            f"deepspeed: the coat block needs version {DEEPSPEED}, found {found}. pip install "
+            f"'deepspeed{DEEPSPEED}', or drop the coat block."
+        )
 
 
 def _saying_so(original: Callable) -> Callable:

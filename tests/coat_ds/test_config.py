@@ -9,7 +9,7 @@ from coat_ds.config import ActivationsConfig, OptimizerConfig, ReportConfig, Wat
 
 
 def test_defaults():
-    assert CoatConfig.from_dict(None) == CoatConfig.from_dict({}) == CoatConfig()
+    assert CoatConfig.from_dict(None) == CoatConfig()
     assert not CoatConfig().enabled
     config = CoatConfig.from_dict({"enabled": True})
     assert config.optimizer == OptimizerConfig(True, "auto", "log8", "auto", 128, 4096)

@@ -308,6 +308,26 @@ def test_a_dry_run_counts_layers_states_and_bytes():
     assert found["peak"].details["after_bytes"] < found["peak"].details["before_bytes"]
 
 
+def test_a_dry_run_names_weights_outside_of_fp8_by_their_share():
+    """Experts of a form that is not converted are no linear layers that are counted."""
+    model = dry_run.build(
+        {
+            "model_type": "jetmoe",
+            "vocab_size": 64,
+            "hidden_size": 64,
+            "num_hidden_layers": 1,
+            "num_key_value_heads": 2,
+            "kv_channels": 32,
+            "intermediate_size": 128,
+            "num_local_experts": 4,
+        }
+    )
+    experts = sum(p.numel() for name, p in model.named_parameters() if "put_linear" in name)
+    share = experts / sum(p.numel() for p in model.parameters())
+    found = by_check(dry_run.check(config({"enabled": True}), model, 1, 128))["layers"]
+    assert f"JetMoeParallelExperts {share:.1%}" in found.text
+
+
 def test_a_model_is_built_without_memory_whatever_ran_before():
     # as in DeepSpeed's zero.Init, which exchanges constructors while torch lists them
     _device._device_constructors.cache_clear()
@@ -460,6 +480,100 @@ def test_what_cannot_be_planned_has_a_dry_run(name, tmp_path, capsys):
     assert found["layers"]["details"]["made"]["linear"] and found["peak"]["text"].startswith(
         "cannot be predicted"
     )
+
+
+def page(tmp_path, capsys, ds: dict | str, model: dict = LLAMA, *words) -> tuple[int, dict]:
+    """The exit code, and the findings by name, of the command on two files."""
+    (tmp_path / "config.json").write_text(json.dumps(model))
+    path = Path(ds) if isinstance(ds, str) else tmp_path / "ds.json"
+    if isinstance(ds, dict):
+        path.write_text(json.dumps(ds))
+    given = [f"--deepspeed={path}", f"--model={tmp_path / 'config.json'}", f"--folder={tmp_path}", "--json"]
+    code = cli.main(["doctor", *given, *words])
+    parts = json.loads(capsys.readouterr().out)
+    return code, {f["check"]: f for part in parts.values() if isinstance(part, list) for f in part}
+
+
+@pytest.mark.parametrize("block, state", [({"enabled": True}, None), ({"enable": True}, PROBLEM)])
+def test_a_model_with_code_of_its_own_is_one_finding(block, state, tmp_path, capsys):
+    """Machine, packages, and what needs no model, are checked."""
+    remote = {"model_type": "no_model_of_transformers", "auto_map": {"AutoConfig": "configuration.Config"}}
+    _, found = page(tmp_path, capsys, {**config(block), "train_batch_size": 2}, remote)
+    assert found["model"]["state"] == UNKNOWN and "auto_map" in found["model"]["text"]
+    assert found["DeepSpeed JSON"]["state"] == found["disk"]["state"] == found["torch"]["state"] == OK
+    assert found.get("dry run", {}).get("state") == state
+    # a wrong model_type is a mistake
+    code, found = page(tmp_path, capsys, {**config(block), "train_batch_size": 2}, {"model_type": "lama"})
+    assert code == 1 and found["model"]["state"] == PROBLEM and "disk" in found
+
+
+AUTO = {f: "auto" for f in ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_clipping")}
+
+
+@pytest.mark.parametrize(
+    "change, words, key",
+    [
+        ({"zero_optimization": 2}, (), "zero_optimization"),
+        ({"zero_optimization": {"stage": 2, "reduce_buckets": 5}}, (), "zero_optimization"),
+        ({"zero_optimization": {"stage": 4}}, (), "zero_optimization"),
+        ({"elasticity": {"enabled": True}}, (), "elasticity"),
+        ({"zero_optimization": {"stage": 3, "mics_shard_size": 2}}, (), "mics_shard_size"),
+        ({"train_batch_size": 7, "gradient_accumulation_steps": 2}, ("--gpus=2",), "train_batch_size"),
+        ({"fp16": {"enabled": True}}, (), "fp16"),
+        ({"train_micro_batch_size_per_gpu": None}, (), "train_micro_batch_size_per_gpu"),
+        # accepted
+        ({"train_batch_size": 8, "gradient_accumulation_steps": 2}, ("--gpus=2",), None),
+        ({"train_batch_size": 8, "gradient_accumulation_steps": 4}, (), None),
+        (
+            AUTO
+            | {"bf16": {"enabled": "auto"}, "zero_optimization": {"stage": 2, "reduce_bucket_size": "auto"}},
+            (),
+            None,
+        ),
+        (AUTO | {"optimizer": {"type": "AdamW", "params": {"lr": "auto"}}}, (), None),
+    ],
+    ids=lambda value: json.dumps(value)[:60] if isinstance(value, dict) else "",
+)
+def test_what_deepspeed_refuses_is_a_problem(change, words, key, tmp_path, capsys):
+    good = {**config({"enabled": True}), "train_micro_batch_size_per_gpu": 2, "bf16": {"enabled": True}}
+    _, found = page(tmp_path, capsys, good | change, LLAMA, *words)
+    finding = found["DeepSpeed JSON"]
+    assert finding["state"] == (OK if key is None else PROBLEM), finding
+    assert (key or "accepted") in finding["text"] and "layers" in found
+
+
+def test_a_key_that_is_there_twice_is_a_problem(tmp_path, capsys):
+    """Trainer reads the last one in silence."""
+    path = tmp_path / "twice.json"
+    path.write_text('{"coat": {"enabled": true}, "train_batch_size": 1, "coat": {"enabled": false}}')
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
+    words = [f"--deepspeed={path}", f"--model={tmp_path / 'config.json'}", f"--folder={tmp_path}"]
+    assert cli.main(["doctor", *words]) == 1
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if "more than once" in line]
+    assert "PROBLEM" in line and "coat:" in line
+
+
+def test_accelerates_yaml_is_read(tmp_path, capsys):
+    """The JSON that it names; a block in the YAML itself has no effect, and is a problem."""
+    (tmp_path / "inner.json").write_text(json.dumps({**config({"enabled": True}), "train_batch_size": 1}))
+    path = tmp_path / "accelerate.yaml"
+    named = (
+        f"distributed_type: DEEPSPEED\ndeepspeed_config:\n  deepspeed_config_file: {tmp_path}/inner.json\n"
+    )
+    path.write_text(named)
+    _, found = page(tmp_path, capsys, str(path))
+    assert found["layers"]["state"] == found["DeepSpeed JSON"]["state"] == OK and "Accelerate" not in found
+    for inline in (
+        "deepspeed_config:\n  zero_stage: 2\n  coat:\n    enabled: true\n",
+        f"{named}coat: true\n",
+    ):
+        path.write_text(inline)
+        code, found = page(tmp_path, capsys, str(path))
+        assert code == 1 and found["Accelerate"]["state"] == PROBLEM
+        assert "deepspeed_config_file" in found["Accelerate"]["text"]
+    path.write_text("deepspeed_config: {zero_stage: 3}")
+    _, found = page(tmp_path, capsys, str(path))
+    assert "no coat block" in found["dry run"]["text"] and found["DeepSpeed JSON"]["state"] == OK
 
 
 def test_room_for_a_decoders_checkpoints_needs_no_transformers(tmp_path, monkeypatch, capsys):

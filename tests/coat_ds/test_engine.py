@@ -428,6 +428,8 @@ def test_signature_is_deepspeeds():
         ({"optimizer": {"type": "Adam", "params": {"amsgrad": True}}}, ["params.amsgrad", "True"]),
         ({"optimizer": {"type": "Adam", "params": {"learning_rate": 1}}}, ["params.learning_rate", "lr"]),
         ({"coat": {"enabled": True, "optimizer": {"group_size": 100}}}, ["coat.optimizer.group_size", "100"]),
+        ({"coat": {}}, ["coat.enabled", "missing"]),
+        ({"coats": {"enabled": True}}, ["coats: found a block there"]),
         (
             {"optimizer": {"type": "CoatAdamW"}, "coat": {"enabled": False}},
             ["coat.enabled", "False", "AdamW"],

@@ -1,9 +1,12 @@
 """Mistakes beside the block: messages name the key, what was found and the way out."""
 
+import dataclasses
 import inspect
 import logging
+import re
 import weakref
 
+import deepspeed
 import pytest
 import torch
 from deepspeed.ops.adam import FusedAdam
@@ -108,6 +111,53 @@ def test_what_is_no_mistake():
     compresses = {**BLOCK, "checkpointing": {"compress": True}}
     assert deepspeed_config.check(host(coat=compresses, pipeline="off", compile=[]), None).enabled
     assert not deepspeed_config.check({"optimizer": "AdamW"}, None).enabled
+
+
+@pytest.mark.parametrize(
+    "key, value",
+    [
+        ("coats", BLOCK),
+        ("coat_ds", BLOCK),
+        ("fp8-coat", {}),
+        ("CoatConfig", True),
+        ("coat ", BLOCK),
+        ("caot", BLOCK),
+        ("coatt", BLOCK),
+        ("cot", {**BLOCK, "optimizer": {}}),
+    ],
+)
+def test_misspelt_names_of_the_block(key, value):
+    """An error, also where the config has a block under the right name."""
+    for config in ({key: value, "optimizer": ADAMW}, host(**{key: value})):
+        assert block.asks_for_coat(config)
+        with pytest.raises(CoatConfigError, match=f"^{key}: found a block there, which would be ignored"):
+            deepspeed_config.check(config, None)
+
+
+def test_keys_of_others_are_no_misspelt_block():
+    source = inspect.getsource(deepspeed.runtime.constants) + inspect.getsource(deepspeed.runtime.config)
+    known = {
+        word for quoted in re.findall("[\"']([^\"']+)[\"']", source) for word in re.findall(r"\w+", quoted)
+    }
+    assert {"zero_optimization", "bf16"} <= known
+    others = {
+        "chat",
+        "cost",
+        "cot",
+        "coast",
+        "goat",
+        "coatnet",
+        "coating",
+        "float",
+        "compat",
+        "_coat",
+        "//coat",
+    }
+    for key in known | others:
+        assert not block.asks_for_coat({key: {**BLOCK, "report": True}}), key
+    for key, value in (("coat_comment", "on"), ("coats", 3), ("coat_net", {"depth": 2}), ("caot", True)):
+        assert not block.asks_for_coat({key: value}), key
+    assert {field.name for field in dataclasses.fields(CoatConfig)} == block.BLOCK_KEYS
 
 
 @pytest.mark.parametrize(

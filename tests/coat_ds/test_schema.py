@@ -12,7 +12,6 @@ from coat_ds.schema import schema, text
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 
 GOOD = [
-    {},
     {"enabled": True},
     {"enabled": False, "optimizer": {"exp_avg_sq_format": "log8", "min_numel": 0, "keep_fp32": []}},
     {"enabled": True, "checkpointing": {"compress": True, "group_size": 64}},
@@ -26,6 +25,7 @@ GOOD = [
 ]
 BAD = [
     True,
+    {},
     {"optimizer": {}},
     {"enabled": "true"},
     {"enabled": True, "optimiser": {}},

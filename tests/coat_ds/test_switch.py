@@ -226,6 +226,28 @@ class DeepSpeedEngine:
 """
 
 
+@pytest.mark.parametrize("version, supported", [("0.17.0", False), ("0.20.1", False), ("0.19.2+abc", True)])
+def test_a_deepspeed_of_another_version(version, supported, site, tmp_path):
+    """It is an error that names both versions where there is a block, and not before."""
+    runtime = tmp_path / "deepspeed/runtime"
+    runtime.mkdir(parents=True)
+    (runtime / "__init__.py").touch()
+    (runtime.parent / "__init__.py").write_text(f"__version__ = {version!r}")
+    (runtime / "engine.py").write_text(HALF.replace('"READY" not in os.environ', "False"))
+    code = """
+import json, types, torch
+from deepspeed.runtime.engine import DeepSpeedEngine
+DeepSpeedEngine(None, None, types.SimpleNamespace(_param_dict={}))
+try:
+    DeepSpeedEngine(None, None, types.SimpleNamespace(_param_dict={"coat": {"enabled": True}}))
+except Exception as error:
+    print("RESULT " + json.dumps([type(error).__name__, str(error)]))
+"""
+    kind, said = run(site, code, PYTHONPATH=f"{tmp_path}:{site}")
+    assert (kind != "PatchError") == supported
+    assert (f"found {version}" in said and ">=0.18.9,<0.20" in said) != supported
+
+
 def test_an_engine_of_another_shape(site, tmp_path):
     """It is an error where there is a block, and not before."""
     runtime = tmp_path / "deepspeed/runtime"

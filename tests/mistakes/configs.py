@@ -26,6 +26,7 @@ MISTAKES = {
         Mistake(
             "no `enabled`", engine({"coat": {"optimizer": {}}}), ("coat.enabled: missing", 'Add "enabled"')
         ),
+        Mistake("an empty block", engine({"coat": {}}), ("coat.enabled: missing", 'Add "enabled"')),
         Mistake(
             "`true` in place of the block", engine({"coat": True}), ("coat: ", "found True", "Use braces")
         ),
@@ -106,6 +107,7 @@ MISTAKES = {
     ],
     "The DeepSpeed JSON around it": [
         Mistake("the block in capitals", engine({"COAT": BLOCK}), ("COAT: ", "ignored", 'Write "coat"')),
+        Mistake("a misspelt block", engine({"coats": BLOCK}), ("coats: ", "ignored", 'Write "coat"')),
         Mistake(
             'the block inside `"optimizer"`',
             engine({"optimizer": {**ADAMW, "coat": BLOCK}}),

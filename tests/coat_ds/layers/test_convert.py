@@ -214,7 +214,7 @@ def test_shapes_without_numbers(name, caplog):
     logits = coat_ds.convert(stock)(**batch, use_cache=True).logits
     assert (logits.shape, logits.dtype, logits.device) == (expected.shape, expected.dtype, expected.device)
     said = [r.getMessage() for r in caplog.records if "COAT" in r.getMessage()]
-    assert len(said) == 1 and "linear layers compute in FP8" in said[0]
+    assert len(said) == 1 and "linear layers in FP8" in said[0]
 
 
 def test_twice_is_once_and_other_options_are_an_error():

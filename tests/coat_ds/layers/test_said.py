@@ -11,6 +11,7 @@ from torch import nn
 import coat_ds
 from benchmarks.common.families import FAMILIES
 from coat_ds.layers import log
+from coat_ds.layers.inventory import layers_of
 from coat_ds.layers.replaced import replaced
 
 LLAMA = FAMILIES["llama"]
@@ -24,7 +25,7 @@ def said(caplog):
     return lambda: [
         r.getMessage()
         for r in caplog.records
-        if r.name == log.__name__ and "conversion_of" not in r.getMessage()
+        if r.name == log.__name__ and "linear layers in FP8" not in r.getMessage()
     ]
 
 
@@ -257,6 +258,7 @@ def test_convert_reports_what_it_did(caplog):
     coat_ds.convert(LLAMA.build())
     (line,) = [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING]
     assert "14 of 15 linear layers" in line and "Embedding" in line
+    assert "attentions keep BF16" in line and "8 bits" not in line
 
 
 def test_convert_warns_where_nothing_was_converted(caplog):
@@ -267,7 +269,7 @@ def test_convert_warns_where_nothing_was_converted(caplog):
 
 def test_weights_outside_of_fp8_are_named_by_their_share():
     model = coat_ds.convert(transformers.JetMoeForCausalLM(transformers.JetMoeConfig(**SMALL_JETMOE)))
-    left = coat_ds.conversion_of(model).weights_left
+    left = layers_of(model, "").weights_left
     experts = sum(p.numel() for n, p in model.named_parameters() if "put_linear" in n)
     total = sum(p.numel() for p in model.parameters())
     assert left["JetMoeParallelExperts"] == pytest.approx(experts / total)

@@ -1,0 +1,143 @@
+"""The DeepSpeed config of a run, from a JSON or by way of Accelerate's YAML, and whether it is accepted."""
+
+import copy
+import json
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from coat_ds.doctor.finding import OK, PROBLEM, UNKNOWN, Finding
+from coat_ds.plan import PlanError
+from coat_ds.plan.command import read_object
+from coat_ds.zero.block import misplaced_block, section
+
+NAME = "DeepSpeed JSON"
+BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+
+
+def read(path: str) -> tuple[dict, list[Finding]]:
+    """The config in a JSON, or in the one that Accelerate's YAML names; and what is wrong with the file.
+
+    Raises PlanError for files that cannot be read.
+    """
+    return _of_accelerate(path) if Path(path).suffix in (".yaml", ".yml") else _of_json(path)
+
+
+def _of_json(path: str) -> tuple[dict, list[Finding]]:
+    config, twice = read_object(path), []
+
+    def note(pairs: list[tuple[str, Any]]) -> dict:
+        keys = [key for key, _ in pairs]
+        twice.extend(key for key in dict(pairs) if keys.count(key) > 1)
+        return dict(pairs)
+
+    json.loads(Path(path).read_bytes(), object_pairs_hook=note)
+    if not twice:
+        return config, []
+    text = (
+        f"{', '.join(twice)}: found more than once in an object of {path}. DeepSpeed refuses the file; "
+        "Trainer and Accelerate take the last one without a warning. Merge them"
+    )
+    return config, [Finding(NAME, PROBLEM, text)]
+
+
+def _of_accelerate(path: str) -> tuple[dict, list[Finding]]:
+    try:
+        import yaml
+    except ImportError as error:
+        raise PlanError(f"{path}: PyYAML, which reads it, is not installed. pip install pyyaml") from error
+    try:
+        values = yaml.safe_load(Path(path).read_text())
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        raise PlanError(f"{path}: {' '.join(str(error).split())}. Give a file that can be read.") from None
+    if not isinstance(values, dict):
+        raise PlanError(f"{path}: expected keys and values, found {type(values).__name__}. Correct the file.")
+    inner, findings = section(values, "deepspeed_config"), []
+    place = "coat" if "coat" in values else misplaced_block(values)
+    if place is not None:
+        text = (
+            f"{place}: found a coat block in Accelerate's YAML, and Accelerate hands none to DeepSpeed. "
+            "Write it into a DeepSpeed JSON, whose name is deepspeed_config_file under deepspeed_config"
+        )
+        findings.append(Finding("Accelerate", PROBLEM, text))
+    if file := inner.get("deepspeed_config_file"):
+        config, more = _of_json(str(file))
+        return config, findings + more
+    # Accelerate makes the config from keys of its own
+    made = {
+        "train_micro_batch_size_per_gpu": "auto",
+        "zero_optimization": {"stage": inner.get("zero_stage", 2)},
+    }
+    return made, findings
+
+
+def check(config: Mapping[str, Any], gpus: int) -> Finding:
+    """Whether DeepSpeed's own class accepts the config on `gpus` GPUs, as when an engine is built, without a
+    launcher. Keys whose value is "auto" are left out: Trainer fills them in.
+    """
+    before = logging.root.manager.disable
+    # DeepSpeed logs to standard output, on which `--json` prints
+    logging.disable()
+    try:
+        import deepspeed
+
+        error = _refusal(config, gpus)
+        if error is None:
+            return Finding(NAME, OK, f"accepted by DeepSpeed {deepspeed.__version__}")
+        # the keys without which it would be accepted
+        keys = [
+            key for key in config if _refusal({k: v for k, v in config.items() if k != key}, gpus) is None
+        ]
+    except ImportError:
+        return Finding(NAME, UNKNOWN, "DeepSpeed, which checks it, is not installed here")
+    finally:
+        logging.disable(before)
+    said = " ".join(str(error).split())[:300] or type(error).__name__
+    where = (
+        f"{' or '.join(keys)}: found {json.dumps([config[k] for k in keys])[1:-1][:100]}; " if keys else ""
+    )
+    text = f"{where}DeepSpeed {deepspeed.__version__} refuses the config: {said.rstrip('.')}. Correct it"
+    return Finding(NAME, PROBLEM, text)
+
+
+def _refusal(config: Mapping[str, Any], gpus: int) -> Exception | None:
+    """What DeepSpeed raises for `config`; None if it accepts it."""
+    from deepspeed.runtime.config import DeepSpeedConfig
+
+    class Config(DeepSpeedConfig):
+        def _initialize_params(self, values):
+            # DeepSpeed takes it from the launcher
+            self.world_size = _data_parallel_size(values, gpus)
+            super()._initialize_params(values)
+
+    filled = _without_auto(config)
+    left = [key for key in BATCH_KEYS if config.get(key) == "auto"]
+    if left and not any(key in filled for key in BATCH_KEYS[:2]):
+        filled["train_micro_batch_size_per_gpu"] = 1
+    try:
+        Config(filled)
+    # the parts of DeepSpeed's config raise what they like
+    except Exception as error:
+        return error
+    return None
+
+
+def _data_parallel_size(config: Mapping[str, Any], gpus: int) -> int:
+    """The number of replicas: of `gpus`, or, where that is 1, the one that all three batch sizes give."""
+    sizes = [config.get(key) for key in BATCH_KEYS]
+    if gpus == 1 and all(type(size) is int and size > 0 for size in sizes):
+        return max(1, sizes[0] // (sizes[1] * sizes[2]))
+    parts = [section(config, "tensor_parallel").get("autotp_size"), config.get("sequence_parallel_size")]
+    for size in parts:
+        gpus = gpus // size if type(size) is int and 0 < size <= gpus else gpus
+    return gpus
+
+
+def _without_auto(config: Mapping[str, Any]) -> dict:
+    """A copy without the keys whose value is "auto"."""
+    return {
+        key: _without_auto(value) if isinstance(value, Mapping) else copy.deepcopy(value)
+        for key, value in config.items()
+        if not (isinstance(value, str) and value == "auto")
+    }
