@@ -6,6 +6,7 @@ from collections import Counter
 
 from coat_ds.doctor import deepspeed_json, dry_run, machine, packages, switches
 from coat_ds.doctor.finding import PROBLEM, UNKNOWN, Finding
+from coat_ds.plan import meta_model
 from coat_ds.plan.command import read_object, read_sizes
 from coat_ds.plan.sizes import PlanError
 
@@ -72,7 +73,7 @@ def _described(values: dict, needs_model: bool, arguments) -> tuple:
             if "model_type" not in values:
                 raise
     try:
-        built = dry_run.build(values)
+        built = meta_model.build(values)
     except PlanError as error:
         if "auto_map" not in values:
             return Finding("model", PROBLEM, str(error)), None

@@ -3,10 +3,9 @@
 from collections.abc import Mapping
 
 import torch
-from torch.utils import _device
 
 from coat_ds.config import CoatConfig, CoatConfigError
-from coat_ds.doctor.finding import OK, PROBLEM, UNKNOWN, WARNING, Finding, reason
+from coat_ds.doctor.finding import OK, PROBLEM, UNKNOWN, WARNING, Finding
 from coat_ds.plan import PlanError, predict, unplanned
 from coat_ds.plan import layout as layouts
 from coat_ds.plan import sizes as readers
@@ -16,38 +15,6 @@ from coat_ds.plan.systems import System
 NAME = "dry run"
 # of a peak: what saves less is not worth a change of arithmetic
 LEAST = 0.05
-
-
-def build(config: Mapping) -> torch.nn.Module:
-    """The model of a Hugging Face config, on the meta device, in BF16: of the class that its `architectures`
-    name, or a causal language model.
-
-    Raises PlanError where transformers is missing or does not know it.
-    """
-    try:
-        import transformers
-    except ImportError as error:
-        raise PlanError(
-            "model: transformers, which builds it, is not installed. pip install transformers"
-        ) from error
-    fields = dict(config)
-    try:
-        made = transformers.AutoConfig.for_model(fields.pop("model_type", ""), **fields)
-        kind = next(
-            (k for name in made.architectures or () if (k := getattr(transformers, name, None))), None
-        )
-        # torch keeps the list of constructors that it made when it first needed one. If DeepSpeed's zero.Init
-        # had exchanged them then, the list lacks torch's own, and the model would take its memory
-        _device._device_constructors.cache_clear()
-        with torch.device("meta"):
-            model = kind(made) if kind else transformers.AutoModelForCausalLM.from_config(made)
-    # whatever the classes of a foreign config raise
-    except Exception as error:
-        raise PlanError(
-            f"model: transformers cannot build it ({reason(error)}). Correct model_type, or what it names."
-        ) from error
-    # buffers that torch's constructors did not make, too
-    return model.to("meta", torch.bfloat16)
 
 
 def check(config: Mapping, model: torch.nn.Module | None, gpus: int, sequence: int) -> list[Finding]:

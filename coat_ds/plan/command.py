@@ -2,12 +2,13 @@
 
 import argparse
 import dataclasses
+import importlib.util
 import json
 import re
 from collections.abc import Mapping
 from pathlib import Path
 
-from coat_ds.plan import advice, layout, sizes, unplanned
+from coat_ds.plan import advice, layout, meta_model, sizes, unplanned
 from coat_ds.plan.errors import PlanError
 from coat_ds.plan.layout import Layout
 from coat_ds.plan.memory import ROLES, predict
@@ -125,6 +126,9 @@ def read_sizes(values: Mapping, vocabulary: int | None) -> Sizes:
         return sizes.from_shape(values, vocabulary)
     if vocabulary is not None:
         values = {**values, "vocab_size": vocabulary}
+    if "model_type" in values and importlib.util.find_spec("transformers") is not None:
+        # defaults of its class, and what its modules hold
+        return sizes.from_module(meta_model.build(values))
     return sizes.from_transformers(values)
 
 
@@ -209,7 +213,8 @@ def _notes(model: Sizes, spread: Layout, gpu: Gpu, limit: float, choices: list[a
         f"rates: {gpu.source}.",
     ]
     if model.beside:
-        lines.append(f"not planned, and on top of all this: what {', '.join(model.beside)} describes.")
+        parts = ", ".join(model.beside)
+        lines.append(f"what {parts} describes: their parameters are counted, their activations are not.")
     if not model.counted:
         lines.append(
             "layers of this model type were not counted: what they save is taken for Llama's. BF16 may be"

@@ -360,8 +360,8 @@ def from_module(model) -> Sizes:
     config = getattr(model, "config", None)
     numel = sum(getattr(p, "ds_numel", p.numel()) for p in model.parameters())
     if hasattr(config, "to_dict"):
-        sizes = from_transformers(config.to_dict())
-    elif hasattr(config, "num_layers"):
+        return _from_pretrained(model, numel)
+    if hasattr(config, "num_layers"):
         # Megatron's argument for this function
         quick = getattr(config.activation_func, "__name__", None) == "quick_gelu"
         values = {**vars(config), "num_experts": config.num_moe_experts, "quick_geglu": quick}
@@ -382,12 +382,37 @@ def from_module(model) -> Sizes:
             f"{type(model).__name__}: expected a model of transformers or megatron-core, which has its sizes "
             'in "config". Hand over a Sizes instead.'
         )
-    if abs(numel - sizes.parameters) > TOLERANCE * numel:
-        raise PlanError(
-            f"{type(model).__name__}: has {numel:,} parameters, a decoder of its config's sizes has "
-            f"{sizes.parameters:,}. Hand over a Sizes instead."
-        )
-    return dataclasses.replace(sizes, other_parameters=max(0, numel - sizes.parameters))
+    return _matched(type(model).__name__, [sizes], numel, numel)
+
+
+def _from_pretrained(model, numel: int) -> Sizes:
+    """Of a model of transformers. What its config does not say is read from its modules: whether the head is
+    tied, and by the number of parameters whether layers are gated and share one key and value head."""
+    read = from_transformers(model.config.to_dict())
+    decoder, head = model.get_decoder() or model, model.get_output_embeddings()
+    tied = head is None or head.weight is model.get_input_embeddings().weight
+    read = dataclasses.replace(read, tied=tied)
+    variants = [
+        dataclasses.replace(read, gated=gated, groups=groups)
+        for gated in (read.gated, not read.gated)
+        for groups in dict.fromkeys((read.groups, 1))
+    ]
+    own = {id(p): getattr(p, "ds_numel", p.numel()) for p in decoder.parameters()}
+    if head is not None:
+        own |= {id(p): getattr(p, "ds_numel", p.numel()) for p in head.parameters()}
+    return _matched(type(model).__name__, variants, sum(own.values()), numel)
+
+
+def _matched(name: str, variants: Sequence[Sizes], of_decoder: int, numel: int) -> Sizes:
+    """The first of `variants` with as many parameters as the decoder of a model, which has `numel` in all.
+    Raises PlanError if none has."""
+    for sizes in variants:
+        if abs(of_decoder - sizes.parameters) <= TOLERANCE * of_decoder:
+            return dataclasses.replace(sizes, other_parameters=max(0, numel - sizes.parameters))
+    raise PlanError(
+        f"{name}: has {numel:,} parameters, {of_decoder:,} of them in its decoder; a decoder of its config's "
+        f"sizes has {variants[0].parameters:,}. It has layers that are not planned: hand over a Sizes."
+    )
 
 
 def _checked(*, head_dim: int | None, heads: int, hidden: int, **sizes) -> Sizes:

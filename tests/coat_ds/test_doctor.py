@@ -17,7 +17,7 @@ from torch.utils.file_baton import FileBaton
 from coat_ds import cli
 from coat_ds.doctor import OK, PROBLEM, UNKNOWN, WARNING, dry_run, machine, packages, switches
 from coat_ds.doctor.finding import reason
-from coat_ds.plan import PlanError
+from coat_ds.plan import PlanError, meta_model
 from coat_kernels.linear import matmul
 
 LLAMA = {
@@ -288,7 +288,7 @@ def test_switches(monkeypatch):
 
 
 def dry(config: dict, **model) -> dict:
-    return by_check(dry_run.check(config, dry_run.build(LLAMA | model), gpus=2, sequence=128))
+    return by_check(dry_run.check(config, meta_model.build(LLAMA | model), gpus=2, sequence=128))
 
 
 def config(block: dict | None) -> dict:
@@ -310,7 +310,7 @@ def test_a_dry_run_counts_layers_states_and_bytes():
 
 def test_a_dry_run_names_weights_outside_of_fp8_by_their_share():
     """Experts of a form that is not converted are no linear layers that are counted."""
-    model = dry_run.build(
+    model = meta_model.build(
         {
             "model_type": "jetmoe",
             "vocab_size": 64,
@@ -334,13 +334,13 @@ def test_a_model_is_built_without_memory_whatever_ran_before():
     with mock.patch.object(torch, "empty", functools.partial(torch.empty)), torch.device("meta"):
         assert torch.ones(1).is_meta
     # 4 TiB of embeddings
-    model = dry_run.build(LLAMA | {"vocab_size": 2**32})
+    model = meta_model.build(LLAMA | {"vocab_size": 2**32})
     assert {p.device.type for p in model.parameters()} == {"meta"}
     assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
 
 
 def test_a_dry_run_leaves_the_model_as_it_was():
-    model = dry_run.build(LLAMA)
+    model = meta_model.build(LLAMA)
     assert {p.device.type for p in model.parameters()} == {"meta"}
     before = {name: type(module).forward for name, module in model.named_modules()}
     dry_run.check(config({"enabled": True}), model, 1, 128)
@@ -456,12 +456,6 @@ OTHERS = {
         "intermediate_size": 128,
         "num_hidden_layers": 2,
         "num_attention_heads": 4,
-    },
-    "pictures and text": {
-        "model_type": "llava",
-        "architectures": ["LlavaForConditionalGeneration"],
-        "text_config": LLAMA,
-        "vision_config": LLAMA | {"model_type": "clip_vision_model", "image_size": 32, "patch_size": 8},
     },
 }
 
@@ -586,10 +580,12 @@ def test_room_for_a_decoders_checkpoints_needs_no_transformers(tmp_path, monkeyp
 
 def test_models_that_cannot_be_built_are_named():
     with pytest.raises(PlanError, match="model: transformers cannot build it"):
-        dry_run.build(LLAMA | {"model_type": "lama"})
+        meta_model.build(LLAMA | {"model_type": "lama"})
     with pytest.raises(PlanError, match="transformers cannot build it .*hidden_size"):
-        dry_run.build(LLAMA | {"hidden_size": "many"})
-    json.dumps([f._asdict() for f in dry_run.check(config({"enabled": True}), dry_run.build(LLAMA), 1, 128)])
+        meta_model.build(LLAMA | {"hidden_size": "many"})
+    json.dumps(
+        [f._asdict() for f in dry_run.check(config({"enabled": True}), meta_model.build(LLAMA), 1, 128)]
+    )
 
 
 def test_an_error_without_a_word_is_named_by_its_type():

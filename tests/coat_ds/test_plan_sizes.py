@@ -9,8 +9,8 @@ import torch
 import transformers
 
 from coat_ds import cli, convert, plan
-from coat_ds.plan import Layout, PlanError, layout, rungs, sizes
-from coat_ds.plan.command import configured
+from coat_ds.plan import Layout, PlanError, layout, meta_model, rungs, sizes
+from coat_ds.plan.command import configured, read_sizes
 from coat_ds.plan.saved import saved_per_token
 from coat_ds.plan.systems import coat
 
@@ -241,15 +241,16 @@ def test_a_mixture_is_planned(tmp_path, capsys):
 
 
 def test_parts_that_are_not_planned_are_named(tmp_path, capsys):
+    vision = {"model_type": "clip_vision_model", "image_size": 32, "patch_size": 8}
     whole = {
         "model_type": "llava",
-        "text_config": NAMES,
-        "vision_config": NAMES,
-        "projector_hidden_act": "gelu",
+        "architectures": ["LlavaForConditionalGeneration"],
+        "text_config": NAMES | {"model_type": "llama", "vocab_size": 512},
+        "vision_config": vision | {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4},
     }
     (tmp_path / "config.json").write_text(json.dumps(whole))
     assert cli.main(["plan", str(tmp_path / "config.json")]) == 0
-    assert "not planned, and on top of all this: what vision_config describes" in capsys.readouterr().out
+    assert "vision_config describes: their parameters are counted" in capsys.readouterr().out
 
 
 def test_layers_that_were_not_counted_say_so(tmp_path, capsys):
@@ -367,3 +368,55 @@ def test_layers_that_were_not_counted_say_so(tmp_path, capsys):
 def test_what_cannot_be_planned_is_named(call, message):
     with pytest.raises(PlanError, match=message):
         call()
+
+
+GEMMA = {
+    "model_type": "gemma",
+    "architectures": ["GemmaForCausalLM"],
+    "head_dim": 32,
+    "hidden_size": 64,
+    "intermediate_size": 256,
+    "num_attention_heads": 4,
+    "num_hidden_layers": 2,
+    "num_key_value_heads": 1,
+    "vocab_size": 4096,
+}
+UNGATED = {
+    "model_type": "starcoder2",
+    "architectures": ["Starcoder2ForCausalLM"],
+    "hidden_size": 64,
+    "intermediate_size": 256,
+    "num_attention_heads": 4,
+    "num_hidden_layers": 2,
+    "num_key_value_heads": 2,
+    "vocab_size": 512,
+}
+PICTURES = {
+    "model_type": "qwen2_5_vl",
+    "architectures": ["Qwen2_5_VLForConditionalGeneration"],
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_attention_heads": 4,
+    "num_hidden_layers": 2,
+    "num_key_value_heads": 2,
+    "vocab_size": 512,
+    "tie_word_embeddings": False,
+    "vision_config": {"depth": 2, "hidden_size": 64, "intermediate_size": 128, "num_heads": 4}
+    | {"out_hidden_size": 64},
+    "rope_scaling": {"type": "mrope", "mrope_section": [2, 3, 3]},
+}
+
+
+@pytest.mark.parametrize("config", [GEMMA, UNGATED, PICTURES], ids=lambda c: c["model_type"])
+def test_a_plan_is_of_the_model_that_transformers_builds(config):
+    """A head that the class ties by default, layers without a gate, a tower that reads pictures."""
+    exact = sum(p.numel() for p in meta_model.build(config).parameters())
+    found = read_sizes(config, None)
+    assert abs(found.parameters - exact) <= 0.02 * exact
+    assert found.gated == (config is not UNGATED) and found.tied == (config is not PICTURES)
+
+
+def test_layers_that_are_not_planned_are_refused():
+    recurrent = {**GEMMA, "model_type": "recurrent_gemma", "architectures": ["RecurrentGemmaForCausalLM"]}
+    with pytest.raises(PlanError):
+        read_sizes(recurrent, None)
