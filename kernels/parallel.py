@@ -52,8 +52,6 @@ def largest_of_all(largest: torch.Tensor, group: dist.ProcessGroup) -> torch.Ten
 
 def agreed(say: bool, group: dist.ProcessGroup) -> bool:
     """Whether all ranks of `group` call this with True. Synchronizes the CPU with the GPU."""
-    if group.size() == 1:
-        return say
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     votes = torch.tensor([int(say)], dtype=torch.int32, device=device)
     dist.all_reduce(votes, op=dist.ReduceOp.MIN, group=group)

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
+import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.transformer.identity_op import IdentityFuncOp, IdentityOp
 from torch.nn.modules.module import _has_any_global_hook
@@ -205,7 +206,7 @@ def forward_by_blocks(layer: torch.nn.Module, args: tuple, kwargs: dict) -> torc
         under_way,
         evaluates=evaluates,
         written=functools.partial(_written, options),
-        agree=functools.partial(agreed, group=parts.qkv.tp_group),
+        agree=_agree(parts.qkv.tp_group),
     )
 
 
@@ -260,6 +261,11 @@ def _used(parts: Parts, options: tuple[LinearOptions, ...]) -> tuple:
     for linear, how in zip(parts.linears, options, strict=True):
         found += how.uses(linear.weight)
     return tuple(found)
+
+
+def _agree(group: dist.ProcessGroup) -> Callable[[bool], bool]:
+    """How ranks that share a layer's collectives agree on whether its graphs are used."""
+    return bool if group.size() == 1 else functools.partial(agreed, group=group)
 
 
 def _written(options: tuple[LinearOptions, ...]) -> list[torch.Tensor]:

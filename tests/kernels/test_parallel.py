@@ -29,6 +29,8 @@ def send():
     known of a tensor: this rank's operands with the scale of all."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+    votes = [parallel.agreed(vote, dist.group.WORLD) for vote in (True, dist.get_rank() == 0, False)]
+    assert votes == [True, False, False]
     return joined_columns(device), agreed_operands(device)
 
 
