@@ -43,14 +43,14 @@ def version_of(path: Path) -> str:
 
 
 def conflicts(files: dict[str, list[Path]] | None = None) -> list[str]:
-    """A sentence for each library of which this process uses two versions, with the fix."""
+    """A sentence for each library that this process uses in two versions, with the fix."""
     files = mapped() if files is None else files
     packages = Path(torch.__file__).parents[1]
     sentences = []
     for library, paths in files.items():
         entries = [p for p in paths if _FILE.match(p.name)[2] == ""]
         used = {p.parent for p in paths if p not in entries} if library == "cudnn" else set()
-        # torch's own entry library, which other packages may have mapped a second one beside
+        # torch's own entry library; other packages may have mapped another one
         of_torch = {p.parent for p in entries if packages in p.parents}
         if library == "cudnn":
             mixed = len(used | of_torch) > 1

@@ -1,4 +1,4 @@
-"""Which modules stay as they are whatever they compute, and why: output heads, adapters, and parts whose
+"""Which modules keep their own arithmetic, and why: output heads, adapters, and parts whose
 output is compared or rounded to choose something discrete, where an FP8 error changes the choice."""
 
 import re
@@ -41,7 +41,7 @@ _INPUT_NAME = re.compile(
 
 
 def what_stays(model: nn.Module) -> dict[int, str]:
-    """By id of a module: why it stays as it is. The first reason found counts."""
+    """The reason why a module keeps its own arithmetic, by the module's id. The first reason found counts."""
     stays: dict[int, str] = {}
     for rule in (_dispatched, _adapters, _kept_in_fp32, _codes, _heads, _choices):
         for module, reason in rule(model):
@@ -171,7 +171,7 @@ def _choices(model: nn.Module) -> Iterator[tuple[nn.Module, str]]:
 
 @cache
 def _chooses(kind: type) -> bool:
-    """Whether the code of a class, but for its generation, calls a function that returns indices."""
+    """Whether the code of a class, except for generation, calls a function that returns indices."""
     for base in kind.__mro__:
         if base.__module__.startswith("torch.") or base.__name__ in _FRAMEWORK_CLASSES:
             continue

@@ -190,7 +190,7 @@ def check_options(options: dict[str, Any]) -> None:
     """Raises ValueError for options that `CoatAdamW` cannot honour."""
     for name, only in STOCK_SWITCHES.items():
         value = options[name]
-        # foreach and fused choose between implementations, of which there is one here
+        # foreach and fused choose between implementations; there is one here
         if value != only and not (only is None and isinstance(value, bool)):
             raise ValueError(f"CoatAdamW: {name}={value!r} is not supported. Leave it at {only!r}.")
     check_numbers(options)

@@ -26,7 +26,7 @@ def take_states(packed: dict[str, Any], layout: str) -> dict[str, Any]:
     indices = {index for group in packed["param_groups"] for index in group["params"]}
     for index, entry in packed["state"].items():
         if index not in indices:
-            # somebody's note, which is no parameter's state
+            # a note of the caller's, not the state of a parameter
             state[index] = entry
             continue
         state[index] = dict(entry)

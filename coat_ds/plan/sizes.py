@@ -404,8 +404,8 @@ def _from_pretrained(model, numel: int) -> Sizes:
 
 
 def _matched(name: str, variants: Sequence[Sizes], of_decoder: int, numel: int) -> Sizes:
-    """The first of `variants` with as many parameters as the decoder of a model, which has `numel` in all.
-    Raises PlanError if none has."""
+    """The first of `variants` that has `of_decoder` parameters, for a model that has `numel` in all. Raises
+    PlanError if none has."""
     for sizes in variants:
         if abs(of_decoder - sizes.parameters) <= TOLERANCE * of_decoder:
             return dataclasses.replace(sizes, other_parameters=max(0, numel - sizes.parameters))

@@ -70,7 +70,7 @@ SMALL = {
     "n_positions": 128,
     "dropout": 0.0,
 }
-# dropout has many names, of which all mean none here
+# fields of dropout, which have many names
 ZERO = ("dropout", "drop_rate", "pdrop", "layerdrop", "jitter", "drop_path")
 
 

@@ -19,7 +19,7 @@ LLAMA = FAMILIES["llama"]
 
 @pytest.fixture
 def said(caplog):
-    """The lines that were said since, each once, but for what `convert` did."""
+    """The lines that are logged from now on, each once, except the line of `convert`."""
     log.say_anew()
     caplog.set_level(logging.INFO, log.__name__)
     return lambda: [
