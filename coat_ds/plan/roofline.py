@@ -54,6 +54,23 @@ _H200 = Gpu(
     link=368 * GB,
     source="measured on H200s (torch 2.11, CUDA 13.0); link: a copy between two, 368 GB/s",
 )
+
+
+def _of_data_sheet(name: str, memory: float, bf16: float, fp8: float, bandwidth: float, link: float) -> Gpu:
+    """A GPU that was not measured: GB, dense TFLOP/s with FP32 sums and GB/s of its data sheet, at the shares
+    of theirs that an H200 reaches (of 989 and 1,979 TFLOP/s, and 4,800 GB/s)."""
+    return Gpu(
+        name=name,
+        memory=memory * GB - 3 * GB,
+        bf16=bf16 * 1e12 * _H200.bf16 / 989e12,
+        fp8=fp8 * 1e12 * _H200.fp8 / 1979e12,
+        attention=bf16 * 1e12 * _H200.attention / 989e12,
+        copy=bandwidth * GB * _H200.copy / (4800 * GB),
+        link=link * GB,
+        source="its data sheet, at the share of theirs that H200s reach; nothing was measured on it",
+    )
+
+
 GPUS = {
     "h200": _H200,
     "h100": Gpu(
@@ -66,6 +83,10 @@ GPUS = {
         link=_H200.link,
         source="a copy of 3.03 TB/s, measured on an H100; else as the H200, which has the same cores",
     ),
+    "b200": _of_data_sheet("B200", 192, 2250, 4500, 8000, 736),
+    "l40s": _of_data_sheet("L40S", 47.7, 362, 733, 864, 25),
+    "4090": _of_data_sheet("RTX 4090", 25.3, 165, 330, 1008, 25),
+    "5090": _of_data_sheet("RTX 5090", 33.7, 209, 419, 1792, 50),
 }
 # bytes a second between a GPU and the CPU, as measured from pinned memory to an H200
 HOST_LINK = 55 * GB
@@ -98,7 +119,10 @@ def gpu_called(name: str) -> Gpu:
     for key, gpu in GPUS.items():
         if key in name.lower():
             return gpu
-    raise PlanError(f"gpu: found {name!r}; rates are known of {' and '.join(GPUS)}. Name one of these.")
+    without = ""
+    if "a100" in name.lower():
+        without = " An A100 has no FP8: the optimizer's states are all that COAT makes smaller there."
+    raise PlanError(f"gpu: found {name!r}; expected one of {', '.join(GPUS)}.{without}")
 
 
 def layer_flops(sizes: Sizes, batch: int, sequence: int) -> float:

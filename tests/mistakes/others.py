@@ -256,7 +256,7 @@ MISTAKES = {
         Mistake(
             "a GPU without known rates",
             coat("plan", *LLAMA, "--gpu", "a100"),
-            ("found 'a100'", "h200 and h100"),
+            ("found 'a100'", "h200", "no FP8"),
         ),
         Mistake(
             "GPUs that do not divide",
