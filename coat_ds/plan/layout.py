@@ -303,6 +303,9 @@ def section(config: Mapping, key: str) -> Mapping:
 
 def _number(values: Mapping, prefix: str, key: str, default: int | None) -> int:
     value = values.get(key, default)
+    if isinstance(value, str) and value.isdigit():
+        # as pydantic reads it
+        value = int(value)
     # of floats neither NaN nor infinity is
     is_whole = type(value) is int or (type(value) is float and value.is_integer())
     if not is_whole or value < 0:

@@ -111,7 +111,11 @@ def stage_of(config: Mapping[str, Any]) -> int:
     if config.get("zero_optimization") is True:
         return 1
     stage = section(config, "zero_optimization").get("stage", 0)
-    return 0 if stage == "auto" else int(stage)
+    try:
+        return int(float(stage))
+    except (TypeError, ValueError):
+        # "auto", for which DeepSpeed takes its default, or a value that DeepSpeed refuses
+        return 0
 
 
 def offloads(config: Mapping[str, Any]) -> bool:
@@ -185,7 +189,8 @@ def _check_precision(config: Mapping[str, Any]) -> None:
     if enabled(config, "amp"):
         _refuse("amp.enabled", True, "apex would cast CoatAdamW's states", 'Use "bf16": {"enabled": true}')
     autocast = section(config, "torch_autocast")
-    if enabled(config, "torch_autocast") and str(autocast.get("dtype")).removeprefix("torch.") in FP16_NAMES:
+    # no field of pydantic's: any word switches it on
+    if autocast.get("enabled") and str(autocast.get("dtype")).removeprefix("torch.") in FP16_NAMES:
         _refuse(
             "torch_autocast.dtype",
             autocast["dtype"],

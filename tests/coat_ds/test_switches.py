@@ -7,8 +7,9 @@ from deepspeed.runtime.precision_config import DeepSpeedFP16Config, get_bfloat16
 from pydantic import ValidationError
 
 import coat_ds
+from coat_ds.plan import layout
 from coat_ds.zero.block import flag
-from coat_ds.zero.deepspeed_config import no_conversion
+from coat_ds.zero.deepspeed_config import check, no_conversion, stage_of
 from tests.util import run_distributed
 
 VALUES = [
@@ -43,6 +44,18 @@ def test_a_switch_is_read_as_deepspeed_reads_it(value):
     assert flag(value) == DeepSpeedFP16Config(enabled=value).enabled == bf16.enabled
     assert flag("auto", auto=True)
     assert bool(no_conversion({"fp16": {"enabled": value}}, coat_ds.CoatConfig().activations)) == flag(value)
+
+
+def test_words_are_numbers_where_deepspeed_takes_them():
+    assert [stage_of({"zero_optimization": {"stage": s}}) for s in (2, "2", "2.0", "auto")] == [2, 2, 2, 0]
+    assert layout.from_deepspeed({"zero_optimization": {"stage": "2"}}, gpus=1).stage == 2
+
+
+@pytest.mark.parametrize("word", ["true", "false", "auto"])
+def test_any_word_switches_torch_autocast_on(word):
+    config = {"coat": {"enabled": True}, "torch_autocast": {"enabled": word, "dtype": "float16"}}
+    with pytest.raises(coat_ds.CoatConfigError, match="torch_autocast.dtype"):
+        check(config | {"optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}}, None)
 
 
 def test_what_deepspeed_refuses_is_left_to_it():
