@@ -10,14 +10,13 @@ from pathlib import Path
 
 import torch
 
-LIBRARIES = ("cudnn", "cublas", "nccl")
-# libcudnn_ops.so.9.14.0: library, part, version
-_FILE = re.compile(rf"lib({'|'.join(LIBRARIES)})(\w*)\.so[.\d]*$")
+# libcudnn_ops.so.9.14.0: library and part. libcublasmp.so.0 and plugins of NCCL are libraries of their own
+_FILE = re.compile(r"lib(cudnn|cublas|nccl)((?<=cudnn)_\w+|(?<=cublas)Lt|)\.so[.\d]*$")
 
 
 def mapped(maps: str | None = None) -> dict[str, list[Path]]:
-    """The files of each of `LIBRARIES` in this process, or in the text of a /proc/PID/maps. Empty where the
-    system has no such file."""
+    """The files of cuDNN, cuBLAS and NCCL in this process, or in the text of a /proc/PID/maps. Empty without
+    such a file."""
     if maps is None:
         source = Path("/proc/self/maps")
         maps = source.read_text() if source.exists() else ""
@@ -55,7 +54,8 @@ def conflicts(files: dict[str, list[Path]] | None = None) -> list[str]:
         if library == "cudnn":
             mixed = len(used | of_torch) > 1
         else:
-            mixed = len({p.parent for p in paths}) > 1
+            # copies of one version do no harm
+            mixed = len({version_of(p) for p in paths}) > 1
         if mixed:
             versions = sorted({f"{version_of(p)} ({p.parent})" for p in paths})
             home = next(iter(of_torch), paths[0].parent)

@@ -28,6 +28,8 @@ CASES = {
     "sub-libraries of two": ([*ONE, SYSTEM / "libcudnn_adv.so.9.14.0"], ("cudnn",)),
     "two of NCCL": ([TORCH / "libnccl.so.2", SYSTEM / "libnccl.so.2.27.3"], ("nccl",)),
     "two of cuBLAS": ([SYSTEM / "libcublas.so.13.0.1", TORCH / "libcublasLt.so.13"], ("cublas",)),
+    "cuBLASMp": ([TORCH / "libcublas.so.13", SYSTEM / "libcublasmp.so.0"], ()),
+    "copies of NCCL": ([TORCH.parent / "libnccl.so.2.27.3", SYSTEM / "libnccl.so.2.27.3"], ()),
     "others": ([SYSTEM / "libc.so.6", SYSTEM / "libcudart.so.13"], ()),
 }
 
