@@ -1,5 +1,5 @@
-"""Compiles kernels for a GPU that need not be there, and prints one line for each as JSON: its name, and how
-threads hold the rows that it sums.
+"""Compiles kernels for a GPU that need not be there, and prints one line for each as JSON: its name, how
+threads hold the rows that it sums, and the bytes of shared memory of a block.
 
 They are those of a training step of converted models, and the others by themselves. Nothing is launched:
 results are whatever was in memory. To be run without triton's interpreter, whose kernels are not compiled.
@@ -60,7 +60,8 @@ def compile_only(capability: int) -> None:
         compiled = launch(self, *args, **(how | {"warmup": True}))
         text = compiled.asm["ttgir"]
         layouts = dict(LAYOUT.findall(text))
-        print(json.dumps([self.fn.__name__, [layouts[name] for name in SUM.findall(text)]]))
+        sums = [layouts[name] for name in SUM.findall(text)]
+        print(json.dumps([self.fn.__name__, sums, compiled.metadata.shared]))
         return compiled
 
     JITFunction.run = run
@@ -101,7 +102,9 @@ def others() -> None:
     kept = groups.quantize_groups_triton(x, 16)
     groups.dequantize_groups_triton(kept, 16)
     out, one = torch.empty(256, 256), torch.ones(1)
-    linear.kernels.accumulate_matmul_triton(codes, codes, one, one, out)
+    if driver.active.get_current_target().arch == CAPABILITY:
+        # Hopper alone adds to the output itself (`accumulate_matmul`)
+        linear.kernels.accumulate_matmul_triton(codes, codes, one, one, out)
     linear.kernels.add_triton(out, out)
     q = torch.empty(8, 2, 4, 64, dtype=torch.bfloat16)
     table = torch.empty(8, 64)
