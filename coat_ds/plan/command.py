@@ -2,7 +2,6 @@
 
 import argparse
 import dataclasses
-import importlib.util
 import json
 import re
 from collections.abc import Mapping
@@ -126,7 +125,7 @@ def read_sizes(values: Mapping, vocabulary: int | None) -> Sizes:
         return sizes.from_shape(values, vocabulary)
     if vocabulary is not None:
         values = {**values, "vocab_size": vocabulary}
-    if "model_type" in values and importlib.util.find_spec("transformers") is not None:
+    if "model_type" in values:
         # defaults of its class, and what its modules hold
         return sizes.from_module(meta_model.build(values))
     return sizes.from_transformers(values)

@@ -49,6 +49,8 @@ _UNGATED = ("gpt2", "gpt_neox", "opt", "gptj", "phi")
 # those whose saved activations tests count
 _COUNTED = ("llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe")
 _HEAD_NORMS = ("qwen3", "qwen3_moe")
+# Megatron's arguments for models with Mamba layers
+_HYBRID = ("hybrid-override-pattern", "hybrid-layer-pattern", "is-hybrid-model")
 # a model whose parameters are further than this from what its config's sizes give is of another kind
 TOLERANCE = 0.02
 
@@ -292,6 +294,8 @@ def from_megatron(arguments: Sequence[str]) -> tuple[Sizes, dict]:
         parser.add_argument(f"--{name}", action="store_true")
     for name in _UNEVEN:
         parser.add_argument(f"--{name.replace('_', '-')}")
+    for name in _HYBRID:
+        parser.add_argument(f"--{name}", nargs="?", const=True)
     mixtures.add_arguments(parser)
     try:
         found, _ = parser.parse_known_args(list(arguments))
@@ -299,6 +303,12 @@ def from_megatron(arguments: Sequence[str]) -> tuple[Sizes, dict]:
         raise PlanError(f"Megatron's arguments: {error}. Correct it.") from None
     values = vars(found)
     _refuse_latent_attention(values)
+    for name in _HYBRID:
+        if values[name.replace("-", "_")] is not None:
+            raise PlanError(
+                f"--{name}: hybrid models are not planned, only layers of attention and feed-forward. "
+                "Drop it for a plan of such layers."
+            )
     for name in _UNEVEN:
         if values[name] is not None:
             raise PlanError(

@@ -423,6 +423,13 @@ def test_commands_need_no_optional_package(words):
     assert done.returncode == 0 and done.stdout and "Traceback" not in done.stderr, done.stderr
 
 
+def test_plan_of_a_published_config_needs_transformers(tmp_path):
+    """A table of model types in its place would plan another model."""
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG | {"model_type": "gemma"}))
+    done = without("transformers", "plan", str(tmp_path / "config.json"))
+    assert done.returncode == 2 and "pip install transformers" in done.stderr + done.stdout
+
+
 @pytest.mark.parametrize("package", ["megatron", "deepspeed"])
 def test_train_names_the_package_that_is_missing(tmp_path, package):
     done = without(package, "train", "--steps=1", f"--output={tmp_path}")
@@ -435,7 +442,7 @@ def test_watch_without_matplotlib_prints_the_table(tmp_path):
     done = without("matplotlib", "watch", str(tmp_path))
     (line,) = done.stderr.splitlines()
     assert done.returncode == 0 and done.stdout and "matplotlib" in line
-    # pictures that are asked for are part of the result
+    # pictures named on the command line are part of the result
     assert without("matplotlib", "watch", str(tmp_path), "--pictures", str(tmp_path)).returncode == 2
 
 

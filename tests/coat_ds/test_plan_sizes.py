@@ -308,8 +308,8 @@ def test_layers_that_were_not_counted_say_so(tmp_path, capsys):
         (lambda: Layout(parameter_device="cpu"), "parameter_device: .* Set the stage to 3"),
         (lambda: layout.from_deepspeed({"zero_optimization": 3}), "zero_optimization: expected an object"),
         (
-            lambda: layout.from_deepspeed({"zero_optimization": {"stage": "2"}}),
-            "zero_optimization.stage: expected a whole number, found '2'",
+            lambda: layout.from_deepspeed({"zero_optimization": {"stage": "two"}}),
+            "zero_optimization.stage: expected a whole number, found 'two'",
         ),
         (
             lambda: layout.from_deepspeed({"zero_optimization": {"sub_group_size": float("inf")}}),
@@ -414,6 +414,14 @@ def test_a_plan_is_of_the_model_that_transformers_builds(config):
     found = read_sizes(config, None)
     assert abs(found.parameters - exact) <= 0.02 * exact
     assert found.gated == (config is not UNGATED) and found.tied == (config is not PICTURES)
+
+
+@pytest.mark.parametrize("words", [["--hybrid-override-pattern", "M-M*"], ["--is-hybrid-model"]])
+def test_hybrid_models_of_megatron_are_refused(words):
+    dense = "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --vocab-size 512 --swiglu"
+    assert sizes.from_megatron(dense.split())
+    with pytest.raises(PlanError, match=words[0]):
+        sizes.from_megatron([*dense.split(), *words])
 
 
 def test_layers_that_are_not_planned_are_refused():

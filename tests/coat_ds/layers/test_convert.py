@@ -571,7 +571,7 @@ def of_modules():
 @pytest.mark.parametrize("build", [of_llama, of_modules])
 @pytest.mark.parametrize("checkpointed", [False, True])
 def test_second_derivatives_are_an_error(build, checkpointed):
-    """Of every kind that optimizers, influence functions and penalties take; stock models have them."""
+    """The kinds that optimizers, influence functions and penalties use. Stock models have all of them."""
     model, loss_of = build()
     coat_ds.convert(model)
     parameters = [p for p in model.parameters() if p.requires_grad]
