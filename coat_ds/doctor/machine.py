@@ -287,7 +287,7 @@ def check_disk(folder: str, parameters: int | None) -> Finding:
     free = free_bytes(folder)
     details = {"folder": str(folder), "free_bytes": free}
     if parameters is None:
-        text = f"{free / 2**30:.1f} GiB are free in {folder}; give --model to know whether that is enough"
+        text = f"{free / 2**30:.1f} GiB are free in {folder}; give a --model that can be built to compare"
         return Finding("disk", OK, text, details)
     if (why := too_little_room(folder, free, parameters)) is not None:
         return Finding("disk", PROBLEM, f"{why}. Make room, or give another --folder", details)

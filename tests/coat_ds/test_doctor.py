@@ -570,12 +570,15 @@ def test_accelerates_yaml_is_read(tmp_path, capsys):
     assert "no coat block" in found["dry run"]["text"] and found["DeepSpeed JSON"]["state"] == OK
 
 
-def test_room_for_a_decoders_checkpoints_needs_no_transformers(tmp_path, monkeypatch, capsys):
+def test_without_transformers_a_models_size_is_not_guessed(tmp_path, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "transformers", None)
     (tmp_path / "config.json").write_text(json.dumps(LLAMA))
-    cli.main(["doctor", "--json", f"--folder={tmp_path}", f"--model={tmp_path / 'config.json'}"])
-    found = {f["check"]: f for f in json.loads(capsys.readouterr().out)["machine"]}
-    assert found["disk"]["state"] == OK and "enough for checkpoints" in found["disk"]["text"]
+    code = cli.main(["doctor", "--json", f"--folder={tmp_path}", f"--model={tmp_path / 'config.json'}"])
+    parts = json.loads(capsys.readouterr().out)
+    (model,) = parts["model"]
+    (disk,) = (f for f in parts["machine"] if f["check"] == "disk")
+    assert code == 1 and model["state"] == PROBLEM and "transformers" in model["text"]
+    assert "enough" not in disk["text"]
 
 
 def test_models_that_cannot_be_built_are_named():
