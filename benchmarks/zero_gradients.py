@@ -12,7 +12,8 @@ from benchmarks.common.environment import device
 from benchmarks.common.harness import Table, benchmark
 from benchmarks.common.memory import held_bytes, peak_bytes, release
 from benchmarks.common.spawn import Rank, join_deepspeed, run_ranks
-from coat_ds.plan import layout, predict, sizes
+from coat_ds.plan import layout, predict
+from coat_ds.plan.read import from_values
 from coat_ds.plan.systems import coat
 
 FP32 = {"data_types": {"grad_accum_dtype": "fp32"}}
@@ -101,7 +102,9 @@ CASES = [
 def predicted(case: Case, size: Size, ranks: int, **fields) -> dict[str, float]:
     """MB by `coat plan`: the highest peak of all, and the optimizer step's. `fields`: of the Layout."""
     spread = layout.from_deepspeed(case.config(size), gpus=ranks, sequence=size.sequence, **fields)
-    found = predict(sizes.from_transformers(size.fields), spread, coat("COAT, launched", BLOCK))
+    found = predict(
+        from_values({"model_type": "llama", **size.fields}), spread, coat("COAT, launched", BLOCK)
+    )
     step = next(memory for memory in found.moments if memory.moment == "step")
     return {"all_predicted_mb": found.peak.total / 1e6, "step_predicted_mb": step.total / 1e6}
 

@@ -7,8 +7,8 @@ from collections import Counter
 from coat_ds.doctor import deepspeed_json, dry_run, machine, packages, switches
 from coat_ds.doctor.finding import PROBLEM, UNKNOWN, Finding
 from coat_ds.plan import meta_model
-from coat_ds.plan.command import read_object, read_sizes
-from coat_ds.plan.sizes import PlanError
+from coat_ds.plan.errors import PlanError
+from coat_ds.plan.read import from_values, model_object
 
 EPILOG = """exit code: 0 without problems, whatever could not be checked; 1 with problems; 2 for wrong options
 example:
@@ -21,7 +21,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.epilog = EPILOG
     add = parser.add_argument
     add("--deepspeed", metavar="FILE", help="DeepSpeed's JSON, or Accelerate's YAML that names it")
-    add("--model", metavar="JSON", help="config.json of Hugging Face's, or a file of configs/model_*.json")
+    add("--model", help="config.json, its folder, a model of the Hub, or a file of configs/model_*.json")
     add("--vocabulary", type=int, help="where the model's file names none")
     add("--gpus", type=int, default=1, help="all of them, for the predicted peak (default: 1)")
     add("--sequence", type=int, default=2048, help="tokens of a sequence, for it (default: 2048)")
@@ -33,7 +33,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Prints what was found; 1 if anything is a problem. Raises PlanError for files that cannot be read."""
     config, found = deepspeed_json.read(arguments.deepspeed) if arguments.deepspeed else (None, [])
     parts = {"packages": packages.check(), "switch": [switches.check()]}
-    values = read_object(arguments.model) if arguments.model else None
+    values = model_object(arguments.model) if arguments.model else None
     if config is not None and values is None:
         raise PlanError("--deepspeed: a model is needed beside it. Give --model and its config.json.")
     model, parameters = None, None
@@ -67,7 +67,7 @@ def _described(values: dict, needs_model: bool, arguments) -> tuple:
     built. And the number of its parameters, None where that is unknown."""
     if not needs_model or "model_type" not in values:
         try:
-            return None, read_sizes(values, arguments.vocabulary).parameters
+            return None, from_values(values, arguments.vocabulary).parameters
         # what cannot be planned can be built, and counted
         except PlanError:
             if "model_type" not in values:

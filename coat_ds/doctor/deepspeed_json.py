@@ -9,7 +9,7 @@ from typing import Any
 
 from coat_ds.doctor.finding import OK, PROBLEM, UNKNOWN, Finding
 from coat_ds.plan import PlanError
-from coat_ds.plan.command import read_object
+from coat_ds.plan.read import read_object
 from coat_ds.zero.block import misplaced_block, section
 
 NAME = "DeepSpeed JSON"

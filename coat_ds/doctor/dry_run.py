@@ -6,9 +6,8 @@ import torch
 
 from coat_ds.config import CoatConfig, CoatConfigError
 from coat_ds.doctor.finding import OK, PROBLEM, UNKNOWN, WARNING, Finding
-from coat_ds.plan import PlanError, predict, unplanned
+from coat_ds.plan import PlanError, from_module, predict, unplanned
 from coat_ds.plan import layout as layouts
-from coat_ds.plan import sizes as readers
 from coat_ds.plan.command import configured
 from coat_ds.plan.systems import System
 
@@ -99,7 +98,7 @@ def _states(block: CoatConfig, model: torch.nn.Module, keeps_fp32) -> Finding:
 
 def _peak(config: Mapping, model: torch.nn.Module, gpus: int, sequence: int) -> Finding:
     try:
-        sizes = readers.from_module(model)
+        sizes = from_module(model)
         layout = layouts.from_deepspeed(config, sizes.hidden, gpus=gpus, sequence=sequence)
         system, left_out = configured(config, layout), unplanned.of_deepspeed(config)
     except PlanError as error:

@@ -62,7 +62,7 @@ def _asks_interface(forward: Callable) -> bool:
     return getattr(forward, "__globals__", {}).get("__name__") == "transformers.integrations.moe"
 
 
-def _runs_one_by_one(module: torch.nn.Module) -> bool:
+def runs_one_by_one(module: torch.nn.Module) -> bool:
     plain = not _is(module, "has_bias") and not _is(module, "is_transposed") and _kind(module) is not None
     return plain and _sizes(module)[0] <= MOST_EXPERTS
 
@@ -85,7 +85,7 @@ def why_not(module: torch.nn.Module, group_size: int) -> str | None:
     if both != 2 * f:
         return "experts whose gate does not halve"
     # what the gate makes is made again from whole groups
-    multiple = 16 if _runs_one_by_one(module) else group_size
+    multiple = 16 if runs_one_by_one(module) else group_size
     if h % 16 or f % multiple:
         return f"experts of {h} x {f}, not multiples of 16 and {multiple}"
     return None
@@ -93,7 +93,7 @@ def why_not(module: torch.nn.Module, group_size: int) -> str | None:
 
 def forward_of(module: torch.nn.Module, activations: ActivationsConfig) -> "_Experts":
     """What takes the place of the forward of an expert layer that can be converted."""
-    return (Fp8Experts if _runs_one_by_one(module) else GroupedExperts)(module, activations)
+    return (Fp8Experts if runs_one_by_one(module) else GroupedExperts)(module, activations)
 
 
 class _Experts(Replaced):

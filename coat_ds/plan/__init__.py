@@ -1,17 +1,18 @@
 """What training takes before anything is allocated: bytes by role, time at best, and what fits a GPU.
 
 from coat_ds import plan
-from coat_ds.plan import layout, sizes
+from coat_ds.plan import layout
 
 with torch.device("meta"):
     model = AutoModelForCausalLM.from_config(config)
 spread = layout.from_deepspeed(ds_config, gpus=8, sequence=4096)
-plan.predict(sizes.from_module(model), spread, plan.rungs()["COAT"]).peak.total  # bytes
+plan.predict(plan.from_module(model), spread, plan.rungs()["COAT"]).peak.total  # bytes
 """
 
 from coat_ds.plan.errors import PlanError
 from coat_ds.plan.layout import Layout
 from coat_ds.plan.memory import ROLES, Memory, Prediction, predict
+from coat_ds.plan.read import from_module
 from coat_ds.plan.roofline import GPUS, Gpu, Time, flops, gpu_called, layer_flops, step_time
 from coat_ds.plan.sizes import Sizes
 from coat_ds.plan.systems import System, rungs
@@ -28,6 +29,7 @@ __all__ = [
     "System",
     "Time",
     "flops",
+    "from_module",
     "gpu_called",
     "layer_flops",
     "predict",

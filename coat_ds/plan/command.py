@@ -5,12 +5,12 @@ import dataclasses
 import json
 import re
 from collections.abc import Mapping
-from pathlib import Path
 
-from coat_ds.plan import advice, layout, meta_model, sizes, unplanned
+from coat_ds.plan import advice, from_megatron, layout, unplanned
 from coat_ds.plan.errors import PlanError
 from coat_ds.plan.layout import Layout
 from coat_ds.plan.memory import ROLES, predict
+from coat_ds.plan.read import from_values, model_object, read_object
 from coat_ds.plan.roofline import GPUS, Gpu, gpu_called
 from coat_ds.plan.sizes import Sizes
 from coat_ds.plan.systems import System, rungs
@@ -21,7 +21,7 @@ AS_CONFIGURED = "as the JSON says"
 EPILOG = """examples:
   coat plan config.json --gpus 2 --deepspeed ds.json
   coat plan config.json --gpus 8 --fit 80GB
-  coat plan configs/model_llama2_7b.json --vocabulary 32000 --stage 2 --picture plan.png
+  coat plan configs/model_llama2_7b.json --vocabulary 32000 --stage 2
   coat plan --gpus 8 --megatron --num-layers 32 --hidden-size 4096 ..."""
 
 
@@ -29,7 +29,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.epilog = EPILOG
     add = parser.add_argument
-    add("model", nargs="?", help="config.json of Hugging Face's, or a file of configs/model_*.json")
+    add("model", nargs="?", help="config.json, its folder, a model of the Hub, or a configs/model_*.json")
     add("--deepspeed", metavar="JSON", help="DeepSpeed's config: stage, buckets, offload, batches, block")
     add("--megatron", nargs=argparse.REMAINDER, help="Megatron's arguments, as the last option")
     add("--gpu", default="h100", help=f"kind of GPU, of {', '.join(GPUS)} (default: %(default)s)")
@@ -43,7 +43,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--pipeline", type=int, help="pipeline parallel size")
     add("--accumulation", type=int, help="micro-batches of a step")
     add("--fit", metavar="GB", help="recommend the fastest that fits, as 80GB, and print its JSON")
-    add("--picture", metavar="PNG", help="draw the bars")
     add("--json", action="store_true", help="print everything as JSON")
 
 
@@ -66,10 +65,6 @@ def run(arguments: argparse.Namespace) -> int:
         left_out = unplanned.of_deepspeed(config)
     elif arguments.megatron is not None:
         left_out = unplanned.of_megatron(arguments.megatron)
-    if arguments.picture:
-        from coat_ds.plan.picture import draw
-
-        draw(choices, title, limit, arguments.picture)
     pasted = None if best is None else _pasted(best, config)
     if arguments.json:
         found = _as_json(model, spread, gpu, limit, choices, best, pasted)
@@ -83,8 +78,6 @@ def run(arguments: argparse.Namespace) -> int:
         print(line)
     for line in left_out:
         print(f"not planned: {line}.")
-    if arguments.picture:
-        print(f"picture: {arguments.picture}")
     if best is not None:
         print()
         print(_recommendation(best, limit))
@@ -105,30 +98,17 @@ def _spread(arguments: argparse.Namespace, config: dict | None) -> tuple[Sizes, 
     if arguments.megatron is not None:
         if arguments.model or config:
             raise PlanError("--megatron: its arguments describe model and layout. Drop the files beside it.")
-        model, said = sizes.from_megatron(arguments.megatron)
+        model, said = from_megatron.from_arguments(arguments.megatron)
         return model, layout.from_megatron(said, **rest)
     if arguments.model is None:
         raise PlanError("model: none given. Name a config.json, or give --megatron and its arguments.")
-    values = read_object(arguments.model)
     try:
-        model = read_sizes(values, arguments.vocabulary)
+        model = from_values(model_object(arguments.model), arguments.vocabulary)
     except PlanError as error:
         raise PlanError(f"{arguments.model}: {error}") from None
     if config is not None:
         return model, layout.from_deepspeed(config, model.hidden, **rest)
     return model, Layout(**{"stage": 1 if (arguments.pipeline or 1) > 1 else 2} | rest)
-
-
-def read_sizes(values: Mapping, vocabulary: int | None) -> Sizes:
-    """Of Hugging Face's config.json or a file of configs/model_*.json."""
-    if "num_layers" in values and "num_query_groups" in values:
-        return sizes.from_shape(values, vocabulary)
-    if vocabulary is not None:
-        values = {**values, "vocab_size": vocabulary}
-    if "model_type" in values:
-        # defaults of its class, and what its modules hold
-        return sizes.from_module(meta_model.build(values))
-    return sizes.from_transformers(values)
 
 
 def configured(config: Mapping, spread: Layout) -> System:
@@ -213,7 +193,7 @@ def _notes(model: Sizes, spread: Layout, gpu: Gpu, limit: float, choices: list[a
     ]
     if model.beside:
         parts = ", ".join(model.beside)
-        lines.append(f"what {parts} describes: their parameters are counted, their activations are not.")
+        lines.append(f"not planned: {parts}: their parameters are counted, their activations are not.")
     if not model.counted:
         lines.append(
             "layers of this model type were not counted: what they save is taken for Llama's. BF16 may be"
@@ -331,16 +311,3 @@ def _bytes(option: str, text: str) -> float:
     if match is None or match[2] not in UNITS or not float(match[1]):
         raise PlanError(f"{option}: expected a size such as 80GB or 79.6GiB, found {text!r}. Correct it.")
     return float(match[1]) * UNITS[match[2]]
-
-
-def read_object(path: str) -> dict:
-    """The JSON object in a file. Raises PlanError for whatever else is there."""
-    try:
-        value = json.loads(Path(path).read_bytes())
-    # of too many brackets in brackets
-    except (OSError, ValueError, RecursionError) as error:
-        why = error.strerror if isinstance(error, OSError) else f"not a JSON file ({error})"
-        raise PlanError(f"{path}: {why}. Give a JSON file that can be read.") from None
-    if not isinstance(value, dict):
-        raise PlanError(f"{path}: expected a JSON object, found {type(value).__name__}. Use braces.")
-    return value

@@ -280,7 +280,7 @@ def _of_a_global_batch(layout: Layout, total: int, micro_batch_is_given: bool) -
 
 
 def from_megatron(said: Mapping, **rest) -> Layout:
-    """Of what `sizes.from_megatron` found, with what it does not say in `rest`."""
+    """Of what `from_megatron.from_arguments` found, with what it does not say in `rest`."""
     layout = Layout(**said | rest)
     total = layout.global_batch
     if total is None:

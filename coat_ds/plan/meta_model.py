@@ -1,5 +1,6 @@
 """A model of transformers on the meta device: nothing is allocated."""
 
+import textwrap
 from collections.abc import Mapping
 
 import torch
@@ -36,7 +37,7 @@ def build(config: Mapping) -> torch.nn.Module:
         fix = "Correct model_type, or what it names"
         if "auto_map" in config:
             fix = "Its code is not part of transformers (auto_map): build it in Python and call plan.predict"
-        why = (str(error).strip().splitlines() or [type(error).__name__])[0][:160]
+        why = textwrap.shorten(str(error) or type(error).__name__, 200, placeholder=" ...")
         raise PlanError(f"model: transformers cannot build it ({why}). {fix}.") from error
     # buffers that torch's constructors did not make, too
     return model.to("meta", torch.bfloat16)

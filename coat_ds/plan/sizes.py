@@ -1,57 +1,21 @@
-"""The sizes of a model, read from whatever describes it."""
+"""The sizes of a decoder-only transformer."""
 
-import argparse
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from coat_ds.layers.experts import MOST_EXPERTS
-from coat_ds.plan import mixtures
 from coat_ds.plan.errors import PlanError
 from coat_ds.plan.experts import Experts
 
 MAKERS = ("megatron", "transformers")
-# what others call a size
-_TRANSFORMERS = {
-    "layers": ("num_hidden_layers", "n_layer"),
-    "hidden": ("hidden_size", "n_embd"),
-    "ffn": ("intermediate_size", "n_inner"),
-    "heads": ("num_attention_heads", "n_head"),
-    "vocabulary": ("vocab_size",),
-}
-_MEGATRON = {
+# what Megatron calls them
+MEGATRON = {
     "layers": "num_layers",
     "hidden": "hidden_size",
     "ffn": "ffn_hidden_size",
     "heads": "num_attention_heads",
 }
-# which stages of a pipeline have more layers than others
-_UNEVEN = (
-    "decoder_first_pipeline_num_layers",
-    "decoder_last_pipeline_num_layers",
-    "pipeline_model_parallel_layout",
-)
-_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "num_moe_experts")
-# mixtures whose layers are attention, a router and gated experts, as Mixtral's
-_MIXTURES = (
-    *("mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "flex_olmo", "phimoe", "granitemoe"),
-    *("glm4_moe", "minimax_m2", "solar_open", "gpt_oss"),
-)
-# whose experts have biases and gates of their own, which no FP8 product takes
-_OWN_GATES = ("gpt_oss",)
-# what a config calls experts that every token takes, by number and by channels
-_SHARED, _SHARED_FFN = ("n_shared_experts", "num_shared_experts"), "shared_expert_intermediate_size"
-# of what a config describes with such a name, these are not other parts of the model
-_NO_PARTS = ("text_config", "quantization_config", "generation_config")
-_ATTENTION = ("full_attention", "sliding_attention")
-# model types of transformers whose feed-forward is one product, an activation, one product
-_UNGATED = ("gpt2", "gpt_neox", "opt", "gptj", "phi")
-# those whose saved activations tests count
-_COUNTED = ("llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe")
-_HEAD_NORMS = ("qwen3", "qwen3_moe")
-# Megatron's arguments for models with Mamba layers
-_HYBRID = ("hybrid-override-pattern", "hybrid-layer-pattern", "is-hybrid-model")
-# a model whose parameters are further than this from what its config's sizes give is of another kind
+# a decoder whose parameters differ by more from those of its layers and tables has other parts
 TOLERANCE = 0.02
 
 
@@ -86,7 +50,7 @@ class Sizes:
     other_parameters: int = 0
     """Beside what the sizes above give: biases, positions, norms of queries and keys."""
     beside: tuple[str, ...] = ()
-    """Other parts of the model, as its config calls them, which are not planned."""
+    """Names of the model's other parts, which are not planned."""
     experts: Experts | None = None
     """In place of feed-forward layers of `ffn`, in the layers that have them."""
 
@@ -228,204 +192,14 @@ def from_shape(values: Mapping, vocabulary: int | None) -> Sizes:
     """Of a file of configs/ (`num_layers`, `hidden_size`, ...), which names no vocabulary."""
     if vocabulary is None:
         raise PlanError("vocabulary: a file of sizes names none. Give --vocabulary, 32000 for Llama-2.")
-    sizes = {name: _whole(values, key) for name, key in _MEGATRON.items()}
+    sizes = {name: _whole(values, key) for name, key in MEGATRON.items()}
     untied = values.get("untie_embeddings_and_output_weights", True)
     groups = values.get("num_query_groups") or sizes["heads"]
-    return _checked(**sizes, groups=groups, head_dim=None, vocabulary=vocabulary, tied=not untied)
+    return with_head_dim(**sizes, groups=groups, head_dim=None, vocabulary=vocabulary, tied=not untied)
 
 
-def from_transformers(config: Mapping) -> Sizes:
-    """Of a config.json of Hugging Face's."""
-    beside: tuple[str, ...] = ()
-    if "text_config" in config:
-        beside = tuple(name for name in config if name.endswith("_config") and name not in _NO_PARTS)
-        config = config["text_config"]
-        if not isinstance(config, Mapping):
-            raise PlanError(
-                f"text_config: expected an object, found {config!r}. Take the model's config.json."
-            )
-    _refuse_layers(config)
-    found = {}
-    for name, keys in _TRANSFORMERS.items():
-        key = next((k for k in keys if config.get(k) is not None), keys[0])
-        if key == "n_inner" or name == "ffn" and config.get(key) is None and "n_embd" in config:
-            found[name] = _whole_or(4 * found["hidden"], config, "n_inner")
-        elif name == "ffn" and config.get(key) is None and "moe_intermediate_size" in config:
-            # all layers have experts
-            found[name] = _whole(config, "moe_intermediate_size")
-        else:
-            found[name] = _whole(config, key)
-    return _checked(
-        **found,
-        experts=_experts(config, found["layers"]),
-        groups=_whole_or(found["heads"], config, "num_key_value_heads"),
-        head_dim=_whole_or(0, config, "head_dim") or None,
-        gated=config.get("model_type") not in _UNGATED,
-        head_norms=config.get("model_type") in _HEAD_NORMS,
-        counted=config.get("model_type", "llama") in _COUNTED,
-        tied=bool(config.get("tie_word_embeddings", "n_embd" in config)),
-        maker="transformers",
-        beside=beside,
-    )
-
-
-def from_megatron(arguments: Sequence[str]) -> tuple[Sizes, dict]:
-    """Of Megatron-LM's arguments, as its scripts take them; the sizes, and what they say of the layout.
-
-    Raises PlanError for arguments without which nothing can be said. Those that do not matter are passed.
-    """
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
-    for name in (
-        *("num-layers", "hidden-size", "ffn-hidden-size", "num-attention-heads", "num-query-groups"),
-        *("kv-channels", "vocab-size", "make-vocab-size-divisible-by", "seq-length", "micro-batch-size"),
-        *("global-batch-size", "tensor-model-parallel-size", "pipeline-model-parallel-size"),
-        *("padded-vocab-size",),
-    ):
-        parser.add_argument(f"--{name}", type=int)
-    for name in (
-        "swiglu",
-        "untie-embeddings-and-output-weights",
-        "sequence-parallel",
-        "multi-latent-attention",
-        "qk-layernorm",
-    ):
-        parser.add_argument(f"--{name}", action="store_true")
-    for name in ("use-distributed-optimizer", "grad-reduce-in-bf16"):
-        parser.add_argument(f"--{name}", action="store_true")
-    for name in _UNEVEN:
-        parser.add_argument(f"--{name.replace('_', '-')}")
-    for name in _HYBRID:
-        parser.add_argument(f"--{name}", nargs="?", const=True)
-    mixtures.add_arguments(parser)
-    try:
-        found, _ = parser.parse_known_args(list(arguments))
-    except argparse.ArgumentError as error:
-        raise PlanError(f"Megatron's arguments: {error}. Correct it.") from None
-    values = vars(found)
-    _refuse_latent_attention(values)
-    for name in _HYBRID:
-        if values[name.replace("-", "_")] is not None:
-            raise PlanError(
-                f"--{name}: hybrid models are not planned, only layers of attention and feed-forward. "
-                "Drop it for a plan of such layers."
-            )
-    for name in _UNEVEN:
-        if values[name] is not None:
-            raise PlanError(
-                f"--{name.replace('_', '-')}: found {values[name]}, and only stages of as many layers are "
-                "planned. Drop it for a plan of even ones."
-            )
-    vocabulary = found.padded_vocab_size or found.vocab_size
-    if vocabulary is None:
-        raise PlanError("--vocab-size: not among Megatron's arguments. Add it: the tokenizer's, padded.")
-    if found.padded_vocab_size is None:
-        multiple = (found.make_vocab_size_divisible_by or 128) * (found.tensor_model_parallel_size or 1)
-        vocabulary = -(-vocabulary // multiple) * multiple
-    # Megatron's own default
-    if found.ffn_hidden_size is None and found.hidden_size is not None:
-        values["ffn_hidden_size"] = 4 * found.hidden_size
-    sizes = {}
-    for name, key in _MEGATRON.items():
-        if values[key] is None:
-            raise PlanError(f"--{key.replace('_', '-')}: not among Megatron's arguments. Add it.")
-        sizes[name] = values[key]
-    gated, biases = found.swiglu or found.quick_geglu, not found.disable_bias_linear
-    model = _checked(
-        **sizes,
-        groups=found.num_query_groups or found.num_attention_heads,
-        head_dim=found.kv_channels,
-        head_norms=found.qk_layernorm,
-        vocabulary=vocabulary,
-        gated=gated,
-        experts=mixtures.experts_of(values, sizes["layers"], sizes["ffn"], gated, biases),
-        tied=not found.untie_embeddings_and_output_weights,
-    )
-    tensor, pipeline = found.tensor_model_parallel_size or 1, found.pipeline_model_parallel_size or 1
-    if pipeline > model.layers:
-        raise PlanError(
-            f"--pipeline-model-parallel-size: expected at most {model.layers}, --num-layers, found "
-            f"{pipeline}. Correct it."
-        )
-    layout = {
-        "host": "megatron",
-        "stage": 1 if found.use_distributed_optimizer else 0,
-        "tensor": tensor,
-        "pipeline": pipeline,
-        "sequence_parallel": found.sequence_parallel,
-        "fp32_gradients": not found.grad_reduce_in_bf16,
-        "micro_batch": found.micro_batch_size,
-        "sequence": found.seq_length,
-        "global_batch": found.global_batch_size,
-        **mixtures.spread_of(found, tensor),
-    }
-    return model, {name: value for name, value in layout.items() if value is not None}
-
-
-def from_module(model) -> Sizes:
-    """Of a model that was built, on the meta device for one: transformers' or megatron-core's.
-
-    What its config does not say, biases for one, is what its parameters are more. Raises PlanError for a
-    model without a config, or of another kind than its config's sizes give.
-    """
-    config = getattr(model, "config", None)
-    numel = sum(getattr(p, "ds_numel", p.numel()) for p in model.parameters())
-    if hasattr(config, "to_dict"):
-        return _from_pretrained(model, numel)
-    if hasattr(config, "num_layers"):
-        # Megatron's argument for this function
-        quick = getattr(config.activation_func, "__name__", None) == "quick_gelu"
-        values = {**vars(config), "num_experts": config.num_moe_experts, "quick_geglu": quick}
-        _refuse_latent_attention(values)
-        layers, ffn, gated = config.num_layers, config.ffn_hidden_size, config.gated_linear_unit
-        sizes = _checked(
-            **{name: getattr(config, key) for name, key in _MEGATRON.items()},
-            experts=mixtures.experts_of(values, layers, ffn, gated, config.add_bias_linear),
-            groups=config.num_query_groups,
-            head_dim=config.kv_channels,
-            head_norms=config.qk_layernorm,
-            vocabulary=getattr(model, "vocab_size", None),
-            gated=gated,
-            tied=getattr(model, "share_embeddings_and_output_weights", False),
-        )
-    else:
-        raise PlanError(
-            f"{type(model).__name__}: expected a model of transformers or megatron-core, which has its sizes "
-            'in "config". Hand over a Sizes instead.'
-        )
-    return _matched(type(model).__name__, [sizes], numel, numel)
-
-
-def _from_pretrained(model, numel: int) -> Sizes:
-    """Of a model of transformers. What its config does not say is read from its modules: whether the head is
-    tied, and by the number of parameters whether layers are gated and share one key and value head."""
-    read = from_transformers(model.config.to_dict())
-    decoder, head = model.get_decoder() or model, model.get_output_embeddings()
-    tied = head is None or head.weight is model.get_input_embeddings().weight
-    read = dataclasses.replace(read, tied=tied)
-    variants = [
-        dataclasses.replace(read, gated=gated, groups=groups)
-        for gated in (read.gated, not read.gated)
-        for groups in dict.fromkeys((read.groups, 1))
-    ]
-    own = {id(p): getattr(p, "ds_numel", p.numel()) for p in decoder.parameters()}
-    if head is not None:
-        own |= {id(p): getattr(p, "ds_numel", p.numel()) for p in head.parameters()}
-    return _matched(type(model).__name__, variants, sum(own.values()), numel)
-
-
-def _matched(name: str, variants: Sequence[Sizes], of_decoder: int, numel: int) -> Sizes:
-    """The first of `variants` that has `of_decoder` parameters, for a model that has `numel` in all. Raises
-    PlanError if none has."""
-    for sizes in variants:
-        if abs(of_decoder - sizes.parameters) <= TOLERANCE * of_decoder:
-            return dataclasses.replace(sizes, other_parameters=max(0, numel - sizes.parameters))
-    raise PlanError(
-        f"{name}: has {numel:,} parameters, {of_decoder:,} of them in its decoder; a decoder of its config's "
-        f"sizes has {variants[0].parameters:,}. It has layers that are not planned: hand over a Sizes."
-    )
-
-
-def _checked(*, head_dim: int | None, heads: int, hidden: int, **sizes) -> Sizes:
+def with_head_dim(*, head_dim: int | None, heads: int, hidden: int, **sizes) -> Sizes:
+    """`Sizes`, where head_dim None is hidden / heads. Raises PlanError if that is no whole number."""
     if head_dim is None:
         if hidden % heads:
             raise PlanError(f"heads: {heads} does not divide hidden, {hidden}. Correct one of the two.")
@@ -433,78 +207,18 @@ def _checked(*, head_dim: int | None, heads: int, hidden: int, **sizes) -> Sizes
     return Sizes(head_dim=head_dim, heads=heads, hidden=hidden, **sizes)
 
 
-def _experts(config: Mapping, layers: int) -> Experts | None:
-    """Of a config.json; None for a dense model."""
-    key = next((key for key in _EXPERTS if _whole_or(1, config, key) > 1), None)
-    if key is None:
-        return None
-    kind = config.get("model_type")
-    if kind not in _MIXTURES:
-        raise PlanError(
-            f"{key}: found {config[key]} in a config of model_type {kind!r}, and of mixtures of experts only "
-            f"{', '.join(_MIXTURES)} are planned. Hand over a Sizes with Experts."
-        )
-    count, used = _whole(config, key), _whole(config, "num_experts_per_tok")
-    if used > count:
-        raise PlanError(f"num_experts_per_tok: expected at most {count}, found {used}. Correct it.")
-    ffn = _whole(
-        config, "moe_intermediate_size" if "moe_intermediate_size" in config else "intermediate_size"
-    )
-    shared = next((_whole(config, name) * ffn for name in _SHARED if config.get(name)), 0)
-    shared = _whole_or(shared, config, _SHARED_FFN)
-    # every so manieth layer has experts, and some are named that have none
-    step, named = _whole_or(1, config, "decoder_sparse_step"), config.get("mlp_only_layers") or []
-    if not isinstance(named, list | tuple):
-        raise PlanError(f"mlp_only_layers: expected a list of layers, found {named!r}. Correct it.")
-    first = _whole_or(0, config, "first_k_dense_replace")
-    dense = {i for i in range(layers) if i < first or (i + 1) % step}
-    return Experts(
-        count=count,
-        used=used,
-        ffn=ffn,
-        where=tuple(i not in dense and i not in named for i in range(layers)),
-        shared=shared,
-        grouped=count > MOST_EXPERTS or kind in _OWN_GATES,
-    )
-
-
-def _refuse_layers(config: Mapping) -> None:
-    """Raises PlanError for what is no decoder, or has layers beside attention and feed-forward."""
-    if config.get("is_encoder_decoder"):
-        raise PlanError("is_encoder_decoder: found true, and only decoders are planned. Name one's config.")
-    kinds = set(config.get("layer_types") or ()) - set(_ATTENTION)
-    if kinds:
-        raise PlanError(
-            f"layer_types: found {min(kinds)!r}, and only layers with {' or '.join(_ATTENTION)} are planned."
-        )
-    if config.get("kv_lora_rank"):
-        raise PlanError(
-            f"kv_lora_rank: found {config['kv_lora_rank']}, and multi-latent attention is not planned."
-        )
-
-
 def _whole(values: Mapping, key: str) -> int:
     value = values.get(key)
-    if value is None and "model_type" in values:
-        raise PlanError(
-            f"{key}: found none in a config of model_type {values['model_type']!r}. Only decoders can be "
-            "planned, whose config names its sizes as Llama's or GPT-2's does."
-        )
     if type(value) is not int or value < 1:
         found = "none" if value is None else repr(value)
-        raise PlanError(f"{key}: expected a whole number above 0, found {found}. Add it to the model's file.")
+        raise PlanError(f"{key}: expected a whole number above 0, found {found}. Correct the model's file.")
     return value
 
 
-def _whole_or(default: int, values: Mapping, key: str) -> int:
-    """`default` where there is none, or 0."""
-    return _whole(values, key) if values.get(key) else default
-
-
-def _refuse_latent_attention(values: Mapping) -> None:
-    """Raises PlanError for Megatron's multi-latent attention, which is not planned."""
-    if values.get("multi_latent_attention"):
+def check_parameters(name: str, found: int, sizes: Sizes) -> None:
+    """Raises PlanError for a decoder, `name`, with other than the parameters of layers of its sizes."""
+    if abs(found - sizes.parameters) > TOLERANCE * found:
         raise PlanError(
-            "multi_latent_attention: found true, and multi-latent attention is not planned. Leave it out for "
-            "a plan of the same model with ordinary attention."
+            f"{name}: has {found:,} parameters, and a decoder of its sizes {sizes.parameters:,}. It has "
+            "layers that are not planned: hand over a Sizes to coat_ds.plan.predict instead."
         )

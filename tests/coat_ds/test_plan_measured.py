@@ -18,8 +18,9 @@ from benchmarks import zero_gradients
 from benchmarks.common.harness import read_rows
 from benchmarks.common.whole_models import MODELS, SYSTEMS, WAYS, planned
 from coat_ds import plan
-from coat_ds.plan import Layout, Memory, Sizes, layout, rungs, sizes
+from coat_ds.plan import Layout, Memory, Sizes, from_megatron, layout, rungs
 from coat_ds.plan.memory import WORKSPACES
+from coat_ds.plan.read import from_values
 from tests.util import run_distributed
 
 ROOT = Path(__file__).parents[2]
@@ -362,7 +363,7 @@ def test_a_model_of_transformers_under_trainer():
         "vocab_size": 128256,
     }
     for row in read_rows(RESULTS / "trainer.csv"):
-        model = sizes.from_transformers({"num_hidden_layers": row["layers"], **shape})
+        model = from_values({"model_type": "llama", "num_hidden_layers": row["layers"], **shape})
         assert model.parameters == row["parameters"]
         spread = Layout(micro_batch=row["micro_batch"], sequence=row["sequence"], gpus=row["gpus"], stage=2)
         spread = dataclasses.replace(spread, flat_gradients=is_flat(row))
@@ -375,7 +376,7 @@ def test_megatrons_own_loop():
     """Its first step, in MiB; BF16."""
     with (RESULTS / "megatron_main.csv").open(newline="") as file:
         row = next(row for row in csv.DictReader(file) if row["system"] == "BF16")
-    model, said = sizes.from_megatron(row["command"].split())
+    model, said = from_megatron.from_arguments(row["command"].split())
     found = plan.predict(model, layout.from_megatron(said, gpus=4), rungs()["BF16"]).peak.total
     assert found / 2**20 == pytest.approx(float(row["peak_mib_after_first"]), rel=BOUND)
 

@@ -9,8 +9,9 @@ import torch
 import transformers
 
 from coat_ds import cli, convert, plan
-from coat_ds.plan import Layout, PlanError, layout, meta_model, rungs, sizes
-from coat_ds.plan.command import configured, read_sizes
+from coat_ds.plan import Layout, PlanError, from_megatron, layout, meta_model, rungs, sizes
+from coat_ds.plan.command import configured
+from coat_ds.plan.read import from_values
 from coat_ds.plan.saved import saved_per_token
 from coat_ds.plan.systems import coat
 
@@ -36,17 +37,16 @@ def test_sizes_are_read_from_what_people_have():
     llama3["untie_embeddings_and_output_weights"] = False
     assert sizes.from_shape(llama3, 128256).parameters == 8_030_261_248 - 128256 * 4096
     gpt2 = {"model_type": "gpt2", "n_embd": 768, "n_layer": 12, "n_head": 12, "vocab_size": 50257}
-    assert sizes.from_transformers(gpt2).tied and not sizes.from_transformers(gpt2).gated
-    assert sizes.from_transformers(gpt2).ffn == 3072
-    assert sizes.from_transformers({**gpt2, "n_inner": 1024}).ffn == 1024
+    assert from_values(gpt2).tied and not from_values(gpt2).gated and from_values(gpt2).ffn == 3072
+    assert from_values({**gpt2, "n_inner": 1024}).ffn == 1024
     words = "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --vocab-size 1100 --swiglu --bf16"
-    model, said = sizes.from_megatron(f"{words} --tensor-model-parallel-size 2".split())
+    model, said = from_megatron.from_arguments(f"{words} --tensor-model-parallel-size 2".split())
     # a multiple of 128 on each rank
     assert model.vocabulary == 1280 and model.ffn == 256 and said["tensor"] == 2
     assert layout.from_megatron(said, gpus=4).between == 1
     words += " --sequence-parallel --micro-batch-size 2 --global-batch-size 16"
     found = layout.from_megatron(
-        sizes.from_megatron(f"{words} --tensor-model-parallel-size 2".split())[1], gpus=4
+        from_megatron.from_arguments(f"{words} --tensor-model-parallel-size 2".split())[1], gpus=4
     )
     assert (found.between, found.accumulation) == (2, 4)
 
@@ -63,7 +63,7 @@ def test_sizes_are_read_from_what_people_have():
     ],
 )
 def test_megatron_pads_a_vocabulary_of_1000(words, vocabulary):
-    assert sizes.from_megatron([*WORDS, *words.split()])[0].vocabulary == vocabulary
+    assert from_megatron.from_arguments([*WORDS, *words.split()])[0].vocabulary == vocabulary
 
 
 def test_a_model_on_the_meta_device_is_counted():
@@ -77,7 +77,7 @@ def test_a_model_on_the_meta_device_is_counted():
     )
     with torch.device("meta"):
         model = transformers.AutoModelForCausalLM.from_config(config)
-    found = sizes.from_module(model)
+    found = plan.from_module(model)
     assert found.parameters == sum(p.numel() for p in model.parameters())
     # biases of queries, keys and values
     assert found.other_parameters == 2 * (64 + 2 * 32)
@@ -85,7 +85,7 @@ def test_a_model_on_the_meta_device_is_counted():
     spread = layout.from_deepspeed({"zero_optimization": {"stage": 2}}, gpus=8, sequence=4096)
     assert plan.predict(found, spread, rungs()["COAT"]).peak.total > 2 * found.parameters
     with pytest.raises(PlanError, match='Linear: expected a model .* in "config"'):
-        sizes.from_module(torch.nn.Linear(2, 2))
+        plan.from_module(torch.nn.Linear(2, 2))
 
 
 FAMILIES = {
@@ -121,7 +121,7 @@ def test_saved_bytes_are_what_autograd_saves(name, activations):
         if activations is not None:
             convert(model, activations)
         saved.append(saved_by_autograd(model))
-    found = sizes.from_module(model)
+    found = plan.from_module(model)
     assert found.counted
     if activations is None:
         system = rungs()["BF16"]
@@ -194,11 +194,9 @@ def test_the_parameters_of_a_mixture_are_those_of_the_model(name):
     config = getattr(transformers, f"{name}Config")(num_hidden_layers=4, **MIXTURES[name])
     with torch.device("meta"):
         model = transformers.AutoModelForCausalLM.from_config(config)
-    found = sizes.from_transformers(config.to_dict())
-    exact = sum(p.numel() for p in model.parameters())
+    found, exact = plan.from_module(model), sum(p.numel() for p in model.parameters())
     # biases and norms of queries and keys
-    assert 0 <= exact - found.parameters < 2e-3 * exact
-    assert sizes.from_module(model).parameters == exact
+    assert 0 <= found.other_parameters < 2e-3 * exact and found.parameters == exact
     layers = model.model.layers
     in_layers = sum(n for layer in found.stack() for module in layer for n in module)
     assert in_layers == pytest.approx(sum(p.numel() for p in layers.parameters()), rel=2e-3)
@@ -217,9 +215,9 @@ def test_operations_and_weights_of_a_mixture_are_those_on_paper(count, grouped):
     }
     named |= {"moe_intermediate_size": 32, "shared_expert_intermediate_size": 48}
     named["num_key_value_heads"] = 2
-    model = sizes.from_transformers({**NAMES, **named})
+    model = from_values({**NAMES, **named})
     assert model.experts.grouped == grouped
-    attention, dense, shared, router = 64 * (128 + 64), 3 * 64 * 128, 3 * 64 * 48, 64 * count
+    attention, dense, shared, router = 64 * (128 + 64), 3 * 64 * 128, 3 * 64 * 48, 64 * (count + 1)
     fp8 = not grouped
     rest = 2 * attention + dense + shared
     assert 2 * model.converted_products == rest + fp8 * 2 * 3 * 64 * 32
@@ -250,12 +248,15 @@ def test_parts_that_are_not_planned_are_named(tmp_path, capsys):
     }
     (tmp_path / "config.json").write_text(json.dumps(whole))
     assert cli.main(["plan", str(tmp_path / "config.json")]) == 0
-    assert "vision_config describes: their parameters are counted" in capsys.readouterr().out
+    assert (
+        "model.vision_tower, model.multi_modal_projector: their parameters are counted"
+        in capsys.readouterr().out
+    )
 
 
 def test_layers_that_were_not_counted_say_so(tmp_path, capsys):
     gpt2 = {"model_type": "gpt2", "n_embd": 768, "n_layer": 12, "n_head": 12, "vocab_size": 50257}
-    assert not sizes.from_transformers(gpt2).counted
+    assert not from_values(gpt2).counted
     (tmp_path / "config.json").write_text(json.dumps(gpt2))
     assert cli.main(["plan", str(tmp_path / "config.json")]) == 0
     assert "layers of this model type were not counted" in capsys.readouterr().out
@@ -265,22 +266,9 @@ def test_layers_that_were_not_counted_say_so(tmp_path, capsys):
     "call, message",
     [
         (lambda: Layout(stage=4), r"stage: expected one of \(0, 1, 2, 3\), found 4"),
-        *(
-            (
-                functools.partial(sizes.from_transformers, MIXTURE | {key: value}),
-                f"{key}: expected {expected}",
-            )
-            for key, value, expected in (
-                ("num_experts", "8", "a whole number above 0, found '8'"),
-                ("decoder_sparse_step", -1, "a whole number above 0, found -1"),
-                ("mlp_only_layers", 3, "a list of layers, found 3"),
-                ("num_key_value_heads", "2", "a whole number above 0, found '2'"),
-                ("head_dim", 64.5, "a whole number above 0, found 64.5"),
-            )
-        ),
         (
-            lambda: sizes.from_transformers({"model_type": "llava", "text_config": "vicuna"}),
-            "text_config: expected an object, found 'vicuna'. Take the model's config.json",
+            lambda: from_values(NAMES | {"model_type": "qwen3_moe", "num_experts": "8"}),
+            "cannot build it .*num_experts",
         ),
         (
             lambda: Layout(stage=2, pipeline=2, gpus=2),
@@ -335,33 +323,28 @@ def test_layers_that_were_not_counted_say_so(tmp_path, capsys):
             lambda: configured({"coat": {"enabled": True}, "bf16": True}, Layout()),
             "bf16: expected an object, found True. Use braces",
         ),
-        (lambda: sizes.from_transformers({"hidden_size": 64}), "num_hidden_layers: .* found none"),
-        (
-            lambda: sizes.from_transformers({**NAMES, "model_type": "jamba", "num_local_experts": 8}),
-            "num_local_experts: found 8 in a config of model_type 'jamba', and of mixtures",
+        (lambda: from_values(NAMES), "model_type: found none"),
+        *(
+            (functools.partial(from_values, {"model_type": kind, "architectures": [name]}), message)
+            for kind, name, message in (
+                ("bert", "BertForMaskedLM", "BertForMaskedLM: is an encoder"),
+                ("t5", "T5ForConditionalGeneration", "has an encoder and a decoder"),
+                (
+                    "qwen3_next",
+                    "Qwen3NextForCausalLM",
+                    "Qwen3NextGatedDeltaNet: is in a layer",
+                ),
+                ("deepseek_v3", "DeepseekV3ForCausalLM", "DeepseekV3Attention: is not attention of queries"),
+                ("mamba", "MambaForCausalLM", "is in a layer without attention"),
+                ("jetmoe", "JetMoeForCausalLM", "JetMoe"),
+            )
         ),
         (
-            lambda: sizes.from_transformers(
-                {**NAMES, "model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 5}
-            ),
-            "num_experts_per_tok: expected at most 4, found 5",
-        ),
-        (
-            lambda: sizes.from_transformers({"model_type": "vit", "num_hidden_layers": 2}),
-            "hidden_size: found none in a config of model_type 'vit'. Only decoders",
-        ),
-        (lambda: sizes.from_transformers({"is_encoder_decoder": True}), "is_encoder_decoder: found true"),
-        (
-            lambda: sizes.from_transformers({**NAMES, "layer_types": ["linear_attention"]}),
-            "layer_types: found 'linear_attention'",
-        ),
-        (lambda: sizes.from_transformers({**NAMES, "kv_lora_rank": 64}), "multi-latent attention"),
-        (
-            lambda: sizes.from_megatron([*WORDS, "--multi-latent-attention"]),
+            lambda: from_megatron.from_arguments([*WORDS, "--multi-latent-attention"]),
             "multi_latent_attention: found true, and multi-latent",
         ),
-        (lambda: sizes.from_megatron(["--num-layers", "2"]), "--vocab-size: not among"),
-        (lambda: sizes.from_megatron(["--num-layers", "two"]), "invalid int value: 'two'"),
+        (lambda: from_megatron.from_arguments(["--num-layers", "2"]), "--vocab-size: not among"),
+        (lambda: from_megatron.from_arguments(["--num-layers", "two"]), "invalid int value: 'two'"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
@@ -411,7 +394,7 @@ PICTURES = {
 def test_a_plan_is_of_the_model_that_transformers_builds(config):
     """A head that the class ties by default, layers without a gate, a tower that reads pictures."""
     exact = sum(p.numel() for p in meta_model.build(config).parameters())
-    found = read_sizes(config, None)
+    found = from_values(config, None)
     assert abs(found.parameters - exact) <= 0.02 * exact
     assert found.gated == (config is not UNGATED) and found.tied == (config is not PICTURES)
 
@@ -419,12 +402,12 @@ def test_a_plan_is_of_the_model_that_transformers_builds(config):
 @pytest.mark.parametrize("words", [["--hybrid-override-pattern", "M-M*"], ["--is-hybrid-model"]])
 def test_hybrid_models_of_megatron_are_refused(words):
     dense = "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --vocab-size 512 --swiglu"
-    assert sizes.from_megatron(dense.split())
+    assert from_megatron.from_arguments(dense.split())
     with pytest.raises(PlanError, match=words[0]):
-        sizes.from_megatron([*dense.split(), *words])
+        from_megatron.from_arguments([*dense.split(), *words])
 
 
 def test_layers_that_are_not_planned_are_refused():
     recurrent = {**GEMMA, "model_type": "recurrent_gemma", "architectures": ["RecurrentGemmaForCausalLM"]}
     with pytest.raises(PlanError):
-        read_sizes(recurrent, None)
+        from_values(recurrent, None)

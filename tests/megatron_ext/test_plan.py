@@ -10,7 +10,7 @@ from megatron.core.activations import quick_gelu, squared_relu
 
 from coat_ds import plan
 from coat_ds.config import ActivationsConfig
-from coat_ds.plan import Layout, layout, rungs, sizes
+from coat_ds.plan import Layout, from_megatron, layout, rungs
 from coat_ds.plan.saved import saved_per_token
 from coat_ds.plan.systems import coat
 from megatron_ext.layer_specs import coat_layer_spec, sdpa_layer_spec
@@ -117,7 +117,7 @@ def _padding(activations, grouped) -> float:
 def test_layers_keep_what_is_predicted(megatron, name, system, grouped):
     config, activations = CASES[name][0], SYSTEMS[system]
     found = _kept(activations, moe_grouped_gemm=grouped, **config)
-    model = sizes.from_module(_build(2, activations, moe_grouped_gemm=grouped, **config))
+    model = plan.from_module(_build(2, activations, moe_grouped_gemm=grouped, **config))
     predicted = saved_per_token(model, Layout(), _system(activations))
     # a layer's scales are a few bytes beside, and where each expert ends
     bound = 0.005 * predicted
@@ -132,9 +132,11 @@ def test_layers_keep_what_is_predicted(megatron, name, system, grouped):
 def test_models_are_read(megatron, name):
     config, words = CASES[name]
     model = _build(3, {}, **config)
-    found, exact = sizes.from_module(model), sum(p.numel() for p in model.parameters())
+    found, exact = plan.from_module(model), sum(p.numel() for p in model.parameters())
     assert found.parameters == exact
-    read, _ = sizes.from_megatron(f"{words} --num-layers 3 --moe-token-dispatcher-type alltoall".split())
+    read, _ = from_megatron.from_arguments(
+        f"{words} --num-layers 3 --moe-token-dispatcher-type alltoall".split()
+    )
     assert read == dataclasses.replace(found, other_parameters=0)
     # biases, and norms
     assert (found.other_parameters > 0) == (name == "biases" or "head norms" in name)
@@ -146,18 +148,18 @@ def test_a_dense_model_is_read(megatron):
     model = build_gpt(shape, sdpa_layer_spec, seq_length=S, vocab_size=VOCAB, kv_channels=32)
     words = "--num-layers 2 --hidden-size 256 --ffn-hidden-size 512 --num-attention-heads 4 --vocab-size 512"
     words += " --num-query-groups 2 --kv-channels 32 --swiglu --disable-bias-linear"
-    read, _ = sizes.from_megatron(words.split())
-    assert read == sizes.from_module(model)
+    read, _ = from_megatron.from_arguments(words.split())
+    assert read == plan.from_module(model)
     assert read.parameters == sum(p.numel() for p in model.parameters())
 
 
 def test_gates_that_dense_layers_do_not_have_are_named(megatron):
     own = {"activation_func": quick_gelu, "bias_activation_fusion": False, "moe_grouped_gemm": True}
-    assert sizes.from_module(_build(2, {}, **own)).experts.grouped
+    assert plan.from_module(_build(2, {}, **own)).experts.grouped
     # a model is read before its layers are exchanged
     model = _build(2, None, **{**own, "moe_grouped_gemm": False})
     with pytest.raises(plan.PlanError, match="--quick-geglu: COAT has it in experts of --moe-grouped-gemm"):
-        sizes.from_module(model)
+        plan.from_module(model)
 
 
 RANKS = 4
@@ -224,7 +226,7 @@ def test_ranks_hold_and_keep_what_is_predicted(ranks, name):
     words = [f"--{key.replace('_', '-')} {value}" for key, value in LAYOUTS[name].items()]
     words += ["--sequence-parallel"] if "tensor" in name else []
     words = f"{GATED_WORDS} {SHARED_WORDS} --num-layers 2 --use-distributed-optimizer {' '.join(words)}"
-    model, said = sizes.from_megatron(words.split())
+    model, said = from_megatron.from_arguments(words.split())
     spread = layout.from_megatron(said, gpus=RANKS, sequence=S, micro_batch=B)
     of_ranks = [rank[name] for rank in ranks]
     memory = plan.predict(model, spread, rungs()["BF16"]).peak

@@ -13,7 +13,10 @@ import pytest
 import torch
 
 import coat_ds
+from coat_ds import plan
 from coat_ds.layers.decoder_layer import Fp8DecoderLayer
+from coat_ds.plan import meta_model
+from coat_ds.plan.sizes import TOLERANCE
 from coat_kernels.fp8 import E4M3, E5M2
 from coat_kernels.groups.reference import GROUP_FORMATS
 from tests.coat_ds.layers.measures import relative
@@ -183,3 +186,16 @@ def test_converted_equals_stock(name, exact, monkeypatch):
     assert relative(found, gradients) < (2**-5 if bf16 else 1e-3)
     # a layer that is counted as one that can run as fused blocks does
     assert len(taken) >= len(done.converted["layer"])
+
+
+@pytest.mark.long("each family of transformers, some minutes")
+@pytest.mark.parametrize("name", families())
+def test_a_plan_has_the_parameters_of_the_model(name):
+    """Of the default config. Families that are not planned are refused with the reason."""
+    try:
+        model = meta_model.build({"model_type": families()[name], "architectures": [name]})
+        found = plan.from_module(model)
+    except plan.PlanError as error:
+        pytest.skip(str(error)[:120])
+    exact = sum(p.numel() for p in model.parameters())
+    assert abs(found.parameters - exact) <= TOLERANCE * exact

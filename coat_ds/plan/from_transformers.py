@@ -1,0 +1,203 @@
+"""The sizes of a model of transformers, read from its modules: no table of model types, and no default that
+a config leaves to its class.
+"""
+
+import math
+import re
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from torch import nn
+
+from coat_ds.layers.experts import is_experts, runs_one_by_one, why_not
+from coat_ds.layers.probe import shape_of
+from coat_ds.layers.replaced import replaced
+from coat_ds.plan.errors import PlanError
+from coat_ds.plan.experts import Experts
+from coat_ds.plan.sizes import Sizes, check_parameters
+
+# model types whose saved activations tests compare with what autograd saves
+COUNTED = ("llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe")
+# what configs call the number of experts that a token takes
+_USED = ("num_experts_per_tok", "num_experts_per_token", "top_k_experts", "moe_topk", "moe_k")
+
+
+class _Layer(NamedTuple):
+    """The sizes of one decoder layer. `ffn` is 0 where the layer has experts."""
+
+    heads: int
+    groups: int
+    head_dim: int
+    head_norms: bool
+    ffn: int
+    gated: bool
+    experts: tuple | None
+
+
+def read(model: nn.Module) -> Sizes:
+    """The sizes of the decoder of a model of transformers, on any device, the meta device included.
+
+    Raises PlanError, naming the module, for models with other layers than attention and a feed-forward.
+    """
+    config = model.config.get_text_config(decoder=True)
+    if model.config.is_encoder_decoder:
+        raise _refused(model, "has an encoder and a decoder")
+    decoder, head = model.get_decoder() or model, model.get_output_embeddings()
+    if any(getattr(module, "is_causal", True) is False for module in decoder.modules()):
+        raise _refused(model, "is an encoder: its attention is not causal")
+    table = model.get_input_embeddings().weight
+    (vocabulary, hidden), layers = shape_of(table), _layers(decoder)
+    found = [_layer(layer, hidden, config) for layer in layers]
+    dense = {layer._replace(experts=None) for layer in found if layer.experts is None}
+    sparse = {layer._replace(ffn=0) for layer in found if layer.experts is not None}
+    if len(dense) > 1 or len(sparse) > 1 or len({layer[:4] for layer in found}) > 1:
+        raise _refused(model, "has layers of different sizes")
+    one = found[0]
+    experts = None
+    if sparse:
+        (kind,) = sparse
+        where = tuple(layer.experts is not None for layer in found)
+        experts = Experts(**dict(kind.experts), gated=kind.gated, where=where)
+    ffn = next(iter(dense)) if dense else None
+    sizes = Sizes(
+        layers=len(found),
+        hidden=hidden,
+        ffn=experts.ffn if ffn is None else ffn.ffn,
+        heads=one.heads,
+        groups=one.groups,
+        head_dim=one.head_dim,
+        vocabulary=vocabulary,
+        gated=one.gated if ffn is None else ffn.gated,
+        tied=head is None or head.weight is table,
+        head_norms=one.head_norms,
+        counted=config.model_type in COUNTED,
+        maker="transformers",
+        beside=tuple(_beside(model, decoder, head)),
+        experts=experts,
+    )
+    own = {id(p): _numel(p) for part in (decoder, head) if part is not None for p in part.parameters()}
+    own[id(table)] = _numel(table)
+    check_parameters(type(model).__name__, sum(own.values()), sizes)
+    return sizes
+
+
+def _refused(module: nn.Module, why: str) -> PlanError:
+    return PlanError(
+        f"{type(module).__name__}: {why}. Expected a decoder of attention and feed-forward layers: hand over "
+        "a Sizes to coat_ds.plan.predict instead."
+    )
+
+
+def _layers(decoder: nn.Module) -> list[nn.Module]:
+    """The modules of the list that holds most parameters."""
+    lists = [m for m in decoder.modules() if isinstance(m, nn.ModuleList) and len(m)]
+    if not lists:
+        raise _refused(decoder, "has no list of layers")
+    return list(max(lists, key=lambda found: sum(map(_numel, found.parameters()))))
+
+
+def _layer(layer: nn.Module, hidden: int, config) -> _Layer:
+    attention = _highest(layer, lambda module: re.search("Attention|Attn", type(module).__name__))
+    if not attention:
+        raise _refused(
+            next(filter(_has_parameters, layer.children()), layer), "is in a layer without attention"
+        )
+    of_attention = {id(p) for module in attention for p in module.parameters()}
+    heads = config.num_attention_heads
+    dims = (getattr(holder, "head_dim", None) for holder in (attention[0], config))
+    head_dim = next(filter(None, dims), hidden // heads)
+    matrices = [p for p in attention[0].parameters() if len(shape_of(p)) == 2 and 1 not in shape_of(p)]
+    columns = sum(map(_numel, matrices)) / hidden
+    groups = (columns / head_dim - 2 * heads) / 2
+    said = getattr(config, "num_key_value_heads", None) or groups
+    if len(attention) > 1 or groups != said or groups not in range(1, heads + 1) or heads % int(groups):
+        raise _refused(attention[0], "is not attention of queries, keys, values and an output")
+    vectors = [shape_of(p) for n, p in attention[0].named_parameters() if not n.endswith("bias")]
+    rest = [
+        (name, module, p)
+        for name, module in layer.named_modules()
+        for p in module._parameters.values()
+        if p is not None and id(p) not in of_attention
+    ]
+    experts, widths = _experts(layer, rest, hidden, config), []
+    known = set() if experts is None else experts.pop("seen")
+    for _, module, p in rest:
+        if id(p) in known or len(shape_of(p)) < 2:
+            continue
+        if len(shape_of(p)) > 2 or hidden not in shape_of(p):
+            raise _refused(module, f"has a weight of {list(shape_of(p))} in a layer of {hidden} channels")
+        widths.append(_numel(p) // hidden)
+    ffn = min(widths, default=0)
+    if sum(widths) not in (2 * ffn, 3 * ffn):
+        raise _refused(layer, f"has matrices of {hidden} x {widths} that are no feed-forward's")
+    gated = sum(widths) == 3 * ffn
+    if experts is not None:
+        gated = experts.pop("gated")
+        experts = tuple((experts | {"shared": ffn}).items())
+    return _Layer(heads, int(groups), head_dim, vectors.count((head_dim,)) == 2, ffn, gated, experts)
+
+
+def _experts(layer: nn.Module, rest: list, hidden: int, config) -> dict | None:
+    """Fields of `Experts`, whether they are gated, and the identities of their weights and of the router's;
+    None of a layer without them."""
+    found = _highest(layer, is_experts)
+    if not found:
+        return None
+    module = found[0]
+    # a converted layer's forward is COAT's
+    why = "two in a layer" if len(found) > 1 else replaced(module) is None and why_not(module, 16)
+    if why:
+        raise _refused(module, f"COAT does not convert it: {why}")
+    count, *sides = shape_of(module.down_proj)
+    ffn = math.prod(sides) // hidden
+    used = next((value for name in _USED if (value := getattr(config, name, None))), None)
+    if used is None:
+        raise _refused(module, f"has experts, and its config none of {', '.join(_USED)}")
+    seen = {id(p) for p in module.parameters()}
+    gate = False
+    for _, _, p in rest:
+        if shape_of(p) == (count, hidden):
+            seen.add(id(p))
+        elif shape_of(p) == (1, hidden):
+            gate = True
+            seen.add(id(p))
+    return {
+        "count": count,
+        "used": used,
+        "ffn": ffn,
+        "shared_gate": gate,
+        "grouped": not runs_one_by_one(module),
+        "biases": any("bias" in name for name in module._parameters),
+        "gated": _numel(module.gate_up_proj) == 2 * _numel(module.down_proj),
+        "seen": seen,
+    }
+
+
+def _highest(module: nn.Module, matches) -> list[nn.Module]:
+    """The modules inside, and not inside another of them, that match."""
+    found = []
+    for child in module.children():
+        found += [child] if matches(child) else _highest(child, matches)
+    return found
+
+
+def _beside(model: nn.Module, decoder: nn.Module, head: nn.Module | None, at: str = "") -> Iterator[str]:
+    """Names of the modules with parameters that are neither in the decoder nor the head."""
+    if model is decoder:
+        return
+    for name, child in model.named_children():
+        if child is decoder or child is head or not _has_parameters(child):
+            continue
+        path = f"{at}{name}"
+        if decoder in child.modules():
+            yield from _beside(child, decoder, head, f"{path}.")
+        else:
+            yield path
+
+
+def _has_parameters(module: nn.Module) -> bool:
+    return next(module.parameters(), None) is not None
+
+
+def _numel(p) -> int:
+    return math.prod(shape_of(p))
