@@ -1,6 +1,5 @@
 """The DeepSpeed config of a run, from a JSON or by way of Accelerate's YAML, and whether it is accepted."""
 
-import copy
 import json
 import logging
 from collections.abc import Mapping
@@ -9,6 +8,7 @@ from typing import Any
 
 from coat_ds.doctor.finding import OK, PROBLEM, UNKNOWN, Finding
 from coat_ds.plan import PlanError
+from coat_ds.plan.deepspeed_json import without_auto
 from coat_ds.plan.read import read_object
 from coat_ds.zero.block import misplaced_block, section
 
@@ -111,7 +111,7 @@ def _refusal(config: Mapping[str, Any], gpus: int) -> Exception | None:
             self.world_size = _data_parallel_size(values, gpus)
             super()._initialize_params(values)
 
-    filled = _without_auto(config)
+    filled = without_auto(config)
     left = [key for key in BATCH_KEYS if config.get(key) == "auto"]
     if left and not any(key in filled for key in BATCH_KEYS[:2]):
         filled["train_micro_batch_size_per_gpu"] = 1
@@ -132,12 +132,3 @@ def _data_parallel_size(config: Mapping[str, Any], gpus: int) -> int:
     for size in parts:
         gpus = gpus // size if type(size) is int and 0 < size <= gpus else gpus
     return gpus
-
-
-def _without_auto(config: Mapping[str, Any]) -> dict:
-    """A copy without the keys whose value is "auto"."""
-    return {
-        key: _without_auto(value) if isinstance(value, Mapping) else copy.deepcopy(value)
-        for key, value in config.items()
-        if not (isinstance(value, str) and value == "auto")
-    }

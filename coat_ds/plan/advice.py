@@ -9,7 +9,7 @@ from coat_ds.plan.layout import Layout
 from coat_ds.plan.memory import Prediction, predict
 from coat_ds.plan.roofline import Gpu, Time, step_time
 from coat_ds.plan.sizes import Sizes
-from coat_ds.plan.systems import BF16_MASTERS, System
+from coat_ds.plan.systems import System
 
 # beyond that nothing gets faster
 MOST = 1024
@@ -83,19 +83,22 @@ def compare(
 
 
 def fastest(
-    sizes: Sizes, layouts: Sequence[Layout], systems: Iterable[System], gpu: Gpu, limit: float, grow: bool
+    sizes: Sizes,
+    systems: Iterable[tuple[System, Layout]],
+    gpu: Gpu,
+    limit: float,
+    grow: bool,
 ) -> Choice:
     """The system, layout and, if it may `grow`, micro-batch of most tokens a second within `limit` bytes.
 
-    Of those that are as fast the first: layouts and systems are expected in order of preference. Raises
-    PlanError if nothing fits.
+    Of those that are as fast the first: `systems` is expected in order of preference. Raises PlanError if
+    nothing fits.
     """
+    systems = list(systems)
     found, nearest = [], None
     candidates = (
         (system, layout)
-        for given in layouts
-        for system in systems
-        if goes_with(system, given)
+        for system, given in systems
         for layout in (given.grown(_fast_micro_batch(sizes, given, system, limit)) if grow else [given])
     )
     for system, layout in candidates:
@@ -117,7 +120,7 @@ def fastest(
         raise PlanError(
             f"fit: nothing fits into {limit / 1e9:.1f} GB: {nearest.system.name}{stage} takes "
             f"{nearest.prediction.peak.total / 1e9:.1f} GB with a micro-batch of {layout.micro_batch}. Give "
-            f"{_ways_out(layout, layouts)}."
+            f"{_ways_out(layout, [given for _, given in systems])}."
         )
     most = max(choice.tokens_per_second for choice in found)
     return next(choice for choice in found if choice.tokens_per_second >= (1 - SAME_SPEED) * most)
@@ -142,33 +145,3 @@ def _ways_out(layout: Layout, tried: Sequence[Layout]) -> str:
         ways.append("ZeRO's stage 3")
     ways += ["more GPUs", "a tensor parallel size"]
     return f"{', '.join(ways)} or shorter sequences"
-
-
-def deepspeed_json(choice: Choice, base: dict | None = None) -> dict:
-    """The DeepSpeed JSON of a choice: `base` with what it changes."""
-    from coat_ds.zero.block import asks_for_coat
-    from coat_ds.zero.deepspeed_config import bf16_key
-
-    base, block = dict(base or {}), choice.system.block()
-    zero = {**base.get("zero_optimization", {}), "stage": choice.layout.stage}
-    if choice.system.offload:
-        zero["offload_optimizer"] = {"device": "cpu", "pin_memory": True}
-    base.setdefault("optimizer", {"type": "AdamW", "params": {"lr": 1e-4, "betas": [0.9, 0.95]}})
-    # DeepSpeed takes BF16 or FP16, not both
-    for key in ("coat", "fp16"):
-        base.pop(key, None)
-    if choice.layout.global_batch is None:
-        # another one than follows from the rest
-        base.pop("train_batch_size", None)
-    if "coat" not in block and asks_for_coat(base):
-        base["optimizer"] = {**base["optimizer"], "type": "AdamW"}
-    # an object of the base has keys of its own beside
-    given = base.pop(bf16_key(base), None) or {}
-    bf16 = {key: value for key, value in given.items() if key not in BF16_MASTERS} | block.pop("bf16")
-    return base | {
-        "train_micro_batch_size_per_gpu": choice.layout.micro_batch,
-        "gradient_accumulation_steps": choice.layout.accumulation,
-        "bf16": bf16,
-        "zero_optimization": zero,
-        **block,
-    }

@@ -7,6 +7,14 @@ import re
 from collections.abc import Mapping
 
 from coat_ds.plan import advice, from_megatron, layout, unplanned
+from coat_ds.plan.deepspeed_json import (
+    MICRO_BATCH,
+    OF_DEEPSPEED,
+    OF_TRAINER,
+    deepspeed_json,
+    is_trainers,
+    why_refused,
+)
 from coat_ds.plan.errors import PlanError
 from coat_ds.plan.layout import Layout
 from coat_ds.plan.memory import ROLES, predict
@@ -43,6 +51,12 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--pipeline", type=int, help="pipeline parallel size")
     add("--accumulation", type=int, help="micro-batches of a step")
     add("--fit", metavar="GB", help="recommend the fastest that fits, as 80GB, and print its JSON")
+    add(
+        "--for",
+        dest="target",
+        choices=("deepspeed", "trainer"),
+        help="who reads that JSON, without --deepspeed",
+    )
     add("--json", action="store_true", help="print everything as JSON")
 
 
@@ -58,29 +72,40 @@ def run(arguments: argparse.Namespace) -> int:
     if config and asks_for_coat(config):
         systems.append(configured(config, spread))
     choices = advice.compare(model, spread, systems, gpu, limit)
-    best = _best(arguments, config, model, spread, gpu, limit) if arguments.fit else None
+    best, refused = None, []
+    if arguments.fit:
+        best, refused = _best(arguments, config, model, spread, gpu, limit)
     title = _title(model, spread, gpu)
     left_out = []
     if config:
         left_out = unplanned.of_deepspeed(config)
     elif arguments.megatron is not None:
         left_out = unplanned.of_megatron(arguments.megatron)
-    pasted = None if best is None else _pasted(best, config)
+    base = _base(arguments, config)
+    pasted = None if best is None else _pasted(best, base, arguments.megatron)
     if arguments.json:
         found = _as_json(model, spread, gpu, limit, choices, best, pasted)
         print(json.dumps(found | {"not_planned": left_out}, indent=2))
         return 0
     print(title)
     print()
-    print(_table(choices, limit))
+    print(_table(choices, limit, best))
     print()
     for line in _notes(model, spread, gpu, limit, choices):
         print(line)
     for line in left_out:
         print(f"not planned: {line}.")
+    for line in refused:
+        print(f"not recommended: {line}")
     if best is not None:
         print()
-        print(_recommendation(best, limit))
+        print(
+            _recommendation(
+                best,
+                limit,
+                spread.host == "deepspeed" and base.get(MICRO_BATCH, "auto") == "auto" and is_trainers(base),
+            )
+        )
         print(pasted)
     return 0
 
@@ -102,8 +127,9 @@ def _spread(arguments: argparse.Namespace, config: dict | None) -> tuple[Sizes, 
         return model, layout.from_megatron(said, **rest)
     if arguments.model is None:
         raise PlanError("model: none given. Name a config.json, or give --megatron and its arguments.")
+    values = model_object(arguments.model)
     try:
-        model = from_values(model_object(arguments.model), arguments.vocabulary)
+        model = from_values(values, arguments.vocabulary)
     except PlanError as error:
         raise PlanError(f"{arguments.model}: {error}") from None
     if config is not None:
@@ -130,13 +156,36 @@ def configured(config: Mapping, spread: Layout) -> System:
     )
 
 
-def _best(arguments, config, model: Sizes, spread: Layout, gpu: Gpu, limit: float) -> advice.Choice:
-    """Over the stages of ZeRO and micro-batches that nobody has fixed."""
+def _base(arguments, config: dict | None) -> dict:
+    """The DeepSpeed JSON to start from."""
+    if config is not None:
+        return config
+    return OF_TRAINER if arguments.target == "trainer" else OF_DEEPSPEED
+
+
+def _best(
+    arguments, config, model: Sizes, spread: Layout, gpu: Gpu, limit: float
+) -> tuple[advice.Choice, list[str]]:
+    """Over the stages of ZeRO and micro-batches that nobody has fixed; and why COAT refuses what it would run
+    under otherwise."""
     fixed = arguments.stage is not None or config is not None or spread.host == "megatron"
     stages = [spread.stage] if fixed or spread.pipeline > 1 else [1, 2, 3]
-    layouts = [dataclasses.replace(spread, stage=stage) for stage in stages]
+    candidates, refused, base = [], {}, _base(arguments, config)
+    for stage in stages:
+        layout = dataclasses.replace(spread, stage=stage)
+        for system in rungs().values():
+            if not advice.goes_with(system, layout):
+                continue
+            why = layout.host == "deepspeed" and why_refused(deepspeed_json(system, layout, base))
+            if why:
+                refused.setdefault(why, system.name)
+            else:
+                candidates.append((system, layout))
+    lines = [f"{name}, since {why}" for why, name in refused.items()]
+    if not candidates:
+        raise PlanError(f"fit: nothing can be recommended: {'; '.join(lines)}")
     grow = arguments.micro_batch is None
-    return advice.fastest(model, layouts, list(rungs().values()), gpu, limit, grow)
+    return advice.fastest(model, candidates, gpu, limit, grow), lines
 
 
 def _title(model: Sizes, spread: Layout, gpu: Gpu) -> str:
@@ -156,8 +205,8 @@ def _title(model: Sizes, spread: Layout, gpu: Gpu) -> str:
     )
 
 
-def _table(choices: list[advice.Choice], limit: float) -> str:
-    """Bytes at the peak by role, in 10^9."""
+def _table(choices: list[advice.Choice], limit: float, best: advice.Choice | None) -> str:
+    """Bytes at the peak by role, in 10^9. The row of the recommended system is marked."""
     used = [role for role in ROLES if any(getattr(c.prediction.peak, role) >= 5e6 for c in choices)]
     head = ["GB", *used, "peak", "of step's", "largest", "ms", "tokens/s"]
     rows = [head]
@@ -167,7 +216,7 @@ def _table(choices: list[advice.Choice], limit: float) -> str:
         over = " !" if peak.total > limit else ""
         rows.append(
             [
-                choice.system.name,
+                f"> {choice.system.name}" if best and choice.system == best.system else choice.system.name,
                 *parts,
                 f"{peak.total / 1e9:.1f}{over}",
                 peak.moment,
@@ -256,17 +305,26 @@ def _held_by_graphs(model: Sizes, spread: Layout, choices: list[advice.Choice]) 
     return max(added, default=None)
 
 
-def _recommendation(best: advice.Choice, limit: float) -> str:
-    peak = best.prediction.peak
-    return (
-        f"fastest within {limit / 1e9:.1f} GB: {best.system.name}, micro-batch {best.layout.micro_batch}, "
-        f"{peak.total / 1e9:.1f} GB, at best {best.tokens_per_second:,.0f} tokens/s and GPU"
+def _recommendation(best: advice.Choice, limit: float, trainer: bool) -> str:
+    total, layout = best.prediction.peak.total, best.layout
+    stage = f", ZeRO-{layout.stage}" if layout.host == "deepspeed" else ""
+    line = (
+        f"fastest within {limit / 1e9:.1f} GB (>): {best.system.name}{stage}, micro-batch "
+        f"{layout.micro_batch}, {total / 1e9:.1f} GB, at best {best.tokens_per_second:,.0f} tokens/s and GPU"
     )
+    if trainer:
+        arguments = f"per_device_train_batch_size={layout.micro_batch}"
+        line += (
+            f"\nTrainingArguments: bf16=True, {arguments}, gradient_accumulation_steps={layout.accumulation}"
+        )
+        if best.system.recompute == "full":
+            line += ", gradient_checkpointing=True"
+    return line
 
 
-def _pasted(best: advice.Choice, config: dict | None) -> str:
+def _pasted(best: advice.Choice, base: dict, megatron: list[str] | None) -> str:
     if best.layout.host == "deepspeed":
-        return json.dumps(advice.deepspeed_json(best, config), indent=2)
+        return json.dumps(deepspeed_json(best.system, best.layout, base), indent=2)
     words = f"--micro-batch-size {best.layout.micro_batch}"
     if best.system.recompute == "full":
         words += " --recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
@@ -275,6 +333,8 @@ def _pasted(best: advice.Choice, config: dict | None) -> str:
     module = "with_checkpoints" if best.system.coat.checkpointing.compress else "with_optimizer"
     block = json.dumps({"coat": best.system.block()["coat"]}, indent=2)
     words += f" --spec megatron_ext.{module} coat_layer_spec"
+    if removed := unplanned.refused_by_spec(megatron):
+        words = f"without {', '.join(removed)}, which the spec refuses\n{words}"
     return f"{words}\nand in the file that COAT_CONFIG names\n{block}"
 
 

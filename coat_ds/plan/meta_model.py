@@ -34,10 +34,11 @@ def build(config: Mapping) -> torch.nn.Module:
             model = kind(made) if kind else transformers.AutoModelForCausalLM.from_config(made)
     # whatever the classes of a foreign config raise
     except Exception as error:
+        why = textwrap.shorten(str(error) or type(error).__name__, 200, placeholder=" ...")
         fix = "Correct model_type, or what it names"
         if "auto_map" in config:
-            fix = "Its code is not part of transformers (auto_map): build it in Python and call plan.predict"
-        why = textwrap.shorten(str(error) or type(error).__name__, 200, placeholder=" ...")
+            why = "its code is not part of transformers: auto_map"
+            fix = "Build it in Python on the meta device, and call coat_ds.plan.from_module"
         raise PlanError(f"model: transformers cannot build it ({why}). {fix}.") from error
     # buffers that torch's constructors did not make, too
     return model.to("meta", torch.bfloat16)

@@ -31,6 +31,22 @@ _FLAGS_OF_MEGATRON = {
     "use-megatron-fsdp": "weights are planned whole",
     "use-torch-fsdp2": "weights are planned whole",
 }
+# what `coat_layer_spec` refuses to be built beside, and values that ask for nothing
+OF_SPEC = {
+    "fp8-format": None,
+    "fp4-format": None,
+    "softmax-type": "vanilla",
+    "cuda-graph-impl": "none",
+    "experimental-attention-variant": None,
+    "heterogeneous-layers-config-path": None,
+    "kitchen-config-file": None,
+    "kitchen-recipe-number": None,
+}
+FLAGS_OF_SPEC = (
+    *("fp16", "first-last-layers-bf16", "batch-invariant-mode", "reset-attention-mask", "qk-clip"),
+    *("log-max-attention-logit", "delay-wgrad-compute", "defer-embedding-wgrad-compute"),
+    *("use-te-activation-func", "activation-func-fp8-input-store", "moe-shared-expert-overlap"),
+)
 
 
 def of_deepspeed(config: Mapping) -> list[str]:
@@ -63,4 +79,18 @@ def of_megatron(arguments: Sequence[str]) -> list[str]:
         f"--{name}: {what}"
         for name, what in (_OF_MEGATRON | _FLAGS_OF_MEGATRON).items()
         if said[name.replace("-", "_")] not in (None, False, nothing.get(name))
+    ]
+
+
+def refused_by_spec(arguments: Sequence[str]) -> list[str]:
+    """Those of Megatron-LM's arguments beside which `coat_layer_spec` cannot be built."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    for name in OF_SPEC:
+        parser.add_argument(f"--{name}", nargs="?", const="")
+    for name in FLAGS_OF_SPEC:
+        parser.add_argument(f"--{name}", action="store_true")
+    said = vars(parser.parse_known_args(list(arguments))[0])
+    names = (*OF_SPEC, *FLAGS_OF_SPEC)
+    return [
+        f"--{name}" for name in names if said[name.replace("-", "_")] not in (None, False, OF_SPEC.get(name))
     ]

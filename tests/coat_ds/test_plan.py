@@ -328,11 +328,11 @@ def test_stages_of_a_pipeline_wait_and_hold():
 def test_small_micro_batches_keep_a_pipeline_busy():
     spread = Layout(gpus=4, pipeline=4, sequence=8, host="megatron", global_batch=8)
     model = dataclasses.replace(SMALL, layers=4)
-    choice = advice.fastest(model, [spread], [rungs()["BF16"]], COUNTING, 1e12, True)
+    choice = advice.fastest(model, [(rungs()["BF16"], spread)], COUNTING, 1e12, True)
     # of one micro-batch three stages of four wait, of eight for three eighths of the time
     assert (choice.layout.micro_batch, choice.layout.accumulation) == (1, 8)
     one = dataclasses.replace(spread, gpus=1, pipeline=1)
-    choice = advice.fastest(model, [one], [rungs()["BF16"]], COUNTING, 1e12, True)
+    choice = advice.fastest(model, [(rungs()["BF16"], one)], COUNTING, 1e12, True)
     assert (choice.layout.micro_batch, choice.layout.accumulation) == (8, 1)
 
 

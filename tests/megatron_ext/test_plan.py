@@ -10,10 +10,10 @@ from megatron.core.activations import quick_gelu, squared_relu
 
 from coat_ds import plan
 from coat_ds.config import ActivationsConfig
-from coat_ds.plan import Layout, from_megatron, layout, rungs
+from coat_ds.plan import Layout, from_megatron, layout, rungs, unplanned
 from coat_ds.plan.saved import saved_per_token
 from coat_ds.plan.systems import coat
-from megatron_ext.layer_specs import coat_layer_spec, sdpa_layer_spec
+from megatron_ext.layer_specs import CoatTransformerLayer, coat_layer_spec, sdpa_layer_spec
 from megatron_ext.ledger import saved_bytes
 from megatron_ext.model import ModelShape, build_gpt, initialize_model_parallel
 from tests.util import run_distributed
@@ -245,3 +245,37 @@ def test_ranks_hold_and_keep_what_is_predicted(ranks, name):
     )
     sparse, dense = of_layers
     assert bf16 == pytest.approx(sparse - dense, abs=1)
+
+
+# fields of Megatron's config that its argument has another name for, with values that ask for something
+FIELDS = {
+    "fp8-format": {"fp8": "hybrid"},
+    "fp4-format": {"fp4": "e2m1"},
+    "softmax-type": {"softmax_type": "learnable"},
+    "cuda-graph-impl": {"cuda_graph_impl": "transformer_engine"},
+    "experimental-attention-variant": {"experimental_attention_variant": "gated_delta_net"},
+    "heterogeneous-layers-config-path": {"heterogeneous_block_specs": True},
+    "kitchen-config-file": {"use_kitchen": True},
+    "kitchen-recipe-number": {"use_kitchen": True},
+    "moe-shared-expert-overlap": {"moe_shared_expert_overlap": True, "num_moe_experts": 4},
+}
+
+
+@pytest.mark.parametrize("name", [*unplanned.OF_SPEC, *unplanned.FLAGS_OF_SPEC])
+def test_arguments_that_the_spec_refuses_are_named(megatron, name):
+    value = [] if name in unplanned.FLAGS_OF_SPEC else ["x"]
+    assert unplanned.refused_by_spec([f"--{name}", *value, "--num-layers", "2"]) == [f"--{name}"]
+    if name == "reset-attention-mask":
+        pytest.skip("no field of Megatron's config: tests/megatron_ext/test_pretrain.py")
+    config = _build(1, {}).config
+    for field, found in FIELDS.get(name, {name.replace("-", "_"): True}).items():
+        if not hasattr(config, field):
+            pytest.skip("megatron-core of this release has no such field")
+        setattr(config, field, found)
+    with pytest.raises(ValueError):
+        CoatTransformerLayer(config)
+
+
+def test_what_the_spec_takes_is_not_named():
+    words = "--bf16 --cuda-graph-impl none --softmax-type vanilla --swiglu --qk-layernorm"
+    assert not unplanned.refused_by_spec(words.split())
