@@ -21,7 +21,7 @@ from coat_ds.plan.memory import ROLES, predict
 from coat_ds.plan.read import from_values, model_object, read_object
 from coat_ds.plan.roofline import GPUS, Gpu, gpu_called
 from coat_ds.plan.sizes import Sizes
-from coat_ds.plan.systems import System, rungs
+from coat_ds.plan.systems import System, rungs, without_fp8
 from coat_ds.zero.block import asks_for_coat
 
 UNITS = {"": 1e9, "gb": 1e9, "gib": 2**30}
@@ -68,9 +68,11 @@ def run(arguments: argparse.Namespace) -> int:
     limit = _bytes("--memory", arguments.memory) if arguments.memory else gpu.memory
     if arguments.fit:
         limit = _bytes("--fit", arguments.fit)
-    systems = list(rungs().values())
+    systems = _systems(gpu)
     if config and asks_for_coat(config):
         systems.append(configured(config, spread))
+        if systems[-1].layers == "coat" and not gpu.fp8:
+            raise PlanError(f"gpu: {gpu.name} has no FP8. Set coat.activations.enabled to false.")
     choices = advice.compare(model, spread, systems, gpu, limit)
     best, refused = None, []
     if arguments.fit:
@@ -156,6 +158,10 @@ def configured(config: Mapping, spread: Layout) -> System:
     )
 
 
+def _systems(gpu: Gpu) -> list[System]:
+    return list((rungs() if gpu.fp8 else without_fp8()).values())
+
+
 def _base(arguments, config: dict | None) -> dict:
     """The DeepSpeed JSON to start from."""
     if config is not None:
@@ -173,7 +179,7 @@ def _best(
     candidates, refused, base = [], {}, _base(arguments, config)
     for stage in stages:
         layout = dataclasses.replace(spread, stage=stage)
-        for system in rungs().values():
+        for system in _systems(gpu):
             if not advice.goes_with(system, layout):
                 continue
             why = layout.host == "deepspeed" and why_refused(deepspeed_json(system, layout, base))

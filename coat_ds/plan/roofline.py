@@ -31,7 +31,7 @@ class Gpu:
     bf16: float
     """Of BF16 products, two operations for each multiplication."""
     fp8: float
-    """Of FP8 products with a scale a tensor."""
+    """Of FP8 products with a scale a tensor; 0 without FP8."""
     attention: float
     """Of causal attention, forward and backward."""
     copy: float
@@ -83,6 +83,7 @@ GPUS = {
         link=_H200.link,
         source="a copy of 3.03 TB/s, measured on an H100; else as the H200, which has the same cores",
     ),
+    "a100": _of_data_sheet("A100", 85.0, 312, 0, 2039, 245),
     "b200": _of_data_sheet("B200", 192, 2250, 4500, 8000, 736),
     "l40s": _of_data_sheet("L40S", 47.7, 362, 733, 864, 25),
     "4090": _of_data_sheet("RTX 4090", 25.3, 165, 330, 1008, 25),
@@ -119,10 +120,7 @@ def gpu_called(name: str) -> Gpu:
     for key, gpu in GPUS.items():
         if key in name.lower():
             return gpu
-    without = ""
-    if "a100" in name.lower():
-        without = " An A100 has no FP8: the optimizer's states are all that COAT makes smaller there."
-    raise PlanError(f"gpu: found {name!r}; expected one of {', '.join(GPUS)}.{without}")
+    raise PlanError(f"gpu: found {name!r}; expected one of {', '.join(GPUS)}.")
 
 
 def layer_flops(sizes: Sizes, batch: int, sequence: int) -> float:
@@ -150,7 +148,7 @@ def step_time(sizes: Sizes, layout: Layout, system: System, gpu: Gpu) -> Time:
         attended += sizes.attends_again
     in_fp8 = 0 if system.layers == "bf16" else sizes.converted_products
     # seconds for each token, times the rate of a product
-    taken = in_fp8 / gpu.fp8 + (matrices - in_fp8) / gpu.bf16
+    taken = (in_fp8 / gpu.fp8 if in_fp8 else 0) + (matrices - in_fp8) / gpu.bf16
     products = layers * passes * 2 * tokens * taken / tensor
     products += 6 * tokens * sizes.table / tensor / gpu.bf16 / layout.pipeline
     attention = layers * attended * 2 * tokens * layout.sequence * sizes.queries / tensor / gpu.attention

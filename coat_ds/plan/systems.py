@@ -139,3 +139,11 @@ def rungs() -> dict[str, System]:
         coat("COAT, offload", recomputed, offload=True),
     )
     return {system.name: system for system in found}
+
+
+def without_fp8() -> dict[str, System]:
+    """Those for GPUs without FP8, on which COAT makes the optimizer's states smaller alone."""
+    states = coat("COAT, states alone", {"activations": {"enabled": False}})
+    return {name: system for name, system in rungs().items() if system.optimizer == "adamw"} | {
+        states.name: states
+    }

@@ -9,7 +9,7 @@ import pytest
 import torch
 import transformers
 
-from coat_ds import CoatAdamW, CoatConfig, plan
+from coat_ds import CoatAdamW, CoatConfig, cli, plan
 from coat_ds.plan import Layout, Sizes, advice, gathers, layout, rungs
 from coat_ds.plan.command import configured
 from coat_ds.plan.gathers import Limits, replay
@@ -89,6 +89,20 @@ def test_masters_in_bf16_are_moved_as_such():
 def test_gpus_are_known_by_torchs_names():
     names = "NVIDIA H100 80GB HBM3", "NVIDIA H200"
     assert [plan.gpu_called(name).name for name in names] == ["H100", "H200"]
+
+
+def test_without_fp8_the_states_alone_are_smaller(tmp_path, capsys):
+    (tmp_path / "ds.json").write_text(json.dumps({"coat": {"enabled": True}}))
+    shape = ["plan", str(ROOT / "configs/model_llama2_7b.json"), "--vocabulary", "32000", "--gpu", "a100"]
+    assert cli.main([*shape, "--json"]) == 0
+    found = {system["system"]: system["roles"] for system in json.loads(capsys.readouterr().out)["systems"]}
+    assert found.keys() == {"BF16", "BF16, recompute", "COAT, states alone"}
+    # 8 bytes of moments a parameter, 2.07 of COAT's
+    assert found["COAT, states alone"]["states"] == pytest.approx(
+        2.07 / 8 * found["BF16"]["states"], rel=0.01
+    )
+    assert cli.main([*shape, "--deepspeed", str(tmp_path / "ds.json")]) == 2
+    assert "coat.activations.enabled" in capsys.readouterr().err
 
 
 def moments(system="BF16", model: Sizes = SMALL, **spread) -> dict[str, plan.Memory]:

@@ -255,8 +255,8 @@ MISTAKES = {
         ),
         Mistake(
             "a GPU without known rates",
-            coat("plan", *LLAMA, "--gpu", "a100"),
-            ("found 'a100'", "h200", "no FP8"),
+            coat("plan", *LLAMA, "--gpu", "v100"),
+            ("found 'v100'", "h200", "a100"),
         ),
         Mistake(
             "GPUs that do not divide",
