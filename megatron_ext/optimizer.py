@@ -47,7 +47,8 @@ from coat_ds.patches import Patch, require
 from coat_kernels.adamw import join_master, split_master
 from coat_kernels.codecs import parts_of
 
-from . import places, watch
+from . import places
+from .chunks import whole_model
 
 logger = logging.getLogger(__name__)
 
@@ -236,7 +237,7 @@ def _link(host: MegatronOptimizer, model_chunks: Iterable[torch.nn.Module], conf
     # a rank without parameters has none
     if inner is None:
         return
-    names = {p: name for name, p in watch.whole_model(model_chunks).named_parameters()}
+    names = {p: name for name, p in whole_model(model_chunks).named_parameters()}
     placed = []
     for index, model_param, held, offset in linked(host):
         if held.dtype not in (torch.float32, torch.bfloat16):
@@ -352,8 +353,6 @@ def install(coat: CoatConfig | None = None) -> None:
     if installed():
         return
     coat = coat or CoatConfig(enabled=True)
-    # below this one, so that each can be undone without the other
-    watch.install()
     for patch in (*INSTALLED, ADAM, IS_TORCH):
         patch.check()
     require("megatron-core", f"{_DISTRIBUTED}._get_model_param_range_map", ("param",), _WAY_OUT)
@@ -424,6 +423,6 @@ def _checking(post_init: Callable) -> Callable:
 
 
 def uninstall() -> None:
-    """Undoes `install`, but for `watch.install`. Optimizers that were built stay what they are."""
+    """Undoes `install`. Optimizers that were built stay what they are."""
     for patch in reversed(INSTALLED):
         patch.remove()

@@ -32,6 +32,8 @@ from typing import Any
 
 from coat_ds.config import ActivationsConfig, CoatConfig, CoatConfigError, OptimizerConfig, difference
 
+from . import recompute
+
 VARIABLE = "COAT_CONFIG"
 # the keys of `coat.activations` that a single linear layer has a use for
 LAYER_KEYS = ("enabled", "backward_format", "weight_cache", "fast_accumulation")
@@ -120,8 +122,6 @@ def activations() -> ActivationsConfig:
 def check_compress() -> None:
     """Raises CoatConfigError if the file asks for compressed recompute, which the spec's module has not
     installed."""
-    from . import recompute
-
     if coat_config().checkpointing.compress and not recompute.installed():
         raise CoatConfigError(
             f"{VARIABLE}: coat.checkpointing.compress: found true, but nothing compresses. Take the spec "
@@ -173,24 +173,3 @@ def layer_activations(quant_config: Any, base: ActivationsConfig) -> Activations
         return dataclasses.replace(base, **block)
     except CoatConfigError as error:
         raise CoatConfigError(f"{where}: {error}") from None
-
-
-def install(*, optimizer: bool = False, checkpoints: bool = False) -> None:
-    """Installs what a spec's module stands for. Such modules call it when they are imported.
-
-    Raises CoatConfigError if the file of `COAT_CONFIG` asks otherwise, RuntimeError for a Megatron that it
-    does not fit.
-    """
-    from . import optimizer as optimizer_seam
-    from . import recompute
-
-    config = coat_config()
-    if optimizer:
-        if not config.optimizer.enabled:
-            raise CoatConfigError(
-                f"{VARIABLE}: coat.optimizer.enabled: found false beside megatron_ext.with_optimizer. Set it "
-                "to true, or take the spec from another module."
-            )
-        optimizer_seam.install(config)
-    if checkpoints or config.checkpointing.compress:
-        recompute.install(config.checkpointing.group_size)

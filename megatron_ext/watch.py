@@ -33,6 +33,9 @@ from coat_ds.watch.states import Places
 from coat_ds.watch.watch import Watch
 
 from . import options
+from .chunks import whole_model
+from .grouped_experts import GroupedLinear
+from .optimizer import MegatronAdamW, linked
 
 logger = logging.getLogger(__name__)
 
@@ -63,39 +66,6 @@ LOAD = _patch(
 SAID = "coat_layers_said"
 
 
-class ModelChunks(torch.nn.Module):
-    """What this rank holds of a model, under the names that it has in the whole model: layers are numbered
-    over all stages of the pipeline. It gives names only; the chunks run by themselves.
-
-    chunks: without the wrappers of data parallelism and of BF16.
-    """
-
-    def __init__(self, chunks: Iterable[torch.nn.Module]):
-        super().__init__()
-        # a tuple: as submodules they would have other names
-        self.chunks = tuple(chunks)
-
-    def named_modules(
-        self, memo: set | None = None, prefix: str = "", remove_duplicate: bool = True
-    ) -> Iterator[tuple[str, torch.nn.Module]]:
-        """As a module's own, of all chunks."""
-        memo = set() if memo is None else memo
-        for chunk in self.chunks:
-            whole = {prefix: prefix}
-            for name, module in chunk.named_modules(memo, prefix, remove_duplicate):
-                if name not in whole:
-                    parent, _, own = name.rpartition(".")
-                    if own.isdigit() and isinstance(getattr(module, "layer_number", None), int):
-                        own = str(module.layer_number - 1)
-                    whole[name] = f"{whole[parent]}.{own}" if whole.get(parent) else own
-                yield whole[name], module
-
-
-def whole_model(chunks: Iterable[torch.nn.Module]) -> ModelChunks:
-    """What this rank holds of a model, from the chunks that Megatron has wrapped."""
-    return ModelChunks(map(_unwrapped, chunks))
-
-
 def watch_optimizer(chain: ChainedOptimizer, config: WatchConfig) -> Watch | None:
     """Watches the model of a chain of optimizers that `install` has seen being built, as `config` says. None
     without such a model, or where "every" is 0.
@@ -105,8 +75,6 @@ def watch_optimizer(chain: ChainedOptimizer, config: WatchConfig) -> Watch | Non
     chunks = _chunks_of_chain(chain)
     if not chunks or not config.every:
         return None
-    from .optimizer import MegatronAdamW, linked
-
     model = whole_model(chunks)
     ours = [part for part in chain.chained_optimizers if isinstance(part.optimizer, MegatronAdamW)]
     named = dict(model.named_parameters())
@@ -213,13 +181,6 @@ def _chunks_of(part: MegatronOptimizer) -> Iterator[torch.nn.Module]:
     yield from getattr(part, "coat_chunks", ())
 
 
-def _unwrapped(chunk: torch.nn.Module) -> torch.nn.Module:
-    """A model without the wrappers of Megatron's data parallelism and of BF16."""
-    while hasattr(chunk, "module"):
-        chunk = chunk.module
-    return chunk
-
-
 def _union(names: list[str]) -> list[str]:
     """The names of all ranks, in one order."""
     found: list[Any] = [None] * dist.get_world_size()
@@ -301,8 +262,6 @@ def _say_layers(chunks: list[torch.nn.Module]) -> None:
 
 def _say_left_to_adam(chain: ChainedOptimizer) -> None:
     """A line where Muon, or another optimizer of matrices, does not get the weights of grouped experts."""
-    from .grouped_experts import GroupedLinear
-
     inner = [type(getattr(part, "optimizer", part)) for part in chain.chained_optimizers]
     of_matrices = [
         cls.__name__

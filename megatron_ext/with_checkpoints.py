@@ -3,8 +3,8 @@
 `sdpa_hybrid_stack_spec`."""
 
 from .hybrid_specs import coat_hybrid_stack_spec, sdpa_hybrid_stack_spec
+from .installing import install
 from .layer_specs import coat_layer_spec, sdpa_layer_spec
-from .options import install
 
 __all__ = ["coat_hybrid_stack_spec", "coat_layer_spec", "sdpa_hybrid_stack_spec", "sdpa_layer_spec"]
 

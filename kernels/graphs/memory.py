@@ -7,16 +7,11 @@ import logging
 import threading
 import weakref
 from collections.abc import Callable, Hashable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from coat_kernels import libraries
-
-if TYPE_CHECKING:
-    from coat_kernels.graphs.calls import Graphs
-    from coat_kernels.graphs.evaluation import Evaluations
-    from coat_kernels.graphs.recording import Graph
 
 logger = logging.getLogger(__name__)
 
@@ -111,9 +106,9 @@ class Memory:
         self._constants: dict[Hashable, Constant] = {}
         self._announced: set[torch.Size] = set()
         # whose graphs lie here
-        self.users: weakref.WeakSet[Graphs | Evaluations] = weakref.WeakSet()
+        self.users: weakref.WeakSet[Any] = weakref.WeakSet()
         # all of them, also those that only an output's graph of autograd still holds
-        self.graphs: weakref.WeakSet[Graph] = weakref.WeakSet()
+        self.graphs: weakref.WeakSet[Any] = weakref.WeakSet()
         self._refusal: str | None = None
 
     @property

@@ -71,11 +71,11 @@ def test_unknown_megatron_is_refused_before_anything_changes(megatron, monkeypat
 
 def test_the_optimizer_is_watched_beside_layers_of_megatron(megatron):
     """Which do not ask for it."""
-    from megatron_ext import optimizer, watch
+    from megatron_ext import installing, optimizer, watch
 
     watch.uninstall()
     try:
-        optimizer.install()
+        installing.install(optimizer=True)
         assert watch.installed()
     finally:
         optimizer.uninstall()

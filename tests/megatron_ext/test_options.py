@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from coat_ds.config import ActivationsConfig, CoatConfig, CoatConfigError
-from megatron_ext import cpu, options
+from megatron_ext import cpu, installing, options
 from tests.megatron_ext.layers import build
 
 
@@ -73,7 +73,7 @@ def test_an_empty_variable_is_an_error(file, monkeypatch):
 def test_what_the_module_of_the_spec_does_not_bring_is_an_error(file):
     file({"coat": {"enabled": True, "optimizer": {"enabled": False}}})
     with pytest.raises(CoatConfigError, match="coat.optimizer.enabled.*with_optimizer"):
-        options.install(optimizer=True)
+        installing.install(optimizer=True)
 
 
 GPT = ["coat_layer_spec", "sdpa_layer_spec"]
@@ -109,7 +109,7 @@ def test_compressed_recompute_comes_with_the_optimizer_if_the_file_says_so(file)
     for compress in (False, True):
         file({"coat": {"enabled": True, "checkpointing": {"compress": compress}}})
         try:
-            options.install(optimizer=True)
+            installing.install(optimizer=True)
             assert optimizer.installed() and recompute.installed() == compress
             assert options.activations().enabled
         finally:
@@ -124,7 +124,7 @@ def test_compressed_recompute_has_the_groups_of_the_file(megatron, file, brings)
 
     file({"coat": {"enabled": True, "checkpointing": {"compress": True, "group_size": 32}}})
     try:
-        options.install(**brings)
+        installing.install(**brings)
         _, _, (codes, instead_of) = _pass(_model("coat_layer_spec", **CASES["uniform"]))
         # of BF16, a code and for each group a byte
         assert codes and codes * 2 == instead_of * (1 + 1 / 32)

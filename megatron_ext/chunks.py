@@ -1,0 +1,45 @@
+"""The model of a rank, from the chunks that Megatron has wrapped."""
+
+from collections.abc import Iterable, Iterator
+
+import torch
+
+
+class ModelChunks(torch.nn.Module):
+    """What this rank holds of a model, under the names that it has in the whole model: layers are numbered
+    over all stages of the pipeline. It gives names only; the chunks run by themselves.
+
+    chunks: without the wrappers of data parallelism and of BF16.
+    """
+
+    def __init__(self, chunks: Iterable[torch.nn.Module]):
+        super().__init__()
+        # a tuple: as submodules they would have other names
+        self.chunks = tuple(chunks)
+
+    def named_modules(
+        self, memo: set | None = None, prefix: str = "", remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, torch.nn.Module]]:
+        """As a module's own, of all chunks."""
+        memo = set() if memo is None else memo
+        for chunk in self.chunks:
+            whole = {prefix: prefix}
+            for name, module in chunk.named_modules(memo, prefix, remove_duplicate):
+                if name not in whole:
+                    parent, _, own = name.rpartition(".")
+                    if own.isdigit() and isinstance(getattr(module, "layer_number", None), int):
+                        own = str(module.layer_number - 1)
+                    whole[name] = f"{whole[parent]}.{own}" if whole.get(parent) else own
+                yield whole[name], module
+
+
+def whole_model(chunks: Iterable[torch.nn.Module]) -> ModelChunks:
+    """What this rank holds of a model, from the chunks that Megatron has wrapped."""
+    return ModelChunks(map(_unwrapped, chunks))
+
+
+def _unwrapped(chunk: torch.nn.Module) -> torch.nn.Module:
+    """A model without the wrappers of Megatron's data parallelism and of BF16."""
+    while hasattr(chunk, "module"):
+        chunk = chunk.module
+    return chunk

@@ -1,0 +1,26 @@
+"""What the module of a spec installs when Megatron imports it."""
+
+from coat_ds.config import CoatConfigError
+
+from . import optimizer as optimizer_seam
+from . import options, recompute, watch
+
+
+def install(*, optimizer: bool = False, checkpoints: bool = False) -> None:
+    """Installs what a spec's module stands for. Such modules call it when they are imported.
+
+    Raises CoatConfigError if the file of `COAT_CONFIG` asks otherwise, RuntimeError for a Megatron that it
+    does not fit.
+    """
+    config = options.coat_config()
+    if optimizer:
+        if not config.optimizer.enabled:
+            raise CoatConfigError(
+                f"{options.VARIABLE}: coat.optimizer.enabled: found false beside megatron_ext.with_optimizer."
+                " Set it to true, or take the spec from another module."
+            )
+        # the watch first, so that each can be undone without the other
+        watch.install()
+        optimizer_seam.install(config)
+    if checkpoints or config.checkpointing.compress:
+        recompute.install(config.checkpointing.group_size)
