@@ -1,9 +1,9 @@
 """A pre-norm decoder layer, as Llama's, by the fused blocks of `coat_kernels.blocks`: one product for the
 queries, keys and values, one for gate and up, and residual additions within the norms' passes.
 
-The blocks bypass the forwards of the modules inside. `uses_blocks` allows them only where nobody can notice;
-otherwise the layer's own forward calls its converted modules. `uses_graphs` says where the blocks are
-recorded as CUDA graphs.
+The blocks bypass the forwards of the modules inside. `why_not_fused` allows them only where no code outside
+can tell; otherwise the layer's own forward calls its converted modules. `uses_graphs` says where the blocks
+are recorded as CUDA graphs.
 """
 
 import inspect
@@ -79,10 +79,12 @@ class Fp8DecoderLayer(Replaced):
         self.graphs = Graphs(one_shape=True)
 
     def compute(self, hidden_states: torch.Tensor, *args, **kwargs):
-        if not uses_blocks(self, hidden_states, args, kwargs):
+        if (why := why_not_fused(self, hidden_states, args, kwargs)) is not None:
             if can_be_read(hidden_states):
                 if self.module.training and torch.is_grad_enabled():
-                    _say_why_not(self, hidden_states, kwargs)
+                    # a warning where the user can do something
+                    level = logging.WARNING if ". " in why else logging.INFO
+                    say_once(f"layers that could run as fused blocks run module by module: {why}.", level)
                 elif (
                     hidden_states.shape[1:2] == (1,)
                     and not torch.is_grad_enabled()
@@ -232,33 +234,6 @@ def _normed(norm: nn.Module, x: torch.Tensor, weight: torch.Tensor, cos, sin) ->
     return head_norm(x, weight, cos, sin, o.eps, zero_centered=o.zero_centered, **kept)
 
 
-def _say_why_not(layer: Fp8DecoderLayer, x: torch.Tensor, kwargs: dict) -> None:
-    """Says once why `layer`, which got `x`, is trained module by module."""
-    level, way_out = logging.INFO, ""
-    # these first: under them a cache would not be the reason
-    if torch.compiler.is_compiling():
-        why = "under torch.compile"
-    elif is_dispatched(layer.parts.mlp):
-        why = "accelerate has spread the model over devices, as dispatch_model does"
-    elif taken := _taken_over(layer.parts):
-        why, level = f"the forward of {taken} was replaced after coat_ds.convert", logging.WARNING
-        way_out = " Convert after what replaces it, such as Liger's kernels."
-    elif autocast_dtype(x) not in (None, x.dtype):
-        why = f"their input is {x.dtype} under autocast to {autocast_dtype(x)}"
-    elif _fills_a_cache(kwargs):
-        why, level = "the model was called with use_cache=True or a cache while it trains", logging.WARNING
-        way_out = " Drop these arguments of the call."
-    elif not _is_mask(kwargs.get("attention_mask"), x):
-        why = f"their attention_mask is no constant tensor [b, n, s, s] of torch.bool or {x.dtype}"
-    else:
-        why = "with dropout, hooks, adapters, frozen weights, weights of another dtype, or other attention"
-        for name, value in kwargs.items():
-            if _is_foreign(name, value):
-                why = "they are given " + name
-                break
-    say_once(f"layers that could run as fused blocks run module by module: {why}.{way_out}", level)
-
-
 def _fills_a_cache(kwargs: dict) -> bool:
     return any(kwargs.get(name) is not None for name in CACHES)
 
@@ -275,12 +250,6 @@ def drop_unwanted_cache(model: nn.Module, args: tuple, kwargs: dict) -> tuple[tu
 def makes_cache(model: nn.Module) -> bool:
     """Whether it is a model of transformers whose forward takes `use_cache`."""
     return hasattr(model, "base_model_prefix") and "use_cache" in inspect.signature(model.forward).parameters
-
-
-def _taken_over(parts: Parts) -> str | None:
-    """The class of a norm or feed-forward layer that has got another forward since it was converted."""
-    inside = (parts.input_norm, parts.mlp_norm, parts.mlp, *head_norms_of(parts.attention))
-    return next((type(module).__name__ for module in inside if replaced(module) is None), None)
 
 
 def checkpoints_in_forward(layer: nn.Module) -> bool:
@@ -300,63 +269,72 @@ def _by_token(angles: torch.Tensor, batch: int) -> torch.Tensor:
     return found
 
 
-def uses_blocks(layer: Fp8DecoderLayer, x: torch.Tensor, args: tuple, kwargs: dict) -> bool:
-    """Whether a forward of `layer` takes the blocks.
+def why_not_fused(layer: Fp8DecoderLayer, x: torch.Tensor, args: tuple, kwargs: dict) -> str | None:
+    """Why a forward of `layer` calls its modules one by one; None if it takes the fused blocks. A reason that
+    the user can remove ends with a sentence on how.
 
-    Not under torch.compile, with a cache, dropout or somebody else's attention, nor where a module inside was
-    replaced, has hooks, an adapter or another forward than it was given, or a parameter is of another dtype
-    than `x`, or than autocast's. Nor where one is frozen, unless the layer is only evaluated, as that of a
-    reference model, which is to compute what its policy does. In training it must not depend on whether there
-    are gradients: reentrant checkpoints compute the forward without.
+    A frozen parameter is no reason in a layer that is only evaluated, as that of a reference model, which
+    computes what its policy does. In training the answer must not depend on whether there are gradients:
+    reentrant checkpoints compute the forward without. It runs for each layer in each forward.
     """
-    angles, attention = kwargs.get("position_embeddings"), layer.parts.attention
-    feed_forward = replaced(layer.parts.mlp)
-    usual = (
-        not args
-        and isinstance(angles, tuple)
-        and x.numel() > 0
-        and layer.takes(x)
-        and autocast_dtype(x) in (None, x.dtype)
-        and _is_mask(kwargs.get("attention_mask"), x)
-        and STATE in attention.__dict__
-        and "forward" not in attention.__dict__
-        and getattr(attention, "is_causal", True)
-        and angles[0].shape[-1] == attention.head_dim
-        and not (layer.module.training and any(getattr(m, name, 0) for m, name in layer.rates))
-        and type(feed_forward) is Fp8GatedFeedForward
-        and not feed_forward.calls_between()
-        and not torch.compiler.is_compiling()
-        and not _has_any_global_hook()
-        and is_transformers_own()
-    )
-    if not usual:
-        return False
+    parts, attention = layer.parts, layer.parts.attention
+    if torch.compiler.is_compiling():
+        return "under torch.compile"
+    if is_dispatched(parts.mlp):
+        return "accelerate has spread the model over devices, as dispatch_model does"
+    head_norms, feed_forward = layer.head_norms, replaced(parts.mlp)
+    norms = (parts.input_norm, parts.mlp_norm, *head_norms)
+    if type(feed_forward) is not Fp8GatedFeedForward:
+        return _taken_over(parts.mlp)
+    for norm in norms:
+        if type(norm.__dict__.get("forward")) is not Fp8Norm:
+            return _taken_over(norm)
+    if not x.numel() or not layer.takes(x):
+        return f"their input is {x.dtype} of {x.numel()} elements"
+    if autocast_dtype(x) not in (None, x.dtype):
+        return f"their input is {x.dtype} under autocast to {autocast_dtype(x)}"
+    if _fills_a_cache(kwargs):
+        return "the model was called with use_cache=True or a cache while it trains. Drop that argument"
+    if not _is_mask(kwargs.get("attention_mask"), x):
+        return f"their attention_mask is no constant tensor [b, n, s, s] of torch.bool or {x.dtype}"
     for name, value in kwargs.items():
         if _is_foreign(name, value):
-            return False
-    # in plain loops: it runs for each layer in each forward
-    children = layer.module._modules.values()
-    for part in layer.parts:
-        # somebody has put another one, or a wrapper, in its place
-        if part not in children:
-            return False
-    inside, in_mlp, form = attention._modules, layer.parts.mlp._modules, feed_forward.form
+            return f"they are given {name}"
+    angles = kwargs.get("position_embeddings")
+    if args or not isinstance(angles, tuple) or angles[0].shape[-1] != attention.head_dim:
+        return "they are given no position_embeddings of whole heads, by name"
+    own = STATE in attention.__dict__ and "forward" not in attention.__dict__ and is_transformers_own()
+    if not own or not getattr(attention, "is_causal", True):
+        return "their attention is not the one that was converted"
+    if layer.module.training and any(getattr(m, name, 0) for m, name in layer.rates):
+        return "they have dropout"
+    if _has_any_global_hook() or feed_forward.calls_between():
+        return "they have hooks, or dropout in the feed-forward"
+    inside, in_mlp, form = attention._modules, parts.mlp._modules, feed_forward.form
     q, k, v, o = [inside[name] for name in PROJECTIONS]
     gate, down = in_mlp[form.gate], in_mlp[form.down]
     up = gate if form.up is None else in_mlp[form.up]
-    for linear in (q, k, v, o, gate, up, down):
-        if not is_fused(linear.__dict__.get("forward")):
-            return False
-    head_norms = layer.head_norms
-    for norm in (layer.parts.input_norm, layer.parts.mlp_norm, *head_norms):
-        if type(norm.__dict__.get("forward")) is not Fp8Norm:
-            return False
+    linears = (q, k, v, o, gate, up, down)
+    children = layer.module._modules.values()
+    if not all(part in children for part in parts) or not all(
+        is_fused(linear.__dict__.get("forward")) for linear in linears
+    ):
+        return "a linear layer has an adapter or was replaced"
     evaluated = is_evaluated(layer.module)
-    for module in (*layer.parts, *head_norms, q, k, v, o, gate, up, down):
-        if not _is_ours(module, x.dtype, evaluated):
-            return False
+    for module in (*parts, *head_norms, *linears):
+        if (why := _why_foreign(module, x.dtype, evaluated)) is not None:
+            return why
     biases = [linear._parameters["bias"] is None for linear in (q, k, v, gate, up)]
-    return biases[0] == biases[1] == biases[2] and biases[3] == biases[4]
+    if len(set(biases[:3])) > 1 or biases[3] != biases[4]:
+        return "some of the linear layers that are multiplied together have biases"
+    return None
+
+
+def _taken_over(module: nn.Module) -> str:
+    name = type(module).__name__
+    return (
+        f"the forward of {name} was replaced after coat_ds.convert. Convert after Liger's kernels or others"
+    )
 
 
 def uses_graphs(layer: Fp8DecoderLayer, x: torch.Tensor) -> bool:
@@ -393,14 +371,16 @@ def _is_mask(mask: object, x: torch.Tensor) -> bool:
     )
 
 
-def _is_ours(module: nn.Module, dtype: torch.dtype, evaluated: bool) -> bool:
-    """Whether nobody has a hook on `module`, and its own parameters are plain, trained, unless the layer is
-    only evaluated, and of `dtype`."""
+def _why_foreign(module: nn.Module, dtype: torch.dtype, evaluated: bool) -> str | None:
+    """Why the blocks may not bypass `module`: a hook, or a parameter that is not plain, of another dtype, or
+    frozen although the layer trains. None if they may."""
     if is_hooked(module):
-        return False
+        return "they have hooks"
     for p in module._parameters.values():
         if p is None:
             continue
-        if type(p) is not nn.Parameter or p.dtype != dtype or not (p.requires_grad or evaluated):
-            return False
-    return True
+        if type(p) is not nn.Parameter or p.dtype != dtype:
+            return "they have weights of another dtype than their input, or sharded ones"
+        if not (p.requires_grad or evaluated):
+            return "they have frozen weights"
+    return None

@@ -80,7 +80,7 @@ def test_modules_one_by_one_keep_no_input_of_a_product(attention_format, padding
     batch["attention_mask"] = torch.ones_like(batch["input_ids"])
     batch["attention_mask"][1, 64 - padding :] = 0
     model, kept = coat_ds.convert(family.build(), {"attention_format": attention_format}), set()
-    monkeypatch.setattr(decoder_layer, "uses_blocks", lambda *a: False)
+    monkeypatch.setattr(decoder_layer, "why_not_fused", lambda *a: "asked for")
     with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.add(x.dtype) or x, lambda x: x):
         model(**batch)
     assert torch.int8 in kept and torch.float8_e4m3fn not in kept
@@ -195,7 +195,7 @@ def test_blocks_agree_with_the_modules(name, tokens, padding, attention_format, 
     bound = fp8_bound(14)
     errors = [relative(found, expected)]
     with monkeypatch.context() as patch:
-        patch.setattr(decoder_layer, "uses_blocks", lambda *a: False)
+        patch.setattr(decoder_layer, "why_not_fused", lambda *a: "asked for")
         other, gradients = run(model, batch)
     errors.append(relative(gradients, expected))
     # they share the inputs' codes, and differ by the scale of weights that are multiplied as one, and by
