@@ -4,48 +4,17 @@ This decides alone: `CoatAdamW` converts the moments that exist.
 """
 
 import dataclasses
-import weakref
-from collections.abc import Callable, Iterable, Iterator
-from itertools import repeat
+from itertools import zip_longest
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from coat_ds.optim.fragments import Fragment, piece_begins
 from coat_ds.optim.options import BOTH_FP32, FormatNames, Rule, codec_of, keeps_fp32
 from coat_kernels.codecs import Codec, get_codec
 
-
-class TensorSet:
-    """A set of tensors that it does not keep alive: Accelerate takes parameters of the whole model out of an
-    optimizer, in whose place shards come, to free their memory. Shards, and other tensors that torch moves by
-    exchanging what is in them, are kept alive: it refuses that where there are weak references."""
-
-    def __init__(self, tensors: Iterable[torch.Tensor] = ()):
-        # by identity, as tensors compare element by element
-        self._refs: dict[int, Callable[[], torch.Tensor | None]] = {}
-        for t in tensors:
-            self.add(t)
-
-    def add(self, t: torch.Tensor) -> None:
-        exchanges = torch.__future__.get_swap_module_params_on_conversion()
-        is_kept = exchanges or is_traceable_wrapper_subclass(t)
-        self._refs[id(t)] = (lambda: t) if is_kept else weakref.ref(t)
-
-    def discard(self, t: torch.Tensor) -> None:
-        self._refs.pop(id(t), None)
-
-    def __contains__(self, t: torch.Tensor) -> bool:
-        # another tensor may have had this id
-        ref = self._refs.get(id(t))
-        return ref is not None and ref() is t
-
-    def __iter__(self) -> Iterator[torch.Tensor]:
-        return (t for ref in tuple(self._refs.values()) if (t := ref()) is not None)
-
-    def __reduce__(self):
-        return TensorSet, (list(self),)
+# what optimizers that earlier versions pickled call their sets
+TensorSet = set
 
 
 @dataclasses.dataclass(eq=False)
@@ -54,34 +23,33 @@ class Layouts:
 
     keep_fp32: Rule
     """As in `CoatAdamW`."""
-    kept: TensorSet = dataclasses.field(default_factory=TensorSet)
-    """Tensors that keep FP32 moments however large they are."""
-    named: TensorSet = dataclasses.field(default_factory=TensorSet)
-    """Tensors that `keep_fp32` was asked about, whatever the answer."""
+    kept: dict[torch.Tensor, bool] = dataclasses.field(default_factory=dict)
+    """Whether tensors keep FP32 moments, where that was decided without `keep_fp32`."""
     fragments: dict[torch.Tensor, tuple[Fragment, ...]] = dataclasses.field(default_factory=dict)
     """What each flat partition is composed of."""
     group_index: dict[torch.Tensor, int] = dataclasses.field(default_factory=dict)
     """The parameter group of each flat partition; ZeRO-3 puts it there during a step only."""
-
-    def knows(self, p: torch.Tensor) -> bool:
-        """Whether nothing is left to ask about `p`."""
-        return p in self.named or p in self.fragments
-
-    def ask_names(self, group: dict[str, Any]) -> None:
-        """Asks `keep_fp32` about the parameters of the group that it was not asked about yet."""
-        for name, p in zip(group.get("param_names", repeat(None)), group["params"], strict=False):
-            if p not in self.named:
-                self.named.add(p)
-                if keeps_fp32(self.keep_fp32, name, p):
-                    self.kept.add(p)
-
-    def keep(self, p: torch.Tensor, whether: bool) -> None:
-        """Has `p` keep FP32 moments, or no more."""
-        (self.kept.add if whether else self.kept.discard)(p)
+    _answers: dict[int, tuple[int, bool]] = dataclasses.field(default_factory=dict, init=False)
+    """By the id of a parameter, its place in its group and what `keep_fp32` returned for it. Ids, as
+    references would keep alive the parameters that Accelerate exchanges for shards, and weak references would
+    forbid `torch.utils.swap_tensors`. An id that another tensor at that place has got has the same name."""
 
     def keeps(self, p: torch.Tensor, group: dict[str, Any]) -> bool:
         """Whether `p`, as large as it was if ZeRO-3 has emptied it, keeps FP32 moments."""
-        return getattr(p, "ds_numel", p.numel()) < group["min_numel"] or p in self.kept
+        if getattr(p, "ds_numel", p.numel()) < group["min_numel"]:
+            return True
+        return self.kept[p] if p in self.kept else self._keeps_by_rule(p, group)
+
+    def _keeps_by_rule(self, p: torch.Tensor, group: dict[str, Any]) -> bool:
+        params = group["params"]
+        place, answer = self._answers.get(id(p), (len(params), False))
+        if place < len(params) and params[place] is p:
+            return answer
+        for i, (held, name) in enumerate(zip_longest(params, group.get("param_names", ())[: len(params)])):
+            self._answers[id(held)] = i, keeps_fp32(self.keep_fp32, name, held)
+        if any(p is held for held in params):
+            return self._answers[id(p)][1]
+        return keeps_fp32(self.keep_fp32, None, p)
 
     def layout_of(self, p: torch.Tensor, group: dict[str, Any], name: str) -> tuple[tuple[int, Codec], ...]:
         """First element and codec of each piece of the moment `name` of `p`."""

@@ -1,6 +1,5 @@
 """AdamW whose moments are stored in eight bits each."""
 
-import dataclasses
 import logging
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
@@ -20,7 +19,7 @@ from coat_ds.optim.checks import (
     check_tensors,
 )
 from coat_ds.optim.fragments import Fragment
-from coat_ds.optim.layouts import Layouts, TensorSet
+from coat_ds.optim.layouts import Layouts
 from coat_ds.optim.lines import frozen_line, stalling, states_line, to_logging
 from coat_ds.optim.loading import check_groups, load_state, loading_states, say_conversions
 from coat_ds.optim.moment import Moment, as_plain
@@ -175,22 +174,19 @@ class CoatAdamW(torch.optim.Optimizer):
             self.log(f"CoatAdamW: {states_line(self, planned_bytes(self))}", logging.INFO)
 
     def __getstate__(self) -> dict[str, Any]:
-        own = ("_seed", "_checkpoint_layout", "_compiled", "_arrived", "_copies", "log")
-        # by the names that they had in earlier versions
-        layouts = {f"_{name}": value for name, value in vars(self._layouts).items()}
-        return {**super().__getstate__(), **{name: getattr(self, name) for name in own}, **layouts}
+        own = ("_seed", "_checkpoint_layout", "_compiled", "_arrived", "_copies", "_layouts", "log")
+        return {**super().__getstate__(), **{name: getattr(self, name) for name in own}}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         # torch calls this for what it loads, too, which has no more than states and parameter groups
         if "_kept" in state:
-            # an optimizer of an earlier version has been asked about all that it holds
-            held = [p for group in state["param_groups"] for p in group["params"]]
-            state = {"_named": held, "log": to_logging, **state}
-            # which were sets there
-            state |= {name: TensorSet(state[name]) for name in ("_kept", "_named")}
-            names = [field.name for field in dataclasses.fields(Layouts)]
-            state["_given_back"] = GivenBack()
-            state["_layouts"] = Layouts(**{name: state.pop(f"_{name}") for name in names})
+            # an earlier version's; `_named` held all parameters that `keep_fp32` was called with
+            state = {key: value for key, value in state.items() if key != "_named"}
+            names = ("_keep_fp32", "_kept", "_fragments", "_group_index")
+            rule, kept, *rest = (state.pop(name) for name in names)
+            state["_layouts"] = Layouts(rule, dict.fromkeys(kept, True), *rest)
+        if "_layouts" in state:
+            state = {"log": to_logging, **state, "_given_back": GivenBack()}
         torch.optim.Optimizer.__setstate__(self, state)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -218,7 +214,6 @@ class CoatAdamW(torch.optim.Optimizer):
                 "CoatAdamW: checkpoint_layout='compressed' cannot be cut for another number of ranks, as "
                 "checkpoints of DTensors are. Take 'stock'."
             )
-        self._layouts.ask_names(group)
 
     def has_option(self, name: str, value: Any) -> bool:
         """Whether an option of the constructor has this value, in all parameter groups. Of a function that
@@ -325,7 +320,7 @@ class CoatAdamW(torch.optim.Optimizer):
         ):
             return
         self._check_options()
-        held = [TensorSet(self.held_in(i)) for i in range(len(options))]
+        held = [frozenset(map(id, self.held_in(i))) for i in range(len(options))]
         now = list(map(CheckedGroup, self.param_groups, options, held))
         check_unchanged(before, now, self.state)
         self._checked_groups = now
@@ -348,9 +343,6 @@ class CoatAdamW(torch.optim.Optimizer):
     ) -> dict[str, Any]:
         """Creates what is missing of the state of `p`, encodes plain tensors in it, and returns it."""
         state = self.state[p]
-        if not self._layouts.knows(p):
-            # Accelerate exchanges the parameters that it was handed over for DTensors
-            self._layouts.ask_names(group)
         step = state.get("step", 0)
         if group["capturable"] or count_on_device:
             if not is_on(step, p.device):
@@ -405,11 +397,17 @@ class CoatAdamW(torch.optim.Optimizer):
     def keep(self, p: torch.Tensor, whether: bool = True) -> None:
         """Has `p` keep FP32 moments from now on, or no more; those that exist are converted. Of parameters
         that are part of a flat partition only the choice is noted: `set_fragments` then takes it up."""
-        self._layouts.keep(p, whether)
+        self._layouts.kept[p] = whether
         group = next((g for g in self.param_groups if any(p is own for own in g["params"])), None)
         if group is None or "exp_avg" not in self.state.get(p, {}):
             return
         self._arrange(p, group)
+
+    def note_kept(self) -> None:
+        """Notes which parameters keep FP32 moments, before ZeRO's flat partitions, which have no names, take
+        their place."""
+        for group in self.param_groups:
+            self._layouts.kept |= {p: True for p in group["params"] if self.keeps(p, group)}
 
     def _arrange(self, p: torch.Tensor, group: dict[str, Any]) -> None:
         """Brings the moments of `p` into the layout that they are to have."""

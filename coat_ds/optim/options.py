@@ -6,7 +6,7 @@ from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from itertools import product
 from numbers import Integral, Real
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -24,9 +24,6 @@ from coat_ds.config import (
     did_you_mean,
 )
 from coat_kernels.codecs import Codec, first_codec, get_codec
-
-if TYPE_CHECKING:
-    from coat_ds.optim.layouts import TensorSet
 
 logger = logging.getLogger(__name__)
 
@@ -242,8 +239,8 @@ class CheckedGroup(NamedTuple):
     group: dict[str, Any]
     """Itself: another one may have come in its place."""
     options: dict[str, Any]
-    held: "TensorSet"
-    """Its tensors."""
+    held: frozenset[int]
+    """The ids of its tensors, as references would keep alive what Accelerate takes out of it."""
 
 
 def check_unchanged(
@@ -256,7 +253,7 @@ def check_unchanged(
     """
     for (i, new), old, name in product(enumerate(now), before, OF_STATES):
         was, found = old.options[name], new.options[name]
-        if was != found and any(p in old.held and p in state for p in new.held):
+        if was != found and any(id(p) in new.held & old.held for p in state):
             raise ValueError(
                 f"CoatAdamW: {name} was {was!r} when states of parameter group {i} were made, and is "
                 f"{found!r} now. Set it before the first step, or call "

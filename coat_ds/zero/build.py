@@ -55,6 +55,7 @@ def optimizer_for_engine(coat: CoatConfig, config: Mapping[str, Any], optimizer:
     def converted(given: torch.optim.Optimizer) -> CoatAdamW:
         take_names()
         if isinstance(given, CoatAdamW):
+            given.note_kept()
             for line in idle_options(given, coat.optimizer):
                 say(line, logging.WARNING)
         return reported(convert_optimizer.convert_(given, coat.optimizer, class_for(given), **own))

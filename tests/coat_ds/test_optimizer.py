@@ -1,5 +1,6 @@
 """CoatAdamW's steps against torch.optim.AdamW's, and what torch expects of any optimizer."""
 
+import contextlib
 import copy
 import weakref
 
@@ -9,7 +10,6 @@ from torch.testing._internal.two_tensor import TwoTensor
 
 from coat_ds import CoatAdamW, state_bytes
 from coat_ds.optim.fragments import Fragment
-from coat_ds.optim.layouts import TensorSet
 from coat_ds.optim.moment import Moment
 from coat_ds.optim.options import MOMENTS
 from coat_ds.optim.recover import SAME_VALUE
@@ -173,9 +173,11 @@ def test_an_optimizer_that_an_earlier_version_pickled_goes_on():
     optimizer.keep(params[0])
     optimizer.set_fragments(params[1], [Fragment(0, params[1].numel(), 0, True)], 0)
     state = optimizer.__getstate__()
-    assert {"_keep_fp32", "_kept", "_fragments", "_group_index"} <= state.keys()
-    # the first versions had none of these
-    del state["_named"], state["log"]
+    layouts = state.pop("_layouts")
+    # the first versions had none
+    del state["log"]
+    state |= {"_keep_fp32": layouts.keep_fp32, "_kept": {params[0]}}
+    state |= {"_fragments": layouts.fragments, "_group_index": layouts.group_index}
     twin = CoatAdamW.__new__(CoatAdamW)
     twin.__setstate__(copy.deepcopy(state))
     assert_equal(codes(twin), codes(optimizer))
@@ -258,6 +260,15 @@ def test_parameters_that_are_exchanged_are_freed():
     assert state_bytes(twin)["by_codec"] == {"fp32": 2 * 4 * 5000}
 
 
+@contextlib.contextmanager
+def swapping(on):
+    torch.__future__.set_swap_module_params_on_conversion(on)
+    try:
+        yield
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(False)
+
+
 @pytest.mark.parametrize("by_option", [False, True])
 def test_models_may_be_moved_beside_the_optimizer(by_option):
     """torch exchanges what is in shards, or with an option in all parameters, if nothing refers to them
@@ -265,23 +276,30 @@ def test_models_may_be_moved_beside_the_optimizer(by_option):
     net = torch.nn.Linear(3, 3, bias=False)
     if not by_option:
         net.weight = torch.nn.Parameter(TwoTensor(torch.ones(3, 3), torch.ones(3, 3)))
-    torch.__future__.set_swap_module_params_on_conversion(by_option)
-    try:
-        optimizer = CoatAdamW(net.named_parameters())
+    optimizer = CoatAdamW(net.named_parameters())
+    with swapping(by_option):
         net.to(torch.bfloat16)
-    finally:
-        torch.__future__.set_swap_module_params_on_conversion(False)
     assert optimizer.param_groups[0]["params"][0] is net.weight and net.weight.dtype == torch.bfloat16
 
 
-def test_a_set_of_tensors_does_not_take_one_for_another():
-    seen = TensorSet()
-    for _ in range(9):
-        # where one lay that is freed
-        t = torch.zeros(2)
-        assert t not in seen
-        seen.add(t)
-        assert t in seen and list(seen) == [t]
+def test_steps_go_on_after_the_contents_of_parameters_were_swapped():
+    """Steps between conversions of the module, which exchange all tensors under the optimizer."""
+
+    def run(swaps):
+        torch.manual_seed(0)
+        net = torch.nn.Sequential(torch.nn.Linear(64, 80), torch.nn.Linear(80, 3))
+        optimizer = CoatAdamW(net.named_parameters(), keep_fp32=("1.weight",), min_numel=100)
+        for step in range(4):
+            with swapping(swaps):
+                net.double().float()
+            set_grads(list(net.parameters()), step)
+            optimizer.step()
+        return list(net.parameters()), codes(optimizer), optimizer.layout()
+
+    (expected, coded, layout), (params, found, table) = run(False), run(True)
+    assert_equal(params, expected)
+    assert_equal(found, coded)
+    assert table == layout and "fp32" in table
 
 
 def test_closure():
