@@ -32,7 +32,7 @@ def state_bytes(optimizer) -> dict[str, Any]:
     """What the states of an optimizer hold on this rank.
 
     optimizer: a torch optimizer, the wrapper that DeepSpeed puts around one, or a DeepSpeed engine.
-    Returns `bytes`, `parameters` (elements that have a state; ZeRO's padding included),
+    Returns `bytes`, without step counts, `parameters` (elements that have a state; ZeRO's padding included),
     `bytes_per_parameter`, and `by_codec`: bytes by codec name, where plain tensors are named by dtype.
     """
     optimizer = _base_optimizer(optimizer)
@@ -42,16 +42,16 @@ def state_bytes(optimizer) -> dict[str, Any]:
         if not isinstance(p, torch.Tensor):
             continue
         parameters += local(p).numel()
-        for value in state.values():
-            value = local(value)
+        for name, value in state.items():
+            value = None if name == "step" else local(value)
             if isinstance(value, Moment):
                 held = [(piece.codec.name, piece.storage.nbytes) for piece in value.pieces]
             elif isinstance(value, torch.Tensor):
                 held = [(str(value.dtype).removeprefix("torch."), value.nbytes)]
             else:
                 continue
-            for name, size in held:
-                by_codec[name] = by_codec.get(name, 0) + size
+            for kind, size in held:
+                by_codec[kind] = by_codec.get(kind, 0) + size
     return _summed(by_codec, parameters)
 
 

@@ -83,7 +83,7 @@ def _load_states(optimizer: "CoatAdamW", loaded: dict[str, Any]) -> dict[torch.T
         steps, of_group = _steps_of(saved, loaded["state"]), formats_of(saved)
         for p, index in zip(group["params"], saved["params"], strict=True):
             if entry := loaded["state"].get(index):
-                optimizer.state[p] = {**entry, "step": steps[index]}
+                optimizer.state[p] = {**entry, "step": torch.tensor(float(steps[index]), dtype=torch.float32)}
                 said = optimizer._layouts.unless_kept(p, group, of_group)
                 formats = optimizer._load_state(p, group, loaded, index, said)
                 if formats is not None:

@@ -44,6 +44,8 @@ from coat_ds.optim.state_dict import take_states
 from coat_ds.optim.step import Scaling, in_turns, is_on, unscale_, update_group
 from coat_kernels.codecs import Codec
 
+CPU = torch.device("cpu")
+
 
 class CoatAdamW(torch.optim.Optimizer):
     """`torch.optim.AdamW` with compressed moments: same arguments, same update, computed in FP32.
@@ -93,10 +95,10 @@ class CoatAdamW(torch.optim.Optimizer):
     number of ranks if shards are whole groups, as where dimension 0 is cut and its rows have a multiple of
     `group_size` elements. Of others a group that is cut elsewhere is encoded once more when it is loaded, and
     its moments then differ by the format's rounding.
-    `state[p]` holds `step` (an int; where a gradient scaler or `capturable` needs it, an FP32 tensor on the
-    device) and the `Moment`s `exp_avg` and `exp_avg_sq`. A plain tensor that someone puts in a moment's place
-    is encoded by the next step. `torch.amp.GradScaler`'s flag of non-finite gradients skips the step on the
-    device.
+    `state[p]` holds `step` (an FP32 tensor on the CPU, as `torch.optim.AdamW`'s; on the parameter's device
+    where a gradient scaler or `capturable` needs it there) and the `Moment`s `exp_avg` and `exp_avg_sq`. A
+    plain tensor that someone puts in a moment's place is encoded by the next step. `torch.amp.GradScaler`'s
+    flag of non-finite gradients skips the step on the device.
 
     Raises ValueError for values that `torch.optim.AdamW` rejects too, and for an unknown format or size.
     """
@@ -343,12 +345,9 @@ class CoatAdamW(torch.optim.Optimizer):
     ) -> dict[str, Any]:
         """Creates what is missing of the state of `p`, encodes plain tensors in it, and returns it."""
         state = self.state[p]
-        step = state.get("step", 0)
-        if group["capturable"] or count_on_device:
-            if not is_on(step, p.device):
-                state["step"] = torch.tensor(float(step), dtype=torch.float32, device=p.device)
-        else:
-            state["step"] = int(step)
+        step, place = state.get("step", 0), p.device if group["capturable"] or count_on_device else CPU
+        if not is_on(step, place):
+            state["step"] = torch.tensor(float(step), dtype=torch.float32, device=place)
         for name in SECOND_FIRST:
             value = state.get(name)
             if value is None:

@@ -1,7 +1,7 @@
 """The options of `CoatAdamW`: which there are, which values they take, and what they say of a moment."""
 
 import logging
-from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from itertools import product
@@ -244,7 +244,7 @@ class CheckedGroup(NamedTuple):
 
 
 def check_unchanged(
-    before: Sequence[CheckedGroup], now: Sequence[CheckedGroup], state: Container[torch.Tensor]
+    before: Sequence[CheckedGroup], now: Sequence[CheckedGroup], state: Iterable[torch.Tensor]
 ) -> None:
     """Raises ValueError for options of parameter groups that states of their parameters were made by, and
     that are others now.

@@ -28,7 +28,7 @@ class _Operands(NamedTuple):
     grad: torch.Tensor
     exp_avg: Piece
     exp_avg_sq: Piece
-    step: int | torch.Tensor
+    step: torch.Tensor
     remainder: torch.Tensor | None
     copy: torch.Tensor | None
 
@@ -93,7 +93,7 @@ def _buckets(
     grads: list[torch.Tensor],
     kinds: list[int],
     states: list[dict[str, Any]],
-    steps: list[int] | list[torch.Tensor],
+    steps: list[torch.Tensor],
     copies: Mapping[torch.Tensor, torch.Tensor],
 ) -> dict[tuple, list[_Operands]]:
     """Pieces that can go into one launch, by what they have in common: `kinds`, the group size, and more."""
@@ -175,29 +175,24 @@ def _cut(x: torch.Tensor, piece: Piece) -> torch.Tensor:
     return x if piece.end - piece.begin == x.numel() else x.view(-1)[piece.begin : piece.end]
 
 
-def _count(states: list[dict[str, Any]], found_inf: torch.Tensor | None) -> list[int] | list[torch.Tensor]:
-    """Advances every `step`, unless the flag says that this one is skipped, and returns them."""
-    on_device = [state["step"] for state in states if isinstance(state["step"], torch.Tensor)]
-    for state in states:
-        if not isinstance(state["step"], torch.Tensor):
-            state["step"] += 1
-    if not on_device:
-        return [state["step"] for state in states]
+def _count(states: list[dict[str, Any]], found_inf: torch.Tensor | None) -> list[torch.Tensor]:
+    """Advances every `step`, unless the flag says that this one is skipped, and returns the counts."""
+    steps = [state["step"] for state in states]
     if found_inf is None:
-        torch._foreach_add_(on_device, 1.0)
-        return on_device
-    counts = list(torch._foreach_add(on_device, 1.0))
+        torch._foreach_add_(steps, 1.0)
+        return steps
+    counts = list(torch._foreach_add(steps, 1.0))
     # layers of one group may lie on several devices
-    for device in {step.device for step in on_device}:
+    for device in {step.device for step in steps}:
         counted = (found_inf.to(device) == 0).float().reshape(())
         # without alpha torch reads the flag as a number, for which it waits for the GPU
-        torch._foreach_add_([step for step in on_device if step.device == device], counted, alpha=1.0)
+        torch._foreach_add_([step for step in steps if step.device == device], counted, alpha=1.0)
     return counts
 
 
-def _gather(steps: list[int | torch.Tensor]) -> list[int] | torch.Tensor:
-    on_device = [step for step in steps if isinstance(step, torch.Tensor)]
-    return torch.stack(on_device) if on_device else [step for step in steps if isinstance(step, int)]
+def _gather(steps: list[torch.Tensor]) -> list[int] | torch.Tensor:
+    """Numbers if the steps are on the CPU, which nothing waits for, else a tensor."""
+    return [int(step) for step in steps] if steps[0].is_cpu else torch.stack(steps)
 
 
 def _product(a: torch.Tensor | None, b: torch.Tensor | None) -> torch.Tensor | None:

@@ -216,7 +216,7 @@ def _move_states(
         first, second = (state.get(name) for name in MOMENTS)
         together = isinstance(first, Moment) and isinstance(second, Moment) and first.is_beside(second)
         for name, value in state.items():
-            if isinstance(value, torch.Tensor):
+            if isinstance(value, torch.Tensor) and name != "step":
                 moved.append(value)
                 pinned = pin_memory and value.device.type != "cpu"
                 # by itself it would take a copy of the second moment along

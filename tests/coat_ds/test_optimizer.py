@@ -302,6 +302,27 @@ def test_steps_go_on_after_the_contents_of_parameters_were_swapped():
     assert table == layout and "fp32" in table
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_zeroing_every_state_tensor_starts_afresh(dtype):
+    """As it does of torch.optim.AdamW, whose step count is a tensor too."""
+    params = parameters(dtype)
+    optimizer = CoatAdamW(params, min_numel=100)
+    for step in range(3):
+        set_grads(params, step)
+        optimizer.step()
+    for state in optimizer.state.values():
+        for value in state.values():
+            value.zero_()
+    twins = [torch.nn.Parameter(p.detach().clone()) for p in params]
+    fresh = CoatAdamW(twins, min_numel=100)
+    for step in range(3):
+        for held, of in ((params, optimizer), (twins, fresh)):
+            set_grads(held, step)
+            of.step()
+    assert_equal(params, twins)
+    assert_equal(codes(optimizer), codes(fresh))
+
+
 def test_closure():
     p = torch.nn.Parameter(torch.ones(3))
     optimizer = CoatAdamW([p])

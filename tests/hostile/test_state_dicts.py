@@ -190,7 +190,7 @@ def test_damaged_state_dicts_are_refused_before_anything_changes(seed, name, of_
     params = params_of(shapes)
     after = optimizer_of("CoatAdamW", params, rng)
     train(after, params, 1, rng)
-    state = [moments_of(after, p) + [torch.tensor(after.state[p]["step"])] for p in params]
+    state = [moments_of(after, p) + [after.state[p]["step"].clone()] for p in params]
     options = dict(after.param_groups[0])
     try:
         after.load_state_dict(packed)
@@ -198,7 +198,7 @@ def test_damaged_state_dicts_are_refused_before_anything_changes(seed, name, of_
         assert "load_state_dict" in str(error) or "parameter group" in str(error), error
         assert {**after.param_groups[0], "params": 0} == {**options, "params": 0}
         for p, old in zip(params, state, strict=True):
-            new = moments_of(after, p) + [torch.tensor(after.state[p]["step"])]
+            new = moments_of(after, p) + [after.state[p]["step"].clone()]
             assert all(map(torch.equal, new, old))
     else:
         # what could be loaded can make a step

@@ -123,7 +123,7 @@ class Trainer:
         """What a step reads and writes, on this rank: weights, masters and decoded moments."""
         inner = self.inner
         held = [p for group in inner.param_groups for p in group["params"]]
-        states = [value for p in held for value in inner.state[p].values() if isinstance(value, torch.Tensor)]
+        states = [value for p in held for _, value in sorted(inner.state[p].items())]
         decoded = [value.decode() if hasattr(value, "decode") else value.clone() for value in states]
         return [p.detach().clone() for p in (*self.model.parameters(), *held)] + decoded
 
@@ -202,7 +202,7 @@ def _train_as_if_fused(folder):
             first.steps(0, 1)
             first.save(f"{folder}/{mode}-fused", sharding)
             again = Trainer(mode).load(f"{folder}/{mode}-fused", sharding)
-            counts = {s["step"] for t in (first, again) for s in t.inner.state.values()}
+            counts = {int(s["step"]) for t in (first, again) for s in t.inner.state.values()}
             results.append((counts, first.steps(2), again.steps(2), first.tensors(), again.tensors()))
         optimizer.uninstall()
         optimizer.install(CoatConfig(enabled=True))
@@ -248,7 +248,7 @@ def _train(folder):
             held = first.inner.state.values()
             result["bytes"] = sum(t.nbytes for s in held for n in MOMENTS for t in s[n].stored())
             result["numel"] = sum(s[MOMENTS[0]].numel() for s in held)
-            result["step"] = {s["step"] for s in first.inner.state.values()}
+            result["step"] = {int(s["step"]) for s in first.inner.state.values()}
             # as Megatron does before it reads a checkpoint: changes nothing
             first.optimizer.load_state_dict(first.optimizer.state_dict())
             losses += first.steps(2, 3)
@@ -298,7 +298,7 @@ def _train(folder):
                 with changes() as results[mode]["lines", name]:
                     ours.load(f"{folder}/{mode}-{name}", sharding)
             ours.save(f"{folder}/{mode}-back", sharding)
-            count = {s["step"] for s in ours.inner.state.values()}
+            count = {int(s["step"]) for s in ours.inner.state.values()}
             results[mode]["ours"] = count, ours.steps(3)
             for name in (sharding, "in-stock", "of-stock", "back"):
                 results[mode][name] = _plain(f"{folder}/{mode}-{name}")
@@ -422,7 +422,7 @@ def test_goes_on_from_before_the_first_step(megatron, tmp_path, mode):
             first = Trainer(mode)
             first.save(str(tmp_path / "saved"), SHARDINGS[mode][0])
             again = Trainer(mode).load(str(tmp_path / "saved"), SHARDINGS[mode][0])
-            assert {state["step"] for state in again.inner.state.values()} == {0}
+            assert {int(state["step"]) for state in again.inner.state.values()} == {0}
             assert first.steps(0, 1) == again.steps(0, 1)
     finally:
         optimizer.uninstall()
