@@ -113,16 +113,15 @@ class Moment(StoredTensor):
         return tuple((piece.begin, piece.codec) for piece in self.pieces)
 
     @property
-    def storage(self) -> Storage:
+    def piece(self) -> Piece:
         """What is stored of a moment in one piece."""
         (piece,) = self.pieces
-        return piece.storage
+        return piece
 
     @property
     def codec(self) -> Codec:
         """The codec of a moment in one piece."""
-        (piece,) = self.pieces
-        return piece.codec
+        return self.piece.codec
 
     @property
     def is_whole(self) -> bool:

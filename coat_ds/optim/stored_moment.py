@@ -27,12 +27,16 @@ class StoredMoment(GivenMoment):
     """A moment that is pickled as it is stored, and comes back as a `GivenMoment`, which needs `coat_ds`."""
 
     def data_ptr(self):
-        """Raises TypeError: `torch.distributed.checkpoint.async_save` copies memory, and would find none."""
+        """Raises TypeError: `torch.distributed.checkpoint.async_save` and safetensors copy memory, and would
+        find none."""
         raise TypeError(
             "CoatAdamW: checkpoint_layout='compressed' gives moments that hold codes and have no memory of "
-            "their own to copy, as async_save does. Take checkpoint_layout='stock', or torch.save or "
-            "torch.distributed.checkpoint.save."
+            "their own to copy, as async_save and safetensors do. Take checkpoint_layout='stock', or "
+            "torch.save or torch.distributed.checkpoint.save."
         )
+
+    # where safetensors looks first
+    storage = data_ptr
 
     def __reduce_ex__(self, protocol):
         moment = self if self.is_whole else self.clone()

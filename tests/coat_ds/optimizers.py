@@ -31,7 +31,7 @@ def codes(optimizer):
         for group in optimizer.param_groups
         for p in group["params"]
         for name in MOMENTS
-        for t in optimizer.state[p][name].storage
+        for t in optimizer.state[p][name].piece.storage
     ]
 
 

@@ -29,7 +29,7 @@ def state_of(optimizer):
         for group in optimizer.param_groups
         for p in group["params"]
         for name in ("exp_avg", "exp_avg_sq")
-        for t in optimizer.state[p][name].storage
+        for t in optimizer.state[p][name].piece.storage
     ]
 
 

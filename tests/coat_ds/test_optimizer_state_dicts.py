@@ -289,6 +289,18 @@ def test_asynchronous_checkpoints_name_the_layout_that_they_cannot_take(layout, 
             stager.stage(state)
 
 
+def test_safetensors_name_the_layout_that_they_cannot_take(tmp_path):
+    from safetensors.torch import save_file
+
+    params = parameters()
+    optimizer = CoatAdamW(params, checkpoint_layout="compressed", min_numel=0)
+    step_again(params, optimizer)
+    states = optimizer.state_dict()["state"].items()
+    flat = {f"{i}.{name}": value for i, entry in states for name, value in entry.items()}
+    with pytest.raises(TypeError, match="checkpoint_layout='compressed'"):
+        save_file(flat, tmp_path / "states.safetensors")
+
+
 @pytest.mark.parametrize(
     ("kind", "found"),
     [

@@ -44,7 +44,7 @@ def limit(m, second):
     """Largest error of a first moment that is encoded once beside `second`: half the distance of the two
     largest codes, 1 - (126 / 127)^(3/2), of the group's largest ratio, whose scale is off by 2^-13."""
     group = second.group_size
-    roots = Stored(LOG, second.storage).roots(group)
+    roots = Stored(LOG, second.piece.storage).roots(group)
     u = F.pad((m.reshape(-1) / roots).nan_to_num(0.0, 0.0, 0.0), (0, -m.numel() % group)).view(-1, group)
     largest = u.abs().amax(1).repeat_interleave(group)[: m.numel()]
     return (largest * roots * (0.5 * (1 - (126 / 127) ** 1.5) + 2**-12)).view(m.shape)
@@ -87,11 +87,11 @@ def test_second_moments_are_written_and_first_ones_stay(write):
     assert ((first.decode() - before).abs() <= TIMES.get(write, 1) * limit(before, second)).all()
     # groups of a second moment that stayed keep the codes of the first
     changed = torch.zeros(NUMEL, dtype=torch.bool)
-    changed |= second.storage.codes != old[0]
-    for new, was in zip(second.storage[1:], old[1:], strict=True):
+    changed |= second.piece.storage.codes != old[0]
+    for new, was in zip(second.piece.storage[1:], old[1:], strict=True):
         changed |= (new != was).repeat_interleave(GROUP)[:NUMEL]
     changed = F.pad(changed, (0, -NUMEL % GROUP)).view(-1, GROUP).any(1).repeat_interleave(GROUP)[:NUMEL]
-    assert torch.equal(first.storage.codes[~changed], codes[0][~changed])
+    assert torch.equal(first.piece.storage.codes[~changed], codes[0][~changed])
 
 
 # columns that are multiplied by up to 99, one after the other, have their errors multiplied too

@@ -141,13 +141,13 @@ def test_writes_through_views_encode_the_groups_that_they_change(write, name):
     """And leave every other one as it is stored, to the bit."""
     codec = get_codec(name)
     moment = Moment.encoded(values(*SHAPE).abs(), codec, 64)
-    before, codes = moment.decode(), moment.storage.codes.clone()
+    before, codes = moment.decode(), moment.piece.storage.codes.clone()
     exact = before.clone()
     WRITES[write](exact)
     WRITES[write](moment)
     groups = F.pad((exact != before).view(-1), (0, 4)).view(-1, 64).any(1).repeat_interleave(64)[:700]
-    whole = Moment.encoded(exact, codec, 64).storage.codes
-    assert torch.equal(moment.storage.codes, torch.where(groups, whole, codes))
+    whole = Moment.encoded(exact, codec, 64).piece.storage.codes
+    assert torch.equal(moment.piece.storage.codes, torch.where(groups, whole, codes))
 
 
 @pytest.mark.parametrize("name", ["fp8", "fp8_expanded", "log8"])
@@ -246,8 +246,8 @@ def test_copies_stay_compressed_and_are_copies(make):
     before = moment.decode()
     made = make(moment)
     assert isinstance(made, Moment) and made.shape == moment.shape
-    assert made.storage.nbytes == moment.storage.nbytes == 700 + 6 * 5
-    assert made.storage.codes.data_ptr() != moment.storage.codes.data_ptr()
+    assert made.piece.storage.nbytes == moment.piece.storage.nbytes == 700 + 6 * 5
+    assert made.piece.storage.codes.data_ptr() != moment.piece.storage.codes.data_ptr()
     made.fill_(3)
     assert torch.equal(moment.decode(), before)
 
@@ -255,7 +255,7 @@ def test_copies_stay_compressed_and_are_copies(make):
 def test_copy_between_moments_is_exact():
     source, target = fp8_moment(values(*SHAPE)), Moment.zeros(SHAPE, FP8, 128, "cpu")
     target.copy_(source)
-    for a, b in zip(source.storage, target.storage, strict=True):
+    for a, b in zip(source.piece.storage, target.piece.storage, strict=True):
         assert torch.equal(a, b)
     other = Moment.zeros(SHAPE, FP8, 64, "cpu")
     other.copy_(source)
@@ -284,4 +284,4 @@ def test_what_would_corrupt_is_refused():
     with pytest.raises(RuntimeError):
         moment.view(13, 13)
     moment[:, 1].share_memory_()
-    assert moment.storage.codes.is_shared()
+    assert moment.piece.storage.codes.is_shared()

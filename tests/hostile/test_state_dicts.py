@@ -115,7 +115,7 @@ def test_states_go_through_any_chain_of_optimizers(seed, kinds, shapes, steps):
                 else:
                     size, codec = after.param_groups[0]["group_size"], after.state[q][name].codec
                     second = after.state[q]["exp_avg_sq"]
-                    beside = Stored(second.codec, second.storage)
+                    beside = Stored(second.codec, second.piece.storage)
                     encoded = codec.encode(old, size, beside=beside)
                     rounded = codec.decode(encoded, size, beside).view(old.shape)
                     close = (torch.isclose(new, x, rtol=2e-4, atol=0) for x in (old, rounded))
