@@ -24,7 +24,7 @@ BLOCK_KEYS = frozenset(
 # names of this project in which the key may have been lengthened
 _OUR_NAMES = frozenset(("coat", "coats", "coatds", "coattrain", "coatconfig"))
 # other words one letter away from "coat", which another tool may use as a key
-_OTHER_WORDS = ("boat", "cat", "chat", "coal", "coast", "coax", "cost", "cot", "goat", "moat", "oat")
+_OTHER_WORDS = ("boat", "cat", "chat", "coal", "coast", "coax", "cont", "cost", "cot", "goat", "moat", "oat")
 
 
 def _one_mistake(word: str) -> re.Pattern:
@@ -75,13 +75,13 @@ def _is_mistyped(key: Any, value: Any) -> bool:
     words = re.findall("[a-z]+", name)
     if not name[:1].isalpha():
         return False
-    if not _OUR_NAMES.isdisjoint((*words, "".join(words))):
-        block = isinstance(value, Mapping) and (not value or not BLOCK_KEYS.isdisjoint(value))
-        return block or isinstance(value, bool)
-    if not isinstance(value, Mapping):
+    if name in _OTHER_WORDS:
+        return isinstance(value, Mapping) and ("optimizer" in value or "activations" in value)
+    if _OUR_NAMES.isdisjoint((*words, "".join(words))) and not _ONE_MISTAKE.fullmatch(name):
         return False
-    ours = name not in _OTHER_WORDS or "optimizer" in value or "activations" in value
-    return "enabled" in value and ours and bool(_ONE_MISTAKE.fullmatch(name))
+    return isinstance(value, bool) or (
+        isinstance(value, Mapping) and (not value or not BLOCK_KEYS.isdisjoint(value))
+    )
 
 
 def section(config: Mapping[str, Any], key: str) -> Mapping[str, Any]:

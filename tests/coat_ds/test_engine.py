@@ -432,6 +432,7 @@ def test_signature_is_deepspeeds():
         ({"coat": {"enabled": True, "optimizer": {"group_size": 100}}}, ["coat.optimizer.group_size", "100"]),
         ({"coat": {}}, ["coat.enabled", "missing"]),
         ({"coats": {"enabled": True}}, ["coats: found a block there"]),
+        ({"optimizer": {"type": "CoatAdamW"}, "caot": {"activations": False}}, ["caot: found a block there"]),
         (
             {"optimizer": {"type": "CoatAdamW"}, "coat": {"enabled": False}},
             ["coat.enabled", "False", "AdamW"],

@@ -122,8 +122,11 @@ def test_what_is_no_mistake():
         ("CoatConfig", True),
         ("coat ", BLOCK),
         ("caot", BLOCK),
+        ("caot", {"optimizer": {"exp_avg_format": "fp8"}}),
+        ("caot", {}),
+        ("caot", True),
         ("coatt", BLOCK),
-        ("cot", {**BLOCK, "optimizer": {}}),
+        ("cot", {"optimizer": {}}),
     ],
 )
 def test_misspelt_names_of_the_block(key, value):
@@ -154,8 +157,15 @@ def test_keys_of_others_are_no_misspelt_block():
         "//coat",
     }
     for key in known | others:
-        assert not block.asks_for_coat({key: {**BLOCK, "report": True}}), key
-    for key, value in (("coat_comment", "on"), ("coats", 3), ("coat_net", {"depth": 2}), ("caot", True)):
+        for value in ({**BLOCK, "report": True}, True):
+            assert not block.asks_for_coat({key: value}), key
+    for key, value in (
+        ("coat_comment", "on"),
+        ("coats", 3),
+        ("coat_net", {"depth": 2}),
+        ("caot", 1),
+        ("cont", True),
+    ):
         assert not block.asks_for_coat({key: value}), key
     assert {field.name for field in dataclasses.fields(CoatConfig)} == block.BLOCK_KEYS
 
