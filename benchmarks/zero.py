@@ -148,12 +148,15 @@ class Run(NamedTuple):
 
 def train(case: Case, size: Size, steps: int, tokens: torch.Tensor) -> Run:
     """Builds the model and an engine, and makes `steps` steps on the same tokens."""
+    import deepspeed
+
     import coat_ds
 
     torch.manual_seed(0)
     with torch.device(device()):
         model = GPT(size).bfloat16()
-    engine, *_ = coat_ds.initialize(model=model, config=case.config(size.bucket))
+    coat_ds.install()
+    engine, *_ = deepspeed.initialize(model=model, config=case.config(size.bucket))
     marks, losses = [], []
     for _ in range(steps):
         if torch.cuda.is_available():

@@ -111,6 +111,7 @@ def predicted(case: Case, size: Size, ranks: int, **fields) -> dict[str, float]:
 
 def run_case(case: Case, size: Size) -> dict[str, float]:
     """What the last step's passes and the optimizer's step took at their peak on this rank, in MB."""
+    import deepspeed
     import transformers
 
     import coat_ds
@@ -121,7 +122,8 @@ def run_case(case: Case, size: Size) -> dict[str, float]:
     config = transformers.LlamaConfig(**size.fields, use_cache=False)
     with torch.device(device()):
         model = transformers.LlamaForCausalLM(config).bfloat16()
-    engine, *_ = coat_ds.initialize(model=model, config=case.config(size))
+    coat_ds.install()
+    engine, *_ = deepspeed.initialize(model=model, config=case.config(size))
     # the same on all ranks, whatever has drawn numbers until here
     drawn = torch.Generator().manual_seed(0)
     shape = size.micro_batch, size.sequence

@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from coat_ds.layers.convert import conversion_of, convert, unconvert
     from coat_ds.optim.accounting import state_bytes
     from coat_ds.optim.optimizer import CoatAdamW
-    from coat_ds.zero.initialize import initialize
     from coat_kernels.saved import compressed_checkpoints
 
 _HOMES = {
@@ -29,7 +28,6 @@ _HOMES = {
     "compressed_checkpoints": "coat_kernels.saved",
     "conversion_of": "coat_ds.layers.convert",
     "convert": "coat_ds.layers.convert",
-    "initialize": "coat_ds.zero.initialize",
     "state_bytes": "coat_ds.optim.accounting",
     "unconvert": "coat_ds.layers.convert",
     "__version__": "coat_ds.versions",
@@ -44,7 +42,6 @@ __all__ = [
     "compressed_checkpoints",
     "conversion_of",
     "convert",
-    "initialize",
     "install",
     "plan",
     "state_bytes",
@@ -78,6 +75,14 @@ def _warn_of_two_copies() -> None:
 
 
 _warn_of_two_copies()
+
+
+def initialize(*args, **kwargs):
+    """Raises RuntimeError: `deepspeed.initialize` took its place."""
+    raise RuntimeError(
+        'coat_ds.initialize was removed. Call deepspeed.initialize, which honours the "coat" block where '
+        "COAT is installed by pip, and anywhere after coat_ds.install()."
+    )
 
 
 def __getattr__(name: str):

@@ -143,12 +143,15 @@ class Trainer:
         return saved.total / (saved.layers * first.tokens.numel())
 
     def _make_engine(self, model: torch.nn.Module):
+        import deepspeed
+
         import coat_ds
         from megatron_ext import mpu
 
         schedule = functools.partial(warmup_cosine, warmup=self.args.warmup_steps, total=self.args.steps)
         own_schedule = "scheduler" not in self.config
-        engine, *_ = coat_ds.initialize(
+        coat_ds.install()
+        engine, *_ = deepspeed.initialize(
             model=model,
             model_parameters=parameter_groups(model),
             lr_scheduler=(lambda o: torch.optim.lr_scheduler.LambdaLR(o, schedule)) if own_schedule else None,

@@ -268,6 +268,8 @@ def build_model(job: Job) -> torch.nn.Module:
 
 
 def build_engine(job: Job, micro_batch: int, model: torch.nn.Module):
+    import deepspeed
+
     import coat_ds
     from coat_launch.model import parameter_groups
     from megatron_ext import mpu
@@ -285,7 +287,8 @@ def build_engine(job: Job, micro_batch: int, model: torch.nn.Module):
             exp_avg_sq_dtype=torch.uint8,
         )
     mpu.sum_shared_gradients(model)
-    engine, *_ = coat_ds.initialize(
+    coat_ds.install()
+    engine, *_ = deepspeed.initialize(
         model=model,
         optimizer=optimizer,
         model_parameters=None if optimizer else groups,

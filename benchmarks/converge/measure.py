@@ -103,6 +103,8 @@ def gpt_of(shape, setup: Setup, run: Run, coat, vocab_size: int, **config) -> to
 
 def build_engine(run: Run, variant: str, setup: Setup, data):
     """A DeepSpeed engine around the task's model."""
+    import deepspeed
+
     import coat_ds
     from coat_launch.model import parameter_groups, warmup_cosine
     from megatron_ext import mpu
@@ -111,7 +113,8 @@ def build_engine(run: Run, variant: str, setup: Setup, data):
     config = deepspeed_config(variant, recipe)
     model = setup.task.build(setup, run, coat_ds.CoatConfig.from_dict(config["coat"]), data)
     schedule = functools.partial(warmup_cosine, warmup=int(recipe.warmup * recipe.steps), total=recipe.steps)
-    engine, *_ = coat_ds.initialize(
+    coat_ds.install()
+    engine, *_ = deepspeed.initialize(
         model=model,
         model_parameters=parameter_groups(model),
         lr_scheduler=lambda optimizer: torch.optim.lr_scheduler.LambdaLR(optimizer, schedule),

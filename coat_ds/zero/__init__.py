@@ -2,7 +2,6 @@
 
     switch.py            how an unmodified script comes to honour the block
     block.py             where the block is in a DeepSpeed config
-    initialize.py        `coat_ds.initialize`
     engine.py            what is done before and after an engine is built
     deepspeed_config.py  what the rest of the DeepSpeed config has to be
     build.py             the optimizer that an engine is given

@@ -12,8 +12,7 @@ that does imports this file, `block` and `patches`, which need nothing but the s
 of torch's own 1.2 s. The rest of `coat_ds` is imported when an engine with a block is built.
 
 `COAT_DISABLE=1` in the environment keeps `register` from doing anything but saying that a block is ignored,
-`TORCH_DEVICE_BACKEND_AUTOLOAD=0`, torch's own switch, from being called; `install` and `coat_ds.initialize`
-ignore both.
+`TORCH_DEVICE_BACKEND_AUTOLOAD=0`, torch's own switch, from being called; `install` ignores both.
 """
 
 import contextlib
@@ -22,7 +21,7 @@ import inspect
 import logging
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 from coat_ds.patches import Patch, PatchError
 from coat_ds.versions import DEEPSPEED
@@ -72,19 +71,6 @@ def uninstall() -> None:
 def is_installed() -> bool:
     """Whether the engines of the imported DeepSpeed honour the block."""
     return ENGINE.is_applied()
-
-
-@contextlib.contextmanager
-def installed() -> Iterator[None]:
-    """`install` for a while, unless it is already."""
-    if is_installed():
-        yield
-        return
-    install()
-    try:
-        yield
-    finally:
-        uninstall()
 
 
 def register() -> None:

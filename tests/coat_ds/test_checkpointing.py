@@ -9,6 +9,7 @@ import warnings
 import weakref
 from concurrent.futures import ThreadPoolExecutor
 
+import deepspeed
 import pytest
 import torch
 
@@ -157,7 +158,6 @@ def of_odd_size(host):
 
 
 def modes():
-    import deepspeed
     from deepspeed.runtime.activation_checkpointing import checkpointing as host
 
     deepspeed.init_distributed("gloo")
@@ -293,7 +293,7 @@ def train(stage, compress, lines):
             "report": compress,
         },
     }
-    engine, *_ = coat_ds.initialize(model=Net(), config=config)
+    engine, *_ = deepspeed.initialize(model=Net(), config=config)
     losses, kept = [], []
     for step in range(4):
         torch.manual_seed(step)
@@ -333,7 +333,7 @@ def idle():
         "coat": {"enabled": True, "activations": False, "checkpointing": {"compress": True}},
     }
     with listening(logging.WARNING) as lines:
-        engine, *_ = coat_ds.initialize(model=torch.nn.Linear(WIDTH, WIDTH), config=config)
+        engine, *_ = deepspeed.initialize(model=torch.nn.Linear(WIDTH, WIDTH), config=config)
         with contextlib.suppress(RuntimeError):
             engine(torch.zeros(1, 1))
         with torch.no_grad():
@@ -386,7 +386,7 @@ def each_its_own():
                 "checkpointing": {"compress": compress, "group_size": group_size},
             },
         }
-        return coat_ds.initialize(model=model, config=config)[0]
+        return deepspeed.initialize(model=model, config=config)[0]
 
     x, found = torch.randn(ROWS, WIDTH), {}
     stock, small = (engine_of(Acts(packed_in_groups_of), *options) for options in ((False,), (True, 16)))
@@ -445,7 +445,7 @@ def pipeline(compress):
         "pipeline": {"activation_checkpoint_interval": 1},
         "coat": {"enabled": True, "activations": False, "checkpointing": {"compress": compress}},
     }
-    engine, *_ = coat_ds.initialize(model=model, config=config)
+    engine, *_ = deepspeed.initialize(model=model, config=config)
     generator = torch.Generator().manual_seed(1)
     rows = ROWS // torch.distributed.get_world_size()
     data = [tuple(torch.randn(rows, WIDTH, generator=generator) for _ in range(2)) for _ in range(2)]

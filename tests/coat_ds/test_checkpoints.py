@@ -12,11 +12,11 @@ import warnings
 import weakref
 import zipfile
 
+import deepspeed
 import pytest
 import torch
 from torch import nn
 
-import coat_ds
 from coat_ds.optim.moment import Moment
 from coat_ds.zero.partitions import partitions
 from tests.coat_ds.faithful import assert_faithful, assert_ratio_faithful
@@ -74,7 +74,7 @@ def start(run, coat=True, universal=False, layout="stock", second=OLD):
     if coat:
         config["coat"]["optimizer"] |= {"checkpoint_layout": layout, "exp_avg_sq_format": second}
     config["checkpoint"] = {"load_universal": universal}
-    engine, *_ = coat_ds.initialize(model=model, model_parameters=groups, config=config)
+    engine, *_ = deepspeed.initialize(model=model, model_parameters=groups, config=config)
     return engine
 
 
@@ -350,8 +350,6 @@ def rounded_again(loaded, saved, second):
 
 def work(folder, index):
     warnings.simplefilter("ignore")
-    import deepspeed
-
     deepspeed.init_distributed("gloo")
     out = {"chain": chain(folder, index)}
     if index < 2:
@@ -533,7 +531,7 @@ def test_host_functions_see_values(phases, stage):
 def in_pytorchs_older_format(folder):
     """States, and what a file that was written without zip holds of them."""
     config = ds_config(RUNS["stage1"], True) | {"checkpoint": {"checkpoint_serialization": False}}
-    engines = [coat_ds.initialize(model=Given(), config=config)[0] for _ in range(2)]
+    engines = [deepspeed.initialize(model=Given(), config=config)[0] for _ in range(2)]
     for step in range(2):
         engines[0].backward(engines[0](step))
         engines[0].step()

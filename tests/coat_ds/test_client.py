@@ -5,6 +5,7 @@ import os
 import warnings
 import weakref
 
+import deepspeed
 import pytest
 import torch
 from deepspeed.ops import op_builder
@@ -240,7 +241,7 @@ def engines():
             "zero_optimization": {"stage": stage},
             "coat": {"enabled": True, "activations": False},
         }
-        engine, *_ = coat_ds.initialize(
+        engine, *_ = deepspeed.initialize(
             model=net,
             config=config,
             optimizer=(lambda p: torch.optim.AdamW(p, lr=1e-3)) if as_function else optimizer,

@@ -8,6 +8,7 @@ import importlib
 import inspect
 import warnings
 
+import deepspeed
 import pytest
 import torch
 
@@ -183,7 +184,6 @@ PARAMETERS = {"bf16": ["_hp_mapping"], 3: ["ds_numel", "ds_shape", "ds_process_g
 def build():
     """What is missing of all that, and what DeepSpeed does with a block that it does not know."""
     warnings.simplefilter("ignore")
-    import coat_ds
 
     missing, seen = [], {}
     for stage, names in ATTRIBUTES.items():
@@ -195,7 +195,7 @@ def build():
             "data_types": {"grad_accum_dtype": "fp32" if stage == "bf16" else None},
             "coat": {"enabled": True, "activations": False},
         }
-        engine, *_ = coat_ds.initialize(model=torch.nn.Linear(64, 64), config=config)
+        engine, *_ = deepspeed.initialize(model=torch.nn.Linear(64, 64), config=config)
         missing += [(stage, name) for name in names if not hasattr(engine.optimizer, name)]
         p = next(engine.module.parameters())
         missing += [(stage, name) for name in PARAMETERS.get(stage, []) if not hasattr(p, name)]

@@ -5,6 +5,7 @@ import functools
 import math
 from importlib.metadata import version
 
+import deepspeed
 import pytest
 import torch
 from packaging.version import Version
@@ -87,7 +88,6 @@ def masters(wrapper):
 
 def engine_of(stage, dtype, shared, apart=False):
     """apart: whether biases are a parameter group of their own, the second one."""
-    import coat_ds
 
     torch.manual_seed(0)
     model = torch.nn.Sequential(*(torch.nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS)))
@@ -105,7 +105,7 @@ def engine_of(stage, dtype, shared, apart=False):
     }
     groups = [{"params": [p for p in model.parameters() if p.dim() == n]} for n in (2, 1)]
     params = groups if apart else model.parameters()
-    return coat_ds.initialize(model=model, model_parameters=params, config=config)[0]
+    return deepspeed.initialize(model=model, model_parameters=params, config=config)[0]
 
 
 def train(stage, dtype, shared):
@@ -155,8 +155,6 @@ def bad_in_the_second_group(stage):
 
 
 def train_all():
-    import deepspeed
-
     deepspeed.init_distributed("gloo")
     second = {stage: bad_in_the_second_group(stage) for stage in (1, 2)}
     return {cell: train(*cell) for cell in CELLS} | {"second group": second}

@@ -11,10 +11,10 @@ import importlib.metadata
 import warnings
 from unittest import mock
 
+import deepspeed
 import pytest
 import torch
 
-import coat_ds
 from coat_ds import CoatAdamW
 from coat_ds.optim.moment import Moment
 from coat_ds.optim.options import MOMENTS
@@ -66,7 +66,7 @@ def start(peer, stage, dtype, universal, coat):
     else:
         options.pop("torch_adam", None)
         config["optimizer"] = {"type": "AdamW", "params": {**options, **SECTIONS[peer]}}
-    engine, *_ = coat_ds.initialize(model=model, optimizer=optimizer, config=config)
+    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
     if not coat:
         assert type(engine.basic_optimizer).__name__ == peer.split()[-1]
     return engine
@@ -120,7 +120,7 @@ def zeroed_by_the_host(stage):
 
     torch.manual_seed(0)
     run = cell(stage, model=Wide, clip=0.0, section=MASTER16)
-    engine, *_ = coat_ds.initialize(model=Wide(), config=ds_config(run))
+    engine, *_ = deepspeed.initialize(model=Wide(), config=ds_config(run))
     for _ in range(STEPS):
         train_step(engine)
     p = engine.module[2].weight
@@ -134,7 +134,7 @@ def zeroed_by_the_host(stage):
 def of_another_stage(folder, dtype):
     """What stage 0 says to a checkpoint of ZeRO, and whether the way out that it names gives the weights."""
     writer, reader = (
-        coat_ds.initialize(model=Wide(), config=ds_config(cell(stage, dtype)))[0] for stage in (1, 0)
+        deepspeed.initialize(model=Wide(), config=ds_config(cell(stage, dtype)))[0] for stage in (1, 0)
     )
     writer.save_checkpoint(folder, tag=dtype)
     with pytest.raises(ValueError) as error:
@@ -156,7 +156,7 @@ def from_codes(folder, peer, stage):
             config["coat"]["optimizer"] |= {"checkpoint_layout": "compressed"}
         config["optimizer"]["params"].pop("torch_adam", None)
         config["optimizer"]["params"] |= SECTIONS[peer]
-        engine, *_ = coat_ds.initialize(model=run["model"](), config=config)
+        engine, *_ = deepspeed.initialize(model=run["model"](), config=config)
         if coat:
             train_step(engine)
             engine.save_checkpoint(folder, tag=tag)
@@ -172,7 +172,7 @@ def codes_of_stage_0(torch_adam):
     config = ds_config(cell(0, "bf16"))
     config["coat"]["optimizer"] |= {"checkpoint_layout": "compressed"}
     config["optimizer"]["params"]["torch_adam"] = torch_adam
-    engine, *_ = coat_ds.initialize(model=Tied(), config=config)
+    engine, *_ = deepspeed.initialize(model=Tied(), config=config)
     train_step(engine)
     saved = engine.optimizer.state_dict()[stage0.STATES]["state"]
     return [isinstance(state[name], Moment) for state in saved.values() for name in MOMENTS]
@@ -180,8 +180,6 @@ def codes_of_stage_0(torch_adam):
 
 def work(folder):
     warnings.simplefilter("ignore")
-    import deepspeed
-
     if not torch.cuda.is_available():
         without_compilation()
     deepspeed.init_distributed()
@@ -279,7 +277,7 @@ def formats(folder, stage):
     for universal, second in ((False, "fp8_expanded"), (True, "log8")):
         config = ds_config(run, True) | {"checkpoint": {"load_universal": universal}}
         config["coat"]["optimizer"] |= {"exp_avg_sq_format": second}
-        engines.append(coat_ds.initialize(model=run["model"](), config=config)[0])
+        engines.append(deepspeed.initialize(model=run["model"](), config=config)[0])
     first, second = engines
     train_step(first, 0)
     first.save_checkpoint(folder, tag="first")

@@ -4,6 +4,7 @@ import argparse
 import copy
 import io
 
+import deepspeed
 import pytest
 import torch
 from torch import nn
@@ -77,7 +78,7 @@ def engine_of(stage, universal=False):
     # in stage 0, files with a master for each parameter
     config["optimizer"]["params"]["torch_adam"] = True
     config["checkpoint"] = {"load_universal": universal}
-    return coat_ds.initialize(model=Given(), config=config)[0]
+    return deepspeed.initialize(model=Given(), config=config)[0]
 
 
 def checkpoints(stage, folder):

@@ -2,11 +2,11 @@
 
 from unittest import mock
 
+import deepspeed
 import pytest
 import torch
 from torch import nn
 
-import coat_ds
 from coat_kernels.origin import maxima_of, take_stand_in, with_maxima, with_stand_in
 from tests.util import run_distributed
 
@@ -88,7 +88,7 @@ def _engine(model):
         "coat": {"enabled": True, "activations": False, "report": False},
     }
     trained = [p for p in model.parameters() if p.requires_grad]
-    return coat_ds.initialize(model=model, model_parameters=trained, config=config)[0]
+    return deepspeed.initialize(model=model, model_parameters=trained, config=config)[0]
 
 
 def _input(step: int) -> torch.Tensor:

@@ -2,6 +2,7 @@
 
 from importlib.metadata import version
 
+import deepspeed
 import pytest
 import torch
 from packaging.version import Version
@@ -71,10 +72,8 @@ def test_a_step_gives_the_bits_of_the_fp32_gradient(dtype, more):
 
 
 def zero_steps(stage, dtype, narrow, keys, drops=True):
-    import deepspeed
     from deepspeed.utils import safe_get_full_grad, safe_set_full_grad
 
-    import coat_ds
     from coat_ds.zero import engine as hooks
 
     deepspeed.init_distributed("gloo")
@@ -98,7 +97,7 @@ def zero_steps(stage, dtype, narrow, keys, drops=True):
         **keys,
     }
     try:
-        engine, *_ = coat_ds.initialize(model=model, model_parameters=model.parameters(), config=config)
+        engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
     finally:
         hooks.keep_gradients_narrow = kept
     seen, step = [], engine.basic_optimizer.step
@@ -196,9 +195,6 @@ def test_gradients_in_fp32_go_deepspeeds_way():
 
 def large_gradient(bucket):
     """Whether the last layer's gradient has memory of its own when backward reaches the first."""
-    import deepspeed
-
-    import coat_ds
 
     deepspeed.init_distributed("gloo")
     model = torch.nn.Sequential(torch.nn.Linear(64, 64, bias=False), torch.nn.Linear(64, 256, bias=False))
@@ -209,7 +205,7 @@ def large_gradient(bucket):
         "bf16": {"enabled": True},
         "coat": {"enabled": True, "activations": False, "report": False},
     }
-    engine, *_ = coat_ds.initialize(model=model, model_parameters=model.parameters(), config=config)
+    engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
     found, last = [], engine.module[1].weight
 
     def look(grad):

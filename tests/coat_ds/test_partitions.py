@@ -1,5 +1,6 @@
 """What each flat tensor of ZeRO's holds, with several parameter groups and several flat tensors of one."""
 
+import deepspeed
 import pytest
 import torch
 
@@ -27,7 +28,7 @@ def rows_of(sums=None, **zero):
     groups = [{"params": weights[:3]}, {"params": weights[3:], "exp_avg_sq_format": "bf16"}]
     model = torch.nn.ParameterList(weights)
     values = {p: p.detach().bfloat16().float().flatten() for p in weights}
-    engine = coat_ds.initialize(model=model, model_parameters=groups, config=config)[0]
+    engine = deepspeed.initialize(model=model, model_parameters=groups, config=config)[0]
     rows = [(index, flat, list(placed)) for index, flat, placed in partitions(engine.optimizer, len(groups))]
     same = [
         torch.equal(flat.detach().flatten()[start : start + numel], values[p][at : at + numel])
@@ -44,8 +45,6 @@ def rows_of(sums=None, **zero):
 
 
 def work():
-    import deepspeed
-
     deepspeed.init_distributed("gloo")
     found = {}
     for stage in (0, 1, 3):
@@ -64,8 +63,6 @@ SHARED = {
 
 def shared():
     """Of each way in which ranks share tensors: where parts begin, and whether they hold their values."""
-    import deepspeed
-
     deepspeed.init_distributed("gloo")
     found = {}
     for name, how in SHARED.items():
@@ -95,8 +92,6 @@ ROUNDED = {"bf16_params": "stochastic", "exp_avg_format": "fp32", "exp_avg_sq_fo
 
 def rounded(stages):
     """The weights after some steps of ZeRO with BF16 masters that are rounded stochastically."""
-    import deepspeed
-
     deepspeed.init_distributed("gloo")
     out = {}
     for stage in stages:
@@ -108,7 +103,7 @@ def rounded(stages):
             "zero_optimization": {"stage": stage, "reduce_bucket_size": 10**6},
             "coat": {"enabled": True, "activations": False, "report": False, "optimizer": ROUNDED},
         }
-        engine = coat_ds.initialize(model=model, model_parameters=model.parameters(), config=config)[0]
+        engine = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)[0]
         for step in range(5):
             engine.backward(engine(step))
             engine.step()

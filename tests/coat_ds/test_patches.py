@@ -6,6 +6,7 @@ import logging
 import subprocess
 import sys
 
+import deepspeed
 import pytest
 import torch
 
@@ -102,8 +103,6 @@ def test_apply_once_and_remove(declare, caplog):
     ids=str,
 )
 def test_an_unexpected_framework_is_an_error_before_anything_changes(declare, target, options, found):
-    import deepspeed
-
     patch = declare(target, **options, way_out="or do without")
     with pytest.raises(PatchError) as error:
         patch.apply(lambda original: pytest.fail("made"))
@@ -203,9 +202,6 @@ def test_an_object_and_its_copy(declare):
 
 def build():
     """One engine of stage 1: what is patched, and what is left when that is undone."""
-    import deepspeed
-
-    import coat_ds
 
     config = {
         "train_batch_size": 1,
@@ -219,7 +215,7 @@ def build():
     plain = {k: v for k, v in config.items() if k != "coat"} | {"optimizer": stock_adamw}
     deepspeed.init_distributed("gloo")
     stock = deepspeed.initialize(model=torch.nn.Linear(64, 64), config=plain)[0]
-    engine = coat_ds.initialize(model=torch.nn.Linear(64, 64), config=config)[0]
+    engine = deepspeed.initialize(model=torch.nn.Linear(64, 64), config=config)[0]
     found = sorted(p.attribute for on in (engine, engine.optimizer) for p in vars(on)[RECORDS])
     table = sorted({row.target for row in patches.table() if row.applied})
     for on in (engine, engine.optimizer):

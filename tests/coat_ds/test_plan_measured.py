@@ -10,6 +10,7 @@ import time
 from importlib.metadata import version
 from pathlib import Path
 
+import deepspeed
 import pytest
 import torch
 from packaging.version import Version
@@ -213,9 +214,6 @@ NUMEL = 4 * 64 * 64
 
 def accumulated(stage: int, keys: dict) -> list[int]:
     """Bytes that DeepSpeed holds between steps, and more behind each of a step's first two micro-batches."""
-    import deepspeed
-
-    import coat_ds
 
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     deepspeed.init_distributed("gloo")
@@ -229,7 +227,7 @@ def accumulated(stage: int, keys: dict) -> list[int]:
         "coat": {"enabled": True, "report": False},
     }
     config |= keys
-    engine, *_ = coat_ds.initialize(model=model, model_parameters=model.parameters(), config=config)
+    engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
     x = torch.randn(2, 64, dtype=torch.bfloat16)
 
     def alive() -> int:

@@ -6,6 +6,7 @@ One spawn of each size serves all cells.
 import warnings
 from importlib.metadata import version
 
+import deepspeed
 import pytest
 import torch
 from packaging.version import Version
@@ -155,7 +156,7 @@ def start(cell, coat=True):
     torch.manual_seed(0)
     model = cell["model"]()
     groups = cell["groups"] and cell["groups"](model)
-    engine, *_ = coat_ds.initialize(model=model, model_parameters=groups, config=ds_config(cell, coat))
+    engine, *_ = deepspeed.initialize(model=model, model_parameters=groups, config=ds_config(cell, coat))
     return engine
 
 
@@ -280,7 +281,7 @@ def run_pipeline(coat):
         # of the last layer that has weights of its own
         config["coat"]["optimizer"]["keep_fp32"] = ["3.weight"]
     with listening() as lines:
-        engine, *_ = coat_ds.initialize(
+        engine, *_ = deepspeed.initialize(
             model=module, model_parameters=[p for p in module.parameters() if p.requires_grad], config=config
         )
     generator = torch.Generator().manual_seed(0)
@@ -304,8 +305,6 @@ def run_stock(cell, known):
 
 def work(names):
     warnings.simplefilter("ignore")
-    import deepspeed
-
     deepspeed.init_distributed("gloo")
     out, known = {name: run_cell(CELLS[name], name in MOVED) for name in names}, {}
     out["pipeline"] = run_pipeline(True)

@@ -6,6 +6,7 @@ import itertools
 import logging
 import warnings
 
+import deepspeed
 import torch
 
 import coat_ds
@@ -267,7 +268,7 @@ def engine_of(stage, block, model=None, **more):
         "coat": block,
         **more,
     }
-    return coat_ds.initialize(model=model or llama(), config=config)[0]
+    return deepspeed.initialize(model=model or llama(), config=config)[0]
 
 
 def step(engine, number):
@@ -300,8 +301,6 @@ def by_stages(lines):
 def partitioned(lines):
     """A model whose weights are partitioned while it is built, so that nobody can read them when it is
     converted, and the table of its states."""
-    import deepspeed
-
     config = {"train_batch_size": BATCH, "bf16": {"enabled": True}, "zero_optimization": {"stage": 3}}
     with deepspeed.zero.Init(config_dict_or_path=config):
         model = llama()
@@ -403,8 +402,6 @@ def listening(level=logging.INFO):
 
 def work(folder):
     warnings.simplefilter("ignore")
-    import deepspeed
-
     deepspeed.init_distributed("gloo")
     coat_ds.install()
     out, runs = {}, {

@@ -8,6 +8,7 @@ import json
 import shutil
 from pathlib import Path
 
+import deepspeed
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -84,7 +85,6 @@ LAYOUT = {"data_parallel_size": 1, "tensor_parallel_size": 1, "zero_stage": 1}
 
 def attack_checkpoints(where: str) -> dict[str, int]:
     """One rank with an engine saves once; then it meets what becomes of the files. Counts what came of it."""
-    import coat_ds
     from megatron_ext import cpu
 
     cpu.enable()
@@ -103,7 +103,7 @@ def attack_checkpoints(where: str) -> dict[str, int]:
     }
 
     def built():
-        return coat_ds.initialize(model=torch.nn.Linear(16, 16), config=config)[0]
+        return deepspeed.initialize(model=torch.nn.Linear(16, 16), config=config)[0]
 
     engine = built()
     engine.backward(engine(torch.ones(1, 16, dtype=torch.bfloat16)).sum())

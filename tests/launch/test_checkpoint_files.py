@@ -9,10 +9,10 @@ import resource
 import sys
 from unittest import mock
 
+import deepspeed
 import pytest
 import torch
 
-import coat_ds
 from coat_launch import checkpoints
 from coat_launch.process_group import start_process_group
 from coat_launch.report import OutputError
@@ -33,7 +33,7 @@ def small_engine(**sections):
         "coat": {"enabled": True},
         **sections,
     }
-    return coat_ds.initialize(model=torch.nn.Linear(64, 64), config=config)[0]
+    return deepspeed.initialize(model=torch.nn.Linear(64, 64), config=config)[0]
 
 
 LAYOUT = checkpoints.Layout(1, 1, 1)

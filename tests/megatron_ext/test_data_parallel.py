@@ -111,7 +111,8 @@ split_cases = pytest.mark.parametrize(
 
 def _engine(tp, sequence_parallel, stage, rounds, sums):
     """As launch/pretrain_gpt.py makes it; norms have compressed moments too."""
-    import coat_ds
+    import deepspeed
+
     from coat_launch.model import parameter_groups
     from megatron_ext import mpu
 
@@ -133,7 +134,7 @@ def _engine(tp, sequence_parallel, stage, rounds, sums):
     }
     if rounds:
         config["bf16"] = {"enabled": True}
-    engine, *_ = coat_ds.initialize(
+    engine, *_ = deepspeed.initialize(
         model=model, model_parameters=parameter_groups(model), mpu=mpu, config=config
     )
     return engine

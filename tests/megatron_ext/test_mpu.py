@@ -34,7 +34,6 @@ def _worker():
     import deepspeed
     from megatron.core import parallel_state
 
-    import coat_ds
     from megatron_ext import cpu, mpu
     from megatron_ext.layer_specs import sdpa_layer_spec
     from megatron_ext.model import ModelShape, build_gpt, initialize_model_parallel
@@ -66,7 +65,7 @@ def _worker():
         }
         # two ranks hold copies of the norms' weights, which count once
         adam = {"type": "AdamW", "params": {"lr": 1e-3}}
-        engine, *_ = coat_ds.initialize(
+        engine, *_ = deepspeed.initialize(
             model=build_gpt(shape, sdpa_layer_spec, seq_length=S, vocab_size=VOCAB, bf16=False),
             mpu=mpu,
             config={**config, "optimizer": adam, "coat": {"enabled": True, "report": False}},

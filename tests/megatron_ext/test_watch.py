@@ -339,7 +339,6 @@ def under_deepspeed():
     """Losses under ZeRO-3, whose units are whole layers, and figures of a layer that has fallen back."""
     import deepspeed
 
-    import coat_ds
     from coat_launch.model import parameter_groups
     from megatron_ext import cpu, mpu
     from megatron_ext.layer_specs import coat_layer_spec
@@ -356,7 +355,7 @@ def under_deepspeed():
         "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},
         "coat": {"enabled": True, "report": False, "watch": {"every": 1, "act": "act"}},
     }
-    engine, *_ = coat_ds.initialize(
+    engine, *_ = deepspeed.initialize(
         model=model, model_parameters=parameter_groups(model), mpu=mpu, config=config
     )
     watch, losses, names = engine.coat.watch, [], ["decoder.layers.0.mlp.linear_fc1"]

@@ -24,7 +24,8 @@ def _model(activations):
 
 
 def _engine(model, stage):
-    import coat_ds
+    import deepspeed
+
     from megatron_ext import mpu
 
     config = {
@@ -35,7 +36,7 @@ def _engine(model, stage):
         "coat": {"enabled": True, "report": False, "zero3_layer_units": False},
     }
     trained = [p for p in model.parameters() if p.requires_grad]
-    return coat_ds.initialize(model=model, model_parameters=trained, mpu=mpu, config=config)[0]
+    return deepspeed.initialize(model=model, model_parameters=trained, mpu=mpu, config=config)[0]
 
 
 def _forward(engine):

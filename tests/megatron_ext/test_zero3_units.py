@@ -195,7 +195,8 @@ LONG = {
 
 
 def _engine(case: Case, stage: int, wanted: str | bool):
-    import coat_ds
+    import deepspeed
+
     from megatron_ext import mpu
 
     torch.manual_seed(0)
@@ -209,7 +210,7 @@ def _engine(case: Case, stage: int, wanted: str | bool):
         **case.host,
     }
     trained = [p for p in model.parameters() if p.requires_grad]
-    return coat_ds.initialize(model=model, model_parameters=trained, mpu=mpu, config=config)[0]
+    return deepspeed.initialize(model=model, model_parameters=trained, mpu=mpu, config=config)[0]
 
 
 def _step(engine, case: Case, step: int) -> tuple[float, int]:

@@ -10,8 +10,8 @@ from tests.mistakes.makers import (
     beside,
     block,
     engine,
+    old_initialize,
     params,
-    without_deepspeed,
 )
 
 MISTAKES = {
@@ -205,9 +205,9 @@ MISTAKES = {
             ),
         ),
         Mistake(
-            "DeepSpeed is not installed",
-            without_deepspeed,
-            ("not installed", "pip install", "coat_ds.convert"),
+            "`coat_ds.initialize` of earlier versions",
+            old_initialize,
+            ("removed", "deepspeed.initialize", "coat_ds.install()"),
         ),
     ],
 }

@@ -13,6 +13,7 @@ import types
 from pathlib import Path
 from unittest import mock
 
+import deepspeed
 import pytest
 import torch
 
@@ -48,7 +49,7 @@ def engine_of(model, stage, watch, **more):
         "coat": {"enabled": True, "optimizer": {"min_numel": 0}, "watch": watch},
         **more,
     }
-    return coat_ds.initialize(model=model, config=config)[0]
+    return deepspeed.initialize(model=model, config=config)[0]
 
 
 def train(engine, steps, first=0):

@@ -2,6 +2,7 @@
 
 import copy
 
+import deepspeed
 import pytest
 import torch
 
@@ -257,7 +258,7 @@ def two_ranks():
         "zero_optimization": {"stage": 2},
         "coat": {"enabled": True, "optimizer": {"min_numel": 0}, "watch": {"every": 1}},
     }
-    engine, *_ = coat_ds.initialize(model=model(), config=config)
+    engine, *_ = deepspeed.initialize(model=model(), config=config)
     seen = []
     engine.coat.watch.add(seen.append)
     rank = torch.distributed.get_rank()
