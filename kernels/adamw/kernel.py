@@ -12,7 +12,7 @@ from coat_kernels.fp8 import cast, widen
 from coat_kernels.tiles import load_tile, store_tile
 
 # A program takes one tile of ROWS groups. With two warps for four rows of 128 the kernel runs at the speed of
-# a copy on an H200; every loop over tiles was slower (benchmarks/LOG.md, 2026-11-21).
+# a copy on an H200; every loop over tiles was slower (benchmarks/LOG.md).
 ROWS, WARPS = 4, 2
 # columns of the table: pointers, elements that remain, the tensor's index
 POINTERS, COLUMNS = 9, tl.constexpr(11)

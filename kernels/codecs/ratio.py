@@ -7,7 +7,7 @@ second moment *as it is stored*, u = exp_avg / r and U the group's largest |u|,
     code = round(127 (|u| / U)^(2/3)),    exp_avg = U r (code / 127)^(3/2),
 
 in int8, with the sign. The rounding of r cancels out, since the same number divides and multiplies. The
-exponent 2/3 is as good as the best one to 0.01 % (benchmarks/LOG.md, 2026-11-22), and its inverse needs only
+exponent 2/3 is as good as the best one to 0.01 % (benchmarks/LOG.md), and its inverse needs only
 a square root.
 
 U is kept in FP32, rounded to a mantissa of 12 bits: decoded values then give the same codes again, whatever

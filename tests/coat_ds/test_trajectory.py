@@ -64,7 +64,7 @@ def test_final_loss_is_that_of_fp32_moments(beta2, formats):
 
 def test_log8_keeps_to_the_trajectory_of_a_long_memory():
     """At beta2 0.999 and while still learning, where second moments that cannot decay show: FP8 codes, to
-    nearest, end 0.6 % away here (benchmarks/LOG.md, 2026-11-21)."""
+    nearest, end 0.6 % away here (benchmarks/LOG.md)."""
     options = {"betas": (0.9, 0.999), "weight_decay": 0.1, "context": 2}
     expected = final_loss(torch.optim.AdamW, **options)
     actual = final_loss(CoatAdamW, **options, exp_avg_sq_format="log8", min_numel=0)
