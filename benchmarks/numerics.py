@@ -209,37 +209,28 @@ def mean_ratios(errors: list[list[Errors]], others: list[list[Errors]]) -> tuple
 
 
 def plot(rows: list[dict], path: Path) -> None:
-    """Panels are kinds of data, clusters tensors, colours layers: RMS errors and, where there are any, in a
-    second file the mean ratios with two standard errors either way."""
+    """Ratios to another layer's errors, if there are any, with two standard errors either way: panels are
+    kinds of data, clusters tensors, colours layers."""
     figures = {(row["data"], row["layer"], row["figure"]): row for row in rows if "figure" in row}
     samples, layers, kinds = (list(dict.fromkeys(keys)) for keys in zip(*figures, strict=True))
     tensors = [k for k in rows[0] if k not in ("data", "layer", "figure")]
-    axes_of = {ERROR: (path, {"yscale": "log"})}
-    for kind in kinds:
-        if kind.startswith(TO):
-            axes_of[kind] = path.with_stem(f"{path.stem}_ratios"), {"ylim": SHOWN_RATIOS}
-    for kind, (file, properties) in axes_of.items():
-        canvas, panels = plt.subplots(len(samples), 1, figsize=(11, 3 * len(samples)), layout="constrained")
-        for data, axes in zip(samples, panels, strict=True):
-            for i, layer in enumerate(layers):
-                if (row := figures.get((data, layer, kind))) is None:
-                    continue
-                places = [place + (i - len(layers) / 2) * 0.8 / len(layers) for place in range(len(tensors))]
-                spread = None if kind == ERROR else figures[data, layer, STANDARD_ERROR]
-                axes.errorbar(
-                    places,
-                    [row[t] for t in tensors],
-                    spread and [2 * spread[t] for t in tensors],
-                    fmt="o",
-                    markersize=4,
-                    color=plt.cm.tab20(i),
-                    label=layer,
-                )
-            axes.set_xticks(range(len(tensors)), tensors, fontsize="small")
-            axes.set(title=data, ylabel=kind if kind == ERROR else f"error, {kind}", **properties)
-            axes.grid(axis="y")
-        panels[0].legend(loc="upper left", bbox_to_anchor=(1, 1), fontsize="small")
-        save(canvas, file)
+    if not (compared := [kind for kind in kinds if kind.startswith(TO)]):
+        return
+    (kind,) = compared
+    figure, panels = plt.subplots(len(samples), 1, figsize=(11, 3 * len(samples)), layout="constrained")
+    for data, axes in zip(samples, panels, strict=True):
+        for i, layer in enumerate(layers):
+            if (row := figures.get((data, layer, kind))) is None:
+                continue
+            places = [place + (i - len(layers) / 2) * 0.8 / len(layers) for place in range(len(tensors))]
+            spread = [2 * figures[data, layer, STANDARD_ERROR][t] for t in tensors]
+            style = {"fmt": "o", "markersize": 4, "color": plt.cm.tab20(i), "label": layer}
+            axes.errorbar(places, [row[t] for t in tensors], spread, **style)
+        axes.set_xticks(range(len(tensors)), tensors, fontsize="small")
+        axes.set(title=data, ylabel=f"error, {kind}", ylim=SHOWN_RATIOS)
+        axes.grid(axis="y")
+    panels[0].legend(loc="upper left", bbox_to_anchor=(1, 1), fontsize="small")
+    save(figure, path)
 
 
 def options(parser: argparse.ArgumentParser) -> None:
@@ -293,4 +284,4 @@ def numerics(arguments, table: Table) -> None:
                 ratios, deviations = mean_ratios(own, others)
                 table.add(data=data, layer=name, figure=TO + arguments.to, **ratios)
                 table.add(data=data, layer=name, figure=STANDARD_ERROR, **deviations)
-    plot(table.rows, table.path.with_suffix(".png"))
+    plot(table.rows, table.path.with_stem(f"{table.path.stem}_ratios").with_suffix(".png"))

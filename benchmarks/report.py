@@ -1,5 +1,6 @@
 """RESULTS.md from the files in benchmarks/results alone: the same bytes for the same files."""
 
+import functools
 import inspect
 import re
 from collections import defaultdict
@@ -7,11 +8,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
-from benchmarks import front_page, layer_train, pretrain_states, state_train, tables
+from benchmarks import front_page, tables
 from benchmarks.common.harness import BENCHMARKS, RESULTS, benchmark, read_rows
+from benchmarks.common.pairs import paired
 from benchmarks.converge.table import claims, summary
 from benchmarks.finetune.table import summary as finetuned
-from benchmarks.train.plots import plot
 
 PAGE = RESULTS.parent / "RESULTS.md"
 SHARED = (
@@ -82,8 +83,8 @@ SECTIONS = [
     Section(
         "train_plan",
         "Memory on paper",
-        "Predicted as by `coat plan` (coat_ds/plan/memory.py); none of it was measured. A role's column "
-        "is the most that it takes at any moment, `all` the peak. `bf16_to_this`: how many times less than "
+        "Predicted as by `coat plan` (coat_ds/plan/memory.py); none of it was measured. A role's column is "
+        "the most that it takes at any moment, `all` the peak. `bf16_to_this`: how many times less than "
         "BF16.",
         columns=(
             *_CASE,
@@ -103,22 +104,59 @@ SECTIONS = [
     Section("evaluation", "Models of transformers, evaluated"),
     Section("trainer", "Models of transformers under Trainer"),
     Section("megatron_main", "Megatron-LM's own loop"),
-    Section("step", "Where a step goes"),
     Section("watch", "Watching a run"),
-    Section("host", "CPU time of a layer"),
-    Section("main_grad", "Weight gradients in FP32"),
-    Section("parallel", "Tensor and sequence parallel layers"),
+    Section(
+        "parallel",
+        "Tensor and sequence parallel layers",
+        "Layers of Llama-2-7B's shape over two ranks, 4 x 2048 tokens. With `tensor_parallel` 1 each rank "
+        "does the whole work. `gather_mb`, `sum_mb`: what a rank sends in one forward and backward.",
+    ),
     Section("zero", "ZeRO", where={"rank": 0}),
     Section("zero_gradients", "ZeRO with gradients in FP32 or a second copy"),
-    Section("checkpointing", "Recompute by torch and by DeepSpeed"),
+    Section(
+        "recompute",
+        "Recompute",
+        "24 layers of Megatron's GPTModel, h 2048, 4 x 2048 tokens, under Megatron's kinds of recompute. "
+        "FP8 inputs: what is recomputed from is kept in FP8 groups of 128. `grad_error`: of all gradients "
+        "together, to the first row's.",
+    ),
     Section("first_step", "From an empty environment to the first step"),
     Section("adamw", "The optimizer's step"),
     Section("adamw_cpu", "The optimizer's step on a CPU"),
-    Section("state_error", "Errors of stored moments", where={"kind": "all"}),
+    Section(
+        "state_error",
+        "Errors of stored moments",
+        "Relative RMS errors on the moments of the quickstart's GPT after 300 steps, stored once in groups "
+        "of 128. `kept`: of the update where plain FP8 (E4M3) makes no second moment zero; "
+        "`kept_rms_ratio`, `kept_mse_ratio`: over that of plain FP8, and its square; `flushed`: the share "
+        "of second moments that become zero.",
+        where={"kind": "all"},
+    ),
     Section("state_loop", "Errors of stored moments over many steps", where={"kind": "all"}),
-    Section("state_train", "Losses with stored moments and weights", over_seeds=state_train.summary),
-    Section("layer_train", "Losses with COAT's layers", over_seeds=layer_train.summary),
-    Section("pretrain_states", "Losses of the quickstart", over_seeds=pretrain_states.summary),
+    Section(
+        "state_train",
+        "Losses with stored moments and weights",
+        "Quickstart's GPT on weights rounded to BF16, over seeds. `quickstart`: its 120 steps; `tail` and "
+        "`plateau` go on, with FP32 moments and exact masters before, at falling learning rates. "
+        "`to_baseline`: validation loss less that of FP32 moments and exact masters of the same seed; "
+        "`error`: its standard error.",
+        over_seeds=functools.partial(
+            paired,
+            within=("phase", "steps", "beta2"),
+            by=("moments", "masters", "bytes"),
+            baseline=("fp32, fp32", "exact", 10),
+        ),
+    ),
+    Section(
+        "layer_train",
+        "Losses with COAT's layers",
+        "Quickstart's GPT goes on near the end of its training, over seeds. `layers`: those that trained; "
+        "`evaluated`: those that computed `val_loss`. `to_baseline`: less the loss of BF16 layers of the "
+        "same seed; `error`: its standard error.",
+        over_seeds=functools.partial(
+            paired, within=("phase", "steps"), by=("layers", "evaluated"), baseline=("BF16", "BF16")
+        ),
+    ),
     Section("numerics", "Errors of a layer"),
     Section("reproduce", "Beside the paper"),
     Section("verify", "Headline figures, measured again"),
@@ -260,8 +298,8 @@ def build(results: Path) -> str:
     lines = [
         "# Results",
         "",
-        "Made by `python -m benchmarks report` from the files in `benchmarks/results`; nothing is written by "
-        "hand. Sizes in `mb` are 10^6 bytes.",
+        "Made by `python -m benchmarks report` from the files in `benchmarks/results`; nothing is written "
+        "by hand. Sizes in `mb` are 10^6 bytes.",
         "",
     ]
     for name in (*known, *sorted(files.keys() - known.keys())):
@@ -283,16 +321,8 @@ def report(arguments, _) -> None:
     """RESULTS.md from the files in benchmarks/results: tables, plots, conditions, and what is missing.
 
     The same files give the same page. Without --output the README's table and picture and the tables
-    of docs/ are made as well. The plot of all whole models, results/train_all.png, is drawn anew.
+    of docs/ are made as well.
     """
-    rows = [
-        row
-        for path in sorted(RESULTS.glob("train*.csv"))
-        if section_of(path).name == "train"
-        for row in read_rows(path)
-    ]
-    if rows:
-        plot(rows, RESULTS / "train_all.png")
     page = arguments.output or PAGE
     page.write_text(build(RESULTS))
     print(f"wrote {page}")

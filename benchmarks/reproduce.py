@@ -20,8 +20,6 @@ SYSTEMS = {
 }
 # of the row at the largest micro-batch within 80 GB; the others are of the row at equal micro-batch
 LARGEST = {"largest_micro_batch": "micro_batch", "tokens_per_s_gpu": "tokens_per_s_gpu"}
-# a figure that the paper does not have, and this prints
-MISSING = "-"
 ABOUT = ("table", "row", "gpus", "command", "system", "why")
 
 

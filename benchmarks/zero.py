@@ -16,10 +16,8 @@ a bucket of 2 bytes an element.
 import argparse
 import statistics
 from collections.abc import Iterator
-from pathlib import Path
 from typing import NamedTuple
 
-import matplotlib.pyplot as plt
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -28,7 +26,6 @@ from benchmarks.common.environment import device
 from benchmarks.common.harness import Table, benchmark, reason
 from benchmarks.common.layers import TorchLayer
 from benchmarks.common.memory import held_bytes, peak_bytes, release
-from benchmarks.common.plot import save
 from benchmarks.common.shapes import LayerShape
 from benchmarks.common.spawn import Rank, join_deepspeed, run_ranks
 from benchmarks.common.timing import mark, milliseconds, synchronize
@@ -251,34 +248,6 @@ def run_cases(cases: list[Case], ranks: int, size: Size, steps: int) -> list[lis
     return done
 
 
-def plot(rows: list[dict], path: Path) -> None:
-    """A bar for each stage and optimizer: held after a step, states in colour, and the peak as a line."""
-    shown = [row for row in rows if row["rank"] == 0 and "held_mb" in row]
-    figure, axes = plt.subplots(figsize=(10, 4.5), layout="constrained")
-    names, places, place, stage = {STOCK: "C0", COAT: "C1", COAT_BF16_MASTERS: "C2"}, [], 0.0, None
-    for row in shown:
-        place += 1.0 if row["stage"] == stage else 1.6
-        stage = row["stage"]
-        places.append(place)
-        states, held = row["state_mb"] / 1e3, row["held_mb"] / 1e3
-        axes.bar(place, held - states, 0.8, color="lightgrey", edgecolor="grey")
-        axes.bar(place, states, 0.8, bottom=held - states, color=names[row["optimizer"]])
-        for value, style in ((row["held_predicted_mb"], "k-"), (row["peak_mb"], "k:")):
-            axes.plot([place - 0.48, place + 0.48], 2 * [value / 1e3], style)
-    labels = ["\n".join([f"stage {row['stage']}", *row["optimizer"].split(", ")]) for row in shown]
-    axes.set_xticks(places, labels)
-    axes.tick_params(axis="x", labelsize="small")
-    axes.set_ylabel("GB on rank 0")
-    axes.plot([], [], "k-", label="predicted after a step")
-    axes.plot([], [], "k:", label="peak of a step")
-    axes.bar(0, 0, color="lightgrey", label="weights, masters, buffers")
-    for name, color in names.items():
-        axes.bar(0, 0, color=color, label=f"states, {name}")
-    axes.set_xlim(1, place + 0.6)
-    axes.legend(fontsize="small")
-    save(figure, path)
-
-
 def options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--ranks", type=int, default=2, help="processes; no more than there are GPUs")
     parser.add_argument("--steps", type=int, default=8)
@@ -312,4 +281,3 @@ def zero(arguments, table: Table) -> None:
                 if case.stage in stock:
                     row = row | {"loss_to_stock": row["loss"] / stock[case.stage] - 1}
             table.add(stage=case.stage, optimizer=case.optimizer, ranks=ranks, rank=rank, **row)
-    plot(table.rows, table.path.with_suffix(".png"))

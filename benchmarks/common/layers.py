@@ -15,7 +15,6 @@ import torch.nn.functional as F
 
 from benchmarks.common.attention import attention
 from benchmarks.common.environment import device
-from benchmarks.common.errors import relative_rms
 from benchmarks.common.shapes import LayerShape
 from coat_ds.plan.systems import FASTEST
 
@@ -23,6 +22,12 @@ from coat_ds.plan.systems import FASTEST
 REFERENCE, DENOMINATOR = "BF16", "BF16 torch.compile"
 EPS = 1e-5
 ROTARY_BASE = 10000
+
+
+def relative_rms(actual: torch.Tensor, expected: torch.Tensor) -> float:
+    """Root mean square of `actual - expected` over that of `expected`, in FP64."""
+    actual, expected = actual.detach().double(), expected.detach().double()
+    return ((actual - expected).norm() / expected.norm()).item()
 
 
 class Layer(NamedTuple):

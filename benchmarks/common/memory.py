@@ -1,11 +1,9 @@
 """Memory of tensors, on a GPU or on a CPU."""
 
 import gc
-from collections.abc import Callable
 from typing import TypeVar
 
 import torch
-from torch.profiler import ProfilerActivity, profile
 
 T = TypeVar("T")
 
@@ -45,17 +43,3 @@ def _storages(x: torch.Tensor):
 def peak_bytes() -> int:
     """The most that was requested since `torch.cuda.reset_peak_memory_stats()`; 0 without a GPU."""
     return torch.cuda.memory_stats()["requested_bytes.all.peak"] if torch.cuda.is_available() else 0
-
-
-def allocated(call: Callable[[], T]) -> tuple[T, int]:
-    """What `call` returns, and by how many bytes memory grew through it, autograd's own tensors included.
-
-    On a CPU torch's profiler counts, which does not see what other threads free.
-    """
-    if torch.cuda.is_available():
-        before = held_bytes()
-        result = call()
-        return result, held_bytes() - before
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as counted:
-        result = call()
-    return result, sum(event.self_cpu_memory_usage for event in counted.key_averages())

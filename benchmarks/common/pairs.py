@@ -29,9 +29,3 @@ def paired(
             row["error"] = statistics.stdev(apart) / len(apart) ** 0.5
         found.append(row)
     return found
-
-
-def show(rows: Sequence[Mapping]) -> None:
-    """Prints rows of `paired`."""
-    for row in rows:
-        print(*(f"{k} {v:.5f}" if isinstance(v, float) else f"{k} {v}" for k, v in row.items()), sep="  ")

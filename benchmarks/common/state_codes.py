@@ -131,37 +131,6 @@ def apart(m_code: Callable, v_code: Callable) -> Code:
     return lambda m, v, _: (m_code(m), v_code(v))
 
 
-def narrow(v_bits: int, dither: bool) -> Code:
-    """First moments in 4 bits, second ones in `v_bits`.
-
-    First: fifteen powers of the ratio to the root of the stored second moment. 32 share a scale of 8 bits, in
-    steps of a sixteenth of an octave. All are dithered: to nearest no code below 7 would ever decay.
-    Second: even logarithms in groups of 128.
-    """
-
-    def code(m, v, step):
-        log2 = v.view(-1, 128).log2()
-        highest = log2.amax(1, keepdim=True)
-        lowest = torch.where(log2.isfinite(), log2, torch.inf).amin(1, keepdim=True)
-        # one code for zero, one for NaN
-        levels = 2**v_bits - 3
-        width = ((highest - lowest) / levels).clamp_min(1e-6)
-        place = (log2 - highest) / width
-        if dither:
-            place += dither_of(step, v.numel(), 128, v.device).view_as(place)
-        stored = torch.exp2(place.round().clamp(-levels, 0) * width + highest)
-        v = torch.where(log2.isfinite(), stored, 0).view(-1)
-
-        roots = torch.where(v > 0, v.sqrt(), 1)
-        u = (m / roots).view(-1, 32)
-        scale = torch.exp2((16 * u.abs().amax(1, keepdim=True).clamp_min(1e-30).log2()).ceil() / 16)
-        y = 7 * (u.abs() / scale) ** 0.8 + dither_of(step, m.numel(), 32, m.device).view_as(u)
-        u = scale * (y.round().clamp(0, 7) / 7) ** (1 / 0.8)
-        return u.view(-1).copysign(m) * roots, v
-
-    return code
-
-
 def cases(beta2: float) -> dict[str, Case]:
     dither = 1 - beta2 < 1 / 64
     log8, root = get_codec("log8"), power_of(0.5, 127, 128)
@@ -177,9 +146,6 @@ def cases(beta2: float) -> dict[str, Case]:
             2 + 4 / 32,
             apart(lambda m: flashoptim(m, softsign), lambda v: flashoptim(v.sqrt(), linear).square()),
         ),
-        # 8 bits of scale for 32 first moments; 32 and 8 for 128 second ones
-        "ratio4, log8": Case(1.5 + 9 / 128, narrow(8, dither)),
-        "ratio4, log6": Case(1.25 + 9 / 128, narrow(6, dither)),
     }
     pairs = [("ratio8", "log8", size) for size in (64, 128, 256)]
     pairs += [("fp8_expanded", "fp8_expanded", 128), ("fp8_expanded", "log8", 128), ("bf16", "bf16", 128)]

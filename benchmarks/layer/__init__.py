@@ -17,7 +17,6 @@ from benchmarks.common.spawn import one_process
 from benchmarks.common.timing import Timing
 from benchmarks.layer.floor import floor_of, flops
 from benchmarks.layer.measure import VISIT, Row
-from benchmarks.layer.plots import plot
 
 # 14 roundings to E4M3, of 2.6 % each, lie between the weights and what the layer adds to its input, and a
 # few more where attention is kept in FP8: 10 %. What is half as far again off computes something else
@@ -123,7 +122,7 @@ def layer(arguments, table: Table) -> None:
     All rows have the same weights and inputs and take attention from the same backend. Visits to the rows
     are interleaved; each lasts until the clock of that row has settled, as in a long run. Columns:
     - ms, forward_ms, backward_ms: medians by device events; host_ms: of the CPU to launch both, or the
-      GPU's where that many launches wait that the CPU has to (`host` measures it where none do);
+      GPU's where so many launches are queued that the CPU has to wait;
     - to_compile: ms over that of plain torch in BF16 under torch.compile;
     - saved_mb, saved_h: memory allocated after a forward over that before, without the output and copies of
       weights, in 10^6 bytes and in h bytes per token. The input is not counted, whoever keeps it;
@@ -144,4 +143,3 @@ def layer(arguments, table: Table) -> None:
             run_shape(name, LAYERS[name], arguments.rounds, table, arguments.rows)
             forget()
             release()
-    plot(table.rows, table.path.with_suffix(".png"))

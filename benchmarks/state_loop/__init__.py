@@ -13,7 +13,6 @@ from benchmarks.converge import text_options
 from benchmarks.finetune import weights_option
 from benchmarks.state_loop.loop import Blocks, Loop
 from benchmarks.state_loop.models import MODELS, OF_A_CPU
-from benchmarks.state_loop.plot import plot
 
 
 def options(parser: argparse.ArgumentParser) -> None:
@@ -51,7 +50,7 @@ def state_loop(arguments, table: Table) -> None:
       not zero; what cannot decay is above zero;
     - stalled: the share of elements that ever had a gradient whose v is off by more than a third, and their
       update by more than 15 %, or is zero.
-    The table is written after each age of a model, and the plot after each model.
+    The table is written after each age of a model.
     """
     # gradients are coarser in BF16, in which models are trained
     torch.set_float32_matmul_precision("high")
@@ -80,5 +79,4 @@ def state_loop(arguments, table: Table) -> None:
                         table.extend({"model": name, **row} for row in loop.rows())
 
             train(pupil.model, pupil.text, pupil.batch_size, max(ages) + steps, pupil.lr, look)
-            plot(table.rows, table.path.with_suffix(".png"))
             print(f"{name}: {time.monotonic() - started:.0f} s in all", flush=True)

@@ -5,9 +5,7 @@ from collections.abc import Callable
 
 import torch
 
-from benchmarks import layer_train
 from benchmarks.common.pairs import paired
-from benchmarks.state_train import MASTERS
 from benchmarks.tables.blocks import Results, between, block, bullets, percent, table
 from coat_kernels.fp8 import E4M3, E5M2, Fp8Format, round_to_fp8
 from coat_kernels.groups import dequantize_groups_reference, quantize_groups_reference
@@ -115,7 +113,6 @@ def many_steps(results: Results) -> str:
         "torchao FP8": "torchao's FP8",
         "TransformerEngine FP8": "TransformerEngine's FP8, a scale for each tensor",
         "bf16, bf16": "BF16 to nearest",
-        "ratio4, log6": "an experiment: 4 bits, and logarithms in 6",
     }
     # of a larger model and of a pretrained one
     others = {
@@ -167,7 +164,6 @@ def masters(results: Results) -> str:
         ("fp32, fp32", "stochastic"): "`stochastic`",
         ("ratio8, log8", "stochastic"): "`stochastic`, with the default states",
         ("fp32, fp32", "nearest"): "`nearest`",
-        ("fp32, fp32", "nearest, to exp_avg"): "`nearest`, what is lost added to the first moment (ECO)",
     }
     apart = {
         (row["phase"], row["moments"], row["masters"]): row
@@ -186,7 +182,7 @@ def masters(results: Results) -> str:
     ((start,), (tail,)) = phases.values()
     head = f"{start:.0f} steps from the start", f"{tail:.0f} more at rates down to a thousandth"
     lines = (
-        [name, f"{MASTERS[arm[1]].bytes:g}", *(cell(phase, arm) for phase in phases)]
+        [name, "2" if arm[1] == "exact" else "0", *(cell(phase, arm) for phase in phases)]
         for arm, name in arms.items()
     )
     return table(["", "bytes beside the weight", *head], *lines)
@@ -195,16 +191,20 @@ def masters(results: Results) -> str:
 @block("numerics.md", "layers near the end")
 def layers_near_the_end(results: Results) -> str:
     """Beside what BF16's weights lose in BF16 layers, in thousandths of a nat."""
-    found = {(r["layers"], r["evaluated"]): r for r in layer_train.summary(results.rows("layer_train.csv"))}
+    rows = paired(results.rows("layer_train.csv"), ("steps",), ("layers", "evaluated"), ("BF16", "BF16"))
+    found = {(row["layers"], row["evaluated"]): row for row in rows}
 
     def cell(*of: str) -> str:
         return f"{1e3 * found[of]['to_baseline']:+.2f} ± {1e3 * found[of]['error']:.2f}"
 
-    evaluated = layer_train.BF16, layer_train.COAT
-    base = found[layer_train.BF16, layer_train.BF16]
+    evaluated = "BF16", "COAT"
+    base = found["BF16", "BF16"]
     return table(
         [f"{base['steps']:.0f} steps, {base['seeds']} seeds", *(f"in {name}'s layers" for name in evaluated)],
-        *([name, *(cell(name, by) for by in evaluated)] for name in layer_train.LAYERS),
+        *(
+            [name, *(cell(name, by) for by in evaluated)]
+            for name in dict.fromkeys(row["layers"] for row in rows)
+        ),
     )
 
 

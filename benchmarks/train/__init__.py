@@ -10,7 +10,6 @@ import torch
 from benchmarks.common.harness import RESULTS, Table, benchmark, read_rows
 from benchmarks.common.whole_models import BY_DEFAULT, MODELS, SYSTEMS, WAYS, Job
 from benchmarks.train.measure import run_jobs
-from benchmarks.train.plots import plot
 from benchmarks.train.search import IDENTITY, Case, identity, is_of
 from benchmarks.train.table import LINE, extrapolate, largest, plan, published
 
@@ -111,7 +110,7 @@ def earlier_rows(jobs: list[Job], gpus: int, table: Table) -> list[dict]:
 
 
 def measure_all(jobs: list[Job], gpus: int, arguments, table: Table) -> None:
-    """Every job, then whole models by extrapolation, and the plot."""
+    """Every job, then whole models by extrapolation."""
     rows = earlier_rows(jobs, gpus, table)
 
     def add(row: dict) -> None:
@@ -134,5 +133,3 @@ def measure_all(jobs: list[Job], gpus: int, arguments, table: Table) -> None:
     for line in dict.fromkeys(tuple(row[name] for name in LINE) for row in rows):
         if (row := extrapolate(*line, gpus, rows)) is not None:
             add(row)
-    # new rows get their device when they are written
-    plot(read_rows(table.path), table.path.with_suffix(".png"))

@@ -1,4 +1,4 @@
-"""The benchmarks of DeepSpeed's ZeRO and of checkpointing count what is there; nothing here is timed."""
+"""The benchmark of DeepSpeed's ZeRO counts what is there; nothing here is timed."""
 
 import csv
 
@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from benchmarks import zero
-from benchmarks.common.shapes import SMALL_STACK
 from tests.benchmarks.test_harness import run
 from tests.coat_ds.test_zero import FP8_BOUND, TOLERANCE
 
@@ -38,7 +37,6 @@ def test_every_rank_of_zero_holds_what_is_predicted(tmp_path):
         stock = loss / (1 + difference)
         assert first - loss > 0.02 * first, row
         assert abs(loss - stock) <= FP8_BOUND * (first - stock) + TOLERANCE["bf16"] * stock, row
-    assert path.with_suffix(".png").stat().st_size > 0
 
 
 def test_a_case_of_zero_that_fails_leaves_the_others_standing(monkeypatch):
@@ -47,24 +45,3 @@ def test_a_case_of_zero_that_fails_leaves_the_others_standing(monkeypatch):
     rows = zero.run_cases(cases, 1, zero.TINY, 1)
     assert [["note" in row for row in ranks] for ranks in rows] == [[False], [True], [False]]
     assert "stage" in rows[1][0]["note"] and rows[0][0]["loss"] == rows[2][0]["loss"]
-
-
-@pytest.mark.long("a benchmark's dry run")
-def test_checkpoints_are_counted(tmp_path):
-    path = tmp_path / "checkpointing.csv"
-    result = run("checkpointing", "--quick", "--output", str(path))
-    assert result.returncode == 0, result.stderr
-    rows = {row["checkpointing"]: row for row in rows_of(path)}
-    assert list(rows) == ["none", "torch", "torch, FP8", "DeepSpeed", "DeepSpeed, FP8"]
-    kept = {name: float(row["bytes_per_token_and_layer"]) for name, row in rows.items()}
-    error = {name: float(row["grad_error"]) for name, row in rows.items()}
-    assert error["none"] == 0
-    for host in ("torch", "DeepSpeed"):
-        assert kept[host] < kept["none"] / 2
-        # of two bytes an element remain one and one in 128
-        assert kept[host] - kept[f"{host}, FP8"] == pytest.approx(
-            (1 - 1 / 128) * SMALL_STACK.layer.hidden, rel=1e-3
-        )
-        # backward computes from inputs that are off by 2^-4 of themselves at most
-        assert error[host] < 2**-9 < error[f"{host}, FP8"] < 2**-4
-    assert path.with_suffix(".png").stat().st_size > 0

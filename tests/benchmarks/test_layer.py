@@ -120,7 +120,7 @@ def test_wrong_and_broken_layers_are_not_timed(monkeypatch, tmp_path):
     assert rows[REFERENCE]["y_error"] == 0 and rows[REFERENCE]["ms"] > 0
 
 
-def test_a_run_writes_a_row_for_every_maker_and_a_plot(tmp_path):
+def test_a_run_writes_a_row_for_every_maker(tmp_path):
     path = tmp_path / "layer.csv"
     result = run("layer", "--shape", "tiny", "--rounds", "1", "--output", str(path))
     assert result.returncode == 0, result.stderr
@@ -130,4 +130,3 @@ def test_a_run_writes_a_row_for_every_maker_and_a_plot(tmp_path):
         assert bool(row["ms"]) != bool(row["note"]), name
     saved = {name: float(rows[name]["saved_h"]) for name in (REFERENCE, "ours")}
     assert saved["ours"] < 0.55 * saved[REFERENCE]
-    assert path.with_suffix(".png").stat().st_size > 0

@@ -30,7 +30,6 @@ def test_errors_are_those_of_the_formats_on_three_kinds_of_data(table):
         # BF16 rounds to 8 bits and E4M3 to 4: by 2^-9 and 2^-5 at most, and several times
         assert float(rows[data, "BF16", "RMS error"]["linear_fc1"]) < 64**0.5 * 2**-9
         assert 2**-6 < float(rows[data, "ours", "RMS error"]["linear_fc1"]) < 64**0.5 * 2**-5
-    assert path.with_suffix(".png").stat().st_size > 0
 
 
 @pytest.mark.long("a benchmark's dry run")

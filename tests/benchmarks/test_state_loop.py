@@ -36,7 +36,6 @@ def test_every_code_has_a_row_for_each_model_beta2_and_kind_of_matrix(tmp_path):
     assert error["ratio8, log8", "0.95"] < 0.5 * error["fp8_expanded, fp8_expanded", "0.95"]
     # BF16 rounds each moment by 2^-9 at most, uniformly
     assert error["bf16, bf16", "0.95"] < 2**-9
-    assert path.with_suffix(".png").stat().st_size > 0
 
 
 class Model(torch.nn.Module):

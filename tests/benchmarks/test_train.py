@@ -238,7 +238,7 @@ def test_a_case_holds_nothing_of_one_before(monkeypatch):
     assert held[1] == pytest.approx(held[0], abs=0.01)
 
 
-def test_new_rows_are_plotted_beside_earlier_ones(tmp_path, monkeypatch):
+def test_new_rows_are_written_beside_earlier_ones(tmp_path, monkeypatch):
     path = tmp_path / "train.csv"
     earlier = {"device": "NVIDIA H200", "gpus": 2, "system": "BF16", "limited": False, "micro_batch": 4}
     earlier |= {"model": "llama2-7b", "way": "zero2", "layers": 32, "peak_mb": 9e4, "tokens_per_s_gpu": 1e4}
@@ -253,7 +253,7 @@ def test_new_rows_are_plotted_beside_earlier_ones(tmp_path, monkeypatch):
     monkeypatch.setattr(benchmarks.train, "run_jobs", measured)
     arguments = Namespace(equal_only=True, steps=1, minutes=math.inf)
     benchmarks.train.measure_all([JOB], 2, arguments, Table("train", path))
-    assert len(read_rows(path)) == 3 and path.with_suffix(".png").stat().st_size > 10_000
+    assert len(read_rows(path)) == 3
 
 
 def test_systems_say_what_zero3_takes_for_units():
