@@ -277,182 +277,85 @@ def test_several_indexed_datasets_and_text(tmp_path, word_tokenizer):
     assert np.bincount(tokens).tolist() == [0, 200, 200, 50, 1]
 
 
-def broken(tmp_path, name):
-    """Writes one unusable input; returns the arguments of `load_corpus` for it."""
-    good = tmp_path / "good.txt"
+# what is written to one file, and what an error names
+TEXTS = {
+    "empty file": ("a.txt", b"", "a.txt"),
+    "no text": ("a.jsonl", b'{"text": ""}\n', "a.jsonl"),
+    "malformed line": ("a.jsonl", b'{"text": "fine"}\n\n{"text": "cut\n', "a.jsonl, line 3"),
+    "missing key": ("a.jsonl", b'{"text": "fine"}\n{"content": "text"}\n', "a.jsonl, line 2"),
+    "text is no string": ("a.jsonl", b'{"text": 3}\n', "a.jsonl, line 1"),
+    "line is no object": ("a.jsonl", b'["text"]\n', "a.jsonl, line 1"),
+    "not utf-8": ("a.txt", b"caf\xe9 au lait\n", "at byte 3"),
+    "jsonl not utf-8": ("a.jsonl", b'{"text": "a"}\n{"text": "\xff"}\n', "at byte 24"),
+    "half a character": ("a.jsonl", b'{"text": "a"}\n{"text": "x \\ud83d y"}\n', "a.jsonl, line 2"),
+    "deep nesting": ("a.jsonl", b'{"text": "a"}\n' + b'{"a":' * 10**5 + b"\n", "a.jsonl, line 2"),
+    "too short": ("a.txt", b"short", "training part"),
+}
+
+
+@pytest.mark.parametrize("name, content, named", TEXTS.values(), ids=TEXTS)
+def test_unusable_text_is_refused(tmp_path, name, content, named):
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(DataError, match=named):
+        load_corpus([tmp_path / name], seq_length=16, seed=0)
+
+
+def test_unusable_arguments_are_refused(tmp_path):
+    good, empty = tmp_path / "good.txt", tmp_path / "folder"
     good.write_text("red green blue " * 100)
-    match name:
-        case "missing path":
-            return {"paths": [tmp_path / "nowhere.txt"]}
-        case "empty file":
-            (tmp_path / "empty.txt").touch()
-            return {"paths": [good, tmp_path / "empty.txt"]}
-        case "empty folder":
-            (tmp_path / "folder").mkdir()
-            (tmp_path / "folder" / ".hidden").write_text("x")
-            return {"paths": [tmp_path / "folder"]}
-        case "no usable text":
-            (tmp_path / "a.jsonl").write_text('{"text": ""}\n')
-            return {"paths": [tmp_path / "a.jsonl"]}
-        case "malformed line":
-            (tmp_path / "a.jsonl").write_text('{"text": "fine"}\n\n{"text": "cut\n')
-            return {"paths": [tmp_path / "a.jsonl"]}
-        case "missing key":
-            (tmp_path / "a.jsonl").write_text('{"text": "fine"}\n{"content": "text"}\n')
-            return {"paths": [tmp_path / "a.jsonl"]}
-        case "text is no string":
-            (tmp_path / "a.jsonl").write_text('{"text": 3}\n')
-            return {"paths": [tmp_path / "a.jsonl"]}
-        case "line is no object":
-            (tmp_path / "a.jsonl").write_text('["text"]\n')
-            return {"paths": [tmp_path / "a.jsonl"]}
-        case "not utf-8":
-            (tmp_path / "latin.txt").write_bytes(b"caf\xe9 au lait\n")
-            return {"paths": [tmp_path / "latin.txt"]}
-        case "jsonl not utf-8":
-            (tmp_path / "a.jsonl").write_bytes(b'{"text": "a"}\n{"text": "\xff"}\n')
-            return {"paths": [tmp_path / "a.jsonl"]}
-        case "tokenizer missing":
-            return {"paths": [good], "tokenizer": tmp_path / "none.json"}
-        case "tokenizer invalid":
-            (tmp_path / "t.json").write_text('{"a": 1}')
-            return {"paths": [good], "tokenizer": tmp_path / "t.json"}
-        case "too short":
-            (tmp_path / "short.txt").write_text("short")
-            return {"paths": [tmp_path / "short.txt"]}
-        case "vocabulary below the tokenizer's":
-            return {"paths": [good], "vocab_size": 100}
-        case "idx without bin":
-            write_indexed(tmp_path / "d", [[[1, 2]]])
-            (tmp_path / "d.bin").unlink()
-            return {"paths": [tmp_path / "d"], "vocab_size": 8}
-        case "bin without idx":
-            write_indexed(tmp_path / "d", [[[1, 2]]])
-            (tmp_path / "d.idx").unlink()
-            return {"paths": [tmp_path / "d.bin"], "vocab_size": 8}
-        case "empty bin":
-            write_indexed(tmp_path / "d", [[[1, 2]]])
-            (tmp_path / "d.bin").write_bytes(b"")
-            return {"paths": [tmp_path / "d"], "vocab_size": 8}
-        case "bin cut short":
-            write_indexed(tmp_path / "d", [[[1, 2, 3]]])
-            (tmp_path / "d.bin").write_bytes((tmp_path / "d.bin").read_bytes()[:8])
-            return {"paths": [tmp_path / "d"], "vocab_size": 8}
-        case "idx of another kind":
-            write_indexed(tmp_path / "d", [[[1, 2, 3]]])
-            (tmp_path / "d.idx").write_bytes(b"something else")
-            return {"paths": [tmp_path / "d"], "vocab_size": 8}
-        case "half a character":
-            (tmp_path / "a.jsonl").write_text('{"text": "a"}\n{"text": "x \\ud83d\\ude00 \\ud83d y"}\n')
-            return {"paths": [tmp_path / "a.jsonl"]}
-        case "deep nesting":
-            (tmp_path / "a.jsonl").write_text('{"text": "a"}\n' + '{"a":' * 10**5 + "\n")
-            return {"paths": [tmp_path / "a.jsonl"]}
-        case "long number":
-            (tmp_path / "a.jsonl").write_text('{"text": "a", "id": ' + "9" * 6000 + "}\n")
-            return {"paths": [tmp_path / "a.jsonl"]}
-        case "idx cut short":
-            write_indexed(tmp_path / "d", [[[1, 2, 3]]])
-            (tmp_path / "d.idx").write_bytes((tmp_path / "d.idx").read_bytes()[:-1])
-            return {"paths": [tmp_path / "d"], "vocab_size": 8}
-        case "bin longer than idx":
-            write_indexed(tmp_path / "d", [[[1, 2, 3]]])
-            (tmp_path / "d.bin").write_bytes((tmp_path / "d.bin").read_bytes() + b"\0\0\0\0")
-            return {"paths": [tmp_path / "d"], "vocab_size": 8}
-        case "idx of another version" | "unknown type of tokens":
-            write_indexed(tmp_path / "d", [[[1, 2, 3]]])
-            index = bytearray((tmp_path / "d.idx").read_bytes())
-            # the version is in eight bytes behind the constant's nine, and then the type's code in one
-            index[9 if name == "idx of another version" else 17] = 99
-            (tmp_path / "d.idx").write_bytes(index)
-            return {"paths": [tmp_path / "d"], "vocab_size": 8}
-        case "no documents":
-            write_indexed(tmp_path / "d", [[[1, 2, 3]]])
-            # the number of documents ends the header, and where they begin the file
-            index = (tmp_path / "d.idx").read_bytes()
-            (tmp_path / "d.idx").write_bytes(index[:26] + bytes(8) + index[34:46])
-            return {"paths": [tmp_path / "d"], "vocab_size": 8}
-        case (
-            "negative length"
-            | "unordered documents"
-            | "documents beyond"
-            | "tokens before the documents"
-            | "wrong beginning"
-        ):
-            write_indexed(tmp_path / "d", [[[1, 2, 3]], [[4, 5]], [[6]]])
-            # three lengths in four bytes, three beginnings and four first sequences in eight
-            offset, dtype, values = {
-                "negative length": (34, np.int32, [3, 4, -1]),
-                "wrong beginning": (34 + 12, np.int64, [0, 8, 20]),
-                "unordered documents": (34 + 12 + 24, np.int64, [0, 2, 1, 3]),
-                "documents beyond": (34 + 12 + 24, np.int64, [0, 1, 2, 9]),
-                "tokens before the documents": (34 + 12 + 24, np.int64, [1, 1, 2, 3]),
-            }[name]
-            with (tmp_path / "d.idx").open("r+b") as file:
-                file.seek(offset)
-                file.write(np.array(values, dtype).tobytes())
-            return {"paths": [tmp_path / "d"], "vocab_size": 8}
-        case "floating-point ids":
-            write_indexed(tmp_path / "d", [[[1, 2, 3]]], np.float32)
-            return {"paths": [tmp_path / "d"], "vocab_size": 8}
-        case "no vocabulary":
-            return {"paths": [write_indexed(tmp_path / "d", [[[1, 2]]])]}
-        case "text and ids":
-            return {"paths": [good, write_indexed(tmp_path / "d", [[[1, 2]]])], "vocab_size": 300}
-    raise AssertionError(name)
+    (tmp_path / "t.json").write_text('{"a": 1}')
+    empty.mkdir()
+    ids = write_indexed(tmp_path / "d", [[[1, 2]]])
+    for named, paths, options in (
+        ("nowhere.txt", [tmp_path / "nowhere.txt"], {}),
+        ("folder", [empty], {}),
+        ("none.json", [good], {"tokenizer": tmp_path / "none.json"}),
+        ("t.json", [good], {"tokenizer": tmp_path / "t.json"}),
+        ("--vocab-size", [good], {"vocab_size": 100}),
+        ("--vocab-size", [ids], {}),
+        ("--data", [good, ids], {"vocab_size": 300}),
+    ):
+        with pytest.raises(DataError, match=named):
+            load_corpus(paths, seq_length=16, seed=0, **options)
 
 
-@pytest.mark.parametrize(
-    "name, message",
-    [
-        ("missing path", "nowhere.txt: no such file, folder or indexed dataset"),
-        ("empty file", "empty.txt: the file is empty"),
-        ("empty folder", "folder: the folder holds no file with text"),
-        ("no usable text", "a.jsonl: no usable text: every document is empty"),
-        ("malformed line", "a.jsonl, line 3: not JSON"),
-        ("missing key", 'a.jsonl, line 2: expected an object with a string under "text", found \'{"content"'),
-        ("text is no string", 'a.jsonl, line 1: expected an object with a string under "text"'),
-        ("line is no object", 'a.jsonl, line 1: expected an object with a string under "text"'),
-        ("not utf-8", "latin.txt: not UTF-8 at byte 3 (0xe9)"),
-        ("jsonl not utf-8", "a.jsonl: not UTF-8 at byte 24 (0xff)"),
-        ("tokenizer missing", "none.json: no such file; expected a Hugging Face tokenizer.json"),
-        ("tokenizer invalid", "t.json: not a Hugging Face tokenizer.json"),
-        (
-            "too short",
-            "the training part of the corpus has 0 tokens, less than one sequence of 16 and its label",
-        ),
-        ("vocabulary below the tokenizer's", "--vocab-size 100 is less than the 257 ids of the tokenizer"),
-        ("idx without bin", "d.bin is missing; an indexed dataset is this file and d.idx"),
-        ("bin without idx", "d.idx is missing; an indexed dataset is this file and d.bin"),
-        ("empty bin", "d.bin is empty"),
-        ("bin cut short", "the index names 12 bytes of tokens, the .bin file has 8"),
-        ("idx of another kind", "not a readable Megatron indexed dataset (bad header"),
-        ("idx of another version", "d.idx: not a readable Megatron indexed dataset (bad header"),
-        (
-            "unknown type of tokens",
-            "d.idx: its header has 99 for the type of the tokens, which stands for none",
-        ),
-        ("half a character", 'a.jsonl, line 2: "text" has half a character, \\ud83d, at 4'),
-        ("deep nesting", "a.jsonl, line 2: not JSON (maximum recursion depth exceeded"),
-        ("long number", "a.jsonl, line 1: not JSON (Exceeds the limit (4300 digits)"),
-        ("idx cut short", "d.idx: it has 61 bytes, but its header asks for 62"),
-        ("bin longer than idx", "the index names 12 bytes of tokens, the .bin file has 16"),
-        ("negative length", "d.idx: sequence 2 has -1 tokens"),
-        ("unordered documents", "ascending sequences from 0 to 3, found [0 2 1 3]"),
-        ("documents beyond", "ascending sequences from 0 to 3, found [0 1 2 9]"),
-        ("tokens before the documents", "ascending sequences from 0 to 3, found [1 1 2 3]"),
-        ("no documents", "ascending sequences from 0 to 1, found []"),
-        ("wrong beginning", "d.idx: sequence 1 begins at byte 8 instead of 12"),
-        ("floating-point ids", "expected integer token ids, found float32"),
-        ("no vocabulary", "give --tokenizer or --vocab-size"),
-        ("text and ids", "--data mixes text"),
-    ],
-    ids=lambda value: value if len(value) < 35 else "",
-)
-def test_errors(tmp_path, name, message):
-    with pytest.raises(DataError) as error:
-        load_corpus(seq_length=16, seed=0, **broken(tmp_path, name))
-    assert message in str(error.value)
+# which file of an indexed dataset is damaged: from which byte on, what is written there; None: the file ends
+DAMAGE = {
+    "empty bin": ("bin", 0, None),
+    "bin cut short": ("bin", 8, None),
+    "bin longer than idx": ("bin", 24, bytes(4)),
+    "idx of another kind": ("idx", 0, b"something"),
+    "idx cut short": ("idx", 80, None),
+    # the version lies in eight bytes after nine of a constant, then one byte for the type of tokens
+    "another version": ("idx", 9, b"\x63"),
+    "unknown type of tokens": ("idx", 17, b"\x63"),
+    # three lengths in four bytes, three beginnings and four first sequences in eight
+    "negative length": ("idx", 34 + 8, np.int32(-1).tobytes()),
+    "wrong beginning": ("idx", 34 + 12 + 8, np.int64(8).tobytes()),
+    "unordered documents": ("idx", 34 + 12 + 24 + 8, np.array([2, 1], np.int64).tobytes()),
+    "documents beyond": ("idx", 34 + 12 + 24 + 24, np.int64(9).tobytes()),
+}
+
+
+@pytest.mark.parametrize("suffix, place, content", DAMAGE.values(), ids=DAMAGE)
+def test_damaged_indexed_datasets_are_refused(tmp_path, suffix, place, content):
+    write_indexed(tmp_path / "d", [[[1, 2, 3]], [[4, 5]], [[6]]])
+    with (tmp_path / f"d.{suffix}").open("r+b") as file:
+        file.seek(place)
+        if content is None:
+            file.truncate()
+        else:
+            file.write(content)
+    with pytest.raises(DataError, match=f"{tmp_path}/d"):
+        load_corpus([tmp_path / "d"], seq_length=16, seed=0, vocab_size=8)
+
+
+@pytest.mark.parametrize("missing, there", [("bin", "idx"), ("idx", "bin")])
+def test_both_files_of_an_indexed_dataset_are_needed(tmp_path, missing, there):
+    write_indexed(tmp_path / "d", [[[1, 2]]])
+    (tmp_path / f"d.{missing}").unlink()
+    with pytest.raises(DataError, match=f"d.{missing}"):
+        load_corpus([tmp_path / f"d.{there}"], seq_length=16, seed=0, vocab_size=8)
 
 
 @pytest.mark.parametrize("bad", [8, -1])
@@ -484,16 +387,3 @@ def test_global_batch_that_does_not_divide(tmp_path):
         DataError, match="--global-batch-size 10 is not a multiple of --micro-batch-size 2 times 2"
     ):
         next(split.micro_batches(0, global_batch_size=10, micro_batch_size=2, ranks=2))
-
-
-def test_disk_full_while_tokenising(tmp_path, monkeypatch):
-    (tmp_path / "a.txt").write_text("text " * 100)
-
-    def full(*args, **kwargs):
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr("tempfile.TemporaryFile", full)
-    with pytest.raises(
-        DataError, match=r"cannot keep the tokenised text in .*No space left on device.*TMPDIR"
-    ):
-        load_corpus([tmp_path / "a.txt"], seq_length=4, seed=0)

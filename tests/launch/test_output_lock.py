@@ -104,14 +104,6 @@ def test_locks_left_behind(tmp_path, changes, monkeypatch):
     lock.check()
 
 
-def test_a_job_that_says_nothing_of_restarts_was_not_restarted(tmp_path, monkeypatch):
-    """As where a script hands on a variable that is not set."""
-    monkeypatch.setenv("SLURM_JOB_ID", "7")
-    monkeypatch.setenv("SLURM_RESTART_COUNT", "")
-    OutputLock(tmp_path).take(lambda line: None)
-    assert json.loads((tmp_path / NAME).read_bytes())["restarts"] == 0
-
-
 UNKNOWN = {
     "another machine": {"host": "node7", "boot": "other"},
     "a container of this machine": {"pids": "pid:[1]"},
@@ -134,25 +126,11 @@ def test_processes_that_cannot_be_seen(tmp_path, changes, monkeypatch):
     assert (tmp_path / NAME).read_bytes() == before and os.listdir(tmp_path) == [NAME]
 
 
-def test_a_process_that_another_user_hides(tmp_path, monkeypatch):
-    """As `hidepid` does: /proc does not show it, and a signal is not permitted."""
-
-    def kill(pid, number):
-        raise PermissionError(errno.EPERM, "Operation not permitted")
-
-    monkeypatch.setattr(os, "kill", kill)
-    assert "Wait for its end, or stop it" in refused(held_by(tmp_path, pid=2**22 + 1))
-
-
 @pytest.mark.parametrize("text", ["", "{", "[]", "{}", "[" * 10**5, '{"pid": 1}'])
 def test_files_that_are_no_locks(tmp_path, text):
     (tmp_path / NAME).write_text(text)
     assert "found what cannot be read as one" in refused(OutputLock(tmp_path))
     assert (tmp_path / NAME).read_text() == text
-
-
-def test_a_token_is_no_path(tmp_path):
-    assert "token is '../x'" in refused(held_by(tmp_path, token="../x", started=1))
 
 
 def test_a_lock_that_was_taken_away(tmp_path):
@@ -180,18 +158,6 @@ def test_one_of_many_takes_over(tmp_path, take):
     assert os.listdir(tmp_path) == [NAME]
 
 
-def test_a_lock_that_somebody_has_just_taken_over_stays(tmp_path):
-    """Between the look at the lock left behind and the turn to replace it."""
-    lock = held_by(tmp_path, started=1)
-    before = Owner.read(tmp_path / NAME)
-    OutputLock(tmp_path).take(print)
-    now = (tmp_path / NAME).read_bytes()
-    prepared = tmp_path / "prepared"
-    prepared.write_text("{}")
-    assert not lock._replace(before, prepared)
-    assert (tmp_path / NAME).read_bytes() == now
-
-
 @pytest.mark.parametrize("answer", ["EPERM", "ENOTSUP", "ENOSYS", "EMLINK"])
 def test_without_hard_links(tmp_path, monkeypatch, answer):
     def link(source, target):
@@ -208,34 +174,6 @@ def test_without_hard_links(tmp_path, monkeypatch, answer):
     assert os.listdir(tmp_path) == [NAME]
 
 
-@pytest.mark.parametrize("made", [True, False])
-def test_links_whose_answer_is_wrong(tmp_path, monkeypatch, made):
-    """A call that is repeated finds the link that it has made; or a lock that was released just then."""
-    link, calls = os.link, []
-
-    def repeated(source, target):
-        calls.append(target)
-        if made or len(calls) > 1:
-            link(source, target)
-        if len(calls) == 1:
-            raise FileExistsError(errno.EEXIST, "File exists")
-
-    monkeypatch.setattr(os, "link", repeated)
-    lock, said = OutputLock(tmp_path), []
-    lock.take(said.append)
-    lock.check()
-    assert not said and len(calls) == (1 if made else 2) and os.listdir(tmp_path) == [NAME]
-
-
-def test_a_disk_that_fails(tmp_path, monkeypatch):
-    def link(source, target):
-        raise OSError(errno.EIO, "Input/output error")
-
-    monkeypatch.setattr(os, "link", link)
-    assert "Input/output error" in refused(OutputLock(tmp_path))
-    assert os.listdir(tmp_path) == []
-
-
 def test_a_full_disk(tmp_path):
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     # the kernel refuses to write beyond the limit, as on a full disk
@@ -245,8 +183,3 @@ def test_a_full_disk(tmp_path):
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert os.listdir(tmp_path) == []
-
-
-def test_a_folder_that_cannot_be_written(tmp_path):
-    with pytest.raises(OutputError, match="choose another folder with --output"):
-        OutputLock(tmp_path / "nowhere").take(print)

@@ -6,14 +6,12 @@ import shlex
 import socket
 import subprocess
 import sys
-import threading
 from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from deepspeed.launcher import runner
-from torch.distributed import TCPStore
 from torch.distributed.elastic.utils import macros
 
 from coat_launch import config_path, preflight
@@ -29,57 +27,31 @@ def settings(tmp_path, kind="torchrun", **variables) -> Settings:
     return Settings.from_environment(kind, {"OUTPUT": str(tmp_path), "GPUS_PER_NODE": "1", **variables})
 
 
-def test_the_slurm_script_says_how_it_is_started():
-    env = {name: value for name, value in os.environ.items() if not name.startswith("SLURM")}
-    words = ["bash", str(ROOT / "launch/slurm.sbatch"), "--dry-run"]
-    done = subprocess.run(words, env=env, capture_output=True, text=True)
-    assert done.returncode and "SLURM_JOB_ID: expected a Slurm job, found none. Start" in done.stderr
-
-
 @pytest.mark.parametrize(
-    "variables, message",
+    "variables",
     [
-        ({"NODES": "two"}, "NODES: expected a whole number of at least 1, found 'two'"),
-        ({"NODES": "2"}, "MASTER_ADDR: expected the address of node 0"),
-        ({"NODE_RANK": "1"}, r"NODE_RANK: expected less than NODES \(1\), found 1"),
-        ({"TENSOR_SIZE": "3"}, "TENSOR_SIZE 3 times PIPELINE_SIZE 1 does not divide the 1 processes"),
-        ({"GPUS_PER_NODE": "8", "TENSOR_SIZE": "8"}, "TENSOR_SIZE: 8 does not divide num_attention_heads 4"),
-        ({"GPUS_PER_NODE": "4", "DATA_SIZE": "2"}, "DATA_SIZE: 2, but 4 processes in groups of 1 leave 4"),
-        ({"GPUS_PER_NODE": "2", "PIPELINE_SIZE": "2"}, "PIPELINE_SIZE: 2, but launch/pretrain_gpt.py has no"),
-        ({"GPUS_PER_NODE": "4", "TENSOR_SIZE": "4"}, "TENSOR_SIZE: 4 does not divide num_query_groups 2"),
-        ({"MODEL_CONFIG": "none.json"}, "MODEL_CONFIG none.json: cannot be read"),
-        ({"LAUNCHER": "rsh"}, "LAUNCHER: expected one of pdsh, openmpi, slurm, found 'rsh'"),
-        ({"SLURM_NNODES": "abc"}, "SLURM_NNODES: expected a whole number of at least 1, found 'abc'"),
-        ({"SLURM_NODEID": ""}, "SLURM_NODEID: expected a whole number of at least 0, found ''"),
-        ({"STEPS": "9" * 5000}, "STEPS: expected a whole number of at least 1, found '9999"),
-        (
-            {"MASTER_PORT": "99999999"},
-            "MASTER_PORT: expected a whole number from 1 to 65534, found '99999999",
-        ),
-        ({"MASTER_ADDR": "a;id"}, "MASTER_ADDR: expected a name or an address of a host, found 'a;id'"),
-        ({"JOB": "a/b"}, r"JOB: expected letters, digits and any of . _ @ \+ : -, found 'a/b'"),
+        {"NODES": "two"},
+        {"MASTER_ADDR": "", "NODES": "2"},
+        {"NODE_RANK": "1"},
+        {"TENSOR_SIZE": "3"},
+        {"TENSOR_SIZE": "8", "GPUS_PER_NODE": "8"},
+        {"TENSOR_SIZE": "4", "GPUS_PER_NODE": "4"},
+        {"DATA_SIZE": "2", "GPUS_PER_NODE": "4"},
+        {"PIPELINE_SIZE": "2", "GPUS_PER_NODE": "2"},
+        {"MODEL_CONFIG": "none.json"},
+        {"LAUNCHER": "rsh"},
+        {"SLURM_NNODES": "abc"},
+        {"SLURM_NODEID": ""},
+        {"STEPS": "9" * 5000},
+        {"MASTER_PORT": "99999999"},
+        {"MASTER_ADDR": "a;id"},
+        {"JOB": "a/b"},
     ],
-    ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
+    ids="-".join,
 )
-def test_settings_are_refused(tmp_path, variables, message):
-    with pytest.raises(ClusterError, match=message):
+def test_settings_are_refused(tmp_path, variables):
+    with pytest.raises(ClusterError, match=f"^{next(iter(variables))}"):
         settings(tmp_path, **variables)
-
-
-@pytest.mark.parametrize(
-    "text, message",
-    [
-        ("{}", "model.json: num_layers: expected a whole number of at least 1, found none"),
-        ("[]", "model.json: expected a JSON object, found list"),
-        ('{"num_layers": 2, "hidden_size": "64"}', "model.json: hidden_size: expected .* found '64'"),
-        ("[" * 10**5, "model.json: not a JSON file"),
-    ],
-    ids=["no keys", "list", "quotes", "brackets"],
-)
-def test_model_configs_are_refused(tmp_path, text, message):
-    (tmp_path / "model.json").write_text(text)
-    with pytest.raises(ClusterError, match=f"MODEL_CONFIG .*{message}"):
-        settings(tmp_path, MODEL_CONFIG=str(tmp_path / "model.json"))
 
 
 @pytest.mark.parametrize(
@@ -113,19 +85,6 @@ def test_old_gpus_may_have_fp8_states(tmp_path, good):
     # which stands for the block
     path.write_text(json.dumps({"optimizer": {"type": "CoatAdamW"}}))
     assert len(preflight.problems(settings(tmp_path, DEEPSPEED_CONFIG=str(path)), [old])) == 1
-
-
-def test_a_checkout_without_the_script_is_refused(tmp_path):
-    """torchrun would end in its own traceback, which names no variable."""
-    megatron = settings(tmp_path, "megatron", MEGATRON_PATH=str(tmp_path))
-    with pytest.raises(
-        ClusterError, match=f"MEGATRON_PATH: no pretrain_gpt.py in {tmp_path}. Name a checkout"
-    ):
-        preflight.check(megatron, {})
-    with pytest.raises(ClusterError, match="PIPELINE_SIZE: 3 does not divide num_layers 4 of"):
-        settings(tmp_path, "megatron", MEGATRON_PATH="/m", PIPELINE_SIZE="3", GPUS_PER_NODE="3")
-    (tmp_path / "pretrain_gpt.py").touch()
-    preflight.check(megatron, {})
 
 
 def test_hostfiles(tmp_path):
@@ -293,40 +252,6 @@ def test_megatron_is_told_what_the_model_is(tmp_path, tensor_size, untied):
     assert own.get("CUDA_DEVICE_MAX_CONNECTIONS") == (None if tensor_size == 1 else "1")
 
 
-def test_launchers_are_refused_where_they_would_not_work(tmp_path, good, monkeypatch):
-    hostfile = tmp_path / "hosts"
-    hostfile.write_text("a slots=1\nb slots=1\n")
-
-    def deepspeed(launcher, **variables):
-        return settings(tmp_path, "deepspeed", LAUNCHER=launcher, **variables)
-
-    with pytest.raises(ClusterError, match="LAUNCHER: slurm needs an allocation: start this inside salloc"):
-        deepspeed("slurm")
-    with pytest.raises(ClusterError, match="hosts: slurm takes the nodes of the allocation, leave it out"):
-        deepspeed("slurm", HOSTFILE=str(hostfile), SLURM_JOB_NODELIST="a")
-    with pytest.raises(ClusterError, match="HOSTFILE: openmpi needs it for 2 nodes"):
-        deepspeed("openmpi", NODES="2")
-    mpi = deepspeed("openmpi", HOSTFILE=str(hostfile))
-    here, there = ({**deepcopy(good), "host": host, "mpirun": "mpirun (Open MPI) 4.1.4"} for host in "ab")
-    assert preflight.problems(mpi, [here, there]) == []
-    for found, message in (
-        ("none", "b: LAUNCHER=openmpi needs Open MPI's mpirun on PATH, found none. Install Open MPI there"),
-        ("HYDRA build details:", "b: LAUNCHER=openmpi needs Open MPI's mpirun on PATH, found HYDRA"),
-        ("mpirun (Open MPI) 5.0.1", "b: mpirun (Open MPI) 5.0.1, but a has mpirun (Open MPI) 4.1.4"),
-    ):
-        (line,) = preflight.problems(mpi, [here, {**there, "mpirun": found}])
-        assert line.startswith(message)
-    # of no interest to another launcher
-    pdsh = deepspeed("pdsh", HOSTFILE=str(hostfile))
-    assert preflight.problems(pdsh, [here, {**there, "mpirun": "none"}]) == []
-    monkeypatch.setenv("PATH", str(tmp_path))
-    for chosen, tool in ((mpi, "mpirun"), (pdsh, "pdsh")):
-        with pytest.raises(ClusterError, match=f"needs {tool}, which is not on PATH: install"):
-            preflight.check(chosen, {})
-    with pytest.raises(ClusterError, match="LAUNCHER: slurm needs `scontrol show hostnames a` to work here"):
-        deepspeed("slurm", SLURM_JOB_NODELIST="a")
-
-
 @pytest.mark.parametrize("launcher", ["openmpi", "slurm"])
 def test_values_that_the_launcher_would_change_are_refused(tmp_path, launcher):
     args = runner.parse_args([f"--launcher={launcher}", "script.py"])
@@ -400,37 +325,3 @@ def test_a_node_0_that_cannot_listen(tmp_path):
                     ClusterError, match=f"MASTER_ADDR {address}, MASTER_PORT {port}: .*{why}.* Set NODE_RANK"
                 ):
                     preflight.check(settings(tmp_path, kind, **two), {})
-
-
-def test_a_node_0_that_leaves(tmp_path):
-    """As one whose OUTPUT cannot be written, when another node waits for its token."""
-    port = free_port()
-    stores = [TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)]
-    mine = settings(tmp_path, NODES="2", NODE_RANK="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port - 1))
-    threading.Timer(1, stores.clear).start()
-    with pytest.raises(ClusterError, match="127.0.0.1: node 0 has left before the nodes were compared .*See"):
-        preflight.check(mine, {})
-
-
-def test_sizes_are_of_all_nodes(tmp_path):
-    mine = settings(tmp_path, NODES="4", MASTER_ADDR="a", TENSOR_SIZE="2", DATA_SIZE="2")
-    assert mine.world_size == 4
-
-
-def test_sources_are_compared_by_what_is_in_them(tmp_path, monkeypatch):
-    (tmp_path / "a_room").mkdir()
-    monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr(preflight, "ROOMS", ("a_room",))
-    file, found = tmp_path / "a_room/__init__.py", []
-    for text in ("x = 1", "x = 2", "x = 1"):
-        file.write_text(text)
-        found.append(preflight._sources())
-    assert found[0] == found[2] != found[1]
-
-
-def test_a_report_says_whether_the_token_is_there(tmp_path):
-    mine = settings(tmp_path)
-    with preflight._token(mine) as token:
-        assert preflight.report(mine, token)["sees_token"]
-    # of a node whose OUTPUT is another folder of that name
-    assert not preflight.report(mine, token)["sees_token"]

@@ -299,70 +299,53 @@ def host_config(tmp_path, **changes) -> Path:
     return path
 
 
-def test_config_errors(tmp_path, capsys):
-    def text(*arguments):
-        return fails(capsys, tmp_path, *arguments)
+# sections of the DeepSpeed JSON, further arguments, and the key that the error names
+CONFIGS = [
+    ({"bf16": {}}, [], "bf16"),
+    ({"bf16": True}, [], "bf16"),
+    ({"optimizer": "AdamW"}, [], "optimizer"),
+    ({"optimizer": {"type": "AdamW", "params": []}}, ["--lr", 0.1], "optimizer.params"),
+    ({"optimizer": {"type": None}}, [], "optimizer"),
+    ({"zero_optimization": {"stage": "auto"}}, [], "zero_optimization.stage"),
+    ({"scheduler": "WarmupLR"}, [], "scheduler"),
+    ({"scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": 1e-3}}}, ["--lr", 0.1], "--lr"),
+    ({"coat": {"enabled": True, "optimizer": {"group_sise": 128}}}, [], "coat.optimizer.group_sise"),
+    ({"coat": {"enabled": False}}, ["--variant", "coat"], "coat"),
+]
 
-    assert "none.json: cannot be read (No such file or directory)" in text("--deepspeed-config", "none.json")
-    (tmp_path / "bad.json").write_text('{"bf16": ')
-    assert "bad.json: not a JSON file" in text("--deepspeed-config", tmp_path / "bad.json")
-    (tmp_path / "bad.json").write_text("[]")
-    assert "expected a JSON object, found list" in text("--deepspeed-config", tmp_path / "bad.json")
-    assert 'expected "bf16": {"enabled": true}' in text("--deepspeed-config", host_config(tmp_path, bf16={}))
-    assert 'expected "bf16"' in text("--deepspeed-config", host_config(tmp_path, bf16=True))
-    for lr in ((), ("--lr", 0.1)):
-        named = host_config(tmp_path, optimizer="AdamW")
-        assert "ds.json: optimizer: expected an object in braces, found 'AdamW'" in text(
-            "--deepspeed-config", named, *lr
-        )
-        listed = host_config(tmp_path, optimizer={"type": "AdamW", "params": []})
-        assert "ds.json: optimizer.params: expected an object in braces, found []" in text(
-            "--deepspeed-config", listed, *lr
-        )
-    for stage in ("2", 2.0, "auto"):
-        written = host_config(tmp_path, zero_optimization={"stage": stage})
-        assert f"ds.json: zero_optimization.stage: expected a whole number, found {stage!r}" in text(
-            "--deepspeed-config", written
-        )
-    assert "ds.json: scheduler: expected an object in braces, found 'WarmupLR'" in text(
-        "--deepspeed-config", host_config(tmp_path, scheduler="WarmupLR")
-    )
-    params = {"warmup_max_lr": 1e-3}
-    scheduler = host_config(tmp_path, scheduler={"type": "WarmupLR", "params": params})
-    for flag, value in (("--warmup-steps", 2), ("--lr", 0.1)):
-        said = text("--deepspeed-config", scheduler, flag, value)
-        assert f"{flag}: of no effect, for --deepspeed-config" in said
-    (tmp_path / "bad.json").write_text("[" * 10**5)
-    assert "bad.json: not a JSON file" in text("--deepspeed-config", tmp_path / "bad.json")
-    unknown = host_config(tmp_path, coat={"enabled": True, "optimizer": {"group_sise": 128}})
-    assert "coat.optimizer.group_sise: unknown key" in text("--deepspeed-config", unknown)
-    disabled = host_config(tmp_path, coat={"enabled": False})
-    assert 'a COAT run needs "coat": {"enabled": true}' in text(
-        "--deepspeed-config", disabled, "--variant", "coat"
-    )
-    assert "--model-config none.json: cannot be read (No such file" in text("--model-config", "none.json")
-    (tmp_path / "model.json").write_text('{"layers": 2}')
-    assert "unknown key 'layers'" in text("--model-config", tmp_path / "model.json")
-    assert "num_query_groups: 3 does not divide" in text("--num-query-groups", 3)
-    assert "nowhere: no such file, folder or indexed dataset" in text("--data", "nowhere")
-    assert "t.json: no such file" in text("--tokenizer", "t.json")
-    (tmp_path / "file").write_text("")
-    assert "choose another folder with --output" in text("--output", tmp_path / "file")
-    assert "--compare makes both runs: drop --variant" in text("--compare", "--variant", "coat")
-    assert "give --load without one" in text("--compare", "--load", "somewhere")
-    assert "expected a whole number above 0, found 0" in text("--steps", "0")
-    for lr in ("nan", "-1", "inf"):
-        assert f"--lr: expected a number, 0 or more, found {lr}" in text("--lr", lr)
-    assert "--data: found an empty path. Name one" in text("--data", "")
-    assert "--output: found an empty path. Name one" in text("--output", "")
-    assert "--seed: expected 0 or more, found -1" in text("--seed", -1)
-    assert f"--seed: expected a number below 2^63, found {2**63}" in text("--seed", 2**63)
-    assert parse_args(["--data", "x", "--seed", str(2**63 - 1)]).seed == 2**63 - 1
-    without = host_config(tmp_path, optimizer={"type": None})
-    assert "ds.json: optimizer: found none. Add {" in text("--deepspeed-config", without)
-    assert "needs --tensor-model-parallel-size above 1, found 1" in text("--sequence-parallel")
-    odd = ["--sequence-parallel", "--tensor-model-parallel-size", 2, "--seq-length", 63]
-    assert "--seq-length 63 does not divide by --tensor-model-parallel-size 2" in text(*odd)
+
+@pytest.mark.parametrize("changes, arguments, key", CONFIGS, ids=str)
+def test_configs_are_refused(tmp_path, capsys, changes, arguments, key):
+    config = host_config(tmp_path, **changes)
+    assert key in fails(capsys, tmp_path, "--deepspeed-config", config, *arguments)
+
+
+@pytest.mark.parametrize("content", ['{"bf16": ', "[]", "[" * 10**5], ids=["cut", "list", "brackets"])
+def test_files_that_are_no_configs_are_refused(tmp_path, capsys, content):
+    (tmp_path / "bad.json").write_text(content)
+    for flag in ("--deepspeed-config", "--model-config"):
+        assert "bad.json" in fails(capsys, tmp_path, flag, tmp_path / "bad.json")
+        assert "none.json" in fails(capsys, tmp_path, flag, "none.json")
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--num-query-groups", 3],
+        ["--compare", "--variant", "coat"],
+        ["--compare", "--load", "somewhere"],
+        ["--steps", 0],
+        *(["--lr", lr] for lr in ("nan", -1, "inf")),
+        ["--data", ""],
+        ["--output", ""],
+        *(["--seed", seed] for seed in (-1, 2**63)),
+        ["--sequence-parallel"],
+        ["--seq-length", 63, "--sequence-parallel", "--tensor-model-parallel-size", 2],
+    ],
+    ids=str,
+)
+def test_arguments_are_refused(tmp_path, capsys, arguments):
+    assert arguments[0].lstrip("-").replace("-", "_") in fails(capsys, tmp_path, *arguments).replace("-", "_")
 
 
 def test_batch_sizes():

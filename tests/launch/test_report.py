@@ -1,9 +1,6 @@
-import io
 import json
 import os
 import resource
-import subprocess
-import sys
 
 import pytest
 
@@ -69,40 +66,6 @@ def test_metrics_that_cannot_be_read_stay(tmp_path, line):
     assert path.read_bytes() == before
 
 
-def drawn(monkeypatch, metrics, summary, path):
-    """The figure that is written to `path`, by its panels' names."""
-    from matplotlib import pyplot
-
-    figures = []
-    monkeypatch.setattr(pyplot, "close", figures.append)
-    report.plot_runs(metrics, summary, path)
-    assert path.read_bytes().startswith(b"\x89PNG")
-    return {axes.get_label(): axes for axes in figures[0].axes}
-
-
-def test_plot(tmp_path, monkeypatch):
-    steps = range(40)
-    metrics = [{"run": "bf16", "step": s, "loss": 5.0 + (-1) ** s} for s in steps]
-    metrics += [{"run": "coat", "step": s, "loss": 5.5 + (-1) ** s} for s in steps]
-    metrics += [{"run": "bf16", "step": 2, "val_loss": 3.0}]
-    panels = drawn(monkeypatch, metrics, SUMMARY, tmp_path / "both.png")
-    # the second run lies half a nat above, on every batch, whatever the batch does to both
-    apart = panels["apart"].lines[0].get_ydata()
-    assert apart == pytest.approx([0.5] * len(steps))
-    # a mean of ten losses that scatter by one
-    band = panels["apart"].patches[0].get_extents().transformed(panels["apart"].transData.inverted())
-    assert [band.y0, band.y1] == pytest.approx([-(10**-0.5), 10**-0.5])
-    heights = [bar.get_height() for bar in panels["state_bytes_per_param"].patches]
-    assert heights == [8.0, 2.1]
-    training, validation = panels["losses"].lines[:2]
-    assert training.get_ydata()[-1] == pytest.approx(5.0) and list(validation.get_ydata()) == [3.0]
-
-    alone = drawn(monkeypatch, metrics[:40], {"bf16": SUMMARY["bf16"]}, tmp_path / "one.png")
-    assert "apart" not in alone and len(alone["saved_bytes_per_token_layer"].patches) == 1
-    # a run that was stopped before its first step still gives a picture
-    drawn(monkeypatch, [], {}, tmp_path / "empty.png")
-
-
 def test_summary_and_table(tmp_path):
     report.write_summary(tmp_path / "summary.json", SUMMARY)
     assert json.loads((tmp_path / "summary.json").read_text()) == SUMMARY
@@ -130,15 +93,6 @@ def test_a_summary_of_something_else(tmp_path):
             report.read_summary(path)
     report.write_summary(path, SUMMARY["coat"])
     assert report.read_summary(path) == SUMMARY["coat"]
-
-
-def test_a_cpu_shows_neither_speed_nor_peak():
-    summary = {run: {**found, "peak_kind": "process"} for run, found in SUMMARY.items()}
-    # nor do two runs of which one had none
-    assert "MiB" not in report.comparison_table({**SUMMARY, "bf16": summary["bf16"]})
-    table = report.comparison_table(summary)
-    assert "validation loss " in table and "saved for backward" in table
-    assert "MiB" not in table and "tokens per second" not in table and "shown on a GPU" in table
 
 
 def test_atomic_write_keeps_the_old_file_when_the_disk_is_full(tmp_path):
@@ -182,34 +136,3 @@ def test_unwritable_folder(tmp_path):
     with pytest.raises(report.OutputError, match="cannot write /proc"):
         report.prepare_folder("/proc")
     assert report.prepare_folder(tmp_path / "a" / "b").is_dir()
-
-
-class Terminal(io.StringIO):
-    def isatty(self):
-        return True
-
-
-def test_progress_in_lines_and_as_a_bar():
-    lines, terminal = io.StringIO(), Terminal()
-    for stream in (lines, terminal):
-        progress = report.Progress(51, 10, "coat", stream=stream)
-        for _ in range(41):
-            progress.update(loss=2.5, tokens_per_s=1234.0, memory_bytes=3 * 2**30)
-        progress.say("validation loss 2.4")
-        progress.close()
-        assert "coat" in stream.getvalue()
-        assert "loss 2.5000, 1,234 tokens/s, 3.00 GiB" in stream.getvalue()
-        assert "coat: validation loss 2.4\n" in stream.getvalue()
-    printed = lines.getvalue().splitlines()
-    # every second step, the last one, and what was said
-    assert len(printed) == 22 and printed[20].startswith("coat: step 51/51: ")
-    assert "51/51" in terminal.getvalue()
-
-
-def test_what_layers_log_is_shown():
-    code = (
-        "import logging; from coat_launch import report; report.show_graphs();"
-        'logger = logging.getLogger("coat_kernels.graphs.memory"); logger.info("news"); logger.warning("bad")'
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stderr == "COAT: news\nCOAT: bad\n"
