@@ -5,15 +5,12 @@ import csv
 import json
 import math
 import shutil
-from pathlib import Path
 
-import matplotlib.pyplot as plt
 import numpy as np
 import pytest
 
-from benchmarks.common.harness import RESULTS, Table
 from benchmarks.converge import corpus, options, prepared, recipe
-from benchmarks.converge.table import carry, claims, complete_runs, curves_of, plot, publish, rows_of, summary
+from benchmarks.converge.table import carry, claims, complete_runs, curves_of, rows_of
 from coat_launch.report import read_metrics
 from tests.benchmarks.test_harness import run
 
@@ -130,15 +127,6 @@ def test_a_run_that_fails_leaves_the_others_and_ends_in_an_error(converge_on, tm
 
 
 @pytest.mark.long("a benchmark's dry run")
-def test_runs_made_apart_are_collected(work, trained, tmp_path):
-    shutil.copytree(work / "converge", tmp_path / "converge")
-    table = Table("converge", tmp_path / "converge.csv")
-    publish(tmp_path / "converge", table)
-    assert list(csv.DictReader((tmp_path / "converge.csv").open())) == trained[1]
-    assert (tmp_path / "converge.png").stat().st_size > 0
-
-
-@pytest.mark.long("a benchmark's dry run")
 def test_other_recipes_do_not_share_a_folder(work, trained, text):
     paths = ["--text", str(text), "--work", str(work / "work"), "--output", str(work / "converge.csv")]
     result = run("converge", "--quick", *paths, "--tokens", "1000")
@@ -163,34 +151,6 @@ def test_a_recipe_is_changed_by_options_and_its_runs_are_then_others(tmp_path):
     for wrong in (["--lr", "0"], ["--lr", "nan"], ["--warmup", "1"], ["--warmup", "-0.1"]):
         with pytest.raises(SystemExit, match="--lr .* --warmup .*: a rate above 0, and a share"):
             conditions(tmp_path, *wrong)
-
-
-@pytest.mark.parametrize(
-    ("name", "base"), [("converge", "BF16"), ("converge_beta2_150m", "FP32 moments")], ids=["bf16", "fp32"]
-)
-def test_kinds_have_colours_of_their_own_and_stand_beside_what_there_is(monkeypatch, name, base):
-    figures = []
-    monkeypatch.setattr("benchmarks.converge.table.save", lambda figure, path: figures.append(figure))
-    runs = {path.stem: path.with_suffix("") for path in (RESULTS / name).glob("*.json")}
-    plot(runs, Path("none.png"))
-    losses, distances = figures[0].axes
-    kinds = {recipe.Run.parse(run).kind for run in runs}
-    assert len({line.get_color() for line in losses.lines}) == len(kinds)
-    # without that of the kind itself, with the line at 0
-    assert len({line.get_color() for line in distances.lines}) == len(kinds)
-    assert distances.get_ylabel() == f"distance to {base} of the same seed, %"
-    plt.close(figures[0])
-
-
-def test_names_of_runs():
-    parsed = recipe.Run.parse("coat-no-expansion-seed12")
-    assert parsed == ("coat-no-expansion", ("coat-no-expansion",), 12)
-    assert recipe.Run.parse("bf16").name == "bf16-seed1"
-    assert [recipe.Run.parse("coat-to-bf16").phase(step, 5) for step in (0, 2, 3, 4)] == [
-        ("coat", 3), ("coat", 3), ("bf16", 5), ("bf16", 5)
-    ]  # fmt: skip
-    with pytest.raises(ValueError, match="--runs coat-nothing: expected one of bf16, coat"):
-        recipe.Run.parse("coat-nothing")
 
 
 def test_files_of_runs_with_dots_in_their_names_are_found(tmp_path):
@@ -221,15 +181,6 @@ def test_a_run_stands_beside_bf16_of_its_seed(tmp_path):
     assert row["to_bf16_same_seed"] == 2.1 / 2.4 - 1
     assert row["to_bf16_mean"] == pytest.approx(2.1 / 2.2 - 1)
     assert curves_of(runs)["coat-seed2"] == {recipe.TINY.batch * recipe.TINY.seq_length / 1e6 * 3: 2.1}
-
-
-def test_the_summary_is_over_seeds():
-    rows = [{"run": "bf16", "val_loss": 2.0}, {"run": "bf16", "val_loss": 2.2}]
-    rows += [{"run": "coat", "val_loss": 2.205}, {"run": "coat-no-expansion", "val_loss": "nan"}]
-    bf16, coat, broken = summary(rows)
-    assert (bf16["lowest"], bf16["highest"], bf16["to_bf16"]) == (2.0, 2.2, 0)
-    assert coat["to_bf16"] == pytest.approx(0.05)
-    assert math.isnan(broken["to_bf16"])
 
 
 @pytest.mark.parametrize(
@@ -301,10 +252,3 @@ def test_documents_are_split_by_content_alone(text, tmp_path):
     again = tmp_path / "again"
     corpus.prepare(again, [text], 300, 1 << 30)
     assert corpus.load(again, 16, 1).identity == one.identity
-
-
-def test_too_little_text_is_said(tmp_path):
-    (tmp_path / "one.py").write_text("x = 1\n")
-    with pytest.raises(ValueError, match="1 files of text, . of them held out: give more with --text"):
-        corpus.prepare(tmp_path / "data", [tmp_path], 300, 1 << 30)
-    assert not (tmp_path / "data").exists()

@@ -6,11 +6,10 @@ import csv
 import pytest
 import torch
 
-import coat_ds
 from benchmarks import finetune as benchmark
 from benchmarks.converge import prepare_text
 from benchmarks.finetune import cloze, pretrained
-from benchmarks.finetune.table import parse, summary
+from benchmarks.finetune.table import parse
 from coat_ds import CoatConfig
 from coat_launch.split import Batch
 from tests.benchmarks.test_harness import run
@@ -65,23 +64,6 @@ def test_both_paths_compute_the_same(megatron, tiny):
     assert theirs.model(input_ids=batch.tokens, **labels).loss.item() == pytest.approx(expected.mean().item())
 
 
-def test_models_share_no_config(tiny):
-    coat_ds.convert(pretrained.hugging_face(tiny).model)
-    assert pretrained.hugging_face(tiny).model.config._attn_implementation == "sdpa"
-
-
-def test_weights_that_do_not_fit_are_named(megatron, tiny):
-    model = megatron_of(tiny)
-    lacking = {name: w for name, w in tiny.weights.items() if "layers.1" not in name}
-    with pytest.raises(KeyError, match="model.layers.1"):
-        pretrained.load_megatron(model, tiny._replace(weights=lacking))
-    short = tiny.weights | {"model.embed_tokens.weight": tiny.weights["model.embed_tokens.weight"][:256]}
-    with pytest.raises(ValueError, match=r"word_embeddings.weight: expected \(512, 64\), found \(256, 64\)"):
-        pretrained.load_megatron(model, tiny._replace(weights=short))
-    with pytest.raises(ValueError, match="the tokenizer has 600 ids, the embedding 512"):
-        pretrained.build(tiny, None, parse("hf-bf16"), None, argparse.Namespace(vocab_size=600))
-
-
 def test_a_folder_of_transformers_gives_its_weights(tiny, text, tmp_path):
     import transformers
 
@@ -119,15 +101,6 @@ def test_sentences_are_found_in_prose_and_in_code():
     ]
 
 
-def test_questions_are_the_same_every_time():
-    first, again = (cloze.questions_of(iter([PROSE, "", PROSE])) for _ in range(2))
-    assert first == again and len(first) == 10
-    for question in first:
-        assert len(set(question.candidates)) == cloze.CANDIDATES
-        assert f"{question.sentence} {question.candidates[0]}." in PROSE
-        assert set(question.candidates) <= set(ENDINGS)
-
-
 @pytest.mark.parametrize("knows", [True, False])
 def test_a_model_that_knows_the_words_is_right(text, tmp_path, knows):
     data, _ = prepare_text(argparse.Namespace(text=[text], work=tmp_path), benchmark.QUICK)
@@ -144,34 +117,6 @@ def test_a_model_that_knows_the_words_is_right(text, tmp_path, knows):
             return noise + (right[:, None] != knows).float()
 
     assert cloze.accuracy(Oracle(1, 1), rows) == float(knows)
-
-
-def test_text_without_sentences_is_said(text, tmp_path):
-    (tmp_path / "text").mkdir()
-    for i in range(100):
-        (tmp_path / "text" / f"{i}.py").write_text(f"x = {i}\n" * 50)
-    arguments = argparse.Namespace(text=[tmp_path / "text"], work=tmp_path)
-    data, _ = prepare_text(arguments, benchmark.QUICK)
-    with pytest.raises(ValueError, match="no sentences of prose in the held-out files"):
-        cloze.rows_of(data, 6)
-
-
-def test_names_of_runs():
-    assert parse("hf-coat-fastest-seed2") == ("hf-coat-fastest", ("coat-fastest",), 2)
-    assert parse("megatron-bf16").name == "megatron-bf16-seed1"
-    assert len(set(benchmark.RUNS)) == 30 and all(parse(name).name == name for name in benchmark.RUNS)
-    for name in ("coat-seed1", "hf-coat-nothing", "hf-bf16-seedx"):
-        with pytest.raises(ValueError, match=f"--runs {name}: expected hf- or megatron-, one of bf16, coat"):
-            parse(name)
-
-
-def test_the_summary_is_over_seeds_of_a_path():
-    row = {"path": "hf", "system": "bf16", "val_loss": 2.0, "cloze_start": 0.5, "cloze": 0.6}
-    rows = [row, row | {"val_loss": 2.2}, row | {"system": "coat", "val_loss": 2.105}]
-    rows.append(row | {"path": "megatron", "system": "coat"})
-    bf16, coat, other = summary(rows)
-    assert (bf16["seeds"], bf16["lowest"], bf16["highest"]) == (2, 2.0, 2.2)
-    assert coat["nats_over_bf16"] == pytest.approx(0.005) and "nats_over_bf16" not in other
 
 
 @pytest.mark.long("a benchmark's dry run")

@@ -63,19 +63,3 @@ def test_rows_of_several_runs_are_not_compared(results):
     change(results / front_page.MODELS, "COAT", commit="0000000")
     with pytest.raises(ValueError, match="of several runs"):
         front_page.table(results)
-
-
-def test_a_missing_system_is_named(results):
-    change(results / front_page.MODELS, "TE FP8")
-    with pytest.raises(ValueError, match="expected rows of TE FP8 with way zero2, found none"):
-        front_page.table(results)
-
-
-def test_picture_is_drawn_anew(results):
-    pictures = [results / f"{name}.png" for name in ("before", "same", "after")]
-    for path in pictures[:2]:
-        front_page.plot(results, path)
-    change(results / front_page.MODELS, "COAT", tokens_per_s_gpu="9000")
-    front_page.plot(results, pictures[2])
-    before, same, after = (path.read_bytes() for path in pictures)
-    assert before == same != after

@@ -274,18 +274,3 @@ def test_the_paper_stands_beside_what_was_measured(tmp_path):
     assert found["COAT", "largest_micro_batch"]["here"] == 8
     assert found["BF16", "peak_mb"]["paper"] == "out of memory" and found["BF16", "peak_mb"]["here"] == 70e3
     assert found["TransformerEngine", "peak_mb"]["reason"] == "transformer_engine is not installed"
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="for machines without a GPU")
-def test_the_paper_stands_beside_what_an_earlier_call_has_left(tmp_path):
-    (line,) = [
-        line
-        for line in reproduce.load()
-        if (line["table"], line["gpus"], line["system"]) == ("7", "1", "COAT")
-    ]
-    late = Commands(tmp_path, time.monotonic() - 1, False)
-    (peak,) = [row for row in reproduce.compared(line, late) if row["figure"] == "peak_mb"]
-    assert peak["here"] == "" and peak["reason"] == "needs 1 GPU, found 0"
-    late._path(line["command"]).write_text("system,limited,peak_mb\nCOAT,False,81609\n")
-    (peak,) = [row for row in reproduce.compared(line, late) if row["figure"] == "peak_mb"]
-    assert peak["here"] == 81609

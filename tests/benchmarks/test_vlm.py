@@ -1,6 +1,5 @@
 """Pictures say what their labels say, the scores can tell, and the dry run names what COAT replaced."""
 
-import argparse
 import csv
 
 import numpy as np
@@ -41,39 +40,6 @@ def test_no_number_is_trained_on_and_held_out(folder):
         assert all((number % pictures.HELD_OUT == 0) == expected for number in numbers)
 
 
-def test_pictures_are_of_their_numbers(folder):
-    from PIL import Image, ImageDraw, ImageFont
-
-    batch = pictures.load(folder, SIZES, seed=1).train.batch(range(8))
-    for pixels, labels in zip(batch.pixels.numpy(), batch.labels, strict=True):
-        rows, columns = (np.flatnonzero(pixels.any(axis)) for axis in (1, 0))
-        found = pixels[rows[0] : rows[-1] + 1, columns[0] : columns[-1] + 1]
-        drawn = []
-        for size in SIZES.fonts:
-            image = Image.new("L", (2 * SIZES.image, 2 * SIZES.image))
-            text = f"{number_of(labels):0{SIZES.digits}}"
-            ImageDraw.Draw(image).text((9, 9), text, fill=255, font=ImageFont.load_default(size))
-            drawn.append(np.asarray(image.crop(image.getbbox())))
-        # whole, in one of the sizes
-        assert any(found.shape == one.shape and (found == one).all() for one in drawn)
-
-
-def test_a_batch_asks_for_the_digits_one_by_one(folder):
-    train = pictures.load(folder, SIZES, seed=1).train
-    batch = train.batch(range(4))
-    assert batch.tokens.shape == (4, SIZES.sequence) == (4, 69)
-    assert (batch.tokens[:, :64] == pictures.PATCH).all() and (batch.tokens[:, 64] == pictures.QUESTION).all()
-    assert torch.equal(batch.tokens[:, 65:], batch.labels[:, :-1])
-    assert batch.labels.min() >= pictures.ZERO and batch.labels.max() < pictures.ZERO + 10
-    parts = list(train.micro_batches(4, global_batch_size=8, micro_batch_size=4))
-    assert torch.equal(torch.cat([p.labels for p in parts]), train.batch(range(4, 12)).labels)
-    # an epoch holds each picture once, in another order for another seed
-    other = pictures.load(folder, SIZES, seed=2).train
-    first, second = (part.batch(range(64)).labels for part in (train, other))
-    assert not torch.equal(first, second)
-    assert torch.equal(first.unique(dim=0), second.unique(dim=0))
-
-
 def test_the_model_sees_the_picture_and_no_later_digit(folder, model):
     batch = pictures.load(folder, SIZES, seed=1).train.batch(range(2))
     with torch.no_grad():
@@ -85,20 +51,6 @@ def test_the_model_sees_the_picture_and_no_later_digit(folder, model):
     assert found.shape == (2, SIZES.digits, pictures.VOCABULARY)
     assert (found - dark).abs().max() > 0.01
     assert torch.equal(later[:, :-1], found[:, :-1]) and not torch.equal(later[:, -1], found[:, -1])
-
-
-@pytest.mark.parametrize("wrong, exact, digits", [(0, 1.0, 1.0), (4, 0.75, 0.95)])
-def test_one_wrong_digit_is_a_wrong_number(folder, monkeypatch, wrong, exact, digits):
-    data = pictures.load(folder, SIZES, seed=1)
-
-    def logits(model, batch):
-        labels = batch.labels.clone()
-        labels[:wrong, 2] += 1
-        return torch.nn.functional.one_hot(labels, pictures.VOCABULARY).float()
-
-    monkeypatch.setattr(models, "logits", logits)
-    setup = argparse.Namespace(recipe=argparse.Namespace(micro_batch=16))
-    assert models.scores(setup, None, data, 0) == {"exact": exact, "digits": digits}
 
 
 def test_coat_replaces_the_layers_of_tower_projector_and_decoder(model):

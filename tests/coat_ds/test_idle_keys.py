@@ -7,7 +7,6 @@ import torch
 
 import coat_ds
 from coat_ds.config import KEEP_FP32, WatchConfig
-from coat_ds.optim.options import idle_patterns
 from tests.util import run_distributed
 
 OTHER = {"group_size": 64, "checkpoint_layout": "compressed", "keep_fp32": ["*0*"]}
@@ -168,16 +167,6 @@ def test_patterns_of_the_optimizer_need_names(caplog):
     nameless, idle = (m for m in caplog.messages if "keep_fp32" in m)
     assert "of no effect" in nameless and "named_parameters" in nameless
     assert "CoatAdamW: keep_fp32: '*head*' matches no parameter" in idle
-
-
-def test_default_patterns_may_match_nothing():
-    assert idle_patterns(KEEP_FP32, ["0.weight"]) == []
-
-
-def test_an_option_is_one_of_all_groups():
-    first, second = model().parameters(), model().parameters()
-    made = coat_ds.CoatAdamW([{"params": first, "group_size": 64}, {"params": second}])
-    assert not made.has_option("group_size", 64) and made.has_option("min_numel", 4096)
 
 
 @pytest.mark.parametrize("act", ["warn", "act"])

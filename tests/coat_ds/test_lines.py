@@ -4,21 +4,15 @@ test_host_config.py; of Megatron: megatron_ext/test_optimizer.py."""
 import copy
 import itertools
 import os
-import pickle
 from pathlib import Path
 
 import pytest
 import torch
 
-from coat_ds import CoatAdamW, state_bytes
-from coat_ds.optim.allocator import STEPS, GivenBack, times_given_back
-from coat_ds.optim.lines import to_logging
-from coat_ds.optim.moment import Moment
+from coat_ds import CoatAdamW
+from coat_ds.optim.allocator import STEPS, GivenBack
 from coat_ds.optim.options import MOMENTS
-from coat_ds.optim.state_dict import format_of
-from coat_kernels.codecs import get_codec
 from tests.coat_ds.optimizers import FP32, parameters, set_grads, through_file
-from tests.util import run_distributed
 
 # the paper's formats and today's default ones
 OLD = {"exp_avg_sq_format": "fp8_expanded", "betas": (0.9, 0.95)}
@@ -74,10 +68,6 @@ def loaded(lines, state_dict, **options):
     return said
 
 
-def without_metadata(state_dict):
-    return {key: state_dict[key] for key in ("state", "param_groups")}
-
-
 @pytest.mark.parametrize("layout", ["stock", "compressed"])
 @pytest.mark.parametrize(
     "before, after, said",
@@ -90,43 +80,6 @@ def test_other_formats_are_named(lines, layout, before, after, said, monkeypatch
         monkeypatch.setattr("tests.coat_ds.test_lines.through_file", copy.deepcopy)
     ((level, line),) = loaded(lines, state_dict, **after)
     assert level == "WARNING" and line == f"COAT: moments change their formats in this load: {said}"
-
-
-@pytest.mark.parametrize("options", [OLD, NEW, FP32], ids=["old", "new", "FP32"])
-@pytest.mark.parametrize("layout", ["stock", "compressed"])
-def test_nothing_is_said_of_equal_formats(lines, options, layout):
-    state_dict = ours(**options, checkpoint_layout=layout).state_dict()
-    params = parameters()
-    optimizer = CoatAdamW(params, min_numel=100, **options)
-    lines()
-    for given in (state_dict, optimizer.state_dict(), without_metadata(state_dict)):
-        optimizer.load_state_dict(copy.deepcopy(given))
-    assert not lines()
-
-
-def test_moments_of_adamw_are_fp32(lines):
-    ((_, line),) = loaded(lines, stock().state_dict())
-    assert line.endswith(FROM_FP32)
-    # one of the two stays what it is
-    ((_, line),) = loaded(lines, stock().state_dict(), exp_avg_format="fp32")
-    assert line.endswith("load: exp_avg_sq from fp32 to log8 in 5 tensors")
-    # AdamW hands on the options of the group that it has loaded
-    for options in (NEW, OLD):
-        handed_on = stock(ours(**options).state_dict()).state_dict()
-        assert "exp_avg_sq_format" in handed_on["param_groups"][0]
-        ((_, line),) = loaded(lines, handed_on)
-        assert line.endswith(FROM_FP32)
-
-
-def test_a_tensor_that_keeps_fp32_from_now_on_is_counted_apart(lines):
-    state_dict = ours(**OLD).state_dict()
-    params = parameters()
-    optimizer = CoatAdamW(params, keep_fp32=lambda _, p: p.shape == (257,), min_numel=100, **NEW)
-    lines()
-    optimizer.load_state_dict(state_dict)
-    ((_, line),) = lines()
-    assert "log8 in 4 tensors; exp_avg from fp8_expanded to fp32 and" in line
-    assert line.endswith("exp_avg_sq from fp8_expanded to fp32 in 1 tensor")
 
 
 @pytest.mark.parametrize("said", [None, 3, "log9", ["log8"], {}, "ratio8"])
@@ -175,125 +128,6 @@ def test_a_file_of_todays_formats_loads(lines, layout):
         torch.testing.assert_close(moment, saved[name], rtol=2**-21, atol=0, msg=name)
 
 
-def test_an_earlier_version_names_formats_in_its_groups_alone(lines):
-    state_dict = ours(**OLD).state_dict()
-    state_dict["coat"]["version"] = 1
-    ((_, line),) = loaded(lines, state_dict)
-    assert line.endswith(AS_NEW)
-
-
-@pytest.mark.parametrize(("second", "said"), [("log8", "log8"), ("fp32", "fp32")])
-def test_what_keeps_fp32_in_a_partition_is_not_counted(second, said):
-    layout = ((0, get_codec("fp32")), (100, get_codec(second)))
-    assert format_of(Moment.zeros((300,), layout, 128, "cpu")) == said
-
-
-def test_the_constructor_says_how_states_are_stored(lines):
-    params = parameters()
-    for betas, rounded in (((0.9, 0.95), "to nearest"), ((0.9, 0.999), "stochastically")):
-        optimizer = CoatAdamW(params, min_numel=100, betas=betas)
-        ((level, line),) = lines()
-        optimizer.init_states()
-        held = state_bytes(optimizer)
-        assert level == "INFO" and f"{held['bytes_per_parameter']:.3f} bytes per parameter" in line
-        sizes = held["by_codec"]
-        assert (
-            f"({sizes['fp32']:,} in fp32, {sizes['log8']:,} in log8, {sizes['ratio8']:,} in ratio8)" in line
-        )
-        assert line.endswith(f"), exp_avg_sq rounded {rounded}")
-    # of the groups one dithers
-    halves = [{"params": params[:4], "betas": (0.9, 0.95)}, {"params": params[4:]}]
-    CoatAdamW(halves, min_numel=100)
-    assert lines()[0][1].endswith("exp_avg_sq rounded to nearest or stochastically, by group")
-    # nothing is rounded
-    CoatAdamW(params, **FP32)
-    assert lines()[0][1].endswith(" in fp32)")
-    narrow = parameters(torch.bfloat16)
-    optimizer = CoatAdamW(narrow, min_numel=100)
-    optimizer.init_states()
-    assert f"{state_bytes(optimizer)['by_codec']['int16']:,} in int16" in lines()[0][1]
-
-
-def test_second_moments_that_stall_are_named_once(lines):
-    for options, way_out in (
-        ({"exp_avg_sq_format": "fp8_expanded"}, "exp_avg_sq_format to 'log8'"),
-        ({"exp_avg_sq_format": "fp8"}, "exp_avg_sq_format to 'log8'"),
-        ({"exp_avg_sq_rounding": "nearest"}, "exp_avg_sq_rounding to 'stochastic'"),
-    ):
-        params = parameters()
-        optimizer = CoatAdamW(params, min_numel=100, betas=(0.9, 0.999), **options)
-        stepped(optimizer, params)
-        (line,) = [line for level, line in lines() if level == "WARNING"]
-        assert line.startswith("CoatAdamW: exp_avg_sq_format: found ") and f"Set {way_out}," in line
-        assert "beside beta2 0.999" in line
-    for options in (OLD, NEW, {}, FP32, {"exp_avg_sq_format": "fp8", "min_numel": 10**6}):
-        CoatAdamW(parameters(), **{"min_numel": 100, **options})
-        assert [level for level, _ in lines()] == ["INFO"]
-
-
-def test_frameworks_say_it_in_their_own_log(lines):
-    said = []
-    state_dict = ours(**OLD).state_dict()
-    lines()
-    params = parameters()
-    options = {"exp_avg_sq_format": "fp8", "betas": (0.9, 0.999), "min_numel": 100}
-    optimizer = CoatAdamW(params, **options, log=lambda *line: said.append(line))
-    optimizer.load_state_dict(state_dict)
-    assert not lines()
-    (stalls, _), (changed, _) = said
-    assert stalls.startswith("coat.optimizer.exp_avg_sq_format: found 'fp8'")
-    assert "exp_avg_sq from fp8_expanded to fp8" in changed and "exp_avg from" not in changed
-
-
-def test_copies_say_what_the_optimizer_says(lines):
-    optimizer = ours(**NEW)
-    state_dict = ours(**OLD).state_dict()
-    lines()
-    for twin in (copy.deepcopy(optimizer), pickle.loads(pickle.dumps(optimizer))):
-        assert twin.log is to_logging
-        twin.load_state_dict(state_dict)
-        assert len(lines()) == 1
-
-
-def on_two_ranks():
-    import logging
-
-    torch.distributed.init_process_group("gloo")
-    said = []
-
-    class Log(logging.Handler):
-        def emit(self, record):
-            said.append(record.getMessage())
-
-    logging.getLogger("coat_ds").addHandler(Log())
-    CoatAdamW(parameters(), min_numel=100, **NEW).load_state_dict(ours(**OLD).state_dict())
-    return said
-
-
-def test_rank_0_says_it():
-    first, second = run_distributed(on_two_ranks, 2)
-    assert len(first) == 1 and first[0].endswith(AS_NEW) and not second
-
-
-def test_an_optimizer_whose_parameters_were_all_frozen_says_so_once(lines):
-    params = parameters()
-    optimizer = CoatAdamW(params)
-    empty = CoatAdamW([{"params": []}])
-    lines()
-    # without gradients, as where a batch had none
-    optimizer.step()
-    for p in params[1:]:
-        p.requires_grad_(False)
-    optimizer.step()
-    empty.step()
-    assert lines() == []
-    params[0].requires_grad_(False)
-    optimizer.step()
-    optimizer.step()
-    ((level, line),) = lines()
-    assert level == "WARNING" and f"found {len(params)} that are frozen" in line and "get_peft_model" in line
-
-
 @pytest.mark.parametrize(
     "each, said", [([0, 0, 0], []), ([99, 0, STEPS - 1], []), ([0, STEPS, STEPS], [2]), ([99, 0, STEPS], [3])]
 )
@@ -305,16 +139,6 @@ def test_memory_that_the_allocator_gives_back_in_each_step_is_named_once(each, s
         *earlier, line = (given_back.end_step(torch.device("cuda")) for _ in range(STEPS))
         assert not any(earlier) and bool(line) == (number in said)
         assert not line or f"{times} times in the last {STEPS} steps" in line
-
-
-def test_a_cpu_gives_nothing_back_to_a_gpu(caplog):
-    params = parameters()
-    optimizer = CoatAdamW(params)
-    for _ in range(2 * STEPS):
-        set_grads(params, 0)
-        optimizer.step()
-    assert times_given_back(torch.device("cpu")) == 0
-    assert "gave memory back" not in caplog.text
 
 
 @pytest.mark.gpu

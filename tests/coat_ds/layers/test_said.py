@@ -38,22 +38,6 @@ def train(model, **inputs):
     model(**{**LLAMA.batch(), **inputs}).loss.backward()
 
 
-def test_a_second_model_is_told_too(said):
-    for count in (1, 2):
-        model = coat_ds.convert(LLAMA.build())
-        for _ in range(2):
-            train(model, use_cache=True)
-        coat_ds.convert(model)
-        train(model, use_cache=True)
-        assert len(said()) == count
-
-
-def test_a_fused_model_says_it_once_too(said):
-    train(coat_ds.convert(LLAMA.build()).double(), use_cache=False)
-    (line,) = said()
-    assert "found torch.float64" in line
-
-
 @pytest.mark.parametrize("compiles", [False, True])
 def test_a_model_cast_to_float64_says_once_that_fp8_is_off(said, compiles):
     stock, model = plain().double(), coat_ds.convert(plain()).double()
@@ -168,14 +152,6 @@ def test_layers_name_what_keeps_them_apart_whatever_they_are_given(said, how):
     assert said() == [f"COAT: layers that could run as fused blocks run module by module: {why}."]
 
 
-def test_tensors_that_kernels_cannot_read_are_named(said):
-    with torch._subclasses.FakeTensorMode():
-        model = coat_ds.convert(nn.Sequential(nn.Linear(64, 64)))
-        model(torch.randn(2, 64))
-    (found,) = said()
-    assert "plain tensors, found FakeTensor" in found and "model.float()" not in found
-
-
 def test_weights_that_kernels_cannot_read_are_named(said):
     class Other(torch.Tensor):
         pass
@@ -201,38 +177,12 @@ def test_trainer_runs_fused_blocks(said, tmp_path):
     assert said() == []
 
 
-def test_layers_that_are_not_trained_say_nothing(said):
-    model, batch = coat_ds.convert(LLAMA.build()), LLAMA.batch()
-    with torch.no_grad():
-        model(**batch, use_cache=True)
-    model.eval()
-    model(**batch, use_cache=True).loss.backward()
-    assert said() == []
-
-
-@pytest.mark.parametrize("evaluation", ["fp8", "stock"])
-def test_generation_in_fp8_is_said_to_be_slow(said, evaluation):
-    model = coat_ds.convert(LLAMA.build(), {"evaluation": evaluation}).eval()
-    ids = LLAMA.batch()["input_ids"][:, :5]
-    model.generate(ids, max_new_tokens=3, do_sample=False, use_cache=True)
-    slow = [line for line in said() if 'evaluation to "stock"' in line]
-    assert len(slow) == (evaluation == "fp8")
-
-
 def test_frozen_weights_end_fused_blocks_with_a_line(said):
     model = coat_ds.convert(LLAMA.build())
     model.model.layers[0].mlp.requires_grad_(False)
     train(model, use_cache=False)
     (found,) = said()
     assert "run module by module" in found and "frozen weights" in found
-
-
-def test_attention_under_the_compiler_says_that_its_format_is_off(said):
-    torch.compiler.reset()
-    model = coat_ds.convert(LLAMA.build(), {"attention_format": "sqrt8"})
-    train(torch.compile(model, backend="eager"), use_cache=False)
-    (found,) = [line for line in said() if "attention_format" in line]
-    assert "of no effect under torch.compile" in found
 
 
 def test_a_second_call_that_wants_something_else_is_an_error():
@@ -254,19 +204,6 @@ def test_a_second_call_that_wants_something_else_is_an_error():
     assert replaced(whole[2]) is not None and replaced(whole[0]) is None
 
 
-def test_convert_reports_what_it_did(caplog):
-    coat_ds.convert(LLAMA.build())
-    (line,) = [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING]
-    assert "14 of 15 linear layers" in line and "Embedding" in line
-    assert "attentions keep BF16" in line and "8 bits" not in line
-
-
-def test_convert_warns_where_nothing_was_converted(caplog):
-    coat_ds.convert(nn.Sequential(nn.Linear(64, 72)))
-    (line,) = [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING]
-    assert "nothing was converted" in line and "72 x 64" in line
-
-
 def test_weights_outside_of_fp8_are_named_by_their_share():
     model = coat_ds.convert(transformers.JetMoeForCausalLM(transformers.JetMoeConfig(**SMALL_JETMOE)))
     left = layers_of(model, "").weights_left
@@ -285,11 +222,3 @@ SMALL_JETMOE = {
     "intermediate_size": 128,
     "num_local_experts": 4,
 }
-
-
-def test_print_shows_what_is_converted():
-    model = plain()
-    stock = repr(model)
-    assert "fp8" in repr(coat_ds.convert(model)[0]) and "8-bit" in repr(model[1])
-    coat_ds.unconvert(model)
-    assert repr(model) == stock

@@ -104,181 +104,11 @@ class Keeps(torch.autograd.Function):
         return grad, None, None
 
 
-@pytest.mark.parametrize("shape", [(64, 64), (48, 100), (7, 129), (1, 4096), (4096, 1), (3, 5), (0, 64)])
-def test_codes_of_a_long_tensor_are_sampled_over_rows_and_columns(monkeypatch, shape):
-    monkeypatch.setattr(codes, "SAMPLE", 256)
-    x = torch.arange(shape[0] * shape[1]).view(shape)
-    # the codes of a tensor are its positions' lowest bytes, whose order says where they are from
-    found = codes.sampled((x % 256).to(torch.uint8).view(torch.float8_e4m3fn))
-    at = x.flatten()[:: codes._stride(x)]
-    assert found.tolist() == (at % 256).tolist()
-    assert min(x.numel(), 128) <= len(at) <= 256
-    if len(at):
-        rows, columns = at // shape[1], at % shape[1]
-        assert x.numel() <= 256 or len(rows.unique()) >= min(shape[0], 48)
-        assert x.numel() <= 256 or len(columns.unique()) >= min(shape[1], 48)
-        # up to the end
-        assert x.numel() - 1 - at[-1] < codes._stride(x)
-
-
-def test_samples_of_many_tensors_are_counted_under_their_own_names(monkeypatch):
-    monkeypatch.setattr(codes, "WAITING", 3)
-    model = coat_ds.convert(
-        torch.nn.Sequential(*(torch.nn.Linear(32, 32, bias=False) for _ in range(4))).bfloat16()
-    )
-    counter = CodeCounter(model)
-    for repeat in range(2):
-        for i, layer in enumerate(model):
-            for role, scale, dtype in (
-                ("input", layer.forward.x_scale, torch.float8_e4m3fn),
-                ("gradient", layer.forward.grad_scale, torch.float8_e5m2),
-            ):
-                x = torch.ones(4 * (1 + i % 2), 32)
-                x[: 1 + i] = 0
-                x[-1, : 2 + repeat] = torch.finfo(dtype).max
-                counter.codes(role, scale, x.to(dtype))
-                # copies are not kept until the end
-                assert len(counter._samples) < 3
-    for i in range(4):
-        count = 2 * 32 * 4 * (1 + i % 2)
-        # of the fourth layer's eight rows the first four, of the others' as many as they are
-        zeros = 2 * 32 * (1 + i)
-        found = figures_of(counter, str(i))
-        for role in ("input", "gradient"):
-            assert found[f"{role}_flushed"] == zeros / count, (i, role)
-            assert found[f"{role}_saturated"] == 5 / count, (i, role)
-
-
-def test_shares_are_of_the_codes_that_were_looked_at(monkeypatch):
-    monkeypatch.setattr(codes, "SAMPLE", 97)
-    model = linear()
-    counter = CodeCounter(model)
-    for value in (0.0, 448.0, 1.0, 1.0):
-        counter.codes("input", model[0].forward.x_scale, torch.full((24, 64), value).to(torch.float8_e4m3fn))
-    assert figures_of(counter, "0") == {"input_flushed": 0.25, "input_saturated": 0.25}
-
-
-@pytest.mark.parametrize("columns, size", [(64, 16), (40, 16), (100, 128)])
-def test_groups_of_zeros_do_not_count_where_the_last_one_is_short(monkeypatch, columns, size):
-    monkeypatch.setattr(codes, "SAMPLE", 97)
-    counter = CodeCounter(linear())
-    x = torch.full((24, columns), 2.0**-40)
-    x[:, ::7] = 1.0
-    x[::2] = 0
-    x[5, -8:] = 0
-    q = quantize_groups(x, size, "sqrt8")
-    counter.saved("other", q.codes, q.exponent)
-    row, column = (
-        at.flatten()[:: codes._stride(x)]
-        for at in torch.meshgrid(torch.arange(24), torch.arange(columns), indexing="ij")
-    )
-    holds = q.exponent[row, column // size] > 1
-    flushed = (q.codes[row, column] == 0) & holds
-    expected = flushed.sum() / holds.sum()
-    assert 0 < expected < 1
-    assert figures_of(counter, "other")["saved_flushed"] == pytest.approx(expected.item(), rel=1e-6)
-
-
-def test_codes_are_those_that_were_told_wherever_they_lie_and_whatever_becomes_of_them():
-    model = linear()
-    for view in (lambda x: x[4:8], lambda x: x[4:8].t(), lambda x: x[4:8, ::2]):
-        counter = CodeCounter(model)
-        buffer = torch.zeros(12, 64)
-        buffer[4:8, ::4] = 1
-        buffer[4:8, :4] = 448
-        buffer = buffer.to(torch.float8_e4m3fn)
-        told = view(buffer)
-        counter.codes("input", model[0].forward.x_scale, told)
-        expected = {
-            "input_flushed": (told.float() == 0).float().mean().item(),
-            "input_saturated": (told.float() == 448).float().mean().item(),
-        }
-        buffer.view(torch.uint8).fill_(0x7E)
-        assert figures_of(counter, "0") == expected
-
-
 def test_the_largest_roots_are_of_either_sign():
     counter = CodeCounter(linear())
     values = torch.tensor([[127, -127, -128, 126, -126, 1, -1, 0]], dtype=torch.int8)
     counter.saved("other", values, torch.tensor([[9]], dtype=torch.uint8))
     assert figures_of(counter, "other") == {"saved_flushed": 1 / 8, "saved_saturated": 3 / 8}
-
-
-def test_no_code_of_a_group_with_the_smallest_exponent_counts():
-    counter = CodeCounter(linear())
-    values = torch.tensor([[127, 0, 5, 5], [127, 127, 5, 5]], dtype=torch.int8)
-    counter.saved("other", values, torch.tensor([[9, 1], [1, 0]], dtype=torch.uint8))
-    assert figures_of(counter, "other") == {"saved_flushed": 1 / 2, "saved_saturated": 1 / 2}
-
-
-def test_saved_codes_of_as_many_elements_in_other_shapes():
-    found = []
-    shapes = (16, 48, 16), (48, 16, 16), (16, 48, 32)
-    for told in (*([shape] for shape in shapes), shapes):
-        counter = CodeCounter(linear())
-        for rows, columns, size in told:
-            x = torch.randn(rows, columns, generator=torch.Generator().manual_seed(rows + size)) ** 5
-            x[::3] = 0
-            q = quantize_groups(x, size, "sqrt8")
-            counter.saved("other", q.codes, q.exponent)
-        found.append(counter.sums(torch.device("cpu")))
-    assert torch.equal(sum(found[:3]), found[3])
-
-
-def test_bytes_behind_narrower_codes_are_no_error():
-    """What autograd saves behind codes need not be their exponents."""
-    counter = CodeCounter(linear())
-    saved = SavedCodes(counter, lambda address: False)
-    codes_of = torch.ones(4, 8).to(torch.float8_e4m3fn)
-    with saved.counting():
-        kept = Keeps.apply(torch.ones(2, requires_grad=True), codes_of, torch.ones(4, 64, dtype=torch.uint8))
-    counter.sums(torch.device("cpu"))
-    del kept
-
-
-def test_codes_with_and_without_groups_are_counted_apart():
-    """E4M3 of as many elements, as a layer's input and as what it saves."""
-    model = linear()
-    x = torch.full((4, 64), 2.0**-40)
-    x[:, ::16] = 1.0
-    q = quantize_groups(x, 16, "e4m3")
-    counter = CodeCounter(model)
-    counter.codes("input", model[0].forward.x_scale, torch.ones(4, 64).to(q.codes.dtype))
-    counter.saved("other", q.codes, q.exponent)
-    assert figures_of(counter, "0") == {"input_flushed": 0.0, "input_saturated": 0.0}
-    assert figures_of(counter, "other")["saved_flushed"] == 15 / 16
-
-
-def test_codes_that_a_forward_saves_last_wait_for_nothing_of_the_next_one():
-    """As of chunks of a pipeline. The first one's codes are freed as ever."""
-    counter = CodeCounter(linear())
-    saved = SavedCodes(counter, lambda address: False)
-    for kept in (torch.ones(4, 32, dtype=torch.int8), torch.full((4, 2), 9, dtype=torch.uint8)):
-        with saved.counting():
-            held = Keeps.apply(torch.ones(2, requires_grad=True), kept)
-        saved.forget()
-    assert figures_of(counter, "other") == {}
-    del held
-
-
-@pytest.mark.parametrize(
-    "shapes",
-    [((4, 32), None, (4, 2)), ((4, 32), (8, 2)), ((2, 2, 32), (2, 2)), ((4, 32), (4, 2, 1))],
-    ids=["something between", "other rows", "codes of three dimensions", "bytes of three dimensions"],
-)
-def test_what_is_saved_and_no_codes_with_their_exponents_is_not_counted(shapes):
-    """None is a tensor of another kind."""
-    counter = CodeCounter(linear())
-    saved = SavedCodes(counter, lambda address: False)
-    kept = [
-        torch.ones(3) if shape is None else torch.full(shape, 9, dtype=torch.uint8 if i else torch.int8)
-        for i, shape in enumerate(shapes)
-    ]
-    with saved.counting():
-        held = Keeps.apply(torch.ones(2, requires_grad=True), *kept)
-    assert figures_of(counter, "other") == {}
-    assert saved.nbytes == sum(t.nbytes for t in kept)
-    del held
 
 
 def test_wrong_predictions():
@@ -387,45 +217,6 @@ def test_blocks_of_graphs_take_turns(replayed, monkeypatch, turns, periods):
         assert left_out == {n for n in counter.index if n[:14] in set(NAMES) - set(expected)}
 
 
-@pytest.mark.parametrize("turn", [0, 1])
-@pytest.mark.parametrize("turns", [2, 8])
-def test_blocks_that_did_not_run_saved_nothing(monkeypatch, turns, turn):
-    """As of an exit in the middle: three blocks that are replayed, of which the last is not called."""
-    monkeypatch.setattr(codes, "TURNS", turns)
-    model = coat_ds.convert(torch.nn.ModuleList(torch.nn.Linear(64, 64) for _ in range(3)).bfloat16())
-    with_graphs(model)
-    saved = SavedCodes(CodeCounter(model), is_weight_of(model))
-    blocks = Blocks(saved, turn)
-    blocks.open()
-    x = torch.randn(16, 64, dtype=torch.bfloat16, requires_grad=True)
-    y = model[1](model[0](x))
-    blocks.close()
-    one = blocks._nbytes_in_turn
-    # one in its turn, and one that is taken for as large
-    assert one > 0 and blocks.nbytes == blocks._nbytes + one
-    y.sum().backward()
-
-
-class Expert(torch.nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.parts = torch.nn.ModuleList(torch.nn.Linear(8, 8) for _ in range(2))
-
-    def forward(self, x):
-        return self.parts[1](self.parts[0](x).relu()).relu()
-
-
-@pytest.mark.parametrize("alias", [False, True])
-def test_lists_within_blocks_are_no_blocks(alias):
-    """Else the first of their members would end what holds for all of the block."""
-    model = torch.nn.Module() if alias else torch.nn.ModuleList([Expert(), Expert()])
-    if alias:
-        # met before the list that it is in
-        model.first = Expert()
-        model.layers = torch.nn.ModuleList([model.first, Expert()])
-    assert [name for name, _ in codes._blocks_of(model)] == (["first", "layers.1"] if alias else ["0", "1"])
-
-
 def test_a_suspect_is_looked_at_each_time(replayed):
     for turn in range(2):
         seen, _ = saved_in_a_forward(CodeCounter(replayed), replayed, turn, ["model.layers.1.mlp.both"])
@@ -450,22 +241,6 @@ def test_hooks_of_somebody_else_stay_where_they_are(replayed):
     seen.clear()
     replayed(ids, labels=ids)
     assert len(seen) == first
-
-
-def test_a_block_that_fails_hides_no_other_one():
-    """As of a model that goes on without it."""
-    model = coat_ds.convert(torch.nn.ModuleList(torch.nn.Linear(64, 64) for _ in range(2)).bfloat16())
-    with_graphs(model)
-    model[0].forward = fails
-    saved = SavedCodes(CodeCounter(model), is_weight_of(model))
-    # it is the turn of block 1
-    blocks = Blocks(saved, 1)
-    blocks.open()
-    with pytest.raises(RuntimeError, match="on purpose"):
-        model[0](torch.ones(16, 64))
-    model[1](torch.ones(16, 64, dtype=torch.bfloat16))
-    blocks.close()
-    assert set(saved._blocks.values()) == {"1"}
 
 
 def test_a_forward_that_fails_leaves_no_hooks(replayed):

@@ -1,20 +1,13 @@
 """What is said of stored moments, against the same step of FP32 moments and against values put in by hand."""
 
-import copy
-
 import pytest
 import torch
-import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Replicate, distribute_tensor
 
 from coat_ds import CoatAdamW
 from coat_ds.optim.fragments import Fragment
-from coat_ds.optim.moment import Moment
 from coat_ds.optim.narrow_grad import NarrowGrad
 from coat_ds.watch.states import SUMS, StateSampler, figures
 from coat_kernels.adamw import storing
-from coat_kernels.codecs import get_codec
 
 SHAPE = (16, 128)  # the 16 groups that are looked at
 
@@ -69,16 +62,6 @@ def test_update_error_is_that_of_an_fp32_step(formats, options):
     assert found["update_error"] == pytest.approx(expected, rel=2e-3)
 
 
-def test_an_fp32_moment_has_no_error_to_speak_of():
-    made, p = optimizer("fp32", exp_avg_format="fp32")
-    put(made, p, torch.randn(*SHAPE), torch.rand(*SHAPE))
-    sampler = StateSampler(made, ["w"], lambda: {p: [("w", 0, p.numel())]})
-    sampler.open()
-    p.grad = torch.randn(*SHAPE)
-    made.step()
-    assert sampler.close() is None
-
-
 @pytest.mark.parametrize(
     "first, rounding, least, most",
     [
@@ -123,48 +106,6 @@ def test_underflowed_are_those_raised_to_the_lowest_code():
     assert found["underflowed"] == pytest.approx((15 * 32) / (16 * 128 - 32))
 
 
-def test_only_whole_groups_of_each_tensor_are_taken():
-    made, p = optimizer()
-    put(made, p, torch.randn(*SHAPE), torch.rand(*SHAPE))
-    places = {p: [("a", 0, 128 * 3 + 5), ("b", 128 * 3 + 5, 128 * 12), ("c", 2040, 8)]}
-    sampler = StateSampler(made, ["c", "b", "a"], lambda: places)
-    sampler.open()
-    p.grad = torch.randn(*SHAPE)
-    made.step()
-    sums = sampler.close()
-    assert sums.shape == (3, SUMS)
-    # elements with a positive second moment: those of whole groups within each
-    assert sums[:, 5].tolist() == [0, 11 * 128, 3 * 128]
-
-
-@pytest.mark.parametrize("rows, columns", [(512, 2048), (64, 1408)])
-def test_groups_of_a_weight_are_taken_from_all_of_its_columns(rows, columns):
-    p = torch.nn.Parameter(torch.ones(rows, columns))
-    made = CoatAdamW([("w", p)], min_numel=0)
-    made.init_states()
-    p.grad = torch.zeros(rows, columns)
-    p.grad[:, :128] = 1
-    sampler = StateSampler(made, ["w"], lambda: {p: [("w", 0, p.numel())]})
-    sampler.open()
-    made.step()
-    # elements with a positive second moment
-    assert sampler.close()[0, 5] <= 2 * 128
-
-
-# a group is a row; of 256 every fifteenth is taken, so those from 135 to 225; of 32 every second
-@pytest.mark.parametrize("rows, expected", [(256, 7), (32, 8)])
-def test_groups_of_a_weight_are_taken_from_all_of_its_rows(rows, expected):
-    p = torch.nn.Parameter(torch.ones(rows, 128))
-    made = CoatAdamW([("w", p)], min_numel=0)
-    made.init_states()
-    p.grad = torch.zeros(rows, 128)
-    p.grad[rows // 2 :] = 1
-    sampler = StateSampler(made, ["w"], lambda: {p: [("w", 0, p.numel())]})
-    sampler.open()
-    made.step()
-    assert sampler.close()[0, 5] == expected * 128
-
-
 def test_a_gradient_scaler_changes_no_figure():
     found = []
     for scale in (1.0, 8.0):
@@ -185,127 +126,6 @@ def test_a_step_that_is_skipped_counts_nothing():
     put(made, p, torch.randn(*SHAPE), torch.rand(*SHAPE))
     made.found_inf = torch.ones(1)
     assert watched(made, p, torch.randn(*SHAPE)) == {}
-
-
-def test_nothing_is_left_behind():
-    made, p = optimizer()
-    put(made, p, torch.randn(*SHAPE), torch.rand(*SHAPE))
-    watched(made, p, torch.randn(*SHAPE))
-    assert not made._optimizer_step_pre_hooks and not made._optimizer_step_post_hooks
-    assert isinstance(made.state[p]["exp_avg"], Moment)
-    assert made.state[p]["exp_avg"].codec is get_codec("ratio8")
-
-
-LAYOUTS = {
-    "strided": lambda g: torch.stack([g.flatten(), -3 * g.flatten()], 1)[:, 0],
-    "with an offset": lambda g: torch.cat([torch.full((7,), 9.0), g.flatten()])[7:].view(SHAPE),
-    "transposed": lambda g: g.T.contiguous().T,
-}
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_how_a_gradient_lies_in_memory_changes_no_figure(layout):
-    found = []
-    for lay in (LAYOUTS[layout], lambda g: g):
-        grad = lay(torch.randn(*SHAPE, generator=torch.Generator().manual_seed(1)))
-        p = torch.nn.Parameter(torch.ones(grad.shape))
-        made = CoatAdamW([("w", p)], min_numel=0)
-        made.init_states()
-        found.append(watched(made, p, grad))
-    assert found[0] == found[1] and found[0]["update_error"] < 0.5
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_a_narrow_gradient_counts_as_what_it_is_multiplied_to(dtype):
-    found = []
-    narrow = torch.randn(*SHAPE, generator=torch.Generator().manual_seed(1)).to(dtype)
-    for grad in (NarrowGrad.of(narrow).mul_(0.25), 0.25 * narrow.float()):
-        made, p = optimizer()
-        put(made, p, torch.full(SHAPE, 0.5), torch.ones(*SHAPE))
-        found.append(watched(made, p, grad))
-    assert found[0] == found[1] and found[0]["update_error"] < 0.1
-
-
-def test_a_gradient_that_is_one_number_everywhere():
-    p = torch.nn.Parameter(torch.ones(2048))
-    made = CoatAdamW([("w", p)], min_numel=0)
-    made.init_states()
-    found = watched(made, p, torch.ones(1).expand(2048))
-    assert found["update_error"] < 0.1
-
-
-@pytest.mark.parametrize("was_on_device", [False, True])
-def test_a_gradient_scaler_may_come_and_go(was_on_device):
-    """The number of steps then moves to the device, or back, in the step that is watched."""
-    found = []
-    for moves in (False, True):
-        made, p = optimizer()
-        put(made, p, torch.full(SHAPE, 0.5), torch.rand(*SHAPE, generator=torch.Generator().manual_seed(1)))
-        if was_on_device == moves:
-            made.state[p]["step"] = torch.tensor(10.0)
-        if not was_on_device:
-            made.found_inf = torch.zeros(1)
-        found.append(watched(made, p, torch.randn(*SHAPE, generator=torch.Generator().manual_seed(2))))
-    assert found[0] == found[1] and "update_error" in found[0]
-
-
-def test_an_fp32_second_moment_beside_a_first_one_in_eight_bits():
-    made, p = optimizer("fp32", exp_avg_format="fp8")
-    put(made, p, torch.randn(*SHAPE), torch.rand(*SHAPE) + 0.1)
-    found = watched(made, p, torch.randn(*SHAPE))
-    assert 0 < found["update_error"] < 0.1 and found["underflowed"] == 0
-
-
-def test_a_first_step_that_is_skipped_leaves_room_for_the_next():
-    """ZeRO has moments before the first step, and may take several in a reading."""
-    made, p = optimizer()
-    made.init_states()
-    sampler = StateSampler(made, ["w"], lambda: {p: [("w", 0, p.numel())]})
-    sampler.open()
-    for made.found_inf in (torch.ones(1), torch.zeros(1)):
-        p.grad = torch.randn(*SHAPE)
-        made.step()
-    (sums,) = sampler.close().tolist()
-    assert sums[5] == p.numel() and figures(sums)["update_error"] < 0.5
-
-
-def test_a_step_without_a_gradient_counts_nothing():
-    """As of an expert that no token of the last step has met."""
-    made, p = optimizer()
-    made.init_states()
-    sampler = StateSampler(made, ["w"], lambda: {p: [("w", 0, p.numel())]})
-    sampler.open()
-    for p.grad in (torch.randn(*SHAPE), None):
-        made.step()
-    assert sampler.close()[0, 5] == p.numel()
-
-
-def test_another_default_device_is_of_no_concern():
-    made, p = optimizer()
-    put(made, p, torch.randn(*SHAPE), torch.rand(*SHAPE))
-    grad = torch.randn(*SHAPE)
-    with torch.device("meta"):
-        assert watched(made, p, grad)["update_error"] > 0
-
-
-@pytest.fixture
-def mesh():
-    mine = not dist.is_initialized()
-    if mine:
-        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield init_device_mesh("cpu", (1,))
-    if mine:
-        dist.destroy_process_group()
-
-
-def test_a_clip_coefficient_may_be_a_dtensor(mesh):
-    found = []
-    for scale in (torch.tensor(0.5), distribute_tensor(torch.tensor(0.5), mesh, [Replicate()])):
-        made, p = optimizer()
-        put(made, p, torch.full(SHAPE, 0.5), torch.ones(*SHAPE))
-        grad = torch.randn(*SHAPE, generator=torch.Generator().manual_seed(1))
-        found.append(watched(made, p, grad, grad_scale=scale))
-    assert found[0] == found[1]
 
 
 # of each tensor: shape, options of its parameter group, steps taken before
@@ -412,30 +232,3 @@ def test_parts_of_a_flat_partition_say_what_they_say_as_tensors():
     own = sums_of(made, {p: [(str(i), 0, p.numel())] for i, p in enumerate(tensors)})
     torch.testing.assert_close(flat_sums()[:5, :6], own[:5], rtol=1e-6, atol=0)
     assert own[:5, 5].tolist() == [0, 256, 2048, 640, 0]
-
-
-def test_what_the_sampler_remembers_fits_a_tensor_that_falls_back_and_returns():
-    made, tensors = many()
-    sampler = StateSampler(
-        made, ["0", "1"], lambda: {p: [(str(i), 0, p.numel())] for i, p in enumerate(tensors[:2])}
-    )
-    counts = []
-    for change in (
-        lambda: None,
-        lambda: made.keep(tensors[0]),
-        lambda: made.load_state_dict(copy.deepcopy(made.state_dict())),
-        lambda: made.keep(tensors[0], False),
-    ):
-        change()
-        sampler.open()
-        made.step()
-        found = sampler.close()
-        counts.append(found[:, 5].tolist())
-        assert figures(found[1].tolist())["update_error"] < 0.5
-    assert counts == [[2048, 2048], [0, 2048], [0, 2048], [2048, 2048]]
-
-
-def test_stalled_is_a_share():
-    """Rounding moves second moments by more than their decay, either way."""
-    for done, stalled in ((-0.5, 1.0), (0.25, 0.75), (1.5, 0.0)):
-        assert figures([0.0, 0.0, 1.0, done, 0.0, 0.0]) == {"stalled": stalled}

@@ -53,36 +53,6 @@ def test_layers_above_a_limit_are_watched_out_of_turn(blocks):
     assert replayed == [["0", "0.0", "0.1"], ["1", "1.0", "1.1"], []]
 
 
-def test_layers_that_have_fallen_back_take_turns_again(blocks):
-    """They have no codes that could go below the limit, and none that they told before count any more."""
-    readings = []
-    config = {"every": 1, "act": "act", "readings": 1, "flushed": 1.0}
-    watch = Watch(blocks, None, config, [readings.append])
-    sums_of_steps(watch, 1, closes=False)
-    assert watch._earlier["1.0"][0] > 0
-    watch.fallback.judge(1, {}, {name: {"input_flushed": 1.1} for name in ("1.0", "1.1")})
-    assert watch.fallback.suspects == [] and watch.fallback.layers == ["1.0", "1.1"]
-    with_graphs([blocks[1]])
-    # it is the other block's turn
-    (found,) = sums_of_steps(watch, 1)
-    assert {name for name, row in found.items() if row[codes.REPLAYED]} == {"1", "1.0", "1.1"}
-    expected = (sum(x) for x in zip(found["0.0"], found["0.1"], strict=True))
-    assert readings[-1].groups["*.*"] == codes.figures(list(expected))
-
-
-def test_what_layers_told_before_a_checkpoint_was_loaded_is_forgotten(blocks):
-    readings = []
-    watch = Watch(blocks, None, {"every": 1}, [readings.append])
-    sums_of_steps(watch, 1, closes=False)
-    watch.take_in()
-    watch.resume({})
-    (found,) = sums_of_steps(watch, 1)
-    # it is the turn of block 0; of the other the reading has only what this step told
-    assert {name for name, row in found.items() if row[codes.REPLAYED]} == {"1", "1.0", "1.1"}
-    rows = [found[name] for name in ("0.0", "0.1", "1.0", "1.1")]
-    assert readings[-1].groups["*.*"] == codes.figures([sum(x) for x in zip(*rows, strict=True)])
-
-
 def test_chunks_of_a_pipeline_are_watched_in_their_own_first_forwards():
     halves = [coat_ds.convert(torch.nn.ModuleList([model(), model()]).bfloat16()) for _ in range(2)]
     for half in halves:
@@ -111,20 +81,6 @@ def test_chunks_of_a_pipeline_are_watched_in_their_own_first_forwards():
     assert readings[0].memory["saved"] > 0
 
 
-def test_a_block_that_was_not_called_was_not_looked_at(blocks):
-    said, config = [], {"every": 1, "act": "warn", "readings": 2, "flushed": 1e-9}
-    watch = Watch(blocks, None, config, say=lambda line, level: said.append(line))
-    (first,) = sums_of_steps(watch, 1, closes=False)
-    # the turn of block 1 was the first reading's, and is that of the third
-    watch.go_on_from(2)
-    blocks.forward = lambda x: blocks[0](x)
-    (second,) = sums_of_steps(watch, 1)
-    assert second["1.0"][codes.REPLAYED] == 1 and second["1.0"][0] == 0
-    assert watch._earlier["1.0"] == first["1.0"] and first["1.0"][0] > 0
-    # what it told in the first reading is not counted again
-    assert not [line for line in said if ": 1." in line]
-
-
 def test_a_forward_that_fails_is_watched_when_it_is_tried_again(blocks):
     readings, forward = [], blocks.forward
     watch = Watch(blocks, None, {"every": 1}, [readings.append])
@@ -143,36 +99,3 @@ def test_a_forward_that_fails_is_watched_when_it_is_tried_again(blocks):
     watch.close()
     assert len({reading.memory["saved"] for reading in readings}) == 1
     assert readings[0].memory["saved"] > 0
-
-
-def test_an_interrupted_forward_leaves_no_hooks(blocks):
-    """torch calls no hooks behind what is no Exception."""
-    watch = Watch(blocks, None, {"every": 1}, [lambda reading: None])
-
-    def interrupted(x):
-        blocks[0](x)
-        raise KeyboardInterrupt
-
-    blocks.forward = interrupted
-    with pytest.raises(KeyboardInterrupt):
-        blocks(torch.ones(16, 64, dtype=torch.bfloat16))
-    watch.close()
-    assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
-    assert not any(m._forward_hooks or m._forward_pre_hooks for m in blocks.modules())
-
-
-def test_a_block_of_a_forward_that_failed_was_not_looked_at(blocks):
-    """Where the forward that is tried again ends without it."""
-    watch = Watch(blocks, None, {"every": 1}, [lambda reading: None])
-
-    def fails(x):
-        blocks[1](blocks[0](x))
-        raise RuntimeError("on purpose")
-
-    blocks.forward = fails
-    with pytest.raises(RuntimeError, match="on purpose"):
-        blocks(torch.ones(16, 64, dtype=torch.bfloat16))
-    blocks.forward = lambda x: blocks[0](x)
-    (found,) = sums_of_steps(watch, 1)
-    # the turn of block 1
-    assert [found[name][codes.REPLAYED] for name in ("0.0", "1.0")] == [1, 1]

@@ -13,7 +13,6 @@ import coat_ds
 from coat_ds import CoatAdamW, CoatConfig, CoatConfigError, cli
 from coat_ds.config import WatchConfig
 from coat_ds.watch import Watch, jsonl, writer
-from coat_ds.watch.command import draw
 from coat_ds.watch.outs import Reading, read
 from coat_kernels import watching
 from tests.coat_ds.watch.parts import model
@@ -46,65 +45,6 @@ def test_the_command_prints_a_table_and_draws(run, capsys):
     for name in ("errors.png", "memory.png"):
         written = run / name
         assert f"wrote {written}" in out and written.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
-
-
-def test_what_the_pictures_show(tmp_path, monkeypatch):
-    import matplotlib.pyplot as plt
-
-    figures = []
-    monkeypatch.setattr(plt, "close", figures.append)
-    readings = [
-        Reading(step, 0, {f"{i}": {"stalled": i * error} for i in range(8)}, memory, [])
-        for step, error, memory in (
-            (10, 0.01, {"weights": 10**7}),
-            (20, 0.01, {"weights": 10**7, "saved": 2 * 10**7}),
-            # as of a model that was compiled since
-            (30, 0.02, {"weights": 10**7, "states": 10**7}),
-        )
-    ]
-    draw(readings, tmp_path)
-    monkeypatch.undo()
-    errors, memory = figures
-    drawn = {line.get_label(): line for line in errors.axes[0].lines}
-    # in percent, by name those that are worst
-    assert {name for name in drawn if name in "01234567"} == set("234567") and len(errors.axes[0].lines) == 8
-    assert drawn["7"].get_xdata().tolist() == [10, 20, 30]
-    assert drawn["7"].get_ydata().tolist() == pytest.approx([7, 7, 14])
-    assert memory.axes[0].dataLim.y1 == 30, "MB"
-    assert [text.get_text() for text in memory.legends[0].texts] == ["weights", "saved", "states"]
-    for figure in figures:
-        plt.close(figure)
-
-
-def test_readings_are_read_by_their_steps(tmp_path):
-    """Of a run that went back to a checkpoint, and was watched at other steps before."""
-    write = jsonl(tmp_path)
-    for step in (3, 6, 9, 4):
-        write(reading(step, 0.01))
-    assert [found.step for found in read(tmp_path)] == [3, 4, 6, 9]
-
-
-def test_the_command_says_what_the_last_reading_lacks(run, capsys):
-    # as `wrong_scales` of layers that have all fallen back
-    stalled = {"embedding": 0.1, "head": 0.3, "layers.*.weight": 0.25}
-    groups = {group: {"stalled": share} for group, share in stalled.items()}
-    jsonl(run)(Reading(8, 64, groups, {}, ["layers.0"]))
-    assert cli.main(["watch", str(run), "--no-pictures"]) == 0
-    _, _, *rows = capsys.readouterr().out.splitlines()
-    assert rows[0].split() == ["update_error", "-", "3.00%", "4", "none", "has", "it"]
-    # the worst group, which is neither the first nor the last
-    assert rows[1].split() == ["stalled", "30.00%", "30.00%", "8", "head"]
-    assert rows[-1] == "fallen back: layers.0"
-
-
-@pytest.mark.parametrize("order", [1, -1])
-def test_the_command_takes_a_nan_for_the_worst(tmp_path, capsys, order):
-    """As of a step whose gradients were not finite."""
-    errors = [("a", 0.2), ("b", float("nan")), ("c", 0.3)][::order]
-    for step, found in ((2, errors), (4, [("a", 0.9)])):
-        jsonl(tmp_path)(Reading(step, 0, {group: {"update_error": error} for group, error in found}, {}, []))
-    assert cli.main(["watch", str(tmp_path), "--no-pictures"]) == 0
-    assert capsys.readouterr().out.splitlines()[2].split() == ["update_error", "90.00%", "nan%", "2", "a"]
 
 
 def test_the_command_as_json_and_elsewhere(run, tmp_path, capsys):
@@ -141,19 +81,6 @@ def test_a_folder_that_cannot_be_written_is_refused_before_the_first_step(tmp_pa
     (tmp_path / "file").touch()
     folder = str(tmp_path / "file/run")
     assert refused(folder) == 0 and run_distributed(refused_of_two, 2, folder) == [0, 0]
-
-
-def test_a_folder_that_is_there_and_takes_no_files_is_refused():
-    made = model()
-    # not even from root
-    with pytest.raises(CoatConfigError, match="coat.watch.folder: found '/proc', which cannot be written"):
-        Watch(made, None, {"folder": "/proc"})
-
-
-def test_a_folder_is_made_with_those_around_it(tmp_path):
-    made = model()
-    Watch(made, None, {"folder": str(tmp_path / "runs/one")}).close()
-    assert (tmp_path / "runs/one").is_dir()
 
 
 def test_a_full_disk_costs_a_reading_and_not_the_run(tmp_path, caplog):
@@ -235,17 +162,6 @@ def test_a_line_that_was_cut_off_costs_that_reading_alone(run, kept, capsys, cap
     assert json.loads(capsys.readouterr().out) == reading(8, 0.05)._asdict()
 
 
-def test_blocks_that_a_lost_machine_never_wrote_are_left_out(run, caplog):
-    """Some file systems fill them with zeros, or with what was there."""
-    path = run / "watch.jsonl"
-    for rest in (b"\0" * 512, b"\xff\xfe\x80"):
-        with path.open("ab") as file:
-            file.write(rest)
-        jsonl(run)(reading(8, 0.05))
-    assert [r.step for r in read(run)] == [2, 4, 6, 8]
-    assert caplog.messages == [f"{path}: lines 5, 7 were cut off: left out"]
-
-
 @pytest.mark.parametrize("content", ["", "{}\n", "no\n", "[" * 10**5], ids=lambda text: text[:3])
 def test_the_command_says_what_is_wrong_in_the_file(tmp_path, capsys, content):
     (tmp_path / "watch.jsonl").write_text(content)
@@ -253,16 +169,6 @@ def test_the_command_says_what_is_wrong_in_the_file(tmp_path, capsys, content):
     error = capsys.readouterr().err
     # no file: tests/test_mistakes.py
     assert f"RUN: {tmp_path}/watch.jsonl: " in error and "Correct the file" in error
-
-
-def test_the_command_says_what_it_cannot_read_or_write(run, capsys):
-    beneath = run / "watch.jsonl/folder"
-    assert cli.main(["watch", str(beneath)]) == 2
-    assert f"RUN: cannot read {beneath} (Not a directory)" in capsys.readouterr().err
-    assert cli.main(["watch", str(run), "--pictures", str(beneath)]) == 2
-    out, error = capsys.readouterr()
-    assert "update_error" in out and f"pictures: cannot write {beneath} (Not a directory)" in error
-    assert "say --no-pictures" in error
 
 
 def test_writers_as_megatrons():
@@ -283,47 +189,11 @@ def test_writers_as_megatrons():
     assert logged == [(6, numbers)] and scalars == [(name, value, 6) for name, value in numbers.items()]
 
 
-@pytest.mark.parametrize(
-    "block, message",
-    [
-        ({"every": -1}, "coat.watch.every: expected 0 or more, found -1"),
-        ({"flushed": float("nan")}, "coat.watch.flushed: expected 0 or more, found nan"),
-        ({"every": 1.5}, "coat.watch.every: expected an integer, found 1.5"),
-        (
-            {"act": "Act"},
-            "coat.watch.act: expected one of 'off', 'warn', 'act'; found 'Act'. Did you mean 'act'",
-        ),
-        ({"folder": 3}, "coat.watch.folder: expected a string, found 3"),
-        ({"flushed": "much"}, "coat.watch.flushed: expected a number, found 'much'"),
-        ({"evry": 3}, "coat.watch.evry: unknown key"),
-    ],
-)
-def test_a_wrong_block_says_so(block, message):
-    with pytest.raises(CoatConfigError) as error:
-        CoatConfig.from_dict({"enabled": True, "watch": block})
-    assert message in str(error.value)
-
-
 def test_booleans_and_defaults():
     assert CoatConfig.from_dict({"enabled": True}).watch == WatchConfig()
     assert CoatConfig.from_dict({"enabled": True, "watch": True}).watch.every == 100
     assert CoatConfig.from_dict({"enabled": True, "watch": False}).watch.every == 0
     assert WatchConfig(flushed=1).flushed == 1
-
-
-@pytest.mark.parametrize("watch, key", [({"act": "warn"}, "act"), ({"folder": "x"}, "folder"), ({}, None)])
-def test_an_engine_that_is_not_watched_says_so(watch, key):
-    from coat_ds.zero.watch import watch_engine
-
-    class PipelineEngine:
-        def train_batch(self):
-            pass
-
-    if key is None:
-        assert watch_engine(PipelineEngine(), WatchConfig(), True) is None
-        return
-    with pytest.raises(CoatConfigError, match=f"coat.watch.{key}: found .*pipeline engine"):
-        watch_engine(PipelineEngine(), WatchConfig(**watch), True)
 
 
 def trainer_of(folder, watch=None, **arguments):
