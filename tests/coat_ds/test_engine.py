@@ -370,84 +370,32 @@ def test_parameter_groups_keep_their_options(one):
     assert frozen
 
 
+COMPRESSES = {"enabled": True, "checkpointing": {"compress": True}}
+
+
 @pytest.mark.parametrize(
-    ("host", "words"),
+    "host, key",
     [
-        (
-            {"zero_optimization": {"offload_optimizer": {"device": "nvme"}}},
-            ["zero_optimization.offload_optimizer.device", "'nvme'", '"cpu"'],
-        ),
-        (
-            {"zero_optimization": {"offload_optimizer": {"device": "cpu", "ratio": 0.5}}},
-            ["zero_optimization.offload_optimizer.ratio", "0.5"],
-        ),
-        (
-            {"zero_optimization": {"stage": 1, "elastic_checkpoint": True}},
-            ["elastic_checkpoint", "universal"],
-        ),
-        (
-            {"bf16": {"enabled": True, "bf16_master_weights_and_grads": True}},
-            ["bf16.bf16_master_weights_and_grads", "bf16_optimizer_states"],
-        ),
-        (
-            {"bfloat16": {"enabled": True, "bf16_master_weights_and_grads": True}},
-            ["bfloat16.bf16_master_weights_and_grads", "bfloat16.bf16_optimizer_states"],
-        ),
-        (
-            {
-                "zero_optimization": {"offload_optimizer": {"device": "cpu"}},
-                "bf16": {"bf16_master_weights_and_grads": True, "bf16_optimizer_states": True},
-            },
-            ["bf16.bf16_master_weights_and_grads", "offload_optimizer"],
-        ),
-        ({"fp16": {"fp16_master_weights_and_grads": True}}, ["fp16.fp16_master_weights_and_grads"]),
-        ({"zero_optimization": {"zenflow": {"topk_ratio": 0.1}}}, ["zero_optimization.zenflow"]),
+        ({"bfloat16": {"bf16_master_weights_and_grads": True}}, "bfloat16.bf16_master_weights_and_grads"),
+        ({"fp16": {"fp16_master_weights_and_grads": True}}, "fp16.fp16_master_weights_and_grads"),
+        ({"zero_optimization": {"zenflow": {"topk_ratio": 0.1}}}, "zero_optimization.zenflow"),
         (
             {"zero_optimization": {"offload_optimizer": {"device": "cpu", "super_offload": True}}},
-            ["zero_optimization.offload_optimizer.super_offload", "True", "DeepSpeedCPUAdam"],
+            "zero_optimization.offload_optimizer.super_offload",
         ),
-        (
-            {"optimizer": {"type": "AdamW", "legacy_fusion": True}},
-            ["optimizer.legacy_fusion", "True", "Drop the key"],
-        ),
-        ({"amp": {"enabled": True}}, ["amp.enabled", "bf16"]),
-        ({"torch_autocast": {"enabled": True, "dtype": "float16"}}, ["torch_autocast.dtype", "bfloat16"]),
-        ({"optimizer": {"type": "Lamb"}}, ["optimizer.type", "'Lamb'", "AdamW"]),
-        ({"optimizer": {"type": "OneBitAdam"}}, ["optimizer.type", "'OneBitAdam'"]),
-        ({"optimizer": {"type": "Adam", "params": {"adam_w_mode": False}}}, ["adam_w_mode", "True", "False"]),
-        ({"optimizer": {"type": "Adam", "params": {"amsgrad": True}}}, ["params.amsgrad", "True"]),
-        ({"optimizer": {"type": "Adam", "params": {"learning_rate": 1}}}, ["params.learning_rate", "lr"]),
-        ({"coat": {"enabled": True, "optimizer": {"group_size": 100}}}, ["coat.optimizer.group_size", "100"]),
-        ({"coat": {}}, ["coat.enabled", "missing"]),
-        ({"coats": {"enabled": True}}, ["coats: found a block there"]),
-        ({"optimizer": {"type": "CoatAdamW"}, "caot": {"activations": False}}, ["caot: found a block there"]),
-        (
-            {"optimizer": {"type": "CoatAdamW"}, "coat": {"enabled": False}},
-            ["coat.enabled", "False", "AdamW"],
-        ),
-        (
-            {
-                "coat": {"enabled": True, "checkpointing": {"compress": True}},
-                "activation_checkpointing": {"contiguous_memory_optimization": True},
-            },
-            ["activation_checkpointing.contiguous_memory_optimization", "True", "checkpointing.compress"],
-        ),
-        (
-            {
-                "coat": {"enabled": True, "checkpointing": {"compress": True}},
-                "pipeline": {"use_reentrant": False},
-            },
-            ["pipeline.use_reentrant", "False", "checkpointing.compress"],
-        ),
+        ({"optimizer": {"type": "AdamW", "legacy_fusion": True}}, "optimizer.legacy_fusion"),
+        ({"optimizer": {"type": "OneBitAdam"}}, "optimizer.type"),
+        ({"optimizer": {"type": "Adam", "params": {"learning_rate": 1}}}, "optimizer.params.learning_rate"),
+        ({"optimizer": {"type": "CoatAdamW"}, "coat": {"enabled": False}}, "coat.enabled"),
+        ({"optimizer": {"type": "CoatAdamW"}, "caot": {"activations": False}}, "caot"),
+        ({"coat": COMPRESSES, "pipeline": {"use_reentrant": False}}, "pipeline.use_reentrant"),
     ],
-    ids=lambda x: "",
 )
-def test_bad_configs(host, words):
+def test_bad_configs(host, key):
+    """Others: tests/mistakes/configs.py, test_host_config.py."""
     config = {"optimizer": {"type": "AdamW"}, "coat": {"enabled": True}, "train_batch_size": 1, **host}
-    with pytest.raises(CoatConfigError) as error:
+    with pytest.raises(CoatConfigError, match=key):
         check(config, None)
-    for word in words:
-        assert word in str(error.value)
 
 
 def test_harmless_sections_pass():

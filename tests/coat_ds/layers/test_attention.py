@@ -10,7 +10,6 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 import coat_ds
 from benchmarks.common.families import FAMILIES
-from coat_ds.config import ActivationsConfig
 from coat_ds.layers import attention
 from coat_ds.layers.attention import attended_origin, coat_attention
 from coat_kernels.attention import causal_attention
@@ -68,18 +67,6 @@ def test_the_fastest_kernels_are_those_of_plain_causality(module, monkeypatch):
     ):
         coat_attention(module, query, k, v, given, **more)
     assert len(taken) == 2
-
-
-@pytest.mark.parametrize(
-    "fmt, size, saved", [("bf16", None, "e4m3"), ("sqrt8", 32, "sqrt8"), ("recompute", 32, "e4m3")]
-)
-def test_attention_is_saved_in_its_own_format(fmt, size, saved):
-    """Where layers recompute attention, what cannot is saved as everything else."""
-    block = {"attention_format": fmt, "saved_format": "e4m3", "group_size": 32}
-    kept = attention.kept_attention_of(ActivationsConfig(**block))
-    assert kept == attention.KeptAttention(size, saved, evaluates_stock=False)
-    kept = attention.kept_attention_of(ActivationsConfig(evaluation="stock", **block))
-    assert kept == attention.KeptAttention(size, saved, evaluates_stock=True)
 
 
 @pytest.mark.parametrize("rotated", [False, True])
@@ -156,11 +143,6 @@ def test_the_stock_model_has_nothing_of_ours():
     coat_ds.unconvert(model)
     assert {name: set(vars(module)) for name, module in model.named_modules()} == own
     assert model.config._attn_implementation == "sdpa"
-
-
-@pytest.mark.parametrize("name", ["a module that is gone", "builtins"])
-def test_a_model_without_source_asks_for_nothing(name):
-    assert not attention.asks_for_stock(type("Typed", (nn.Module,), {"__module__": name})())
 
 
 def test_attention_that_was_chosen_since_stays():

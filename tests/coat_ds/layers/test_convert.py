@@ -246,43 +246,6 @@ def test_linear_layers_of_other_weights_are_counted():
     assert conversion.summary().startswith("1 of 4 linear layers multiply in FP8")
 
 
-def test_layers_of_a_converted_part_bear_the_names_of_the_whole():
-    part = coat_ds.convert(nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 72)))
-    layers = layers_of(nn.Sequential(nn.ReLU(), part, nn.Linear(64, 64)), "a reason")
-    assert layers.count("linear") == (1, 3)
-    assert layers.left == {"1.1": "72 x 64, not multiples of 16", "2": "a reason"}
-
-
-def test_layers_that_were_exchanged_are_none_of_ours():
-    model = coat_ds.convert(plain())
-    model[0].up = nn.Linear(64, 128)
-    layers = layers_of(model, "a reason")
-    assert layers.count("linear") == (3, 4) and layers.left == {"0.up": "exchanged since it was converted"}
-
-
-def test_only_matrices_count_as_linear_layers():
-    """Not the weights of many experts in one tensor."""
-
-    class ManyLinear(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.weight = nn.Parameter(torch.zeros(4, 64, 64))
-
-    layers = layers_of(nn.Sequential(ManyLinear(), nn.Linear(64, 64)), "a reason")
-    assert layers.found == {"linear": 1} and layers.left == {"1": "a reason"}
-
-
-# models of transformers without a head have the method all the same, and raise one or the other
-@pytest.mark.parametrize("error", [AttributeError, NotImplementedError])
-def test_a_model_without_the_head_that_it_asks_for(error):
-    class Headless(nn.Sequential):
-        def get_output_embeddings(self):
-            raise error
-
-    model = coat_ds.convert(Headless(nn.Linear(64, 64)))
-    assert coat_ds.conversion_of(model).converted["linear"] == ["0"]
-
-
 def test_activations_that_work_in_place_stay():
     """Who reads their input behind them reads what they wrote."""
     stock = nn.Sequential(nn.Linear(64, 72), nn.SiLU(inplace=True), nn.ReLU(inplace=True), nn.ReLU())

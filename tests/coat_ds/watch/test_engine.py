@@ -25,9 +25,6 @@ from tests.util import run_distributed
 VOCABULARY, LENGTH, BATCH, STEPS = 64, 32, 4, 40
 NOTHING = {"layers": [], "states": []}
 FALLEN = {"layers": ["model.layers.0.mlp.down_proj"], "states": ["model.layers.1.mlp.up_proj.weight"]}
-# whose first bytes nobody can read, root neither
-UNREADABLE = Path("/proc/self/mem")
-BROKEN = ("[]", '{"others": []}', '{"layers": "one"}', '{"layers": ', UNREADABLE)
 
 
 def llama():
@@ -255,43 +252,8 @@ def kept_whole(threshold):
     return engine.coat.watch.last.memory["weights"], shares + sum(whole) + buffers, len(whole)
 
 
-def remembered(folder):
-    """Which files a checkpoint has that each rank would call by a name of its own, and what ranks find that
-    look into other folders: what was written, in place of it what is BROKEN, and when it is gone, with the
-    number of lines so far."""
-    rank = torch.distributed.get_rank()
-    engine = engine_of(llama(), 1, {"every": 1, "act": "act"})
-    engine.coat.watch.fallback.restore(FALLEN)
-    with mock.patch.object(coat_ds.zero.watch, "FILE", f"{rank}.json"):
-        engine.save_checkpoint(folder, tag="saved")
-    engine.destroy()
-    written = Path(folder, "saved/coat_watch.json")
-    if rank == 0:
-        Path(folder, "saved/0.json").rename(written)
-    own, found = folder if rank == 0 else f"{folder}/none", []
-    for broken in (None, *BROKEN):
-        if rank == 0 and isinstance(broken, str):
-            written.write_text(broken)
-        if rank == 0 and broken is UNREADABLE:
-            written.unlink()
-            written.symlink_to(broken)
-        try:
-            found.append(coat_ds.zero.watch._remembered(own, None, False, "act"))
-        except ValueError as error:
-            found.append(str(error))
-    names = [path.name for path in Path(folder, "saved").glob("*.json")]
-    torch.distributed.barrier()
-    if rank == 0:
-        written.unlink()
-    with mock.patch.object(coat_ds.zero.watch, "say") as said:
-        for universal, act in ((False, "act"), (True, "warn"), (True, "act")):
-            found.append(coat_ds.zero.watch._remembered(own, "saved", universal, act))
-            found.append(said.call_count)
-    return names, found
-
-
 def on_two_ranks(folder):
-    return [kept_whole(threshold) for threshold in (100, 10**6)], remembered(folder)
+    return [kept_whole(threshold) for threshold in (100, 10**6)]
 
 
 def everything(folder):
@@ -356,20 +318,10 @@ def two(tmp_path_factory):
 
 
 def test_what_zero3_keeps_whole_is_counted_on_every_rank(two):
-    for kept, _ in two:
+    for kept in two:
         # five norms, and everything
         assert [count for *_, count in kept] == [5, 21]
         assert all(found == expected for found, expected, _ in kept)
-
-
-def test_rank_0_writes_and_reads_what_has_fallen_back(two):
-    for rank, (_, (files, (found, *broken))) in enumerate(two):
-        assert files == ["coat_watch.json"]
-        refused, without = broken[: len(BROKEN)], broken[len(BROKEN) :]
-        assert found == FALLEN
-        assert all("saved/coat_watch.json: expected the layers and states" in line for line in refused)
-        # that a universal one lost it is said where it would be of use
-        assert without == [{}, 0, {}, 0, {}, int(rank == 0)]
 
 
 def test_readings_arrive_in_the_file_and_in_deepspeeds_monitors(folder):

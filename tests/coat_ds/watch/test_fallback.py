@@ -1,6 +1,5 @@
 """What is done where errors stay too large."""
 
-import pytest
 import torch
 import torch.nn.functional as F
 
@@ -53,25 +52,6 @@ def test_a_reading_without_figures_counts_neither_way():
     assert not fallback.suspects
 
 
-def test_a_reading_without_any_error_is_one_below_the_limit():
-    config = WatchConfig(act="act", readings=2)
-    fallback = Fallback(model(), config, lambda *_: None, lambda *_: None)
-    for step, error in enumerate((0.9, 0.0, 0.9), 1):
-        fallback.judge(step, {"0.weight": {"update_error": error}}, {})
-    assert fallback.state() == {"layers": [], "states": []}
-
-
-def test_what_has_fallen_back_does_so_once():
-    said = []
-    config = WatchConfig(act="act", readings=1)
-    fallback = Fallback(
-        coat_ds.convert(model().bfloat16()), config, lambda *_: None, lambda line, _: said.append(line)
-    )
-    for step, share in enumerate((1.0, 0.0, 1.0), 1):
-        fallback.judge(step, {}, {"0": {"input_flushed": share}})
-    assert fallback.state() == {"layers": ["0"], "states": []} and len(said) == 1
-
-
 def test_each_figure_has_its_own_limit_and_the_worse_of_two_counts():
     config = WatchConfig(act="act", readings=1, update_error=0.2, flushed=0.4)
     fallback = Fallback(coat_ds.convert(model().bfloat16()), config, lambda *_: None, lambda *_: None)
@@ -79,41 +59,6 @@ def test_each_figure_has_its_own_limit_and_the_worse_of_two_counts():
     fallback.judge(1, {}, {"0": {"input_flushed": 0.3, "gradient_flushed": 0.3, "saved_flushed": 1.0}})
     fallback.judge(1, {}, {"1": {"input_flushed": 0.5, "gradient_flushed": 0.0}})
     assert fallback.state() == {"layers": ["1"], "states": ["0.weight"]}
-
-
-@pytest.mark.parametrize(
-    "act, name, ends",
-    [
-        ("warn", "0", '"act": "act" in coat.watch would have it fall back.'),
-        # a norm's input, say, or what no layer is known for
-        ("act", "other", "It is no linear layer of COAT's and stays as it is."),
-    ],
-)
-def test_what_does_not_fall_back_is_said_once_for_as_long_as_it_lasts(act, name, ends):
-    said, config = [], WatchConfig(act=act, readings=2)
-    made = coat_ds.convert(model().bfloat16())
-    fallback = Fallback(made, config, lambda *_: None, lambda line, _: said.append(line))
-    for step, share in enumerate((1.0, 1.0, 1.0, 1.0, 0.0, 1.0, 1.0), 1):
-        fallback.judge(step, {}, {name: {"input_flushed": share}})
-    assert fallback.state() == {"layers": [], "states": []}
-    assert [line.partition(":")[2].partition(":")[0] for line in said] == [" step 2", " step 7"]
-    assert all(line.endswith(ends) for line in said)
-
-
-@pytest.mark.parametrize(
-    "act, begins, resumed",
-    [
-        ("warn", "COAT: the checkpoint's run had 0, 1.weight fall back, and this one does not", []),
-        ("act", "COAT: as in the checkpoint's run, these have fallen back: 0, 1.weight", ["0"]),
-    ],
-)
-def test_a_checkpoint_of_a_run_that_fell_back(act, begins, resumed):
-    said = []
-    made = coat_ds.convert(model().bfloat16())
-    fallback = Fallback(made, WatchConfig(act=act), lambda *_: None, lambda line, _: said.append(line))
-    fallback.resume({"layers": ["0"], "states": ["1.weight"]})
-    (line,) = said
-    assert line.startswith(begins) and fallback.layers == resumed
 
 
 def test_a_layer_that_falls_back_computes_in_bf16_until_watching_ends():
