@@ -3,22 +3,16 @@
 What is COAT's stands in the JSON, or, without DeepSpeed, in two lines.
 """
 
-import contextlib
-import io
-import itertools
 import math
 import warnings
 
 import pytest
-import torch
 
 import coat_ds
-from tests.coat_ds.ways import BLOCK, STEPS, Data, by_stages, cached, fresh, listening, llama, trainer, work
+from tests.coat_ds.ways import BLOCK, STEPS, by_stages, cached, listening, trainer, work
 from tests.util import run_distributed
 
 pytestmark = pytest.mark.early
-
-long = pytest.mark.long("trains the Trainer 14 times, resumed, evaluated and recomputed")
 
 
 @pytest.fixture(scope="module")
@@ -200,75 +194,3 @@ def test_no_layer_in_fp8_is_a_warning(two):
     assert len(lines) == 2 and not two[1]["meetings"]["warned"]
     assert "0 of 15 linear layers" in lines[0] and "0 of 2 linear layers" in lines[1]
     assert all('"require": true makes it an error' in line for line in lines)
-
-
-def work_long(folder):
-    warnings.simplefilter("ignore")
-    import deepspeed
-
-    deepspeed.init_distributed("gloo")
-    coat_ds.install()
-    out = {}
-    compress = {**BLOCK, "checkpointing": {"compress": True, "group_size": 16}}
-    with listening() as lines, contextlib.redirect_stdout(io.StringIO()):
-        for stage in (2, 3):
-            at = f"{folder}/{stage}"
-            runs = {
-                "whole": (BLOCK, {"save_strategy": "steps", "save_steps": 2}),
-                "resumed": (BLOCK, {"resume": f"{at}/checkpoint-2"}),
-                "evaluated": (BLOCK, {"eval_strategy": "steps", "eval_steps": 1}),
-            }
-            for reentrant, block in itertools.product((True, False), (BLOCK, compress)):
-                kwargs = {"use_reentrant": reentrant}
-                more = {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": kwargs}
-                runs["recomputed", reentrant, block is compress] = block, more
-            for name, (block, more) in runs.items():
-                lines.clear()
-                out[stage, name] = trainer(at, block, stage, **more)
-                out[stage, name]["lines"] = list(lines)
-                fresh()
-        model = llama()
-        trainer(f"{folder}/generates", BLOCK, 1, model=model)
-        start = Data()[0]["input_ids"][None, :8]
-        with torch.no_grad():
-            out["generated"] = model.eval().generate(
-                start, max_new_tokens=4, do_sample=False, attention_mask=torch.ones_like(start)
-            )
-            # without the cache of keys and values
-            logits = [model(out["generated"][:, :n], use_cache=False).logits[0, -1] for n in range(8, 12)]
-        out["expected"] = torch.stack([row.argmax() for row in logits])
-    return out
-
-
-@pytest.fixture(scope="module")
-def long_runs(tmp_path_factory):
-    return run_distributed(work_long, 2, str(tmp_path_factory.mktemp("long")))
-
-
-@long
-@pytest.mark.parametrize("stage", [2, 3])
-def test_resumed_and_evaluated_between_steps(long_runs, stage):
-    for rank in long_runs:
-        whole = rank[stage, "whole"]["losses"]
-        assert rank[stage, "resumed"]["losses"][-2:] == whole[-2:]
-        assert rank[stage, "evaluated"]["losses"] == whole
-
-
-@long
-@pytest.mark.parametrize("stage", [2, 3])
-@pytest.mark.parametrize("reentrant", [True, False])
-def test_recomputed(long_runs, stage, reentrant):
-    for number, rank in enumerate(long_runs):
-        whole = rank[stage, "whole"]["losses"]
-        plain, compressed = (rank[stage, ("recomputed", reentrant, on)] for on in (False, True))
-        # a layer that runs again, with gradients, takes other ways to the same numbers
-        assert plain["losses"] == pytest.approx(whole, rel=1e-3)
-        assert compressed["losses"] == pytest.approx(whole, rel=1e-2)
-        said = [line for line in compressed["lines"] if "checkpointed inputs are kept in FP8" in line]
-        assert len(said) == (number == 0) and all("COAT: 2 checkpointed inputs" in line for line in said)
-
-
-@long
-def test_generates(long_runs):
-    for rank in long_runs:
-        assert rank["generated"][0, 8:].equal(rank["expected"])

@@ -8,12 +8,10 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import nn
 
 from coat_ds.config import ActivationsConfig
 from coat_ds.zero.layer_units import LayerUnits
-from tests.hosts import TEST_ALL
 from tests.megatron_ext.test_hybrid import EXPERTS, _hybrid
 from tests.util import run_distributed
 
@@ -27,10 +25,6 @@ ONE_FOR_ALL = {
     **{"moe_router_topk": 1, "moe_router_pre_softmax": True},
 }
 GROUPED = ONE_FOR_ALL | {"moe_grouped_gemm": True}
-BIASES = {
-    **{"normalization": "LayerNorm", "activation_func": F.gelu, "gated_linear_unit": False},
-    **{"bias_activation_fusion": False, "add_bias_linear": True},
-}
 FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 SELECTIVE = {"recompute_granularity": "selective", "recompute_modules": ["core_attn", "mlp"]}
 
@@ -44,12 +38,10 @@ def _gpt(coat: bool = True, tied: bool = False, layers: int = LAYERS, **config) 
     return build_gpt(shape, spec, seq_length=S, vocab_size=VOCAB, **config)
 
 
-def _stack(coat: bool = True) -> nn.Module:
-    from megatron_ext.hybrid_specs import coat_hybrid_stack_spec, sdpa_hybrid_stack_spec
+def _stack() -> nn.Module:
+    from megatron_ext.hybrid_specs import coat_hybrid_stack_spec
 
-    config = EXPERTS if coat else {}
-    spec = coat_hybrid_stack_spec if coat else sdpa_hybrid_stack_spec
-    return _hybrid("*-*E" if coat else "*-*-", _gpt(coat, **config), spec)
+    return _hybrid("*-*E", _gpt(**EXPERTS), coat_hybrid_stack_spec)
 
 
 class Checkpointed(nn.Module):
@@ -63,17 +55,23 @@ class Checkpointed(nn.Module):
         return self.checkpoint(lambda x: self.layer(hidden_states=x, **kwargs)[0], hidden_states), None
 
 
-def _checkpointed(how: str) -> nn.Module:
-    from deepspeed.runtime.activation_checkpointing import checkpointing
-    from torch.utils.checkpoint import checkpoint
-
-    def by_torch(function, x):
-        return checkpoint(function, x, use_reentrant=how == "reentrant")
-
+def _checkpointed(checkpoint) -> nn.Module:
     model = _gpt()
     for i, layer in enumerate(model.decoder.layers):
-        model.decoder.layers[i] = Checkpointed(layer, checkpointing.checkpoint if how == "host" else by_torch)
+        model.decoder.layers[i] = Checkpointed(layer, checkpoint)
     return model
+
+
+def _by_torch(function, x):
+    from torch.utils.checkpoint import checkpoint
+
+    return checkpoint(function, x, use_reentrant=True)
+
+
+def _by_deepspeed(function, x):
+    from deepspeed.runtime.activation_checkpointing.checkpointing import checkpoint
+
+    return checkpoint(function, x)
 
 
 def _freeze(model: nn.Module, part: str, trains: bool = False) -> nn.Module:
@@ -81,14 +79,11 @@ def _freeze(model: nn.Module, part: str, trains: bool = False) -> nn.Module:
     return model
 
 
-def _llama(checkpoints: bool = False) -> nn.Module:
+def _llama() -> nn.Module:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     sizes = {"hidden_size": 64, "intermediate_size": 128, "vocab_size": VOCAB, "num_hidden_layers": LAYERS}
-    model = LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=4, use_cache=False)).bfloat16()
-    if checkpoints:
-        model.gradient_checkpointing_enable({"use_reentrant": True})
-    return model
+    return LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=4, use_cache=False)).bfloat16()
 
 
 def _tokens(seed: int) -> torch.Tensor:
@@ -153,26 +148,22 @@ COMPRESS = {"checkpointing": {"compress": True}}
 OFFLOAD = {"offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}}
 CASES = {
     "sqrt8": Case(lambda: _gpt(activations=ActivationsConfig(attention_format="sqrt8"))),
-    "biases": Case(lambda: _gpt(**BIASES)),
     "small buckets": Case(
         _gpt, zero={"reduce_bucket_size": 1000, "stage3_prefetch_bucket_size": 30000, "sub_group_size": 9000}
     ),
-    "nothing released": Case(_gpt, zero={"stage3_param_persistence_threshold": 10**6}),
     "accumulation": Case(
         _gpt, base=3, steps=4, host={"gradient_accumulation_steps": 2, "gradient_clipping": 1.0}
     ),
     "full recompute": Case(lambda: _gpt(**FULL), coat=COMPRESS),
     "selective recompute": Case(lambda: _gpt(**SELECTIVE)),
-    "reentrant": Case(lambda: _checkpointed("reentrant"), coat=COMPRESS),
-    "not reentrant": Case(lambda: _checkpointed("not reentrant"), coat=COMPRESS),
-    "DeepSpeed's checkpoint": Case(lambda: _checkpointed("host"), coat=COMPRESS),
+    "reentrant": Case(lambda: _checkpointed(_by_torch), coat=COMPRESS),
+    "DeepSpeed's checkpoint": Case(lambda: _checkpointed(_by_deepspeed), coat=COMPRESS),
     "two forwards": Case(_gpt, _twice),
     "evaluation, tied": Case(lambda: _gpt(tied=True), after=_evaluate),
     "experts": Case(lambda: _gpt(**ONE_FOR_ALL), _one_token),
     "grouped experts": Case(lambda: _gpt(**GROUPED), _one_token),
     "grouped experts, module by module": Case(lambda: _gpt(**GROUPED), _one_token, units=0, wanted=False),
     "hybrid": Case(_stack, units=4),
-    "frozen embedding": Case(lambda: _freeze(_gpt(), "embedding")),
     "frozen part": Case(lambda: _freeze(_gpt(), "decoder.layers.0.mlp.linear_fc1"), units=1),
     # at stage 1 the border between ranks cuts a group of the moments in two
     "frozen later": Case(_gpt, after=_freeze_and_back, steps=4, base=3),
@@ -180,18 +171,11 @@ CASES = {
     "secondary partitions": Case(_gpt, zero={"zero_hpz_partition_size": 2}),
     "Megatron's": Case(lambda: _gpt(False), wanted=True),
     "Megatron's, not asked for": Case(lambda: _gpt(False), units=0),
-    "Megatron's hybrid": Case(lambda: _stack(False), wanted=True, units=4),
     "Hugging Face's, converted": Case(_llama, _by_keyword),
-    "Hugging Face's, recomputed": Case(lambda: _llama(checkpoints=True), _by_keyword, coat=COMPRESS),
     # BF16 products keep the weights themselves, which ZeRO-3 empties: other bytes than at stage 1
     "Hugging Face's": Case(_llama, _by_keyword, coat={"activations": False}, wanted=True, base=3),
 }  # fmt: skip
 FOUR_RANKS = ["small buckets"]
-# the same paths are taken by others together
-LONG = {
-    *("nothing released", "not reentrant", "Megatron's hybrid", "Hugging Face's, recomputed"),
-    *("frozen embedding", "small buckets", "biases"),
-}
 
 
 def _engine(case: Case, stage: int, wanted: str | bool):
@@ -331,8 +315,7 @@ def check(name: str, units: dict, base: dict) -> None:
 
 @pytest.fixture(scope="module")
 def two(tmp_path_factory):
-    names = [name for name in CASES if TEST_ALL or name not in LONG]
-    return run_distributed(work, 2, "gloo", names, None, str(tmp_path_factory.mktemp("checkpoints")))
+    return run_distributed(work, 2, "gloo", list(CASES), None, str(tmp_path_factory.mktemp("checkpoints")))
 
 
 @pytest.fixture(scope="module")
@@ -341,13 +324,7 @@ def four():
     return run_distributed(work, 4, "gloo", FOUR_RANKS, 3, "")
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(name, marks=pytest.mark.long("paths that other cases take")) if name in LONG else name
-        for name in CASES
-    ],
-)
+@pytest.mark.parametrize("name", CASES)
 def test_units_compute_what_stage_1_computes(two, name):
     """To the bit: BF16 sums of two ranks have one order, and the mean of two is exact."""
     for rank in two:
@@ -361,7 +338,7 @@ def test_on_four_ranks(four, name):
 
 
 def test_the_log_says_which_layers_are_units(two):
-    said = {name: two[0][name][0]["said"] for name in CASES if name in two[0]}
+    said = {name: two[0][name][0]["said"] for name in CASES}
     assert "ZeRO-3 gathers 2 of 2 layers whole" in said["sqrt8"]
     assert "module by module" not in said["sqrt8"]
     assert (
