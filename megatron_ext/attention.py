@@ -15,8 +15,9 @@ from megatron.core.transformer.utils import is_layer_window_attention
 from torch.nn.attention import SDPBackend
 
 from coat_ds.config import ActivationsConfig
+from coat_ds.layers.conversion import attended, grouped
 from coat_ds.layers.hooks import before_hooks
-from coat_ds.layers.inventory import Part, attended, grouped
+from coat_ds.layers.inventory import Part
 from coat_kernels.attention import BACKENDS, causal_attention
 from coat_kernels.groups import DEFAULT_FORMAT
 

@@ -16,7 +16,8 @@ from megatron.core.transformer.moe.experts import SequentialMLP
 from megatron.core.transformer.utils import make_sharded_object_for_checkpoint
 
 from coat_ds.config import ActivationsConfig, CoatConfigError
-from coat_ds.layers.inventory import Part, grouped
+from coat_ds.layers.conversion import grouped
+from coat_ds.layers.inventory import Part
 from coat_kernels.experts import KernelGate, OwnGate, permuted_experts
 
 from .blocks import wait_for_parameters

@@ -12,9 +12,10 @@ import torch
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 
 from coat_ds.config import ActivationsConfig
+from coat_ds.layers.conversion import multiplied
 from coat_ds.layers.formats import formats
 from coat_ds.layers.hooks import after_pre_hooks
-from coat_ds.layers.inventory import Part, multiplied
+from coat_ds.layers.inventory import Part
 from coat_ds.layers.replaced import is_evaluated
 from coat_kernels.autograd import once_differentiable
 from coat_kernels.linear import LinearOptions, fp8_linear

@@ -5,8 +5,9 @@ import torch.nn.functional as F
 from megatron.core.activations import squared_relu
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
 
+from coat_ds.layers.conversion import grouped
 from coat_ds.layers.hooks import after_pre_hooks
-from coat_ds.layers.inventory import Part, grouped
+from coat_ds.layers.inventory import Part
 from coat_kernels.activation import activation
 from coat_kernels.blocks import ActivationOptions, activation_options
 

@@ -5,8 +5,9 @@ import torch
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 
 from coat_ds.config import ActivationsConfig
+from coat_ds.layers.conversion import grouped
 from coat_ds.layers.hooks import before_hooks
-from coat_ds.layers.inventory import Part, grouped
+from coat_ds.layers.inventory import Part
 from coat_kernels.blocks import NormOptions, norm_options
 from coat_kernels.head_norm import head_norm
 from coat_kernels.norm import layer_norm, rms_norm

@@ -1,21 +1,25 @@
 """What `convert` did to a model."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from torch import nn
 
 from coat_ds.config import ActivationsConfig
+from coat_ds.layers.formats import formats
+from coat_kernels.linear import LinearFormats
 
-KINDS = ("linear", "norm", "feed_forward", "attention", "layer")
-_NAMES = {
-    "linear": ("linear layer multiplies", "linear layers multiply", "in FP8"),
-    "norm": ("norm saves", "norms save", "in 8 bits"),
-    "feed_forward": ("feed-forward activation saves", "feed-forward activations save", "in 8 bits"),
-    "attention": ("attention saves", "attentions save", "in {attention}"),
-    "layer": ("layer can run", "layers can run", "as fused blocks"),
+# kinds of modules, as the report calls several of them
+PLURALS = {
+    "linear": "linear layers",
+    "norm": "norms",
+    "feed_forward": "feed-forwards",
+    "attention": "attentions",
+    "layer": "layers",
 }
-# how many names of modules that stay a line shows
-NAMED = 4
+KINDS = tuple(PLURALS)
+# how many names of modules the report lists for a reason
+NAMED = 3
 
 ATTRIBUTE = "coat_conversion"
 
@@ -49,20 +53,9 @@ class Conversion:
 
     def summary(self) -> str:
         """One line for the log."""
-        fmt = self.activations.attention_format
-        parts = []
-        for kind, (one, many, how) in _NAMES.items():
-            done, found = len(self.converted[kind]), self.found[kind]
-            if found:
-                attention = "BF16" if fmt == "bf16" else "8 bits"
-                what = one if found == 1 else many
-                parts.append(f"{done} of {found} {what} {how.format(attention=attention)}")
-        line = ", ".join(parts) or "nothing was converted"
-        if self.left:
-            names = [f"{name or 'the model'} ({reason})" for name, reason in self.left.items()]
-            more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
-            line += f"; left: {', '.join(names[:NAMED])}{more}"
-        return line
+        converted = {kind: len(names) for kind, names in self.converted.items() if names}
+        made = {kind: {how_of(kind, self.activations): number} for kind, number in converted.items()}
+        return report(made, self.found["linear"], self.left)
 
     def idle_keys(self) -> list[str]:
         """A line for each key of the block that has no effect on this model."""
@@ -92,6 +85,62 @@ class Conversion:
             from coat_ds.layers.attention import register
 
             register()
+
+
+def report(made: Mapping[str, Mapping[str, int]], linears: int, left: Mapping[str, str]) -> str:
+    """What the layers of a model compute and save, in one line.
+
+    made: by kind of module and by how it computes or saves, the number of modules. linears: the number of all
+        linear layers.
+    left: by name of a module, why it stays as the framework made it.
+    """
+    (multiplied, *others) = made.get("linear", {}).items() or [("", 0)]
+    parts = [f"{sum(made.get('linear', {}).values())} of {linears} linear layers in FP8"]
+    if others:
+        parts += [f"{number} in {how}" for how, number in (multiplied, *others)]
+    elif multiplied[0]:
+        parts[0] += f" ({multiplied[0]})"
+    for kind, plural in PLURALS.items():
+        if kind != "linear":
+            parts += [f"{number} {plural} {how}" for how, number in sorted(made.get(kind, {}).items())]
+    reasons: dict[str, list[str]] = {}
+    for name, why in left.items():
+        reasons.setdefault(why, []).append(name or "the model")
+    for why, names in reasons.items():
+        listed = ", ".join(names[:NAMED]) + (", ..." if len(names) > NAMED else "")
+        parts.append(f"{len(names)} left as before ({listed}): {why}")
+    return "; ".join(parts)
+
+
+def how_of(kind: str, activations: ActivationsConfig) -> str:
+    """How converted modules of a kind compute or save, for the report."""
+    if kind == "linear":
+        return multiplied(formats(activations), activations)
+    if kind == "layer":
+        return "run as fused blocks"
+    return attended(activations) if kind == "attention" else grouped(activations)
+
+
+def multiplied(linear: LinearFormats, activations: ActivationsConfig) -> str:
+    """The formats of GEMMs."""
+    how = f"{linear.forward.name}, gradients in {linear.backward.name}"
+    return f"{how}, evaluation as stock layers" if activations.evaluation == "stock" else how
+
+
+def grouped(activations: ActivationsConfig) -> str:
+    """How an activation is saved."""
+    return f"save 8 bits ({activations.saved_format}, groups of {activations.group_size})"
+
+
+def attended(activations: ActivationsConfig) -> str:
+    """How attention's tensors are saved."""
+    kept = activations.attention_format
+    if kept == "bf16":
+        return "save BF16"
+    if kept == "recompute":
+        # by itself attention cannot recompute its inputs
+        return f"{grouped(activations)}, in fused blocks the output alone"
+    return f"save 8 bits ({kept}, groups of {activations.group_size})"
 
 
 def holder_of(model: nn.Module) -> nn.Module | None:

@@ -10,28 +10,16 @@ from typing import NamedTuple
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from coat_ds.config import ActivationsConfig
 from coat_ds.layers.attention import STATE
-from coat_ds.layers.conversion import Conversion, conversion_of, holder_of
-from coat_ds.layers.formats import formats
+from coat_ds.layers.conversion import Conversion, conversion_of, holder_of, how_of, report
 from coat_ds.layers.replaced import replaced
-from coat_kernels.linear import LinearFormats
 
-PLURALS = {
-    "linear": "linear layers",
-    "norm": "norms",
-    "feed_forward": "feed-forwards",
-    "attention": "attentions",
-    "layer": "layers",
-}
-# how many names of modules that stay a line shows
-NAMED = 3
 # of all parameters: smaller ones, such as norms, are not in the line
 LEAST_SHARE = 0.001
 
 
 class Part(NamedTuple):
-    """What a module does: its kind, one of `PLURALS`, how, and why if it stays as the framework made it."""
+    """A module: its kind, one of `conversion.KINDS`, how it computes, and why if it stays as it was."""
 
     kind: str
     how: str | None
@@ -63,21 +51,11 @@ class Layers:
 
     def summary(self) -> str:
         """One line."""
-        made, linears = self.count("linear")
-        parts = [f"{made} of {linears} linear layers in FP8"]
-        for kind, plural in PLURALS.items():
-            for how, number in sorted(self.made.get(kind, {}).items()):
-                parts.append(f"{number} {plural} {how}")
-        reasons: dict[str, list[str]] = {}
-        for name, why in self.left.items():
-            reasons.setdefault(why, []).append(name or "the model")
-        for why, names in reasons.items():
-            listed = ", ".join(names[:NAMED]) + (", ..." if len(names) > NAMED else "")
-            parts.append(f"left as they are {len(names)} ({listed}): {why}")
+        line = report(self.made, self.found.get("linear", 0), self.left)
         shares = [f"{kind} {share:.1%}" for kind, share in self.weights_left.items() if share >= LEAST_SHARE]
-        if made and shares:
-            parts.append(f"weights outside of FP8, of all parameters: {', '.join(shares)}")
-        return "; ".join(parts)
+        if self.in_fp8 and shares:
+            line += f"; parameters that no FP8 GEMM reads: {', '.join(shares)}"
+        return line
 
     def _take(self, name: str, part: Part) -> None:
         self.found[part.kind] = self.found.get(part.kind, 0) + 1
@@ -132,7 +110,7 @@ def _count_converted(layers: Layers, model: nn.Module, conversion: Conversion) -
         for name in names:
             module = modules.get(name)
             there = module is not None and (STATE in vars(module) or replaced(module) is not None)
-            how = _how(kind, conversion.activations) if there else None
+            how = how_of(kind, conversion.activations) if there else None
             layers._take(prefix + name, Part(kind, how, "exchanged since it was converted"))
     for kind, found in conversion.found.items():
         left = found - len(conversion.converted[kind])
@@ -140,37 +118,6 @@ def _count_converted(layers: Layers, model: nn.Module, conversion: Conversion) -
     layers.left.update({prefix + name: why for name, why in conversion.left.items()})
     spoken_of = {*conversion.left, *(n for names in conversion.converted.values() for n in names)}
     return {prefix + name for name in spoken_of}
-
-
-def _how(kind: str, activations: ActivationsConfig) -> str:
-    """What converted modules of a kind do."""
-    if kind == "linear":
-        return multiplied(formats(activations), activations)
-    if kind == "layer":
-        return "can run as fused blocks"
-    return attended(activations) if kind == "attention" else grouped(activations)
-
-
-def multiplied(linear: LinearFormats, activations: ActivationsConfig) -> str:
-    """How linear layers compute, for the log."""
-    how = f"multiply in {linear.forward.name}, gradients in {linear.backward.name}"
-    return f"{how}, evaluation as stock layers" if activations.evaluation == "stock" else how
-
-
-def grouped(activations: ActivationsConfig) -> str:
-    """How activations are kept, for the log."""
-    return f"keep {activations.saved_format} 1x{activations.group_size}"
-
-
-def attended(activations: ActivationsConfig) -> str:
-    """How attention is kept, for the log."""
-    kept = activations.attention_format
-    if kept == "bf16":
-        return "keep BF16"
-    if kept == "recompute":
-        # by itself attention cannot recompute its inputs
-        return f"{grouped(activations)}, in fused blocks the output alone"
-    return f"keep {kept} 1x{activations.group_size}"
 
 
 def _is_linear(module: nn.Module) -> bool:

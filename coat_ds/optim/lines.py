@@ -25,7 +25,7 @@ def states_line(optimizer, held: Mapping[str, Any]) -> str:
     held: what `state_bytes` gives, or `planned_bytes`.
     """
     by_codec = ", ".join(f"{size:,} in {name}" for name, size in sorted(held["by_codec"].items()))
-    line = f"AdamW states {held['bytes_per_parameter']:.3f} bytes per parameter ({by_codec})"
+    line = f"AdamW states {held['bytes_per_parameter']:.3f} bytes per parameter, 8 in FP32 ({by_codec})"
     found = {
         rounds_stochastically(group, codec)
         for i, group in enumerate(optimizer.param_groups)

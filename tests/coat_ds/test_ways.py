@@ -21,16 +21,14 @@ def two(tmp_path_factory):
 
 
 HOSTED = ["Trainer", "Trainer with sections", "SFT", "Accelerate"]
-WHOLE = (
-    "14 of 15 linear layers in FP8; 14 linear layers multiply in e4m3, gradients in e5m2; 5 norms keep sqrt8"
-)
+WHOLE = "14 of 15 linear layers in FP8 (e4m3, gradients in e5m2); 5 norms save 8 bits (sqrt8"
 
 
 @pytest.mark.parametrize("name", HOSTED)
 def test_the_json_is_enough(two, name):
     for number, rank in enumerate(two):
         found = rank[name]
-        assert WHOLE in found["coat"] and "2 feed-forwards keep sqrt8 1x16" in found["coat"]
+        assert WHOLE in found["coat"] and "2 feed-forwards save 8 bits (sqrt8, groups of 16)" in found["coat"]
         assert "(lm_head): the head" in found["coat"] and "in log8" in found["coat"]
         assert len(found["losses"]) == STEPS and found["losses"][-1] < found["losses"][0] - 0.05
         # on rank 0 one line, and one of what is kept for backward
@@ -73,7 +71,7 @@ def test_trainer_without_deepspeed(two):
     for rank in two:
         found = rank["without DeepSpeed"]
         assert found["used"] and found["keys"] and {"ratio8", "log8", "fp32"} == set(found["bytes"])
-        assert found["summary"].startswith("14 of 15 linear layers multiply in FP8")
+        assert found["summary"].startswith("14 of 15 linear layers in FP8")
         assert found["losses"] == pytest.approx(rank["Trainer"]["losses"], rel=2e-2)
 
 
@@ -171,11 +169,11 @@ MEETINGS = {
     "first engine": ["14 of 15 linear layers in FP8", "gradients in e5m2"],
     "second engine": ["14 of 15 linear layers in FP8", "gradients in e4m3"],
     "third engine": ["AdamW states 2.", "), exp_avg_sq rounded to nearest"],
-    "FP16": ["0 of 15 linear layers in FP8", "left as they are 15", "fp16.enabled is true"],
+    "FP16": ["0 of 15 linear layers in FP8", "15 left as before", "fp16.enabled is true"],
     "FP16, asked for": ["error: coat.activations.enabled: found True, but fp16.enabled", "Set"],
     "loaded in FP16": ["14 of 15 linear layers in FP8"],
     "loaded in FP16, DeepSpeed's old key": ["14 of 15 linear layers in FP8"],
-    "recomputed": ["2 attentions keep sqrt8 1x16, in fused blocks the output alone"],
+    "recomputed": ["2 attentions save 8 bits (sqrt8, groups of 16), in fused blocks the output alone"],
     "odd sizes": ["0 of 2 linear layers in FP8", "(0): 10 x 10, not multiples of 16"],
     "odd sizes, required": ["error: coat.activations.enabled: found True, but 0 of 2", "require"],
 }  # fmt: skip

@@ -149,14 +149,14 @@ def test_layers_do_what_they_would_if_they_had_been_built_so(found, model, wante
 def test_engine_says_what_layers_are(found):
     layers, said = found["engine"]
     assert layers.count("linear") == (8, 9) and layers.made == {
-        "linear": {"multiply in e4m3, gradients in e4m3": 8},
-        "norm": {"keep e4m3 1x32": 4},
-        "feed_forward": {"keep e4m3 1x32": 2},
-        "attention": {"keep sqrt8 1x32": 2},
+        "linear": {"e4m3, gradients in e4m3": 8},
+        "norm": {"save 8 bits (e4m3, groups of 32)": 4},
+        "feed_forward": {"save 8 bits (e4m3, groups of 32)": 2},
+        "attention": {"save 8 bits (sqrt8, groups of 32)": 2},
     }
     assert layers.left == {"output_layer": "the model's own"}
-    assert "8 of 9 linear layers in FP8; 8 linear layers multiply in e4m3, gradients in e4m3" in said
-    assert "left as they are 1 (output_layer): the model's own" in said
+    assert "8 of 9 linear layers in FP8 (e4m3, gradients in e4m3)" in said
+    assert "1 left as before (output_layer): the model's own" in said
     ((level, line),) = found["lines"]
     assert level == "INFO" and line.endswith(said)
 
@@ -164,7 +164,7 @@ def test_engine_says_what_layers_are(found):
 def test_a_block_that_says_nothing_leaves_layers_as_they_were_told(found):
     assert found["silent block"] == found["told the same"] == found["engine"][0]
     linears = found["file, silent block"].made["linear"]
-    assert linears == {"multiply in e4m3, gradients in e4m3": 8}
+    assert linears == {"e4m3, gradients in e4m3": 8}
 
 
 @pytest.mark.parametrize(

@@ -89,9 +89,9 @@ def test_plain_torch(norm, act):
     stock = plain(norm, act)
     model = coat_ds.convert(copy.deepcopy(stock))
     assert coat_ds.conversion_of(model).converted["feed_forward"] == ["0.act", "1.act"]
-    assert coat_ds.conversion_of(model).summary() == (
-        "4 of 4 linear layers multiply in FP8, 2 of 2 norms save in 8 bits, 2 of 2 feed-forward activations "
-        "save in 8 bits"
+    summary = coat_ds.conversion_of(model).summary()
+    assert all(
+        words in summary for words in ("4 of 4 linear layers", "2 norms save 8 bits", "2 feed-forwards")
     )
     x, grad = torch.randn(2, 3, 40, 64).bfloat16()
     found, expected = ([m(x)] for m in (model, stock))
@@ -243,7 +243,7 @@ def test_linear_layers_of_other_weights_are_counted():
         "1": "more than a weight and a bias",
         "2": "a weight that is made of others in each forward",
     }
-    assert conversion.summary().startswith("1 of 4 linear layers multiply in FP8")
+    assert conversion.summary().startswith("1 of 4 linear layers in FP8")
 
 
 def test_activations_that_work_in_place_stay():
@@ -264,9 +264,7 @@ def test_the_filter_and_the_reasons():
     conversion = coat_ds.conversion_of(model)
     assert conversion.left["model.layers.0.mlp.up_proj"] == "the filter"
     assert len(conversion.converted["linear"]) == 7
-    assert conversion.summary().startswith(
-        "7 of 15 linear layers multiply in FP8, 3 of 5 norms save in 8 bits"
-    )
+    assert conversion.summary().startswith("7 of 15 linear layers in FP8")
     model = coat_ds.convert(LLAMA.build(), filter=lambda name, module: not name.endswith("layers.1"))
     assert coat_ds.conversion_of(model).converted["layer"] == ["model.layers.0"]
     none = coat_ds.convert(nn.Sequential(nn.Linear(64, 72)), filter=lambda name, module: False)
@@ -314,7 +312,7 @@ def test_many_experts_save_8_bits_and_multiply_in_bf16():
     assert conversion.left[name].startswith("24 experts multiply in one grouped BF16 product")
     assert name in conversion.converted["feed_forward"] and name not in conversion.converted["linear"]
     assert len(conversion.converted["linear"]) == 8 and len(conversion.converted["norm"]) == 9
-    assert "2 feed-forwards keep sqrt8 1x16" in layers_of(model, "").summary()
+    assert "2 feed-forwards save 8 bits (sqrt8, groups of 16)" in layers_of(model, "").summary()
 
 
 def test_groups_that_do_not_divide_experts_leave_them():

@@ -128,7 +128,7 @@ def test_lora(before):
         layer = "base_model.model.model.layers.0"
         assert conversion.left[f"{layer}.self_attn.q_proj.lora_A.default"] == "an adapter"
         assert conversion.left[layer] == "no fused block, since its q_proj has an adapter"
-        assert "0 of 2 layers can run as fused blocks" in conversion.summary()
+        assert "as fused blocks" not in conversion.summary()
     found = run(model, batch)
     assert all("lora" in name for name in found[1])
     assert relative(found[1], stock[1]) < fp8_bound(14)

@@ -281,7 +281,7 @@ def test_experts_that_are_left_count_as_a_linear_layer():
     model = build("GptOss", num_local_experts=4, intermediate_size=40)
     conversion = coat_ds.conversion_of(coat_ds.convert(model, {"group_size": 128}))
     assert conversion.left["model.layers.0.mlp.experts"] == "experts of 64 x 40, not multiples of 16 and 128"
-    assert conversion.summary().startswith("4 of 6 linear layers multiply in FP8")
+    assert conversion.summary().startswith("4 of 6 linear layers in FP8")
     assert conversion.found["feed_forward"] == 1
 
 
