@@ -15,17 +15,17 @@ from coat_ds.zero.switch import install, uninstall
 if TYPE_CHECKING:
     # what type checkers see of the names below
     from coat_ds import plan, watch
+    from coat_ds.checkpointing import compressed_checkpoints
     from coat_ds.config import CoatConfig, CoatConfigError
     from coat_ds.layers.convert import conversion_of, convert, unconvert
     from coat_ds.optim.accounting import state_bytes
     from coat_ds.optim.optimizer import CoatAdamW
-    from coat_kernels.saved import compressed_checkpoints
 
 _HOMES = {
     "CoatAdamW": "coat_ds.optim.optimizer",
     "CoatConfig": "coat_ds.config",
     "CoatConfigError": "coat_ds.config",
-    "compressed_checkpoints": "coat_kernels.saved",
+    "compressed_checkpoints": "coat_ds.checkpointing",
     "conversion_of": "coat_ds.layers.convert",
     "convert": "coat_ds.layers.convert",
     "state_bytes": "coat_ds.optim.accounting",

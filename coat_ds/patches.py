@@ -20,7 +20,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from types import ModuleType
+from types import CodeType, ModuleType
 from typing import Any, NamedTuple
 
 from coat_ds.versions import DEEPSPEED, MEGATRON_CORE, TORCH
@@ -32,6 +32,7 @@ SUPPORTED = {
 }
 # by name: this file is below all of them, and Megatron's adapter may not be importable
 DECLARED_IN = (
+    "coat_ds.checkpointing",
     "coat_ds.zero.switch",
     "coat_ds.zero.engine",
     "coat_ds.zero.guards",
@@ -43,6 +44,8 @@ DECLARED_IN = (
     "coat_ds.zero.layer_units",
     "coat_ds.zero.recompute",
     "coat_ds.zero.watch",
+    "megatron_ext.moe",
+    "megatron_ext.latent",
     "megatron_ext.optimizer",
     "megatron_ext.places",
     "megatron_ext.process_groups",
@@ -108,6 +111,8 @@ class Patch:
     """The attribute is none of the class that the target names, which sets or reads it on objects."""
     optional: bool = False
     """Some supported versions do not have it, and need no patch."""
+    missing: bool = False
+    """The framework reads the attribute and does not have it."""
     way_out: str = ""
     """How to do without the patch, for messages."""
 
@@ -139,18 +144,20 @@ class Patch:
     def check(self, on: Any = None) -> None:
         """Raises PatchError unless the framework, or `on`, has what is relied on."""
         if self.instance and on is None:
-            if self.attribute not in _source(self.owner()):
-                raise self._error("a class that does not name it")
+            if self.attribute not in _names(self.owner()):
+                raise self._error("a class that does not use it")
             return
         owner = self.owner() if on is None else on
         found = getattr(owner, self.attribute, _ABSENT)
         if found is _ABSENT:
+            if self.missing:
+                return
             raise self._error("nothing")
         self._check_signature(found)
         if self.used_by is not None:
             module = sys.modules[self.target.partition(":")[0]]
             user = _follow(module, self.used_by)
-            if user is _ABSENT or self.attribute not in _source(user):
+            if user is _ABSENT or self.attribute not in _names(user):
                 raise self._error(f"that {self.used_by or module.__name__} does not look it up")
 
     def _check_signature(self, found: Any) -> None:
@@ -186,10 +193,10 @@ class Patch:
         if record is None:
             return None
         owner = _follow_imported(self.target) if on is None else on
-        found = getattr(owner, self.attribute, None)
-        while found is not None and found is not record.replacement:
-            found = getattr(found, "__wrapped__", None)
-        return None if found is None else record
+        found = getattr(owner, self.attribute, _ABSENT)
+        while found is not _ABSENT and found is not record.replacement:
+            found = getattr(found, "__wrapped__", _ABSENT)
+        return None if found is _ABSENT else record
 
     def original(self, on: Any = None) -> Any:
         """What the framework has, whether it is patched or not."""
@@ -212,7 +219,7 @@ class Patch:
             if checked:
                 self.check(on)
             owner = self.owner() if on is None else on
-            original = getattr(owner, self.attribute)
+            original = getattr(owner, self.attribute, _ABSENT)
             record = Record(vars(owner).get(self.attribute, _ABSENT), original, make(original))
             setattr(owner, self.attribute, record.replacement)
             if on is None:
@@ -240,7 +247,7 @@ class Patch:
                 return False
             if record.before is not _ABSENT:
                 setattr(owner, self.attribute, record.before)
-            elif isinstance(owner, ModuleType):
+            elif isinstance(owner, ModuleType) and record.original is not _ABSENT:
                 # a module that computes its attributes, as torch's configs
                 setattr(owner, self.attribute, record.original)
             else:
@@ -367,9 +374,13 @@ def _follow_imported(target: str) -> Any:
     return _follow(sys.modules.get(module, _ABSENT), path.rpartition(".")[0])
 
 
-def _source(x: Any) -> str:
-    """The source of a module, class or function."""
-    try:
-        return inspect.getsource(inspect.unwrap(x) if callable(x) else x)
-    except (OSError, TypeError):
-        return ""
+def _names(x: Any) -> set[str]:
+    """The names of globals and attributes that the code of a module, class or function uses."""
+    if isinstance(x, CodeType):
+        return {*x.co_names, *(name for c in x.co_consts if isinstance(c, CodeType) for name in _names(c))}
+    if isinstance(x, type | ModuleType):
+        own = x.__name__ if isinstance(x, ModuleType) else x.__module__
+        inside = [v for v in vars(x).values() if getattr(v, "__module__", None) == own]
+        inside += [f for v in vars(x).values() if isinstance(v, property) for f in (v.fget, v.fset) if f]
+        return {name for part in inside for name in _names(part)}
+    return _names(getattr(inspect.unwrap(getattr(x, "__func__", x)), "__code__", (lambda: 0).__code__))

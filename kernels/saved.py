@@ -12,21 +12,19 @@ whole forward the hooks would also pack what the loss saves, which FP8 is too co
 autograd does not notice that a tensor was changed in place before backward, so the hooks compare versions
 themselves.
 
-The two functions by which `torch.utils.checkpoint` saves inputs are patched once, when the first context
-opens, so it does not matter where a model imported `checkpoint` from. The patch looks up the context that is
-open in its own thread, and without one does what torch does. Regions inside `torch.compile` save their inputs
-unchanged.
+`coat_ds.checkpointing` patches the two functions by which `torch.utils.checkpoint` saves inputs, once, when
+the first context opens, so it does not matter where a model imported `checkpoint` from. The patch looks up
+the context that is open in its own thread, and without one does what torch does. Regions inside
+`torch.compile` save their inputs unchanged.
 """
 
 import contextlib
 import copy
 import functools
 import math
-import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextvars import ContextVar
-from types import ModuleType
 from typing import Any, Self
 
 import torch
@@ -49,7 +47,6 @@ ROW = 1024
 open_group_size: ContextVar[int | None] = ContextVar("open_group_size", default=None)
 # the inputs of a region inside a region are recomputed by the outer one, not saved
 in_region: ContextVar[bool] = ContextVar("in_region", default=False)
-_replacing = threading.Lock()
 
 
 def compressing() -> int | None:
@@ -222,7 +219,10 @@ def packing_function(
     return type(cls.__name__, (cls,), {"__doc__": cls.__doc__, "apply": classmethod(apply)})
 
 
-def _packing_generator(generator):
+def packing_generator(generator: Callable) -> Callable:
+    """The generator by which torch's checkpoint runs a region that is not reentrant. Its inputs are packed
+    where a `compressed_checkpoints` is open."""
+
     @functools.wraps(generator)
     def packing(function, *args, **kwargs):
         size = compressing()
@@ -235,47 +235,3 @@ def _packing_generator(generator):
             return (yield from generator(region(function, choices), *args, **kwargs))
 
     return packing
-
-
-def generator_name() -> str:
-    """What `torch.utils.checkpoint.checkpoint` calls unless it is reentrant, which torch 2.14 renamed."""
-    name = "_checkpoint_without_reentrant_generator"
-    return f"{name}_impl" if hasattr(torch.utils.checkpoint, f"{name}_impl") else name
-
-
-def replace_once(owner: Any, name: str, make: Callable[[Any], Any]) -> None:
-    """Replaces an attribute of `owner` by `make(attribute)`, which keeps the old one as `coat_original`. Does
-    nothing the second time."""
-    with _replacing:
-        found = getattr(owner, name)
-        if not hasattr(found, "coat_original"):
-            made = make(found)
-            made.coat_original = found
-            setattr(owner, name, made)
-
-
-@contextlib.contextmanager
-def compressed_checkpoints(group_size: int = 128, modules: Iterable[ModuleType] = ()) -> Iterator[None]:
-    """A context for a forward pass, in which `torch.utils.checkpoint` (reentrant or not) saves inputs in FP8.
-
-    Backward may run outside of it. It holds for this thread, or task, alone, and ends with any exception.
-    group_size: elements that share a scale: 16, 32, 64 or 128.
-    modules: others, beside torch's, with a `CheckpointFunction` that saves its inputs by `save_for_backward`.
-
-    Raises ValueError for another group size.
-    """
-    if group_size not in GROUP_SIZES:
-        listed = ", ".join(map(str, GROUP_SIZES))
-        raise ValueError(f"compressed_checkpoints: group_size must be one of {listed}; found {group_size!r}.")
-    stock = torch.utils.checkpoint
-    replace_once(stock, generator_name(), _packing_generator)
-    for module in (stock, *modules):
-        replace_once(module, "CheckpointFunction", packing_function)
-    size = open_group_size.set(group_size)
-    # a generator that an exception left is closed later than this
-    inside = in_region.set(in_region.get())
-    try:
-        yield
-    finally:
-        in_region.reset(inside)
-        open_group_size.reset(size)

@@ -4,8 +4,6 @@ Megatron's own layer with other parts. Queries, keys and values are projected up
 which go through norms that keep them in 8 bits; each linear layer behind a norm keeps nothing.
 """
 
-import logging
-
 import torch
 from megatron.core import __version__
 from megatron.core.extensions.transformer_engine import HAVE_TE
@@ -19,6 +17,7 @@ from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 
 from coat_ds.config import ActivationsConfig
 from coat_ds.layers.hooks import after_pre_hooks
+from coat_ds.patches import Patch
 from coat_kernels.autograd import once_differentiable
 from coat_kernels.parallel import all_reduce
 
@@ -26,8 +25,6 @@ from .attention import check_context_parallel
 from .linear import CoatColumnParallelLinear, CoatRowParallelLinear, keep_bias
 from .norm import CoatNorm
 from .settings import TakesActivations
-
-logger = logging.getLogger(__name__)
 
 # since megatron-core 0.19 also those that are not compressed
 NORMS_ALL_QUERIES = hasattr(MLASelfAttention, "_resolve_qk_norm_config")
@@ -50,12 +47,19 @@ def check_latent_attention(config) -> None:
         )
 
 
+HAS_TE = Patch(
+    "latent attention without Transformer Engine",
+    "megatron-core",
+    "megatron.core.transformer.multi_latent_attention:HAVE_TE",
+    "megatron-core 0.16 takes stand-ins of Transformer Engine's classes for classes",
+)
+
+
 def repair_latent_attention() -> None:
     """Tells latent attention of megatron-core 0.16 whether Transformer Engine is there, as later versions do.
     It takes stand-ins of its classes for classes. May be called again."""
     if multi_latent_attention.HAVE_TE != HAVE_TE:
-        multi_latent_attention.HAVE_TE = HAVE_TE
-        logger.info("set %s.HAVE_TE to %s", multi_latent_attention.__name__, HAVE_TE)
+        HAS_TE.apply(lambda _: HAVE_TE)
 
 
 class _SummedGradient(torch.autograd.Function):

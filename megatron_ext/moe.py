@@ -5,17 +5,15 @@ those of `--moe-grouped-gemm` in one grouped BF16 product (`grouped_experts.py`)
 scale of this rank's part: agreeing on one would be an all-reduce for each of many small GEMMs.
 """
 
-import logging
-
 from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.moe.experts import SequentialMLP
 from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
 from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
 
+from coat_ds.patches import Patch
+
 from .grouped_experts import CoatGroupedMLP
 from .mlp import CoatMLP, fp8_linears
-
-logger = logging.getLogger(__name__)
 
 
 def is_moe_layer(config, index: int) -> bool:
@@ -26,6 +24,15 @@ def is_moe_layer(config, index: int) -> bool:
     return index % every == 0 if isinstance(every, int) else bool(every[index])
 
 
+GEMM = Patch(
+    "router without Transformer Engine",
+    "megatron-core",
+    "megatron.core.transformer.moe.moe_utils:te_general_gemm",
+    "megatron-core 0.16 reads the name, and lacks it without Transformer Engine",
+    missing=True,
+)
+
+
 def repair_router() -> None:
     """Gives the router of megatron-core 0.16 a name that it reads and, without Transformer Engine, lacks.
 
@@ -33,8 +40,7 @@ def repair_router() -> None:
     """
     if not hasattr(moe_utils, "te_general_gemm"):
         # None stands for torch's GEMM, as in later versions
-        moe_utils.te_general_gemm = None
-        logger.info("set %s.te_general_gemm to None", moe_utils.__name__)
+        GEMM.apply(lambda _: None)
 
 
 class CoatSequentialMLP(SequentialMLP):

@@ -20,11 +20,11 @@ from typing import Any
 
 import torch
 
+from coat_ds.checkpointing import compressed_checkpoints
 from coat_ds.config import CoatConfigError
 from coat_ds.patches import Patch
 from coat_kernels.saved import (
     Packed,
-    compressed_checkpoints,
     compressing,
     is_activation,
     packed,

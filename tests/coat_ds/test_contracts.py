@@ -12,7 +12,7 @@ import deepspeed
 import pytest
 import torch
 
-from coat_kernels.saved import generator_name
+from coat_ds.checkpointing import generator_name
 from tests.util import run_distributed
 
 # module, name in it, arguments that are passed by name or position; None where only the name is used

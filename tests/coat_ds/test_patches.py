@@ -98,7 +98,7 @@ def test_apply_once_and_remove(declare, caplog):
         (f"{ENGINE}.there_is_no_such_method", {}, "nothing"),
         ("deepspeed.runtime.engine:NoEngine.step", {}, "nothing"),
         (f"{ENGINE}.step", {"used_by": "split_half_float_double_sparse"}, "does not look it up"),
-        (f"{ENGINE}.there_is_no_such_name", {"instance": True}, "does not name it"),
+        (f"{ENGINE}.there_is_no_such_name", {"instance": True}, "does not use it"),
     ],
     ids=str,
 )

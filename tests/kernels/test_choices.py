@@ -6,8 +6,9 @@ import pytest
 import torch
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
+from coat_ds.checkpointing import compressed_checkpoints
 from coat_kernels.choices import Choices
-from coat_kernels.saved import compressed_checkpoints, packed
+from coat_kernels.saved import packed
 
 TOKENS, WIDTH, EXPERTS, TAKEN = 512, 64, 8, 2
 GROUP = 64

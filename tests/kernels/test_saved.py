@@ -11,13 +11,13 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
 
+from coat_ds.checkpointing import compressed_checkpoints
 from coat_kernels import saved
 from coat_kernels.linear import fp8_linear
 from coat_kernels.norm import rms_norm
 from coat_kernels.origin import noted, origin_of
 from coat_kernels.saved import (
     Packed,
-    compressed_checkpoints,
     compressing,
     in_region,
     is_activation,

@@ -7,6 +7,7 @@ import torch
 
 import coat_ds
 from benchmarks.common.families import FAMILIES
+from coat_ds.checkpointing import compressed_checkpoints
 from coat_kernels import saved
 from tests.coat_ds.layers.measures import blocks_taken, run, same, saved_bytes
 
@@ -90,7 +91,7 @@ def test_compressed_checkpoints_keep_the_input_of_each_layer_in_fp8(name, reentr
     inputs, before = [], set(saved.alive_packed())
     for layer in model.model.layers:
         layer.register_forward_pre_hook(lambda _, args: inputs.append(args[0].numel()))
-    with saved.compressed_checkpoints():
+    with compressed_checkpoints():
         loss = model(**batch).loss
     found = sorted(p.shape.numel() for p in set(saved.alive_packed()) - before)
     assert found == sorted(inputs) and len(found) > 1

@@ -1,0 +1,53 @@
+"""FP8 inputs of the regions that `torch.utils.checkpoint` recomputes."""
+
+import contextlib
+from collections.abc import Iterator
+
+import torch.utils.checkpoint
+
+from coat_ds.patches import Patch
+from coat_kernels.saved import GROUP_SIZES, in_region, open_group_size, packing_function, packing_generator
+
+
+def generator_name() -> str:
+    """What `torch.utils.checkpoint.checkpoint` calls unless it is reentrant, which torch 2.14 renamed."""
+    name = "_checkpoint_without_reentrant_generator"
+    return f"{name}_impl" if hasattr(torch.utils.checkpoint, f"{name}_impl") else name
+
+
+GENERATOR, FUNCTION = (
+    Patch(
+        "compressed checkpoints",
+        "torch",
+        f"torch.utils.checkpoint:{name}",
+        "inputs of recomputed regions are saved in FP8 inside `compressed_checkpoints`",
+        expected=expected,
+        used_by="checkpoint",
+        way_out="or drop coat.checkpointing.compress",
+    )
+    for name, expected in ((generator_name(), "a generator"), ("CheckpointFunction", "a class"))
+)
+
+
+@contextlib.contextmanager
+def compressed_checkpoints(group_size: int = 128) -> Iterator[None]:
+    """A context for a forward pass, in which `torch.utils.checkpoint` (reentrant or not) saves inputs in FP8.
+
+    Backward may run outside of it. It holds for this thread, or task, alone, and ends with any exception.
+    group_size: elements that share a scale: 16, 32, 64 or 128.
+
+    Raises ValueError for another group size, PatchError for an unknown torch.
+    """
+    if group_size not in GROUP_SIZES:
+        listed = ", ".join(map(str, GROUP_SIZES))
+        raise ValueError(f"compressed_checkpoints: group_size must be one of {listed}; found {group_size!r}.")
+    GENERATOR.apply(packing_generator)
+    FUNCTION.apply(packing_function)
+    size = open_group_size.set(group_size)
+    # a generator that an exception left is closed later than this
+    inside = in_region.set(in_region.get())
+    try:
+        yield
+    finally:
+        in_region.reset(inside)
+        open_group_size.reset(size)
