@@ -88,19 +88,6 @@ def test_a_folder_of_transformers_gives_its_weights(tiny, text, tmp_path):
         pretrained.read(tmp_path / "folder")
 
 
-def test_sentences_are_found_in_prose_and_in_code():
-    wrapped = PROSE.replace("for many", "for\n    many")
-    docstring = f'def f():\n    """{wrapped}\n\n    x = 1. Not a sentence\n    """\n'
-    comment = f"x = 1\n\n    # {wrapped.replace('    ', '    # ')}\n    y = 2\n"
-    for found in map(cloze.sentences, (PROSE, docstring, comment)):
-        assert len(found) == 10
-        assert found[0] == ("The white house of the old man stood for many years beside the", "river")
-    assert cloze.sentences("It is short. And what of it ends with an x.") == []
-    assert cloze.sentences("It calls `f(x)`, and returns y=1.5 or nothing.") == [
-        ("It calls `f(x)`, and returns y=1.5 or", "nothing")
-    ]
-
-
 @pytest.mark.parametrize("knows", [True, False])
 def test_a_model_that_knows_the_words_is_right(text, tmp_path, knows):
     data, _ = prepare_text(argparse.Namespace(text=[text], work=tmp_path), benchmark.QUICK)

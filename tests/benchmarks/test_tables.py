@@ -48,32 +48,6 @@ def test_tables_follow_the_results(tmp_path):
         tables.page("performance.md", tmp_path)
 
 
-def test_fine_tuning_is_shown_over_seeds(tmp_path):
-    path = tmp_path / "finetune.csv"
-    with (RESULTS / path.name).open(newline="") as file:
-        rows = [row for row in csv.DictReader(file) if row["path"] == "hf" and row["seed"] == "1"][:2]
-    bf16 = rows[0] | {"system": "bf16", "val_loss": "1.1", "val_loss_bf16": "", "val_loss_fp8": "1.25"}
-    coat = rows[1] | {"system": "coat", "val_loss": "1.2", "val_loss_bf16": "1.15", "val_loss_fp8": ""}
-    rows = [bf16, bf16 | {"seed": "2"}, coat, coat | {"seed": "2", "val_loss": "1.3", "val_loss_bf16": ""}]
-    rows.append(coat | {"system": "coat-fastest", "seed": "3"})
-    with path.open("w", newline="") as file:
-        writer = csv.DictWriter(file, rows[0])
-        writer.writeheader()
-        writer.writerows(rows)
-    made = tables.BLOCKS["numerics.md"]["fine-tuning"](tables.Results(tmp_path)).splitlines()
-    head, _, stock, found, alone = (line.split(" | ") for line in made)
-    assert head[3:6] == ["after", "above BF16, in stock layers", "above BF16, in COAT's layers"]
-    assert stock[:2] == ["| BF16, transformers' model", "2"] and stock[4:6] == ["0.0000", "0.1500"]
-    assert found[1] == "2" and found[3:6] == ["1.2500 (1.2000 to 1.3000)", "0.0500 (1 of 2 seeds)", "0.1500"]
-    # of a seed that BF16 did not run
-    assert alone[1] == "1" and alone[4:6] == ["not measured", "not measured"]
-
-
-def test_marks_that_are_missing_are_named():
-    with pytest.raises(ValueError, match=r"a.md: expected marks of \['x'\], found \[\]"):
-        tables.filled("text", {"x": "table"}, "a.md")
-
-
 def test_no_figure_is_typed():
     for path in tables.DOCS.glob("*.md"):
         text = BLOCK.sub("", path.read_text())

@@ -102,22 +102,6 @@ def test_figures_are_taken_from_the_rows_that_are_named():
     assert math.isnan(verify.figures(LOSS._replace(how="above"), losses)[0])
 
 
-@pytest.mark.parametrize(
-    "column, value, said",
-    [
-        ("how", "guess", "how 'guess'"),
-        ("expected", "much", "'much'"),
-        ("tolerance", "3 GB", "a number and %"),
-    ],
-)
-def test_a_line_that_cannot_be_is_named(tmp_path, column, value, said):
-    path = tmp_path / "expected_results.csv"
-    shutil.copy(verify.EXPECTED, path)
-    change(path, {"name": SPEED.name}, **{column: value})
-    with pytest.raises(ValueError, match=f"line 2 .{SPEED.name}.: .*{said}"):
-        verify.load(path)
-
-
 def test_commands_are_those_of_the_benchmarks():
     parser = build_parser()
     lines = {one.command for one in verify.load()}

@@ -495,17 +495,6 @@ def test_loss_that_is_not_finite(tmp_path, train, whole):
     assert [other[step]["lr"] for step in (5, 6)] == [one[step]["lr"] for step in (3, 4)]
 
 
-def test_failures_without_end_stop_a_run(tmp_path, train):
-    ended = train("--non-finite", "skip", "--steps", 20, nan_at_steps=[0, 2, 20])
-    assert ended.codes == [1] and "Traceback" not in ended.text
-    assert "training diverged: loss nan at step 11" in ended.text and "in the last 10 steps" in ended.text
-    assert [step for step, found in measured(tmp_path).items() if "skipped" in found] == [*range(2, 11)]
-    shutil.rmtree(tmp_path / "run")
-    # ten, not in a row
-    ended = train("--non-finite", "skip", "--steps", 12, nan_at_steps=[0, 2, 12, 7])
-    assert ended.codes == [0], ended.text
-
-
 def test_each_step_has_a_batch_of_its_own(tmp_path, train, whole):
     """With weights that stay, a loss says which batch it is of. The last step ends a run, with a checkpoint,
     whether or not it is one of an interval, and whatever signal comes in it."""

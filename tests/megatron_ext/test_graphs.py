@@ -6,13 +6,10 @@ from dataclasses import replace
 import pytest
 import torch
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
-from torch.utils.checkpoint import checkpoint
 
 from coat_ds.config import ActivationsConfig, WatchConfig
-from coat_ds.watch import codes
 from coat_ds.watch.fallback import Fallback
-from coat_ds.watch.watch import Watch
-from coat_kernels.graphs import MOST_MOVES, MOST_SHAPES, WARM_UP, Recording, end_graphs, graphed_work
+from coat_kernels.graphs import MOST_MOVES, MOST_SHAPES, WARM_UP, end_graphs, graphed_work
 from coat_kernels.weights import invalidate_weight_caches
 from megatron_ext.blocks import dense_parts, uses_graphs
 from megatron_ext.layer_specs import coat_layer_spec
@@ -236,16 +233,6 @@ def test_nothing_that_waits_for_its_backward_is_overwritten(order, device):
     assert min(replayed) > 0
 
 
-def test_a_forward_without_a_backward(device):
-    layer, plain = recorded(device)
-    a, b, *_ = inputs(device)
-    dropped = run(layer, a)
-    del dropped
-    found = gradients(layer, *run(layer, b), a)
-    assert all(map(torch.equal, found, gradients(plain, *run(plain, b), a)))
-    assert layer.graphs.count == 1
-
-
 def test_a_second_backward(device):
     layer, plain = recorded(device)
     a, b, *_ = inputs(device)
@@ -341,17 +328,6 @@ def test_weights_written_behind_a_cache(device):
     assert layer.graphs.count == 1
 
 
-@pytest.mark.parametrize("reentrant", [True, False])
-def test_what_is_recomputed_is_launched(reentrant, device):
-    layer, plain = (build(graphs, layers=1).decoder.layers[0] for graphs in (True, False))
-    for x in inputs(device):
-        leaf = x.clone().requires_grad_()
-        y = checkpoint(lambda h: layer(h, attention_mask=None)[0], leaf, use_reentrant=reentrant)
-        found = gradients(layer, leaf, y, x)
-        assert all(map(torch.equal, found, gradients(plain, *run(plain, x), x)))
-    assert layer.graphs.count == 0
-
-
 def test_where_graphs_are_taken_by_themselves(device):
     layer = build("auto", layers=1).decoder.layers[0]
     parts = dense_parts(layer)
@@ -406,38 +382,3 @@ def test_a_layer_that_falls_back_and_returns_is_recorded_anew(device):
         assert layer.graphs.count == int(not fallen)
         found = gradients(layer, *run(layer, inputs(device)[0]), inputs(device)[0])
         assert all(map(torch.equal, found, in_fp8)) == (not fallen)
-
-
-@pytest.mark.parametrize("turns, least, most", [(1, 3, 3), (2, 1, 2), (8, 1, 1)])
-def test_layers_take_turns_in_being_watched(turns, least, most, device, monkeypatch):
-    """Some run in Python, and are counted; others are replayed. They train as those that nobody watches."""
-    monkeypatch.setattr(codes, "TURNS", turns)
-    models = [build(True, layers=3) for _ in range(2)]
-    optimizers = [torch.optim.AdamW(model.parameters(), lr=1e-2) for model in models]
-    replayed, forward = [], Recording.forward
-    monkeypatch.setattr(Recording, "forward", lambda *args: (replayed.append(args[0]), forward(*args))[1])
-    watch, readings, in_python = None, [], []
-    for number in range(WARM_UP + 10):
-        results = []
-        for model, optimizer in zip(models, optimizers, strict=True):
-            replayed.clear()
-            # one micro-batch
-            results.append(step(model, optimizer, device, 3 * number))
-            if model is models[0] and watch is not None:
-                watch.end_step()
-                in_python.append(3 - len(replayed))
-            elif number > WARM_UP:
-                assert len(replayed) == 3
-        assert all(map(torch.equal, *results)), number
-        if number == WARM_UP:
-            assert counts(models[0]) == counts(models[1]) == [1] * 3
-            watch = Watch(models[0], None, {"every": 1}, [readings.append])
-    watch.close()
-    assert (min(in_python), max(in_python)) == (least, most)
-    assert len(readings) == len(in_python)
-    # a block that was replayed counts as one whose turn it was, with the tables of RoPE that layers share
-    saved = [reading.memory["saved"] for reading in readings]
-    assert max(saved) - min(saved) <= 3 * 2 * S * (H // HEADS) * 4, saved
-    linear = readings[-1].groups["decoder.layers.*.mlp.linear_fc1"]
-    assert {"input_flushed", "gradient_flushed", "wrong_scales"} <= linear.keys()
-    assert "saved_flushed" in readings[-1].groups["decoder.layers.*"]
