@@ -213,11 +213,10 @@ class StateSampler:
 
 def _steps(rule: _Rule, places: Sequence[_Place], state: Mapping[torch.Tensor, Any]) -> torch.Tensor:
     """Of each group, the number of steps that its tensor has taken, FP64 [groups]."""
-    steps = [state[place.param]["step"] for place in places]
-    # on the device where the optimizer is capturable, or a gradient scaler may skip the step
-    known = sent([x.item() if x.is_cpu else 0 for x in steps], torch.float64, rule.device)
-    counted = [known[i] if x.is_cpu else x.double() for i, x in enumerate(steps)]
-    return torch.cat([x.expand(place.count) for x, place in zip(counted, places, strict=True)])
+    steps = torch.stack([state[place.param]["step"] for place in places])
+    # on the device already where the optimizer is capturable, or a gradient scaler may skip the step
+    known = sent(steps.tolist(), torch.float64, rule.device) if steps.is_cpu else steps.double()
+    return torch.cat([x.expand(place.count) for x, place in zip(known, places, strict=True)])
 
 
 def figures(sums: Sequence[float]) -> dict[str, float]:
