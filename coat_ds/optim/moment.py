@@ -12,7 +12,7 @@ through any view, the first is encoded anew, so that its values stay.
 import itertools
 from bisect import bisect_right
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import Self
 
 import torch
@@ -65,16 +65,14 @@ class Moment(StoredTensor):
         """`x` (any shape, floating point) as a moment on the same device."""
         return cls.zeros(x.shape, layout, group_size, x.device).encode_(x)
 
-    def recover_(self, x: torch.Tensor, likes: Iterable[Storage | None] = ()) -> bool:
+    def recover_(self, x: torch.Tensor) -> bool:
         """Writes `x` (same number of elements, any floating point, on any device) in the codes that decode to
         it where there are such; returns whether all groups do.
-
-        likes: of each piece, scales and exponents that it was saved with, where there are any.
         """
         exact, x = True, x.reshape(-1)
-        for (piece, beside), like in itertools.zip_longest(self.each_piece(), likes):
+        for piece, beside in self.each_piece():
             into, values = Stored(piece.codec, piece.storage), x[piece.begin : piece.end]
-            exact &= recover_(into, values, self.group_size, beside, like)
+            exact &= recover_(into, values, self.group_size, beside)
         return exact
 
     def beside(self, second: "Moment | None") -> Self:

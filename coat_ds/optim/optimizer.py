@@ -458,13 +458,11 @@ class CoatAdamW(torch.optim.Optimizer):
         return as_plain(exp_avg, param), as_plain(exp_avg_sq, param)
 
     def state_dict(self) -> dict[str, Any]:
-        """The layout of `torch.optim.AdamW`, with FP32 moments on the CPU, and how they were stored.
-
-        The latter, under `"coat"`, lets `load_state_dict` restore the very same codes. One tensor is
-        decoded at a time. With the compressed `checkpoint_layout` moments are given as they are stored.
-        Moments of DTensors are FP32 DTensors on the parameter's device, for as long as the dict is held;
-        remainders of BF16 ones are viewed as FP16, which ranks
-        can exchange.
+        """The layout of `torch.optim.AdamW`, with FP32 moments on the CPU, from whose values
+        `load_state_dict` restores the very same codes. One tensor is decoded at a time. With the compressed
+        `checkpoint_layout` moments are given as they are stored. Moments of DTensors are FP32 DTensors on the
+        parameter's device, for as long as the dict is held; remainders of BF16 ones are viewed as FP16, which
+        ranks can exchange.
         """
         return take_states(super().state_dict(), self._checkpoint_layout)
 

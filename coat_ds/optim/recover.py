@@ -1,6 +1,6 @@
 """The very codes of moments, from their FP32 values alone.
 
-Checkpoints of Megatron and DeepSpeed's universal ones hold moments as FP32 tensors and nothing beside them.
+Checkpoints hold moments as FP32 tensors, as AdamW's do, and nothing beside them.
 Encoding decoded values again does not give the same codes: the exponent of a group comes from its smallest
 magnitude, which the first encoding has rounded. That rounding moves the exponent by a few steps at most, and
 the largest magnitude is stored exactly. So `recovered` tries the neighbouring exponents and takes the one
@@ -29,35 +29,24 @@ def recover_(
     values: torch.Tensor,
     group_size: int,
     beside: Stored | None = None,
-    like: Storage | None = None,
 ) -> bool:
     """Writes `values` (as many as there are codes, any floating point, on any device) over what is stored, in
     the codes that decode to them if there are such. Part by part: neither the values nor what comparing
     takes, several times their size, need room beside the codes.
 
     beside: the second moment, recovered already, that a relative code is relative to.
-    like: scales and exponents that the values were saved with, on any device; not believed, but tried first.
 
-    Returns whether all groups are in such codes. Groups that were decoded on another device differ by FP32
-    roundings and get their codes all the same; others are encoded as new ones.
+    Returns whether all groups are in such codes, as those are that were decoded on another device, too, and
+    differ by FP32 roundings; others are encoded as new ones.
     """
     codec, exact, values = into.codec, True, values.detach().reshape(-1)
     seconds = itertools.repeat(None) if beside is None else beside.parts(group_size)
     for (where, own), second in zip(into.storage.parts(group_size), seconds, strict=False):
         part = values[where].to(own.codes.device, torch.float32)
-        if like is not None:
-            groups = slice(where.start // group_size, -(-where.stop // group_size))
-            saved = own._replace(scale=like.scale[groups], exponent=like.exponent[groups])
-            saved = Storage(*(t.to(own.codes.device) for t in saved))
-            write(own, codec.encode(part, group_size, saved, second))
-            # codes under another tensor's scales would be wrong in silence
-            decoded = codec.decode(own, group_size, second)
-            if torch.allclose(decoded, part, rtol=SAME_VALUE, atol=0, equal_nan=True):
-                continue
         if codec.relative:
             # encoding what it decoded gives its codes (codecs/ratio.py)
             found = codec.encode(part, group_size, beside=second)
-            same = not _differences(codec.decode(found, group_size, second), part).any()
+            same = bool((_differences(codec.decode(found, group_size, second), part) <= SAME_VALUE).all())
         else:
             rows = F.pad(part, (0, -part.numel() % group_size)).view(-1, group_size)
             found, same = _recovered(codec, rows)
@@ -67,7 +56,8 @@ def recover_(
 
 
 def _recovered(codec: Codec, rows: torch.Tensor) -> tuple[Storage, bool]:
-    """What is stored of whole groups, FP32 [groups, group_size], and whether it decodes to all of them."""
+    """What is stored of whole groups, FP32 [groups, group_size], and whether it decodes to all of them, but
+    for FP32 roundings."""
     group_size = rows.shape[1]
     best = codec.encode(rows, group_size)
     first, reach = Storage(*(t.clone() for t in best)), _reach(codec, best, len(rows))
@@ -78,7 +68,7 @@ def _recovered(codec: Codec, rows: torch.Tensor) -> tuple[Storage, bool]:
         step = next(steps)
         left = ((errors > 0) & (reach >= abs(step))).nonzero().squeeze(1)
         if not left.numel():
-            return best, not errors.any()
+            return best, bool((errors <= SAME_VALUE).all())
         tried = codec.encode(rows[left], group_size, _moved(codec, first, left, step))
         found = _errors(codec, tried, rows[left])
         better = (found < errors[left]) & (found <= SAME_VALUE)

@@ -1,6 +1,5 @@
 """Moments in state dicts: what is written for them, and how they are restored."""
 
-from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -11,18 +10,15 @@ from coat_ds.optim.pieces import Layout
 from coat_ds.optim.shards import is_distributed, laid_out_like, local, shard_of
 from coat_ds.optim.stored_moment import StoredMoment
 from coat_ds.optim.streaming import is_streaming
-from coat_kernels.codecs import Storage
-
-METADATA_VERSION = 2
 
 
 def take_states(packed: dict[str, Any], layout: str) -> dict[str, Any]:
     """The state dict of `torch.optim.Optimizer` with moments in the given layout, "stock" or "compressed".
 
-    Under `"coat"` stand the scales and exponents of moments that are given as FP32 values.
+    `"coat"` says that this optimizer wrote it: AdamW, which goes on from it, keeps the parameter groups'
+    options, and so what they say of the formats of its own FP32 moments.
     """
     state: dict[Any, dict[str, Any]] = {}
-    stored: dict[Any, dict[str, Any]] = {}
     indices = {index for group in packed["param_groups"] for index in group["params"]}
     for index, entry in packed["state"].items():
         if index not in indices:
@@ -30,25 +26,16 @@ def take_states(packed: dict[str, Any], layout: str) -> dict[str, Any]:
             state[index] = entry
             continue
         state[index] = dict(entry)
-        stored[index] = {}
         for name, value in entry.items():
             moment = local(value)
             if isinstance(moment, Moment):
                 state[index][name] = _given(value, moment, layout)
-                if layout == "stock":
-                    stored[index][name] = {
-                        "group_size": moment.group_size,
-                        "pieces": [
-                            (piece.begin, piece.codec.name, *(t.cpu() for t in piece.storage[1:]))
-                            for piece in moment.pieces
-                        ],
-                    }
             elif name == "step":
                 state[index][name] = torch.tensor(float(value), dtype=torch.float32, device="cpu")
             elif name == "remainder":
                 # the same bits: neither NCCL nor gloo carries int16 from rank to rank
                 state[index][name] = laid_out_like(value, local(value).view(torch.float16))
-    return {**packed, "state": state, "coat": {"version": METADATA_VERSION, "moments": stored}}
+    return {**packed, "state": state, "coat": {"version": 3}}
 
 
 def _given(value: torch.Tensor, moment: Moment, layout: str) -> torch.Tensor:
@@ -70,8 +57,8 @@ def restored(
     param: torch.Tensor,
     second: Moment | None = None,
 ) -> tuple[Moment, bool]:
-    """What this rank holds of a moment of a state dict, `param`'s, with the scales and exponents that it was
-    saved with, if they are its own, or else those that are recovered from its values.
+    """What this rank holds of a moment of a state dict, `param`'s, in the codes that its values were decoded
+    from, if they were.
 
     second: the second moment, restored already, if this is a first one, which may be relative to it.
     Returns also whether it is the saved one to the bit.
@@ -85,43 +72,7 @@ def restored(
         same = (held.arrangement, held.group_size) == (layout, group_size)
         return (held, True) if same else (held.rearranged(layout, group_size, second), False)
     moment = Moment.zeros(value.shape, layout, group_size, device).beside(second)
-    return moment, moment.recover_(value, _likes(moment, loaded.get("coat", {}), index, name))
-
-
-def _likes(moment: Moment, coat: Any, index: Any, name: str) -> Iterator[Storage | None]:
-    """The saved scales and exponents of each piece, None where there are none that fit."""
-    group_size, pieces = _described(coat, index, name)
-    saved = {}
-    if group_size == moment.group_size:
-        saved = {(begin, codec): (scale, exponent) for begin, codec, scale, exponent in pieces}
-    for piece in moment.pieces:
-        tensors = saved.get((piece.begin, piece.codec.name), ())
-        kinds, wanted = ([(t.shape, t.dtype) for t in ts] for ts in (tensors, piece.storage[1:]))
-        if kinds == wanted and any(t.numel() for t in tensors):
-            yield Storage(piece.storage.codes, *tensors)
-        else:
-            yield None
-
-
-Described = tuple[int, str, torch.Tensor, torch.Tensor]
-
-
-def _described(coat: Any, index: Any, name: str) -> tuple[int, list[Described]]:
-    """Group size, and first element, codec, scales and exponents of each piece, of a moment that is given as
-    FP32 values; 0 and none if nothing is said, or nothing that can be understood.
-    """
-    stored = coat if isinstance(coat, dict) and coat.get("version") == METADATA_VERSION else None
-    for key in ("moments", index, name):
-        stored = stored.get(key) if isinstance(stored, dict) else None
-    found: list[Described] = []
-    match stored:
-        case {"group_size": int(size), "pieces": [*pieces]}:
-            for piece in pieces:
-                match piece:
-                    case (int(begin), str(codec), torch.Tensor() as scale, torch.Tensor() as exponent):
-                        found.append((begin, codec, scale, exponent))
-            return size, found
-    return 0, found
+    return moment, moment.recover_(value)
 
 
 def stored_formats(
@@ -133,8 +84,9 @@ def stored_formats(
     said: what their parameter group says
     exact: whether they were restored to the bit
     """
-    if (formats := _formats_at(loaded, index)) is not None:
-        return formats
+    held = [local(loaded["state"][index][name]) for name in MOMENTS]
+    if all(isinstance(value, Moment) for value in held):
+        return tuple(map(format_of, held))
     # AdamW hands on options of groups that it knows nothing of, and moments that are FP32. Those who cut
     # parameters drop what stands beside the values, and keep the options
     if "coat" in loaded or is_distributed(p) or getattr(p, "_fsdp_flattened", False):
@@ -142,24 +94,7 @@ def stored_formats(
     return None if exact else BOTH_FP32
 
 
-def _formats_at(loaded: dict[str, Any], index: Any) -> FormatNames | None:
-    """As they are stored there, or as stands beside their values; None if neither is said."""
-    formats = []
-    for name in MOMENTS:
-        value = local(loaded["state"][index][name])
-        if isinstance(value, Moment):
-            formats.append(format_of(value))
-        elif pieces := _described(loaded.get("coat"), index, name)[1]:
-            formats.append(_joined(codec for _, codec, *_ in pieces))
-        else:
-            return None
-    return tuple(formats)
-
-
 def format_of(moment: Moment) -> str:
     """How a moment is stored, by the codec's name. What keeps FP32 in a flat partition is not counted."""
-    return _joined(piece.codec.name for piece in moment.pieces)
-
-
-def _joined(codecs: Iterable[str]) -> str:
-    return " and ".join(sorted(set(codecs) - {"fp32"})) or "fp32"
+    names = {piece.codec.name for piece in moment.pieces}
+    return " and ".join(sorted(names - {"fp32"})) or "fp32"

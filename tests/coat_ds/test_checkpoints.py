@@ -293,7 +293,11 @@ def chain(folder, index):
         engine.save_checkpoint(where, tag=str(index))
         if index < 3:
             to_universal(where, str(index))
-        size = sum(e.stat().st_size for e in os.scandir(f"{where}/{index}") if "optim" in e.name)
+        files = [e.path for e in os.scandir(f"{where}/{index}") if "optim" in e.name]
+        # of tensors, without what their names and padding take, of which codes have more
+        size = sum(
+            i.file_size for f in files for i in zipfile.ZipFile(f).infolist() if "/data/" in i.filename
+        )
         out[name] = {
             "states": states,
             "groups": groups,

@@ -86,7 +86,6 @@ def test_other_formats_are_named(lines, layout, before, after, said, monkeypatch
 def test_formats_that_nobody_knows_are_taken_for_fp32(lines, said):
     state_dict = ours(**OLD).state_dict()
     state_dict["param_groups"][0]["exp_avg_sq_format"] = said
-    state_dict["coat"] = {"version": 0}
     ((_, line),) = loaded(lines, state_dict)
     assert line.endswith(FROM_FP32)
 

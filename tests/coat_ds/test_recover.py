@@ -53,21 +53,6 @@ def test_recovered_to_the_bit(name, group_size, kind, device):
         assert all(torch.equal(a, b) for a, b in zip(found, stored, strict=True))
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_saved_scales_are_tried_and_not_believed(kind, device):
-    """The last group is smaller. Of one value, or zeros, other scales stand for the same."""
-    torch.manual_seed(42)
-    codec, x = CODECS["fp8_expanded"], KINDS[kind](torch.randn(N)).to(device)
-    stored, other = codec.encode(x, 128), codec.encode(3 * x.flip(0), 128)
-    values = codec.decode(stored, 128)
-    for like in (stored, other):
-        into = Stored(codec, codec.zeros(N, 128, device))
-        assert recover_(into, values, 128, like=like)
-        torch.testing.assert_close(codec.decode(into.storage, 128), values, rtol=0, atol=0, equal_nan=True)
-        if like is stored:
-            assert all(map(torch.equal, into.storage, stored))
-
-
 @pytest.mark.parametrize("name", ["fp8_expanded", "log8"])
 def test_recovered_after_stochastic_rounding(name):
     torch.manual_seed(42)
@@ -92,7 +77,7 @@ def test_values_of_another_device_get_the_same_codes(width):
     stored = codec.encode((width * torch.randn(N)).exp(), 128)
     # a few FP32 roundings on
     found, exact = recovered(codec, codec.decode(stored, 128) * (1 + 1e-7 * torch.randn(N)), 128)
-    assert not exact and torch.equal(found.codes, stored.codes)
+    assert exact and torch.equal(found.codes, stored.codes)
     assert torch.equal(found.exponent, stored.exponent)
 
 
