@@ -10,7 +10,7 @@
     guards.py            checkpoints and offloading of the states
     gradients.py         gradients that are handed over in 16 bits
     grad_norm.py         the norm of gradients by one operation
-    stage0.py            checkpoints of stage 0, of both of DeepSpeed's wrappers
+    stage0.py            checkpoints of stage 0, by either of DeepSpeed's wrappers
     universal.py         moments of universal checkpoints, which wait on the CPU
     recompute.py         FP8 inputs of what DeepSpeed recomputes
     model_layers.py      what the block makes of a model's layers

@@ -19,16 +19,8 @@ from coat_kernels.codecs import get_codec
 
 def optimizer_for_engine(coat: CoatConfig, config: Mapping[str, Any], optimizer: Any, model: torch.nn.Module):
     """What DeepSpeed is given as `optimizer`: the user's, converted, or a function that builds one."""
-    torch_adam = section(section(config, "optimizer"), "params").get("torch_adam", False)
-
-    def class_for(given: torch.optim.Optimizer | None) -> type[CoatAdamW]:
-        # DeepSpeed picks its stage-0 wrapper by the optimizer's class
-        if stage_of(config):
-            return CoatAdamW
-        is_torch = torch_adam if given is None else type(given).__module__.startswith("torch.")
-        apart = is_torch and coat.optimizer.checkpoint_layout == "stock"
-        return _fused_adam_class(apart)
-
+    # DeepSpeed picks its stage-0 wrapper by the optimizer's class
+    cls = CoatAdamW if stage_of(config) else _fused_adam_class()
     names: dict[torch.Tensor, str] = {}
     rule = functools.partial(_keeps_fp32_by_name, coat.optimizer.keep_fp32, names)
 
@@ -58,7 +50,7 @@ def optimizer_for_engine(coat: CoatConfig, config: Mapping[str, Any], optimizer:
             given.note_kept()
             for line in idle_options(given, coat.optimizer):
                 say(line, logging.WARNING)
-        return reported(convert_optimizer.convert_(given, coat.optimizer, class_for(given), **own))
+        return reported(convert_optimizer.convert_(given, coat.optimizer, cls, **own))
 
     def build(model_parameters):
         if optimizer is not None:
@@ -69,7 +61,7 @@ def optimizer_for_engine(coat: CoatConfig, config: Mapping[str, Any], optimizer:
             say(f"COAT: optimizer.params: {listed}: of no effect, CoatAdamW has one implementation")
         take_names()
         groups = parameter_groups(_with_expert_groups(model_parameters), coat.optimizer)
-        return reported(class_for(None)(groups, **own, **optimizer_options(config)))
+        return reported(cls(groups, **own, **optimizer_options(config)))
 
     return converted(optimizer) if isinstance(optimizer, torch.optim.Optimizer) else build
 
@@ -142,17 +134,15 @@ def _layout(optimizer: CoatAdamW, names: Mapping[torch.Tensor, str]) -> str:
 
 
 @functools.cache
-def _fused_adam_class(apart: bool) -> type[CoatAdamW]:
+def _fused_adam_class() -> type[CoatAdamW]:
     """CoatAdamW as a subclass of DeepSpeed's FusedAdam; it uses nothing of it.
 
     Stage 0 takes the wrapper that flattens parameters if the optimizer is a FusedAdam. The other wrapper
     computes a wrong gradient norm under tensor parallelism.
-    apart: whether checkpoints are laid out as that other wrapper's.
     """
     from deepspeed.ops.adam import FusedAdam
 
     members = {"__doc__": CoatAdamW.__doc__, "zero_grad": torch.optim.Optimizer.zero_grad}
-    members["apart_in_files"] = apart
     return type("CoatAdamW", (CoatAdamW, FusedAdam), members)
 
 

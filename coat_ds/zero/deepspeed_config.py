@@ -33,8 +33,7 @@ OPTIMIZER_PARAMS: dict[str, tuple | None] = {
     "amsgrad": (False,),
     "bias_correction": (True,),
     "set_grad_none": (True, False),
-    # how it is implemented: "torch_adam" says at most how checkpoints are laid out (`stage0`), and how much
-    # weights decay without "weight_decay"
+    # how it is implemented: "torch_adam" says at most how much weights decay without "weight_decay"
     "torch_adam": (True, False),
     "fused": (True, False),
     "foreach": (True, False),

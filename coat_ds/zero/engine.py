@@ -26,7 +26,7 @@ from coat_ds.zero.log import say
 from coat_ds.zero.model_layers import check_adapters, prepare_layers, take_exchanged, undo
 from coat_ds.zero.module_hooks import lighten_module_hooks
 from coat_ds.zero.partitions import link_partitions
-from coat_ds.zero.stage0 import translate_checkpoints
+from coat_ds.zero.stage0 import read_both_layouts
 from coat_ds.zero.status import Status, idle_layers
 from coat_ds.zero.uncalled import report_uncalled
 from coat_ds.zero.watch import watch_engine
@@ -123,7 +123,7 @@ def finish(engine, prepared: Prepared) -> None:
         keep_gradients_narrow(engine.optimizer)
         batch_gradient_norms(engine.optimizer)
         link_states(engine)
-        translate_checkpoints(engine.optimizer, getattr(engine.basic_optimizer, "apart_in_files", False))
+        read_both_layouts(engine.optimizer)
         guard_checkpoints(engine)
         inner = engine.basic_optimizer
         # the script's own has said so far what it said in Python's log

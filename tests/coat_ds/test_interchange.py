@@ -45,6 +45,8 @@ ROWS = [
     *((peer, stage, "bf16", True) for peer in ("FusedAdam", "AdamW") for stage in (1, 3)),
     ("DeepSpeedCPUAdam", 2, "bf16", True),
 ]
+# DeepSpeed keeps a master of each parameter around torch's AdamW there, and reads no other layout
+ONE_WAY = [row for row in ROWS if row[0] in ("AdamW", "client AdamW") and not row[1] and row[2] != "fp32"]
 STEPS = 3
 OLD = importlib.metadata.version("deepspeed").startswith("0.18.")
 
@@ -93,7 +95,7 @@ def interchange(folder, row):
     """What the peer had and did next, what COAT found of it and did, and what the peer found of that."""
     peer, stage, dtype, universal = row
     out, said, where = [], [], "-".join(map(str, row)).replace(" ", "")
-    for i, coat in enumerate((False, True, False)):
+    for i, coat in enumerate((False, True) if row in ONE_WAY else (False, True, False)):
         engine = start(*row, coat)
         tag = f"{where}-{i}"
         if i == 0:
@@ -167,11 +169,10 @@ def from_codes(folder, peer, stage):
     return *found, kinds
 
 
-def codes_of_stage_0(torch_adam):
+def codes_of_stage_0():
     """Of what kind the moments are that stage 0 saves in the compressed layout."""
     config = ds_config(cell(0, "bf16"))
     config["coat"]["optimizer"] |= {"checkpoint_layout": "compressed"}
-    config["optimizer"]["params"]["torch_adam"] = torch_adam
     engine, *_ = deepspeed.initialize(model=Tied(), config=config)
     train_step(engine)
     saved = engine.optimizer.state_dict()[stage0.STATES]["state"]
@@ -187,7 +188,7 @@ def work(folder):
     outcome["zeroed"] = [zeroed_by_the_host(stage) for stage in (1, 2, 3)]
     rows = [("FusedAdam", 0), ("FusedAdam", 1), ("AdamW", 1), ("AdamW", 3)]
     outcome["codes"] = [from_codes(folder, *row) for row in rows]
-    outcome["codes of stage 0"] = [codes_of_stage_0(torch_adam) for torch_adam in (False, True)]
+    outcome["codes of stage 0"] = codes_of_stage_0()
     outcome["another stage"] = [of_another_stage(folder, dtype) for dtype in ("bf16", "fp16")]
     return outcome
 
@@ -207,12 +208,12 @@ def gpu(tmp_path_factory):
 def test_checkpoints_go_both_ways(where, row, request):
     if OLD and row[3] and row[1] in (1, 2):
         pytest.skip("DeepSpeed 0.18 names other masters after loading its own universal checkpoint, too")
-    outcome, (said, nothing) = request.getfixturevalue(where)[row]
-    assert not nothing and "exp_avg from fp32 to ratio8 and exp_avg_sq from fp32 to log8 in " in said[0]
-    (stock, steps, expected), (coat, coat_steps, losses), (back, back_steps, again) = outcome
+    outcome, (said, *nothing) = request.getfixturevalue(where)[row]
+    assert not any(nothing) and "exp_avg from fp32 to ratio8 and exp_avg_sq from fp32 to log8 in " in said[0]
+    (stock, steps, expected), (coat, coat_steps, losses), *rest = outcome
+    assert bool(rest) == (row not in ONE_WAY)
     # FusedAdam counts the steps of a group in the state of one of its parameters
-    assert set(coat_steps) == set(back_steps) == {max(steps)}
-    assert all(map(torch.equal, coat, back))
+    assert set(coat_steps) == {max(steps)}
     # masters, first and second moments
     masters, pairs = stock[::3], zip(stock[1::3], stock[2::3], coat[1::3], coat[2::3], strict=True)
     assert all(map(torch.equal, masters, coat[::3]))
@@ -221,7 +222,9 @@ def test_checkpoints_go_both_ways(where, row, request):
         assert_second_faithful(second, its_second)
     bound = FP8_BOUND * (expected[0] - expected[1]) + TOLERANCE[row[2]]
     assert losses == pytest.approx(expected, abs=bound)
-    assert again == pytest.approx(expected, abs=bound)
+    for back, back_steps, again in rest:
+        assert set(back_steps) == {max(steps)} and all(map(torch.equal, coat, back))
+        assert again == pytest.approx(expected, abs=bound)
 
 
 @pytest.mark.parametrize("where", ["cpu", pytest.param("gpu", marks=pytest.mark.gpu)])
@@ -248,9 +251,7 @@ def test_adamw_goes_on_from_the_compressed_layout(where, request):
 
 @pytest.mark.parametrize("where", ["cpu", pytest.param("gpu", marks=pytest.mark.gpu)])
 def test_stage_0_saves_codes(where, request):
-    """Beside "torch_adam" too: of a moment that is taken apart FP32 values would be left."""
-    for found in request.getfixturevalue(where)["codes of stage 0"]:
-        assert found == [True, True]
+    assert request.getfixturevalue(where)["codes of stage 0"] == [True, True]
 
 
 @pytest.mark.parametrize("where", ["cpu", pytest.param("gpu", marks=pytest.mark.gpu)])
@@ -321,13 +322,7 @@ def test_groups_and_parameters_keep_their_places():
     assert [g["lr"] for g in groups] == [0.0, 0.1, 0.2]
     first, second = (stock.state[p]["exp_avg"] for p in (params[0][1], params[1][0]))
     assert torch.equal(states[0]["exp_avg"], torch.cat([torch.zeros(3), first]))
-    apart = stage0.taken_apart(joined, params)
-    states, groups = apart[stage0.STATES]["state"], apart[stage0.STATES]["param_groups"]
-    assert [g["params"] for g in groups] == [[0, 1], [2, 3], [4]] and set(states) == {0, 1, 2, 3}
-    assert torch.equal(states[1]["exp_avg"], first) and torch.equal(states[2]["exp_avg"], second)
-    # a file holds the whole of what a tensor is a part of
-    parts = [part for held in apart[stage0.APART] for part in held]
-    assert all(t.untyped_storage().nbytes() == t.nbytes for t in (*parts, states[2]["exp_avg"]))
+    assert torch.equal(states[1]["exp_avg"][: second.numel()], second.flatten())
 
     other = [[torch.nn.Parameter(torch.rand(n)) for n in (3, 5)], [torch.nn.Parameter(torch.rand(8))]]
     others = {"other shapes": [*params[:1], [p.mT if p.dim() == 2 else p[:2] for p in params[1]], params[2]]}
@@ -335,11 +330,9 @@ def test_groups_and_parameters_keep_their_places():
     for held in others.values():
         with pytest.raises(ValueError, match="load_checkpoint: .*(the same model|the same groups)"):
             stage0.put_together(packed, held)
-        with pytest.raises(ValueError, match="load_checkpoint: .*(the same model|the same groups)"):
-            stage0.taken_apart(joined, held)
 
 
-def test_formats_are_known_after_masters_were_joined_or_taken_apart():
+def test_formats_are_known_after_masters_were_joined():
     params = [[torch.nn.Parameter(torch.rand(shape)) for shape in ((40, 50), (300,))]]
     options = {"betas": (0.9, 0.95), "min_numel": 100}
     ours = CoatAdamW(params[0], **options, exp_avg_sq_format="fp8_expanded")
@@ -348,15 +341,11 @@ def test_formats_are_known_after_masters_were_joined_or_taken_apart():
     ours.step()
     packed = {stage0.STATES: ours.state_dict(), stage0.APART: [[p.detach() for p in params[0]]]}
     joined = stage0.put_together(packed, params)
-    apart = stage0.taken_apart(joined, params)
-    for found, held in ((joined, [torch.nn.Parameter(joined[stage0.FLAT][0])]), (apart, params[0])):
-        for second, change in (("log8", "exp_avg_sq from fp8_expanded to log8"), ("fp8_expanded", None)):
-            said = []
-            again = CoatAdamW(
-                held, **options, exp_avg_sq_format=second, log=lambda *x, said=said: said.append(x)
-            )
-            again.load_state_dict(found[stage0.STATES])
-            assert len(said) == (change is not None) and all(change in line for line, _ in said)
+    for second, change in (("log8", "exp_avg_sq from fp8_expanded to log8"), ("fp8_expanded", None)):
+        said, held = [], [torch.nn.Parameter(joined[stage0.FLAT][0])]
+        again = CoatAdamW(held, **options, exp_avg_sq_format=second, log=lambda *x, said=said: said.append(x))
+        again.load_state_dict(joined[stage0.STATES])
+        assert len(said) == (change is not None) and all(change in line for line, _ in said)
 
 
 def test_the_most_steps_count_where_one_master_takes_the_place_of_several():
@@ -372,8 +361,3 @@ def test_the_most_steps_count_where_one_master_takes_the_place_of_several():
     (state,) = joined[stage0.STATES]["state"].values()
     assert int(state["step"]) == 2 and state["exp_avg"].shape == (8,)
     assert torch.equal(joined[stage0.FLAT][0], torch.cat([p.detach() for p in params]))
-    # and back: each its part
-    apart = stage0.taken_apart(joined, [params])
-    assert all(map(torch.equal, apart[stage0.APART][0], packed[stage0.APART][0]))
-    moments = [entry["exp_avg"] for entry in apart[stage0.STATES]["state"].values()]
-    assert all(map(torch.equal, moments, (stock.state[p]["exp_avg"] for p in params)))
