@@ -12,7 +12,7 @@ through any view, the first is encoded anew, so that its values stay.
 import itertools
 from bisect import bisect_right
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Self
 
 import torch
@@ -30,7 +30,7 @@ aten = torch.ops.aten
 class Moment(StoredTensor):
     """An FP32 tensor that is stored by codecs. A window of consecutive elements of its pieces.
 
-    Views of it, of any kind, write through: those of consecutive elements are windows, others `MomentView`s.
+    Views of consecutive elements are windows, which write through; others are refused.
     `copy_` encodes; `clone`, `to`, `zeros_like`, `empty_like`, `pin_memory` and `deepcopy` of a whole moment
     stay compressed. Any other op works on the decoded FP32 values and, if it is an in-place op, encodes the
     groups that it changed. Pickling gives a plain FP32 CPU tensor.
@@ -154,15 +154,6 @@ class Moment(StoredTensor):
             overwrite(Stored(codec, part), made, other, self.group_size)
         return self
 
-    @property
-    def base(self) -> Self:
-        """Itself, as a `MomentView` has what it is a view of."""
-        return self
-
-    def replay(self, flat: torch.Tensor) -> torch.Tensor:
-        """The view that this is of the elements that it has."""
-        return flat.view(self.shape)
-
     def rearranged(
         self, layout: Layout, group_size: int | None = None, second: "Moment | None" = None
     ) -> Self:
@@ -203,12 +194,6 @@ class Moment(StoredTensor):
     def window(self, shape, offset: int = 0) -> Self:
         return type(self)(self.pieces, self.group_size, shape, self.start + offset, self.pair)
 
-    def view_of(self, replay: Callable[[torch.Tensor], torch.Tensor], like: torch.Tensor) -> StoredTensor:
-        """The view `replay` of this window; `like`: the same view of a plain tensor."""
-        if like.is_contiguous() and like.dtype == torch.float32:
-            return self.window(like.shape, int(like.storage_offset()))
-        return MomentView(self, replay, like)
-
     def _like(self, make) -> Self:
         """A whole moment of the same shape that stores `make` of each tensor that this one does.
 
@@ -244,40 +229,6 @@ class Moment(StoredTensor):
         for t in self.stored():
             t.share_memory_()
         return self
-
-
-class MomentView(StoredTensor):
-    """A view of a moment whose elements are not consecutive: a column, every second row, a transpose.
-
-    It reads as the values and writes through; what is written is encoded with the groups that it is in.
-
-    base: the window that it is a view of
-    replay: gives the same view of a plain tensor of the elements of `base`, flat
-    like: the view of such a tensor, of which shape, strides and type are taken
-    """
-
-    @staticmethod
-    def __new__(cls, base: Moment, replay: Callable[[torch.Tensor], torch.Tensor], like: torch.Tensor):
-        return cls.without_memory(
-            like.shape,
-            strides=like.stride(),
-            storage_offset=like.storage_offset(),
-            dtype=like.dtype,
-            device=base.device,
-        )
-
-    def __init__(self, base: Moment, replay: Callable[[torch.Tensor], torch.Tensor], like: torch.Tensor):
-        self.base, self.replay = base, replay
-
-    def decode(self) -> torch.Tensor:
-        return self.replay(self.base.decode().view(-1))
-
-    def share_memory_(self) -> Self:
-        self.base.share_memory_()
-        return self
-
-    def __repr__(self):
-        return f"MomentView(shape={tuple(self.shape)}, strides={self.stride()}, of={self.base!r})"
 
 
 def as_plain(value: torch.Tensor | None, p: torch.Tensor) -> torch.Tensor:

@@ -10,7 +10,7 @@ aten = torch.ops.aten
 
 
 class StoredTensor(torch.Tensor):
-    """A tensor whose values are all or some of a moment's."""
+    """A tensor whose values are stored as codes: a `Moment`."""
 
     handlers: ClassVar[dict[Any, Callable]] = {}
     """Operations that need not decode: called with the operation's arguments, or NotImplemented."""
@@ -75,7 +75,7 @@ class StoredTensor(torch.Tensor):
             if result is not NotImplemented:
                 return result
         if _is_view(func):
-            return _views(func, *args, **kwargs)
+            return _windows(func, *args, **kwargs)
         return _on_values(func, args, kwargs)
 
 
@@ -84,21 +84,20 @@ def _is_view(func) -> bool:
     return any(r.alias_info is not None and not r.alias_info.is_write for r in func._schema.returns)
 
 
-def _views(func, x: Any, *args, **kwargs):
-    """Windows where the elements are consecutive, else views, one or a list of them."""
-    base, inner = x.base, x.replay
-    if func is aten.as_strided.default:
-        # counts from where the memory begins
-        window, inner = slice(base.start, base.start + base.numel()), lambda flat: x.replay(flat[window])
-        base = base.window((base.pieces[-1].end,), -base.start)
+def _windows(func, x: Any, *args, **kwargs):
+    """The view `func` of a moment as a window, or a list of them. Raises NotImplementedError for others."""
 
-    def replay(flat):
-        return func(inner(flat), *args, **kwargs)
+    def window(like: torch.Tensor):
+        if func is aten.as_strided.default or not like.is_contiguous() or like.dtype != torch.float32:
+            raise NotImplementedError(
+                f"{func} of {x!r}: expected a view of consecutive elements in FP32, which share codes, found "
+                f"shape {tuple(like.shape)}, strides {like.stride()}, {like.dtype}. Use decode() to read "
+                "others; copy_ the changed values into the moment to write them."
+            )
+        return x.window(like.shape, int(like.storage_offset()))
 
-    likes = replay(torch.empty(base.numel(), device="meta"))
-    if isinstance(likes, torch.Tensor):
-        return base.view_of(replay, likes)
-    return [base.view_of(lambda flat, i=i: replay(flat)[i], like) for i, like in enumerate(likes)]
+    likes = func(torch.empty(x.shape, device="meta"), *args, **kwargs)
+    return window(likes) if isinstance(likes, torch.Tensor) else [window(like) for like in likes]
 
 
 def _on_values(func, args, kwargs):
@@ -107,16 +106,16 @@ def _on_values(func, args, kwargs):
     stored = [x for x in leaves if isinstance(x, StoredTensor)]
     # arguments that may overlap are views of one tensor here too
     windows: dict[int, StoredTensor] = {}
-    for base in (x.base for x in stored):
-        known = windows.get(id(base.pieces), base)
-        start = min(base.start, known.start)
-        stop = max(base.start + base.numel(), known.start + known.numel())
-        windows[id(base.pieces)] = base.window((stop - start,), start - base.start)
+    for x in stored:
+        known = windows.get(id(x.pieces), x)
+        start = min(x.start, known.start)
+        stop = max(x.start + x.numel(), known.start + known.numel())
+        windows[id(x.pieces)] = x.window((stop - start,), start - x.start)
     flats = {key: window.decode() for key, window in windows.items()}
     plain = {}
     for x in stored:
-        begin = x.base.start - windows[id(x.base.pieces)].start
-        plain[id(x)] = x.replay(flats[id(x.base.pieces)][begin : begin + x.base.numel()])
+        begin = x.start - windows[id(x.pieces)].start
+        plain[id(x)] = flats[id(x.pieces)][begin : begin + x.numel()].view(x.shape)
     plain_args, plain_kwargs = tree_unflatten([plain.get(id(x), x) for x in leaves], spec)
     written = {}
     for i, argument in enumerate(func._schema.arguments):
@@ -124,7 +123,7 @@ def _on_values(func, args, kwargs):
             for x in tree_leaves(args[i] if i < len(args) else kwargs.get(argument.name)):
                 if isinstance(x, StoredTensor):
                     written[id(plain[id(x)])] = x
-    touched = {id(x.base.pieces) for x in written.values()}
+    touched = {id(x.pieces) for x in written.values()}
     out = func(*plain_args, **plain_kwargs)
     for x in written.values():
         now = plain[id(x)]

@@ -52,7 +52,7 @@ def limit(m, second):
 
 # writes that are several: each encodes the groups anew, and between two of them a group may be half zeros,
 # with ratios that are large
-TIMES = {"rows": 7 * 8, "columns-by-iteration": 100}
+TIMES = {"rows": 7 * 8}
 
 
 def stored_of(*moments):
@@ -94,8 +94,7 @@ def test_second_moments_are_written_and_first_ones_stay(write):
     assert torch.equal(first.piece.storage.codes[~changed], codes[0][~changed])
 
 
-# columns that are multiplied by up to 99, one after the other, have their errors multiplied too
-@pytest.mark.parametrize("write", sorted(WRITES.keys() - {"columns-by-iteration"}))
+@pytest.mark.parametrize("write", sorted(WRITES))
 def test_first_moments_are_written_and_second_ones_stay(write):
     first, second = pair_of(*some_pair())
     plain, kept = first.decode(), stored_of(second)
@@ -110,7 +109,7 @@ def test_first_moments_are_written_and_second_ones_stay(write):
     [
         lambda m, v: torch._foreach_mul_([m, v], 0.5),
         lambda m, v: torch._foreach_mul_([v, m], 0.5),
-        lambda m, v: torch._foreach_copy_([m[2:], v[:, 3:]], [torch.ones(5, 100), torch.ones(7, 97)]),
+        lambda m, v: torch._foreach_copy_([m[2:], v[3:]], [torch.ones(5, 100), torch.ones(4, 100)]),
     ],
 )
 def test_one_op_may_write_both(write):
@@ -135,7 +134,7 @@ def test_long_moments_are_taken_in_parts(monkeypatch):
 def test_odd_second_moments_leave_the_first():
     """Reset to zero, NaN, negative, huge or tiny: what is stored of the first is what it was."""
     for odd in (0.0, torch.nan, -1.0, torch.inf, 3e38, 1e-45):
-        for where in (slice(None), (slice(2, 5), slice(10, 40))):
+        for where in (slice(None), slice(2, 5)):
             first, second = pair_of(*some_pair())
             before = first.decode()
             second[where] = odd

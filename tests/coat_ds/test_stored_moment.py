@@ -100,7 +100,7 @@ def test_kernels_that_ask_for_its_memory_get_an_error():
     # a moment has none: FusedAdam, loading such a file, read from a null pointer
     moment = Moment.encoded(torch.rand(40, 50), get_codec("log8"), 128)
     stored = read(StoredMoment(moment.pieces, 128, moment.shape))
-    for found in (moment, moment.view(-1)[128:], moment[:, 3], stored):
+    for found in (moment, moment.view(-1)[128:], stored):
         with pytest.raises(RuntimeError, match="Cannot access data pointer"):
             found.data_ptr()
 

@@ -31,12 +31,8 @@ VIEWS = {
     "itself": lambda x: x,
     "rows": lambda x: x[1:],
     "row": lambda x: x[-1],
-    "every second": lambda x: x[::2],
     "flat": lambda x: x.view(-1)[3:200],
-    "transpose": lambda x: x.T if x.dim() == 2 else x.view(1, -1).T,
-    "last": lambda x: x[..., -1],
-    "columns": lambda x: x.view(x.shape[0], -1)[:, ::3],
-    "strided": lambda x: x.as_strided(((x.numel() + 4) // 5,), (5,)),
+    "last": lambda x: x.view(-1)[-1:],
 }
 WRITES = {
     "zero": lambda x: x.zero_(),
