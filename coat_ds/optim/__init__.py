@@ -1,4 +1,4 @@
-"""AdamW whose moments are stored in eight bits each, for any framework.
+"""AdamW whose moments are stored in eight bits each, for any framework. Start reading at optimizer.py.
 
     optimizer.py     CoatAdamW
     options.py       its options: names, choices, what they mean for a moment

@@ -1,11 +1,14 @@
-"""What `CoatAdamW.load_state_dict` does: which state dicts it refuses, and how it takes the others."""
+"""What `CoatAdamW.load_state_dict` does: which state dicts it refuses, and how it takes the others.
+
+`optimizer` is a `CoatAdamW` throughout, whose module imports this one.
+"""
 
 import contextlib
 import logging
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from itertools import chain, islice
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -26,9 +29,6 @@ from coat_ds.optim.pair import pair_up
 from coat_ds.optim.shards import laid_out_like, local, shard_of
 from coat_ds.optim.state_dict import format_of, restored, stored_formats
 
-if TYPE_CHECKING:
-    from coat_ds.optim.optimizer import CoatAdamW
-
 # the kernels' dither counts no further
 MOST_STEPS = 2**31 - 1
 # what a parameter group of another Adam may ask for, and no step of CoatAdamW does
@@ -41,7 +41,7 @@ FOREIGN = (
 
 
 @contextlib.contextmanager
-def loading_states(optimizer: "CoatAdamW") -> Iterator[None]:
+def loading_states(optimizer) -> Iterator[None]:
     """Has torch's `load_state_dict`, called within, load the parameter groups, with every hook in its place;
     the states are loaded here. torch would cast moments to the parameters' type and hold all of them in FP32
     at once.
@@ -75,7 +75,7 @@ def loading_states(optimizer: "CoatAdamW") -> Iterator[None]:
             hook.remove()
 
 
-def _load_states(optimizer: "CoatAdamW", loaded: dict[str, Any]) -> dict[torch.Tensor, FormatNames]:
+def _load_states(optimizer, loaded: dict[str, Any]) -> dict[torch.Tensor, FormatNames]:
     """Loads the state of every parameter that has one in a state dict. Returns in which formats their
     moments were stored, without parameters of which `stored_formats` cannot say it."""
     stored = {}
@@ -94,7 +94,7 @@ def _load_states(optimizer: "CoatAdamW", loaded: dict[str, Any]) -> dict[torch.T
 
 
 def load_state(
-    optimizer: "CoatAdamW",
+    optimizer,
     p: torch.Tensor,
     group: dict[str, Any],
     loaded: dict[str, Any],
@@ -124,7 +124,7 @@ def load_state(
     return stored_formats(loaded, index, p, said, all_exact)
 
 
-def say_conversions(optimizer: "CoatAdamW", stored: Mapping[torch.Tensor, FormatNames]) -> None:
+def say_conversions(optimizer, stored: Mapping[torch.Tensor, FormatNames]) -> None:
     """Says of how many tensors the moments were `stored` in other formats than they are now."""
     converted: Counter[tuple[FormatNames, FormatNames]] = Counter()
     for p, old in stored.items():
