@@ -146,14 +146,6 @@ def _fused_adam_class() -> type[CoatAdamW]:
     return type("CoatAdamW", (CoatAdamW, FusedAdam), members)
 
 
-def let_zero_accept(cls: type) -> None:
-    """Adds `cls` to the optimizers that ZeRO was tested with. May be called again."""
-    from deepspeed.runtime.zero import utils
-
-    if cls not in utils.ZERO_SUPPORTED_OPTIMIZERS:
-        utils.ZERO_SUPPORTED_OPTIMIZERS.append(cls)
-
-
 def idle_options(found: CoatAdamW, wanted: OptimizerConfig) -> list[str]:
     """A line for each key of the block that a CoatAdamW of the script's own has another value for."""
     usual = OptimizerConfig()

@@ -16,7 +16,7 @@ from coat_ds.patches import Patch
 from coat_ds.saved_bytes import report_compressed, report_saved
 from coat_ds.zero import recompute
 from coat_ds.zero.block import enabled, section
-from coat_ds.zero.build import let_zero_accept, optimizer_for_engine
+from coat_ds.zero.build import optimizer_for_engine
 from coat_ds.zero.deepspeed_config import bf16_key, check, has_optimizer, no_conversion
 from coat_ds.zero.grad_norm import batch_gradient_norms
 from coat_ds.zero.gradients import keep_gradients_narrow, leave_early
@@ -38,6 +38,14 @@ DESTROY = Patch(
     "deepspeed.runtime.engine:DeepSpeedEngine.destroy",
     "converted layers are given back",
     parameters=(),
+)
+TESTED = Patch(
+    "ZeRO's optimizers",
+    "deepspeed",
+    "deepspeed.runtime.engine:is_zero_supported_optimizer",
+    "ZeRO takes CoatAdamW as one of the optimizers that it was tested with",
+    parameters=("optimizer",),
+    used_by="DeepSpeedEngine",
 )
 
 # the units of the engine that was last prepared of a model, which alone gives the model's layers back
@@ -72,7 +80,7 @@ def prepare(arguments: dict[str, Any]) -> Prepared:
             "FP8 layers alone. coat.optimizer, coat.watch and coat.report are of no effect in this engine"
         )
     if coat.enabled and coat.optimizer.enabled:
-        let_zero_accept(CoatAdamW)
+        TESTED.apply(lambda tested: lambda optimizer: isinstance(optimizer, CoatAdamW) or tested(optimizer))
         arguments["optimizer"] = optimizer_for_engine(coat, config, optimizer, arguments["model"])
         # DeepSpeed would otherwise refuse any optimizer but its own where states are offloaded
         config_class.zero_force_ds_cpu_optimizer = False
