@@ -4,8 +4,10 @@ import dataclasses
 import json
 from pathlib import Path
 
-from coat_ds.plan import from_megatron, from_transformers, meta_model
 from coat_ds.plan.errors import PlanError
+from coat_ds.plan.from_megatron import read as read_megatron
+from coat_ds.plan.from_transformers import read as read_transformers
+from coat_ds.plan.meta_model import build
 from coat_ds.plan.sizes import Sizes, from_shape
 
 
@@ -18,12 +20,12 @@ def from_module(model) -> Sizes:
     config = getattr(model, "config", None)
     if hasattr(config, "to_dict"):
         try:
-            sizes = from_transformers.read(model)
+            sizes = read_transformers(model)
         # whatever configs without such sizes raise
         except (AttributeError, RuntimeError) as error:
             raise PlanError(f"{type(model).__name__}: its sizes could not be read ({error}).") from error
     elif hasattr(config, "num_layers"):
-        sizes = from_megatron.read(model)
+        sizes = read_megatron(model)
     else:
         raise PlanError(
             f"{type(model).__name__}: expected a model of transformers or megatron-core, which has its sizes "
@@ -40,9 +42,7 @@ def from_values(values: dict, vocabulary: int | None = None) -> Sizes:
         return from_shape(values, vocabulary)
     if "model_type" not in values:
         raise PlanError("model_type: found none. Give a config.json of Hugging Face or a file of configs/.")
-    return from_module(
-        meta_model.build(values if vocabulary is None else values | {"vocab_size": vocabulary})
-    )
+    return from_module(build(values if vocabulary is None else values | {"vocab_size": vocabulary}))
 
 
 def model_object(path: str) -> dict:
