@@ -6,7 +6,13 @@ from collections.abc import Iterator
 import torch.utils.checkpoint
 
 from coat_ds.patches import Patch
-from coat_kernels.saved import GROUP_SIZES, in_region, open_group_size, packing_function, packing_generator
+from coat_kernels.autograd.checkpointing import (
+    GROUP_SIZES,
+    in_region,
+    open_group_size,
+    packing_function,
+    packing_generator,
+)
 
 
 def generator_name() -> str:

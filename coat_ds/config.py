@@ -10,10 +10,10 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any, ClassVar, Self
 
+from coat_kernels.autograd.checkpointing import GROUP_SIZES as CHECKPOINT_GROUP_SIZES
 from coat_kernels.codecs import CODECS, SIGNED_CODECS, first_codec
 from coat_kernels.fp8 import E4M3, E5M2
 from coat_kernels.groups import DEFAULT_FORMAT, GROUP_FORMATS
-from coat_kernels.saved import GROUP_SIZES as CHECKPOINT_GROUP_SIZES
 from coat_kernels.weights import WEIGHT_CACHES
 
 OPTIMIZER_GROUP_SIZES = (64, 128, 256)

@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager
 import torch
 
 from coat_ds.optim.shards import is_distributed, local
-from coat_kernels.saved import MIN_NUMEL, alive_packed, packed_bytes
+from coat_kernels.autograd.checkpointing import MIN_NUMEL, alive_packed, packed_bytes
 
 
 class SavedStorages:

@@ -15,10 +15,10 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from coat_kernels.autograd.origin import Origin, note, noted, with_origin
 from coat_kernels.fp8 import Fp8Format
 from coat_kernels.groups.op import dequantize_groups, quantize_groups
 from coat_kernels.groups.reference import DEFAULT_FORMAT, Grouped
-from coat_kernels.origin import Origin, note, noted, with_origin
 from coat_kernels.tensorwise.quantize import Quantized, quantize_tensor
 
 # in the order of their speed on Hopper

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 
 from coat_kernels.activation import KINDS
 from coat_kernels.activation.op import activation_backward, activation_forward
-from coat_kernels.autograd import once_differentiable
+from coat_kernels.autograd.derivatives import once_differentiable
 from coat_kernels.device import capability
 from coat_kernels.groups import DEFAULT_FORMAT, Grouped, dequantize_groups, quantize_groups
 from coat_kernels.ops import nothing

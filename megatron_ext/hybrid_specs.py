@@ -9,7 +9,7 @@ called `MambaModel`.
 from collections.abc import Callable
 from dataclasses import fields, replace
 
-from .layer_specs import coat_parts, sdpa_parts
+from megatron_ext.layer_specs import coat_parts, sdpa_parts
 
 try:
     from megatron.core.ssm.mlp_layer import MLPLayer
@@ -17,7 +17,7 @@ try:
     from megatron.core.transformer.spec_utils import ModuleSpec
     from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 
-    from .torch_norm import HAVE_TE, replace_final_norm
+    from megatron_ext.layers.torch_norm import HAVE_TE, replace_final_norm
 
     try:
         from megatron.core.models.hybrid import hybrid_block

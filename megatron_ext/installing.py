@@ -1,9 +1,10 @@
 """What the module of a spec installs when Megatron imports it."""
 
 from coat_ds.config import CoatConfigError
-
-from . import optimizer as optimizer_seam
-from . import options, recompute, watch
+from megatron_ext import options
+from megatron_ext.layers import recompute
+from megatron_ext.optimizer import adamw as optimizer_seam
+from megatron_ext.optimizer import watch
 
 
 def install(*, optimizer: bool = False, checkpoints: bool = False) -> None:

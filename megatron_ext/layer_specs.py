@@ -30,18 +30,28 @@ try:
     )
     from packaging.version import Version
 
-    from . import options
-    from .attention import CoatCoreAttention, NoCrossAttention, SDPACoreAttention, core_attention_of
-    from .blocks import forward_by_blocks
-    from .latent import CoatMLASelfAttention, check_latent_attention, latent_parts, repair_latent_attention
-    from .linear import CoatColumnParallelLinear, CoatRowParallelLinear
-    from .mlp import CoatMLP
-    from .moe import CoatMoELayer, is_moe_layer, repair_router
-    from .norm import CoatHeadNorm, CoatNorm, coat_bias_dropout_add
-    from .process_groups import end_graphs_first
-    from .self_attention import CoatSelfAttention
-    from .torch_norm import local_norm, replace_final_norm
-    from .watch import install as watch_optimizers
+    from megatron_ext import options
+    from megatron_ext.layers.attention import (
+        CoatCoreAttention,
+        NoCrossAttention,
+        SDPACoreAttention,
+        core_attention_of,
+    )
+    from megatron_ext.layers.blocks import forward_by_blocks
+    from megatron_ext.layers.latent import (
+        CoatMLASelfAttention,
+        check_latent_attention,
+        latent_parts,
+        repair_latent_attention,
+    )
+    from megatron_ext.layers.linear import CoatColumnParallelLinear, CoatRowParallelLinear
+    from megatron_ext.layers.mlp import CoatMLP
+    from megatron_ext.layers.moe import CoatMoELayer, is_moe_layer, repair_router
+    from megatron_ext.layers.norm import CoatHeadNorm, CoatNorm, coat_bias_dropout_add
+    from megatron_ext.layers.process_groups import end_graphs_first
+    from megatron_ext.layers.self_attention import CoatSelfAttention
+    from megatron_ext.layers.torch_norm import local_norm, replace_final_norm
+    from megatron_ext.optimizer.watch import install as watch_optimizers
 except ImportError as error:
     # Megatron 0.16 logs an ImportError of a spec's module and goes on without the spec
     raise RuntimeError(

@@ -18,8 +18,7 @@ from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 from megatron.core.transformer import MLATransformerConfig, ModuleSpec, TransformerConfig
 
 from coat_ds.config import ActivationsConfig
-
-from .settings import set_activations
+from megatron_ext.layers.settings import set_activations
 
 
 @dataclass(frozen=True, slots=True)

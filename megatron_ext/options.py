@@ -31,8 +31,7 @@ from pathlib import Path
 from typing import Any
 
 from coat_ds.config import ActivationsConfig, CoatConfig, CoatConfigError, OptimizerConfig, difference
-
-from . import recompute
+from megatron_ext.layers import recompute
 
 VARIABLE = "COAT_CONFIG"
 # the keys of `coat.activations` that a single linear layer has a use for

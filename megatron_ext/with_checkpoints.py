@@ -2,9 +2,9 @@
 `sdpa_layer_spec` brings the latter alone. The hybrid stack's are `coat_hybrid_stack_spec` and
 `sdpa_hybrid_stack_spec`."""
 
-from .hybrid_specs import coat_hybrid_stack_spec, sdpa_hybrid_stack_spec
-from .installing import install
-from .layer_specs import coat_layer_spec, sdpa_layer_spec
+from megatron_ext.hybrid_specs import coat_hybrid_stack_spec, sdpa_hybrid_stack_spec
+from megatron_ext.installing import install
+from megatron_ext.layer_specs import coat_layer_spec, sdpa_layer_spec
 
 __all__ = ["coat_hybrid_stack_spec", "coat_layer_spec", "sdpa_hybrid_stack_spec", "sdpa_layer_spec"]
 

@@ -143,7 +143,7 @@ def megatron_command() -> list[str]:
 SPEC = """
 import sys
 from megatron.core.transformer.spec_utils import ModuleSpec, import_module
-from megatron_ext import optimizer
+from megatron_ext.optimizer import adamw as optimizer
 assert isinstance(import_module(sys.argv[1:]), ModuleSpec) and optimizer.installed()
 """
 

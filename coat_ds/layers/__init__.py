@@ -1,13 +1,13 @@
-"""FP8 linear layers and 8-bit saved activations for modules that somebody else wrote.
+"""FP8 linear layers and 8-bit saved activations for the modules of any model.
 
-    convert.py       which module becomes what; `coat_ds.convert`, `unconvert`, `conversion_of`
-    conversion.py    what was converted and what stayed
-    replaced.py      what stands in a module's own attribute `forward`
-    probe.py         what a module computes, found by running it on a few numbers
-    linear.py, norm.py, feed_forward.py, attention.py, experts.py    the forwards
-    merged_linear.py layers that read the same input, as one product
-    decoder_layer.py whole layers by the fused blocks
+It may import `coat_kernels` and the config, and no framework when it is imported. Start at convert.py.
 
-A module is known by what it computes, not by its class or name. Classes, parameters and buffers stay as they
-are; importing this package imports no framework.
+    convert.py       `convert`, `unconvert`: which module gets which forward
+    detection/       which modules can be converted, found by what they compute
+    modules/         the forwards of linear layers, norms, feed-forwards, attention and experts
+    fused_layer.py   the forward of a whole decoder layer, by the fused blocks of `coat_kernels.blocks`
+    parallel/        weights that lie on several ranks
+    conversion.py    what was converted and what stayed; inventory.py counts the layers of any model
+
+Classes, parameters and buffers of the model stay as they are.
 """

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from torch import nn
 
 from coat_ds.config import ActivationsConfig
-from coat_ds.layers.formats import formats
+from coat_ds.layers.modules.formats import formats
 from coat_kernels.linear import LinearFormats
 
 # kinds of modules, as the report calls several of them
@@ -82,7 +82,7 @@ class Conversion:
         self.__dict__.update(state)
         if self.converted["attention"]:
             # a copy that another process has read
-            from coat_ds.layers.attention import register
+            from coat_ds.layers.modules.attention import register
 
             register()
 

@@ -9,15 +9,18 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from coat_ds.config import ActivationsConfig, difference
-from coat_ds.layers import attention, autotp, decoder_layer, decoder_parts, experts, probe, transformers_tp
+from coat_ds.layers import fused_layer as decoder_layer
 from coat_ds.layers.conversion import ATTRIBUTE, Conversion, conversion_of
-from coat_ds.layers.feed_forward import Fp8Activation, Fp8GatedFeedForward
+from coat_ds.layers.detection import decoder_parts, probe
+from coat_ds.layers.detection.stays import DISPATCHED, what_stays
 from coat_ds.layers.inventory import layers_of
-from coat_ds.layers.linear import Fp8Linear
 from coat_ds.layers.log import say_anew, say_once
-from coat_ds.layers.norm import Fp8Norm
-from coat_ds.layers.replaced import DTYPES, Replaced, replaced, wraps_compiled
-from coat_ds.layers.stays import DISPATCHED, what_stays
+from coat_ds.layers.modules import attention, experts
+from coat_ds.layers.modules.feed_forward import Fp8Activation, Fp8GatedFeedForward
+from coat_ds.layers.modules.linear import Fp8Linear
+from coat_ds.layers.modules.norm import Fp8Norm
+from coat_ds.layers.modules.replaced import DTYPES, Replaced, replaced, wraps_compiled
+from coat_ds.layers.parallel import autotp, transformers_tp
 from coat_kernels import libraries
 from coat_kernels.fp8 import ALIGNMENT
 

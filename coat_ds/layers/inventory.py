@@ -10,9 +10,9 @@ from typing import NamedTuple
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from coat_ds.layers.attention import STATE
 from coat_ds.layers.conversion import Conversion, conversion_of, holder_of, how_of, report
-from coat_ds.layers.replaced import replaced
+from coat_ds.layers.modules.attention import STATE
+from coat_ds.layers.modules.replaced import replaced
 
 # of all parameters: smaller ones, such as norms, are not in the line
 LEAST_SHARE = 0.001

@@ -1,4 +1,6 @@
-"""AdamW whose moments are stored in eight bits each, for any framework. Start reading at optimizer.py.
+"""AdamW whose moments are stored in eight bits each, for any framework.
+
+It may import `coat_kernels` and the config. Start at optimizer.py.
 
     optimizer.py     CoatAdamW
     options.py       its options: names, choices, what they mean for a moment

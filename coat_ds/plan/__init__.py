@@ -1,5 +1,8 @@
 """What training takes before anything is allocated: bytes by role, time at best, and what fits a GPU.
 
+It may import `coat_kernels`, the config and the readers of DeepSpeed's JSON. Start at command.py, or at
+memory.py for the prediction.
+
 from coat_ds import plan
 from coat_ds.plan import layout
 

@@ -9,9 +9,9 @@ from typing import NamedTuple
 
 from torch import nn
 
-from coat_ds.layers.experts import is_experts, runs_one_by_one, why_not
-from coat_ds.layers.probe import shape_of
-from coat_ds.layers.replaced import replaced
+from coat_ds.layers.detection.probe import shape_of
+from coat_ds.layers.modules.experts import is_experts, runs_one_by_one, why_not
+from coat_ds.layers.modules.replaced import replaced
 from coat_ds.plan.errors import PlanError
 from coat_ds.plan.experts import Experts
 from coat_ds.plan.sizes import Sizes, check_parameters

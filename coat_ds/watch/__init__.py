@@ -1,5 +1,7 @@
 """Training watched: every N steps errors and bytes, by layer group.
 
+It may import `coat_kernels`, `coat_ds.optim` and `coat_ds.layers`. Start at watch.py.
+
 states.py measures what storing does to moments, codes.py counts FP8 codes, memory.py sums bytes, watch.py
 says when, fallback.py acts, and command.py shows a run. docs/watch.md has the formulas.
 """

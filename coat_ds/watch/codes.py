@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from coat_ds.layers.replaced import attributes_of
+from coat_ds.layers.modules.replaced import attributes_of
 from coat_ds.saved_bytes import SavedStorages
 from coat_ds.watch.sent import sent
 from coat_kernels.graphs import Graphs
@@ -61,7 +61,7 @@ class _Sample(NamedTuple):
 
 
 class CodeCounter:
-    """Counts what `coat_kernels.watching` tells, by layer. Sums lie on the device of the codes.
+    """Counts what `coat_kernels.autograd.watching` tells, by layer. Sums lie on the device of the codes.
 
     A layer is known by its scales: those of linear layers and of other producers. Blocks are layers, too.
 
@@ -133,14 +133,14 @@ class CodeCounter:
 
     @torch.no_grad()
     def codes(self, role: str, prediction: Any, codes: torch.Tensor) -> None:
-        """As `coat_kernels.watching.Observer`."""
+        """As `coat_kernels.autograd.watching.Observer`."""
         row, found = self._row(prediction), sampled(codes)
         self._known[row * SUMS + ROLES[role]] += len(found)
         self._take(_Sample(row, role, codes.dtype, found, None))
 
     @torch.no_grad()
     def predicted(self, prediction: Any, used: torch.Tensor, true: torch.Tensor) -> None:
-        """As `coat_kernels.watching.Observer`."""
+        """As `coat_kernels.autograd.watching.Observer`."""
         place = self._row(prediction) * SUMS + PREDICTIONS
         self._known[place] += 1
         self._wrong.append((place + 1, used != true))

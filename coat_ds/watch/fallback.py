@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 
 from coat_ds.config import WatchConfig
-from coat_ds.layers.replaced import replaced
+from coat_ds.layers.modules.replaced import replaced
 from coat_ds.watch.codes import graphs_of
 
 ROLES = ("input_flushed", "gradient_flushed")

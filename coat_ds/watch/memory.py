@@ -4,7 +4,7 @@ from collections.abc import Iterable
 
 import torch
 
-from coat_ds.layers.replaced import attributes_of
+from coat_ds.layers.modules.replaced import attributes_of
 from coat_ds.optim.accounting import state_bytes
 from coat_ds.optim.optimizer import CoatAdamW
 from coat_kernels.weights import WeightCache

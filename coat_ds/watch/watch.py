@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from coat_ds.config import CoatConfigError, WatchConfig
-from coat_ds.layers.replaced import wraps_compiled
+from coat_ds.layers.modules.replaced import wraps_compiled
 from coat_ds.optim.optimizer import CoatAdamW
 from coat_ds.saved_bytes import is_weight_of
 from coat_ds.watch import codes, states
@@ -23,7 +23,7 @@ from coat_ds.watch.fallback import Fallback
 from coat_ds.watch.memory import held_bytes
 from coat_ds.watch.outs import Out, Reading, check_folder, grouped, jsonl
 from coat_ds.watch.states import Places, StateSampler
-from coat_kernels import watching
+from coat_kernels.autograd import watching
 
 logger = logging.getLogger("coat_ds")
 # the keys of the block that "act" alone has a use for

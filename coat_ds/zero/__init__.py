@@ -1,5 +1,8 @@
 """The DeepSpeed adapter.
 
+It may import every other room of `coat_ds`, and DeepSpeed inside functions. Start at engine.py, `prepare` and
+`finish`, which run before and after `DeepSpeedEngine.__init__`.
+
     switch.py            how an unmodified script comes to honour the block
     block.py             where the block is in a DeepSpeed config
     engine.py            what is done before and after an engine is built

@@ -32,7 +32,7 @@ from collections.abc import Callable, Iterable, Iterator
 import torch
 from torch.utils.hooks import RemovableHandle
 
-from coat_ds.layers.replaced import replaced
+from coat_ds.layers.modules.replaced import replaced
 from coat_ds.patches import Patch
 
 INPUT = "hidden_states"

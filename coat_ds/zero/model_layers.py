@@ -12,9 +12,9 @@ from typing import Any
 from torch import nn
 
 from coat_ds.config import ActivationsConfig, CoatConfigError, difference
-from coat_ds.layers.autotp import is_autotp
 from coat_ds.layers.conversion import conversion_of, holder_of
 from coat_ds.layers.convert import convert_again, convert_silently, unconvert
+from coat_ds.layers.parallel.autotp import is_autotp
 
 # models that an engine has converted, and not the user
 _of_engines: weakref.WeakSet[nn.Module] = weakref.WeakSet()

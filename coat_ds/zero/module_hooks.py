@@ -3,9 +3,9 @@ weights are passed by.
 
 Stage 3 passes the inputs and outputs of every module through autograd nodes, which gather its weights for
 backward and release them again. A node returns another tensor object, without the notes of
-`coat_kernels.origin`. Without the note a linear layer behind a norm would save its input once more. We copy
-the notes behind each node. And every module pays the CPU time of its nodes, though only modules with weights
-have something to gather: the others get none.
+`coat_kernels.autograd.origin`. Without the note a linear layer behind a norm would save its input once more.
+We copy the notes behind each node. And every module pays the CPU time of its nodes, though only modules with
+weights have something to gather: the others get none.
 
 Units have no nodes between their modules. Layers with frozen parameters need this, and all layers if
 `zero3_layer_units` is false.
@@ -17,7 +17,7 @@ import inspect
 import torch
 
 from coat_ds.patches import Patch
-from coat_kernels.origin import share_notes
+from coat_kernels.autograd.origin import share_notes
 
 # where DeepSpeed's hooks look up the functions of a module
 NODES = tuple(

@@ -1,4 +1,4 @@
-"""FP8 inputs of what DeepSpeed recomputes, beside what torch does (`coat_kernels.saved`).
+"""FP8 inputs of what DeepSpeed recomputes, beside what torch does (`coat_kernels.autograd.checkpointing`).
 
 `deepspeed.checkpointing.checkpoint` keeps the inputs of a region in an attribute of its autograd context.
 Autograd's hooks do not see them there. It looks up the class that does so, `CheckpointFunction`, in its
@@ -23,7 +23,7 @@ import torch
 from coat_ds.checkpointing import compressed_checkpoints
 from coat_ds.config import CoatConfigError
 from coat_ds.patches import Patch
-from coat_kernels.saved import (
+from coat_kernels.autograd.checkpointing import (
     Packed,
     compressing,
     is_activation,

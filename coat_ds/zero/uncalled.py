@@ -5,8 +5,8 @@ from collections.abc import Callable, Iterator
 
 from torch import nn
 
-from coat_ds.layers.linear import Fp8Linear
-from coat_ds.layers.replaced import replaced
+from coat_ds.layers.modules.linear import Fp8Linear
+from coat_ds.layers.modules.replaced import replaced
 from coat_ds.saved_bytes import around_first_forward
 
 # how many names of modules the line shows

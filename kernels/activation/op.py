@@ -23,12 +23,12 @@ from coat_kernels.activation.reference import (
     activation_columns_reference,
     activation_forward_reference,
 )
-from coat_kernels.autograd import once_differentiable, refuse_forward_mode
+from coat_kernels.autograd.derivatives import once_differentiable, refuse_forward_mode
+from coat_kernels.autograd.origin import Origin, with_maxima, with_origin
 from coat_kernels.device import uses_kernels
 from coat_kernels.fp8 import Fp8Format, fp8_format
 from coat_kernels.groups.reference import DEFAULT_FORMAT, Grouped
 from coat_kernels.ops import compilable, nothing
-from coat_kernels.origin import Origin, with_maxima, with_origin
 from coat_kernels.prepared import cdiv
 from coat_kernels.tensorwise.predicted import Attempt, PredictedScale, write_reference
 from coat_kernels.tensorwise.quantize import Quantized

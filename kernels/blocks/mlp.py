@@ -4,7 +4,8 @@ one autograd function."""
 import torch
 
 from coat_kernels.activation.op import activation_backward_operands, activation_columns, activation_operands
-from coat_kernels.autograd import once_differentiable
+from coat_kernels.autograd.derivatives import once_differentiable
+from coat_kernels.autograd.origin import Origin
 from coat_kernels.blocks.options import ActivationOptions, NormOptions
 from coat_kernels.blocks.qkv import _norm_backward
 from coat_kernels.device import require_fp8
@@ -18,7 +19,6 @@ from coat_kernels.linear.op import (
 )
 from coat_kernels.norm.op import norm_columns, norm_operands
 from coat_kernels.norm.residual import Addends
-from coat_kernels.origin import Origin
 from coat_kernels.parallel import all_reduce
 from coat_kernels.tensorwise.operands import fp8_operands
 from coat_kernels.tensorwise.quantize import Quantized

@@ -5,13 +5,13 @@ from collections.abc import Callable
 
 import torch
 
-from coat_kernels.autograd import once_differentiable
+from coat_kernels.autograd.derivatives import once_differentiable
+from coat_kernels.autograd.origin import with_maxima
 from coat_kernels.blocks.options import NormOptions
 from coat_kernels.device import require_fp8
 from coat_kernels.groups.reference import Grouped
 from coat_kernels.linear.op import LinearOptions, gathered_columns, multiply, multiply_backward
 from coat_kernels.norm.op import norm_columns, norm_gradients, norm_operands
-from coat_kernels.origin import with_maxima
 from coat_kernels.rope.op import rotate_qkv_backward_operands, rotate_qkv_forward
 from coat_kernels.tensorwise.transpose import transpose_codes
 

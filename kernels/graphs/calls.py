@@ -6,7 +6,7 @@ from collections.abc import Callable, Hashable, Sequence
 
 import torch
 
-from coat_kernels.autograd import refuse_forward_mode
+from coat_kernels.autograd.derivatives import refuse_forward_mode
 from coat_kernels.graphs.evaluation import Evaluations
 from coat_kernels.graphs.memory import Memory, all_record, memory_of
 from coat_kernels.graphs.patience import Patience

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 from torch.autograd.graph import get_gradient_edge
 
-from coat_kernels.autograd import once_differentiable
+from coat_kernels.autograd.derivatives import once_differentiable
 from coat_kernels.graphs.memory import Constant, Memory, Pool, all_record, captured, distrust_replay
 from coat_kernels.graphs.proof import compare, saved_for_backward
 

@@ -2,7 +2,7 @@
 
 import torch
 
-from coat_kernels.autograd import once_differentiable, refuse_forward_mode
+from coat_kernels.autograd.derivatives import once_differentiable, refuse_forward_mode
 from coat_kernels.device import uses_kernels
 from coat_kernels.groups.reference import DEFAULT_FORMAT, Grouped
 from coat_kernels.head_norm.kernels import head_norm_backward_triton, head_norm_forward_triton

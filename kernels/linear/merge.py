@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from coat_kernels.autograd import once_differentiable
+from coat_kernels.autograd.derivatives import once_differentiable
 from coat_kernels.device import uses_kernels
 from coat_kernels.fp8 import Fp8Format
 from coat_kernels.tensorwise.operands import fp8_operands

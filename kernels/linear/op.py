@@ -13,12 +13,12 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch.utils.weak import TensorWeakRef
 
-from coat_kernels import watching
-from coat_kernels.autograd import once_differentiable
+from coat_kernels.autograd import watching
+from coat_kernels.autograd.derivatives import once_differentiable
+from coat_kernels.autograd.origin import Origin, note, noted, whole_of, with_maxima
 from coat_kernels.device import require_fp8, uses_kernels
 from coat_kernels.fp8 import ALIGNMENT, E4M3, E5M2, Fp8Format
 from coat_kernels.linear.matmul import accumulate_matmul, scaled_matmul
-from coat_kernels.origin import Origin, note, noted, whole_of, with_maxima
 from coat_kernels.parallel import TensorParallel, all_reduce, gather_columns, gather_rows, reduce_scatter
 from coat_kernels.tensorwise.operands import fp8_operands
 from coat_kernels.tensorwise.predicted import PredictedScale

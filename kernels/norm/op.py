@@ -9,7 +9,8 @@ import functools
 import torch
 import torch.distributed as dist
 
-from coat_kernels.autograd import once_differentiable, refuse_forward_mode
+from coat_kernels.autograd.derivatives import once_differentiable, refuse_forward_mode
+from coat_kernels.autograd.origin import Origin, with_maxima, with_origin
 from coat_kernels.device import uses_kernels
 from coat_kernels.fp8 import Fp8Format, fp8_format
 from coat_kernels.groups.reference import DEFAULT_FORMAT, Grouped, empty_grouped
@@ -29,7 +30,6 @@ from coat_kernels.norm.reference import (
 )
 from coat_kernels.norm.residual import NO_ADDENDS, Addends, residual_add_reference
 from coat_kernels.ops import compilable, nothing
-from coat_kernels.origin import Origin, with_maxima, with_origin
 from coat_kernels.tensorwise.predicted import Attempt, PredictedScale, write_reference
 from coat_kernels.tensorwise.quantize import Quantized
 from coat_kernels.tensorwise.transpose import empty_columns

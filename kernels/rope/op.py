@@ -8,10 +8,10 @@ import functools
 
 import torch
 
-from coat_kernels.autograd import once_differentiable
+from coat_kernels.autograd.derivatives import once_differentiable
+from coat_kernels.autograd.origin import with_maxima
 from coat_kernels.device import uses_kernels
 from coat_kernels.ops import compilable
-from coat_kernels.origin import with_maxima
 from coat_kernels.prepared import cdiv
 from coat_kernels.rope import kernels
 from coat_kernels.rope.kernels import (

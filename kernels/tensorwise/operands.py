@@ -5,9 +5,9 @@ import functools
 import torch
 import torch.distributed as dist
 
+from coat_kernels.autograd.origin import maxima_of
 from coat_kernels.device import uses_kernels
 from coat_kernels.fp8 import Fp8Format
-from coat_kernels.origin import maxima_of
 from coat_kernels.parallel import largest_of_all
 from coat_kernels.tensorwise.predicted import Attempt, PredictedScale
 from coat_kernels.tensorwise.quantize import (

@@ -12,7 +12,7 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 
-from coat_kernels import watching
+from coat_kernels.autograd import watching
 from coat_kernels.fp8 import Fp8Format
 from coat_kernels.parallel import largest_of_all
 from coat_kernels.tensorwise.quantize import Quantized, empty_operands, to_tensor_codes_reference

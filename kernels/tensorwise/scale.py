@@ -21,10 +21,10 @@ import torch
 import triton
 import triton.language as tl
 
+from coat_kernels.autograd.origin import maxima_of
 from coat_kernels.device import uses_kernels
 from coat_kernels.fp8 import Fp8Format
 from coat_kernels.ops import compilable
-from coat_kernels.origin import maxima_of
 from coat_kernels.prepared import PreparedKernel, cdiv
 from coat_kernels.tiles import finite_max
 

@@ -15,8 +15,8 @@ import torch
 
 import coat_ds
 from coat_ds.zero.recompute import compressed
-from coat_kernels.origin import noted
-from coat_kernels.saved import packed_bytes
+from coat_kernels.autograd.checkpointing import packed_bytes
+from coat_kernels.autograd.origin import noted
 from tests.coat_ds.ways import listening
 from tests.kernels.test_choices import CHOOSE, TOKENS, Mixture
 from tests.util import rel_rms, run_distributed

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import coat_ds
-from coat_ds.layers.replaced import replaced
+from coat_ds.layers.modules.replaced import replaced
 from coat_ds.zero.layer_units import LayerUnits
 from coat_ds.zero.recompute import compress_inputs, keep_inputs
 from tests.util import run_distributed

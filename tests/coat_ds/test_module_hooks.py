@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from coat_kernels.origin import maxima_of, take_stand_in, with_maxima, with_stand_in
+from coat_kernels.autograd.origin import maxima_of, take_stand_in, with_maxima, with_stand_in
 from tests.util import run_distributed
 
 H, STEPS = 32, 5

@@ -16,9 +16,9 @@ import torch.nn.functional as F
 from torch.autograd.graph import saved_tensors_hooks
 
 from coat_kernels.activation import activation
+from coat_kernels.autograd.origin import origin_of
 from coat_kernels.linear import fp8_linear
 from coat_kernels.norm import layer_norm
-from coat_kernels.origin import origin_of
 from tests.hostile.conftest import EXAMPLES
 from tests.megatron_ext.conftest import one_megatron_process
 from tests.util import rel_rms

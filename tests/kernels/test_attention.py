@@ -11,9 +11,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from coat_kernels.attention import BACKENDS, additive_mask, causal_attention, kept_attention, switched_on
+from coat_kernels.autograd.origin import forget_notes, origin_of
 from coat_kernels.fp8 import E4M3
 from coat_kernels.linear import fp8_linear
-from coat_kernels.origin import forget_notes, origin_of
 from coat_kernels.tensorwise import largest_magnitude
 from tests.kernels.inputs import E4M3_RMS, ROUNDING
 from tests.util import rel_rms

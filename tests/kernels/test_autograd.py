@@ -12,9 +12,9 @@ import torch
 from coat_kernels import activation as activation_module
 from coat_kernels import norm, rope, tensorwise
 from coat_kernels.activation import activation
+from coat_kernels.autograd.origin import maxima_of, origin_of
 from coat_kernels.linear import fp8_linear
 from coat_kernels.norm import layer_norm, rms_norm
-from coat_kernels.origin import maxima_of, origin_of
 from coat_kernels.rope import rotate_qkv
 from tests.util import rel_rms
 

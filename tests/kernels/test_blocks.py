@@ -12,11 +12,11 @@ import torch
 from coat_kernels import activation as act
 from coat_kernels import blocks, norm, rope, tensorwise
 from coat_kernels.activation import activation
+from coat_kernels.autograd.origin import Origin, origin_of, with_origin
 from coat_kernels.blocks import ActivationOptions, NormOptions, mlp_block, qkv_block
 from coat_kernels.fp8 import E4M3, E5M2
 from coat_kernels.linear import LinearFormats, LinearOptions, fp8_linear
 from coat_kernels.norm import layer_norm, rms_norm
-from coat_kernels.origin import Origin, origin_of, with_origin
 from coat_kernels.rope import rotate_qkv
 from coat_kernels.tensorwise import PredictedScale, quantize_tensor, together
 from coat_kernels.weights import WeightCache

@@ -7,8 +7,8 @@ import torch
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from coat_ds.checkpointing import compressed_checkpoints
-from coat_kernels.choices import Choices
-from coat_kernels.saved import packed
+from coat_kernels.autograd.checkpointing import packed
+from coat_kernels.autograd.router_choices import Choices
 
 TOKENS, WIDTH, EXPERTS, TAKEN = 512, 64, 8, 2
 GROUP = 64

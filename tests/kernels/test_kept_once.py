@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
+from coat_kernels.autograd.origin import maxima_of
 from coat_kernels.fp8 import E4M3, E5M2
 from coat_kernels.linear import LinearFormats, fp8_linear, op
 from coat_kernels.linear.reference import scaled_matmul_reference
-from coat_kernels.origin import maxima_of
 from tests.util import rel_rms
 
 CODES = torch.float8_e4m3fn

@@ -7,9 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from coat_kernels import linear, tensorwise
-from coat_kernels.fp8 import E4M3, E5M2
-from coat_kernels.linear import LinearFormats, LinearOptions, fp8_linear
-from coat_kernels.origin import (
+from coat_kernels.autograd.origin import (
     Origin,
     maxima_of,
     origin_of,
@@ -20,6 +18,8 @@ from coat_kernels.origin import (
     with_origin,
     with_stand_in,
 )
+from coat_kernels.fp8 import E4M3, E5M2
+from coat_kernels.linear import LinearFormats, LinearOptions, fp8_linear
 from coat_kernels.tensorwise import PredictedScale, quantize_tensor
 from coat_kernels.weights import WeightCache
 from tests.kernels.inputs import E4M3_RMS, E5M2_RMS, check_sums

@@ -5,8 +5,8 @@ import torch
 import torch.distributed as dist
 
 from coat_kernels import parallel, tensorwise
+from coat_kernels.autograd.origin import with_maxima
 from coat_kernels.fp8 import E4M3
-from coat_kernels.origin import with_maxima
 from coat_kernels.tensorwise import quantize_tensor_reference, transpose_codes_reference
 from tests.util import run_distributed
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from coat_kernels import tensorwise
+from coat_kernels.autograd.origin import with_maxima
 from coat_kernels.fp8 import E4M3, E5M2
-from coat_kernels.origin import with_maxima
 from coat_kernels.tensorwise import PredictedScale
 from coat_kernels.tensorwise.operands import fp8_operands
 from tests.kernels.inputs import check_sums, hard

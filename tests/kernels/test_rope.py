@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from coat_kernels import rope
+from coat_kernels.autograd.origin import maxima_of
 from coat_kernels.fp8 import E5M2
-from coat_kernels.origin import maxima_of
 from coat_kernels.tensorwise import PredictedScale, quantize_tensor
 from tests.util import rel_rms
 

@@ -12,11 +12,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
 
 from coat_ds.checkpointing import compressed_checkpoints
-from coat_kernels import saved
-from coat_kernels.linear import fp8_linear
-from coat_kernels.norm import rms_norm
-from coat_kernels.origin import noted, origin_of
-from coat_kernels.saved import (
+from coat_kernels.autograd import checkpointing as saved
+from coat_kernels.autograd.checkpointing import (
     Packed,
     compressing,
     in_region,
@@ -25,6 +22,9 @@ from coat_kernels.saved import (
     packed_bytes,
     packing_function,
 )
+from coat_kernels.autograd.origin import noted, origin_of
+from coat_kernels.linear import fp8_linear
+from coat_kernels.norm import rms_norm
 from tests.util import rel_rms
 
 ROWS, WIDTH = 64, 128

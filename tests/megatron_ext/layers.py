@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 from megatron.core.transformer import TransformerConfig
 
-from megatron_ext.linear import CoatColumnParallelLinear, CoatRowParallelLinear
+from megatron_ext.layers.linear import CoatColumnParallelLinear, CoatRowParallelLinear
 from megatron_ext.model import ModelShape, build_gpt
 from tests.util import rel_rms
 

@@ -9,9 +9,9 @@ from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.enums import AttnBackend, AttnMaskType
 
-from coat_kernels.origin import origin_of
+from coat_kernels.autograd.origin import origin_of
 from megatron_ext import cpu
-from megatron_ext.attention import SDPACoreAttention
+from megatron_ext.layers.attention import SDPACoreAttention
 from tests.util import rel_rms
 
 pytestmark = pytest.mark.usefixtures("megatron")

@@ -9,10 +9,10 @@ import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
 from coat_ds.config import ActivationsConfig
-from coat_kernels.origin import maxima_of, share_notes
+from coat_kernels.autograd.origin import maxima_of, share_notes
 from megatron_ext.layer_specs import coat_layer_spec
+from megatron_ext.layers.norm import CoatNorm
 from megatron_ext.ledger import cached_weight_bytes
-from megatron_ext.norm import CoatNorm
 from tests.megatron_ext.layers import GPT, LINEARS, B, H, S, batch, build, config, loss_and_grads
 
 pytestmark = pytest.mark.usefixtures("megatron")

@@ -15,9 +15,9 @@ from megatron.core.distributed import DistributedDataParallel, DistributedDataPa
 
 from coat_ds.config import ActivationsConfig
 from coat_kernels.prepared import PreparedKernel
-from megatron_ext import blocks
-from megatron_ext.attention import _say_that_nothing_is_recomputed
 from megatron_ext.layer_specs import coat_layer_spec, sdpa_layer_spec
+from megatron_ext.layers import blocks
+from megatron_ext.layers.attention import _say_that_nothing_is_recomputed
 from megatron_ext.ledger import saved_bytes
 from megatron_ext.model import ModelShape, build_gpt, initialize_model_parallel
 from tests.util import rel_rms, run_distributed

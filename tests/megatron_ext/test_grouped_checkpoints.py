@@ -94,7 +94,7 @@ def _weights(model):
 
 def _optimizers(folder):
     """Whole states of a run with experts one after another, and of what grouped ones made of them."""
-    from megatron_ext import optimizer
+    from megatron_ext.optimizer import adamw as optimizer
 
     plain = {"exp_avg_format": "fp32", "exp_avg_sq_format": "fp32"}
     optimizer.install(CoatConfig.from_dict({"enabled": True, "optimizer": plain}))
@@ -116,7 +116,8 @@ def _optimizers(folder):
 def _by_places(folder):
     """What becomes of states of `dp_reshardable`: errors, and losses behind and before."""
     from coat_ds.config import CoatConfigError
-    from megatron_ext import optimizer, places
+    from megatron_ext.optimizer import adamw as optimizer
+    from megatron_ext.optimizer import places
 
     sharding, found = places.SHARDING, {}
     kinds = {"one by one": CONFIG, "grouped": CONFIG | GROUPED}

@@ -10,8 +10,8 @@ from megatron.core.extensions.transformer_engine import HAVE_TE
 from coat_ds.config import ActivationsConfig
 from megatron_ext.hybrid_specs import coat_hybrid_stack_spec, hybrid_block, sdpa_hybrid_stack_spec
 from megatron_ext.layer_specs import coat_layer_spec, sdpa_layer_spec
+from megatron_ext.layers.torch_norm import LocalNorm, replace_final_norm, restore_final_norm
 from megatron_ext.model import ModelShape, build_gpt, initialize_model_parallel
-from megatron_ext.torch_norm import LocalNorm, replace_final_norm, restore_final_norm
 from tests.megatron_ext.test_parallel import whole, without_rounding
 from tests.util import rel_rms, run_distributed
 

@@ -8,13 +8,13 @@ from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.enums import AttnBackend, AttnMaskType
 
 from coat_ds.config import ActivationsConfig
-from coat_ds.layers.formats import formats
-from megatron_ext.attention import SDPACoreAttention
+from coat_ds.layers.modules.formats import formats
 from megatron_ext.hybrid_specs import AttentionLayer
-from megatron_ext.latent import NORMS_ALL_QUERIES, CoatDownProjection, CoatMLASelfAttention
 from megatron_ext.layer_specs import coat_layer_spec, coat_parts, sdpa_layer_spec, sdpa_parts
+from megatron_ext.layers.attention import SDPACoreAttention
+from megatron_ext.layers.latent import NORMS_ALL_QUERIES, CoatDownProjection, CoatMLASelfAttention
+from megatron_ext.layers.linear import CoatColumnParallelLinear
 from megatron_ext.ledger import saved_bytes
-from megatron_ext.linear import CoatColumnParallelLinear
 from tests.megatron_ext.conftest import one_megatron_process
 from tests.megatron_ext.layers import (
     FFN,

@@ -13,14 +13,14 @@ from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParall
 from megatron.core.transformer.mlp import MLPSubmodules
 
 from coat_ds.config import ActivationsConfig
+from coat_kernels.autograd.origin import origin_of, take_stand_in
 from coat_kernels.fp8 import E4M3, E5M2
-from coat_kernels.origin import origin_of, take_stand_in
-from megatron_ext.attention import SDPACoreAttention
 from megatron_ext.layer_specs import coat_layer_spec, sdpa_layer_spec, sdpa_parts
+from megatron_ext.layers.attention import SDPACoreAttention
+from megatron_ext.layers.mlp import CoatMLP
+from megatron_ext.layers.norm import CoatNorm
+from megatron_ext.layers.torch_norm import HAVE_TE
 from megatron_ext.ledger import cached_weight_bytes, saved_bytes
-from megatron_ext.mlp import CoatMLP
-from megatron_ext.norm import CoatNorm
-from megatron_ext.torch_norm import HAVE_TE
 from tests.megatron_ext.conftest import one_megatron_process
 from tests.megatron_ext.layers import (
     FFN,

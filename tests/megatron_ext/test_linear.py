@@ -13,8 +13,8 @@ from coat_ds.config import ActivationsConfig
 from coat_kernels.linear import LinearFormats
 from coat_kernels.linear import op as linear_kernels
 from megatron_ext.layer_specs import coat_layer_spec
-from megatron_ext.linear import CoatColumnParallelLinear, CoatRowParallelLinear
-from megatron_ext.settings import set_activations
+from megatron_ext.layers.linear import CoatColumnParallelLinear, CoatRowParallelLinear
+from megatron_ext.layers.settings import set_activations
 from tests.megatron_ext.layers import B, H, S, batch, build, config, loss_and_grads, rounding_error
 from tests.util import rel_rms, run_distributed
 

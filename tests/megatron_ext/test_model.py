@@ -14,8 +14,8 @@ from megatron.core.transformer.spec_utils import import_module
 
 from coat_ds.config import ActivationsConfig
 from megatron_ext.layer_specs import coat_layer_spec, sdpa_layer_spec
+from megatron_ext.layers.settings import activations_of, set_activations
 from megatron_ext.model import ModelShape, build_gpt, initialize_model_parallel, load_shape
-from megatron_ext.settings import activations_of, set_activations
 
 pytestmark = pytest.mark.usefixtures("megatron")
 

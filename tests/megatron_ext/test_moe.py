@@ -14,8 +14,8 @@ from megatron.core.transformer.multi_token_prediction import get_mtp_layer_spec
 from megatron.core.transformer.spec_utils import build_module
 
 from megatron_ext.layer_specs import _has_experts, coat_layer_spec, coat_parts
+from megatron_ext.layers.moe import CoatMoELayer, is_moe_layer
 from megatron_ext.model import ModelShape, build_gpt
-from megatron_ext.moe import CoatMoELayer, is_moe_layer
 from tests.megatron_ext.layers import rounding_error
 from tests.megatron_ext.test_parallel import without_rounding
 from tests.util import rel_rms, run_distributed

@@ -21,8 +21,9 @@ def work(tp, folder):
     """Of each case: the optimizers' names, losses before a checkpoint is saved, behind it, and resumed."""
     from megatron.core import parallel_state
 
-    from megatron_ext import cpu, optimizer
+    from megatron_ext import cpu
     from megatron_ext.model import initialize_model_parallel
+    from megatron_ext.optimizer import adamw as optimizer
 
     cpu.enable()
     dist.init_process_group("gloo")

@@ -154,7 +154,7 @@ def changes():
             lines.append(record.getMessage())
 
     handler.emit = emit
-    log = logging.getLogger("megatron_ext.optimizer")
+    log = logging.getLogger("megatron_ext.optimizer.adamw")
     log.addHandler(handler)
     yield lines
     log.removeHandler(handler)
@@ -163,7 +163,7 @@ def changes():
 def _train_in_papers_formats(folder):
     """By mode, losses and lines of a run in the paper's formats that goes on from today's, and of one in
     today's that goes on from that; and losses of the first one without the second."""
-    from megatron_ext import optimizer
+    from megatron_ext.optimizer import adamw as optimizer
 
     results = {}
     for mode in MODES:
@@ -188,7 +188,7 @@ def _train_as_if_fused(folder):
     from megatron.core import optimizer as host
     from megatron.core.optimizer import distrib_optimizer
 
-    from megatron_ext import optimizer
+    from megatron_ext.optimizer import adamw as optimizer
 
     optimizer.uninstall()
     sharding, results = "dp_reshardable", []
@@ -212,7 +212,7 @@ def _train_as_if_fused(folder):
 def _kept_by_size():
     """Of each tensor that this rank holds a part of: elements of the part and of the whole, and the formats
     of its first moment, where the smallest that is not kept has as many elements as linear_proj's weight."""
-    from megatron_ext import optimizer
+    from megatron_ext.optimizer import adamw as optimizer
 
     block = {"min_numel": H * H, "keep_fp32": []}
     optimizer.uninstall()
@@ -229,8 +229,9 @@ def _kept_by_size():
 def _train(folder):
     from megatron.core import parallel_state
 
-    from megatron_ext import cpu, optimizer
+    from megatron_ext import cpu
     from megatron_ext.model import initialize_model_parallel
+    from megatron_ext.optimizer import adamw as optimizer
 
     cpu.enable()
     dist.init_process_group("gloo")
@@ -414,7 +415,8 @@ def test_stock_adamw_reads_it_and_is_read(ranks, mode):
 @pytest.mark.parametrize("mode", MODES)
 def test_goes_on_from_before_the_first_step(megatron, tmp_path, mode):
     """As where FP16's loss scale is still too large: Megatron leaves a count of 0 out of its checkpoints."""
-    from megatron_ext import cpu, optimizer
+    from megatron_ext import cpu
+    from megatron_ext.optimizer import adamw as optimizer
 
     optimizer.install()
     try:
@@ -429,7 +431,8 @@ def test_goes_on_from_before_the_first_step(megatron, tmp_path, mode):
 
 
 def test_precision_aware_takes_fp32_parameters(megatron):
-    from megatron_ext import cpu, optimizer
+    from megatron_ext import cpu
+    from megatron_ext.optimizer import adamw as optimizer
 
     optimizer.install()
     try:
@@ -444,7 +447,8 @@ def test_precision_aware_takes_fp32_parameters(megatron):
 
 def test_states_of_parameters_that_are_frozen_now_are_refused(megatron, tmp_path):
     """Two layers have equal shapes, by which `dp_reshardable` knows parameters."""
-    from megatron_ext import cpu, optimizer
+    from megatron_ext import cpu
+    from megatron_ext.optimizer import adamw as optimizer
 
     optimizer.install()
     try:
@@ -466,7 +470,9 @@ def test_states_of_parameters_that_are_frozen_now_are_refused(megatron, tmp_path
 
 def test_states_of_fewer_or_more_parameters_are_refused(megatron):
     """Megatron pads its buffers: they may be as large."""
-    from megatron_ext import cpu, optimizer, places
+    from megatron_ext import cpu
+    from megatron_ext.optimizer import adamw as optimizer
+    from megatron_ext.optimizer import places
 
     optimizer.install()
     try:

@@ -21,7 +21,8 @@ def test_seam_comes_and_goes(megatron):
     from megatron.core import optimizer as host
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
-    from megatron_ext import optimizer, watch
+    from megatron_ext.optimizer import adamw as optimizer
+    from megatron_ext.optimizer import watch
 
     # below it, and stays
     watch.install()
@@ -50,7 +51,7 @@ def test_seam_comes_and_goes(megatron):
 def test_unknown_megatron_is_refused_before_anything_changes(megatron, monkeypatch):
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
-    from megatron_ext import optimizer
+    from megatron_ext.optimizer import adamw as optimizer
 
     name = "_set_main_param_and_optimizer_states"
     monkeypatch.setattr(DistributedOptimizer, name, lambda self, param, tensors: None)
@@ -71,7 +72,9 @@ def test_unknown_megatron_is_refused_before_anything_changes(megatron, monkeypat
 
 def test_the_optimizer_is_watched_beside_layers_of_megatron(megatron):
     """Which do not ask for it."""
-    from megatron_ext import installing, optimizer, watch
+    from megatron_ext import installing
+    from megatron_ext.optimizer import adamw as optimizer
+    from megatron_ext.optimizer import watch
 
     watch.uninstall()
     try:
@@ -87,9 +90,10 @@ def test_small_tensors_keep_fp32_moments(megatron):
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 
-    from megatron_ext import cpu, optimizer
+    from megatron_ext import cpu
     from megatron_ext.layer_specs import sdpa_layer_spec
     from megatron_ext.model import ModelShape, build_gpt
+    from megatron_ext.optimizer import adamw as optimizer
 
     block = {"enabled": True, "optimizer": {"min_numel": 600, "keep_fp32": []}, "watch": False}
     optimizer.install(CoatConfig.from_dict(block))
@@ -113,7 +117,8 @@ def test_small_tensors_keep_fp32_moments(megatron):
 )
 def test_patterns_are_of_names_in_the_model(megatron, caplog, mode, bf16):
     """Not of those within Megatron's wrappers, and as readings of the watch name them."""
-    from megatron_ext import cpu, optimizer
+    from megatron_ext import cpu
+    from megatron_ext.optimizer import adamw as optimizer
 
     block = {"enabled": True, "optimizer": {"keep_fp32": ["decoder.layers.1.mlp.*"], "min_numel": 1}}
     optimizer.install(CoatConfig.from_dict(block))
@@ -144,9 +149,10 @@ def test_contradictions_are_errors(megatron, options, named):
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 
-    from megatron_ext import cpu, optimizer
+    from megatron_ext import cpu
     from megatron_ext.layer_specs import sdpa_layer_spec
     from megatron_ext.model import ModelShape, build_gpt
+    from megatron_ext.optimizer import adamw as optimizer
 
     optimizer.install()
     try:
@@ -167,7 +173,7 @@ def test_contradictions_are_errors(megatron, options, named):
     "copied", [copy.deepcopy, lambda t: pickle.loads(pickle.dumps(t))], ids=["deepcopy", "pickle"]
 )
 def test_copies_go_on_as_the_optimizer_does(copied):
-    from megatron_ext.optimizer import MegatronAdamW
+    from megatron_ext.optimizer.adamw import MegatronAdamW
 
     p = torch.nn.Parameter(torch.randn(20, 130).bfloat16())
     optimizer = MegatronAdamW([p], use_decoupled_grad=True, counts_in_groups=True, min_numel=0)
@@ -192,7 +198,7 @@ def test_copies_go_on_as_the_optimizer_does(copied):
 
 def test_decoupled_gradients_are_watched():
     """As of Megatron's precision-aware optimizer, whose parameters have no others."""
-    from megatron_ext.optimizer import MegatronAdamW
+    from megatron_ext.optimizer.adamw import MegatronAdamW
 
     p = torch.nn.Parameter(torch.ones(16, 128, dtype=torch.bfloat16))
     optimizer = MegatronAdamW([p], use_decoupled_grad=True, min_numel=0)
@@ -207,7 +213,7 @@ def test_decoupled_gradients_are_watched():
 
 def test_masters_are_read_and_written_part_by_part(monkeypatch):
     """Joined on their device, an embedding's takes several times its FP32 size."""
-    from megatron_ext.optimizer import MegatronAdamW
+    from megatron_ext.optimizer.adamw import MegatronAdamW
 
     generator = torch.Generator().manual_seed(0)
     p, again = (torch.nn.Parameter(torch.randn(20, 130, generator=generator).bfloat16()) for _ in range(2))
@@ -238,7 +244,7 @@ def test_masters_are_read_and_written_part_by_part(monkeypatch):
 
 @pytest.mark.parametrize("name", ["exp_avg", "exp_avg_sq"])
 def test_types_of_moments_are_megatrons_default_or_fp8(name):
-    from megatron_ext.optimizer import MegatronAdamW
+    from megatron_ext.optimizer.adamw import MegatronAdamW
 
     p = torch.nn.Parameter(torch.ones(4))
     for dtype in (torch.float32, torch.uint8):
@@ -250,7 +256,7 @@ def test_types_of_moments_are_megatrons_default_or_fp8(name):
 
 def two_parameters(**options):
     """An optimizer of two BF16 parameters, in a group each, of which the first has made two steps."""
-    from megatron_ext.optimizer import MegatronAdamW
+    from megatron_ext.optimizer.adamw import MegatronAdamW
 
     torch.manual_seed(0)
     params = [torch.nn.Parameter(torch.randn(16, 128).bfloat16()) for _ in range(2)]
@@ -291,7 +297,7 @@ def test_states_are_written_in_fp32_whatever_the_weights_are():
 
 def test_the_count_is_that_of_fused_adam():
     """Of a group, whose parameters have not all made all steps."""
-    from megatron_ext.optimizer import MegatronAdamW
+    from megatron_ext.optimizer.adamw import MegatronAdamW
 
     p, q = (torch.nn.Parameter(torch.ones(16, 128)) for _ in range(2))
     optimizer = MegatronAdamW([p, q], counts_in_groups=True, min_numel=0)

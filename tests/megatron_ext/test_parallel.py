@@ -8,7 +8,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from coat_kernels.graphs import LEAVES, graphed_work
-from megatron_ext.blocks import dense_parts, is_small
+from megatron_ext.layers.blocks import dense_parts, is_small
 from tests.util import rel_rms, run_distributed
 
 S, B, VOCAB, LAYERS = 32, 2, 64, 2

@@ -6,7 +6,7 @@ import pytest
 import torch.distributed as dist
 from torch.testing._internal.distributed import fake_pg  # noqa: F401 (registers its backend)
 
-from megatron_ext import process_groups
+from megatron_ext.layers import process_groups
 from tests.util import run_distributed
 
 S, VOCAB = 32, 64

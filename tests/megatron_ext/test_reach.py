@@ -34,7 +34,7 @@ def gpt(told=None, **sizes):
     from megatron.core.transformer import TransformerConfig
 
     from megatron_ext.layer_specs import coat_layer_spec
-    from megatron_ext.settings import set_activations
+    from megatron_ext.layers.settings import set_activations
 
     torch.manual_seed(0)
     model_parallel_cuda_manual_seed(0)

@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from coat_kernels.saved import packed_bytes
+from coat_kernels.autograd.checkpointing import packed_bytes
 from tests.util import rel_rms, run_distributed
 
 # the smallest input that is packed has 4096 elements
@@ -29,7 +29,7 @@ KEPT = {"uniform": 2, "block": 1, "core_attn": 6, "mlp": 2, "experts": 2}
 
 @pytest.fixture
 def compressing(megatron):
-    from megatron_ext import recompute
+    from megatron_ext.layers import recompute
 
     recompute.install(GROUP)
     yield recompute
@@ -83,7 +83,7 @@ def test_forward_stays_and_inputs_take_half(compressing, spec, case):
 def test_random_states_are_replayed_exactly(megatron, device):
     from megatron.core import tensor_parallel
 
-    from megatron_ext import recompute
+    from megatron_ext.layers import recompute
 
     torch.manual_seed(0)
     # E4M3 holds these as they are
@@ -115,7 +115,8 @@ def test_random_states_are_replayed_exactly(megatron, device):
 
 
 def _distributed():
-    from megatron_ext import cpu, recompute
+    from megatron_ext import cpu
+    from megatron_ext.layers import recompute
     from megatron_ext.model import initialize_model_parallel
 
     cpu.enable()
@@ -143,7 +144,7 @@ def test_distributed_inputs_are_codes_of_a_share():
 def test_seam_comes_and_goes(megatron):
     from megatron.core.tensor_parallel import random
 
-    from megatron_ext import recompute
+    from megatron_ext.layers import recompute
 
     before = dict(vars(random))
     recompute.install()
@@ -158,7 +159,7 @@ def test_seam_comes_and_goes(megatron):
 def test_unknown_megatron_and_group_sizes_are_refused(megatron, monkeypatch):
     from megatron.core.tensor_parallel import random
 
-    from megatron_ext import recompute
+    from megatron_ext.layers import recompute
 
     with pytest.raises(ValueError, match="16, 32, 64, 128; found 48"):
         recompute.install(48)

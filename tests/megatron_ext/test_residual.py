@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from coat_kernels.origin import take_stand_in
+from coat_kernels.autograd.origin import take_stand_in
 from megatron_ext.layer_specs import coat_layer_spec
 from tests.megatron_ext.layers import GPT, B, H, S, build
 from tests.util import rel_rms

@@ -33,8 +33,9 @@ def _run(folder):
     from megatron.core.models import backends
     from megatron.core.transformer import transformer_block
 
-    from megatron_ext import cpu, torch_norm
+    from megatron_ext import cpu
     from megatron_ext.layer_specs import coat_layer_spec
+    from megatron_ext.layers import torch_norm
     from megatron_ext.model import ModelShape, build_gpt, initialize_model_parallel
 
     cpu.enable()
@@ -85,7 +86,7 @@ def test_apex_is_told_by_its_contents(tmp_path, kind):
     assert found["kernels"] == (kind == "with kernels")
     torch_norms, megatrons = "torch.nn.modules.normalization", "megatron.core.fusions.fused_layer_norm"
     # apex's RMSNorm is not in Megatron; that of heads is ours
-    assert found["norms"]["RMSNorm"] == [f"{torch_norms}.RMSNorm", "megatron_ext.norm.CoatHeadNorm"]
+    assert found["norms"]["RMSNorm"] == [f"{torch_norms}.RMSNorm", "megatron_ext.layers.norm.CoatHeadNorm"]
     expected = f"{megatrons}.FusedLayerNorm" if kind == "with kernels" else f"{torch_norms}.LayerNorm"
     assert found["norms"]["LayerNorm"] == [expected] * 2
 
@@ -101,7 +102,7 @@ def test_apex_is_told_by_its_contents(tmp_path, kind):
 def test_what_torchs_norms_lack_is_named(change, text):
     from megatron.core.transformer import TransformerConfig
 
-    from megatron_ext.torch_norm import LocalNorm
+    from megatron_ext.layers.torch_norm import LocalNorm
 
     config = TransformerConfig(num_layers=1, hidden_size=16, num_attention_heads=2)
     for name, value in change.items():

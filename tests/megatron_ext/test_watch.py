@@ -25,7 +25,7 @@ NOTHING = {"layers": [], "states": []}
 
 def watches(watch):
     """From now on optimizers are built with this block of the watch."""
-    from megatron_ext import optimizer
+    from megatron_ext.optimizer import adamw as optimizer
 
     block = {"enabled": True, "report": False, "optimizer": {"min_numel": 0}, "watch": watch}
     optimizer.uninstall()
@@ -120,7 +120,7 @@ def watched(folder):
 
 def states(folder):
     """The moments of all tensors go to FP32, by a limit that any error passes."""
-    from megatron_ext.watch import watch_optimizer
+    from megatron_ext.optimizer.watch import watch_optimizer
 
     watch = {"every": 1, "readings": 2, "act": "act", "update_error": 1e-6, "folder": folder}
     trainer = Learner(watch).chain_anew()

@@ -200,7 +200,7 @@ def grouped_experts(**arguments) -> Callable[[Path], object]:
     """Experts of `--moe-grouped-gemm`, from the same."""
 
     def run(folder: Path) -> None:
-        from megatron_ext.grouped_experts import CoatGroupedMLP
+        from megatron_ext.layers.grouped_experts import CoatGroupedMLP
 
         CoatGroupedMLP(2, _megatron_config(arguments))
 

@@ -4,7 +4,7 @@ import torch
 
 import coat_ds
 from benchmarks.common.families import FAMILIES, LAYERS
-from coat_ds.layers.replaced import replaced
+from coat_ds.layers.modules.replaced import replaced
 from coat_kernels.graphs import WARM_UP
 
 ROWS, TOKENS, STEPS = 2, 64, 14

@@ -10,8 +10,8 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 import coat_ds
 from benchmarks.common.families import FAMILIES
-from coat_ds.layers import attention
-from coat_ds.layers.attention import attended_origin, coat_attention
+from coat_ds.layers.modules import attention
+from coat_ds.layers.modules.attention import attended_origin, coat_attention
 from coat_kernels.attention import causal_attention
 from tests.coat_ds.layers.measures import run, same
 from tests.util import rel_rms

@@ -16,7 +16,7 @@ import coat_ds
 from benchmarks.common.families import FAMILIES
 from coat_ds.config import ActivationsConfig, CoatConfigError
 from coat_ds.layers.inventory import layers_of
-from coat_ds.layers.replaced import replaced
+from coat_ds.layers.modules.replaced import replaced
 from coat_kernels import tensorwise
 from coat_kernels.linear import op as products
 from tests.coat_ds.layers.measures import (

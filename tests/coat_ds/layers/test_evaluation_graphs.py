@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from benchmarks.common.families import LAYERS
-from coat_ds.layers.replaced import replaced
+from coat_ds.layers.modules.replaced import replaced
 from coat_kernels.graphs import WARM_UP, Graphs
 from tests.coat_ds.layers.graphed import (
     STEPS,

@@ -5,7 +5,7 @@ import torch
 
 import coat_ds
 from benchmarks.common.families import FAMILIES, LAYERS, losses_of
-from coat_ds.layers import decoder_layer
+from coat_ds.layers import fused_layer as decoder_layer
 from tests.coat_ds.layers.measures import (
     blocks_taken,
     bytes_left_behind,

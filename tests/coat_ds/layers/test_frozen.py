@@ -8,7 +8,7 @@ from torch import nn
 
 import coat_ds
 from benchmarks.common.families import FAMILIES, LAYERS
-from coat_ds.layers.replaced import replaced
+from coat_ds.layers.modules.replaced import replaced
 from coat_kernels.weights import WeightCache
 from tests.coat_ds.layers.measures import (
     blocks_taken,

@@ -9,8 +9,8 @@ from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 import coat_ds
 from benchmarks.common.families import FAMILIES, LAYERS
-from coat_ds.layers.decoder_layer import uses_graphs
-from coat_ds.layers.replaced import replaced
+from coat_ds.layers.fused_layer import uses_graphs
+from coat_ds.layers.modules.replaced import replaced
 from coat_ds.watch import codes
 from coat_ds.watch.watch import Watch
 from coat_kernels.graphs import LEAVES, PAID_OFF, WARM_UP, Constant, Recording, graphed_work

@@ -7,7 +7,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 
 import coat_ds
 from benchmarks.common.families import FAMILIES
-from coat_ds.layers.replaced import replaced
+from coat_ds.layers.modules.replaced import replaced
 
 LLAMA = FAMILIES["llama"]
 

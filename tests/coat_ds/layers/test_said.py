@@ -12,7 +12,7 @@ import coat_ds
 from benchmarks.common.families import FAMILIES
 from coat_ds.layers import log
 from coat_ds.layers.inventory import layers_of
-from coat_ds.layers.replaced import replaced
+from coat_ds.layers.modules.replaced import replaced
 
 LLAMA = FAMILIES["llama"]
 

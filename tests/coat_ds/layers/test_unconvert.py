@@ -6,7 +6,7 @@ import pytest
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 import coat_ds
-from coat_ds.layers.replaced import replaced
+from coat_ds.layers.modules.replaced import replaced
 from tests.coat_ds.layers.parts import plain, rewritten
 
 

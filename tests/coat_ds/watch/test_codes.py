@@ -7,7 +7,7 @@ import coat_ds
 from coat_ds.saved_bytes import is_weight_of
 from coat_ds.watch import codes
 from coat_ds.watch.codes import Blocks, CodeCounter, SavedCodes, figures
-from coat_kernels import watching
+from coat_kernels.autograd import watching
 from coat_kernels.groups import quantize_groups
 from coat_kernels.tensorwise import PredictedScale
 from tests.coat_ds.watch.parts import with_graphs

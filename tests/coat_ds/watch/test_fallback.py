@@ -6,7 +6,7 @@ import torch.nn.functional as F
 import coat_ds
 from coat_ds import CoatAdamW
 from coat_ds.config import WatchConfig
-from coat_ds.layers.replaced import replaced
+from coat_ds.layers.modules.replaced import replaced
 from coat_ds.watch import Watch
 from coat_ds.watch.fallback import Fallback
 from tests.coat_ds.watch.parts import model, with_graphs

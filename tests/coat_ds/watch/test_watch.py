@@ -11,7 +11,7 @@ from coat_ds import CoatAdamW
 from coat_ds.watch import Watch
 from coat_ds.watch.memory import held_bytes
 from coat_ds.watch.outs import read
-from coat_kernels import watching
+from coat_kernels.autograd import watching
 from tests.coat_ds.watch.parts import model
 from tests.util import run_distributed
 

@@ -14,7 +14,7 @@ from coat_ds import CoatAdamW, CoatConfig, CoatConfigError, cli
 from coat_ds.config import WatchConfig
 from coat_ds.watch import Watch, jsonl, writer
 from coat_ds.watch.outs import Reading, read
-from coat_kernels import watching
+from coat_kernels.autograd import watching
 from tests.coat_ds.watch.parts import model
 from tests.util import hooks_of_watch, run_distributed
 

@@ -1,0 +1,153 @@
+"""Which layers of a model are pre-norm decoder layers, as Llama's: known by what they compute."""
+
+from functools import partial
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from coat_ds.layers.detection.probe import Place, close, first_found, linear_of, run, shadow
+from coat_ds.layers.modules.attention import STATE
+from coat_ds.layers.modules.feed_forward import Fp8GatedFeedForward
+from coat_ds.layers.modules.linear import is_fused
+from coat_ds.layers.modules.norm import Fp8Norm
+from coat_ds.layers.modules.replaced import replaced
+from coat_kernels.attention import causal_attention
+from coat_kernels.rope import rotate
+
+PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
+# of every head of queries and of keys, as Qwen3 has them
+HEAD_NORMS = ("q_norm", "k_norm")
+
+
+class Parts(NamedTuple):
+    """The modules of a layer whose work the blocks do."""
+
+    input_norm: nn.Module
+    attention: nn.Module
+    mlp_norm: nn.Module
+    mlp: nn.Module
+
+
+class _Times(nn.Module):
+    """A stand-in for a part of a layer: each computes something that no other one does."""
+
+    def __init__(self, power: int, weights: bool = False):
+        super().__init__()
+        self.power, self.weights = power, weights
+
+    def forward(self, hidden_states=None, *args, **kwargs):
+        y = hidden_states.sin() ** self.power
+        return (y, None) if self.weights else y
+
+
+def parts_of(layer: nn.Module) -> Parts | None:
+    """The parts of a layer that is x = x + attention(norm(x)); x + mlp(norm(x)), of a norm, an attention and
+    a gated feed-forward layer that were all converted; else None."""
+    children = {name: child for name, child in layer._modules.items() if child is not None}
+    norms = [child for child in children.values() if type(replaced(child)) is Fp8Norm]
+    mlps = [child for child in children.values() if type(replaced(child)) is Fp8GatedFeedForward]
+    attentions = [child for child in children.values() if STATE in child.__dict__]
+    if layer._parameters or [len(children), len(norms), len(mlps), len(attentions)] != [4, 2, 1, 1]:
+        return None
+    if set(attentions[0]._modules) - set(HEAD_NORMS) != set(PROJECTIONS):
+        return None
+    head_norms = head_norms_of(attentions[0])
+    if len(head_norms) not in (0, 2) or not all(map(_is_rms_norm, head_norms)):
+        return None
+    names = {id(child): name for name, child in children.items()}
+    for first, second in (norms, norms[::-1]):
+        parts = Parts(first, attentions[0], second, mlps[0])
+        powers = (1, 2, 3, 4)
+        fakes = {
+            names[id(part)]: _Times(power, weights=part is parts.attention)
+            for part, power in zip(parts, powers, strict=True)
+        }
+        x = Place(torch.device("cpu"), torch.float32).numbers(1, 3, 8, seed=0)
+        norm1, attention, norm2, mlp = (fakes[names[id(part)]] for part in parts)
+        expected = x + attention(norm1(x))[0]
+        expected = expected + mlp(norm2(expected))
+        # which Qwen3-VL's layers cannot be called without, and fakes do not read
+        like = partial(shadow(layer, {}, fakes), position_embeddings=None)
+        if close(run(like, x), expected) and first_found(layer, partial(_is_rotary, parts.attention)):
+            return parts
+    return None
+
+
+def head_norms_of(attention: nn.Module) -> list[nn.Module]:
+    """The norms of queries and keys, if it has them."""
+    inside = attention._modules
+    return [inside[name] for name in HEAD_NORMS if name in inside]
+
+
+def dropout_names(module: nn.Module) -> list[str]:
+    """Names of the attributes of a module that are rates of dropout."""
+    rates = (int, float)
+    return [n for n, v in vars(module).items() if "drop" in n and isinstance(v, rates)]
+
+
+def _is_rms_norm(module: nn.Module | None) -> bool:
+    # None: of a model that leaves its norms out
+    norm = None if module is None else replaced(module)
+    return type(norm) is Fp8Norm and not norm.form.layer_norm
+
+
+def why_not_fused(parts: Parts) -> str | None:
+    """Why no block could do the work of these parts now, of the first linear layer that none could do."""
+    linears = {name: parts.attention._modules[name] for name in PROJECTIONS}
+    form = replaced(parts.mlp).form
+    linears |= {
+        name: parts.mlp._modules[name] for name in (form.gate, form.up, form.down) if name is not None
+    }
+    for name, linear in linears.items():
+        if not is_fused(replaced(linear)):
+            # which may be merged later; the layer beneath it may well multiply in FP8
+            what = "has an adapter" if "base_layer" in linear._modules else "is not converted"
+            return f"no fused block, since its {name} {what}"
+    config = getattr(parts.attention, "config", None)
+    rope = getattr(config, "rope_parameters", None) or {}
+    turned = rope.get("partial_rotary_factor", getattr(config, "partial_rotary_factor", None))
+    if turned not in (None, 1):
+        return f"no fused block, since its angles turn {turned} of each head"
+    return None
+
+
+def _is_rotary(attention: nn.Module, place: Place) -> bool:
+    """Whether it is causal attention of queries and keys that turn as those of `coat_kernels.rope`, behind
+    their norms if it has them."""
+    d, groups, m, h, s = 8, 2, 2, 16, 5
+    small, sizes = {}, dict(zip(PROJECTIONS, (groups * m * d, groups * d, groups * d, h), strict=True))
+    for i, (name, n) in enumerate(sizes.items()):
+        k = groups * m * d if name == "o_proj" else h
+        small[name] = linear_of(place.numbers(n, k, seed=i) / k**0.5)
+    norms = {name: nn.RMSNorm(d, eps=1e-3) for name in HEAD_NORMS if name in attention._modules}
+    for i, norm in enumerate(norms.values()):
+        norm.weight = nn.Parameter(1 + place.numbers(d, seed=20 + i) / 4)
+    like = shadow(attention, {}, small | norms)
+    # dropout of the scores is asked for in each forward
+    like.__dict__.update(dict.fromkeys(dropout_names(attention), 0.0))
+    like.__dict__.update(head_dim=d, num_key_value_groups=m, scaling=0.3)
+    for name in ("num_heads", "num_attention_heads"):
+        if name in like.__dict__:
+            like.__dict__[name] = groups * m
+    if "num_key_value_heads" in like.__dict__:
+        like.__dict__["num_key_value_heads"] = groups
+    angles = place.numbers(1, s, d // 2, seed=7)
+    cos, sin = (torch.cat((t, t), -1) for t in (angles.cos(), angles.sin()))
+    x = place.numbers(1, s, h, seed=8)
+    # causal without a mask; of a mask nothing but what it adds to the scores
+    mask = place.numbers(1, 1, s, s, seed=9)
+    with torch.no_grad():
+        q, k, v = (small[name](x).view(1, s, -1, d) for name in PROJECTIONS[:3])
+        q, k = (norm(t) for norm, t in zip(norms.values(), (q, k), strict=True)) if norms else (q, k)
+        q, k = (rotate(t.transpose(0, 1), cos[0], sin[0]).transpose(0, 1) for t in (q, k))
+        causal = causal_attention(q, k, v, scale=0.3, batch_first=True)
+        heads = (t.transpose(1, 2) for t in (q, k, v))
+        masked = F.scaled_dot_product_attention(*heads, attn_mask=mask, scale=0.3, enable_gqa=True)
+        expected = [small["o_proj"](o) for o in (causal, masked.transpose(1, 2).flatten(2))]
+    attend = partial(like, position_embeddings=(cos, sin))
+    return all(
+        close(run(lambda x, given=given: attend(x, attention_mask=given)[0], x), y)
+        for given, y in zip((None, mask), expected, strict=True)
+    )

@@ -1,0 +1,207 @@
+"""Which modules keep their own arithmetic, and why: output heads, adapters, and parts whose
+output is compared or rounded to choose something discrete, where an FP8 error changes the choice."""
+
+import re
+from collections.abc import Callable, Iterator
+from functools import cache
+from types import CodeType, FunctionType
+
+from torch import nn
+
+from coat_ds.layers.modules.attention import uses_interface
+from coat_ds.layers.modules.replaced import is_dispatched
+
+# why modules stay that accelerate calls
+DISPATCHED = "a hook of accelerate's, as of device_map"
+HEAD = "the head"
+ROUTER = "the router"
+CHOOSES = "its output is used to choose"
+CODES = "it makes discrete codes"
+KEPT_IN_FP32 = "its class keeps it in FP32"
+ADAPTER = "an adapter"
+
+# functions of torch whose result is an index
+_CHOICES = {"topk", "argmax", "argmin", "argsort", "gumbel_softmax", "multinomial"}
+# whose own code is about generation and loading
+_FRAMEWORK_CLASSES = ("PreTrainedModel", "GenerationMixin", "object")
+_ROUTER_NAME = re.compile(r"router|routing|indexer", re.IGNORECASE)
+_CODEBOOK_CLASS = re.compile(r"(Quantizer|VectorQuanti[sz](e|ation)|ScalarQuanti[sz]ation|Codebook)$")
+_CODEC_NAME = re.compile(
+    r"(^|_)(codec|codebook|quantizer|vqvae|vqmodel|(audio|image|vision|speech)_tokenizer)(_|$)"
+)
+_SCORE_NAME = re.compile(r"^(shared_expert_)?gate$|router|score|index|^dt_proj$")
+# how transformers' classes name what stands on top of a model
+_HEAD_NAME = re.compile(
+    r"(?<!pos_)heads?$|classifier|predictions?$|^cls$|^score$|_outputs?$|^proj_out$|(class|bbox)_embed"
+    r"|^(visual|vision|text|image|audio|speech|video)_projection$"
+)
+_INPUT_NAME = re.compile(
+    r"projector|connector|adapter|adaptor|encoder$|decoder$|tower|embed|qformer|resampler"
+)
+
+
+def what_stays(model: nn.Module) -> dict[int, str]:
+    """The reason why a module keeps its own arithmetic, by the module's id. The first reason found counts."""
+    stays: dict[int, str] = {}
+    for rule in (_dispatched, _adapters, _kept_in_fp32, _codes, _heads, _choices):
+        for module, reason in rule(model):
+            stays.setdefault(id(module), reason)
+    return stays
+
+
+def _whole(module: nn.Module, reason: str) -> Iterator[tuple[nn.Module, str]]:
+    return ((inside, reason) for inside in module.modules())
+
+
+def _is_pretrained(module: nn.Module) -> bool:
+    """Whether it is a model of transformers, which need not be installed."""
+    return hasattr(module, "base_model_prefix") and hasattr(module, "config")
+
+
+def _dispatched(model: nn.Module) -> Iterator[tuple[nn.Module, str]]:
+    return ((module, DISPATCHED) for module in model.modules() if is_dispatched(module))
+
+
+def _adapters(model: nn.Module) -> Iterator[tuple[nn.Module, str]]:
+    """Adapters and prompt encoders of PEFT, and torch's attention, which reads its weights itself."""
+    for module in model.modules():
+        children = module._modules
+        if "base_layer" in children:
+            for name, child in children.items():
+                if name != "base_layer" and child is not None:
+                    yield from _whole(child, ADAPTER)
+        prompts = children.get("prompt_encoder")
+        if prompts is not None and hasattr(module, "peft_config"):
+            yield from _whole(prompts, ADAPTER)
+        if isinstance(module, nn.MultiheadAttention):
+            yield from _whole(module, "torch's MultiheadAttention multiplies by itself")
+
+
+def _heads(model: nn.Module) -> Iterator[tuple[nn.Module, str]]:
+    """Output embeddings, linear layers that share an embedding's weight, and what a class of transformers
+    puts on top of its base model: known by its place, or by the usual names."""
+    # a weight of compressed-tensors' layers, among others, is no parameter
+    embeddings = {id(m._parameters.get("weight")) for m in model.modules() if isinstance(m, nn.Embedding)}
+    embeddings.discard(id(None))
+    for module in model.modules():
+        get_head = getattr(module, "get_output_embeddings", None)
+        if callable(get_head) and isinstance(head := _quietly(get_head), nn.Module):
+            # with what PEFT has put around it
+            yield from _whole(head, HEAD)
+        if isinstance(module, nn.Linear) and id(module._parameters.get("weight")) in embeddings:
+            yield module, HEAD
+        if _is_pretrained(module):
+            for child in _on_top(module):
+                yield from _whole(child, HEAD)
+
+
+def _on_top(module: nn.Module) -> Iterator[nn.Module]:
+    """The children of a model of transformers that are heads: not models, and without attention."""
+    children = {name: child for name, child in module._modules.items() if child is not None}
+    has_base = module.base_model_prefix in children or "classifier" in children
+    joins = sum(map(_is_pretrained, children.values())) > 1
+    for name, child in children.items():
+        if name == module.base_model_prefix or _is_body(child):
+            continue
+        above = has_base and not (_INPUT_NAME.search(name) and (joins or not _is_linear(child)))
+        if above or _HEAD_NAME.search(name):
+            yield child
+
+
+def _is_body(module: nn.Module) -> bool:
+    """Whether it is or holds a model of transformers, or attention."""
+    return any(_is_pretrained(m) or uses_interface(m) for m in module.modules())
+
+
+def _kept_in_fp32(model: nn.Module) -> Iterator[tuple[nn.Module, str]]:
+    """What a class of transformers keeps in FP32 in a BF16 model, too. (`_keep_in_fp32_modules` is about the
+    range of FP16.)"""
+    for module in model.modules():
+        if patterns := getattr(module, "_keep_in_fp32_modules_strict", None):
+            kept = re.compile("|".join(rf"(^|\.){pattern}($|\.)" for pattern in sorted(patterns)))
+            for name, inside in module.named_modules():
+                names = (name, *(f"{name}.{own}" for own in inside._parameters))
+                if any(map(kept.search, names)):
+                    yield inside, KEPT_IN_FP32
+
+
+def _codes(model: nn.Module) -> Iterator[tuple[nn.Module, str]]:
+    """Vector quantizers, and the models around them inside a larger model: codecs and tokenizers."""
+    seen_model = False
+
+    def visit(module: nn.Module, name: str, codec: nn.Module | None) -> Iterator[tuple[nn.Module, str]]:
+        nonlocal seen_model
+        if _is_pretrained(module):
+            codec, seen_model = (module if seen_model else None), True
+        own = not type(module).__module__.startswith("torch.")
+        if own and (_CODEBOOK_CLASS.search(type(module).__name__) or _CODEC_NAME.search(name)):
+            yield from _whole(module if codec is None else codec, CODES)
+            return
+        for child_name, child in module._modules.items():
+            if child is not None:
+                yield from visit(child, child_name, codec)
+
+    return visit(model, "", None)
+
+
+def _choices(model: nn.Module) -> Iterator[tuple[nn.Module, str]]:
+    """Routers, indexers of sparse attention, and other modules whose code chooses by its linear layers."""
+    for name, module in model.named_modules():
+        children = {n: m for n, m in module._modules.items() if m is not None}
+        named = f"{name.rpartition('.')[2]} {type(module).__name__}"
+        inner = any(uses_interface(m) or "experts" in m._modules for m in module.modules())
+        if _ROUTER_NAME.search(named) and not inner:
+            yield from _whole(module, ROUTER)
+        if (experts := children.get("experts")) is not None:
+            for child in children.values():
+                # by itself, or in a module of its own
+                linears = [] if child is experts else [m for m in child.modules() if isinstance(m, nn.Linear)]
+                if len(linears) == 1 and _chooses_among(linears[0], experts):
+                    yield linears[0], ROUTER
+        if not children or not _chooses(type(module)):
+            continue
+        if _is_pretrained(module):
+            yield from ((m, CHOOSES) for m in children.values() if _is_linear(m))
+        elif inner or len(children) > 3:
+            # it does other work, too
+            yield from ((m, CHOOSES) for n, m in children.items() if _is_linear(m) and _SCORE_NAME.search(n))
+        else:
+            yield from _whole(module, CHOOSES)
+
+
+@cache
+def _chooses(kind: type) -> bool:
+    """Whether the code of a class, except for generation, calls a function that returns indices."""
+    for base in kind.__mro__:
+        if base.__module__.startswith("torch.") or base.__name__ in _FRAMEWORK_CLASSES:
+            continue
+        for name, value in vars(base).items():
+            function = getattr(value, "__wrapped__", value)
+            skipped = name.startswith(("__", "generate", "_sample"))
+            if isinstance(function, FunctionType) and not skipped and _CHOICES & _names_in(function.__code__):
+                return True
+    return False
+
+
+def _names_in(code: CodeType) -> set[str]:
+    nested = (_names_in(c) for c in code.co_consts if isinstance(c, CodeType))
+    return set(code.co_names).union(*nested)
+
+
+def _is_linear(module: nn.Module) -> bool:
+    """Whether it is a linear layer, or what PEFT has put around one."""
+    inside = module._modules
+    return isinstance(inside.get("original_module") or inside.get("base_layer") or module, nn.Linear)
+
+
+def _quietly(get: Callable) -> nn.Module | None:
+    try:
+        return get()
+    # a transformers model without a head has the method all the same, and raises one or the other
+    except (AttributeError, NotImplementedError):
+        return None
+
+
+def _chooses_among(linear: nn.Linear, experts: nn.Module) -> bool:
+    """Whether there is one output for each expert."""
+    return linear.out_features in (len(experts._modules), getattr(experts, "num_experts", None))

@@ -1,0 +1,386 @@
+"""A pre-norm decoder layer, as Llama's, by the fused blocks of `coat_kernels.blocks`: one product for the
+queries, keys and values, one for gate and up, and residual additions within the norms' passes.
+
+The blocks bypass the forwards of the modules inside. `why_not_fused` allows them only where no code outside
+can tell; otherwise the layer's own forward calls its converted modules. `uses_graphs` says where the blocks
+are recorded as CUDA graphs.
+"""
+
+import inspect
+import itertools
+import logging
+from collections.abc import Iterator
+from functools import partial
+
+import torch
+from torch import nn
+from torch.nn.modules.module import _has_any_global_hook
+
+from coat_ds.config import ActivationsConfig
+from coat_ds.layers.detection.decoder_parts import PROJECTIONS, Parts, dropout_names, head_norms_of
+from coat_ds.layers.log import say_once
+from coat_ds.layers.modules.attention import STATE, any_attention, is_transformers_own
+from coat_ds.layers.modules.feed_forward import Fp8GatedFeedForward
+from coat_ds.layers.modules.linear import is_fused
+from coat_ds.layers.modules.merged_linear import MergedLinear, is_hooked, joined, parameters_of
+from coat_ds.layers.modules.norm import Fp8Norm
+from coat_ds.layers.modules.replaced import (
+    Replaced,
+    autocast_dtype,
+    can_be_read,
+    is_dispatched,
+    is_evaluated,
+    replaced,
+)
+from coat_kernels.attention import additive_mask, causal_attention, origin_in_groups
+from coat_kernels.autograd.origin import note, noted, origin_of
+from coat_kernels.blocks import attention_block, mlp_block, qkv_block
+from coat_kernels.graphs import Graphs, gradient_leaves, graphed_work
+from coat_kernels.groups import quantize_groups
+from coat_kernels.head_norm import head_norm
+from coat_kernels.linear import LinearOptions
+
+# arguments that a layer may get: the angles say the same, or nothing here needs them; Trainer's number of
+# tokens is for the loss, and router logits are those of layers with experts, beside which these stand
+ARGUMENTS = (
+    "position_embeddings",
+    "attention_mask",
+    "position_ids",
+    "cache_position",
+    "use_cache",
+    "num_items_in_batch",
+    "output_router_logits",
+    # what some models hand down to all layers, and no layer reads
+    "logits_to_keep",
+    "labels",
+    "return_dict",
+)
+# the name since transformers 5.24, and before
+CACHES = ("cache", "past_key_values")
+# what Liger's forward of a model says it does not want
+FLAGS = ("output_attentions", "output_hidden_states")
+# where transformers notes on a layer how its forward is to be checkpointed
+CHECKPOINT = "_gradient_checkpointing_func"
+
+
+class Fp8DecoderLayer(Replaced):
+    """The forward of a layer of these parts, which were converted before."""
+
+    kind = "layer"
+
+    def __init__(self, module: nn.Module, activations: ActivationsConfig, parts: Parts):
+        super().__init__(module, activations)
+        self.parts, self.recomputes = parts, activations.attention_format == "recompute"
+        # rates may be set later; the classes have various names for them
+        self.rates = [(m, n) for m in (module, parts.attention, parts.mlp) for n in dropout_names(m)]
+        self.qkv = MergedLinear(activations, cancels=True)
+        self.cuda_graphs = activations.cuda_graphs
+        # batches of one length follow each other, or they do not
+        self.graphs = Graphs(one_shape=True)
+
+    def compute(self, hidden_states: torch.Tensor, *args, **kwargs):
+        if (why := why_not_fused(self, hidden_states, args, kwargs)) is not None:
+            if can_be_read(hidden_states):
+                if self.module.training and torch.is_grad_enabled():
+                    # a warning where the user can do something
+                    level = logging.WARNING if ". " in why else logging.INFO
+                    say_once(f"layers that could run as fused blocks run module by module: {why}.", level)
+                elif (
+                    hidden_states.shape[1:2] == (1,)
+                    and not torch.is_grad_enabled()
+                    and _fills_a_cache(kwargs)
+                ):
+                    say_once(
+                        "tokens are generated one by one in FP8, which quantizes the weights for each and is "
+                        'slower than BF16. To generate in BF16, set coat.activations.evaluation to "stock" '
+                        "and call model.eval().",
+                        logging.INFO,
+                    )
+            return self.stock(hidden_states, *args, **kwargs)
+        # not as arguments: reentrant checkpoints make other tensors of those, without notes
+        blocks = partial(self.by_blocks, *kwargs["position_embeddings"], kwargs.get("attention_mask"))
+        if checkpoints_in_forward(self.module):
+            return getattr(self.module, CHECKPOINT)(blocks, hidden_states)
+        return blocks(hidden_states)
+
+    def shown(self) -> str:
+        return "coat=fused blocks"
+
+    @property
+    def projections(self) -> list[nn.Module]:
+        return [self.parts.attention._modules[name] for name in PROJECTIONS]
+
+    @property
+    def head_norms(self) -> list[nn.Module]:
+        return head_norms_of(self.parts.attention)
+
+    @property
+    def products(self) -> tuple[tuple[nn.Module, ...], ...]:
+        """The linear layers, those together that are one product: qkv, o, gate and up, down."""
+        *qkv, o = self.projections
+        feed_forward = replaced(self.parts.mlp)
+        return tuple(qkv), (o,), feed_forward.first, (feed_forward.down,)
+
+    def by_blocks(
+        self, cos: torch.Tensor, sin: torch.Tensor, mask: torch.Tensor | None, x: torch.Tensor
+    ) -> torch.Tensor:
+        """cos and sin [1 or b, s, d], a mask as torch's attention takes or None, x [b, s, h] -> [b, s, h]."""
+        qkv, (o,), _, (down,) = products = self.products
+        feed_forward = replaced(self.parts.mlp)
+        options = (
+            self.qkv.options(qkv),
+            replaced(o).options(),
+            feed_forward.first_options(),
+            replaced(down).options(),
+        )
+        norms = self.parts.input_norm, self.parts.mlp_norm
+        parameters = [p for norm in norms for p in (norm.weight, norm._parameters.get("bias"))]
+        for linears in products:
+            parameters += (p for kind in parameters_of(linears) for p in kind)
+        parameters += (norm.weight for norm in self.head_norms)
+        # the blocks take tokens one by one: sequences of one batch, each with its own angles
+        constants = [_by_token(t, x.shape[0]) for t in (cos, sin)]
+        if mask is not None:
+            constants.append(additive_mask(mask, x.dtype))
+        compute = partial(self._compute, options, mask is not None)
+        if not uses_graphs(self, x):
+            return compute(x, *constants, *parameters)
+        uses, evaluates = partial(self._uses, options), not self.module.training
+        return self.graphs.call(compute, x, parameters, uses, constants=constants, evaluates=evaluates)
+
+    def _uses(self, options: tuple[LinearOptions, ...]) -> tuple:
+        """What a graph depends on beside tensors. A change is recorded again."""
+        attention, kept = self.parts.attention, self.parts.attention.__dict__[STATE]
+        found = [kept, self.recomputes, attention.scaling, replaced(self.parts.mlp).options]
+        for norm in (self.parts.input_norm, self.parts.mlp_norm, *self.head_norms):
+            found.append(replaced(norm).options)
+        for linears, how in zip(self.products, options, strict=True):
+            found += how.uses(linears[0].weight)
+        return tuple(found)
+
+    def _compute(
+        self,
+        options: tuple[LinearOptions, ...],
+        masked: bool,
+        x: torch.Tensor,
+        *tensors: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """The layer's output from its input, the tables of angles and the mask if it is `masked`, and its
+        parameters, as `by_blocks` gives them."""
+        (norm, attention, mlp_norm, mlp), (b, s, h) = self.parts, x.shape
+        kept, d, given = attention.__dict__[STATE], attention.head_dim, iter(tensors)
+        tables, mask = _next(given, 2), _next(given, int(masked))
+        norm_weights, mlp_norm_weights = _next(given, 2), _next(given, 2)
+        products = [
+            joined(_next(given, len(linears)), _next(given, len(linears))) for linears in self.products
+        ]
+        groups = self.projections[1].weight.shape[0] // d
+        inputs = x.reshape(b * s, 1, h), *norm_weights, *products[0]
+        how = {"norm": replaced(norm).options, "linear": options[0], "groups": groups, "d": d, "apart": True}
+
+        # arguments of `attend`: what the function itself holds would live longer than backward
+        beside, head_norms = mask, self.head_norms
+        if head_norms:
+            # which stand between the projection and the angles
+            beside = *tables, *given, *mask
+            tables = [t[:, :0] for t in tables]
+
+        def attend(q, k, v, *beside, **saved):
+            if head_norms:
+                (cos, sin, *weights), beside = beside[:4], beside[4:]
+                q, k = (
+                    _normed(norm, t, weight, cos, sin)
+                    for norm, t, weight in zip(head_norms, (q, k), weights, strict=True)
+                )
+            heads, scale = [t.view(b, s, -1, d) for t in (q, k, v)], attention.scaling
+            if not beside:
+                return causal_attention(*heads, scale=scale, batch_first=True, **saved)
+            heads = (t.transpose(1, 2) for t in heads)
+            return any_attention(attention, *heads, *beside, {"scaling": scale}, **saved)
+
+        if self.recomputes:
+            y, residual = attention_block(*inputs, *tables, **how, attend=attend, beside=beside)
+            groups = quantize_groups(y.detach().flatten(0, 1), kept.group_size, kept.saved_format)
+            origin = origin_in_groups(groups, kept.group_size, y.dtype)
+        else:
+            *heads, residual = qkv_block(*inputs, *tables, **how)
+            y = attend(*heads, *beside, group_size=kept.group_size, saved_format=kept.saved_format)
+            origin = origin_of(y)
+        y = mlp_block(
+            y.reshape(b * s, 1, -1),
+            residual,
+            *products[1],
+            *mlp_norm_weights,
+            *products[2],
+            *products[3],
+            origin=origin,
+            proj=options[1],
+            norm=replaced(mlp_norm).options,
+            fc1=options[2],
+            activation=replaced(mlp).options,
+            fc2=options[3],
+        )
+        return y.view(b, s, h)
+
+
+def _next(given: Iterator, count: int) -> tuple:
+    return tuple(itertools.islice(given, count))
+
+
+def _normed(norm: nn.Module, x: torch.Tensor, weight: torch.Tensor, cos, sin) -> torch.Tensor:
+    """Heads x [tokens, 1, heads, d], normed as by `norm` of this weight and turned."""
+    o = replaced(norm).options
+    kept = {"group_size": o.group_size, "saved_format": o.saved_format}
+    return head_norm(x, weight, cos, sin, o.eps, zero_centered=o.zero_centered, **kept)
+
+
+def _fills_a_cache(kwargs: dict) -> bool:
+    return any(kwargs.get(name) is not None for name in CACHES)
+
+
+def drop_unwanted_cache(model: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
+    """A forward pre-hook of a text model with fused layers: a forward of training makes no cache unless the
+    call gives one, or `use_cache`."""
+    given = len(args) > 3 or any(kwargs.get(name) is not None for name in ("use_cache", *CACHES))
+    if given or not (model.training and torch.is_grad_enabled()):
+        return None
+    return args, {**kwargs, "use_cache": False}
+
+
+def makes_cache(model: nn.Module) -> bool:
+    """Whether it is a model of transformers whose forward takes `use_cache`."""
+    return hasattr(model, "base_model_prefix") and "use_cache" in inspect.signature(model.forward).parameters
+
+
+def checkpoints_in_forward(layer: nn.Module) -> bool:
+    """Whether the layer's own forward, in whose place the blocks run, would checkpoint itself. Older versions
+    of transformers do so in `__call__`, where a checkpoint is open by now."""
+    is_on = layer.training and torch.is_grad_enabled() and getattr(layer, "gradient_checkpointing", False)
+    return is_on and type(layer).__call__ is nn.Module.__call__ and hasattr(layer, CHECKPOINT)
+
+
+def _by_token(angles: torch.Tensor, batch: int) -> torch.Tensor:
+    """Cosines or sines [1 or b, s, d] as FP32 [b * s, d]; all layers of a forward are handed the same."""
+    name = f"of {batch} sequences"
+    found = noted(angles, name)
+    if found is None:
+        found = angles.detach().float().expand(batch, -1, -1).reshape(-1, angles.shape[-1])
+        note(angles, name, found)
+    return found
+
+
+def why_not_fused(layer: Fp8DecoderLayer, x: torch.Tensor, args: tuple, kwargs: dict) -> str | None:
+    """Why a forward of `layer` calls its modules one by one; None if it takes the fused blocks. A reason that
+    the user can remove ends with a sentence on how.
+
+    A frozen parameter is no reason in a layer that is only evaluated, as that of a reference model, which
+    computes what its policy does. In training the answer must not depend on whether there are gradients:
+    reentrant checkpoints compute the forward without. It runs for each layer in each forward.
+    """
+    parts, attention = layer.parts, layer.parts.attention
+    if torch.compiler.is_compiling():
+        return "under torch.compile"
+    if is_dispatched(parts.mlp):
+        return "accelerate has spread the model over devices, as dispatch_model does"
+    head_norms, feed_forward = layer.head_norms, replaced(parts.mlp)
+    norms = (parts.input_norm, parts.mlp_norm, *head_norms)
+    if type(feed_forward) is not Fp8GatedFeedForward:
+        return _taken_over(parts.mlp)
+    for norm in norms:
+        if type(norm.__dict__.get("forward")) is not Fp8Norm:
+            return _taken_over(norm)
+    if not x.numel() or not layer.takes(x):
+        return f"their input is {x.dtype} of {x.numel()} elements"
+    if autocast_dtype(x) not in (None, x.dtype):
+        return f"their input is {x.dtype} under autocast to {autocast_dtype(x)}"
+    if _fills_a_cache(kwargs):
+        return "the model was called with use_cache=True or a cache while it trains. Drop that argument"
+    if not _is_mask(kwargs.get("attention_mask"), x):
+        return f"their attention_mask is no constant tensor [b, n, s, s] of torch.bool or {x.dtype}"
+    for name, value in kwargs.items():
+        if _is_foreign(name, value):
+            return f"they are given {name}"
+    angles = kwargs.get("position_embeddings")
+    if args or not isinstance(angles, tuple) or angles[0].shape[-1] != attention.head_dim:
+        return "they are given no position_embeddings of whole heads, by name"
+    own = STATE in attention.__dict__ and "forward" not in attention.__dict__ and is_transformers_own()
+    if not own or not getattr(attention, "is_causal", True):
+        return "their attention is not the one that was converted"
+    if layer.module.training and any(getattr(m, name, 0) for m, name in layer.rates):
+        return "they have dropout"
+    if _has_any_global_hook() or feed_forward.calls_between():
+        return "they have hooks, or dropout in the feed-forward"
+    inside, in_mlp, form = attention._modules, parts.mlp._modules, feed_forward.form
+    q, k, v, o = [inside[name] for name in PROJECTIONS]
+    gate, down = in_mlp[form.gate], in_mlp[form.down]
+    up = gate if form.up is None else in_mlp[form.up]
+    linears = (q, k, v, o, gate, up, down)
+    children = layer.module._modules.values()
+    if not all(part in children for part in parts) or not all(
+        is_fused(linear.__dict__.get("forward")) for linear in linears
+    ):
+        return "a linear layer has an adapter or was replaced"
+    evaluated = is_evaluated(layer.module)
+    for module in (*parts, *head_norms, *linears):
+        if (why := _why_foreign(module, x.dtype, evaluated)) is not None:
+            return why
+    biases = [linear._parameters["bias"] is None for linear in (q, k, v, gate, up)]
+    if len(set(biases[:3])) > 1 or biases[3] != biases[4]:
+        return "some of the linear layers that are multiplied together have biases"
+    return None
+
+
+def _taken_over(module: nn.Module) -> str:
+    name = type(module).__name__
+    return (
+        f"the forward of {name} was replaced after coat_ds.convert. Convert after Liger's kernels or others"
+    )
+
+
+def uses_graphs(layer: Fp8DecoderLayer, x: torch.Tensor) -> bool:
+    """Whether a layer that takes its blocks runs as CUDA graphs, as the block's `cuda_graphs` says: not where
+    weights move, as under ZeRO-3. "auto": only where the GPU would wait for the CPU, whose time for a layer
+    does not depend on the layer's size."""
+    wanted = layer.cuda_graphs
+    if not wanted:
+        return False
+    weights = [linear.weight for linears in layer.products for linear in linears]
+    if not x.is_cuda or hasattr(weights[0], "ds_id"):
+        if wanted is True:
+            where = "under ZeRO-3, where weights move" if x.is_cuda else "on a CPU"
+            say_once(f"coat.activations.cuda_graphs: found True, of no effect {where}. Drop the key.")
+        return False
+    if wanted is True:
+        return True
+    most = graphed_work(gradients_leave=gradient_leaves(weights[0]))
+    return x.shape[0] * x.shape[1] * sum(w.numel() for w in weights) <= most
+
+
+def _is_foreign(name: str, value: object) -> bool:
+    """Whether an argument asks for something that the blocks do not know."""
+    return value is not None and name not in ARGUMENTS and not (value is False and name in FLAGS)
+
+
+def _is_mask(mask: object, x: torch.Tensor) -> bool:
+    """Whether it is none, or a constant one that torch's attention takes with heads of the dtype of `x`."""
+    return mask is None or (
+        type(mask) is torch.Tensor
+        and mask.dim() == 4
+        and mask.dtype in (torch.bool, x.dtype)
+        and not mask.requires_grad
+    )
+
+
+def _why_foreign(module: nn.Module, dtype: torch.dtype, evaluated: bool) -> str | None:
+    """Why the blocks may not bypass `module`: a hook, or a parameter that is not plain, of another dtype, or
+    frozen although the layer trains. None if they may."""
+    if is_hooked(module):
+        return "they have hooks"
+    for p in module._parameters.values():
+        if p is None:
+            continue
+        if type(p) is not nn.Parameter or p.dtype != dtype:
+            return "they have weights of another dtype than their input, or sharded ones"
+        if not (p.requires_grad or evaluated):
+            return "they have frozen weights"
+    return None

@@ -1,0 +1,110 @@
+"""Activations that keep their input in 8 bits and their output not at all, by themselves and in gated
+feed-forward layers.
+"""
+
+import torch
+
+from coat_ds.config import ActivationsConfig
+from coat_ds.layers.detection.probe import GatedForm
+from coat_ds.layers.modules.hooks import after_pre_hooks, before_hooks, is_watched
+from coat_ds.layers.modules.merged_linear import MergedLinear, joined, may_merge, parameters_of
+from coat_ds.layers.modules.replaced import Replaced, replaced
+from coat_kernels.activation import activation
+from coat_kernels.autograd.origin import origin_of
+from coat_kernels.blocks import ActivationOptions, activation_options
+from coat_kernels.linear import LinearOptions, fp8_linear
+
+
+class _Activation(Replaced):
+    kind = "feed_forward"
+
+    def __init__(self, module: torch.nn.Module, activations: ActivationsConfig):
+        super().__init__(module, activations)
+        self.kept = {"group_size": activations.group_size, "saved_format": activations.saved_format}
+
+    def activate(self, x: torch.Tensor, function: str, gated: bool) -> torch.Tensor:
+        return activation(x, function, gated=gated, **self.kept)
+
+
+class Fp8Activation(_Activation):
+    """The forward of an elementwise `function`, one of `coat_kernels.activation.KINDS`."""
+
+    def __init__(self, module: torch.nn.Module, activations: ActivationsConfig, function: str):
+        super().__init__(module, activations)
+        self.function = function
+
+    def compute(self, input: torch.Tensor) -> torch.Tensor:
+        if not self.takes(input):
+            return self.stock(input)
+        dtype = self.dtype_of_output(input)
+        y = self.activate(input if dtype == input.dtype else input.to(dtype), self.function, gated=False)
+        before_hooks(self.module, y)
+        return y
+
+
+class Fp8GatedFeedForward(_Activation):
+    """The forward of down(a(gate(x)) * up(x)). Gate and up are one GEMM where nobody can notice.
+    Otherwise their modules are called, so that adapters and hooks work. So is a, by the stock forward."""
+
+    def __init__(self, module: torch.nn.Module, activations: ActivationsConfig, form: GatedForm):
+        super().__init__(module, activations)
+        self.form = form
+        products = form.gate, form.up, form.down
+        # the module of a, if it is one, and dropout that dropped nothing
+        self.between = {name: child for name, child in module._modules.items() if name not in products}
+        self.within = [m for child in self.between.values() if child is not None for m in child.modules()]
+        self.both = None if form.up is None else MergedLinear(activations)
+
+    @property
+    def first(self) -> tuple[torch.nn.Module, ...]:
+        """The linear layers that read the input."""
+        form, modules = self.form, self.module._modules
+        return tuple(modules[name] for name in (form.gate, form.up) if name is not None)
+
+    @property
+    def down(self) -> torch.nn.Module:
+        return self.module._modules[self.form.down]
+
+    def calls_between(self) -> bool:
+        """Whether somebody watches what stands between the products, has put something else there, or has
+        dropout drop something since."""
+        modules = self.module._modules
+        for name, child in self.between.items():
+            if modules.get(name) is not child:
+                return True
+        return any(is_watched(m) or (m.training and getattr(m, "p", 0)) for m in self.within)
+
+    def compute(self, x: torch.Tensor) -> torch.Tensor:
+        if not self.takes(x) or self.calls_between():
+            return self.stock(x)
+        after_pre_hooks(self.module, x)
+        return self.down(self.activate(self._both(x), self.form.kind, gated=True))
+
+    def first_options(self) -> LinearOptions:
+        """How the product that reads the input multiplies, for a fused block."""
+        if self.both is not None:
+            return self.both.options(self.first)
+        return replaced(self.first[0]).options()
+
+    @property
+    def options(self) -> ActivationOptions:
+        """How the activation computes, for a fused block."""
+        return activation_options(self.form.kind, True, self.kept["group_size"], self.kept["saved_format"])
+
+    def _both(self, x: torch.Tensor) -> torch.Tensor:
+        """gate(x) | up(x)."""
+        first = self.first
+        if self.both is None:
+            return first[0](x)
+        if not may_merge(first):
+            return torch.cat([linear(x) for linear in first], -1)
+        options = self.both.options(first)
+        return fp8_linear(
+            x,
+            *joined(*parameters_of(first)),
+            formats=options.formats,
+            origin=origin_of(x),
+            cache=options.cache,
+            x_scale=options.x_scale,
+            grad_scale=options.grad_scale,
+        )

@@ -1,0 +1,68 @@
+"""Notes on tensors (`coat_kernels.autograd.origin`) where hooks of users see the tensors.
+
+A hook may write into a tensor through `.data`, which changes neither its version nor its address. Notes are
+therefore dropped where a module has a hook that no framework registered.
+"""
+
+import torch
+from torch.nn.modules.module import (
+    _global_backward_hooks,
+    _global_backward_pre_hooks,
+    _global_forward_hooks,
+    _global_forward_pre_hooks,
+)
+
+from coat_kernels.autograd.origin import forget_notes
+
+# packages whose hooks leave the values of activations alone, or change them where autograd sees it
+_FRAMEWORKS = frozenset(
+    (
+        "accelerate",
+        "coat_ds",
+        "deepspeed",
+        "megatron",
+        "megatron_ext",
+        "torch",
+        "transformer_engine",
+        "transformers",
+    )
+)
+
+_OF_ALL_MODULES = (
+    _global_forward_hooks,
+    _global_forward_pre_hooks,
+    _global_backward_hooks,
+    _global_backward_pre_hooks,
+)
+
+
+def after_pre_hooks(module: torch.nn.Module, x: torch.Tensor) -> None:
+    """Of `x`, an input of `module`, whose forward begins."""
+    if module._forward_pre_hooks or _global_forward_pre_hooks:
+        _forget(x, module._forward_pre_hooks, _global_forward_pre_hooks)
+
+
+def before_hooks(module: torch.nn.Module, y: torch.Tensor) -> None:
+    """Of `y`, the output of `module`, whose forward ends."""
+    if module._forward_hooks or _global_forward_hooks:
+        _forget(y, module._forward_hooks, _global_forward_hooks)
+
+
+def is_watched(module: torch.nn.Module) -> bool:
+    """Whether somebody else than a framework has a hook on `module`, or on all modules: it has to be called
+    then."""
+    own = module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks
+    return _any_foreign(*own, *_OF_ALL_MODULES)
+
+
+def _forget(x: torch.Tensor, *registered: dict) -> None:
+    if type(x) is torch.Tensor and _any_foreign(*registered):
+        forget_notes(x)
+
+
+def _any_foreign(*registered: dict) -> bool:
+    for hooks in registered:
+        for hook in hooks.values():
+            if (getattr(hook, "__module__", None) or "").partition(".")[0] not in _FRAMEWORKS:
+                return True
+    return False

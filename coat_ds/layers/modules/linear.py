@@ -1,0 +1,116 @@
+"""x W^T + b with FP8 products, in place of the forward of a linear layer."""
+
+import torch
+
+from coat_ds.config import ActivationsConfig
+from coat_ds.layers.log import say_once
+from coat_ds.layers.modules.attention import attended_origin
+from coat_ds.layers.modules.formats import formats
+from coat_ds.layers.modules.hooks import after_pre_hooks
+from coat_ds.layers.modules.replaced import Replaced, can_be_read
+from coat_ds.layers.parallel import dtensor as tensor_parallel
+from coat_ds.optim.shards import is_distributed
+from coat_kernels.autograd.origin import Origin, origin_of
+from coat_kernels.linear import LinearOptions, fp8_linear
+from coat_kernels.tensorwise import PredictedScale
+from coat_kernels.weights import WeightCache
+
+
+class Fp8Linear(Replaced):
+    """The forward of torch's Linear, or with `transposed` weights [k, n] of transformers' Conv1D.
+
+    cancels: in the weight's gradient large terms cancel, as of an attention's projections.
+    """
+
+    kind = "linear"
+    # whether the stock forward runs in its place, as `coat_ds.watch` may decide
+    paused = False
+
+    def __init__(
+        self,
+        module: torch.nn.Module,
+        activations: ActivationsConfig,
+        transposed: bool = False,
+        cancels: bool = False,
+    ):
+        super().__init__(module, activations)
+        self.transposed = transposed
+        self.formats = formats(activations, cancels)
+        self.cache = WeightCache(activations.weight_cache)
+        self.x_scale = PredictedScale(self.formats.forward)
+        self.grad_scale = PredictedScale(self.formats.backward)
+
+    def shown(self) -> str:
+        return f"coat=fp8 {self.formats.forward.name}/{self.formats.backward.name}"
+
+    def options(self) -> LinearOptions:
+        """How it multiplies, for a fused block."""
+        return LinearOptions(
+            self.formats,
+            self.cache if self.cache.keep == "none" else self.cache.of(self.module.weight),
+            x_scale=self.x_scale,
+            grad_scale=self.grad_scale,
+        )
+
+    def compute(self, input: torch.Tensor) -> torch.Tensor:
+        module, weight = self.module, self.module.weight
+        if input.device != weight.device:
+            raise RuntimeError(
+                f"a converted linear layer on {weight.device} got an input on {input.device}. "
+                "torch.nn.DataParallel cannot copy converted models to other devices: use "
+                "DistributedDataParallel, one process for each GPU."
+            )
+        if self.paused:
+            return self.stock(input)
+        if not (self.takes(input) and can_be_read(weight)):
+            if is_distributed(weight):
+                return self._of_parts(input)
+            # says why not
+            self.takes(weight)
+            return self.stock(input)
+        after_pre_hooks(module, input)
+        return self._product(input, weight.t() if self.transposed else weight, module.bias, origin_of(input))
+
+    def _of_parts(self, input: torch.Tensor) -> torch.Tensor:
+        """Under torch's tensor parallelism, which makes DTensors of weights."""
+        if torch.compiler.is_compiling():
+            reason = "torch.compile traces them"
+        elif self.transposed:
+            reason = "transformers' Conv1D is not split"
+        else:
+            reason = tensor_parallel.no_product(input, self.module.weight)
+        if reason is not None:
+            say_once(
+                f"weights of linear layers are DTensors, as under torch's tensor parallelism, but {reason}. "
+                "These layers multiply as before they were converted, not in FP8."
+            )
+            return self.stock(input)
+        self.say_that_parts_are_not_cached()
+        return tensor_parallel.multiplied(self.module, input, self._product)
+
+    def say_that_parts_are_not_cached(self) -> None:
+        """What a rank multiplies with is made of the DTensor in each forward."""
+        if self.cache.keep != "none":
+            say_once(
+                f"coat.activations.weight_cache: found {self.cache.keep!r}, of no effect on weights that are "
+                "DTensors, as under tensor parallelism. Drop the key."
+            )
+
+    def _product(
+        self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, origin: Origin | None
+    ) -> torch.Tensor:
+        return fp8_linear(
+            x,
+            weight,
+            bias,
+            formats=self.formats,
+            origin=origin or attended_origin(x),
+            cache=self.cache,
+            x_scale=self.x_scale,
+            grad_scale=self.grad_scale,
+        )
+
+
+def is_fused(forward: object) -> bool:
+    """Whether a module's forward is one whose work a fused block or a joint product may do."""
+    return type(forward) is Fp8Linear and not forward.transposed and not forward.paused

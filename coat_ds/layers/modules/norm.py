@@ -1,0 +1,78 @@
+"""RMSNorm and LayerNorm that keep their input in 8 bits, in place of the forward of a norm."""
+
+import functools
+import sys
+
+import torch
+
+from coat_ds.config import ActivationsConfig
+from coat_ds.layers.detection.probe import NormForm
+from coat_ds.layers.modules.hooks import before_hooks
+from coat_ds.layers.modules.replaced import DTYPES, Replaced, is_plain
+from coat_ds.layers.parallel import dtensor as tensor_parallel
+from coat_ds.optim.shards import is_distributed
+from coat_kernels.blocks import NormOptions, norm_options
+from coat_kernels.norm import layer_norm, rms_norm
+
+
+def is_unit_of_fsdp(module: torch.nn.Module) -> bool:
+    """Whether FSDP2 gathers it by itself. Whoever uses it has imported its module."""
+    api = sys.modules.get("torch.distributed.fsdp")
+    return api is not None and isinstance(module, api.FSDPModule)
+
+
+class Fp8Norm(Replaced):
+    """The forward of a norm that computes as `form` says."""
+
+    kind = "norm"
+
+    def __init__(self, module: torch.nn.Module, activations: ActivationsConfig, form: NormForm):
+        super().__init__(module, activations)
+        self.form = form
+        self.kept = {"group_size": activations.group_size, "saved_format": activations.saved_format}
+
+    @property
+    def options(self) -> NormOptions:
+        """How it computes, for a fused block."""
+        form, kept = self.form, self.kept
+        return norm_options(
+            form.eps, form.layer_norm, form.zero_centered, kept["group_size"], kept["saved_format"]
+        )
+
+    def compute(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        module, takes = self.module, self.takes(hidden_states)
+        weight, bias = module.weight, module._parameters.get("bias")
+        if not (takes and is_plain(weight)):
+            y = None
+            if is_distributed(hidden_states) and hidden_states.dtype in DTYPES:
+                # what is gathered next is read in BF16
+                dtype = self.dtype_of_output(hidden_states)
+                norm = functools.partial(self._normed, dtype=dtype)
+                y = tensor_parallel.normed(hidden_states, weight, bias, norm=norm)
+            return self.stock(hidden_states) if y is None else y
+        y = self._normed(hidden_states, weight, bias, dtype=self.dtype_of_output(hidden_states))
+        before_hooks(module, y)
+        return y
+
+    def _normed(
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        *,
+        dtype: torch.dtype,
+    ) -> torch.Tensor:
+        """x [..., n] -> [..., n] in `dtype`."""
+        form = self.form
+        options = {**self.kept, "zero_centered": form.zero_centered}
+        if dtype != x.dtype:
+            # the wider of the two keeps what the stock module computes with
+            x = x.to(torch.promote_types(dtype, x.dtype))
+        if is_unit_of_fsdp(self.module):
+            # whose weights are freed behind this forward, and whoever reads y makes it, or its codes, of them
+            weight, bias = weight.clone(), None if bias is None else bias.clone()
+        if form.layer_norm:
+            y = layer_norm(x, weight, bias, form.eps, **options)
+        else:
+            y = rms_norm(x, weight, form.eps, **options)
+        return y if y.dtype == dtype else y.to(dtype)

@@ -1,0 +1,59 @@
+"""FP8 products of the linear layers that DeepSpeed's AutoTP puts in the place of torch's.
+
+Each rank holds a part of the weight as a plain tensor. DeepSpeed's own functions exchange inputs, outputs and
+their gradients between ranks; here the product between them is another.
+"""
+
+import sys
+from typing import Any
+
+import torch
+
+from coat_ds.layers.modules.hooks import after_pre_hooks
+from coat_ds.layers.modules.linear import Fp8Linear
+from coat_ds.layers.modules.replaced import can_be_read
+from coat_kernels.autograd.origin import origin_of
+
+
+def _deepspeed() -> Any:
+    """DeepSpeed's module of such layers. Whoever has one has imported it."""
+    return sys.modules.get("deepspeed.module_inject.layers")
+
+
+def is_autotp(module: torch.nn.Module) -> bool:
+    """Whether it is a linear layer of AutoTP: x W^T + b of a rank's part of W, split by rows or columns."""
+    layers = _deepspeed()
+    forward = type(module).forward
+    return layers is not None and forward in (layers.LinearLayer.forward, layers.LinearAllreduce.forward)
+
+
+def why_not(module: torch.nn.Module) -> str | None:
+    """Why a layer of AutoTP keeps its forward; None if it need not."""
+    if getattr(module, "gather_output", False):
+        return "AutoTP gathers its output"
+    if type(module).tp_overlap_comm:
+        return "tensor_parallel.tp_overlap_comm multiplies by itself"
+    return None
+
+
+class AutoTPLinear(Fp8Linear):
+    """The forward of a linear layer of AutoTP."""
+
+    def compute(self, input: torch.Tensor) -> torch.Tensor:
+        module, layers = self.module, _deepspeed()
+        if (
+            self.paused
+            or torch.compiler.is_compiling()
+            or getattr(module, "defer_collectives_to_compiler", False)
+            or not (self.takes(input) and can_be_read(module.weight))
+        ):
+            return self.stock(input)
+        after_pre_hooks(module, input)
+        origin, group = origin_of(input), module.mp_group
+        if isinstance(module, layers.LinearLayer):
+            # the gradient of the input is summed over ranks
+            x = input if group is None else layers.ColumnParallel.apply(group, input)
+            return self._product(x, module.weight, module.bias, origin)
+        y = self._product(input, module.weight, None, origin)
+        y = layers.RowParallel.apply(group, y, not module.is_training_mode())
+        return y if module.bias is None else y + module.bias

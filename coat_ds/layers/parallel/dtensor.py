@@ -1,0 +1,107 @@
+"""Converted layers under torch's tensor parallelism (`parallelize_module`).
+
+Its hooks hand a DTensor to a module's forward and expect one. Between them each rank computes with what it
+holds: a part of a linear layer's weight, quantized with a scale of its own, or a part of a norm's tokens.
+"""
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from coat_ds.layers.modules.hooks import after_pre_hooks
+from coat_ds.layers.modules.replaced import DTYPES
+from coat_ds.optim.shards import is_distributed
+from coat_kernels.autograd.origin import Origin, origin_of, whole_of
+from coat_kernels.fp8 import ALIGNMENT
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
+
+Product = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None, Origin | None], torch.Tensor]
+
+
+def no_product(x: torch.Tensor, weight: "DTensor") -> str | None:
+    """Why ranks cannot multiply their parts of `x` [..., K] and `weight` [N, K] in FP8; None if they can."""
+    from torch.distributed.tensor import Replicate, Shard
+
+    if x.dtype not in DTYPES:
+        return f"their inputs are {x.dtype}"
+    if not is_distributed(x) or x.device_mesh != weight.device_mesh:
+        return "their inputs are not, as they are behind ColwiseParallel and RowwiseParallel"
+    split = tuple(x.placements), tuple(weight.placements)
+    if split not in (((Replicate(),), (Shard(0),)), ((Shard(x.ndim - 1),), (Shard(1),))):
+        return f"they are laid out as {weight.placements} for inputs as {x.placements}"
+    return unaligned(weight)
+
+
+def unaligned(weight: "DTensor") -> str | None:
+    """Why FP8 products do not take this rank's part of `weight`, if that is its sizes."""
+    sizes = weight._local_tensor.shape
+    if any(size % ALIGNMENT or size == 0 for size in sizes):
+        return f"a rank's part is {' x '.join(map(str, sizes))}, not multiples of {ALIGNMENT}"
+    return None
+
+
+def multiplied(module: torch.nn.Module, x: "DTensor", product: Product) -> "DTensor":
+    """The output of a linear layer for which `no_product` names no reason.
+
+    product(x, weight, bias, origin): that of this rank's parts, `origin` being how to recompute its x.
+    """
+    from torch.distributed.tensor import DTensor, Partial, Shard
+
+    weight, bias = module.weight, module.bias
+    by_rows = weight.placements[0] == Shard(0)
+    _wait(x)
+    # where each rank computes other outputs, the gradient of the input is a sum over ranks
+    held = x.to_local(grad_placements=[Partial()] if by_rows else None)
+    # DTensors lose notes
+    origin = None
+    if (whole := whole_of(held)) is not None:
+        after_pre_hooks(module, whole)
+        origin = origin_of(whole)
+    if not by_rows:
+        y = product(held, weight.to_local(), None, origin)
+        y = DTensor.from_local(y, x.device_mesh, [Partial()], run_check=False)
+        # added once, to the sum, in the dtype of the product, which autocast may have chosen
+        return y if bias is None else y + bias.to(y.dtype)
+    y = product(held, weight.to_local(), None if bias is None else bias.to_local(), origin)
+    shape = torch.Size((*x.shape[:-1], weight.shape[0]))
+    return _whole(y, x, (Shard(x.ndim - 1),), shape)
+
+
+def normed(x: "DTensor", *weights: "DTensor | None", norm: Callable[..., torch.Tensor]) -> "DTensor | None":
+    """norm(x, *weights) of the tokens that this rank holds; None where they are laid out otherwise."""
+    from torch.distributed.tensor import Partial, Replicate, Shard
+
+    split = any(isinstance(at, Shard) and at.dim != x.ndim - 1 for at in x.placements)
+    if not (split or all(at == Replicate() for at in x.placements)) or len(x.placements) != 1:
+        return None
+    held = []
+    for weight in weights:
+        if weight is not None and (
+            not is_distributed(weight)
+            or weight.device_mesh != x.device_mesh
+            or tuple(weight.placements) != (Replicate(),)
+        ):
+            return None
+        # each rank sums over its own tokens
+        grad = [Partial()] if split else None
+        held.append(None if weight is None else weight.to_local(grad_placements=grad))
+    _wait(x)
+    return _whole(norm(x.to_local(), *held), x, tuple(x.placements), x.shape)
+
+
+def _wait(x: "DTensor") -> None:
+    """Waits for the collective that may still be writing what this rank holds; kernels cannot."""
+    held: Any = x._local_tensor
+    if type(held).__name__ == "AsyncCollectiveTensor":
+        x._local_tensor = held.wait()
+
+
+def _whole(y: torch.Tensor, like: "DTensor", placements: tuple, shape: torch.Size) -> "DTensor":
+    """The DTensor of this shape of which this rank holds `y`. Parts may differ in size."""
+    from torch.distributed.tensor import DTensor
+
+    stride = torch.empty(shape, device="meta").stride()
+    return DTensor.from_local(y, like.device_mesh, placements, run_check=False, shape=shape, stride=stride)

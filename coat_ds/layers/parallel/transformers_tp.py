@@ -1,0 +1,72 @@
+"""FP8 products of linear layers that transformers has split over ranks (`tp_plan`).
+
+It puts a function in the place of a layer's forward, which exchanges inputs and outputs between ranks and
+calls the layer's own forward between the two. Its style and mesh are in the function's closure.
+"""
+
+import inspect
+import sys
+from typing import Any, NamedTuple
+
+import torch
+
+from coat_ds.config import ActivationsConfig
+from coat_ds.layers.modules.linear import Fp8Linear
+from coat_ds.layers.modules.replaced import DTYPES
+from coat_ds.layers.parallel import dtensor as tensor_parallel
+from coat_ds.optim.shards import is_distributed
+from coat_kernels.autograd.origin import origin_of
+
+
+class Split(NamedTuple):
+    """How transformers has split a layer: one of its `TensorParallelLayer`s, and over which ranks."""
+
+    style: Any
+    mesh: Any
+
+
+def split_of(module: torch.nn.Module) -> Split | None:
+    """How transformers has split `module`; None if it has not."""
+    styles = sys.modules.get("transformers.distributed.tensor_parallel")
+    forward = module.__dict__.get("forward")
+    if styles is None or not inspect.isfunction(forward):
+        return None
+    found = inspect.getclosurevars(forward).nonlocals
+    style, mesh = found.get("self"), found.get("mesh")
+    return Split(style, mesh) if isinstance(style, styles.TensorParallelLayer) else None
+
+
+def why_not(module: torch.nn.Module, split: Split) -> str | None:
+    """Why a layer that is split keeps its forward; None if it need not."""
+    styles = sys.modules["transformers.distributed.tensor_parallel"]
+    if type(split.style) not in (styles.ColwiseParallel, styles.RowwiseParallel):
+        return f"transformers' {type(split.style).__name__} keeps its forward"
+    if not is_distributed(module.weight):
+        return "its weight is no DTensor, though transformers has split it"
+    return tensor_parallel.unaligned(module.weight)
+
+
+class TransformersTPLinear(Fp8Linear):
+    """The forward of a linear layer that transformers has split by rows or columns."""
+
+    def __init__(
+        self, module: torch.nn.Module, activations: ActivationsConfig, split: Split, cancels: bool = False
+    ):
+        super().__init__(module, activations, cancels=cancels)
+        self.split = split
+
+    def compute(self, input: torch.Tensor) -> torch.Tensor:
+        module, (style, mesh) = self.module, self.split
+        # also raises for FP16
+        self.takes(input)
+        if self.paused or torch.compiler.is_compiling() or input.dtype not in DTYPES:
+            return self.stock(input)
+        (x,), _ = style.transform_inputs_pre_forward(module, (input,), {}, mesh)
+        # without gradients transformers hands out plain tensors, of the weight too
+        with style.context_around_forward(module, mesh):
+            if is_distributed(x):
+                self.say_that_parts_are_not_cached()
+                y = tensor_parallel.multiplied(module, x, self._product)
+            else:
+                y = self._product(x, module.weight, module.bias, origin_of(x))
+        return style.transform_output_post_forward(module, y, mesh)

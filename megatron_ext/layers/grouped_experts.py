@@ -1,0 +1,258 @@
+"""Megatron's experts of `--moe-grouped-gemm`: one grouped BF16 product for each projection, saved in 8 bits.
+
+They need no Transformer Engine. A projection's weights of all experts of a rank are one parameter, which the
+grouped product reads as it is. Checkpoints have the names and parts of Megatron's SequentialMLP.
+"""
+
+import functools
+from collections.abc import Iterator
+
+import torch
+from megatron.core.dist_checkpointing import ShardedTensor
+from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.core.transformer.mlp import MLPSubmodules, apply_swiglu_sharded_factory
+from megatron.core.transformer.moe.experts import SequentialMLP
+from megatron.core.transformer.utils import make_sharded_object_for_checkpoint
+
+from coat_ds.config import ActivationsConfig, CoatConfigError
+from coat_ds.layers.conversion import grouped
+from coat_ds.layers.inventory import Part
+from coat_kernels.experts import KernelGate, OwnGate, permuted_experts
+from megatron_ext.layers.blocks import wait_for_parameters
+from megatron_ext.layers.linear import check_arguments, unfused
+from megatron_ext.layers.mlp import check_activation, kernel_kind
+from megatron_ext.layers.settings import TakesActivations
+
+_PROJECTIONS = ("linear_fc1", "linear_fc2")
+# which axis of an expert's weight is spread over tensor parallel ranks; with several Megatron refuses biases
+_SPREAD = {"linear_fc1.weight": 0, "linear_fc2.weight": 1}
+# rows of the grouped product are whole 16-byte words
+_ALIGNMENT = 8
+
+
+class GroupedLinear(torch.nn.Module):
+    """One projection of all experts of a rank: `weight` [e, out, in], and `bias` [e, out] or None.
+
+    linears: Megatron's, one for each expert, whose values and marks are taken over. It multiplies nothing by
+    itself: `CoatGroupedMLP` reads the parameters.
+    """
+
+    def __init__(self, linears: list[torch.nn.Module]):
+        super().__init__()
+        self.count = len(linears)
+        for name in ("weight", "bias"):
+            of_each, stacked = [getattr(linear, name) for linear in linears], None
+            if of_each[0] is not None:
+                stacked = torch.nn.Parameter(torch.stack([p.detach() for p in of_each]))
+                marks = dict(vars(of_each[0]))
+                if marks.get("tensor_model_parallel"):
+                    marks["partition_dim"] += 1
+                vars(stacked).update(marks)
+            self.register_parameter(name, stacked)
+
+    def finish_init(self, quant_config) -> None:
+        """Raises CoatConfigError if Megatron's `--te-precision-config-file` wants FP8 options here."""
+        wanted = {} if quant_config is None else quant_config.config.get("coat", {})
+        if wanted and wanted != {"enabled": False}:
+            raise CoatConfigError(
+                f"--te-precision-config-file: configs.{quant_config.config_key}.coat, for "
+                f"{quant_config.match_input.module_path}: found {wanted}, but experts of --moe-grouped-gemm "
+                "multiply in BF16. Narrow the pattern to other layers, or remove --moe-grouped-gemm."
+            )
+
+    def coat_part(self) -> Part:
+        return Part("linear", None, f"{self.count} experts multiply in one grouped BF16 product")
+
+    def extra_repr(self) -> str:
+        return f"weight={list(self.weight.shape)}, bias={self.bias is not None}"
+
+
+class CoatGroupedMLP(TakesActivations, SequentialMLP):
+    """Megatron's SequentialMLP with all of a rank's experts in one grouped BF16 product for each projection.
+
+    For backward it keeps its input and what is in front of the activation, both in 8 bits. Initial values and
+    what parameters are marked with are those of SequentialMLP, and so are its state dicts, sharded ones and
+    others; those of Transformer Engine's grouped experts load, too. Any activation that is made of torch's
+    operations works, gated or not, and so do biases.
+
+    Raises ValueError at construction for what is not supported, and for sizes that are not whole groups,
+    naming Megatron's argument.
+    """
+
+    def __init__(self, num_local_experts: int, config, submodules=None, *args, **kwargs):
+        check_arguments(config, "grouped experts")
+        check_activation(config, "grouped experts")
+        _check_experts(config)
+        # stock linear layers, for their initial values
+        stock = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
+        super().__init__(num_local_experts, unfused(config), stock, *args, **kwargs)
+        for name in _PROJECTIONS:
+            setattr(self, name, GroupedLinear([getattr(expert, name) for expert in self.local_experts]))
+        del self.local_experts
+        # ZeRO-3 empties the parameters
+        _, *self._sizes = self.linear_fc2.weight.shape
+        self._kind = kernel_kind(self.config)
+        self.register_state_dict_post_hook(_to_sequential)
+        self.register_load_state_dict_pre_hook(_from_others)
+        self.begin_with(config)
+
+    def take_activations(self, activations: ActivationsConfig) -> None:
+        super().take_activations(activations)
+        (h, f), size = self._sizes, activations.group_size
+        if h % _ALIGNMENT or f % size:
+            raise ValueError(
+                f"grouped experts: expected --hidden-size to be a multiple of {_ALIGNMENT}, and each rank's "
+                f"part of --moe-ffn-hidden-size of {size}; found {h} and {f}. Change them, "
+                "--expert-tensor-parallel-size or coat.activations.group_size, or remove --moe-grouped-gemm."
+            )
+        gated, kept = self.config.gated_linear_unit, (size, activations.saved_format)
+        self._gate = KernelGate(self._kind, *kept, gated) if self._kind else OwnGate(self._act, *kept, gated)
+
+    def _act(self, x: torch.Tensor) -> torch.Tensor:
+        """The activation as Megatron defines it."""
+        config = self.config
+        if not config.gated_linear_unit:
+            return config.activation_func(x)
+        gate, up = x.chunk(2, dim=-1)
+        if (limit := config.activation_func_clamp_value) is not None:
+            gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+        return config.activation_func(gate) * (up + config.glu_linear_offset)
+
+    def coat_part(self) -> Part:
+        return Part("feed_forward", grouped(self.activations))
+
+    def forward(
+        self,
+        permuted_local_hidden_states: torch.Tensor,
+        tokens_per_expert: torch.Tensor,
+        permuted_probs: torch.Tensor,
+    ) -> tuple[torch.Tensor, None]:
+        """Rows [n, h] in the order of this rank's experts, how many each has [e] and the router's weights [n]
+        -> the weighted outputs [n, h], and None: biases are added."""
+        x, probs = permuted_local_hidden_states, permuted_probs
+        if self.config.moe_apply_probs_on_input:
+            x = (probs.unsqueeze(-1) * x).to(x.dtype)
+            probs = torch.ones_like(probs)
+        fc1, fc2 = self.linear_fc1, self.linear_fc2
+        wait_for_parameters(fc1)
+        wait_for_parameters(fc2)
+        # whatever the parameters are kept in
+        rows, *weights = (t.to(torch.bfloat16) for t in (x, fc1.weight, fc2.weight))
+        biases = {"gate_up_bias": fc1.bias, "down_bias": fc2.bias}
+        y = permuted_experts(rows, tokens_per_expert, probs, *weights, self._gate, **biases)
+        return y.to(x.dtype), None
+
+    def backward_dw(self) -> None:
+        """Weights have their gradients when backward is over."""
+
+    def sharded_state_dict(self, prefix: str = "", sharded_offsets: tuple = (), metadata=None) -> dict:
+        """The parts of a distributed checkpoint, which are SequentialMLP's, for any number of ranks."""
+        alone = (metadata or {}).get("singleton_local_shards", False)
+        data, tensor = self.dp_group.rank(), self.tp_group.rank()
+        found = {}
+        for name in _PROJECTIONS:
+            for kind, p in getattr(self, name).named_parameters():
+                build = functools.partial(self._parts, f"{name}.{kind}", sharded_offsets, alone)
+                key = f"{prefix}experts.{name}.{kind}"
+                found[f"{prefix}{name}.{kind}"] = ShardedTensorFactory(key, p, build, _merged, (0, 0, data))
+            for i in range(self.num_local_experts):
+                # SequentialMLP's linear layers have it, of nothing
+                number, offsets = self._place(i, sharded_offsets, alone)
+                key = f"{prefix}experts.{number}{name}._extra_state"
+                found[f"{prefix}{name}._extra_state{i}"] = make_sharded_object_for_checkpoint(
+                    None, key, offsets, (0, tensor, data)
+                )
+        return found
+
+    def _place(self, i: int, sharded_offsets: tuple, alone: bool) -> tuple[str, tuple]:
+        """What an expert's keys begin with, and where it stands in tensors of all experts."""
+        number = self.ep_group.rank() * self.num_local_experts + i
+        if alone:
+            return f"{number}.", sharded_offsets
+        count = self.ep_group.size() * self.num_local_experts
+        return "", (*sharded_offsets, (len(sharded_offsets), number, count))
+
+    @torch.no_grad()
+    def _parts(
+        self, name: str, sharded_offsets: tuple, alone: bool, key: str, stacked, replica_id, *_
+    ) -> list:
+        """The parts of each expert of `stacked`, a parameter or a state of its shape: one, or gate and up."""
+        halves = self.config.gated_linear_unit and name.startswith("linear_fc1")
+        parts = []
+        for i, tensor in enumerate(stacked):
+            number, offsets = self._place(i, sharded_offsets, alone)
+            spread = ()
+            if name in _SPREAD:
+                spread = ((len(offsets) + _SPREAD[name], self.tp_group.rank(), self.tp_group.size()),)
+            part = ShardedTensor.from_rank_offsets(
+                key.removesuffix(name) + number + name,
+                tensor,
+                *offsets,
+                *spread,
+                replica_id=replica_id,
+                prepend_axis_num=len(offsets),
+            )
+            parts.append(apply_swiglu_sharded_factory(part, offsets, alone).build() if halves else [part])
+        return parts
+
+
+def _merged(parts: list) -> torch.Tensor:
+    """What `_parts` was made of."""
+    return torch.stack([torch.cat(of_one) for of_one in parts])
+
+
+def _check_experts(config) -> None:
+    """Raises ValueError for arguments of Megatron's about grouped experts that these have no use for."""
+    recomputed = config.recompute_granularity == "selective" and "moe_act" in config.recompute_modules
+    offloaded = {"expert_fc1", "moe_act", "fused_group_mlp"} & set(
+        config.fine_grained_activation_offloading and config.offload_modules or ()
+    )
+    found = {
+        "--moe-apply-probs-on-input with --moe-router-topk above 1 is not supported": (
+            config.moe_apply_probs_on_input and config.moe_router_topk > 1
+        ),
+        "'moe_act' of --recompute-modules saves nothing, the activation's output is not kept": recomputed,
+        f"{', '.join(sorted(offloaded))} of --offload-modules is not supported": offloaded,
+        # not all releases have all
+        **{
+            f"--{name.replace('_', '-')} is not supported": getattr(config, name, None)
+            for name in (
+                "moe_use_legacy_grouped_gemm",
+                "moe_single_grouped_weight",
+                "moe_single_grouped_bias",
+                "moe_expert_rank_capacity_factor",
+                "moe_ncclep_static_shape",
+            )
+        },
+    }
+    for reason, given in found.items():
+        if given:
+            raise ValueError(f"grouped experts: {reason}; remove it")
+
+
+def _names(module: CoatGroupedMLP, prefix: str) -> Iterator[tuple[str, list[str], list[str]]]:
+    """By name of each parameter in a state dict: the names of each expert's part in SequentialMLP's, and in
+    those of Transformer Engine's grouped experts."""
+    count = range(module.num_local_experts)
+    for name in _PROJECTIONS:
+        for kind, _ in getattr(module, name).named_parameters():
+            sequential = [f"{prefix}local_experts.{i}.{name}.{kind}" for i in count]
+            yield f"{prefix}{name}.{kind}", sequential, [f"{prefix}{name}.{kind}{i}" for i in count]
+
+
+def _to_sequential(module: CoatGroupedMLP, state_dict: dict, prefix: str, _) -> None:
+    """Gives SequentialMLP's names to a state dict. ZeRO-3's empty parameters keep theirs."""
+    for own, sequential, _ in _names(module, prefix):
+        if own in state_dict and len(state_dict[own]):
+            state_dict.update(zip(sequential, state_dict.pop(own), strict=True))
+
+
+def _from_others(module: CoatGroupedMLP, state_dict: dict, prefix: str, *_) -> None:
+    """Takes a state dict of SequentialMLP's, of Transformer Engine's or of its own names."""
+    for own, *others in _names(module, prefix):
+        for names in others:
+            if all(name in state_dict for name in names):
+                state_dict[own] = torch.stack([state_dict.pop(name) for name in names])
+    for name in [name for name in state_dict if name.startswith(prefix) and "_extra_state" in name]:
+        del state_dict[name]

@@ -1,0 +1,324 @@
+"""Megatron's parallel linear layers with FP8 GEMMs and FP8 inputs saved for backward.
+
+They are Megatron's classes with another GEMM inside: weights, names, initialisation and checkpoints stay
+Megatron's, and a stock checkpoint loads.
+"""
+
+import copy
+import functools
+import logging
+
+import torch
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+
+from coat_ds.config import ActivationsConfig
+from coat_ds.layers.conversion import multiplied
+from coat_ds.layers.inventory import Part
+from coat_ds.layers.modules.formats import formats
+from coat_ds.layers.modules.hooks import after_pre_hooks
+from coat_ds.layers.modules.replaced import is_evaluated
+from coat_kernels.autograd.derivatives import once_differentiable
+from coat_kernels.autograd.origin import maxima_of, origin_of, with_maxima
+from coat_kernels.linear import LinearOptions, fp8_linear
+from coat_kernels.parallel import TensorParallel
+from coat_kernels.tensorwise import PredictedScale
+from coat_kernels.weights import WeightCache
+from megatron_ext.layers.settings import TakesActivations
+from megatron_ext.options import layer_activations
+
+logger = logging.getLogger(__name__)
+
+# cuBLASLt's FP8 GEMMs want rows of whole 16-byte words
+_ALIGNMENT = 16
+_Q_HEADS = "--num-attention-heads, --qk-head-dim or --qk-pos-emb-head-dim"
+# which of Megatron's arguments decide the sizes of each layer
+_SIZES = {
+    "qkv": "--hidden-size, --num-attention-heads, --num-query-groups or --kv-channels",
+    "q_proj": f"--hidden-size, {_Q_HEADS}",
+    "q_down_proj": "--hidden-size or --q-lora-rank",
+    "q_up_proj": f"--q-lora-rank, {_Q_HEADS}",
+    "kv_down_proj": "--hidden-size, --kv-lora-rank or --qk-pos-emb-head-dim",
+    "kv_up_proj": "--kv-lora-rank, --num-attention-heads, --qk-head-dim or --v-head-dim",
+    "proj": "--hidden-size, --num-attention-heads, --kv-channels or --v-head-dim",
+    "fc1": "--hidden-size or --ffn-hidden-size",
+    "fc2": "--hidden-size or --ffn-hidden-size",
+}
+# measured with "qkv": beside outliers of the input, fast accumulation gives the gradient of the weight of
+# queries, keys and values 1.3 times the error, and that of no other weight any more
+_CANCELS = frozenset(("qkv", "q_proj", "q_down_proj", "q_up_proj", "kv_down_proj", "kv_up_proj"))
+
+
+def check_arguments(config, name: str) -> None:
+    """Raises ValueError for what layers named `name` that multiply do not support: sharded weights, deferred
+    embedding and weight gradients, and Megatron's CUDA graphs."""
+    shards, of_experts = (getattr(config, f"{kind}gtp_weight_remat_size", 1) for kind in ("", "expert_"))
+    unsupported = {
+        "--tensor-parallel-num-weight-shards above 1": shards > 1,
+        "--expert-tensor-parallel-num-weight-shards above 1": of_experts > 1,
+        "--defer-embedding-wgrad-compute": config.defer_embedding_wgrad_compute,
+        "--delay-wgrad-compute": config.delay_wgrad_compute,
+    }
+    for argument, found in unsupported.items():
+        if found:
+            raise ValueError(f"{name}: {argument} is not supported by coat_layer_spec; remove it")
+    if config.cuda_graph_impl != "none":
+        # a replay would not tell Megatron's data parallel hooks which gradients are in main_grad already
+        raise ValueError(
+            f"{name}: --cuda-graph-impl {config.cuda_graph_impl} is not supported by coat_layer_spec. "
+            "Remove it: COAT layers record CUDA graphs of their own "
+            '(coat.activations.cuda_graphs, "auto" by default).'
+        )
+
+
+def unfused(config):
+    """`config` without `--gradient-accumulation-fusion`: Megatron's needs apex's kernel, which we do not."""
+    changed = copy.copy(config)
+    changed.gradient_accumulation_fusion = False
+    return changed
+
+
+class _IntoMainGrad(torch.autograd.Function):
+    """The weight itself, for a wgrad GEMM that adds to `weight.main_grad`."""
+
+    @staticmethod
+    def forward(ctx, weight):
+        ctx.weight = weight
+        return weight.view_as(weight)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):
+        weight = ctx.weight
+        weight.grad_added_to_main_grad = True
+        # Megatron's data parallel hook wants to see a gradient and then ignores it, or adds it if asked to.
+        # Return a real tensor: autograd would materialise an expanded one anyway, and the operands are freed
+        # by now.
+        adds = getattr(weight, "zero_out_wgrad", False)
+        return (torch.zeros_like if adds else torch.empty_like)(weight)
+
+
+def _owned_by_megatron(weight: torch.Tensor) -> bool:
+    """Whether Megatron's DistributedDataParallel collects this weight's gradient in `main_grad`."""
+    return (
+        weight.requires_grad
+        and getattr(weight, "main_grad", None) is not None
+        and hasattr(weight, "grad_added_to_main_grad")
+        and not hasattr(weight, "__fsdp_param__")
+    )
+
+
+class _CoatLinear(TakesActivations):
+    """What both linears share, mixed in before Megatron's class.
+
+    Raises ValueError at construction for what is not supported (sharded weights, deferred embedding
+    gradients, Megatron's CUDA graphs), and on a GPU for sizes a rank that are not multiples of 16,
+    unless `fallback` is set.
+    """
+
+    _by_output: bool
+    _paused = False
+
+    def __init__(self, input_size: int, output_size: int, *, config, **kwargs):
+        name = kwargs.get("tp_comm_buffer_name") or "linear"
+        check_arguments(config, name)
+        super().__init__(input_size, output_size, config=unfused(config), **kwargs)
+        self.config = config
+        self._complete(name)
+
+    @classmethod
+    def take_over(cls, linear: torch.nn.Module, name: str) -> None:
+        """Turns a linear layer of Megatron's into one of this class, where Megatron hard-codes the class."""
+        linear.__class__ = cls
+        linear._complete(name)
+
+    def _complete(self, name: str) -> None:
+        self._name, self._quant_config = name, None
+        self.begin_with(self.config)
+        if not self._fits:
+            logger.warning("%s The layer stays as Megatron has it.", self._sizes_found())
+        # the input's notes, for `_forward_impl`
+        self._attached: dict = {}
+
+    def finish_init(self, quant_config) -> None:
+        """Takes what Megatron's `--te-precision-config-file` says of this layer, once the model is built.
+
+        Raises CoatConfigError for a key or value that a linear layer has no use for.
+        """
+        self._quant_config = quant_config
+        self.take_activations(self.activations)
+
+    def take_activations(self, activations: ActivationsConfig) -> None:
+        super().take_activations(activations)
+        activations = layer_activations(self._quant_config, activations)
+        self._fits = self._is_aligned(activations.fallback)
+        self._in_fp8 = self._fits and activations.enabled and not self._paused
+        self._evaluates_stock = activations.evaluation == "stock"
+        self._formats = formats(activations, self._name in _CANCELS)
+        self._cache = WeightCache(activations.weight_cache)
+        self._x_scale = PredictedScale(self._formats.forward)
+        self._grad_scale = PredictedScale(self._formats.backward)
+
+    def multiplies_in_fp8(self) -> bool:
+        """Whether a forward does now."""
+        return self._in_fp8 and not (self._evaluates_stock and is_evaluated(self))
+
+    @property
+    def paused(self) -> bool:
+        """Whether it computes in BF16 for now, as `coat_ds.watch` may decide. Kept FP8 copies of the weight
+        and predicted scales are forgotten with each change. All ranks have to agree."""
+        return self._paused
+
+    @paused.setter
+    def paused(self, whether: bool) -> None:
+        self._paused = whether
+        self.take_activations(self.activations)
+
+    def options(self) -> tuple[torch.Tensor, LinearOptions]:
+        """The weight and how it multiplies, for a fused block: with this layer's ranks, and with the weight's
+        gradient going where Megatron wants it."""
+        weight, into = self.weight, None
+        if _owned_by_megatron(weight):
+            # read in backward: Megatron may have put another one there by then
+            into = functools.partial(getattr, weight, "main_grad")
+            weight = _IntoMainGrad.apply(weight)
+        parallel = None
+        if self.tp_group.size() > 1:
+            parallel = TensorParallel(
+                self.tp_group,
+                self._by_output,
+                self.sequence_parallel,
+                self._by_output and self.allreduce_dgrad,
+            )
+        cache = self._cache if self._cache.keep == "none" else self._cache.of(weight)
+        return weight, LinearOptions(self._formats, cache, parallel, into, self._x_scale, self._grad_scale)
+
+    def coat_part(self) -> Part:
+        if self._in_fp8:
+            return Part("linear", multiplied(self._formats, self.activations))
+        why = "--te-precision-config-file" if self._fits else f"sizes that {_ALIGNMENT} does not divide"
+        if self._paused:
+            why = "fallen back, by coat.watch"
+        return Part("linear", None, why)
+
+    @property
+    def cached_bytes(self) -> int:
+        """Bytes of copies of the weight that are held now."""
+        return self._cache.nbytes
+
+    def _sizes(self) -> tuple[int, int]:
+        """Input and output size of this rank's part of the weight."""
+        if self._by_output:
+            return self.input_size, self.output_size_per_partition
+        return self.input_size_per_partition, self.output_size
+
+    def _is_aligned(self, fallback: bool) -> bool:
+        """Whether this rank's part of the weight has sizes that FP8 GEMMs take. Raises ValueError if not,
+        without `fallback`, on a GPU; the reference takes any."""
+        if all(size % _ALIGNMENT == 0 for size in self._sizes()):
+            return True
+        if not fallback and torch.cuda.is_available():
+            raise ValueError(
+                f"{self._sizes_found()} Change {_SIZES.get(self._name, 'the sizes of the layer')}, or set "
+                '"activations": {"fallback": true} to keep this layer in BF16.'
+            )
+        return not fallback
+
+    def _sizes_found(self) -> str:
+        ranks = self.tp_group.size()
+        return (
+            f"{self._name}: FP8 matrix products need sizes that are multiples of {_ALIGNMENT}, found "
+            + " -> ".join(map(str, self._sizes()))
+            + (f" on each of {ranks} tensor-parallel ranks." if ranks > 1 else ".")
+        )
+
+    def forward(self, input_: torch.Tensor, *args, **kwargs):
+        after_pre_hooks(self, input_)
+        # Megatron may wrap the input into another tensor object before `_forward_impl` sees it
+        self._attached.update(origin=origin_of(input_), maxima=maxima_of(input_))
+        try:
+            return super().forward(input_, *args, **kwargs)
+        finally:
+            self._attached.clear()
+
+    def _forward_impl(self, input, weight, *, bias=None, output_dtype=None, **rest):
+        # an expert without tokens has nothing to multiply
+        if not self.multiplies_in_fp8() or input.numel() == 0:
+            if output_dtype is not None:
+                rest["output_dtype"] = output_dtype
+            return super()._forward_impl(input=input, weight=weight, bias=bias, **rest)
+        if output_dtype not in (None, input.dtype):
+            raise ValueError(f"output_dtype: expected {input.dtype}, that of the input, found {output_dtype}")
+        parallel = None
+        if self.tp_group.size() > 1 and not self.explicit_expert_comm:
+            # of a row-parallel layer Megatron sums the output itself
+            parallel = TensorParallel(
+                self.tp_group,
+                self._by_output,
+                self._by_output and self.sequence_parallel,
+                rest.get("allreduce_dgrad", False),
+            )
+        return self._product(input, weight, bias, parallel, **self._attached)
+
+    def _product(
+        self, input, weight, bias, parallel: TensorParallel | None, origin=None, maxima=None
+    ) -> torch.Tensor:
+        into = None
+        if torch.is_grad_enabled() and _owned_by_megatron(weight):
+            # read in backward: Megatron may have put another one there by then
+            into = functools.partial(getattr, weight, "main_grad")
+            weight = _IntoMainGrad.apply(weight)
+        if maxima is not None:
+            with_maxima(input, maxima)
+        return fp8_linear(
+            input,
+            weight,
+            bias,
+            formats=self._formats,
+            origin=origin,
+            cache=self._cache,
+            parallel=parallel,
+            weight_grad_into=into,
+            x_scale=self._x_scale,
+            grad_scale=self._grad_scale,
+        )
+
+
+class CoatColumnParallelLinear(_CoatLinear, ColumnParallelLinear):
+    """Megatron's ColumnParallelLinear (linear_qkv, linear_fc1) in FP8, with the same arguments and names.
+
+    Under sequence parallelism its input is all-gathered in FP8.
+    """
+
+    _by_output = True
+
+
+class CoatRowParallelLinear(_CoatLinear, RowParallelLinear):
+    """Megatron's RowParallelLinear (linear_proj, linear_fc2) in FP8, with the same arguments and names.
+
+    Under sequence parallelism the gradient of its output is all-gathered in FP8.
+    """
+
+    _by_output = False
+
+    def forward(self, input_: torch.Tensor):
+        whole = self.tp_group.size() == 1
+        scatters = self.sequence_parallel and not whole and not self.explicit_expert_comm
+        # Megatron adds the bias after the sum over the ranks; the GEMM of a whole weight can add it
+        bias = self.bias if whole and not self.skip_bias_add else None
+        if not (self.multiplies_in_fp8() and input_.numel() and (scatters or whole)):
+            return super().forward(input_)
+        after_pre_hooks(self, input_)
+        # the reduce-scatter belongs to the GEMM: its backward all-gathers what it quantized
+        parallel = TensorParallel(self.tp_group, by_output=False, sequence=True) if scatters else None
+        output = self._product(input_, self.weight, bias, parallel, origin_of(input_))
+        if bias is not None or self.bias is None:
+            return output, None
+        return (output, self.bias) if self.skip_bias_add else (output + self.bias, None)
+
+
+def keep_bias(linear: torch.nn.Module) -> None:
+    """Lets a row-parallel layer that holds the whole weight add its bias in its GEMM, not in Megatron's
+    bias-dropout-add. The pass that quantizes the gradient then also sums the bias's gradient."""
+    if isinstance(linear, CoatRowParallelLinear) and linear.tp_group.size() == 1:
+        # Megatron's experts insist on the opposite
+        linear.skip_bias_add = linear.explicit_expert_comm

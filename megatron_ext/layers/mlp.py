@@ -1,0 +1,137 @@
+"""Megatron's feed-forward layer. It saves the input of its activation in 8 bits, and not its output."""
+
+import torch
+import torch.nn.functional as F
+from megatron.core.activations import squared_relu
+from megatron.core.transformer.mlp import MLP, MLPSubmodules
+
+from coat_ds.layers.conversion import grouped
+from coat_ds.layers.inventory import Part
+from coat_ds.layers.modules.hooks import after_pre_hooks
+from coat_kernels.activation import activation
+from coat_kernels.blocks import ActivationOptions, activation_options
+from megatron_ext.layers.linear import CoatColumnParallelLinear, CoatRowParallelLinear, keep_bias
+from megatron_ext.layers.settings import TakesActivations
+
+
+def check_activation(config, name: str) -> None:
+    """Raises ValueError for what `name` cannot do around an activation, whichever that is."""
+    unsupported = {
+        "use_te_activation_func is True (remove --use-te-activation-func)": config.use_te_activation_func,
+        "activation_func_fp8_input_store is True (remove --activation-func-fp8-input-store: the activation's "
+        "input is kept in 8 bits anyway)": config.activation_func_fp8_input_store,
+    }
+    for reason, found in unsupported.items():
+        if found:
+            raise ValueError(f"{name}: {reason}.")
+
+
+def kernel_kind(config) -> str | None:
+    """The activation's name in `coat_kernels.activation`; None where there is no kernel."""
+    if config.activation_func_clamp_value is not None or config.glu_linear_offset:
+        return None
+    if config.activation_func is F.gelu:
+        # Megatron's fused GELU is the tanh approximation, torch's own is exact
+        return "gelu_tanh" if config.bias_activation_fusion else "gelu"
+    kinds = ((F.silu, "silu"), (squared_relu, "squared_relu"))
+    return next((kind for function, kind in kinds if config.activation_func is function), None)
+
+
+def _kind_of(config) -> str:
+    """As `kernel_kind`. Raises ValueError where there is no kernel."""
+    check_activation(config, "CoatMLP")
+    unsupported = {
+        "activation_func_clamp_value is set (leave it unset)": config.activation_func_clamp_value is not None,
+        "glu_linear_offset is not 0 (leave it unset)": config.glu_linear_offset != 0,
+    }
+    for reason, found in unsupported.items():
+        if found:
+            raise ValueError(f"CoatMLP: {reason}.")
+    kind = kernel_kind(config)
+    if kind is None:
+        raise ValueError(
+            f"CoatMLP: activation_func is {config.activation_func!r}, expected SiLU, GELU or squared ReLU. "
+            "Use --swiglu, --squared-relu or neither, or megatron_ext.layer_specs sdpa_layer_spec for BF16 "
+            "layers."
+        )
+    return kind
+
+
+def fp8_linears() -> MLPSubmodules:
+    """The linear layers of a feed-forward layer."""
+    return MLPSubmodules(linear_fc1=CoatColumnParallelLinear, linear_fc2=CoatRowParallelLinear)
+
+
+class CoatMLP(TakesActivations, MLP):
+    """Megatron's MLP with FP8 linears; parameter names and checkpoints stay Megatron's.
+
+    Can stand in a layer's `mlp` slot as it is. Raises ValueError at construction for an activation without a
+    kernel.
+    """
+
+    def __init__(
+        self,
+        config,
+        submodules: MLPSubmodules | None = None,
+        is_expert: bool = False,
+        ffn_hidden_size: int | None = None,
+        pg_collection=None,
+        tp_group=None,
+        **_,
+    ):
+        super().__init__(
+            config=config,
+            submodules=submodules or fp8_linears(),
+            is_expert=is_expert,
+            ffn_hidden_size=ffn_hidden_size or config.ffn_hidden_size,
+            tp_group=pg_collection.tp if tp_group is None and pg_collection is not None else tp_group,
+        )
+        self._complete()
+
+    @classmethod
+    def take_over(cls, mlp: MLP) -> None:
+        """Turns an MLP of Megatron's into a CoatMLP, where Megatron hard-codes the class."""
+        mlp.__class__ = cls
+        mlp._complete()
+
+    def _complete(self) -> None:
+        self._kind = _kind_of(self.config)
+        # Megatron hands fc1's bias to the activation; here the GEMM adds it
+        self.linear_fc1.skip_bias_add = False
+        keep_bias(self.linear_fc2)
+        self.begin_with(self.config)
+
+    def coat_part(self) -> Part:
+        return Part("feed_forward", grouped(self.activations))
+
+    @property
+    def options(self) -> ActivationOptions:
+        """How the activation computes, for a fused block."""
+        activations, gated = self.activations, self.config.gated_linear_unit
+        return activation_options(self._kind, gated, activations.group_size, activations.saved_format)
+
+    def forward(self, hidden_states, per_token_scale=None, **_) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """hidden_states [s, b, h] -> [s, b, h] and the bias that is still to be added, [h] or None; of an
+        expert, [tokens, h] and the router's weights [tokens] -> the weighted output, and None.
+        """
+        after_pre_hooks(self, hidden_states)
+        intermediate, _ = self.linear_fc1(hidden_states)
+        if intermediate.numel():
+            product = activation(
+                intermediate,
+                self._kind,
+                gated=self.config.gated_linear_unit,
+                group_size=self.activations.group_size,
+                saved_format=self.activations.saved_format,
+            )
+        else:
+            # an expert without tokens: its weights still get gradients, of zeros
+            product = intermediate[..., : self.linear_fc2.weight.shape[1]]
+        output, bias = self.linear_fc2(product)
+        if per_token_scale is None:
+            return output, bias
+        # Scaling fc2's output by the router weight equals scaling its input (fc2 is linear) and keeps that
+        # input recomputable.
+        if bias is not None:
+            output = output + bias
+        return (output * per_token_scale.unsqueeze(-1)).to(output.dtype), None

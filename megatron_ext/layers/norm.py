@@ -1,0 +1,115 @@
+"""RMSNorm and LayerNorm for Megatron's norm slots, which save their input in 8 bits and their output not at
+all, and the residual additions before and after them."""
+
+import torch
+from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
+
+from coat_ds.config import ActivationsConfig
+from coat_ds.layers.conversion import grouped
+from coat_ds.layers.inventory import Part
+from coat_ds.layers.modules.hooks import before_hooks
+from coat_kernels.autograd.origin import take_stand_in, with_stand_in
+from coat_kernels.blocks import NormOptions, norm_options
+from coat_kernels.head_norm import head_norm
+from coat_kernels.norm import layer_norm, rms_norm
+from megatron_ext.layers.settings import TakesActivations
+
+
+class CoatNorm(TakesActivations, torch.nn.Module):
+    """RMSNorm or LayerNorm over `hidden_size`, as `config.normalization` says;
+    `config.layernorm_zero_centered_gamma` means a weight of w + 1.
+
+    Raises ValueError at construction for another normalization.
+    """
+
+    def __init__(self, config, hidden_size: int, eps: float = 1e-5):
+        super().__init__()
+        if config.normalization not in ("RMSNorm", "LayerNorm"):
+            raise ValueError(
+                f"CoatNorm: normalization is {config.normalization!r}, expected RMSNorm or LayerNorm. "
+                "Use one of them, or megatron_ext.layer_specs sdpa_layer_spec for BF16 layers."
+            )
+        self.eps = eps
+        self.begin_with(config)
+        self.zero_centered = config.layernorm_zero_centered_gamma
+        device = "cpu" if config.use_cpu_initialization else torch.cuda.current_device()
+        settings = {"dtype": config.params_dtype, "device": device}
+        initial = torch.zeros if self.zero_centered else torch.ones
+        self.weight = torch.nn.Parameter(initial(hidden_size, **settings))
+        self.bias = None
+        if config.normalization == "LayerNorm":
+            self.bias = torch.nn.Parameter(torch.zeros(hidden_size, **settings))
+        for parameter in self.parameters():
+            # each rank sees its own part of the sequence: Megatron then sums this gradient over the ranks
+            parameter.sequence_parallel = config.sequence_parallel
+
+    def take_activations(self, activations: ActivationsConfig) -> None:
+        super().take_activations(activations)
+        self.group_size, self.saved_format = activations.group_size, activations.saved_format
+
+    def coat_part(self) -> Part:
+        return Part("norm", grouped(self.activations))
+
+    @property
+    def options(self) -> NormOptions:
+        """How it computes, for a fused block."""
+        layer_norm = self.bias is not None
+        return norm_options(self.eps, layer_norm, self.zero_centered, self.group_size, self.saved_format)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x [..., hidden_size], BF16 or FP32 -> the same shape and dtype, carrying its origin."""
+        adds = torch.is_grad_enabled() and x.requires_grad and not torch.compiler.is_compiling()
+        options = {
+            "zero_centered": self.zero_centered,
+            "group_size": self.group_size,
+            "saved_format": self.saved_format,
+            "residual": adds,
+        }
+        if self.bias is None:
+            y = rms_norm(x, self.weight, self.eps, **options)
+        else:
+            y = layer_norm(x, self.weight, self.bias, self.eps, **options)
+        if adds:
+            # Megatron adds x to the branch behind this norm. It reads x through this node, so that both
+            # gradients of x meet in the norm's backward, without another pass.
+            y, handed_on = y
+            with_stand_in(x, handed_on, y)
+        before_hooks(self, y)
+        return y
+
+    def extra_repr(self) -> str:
+        return f"{self.weight.numel()}, eps={self.eps}, zero_centered={self.zero_centered}"
+
+
+class CoatHeadNorm(CoatNorm):
+    """RMSNorm over the channels of every head of queries or of keys (`--qk-layernorm`)."""
+
+    def forward(
+        self, x: torch.Tensor, cos: torch.Tensor | None = None, sin: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """x [s, b, heads, hidden_size], BF16 or FP32 -> the same, and with `cos` and `sin`, as of
+        `coat_kernels.head_norm`, turned by them."""
+        if cos is None:
+            return rms_norm(x, self.weight, self.eps, **self._how())
+        return self.turned(x, self.weight, cos, sin)
+
+    def turned(self, x, weight, cos, sin) -> torch.Tensor:
+        """`forward` by `weight`, which a fused block was handed."""
+        return head_norm(x, weight, cos, sin, self.eps, **self._how())
+
+    def _how(self) -> dict:
+        return {
+            "zero_centered": self.zero_centered,
+            "group_size": self.group_size,
+            "saved_format": self.saved_format,
+        }
+
+
+def coat_bias_dropout_add(training: bool, fused: bool):
+    """Megatron's bias-dropout-add, which reads the residual through the norm in front of the branch."""
+    stock = get_bias_dropout_add(training, fused)
+
+    def bias_dropout_add(x_with_bias, residual, prob):
+        return stock(x_with_bias, take_stand_in(residual), prob)
+
+    return bias_dropout_add

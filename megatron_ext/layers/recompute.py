@@ -1,0 +1,49 @@
+"""FP8 inputs for what Megatron recomputes: `--recompute-granularity full`, uniform or block, and the modules
+core_attn, mlp, moe and shared_experts of selective recompute.
+
+Megatron's `tensor_parallel.checkpoint` looks up the class that saves the inputs, `CheckpointFunction`, in
+its module. `install()` patches that name with a subclass that packs activations
+(`coat_kernels.autograd.checkpointing`) while they are saved: half of BF16's bytes. The forward pass does not
+change, nor do the random states, which Megatron saves and replays itself. Backward recomputes from inputs
+rounded to E4M3. With `--distribute-saved-activations` each tensor-parallel rank saves the codes of its
+share.
+"""
+
+import functools
+
+from coat_ds.patches import Patch
+from coat_kernels.autograd.checkpointing import GROUP_SIZES, packing_function
+
+CHECKPOINT = Patch(
+    "Megatron's recompute",
+    "megatron-core",
+    "megatron.core.tensor_parallel.random:CheckpointFunction",
+    "inputs of recomputed regions are kept in FP8",
+    parameters=("ctx", "run_function", "distribute_saved_activations", "args"),
+    method="forward",
+    expected="a class that checkpoint() looks up, with forward",
+    used_by="checkpoint",
+    way_out="or drop coat.checkpointing.compress",
+)
+
+
+def installed() -> bool:
+    """Whether Megatron saves inputs in FP8."""
+    return CHECKPOINT.is_applied()
+
+
+def install(group_size: int = 128) -> None:
+    """From now on Megatron's recompute saves inputs in FP8 groups of `group_size`: 16, 32, 64 or 128. Does
+    nothing a second time.
+
+    Raises ValueError for another group size, RuntimeError if this Megatron is not as expected.
+    """
+    if group_size not in GROUP_SIZES:
+        listed = ", ".join(map(str, GROUP_SIZES))
+        raise ValueError(f"recompute.install: group_size must be one of {listed}; found {group_size!r}")
+    CHECKPOINT.apply(functools.partial(packing_function, group_size=group_size))
+
+
+def uninstall() -> None:
+    """Undoes `install`."""
+    CHECKPOINT.remove()

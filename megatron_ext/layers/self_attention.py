@@ -1,0 +1,108 @@
+"""Megatron's self-attention with rotary positions in one pass."""
+
+from collections.abc import Mapping
+from types import MappingProxyType
+
+import torch
+from megatron.core.transformer.attention import SelfAttention
+from megatron.core.transformer.identity_op import IdentityOp
+
+from coat_ds.config import ActivationsConfig
+from coat_ds.layers.modules.hooks import after_pre_hooks
+from coat_kernels.autograd.origin import note, noted
+from coat_kernels.rope import rotate_qkv
+from megatron_ext.layers.attention import check_context_parallel
+from megatron_ext.layers.linear import keep_bias
+from megatron_ext.layers.norm import CoatHeadNorm
+from megatron_ext.layers.settings import TakesActivations
+
+_NORMS = (type(None), IdentityOp, CoatHeadNorm)
+_NO_ARGUMENTS: Mapping[str, object] = MappingProxyType({})
+
+
+class CoatSelfAttention(TakesActivations, SelfAttention):
+    """Megatron's SelfAttention, in which plain rotary positions are applied to the fused projection's output
+    in one pass, or in one behind the norms of queries and keys. Where anything is unusual (inference, packed
+    sequences, gated queries, other norms of them, interleaved, scaled, partial or multimodal rotary
+    positions, a model under torch.compile) Megatron's own path is taken.
+    """
+
+    _tables = None
+
+    def __init__(self, config, *args, **kwargs):
+        super().__init__(config, *args, **kwargs)
+        keep_bias(self.linear_proj)
+        self.begin_with(config)
+
+    def take_activations(self, activations: ActivationsConfig) -> None:
+        super().take_activations(activations)
+        check_context_parallel(self.config, activations)
+
+    def forward(self, hidden_states, attention_mask, *args, rotary_pos_emb=None, **kwargs):
+        after_pre_hooks(self, hidden_states)
+        self._tables = self.tables_of(rotary_pos_emb, args, kwargs)
+        try:
+            if self._tables is not None:
+                rotary_pos_emb = None
+            return super().forward(
+                hidden_states, attention_mask, *args, rotary_pos_emb=rotary_pos_emb, **kwargs
+            )
+        finally:
+            self._tables = None
+
+    def get_query_key_value_tensors(self, hidden_states, *args, **kwargs):
+        if self._tables is None:
+            return super().get_query_key_value_tensors(hidden_states, *args, **kwargs)
+        mixed, _ = self.linear_qkv(hidden_states)
+        cos, sin = self._tables
+        # norms of heads come before the angles
+        normed = type(self.q_layernorm) is CoatHeadNorm
+        q, k, v = rotate_qkv(
+            mixed,
+            *((cos[:, :0], sin[:, :0]) if normed else (cos, sin)),
+            self.num_query_groups_per_partition,
+            self.hidden_size_per_attention_head,
+        )
+        if normed:
+            q, k = self.q_layernorm(q, cos, sin), self.k_layernorm(k, cos, sin)
+        return q, k, v
+
+    def tables_of(self, angles, args=(), kwargs=_NO_ARGUMENTS) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Cosines and sines [s, d] of rotary angles [s, 1, 1, d], empty ones without; None where this layer,
+        the angles or the other arguments of forward are unusual."""
+        config = self.config
+        unusual = (
+            args
+            or (kwargs and any(kwargs[name] is not None for name in kwargs if name != "attention_bias"))
+            or torch.compiler.is_compiling()
+            or config.rotary_interleaved
+            or config.attention_output_gate
+            or config.no_rope_freq
+            or config.mrope_section
+            or hasattr(config, "yarn_rotary_scaling_factor")
+            # of a class made from one of these, as torch's parametrizations make them, the forward is to run
+            or type(self.q_layernorm) not in _NORMS
+            or type(self.k_layernorm) is not type(self.q_layernorm)
+            or config.num_query_groups < self.world_size
+        )
+        if unusual:
+            return None
+        d = self.hidden_size_per_attention_head
+        if angles is None and d % 2 == 0:
+            nothing = torch.empty(0, 0, device=self.linear_qkv.weight.device)
+            return nothing, nothing
+        # partial rotary positions leave some channels as they are
+        if not isinstance(angles, torch.Tensor) or angles.shape[-1] != d:
+            return None
+        if angles.numel() != angles.shape[0] * d:
+            return None
+        # all layers of a forward are handed the same tensor
+        tables = noted(angles, "tables")
+        if tables is None:
+            # Megatron keeps the angles of an inference for training, whose backward needs tables that are no
+            # inference tensors
+            with torch.inference_mode(False):
+                flat = angles.detach().flatten(1).float()
+                tables = flat.cos(), flat.sin()
+            note(angles, "tables", tables)
+        return tables
