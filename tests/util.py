@@ -1,4 +1,4 @@
-"""The one error metric, and a way to run a function in several processes."""
+"""The one error metric, from `coat_kernels.agreement`, and a way to run a function in several processes."""
 
 import collections
 import contextlib
@@ -18,17 +18,8 @@ import torch.multiprocessing as mp
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from coat_kernels.agreement import rel_rms  # noqa: F401
 from tests.hosts import repair_old_deepspeed
-
-
-def rel_rms(actual: torch.Tensor, expected: torch.Tensor) -> float:
-    """Root mean square of `actual - expected` over that of `expected`, in FP64. NaN never passes a bound."""
-    actual, expected = actual.detach().double().cpu(), expected.detach().double().cpu()
-    assert actual.shape == expected.shape, f"shapes differ: {tuple(actual.shape)} and {tuple(expected.shape)}"
-    error, size = (actual - expected).square().mean().sqrt(), expected.square().mean().sqrt()
-    if size == 0:
-        return 0.0 if error == 0 else float("inf")
-    return (error / size).item()
 
 
 @contextlib.contextmanager

@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import random
 from collections import Counter
 
 from coat_ds.doctor import deepspeed_json, dry_run, machine, packages, switches
@@ -25,6 +26,14 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--vocabulary", type=int, help="where the model's file names none")
     add("--gpus", type=int, default=1, help="all of them, for the predicted peak (default: 1)")
     add("--sequence", type=int, default=2048, help="tokens of a sequence, for it (default: 2048)")
+    add(
+        "--kernels",
+        nargs="?",
+        type=int,
+        const=random.randrange(10**6),
+        metavar="SEED",
+        help="check every kernel of this project on this GPU as well, with random sizes: a minute",
+    )
     add("--folder", help="of checkpoints: whether there is room (default: this one)")
     add("--json", action="store_true", help="print the findings as JSON")
 
@@ -53,6 +62,11 @@ def run(arguments: argparse.Namespace) -> int:
         found += dry_run.check(config, model, arguments.gpus, arguments.sequence)
     if found:
         parts["model"] = found
+    if arguments.kernels is not None:
+        # it imports all kernels
+        from coat_ds.doctor import kernels
+
+        parts["kernels"] = kernels.check(arguments.kernels)
     problems = sum(f.state == PROBLEM for findings in parts.values() for f in findings)
     if arguments.json:
         plain = {name: [f._asdict() for f in findings] for name, findings in parts.items()}

@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from coat_kernels.agreement import BF16_RMS, EXPERTS_BACKWARD, EXPERTS_FORWARD, ROUNDING
 from coat_kernels.experts import (
     KernelGate,
     OwnGate,
@@ -13,20 +14,12 @@ from coat_kernels.experts import (
     grouped_experts,
     permuted_experts,
 )
-from tests.kernels.inputs import ROUNDING, gaussian_rounding_rms
 from tests.util import rel_rms
 
 T, K, E, HIDDEN, FFN = 50, 3, 7, 48, 64
 
-BF16_RMS = gaussian_rounding_rms(7)
-# Roundings of the output: gate's, which the activation at most doubles, and up's; behind the activation,
-# behind its weight, behind the second product and behind the sum. In quadrature 4 + 1 + 4.
-FORWARD = 3 * BF16_RMS
-# Backward knows gate and up to one rounding each, of which it doubles gate's. It rounds to BF16 as often as
-# forward, and starts from what that has made.
-BACKWARD = {fmt: (5 * rms**2 + 2 * FORWARD**2) ** 0.5 for fmt, rms in ROUNDING.items()}
 # the gradient of gate_up also knows rows by one rounding
-OF_ROWS = {fmt: (BACKWARD[fmt] ** 2 + rms**2) ** 0.5 for fmt, rms in ROUNDING.items()}
+OF_ROWS = {fmt: (EXPERTS_BACKWARD[fmt] ** 2 + rms**2) ** 0.5 for fmt, rms in ROUNDING.items()}
 
 # rows in the experts' order: some experts have none, and whole tiles do not come out
 OF_EACH = (9, 0, 16, 1, 21, 3, 0)
@@ -81,10 +74,10 @@ def compare(chosen, tensors, gate, reference, fmt="sqrt8", function=grouped_expe
     y, grads = run(function, chosen, tensors, grad, gate)
     exact = {name: t.detach().double().requires_grad_() for name, t in tensors.items()}
     expected, wanted = run(experts_reference, chosen, exact, grad.double(), reference)
-    assert y.dtype == torch.bfloat16 and rel_rms(y, expected) < FORWARD
+    assert y.dtype == torch.bfloat16 and rel_rms(y, expected) < EXPERTS_FORWARD
     for name, t in tensors.items():
         assert grads[name].dtype == t.dtype, name
-        bound = (OF_ROWS if function is permuted and name == "gate_up" else BACKWARD)[fmt]
+        bound = (OF_ROWS if function is permuted and name == "gate_up" else EXPERTS_BACKWARD)[fmt]
         if function is permuted and name == "weights":
             # the sizes of T errors and of T gradients both spread by 1 / sqrt(2 T), hence their ratio by
             # 1 / sqrt(T): twice that. Squared ReLU's tails make 17 % of it where T is 50, but its error is

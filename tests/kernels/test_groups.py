@@ -4,8 +4,9 @@ import pytest
 import torch
 
 from coat_kernels import groups
+from coat_kernels.agreement import ROUNDING
 from tests.hosts import TEST_ALL
-from tests.kernels.inputs import ROUNDING, SHAPES, hard, wide
+from tests.kernels.inputs import SHAPES, hard, wide
 from tests.util import rel_rms
 
 FORMATS = pytest.mark.parametrize("fmt", groups.GROUP_FORMATS)

@@ -5,13 +5,14 @@ import torch
 import torch.nn.functional as F
 
 from coat_kernels import norm
+from coat_kernels.agreement import E4M3_RMS, ROUNDING
 from coat_kernels.autograd.origin import maxima_of, origin_of, with_maxima
 from coat_kernels.fp8 import E4M3, E5M2
 from coat_kernels.groups import Grouped, dequantize_groups_reference
 from coat_kernels.linear import fp8_linear
 from coat_kernels.tensorwise import PredictedScale, quantize_tensor_reference
 from coat_kernels.tensorwise.operands import fp8_operands
-from tests.kernels.inputs import E4M3_RMS, ROUNDING, SHAPES, hard, wide
+from tests.kernels.inputs import SHAPES, hard, wide
 from tests.util import rel_rms
 
 EPS = 1e-5

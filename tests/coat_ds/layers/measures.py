@@ -4,7 +4,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from coat_ds.layers.fused_layer import Fp8DecoderLayer
-from tests.kernels.inputs import E4M3_RMS, E5M2_RMS
+from coat_kernels.agreement import E4M3_RMS, E5M2_RMS
 
 
 def placed(batch: dict, device: torch.device | str) -> dict:

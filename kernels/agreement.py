@@ -1,0 +1,171 @@
+"""How far a kernel may be from its reference. Functions return an error as a share of its bound: 1 is the
+bound, and infinity stands for what no rounding explains.
+"""
+
+import torch
+
+from coat_kernels.codecs.codec import Codec, Storage
+from coat_kernels.fp8 import E4M3, E5M2
+
+# FP32 arithmetic of a kernel and of its reference: ten operations in another order or fused, approximate
+# exponentials and roots of 2^-21, sums of thousands of terms; relative to the largest value of a tensor
+FP32 = 2.0**-16
+# what Hopper's fast sums of FP8 GEMMs lose of a sum, for each term: 2^-13 in each step over 32 terms
+FAST_TERM = 2.0**-13 / 32
+# the same of sums that are promoted to FP32 after every 128 terms
+PROMOTED = 128 * FAST_TERM
+# (relative, absolute) tolerance of each of `storing_sums` of a group of 128. Decoded values of a kernel are
+# off by up to 2^-18. Storing moves a value by 2^-9 at least, as BF16 does, so that this error is known to
+# 2^-9 and its square to 2^-8. A logarithm is off by 2^-18, and by a 64th of a code, 2^-9 at most, for each
+# threshold at which both round differently: that is one or two of the 64 times 128 of a group. The last two
+# are counts: of elements at a limit, and of all elements
+STORING = (
+    (2.0**-8, 0.0),
+    (2.0**-16, 0.0),
+    (2.0**-10, 128 * 2.0**-17),
+    (2.0**-10, 128 * 2.0**-17 + 2 * 2.0**-9),
+    (0.0, 1.0),
+    (0.0, 0.0),
+)
+
+
+def gaussian_rounding_rms(mantissa_bits: int) -> float:
+    """Relative RMS of rounding Gaussian values to nearest: errors uniform in half a step of each value."""
+    x = torch.randn(2**20, generator=torch.Generator().manual_seed(0))
+    step = torch.exp2(x.abs().log2().floor() - mantissa_bits)
+    return (step.square().mean() / 12 / x.square().mean()).sqrt().item()
+
+
+def gaussian_root_rms(group_size: int = 16) -> float:
+    """Relative RMS of rounding the roots of Gaussian values, scaled so that the largest of a group is 90 to
+    127: errors uniform in half a step, which is 2 r of a value r^2."""
+    x = torch.randn(2**16, group_size, generator=torch.Generator().manual_seed(0)).abs()
+    _, power = torch.frexp(x.amax(1, keepdim=True))
+    step = torch.ldexp(2 * torch.ldexp(x, 14 - power).sqrt(), power - 14)
+    return (step.square().mean() / 12 / x.square().mean()).sqrt().item()
+
+
+# 0.0266, 0.0531, 0.0017 and 0.0072
+E4M3_RMS, E5M2_RMS, BF16_RMS = map(gaussian_rounding_rms, (3, 2, 7))
+SQRT8_RMS = gaussian_root_rms()
+# of the formats in which activations are kept
+ROUNDING = {"sqrt8": SQRT8_RMS, "e4m3": E4M3_RMS}
+
+# Roundings of the output of experts: gate's, which the activation at most doubles, and up's; after the
+# activation, after its weight, after the second product and after the sum. In quadrature 4 + 1 + 4.
+EXPERTS_FORWARD = 3 * BF16_RMS
+# Backward knows gate and up to one rounding each, and doubles gate's rounding. It rounds to BF16 as often as
+# forward, and starts from what that has made.
+EXPERTS_BACKWARD = {fmt: (5 * rms**2 + 2 * EXPERTS_FORWARD**2) ** 0.5 for fmt, rms in ROUNDING.items()}
+
+
+def rel_rms(actual: torch.Tensor, expected: torch.Tensor) -> float:
+    """Root mean square of `actual - expected` over that of `expected`, in FP64. NaN never passes a bound."""
+    actual, expected = actual.detach().double().cpu(), expected.detach().double().cpu()
+    assert actual.shape == expected.shape, f"shapes differ: {tuple(actual.shape)} and {tuple(expected.shape)}"
+    error, size = (actual - expected).square().mean().sqrt(), expected.square().mean().sqrt()
+    if size == 0:
+        return 0.0 if error == 0 else float("inf")
+    return (error / size).item()
+
+
+def exact(found: torch.Tensor, expected: torch.Tensor) -> float:
+    """0 for tensors with the same values; NaN equals NaN, of any payload."""
+    if found.dtype != expected.dtype or found.shape != expected.shape:
+        return torch.inf
+    a, e = found.double(), expected.double()
+    return 0.0 if bool(((a == e) | (a.isnan() & e.isnan())).all()) else torch.inf
+
+
+def rounded(found: torch.Tensor, expected: torch.Tensor) -> float:
+    """The error of results that are computed in FP32, and then rounded to the dtype of both tensors; codes in
+    integers are such results.
+
+    A value is off by FP32's error, and where that carries it over a tie by one step of its dtype besides.
+    Ties are seldom: FP32's usual error, 2^-22, is 2^-13 of a step of BF16. One value in 256, and eight in any
+    case, is more than that explains.
+    """
+    if found.dtype != expected.dtype or found.shape != expected.shape:
+        return torch.inf
+    a, e = found.double(), expected.double()
+    finite = e.isfinite()
+    if exact(a[~finite], e[~finite]):
+        return torch.inf
+    if not finite.any():
+        return 0.0
+    a, e = a[finite], e[finite]
+    if found.is_floating_point():
+        about, info = FP32 * e.abs().max(), torch.finfo(found.dtype)
+        size = torch.maximum(a.abs(), e.abs()).clamp_min(info.tiny)
+        step = info.eps * size.log2().floor().exp2()
+    else:
+        about, step = 0.0, 1.0
+    error = (a - e).abs()
+    tipped = (error > about).sum().item() / (error.numel() / 256 + 8)
+    worst = (error / (about + step).clamp_min(1e-300) if found.is_floating_point() else error).max().item()
+    # NaN is no small error
+    return max(worst, tipped) if worst == worst else torch.inf
+
+
+def summed(sums: torch.Tensor, x: torch.Tensor, again: bool = False) -> float:
+    """The error of the sums of the columns of `x` [m, n]: each of m additions rounds by at most 2^-24 of the
+    sum of magnitudes, in whatever order. What is not finite shows, in its own columns alone.
+
+    again: the kernel that sums computes `x` again, within `rounded` of it.
+    """
+    eps, x = torch.finfo(x.dtype).eps, x.detach().double()
+    total, size = x.sum(0), x.abs().sum(0)
+    finite = size.isfinite()
+    if exact(sums[~finite].double(), total[~finite]):
+        return torch.inf
+    # on the way to a sum that FP32 holds, others may not be
+    fits = size < 2.0**127
+    bound = len(x) * 2.0**-24 * size
+    if again and len(x):
+        bound += (len(x) / 256 + 8) * eps * x.abs().amax(0) + len(x) * FP32 * x.abs().amax()
+    bound = bound.clamp_min(1e-300)
+    error = ((sums - total).abs() / bound)[fits]
+    return torch.inf if error.isnan().any() else error.max().item() if error.numel() else 0.0
+
+
+def product(found: torch.Tensor, exactly: torch.Tensor, terms: int, fast: bool) -> float:
+    """The error of an FP8 GEMM that sums `terms` terms, and adds a bias, against FP64. Products of codes are
+    exact; the sum, and the sum with the bias, are rounded to the dtype."""
+    # a step of 32 terms is the least
+    accumulation = max(terms, 32) * FAST_TERM if fast else PROMOTED
+    return rel_rms(found, exactly) / (torch.finfo(found.dtype).eps / 2 + accumulation)
+
+
+def stored(codec: Codec, found: Storage, expected: Storage, group_size: int) -> float:
+    """The error of storing the same values. Logarithms are off by 2^-18, which moves an exponent by one and a
+    scale of 12 bits by one step where they lie on a tie: in one group of 64 at most, and one in 16 is more
+    than that explains. Where both are equal a code is off by a step, seldom."""
+    if codec.relative:
+        tipped = found.scale != expected.scale
+        off = ((found.scale / expected.scale) - 1).abs().nan_to_num(torch.inf)[tipped] / 2.0**-11
+    else:
+        if exact(found.scale, expected.scale):
+            return torch.inf
+        tipped = found.exponent != expected.exponent
+        off = (found.exponent.int() - expected.exponent.int()).abs()[tipped].double()
+    worst = off.max().item() if off.numel() else 0.0
+    alike = torch.ones_like(expected.codes, dtype=torch.bool)
+    if tipped.numel():
+        worst = max(worst, tipped.sum().item() / (tipped.numel() / 16 + 4))
+        alike = ~tipped.repeat_interleave(group_size)[: len(alike)]
+    return max(worst, rounded(*(comparable(codec, s.codes[alike]) for s in (found, expected))))
+
+
+def comparable(codec: Codec, codes: torch.Tensor) -> torch.Tensor:
+    """Codes as what equality means for them: FP8 has two zeros and many NaN, the others one of each."""
+    if codec.dtype != torch.uint8 or not codec.signed:
+        return codes
+    return codes.view(E5M2.dtype if codec.is_e5m2 else E4M3.dtype)
+
+
+def decoded(found: torch.Tensor, expected: torch.Tensor) -> float:
+    """The error of decoded moments: one approximate logarithm and one approximate power, 2^-21 each, times
+    |log2| of up to 150."""
+    error = (found - expected).abs() / (2.0**-13 * expected.abs() + 1e-44)
+    error = error[~(found.isnan() & expected.isnan())]
+    return torch.inf if error.isnan().any() else error.max().item() if error.numel() else 0.0
