@@ -16,8 +16,8 @@ HOSTS ?= 0.18.9
 PYTHON312 ?= python3.12
 MEGATRON := .venv-megatron-0.19.2
 
-.PHONY: setup quickstart check types test test-all docs test-hostile test-hosts test-megatron test-megatron-main lint \
-	format clean
+.PHONY: setup quickstart check types test test-all test-gpu docs test-hostile test-hosts test-megatron \
+	test-megatron-main lint format clean
 
 setup: $(VENV)/.done
 
@@ -41,9 +41,9 @@ CHECKED := $(addprefix tests/,kernels/test_codecs.py kernels/test_fp8.py kernels
 	megatron_ext/test_options.py megatron_ext/test_contracts.py launch/test_configs.py benchmarks/test_report.py \
 	benchmarks/test_front_page.py benchmarks/test_tables.py benchmarks/test_verify.py test_docs.py test_mistakes.py)
 # each with one thread: threads of several processes that wait for each other take a core each, five times as long
-check test test-all test-hostile test-hosts test-megatron: export OMP_NUM_THREADS := 1
+check test test-all test-gpu test-hostile test-hosts test-megatron: export OMP_NUM_THREADS := 1
 # a hundred processes import the project: only the first compiles it
-check test test-all test-hostile test-hosts test-megatron: export PYTHONDONTWRITEBYTECODE :=
+check test test-all test-gpu test-hostile test-hosts test-megatron: export PYTHONDONTWRITEBYTECODE :=
 
 # type hints, references, configs and contracts with the frameworks: at most 90 seconds on two cores
 check: lint types
@@ -58,6 +58,12 @@ test-all: export COAT_TEST_ALL := 1
 test-all: lint
 	$(BIN)/python $(PYTEST) --durations=30
 	$(MAKE) test-hosts test-megatron test-hostile
+
+# on one GPU, in ten minutes: the tests that need it, then random models; a failure of these ends with the command
+# that repeats it
+test-gpu: setup
+	$(BIN)/python $(PYTEST) -m gpu
+	$(BIN)/python -m tests.random_models --seconds 240
 
 # the property-based tests with 100,000 inputs, about an hour on two cores
 test-hostile: setup
