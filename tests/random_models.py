@@ -23,8 +23,8 @@ import torch
 
 import coat_ds
 from benchmarks.common.families import FAMILIES
-from coat_ds.layers import decoder_layer
-from coat_ds.layers.replaced import replaced
+from coat_ds.layers import fused_layer as decoder_layer
+from coat_ds.layers.modules.replaced import replaced
 from coat_kernels.agreement import ROUNDING
 from coat_kernels.graphs import WARM_UP, memory, proof
 from tests.coat_ds.layers.measures import fp8_bound, fp8_forward_bound, placed, relative, run
