@@ -24,7 +24,6 @@ def test_configuration_is_that_of_the_dataclasses():
 
 def test_pages_show_what_the_readme_shows():
     # which tests/test_readme.py runs
-    assert block("bash") in (DOCS / "megatron.md").read_text()
     pages = (DOCS / "huggingface.md").read_text()
     for line in block("python").splitlines():
         assert line.split("  #")[0] in pages

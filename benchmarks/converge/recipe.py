@@ -104,7 +104,7 @@ RECIPES = {
         tokens=100_000_000,
         text=8 << 30,
         lr=2e-4,
-        # a few hundred steps in all: in a shorter warm-up BF16 is unstable, too (docs/numerics.md)
+        # a few hundred steps in all: a shorter warm-up is unstable in BF16, too (docs/numerics.md)
         warmup=0.5,
     ),
 }

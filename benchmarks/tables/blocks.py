@@ -65,6 +65,11 @@ def gb(row: dict) -> str:
     return f"{row['peak_mb'] / 1e3:.1f}"
 
 
+def data(file: str, title: str = "") -> str:
+    """A link to a file of benchmarks/results, as pages of docs/ have it."""
+    return f"[{title or file.removesuffix('.csv')}](../benchmarks/results/{file})"
+
+
 def filled(text: str, made: dict[str, str], name: str) -> str:
     """A page with each block between its marks.
 

@@ -1,6 +1,6 @@
 """Tables of the pages that have one each."""
 
-from benchmarks.tables.blocks import Results, block, percent, table
+from benchmarks.tables.blocks import Results, block, data, gb, percent, table
 
 
 @block("optimizer.md", "memory and time")
@@ -128,3 +128,97 @@ def cost_of_watching(results: Results) -> str:
         )
     head = ["", "a step, ms", "the step that is watched, ms", "cost of a reading every 100 steps"]
     return table([*head, "peak of memory, GB", "with readings, GB"], *lines)
+
+
+@block("faster.md", "keys")
+def keys(results: Results) -> str:
+    """What to change, by what a reader sees; gains and costs as far as they were measured."""
+    layer = {row["layer"]: row for row in results.rows("layer_7b_blocks.csv")}
+    ours, sqrt8, fast = (layer[name] for name in ("ours", "ours, 8-bit attention", "ours, fastest"))
+    again = layer["ours, recomputed attention"]
+    seven = {
+        system: results.row("train_7b_2gpu.csv", system=system, way="zero2", micro_batch=4, limited=False)
+        for system in ("COAT", "COAT, fastest", "COAT, smallest")
+    }
+    coat, smallest = seven["COAT"], seven["COAT, smallest"]
+    eager, graphs = (
+        results.row("train_7b_4gpu_graphs.csv", system=system, way="zero1", micro_batch=1)
+        for system in ("COAT", "COAT, graphs")
+    )
+    recompute = {row["recompute"]: row for row in results.rows("recompute.csv")}
+    full, compressed, without = (recompute[n] for n in ("BF16, full", "BF16, full, FP8 inputs", "COAT"))
+    most, fewer = (
+        results.row("train_13b_4gpu_tp4_flushes.csv", system="COAT", micro_batch=size) for size in (29, 26)
+    )
+
+    def slower(row: dict, base: dict) -> str:
+        return percent(row["ms"] / base["ms"] - 1)
+
+    def saved(row: dict) -> str:
+        return f"{row['saved_h']:.1f} h bytes per token instead of {ours['saved_h']:.1f}"
+
+    layers, whole = data("layer_7b_blocks.csv", "layer"), data("train_7b_2gpu.csv", "7B")
+    return table(
+        ["you see", "change", "gain", "cost"],
+        [
+            "gradient checkpointing, which BF16 needed",
+            "switch it off",
+            f"{without['tokens_per_s']:,.0f} tokens/s; BF16 with it {full['tokens_per_s']:,.0f} "
+            f"({data('recompute.csv', '24 layers of h 2048')})",
+            f"{without['kept_mb']:,.0f} MB saved instead of {full['kept_mb']:,.0f}",
+        ],
+        [
+            "the GPU waits for the CPU: few tokens, small layers",
+            '`"cuda_graphs": true` ([when](#cuda-graphs))',
+            f"{graphs['ms']:.0f} ms a step instead of {eager['ms']:.0f} "
+            f"({data('train_7b_4gpu_graphs.csv', '7B, ZeRO-1, 1 × 2048')})",
+            f"{gb(graphs)} GB instead of {gb(eager)}",
+        ],
+        ["batches of many lengths", "pad or pack them to one length", "layers run as CUDA graphs", "padding"],
+        [
+            "memory is left, ZeRO-0 to 2",
+            '"fastest"',
+            f"a {layers} {percent(1 - fast['ms'] / ours['ms'])} faster; {whole}'s step no faster",
+            f"{gb(seven['COAT, fastest'])} GB instead of {gb(coat)}; [loss](numerics.md#pre-training)",
+        ],
+        [
+            "the largest batch is slower than a smaller one",
+            "a smaller batch, or ZeRO-2",
+            f"{fewer['tokens_per_s_gpu']:,.0f} tokens/s with {fewer['micro_batch']} sequences, "
+            f"{most['tokens_per_s_gpu']:,.0f} with {most['micro_batch']} "
+            f"({data('train_13b_4gpu_tp4_flushes.csv', '13B')})",
+            "",
+        ],
+        [
+            "several processes share the CPU",
+            "`OMP_NUM_THREADS=1`; torchrun sets it",
+            "",
+            "slow AdamW on the CPU",
+        ],
+        [
+            "out of memory",
+            '`"attention_format": "sqrt8"`',
+            saved(sqrt8),
+            f"a {layers} {slower(sqrt8, ours)} slower",
+        ],
+        [
+            "out of memory",
+            '`"attention_format": "recompute"`',
+            saved(again),
+            f"a {layers} {slower(again, ours)} slower",
+        ],
+        [
+            "out of memory",
+            '"smallest" (DeepSpeed)',
+            f"{gb(smallest)} GB instead of {gb(coat)} ({whole})",
+            f"{slower(smallest, coat)} slower; [loss](numerics.md#pre-training)",
+        ],
+        [
+            "out of memory with gradient checkpointing",
+            '`"checkpointing": {"compress": true}`',
+            f"{compressed['kept_mb']:,.0f} MB saved instead of {full['kept_mb']:,.0f}",
+            f"{percent(1 - compressed['tokens_per_s'] / full['tokens_per_s'])} slower",
+        ],
+        ["out of memory on one GPU", "ZeRO-2 instead of ZeRO-1", "[how much](deepspeed.md#zero)", ""],
+        ["slow generation", '`"evaluation": "stock"`', "[BF16's time](huggingface.md#what-it-gains)", ""],
+    )
