@@ -48,10 +48,6 @@ def table(*lines: Iterable[str]) -> str:
     return "".join(f"| {' | '.join(line)} |\n" for line in (head, ["---"] * len(head), *body))
 
 
-def bullets(*lines: str) -> str:
-    return "".join(f"- {line}\n" for line in lines)
-
-
 def between(values: Iterable[float], form: str) -> str:
     low, high = (form.format(f(values)) for f in (min, max))
     return low if low == high else f"{low} to {high}"
