@@ -21,6 +21,15 @@ def has_fp8_gemm(device: torch.device) -> bool:
 
 
 @functools.cache
+def shared_memory(device: torch.device) -> int:
+    """Bytes of shared memory of a block of threads: 99 KiB on Ada and workstation Blackwell, 227 KiB
+    on Hopper. The interpreter has no limit, for which Hopper's stands."""
+    if device.type != "cuda":
+        return 227 << 10
+    return torch.cuda.get_device_properties(device).shared_memory_per_block_optin
+
+
+@functools.cache
 def _has_fp8(index: int) -> bool:
     """`has_fp8_gemm` of a GPU by its index, for frequent callers."""
     return has_fp8_gemm(torch.device("cuda", index))

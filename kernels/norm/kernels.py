@@ -6,6 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
+from coat_kernels.device import shared_memory
 from coat_kernels.fp8 import Fp8Format, cast, round_to, widen
 from coat_kernels.groups.kernels import load_group_tile, store_group_tile
 from coat_kernels.groups.reference import Grouped, empty_grouped
@@ -22,7 +23,7 @@ BACKWARD_TILE, BACKWARD_ELEMENTS = 4096, 16
 MAX_WARPS = 16
 # programs of the backward, each of which loops over many tiles: two for each multiprocessor of an H200
 PROGRAMS = 264
-# tiles whose loads are in flight in backward
+# at most so many tiles have their loads in flight in backward
 BACKWARD_STAGES = 3
 # partial sums and columns that a program of the summing kernel takes at a time
 SUMS_PROGRAMS, SUMS_N = 64, 32
@@ -285,6 +286,10 @@ def norm_backward_triton(
     tile, tiles, groups, even = row_tiles(rows, h, group_size, BACKWARD_TILE, BACKWARD_ELEMENTS)
     # without rows, one that stores zeros
     programs = min(tiles, PROGRAMS) or 1
+    # bytes of a tile's loads, in shared memory: codes, gradient and the residual's gradient
+    beside = 0 if grad_residual is None else grad_residual.element_size()
+    loaded = tile["ROWS"] * tile["H"] * (1 + grad_y.element_size() + beside)
+    stages = max(1, min(BACKWARD_STAGES, shared_memory(grad_y.device) // loaded))
     fp32 = {"dtype": torch.float32, "device": grad_y.device}
     grad_x = torch.empty_like(grad_y) if needs_x else None
     maxima = torch.empty(programs, **fp32) if needs_x else None
@@ -306,7 +311,7 @@ def norm_backward_triton(
         groups,
         LAYER_NORM=layer_norm,
         ZERO_CENTERED=zero_centered,
-        STAGES=BACKWARD_STAGES,
+        STAGES=stages,
         ROOTS=q.holds_roots,
         EVEN=even,
         **tile,

@@ -4,7 +4,7 @@ threads hold the rows that it sums, and the bytes of shared memory of a block.
 They are those of a training step of converted models, and the others by themselves. Nothing is launched:
 results are whatever was in memory. To be run without triton's interpreter, whose kernels are not compiled.
 
-    TRITON_INTERPRET=0 python -m tests.kernels.offline [CAPABILITY]
+    TRITON_INTERPRET=0 python -m tests.kernels.offline [CAPABILITY SHARED_MEMORY]
 """
 
 import json
@@ -19,6 +19,8 @@ from coat_kernels import device
 
 # before others import it by its name
 device.uses_kernels = lambda x, fp8=True: True
+if len(sys.argv) > 2:
+    device.shared_memory = lambda device: int(sys.argv[2])
 
 import coat_ds  # noqa: E402
 from benchmarks.common.families import FAMILIES  # noqa: E402
@@ -88,6 +90,13 @@ def norms() -> None:
     with torch.no_grad():
         norm.rms_norm(x, weight, 1e-5)
         norm.layer_norm(x, weight, None, 1e-5)
+    # rows that are as wide as those of the largest models, of which the most shared memory is taken
+    for dtype, h in ((torch.bfloat16, 8192), (torch.bfloat16, 16384), (torch.float32, 8192)):
+        wide = torch.empty(64, h, dtype=dtype)
+        q = groups.quantize_groups_triton(wide, 16)
+        rstd, gamma = torch.ones(64), torch.ones(h, dtype=dtype)
+        for residual in (None, wide):
+            norm.kernels.norm_backward_triton(wide, residual, q, rstd, gamma, False, False, 16)
 
 
 def others() -> None:

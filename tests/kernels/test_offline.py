@@ -26,7 +26,7 @@ HOPPER_ALONE = {"accumulate_kernel"}
 def compile_for(capability: int) -> list[tuple[str, list[str], int]]:
     """Names of kernels, the layouts of the rows that they sum, and the shared memory of a block."""
     # a process without the interpreter
-    command = [sys.executable, "-m", "tests.kernels.offline", str(capability)]
+    command = [sys.executable, "-m", "tests.kernels.offline", str(capability), str(SHARED[capability])]
     environment = {**os.environ, "TRITON_INTERPRET": "0"}
     done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, check=True, text=True)
     return [tuple(json.loads(line)) for line in done.stdout.splitlines()]
