@@ -1,5 +1,6 @@
 """The pages are those of the code: what is made is up to date, what is shown twice is the same."""
 
+import json
 import re
 import runpy
 from pathlib import Path
@@ -7,6 +8,7 @@ from pathlib import Path
 import torch
 
 from coat_ds import CoatAdamW
+from coat_ds.config import CoatConfig
 from coat_ds.doctor import dry_run
 from coat_ds.optim.lines import states_line
 from coat_ds.plan import meta_model
@@ -24,9 +26,17 @@ def test_configuration_is_that_of_the_dataclasses():
 
 def test_pages_show_what_the_readme_shows():
     # which tests/test_readme.py runs
+    assert block("diff") in (DOCS / "deepspeed.md").read_text()
     pages = (DOCS / "huggingface.md").read_text()
     for line in block("python").splitlines():
         assert line.split("  #")[0] in pages
+
+
+def test_json_of_the_pages_is_accepted():
+    text = "".join(path.read_text() for path in DOCS.glob("*.md"))
+    configs = [json.loads(found) for found in re.findall(r"^```json\n(.*?)^```$", text, re.M | re.S)]
+    blocks = [config["coat"] for config in configs if "coat" in config]
+    assert len(blocks) > 3 and all(CoatConfig.from_dict(found).enabled for found in blocks)
 
 
 def test_every_page_is_reached_from_the_readme():

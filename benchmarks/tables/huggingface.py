@@ -1,9 +1,9 @@
-"""Tables of docs/huggingface.md."""
+"""Tables of docs/models.md."""
 
 from benchmarks.tables.blocks import Results, block, gb, table
 
 
-@block("huggingface.md", "gains")
+@block("models.md", "gains")
 def gains(results: Results) -> str:
     lines = []
     titles = {
@@ -22,10 +22,10 @@ def gains(results: Results) -> str:
     return table(["one H200: ms; peak GB above the weights", "BF16", "BF16, Liger", "COAT"], *lines)
 
 
-@block("huggingface.md", "small models")
+@block("models.md", "small models")
 def small_models(results: Results) -> str:
     rows = {row["system"]: row for row in results.rows("models_small_h100.csv")}
-    systems = {"BF16": "BF16", "COAT, no CUDA graphs": "COAT, launched", "COAT": "COAT"}
+    systems = {"BF16": "BF16", "COAT, no CUDA graphs": "COAT, eager", "COAT": "COAT"}
     found, first = [rows[system] for system in systems], rows["BF16"]
     title = f"{first['layers']} layers of Qwen3-0.6B, {first['tokens']:,.0f} tokens, one H100"
     return table(
@@ -35,7 +35,7 @@ def small_models(results: Results) -> str:
     )
 
 
-@block("huggingface.md", "evaluation")
+@block("models.md", "evaluation")
 def evaluation(results: Results) -> str:
     lines, titles = [], {"llama3-8b": "Llama-3-8B", "qwen3-0.6b": "Qwen3-0.6B"}
     for shape, title in titles.items():
@@ -51,7 +51,7 @@ def evaluation(results: Results) -> str:
     return table(["without gradients: ms", "BF16", "COAT", 'COAT, "stock"'], *lines)
 
 
-@block("huggingface.md", "trainer")
+@block("models.md", "trainer")
 def trainer(results: Results) -> str:
     rows, ordinals = results.rows("trainer.csv"), ("", "first", "second", "third")
     names = ["BF16", *(name for name in dict.fromkeys(row["system"] for row in rows) if name != "BF16")]
@@ -98,7 +98,7 @@ FAMILIES = {
 }
 
 
-@block("huggingface.md", "families")
+@block("models.md", "families")
 def families(results: Results) -> str:
     rows = {row["family"]: row for row in results.rows("models.csv")}
     if rows.keys() != FAMILIES.keys():

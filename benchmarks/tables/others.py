@@ -1,6 +1,11 @@
-"""Tables of the pages that have one each."""
+"""Tables of the pages that have few."""
 
-from benchmarks.tables.blocks import Results, block, data, gb, percent, table
+import contextlib
+import io
+import json
+
+from benchmarks.tables.blocks import DOCS, Results, block, data, gb, percent, table
+from coat_ds.cli import main
 
 
 @block("optimizer.md", "memory and time")
@@ -17,7 +22,7 @@ def memory_and_time(results: Results) -> str:
             *(f"{size:.3f}" for size in states),
         ],
         [
-            f"step, 2^29 FP32 parameters, one H200, ms (a copy of as many bytes as COAT's: {copied:.2f})",
+            f"step, 2^29 FP32 parameters, one H200, ms (a copy of COAT's bytes: {copied:.2f})",
             *(f"{rows[name]['ms']:.2f}" for name in ("torch fused", "ours")),
         ],
         [
@@ -27,14 +32,14 @@ def memory_and_time(results: Results) -> str:
     )
     torch = newer["ours"]["torch"].split("+")[0]
     return made + (
-        f"\nWith torch {torch} and triton {newer['ours']['triton']} AdamW takes "
-        f"{newer['torch fused']['ms']:.2f} ms and COAT {newer['ours']['ms']:.2f}. FusedAdam of "
-        f"TransformerEngine {peer['transformer_engine']} with FP8 moments takes {peer['ms']:.0f} ms, and "
-        f"{peer['peak_mb']:,.0f} MB more in the step, for one tensor of that size.\n"
+        f"\nWith torch {torch} and triton {newer['ours']['triton']}: "
+        f"AdamW {newer['torch fused']['ms']:.2f} ms, COAT {newer['ours']['ms']:.2f} ms. "
+        f"FusedAdam of TransformerEngine {peer['transformer_engine']} with FP8 moments: {peer['ms']:.0f} ms, "
+        f"and {peer['peak_mb']:,.0f} MB more in the step.\n"
     )
 
 
-@block("megatron.md", "the optimizer")
+@block("optimizer.md", "the optimizer in Megatron")
 def megatrons_optimizer(results: Results) -> str:
     names = {
         "Megatron's Adam": "TE FusedAdam",
@@ -81,7 +86,31 @@ def first_step(results: Results) -> str:
     )
 
 
-@block("deepspeed.md", "stage 2")
+@block("fit.md", "plan of 13B")
+def plan_of_13b(results: Results) -> str:
+    """What `coat plan` predicts: the only table that is not of the results."""
+    options = "--vocabulary 32000 --gpus 4 --stage 3 --fit 80GB --json"
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        main(["plan", str(DOCS.parent / "configs/model_llama2_13b.json"), *options.split()])
+    plan = json.loads(printed.getvalue())
+    roles = ("masters", "states", "saved", "gathered")
+    lines = []
+    for row in plan["systems"]:
+        chosen = row["system"] == plan["recommended"]["system"]
+        lines.append(
+            [
+                f"**{row['system']}**" if chosen else row["system"],
+                *(f"{row['roles'][role] / 1e9:.1f}" for role in roles),
+                f"{row['peak_bytes'] / 1e9:.1f}",
+                str(row["largest_micro_batch"]),
+                f"{row['tokens_per_second_and_gpu']:,.0f}",
+            ]
+        )
+    return table(["", *roles, "peak", "largest", "tokens/s"], *lines)
+
+
+@block("fit.md", "stage 2")
 def stage_2(results: Results) -> str:
     rows = [
         results.row("train_7b_1gpu_zero2.csv", way=way, system=system)
@@ -90,23 +119,24 @@ def stage_2(results: Results) -> str:
     ]
     peaks = [f"{row['peak_mb'] / 1e3:.1f}" for row in rows]
     return (
-        "**Where nothing divides gradients take stage 2**: on one GPU, or over tensor parallelism alone. "
-        "When backward is done stage 1 holds all gradients and a copy of them, as many bytes as the weights "
-        f"have. Llama-2-7B with 1 × 2048 tokens on one GPU took {peaks[0]} GB in stage 1 and {peaks[1]} in "
-        f'stage 2, "smallest" {peaks[2]} and {peaks[3]}.\n'
+        "Use stage 2 on one GPU, and with tensor parallelism alone. After backward stage 1 holds all "
+        "gradients and a copy of them, each as large as the weights. Llama-2-7B with 1 × 2048 tokens on one "
+        f"GPU took {peaks[0]} GB in stage 1 and {peaks[1]} GB in stage 2. With BF16 masters and 8-bit "
+        f"attention it took {peaks[2]} and {peaks[3]} GB.\n"
     )
 
 
-@block("deepspeed.md", "offload")
+@block("fit.md", "offload")
 def offload(results: Results) -> str:
     ours, theirs = (
         results.row("adamw_cpu.csv", optimizer=name) for name in ("ours, C++", "DeepSpeedCPUAdam")
     )
     return (
-        "**Offload.** Offloaded steps run in C++, which is compiled when it is first needed: "
-        f"{ours['ns_per_parameter']:.1f} ns per parameter on {ours['threads']} CPU cores, beside "
-        f"{theirs['ns_per_parameter']:.1f} of DeepSpeedCPUAdam, in {ours['state_bytes_per_parameter']:.2f} "
-        f"bytes of state instead of {theirs['state_bytes_per_parameter']:.0f} "
+        "The offloaded step runs in C++, which is compiled at its first use. It takes "
+        f"{ours['ns_per_parameter']:.1f} ns per parameter on {ours['threads']} CPU cores, where "
+        f"DeepSpeedCPUAdam takes {theirs['ns_per_parameter']:.1f} ns. "
+        f"Its states take {ours['state_bytes_per_parameter']:.2f} bytes per parameter instead of "
+        f"{theirs['state_bytes_per_parameter']:.0f} "
         "(`python -m benchmarks adamw_cpu`).\n"
     )
 
@@ -131,33 +161,20 @@ def cost_of_watching(results: Results) -> str:
 
 
 @block("faster.md", "keys")
-def keys(results: Results) -> str:
-    """What to change, by what a reader sees; gains and costs as far as they were measured."""
+def faster(results: Results) -> str:
+    """What to change for speed, by what a reader sees; gains and costs as far as they were measured."""
     layer = {row["layer"]: row for row in results.rows("layer_7b_blocks.csv")}
-    ours, sqrt8, fast = (layer[name] for name in ("ours", "ours, 8-bit attention", "ours, fastest"))
-    again = layer["ours, recomputed attention"]
-    seven = {
-        system: results.row("train_7b_2gpu.csv", system=system, way="zero2", micro_batch=4, limited=False)
-        for system in ("COAT", "COAT, fastest", "COAT, smallest")
-    }
-    coat, smallest = seven["COAT"], seven["COAT, smallest"]
+    ours, fast = layer["ours"], layer["ours, fastest"]
+    seven = whole_7b(results)
     eager, graphs = (
         results.row("train_7b_4gpu_graphs.csv", system=system, way="zero1", micro_batch=1)
         for system in ("COAT", "COAT, graphs")
     )
     recompute = {row["recompute"]: row for row in results.rows("recompute.csv")}
-    full, compressed, without = (recompute[n] for n in ("BF16, full", "BF16, full, FP8 inputs", "COAT"))
+    full, without = (recompute[n] for n in ("BF16, full", "COAT"))
     most, fewer = (
         results.row("train_13b_4gpu_tp4_flushes.csv", system="COAT", micro_batch=size) for size in (29, 26)
     )
-
-    def slower(row: dict, base: dict) -> str:
-        return percent(row["ms"] / base["ms"] - 1)
-
-    def saved(row: dict) -> str:
-        return f"{row['saved_h']:.1f} h bytes per token instead of {ours['saved_h']:.1f}"
-
-    layers, whole = data("layer_7b_blocks.csv", "layer"), data("train_7b_2gpu.csv", "7B")
     return table(
         ["you see", "change", "gain", "cost"],
         [
@@ -178,8 +195,10 @@ def keys(results: Results) -> str:
         [
             "memory is left, ZeRO-0 to 2",
             '"fastest"',
-            f"a {layers} {percent(1 - fast['ms'] / ours['ms'])} faster; {whole}'s step no faster",
-            f"{gb(seven['COAT, fastest'])} GB instead of {gb(coat)}; [loss](numerics.md#pre-training)",
+            f"a {data('layer_7b_blocks.csv', 'layer')} {percent(1 - fast['ms'] / ours['ms'])} faster; "
+            f"{data('train_7b_2gpu.csv', '7B')}'s step no faster",
+            f"{gb(seven['COAT, fastest'])} GB instead of {gb(seven['COAT'])}; "
+            "[loss](numerics.md#pre-training)",
         ],
         [
             "the largest batch is slower than a smaller one",
@@ -196,29 +215,110 @@ def keys(results: Results) -> str:
             "slow AdamW on the CPU",
         ],
         [
-            "out of memory",
-            '`"attention_format": "sqrt8"`',
-            saved(sqrt8),
-            f"a {layers} {slower(sqrt8, ours)} slower",
+            "slow generation",
+            '`"evaluation": "stock"`',
+            "[BF16's time](models.md#evaluation-and-generation)",
+            "",
+        ],
+    )
+
+
+@block("fit.md", "keys")
+def fit(results: Results) -> str:
+    """What to change for memory, by the column of `coat plan` that is too large."""
+    layer = {row["layer"]: row for row in results.rows("layer_7b_blocks.csv")}
+    ours = layer["ours"]
+    stock = results.row("layer_7b.csv", layer="BF16")
+    states = [results.row("converge.csv", run=run)["state_bytes_per_param"] for run in ("bf16", "coat")]
+    seven = whole_7b(results)
+    coat, smallest = seven["COAT"], seven["COAT, smallest"]
+    recompute = {row["recompute"]: row for row in results.rows("recompute.csv")}
+    full, compressed = (recompute[n] for n in ("BF16, full", "BF16, full, FP8 inputs"))
+
+    def attention(name: str) -> tuple[str, str]:
+        row = layer[name]
+        slower = percent(row["ms"] / ours["ms"] - 1)
+        gain = f"{ours['saved_h']:.1f} → {row['saved_h']:.1f} h bytes per token and layer"
+        return gain, f"a {data('layer_7b_blocks.csv', 'layer')} {slower} slower"
+
+    return table(
+        ["too large", "change", "gain", "cost"],
+        [
+            "`states`",
+            '`"coat": {"enabled": true}`',
+            f"{states[0]:.1f} → {states[1]:.1f} bytes per parameter of the shard",
+            "[loss](numerics.md)",
         ],
         [
-            "out of memory",
-            '`"attention_format": "recompute"`',
-            saved(again),
-            f"a {layers} {slower(again, ours)} slower",
+            "`saved`",
+            "the same",
+            f"{stock['saved_h']:.1f} → {ours['saved_h']:.1f} h bytes per token and layer "
+            f"({data('layer_7b.csv', '7B')})",
+            "[loss](numerics.md)",
+        ],
+        ["`saved`", '`"attention_format": "sqrt8"`', *attention("ours, 8-bit attention")],
+        ["`saved`", '`"attention_format": "recompute"`', *attention("ours, recomputed attention")],
+        [
+            "`saved`",
+            "[activation checkpointing](#activation-checkpointing)",
+            "inputs of layers alone are saved",
+            "a second forward pass",
         ],
         [
-            "out of memory",
-            '"smallest" (DeepSpeed)',
-            f"{gb(smallest)} GB instead of {gb(coat)} ({whole})",
-            f"{slower(smallest, coat)} slower; [loss](numerics.md#pre-training)",
-        ],
-        [
-            "out of memory with gradient checkpointing",
+            "`saved`, with activation checkpointing",
             '`"checkpointing": {"compress": true}`',
-            f"{compressed['kept_mb']:,.0f} MB saved instead of {full['kept_mb']:,.0f}",
+            f"{full['kept_mb']:,.0f} → {compressed['kept_mb']:,.0f} MB "
+            f"({data('recompute.csv', '24 layers of h 2048')})",
             f"{percent(1 - compressed['tokens_per_s'] / full['tokens_per_s'])} slower",
         ],
-        ["out of memory on one GPU", "ZeRO-2 instead of ZeRO-1", "[how much](deepspeed.md#zero)", ""],
-        ["slow generation", '`"evaluation": "stock"`', "[BF16's time](huggingface.md#what-it-gains)", ""],
+        [
+            "`masters`",
+            '[BF16 masters](#bf16-masters); with 8-bit attention this is "smallest"',
+            f'4 → 2 bytes per parameter of the shard; "smallest" {gb(coat)} → {gb(smallest)} GB '
+            f"({data('train_7b_2gpu.csv', '7B')})",
+            f"{percent(smallest['ms'] / coat['ms'] - 1)} slower; [loss](numerics.md#pre-training)",
+        ],
+        [
+            "`gradients`, `weights`",
+            "a higher ZeRO `stage`",
+            "2 bytes per parameter each, divided by the GPUs",
+            "messages",
+        ],
+        [
+            "`gradients`, on one GPU",
+            "ZeRO-2 instead of ZeRO-1",
+            "[a copy of the gradients](#zero-stage-on-one-gpu)",
+            "none",
+        ],
+        [
+            "`gathered`",
+            "`stage3_max_live_parameters` and `stage3_max_reuse_distance` of 2.5e8",
+            "the defaults hold 1e9 parameters of 2 bytes",
+            "more gathers",
+        ],
+        [
+            "`masters` and `states`",
+            '`"offload_optimizer": {"device": "cpu"}`',
+            "all of both",
+            "[a slow step](#offload)",
+        ],
+        [
+            "masters in Megatron",
+            "`--use-precision-aware-optimizer`",
+            "[2 bytes per parameter](optimizer.md#memory-and-time)",
+            "none",
+        ],
+        [
+            "LoRA: inputs of adapters",
+            "`autocast_adapter_dtype=False`",
+            "[their FP32 copies](finetune.md#lora)",
+            "none",
+        ],
     )
+
+
+def whole_7b(results: Results) -> dict[str, dict]:
+    return {
+        system: results.row("train_7b_2gpu.csv", system=system, way="zero2", micro_batch=4, limited=False)
+        for system in ("COAT", "COAT, fastest", "COAT, smallest")
+    }

@@ -132,7 +132,7 @@ def will_it_be_faster(results: Results) -> str:
             data("adamw_states.csv"),
         ],
         ["RTX 40, RTX 50, L40S, B200", "kernels compile; none has run there", "not measured", install],
-        ["LoRA", "not measured on a GPU", "activations only", "[PEFT](huggingface.md#with-others)"],
+        ["LoRA", "not measured on a GPU", "activations only", "[LoRA](finetune.md#lora)"],
         ["several nodes with GPUs", "not measured", "not measured", "[several nodes](several_nodes.md)"],
     )
 
