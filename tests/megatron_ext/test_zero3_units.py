@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from benchmarks.common.families import FAMILIES
 from coat_ds.config import ActivationsConfig
 from coat_ds.zero.layer_units import LayerUnits
 from tests.megatron_ext.test_hybrid import EXPERTS, _hybrid
@@ -172,6 +173,8 @@ CASES = {
     "Megatron's": Case(lambda: _gpt(False), wanted=True),
     "Megatron's, not asked for": Case(lambda: _gpt(False), units=0),
     "Hugging Face's, converted": Case(_llama, _by_keyword),
+    "Mixtral, converted": Case(FAMILIES["mixtral"].build, _by_keyword),
+    "Qwen3-MoE of 24 experts, converted": Case(FAMILIES["qwen3_moe_grouped"].build, _by_keyword),
     # BF16 products keep the weights themselves, which ZeRO-3 empties: other bytes than at stage 1
     "Hugging Face's": Case(_llama, _by_keyword, coat={"activations": False}, wanted=True, base=3),
 }  # fmt: skip

@@ -1,0 +1,76 @@
+"""DeepSpeed's MoE in 2 processes with one expert each: FP8 layers and 8-bit states in ZeRO-2, no ZeRO-3."""
+
+import warnings
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from tests.util import run_distributed
+
+H, TOKENS, STEPS = 64, 32, 4
+
+
+class Experts(nn.Module):
+    def __init__(self):
+        from deepspeed.moe.layer import MoE
+
+        super().__init__()
+        expert = nn.Sequential(nn.Linear(H, 2 * H), nn.SiLU(), nn.Linear(2 * H, H))
+        # every token meets every expert: FP8 rounding changes no route
+        options = {"k": 2, "capacity_factor": 4, "use_rts": False, "top2_2nd_expert_sampling": False}
+        self.first = nn.Linear(H, H)
+        self.moe = MoE(H, expert, num_experts=2, ep_size=2, **options)
+        self.last = nn.Linear(H, H)
+
+    def forward(self, x):
+        return self.last(self.moe(self.first(x).relu())[0])
+
+
+def engine_of(stage: int, coat: bool):
+    import deepspeed
+
+    torch.manual_seed(0)
+    config = {
+        "train_micro_batch_size_per_gpu": TOKENS,
+        "bf16": {"enabled": True},
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
+        # DeepSpeed allocates a gigabyte for gradients unless told
+        "zero_optimization": {"stage": stage, "reduce_bucket_size": 10**6},
+        "coat": {"enabled": coat},
+    }
+    return deepspeed.initialize(model=Experts(), config=config)[0]
+
+
+def trained(stage: int, coat: bool) -> tuple[list[float], str]:
+    engine, losses = engine_of(stage, coat), []
+    x = torch.randn(TOKENS, H, generator=torch.Generator().manual_seed(dist.get_rank())).bfloat16()
+    for _ in range(STEPS):
+        loss = (engine(x) - x).float().square().mean()
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.item())
+    return losses, str(getattr(engine, "coat", ""))
+
+
+def work() -> dict:
+    warnings.simplefilter("ignore")
+    import deepspeed
+
+    deepspeed.init_distributed("gloo")
+    for coat in (False, True):
+        with pytest.raises(AssertionError, match="not supported with ZeRO Stage 3"):
+            engine_of(3, coat)
+    return {"stock": trained(2, False), "COAT": trained(2, True)}
+
+
+def test_experts_train_in_fp8_and_deepspeed_refuses_stage_3():
+    for rank in run_distributed(work, 2):
+        (stock, _), (ours, said) = rank["stock"], rank["COAT"]
+        # the router has 2 outputs and stays in BF16
+        assert "4 of 5 linear layers in FP8" in said and "in log8" in said
+        # an operand is off by at most 2^-4 of itself in E4M3, the loss by less of its fall
+        fall = stock[0] - stock[-1]
+        assert fall > 0.05 * stock[0]
+        assert ours == pytest.approx(stock, abs=2**-4 * fall)
