@@ -14,9 +14,8 @@ FIGURE = re.compile(
     r"\d (?:ns|ms|MB|tokens per second|TFLOP/s)\b|\d(?:\.\d+)? times (?:as|faster|less)|\d\.\d (?:%|GB)"
 )
 BLOCK = re.compile(r"<!-- begin: .*?<!-- end -->|^```.*?^```", re.S | re.M)
-# of other sources: DeepSpeed's bug, and arithmetic that the page shows
+# of other sources: arithmetic that the page shows
 ELSEWHERE = {
-    "known_bugs.md": ["losses up to 0.6 % off in our test"],
     "install.md": ["It adds less than 1 ms to `import torch`"],
     "design.md": ["which gives 0.4 % more error"],
 }
