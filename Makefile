@@ -39,7 +39,7 @@ CHECKED := $(addprefix tests/,kernels/test_codecs.py kernels/test_fp8.py kernels
 	kernels/test_matmul.py kernels/test_linear.py kernels/test_adamw_cpu.py coat_ds/test_config.py \
 	coat_ds/test_schema.py coat_ds/test_host_config.py coat_ds/test_contracts.py coat_ds/test_state.py \
 	megatron_ext/test_options.py megatron_ext/test_contracts.py launch/test_configs.py benchmarks/test_report.py \
-	benchmarks/test_front_page.py benchmarks/test_tables.py benchmarks/test_verify.py test_docs.py test_mistakes.py)
+	benchmarks/test_front_page.py benchmarks/test_tables.py benchmarks/test_verify.py test_docs.py test_mistakes.py test_support.py)
 # each with one thread: threads of several processes that wait for each other take a core each, five times as long
 check test test-all test-gpu test-hostile test-hosts test-megatron: export OMP_NUM_THREADS := 1
 # a hundred processes import the project: only the first compiles it
