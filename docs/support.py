@@ -96,7 +96,7 @@ SECTIONS: dict[str, list[Row]] = {
                        {"fp16": {"enabled": True, "fp16_master_weights_and_grads": True}},
                        {"amp": {"enabled": True}})),
         Row("AutoTP", cpu=2, h100=2,
-            condition="[layer by layer](deepspeed.md#options-for-this-framework); models with PEFT adapters are refused",
+            condition="[layer by layer](deepspeed.md#options-for-this-framework); PEFT adapters are refused",
             proof=("tests/coat_ds/layers/test_autotp.py",)),
         Row("Ulysses, ALST", cpu=2, condition="attention saves BF16; no fused layers"),
         Row("Pipeline (`PipelineModule`)", cpu=2, condition="`checkpointing.compress` needs `use_reentrant`"),

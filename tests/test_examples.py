@@ -2,6 +2,7 @@
 
 import contextlib
 import io
+import json
 import os
 import re
 import runpy
@@ -89,6 +90,39 @@ def test_trainer_under_deepspeed():
 
 def test_trainer_without_deepspeed():
     assert "'train_loss': " in python("examples/trainer.py", "--plain", "--steps=2")
+
+
+def small_model(folder):
+    """A tiny Llama with a tokenizer of bytes, and conversations of sums, as users bring theirs."""
+    import torch
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE({letter: i for i, letter in enumerate([*letters, "<end>"])}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    made = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<end>", pad_token="<end>")
+    made.save_pretrained(folder)
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 64, "intermediate_size": 176, "num_hidden_layers": 2, "num_attention_heads": 4}
+    LlamaForCausalLM(LlamaConfig(vocab_size=272, **sizes)).save_pretrained(folder)
+    lines = [json.dumps({"text": f"{i} and {i} make {2 * i}."}) for i in range(80)]
+    (folder / "data.jsonl").write_text("\n".join(lines))
+    return str(folder), str(folder / "data.jsonl"), "--lr=5e-3", "--length=64"
+
+
+@pytest.mark.parametrize("lora", [[], ["--lora"]], ids=["all weights", "LoRA"])
+def test_finetune(lora, tmp_path):
+    from transformers import AutoModelForCausalLM
+
+    words = [*small_model(tmp_path), *lora, f"--output={tmp_path}/out"]
+    said = python("examples/finetune.py", *words, "--epochs=2")
+    first, last = (float(loss) for loss in re.findall(r"'eval_loss': '?([\d.]+)", said)[:2])
+    stock = float(re.search(r"held-out loss in BF16: (\S+)", said)[1])
+    assert last < first < 5.7 and abs(stock - last) < 0.05
+    # what was saved loads without COAT
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "out").config.hidden_size == 64
 
 
 def test_megatron():
