@@ -77,9 +77,10 @@ def table(results: Path) -> str:
     small = next(row for row in read_rows(results / LOSSES) if row["run"] == "coat")
     lines += [
         "",
-        f"Per GPU. Llama-2-7B: {base['gpus']} H200s, ZeRO-{WAY[-1]}, {base['micro_batch']} × 2048 tokens. "
-        f"Llama-2-13B: 4 H100s of {LIMIT_GB} GB, ZeRO-3, each system's fastest batch; BF16 with recompute "
-        f"reaches {fastest(results, RECOMPUTED):,.0f}. BF16 is not compiled. Loss of a 125M model after "
+        f"Per GPU, Megatron's GPTModel under DeepSpeed. Llama-2-7B: {base['gpus']} H200s, ZeRO-{WAY[-1]}, "
+        f"{base['micro_batch']} × 2048 tokens. Llama-2-13B: 4 H100s of {LIMIT_GB} GB, ZeRO-3, each at its "
+        "fastest batch; BF16 with feed-forward recompute reaches "
+        f"{fastest(results, RECOMPUTED):,.0f}. BF16 is not compiled. Loss of a 125M model after "
         f"{small['tokens'] / 1e6:.0f} million tokens: {losses(results)}.",
     ]
     return "\n".join(lines) + "\n"

@@ -93,7 +93,7 @@ def will_it_be_faster(results: Results) -> str:
     same, install = "[same batch](#same-batch)", "[versions](install.md)"
     return table(
         ["your case", "speed over BF16", "peak memory over BF16", "data"],
-        ["7B or 8B, all weights, ZeRO or Trainer, H200s", *_gains(zero), same],
+        ["7B or 8B, all weights, ZeRO, two H200s", *_gains(zero), same],
         ["7B and 13B, ZeRO-3, four 80 GB H100s", *_gains(h100s), same],
         [
             "the same, each system at its fastest batch",
@@ -109,12 +109,12 @@ def will_it_be_faster(results: Results) -> str:
         ],
         ["tensor parallelism, four H100s", *_gains(parallel), same],
         [
-            "small layers, CPU-bound (Qwen3-0.6B)",
+            "small layers as CUDA graphs (Qwen3-0.6B; not under ZeRO-3, dropout, recompute)",
             *_gains([small], "peak_gb"),
             data("models_small_h100.csv"),
         ],
         [
-            "many experts (layers of Qwen3-30B)",
+            "many experts (four layers of Qwen3-30B, no ZeRO)",
             *_gains([experts], "peak_gb"),
             data("models_gpu.csv"),
         ],

@@ -59,7 +59,7 @@ def test_the_larger_model_is_shown_at_the_fastest_batch(results):
         rows.writerow(["TE FP8", "zero3", False, 1, ""])
     table = front_page.table(results)
     assert "| 1,100 (1.0×) |" in table and "| 5,500 (5.0×) |" in table and "| out of memory |" in table
-    assert "BF16 with recompute reaches 2,000" in table
+    assert "BF16 with feed-forward recompute reaches 2,000" in table
 
 
 def test_rows_of_several_runs_are_not_compared(results):
