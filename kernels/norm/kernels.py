@@ -265,6 +265,12 @@ def launch_forward(
     return maxima
 
 
+@functools.lru_cache(maxsize=256)
+def backward_stages(loaded: int, device: torch.device) -> int:
+    """How many tiles of `loaded` bytes fit into shared memory, 1 to `BACKWARD_STAGES`."""
+    return max(1, min(BACKWARD_STAGES, shared_memory(device) // loaded))
+
+
 def norm_backward_triton(
     grad_y,
     grad_residual,
@@ -286,10 +292,9 @@ def norm_backward_triton(
     tile, tiles, groups, even = row_tiles(rows, h, group_size, BACKWARD_TILE, BACKWARD_ELEMENTS)
     # without rows, one that stores zeros
     programs = min(tiles, PROGRAMS) or 1
-    # bytes of a tile's loads, in shared memory: codes, gradient and the residual's gradient
-    beside = 0 if grad_residual is None else grad_residual.element_size()
-    loaded = tile["ROWS"] * tile["H"] * (1 + grad_y.element_size() + beside)
-    stages = max(1, min(BACKWARD_STAGES, shared_memory(grad_y.device) // loaded))
+    # bytes of a tile's loads: codes, gradient and the gradient of the residual
+    residual_bytes = 0 if grad_residual is None else grad_residual.dtype.itemsize
+    loaded = tile["ROWS"] * tile["H"] * (1 + grad_y.dtype.itemsize + residual_bytes)
     fp32 = {"dtype": torch.float32, "device": grad_y.device}
     grad_x = torch.empty_like(grad_y) if needs_x else None
     maxima = torch.empty(programs, **fp32) if needs_x else None
@@ -311,7 +316,7 @@ def norm_backward_triton(
         groups,
         LAYER_NORM=layer_norm,
         ZERO_CENTERED=zero_centered,
-        STAGES=stages,
+        STAGES=backward_stages(loaded, grad_y.device),
         ROOTS=q.holds_roots,
         EVEN=even,
         **tile,

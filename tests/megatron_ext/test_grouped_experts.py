@@ -14,8 +14,9 @@ from megatron.core.transformer import TransformerConfig
 from coat_ds.config import ActivationsConfig, CoatConfigError
 from coat_ds.layers.inventory import layers_of
 from coat_ds.saved_bytes import SavedStorages
+from coat_kernels.agreement import BF16_RMS, EXPERTS_BACKWARD, EXPERTS_FORWARD
 from megatron_ext.layer_specs import coat_layer_spec, sdpa_layer_spec
-from tests.kernels.test_experts import BACKWARD, BF16_RMS, FORWARD, OF_ROWS
+from tests.kernels.test_experts import OF_ROWS
 from tests.megatron_ext.test_moe import (
     ALL_TO_ALL,
     DROPPING,
@@ -115,7 +116,7 @@ def test_equals_megatrons_experts(case, device):
     if config.get("activation_func_clamp_value"):
         # values that rounding carries over a clamp change the derivative as a whole: at most those within
         # four standard deviations of BF16's rounding and of the saved one
-        width = 4 * (FORWARD**2 + BACKWARD["sqrt8"] ** 2) ** 0.5
+        width = 4 * (EXPERTS_FORWARD**2 + EXPERTS_BACKWARD["sqrt8"] ** 2) ** 0.5
 
         def count(linear, args, output):
             near.append(((output[0].abs() / CLAMP - 1).abs() < width).flatten())
@@ -127,16 +128,16 @@ def test_equals_megatrons_experts(case, device):
     y_bf16, in_bf16 = _run(_stock(grouped, torch.bfloat16, **config), *inputs)
     crossing = torch.cat(near).float().mean().item() if near else 0
     # weights in front round what the first product reads, of which gate's part is doubled
-    forward = (FORWARD**2 + 5 * BF16_RMS**2 * config.get("moe_apply_probs_on_input", False)) ** 0.5
+    forward = (EXPERTS_FORWARD**2 + 5 * BF16_RMS**2 * config.get("moe_apply_probs_on_input", False)) ** 0.5
     assert rel_rms(y, expected) < forward and rel_rms(y, y_bf16) < 2 * forward
     assert grads.keys() == wanted.keys()
     # of few numbers the size of an error is known to two standard deviations
     of_few = 1 + 2 / (2 * ROWS) ** 0.5
     for name, grad in wanted.items():
-        bound = OF_ROWS["sqrt8"] if "linear_fc1" in name else BACKWARD["sqrt8"]
+        bound = OF_ROWS["sqrt8"] if "linear_fc1" in name else EXPERTS_BACKWARD["sqrt8"]
         bound = of_few * (bound**2 + crossing) ** 0.5
         assert rel_rms(grads[name], grad) < bound, name
-        assert rel_rms(grads[name], in_bf16[name]) < bound + of_few * FORWARD, name
+        assert rel_rms(grads[name], in_bf16[name]) < bound + of_few * EXPERTS_FORWARD, name
         if name.startswith("local_experts"):
             assert grads[name].any() == bool(OF_EACH[int(name.split(".")[1])]), name
 
@@ -352,11 +353,11 @@ def test_on_two_ranks_equals_megatrons_experts(ranks, layout, batch):
     for rank in ranks:
         grouped, stock = rank[layout, batch, "grouped"], rank[layout, batch, "stock"]
         # a relative error of the experts' part of what the head reads
-        assert abs(grouped["loss"] - stock["loss"]) < FORWARD * stock["loss"]
+        assert abs(grouped["loss"] - stock["loss"]) < EXPERTS_FORWARD * stock["loss"]
         for name, grad in grouped["grads"].items():
             before, experts, after = name.partition(".mlp.experts.")
             if not experts:
-                expected, bound = stock["grads"][name], BACKWARD["sqrt8"]
+                expected, bound = stock["grads"][name], EXPERTS_BACKWARD["sqrt8"]
             else:
                 of_each = [f"{before}{experts}local_experts.{i}.{after}" for i in range(len(grad))]
                 expected = torch.stack([stock["grads"][name] for name in of_each])
